@@ -1,0 +1,170 @@
+"""The packed tensors of one step.
+
+Shape letters: N tokens of the packed batch, R rollouts. Rollouts lie one after the other, nothing is padded.
+`logp_N[i]` is the log-prob of token i given the tokens before it in its rollout, so it stands at the token itself;
+`value_N[i]` is the critic's value of the state in which token i was chosen. Both mean something where `mask_N` is true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whet.types import Group
+
+
+@dataclass(frozen=True)
+class Batch:
+    token_ids_N: Tensor
+    """int64"""
+    mask_N: Tensor
+    """bool: sampled by the policy (trained on)."""
+    row_N: Tensor
+    """int64: number of the rollout a token belongs to, 0..R-1."""
+    version_N: Tensor
+    """int64: policy version of a sampled token; -1 elsewhere."""
+    logp_sample_N: Tensor
+    """float32: engine's log-prob under softmax(logits / temperature), when sampled; 0 elsewhere."""
+    length_R: Tensor
+    """int64: tokens of each rollout."""
+    prompt_R: Tensor
+    """int64: tokens before the first sampled one (what a group can share)."""
+    group_R: Tensor
+    """int64: number of the rollout's group; rollouts of a group stand together."""
+    reward_R: Tensor
+    """float32"""
+    stopped_R: Tensor
+    """bool: ended by itself (finish reason `stop`), not by a limit."""
+    logp_old_N: Tensor | None = None
+    logp_ref_N: Tensor | None = None
+    value_N: Tensor | None = None
+    adv_N: Tensor | None = None
+    return_N: Tensor | None = None
+    weight_N: Tensor | None = None
+    """float32: what one token's loss counts; the loss of the (mini)batch is sum(loss_N * weight_N)."""
+
+    @property
+    def rollouts(self) -> int:
+        return len(self.length_R)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids_N)
+
+    @property
+    def start_R(self) -> Tensor:
+        """[R] index of each rollout's first token."""
+        return self.length_R.cumsum(0) - self.length_R
+
+    @property
+    def position_N(self) -> Tensor:
+        """[N] position in its rollout, from 0."""
+        return torch.arange(self.tokens, device=self.row_N.device) - self.start_R[self.row_N]
+
+    def sum_R(self, x_N: Tensor) -> Tensor:
+        """[R] sum of x over the sampled tokens of each rollout."""
+        x_N = torch.where(self.mask_N, x_N, x_N.new_zeros(()))
+        return x_N.new_zeros(self.rollouts).index_add(0, self.row_N, x_N)
+
+    def to(self, device: torch.device | str) -> Batch:
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v.to(device) for k, v in moved.items() if v is not None})
+
+
+def pack(groups: Sequence[Group]) -> Batch:
+    """Groups of rollouts as one Batch, in the order given. Unscored rollouts must have been taken out before."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    length = np.array([len(r.token_ids) for r in rollouts], dtype=np.int64)
+    prompt = np.array([r.mask.index(1) if 1 in r.mask else len(r.mask) for r in rollouts], dtype=np.int64)
+    group = np.repeat(np.arange(len(groups)), [len(g.rollouts) for g in groups])
+
+    def flat(name: str, dtype: type) -> Tensor:
+        return torch.from_numpy(np.concatenate([np.asarray(getattr(r, name), dtype=dtype) for r in rollouts]))
+
+    return Batch(
+        token_ids_N=flat("token_ids", np.int64),
+        mask_N=flat("mask", np.bool_),
+        row_N=torch.from_numpy(np.repeat(np.arange(len(rollouts)), length)),
+        version_N=flat("versions", np.int64),
+        logp_sample_N=flat("logprobs", np.float32),
+        length_R=torch.from_numpy(length),
+        prompt_R=torch.from_numpy(prompt),
+        group_R=torch.from_numpy(group),
+        reward_R=torch.tensor([0.0 if r.reward is None else r.reward for r in rollouts], dtype=torch.float32),
+        stopped_R=torch.tensor([r.finish_reason == "stop" for r in rollouts]),
+    )
+
+
+def select(batch: Batch, rows: Tensor) -> Batch:
+    """The given rollouts (ascending numbers) as a batch of their own, with every field that is set."""
+    rows = rows.to(batch.length_R.device)
+    keep_R = torch.zeros(batch.rollouts, dtype=torch.bool, device=rows.device)
+    keep_R[rows] = True
+    keep_N = keep_R[batch.row_N]
+    new_row_R = keep_R.cumsum(0) - 1
+    new_group = torch.unique_consecutive(batch.group_R[rows], return_inverse=True)[1]
+    values: dict[str, Tensor] = {}
+    for f in fields(batch):
+        value = getattr(batch, f.name)
+        if value is not None:
+            values[f.name] = value[keep_N] if f.name.endswith("_N") else value[keep_R]
+    values["row_N"] = new_row_R[values["row_N"]]
+    values["group_R"] = new_group
+    return Batch(**values)
+
+
+def split(batch: Batch, parts: int) -> list[Batch]:
+    """Cut into `parts` minibatches of whole groups, in order; sizes differ by at most one group."""
+    if parts == 1:
+        return [batch]
+    groups = int(batch.group_R[-1]) + 1
+    part_R = batch.group_R * parts // groups
+    return [select(batch, torch.nonzero(part_R == p).flatten()) for p in range(min(parts, groups))]
+
+
+def micro_batches(
+    batch: Batch, *, max_tokens: int | None, max_rollouts: int | None, shared: bool, whole_groups: bool
+) -> Iterator[Batch]:
+    """Cut for memory: at most so many tokens (a group's prompt counted once if `shared`) or rollouts.
+
+    A group stays together as long as it fits, and always with `whole_groups`. One rollout that is longer than the
+    limit makes a micro-batch of its own.
+    """
+    length, prompt, group = (x.tolist() for x in (batch.length_R, batch.prompt_R, batch.group_R))
+    rows: list[int] = []
+    used = 0
+
+    def cost(row: int) -> int:
+        if max_rollouts is not None:
+            return 1
+        follows = bool(rows) and group[rows[-1]] == group[row]
+        return length[row] - (prompt[row] if shared and follows else 0)
+
+    limit = max_rollouts if max_rollouts is not None else (max_tokens or sum(length))
+    units: list[list[int]] = []
+    for row in range(len(length)):
+        if whole_groups and units and group[units[-1][0]] == group[row]:
+            units[-1].append(row)
+        else:
+            units.append([row])
+    for unit in units:
+        before, had = used, list(rows)
+        for row in unit:
+            used += cost(row)
+            rows.append(row)
+        if used > limit and had:
+            yield select(batch, torch.tensor(had))
+            rows, used = [], 0
+            for row in unit:
+                used += cost(row)
+                rows.append(row)
+        del before
+    if rows:
+        if len(rows) == len(length):
+            yield batch
+        else:
+            yield select(batch, torch.tensor(rows))

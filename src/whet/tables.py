@@ -1,0 +1,66 @@
+"""The whole plugin system: a name is a key of a table, or points to code of yours."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from whet.types import ConfigError
+
+T = TypeVar("T")
+
+
+def find(table: Mapping[str, T], name: str, *, what: str) -> T:
+    """The entry `name` of a table, or the object at `package.module:name` or `path/to/file.py:name`.
+
+    Raises ConfigError that names the near misses.
+    """
+    if name in table:
+        return table[name]
+    if ":" in name:
+        return load_object(name, what=what)
+    raise ConfigError(f"{what} {name!r} is not known{near(name, table)}. Known: {', '.join(sorted(table))}; "
+                      "or give your own as 'package.module:name' or 'path/to/file.py:name'.")
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """', did you mean ...?' or nothing."""
+    hits = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
+    return f"; did you mean {' or '.join(repr(h) for h in hits)}?" if hits else ""
+
+
+def load_object(spec: str, *, what: str) -> Callable:  # type: ignore[type-arg]
+    """The object that 'package.module:name' or 'path/to/file.py:name' points to."""
+    place, _, name = spec.rpartition(":")
+    try:
+        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except (ImportError, OSError, SyntaxError) as e:
+        raise ConfigError(f"{what} {spec!r}: cannot load {place!r}: {e}") from e
+    if not hasattr(module, name):
+        raise ConfigError(f"{what} {spec!r}: {place!r} has no {name!r}{near(name, dir(module))}")
+    return getattr(module, name)
+
+
+def _load_file(path: Path):  # type: ignore[no-untyped-def]
+    path = path.resolve()
+    name = "whet_user_" + "".join(c if c.isalnum() else "_" for c in str(path))
+    if name in sys.modules:
+        return sys.modules[name]
+    if not path.is_file():
+        raise OSError(f"no such file: {path}")
+    loader = importlib.util.spec_from_file_location(name, path)
+    assert loader is not None
+    assert loader.loader is not None
+    module = importlib.util.module_from_spec(loader)
+    sys.modules[name] = module
+    try:
+        loader.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
