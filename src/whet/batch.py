@@ -7,8 +7,9 @@ Shape letters: N tokens of the packed batch, R rollouts. Rollouts lie one after 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -75,6 +76,28 @@ class Batch:
         return replace(self, **{k: v.to(device) for k, v in moved.items() if v is not None})
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """What the model says about one (micro-)batch, with gradient. 0 where mask_N is false."""
+
+    logp_N: Tensor | None = None
+    entropy_N: Tensor | None = None
+    """With gradient only if the loss asked for it."""
+    value_N: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a loss function returns: unreduced, reduced once by the engine with `batch.weight_N`."""
+
+    loss_N: Tensor
+    stats: dict[str, Tensor] = field(default_factory=dict)
+    """Name -> [N] or, for numbers of a rollout, [R]; the engine reports their means over sampled tokens / rollouts."""
+
+
+LossFn = Callable[[Batch, Outputs], Loss]
+
+
 def pack(groups: Sequence[Group]) -> Batch:
     """Groups of rollouts as one Batch, in the order given. Unscored rollouts must have been taken out before."""
     rollouts = [r for g in groups for r in g.rollouts]
@@ -129,42 +152,27 @@ def split(batch: Batch, parts: int) -> list[Batch]:
 def micro_batches(
     batch: Batch, *, max_tokens: int | None, max_rollouts: int | None, shared: bool, whole_groups: bool
 ) -> Iterator[Batch]:
-    """Cut for memory: at most so many tokens (a group's prompt counted once if `shared`) or rollouts.
+    """Cut for memory: at most so many tokens (a group's prompt counted once if `shared`) or rollouts, in order.
 
-    A group stays together as long as it fits, and always with `whole_groups`. One rollout that is longer than the
-    limit makes a micro-batch of its own.
+    With `whole_groups` a group is never cut. What is longer than the limit by itself makes a micro-batch of its own.
     """
     length, prompt, group = (x.tolist() for x in (batch.length_R, batch.prompt_R, batch.group_R))
+    limit = max_rollouts or max_tokens or batch.tokens
+
+    def cost(rows: list[int]) -> int:
+        if max_rollouts:
+            return len(rows)
+        saved = sum(prompt[b] for a, b in pairwise(rows) if shared and group[a] == group[b])
+        return sum(length[r] for r in rows) - saved
+
     rows: list[int] = []
     used = 0
-
-    def cost(row: int) -> int:
-        if max_rollouts is not None:
-            return 1
-        follows = bool(rows) and group[rows[-1]] == group[row]
-        return length[row] - (prompt[row] if shared and follows else 0)
-
-    limit = max_rollouts if max_rollouts is not None else (max_tokens or sum(length))
-    units: list[list[int]] = []
-    for row in range(len(length)):
-        if whole_groups and units and group[units[-1][0]] == group[row]:
-            units[-1].append(row)
-        else:
-            units.append([row])
-    for unit in units:
-        before, had = used, list(rows)
-        for row in unit:
-            used += cost(row)
-            rows.append(row)
-        if used > limit and had:
-            yield select(batch, torch.tensor(had))
-            rows, used = [], 0
-            for row in unit:
-                used += cost(row)
-                rows.append(row)
-        del before
-    if rows:
-        if len(rows) == len(length):
-            yield batch
-        else:
+    for _, unit in groupby(range(batch.rollouts), key=lambda row: group[row] if whole_groups else row):
+        unit_rows = list(unit)
+        more = cost(rows[-1:] + unit_rows) - cost(rows[-1:])
+        if rows and used + more > limit:
             yield select(batch, torch.tensor(rows))
+            rows, used, more = [], 0, cost(unit_rows)
+        rows += unit_rows
+        used += more
+    yield batch if len(rows) == batch.rollouts else select(batch, torch.tensor(rows))

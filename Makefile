@@ -1,0 +1,53 @@
+# Two commands set up everything: `make demo` and `make test`. Both need only Python >= 3.11 and make.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# The CPU build of torch, where pip can see one (see README, "Install"); TORCH=torch==2.13.0 takes the default build.
+TORCH  ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
+
+.PHONY: demo test check format docs bench bench-learn clean
+
+demo: $(VENV)/.installed
+	$(BIN)/whet train examples/first_run.yaml
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check src tests examples benchmarks
+	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_layering.py tests/test_docs.py
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff format src tests examples benchmarks
+	$(BIN)/ruff check --fix src tests examples benchmarks
+
+docs: $(VENV)/.installed-dev
+	$(BIN)/python -m whet.config.docs > docs/config.md
+
+bench: $(VENV)/.installed-dev .bench-venv/.installed
+	$(BIN)/python benchmarks/bench.py
+
+bench-learn: $(VENV)/.installed-dev .bench-venv/.installed
+	$(BIN)/python benchmarks/bench_learn.py
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) "$(TORCH)" 2>/dev/null || $(PIP) torch==2.13.0
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) --editable ".[dev]"
+	touch $@
+
+.bench-venv/.installed: benchmarks/requirements.txt
+	test -x .bench-venv/bin/python || $(PYTHON) -m venv .bench-venv
+	.bench-venv/bin/python -m pip install --quiet "$(TORCH)" 2>/dev/null || .bench-venv/bin/python -m pip install --quiet torch==2.13.0
+	.bench-venv/bin/python -m pip install --quiet --requirement benchmarks/requirements.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) .bench-venv build dist src/*.egg-info

@@ -1,0 +1,76 @@
+"""How token losses become one number: the loss of a minibatch is sum(loss_N * weight_N).
+
+Every denominator counts over the whole minibatch, before it is cut into micro-batches or over ranks, so no cut changes
+the gradient. A rollout without a sampled token counts in no denominator. Shape letters: N tokens, R rollouts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from whet.algos.segments import group_sum, last_sampled_R, sampled_R
+from whet.batch import Batch
+from whet.tables import near
+from whet.types import ConfigError, DataError
+
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "prompt-mean",
+    "pair-mean",
+)
+
+
+def weights(batch: Batch, mode: str, *, norm_tokens: int) -> Tensor:
+    """[N] what one token's loss counts; 0 where nothing was sampled. With n sampled tokens in a rollout, all over
+
+    token-mean               tokens of the minibatch
+    seq-mean-token-sum       rollouts
+    seq-mean-token-mean      rollouts * n
+    seq-mean-token-sum-norm  rollouts * norm_tokens        (Dr. GRPO, arXiv:2503.20783)
+    prompt-mean              groups * tokens of the group  (DAPO's eq. 8 as written, arXiv:2503.14476)
+    pair-mean                pairs, at the last sampled token of the chosen rollout alone (DPO)
+    """
+    if mode == "pair-mean":
+        return _pair_weights(batch)
+    tokens_R = sampled_R(batch).double()
+    rollouts = (tokens_R > 0).sum().double()
+    if mode == "token-mean":
+        per_R = tokens_R.sum().expand_as(tokens_R)
+    elif mode == "seq-mean-token-sum":
+        per_R = rollouts.expand_as(tokens_R)
+    elif mode == "seq-mean-token-mean":
+        per_R = rollouts * tokens_R
+    elif mode == "seq-mean-token-sum-norm":
+        per_R = (rollouts * norm_tokens).expand_as(tokens_R)
+    elif mode == "prompt-mean":
+        of_group_R = group_sum(tokens_R, batch.group_R)
+        per_R = len(torch.unique(batch.group_R[of_group_R > 0])) * of_group_R
+    else:
+        raise ConfigError(f"aggregation {mode!r} is not known{near(mode, AGGREGATIONS)}. Known: {', '.join(AGGREGATIONS)}.")
+    weight_N = torch.where(batch.mask_N, 1 / per_R[batch.row_N], 0.0)
+    return weight_N.to(batch.reward_R.dtype)
+
+
+def pairs(batch: Batch) -> tuple[Tensor, Tensor]:
+    """[pairs] numbers of the chosen and of the rejected rollouts. DataError unless every group is such a pair."""
+    first, second = batch.group_R[0::2], batch.group_R[1::2]
+    if len(first) != len(second) or not torch.equal(first, second) or (first[1:] == first[:-1]).any():
+        raise DataError("the loss 'dpo' needs groups of exactly two rollouts, the chosen and the rejected reply.")
+    if (batch.reward_R[0::2] == batch.reward_R[1::2]).any():
+        raise DataError("the loss 'dpo' needs a higher reward for the chosen reply; a pair has two equal rewards.")
+    if (sampled_R(batch) == 0).any():
+        raise DataError("the loss 'dpo' needs replies of at least one token; a pair has an empty one.")
+    even = torch.arange(0, batch.rollouts, 2, device=batch.reward_R.device)
+    second_wins = (batch.reward_R[1::2] > batch.reward_R[0::2]).long()
+    return even + second_wins, even + 1 - second_wins
+
+
+def _pair_weights(batch: Batch) -> Tensor:
+    chosen, _ = pairs(batch)
+    weight_N = batch.reward_R.new_zeros(batch.tokens)
+    weight_N[last_sampled_R(batch)[chosen]] = 1 / max(len(chosen), 1)
+    return weight_N

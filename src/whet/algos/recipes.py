@@ -1,0 +1,105 @@
+"""An algorithm is a value made of functions: the table of names (`config.recipes`) with the functions put in."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from whet.algos.advantages import ADVANTAGES, Advantage, token_rewards, whiten
+from whet.algos.aggregate import weights
+from whet.algos.kl import adapt, mean_kl
+from whet.algos.losses import LOSSES, regularized, value_loss
+from whet.batch import Batch, LossFn
+from whet.config import schema
+from whet.config.recipes import SETTINGS, Kind, Resolved, refuse_unused, resolve
+from whet.tables import find
+from whet.types import ConfigError, WhetError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """What the step needs to know about what is learned."""
+
+    name: str
+    kind: Kind
+    needs_reference: bool
+    """`logp_ref_N` must be filled in."""
+    needs_critic: bool
+    """`value_N` must be filled in, and the critic learns with `value_loss`."""
+    needs_old: Callable[[bool], bool]
+    """Given whether sampled log-probs are exact: must the trainer recompute `logp_old_N`? Else it stays None."""
+    entropy_grad: bool
+    """The loss asks for the gradient of the entropy."""
+    whole_groups: bool
+    """The loss joins rollouts of a group: never cut one between micro-batches."""
+    drop_uniform_groups: bool
+    kl_coef: float
+    """First weight of the KL in the reward (0: none there)."""
+    next_kl_coef: Callable[[Batch, float], float]
+    """The weight after a step that used the given one."""
+    advantage: Callable[[Batch, float], Batch]
+    """The batch, given the weight of the KL in the reward, with `adv_N` (and `return_N`) set."""
+    loss: LossFn
+    weights: Callable[[Batch], Tensor]
+    """`weight_N` of a whole minibatch."""
+    value_loss: LossFn | None
+    value_weights: Callable[[Batch], Tensor]
+    """`weight_N` for the critic: the mean over tokens."""
+
+
+def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> Algorithm:
+    """The algorithm that a config names; max_tokens: longest reply, the constant of Dr. GRPO unless another is given."""
+    r = resolve(cfg)
+    advantage = _part(ADVANTAGES, r.advantage, what="advantage")
+    loss = _part(LOSSES, r.loss, what="loss")
+    refuse_unused(cfg, r, _keywords(advantage) | _keywords(loss))
+    in_reward = r.kl.place == "reward" and r.kl.coef > 0
+    if in_reward and "reward_N" not in _keywords(advantage):
+        raise ConfigError(
+            f"advantage {r.advantage!r} does not take reward_N, the rewards of the tokens with the KL taken off: "
+            "add the keyword argument reward_N, or set algorithm.kl.place=loss."
+        )
+    uses_old = in_reward or r.loss == "ppo" or ":" in r.loss or ":" in r.advantage
+    norm_tokens = r.norm_tokens or max_tokens
+    return Algorithm(
+        name=r.name,
+        kind=r.kind,
+        needs_reference=r.needs_reference,
+        needs_critic=r.needs_critic,
+        needs_old=partial(_needs_old, r, uses_old),
+        entropy_grad=r.entropy_coef != 0,
+        whole_groups=r.kind == "preferences",
+        drop_uniform_groups=r.drop_uniform_groups,
+        kl_coef=r.kl.coef if in_reward else 0.0,
+        next_kl_coef=partial(_next_kl_coef, r.kl),
+        advantage=partial(_with_advantage, r, _bind(advantage, r, what="advantage", per_step=("batch", "reward_N"))),
+        loss=regularized(
+            _bind(loss, r, what="loss", per_step=("batch", "out")),
+            kl_coef=0.0 if in_reward else r.kl.coef,
+            estimator=r.kl.estimator,
+            entropy_coef=r.entropy_coef,
+        ),
+        weights=partial(weights, mode=r.aggregation, norm_tokens=norm_tokens),
+        value_loss=partial(value_loss, clip=critic.clip_value) if r.needs_critic else None,
+        value_weights=partial(weights, mode="token-mean", norm_tokens=norm_tokens),
+    )
+
+
+def _part(table: Mapping[str, Callable[..., T]], name: str, *, what: str) -> Callable[..., T]:
+    part = find(table, name, what=what)
+    if not callable(part):
+        raise ConfigError(f"{what} {name!r} is {part!r}, not a function.")
+    return part
+
+
+def _keywords(function: Callable[..., object]) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}

@@ -1,0 +1,97 @@
+"""Between exploring and training: what was asked for, what waits, what may be trained on.
+
+`room` is the staleness bound: tasks are asked for only while at most (max_staleness + 1) steps' worth of groups
+is under way, waiting or in training. A rejected group gives its room back at once, so filtering can't starve a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from whet.guard.ledger import Ledger
+from whet.types import Group, Json, Rollout, WhetError
+
+Reject = Callable[[Group], str | None]
+"""Why a scored group teaches nothing, or None."""
+
+
+class Buffer:
+    """Groups in memory, first in first out."""
+
+    def __init__(self, *, groups_per_step: int, max_staleness: int, reject: Reject, ledger: Ledger) -> None:
+        self.groups_per_step, self.max_staleness = groups_per_step, max_staleness
+        self.reject, self.ledger = reject, ledger
+        self.waiting: list[Group] = []
+        self.held = 0
+        self.changed = asyncio.Condition()
+
+    @property
+    def ready(self) -> bool:
+        """There is a whole step's worth."""
+        return len(self.waiting) >= self.groups_per_step
+
+    async def room(self, at_most: int) -> int:
+        """Wait for room, then take up to `at_most` places of groups."""
+        capacity = (self.max_staleness + 1) * self.groups_per_step
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.held < capacity)
+            n = min(at_most, capacity - self.held)
+            self.held += n
+            return n
+
+    async def put(self, groups: list[Group], asked: int) -> None:
+        """Keep what can be trained on; the rest is booked with its reason and gives its room back."""
+        kept = []
+        for group in groups:
+            self.ledger.asked(len(group.rollouts))
+            scored = self._without_failed(group)
+            reason = self.reject(scored) if scored.rollouts else None
+            if reason:
+                self.ledger.rejected(len(scored.rollouts), reason)
+            elif scored.rollouts:
+                kept.append(scored)
+        async with self.changed:
+            self.waiting += kept
+            self.held -= asked - len(kept)
+            self.changed.notify_all()
+
+    def _without_failed(self, group: Group) -> Group:
+        good: list[Rollout] = []
+        for rollout in group.rollouts:
+            if rollout.reward is None:
+                self.ledger.failed(1, (rollout.error or "unscored").split("\n")[0][:120])
+            else:
+                good.append(rollout)
+        return replace(group, rollouts=tuple(good))
+
+    async def take(self, version: int) -> list[Group]:
+        """Wait for one step's worth. Raises WhetError on tokens of a version the trainer does not know."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.ready)
+            out, self.waiting = self.waiting[: self.groups_per_step], self.waiting[self.groups_per_step :]
+        for group in out:
+            for rollout in group.rollouts:
+                seen = [v for v, m in zip(rollout.versions, rollout.mask) if m]
+                if seen and not (version - self.max_staleness <= min(seen) and max(seen) <= version):
+                    raise WhetError(
+                        f"task {rollout.task.uid}: tokens of policy versions {min(seen)}..{max(seen)}, but the trainer "
+                        f"is at version {version} and takes at most {self.max_staleness} older"
+                    )
+        return out
+
+    async def trained(self, groups: list[Group]) -> None:
+        """The step is done: its groups leave, the next tasks may start."""
+        self.ledger.trained(sum(len(g.rollouts) for g in groups))
+        async with self.changed:
+            self.held -= len(groups)
+            self.changed.notify_all()
+
+    def state(self) -> Json:
+        return {"waiting": [[r.to_json() for r in g.rollouts] for g in self.waiting]}
+
+    def restore(self, state: Json) -> None:
+        groups = [[Rollout.from_json(r) for r in rows] for rows in state["waiting"]]
+        self.waiting = [Group(rows[0].task, tuple(rows)) for rows in groups]
+        self.held = len(self.waiting)

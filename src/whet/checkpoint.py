@@ -1,0 +1,93 @@
+"""The whole run as a folder of safetensors and JSON: written whole or not at all, read only if undamaged.
+
+    checkpoints/0-sft-000300/   stage 0 ('sft') after step 300
+        manifest.json           size and SHA-256 of every other file
+        state.json              position in data, buffer, ledger, versions, ...
+        policy/ critic/ reference/
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from whet.track.files import atomic_folder, tidy, write_json
+from whet.train.engine import TrainEngine
+from whet.types import CheckpointError, Json
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"(\d+)-(.+)-(\d{6,})")
+
+
+def save(root: Path, engines: Mapping[str, TrainEngine], state: Json, *, keep: int) -> Path:
+    """Write one checkpoint, then drop all but the newest `keep`. `state` has `stage`, `stage_name` and `step`.
+
+    Raises CheckpointError (full disk, no permission ...); older checkpoints are then untouched.
+    """
+    path = root / f"{state['stage']}-{state['stage_name']}-{state['step']:06d}"
+    with atomic_folder(path) as folder:
+        for name, engine in engines.items():
+            engine.save(folder / name)
+        write_json(folder / "state.json", state, durable=False)
+        write_json(folder / "manifest.json", _manifest(folder), durable=False)
+    for old in all_in(root)[:-keep]:
+        shutil.rmtree(old)
+    return path
+
+
+def all_in(root: Path) -> list[Path]:
+    """Checkpoints of a run, oldest first."""
+    found = [(p, m) for p in root.glob("*-*") if (m := _NAME.fullmatch(p.name))]
+    return [p for p, m in sorted(found, key=lambda x: (int(x[1][1]), int(x[1][3])))]
+
+
+def newest(root: Path) -> Path | None:
+    """The newest checkpoint, after mending what a kill left half-done. Call it holding the run's lock."""
+    if not root.is_dir():
+        return None
+    tidy(root)
+    found = all_in(root)
+    return found[-1] if found else None
+
+
+def read_state(path: Path) -> Json:
+    """The state of a checkpoint whose every file is as it was written. Raises CheckpointError naming the first
+    that is not."""
+    advice = "use an older one with checkpoint.resume=PATH, or start anew in another run_dir"
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path} is not a whole checkpoint (manifest.json: {e}); {advice}") from e
+    for name, (size, digest) in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{path}: {name} is missing; {advice}")
+        if file.stat().st_size != size:
+            raise CheckpointError(f"{path}: {name} has {file.stat().st_size} bytes, {size} were written; {advice}")
+        if _digest(file) != digest:
+            raise CheckpointError(f"{path}: {name} has changed since it was written (its SHA-256 differs); {advice}")
+    return json.loads((path / "state.json").read_text())
+
+
+def load(path: Path, engines: Mapping[str, TrainEngine]) -> None:
+    """Fill the engines from a checkpoint that `read_state` has approved."""
+    for name, engine in engines.items():
+        if not (path / name).is_dir():
+            raise CheckpointError(f"{path} has no {name!r}: it was written by a run without one")
+        engine.load(path / name)
+
+
+def _manifest(folder: Path) -> Json:
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {"format": 1, "files": {str(p.relative_to(folder)): [p.stat().st_size, _digest(p)] for p in files}}
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()

@@ -1,0 +1,119 @@
+"""The command line. Answers `--help` and config errors before torch is imported."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from whet.types import ConfigError, WhetError
+
+app = typer.Typer(
+    name="whet",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="RL post-training for language models.\n\nStart with: whet train examples/first_run.yaml",
+)
+data_app = typer.Typer(no_args_is_help=True, help="Make training files from published data.")
+app.add_typer(data_app, name="data")
+
+File = Annotated[Path, typer.Argument(help="Config file, YAML or TOML.", show_default=False)]
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045  (typer reads this annotation at run time)
+    typer.Argument(help="Values put over the file: key.path=value ...", show_default=False),
+]
+
+
+@app.command()
+def train(file: File, overrides: Overrides = None) -> None:
+    """Train as the config says; go on where its run directory stands.
+
+    Example: whet train examples/first_run.yaml seed=1 run_dir=runs/seed1
+    """
+    from whet.api import run_training
+    from whet.config.load import load
+
+    raise typer.Exit(run_training(load(file, overrides or ())))
+
+
+@app.command()
+def plan(file: File, overrides: Overrides = None) -> None:
+    """Print everything that follows from a config, without loading a model.
+
+    Example: whet plan examples/first_run.yaml train.tasks_per_step=32
+    """
+    from rich.console import Console
+
+    from whet.config.load import load
+    from whet.config.plan import describe
+    from whet.config.plan import plan as make_plan
+
+    loaded = load(file, overrides or ())
+    Console().print(describe([make_plan(c) for c in loaded.stages]))
+
+
+@app.command()
+def explain(key: Annotated[str, typer.Argument(help="A config key; key=value for one of its values.")]) -> None:
+    """Print what a config key means, its type, default and source.
+
+    Example: whet explain train.optimizer.lr
+    Example: whet explain algorithm.name=dapo
+    """
+    from rich.console import Console
+
+    from whet.config.explain import explain as look_up
+
+    Console().print(look_up(key))
+
+
+@app.command()
+def show(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    step: Annotated[Optional[int], typer.Option(help="Show rollouts of this step.")] = None,  # noqa: UP045
+    stage: Annotated[Optional[str], typer.Option(help="Stage of that step. Default: the last.")] = None,  # noqa: UP045
+    task: Annotated[Optional[int], typer.Option(help="Only this task's rollouts (its uid).")] = None,  # noqa: UP045
+    tokens: Annotated[bool, typer.Option(help="List every token with both log-probs.")] = False,
+) -> None:
+    """Print the summary of a run, or single rollouts of a step.
+
+    Example: whet show runs/first_run
+    Example: whet show runs/first_run --step 10 --tokens
+    """
+    from rich.console import Console
+
+    from whet.track.show import rollouts, summary
+
+    view = summary(run) if step is None else rollouts(run, step, stage=stage, uid=task, tokens=tokens)
+    Console().print(view)
+
+
+@data_app.command()
+def gsm8k(
+    source: Annotated[Path, typer.Option("--from", help="Folder with the published train.jsonl and test.jsonl.")],
+    to: Annotated[Path, typer.Option(help="Folder for train.parquet and test.parquet.")] = Path("data/gsm8k"),
+) -> None:
+    """Convert GSM8K to parquet in verl's column layout.
+
+    Example: whet data gsm8k --from downloads/gsm8k --to data/gsm8k
+    """
+    from whet.data.gsm8k import convert
+
+    for name, count in convert(source, to).items():
+        typer.echo(f"{to / name}.parquet: {count} tasks")
+
+
+def main() -> None:
+    """Entry point: an error the user can mend is one message, not a traceback. Exit code 2: nothing was run."""
+    try:
+        app()
+    except ConfigError as e:
+        typer.echo(f"whet: {e}", err=True)
+        sys.exit(2)
+    except WhetError as e:
+        typer.echo(f"whet: {e}", err=True)
+        sys.exit(1)

@@ -1,0 +1,286 @@
+"""The schema as a flat list of keys: look one up, say its type in words, find what a wrong one was meant to be.
+
+A path is a tuple of names; `*` stands for a list index or a name that the user chose
+(`data.train.*.path`, `rewards.*.weight`). What stands in a stage has the path it has in the base config.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from whet.config.schema import Config, Section
+
+Path = tuple[str | int, ...]
+
+ASIDES = ("stages", "critic", "reference", "eval")
+"""Sections that repeat keys of the main ones; they come last among suggestions."""
+
+FOREIGN = {
+    "learning_rate": "train.optimizer.lr",
+    "max_grad_norm": "train.optimizer.grad_clip",
+    "clip_grad": "train.optimizer.grad_clip",
+    "beta1": "train.optimizer.betas",
+    "beta2": "train.optimizer.betas",
+    "warmup_ratio": "train.optimizer.schedule.warmup_fraction",
+    "lr_warmup_steps": "train.optimizer.schedule.warmup_steps",
+    "lr_scheduler_type": "train.optimizer.schedule.kind",
+    "scheduler": "train.optimizer.schedule.kind",
+    "batch_size": "train.tasks_per_step",
+    "train_batch_size": "train.tasks_per_step",
+    "max_steps": "train.steps",
+    "total_training_steps": "train.steps",
+    "num_train_epochs": "train.epochs",
+    "total_epochs": "train.epochs",
+    "num_epochs": "train.epochs",
+    "ppo_epochs": "train.passes",
+    "ppo_mini_batch_size": "train.minibatches",
+    "mini_batch_size": "train.minibatches",
+    "micro_batch_size": "train.micro_rollouts",
+    "per_device_train_batch_size": "train.micro_rollouts",
+    "gradient_accumulation_steps": "train.micro_tokens",
+    "max_tokens_per_gpu": "train.micro_tokens",
+    "num_generations": "rollout.group_size",
+    "n": "rollout.group_size",
+    "n_samples_per_prompt": "rollout.group_size",
+    "max_new_tokens": "rollout.sampling.max_tokens",
+    "max_completion_length": "rollout.sampling.max_tokens",
+    "max_response_length": "rollout.sampling.max_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "truncation": "data.overlong",
+    "train_files": "data.train",
+    "val_files": "data.eval",
+    "validation": "eval",
+    "test_freq": "eval.every",
+    "eval_steps": "eval.every",
+    "save_freq": "checkpoint.every",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "output_dir": "run_dir",
+    "default_local_dir": "run_dir",
+    "model_name_or_path": "model.path",
+    "torch_dtype": "model.dtype",
+    "adv_estimator": "algorithm.advantage",
+    "advantage_estimator": "algorithm.advantage",
+    "loss_agg_mode": "algorithm.aggregation",
+    "clip_ratio": "algorithm.clip_low",
+    "clip_ratio_low": "algorithm.clip_low",
+    "clip_ratio_high": "algorithm.clip_high",
+    "epsilon": "algorithm.clip_low",
+    "kl_coef": "algorithm.kl.coef",
+    "kl_loss_coef": "algorithm.kl.coef",
+    "kl_penalty": "algorithm.kl.estimator",
+    "use_kl_loss": "algorithm.kl.coef",
+    "lambda": "algorithm.lam",
+    "discount": "algorithm.gamma",
+    "reward_function": "rewards",
+    "reward_fn": "rewards",
+    "random_seed": "seed",
+    "num_workers": "guard.workers",
+    "logger": "track.trackers",
+}
+"""What other frameworks call it."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the schema."""
+
+    path: tuple[str, ...]
+    annotation: Any
+    """Its type, constraints included."""
+    description: str
+    default: Any = None
+    required: bool = False
+    section: type[Section] | None = None
+    """The section that it is, or that each of its entries is."""
+
+    @property
+    def words(self) -> str:
+        return words(self.annotation)
+
+
+# ---------------------------------------------------------------- looking up
+
+
+@functools.cache
+def keys() -> dict[tuple[str, ...], Key]:
+    """Every key of a config by its path, in the schema's order."""
+    return {key.path: key for key in _walk(Config, ())}
+
+
+def _walk(section: type[Section], above: tuple[str, ...]) -> Iterator[Key]:
+    for name, field in section.model_fields.items():
+        path = (*above, name)
+        annotation = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+        required = field.is_required()
+        inner, many = _inner(field.annotation)
+        default = None if required else field.get_default(call_default_factory=True, validated_data={})
+        yield Key(path, annotation, field.description or "", default, required, inner)
+        if inner and many:
+            yield Key((*path, "*"), inner, (inner.__doc__ or "").strip(), None, True, inner)
+        if inner:
+            yield from _walk(inner, (*path, "*") if many else path)
+
+
+def _inner(annotation: Any) -> tuple[type[Section] | None, bool]:
+    """The section inside a type, and whether there are many of it."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation, False
+    for argument in get_args(annotation):
+        inner, many = _inner(argument)
+        if inner:
+            return inner, many or get_origin(annotation) in (tuple, dict)
+    return None, False
+
+
+def lookup(path: Iterable[str | int]) -> Key | None:
+    """The key at a path of a config; None if there is none. `stages.1.train.steps` is `train.steps`."""
+    parts = tuple(str(p) for p in path)
+    if len(parts) > 2 and parts[0] == "stages" and parts[2] != "name":
+        return lookup(parts[2:]) if ("stages", "*", parts[2]) in keys() else None
+    found: tuple[str, ...] = ()
+    for part in parts:
+        if (*found, part) in keys():
+            found = (*found, part)
+        elif (*found, "*") in keys():
+            found = (*found, "*")
+        else:
+            return None
+    return keys().get(found)
+
+
+def children(path: Iterable[str | int]) -> list[str]:
+    """Names of the keys of the section at a path (of the whole config for the empty path)."""
+    path = tuple(path)
+    section: type[Section] | None = Config
+    if path:
+        key = lookup(path)
+        section = key.section if key else None
+    return list(section.model_fields) if section else []
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """`data.train[0].path`; a star is shown as `[]` in a list and as `<name>` under names of the user's."""
+    out = ""
+    for n, part in enumerate(path):
+        if part == "*":
+            out += ".<name>" if path[n - 1] == "rewards" else "[]"
+        elif isinstance(part, int):
+            out += f"[{part}]"
+        else:
+            out += f".{part}" if out else part
+    return out
+
+
+# ---------------------------------------------------------------- types in words
+
+
+def words(annotation: Any) -> str:
+    """A type as people say it: 'a whole number >= 1 or null'."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return words(arguments[0]) + _bounds(arguments[1:])
+    if origin in (Union, types.UnionType):
+        return " or ".join(words(a) for a in arguments)
+    if origin is Literal:
+        names = [f"'{a}'" if isinstance(a, str) else str(a).lower() for a in arguments]
+        return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
+    if origin is tuple:
+        count = "" if arguments[-1] is Ellipsis else f" of {len(arguments)}"
+        return f"a list{count} (each: {words(arguments[0])})"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return f"a section (keys: {', '.join(annotation.model_fields)})"
+    if origin is dict:
+        inner = _inner(annotation)[0]
+        return f"names, each with {words(inner)}" if inner else "a section of any keys"
+    return _PLAIN[annotation]
+
+
+_PLAIN: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    Any: "anything",
+}
+
+_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    limits: dict[str, Any] = {}
+    for item in metadata:
+        for limit in item.metadata if isinstance(item, FieldInfo) else [item]:
+            limits |= {name: getattr(limit, name) for name in _SIGNS if hasattr(limit, name)}
+    shown = [f"{_SIGNS[name]} {'2^63' if value == 2**63 else f'{value:g}'}" for name, value in limits.items()]
+    return "".join(f" {s}" if n == 0 else f" and {s}" for n, s in enumerate(shown))
+
+
+# ---------------------------------------------------------------- near misses
+
+
+def suggest(path: Iterable[str | int]) -> list[str]:
+    """What an unknown key was meant to be, at most two, best first; empty if nothing is near.
+
+    Same section first, then other frameworks' names, then the same or nearly the same name anywhere.
+    """
+    path = tuple(path)
+    name, above = str(path[-1]), path[:-1]
+    siblings = children(above)
+    near = _closest(name, siblings)
+    if near:
+        return [dotted((*above, n)) for n in near]
+    name = name.lower()
+    if name in FOREIGN:
+        return [FOREIGN[name]]
+    ends: dict[str, list[tuple[str, ...]]] = {}
+    for key in keys():
+        if key[0] != "stages" and key[-1] != "*":
+            ends.setdefault(key[-1], []).append(key)
+    hit = [name] if name in ends else _closest(name, ends)
+    if not hit:
+        beside = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
+        if beside:
+            return [dotted((*above, beside[0]))]
+        hit = difflib.get_close_matches(name, ends, n=1, cutoff=0.75)
+    found = [key for h in hit for key in ends[h]]
+    return [dotted(key) for key in sorted(found, key=lambda k: (k[0] in ASIDES, len(k)))][:2]
+
+
+def did_you_mean(path: Iterable[str | int]) -> str:
+    """'; did you mean ...?' or the keys that may stand there."""
+    path = tuple(path)
+    hits = suggest(path)
+    if hits:
+        return f"; did you mean {' or '.join(hits)}?"
+    here = children(path[:-1])
+    return f"; known here: {', '.join(here)}" if here else ""
+
+
+def _closest(name: str, known: Iterable[str]) -> list[str]:
+    """The known names at the least edit distance, if that is a typo's: 1, or 2 from four letters on."""
+    ranked = sorted((distance(name, k), n, k) for n, k in enumerate(known))
+    return [k for d, _, k in ranked if d == ranked[0][0] and d <= (2 if min(len(k), len(name) + 1) >= 4 else 1)][:2]
+
+
+def distance(a: str, b: str) -> int:
+    """Edit distance: insert, delete, replace, or swap two neighbours (optimal string alignment)."""
+    if abs(len(a) - len(b)) > 2:
+        return abs(len(a) - len(b))
+    before, last = list[int](), list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        row = [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (x != y)))
+            if i > 1 and j > 1 and x == b[j - 2] and y == a[i - 2]:
+                row[j] = min(row[j], before[j - 2] + 1)
+        before, last = last, row
+    return last[-1]

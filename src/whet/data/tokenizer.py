@@ -1,0 +1,148 @@
+"""A tokenizer from a local folder, or built from the data: one token a character, a word, or a byte-pair merge."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Core
+
+from whet.config.schema import Tokenizer as TokenizerConfig
+from whet.data.chat import read_template
+from whet.tables import near
+from whet.types import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger(__name__)
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+ROLES = ("<system>", "<user>", "<assistant>", "<tool>")
+SPECIAL = (PAD, EOS, UNK, *ROLES)
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""Chat template of built tokenizers: a token for the role, the text, the end token. A later turn changes nothing before it."""
+
+_WORDS = r"\s|\w+|[^\w\s]"
+_CHARS = r"[\s\S]"
+
+
+def load_tokenizer(
+    cfg: TokenizerConfig, *, model_path: str | None, texts: Iterable[str] = ()
+) -> PreTrainedTokenizerFast:
+    """The run's tokenizer: `cfg.path`, else built if `cfg.build`, else the model's folder. Never from the network.
+
+    texts: what a built tokenizer is made from; read only then. Raises ConfigError.
+    """
+    if cfg.build is not None and cfg.path is not None:
+        raise ConfigError("Give tokenizer.path or tokenizer.build, not both.")
+    tokenizer = build(cfg.build, cfg.vocab_size, texts) if cfg.build is not None else _load(cfg.path or model_path)
+    if cfg.chat_template is not None:
+        tokenizer.chat_template = read_template(cfg.chat_template)
+    return tokenizer
+
+
+def _load(folder: str | None) -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer
+
+    if folder is None:
+        raise ConfigError("No tokenizer: give tokenizer.path, tokenizer.build (chars, words, bpe) or model.path.")
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ConfigError(
+            f"No tokenizer folder at {path}{near(path.name, names)}. Models are read from local folders only: "
+            "download it first."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"Cannot read a tokenizer from {path}: {e}") from e
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"The tokenizer in {path} has no end-of-text token (eos_token): a reply could not end.")
+    return tokenizer
+
+
+def build(kind: str, vocab_size: int, texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer made from `texts`; the same texts in any order give the same one.
+
+    chars and words keep the most frequent ones where more than `vocab_size` are found; the rest become <unk>.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=BUILDERS[kind](vocab_size, texts),
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        extra_special_tokens=list(ROLES),
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def _chars(vocab_size: int, texts: Iterable[str]) -> Core:
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    return _table(counts, _CHARS, vocab_size=vocab_size, what="characters")
+
+
+def _words(vocab_size: int, texts: Iterable[str]) -> Core:
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(re.findall(_WORDS, text))
+    return _table(counts, _WORDS, vocab_size=vocab_size, what="words")
+
+
+def _table(counts: Counter[str], pattern: str, *, vocab_size: int, what: str) -> Core:
+    """A tokenizer that looks pieces up in a table. White space is a piece of its own, so decoding gives the text back."""
+    room = vocab_size - len(SPECIAL)
+    if not counts or room < 1:
+        raise _cannot_build(what, vocab_size, len(SPECIAL) + 1, empty=not counts)
+    ranked = sorted(counts, key=lambda piece: (-counts[piece], piece))
+    if len(ranked) > room:
+        lost = sum(counts[p] for p in ranked[room:])
+        log.warning(
+            "tokenizer: %d of %d %s do not fit vocab_size=%d; %d of %d occurrences become %s",
+            len(ranked) - room, len(ranked), what, vocab_size, lost, sum(counts.values()), UNK,
+        )  # fmt: skip
+    vocab = {piece: i for i, piece in enumerate((*SPECIAL, *sorted(ranked[:room])))}
+    core = Core(models.WordLevel(vocab, unk_token=UNK))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    core.decoder = decoders.Fuse()
+    return core
+
+
+def _bpe(vocab_size: int, texts: Iterable[str]) -> Core:
+    """Byte-level byte-pair encoding: every text can be written, <unk> never occurs."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    found = sorted(texts)
+    if not found or vocab_size < len(alphabet) + len(SPECIAL):
+        raise _cannot_build("byte pairs", vocab_size, len(alphabet) + len(SPECIAL), empty=not found)
+    core = Core(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(SPECIAL), initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    core.train_from_iterator(found, trainer)
+    return core
+
+
+def _cannot_build(what: str, vocab_size: int, least: int, *, empty: bool) -> DataError | ConfigError:
+    if empty:
+        return DataError("Cannot build a tokenizer: the training data holds no text.")
+    return ConfigError(f"tokenizer.vocab_size={vocab_size} is too small for a tokenizer of {what}: at least {least}.")
+
+
+BUILDERS: dict[str, Callable[[int, Iterable[str]], Core]] = {"chars": _chars, "words": _words, "bpe": _bpe}

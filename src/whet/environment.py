@@ -1,0 +1,43 @@
+"""The process environment that whet needs; set once, as early as possible, by every entry point.
+
+Layer 0: imports neither torch nor transformers. Values that the user has set already are left alone.
+"""
+
+from __future__ import annotations
+
+import os
+
+_ALWAYS = {
+    # A run never waits for, or depends on, the model hub: everything is a local path. Read when huggingface_hub is
+    # imported.
+    "HF_HUB_OFFLINE": "1",
+    # The tokenizers library starts its own thread pool, which a later fork (reward workers) would inherit locked.
+    "TOKENIZERS_PARALLELISM": "false",
+    # Idle OpenMP threads sleep at once instead of spinning: two processes that spin on the same cores are slower
+    # by up to ten times than two that sleep. Read when the OpenMP runtime is loaded, so before torch.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+}
+
+_EXACT = {
+    # One summation order in MKL whatever the number of rows of a product: a decode step then gives the same bits as
+    # a packed batch. MKL reads it at its first call, so it also works after `import torch`. AUTO keeps the widest
+    # vector instructions; without STRICT products of few rows round differently.
+    "MKL_CBWR": "AUTO,STRICT",
+}
+
+
+def prepare(threads: int | None, exact: bool) -> None:
+    """Set the environment of this process, and of the processes it starts.
+
+    threads: CPU threads of torch's and MKL's pools; None leaves it to them. Pools that are loaded already do not
+    look again: then call `torch.set_num_threads` as well.
+    exact: ask MKL for row-independent products (see `models.exact`, which tests whether that held).
+    """
+    wanted = dict(_ALWAYS)
+    if exact:
+        wanted |= _EXACT
+    if threads is not None:
+        wanted |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,219 @@
+"""Attention of packed batches and of decode steps, for whet's own models and for any transformers causal LM.
+
+A model calls `attend(layer, q_NHD, k_NKD, v_NKD, scale=, window=, softcap=)` and does not know which of the two it
+got: `PackedAttention` (training and prefill) or `CachedAttention` (one new token per live row). Both give a token
+the same bits.
+
+Shape letters: N packed tokens, B live rows, H query heads, K key/value heads, D head size, P pages of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from whet.models.kernels import Ops
+from whet.models.segments import Segments
+from whet.models.twins import PAGE
+
+__all__ = [
+    "PAGE",
+    "Attend",
+    "CachedAttention",
+    "KvCache",
+    "PackedAttention",
+    "Segments",
+    "hf_attention",
+    "register_hf_attention",
+]
+
+HF_NAME = "whet"
+
+
+class Attend(Protocol):
+    """What a model's layers call."""
+
+    def __call__(
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class KvCache:
+    """Pages of 16 tokens, all layers. The scheduler owns the page numbers.
+
+    A rollout is a row of page numbers and a length; position t of it lies in slot t % 16 of its page t // 16. Pages
+    may be shared between rollouts. Keys are transposed inside a page, so that 16 keys are one vector.
+    """
+
+    k: Tensor
+    """[layers, pages, K, D, 16]"""
+    v: Tensor
+    """[layers, pages, K, 16, D]"""
+    ops: Ops
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        layers: int,
+        pages: int,
+        kv_heads: int,
+        head_dim: int,
+        ops: Ops,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> KvCache:
+        """An empty cache (zeros: memory that nothing has written must hold finite numbers)."""
+        k = torch.zeros(layers, pages, kv_heads, head_dim, PAGE, dtype=dtype, device=device)
+        v = torch.zeros(layers, pages, kv_heads, PAGE, head_dim, dtype=dtype, device=device)
+        return cls(k, v, ops)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all pages, in bytes."""
+        return self.k.nbytes + self.v.nbytes
+
+    @property
+    def pages(self) -> int:
+        return self.k.shape[1]
+
+    def write(self, layer: int, page_N: Tensor, slot_N: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> None:
+        """Stores keys and values of N tokens of one layer, token i in slot slot_N[i] of page page_N[i]."""
+        self.ops.write_kv(
+            self.k[layer], self.v[layer], k_NKD.detach(), v_NKD=v_NKD.detach(), page_N=page_N, slot_N=slot_N
+        )
+
+    def copy_page(self, src: int, dst: int) -> None:
+        """Page dst becomes a copy of page src in every layer (the last, partly filled page of a shared prompt)."""
+        self.k[:, dst] = self.k[:, src]
+        self.v[:, dst] = self.v[:, src]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedAttention:
+    """Attention over a packed batch. With `store` = (cache, page_N, slot_N) it also fills the cache: prefill."""
+
+    segments: Segments
+    ops: Ops
+    store: tuple[KvCache, Tensor, Tensor] | None = None
+
+    def __call__(
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if self.store is not None:
+            cache, page_N, slot_N = self.store
+            cache.write(layer, page_N, slot_N, k_NKD, v_NKD)
+        return self.ops.attend_packed(
+            q_NHD, k_NKD, v_NKD, self.segments, scale=scale, window=window, softcap=softcap
+        )
+
+
+class CachedAttention:
+    """Attention of a decode step: row b's new token stands at position length_B[b].
+
+    The call writes its key and value there and attends over length_B[b] + 1 keys. `table_BP` [B, P] names the pages
+    of each row (entries past the row's last page are not read). No gradient.
+    """
+
+    def __init__(self, cache: KvCache, table_BP: Tensor, length_B: Tensor, ops: Ops) -> None:
+        length_B = length_B.to(torch.int64)
+        self.cache, self.ops = cache, ops
+        self.table_BP = table_BP.to(torch.int32).contiguous()
+        self.page_B = self.table_BP.gather(1, (length_B // PAGE)[:, None]).squeeze(1).to(torch.int64)
+        self.slot_B = length_B % PAGE
+        self.keys_B = length_B + 1
+
+    def __call__(
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.cache.write(layer, self.page_B, self.slot_B, k_NKD, v_NKD)
+        return self.ops.attend_cached(
+            q_NHD,
+            self.cache.k[layer],
+            self.cache.v[layer],
+            table_BP=self.table_BP,
+            keys_B=self.keys_B,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+
+
+def hf_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    plan: Attend | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    **_unused: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: [1, heads, N, D] in, ([1, N, heads, D], None) out.
+
+    `plan` is passed as a keyword of `model(...)` and travels through every layer, also when a layer is recomputed
+    in the backward pass. The mask is not read: the plan says who sees whom.
+    """
+    if plan is None:
+        raise ValueError(
+            "attn_implementation='whet' needs model(..., plan=attend): no attention plan was passed"
+        )
+    if dropout:
+        raise ValueError(
+            f"attention dropout is {dropout}; set attention_dropout=0: whet attends without dropout"
+        )
+    q_NHD, k_NKD, v_NKD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    scale = q_NHD.shape[-1] ** -0.5 if scaling is None else scaling
+    out_NHD = plan(
+        int(module.layer_idx),  # type: ignore[arg-type]
+        q_NHD,
+        k_NKD,
+        v_NKD,
+        scale=scale,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    return out_NHD.view(query.shape[0], -1, *out_NHD.shape[1:]), None
+
+
+def register_hf_attention() -> str:
+    """Makes `attn_implementation="whet"` known to transformers; safe to call again. Returns the name.
+
+    No mask function is registered under the name, on purpose: transformers then builds no dense mask.
+    """
+    from transformers import AttentionInterface  # heavy: kept out of the command line's start-up
+
+    AttentionInterface.register(HF_NAME, hf_attention)
+    return HF_NAME

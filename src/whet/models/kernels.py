@@ -1,0 +1,161 @@
+"""The operations between the matrix products: compiled C on CPU, PyTorch twins everywhere else.
+
+`load(kind)` gives an `Ops`, a table of functions. Every function computes a row (a token, a head) with an
+arithmetic order that depends on that row's data alone: not on the batch, the row's place in it, the tiling or the
+number of threads, and in attention not on whether a key lies in a shared prompt. So a log-prob in decode equals the
+trainer's bit for bit, provided that the matrix products are row-invariant too (MKL_CBWR=AUTO,STRICT).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from whet.models import compiled, twins
+from whet.models.segments import Segments
+from whet.types import ConfigError
+
+Act = Literal["silu", "gelu_tanh"]
+
+
+class RmsNorm(Protocol):
+    def __call__(self, x_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0) -> Tensor: ...
+
+
+class AddRmsNorm(Protocol):
+    def __call__(
+        self, x_ND: Tensor, residual_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class NormRope(Protocol):
+    def __call__(
+        self,
+        x_NHD: Tensor,
+        weight_D: Tensor | None,
+        eps: float,
+        cos_ND: Tensor,
+        sin_ND: Tensor,
+        *,
+        offset: float = 0.0,
+    ) -> Tensor: ...
+
+
+class Glu(Protocol):
+    def __call__(self, gate_NF: Tensor, up_NF: Tensor, *, act: Act) -> Tensor: ...
+
+
+class AttendPacked(Protocol):
+    def __call__(
+        self,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        segments: Segments,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor: ...
+
+
+class AttendCached(Protocol):
+    def __call__(
+        self,
+        q_BHD: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        table_BP: Tensor,
+        keys_B: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor: ...
+
+
+class WriteKv(Protocol):
+    def __call__(
+        self,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        k_NKD: Tensor,
+        *,
+        v_NKD: Tensor,
+        page_N: Tensor,
+        slot_N: Tensor,
+    ) -> None: ...
+
+
+class Logprobs(Protocol):
+    def __call__(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class LogprobsBackward(Protocol):
+    def __call__(
+        self,
+        logits_NV: Tensor,
+        targets_N: Tensor,
+        logp_N: Tensor,
+        entropy_N: Tensor,
+        dlogp_N: Tensor,
+        dentropy_N: Tensor | None,
+    ) -> None: ...
+
+
+class Sample(Protocol):
+    def __call__(self, logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The table of functions; semantics and shapes stand at the twins of the same name.
+
+    The compiled functions take fp32 CPU tensors and hand everything else to their twin.
+    """
+
+    name: Literal["torch", "compiled"]
+    reason: str
+    """Why these: what was asked for, or what the compiler said."""
+    rms_norm: RmsNorm
+    add_rms_norm: AddRmsNorm
+    norm_rope: NormRope
+    glu: Glu
+    attend_packed: AttendPacked
+    attend_cached: AttendCached
+    write_kv: WriteKv
+    logprobs: Logprobs
+    logprobs_backward: LogprobsBackward
+    sample: Sample
+
+
+_FUNCTIONS = tuple(f.name for f in fields(Ops) if f.name not in ("name", "reason"))
+
+
+@cache
+def load(kind: Literal["auto", "torch", "compiled"]) -> Ops:
+    """The operations of `machine.kernels`; compiled at the first use on a machine (a few seconds), then cached.
+
+    Raises ConfigError, with the compiler's words, where `compiled` was asked for and cannot be built.
+    """
+    if kind == "torch":
+        return Ops(
+            name="torch",
+            reason="asked for: machine.kernels=torch",
+            **{f: getattr(twins, f) for f in _FUNCTIONS},
+        )
+    try:
+        reason = compiled.build()
+    except compiled.BuildError as error:
+        if kind == "compiled":
+            raise ConfigError(
+                f"machine.kernels=compiled, but the kernels cannot be built: {error}. Install a C compiler "
+                "(cc, gcc or clang) or set machine.kernels=torch."
+            ) from error
+        return Ops(
+            name="torch", reason=f"no compiled kernels: {error}", **{f: getattr(twins, f) for f in _FUNCTIONS}
+        )
+    return Ops(name="compiled", reason=reason, **{f: getattr(compiled, f) for f in _FUNCTIONS})

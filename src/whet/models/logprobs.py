@@ -1,0 +1,160 @@
+"""Log-probs and entropies of tokens, without keeping [A, V] logits for a large vocabulary.
+
+Shape letters: A rows asked for (one predicted token each), D hidden, V vocabulary.
+The decode step and the trainer both take their logits from `logits`, so that equal hidden states give equal bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from whet.models.kernels import Ops
+
+_KEEP = 1 << 24
+"""Logits (64 MiB of float32) that are kept for the backward pass; more are recomputed chunk by chunk."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output layer: logits = cap * tanh(scale * (W h + b) / cap); the cap only where the family has one."""
+
+    linear: nn.Linear
+    """By reference; its parameters are read on every call. May share its weight with the embedding."""
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@torch.no_grad()
+def logits(head: Head, hidden_AD: Tensor, temperature: float | Tensor) -> Tensor:
+    """[A, V] float32 logits / temperature, without gradient. `temperature` > 0: one number, or [A] for each row."""
+    return _logits(head, hidden_AD, (head.linear.weight, head.linear.bias), temperature)
+
+
+def _logits(
+    head: Head, hidden_AD: Tensor, parameters: tuple[Tensor, Tensor | None], temperature: float | Tensor
+) -> Tensor:
+    z_AV = F.linear(hidden_AD, *parameters).float()
+    if head.scale != 1.0:
+        z_AV.mul_(head.scale)
+    if head.softcap is not None:
+        z_AV.div_(head.softcap).tanh_().mul_(head.softcap)
+    if isinstance(temperature, Tensor):
+        return z_AV.div_(temperature[:, None])
+    return z_AV if temperature == 1.0 else z_AV.div_(temperature)
+
+
+def token_logprobs(
+    hidden_AD: Tensor,
+    targets_A: Tensor,
+    *,
+    head: Head,
+    ops: Ops,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+    chunk: int = 256,
+) -> tuple[Tensor, Tensor]:
+    """([A] log-prob of each target, [A] entropy in nats) of softmax(logits / temperature), float32.
+
+    Gradients flow to the hidden states and the head's parameters; through the entropy only with `entropy_grad`.
+    Up to 2^24 logits are kept for the backward pass (recomputing them would cost a third matrix product); beyond
+    that, `chunk` rows at a time are computed, and computed again in backward, so that the peak is
+    3 x chunk x V numbers instead of several times A x V.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0 to take log-probs of, got {temperature}")
+    keep = len(hidden_AD) * head.linear.out_features <= _KEEP
+    job = _Job(head, ops, temperature, entropy_grad, chunk, keep=keep)
+    return _TokenLogprobs.apply(hidden_AD, head.linear.weight, head.linear.bias, targets_A, job)
+
+
+@dataclass(frozen=True)
+class _Job:
+    head: Head
+    ops: Ops
+    temperature: float
+    entropy_grad: bool
+    chunk: int
+    keep: bool
+
+    def spans(self, rows: int) -> list[slice]:
+        step = rows if self.keep else self.chunk
+        return [slice(start, start + step) for start in range(0, rows, max(step, 1))]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_A: Tensor, job: _Job
+    ) -> tuple[Tensor, Tensor]:
+        logp_A = torch.empty(len(hidden_AD), dtype=torch.float32, device=hidden_AD.device)
+        entropy_A = torch.empty_like(logp_A)
+        z_AV = None
+        for at in job.spans(len(hidden_AD)):
+            z_AV = _logits(job.head, hidden_AD[at], (weight_VD, bias_V), job.temperature)
+            logp_A[at], entropy_A[at] = job.ops.logprobs(z_AV, targets_A[at])
+        kept = z_AV if job.keep and any(ctx.needs_input_grad) else None
+        ctx.save_for_backward(hidden_AD, weight_VD, bias_V, targets_A, logp_A, entropy_A, kept)
+        ctx.job = job
+        if not job.entropy_grad:
+            ctx.mark_non_differentiable(entropy_A)
+        return logp_A, entropy_A
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlogp_A: Tensor, dentropy_A: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_AD, weight_VD, bias_V, targets_A, logp_A, entropy_A, kept = ctx.saved_tensors
+        job: _Job = ctx.job
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        dhidden_AD = torch.empty_like(hidden_AD) if needs_hidden else None
+        dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
+        dbias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
+        for at in job.spans(len(hidden_AD)):
+            z_AV = kept
+            if z_AV is None:
+                z_AV = _logits(job.head, hidden_AD[at], (weight_VD, bias_V), job.temperature)
+            slope_AV = _slope(z_AV, job)
+            job.ops.logprobs_backward(
+                z_AV,
+                targets_A[at],
+                logp_A[at],
+                entropy_N=entropy_A[at],
+                dlogp_N=dlogp_A[at].contiguous(),
+                dentropy_N=dentropy_A[at].contiguous() if job.entropy_grad else None,
+            )
+            dz_AV = (z_AV if slope_AV is None else z_AV.mul_(slope_AV)).to(weight_VD.dtype)
+            if dhidden_AD is not None:
+                torch.mm(dz_AV, weight_VD, out=dhidden_AD[at])
+            if dweight_VD is not None:
+                _add_product(dweight_VD, dz_AV.t(), hidden_AD[at])
+            if dbias_V is not None:
+                dbias_V += dz_AV.sum(0)
+        if kept is not None:  # it holds its own gradient now: a second backward must fail, not read it
+            torch.autograd.graph.increment_version(kept)
+        return dhidden_AD, _cast(dweight_VD, weight_VD), _cast(dbias_V, bias_V), None, None
+
+
+def _slope(z_AV: Tensor, job: _Job) -> Tensor | float | None:
+    """d(logits / temperature) / d(W h + b): scale / temperature * (1 - tanh^2). None where it is 1."""
+    factor = job.head.scale / job.temperature
+    if job.head.softcap is None:
+        return None if factor == 1.0 else factor
+    tanh_AV = z_AV * (job.temperature / job.head.softcap)
+    return tanh_AV.square_().neg_().add_(1.0).mul_(factor)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right; in place where the dtypes allow it, for `total` may be hundreds of megabytes."""
+    if total.dtype == right.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None or like is None else gradient.to(like.dtype)

@@ -1,0 +1,282 @@
+"""PyTorch twins of the C kernels: the same functions in plain torch operations, any device, any float dtype.
+
+They are the reference the kernels are tested against, the fallback where no compiler is at hand, and what runs on
+CUDA. On CPU the attention twins keep the exactness recipe of whet: explicit products in place of SDPA, key width
+a multiple of 16, P@V summed over fixed blocks of 256 keys, at least two query rows, so that with
+MKL_CBWR=AUTO,STRICT a token's result is the same in a packed batch and in a decode step.
+
+Shape letters: N packed tokens, B live rows, H query heads, K key/value heads, D head size (or a row's width),
+F feed-forward width, V vocabulary, W keys, P pages of a row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from whet.models.segments import Bucket, Segments
+from whet.types import WhetError
+
+PAGE = 16
+"""Tokens of a cache page: one vector of keys."""
+_PV_BLOCK = 256
+
+try:  # torch >= 2.10
+    from torch.nn.attention.varlen import varlen_attn
+
+    _VARLEN = frozenset(inspect.signature(varlen_attn).parameters)
+except ImportError:
+    _VARLEN = frozenset()
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Half precision is computed in fp32; fp32 and fp64 stay what they are."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    """x * rsqrt(mean(x^2) + eps) * (offset + weight) over the last dimension (Gemma: offset 1)."""
+    x = _wide(x_ND)
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (x * scale * (_wide(weight_D) + offset)).to(x_ND.dtype)
+
+
+def add_rms_norm(
+    x_ND: Tensor, residual_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual)."""
+    sum_ND = x_ND + residual_ND
+    return rms_norm(sum_ND, weight_D, eps, offset=offset), sum_ND
+
+
+def norm_rope(
+    x_NHD: Tensor,
+    weight_D: Tensor | None,
+    eps: float,
+    cos_ND: Tensor,
+    sin_ND: Tensor,
+    *,
+    offset: float = 0.0,
+) -> Tensor:
+    """RMS norm of every head (skipped where weight is None), then rotate-half rotary embedding."""
+    x = x_NHD if weight_D is None else rms_norm(x_NHD, weight_D, eps, offset=offset)
+    x = _wide(x)
+    low, high = x.chunk(2, dim=-1)
+    turned = torch.cat((-high, low), dim=-1)
+    return (x * cos_ND[:, None, :] + turned * sin_ND[:, None, :]).to(x_NHD.dtype)
+
+
+def glu(gate_NF: Tensor, up_NF: Tensor, *, act: Literal["silu", "gelu_tanh"]) -> Tensor:
+    """act(gate) * up."""
+    return (F.silu(gate_NF) if act == "silu" else F.gelu(gate_NF, approximate="tanh")) * up_NF
+
+
+def logprobs(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-prob of the target [N], entropy [N] in nats) of softmax(logits)."""
+    # log_softmax works row by row whatever the number of rows and threads; logsumexp and sum may split one row
+    logp_NV = torch.log_softmax(logits_NV, dim=-1)
+    entropy_N = torch.special.entr(logp_NV.exp()).sum(-1)
+    return logp_NV.gather(1, targets_N[:, None]).squeeze(1), entropy_N
+
+
+def logprobs_backward(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    logp_N: Tensor,
+    entropy_N: Tensor,
+    dlogp_N: Tensor,
+    dentropy_N: Tensor | None,
+) -> None:
+    """Overwrites logits with their gradient: p * (-dentropy * (log p + H) - dlogp), + dlogp at the target."""
+    at_N1 = targets_N[:, None]
+    lse_N1 = logits_NV.gather(1, at_N1) - logp_N[:, None]
+    logp_NV = logits_NV.sub_(lse_N1)
+    p_NV = logp_NV.exp()
+    if dentropy_N is None:
+        torch.mul(p_NV, -dlogp_N[:, None], out=logits_NV)
+    else:
+        logp_NV.masked_fill_(p_NV == 0, 0.0)  # p log p is 0 at p = 0, not NaN
+        logp_NV.add_(entropy_N[:, None]).mul_(-dentropy_N[:, None]).sub_(dlogp_N[:, None]).mul_(p_NV)
+    logits_NV.scatter_add_(1, at_N1, dlogp_N[:, None].to(logits_NV.dtype))
+
+
+def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """(token [B] int64, its log-prob [B]) by inverse CDF of softmax(logits) at uniform [B] float64 in [0, 1).
+
+    A token of probability 0 is never drawn. The log-prob is bitwise that of `logprobs`.
+    """
+    logp_BV = torch.log_softmax(logits_BV, dim=-1)
+    cumulative_BV = torch.cumsum(logp_BV.exp(), dim=-1, dtype=torch.float64)
+    total_B1 = cumulative_BV[:, -1:].contiguous()
+    if not bool(torch.isfinite(total_B1).all()):
+        raise bad_logits(int((~torch.isfinite(total_B1)).sum()))
+    token_B1 = torch.searchsorted(cumulative_BV, uniform_B[:, None] * total_B1, right=True)
+    # u * total may round up to total: the first token that reaches the total is the last that can be drawn
+    token_B1 = torch.minimum(token_B1, torch.searchsorted(cumulative_BV, total_B1))
+    return token_B1.squeeze(1), logp_BV.gather(1, token_B1).squeeze(1)
+
+
+def bad_logits(rows: int) -> WhetError:
+    """The error of both samplers for rows from which nothing can be drawn."""
+    return WhetError(
+        f"cannot sample: in {rows} row(s) the logits are NaN, +inf or all -inf; the policy's weights have most "
+        "likely diverged (look at grad_norm and the learning rate)"
+    )
+
+
+def attend_packed(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    segments: Segments,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Causal attention of a packed batch; see `Segments` for who sees whom.
+
+    On CUDA in half precision without a soft-cap it is torch's `varlen_attn` (written from its documentation, not
+    run here), else SDPA per bucket; on CPU the explicit products of the module's docstring.
+    """
+    if q_NHD.is_cuda and q_NHD.dtype in (torch.bfloat16, torch.float16) and softcap is None:
+        if {"window_size", "scale", "enable_gqa"} <= _VARLEN:
+            return _attend_varlen(q_NHD, k_NKD, v_NKD, segments=segments, scale=scale, window=window)
+    buckets, row_N = segments.buckets
+    parts = [
+        _attend_bucket(q_NHD, k_NKD, v_NKD, bucket=bucket, scale=scale, window=window, softcap=softcap)
+        for bucket in buckets
+    ]
+    flat = torch.cat(parts) if parts else q_NHD.reshape(0, q_NHD.shape[1] * q_NHD.shape[2])
+    return F.embedding(row_N.to(q_NHD.device), flat).view_as(q_NHD)
+
+
+def _attend_bucket(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    *,
+    bucket: Bucket,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """[B*Q, H*D]: attention of one bucket, rows in the bucket's order."""
+    heads, size, kv_heads = q_NHD.shape[1], q_NHD.shape[2], k_NKD.shape[1]
+    device = q_NHD.device
+    key_BW, query_BQ = bucket.key_BW.to(device), bucket.query_BQ.to(device)
+    visible = bucket.visible(window).to(device)
+    batch, rows = query_BQ.shape
+    # gathering with embedding makes the backward one index-add a bucket instead of one slice a segment
+    q = F.embedding(query_BQ, q_NHD.reshape(-1, heads * size)).view(batch, rows, kv_heads, -1, size)
+    k = F.embedding(key_BW, k_NKD.reshape(-1, kv_heads * size)).view(batch, -1, kv_heads, size)
+    v = (
+        F.embedding(key_BW, v_NKD.reshape(-1, kv_heads * size))
+        .view(batch, -1, kv_heads, size)
+        .transpose(1, 2)
+    )
+    group = heads // kv_heads
+    q = q.permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, rows * group, size)
+    mask = visible.repeat_interleave(group, dim=1)[:, None]
+    if q.is_cuda and softcap is None:
+        out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v, attn_mask=mask, scale=scale)
+    else:
+        out = _weigh(
+            q, k.permute(0, 2, 3, 1).contiguous(), v.contiguous(), mask=mask, scale=scale, cap=softcap
+        )
+    return out.view(batch, kv_heads, rows, group, size).transpose(1, 2).reshape(batch * rows, heads * size)
+
+
+def _weigh(
+    q_BKMD: Tensor, k_BKDW: Tensor, v_BKWD: Tensor, *, mask: Tensor, scale: float, cap: float | None
+) -> Tensor:
+    """softmax(q k / cap ...) v in the exact order: one softmax over W keys, P@V over blocks of 256 keys."""
+    rows = q_BKMD.shape[2]
+    if rows == 1:  # a one-row product takes another road through BLAS and rounds differently
+        q_BKMD = q_BKMD.expand(-1, -1, 2, -1)
+    score = torch.matmul(q_BKMD * scale, k_BKDW)
+    if cap is not None:
+        score = cap * torch.tanh(score / cap)
+    p = torch.softmax(_wide(score.masked_fill(~mask, -torch.inf)), dim=-1).to(q_BKMD.dtype)
+    blocks = zip(p.split(_PV_BLOCK, dim=-1), v_BKWD.split(_PV_BLOCK, dim=-2))
+    out = torch.zeros(())
+    for i, (p_block, v_block) in enumerate(blocks):
+        part = torch.matmul(p_block, v_block)
+        out = part if i == 0 else out + part
+    return out[:, :, :rows]
+
+
+def _attend_varlen(
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, *, segments: Segments, scale: float, window: int | None
+) -> Tensor:
+    """torch's variable-length flash attention; shared prefixes are gathered once per segment. Not run here."""
+    device = q_NHD.device
+    q_order = _ranges(segments.q_start_S, segments.q_len_S)
+    key_len_S = segments.prefix_len_S + segments.q_len_S
+    starts = torch.stack((segments.prefix_start_S, segments.q_start_S), 1).flatten()
+    lens = torch.stack((segments.prefix_len_S, segments.q_len_S), 1).flatten()
+    key_T = _ranges(starts, lens).to(device)
+    cu_q, cu_k = (
+        F.pad(torch.cumsum(length_S, 0), (1, 0)).to(device, torch.int32)
+        for length_S in (segments.q_len_S, key_len_S)
+    )
+    options: dict[str, Any] = {
+        "scale": scale,
+        "window_size": (-1 if window is None else window - 1, 0),
+        "enable_gqa": True,
+    }
+    if "num_splits" in _VARLEN:
+        options["num_splits"] = 1  # batch-invariant, by its documentation
+    out = varlen_attn(
+        q_NHD[q_order.to(device)],
+        k_NKD[key_T],
+        v_NKD[key_T],
+        cu_q,
+        cu_k,
+        int(segments.q_len_S.max()),
+        int(key_len_S.max()),
+        **options,
+    )
+    return out[torch.argsort(q_order).to(device)]
+
+
+def _ranges(start_S: Tensor, len_S: Tensor) -> Tensor:
+    """start_0, start_0+1, ... , start_1, ...: the concatenated ranges."""
+    base_S = start_S - (torch.cumsum(len_S, 0) - len_S)
+    return torch.arange(int(len_S.sum())) + torch.repeat_interleave(base_S, len_S)
+
+
+def write_kv(
+    k_pages: Tensor, v_pages: Tensor, k_NKD: Tensor, *, v_NKD: Tensor, page_N: Tensor, slot_N: Tensor
+) -> None:
+    """Stores keys and values of N tokens in one layer's pages: k [pages, K, D, 16], v [pages, K, 16, D]."""
+    k_pages[page_N, :, :, slot_N] = k_NKD.to(k_pages.dtype)
+    v_pages[page_N, :, slot_N] = v_NKD.to(v_pages.dtype)
+
+
+def attend_cached(
+    q_BHD: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    *,
+    table_BP: Tensor,
+    keys_B: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """One query per row over the first keys_B[b] keys of the pages that the row's table names (no gradient)."""
+    batch, heads, size = q_BHD.shape
+    kv_heads = k_pages.shape[1]
+    pages_BP = table_BP[:, : -(-int(keys_B.max()) // PAGE)].to(q_BHD.device, torch.int64).clamp(min=0)
+    k = k_pages[pages_BP].permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, size, -1)
+    v = v_pages[pages_BP].permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, size)
+    back_BW = keys_B[:, None].to(q_BHD.device) - 1 - torch.arange(k.shape[-1], device=q_BHD.device)
+    mask = (back_BW >= 0) if window is None else (back_BW >= 0) & (back_BW < window)
+    q = q_BHD.reshape(batch, kv_heads, -1, size)
+    out = _weigh(q, k, v, mask=mask[:, None, None], scale=scale, cap=softcap)
+    return out.reshape(batch, heads, size)

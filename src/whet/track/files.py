@@ -1,0 +1,227 @@
+"""Files that are either whole or not there: written beside their place, synced, renamed.
+
+A kill at any moment leaves at worst a hidden `.NAME.new-*` or `.NAME.old-*` beside a file; `tidy` mends both.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar
+
+from whet.types import CheckpointError, Json, WhetError
+
+_CAUSES = {
+    errno.ENOSPC: "the disk is full; free space there, or give another run_dir",
+    errno.EDQUOT: "your disk quota is used up; free space there, or give another run_dir",
+    errno.EROFS: "the file system is read-only; give a run_dir on one that can be written",
+    errno.EACCES: "permission denied; give a run_dir you may write, or mend its owner and mode",
+    errno.EPERM: "not permitted; give a run_dir you may write, or mend its owner and mode",
+    errno.ENOTDIR: "a file stands where a folder is needed; move it away, or give another run_dir",
+    errno.ENOENT: "the folder is gone; something removed it while the run was writing",
+    errno.EIO: "the device reports an input/output error; check the disk",
+}
+
+
+def file_error(error: OSError, path: Path) -> WhetError:
+    """An OSError in words: the path, the cause, what to do."""
+    cause = _CAUSES.get(error.errno or 0, error.strerror or str(error))
+    return WhetError(f"cannot write {path}: {cause}")
+
+
+def write_bytes(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replace `path` by `data` in one rename. `durable` waits for the disk: no power cut can undo it.
+
+    Raises WhetError; `path` is then as it was and nothing half-written is left.
+    """
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.new-", dir=path.parent)
+    except OSError as e:
+        raise file_error(e, path) from e
+    try:
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(file.fileno(), 0o644)
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(name, path)
+        if durable:
+            sync_path(path.parent)
+    except BaseException as e:
+        Path(name).unlink(missing_ok=True)
+        if isinstance(e, OSError):
+            raise file_error(e, path) from e
+        raise
+
+
+def write_text(path: Path, text: str, *, durable: bool = True) -> None:
+    """`write_bytes` of UTF-8 text."""
+    write_bytes(path, text.encode(), durable=durable)
+
+
+def write_json(path: Path, value: Json, *, durable: bool = True) -> None:
+    """`write_bytes` of indented JSON in the order given. NaN and infinity are refused (ValueError)."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", durable=durable)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A new, empty folder to fill; it takes the place of `path` when the block ends without an error.
+
+    Every file is synced before the rename. On an error the new folder is removed and `path` is untouched.
+    Raises CheckpointError for an OSError, in the block too; other errors of the block pass through.
+    """
+    new: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=f".{path.name}.new-", dir=path.parent))
+        new.chmod(0o755)
+        yield new
+        for folder, _, files in os.walk(new):
+            for name in files:
+                sync_path(Path(folder, name))
+            sync_path(Path(folder))
+        _take_place(new, path)
+    except BaseException as e:
+        if new is not None:
+            shutil.rmtree(new, ignore_errors=True)
+        if isinstance(e, OSError):
+            raise CheckpointError(str(file_error(e, path))) from e
+        raise
+
+
+def _take_place(new: Path, path: Path) -> None:
+    """Rename a folder over another. One rename cannot replace a folder, so the old one steps aside."""
+    old = path.with_name(f".{path.name}.old-{new.name.rpartition('-')[2]}") if path.exists() else None
+    if old is not None:
+        os.rename(path, old)
+    try:
+        os.rename(new, path)
+    except BaseException:
+        if old is not None:
+            os.rename(old, path)
+        raise
+    sync_path(path.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def tidy(folder: Path) -> None:
+    """Mend what a kill left behind: an old folder whose successor never came returns, the rest is removed.
+
+    Only for a folder that nobody is writing in (hold the run's lock).
+    """
+    for left in sorted(folder.glob(".*.old-*")):
+        home = folder / left.name[1:].rpartition(".old-")[0]
+        if home.exists():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            os.rename(left, home)
+    for left in folder.glob(".*.new-*"):
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink()
+
+
+def sync_path(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class RunLock:
+    """One writer in a run directory: an flock on `RUN/lock`, with the holder's pid and host inside.
+
+    The kernel drops the lock with its process, so a dead run never blocks. A forked child closes its copy,
+    or it would hold the lock of a dead parent. Raises WhetError naming the holder if the directory is in use.
+    """
+
+    _held: ClassVar[set[int]] = set()
+
+    def __init__(self, run_dir: Path) -> None:
+        path = run_dir / "lock"
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as e:
+            raise file_error(e, path) from e
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+        except OSError as e:
+            os.close(self._handle)
+            if e.errno in (errno.EAGAIN, errno.EACCES):
+                raise WhetError(_in_use(run_dir)) from e
+            raise file_error(e, path) from e
+        RunLock._held.add(self._handle)
+
+    def release(self) -> None:
+        """Let others in. Safe to call twice."""
+        if self._handle in RunLock._held:
+            RunLock._held.discard(self._handle)
+            os.ftruncate(self._handle, 0)
+            os.close(self._handle)
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    @staticmethod
+    def _after_fork() -> None:
+        for handle in RunLock._held:
+            os.close(handle)
+        RunLock._held.clear()
+
+
+os.register_at_fork(after_in_child=RunLock._after_fork)
+
+
+def holder(run_dir: Path) -> tuple[int, str] | None:
+    """(pid, host) of the process that holds the run's lock or died with it; None after an orderly end."""
+    try:
+        words = (run_dir / "lock").read_text().split()
+    except OSError:
+        return None
+    return (int(words[0]), words[1]) if len(words) == 2 and words[0].isdigit() else None
+
+
+def is_running(run_dir: Path) -> bool | None:
+    """Whether the run's process lives. None: it runs on another host, so nobody here can tell."""
+    who = holder(run_dir)
+    if who is None:
+        return False
+    pid, host = who
+    if host != socket.gethostname():
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _in_use(run_dir: Path) -> str:
+    who = holder(run_dir)
+    by = f"process {who[0]} on {who[1]}" if who else "another process"
+    return f"run directory {run_dir} is in use by {by}; wait for it, stop it, or give another run_dir"

@@ -1,0 +1,67 @@
+"""Where the loggers of `whet` write: run.log, and the display."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from whet.track.files import file_error
+from whet.track.manifest import is_secret
+
+
+class _Strike(logging.Filter):
+    """Strikes the values of secret environment variables out of a message before it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._secrets = [v for k, v in os.environ.items() if is_secret(k) and len(v) >= 8]
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if record.exc_info:
+            text += "\n" + logging.Formatter().formatException(record.exc_info)
+            record.exc_info = record.exc_text = None
+        for secret in self._secrets:
+            text = text.replace(secret, "(redacted)")
+        record.msg, record.args = text, None
+        return True
+
+
+class _Shown(logging.Handler):
+    """Hands each message to a function, e.g. the display's."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__()
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show(self.format(record))
+
+
+def setup_logging(run_dir: Path, *, level: str, show: Callable[[str], None] | None = None) -> None:
+    """Send the loggers of `whet` to run.log and, if given, to `show`. Nothing else configures logging.
+
+    A second call replaces the first. Times are UTC; values of secret environment variables never appear.
+    """
+    logger = logging.getLogger("whet")
+    for old in list(logger.handlers):
+        logger.removeHandler(old)
+        old.close()
+    try:
+        handlers: list[logging.Handler] = [logging.FileHandler(run_dir / "run.log", encoding="utf-8")]
+    except OSError as e:
+        raise file_error(e, run_dir / "run.log") from e
+    formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%SZ")
+    formatter.converter = lambda *_: datetime.now(UTC).timetuple()
+    handlers[0].setFormatter(formatter)
+    if show is not None:
+        handlers.append(_Shown(show))
+        handlers[1].setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    for handler in handlers:
+        handler.addFilter(_Strike())
+        logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    logger.propagate = False

@@ -1,0 +1,85 @@
+"""What ran, where and on what: one entry of manifest.json."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from whet.types import DataError, Json
+
+
+def describe(*, config: str, seed: int, data_files: Sequence[Path] = ()) -> dict[str, Json]:
+    """One entry of manifest.json: what ran, where, on what. `config` is the text of config.yaml."""
+    return {
+        "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "config_sha256": hashlib.sha256(config.encode()).hexdigest(),
+        "seed": seed,
+        "data_sha256": {str(path): file_sha256(path) for path in data_files},
+        "packages": package_versions(),
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "environment": redact({k: v for k, v in sorted(os.environ.items()) if k.startswith(_ENVIRONMENT)}),
+    }
+
+
+_ENVIRONMENT = (
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "TORCH",
+    "CUDA_",
+    "HF_",
+    "TOKENIZERS_",
+    "WHET_",
+    "PYTHONHASHSEED",
+)
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+
+
+def is_secret(name: str) -> bool:
+    """Whether an environment variable of this name looks like it holds a secret."""
+    return _SECRET.search(name) is not None
+
+
+def redact(environment: Mapping[str, str]) -> dict[str, str]:
+    """The same with the values of names that look like secrets struck out."""
+    return {k: "(redacted)" if is_secret(k) else v for k, v in environment.items()}
+
+
+def file_sha256(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as e:
+        raise DataError(f"cannot read {path}: {e.strerror or e}") from e
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of whet and of everything it asks for that is installed here."""
+    found = {}
+    for asked in ["whet", *(metadata.requires("whet") or ())]:
+        name = re.split(r"[^A-Za-z0-9_.-]", asked, maxsplit=1)[0]
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return dict(sorted(found.items()))
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1] if match else platform.processor() or platform.machine()

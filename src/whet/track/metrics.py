@@ -1,0 +1,141 @@
+"""Numbers of a step: means that know their denominators, and the summary of a step's rollouts.
+
+Names are `stage/what_unit`. `REWARD`, `HELD_OUT` and `LOSS` are the headline numbers that people are shown.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from whet.types import Group, Metrics, Rollout
+
+REWARD = "reward/mean"
+"""Mean reward of a step's scored rollouts."""
+HELD_OUT = "eval/accuracy_mean"
+"""Share of held-out replies that pass."""
+LOSS = "train/loss"
+"""The loss; the headline where nothing is rewarded (SFT, DPO)."""
+FAILED = "rollout/failed_count"
+"""Rollouts of a step that have no reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A sum and what it is divided by; adding two gives the mean of both together."""
+
+    total: float
+    count: float
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Mean:
+        """Of plain numbers. The sum is exact before it is rounded (fsum), so their order does not matter."""
+        values = list(values)
+        return Mean(math.fsum(values), len(values))
+
+
+def merge(parts: Iterable[Mapping[str, Mean]]) -> dict[str, Mean]:
+    """One mean a name over all parts (micro-batches, ranks), each weighted by its count."""
+    totals: dict[str, list[Mean]] = {}
+    for part in parts:
+        for name, mean in part.items():
+            totals.setdefault(name, []).append(mean)
+    return {
+        name: Mean(math.fsum(m.total for m in means), math.fsum(m.count for m in means))
+        for name, means in totals.items()
+    }
+
+
+def values(means: Mapping[str, Mean]) -> Metrics:
+    """`NAME_mean` and `NAME_count` of each mean. A mean of nothing has a count of 0 and no value."""
+    out: Metrics = {}
+    for name, mean in means.items():
+        out[f"{name}_count"] = mean.count
+        if mean.count:
+            out[f"{name}_mean"] = mean.value
+    return out
+
+
+def summarise(groups: Sequence[Group]) -> Metrics:
+    """What a step's rollouts were like. Rewards are over scored rollouts, all else over all rollouts.
+
+    A number that has nothing to be a mean of is left out; the counts are always there.
+    """
+    rollouts = [r for g in groups for r in g.rollouts]
+    return {**_rewards(rollouts), **_lengths(rollouts), **_failures(rollouts), **_groups(groups)}
+
+
+def _rewards(rollouts: Sequence[Rollout]) -> Metrics:
+    scored = [(r, r.reward) for r in rollouts if r.reward is not None]
+    rewards = [reward for _, reward in scored]
+    out: Metrics = {"reward/scored_count": len(rewards)}
+    if rewards:
+        out[REWARD] = Mean.of(rewards).value
+        out["reward/std"] = _std(rewards)
+        out["reward/min"] = min(rewards)
+        out["reward/max"] = max(rewards)
+    by_name: dict[str, list[float]] = {}
+    for rollout, reward in scored:
+        by_name.setdefault(f"reward/source/{rollout.task.source}", []).append(reward)
+        for part, value in rollout.reward_parts.items():
+            by_name.setdefault(f"reward/part/{part}", []).append(value)
+    return {**out, **values({name: Mean.of(numbers) for name, numbers in by_name.items()})}
+
+
+def _lengths(rollouts: Sequence[Rollout]) -> Metrics:
+    out: Metrics = {"rollout/count": len(rollouts)}
+    if not rollouts:
+        return out
+    tokens = [r.tokens for r in rollouts]
+    out["rollout/tokens_sum"] = sum(tokens)
+    out["rollout/tokens_mean"] = Mean.of(tokens).value
+    out["rollout/tokens_max"] = max(tokens)
+    ends = Counter(r.finish_reason for r in rollouts)
+    for reason in ("stop", "length", "abort"):
+        out[f"rollout/finish_{reason}_share"] = ends[reason] / len(rollouts)
+    return out
+
+
+def _failures(rollouts: Sequence[Rollout]) -> Metrics:
+    failed = [r for r in rollouts if r.reward is None]
+    out: Metrics = {FAILED: len(failed)}
+    for reason, count in sorted(Counter(reason_of(r.error) for r in failed).items()):
+        out[f"rollout/failed/{reason}_count"] = count
+    return out
+
+
+def reason_of(error: str | None) -> str:
+    """The kind of a failure: the words of its message before the first colon or number, joined by '_'."""
+    head = re.split(r"[:\d\n]", error or "unscored", maxsplit=1)[0]
+    words = re.findall(r"[A-Za-z]+", head)
+    return "_".join(words[:5]) or "other"
+
+
+def _groups(groups: Sequence[Group]) -> Metrics:
+    """Spread of rewards in groups with at least two scored rollouts. A uniform group teaches GRPO nothing."""
+    spreads = []
+    for group in groups:
+        rewards = [r.reward for r in group.rollouts if r.reward is not None]
+        if len(rewards) > 1:
+            spreads.append(_std(rewards) if min(rewards) < max(rewards) else 0.0)
+    out: Metrics = {"group/count": len(groups), "group/compared_count": len(spreads)}
+    if spreads:
+        out["group/uniform_share"] = spreads.count(0.0) / len(spreads)
+        out["group/reward_std_mean"] = Mean.of(spreads).value
+    return out
+
+
+def _std(numbers: Sequence[float]) -> float:
+    """Population standard deviation."""
+    mean = Mean.of(numbers).value
+    return math.sqrt(Mean.of((x - mean) ** 2 for x in numbers).value)

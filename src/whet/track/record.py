@@ -1,0 +1,257 @@
+"""The run directory: everything a run writes, and how it is read back.
+
+    config.yaml      the config as resolved       manifest.json    versions, machine, hashes of each start
+    metrics.jsonl    what equal runs share        timings.jsonl    what differs: seconds, rates, memory
+    rollouts/STAGE-step-000012.parquet            eval/STAGE-step-000012.parquet
+    run.log          tensorboard/STAGE/           lock             pid and host of the run
+
+Two runs with equal config and seed write equal bytes into metrics.jsonl, rollouts/ and eval/, so `cmp` proves
+that a resumed run is the unbroken one. JSON has no NaN: a number that is not finite is written as null and
+counted in the same line, in `track/nonfinite_count`.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from whet.track.files import file_error, sync_path, tidy, write_bytes, write_json, write_text
+from whet.types import ConfigError, DataError, Json, Metrics, Rollout, WhetError
+
+NONFINITE = "track/nonfinite_count"
+
+ROLLOUTS = pa.schema(
+    [
+        ("uid", pa.int64()),
+        ("index", pa.int32()),
+        ("source", pa.string()),
+        ("prompt", pa.string()),
+        ("answer", pa.string()),
+        ("text", pa.string()),
+        ("reward", pa.float64()),
+        ("reward_parts", pa.map_(pa.string(), pa.float64())),
+        ("advantage", pa.float64()),
+        ("finish_reason", pa.string()),
+        ("error", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("mask", pa.list_(pa.int8())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("sample_logprobs", pa.list_(pa.float32())),
+        ("versions", pa.list_(pa.int32())),
+    ]
+)
+"""Columns of a rollout file. `prompt` is for people: messages as 'role: content' lines; the exact prompt is
+in `token_ids`, where `mask` is 0. `answer` is JSON. `advantage` is the mean over the sampled tokens."""
+
+
+class RunDirectory:
+    """Writes a run's record. Open it under the run's lock; one a process.
+
+    `stages` are the names of the run's stages in order: resuming needs to know what is later than what.
+    """
+
+    def __init__(self, path: Path, stages: Sequence[str]) -> None:
+        bad = [s for s in stages if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", s)]
+        if bad or len(set(stages)) != len(stages):
+            raise ConfigError(
+                f"stage names {list(stages)}: each must be there once and be made of letters, digits, "
+                "'_', '.' and '-', because files are named by them"
+            )
+        self.path = path
+        self.stages = tuple(stages)
+        self._unsynced: list[Path] = []
+        try:
+            for folder in (path, path / "rollouts", path / "eval"):
+                folder.mkdir(parents=True, exist_ok=True)
+                tidy(folder)
+            self._metrics = io.FileIO(path / "metrics.jsonl", "a")
+            self._timings = io.FileIO(path / "timings.jsonl", "a")
+        except OSError as e:
+            raise file_error(e, path) from e
+
+    def write_config(self, text: str) -> None:
+        """config.yaml, as resolved."""
+        write_text(self.path / "config.yaml", text)
+
+    def write_manifest(self, entry: Mapping[str, Json]) -> None:
+        """Add one start of the run (`describe`) to manifest.json; earlier starts stay."""
+        path = self.path / "manifest.json"
+        before = json.loads(path.read_text())["starts"] if path.exists() else []
+        write_json(path, {"starts": [*before, dict(entry)]})
+
+    def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
+        """One line in metrics.jsonl and, if there are any timings, one in timings.jsonl.
+
+        Only numbers that equal runs share belong in `metrics`; seconds, rates and memory are `timings`.
+        """
+        _append(self._metrics.fileno(), self.path / "metrics.jsonl", line_of(stage, step, metrics))
+        if timings:
+            _append(self._timings.fileno(), self.path / "timings.jsonl", line_of(stage, step, timings))
+
+    def write_rollouts(
+        self,
+        stage: str,
+        step: int,
+        rollouts: Sequence[Rollout],
+        *,
+        advantages: Sequence[float | None] | None = None,
+    ) -> Path:
+        """Every rollout of a training step, in the order given, and the advantage each was trained with."""
+        return self._write("rollouts", stage, step, to_parquet(rollouts, advantages))
+
+    def write_eval(self, stage: str, step: int, rollouts: Sequence[Rollout]) -> Path:
+        """Every reply of an evaluation."""
+        return self._write("eval", stage, step, to_parquet(rollouts, None))
+
+    def _write(self, folder: str, stage: str, step: int, data: bytes) -> Path:
+        path = self.path / folder / file_name(stage, step)
+        write_bytes(path, data, durable=False)
+        self._unsynced.append(path)
+        return path
+
+    def sync(self) -> None:
+        """Bring all that was written onto the disk. Call before a checkpoint, which relies on it."""
+        try:
+            os.fsync(self._metrics.fileno())
+            os.fsync(self._timings.fileno())
+            for path in self._unsynced:
+                sync_path(path)
+            for folder in ("rollouts", "eval"):
+                sync_path(self.path / folder)
+        except OSError as e:
+            raise file_error(e, self.path) from e
+        self._unsynced.clear()
+
+    def truncate_to(self, stage_index: int, step: int) -> None:
+        """Drop what is later than a checkpoint made after `step` of a stage, and a line cut short by a kill.
+
+        What stands at that very step stays, so save after the step's evaluation. (0, -1) drops everything.
+        """
+        limit = (stage_index, step)
+        for folder in ("rollouts", "eval"):
+            for stage, at, path in list_steps(self.path / folder):
+                if self._place(stage, at) > limit:
+                    path.unlink()
+        self._metrics = self._cut(self._metrics, "metrics.jsonl", limit)
+        self._timings = self._cut(self._timings, "timings.jsonl", limit)
+
+    def _cut(self, file: io.FileIO, name: str, limit: tuple[int, int]) -> io.FileIO:
+        kept = [
+            raw for raw, line in _lines(self.path / name) if self._place(line["stage"], line["step"]) <= limit
+        ]
+        write_bytes(self.path / name, b"".join(kept))
+        file.close()
+        return io.FileIO(self.path / name, "a")
+
+    def _place(self, stage: str, step: int) -> tuple[int, int]:
+        if stage not in self.stages:
+            raise WhetError(
+                f"{self.path} holds a stage {stage!r}, but the config has only {', '.join(self.stages)}; "
+                "resume with the config it was made with, or give another run_dir"
+            )
+        return self.stages.index(stage), step
+
+    def close(self) -> None:
+        """Close the files. Safe to call twice."""
+        self._metrics.close()
+        self._timings.close()
+
+
+def line_of(stage: str, step: int, numbers: Metrics) -> bytes:
+    """One line of JSON with sorted keys. Floats are written by repr, so they are read back to the bit."""
+    plain = {k: v if isinstance(v, int) else float(v) for k, v in numbers.items()}
+    finite: dict[str, Json] = {k: v if math.isfinite(v) else None for k, v in plain.items()}
+    lost = sum(v is None for v in finite.values())
+    if lost:
+        finite[NONFINITE] = lost
+    return json.dumps({**finite, "stage": stage, "step": step}, sort_keys=True).encode() + b"\n"
+
+
+def to_parquet(rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None) -> bytes:
+    """Rollouts as the bytes of a parquet file; equal rollouts give equal bytes."""
+    tasks = [r.task for r in rollouts]
+    columns: dict[str, list[Json]] = {
+        "uid": [t.uid for t in tasks],
+        "source": [t.source for t in tasks],
+        "prompt": [prompt_text(t.prompt) for t in tasks],
+        "answer": [json.dumps(t.answer, ensure_ascii=False, default=str) for t in tasks],
+        "reward_parts": [sorted(r.reward_parts.items()) for r in rollouts],
+        "advantage": list(advantages) if advantages is not None else [None] * len(rollouts),
+    }
+    for name in ROLLOUTS.names:
+        if name not in columns:
+            columns[name] = [getattr(r, name) for r in rollouts]
+    arrays = [pa.array(columns[field.name], type=field.type) for field in ROLLOUTS]
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(arrays, schema=ROLLOUTS), sink, compression="zstd")
+    return sink.getvalue().to_pybytes()
+
+
+def prompt_text(prompt: Json) -> str:
+    """A prompt for people: plain text as it is, messages as 'role: content'."""
+    return prompt if isinstance(prompt, str) else "\n".join(f"{m.role}: {m.content}" for m in prompt)
+
+
+def read_rollouts(path: Path) -> list[dict[str, Json]]:
+    """The rows of a rollout or evaluation file; `answer` parsed and `reward_parts` a dict."""
+    try:
+        rows = pq.read_table(path).to_pylist(maps_as_pydicts="strict")
+    except (OSError, pa.ArrowException) as e:
+        raise DataError(f"cannot read {path}: {e}") from e
+    for row in rows:
+        row["answer"] = json.loads(row["answer"])
+    return rows
+
+
+def read_lines(path: Path) -> list[dict[str, Json]]:
+    """The lines of metrics.jsonl or timings.jsonl, null as NaN; without a last line that was cut short."""
+    lines = _lines(path) if path.exists() else ()
+    return [{k: math.nan if v is None else v for k, v in line.items()} for _, line in lines]
+
+
+def list_steps(folder: Path) -> list[tuple[str, int, Path]]:
+    """(stage, step, path) of the rollout files in a folder, by stage name and step."""
+    found = []
+    for path in folder.glob("*.parquet"):
+        stage, mark, step = path.stem.rpartition("-step-")
+        if mark and step.isdigit():
+            found.append((stage, int(step), path))
+    return sorted(found)
+
+
+def file_name(stage: str, step: int) -> str:
+    return f"{stage}-step-{step:06d}.parquet"
+
+
+def _append(handle: int, path: Path, data: bytes) -> None:
+    """Append a whole line or nothing: a part written before an error is taken back."""
+    before = os.fstat(handle).st_size
+    try:
+        if os.write(handle, data) != len(data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+    except OSError as e:
+        os.ftruncate(handle, before)
+        raise file_error(e, path) from e
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Json]]]:
+    """(bytes, parsed) of each whole line; only the last may be broken, else the file was tampered with."""
+    raw = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(raw, start=1):
+        try:
+            value = json.loads(line)
+        except ValueError as e:
+            if number == len(raw):
+                return
+            raise DataError(f"{path} line {number} is not JSON: {e}") from e
+        if line.endswith(b"\n"):
+            yield line, value

@@ -1,0 +1,254 @@
+"""The train engine in plain PyTorch: one process, the module itself, packed sequences.
+
+A step's gradient is a sum over tokens with global weights (`Batch.weight_N`), so how it is cut into
+micro-batches changes memory and speed, never the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whet.batch import Batch, Loss, LossFn, Outputs, micro_batches
+from whet.config.schema import Optimizer as OptimizerConfig
+from whet.config.schema import Train
+from whet.models.attention import PackedAttention
+from whet.models.forward import decoder
+from whet.models.kernels import Ops
+from whet.models.logprobs import token_logprobs
+from whet.models.optim import AdamW
+from whet.models.packing import layout
+from whet.types import CheckpointError, Metrics, WhetError
+
+DEFAULT_MICRO_TOKENS = 16_384
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a batch is cut for memory, and what is computed."""
+
+    max_tokens: int | None = DEFAULT_MICRO_TOKENS
+    max_rollouts: int | None = None
+    share_prompts: bool = True
+    checkpoint: bool = False
+    whole_groups: bool = False
+    entropy_grad: bool = False
+    temperature: float = 1.0
+
+    @staticmethod
+    def of(train: Train, *, whole_groups: bool, entropy_grad: bool, temperature: float) -> Cut:
+        tokens = None if train.micro_rollouts else (train.micro_tokens or DEFAULT_MICRO_TOKENS)
+        return Cut(
+            max_tokens=tokens,
+            max_rollouts=train.micro_rollouts,
+            share_prompts=train.share_prompts,
+            checkpoint=train.gradient_checkpointing,
+            whole_groups=whole_groups,
+            entropy_grad=entropy_grad,
+            temperature=temperature,
+        )
+
+
+class TorchEngine:
+    """Policy, reference (no optimizer) or critic (a value head on the decoder)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ops: Ops,
+        *,
+        cut: Cut,
+        value_head: nn.Linear | None = None,
+        optimizer: OptimizerConfig | None = None,
+        total_steps: int = 1,
+        max_skipped: int = 10,
+    ) -> None:
+        self.version = 0
+        self.module, self.ops, self.cut, self.value_head = model, ops, cut, value_head
+        self.decoder = decoder(model, ops)
+        self.optimizer = AdamW(self._named(), optimizer, total_steps=total_steps) if optimizer else None
+        self.max_skipped, self.skipped_in_a_row = max_skipped, 0
+        self.device = next(model.parameters()).device
+
+    # -- the seam
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, want: Literal["logprobs", "values"]) -> Tensor:
+        if (want == "values") != (self.value_head is not None):
+            raise WhetError(f"asked a {'critic' if self.value_head else 'policy'} for {want}")
+        parts: list[Tensor] = []
+        for micro in self._micro(batch):
+            out = self._outputs(micro.to(self.device))
+            parts.append(out.value_N if out.value_N is not None else out.logp_N)  # type: ignore[arg-type]
+        return torch.cat(parts).to(batch.mask_N.device)
+
+    def update(self, batch: Batch, loss: LossFn) -> Metrics:
+        assert self.optimizer is not None, "this engine was made without an optimizer"
+        assert batch.weight_N is not None, "batch.weight_N is not set"
+        self.optimizer.zero_grad()
+        sums = Sums()
+        for micro in self._micro(batch):
+            micro = micro.to(self.device)
+            out = self._outputs(micro)
+            result = loss(micro, out)
+            total = (result.loss_N * micro.weight_N).sum()
+            if total.requires_grad:
+                total.backward()
+            sums.add(micro, out, result)
+        return {**sums.means(), **self._step()}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, p in self.module.named_parameters():
+            yield name, p.detach()
+
+    def save(self, path: Path) -> None:
+        """Write `model.safetensors` and, with an optimizer, `optimizer.safetensors` into the folder `path`."""
+        path.mkdir(parents=True, exist_ok=True)
+        save_file({n: p.detach().contiguous() for n, p in self._named()}, path / "model.safetensors")
+        if self.optimizer is not None:
+            steps = {"optimizer_steps": str(self.optimizer.step_count), "skipped": str(self.skipped_in_a_row)}
+            save_file(self.optimizer.state(), path / "optimizer.safetensors", metadata=steps)
+
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote, in place. Raises CheckpointError if it is damaged or of another model."""
+        found = _read(path / "model.safetensors")
+        own = dict(self._named())
+        if found.keys() != own.keys() or any(found[n].shape != own[n].shape for n in own):
+            odd = sorted(n for n in found.keys() | own.keys() if n not in own or n not in found or found[n].shape != own[n].shape)
+            raise CheckpointError(f"{path}: weights are of another model; they differ in {odd[:3]} ({len(odd)} tensors)")
+        with torch.no_grad():
+            for name, p in own.items():
+                p.copy_(found[name])
+        if self.optimizer is not None:
+            state, meta = _read_with_metadata(path / "optimizer.safetensors")
+            self.optimizer.restore(state, int(meta["optimizer_steps"]))
+            self.skipped_in_a_row = int(meta["skipped"])
+
+    def place(self, device: Literal["gpu", "cpu"]) -> None:
+        where = torch.device("cuda" if device == "gpu" else "cpu")
+        self.module.to(where)
+        if self.value_head is not None:
+            self.value_head.to(where)
+        self.device = where
+
+    # -- inside
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.module.named_parameters()
+        if self.value_head is not None:
+            yield from self.value_head.named_parameters(prefix="value_head")
+
+    def _micro(self, batch: Batch) -> Iterator[Batch]:
+        cut = self.cut
+        return micro_batches(
+            batch,
+            max_tokens=cut.max_tokens,
+            max_rollouts=cut.max_rollouts,
+            shared=cut.share_prompts,
+            whole_groups=cut.whole_groups,
+        )
+
+    def _outputs(self, batch: Batch) -> Outputs:
+        packed = layout(batch, share_prompts=self.cut.share_prompts)
+        hidden_UD = self.decoder.hidden(
+            packed.token_ids_U,
+            packed.position_U,
+            PackedAttention(packed.segments, self.ops),
+            checkpoint=self.cut.checkpoint and torch.is_grad_enabled(),
+        )
+        at_A = torch.nonzero(batch.mask_N).flatten()
+        hidden_AD = F.embedding(packed.predictor_N[at_A], hidden_UD)
+        if self.value_head is not None:
+            value_A = self.value_head(hidden_AD).squeeze(-1).float()
+            return Outputs(value_N=_scatter(value_A, at_A, batch.tokens))
+        logp_A, entropy_A = token_logprobs(
+            hidden_AD,
+            batch.token_ids_N[at_A],
+            head=self.decoder.head,
+            ops=self.ops,
+            temperature=self.cut.temperature,
+            entropy_grad=self.cut.entropy_grad,
+        )
+        return Outputs(logp_N=_scatter(logp_A, at_A, batch.tokens), entropy_N=_scatter(entropy_A, at_A, batch.tokens))
+
+    def _step(self) -> Metrics:
+        assert self.optimizer is not None
+        lr = self.optimizer.lr
+        norm = self.optimizer.clip()
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+            self.skipped_in_a_row = 0
+        else:
+            self.optimizer.skip()
+            self.skipped_in_a_row += 1
+            if self.skipped_in_a_row > self.max_skipped:
+                raise WhetError(
+                    f"the gradient was not finite in {self.skipped_in_a_row} optimizer steps in a row; "
+                    "lower train.optimizer.lr, or look at the rewards of the last rollouts"
+                )
+        self.optimizer.zero_grad()
+        return {"grad_norm": norm if finite else 0.0, "lr": lr, "skipped_steps": float(not finite)}
+
+
+class Sums:
+    """Means of loss statistics over a whole minibatch, however it was cut: sums and counts, divided once."""
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self.sums: dict[str, float] = {}
+        self.counts: dict[str, float] = {}
+        self.largest: dict[str, float] = {}
+
+    @torch.no_grad()
+    def add(self, batch: Batch, out: Outputs, result: Loss) -> None:
+        self.loss += float((result.loss_N * batch.weight_N).sum(dtype=torch.float64))
+        for name, x in result.stats.items():
+            per_token = len(x) == batch.tokens
+            kept = x[batch.mask_N] if per_token else x
+            self._mean(name, kept)
+        if out.entropy_N is not None:
+            self._mean("entropy_nats", out.entropy_N[batch.mask_N])
+        if out.logp_N is not None:
+            sampled = batch.mask_N & (batch.version_N >= 0)
+            gap = (out.logp_N.detach() - batch.logp_sample_N)[sampled].abs()
+            self._mean("mismatch_mean_nats", gap)
+            self._mean("mismatch_share", (gap != 0).float())
+            if len(gap):
+                self.largest["mismatch_max_nats"] = max(self.largest.get("mismatch_max_nats", 0.0), float(gap.max()))
+
+    def _mean(self, name: str, x: Tensor) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + float(x.detach().sum(dtype=torch.float64))
+        self.counts[name] = self.counts.get(name, 0.0) + len(x)
+
+    def means(self) -> Metrics:
+        means = {name: self.sums[name] / n for name, n in self.counts.items() if n}
+        return {"loss": self.loss, **means, **self.largest}
+
+
+def _scatter(x_A: Tensor, at_A: Tensor, n: int) -> Tensor:
+    return x_A.new_zeros(n).index_copy(0, at_A, x_A)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    return _read_with_metadata(path)[0]
+
+
+def _read_with_metadata(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, framework="pt") as f:
+            meta = f.metadata() or {}
+        return load_file(path), meta
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(f"{path}: cannot be read ({e}); the checkpoint is damaged, use an older one") from e

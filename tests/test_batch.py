@@ -1,0 +1,114 @@
+"""Packing, cutting and putting together: no token, field or group gets lost or moved."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from whet.batch import Batch, micro_batches, pack, select, split
+from whet.types import Group, Rollout, Task
+
+
+def rollout(uid: int, index: int, *, prompt: int, reply: int, reward: float = 0.0) -> Rollout:
+    n = prompt + reply
+    return Rollout(
+        task=Task(uid=uid, source="s", prompt="p", token_ids=tuple(range(prompt))),
+        index=index,
+        token_ids=[*range(prompt), *(100 + uid * 10 + index + t for t in range(reply))],
+        mask=[0] * prompt + [1] * reply,
+        logprobs=[0.0] * prompt + [-0.5 * (t + 1) for t in range(reply)],
+        sample_logprobs=[0.0] * n,
+        versions=[-1] * prompt + [3] * reply,
+        finish_reason="stop" if index % 2 else "length",
+        reward=reward,
+    )
+
+
+def groups(count: int = 5, *, seed: int = 0) -> list[Group]:
+    rng = random.Random(seed)
+    out = []
+    for uid in range(count):
+        prompt = rng.randint(1, 9)
+        rows = [rollout(uid, i, prompt=prompt, reply=rng.randint(1, 7), reward=uid + i / 10) for i in range(rng.randint(1, 4))]
+        out.append(Group(rows[0].task, tuple(rows)))
+    return out
+
+
+def joined(parts: list[Batch]) -> list[list[int]]:
+    return [part.token_ids_N[part.row_N == r].tolist() for part in parts for r in range(part.rollouts)]
+
+
+def test_pack_by_hand() -> None:
+    batch = pack([Group(Task(uid=0, source="s", prompt=""), (rollout(0, 0, prompt=2, reply=1), rollout(0, 1, prompt=2, reply=2)))])
+    assert batch.token_ids_N.tolist() == [0, 1, 100, 0, 1, 101, 102]
+    assert batch.mask_N.tolist() == [False, False, True, False, False, True, True]
+    assert batch.row_N.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert batch.position_N.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert batch.start_R.tolist() == [0, 3]
+    assert batch.prompt_R.tolist() == [2, 2]
+    assert batch.logp_sample_N.tolist() == [0, 0, -0.5, 0, 0, -0.5, -1.0]
+    assert batch.stopped_R.tolist() == [False, True]
+    assert batch.sum_R(batch.logp_sample_N).tolist() == [-0.5, -1.5]
+
+
+def test_select_keeps_every_field_of_the_rows() -> None:
+    batch = pack(groups())
+    batch = replace(batch, adv_N=torch.arange(batch.tokens).float(), weight_N=torch.rand(batch.tokens))
+    rows = torch.tensor([1, 3, 4])
+    part = select(batch, rows)
+    for field in fields(Batch):
+        whole, mine = getattr(batch, field.name), getattr(part, field.name)
+        if whole is None:
+            assert mine is None
+        elif field.name.endswith("_N") and field.name != "row_N":
+            assert torch.equal(mine, torch.cat([whole[batch.row_N == r] for r in rows]))
+    assert torch.equal(part.length_R, batch.length_R[rows])
+    same = batch.group_R[rows][:, None] == batch.group_R[rows][None, :]
+    assert torch.equal(part.group_R[:, None] == part.group_R[None, :], same)
+    assert part.group_R[0] == 0
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_split_is_a_partition_into_whole_groups(parts: int) -> None:
+    batch = pack(groups(10))
+    pieces = split(batch, parts)
+    assert len(pieces) == parts
+    assert joined(pieces) == joined([batch])
+    sizes = [int(p.group_R[-1]) + 1 for p in pieces]
+    assert sum(sizes) == 10
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("limit", [1, 7, 20, 10_000])
+def test_micro_batches_are_a_partition_within_the_limit(shared: bool, whole: bool, limit: int) -> None:
+    batch = pack(groups(12, seed=limit))
+    pieces = list(micro_batches(batch, max_tokens=limit, max_rollouts=None, shared=shared, whole_groups=whole))
+    assert joined(pieces) == joined([batch])
+    for piece in pieces:
+        cost = piece.tokens
+        if shared:
+            follows = piece.group_R[1:] == piece.group_R[:-1]
+            cost -= int(piece.prompt_R[1:][follows].sum())
+        units = int(piece.group_R[-1]) + 1 if whole else piece.rollouts
+        assert cost <= limit or units == 1
+    if whole:
+        assert sum(int(p.group_R[-1]) + 1 for p in pieces) == 12
+
+
+def test_micro_batches_by_rollouts() -> None:
+    batch = pack(groups(6))
+    pieces = list(micro_batches(batch, max_tokens=None, max_rollouts=2, shared=True, whole_groups=False))
+    assert [p.rollouts for p in pieces[:-1]] == [2] * (len(pieces) - 1)
+    assert joined(pieces) == joined([batch])
+
+
+def test_rollout_survives_json() -> None:
+    import json
+
+    one = rollout(4, 1, prompt=3, reply=2, reward=0.1)
+    assert Rollout.from_json(json.loads(json.dumps(one.to_json()))) == one
