@@ -50,7 +50,9 @@ def weights(batch: Batch, mode: str, *, norm_tokens: int) -> Tensor:
         of_group_R = group_sum(tokens_R, batch.group_R)
         per_R = len(torch.unique(batch.group_R[of_group_R > 0])) * of_group_R
     else:
-        raise ConfigError(f"aggregation {mode!r} is not known{near(mode, AGGREGATIONS)}. Known: {', '.join(AGGREGATIONS)}.")
+        raise ConfigError(
+            f"aggregation {mode!r} is not known{near(mode, AGGREGATIONS)}. Known: {', '.join(AGGREGATIONS)}."
+        )
     weight_N = torch.where(batch.mask_N, 1 / per_R[batch.row_N], 0.0)
     return weight_N.to(batch.reward_R.dtype)
 
@@ -59,9 +61,13 @@ def pairs(batch: Batch) -> tuple[Tensor, Tensor]:
     """[pairs] numbers of the chosen and of the rejected rollouts. DataError unless every group is such a pair."""
     first, second = batch.group_R[0::2], batch.group_R[1::2]
     if len(first) != len(second) or not torch.equal(first, second) or (first[1:] == first[:-1]).any():
-        raise DataError("the loss 'dpo' needs groups of exactly two rollouts, the chosen and the rejected reply.")
+        raise DataError(
+            "the loss 'dpo' needs groups of exactly two rollouts, the chosen and the rejected reply."
+        )
     if (batch.reward_R[0::2] == batch.reward_R[1::2]).any():
-        raise DataError("the loss 'dpo' needs a higher reward for the chosen reply; a pair has two equal rewards.")
+        raise DataError(
+            "the loss 'dpo' needs a higher reward for the chosen reply; a pair has two equal rewards."
+        )
     if (sampled_R(batch) == 0).any():
         raise DataError("the loss 'dpo' needs replies of at least one token; a pair has an empty one.")
     even = torch.arange(0, batch.rollouts, 2, device=batch.reward_R.device)

@@ -32,7 +32,9 @@ def ppo(batch: Batch, out: Outputs, *, clip_low: float, clip_high: float, dual_c
         cap_N = -dual_clip * adv_N
         stats["clip_frac_lower"] = (adv_N < 0) & (loss_N > cap_N)
         loss_N = torch.where(adv_N < 0, torch.minimum(loss_N, cap_N), loss_N)
-    return Loss(_sampled(batch, loss_N), {k: v.to(loss_N.dtype) for k, v in stats.items()} | _drift(batch, out))
+    return Loss(
+        _sampled(batch, loss_N), {k: v.to(loss_N.dtype) for k, v in stats.items()} | _drift(batch, out)
+    )
 
 
 def reinforce(batch: Batch, out: Outputs) -> Loss:
@@ -121,7 +123,9 @@ def _drift(batch: Batch, out: Outputs) -> dict[str, Tensor]:
     """How far the policy has moved from the one before this step: the ratio, and KL(old || now) as k1 and k3."""
     log_N = _log_ratio(batch, out).detach()
     ratio_N = log_N.exp()
-    largest_R = ratio_N.new_zeros(batch.rollouts).scatter_reduce(0, batch.row_N, _sampled(batch, ratio_N), "amax")
+    largest_R = ratio_N.new_zeros(batch.rollouts).scatter_reduce(
+        0, batch.row_N, _sampled(batch, ratio_N), "amax"
+    )
     return {
         "ratio": ratio_N,
         "ratio_max": largest_R,

@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from whet.algos.advantages import ADVANTAGES, Advantage, token_rewards, whiten
+from whet.algos.advantages import ADVANTAGES, token_rewards, whiten
 from whet.algos.aggregate import weights
 from whet.algos.kl import adapt, mean_kl
 from whet.algos.losses import LOSSES, regularized, value_loss
@@ -80,9 +80,9 @@ def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> A
         drop_uniform_groups=r.drop_uniform_groups,
         kl_coef=r.kl.coef if in_reward else 0.0,
         next_kl_coef=partial(_next_kl_coef, r.kl),
-        advantage=partial(_with_advantage, r, _bind(advantage, r, what="advantage", per_step=("batch", "reward_N"))),
+        advantage=partial(_with_advantage, r, _bind(advantage, r, what="advantage", positional=1)),
         loss=regularized(
-            _bind(loss, r, what="loss", per_step=("batch", "out")),
+            _bind(loss, r, what="loss", positional=2),
             kl_coef=0.0 if in_reward else r.kl.coef,
             estimator=r.kl.estimator,
             entropy_coef=r.entropy_coef,
@@ -103,3 +103,55 @@ def _part(table: Mapping[str, Callable[..., T]], name: str, *, what: str) -> Cal
 def _keywords(function: Callable[..., object]) -> set[str]:
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+
+
+def _bind(function: Callable[..., T], r: Resolved, *, what: str, positional: int) -> Callable[..., T]:
+    """The function with the settings that its signature names filled in. ConfigError if it asks for anything else."""
+    names = _keywords(function)
+    settings = {name: getattr(r, name) for name in SETTINGS & names}
+    later = dict.fromkeys({"reward_N"} & names) if what == "advantage" else {}
+    try:
+        inspect.signature(function).bind(*[None] * positional, **settings, **later)
+    except TypeError as e:
+        call = "f(batch, *, reward_N, ...)" if what == "advantage" else "f(batch, outputs, *, ...)"
+        raise ConfigError(
+            f"{what} {getattr(r, what)!r} cannot be called as {call}: {e}. By keyword it may take: "
+            f"{', '.join(sorted(SETTINGS))}."
+        ) from e
+    return partial(function, **settings)
+
+
+def _with_advantage(r: Resolved, function: Callable[..., object], batch: Batch, kl_coef: float) -> Batch:
+    reward_N = token_rewards(batch, kl_coef=kl_coef, estimator=r.kl.estimator)
+    takes_rewards = "reward_N" in _keywords(function)
+    result = function(batch, reward_N=reward_N) if takes_rewards else function(batch)
+    adv_N, return_N = _checked(result, batch, name=r.advantage)
+    if r.whiten:
+        adv_N = whiten(adv_N, batch.mask_N)
+    return replace(batch, adv_N=torch.where(batch.mask_N, adv_N, adv_N.new_zeros(())), return_N=return_N)
+
+
+def _checked(result: object, batch: Batch, *, name: str) -> tuple[Tensor, Tensor | None]:
+    """What an advantage returned, if it is one number a token; the function may be the user's own."""
+    match result:
+        case (Tensor() as adv_N, (Tensor() | None) as return_N):
+            if all(x is None or x.shape == batch.mask_N.shape for x in (adv_N, return_N)):
+                return adv_N, return_N
+    raise WhetError(
+        f"advantage {name!r} must return (adv_N, return_N or None), each of {batch.tokens} numbers."
+    )
+
+
+def _needs_old(r: Resolved, uses_old: bool, exact: bool) -> bool:
+    """'auto' leaves exact engines their own log-probs: they are the trainer's, bit for bit."""
+    if r.kind != "online":
+        return False
+    return r.old_logprobs == "recompute" or (r.old_logprobs == "auto" and uses_old and not exact)
+
+
+def _next_kl_coef(kl: schema.Kl, batch: Batch, coef: float) -> float:
+    """The adaptive controller, or the same weight again."""
+    if kl.target is None:
+        return coef
+    now = mean_kl(batch, kl.estimator)
+    return adapt(coef, now, target=kl.target, horizon=kl.horizon, rollouts=batch.rollouts)

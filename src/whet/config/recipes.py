@@ -234,7 +234,9 @@ def refuse_unused(cfg: Algorithm, resolved: Resolved, taken: Collection[str]) ->
 
 def _known(name: str, table: Mapping[str, object], *, key: str) -> str:
     if name not in table:
-        raise ConfigError(f"{key}={name!r} is not known{near(name, table)}. Known: {', '.join(sorted(table))}.")
+        raise ConfigError(
+            f"{key}={name!r} is not known{near(name, table)}. Known: {', '.join(sorted(table))}."
+        )
     return name
 
 
@@ -263,7 +265,9 @@ def _check_kl(r: Resolved) -> None:
     """Refuse a KL term that would have no effect or no meaning."""
     kl = r.kl
     if kl.coef > 0 and r.loss == "dpo":
-        raise ConfigError("algorithm.kl.coef: the loss 'dpo' holds its own KL to the reference; use algorithm.beta.")
+        raise ConfigError(
+            "algorithm.kl.coef: the loss 'dpo' holds its own KL to the reference; use algorithm.beta."
+        )
     if kl.coef > 0 and kl.place == "reward" and r.kind != "online":
         raise ConfigError(f"algorithm.kl.place='reward': {r.name!r} reads no rewards; use kl.place='loss'.")
     if kl.target is not None and (kl.place != "reward" or kl.coef == 0):
@@ -272,4 +276,6 @@ def _check_kl(r: Resolved) -> None:
             f"kl.place='reward' and kl.coef > 0 (given: place={kl.place!r}, coef={kl.coef}), or leave target out."
         )
     if kl.target is None and kl.horizon != Kl.model_fields["horizon"].default:
-        raise ConfigError("algorithm.kl.horizon has no effect without algorithm.kl.target: set target, or leave it out.")
+        raise ConfigError(
+            "algorithm.kl.horizon has no effect without algorithm.kl.target: set target, or leave it out."
+        )

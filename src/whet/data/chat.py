@@ -27,7 +27,9 @@ def read_template(value: str) -> str:
         return value
     path = Path(value).expanduser()
     if not path.is_file():
-        raise ConfigError(f"tokenizer.chat_template {value!r} is neither Jinja text (no '{{' in it) nor a file.")
+        raise ConfigError(
+            f"tokenizer.chat_template {value!r} is neither Jinja text (no '{{' in it) nor a file."
+        )
     return path.read_text(encoding="utf-8")
 
 
@@ -43,7 +45,9 @@ def as_prompt(prompt: Prompt, *, chat: bool | None = None, system: str | None = 
     if system is None:
         return prompt
     if prompt[0].role == "system":
-        raise DataError("The prompt has a system message of its own, and the source's `system` would be a second one.")
+        raise DataError(
+            "The prompt has a system message of its own, and the source's `system` would be a second one."
+        )
     return (Message("system", system), *prompt)
 
 
@@ -59,7 +63,9 @@ def encode_prompt(
     return encode_prompts(tokenizer, [as_prompt(prompt, chat=chat, system=system)], template=template)[0]
 
 
-def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[Prompt], *, template: str | None = None) -> list[list[int]]:
+def encode_prompts(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], *, template: str | None = None
+) -> list[list[int]]:
     """`encode_prompt` for many at once.
 
     Messages: rendered with the header of the assistant's turn, then encoded as they stand. Plain text: encoded as
@@ -75,7 +81,9 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Texts as they stand: nothing put before or after."""
     if not texts:
         return []
-    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)[
+        "input_ids"
+    ]
 
 
 def encode_response(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -123,7 +131,9 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], *, template: str |
         )
     plain = [{"role": m.role, "content": m.content} for m in messages]
     try:
-        return tokenizer.apply_chat_template(plain, chat_template=jinja, add_generation_prompt=True, tokenize=False)
+        return tokenizer.apply_chat_template(
+            plain, chat_template=jinja, add_generation_prompt=True, tokenize=False
+        )
     except TemplateError as e:
         roles = ", ".join(m.role for m in messages)
         raise DataError(f"The chat template refuses the messages ({roles}): {e}") from e

@@ -271,7 +271,9 @@ def _is_hf(folder: Path) -> bool:
 def _hf_folder(folder: Path, limit: int | None) -> Part:
     if (folder / "dataset_dict.json").exists():
         splits = sorted(p.name for p in folder.iterdir() if p.is_dir())
-        raise DataError(f"{folder} holds the splits {', '.join(splits)}: name one, e.g. {folder / splits[0]}.")
+        raise DataError(
+            f"{folder} holds the splits {', '.join(splits)}: name one, e.g. {folder / splits[0]}."
+        )
     try:
         import datasets
     except ImportError as e:
@@ -301,7 +303,15 @@ def _not_json(kind: pa.DataType) -> str | None:
         return _not_json(kind.value_type)
     if t.is_struct(kind):
         return next(filter(None, (_not_json(kind.field(i).type) for i in range(kind.num_fields))), None)
-    plain = (t.is_null, t.is_boolean, t.is_integer, t.is_floating, t.is_string, t.is_large_string, t.is_string_view)
+    plain = (
+        t.is_null,
+        t.is_boolean,
+        t.is_integer,
+        t.is_floating,
+        t.is_string,
+        t.is_large_string,
+        t.is_string_view,
+    )
     return None if any(test(kind) for test in plain) else str(kind)
 
 
@@ -315,7 +325,9 @@ def _reasoning_gym(cfg: ReasoningGym, limit: int | None) -> Part:
 
     what = f"reasoning_gym task {cfg.task!r}"
     if cfg.task not in DATASETS:
-        raise ConfigError(f"{what} is not known{near(cfg.task, DATASETS)}. Known: {', '.join(sorted(DATASETS))}.")
+        raise ConfigError(
+            f"{what} is not known{near(cfg.task, DATASETS)}. Known: {', '.join(sorted(DATASETS))}."
+        )
     if clash := sorted({"seed", "size"} & set(cfg.params)):
         raise ConfigError(f"{what}: {' and '.join(clash)} stand beside `params`, not in it.")
     try:
@@ -330,7 +342,9 @@ def _reasoning_gym(cfg: ReasoningGym, limit: int | None) -> Part:
             raise ConfigError(
                 f"{what}: its verifier scores an entry otherwise once it has been written as JSON; it cannot be used."
             )
-        rows.append({"prompt": copy["question"], "answer": copy["answer"], "reasoning_gym": cfg.task, "entry": copy})
+        rows.append(
+            {"prompt": copy["question"], "answer": copy["answer"], "reasoning_gym": cfg.task, "entry": copy}
+        )
     return ListPart(f"reasoning_gym {cfg.task}", rows)
 
 
@@ -342,7 +356,9 @@ def _function(source: Source) -> Part:
     rows = [_object(row, f"{what}, row {i}") for i, row in enumerate(itertools.islice(made, source.limit), 1)]
     for i, row in enumerate(rows, 1):
         if (flaw := _flaw(row, "")) is not None:
-            raise DataError(f"{what}, row {i}: {flaw}, which is no JSON value (dict, list, str, int, float, bool, None).")
+            raise DataError(
+                f"{what}, row {i}: {flaw}, which is no JSON value (dict, list, str, int, float, bool, None)."
+            )
     return ListPart(what, rows)
 
 

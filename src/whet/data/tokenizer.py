@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -31,9 +30,6 @@ TEMPLATE = (
 )
 """Chat template of built tokenizers: a token for the role, the text, the end token. A later turn changes nothing before it."""
 
-_WORDS = r"\s|\w+|[^\w\s]"
-_CHARS = r"[\s\S]"
-
 
 def load_tokenizer(
     cfg: TokenizerConfig, *, model_path: str | None, texts: Iterable[str] = ()
@@ -44,7 +40,9 @@ def load_tokenizer(
     """
     if cfg.build is not None and cfg.path is not None:
         raise ConfigError("Give tokenizer.path or tokenizer.build, not both.")
-    tokenizer = build(cfg.build, cfg.vocab_size, texts) if cfg.build is not None else _load(cfg.path or model_path)
+    tokenizer = (
+        build(cfg.build, cfg.vocab_size, texts) if cfg.build is not None else _load(cfg.path or model_path)
+    )
     if cfg.chat_template is not None:
         tokenizer.chat_template = read_template(cfg.chat_template)
     return tokenizer
@@ -54,7 +52,9 @@ def _load(folder: str | None) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
     if folder is None:
-        raise ConfigError("No tokenizer: give tokenizer.path, tokenizer.build (chars, words, bpe) or model.path.")
+        raise ConfigError(
+            "No tokenizer: give tokenizer.path, tokenizer.build (chars, words, bpe) or model.path."
+        )
     path = Path(folder).expanduser()
     if not path.is_dir():
         names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -67,7 +67,9 @@ def _load(folder: str | None) -> PreTrainedTokenizerFast:
     except (OSError, ValueError) as e:
         raise ConfigError(f"Cannot read a tokenizer from {path}: {e}") from e
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"The tokenizer in {path} has no end-of-text token (eos_token): a reply could not end.")
+        raise ConfigError(
+            f"The tokenizer in {path} has no end-of-text token (eos_token): a reply could not end."
+        )
     return tokenizer
 
 
@@ -91,21 +93,17 @@ def build(kind: str, vocab_size: int, texts: Iterable[str]) -> PreTrainedTokeniz
 
 
 def _chars(vocab_size: int, texts: Iterable[str]) -> Core:
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(text)
-    return _table(counts, _CHARS, vocab_size=vocab_size, what="characters")
+    return _table(r"[\s\S]", texts, vocab_size=vocab_size, what="characters")
 
 
 def _words(vocab_size: int, texts: Iterable[str]) -> Core:
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(re.findall(_WORDS, text))
-    return _table(counts, _WORDS, vocab_size=vocab_size, what="words")
+    return _table(r"\s|\w+|[^\w\s]", texts, vocab_size=vocab_size, what="words")
 
 
-def _table(counts: Counter[str], pattern: str, *, vocab_size: int, what: str) -> Core:
-    """A tokenizer that looks pieces up in a table. White space is a piece of its own, so decoding gives the text back."""
+def _table(pattern: str, texts: Iterable[str], *, vocab_size: int, what: str) -> Core:
+    """A tokenizer that cuts a text into pieces and looks them up. White space is a piece too: decoding gives the text."""
+    cut = pre_tokenizers.Split(Regex(pattern), "isolated")
+    counts = Counter(piece for text in texts for piece, _ in cut.pre_tokenize_str(text))
     room = vocab_size - len(SPECIAL)
     if not counts or room < 1:
         raise _cannot_build(what, vocab_size, len(SPECIAL) + 1, empty=not counts)
@@ -118,7 +116,7 @@ def _table(counts: Counter[str], pattern: str, *, vocab_size: int, what: str) ->
         )  # fmt: skip
     vocab = {piece: i for i, piece in enumerate((*SPECIAL, *sorted(ranked[:room])))}
     core = Core(models.WordLevel(vocab, unk_token=UNK))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    core.pre_tokenizer = cut
     core.decoder = decoders.Fuse()
     return core
 
@@ -133,7 +131,10 @@ def _bpe(vocab_size: int, texts: Iterable[str]) -> Core:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL), initial_alphabet=sorted(alphabet), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
     )
     core.train_from_iterator(found, trainer)
     return core
@@ -142,7 +143,9 @@ def _bpe(vocab_size: int, texts: Iterable[str]) -> Core:
 def _cannot_build(what: str, vocab_size: int, least: int, *, empty: bool) -> DataError | ConfigError:
     if empty:
         return DataError("Cannot build a tokenizer: the training data holds no text.")
-    return ConfigError(f"tokenizer.vocab_size={vocab_size} is too small for a tokenizer of {what}: at least {least}.")
+    return ConfigError(
+        f"tokenizer.vocab_size={vocab_size} is too small for a tokenizer of {what}: at least {least}."
+    )
 
 
 BUILDERS: dict[str, Callable[[int, Iterable[str]], Core]] = {"chars": _chars, "words": _words, "bpe": _bpe}

@@ -100,7 +100,9 @@ def _head(model: PreTrainedModel, config: object) -> Head:
     """The output layer with what families put after it: Cohere's factor, Granite's divisor, Gemma's soft-cap."""
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
-        raise ConfigError(f"{type(model).__name__} has no linear output layer; whet trains causal language models")
+        raise ConfigError(
+            f"{type(model).__name__} has no linear output layer; whet trains causal language models"
+        )
     divisor = getattr(config, "logits_scaling", None) or 1.0
     scale = (getattr(config, "logit_scale", None) or 1.0) / divisor
     return Head(linear, scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
@@ -255,9 +257,7 @@ def _step(
         for project, norm in ((layer.q, layer.q_norm), (layer.k, layer.k_norm))
     )
     v_UKD = _linear(layer.v, x_UD).view(shape)
-    seen_UHD = attend(
-        layer.number, q_UHD, k_UKD, v_UKD, scale=layer.scale, window=layer.window, softcap=None
-    )
+    seen_UHD = attend(layer.number, q_UHD, k_UKD, v_UKD, scale=layer.scale, window=layer.window, softcap=None)
     delta_UD = _linear(layer.o, seen_UHD.reshape(len(x_UD), -1))
     x_UD, h_UD = ops.add_rms_norm(delta_UD, h_UD, layer.norm_mid.weight, eps=eps, offset=offset)
     return layer.feed_forward(x_UD), h_UD
@@ -268,9 +268,7 @@ def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _dense(mlp: nn.Module, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"], ops: Ops) -> Tensor:
-    return _linear(
-        mlp.down_proj, ops.glu(_linear(mlp.gate_proj, x_UD), _linear(mlp.up_proj, x_UD), act=act)
-    )
+    return _linear(mlp.down_proj, ops.glu(_linear(mlp.gate_proj, x_UD), _linear(mlp.up_proj, x_UD), act=act))
 
 
 def _mixture(block: nn.Module, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"], ops: Ops) -> Tensor:

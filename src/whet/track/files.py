@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -18,11 +19,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
 
+from safetensors import SafetensorError
+
 from whet.types import CheckpointError, Json, WhetError
 
 _CAUSES = {
     errno.ENOSPC: "the disk is full; free space there, or give another run_dir",
     errno.EDQUOT: "your disk quota is used up; free space there, or give another run_dir",
+    errno.EFBIG: "the file is larger than the system or a limit (ulimit -f) allows",
     errno.EROFS: "the file system is read-only; give a run_dir on one that can be written",
     errno.EACCES: "permission denied; give a run_dir you may write, or mend its owner and mode",
     errno.EPERM: "not permitted; give a run_dir you may write, or mend its owner and mode",
@@ -79,7 +83,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """A new, empty folder to fill; it takes the place of `path` when the block ends without an error.
 
     Every file is synced before the rename. On an error the new folder is removed and `path` is untouched.
-    Raises CheckpointError for an OSError, in the block too; other errors of the block pass through.
+    Raises CheckpointError for an OSError or SafetensorError, in the block too; others pass through.
     """
     new: Path | None = None
     try:
@@ -95,9 +99,17 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     except BaseException as e:
         if new is not None:
             shutil.rmtree(new, ignore_errors=True)
+        if isinstance(e, SafetensorError):
+            raise CheckpointError(str(file_error(_os_error(e), path))) from e
         if isinstance(e, OSError):
             raise CheckpointError(str(file_error(e, path))) from e
         raise
+
+
+def _os_error(error: SafetensorError) -> OSError:
+    """safetensors gives the operating system's error as text: '... (os error 28)'."""
+    number = re.search(r"os error (\d+)", str(error))
+    return OSError(int(number[1]) if number else 0, str(error))
 
 
 def _take_place(new: Path, path: Path) -> None:

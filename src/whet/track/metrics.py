@@ -15,7 +15,7 @@ from whet.types import Group, Metrics, Rollout
 
 REWARD = "reward/mean"
 """Mean reward of a step's scored rollouts."""
-HELD_OUT = "eval/accuracy_mean"
+HELD_OUT = "eval/accuracy"
 """Share of held-out replies that pass."""
 LOSS = "train/loss"
 """The loss; the headline where nothing is rewarded (SFT, DPO)."""
@@ -25,35 +25,20 @@ FAILED = "rollout/failed_count"
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A sum and what it is divided by; adding two gives the mean of both together."""
+    """A sum and what it is divided by."""
 
     total: float
-    count: float
+    count: int
 
     @property
     def value(self) -> float:
         return self.total / self.count
-
-    def __add__(self, other: Mean) -> Mean:
-        return Mean(self.total + other.total, self.count + other.count)
 
     @staticmethod
     def of(values: Iterable[float]) -> Mean:
         """Of plain numbers. The sum is exact before it is rounded (fsum), so their order does not matter."""
         values = list(values)
         return Mean(math.fsum(values), len(values))
-
-
-def merge(parts: Iterable[Mapping[str, Mean]]) -> dict[str, Mean]:
-    """One mean a name over all parts (micro-batches, ranks), each weighted by its count."""
-    totals: dict[str, list[Mean]] = {}
-    for part in parts:
-        for name, mean in part.items():
-            totals.setdefault(name, []).append(mean)
-    return {
-        name: Mean(math.fsum(m.total for m in means), math.fsum(m.count for m in means))
-        for name, means in totals.items()
-    }
 
 
 def values(means: Mapping[str, Mean]) -> Metrics:
@@ -64,6 +49,27 @@ def values(means: Mapping[str, Mean]) -> Metrics:
         if mean.count:
             out[f"{name}_mean"] = mean.value
     return out
+
+
+def merge(parts: Sequence[Metrics]) -> Metrics:
+    """The numbers of a step from those of its optimizer steps: counts and skipped steps are added, of `max`
+    and `min` the extreme is taken, everything else is the mean over the optimizer steps that have it."""
+    gathered: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            gathered.setdefault(name, []).append(value)
+    return {name: _merged(name, numbers) for name, numbers in gathered.items()}
+
+
+def _merged(name: str, numbers: Sequence[float]) -> float:
+    words = re.split(r"[/_]", name)
+    if words[-1] in ("count", "sum") or name.endswith("skipped_steps"):
+        return math.fsum(numbers)
+    if "max" in words:
+        return max(numbers)
+    if "min" in words:
+        return min(numbers)
+    return numbers[0] if len(numbers) == 1 else Mean.of(numbers).value
 
 
 def summarise(groups: Sequence[Group]) -> Metrics:

@@ -19,6 +19,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -37,6 +38,7 @@ ROLLOUTS = pa.schema(
         ("prompt", pa.string()),
         ("answer", pa.string()),
         ("text", pa.string()),
+        ("extracted", pa.string()),
         ("reward", pa.float64()),
         ("reward_parts", pa.map_(pa.string(), pa.float64())),
         ("advantage", pa.float64()),
@@ -50,7 +52,8 @@ ROLLOUTS = pa.schema(
     ]
 )
 """Columns of a rollout file. `prompt` is for people: messages as 'role: content' lines; the exact prompt is
-in `token_ids`, where `mask` is 0. `answer` is JSON. `advantage` is the mean over the sampled tokens."""
+in `token_ids`, where `mask` is 0. `answer` is the task's, as JSON; `extracted` is what a reward took from the
+reply. `advantage` is the mean over the sampled tokens."""
 
 
 class RunDirectory:
@@ -184,6 +187,7 @@ def to_parquet(rollouts: Sequence[Rollout], advantages: Sequence[float | None] |
         "source": [t.source for t in tasks],
         "prompt": [prompt_text(t.prompt) for t in tasks],
         "answer": [json.dumps(t.answer, ensure_ascii=False, default=str) for t in tasks],
+        "extracted": [r.answer for r in rollouts],
         "reward_parts": [sorted(r.reward_parts.items()) for r in rollouts],
         "advantage": list(advantages) if advantages is not None else [None] * len(rollouts),
     }
@@ -237,9 +241,10 @@ def _append(handle: int, path: Path, data: bytes) -> None:
     before = os.fstat(handle).st_size
     try:
         if os.write(handle, data) != len(data):
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as e:
-        os.ftruncate(handle, before)
+        with suppress(OSError):
+            os.ftruncate(handle, before)
         raise file_error(e, path) from e
 
 

@@ -1,0 +1,196 @@
+"""The stream of tasks: every source shuffled anew in each epoch, mixed by weight, resumable at every draw.
+
+Draw k (from 0) goes to the source that is furthest behind its share of the first k+1 draws, the first such source
+on a tie: shares are kept at every point, not only on average. Within a source, draw d is row
+permutation(key(seed, "shuffle", source, d // n))[d % n]. So the number of draws of each source is the whole state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from whet import seeds
+from whet.config.schema import Data, Source
+from whet.data.chat import encode_response
+from whet.data.columns import parse, used
+from whet.data.prepare import BATCH_ROWS, Prepared, fit, prepare, prompt_key
+from whet.data.rows import read_rows
+from whet.types import CheckpointError, ConfigError, DataError, Json, Rollout, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+class TaskStream:
+    """Training tasks without end.
+
+    counts: rows, kept, held_out, overlong_{prompt,response,rejected}_{dropped,cut}, unknown_tokens, over all sources.
+    rows_per_epoch: rows that are drawn from, over all sources.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        data: Data,
+        *,
+        tokenizer: Tokenizer,
+        seed: int,
+        exclude: Iterable[Task] = (),
+        max_response_tokens: int | None = None,
+    ) -> None:
+        """exclude: held-out tasks; rows with the prompt of one are left out and counted (see `prepare.prompt_key`).
+
+        max_response_tokens: for SFT and DPO, the longest reply with its end token; `data.overlong` holds for it too,
+        except that every truncate_* cuts a reply at its end. None: replies are not looked at.
+        """
+        if not sources:
+            raise ConfigError("No training data: data.train is empty.")
+        counts: Counter[str] = Counter()
+        self._sources = prepare(
+            sources,
+            data,
+            tokenizer=tokenizer,
+            exclude={prompt_key(t.prompt) for t in exclude},
+            max_response_tokens=max_response_tokens,
+            counts=counts,
+        )
+        self.counts: dict[str, int] = dict(counts)
+        self.rows_per_epoch = sum(len(s) for s in self._sources)
+        self._seed = seed
+        self._shuffle = data.shuffle
+        self._share_S = np.array([s.weight for s in sources]) / sum(s.weight for s in sources)
+        self._drawn_S = np.zeros(len(sources), dtype=np.int64)
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
+
+    @property
+    def drawn(self) -> int:
+        """Tasks drawn so far: the uid of the next one."""
+        return int(self._drawn_S.sum())
+
+    @property
+    def epoch(self) -> int:
+        """Draws so far in units of all rows, rounded down; sources of unequal weight have been passed unequally often."""
+        return self.drawn // self.rows_per_epoch
+
+    def next(self, n: int) -> list[Task]:
+        """The next n tasks."""
+        return [self._draw() for _ in range(n)]
+
+    def state(self) -> dict[str, Json]:
+        """Where the stream stands; JSON. `restore` on a stream of the same data goes on with the same tasks."""
+        names = [s.rows.name for s in self._sources]
+        digests = [s.digest for s in self._sources]
+        return {"seed": self._seed, "sources": names, "digests": digests, "drawn": self._drawn_S.tolist()}
+
+    def restore(self, state: dict[str, Json]) -> None:
+        """Go on where `state` was taken. Raises CheckpointError if seed or data are not the same."""
+        here = self.state()
+        if changed := [k for k in ("seed", "sources") if state[k] != here[k]]:
+            raise CheckpointError(
+                f"The task stream was saved with {changed[0]} {state[changed[0]]!r}, and this one has "
+                f"{here[changed[0]]!r}: it cannot go on."
+            )
+        for name, old, new in zip(here["sources"], state["digests"], here["digests"]):
+            if old != new:
+                raise CheckpointError(
+                    f"Data source {name!r} is not what it was when the run was saved (rows, prompts, filters, tokenizer "
+                    "or answers have changed): restore the data, or start a new run."
+                )
+        self._drawn_S = np.array(state["drawn"], dtype=np.int64)
+
+    def _draw(self) -> Task:
+        uid = self.drawn
+        s = int(np.argmax(self._share_S * (uid + 1) - self._drawn_S))
+        epoch, place = divmod(int(self._drawn_S[s]), len(self._sources[s]))
+        task = self._sources[s].task(int(self._order(s, epoch)[place]), uid)
+        self._drawn_S[s] += 1
+        return task
+
+    def _order(self, s: int, epoch: int) -> np.ndarray:
+        """[K] the order in which source s is drawn in an epoch."""
+        known = self._orders.get(s)
+        if known is None or known[0] != epoch:
+            name, n = self._sources[s].rows.name, len(self._sources[s])
+            order = (
+                seeds.permutation(seeds.key(self._seed, "shuffle", name, epoch), n)
+                if self._shuffle
+                else np.arange(n)
+            )
+            self._orders[s] = known = (epoch, order)
+        return known[1]
+
+
+def eval_tasks(sources: Sequence[Source], data: Data, *, tokenizer: Tokenizer) -> list[Task]:
+    """Every held-out task, in the order of the files; uid counts from 0. What `data.overlong` drops or cuts is logged."""
+    prepared: list[Prepared] = prepare(
+        sources, data, tokenizer=tokenizer, exclude=(), max_response_tokens=None, counts=Counter()
+    )
+    places = [(p, k) for p in prepared for k in range(len(p))]
+    return [p.task(k, uid) for uid, (p, k) in enumerate(places)]
+
+
+def texts(sources: Sequence[Source]) -> Iterator[str]:
+    """All text that a tokenizer built from the data must be able to write: prompts, answers, replies."""
+    for source in sources:
+        rows = read_rows(source)
+        for begin in range(0, len(rows), BATCH_ROWS):
+            for i, row in enumerate(rows.slice(begin, begin + BATCH_ROWS, used(source)), begin):
+                f = parse(row, source, name=rows.name, chat=None, where=rows.where(i))
+                yield from [f.prompt] if isinstance(f.prompt, str) else [m.content for m in f.prompt]
+                yield from (t for t in (f.answer, f.response, f.rejected) if isinstance(t, str))
+
+
+# ---------------------------------------------------------------- replies to learn from
+
+
+def demonstration(task: Task, tokenizer: Tokenizer, max_tokens: int, *, overlong: str = "error") -> Rollout:
+    """The task's response as a rollout: mask 1 on its tokens and the end token, version 0, log-probs 0, no reward.
+
+    A reply longer than max_tokens (end token included) is refused, unless `overlong` is a truncate_* rule: then it
+    is cut at its end and has the finish reason `length`. The stream has counted it (`max_response_tokens`).
+    """
+    return _reply(task, "response", tokenizer, max_tokens=max_tokens, overlong=overlong)
+
+
+def preference_pair(
+    task: Task, tokenizer: Tokenizer, max_tokens: int, *, overlong: str = "error"
+) -> tuple[Rollout, Rollout]:
+    """The chosen reply (index 0, reward 1) and the rejected one (index 1, reward 0), made as `demonstration` does."""
+    chosen = _reply(task, "response", tokenizer, max_tokens=max_tokens, overlong=overlong)
+    rejected = _reply(task, "rejected", tokenizer, max_tokens=max_tokens, overlong=overlong, index=1)
+    return chosen.scored(1.0, {}), rejected.scored(0.0, {})
+
+
+def _reply(
+    task: Task, field: str, tokenizer: Tokenizer, *, max_tokens: int, overlong: str, index: int = 0
+) -> Rollout:
+    text = getattr(task, field)
+    if text is None:
+        raise DataError(
+            f"Task {task.uid} of source {task.source!r} has no {field} to learn from: name its column in the source's "
+            f"`{field}`."
+        )
+    reply = encode_response(tokenizer, text)
+    cut = len(reply) > max_tokens
+    if cut and not overlong.startswith("truncate"):
+        raise DataError(
+            f"Task {task.uid} of source {task.source!r}: its {field} has {len(reply)} tokens, the limit is {max_tokens}. "
+            "Raise rollout.sampling.max_tokens, or set data.overlong."
+        )
+    reply = fit(reply, max_tokens, "truncate_right") if cut else reply
+    p, n = len(task.token_ids), len(reply)
+    return Rollout(
+        task=task,
+        index=index,
+        token_ids=[*task.token_ids, *reply],
+        mask=[0] * p + [1] * n,
+        logprobs=[0.0] * (p + n),
+        sample_logprobs=[0.0] * (p + n),
+        versions=[-1] * p + [0] * n,
+        finish_reason="length" if cut else "stop",
+        text=text,
+    )

@@ -1,0 +1,165 @@
+"""What the operating system does for the jail: limits, signals, and finding every process below this one.
+
+Linux gives all of it. Elsewhere the calls here do nothing, and `missing` says in words what is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import stat
+import sys
+import time
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
+_LANDLOCK_SCOPE_SIGNAL = 1 << 1
+_SWEEP_S = 2.0
+
+_LINUX = sys.platform == "linux"
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def missing() -> str:
+    """What this system cannot do for the jail, or ''."""
+    if not _LINUX:
+        return "no prctl and no /proc here: memory of rewards is not limited, and what they leave running may stay"
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        return "/proc has no lists of children here: processes that rewards leave running may stay"
+    return ""
+
+
+def adopt_orphans() -> None:
+    """Orphaned descendants become children of this process, so none gets out of sight."""
+    if _LINUX:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with(parent: int) -> None:
+    """The kernel kills this process when `parent`, its parent, ends."""
+    if _LINUX:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def scope_signals() -> bool:
+    """From now on this process can signal only itself and its descendants (Landlock, Linux >= 6.12)."""
+    if not _LINUX or _libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, 1) < 6:
+        return False
+    rules = (ctypes.c_uint64 * 3)(0, 0, _LANDLOCK_SCOPE_SIGNAL)
+    ruleset = _libc.syscall(_LANDLOCK_CREATE_RULESET, rules, ctypes.sizeof(rules), 0)
+    if ruleset < 0:
+        return False
+    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    done = _libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0) == 0
+    os.close(ruleset)
+    return bool(done)
+
+
+def limit(memory_mb: int) -> None:
+    """At most `memory_mb` of address space more than now; no core dumps; first in line for the out-of-memory killer."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if not _LINUX:
+        return
+    with open("/proc/self/statm", "rb") as f:
+        now = int(f.read().split()[0]) * resource.getpagesize()
+    most = now + memory_mb * 2**20
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
+        f.write("1000")
+
+
+def detach() -> None:
+    """Own session; deaf to the signals that mean the run; nothing of the parent's event loop is touched."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _nothing)  # not SIG_IGN, which programs started from here would inherit
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+
+def _nothing(number: int, frame: object) -> None:
+    pass
+
+
+def shut(keep: set[int]) -> None:
+    """Replace inherited pipes, sockets and the like by /dev/null, but for stdout, stderr and `keep`.
+
+    Replaced, not closed: inherited Python objects still own the numbers and would close whatever took them next.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    for fd in [int(name) for name in os.listdir("/dev/fd")]:
+        if fd > 2 and fd not in keep and _is_channel(fd):
+            os.dup2(null, fd, inheritable=False)
+    os.close(null)
+
+
+def _is_channel(fd: int) -> bool:
+    try:
+        mode = os.fstat(fd).st_mode
+    except OSError:  # the number of the directory just listed
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode))
+
+
+def children(pid: int) -> set[int]:
+    """Process ids of the direct children of `pid`, zombies among them."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as f:
+                found.update(map(int, f.read().split()))
+    return found
+
+
+def descendants(pid: int, spare: set[int] | frozenset[int] = frozenset()) -> set[int]:
+    """All processes below `pid`, without those in `spare` and what is below them."""
+    found: set[int] = set()
+    new = children(pid) - spare
+    while new:
+        found |= new
+        new = {child for parent in new for child in children(parent)} - found - spare
+    return found
+
+
+def sweep(spare: set[int], exits: dict[int, int]) -> None:
+    """Kill all that runs below this process but the trees of `spare`. Exit statuses go to `exits`.
+
+    Everything is stopped before anything is killed, or a fork bomb would refill the room each kill makes.
+    """
+    end = time.monotonic() + _SWEEP_S
+    while time.monotonic() < end:
+        stopped: set[int] = set()
+        while new := descendants(os.getpid(), spare) - stopped:
+            for pid in new:
+                send(pid, signal.SIGSTOP)
+            stopped |= new
+        for pid in stopped:
+            send(pid, signal.SIGKILL)
+        reap(exits)
+        if not stopped:
+            return
+        time.sleep(0.0005)
+
+
+def send(pid: int, number: int) -> None:
+    """Signal a process that may be gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def reap(exits: dict[int, int]) -> None:
+    """Collect the exit status of every child that has ended: the code, or minus the signal."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            exits[pid] = os.waitstatus_to_exitcode(status)

@@ -1,0 +1,51 @@
+"""Messages of the jail on a byte stream: number, length, body. Bodies are JSON or raw bytes, never pickles."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+_HEAD = struct.Struct("!II")
+HEAD_BYTES = _HEAD.size
+MAX_CALL_BYTES = 64 * 2**20
+"""Longest arguments of one call."""
+MAX_REPLY_BYTES = 2**20
+"""Longest reply of a worker, without what it printed."""
+
+
+def pack(number: int, body: bytes) -> bytes:
+    """One message."""
+    return _HEAD.pack(number, len(body)) + body
+
+
+def unpack(buffer: bytearray, limit: int) -> list[tuple[int, bytes]]:
+    """Take all whole messages off the front of `buffer`. ValueError on one longer than `limit` bytes."""
+    found = []
+    at = 0
+    while len(buffer) - at >= HEAD_BYTES:
+        number, length = _HEAD.unpack_from(buffer, at)
+        if length > limit:
+            raise ValueError(f"a message of {length} bytes, at most {limit} are allowed")
+        end = at + HEAD_BYTES + length
+        if len(buffer) < end:
+            break
+        found.append((number, bytes(buffer[at + HEAD_BYTES : end])))
+        at = end
+    del buffer[:at]
+    return found
+
+
+def receive(channel: socket.socket) -> tuple[int, bytes]:
+    """Wait for one message, and read no byte more. EOFError when the other side is gone."""
+    number, length = _HEAD.unpack(_exactly(channel, HEAD_BYTES))
+    return number, _exactly(channel, length)
+
+
+def _exactly(channel: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        piece = channel.recv(min(count - len(data), 1 << 20))
+        if not piece:
+            raise EOFError("the other side of the channel is gone")
+        data += piece
+    return bytes(data)

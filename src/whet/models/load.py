@@ -1,0 +1,238 @@
+"""Models in and out: from a Hugging Face folder or from scratch, and back to a folder. Safetensors only."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from whet import seeds
+from whet.config import schema
+from whet.types import CheckpointError, ConfigError
+
+
+def build(
+    cfg: schema.Model,
+    *,
+    vocab_size: int,
+    eos_token_id: int | None,
+    pad_token_id: int | None,
+    seed: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> PreTrainedModel:
+    """The model of `cfg.path` or `cfg.scratch`, in evaluation mode (no dropout, ever), on `device` in `dtype`.
+
+    vocab_size: number of tokens of the tokenizer; a loaded embedding may be larger, not smaller. The two token ids
+    go into a scratch model's config. `seed` decides scratch weights, and nothing else does.
+    Errors: ConfigError for what cannot be right, CheckpointError for files that cannot be read.
+    """
+    if (cfg.path is None) == (cfg.scratch is None):
+        raise ConfigError("model: give either `path` (a Hugging Face folder) or `scratch`")
+    if cfg.path is not None:
+        model = _load(Path(cfg.path).expanduser(), overrides=cfg.overrides, dtype=dtype)
+        rows = model.get_input_embeddings().weight.shape[0]
+        if vocab_size > rows:
+            raise ConfigError(
+                f"model.path={cfg.path}: the tokenizer has {vocab_size} tokens, the embedding only {rows} rows; use the "
+                "tokenizer that belongs to the model"
+            )
+    else:
+        config = _scratch_config(cfg, vocab_size=vocab_size)
+        model = _initialise(config, seed=seed, dtype=dtype)
+        for holder in (model.config, model.generation_config):
+            holder.eos_token_id, holder.pad_token_id = eos_token_id, pad_token_id
+    # In a packed batch nothing is padding: the pad token (often the end token) learns like any other.
+    model.get_input_embeddings().padding_idx = None
+    return model.to(device).eval()
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Number of parameters; a tied one counts once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def value_head(hidden_size: int, seed: int) -> nn.Linear:
+    """The linear layer [1, D] of a critic: weights N(0, 1/(D+1)^2), so that values start near 0; a function of the
+    seed."""
+    head = nn.utils.skip_init(nn.Linear, hidden_size, 1)
+    generator = torch.Generator().manual_seed(seeds.key(seed, "value_head"))
+    with torch.no_grad():
+        head.weight.normal_(0.0, 1.0 / (hidden_size + 1), generator=generator)
+        head.bias.zero_()
+    return head
+
+
+def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path | str) -> None:
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` open.
+
+    Written beside its place first and moved when complete; a folder that stood there is replaced by the move.
+    """
+    path = Path(path)
+    partial, old = (path.with_name(f".{path.name}.{suffix}-{os.getpid()}") for suffix in ("new", "old"))
+    try:
+        partial.mkdir(parents=True)
+        model.save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        if path.exists():
+            path.rename(old)
+        partial.rename(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot export the model to {path}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- from a folder
+
+
+def _load(path: Path, *, overrides: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+    _check_folder(path)
+    config = _read_config(path, overrides)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"model.path={path}: transformers cannot load it: {error}") from error
+    wrong = {
+        kind: sorted(map(str, report[f"{kind}_keys"]))
+        for kind in ("missing", "unexpected", "mismatched")
+        if report[f"{kind}_keys"]
+    }
+    if wrong:
+        found = "; ".join(
+            f"{kind}: {', '.join(names[:5])} ({len(names)} in all)" for kind, names in wrong.items()
+        )
+        raise CheckpointError(
+            f"model.path={path}: the tensors do not fit {type(model).__name__} as its config.json says. {found}"
+        )
+    return model
+
+
+def _check_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise ConfigError(
+            f"model.path={path}: no such folder; models are read from local Hugging Face folders"
+        )
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model.path={path}: no config.json in it; give the folder that holds it")
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        pickles = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        hint = (
+            f"only {', '.join(pickles)}, which is pickle and never opened; convert it" if pickles else "none"
+        )
+        raise CheckpointError(f"model.path={path}: needs *.safetensors files, found {hint}")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is damaged or incomplete ({error}); copy it again") from error
+
+
+def _read_config(path: Path, overrides: dict[str, Any]) -> PreTrainedConfig:
+    try:
+        raw = json.loads((path / "config.json").read_text())
+        config, unused = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False, return_unused_kwargs=True, **overrides
+        )
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        raise ConfigError(
+            f"model.path={path}: config.json (with model.overrides) is no config: {error}"
+        ) from error
+    unused = {name: value for name, value in unused.items() if name in overrides}
+    if unused:
+        raise ConfigError(
+            f"model.overrides: {', '.join(unused)} is not a key of a {raw.get('model_type')} config.json"
+        )
+    return config
+
+
+# ---------------------------------------------------------------- from scratch
+
+
+def _scratch_config(cfg: schema.Model, *, vocab_size: int) -> PreTrainedConfig:
+    scratch = cfg.scratch
+    assert scratch is not None
+    kv_heads = scratch.kv_heads or scratch.heads
+    if scratch.heads % kv_heads:
+        raise ConfigError(f"model.scratch: kv_heads ({kv_heads}) must divide heads ({scratch.heads})")
+    if scratch.head_dim is None and scratch.hidden_size % scratch.heads:
+        raise ConfigError(
+            f"model.scratch: hidden_size ({scratch.hidden_size}) is no multiple of heads ({scratch.heads}); give head_dim"
+        )
+    head_dim = scratch.head_dim or scratch.hidden_size // scratch.heads
+    if head_dim % 2:
+        raise ConfigError(f"model.scratch: head_dim ({head_dim}) must be even for rotary embeddings")
+    ffn_size = scratch.ffn_size or 3 * scratch.hidden_size
+    values: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": scratch.hidden_size,
+        "num_hidden_layers": scratch.layers,
+        "num_attention_heads": scratch.heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": ffn_size,
+        "max_position_embeddings": scratch.max_positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": scratch.rope_theta},
+        "tie_word_embeddings": scratch.tie_embeddings,
+        "initializer_range": scratch.init_std,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if scratch.architecture == "qwen3_moe":
+        if scratch.experts_per_token > scratch.experts:
+            raise ConfigError(
+                f"model.scratch: experts_per_token ({scratch.experts_per_token}) is more than experts ({scratch.experts})"
+            )
+        values |= {
+            "moe_intermediate_size": ffn_size,
+            "num_experts": scratch.experts,
+            "num_experts_per_tok": scratch.experts_per_token,
+            "norm_topk_prob": True,
+        }
+    if scratch.architecture == "mistral":
+        values["sliding_window"] = scratch.sliding_window
+    elif scratch.sliding_window is not None:
+        raise ConfigError("model.scratch: sliding_window is for architecture 'mistral' only")
+    try:
+        return AutoConfig.for_model(scratch.architecture, **(values | cfg.overrides))
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ConfigError(f"model.scratch: {scratch.architecture} refuses these sizes: {error}") from error
+
+
+def _initialise(config: PreTrainedConfig, *, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    """Random weights, drawn in float32 on the CPU and rounded to `dtype`. Leaves all global random states alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seeds.key(seed, "model"))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if dtype != torch.float32:
+        for tensor in model.parameters():
+            tensor.data = tensor.data.to(dtype)
+        model.config.dtype = dtype
+    return model

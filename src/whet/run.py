@@ -1,0 +1,231 @@
+"""The live parts of one stage of a run, and what is written down of it."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from whet import checkpoint
+from whet.algos.recipes import Algorithm
+from whet.batch import Batch
+from whet.buffer.buffer import Buffer
+from whet.config.plan import Plan
+from whet.config.schema import Config
+from whet.data.tasks import TaskStream
+from whet.evaluate import Play
+from whet.guard.ledger import Ledger
+from whet.rewards.combine import RewardSet
+from whet.rollout.engine import RolloutEngine
+from whet.track.display import Display
+from whet.track.record import RunDirectory
+from whet.track.trackers import Tracker
+from whet.train.torch import TorchEngine
+from whet.types import Group, Json, Metrics, Task, WhetError
+
+log = logging.getLogger(__name__)
+
+
+class StopFlag(Protocol):
+    """Set from outside (Ctrl-C) to end the run after the step at hand."""
+
+    requested: bool
+
+
+@dataclass
+class Run:
+    """One stage, alive. `loop.py` reads it top to bottom; nothing here decides what a step is."""
+
+    cfg: Config
+    plan: Plan
+    name: str
+    index: int
+    """Number of the stage in the run."""
+
+    tasks: TaskStream
+    eval_tasks: list[Task]
+    play: Play
+    play_eval: Play
+    read: Callable[[list[Task]], list[Group]]
+    """Demonstrations or preference pairs as groups of rollouts."""
+    rewards: RewardSet
+    buffer: Buffer
+    ledger: Ledger
+
+    algorithm: Algorithm
+    policy: TorchEngine
+    reference: TorchEngine | None
+    critic: TorchEngine | None
+    engine: RolloutEngine
+    exact: bool
+    """The self-test has shown that sampled log-probs equal the trainer's bit for bit."""
+
+    directory: RunDirectory
+    trackers: Sequence[Tracker]
+    display: Display
+    stop: StopFlag
+    fingerprint: Json
+    """What a checkpoint must agree with: the resolved config."""
+
+    step: int = 0
+    kl_coef: float = 0.0
+    trained: list[Group] = field(default_factory=list)
+    """Groups of the step at hand, until it is written down."""
+    advantages: list[float] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase since the last step was written down."""
+
+    # -- asked by the loop
+
+    @property
+    def stopping(self) -> bool:
+        return self.stop.requested
+
+    @property
+    def recompute_old(self) -> bool:
+        """The ratio's denominator comes from the trainer: the engine's log-probs are not exactly its own."""
+        return self.algorithm.needs_old(self.exact)
+
+    @property
+    def eval_due(self) -> bool:
+        cfg = self.cfg.eval
+        last = self.step == self.plan.steps
+        return (cfg.at_end and last) or (cfg.every > 0 and self.step % cfg.every == 0)
+
+    @property
+    def checkpoint_due(self) -> bool:
+        every = self.cfg.checkpoint.every
+        return self.stopping or self.step == self.plan.steps or (every > 0 and self.step % every == 0)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a part of the step and show what is going on."""
+        self.display.phase(name)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def refuse_failures(self, groups: Sequence[Group]) -> None:
+        """End the run when too many rollouts could not be scored; the commonest cause is named."""
+        rollouts = [r for g in groups for r in g.rollouts]
+        errors = [r.error or "unscored" for r in rollouts if r.reward is None]
+        limit = self.cfg.guard.max_failure_rate
+        if rollouts and len(errors) > limit * len(rollouts):
+            cause = max(set(errors), key=errors.count)
+            raise WhetError(
+                f"{len(errors)} of {len(rollouts)} rollouts of step {self.step + 1} could not be scored "
+                f"(guard.max_failure_rate is {limit}). Most often: {cause}"
+            )
+
+    def watch_mismatch(self, numbers: Metrics) -> None:
+        """Compare what the engine said of its tokens with what the trainer says. Exact mode promises no difference."""
+        share = numbers.get("train/mismatch_share", 0.0)
+        if self.exact and share > 0:
+            message = (
+                f"step {self.step + 1}: {share:.2%} of the sampled log-probs differ from the trainer's, by at most "
+                f"{numbers['train/mismatch_max_nats']:.2e} nats, though the self-test said 'exact'"
+            )
+            if self.cfg.machine.exact == "on":
+                raise WhetError(message + "; machine.exact=on forbids that")
+            log.warning("%s; the run goes on as 'close'", message)
+            self.exact = False
+
+    def after_step(self, batch: Batch) -> Metrics:
+        """Numbers of the whole batch; the KL controller moves."""
+        assert batch.adv_N is not None
+        out: Metrics = {"train/version": float(self.policy.version)}
+        if batch.logp_ref_N is not None and batch.logp_old_N is not None:
+            gap = (batch.logp_old_N - batch.logp_ref_N)[batch.mask_N]
+            out["train/kl_reference_nats"] = float(gap.double().mean())
+        if self.algorithm.kl_coef:
+            out["train/kl_coef"] = self.kl_coef
+            self.kl_coef = self.algorithm.next_kl_coef(batch, self.kl_coef)
+        length_R = batch.sum_R(torch.ones_like(batch.adv_N)).clamp(min=1)
+        self.advantages = (batch.sum_R(batch.adv_N) / length_R).tolist()
+        return out
+
+    # -- written down
+
+    def record_step(self, metrics: Metrics) -> None:
+        """One line of numbers, and every rollout if they are due."""
+        every = self.cfg.track.rollouts_every
+        rollouts = [r for g in self.trained for r in g.rollouts]
+        if every and self.step % every == 0 and self.algorithm.kind == "online":
+            self.directory.write_rollouts(self.name, self.step, rollouts, advantages=self.advantages)
+        metrics = metrics | {f"ledger/{k}": float(v) for k, v in self.ledger.counts().items()}
+        self._log(metrics, self._timings(sum(r.tokens for r in rollouts)))
+        self.ledger.balance()
+
+    def record_eval(self, metrics: Metrics, groups: Sequence[Group]) -> None:
+        """Held-out accuracy at the present step, with every reply."""
+        self.directory.write_eval(self.name, self.step, [r for g in groups for r in g.rollouts])
+        seconds = {"time/evaluate_s": self.seconds.pop("evaluate", 0.0)}
+        for tracker in self.trackers:
+            tracker.log(self.name, self.step, metrics=metrics, timings=seconds)
+        self.display.evaluated(self.step, metrics)
+
+    def _log(self, metrics: Metrics, timings: Metrics) -> None:
+        for tracker in self.trackers:
+            tracker.log(self.name, self.step, metrics=metrics, timings=timings)
+        self.display.step(metrics, timings)
+
+    def _timings(self, tokens: int) -> Metrics:
+        seconds, self.seconds = self.seconds, {}
+        step = sum(seconds.values())
+        peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        out = {f"time/{name}_s": s for name, s in seconds.items()} | {"time/step_s": step, "memory/peak_mb": peak_mb}
+        if "generate" in seconds:
+            out["speed/generated_tokens_per_s"] = tokens / max(seconds["generate"], 1e-9)
+        if step:
+            out["speed/tokens_per_s"] = tokens / step
+        return out
+
+    # -- saved and resumed
+
+    def engines(self) -> dict[str, TorchEngine]:
+        """What a checkpoint holds. A reference that came from a folder is read from there again."""
+        out = {"policy": self.policy}
+        if self.critic is not None:
+            out["critic"] = self.critic
+        if self.reference is not None and self.cfg.reference.path is None:
+            out["reference"] = self.reference
+        return out
+
+    def save(self) -> Path:
+        """The whole run to disk. What was written down so far is brought there first."""
+        self.directory.sync()
+        root = self.directory.path / "checkpoints"
+        return checkpoint.save(root, self.engines(), self.state(), keep=self.cfg.checkpoint.keep)
+
+    def state(self) -> Json:
+        return {
+            "stage": self.index,
+            "stage_name": self.name,
+            "step": self.step,
+            "done": self.step >= self.plan.steps,
+            "version": self.policy.version,
+            "kl_coef": self.kl_coef,
+            "exact": self.exact,
+            "tasks": self.tasks.state(),
+            "buffer": self.buffer.state(),
+            "ledger": self.ledger.state(),
+            "config": self.fingerprint,
+        }
+
+    def restore(self, path: Path, state: Json) -> None:
+        """Go on where `state` was saved."""
+        checkpoint.load(path, self.engines())
+        self.step, self.kl_coef = state["step"], state["kl_coef"]
+        self.policy.version = state["version"]
+        self.tasks.restore(state["tasks"])
+        self.buffer.restore(state["buffer"])
+        self.ledger = self.buffer.ledger = Ledger.from_state(state["ledger"])

@@ -1,0 +1,146 @@
+"""The picture of a run: reward and held-out accuracy over its steps."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from whet.track.files import write_bytes
+from whet.track.metrics import HELD_OUT, REWARD
+from whet.track.record import read_lines
+from whet.types import WhetError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, GREY, FAINT = "#1f2430", "#6b7280", "#e5e7eb"
+REWARD_COLOUR, HELD_OUT_COLOUR = "#2f6fde", "#d9480f"
+
+Point = tuple[int, float]
+"""(step counted over all stages, value)"""
+
+
+@dataclass
+class Series:
+    """What is drawn. `stages` are (name, first step, last step), counted over all stages."""
+
+    reward: list[Point] = field(default_factory=list)
+    held_out: list[Point] = field(default_factory=list)
+    stages: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+def series(run_dir: Path) -> Series:
+    """The two curves of a run, its stages laid end to end."""
+    out = Series()
+    last: dict[str, int] = {}
+    lines = read_lines(run_dir / "metrics.jsonl")
+    for line in lines:
+        last[line["stage"]] = max(last.get(line["stage"], 0), line["step"])
+    start: dict[str, int] = {}
+    at = 0
+    for stage, steps in last.items():
+        start[stage] = at
+        out.stages.append((stage, at, at + steps))
+        at += steps
+    for line in lines:
+        step = start[line["stage"]] + line["step"]
+        if REWARD in line:
+            out.reward.append((step, line[REWARD]))
+        if HELD_OUT in line:
+            out.held_out.append((step, line[HELD_OUT]))
+    return out
+
+
+def plot(run_dir: Path) -> Path:
+    """Draw `curve.png` into the run directory. Raises WhetError if there is nothing to draw."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = series(run_dir)
+    if not found.reward and not found.held_out:
+        raise WhetError(f"{run_dir}/metrics.jsonl has neither {REWARD} nor {HELD_OUT}: nothing to draw yet")
+    shared = all(-0.05 <= value <= 1.05 for _, value in found.reward)
+    rows = 1 if shared or not found.held_out else 2
+    with plt.rc_context({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK}):
+        figure, axes = plt.subplots(
+            rows, 1, figsize=(8, 4.2 if rows == 1 else 6), dpi=160, sharex=True, squeeze=False
+        )
+        top, bottom = axes[0, 0], axes[-1, 0]
+        _draw_reward(top, found.reward)
+        _draw_held_out(bottom, found.held_out)
+        for axis in axes[:, 0]:
+            _style(axis, found)
+        if shared:
+            top.set_ylim(-0.02, 1.05)
+        bottom.set_xlabel("training step", color=GREY)
+        _name_stages(top, found)
+        figure.tight_layout()
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", facecolor="white")
+        plt.close(figure)
+    path = run_dir / "curve.png"
+    write_bytes(path, picture.getvalue())
+    return path
+
+
+def _draw_reward(axis: Axes, points: Sequence[Point]) -> None:
+    if not points:
+        return
+    steps, rewards = zip(*points)
+    axis.plot(steps, rewards, color=REWARD_COLOUR, alpha=0.25, linewidth=1)
+    axis.plot(
+        steps, smooth(rewards), color=REWARD_COLOUR, linewidth=2, label="reward, training (mean of a step)"
+    )
+
+
+def _draw_held_out(axis: Axes, points: Sequence[Point]) -> None:
+    if not points:
+        return
+    steps, shares = zip(*points)
+    axis.plot(
+        steps, shares, color=HELD_OUT_COLOUR, linewidth=2, marker="o", markersize=5,
+        markeredgecolor="white", markeredgewidth=1, label="held-out accuracy", zorder=5,
+    )  # fmt: skip
+    step, share = points[-1]
+    axis.annotate(
+        f"{share:.3f}", (step, share), xytext=(7, 0), textcoords="offset points",
+        color=HELD_OUT_COLOUR, va="center", fontweight="bold", annotation_clip=False,
+    )  # fmt: skip
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Centred running mean over a twentieth of the curve (at least 3 points), narrower at both ends."""
+    half = max(len(values) // 40, 1)
+    out = []
+    for i in range(len(values)):
+        reach = min(half, i, len(values) - 1 - i)
+        window = values[i - reach : i + reach + 1]
+        out.append(sum(window) / len(window))
+    return out
+
+
+def _style(axis: Axes, found: Series) -> None:
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    axis.spines["bottom"].set_color(FAINT)
+    axis.grid(axis="y", color=FAINT, linewidth=0.8)
+    axis.tick_params(colors=GREY, length=0)
+    axis.set_axisbelow(True)
+    axis.margins(x=0.01)
+    for _, first, _ in found.stages[1:]:
+        axis.axvline(first, color=GREY, linewidth=1, linestyle=(0, (2, 3)))
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(loc="lower right", frameon=False, labelcolor=INK)
+
+
+def _name_stages(axis: Axes, found: Series) -> None:
+    for name, first, last in found.stages:
+        axis.annotate(
+            name, ((first + last) / 2, 1), xycoords=("data", "axes fraction"), xytext=(0, 6),
+            textcoords="offset points", ha="center", color=GREY, fontweight="bold",
+        )  # fmt: skip

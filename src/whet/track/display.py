@@ -1,0 +1,200 @@
+"""What a person sees of a run: live progress in a terminal, plain lines elsewhere, a report at the end."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TextIO, cast
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from whet.track.metrics import FAILED, HELD_OUT, LOSS, REWARD
+from whet.track.report import count, duration, printable
+from whet.types import Metrics
+
+LINE_EVERY_S = 5.0
+"""Where stdout is no terminal: at most one line of progress in this time ..."""
+ALIVE_EVERY_S = 30.0
+"""... and at least one in this time, however long a step takes."""
+REFRESH_PER_S = 4
+
+
+class Display:
+    """Progress of a run. `stages` are (name, steps). All methods only note what is new; a thread draws.
+
+    A terminal that goes away silences the display and nothing else. Call `close` at the end.
+    """
+
+    def __init__(self, stages: Sequence[tuple[str, int]], *, console: Console | None = None) -> None:
+        self._console = console or Console(file=cast(TextIO, _Steady(sys.stdout)), highlight=False)
+        self._stages = list(stages)
+        self._exactness = ""
+        self._spinner = Spinner("dots", style="cyan")
+        self._closed = threading.Event()
+        self._last_line = time.monotonic()
+        self.stage(0)
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = Live(self, console=self._console, refresh_per_second=REFRESH_PER_S, transient=True)
+            self._live.start()
+        else:
+            threading.Thread(target=self._keep_alive, name="whet-display", daemon=True).start()
+
+    def stage(self, index: int, *, done: int = 0) -> None:
+        """Begin a stage, after `done` steps of it (a resumed run)."""
+        self._index, self._done = index, done
+        self._started = time.monotonic()
+        self._times: deque[float] = deque([self._started], maxlen=50)
+        self._metrics: Metrics = {}
+        self._timings: Metrics = {}
+        self._held_out: float | None = None
+        self._failed = 0
+        self.phase("start")
+
+    def exactness(self, word: str) -> None:
+        """'exact' or 'close': whether sampled log-probs are the trainer's, bit for bit."""
+        self._exactness = word
+
+    def phase(self, name: str) -> None:
+        """What is being done now: generate, score, update, evaluate, save ..."""
+        self._phase, self._phase_started = name, time.monotonic()
+
+    def step(self, metrics: Metrics, timings: Metrics) -> None:
+        """One more training step is done."""
+        self._done += 1
+        self._times.append(time.monotonic())
+        self._metrics, self._timings = metrics, timings
+        self._failed += int(metrics.get(FAILED, 0))
+        name, steps = self._stages[self._index]
+        if self._live is None and (self._done in (1, steps) or self._since_line() >= LINE_EVERY_S):
+            self._print(f"{name} step {self._done}/{steps}  {'  '.join(self._facts())}")
+
+    def evaluated(self, step: int, metrics: Metrics) -> None:
+        """Held-out numbers after a step; stays on the screen."""
+        self._held_out = metrics.get(HELD_OUT, self._held_out)
+        name, steps = self._stages[self._index]
+        if HELD_OUT in metrics:
+            self._print(f"{name} step {step}/{steps}  held-out {metrics[HELD_OUT]:.3f}")
+
+    def message(self, text: str) -> None:
+        """A line that stays on the screen."""
+        self._print(printable(text))
+
+    def show(self, what: RenderableType) -> None:
+        """Something larger that stays on the screen, e.g. the final report."""
+        self._console.print(what)
+        self._last_line = time.monotonic()
+
+    def close(self) -> None:
+        """Stop drawing and give the terminal back. Safe to call twice."""
+        self._closed.set()
+        if self._live is not None:
+            self._live.stop()
+
+    # -- inside
+
+    def __rich__(self) -> RenderableType:
+        name, steps = self._stages[self._index]
+        head = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        for ratio in (None, 1, None, None):
+            head.add_column(ratio=ratio, no_wrap=True)
+        place = f" {self._index + 1}/{len(self._stages)}" if len(self._stages) > 1 else ""
+        head.add_row(
+            Text.assemble((name, "bold"), (place, "dim")),
+            ProgressBar(total=max(steps, 1), completed=self._done),
+            Text(f"step {self._done} of {steps}"),
+            Text(f"{duration(self._left_s())} left" if self._left_s() is not None else "", style="dim"),
+        )
+        now = Text("  ").join([Text(fact, style=_STYLES.get(fact.split()[0], "")) for fact in self._facts()])
+        waiting = time.monotonic() - self._phase_started
+        self._spinner.update(
+            text=Text(f"{self._phase} {duration(waiting) if waiting >= 1 else ''}", style="dim")
+        )
+        return Group(head, now, self._spinner)
+
+    def _facts(self) -> list[str]:
+        facts = []
+        if REWARD in self._metrics:
+            facts.append(f"reward {self._metrics[REWARD]:.3f}")
+        elif LOSS in self._metrics:
+            facts.append(f"loss {self._metrics[LOSS]:.4f}")
+        if self._held_out is not None:
+            facts.append(f"held-out {self._held_out:.3f}")
+        if "speed/tokens_per_s" in self._timings:
+            facts.append(f"{count(self._timings['speed/tokens_per_s'])} tokens/s")
+        step_s = self._step_s()
+        if step_s is not None:
+            facts.append(f"{step_s:.3g} s/step")
+        if self._live is None and self._left_s():
+            facts.append(f"{duration(self._left_s())} left")
+        if self._failed:
+            facts.append(f"failed {self._failed}")
+        return [*facts, self._exactness] if self._exactness else facts
+
+    def _step_s(self) -> float | None:
+        """Seconds a step, all work between steps included, over the last 50."""
+        if len(self._times) < 2:
+            return None
+        return (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+
+    def _left_s(self) -> float | None:
+        step_s = self._step_s()
+        return None if step_s is None else step_s * (self._stages[self._index][1] - self._done)
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(line), soft_wrap=True)
+        self._last_line = time.monotonic()
+
+    def _since_line(self) -> float:
+        return time.monotonic() - self._last_line
+
+    def _keep_alive(self) -> None:
+        while not self._closed.wait(1.0):
+            if self._since_line() >= ALIVE_EVERY_S:
+                name, steps = self._stages[self._index]
+                waiting = duration(time.monotonic() - self._phase_started)
+                self._print(f"{name} step {self._done}/{steps}  in {self._phase} for {waiting}")
+
+
+_STYLES = {
+    "reward": "cyan",
+    "loss": "cyan",
+    "held-out": "magenta",
+    "failed": "red",
+    "exact": "green",
+    "close": "yellow",
+}
+
+
+class _Steady:
+    """A text stream whose reader may go away: then it is silent instead of raising."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream: TextIO | None = stream
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        self._try(lambda stream: stream.write(text.encode(self.encoding, "replace").decode(self.encoding)))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(lambda stream: stream.flush())
+
+    def isatty(self) -> bool:
+        return self._stream is not None and not self._stream.closed and self._stream.isatty()
+
+    def _try(self, act: Callable[[TextIO], object]) -> None:
+        if self._stream is None:
+            return
+        try:
+            act(self._stream)
+        except (OSError, ValueError):
+            self._stream = None

@@ -1,0 +1,107 @@
+"""What came out of a run, for people; and how numbers and foreign text are put on a screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageReport:
+    """One stage in the final report; None where it is not known."""
+
+    name: str
+    steps: int
+    seconds: float | None
+    tokens: int
+    held_out_start: float | None
+    held_out_end: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One held-out task, asked before and after training."""
+
+    prompt: str
+    answer: str
+    before: str
+    after: str
+    passed_before: bool
+    passed_after: bool
+
+
+def final_report(
+    stages: Sequence[StageReport], *, examples: Sequence[Example], curve: Path | None
+) -> RenderableType:
+    """What came out of a run: a line a stage, replies before and after, where the picture is."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
+    table.add_column("stage")
+    for title in ("steps", "time", "tokens", "held-out start", "held-out end"):
+        table.add_column(title, justify="right")
+    for s in stages:
+        held_out = [
+            Text("-", "dim") if x is None else Text(f"{x:.3f}", "bold")
+            for x in (s.held_out_start, s.held_out_end)
+        ]
+        table.add_row(s.name, str(s.steps), duration(s.seconds), count(s.tokens), *held_out)
+    parts: list[RenderableType] = [table]
+    if examples:
+        parts += ["", _examples(examples)]
+    if curve is not None:
+        parts += ["", Text.assemble(("curve ", "dim"), str(curve))]
+    return Group(*parts)
+
+
+def _examples(examples: Sequence[Example]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
+    for title in ("prompt", "expected", "before", "after"):
+        table.add_column(title, overflow="fold")
+    for e in examples:
+        table.add_row(
+            Text(shorten(e.prompt)),
+            Text(shorten(e.answer)),
+            Text(shorten(e.before), "green" if e.passed_before else "red"),
+            Text(shorten(e.after), "green" if e.passed_after else "red"),
+        )
+    return table
+
+
+def printable(text: str) -> str:
+    """Text of a model or a file made safe for a terminal: control characters written out, ESC as \\x1b."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def shorten(text: str, limit: int = 160) -> str:
+    """On one line, with the middle left out where it is longer than `limit` characters."""
+    line = printable(" ".join(text.split()))
+    if len(line) <= limit:
+        return line
+    half = (limit - 3) // 2
+    return f"{line[:half]} … {line[-half:]}"
+
+
+def count(number: float) -> str:
+    """950, 30.4k, 1.2M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.0f}"
+
+
+def share(number: float | None) -> Text:
+    """0.957, or a dash where it is not known."""
+    return Text("-", "dim") if number is None else Text(f"{number:.3f}", "bold")
+
+
+def duration(seconds: float | None) -> str:
+    """0:31, 2:05:09; '-' where it is not known."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,117 @@
+"""Where numbers go: a tracker is a class with two methods, `TRACKERS` names the ones there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from whet.tables import find
+from whet.track.display import Display
+from whet.track.record import RunDirectory
+from whet.types import ConfigError, Metrics
+
+
+class Tracker(Protocol):
+    def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
+        """Numbers of a step. `metrics` are equal in equal runs; `timings` (seconds, rates, memory) are not."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sinks:
+    """What trackers write to."""
+
+    record: RunDirectory
+    display: Display | None
+    resumed: tuple[int, int] | None
+    """(stage index, step) of the checkpoint the run goes on from; None: a new run."""
+
+
+class Jsonl:
+    """metrics.jsonl and timings.jsonl of the run directory."""
+
+    def __init__(self, sinks: Sinks) -> None:
+        self._record = sinks.record
+
+    def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
+        self._record.log(stage, step, metrics=metrics, timings=timings)
+
+    def close(self) -> None:
+        self._record.close()
+
+
+class ConsoleTracker:
+    """The live display. Step 0 and lines without a training step's numbers are evaluations."""
+
+    def __init__(self, sinks: Sinks) -> None:
+        self._display = sinks.display
+
+    def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
+        if self._display is None:
+            return
+        if any(name.startswith("eval/") for name in metrics):
+            self._display.evaluated(step, metrics)
+        else:
+            self._display.step(metrics, timings)
+
+    def close(self) -> None:
+        if self._display is not None:
+            self._display.close()
+
+
+class TensorBoard:
+    """Event files in `RUN/tensorboard/STAGE`, a TensorBoard run for each stage, all from step 0."""
+
+    def __init__(self, sinks: Sinks) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as e:
+            raise ConfigError(
+                "track.trackers names tensorboard, which is not installed; pip install 'whet[tensorboard]', "
+                "or take it off the list"
+            ) from e
+        self._make = SummaryWriter
+        self._root = sinks.record.path / "tensorboard"
+        self._stages = sinks.record.stages
+        self._resumed = sinks.resumed
+        self._writers: dict[str, SummaryWriter] = {}
+
+    def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
+        if stage not in self._writers:
+            purge = first_new_step(self._stages.index(stage), self._resumed)
+            self._writers[stage] = self._make(str(self._root / stage), purge_step=purge)
+        for name, number in {**metrics, **timings}.items():
+            self._writers[stage].add_scalar(name, number, step)
+        self._writers[stage].flush()
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+
+def first_new_step(stage: int, resumed: tuple[int, int] | None) -> int | None:
+    """The first step of a stage that a resumed run writes anew, so what is there of it already is void."""
+    if resumed is None or stage < resumed[0]:
+        return None
+    return resumed[1] + 1 if stage == resumed[0] else 0
+
+
+def open_trackers(
+    names: Sequence[str],
+    record: RunDirectory,
+    *,
+    display: Display | None = None,
+    resumed: tuple[int, int] | None = None,
+) -> list[Tracker]:
+    """The named trackers, and jsonl in any case: it is the run's record."""
+    sinks = Sinks(record, display, resumed)
+    return [find(TRACKERS, name, what="track.trackers")(sinks) for name in dict.fromkeys(["jsonl", *names])]
+
+
+TRACKERS: dict[str, Callable[[Sinks], Tracker]] = {
+    "console": ConsoleTracker,
+    "jsonl": Jsonl,
+    "tensorboard": TensorBoard,
+}
