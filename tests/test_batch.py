@@ -32,7 +32,10 @@ def groups(count: int = 5, *, seed: int = 0) -> list[Group]:
     out = []
     for uid in range(count):
         prompt = rng.randint(1, 9)
-        rows = [rollout(uid, i, prompt=prompt, reply=rng.randint(1, 7), reward=uid + i / 10) for i in range(rng.randint(1, 4))]
+        rows = [
+            rollout(uid, i, prompt=prompt, reply=rng.randint(1, 7), reward=uid + i / 10)
+            for i in range(rng.randint(1, 4))
+        ]
         out.append(Group(rows[0].task, tuple(rows)))
     return out
 
@@ -42,7 +45,14 @@ def joined(parts: list[Batch]) -> list[list[int]]:
 
 
 def test_pack_by_hand() -> None:
-    batch = pack([Group(Task(uid=0, source="s", prompt=""), (rollout(0, 0, prompt=2, reply=1), rollout(0, 1, prompt=2, reply=2)))])
+    batch = pack(
+        [
+            Group(
+                Task(uid=0, source="s", prompt=""),
+                (rollout(0, 0, prompt=2, reply=1), rollout(0, 1, prompt=2, reply=2)),
+            )
+        ]
+    )
     assert batch.token_ids_N.tolist() == [0, 1, 100, 0, 1, 101, 102]
     assert batch.mask_N.tolist() == [False, False, True, False, False, True, True]
     assert batch.row_N.tolist() == [0, 0, 0, 1, 1, 1, 1]
@@ -87,7 +97,9 @@ def test_split_is_a_partition_into_whole_groups(parts: int) -> None:
 @pytest.mark.parametrize("limit", [1, 7, 20, 10_000])
 def test_micro_batches_are_a_partition_within_the_limit(shared: bool, whole: bool, limit: int) -> None:
     batch = pack(groups(12, seed=limit))
-    pieces = list(micro_batches(batch, max_tokens=limit, max_rollouts=None, shared=shared, whole_groups=whole))
+    pieces = list(
+        micro_batches(batch, max_tokens=limit, max_rollouts=None, shared=shared, whole_groups=whole)
+    )
     assert joined(pieces) == joined([batch])
     for piece in pieces:
         cost = piece.tokens

@@ -1,9 +1,9 @@
 """The whole run as a folder of safetensors and JSON: written whole or not at all, read only if undamaged.
 
-    checkpoints/0-sft-000300/   stage 0 ('sft') after step 300
-        manifest.json           size and SHA-256 of every other file
-        state.json              position in data, buffer, ledger, versions, ...
-        policy/ critic/ reference/
+checkpoints/0-sft-000300/   stage 0 ('sft') after step 300
+    manifest.json           size and SHA-256 of every other file
+    state.json              position in data, buffer, ledger, versions, ...
+    policy/ critic/ reference/
 """
 
 from __future__ import annotations
@@ -69,9 +69,13 @@ def read_state(path: Path) -> Json:
         if not file.is_file():
             raise CheckpointError(f"{path}: {name} is missing; {advice}")
         if file.stat().st_size != size:
-            raise CheckpointError(f"{path}: {name} has {file.stat().st_size} bytes, {size} were written; {advice}")
+            raise CheckpointError(
+                f"{path}: {name} has {file.stat().st_size} bytes, {size} were written; {advice}"
+            )
         if _digest(file) != digest:
-            raise CheckpointError(f"{path}: {name} has changed since it was written (its SHA-256 differs); {advice}")
+            raise CheckpointError(
+                f"{path}: {name} has changed since it was written (its SHA-256 differs); {advice}"
+            )
     return json.loads((path / "state.json").read_text())
 
 

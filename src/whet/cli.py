@@ -58,7 +58,9 @@ def plan(file: File, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def explain(key: Annotated[str, typer.Argument(help="A config key; key=value for one of its values.")]) -> None:
+def explain(
+    key: Annotated[str, typer.Argument(help="A config key; key=value for one of its values.")],
+) -> None:
     """Print what a config key means, its type, default and source.
 
     Example: whet explain train.optimizer.lr
@@ -94,7 +96,9 @@ def show(
 
 @data_app.command()
 def gsm8k(
-    source: Annotated[Path, typer.Option("--from", help="Folder with the published train.jsonl and test.jsonl.")],
+    source: Annotated[
+        Path, typer.Option("--from", help="Folder with the published train.jsonl and test.jsonl.")
+    ],
     to: Annotated[Path, typer.Option(help="Folder for train.parquet and test.parquet.")] = Path("data/gsm8k"),
 ) -> None:
     """Convert GSM8K to parquet in verl's column layout.

@@ -14,7 +14,9 @@ Play = Callable[[list[Task]], Awaitable[list[Group]]]
 """Tasks to groups of finished rollouts: `play_groups` with everything else already given."""
 
 
-async def evaluate(play: Play, tasks: list[Task], rewards: RewardSet, *, cfg: Eval) -> tuple[Metrics, list[Group]]:
+async def evaluate(
+    play: Play, tasks: list[Task], rewards: RewardSet, *, cfg: Eval
+) -> tuple[Metrics, list[Group]]:
     """Ask the present policy every held-out task `cfg.samples` times and score the replies."""
     groups = await score(await play(tasks), rewards)
     return accuracy(groups, success=cfg.success, reward=cfg.reward), groups
@@ -32,7 +34,9 @@ def accuracy(groups: Sequence[Group], *, success: float, reward: str | None) -> 
     out: Metrics = {}
     sets = dict(by_source) if len(by_source) == 1 else {**by_source, "all": list(groups)}
     for source, members in sorted(sets.items()):
-        out |= {f"eval/{source}/{k}": v for k, v in _of_source(members, success=success, reward=reward).items()}
+        out |= {
+            f"eval/{source}/{k}": v for k, v in _of_source(members, success=success, reward=reward).items()
+        }
     return out | {"eval/accuracy": _mean(_passes(r, success, reward) for g in groups for r in g.rollouts)}
 
 

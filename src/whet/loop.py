@@ -1,6 +1,6 @@
 """The step. Read this first: everything else in the package is called from here.
 
-    prompts -> rollouts -> rewards -> buffer -> advantages -> loss -> update -> weight sync -> next step, new version
+prompts -> rollouts -> rewards -> buffer -> advantages -> loss -> update -> weight sync -> next step, new version
 """
 
 from __future__ import annotations

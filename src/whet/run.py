@@ -182,7 +182,10 @@ class Run:
         seconds, self.seconds = self.seconds, {}
         step = sum(seconds.values())
         peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        out = {f"time/{name}_s": s for name, s in seconds.items()} | {"time/step_s": step, "memory/peak_mb": peak_mb}
+        out = {f"time/{name}_s": s for name, s in seconds.items()} | {
+            "time/step_s": step,
+            "memory/peak_mb": peak_mb,
+        }
         if "generate" in seconds:
             out["speed/generated_tokens_per_s"] = tokens / max(seconds["generate"], 1e-9)
         if step:

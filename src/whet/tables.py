@@ -24,8 +24,10 @@ def find(table: Mapping[str, T], name: str, *, what: str) -> T:
         return table[name]
     if ":" in name:
         return load_object(name, what=what)
-    raise ConfigError(f"{what} {name!r} is not known{near(name, table)}. Known: {', '.join(sorted(table))}; "
-                      "or give your own as 'package.module:name' or 'path/to/file.py:name'.")
+    raise ConfigError(
+        f"{what} {name!r} is not known{near(name, table)}. Known: {', '.join(sorted(table))}; "
+        "or give your own as 'package.module:name' or 'path/to/file.py:name'."
+    )
 
 
 def near(name: str, known: Iterable[str]) -> str:

@@ -1,8 +1,9 @@
 """How much better each sampled token was than expected.
 
-An advantage is a function of a batch and the rewards of its tokens; it returns `adv_N` and, where there is something for
-a critic to learn, `return_N`. Further keyword arguments are the settings of `config.Algorithm` with their names.
-A rollout without a sampled token took no action: it counts nowhere. Shape letters: N tokens, R rollouts, M sampled tokens.
+An advantage is a function of a batch and the rewards of its tokens; it returns `adv_N` and, where there is
+something for a critic to learn, `return_N`. Further keyword arguments are settings of `config.Algorithm`.
+A rollout without a sampled token took no action: it counts nowhere.
+Shape letters: N tokens, R rollouts, M sampled tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Advantage = tuple[Tensor, Tensor | None]
 
 
 def token_rewards(batch: Batch, *, kl_coef: float = 0.0, estimator: str = "k1") -> Tensor:
-    """[N] the rollout's reward at its last sampled token, less kl_coef times the KL to the reference at every one."""
+    """[N] the rollout's reward at its last sampled token, less kl_coef times the KL at every one."""
     last_R = last_sampled_R(batch)
     has_R = last_R >= 0
     reward_N = batch.reward_R.new_zeros(batch.tokens)
@@ -31,9 +32,9 @@ def token_rewards(batch: Batch, *, kl_coef: float = 0.0, estimator: str = "k1") 
 
 
 def grpo(batch: Batch, *, reward_N: Tensor, normalize_std: bool, std_epsilon: float) -> Advantage:
-    """(S - mean_G) / (std_G + eps), or S - mean_G; S is the rollout's total reward, std that of a sample (n - 1).
+    """(S - mean_G) / (std_G + eps), or S - mean_G; S is the rollout's total reward, std has n - 1 below.
 
-    arXiv:2402.03300 section 4.1.2; without std: arXiv:2503.20783. A group of one rollout has mean 0 and std 1: A = S.
+    arXiv:2402.03300 section 4.1.2; without std: arXiv:2503.20783. In a group of one mean := 0, std := 1.
     """
     score_R, count_R, mean_R = _group_scores(batch, reward_N)
     centred_R = torch.where(count_R > 1, score_R - mean_R, score_R)
@@ -45,17 +46,17 @@ def grpo(batch: Batch, *, reward_N: Tensor, normalize_std: bool, std_epsilon: fl
 
 
 def rloo(batch: Batch, *, reward_N: Tensor) -> Advantage:
-    """S - mean of the others' S = n / (n - 1) * (S - mean_G), arXiv:2402.14740 section 2.3; 0 in a group of one."""
+    """S - mean of the others' S = n / (n - 1) * (S - mean_G), arXiv:2402.14740; 0 in a group of one."""
     score_R, count_R, mean_R = _group_scores(batch, reward_N)
     adv_R = (score_R - mean_R) * count_R / (count_R - 1).clamp(min=1)
     return _spread(batch, torch.where(count_R > 1, adv_R, 0.0), like=reward_N), None
 
 
 def gae(batch: Batch, *, reward_N: Tensor, gamma: float, lam: float) -> Advantage:
-    """A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; returns A + V. arXiv:1506.02438 eq. 16.
+    """A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; the return is A + V.
 
-    t runs over the sampled tokens of a rollout, so that an environment's tokens between two turns neither discount nor
-    carry a value; after the last one V is 0.
+    arXiv:1506.02438 eq. 16. t runs over the sampled tokens of a rollout, so that an environment's tokens
+    between two turns neither discount nor carry a value; after the last one V is 0.
     """
     value_N = need(batch.value_N, "batch.value_N").to(reward_N.dtype)
     at_M = batch.mask_N.nonzero().flatten()
@@ -102,7 +103,7 @@ ADVANTAGES: dict[str, Callable[..., Advantage]] = {
 def _group_scores(batch: Batch, reward_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[R] each rollout's total reward, the number of rollouts in its group and their mean.
 
-    In float64: the mean of equal float32 rewards is then exactly that reward, and a group without news gets exactly 0.
+    In float64: the mean of equal float32 rewards is then that reward, and a uniform group gets exactly 0.
     """
     score_R = batch.sum_R(reward_N.double())
     count_R = group_sum((sampled_R(batch) > 0).double(), batch.group_R)

@@ -1,7 +1,8 @@
 """How token losses become one number: the loss of a minibatch is sum(loss_N * weight_N).
 
-Every denominator counts over the whole minibatch, before it is cut into micro-batches or over ranks, so no cut changes
-the gradient. A rollout without a sampled token counts in no denominator. Shape letters: N tokens, R rollouts.
+Every denominator counts over the whole minibatch, before it is cut into micro-batches or over ranks, so no
+cut changes the gradient. A rollout without a sampled token counts in no denominator.
+Shape letters: N tokens, R rollouts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ AGGREGATIONS = (
 
 
 def weights(batch: Batch, mode: str, *, norm_tokens: int) -> Tensor:
-    """[N] what one token's loss counts; 0 where nothing was sampled. With n sampled tokens in a rollout, all over
+    """[N] what one token's loss counts, 0 where not sampled. One over (n: tokens sampled in the rollout):
 
     token-mean               tokens of the minibatch
     seq-mean-token-sum       rollouts
@@ -58,7 +59,7 @@ def weights(batch: Batch, mode: str, *, norm_tokens: int) -> Tensor:
 
 
 def pairs(batch: Batch) -> tuple[Tensor, Tensor]:
-    """[pairs] numbers of the chosen and of the rejected rollouts. DataError unless every group is such a pair."""
+    """[pairs] numbers of the chosen and of the rejected rollouts. DataError unless every group is a pair."""
     first, second = batch.group_R[0::2], batch.group_R[1::2]
     if len(first) != len(second) or not torch.equal(first, second) or (first[1:] == first[:-1]).any():
         raise DataError(

@@ -1,6 +1,7 @@
 """Per-token estimators of the KL divergence to the reference, and the controller of its weight.
 
-All take d = log pi(token) - log ref(token) for a token sampled from pi (Schulman 2020, 'Approximating KL divergence').
+All take d = log pi(token) - log ref(token) for a token sampled from pi
+(Schulman 2020, http://joschu.net/blog/kl-approx.html).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def k2(d: Tensor) -> Tensor:
 
 
 def k3(d: Tensor) -> Tensor:
-    """exp(-d) - 1 + d. Unbiased and never negative; d bounded to +-20, the result to 10, where its gradient ends."""
+    """exp(-d) - 1 + d. Unbiased, never negative; d is bounded to +-20, the result to 10, flat beyond."""
     x = (-d).clamp(-20, 20)
     return (torch.expm1(x) - x).clamp(max=10)
 
@@ -47,7 +48,7 @@ def reference_kl(batch: Batch, logp_N: Tensor, estimator: str) -> Tensor:
 
 
 def mean_kl(batch: Batch, estimator: str) -> float:
-    """KL of the policy before this step to the reference, in nats a token: mean over rollouts of their means."""
+    """KL of the policy before this step to the reference, nats a token: mean over rollouts of their means."""
     k_R = batch.sum_R(reference_kl(batch, old_logp_N(batch), estimator).double())
     count_R = sampled_R(batch)
     rollouts = int((count_R > 0).sum())

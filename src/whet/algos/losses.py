@@ -1,7 +1,7 @@
 """Losses per token, unreduced: what a token counts stands in `batch.weight_N` (see `aggregate`).
 
-A loss is a function of a batch and the model's outputs for it; further keyword arguments are the settings of
-`config.Algorithm` with their names. It returns 0 where nothing was sampled. Shape letters: N tokens, R rollouts.
+A loss is a function of a batch and the model's outputs for it; further keyword arguments are settings of
+`config.Algorithm`, by name. It is 0 where nothing was sampled. Shape letters: N tokens, R rollouts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from whet.batch import Batch, Loss, LossFn, Outputs
 def ppo(batch: Batch, out: Outputs, *, clip_low: float, clip_high: float, dual_clip: float | None) -> Loss:
     """max(-A r, -A clip(r, 1 - low, 1 + high)), r = pi / pi_old; for A < 0 at most -dual_clip A.
 
-    arXiv:1707.06347 eq. 7; clip-higher arXiv:2503.14476 eq. 10; dual clip arXiv:1912.09729 eq. 4.
+    arXiv:1707.06347 eq. 7; clip-higher arXiv:2503.14476 eq. 10; dual clip arXiv:1912.09729.
     """
     adv_N, ratio_N = need(batch.adv_N, "batch.adv_N"), _ratio(batch, out)
     free_N = -adv_N * ratio_N
@@ -38,7 +38,7 @@ def ppo(batch: Batch, out: Outputs, *, clip_low: float, clip_high: float, dual_c
 
 
 def reinforce(batch: Batch, out: Outputs) -> Loss:
-    """-A log pi. Williams 1992 (doi:10.1007/BF00992696). Unbiased only on rollouts of the policy as it is now."""
+    """-A log pi (Williams 1992, doi:10.1007/BF00992696). Unbiased only on rollouts of the present policy."""
     loss_N = -need(batch.adv_N, "batch.adv_N") * need(out.logp_N, "outputs.logp_N")
     return Loss(_sampled(batch, loss_N), _drift(batch, out))
 
@@ -50,10 +50,10 @@ def sft(batch: Batch, out: Outputs) -> Loss:
 
 
 def dpo(batch: Batch, out: Outputs, *, beta: float, label_smoothing: float) -> Loss:
-    """-(1 - e) log sigmoid(beta z) - e log sigmoid(-beta z), z = log(pi / ref)(chosen) - log(pi / ref)(rejected).
+    """-(1 - e) log sigmoid(beta z) - e log sigmoid(-beta z), z = log pi/ref (chosen) - log pi/ref (rejected).
 
-    arXiv:2305.18290 eq. 7, with smoothing as in its appendix on noisy labels (conservative DPO). Of the two rollouts of
-    a group the one with the higher reward is the chosen one; the pair's loss stands at its last sampled token.
+    arXiv:2305.18290 eq. 7; with label smoothing e it is conservative DPO (Mitchell 2023). Of a group's two
+    rollouts the one with the higher reward is the chosen one; the pair's loss stands at its last sampled token.
     """
     chosen, rejected = pairs(batch)
     logp_N = need(out.logp_N, "outputs.logp_N")
@@ -72,7 +72,7 @@ def dpo(batch: Batch, out: Outputs, *, beta: float, label_smoothing: float) -> L
 
 
 def value_loss(batch: Batch, out: Outputs, *, clip: float | None) -> Loss:
-    """1/2 max((v - R)^2, (clip(v, V - c, V + c) - R)^2), V the value before this step; clip None: 1/2 (v - R)^2."""
+    """1/2 max((v - R)^2, (clip(v, V - c, V + c) - R)^2), V the value before; without c 1/2 (v - R)^2."""
     value_N = need(out.value_N, "outputs.value_N")
     return_N = need(batch.return_N, "batch.return_N")
     error_N = (value_N - return_N).square()
@@ -86,7 +86,7 @@ def value_loss(batch: Batch, out: Outputs, *, clip: float | None) -> Loss:
 
 
 def regularized(loss: LossFn, *, kl_coef: float, estimator: str, entropy_coef: float) -> LossFn:
-    """The loss plus kl_coef times the KL to the reference less entropy_coef times the entropy, at every token."""
+    """loss + kl_coef * (KL to the reference) - entropy_coef * entropy, at every token."""
 
     def whole(batch: Batch, out: Outputs) -> Loss:
         base = loss(batch, out)
@@ -111,7 +111,7 @@ def _sampled(batch: Batch, x_N: Tensor) -> Tensor:
 
 
 def _log_ratio(batch: Batch, out: Outputs) -> Tensor:
-    """[N] log pi - log pi_old, bounded to +-20 so that its exponential stays finite in float32; 0 where not sampled."""
+    """[N] log pi - log pi_old, bounded to +-20 so that its exponential stays finite; 0 where not sampled."""
     return _sampled(batch, need(out.logp_N, "outputs.logp_N") - old_logp_N(batch)).clamp(-20, 20)
 
 
@@ -120,7 +120,7 @@ def _ratio(batch: Batch, out: Outputs) -> Tensor:
 
 
 def _drift(batch: Batch, out: Outputs) -> dict[str, Tensor]:
-    """How far the policy has moved from the one before this step: the ratio, and KL(old || now) as k1 and k3."""
+    """How far the policy has moved from the one before this step: ratio, and KL(old || now) as k1 and k3."""
     log_N = _log_ratio(batch, out).detach()
     ratio_N = log_N.exp()
     largest_R = ratio_N.new_zeros(batch.rollouts).scatter_reduce(

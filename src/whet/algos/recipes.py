@@ -1,4 +1,4 @@
-"""An algorithm is a value made of functions: the table of names (`config.recipes`) with the functions put in."""
+"""An algorithm is a value made of functions: a recipe (`config.recipes`) with functions in place of names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Algorithm:
     needs_critic: bool
     """`value_N` must be filled in, and the critic learns with `value_loss`."""
     needs_old: Callable[[bool], bool]
-    """Given whether sampled log-probs are exact: must the trainer recompute `logp_old_N`? Else it stays None."""
+    """Given whether sampled log-probs are exact: must the trainer recompute `logp_old_N`? Else None."""
     entropy_grad: bool
     """The loss asks for the gradient of the entropy."""
     whole_groups: bool
@@ -56,7 +56,7 @@ class Algorithm:
 
 
 def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> Algorithm:
-    """The algorithm that a config names; max_tokens: longest reply, the constant of Dr. GRPO unless another is given."""
+    """The algorithm that a config names; max_tokens: longest reply, Dr. GRPO's constant if none is given."""
     r = resolve(cfg)
     advantage = _part(ADVANTAGES, r.advantage, what="advantage")
     loss = _part(LOSSES, r.loss, what="loss")
@@ -64,8 +64,8 @@ def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> A
     in_reward = r.kl.place == "reward" and r.kl.coef > 0
     if in_reward and "reward_N" not in _keywords(advantage):
         raise ConfigError(
-            f"advantage {r.advantage!r} does not take reward_N, the rewards of the tokens with the KL taken off: "
-            "add the keyword argument reward_N, or set algorithm.kl.place=loss."
+            f"advantage {r.advantage!r} does not take reward_N, the rewards of the tokens with the KL taken "
+            "off: add the keyword argument reward_N, or set algorithm.kl.place=loss."
         )
     uses_old = in_reward or r.loss == "ppo" or ":" in r.loss or ":" in r.advantage
     norm_tokens = r.norm_tokens or max_tokens
@@ -106,7 +106,7 @@ def _keywords(function: Callable[..., object]) -> set[str]:
 
 
 def _bind(function: Callable[..., T], r: Resolved, *, what: str, positional: int) -> Callable[..., T]:
-    """The function with the settings that its signature names filled in. ConfigError if it asks for anything else."""
+    """The function with the settings that its signature names. ConfigError if it asks for anything else."""
     names = _keywords(function)
     settings = {name: getattr(r, name) for name in SETTINGS & names}
     later = dict.fromkeys({"reward_N"} & names) if what == "advantage" else {}

@@ -20,7 +20,7 @@ def need(x: Tensor | None, name: str) -> Tensor:
 
 
 def old_logp_N(batch: Batch) -> Tensor:
-    """[N] log-probs of the policy before this step: the trainer's own where it recomputed them, else the engine's."""
+    """[N] log-probs of the policy before this step: the trainer's if it recomputed them, or the engine's."""
     return batch.logp_sample_N if batch.logp_old_N is None else batch.logp_old_N
 
 
@@ -44,8 +44,8 @@ def group_sum(x_R: Tensor, group_R: Tensor) -> Tensor:
 def discounted(x_M: Tensor, row_M: Tensor, factor: float) -> Tensor:
     """[M] y_t = x_t + factor * y_{t+1} within each row; equal rows stand together.
 
-    By doubling: after k rounds y_t holds its first 2^k terms, so log2(longest row) rounds of whole-tensor operations
-    do it, and only powers of factor <= 1 occur, never their inverses.
+    By doubling: after k rounds y_t holds its first 2^k terms, so log2(longest row) rounds of whole-tensor
+    operations do it, and only powers of factor <= 1 occur, never their inverses.
     """
     y_M, step = x_M, 1
     while step < len(x_M):

@@ -258,6 +258,9 @@ def suggest(path: Iterable[str | int]) -> list[str]:
 def did_you_mean(path: Iterable[str | int]) -> str:
     """'; did you mean ...?' or the keys that may stand there."""
     path = tuple(path)
+    name = str(path[-1])
+    if "." in name and lookup((*path[:-1], *name.split("."))):
+        return "; in a file a dot does not lead into a section: write the sections one inside the other"
     hits = suggest(path)
     if hits:
         return f"; did you mean {' or '.join(hits)}?"

@@ -15,12 +15,12 @@ from whet.tables import near
 from whet.types import ConfigError
 
 Kind = Literal["online", "demonstrations", "preferences"]
-"""What a recipe learns from: the policy's own rollouts, given replies, or pairs of a chosen and a rejected reply."""
+"""What a recipe learns from: the policy's own rollouts, given replies, pairs of a better and a worse one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """An algorithm's parts by name, and where they come from. KL and entropy are no part: they are off by default."""
+    """An algorithm's parts by name, and its source. KL and entropy are no part: both are off by default."""
 
     kind: Kind = "online"
     advantage: str
@@ -43,7 +43,7 @@ RECIPES: dict[str, Recipe] = {
         loss="ppo",
         aggregation="seq-mean-token-mean",
         source="arXiv:2402.03300 eq. 3",
-        note="Reward against the group's mean, in units of its standard deviation; every rollout counts the same. "
+        note="Reward against the group's mean, in units of its standard deviation; rollouts count the same. "
         "The paper adds kl.coef=0.04 with k3 in the loss.",
     ),
     "dr_grpo": Recipe(
@@ -52,7 +52,7 @@ RECIPES: dict[str, Recipe] = {
         aggregation="seq-mean-token-sum-norm",
         normalize_std=False,
         source="arXiv:2503.20783 section 3.2",
-        note="GRPO without its two biases: no division by the standard deviation, a constant instead of the length.",
+        note="GRPO without its two biases: no division by the deviation, a constant instead of the length.",
     ),
     "dapo": Recipe(
         advantage="grpo",
@@ -60,8 +60,8 @@ RECIPES: dict[str, Recipe] = {
         aggregation="token-mean",
         clip_high=0.28,
         drop_uniform_groups=True,
-        source="arXiv:2503.14476 eq. 8-12",
-        note="GRPO with clip-higher, dynamic sampling and token-level loss; add the reward 'overlong' for the rest.",
+        source="arXiv:2503.14476 eq. 8",
+        note="GRPO with clip-higher, dynamic sampling and token-level loss; add the reward 'overlong'.",
     ),
     "ppo": Recipe(
         advantage="gae",
@@ -76,8 +76,8 @@ RECIPES: dict[str, Recipe] = {
         advantage="rloo",
         loss="reinforce",
         aggregation="seq-mean-token-sum",
-        source="arXiv:2402.14740 section 2.3",
-        note="REINFORCE with the mean of the other rollouts of the group as the baseline. On-policy: set loss=ppo "
+        source="arXiv:2402.14740",
+        note="REINFORCE with the mean of the group's other rollouts as the baseline. On-policy: set loss=ppo "
         "for more than one optimizer step a batch.",
     ),
     "reinforce": Recipe(
@@ -166,7 +166,7 @@ class Resolved:
 
 
 def resolve(cfg: Algorithm) -> Resolved:
-    """The recipe with the user's keys put over it. Raises ConfigError for unknown names and for what cannot work."""
+    """The recipe with the user's keys put over it. ConfigError for unknown names and for what cannot work."""
     recipe = RECIPES[_known(cfg.name, RECIPES, key="algorithm.name")]
 
     def pick(key: str) -> object:
@@ -213,7 +213,7 @@ def resolve(cfg: Algorithm) -> Resolved:
 
 
 def refuse_unused(cfg: Algorithm, resolved: Resolved, taken: Collection[str]) -> None:
-    """Raise ConfigError for keys that were changed but that nothing reads; `taken`: keys advantage and loss read."""
+    """ConfigError for keys that were changed but nothing reads; `taken`: what advantage and loss read."""
     used = set(taken)
     if resolved.aggregation == "seq-mean-token-sum-norm":
         used.add("norm_tokens")
@@ -226,9 +226,9 @@ def refuse_unused(cfg: Algorithm, resolved: Resolved, taken: Collection[str]) ->
         value, default = getattr(cfg, key), Algorithm.model_fields[key].default
         if value != default and value is not False:
             raise ConfigError(
-                f"algorithm.{key}={value!r} has no effect with name={resolved.name!r}, advantage="
-                f"{resolved.advantage!r}, loss={resolved.loss!r}, aggregation={resolved.aggregation!r}: leave it out "
-                f"(in a stage: set it back to {default!r})."
+                f"algorithm.{key}={value!r} has no effect with name={resolved.name!r}, "
+                f"advantage={resolved.advantage!r}, loss={resolved.loss!r}, "
+                f"aggregation={resolved.aggregation!r}: leave it out (in a stage: reset it to {default!r})."
             )
 
 
@@ -246,13 +246,13 @@ def _check_parts(r: Resolved) -> None:
     if wants != r.kind:
         names = ", ".join(sorted(n for n, recipe in RECIPES.items() if recipe.kind == wants))
         raise ConfigError(
-            f"algorithm.loss={r.loss!r} learns from {wants} data, but algorithm.name={r.name!r} gives it {r.kind} data: "
-            f"set algorithm.name to one of {names}, or choose another loss."
+            f"algorithm.loss={r.loss!r} learns from {wants} data, but algorithm.name={r.name!r} gives it "
+            f"{r.kind} data: set algorithm.name to one of {names}, or choose another loss."
         )
     if r.kind != "online" and r.advantage != "none":
         raise ConfigError(
-            f"algorithm.advantage={r.advantage!r} has no effect with algorithm.name={r.name!r}, which learns from "
-            f"{r.kind}: leave it out."
+            f"algorithm.advantage={r.advantage!r} has no effect with algorithm.name={r.name!r}, "
+            f"which learns from {r.kind}: leave it out."
         )
     if (r.loss == "dpo") and (r.aggregation != "pair-mean" or r.entropy_coef != 0):
         raise ConfigError(
@@ -273,7 +273,7 @@ def _check_kl(r: Resolved) -> None:
     if kl.target is not None and (kl.place != "reward" or kl.coef == 0):
         raise ConfigError(
             f"algorithm.kl.target={kl.target} steers the KL in the reward from a starting weight: set "
-            f"kl.place='reward' and kl.coef > 0 (given: place={kl.place!r}, coef={kl.coef}), or leave target out."
+            f"kl.place='reward' and kl.coef > 0 (given: {kl.place!r} and {kl.coef}), or leave target out."
         )
     if kl.target is None and kl.horizon != Kl.model_fields["horizon"].default:
         raise ConfigError(

@@ -1,4 +1,6 @@
-"""Messages and text to token ids. Text becomes tokens once: a later turn adds tokens, it never rewrites old ones."""
+"""Messages and text to token ids. Text becomes tokens once: a later turn adds tokens, it never rewrites old
+ones.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def read_template(value: str) -> str:
 
 
 def as_prompt(prompt: Prompt, *, chat: bool | None = None, system: str | None = None) -> Prompt:
-    """Decide between chat and plain text (`data.chat`; None: messages yes, text no) and put the system message first."""
+    """Decide between chat and plain text (`data.chat`; None: messages yes, text no) and put the system
+    message first.
+    """
     if chat is False and (system is not None or not isinstance(prompt, str)):
         given = "a system message" if isinstance(prompt, str) else "a prompt of messages"
         raise ConfigError(f"data.chat is false, but {given} needs the chat template: drop data.chat.")
@@ -68,8 +72,8 @@ def encode_prompts(
 ) -> list[list[int]]:
     """`encode_prompt` for many at once.
 
-    Messages: rendered with the header of the assistant's turn, then encoded as they stand. Plain text: encoded as
-    it stands, after a begin-of-text token where the tokenizer itself would put one.
+    Messages: rendered with the header of the assistant's turn, then encoded as they stand. Plain text:
+    encoded as it stands, after a begin-of-text token where the tokenizer itself would put one.
     """
     texts = [p if isinstance(p, str) else render(tokenizer, p, template=template) for p in prompts]
     ids = encode_texts(tokenizer, texts)
@@ -96,26 +100,28 @@ def encode_response(tokenizer: Tokenizer, text: str) -> list[int]:
 def encode_turn(
     tokenizer: Tokenizer, existing: Sequence[int], messages: Sequence[Message], *, template: str | None = None
 ) -> list[int]:
-    """The tokens that follow `existing` (which ends with a sampled reply) for new messages and the next reply's header.
+    """The tokens that follow `existing` (which ends with a sampled reply) for new messages and the next
+    reply's header.
 
-    Fixed-base difference: a short conversation is rendered up to the end of its reply and again with `messages`
-    after it; what the second has more is the continuation, so the real history is never tokenised again. The
-    end-of-turn token is left out where the reply sampled it, and put in where the reply was cut.
+    Fixed-base difference: a short conversation is rendered up to the end of its reply and again with
+    `messages` after it; what the second has more is the continuation, so the real history is never tokenised
+    again. The end-of-turn token is left out where the reply sampled it, and put in where the reply was cut.
     Raises DataError for a template under which this is wrong because it rewrites earlier turns.
     """
     head = render(tokenizer, [_QUESTION], template=template) + _REPLY
     full = render(tokenizer, [_QUESTION, Message("assistant", _REPLY), *messages], template=template)
     if not full.startswith(head):
         raise DataError(
-            "The chat template rewrites earlier turns (it strips thoughts or changes a reply once another turn follows), "
-            "so the tokens of a conversation would not be the ones that were sampled. Give a template that leaves "
-            f"them as they are: tokenizer.chat_template.\n  sampled:  {head!r}\n  rendered: {full[: len(head) + 20]!r}"
+            "The chat template rewrites earlier turns (it strips thoughts or changes a reply once another "
+            "turn follows), so the tokens of a conversation would not be the ones that were sampled. Give "
+            f"a template that leaves them as they are: tokenizer.chat_template.\n  sampled:  {head!r}\n  "
+            f"rendered: {full[: len(head) + 20]!r}"
         )
     head_ids, full_ids = encode_texts(tokenizer, [head, full])
     if full_ids[: len(head_ids)] != head_ids:
         raise DataError(
-            "The chat template lets a reply run into the text after it (its last token would become another one): "
-            "put an end token after the reply in tokenizer.chat_template."
+            "The chat template lets a reply run into the text after it (its last token would become "
+            "another one): put an end token after the reply in tokenizer.chat_template."
         )
     new = full_ids[len(head_ids) :]
     return new[1:] if existing and new and existing[-1] == new[0] else new
@@ -126,14 +132,17 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], *, template: str |
     jinja = read_template(template) if template is not None else tokenizer.chat_template
     if jinja is None:
         raise ConfigError(
-            f"The tokenizer {tokenizer.name_or_path!r} has no chat template, and the prompt is chat messages. Give one in "
-            "tokenizer.chat_template (Jinja text or a file), or give prompts as plain text."
+            f"The tokenizer {tokenizer.name_or_path!r} has no chat template, and the prompt is chat "
+            "messages. Give one in tokenizer.chat_template (Jinja text or a file), or give prompts as "
+            "plain text."
         )
     plain = [{"role": m.role, "content": m.content} for m in messages]
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             plain, chat_template=jinja, add_generation_prompt=True, tokenize=False
         )
     except TemplateError as e:
         roles = ", ".join(m.role for m in messages)
         raise DataError(f"The chat template refuses the messages ({roles}): {e}") from e
+    assert isinstance(text, str)
+    return text

@@ -27,7 +27,9 @@ class Fields:
 
 
 def used(source: Source) -> tuple[str, ...]:
-    """Top-level columns that `parse` reads, and names with dots as they stand, for reading no more than these."""
+    """Top-level columns that `parse` reads, and names with dots as they stand, for reading no more than
+    these.
+    """
     names = [getattr(source, f) for f in ("prompt", "answer", "response", "rejected", "label")]
     return tuple(c for n in names if n is not None for c in dict.fromkeys((n, n.partition(".")[0])))
 
@@ -53,7 +55,9 @@ def parse(row: Row, source: Source, *, name: str, chat: bool | None, where: str)
 
 
 def lookup(row: Row, column: str) -> Json:
-    """The value of a column; `a.b` is the column of that name, or else entry b of column a. Absent: a sentinel."""
+    """The value of a column; `a.b` is the column of that name, or else entry b of column a. Absent: a
+    sentinel.
+    """
     if column in row:
         return row[column]
     value: Json = row
@@ -104,7 +108,9 @@ def _columns(row: Row, column: str) -> list[str]:
 
 
 def _optional(row: Row, source: Source, field: str, *, where: str) -> Json:
-    """A column that may be absent under its default name; a name of your own must be there (a typo would pass)."""
+    """A column that may be absent under its default name; a name of your own must be there (a typo would
+    pass).
+    """
     column = getattr(source, field)
     if column != Source.model_fields[field].default:
         return _required(row, column, where=where)

@@ -1,4 +1,6 @@
-"""One source made ready to draw from: prompts as tokens in one flat array, what must not be drawn left out and counted."""
+"""One source made ready to draw from: prompts as tokens in one flat array, what must not be drawn left out
+and counted.
+"""
 
 from __future__ import annotations
 
@@ -84,14 +86,16 @@ def prepare(
         counts.update(work.counts)
     if twice := sorted(n for n, c in Counter(p.rows.name for p in out).items() if c > 1):
         raise ConfigError(
-            f"Two data sources are called {twice[0]!r}: give each a `name` of its own (metrics and the order "
-            "of rows go by it)."
+            f"Two data sources are called {twice[0]!r}: give each a `name` of its own (metrics and the "
+            "order of rows go by it)."
         )
     return out
 
 
 def prompt_key(prompt: Prompt) -> str:
-    """Equal for equal prompts; system messages do not count, and a text equals the user message with that text."""
+    """Equal for equal prompts; system messages do not count, and a text equals the user message with that
+    text.
+    """
     turns = (
         [("user", prompt)]
         if isinstance(prompt, str)
@@ -101,7 +105,9 @@ def prompt_key(prompt: Prompt) -> str:
 
 
 def fit(token_ids: list[int], limit: int, rule: str) -> list[int]:
-    """Cut `token_ids` to `limit`: truncate_left drops the beginning, truncate_right the end, truncate_middle the middle."""
+    """Cut `token_ids` to `limit`: truncate_left drops the beginning, truncate_right the end, truncate_middle
+    the middle.
+    """
     if rule == "truncate_left":
         return token_ids[len(token_ids) - limit :]
     if rule == "truncate_right":
@@ -193,13 +199,15 @@ def _responses_fit(work: _Work, rows: Rows, kept: Sequence[tuple[int, Fields]]) 
 
 
 def _overlong(work: _Work, what: str, tokens: int, *, limit: int, where: str) -> str:
-    """Count an overlong prompt, response or rejected reply; the rule to apply. Raises DataError under 'error'."""
+    """Count an overlong prompt, response or rejected reply; the rule to apply. Raises DataError under
+    'error'.
+    """
     rule = work.data.overlong
     if rule == "error":
         key = "data.max_prompt_tokens" if what == "prompt" else "rollout.sampling.max_tokens"
         raise DataError(
-            f"{where}: its {what} has {tokens} tokens, the limit is {limit}. Raise {key}, or choose what to do "
-            "with such rows in data.overlong (filter, truncate_left, ...)."
+            f"{where}: its {what} has {tokens} tokens, the limit is {limit}. Raise {key}, or choose what to "
+            "do with such rows in data.overlong (filter, truncate_left, ...)."
         )
     work.counts[f"overlong_{what}_{'dropped' if rule == 'filter' else 'cut'}"] += 1
     return rule

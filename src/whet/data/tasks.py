@@ -1,8 +1,9 @@
 """The stream of tasks: every source shuffled anew in each epoch, mixed by weight, resumable at every draw.
 
-Draw k (from 0) goes to the source that is furthest behind its share of the first k+1 draws, the first such source
-on a tie: shares are kept at every point, not only on average. Within a source, draw d is row
-permutation(key(seed, "shuffle", source, d // n))[d % n]. So the number of draws of each source is the whole state.
+Draw k (from 0) goes to the source that is furthest behind its share of the first k+1 draws, the first such
+source on a tie: shares are kept at every point, not only on average. Within a source, draw d is row
+permutation(key(seed, "shuffle", source, d // n))[d % n]. So the number of draws of each source is the whole
+state.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 class TaskStream:
     """Training tasks without end.
 
-    counts: rows, kept, held_out, overlong_{prompt,response,rejected}_{dropped,cut}, unknown_tokens, over all sources.
-    rows_per_epoch: rows that are drawn from, over all sources.
+    counts: rows, kept, held_out, overlong_{prompt,response,rejected}_{dropped,cut}, unknown_tokens, over all
+    sources. rows_per_epoch: rows that are drawn from, over all sources.
     """
 
     def __init__(
@@ -42,10 +43,11 @@ class TaskStream:
         exclude: Iterable[Task] = (),
         max_response_tokens: int | None = None,
     ) -> None:
-        """exclude: held-out tasks; rows with the prompt of one are left out and counted (see `prepare.prompt_key`).
+        """exclude: held-out tasks; rows with the prompt of one are left out and counted (see
+        `prepare.prompt_key`).
 
-        max_response_tokens: for SFT and DPO, the longest reply with its end token; `data.overlong` holds for it too,
-        except that every truncate_* cuts a reply at its end. None: replies are not looked at.
+        max_response_tokens: for SFT and DPO, the longest reply with its end token; `data.overlong` holds for
+        it too, except that every truncate_* cuts a reply at its end. None: replies are not looked at.
         """
         if not sources:
             raise ConfigError("No training data: data.train is empty.")
@@ -73,7 +75,9 @@ class TaskStream:
 
     @property
     def epoch(self) -> int:
-        """Draws so far in units of all rows, rounded down; sources of unequal weight have been passed unequally often."""
+        """Draws so far in units of all rows, rounded down; sources of unequal weight have been passed
+        unequally often.
+        """
         return self.drawn // self.rows_per_epoch
 
     def next(self, n: int) -> list[Task]:
@@ -81,7 +85,9 @@ class TaskStream:
         return [self._draw() for _ in range(n)]
 
     def state(self) -> dict[str, Json]:
-        """Where the stream stands; JSON. `restore` on a stream of the same data goes on with the same tasks."""
+        """Where the stream stands; JSON. `restore` on a stream of the same data goes on with the same
+        tasks.
+        """
         names = [s.rows.name for s in self._sources]
         digests = [s.digest for s in self._sources]
         return {"seed": self._seed, "sources": names, "digests": digests, "drawn": self._drawn_S.tolist()}
@@ -97,8 +103,8 @@ class TaskStream:
         for name, old, new in zip(here["sources"], state["digests"], here["digests"]):
             if old != new:
                 raise CheckpointError(
-                    f"Data source {name!r} is not what it was when the run was saved (rows, prompts, filters, tokenizer "
-                    "or answers have changed): restore the data, or start a new run."
+                    f"Data source {name!r} is not what it was when the run was saved (rows, prompts, "
+                    "filters, tokenizer or answers have changed): restore the data, or start a new run."
                 )
         self._drawn_S = np.array(state["drawn"], dtype=np.int64)
 
@@ -125,7 +131,9 @@ class TaskStream:
 
 
 def eval_tasks(sources: Sequence[Source], data: Data, *, tokenizer: Tokenizer) -> list[Task]:
-    """Every held-out task, in the order of the files; uid counts from 0. What `data.overlong` drops or cuts is logged."""
+    """Every held-out task, in the order of the files; uid counts from 0. What `data.overlong` drops or cuts
+    is logged.
+    """
     prepared: list[Prepared] = prepare(
         sources, data, tokenizer=tokenizer, exclude=(), max_response_tokens=None, counts=Counter()
     )
@@ -148,10 +156,12 @@ def texts(sources: Sequence[Source]) -> Iterator[str]:
 
 
 def demonstration(task: Task, tokenizer: Tokenizer, max_tokens: int, *, overlong: str = "error") -> Rollout:
-    """The task's response as a rollout: mask 1 on its tokens and the end token, version 0, log-probs 0, no reward.
+    """The task's response as a rollout: mask 1 on its tokens and the end token, version 0, log-probs 0, no
+    reward.
 
-    A reply longer than max_tokens (end token included) is refused, unless `overlong` is a truncate_* rule: then it
-    is cut at its end and has the finish reason `length`. The stream has counted it (`max_response_tokens`).
+    A reply longer than max_tokens (end token included) is refused, unless `overlong` is a truncate_* rule:
+    then it is cut at its end and has the finish reason `length`. The stream has counted it
+    (`max_response_tokens`).
     """
     return _reply(task, "response", tokenizer, max_tokens=max_tokens, overlong=overlong)
 
@@ -159,7 +169,9 @@ def demonstration(task: Task, tokenizer: Tokenizer, max_tokens: int, *, overlong
 def preference_pair(
     task: Task, tokenizer: Tokenizer, max_tokens: int, *, overlong: str = "error"
 ) -> tuple[Rollout, Rollout]:
-    """The chosen reply (index 0, reward 1) and the rejected one (index 1, reward 0), made as `demonstration` does."""
+    """The chosen reply (index 0, reward 1) and the rejected one (index 1, reward 0), made as `demonstration`
+    does.
+    """
     chosen = _reply(task, "response", tokenizer, max_tokens=max_tokens, overlong=overlong)
     rejected = _reply(task, "rejected", tokenizer, max_tokens=max_tokens, overlong=overlong, index=1)
     return chosen.scored(1.0, {}), rejected.scored(0.0, {})
@@ -171,15 +183,15 @@ def _reply(
     text = getattr(task, field)
     if text is None:
         raise DataError(
-            f"Task {task.uid} of source {task.source!r} has no {field} to learn from: name its column in the source's "
-            f"`{field}`."
+            f"Task {task.uid} of source {task.source!r} has no {field} to learn from: name its column in "
+            f"the source's `{field}`."
         )
     reply = encode_response(tokenizer, text)
     cut = len(reply) > max_tokens
     if cut and not overlong.startswith("truncate"):
         raise DataError(
-            f"Task {task.uid} of source {task.source!r}: its {field} has {len(reply)} tokens, the limit is {max_tokens}. "
-            "Raise rollout.sampling.max_tokens, or set data.overlong."
+            f"Task {task.uid} of source {task.source!r}: its {field} has {len(reply)} tokens, the limit is "
+            f"{max_tokens}. Raise rollout.sampling.max_tokens, or set data.overlong."
         )
     reply = fit(reply, max_tokens, "truncate_right") if cut else reply
     p, n = len(task.token_ids), len(reply)

@@ -1,4 +1,6 @@
-"""A tokenizer from a local folder, or built from the data: one token a character, a word, or a byte-pair merge."""
+"""A tokenizer from a local folder, or built from the data: one token a character, a word, or a byte-pair
+merge.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,16 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-"""Chat template of built tokenizers: a token for the role, the text, the end token. A later turn changes nothing before it."""
+"""Chat template of built tokenizers: a token for the role, the text, the end token. A later turn changes
+nothing before it.
+"""
 
 
 def load_tokenizer(
     cfg: TokenizerConfig, *, model_path: str | None, texts: Iterable[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """The run's tokenizer: `cfg.path`, else built if `cfg.build`, else the model's folder. Never from the network.
+    """The run's tokenizer: `cfg.path`, else built if `cfg.build`, else the model's folder. Never from the
+    network.
 
     texts: what a built tokenizer is made from; read only then. Raises ConfigError.
     """
@@ -49,7 +54,7 @@ def load_tokenizer(
 
 
 def _load(folder: str | None) -> PreTrainedTokenizerFast:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if folder is None:
         raise ConfigError(
@@ -59,13 +64,17 @@ def _load(folder: str | None) -> PreTrainedTokenizerFast:
     if not path.is_dir():
         names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(
-            f"No tokenizer folder at {path}{near(path.name, names)}. Models are read from local folders only: "
-            "download it first."
+            f"No tokenizer folder at {path}{near(path.name, names)}. Models are read from local folders "
+            "only: download it first."
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as e:
         raise ConfigError(f"Cannot read a tokenizer from {path}: {e}") from e
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ConfigError(
+            f"{path} holds a {type(tokenizer).__name__}; a fast tokenizer (tokenizer.json) is needed."
+        )
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"The tokenizer in {path} has no end-of-text token (eos_token): a reply could not end."
@@ -101,7 +110,9 @@ def _words(vocab_size: int, texts: Iterable[str]) -> Core:
 
 
 def _table(pattern: str, texts: Iterable[str], *, vocab_size: int, what: str) -> Core:
-    """A tokenizer that cuts a text into pieces and looks them up. White space is a piece too: decoding gives the text."""
+    """A tokenizer that cuts a text into pieces and looks them up. White space is a piece too: decoding gives
+    the text.
+    """
     cut = pre_tokenizers.Split(Regex(pattern), "isolated")
     counts = Counter(piece for text in texts for piece, _ in cut.pre_tokenize_str(text))
     room = vocab_size - len(SPECIAL)

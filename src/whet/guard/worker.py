@@ -65,16 +65,16 @@ def run(functions: Mapping[str, Function], body: bytes) -> dict[str, object]:
 def parts(value: object) -> dict[str, float]:
     """The checked value of a reward: a number is {"score": number}. ValueError says what else it was."""
     if not isinstance(value, dict):
-        return {"score": number(value)}
+        return {"score": finite(value)}
     if len(value) > _MAX_PARTS:
         raise ValueError(f"a dict of {len(value)} entries, at most {_MAX_PARTS} are allowed")
     for key in value:
         if type(key) is not str or len(key) > 100:
             raise ValueError(f"a dict with a key of type {type(key).__name__}; keys are short str")
-    return {key: number(entry, f" at {key!r}") for key, entry in value.items()}
+    return {key: finite(entry, f" at {key!r}") for key, entry in value.items()}
 
 
-def number(value: object, where: str = "") -> float:
+def finite(value: object, where: str = "") -> float:
     """A finite float of a bool, int, float or one-element numpy or torch value."""
     if hasattr(value, "item"):
         value = value.item()
@@ -110,7 +110,7 @@ class Home:
         sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
         self.streams = (sys.stdin, sys.stdout, sys.stderr)
         self.pipe = os.fstat(1).st_ino
-        self.folder = os.getcwd()
+        self.folder = os.open(".", os.O_RDONLY | os.O_CLOEXEC)
         self.environment = os.environ.copy()
         self.mask = os.umask(0)
         os.umask(self.mask)
@@ -122,7 +122,7 @@ class Home:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             sys.stdin, sys.stdout, sys.stderr = self.streams
-            os.chdir(self.folder)
+            os.fchdir(self.folder)
             if os.environ.copy() != self.environment:
                 os.environ.clear()
                 os.environ.update(self.environment)

@@ -14,7 +14,7 @@ from whet.types import ConfigError, Metrics
 
 class Tracker(Protocol):
     def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
-        """Numbers of a step. `metrics` are equal in equal runs; `timings` (seconds, rates, memory) are not."""
+        """Numbers of a step: `metrics` are equal in equal runs, `timings` (seconds, rates, memory) are not."""
 
     def close(self) -> None: ...
 

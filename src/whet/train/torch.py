@@ -123,8 +123,14 @@ class TorchEngine:
         found = _read(path / "model.safetensors")
         own = dict(self._named())
         if found.keys() != own.keys() or any(found[n].shape != own[n].shape for n in own):
-            odd = sorted(n for n in found.keys() | own.keys() if n not in own or n not in found or found[n].shape != own[n].shape)
-            raise CheckpointError(f"{path}: weights are of another model; they differ in {odd[:3]} ({len(odd)} tensors)")
+            odd = sorted(
+                n
+                for n in found.keys() | own.keys()
+                if n not in own or n not in found or found[n].shape != own[n].shape
+            )
+            raise CheckpointError(
+                f"{path}: weights are of another model; they differ in {odd[:3]} ({len(odd)} tensors)"
+            )
         with torch.no_grad():
             for name, p in own.items():
                 p.copy_(found[name])
@@ -178,7 +184,9 @@ class TorchEngine:
             temperature=self.cut.temperature,
             entropy_grad=self.cut.entropy_grad,
         )
-        return Outputs(logp_N=_scatter(logp_A, at_A, batch.tokens), entropy_N=_scatter(entropy_A, at_A, batch.tokens))
+        return Outputs(
+            logp_N=_scatter(logp_A, at_A, batch.tokens), entropy_N=_scatter(entropy_A, at_A, batch.tokens)
+        )
 
     def _step(self) -> Metrics:
         assert self.optimizer is not None
@@ -224,7 +232,9 @@ class Sums:
             self._mean("mismatch_mean_nats", gap)
             self._mean("mismatch_share", (gap != 0).float())
             if len(gap):
-                self.largest["mismatch_max_nats"] = max(self.largest.get("mismatch_max_nats", 0.0), float(gap.max()))
+                self.largest["mismatch_max_nats"] = max(
+                    self.largest.get("mismatch_max_nats", 0.0), float(gap.max())
+                )
 
     def _mean(self, name: str, x: Tensor) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + float(x.detach().sum(dtype=torch.float64))
@@ -251,4 +261,6 @@ def _read_with_metadata(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             meta = f.metadata() or {}
         return load_file(path), meta
     except (OSError, SafetensorError) as e:
-        raise CheckpointError(f"{path}: cannot be read ({e}); the checkpoint is damaged, use an older one") from e
+        raise CheckpointError(
+            f"{path}: cannot be read ({e}); the checkpoint is damaged, use an older one"
+        ) from e

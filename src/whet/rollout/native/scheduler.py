@@ -7,89 +7,60 @@ deadlock. Requests with equal tokens are let in together: their full prompt page
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from whet.rollout.requests import StopText
 from whet.types import Completion, Sampling, WhetError
 
 
 @dataclass(eq=False)
 class Request:
-    """One call of `generate`."""
+    """One call of `generate`. The lists hold what is sampled once its row has ended or was interrupted."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
     ends: frozenset[int]
     """Tokens that end it."""
+    plain: bool
+    """Temperature is all there is to its sampling."""
     result: asyncio.Future[Completion]
+    stop_text: StopText | None = None
     token_ids: list[int] = field(default_factory=list)
-    """Sampled before an interruption; the rest lies with the runner."""
     logprobs: list[float] = field(default_factory=list)
     sample_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    stop_text: StopText | None = None
+    cached: int = field(init=False)
+    """Tokens it has in the cache at most: the last one it samples is never fed."""
+
+    def __post_init__(self) -> None:
+        self.cached = len(self.prompt) + self.sampling.max_tokens - 1
 
     @property
     def history(self) -> tuple[int, ...]:
-        """What has to be in the cache before the next token."""
+        """What has to be in the cache before its next token."""
         return (*self.prompt, *self.token_ids)
-
-    @property
-    def cached(self) -> int:
-        """Tokens it has in the cache at most: the last one it samples is never fed."""
-        return len(self.prompt) + self.sampling.max_tokens - 1
 
     def completion(self) -> Completion:
         """Everything sampled, with the reason for the end."""
+        stopped = self.token_ids[-1] in self.ends or (self.stop_text is not None and self.stop_text.found)
         return Completion(
             token_ids=self.token_ids,
             logprobs=self.logprobs,
             sample_logprobs=self.sample_logprobs,
             versions=self.versions,
-            finish_reason="stop" if self.stopped else "length",
+            finish_reason="stop" if stopped else "length",
         )
-
-    @property
-    def stopped(self) -> bool:
-        """An end token or a stop string was met."""
-        return self.token_ids[-1] in self.ends or (self.stop_text is not None and self.stop_text.found)
-
-
-@dataclass(eq=False)
-class StopText:
-    """Looks for stop strings in the text of tokens that come one by one.
-
-    Only a window of the newest tokens is decoded. It is long enough for every stop string, with a margin for what
-    a tokenizer may do to the first characters of a text that begins in the middle of a word or a letter.
-    """
-
-    stops: tuple[str, ...]
-    decode: Callable[[list[int]], str]
-    found: bool = False
-    window: list[int] = field(default_factory=list)
-
-    MARGIN = 8
-
-    def push(self, token: int) -> bool:
-        """Take the next token in; whether the text now contains a stop string."""
-        self.window.append(token)
-        text = self.decode(self.window)
-        self.found = self.found or any(stop in text for stop in self.stops)
-        half = self.window[len(self.window) // 2 :]
-        needed = max(map(len, self.stops)) + self.MARGIN
-        if len(text) > 2 * needed and len(self.decode(half)) > needed:
-            self.window = half
-        return self.found
 
 
 @dataclass(frozen=True)
 class Admission:
     """Requests with equal history that share one prefill, and the pages of each."""
 
-    token_ids: tuple[int, ...]
+    history: tuple[int, ...]
     requests: list[Request]
     pages: list[list[int]]
-    """The full pages of the history come first in each and are the same; the next one is each row's own."""
+    """Those that the history fills come first and are the same in all; the others are each row's own."""
 
 
 class Pages:
@@ -123,15 +94,16 @@ class Pages:
 
 
 class Scheduler:
-    """First come, first served, by prompt: the oldest waiting prompt goes next, with all who wait with equal tokens."""
+    """First come, first served, by history: the oldest goes next, with all who wait with equal tokens."""
 
     def __init__(self, pages: Pages, *, max_batch: int, prefill_tokens: int) -> None:
         self.pages, self.max_batch, self.prefill_tokens = pages, max_batch, prefill_tokens
         self.waiting: dict[tuple[int, ...], list[Request]] = {}
         self.running: dict[Request, list[int]] = {}
+        """The pages of each row."""
 
-    def refuse(self, request: Request) -> None:
-        """Raise WhetError if the request can never run."""
+    def refuse_impossible(self, request: Request) -> None:
+        """Raise WhetError if the request does not fit into the empty cache."""
         needed = self.pages.needed(request.cached)
         if needed > self.pages.count:
             raise WhetError(
@@ -140,26 +112,37 @@ class Scheduler:
                 "rollout.sampling.max_tokens or raise machine.kv_cache_mb"
             )
 
-    def add(self, request: Request) -> None:
-        self.waiting.setdefault(request.history, []).append(request)
+    def add(self, requests: Iterable[Request]) -> None:
+        """At the end of the queue."""
+        for request in requests:
+            self.waiting.setdefault(request.history, []).append(request)
+
+    def put_back(self, requests: Iterable[Request]) -> None:
+        """Interrupted rows: their pages are given back, and they go on before all who have not begun."""
+        later, self.waiting = self.waiting, {}
+        for request in requests:
+            self.release(request)
+            self.add([request])
+        for group in later.values():
+            self.add(group)
 
     def admit(self) -> list[Admission]:
-        """The next prefill: at most `prefill_tokens`, or one longer prompt. Empty: nobody waits or nothing is free."""
+        """The next prefill: at most `prefill_tokens`, or one longer history. Empty: nobody waits or nothing is free."""
         admitted: list[Admission] = []
         tokens = 0
         while self.waiting:
             history = next(iter(self.waiting))
-            if admitted and tokens + len(history) > self.prefill_tokens:
+            tokens += len(history)
+            if admitted and tokens > self.prefill_tokens:
                 break
             admission = self._admit(history)
             if admission is None:
                 break
             admitted.append(admission)
-            tokens += len(history)
         return admitted
 
     def _admit(self, history: tuple[int, ...]) -> Admission | None:
-        """All who wait with this history. More than fit at all are cut, once nothing else runs."""
+        """All who wait with this history; if they can never fit together, the first of them once nothing runs."""
         group = self.waiting[history]
         fit = self._fitting(history, group)
         if fit < len(group) and (self.running or fit == 0):
@@ -168,13 +151,13 @@ class Scheduler:
         if fit < len(group):
             self.waiting = {history: group[fit:], **self.waiting}
         full = len(history) // self.pages.size
-        tables: list[list[int]] = []
+        shared = self.pages.take(full)
+        for _ in range(fit - 1):
+            self.pages.share(shared)
         for request in group[:fit]:
-            count = self.pages.needed(max(request.cached, len(history)))
-            shared = self.pages.share(tables[0][:full]) if tables else self.pages.take(full)
-            tables.append(shared + self.pages.take(count - full))
-            self.running[request] = tables[-1]
-        return Admission(history, group[:fit], tables)
+            own = self.pages.needed(request.cached) - full
+            self.running[request] = shared + self.pages.take(own)
+        return Admission(history, group[:fit], [self.running[r] for r in group[:fit]])
 
     def _fitting(self, history: tuple[int, ...], group: list[Request]) -> int:
         """How many of the group there are rows and pages for."""
@@ -182,25 +165,30 @@ class Scheduler:
         free = len(self.pages.free) - full
         fit = 0
         for request in group[: self.max_batch - len(self.running)]:
-            free -= self.pages.needed(max(request.cached, len(history))) - full
+            free -= self.pages.needed(request.cached) - full
             if free < 0:
                 break
             fit += 1
         return fit
 
     def release(self, request: Request) -> None:
-        """The request's row has ended: its pages are free, unless others share them."""
+        """Its row has ended: its pages are free, unless others share them."""
         self.pages.give(self.running.pop(request))
 
     def forget(self, request: Request) -> None:
-        """Take a waiting request out."""
+        """Take it out of the queue."""
         group = self.waiting[request.history]
         group.remove(request)
         if not group:
             del self.waiting[request.history]
 
+    @property
     def requests(self) -> Iterator[Request]:
         """Everyone, running or waiting."""
         yield from self.running
         for group in self.waiting.values():
             yield from group
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)

@@ -1,0 +1,143 @@
+"""A config on its way: plain values from several places, where each came from, and the problems so far."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pydantic import ValidationError
+
+from whet.config.faults import faults, named, shown
+from whet.config.interpolate import interpolate
+from whet.config.keys import Path, did_you_mean, dotted, lookup
+from whet.config.parse import parse
+from whet.config.schema import Config
+from whet.config.tree import get, leaves, merge, origin, path_of, stage_names, stage_tree
+from whet.types import Json
+
+
+@dataclass
+class Draft:
+    """Filled in the order of precedence, then resolved, then validated."""
+
+    tree: dict[str, Json] = field(default_factory=dict)
+    origins: dict[Path, str] = field(default_factory=dict)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    """(place, text)"""
+    broken: set[Path] = field(default_factory=set)
+    """Paths whose problem is already told."""
+
+    def put(self, path: Path, value: Json, source: str) -> None:
+        """Merge a value in at a path; a list index in it must exist."""
+        self.tree = _replaced(self.tree, path, value)
+        if not isinstance(value, dict):
+            self.origins = {at: s for at, s in self.origins.items() if at[: len(path)] != path}
+        for at, _ in leaves(value, path):
+            self.origins[at] = source
+            for n in range(len(path) or 1, len(at)):
+                self.origins.setdefault(at[:n], source)
+
+    def override(self, text: str) -> None:
+        """Apply `key.path=value`; the value is YAML, nothing after the sign is null."""
+        key, equals, value = (part.strip() for part in text.partition("="))
+        source = f"override {text}"
+        if not equals or not key or key[0] in "+~-":
+            self.problems.append((source, "expected key.path=value, without +, ~ or --"))
+            return
+        parsed = parse(value)
+        path = path_of(key, stage_names(self.tree))
+        wrong = [said for _, said in parsed.problems] or [w for w in (self._closed(path) or self._shadowed(path),) if w]
+        if wrong:
+            self.problems += [(source, said) for said in wrong]
+        else:
+            self.put(path, parsed.tree if value else None, source)
+
+    def _closed(self, path: Path) -> str:
+        """Why nothing can be put at this path, or ''."""
+        if len(path) > 1 and path[0] == "stages" and not isinstance(path[1], int):
+            return f"there is no stage {path[1]!r}; stages: {', '.join(stage_names(self.tree)) or 'none'}"
+        unknown = _unknown(path)
+        if unknown:
+            return f"unknown key{did_you_mean(unknown)}"
+        for n in range(1, len(path)):
+            around, part = get(self.tree, path[:n]), path[n]
+            if isinstance(around, list) and not (isinstance(part, int) and part < len(around)):
+                return f"{dotted(path[:n])} has {len(around)} entries, counted from 0: there is no {part}"
+            if isinstance(part, int) and not isinstance(around, list):
+                return f"{dotted(path[:n])} has no entries: there is no {part}"
+            if around is not None and not isinstance(around, dict | list):
+                return f"{dotted(path[:n])} is {shown(around)}, not a section"
+        return ""
+
+    def _shadowed(self, path: Path) -> str:
+        """Words for an override of the base over which every stage puts its own value, else ''."""
+        stages = self.tree.get("stages")
+        if path[0] == "stages" or not isinstance(stages, list) or not stages:
+            return ""
+        if any(get(stage, path) is None for stage in stages):
+            return ""
+        at = ".".join(map(str, path))
+        return f"no effect: every stage sets its own; write for example stages.{stage_names(self.tree)[0]}.{at}=..."
+
+    def interpolate(self) -> None:
+        """Replace `${...}` by what it stands for; the schema's defaults can be referred to."""
+        written = self.tree
+        self.tree, wrong = interpolate(written, Config().model_dump(mode="json"))
+        for path, said in wrong.items():
+            self.broken.add(path)
+            self._tell(path, f"{named(path, written)}: {shown(get(written, path))}: {said}")
+
+    def validate(self) -> Config | None:
+        """The Config; or None, with the problems of the base, then those that appear in a stage."""
+        config, seen = None, set[tuple[Path, str]]()
+        try:
+            config = Config.model_validate_json(json.dumps(self.tree))
+        except ValidationError as e:
+            seen = self._note(self.tree, e, (), seen)
+        stages = self.tree.get("stages")
+        for n, stage in enumerate(stages if isinstance(stages, list) else ()):
+            if not isinstance(stage, dict):
+                continue
+            merged = stage_tree(self.tree, stage)
+            try:
+                Config.model_validate_json(json.dumps(merged))
+            except ValidationError as e:
+                self._note(merged, e, ("stages", n), seen)
+        return config
+
+    def _note(
+        self, tree: Mapping[str, Json], error: ValidationError, above: Path, seen: set[tuple[Path, str]]
+    ) -> set[tuple[Path, str]]:
+        """Add the problems that are not in `seen`; give back all that were found."""
+        found = faults(tree, error)
+        for fault in found:
+            at = (*above, *fault.path)
+            told = (fault.path, fault.text) in seen or any(at[: len(b)] == b or fault.path == b for b in self.broken)
+            if not told:
+                self._tell(at, f"{named(at, self.tree)}: {fault.text}")
+        return {(fault.path, fault.text) for fault in found}
+
+    def _tell(self, path: Path, text: str) -> None:
+        self.problems.append((origin(self.origins, path), text))
+
+
+def _unknown(path: Path) -> Path:
+    """The beginning of a path up to the first name that the schema does not have; () if it has all."""
+    for n in range(1, len(path) + 1):
+        key = lookup(path[:n])
+        if key is None:
+            return path[:n]
+        if key.words.endswith("a section of any keys"):
+            return ()
+    return ()
+
+
+def _replaced(tree: Json, path: Path, value: Json) -> Json:
+    """A copy of the tree with a value merged in at a path; missing sections are made."""
+    if not path:
+        return merge(tree, value)
+    if isinstance(tree, list):
+        return [_replaced(v, path[1:], value) if n == path[0] else v for n, v in enumerate(tree)]
+    inner = tree if isinstance(tree, dict) else {}
+    return {**inner, path[0]: _replaced(inner.get(path[0]), path[1:], value)}

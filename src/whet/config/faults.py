@@ -1,0 +1,135 @@
+"""What is wrong with a value, in words: the value given, what was expected, what to write instead."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from whet.config.keys import Path, did_you_mean, distance, dotted, keys, lookup
+from whet.config.parse import scalar
+from whet.config.tree import get, stage_names
+from whet.types import Json
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One problem of one key."""
+
+    path: Path
+    text: str
+
+
+def faults(tree: Json, error: ValidationError) -> list[Fault]:
+    """What pydantic found in these plain values, one fault a key, in the order of the schema."""
+    found: dict[Path, Fault] = {}
+    for detail in error.errors(include_url=False, include_context=False):
+        fault = _fault(tree, detail)
+        found.setdefault(fault.path, fault)
+    return list(found.values())
+
+
+def _fault(tree: Json, detail: ErrorDetails) -> Fault:
+    loc, kind = detail["loc"], detail["type"]
+    if kind == "extra_forbidden":
+        return Fault(loc, f"unknown key{_not_in_stage(loc) or did_you_mean(loc)}")
+    if kind == "missing" and lookup(loc):
+        return Fault(loc, f"must be given: {_expected(loc)}")
+    path = max((loc[:n] for n in range(len(loc) + 1) if lookup(loc[:n])), key=len, default=loc)
+    value = get(tree, path)
+    return Fault(path, f"got {shown(value)}, expected {_expected(path)}{_hint(value, path)}")
+
+
+def _not_in_stage(path: Path) -> str:
+    if len(path) == 3 and path[0] == "stages" and (str(path[2]),) in keys():
+        return f"; {path[2]} cannot differ between stages, it belongs at the top level"
+    return ""
+
+
+def _expected(path: Path) -> str:
+    key = lookup(path)
+    assert key is not None
+    first = key.description.replace("\n", " ").partition(". ")[0].rstrip(".")
+    return f"{key.words} ({first[:1].lower()}{first[1:]})" if first else key.words
+
+
+def _hint(value: Json, path: Path) -> str:
+    """What to write instead, where that can be told."""
+    key = lookup(path)
+    assert key is not None
+    wanted = set(_parts(key.annotation))
+    choices = [c for w in wanted if get_origin(w) is Literal for c in get_args(w) if isinstance(c, str)]
+    if value is None:
+        return "; leave the key out for the default" if not key.required else ""
+    if isinstance(value, str):
+        return _text_hint(value, wanted, choices)
+    if isinstance(value, bool) and choices:
+        return "; put the text in quotes" if {"on", "off"} & set(choices) else ""
+    if isinstance(value, float) and int in wanted and value.is_integer():
+        return f"; write {int(value)}"
+    if isinstance(value, int | float) and str in wanted:
+        return f'; write "{shown(value)}"'
+    if not isinstance(value, list | dict) and tuple in wanted:
+        return f"; write a list: [{shown(value)}]"
+    return ""
+
+
+def _text_hint(value: str, wanted: set[Any], choices: list[str]) -> str:
+    number = scalar(value.strip().replace("_", "").replace(",", ""))
+    if isinstance(number, int | float) and not isinstance(number, bool) and wanted & {int, float}:
+        bare = int(number) if int in wanted and float(number).is_integer() else number
+        return f"; this is text: write {bare} without quotes (from the environment: ${{oc.decode:${{oc.env:NAME}}}})"
+    if bool in wanted or choices == ["on", "off"]:
+        word = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(value.lower(), value.lower())
+        return f"; write {word} without quotes" if word in ("true", "false") else ""
+    near = sorted((distance(value.lower(), c.lower()), c) for c in choices)
+    if near and near[0][0] <= 2:
+        return f"; did you mean '{near[0][1]}'?"
+    return f"; write a list: [{shown(value)}]" if tuple in wanted and str not in wanted else ""
+
+
+def _parts(annotation: Any) -> list[Any]:
+    """The plain types a value may have: int, float, bool, str, tuple, dict, Literals, sections."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _parts(arguments[0])
+    if origin in (Union, types.UnionType):
+        return [part for a in arguments for part in _parts(a)]
+    if origin in (tuple, dict):
+        return [origin]
+    return [annotation]
+
+
+# ---------------------------------------------------------------- showing
+
+
+def shown(value: Json) -> str:
+    """A value as it stands in a config, cut where it is long."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def named(path: Path, tree: Json) -> str:
+    """The key for people: `data.train[0].path`, `stages[1] ('rl').train.steps`."""
+    if len(path) > 1 and path[0] == "stages" and isinstance(path[1], int) and isinstance(tree, dict):
+        names = stage_names(tree)
+        label = f"stages[{path[1]}]" + (f" ('{names[path[1]]}')" if names[path[1] : path[1] + 1] != [""] else "")
+        return label + ("." + dotted(path[2:]) if len(path) > 2 else "")
+    return dotted(path)
+
+
+def listing(problems: Iterable[tuple[str, str]], what: str) -> str:
+    """One message of all problems, (place, text) each, in the order of the file's lines."""
+    ordered = sorted(problems, key=lambda p: _line(p[0]))
+    count = "1 problem" if len(ordered) == 1 else f"{len(ordered)} problems"
+    return "\n".join([f"{count} in {what}:", *(f"  {place}: {text}" if place else f"  {text}" for place, text in ordered)])
+
+
+def _line(place: str) -> float:
+    number = place.rpartition(":")[2]
+    return int(number) if number.isdecimal() and not place.startswith("override ") else float("inf")

@@ -1,0 +1,84 @@
+"""Configs as plain values: merge them, walk them, find a place in them, put a stage over the base."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from whet.config.keys import Path, lookup
+from whet.config.schema import Algorithm, Stage
+from whet.types import Json
+
+STAGE_SECTIONS = tuple(name for name in Stage.model_fields if name != "name")
+
+
+def merge(base: Json, over: Json) -> Json:
+    """Dicts merged key by key, all else replaced; neither is changed."""
+    if not isinstance(base, dict) or not isinstance(over, dict):
+        return over
+    return {**base, **{k: merge(base[k], v) if k in base else v for k, v in over.items()}}
+
+
+def leaves(tree: Json, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every value that is not a filled dict or list, with its path."""
+    if not tree or not isinstance(tree, dict | list):
+        yield path, tree
+        return
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield from leaves(value, (*path, key))
+
+
+def get(tree: Json, path: Path) -> Json:
+    """The value at a path; None where there is none."""
+    for part in path:
+        if isinstance(tree, dict) and part in tree:
+            tree = tree[part]
+        elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
+            tree = tree[part]
+        else:
+            return None
+    return tree
+
+
+def stage_tree(base: Mapping[str, Json], stage: Mapping[str, Json]) -> dict[str, Json]:
+    """One stage's whole config. A stage with another recipe does not inherit the keys of the base's recipe."""
+    out = {k: v for k, v in base.items() if k != "stages"}
+    default = Algorithm.model_fields["name"].default
+    inherited = get(out, ("algorithm", "name")) or default
+    if (get(dict(stage), ("algorithm", "name")) or inherited) != inherited:
+        del out["algorithm"]
+    return merge(out, {k: v for k, v in stage.items() if k in STAGE_SECTIONS})
+
+
+def stage_names(tree: Mapping[str, Json]) -> list[str]:
+    """Names of the stages; '' where one has none."""
+    stages = tree.get("stages")
+    return [str(get(s, ("name",)) or "") for s in stages] if isinstance(stages, list) else []
+
+
+def path_of(key: str, stages: Sequence[str]) -> Path:
+    """`data.eval.0.limit`, `data.eval[0].limit`, `stages.sft.train.steps` as a path, list indexes as numbers."""
+    path: Path = ()
+    for part in re.sub(r"\[(\d+)\]", r".\1", key).split("."):
+        if path == ("stages",) and part in stages:
+            path = (*path, list(stages).index(part))
+        elif path and _is_list(path) and part.isdecimal():
+            path = (*path, int(part))
+        else:
+            path = (*path, part)
+    return path
+
+
+def _is_list(path: Path) -> bool:
+    key = lookup(path)
+    return key is not None and "a list" in key.words.partition(",")[0] and path[-1] != "*"
+
+
+def origin(origins: Mapping[Path, str], path: Path) -> str:
+    """Where a value, or the nearest section around it, was given; '' if nowhere. A stage's falls back to the base's."""
+    in_stage = len(path) > 2 and path[0] == "stages"
+    for n in range(len(path), 2 if in_stage else 0, -1):
+        if path[:n] in origins:
+            return origins[path[:n]]
+    return origin(origins, path[2:]) or origins.get(path[:2], "") if in_stage else ""

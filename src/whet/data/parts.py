@@ -1,0 +1,140 @@
+"""Rows in memory: Python dicts, or an Arrow table whose rows become Python only when asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import pyarrow as pa
+
+from whet.types import DataError, Json
+
+Row = dict[str, Json]
+
+
+class Part(Protocol):
+    """The rows of one file (or generator), in order."""
+
+    def __len__(self) -> int: ...
+
+    def slice(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Row]: ...
+
+    def where(self, i: int) -> str: ...
+
+
+@dataclass(frozen=True)
+class ListPart:
+    """Rows that are Python already. `numbers[i]` is the line, or the number of the row, for messages."""
+
+    origin: str
+    rows: Sequence[Row]
+    unit: str = "row"
+    numbers: Sequence[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def slice(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Row]:
+        return list(self.rows[start:stop])
+
+    def where(self, i: int) -> str:
+        return f"{self.origin}, {self.unit} {self.numbers[i] if self.numbers else i + 1}"
+
+
+@dataclass(frozen=True)
+class ArrowPart:
+    """Rows in an Arrow table."""
+
+    origin: str
+    table: pa.Table
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def slice(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Row]:
+        names = self.table.column_names
+        table = self.table if columns is None else self.table.select([n for n in names if n in columns])
+        if not table.column_names:
+            return [{} for _ in range(min(stop, len(self)) - start)]
+        return table.slice(start, stop - start).to_pylist()
+
+    def where(self, i: int) -> str:
+        return f"{self.origin}, row {i + 1}"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All rows of one source, numbered from 0."""
+
+    name: str
+    """Label of the source: `Source.name`, or the file's stem, the task's or the function's name."""
+    parts: tuple[Part, ...]
+
+    def __len__(self) -> int:
+        return sum(len(p) for p in self.parts)
+
+    def row(self, i: int) -> Row:
+        part, at = self._find(i)
+        return part.slice(at, at + 1, None)[0]
+
+    def where(self, i: int) -> str:
+        """The file and the line or row number of row i, for messages."""
+        part, at = self._find(i)
+        return part.where(at)
+
+    def slice(self, start: int, stop: int, columns: Sequence[str] | None = None) -> list[Row]:
+        """Rows start .. stop-1; from Arrow only the named columns, other rows may hold more."""
+        out: list[Row] = []
+        first = 0
+        for part in self.parts:
+            begin, end = max(start - first, 0), min(stop - first, len(part))
+            if begin < end:
+                out += part.slice(begin, end, columns)
+            first += len(part)
+        return out
+
+    def _find(self, i: int) -> tuple[Part, int]:
+        for part in self.parts:
+            if i < len(part):
+                return part, i
+            i -= len(part)
+        raise IndexError(i)
+
+
+def loads(text: bytes, where: str) -> Json:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise DataError(f"{where}: not JSON: {e}") from e
+
+
+def json_copy(value: Json, where: str) -> Json:
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as e:
+        raise DataError(f"{where} cannot be written as JSON: {e}") from e
+
+
+def as_row(value: Json, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: a row must be an object with named columns; found {describe(value)}.")
+    return value
+
+
+def flaw(value: object, path: str = "") -> str | None:
+    """'column x.0 holds a set' for the first value inside that is not JSON, else None."""
+    if value is None or type(value) in (str, int, float, bool):
+        return None
+    if type(value) is list:
+        return next(filter(None, (flaw(v, f"{path}.{i}") for i, v in enumerate(value))), None)
+    if type(value) is dict:
+        if odd := [k for k in value if type(k) is not str]:
+            return f"column {path.lstrip('.') or 'names'} has the key {odd[0]!r}"
+        return next(filter(None, (flaw(v, f"{path}.{k}") for k, v in value.items())), None)
+    return f"column {path.lstrip('.')} holds {describe(value)}"
+
+
+def describe(value: object) -> str:
+    return f"a {type(value).__name__} ({repr(value)[:60]})"

@@ -1,0 +1,378 @@
+"""The processes between a run and its rewards: keeper -> nursery -> workers.
+
+The keeper is forked from the run once, loads the foreign functions, forks the nursery, and forks it again if it
+dies. The nursery is single-threaded and runs no foreign code: it hands calls to workers, one at a time each, and
+kills and replaces what misbehaves. When the run ends, however it ends, both see their channel close and kill all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from whet.guard import confine, frames, worker
+from whet.types import WhetError
+
+Loader = Callable[[], worker.Function]
+"""Makes the foreign function; runs in the keeper, so nothing of it needs to be pickled."""
+
+KILL = b"k"
+"""Run to keeper: the nursery does not answer, replace it."""
+TIMEOUT = struct.Struct("!d")
+"""Head of a call's body: its timeout in seconds. The rest is for the worker."""
+
+_TICK_S = 0.1
+_BEAT_S = 1.0
+_GATHER_S = 0.01
+_MAX_PROCESSES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What all workers of a jail may use."""
+
+    workers: int
+    memory_mb: int
+    max_output_bytes: int
+
+
+@dataclass(slots=True)
+class Work:
+    """A call that has no answer yet."""
+
+    number: int
+    timeout_s: float
+    body: bytes
+    alone: bool = False
+    """Run it in a new worker: it has ended a used one, which may have been another call's doing."""
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A reward process, seen from the nursery."""
+
+    pid: int
+    channel: socket.socket
+    output: int
+    work: Work | None = None
+    deadline: float = 0.0
+    served: int = 0
+    inbox: bytearray = field(default_factory=bytearray)
+    printed: bytearray = field(default_factory=bytearray)
+    dropped: int = 0
+
+
+def fork(body: Callable[[], None]) -> int:
+    """Run `body` in a new process, which ends with it. Returns the process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        body()
+        code = 0
+    except BaseException:  # noqa: BLE001  nothing may unwind into the copied frames of the parent
+        traceback.print_exc(file=sys.__stderr__)
+    finally:
+        os._exit(code)
+
+
+def keep(control: socket.socket, loaders: Mapping[str, Loader], limits: Limits) -> None:
+    """The keeper's life. Reports on `control` how loading went, then sends a channel for every nursery it forks."""
+    confine.detach()
+    confine.adopt_orphans()
+    confine.shut({control.fileno()})
+    functions, problem = _load(loaders)
+    control.sendall(frames.pack(0, json.dumps(problem).encode()))
+    while not problem:
+        ours, theirs = socket.socketpair()
+        alive, life = os.pipe()
+        keeper = os.getpid()
+        pid = fork(lambda: _nursery(theirs, life, keeper, functions=functions, limits=limits))  # noqa: B023
+        theirs.close()
+        os.close(life)
+        socket.send_fds(control, [b"n"], [ours.fileno()])
+        ours.close()
+        problem = _watch(control, alive, pid)
+        os.close(alive)
+        confine.sweep(set(), {})
+
+
+def _load(loaders: Mapping[str, Loader]) -> tuple[dict[str, worker.Function], str]:
+    """The functions, and '' or what went wrong."""
+    functions = {}
+    for name, load in loaders.items():
+        try:
+            functions[name] = load()
+        except WhetError as error:
+            return {}, str(error)
+        except BaseException as error:  # noqa: BLE001  foreign code: importing it can do anything
+            return {}, f"reward {name!r}: loading it raised {worker.describe(error)}"
+    return functions, ""
+
+
+def _watch(control: socket.socket, alive: int, pid: int) -> str:
+    """Wait until the nursery `pid` has ended ('') or the run has (a word)."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(control, selectors.EVENT_READ)
+        selector.register(alive, selectors.EVENT_READ)
+        while True:
+            ready = {key.fileobj for key, _ in selector.select()}
+            if alive in ready:
+                return ""
+            if control in ready and control.recv(1) != KILL:
+                return "the run has ended"
+            confine.send(pid, signal.SIGKILL)
+
+
+def _nursery(
+    run: socket.socket, life: int, keeper: int, *, functions: Mapping[str, worker.Function], limits: Limits
+) -> None:
+    os.setsid()
+    confine.die_with(keeper)
+    confine.adopt_orphans()
+    confine.shut({run.fileno(), life})
+    Nursery(run, functions, limits).live()
+
+
+class Nursery:
+    """Hands calls to workers in order of arrival, and answers every one exactly once."""
+
+    def __init__(self, run: socket.socket, functions: Mapping[str, worker.Function], limits: Limits) -> None:
+        self.run, self.functions, self.limits = run, functions, limits
+        self.queue: deque[Work] = deque()
+        self.workers: list[Worker] = []
+        self.inbox = bytearray()
+        self.outbox = bytearray(frames.pack(0, b""))
+        self.sent_at = 0.0
+        self.exits: dict[int, int] = {}
+        self.next_tick = 0.0
+        self.open = True
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(run, selectors.EVENT_READ, self.hear_run)
+        run.setblocking(False)
+
+    def live(self) -> None:
+        """Until the run closes its channel."""
+        while self.open:
+            self.dispatch()
+            self.flush()
+            for key, _ in self.selector.select(self.patience_s()):
+                if key.fileobj in self.selector.get_map():  # an earlier event of this round may have ended it
+                    key.data()
+            self.tick()
+        confine.sweep(set(), self.exits)
+
+    def busy(self) -> list[Worker]:
+        return [w for w in self.workers if w.work]
+
+    def patience_s(self) -> float | None:
+        if self.outbox:
+            return _GATHER_S
+        busy = self.busy()
+        if not busy:
+            return None
+        now = time.monotonic()
+        return max(0.0, min(_TICK_S, *(w.deadline - now for w in busy)))
+
+    # ------------------------------------------------------------ the run
+
+    def hear_run(self) -> None:
+        try:
+            data = self.run.recv(1 << 20)
+        except OSError:
+            data = b""
+        self.open = bool(data)
+        self.inbox += data
+        for number, body in frames.unpack(self.inbox, frames.MAX_CALL_BYTES):
+            self.queue.append(Work(number, TIMEOUT.unpack_from(body)[0], body[TIMEOUT.size :]))
+
+    def flush(self) -> None:
+        """Send answers: gathered while calls are quick, for the run's sake, at once when there is no more to do."""
+        now = time.monotonic()
+        if not self.outbox or (now - self.sent_at < _GATHER_S and (self.queue or self.busy())):
+            return
+        with contextlib.suppress(BlockingIOError):
+            sent = self.run.send(self.outbox)
+            del self.outbox[:sent]
+        self.sent_at = now
+
+    def answer(self, w: Worker, work: Work, reply: dict[str, object]) -> None:
+        """Answer `work` with `reply` and what was printed meanwhile."""
+        self.drain(w)
+        reply["output"] = w.printed.decode(errors="replace")
+        reply["dropped"] = w.dropped
+        w.printed.clear()
+        w.dropped = 0
+        w.work = None
+        self.outbox += frames.pack(work.number, json.dumps(reply).encode())
+
+    # ------------------------------------------------------------ workers
+
+    def dispatch(self) -> None:
+        """Give waiting calls to idle workers; fork workers as needed, up to the limit."""
+        while self.queue:
+            idle = [w for w in self.workers if not w.work]
+            if self.queue[0].alone and len(self.workers) == self.limits.workers and idle:
+                self.end(idle.pop())
+            if not idle or self.queue[0].alone:
+                if len(self.workers) == self.limits.workers:
+                    return
+                idle = [self.spawn()]
+            self.start(idle[0], self.queue.popleft())
+
+    def start(self, w: Worker, work: Work) -> None:
+        w.work, w.deadline = work, time.monotonic() + work.timeout_s
+        try:
+            w.channel.sendall(frames.pack(work.number, work.body))
+        except OSError:  # it ended while idle, through something an earlier call left
+            self.end(w)
+            self.queue.appendleft(work)
+
+    def spawn(self) -> Worker:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(_BEAT_S)
+        out, into = os.pipe()
+        os.set_blocking(out, False)
+        nursery = os.getpid()
+        pid = fork(partial(self.become_worker, theirs, into, nursery))
+        theirs.close()
+        os.close(into)
+        w = Worker(pid, ours, out)
+        self.selector.register(ours, selectors.EVENT_READ, partial(self.hear, w))
+        self.selector.register(out, selectors.EVENT_READ, partial(self.drain, w))
+        self.workers.append(w)
+        return w
+
+    def become_worker(self, channel: socket.socket, into: int, nursery: int) -> None:
+        os.setsid()
+        confine.die_with(nursery)
+        os.dup2(into, 1)
+        os.dup2(into, 2)
+        confine.shut({channel.fileno()})
+        worker.serve(channel, self.functions, self.limits.memory_mb)
+
+    def hear(self, w: Worker) -> None:
+        """A worker answered, wrote nonsense, or ended."""
+        try:
+            data = w.channel.recv(1 << 20)
+        except OSError:
+            data = b""
+        if not data:
+            return self.ended(w)
+        w.inbox += data
+        try:
+            messages = frames.unpack(w.inbox, frames.MAX_REPLY_BYTES)
+            if not messages:
+                return None
+            reply, fit = read_reply(messages, w)
+        except ValueError as error:
+            return self.fail(w, "output", f"on the channel of results: {error}")
+        work = w.work
+        assert work is not None
+        w.served += 1
+        if w.served > 1 and isinstance(reply.get("failure"), list) and reply["failure"][0] == "memory":
+            return self.retry(w)
+        self.answer(w, work, reply)
+        if not fit:
+            self.end(w)
+        return None
+
+    def drain(self, w: Worker) -> None:
+        """Take what a worker has printed; keep the first bytes, count the rest."""
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(64):  # 4 MB at most in one go: one chatterbox must not hold up the others
+                data = os.read(w.output, 1 << 16)
+                if not data:
+                    if w.output in self.selector.get_map():
+                        self.selector.unregister(w.output)
+                    return
+                room = max(0, self.limits.max_output_bytes - len(w.printed))
+                w.printed += data[:room]
+                w.dropped += max(0, len(data) - room)
+
+    def ended(self, w: Worker) -> None:
+        """The channel of a worker closed: say how it died. A used worker's death is put to the test in a new one."""
+        how = self.exit_of(w)
+        if w.work and w.served and not w.work.alone:
+            return self.retry(w)
+        if w.work:
+            return self.fail(w, "crashed", how)
+        return self.end(w)
+
+    def exit_of(self, w: Worker) -> str:
+        end = time.monotonic() + _TICK_S
+        while w.pid not in self.exits and time.monotonic() < end:
+            confine.reap(self.exits)
+            time.sleep(0.0005)
+        if w.pid not in self.exits:
+            return "the process closed its channel of results"
+        code = self.exits[w.pid]
+        return f"the process ended by {signal.Signals(-code).name}" if code < 0 else f"the process exited with code {code}"
+
+    def retry(self, w: Worker) -> None:
+        assert w.work is not None
+        w.work.alone = True
+        self.queue.appendleft(w.work)
+        self.end(w)
+
+    def fail(self, w: Worker, kind: str, detail: str) -> None:
+        assert w.work is not None
+        self.answer(w, w.work, {"failure": [kind, detail]})
+        self.end(w)
+
+    def end(self, w: Worker) -> None:
+        """Kill a worker and everything below it."""
+        if w.pid not in self.exits:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(w.pid, signal.SIGKILL)
+            confine.send(w.pid, signal.SIGKILL)
+        self.workers.remove(w)
+        for channel in (w.channel, w.output):
+            with contextlib.suppress(KeyError):
+                self.selector.unregister(channel)
+        w.channel.close()
+        os.close(w.output)
+        confine.sweep({other.pid for other in self.workers}, self.exits)
+        self.exits.pop(w.pid, None)
+
+    def tick(self) -> None:
+        """Enforce deadlines; now and then count processes and tell the run that this process lives."""
+        now = time.monotonic()
+        for w in self.busy():
+            assert w.work is not None
+            if now >= w.deadline:
+                self.fail(w, "timeout", f"no result in {w.work.timeout_s:g} s")
+        if now < self.next_tick:
+            return
+        self.next_tick = now + _TICK_S
+        for w in self.busy():
+            if (count := len(confine.descendants(w.pid))) > _MAX_PROCESSES:
+                self.fail(w, "processes", f"it started {count} processes, at most {_MAX_PROCESSES} are allowed")
+        if self.busy() and now - self.sent_at > _BEAT_S:
+            self.outbox += frames.pack(0, b"")
+
+
+def read_reply(messages: list[tuple[int, bytes]], w: Worker) -> tuple[dict[str, object], bool]:
+    """The answer to the call in flight, and whether the worker can take another. ValueError on anything else."""
+    if w.work is None or len(messages) > 1 or w.inbox or messages[0][0] != w.work.number:
+        raise ValueError("bytes that are no answer")
+    try:
+        reply = json.loads(messages[0][1])
+    except RecursionError as error:
+        raise ValueError("JSON nested too deeply") from error
+    if not isinstance(reply, dict) or ("parts" in reply) == ("failure" in reply):
+        raise ValueError("JSON that is no answer")
+    return reply, reply.pop("fit", False) is True

@@ -1,0 +1,200 @@
+"""Are sampled log-probs the trainer's, bit for bit? Asked of the real model on the real machine at start-up.
+
+Which products round alike depends on the processor and on the build of the linear algebra library, so exactness is
+tested and reported, never assumed. Shape letters: N tokens, R rollouts, B live rows, G groups, P pages, T steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from whet import seeds
+from whet.batch import Batch
+from whet.models.attention import PAGE, CachedAttention, KvCache, PackedAttention
+from whet.models.forward import Decoder
+from whet.models.kernels import Ops
+from whet.models.logprobs import logits, token_logprobs
+from whet.models.packing import layout
+from whet.models.segments import Segments
+
+
+@dataclass(frozen=True)
+class ExactReport:
+    exact: bool
+    tokens: int
+    """Log-probs compared, each sampled token twice: with prompts shared and not."""
+    mismatches: int
+    max_diff: float
+    """Nats."""
+
+    def __str__(self) -> str:
+        if self.exact:
+            return f"exact: all {self.tokens} log-probs compared are equal bit for bit"
+        return (
+            f"close: {self.mismatches} of {self.tokens} log-probs differ, by at most {self.max_diff:.1e} nats"
+        )
+
+
+@torch.no_grad()
+def self_test(
+    decoder: Decoder,
+    ops: Ops,
+    *,
+    vocab_size: int,
+    seed: int,
+    temperature: float = 1.0,
+    groups: int = 5,
+    group_size: int = 4,
+    max_prompt: int = 40,
+    long_prompt: int = 270,
+    max_response: int = 24,
+) -> ExactReport:
+    """Sample rollouts step by step, then compute their log-probs as the trainer does, and compare the bits.
+
+    Prompts are random tokens, one of them `long_prompt` long (attention over more than 256 keys takes other
+    roads), the others up to `max_prompt`; responses end at random lengths; each decode step runs the live rows in a
+    random order, in two parts of random sizes. The trainer's side is computed with shared and with separate prompts.
+    """
+    random = np.random.Generator(np.random.Philox(key=seeds.key(seed, "self-test")))
+    prompt_G = random.integers(1, max_prompt + 1, groups)
+    prompt_G[-1] = long_prompt
+    rollouts = _Rollouts(
+        prompts=[torch.from_numpy(random.integers(0, vocab_size, n)) for n in prompt_G],
+        group_R=torch.arange(groups).repeat_interleave(group_size),
+        response_R=torch.from_numpy(random.integers(1, max_response + 1, groups * group_size)),
+    )
+    batch = _sample(decoder, ops, rollouts=rollouts, random=random, temperature=temperature)
+    sampled_A = batch.logp_sample_N[batch.mask_N]
+    trained_A = torch.cat(
+        [_trained(decoder, ops, batch=batch, share=share, temperature=temperature) for share in (True, False)]
+    )
+    differs_A = trained_A != sampled_A.repeat(2)
+    diff_A = (trained_A - sampled_A.repeat(2)).abs()
+    return ExactReport(
+        exact=not bool(differs_A.any()),
+        tokens=len(differs_A),
+        mismatches=int(differs_A.sum()),
+        max_diff=float(diff_A.max()),
+    )
+
+
+@dataclass(frozen=True)
+class _Rollouts:
+    """What is to be sampled."""
+
+    prompts: list[Tensor]
+    group_R: Tensor
+    response_R: Tensor
+    """Tokens to sample."""
+
+    @property
+    def prompt_R(self) -> Tensor:
+        return torch.tensor([len(p) for p in self.prompts])[self.group_R]
+
+
+def _sample(
+    decoder: Decoder, ops: Ops, *, rollouts: _Rollouts, random: np.random.Generator, temperature: float
+) -> Batch:
+    """Prefill each prompt once, then decode; a batch with `logp_sample_N`."""
+    weight = decoder.head.linear.weight
+    device, rows = weight.device, len(rollouts.group_R)
+    cache, table_RP = _cache(decoder, ops, rollouts=rollouts, like=weight)
+    token_RT = torch.zeros(rows, int(rollouts.response_R.max()), dtype=torch.int64, device=device)
+    logp_RT = torch.zeros(token_RT.shape, device=device)
+
+    def draw(rows_B: Tensor, hidden_BD: Tensor, step: int) -> None:
+        uniform_B = torch.from_numpy(random.random(len(rows_B))).to(device)
+        token_B, logp_B = ops.sample(logits(decoder.head, hidden_BD, temperature), uniform_B)
+        token_RT[rows_B, step], logp_RT[rows_B, step] = token_B, logp_B
+
+    draw(torch.arange(rows), _prefill(decoder, ops, rollouts=rollouts, cache=cache, table_RP=table_RP), 0)
+    for step in range(1, token_RT.shape[1]):
+        live_B = torch.nonzero(rollouts.response_R > step).flatten()
+        live_B = live_B[torch.from_numpy(random.permutation(len(live_B)))]
+        for part_B in live_B.tensor_split([int(random.integers(0, len(live_B) + 1))]):
+            if len(part_B):
+                length_B = (rollouts.prompt_R[part_B] + step - 1).to(device)
+                attend = CachedAttention(cache, table_RP[part_B], length_B, ops)
+                draw(part_B, decoder.hidden(token_RT[part_B, step - 1], length_B, attend), step)
+    return _batch(rollouts, token_RT, logp_RT)
+
+
+def _cache(
+    decoder: Decoder, ops: Ops, *, rollouts: _Rollouts, like: Tensor
+) -> tuple[KvCache, Tensor]:
+    """Pages of its own for every rollout, and their numbers [R, P]."""
+    pages_R = (rollouts.prompt_R + rollouts.response_R + PAGE - 1) // PAGE
+    first_R = pages_R.cumsum(0) - pages_R
+    cache = KvCache.allocate(
+        layers=decoder.layers,
+        pages=int(pages_R.sum()),
+        kv_heads=decoder.kv_heads,
+        head_dim=decoder.head_dim,
+        ops=ops,
+        dtype=like.dtype,
+        device=like.device,
+    )
+    table_RP = first_R[:, None] + torch.arange(int(pages_R.max()))
+    return cache, table_RP.clamp(max=cache.pages - 1).to(like.device)
+
+
+def _prefill(
+    decoder: Decoder, ops: Ops, *, rollouts: _Rollouts, cache: KvCache, table_RP: Tensor
+) -> Tensor:
+    """[R, D] hidden state of each prompt's last token; the prompts' keys and values go into every row's pages."""
+    device = table_RP.device
+    segments = Segments.of_lengths(torch.tensor([len(p) for p in rollouts.prompts]))
+    group_N = torch.arange(len(rollouts.prompts)).repeat_interleave(segments.q_len_S)
+    first_row_G = torch.searchsorted(rollouts.group_R, torch.arange(len(rollouts.prompts)))
+    position_N = segments.position_N
+    page_N = table_RP.cpu()[first_row_G[group_N], position_N // PAGE].to(device)
+    attend = PackedAttention(segments, ops, (cache, page_N, (position_N % PAGE).to(device)))
+    hidden_ND = decoder.hidden(torch.cat(rollouts.prompts).to(device), position_N.to(device), attend)
+    for row, group in enumerate(rollouts.group_R.tolist()):
+        leader = int(first_row_G[group])
+        if row != leader:
+            for page in range(-(-len(rollouts.prompts[group]) // PAGE)):
+                cache.copy_page(int(table_RP[leader, page]), int(table_RP[row, page]))
+    last_G = segments.q_start_S + segments.q_len_S - 1
+    return hidden_ND[last_G.to(device)][rollouts.group_R.to(device)]
+
+
+def _batch(rollouts: _Rollouts, token_RT: Tensor, logp_RT: Tensor) -> Batch:
+    rows, device = len(rollouts.group_R), token_RT.device
+    length_R = rollouts.prompt_R + rollouts.response_R
+    sampled_RT = torch.arange(token_RT.shape[1]) < rollouts.response_R[:, None]
+    row_N = torch.arange(rows).repeat_interleave(length_R)
+    position_N = torch.arange(len(row_N)) - (length_R.cumsum(0) - length_R)[row_N]
+    mask_N = position_N >= rollouts.prompt_R[row_N]
+    token_ids_N = torch.empty(len(row_N), dtype=torch.int64)
+    token_ids_N[mask_N] = token_RT.cpu()[sampled_RT]
+    token_ids_N[~mask_N] = torch.cat([rollouts.prompts[g] for g in rollouts.group_R.tolist()])
+    logp_N = torch.zeros(len(row_N))
+    logp_N[mask_N] = logp_RT.cpu()[sampled_RT]
+    return Batch(
+        token_ids_N=token_ids_N,
+        mask_N=mask_N,
+        row_N=row_N,
+        version_N=torch.zeros_like(row_N),
+        logp_sample_N=logp_N,
+        length_R=length_R,
+        prompt_R=rollouts.prompt_R,
+        group_R=rollouts.group_R,
+        reward_R=torch.zeros(rows),
+        stopped_R=torch.zeros(rows, dtype=torch.bool),
+    ).to(device)
+
+
+def _trained(decoder: Decoder, ops: Ops, *, batch: Batch, share: bool, temperature: float) -> Tensor:
+    """[A] log-probs of the sampled tokens as the trainer computes them."""
+    plan = layout(batch, share_prompts=share)
+    hidden_UD = decoder.hidden(plan.token_ids_U, plan.position_U, PackedAttention(plan.segments, ops))
+    hidden_AD = F.embedding(plan.predictor_N[batch.mask_N], hidden_UD)
+    return token_logprobs(
+        hidden_AD, batch.token_ids_N[batch.mask_N], head=decoder.head, ops=ops, temperature=temperature
+    )[0]

@@ -1,0 +1,734 @@
+/* CPU kernels of whet: what lies between the matrix products. fp32, no headers but libc's and OpenMP's.
+
+   The law of this file: a row (a token, a head) is computed in an order that depends on that row's own data alone.
+   Sums run over 16 lanes by absolute index and are folded in one fixed tree; products accumulate one term after the
+   other (acc += a * b, never a sum of two products where the compiler could choose what to fuse differently in two
+   places). Tiles, threads and neighbours therefore cannot change a bit, and a key counts the same whether it lies in
+   a shared prompt, in the own part or in a page of the cache. Masked keys have weight exactly 0: adding them is exact.
+
+   Vectors are the compiler's generic ones (16 floats), lowered to AVX-512, AVX2 or NEON. Strides are in floats. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int64_t i64;
+typedef float vf __attribute__((vector_size(64)));
+typedef float vf_any __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(64)));
+
+#define INLINE static inline __attribute__((always_inline))
+#define LANES 16
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define UNROLL _Pragma("GCC unroll 16")
+
+INLINE vf load(const float *p) { return *(const vf_any *)p; }
+INLINE void store(float *p, vf x) { *(vf_any *)p = x; }
+INLINE vf all(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+INLINE vf pick(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+INLINE vf vmax(vf a, vf b) { return pick(a > b, a, b); }
+
+/* n <= 16 floats, the rest of the vector is `fill`: tails run through the same code as bodies. */
+INLINE vf load_n(const float *p, i64 n, float fill) {
+    if (n >= LANES) return load(p);
+    vf x = all(fill);
+    float part[LANES];
+    memcpy(part, &x, sizeof part);
+    if (n == 8) memcpy(part, p, 32);
+    else for (i64 i = 0; i < n; i++) part[i] = p[i];
+    memcpy(&x, part, sizeof part);
+    return x;
+}
+
+INLINE void store_n(float *p, vf x, i64 n) {
+    if (n >= LANES) { store(p, x); return; }
+    float part[LANES];
+    memcpy(part, &x, sizeof part);
+    if (n == 8) memcpy(p, part, 32);
+    else for (i64 i = 0; i < n; i++) p[i] = part[i];
+}
+
+INLINE float fold_sum(vf x) {
+    float part[LANES];
+    memcpy(part, &x, sizeof part);
+    for (int step = LANES / 2; step > 0; step /= 2)
+        for (int i = 0; i < step; i++) part[i] += part[i + step];
+    return part[0];
+}
+
+INLINE float fold_max(vf x) {
+    float part[LANES];
+    memcpy(part, &x, sizeof part);
+    for (int step = LANES / 2; step > 0; step /= 2)
+        for (int i = 0; i < step; i++) part[i] = part[i] > part[i + step] ? part[i] : part[i + step];
+    return part[0];
+}
+
+/* exp to about 1 ulp (Cephes expf); exactly 0 below the smallest normal number, so exp(-inf) is 0; NaN stays NaN. */
+INLINE vf vexp(vf x) {
+    vi dead = x < all(-87.33654f);
+    x = pick(x > all(88.0f), all(88.0f), x);
+    vf n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* to the nearest integer */
+    vf r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vf p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r;
+    vi power = (__builtin_convertvector(n, vi) + 127) << 23;
+    return (vf)(~dead & (vi)((p + 1.0f) * (vf)power));
+}
+
+/* tanh (Cephes tanhf): a polynomial near 0, where 1 - 2/(e^2x + 1) would lose digits. */
+INLINE vf vtanh(vf x) {
+    vf size = (vf)((vi)x & 0x7fffffff), z = x * x;
+    vf p = all(-5.70498872745e-3f);
+    p = p * z + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    vf near = (p * z) * x + x;
+    vf far = 1.0f - 2.0f / (vexp(size + size) + 1.0f);
+    far = (vf)((vi)far | ((vi)x & (int32_t)0x80000000));
+    return pick(size < all(0.625f), near, far);
+}
+
+#define ROWS_IN_PARALLEL _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")
+#define UNITS_IN_PARALLEL _Pragma("omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)")
+
+/* ---- RMS norm, rotary embedding ------------------------------------------------------------------------------ */
+
+#define CHUNK 64 /* rows whose weight gradients are summed in one chain; fixed, so that threads change nothing */
+
+INLINE float inverse_rms(const float *x, i64 D, float eps) {
+    vf sum = all(0);
+    for (i64 i = 0; i < D; i += LANES) {
+        vf a = load_n(x + i, D - i, 0);
+        sum += a * a;
+    }
+    return 1.0f / sqrtf(fold_sum(sum) / (float)D + eps);
+}
+
+/* out = x * rms^-1 * (offset + w) for one row. */
+INLINE void norm_row(const float *x, const float *w, float *out, i64 D, float eps, float offset) {
+    vf scale = all(inverse_rms(x, D, eps));
+    for (i64 i = 0; i < D; i += LANES)
+        store_n(out + i, (load_n(x + i, D - i, 0) * scale) * (load_n(w + i, D - i, 0) + offset), D - i);
+}
+
+/* dx (plus `more`, where given) and the row's share of dw. dx = r (g - x r^2 mean(g x)) with g = dy (offset + w). */
+INLINE void norm_row_backward(const float *x, const float *w, const float *dy, const float *more, float *dx,
+                              float *dw, i64 D, float eps, float offset) {
+    float r = inverse_rms(x, D, eps);
+    vf dot = all(0);
+    for (i64 i = 0; i < D; i += LANES) {
+        vf a = load_n(x + i, D - i, 0), g = load_n(dy + i, D - i, 0);
+        dot += (g * (load_n(w + i, D - i, 0) + offset)) * a;
+        store_n(dw + i, load_n(dw + i, D - i, 0) + g * (a * r), D - i);
+    }
+    float pull = fold_sum(dot) / (float)D * r * r;
+    for (i64 i = 0; i < D; i += LANES) {
+        vf g = load_n(dy + i, D - i, 0) * (load_n(w + i, D - i, 0) + offset);
+        vf d = (g - load_n(x + i, D - i, 0) * pull) * r;
+        if (more) d += load_n(more + i, D - i, 0);
+        store_n(dx + i, d, D - i);
+    }
+}
+
+static void sum_chunks(const float *part, float *dw, i64 chunks, i64 D) {
+    for (i64 i = 0; i < D; i++) {
+        double sum = 0;
+        for (i64 c = 0; c < chunks; c++) sum += part[c * D + i];
+        dw[i] = (float)sum;
+    }
+}
+
+/* residual and sum may be NULL; else sum = x + residual and the sum is normed. */
+void whet_rms_norm(const float *x, const float *residual, const float *w, float *out, float *sum, i64 N, i64 D,
+                   float eps, float offset, int threads) {
+    ROWS_IN_PARALLEL
+    for (i64 n = 0; n < N; n++) {
+        const float *row = x + n * D;
+        if (residual) {
+            for (i64 i = 0; i < D; i += LANES)
+                store_n(sum + n * D + i, load_n(row + i, D - i, 0) + load_n(residual + n * D + i, D - i, 0), D - i);
+            row = sum + n * D;
+        }
+        norm_row(row, w, out + n * D, D, eps, offset);
+    }
+}
+
+/* part: [ceil(N / 64), D] of zeros. */
+void whet_rms_norm_backward(const float *x, const float *w, const float *dy, const float *more, float *dx, float *dw,
+                            float *part, i64 N, i64 D, float eps, float offset, int threads) {
+    i64 chunks = (N + CHUNK - 1) / CHUNK;
+    ROWS_IN_PARALLEL
+    for (i64 c = 0; c < chunks; c++)
+        for (i64 n = c * CHUNK; n < MIN(N, (c + 1) * CHUNK); n++)
+            norm_row_backward(x + n * D, w, dy + n * D, more ? more + n * D : NULL, dx + n * D, part + c * D, D, eps,
+                              offset);
+    sum_chunks(part, dw, chunks, D);
+}
+
+/* out_i = x_i cos_i - x_{i+half} sin_i ; out_{i+half} = x_{i+half} cos_{i+half} + x_i sin_{i+half}. */
+INLINE void rope_row(const float *x, const float *cos, const float *sin, float *out, i64 half) {
+    for (i64 i = 0; i < half; i += LANES) {
+        i64 n = half - i;
+        vf low = load_n(x + i, n, 0), high = load_n(x + half + i, n, 0);
+        store_n(out + i, low * load_n(cos + i, n, 0) - high * load_n(sin + i, n, 0), n);
+        store_n(out + half + i, high * load_n(cos + half + i, n, 0) + low * load_n(sin + half + i, n, 0), n);
+    }
+}
+
+INLINE void rope_row_backward(const float *dy, const float *cos, const float *sin, float *dx, i64 half) {
+    for (i64 i = 0; i < half; i += LANES) {
+        i64 n = half - i;
+        vf low = load_n(dy + i, n, 0), high = load_n(dy + half + i, n, 0);
+        store_n(dx + i, low * load_n(cos + i, n, 0) + high * load_n(sin + half + i, n, 0), n);
+        store_n(dx + half + i, high * load_n(cos + half + i, n, 0) - low * load_n(sin + i, n, 0), n);
+    }
+}
+
+#define MAX_HEAD 512
+
+/* x: token stride x_n, head stride x_h; out, dy, dx contiguous [N, H, D]; w may be NULL: no norm. */
+void whet_norm_rope(const float *x, i64 x_n, i64 x_h, const float *w, const float *cos, const float *sin, float *out,
+                    i64 N, i64 H, i64 D, float eps, float offset, int threads) {
+    ROWS_IN_PARALLEL
+    for (i64 n = 0; n < N; n++)
+        for (i64 h = 0; h < H; h++) {
+            float normed[MAX_HEAD];
+            const float *row = x + n * x_n + h * x_h;
+            if (w) {
+                norm_row(row, w, normed, D, eps, offset);
+                row = normed;
+            }
+            rope_row(row, cos + n * D, sin + n * D, out + (n * H + h) * D, D / 2);
+        }
+}
+
+void whet_norm_rope_backward(const float *x, i64 x_n, i64 x_h, const float *w, const float *cos, const float *sin,
+                             const float *dy, float *dx, float *dw, float *part, i64 N, i64 H, i64 D, float eps,
+                             float offset, int threads) {
+    i64 chunks = (N + CHUNK - 1) / CHUNK;
+    ROWS_IN_PARALLEL
+    for (i64 c = 0; c < chunks; c++)
+        for (i64 n = c * CHUNK; n < MIN(N, (c + 1) * CHUNK); n++)
+            for (i64 h = 0; h < H; h++) {
+                float turned[MAX_HEAD], *out = dx + (n * H + h) * D;
+                rope_row_backward(dy + (n * H + h) * D, cos + n * D, sin + n * D, w ? turned : out, D / 2);
+                if (w)
+                    norm_row_backward(x + n * x_n + h * x_h, w, turned, NULL, out, part + c * D, D, eps, offset);
+            }
+    if (w) sum_chunks(part, dw, chunks, D);
+}
+
+/* ---- gated linear unit --------------------------------------------------------------------------------------- */
+
+/* act(g), and its derivative. act 0: silu, 1: gelu (tanh form). */
+INLINE vf activate(vf g, int act, vf *slope) {
+    if (act == 0) {
+        vf s = 1.0f / (1.0f + vexp(-g));
+        *slope = s * (1.0f + g * (1.0f - s));
+        return g * s;
+    }
+    vf g2 = g * g;
+    vf t = vtanh(0.7978845608f * (g * (1.0f + 0.044715f * g2)));
+    vf half = 0.5f * (1.0f + t);
+    vf inner = 0.7978845608f * (1.0f + 0.134145f * g2);
+    *slope = half + (0.5f * g) * ((1.0f - t * t) * inner);
+    return g * half;
+}
+
+/* gate and up have row strides; out is contiguous. */
+void whet_glu(const float *gate, i64 gate_n, const float *up, i64 up_n, float *out, i64 N, i64 F, int act,
+              int threads) {
+    ROWS_IN_PARALLEL
+    for (i64 n = 0; n < N; n++)
+        for (i64 i = 0; i < F; i += LANES) {
+            vf slope;
+            vf y = activate(load_n(gate + n * gate_n + i, F - i, 0), act, &slope);
+            store_n(out + n * F + i, y * load_n(up + n * up_n + i, F - i, 0), F - i);
+        }
+}
+
+void whet_glu_backward(const float *gate, i64 gate_n, const float *up, i64 up_n, const float *dout, float *dgate,
+                       float *dup, i64 N, i64 F, int act, int threads) {
+    ROWS_IN_PARALLEL
+    for (i64 n = 0; n < N; n++)
+        for (i64 i = 0; i < F; i += LANES) {
+            vf slope, d = load_n(dout + n * F + i, F - i, 0);
+            vf y = activate(load_n(gate + n * gate_n + i, F - i, 0), act, &slope);
+            store_n(dup + n * F + i, d * y, F - i);
+            store_n(dgate + n * F + i, (d * load_n(up + n * up_n + i, F - i, 0)) * slope, F - i);
+        }
+}
+
+/* ---- log-probs and sampling ---------------------------------------------------------------------------------- */
+
+#define BLOCK 256 /* logits summed in fp32 before the sum goes on in double */
+
+/* Maximum and sum of exp(x - maximum). Where wanted: the sum of exp(x - max) (x - max), and the blocks' sums. */
+INLINE double softmax_total(const float *x, i64 V, float *max_out, double *weighted, double *blocks) {
+    vf top = all(-INFINITY);
+    for (i64 i = 0; i < V; i += LANES) top = vmax(load_n(x + i, V - i, -INFINITY), top);
+    float max = fold_max(top);
+    double total = 0, moment = 0;
+    for (i64 b = 0; b < V; b += BLOCK) {
+        vf sum = all(0), sum_x = all(0);
+        for (i64 i = b; i < MIN(V, b + BLOCK); i += LANES) {
+            vf z = load_n(x + i, V - i, -INFINITY) - max, e = vexp(z);
+            sum += e;
+            if (weighted) sum_x += e * vmax(z, all(-200.0f)); /* e is 0 there; 0 * -inf would be NaN */
+        }
+        double part = fold_sum(sum);
+        if (blocks) blocks[b / BLOCK] = part;
+        total += part;
+        if (weighted) moment += fold_sum(sum_x);
+    }
+    if (weighted) *weighted = moment;
+    *max_out = max;
+    return total;
+}
+
+INLINE float token_logp(const float *x, i64 token, float max, double total) {
+    return (float)((double)(x[token] - max) - log(total));
+}
+
+void whet_logprobs(const float *logits, const i64 *target, float *logp, float *entropy, i64 N, i64 V, int threads) {
+    ROWS_IN_PARALLEL
+    for (i64 n = 0; n < N; n++) {
+        float max;
+        double moment, total = softmax_total(logits + n * V, V, &max, &moment, NULL);
+        logp[n] = token_logp(logits + n * V, target[n], max, total);
+        entropy[n] = (float)(log(total) - moment / total);
+    }
+}
+
+/* In place: logits become p (-dentropy (log p + H) - dlogp), + dlogp at the target. dentropy may be NULL. */
+void whet_logprobs_backward(float *logits, const i64 *target, const float *logp, const float *entropy,
+                            const float *dlogp, const float *dentropy, i64 N, i64 V, int threads) {
+    ROWS_IN_PARALLEL
+    for (i64 n = 0; n < N; n++) {
+        float *x = logits + n * V;
+        float lse = (float)((double)x[target[n]] - (double)logp[n]);
+        float pull = dentropy ? dentropy[n] : 0, push = dlogp[n], h = entropy[n];
+        for (i64 i = 0; i < V; i += LANES) {
+            vf z = load_n(x + i, V - i, -INFINITY) - lse, p = vexp(z);
+            vf g = vmax(z, all(-200.0f)) + h;
+            store_n(x + i, p * (-push - g * pull), V - i);
+        }
+        x[target[n]] += push;
+    }
+}
+
+/* First index with cumulative mass > x in one block, else the block's last index with any mass. */
+static i64 draw_in_block(const float *logits, i64 from, i64 to, float max, double x) {
+    double seen = 0;
+    i64 last = from;
+    for (i64 i = from; i < to; i += LANES) {
+        float mass[LANES];
+        vf e = vexp(load_n(logits + i, to - i, -INFINITY) - max);
+        memcpy(mass, &e, sizeof mass);
+        for (i64 j = 0; j < LANES; j++) {
+            if (!(mass[j] > 0)) continue;
+            seen += mass[j];
+            last = i + j;
+            if (seen > x) return last;
+        }
+    }
+    return last;
+}
+
+/* Inverse CDF at uniform in [0, 1). Returns the number of rows without a distribution (NaN, +inf, all -inf). */
+i64 whet_sample(const float *logits, const double *uniform, i64 *token, float *logp, i64 B, i64 V, int threads) {
+    i64 bad = 0, count = (V + BLOCK - 1) / BLOCK;
+    double *sums = malloc(sizeof(double) * B * count);
+    if (!sums) return -1;
+    _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1) reduction(+ : bad)")
+    for (i64 b = 0; b < B; b++) {
+        const float *row = logits + b * V;
+        float max;
+        double *sum = sums + b * count, total = softmax_total(row, V, &max, NULL, sum);
+        token[b] = 0, logp[b] = 0;
+        if (!(total > 0) || isinf(total)) {
+            bad++;
+            continue;
+        }
+        double x = uniform[b] * total, before = 0, start = 0;
+        i64 chosen = -1;
+        for (i64 i = 0; i < count && chosen < 0; i++) {
+            if (before + sum[i] > x) chosen = i, start = before;
+            before += sum[i];
+        }
+        if (chosen < 0) { /* u * total rounded up to total: the last block with any mass */
+            for (chosen = count - 1; !(sum[chosen] > 0);) chosen--;
+            start = -INFINITY;
+        }
+        token[b] = draw_in_block(row, chosen * BLOCK, MIN(V, (chosen + 1) * BLOCK), max, x - start);
+        logp[b] = token_logp(row, token[b], max, total);
+    }
+    free(sums);
+    return bad;
+}
+
+/* ---- attention: micro kernels -------------------------------------------------------------------------------- */
+
+/* s[r][16 b + lane] = sum over d of q[r][d] kt[b][d][lane], one term after the other, for NQ rows and NB blocks. */
+INLINE void score_tile(const float *q, const float *const *kt, float *s, i64 ld, i64 D, const int NQ, const int NB) {
+    vf acc[16];
+    UNROLL for (int i = 0; i < NQ * NB; i++) acc[i] = all(0);
+    for (i64 d = 0; d < D; d++)
+        UNROLL for (int b = 0; b < NB; b++) {
+            vf k = load(kt[b] + d * LANES);
+            UNROLL for (int r = 0; r < NQ; r++) acc[r * NB + b] += q[r * D + d] * k;
+        }
+    UNROLL for (int r = 0; r < NQ; r++)
+        UNROLL for (int b = 0; b < NB; b++) store(s + r * ld + b * LANES, acc[r * NB + b]);
+}
+
+#define SCORE_ROWS(NQ, NB)                                                                  \
+    for (; rows - r >= NQ; r += NQ) {                                                       \
+        i64 b = 0;                                                                          \
+        for (; b + NB <= blocks; b += NB)                                                   \
+            score_tile(q + r * D, kt + b, s + r * ld + b * LANES, ld, D, NQ, NB);           \
+        for (; b < blocks; b++) score_tile(q + r * D, kt + b, s + r * ld + b * LANES, ld, D, NQ, 1); \
+    }
+
+static void scores(const float *q, i64 rows, const float *const *kt, i64 blocks, float *s, i64 ld, i64 D) {
+    i64 r = 0;
+    SCORE_ROWS(8, 2)
+    SCORE_ROWS(4, 4)
+    SCORE_ROWS(2, 4)
+    SCORE_ROWS(1, 4)
+}
+
+/* c[r][:] += sum over k of a[r a_r + k a_k] b[k][:], one term after the other, for NR rows of ND vectors. */
+INLINE void weigh_tile(float *c, i64 c_r, const float *a, i64 a_r, i64 a_k, const float *b, i64 b_k, i64 K,
+                       const int NR, const int ND) {
+    vf acc[16];
+    UNROLL for (int r = 0; r < NR; r++)
+        UNROLL for (int d = 0; d < ND; d++) acc[r * ND + d] = load(c + r * c_r + d * LANES);
+    for (i64 k = 0; k < K; k++) {
+        vf x[ND];
+        UNROLL for (int d = 0; d < ND; d++) x[d] = load(b + k * b_k + d * LANES);
+        UNROLL for (int r = 0; r < NR; r++)
+            UNROLL for (int d = 0; d < ND; d++) acc[r * ND + d] += a[r * a_r + k * a_k] * x[d];
+    }
+    UNROLL for (int r = 0; r < NR; r++)
+        UNROLL for (int d = 0; d < ND; d++) store(c + r * c_r + d * LANES, acc[r * ND + d]);
+}
+
+#define WEIGH_ROWS(NR, ND) \
+    for (; rows - r >= NR; r += NR) weigh_tile(c + r * c_r + d, c_r, a + r * a_r, a_r, a_k, b + d, b_k, K, NR, ND);
+
+/* D is a multiple of 16. */
+static void weigh(float *c, i64 c_r, const float *a, i64 a_r, i64 a_k, const float *b, i64 b_k, i64 K, i64 rows,
+                  i64 D) {
+    i64 d = 0;
+    for (; d + 64 <= D; d += 64) {
+        i64 r = 0;
+        WEIGH_ROWS(4, 4) WEIGH_ROWS(2, 4) WEIGH_ROWS(1, 4)
+    }
+    for (; d + 32 <= D; d += 32) {
+        i64 r = 0;
+        WEIGH_ROWS(8, 2) WEIGH_ROWS(4, 2) WEIGH_ROWS(2, 2) WEIGH_ROWS(1, 2)
+    }
+    for (; d < D; d += 16) {
+        i64 r = 0;
+        WEIGH_ROWS(8, 1) WEIGH_ROWS(4, 1) WEIGH_ROWS(2, 1) WEIGH_ROWS(1, 1)
+    }
+}
+
+INLINE vf soft_cap(vf s, float cap) { return cap * vtanh(s / cap); }
+
+/* One row of scores at positions from .. from + 16 blocks - 1, of which lo .. hi are seen, becomes exp(s - max).
+   Returns the sum. Blocks before lo add exact zeros, so the sum does not depend on `from`. */
+INLINE float soft_row(float *s, i64 from, i64 blocks, i64 lo, i64 hi, float cap, float *max_out) {
+    i64 end = from + blocks * LANES;
+    if (cap > 0)
+        for (i64 i = 0; i < blocks * LANES; i += LANES) store(s + i, soft_cap(load(s + i), cap));
+    for (i64 t = from; t < lo; t++) s[t - from] = -INFINITY;
+    for (i64 t = hi + 1; t < end; t++) s[t - from] = -INFINITY;
+    vf top = all(-INFINITY), sum = all(0);
+    for (i64 i = 0; i < blocks * LANES; i += LANES) top = vmax(load(s + i), top);
+    float max = fold_max(top);
+    for (i64 i = 0; i < blocks * LANES; i += LANES) {
+        vf e = vexp(load(s + i) - max);
+        sum += e;
+        store(s + i, e);
+    }
+    *max_out = max;
+    return fold_sum(sum);
+}
+
+INLINE void scale_row(const float *x, float *out, float by, i64 D) {
+    for (i64 i = 0; i < D; i += LANES) store(out + i, load(x + i) * by);
+}
+
+/* ---- attention of a packed batch ----------------------------------------------------------------------------- */
+
+typedef struct {
+    const float *q, *k, *v;
+    i64 q_n, q_h, k_n, k_h, v_n, v_h; /* token and head strides */
+    i64 heads, kv_heads, D;
+    i64 window; /* 0: none */
+    float scale, cap; /* cap 0: none */
+    const i64 *q_start, *q_len, *prefix_start, *prefix_len; /* per segment */
+    const i64 *order, *family_start; /* segments sorted by family; where each family starts in that order */
+    i64 families, threads;
+} Packed;
+
+/* Keys or values of one segment and one kv head in blocks of 16, transposed: block[b][d][lane], position 16 b + lane. */
+typedef struct {
+    float *data;
+    const float **block;
+    i64 prefix_start, prefix_blocks; /* what the full prefix blocks hold now: reused by the next segment of the family */
+} Blocks;
+
+INLINE i64 token_at(i64 t, i64 prefix, i64 prefix_start, i64 q_start) {
+    return t < prefix ? prefix_start + t : q_start + t - prefix;
+}
+
+static void fill_blocks(Blocks *to, const float *x, i64 x_n, i64 D, i64 from, i64 until, i64 prefix, i64 prefix_start,
+                        i64 q_start, i64 keys) {
+    for (i64 b = from; b < until; b++) {
+        float *block = to->data + b * D * LANES;
+        to->block[b] = block;
+        for (i64 lane = 0; lane < LANES; lane++) {
+            i64 t = b * LANES + lane;
+            const float *row = x + token_at(t, prefix, prefix_start, q_start) * x_n;
+            if (t < keys) for (i64 d = 0; d < D; d++) block[d * LANES + lane] = row[d];
+            else for (i64 d = 0; d < D; d++) block[d * LANES + lane] = 0;
+        }
+    }
+}
+
+static void transpose_segment(Blocks *to, const float *x, i64 x_n, i64 D, const Packed *a, i64 s) {
+    i64 prefix = a->prefix_len[s], start = a->prefix_start[s], keys = prefix + a->q_len[s], full = prefix / LANES;
+    i64 have = (to->prefix_start == start) ? MIN(full, to->prefix_blocks) : 0;
+    fill_blocks(to, x, x_n, D, have, (keys + LANES - 1) / LANES, prefix, start, a->q_start[s], keys);
+    to->prefix_start = start;
+    to->prefix_blocks = full;
+}
+
+static i64 most_keys(const Packed *a, i64 family) {
+    i64 most = 0;
+    for (i64 i = a->family_start[family]; i < a->family_start[family + 1]; i++)
+        most = MAX(most, a->prefix_len[a->order[i]] + a->q_len[a->order[i]]);
+    return most;
+}
+
+#define QUERY_ROWS 16 /* query rows (token x head of the group) of a forward tile, if a group is not larger */
+#define GRAD_ROWS 32
+#define KEY_CHUNK 32 /* key blocks of a backward tile */
+
+/* The tile's part of c[r][:] += a[r][t] x[t][:] over positions t0 .. t1-1: first the prefix, then the own keys. */
+INLINE void weigh_keys(float *c, i64 c_r, const float *a, i64 a_r, const float *x, i64 x_n, i64 t0, i64 t1, i64 prefix,
+                       i64 prefix_start, i64 q_start, i64 rows, i64 D) {
+    i64 cut = MAX(t0, MIN(t1, prefix));
+    if (cut > t0) weigh(c, c_r, a, a_r, 1, x + (prefix_start + t0) * x_n, x_n, cut - t0, rows, D);
+    if (t1 > cut)
+        weigh(c, c_r, a + (cut - t0), a_r, 1, x + (q_start + cut - prefix) * x_n, x_n, t1 - cut, rows, D);
+}
+
+INLINE i64 first_seen(i64 position, i64 window) { return window ? MAX(0, position - window + 1) : 0; }
+
+static void forward_tile(const Packed *a, const Blocks *keys, i64 s, i64 kv, i64 from, i64 tokens, float *scratch,
+                         float *out, float *lse) {
+    i64 group = a->heads / a->kv_heads, rows = tokens * group, D = a->D, prefix = a->prefix_len[s];
+    i64 first = prefix + from, last = first + tokens - 1;
+    i64 b0 = first_seen(first, a->window) / LANES, blocks = last / LANES + 1 - b0, ld = blocks * LANES;
+    float *q = scratch, *sum = q + rows * D, *p = sum + rows * D, part[rows];
+    for (i64 r = 0; r < rows; r++)
+        scale_row(a->q + (a->q_start[s] + from + r / group) * a->q_n + (kv * group + r % group) * a->q_h, q + r * D,
+                  a->scale, D);
+    scores(q, rows, keys->block + b0, blocks, p, ld, D);
+    for (i64 r = 0; r < rows; r++) {
+        i64 at = first + r / group;
+        float max;
+        part[r] = soft_row(p + r * ld, b0 * LANES, blocks, first_seen(at, a->window), at, a->cap, &max);
+        lse[(a->q_start[s] + from + r / group) * a->heads + kv * group + r % group] = max + logf(part[r]);
+    }
+    memset(sum, 0, sizeof(float) * rows * D);
+    weigh_keys(sum, D, p, ld, a->v + kv * a->v_h, a->v_n, b0 * LANES, last + 1, prefix, a->prefix_start[s],
+               a->q_start[s], rows, D);
+    for (i64 r = 0; r < rows; r++)
+        scale_row(sum + r * D, out + ((a->q_start[s] + from + r / group) * a->heads + kv * group + r % group) * D,
+                  1.0f / part[r], D);
+}
+
+/* out [N, heads, D], lse [N, heads]. Returns 0, or 1 where memory ran out. */
+int whet_attend_packed(const Packed *a, float *out, float *lse) {
+    int threads = (int)a->threads, failed = 0;
+    i64 group = a->heads / a->kv_heads, D = a->D, step = MAX(1, QUERY_ROWS / group);
+    UNITS_IN_PARALLEL
+    for (i64 unit = 0; unit < a->families * a->kv_heads; unit++) {
+        i64 family = unit / a->kv_heads, kv = unit % a->kv_heads;
+        i64 blocks = (most_keys(a, family) + LANES - 1) / LANES, rows = step * group;
+        float *data = malloc(sizeof(float) * (blocks * LANES * (D + rows) + 2 * rows * D) + sizeof(float *) * blocks);
+        if (!data) {
+            failed = 1;
+            continue;
+        }
+        Blocks keys = {data, (const float **)(data + blocks * LANES * (D + rows) + 2 * rows * D), -1, 0};
+        for (i64 i = a->family_start[family]; i < a->family_start[family + 1]; i++) {
+            i64 s = a->order[i];
+            transpose_segment(&keys, a->k + kv * a->k_h, a->k_n, D, a, s);
+            for (i64 from = 0; from < a->q_len[s]; from += step)
+                forward_tile(a, &keys, s, kv, from, MIN(step, a->q_len[s] - from), data + blocks * LANES * D, out, lse);
+        }
+        free(data);
+    }
+    return failed;
+}
+
+/* Row r of a tile: scores s and dp = dout . v become p and ds, the gradient of the scaled score. */
+INLINE void grad_row(float *s, float *dp, i64 from, i64 blocks, i64 lo, i64 hi, float cap, float lse, float delta) {
+    for (i64 i = 0; i < blocks * LANES; i += LANES) {
+        vf z = load(s + i), slope = all(1);
+        if (cap > 0) {
+            vf t = vtanh(z / cap);
+            slope = 1.0f - t * t;
+            z = cap * t;
+        }
+        vf p = vexp(z - lse);
+        store(s + i, p);
+        store(dp + i, (p * (load(dp + i) - delta)) * slope);
+    }
+    i64 end = from + blocks * LANES;
+    for (i64 t = from; t < MIN(lo, end); t++) s[t - from] = dp[t - from] = 0;
+    for (i64 t = MAX(from, hi + 1); t < end; t++) s[t - from] = dp[t - from] = 0;
+}
+
+typedef struct {
+    const float *out, *lse, *dout; /* [N, heads, D], [N, heads], [N, heads, D] */
+    float *dq, *dk, *dv; /* [N, heads, D], [N, kv_heads, D] twice; dk and dv start as zeros */
+} Grads;
+
+static void backward_tile(const Packed *a, const Grads *g, const Blocks *keys, const Blocks *values, i64 s, i64 kv,
+                          i64 from, i64 tokens, float *scratch) {
+    i64 group = a->heads / a->kv_heads, rows = tokens * group, D = a->D, prefix = a->prefix_len[s];
+    i64 q_start = a->q_start[s], prefix_start = a->prefix_start[s], kv_n = a->kv_heads * D, ld = KEY_CHUNK * LANES;
+    i64 first = prefix + from, last = first + tokens - 1;
+    float *q = scratch, *dout = q + rows * D, *dq = dout + rows * D, *p = dq + rows * D, *ds = p + rows * ld;
+    float lse[rows], delta[rows];
+    for (i64 r = 0; r < rows; r++) {
+        i64 n = q_start + from + r / group, h = kv * group + r % group;
+        scale_row(a->q + n * a->q_n + h * a->q_h, q + r * D, a->scale, D);
+        memcpy(dout + r * D, g->dout + (n * a->heads + h) * D, sizeof(float) * D);
+        vf dot = all(0);
+        for (i64 i = 0; i < D; i += LANES) dot += load(dout + r * D + i) * load(g->out + (n * a->heads + h) * D + i);
+        lse[r] = g->lse[n * a->heads + h], delta[r] = fold_sum(dot);
+    }
+    memset(dq, 0, sizeof(float) * rows * D);
+    for (i64 b = first_seen(first, a->window) / LANES; b <= last / LANES; b += KEY_CHUNK) {
+        i64 blocks = MIN(KEY_CHUNK, last / LANES + 1 - b), t0 = b * LANES, t1 = MIN(last + 1, t0 + blocks * LANES);
+        scores(q, rows, keys->block + b, blocks, p, ld, D);
+        scores(dout, rows, values->block + b, blocks, ds, ld, D);
+        for (i64 r = 0; r < rows; r++) {
+            i64 at = first + r / group;
+            grad_row(p + r * ld, ds + r * ld, t0, blocks, first_seen(at, a->window), at, a->cap, lse[r], delta[r]);
+        }
+        weigh_keys(dq, D, ds, ld, a->k + kv * a->k_h, a->k_n, t0, t1, prefix, prefix_start, q_start, rows, D);
+        i64 cut = MAX(t0, MIN(t1, prefix)); /* dk, dv of the prefix's keys, then of the own ones */
+        i64 at[2] = {prefix_start + t0, q_start + cut - prefix}, skip[2] = {0, cut - t0}, n[2] = {cut - t0, t1 - cut};
+        for (int part = 0; part < 2; part++) {
+            weigh(g->dk + at[part] * kv_n + kv * D, kv_n, ds + skip[part], 1, ld, q, D, rows, n[part], D);
+            weigh(g->dv + at[part] * kv_n + kv * D, kv_n, p + skip[part], 1, ld, dout, D, rows, n[part], D);
+        }
+    }
+    for (i64 r = 0; r < rows; r++)
+        scale_row(dq + r * D, g->dq + ((q_start + from + r / group) * a->heads + kv * group + r % group) * D, a->scale,
+                  D);
+}
+
+/* A unit is a prefix family and a kv head: nobody else adds to its dk and dv, so threads cannot change the sums. */
+int whet_attend_packed_backward(const Packed *a, const Grads *g) {
+    int threads = (int)a->threads, failed = 0;
+    i64 group = a->heads / a->kv_heads, D = a->D, step = MAX(1, GRAD_ROWS / group), rows = step * group;
+    UNITS_IN_PARALLEL
+    for (i64 unit = 0; unit < a->families * a->kv_heads; unit++) {
+        i64 family = unit / a->kv_heads, kv = unit % a->kv_heads;
+        i64 blocks = (most_keys(a, family) + LANES - 1) / LANES, size = blocks * LANES * D;
+        i64 tile = rows * (3 * D + 2 * KEY_CHUNK * LANES);
+        float *data = malloc(sizeof(float) * (2 * size + tile) + 2 * sizeof(float *) * blocks);
+        if (!data) {
+            failed = 1;
+            continue;
+        }
+        const float **pointers = (const float **)(data + 2 * size + tile);
+        Blocks keys = {data, pointers, -1, 0}, values = {data + size, pointers + blocks, -1, 0};
+        for (i64 i = a->family_start[family]; i < a->family_start[family + 1]; i++) {
+            i64 s = a->order[i];
+            transpose_segment(&keys, a->k + kv * a->k_h, a->k_n, D, a, s);
+            transpose_segment(&values, a->v + kv * a->v_h, a->v_n, D, a, s);
+            for (i64 from = 0; from < a->q_len[s]; from += step)
+                backward_tile(a, g, &keys, &values, s, kv, from, MIN(step, a->q_len[s] - from), data + 2 * size);
+        }
+        free(data);
+    }
+    return failed;
+}
+
+/* ---- attention of a decode step ------------------------------------------------------------------------------ */
+
+typedef struct {
+    const float *q, *k, *v; /* pages of one layer: k [pages, kv_heads, D, 16], v [pages, kv_heads, 16, D] */
+    i64 q_n, q_h;
+    i64 heads, kv_heads, D;
+    i64 window;
+    float scale, cap;
+    const int32_t *table; /* [rows, table_n] page numbers */
+    const i64 *keys; /* [rows] */
+    i64 rows, table_n, threads;
+} Cached;
+
+static int cached_row(const Cached *a, i64 row, i64 kv, float *out) {
+    i64 group = a->heads / a->kv_heads, D = a->D, keys = a->keys[row], page = D * LANES;
+    i64 lo = first_seen(keys - 1, a->window), b0 = lo / LANES, blocks = (keys - 1) / LANES + 1 - b0;
+    i64 ld = blocks * LANES;
+    float *q = malloc(sizeof(float) * group * (2 * D + ld) + sizeof(float *) * blocks);
+    if (!q) return 1;
+    float *sum = q + group * D, *p = sum + group * D, part[group], max;
+    const float **block = (const float **)(p + group * ld);
+    const int32_t *pages = a->table + row * a->table_n + b0;
+    for (i64 b = 0; b < blocks; b++) block[b] = a->k + (pages[b] * a->kv_heads + kv) * page;
+    for (i64 r = 0; r < group; r++)
+        scale_row(a->q + row * a->q_n + (kv * group + r) * a->q_h, q + r * D, a->scale, D);
+    scores(q, group, block, blocks, p, ld, D);
+    for (i64 r = 0; r < group; r++) part[r] = soft_row(p + r * ld, b0 * LANES, blocks, lo, keys - 1, a->cap, &max);
+    memset(sum, 0, sizeof(float) * group * D);
+    for (i64 b = 0; b < blocks; b++)
+        weigh(sum, D, p + b * LANES, ld, 1, a->v + (pages[b] * a->kv_heads + kv) * page, D,
+              MIN(LANES, keys - (b0 + b) * LANES), group, D);
+    for (i64 r = 0; r < group; r++)
+        scale_row(sum + r * D, out + (row * a->heads + kv * group + r) * D, 1.0f / part[r], D);
+    free(q);
+    return 0;
+}
+
+int whet_attend_cached(const Cached *a, float *out) {
+    int threads = (int)a->threads, failed = 0;
+    UNITS_IN_PARALLEL /* kv head outside: rows that share a prompt meet its pages in the cache of the processor */
+    for (i64 unit = 0; unit < a->rows * a->kv_heads; unit++)
+        if (cached_row(a, unit % a->rows, unit / a->rows, out)) failed = 1;
+    return failed;
+}
+
+void whet_write_kv(float *k_pages, float *v_pages, const float *k, i64 k_n, i64 k_h, const float *v, i64 v_n, i64 v_h,
+                   const i64 *page, const i64 *slot, i64 N, i64 K, i64 D, int threads) {
+    ROWS_IN_PARALLEL
+    for (i64 n = 0; n < N; n++)
+        for (i64 h = 0; h < K; h++) {
+            const float *from = k + n * k_n + h * k_h;
+            float *to = k_pages + (page[n] * K + h) * D * LANES + slot[n];
+            for (i64 d = 0; d < D; d++) to[d * LANES] = from[d];
+            memcpy(v_pages + ((page[n] * K + h) * LANES + slot[n]) * D, v + n * v_n + h * v_h, sizeof(float) * D);
+        }
+}

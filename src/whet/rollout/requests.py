@@ -1,0 +1,67 @@
+"""What every engine checks in a request, and the rules by which a reply ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from whet.types import Sampling, WhetError
+
+Decode = Callable[[list[int]], str]
+"""Tokens to text."""
+
+
+def check(token_ids: Sequence[int], sampling: Sampling, *, vocab: int, max_context: int, decodes: bool) -> None:
+    """Raise WhetError if the request cannot be served, whatever else is running."""
+    s = sampling
+    if not token_ids:
+        raise WhetError("the prompt is empty; an engine needs at least one token to go on from")
+    if not 0 <= min(token_ids) <= max(token_ids) < vocab:
+        raise WhetError(
+            f"the prompt has token ids {min(token_ids)} to {max(token_ids)}, the model's vocabulary is 0 to {vocab - 1}; "
+            "the tokenizer belongs to another model"
+        )
+    if not 0 <= s.min_tokens <= s.max_tokens or s.max_tokens < 1:
+        raise WhetError(f"min_tokens={s.min_tokens}, max_tokens={s.max_tokens}: expected 0 <= min <= max, 1 <= max")
+    if len(token_ids) + s.max_tokens > max_context:
+        raise WhetError(
+            f"a prompt of {len(token_ids)} tokens and max_tokens={s.max_tokens} pass the engine's limit of "
+            f"{max_context} tokens a rollout; shorten the prompt or lower rollout.sampling.max_tokens"
+        )
+    if s.stop and not decodes:
+        raise WhetError("stop strings need an engine that was given `decode`; give it, or use stop_token_ids")
+    if s.ignore_eos and (s.stop or s.stop_token_ids):
+        raise WhetError("ignore_eos goes on to max_tokens whatever is sampled; it excludes stop and stop_token_ids")
+
+
+def ends_of(sampling: Sampling, end_token_ids: Collection[int]) -> frozenset[int]:
+    """The tokens that end this request."""
+    return frozenset() if sampling.ignore_eos else frozenset(end_token_ids) | frozenset(sampling.stop_token_ids)
+
+
+@dataclass(eq=False)
+class StopText:
+    """Looks for stop strings in the text of tokens that come one by one.
+
+    Only a window of the newest tokens is decoded. It holds every text that may still become a stop string, and a
+    margin for what a tokenizer does to the first characters of a text that begins inside a word or a letter.
+    """
+
+    MARGIN: ClassVar[int] = 8
+
+    stops: tuple[str, ...]
+    decode: Decode
+    found: bool = False
+    window: list[int] = field(default_factory=list)
+
+    def push(self, token: int) -> bool:
+        """Take the next token in; whether the reply's text contains a stop string by now."""
+        self.window.append(token)
+        text = self.decode(self.window)
+        self.found = self.found or any(stop in text for stop in self.stops)
+        needed = max(map(len, self.stops)) + self.MARGIN
+        half = self.window[len(self.window) // 2 :]
+        if len(text) > 2 * needed and len(self.decode(half)) > needed:
+            self.window = half
+        return self.found

@@ -1,0 +1,350 @@
+"""What `whet show` prints: a run's summary and its single rollouts, read from its directory alone.
+
+The run may be in progress, or have been killed in the middle of a line: what is whole is shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from tokenizers import Tokenizer
+
+from whet.track.files import is_running
+from whet.track.metrics import FAILED, HELD_OUT, REWARD
+from whet.track.record import list_steps, read_lines, read_rollouts
+from whet.track.report import (
+    Example,
+    StageReport,
+    count,
+    duration,
+    final_report,
+    printable,
+    share,
+    shorten,
+)
+from whet.types import DataError, Json
+
+Lines = list[dict[str, Json]]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a run directory holds, read once."""
+
+    path: Path
+    metrics: Lines
+    timings: Lines
+    config: dict[str, Json]
+    manifest: dict[str, Json]
+    """The last start."""
+
+    @property
+    def stages(self) -> list[str]:
+        return list(dict.fromkeys(line["stage"] for line in self.metrics))
+
+    def of(self, stage: str, *having: str) -> Lines:
+        """Lines of a stage that have these numbers."""
+        return [x for x in self.metrics if x["stage"] == stage and all(name in x for name in having)]
+
+
+def read(run_dir: Path) -> Written:
+    """Raises DataError if this is no run directory."""
+    if not (run_dir / "metrics.jsonl").exists():
+        raise DataError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
+    config, manifest = run_dir / "config.yaml", run_dir / "manifest.json"
+    starts = json.loads(manifest.read_text())["starts"] if manifest.exists() else [{}]
+    return Written(
+        path=run_dir,
+        metrics=read_lines(run_dir / "metrics.jsonl"),
+        timings=read_lines(run_dir / "timings.jsonl"),
+        config=(yaml.safe_load(config.read_text()) or {}) if config.exists() else {},
+        manifest=starts[-1],
+    )
+
+
+# ---------------------------------------------------------------- the summary
+
+
+def summary(run_dir: Path) -> RenderableType:
+    """State and config, a line a stage, evaluations, where the time went, failures, the newest numbers."""
+    run = read(run_dir)
+    sections = [
+        ("stages", _stages(run)),
+        ("held-out", _evaluations(run)),
+        ("seconds by phase", _phases(run)),
+        ("rollouts without a reward", _failures(run)),
+        ("newest numbers", _newest(run)),
+    ]
+    parts: list[RenderableType] = [_head(run)]
+    for title, table in sections:
+        if table is not None:
+            parts += ["", Text(title, "bold"), table]
+    return Group(*parts)
+
+
+def _head(run: Written) -> Table:
+    state = {True: "running", False: "not running", None: "running on another host, or killed there"}
+    config, manifest = run.config, run.manifest
+    model = config.get("model", {})
+    source = model.get("path") or (model.get("scratch") or {}).get("architecture", "?")
+    packages = manifest.get("packages", {})
+    rows = {
+        "run": f"{run.path}, {state[is_running(run.path)]}",
+        "model": str(source),
+        "algorithm": str(config.get("algorithm", {}).get("name", "?")),
+        "seed": str(config.get("seed", "?")),
+        "started": f"{manifest.get('started_utc', '?')} on {manifest.get('host', '?')} ({manifest.get('cpu', '?')})",
+        "versions": ", ".join(
+            f"{p} {packages[p]}" for p in ("whet", "torch", "transformers") if p in packages
+        ),
+    }
+    table = _table("", "")
+    for name, value in rows.items():
+        table.add_row(Text(name, "dim"), Text(printable(value)))
+    return table
+
+
+def _stages(run: Written) -> Table:
+    table = _table("stage", "steps", "time", "tokens", "tokens/s", "reward", "held-out")
+    for stage in run.stages:
+        seconds = seconds_of(run, stage)
+        tokens = sum(x["rollout/tokens_sum"] for x in run.of(stage, "rollout/tokens_sum"))
+        table.add_row(
+            stage,
+            str(max(x["step"] for x in run.of(stage))),
+            duration(seconds),
+            count(tokens),
+            count(tokens / seconds) if seconds else "-",
+            _from_to([x[REWARD] for x in run.of(stage, REWARD)]),
+            _from_to([x[HELD_OUT] for x in run.of(stage, HELD_OUT)]),
+        )
+    return table
+
+
+def seconds_of(run: Written, stage: str) -> float | None:
+    """Time of a stage: all its phases, evaluation and saving too; None if none was written."""
+    spent = [v for x in run.timings if x["stage"] == stage for k, v in x.items() if _is_phase(k)]
+    return sum(spent) if spent else None
+
+
+def _is_phase(name: str) -> bool:
+    return name.startswith("time/") and name.endswith("_s") and name != "time/step_s"
+
+
+def _from_to(numbers: Sequence[float]) -> Text:
+    return Text(" → ").join([share(numbers[0]), share(numbers[-1])]) if numbers else Text("-", "dim")
+
+
+def _evaluations(run: Written) -> Table | None:
+    lines = [x for x in run.metrics if HELD_OUT in x]
+    names = sorted({k for x in lines for k in x if k.startswith("eval/") and "@" in k})
+    if not lines:
+        return None
+    table = _table("stage", "step", "accuracy", *(name.removeprefix("eval/") for name in names))
+    for line in lines:
+        table.add_row(
+            line["stage"], str(line["step"]), share(line[HELD_OUT]), *(share(line.get(n)) for n in names)
+        )
+    return table
+
+
+def _phases(run: Written) -> Table | None:
+    spent: dict[str, Counter[str]] = {}
+    for line in run.timings:
+        for name, seconds in line.items():
+            if _is_phase(name):
+                spent.setdefault(name[5:-2], Counter())[line["stage"]] += seconds
+    if not spent:
+        return None
+    totals = {stage: sum(by_stage[stage] for by_stage in spent.values()) for stage in run.stages}
+    table = _table("phase", *run.stages)
+    for phase, by_stage in sorted(spent.items(), key=lambda item: -item[1].total()):
+        cells = [
+            f"{by_stage[s]:.1f} ({by_stage[s] / totals[s]:.0%})" if totals[s] else "-" for s in run.stages
+        ]
+        table.add_row(phase, *cells)
+    return table
+
+
+def _failures(run: Written) -> Table | None:
+    failed: Counter[tuple[str, str]] = Counter()
+    for line in run.metrics:
+        for name, number in line.items():
+            if name.startswith("rollout/failed/"):
+                failed[line["stage"], name.removeprefix("rollout/failed/").removesuffix("_count")] += int(
+                    number
+                )
+    asked = {s: sum(x.get("rollout/count", 0) for x in run.of(s, FAILED)) for s in run.stages}
+    if not failed:
+        return None
+    table = _table("stage", "reason", "rollouts", "share")
+    for (stage, reason), number in failed.most_common():
+        part = f"{number / asked[stage]:.2%}" if asked[stage] else "-"
+        table.add_row(stage, printable(reason), str(number), part)
+    return table
+
+
+def _newest(run: Written) -> Table | None:
+    lines = [x for x in run.metrics if HELD_OUT not in x]
+    if not lines:
+        return None
+    last = lines[-1]
+    table = _table("number", f"{last['stage']} step {last['step']}")
+    for name, number in last.items():
+        if name not in ("stage", "step"):
+            table.add_row(name, f"{number:.6g}")
+    return table
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0), show_header=any(titles))
+    for place, title in enumerate(titles):
+        table.add_column(title, justify="left" if place == 0 else "right" if any(titles) else "left")
+    return table
+
+
+# ---------------------------------------------------------------- the final report
+
+
+def report(run_dir: Path, *, curve: Path | None = None, examples: int = 3) -> RenderableType:
+    """`final_report` of a run, from its directory."""
+    run = read(run_dir)
+    stages = [_stage_report(run, stage) for stage in run.stages]
+    return final_report(stages, examples=before_and_after(run, limit=examples), curve=curve)
+
+
+def _stage_report(run: Written, stage: str) -> StageReport:
+    held_out = [x[HELD_OUT] for x in run.of(stage, HELD_OUT)]
+    return StageReport(
+        name=stage,
+        steps=max(x["step"] for x in run.of(stage)),
+        seconds=seconds_of(run, stage),
+        tokens=int(sum(x["rollout/tokens_sum"] for x in run.of(stage, "rollout/tokens_sum"))),
+        held_out_start=held_out[0] if held_out else None,
+        held_out_end=held_out[-1] if held_out else None,
+    )
+
+
+def before_and_after(run: Written, *, limit: int) -> list[Example]:
+    """Held-out tasks at the first and the last evaluation of the last stage that has two: mended ones first."""
+    files = list_steps(run.path / "eval")
+    for stage in reversed(run.stages):
+        own = [path for name, _, path in files if name == stage]
+        if len(own) > 1:
+            first, last = (_first_replies(read_rollouts(path)) for path in (own[0], own[-1]))
+            pairs = [_example(first[uid], last[uid], run.config) for uid in first if uid in last]
+            pairs.sort(key=lambda e: (not e.passed_after, e.passed_before))
+            return pairs[:limit]
+    return []
+
+
+def _first_replies(rows: Lines) -> dict[int, dict[str, Json]]:
+    return {row["uid"]: row for row in reversed(rows)}
+
+
+def _example(before: dict[str, Json], after: dict[str, Json], config: dict[str, Json]) -> Example:
+    return Example(
+        prompt=before["prompt"],
+        answer=_answer(before["answer"]),
+        before=before["text"],
+        after=after["text"],
+        passed_before=_passes(before, config),
+        passed_after=_passes(after, config),
+    )
+
+
+def _passes(row: dict[str, Json], config: dict[str, Json]) -> bool:
+    rule = config.get("eval", {})
+    part = rule.get("reward")
+    value = row["reward"] if part is None else row["reward_parts"].get(part)
+    return value is not None and value >= rule.get("success", 1.0)
+
+
+def _answer(answer: Json) -> str:
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+
+
+# ---------------------------------------------------------------- single rollouts
+
+
+def rollouts(
+    run_dir: Path, step: int, *, stage: str | None = None, uid: int | None = None, tokens: bool = False
+) -> RenderableType:
+    """The rollouts of a step: prompt, expected answer, reply, reward and its parts; `tokens` lists every token.
+
+    Raises DataError naming the steps there are.
+    """
+    path = _find(run_dir, step, stage)
+    rows = [row for row in read_rollouts(path) if uid is None or row["uid"] == uid]
+    if not rows:
+        raise DataError(f"{path} has no task {uid}; `whet show {run_dir} --step {step}` lists them")
+    tokenizer = _tokenizer(run_dir) if tokens else None
+    parts: list[RenderableType] = [Text(path.stem, "bold")]
+    for row in rows:
+        parts += ["", _rollout(row), *([_tokens(row, tokenizer)] if tokens else [])]
+    return Group(*parts)
+
+
+def _find(run_dir: Path, step: int, stage: str | None) -> Path:
+    files = list_steps(run_dir / "rollouts")
+    stages = read(run_dir).stages if stage is None else [stage]
+    hits = [path for name in reversed(stages) for at, number, path in files if (at, number) == (name, step)]
+    if not hits:
+        there = {name: [n for at, n, _ in files if at == name] for name in sorted({f[0] for f in files})}
+        held = "; ".join(f"{name}: {min(ns)} to {max(ns)}, {len(ns)} steps" for name, ns in there.items())
+        asked = f"step {step}" + (f" of stage {stage!r}" if stage else "")
+        raise DataError(f"{run_dir} has no rollouts of {asked}. It has: {held or 'none'}")
+    return hits[0]
+
+
+def _rollout(row: dict[str, Json]) -> RenderableType:
+    reward = "no reward" if row["reward"] is None else f"reward {row['reward']:g}"
+    good = (
+        row["reward"] is not None
+        and (row["advantage"] if row["advantage"] is not None else row["reward"]) > 0
+    )
+    head = Text.assemble(
+        (f"task {row['uid']} · rollout {row['index']}", "bold"),
+        (f" · {row['source']} · ", "dim"),
+        (reward, "green" if good else "red"),
+        (f" · advantage {row['advantage']:+.3f}" if row["advantage"] is not None else "", "dim"),
+        (f" · {sum(row['mask'])} tokens · {row['finish_reason']}", "dim"),
+    )
+    lines = [head, Text.assemble((printable(row["prompt"]), "dim"), (printable(row["text"]), "cyan"))]
+    if row["answer"] is not None:
+        lines.append(Text.assemble(("expected  ", "dim"), shorten(_answer(row["answer"]))))
+    if row["extracted"] is not None:
+        lines.append(Text.assemble(("extracted ", "dim"), shorten(row["extracted"])))
+    if len(row["reward_parts"]) > 1:
+        parts = "  ".join(f"{name} {value:g}" for name, value in row["reward_parts"].items())
+        lines.append(Text.assemble(("parts     ", "dim"), parts))
+    if row["error"]:
+        lines.append(Text(f"error     {printable(row['error'])}", "red"))
+    return Group(*lines)
+
+
+def _tokens(row: dict[str, Json], tokenizer: Tokenizer | None) -> Table:
+    """Every token: its place, id, text where the run holds a tokenizer, and what was recorded of sampled ones."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
+    for title in ("place", "token", "text", "log-prob", "sampled with", "version"):
+        table.add_column(title, justify="left" if title == "text" else "right")
+    columns = zip(row["token_ids"], row["mask"], row["logprobs"], row["sample_logprobs"], row["versions"])
+    for place, (token, mask, logprob, sample_logprob, version) in enumerate(columns):
+        text = repr(tokenizer.decode([token], skip_special_tokens=False)) if tokenizer else ""
+        recorded = (f"{logprob:.4f}", f"{sample_logprob:.4f}", str(version)) if mask else ("", "", "")
+        table.add_row(str(place), str(token), Text(text), *recorded, style="" if mask else "dim")
+    return table
+
+
+def _tokenizer(run_dir: Path) -> Tokenizer | None:
+    """The tokenizer of the run's own exports or checkpoints, if it has written one yet."""
+    found = sorted(run_dir.rglob("tokenizer.json"))
+    return Tokenizer.from_file(str(found[-1])) if found else None

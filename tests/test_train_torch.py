@@ -1,0 +1,248 @@
+"""The train engine: the same gradient however the work is cut, equal to plain autograd on unpacked rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import FAMILIES, VOCAB, tiny_model
+
+from whet.batch import Batch, Loss, Outputs, pack
+from whet.config.schema import Optimizer
+from whet.models import kernels
+from whet.models.load import value_head
+from whet.train.torch import Cut, TorchEngine
+from whet.types import CheckpointError, Group, Rollout, Task, WhetError
+
+
+def random_groups(*, count: int = 4, size: int = 3, seed: int = 0) -> list[Group]:
+    gen = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, n: int = 1) -> list[int]:
+        return torch.randint(low, high, (n,), generator=gen).tolist()
+
+    out = []
+    for uid in range(count):
+        prompt = draw(2, VOCAB, draw(1, 12)[0])
+        task = Task(uid=uid, source="s", prompt="", token_ids=tuple(prompt))
+        rows = []
+        for index in range(size):
+            reply = draw(2, VOCAB, draw(1, 9)[0])
+            mask = [0] * len(prompt) + [1] * len(reply)
+            if index == 1 and len(reply) > 3:
+                mask[-2] = 0  # a token from the environment in the middle
+            rows.append(
+                Rollout(
+                    task=task, index=index, token_ids=prompt + reply, mask=mask,
+                    logprobs=[0.0] * len(mask), sample_logprobs=[0.0] * len(mask),
+                    versions=[0 if m else -1 for m in mask], finish_reason="stop", reward=float(index),
+                )
+            )  # fmt: skip
+        out.append(Group(task, tuple(rows)))
+    return out
+
+
+def weighted(seed: int = 0) -> Batch:
+    batch = pack(random_groups(seed=seed))
+    gen = torch.Generator().manual_seed(seed)
+    adv_N = torch.randn(batch.tokens, generator=gen)
+    return replace(batch, adv_N=adv_N, weight_N=batch.mask_N / batch.mask_N.sum())
+
+
+def pg_loss(batch: Batch, out: Outputs) -> Loss:
+    assert out.logp_N is not None
+    assert out.entropy_N is not None
+    assert batch.adv_N is not None
+    return Loss(-out.logp_N * batch.adv_N - 0.1 * out.entropy_N, {"adv": batch.adv_N})
+
+
+def engine(cut: Cut, *, family: str = "qwen3", lr: float = 0.0) -> TorchEngine:
+    return TorchEngine(
+        tiny_model(family), kernels.load("auto"), cut=cut, optimizer=Optimizer(lr=lr), total_steps=4
+    )
+
+
+def gradients(
+    cut: Cut, batch: Batch, family: str = "qwen3"
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Taken where the optimizer would clip them, without letting it step."""
+    made = engine(cut, family=family)
+    seen: dict[str, torch.Tensor] = {}
+    assert made.optimizer is not None
+    clip = made.optimizer.clip
+
+    def look() -> float:
+        seen.update({n: p.grad.clone() for n, p in made.module.named_parameters() if p.grad is not None})
+        return clip()
+
+    made.optimizer.clip = look  # type: ignore[method-assign]
+    return seen, made.update(batch, pg_loss)
+
+
+def oracle(batch: Batch, family: str) -> dict[str, torch.Tensor]:
+    """One rollout at a time through transformers' own eager forward, plain autograd."""
+    model = tiny_model(family)
+    model.set_attn_implementation("eager")
+    total = torch.zeros(())
+    for r in range(batch.rollouts):
+        rows = batch.row_N == r
+        ids, mask = batch.token_ids_N[rows], batch.mask_N[rows]
+        logits = model(input_ids=ids[None]).logits[0]
+        logp = torch.log_softmax(logits.float(), -1)
+        entropy = -(logp.exp() * logp).sum(-1)
+        for t in range(1, len(ids)):
+            if mask[t]:
+                loss = -logp[t - 1, ids[t]] * batch.adv_N[rows][t] - 0.1 * entropy[t - 1]  # type: ignore[index]
+                total = total + loss * batch.weight_N[rows][t]  # type: ignore[index]
+    total.backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+CUT = Cut(entropy_grad=True)
+
+
+def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        scale = float(b[name].abs().max()) + 1e-9
+        assert float((a[name] - b[name]).abs().max()) <= tolerance * scale, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_equals_plain_autograd(family: str) -> None:
+    batch = weighted()
+    close(gradients(CUT, batch, family)[0], oracle(batch, family), 2e-4)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        replace(CUT, share_prompts=False),
+        replace(CUT, max_tokens=1),
+        replace(CUT, max_tokens=25),
+        replace(CUT, max_tokens=None, max_rollouts=5),
+        replace(CUT, checkpoint=True),
+        replace(CUT, whole_groups=True, max_tokens=30),
+    ],
+    ids=["unshared", "one-by-one", "tokens", "rollouts", "checkpointing", "whole-groups"],
+)
+def test_gradient_does_not_depend_on_the_cut(cut: Cut) -> None:
+    batch = weighted()
+    whole, numbers = gradients(CUT, batch)
+    other, others = gradients(cut, batch)
+    close(other, whole, 2e-5)
+    assert others == pytest.approx(numbers, rel=1e-4, abs=1e-6)
+
+
+def test_gradient_does_not_depend_on_the_order_of_groups() -> None:
+    groups = random_groups()
+
+    def ordered(groups: list[Group]) -> Batch:
+        batch = pack(groups)
+        return replace(
+            batch, adv_N=batch.reward_R[batch.row_N] - 1.0, weight_N=batch.mask_N / batch.mask_N.sum()
+        )
+
+    close(gradients(CUT, ordered(groups))[0], gradients(CUT, ordered(groups[::-1]))[0], 2e-5)
+
+
+def test_forward_is_the_log_prob_at_the_temperature() -> None:
+    batch = weighted()
+    made = engine(replace(CUT, temperature=0.7))
+    got = made.forward(batch, "logprobs")
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    for r in range(batch.rollouts):
+        rows = batch.row_N == r
+        ids = batch.token_ids_N[rows]
+        logp = torch.log_softmax(model(input_ids=ids[None]).logits[0] / 0.7, -1)
+        wanted = torch.zeros(len(ids))
+        wanted[1:] = logp[:-1].gather(1, ids[1:, None]).squeeze(1)
+        assert torch.allclose(got[rows], wanted * batch.mask_N[rows], atol=2e-5)
+
+
+def test_forward_is_bitwise_the_same_in_any_micro_batch() -> None:
+    batch = weighted()
+    whole = engine(CUT).forward(batch, "logprobs")
+    for cut in (replace(CUT, max_tokens=1), replace(CUT, share_prompts=False)):
+        assert torch.equal(engine(cut).forward(batch, "logprobs"), whole)
+
+
+def test_critic_learns_values() -> None:
+    batch = weighted()
+    target_N = torch.where(batch.mask_N, batch.group_R[batch.row_N].float(), 0.0)
+    critic = TorchEngine(
+        tiny_model(), kernels.load("auto"), cut=Cut(), value_head=value_head(32, 0),
+        optimizer=Optimizer(lr=3e-3, grad_clip=None), total_steps=200,
+    )  # fmt: skip
+
+    goal_R = torch.arange(4.0)
+
+    def squared(micro: Batch, out: Outputs) -> Loss:
+        assert out.value_N is not None
+        return Loss((out.value_N - goal_R[micro.group_R][micro.row_N]) ** 2)
+
+    first = critic.update(batch, squared)["loss"]
+    for _ in range(150):
+        last = critic.update(batch, squared)["loss"]
+    assert last < 0.05 * first
+    assert torch.allclose(critic.forward(batch, "values"), target_N, atol=0.5)
+    with pytest.raises(WhetError, match="critic"):
+        critic.forward(batch, "logprobs")
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted() -> None:
+    batch = weighted()
+    made = TorchEngine(
+        tiny_model(), kernels.load("auto"), cut=CUT, optimizer=Optimizer(lr=0.1), total_steps=9, max_skipped=2
+    )
+
+    def poisoned(micro: Batch, out: Outputs) -> Loss:
+        assert out.logp_N is not None
+        return Loss(out.logp_N * float("nan"))
+
+    before = {n: p.detach().clone() for n, p in made.module.named_parameters()}
+    for _ in range(2):
+        assert made.update(batch, poisoned)["skipped_steps"] == 1.0
+    assert all(torch.equal(p, before[n]) for n, p in made.module.named_parameters())
+    with pytest.raises(WhetError, match="not finite in 3 optimizer steps in a row"):
+        made.update(batch, poisoned)
+    made = engine(CUT, lr=0.1)
+    assert made.update(batch, pg_loss)["skipped_steps"] == 0.0
+
+
+def test_save_and_load_go_on_to_the_bit(tmp_path: Path) -> None:
+    batch = weighted()
+    a, b = engine(CUT, lr=1e-2), engine(CUT, lr=1e-2)
+    a.update(batch, pg_loss)
+    a.save(tmp_path)
+    b.load(tmp_path)
+    for made in (a, b):
+        made.update(batch, pg_loss)
+    assert all(torch.equal(p, q) for p, q in zip(a.module.parameters(), b.module.parameters()))
+
+
+def test_weights_of_another_model_or_damaged_are_refused(tmp_path: Path) -> None:
+    made = engine(CUT)
+    made.save(tmp_path)
+    with pytest.raises(CheckpointError, match="another model"):
+        engine(CUT, family="llama").load(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="damaged"):
+        engine(CUT).load(tmp_path)
+
+
+def test_mismatch_is_measured_against_what_was_sampled() -> None:
+    batch = weighted()
+    made = engine(CUT)
+    right = made.forward(batch, "logprobs")
+    same = made.update(replace(batch, logp_sample_N=right), pg_loss)
+    assert (same["mismatch_max_nats"], same["mismatch_share"]) == (0.0, 0.0)
+    off = right.clone()
+    off[torch.nonzero(batch.mask_N)[0]] += 0.5
+    other = made.update(replace(batch, logp_sample_N=off), pg_loss)
+    assert other["mismatch_max_nats"] == pytest.approx(0.5, abs=1e-5)
+    assert other["mismatch_share"] == pytest.approx(1 / int(batch.mask_N.sum()))
