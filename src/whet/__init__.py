@@ -1,0 +1,43 @@
+"""RL post-training for language models, from a laptop CPU to a cluster, on one code path."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from whet.api import Result, train
+    from whet.rollout.scripted import ScriptedEngine
+    from whet.types import (
+        CheckpointError,
+        Completion,
+        ConfigError,
+        DataError,
+        Message,
+        Rollout,
+        Sampling,
+        Task,
+        WhetError,
+    )
+
+__all__ = [
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "DataError",
+    "Message",
+    "Result",
+    "Rollout",
+    "Sampling",
+    "ScriptedEngine",
+    "Task",
+    "WhetError",
+    "train",
+]
+
+_HOME = {"train": "whet.api", "Result": "whet.api", "ScriptedEngine": "whet.rollout.scripted"}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are first used: `whet --help` needs none of them."""
+    if name not in __all__:
+        raise AttributeError(f"module 'whet' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME.get(name, "whet.types")), name)

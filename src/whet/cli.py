@@ -50,11 +50,9 @@ def plan(file: File, overrides: Overrides = None) -> None:
     from rich.console import Console
 
     from whet.config.load import load
-    from whet.config.plan import describe
-    from whet.config.plan import plan as make_plan
+    from whet.config.plan import describe, plans
 
-    loaded = load(file, overrides or ())
-    Console().print(describe([make_plan(c) for c in loaded.stages]))
+    Console().print(describe(plans(load(file, overrides or ()))))
 
 
 @app.command()

@@ -8,21 +8,22 @@ from __future__ import annotations
 import os
 
 _ALWAYS = {
-    # A run never waits for, or depends on, the model hub: everything is a local path. Read when huggingface_hub is
-    # imported.
+    # A run never waits for, or depends on, the model hub: everything is a local path. Read when
+    # huggingface_hub is imported.
     "HF_HUB_OFFLINE": "1",
-    # The tokenizers library starts its own thread pool, which a later fork (reward workers) would inherit locked.
+    # The tokenizers library starts its own thread pool, which a later fork (reward workers) would inherit
+    # locked.
     "TOKENIZERS_PARALLELISM": "false",
-    # Idle OpenMP threads sleep at once instead of spinning: two processes that spin on the same cores are slower
-    # by up to ten times than two that sleep. Read when the OpenMP runtime is loaded, so before torch.
+    # Idle OpenMP threads sleep at once instead of spinning: two processes that spin on the same cores are
+    # slower by up to ten times than two that sleep. Read when the OpenMP runtime is loaded, so before torch.
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "0",
 }
 
 _EXACT = {
-    # One summation order in MKL whatever the number of rows of a product: a decode step then gives the same bits as
-    # a packed batch. MKL reads it at its first call, so it also works after `import torch`. AUTO keeps the widest
-    # vector instructions; without STRICT products of few rows round differently.
+    # One summation order in MKL whatever the number of rows of a product: a decode step then gives the same
+    # bits as a packed batch. MKL reads it at its first call, so it also works after `import torch`. AUTO
+    # keeps the widest vector instructions; without STRICT products of few rows round differently.
     "MKL_CBWR": "AUTO,STRICT",
 }
 

@@ -169,14 +169,11 @@ class Run:
         """Held-out accuracy at the present step, with every reply."""
         self.directory.write_eval(self.name, self.step, [r for g in groups for r in g.rollouts])
         seconds = {"time/evaluate_s": self.seconds.pop("evaluate", 0.0)}
-        for tracker in self.trackers:
-            tracker.log(self.name, self.step, metrics=metrics, timings=seconds)
-        self.display.evaluated(self.step, metrics)
+        self._log(metrics, seconds)
 
     def _log(self, metrics: Metrics, timings: Metrics) -> None:
         for tracker in self.trackers:
             tracker.log(self.name, self.step, metrics=metrics, timings=timings)
-        self.display.step(metrics, timings)
 
     def _timings(self, tokens: int) -> Metrics:
         seconds, self.seconds = self.seconds, {}

@@ -53,7 +53,7 @@ def dpo(batch: Batch, out: Outputs, *, beta: float, label_smoothing: float) -> L
     """-(1 - e) log sigmoid(beta z) - e log sigmoid(-beta z), z = log pi/ref (chosen) - log pi/ref (rejected).
 
     arXiv:2305.18290 eq. 7; with label smoothing e it is conservative DPO (Mitchell 2023). Of a group's two
-    rollouts the one with the higher reward is the chosen one; the pair's loss stands at its last sampled token.
+    rollouts the one with the higher reward is the chosen one; the loss stands at its last sampled token.
     """
     chosen, rejected = pairs(batch)
     logp_N = need(out.logp_N, "outputs.logp_N")

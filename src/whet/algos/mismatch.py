@@ -12,7 +12,7 @@ from whet.types import Metrics
 def mismatch(batch: Batch) -> Metrics:
     """The trainer's log-probs (`logp_old_N`) against the engine's (`logp_sample_N`), over all sampled tokens.
 
-    d = trainer - engine. k1 and k3 estimate KL(engine || trainer); the gap of perplexities is trainer - engine.
+    d = trainer - engine. k1 and k3 estimate KL(engine || trainer); perplexity_gap is trainer - engine.
     A log-prob that is no number makes every mean one that is none.
     """
     trainer_M = need(batch.logp_old_N, "batch.logp_old_N")[batch.mask_N]

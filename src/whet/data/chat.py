@@ -1,6 +1,4 @@
-"""Messages and text to token ids. Text becomes tokens once: a later turn adds tokens, it never rewrites old
-ones.
-"""
+"""Messages and text to token ids. Text becomes tokens once: a later turn adds tokens and changes none."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ def read_template(value: str) -> str:
 
 
 def as_prompt(prompt: Prompt, *, chat: bool | None = None, system: str | None = None) -> Prompt:
-    """Decide between chat and plain text (`data.chat`; None: messages yes, text no) and put the system
-    message first.
-    """
+    """Decide between chat and plain text (None: messages yes, text no); put the system message first."""
     if chat is False and (system is not None or not isinstance(prompt, str)):
         given = "a system message" if isinstance(prompt, str) else "a prompt of messages"
         raise ConfigError(f"data.chat is false, but {given} needs the chat template: drop data.chat.")
@@ -85,9 +81,8 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Texts as they stand: nothing put before or after."""
     if not texts:
         return []
-    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)[
-        "input_ids"
-    ]
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+    return encoded["input_ids"]
 
 
 def encode_response(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -100,14 +95,15 @@ def encode_response(tokenizer: Tokenizer, text: str) -> list[int]:
 def encode_turn(
     tokenizer: Tokenizer, existing: Sequence[int], messages: Sequence[Message], *, template: str | None = None
 ) -> list[int]:
-    """The tokens that follow `existing` (which ends with a sampled reply) for new messages and the next
-    reply's header.
+    """The tokens of new messages and the next reply's header, to follow `existing`, which ends with a reply.
 
     Fixed-base difference: a short conversation is rendered up to the end of its reply and again with
     `messages` after it; what the second has more is the continuation, so the real history is never tokenised
     again. The end-of-turn token is left out where the reply sampled it, and put in where the reply was cut.
     Raises DataError for a template under which this is wrong because it rewrites earlier turns.
     """
+    if not messages:
+        raise DataError("A turn needs at least one new message.")
     head = render(tokenizer, [_QUESTION], template=template) + _REPLY
     full = render(tokenizer, [_QUESTION, Message("assistant", _REPLY), *messages], template=template)
     if not full.startswith(head):
@@ -124,7 +120,8 @@ def encode_turn(
             "another one): put an end token after the reply in tokenizer.chat_template."
         )
     new = full_ids[len(head_ids) :]
-    return new[1:] if existing and new and existing[-1] == new[0] else new
+    ended = bool(existing) and existing[-1] == new[0] and new[0] in tokenizer.all_special_ids
+    return new[1:] if ended else new
 
 
 def render(tokenizer: Tokenizer, messages: Sequence[Message], *, template: str | None = None) -> str:

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from whet.config.schema import Source
 from whet.data.chat import Prompt, as_prompt
-from whet.data.rows import Row
+from whet.data.parts import Row
 from whet.types import ConfigError, DataError, Json, Message
 
 _ABSENT = object()
-_MAY_BE_ABSENT = ("answer", "response", "rejected")
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,7 @@ class Fields:
 
 
 def used(source: Source) -> tuple[str, ...]:
-    """Top-level columns that `parse` reads, and names with dots as they stand, for reading no more than
-    these.
-    """
+    """The columns that `parse` reads: for reading no more than these."""
     names = [getattr(source, f) for f in ("prompt", "answer", "response", "rejected", "label")]
     return tuple(c for n in names if n is not None for c in dict.fromkeys((n, n.partition(".")[0])))
 
@@ -46,7 +43,7 @@ def parse(row: Row, source: Source, *, name: str, chat: bool | None, where: str)
     whole = {source.prompt, source.answer, source.response, source.rejected, source.label}
     return Fields(
         prompt=prompt,
-        label=label or "",
+        label=label,
         answer=_optional(row, source, "answer", where=where),
         response=_optional_text(row, source, "response", where=where),
         rejected=_optional_text(row, source, "rejected", where=where),
@@ -55,9 +52,7 @@ def parse(row: Row, source: Source, *, name: str, chat: bool | None, where: str)
 
 
 def lookup(row: Row, column: str) -> Json:
-    """The value of a column; `a.b` is the column of that name, or else entry b of column a. Absent: a
-    sentinel.
-    """
+    """The value of a column, or `_ABSENT`; `a.b` is the column of that name, or else entry b of column a."""
     if column in row:
         return row[column]
     value: Json = row
@@ -108,9 +103,7 @@ def _columns(row: Row, column: str) -> list[str]:
 
 
 def _optional(row: Row, source: Source, field: str, *, where: str) -> Json:
-    """A column that may be absent under its default name; a name of your own must be there (a typo would
-    pass).
-    """
+    """A column that may be absent under its default name; a name of your own must be there."""
     column = getattr(source, field)
     if column != Source.model_fields[field].default:
         return _required(row, column, where=where)

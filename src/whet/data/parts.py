@@ -17,6 +17,9 @@ Row = dict[str, Json]
 class Part(Protocol):
     """The rows of one file (or generator), in order."""
 
+    @property
+    def origin(self) -> str: ...
+
     def __len__(self) -> int: ...
 
     def slice(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Row]: ...

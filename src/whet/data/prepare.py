@@ -1,6 +1,4 @@
-"""One source made ready to draw from: prompts as tokens in one flat array, what must not be drawn left out
-and counted.
-"""
+"""One source made ready to draw from: prompts tokenised once, what must not be drawn left out and counted."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,9 +48,8 @@ class Prepared:
 
     def task(self, k: int, uid: int) -> Task:
         i = int(self.row_K[k])
-        f = parse(
-            self.rows.row(i), self.source, name=self.rows.name, chat=self.chat, where=self.rows.where(i)
-        )
+        row, where = self.rows.row(i), self.rows.where(i)
+        f = parse(row, self.source, name=self.rows.name, chat=self.chat, where=where)
         begin = int(self.end_K[k - 1]) if k else 0
         return Task(
             uid=uid,
@@ -93,21 +90,16 @@ def prepare(
 
 
 def prompt_key(prompt: Prompt) -> str:
-    """Equal for equal prompts; system messages do not count, and a text equals the user message with that
+    """Equal for equal prompts. System messages do not count; a text equals the user message with that
     text.
     """
-    turns = (
-        [("user", prompt)]
-        if isinstance(prompt, str)
-        else [(m.role, m.content) for m in prompt if m.role != "system"]
-    )
-    return repr(turns)
+    if isinstance(prompt, str):
+        return repr([("user", prompt)])
+    return repr([(m.role, m.content) for m in prompt if m.role != "system"])
 
 
 def fit(token_ids: list[int], limit: int, rule: str) -> list[int]:
-    """Cut `token_ids` to `limit`: truncate_left drops the beginning, truncate_right the end, truncate_middle
-    the middle.
-    """
+    """Cut to `limit` tokens: truncate_left drops the beginning, _right the end, _middle the middle."""
     if rule == "truncate_left":
         return token_ids[len(token_ids) - limit :]
     if rule == "truncate_right":
@@ -130,14 +122,15 @@ def _prepare(work: _Work) -> Prepared:
     rows = read_rows(work.source)
     digest = hashlib.blake2b(rows.name.encode(), digest_size=16)
     numbers: list[int] = []
+    lengths: list[int] = []
     pieces: list[np.ndarray] = []
     for begin, end in pairwise([*range(0, len(rows), BATCH_ROWS), len(rows)]):
-        for i, fields, ids in _batch(work, rows, begin, end):
-            numbers.append(i)
-            pieces.append(np.array(ids, dtype=np.int32))
-            digest.update(
-                repr((fields.answer, fields.response, fields.rejected)).encode(errors="surrogatepass")
-            )
+        batch = _batch(work, rows, begin, end)
+        numbers += [i for i, _, _ in batch]
+        lengths += [len(ids) for _, _, ids in batch]
+        pieces.append(np.fromiter(chain.from_iterable(ids for _, _, ids in batch), dtype=np.int32))
+        for _, f, _ in batch:
+            digest.update(repr((f.answer, f.response, f.rejected)).encode(errors="surrogatepass"))
         if end < len(rows):
             log.info("data source %s: %d of %d rows tokenised", rows.name, end, len(rows))
     work.counts.update(rows=len(rows), kept=len(numbers))
@@ -146,7 +139,7 @@ def _prepare(work: _Work) -> Prepared:
         raise DataError(f"Data source {rows.name!r} is empty after filtering: {told}.")
     token_ids = np.concatenate(pieces)
     row_K = np.array(numbers, dtype=np.int64)
-    end_K = np.cumsum([len(p) for p in pieces], dtype=np.int64)
+    end_K = np.cumsum(lengths, dtype=np.int64)
     work.counts["unknown_tokens"] += _unknown(work.tokenizer, token_ids)
     for array in (row_K, end_K, token_ids):
         digest.update(array.tobytes())
@@ -199,7 +192,7 @@ def _responses_fit(work: _Work, rows: Rows, kept: Sequence[tuple[int, Fields]]) 
 
 
 def _overlong(work: _Work, what: str, tokens: int, *, limit: int, where: str) -> str:
-    """Count an overlong prompt, response or rejected reply; the rule to apply. Raises DataError under
+    """Count an overlong prompt, response or rejected reply, and say the rule. DataError if that is
     'error'.
     """
     rule = work.data.overlong
@@ -215,8 +208,6 @@ def _overlong(work: _Work, what: str, tokens: int, *, limit: int, where: str) ->
 
 def _unknown(tokenizer: Tokenizer, token_ids: np.ndarray) -> int:
     unknown = tokenizer.unk_token_id
-    return (
-        0
-        if unknown is None or unknown == tokenizer.eos_token_id
-        else int(np.count_nonzero(token_ids == unknown))
-    )
+    if unknown is None or unknown == tokenizer.eos_token_id:
+        return 0
+    return int(np.count_nonzero(token_ids == unknown))

@@ -1,5 +1,4 @@
-"""Rows of one source: parquet, jsonl, json, csv, a Hugging Face folder, reasoning-gym, or a function of
-yours.
+"""Rows of one source: files, a Hugging Face folder, reasoning-gym, or a function of yours.
 
 Parquet and Hugging Face data stay in Arrow, and a row becomes Python only when it is asked for, so a file of
 a million rows costs its Arrow size. Relative paths start at the working directory.
@@ -18,9 +17,7 @@ from whet.types import ConfigError, DataError
 
 
 def read_rows(source: Source) -> Rows:
-    """Every row of a source, at most `source.limit`. Raises DataError (ConfigError where the config is at
-    fault).
-    """
+    """Every row of a source, at most `source.limit`. Raises DataError, or ConfigError where that is wrong."""
     given = [k for k in ("path", "reasoning_gym", "function") if getattr(source, k) is not None]
     if len(given) != 1:
         raise ConfigError(
@@ -36,18 +33,13 @@ def read_rows(source: Source) -> Rows:
         name, parts = stem(source.path, files), read_files(files, source.limit)
     rows = Rows(source.name or name, tuple(parts))
     if not len(rows):
-        raise DataError(f"Data source {rows.name!r} is empty: {_origins(rows)} hold no rows.")
+        where = ", ".join(p.origin for p in rows.parts)
+        raise DataError(f"Data source {rows.name!r} is empty: no rows in {where}.")
     return rows
 
 
-def _origins(rows: Rows) -> str:
-    return ", ".join(getattr(p, "origin", "?") for p in rows.parts)
-
-
 def _reasoning_gym(cfg: ReasoningGym, limit: int | None) -> Part:
-    """Rows {prompt, answer, reasoning_gym: name, entry}: what the package's verifier needs goes along as
-    JSON.
-    """
+    """Rows {prompt, answer, reasoning_gym: name, entry}: the entry is what the package's verifier needs."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 

@@ -18,7 +18,7 @@ from whet import seeds
 from whet.config.schema import Data, Source
 from whet.data.chat import encode_response
 from whet.data.columns import parse, used
-from whet.data.prepare import BATCH_ROWS, Prepared, fit, prepare, prompt_key
+from whet.data.prepare import BATCH_ROWS, fit, prepare, prompt_key
 from whet.data.rows import read_rows
 from whet.types import CheckpointError, ConfigError, DataError, Json, Rollout, Task
 
@@ -43,8 +43,7 @@ class TaskStream:
         exclude: Iterable[Task] = (),
         max_response_tokens: int | None = None,
     ) -> None:
-        """exclude: held-out tasks; rows with the prompt of one are left out and counted (see
-        `prepare.prompt_key`).
+        """exclude: held-out tasks; rows with the prompt of one are left out (see `prepare.prompt_key`).
 
         max_response_tokens: for SFT and DPO, the longest reply with its end token; `data.overlong` holds for
         it too, except that every truncate_* cuts a reply at its end. None: replies are not looked at.
@@ -75,8 +74,8 @@ class TaskStream:
 
     @property
     def epoch(self) -> int:
-        """Draws so far in units of all rows, rounded down; sources of unequal weight have been passed
-        unequally often.
+        """Draws so far / rows_per_epoch, rounded down. By weight, some sources have been passed more
+        often.
         """
         return self.drawn // self.rows_per_epoch
 
@@ -85,9 +84,7 @@ class TaskStream:
         return [self._draw() for _ in range(n)]
 
     def state(self) -> dict[str, Json]:
-        """Where the stream stands; JSON. `restore` on a stream of the same data goes on with the same
-        tasks.
-        """
+        """Where the stream stands, as JSON: a stream of the same data, so restored, draws the same tasks."""
         names = [s.rows.name for s in self._sources]
         digests = [s.digest for s in self._sources]
         return {"seed": self._seed, "sources": names, "digests": digests, "drawn": self._drawn_S.tolist()}
@@ -121,21 +118,17 @@ class TaskStream:
         known = self._orders.get(s)
         if known is None or known[0] != epoch:
             name, n = self._sources[s].rows.name, len(self._sources[s])
-            order = (
-                seeds.permutation(seeds.key(self._seed, "shuffle", name, epoch), n)
-                if self._shuffle
-                else np.arange(n)
-            )
-            self._orders[s] = known = (epoch, order)
+            stream = seeds.key(self._seed, "shuffle", name, epoch)
+            known = (epoch, seeds.permutation(stream, n) if self._shuffle else np.arange(n))
+            self._orders[s] = known
         return known[1]
 
 
 def eval_tasks(sources: Sequence[Source], data: Data, *, tokenizer: Tokenizer) -> list[Task]:
-    """Every held-out task, in the order of the files; uid counts from 0. What `data.overlong` drops or cuts
-    is logged.
-    """
-    prepared: list[Prepared] = prepare(
-        sources, data, tokenizer=tokenizer, exclude=(), max_response_tokens=None, counts=Counter()
+    """Every held-out task, in file order, uid from 0. What `data.overlong` drops or cuts is logged."""
+    counts: Counter[str] = Counter()
+    prepared = prepare(
+        sources, data, tokenizer=tokenizer, exclude=(), max_response_tokens=None, counts=counts
     )
     places = [(p, k) for p in prepared for k in range(len(p))]
     return [p.task(k, uid) for uid, (p, k) in enumerate(places)]
@@ -156,8 +149,7 @@ def texts(sources: Sequence[Source]) -> Iterator[str]:
 
 
 def demonstration(task: Task, tokenizer: Tokenizer, max_tokens: int, *, overlong: str = "error") -> Rollout:
-    """The task's response as a rollout: mask 1 on its tokens and the end token, version 0, log-probs 0, no
-    reward.
+    """The task's response as a rollout, end token included: version 0, log-probs 0, no reward.
 
     A reply longer than max_tokens (end token included) is refused, unless `overlong` is a truncate_* rule:
     then it is cut at its end and has the finish reason `length`. The stream has counted it
@@ -169,9 +161,7 @@ def demonstration(task: Task, tokenizer: Tokenizer, max_tokens: int, *, overlong
 def preference_pair(
     task: Task, tokenizer: Tokenizer, max_tokens: int, *, overlong: str = "error"
 ) -> tuple[Rollout, Rollout]:
-    """The chosen reply (index 0, reward 1) and the rejected one (index 1, reward 0), made as `demonstration`
-    does.
-    """
+    """The chosen reply (index 0, reward 1) and the rejected one (1, reward 0); see `demonstration`."""
     chosen = _reply(task, "response", tokenizer, max_tokens=max_tokens, overlong=overlong)
     rejected = _reply(task, "rejected", tokenizer, max_tokens=max_tokens, overlong=overlong, index=1)
     return chosen.scored(1.0, {}), rejected.scored(0.0, {})

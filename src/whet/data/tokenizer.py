@@ -1,6 +1,4 @@
-"""A tokenizer from a local folder, or built from the data: one token a character, a word, or a byte-pair
-merge.
-"""
+"""A tokenizer from a local folder, or built from the data: of characters, words, or byte pairs."""
 
 from __future__ import annotations
 
@@ -30,16 +28,13 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-"""Chat template of built tokenizers: a token for the role, the text, the end token. A later turn changes
-nothing before it.
-"""
+"""Chat template of built tokenizers: the role's token, the text, the end token; nothing earlier changes."""
 
 
 def load_tokenizer(
     cfg: TokenizerConfig, *, model_path: str | None, texts: Iterable[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """The run's tokenizer: `cfg.path`, else built if `cfg.build`, else the model's folder. Never from the
-    network.
+    """The run's tokenizer: from `cfg.path`, or built, or else the model's folder; never from the network.
 
     texts: what a built tokenizer is made from; read only then. Raises ConfigError.
     """
@@ -110,8 +105,8 @@ def _words(vocab_size: int, texts: Iterable[str]) -> Core:
 
 
 def _table(pattern: str, texts: Iterable[str], *, vocab_size: int, what: str) -> Core:
-    """A tokenizer that cuts a text into pieces and looks them up. White space is a piece too: decoding gives
-    the text.
+    """Cut a text into pieces and look them up. White space is a piece too, so decoding gives the text
+    back.
     """
     cut = pre_tokenizers.Split(Regex(pattern), "isolated")
     counts = Counter(piece for text in texts for piece, _ in cut.pre_tokenize_str(text))

@@ -13,6 +13,7 @@ import signal
 import stat
 import sys
 import time
+from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
@@ -44,6 +45,28 @@ def die_with(parent: int) -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
+
+
+def outlive() -> None:
+    """Take `die_with` back."""
+    if _LINUX:
+        _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def process_end(pid: int) -> Iterator[list[int]]:
+    """File descriptors that become readable when process `pid` ends: one, or none where the system has none such.
+
+    A closed socket tells less: a copy of it may live on in a child of that process.
+    """
+    if not hasattr(os, "pidfd_open"):
+        yield []
+        return
+    fd = os.pidfd_open(pid)
+    try:
+        yield [fd]
+    finally:
+        os.close(fd)
 
 
 def scope_signals() -> bool:
@@ -81,7 +104,6 @@ def detach() -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _nothing)  # not SIG_IGN, which programs started from here would inherit
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
 
 def _nothing(number: int, frame: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 
-_HEAD = struct.Struct("!II")
+_HEAD = struct.Struct("!QI")
 HEAD_BYTES = _HEAD.size
 MAX_CALL_BYTES = 64 * 2**20
 """Longest arguments of one call."""

@@ -89,23 +89,25 @@ def fork(body: Callable[[], None]) -> int:
         os._exit(code)
 
 
-def keep(control: socket.socket, loaders: Mapping[str, Loader], limits: Limits) -> None:
-    """The keeper's life. Reports on `control` how loading went, then sends a channel for every nursery it forks."""
+def keep(control: socket.socket, run: int, *, loaders: Mapping[str, Loader], limits: Limits) -> None:
+    """The keeper's life, below the process `run`. Reports on `control` how loading went, then sends a channel for every nursery it forks."""
     confine.detach()
     confine.adopt_orphans()
     confine.shut({control.fileno()})
+    confine.die_with(run)
     functions, problem = _load(loaders)
+    confine.outlive()  # the signal would also come when only the thread that forked this process ends
     control.sendall(frames.pack(0, json.dumps(problem).encode()))
     while not problem:
         ours, theirs = socket.socketpair()
         alive, life = os.pipe()
         keeper = os.getpid()
-        pid = fork(lambda: _nursery(theirs, life, keeper, functions=functions, limits=limits))  # noqa: B023
+        pid = fork(partial(_nursery, theirs, life, keeper, functions=functions, limits=limits))
         theirs.close()
         os.close(life)
         socket.send_fds(control, [b"n"], [ours.fileno()])
         ours.close()
-        problem = _watch(control, alive, pid)
+        problem = _watch(control, alive, run=run, nursery=pid)
         os.close(alive)
         confine.sweep(set(), {})
 
@@ -123,18 +125,18 @@ def _load(loaders: Mapping[str, Loader]) -> tuple[dict[str, worker.Function], st
     return functions, ""
 
 
-def _watch(control: socket.socket, alive: int, pid: int) -> str:
-    """Wait until the nursery `pid` has ended ('') or the run has (a word)."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(control, selectors.EVENT_READ)
-        selector.register(alive, selectors.EVENT_READ)
+def _watch(control: socket.socket, alive: int, *, run: int, nursery: int) -> str:
+    """Wait until the nursery has ended ('') or the run has (a word)."""
+    with selectors.DefaultSelector() as selector, confine.process_end(run) as run_end:
+        for channel in (control, alive, *run_end):
+            selector.register(channel, selectors.EVENT_READ)
         while True:
-            ready = {key.fileobj for key, _ in selector.select()}
+            ready = [key.fileobj for key, _ in selector.select()]
             if alive in ready:
                 return ""
-            if control in ready and control.recv(1) != KILL:
+            if control not in ready or control.recv(1) != KILL:
                 return "the run has ended"
-            confine.send(pid, signal.SIGKILL)
+            confine.send(nursery, signal.SIGKILL)
 
 
 def _nursery(
@@ -170,8 +172,7 @@ class Nursery:
             self.dispatch()
             self.flush()
             for key, _ in self.selector.select(self.patience_s()):
-                if key.fileobj in self.selector.get_map():  # an earlier event of this round may have ended it
-                    key.data()
+                key.data()
             self.tick()
         confine.sweep(set(), self.exits)
 
@@ -252,7 +253,7 @@ class Nursery:
         os.close(into)
         w = Worker(pid, ours, out)
         self.selector.register(ours, selectors.EVENT_READ, partial(self.hear, w))
-        self.selector.register(out, selectors.EVENT_READ, partial(self.drain, w))
+        self.selector.register(out, selectors.EVENT_READ, partial(self.hear_output, w))
         self.workers.append(w)
         return w
 
@@ -266,6 +267,8 @@ class Nursery:
 
     def hear(self, w: Worker) -> None:
         """A worker answered, wrote nonsense, or ended."""
+        if w not in self.workers:  # an earlier event of this round ended it
+            return None
         try:
             data = w.channel.recv(1 << 20)
         except OSError:
@@ -290,6 +293,10 @@ class Nursery:
             self.end(w)
         return None
 
+    def hear_output(self, w: Worker) -> None:
+        if w in self.workers:
+            self.drain(w)
+
     def drain(self, w: Worker) -> None:
         """Take what a worker has printed; keep the first bytes, count the rest."""
         with contextlib.suppress(BlockingIOError):
@@ -307,10 +314,9 @@ class Nursery:
         """The channel of a worker closed: say how it died. A used worker's death is put to the test in a new one."""
         how = self.exit_of(w)
         if w.work and w.served and not w.work.alone:
-            return self.retry(w)
-        if w.work:
-            return self.fail(w, "crashed", how)
-        return self.end(w)
+            self.retry(w)
+        else:
+            self.fail(w, "crashed", how)
 
     def exit_of(self, w: Worker) -> str:
         end = time.monotonic() + _TICK_S
@@ -320,7 +326,10 @@ class Nursery:
         if w.pid not in self.exits:
             return "the process closed its channel of results"
         code = self.exits[w.pid]
-        return f"the process ended by {signal.Signals(-code).name}" if code < 0 else f"the process exited with code {code}"
+        if code >= 0:
+            return f"the process exited with code {code}"
+        name = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
+        return f"the process was ended by {name}"
 
     def retry(self, w: Worker) -> None:
         assert w.work is not None
@@ -329,8 +338,9 @@ class Nursery:
         self.end(w)
 
     def fail(self, w: Worker, kind: str, detail: str) -> None:
-        assert w.work is not None
-        self.answer(w, w.work, {"failure": [kind, detail]})
+        """End a worker, and lay it to the call it had, if any."""
+        if w.work:
+            self.answer(w, w.work, {"failure": [kind, detail]})
         self.end(w)
 
     def end(self, w: Worker) -> None:
@@ -360,7 +370,9 @@ class Nursery:
         self.next_tick = now + _TICK_S
         for w in self.busy():
             if (count := len(confine.descendants(w.pid))) > _MAX_PROCESSES:
-                self.fail(w, "processes", f"it started {count} processes, at most {_MAX_PROCESSES} are allowed")
+                self.fail(
+                    w, "processes", f"it started {count} processes, at most {_MAX_PROCESSES} are allowed"
+                )
         if self.busy() and now - self.sent_at > _BEAT_S:
             self.outbox += frames.pack(0, b"")
 

@@ -27,7 +27,9 @@ _MAX_DETAIL = 400
 def serve(channel: socket.socket, functions: Mapping[str, Function], memory_mb: int) -> None:
     """Answer calls from `channel` until it closes. Stdout and stderr already lead to the nursery."""
     me = os.getpid()
-    os.register_at_fork(after_in_child=channel.close)  # else a child keeps the channel open when this process dies
+    os.register_at_fork(
+        after_in_child=channel.close
+    )  # else a child keeps the channel open when this process dies
     confine.adopt_orphans()
     confine.scope_signals()
     confine.limit(memory_mb)

@@ -1,10 +1,395 @@
-"""Interim: the compiled kernels are being written."""
-from whet.models.twins import *  # noqa: F403
+"""The compiled kernels as torch functions: fp32 tensors on the CPU go to C, everything else to the twin.
+
+Semantics, shapes and errors stand at the twins of the same name. Calls release the interpreter's lock. Functions with
+a gradient are `autograd.Function`s whose forward takes no context, so that without gradient it is called directly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from whet.models import twins
+from whet.models.build import BuildError, library
+from whet.models.segments import Segments
+from whet.types import WhetError
+
+__all__ = ["BuildError", "build"]
+
+_ACTS = {"silu": 0, "gelu_tanh": 1}
+_CHUNK = 64
+"""CHUNK of kernels.c."""
+_MAX_HEAD = 512
+"""MAX_HEAD of kernels.c."""
 
 
-class BuildError(Exception):
-    pass
+class _Packed(ctypes.Structure):
+    """Packed of kernels.c."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "k", "v")),
+        *((name, c_int64) for name in ("q_n", "q_h", "k_n", "k_h", "v_n", "v_h", "heads", "kv_heads", "size", "window")),
+        *((name, c_float) for name in ("scale", "cap")),
+        *((name, c_void_p) for name in ("q_start", "q_len", "prefix_start", "prefix_len", "order", "family_start")),
+        *((name, c_int64) for name in ("families", "threads")),
+    ]
+
+
+class _Grads(ctypes.Structure):
+    """Grads of kernels.c."""
+
+    _fields_ = [(name, c_void_p) for name in ("out", "lse", "dout", "dq", "dk", "dv")]
+
+
+class _Cached(ctypes.Structure):
+    """Cached of kernels.c."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "k", "v")),
+        *((name, c_int64) for name in ("q_n", "q_h", "heads", "kv_heads", "size", "window")),
+        *((name, c_float) for name in ("scale", "cap")),
+        *((name, c_void_p) for name in ("table", "keys")),
+        *((name, c_int64) for name in ("rows", "table_n", "threads")),
+    ]
 
 
 def build() -> str:
-    raise BuildError("not written yet")
+    """Compiles and loads the kernels; returns how. Raises BuildError."""
+    lib, how = library()
+    p, n, f, i = c_void_p, c_int64, c_float, c_int
+    lib.whet_rms_norm.argtypes = [p, p, p, p, p, n, n, f, f, i]
+    lib.whet_rms_norm_backward.argtypes = [p, p, p, p, p, p, p, n, n, f, f, i]
+    lib.whet_norm_rope.argtypes = [p, n, n, p, p, p, p, n, n, n, f, f, i]
+    lib.whet_norm_rope_backward.argtypes = [p, n, n, p, p, p, p, p, p, p, n, n, n, f, f, i]
+    lib.whet_glu.argtypes = [p, n, p, n, p, n, n, i, i]
+    lib.whet_glu_backward.argtypes = [p, n, p, n, p, p, p, n, n, i, i]
+    lib.whet_logprobs.argtypes = [p, p, p, p, n, n, i]
+    lib.whet_logprobs_backward.argtypes = [p, p, p, p, p, p, n, n, i]
+    lib.whet_sample.argtypes, lib.whet_sample.restype = [p, p, p, p, n, n, i], n
+    lib.whet_attend_packed.argtypes = [p, p, p]
+    lib.whet_attend_packed_backward.argtypes = [p, p]
+    lib.whet_attend_cached.argtypes = [p, p]
+    lib.whet_write_kv.argtypes = [p, p, p, n, n, p, n, n, p, p, n, n, n, i]
+    return how
+
+
+def _native(*tensors: Tensor) -> bool:
+    return all(t.dtype is torch.float32 and t.device.type == "cpu" for t in tensors)
+
+
+def _call(function: type[Function], *args: Any) -> Any:
+    return function.apply(*args) if torch.is_grad_enabled() else function.forward(*args)
+
+
+def _ptr(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """The same tensor where its last dimension is dense (views of a fused projection), else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _RmsNorm(Function):
+    """(normed, x + residual or None)."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float
+    ) -> tuple[Tensor, Tensor | None]:
+        x, weight = x.contiguous(), weight.contiguous()
+        out = torch.empty_like(x)
+        total = None if residual is None else torch.empty_like(x)
+        residual = None if residual is None else residual.contiguous()
+        width = x.shape[-1]
+        pointers = (_ptr(x), _ptr(residual), _ptr(weight), _ptr(out), _ptr(total))
+        rows = x.numel() // max(width, 1)
+        library()[0].whet_rms_norm(*pointers, rows, width, eps, offset, torch.get_num_threads())
+        return out, total
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
+        x, residual, weight, ctx.eps, ctx.offset = inputs
+        ctx.save_for_backward(x if residual is None else output[1], weight)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, more: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if dy is None:
+            return more, more, None, None, None
+        x, weight, dy = x.contiguous(), weight.contiguous(), dy.contiguous()
+        more = None if more is None else more.contiguous()
+        width = x.shape[-1]
+        rows = x.numel() // max(width, 1)
+        dx, dw, part = torch.empty_like(x), torch.empty_like(weight), _parts(rows, width)
+        pointers = [t if t is None else t.data_ptr() for t in (x, weight, dy, more, dx, dw, part)]
+        library()[0].whet_rms_norm_backward(
+            *pointers, rows, width, ctx.eps, ctx.offset, torch.get_num_threads()
+        )
+        return dx, dx if ctx.needs_input_grad[1] else None, dw, None, None
+
+
+def _parts(rows: int, width: int) -> Tensor:
+    return torch.zeros(-(-rows // _CHUNK), width)
+
+
+def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    if not _native(x_ND, weight_D):
+        return twins.rms_norm(x_ND, weight_D, eps, offset=offset)
+    return _call(_RmsNorm, x_ND, None, weight_D, eps, offset)[0]
+
+
+def add_rms_norm(
+    x_ND: Tensor, residual_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    if not _native(x_ND, residual_ND, weight_D):
+        return twins.add_rms_norm(x_ND, residual_ND, weight_D, eps, offset=offset)
+    return _call(_RmsNorm, x_ND, residual_ND, weight_D, eps, offset)
+
+
+class _NormRope(Function):
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, offset: float
+    ) -> Tensor:
+        x, cos, sin = _dense_rows(x), cos.contiguous(), sin.contiguous()
+        weight = None if weight is None else weight.contiguous()
+        out = torch.empty(x.shape)
+        head = (_ptr(x), x.stride(0), x.stride(1), _ptr(weight), _ptr(cos), _ptr(sin), _ptr(out))
+        library()[0].whet_norm_rope(*head, *x.shape, eps, offset, torch.get_num_threads())
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, ctx.eps, cos, sin, ctx.offset = inputs
+        ctx.save_for_backward(*(() if weight is None else (x, weight)), cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        *normed, cos, sin = ctx.saved_tensors
+        x, weight = (_dense_rows(normed[0]), normed[1].contiguous()) if normed else (dy, None)
+        dy, cos, sin = dy.contiguous(), cos.contiguous(), sin.contiguous()
+        dx = torch.empty(dy.shape)
+        dw = None if weight is None else torch.empty_like(weight)
+        part = None if weight is None else _parts(dy.shape[0], dy.shape[2])
+        head = (_ptr(x), x.stride(0), x.stride(1), *(_ptr(t) for t in (weight, cos, sin, dy, dx, dw, part)))
+        library()[0].whet_norm_rope_backward(*head, *dy.shape, ctx.eps, ctx.offset, torch.get_num_threads())
+        return dx, dw, None, None, None, None
+
+
+def norm_rope(
+    x_NHD: Tensor,
+    weight_D: Tensor | None,
+    eps: float,
+    cos_ND: Tensor,
+    sin_ND: Tensor,
+    *,
+    offset: float = 0.0,
+) -> Tensor:
+    given = (x_NHD, cos_ND, sin_ND) if weight_D is None else (x_NHD, cos_ND, sin_ND, weight_D)
+    if not _native(*given) or x_NHD.shape[-1] > _MAX_HEAD:
+        return twins.norm_rope(x_NHD, weight_D, eps, cos_ND, sin_ND, offset=offset)
+    if cos_ND.shape != sin_ND.shape or cos_ND.shape != (x_NHD.shape[0], x_NHD.shape[2]):
+        raise ValueError(f"norm_rope: cos and sin must be [N, D] of x {tuple(x_NHD.shape)}, got {tuple(cos_ND.shape)}")
+    return _call(_NormRope, x_NHD, weight_D, eps, cos_ND, sin_ND, offset)
+
+
+class _Glu(Function):
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor, act: int) -> Tensor:
+        gate, up = _dense_rows(gate), _dense_rows(up)
+        out = torch.empty(gate.shape)
+        head = (_ptr(gate), gate.stride(0), _ptr(up), up.stride(0), _ptr(out))
+        library()[0].whet_glu(*head, *gate.shape, act, torch.get_num_threads())
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        gate, up, ctx.act = inputs
+        ctx.save_for_backward(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = (_dense_rows(t) for t in ctx.saved_tensors)
+        dout = dout.contiguous()
+        dgate, dup = torch.empty(gate.shape), torch.empty(gate.shape)
+        head = (_ptr(gate), gate.stride(0), _ptr(up), up.stride(0), _ptr(dout), _ptr(dgate), _ptr(dup))
+        library()[0].whet_glu_backward(*head, *gate.shape, ctx.act, torch.get_num_threads())
+        return dgate, dup, None
+
+
+def glu(gate_NF: Tensor, up_NF: Tensor, *, act: Literal["silu", "gelu_tanh"]) -> Tensor:
+    if not _native(gate_NF, up_NF) or gate_NF.dim() != 2:
+        return twins.glu(gate_NF, up_NF, act=act)
+    if gate_NF.shape != up_NF.shape:
+        raise ValueError(f"glu: gate {tuple(gate_NF.shape)} and up {tuple(up_NF.shape)} differ in shape")
+    return _call(_Glu, gate_NF, up_NF, _ACTS[act])
+
+
+def _rows_and_targets(logits: Tensor, targets: Tensor) -> None:
+    rows, vocabulary = logits.shape
+    if targets.shape != (rows,) or (rows and not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary):
+        raise ValueError(f"logprobs: targets {tuple(targets.shape)} must be [{rows}], each in 0..{vocabulary - 1}")
+
+
+def logprobs(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    if not _native(logits_NV):
+        return twins.logprobs(logits_NV, targets_N)
+    _rows_and_targets(logits_NV, targets_N)
+    logits, targets = logits_NV.contiguous(), targets_N.contiguous()
+    logp_N, entropy_N = torch.empty(len(targets)), torch.empty(len(targets))
+    pointers = (_ptr(logits), _ptr(targets), _ptr(logp_N), _ptr(entropy_N))
+    library()[0].whet_logprobs(*pointers, *logits.shape, torch.get_num_threads())
+    return logp_N, entropy_N
+
+
+def logprobs_backward(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    logp_N: Tensor,
+    entropy_N: Tensor,
+    dlogp_N: Tensor,
+    dentropy_N: Tensor | None,
+) -> None:
+    given = [logp_N, entropy_N, dlogp_N, *([] if dentropy_N is None else [dentropy_N])]
+    if not _native(logits_NV, *given) or not logits_NV.is_contiguous():
+        twins.logprobs_backward(logits_NV, targets_N, logp_N, entropy_N, dlogp_N, dentropy_N)
+        return
+    _rows_and_targets(logits_NV, targets_N)
+    kept = [t.contiguous() for t in (targets_N, *given)]
+    pointers = [logits_NV.data_ptr(), *(t.data_ptr() for t in kept), *([None] if dentropy_N is None else [])]
+    library()[0].whet_logprobs_backward(*pointers, *logits_NV.shape, torch.get_num_threads())
+
+
+def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    if not _native(logits_BV):
+        return twins.sample(logits_BV, uniform_B)
+    logits, uniform = logits_BV.contiguous(), uniform_B.to(torch.float64).contiguous()
+    rows, vocabulary = logits.shape
+    if uniform.shape != (rows,):
+        raise ValueError(f"sample: uniform must be [{rows}], got {tuple(uniform.shape)}")
+    token_B, logp_B = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    pointers = (_ptr(logits), _ptr(uniform), _ptr(token_B), _ptr(logp_B))
+    bad = library()[0].whet_sample(*pointers, rows, vocabulary, torch.get_num_threads())
+    if bad > 0:
+        raise twins.bad_logits(bad)
+    _memory(bad)
+    return token_B, logp_B
+
+
+def _memory(failed: int) -> None:
+    if failed:
+        raise WhetError("a kernel could not get scratch memory; make the micro-batch or the sequences smaller")
+
+
+def _describe(
+    q: Tensor, k: Tensor, v: Tensor, *, segments: Segments, scale: float, window: int, cap: float
+) -> _Packed:
+    order_S, start_F = segments.by_family
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    fields = (segments.q_start_S, segments.q_len_S, segments.prefix_start_S, segments.prefix_len_S, order_S, start_F)
+    return _Packed(
+        *(_ptr(t) for t in (q, k, v)),
+        *(*strides, q.shape[1], k.shape[1], q.shape[2], window, scale, cap),
+        *(_ptr(t) for t in fields),
+        *(len(start_F) - 1, torch.get_num_threads()),
+    )
+
+
+class _AttendPacked(Function):
+    """(out, log-sum-exp of the scores [N, H])."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int, cap: float
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
+        out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+        what = _describe(q, k, v, segments=segments, scale=scale, window=window, cap=cap)
+        _memory(library()[0].whet_attend_packed(ctypes.byref(what), _ptr(out), _ptr(lse)))
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, ctx.segments, ctx.scale, ctx.window, ctx.cap = inputs
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, dout = _dense_rows(q), _dense_rows(k), _dense_rows(v), dout.contiguous()
+        dq, dk, dv = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
+        what = _describe(q, k, v, segments=ctx.segments, scale=ctx.scale, window=ctx.window, cap=ctx.cap)
+        grads = _Grads(*(_ptr(t) for t in (out, lse, dout, dq, dk, dv)))
+        _memory(library()[0].whet_attend_packed_backward(ctypes.byref(what), ctypes.byref(grads)))
+        return dq, dk, dv, None, None, None, None
+
+
+def attend_packed(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    segments: Segments,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    if not _native(q_NHD, k_NKD, v_NKD) or q_NHD.shape[2] % 16:
+        return twins.attend_packed(q_NHD, k_NKD, v_NKD, segments, scale=scale, window=window, softcap=softcap)
+    if not segments.tokens == len(q_NHD) == len(k_NKD) or k_NKD.shape != v_NKD.shape:
+        raise ValueError(
+            f"attend_packed: {segments.tokens} tokens in the segments, but q {tuple(q_NHD.shape)}, "
+            f"k {tuple(k_NKD.shape)}, v {tuple(v_NKD.shape)}"
+        )
+    return _call(_AttendPacked, q_NHD, k_NKD, v_NKD, segments, scale, window or 0, softcap or 0.0)[0]
+
+
+def attend_cached(
+    q_BHD: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    *,
+    table_BP: Tensor,
+    keys_B: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    rows, heads, size = q_BHD.shape
+    if not _native(q_BHD, k_pages, v_pages) or size % 16:
+        return twins.attend_cached(
+            q_BHD, k_pages, v_pages, table_BP=table_BP, keys_B=keys_B, scale=scale, window=window, softcap=softcap
+        )
+    q, out = _dense_rows(q_BHD.detach()), torch.empty(q_BHD.shape)
+    what = _Cached(
+        *(_ptr(t) for t in (q, k_pages, v_pages)),
+        *(q.stride(0), q.stride(1), heads, k_pages.shape[1], size, window or 0, scale, softcap or 0.0),
+        *(_ptr(table_BP), _ptr(keys_B), rows, table_BP.stride(0), torch.get_num_threads()),
+    )
+    _memory(library()[0].whet_attend_cached(ctypes.byref(what), _ptr(out)))
+    return out
+
+
+def write_kv(
+    k_pages: Tensor, v_pages: Tensor, k_NKD: Tensor, *, v_NKD: Tensor, page_N: Tensor, slot_N: Tensor
+) -> None:
+    if not _native(k_pages, v_pages, k_NKD, v_NKD):
+        twins.write_kv(k_pages, v_pages, k_NKD, v_NKD=v_NKD, page_N=page_N, slot_N=slot_N)
+        return
+    k, v, page, slot = _dense_rows(k_NKD), _dense_rows(v_NKD), page_N.contiguous(), slot_N.contiguous()
+    head = (_ptr(k_pages), _ptr(v_pages), _ptr(k), *k.stride()[:2], _ptr(v), *v.stride()[:2], _ptr(page), _ptr(slot))
+    library()[0].whet_write_kv(*head, *k.shape, torch.get_num_threads())

@@ -1,7 +1,8 @@
 """Are sampled log-probs the trainer's, bit for bit? Asked of the real model on the real machine at start-up.
 
-Which products round alike depends on the processor and on the build of the linear algebra library, so exactness is
-tested and reported, never assumed. Shape letters: N tokens, R rollouts, B live rows, G groups, P pages, T steps.
+Which products round alike depends on the processor and on the build of the linear algebra library, so
+exactness is tested and reported, never assumed. Shape letters: N tokens, R rollouts, B live rows, G groups,
+P pages, T steps.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ def self_test(
     """Sample rollouts step by step, then compute their log-probs as the trainer does, and compare the bits.
 
     Prompts are random tokens, one of them `long_prompt` long (attention over more than 256 keys takes other
-    roads), the others up to `max_prompt`; responses end at random lengths; each decode step runs the live rows in a
-    random order, in two parts of random sizes. The trainer's side is computed with shared and with separate prompts.
+    roads), the others up to `max_prompt`; responses end at random lengths; each decode step runs the live
+    rows in a random order, in two parts of random sizes. The trainer's side is computed with shared and with
+    separate prompts.
     """
     random = np.random.Generator(np.random.Philox(key=seeds.key(seed, "self-test")))
     prompt_G = random.integers(1, max_prompt + 1, groups)
@@ -124,9 +126,7 @@ def _sample(
     return _batch(rollouts, token_RT, logp_RT)
 
 
-def _cache(
-    decoder: Decoder, ops: Ops, *, rollouts: _Rollouts, like: Tensor
-) -> tuple[KvCache, Tensor]:
+def _cache(decoder: Decoder, ops: Ops, *, rollouts: _Rollouts, like: Tensor) -> tuple[KvCache, Tensor]:
     """Pages of its own for every rollout, and their numbers [R, P]."""
     pages_R = (rollouts.prompt_R + rollouts.response_R + PAGE - 1) // PAGE
     first_R = pages_R.cumsum(0) - pages_R
@@ -143,9 +143,7 @@ def _cache(
     return cache, table_RP.clamp(max=cache.pages - 1).to(like.device)
 
 
-def _prefill(
-    decoder: Decoder, ops: Ops, *, rollouts: _Rollouts, cache: KvCache, table_RP: Tensor
-) -> Tensor:
+def _prefill(decoder: Decoder, ops: Ops, *, rollouts: _Rollouts, cache: KvCache, table_RP: Tensor) -> Tensor:
     """[R, D] hidden state of each prompt's last token; the prompts' keys and values go into every row's pages."""
     device = table_RP.device
     segments = Segments.of_lengths(torch.tensor([len(p) for p in rollouts.prompts]))

@@ -1,10 +1,10 @@
 """Hidden states of packed tokens: one function for training, prefill and decoding of every model.
 
-Two implementations. Known families run through a lean functional forward over the module's own parameters, read
-on every call: nothing is copied, nothing goes stale when an optimizer or a weight sync changes them. Everything else
-(and a known family that was altered: adapters, hooks, quantised layers) runs through its own modules, with our
-attention put in by transformers' attention interface, after a probe has shown that this computes the same as the
-model's own forward.
+Two implementations. Known families run through a lean functional forward over the module's own parameters,
+read on every call: nothing is copied, nothing goes stale when an optimizer or a weight sync changes them.
+Everything else (and a known family that was altered: adapters, hooks, quantised layers) runs through its own
+modules, with our attention put in by transformers' attention interface, after a probe has shown that this
+computes the same as the model's own forward.
 
 Shape letters: U tokens to compute, H query heads, K key/value heads, D hidden or head size.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -78,25 +78,23 @@ _LONGEST_DEPENDENT = ("dynamic", "longrope")
 def decoder(model: PreTrainedModel, ops: Ops) -> Decoder:
     """The decoder of a Hugging Face causal language model, by reference.
 
+    A model of no known family is set to our attention and can no longer be called without a plan; to use it
+    by itself again, call `model.set_attn_implementation("sdpa")`.
     Errors: ConfigError where packed tokens cannot be computed, or not as the model itself computes them.
     """
     config = model.config.get_text_config()
     head = _head(model, config)
     family = _known_family(model, config)
-    made = Decoder(
-        hidden=_modules(model) if family is None else _functional(model, ops, family=family),
-        head=head,
-        path="modules" if family is None else "functional",
-        layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-    )
     if family is None:
-        _probe(model, made, ops=ops)
-    return made
+        hidden = _modules(model, config)
+        return Decoder(hidden, head, "modules", *_probe(model, hidden, head=head, ops=ops))
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    hidden = _functional(model, ops, family=family)
+    return Decoder(hidden, head, "functional", config.num_hidden_layers, kv_heads, head_dim)
 
 
-def _head(model: PreTrainedModel, config: object) -> Head:
+def _head(model: PreTrainedModel, config: Any) -> Head:
     """The output layer with what families put after it: Cohere's factor, Granite's divisor, Gemma's soft-cap."""
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
@@ -108,7 +106,7 @@ def _head(model: PreTrainedModel, config: object) -> Head:
     return Head(linear, scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
 
 
-def _rope_type(config: object) -> str:
+def _rope_type(config: Any) -> str:
     parameters = getattr(config, "rope_parameters", None) or {}
     return parameters.get("rope_type", "default")
 
@@ -116,7 +114,7 @@ def _rope_type(config: object) -> str:
 # ---------------------------------------------------------------- known families
 
 
-def _known_family(model: PreTrainedModel, config: object) -> _Family | None:
+def _known_family(model: PreTrainedModel, config: Any) -> _Family | None:
     """The family, only if every module of the model is what that family's Hugging Face code made."""
     kind = model.config.model_type
     family = _FAMILIES.get(kind)
@@ -204,7 +202,7 @@ def rope(rotary: nn.Module, position_U: Tensor) -> tuple[Tensor, Tensor]:
     return cos_UD, sin_UD
 
 
-def _layer(layer: nn.Module, number: int, *, ops: Ops, family: _Family, config: object) -> _Layer:
+def _layer(layer: nn.Module, number: int, *, ops: Ops, family: _Family, config: Any) -> _Layer:
     attention = layer.self_attn
     window = getattr(attention, "sliding_window", None)
     if config.model_type == "mistral":
@@ -274,8 +272,8 @@ def _dense(mlp: nn.Module, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"], o
 def _mixture(block: nn.Module, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"], ops: Ops) -> Tensor:
     """Mixture of experts: softmax over all experts, the top E of each token, one matrix product per expert.
 
-    Tokens are sorted by expert; E copies of a token are weighed and added in the router's order, row by row, so a
-    token's result does not depend on the other tokens of the batch.
+    Tokens are sorted by expert; E copies of a token are weighed and added in the router's order, row by row,
+    so a token's result does not depend on the other tokens of the batch.
     """
     router, experts = block.gate, block.experts
     probability_UX = torch.softmax(F.linear(x_UD, router.weight), dim=-1, dtype=torch.float32)
@@ -301,14 +299,17 @@ def _mixture(block: nn.Module, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"
 # ---------------------------------------------------------------- every other model
 
 
-def _modules(model: PreTrainedModel) -> Hidden:
+def _modules(model: PreTrainedModel, config: Any) -> Hidden:
     """The model's own modules around our attention."""
-    config = model.config.get_text_config()
-    if _rope_type(config) in _LONGEST_DEPENDENT or getattr(config, "attention_chunk_size", None):
+    if _rope_type(config) in _LONGEST_DEPENDENT:
         raise ConfigError(
-            f"{type(model).__name__}: rotary embedding '{_rope_type(config)}' or chunked attention depends on the other "
-            "sequences of a batch, so packed and decoded log-probs would differ; override rope_parameters "
-            f"with one of {', '.join(_STATIC_ROPE)}"
+            f"{type(model).__name__}: rope_type '{_rope_type(config)}' depends on the longest sequence of a call, so "
+            "packed and decoded log-probs would differ; override rope_parameters with one of "
+            f"{', '.join(_STATIC_ROPE)}"
+        )
+    if getattr(config, "attention_chunk_size", None):
+        raise ConfigError(
+            f"{type(model).__name__}: chunked attention (attention_chunk_size) is not supported"
         )
     register_hf_attention()
     model.set_attn_implementation("whet")
@@ -348,28 +349,58 @@ def _recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _probe(model: PreTrainedModel, made: Decoder, *, ops: Ops) -> None:
-    """Two sequences packed through us must give the logits of the model's own forward on each alone.
+def _probe(model: PreTrainedModel, hidden: Hidden, *, head: Head, ops: Ops) -> tuple[int, int, int]:
+    """(layers, kv_heads, head_dim) as seen in use, if two packed sequences give the logits of the model's own forward.
 
-    Catches whatever an unknown architecture may do beside attention (state-space layers, attention sinks, position
-    biases, scaled logits) instead of training something else silently.
+    Catches whatever an unknown architecture may do beside attention (state-space layers, attention sinks,
+    position biases, scaled logits) instead of training something else silently.
     """
-    device = made.head.linear.weight.device
+    device = head.linear.weight.device
     lengths = (23, 9)
-    ids_U = torch.arange(7, 7 + sum(lengths), device=device) % made.head.linear.out_features
+    ids_U = torch.arange(7, 7 + sum(lengths), device=device) % head.linear.out_features
     segments = Segments.of_lengths(torch.tensor(lengths))
-    attend = PackedAttention(segments, ops)
-    ours_UV = logits(made.head, made.hidden(ids_U, segments.position_N.to(device), attend), 1.0)
+    attend = _Recorder(PackedAttention(segments, ops))
+    ours_UV = logits(head, hidden(ids_U, segments.position_N.to(device), attend), 1.0)
     model.set_attn_implementation("eager")
     theirs_UV = torch.cat(
         [model(input_ids=part[None], use_cache=False).logits[0] for part in ids_U.split(lengths)]
     )
     model.set_attn_implementation("whet")
     off = float((ours_UV - theirs_UV.float()).abs().max() / theirs_UV.float().std().clamp(min=1e-6))
-    allowed = 1e-3 if made.head.linear.weight.dtype == torch.float32 else 0.2
-    if not off <= allowed:
+    allowed = 1e-3 if head.linear.weight.dtype == torch.float32 else 0.2
+    if not off <= allowed or len(attend.shapes) != 1:
         raise ConfigError(
             f"{type(model).__name__} cannot be packed: its logits differ from its own forward by {off:.2g} standard "
-            f"deviations (allowed {allowed:g}). It uses something that packed attention cannot express; choose a "
-            "decoder-only model with causal softmax attention"
+            f"deviations (allowed {allowed:g}), its layers' keys have shapes {sorted(attend.shapes)}. It uses something "
+            "that packed attention cannot express; choose a decoder-only model with causal softmax attention"
         )
+    return attend.layers, *attend.shapes.pop()
+
+
+class _Recorder:
+    """Attention that notes what it was called with."""
+
+    def __init__(self, inner: Attend) -> None:
+        self.inner = inner
+        self.layers = 0
+        self.shapes: set[tuple[int, int]] = set()
+
+    def __call__(
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if k_NKD.shape != v_NKD.shape:
+            raise ConfigError(
+                f"layer {layer} has keys of size {k_NKD.shape[-1]} and values of size {v_NKD.shape[-1]}: multi-head "
+                "latent attention is not supported"
+            )
+        self.layers = max(self.layers, layer + 1)
+        self.shapes.add((k_NKD.shape[1], k_NKD.shape[2]))
+        return self.inner(layer, q_NHD, k_NKD, v_NKD, scale=scale, window=window, softcap=softcap)

@@ -50,6 +50,9 @@ INLINE void store_n(float *p, vf x, i64 n) {
     else for (i64 i = 0; i < n; i++) p[i] = part[i];
 }
 
+/* Whole cache lines, so that no vector straddles two. */
+static void *scratch_bytes(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
+
 INLINE float fold_sum(vf x) {
     float part[LANES];
     memcpy(part, &x, sizeof part);
@@ -571,7 +574,7 @@ int whet_attend_packed(const Packed *a, float *out, float *lse) {
     for (i64 unit = 0; unit < a->families * a->kv_heads; unit++) {
         i64 family = unit / a->kv_heads, kv = unit % a->kv_heads;
         i64 blocks = (most_keys(a, family) + LANES - 1) / LANES, rows = step * group;
-        float *data = malloc(sizeof(float) * (blocks * LANES * (D + rows) + 2 * rows * D) + sizeof(float *) * blocks);
+        float *data = scratch_bytes(sizeof(float) * (blocks * LANES * (D + rows) + 2 * rows * D) + sizeof(float *) * blocks);
         if (!data) {
             failed = 1;
             continue;
@@ -657,7 +660,7 @@ int whet_attend_packed_backward(const Packed *a, const Grads *g) {
         i64 family = unit / a->kv_heads, kv = unit % a->kv_heads;
         i64 blocks = (most_keys(a, family) + LANES - 1) / LANES, size = blocks * LANES * D;
         i64 tile = rows * (3 * D + 2 * KEY_CHUNK * LANES);
-        float *data = malloc(sizeof(float) * (2 * size + tile) + 2 * sizeof(float *) * blocks);
+        float *data = scratch_bytes(sizeof(float) * (2 * size + tile) + 2 * sizeof(float *) * blocks);
         if (!data) {
             failed = 1;
             continue;
@@ -693,7 +696,7 @@ static int cached_row(const Cached *a, i64 row, i64 kv, float *out) {
     i64 group = a->heads / a->kv_heads, D = a->D, keys = a->keys[row], page = D * LANES;
     i64 lo = first_seen(keys - 1, a->window), b0 = lo / LANES, blocks = (keys - 1) / LANES + 1 - b0;
     i64 ld = blocks * LANES;
-    float *q = malloc(sizeof(float) * group * (2 * D + ld) + sizeof(float *) * blocks);
+    float *q = scratch_bytes(sizeof(float) * group * (2 * D + ld) + sizeof(float *) * blocks);
     if (!q) return 1;
     float *sum = q + group * D, *p = sum + group * D, part[group], max;
     const float **block = (const float **)(p + group * ld);

@@ -1,7 +1,8 @@
 """Log-probs and entropies of tokens, without keeping [A, V] logits for a large vocabulary.
 
 Shape letters: A rows asked for (one predicted token each), D hidden, V vocabulary.
-The decode step and the trainer both take their logits from `logits`, so that equal hidden states give equal bits.
+The decode step and the trainer both take their logits from `logits`, so that equal hidden states give equal
+bits.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """([A] log-prob of each target, [A] entropy in nats) of softmax(logits / temperature), float32.
 
-    Gradients flow to the hidden states and the head's parameters; through the entropy only with `entropy_grad`.
-    Up to 2^24 logits are kept for the backward pass (recomputing them would cost a third matrix product); beyond
-    that, `chunk` rows at a time are computed, and computed again in backward, so that the peak is
-    3 x chunk x V numbers instead of several times A x V.
+    Gradients flow to the hidden states and the head's parameters; through the entropy only with
+    `entropy_grad`. Up to 2^24 logits are kept for the backward pass (recomputing them would cost a third
+    matrix product); beyond that, `chunk` rows at a time are computed, and computed again in backward, so
+    that the peak is 3 x chunk x V numbers instead of several times A x V.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0 to take log-probs of, got {temperature}")

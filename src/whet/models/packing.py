@@ -32,9 +32,10 @@ class Layout:
 def layout(batch: Batch, *, share_prompts: bool) -> Layout:
     """How to compute the log-probs (and values) of all sampled tokens of a batch.
 
-    A rollout is computed up to the token before its last sampled one; a rollout without sampled tokens not at all.
-    With `share_prompts`, neighbouring rollouts of a group whose prompts are equal token by token (compared here,
-    never assumed) share the first one's prompt: its last token predicts every first response token.
+    A rollout is computed up to the token before its last sampled one; a rollout without sampled tokens not
+    at all. With `share_prompts`, neighbouring rollouts of a group whose prompts are equal token by token
+    (compared here, never assumed) share the first one's prompt: its last token predicts every first response
+    token.
 
     Errors: DataError where a rollout's first token counts as sampled, for nothing predicts it.
     """

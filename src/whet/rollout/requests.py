@@ -12,7 +12,9 @@ Decode = Callable[[list[int]], str]
 """Tokens to text."""
 
 
-def check(token_ids: Sequence[int], sampling: Sampling, *, vocab: int, max_context: int, decodes: bool) -> None:
+def check(
+    token_ids: Sequence[int], sampling: Sampling, *, vocab: int, max_context: int, decodes: bool
+) -> None:
     """Raise WhetError if the request cannot be served, whatever else is running."""
     s = sampling
     if not token_ids:
@@ -23,7 +25,9 @@ def check(token_ids: Sequence[int], sampling: Sampling, *, vocab: int, max_conte
             "the tokenizer belongs to another model"
         )
     if not 0 <= s.min_tokens <= s.max_tokens or s.max_tokens < 1:
-        raise WhetError(f"min_tokens={s.min_tokens}, max_tokens={s.max_tokens}: expected 0 <= min <= max, 1 <= max")
+        raise WhetError(
+            f"min_tokens={s.min_tokens}, max_tokens={s.max_tokens}: expected 0 <= min <= max, 1 <= max"
+        )
     if len(token_ids) + s.max_tokens > max_context:
         raise WhetError(
             f"a prompt of {len(token_ids)} tokens and max_tokens={s.max_tokens} pass the engine's limit of "
@@ -32,12 +36,16 @@ def check(token_ids: Sequence[int], sampling: Sampling, *, vocab: int, max_conte
     if s.stop and not decodes:
         raise WhetError("stop strings need an engine that was given `decode`; give it, or use stop_token_ids")
     if s.ignore_eos and (s.stop or s.stop_token_ids):
-        raise WhetError("ignore_eos goes on to max_tokens whatever is sampled; it excludes stop and stop_token_ids")
+        raise WhetError(
+            "ignore_eos goes on to max_tokens whatever is sampled; it excludes stop and stop_token_ids"
+        )
 
 
 def ends_of(sampling: Sampling, end_token_ids: Collection[int]) -> frozenset[int]:
     """The tokens that end this request."""
-    return frozenset() if sampling.ignore_eos else frozenset(end_token_ids) | frozenset(sampling.stop_token_ids)
+    return (
+        frozenset() if sampling.ignore_eos else frozenset(end_token_ids) | frozenset(sampling.stop_token_ids)
+    )
 
 
 @dataclass(eq=False)

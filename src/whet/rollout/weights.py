@@ -31,4 +31,6 @@ def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> No
         copied.add(name)
     missing = sorted(wanted.keys() - copied)
     if missing:
-        raise WhetError(f"weight sync: {len(missing)} of {len(wanted)} parameters did not come: {', '.join(missing[:3])}")
+        raise WhetError(
+            f"weight sync: {len(missing)} of {len(wanted)} parameters did not come: {', '.join(missing[:3])}"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +27,8 @@ Point = tuple[int, float]
 class Series:
     """What is drawn. `stages` are (name, first step, last step), counted over all stages."""
 
-    reward: list[Point] = field(default_factory=list)
+    reward: dict[str, list[Point]] = field(default_factory=dict)
+    """By stage: a stage's curve does not run on from the one before."""
     held_out: list[Point] = field(default_factory=list)
     stages: list[tuple[str, int, int]] = field(default_factory=list)
 
@@ -48,7 +49,7 @@ def series(run_dir: Path) -> Series:
     for line in lines:
         step = start[line["stage"]] + line["step"]
         if REWARD in line:
-            out.reward.append((step, line[REWARD]))
+            out.reward.setdefault(line["stage"], []).append((step, line[REWARD]))
         if HELD_OUT in line:
             out.held_out.append((step, line[HELD_OUT]))
     return out
@@ -64,7 +65,7 @@ def plot(run_dir: Path) -> Path:
     found = series(run_dir)
     if not found.reward and not found.held_out:
         raise WhetError(f"{run_dir}/metrics.jsonl has neither {REWARD} nor {HELD_OUT}: nothing to draw yet")
-    shared = all(-0.05 <= value <= 1.05 for _, value in found.reward)
+    shared = all(-0.05 <= value <= 1.05 for points in found.reward.values() for _, value in points)
     rows = 1 if shared or not found.held_out else 2
     with plt.rc_context({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK}):
         figure, axes = plt.subplots(
@@ -88,14 +89,12 @@ def plot(run_dir: Path) -> Path:
     return path
 
 
-def _draw_reward(axis: Axes, points: Sequence[Point]) -> None:
-    if not points:
-        return
-    steps, rewards = zip(*points)
-    axis.plot(steps, rewards, color=REWARD_COLOUR, alpha=0.25, linewidth=1)
-    axis.plot(
-        steps, smooth(rewards), color=REWARD_COLOUR, linewidth=2, label="reward, training (mean of a step)"
-    )
+def _draw_reward(axis: Axes, by_stage: Mapping[str, Sequence[Point]]) -> None:
+    for number, points in enumerate(by_stage.values()):
+        steps, rewards = zip(*points)
+        label = None if number else "reward in training"
+        axis.plot(steps, rewards, color=REWARD_COLOUR, alpha=0.25, linewidth=1)
+        axis.plot(steps, smooth(rewards), color=REWARD_COLOUR, linewidth=2, label=label)
 
 
 def _draw_held_out(axis: Axes, points: Sequence[Point]) -> None:
@@ -135,7 +134,7 @@ def _style(axis: Axes, found: Series) -> None:
     for _, first, _ in found.stages[1:]:
         axis.axvline(first, color=GREY, linewidth=1, linestyle=(0, (2, 3)))
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(loc="lower right", frameon=False, labelcolor=INK)
+        axis.legend(loc="best", frameon=False, labelcolor=INK)
 
 
 def _name_stages(axis: Axes, found: Series) -> None:

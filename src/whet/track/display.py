@@ -30,11 +30,15 @@ REFRESH_PER_S = 4
 class Display:
     """Progress of a run. `stages` are (name, steps). All methods only note what is new; a thread draws.
 
-    A terminal that goes away silences the display and nothing else. Call `close` at the end.
+    A terminal that goes away silences the display and nothing else. `quiet` draws nothing at all.
+    Call `close` at the end.
     """
 
-    def __init__(self, stages: Sequence[tuple[str, int]], *, console: Console | None = None) -> None:
-        self._console = console or Console(file=cast(TextIO, _Steady(sys.stdout)), highlight=False)
+    def __init__(
+        self, stages: Sequence[tuple[str, int]], *, quiet: bool = False, console: Console | None = None
+    ) -> None:
+        steady = cast(TextIO, _Steady(sys.stdout))
+        self._console = console or Console(file=steady, highlight=False, quiet=quiet)
         self._stages = list(stages)
         self._exactness = ""
         self._spinner = Spinner("dots", style="cyan")
@@ -42,6 +46,8 @@ class Display:
         self._last_line = time.monotonic()
         self.stage(0)
         self._live: Live | None = None
+        if quiet:
+            return
         if self._console.is_terminal:
             self._live = Live(self, console=self._console, refresh_per_second=REFRESH_PER_S, transient=True)
             self._live.start()
@@ -51,8 +57,7 @@ class Display:
     def stage(self, index: int, *, done: int = 0) -> None:
         """Begin a stage, after `done` steps of it (a resumed run)."""
         self._index, self._done = index, done
-        self._started = time.monotonic()
-        self._times: deque[float] = deque([self._started], maxlen=50)
+        self._times: deque[float] = deque([time.monotonic()], maxlen=51)
         self._metrics: Metrics = {}
         self._timings: Metrics = {}
         self._held_out: float | None = None

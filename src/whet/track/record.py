@@ -140,18 +140,24 @@ class RunDirectory:
         What stands at that very step stays, so save after the step's evaluation. (0, -1) drops everything.
         """
         limit = (stage_index, step)
-        for folder in ("rollouts", "eval"):
-            for stage, at, path in list_steps(self.path / folder):
-                if self._place(stage, at) > limit:
-                    path.unlink()
-        self._metrics = self._cut(self._metrics, "metrics.jsonl", limit)
-        self._timings = self._cut(self._timings, "timings.jsonl", limit)
-
-    def _cut(self, file: io.FileIO, name: str, limit: tuple[int, int]) -> io.FileIO:
-        kept = [
-            raw for raw, line in _lines(self.path / name) if self._place(line["stage"], line["step"]) <= limit
+        late = [
+            path
+            for folder in ("rollouts", "eval")
+            for stage, at, path in list_steps(self.path / folder)
+            if self._place(stage, at) > limit
         ]
-        write_bytes(self.path / name, b"".join(kept))
+        metrics, timings = (self._kept(name, limit) for name in ("metrics.jsonl", "timings.jsonl"))
+        for path in late:
+            path.unlink()
+        self._metrics = self._rewrite(self._metrics, "metrics.jsonl", metrics)
+        self._timings = self._rewrite(self._timings, "timings.jsonl", timings)
+
+    def _kept(self, name: str, limit: tuple[int, int]) -> bytes:
+        lines = _lines(self.path / name)
+        return b"".join(raw for raw, line in lines if self._place(line["stage"], line["step"]) <= limit)
+
+    def _rewrite(self, file: io.FileIO, name: str, data: bytes) -> io.FileIO:
+        write_bytes(self.path / name, data)
         file.close()
         return io.FileIO(self.path / name, "a")
 

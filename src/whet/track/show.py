@@ -95,16 +95,15 @@ def _head(run: Written) -> Table:
     config, manifest = run.config, run.manifest
     model = config.get("model", {})
     source = model.get("path") or (model.get("scratch") or {}).get("architecture", "?")
-    packages = manifest.get("packages", {})
+    packages, named = manifest.get("packages", {}), ("whet", "torch", "transformers")
     rows = {
         "run": f"{run.path}, {state[is_running(run.path)]}",
         "model": str(source),
         "algorithm": str(config.get("algorithm", {}).get("name", "?")),
         "seed": str(config.get("seed", "?")),
-        "started": f"{manifest.get('started_utc', '?')} on {manifest.get('host', '?')} ({manifest.get('cpu', '?')})",
-        "versions": ", ".join(
-            f"{p} {packages[p]}" for p in ("whet", "torch", "transformers") if p in packages
-        ),
+        "started": str(manifest.get("started_utc", "?")),
+        "machine": ", ".join(str(manifest.get(name, "?")) for name in ("host", "cpu")),
+        "versions": ", ".join(f"{p} {v}" for p, v in packages.items() if p in named),
     }
     table = _table("", "")
     for name, value in rows.items():
@@ -150,9 +149,8 @@ def _evaluations(run: Written) -> Table | None:
         return None
     table = _table("stage", "step", "accuracy", *(name.removeprefix("eval/") for name in names))
     for line in lines:
-        table.add_row(
-            line["stage"], str(line["step"]), share(line[HELD_OUT]), *(share(line.get(n)) for n in names)
-        )
+        numbers = [share(line.get(name)) for name in (HELD_OUT, *names)]
+        table.add_row(line["stage"], str(line["step"]), *numbers)
     return table
 
 
@@ -234,7 +232,7 @@ def _stage_report(run: Written, stage: str) -> StageReport:
 
 
 def before_and_after(run: Written, *, limit: int) -> list[Example]:
-    """Held-out tasks at the first and the last evaluation of the last stage that has two: mended ones first."""
+    """Held-out tasks at the first and last evaluation of the last stage that has two; mended ones first."""
     files = list_steps(run.path / "eval")
     for stage in reversed(run.stages):
         own = [path for name, _, path in files if name == stage]
@@ -278,7 +276,7 @@ def _answer(answer: Json) -> str:
 def rollouts(
     run_dir: Path, step: int, *, stage: str | None = None, uid: int | None = None, tokens: bool = False
 ) -> RenderableType:
-    """The rollouts of a step: prompt, expected answer, reply, reward and its parts; `tokens` lists every token.
+    """The rollouts of a step: prompt, expected answer, reply, reward and parts; `tokens` lists every token.
 
     Raises DataError naming the steps there are.
     """
@@ -307,14 +305,11 @@ def _find(run_dir: Path, step: int, stage: str | None) -> Path:
 
 def _rollout(row: dict[str, Json]) -> RenderableType:
     reward = "no reward" if row["reward"] is None else f"reward {row['reward']:g}"
-    good = (
-        row["reward"] is not None
-        and (row["advantage"] if row["advantage"] is not None else row["reward"]) > 0
-    )
+    judged = row["reward"] if row["advantage"] is None else row["advantage"]
     head = Text.assemble(
         (f"task {row['uid']} · rollout {row['index']}", "bold"),
         (f" · {row['source']} · ", "dim"),
-        (reward, "green" if good else "red"),
+        (reward, "green" if judged is not None and judged > 0 else "red"),
         (f" · advantage {row['advantage']:+.3f}" if row["advantage"] is not None else "", "dim"),
         (f" · {sum(row['mask'])} tokens · {row['finish_reason']}", "dim"),
     )
@@ -332,7 +327,7 @@ def _rollout(row: dict[str, Json]) -> RenderableType:
 
 
 def _tokens(row: dict[str, Json], tokenizer: Tokenizer | None) -> Table:
-    """Every token: its place, id, text where the run holds a tokenizer, and what was recorded of sampled ones."""
+    """Every token: place, id, text if the run holds a tokenizer, and what was recorded of sampled ones."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
     for title in ("place", "token", "text", "log-prob", "sampled with", "version"):
         table.add_column(title, justify="left" if title == "text" else "right")

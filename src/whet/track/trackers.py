@@ -1,4 +1,7 @@
-"""Where numbers go: a tracker is a class with two methods, `TRACKERS` names the ones there are."""
+"""Where numbers go: a tracker is a class with two methods, `TRACKERS` names the ones there are.
+
+The console is none of them: people are shown phases and waiting too (`display.Display`), not only numbers.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from whet.tables import find
-from whet.track.display import Display
 from whet.track.record import RunDirectory
 from whet.types import ConfigError, Metrics
 
 
 class Tracker(Protocol):
     def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
-        """Numbers of a step: `metrics` are equal in equal runs, `timings` (seconds, rates, memory) are not."""
+        """Numbers of a step: `metrics` are equal in equal runs, `timings` (seconds, memory) are not."""
 
     def close(self) -> None: ...
 
@@ -24,7 +26,6 @@ class Sinks:
     """What trackers write to."""
 
     record: RunDirectory
-    display: Display | None
     resumed: tuple[int, int] | None
     """(stage index, step) of the checkpoint the run goes on from; None: a new run."""
 
@@ -40,25 +41,6 @@ class Jsonl:
 
     def close(self) -> None:
         self._record.close()
-
-
-class ConsoleTracker:
-    """The live display. Step 0 and lines without a training step's numbers are evaluations."""
-
-    def __init__(self, sinks: Sinks) -> None:
-        self._display = sinks.display
-
-    def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
-        if self._display is None:
-            return
-        if any(name.startswith("eval/") for name in metrics):
-            self._display.evaluated(step, metrics)
-        else:
-            self._display.step(metrics, timings)
-
-    def close(self) -> None:
-        if self._display is not None:
-            self._display.close()
 
 
 class TensorBoard:
@@ -102,16 +84,15 @@ def open_trackers(
     names: Sequence[str],
     record: RunDirectory,
     *,
-    display: Display | None = None,
     resumed: tuple[int, int] | None = None,
 ) -> list[Tracker]:
-    """The named trackers, and jsonl in any case: it is the run's record."""
-    sinks = Sinks(record, display, resumed)
-    return [find(TRACKERS, name, what="track.trackers")(sinks) for name in dict.fromkeys(["jsonl", *names])]
+    """The trackers of `track.trackers`, without console; jsonl in any case: it is the run's record."""
+    sinks = Sinks(record, resumed)
+    wanted = [name for name in dict.fromkeys(["jsonl", *names]) if name != "console"]
+    return [find(TRACKERS, name, what="track.trackers")(sinks) for name in wanted]
 
 
 TRACKERS: dict[str, Callable[[Sinks], Tracker]] = {
-    "console": ConsoleTracker,
     "jsonl": Jsonl,
     "tensorboard": TensorBoard,
 }

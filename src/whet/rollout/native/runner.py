@@ -1,101 +1,312 @@
-"""The tensors of the native engine: prefill and decode over the paged cache, one call a step for all live rows.
+"""The tensors of the native engine: prefill, and one decode step for all live rows, over the paged cache.
 
-Letters: B live rows, S distinct prompts of a prefill, U their tokens, P pages of a row, V vocabulary, D hidden,
-C columns (tokens a row may sample). A live row has a slot, its place in the buffers of what was sampled, and stands
-at a cell of them: slot * C + tokens sampled since it was let in.
+Letters: B live rows, E rows with filters, S histories of a prefill, U their tokens, P pages of a row, V vocabulary,
+D hidden, C columns: the most tokens a row may sample. A live row has a slot, its place in the buffers of what was
+sampled, and stands at a cell of them: slot * C + tokens sampled since it was let in.
+
+Nothing here is specific to a device. On CUDA a step is launched kernel by kernel; it is not captured in a graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from whet.models.attention import PAGE, CachedAttention, KvCache, PackedAttention, Segments
-from whet.models.forward import decoder
+from whet.models.forward import Decoder, decoder
 from whet.models.kernels import Ops
 from whet.models.logprobs import logits
 from whet.rollout.native import sampler
-from whet.rollout.native.scheduler import Admission, Request
 from whet.rollout.native.sampler import Filters
+from whet.rollout.native.scheduler import Admission, Request
 from whet.seeds import uniform_table
+from whet.types import WhetError
 
-SLOT, CELL, LAST, LENGTH, TOKEN, ENDS = range(6)
-"""Rows of `Rows.state`: slot; cell of the next token; cell of the last one allowed; tokens in the cache; token to feed
-next; where the end set starts in the flat table of end sets."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """B live rows, compact; `state` is advanced in place, everything else holds until rows come or go."""
-
-    requests: list[Request]
-    state: Tensor
-    """[6, B] int64, see SLOT..ENDS."""
-    temperature: float | Tensor
-    """One for all rows, or [B, 1]. 1 where a row is greedy."""
-    special: Special | None
-    watched: list[int]
-    """Rows with stop strings."""
-
-    def __len__(self) -> int:
-        return len(self.requests)
+SLOT, LAST, ENDS, TOKEN, CELL, LENGTH = range(6)
+"""Rows of `Rows.state`: its slot; the last cell it may fill; where its end set starts in `Runner.end_table`; the token
+to feed next; the cell to fill next; tokens in the cache."""
 
 
 @dataclass(frozen=True)
 class Special:
-    """The rows for which temperature is not all: E of the B."""
+    """The E of B rows for which temperature is not all."""
 
     at_E: Tensor
     filters: Filters
     first_E: Tensor
-    """Cell from which on end tokens are allowed."""
+    """Cell from which on end tokens may be sampled."""
     penalised: bool
 
 
-def rows_of(requests: list[Request], state: Tensor, columns: int) -> Rows:
-    """Live rows with the parameters of their requests as tensors."""
-    device = state.device
+@dataclass(frozen=True)
+class Rows:
+    """B live rows, compact. `state` moves on in place; the rest holds until rows come or go."""
+
+    requests: list[Request]
+    state: Tensor
+    """[6, B] int64, see SLOT ... LENGTH."""
+    temperature: float | Tensor
+    """One for all, or [B]; 1 for greedy rows."""
+    special: Special | None
+    watched: list[int]
+    """Rows with stop strings."""
+
+
+def make_rows(requests: list[Request], state: Tensor, *, columns: int) -> Rows:
+    """The rows of these requests, [6, B] state."""
     heat = [r.sampling.temperature or 1.0 for r in requests]
-    special = [i for i, r in enumerate(requests) if not sampler.is_plain(r.sampling)]
-    extra = None
-    if special:
-        samplings = [requests[i].sampling for i in special]
-        at_E = torch.tensor(special, device=device)
-        missing = [s.min_tokens - len(requests[i].token_ids) for i, s in zip(special, samplings)]
-        first_E = state[SLOT, at_E] * columns + torch.tensor(missing, device=device)
-        penalised = any(s.repetition_penalty != 1.0 for s in samplings)
-        extra = Special(at_E, Filters.of(samplings, device), first_E, penalised)
+    filtered = [i for i, r in enumerate(requests) if not r.plain]
     return Rows(
         requests=requests,
         state=state,
-        temperature=heat[0] if len(set(heat)) == 1 else torch.tensor(heat, device=device)[:, None],
-        special=extra,
+        temperature=heat[0] if len(set(heat)) == 1 else torch.tensor(heat, device=state.device),
+        special=_special(requests, filtered, state=state, columns=columns) if filtered else None,
         watched=[i for i, r in enumerate(requests) if r.stop_text is not None],
     )
 
 
-class Runner:
-    """Weights, cache, and everything that is sampled but not yet handed out."""
+def _special(requests: list[Request], at: list[int], *, state: Tensor, columns: int) -> Special:
+    samplings = [requests[i].sampling for i in at]
+    at_E = torch.tensor(at, device=state.device)
+    missing = [s.min_tokens - len(requests[i].token_ids) for i, s in zip(at, samplings)]
+    return Special(
+        at_E=at_E,
+        filters=Filters.of(samplings, state.device),
+        first_E=state[SLOT, at_E] * columns + torch.tensor(missing, device=state.device),
+        penalised=any(s.repetition_penalty != 1.0 for s in samplings),
+    )
 
-    def __init__(self, module: nn.Module, ops: Ops, *, max_batch: int, pages: int, max_context: int) -> None:
-        self.ops, self.pages, self.columns = ops, pages, max_context
-        self.adopt(module)
-        weight = next(module.parameters())
-        self.device, self.dtype = weight.device, weight.dtype
-        self.vocab = module.get_output_embeddings().weight.shape[0]
+
+class Runner:
+    """Weights, cache, live rows, and what they have sampled."""
+
+    def __init__(
+        self, module: PreTrainedModel, ops: Ops, *, max_batch: int, columns: int, pages: int
+    ) -> None:
+        self.ops, self.columns, self.pages = ops, columns, pages
+        self.module, self.decoder = module, decoder(module, ops)
+        self.device = self.decoder.head.linear.weight.device
+        self.vocab = self.decoder.head.linear.out_features
+        self.cache: KvCache | None = None
         self.allocate()
-        cells = max_batch * max_context
+        cells = max_batch * columns
         self.uniform = torch.empty(cells, dtype=torch.float64, device=self.device)
         self.token = torch.empty(cells, dtype=torch.int64, device=self.device)
         self.logp = torch.empty(cells, device=self.device)
         self.sample_logp = torch.empty(cells, device=self.device)
-        self.table = torch.zeros(max_batch, -(-max_context // PAGE), dtype=torch.int32, device=self.device)
+        self.table_SP = torch.zeros(max_batch, -(-columns // PAGE), dtype=torch.int32, device=self.device)
         self.seen_SV: Tensor | None = None
-        self.free = list(range(max_batch - 1, -1, -1))
         self.end_sets: dict[frozenset[int], int] = {}
         self.end_table = torch.zeros(0, dtype=torch.bool, device=self.device)
-        self.live = self._rows([], torch.zeros(6, 0, dtype=torch.int64, device=self.device))
-        self.table_BP = self.table[:0]
+        self.clear()
+
+    # -- memory and weights
+
+    def allocate(self) -> None:
+        """Take memory for the cache."""
+        d = self.decoder
+        self.cache = KvCache.allocate(
+            layers=d.layers,
+            pages=self.pages,
+            kv_heads=d.kv_heads,
+            head_dim=d.head_dim,
+            ops=self.ops,
+            dtype=d.head.linear.weight.dtype,
+            device=self.device,
+        )
+
+    def adopt(self, module: PreTrainedModel) -> None:
+        """Sample from this module from now on. No row may be live."""
+        if module is self.module:
+            return
+        new = decoder(module, self.ops)
+        if _shape(new) != _shape(self.decoder):
+            raise WhetError(
+                f"the new module's layers, heads, head size and vocabulary are {_shape(new)}, the engine was made for "
+                f"{_shape(self.decoder)}; make a new engine"
+            )
+        self.module, self.decoder = module, new
+
+    # -- rows
+
+    def clear(self) -> None:
+        """Forget all live rows."""
+        self.free = list(range(len(self.table_SP) - 1, -1, -1))
+        self._go_on([], torch.zeros(6, 0, dtype=torch.int64, device=self.device))
+
+    def interrupt(self) -> list[Request]:
+        """Take all live rows out; the requests know what they have sampled so far."""
+        requests = self.live.requests
+        self._take_out(range(len(requests)))
+        return requests
+
+    def drop(self, request: Request) -> None:
+        """Take one live row out."""
+        self._take_out([self.live.requests.index(request)])
+
+    @torch.no_grad()
+    def prefill(self, admissions: list[Admission]) -> list[Request]:
+        """Compute these histories, once each, and sample the first token of their requests.
+
+        Returns the requests that have ended with it.
+        """
+        assert self.cache is not None
+        lengths = torch.tensor([len(a.history) for a in admissions])
+        segments = Segments.of_lengths(lengths)
+        position_U = segments.position_N
+        page_U = np.concatenate([np.repeat(a.pages[0], PAGE)[: len(a.history)] for a in admissions])
+        store = (self.cache, torch.from_numpy(page_U).to(self.device), (position_U % PAGE).to(self.device))
+        token_U = torch.from_numpy(np.concatenate([np.array(a.history) for a in admissions]))
+        attend = PackedAttention(segments, self.ops, store)
+        hidden_UD = self.decoder.hidden(token_U.to(self.device), position_U.to(self.device), attend)
+        self._copy_last_pages(admissions)
+        rows = self._let_in(admissions)
+        members = torch.tensor([len(a.requests) for a in admissions])
+        last_B = (lengths.cumsum(0) - 1).repeat_interleave(members).to(self.device)
+        done = self._advance(rows, hidden_UD.index_select(0, last_B))
+        self._go_on(self.live.requests + rows.requests, torch.cat((self.live.state, rows.state), 1))
+        before = len(self.live.requests) - len(rows.requests)
+        return self._take_out([before + i for i in done])
+
+    @torch.no_grad()
+    def step(self) -> list[Request]:
+        """One more token for every live row. Returns the requests that have ended with it."""
+        assert self.cache is not None
+        state = self.live.state
+        attend = CachedAttention(self.cache, self.table_BP, state[LENGTH], self.ops)
+        hidden_BD = self.decoder.hidden(state[TOKEN], state[LENGTH], attend)
+        state[LENGTH] += 1
+        return self._take_out(self._advance(self.live, hidden_BD))
+
+    # -- inside
+
+    def _copy_last_pages(self, admissions: list[Admission]) -> None:
+        """The page that a history fills in part is copied: each row goes on writing into its own."""
+        assert self.cache is not None
+        parts = [(a.pages, len(a.history) // PAGE) for a in admissions if len(a.history) % PAGE]
+        source = [pages[0][at] for pages, at in parts for _ in pages[1:]]
+        target = [row[at] for pages, at in parts for row in pages[1:]]
+        if target:
+            src, dst = torch.tensor([source, target], device=self.device)
+            self.cache.copy_page(src, dst)  # type: ignore[arg-type]
+
+    def _let_in(self, admissions: list[Admission]) -> Rows:
+        """Slots, page tables and random numbers for the requests."""
+        columns: list[tuple[int, ...]] = []
+        uniform_SC, table_SP = self.uniform.view(-1, self.columns), self.table_SP
+        for a in admissions:
+            left = [r.sampling.max_tokens - len(r.token_ids) for r in a.requests]
+            slots = [self.free.pop() for _ in a.requests]
+            numbers = uniform_table([r.sampling.key for r in a.requests], len(a.history), max(left))
+            uniform_SC[slots, : max(left)] = torch.from_numpy(numbers).to(self.device)
+            for slot, r, pages, count in zip(slots, a.requests, a.pages, left):
+                table_SP[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+                first = slot * self.columns
+                columns.append((slot, first + count - 1, self._end_set(r.ends), 0, first, len(a.history)))
+                if r.sampling.repetition_penalty != 1.0:
+                    self._see(slot, a.history)
+        requests = [r for a in admissions for r in a.requests]
+        state = torch.tensor(columns, device=self.device).T.contiguous()
+        return make_rows(requests, state, columns=self.columns)
+
+    def _end_set(self, ends: frozenset[int]) -> int:
+        """Where this set's [V] bools start in `end_table`."""
+        if ends not in self.end_sets:
+            self.end_sets[ends] = len(self.end_table)
+            flags_V = torch.zeros(self.vocab, dtype=torch.bool, device=self.device)
+            flags_V[[t for t in ends if t < self.vocab]] = True
+            self.end_table = torch.cat((self.end_table, flags_V))
+        return self.end_sets[ends]
+
+    def _see(self, slot: int, history: Sequence[int]) -> None:
+        if self.seen_SV is None:
+            self.seen_SV = torch.zeros(len(self.table_SP), self.vocab, dtype=torch.bool, device=self.device)
+        self.seen_SV[slot] = False
+        self.seen_SV[slot, list(history)] = True
+
+    def _advance(self, rows: Rows, hidden_BD: Tensor) -> list[int]:
+        """Sample the next token of each row and write it down. Returns the rows that end with it."""
+        token_B, logp_B, sample_logp_B = self._choose(rows, hidden_BD)
+        state = rows.state
+        cell_B = state[CELL]
+        self.token.index_copy_(0, cell_B, token_B)
+        self.logp.index_copy_(0, cell_B, logp_B)
+        self.sample_logp.index_copy_(0, cell_B, sample_logp_B)
+        done_B = self.end_table.index_select(0, state[ENDS] + token_B).logical_or_(cell_B == state[LAST])
+        state[TOKEN] = token_B
+        cell_B += 1
+        if rows.watched:
+            tokens = token_B.tolist()
+            texts = {i: rows.requests[i].stop_text for i in rows.watched}
+            met = [i for i, text in texts.items() if text is not None and text.push(tokens[i])]
+            done_B[met] = True
+        return done_B.nonzero().flatten().tolist()
+
+    def _choose(self, rows: Rows, hidden_BD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(token, log-prob at the row's temperature, log-prob in the distribution sampled from), [B] each."""
+        uniform_B = self.uniform.index_select(0, rows.state[CELL])
+        head, temperature = self.decoder.head, rows.temperature
+        if rows.special is None:
+            token_B, logp_B = self.ops.sample(logits(head, hidden_BD, temperature), uniform_B)
+            return token_B, logp_B, logp_B
+        raw_BV = logits(head, hidden_BD, 1.0)
+        scaled_BV = raw_BV / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+        token_B, logp_B = self.ops.sample(scaled_BV, uniform_B)
+        at_E = rows.special.at_E
+        token_E, sample_logp_E = self._filtered(rows, raw_BV[at_E], uniform_B[at_E])
+        token_B[at_E] = token_E
+        logp_B[at_E] = self.ops.logprobs(scaled_BV[at_E], token_E)[0]
+        return token_B, logp_B, logp_B.index_copy(0, at_E, sample_logp_E)
+
+    def _filtered(self, rows: Rows, raw_EV: Tensor, uniform_E: Tensor) -> tuple[Tensor, Tensor]:
+        """Token and its log-prob after the filters, for the rows that have some."""
+        special = rows.special
+        assert special is not None
+        state_6E = rows.state.index_select(1, special.at_E)
+        early_E = state_6E[CELL] < special.first_E
+        ends_EV = self.end_table.view(-1, self.vocab)[state_6E[ENDS] // self.vocab]
+        seen_EV = torch.zeros_like(ends_EV)
+        if special.penalised:
+            assert self.seen_SV is not None
+            seen_EV = self.seen_SV[state_6E[SLOT]]
+        picked_EV = sampler.filtered(
+            raw_EV, special.filters, seen_BV=seen_EV, banned_BV=ends_EV & early_E[:, None]
+        )
+        token_E, logp_E = sampler.pick(picked_EV, special.filters, uniform_E)
+        if special.penalised:
+            assert self.seen_SV is not None
+            self.seen_SV[state_6E[SLOT], token_E] = True
+        return token_E, logp_E
+
+    def _take_out(self, at: Sequence[int]) -> list[Request]:
+        """Hand what these rows have sampled to their requests, and go on without them."""
+        if not at:
+            return []
+        rows = self.live
+        slots, cells = rows.state[[SLOT, CELL]].tolist()
+        for i in at:
+            request, span = rows.requests[i], slice(slots[i] * self.columns, cells[i])
+            request.token_ids += self.token[span].tolist()
+            request.logprobs += self.logp[span].tolist()
+            request.sample_logprobs += self.sample_logp[span].tolist()
+            self.free.append(slots[i])
+        gone = set(at)
+        keep = [i for i in range(len(rows.requests)) if i not in gone]
+        kept = torch.tensor(keep, dtype=torch.int64, device=self.device)
+        self._go_on([rows.requests[i] for i in keep], rows.state.index_select(1, kept))
+        return [rows.requests[i] for i in at]
+
+    def _go_on(self, requests: list[Request], state: Tensor) -> None:
+        """These are the live rows from now on."""
+        self.live = make_rows(requests, state, columns=self.columns)
+        width = max((r.cached for r in requests), default=0) // PAGE + 1
+        self.table_BP = self.table_SP[:, :width].index_select(0, state[SLOT])
+
+
+def _shape(d: Decoder) -> tuple[int, int, int, int]:
+    return d.layers, d.kv_heads, d.head_dim, d.head.linear.out_features

@@ -192,3 +192,9 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
+
+    def clear(self) -> None:
+        """Forget everyone; all pages are free."""
+        for pages in self.running.values():
+            self.pages.give(pages)
+        self.running, self.waiting = {}, {}

@@ -1,0 +1,204 @@
+"""`whet.train(...)`: the same as `whet train`, from Python. Nothing heavy is imported before the config is right."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from whet import environment
+from whet.config.load import Loaded, load
+from whet.config.plan import Plan, plans
+from whet.rewards.combine import RewardSet
+from whet.track.files import RunLock
+from whet.track.log import setup_logging
+from whet.types import CheckpointError, Json, Metrics
+
+log = logging.getLogger(__name__)
+
+OK, INTERRUPTED = 0, 130
+
+RewardFunction = Callable[..., float | dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left behind."""
+
+    run_dir: Path
+    finished: bool
+    """False: stopped by Ctrl-C; the same call goes on."""
+
+    @property
+    def metrics(self) -> list[dict[str, Json]]:
+        """Every line of metrics.jsonl."""
+        from whet.track.record import read_lines
+
+        return read_lines(self.run_dir / "metrics.jsonl")
+
+    @property
+    def accuracy(self) -> float | None:
+        """The last held-out accuracy, if there was an evaluation."""
+        found = [line["eval/accuracy"] for line in self.metrics if "eval/accuracy" in line]
+        return found[-1] if found else None
+
+
+def train(
+    config: str | Path | None = None,
+    *,
+    rewards: Mapping[str, RewardFunction | Mapping[str, Any]] | RewardFunction | None = None,
+    overrides: Sequence[str] = (),
+    **sections: Any,
+) -> Result:
+    """Train as a config file says, with `sections` (`train={"steps": 50}`, `seed=1` ...) and then `overrides` put over it.
+
+    rewards: one function of yours, or several by name; each is called as `f(response, task)` in a worker process.
+    Raises ConfigError before anything is run, WhetError if the run cannot go on.
+    """
+    if callable(rewards):
+        rewards = {"reward": rewards}
+    functions = {name: r for name, r in (rewards or {}).items() if callable(r)}
+    if rewards is not None:
+        sections["rewards"] = {
+            name: {"function": f"object:{name}"} if callable(r) else r for name, r in rewards.items()
+        }
+    loaded = load(config, overrides, sections)
+    finished = run_training(loaded, functions) == OK
+    return Result(Path(loaded.config.run_dir), finished)
+
+
+def run_training(loaded: Loaded, functions: Mapping[str, RewardFunction] | None = None) -> int:
+    """Run all stages. Returns the exit code: 0, or 130 after Ctrl-C (the run is saved and can go on)."""
+    planned = plans(loaded)  # refuses what cannot work, before anything is written
+    cfg = loaded.config
+    environment.prepare(planned[0].threads, cfg.machine.exact != "off")
+    run_dir = Path(cfg.run_dir)
+    with ExitStack() as stack:
+        stack.enter_context(RunLock(run_dir))
+        setup_logging(run_dir, level=cfg.track.log_level)
+        rewards = reward_sets(loaded, functions or {}, stack)  # forks: before torch and its threads are there
+        return _run(loaded, planned, rewards=rewards, stack=stack)
+
+
+def _run(loaded: Loaded, planned: Sequence[Plan], *, rewards: Sequence[RewardSet], stack: ExitStack) -> int:
+    import asyncio
+
+    from whet import checkpoint
+    from whet.stages import open_shared, run_all
+    from whet.track.curve import plot
+    from whet.track.display import Display
+    from whet.track.manifest import describe
+    from whet.track.record import RunDirectory
+    from whet.track.show import report
+
+    cfg = loaded.config
+    directory = RunDirectory(Path(cfg.run_dir), loaded.names)
+    stack.callback(directory.close)
+    start = find_start(loaded, directory.path, checkpoint.newest(directory.path / "checkpoints"))
+    state = checkpoint.read_state(start) if start else {"stage": 0, "step": -1, "done": False}
+    display = Display([(p.name, p.total_steps or 0) for p in planned])
+    stack.callback(display.close)
+    setup_logging(directory.path, level=cfg.track.log_level, show=display.message)
+    if state["done"] and state["stage"] == len(loaded.stages) - 1:
+        display.close()
+        display.message(f"{directory.path} holds a finished run; to run anew, give another run_dir")
+        display.show(report(directory.path, curve=directory.path / "curve.png"))
+        return OK
+    text = yaml.safe_dump(cfg.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
+    directory.write_config(text)
+    directory.write_manifest(describe(config=text, seed=cfg.seed, data_files=data_files(loaded)))
+    directory.truncate_to(state["stage"], state["step"])
+    if start:
+        display.message(f"going on from {start}")
+    with stop_on_ctrl_c(display.message) as stop:
+        shared = open_shared(
+            loaded,
+            planned,
+            rewards=rewards,
+            directory=directory,
+            display=display,
+            stop=stop,
+            resumed=(state["stage"], state["step"]) if start else None,
+        )
+        asyncio.run(run_all(shared, start))
+    display.close()
+    if stop.requested:
+        display.message(f"stopped; saved in {directory.path}/checkpoints, the same command goes on")
+        return INTERRUPTED
+    display.show(report(directory.path, curve=plot(directory.path)))
+    return OK
+
+
+def reward_sets(
+    loaded: Loaded, functions: Mapping[str, RewardFunction], stack: ExitStack
+) -> list[RewardSet]:
+    """One set for each stage; stages with equal rewards share one, and its processes."""
+    made: list[tuple[Any, RewardSet]] = []
+    out = []
+    for cfg in loaded.stages:
+        found = next((s for rewards, s in made if rewards == cfg.rewards), None)
+        if found is None:
+            found = RewardSet.from_config(cfg.rewards, cfg.guard, functions)
+            stack.callback(found.close)
+            made.append((cfg.rewards, found))
+        out.append(found)
+    return out
+
+
+def find_start(loaded: Loaded, run_dir: Path, newest: Path | None) -> Path | None:
+    """The checkpoint to go on from, as checkpoint.resume says."""
+    resume = loaded.config.checkpoint.resume
+    if resume == "auto":
+        return newest
+    if resume == "never":
+        if newest is not None:
+            raise CheckpointError(f"{run_dir} holds a run already and checkpoint.resume=never; give another run_dir")
+        return None
+    path = Path(resume)
+    if not path.is_dir():
+        raise CheckpointError(f"checkpoint.resume={resume}: no such folder (auto and never are the other values)")
+    return path
+
+
+def data_files(loaded: Loaded) -> list[Path]:
+    """Files named by the config, for the manifest's hashes; folders and patterns are left to their readers."""
+    sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.eval)]
+    named = [p for s in sources if s.path for p in ([s.path] if isinstance(s.path, str) else s.path)]
+    return sorted({Path(p) for p in named if Path(p).is_file()})
+
+
+@dataclass
+class Stop:
+    requested: bool = False
+
+
+@contextmanager
+def stop_on_ctrl_c(say: Callable[[str], None]) -> Iterator[Stop]:
+    """The first Ctrl-C (or SIGTERM) ends the run after the step at hand, saved; a second one ends it at once."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, frame: object) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+        say("stopping after this step; again to stop at once (the last checkpoint stays)")
+
+    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+__all__ = ["Metrics", "Result", "run_training", "train"]

@@ -1,0 +1,350 @@
+"""Calls into foreign code that can neither kill, stall nor poison the run.
+
+A call runs in a process of its own kind (`guard/worker.py`) with limits on time, memory, output and processes.
+Whatever happens there, every call gets its own `Result`, and no other call loses one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from types import TracebackType
+from typing import Literal, cast, get_args
+
+from whet.guard import confine, frames, nursery
+from whet.types import ConfigError, WhetError
+
+log = logging.getLogger(__name__)
+
+FailureKind = Literal["raised", "timeout", "crashed", "memory", "processes", "bad_value", "output"]
+"""`raised`: an exception; `crashed`: the process ended; `memory`, `processes`: the limit was met; `bad_value`:
+no finite number; `output`: bytes on the channel of results."""
+
+_LOAD_S = 300.0
+_CONNECT_S = 10.0
+_CLOSE_S = 5.0
+_MAX_DEATHS = 5
+_NO_NURSERY = "the processes that guard the rewards ended and cannot be started again; is memory short?"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a function of the jail."""
+
+    function: str
+    arguments: str
+    """The keyword arguments, as the text of a JSON object: equal arguments of many calls are encoded once."""
+    key: int = 0
+    """Seed of `random` and `numpy.random` in this call, 64 bits."""
+    timeout_s: float | None = None
+    """Default: the jail's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a call has no value."""
+
+    kind: FailureKind
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}" if self.kind != "raised" else f"raised {self.detail}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a call gave: finite numbers by name ("score" for a bare number), or a failure."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    failure: Failure | None = None
+    output: str = ""
+    """What it printed, up to the limit."""
+    dropped_bytes: int = 0
+    """How much more it printed."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The calls of one `call_many`."""
+
+    done: asyncio.Future[None]
+    left: int
+    results: list[Result]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    message: bytes
+    batch: _Batch
+    place: int
+
+
+class Jail:
+    """Foreign functions behind bars. Make it early: it forks, and what this process is now, its children keep.
+
+    `functions` maps a name to a loader: a function without arguments that returns the foreign function. Loaders
+    run in a child, so the foreign code is never imported here, and closures need no pickling. ConfigError when
+    one fails. Use it as a context manager, or `close` it: no process is left in any case.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, nursery.Loader],
+        *,
+        workers: int = 1,
+        timeout_s: float = 10.0,
+        memory_mb: int = 2048,
+        max_output_bytes: int = 65536,
+        patience_s: float = 10.0,
+    ) -> None:
+        """`patience_s`: longest silence of the nursery, which reports every second, before it is replaced."""
+        if not hasattr(os, "fork"):
+            raise ConfigError(
+                "rewards run in forked processes, and this system has no fork; use Linux, macOS or WSL"
+            )
+        if word := confine.missing():
+            log.warning("rewards are guarded only in part: %s", word)
+        self.functions = frozenset(functions)
+        self.workers, self.timeout_s, self.patience_s = workers, timeout_s, patience_s
+        self._numbers = count(1)
+        self._pending: dict[int, _Pending] = {}
+        self._unsent: deque[int] = deque()
+        self._suspects: deque[int] = deque()
+        self._alone: int | None = None
+        self._deaths = 0
+        self._closed = False
+        self._inbox = bytearray()
+        self._reply_limit = frames.MAX_REPLY_BYTES + 8 * max_output_bytes
+        self._pump: asyncio.Task[None] | None = None
+        self._sender: asyncio.Task[None] | None = None
+        limits = nursery.Limits(workers=workers, memory_mb=memory_mb, max_output_bytes=max_output_bytes)
+        self._channel: socket.socket | None = None
+        self._control, theirs = socket.socketpair()
+        self._keeper = nursery.fork(
+            partial(nursery.keep, theirs, os.getpid(), loaders=functions, limits=limits)
+        )
+        theirs.close()
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Jail:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        self._control.settimeout(_LOAD_S)
+        try:
+            problem = json.loads(frames.receive(self._control)[1])
+        except EOFError:
+            raise ConfigError(
+                "loading the rewards ended the process that did it; see its output above"
+            ) from None
+        except TimeoutError:
+            raise ConfigError(f"loading the rewards took more than {_LOAD_S:g} s") from None
+        if problem:
+            raise ConfigError(problem)
+        self._connect()
+
+    # ------------------------------------------------------------ calls
+
+    async def call_many(self, calls: Sequence[Call]) -> list[Result]:
+        """The results of all calls, in order. WhetError if the jail is closed or cannot be kept alive."""
+        if not calls:
+            return []
+        messages = [self._message(next(self._numbers), call) for call in calls]
+        batch = _Batch(asyncio.get_running_loop().create_future(), len(calls), [Result()] * len(calls))
+        for place, (number, message) in enumerate(messages):
+            self._pending[number] = _Pending(message, batch, place)
+            self._unsent.append(number)
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.ensure_future(self._run())
+            self._pump.add_done_callback(self._give_up)
+        self._send()
+        await batch.done
+        return batch.results
+
+    def _message(self, number: int, call: Call) -> tuple[int, bytes]:
+        if call.function not in self.functions:
+            raise WhetError(
+                f"the jail has no function {call.function!r}; it has {', '.join(sorted(self.functions))}"
+            )
+        timeout_s = self.timeout_s if call.timeout_s is None else call.timeout_s
+        body = f"[{json.dumps(call.function)},{call.key},{call.arguments}]".encode()
+        if len(body) > frames.MAX_CALL_BYTES // 2:
+            raise WhetError(
+                f"arguments of {len(body)} bytes for {call.function!r}; half of {frames.MAX_CALL_BYTES} fit"
+            )
+        return number, frames.pack(number, nursery.TIMEOUT.pack(timeout_s) + body)
+
+    def _send(self) -> None:
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.ensure_future(self._push())
+
+    async def _push(self) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # the nursery ended: `_run` hears it, and has all sent again
+            while messages := self._take():
+                await loop.sock_sendall(self._channel, b"".join(messages))
+
+    def _take(self) -> list[bytes]:
+        """What to send now: after a death of the nursery the suspects, one by one; else all that is new."""
+        if self._alone is not None:
+            return []
+        if self._suspects:
+            self._alone = self._suspects.popleft()
+            return [self._pending[self._alone].message]
+        messages = [self._pending[number].message for number in self._unsent]
+        self._unsent.clear()
+        return messages
+
+    async def _run(self) -> None:
+        """Hear answers until all calls have one."""
+        loop = asyncio.get_running_loop()
+        while self._pending:
+            try:
+                data = await asyncio.wait_for(loop.sock_recv(self._channel, 1 << 20), self.patience_s)
+            except TimeoutError:
+                self._control.send(nursery.KILL)
+                data = b""
+            except OSError:
+                data = b""
+            if not data:
+                await self._revive()
+            self._inbox += data
+            for number, body in frames.unpack(self._inbox, self._reply_limit):
+                self._deaths = 0
+                if number in self._pending:
+                    self._finish(number, read_result(body))
+            if self._unsent or self._suspects:
+                self._send()
+
+    def _finish(self, number: int, result: Result) -> None:
+        if number == self._alone:
+            self._alone = None
+        pending = self._pending.pop(number)
+        batch = pending.batch
+        batch.results[pending.place] = result
+        batch.left -= 1
+        if not batch.left and not batch.done.done():
+            batch.done.set_result(None)
+
+    async def _revive(self) -> None:
+        """Go on with a new nursery. A call under which, alone, a second one has ended is to blame."""
+        self._deaths += 1
+        if self._closed or self._deaths > _MAX_DEATHS:
+            raise WhetError("the jail was closed while calls were under way" if self._closed else _NO_NURSERY)
+        if self._sender is not None:
+            self._sender.cancel()
+            await asyncio.wait([self._sender])
+        await asyncio.to_thread(self._connect)
+        self._inbox.clear()
+        if self._alone is not None:
+            self._finish(
+                self._alone, Result(failure=Failure("crashed", "it ended the process that guards rewards"))
+            )
+        else:
+            unsent = set(self._unsent)
+            sent = [number for number in self._pending if number not in unsent]
+            self._suspects.extend(
+                sent[: self.workers]
+            )  # calls start in order: the culprit is one of the first
+        suspects = set(self._suspects)
+        self._unsent = deque(number for number in self._pending if number not in suspects)
+
+    def _connect(self) -> None:
+        """Take the channel to the newest nursery from the keeper."""
+        self._control.settimeout(_CONNECT_S)
+        try:
+            channel = _receive_socket(self._control)
+            self._control.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    newer = _receive_socket(self._control)
+                    channel.close()
+                    channel = newer
+        except (OSError, EOFError) as error:
+            raise WhetError(_NO_NURSERY) from error
+        if self._channel is not None:
+            self._channel.close()
+        channel.setblocking(False)
+        self._channel = channel
+
+    def _give_up(self, pump: asyncio.Task[None]) -> None:
+        """The pump ended before its time: so do all calls, and the half-used channel with them."""
+        error = None if pump.cancelled() else pump.exception()
+        if error is None and not pump.cancelled():
+            return
+        for batch in {id(p.batch): p.batch for p in self._pending.values()}.values():
+            if error is not None and not batch.done.done():
+                batch.done.set_exception(error)
+            batch.done.cancel()
+        self._pending.clear()
+        self._unsent.clear()
+        self._suspects.clear()
+        self._alone = None
+        with contextlib.suppress(OSError, WhetError):
+            self._control.send(nursery.KILL)
+            self._connect()
+
+    # ------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """End all processes of the jail. Calls under way raise WhetError."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._channel is not None:
+            with contextlib.suppress(OSError):
+                self._channel.shutdown(socket.SHUT_RDWR)  # not closed: the event loop may be waiting for it
+        self._control.close()
+        end = time.monotonic() + _CLOSE_S
+        with contextlib.suppress(ChildProcessError):
+            while not os.waitpid(self._keeper, os.WNOHANG)[0]:
+                if time.monotonic() > end:
+                    confine.send(self._keeper, signal.SIGKILL)
+                time.sleep(0.002)
+
+
+def read_result(body: bytes) -> Result:
+    """A worker's answer, not trusted: whatever is not a set of finite numbers is a failure."""
+    reply = json.loads(body)
+    output, dropped = reply["output"], reply["dropped"]
+    if "failure" in reply:
+        match reply["failure"]:
+            case [str(kind), str(detail)] if kind in get_args(FailureKind):
+                failure = Failure(cast(FailureKind, kind), detail)
+            case _:
+                failure = Failure("output", "a failure that is none, on the channel of results")
+        return Result(failure=failure, output=output, dropped_bytes=dropped)
+    parts = reply["parts"]
+    if not isinstance(parts, dict) or not all(type(v) is float and math.isfinite(v) for v in parts.values()):
+        failure = Failure("output", "values that are no finite numbers, on the channel of results")
+        return Result(failure=failure, output=output, dropped_bytes=dropped)
+    return Result(parts=parts, output=output, dropped_bytes=dropped)
+
+
+def _receive_socket(control: socket.socket) -> socket.socket:
+    data, fds, _, _ = socket.recv_fds(control, 1, 1)
+    if not data:
+        raise EOFError
+    os.set_inheritable(fds[0], False)
+    return socket.socket(fileno=fds[0])

@@ -1,0 +1,183 @@
+"""Tasks in, groups of finished rollouts out: whatever the engine, the environment or the clock does.
+
+A rollout's tokens only ever grow: the prompt, what the policy sampled, what the environment answered, and so on.
+Tokens once written are never made from text again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from whet.config.schema import SamplingConfig
+from whet.envs.env import Env
+from whet.rollout.engine import RolloutEngine
+from whet.rollout.requests import Decode, ends_of
+from whet.seeds import rollout_key
+from whet.types import Completion, FinishReason, Group, Message, Rollout, Sampling, Task
+
+log = logging.getLogger(__name__)
+
+MakeEnv = Callable[[Task], Env]
+EncodeMessages = Callable[[list[Message]], list[int]]
+"""Messages that follow the policy's last token, as tokens, up to where the policy speaks again."""
+
+
+def to_sampling(cfg: SamplingConfig) -> Sampling:
+    """The config's sampling section as engines take it; the key is set for each rollout."""
+    return Sampling(**{f.name: getattr(cfg, f.name) for f in fields(Sampling) if f.name != "key"})
+
+
+@dataclass(frozen=True)
+class Play:
+    """How rollouts are played; the same for all of a call."""
+
+    engine: RolloutEngine
+    decode: Decode
+    end_token_ids: frozenset[int]
+    """The model's own end tokens: not part of the text."""
+    make_env: MakeEnv | None
+    encode_messages: EncodeMessages | None
+    max_turns: int
+    timeout_s: float
+
+
+@dataclass
+class Episode:
+    """A rollout in the making."""
+
+    task: Task
+    index: int
+    sampling: Sampling
+    token_ids: list[int]
+    mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sample_logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    replies: list[list[int]] = field(default_factory=list)
+    """The sampled tokens of each turn, without end tokens."""
+    reward: float | None = None
+    """Sum of what the environment gave."""
+
+    def __post_init__(self) -> None:
+        self._fill(len(self.token_ids))
+
+    def told(self, token_ids: list[int]) -> None:
+        """Tokens that the policy did not sample."""
+        self.token_ids += token_ids
+        self._fill(len(token_ids))
+
+    def said(self, completion: Completion, reply: list[int]) -> None:
+        """Tokens that it did."""
+        self.token_ids += completion.token_ids
+        self.mask += [1] * len(completion.token_ids)
+        self.logprobs += completion.logprobs
+        self.sample_logprobs += completion.sample_logprobs
+        self.versions += completion.versions
+        self.replies.append(reply)
+
+    def _fill(self, count: int) -> None:
+        self.mask += [0] * count
+        self.logprobs += [0.0] * count
+        self.sample_logprobs += [0.0] * count
+        self.versions += [-1] * count
+
+    def rollout(self, reason: FinishReason, *, decode: Decode, error: str | None) -> Rollout:
+        return Rollout(
+            task=self.task,
+            index=self.index,
+            token_ids=self.token_ids,
+            mask=self.mask,
+            logprobs=self.logprobs,
+            sample_logprobs=self.sample_logprobs,
+            versions=self.versions,
+            finish_reason=reason,
+            text=decode([token for reply in self.replies for token in reply]),
+            reward=self.reward,
+            reward_parts={} if self.reward is None else {"env": self.reward},
+            error=error,
+        )
+
+
+async def play_groups(
+    engine: RolloutEngine,
+    tasks: Sequence[Task],
+    *,
+    group_size: int,
+    sampling: Sampling,
+    seed: int,
+    purpose: str,
+    decode: Decode,
+    end_token_ids: Collection[int],
+    timeout_s: float,
+    make_env: MakeEnv | None = None,
+    encode_messages: EncodeMessages | None = None,
+    max_turns: int = 8,
+) -> list[Group]:
+    """`group_size` rollouts of each task, all at once, in the order of the tasks.
+
+    Without `make_env` a rollout is one reply to the task's tokens. With it, the environment's first messages follow
+    the prompt, and it answers every reply, for at most `max_turns` turns; `sampling.max_tokens` bounds what is
+    sampled in all turns together. A rollout that raises or takes longer than `timeout_s` ends as `abort`, with the
+    turns it had finished and the reason in `error`; it never takes others with it.
+    """
+    if make_env is not None and encode_messages is None:
+        raise ValueError("make_env needs encode_messages, to write what the environment says as tokens")
+    play = Play(engine, decode, frozenset(end_token_ids), make_env, encode_messages, max_turns, timeout_s)
+
+    def start(task: Task, index: int) -> Episode:
+        key = rollout_key(seed, task.uid, index, purpose=purpose)
+        return Episode(task, index, replace(sampling, key=key), list(task.token_ids))
+
+    episodes = [start(task, index) for task in tasks for index in range(group_size)]
+    rollouts = await asyncio.gather(*(_finish(episode, play) for episode in episodes))
+    return [
+        Group(task, tuple(rollouts[i * group_size : (i + 1) * group_size])) for i, task in enumerate(tasks)
+    ]
+
+
+async def _finish(episode: Episode, play: Play) -> Rollout:
+    """Play one episode to its end, whatever the end is."""
+    reason: FinishReason = "abort"
+    error: str | None = None
+    try:
+        async with asyncio.timeout(play.timeout_s) as clock:
+            reason = await _turns(episode, play)
+    except Exception as caught:  # noqa: BLE001  engines and environments are foreign code: one rollout, not the run
+        late = isinstance(caught, TimeoutError) and clock.expired()
+        said = f"no end within timeout_s={play.timeout_s:g}" if late else f"{type(caught).__name__}: {caught}"
+        error = f"turn {len(episode.replies) + 1}: {said}"
+        log.warning("rollout %d of task %d aborted: %s", episode.index, episode.task.uid, error)
+    return episode.rollout(reason, decode=play.decode, error=error)
+
+
+async def _turns(episode: Episode, play: Play) -> FinishReason:
+    """The policy and the environment in turn."""
+    if play.make_env is None:
+        return await _reply(episode, play)
+    assert play.encode_messages is not None
+    env = play.make_env(episode.task)
+    episode.told(play.encode_messages(await env.first()))
+    for _ in range(play.max_turns):
+        reason = await _reply(episode, play)
+        step = await env.step(Message("assistant", play.decode(episode.replies[-1])))
+        if step.reward is not None:
+            episode.reward = (episode.reward or 0.0) + step.reward
+        if step.done or reason == "length":
+            return reason
+        episode.told(play.encode_messages(step.messages))
+    return "length"
+
+
+async def _reply(episode: Episode, play: Play) -> FinishReason:
+    """One turn of the policy."""
+    left = episode.sampling.max_tokens - sum(episode.mask)
+    sampling = replace(episode.sampling, max_tokens=left, min_tokens=min(episode.sampling.min_tokens, left))
+    completion = await play.engine.generate(list(episode.token_ids), sampling)
+    ends = ends_of(sampling, play.end_token_ids)
+    tokens = completion.token_ids
+    ended = completion.finish_reason == "stop" and bool(tokens) and tokens[-1] in ends
+    episode.said(completion, tokens[:-1] if ended else tokens)
+    return completion.finish_reason

@@ -1,0 +1,78 @@
+"""What `pause` and `load_weights` mean for an engine that serves each request by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from whet.types import WhetError
+
+
+class Door:
+    """Open, or shut until someone opens it."""
+
+    def __init__(self) -> None:
+        self.opened: asyncio.Event | None = None
+        """None: it is open."""
+
+    def shut(self) -> None:
+        if self.opened is None:
+            self.opened = asyncio.Event()
+
+    def open(self) -> None:
+        if self.opened is not None:
+            self.opened.set()
+            self.opened = None
+
+    async def wait(self) -> None:
+        while self.opened is not None:
+            await self.opened.wait()
+
+
+class Gate:
+    """Requests come in through `passing` and ask `step` before each piece of work."""
+
+    def __init__(self) -> None:
+        self.entry, self.work = Door(), Door()
+        self.inside: set[asyncio.Future[None]] = set()
+        self.closed: str | None = None
+        """Why nobody is served."""
+
+    @asynccontextmanager
+    async def passing(self) -> AsyncIterator[None]:
+        """One request, from its start to its end."""
+        await self.entry.wait()
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.inside.add(ended)
+        try:
+            await self.step()
+            yield
+        finally:
+            self.inside.discard(ended)
+            ended.set_result(None)
+
+    async def step(self) -> None:
+        """Let others run; wait while work is stopped. Raises WhetError once closed."""
+        await asyncio.sleep(0)
+        await self.work.wait()
+        if self.closed is not None:
+            raise WhetError(self.closed)
+
+    async def pause(self, finish: bool) -> None:
+        """Let nobody in; wait for those who are inside (`finish`), or stop them where they are."""
+        self.entry.shut()
+        if finish:
+            self.work.open()
+            while self.inside:
+                await asyncio.wait(self.inside)
+        self.work.shut()
+
+    def resume(self) -> None:
+        self.work.open()
+        self.entry.open()
+
+    def close(self, reason: str) -> None:
+        """Everyone inside, waiting or yet to come fails with this."""
+        self.closed = reason
+        self.resume()

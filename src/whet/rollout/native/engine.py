@@ -1,0 +1,234 @@
+"""The embedded rollout engine: continuous batching over a paged cache, in the trainer's process, on its weights.
+
+All of it lives on one event loop: `generate` calls wait for futures, one driver task computes prefills and steps and
+lets the other coroutines run in between. The driver exists only while there is work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable
+from typing import Literal
+
+from transformers import PreTrainedModel
+
+from whet.models.attention import PAGE
+from whet.models.forward import decoder
+from whet.models.kernels import Ops
+from whet.rollout.engine import WeightSource
+from whet.rollout.native.runner import Runner
+from whet.rollout.native.sampler import is_plain
+from whet.rollout.native.scheduler import Pages, Request, Scheduler
+from whet.rollout.requests import Decode, StopText, check, ends_of
+from whet.rollout.weights import copy_weights
+from whet.types import Completion, Sampling, WhetError
+
+
+class NativeEngine:
+    """A `RolloutEngine` on the module it is given, by reference.
+
+    end_token_ids: the model's own end tokens. decode: needed for stop strings only. max_context: the longest rollout,
+    prompt included, in tokens. cache_mb: memory of the KV cache; default: `max_batch` rows of `max_context` tokens.
+    prefill_tokens: most prompt tokens computed at once.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        ops: Ops,
+        *,
+        end_token_ids: Collection[int],
+        max_context: int,
+        max_batch: int = 256,
+        cache_mb: int | None = None,
+        prefill_tokens: int = 4096,
+        decode: Decode | None = None,
+        version: int = 0,
+    ) -> None:
+        self.version = version
+        self.end_token_ids, self.decode, self.max_context = frozenset(end_token_ids), decode, max_context
+        pages = max_batch * -(-max_context // PAGE)
+        if cache_mb is not None:
+            pages = min(pages, (cache_mb << 20) // page_bytes(module, ops))
+        if pages < 1:
+            raise WhetError(f"cache_mb={cache_mb} holds no page of {page_bytes(module, ops)} bytes; raise it")
+        self.runner = Runner(module, ops, max_batch=max_batch, columns=max_context, pages=pages)
+        self.scheduler = Scheduler(Pages(pages, PAGE), max_batch=max_batch, prefill_tokens=prefill_tokens)
+        self.held: list[Request] = []
+        """Came while the engine lets the others finish; they wait for the next version."""
+        self.holding = False
+        self.running = True
+        self.placed = True
+        self.broken: str | None = None
+        """Why no request is served."""
+        self.driver: asyncio.Task[None] | None = None
+
+    # -- the seam
+
+    async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
+        """See `RolloutEngine`. Raises WhetError for a request that can never be served, and after `close`."""
+        if self.broken is not None:
+            raise WhetError(self.broken)
+        check(
+            token_ids,
+            sampling,
+            vocab=self.runner.vocab,
+            max_context=self.max_context,
+            decodes=self.decode is not None,
+        )
+        request = self._request(token_ids, sampling)
+        self.scheduler.refuse_impossible(request)
+        if self.holding:
+            self.held.append(request)
+        else:
+            self.scheduler.add([request])
+            self._wake()
+        try:
+            return await request.result
+        except asyncio.CancelledError:
+            self._forget(request)
+            raise
+
+    async def load_weights(self, source: WeightSource, version: int) -> None:
+        """Rows in flight keep their tokens and go on under the new weights, their cache computed anew.
+
+        Raises WhetError if a tensor is missing, comes twice or does not fit; then the version stays, and as the
+        weights may be a mix, all requests fail until a whole set has come.
+        """
+        if (source.module is None) == (source.tensors is None):
+            raise WhetError("a WeightSource has either a module or tensors")
+        self._interrupt()
+        if source.module is not None:
+            self.runner.adopt(source.module)
+        else:
+            self._copy(source.tensors or ())
+        self.version = version
+        self.broken = None
+        self.resume()
+
+    async def pause(self, finish: bool) -> None:
+        """See `RolloutEngine`. Requests that come from now on wait for `load_weights` or `resume`."""
+        self.holding = True
+        if finish and self.scheduler.busy:
+            self.running = True
+            self._wake()
+            if self.driver is not None:
+                await asyncio.wait([self.driver])
+        self.running = False
+
+    def resume(self) -> None:
+        """Go on, with the requests that were kept and those that came meanwhile."""
+        self.holding, self.running = False, True
+        self.scheduler.add(self.held)
+        self.held = []
+        self._wake()
+
+    async def place(self, device: Literal["gpu", "cpu"]) -> None:
+        """The cache is the engine's only memory on the accelerator; rows in flight wait and compute theirs anew."""
+        self.placed = device == "gpu"
+        if self.placed and self.runner.cache is None:
+            self.runner.allocate()
+            self._wake()
+        elif not self.placed:
+            self._interrupt()
+            self.runner.cache = None
+
+    async def close(self) -> None:
+        """Requests in flight fail; later ones are refused."""
+        self._break("the rollout engine was closed")
+        if self.driver is not None:
+            await asyncio.wait([self.driver])
+
+    # -- inside
+
+    def _request(self, token_ids: list[int], sampling: Sampling) -> Request:
+        stop_text = None
+        if sampling.stop and self.decode is not None:
+            stop_text = StopText(sampling.stop, self.decode)
+        return Request(
+            prompt=tuple(token_ids),
+            sampling=sampling,
+            ends=ends_of(sampling, self.end_token_ids),
+            plain=is_plain(sampling),
+            result=asyncio.get_running_loop().create_future(),
+            stop_text=stop_text,
+        )
+
+    def _wake(self) -> None:
+        if (
+            self.running
+            and self.placed
+            and self.scheduler.busy
+            and (self.driver is None or self.driver.done())
+        ):
+            self.driver = asyncio.get_running_loop().create_task(self._drive())
+            self.driver.add_done_callback(self._driven)
+
+    async def _drive(self) -> None:
+        """Prefills as long as anyone can be let in, else a step, until there is no work."""
+        await asyncio.sleep(0)  # a whole step's requests arrive before the first prefill
+        while self.running and self.placed and self.scheduler.busy:
+            admissions = self.scheduler.admit()
+            self._finish(self.runner.prefill(admissions) if admissions else self.runner.step())
+            await asyncio.sleep(0)
+
+    def _driven(self, driver: asyncio.Task[None]) -> None:
+        """The driver has ended. Its error, if any, is the error of everyone who waits: nobody waits for ever."""
+        error = None if driver.cancelled() else driver.exception()
+        if error is not None:
+            self._fail(error)
+
+    def _finish(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.scheduler.release(request)
+            self._stamp(request)
+            if not request.result.done():
+                request.result.set_result(request.completion())
+
+    def _stamp(self, request: Request) -> None:
+        """What was sampled since the last stamp is of the present version."""
+        request.versions += [self.version] * (len(request.token_ids) - len(request.versions))
+
+    def _interrupt(self) -> None:
+        """Rows in flight become waiting requests that go on where they were."""
+        requests = self.runner.interrupt()
+        for request in requests:
+            self._stamp(request)
+        self.scheduler.put_back(requests)
+
+    def _forget(self, request: Request) -> None:
+        """The caller has gone: its row, or its place in the queue, is free. Nothing to do if it has ended."""
+        if request in self.scheduler.running:
+            self.runner.drop(request)
+            self.scheduler.release(request)
+        elif request in self.held:
+            self.held.remove(request)
+        elif request in self.scheduler.waiting.get(request.history, ()):
+            self.scheduler.forget(request)
+
+    def _copy(self, tensors: Iterable[tuple[str, object]]) -> None:
+        try:
+            copy_weights(self.runner.module, tensors)  # type: ignore[arg-type]
+        except WhetError as error:
+            self._break(f"the engine's weights are incomplete: {error}")
+            raise
+
+    def _break(self, reason: str) -> None:
+        self.broken = reason
+        self._fail(WhetError(reason))
+
+    def _fail(self, error: BaseException) -> None:
+        """Everyone who waits gets this error."""
+        requests = [*self.scheduler.requests, *self.held]
+        self.runner.clear()
+        self.scheduler.clear()
+        self.held = []
+        for request in requests:
+            if not request.result.done():
+                request.result.set_exception(error)
+
+
+def page_bytes(module: PreTrainedModel, ops: Ops) -> int:
+    """Memory of one page of the KV cache, all layers."""
+    d = decoder(module, ops)
+    return 2 * d.layers * d.kv_heads * d.head_dim * PAGE * d.head.linear.weight.element_size()

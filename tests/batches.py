@@ -1,0 +1,111 @@
+"""Small ragged batches for tests, in float64 so that laws can be checked to the last digits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whet.batch import Batch, pack
+from whet.types import Group, Rollout, Task
+
+Tokens = list[list[float]]
+
+
+def make_batch(
+    groups: Sequence[Sequence[str]],
+    rewards: Sequence[float] | None = None,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> Batch:
+    """A batch from pictures of rollouts: `make_batch([["ppaaoa", "ppa"]], [1, 0])`.
+
+    p prompt, o environment, a sampled. All log-probs (sampled, old, reference) and values are random, near one another,
+    and 0 where nothing was sampled; rewards are random unless given.
+    """
+    rng = np.random.default_rng(seed)
+    packed = pack([_group(number, pictures, rng) for number, pictures in enumerate(groups)])
+    total = sum(len(g) for g in groups)
+    reward = torch.tensor(rng.normal(size=total) if rewards is None else np.array(rewards, dtype=float))
+    mask = packed.mask_N.double()
+    logp = -torch.tensor(rng.exponential(size=packed.tokens)) * mask
+
+    def near(x: Tensor, scale: float) -> Tensor:
+        return (x + scale * torch.tensor(rng.normal(size=packed.tokens))) * mask
+
+    batch = replace(
+        packed,
+        reward_R=reward,
+        logp_sample_N=logp,
+        logp_old_N=near(logp, 0.01),
+        logp_ref_N=near(logp, 0.3),
+        value_N=near(torch.zeros_like(logp), 1.0),
+    )
+    floats = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    floats = {k: v.to(dtype) for k, v in floats.items() if v is not None and v.is_floating_point()}
+    return replace(batch, **floats)
+
+
+def ragged(seed: int, *, groups: int = 4, dtype: torch.dtype = torch.float64) -> Batch:
+    """A random batch: groups of 1 to 5 rollouts of one or more turns; some rollouts sampled nothing."""
+    rng = np.random.default_rng(seed)
+
+    def picture() -> str:
+        text = "p" * int(rng.integers(1, 5))
+        if rng.random() < 0.1:
+            return text
+        for _ in range(int(rng.integers(1, 4))):
+            text += "a" * int(rng.integers(1, 9)) + "o" * int(rng.integers(0, 4))
+        return text
+
+    pictures = [[picture() for _ in range(int(rng.integers(1, 6)))] for _ in range(groups)]
+    pictures[0] = ["ppaaoa", "pa", "paaaa"]
+    return make_batch(pictures, seed=seed, dtype=dtype)
+
+
+def pair_batch(pairs: int, *, seed: int = 0) -> Batch:
+    """Pairs of a chosen and a rejected reply; which of the two stands first is random."""
+    rng = np.random.default_rng(seed)
+    pictures = [["pp" + "a" * int(rng.integers(1, 6)) for _ in range(2)] for _ in range(pairs)]
+    rewards = [x for flip in rng.random(pairs) < 0.5 for x in ((1.0, 0.0) if flip else (0.0, 1.0))]
+    return make_batch(pictures, rewards, seed=seed)
+
+
+def by_rollout(batch: Batch, x_N: Tensor) -> Tokens:
+    """[N] as one list a rollout of the numbers at its sampled tokens, for loops that are easy to believe."""
+    lists: Tokens = [[] for _ in range(batch.rollouts)]
+    for row, mask, x in zip(batch.row_N.tolist(), batch.mask_N.tolist(), x_N.tolist(), strict=True):
+        if mask:
+            lists[row].append(x)
+    return lists
+
+
+def logp_now(batch: Batch, *, seed: int = 1, scale: float = 0.2) -> Tensor:
+    """[N] log-probs with gradient, near the old ones; a parameter to differentiate by."""
+    noise = torch.tensor(np.random.default_rng(seed).normal(size=batch.tokens), dtype=batch.reward_R.dtype)
+    assert batch.logp_old_N is not None
+    return (batch.logp_old_N + scale * noise * batch.mask_N).requires_grad_()
+
+
+def _group(number: int, pictures: Sequence[str], rng: np.random.Generator) -> Group:
+    task = Task(uid=number, source="test", prompt="")
+    return Group(task, tuple(_rollout(task, i, p, rng) for i, p in enumerate(pictures)))
+
+
+def _rollout(task: Task, index: int, picture: str, rng: np.random.Generator) -> Rollout:
+    mask = [int(c == "a") for c in picture]
+    return Rollout(
+        task=task,
+        index=index,
+        token_ids=rng.integers(0, 50, size=len(picture)).tolist(),
+        mask=mask,
+        logprobs=[0.0] * len(picture),
+        sample_logprobs=[0.0] * len(picture),
+        versions=[0 if m else -1 for m in mask],
+        finish_reason="stop",
+        reward=0.0,
+    )

@@ -1,0 +1,87 @@
+"""Aggregation: what one token counts, by hand, against loops, and its laws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batches import by_rollout, make_batch, pair_batch, ragged
+from whet.algos.aggregate import AGGREGATIONS, weights
+from whet.types import ConfigError
+
+SEEDS = range(6)
+
+# Sampled tokens: 1 and 3 in group 0, 2 in group 1; one rollout of group 1 and all of group 2 sampled nothing.
+PICTURES = [["pa", "paoaa"], ["paa", "pp"], ["p"]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", [1 / 6, 1 / 6, 1 / 6]),  # 6 tokens
+        ("seq-mean-token-sum", [1 / 3, 1 / 3, 1 / 3]),  # 3 rollouts
+        ("seq-mean-token-mean", [1 / 3, 1 / 9, 1 / 6]),  # 3 rollouts of 1, 3, 2 tokens
+        ("seq-mean-token-sum-norm", [1 / 30, 1 / 30, 1 / 30]),  # 3 rollouts, constant 10
+        ("prompt-mean", [1 / 8, 1 / 8, 1 / 4]),  # 2 groups of 4 and 2 tokens
+    ],
+)
+def test_weights_by_hand(mode: str, expected: list[float]) -> None:
+    batch = make_batch(PICTURES)
+    weight_N = weights(batch, mode, norm_tokens=10)
+    lists = [x for x in by_rollout(batch, weight_N) if x]
+    assert lists == [pytest.approx([w] * n) for w, n in zip(expected, (1, 3, 2), strict=True)]
+    assert (weight_N[~batch.mask_N] == 0).all()
+
+
+def test_pair_mean_by_hand() -> None:
+    # Two pairs: 1/2 at the chosen one's last sampled token: rollout 1 of the first pair (index 4 + 2), 0 of the second.
+    batch = make_batch([["paao", "paao"], ["paa", "pa"]], [0, 1, 1, 0])
+    assert weights(batch, "pair-mean", norm_tokens=10).nonzero().flatten().tolist() == [6, 10]
+    assert weights(batch, "pair-mean", norm_tokens=10)[[6, 10]].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_weighted_sum_is_the_named_mean(seed: int) -> None:
+    batch = ragged(seed)
+    x_N = torch.randn(batch.tokens, generator=torch.Generator().manual_seed(seed)).double()
+    lists = by_rollout(batch, x_N)
+    rows = [x for x in lists if x]
+    tokens = [t for x in rows for t in x]
+    groups: dict[int, list[float]] = {}
+    for x, group in zip(lists, batch.group_R.tolist()):
+        if x:
+            groups.setdefault(group, []).extend(x)
+    expected = {
+        "token-mean": sum(tokens) / len(tokens),
+        "seq-mean-token-sum": sum(sum(x) for x in rows) / len(rows),
+        "seq-mean-token-mean": sum(sum(x) / len(x) for x in rows) / len(rows),
+        "seq-mean-token-sum-norm": sum(sum(x) / 7 for x in rows) / len(rows),
+        "prompt-mean": sum(sum(x) / len(x) for x in groups.values()) / len(groups),
+    }
+    for mode, mean in expected.items():
+        got = float((x_N * weights(batch, mode, norm_tokens=7)).sum())
+        assert got == pytest.approx(mean, rel=1e-12, abs=1e-14), mode
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "prompt-mean"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_means_have_weights_that_sum_to_1(seed: int, mode: str) -> None:
+    assert float(weights(ragged(seed), mode, norm_tokens=7).sum()) == pytest.approx(1, rel=1e-13)
+
+
+def test_pair_mean_sums_to_1() -> None:
+    assert float(weights(pair_batch(7), "pair-mean", norm_tokens=7).sum()) == pytest.approx(1, rel=1e-13)
+
+
+@pytest.mark.parametrize("mode", [m for m in AGGREGATIONS if m != "pair-mean"])
+def test_nothing_sampled_has_no_weight_and_no_nan(mode: str) -> None:
+    assert weights(make_batch([["pp", "p"]]), mode, norm_tokens=10).tolist() == [0, 0, 0]
+
+
+def test_weights_are_float32_in_a_batch_as_packed() -> None:
+    assert weights(ragged(0, dtype=torch.float32), "token-mean", norm_tokens=10).dtype == torch.float32
+
+
+def test_an_unknown_mode_is_refused_with_the_right_suggestion() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'token-mean'"):
+        weights(make_batch([["pa"]]), "tokenmean", norm_tokens=10)

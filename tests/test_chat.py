@@ -1,0 +1,163 @@
+"""Messages to tokens: templates, continuations that never touch history, and the templates that would."""
+
+import pytest
+from tokenizers import processors
+
+from whet.config.schema import Tokenizer
+from whet.data.chat import as_prompt, encode_prompt, encode_response, encode_turn, read_template
+from whet.data.tokenizer import load_tokenizer
+from whet.types import ConfigError, DataError, Message
+
+LETTERS = "".join(map(chr, range(32, 127))) + "\n"
+SYSTEM, USER = Message("system", "be brief"), Message("user", "2+2?")
+
+CHATML = (
+    "{% for m in messages %}{{ '<user>' + m.role + '\\n' + m.content + '<eos>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<user>assistant\\n' }}{% endif %}"
+)
+"""The shape of ChatML: the end token of a turn is followed by a line end that the policy does not sample."""
+
+STRIPS_THOUGHTS = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(Tokenizer(build="chars"), model_path=None, texts=[LETTERS])
+
+
+def tokens(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_messages_are_rendered_with_the_reply_header(tokenizer):
+    text = "<system>be brief<eos><user>2+2?<eos><assistant>"
+    assert encode_prompt(tokenizer, (SYSTEM, USER)) == tokens(tokenizer, text)
+    assert encode_prompt(tokenizer, (USER,), system="be brief") == tokens(tokenizer, text)
+    assert encode_prompt(tokenizer, "2+2?", chat=True) == tokens(tokenizer, "<user>2+2?<eos><assistant>")
+
+
+def test_plain_text_is_encoded_as_it_is(tokenizer):
+    assert tokenizer.decode(encode_prompt(tokenizer, "word> \n")) == "word> \n"
+
+
+def test_plain_text_gets_the_begin_token_where_the_tokenizer_puts_one_but_no_end_token():
+    tokenizer = load_tokenizer(Tokenizer(build="chars"), model_path=None, texts=[LETTERS])
+    tokenizer.bos_token = "<system>"
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<system> $A <eos>", special_tokens=[("<system>", bos), ("<eos>", eos)]
+    )
+    plain = tokens(tokenizer, "ab")
+    assert tokenizer("ab")["input_ids"] == [bos, *plain, eos]
+    assert encode_prompt(tokenizer, "ab") == [bos, *plain]
+    assert encode_prompt(tokenizer, (USER,)) == tokens(tokenizer, "<user>2+2?<eos><assistant>")
+    assert encode_response(tokenizer, "ab") == [*plain, eos]
+
+
+def test_chat_false_refuses_what_needs_a_template():
+    with pytest.raises(ConfigError, match="a prompt of messages needs"):
+        as_prompt((USER,), chat=False)
+    with pytest.raises(ConfigError, match="a system message needs"):
+        as_prompt("text", chat=False, system="s")
+    assert as_prompt("text", chat=False) == "text"
+
+
+def test_two_system_messages_are_refused():
+    with pytest.raises(DataError, match="a second one"):
+        as_prompt((SYSTEM, USER), system="again")
+
+
+def test_a_template_comes_from_text_or_a_file(tokenizer, tmp_path):
+    (tmp_path / "t.jinja").write_text("Q: {{ messages[0].content }} A:")
+    for template in ("Q: {{ messages[0].content }} A:", str(tmp_path / "t.jinja")):
+        assert encode_prompt(tokenizer, (USER,), template=template) == tokens(tokenizer, "Q: 2+2? A:")
+    with pytest.raises(ConfigError, match="neither Jinja text"):
+        read_template(str(tmp_path / "other.jinja"))
+
+
+def test_messages_without_a_template_are_refused_with_the_remedy():
+    tokenizer = load_tokenizer(Tokenizer(build="chars"), model_path=None, texts=["a"])
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"no chat template.*tokenizer\.chat_template.*plain text"):
+        encode_prompt(tokenizer, (USER,))
+
+
+def test_a_template_that_refuses_the_messages_is_named(tokenizer):
+    with pytest.raises(DataError, match=r"refuses the messages \(system, user\): roles must alternate"):
+        encode_prompt(tokenizer, (SYSTEM, USER), template="{{ raise_exception('roles must alternate') }}")
+
+
+@pytest.mark.parametrize("template", [None, CHATML], ids=["built", "chatml"])
+@pytest.mark.parametrize(
+    "new", [[Message("user", "and 3+3?")], [Message("tool", "4"), Message("user", "so?")]]
+)
+def test_a_continuation_equals_tokenising_the_whole_conversation(tokenizer, template, new):
+    first = encode_prompt(tokenizer, (SYSTEM, USER), template=template)
+    so_far = first + encode_response(tokenizer, "it is 4")
+    whole = encode_prompt(tokenizer, (SYSTEM, USER, Message("assistant", "it is 4"), *new), template=template)
+    more = encode_turn(tokenizer, so_far, new, template=template)
+    assert so_far + more == whole
+    again = so_far + more + encode_response(tokenizer, "<think>\nhm\n</think>\n\n6")
+    last = encode_turn(tokenizer, again, new, template=template)
+    history = (
+        SYSTEM,
+        USER,
+        Message("assistant", "it is 4"),
+        *new,
+        Message("assistant", "<think>\nhm\n</think>\n\n6"),
+    )
+    assert again + last == encode_prompt(tokenizer, (*history, *new), template=template)
+
+
+@pytest.mark.parametrize("template", [None, CHATML], ids=["built", "chatml"])
+def test_a_reply_that_was_cut_gets_its_end_token_from_the_continuation(tokenizer, template):
+    first = encode_prompt(tokenizer, (USER,), template=template)
+    cut = first + encode_response(tokenizer, "it is")[:-1]
+    new = [Message("user", "go on")]
+    whole = encode_prompt(tokenizer, (USER, Message("assistant", "it is"), *new), template=template)
+    assert cut + encode_turn(tokenizer, cut, new, template=template) == whole
+
+
+def test_history_keeps_its_own_tokens_where_the_tokenizer_would_choose_others():
+    texts = ["hello hello hello 2+2?"] * 4
+    tokenizer = load_tokenizer(Tokenizer(build="bpe", vocab_size=300), model_path=None, texts=texts)
+    sampled = [i for letter in "hello" for i in tokens(tokenizer, letter)]
+    assert sampled != tokens(tokenizer, "hello")
+    so_far = [*encode_prompt(tokenizer, (USER,)), *sampled, tokenizer.eos_token_id]
+    both = so_far + encode_turn(tokenizer, so_far, [USER])
+    assert tokenizer.decode(both) == "<user>2+2?<eos><assistant>hello<eos><user>2+2?<eos><assistant>"
+    assert both[: len(so_far)] == so_far
+
+
+def test_a_template_that_rewrites_history_is_refused(tokenizer):
+    with pytest.raises(DataError, match="rewrites earlier turns"):
+        encode_turn(tokenizer, [5], [USER], template=STRIPS_THOUGHTS)
+    drops = "{{ messages[-1].content }}<assistant>"
+    with pytest.raises(DataError, match="rewrites earlier turns"):
+        encode_turn(tokenizer, [5], [USER], template=drops)
+
+
+def test_a_template_whose_turns_run_together_is_refused():
+    tokenizer = load_tokenizer(
+        Tokenizer(build="bpe", vocab_size=300), model_path=None, texts=["rst rst rst q"] * 4
+    )
+    glued = "{% for m in messages %}{% if loop.index > 2 %}st{% endif %}{{ m.content }}{% endfor %}"
+    with pytest.raises(DataError, match="run into the text after it"):
+        encode_turn(tokenizer, [5], [USER], template=glued)
+
+
+def test_a_turn_without_messages_is_refused(tokenizer):
+    with pytest.raises(DataError, match="at least one"):
+        encode_turn(tokenizer, [5], [])
+
+
+def test_a_reply_needs_an_end_token():
+    tokenizer = load_tokenizer(Tokenizer(build="chars"), model_path=None, texts=["a"])
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="no end-of-text token"):
+        encode_response(tokenizer, "a")

@@ -1,0 +1,141 @@
+"""KL estimators, the controller of the KL's weight, and the agreement of engine and trainer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from batches import by_rollout, make_batch, ragged
+from whet.algos.kl import ESTIMATORS, adapt, k1, k2, k3, mean_kl, reference_kl
+from whet.algos.mismatch import mismatch
+from whet.types import WhetError
+
+
+def test_estimators_by_hand() -> None:
+    d = torch.tensor([-0.5, 0.0, 2.0]).double()
+    assert ESTIMATORS["k1"](d).tolist() == [-0.5, 0, 2]
+    assert ESTIMATORS["abs"](d).tolist() == [0.5, 0, 2]
+    assert ESTIMATORS["k2"](d).tolist() == [0.125, 0, 2]
+    # exp(-d) - 1 + d
+    assert ESTIMATORS["k3"](d).tolist() == pytest.approx(
+        [math.exp(0.5) - 1.5, 0, math.exp(-2) + 1], rel=1e-13
+    )
+
+
+def test_k3_is_bounded() -> None:
+    # d = -5: e^5 - 6 = 142 -> 10; d = 50: exp(-20) - 1 + 20 -> 10. Finite in float32 at any distance.
+    assert k3(torch.tensor([-5.0, 50.0, -1e4, 1e4])).tolist() == [10, 10, 10, 10]
+
+
+def test_k3_keeps_its_digits_near_zero() -> None:
+    # d^2 / 2 to first order; exp(-d) - 1 + d computed as written would be 0 or noise in float32.
+    d = torch.tensor([1e-2])
+    assert k3(d).item() == pytest.approx(math.expm1(-1e-2) + 1e-2, rel=1e-3)
+
+
+def test_expectations_over_a_distribution() -> None:
+    # Exactly, over p: E[k1] = E[k3] = KL(p || q); the gradient of E[k2] by logits, with p held, is that of the KL.
+    logits = torch.tensor([0.3, -0.2, 0.1]).double().requires_grad_()
+    log_q = torch.tensor([0.1, 0.4, -0.3]).double().log_softmax(0)
+    log_p = logits.log_softmax(0)
+    p = log_p.exp()
+    kl = (p * (log_p - log_q)).sum()
+    assert float((p * k1(log_p - log_q)).sum()) == pytest.approx(float(kl), rel=1e-12)
+    assert float((p * k3(log_p - log_q)).sum()) == pytest.approx(float(kl), rel=1e-12)
+    (true,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    (of_k2,) = torch.autograd.grad((p.detach() * k2(log_p - log_q)).sum(), logits, retain_graph=True)
+    (of_k1,) = torch.autograd.grad((p.detach() * k1(log_p - log_q)).sum(), logits)
+    torch.testing.assert_close(of_k2, true, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(of_k1, torch.zeros(3).double(), rtol=0, atol=1e-14)  # useless as a loss
+
+
+@pytest.mark.parametrize("estimator", list(ESTIMATORS))
+def test_reference_kl_is_zero_where_not_sampled_and_where_equal(estimator: str) -> None:
+    batch = ragged(1)
+    assert batch.logp_old_N is not None
+    kl_N = reference_kl(batch, batch.logp_old_N, estimator)
+    assert (kl_N[~batch.mask_N] == 0).all()
+    assert (kl_N[batch.mask_N] != 0).any()
+    same = replace(batch, logp_ref_N=batch.logp_old_N)
+    assert (reference_kl(same, batch.logp_old_N, estimator) == 0).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mean_kl_against_a_loop(seed: int) -> None:
+    batch = ragged(seed)
+    assert batch.logp_old_N is not None
+    rows = [x for x in by_rollout(batch, reference_kl(batch, batch.logp_old_N, "k3")) if x]
+    expected = sum(sum(x) / len(x) for x in rows) / len(rows)
+    assert mean_kl(batch, "k3") == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_missing_reference_is_named() -> None:
+    with pytest.raises(WhetError, match="logp_ref_N"):
+        mean_kl(replace(ragged(0), logp_ref_N=None), "k1")
+
+
+@pytest.mark.parametrize(
+    ("kl_now", "expected"),
+    [
+        (0.1, 0.5),  # on target: unchanged
+        (0.11, 0.5 * (1 + 0.1 * 20 / 100)),  # 10% above
+        (9.0, 0.5 * (1 + 0.2 * 20 / 100)),  # bounded at 20%
+        (0.0, 0.5 * (1 - 0.2 * 20 / 100)),
+    ],
+)
+def test_adaptive_controller_by_hand(kl_now: float, expected: float) -> None:
+    assert adapt(0.5, kl_now, target=0.1, horizon=100, rollouts=20) == pytest.approx(expected, rel=1e-12)
+
+
+# ---------------------------------------------------------------- mismatch
+
+
+def test_mismatch_by_hand() -> None:
+    # Trainer - engine: 0.5, -0.25, 0; what stands at unsampled tokens (9) does not count.
+    batch = make_batch([["paa", "pa"]])
+    engine = torch.tensor([9, -1.0, -2.0, 9, -3.0]).double()
+    trainer = torch.tensor([0, -0.5, -2.25, 0, -3.0]).double()
+    m = mismatch(replace(batch, logp_sample_N=engine, logp_old_N=trainer))
+    assert m["mismatch/tokens"] == 3
+    assert m["mismatch/max_nats"] == 0.5
+    assert m["mismatch/mean_nats"] == pytest.approx(0.25)
+    assert m["mismatch/k1_nats"] == pytest.approx(-0.25 / 3)
+    k3s = (math.exp(0.5) - 1.5) + (math.exp(-0.25) - 0.75)
+    assert m["mismatch/k3_nats"] == pytest.approx(k3s / 3)
+    assert m["mismatch/exact_share"] == pytest.approx(1 / 3)
+    assert m["mismatch/perplexity_gap"] == pytest.approx(math.exp(5.75 / 3) - math.exp(2.0))
+
+
+def test_equal_logprobs_have_no_mismatch() -> None:
+    batch = ragged(0, dtype=torch.float32)
+    m = mismatch(replace(batch, logp_old_N=batch.logp_sample_N.clone()))
+    assert m.pop("mismatch/exact_share") == 1
+    assert m.pop("mismatch/tokens") == float(batch.mask_N.sum())
+    assert set(m.values()) == {0.0}
+
+
+def test_one_ulp_is_seen() -> None:
+    batch = ragged(0, dtype=torch.float32)
+    old = batch.logp_sample_N.clone()
+    at = int(batch.mask_N.nonzero()[0])
+    old[at] = torch.nextafter(old[at], torch.tensor(0.0))
+    m = mismatch(replace(batch, logp_old_N=old))
+    assert m["mismatch/max_nats"] > 0
+    assert m["mismatch/exact_share"] == pytest.approx(1 - 1 / float(batch.mask_N.sum()))
+
+
+def test_a_nan_is_not_hidden() -> None:
+    batch = make_batch([["paa"]])
+    m = mismatch(replace(batch, logp_old_N=torch.tensor([0, math.nan, -1]).double()))
+    assert math.isnan(m["mismatch/max_nats"])
+    assert math.isnan(m["mismatch/k3_nats"])
+
+
+def test_mismatch_of_nothing_and_without_a_trainer() -> None:
+    empty = make_batch([["p"]])
+    assert mismatch(empty) == {"mismatch/tokens": 0.0}
+    with pytest.raises(WhetError, match="logp_old_N"):
+        mismatch(replace(empty, logp_old_N=None))

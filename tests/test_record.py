@@ -1,0 +1,516 @@
+"""The run directory and its files: whole or not there, equal bytes for equal runs, cut exactly on resume."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from whet.track import files, manifest, record
+from whet.track.log import setup_logging
+from whet.types import CheckpointError, ConfigError, DataError, Message, Rollout, Task, WhetError
+
+
+def rollout(
+    uid: int, index: int = 0, *, reward: float | None = 1.0, text: str = "ba", **task: object
+) -> Rollout:
+    logprob = float(np.float32(-0.1 * (uid + 1)))
+    return Rollout(
+        task=Task(uid=uid, source="spell", prompt="ab>", answer="ba", **task),  # type: ignore[arg-type]
+        index=index,
+        token_ids=[1, 2, 3, 4],
+        mask=[0, 0, 1, 1],
+        logprobs=[0.0, 0.0, logprob, -1.5],
+        sample_logprobs=[0.0, 0.0, -0.25, -1.5],
+        versions=[-1, -1, 7, 7],
+        finish_reason="stop",
+        text=text,
+        reward=reward,
+        reward_parts={} if reward is None else {"z": reward, "a": 0.1},
+        error=None if reward is not None else "timeout: 10 s",
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, code: int
+) -> None:
+    path = tmp_path / "state.json"
+    files.write_json(path, {"step": 1})
+
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, step, fail)
+    with pytest.raises(
+        WhetError, match=r"cannot write .*state.json: (the disk|your disk|the file|permission)"
+    ):
+        files.write_json(path, {"step": 2})
+    assert json.loads(path.read_text()) == {"step": 1}
+    assert names(tmp_path) == ["state.json"]
+
+
+def test_json_with_nan_is_refused_and_the_old_file_stays(tmp_path: Path) -> None:
+    files.write_json(tmp_path / "a.json", {"x": 1.0})
+    with pytest.raises(ValueError, match="Out of range"):
+        files.write_json(tmp_path / "a.json", {"x": math.nan})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1.0}
+
+
+def test_a_real_size_limit_is_reported_in_words_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    """In a process that may write no more than 4096 bytes a file."""
+    code = f"""
+import resource, torch
+from pathlib import Path
+from safetensors.torch import save_file
+from whet.track import files
+from whet.types import CheckpointError, WhetError
+root = Path({str(tmp_path)!r})
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try: files.write_bytes(root / "big", bytes(100_000))
+except WhetError as e: print("BYTES", e)
+try:
+    with files.atomic_folder(root / "checkpoint") as folder:
+        save_file({{"a": torch.zeros(10_000)}}, folder / "a.safetensors")
+except CheckpointError as e: print("FOLDER", e)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "BYTES cannot write" in out
+    assert "FOLDER cannot write" in out
+    assert out.count("larger than the system or a limit") == 2
+    assert names(tmp_path) == []
+
+
+def test_an_atomic_folder_replaces_the_old_one_whole(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "export"
+    for content in ("old", "new"):
+        with files.atomic_folder(path) as folder:
+            (folder / "sub").mkdir()
+            (folder / "sub" / content).write_text(content)
+            assert folder != path
+    assert names(path / "sub") == ["new"]
+    assert names(path.parent) == ["export"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyError("x"), KeyboardInterrupt()])
+def test_an_error_in_the_block_leaves_the_old_folder(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "export"
+    with files.atomic_folder(path) as folder:
+        (folder / "a").write_text("old")
+    expected = CheckpointError if isinstance(error, OSError) else type(error)
+    with pytest.raises(expected), files.atomic_folder(path) as folder:
+        (folder / "a").write_text("new")
+        raise error
+    assert (path / "a").read_text() == "old"
+    assert names(tmp_path) == ["export"]
+
+
+def test_if_the_second_rename_fails_the_old_folder_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "export"
+    with files.atomic_folder(path) as folder:
+        (folder / "a").write_text("old")
+    real = os.rename
+
+    def rename(src: Path, dst: Path) -> None:
+        if ".new-" in str(src):
+            raise OSError(errno.EACCES, "no")
+        real(src, dst)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(CheckpointError, match="permission denied"), files.atomic_folder(path) as folder:
+        (folder / "a").write_text("new")
+    assert (path / "a").read_text() == "old"
+    assert names(tmp_path) == ["export"]
+
+
+def test_tidy_after_a_kill_at_any_point_of_a_replacement(tmp_path: Path) -> None:
+    """Killed while filling, between the renames, and before the old folder was removed."""
+    for folder, content in {".a.new-1": "half", ".b.old-2": "old", "c": "new", ".c.old-3": "old"}.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x").write_text(content)
+    (tmp_path / ".b.new-2").mkdir()
+    (tmp_path / ".d.json.new-4").write_text("half")
+    files.tidy(tmp_path)
+    assert {p.name: (p / "x").read_text() for p in tmp_path.iterdir()} == {"b": "old", "c": "new"}
+
+
+def test_killing_a_writer_never_leaves_a_broken_file(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    code = f"""
+import itertools
+from pathlib import Path
+from whet.track.files import write_json
+path = Path({str(path)!r})
+for n in itertools.count():
+    write_json(path, {{"n": n, "filler": [n] * 20_000}}, durable=False)
+    if n == 0: print("ready", flush=True)
+"""
+    for delay in (0.01, 0.03, 0.05):
+        writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        with pytest.raises(subprocess.TimeoutExpired):
+            writer.wait(delay)
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+        value = json.loads(path.read_text())
+        assert value["filler"] == [value["n"]] * 20_000
+
+
+# ---------------------------------------------------------------- the lock
+
+
+def test_two_runs_in_one_directory(tmp_path: Path) -> None:
+    with files.RunLock(tmp_path):
+        assert files.holder(tmp_path) is not None
+        assert files.is_running(tmp_path) is True
+        with pytest.raises(WhetError, match=f"in use by process {os.getpid()} on "):
+            files.RunLock(tmp_path)
+    assert files.is_running(tmp_path) is False
+    files.RunLock(tmp_path).release()
+
+
+def test_a_dead_runs_lock_does_not_block_though_its_forked_child_lives(tmp_path: Path) -> None:
+    code = f"""
+import os, time
+from pathlib import Path
+from whet.track.files import RunLock
+lock = RunLock(Path({str(tmp_path)!r}))
+child = os.fork()
+if child == 0:
+    os.close(1)
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(60)
+"""
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    child = int(run.stdout.readline())
+    try:
+        with pytest.raises(WhetError, match=f"process {run.pid} on"):
+            files.RunLock(tmp_path)
+        run.kill()
+        run.wait()
+        assert files.is_running(tmp_path) is False
+        os.kill(child, 0)
+        files.RunLock(tmp_path).release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        run.stdout.close()
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def test_numbers_are_read_back_to_the_bit(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    numbers = {}
+    while len(numbers) < 200:
+        x = struct.unpack("d", rng.randbytes(8))[0]
+        if math.isfinite(x):
+            numbers[f"n/{len(numbers)}"] = x
+    directory = record.RunDirectory(tmp_path, ["s"])
+    directory.log("s", 3, metrics=numbers, timings={})
+    [line] = record.read_lines(tmp_path / "metrics.jsonl")
+    assert {k: struct.pack("d", v) for k, v in line.items() if k in numbers} == {
+        k: struct.pack("d", v) for k, v in numbers.items()
+    }
+    assert line["stage"] == "s"
+    assert line["step"] == 3
+    raw = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert list(raw) == sorted(raw)
+    assert (tmp_path / "timings.jsonl").read_text() == ""
+
+
+def test_numbers_that_are_not_finite_are_null_and_counted() -> None:
+    line = json.loads(record.line_of("s", 1, {"a/x": math.nan, "a/y": -math.inf, "a/z": 1.0, "a/n": 2}))
+    assert line == {
+        "a/x": None, "a/y": None, "a/z": 1.0, "a/n": 2, "stage": "s", "step": 1, "track/nonfinite_count": 2,
+    }  # fmt: skip
+    assert json.loads(record.line_of("s", 1, {"a/t": torch.tensor(0.5)})) == {  # type: ignore[dict-item]
+        "a/t": 0.5,
+        "stage": "s",
+        "step": 1,
+    }
+
+
+def test_a_full_disk_while_logging_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    directory = record.RunDirectory(tmp_path, ["s"])
+    with pytest.raises(WhetError, match=r"metrics.jsonl: the disk is full"):
+        directory.log("s", 1, metrics={"a/b": 1.0}, timings={})
+
+
+def test_a_line_of_which_only_a_part_fits_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = record.RunDirectory(tmp_path, ["s"])
+    directory.log("s", 1, metrics={"a/b": 1.0}, timings={})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: real(handle, data[:5]))
+    with pytest.raises(WhetError, match="disk is full"):
+        directory.log("s", 2, metrics={"a/b": 1.0}, timings={})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_directory_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WhetError, match="cannot write .*a file stands where a folder is needed"):
+        record.RunDirectory(tmp_path / "file" / "run", ["s"])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_directory_is_a_clear_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    with pytest.raises(WhetError, match="permission denied"):
+        record.RunDirectory(tmp_path / "run", ["s"])
+
+
+@pytest.mark.parametrize("stages", [["a/b"], ["../x"], [""], ["a", "a"], [".hidden"]])
+def test_stage_names_that_cannot_name_files_are_refused(tmp_path: Path, stages: list[str]) -> None:
+    with pytest.raises(ConfigError, match="stage names"):
+        record.RunDirectory(tmp_path / "run", stages)
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------- resume
+
+
+def write_run(path: Path, places: list[tuple[str, int]]) -> record.RunDirectory:
+    directory = record.RunDirectory(path, ["sft-1", "grpo"])
+    for stage, step in places:
+        write_step(directory, stage, step)
+    return directory
+
+
+def write_step(directory: record.RunDirectory, stage: str, step: int) -> None:
+    rollouts = [rollout(step, i, reward=float(i)) for i in range(2)]
+    directory.log(stage, step, metrics={"reward/mean": step / 3}, timings={"time/step_s": random.random()})
+    directory.write_rollouts(stage, step, rollouts, advantages=[-1.0, 1.0])
+    directory.write_eval(stage, step, rollouts)
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    found = {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+    del found["timings.jsonl"]
+    return found
+
+
+PLACES = [("sft-1", n) for n in range(4)] + [("grpo", n) for n in range(4)]
+
+
+@pytest.mark.parametrize("at", range(len(PLACES)))
+@pytest.mark.parametrize("lost", [0, 1, 7])
+def test_a_resumed_record_equals_the_unbroken_one(tmp_path: Path, at: int, lost: int) -> None:
+    """Checkpoint after place `at`, killed in the middle of the line after the last; then resumed and finished."""
+    write_run(tmp_path / "whole", PLACES).close()
+    write_run(tmp_path / "broken", PLACES).close()
+    for name in ("metrics.jsonl", "timings.jsonl"):
+        file = tmp_path / "broken" / name
+        file.write_bytes(file.read_bytes() + b'{"reward/mean": 0.33333'[: lost * 4])
+    (tmp_path / "broken" / "rollouts" / ".grpo-step-000009.parquet.new-x").write_text("half")
+    stage, step = PLACES[at]
+    resumed = record.RunDirectory(tmp_path / "broken", ["sft-1", "grpo"])
+    resumed.truncate_to(["sft-1", "grpo"].index(stage), step)
+    kept = [(x["stage"], x["step"]) for x in record.read_lines(tmp_path / "broken" / "timings.jsonl")]
+    assert kept == PLACES[: at + 1]
+    for place in PLACES[at + 1 :]:
+        write_step(resumed, *place)
+    assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
+
+
+def test_truncating_before_the_first_step_empties_the_record(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, PLACES)
+    directory.truncate_to(0, -1)
+    assert contents(tmp_path) == {"metrics.jsonl": b""}
+
+
+def test_lines_of_an_unknown_stage_are_not_dropped_in_silence(tmp_path: Path) -> None:
+    write_run(tmp_path, PLACES).close()
+    other = record.RunDirectory(tmp_path, ["grpo"])
+    before = contents(tmp_path)
+    with pytest.raises(WhetError, match="stage 'sft-1', but the config has only grpo"):
+        other.truncate_to(0, 1)
+    assert contents(tmp_path) == before
+
+
+def test_a_broken_line_in_the_middle_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"stage": "s", "step": 1}\n{"st\n{"stage": "s", "step": 3}\n')
+    with pytest.raises(DataError, match="line 2 is not JSON"):
+        record.read_lines(tmp_path / "metrics.jsonl")
+
+
+def test_sync_reaches_every_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_run(tmp_path, PLACES[:2])
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    directory.sync()
+    files_ = [f"sft-1-step-00000{n}.parquet" for n in (0, 0, 1, 1)]
+    assert sorted(synced) == sorted(["metrics.jsonl", "timings.jsonl", "rollouts", "eval", *files_])
+    synced.clear()
+    directory.sync()
+    assert sorted(synced) == ["eval", "metrics.jsonl", "rollouts", "timings.jsonl"]
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+def test_rollouts_are_read_back_exactly(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    logprobs = rng.standard_normal(50).astype(np.float32)
+    original = Rollout(
+        task=Task(
+            uid=2**62,
+            source="s",
+            prompt=(Message("system", "be brief"), Message("user", "2+2?")),
+            answer={"x": [4]},
+        ),
+        index=3,
+        token_ids=list(range(50)),
+        mask=[0] * 10 + [1] * 40,
+        logprobs=[float(x) for x in logprobs],
+        sample_logprobs=[float(x) for x in logprobs[::-1]],
+        versions=[-1] * 10 + [12] * 40,
+        finish_reason="length",
+        text="four\x00\U0001f600 ",
+        reward=0.1,
+        reward_parts={"b": 0.3, "a": -math.inf},
+        answer="4",
+    )
+    failed = rollout(5, reward=None)
+    path = record.RunDirectory(tmp_path, ["s"]).write_rollouts(
+        "s", 12, [original, failed], advantages=[0.2, None]
+    )
+    assert path.name == "s-step-000012.parquet"
+    first, second = record.read_rollouts(path)
+    for name in (
+        "token_ids",
+        "mask",
+        "logprobs",
+        "sample_logprobs",
+        "versions",
+        "text",
+        "reward",
+        "reward_parts",
+    ):
+        assert first[name] == getattr(original, name), name
+    assert first["uid"] == 2**62
+    assert first["index"] == 3
+    assert first["prompt"] == "system: be brief\nuser: 2+2?"
+    assert first["answer"] == {"x": [4]}
+    assert first["extracted"] == "4"
+    assert first["advantage"] == 0.2
+    assert second["reward"] is None
+    assert second["error"] == "timeout: 10 s"
+    assert second["advantage"] is None
+    assert second["reward_parts"] == {}
+
+
+def test_equal_rollouts_give_equal_bytes_and_different_ones_do_not() -> None:
+    rollouts = [rollout(n) for n in range(3)]
+    one = record.to_parquet(rollouts, [0.0, 1.0, 2.0])
+    assert record.to_parquet([rollout(n) for n in range(3)], [0.0, 1.0, 2.0]) == one
+    assert record.to_parquet(rollouts, [0.0, 1.0, 2.5]) != one
+    assert len(record.to_parquet([], None)) > 0
+
+
+def test_a_file_that_is_no_parquet_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"no")
+    with pytest.raises(DataError, match=r"cannot read .*x.parquet"):
+        record.read_rollouts(tmp_path / "x.parquet")
+
+
+def test_groups_of_steps_are_listed_by_number_even_with_dashes_in_the_stage(tmp_path: Path) -> None:
+    for name in ("a-step-b-step-000002.parquet", "a-step-b-step-1000000.parquet", "junk.parquet"):
+        (tmp_path / name).write_text("")
+    assert [(s, n) for s, n, _ in record.list_steps(tmp_path)] == [("a-step-b", 2), ("a-step-b", 1000000)]
+
+
+# ---------------------------------------------------------------- manifest and log
+
+
+def test_the_manifest_names_versions_and_hashes_and_keeps_every_start(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes(b"abc")
+    directory = record.RunDirectory(tmp_path, ["s"])
+    for seed in (1, 2):
+        directory.write_manifest(
+            manifest.describe(config="a: 1\n", seed=seed, data_files=[tmp_path / "data.jsonl"])
+        )
+    starts = json.loads((tmp_path / "manifest.json").read_text())["starts"]
+    assert [s["seed"] for s in starts] == [1, 2]
+    assert starts[0]["packages"]["torch"] == torch.__version__
+    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert starts[0]["data_sha256"] == {str(tmp_path / "data.jsonl"): abc}
+    with pytest.raises(DataError, match="nothing.jsonl"):
+        manifest.describe(config="", seed=0, data_files=[tmp_path / "nothing.jsonl"])
+
+
+def test_secrets_reach_neither_manifest_nor_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_veryverysecret")
+    monkeypatch.setenv("WHET_DB_PASSWORD", "opensesame99")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    entry = manifest.describe(config="", seed=0)
+    assert entry["environment"]["OMP_NUM_THREADS"] == "1"
+    assert entry["environment"]["HF_TOKEN"] == "(redacted)"
+    shown: list[str] = []
+    setup_logging(tmp_path, level="info", show=shown.append)
+    log = logging.getLogger("whet.test")
+    log.info("login with %s", "hf_veryverysecret")
+    log.debug("not at this level")
+    try:
+        raise ValueError("bad password opensesame99")
+    except ValueError:
+        log.exception("reward failed")
+    setup_logging(tmp_path, level="error")
+    log.info("after")
+    text = (tmp_path / "run.log").read_text()
+    for place in (json.dumps(entry), text, "\n".join(shown)):
+        assert "verysecret" not in place
+        assert "opensesame" not in place
+    assert "login with (redacted)" in text
+    assert "bad password (redacted)" in text
+    assert "Traceback" in text
+    assert "not at this level" not in text
+    assert "after" not in text
+    assert len(shown) == 2
+    for handler in list(logging.getLogger("whet").handlers):
+        logging.getLogger("whet").removeHandler(handler)
+        handler.close()
+
+
+def test_saving_tensors_in_an_atomic_folder(tmp_path: Path) -> None:
+    with files.atomic_folder(tmp_path / "c") as folder:
+        save_file({"a": torch.ones(3)}, folder / "a.safetensors")
+    assert names(tmp_path / "c") == ["a.safetensors"]
