@@ -24,8 +24,8 @@ def make_batch(
 ) -> Batch:
     """A batch from pictures of rollouts: `make_batch([["ppaaoa", "ppa"]], [1, 0])`.
 
-    p prompt, o environment, a sampled. All log-probs (sampled, old, reference) and values are random, near one another,
-    and 0 where nothing was sampled; rewards are random unless given.
+    p prompt, o environment, a sampled. All log-probs (sampled, old, reference) and values are random, near
+    one another, and 0 where nothing was sampled; rewards are random unless given.
     """
     rng = np.random.default_rng(seed)
     packed = pack([_group(number, pictures, rng) for number, pictures in enumerate(groups)])
@@ -73,6 +73,11 @@ def pair_batch(pairs: int, *, seed: int = 0) -> Batch:
     pictures = [["pp" + "a" * int(rng.integers(1, 6)) for _ in range(2)] for _ in range(pairs)]
     rewards = [x for flip in rng.random(pairs) < 0.5 for x in ((1.0, 0.0) if flip else (0.0, 1.0))]
     return make_batch(pictures, rewards, seed=seed)
+
+
+def doubles(x: list[float]) -> Tensor:
+    """float64, with every digit of the Python number."""
+    return torch.tensor(x, dtype=torch.float64)
 
 
 def by_rollout(batch: Batch, x_N: Tensor) -> Tokens:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batches import by_rollout, make_batch, ragged
+from batches import by_rollout, doubles, make_batch, ragged
 from whet.algos.advantages import gae, grpo, none, reinforce, rloo, token_rewards, whiten
 from whet.algos.segments import discounted
 from whet.batch import Batch, select
@@ -47,9 +47,7 @@ def test_reward_stands_at_the_last_sampled_token() -> None:
 def test_kl_comes_off_every_sampled_token() -> None:
     # d = old - ref = 0.5, 1.0; k1 = d; coef 0.1; reward 2 at the last: -0.05 and 2 - 0.1 = 1.9
     batch = make_batch([["paa"]], [2.0])
-    batch = replace(
-        batch, logp_old_N=torch.tensor([0, -1.0, -1.0]), logp_ref_N=torch.tensor([0, -1.5, -2.0]).double()
-    )
+    batch = replace(batch, logp_old_N=torch.tensor([0, -1.0, -1.0]), logp_ref_N=doubles([0, -1.5, -2.0]))
     assert token_rewards(batch, kl_coef=0.1, estimator="k1").tolist() == pytest.approx([0, -0.05, 1.9])
 
 
@@ -64,7 +62,7 @@ def test_kl_in_reward_uses_the_engines_logprobs_when_none_were_recomputed() -> N
 
 
 def test_grpo_by_hand() -> None:
-    # Group 0: rewards 1, 0, 2: mean 1, std of a sample sqrt((0 + 1 + 1) / 2) = 1. Group 1: 3, 5: mean 4, std sqrt(2).
+    # Group 0: rewards 1, 0, 2: mean 1, std sqrt((0 + 1 + 1) / 2) = 1. Group 1: 3, 5: mean 4, std sqrt(2).
     batch = make_batch([["paa", "pa", "paoa"], ["pa", "paa"]], [1, 0, 2, 3, 5])
     reward_N = token_rewards(batch)
     adv_N, return_N = grpo(batch, reward_N=reward_N, normalize_std=True, std_epsilon=1e-6)
@@ -157,10 +155,10 @@ def test_rloo_against_a_loop_and_shift(seed: int) -> None:
 
 
 def test_gae_by_hand() -> None:
-    # gamma 0.5, lam 0.5, V = 1, 2 at the two sampled tokens, an environment token (V = 100) between, reward 4.
-    # delta_2 = 4 + 0.5 * 0 - 2 = 2, delta_1 = 0 + 0.5 * 2 - 1 = 0; A_2 = 2, A_1 = 0 + 0.25 * 2 = 0.5; R = A + V
+    # gamma = lam = 0.5; V = 1, 2 at the two sampled tokens, 100 at the environment's between; reward 4.
+    # delta_2 = 4 + 0.5 * 0 - 2 = 2, delta_1 = 0.5 * 2 - 1 = 0; A_2 = 2, A_1 = 0 + 0.25 * 2 = 0.5; R = A + V
     batch = make_batch([["paoa"]], [4.0])
-    batch = replace(batch, value_N=torch.tensor([100, 1.0, 100, 2.0]).double())
+    batch = replace(batch, value_N=doubles([100, 1.0, 100, 2.0]))
     adv_N, return_N = gae(batch, reward_N=token_rewards(batch), gamma=0.5, lam=0.5)
     assert adv_N.tolist() == [0, 0.5, 0, 2.0]
     assert return_N is not None
@@ -222,7 +220,7 @@ def test_gae_does_not_leak_between_rollouts() -> None:
 
 
 def test_discounted_stays_finite_and_exact_over_long_rows() -> None:
-    # A constant reward of 1: y_t = (1 - f^(T-t)) / (1 - f). Cumulative sums divided by f^t would overflow here.
+    # A constant reward of 1: y_t = (1 - f^(T-t)) / (1 - f). Cumulative sums over f^t would overflow here.
     length, factor = 20_000, 0.9
     y = discounted(torch.ones(length).double(), torch.zeros(length, dtype=torch.long), factor)
     left = torch.arange(length, 0, -1).double()
@@ -239,7 +237,7 @@ def test_gae_says_that_values_are_missing() -> None:
 
 
 def test_reinforce_by_hand() -> None:
-    # gamma 0.5, three sampled tokens, reward 8 at the last: 2, 4, 8; the environment's token does not discount.
+    # gamma 0.5, three sampled tokens, reward 8 at the last: 2, 4, 8; no discount at the environment's token.
     batch = make_batch([["paaoa", "pa"]], [8.0, 3.0])
     adv_N, _ = reinforce(batch, reward_N=token_rewards(batch), gamma=0.5)
     assert adv_N.tolist() == [0, 2, 4, 0, 8, 0, 3]
@@ -253,7 +251,7 @@ def test_none_is_the_token_rewards() -> None:
 
 def test_whiten_by_hand() -> None:
     # Sampled: 1, 3, 5: mean 3, variance (4 + 0 + 4) / 2 = 4. What stands elsewhere (99) counts for nothing.
-    x = torch.tensor([99, 1.0, 3.0, 99, 5.0]).double()
+    x = doubles([99, 1.0, 3.0, 99, 5.0])
     mask = torch.tensor([False, True, True, False, True])
     got = whiten(x, mask)
     assert got.tolist() == pytest.approx(

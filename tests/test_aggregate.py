@@ -34,7 +34,7 @@ def test_weights_by_hand(mode: str, expected: list[float]) -> None:
 
 
 def test_pair_mean_by_hand() -> None:
-    # Two pairs: 1/2 at the chosen one's last sampled token: rollout 1 of the first pair (index 4 + 2), 0 of the second.
+    # 1/2 at the last sampled token of the chosen ones: rollout 1 of pair 0 (4 + 2), 0 of pair 1 (8 + 2).
     batch = make_batch([["paao", "paao"], ["paa", "pa"]], [0, 1, 1, 0])
     assert weights(batch, "pair-mean", norm_tokens=10).nonzero().flatten().tolist() == [6, 10]
     assert weights(batch, "pair-mean", norm_tokens=10)[[6, 10]].tolist() == [0.5, 0.5]

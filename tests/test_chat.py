@@ -161,3 +161,9 @@ def test_a_reply_needs_an_end_token():
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="no end-of-text token"):
         encode_response(tokenizer, "a")
+
+
+def test_only_an_end_token_counts_as_the_end_of_a_reply(tokenizer):
+    lines = "{% for m in messages %}{{ m.content + '\\n' }}{% endfor %}"
+    cut = tokens(tokenizer, "2+2?\nit is\n")
+    assert tokenizer.decode(encode_turn(tokenizer, cut, [USER], template=lines)) == "\n2+2?\n"

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batches import by_rollout, make_batch, ragged
+from batches import by_rollout, doubles, make_batch, ragged
 from whet.algos.kl import ESTIMATORS, adapt, k1, k2, k3, mean_kl, reference_kl
 from whet.algos.mismatch import mismatch
 from whet.types import WhetError
 
 
 def test_estimators_by_hand() -> None:
-    d = torch.tensor([-0.5, 0.0, 2.0]).double()
+    d = doubles([-0.5, 0.0, 2.0])
     assert ESTIMATORS["k1"](d).tolist() == [-0.5, 0, 2]
     assert ESTIMATORS["abs"](d).tolist() == [0.5, 0, 2]
     assert ESTIMATORS["k2"](d).tolist() == [0.125, 0, 2]
@@ -37,14 +37,14 @@ def test_k3_keeps_its_digits_near_zero() -> None:
 
 
 def test_expectations_over_a_distribution() -> None:
-    # Exactly, over p: E[k1] = E[k3] = KL(p || q); the gradient of E[k2] by logits, with p held, is that of the KL.
-    logits = torch.tensor([0.3, -0.2, 0.1]).double().requires_grad_()
-    log_q = torch.tensor([0.1, 0.4, -0.3]).double().log_softmax(0)
+    # Over p, E[k1] = E[k3] = KL(p || q); the gradient of E[k2] by logits, with p held, is that of the KL.
+    logits = doubles([0.3, -0.2, 0.1]).requires_grad_()
+    log_q = doubles([0.1, 0.4, -0.3]).log_softmax(0)
     log_p = logits.log_softmax(0)
     p = log_p.exp()
     kl = (p * (log_p - log_q)).sum()
-    assert float((p * k1(log_p - log_q)).sum()) == pytest.approx(float(kl), rel=1e-12)
-    assert float((p * k3(log_p - log_q)).sum()) == pytest.approx(float(kl), rel=1e-12)
+    assert (p * k1(log_p - log_q)).sum().item() == pytest.approx(kl.item(), rel=1e-12)
+    assert (p * k3(log_p - log_q)).sum().item() == pytest.approx(kl.item(), rel=1e-12)
     (true,) = torch.autograd.grad(kl, logits, retain_graph=True)
     (of_k2,) = torch.autograd.grad((p.detach() * k2(log_p - log_q)).sum(), logits, retain_graph=True)
     (of_k1,) = torch.autograd.grad((p.detach() * k1(log_p - log_q)).sum(), logits)
@@ -96,8 +96,8 @@ def test_adaptive_controller_by_hand(kl_now: float, expected: float) -> None:
 def test_mismatch_by_hand() -> None:
     # Trainer - engine: 0.5, -0.25, 0; what stands at unsampled tokens (9) does not count.
     batch = make_batch([["paa", "pa"]])
-    engine = torch.tensor([9, -1.0, -2.0, 9, -3.0]).double()
-    trainer = torch.tensor([0, -0.5, -2.25, 0, -3.0]).double()
+    engine = doubles([9, -1.0, -2.0, 9, -3.0])
+    trainer = doubles([0, -0.5, -2.25, 0, -3.0])
     m = mismatch(replace(batch, logp_sample_N=engine, logp_old_N=trainer))
     assert m["mismatch/tokens"] == 3
     assert m["mismatch/max_nats"] == 0.5
@@ -129,7 +129,7 @@ def test_one_ulp_is_seen() -> None:
 
 def test_a_nan_is_not_hidden() -> None:
     batch = make_batch([["paa"]])
-    m = mismatch(replace(batch, logp_old_N=torch.tensor([0, math.nan, -1]).double()))
+    m = mismatch(replace(batch, logp_old_N=doubles([0, math.nan, -1])))
     assert math.isnan(m["mismatch/max_nats"])
     assert math.isnan(m["mismatch/k3_nats"])
 

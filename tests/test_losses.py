@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batches import by_rollout, logp_now, make_batch, pair_batch, ragged
+from batches import by_rollout, doubles, logp_now, make_batch, pair_batch, ragged
 from whet.algos.aggregate import AGGREGATIONS, weights
 from whet.algos.losses import dpo, ppo, regularized, reinforce, sft, value_loss
 from whet.batch import Batch, LossFn, Outputs, micro_batches, select
@@ -29,13 +29,13 @@ def one_token(adv: float, ratio: float) -> tuple[Batch, Tensor]:
     """One sampled token with that advantage, and the log-prob now that makes that ratio."""
     batch = make_batch([["pa"]])
     assert batch.logp_old_N is not None
-    batch = replace(batch, adv_N=torch.tensor([0, adv]).double())
-    logp = batch.logp_old_N + torch.tensor([0, math.log(ratio)]).double()
+    batch = replace(batch, adv_N=doubles([0, adv]))
+    logp = batch.logp_old_N + doubles([0, math.log(ratio)])
     return batch, logp.requires_grad_()
 
 
 def share(logp: Tensor, loss: LossFn, part: Batch, at: slice) -> Tensor:
-    """Gradient of sum(loss * weight) over one micro-batch, whose tokens stand `at`, by the log-probs of all."""
+    """Gradient of sum(loss * weight) over a micro-batch, whose tokens stand `at`, by the log-probs of all."""
     assert part.weight_N is not None
     out = Outputs(logp_N=logp[at], entropy_N=logp[at].exp())
     return torch.autograd.grad((loss(part, out).loss_N * part.weight_N).sum(), logp)[0]
@@ -71,7 +71,7 @@ def test_ppo_by_hand(adv: float, ratio: float, expected: float, clipped: int, gr
 
 
 def test_dual_clip_by_hand() -> None:
-    # A = -2, c = 3: the loss is at most 6. At ratio 1.5: 3. At ratio 9: 18 -> 6, no gradient. A > 0 is untouched.
+    # A = -2, c = 3: the loss is at most 6. Ratio 1.5: 3. Ratio 9: 18 -> 6, no gradient. A > 0 is untouched.
     for adv, ratio, expected, lower in [(-2.0, 1.5, 3.0, 0), (-2.0, 9.0, 6.0, 1), (2.0, 9.0, -2.56, 0)]:
         batch, logp = one_token(adv, ratio)
         loss = ppo(batch, Outputs(logp_N=logp), clip_low=0.2, clip_high=0.28, dual_clip=3.0)
@@ -93,11 +93,11 @@ def test_ppo_against_a_loop(seed: int, dual_clip: float | None) -> None:
         if not batch.mask_N[i]:
             assert loss.loss_N[i] == 0
             continue
-        a, r = float(batch.adv_N[i]), math.exp(float(logp[i]) - float(batch.logp_old_N[i]))
+        a, r = float(batch.adv_N[i]), math.exp(float(logp.detach()[i]) - float(batch.logp_old_N[i]))
         expected = max(-a * r, -a * min(max(r, 0.8), 1.3))
         if dual_clip is not None and a < 0:
             expected = min(expected, -dual_clip * a)
-        assert float(loss.loss_N[i]) == pytest.approx(expected, rel=1e-12)
+        assert loss.loss_N[i].item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_ppo_uses_the_engines_logprobs_when_none_were_recomputed() -> None:
@@ -132,7 +132,7 @@ def test_drift_by_hand() -> None:
     # Log-ratios 0.1 and -0.2: k1 = -d; k3 = e^d - 1 - d; the largest ratio of the rollout is e^0.1.
     batch = replace(make_batch([["paa", "p"]]), adv_N=torch.zeros(4).double())
     assert batch.logp_old_N is not None
-    logp = batch.logp_old_N + torch.tensor([0, 0.1, -0.2, 0]).double()
+    logp = batch.logp_old_N + doubles([0, 0.1, -0.2, 0])
     for stats in (
         ppo(batch, Outputs(logp_N=logp), **CLIP).stats,
         reinforce(batch, Outputs(logp_N=logp)).stats,
@@ -165,8 +165,8 @@ def test_stats_carry_no_gradient_and_the_documented_shapes() -> None:
 
 
 def test_reinforce_and_sft_by_hand() -> None:
-    batch = replace(make_batch([["paoa"]]), adv_N=torch.tensor([0, 2.0, 0, -3.0]).double())
-    logp = torch.tensor([0, -0.5, 0, -1.5]).double()
+    batch = replace(make_batch([["paoa"]]), adv_N=doubles([0, 2.0, 0, -3.0]))
+    logp = doubles([0, -0.5, 0, -1.5])
     assert reinforce(batch, Outputs(logp_N=logp)).loss_N.tolist() == [0, 1.0, 0, -4.5]
     loss = sft(batch, Outputs(logp_N=logp))
     assert loss.loss_N.tolist() == [0, 0.5, 0, 1.5]
@@ -194,9 +194,9 @@ def test_kl_and_entropy_are_added_per_token(seed: int) -> None:
     got = whole(batch, Outputs(logp_N=logp, entropy_N=entropy)).loss_N
     base = reinforce(batch, Outputs(logp_N=logp)).loss_N
     for i in range(batch.tokens):
-        d = float(logp[i]) - float(batch.logp_ref_N[i])
+        d = float(logp.detach()[i]) - float(batch.logp_ref_N[i])
         extra = 0.3 * d * d / 2 - 0.7 * float(entropy[i]) if batch.mask_N[i] else 0.0
-        assert float(got[i]) == pytest.approx(float(base[i]) + extra, rel=1e-12, abs=1e-15)
+        assert got[i].item() == pytest.approx(base[i].item() + extra, rel=1e-12, abs=1e-15)
 
 
 def test_entropy_is_measured_but_not_added_without_a_weight() -> None:
@@ -220,11 +220,11 @@ def test_an_entropy_bonus_needs_the_entropy() -> None:
 
 
 def test_dpo_by_hand() -> None:
-    # Rollout 0 (rejected, reward 0): log-ratio 1. Rollout 1 (chosen): 2 + 1 = 3. beta 0.5: z = 0.5 * (3 - 1) = 1.
+    # Rollout 0 (rejected): log-ratio 1. Rollout 1 (chosen): 2 + 1 = 3. beta 0.5: z = 0.5 * (3 - 1) = 1.
     # loss = log(1 + e^-1) at the chosen one's last sampled token (index 5).
     batch = make_batch([["pa", "paoa"]], [0.0, 1.0])
-    batch = replace(batch, logp_ref_N=torch.tensor([0, -2.0, 0, -3, 0, -4]).double())
-    logp = torch.tensor([0, -1.0, 0, -1, 0, -3]).double().requires_grad_()
+    batch = replace(batch, logp_ref_N=doubles([0, -2.0, 0, -3, 0, -4]))
+    logp = doubles([0, -1.0, 0, -1, 0, -3]).requires_grad_()
     loss = dpo(batch, Outputs(logp_N=logp), beta=0.5, label_smoothing=0.0)
     assert loss.loss_N.tolist() == pytest.approx([0, 0, 0, 0, 0, math.log1p(math.exp(-1))])
     (grad,) = torch.autograd.grad(loss.loss_N.sum(), logp)
@@ -239,8 +239,8 @@ def test_dpo_by_hand() -> None:
 def test_dpo_label_smoothing_by_hand() -> None:
     # As above with e = 0.1: 0.9 * log(1 + e^-1) + 0.1 * log(1 + e)
     batch = make_batch([["pa", "paoa"]], [0.0, 1.0])
-    batch = replace(batch, logp_ref_N=torch.tensor([0, -2.0, 0, -3, 0, -4]).double())
-    logp = torch.tensor([0, -1.0, 0, -1, 0, -3]).double()
+    batch = replace(batch, logp_ref_N=doubles([0, -2.0, 0, -3, 0, -4]))
+    logp = doubles([0, -1.0, 0, -1, 0, -3])
     loss = dpo(batch, Outputs(logp_N=logp), beta=0.5, label_smoothing=0.1)
     expected = 0.9 * math.log1p(math.exp(-1)) + 0.1 * math.log1p(math.e)
     assert loss.loss_N.sum().item() == pytest.approx(expected)
@@ -297,10 +297,8 @@ def test_dpo_refuses_what_is_no_pair(pictures: list[list[str]], rewards: list[fl
     ],
 )
 def test_value_loss_by_hand(value: float, clip: float | None, expected: float, clipped: int | None) -> None:
-    batch = replace(
-        make_batch([["pa"]]), value_N=torch.zeros(2).double(), return_N=torch.tensor([7, 3.0]).double()
-    )
-    loss = value_loss(batch, Outputs(value_N=torch.tensor([9.0, value]).double()), clip=clip)
+    batch = replace(make_batch([["pa"]]), value_N=torch.zeros(2).double(), return_N=doubles([7, 3.0]))
+    loss = value_loss(batch, Outputs(value_N=doubles([9.0, value])), clip=clip)
     assert loss.loss_N.tolist() == pytest.approx([0, expected])
     if clipped is None:
         assert "value_clip_frac" not in loss.stats

@@ -24,12 +24,10 @@ from whet.track.log import setup_logging
 from whet.types import CheckpointError, ConfigError, DataError, Message, Rollout, Task, WhetError
 
 
-def rollout(
-    uid: int, index: int = 0, *, reward: float | None = 1.0, text: str = "ba", **task: object
-) -> Rollout:
+def rollout(uid: int, index: int = 0, *, reward: float | None = 1.0) -> Rollout:
     logprob = float(np.float32(-0.1 * (uid + 1)))
     return Rollout(
-        task=Task(uid=uid, source="spell", prompt="ab>", answer="ba", **task),  # type: ignore[arg-type]
+        task=Task(uid=uid, source="spell", prompt="ab>", answer="ba"),
         index=index,
         token_ids=[1, 2, 3, 4],
         mask=[0, 0, 1, 1],
@@ -37,7 +35,7 @@ def rollout(
         sample_logprobs=[0.0, 0.0, -0.25, -1.5],
         versions=[-1, -1, 7, 7],
         finish_reason="stop",
-        text=text,
+        text="ba",
         reward=reward,
         reward_parts={} if reward is None else {"z": reward, "a": 0.1},
         error=None if reward is not None else "timeout: 10 s",
@@ -113,15 +111,20 @@ def test_an_atomic_folder_replaces_the_old_one_whole(tmp_path: Path) -> None:
     assert names(path.parent) == ["export"]
 
 
+def fill_and_fail(path: Path, error: BaseException) -> None:
+    with files.atomic_folder(path) as folder:
+        (folder / "a").write_text("new")
+        raise error
+
+
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyError("x"), KeyboardInterrupt()])
 def test_an_error_in_the_block_leaves_the_old_folder(tmp_path: Path, error: BaseException) -> None:
     path = tmp_path / "export"
     with files.atomic_folder(path) as folder:
         (folder / "a").write_text("old")
     expected = CheckpointError if isinstance(error, OSError) else type(error)
-    with pytest.raises(expected), files.atomic_folder(path) as folder:
-        (folder / "a").write_text("new")
-        raise error
+    with pytest.raises(expected):
+        fill_and_fail(path, error)
     assert (path / "a").read_text() == "old"
     assert names(tmp_path) == ["export"]
 
@@ -281,7 +284,7 @@ def test_a_line_of_which_only_a_part_fits_is_taken_back(
 
 def test_a_directory_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(WhetError, match="cannot write .*a file stands where a folder is needed"):
+    with pytest.raises(WhetError, match=r"cannot write .*a file stands where a folder is needed"):
         record.RunDirectory(tmp_path / "file" / "run", ["s"])
 
 
@@ -328,7 +331,7 @@ PLACES = [("sft-1", n) for n in range(4)] + [("grpo", n) for n in range(4)]
 @pytest.mark.parametrize("at", range(len(PLACES)))
 @pytest.mark.parametrize("lost", [0, 1, 7])
 def test_a_resumed_record_equals_the_unbroken_one(tmp_path: Path, at: int, lost: int) -> None:
-    """Checkpoint after place `at`, killed in the middle of the line after the last; then resumed and finished."""
+    """Checkpoint after place `at`, killed in the middle of a later line; then resumed and finished."""
     write_run(tmp_path / "whole", PLACES).close()
     write_run(tmp_path / "broken", PLACES).close()
     for name in ("metrics.jsonl", "timings.jsonl"):
@@ -473,7 +476,7 @@ def test_the_manifest_names_versions_and_hashes_and_keeps_every_start(tmp_path: 
     assert starts[0]["packages"]["torch"] == torch.__version__
     abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert starts[0]["data_sha256"] == {str(tmp_path / "data.jsonl"): abc}
-    with pytest.raises(DataError, match="nothing.jsonl"):
+    with pytest.raises(DataError, match=r"nothing\.jsonl"):
         manifest.describe(config="", seed=0, data_files=[tmp_path / "nothing.jsonl"])
 
 

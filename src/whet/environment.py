@@ -31,8 +31,8 @@ _EXACT = {
 def prepare(threads: int | None, exact: bool) -> None:
     """Set the environment of this process, and of the processes it starts.
 
-    threads: CPU threads of torch's and MKL's pools; None leaves it to them. Pools that are loaded already do not
-    look again: then call `torch.set_num_threads` as well.
+    threads: CPU threads of torch's and MKL's pools; None leaves it to them. Pools that are loaded already do
+    not look again: then call `torch.set_num_threads` as well.
     exact: ask MKL for row-independent products (see `models.exact`, which tests whether that held).
     """
     wanted = dict(_ALWAYS)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from whet.batch import Batch, pack, split
 from whet.evaluate import evaluate
-from whet.rewards.combine import score
+from whet.rewards.combine import check_failures, score
 from whet.run import Run
 from whet.sync.weights import publish
 from whet.track.metrics import merge, summarise
@@ -25,7 +25,7 @@ async def explore_step(run: Run) -> None:
         groups = await run.play(tasks)  # n groups of G rollouts, token-exact
     with run.phase("score"):
         groups = await score(groups, run.rewards)
-    run.refuse_failures(groups)
+    check_failures(groups, run.rewards)
     await run.buffer.put(groups, asked=n)
 
 
@@ -86,7 +86,7 @@ def measure(run: Run, batch: Batch, groups: list[Group], updates: list[Metrics])
     first = {k: v for k, v in updates[0].items() if "/mismatch_" in k}
     run.watch_mismatch(first)
     numbers = summarise(groups) | merge(updates) | first
-    numbers |= run.after_step(batch)
+    numbers |= run.after_step(batch, groups)
     return numbers
 
 
@@ -102,7 +102,7 @@ async def alternate(run: Run) -> Metrics:
         if refills > run.cfg.algorithm.max_refills:
             raise WhetError(
                 f"step {run.step + 1} could not be filled: after {refills} rounds only {len(run.buffer.waiting)} of "
-                f"{run.plan.tasks_per_step} groups can be trained on ({run.ledger.reasons()}). Rewards that are all "
+                f"{run.plan.tasks_per_step} groups can be trained on. Rewards that are all "
                 "equal in a group teach nothing: use easier or harder tasks, a larger rollout.group_size, or set "
                 "algorithm.drop_uniform_groups=false"
             )
@@ -130,5 +130,7 @@ async def evaluation(run: Run) -> None:
     """Held-out accuracy of the present policy, written down."""
     if run.eval_tasks:
         with run.phase("evaluate"):
-            metrics, groups = await evaluate(run.play_eval, run.eval_tasks, run.rewards, cfg=run.cfg.eval)
+            metrics, groups = await evaluate(
+                run.play_eval, run.eval_tasks, run.rewards, cfg=run.cfg.eval, at_once=run.cfg.rollout.max_batch
+            )
         run.record_eval(metrics, groups)

@@ -114,18 +114,6 @@ class Run:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def refuse_failures(self, groups: Sequence[Group]) -> None:
-        """End the run when too many rollouts could not be scored; the commonest cause is named."""
-        rollouts = [r for g in groups for r in g.rollouts]
-        errors = [r.error or "unscored" for r in rollouts if r.reward is None]
-        limit = self.cfg.guard.max_failure_rate
-        if rollouts and len(errors) > limit * len(rollouts):
-            cause = max(set(errors), key=errors.count)
-            raise WhetError(
-                f"{len(errors)} of {len(rollouts)} rollouts of step {self.step + 1} could not be scored "
-                f"(guard.max_failure_rate is {limit}). Most often: {cause}"
-            )
-
     def watch_mismatch(self, numbers: Metrics) -> None:
         """Compare what the engine said of its tokens with what the trainer says. Exact mode promises no difference."""
         share = numbers.get("train/mismatch_share", 0.0)
@@ -139,9 +127,10 @@ class Run:
             log.warning("%s; the run goes on as 'close'", message)
             self.exact = False
 
-    def after_step(self, batch: Batch) -> Metrics:
+    def after_step(self, batch: Batch, groups: list[Group]) -> Metrics:
         """Numbers of the whole batch; the KL controller moves."""
         assert batch.adv_N is not None
+        self.trained = groups
         out: Metrics = {"train/version": float(self.policy.version)}
         if batch.logp_ref_N is not None and batch.logp_old_N is not None:
             gap = (batch.logp_old_N - batch.logp_ref_N)[batch.mask_N]
@@ -161,15 +150,18 @@ class Run:
         rollouts = [r for g in self.trained for r in g.rollouts]
         if every and self.step % every == 0 and self.algorithm.kind == "online":
             self.directory.write_rollouts(self.name, self.step, rollouts, advantages=self.advantages)
-        metrics = metrics | {f"ledger/{k}": float(v) for k, v in self.ledger.counts().items()}
-        self._log(metrics, self._timings(sum(r.tokens for r in rollouts)))
-        self.ledger.balance()
+        self.buffer.check()
+        metrics |= self.ledger.end_step()
+        timings = self._timings(sum(r.tokens for r in rollouts))
+        self._log(metrics, timings)
+        self.display.step(metrics, timings)
 
     def record_eval(self, metrics: Metrics, groups: Sequence[Group]) -> None:
         """Held-out accuracy at the present step, with every reply."""
         self.directory.write_eval(self.name, self.step, [r for g in groups for r in g.rollouts])
         seconds = {"time/evaluate_s": self.seconds.pop("evaluate", 0.0)}
         self._log(metrics, seconds)
+        self.display.evaluated(self.step, metrics)
 
     def _log(self, metrics: Metrics, timings: Metrics) -> None:
         for tracker in self.trackers:

@@ -135,7 +135,7 @@ def open_shared(
         engine=open_engine(plans, model, ops, cfg=cfg, tokenizer=tokenizer),
         rewards=rewards,
         directory=directory,
-        trackers=open_trackers(cfg.track.trackers, directory, display=display, resumed=resumed),
+        trackers=open_trackers(cfg.track.trackers, directory, resumed=resumed),
         display=display,
         stop=stop,
     )
@@ -167,7 +167,7 @@ def open_engine(
     tokenizer: PreTrainedTokenizerBase,
 ) -> RolloutEngine:
     """The rollout engine, large enough for every stage; it samples from the trainer's own module."""
-    ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    ends = end_tokens(model, tokenizer)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     max_context = max(p.max_sequence_tokens for p in plans)
     if cfg.rollout.engine == "hf":
@@ -179,8 +179,15 @@ def open_engine(
         decode=decode,
         max_batch=max(p.max_batch for p in plans),
         max_context=max_context,
-        kv_cache_mb=cfg.machine.kv_cache_mb,
+        cache_mb=cfg.machine.kv_cache_mb,
     )
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that end a reply: the tokenizer's, and all that the model's own generation config names."""
+    named = model.generation_config.eos_token_id if model.generation_config is not None else None
+    several = named if isinstance(named, list) else [named]
+    return frozenset(t for t in (*several, tokenizer.eos_token_id) if t is not None)
 
 
 # ---------------------------------------------------------------- one stage
@@ -217,7 +224,8 @@ def open_stage(shared: Shared, index: int) -> Run:
         read=reader(cfg, algorithm, tokenizer),
         rewards=shared.rewards[index],
         buffer=Buffer(
-            groups_per_step=cfg.train.tasks_per_step,
+            groups_per_step=plan.tasks_per_step,
+            group_size=plan.group_size,
             max_staleness=0,
             reject=partial(uniform, drop=algorithm.drop_uniform_groups),
             ledger=ledger,
@@ -306,6 +314,7 @@ def _player(
         seed=cfg.seed,
         purpose=purpose,
         decode=partial(shared.tokenizer.decode, skip_special_tokens=True),
+        end_token_ids=end_tokens(shared.model, shared.tokenizer),
         timeout_s=cfg.rollout.timeout_s,
     )
 

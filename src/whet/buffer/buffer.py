@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from whet.guard.ledger import Ledger
+from whet.track.metrics import reason_of
 from whet.types import Group, Json, Rollout, WhetError
 
 Reject = Callable[[Group], str | None]
@@ -20,8 +21,10 @@ Reject = Callable[[Group], str | None]
 class Buffer:
     """Groups in memory, first in first out."""
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int, reject: Reject, ledger: Ledger) -> None:
-        self.groups_per_step, self.max_staleness = groups_per_step, max_staleness
+    def __init__(
+        self, *, groups_per_step: int, group_size: int, max_staleness: int, reject: Reject, ledger: Ledger
+    ) -> None:
+        self.groups_per_step, self.group_size, self.max_staleness = groups_per_step, group_size, max_staleness
         self.reject, self.ledger = reject, ledger
         self.waiting: list[Group] = []
         self.held = 0
@@ -33,19 +36,19 @@ class Buffer:
         return len(self.waiting) >= self.groups_per_step
 
     async def room(self, at_most: int) -> int:
-        """Wait for room, then take up to `at_most` places of groups."""
+        """Wait for room, then take up to `at_most` places of groups; from here their rollouts are asked for."""
         capacity = (self.max_staleness + 1) * self.groups_per_step
         async with self.changed:
             await self.changed.wait_for(lambda: self.held < capacity)
             n = min(at_most, capacity - self.held)
             self.held += n
-            return n
+        self.ledger.asked(n * self.group_size)
+        return n
 
     async def put(self, groups: list[Group], asked: int) -> None:
         """Keep what can be trained on; the rest is booked with its reason and gives its room back."""
         kept = []
         for group in groups:
-            self.ledger.asked(len(group.rollouts))
             scored = self._without_failed(group)
             reason = self.reject(scored) if scored.rollouts else None
             if reason:
@@ -60,8 +63,8 @@ class Buffer:
     def _without_failed(self, group: Group) -> Group:
         good: list[Rollout] = []
         for rollout in group.rollouts:
-            if rollout.reward is None:
-                self.ledger.failed(1, (rollout.error or "unscored").split("\n")[0][:120])
+            if rollout.error is not None:
+                self.ledger.failed(1, reason_of(rollout.error))
             else:
                 good.append(rollout)
         return replace(group, rollouts=tuple(good))
@@ -73,7 +76,7 @@ class Buffer:
             out, self.waiting = self.waiting[: self.groups_per_step], self.waiting[self.groups_per_step :]
         for group in out:
             for rollout in group.rollouts:
-                seen = [v for v, m in zip(rollout.versions, rollout.mask) if m]
+                seen = [v for v in rollout.versions if v >= 0]
                 if seen and not (version - self.max_staleness <= min(seen) and max(seen) <= version):
                     raise WhetError(
                         f"task {rollout.task.uid}: tokens of policy versions {min(seen)}..{max(seen)}, but the trainer "
@@ -87,6 +90,10 @@ class Buffer:
         async with self.changed:
             self.held -= len(groups)
             self.changed.notify_all()
+
+    def check(self) -> None:
+        """Every rollout asked for is accounted for: nothing is in flight, so what is pending waits here."""
+        self.ledger.balance(held=sum(len(g.rollouts) for g in self.waiting))
 
     def state(self) -> Json:
         return {"waiting": [[r.to_json() for r in g.rollouts] for g in self.waiting]}

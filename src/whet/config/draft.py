@@ -47,7 +47,7 @@ class Draft:
             return
         parsed = parse(value)
         path = path_of(key, stage_names(self.tree))
-        wrong = [said for _, said in parsed.problems] or [w for w in (self._closed(path) or self._shadowed(path),) if w]
+        wrong = [said for _, said in parsed.problems] or [w for w in (self._closed(path),) if w]
         if wrong:
             self.problems += [(source, said) for said in wrong]
         else:
@@ -69,16 +69,6 @@ class Draft:
             if around is not None and not isinstance(around, dict | list):
                 return f"{dotted(path[:n])} is {shown(around)}, not a section"
         return ""
-
-    def _shadowed(self, path: Path) -> str:
-        """Words for an override of the base over which every stage puts its own value, else ''."""
-        stages = self.tree.get("stages")
-        if path[0] == "stages" or not isinstance(stages, list) or not stages:
-            return ""
-        if any(get(stage, path) is None for stage in stages):
-            return ""
-        at = ".".join(map(str, path))
-        return f"no effect: every stage sets its own; write for example stages.{stage_names(self.tree)[0]}.{at}=..."
 
     def interpolate(self) -> None:
         """Replace `${...}` by what it stands for; the schema's defaults can be referred to."""
@@ -113,7 +103,9 @@ class Draft:
         found = faults(tree, error)
         for fault in found:
             at = (*above, *fault.path)
-            told = (fault.path, fault.text) in seen or any(at[: len(b)] == b or fault.path == b for b in self.broken)
+            told = (fault.path, fault.text) in seen or any(
+                at[: len(b)] == b or fault.path == b for b in self.broken
+            )
             if not told:
                 self._tell(at, f"{named(at, self.tree)}: {fault.text}")
         return {(fault.path, fault.text) for fault in found}

@@ -41,8 +41,12 @@ def _fault(tree: Json, detail: ErrorDetails) -> Fault:
     if kind == "missing" and lookup(loc):
         return Fault(loc, f"must be given: {_expected(loc)}")
     path = max((loc[:n] for n in range(len(loc) + 1) if lookup(loc[:n])), key=len, default=loc)
-    value = get(tree, path)
-    return Fault(path, f"got {shown(value)}, expected {_expected(path)}{_hint(value, path)}")
+    return Fault(path, mismatch(get(tree, path), path))
+
+
+def mismatch(value: Json, path: Path) -> str:
+    """'got "8", expected a whole number >= 1 (rollouts of one task); ...' for a value that a key cannot have."""
+    return f"got {shown(value)}, expected {_expected(path)}{_hint(value, path)}"
 
 
 def _not_in_stage(path: Path) -> str:
@@ -118,7 +122,9 @@ def named(path: Path, tree: Json) -> str:
     """The key for people: `data.train[0].path`, `stages[1] ('rl').train.steps`."""
     if len(path) > 1 and path[0] == "stages" and isinstance(path[1], int) and isinstance(tree, dict):
         names = stage_names(tree)
-        label = f"stages[{path[1]}]" + (f" ('{names[path[1]]}')" if names[path[1] : path[1] + 1] != [""] else "")
+        label = f"stages[{path[1]}]" + (
+            f" ('{names[path[1]]}')" if names[path[1] : path[1] + 1] != [""] else ""
+        )
         return label + ("." + dotted(path[2:]) if len(path) > 2 else "")
     return dotted(path)
 
@@ -127,7 +133,9 @@ def listing(problems: Iterable[tuple[str, str]], what: str) -> str:
     """One message of all problems, (place, text) each, in the order of the file's lines."""
     ordered = sorted(problems, key=lambda p: _line(p[0]))
     count = "1 problem" if len(ordered) == 1 else f"{len(ordered)} problems"
-    return "\n".join([f"{count} in {what}:", *(f"  {place}: {text}" if place else f"  {text}" for place, text in ordered)])
+    return "\n".join(
+        [f"{count} in {what}:", *(f"  {place}: {text}" if place else f"  {text}" for place, text in ordered)]
+    )
 
 
 def _line(place: str) -> float:

@@ -42,9 +42,13 @@ def _readable(value: Json, path: Path, wrong: dict[Path, str]) -> Any:
 def _resolved(written: Json, node: Any, path: Path, wrong: dict[Path, str]) -> Any:
     """What was written, with OmegaConf's values in the places of its texts."""
     if isinstance(written, dict):
-        return {k: _resolved(v, _get(node, k, (*path, k), wrong), (*path, k), wrong) for k, v in written.items()}
+        return {
+            k: _resolved(v, _get(node, k, (*path, k), wrong), (*path, k), wrong) for k, v in written.items()
+        }
     if isinstance(written, list):
-        return [_resolved(v, _get(node, n, (*path, n), wrong), (*path, n), wrong) for n, v in enumerate(written)]
+        return [
+            _resolved(v, _get(node, n, (*path, n), wrong), (*path, n), wrong) for n, v in enumerate(written)
+        ]
     if not isinstance(node, DictConfig | ListConfig):
         return node
     try:

@@ -93,6 +93,8 @@ class Key:
     """One key of the schema."""
 
     path: tuple[str, ...]
+    owner: type[Section]
+    """The section that it stands in."""
     annotation: Any
     """Its type, constraints included."""
     description: str
@@ -122,9 +124,9 @@ def _walk(section: type[Section], above: tuple[str, ...]) -> Iterator[Key]:
         required = field.is_required()
         inner, many = _inner(field.annotation)
         default = None if required else field.get_default(call_default_factory=True, validated_data={})
-        yield Key(path, annotation, field.description or "", default, required, inner)
+        yield Key(path, section, annotation, field.description or "", default, required, inner)
         if inner and many:
-            yield Key((*path, "*"), inner, (inner.__doc__ or "").strip(), None, True, inner)
+            yield Key((*path, "*"), section, inner, (inner.__doc__ or "").strip(), None, True, inner)
         if inner:
             yield from _walk(inner, (*path, "*") if many else path)
 
@@ -271,7 +273,9 @@ def did_you_mean(path: Iterable[str | int]) -> str:
 def _closest(name: str, known: Iterable[str]) -> list[str]:
     """The known names at the least edit distance, if that is a typo's: 1, or 2 from four letters on."""
     ranked = sorted((distance(name, k), n, k) for n, k in enumerate(known))
-    return [k for d, _, k in ranked if d == ranked[0][0] and d <= (2 if min(len(k), len(name) + 1) >= 4 else 1)][:2]
+    return [
+        k for d, _, k in ranked if d == ranked[0][0] and d <= (2 if min(len(k), len(name) + 1) >= 4 else 1)
+    ][:2]
 
 
 def distance(a: str, b: str) -> int:

@@ -21,7 +21,9 @@ from whet.types import ConfigError, Json
 _NULL = {"", "~", "null", "Null", "NULL"}
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_FLOAT = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
 _LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 _TAGGED = re.compile(r"(&\S+\s+)?!")
 _MOST_VALUES = 100_000
@@ -94,17 +96,23 @@ def _value(node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tuple
     line = node.start_mark.line + 1
     out.lines.setdefault(path, line)
     if len(out.lines) > _MOST_VALUES:
-        raise ConfigError(f"line {line}: more than {_MOST_VALUES} values; is an alias inside an alias inside an alias?")
+        raise ConfigError(
+            f"line {line}: more than {_MOST_VALUES} values; is an alias inside an alias inside an alias?"
+        )
     if node in inside:
         out.problems.append((line, f"{dotted(path)}: contains itself through an alias"))
         return None
     if _TAGGED.match(text, node.start_mark.index):
-        out.problems.append((line, f"{dotted(path)}: tags (!...) are not used; quote what is text, nothing else"))
+        out.problems.append(
+            (line, f"{dotted(path)}: tags (!...) are not used; quote what is text, nothing else")
+        )
     inside = (*inside, node)
     if isinstance(node, yaml.MappingNode):
         return _mapping(node, path, out, text=text, inside=inside)
     if isinstance(node, yaml.SequenceNode):
-        return [_value(child, (*path, n), out, text=text, inside=inside) for n, child in enumerate(node.value)]
+        return [
+            _value(child, (*path, n), out, text=text, inside=inside) for n, child in enumerate(node.value)
+        ]
     return scalar(node.value) if node.style in (None, "") else node.value
 
 
@@ -116,10 +124,14 @@ def _mapping(node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tup
         if not isinstance(key, yaml.ScalarNode):
             out.problems.append((line, f"{dotted(path) or 'the file'}: a key must be text"))
         elif key.value == "<<":
-            out.problems.append((line, "<<: merging is not in YAML 1.2; use ${section} or a stage, which inherits"))
+            out.problems.append(
+                (line, "<<: merging is not in YAML 1.2; use ${section} or a stage, which inherits")
+            )
         elif key.value in first:
             where = dotted((*path, key.value))
-            out.problems.append((line, f"{where}: given twice, in lines {first[key.value]} and {line}; keep one"))
+            out.problems.append(
+                (line, f"{where}: given twice, in lines {first[key.value]} and {line}; keep one")
+            )
         else:
             first[key.value] = line
             out.lines[(*path, key.value)] = line

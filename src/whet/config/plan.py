@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
-from rich.console import Group as Lines
-from rich.table import Table
-
 from whet.config import sizes
-from whet.config.checks import hard_problems, unused
+from whet.config.checks import eval_sampling, evaluates, hard_problems, unused
 from whet.config.faults import listing, named
-from whet.config.load import Loaded, stage_configs
+from whet.config.load import Loaded, stage_configs, stage_names
 from whet.config.recipes import Resolved, resolve
 from whet.config.schema import Config, Optimizer, SamplingConfig
-from whet.config.sizes import Shape
+from whet.config.sizes import Shape, shape
 from whet.types import ConfigError
 
 
@@ -54,7 +52,11 @@ class Plan:
     """On CUDA it will be bfloat16."""
     threads: int
     shape: Shape | None
+    """None: the model's folder is not on this machine."""
+    vocab_is_bound: bool
+    """The tokenizer is yet to be built: the vocabulary, and so the parameters, are at most this."""
     keep: int
+    """Checkpoints kept."""
     kv_cache_mb: int | None
     """The user's limit."""
     reference_saved: bool
@@ -154,42 +156,120 @@ class Plan:
 def plan(cfg: Config, *, rows: int | None = None, name: str = "main") -> Plan:
     """The plan of one stage's config (`stages` empty). Raises one ConfigError with all that cannot work.
 
-    rows: training rows of one epoch; needed where `train.epochs` is given.
+    rows: training rows of one epoch; needed for the number of steps where `train.epochs` is given.
     """
     if cfg.stages:
         raise ConfigError("plan: this config has stages; plan each of `stage_configs(cfg)`, or use `plans`")
-    problems = hard_problems(cfg)
+    problems = [("", f"{key}: {text}") for key, text in hard_problems(cfg)]
     if problems:
-        raise ConfigError(listing([("", f"{key}: {text}") for key, text in problems], f"stage '{name}'"))
-    return _derive(cfg, rows=rows, name=name)
+        raise ConfigError(listing(problems, f"stage '{name}'"))
+    return _checked(_derive(cfg, rows=rows, name=name))
 
 
 def plans(run: Loaded | Config, *, rows: Mapping[str, int] | None = None) -> tuple[Plan, ...]:
-    """The plans of all stages. Refuses, beside what cannot work, keys that were set and can have no effect.
+    """The plans of all stages, or one ConfigError with every problem of every stage.
 
-    rows: training rows of one epoch by stage name. Every problem of every stage stands in one ConfigError.
+    Beside what cannot work, keys are refused that were set and can have no effect. With a `Loaded` every problem
+    has its file and line. rows: training rows of one epoch, by stage name.
     """
+    loaded = run if isinstance(run, Loaded) else None
     config = run.config if isinstance(run, Loaded) else run
-    names = tuple(s.name for s in config.stages) or ("main",)
-    stages = run.stages if isinstance(run, Loaded) else stage_configs(config)
-    tree = config.model_dump(mode="json", exclude_unset=True)
-    found: dict[tuple[str, str], str] = {}
-    for n, (name, stage) in enumerate(zip(names, stages)):
-        for key, text in hard_problems(stage):
-            where = run.where(f"stages.{name}.{key}" if config.stages else key) if isinstance(run, Loaded) else ""
-            label = f"{key} (stage '{name}')" if config.stages else key
-            found.setdefault((where, text if config.stages else key + text), f"{label}: {text}")
-    for path, text in unused(tree, stages):
-        where = run.where(".".join(map(str, path))) if isinstance(run, Loaded) else ""
-        found[(where, named(path, tree))] = f"{named(path, tree)}: {text}"
-    problems = [(where, text) for (where, _), text in found.items()]
-    problems += [("", f"stages: the name '{n}' is given twice") for n in sorted({n for n in names if names.count(n) > 1})]
+    stages, names = stage_configs(config), stage_names(config)
+    problems = [
+        (loaded.where(key) if loaded else "", text)
+        for key, text in _problems(config, dict(zip(names, stages)))
+    ]
     if problems:
-        what = str(run.file) if isinstance(run, Loaded) and run.file else "the config"
-        raise ConfigError(listing(problems, what))
-    return tuple(_derive(s, rows=(rows or {}).get(name), name=name) for name, s in zip(names, stages))
+        raise ConfigError(listing(problems, str(loaded.file) if loaded and loaded.file else "the config"))
+    return tuple(
+        _checked(_derive(cfg, rows=(rows or {}).get(name), name=name)) for name, cfg in zip(names, stages)
+    )
+
+
+def _problems(config: Config, stages: Mapping[str, Config]) -> Iterator[tuple[str, str]]:
+    """(key, text): what is wrong in all stages once, what is wrong in some by stage, then what has no effect."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, cfg in stages.items():
+        for problem in hard_problems(cfg):
+            found.setdefault(problem, []).append(name)
+    for (key, text), where in found.items():
+        if len(where) == len(stages):
+            yield key, f"{key}: {text}"
+        else:
+            yield from ((f"stages.{name}.{key}", f"stage '{name}': {key}: {text}") for name in where)
+    names = [stage.name for stage in config.stages]
+    for n, name in enumerate(names):
+        if name in names[:n]:
+            yield f"stages.{n}.name", f"stages[{n}].name: '{name}' is taken by an earlier stage"
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            yield (
+                f"stages.{n}.name",
+                f"stages[{n}].name: '{name}' becomes a folder: letters, digits, _ . - only",
+            )
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    for path, text in unused(tree, tuple(stages.values())):
+        yield ".".join(map(str, path)), f"{named(path, tree)}: {text}"
+
+
+def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
+    algorithm = resolve(cfg.algorithm)
+    sampling = eval_sampling(cfg)
+    looks = evaluates(cfg)
+    steps = cfg.train.steps
+    if steps is None and rows is not None:
+        steps = math.ceil(rows * (cfg.train.epochs or 0) / cfg.train.tasks_per_step)
+    return Plan(
+        name=name,
+        algorithm=algorithm,
+        rows=rows,
+        total_steps=steps,
+        tasks_per_step=cfg.train.tasks_per_step,
+        group_size={"online": cfg.rollout.group_size, "demonstrations": 1, "preferences": 2}[algorithm.kind],
+        minibatches=cfg.train.minibatches,
+        passes=cfg.train.passes,
+        critic_warmup_steps=cfg.critic.warmup_steps if algorithm.needs_critic else 0,
+        optimizer=cfg.train.optimizer,
+        prompt_tokens=cfg.data.max_prompt_tokens,
+        reply_tokens=max(cfg.rollout.sampling.max_tokens, sampling.max_tokens if looks else 0),
+        max_batch=cfg.rollout.max_batch,
+        eval_sampling=sampling,
+        evaluates=looks,
+        dtype=dtype_on(cfg, "cuda" if cfg.machine.device == "cuda" else "cpu"),
+        dtype_open=cfg.model.dtype is None and cfg.machine.device == "auto",
+        threads=cfg.machine.threads or cores(),
+        shape=shape(cfg.model, cfg.tokenizer),
+        vocab_is_bound=cfg.tokenizer.build is not None and cfg.model.scratch is not None,
+        keep=cfg.checkpoint.keep,
+        kv_cache_mb=cfg.machine.kv_cache_mb,
+        reference_saved=algorithm.needs_reference and cfg.reference.path is None,
+    )
+
+
+def _checked(plan: Plan) -> Plan:
+    """The plan, if the derived numbers fit together."""
+    problems = []
+    if plan.total_steps is not None and plan.warmup_steps > max(plan.optimizer_steps, 0):
+        problems.append(
+            f"train.optimizer.schedule.warmup_steps: {plan.warmup_steps} is more than the {plan.optimizer_steps} optimizer "
+            f"steps of the stage, so the full learning rate is never reached"
+        )
+    if plan.generates and plan.kv_cache_mb is not None and plan.shape is not None:
+        one = plan.shape.kv_bytes(rows=1, tokens=plan.max_sequence_tokens, dtype=plan.dtype)
+        if one > plan.kv_cache_mb * 2**20:
+            problems.append(
+                f"machine.kv_cache_mb: {plan.kv_cache_mb} MiB does not hold one rollout of {plan.max_sequence_tokens} "
+                f"tokens, which takes {math.ceil(one / 2**20)} MiB"
+            )
+    if problems:
+        raise ConfigError(listing([("", p) for p in problems], f"stage '{plan.name}'"))
+    return plan
 
 
 def dtype_on(cfg: Config, device: str) -> Literal["float32", "bfloat16"]:
-    """Dtype of the parameters on 'cpu' or 'cuda'."""
+    """Dtype of the parameters on 'cpu' or 'cuda': bfloat16 is slower than float32 on most CPUs."""
     return cfg.model.dtype or ("bfloat16" if device == "cuda" else "float32")
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

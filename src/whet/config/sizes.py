@@ -107,7 +107,9 @@ def _vocab_size(tokenizer: Tokenizer) -> int | None:
 
 def _folder_shape(folder: Path, overrides: dict[str, Json]) -> Shape:
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path: {folder} holds no config.json; give the folder of a Hugging Face model")
+        raise ConfigError(
+            f"model.path: {folder} holds no config.json; give the folder of a Hugging Face model"
+        )
     config = _json(folder / "config.json") | overrides
     try:
         heads = config["num_attention_heads"]
@@ -120,7 +122,9 @@ def _folder_shape(folder: Path, overrides: dict[str, Json]) -> Shape:
             vocab_size=config.get("vocab_size"),
         )
     except KeyError as e:
-        raise ConfigError(f"model.path: {folder}/config.json has no {e}: not a text decoder of a known kind") from e
+        raise ConfigError(
+            f"model.path: {folder}/config.json has no {e}: not a text decoder of a known kind"
+        ) from e
 
 
 def _json(file: Path) -> dict[str, Json]:

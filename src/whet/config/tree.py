@@ -32,9 +32,9 @@ def leaves(tree: Json, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def get(tree: Json, path: Path) -> Json:
     """The value at a path; None where there is none."""
     for part in path:
-        if isinstance(tree, dict) and part in tree:
-            tree = tree[part]
-        elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
+        if (isinstance(tree, dict) and part in tree) or (
+            isinstance(tree, list) and isinstance(part, int) and part < len(tree)
+        ):
             tree = tree[part]
         else:
             return None
@@ -47,7 +47,7 @@ def stage_tree(base: Mapping[str, Json], stage: Mapping[str, Json]) -> dict[str,
     default = Algorithm.model_fields["name"].default
     inherited = get(out, ("algorithm", "name")) or default
     if (get(dict(stage), ("algorithm", "name")) or inherited) != inherited:
-        del out["algorithm"]
+        out.pop("algorithm", None)
     return merge(out, {k: v for k, v in stage.items() if k in STAGE_SECTIONS})
 
 

@@ -129,7 +129,7 @@ def _csv(file: Path, limit: int | None) -> Part:
                 rows.append(dict(row))
                 numbers.append(reader.line_num)
         except (csv.Error, UnicodeDecodeError) as e:
-            raise DataError(f"{file}, line {reader.line_num}: malformed csv: {e}") from e
+            raise DataError(f"{file}, line {reader.reader.line_num}: malformed csv: {e}") from e
     return ListPart(str(file), rows, "line", numbers)
 
 

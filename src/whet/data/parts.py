@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +13,8 @@ import pyarrow as pa
 from whet.types import DataError, Json
 
 Row = dict[str, Json]
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Part(Protocol):
@@ -107,13 +110,18 @@ class Rows:
 
 
 def loads(text: bytes, where: str) -> Json:
+    """JSON from a file. Raises DataError that names `where`."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise DataError(f"{where}: not JSON: {e}") from e
+    if b"\\ud" in text.lower() and (fault := flaw(value)) is not None:
+        raise DataError(f"{where}: {fault}")
+    return value
 
 
 def json_copy(value: Json, where: str) -> Json:
+    """What becomes of a value that is written as JSON and read back."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as e:
@@ -127,9 +135,12 @@ def as_row(value: Json, where: str) -> Row:
 
 
 def flaw(value: object, path: str = "") -> str | None:
-    """'column x.0 holds a set' for the first value inside that is not JSON, else None."""
-    if value is None or type(value) in (str, int, float, bool):
+    """'column x.0 holds a set' for the first value inside that is not JSON (or not Unicode), else None."""
+    if value is None or type(value) in (int, float, bool):
         return None
+    if type(value) is str:
+        half = not value.isascii() and _SURROGATE.search(value)
+        return f"column {path.lstrip('.')} holds half of a surrogate pair, which is no text" if half else None
     if type(value) is list:
         return next(filter(None, (flaw(v, f"{path}.{i}") for i, v in enumerate(value))), None)
     if type(value) is dict:

@@ -77,7 +77,5 @@ def _function(source: Source) -> Part:
     rows = [as_row(row, f"{what}, row {i}") for i, row in enumerate(itertools.islice(made, source.limit), 1)]
     for i, row in enumerate(rows, 1):
         if (fault := flaw(row)) is not None:
-            raise DataError(
-                f"{what}, row {i}: {fault}, which is no JSON value (dict, list, str, int, float, bool, None)."
-            )
+            raise DataError(f"{what}, row {i}: {fault}. Rows are dict, list, str, int, float, bool and None.")
     return ListPart(what, rows)

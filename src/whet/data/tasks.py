@@ -192,7 +192,7 @@ def _reply(
         mask=[0] * p + [1] * n,
         logprobs=[0.0] * (p + n),
         sample_logprobs=[0.0] * (p + n),
-        versions=[-1] * p + [0] * n,
+        versions=[-1] * (p + n),
         finish_reason="length" if cut else "stop",
         text=text,
     )

@@ -130,16 +130,15 @@ class Jail:
         self._pump: asyncio.Task[None] | None = None
         self._sender: asyncio.Task[None] | None = None
         limits = nursery.Limits(workers=workers, memory_mb=memory_mb, max_output_bytes=max_output_bytes)
-        self._channel: socket.socket | None = None
         self._control, theirs = socket.socketpair()
         self._keeper = nursery.fork(
             partial(nursery.keep, theirs, os.getpid(), loaders=functions, limits=limits)
         )
         theirs.close()
         try:
-            self._start()
+            self._channel = self._start()
         except BaseException:
-            self.close()
+            self._end_keeper()
             raise
 
     def __enter__(self) -> Jail:
@@ -150,7 +149,7 @@ class Jail:
     ) -> None:
         self.close()
 
-    def _start(self) -> None:
+    def _start(self) -> socket.socket:
         self._control.settimeout(_LOAD_S)
         try:
             problem = json.loads(frames.receive(self._control)[1])
@@ -162,7 +161,7 @@ class Jail:
             raise ConfigError(f"loading the rewards took more than {_LOAD_S:g} s") from None
         if problem:
             raise ConfigError(problem)
-        self._connect()
+        return self._connect()
 
     # ------------------------------------------------------------ calls
 
@@ -255,7 +254,8 @@ class Jail:
         if self._sender is not None:
             self._sender.cancel()
             await asyncio.wait([self._sender])
-        await asyncio.to_thread(self._connect)
+        self._channel.close()
+        self._channel = await asyncio.to_thread(self._connect)
         self._inbox.clear()
         if self._alone is not None:
             self._finish(
@@ -270,8 +270,8 @@ class Jail:
         suspects = set(self._suspects)
         self._unsent = deque(number for number in self._pending if number not in suspects)
 
-    def _connect(self) -> None:
-        """Take the channel to the newest nursery from the keeper."""
+    def _connect(self) -> socket.socket:
+        """The channel to the newest nursery, from the keeper."""
         self._control.settimeout(_CONNECT_S)
         try:
             channel = _receive_socket(self._control)
@@ -283,10 +283,8 @@ class Jail:
                     channel = newer
         except (OSError, EOFError) as error:
             raise WhetError(_NO_NURSERY) from error
-        if self._channel is not None:
-            self._channel.close()
         channel.setblocking(False)
-        self._channel = channel
+        return channel
 
     def _give_up(self, pump: asyncio.Task[None]) -> None:
         """The pump ended before its time: so do all calls, and the half-used channel with them."""
@@ -303,7 +301,8 @@ class Jail:
         self._alone = None
         with contextlib.suppress(OSError, WhetError):
             self._control.send(nursery.KILL)
-            self._connect()
+            self._channel.close()
+            self._channel = self._connect()
 
     # ------------------------------------------------------------ end
 
@@ -312,9 +311,13 @@ class Jail:
         if self._closed:
             return
         self._closed = True
-        if self._channel is not None:
-            with contextlib.suppress(OSError):
-                self._channel.shutdown(socket.SHUT_RDWR)  # not closed: the event loop may be waiting for it
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+        if self._pump is None or self._pump.done():  # else the event loop waits for it, and `_run` hears its end
+            self._channel.close()
+        self._end_keeper()
+
+    def _end_keeper(self) -> None:
         self._control.close()
         end = time.monotonic() + _CLOSE_S
         with contextlib.suppress(ChildProcessError):

@@ -128,7 +128,8 @@ def _load(loaders: Mapping[str, Loader]) -> tuple[dict[str, worker.Function], st
 def _watch(control: socket.socket, alive: int, *, run: int, nursery: int) -> str:
     """Wait until the nursery has ended ('') or the run has (a word)."""
     with selectors.DefaultSelector() as selector, confine.process_end(run) as run_end:
-        for channel in (control, alive, *run_end):
+        channels: list[socket.socket | int] = [control, alive, *run_end]
+        for channel in channels:
             selector.register(channel, selectors.EVENT_READ)
         while True:
             ready = [key.fileobj for key, _ in selector.select()]
@@ -286,7 +287,7 @@ class Nursery:
         work = w.work
         assert work is not None
         w.served += 1
-        if w.served > 1 and isinstance(reply.get("failure"), list) and reply["failure"][0] == "memory":
+        if w.served > 1 and not work.alone and out_of_memory(reply):  # perhaps another call has filled it
             return self.retry(w)
         self.answer(w, work, reply)
         if not fit:
@@ -388,3 +389,8 @@ def read_reply(messages: list[tuple[int, bytes]], w: Worker) -> tuple[dict[str, 
     if not isinstance(reply, dict) or ("parts" in reply) == ("failure" in reply):
         raise ValueError("JSON that is no answer")
     return reply, reply.pop("fit", False) is True
+
+
+def out_of_memory(reply: dict[str, object]) -> bool:
+    failure = reply.get("failure")
+    return isinstance(failure, list) and failure[:1] == ["memory"]

@@ -109,6 +109,16 @@ class PackedAttention:
     ops: Ops
     store: tuple[KvCache, Tensor, Tensor] | None = None
 
+    def __post_init__(self) -> None:
+        if self.store is not None:
+            cache, page_N, slot_N = self.store
+            if page_N.shape != slot_N.shape or len(page_N) != self.segments.tokens:
+                raise ValueError(
+                    f"PackedAttention.store: {len(page_N)} pages and {len(slot_N)} slots "
+                    f"for {self.segments.tokens} tokens"
+                )
+            _check_pages(cache, page_N)
+
     def __call__(
         self,
         layer: int,
@@ -139,7 +149,11 @@ class CachedAttention:
         length_B = length_B.to(torch.int64)
         self.cache, self.ops = cache, ops
         self.table_BP = table_BP.to(torch.int32).contiguous()
-        self.page_B = self.table_BP.gather(1, (length_B // PAGE)[:, None]).squeeze(1).to(torch.int64)
+        page_B1 = (length_B // PAGE)[:, None]
+        # a wrong page would be foreign memory: pages up to the last one must exist, later ones may be anything
+        used_BP = torch.arange(table_BP.shape[1], device=length_B.device) <= page_B1
+        _check_pages(cache, self.table_BP.where(used_BP, 0))
+        self.page_B = self.table_BP.gather(1, page_B1).squeeze(1).to(torch.int64)
         self.slot_B = length_B % PAGE
         self.keys_B = length_B + 1
 
@@ -165,6 +179,14 @@ class CachedAttention:
             window=window,
             softcap=softcap,
         )
+
+
+def _check_pages(cache: KvCache, page: Tensor) -> None:
+    if page.numel() == 0:
+        return
+    low, high = (int(x) for x in page.aminmax())
+    if low < 0 or high >= cache.pages:
+        raise ValueError(f"page numbers {low} .. {high}, but the cache has pages 0 .. {cache.pages - 1}")
 
 
 def hf_attention(

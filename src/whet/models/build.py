@@ -93,7 +93,9 @@ def _cpu() -> str:
     except OSError:
         lines = []
     wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
-    return "\n".join([platform.machine(), platform.processor(), *sorted({x for x in lines if x.startswith(wanted)})])
+    return "\n".join(
+        [platform.machine(), platform.processor(), *sorted({x for x in lines if x.startswith(wanted)})]
+    )
 
 
 def _cache_dir() -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -34,9 +35,15 @@ class _Packed(ctypes.Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("q", "k", "v")),
-        *((name, c_int64) for name in ("q_n", "q_h", "k_n", "k_h", "v_n", "v_h", "heads", "kv_heads", "size", "window")),
+        *(
+            (name, c_int64)
+            for name in ("q_n", "q_h", "k_n", "k_h", "v_n", "v_h", "heads", "kv_heads", "size", "window")
+        ),
         *((name, c_float) for name in ("scale", "cap")),
-        *((name, c_void_p) for name in ("q_start", "q_len", "prefix_start", "prefix_len", "order", "family_start")),
+        *(
+            (name, c_void_p)
+            for name in ("q_start", "q_len", "prefix_start", "prefix_len", "order", "family_start")
+        ),
         *((name, c_int64) for name in ("families", "threads")),
     ]
 
@@ -61,7 +68,12 @@ class _Cached(ctypes.Structure):
 
 def build() -> str:
     """Compiles and loads the kernels; returns how. Raises BuildError."""
-    lib, how = library()
+    return library()[1]
+
+
+@cache
+def _lib() -> ctypes.CDLL:
+    lib, _ = library()
     p, n, f, i = c_void_p, c_int64, c_float, c_int
     lib.whet_rms_norm.argtypes = [p, p, p, p, p, n, n, f, f, i]
     lib.whet_rms_norm_backward.argtypes = [p, p, p, p, p, p, p, n, n, f, f, i]
@@ -76,7 +88,7 @@ def build() -> str:
     lib.whet_attend_packed_backward.argtypes = [p, p]
     lib.whet_attend_cached.argtypes = [p, p]
     lib.whet_write_kv.argtypes = [p, p, p, n, n, p, n, n, p, p, n, n, n, i]
-    return how
+    return lib
 
 
 def _native(*tensors: Tensor) -> bool:
@@ -110,7 +122,7 @@ class _RmsNorm(Function):
         width = x.shape[-1]
         pointers = (_ptr(x), _ptr(residual), _ptr(weight), _ptr(out), _ptr(total))
         rows = x.numel() // max(width, 1)
-        library()[0].whet_rms_norm(*pointers, rows, width, eps, offset, torch.get_num_threads())
+        _lib().whet_rms_norm(*pointers, rows, width, eps, offset, torch.get_num_threads())
         return out, total
 
     @staticmethod
@@ -131,7 +143,7 @@ class _RmsNorm(Function):
         rows = x.numel() // max(width, 1)
         dx, dw, part = torch.empty_like(x), torch.empty_like(weight), _parts(rows, width)
         pointers = [t if t is None else t.data_ptr() for t in (x, weight, dy, more, dx, dw, part)]
-        library()[0].whet_rms_norm_backward(
+        _lib().whet_rms_norm_backward(
             *pointers, rows, width, ctx.eps, ctx.offset, torch.get_num_threads()
         )
         return dx, dx if ctx.needs_input_grad[1] else None, dw, None, None
@@ -164,7 +176,7 @@ class _NormRope(Function):
         weight = None if weight is None else weight.contiguous()
         out = torch.empty(x.shape)
         head = (_ptr(x), x.stride(0), x.stride(1), _ptr(weight), _ptr(cos), _ptr(sin), _ptr(out))
-        library()[0].whet_norm_rope(*head, *x.shape, eps, offset, torch.get_num_threads())
+        _lib().whet_norm_rope(*head, *x.shape, eps, offset, torch.get_num_threads())
         return out
 
     @staticmethod
@@ -182,7 +194,7 @@ class _NormRope(Function):
         dw = None if weight is None else torch.empty_like(weight)
         part = None if weight is None else _parts(dy.shape[0], dy.shape[2])
         head = (_ptr(x), x.stride(0), x.stride(1), *(_ptr(t) for t in (weight, cos, sin, dy, dx, dw, part)))
-        library()[0].whet_norm_rope_backward(*head, *dy.shape, ctx.eps, ctx.offset, torch.get_num_threads())
+        _lib().whet_norm_rope_backward(*head, *dy.shape, ctx.eps, ctx.offset, torch.get_num_threads())
         return dx, dw, None, None, None, None
 
 
@@ -199,7 +211,9 @@ def norm_rope(
     if not _native(*given) or x_NHD.shape[-1] > _MAX_HEAD:
         return twins.norm_rope(x_NHD, weight_D, eps, cos_ND, sin_ND, offset=offset)
     if cos_ND.shape != sin_ND.shape or cos_ND.shape != (x_NHD.shape[0], x_NHD.shape[2]):
-        raise ValueError(f"norm_rope: cos and sin must be [N, D] of x {tuple(x_NHD.shape)}, got {tuple(cos_ND.shape)}")
+        raise ValueError(
+            f"norm_rope: cos and sin must be [N, D] of x {tuple(x_NHD.shape)}, got {tuple(cos_ND.shape)}"
+        )
     return _call(_NormRope, x_NHD, weight_D, eps, cos_ND, sin_ND, offset)
 
 
@@ -209,7 +223,7 @@ class _Glu(Function):
         gate, up = _dense_rows(gate), _dense_rows(up)
         out = torch.empty(gate.shape)
         head = (_ptr(gate), gate.stride(0), _ptr(up), up.stride(0), _ptr(out))
-        library()[0].whet_glu(*head, *gate.shape, act, torch.get_num_threads())
+        _lib().whet_glu(*head, *gate.shape, act, torch.get_num_threads())
         return out
 
     @staticmethod
@@ -224,7 +238,7 @@ class _Glu(Function):
         dout = dout.contiguous()
         dgate, dup = torch.empty(gate.shape), torch.empty(gate.shape)
         head = (_ptr(gate), gate.stride(0), _ptr(up), up.stride(0), _ptr(dout), _ptr(dgate), _ptr(dup))
-        library()[0].whet_glu_backward(*head, *gate.shape, ctx.act, torch.get_num_threads())
+        _lib().whet_glu_backward(*head, *gate.shape, ctx.act, torch.get_num_threads())
         return dgate, dup, None
 
 
@@ -239,7 +253,9 @@ def glu(gate_NF: Tensor, up_NF: Tensor, *, act: Literal["silu", "gelu_tanh"]) ->
 def _rows_and_targets(logits: Tensor, targets: Tensor) -> None:
     rows, vocabulary = logits.shape
     if targets.shape != (rows,) or (rows and not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary):
-        raise ValueError(f"logprobs: targets {tuple(targets.shape)} must be [{rows}], each in 0..{vocabulary - 1}")
+        raise ValueError(
+            f"logprobs: targets {tuple(targets.shape)} must be [{rows}], each in 0..{vocabulary - 1}"
+        )
 
 
 def logprobs(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,7 +265,7 @@ def logprobs(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     logits, targets = logits_NV.contiguous(), targets_N.contiguous()
     logp_N, entropy_N = torch.empty(len(targets)), torch.empty(len(targets))
     pointers = (_ptr(logits), _ptr(targets), _ptr(logp_N), _ptr(entropy_N))
-    library()[0].whet_logprobs(*pointers, *logits.shape, torch.get_num_threads())
+    _lib().whet_logprobs(*pointers, *logits.shape, torch.get_num_threads())
     return logp_N, entropy_N
 
 
@@ -268,7 +284,7 @@ def logprobs_backward(
     _rows_and_targets(logits_NV, targets_N)
     kept = [t.contiguous() for t in (targets_N, *given)]
     pointers = [logits_NV.data_ptr(), *(t.data_ptr() for t in kept), *([None] if dentropy_N is None else [])]
-    library()[0].whet_logprobs_backward(*pointers, *logits_NV.shape, torch.get_num_threads())
+    _lib().whet_logprobs_backward(*pointers, *logits_NV.shape, torch.get_num_threads())
 
 
 def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,7 +296,7 @@ def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"sample: uniform must be [{rows}], got {tuple(uniform.shape)}")
     token_B, logp_B = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
     pointers = (_ptr(logits), _ptr(uniform), _ptr(token_B), _ptr(logp_B))
-    bad = library()[0].whet_sample(*pointers, rows, vocabulary, torch.get_num_threads())
+    bad = _lib().whet_sample(*pointers, rows, vocabulary, torch.get_num_threads())
     if bad > 0:
         raise twins.bad_logits(bad)
     _memory(bad)
@@ -289,7 +305,9 @@ def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
 
 def _memory(failed: int) -> None:
     if failed:
-        raise WhetError("a kernel could not get scratch memory; make the micro-batch or the sequences smaller")
+        raise WhetError(
+            "a kernel could not get scratch memory; make the micro-batch or the sequences smaller"
+        )
 
 
 def _describe(
@@ -297,7 +315,14 @@ def _describe(
 ) -> _Packed:
     order_S, start_F = segments.by_family
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-    fields = (segments.q_start_S, segments.q_len_S, segments.prefix_start_S, segments.prefix_len_S, order_S, start_F)
+    fields = (
+        segments.q_start_S,
+        segments.q_len_S,
+        segments.prefix_start_S,
+        segments.prefix_len_S,
+        order_S,
+        start_F,
+    )
     return _Packed(
         *(_ptr(t) for t in (q, k, v)),
         *(*strides, q.shape[1], k.shape[1], q.shape[2], window, scale, cap),
@@ -316,7 +341,7 @@ class _AttendPacked(Function):
         q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
         out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
         what = _describe(q, k, v, segments=segments, scale=scale, window=window, cap=cap)
-        _memory(library()[0].whet_attend_packed(ctypes.byref(what), _ptr(out), _ptr(lse)))
+        _memory(_lib().whet_attend_packed(ctypes.byref(what), _ptr(out), _ptr(lse)))
         return out, lse
 
     @staticmethod
@@ -334,7 +359,7 @@ class _AttendPacked(Function):
         dq, dk, dv = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
         what = _describe(q, k, v, segments=ctx.segments, scale=ctx.scale, window=ctx.window, cap=ctx.cap)
         grads = _Grads(*(_ptr(t) for t in (out, lse, dout, dq, dk, dv)))
-        _memory(library()[0].whet_attend_packed_backward(ctypes.byref(what), ctypes.byref(grads)))
+        _memory(_lib().whet_attend_packed_backward(ctypes.byref(what), ctypes.byref(grads)))
         return dq, dk, dv, None, None, None, None
 
 
@@ -372,7 +397,14 @@ def attend_cached(
     rows, heads, size = q_BHD.shape
     if not _native(q_BHD, k_pages, v_pages) or size % 16:
         return twins.attend_cached(
-            q_BHD, k_pages, v_pages, table_BP=table_BP, keys_B=keys_B, scale=scale, window=window, softcap=softcap
+            q_BHD,
+            k_pages,
+            v_pages,
+            table_BP=table_BP,
+            keys_B=keys_B,
+            scale=scale,
+            window=window,
+            softcap=softcap,
         )
     q, out = _dense_rows(q_BHD.detach()), torch.empty(q_BHD.shape)
     what = _Cached(
@@ -380,7 +412,7 @@ def attend_cached(
         *(q.stride(0), q.stride(1), heads, k_pages.shape[1], size, window or 0, scale, softcap or 0.0),
         *(_ptr(table_BP), _ptr(keys_B), rows, table_BP.stride(0), torch.get_num_threads()),
     )
-    _memory(library()[0].whet_attend_cached(ctypes.byref(what), _ptr(out)))
+    _memory(_lib().whet_attend_cached(ctypes.byref(what), _ptr(out)))
     return out
 
 
@@ -391,5 +423,14 @@ def write_kv(
         twins.write_kv(k_pages, v_pages, k_NKD, v_NKD=v_NKD, page_N=page_N, slot_N=slot_N)
         return
     k, v, page, slot = _dense_rows(k_NKD), _dense_rows(v_NKD), page_N.contiguous(), slot_N.contiguous()
-    head = (_ptr(k_pages), _ptr(v_pages), _ptr(k), *k.stride()[:2], _ptr(v), *v.stride()[:2], _ptr(page), _ptr(slot))
-    library()[0].whet_write_kv(*head, *k.shape, torch.get_num_threads())
+    head = (
+        _ptr(k_pages),
+        _ptr(v_pages),
+        _ptr(k),
+        *k.stride()[:2],
+        _ptr(v),
+        *v.stride()[:2],
+        _ptr(page),
+        _ptr(slot),
+    )
+    _lib().whet_write_kv(*head, *k.shape, torch.get_num_threads())

@@ -144,7 +144,7 @@ def _cache(decoder: Decoder, ops: Ops, *, rollouts: _Rollouts, like: Tensor) -> 
 
 
 def _prefill(decoder: Decoder, ops: Ops, *, rollouts: _Rollouts, cache: KvCache, table_RP: Tensor) -> Tensor:
-    """[R, D] hidden state of each prompt's last token; the prompts' keys and values go into every row's pages."""
+    """[R, D] hidden state of each prompt's last token; the prompts' keys and values go into the pages."""
     device = table_RP.device
     segments = Segments.of_lengths(torch.tensor([len(p) for p in rollouts.prompts]))
     group_N = torch.arange(len(rollouts.prompts)).repeat_interleave(segments.q_len_S)

@@ -35,21 +35,21 @@ def build(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> PreTrainedModel:
-    """The model of `cfg.path` or `cfg.scratch`, in evaluation mode (no dropout, ever), on `device` in `dtype`.
+    """The model of `cfg.path` or `cfg.scratch`, in evaluation mode (no dropout), on `device` in `dtype`.
 
-    vocab_size: number of tokens of the tokenizer; a loaded embedding may be larger, not smaller. The two token ids
-    go into a scratch model's config. `seed` decides scratch weights, and nothing else does.
+    vocab_size: number of tokens of the tokenizer; a loaded embedding may be larger, not smaller. The two
+    token ids go into a scratch model's config. `seed` decides scratch weights, and nothing else does.
     Errors: ConfigError for what cannot be right, CheckpointError for files that cannot be read.
     """
     if (cfg.path is None) == (cfg.scratch is None):
         raise ConfigError("model: give either `path` (a Hugging Face folder) or `scratch`")
     if cfg.path is not None:
         model = _load(Path(cfg.path).expanduser(), overrides=cfg.overrides, dtype=dtype)
-        rows = model.get_input_embeddings().weight.shape[0]
+        rows = len(_embedding(model).weight)
         if vocab_size > rows:
             raise ConfigError(
-                f"model.path={cfg.path}: the tokenizer has {vocab_size} tokens, the embedding only {rows} rows; use the "
-                "tokenizer that belongs to the model"
+                f"model.path={cfg.path}: the tokenizer has {vocab_size} tokens, the embedding {rows} rows; "
+                "use the tokenizer that belongs to the model"
             )
     else:
         config = _scratch_config(cfg, vocab_size=vocab_size)
@@ -57,8 +57,19 @@ def build(
         for holder in (model.config, model.generation_config):
             holder.eos_token_id, holder.pad_token_id = eos_token_id, pad_token_id
     # In a packed batch nothing is padding: the pad token (often the end token) learns like any other.
-    model.get_input_embeddings().padding_idx = None
-    return model.to(device).eval()
+    _embedding(model).padding_idx = None
+    nn.Module.to(model, device)
+    return model.eval()
+
+
+def _embedding(model: PreTrainedModel) -> nn.Embedding:
+    """The input embedding."""
+    embedding = model.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding):
+        raise ConfigError(
+            f"{type(model).__name__} has no token embedding; whet trains causal language models"
+        )
+    return embedding
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -67,8 +78,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def value_head(hidden_size: int, seed: int) -> nn.Linear:
-    """The linear layer [1, D] of a critic: weights N(0, 1/(D+1)^2), so that values start near 0; a function of the
-    seed."""
+    """The linear layer [1, D] of a critic: weights N(0, 1/(D+1)^2) by the seed: values start near 0."""
     head = nn.utils.skip_init(nn.Linear, hidden_size, 1)
     generator = torch.Generator().manual_seed(seeds.key(seed, "value_head"))
     with torch.no_grad():
@@ -106,7 +116,7 @@ def _load(path: Path, *, overrides: dict[str, Any], dtype: torch.dtype) -> PreTr
     _check_folder(path)
     config = _read_config(path, overrides)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -117,6 +127,7 @@ def _load(path: Path, *, overrides: dict[str, Any], dtype: torch.dtype) -> PreTr
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"model.path={path}: transformers cannot load it: {error}") from error
+    model, report = loaded
     wrong = {
         kind: sorted(map(str, report[f"{kind}_keys"]))
         for kind in ("missing", "unexpected", "mismatched")
@@ -127,7 +138,7 @@ def _load(path: Path, *, overrides: dict[str, Any], dtype: torch.dtype) -> PreTr
             f"{kind}: {', '.join(names[:5])} ({len(names)} in all)" for kind, names in wrong.items()
         )
         raise CheckpointError(
-            f"model.path={path}: the tensors do not fit {type(model).__name__} as its config.json says. {found}"
+            f"model.path={path}: the tensors are not those of its {type(model).__name__}. {found}"
         )
     return model
 
@@ -183,7 +194,8 @@ def _scratch_config(cfg: schema.Model, *, vocab_size: int) -> PreTrainedConfig:
         raise ConfigError(f"model.scratch: kv_heads ({kv_heads}) must divide heads ({scratch.heads})")
     if scratch.head_dim is None and scratch.hidden_size % scratch.heads:
         raise ConfigError(
-            f"model.scratch: hidden_size ({scratch.hidden_size}) is no multiple of heads ({scratch.heads}); give head_dim"
+            f"model.scratch: hidden_size ({scratch.hidden_size}) is no multiple of heads ({scratch.heads}); "
+            "give head_dim"
         )
     head_dim = scratch.head_dim or scratch.hidden_size // scratch.heads
     if head_dim % 2:
@@ -208,7 +220,8 @@ def _scratch_config(cfg: schema.Model, *, vocab_size: int) -> PreTrainedConfig:
     if scratch.architecture == "qwen3_moe":
         if scratch.experts_per_token > scratch.experts:
             raise ConfigError(
-                f"model.scratch: experts_per_token ({scratch.experts_per_token}) is more than experts ({scratch.experts})"
+                f"model.scratch: experts_per_token ({scratch.experts_per_token}) is more than experts "
+                f"({scratch.experts})"
             )
         values |= {
             "moe_intermediate_size": ffn_size,
@@ -227,7 +240,7 @@ def _scratch_config(cfg: schema.Model, *, vocab_size: int) -> PreTrainedConfig:
 
 
 def _initialise(config: PreTrainedConfig, *, seed: int, dtype: torch.dtype) -> PreTrainedModel:
-    """Random weights, drawn in float32 on the CPU and rounded to `dtype`. Leaves all global random states alone."""
+    """Random weights, drawn in float32 on the CPU, rounded to `dtype`. Leaves global random states alone."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seeds.key(seed, "model"))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

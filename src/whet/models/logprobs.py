@@ -23,7 +23,7 @@ _KEEP = 1 << 24
 
 @dataclass(frozen=True)
 class Head:
-    """The output layer: logits = cap * tanh(scale * (W h + b) / cap); the cap only where the family has one."""
+    """The output layer: logits = cap * tanh(scale * (W h + b) / cap); without a cap: scale * (W h + b)."""
 
     linear: nn.Linear
     """By reference; its parameters are read on every call. May share its weight with the embedding."""
@@ -33,7 +33,7 @@ class Head:
 
 @torch.no_grad()
 def logits(head: Head, hidden_AD: Tensor, temperature: float | Tensor) -> Tensor:
-    """[A, V] float32 logits / temperature, without gradient. `temperature` > 0: one number, or [A] for each row."""
+    """[A, V] float32 logits / temperature, without gradient. `temperature` > 0: one number, or [A]."""
     return _logits(head, hidden_AD, (head.linear.weight, head.linear.bias), temperature)
 
 

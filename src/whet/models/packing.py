@@ -25,8 +25,8 @@ class Layout:
     """int64: position in the rollout, from 0."""
     segments: Segments
     predictor_N: Tensor
-    """int64: row in U of the hidden state that predicts batch token n; -1 for the first token of a rollout and
-    for tokens after its last sampled one."""
+    """int64: row in U of the hidden state that predicts batch token n; -1 for the first token of a rollout
+    and for tokens after its last sampled one."""
 
 
 def layout(batch: Batch, *, share_prompts: bool) -> Layout:
@@ -64,7 +64,7 @@ def layout(batch: Batch, *, share_prompts: bool) -> Layout:
 
 
 def _last_sampled(batch: Batch, position_N: Tensor) -> Tensor:
-    """[R] position of each rollout's last sampled token (so many tokens must be computed); 0 where there is none."""
+    """[R] position of each rollout's last sampled token (as many tokens are computed); 0 without one."""
     last_R = position_N.new_zeros(batch.rollouts)
     return last_R.scatter_reduce(0, batch.row_N, position_N * batch.mask_N, "amax")
 
@@ -92,7 +92,7 @@ def _prompt_owner(batch: Batch, position_N: Tensor, *, need_R: Tensor, share: bo
 
 
 def _segments(batch: Batch, index_N: Tensor, *, need_R: Tensor, owner_R: Tensor) -> Segments:
-    """One segment for each shared prompt and each response to it, one for each rollout that shares nothing."""
+    """A segment for each shared prompt and each response to it, and for each rollout that shares nothing."""
     start_R, prompt_R = batch.start_R, batch.prompt_R
     sharers_R = torch.bincount(owner_R, minlength=batch.rollouts)
     shared_R = sharers_R[owner_R] > 1

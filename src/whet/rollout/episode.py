@@ -1,7 +1,7 @@
 """Tasks in, groups of finished rollouts out: whatever the engine, the environment or the clock does.
 
-A rollout's tokens only ever grow: the prompt, what the policy sampled, what the environment answered, and so on.
-Tokens once written are never made from text again.
+A rollout's tokens only ever grow: the prompt, what the policy sampled, what the environment answered, and so
+on. Tokens once written are never made from text again.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ async def play_groups(
 ) -> list[Group]:
     """`group_size` rollouts of each task, all at once, in the order of the tasks.
 
-    Without `make_env` a rollout is one reply to the task's tokens. With it, the environment's first messages follow
-    the prompt, and it answers every reply, for at most `max_turns` turns; `sampling.max_tokens` bounds what is
-    sampled in all turns together. A rollout that raises or takes longer than `timeout_s` ends as `abort`, with the
-    turns it had finished and the reason in `error`; it never takes others with it.
+    Without `make_env` a rollout is one reply to the task's tokens. With it, the environment's first messages
+    follow the prompt, and it answers every reply, for at most `max_turns` turns; `sampling.max_tokens` bounds
+    what is sampled in all turns together. A rollout that raises or takes longer than `timeout_s` ends as
+    `abort`, with the turns it had finished and the reason in `error`; it never takes others with it.
     """
     if make_env is not None and encode_messages is None:
         raise ValueError("make_env needs encode_messages, to write what the environment says as tokens")

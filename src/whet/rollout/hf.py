@@ -1,8 +1,8 @@
 """The reference rollout engine: the model's own transformers forward, one request and one token at a time.
 
-Slow, and simple enough to be believed: eager attention, transformers' own cache, the sampler and the random numbers of
-the native engine. In float32 the two give the same tokens (but for a random number that falls between two roundings
-of the same probability) and log-probs within 1e-5.
+Slow, and simple enough to be believed: eager attention, transformers' own cache, the sampler and the random
+numbers of the native engine. In float32 the two give the same tokens (but for a random number that falls
+between two roundings of the same probability) and log-probs within 1e-5.
 """
 
 from __future__ import annotations

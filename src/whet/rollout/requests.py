@@ -21,8 +21,8 @@ def check(
         raise WhetError("the prompt is empty; an engine needs at least one token to go on from")
     if not 0 <= min(token_ids) <= max(token_ids) < vocab:
         raise WhetError(
-            f"the prompt has token ids {min(token_ids)} to {max(token_ids)}, the model's vocabulary is 0 to {vocab - 1}; "
-            "the tokenizer belongs to another model"
+            f"the prompt has token ids {min(token_ids)} to {max(token_ids)}, the model's vocabulary is 0 to "
+            f"{vocab - 1}; the tokenizer belongs to another model"
         )
     if not 0 <= s.min_tokens <= s.max_tokens or s.max_tokens < 1:
         raise WhetError(
@@ -52,8 +52,9 @@ def ends_of(sampling: Sampling, end_token_ids: Collection[int]) -> frozenset[int
 class StopText:
     """Looks for stop strings in the text of tokens that come one by one.
 
-    Only a window of the newest tokens is decoded. It holds every text that may still become a stop string, and a
-    margin for what a tokenizer does to the first characters of a text that begins inside a word or a letter.
+    Only a window of the newest tokens is decoded. It holds every text that may still become a stop string,
+    and a margin for what a tokenizer does to the first characters of a text that begins inside a word or a
+    letter.
     """
 
     MARGIN: ClassVar[int] = 8

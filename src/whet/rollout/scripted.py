@@ -1,4 +1,5 @@
-"""A rollout engine that says what a function tells it to: for tests, examples, and trying out an environment."""
+"""A rollout engine that says what a function tells it to: for tests, examples, and trying out an
+environment."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from whet.types import Completion, Sampling
 
 Said = Completion | list[int]
 Handler = Callable[[list[int], Sampling, int], Said | Awaitable[Said]]
-"""(token_ids, sampling, version) -> a whole Completion, or the tokens to say; may be a coroutine and may sleep."""
+"""(token_ids, sampling, version) -> a whole Completion, or the tokens to say; may be a coroutine and may
+sleep."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,9 @@ class Call:
 class ScriptedEngine:
     """A `RolloutEngine` without a model.
 
-    Tokens from the handler end at the first end token (not one before min_tokens) or stop string, or at max_tokens,
-    with log-prob 0: the script is certain. A Completion is passed on as it is. Everything is recorded in `calls`
-    and `loaded`.
+    Tokens from the handler end at the first end token (not one before min_tokens) or stop string, or at
+    max_tokens, with log-prob 0: the script is certain. A Completion is passed on as it is. Everything is
+    recorded in `calls` and `loaded`.
     """
 
     def __init__(

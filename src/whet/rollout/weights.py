@@ -12,7 +12,8 @@ from whet.types import WhetError
 
 @torch.no_grad()
 def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy every parameter in, in place. Each has to come exactly once, in its shape; tied ones by their first name.
+    """Copy every parameter in, in place. Each has to come exactly once, in its shape; tied ones by their
+    first name.
 
     Raises WhetError otherwise; the module is then a mix of old and new weights and must not be sampled from.
     """

@@ -1,4 +1,4 @@
-"""The picture of a run: reward and held-out accuracy over its steps."""
+"""The picture of a run: reward and held-out accuracy over its steps, or the loss where there is neither."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whet.track.files import write_bytes
-from whet.track.metrics import HELD_OUT, REWARD
+from whet.track.metrics import HELD_OUT, LOSS, REWARD
 from whet.track.record import read_lines
 from whet.types import WhetError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 INK, GREY, FAINT = "#1f2430", "#6b7280", "#e5e7eb"
 REWARD_COLOUR, HELD_OUT_COLOUR = "#2f6fde", "#d9480f"
@@ -25,10 +26,13 @@ Point = tuple[int, float]
 
 @dataclass
 class Series:
-    """What is drawn. `stages` are (name, first step, last step), counted over all stages."""
+    """What is drawn. `stages` are (name, first step, last step), counted over all stages.
+
+    `reward` and `loss` by stage: a stage's curve does not run on from the one before.
+    """
 
     reward: dict[str, list[Point]] = field(default_factory=dict)
-    """By stage: a stage's curve does not run on from the one before."""
+    loss: dict[str, list[Point]] = field(default_factory=dict)
     held_out: list[Point] = field(default_factory=list)
     stages: list[tuple[str, int, int]] = field(default_factory=list)
 
@@ -50,6 +54,8 @@ def series(run_dir: Path) -> Series:
         step = start[line["stage"]] + line["step"]
         if REWARD in line:
             out.reward.setdefault(line["stage"], []).append((step, line[REWARD]))
+        if LOSS in line:
+            out.loss.setdefault(line["stage"], []).append((step, line[LOSS]))
         if HELD_OUT in line:
             out.held_out.append((step, line[HELD_OUT]))
     return out
@@ -57,44 +63,47 @@ def series(run_dir: Path) -> Series:
 
 def plot(run_dir: Path) -> Path:
     """Draw `curve.png` into the run directory. Raises WhetError if there is nothing to draw."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     found = series(run_dir)
-    if not found.reward and not found.held_out:
-        raise WhetError(f"{run_dir}/metrics.jsonl has neither {REWARD} nor {HELD_OUT}: nothing to draw yet")
-    shared = all(-0.05 <= value <= 1.05 for points in found.reward.values() for _, value in points)
-    rows = 1 if shared or not found.held_out else 2
-    with plt.rc_context({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK}):
-        figure, axes = plt.subplots(
-            rows, 1, figsize=(8, 4.2 if rows == 1 else 6), dpi=160, sharex=True, squeeze=False
-        )
-        top, bottom = axes[0, 0], axes[-1, 0]
-        _draw_reward(top, found.reward)
-        _draw_held_out(bottom, found.held_out)
-        for axis in axes[:, 0]:
-            _style(axis, found)
-        if shared:
-            top.set_ylim(-0.02, 1.05)
-        bottom.set_xlabel("training step", color=GREY)
-        _name_stages(top, found)
-        figure.tight_layout()
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", facecolor="white")
-        plt.close(figure)
+    if not (found.reward or found.held_out or found.loss):
+        raise WhetError(f"{run_dir}/metrics.jsonl has none of {REWARD}, {HELD_OUT} and {LOSS} to draw")
+    picture = io.BytesIO()
+    _figure(found).savefig(picture, format="png", facecolor="white")
     path = run_dir / "curve.png"
     write_bytes(path, picture.getvalue())
     return path
 
 
-def _draw_reward(axis: Axes, by_stage: Mapping[str, Sequence[Point]]) -> None:
+def _figure(found: Series) -> Figure:
+    """One panel if rewards are shares too; else rewards have their own, above held-out accuracy."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    rewards = [value for points in found.reward.values() for _, value in points]
+    are_shares = all(-0.05 <= value <= 1.05 for value in rewards)
+    rows = 1 if are_shares or not found.held_out else 2
+    with matplotlib.rc_context({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK}):
+        figure = Figure(figsize=(8, 4.2 if rows == 1 else 6), dpi=160, layout="tight")
+        axes = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
+        if rewards or found.held_out:
+            _draw(axes[0], found.reward, label="reward in training")
+        else:
+            _draw(axes[0], found.loss, label="loss")
+        _draw_held_out(axes[-1], found.held_out)
+        for axis in axes:
+            _style(axis, found)
+        if found.held_out:
+            axes[-1].set_ylim(-0.02, 1.05)
+        axes[-1].set_xlabel("training step", color=GREY)
+        _name_stages(axes[0], found)
+    return figure
+
+
+def _draw(axis: Axes, by_stage: Mapping[str, Sequence[Point]], *, label: str) -> None:
     for number, points in enumerate(by_stage.values()):
-        steps, rewards = zip(*points)
-        label = None if number else "reward in training"
-        axis.plot(steps, rewards, color=REWARD_COLOUR, alpha=0.25, linewidth=1)
-        axis.plot(steps, smooth(rewards), color=REWARD_COLOUR, linewidth=2, label=label)
+        steps, numbers = zip(*points)
+        axis.plot(steps, numbers, color=REWARD_COLOUR, alpha=0.25, linewidth=1)
+        name = None if number else label
+        axis.plot(steps, smooth(numbers), color=REWARD_COLOUR, linewidth=2, label=name)
 
 
 def _draw_held_out(axis: Axes, points: Sequence[Point]) -> None:

@@ -28,7 +28,7 @@ REFRESH_PER_S = 4
 
 
 class Display:
-    """Progress of a run. `stages` are (name, steps). All methods only note what is new; a thread draws.
+    """Progress of a run. `stages` are (name, steps), 0 if not known. Methods only take note; a thread draws.
 
     A terminal that goes away silences the display and nothing else. `quiet` draws nothing at all.
     Call `close` at the end.
@@ -78,16 +78,15 @@ class Display:
         self._times.append(time.monotonic())
         self._metrics, self._timings = metrics, timings
         self._failed += int(metrics.get(FAILED, 0))
-        name, steps = self._stages[self._index]
-        if self._live is None and (self._done in (1, steps) or self._since_line() >= LINE_EVERY_S):
-            self._print(f"{name} step {self._done}/{steps}  {'  '.join(self._facts())}")
+        due = self._done in (1, self._stages[self._index][1]) or self._since_line() >= LINE_EVERY_S
+        if self._live is None and due:
+            self._print(f"{self._place(self._done)}  {'  '.join(self._facts())}")
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
         """Held-out numbers after a step; stays on the screen."""
         self._held_out = metrics.get(HELD_OUT, self._held_out)
-        name, steps = self._stages[self._index]
         if HELD_OUT in metrics:
-            self._print(f"{name} step {step}/{steps}  held-out {metrics[HELD_OUT]:.3f}")
+            self._print(f"{self._place(step)}  held-out {metrics[HELD_OUT]:.3f}")
 
     def message(self, text: str) -> None:
         """A line that stays on the screen."""
@@ -115,7 +114,7 @@ class Display:
         head.add_row(
             Text.assemble((name, "bold"), (place, "dim")),
             ProgressBar(total=max(steps, 1), completed=self._done),
-            Text(f"step {self._done} of {steps}"),
+            Text(f"step {self._done} of {steps}" if steps else f"step {self._done}"),
             Text(f"{duration(self._left_s())} left" if self._left_s() is not None else "", style="dim"),
         )
         now = Text("  ").join([Text(fact, style=_STYLES.get(fact.split()[0], "")) for fact in self._facts()])
@@ -124,6 +123,10 @@ class Display:
             text=Text(f"{self._phase} {duration(waiting) if waiting >= 1 else ''}", style="dim")
         )
         return Group(head, now, self._spinner)
+
+    def _place(self, step: int) -> str:
+        name, steps = self._stages[self._index]
+        return f"{name} step {step}/{steps}" if steps else f"{name} step {step}"
 
     def _facts(self) -> list[str]:
         facts = []
@@ -151,8 +154,9 @@ class Display:
         return (self._times[-1] - self._times[0]) / (len(self._times) - 1)
 
     def _left_s(self) -> float | None:
+        left = self._stages[self._index][1] - self._done
         step_s = self._step_s()
-        return None if step_s is None else step_s * (self._stages[self._index][1] - self._done)
+        return None if step_s is None or left <= 0 else step_s * left
 
     def _print(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)
@@ -164,9 +168,8 @@ class Display:
     def _keep_alive(self) -> None:
         while not self._closed.wait(1.0):
             if self._since_line() >= ALIVE_EVERY_S:
-                name, steps = self._stages[self._index]
                 waiting = duration(time.monotonic() - self._phase_started)
-                self._print(f"{name} step {self._done}/{steps}  in {self._phase} for {waiting}")
+                self._print(f"{self._place(self._done)}  in {self._phase} for {waiting}")
 
 
 _STYLES = {

@@ -82,7 +82,7 @@ def shorten(text: str, limit: int = 160) -> str:
     if len(line) <= limit:
         return line
     half = (limit - 3) // 2
-    return f"{line[:half]} … {line[-half:]}"
+    return f"{line[:half].rstrip()} … {line[-half:].lstrip()}"
 
 
 def count(number: float) -> str:

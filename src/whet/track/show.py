@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
+from whet.config.schema import Algorithm, Eval
 from whet.track.files import is_running
 from whet.track.metrics import FAILED, HELD_OUT, REWARD
 from whet.track.record import list_steps, read_lines, read_rollouts
@@ -94,13 +95,13 @@ def _head(run: Written) -> Table:
     state = {True: "running", False: "not running", None: "running on another host, or killed there"}
     config, manifest = run.config, run.manifest
     model = config.get("model", {})
-    source = model.get("path") or (model.get("scratch") or {}).get("architecture", "?")
+    scratch = model.get("scratch") or {}
     packages, named = manifest.get("packages", {}), ("whet", "torch", "transformers")
     rows = {
         "run": f"{run.path}, {state[is_running(run.path)]}",
-        "model": str(source),
-        "algorithm": str(config.get("algorithm", {}).get("name", "?")),
-        "seed": str(config.get("seed", "?")),
+        "model": model.get("path") or f"from scratch, {scratch.get('architecture', 'qwen3')}",
+        "algorithm": " then ".join(_algorithms(config)),
+        "seed": str(config.get("seed", 0)),
         "started": str(manifest.get("started_utc", "?")),
         "machine": ", ".join(str(manifest.get(name, "?")) for name in ("host", "cpu")),
         "versions": ", ".join(f"{p} {v}" for p, v in packages.items() if p in named),
@@ -109,6 +110,12 @@ def _head(run: Written) -> Table:
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), Text(printable(value)))
     return table
+
+
+def _algorithms(config: dict[str, Json]) -> list[str]:
+    """The algorithm's name in each stage."""
+    common = config.get("algorithm", {}).get("name", Algorithm.model_fields["name"].default)
+    return [s.get("algorithm", {}).get("name", common) for s in config.get("stages") or [{}]]
 
 
 def _stages(run: Written) -> Table:
@@ -147,7 +154,7 @@ def _evaluations(run: Written) -> Table | None:
     names = sorted({k for x in lines for k in x if k.startswith("eval/") and "@" in k})
     if not lines:
         return None
-    table = _table("stage", "step", "accuracy", *(name.removeprefix("eval/") for name in names))
+    table = _table("stage", "step", "accuracy", *(printable(name.removeprefix("eval/")) for name in names))
     for line in lines:
         numbers = [share(line.get(name)) for name in (HELD_OUT, *names)]
         table.add_row(line["stage"], str(line["step"]), *numbers)
@@ -186,7 +193,7 @@ def _failures(run: Written) -> Table | None:
     table = _table("stage", "reason", "rollouts", "share")
     for (stage, reason), number in failed.most_common():
         part = f"{number / asked[stage]:.2%}" if asked[stage] else "-"
-        table.add_row(stage, printable(reason), str(number), part)
+        table.add_row(stage, Text(printable(reason)), str(number), part)
     return table
 
 
@@ -198,7 +205,7 @@ def _newest(run: Written) -> Table | None:
     table = _table("number", f"{last['stage']} step {last['step']}")
     for name, number in last.items():
         if name not in ("stage", "step"):
-            table.add_row(name, f"{number:.6g}")
+            table.add_row(Text(printable(name)), f"{number:.6g}")
     return table
 
 
@@ -263,7 +270,7 @@ def _passes(row: dict[str, Json], config: dict[str, Json]) -> bool:
     rule = config.get("eval", {})
     part = rule.get("reward")
     value = row["reward"] if part is None else row["reward_parts"].get(part)
-    return value is not None and value >= rule.get("success", 1.0)
+    return value is not None and value >= rule.get("success", Eval.model_fields["success"].default)
 
 
 def _answer(answer: Json) -> str:
@@ -308,7 +315,7 @@ def _rollout(row: dict[str, Json]) -> RenderableType:
     judged = row["reward"] if row["advantage"] is None else row["advantage"]
     head = Text.assemble(
         (f"task {row['uid']} · rollout {row['index']}", "bold"),
-        (f" · {row['source']} · ", "dim"),
+        (f" · {printable(row['source'])} · ", "dim"),
         (reward, "green" if judged is not None and judged > 0 else "red"),
         (f" · advantage {row['advantage']:+.3f}" if row["advantage"] is not None else "", "dim"),
         (f" · {sum(row['mask'])} tokens · {row['finish_reason']}", "dim"),
@@ -320,7 +327,7 @@ def _rollout(row: dict[str, Json]) -> RenderableType:
         lines.append(Text.assemble(("extracted ", "dim"), shorten(row["extracted"])))
     if len(row["reward_parts"]) > 1:
         parts = "  ".join(f"{name} {value:g}" for name, value in row["reward_parts"].items())
-        lines.append(Text.assemble(("parts     ", "dim"), parts))
+        lines.append(Text.assemble(("parts     ", "dim"), printable(parts)))
     if row["error"]:
         lines.append(Text(f"error     {printable(row['error'])}", "red"))
     return Group(*lines)

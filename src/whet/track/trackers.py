@@ -74,10 +74,10 @@ class TensorBoard:
 
 
 def first_new_step(stage: int, resumed: tuple[int, int] | None) -> int | None:
-    """The first step of a stage that a resumed run writes anew, so what is there of it already is void."""
-    if resumed is None or stage < resumed[0]:
-        return None
-    return resumed[1] + 1 if stage == resumed[0] else 0
+    """The first step of a stage that this run writes itself: what is there already from then on is void."""
+    if resumed is None or stage > resumed[0]:
+        return 0
+    return resumed[1] + 1 if stage == resumed[0] else None
 
 
 def open_trackers(

@@ -224,8 +224,6 @@ class Sums:
             per_token = len(x) == batch.tokens
             kept = x[batch.mask_N] if per_token else x
             self._mean(name, kept)
-        if out.entropy_N is not None:
-            self._mean("entropy_nats", out.entropy_N[batch.mask_N])
         if out.logp_N is not None:
             sampled = batch.mask_N & (batch.version_N >= 0)
             gap = (out.logp_N.detach() - batch.logp_sample_N)[sampled].abs()

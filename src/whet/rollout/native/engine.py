@@ -1,7 +1,8 @@
-"""The embedded rollout engine: continuous batching over a paged cache, in the trainer's process, on its weights.
+"""The embedded rollout engine: continuous batching over a paged cache, in the trainer's process, on its
+weights.
 
-All of it lives on one event loop: `generate` calls wait for futures, one driver task computes prefills and steps and
-lets the other coroutines run in between. The driver exists only while there is work.
+All of it lives on one event loop: `generate` calls wait for futures, one driver task computes prefills and
+steps and lets the other coroutines run in between. The driver exists only while there is work.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from whet.types import Completion, Sampling, WhetError
 class NativeEngine:
     """A `RolloutEngine` on the module it is given, by reference.
 
-    end_token_ids: the model's own end tokens. decode: needed for stop strings only. max_context: the longest rollout,
-    prompt included, in tokens. cache_mb: memory of the KV cache; default: `max_batch` rows of `max_context` tokens.
-    prefill_tokens: most prompt tokens computed at once.
+    end_token_ids: the model's own end tokens. decode: needed for stop strings only. max_context: the longest
+    rollout, prompt included, in tokens. cache_mb: memory of the KV cache; default: `max_batch` rows of
+    `max_context` tokens. prefill_tokens: most prompt tokens computed at once.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class NativeEngine:
     async def load_weights(self, source: WeightSource, version: int) -> None:
         """Rows in flight keep their tokens and go on under the new weights, their cache computed anew.
 
-        Raises WhetError if a tensor is missing, comes twice or does not fit; then the version stays, and as the
-        weights may be a mix, all requests fail until a whole set has come.
+        Raises WhetError if a tensor is missing, comes twice or does not fit; then the version stays, and as
+        the weights may be a mix, all requests fail until a whole set has come.
         """
         if (source.module is None) == (source.tensors is None):
             raise WhetError("a WeightSource has either a module or tensors")
@@ -124,7 +125,8 @@ class NativeEngine:
         self._wake()
 
     async def place(self, device: Literal["gpu", "cpu"]) -> None:
-        """The cache is the engine's only memory on the accelerator; rows in flight wait and compute theirs anew."""
+        """The cache is the engine's only memory on the accelerator; rows in flight wait and compute theirs
+        anew."""
         self.placed = device == "gpu"
         if self.placed and self.runner.cache is None:
             self.runner.allocate()
@@ -173,7 +175,8 @@ class NativeEngine:
             await asyncio.sleep(0)
 
     def _driven(self, driver: asyncio.Task[None]) -> None:
-        """The driver has ended. Its error, if any, is the error of everyone who waits: nobody waits for ever."""
+        """The driver has ended. Its error, if any, is the error of everyone who waits: nobody waits for
+        ever."""
         error = None if driver.cancelled() else driver.exception()
         if error is not None:
             self._fail(error)

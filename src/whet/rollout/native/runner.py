@@ -1,10 +1,11 @@
 """The tensors of the native engine: prefill, and one decode step for all live rows, over the paged cache.
 
-Letters: B live rows, E rows with filters, S histories of a prefill, U their tokens, P pages of a row, V vocabulary,
-D hidden, C columns: the most tokens a row may sample. A live row has a slot, its place in the buffers of what was
-sampled, and stands at a cell of them: slot * C + tokens sampled since it was let in.
+Letters: B live rows, E rows with filters, S histories of a prefill, U their tokens, P pages of a row, V
+vocabulary, D hidden, C columns: the most tokens a row may sample. A live row has a slot, its place in the
+buffers of what was sampled, and stands at a cell of them: slot * C + tokens sampled since it was let in.
 
-Nothing here is specific to a device. On CUDA a step is launched kernel by kernel; it is not captured in a graph.
+Nothing here is specific to a device. On CUDA a step is launched kernel by kernel; it is not captured in a
+graph.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from whet.seeds import uniform_table
 from whet.types import WhetError
 
 SLOT, LAST, ENDS, TOKEN, CELL, LENGTH = range(6)
-"""Rows of `Rows.state`: its slot; the last cell it may fill; where its end set starts in `Runner.end_table`; the token
-to feed next; the cell to fill next; tokens in the cache."""
+"""Rows of `Rows.state`: its slot; the last cell it may fill; where its end set starts in `Runner.end_table`;
+the token to feed next; the cell to fill next; tokens in the cache."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,8 @@ class Runner:
         new = decoder(module, self.ops)
         if _shape(new) != _shape(self.decoder):
             raise WhetError(
-                f"the new module's layers, heads, head size and vocabulary are {_shape(new)}, the engine was made for "
-                f"{_shape(self.decoder)}; make a new engine"
+                f"the new module's layers, heads, head size and vocabulary are {_shape(new)}, the engine was "
+                f"made for {_shape(self.decoder)}; make a new engine"
             )
         self.module, self.decoder = module, new
 

@@ -1,8 +1,8 @@
 """From logits to tokens: pure functions on [B, V].
 
-The order is penalty, temperature, top-k, top-p, min-p. Each filter keeps every token whose score is at least that of
-the last one it has to keep, so ties are kept together and nothing depends on the order of a sort or on other rows.
-Letters: B rows, V vocabulary.
+The order is penalty, temperature, top-k, top-p, min-p. Each filter keeps every token whose score is at least
+that of the last one it has to keep, so ties are kept together and nothing depends on the order of a sort or
+on other rows. Letters: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def filtered(logits_BV: Tensor, filters: Filters, *, seen_BV: Tensor, banned_BV:
 
 
 def penalise(logits_BV: Tensor, penalty_B: Tensor, seen_BV: Tensor) -> Tensor:
-    """Divide the logits of tokens seen by the penalty, multiply them if negative (arXiv:1909.05858 section 4.1)."""
+    """Divide the logits of tokens seen by the penalty, multiply them if negative (arXiv:1909.05858 section
+    4.1)."""
     if bool((penalty_B == 1).all()):
         return logits_BV
     penalty_B1 = penalty_B[:, None]
@@ -100,7 +101,8 @@ def keep_top_p(logits_BV: Tensor, p_B: Tensor, *, head: int = HEAD) -> Tensor:
 
 
 def _nucleus(prob_BK: Tensor, p_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Of falling probabilities: the last one needed for a sum of p [B], and whether the sum was reached [B]."""
+    """Of falling probabilities: the last one needed for a sum of p [B], and whether the sum was reached
+    [B]."""
     before_BK = prob_BK.double().cumsum(1) < p_B[:, None]
     needed_B = before_BK.sum(1)
     reached_B = needed_B < prob_BK.shape[1]

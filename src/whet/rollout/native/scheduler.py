@@ -1,7 +1,8 @@
 """Who may sample now: waiting requests, rows, and the pages of the KV cache. Plain bookkeeping, no tensors.
 
-A request is let in with all the pages it can ever need, so a row never waits for memory once it runs and nothing can
-deadlock. Requests with equal tokens are let in together: their full prompt pages are shared, counted by reference.
+A request is let in with all the pages it can ever need, so a row never waits for memory once it runs and
+nothing can deadlock. Requests with equal tokens are let in together: their full prompt pages are shared,
+counted by reference.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ class Scheduler:
         needed = self.pages.needed(request.cached)
         if needed > self.pages.count:
             raise WhetError(
-                f"a prompt of {len(request.prompt)} tokens with max_tokens={request.sampling.max_tokens} needs {needed} "
-                f"pages of {self.pages.size} tokens, the KV cache has {self.pages.count}; lower "
+                f"a prompt of {len(request.prompt)} tokens with max_tokens={request.sampling.max_tokens} needs "
+                f"{needed} pages of {self.pages.size} tokens, the KV cache has {self.pages.count}; lower "
                 "rollout.sampling.max_tokens or raise machine.kv_cache_mb"
             )
 
@@ -127,7 +128,8 @@ class Scheduler:
             self.add(group)
 
     def admit(self) -> list[Admission]:
-        """The next prefill: at most `prefill_tokens`, or one longer history. Empty: nobody waits or nothing is free."""
+        """The next prefill: at most `prefill_tokens`, or one longer history. Empty: nobody waits or nothing
+        is free."""
         admitted: list[Admission] = []
         tokens = 0
         while self.waiting:
@@ -142,7 +144,8 @@ class Scheduler:
         return admitted
 
     def _admit(self, history: tuple[int, ...]) -> Admission | None:
-        """All who wait with this history; if they can never fit together, the first of them once nothing runs."""
+        """All who wait with this history; if they can never fit together, the first of them once nothing
+        runs."""
         group = self.waiting[history]
         fit = self._fitting(history, group)
         if fit < len(group) and (self.running or fit == 0):

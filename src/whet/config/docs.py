@@ -1,0 +1,95 @@
+"""docs/config.md, made from the schema: `python -m whet.config.docs > docs/config.md`."""
+
+from __future__ import annotations
+
+import sys
+
+from whet.config.explain import default_of
+from whet.config.keys import ASIDES, Key, dotted, keys
+from whet.config.schema import Section
+
+INTRO = """\
+# Configuration
+
+Made from `src/whet/config/schema.py` by `python -m whet.config.docs`; `whet explain KEY` prints the same.
+
+A config is a YAML, JSON or TOML file. What it does not say has the default below. `null` means that the value is
+derived; `whet plan FILE` prints what it became.
+
+- **Booleans** are `true` and `false` (YAML 1.2): `off`, `yes` and `on` are text. `1e-6` is a number. `"8"` is text and
+  is refused where a number is expected. A key given twice is refused.
+- **Overrides** follow the file on the command line: `train.steps=5`, `data.eval.0.limit=10`, `stages.sft.train.steps=5`.
+  The value is YAML: `rollout.sampling.stop=["###"]`. Sections are merged, lists are replaced.
+- **References**: `${train.steps}` stands for another value, defaults included; `${oc.env:NAME,default}` for an
+  environment variable (text; `${oc.decode:${oc.env:NAME}}` makes a number of it); `\\${` for the characters themselves.
+- **Stages** run one after the other. A stage inherits the whole config, and its own keys are put over it. A stage that
+  names another `algorithm.name` does not inherit the other `algorithm` keys. References are resolved before that.
+- **Paths** are relative to the directory in which the command runs.
+- **A key that can have no effect is refused**, with the reason: an unknown key, a critic's learning rate without a
+  critic, a group size for demonstrations.
+"""
+
+
+def markdown() -> str:
+    """The whole page: a table for every section, each kind of section once."""
+    homes = _homes()
+    parts = [INTRO, "## Top level\n", _table((), homes)]
+    for key in keys().values():
+        if key.section and homes[key.section] == key.path:
+            parts += [
+                f"{'#' * min(4, 1 + len(_home(key)))} `{dotted(_home(key))}`\n",
+                f"{_text(key.section.__doc__)}\n",
+            ]
+            also = [
+                dotted(k.path) for k in keys().values() if k.section is key.section and k.path != key.path
+            ]
+            also = [f"`{name}`" for name in also if not name.endswith(("[]", "<name>"))]
+            if also:
+                parts.append(f"The same keys: {', '.join(also)}.\n")
+            parts.append(_table(_home(key), homes))
+    return "\n".join(parts)
+
+
+def _homes() -> dict[type[Section], tuple[str, ...]]:
+    """Where each kind of section is documented: at its first place that is not an aside."""
+    found: dict[type[Section], tuple[str, ...]] = {}
+    for key in sorted(keys().values(), key=lambda k: k.path[0] in ASIDES):
+        if key.section and key.path[-1] != "*":
+            found.setdefault(key.section, key.path)
+    return found
+
+
+def _home(key: Key) -> tuple[str, ...]:
+    """The path under which a section's keys lie."""
+    return (*key.path, "*") if (*key.path, "*") in keys() else key.path
+
+
+def _table(above: tuple[str, ...], homes: dict[type[Section], tuple[str, ...]]) -> str:
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for key in keys().values():
+        if key.path[:-1] == above and key.path[-1] != "*":
+            default = default_of(key)
+            code = default if default in ("", "required") else f"`{default}`"
+            rows.append(
+                f"| `{key.path[-1]}` | {_type(key, homes)} | {_text(code)} | {_text(key.description)} |"
+            )
+    return "\n".join([*rows, ""])
+
+
+def _type(key: Key, homes: dict[type[Section], tuple[str, ...]]) -> str:
+    if key.section is None:
+        return _text(key.words)
+    home = homes[key.section]
+    home = (*home, "*") if (*home, "*") in keys() else home
+    anchor = "".join(c for c in dotted(home).lower() if c.isalnum() or c in "_-")
+    what = "sections" if (*key.path, "*") in keys() else "section"
+    return f"[{what}](#{anchor})"
+
+
+def _text(text: str | None) -> str:
+    """One line that a table cell can hold."""
+    return " ".join((text or "").split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

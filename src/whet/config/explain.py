@@ -1,0 +1,165 @@
+"""One config key, explained: what `whet explain KEY` prints."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from whet.config import keys, recipes, schema
+from whet.config.faults import mismatch, shown
+from whet.config.keys import Key, did_you_mean, dotted, lookup
+from whet.config.parse import parse
+from whet.config.tree import STAGE_SECTIONS, path_of
+from whet.tables import near
+from whet.types import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What there is to say of a key. `rich` can print it."""
+
+    key: str
+    meaning: str
+    type: str
+    default: str
+    where: str
+    """Whether stages may differ in it."""
+    source: str
+    """File and line of its definition."""
+    rows: tuple[tuple[str, str, str, str], ...] = ()
+    """The keys of a section: (key, type, default, meaning)."""
+    value: tuple[tuple[str, str], ...] = ()
+    """Of `key=value`: what that value stands for."""
+
+    def __rich__(self) -> RenderableType:
+        facts = Table.grid(padding=(0, 2))
+        for label in ("type", "default", "where", "source"):
+            facts.add_row(label, Text(getattr(self, label)))
+        parts: list[RenderableType] = [Text(self.key, style="bold"), Text(self.meaning), Text(""), facts]
+        if self.rows:
+            table = Table("key", "type", "default", "meaning")
+            for row in self.rows:
+                table.add_row(*map(Text, row))
+            parts += [Text(""), table]
+        if self.value:
+            table = Table.grid(padding=(0, 2))
+            for name, said in self.value:
+                table.add_row(name, Text(said))
+            parts += [Text(""), table]
+        return Group(*parts)
+
+
+def explain(key: str) -> Explanation:
+    """A key, a section, or `key=value`. Raises ConfigError that names the near misses."""
+    name, equals, value = key.strip().partition("=")
+    found = _find(name)
+    rows = tuple(
+        (k.path[-1], "section" if k.section else k.words, default_of(k), first_sentence(k))
+        for k in keys.keys().values()
+        if found.section and k.path[:-1] == _inside(found) and k.path[-1] != "*"
+    )
+    varies = found.path[0] in STAGE_SECTIONS
+    return Explanation(
+        key=dotted(found.path),
+        meaning=found.description.replace("\n", " "),
+        type=found.words if not found.section else found.words.partition(" (keys")[0],
+        default=default_of(found),
+        where="the whole run, or any stage by itself" if varies else "the whole run",
+        source=_source(found),
+        rows=rows,
+        value=_value(found, value) if equals else (),
+    )
+
+
+def default_of(key: Key) -> str:
+    """A default as it would be written; 'required' where there is none."""
+    if key.required:
+        return "" if key.path[-1] == "*" else "required"
+    default = key.default
+    if isinstance(default, schema.Section):
+        return ""
+    return json.dumps(list(default) if isinstance(default, tuple) else default)
+
+
+def first_sentence(key: Key) -> str:
+    """The first sentence of a key's meaning."""
+    head, stop, _ = key.description.replace("\n", " ").partition(". ")
+    return head + "." if stop else head
+
+
+def _find(name: str) -> Key:
+    """The key of a name, with or without the index or name that stands for an entry of a list or table."""
+    path = path_of(name, ())
+    found = lookup(path) or _without_entries(path)
+    if found is None:
+        first = next(n for n in range(1, len(path) + 1) if lookup(path[:n]) is None)
+        wrong = path[:first] if path[:first] else path
+        raise ConfigError(f"'{name}' is not a key{did_you_mean(wrong)}")
+    return found
+
+
+def _without_entries(path: keys.Path) -> Key | None:
+    """`data.train.path` is meant as `data.train[].path`, `rewards.weight` as `rewards.<name>.weight`."""
+    full: keys.Path = ()
+    for part in path:
+        if lookup((*full, part)) is None and lookup((*full, "*")) is not None:
+            full = (*full, "*")
+        full = (*full, part)
+    return lookup(full)
+
+
+def _inside(key: Key) -> tuple[str, ...]:
+    """The path under which a section's keys lie."""
+    return (*key.path, "*") if (*key.path, "*") in keys.keys() else key.path
+
+
+def _source(key: Key) -> str:
+    """'whet/config/schema.py:123', the line on which a key is defined."""
+    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
+    for owner in tree.body:
+        if isinstance(owner, ast.ClassDef) and owner.name == key.owner.__name__:
+            for line in owner.body:
+                if isinstance(line, ast.AnnAssign) and ast.unparse(line.target) in (
+                    key.path[-1],
+                    *key.path[-2:-1],
+                ):
+                    return f"whet/config/schema.py:{line.lineno}"
+    raise LookupError(key.path)
+
+
+def _value(key: Key, value: str) -> tuple[tuple[str, str], ...]:
+    """What a value of a key stands for; ConfigError if the key cannot have it."""
+    name = dotted(key.path)
+    if name == "algorithm.name":
+        recipe = _entry(recipes.RECIPES, value, name)
+        return tuple((k, v if isinstance(v, str) else shown(v)) for k, v in asdict(recipe).items())
+    tables = {"algorithm.advantage": recipes.ADVANTAGE_SETTINGS, "algorithm.loss": recipes.LOSS_SETTINGS}
+    if name in tables and ":" not in value:
+        return (("reads", ", ".join(sorted(_entry(tables[name], value, name))) or "no keys of its own"),)
+    if key.section:
+        raise ConfigError(
+            f"{name} is a section, it has no value of its own; `whet explain {name}` lists its keys"
+        )
+    given = parse(value).tree
+    try:
+        TypeAdapter(key.annotation).validate_json(json.dumps(given), strict=True)
+    except ValidationError as e:
+        raise ConfigError(f"{name}={value}: {mismatch(given, key.path)}") from e
+    return (("value", f"{value} is allowed"),)
+
+
+def _entry(table: Mapping[str, T], name: str, key: str) -> T:
+    if name not in table:
+        raise ConfigError(f"{key}={name} is not known{near(name, table)}; known: {', '.join(table)}")
+    return table[name]

@@ -1,0 +1,66 @@
+"""The account of every rollout: asked = trained + rejected + failed + pending, with reasons. Nothing gets lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from whet.types import Json, Metrics, WhetError
+
+
+class Ledger:
+    """Counts rollouts, over the run and since the last `end_step`. Reasons are short fixed words, not messages."""
+
+    def __init__(self, total: dict[str, int] | None = None, step: dict[str, int] | None = None) -> None:
+        self._total = Counter(total or {})
+        self._step = Counter(step or {})
+
+    def asked(self, n: int) -> None:
+        """`n` rollouts were asked for."""
+        self._add("asked", n)
+
+    def trained(self, n: int) -> None:
+        """`n` went into an update."""
+        self._add("trained", n)
+
+    def rejected(self, n: int, reason: str) -> None:
+        """`n` were fine but not used, e.g. 'uniform', 'stale'."""
+        self._add(f"rejected/{reason}", n)
+
+    def failed(self, n: int, reason: str) -> None:
+        """`n` came to nothing, e.g. 'reward', 'timeout', 'engine'."""
+        self._add(f"failed/{reason}", n)
+
+    def _add(self, account: str, n: int) -> None:
+        if n < 0:
+            raise ValueError(f"ledger: {n} rollouts of {account!r}; counts are never taken back")
+        self._total[account] += n
+        self._step[account] += n
+
+    @property
+    def pending(self) -> int:
+        """Asked for and not yet accounted for."""
+        return self._total["asked"] - sum(n for account, n in self._total.items() if account != "asked")
+
+    def balance(self, held: int | None = None) -> None:
+        """WhetError if more came out than was asked for, or if not exactly `held` rollouts, counted where they are
+        (in flight and in the buffer), are pending.
+        """
+        if self.pending < 0 or (held is not None and held != self.pending):
+            where = "" if held is None else f", but {held} were found in flight and in the buffer"
+            counts = ", ".join(f"{account} {n}" for account, n in sorted(self._total.items()))
+            raise WhetError(
+                f"rollouts do not add up: {counts}; so {self.pending} are pending{where}. This is a bug."
+            )
+
+    def end_step(self) -> Metrics:
+        """The counts since the last call, as metrics, and how many are pending now. Starts the next step."""
+        metrics = {f"ledger/{account}_rollouts": float(n) for account, n in sorted(self._step.items())}
+        self._step.clear()
+        return {**metrics, "ledger/pending_rollouts": float(self.pending)}
+
+    def state(self) -> dict[str, Json]:
+        return {"total": dict(self._total), "step": dict(self._step)}
+
+    @staticmethod
+    def from_state(state: dict[str, Json]) -> Ledger:
+        return Ledger(state["total"], state["step"])

@@ -1,0 +1,234 @@
+"""The lean forward of known families: plain functions over the module's own parameters.
+
+Parameters are read from the modules on every call: nothing is copied, nothing goes stale when an optimizer or
+a weight sync changes or replaces them.
+
+Shape letters: U tokens to compute, H query heads, K key/value heads, D hidden or head size, X experts, E
+experts of a token, T = U x E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
+
+from whet.models.attention import Attend
+from whet.models.kernels import Ops
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the functional forward must know of an architecture beyond what its modules say."""
+
+    architecture: str
+    offset: float = 0.0
+    """Added to the weight of RMS norms."""
+    act: Literal["silu", "gelu_tanh"] = "silu"
+
+
+_FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM"),
+    "qwen3": Family("Qwen3ForCausalLM"),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM"),
+    "gemma": Family("GemmaForCausalLM", offset=1.0, act="gelu_tanh"),
+}
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose frequencies are fixed when the model is made."""
+
+
+def rope_type(config: Any) -> str:
+    """The kind of rotary embedding, by its Hugging Face name."""
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+
+
+def known_family(model: Any, config: Any) -> Family | None:
+    """The family, only if every module of the model is what that family's Hugging Face code made."""
+    kind = model.config.model_type
+    family = _FAMILIES.get(kind)
+    home = f"transformers.models.{kind}.modeling_{kind}"
+    if family is None or (type(model).__module__, type(model).__name__) != (home, family.architecture):
+        return None
+    fits = (
+        _ACTIVATIONS.get(getattr(config, "hidden_act", "")) == family.act
+        and rope_type(config) in STATIC_ROPE
+        and not getattr(config, "use_bidirectional_attention", None)
+    )
+    return family if fits and all(_untouched(module, home) for module in model.modules()) else None
+
+
+def _untouched(module: nn.Module, home: str) -> bool:
+    own = type(module) in (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU) or type(module).__module__ in (
+        home,
+        "transformers.activations",
+    )
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    return own and not hooked and "forward" not in vars(module)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One decoder layer: its modules, whose parameters are read on every call, and its constants."""
+
+    number: int
+    norm_in: Any
+    norm_mid: Any
+    q: nn.Linear
+    k: nn.Linear
+    v: nn.Linear
+    o: nn.Linear
+    q_norm: Any
+    k_norm: Any
+    feed_forward: Callable[[Tensor], Tensor]
+    eps: float
+    offset: float
+    head_dim: int
+    scale: float
+    window: int | None
+
+
+def functional(model: Any, ops: Ops, *, family: Family) -> Callable[..., Tensor]:
+    """The `Hidden` function (see `forward`) of a model of this family."""
+    base, config = model.model, model.config
+    embed, rotary = base.embed_tokens, base.rotary_emb
+    layers = [
+        _layer(layer, number, ops=ops, family=family, config=config)
+        for number, layer in enumerate(base.layers[: config.num_hidden_layers])
+    ]
+
+    def hidden(
+        token_ids_U: Tensor, position_U: Tensor, attend: Attend, *, checkpoint: bool = False
+    ) -> Tensor:
+        # padding_idx is not passed on: in a packed batch the pad token is a token like any other
+        h_UD = F.embedding(token_ids_U, embed.weight)
+        if family.offset:
+            h_UD = h_UD * embed.embed_scale.to(h_UD.dtype)
+        cos_UD, sin_UD = rope(rotary, position_U)
+        step = partial(_step, ops=ops, attend=attend, cos_UD=cos_UD, sin_UD=sin_UD)
+        delta_UD: Tensor | None = None
+        for layer in layers:
+            if checkpoint:
+                delta_UD, h_UD = recompute(
+                    step, layer, delta_UD, h_UD, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                delta_UD, h_UD = step(layer, delta_UD, h_UD)
+        last = base.norm.weight
+        if delta_UD is None:
+            return ops.rms_norm(h_UD, last, config.rms_norm_eps, offset=family.offset)
+        return ops.add_rms_norm(delta_UD, h_UD, last, eps=config.rms_norm_eps, offset=family.offset)[0]
+
+    return hidden
+
+
+def rope(rotary: Any, position_U: Tensor) -> tuple[Tensor, Tensor]:
+    """(cos, sin) [U, head_dim] float32 of a static rotary embedding, as transformers computes them."""
+    angle_UD = position_U[:, None].float() * rotary.inv_freq.float()
+    angle_UD = torch.cat((angle_UD, angle_UD), dim=-1)
+    cos_UD, sin_UD = angle_UD.cos(), angle_UD.sin()
+    if rotary.attention_scaling != 1.0:
+        cos_UD, sin_UD = cos_UD * rotary.attention_scaling, sin_UD * rotary.attention_scaling
+    return cos_UD, sin_UD
+
+
+def _layer(layer: Any, number: int, *, ops: Ops, family: Family, config: Any) -> _Layer:
+    attention = layer.self_attn
+    window = getattr(attention, "sliding_window", None)
+    if config.model_type == "mistral":
+        window = config.sliding_window
+    feed_forward = _mixture if hasattr(layer.mlp, "experts") else _dense
+    return _Layer(
+        number=number,
+        norm_in=layer.input_layernorm,
+        norm_mid=layer.post_attention_layernorm,
+        q=attention.q_proj,
+        k=attention.k_proj,
+        v=attention.v_proj,
+        o=attention.o_proj,
+        q_norm=getattr(attention, "q_norm", None),
+        k_norm=getattr(attention, "k_norm", None),
+        feed_forward=partial(feed_forward, layer.mlp, act=family.act, ops=ops),
+        eps=config.rms_norm_eps,
+        offset=family.offset,
+        head_dim=attention.head_dim,
+        scale=attention.scaling,
+        window=window,
+    )
+
+
+def _step(
+    layer: _Layer,
+    delta_UD: Tensor | None,
+    h_UD: Tensor,
+    *,
+    ops: Ops,
+    attend: Attend,
+    cos_UD: Tensor,
+    sin_UD: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """One layer. Takes and returns (what the last block adds, residual): each addition joins a norm."""
+    eps, offset = layer.eps, layer.offset
+    if delta_UD is None:
+        x_UD = ops.rms_norm(h_UD, layer.norm_in.weight, eps, offset=offset)
+    else:
+        x_UD, h_UD = ops.add_rms_norm(delta_UD, h_UD, layer.norm_in.weight, eps=eps, offset=offset)
+    shape = (len(x_UD), -1, layer.head_dim)
+    q_UHD, k_UKD = (
+        ops.norm_rope(
+            _linear(project, x_UD).view(shape),
+            None if norm is None else norm.weight,
+            eps,
+            cos_ND=cos_UD,
+            sin_ND=sin_UD,
+        )
+        for project, norm in ((layer.q, layer.q_norm), (layer.k, layer.k_norm))
+    )
+    v_UKD = _linear(layer.v, x_UD).view(shape)
+    seen_UHD = attend(layer.number, q_UHD, k_UKD, v_UKD, scale=layer.scale, window=layer.window, softcap=None)
+    delta_UD = _linear(layer.o, seen_UHD.reshape(len(x_UD), -1))
+    x_UD, h_UD = ops.add_rms_norm(delta_UD, h_UD, layer.norm_mid.weight, eps=eps, offset=offset)
+    return layer.feed_forward(x_UD), h_UD
+
+
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight, layer.bias)
+
+
+def _dense(mlp: Any, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"], ops: Ops) -> Tensor:
+    return _linear(mlp.down_proj, ops.glu(_linear(mlp.gate_proj, x_UD), _linear(mlp.up_proj, x_UD), act=act))
+
+
+def _mixture(block: Any, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"], ops: Ops) -> Tensor:
+    """Mixture of experts: softmax over all experts, the top E of each token, one matrix product per expert.
+
+    Tokens are sorted by expert; E copies of a token are weighed and added in the router's order, row by row,
+    so a token's result does not depend on the other tokens of the batch.
+    """
+    router, experts = block.gate, block.experts
+    probability_UX = torch.softmax(F.linear(x_UD, router.weight), dim=-1, dtype=torch.float32)
+    weight_UE, expert_UE = probability_UX.topk(router.top_k, dim=-1)
+    if router.norm_topk_prob:
+        weight_UE = weight_UE / weight_UE.sum(-1, keepdim=True)
+    order_T = expert_UE.flatten().argsort(stable=True)
+    count_X = torch.bincount(expert_UE.flatten(), minlength=router.num_experts).tolist()
+    sorted_TD = F.embedding(order_T // router.top_k, x_UD)
+    parts = [
+        F.linear(ops.glu(*F.linear(part, gate_up).chunk(2, dim=-1), act=act), down)
+        for part, gate_up, down in zip(
+            sorted_TD.split(count_X), experts.gate_up_proj.unbind(), experts.down_proj.unbind()
+        )
+        if len(part)
+    ]
+    back_T = torch.empty_like(order_T)
+    back_T[order_T] = torch.arange(len(order_T), device=order_T.device)
+    out_UED = F.embedding(back_T, torch.cat(parts)).view(*expert_UE.shape, -1)
+    return (out_UED * weight_UE.to(out_UED.dtype)[..., None]).sum(1)

@@ -1,0 +1,140 @@
+"""Every other Hugging Face causal language model: its own modules around our attention.
+
+transformers' attention interface hands each layer's queries, keys and values to `attention.hf_attention`,
+which passes them to the plan. Nothing is believed: a probe compares with the model's own forward first.
+
+Shape letters: U tokens to compute, V vocabulary, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from whet.models.attention import Attend, PackedAttention, register_hf_attention
+from whet.models.functional import STATIC_ROPE, rope_type
+from whet.models.kernels import Ops
+from whet.models.logprobs import Head, logits
+from whet.models.segments import Segments
+from whet.types import ConfigError
+
+_LONGEST_DEPENDENT = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the longest sequence of a call."""
+
+
+def modules(model: PreTrainedModel, config: Any) -> Callable[..., Tensor]:
+    """The `Hidden` function (see `forward`) of any model. Sets the model to our attention."""
+    if rope_type(config) in _LONGEST_DEPENDENT:
+        raise ConfigError(
+            f"{type(model).__name__}: rope_type '{rope_type(config)}' depends on the longest sequence of a "
+            "call, so packed and decoded log-probs would differ; override rope_parameters with one of "
+            f"{', '.join(STATIC_ROPE)}"
+        )
+    if getattr(config, "attention_chunk_size", None):
+        raise ConfigError(
+            f"{type(model).__name__}: chunked attention (attention_chunk_size) is not supported"
+        )
+    register_hf_attention()
+    model.set_attn_implementation("whet")
+    base = model.get_decoder()
+    blocks = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+    def hidden(
+        token_ids_U: Tensor, position_U: Tensor, attend: Attend, *, checkpoint: bool = False
+    ) -> Tensor:
+        with _recomputed(blocks if checkpoint else ()):
+            out = base(
+                input_ids=token_ids_U[None],
+                position_ids=position_U[None],
+                attention_mask=None,
+                use_cache=False,
+                plan=attend,
+            )
+        return out.last_hidden_state[0]
+
+    return hidden
+
+
+@contextmanager
+def _recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Let these modules recompute in backward. (transformers' own switch needs train(), hence dropout.)"""
+    before = [vars(block).get("forward") for block in blocks]
+    for block in blocks:
+        block.forward = partial(recompute, block.forward, use_reentrant=False, preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, before):
+            if forward is None:
+                del block.forward
+            else:
+                block.forward = forward
+
+
+@torch.no_grad()
+def probe(
+    model: PreTrainedModel, hidden: Callable[..., Tensor], *, head: Head, ops: Ops
+) -> tuple[int, int, int]:
+    """(layers, kv_heads, head_dim) as seen in use; two packed sequences must give the model's own logits.
+
+    Catches whatever an unknown architecture may do beside attention (state-space layers, attention sinks,
+    position biases, scaled logits) instead of training something else silently.
+    """
+    device = head.linear.weight.device
+    lengths = (23, 9)
+    ids_U = torch.arange(7, 7 + sum(lengths), device=device) % head.linear.out_features
+    segments = Segments.of_lengths(torch.tensor(lengths))
+    attend = _Recorder(PackedAttention(segments, ops))
+    ours_UV = logits(head, hidden(ids_U, segments.position_N.to(device), attend), 1.0)
+    model.set_attn_implementation("eager")
+    theirs_UV = torch.cat(
+        [model(input_ids=part[None], use_cache=False).logits[0] for part in ids_U.split(lengths)]
+    )
+    model.set_attn_implementation("whet")
+    off = float((ours_UV - theirs_UV.float()).abs().max() / theirs_UV.float().std().clamp(min=1e-6))
+    allowed = 1e-3 if head.linear.weight.dtype == torch.float32 else 0.2
+    if not off <= allowed or len(attend.shapes) != 1:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be packed: its logits differ from its own forward by {off:.2g} "
+            f"standard deviations (allowed {allowed:g}), its keys have shapes {sorted(attend.shapes)}. "
+            "It uses something that packed attention cannot express; choose a decoder-only model with causal "
+            "softmax attention"
+        )
+    return attend.layers, *attend.shapes.pop()
+
+
+class _Recorder:
+    """Attention that notes what it was called with."""
+
+    def __init__(self, inner: Attend) -> None:
+        self.inner = inner
+        self.layers = 0
+        self.shapes: set[tuple[int, int]] = set()
+
+    def __call__(
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if k_NKD.shape != v_NKD.shape:
+            raise ConfigError(
+                f"layer {layer} has keys of size {k_NKD.shape[-1]} and values of size {v_NKD.shape[-1]}: "
+                "multi-head latent attention is not supported"
+            )
+        self.layers = max(self.layers, layer + 1)
+        self.shapes.add((k_NKD.shape[1], k_NKD.shape[2]))
+        return self.inner(layer, q_NHD, k_NKD, v_NKD, scale=scale, window=window, softcap=softcap)

@@ -1,0 +1,101 @@
+"""Rewards that need nothing but the reply, and the table of all that are built in."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Any
+
+from whet.types import Json, Task
+
+BUILTIN = {
+    "exact": "whet.rewards.builtin:exact",
+    "choice": "whet.rewards.builtin:choice",
+    "number": "whet.rewards.builtin:number",
+    "format": "whet.rewards.builtin:format",
+    "overlong": "whet.rewards.builtin:overlong",
+    "math": "whet.rewards.math:math",
+    "reasoning_gym": "whet.rewards.gym:reasoning_gym",
+}
+"""Where each lives, as text: it is imported where rewards run, so sympy and the like never enter the run itself."""
+
+_NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+_LETTER = r"\(?\s*([A-Za-z])\s*\)?(?![A-Za-z0-9])"
+
+
+def reference(task: Task) -> Json:
+    """The task's answer. ValueError without one: a reward of 0 would blame the reply."""
+    if task.answer is None:
+        raise ValueError(
+            f"task {task.uid} of {task.source!r} has no answer; check `answer` of its data source"
+        )
+    return task.answer
+
+
+def exact(response: str, task: Task, *, ignore_case: bool = False) -> float:
+    """1 if the reply is the answer, white space at the ends aside."""
+    got, want = response.strip(), str(reference(task)).strip()
+    return float(got.casefold() == want.casefold() if ignore_case else got == want)
+
+
+def choice(response: str, task: Task) -> float:
+    r"""1 if the reply chooses the right letter. The answer is a letter, or the number of the choice from 0.
+
+    The letter is, in this order: the last in \boxed{}; the last after 'answer is', 'answer:' or 'choice:'; the one
+    the reply starts with, if a mark like '.', ')' or its end follows.
+    """
+    want = reference(task)
+    letter = chr(ord("A") + want) if isinstance(want, int) else str(want).strip().strip("()").upper()
+    found = re.findall(r"\\boxed\{\s*(?:\\text\{)?" + _LETTER, response)
+    found = found or re.findall(
+        r"(?:answer|choice|option)(?:\s+is)?\s*:?\s*(?:\*\*)?\s*" + _LETTER, response, re.IGNORECASE
+    )
+    found = found or re.findall(r"^\s*\(?([A-Za-z])(?:\s*[).:,]|\s*$)", response)
+    return float(bool(found) and found[-1].upper() == letter)
+
+
+def number(response: str, task: Task, *, flexible: bool = False) -> float:
+    """1 if the reply's number equals the answer's: the last one after '####' (GSM8K); `flexible`: the last one.
+
+    Thousands' commas, '$' and trailing dots do not count; 5 equals 5.0. The answer may be a whole GSM8K solution.
+    """
+    want = str(reference(task))
+    expected = _last_number(want, flexible="####" not in want)
+    if expected is None:
+        raise ValueError(f"the answer of task {task.uid} holds no number: {want[:60]!r}")
+    return float(_last_number(response, flexible=flexible) == expected)
+
+
+def _last_number(text: str, *, flexible: bool) -> Decimal | None:
+    found = re.findall(_NUMBER if flexible else rf"####\s*({_NUMBER})", text)
+    return Decimal(re.sub(r"[,$]", "", found[-1])) if found else None
+
+
+def format(response: str, task: Task, *, tags: list[str] | None = None, pattern: str | None = None) -> float:
+    """1 if the reply has the form asked for. Give one of two:
+
+    `tags`: exactly these elements, once each and in this order, with nothing but white space between them, e.g.
+    [think, answer] for <think>...</think><answer>...</answer>. `pattern`: a regular expression of the whole reply,
+    in which '.' matches line ends.
+    """
+    if (tags is None) == (pattern is None):
+        raise ValueError("format needs either `tags` or `pattern`")
+    if tags is None:
+        return float(re.fullmatch(pattern or "", response, re.DOTALL) is not None)
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    if any(response.count(mark) != 1 for mark in marks):
+        return 0.0
+    whole = r"\s*".join(f"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in tags)
+    return float(re.fullmatch(rf"\s*{whole}\s*", response, re.DOTALL) is not None)
+
+
+def overlong(response: str, task: Task, rollout: dict[str, Any], *, max_tokens: int, buffer: int) -> float:
+    """Soft penalty for long replies (DAPO, arXiv:2503.14476 eq. 13): 0 up to max_tokens - buffer, then down in a
+    line to -1 at max_tokens, -1 beyond. Both in tokens.
+    """
+    if not 0 < buffer <= max_tokens:
+        raise ValueError(
+            f"overlong needs 0 < buffer <= max_tokens; got buffer {buffer}, max_tokens {max_tokens}"
+        )
+    over = rollout["tokens"] - (max_tokens - buffer)
+    return max(-1.0, min(0.0, -over / buffer))

@@ -1,0 +1,349 @@
+"""The jail against the zoo: every hostile call gets its own failure, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from whet.guard import confine
+from whet.guard.jail import Call, Failure, Jail
+from whet.types import ConfigError, WhetError
+
+import hostile
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the full jail needs Linux")
+
+
+def make(*functions, **limits):
+    limits = {"timeout_s": 0.4, "memory_mb": 400, "max_output_bytes": 1000, **limits}
+    return Jail({f.__name__: (lambda f=f: f) for f in (hostile.innocent, *functions)}, **limits)
+
+
+def calls(*names, **more):
+    return [
+        Call(function=getattr(n, "__name__", n), arguments=json.dumps({"value": float(i)}), key=i, **more)
+        for i, n in enumerate(names)
+    ]
+
+
+def ask(jail, *names, **more):
+    return asyncio.run(jail.call_many(calls(*names, **more)))
+
+
+def below() -> set[int]:
+    return confine.descendants(os.getpid())
+
+
+def eventually(condition, within_s: float = 5.0) -> bool:
+    end = time.monotonic() + within_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+def daemons() -> list[str]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if hostile.MARK in (folder / "cmdline").read_text():
+                found.append(folder.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = below()
+    yield
+    assert eventually(lambda: below() <= before)
+    assert not daemons()
+
+
+@pytest.mark.parametrize("beast", hostile.ZOO, ids=lambda f: f.__name__)
+def test_a_beast_gets_its_failure_and_its_neighbours_get_their_values(beast):
+    kind, detail = hostile.ZOO[beast]
+    with make(beast) as jail:
+        first, bad, last = ask(jail, "innocent", beast, "innocent")
+    assert (first.parts, last.parts) == ({"score": 0.0}, {"score": 2.0})
+    assert bad.failure is not None
+    assert bad.failure.kind == kind
+    assert detail in bad.failure.detail
+    assert len(bad.failure.detail) < 600
+    assert bad.parts == {}
+
+
+@pytest.mark.parametrize("beast", hostile.MESSY, ids=lambda f: f.__name__)
+def test_the_mess_a_call_leaves_is_gone_before_the_next(beast):
+    with make(beast, hostile.surroundings) as jail:
+        _, messy, after, again = ask(jail, "surroundings", beast, "surroundings", "surroundings", timeout_s=5.0)
+        clean = ask(jail, "surroundings", "innocent", "surroundings", "surroundings")[2:]
+        assert messy.parts == {"score": 1.0}
+        assert [after.parts, again.parts] == [c.parts for c in clean]
+        assert after.parts["folder"] == after.parts["environment"] == 1.0
+        assert after.output == again.output == "still heard\n"
+        assert not daemons()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_whole_zoo_at_once_and_every_innocent_value_is_that_of_a_clean_run(workers):
+    beasts = [f for f in hostile.ZOO if hostile.ZOO[f][0] != "timeout"] + hostile.MESSY + [hostile.sleeps]
+    names = [n for beast in beasts for n in ("stochastic", beast)] + ["stochastic"]
+    with make(hostile.stochastic, workers=workers) as clean:
+        want = ask(clean, *["stochastic"] * len(names))[::2]
+    with make(hostile.stochastic, *beasts, workers=workers, timeout_s=2.0) as jail:
+        got = ask(jail, *names)
+    assert [r.parts for r in got[::2]] == [r.parts for r in want]
+    assert len({r.parts["score"] for r in want}) == len(want)
+    for beast, result in zip(beasts, got[1::2], strict=True):
+        assert (result.failure.kind if result.failure else None) == hostile.ZOO.get(beast, (None,))[0], beast
+
+
+def test_output_is_kept_up_to_the_limit_and_the_rest_is_counted():
+    with make(hostile.prints_100_mb, timeout_s=20.0) as jail:
+        _, loud = ask(jail, "innocent", hostile.prints_100_mb)
+    assert loud.output == "x" * 1000
+    assert loud.dropped_bytes == 100 * (2**20 + 1) - 1000
+
+
+def test_who_meets_a_hoarders_full_memory_is_run_again_in_a_new_process():
+    with make(hostile.hoards, memory_mb=300) as jail:
+        results = ask(jail, *[hostile.hoards] * 20)
+    assert [r.parts.get("score") for r in results] == [float(i) for i in range(20)]
+
+
+def test_values_of_many_kinds_of_number_are_taken():
+    import numpy as np
+
+    kinds = {
+        "yes": True,
+        "whole": 3,
+        "f32": np.float32(0.5),
+        "i64": np.int64(-2),
+        "truth": np.bool_(False),
+        "array": np.array([2.5]),
+        "tree": {"score": np.float16(1.5), "part": True},
+    }
+    with Jail({name: (lambda v=v: lambda: v) for name, v in kinds.items()}) as jail:
+        results = asyncio.run(jail.call_many([Call(function=n, arguments="{}") for n in kinds]))
+    expected = [1.0, 3.0, 0.5, -2.0, 0.0, 2.5]
+    assert [r.parts for r in results] == [{"score": x} for x in expected] + [{"score": 1.5, "part": 1.0}]
+
+
+def test_equal_keys_give_equal_random_numbers():
+    with make(hostile.stochastic) as jail:
+        twice = [Call(function="stochastic", arguments='{"value": 0}', key=k) for k in (7, 8, 7)]
+        a, b, c = asyncio.run(jail.call_many(twice))
+    assert a.parts == c.parts
+    assert a.parts["score"] != b.parts["score"]
+    assert a.parts["numpy"] != b.parts["numpy"]
+
+
+def test_a_worker_cannot_signal_the_processes_that_guard_it():
+    def assassin(value):
+        for victim in (1, -1):
+            with pytest.raises(PermissionError):
+                os.kill(victim, signal.SIGCONT)
+        os.kill(os.getppid(), signal.SIGKILL)
+
+    landlocked = subprocess.run(
+        [sys.executable, "-c", "from whet.guard import confine; print(confine.scope_signals())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    if landlocked.stdout.strip() != "True":
+        pytest.skip("this kernel cannot scope signals (Landlock ABI 6, Linux 6.12)")
+    with make(assassin) as jail:
+        nursery = nursery_of(jail)
+        assassin, after = ask(jail, assassin, "innocent")
+        assert nursery_of(jail) == nursery
+    assert assassin.failure is not None
+    assert assassin.failure.detail.startswith("PermissionError")
+    assert after.parts == {"score": 1.0}
+
+
+def nursery_of(jail: Jail) -> int:
+    assert eventually(lambda: confine.children(jail._keeper))
+    return min(confine.children(jail._keeper))
+
+
+def nap(value):
+    time.sleep(0.02)
+    return value
+
+
+def test_a_nursery_that_is_killed_is_replaced_and_no_result_is_lost():
+    with make(nap, workers=2) as jail:
+
+        async def murder():
+            under_way = asyncio.ensure_future(jail.call_many(calls(*[nap] * 40)))
+            for _ in range(3):
+                await asyncio.sleep(0.1)
+                victim = nursery_of(jail)
+                os.kill(victim, signal.SIGKILL)
+                while nursery_of(jail) == victim:
+                    await asyncio.sleep(0.005)
+            return await under_way
+
+        results = asyncio.run(murder())
+        assert [r.parts for r in results] == [{"score": float(i)} for i in range(40)]
+        os.kill(nursery_of(jail), signal.SIGKILL)  # while nothing is under way
+        assert ask(jail, "innocent")[0].parts == {"score": 0.0}
+
+
+def test_a_stopped_nursery_is_noticed_and_replaced():
+    with make(nap, patience_s=0.5) as jail:
+        os.kill(nursery_of(jail), signal.SIGSTOP)
+        assert [r.parts["score"] for r in ask(jail, nap, nap)] == [0.0, 1.0]
+
+
+def test_the_call_that_kills_the_nursery_whenever_it_runs_is_found(tmp_path):
+    """A worker asks an accomplice outside its bars to do the killing, as an old kernel would let it do itself."""
+    wish = tmp_path / "wish"
+
+    def killer(value):
+        wish.write_text(str(os.getppid()))
+        time.sleep(0.3)
+
+    async def serve(jail, names):
+        under_way = asyncio.ensure_future(jail.call_many(calls(*names)))
+        while not under_way.done():
+            await asyncio.sleep(0.005)
+            if wish.exists() and (pid := wish.read_text()):
+                wish.unlink()
+                os.kill(int(pid), signal.SIGKILL)
+        return under_way.result()
+
+    with make(killer, nap, workers=2) as jail:
+        results = asyncio.run(serve(jail, [nap, nap, nap, killer, nap, nap, killer, nap]))
+    blamed = [i for i, r in enumerate(results) if r.failure]
+    assert blamed == [3, 6]
+    assert "guards" in results[3].failure.detail
+    assert [r.parts["score"] for i, r in enumerate(results) if i not in blamed] == [0.0, 1.0, 2.0, 4.0, 5.0, 7.0]
+
+
+def test_calls_of_several_tasks_run_side_by_side_and_a_cancelled_one_harms_nobody():
+    async def crowd(jail):
+        lost = asyncio.ensure_future(jail.call_many(calls(*[nap] * 5)))
+        await asyncio.sleep(0.03)
+        lost.cancel()
+        many = await asyncio.gather(*(jail.call_many(calls(nap, "innocent")) for _ in range(10)))
+        return [[r.parts["score"] for r in results] for results in many]
+
+    with make(nap, workers=2) as jail:
+        assert asyncio.run(crowd(jail)) == [[0.0, 1.0]] * 10
+
+
+def test_a_jail_serves_one_event_loop_after_another_even_after_a_cut():
+    async def cut(jail):
+        await asyncio.wait_for(jail.call_many(calls(hostile.sleeps)), 0.05)
+
+    with make(hostile.sleeps) as jail:
+        with pytest.raises(TimeoutError):
+            asyncio.run(cut(jail))
+        assert ask(jail, "innocent")[0].parts == {"score": 0.0}
+
+
+def test_close_ends_everything_and_says_so():
+    async def close_under_way(jail):
+        under_way = asyncio.ensure_future(jail.call_many(calls(hostile.sleeps)))
+        await asyncio.sleep(0.05)
+        jail.close()
+        jail.close()
+        with pytest.raises(WhetError, match="closed"):
+            await under_way
+
+    jail = make(hostile.sleeps, timeout_s=100.0)
+    before = below()
+    asyncio.run(close_under_way(jail))
+    assert not below() & before
+    with pytest.raises(WhetError, match="closed"):
+        ask(jail, "innocent")
+
+
+def test_an_unknown_function_is_refused():
+    with make() as jail, pytest.raises(WhetError, match="no function 'nobody'; it has innocent"):
+        ask(jail, "nobody")
+
+
+def load_raises():
+    raise RuntimeError("cannot import this")
+
+
+def load_exits():
+    os._exit(7)
+
+
+@pytest.mark.parametrize(
+    ("loader", "match"), [(load_raises, "'mine'.*RuntimeError: cannot import this"), (load_exits, "ended the process")]
+)
+def test_a_function_that_cannot_be_loaded_is_a_config_error(loader, match):
+    with pytest.raises(ConfigError, match=match):
+        Jail({"mine": loader})
+
+
+ORPHAN_SCRIPT = """
+import asyncio, os, sys, time
+sys.path.insert(0, {tests!r})
+import hostile
+from whet.guard.jail import Call, Jail
+
+def main():
+    jail = Jail({{f.__name__: (lambda f=f: f) for f in (hostile.leaves_a_daemon, hostile.sleeps, linger)}}, timeout_s=100.0)
+    calls = [Call(function=name, arguments='{{"value": 1}}') for name in ("linger", "sleeps")]
+    asyncio.run(jail.call_many(calls))
+
+def linger(value):
+    hostile.leaves_a_daemon(value)
+    print(1)
+    time.sleep(100)
+
+if os.fork() == 0:
+    time.sleep(3)   # a child of the run that lives on
+    os._exit(0)
+main()
+"""
+
+
+def test_kill_9_of_the_run_leaves_no_process(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(ORPHAN_SCRIPT.format(tests=str(Path(__file__).parent)))
+    run = subprocess.Popen([sys.executable, str(script)], start_new_session=True)
+    assert eventually(daemons, 20.0)
+    family = confine.descendants(run.pid)
+    assert len(family) >= 4
+    run.kill()
+    run.wait()
+
+    def jailed() -> set[int]:
+        return {pid for pid in family if b"\0" in _cmdline(pid) and _parent_group(pid) != run.pid}
+
+    assert eventually(lambda: not jailed(), 2.0)
+    os.killpg(run.pid, signal.SIGKILL)
+
+
+def _cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _parent_group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except OSError:
+        return -1
+
+
+def test_failures_read_well():
+    assert str(Failure("raised", "ValueError: x (a.py:1)")) == "raised ValueError: x (a.py:1)"
+    assert str(Failure("timeout", "no result in 3 s")) == "timeout: no result in 3 s"

@@ -1,0 +1,144 @@
+"""The account of rollouts, and waits with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from whet.guard.ledger import Ledger
+from whet.guard.watch import Watch, wait
+from whet.types import WhetError
+
+
+def test_the_account_of_a_step_by_hand():
+    ledger = Ledger()
+    ledger.asked(16)
+    ledger.trained(8)
+    ledger.rejected(4, "uniform")
+    ledger.failed(1, "reward")
+    ledger.balance()
+    ledger.balance(held=3)
+    assert ledger.pending == 3
+    assert ledger.end_step() == {
+        "ledger/asked_rollouts": 16.0,
+        "ledger/trained_rollouts": 8.0,
+        "ledger/rejected/uniform_rollouts": 4.0,
+        "ledger/failed/reward_rollouts": 1.0,
+        "ledger/pending_rollouts": 3.0,
+    }
+    ledger.trained(3)
+    assert ledger.end_step() == {"ledger/trained_rollouts": 3.0, "ledger/pending_rollouts": 0.0}
+    ledger.balance(held=0)
+
+
+def test_a_lost_rollout_and_one_too_many_are_found():
+    ledger = Ledger()
+    ledger.asked(4)
+    ledger.trained(3)
+    with pytest.raises(WhetError, match="asked 4, trained 3; so 1 are pending, but 0 were found"):
+        ledger.balance(held=0)
+    ledger.failed(2, "reward")
+    with pytest.raises(WhetError, match="failed/reward 2"):
+        ledger.balance()
+    with pytest.raises(ValueError, match="never taken back"):
+        ledger.trained(-1)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["asked", "trained", "rejected", "failed", "end"]), st.integers(0, 99))))
+def test_a_ledger_from_its_state_goes_on_as_the_same(events):
+    def play(ledger: Ledger, events) -> list:
+        seen = []
+        for name, n in events:
+            if name == "end":
+                seen.append(ledger.end_step())
+            else:
+                getattr(ledger, name)(n, *(["why"] if name in ("rejected", "failed") else []))
+        return [*seen, ledger.state(), ledger.pending]
+
+    half = len(events) // 2
+    whole, cut = Ledger(), Ledger()
+    want = play(whole, events[:half])[:-2] + play(whole, events[half:])
+    got = play(cut, events[:half])[:-2]
+    got += play(Ledger.from_state(json.loads(json.dumps(cut.state()))), events[half:])
+    assert got == want
+    sums = {a: sum(n for e, n in events if e == a) for a in ("asked", "trained", "rejected", "failed")}
+    assert want[-1] == sums["asked"] - sums["trained"] - sums["rejected"] - sums["failed"]
+
+
+def test_wait_gives_the_result_or_the_error():
+    async def work(value):
+        await asyncio.sleep(0)
+        if value is None:
+            raise KeyError("inside")
+        return value
+
+    async def main():
+        assert await wait(work(5), owner="loop", what="work", timeout_s=5) == 5
+        with pytest.raises(KeyError, match="inside"):
+            await wait(work(None), owner="loop", what="work", timeout_s=5)
+
+    asyncio.run(main())
+
+
+def test_wait_names_owner_and_cause_logs_stacks_and_cancels(caplog):
+    seen = []
+
+    async def never_ending_business():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+
+    async def main():
+        with pytest.raises(WhetError, match=r"buffer waited 0\.12 s for room"):
+            await wait(never_ending_business(), owner="buffer", what="room", timeout_s=0.12, report_s=0.05)
+        await asyncio.sleep(0)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+    reports = [r.getMessage() for r in caplog.records if "waiting for room by buffer since 0." in r.getMessage()]
+    assert len(reports) >= 2
+    assert "never_ending_business" in reports[0]
+    assert seen == ["cancelled"]
+
+
+def test_a_cancelled_wait_cancels_what_it_waits_for():
+    async def main():
+        inner = asyncio.ensure_future(asyncio.Event().wait())
+        outer = asyncio.ensure_future(wait(inner, owner="a", what="b", timeout_s=9))
+        await asyncio.sleep(0)
+        outer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await outer
+        await asyncio.sleep(0)
+        assert inner.cancelled()
+
+    asyncio.run(main())
+
+
+def test_the_watch_reports_a_call_that_does_not_return(caplog):
+    def stuck_in_here():
+        end = time.monotonic() + 5.0
+        while not caplog.records and time.monotonic() < end:
+            time.sleep(0.01)
+
+    with caplog.at_level(logging.WARNING), Watch(quiet_s=0.1) as watch:
+        watch.beat("the update")
+        stuck_in_here()
+    text = caplog.records[0].getMessage()
+    assert "in the update" in text
+    assert "stuck_in_here" in text
+    assert not watch._thread.is_alive()
+
+
+def test_the_watch_is_silent_while_the_run_lives(caplog):
+    with caplog.at_level(logging.WARNING), Watch(quiet_s=5.0) as watch:
+        watch.beat("a")
+        watch._end.wait(0.05)
+    assert not caplog.records

@@ -1,0 +1,372 @@
+"""Recipes: what a name means, what is refused, and whole algorithms built from a config."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batches import by_rollout, doubles, logp_now, make_batch, pair_batch, ragged
+from whet.algos.advantages import ADVANTAGES, grpo, token_rewards, whiten
+from whet.algos.aggregate import AGGREGATIONS
+from whet.algos.losses import LOSSES
+from whet.algos.recipes import Algorithm, build
+from whet.batch import Outputs
+from whet.config import schema
+from whet.config.recipes import (
+    ADVANTAGE_SETTINGS,
+    LOSS_KIND,
+    LOSS_SETTINGS,
+    RECIPES,
+    SETTINGS,
+    Resolved,
+    resolve,
+)
+from whet.types import ConfigError, WhetError
+
+
+def given(name: str, **keys: Any) -> schema.Algorithm:
+    return schema.Algorithm(name=name, **keys)
+
+
+def made(name: str, **keys: Any) -> Algorithm:
+    return build(given(name, **keys), critic=schema.Critic(), max_tokens=20)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def test_recipes_name_parts_that_exist() -> None:
+    for recipe in RECIPES.values():
+        assert recipe.advantage in ADVANTAGES
+        assert recipe.loss in LOSSES
+        assert recipe.aggregation in AGGREGATIONS
+        assert recipe.needs_critic == (recipe.advantage == "gae")
+        assert recipe.kind == LOSS_KIND[recipe.loss]
+
+
+def test_tables_without_torch_tell_the_truth_about_the_functions() -> None:
+    def keywords(function: object) -> set[str]:
+        assert callable(function)
+        return {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+
+    assert {n: keywords(f) - {"reward_N"} for n, f in ADVANTAGES.items()} == ADVANTAGE_SETTINGS
+    assert {n: keywords(f) for n, f in LOSSES.items()} == LOSS_SETTINGS
+    assert set(schema.Algorithm.model_fields) >= SETTINGS
+    assert set(LOSS_KIND) == set(LOSSES)
+    known = inspect.signature(schema.Algorithm).parameters["aggregation"].annotation
+    assert all(repr(mode) in str(known) for mode in AGGREGATIONS if mode != "pair-mean")
+
+
+def test_every_recipe_has_its_row_in_the_docs() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    for name in [*RECIPES, *ADVANTAGES, *LOSSES, *AGGREGATIONS]:
+        assert f"| `{name}` |" in text, name
+
+
+def test_recipes_are_read_without_torch() -> None:
+    root = Path(inspect.getfile(schema)).parent.parent
+    code = (
+        "import sys, types; whet = types.ModuleType('whet'); "
+        f"whet.__path__ = [{str(root)!r}]; sys.modules['whet'] = whet; "
+        "import whet.config.recipes; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---------------------------------------------------------------- resolve
+
+
+def test_a_recipe_as_it_is() -> None:
+    r = resolve(given("dapo"))
+    assert (r.advantage, r.loss, r.aggregation) == ("grpo", "ppo", "token-mean")
+    assert (r.clip_low, r.clip_high, r.dual_clip) == (0.2, 0.28, None)
+    assert r.drop_uniform_groups
+    assert r.normalize_std
+    assert not r.needs_critic
+    assert not r.needs_reference
+
+
+def test_the_users_keys_win() -> None:
+    r = resolve(
+        given(
+            "dapo", clip_high=0.4, dual_clip=3.0, drop_uniform_groups=False, normalize_std=False, whiten=True
+        )
+    )
+    assert (r.clip_low, r.clip_high, r.dual_clip) == (0.2, 0.4, 3.0)
+    assert (r.drop_uniform_groups, r.normalize_std, r.whiten) == (False, False, True)
+    r = resolve(
+        given("grpo", advantage="gae", gamma=0.9, aggregation="seq-mean-token-sum-norm", norm_tokens=7)
+    )
+    assert (r.needs_critic, r.gamma, r.norm_tokens) == (True, 0.9, 7)
+    assert not resolve(given("ppo", advantage="rloo")).needs_critic
+    assert resolve(given("ppo", advantage="mine:f")).needs_critic
+    assert not resolve(given("grpo", advantage="mine:f")).needs_critic
+
+
+def test_who_needs_a_reference() -> None:
+    needs = {name for name in RECIPES if resolve(given(name)).needs_reference}
+    assert needs == {"dpo"}
+    assert resolve(given("grpo", kl=schema.Kl(coef=0.01))).needs_reference
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "why"),
+    [
+        ("grop", {}, "did you mean 'grpo'"),
+        ("grpo", {"advantage": "gea"}, "did you mean 'gae'"),
+        ("grpo", {"loss": "pop"}, "did you mean 'ppo'"),
+        ("rloo", {"clip_low": 0.1}, "clip_low=0.1 has no effect"),
+        ("rloo", {"dual_clip": 3.0}, "dual_clip=3.0 has no effect"),
+        ("rloo", {"normalize_std": True}, "normalize_std=True has no effect"),
+        ("grpo", {"lam": 0.95}, "lam=0.95 has no effect"),
+        ("grpo", {"gamma": 0.0}, "gamma=0.0 has no effect"),
+        ("reinforce", {"lam": 0.95}, "lam=0.95 has no effect"),
+        ("grpo", {"norm_tokens": 5}, "norm_tokens=5 has no effect"),
+        ("grpo", {"beta": 0.5}, "beta=0.5 has no effect"),
+        ("grpo", {"max_refills": 3}, "max_refills=3 has no effect"),
+        ("sft", {"whiten": True}, "whiten=True has no effect"),
+        ("sft", {"drop_uniform_groups": True}, "drop_uniform_groups=True has no effect"),
+        ("sft", {"old_logprobs": "recompute"}, "old_logprobs='recompute' has no effect"),
+        ("sft", {"advantage": "grpo"}, "advantage='grpo' has no effect"),
+        ("grpo", {"loss": "dpo"}, "set algorithm.name to one of dpo"),
+        ("grpo", {"loss": "sft"}, "set algorithm.name to one of sft"),
+        ("dpo", {"loss": "ppo"}, "learns from online data"),
+        ("dpo", {"aggregation": "token-mean"}, "one number a pair"),
+        ("dpo", {"entropy_coef": 0.1}, "one number a pair"),
+        ("dpo", {"kl": {"coef": 0.1}}, "holds its own KL"),
+        ("dpo", {"kl": {"coef": 0.1, "place": "reward"}}, "holds its own KL"),
+        ("sft", {"kl": {"coef": 0.1, "place": "reward"}}, "reads no rewards"),
+        ("ppo", {"kl": {"coef": 0.1, "target": 0.1}}, "kl.place='reward'"),
+        ("ppo", {"kl": {"place": "reward", "target": 0.1}}, "kl.coef > 0"),
+        ("ppo", {"kl": {"horizon": 5}}, "horizon has no effect"),
+    ],
+)
+def test_what_cannot_work_or_has_no_effect_is_refused(name: str, keys: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        resolve(schema.Algorithm.model_validate({"name": name, **keys}))
+
+
+def test_defaults_written_out_are_no_error() -> None:
+    for name in RECIPES:
+        defaults = {
+            k: f.get_default(call_default_factory=True) for k, f in schema.Algorithm.model_fields.items()
+        }
+        assert isinstance(resolve(schema.Algorithm(**{**defaults, "name": name})), Resolved)
+
+
+# ---------------------------------------------------------------- build
+
+
+def test_what_the_step_is_told() -> None:
+    assert {n for n in RECIPES if made(n).needs_critic} == {"ppo"}
+    assert {n for n in RECIPES if made(n).value_loss is not None} == {"ppo"}
+    assert {n for n in RECIPES if made(n).whole_groups} == {"dpo"}
+    assert {n for n in RECIPES if made(n).drop_uniform_groups} == {"dapo"}
+    assert {n for n in RECIPES if made(n).needs_old(False)} == {"grpo", "dr_grpo", "dapo", "ppo"}
+    assert {n for n in RECIPES if made(n).needs_old(True)} == set()
+    assert made("grpo", entropy_coef=0.01).entropy_grad
+    assert not made("grpo").entropy_grad
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("auto", (False, True)), ("sampled", (False, False)), ("recompute", (True, True))]
+)
+def test_who_computes_the_old_logprobs(mode: str, expected: tuple[bool, bool]) -> None:
+    algorithm = made("grpo", old_logprobs=mode)
+    assert (algorithm.needs_old(True), algorithm.needs_old(False)) == expected
+
+
+def test_kl_in_the_reward_needs_old_logprobs_even_without_a_ratio() -> None:
+    assert made("rloo", kl=schema.Kl(coef=0.1, place="reward")).needs_old(False)
+
+
+@pytest.mark.parametrize("name", [n for n, r in RECIPES.items() if r.kind == "online"])
+def test_a_whole_online_step(name: str) -> None:
+    """Advantage, weights, loss, gradient: finite, only at sampled tokens, and towards what was rewarded."""
+    algorithm = made(name)
+    batch = make_batch([["paa", "paoa", "pa"], ["pa", "poa"]], [2.0, 0.0, 1.0, -1.0, 1.0])
+    batch = replace(batch, logp_old_N=batch.logp_sample_N, value_N=torch.zeros(batch.tokens).double())
+    batch = algorithm.advantage(batch, algorithm.kl_coef)
+    batch = replace(batch, weight_N=algorithm.weights(batch))
+    logp = logp_now(batch, scale=0.0)
+    loss = algorithm.loss(batch, Outputs(logp_N=logp))
+    (grad,) = torch.autograd.grad((loss.loss_N * batch.weight_N).sum(), logp)
+    assert torch.isfinite(grad).all()
+    assert (grad[~batch.mask_N] == 0).all()
+    best, worst = by_rollout(batch, grad)[0], by_rollout(batch, grad)[3]
+    assert all(g < 0 for g in best)
+    assert all(g > 0 for g in worst)
+
+
+def test_sft_and_dpo_through_build() -> None:
+    sft = made("sft")
+    batch = sft.advantage(ragged(0), sft.kl_coef)
+    loss = sft.loss(batch, Outputs(logp_N=batch.logp_sample_N))
+    nll = -batch.logp_sample_N[batch.mask_N].mean()
+    torch.testing.assert_close((loss.loss_N * sft.weights(batch)).sum(), nll, rtol=1e-12, atol=0)
+    dpo = made("dpo", beta=0.3)
+    pairs = dpo.advantage(pair_batch(3), dpo.kl_coef)
+    loss = dpo.loss(pairs, Outputs(logp_N=pairs.logp_ref_N))
+    # At the reference every pair costs log 2.
+    assert float((loss.loss_N * dpo.weights(pairs)).sum()) == pytest.approx(0.6931471805599453, rel=1e-12)
+
+
+def test_settings_reach_the_functions() -> None:
+    batch = replace(make_batch([["pa", "pa"]], [1.0, 0.0]), logp_old_N=torch.zeros(4).double())
+    logp = doubles([0, 1.0, 0, 1.0])
+    algorithm = made(
+        "dr_grpo", clip_low=0.1, clip_high=0.5, dual_clip=2.0, kl=schema.Kl(coef=0.5, estimator="k1")
+    )
+    batch = replace(algorithm.advantage(batch, algorithm.kl_coef), logp_ref_N=torch.zeros(4).double())
+    # Advantages 0.5 and -0.5 (no std). Ratio e: -0.5 * 1.5 and min(0.5 e, 2 * 0.5); KL 0.5 * 1 each.
+    loss = algorithm.loss(batch, Outputs(logp_N=logp)).loss_N
+    assert loss.tolist() == pytest.approx([0, -0.75 + 0.5, 0, 1.0 + 0.5])
+    # Two rollouts, constant max_tokens = 20, or the one that is given.
+    assert algorithm.weights(batch).tolist() == pytest.approx([0, 1 / 40, 0, 1 / 40])
+    assert made("dr_grpo", norm_tokens=5).weights(batch).tolist() == pytest.approx([0, 1 / 10, 0, 1 / 10])
+
+
+def test_kl_in_the_reward_changes_the_advantage_and_not_the_loss() -> None:
+    algorithm = made("reinforce", kl=schema.Kl(coef=0.2, place="reward", estimator="k1"))
+    assert algorithm.kl_coef == 0.2
+    batch = replace(
+        make_batch([["paa"]], [1.0]), logp_old_N=doubles([0, -1, -1]), logp_ref_N=doubles([0, -2, -3])
+    )
+    batch = algorithm.advantage(batch, 0.2)
+    # Token rewards -0.2 * 1 and 1 - 0.2 * 2 = 0.6; returns 0.4, 0.6.
+    assert batch.adv_N is not None
+    assert batch.adv_N.tolist() == pytest.approx([0, 0.4, 0.6])
+    loss = algorithm.loss(batch, Outputs(logp_N=doubles([0, -1, -1]))).loss_N
+    assert loss.tolist() == pytest.approx([0, 0.4, 0.6])
+    # The weight is the step's, not the config's.
+    batch = algorithm.advantage(batch, 0.0)
+    assert batch.adv_N is not None
+    assert batch.adv_N.tolist() == [0, 1, 1]
+
+
+def test_the_controller_moves_the_weight_only_with_a_target() -> None:
+    batch = replace(
+        make_batch([["pa", "pa"]]), logp_old_N=doubles([0, -1, 0, -1]), logp_ref_N=doubles([0, -1.3, 0, -1.1])
+    )
+    fixed = made("ppo", kl=schema.Kl(coef=0.1, place="reward", estimator="k1"))
+    assert fixed.next_kl_coef(batch, 0.1) == 0.1
+    # Mean KL 0.2, target 0.18: error 1/9; two rollouts, horizon 10.
+    steered = made("ppo", kl=schema.Kl(coef=0.1, place="reward", estimator="k1", target=0.18, horizon=10))
+    assert steered.next_kl_coef(batch, 0.1) == pytest.approx(0.1 * (1 + 1 / 9 * 0.2))
+
+
+def test_ppo_whitens_and_keeps_the_raw_returns() -> None:
+    algorithm = made("ppo", gamma=0.9, lam=0.8)
+    batch = ragged(1)
+    done = algorithm.advantage(batch, 0.0)
+    raw, returns = ADVANTAGES["gae"](batch, reward_N=token_rewards(batch), gamma=0.9, lam=0.8)
+    assert done.adv_N is not None
+    assert done.return_N is not None
+    assert torch.equal(done.adv_N, whiten(raw, batch.mask_N))
+    assert returns is not None
+    assert torch.equal(done.return_N, returns)
+    assert algorithm.value_loss is not None
+    loss = algorithm.value_loss(done, Outputs(value_N=done.value_N)).loss_N
+    assert batch.value_N is not None
+    expected = ((batch.value_N - returns)[batch.mask_N] ** 2 / 2).mean()
+    torch.testing.assert_close((loss * algorithm.value_weights(done)).sum(), expected, rtol=1e-12, atol=0)
+
+
+# ---------------------------------------------------------------- functions of the user
+
+
+MINE = """
+import torch
+from whet.batch import Loss
+
+def by_length(batch, *, gamma):
+    return batch.mask_N * gamma, None
+
+def all_zero(batch, *, reward_N):
+    return torch.zeros_like(reward_N), None
+
+def cubed(batch, out, *, clip_low=0.1):
+    return Loss(out.logp_N ** 3 * clip_low)
+
+def greedy(batch, *, temperature):
+    return batch.mask_N, None
+
+def short(batch):
+    return torch.zeros(1), None
+
+number = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return str(path)
+
+
+def test_a_function_of_the_users_gets_the_settings_it_names(mine: str) -> None:
+    algorithm = made("grpo", advantage=f"{mine}:by_length", loss=f"{mine}:cubed", gamma=0.5, clip_low=0.3)
+    batch = algorithm.advantage(make_batch([["paoa"]]), 0.0)
+    assert batch.adv_N is not None
+    assert batch.adv_N.tolist() == [0, 0.5, 0, 0.5]
+    loss = algorithm.loss(batch, Outputs(logp_N=doubles([0, 2, 0, 3])))
+    assert loss.loss_N.tolist() == pytest.approx([0, 2.4, 0, 8.1])
+    assert algorithm.needs_old(False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"advantage": "greedy"}, "temperature.*By keyword it may take: beta, clip_high"),
+        ({"advantage": "number"}, "not a function"),
+        ({"advantage": "absent"}, "has no 'absent'"),
+        ({"advantage": "by_length", "kl": {"coef": 0.1, "place": "reward"}}, "does not take reward_N"),
+        ({"advantage": "by_length", "lam": 0.5}, "lam=0.5 has no effect"),
+        ({"loss": "cubed", "dual_clip": 3.0}, "dual_clip=3.0 has no effect"),
+        ({"loss": "by_length"}, "cannot be called as f\\(batch, outputs"),
+    ],
+)
+def test_a_function_that_does_not_fit_is_refused(mine: str, keys: dict[str, Any], why: str) -> None:
+    keys = {k: f"{mine}:{v}" if k in ("advantage", "loss") else v for k, v in keys.items()}
+    cfg = schema.Algorithm.model_validate({"name": "grpo", **keys})
+    with pytest.raises(ConfigError, match=why):
+        build(cfg, critic=schema.Critic(), max_tokens=20)
+
+
+def test_an_advantage_of_the_wrong_size_is_refused(mine: str) -> None:
+    with pytest.raises(WhetError, match="must return"):
+        made("grpo", advantage=f"{mine}:short").advantage(make_batch([["paa"]]), 0.0)
+
+
+def test_a_users_advantage_may_take_the_token_rewards(mine: str) -> None:
+    algorithm = made("grpo", advantage=f"{mine}:all_zero", kl=schema.Kl(coef=0.1, place="reward"))
+    batch = algorithm.advantage(ragged(0), 0.1)
+    assert batch.adv_N is not None
+    assert (batch.adv_N == 0).all()
+
+
+def test_the_example_of_the_docs_runs(tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    path = tmp_path / "example.py"
+    path.write_text(text.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    algorithm = made("grpo", advantage=f"{path}:best_of_group")
+    batch = algorithm.advantage(make_batch([["pa", "poaa"], ["pa"]], [1.0, 2.0, -1.0]), 0.0)
+    assert batch.adv_N is not None
+    assert batch.adv_N.tolist() == [0, 0, 0, 0, 1, 1, 0, 1]
+
+
+def test_grpo_through_build_is_grpo() -> None:
+    batch = ragged(2)
+    got = made("grpo", std_epsilon=0.5).advantage(batch, 0.0).adv_N
+    assert got is not None
+    assert torch.equal(
+        got, grpo(batch, reward_N=token_rewards(batch), normalize_std=True, std_epsilon=0.5)[0]
+    )

@@ -1,0 +1,334 @@
+"""Rewards: what each built-in pays, by hand; how they are bound, weighted and, when they fail, left unscored."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from whet.config.schema import Guard, Reward
+from whet.rewards import builtin
+from whet.rewards.bind import bind, pack_rollout, pack_task
+from whet.rewards.combine import RewardSet, check_failures, score
+from whet.types import ConfigError, DataError, Group, Message, Rollout, Task, WhetError
+
+
+def task(answer=None, **more) -> Task:
+    return Task(uid=4, source="test", prompt="p", answer=answer, **more)
+
+
+def rollout(t: Task, text: str, index: int = 0, tokens: int = 3) -> Rollout:
+    return Rollout(
+        task=t,
+        index=index,
+        token_ids=[0] + [1] * tokens,
+        mask=[0] + [1] * tokens,
+        logprobs=[0.0] * (tokens + 1),
+        sample_logprobs=[0.0] * (tokens + 1),
+        versions=[-1] + [0] * tokens,
+        finish_reason="stop",
+        text=text,
+    )
+
+
+def group(t: Task, *texts: str) -> Group:
+    return Group(t, tuple(rollout(t, text, i) for i, text in enumerate(texts)))
+
+
+def run(groups, rewards: dict[str, Reward], objects=None, **guard):
+    with RewardSet.from_config(rewards, Guard(**guard), objects) as made:
+        return asyncio.run(score(groups, made))
+
+
+def pay(function: str, t: Task, *texts: str, **arguments) -> list:
+    (g,) = run([group(t, *texts)], {"r": Reward(function=function, arguments=arguments)})
+    return [r.reward if r.error is None else r.error for r in g.rollouts]
+
+
+# ---------------------------------------------------------------- built in
+
+
+def test_exact():
+    assert pay("exact", task("Ab"), "Ab", " Ab\n", "ab", "Ab.", "") == [1, 1, 0, 0, 0]
+    assert pay("exact", task("Ab"), "aB", "b", ignore_case=True) == [1, 0]
+    assert pay("exact", task(12), "12", "12.0") == [1, 0]
+
+
+@pytest.mark.parametrize("answer", ["C", "c", "(C)", 2])
+def test_choice(answer):
+    right = ["C", "(C)", "c.", "C) because", "The answer is C.", "Answer: (C)", r"so \boxed{C}", r"\boxed{\text{C}}",
+             "the answer is B. No, the answer is C", "**Answer: C**", r"the answer is A, \boxed{C}"]  # fmt: skip
+    wrong = ["", "B", "Cats are nice", "A cat", "the answer is B", "the answer is Canada", r"\boxed{B}, answer: C"]
+    assert pay("choice", task(answer), *right) == [1] * len(right)
+    assert pay("choice", task(answer), *wrong) == [0] * len(wrong)
+
+
+def test_number():
+    t = task("1234")
+    right = ["#### 1234", "a\n####1,234.", "#### $1,234.00", "#### 5 no: #### 1234", "#### 1234\nNext: 7", "#### +1234"]
+    wrong = ["1234", "#### 12345", "#### -1234", "#### x 1234", "#### 1234 #### 5", "", "####"]
+    assert pay("number", t, *right) == [1] * len(right)
+    assert pay("number", t, *wrong) == [0] * len(wrong)
+    assert pay("number", t, "so 7, then 1234.", "1234 or 7", "none", flexible=True) == [1, 0, 0]
+    assert pay("number", task("2 + 3 = <<2+3=5>>5\n#### 5"), "#### 5.0", "#### 2") == [1, 0]
+    assert pay("number", task(-0.5), "#### -.5", "#### .5") == [1, 0]
+
+
+@given(st.integers(-(10**30), 10**30), st.integers(0, 3))
+def test_number_reads_what_python_writes(n, zeros):
+    written = f"{n:,}" + ("." + "0" * zeros if zeros else "")
+    assert builtin.number(f"so\n#### {written}", task(str(n))) == 1.0
+    assert builtin.number(f"so\n#### {n + 1}", task(str(n))) == 0.0
+
+
+def test_math():
+    t = task(r"\frac{1}{2}")
+    right = [r"\boxed{0.5}", r"thus $x = \frac12$: \boxed{\frac{2}{4}}", r"\boxed{3} no \boxed{1/2}", "0.5", "$1/2$"]
+    wrong = [r"\boxed{2}", r"\boxed{1/2} no \boxed{3}", "none", "", r"\boxed{", r"\boxed{\frac{}{}}"]
+    assert pay("math", t, *right) == [1] * len(right)
+    assert pay("math", t, *wrong) == [0] * len(wrong)
+    assert pay("math", t, "0.5", r"\boxed{0.5}", boxed=True) == [0, 1]
+    assert pay("math", task("x^2+2x+1"), r"\boxed{(x+1)^2}", r"\boxed{(x+2)^2}") == [1, 0]
+
+
+def test_math_that_takes_for_ever_is_unscored_and_not_zero():
+    (g,) = run(
+        [group(task("5"), r"\boxed{10^{10^{10^{10}}}}", r"\boxed{5}")],
+        {"m": Reward(function="math")},
+        timeout_s=1.0,
+    )
+    assert g.rollouts[1].reward == 1.0
+    assert g.rollouts[0].reward in (0.0, None)
+
+
+def test_format_by_tags():
+    ok = "<think>a\nb</think>\n<answer>c</answer>\n"
+    bad = [
+        "<think>a</think>",
+        "<answer>c</answer><think>a</think>",
+        "x" + ok,
+        ok + ok,
+        "<think>a</think>then<answer>c</answer>",
+        "<think><answer></think></answer>",
+        "",
+    ]
+    assert pay("format", task(), ok, *bad, tags=["think", "answer"]) == [1] + [0] * len(bad)
+
+
+def test_format_by_pattern():
+    assert pay("format", task(), "a\nz", "a z!", "", pattern="a.*z") == [1, 0, 0]
+    (error,) = pay("format", task(), "a")
+    assert error.startswith("reward r: raised ValueError: format needs either `tags` or `pattern`")
+
+
+def test_overlong_is_eq_13_of_dapo():
+    """L_max 100, L_cache 20: R(y) = 0 | ((100 - 20) - y) / 20 | -1, in exact fractions."""
+
+    def oracle(y: int) -> Fraction:
+        if y <= 80:
+            return Fraction(0)
+        return Fraction(80 - y, 20) if y <= 100 else Fraction(-1)
+
+    t = task()
+    lengths = [0, 1, 79, 80, 81, 90, 99, 100, 101, 500]
+    g = Group(t, tuple(rollout(t, "x", i, tokens=n) for i, n in enumerate(lengths)))
+    (out,) = run([g], {"long": Reward(function="overlong", arguments={"max_tokens": 100, "buffer": 20})})
+    assert [r.reward for r in out.rollouts] == [float(oracle(n)) for n in lengths]
+    assert math.copysign(1.0, out.rollouts[0].reward) == 1.0
+
+
+def gym_task() -> Task:
+    entry = {"question": "?", "answer": "olleh", "metadata": {"source_dataset": "spell_backward", "word": "hello"}}
+    return task("olleh", extra={"entry": entry})
+
+
+def test_reasoning_gym_pays_for_exactly_1_only():
+    """spell_backward gives an over-long reply five times 1/5, minus 0.2: its own score is 0.8, ours 0."""
+    assert pay("reasoning_gym", gym_task(), "olleh", " olleh\n", "ollehx", "olle", "") == [1, 1, 0, 0, 0]
+    raw = pay("reasoning_gym", gym_task(), "olleh", "ollehx", "oxxxx", exact=False)
+    assert raw == pytest.approx([1.0, 0.8, 0.2])
+    answers = "x<answer>no</answer><answer>olleh</answer>", "olleh"
+    assert pay("reasoning_gym", gym_task(), *answers, pattern="<answer>(.*?)</answer>") == [1, 0]
+
+
+def test_rows_the_package_makes_are_judged_by_their_own_verifier():
+    import reasoning_gym
+
+    for name in ("spell_backward", "chain_sum", "leg_counting", "countdown"):
+        entry = reasoning_gym.create_dataset(name, size=1, seed=3)[0]
+        t = task(entry["answer"], extra={"entry": entry})
+        if name == "countdown":
+            t = task(extra={"entry": {**entry, "answer": entry["metadata"]["expression"]}})
+        assert pay("reasoning_gym", t, t.extra["entry"]["answer"], "wrong") == [1, 0], name
+
+
+@pytest.mark.parametrize("name", ["exact", "choice", "number", "math", "reasoning_gym"])
+def test_a_task_without_what_the_reward_needs_is_unscored_with_its_number(name):
+    (error,) = pay(name, task(), "1")
+    assert error.startswith("reward r: raised ValueError: task 4 of 'test'")
+
+
+def test_heavy_packages_stay_out_of_the_run():
+    assert all(isinstance(place, str) for place in builtin.BUILTIN.values())
+    from pathlib import Path
+
+    for module in ("combine", "bind", "builtin"):
+        text = (Path(builtin.__file__).parent / f"{module}.py").read_text()
+        assert "import sympy" not in text
+        assert "math_verify" not in text
+        assert "reasoning_gym as" not in text
+
+
+# ---------------------------------------------------------------- binding
+
+
+def test_bind_gives_a_function_what_it_asks_for():
+    t = Task(uid=1, source="s", prompt=(Message("user", "hi"),), answer=[1, {"a": None}], extra={"extra_info": {"k": 2}})
+    packed, reply = pack_task(t), pack_rollout(rollout(t, "text", tokens=5))
+    seen = {}
+
+    def plain(response, task):
+        seen["plain"] = (response, task)
+
+    def reordered(task, *, bonus, rollout, response):
+        seen["reordered"] = (task.uid, bonus, rollout, response)
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1):
+        seen["verl"] = (data_source, solution_str, ground_truth, extra_info, scale)
+
+    async def later(response, task):
+        await asyncio.sleep(0)
+        return 7.0
+
+    bind(plain, {}, name="r")(packed, reply)
+    bind(reordered, {"bonus": 3}, name="r")(packed, reply)
+    bind(compute_score, {"scale": 2}, name="r")(packed, reply)
+    assert seen["plain"] == ("text", t)
+    assert seen["reordered"] == (1, 3, {"finish_reason": "stop", "tokens": 5, "text": "text"}, "text")
+    assert seen["verl"] == ("s", "text", [1, {"a": None}], {"k": 2}, 2)
+    assert bind(later, {}, name="r")(packed, reply) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "match"),
+    [
+        (lambda response, task, ignore_case=False: 0, {"ignore_caes": 1}, "did you mean 'ignore_case'"),
+        (lambda response, task, size: 0, {}, "needs a value for size"),
+        (lambda reply: 0, {}, r"takes \(reply\); expected \(response, task, ...\)"),
+        (lambda response, task: 0, {"response": "x"}, "no argument 'response'"),
+        (lambda response, task, /: 0, {}, "by name"),
+    ],
+)
+def test_bind_refuses_what_could_never_be_called(function, arguments, match):
+    with pytest.raises(ConfigError, match=match):
+        bind(function, arguments, name="r")
+
+
+def test_errors_of_loading_reach_the_config(tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text("import nothing_of_that_name\ndef reward(response, task): return 1.0\n")
+    cases = {
+        "exactly": "did you mean 'exact'",
+        "whet.rewards.builtin:exakt": "has no 'exakt'.*did you mean 'exact'",
+        f"{bad}:reward": "nothing_of_that_name",
+        "/nowhere/x.py:reward": "no such file",
+    }
+    for function, match in cases.items():
+        with pytest.raises(ConfigError, match=match):
+            RewardSet.from_config({"mine": Reward(function=function)}, Guard())
+    with pytest.raises(ConfigError, match="no argument 'ignorecase'"):
+        RewardSet.from_config({"e": Reward(function="exact", arguments={"ignorecase": True})}, Guard())
+    with pytest.raises(ConfigError, match=r"\['ghost'\] have no entry"):
+        RewardSet.from_config({}, Guard(), {"ghost": lambda response, task: 1.0})
+
+
+# ---------------------------------------------------------------- combining
+
+
+def test_rewards_are_weighted_and_their_raw_parts_kept():
+    def length(response, task):
+        return {"score": len(response), "twice": 2 * len(response)}
+
+    rewards = {
+        "exact": Reward(function="exact", weight=2.0),
+        "length": Reward(function="length", weight=-0.5),
+        "watched": Reward(function="exact", weight=0.0),
+    }
+    groups = [group(task("ab"), "ab", "abcd"), group(task("z"), "z")]
+    got = run(groups, rewards, {"length": length}, workers=2)
+    assert [[r.reward for r in g.rollouts] for g in got] == [[2 - 1.0, -2.0], [2 - 0.5]]
+    assert got[0].rollouts[1].reward_parts == {"exact": 0.0, "length": 4.0, "length/twice": 8.0, "watched": 0.0}
+    assert [g.task for g in got] == [g.task for g in groups]
+    assert [r.index for r in got[0].rollouts] == [0, 1]
+
+
+def test_a_failed_part_leaves_the_rollout_unscored_and_the_others_alone():
+    def touchy(response, task):
+        if response == "bad":
+            raise ValueError("not this")
+        return {"sum": 1.0} if response == "odd" else 1.0
+
+    rewards = {"exact": Reward(function="exact"), "touchy": Reward(function="touchy")}
+    t = task("ok")
+    gone = rollout(t, "ok", 3).scored(None, {}, "engine: timed out")
+    g = Group(t, (*group(t, "ok", "bad", "odd").rollouts, gone))
+    (out,) = run([g], rewards, {"touchy": touchy})
+    ok, bad, odd, lost = out.rollouts
+    assert (ok.reward, ok.error) == (2.0, None)
+    assert (bad.reward, bad.reward_parts) == (None, {})
+    assert bad.error.startswith("reward touchy: raised ValueError: not this (test_rewards.py:")
+    assert odd.error == "reward touchy: bad_value: a dict without 'score': ['sum']"
+    assert lost is gone
+
+
+def test_a_random_reward_is_the_same_again_whatever_else_is_scored():
+    def dice(response, task):
+        import random
+
+        return random.random()
+
+    rewards = {"dice": Reward(function="dice")}
+    first, second = group(task(), "a", "b"), Group(task(), (rollout(task(), "c", 2),))
+    whole = run([first, second], rewards, {"dice": dice}, workers=2)
+    alone = run([second], rewards, {"dice": dice})
+    assert whole[1].rollouts[0].reward == alone[0].rollouts[0].reward
+    assert len({r.reward for g in whole for r in g.rollouts}) == 3
+
+
+def test_user_code_is_imported_where_rewards_run_and_not_here(tmp_path, monkeypatch):
+    (tmp_path / "whet_test_secret_reward.py").write_text(
+        "import os\nHERE = os.getpid()\n"
+        "def reward(response, task, offset=0):\n    return float(os.getpid() != %d) + offset\n" % __import__("os").getpid()
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    by_module = Reward(function="whet_test_secret_reward:reward")
+    by_path = Reward(function=f"{tmp_path}/whet_test_secret_reward.py:reward", arguments={"offset": 1})
+    (g,) = run([group(task(), "x")], {"a": by_module, "b": by_path})
+    assert g.rollouts[0].reward_parts == {"a": 1.0, "b": 2.0}
+    assert not [name for name in sys.modules if "whet_test_secret_reward" in name]
+
+
+def test_no_rewards_need_no_process():
+    groups = [group(task(), "x")]
+    with RewardSet.from_config({}, Guard()) as none:
+        assert none.jail is None
+        assert asyncio.run(score(groups, none)) == groups
+
+
+def test_columns_that_are_not_json_are_named():
+    with pytest.raises(DataError, match="task 4 of 'test'.*bytes"):
+        run([group(task(b"raw"), "x")], {"e": Reward(function="exact")})
+
+
+def test_too_many_failures_end_the_run_with_the_commonest_cause():
+    t = task()
+    errors = [None, None, "reward a: timeout: no result in 1 s", "reward b: raised KeyError: 'k'", "reward b: raised KeyError: 'k'"]
+    rollouts = tuple(rollout(t, "x", i).scored(None if e else 1.0, {}, e) for i, e in enumerate(errors))
+    at = RewardSet({}, None, max_failure_rate=0.6)
+    check_failures([Group(t, rollouts)], at)
+    with pytest.raises(WhetError, match=r"3 of 5 rollouts.*2 times\): reward b: raised KeyError"):
+        check_failures([Group(t, rollouts)], RewardSet({}, None, max_failure_rate=0.59))
