@@ -172,6 +172,7 @@ def decode_all(
         live = [b for b, row in enumerate(rows) if position < len(row)]
         live = live[position % len(live) :] + live[: position % len(live)]  # another order at every step
         token = torch.tensor([rows[b][position] for b in live])
+        torch.set_num_threads(2 if position % 16 == 0 else 1)
         attend = CachedAttention(cache, table[live], torch.full((len(live),), position), ops)
         out[token] = attend(1, q[token], k[token], v[token], **how)  # type: ignore[arg-type]
     return out

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the full jail n
 
 
 def make(*functions, **limits):
-    limits = {"timeout_s": 0.4, "memory_mb": 400, "max_output_bytes": 1000, **limits}
+    limits = {"timeout_s": 5.0, "memory_mb": 400, "max_output_bytes": 1000, **limits}
     return Jail({f.__name__: (lambda f=f: f) for f in (hostile.innocent, *functions)}, **limits)
 
 
@@ -70,7 +70,7 @@ def nothing_is_left():
 @pytest.mark.parametrize("beast", hostile.ZOO, ids=lambda f: f.__name__)
 def test_a_beast_gets_its_failure_and_its_neighbours_get_their_values(beast):
     kind, detail = hostile.ZOO[beast]
-    with make(beast) as jail:
+    with make(beast, timeout_s=0.4 if kind == "timeout" else 30.0) as jail:
         first, bad, last = ask(jail, "innocent", beast, "innocent")
     assert (first.parts, last.parts) == ({"score": 0.0}, {"score": 2.0})
     assert bad.failure is not None
@@ -82,8 +82,8 @@ def test_a_beast_gets_its_failure_and_its_neighbours_get_their_values(beast):
 
 @pytest.mark.parametrize("beast", hostile.MESSY, ids=lambda f: f.__name__)
 def test_the_mess_a_call_leaves_is_gone_before_the_next(beast):
-    with make(beast, hostile.surroundings) as jail:
-        _, messy, after, again = ask(jail, "surroundings", beast, "surroundings", "surroundings", timeout_s=5.0)
+    with make(beast, hostile.surroundings, timeout_s=30.0) as jail:
+        _, messy, after, again = ask(jail, "surroundings", beast, "surroundings", "surroundings")
         clean = ask(jail, "surroundings", "innocent", "surroundings", "surroundings")[2:]
         assert messy.parts == {"score": 1.0}
         assert [after.parts, again.parts] == [c.parts for c in clean]
@@ -94,11 +94,11 @@ def test_the_mess_a_call_leaves_is_gone_before_the_next(beast):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_whole_zoo_at_once_and_every_innocent_value_is_that_of_a_clean_run(workers):
-    beasts = [f for f in hostile.ZOO if hostile.ZOO[f][0] != "timeout"] + hostile.MESSY + [hostile.sleeps]
+    beasts = [f for f in hostile.ZOO if hostile.ZOO[f][0] != "timeout"] + hostile.MESSY
     names = [n for beast in beasts for n in ("stochastic", beast)] + ["stochastic"]
     with make(hostile.stochastic, workers=workers) as clean:
         want = ask(clean, *["stochastic"] * len(names))[::2]
-    with make(hostile.stochastic, *beasts, workers=workers, timeout_s=2.0) as jail:
+    with make(hostile.stochastic, *beasts, workers=workers, timeout_s=30.0) as jail:
         got = ask(jail, *names)
     assert [r.parts for r in got[::2]] == [r.parts for r in want]
     assert len({r.parts["score"] for r in want}) == len(want)
@@ -114,7 +114,7 @@ def test_output_is_kept_up_to_the_limit_and_the_rest_is_counted():
 
 
 def test_who_meets_a_hoarders_full_memory_is_run_again_in_a_new_process():
-    with make(hostile.hoards, memory_mb=300) as jail:
+    with make(hostile.hoards, memory_mb=300, timeout_s=30.0) as jail:
         results = ask(jail, *[hostile.hoards] * 20)
     assert [r.parts.get("score") for r in results] == [float(i) for i in range(20)]
 
@@ -148,9 +148,7 @@ def test_equal_keys_give_equal_random_numbers():
 
 def test_a_worker_cannot_signal_the_processes_that_guard_it():
     def assassin(value):
-        for victim in (1, -1):
-            with pytest.raises(PermissionError):
-                os.kill(victim, signal.SIGCONT)
+        os.kill(-1, signal.SIGCONT)
         os.kill(os.getppid(), signal.SIGKILL)
 
     landlocked = subprocess.run(
@@ -161,13 +159,23 @@ def test_a_worker_cannot_signal_the_processes_that_guard_it():
     )
     if landlocked.stdout.strip() != "True":
         pytest.skip("this kernel cannot scope signals (Landlock ABI 6, Linux 6.12)")
+    witness = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    witness.send_signal(signal.SIGSTOP)
+    assert eventually(lambda: state_of(witness.pid) == "T")
     with make(assassin) as jail:
         nursery = nursery_of(jail)
-        assassin, after = ask(jail, assassin, "innocent")
+        failed, after = ask(jail, assassin, "innocent")
         assert nursery_of(jail) == nursery
-    assert assassin.failure is not None
-    assert assassin.failure.detail.startswith("PermissionError")
+    assert failed.failure is not None
+    assert failed.failure.detail.startswith("PermissionError")
     assert after.parts == {"score": 1.0}
+    assert state_of(witness.pid) == "T"
+    witness.kill()
+    witness.wait()
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def nursery_of(jail: Jail) -> int:
@@ -181,7 +189,7 @@ def nap(value):
 
 
 def test_a_nursery_that_is_killed_is_replaced_and_no_result_is_lost():
-    with make(nap, workers=2) as jail:
+    with make(nap, workers=2, timeout_s=30.0) as jail:
 
         async def murder():
             under_way = asyncio.ensure_future(jail.call_many(calls(*[nap] * 40)))
@@ -200,7 +208,7 @@ def test_a_nursery_that_is_killed_is_replaced_and_no_result_is_lost():
 
 
 def test_a_stopped_nursery_is_noticed_and_replaced():
-    with make(nap, patience_s=0.5) as jail:
+    with make(nap, patience_s=0.5, timeout_s=30.0) as jail:
         os.kill(nursery_of(jail), signal.SIGSTOP)
         assert [r.parts["score"] for r in ask(jail, nap, nap)] == [0.0, 1.0]
 
@@ -222,7 +230,7 @@ def test_the_call_that_kills_the_nursery_whenever_it_runs_is_found(tmp_path):
                 os.kill(int(pid), signal.SIGKILL)
         return under_way.result()
 
-    with make(killer, nap, workers=2) as jail:
+    with make(killer, nap, workers=2, timeout_s=30.0) as jail:
         results = asyncio.run(serve(jail, [nap, nap, nap, killer, nap, nap, killer, nap]))
     blamed = [i for i, r in enumerate(results) if r.failure]
     assert blamed == [3, 6]
@@ -238,7 +246,7 @@ def test_calls_of_several_tasks_run_side_by_side_and_a_cancelled_one_harms_nobod
         many = await asyncio.gather(*(jail.call_many(calls(nap, "innocent")) for _ in range(10)))
         return [[r.parts["score"] for r in results] for results in many]
 
-    with make(nap, workers=2) as jail:
+    with make(nap, workers=2, timeout_s=30.0) as jail:
         assert asyncio.run(crowd(jail)) == [[0.0, 1.0]] * 10
 
 

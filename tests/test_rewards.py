@@ -8,6 +8,8 @@ import sys
 from fractions import Fraction
 
 import pytest
+import reasoning_gym
+import whet.rewards.math  # noqa: F401  imported here once, or every test's jail would import sympy anew
 from hypothesis import given
 from hypothesis import strategies as st
 from whet.config.schema import Guard, Reward
@@ -156,8 +158,6 @@ def test_reasoning_gym_pays_for_exactly_1_only():
 
 
 def test_rows_the_package_makes_are_judged_by_their_own_verifier():
-    import reasoning_gym
-
     for name in ("spell_backward", "chain_sum", "leg_counting", "countdown"):
         entry = reasoning_gym.create_dataset(name, size=1, seed=3)[0]
         t = task(entry["answer"], extra={"entry": entry})

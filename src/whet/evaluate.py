@@ -15,10 +15,12 @@ Play = Callable[[list[Task]], Awaitable[list[Group]]]
 
 
 async def evaluate(
-    play: Play, tasks: list[Task], rewards: RewardSet, *, cfg: Eval
+    play: Play, tasks: list[Task], rewards: RewardSet, *, cfg: Eval, at_once: int
 ) -> tuple[Metrics, list[Group]]:
-    """Ask the present policy every held-out task `cfg.samples` times and score the replies."""
-    groups = await score(await play(tasks), rewards)
+    """Ask the present policy every held-out task `cfg.samples` times, `at_once` tasks together; score the replies."""
+    groups: list[Group] = []
+    for begin in range(0, len(tasks), at_once):
+        groups += await score(await play(tasks[begin : begin + at_once]), rewards)
     return accuracy(groups, success=cfg.success, reward=cfg.reward), groups
 
 

@@ -1,4 +1,4 @@
-"""What cannot work in a stage, and keys that were set but can have no effect. Words only; nothing is decided here."""
+"""What cannot work in a stage, and keys that were set but can have no effect. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whet.config.keys import Path, dotted
 from whet.config.recipes import RECIPES, Resolved, resolve
 from whet.config.schema import Algorithm, Config, SamplingConfig, Schedule, Source
 from whet.config.sizes import shape
-from whet.config.tree import get, leaves
+from whet.config.tree import STAGE_SECTIONS, get, leaves
 from whet.types import ConfigError, Json
 
 Problem = tuple[str, str]
@@ -30,7 +30,7 @@ def hard_problems(cfg: Config) -> list[Problem]:
 
 
 def _algorithm(cfg: Algorithm) -> tuple[Resolved | None, list[Problem]]:
-    """The algorithm; where its keys do not fit together, the recipe alone, so that the other checks can go on."""
+    """The algorithm; where its keys do not fit together, the recipe alone, so that other checks can go on."""
     try:
         return resolve(cfg), []
     except ConfigError as e:
@@ -131,7 +131,8 @@ def _model(cfg: Config) -> Iterator[Problem]:
         fix = f"raise {limit} or lower" if s else "lower"
         yield (
             "data.max_prompt_tokens",
-            f"{cfg.data.max_prompt_tokens} prompt tokens + {reply} reply tokens (sampling.max_tokens) = {longest}, but "
+            f"{cfg.data.max_prompt_tokens} prompt tokens + {reply} reply tokens (sampling.max_tokens) = "
+            f"{longest}, but "
             f"{limit} is {found.max_positions}; {fix} one of the two",
         )
 
@@ -184,8 +185,8 @@ def _learning(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
     if size == 1 and name in GROUP_BASELINES:
         yield (
             "rollout.group_size",
-            f"1 leaves advantage={name} nothing to compare a rollout with: every advantage would be 0; set it to 2 or "
-            "more (8 is usual), or use algorithm.name=reinforce or ppo",
+            f"1 leaves advantage={name} nothing to compare a rollout with, every advantage would be 0: set "
+            "it to 2 or more (8 is usual), or use algorithm.name=reinforce or ppo",
         )
     if size == 1 and algorithm.drop_uniform_groups:
         yield (
@@ -200,7 +201,8 @@ def _learning(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
     if algorithm.needs_critic and cfg.train.steps and cfg.critic.warmup_steps >= cfg.train.steps:
         yield (
             "critic.warmup_steps",
-            f"{cfg.critic.warmup_steps} steps of critic warm-up leave none of train.steps={cfg.train.steps} to the policy",
+            f"{cfg.critic.warmup_steps} steps for the critic alone leave none of train.steps={cfg.train.steps} to "
+            "the policy",
         )
 
 
@@ -208,7 +210,7 @@ def _rewards(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
     if not cfg.rewards and algorithm.kind == "online":
         yield (
             "rewards",
-            f"algorithm.name={algorithm.name} learns from rewards: give at least one, e.g. rewards.answer.function=exact",
+            f"algorithm.name={algorithm.name} needs rewards: give one, e.g. rewards.answer.function=exact",
         )
     elif not cfg.rewards and evaluates(cfg):
         yield "rewards", "evaluation judges replies by rewards: give at least one, or leave data.eval out"
@@ -222,7 +224,8 @@ def _rewards(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
     if evaluates(cfg) and cfg.eval.samples > 1 and eval_sampling(cfg).temperature == 0:
         yield (
             "eval.samples",
-            f"{cfg.eval.samples} greedy replies to a task are all the same; set eval.sampling.temperature, or samples to 1",
+            f"{cfg.eval.samples} greedy replies to a task are all the same; set eval.sampling.temperature, or "
+            "eval.samples to 1",
         )
     if cfg.data.eval and not evaluates(cfg):
         yield "data.eval", "is never used: eval.every is 0 and at_start and at_end are false"
@@ -235,12 +238,12 @@ Rule = tuple[str, str]
 
 
 def unused(tree: Mapping[str, Json], stages: Sequence[Config]) -> list[tuple[Path, str]]:
-    """Keys set in a config (its plain values) that no stage reads: a stage's own, and the base's that none inherits."""
+    """Keys set in a config (its plain values) that no stage reads, those of a stage in that stage."""
     idle = [dict(_idle(cfg)) for cfg in stages]
-    given: list[dict[str, Json]] = tree.get("stages") or [{}]
+    given = [{k: v for k, v in stage.items() if k != "name"} for stage in tree.get("stages") or [{}]]
     out: list[tuple[Path, str]] = []
     for n, stage in enumerate(given):
-        own = leaves({k: v for k, v in stage.items() if k != "name"})
+        own = leaves(stage)
         out += [
             (("stages", n, *path), why) for path, value in own if (why := _why_idle(path, value, idle[n]))
         ]
@@ -258,6 +261,8 @@ def unused(tree: Mapping[str, Json], stages: Sequence[Config]) -> list[tuple[Pat
 
 def _replaced(path: Path, tree: Mapping[str, Json], stage: Mapping[str, Json]) -> bool:
     """Whether a stage puts its own value over a path of the base."""
+    if path[0] not in STAGE_SECTIONS:
+        return False
     for n in range(1, len(path) + 1):
         mine = get(dict(stage), path[:n])
         if mine is not None and (n == len(path) or not isinstance(mine, dict)):
@@ -279,8 +284,8 @@ def _why_idle(path: Path, value: Json, rules: Mapping[str, str]) -> str:
 
 def _idle(cfg: Config) -> Iterator[Rule]:
     """Keys that nothing reads in this stage."""
-    algorithm, _ = _algorithm(cfg.algorithm)
-    if algorithm is None:
+    algorithm, problems = _algorithm(cfg.algorithm)
+    if algorithm is None or problems:
         return
     online, looks = algorithm.kind == "online", evaluates(cfg)
     if not algorithm.needs_critic:

@@ -32,7 +32,7 @@ def facts(plan: Plan) -> dict[str, str]:
         "steps": f"{plan.steps}" if known else "epochs x rows / tasks per step; the rows are not read yet",
         "batch": arithmetic(plan),
         "optimizer steps": _optimizer_steps(plan) if known else f"{plan.updates_per_step} a step",
-        "sequence": f"{plan.prompt_tokens} prompt + {plan.reply_tokens} reply = {plan.max_sequence_tokens} tokens at most",
+        "longest rollout": f"{plan.prompt_tokens} prompt + {plan.reply_tokens} reply = {plan.max_sequence_tokens} tokens",
         "models": ", ".join(
             ["policy"] + ["reference"] * plan.needs_reference + ["critic"] * plan.needs_critic
         ),
@@ -108,7 +108,8 @@ def _disk(plan: Plan) -> str:
     if plan.checkpoint_bytes is None:
         return f"{plan.keep} checkpoints kept"
     whole = plan.keep * plan.checkpoint_bytes
-    return f"{_many(plan.keep, 'checkpoint')} kept x {size(plan.checkpoint_bytes)} = {size(whole)}, one more while writing"
+    kept = f"{_many(plan.keep, 'checkpoint')} kept x {size(plan.checkpoint_bytes)} = {size(whole)}"
+    return f"{kept}, and one in writing"
 
 
 def notes(plans: Sequence[Plan]) -> list[str]:

@@ -13,20 +13,22 @@ INTRO = """\
 
 Made from `src/whet/config/schema.py` by `python -m whet.config.docs`; `whet explain KEY` prints the same.
 
-A config is a YAML, JSON or TOML file. What it does not say has the default below. `null` means that the value is
-derived; `whet plan FILE` prints what it became.
+A config is a YAML, JSON or TOML file. What it does not say has the default below. `null` means that the value
+is derived; `whet plan FILE` prints what it became.
 
-- **Booleans** are `true` and `false` (YAML 1.2): `off`, `yes` and `on` are text. `1e-6` is a number. `"8"` is text and
-  is refused where a number is expected. A key given twice is refused.
-- **Overrides** follow the file on the command line: `train.steps=5`, `data.eval.0.limit=10`, `stages.sft.train.steps=5`.
-  The value is YAML: `rollout.sampling.stop=["###"]`. Sections are merged, lists are replaced.
+- **Booleans** are `true` and `false` (YAML 1.2): `off`, `yes` and `on` are text. `1e-6` is a number. `"8"` is
+  text and is refused where a number is expected. A key given twice is refused.
+- **Overrides** follow the file on the command line: `train.steps=5`, `data.eval.0.limit=10`,
+  `stages.sft.train.steps=5`. The value is YAML: `rollout.sampling.stop=["###"]`. Sections are merged, lists
+  replaced.
 - **References**: `${train.steps}` stands for another value, defaults included; `${oc.env:NAME,default}` for an
-  environment variable (text; `${oc.decode:${oc.env:NAME}}` makes a number of it); `\\${` for the characters themselves.
-- **Stages** run one after the other. A stage inherits the whole config, and its own keys are put over it. A stage that
-  names another `algorithm.name` does not inherit the other `algorithm` keys. References are resolved before that.
+  environment variable, as text (`${oc.decode:${oc.env:NAME}}` makes a number of it); `\\${` for the characters.
+- **Stages** run one after the other. A stage inherits the whole config, and its own keys are put over it.
+  A stage that names another `algorithm.name` does not inherit the other `algorithm` keys. References are resolved
+  before that.
 - **Paths** are relative to the directory in which the command runs.
-- **A key that can have no effect is refused**, with the reason: an unknown key, a critic's learning rate without a
-  critic, a group size for demonstrations.
+- **A key that can have no effect is refused**, with the reason: an unknown key, a critic's learning rate
+  without a critic, a group size for demonstrations.
 """
 
 
@@ -37,13 +39,11 @@ def markdown() -> str:
     for key in keys().values():
         if key.section and homes[key.section] == key.path:
             parts += [
-                f"{'#' * min(4, 1 + len(_home(key)))} `{dotted(_home(key))}`\n",
+                f"{'#' * (1 + len(key.path))} `{dotted(_home(key))}`\n",
                 f"{_text(key.section.__doc__)}\n",
             ]
-            also = [
-                dotted(k.path) for k in keys().values() if k.section is key.section and k.path != key.path
-            ]
-            also = [f"`{name}`" for name in also if not name.endswith(("[]", "<name>"))]
+            twins = [k for k in keys().values() if k.section is key.section and k.path != key.path]
+            also = [f"`{dotted(_home(k))}`" for k in twins if k.path[-1] != "*"]
             if also:
                 parts.append(f"The same keys: {', '.join(also)}.\n")
             parts.append(_table(_home(key), homes))

@@ -121,7 +121,7 @@ def _without_entries(path: keys.Path) -> Key | None:
 
 def _inside(key: Key) -> tuple[str, ...]:
     """The path under which a section's keys lie."""
-    return (*key.path, "*") if (*key.path, "*") in keys.keys() else key.path
+    return (*key.path, "*") if lookup((*key.path, "*")) else key.path
 
 
 def _source(key: Key) -> str:

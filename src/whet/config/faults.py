@@ -45,7 +45,7 @@ def _fault(tree: Json, detail: ErrorDetails) -> Fault:
 
 
 def mismatch(value: Json, path: Path) -> str:
-    """'got "8", expected a whole number >= 1 (rollouts of one task); ...' for a value that a key cannot have."""
+    """What is wrong with a value: 'got "8", expected a whole number >= 1 (rollouts of one task); write 8'."""
     return f"got {shown(value)}, expected {_expected(path)}{_hint(value, path)}"
 
 
@@ -87,7 +87,7 @@ def _text_hint(value: str, wanted: set[Any], choices: list[str]) -> str:
     number = scalar(value.strip().replace("_", "").replace(",", ""))
     if isinstance(number, int | float) and not isinstance(number, bool) and wanted & {int, float}:
         bare = int(number) if int in wanted and float(number).is_integer() else number
-        return f"; this is text: write {bare} without quotes (from the environment: ${{oc.decode:${{oc.env:NAME}}}})"
+        return f"; this is text: write {bare} without quotes (from the environment: ${{oc.decode:...}})"
     if bool in wanted or choices == ["on", "off"]:
         word = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(value.lower(), value.lower())
         return f"; write {word} without quotes" if word in ("true", "false") else ""

@@ -1,4 +1,4 @@
-"""`${...}` in a config: OmegaConf's references and `${oc.env:VAR,default}`, every failure reported at its place."""
+"""`${...}` in a config: OmegaConf's references and `${oc.env:VAR,default}`, failures by their place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whet.types import Json
 def interpolate(tree: dict[str, Json], defaults: dict[str, Json]) -> tuple[dict[str, Json], dict[Path, str]]:
     """The tree with every `${...}` replaced, and what went wrong by path (the value there is then None).
 
-    `defaults` can be referred to but do not enter the result. '???' is OmegaConf's mark of a value that must be given.
+    `defaults` can be referred to but do not enter the result. '???' marks a value that must be given.
     """
     wrong: dict[Path, str] = {}
     if not any(isinstance(v, str) and ("${" in v or v == "???") for _, v in leaves(tree)):

@@ -1,4 +1,4 @@
-"""The schema as a flat list of keys: look one up, say its type in words, find what a wrong one was meant to be.
+"""The schema as a flat list of keys: look one up, say its type in words, guess what a wrong one should be.
 
 A path is a tuple of names; `*` stands for a list index or a name that the user chose
 (`data.train.*.path`, `rewards.*.weight`). What stands in a stage has the path it has in the base config.

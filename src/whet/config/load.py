@@ -1,8 +1,8 @@
-"""A config file -> `Config`: YAML or TOML, overrides, `${...}`, stages; every problem at once, each with its line.
+"""A config file -> `Config`: YAML or TOML, overrides, `${...}`, stages; every problem at once, with its line.
 
-Later wins: the schema's defaults, the file, `values` from Python, overrides `key.path=value`. Dicts are merged, lists
-are replaced. `${...}` (OmegaConf: `${train.steps}`, `${oc.env:VAR,default}`) is resolved once, in the config as
-written, defaults included; then each stage is put over the base. A stage that names another recipe
+Later wins: the schema's defaults, the file, `values` from Python, overrides `key.path=value`. Dicts are
+merged, lists are replaced. `${...}` (OmegaConf: `${train.steps}`, `${oc.env:VAR,default}`) is resolved once, in
+the config as written, defaults included; then each stage is put over the base. A stage that names another recipe
 (`algorithm.name`) starts from that recipe alone: the base's other algorithm keys belong to the base's recipe.
 Relative paths in a config mean: relative to the directory in which the command runs.
 """
@@ -40,7 +40,7 @@ class Loaded:
     origins: Mapping[keys.Path, str]
 
     def where(self, key: str) -> str:
-        """'file.yaml:12', 'override train.steps=5' or 'values'; of the section around a key that is not given; or ''."""
+        """'file.yaml:12', 'override train.steps=5', 'values' or ''; of its section if the key is not given."""
         return tree.origin(self.origins, tree.path_of(key, self.names))
 
 
@@ -75,7 +75,7 @@ def stage_names(config: Config) -> tuple[str, ...]:
 
 
 def stage_configs(config: Config) -> tuple[Config, ...]:
-    """The whole config of each stage, the base with the stage's keys over it; without stages the config itself."""
+    """The whole config of each stage, the stage's keys over the base; without stages the config itself."""
     if not config.stages:
         return (config,)
     base = config.model_dump(mode="json", exclude_unset=True)

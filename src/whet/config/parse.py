@@ -68,7 +68,8 @@ def plain(value: object, path: Path = ()) -> Json:
     if isinstance(value, PurePath | date | time):
         return str(value)
     raise ConfigError(
-        f"{dotted(path)}: got a {type(value).__name__}; a config holds mappings, lists, text, numbers, true, false and null."
+        f"{dotted(path)}: got a {type(value).__name__}; a config holds mappings, lists, text, numbers, booleans "
+        "and None."
     )
 
 
@@ -113,7 +114,8 @@ def _value(node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tuple
         return [
             _value(child, (*path, n), out, text=text, inside=inside) for n, child in enumerate(node.value)
         ]
-    return scalar(node.value) if node.style in (None, "") else node.value
+    quoted = isinstance(node, yaml.ScalarNode) and node.style
+    return node.value if quoted else scalar(node.value)
 
 
 def _mapping(node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tuple[yaml.Node, ...]) -> Json:
@@ -158,7 +160,7 @@ def _toml(text: str) -> Parsed:
 
 
 def _toml_lines(text: str, out: Parsed) -> None:
-    """tomllib tells no lines, so they are read off the table heads and `key =`; the first place found counts."""
+    """tomllib tells no lines: they are read off the table heads and `key =`; the first place found counts."""
     table: Path = ()
     counts: dict[Path, int] = {}
     for number, line in enumerate(text.splitlines(), 1):

@@ -141,7 +141,7 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int | None:
-        """Disk for one checkpoint: weights and moments of every model that learns, and a reference of the run's own."""
+        """Disk for one checkpoint: weights and moments of all that learns, and the run's own reference."""
         if self.shape is None or self.shape.parameters is None:
             return None
         count = self.shape.parameters
@@ -169,8 +169,8 @@ def plan(cfg: Config, *, rows: int | None = None, name: str = "main") -> Plan:
 def plans(run: Loaded | Config, *, rows: Mapping[str, int] | None = None) -> tuple[Plan, ...]:
     """The plans of all stages, or one ConfigError with every problem of every stage.
 
-    Beside what cannot work, keys are refused that were set and can have no effect. With a `Loaded` every problem
-    has its file and line. rows: training rows of one epoch, by stage name.
+    Beside what cannot work, keys are refused that were set and can have no effect. With a `Loaded` each has its
+    file and line. rows: training rows of one epoch, by stage name.
     """
     loaded = run if isinstance(run, Loaded) else None
     config = run.config if isinstance(run, Loaded) else run
@@ -187,7 +187,7 @@ def plans(run: Loaded | Config, *, rows: Mapping[str, int] | None = None) -> tup
 
 
 def _problems(config: Config, stages: Mapping[str, Config]) -> Iterator[tuple[str, str]]:
-    """(key, text): what is wrong in all stages once, what is wrong in some by stage, then what has no effect."""
+    """(key, text): what is wrong in all stages once, what is wrong in some by stage, what has no effect."""
     found: dict[tuple[str, str], list[str]] = {}
     for name, cfg in stages.items():
         for problem in hard_problems(cfg):
@@ -250,15 +250,15 @@ def _checked(plan: Plan) -> Plan:
     problems = []
     if plan.total_steps is not None and plan.warmup_steps > max(plan.optimizer_steps, 0):
         problems.append(
-            f"train.optimizer.schedule.warmup_steps: {plan.warmup_steps} is more than the {plan.optimizer_steps} optimizer "
-            f"steps of the stage, so the full learning rate is never reached"
+            f"train.optimizer.schedule.warmup_steps: {plan.warmup_steps} is more than the stage's "
+            f"{plan.optimizer_steps} optimizer steps, so the full learning rate is never reached"
         )
     if plan.generates and plan.kv_cache_mb is not None and plan.shape is not None:
         one = plan.shape.kv_bytes(rows=1, tokens=plan.max_sequence_tokens, dtype=plan.dtype)
         if one > plan.kv_cache_mb * 2**20:
             problems.append(
-                f"machine.kv_cache_mb: {plan.kv_cache_mb} MiB does not hold one rollout of {plan.max_sequence_tokens} "
-                f"tokens, which takes {math.ceil(one / 2**20)} MiB"
+                f"machine.kv_cache_mb: {plan.kv_cache_mb} MiB does not hold one rollout of "
+                f"{plan.max_sequence_tokens} tokens, which takes {math.ceil(one / 2**20)} MiB"
             )
     if problems:
         raise ConfigError(listing([("", p) for p in problems], f"stage '{plan.name}'"))

@@ -39,7 +39,7 @@ class Shape:
 
 
 def shape(model: Model, tokenizer: Tokenizer) -> Shape | None:
-    """The policy's shape; None if its folder is not on this machine. ConfigError if the folder holds no model."""
+    """The policy's shape; None if its folder is not on this machine. ConfigError if it holds no model."""
     if model.scratch is not None:
         return scratch_shape(model.scratch, vocab_size=_vocab_size(tokenizer))
     folder = Path(model.path or "").expanduser()
@@ -49,7 +49,7 @@ def shape(model: Model, tokenizer: Tokenizer) -> Shape | None:
 
 
 def scratch_shape(cfg: Scratch, *, vocab_size: int | None) -> Shape:
-    """The shape of a model from scratch; the same count as its modules' parameters, a tied one counted once."""
+    """The shape of a model from scratch; a tied embedding counts once. vocab_size: rows of the embedding."""
     head_dim = cfg.head_dim or cfg.hidden_size // cfg.heads
     kv_heads = cfg.kv_heads or cfg.heads
     count = None
@@ -138,7 +138,7 @@ def _json(file: Path) -> dict[str, Json]:
 
 
 def _count(folder: Path) -> int | None:
-    """Parameters in the safetensors files, by their heads: 8 bytes of length, then JSON (no weights are read)."""
+    """Parameters in the safetensors files, by their heads (8 bytes of length, then JSON)."""
     files = sorted(folder.glob("*.safetensors"))
     total = 0
     for file in files:

@@ -32,17 +32,15 @@ def leaves(tree: Json, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def get(tree: Json, path: Path) -> Json:
     """The value at a path; None where there is none."""
     for part in path:
-        if (isinstance(tree, dict) and part in tree) or (
-            isinstance(tree, list) and isinstance(part, int) and part < len(tree)
-        ):
-            tree = tree[part]
+        if isinstance(part, int):
+            tree = tree[part] if isinstance(tree, list) and part < len(tree) else None
         else:
-            return None
+            tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
 
 
 def stage_tree(base: Mapping[str, Json], stage: Mapping[str, Json]) -> dict[str, Json]:
-    """One stage's whole config. A stage with another recipe does not inherit the keys of the base's recipe."""
+    """One stage's whole config. A stage with another recipe does not inherit the other algorithm keys."""
     out = {k: v for k, v in base.items() if k != "stages"}
     default = Algorithm.model_fields["name"].default
     inherited = get(out, ("algorithm", "name")) or default
@@ -58,7 +56,7 @@ def stage_names(tree: Mapping[str, Json]) -> list[str]:
 
 
 def path_of(key: str, stages: Sequence[str]) -> Path:
-    """`data.eval.0.limit`, `data.eval[0].limit`, `stages.sft.train.steps` as a path, list indexes as numbers."""
+    """`data.eval.0.limit`, `data.eval[0].limit` or `stages.sft.train.steps` as a path, indexes as numbers."""
     path: Path = ()
     for part in re.sub(r"\[(\d+)\]", r".\1", key).split("."):
         if path == ("stages",) and part in stages:
@@ -76,7 +74,7 @@ def _is_list(path: Path) -> bool:
 
 
 def origin(origins: Mapping[Path, str], path: Path) -> str:
-    """Where a value, or the nearest section around it, was given; '' if nowhere. A stage's falls back to the base's."""
+    """Where a value, or the nearest section around it, was given; '' if nowhere."""
     in_stage = len(path) > 2 and path[0] == "stages"
     for n in range(len(path), 2 if in_stage else 0, -1):
         if path[:n] in origins:

@@ -71,7 +71,9 @@ def _load(name: str, reward: schema.Reward, given: RewardFunction | None) -> Cal
     function = given
     if function is None:
         what = f"reward {name!r}: function"
-        function = load_object(find(BUILTIN, reward.function, what=what), what=what)
+        table: Mapping[str, str | RewardFunction] = BUILTIN
+        found = find(table, reward.function, what=what)
+        function = load_object(found, what=what) if isinstance(found, str) else found
     return bind(function, reward.arguments, name=name)
 
 

@@ -20,7 +20,7 @@ HELD_OUT = "eval/accuracy"
 LOSS = "train/loss"
 """The loss; the headline where nothing is rewarded (SFT, DPO)."""
 FAILED = "rollout/failed_count"
-"""Rollouts of a step that have no reward."""
+"""Rollouts of a step that could not be finished or scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _lengths(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def _failures(rollouts: Sequence[Rollout]) -> Metrics:
-    failed = [r for r in rollouts if r.reward is None]
+    failed = [r for r in rollouts if r.error is not None]
     out: Metrics = {FAILED: len(failed)}
     for reason, count in sorted(Counter(reason_of(r.error) for r in failed).items()):
         out[f"rollout/failed/{reason}_count"] = count
