@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
 import random
+import re
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -113,8 +116,6 @@ def endless_loop(value):
 
 
 def endless_regex(value):
-    import re
-
     re.match(r"(a+)+$", "a" * 60 + "b")
 
 
@@ -130,10 +131,8 @@ def swallows_everything(value):
     for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while True:
-        try:
+        with contextlib.suppress(BaseException):
             time.sleep(1000)
-        except BaseException:
-            pass
 
 
 def allocates_10_gb(value):
@@ -331,32 +330,24 @@ def moves_house(value):
 
 def scribbles_on_channels(value):
     for fd in range(3, 200):
-        try:
+        with contextlib.suppress(OSError):
             os.write(fd, b"garbage " * 20)
-        except OSError:
-            pass
     return value
 
 
 def scribbles_empty_messages(value):
     for fd in range(3, 200):
-        try:
+        with contextlib.suppress(OSError):
             os.write(fd, bytes(4096))
-        except OSError:
-            pass
     return value
 
 
 def forges_nonsense(value):
     """A well-formed message with another call's number."""
-    import struct
-
     body = b'{"parts": {"score": 1e999}, "fit": true}'
     for fd in range(3, 200):
-        try:
+        with contextlib.suppress(OSError):
             os.write(fd, struct.pack("!QI", 1, len(body)) + body)
-        except OSError:
-            pass
     return value
 
 

@@ -10,6 +10,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from whet.guard.ledger import Ledger
 from whet.guard.watch import Watch, wait
 from whet.types import WhetError
@@ -49,7 +50,11 @@ def test_a_lost_rollout_and_one_too_many_are_found():
         ledger.trained(-1)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["asked", "trained", "rejected", "failed", "end"]), st.integers(0, 99))))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["asked", "trained", "rejected", "failed", "end"]), st.integers(0, 99))
+    )
+)
 def test_a_ledger_from_its_state_goes_on_as_the_same(events):
     def play(ledger: Ledger, events) -> list:
         seen = []
@@ -102,7 +107,9 @@ def test_wait_names_owner_and_cause_logs_stacks_and_cancels(caplog):
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
-    reports = [r.getMessage() for r in caplog.records if "waiting for room by buffer since 0." in r.getMessage()]
+    reports = [
+        r.getMessage() for r in caplog.records if "waiting for room by buffer since 0." in r.getMessage()
+    ]
     assert len(reports) >= 2
     assert "never_ending_business" in reports[0]
     assert seen == ["cancelled"]

@@ -160,7 +160,9 @@ def test_sampled_first_token_is_refused() -> None:
 
 def _row(prompt: list[int]) -> st.SearchStrategy[Row]:
     reply = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1)), max_size=5)
-    return reply.map(lambda pairs: (prompt + [t for t, _ in pairs], [0] * len(prompt) + [m for _, m in pairs]))
+    return reply.map(
+        lambda pairs: (prompt + [t for t, _ in pairs], [0] * len(prompt) + [m for _, m in pairs])
+    )
 
 
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=3)

@@ -1,17 +1,19 @@
-"""Rewards: what each built-in pays, by hand; how they are bound, weighted and, when they fail, left unscored."""
+"""Rewards: what each built-in pays, by hand; how they are bound and weighted; what fails is left unscored."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
 import sys
 from fractions import Fraction
 
 import pytest
 import reasoning_gym
-import whet.rewards.math  # noqa: F401  imported here once, or every test's jail would import sympy anew
 from hypothesis import given
 from hypothesis import strategies as st
+
+import whet.rewards.math  # noqa: F401  imported here once, or every test's jail would import sympy anew
 from whet.config.schema import Guard, Reward
 from whet.rewards import builtin
 from whet.rewards.bind import bind, pack_rollout, pack_task
@@ -62,16 +64,36 @@ def test_exact():
 
 @pytest.mark.parametrize("answer", ["C", "c", "(C)", 2])
 def test_choice(answer):
-    right = ["C", "(C)", "c.", "C) because", "The answer is C.", "Answer: (C)", r"so \boxed{C}", r"\boxed{\text{C}}",
-             "the answer is B. No, the answer is C", "**Answer: C**", r"the answer is A, \boxed{C}"]  # fmt: skip
-    wrong = ["", "B", "Cats are nice", "A cat", "the answer is B", "the answer is Canada", r"\boxed{B}, answer: C"]
+    right = ["C", "(C)", "c.", "C) because", "The answer is C.", "Answer: (C)", "**Answer: C**"]
+    right += [
+        r"so \boxed{C}",
+        r"\boxed{\text{C}}",
+        r"the answer is A, \boxed{C}",
+        "answer is B. No, answer is C",
+    ]
+    wrong = [
+        "",
+        "B",
+        "Cats are nice",
+        "A cat",
+        "the answer is B",
+        "the answer is Canada",
+        r"\boxed{B}, answer: C",
+    ]
     assert pay("choice", task(answer), *right) == [1] * len(right)
     assert pay("choice", task(answer), *wrong) == [0] * len(wrong)
 
 
 def test_number():
     t = task("1234")
-    right = ["#### 1234", "a\n####1,234.", "#### $1,234.00", "#### 5 no: #### 1234", "#### 1234\nNext: 7", "#### +1234"]
+    right = [
+        "#### 1234",
+        "a\n####1,234.",
+        "#### $1,234.00",
+        "#### 5 no: #### 1234",
+        "#### 1234\nNext: 7",
+        "#### +1234",
+    ]
     wrong = ["1234", "#### 12345", "#### -1234", "#### x 1234", "#### 1234 #### 5", "", "####"]
     assert pay("number", t, *right) == [1] * len(right)
     assert pay("number", t, *wrong) == [0] * len(wrong)
@@ -83,14 +105,28 @@ def test_number():
 @given(st.integers(-(10**30), 10**30), st.integers(0, 3))
 def test_number_reads_what_python_writes(n, zeros):
     written = f"{n:,}" + ("." + "0" * zeros if zeros else "")
-    assert builtin.number(f"so\n#### {written}", task(str(n))) == 1.0
-    assert builtin.number(f"so\n#### {n + 1}", task(str(n))) == 0.0
+    assert builtin.number(f"so\n#### {written}", task(str(n))) == {"score": 1.0, "answer": str(n)}
+    assert builtin.number(f"so\n#### {n + 1}", task(str(n))) == {"score": 0.0, "answer": str(n + 1)}
 
 
 def test_math():
     t = task(r"\frac{1}{2}")
-    right = [r"\boxed{0.5}", r"thus $x = \frac12$: \boxed{\frac{2}{4}}", r"\boxed{3} no \boxed{1/2}", "0.5", "$1/2$"]
-    wrong = [r"\boxed{2}", r"\boxed{1/2} no \boxed{3}", "none", "", r"\boxed{", r"\boxed{\frac{}{}}"]
+    right = [
+        r"\boxed{0.5}",
+        r"thus $x = \frac12$: \boxed{\frac{2}{4}}",
+        r"\boxed{3} no \boxed{1/2}",
+        "0.5",
+        "$1/2$",
+    ]
+    wrong = [
+        r"\boxed{10^{9000}}",
+        r"\boxed{2}",
+        r"\boxed{1/2} no \boxed{3}",
+        "none",
+        "",
+        r"\boxed{",
+        r"\boxed{\frac{}{}}",
+    ]
     assert pay("math", t, *right) == [1] * len(right)
     assert pay("math", t, *wrong) == [0] * len(wrong)
     assert pay("math", t, "0.5", r"\boxed{0.5}", boxed=True) == [0, 1]
@@ -144,7 +180,11 @@ def test_overlong_is_eq_13_of_dapo():
 
 
 def gym_task() -> Task:
-    entry = {"question": "?", "answer": "olleh", "metadata": {"source_dataset": "spell_backward", "word": "hello"}}
+    entry = {
+        "question": "?",
+        "answer": "olleh",
+        "metadata": {"source_dataset": "spell_backward", "word": "hello"},
+    }
     return task("olleh", extra={"entry": entry})
 
 
@@ -183,11 +223,37 @@ def test_heavy_packages_stay_out_of_the_run():
         assert "reasoning_gym as" not in text
 
 
+def test_equal_answers_are_found_in_an_equal_form():
+    def answers(function, t, *texts):
+        (g,) = run(
+            [group(t, *texts)], {"f": Reward(function="format", arguments={"pattern": ".*"}), "r": function}
+        )
+        return [r.answer for r in g.rollouts]
+
+    number, choice, exact, math = (Reward(function=f) for f in ("number", "choice", "exact", "math"))
+    assert answers(number, task("5"), "#### 1,000.50", "#### $1000.5", "#### -0", "5") == [
+        "1000.5",
+        "1000.5",
+        "0",
+        None,
+    ]
+    assert answers(choice, task("A"), "(b)", "answer is B", "no") == ["B", "B", None]
+    assert answers(exact, task("x"), " y\n") == ["y"]
+    assert answers(math, task("1"), r"\boxed{0.5}", r"so \boxed{\frac{2}{4}}", "?") == ["1/2", "1/2", None]
+    assert answers(Reward(function="reasoning_gym"), gym_task(), " olle\n") == ["olle"]
+
+
 # ---------------------------------------------------------------- binding
 
 
 def test_bind_gives_a_function_what_it_asks_for():
-    t = Task(uid=1, source="s", prompt=(Message("user", "hi"),), answer=[1, {"a": None}], extra={"extra_info": {"k": 2}})
+    t = Task(
+        uid=1,
+        source="s",
+        prompt=(Message("user", "hi"),),
+        answer=[1, {"a": None}],
+        extra={"extra_info": {"k": 2}},
+    )
     packed, reply = pack_task(t), pack_rollout(rollout(t, "text", tokens=5))
     seen = {}
 
@@ -242,8 +308,6 @@ def test_errors_of_loading_reach_the_config(tmp_path):
             RewardSet.from_config({"mine": Reward(function=function)}, Guard())
     with pytest.raises(ConfigError, match="no argument 'ignorecase'"):
         RewardSet.from_config({"e": Reward(function="exact", arguments={"ignorecase": True})}, Guard())
-    with pytest.raises(ConfigError, match=r"\['ghost'\] have no entry"):
-        RewardSet.from_config({}, Guard(), {"ghost": lambda response, task: 1.0})
 
 
 # ---------------------------------------------------------------- combining
@@ -261,7 +325,12 @@ def test_rewards_are_weighted_and_their_raw_parts_kept():
     groups = [group(task("ab"), "ab", "abcd"), group(task("z"), "z")]
     got = run(groups, rewards, {"length": length}, workers=2)
     assert [[r.reward for r in g.rollouts] for g in got] == [[2 - 1.0, -2.0], [2 - 0.5]]
-    assert got[0].rollouts[1].reward_parts == {"exact": 0.0, "length": 4.0, "length/twice": 8.0, "watched": 0.0}
+    assert got[0].rollouts[1].reward_parts == {
+        "exact": 0.0,
+        "length": 4.0,
+        "length/twice": 8.0,
+        "watched": 0.0,
+    }
     assert [g.task for g in got] == [g.task for g in groups]
     assert [r.index for r in got[0].rollouts] == [0, 1]
 
@@ -301,8 +370,8 @@ def test_a_random_reward_is_the_same_again_whatever_else_is_scored():
 
 def test_user_code_is_imported_where_rewards_run_and_not_here(tmp_path, monkeypatch):
     (tmp_path / "whet_test_secret_reward.py").write_text(
-        "import os\nHERE = os.getpid()\n"
-        "def reward(response, task, offset=0):\n    return float(os.getpid() != %d) + offset\n" % __import__("os").getpid()
+        "import os\n"
+        f"def reward(response, task, offset=0):\n    return float(os.getpid() != {os.getpid()}) + offset\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     by_module = Reward(function="whet_test_secret_reward:reward")
@@ -320,13 +389,19 @@ def test_no_rewards_need_no_process():
 
 
 def test_columns_that_are_not_json_are_named():
-    with pytest.raises(DataError, match="task 4 of 'test'.*bytes"):
+    with pytest.raises(DataError, match=r"task 4 of 'test'.*bytes"):
         run([group(task(b"raw"), "x")], {"e": Reward(function="exact")})
 
 
 def test_too_many_failures_end_the_run_with_the_commonest_cause():
     t = task()
-    errors = [None, None, "reward a: timeout: no result in 1 s", "reward b: raised KeyError: 'k'", "reward b: raised KeyError: 'k'"]
+    errors = [
+        None,
+        None,
+        "reward a: timeout: no result in 1 s",
+        "reward b: raised KeyError: 'k'",
+        "reward b: raised KeyError: 'k'",
+    ]
     rollouts = tuple(rollout(t, "x", i).scored(None if e else 1.0, {}, e) for i, e in enumerate(errors))
     at = RewardSet({}, None, max_failure_rate=0.6)
     check_failures([Group(t, rollouts)], at)

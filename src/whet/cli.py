@@ -119,3 +119,7 @@ def main() -> None:
     except WhetError as e:
         typer.echo(f"whet: {e}", err=True)
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,9 @@ _ALWAYS = {
     # The tokenizers library starts its own thread pool, which a later fork (reward workers) would inherit
     # locked.
     "TOKENIZERS_PARALLELISM": "false",
+    # One console, ours: no progress bars and load reports between its lines.
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
     # Idle OpenMP threads sleep at once instead of spinning: two processes that spin on the same cores are
     # slower by up to ten times than two that sleep. Read when the OpenMP runtime is loaded, so before torch.
     "OMP_WAIT_POLICY": "PASSIVE",

@@ -201,8 +201,8 @@ def _learning(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
     if algorithm.needs_critic and cfg.train.steps and cfg.critic.warmup_steps >= cfg.train.steps:
         yield (
             "critic.warmup_steps",
-            f"{cfg.critic.warmup_steps} steps for the critic alone leave none of train.steps={cfg.train.steps} to "
-            "the policy",
+            f"{cfg.critic.warmup_steps} steps for the critic alone leave none of train.steps="
+            f"{cfg.train.steps} to the policy",
         )
 
 
@@ -224,8 +224,8 @@ def _rewards(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
     if evaluates(cfg) and cfg.eval.samples > 1 and eval_sampling(cfg).temperature == 0:
         yield (
             "eval.samples",
-            f"{cfg.eval.samples} greedy replies to a task are all the same; set eval.sampling.temperature, or "
-            "eval.samples to 1",
+            f"{cfg.eval.samples} greedy replies to a task are all the same; set eval.sampling.temperature, "
+            "or eval.samples to 1",
         )
     if cfg.data.eval and not evaluates(cfg):
         yield "data.eval", "is never used: eval.every is 0 and at_start and at_end are false"

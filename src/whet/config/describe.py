@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
-from rich.table import Table
+from whet.config.derived import Plan
 
-from whet.config.plan import Plan
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def describe(plans: Sequence[Plan]) -> RenderableType:
     """A column a stage: steps, batch arithmetic written out, models, memory, disk."""
+    # Every run imports this file; only `whet plan` needs rich's tables.
+    from rich.console import Group
+    from rich.table import Table
+
     table = Table(title="Plan", title_justify="left", show_lines=False, pad_edge=False)
     table.add_column("")
     for plan in plans:
@@ -32,7 +37,7 @@ def facts(plan: Plan) -> dict[str, str]:
         "steps": f"{plan.steps}" if known else "epochs x rows / tasks per step; the rows are not read yet",
         "batch": arithmetic(plan),
         "optimizer steps": _optimizer_steps(plan) if known else f"{plan.updates_per_step} a step",
-        "longest rollout": f"{plan.prompt_tokens} prompt + {plan.reply_tokens} reply = {plan.max_sequence_tokens} tokens",
+        "longest": f"{plan.prompt_tokens} prompt + {plan.reply_tokens} reply tokens",
         "models": ", ".join(
             ["policy"] + ["reference"] * plan.needs_reference + ["critic"] * plan.needs_critic
         ),

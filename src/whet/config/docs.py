@@ -21,11 +21,11 @@ is derived; `whet plan FILE` prints what it became.
 - **Overrides** follow the file on the command line: `train.steps=5`, `data.eval.0.limit=10`,
   `stages.sft.train.steps=5`. The value is YAML: `rollout.sampling.stop=["###"]`. Sections are merged, lists
   replaced.
-- **References**: `${train.steps}` stands for another value, defaults included; `${oc.env:NAME,default}` for an
-  environment variable, as text (`${oc.decode:${oc.env:NAME}}` makes a number of it); `\\${` for the characters.
+- **References**: `${train.steps}` stands for another value, defaults included; `${oc.env:NAME,default}` for
+  an environment variable, as text (`${oc.decode:${oc.env:NAME}}` makes a number of it); `\\${` for itself.
 - **Stages** run one after the other. A stage inherits the whole config, and its own keys are put over it.
-  A stage that names another `algorithm.name` does not inherit the other `algorithm` keys. References are resolved
-  before that.
+  A stage that names another `algorithm.name` does not inherit the other `algorithm` keys. References are
+  resolved before that.
 - **Paths** are relative to the directory in which the command runs.
 - **A key that can have no effect is refused**, with the reason: an unknown key, a critic's learning rate
   without a critic, a group size for demonstrations.

@@ -100,23 +100,22 @@ def first_sentence(key: Key) -> str:
 
 def _find(name: str) -> Key:
     """The key of a name, with or without the index or name that stands for an entry of a list or table."""
-    path = path_of(name, ())
-    found = lookup(path) or _without_entries(path)
+    path = path_of(name.replace("[]", ".*").replace("<name>", "*"), ())
+    found = lookup(_with_entries(path))
     if found is None:
-        first = next(n for n in range(1, len(path) + 1) if lookup(path[:n]) is None)
-        wrong = path[:first] if path[:first] else path
+        wrong = next(path[:n] for n in range(1, len(path) + 1) if lookup(_with_entries(path[:n])) is None)
         raise ConfigError(f"'{name}' is not a key{did_you_mean(wrong)}")
     return found
 
 
-def _without_entries(path: keys.Path) -> Key | None:
+def _with_entries(path: keys.Path) -> keys.Path:
     """`data.train.path` is meant as `data.train[].path`, `rewards.weight` as `rewards.<name>.weight`."""
     full: keys.Path = ()
     for part in path:
-        if lookup((*full, part)) is None and lookup((*full, "*")) is not None:
+        if part in keys.children((*full, "*")):
             full = (*full, "*")
         full = (*full, part)
-    return lookup(full)
+    return full
 
 
 def _inside(key: Key) -> tuple[str, ...]:

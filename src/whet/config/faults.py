@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from whet.config.keys import Path, did_you_mean, distance, dotted, keys, lookup
+from whet.config.keys import Path, did_you_mean, distance, dotted, lookup
 from whet.config.parse import scalar
 from whet.config.tree import get, stage_names
 from whet.types import Json
@@ -37,7 +37,7 @@ def faults(tree: Json, error: ValidationError) -> list[Fault]:
 def _fault(tree: Json, detail: ErrorDetails) -> Fault:
     loc, kind = detail["loc"], detail["type"]
     if kind == "extra_forbidden":
-        return Fault(loc, f"unknown key{_not_in_stage(loc) or did_you_mean(loc)}")
+        return Fault(loc, f"unknown key{did_you_mean(loc)}")
     if kind == "missing" and lookup(loc):
         return Fault(loc, f"must be given: {_expected(loc)}")
     path = max((loc[:n] for n in range(len(loc) + 1) if lookup(loc[:n])), key=len, default=loc)
@@ -47,12 +47,6 @@ def _fault(tree: Json, detail: ErrorDetails) -> Fault:
 def mismatch(value: Json, path: Path) -> str:
     """What is wrong with a value: 'got "8", expected a whole number >= 1 (rollouts of one task); write 8'."""
     return f"got {shown(value)}, expected {_expected(path)}{_hint(value, path)}"
-
-
-def _not_in_stage(path: Path) -> str:
-    if len(path) == 3 and path[0] == "stages" and (str(path[2]),) in keys():
-        return f"; {path[2]} cannot differ between stages, it belongs at the top level"
-    return ""
 
 
 def _expected(path: Path) -> str:

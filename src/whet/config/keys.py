@@ -151,11 +151,16 @@ def lookup(path: Iterable[str | int]) -> Key | None:
     for part in parts:
         if (*found, part) in keys():
             found = (*found, part)
-        elif (*found, "*") in keys():
+        elif (*found, "*") in keys() and (part.isdecimal() or not is_list(keys()[found])):
             found = (*found, "*")
         else:
             return None
     return keys().get(found)
+
+
+def is_list(key: Key) -> bool:
+    """Whether a key holds a list of sections (and not sections by name)."""
+    return get_origin(key.annotation) is tuple and key.section is not None
 
 
 def children(path: Iterable[str | int]) -> list[str]:
@@ -263,6 +268,8 @@ def did_you_mean(path: Iterable[str | int]) -> str:
     name = str(path[-1])
     if "." in name and lookup((*path[:-1], *name.split("."))):
         return "; in a file a dot does not lead into a section: write the sections one inside the other"
+    if len(path) == 3 and path[0] == "stages" and (name,) in keys():
+        return f"; {name} cannot differ between stages, it belongs at the top level"
     hits = suggest(path)
     if hits:
         return f"; did you mean {' or '.join(hits)}?"

@@ -1,9 +1,9 @@
 """A config file -> `Config`: YAML or TOML, overrides, `${...}`, stages; every problem at once, with its line.
 
 Later wins: the schema's defaults, the file, `values` from Python, overrides `key.path=value`. Dicts are
-merged, lists are replaced. `${...}` (OmegaConf: `${train.steps}`, `${oc.env:VAR,default}`) is resolved once, in
-the config as written, defaults included; then each stage is put over the base. A stage that names another recipe
-(`algorithm.name`) starts from that recipe alone: the base's other algorithm keys belong to the base's recipe.
+merged, lists are replaced. `${...}` (OmegaConf: `${train.steps}`, `${oc.env:VAR,default}`) is resolved once,
+in the config as written, defaults included; then each stage is put over the base. A stage that names another
+recipe (`algorithm.name`) starts from that recipe alone: the base's other algorithm keys belong to its own.
 Relative paths in a config mean: relative to the directory in which the command runs.
 """
 
@@ -40,7 +40,7 @@ class Loaded:
     origins: Mapping[keys.Path, str]
 
     def where(self, key: str) -> str:
-        """'file.yaml:12', 'override train.steps=5', 'values' or ''; of its section if the key is not given."""
+        """'file.yaml:12', 'override train.steps=5', 'values' or ''; its section's if it is not given."""
         return tree.origin(self.origins, tree.path_of(key, self.names))
 
 

@@ -68,8 +68,8 @@ def plain(value: object, path: Path = ()) -> Json:
     if isinstance(value, PurePath | date | time):
         return str(value)
     raise ConfigError(
-        f"{dotted(path)}: got a {type(value).__name__}; a config holds mappings, lists, text, numbers, booleans "
-        "and None."
+        f"{dotted(path)}: got a {type(value).__name__}; a config holds mappings, lists, text, numbers, "
+        "booleans and None."
     )
 
 

@@ -70,12 +70,12 @@ def path_of(key: str, stages: Sequence[str]) -> Path:
 
 def _is_list(path: Path) -> bool:
     key = lookup(path)
-    return key is not None and "a list" in key.words.partition(",")[0] and path[-1] != "*"
+    return key is not None and "a list" in key.words
 
 
 def origin(origins: Mapping[Path, str], path: Path) -> str:
     """Where a value, or the nearest section around it, was given; '' if nowhere."""
-    in_stage = len(path) > 2 and path[0] == "stages"
+    in_stage = len(path) > 2 and path[0] == "stages" and path[2] in STAGE_SECTIONS
     for n in range(len(path), 2 if in_stage else 0, -1):
         if path[:n] in origins:
             return origins[path[:n]]

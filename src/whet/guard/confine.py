@@ -27,7 +27,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def missing() -> str:
     """What this system cannot do for the jail, or ''."""
     if not _LINUX:
-        return "no prctl and no /proc here: memory of rewards is not limited, and what they leave running may stay"
+        return "no prctl, no /proc: memory of rewards is not limited, and what they leave running may stay"
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
         return "/proc has no lists of children here: processes that rewards leave running may stay"
     return ""
@@ -55,7 +55,7 @@ def outlive() -> None:
 
 @contextlib.contextmanager
 def process_end(pid: int) -> Iterator[list[int]]:
-    """File descriptors that become readable when process `pid` ends: one, or none where the system has none such.
+    """File descriptors that become readable when process `pid` ends: one, or none on systems without such.
 
     A closed socket tells less: a copy of it may live on in a child of that process.
     """
@@ -84,7 +84,7 @@ def scope_signals() -> bool:
 
 
 def limit(memory_mb: int) -> None:
-    """At most `memory_mb` of address space more than now; no core dumps; first in line for the out-of-memory killer."""
+    """At most `memory_mb` of address space more than now, no core dumps, first to go when memory is short."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if not _LINUX:
         return
@@ -113,7 +113,7 @@ def _nothing(number: int, frame: object) -> None:
 def shut(keep: set[int]) -> None:
     """Replace inherited pipes, sockets and the like by /dev/null, but for stdout, stderr and `keep`.
 
-    Replaced, not closed: inherited Python objects still own the numbers and would close whatever took them next.
+    Replaced, not closed: inherited Python objects still own the numbers, and would close what took them next.
     """
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)

@@ -1,4 +1,4 @@
-"""Messages of the jail on a byte stream: number, length, body. Bodies are JSON or raw bytes, never pickles."""
+"""Messages of the jail on a byte stream: number, length, body. No body is ever a pickle."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Calls into foreign code that can neither kill, stall nor poison the run.
 
-A call runs in a process of its own kind (`guard/worker.py`) with limits on time, memory, output and processes.
-Whatever happens there, every call gets its own `Result`, and no other call loses one.
+A call runs in a process of its own kind (`guard/worker.py`) with limits on time, memory, output and
+processes. Whatever happens there, every call gets its own `Result`, and no other call loses one.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from whet.types import ConfigError, WhetError
 log = logging.getLogger(__name__)
 
 FailureKind = Literal["raised", "timeout", "crashed", "memory", "processes", "bad_value", "output"]
-"""`raised`: an exception; `crashed`: the process ended; `memory`, `processes`: the limit was met; `bad_value`:
-no finite number; `output`: bytes on the channel of results."""
+"""`raised`: an exception; `crashed`: the process ended; `memory`, `processes`: the limit was met;
+`bad_value`: no finite number; `output`: bytes on the channel of results."""
 
 _LOAD_S = 300.0
 _CONNECT_S = 10.0
 _CLOSE_S = 5.0
 _MAX_DEATHS = 5
+_TRIES_ALONE = 3
 _NO_NURSERY = "the processes that guard the rewards ended and cannot be started again; is memory short?"
 
 
@@ -68,6 +69,8 @@ class Result:
     """What a call gave: finite numbers by name ("score" for a bare number), or a failure."""
 
     parts: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None
+    """The answer it found in the reply, for voting; from "answer" of a dict."""
     failure: Failure | None = None
     output: str = ""
     """What it printed, up to the limit."""
@@ -92,11 +95,11 @@ class _Pending:
 
 
 class Jail:
-    """Foreign functions behind bars. Make it early: it forks, and what this process is now, its children keep.
+    """Foreign functions behind bars. Make it early: it forks, and its children keep what this process is now.
 
-    `functions` maps a name to a loader: a function without arguments that returns the foreign function. Loaders
-    run in a child, so the foreign code is never imported here, and closures need no pickling. ConfigError when
-    one fails. Use it as a context manager, or `close` it: no process is left in any case.
+    `functions` maps a name to a loader: a function without arguments that returns the foreign function.
+    Loaders run in a child, so the foreign code is never imported here, and closures need no pickling.
+    ConfigError when one fails. Use it as a context manager, or `close` it: no process is left in any case.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class Jail:
         self._unsent: deque[int] = deque()
         self._suspects: deque[int] = deque()
         self._alone: int | None = None
+        self._tries = 0
         self._deaths = 0
         self._closed = False
         self._inbox = bytearray()
@@ -210,6 +214,7 @@ class Jail:
             return []
         if self._suspects:
             self._alone = self._suspects.popleft()
+            self._tries += 1
             return [self._pending[self._alone].message]
         messages = [self._pending[number].message for number in self._unsent]
         self._unsent.clear()
@@ -238,7 +243,7 @@ class Jail:
 
     def _finish(self, number: int, result: Result) -> None:
         if number == self._alone:
-            self._alone = None
+            self._alone, self._tries = None, 0
         pending = self._pending.pop(number)
         batch = pending.batch
         batch.results[pending.place] = result
@@ -247,7 +252,7 @@ class Jail:
             batch.done.set_result(None)
 
     async def _revive(self) -> None:
-        """Go on with a new nursery. A call under which, alone, a second one has ended is to blame."""
+        """Go on with a new nursery. A call is to blame when each time it ran alone the nursery ended."""
         self._deaths += 1
         if self._closed or self._deaths > _MAX_DEATHS:
             raise WhetError("the jail was closed while calls were under way" if self._closed else _NO_NURSERY)
@@ -257,16 +262,16 @@ class Jail:
         self._channel.close()
         self._channel = await asyncio.to_thread(self._connect)
         self._inbox.clear()
-        if self._alone is not None:
-            self._finish(
-                self._alone, Result(failure=Failure("crashed", "it ended the process that guards rewards"))
-            )
-        else:
+        if self._alone is None:
             unsent = set(self._unsent)
             sent = [number for number in self._pending if number not in unsent]
-            self._suspects.extend(
-                sent[: self.workers]
-            )  # calls start in order: the culprit is one of the first
+            self._suspects.extend(sent[: self.workers])  # calls start in order: it was one of the first
+        elif self._tries < _TRIES_ALONE:
+            self._suspects.appendleft(self._alone)
+            self._alone = None
+        else:
+            failure = Failure("crashed", "whenever it runs, the process that guards rewards ends")
+            self._finish(self._alone, Result(failure=failure))
         suspects = set(self._suspects)
         self._unsent = deque(number for number in self._pending if number not in suspects)
 
@@ -298,7 +303,7 @@ class Jail:
         self._pending.clear()
         self._unsent.clear()
         self._suspects.clear()
-        self._alone = None
+        self._alone, self._tries = None, 0
         with contextlib.suppress(OSError, WhetError):
             self._control.send(nursery.KILL)
             self._channel.close()
@@ -313,7 +318,7 @@ class Jail:
         self._closed = True
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
-        if self._pump is None or self._pump.done():  # else the event loop waits for it, and `_run` hears its end
+        if self._pump is None or self._pump.done():  # else the event loop waits for it: `_run` hears the end
             self._channel.close()
         self._end_keeper()
 
@@ -331,18 +336,18 @@ def read_result(body: bytes) -> Result:
     """A worker's answer, not trusted: whatever is not a set of finite numbers is a failure."""
     reply = json.loads(body)
     output, dropped = reply["output"], reply["dropped"]
-    if "failure" in reply:
-        match reply["failure"]:
-            case [str(kind), str(detail)] if kind in get_args(FailureKind):
-                failure = Failure(cast(FailureKind, kind), detail)
-            case _:
-                failure = Failure("output", "a failure that is none, on the channel of results")
-        return Result(failure=failure, output=output, dropped_bytes=dropped)
-    parts = reply["parts"]
-    if not isinstance(parts, dict) or not all(type(v) is float and math.isfinite(v) for v in parts.values()):
-        failure = Failure("output", "values that are no finite numbers, on the channel of results")
-        return Result(failure=failure, output=output, dropped_bytes=dropped)
-    return Result(parts=parts, output=output, dropped_bytes=dropped)
+    match reply:
+        case {"failure": [str(kind), str(detail)]} if kind in get_args(FailureKind):
+            failure = Failure(cast(FailureKind, kind), detail)
+        case {"parts": dict(parts), "answer": str() | None as answer} if all(map(_is_finite, parts.values())):
+            return Result(parts=parts, answer=answer, output=output, dropped_bytes=dropped)
+        case _:
+            failure = Failure("output", "on the channel of results: values that no reward can have")
+    return Result(failure=failure, output=output, dropped_bytes=dropped)
+
+
+def _is_finite(value: object) -> bool:
+    return type(value) is float and math.isfinite(value)
 
 
 def _receive_socket(control: socket.socket) -> socket.socket:

@@ -1,4 +1,4 @@
-"""The account of every rollout: asked = trained + rejected + failed + pending, with reasons. Nothing gets lost."""
+"""The account of every rollout: asked = trained + rejected + failed + pending, with reasons."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from whet.types import Json, Metrics, WhetError
 
 
 class Ledger:
-    """Counts rollouts, over the run and since the last `end_step`. Reasons are short fixed words, not messages."""
+    """Counts rollouts, over the run and since the last `end_step`. A reason is a short fixed word."""
 
     def __init__(self, total: dict[str, int] | None = None, step: dict[str, int] | None = None) -> None:
         self._total = Counter(total or {})
@@ -42,8 +42,8 @@ class Ledger:
         return self._total["asked"] - sum(n for account, n in self._total.items() if account != "asked")
 
     def balance(self, held: int | None = None) -> None:
-        """WhetError if more came out than was asked for, or if not exactly `held` rollouts, counted where they are
-        (in flight and in the buffer), are pending.
+        """WhetError if more came out than was asked for, or if not exactly `held` are pending: the number
+        counted where they are, in flight and in the buffer.
         """
         if self.pending < 0 or (held is not None and held != self.pending):
             where = "" if held is None else f", but {held} were found in flight and in the buffer"

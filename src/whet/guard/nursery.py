@@ -1,8 +1,9 @@
 """The processes between a run and its rewards: keeper -> nursery -> workers.
 
-The keeper is forked from the run once, loads the foreign functions, forks the nursery, and forks it again if it
-dies. The nursery is single-threaded and runs no foreign code: it hands calls to workers, one at a time each, and
-kills and replaces what misbehaves. When the run ends, however it ends, both see their channel close and kill all.
+The keeper is forked from the run once, loads the foreign functions, forks the nursery, and forks it again if
+it dies. The nursery is single-threaded and runs no foreign code: it hands calls to workers, one at a time
+each, and kills and replaces what misbehaves. When the run ends, however it ends, both see their channel
+close and kill all.
 """
 
 from __future__ import annotations
@@ -90,7 +91,10 @@ def fork(body: Callable[[], None]) -> int:
 
 
 def keep(control: socket.socket, run: int, *, loaders: Mapping[str, Loader], limits: Limits) -> None:
-    """The keeper's life, below the process `run`. Reports on `control` how loading went, then sends a channel for every nursery it forks."""
+    """The keeper's life, below the process `run`.
+
+    It reports on `control` how loading went, then sends a channel for every nursery it forks.
+    """
     confine.detach()
     confine.adopt_orphans()
     confine.shut({control.fileno()})
@@ -202,7 +206,7 @@ class Nursery:
             self.queue.append(Work(number, TIMEOUT.unpack_from(body)[0], body[TIMEOUT.size :]))
 
     def flush(self) -> None:
-        """Send answers: gathered while calls are quick, for the run's sake, at once when there is no more to do."""
+        """Send answers: gathered while calls are quick, so that the run wakes seldom; at once at the end."""
         now = time.monotonic()
         if not self.outbox or (now - self.sent_at < _GATHER_S and (self.queue or self.busy())):
             return
@@ -312,7 +316,7 @@ class Nursery:
                 w.dropped += max(0, len(data) - room)
 
     def ended(self, w: Worker) -> None:
-        """The channel of a worker closed: say how it died. A used worker's death is put to the test in a new one."""
+        """The channel of a worker closed. If it was a used one, the call is put to the test in a new one."""
         how = self.exit_of(w)
         if w.work and w.served and not w.work.alone:
             self.retry(w)
@@ -379,7 +383,7 @@ class Nursery:
 
 
 def read_reply(messages: list[tuple[int, bytes]], w: Worker) -> tuple[dict[str, object], bool]:
-    """The answer to the call in flight, and whether the worker can take another. ValueError on anything else."""
+    """The answer to the call in flight, and whether the worker can take another. ValueError on all else."""
     if w.work is None or len(messages) > 1 or w.inbox or messages[0][0] != w.work.number:
         raise ValueError("bytes that are no answer")
     try:

@@ -62,7 +62,7 @@ def stacks() -> str:
 
 
 class Watch:
-    """A thread that logs all stacks whenever no `beat` has come for `quiet_s` seconds: a call that does not return."""
+    """A thread that logs all stacks when no `beat` has come for `quiet_s` seconds: some call hangs."""
 
     def __init__(self, quiet_s: float = 60.0) -> None:
         self.quiet_s = quiet_s

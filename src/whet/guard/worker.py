@@ -18,10 +18,12 @@ from collections.abc import Callable, Mapping
 from whet.guard import confine, frames
 
 Function = Callable[..., object]
-"""Foreign code: takes the keyword arguments of a call, returns a number or a dict of numbers."""
+"""Foreign code: takes the keyword arguments of a call, returns a number or a dict of numbers. The dict may
+hold the answer found in the reply, too, as text under "answer"."""
 
 _MAX_PARTS = 256
 _MAX_DETAIL = 400
+_MAX_ANSWER = 2000
 
 
 def serve(channel: socket.socket, functions: Mapping[str, Function], memory_mb: int) -> None:
@@ -47,7 +49,7 @@ def serve(channel: socket.socket, functions: Mapping[str, Function], memory_mb: 
 
 
 def run(functions: Mapping[str, Function], body: bytes) -> dict[str, object]:
-    """{"parts": {...}} or {"failure": [kind, detail]} of one call."""
+    """{"parts": {...}, "answer": ...} or {"failure": [kind, detail]} of one call."""
     name, key, arguments = json.loads(body)
     random.seed(key)
     if numpy := sys.modules.get("numpy"):
@@ -59,8 +61,12 @@ def run(functions: Mapping[str, Function], body: bytes) -> dict[str, object]:
     except BaseException as error:  # noqa: BLE001  foreign code: every way to fail is an answer
         return {"failure": ["raised", describe(error)]}
     try:
-        return {"parts": parts(value)}
-    except BaseException as error:  # noqa: BLE001  the value is foreign code, too: __float__, .item(), __len__
+        answer = None
+        if type(value) is dict and "answer" in value:
+            value = dict(value)  # the function may return the same object again
+            answer = text(value.pop("answer"))
+        return {"parts": parts(value), "answer": answer}
+    except BaseException as error:  # noqa: BLE001  a value is foreign code, too: __float__, .item(), __len__
         return {"failure": ["bad_value", describe(error, name=False)]}
 
 
@@ -74,6 +80,15 @@ def parts(value: object) -> dict[str, float]:
         if type(key) is not str or len(key) > 100:
             raise ValueError(f"a dict with a key of type {type(key).__name__}; keys are short str")
     return {key: finite(entry, f" at {key!r}") for key, entry in value.items()}
+
+
+def text(answer: object) -> str | None:
+    """The answer a reward found in the reply, if any, cut to a bounded length. ValueError if it is not str."""
+    if answer is None:
+        return None
+    if type(answer) is not str:
+        raise ValueError(f"{type(answer).__name__} at 'answer'; expected str")
+    return answer[:_MAX_ANSWER]
 
 
 def finite(value: object, where: str = "") -> float:

@@ -1,12 +1,12 @@
 /* CPU kernels of whet: what lies between the matrix products. fp32, no headers but libc's and OpenMP's.
 
    The law of this file: a row (a token, a head) is computed in an order that depends on that row's own data alone.
-   Sums run over 16 lanes by absolute index and are folded in one fixed tree; products accumulate one term after the
+   Sums run over the lanes of a vector by absolute index and are folded in one fixed tree; products accumulate one term after the
    other (acc += a * b, never a sum of two products where the compiler could choose what to fuse differently in two
    places). Tiles, threads and neighbours therefore cannot change a bit, and a key counts the same whether it lies in
    a shared prompt, in the own part or in a page of the cache. Masked keys have weight exactly 0: adding them is exact.
 
-   Vectors are the compiler's generic ones (16 floats), lowered to AVX-512, AVX2 or NEON. Strides are in floats. */
+   Vectors are the compiler's generic ones, of the width W that the processor has. Strides are in floats. */
 
 #include <math.h>
 #include <stdint.h>
@@ -14,39 +14,49 @@
 #include <string.h>
 
 typedef int64_t i64;
-typedef float vf __attribute__((vector_size(64)));
-typedef float vf_any __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t vi __attribute__((vector_size(64)));
+
+#if defined(__AVX512F__)
+#define W 16
+#elif defined(__AVX__)
+#define W 8
+#else
+#define W 4 /* NEON, SSE */
+#endif
+#define KEYS 16         /* keys of a page, and of a block of transposed keys: whole vectors for every W */
+#define PARTS (KEYS / W) /* vectors of a block */
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef float vf_any __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
 
 #define INLINE static inline __attribute__((always_inline))
-#define LANES 16
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 #define UNROLL _Pragma("GCC unroll 16")
 
 INLINE vf load(const float *p) { return *(const vf_any *)p; }
 INLINE void store(float *p, vf x) { *(vf_any *)p = x; }
-INLINE vf all(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+INLINE vf all(float x) { return x - (vf){0}; }
 INLINE vf pick(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 INLINE vf vmax(vf a, vf b) { return pick(a > b, a, b); }
 
-/* n <= 16 floats, the rest of the vector is `fill`: tails run through the same code as bodies. */
+/* n floats (a vector's worth at most), the rest of the vector is `fill`: tails run through the same code as bodies. */
 INLINE vf load_n(const float *p, i64 n, float fill) {
-    if (n >= LANES) return load(p);
+    if (n >= W) return load(p);
     vf x = all(fill);
-    float part[LANES];
+    float part[W];
     memcpy(part, &x, sizeof part);
-    if (n == 8) memcpy(part, p, 32);
+    if (n == W / 2) memcpy(part, p, sizeof part / 2);
     else for (i64 i = 0; i < n; i++) part[i] = p[i];
     memcpy(&x, part, sizeof part);
     return x;
 }
 
 INLINE void store_n(float *p, vf x, i64 n) {
-    if (n >= LANES) { store(p, x); return; }
-    float part[LANES];
+    if (n >= W) { store(p, x); return; }
+    float part[W];
     memcpy(part, &x, sizeof part);
-    if (n == 8) memcpy(p, part, 32);
+    if (n == W / 2) memcpy(p, part, sizeof part / 2);
     else for (i64 i = 0; i < n; i++) p[i] = part[i];
 }
 
@@ -54,17 +64,17 @@ INLINE void store_n(float *p, vf x, i64 n) {
 static void *scratch_bytes(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
 
 INLINE float fold_sum(vf x) {
-    float part[LANES];
+    float part[W];
     memcpy(part, &x, sizeof part);
-    for (int step = LANES / 2; step > 0; step /= 2)
+    for (int step = W / 2; step > 0; step /= 2)
         for (int i = 0; i < step; i++) part[i] += part[i + step];
     return part[0];
 }
 
 INLINE float fold_max(vf x) {
-    float part[LANES];
+    float part[W];
     memcpy(part, &x, sizeof part);
-    for (int step = LANES / 2; step > 0; step /= 2)
+    for (int step = W / 2; step > 0; step /= 2)
         for (int i = 0; i < step; i++) part[i] = part[i] > part[i + step] ? part[i] : part[i + step];
     return part[0];
 }
@@ -110,7 +120,7 @@ INLINE vf vtanh(vf x) {
 
 INLINE float inverse_rms(const float *x, i64 D, float eps) {
     vf sum = all(0);
-    for (i64 i = 0; i < D; i += LANES) {
+    for (i64 i = 0; i < D; i += W) {
         vf a = load_n(x + i, D - i, 0);
         sum += a * a;
     }
@@ -120,7 +130,7 @@ INLINE float inverse_rms(const float *x, i64 D, float eps) {
 /* out = x * rms^-1 * (offset + w) for one row. */
 INLINE void norm_row(const float *x, const float *w, float *out, i64 D, float eps, float offset) {
     vf scale = all(inverse_rms(x, D, eps));
-    for (i64 i = 0; i < D; i += LANES)
+    for (i64 i = 0; i < D; i += W)
         store_n(out + i, (load_n(x + i, D - i, 0) * scale) * (load_n(w + i, D - i, 0) + offset), D - i);
 }
 
@@ -129,13 +139,13 @@ INLINE void norm_row_backward(const float *x, const float *w, const float *dy, c
                               float *dw, i64 D, float eps, float offset) {
     float r = inverse_rms(x, D, eps);
     vf dot = all(0);
-    for (i64 i = 0; i < D; i += LANES) {
+    for (i64 i = 0; i < D; i += W) {
         vf a = load_n(x + i, D - i, 0), g = load_n(dy + i, D - i, 0);
         dot += (g * (load_n(w + i, D - i, 0) + offset)) * a;
         store_n(dw + i, load_n(dw + i, D - i, 0) + g * (a * r), D - i);
     }
     float pull = fold_sum(dot) / (float)D * r * r;
-    for (i64 i = 0; i < D; i += LANES) {
+    for (i64 i = 0; i < D; i += W) {
         vf g = load_n(dy + i, D - i, 0) * (load_n(w + i, D - i, 0) + offset);
         vf d = (g - load_n(x + i, D - i, 0) * pull) * r;
         if (more) d += load_n(more + i, D - i, 0);
@@ -158,7 +168,7 @@ void whet_rms_norm(const float *x, const float *residual, const float *w, float 
     for (i64 n = 0; n < N; n++) {
         const float *row = x + n * D;
         if (residual) {
-            for (i64 i = 0; i < D; i += LANES)
+            for (i64 i = 0; i < D; i += W)
                 store_n(sum + n * D + i, load_n(row + i, D - i, 0) + load_n(residual + n * D + i, D - i, 0), D - i);
             row = sum + n * D;
         }
@@ -180,7 +190,7 @@ void whet_rms_norm_backward(const float *x, const float *w, const float *dy, con
 
 /* out_i = x_i cos_i - x_{i+half} sin_i ; out_{i+half} = x_{i+half} cos_{i+half} + x_i sin_{i+half}. */
 INLINE void rope_row(const float *x, const float *cos, const float *sin, float *out, i64 half) {
-    for (i64 i = 0; i < half; i += LANES) {
+    for (i64 i = 0; i < half; i += W) {
         i64 n = half - i;
         vf low = load_n(x + i, n, 0), high = load_n(x + half + i, n, 0);
         store_n(out + i, low * load_n(cos + i, n, 0) - high * load_n(sin + i, n, 0), n);
@@ -189,7 +199,7 @@ INLINE void rope_row(const float *x, const float *cos, const float *sin, float *
 }
 
 INLINE void rope_row_backward(const float *dy, const float *cos, const float *sin, float *dx, i64 half) {
-    for (i64 i = 0; i < half; i += LANES) {
+    for (i64 i = 0; i < half; i += W) {
         i64 n = half - i;
         vf low = load_n(dy + i, n, 0), high = load_n(dy + half + i, n, 0);
         store_n(dx + i, low * load_n(cos + i, n, 0) + high * load_n(sin + half + i, n, 0), n);
@@ -253,7 +263,7 @@ void whet_glu(const float *gate, i64 gate_n, const float *up, i64 up_n, float *o
               int threads) {
     ROWS_IN_PARALLEL
     for (i64 n = 0; n < N; n++)
-        for (i64 i = 0; i < F; i += LANES) {
+        for (i64 i = 0; i < F; i += W) {
             vf slope;
             vf y = activate(load_n(gate + n * gate_n + i, F - i, 0), act, &slope);
             store_n(out + n * F + i, y * load_n(up + n * up_n + i, F - i, 0), F - i);
@@ -264,7 +274,7 @@ void whet_glu_backward(const float *gate, i64 gate_n, const float *up, i64 up_n,
                        float *dup, i64 N, i64 F, int act, int threads) {
     ROWS_IN_PARALLEL
     for (i64 n = 0; n < N; n++)
-        for (i64 i = 0; i < F; i += LANES) {
+        for (i64 i = 0; i < F; i += W) {
             vf slope, d = load_n(dout + n * F + i, F - i, 0);
             vf y = activate(load_n(gate + n * gate_n + i, F - i, 0), act, &slope);
             store_n(dup + n * F + i, d * y, F - i);
@@ -279,12 +289,12 @@ void whet_glu_backward(const float *gate, i64 gate_n, const float *up, i64 up_n,
 /* Maximum and sum of exp(x - maximum). Where wanted: the sum of exp(x - max) (x - max), and the blocks' sums. */
 INLINE double softmax_total(const float *x, i64 V, float *max_out, double *weighted, double *blocks) {
     vf top = all(-INFINITY);
-    for (i64 i = 0; i < V; i += LANES) top = vmax(load_n(x + i, V - i, -INFINITY), top);
+    for (i64 i = 0; i < V; i += W) top = vmax(load_n(x + i, V - i, -INFINITY), top);
     float max = fold_max(top);
     double total = 0, moment = 0;
     for (i64 b = 0; b < V; b += BLOCK) {
         vf sum = all(0), sum_x = all(0);
-        for (i64 i = b; i < MIN(V, b + BLOCK); i += LANES) {
+        for (i64 i = b; i < MIN(V, b + BLOCK); i += W) {
             vf z = load_n(x + i, V - i, -INFINITY) - max, e = vexp(z);
             sum += e;
             if (weighted) sum_x += e * vmax(z, all(-200.0f)); /* e is 0 there; 0 * -inf would be NaN */
@@ -321,7 +331,7 @@ void whet_logprobs_backward(float *logits, const i64 *target, const float *logp,
         float *x = logits + n * V;
         float lse = (float)((double)x[target[n]] - (double)logp[n]);
         float pull = dentropy ? dentropy[n] : 0, push = dlogp[n], h = entropy[n];
-        for (i64 i = 0; i < V; i += LANES) {
+        for (i64 i = 0; i < V; i += W) {
             vf z = load_n(x + i, V - i, -INFINITY) - lse, p = vexp(z);
             vf g = vmax(z, all(-200.0f)) + h;
             store_n(x + i, p * (-push - g * pull), V - i);
@@ -334,11 +344,11 @@ void whet_logprobs_backward(float *logits, const i64 *target, const float *logp,
 static i64 draw_in_block(const float *logits, i64 from, i64 to, float max, double x) {
     double seen = 0;
     i64 last = from;
-    for (i64 i = from; i < to; i += LANES) {
-        float mass[LANES];
+    for (i64 i = from; i < to; i += W) {
+        float mass[W];
         vf e = vexp(load_n(logits + i, to - i, -INFINITY) - max);
         memcpy(mass, &e, sizeof mass);
-        for (i64 j = 0; j < LANES; j++) {
+        for (i64 j = 0; j < W; j++) {
             if (!(mass[j] > 0)) continue;
             seen += mass[j];
             last = i + j;
@@ -385,30 +395,33 @@ i64 whet_sample(const float *logits, const double *uniform, i64 *token, float *l
 /* s[r][16 b + lane] = sum over d of q[r][d] kt[b][d][lane], one term after the other, for NQ rows and NB blocks. */
 INLINE void score_tile(const float *q, const float *const *kt, float *s, i64 ld, i64 D, const int NQ, const int NB) {
     vf acc[16];
-    UNROLL for (int i = 0; i < NQ * NB; i++) acc[i] = all(0);
+    UNROLL for (int i = 0; i < NQ * NB * PARTS; i++) acc[i] = all(0);
     for (i64 d = 0; d < D; d++)
-        UNROLL for (int b = 0; b < NB; b++) {
-            vf k = load(kt[b] + d * LANES);
-            UNROLL for (int r = 0; r < NQ; r++) acc[r * NB + b] += q[r * D + d] * k;
+        UNROLL for (int b = 0; b < NB * PARTS; b++) {
+            vf k = load(kt[b / PARTS] + d * KEYS + b % PARTS * W);
+            UNROLL for (int r = 0; r < NQ; r++) acc[r * NB * PARTS + b] += q[r * D + d] * k;
         }
     UNROLL for (int r = 0; r < NQ; r++)
-        UNROLL for (int b = 0; b < NB; b++) store(s + r * ld + b * LANES, acc[r * NB + b]);
+        UNROLL for (int b = 0; b < NB * PARTS; b++) store(s + r * ld + b * W, acc[r * NB * PARTS + b]);
 }
 
-#define SCORE_ROWS(NQ, NB)                                                                  \
-    for (; rows - r >= NQ; r += NQ) {                                                       \
-        i64 b = 0;                                                                          \
-        for (; b + NB <= blocks; b += NB)                                                   \
-            score_tile(q + r * D, kt + b, s + r * ld + b * LANES, ld, D, NQ, NB);           \
-        for (; b < blocks; b++) score_tile(q + r * D, kt + b, s + r * ld + b * LANES, ld, D, NQ, 1); \
+#define SCORE_ROWS(NQ, NB)                                                                                    \
+    for (; rows - r >= NQ; r += NQ) {                                                                         \
+        i64 b = 0;                                                                                            \
+        for (; b + NB <= blocks; b += NB) score_tile(q + r * D, kt + b, s + r * ld + b * KEYS, ld, D, NQ, NB); \
+        for (; b < blocks; b++) score_tile(q + r * D, kt + b, s + r * ld + b * KEYS, ld, D, NQ, 1);            \
     }
 
+/* Tiles are cut so that accumulators, operands and a broadcast fit the registers. */
 static void scores(const float *q, i64 rows, const float *const *kt, i64 blocks, float *s, i64 ld, i64 D) {
     i64 r = 0;
-    SCORE_ROWS(8, 2)
-    SCORE_ROWS(4, 4)
-    SCORE_ROWS(2, 4)
-    SCORE_ROWS(1, 4)
+#if W == 16
+    SCORE_ROWS(8, 2) SCORE_ROWS(4, 4) SCORE_ROWS(2, 4) SCORE_ROWS(1, 4)
+#elif W == 8
+    SCORE_ROWS(6, 1) SCORE_ROWS(4, 1) SCORE_ROWS(2, 2) SCORE_ROWS(1, 4)
+#else
+    SCORE_ROWS(4, 1) SCORE_ROWS(2, 1) SCORE_ROWS(1, 2)
+#endif
 }
 
 /* c[r][:] += sum over k of a[r a_r + k a_k] b[k][:], one term after the other, for NR rows of ND vectors. */
@@ -416,36 +429,37 @@ INLINE void weigh_tile(float *c, i64 c_r, const float *a, i64 a_r, i64 a_k, cons
                        const int NR, const int ND) {
     vf acc[16];
     UNROLL for (int r = 0; r < NR; r++)
-        UNROLL for (int d = 0; d < ND; d++) acc[r * ND + d] = load(c + r * c_r + d * LANES);
+        UNROLL for (int d = 0; d < ND; d++) acc[r * ND + d] = load(c + r * c_r + d * W);
     for (i64 k = 0; k < K; k++) {
-        vf x[ND];
-        UNROLL for (int d = 0; d < ND; d++) x[d] = load(b + k * b_k + d * LANES);
+        vf x[4];
+        UNROLL for (int d = 0; d < ND; d++) x[d] = load(b + k * b_k + d * W);
         UNROLL for (int r = 0; r < NR; r++)
             UNROLL for (int d = 0; d < ND; d++) acc[r * ND + d] += a[r * a_r + k * a_k] * x[d];
     }
     UNROLL for (int r = 0; r < NR; r++)
-        UNROLL for (int d = 0; d < ND; d++) store(c + r * c_r + d * LANES, acc[r * ND + d]);
+        UNROLL for (int d = 0; d < ND; d++) store(c + r * c_r + d * W, acc[r * ND + d]);
 }
 
-#define WEIGH_ROWS(NR, ND) \
-    for (; rows - r >= NR; r += NR) weigh_tile(c + r * c_r + d, c_r, a + r * a_r, a_r, a_k, b + d, b_k, K, NR, ND);
+#define WEIGH_TILES(NR, ND)        \
+    for (; d + ND * W <= D; d += ND * W) \
+        weigh_tile(c + r * c_r + d, c_r, a + r * a_r, a_r, a_k, b + d, b_k, K, NR, ND);
+#define WEIGH_ROWS(NR, FIRST, THEN, LAST)                                   \
+    for (; rows - r >= NR; r += NR) {                                       \
+        i64 d = 0;                                                          \
+        WEIGH_TILES(NR, FIRST) WEIGH_TILES(NR, THEN) WEIGH_TILES(NR, LAST) \
+    }
 
 /* D is a multiple of 16. */
 static void weigh(float *c, i64 c_r, const float *a, i64 a_r, i64 a_k, const float *b, i64 b_k, i64 K, i64 rows,
                   i64 D) {
-    i64 d = 0;
-    for (; d + 64 <= D; d += 64) {
-        i64 r = 0;
-        WEIGH_ROWS(4, 4) WEIGH_ROWS(2, 4) WEIGH_ROWS(1, 4)
-    }
-    for (; d + 32 <= D; d += 32) {
-        i64 r = 0;
-        WEIGH_ROWS(8, 2) WEIGH_ROWS(4, 2) WEIGH_ROWS(2, 2) WEIGH_ROWS(1, 2)
-    }
-    for (; d < D; d += 16) {
-        i64 r = 0;
-        WEIGH_ROWS(8, 1) WEIGH_ROWS(4, 1) WEIGH_ROWS(2, 1) WEIGH_ROWS(1, 1)
-    }
+    i64 r = 0;
+#if W == 16
+    WEIGH_ROWS(8, 2, 2, 1) WEIGH_ROWS(4, 4, 2, 1) WEIGH_ROWS(2, 4, 2, 1) WEIGH_ROWS(1, 4, 2, 1)
+#elif W == 8
+    WEIGH_ROWS(6, 2, 2, 2) WEIGH_ROWS(4, 2, 2, 2) WEIGH_ROWS(2, 4, 2, 2) WEIGH_ROWS(1, 4, 2, 2)
+#else
+    WEIGH_ROWS(4, 4, 4, 4) WEIGH_ROWS(2, 4, 4, 4) WEIGH_ROWS(1, 4, 4, 4)
+#endif
 }
 
 INLINE vf soft_cap(vf s, float cap) { return cap * vtanh(s / cap); }
@@ -453,15 +467,15 @@ INLINE vf soft_cap(vf s, float cap) { return cap * vtanh(s / cap); }
 /* One row of scores at positions from .. from + 16 blocks - 1, of which lo .. hi are seen, becomes exp(s - max).
    Returns the sum. Blocks before lo add exact zeros, so the sum does not depend on `from`. */
 INLINE float soft_row(float *s, i64 from, i64 blocks, i64 lo, i64 hi, float cap, float *max_out) {
-    i64 end = from + blocks * LANES;
+    i64 end = from + blocks * KEYS;
     if (cap > 0)
-        for (i64 i = 0; i < blocks * LANES; i += LANES) store(s + i, soft_cap(load(s + i), cap));
+        for (i64 i = 0; i < blocks * KEYS; i += W) store(s + i, soft_cap(load(s + i), cap));
     for (i64 t = from; t < lo; t++) s[t - from] = -INFINITY;
     for (i64 t = hi + 1; t < end; t++) s[t - from] = -INFINITY;
     vf top = all(-INFINITY), sum = all(0);
-    for (i64 i = 0; i < blocks * LANES; i += LANES) top = vmax(load(s + i), top);
+    for (i64 i = 0; i < blocks * KEYS; i += W) top = vmax(load(s + i), top);
     float max = fold_max(top);
-    for (i64 i = 0; i < blocks * LANES; i += LANES) {
+    for (i64 i = 0; i < blocks * KEYS; i += W) {
         vf e = vexp(load(s + i) - max);
         sum += e;
         store(s + i, e);
@@ -471,7 +485,7 @@ INLINE float soft_row(float *s, i64 from, i64 blocks, i64 lo, i64 hi, float cap,
 }
 
 INLINE void scale_row(const float *x, float *out, float by, i64 D) {
-    for (i64 i = 0; i < D; i += LANES) store(out + i, load(x + i) * by);
+    for (i64 i = 0; i < D; i += W) store(out + i, load(x + i) * by);
 }
 
 /* ---- attention of a packed batch ----------------------------------------------------------------------------- */
@@ -501,21 +515,21 @@ INLINE i64 token_at(i64 t, i64 prefix, i64 prefix_start, i64 q_start) {
 static void fill_blocks(Blocks *to, const float *x, i64 x_n, i64 D, i64 from, i64 until, i64 prefix, i64 prefix_start,
                         i64 q_start, i64 keys) {
     for (i64 b = from; b < until; b++) {
-        float *block = to->data + b * D * LANES;
+        float *block = to->data + b * D * KEYS;
         to->block[b] = block;
-        for (i64 lane = 0; lane < LANES; lane++) {
-            i64 t = b * LANES + lane;
+        for (i64 lane = 0; lane < KEYS; lane++) {
+            i64 t = b * KEYS + lane;
             const float *row = x + token_at(t, prefix, prefix_start, q_start) * x_n;
-            if (t < keys) for (i64 d = 0; d < D; d++) block[d * LANES + lane] = row[d];
-            else for (i64 d = 0; d < D; d++) block[d * LANES + lane] = 0;
+            if (t < keys) for (i64 d = 0; d < D; d++) block[d * KEYS + lane] = row[d];
+            else for (i64 d = 0; d < D; d++) block[d * KEYS + lane] = 0;
         }
     }
 }
 
 static void transpose_segment(Blocks *to, const float *x, i64 x_n, i64 D, const Packed *a, i64 s) {
-    i64 prefix = a->prefix_len[s], start = a->prefix_start[s], keys = prefix + a->q_len[s], full = prefix / LANES;
+    i64 prefix = a->prefix_len[s], start = a->prefix_start[s], keys = prefix + a->q_len[s], full = prefix / KEYS;
     i64 have = (to->prefix_start == start) ? MIN(full, to->prefix_blocks) : 0;
-    fill_blocks(to, x, x_n, D, have, (keys + LANES - 1) / LANES, prefix, start, a->q_start[s], keys);
+    fill_blocks(to, x, x_n, D, have, (keys + KEYS - 1) / KEYS, prefix, start, a->q_start[s], keys);
     to->prefix_start = start;
     to->prefix_blocks = full;
 }
@@ -546,7 +560,7 @@ static void forward_tile(const Packed *a, const Blocks *keys, i64 s, i64 kv, i64
                          float *out, float *lse) {
     i64 group = a->heads / a->kv_heads, rows = tokens * group, D = a->D, prefix = a->prefix_len[s];
     i64 first = prefix + from, last = first + tokens - 1;
-    i64 b0 = first_seen(first, a->window) / LANES, blocks = last / LANES + 1 - b0, ld = blocks * LANES;
+    i64 b0 = first_seen(first, a->window) / KEYS, blocks = last / KEYS + 1 - b0, ld = blocks * KEYS;
     float *q = scratch, *sum = q + rows * D, *p = sum + rows * D, part[rows];
     for (i64 r = 0; r < rows; r++)
         scale_row(a->q + (a->q_start[s] + from + r / group) * a->q_n + (kv * group + r % group) * a->q_h, q + r * D,
@@ -555,11 +569,11 @@ static void forward_tile(const Packed *a, const Blocks *keys, i64 s, i64 kv, i64
     for (i64 r = 0; r < rows; r++) {
         i64 at = first + r / group;
         float max;
-        part[r] = soft_row(p + r * ld, b0 * LANES, blocks, first_seen(at, a->window), at, a->cap, &max);
+        part[r] = soft_row(p + r * ld, b0 * KEYS, blocks, first_seen(at, a->window), at, a->cap, &max);
         lse[(a->q_start[s] + from + r / group) * a->heads + kv * group + r % group] = max + logf(part[r]);
     }
     memset(sum, 0, sizeof(float) * rows * D);
-    weigh_keys(sum, D, p, ld, a->v + kv * a->v_h, a->v_n, b0 * LANES, last + 1, prefix, a->prefix_start[s],
+    weigh_keys(sum, D, p, ld, a->v + kv * a->v_h, a->v_n, b0 * KEYS, last + 1, prefix, a->prefix_start[s],
                a->q_start[s], rows, D);
     for (i64 r = 0; r < rows; r++)
         scale_row(sum + r * D, out + ((a->q_start[s] + from + r / group) * a->heads + kv * group + r % group) * D,
@@ -573,18 +587,18 @@ int whet_attend_packed(const Packed *a, float *out, float *lse) {
     UNITS_IN_PARALLEL
     for (i64 unit = 0; unit < a->families * a->kv_heads; unit++) {
         i64 family = unit / a->kv_heads, kv = unit % a->kv_heads;
-        i64 blocks = (most_keys(a, family) + LANES - 1) / LANES, rows = step * group;
-        float *data = scratch_bytes(sizeof(float) * (blocks * LANES * (D + rows) + 2 * rows * D) + sizeof(float *) * blocks);
+        i64 blocks = (most_keys(a, family) + KEYS - 1) / KEYS, rows = step * group;
+        float *data = scratch_bytes(sizeof(float) * (blocks * KEYS * (D + rows) + 2 * rows * D) + sizeof(float *) * blocks);
         if (!data) {
             failed = 1;
             continue;
         }
-        Blocks keys = {data, (const float **)(data + blocks * LANES * (D + rows) + 2 * rows * D), -1, 0};
+        Blocks keys = {data, (const float **)(data + blocks * KEYS * (D + rows) + 2 * rows * D), -1, 0};
         for (i64 i = a->family_start[family]; i < a->family_start[family + 1]; i++) {
             i64 s = a->order[i];
             transpose_segment(&keys, a->k + kv * a->k_h, a->k_n, D, a, s);
             for (i64 from = 0; from < a->q_len[s]; from += step)
-                forward_tile(a, &keys, s, kv, from, MIN(step, a->q_len[s] - from), data + blocks * LANES * D, out, lse);
+                forward_tile(a, &keys, s, kv, from, MIN(step, a->q_len[s] - from), data + blocks * KEYS * D, out, lse);
         }
         free(data);
     }
@@ -593,7 +607,7 @@ int whet_attend_packed(const Packed *a, float *out, float *lse) {
 
 /* Row r of a tile: scores s and dp = dout . v become p and ds, the gradient of the scaled score. */
 INLINE void grad_row(float *s, float *dp, i64 from, i64 blocks, i64 lo, i64 hi, float cap, float lse, float delta) {
-    for (i64 i = 0; i < blocks * LANES; i += LANES) {
+    for (i64 i = 0; i < blocks * KEYS; i += W) {
         vf z = load(s + i), slope = all(1);
         if (cap > 0) {
             vf t = vtanh(z / cap);
@@ -604,7 +618,7 @@ INLINE void grad_row(float *s, float *dp, i64 from, i64 blocks, i64 lo, i64 hi, 
         store(s + i, p);
         store(dp + i, (p * (load(dp + i) - delta)) * slope);
     }
-    i64 end = from + blocks * LANES;
+    i64 end = from + blocks * KEYS;
     for (i64 t = from; t < MIN(lo, end); t++) s[t - from] = dp[t - from] = 0;
     for (i64 t = MAX(from, hi + 1); t < end; t++) s[t - from] = dp[t - from] = 0;
 }
@@ -617,7 +631,7 @@ typedef struct {
 static void backward_tile(const Packed *a, const Grads *g, const Blocks *keys, const Blocks *values, i64 s, i64 kv,
                           i64 from, i64 tokens, float *scratch) {
     i64 group = a->heads / a->kv_heads, rows = tokens * group, D = a->D, prefix = a->prefix_len[s];
-    i64 q_start = a->q_start[s], prefix_start = a->prefix_start[s], kv_n = a->kv_heads * D, ld = KEY_CHUNK * LANES;
+    i64 q_start = a->q_start[s], prefix_start = a->prefix_start[s], kv_n = a->kv_heads * D, ld = KEY_CHUNK * KEYS;
     i64 first = prefix + from, last = first + tokens - 1;
     float *q = scratch, *dout = q + rows * D, *dq = dout + rows * D, *p = dq + rows * D, *ds = p + rows * ld;
     float lse[rows], delta[rows];
@@ -626,12 +640,12 @@ static void backward_tile(const Packed *a, const Grads *g, const Blocks *keys, c
         scale_row(a->q + n * a->q_n + h * a->q_h, q + r * D, a->scale, D);
         memcpy(dout + r * D, g->dout + (n * a->heads + h) * D, sizeof(float) * D);
         vf dot = all(0);
-        for (i64 i = 0; i < D; i += LANES) dot += load(dout + r * D + i) * load(g->out + (n * a->heads + h) * D + i);
+        for (i64 i = 0; i < D; i += W) dot += load(dout + r * D + i) * load(g->out + (n * a->heads + h) * D + i);
         lse[r] = g->lse[n * a->heads + h], delta[r] = fold_sum(dot);
     }
     memset(dq, 0, sizeof(float) * rows * D);
-    for (i64 b = first_seen(first, a->window) / LANES; b <= last / LANES; b += KEY_CHUNK) {
-        i64 blocks = MIN(KEY_CHUNK, last / LANES + 1 - b), t0 = b * LANES, t1 = MIN(last + 1, t0 + blocks * LANES);
+    for (i64 b = first_seen(first, a->window) / KEYS; b <= last / KEYS; b += KEY_CHUNK) {
+        i64 blocks = MIN(KEY_CHUNK, last / KEYS + 1 - b), t0 = b * KEYS, t1 = MIN(last + 1, t0 + blocks * KEYS);
         scores(q, rows, keys->block + b, blocks, p, ld, D);
         scores(dout, rows, values->block + b, blocks, ds, ld, D);
         for (i64 r = 0; r < rows; r++) {
@@ -658,8 +672,8 @@ int whet_attend_packed_backward(const Packed *a, const Grads *g) {
     UNITS_IN_PARALLEL
     for (i64 unit = 0; unit < a->families * a->kv_heads; unit++) {
         i64 family = unit / a->kv_heads, kv = unit % a->kv_heads;
-        i64 blocks = (most_keys(a, family) + LANES - 1) / LANES, size = blocks * LANES * D;
-        i64 tile = rows * (3 * D + 2 * KEY_CHUNK * LANES);
+        i64 blocks = (most_keys(a, family) + KEYS - 1) / KEYS, size = blocks * KEYS * D;
+        i64 tile = rows * (3 * D + 2 * KEY_CHUNK * KEYS);
         float *data = scratch_bytes(sizeof(float) * (2 * size + tile) + 2 * sizeof(float *) * blocks);
         if (!data) {
             failed = 1;
@@ -693,9 +707,9 @@ typedef struct {
 } Cached;
 
 static int cached_row(const Cached *a, i64 row, i64 kv, float *out) {
-    i64 group = a->heads / a->kv_heads, D = a->D, keys = a->keys[row], page = D * LANES;
-    i64 lo = first_seen(keys - 1, a->window), b0 = lo / LANES, blocks = (keys - 1) / LANES + 1 - b0;
-    i64 ld = blocks * LANES;
+    i64 group = a->heads / a->kv_heads, D = a->D, keys = a->keys[row], page = D * KEYS;
+    i64 lo = first_seen(keys - 1, a->window), b0 = lo / KEYS, blocks = (keys - 1) / KEYS + 1 - b0;
+    i64 ld = blocks * KEYS;
     float *q = scratch_bytes(sizeof(float) * group * (2 * D + ld) + sizeof(float *) * blocks);
     if (!q) return 1;
     float *sum = q + group * D, *p = sum + group * D, part[group], max;
@@ -705,11 +719,11 @@ static int cached_row(const Cached *a, i64 row, i64 kv, float *out) {
     for (i64 r = 0; r < group; r++)
         scale_row(a->q + row * a->q_n + (kv * group + r) * a->q_h, q + r * D, a->scale, D);
     scores(q, group, block, blocks, p, ld, D);
-    for (i64 r = 0; r < group; r++) part[r] = soft_row(p + r * ld, b0 * LANES, blocks, lo, keys - 1, a->cap, &max);
+    for (i64 r = 0; r < group; r++) part[r] = soft_row(p + r * ld, b0 * KEYS, blocks, lo, keys - 1, a->cap, &max);
     memset(sum, 0, sizeof(float) * group * D);
     for (i64 b = 0; b < blocks; b++)
-        weigh(sum, D, p + b * LANES, ld, 1, a->v + (pages[b] * a->kv_heads + kv) * page, D,
-              MIN(LANES, keys - (b0 + b) * LANES), group, D);
+        weigh(sum, D, p + b * KEYS, ld, 1, a->v + (pages[b] * a->kv_heads + kv) * page, D,
+              MIN(KEYS, keys - (b0 + b) * KEYS), group, D);
     for (i64 r = 0; r < group; r++)
         scale_row(sum + r * D, out + (row * a->heads + kv * group + r) * D, 1.0f / part[r], D);
     free(q);
@@ -730,8 +744,8 @@ void whet_write_kv(float *k_pages, float *v_pages, const float *k, i64 k_n, i64 
     for (i64 n = 0; n < N; n++)
         for (i64 h = 0; h < K; h++) {
             const float *from = k + n * k_n + h * k_h;
-            float *to = k_pages + (page[n] * K + h) * D * LANES + slot[n];
-            for (i64 d = 0; d < D; d++) to[d * LANES] = from[d];
-            memcpy(v_pages + ((page[n] * K + h) * LANES + slot[n]) * D, v + n * v_n + h * v_h, sizeof(float) * D);
+            float *to = k_pages + (page[n] * K + h) * D * KEYS + slot[n];
+            for (i64 d = 0; d < D; d++) to[d * KEYS] = from[d];
+            memcpy(v_pages + ((page[n] * K + h) * KEYS + slot[n]) * D, v + n * v_n + h * v_h, sizeof(float) * D);
         }
 }

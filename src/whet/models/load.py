@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -23,6 +25,8 @@ from transformers import (
 from whet import seeds
 from whet.config import schema
 from whet.types import CheckpointError, ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def build(
@@ -99,6 +103,7 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, pa
         model.save_pretrained(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+            _check_tokenizer(tokenizer, partial, path)
         if path.exists():
             path.rename(old)
         partial.rename(path)
@@ -107,6 +112,20 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, pa
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, written: Path, path: Path) -> None:
+    """Warn if transformers opens the tokenizer as another class that encodes differently (it does so for qwen2,
+    whatever the folder says)."""
+    again = AutoTokenizer.from_pretrained(written, local_files_only=True, trust_remote_code=False)
+    text = tokenizer.decode(list(range(min(len(tokenizer), 512))))
+    if again(text)["input_ids"] != tokenizer(text)["input_ids"]:
+        log.warning(
+            "AutoTokenizer opens %s as %s, which encodes differently; open it with "
+            "PreTrainedTokenizerFast.from_pretrained",
+            path,
+            type(again).__name__,
+        )
 
 
 # ---------------------------------------------------------------- from a folder
@@ -123,13 +142,14 @@ def _load(path: Path, *, overrides: dict[str, Any], dtype: torch.dtype) -> PreTr
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # reported below with all the others
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"model.path={path}: transformers cannot load it: {error}") from error
     model, report = loaded
     wrong = {
-        kind: sorted(map(str, report[f"{kind}_keys"]))
+        kind: sorted(key if isinstance(key, str) else key[0] for key in report[f"{kind}_keys"])
         for kind in ("missing", "unexpected", "mismatched")
         if report[f"{kind}_keys"]
     }

@@ -15,7 +15,8 @@ from whet.tables import near
 from whet.types import ConfigError, Json, Message, Rollout, Task
 
 RewardFunction = Callable[..., Any]
-"""`(response: str, task: Task, **arguments) -> float | dict[str, float]`, plain or async."""
+"""`(response: str, task: Task, **arguments) -> float | dict`, plain or async. The dict holds "score",
+further numbers to be recorded, and under "answer", as text, the answer found in the reply."""
 
 _GIVEN = ("response", "task", "rollout")
 _GIVEN_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -76,11 +77,8 @@ def _check(
         raise ConfigError(
             f"reward {name!r}: its parameters are given by name; take the '/' out of its signature"
         )
-    named = [
-        p
-        for p in parameters.values()
-        if p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    ]
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    named = [p for p in parameters.values() if p.kind not in variadic]
     if given[0 if given is _GIVEN else 1] not in parameters:
         raise ConfigError(
             f"reward {name!r} takes ({', '.join(parameters)}); expected (response, task, ...) "

@@ -17,10 +17,19 @@ BUILTIN = {
     "math": "whet.rewards.math:math",
     "reasoning_gym": "whet.rewards.gym:reasoning_gym",
 }
-"""Where each lives, as text: it is imported where rewards run, so sympy and the like never enter the run itself."""
+"""Where each lives, as text: imported where rewards run, so sympy and the like never enter the run itself."""
 
 _NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _LETTER = r"\(?\s*([A-Za-z])\s*\)?(?![A-Za-z0-9])"
+
+
+Verdict = dict[str, float | str]
+"""{"score": 0 or 1, "answer": the answer found in the reply, in a form that is equal for equal answers}."""
+
+
+def verdict(right: bool, answer: str | None) -> Verdict:
+    score = float(right)
+    return {"score": score} if answer is None else {"score": score, "answer": answer}
 
 
 def reference(task: Task) -> Json:
@@ -32,17 +41,19 @@ def reference(task: Task) -> Json:
     return task.answer
 
 
-def exact(response: str, task: Task, *, ignore_case: bool = False) -> float:
+def exact(response: str, task: Task, *, ignore_case: bool = False) -> Verdict:
     """1 if the reply is the answer, white space at the ends aside."""
     got, want = response.strip(), str(reference(task)).strip()
-    return float(got.casefold() == want.casefold() if ignore_case else got == want)
+    if ignore_case:
+        got, want = got.casefold(), want.casefold()
+    return verdict(got == want, got)
 
 
-def choice(response: str, task: Task) -> float:
+def choice(response: str, task: Task) -> Verdict:
     r"""1 if the reply chooses the right letter. The answer is a letter, or the number of the choice from 0.
 
-    The letter is, in this order: the last in \boxed{}; the last after 'answer is', 'answer:' or 'choice:'; the one
-    the reply starts with, if a mark like '.', ')' or its end follows.
+    The letter is, in this order: the last in \boxed{}; the last after 'answer is', 'answer:' or 'choice:';
+    the one the reply starts with, if a mark like '.', ')' or its end follows.
     """
     want = reference(task)
     letter = chr(ord("A") + want) if isinstance(want, int) else str(want).strip().strip("()").upper()
@@ -51,19 +62,22 @@ def choice(response: str, task: Task) -> float:
         r"(?:answer|choice|option)(?:\s+is)?\s*:?\s*(?:\*\*)?\s*" + _LETTER, response, re.IGNORECASE
     )
     found = found or re.findall(r"^\s*\(?([A-Za-z])(?:\s*[).:,]|\s*$)", response)
-    return float(bool(found) and found[-1].upper() == letter)
+    got = found[-1].upper() if found else None
+    return verdict(got == letter, got)
 
 
-def number(response: str, task: Task, *, flexible: bool = False) -> float:
-    """1 if the reply's number equals the answer's: the last one after '####' (GSM8K); `flexible`: the last one.
+def number(response: str, task: Task, *, flexible: bool = False) -> Verdict:
+    """1 if the reply's number equals the answer's: the one after the last '####' (GSM8K); `flexible`: the last.
 
-    Thousands' commas, '$' and trailing dots do not count; 5 equals 5.0. The answer may be a whole GSM8K solution.
+    Thousands' commas, '$' and trailing dots do not count; 5 equals 5.0. The answer may itself be a solution
+    with '####' in it.
     """
     want = str(reference(task))
     expected = _last_number(want, flexible="####" not in want)
     if expected is None:
         raise ValueError(f"the answer of task {task.uid} holds no number: {want[:60]!r}")
-    return float(_last_number(response, flexible=flexible) == expected)
+    got = _last_number(response, flexible=flexible)
+    return verdict(got == expected, None if got is None else _plain(got))
 
 
 def _last_number(text: str, *, flexible: bool) -> Decimal | None:
@@ -71,12 +85,19 @@ def _last_number(text: str, *, flexible: bool) -> Decimal | None:
     return Decimal(re.sub(r"[,$]", "", found[-1])) if found else None
 
 
+def _plain(value: Decimal) -> str:
+    """Digits that are equal for equal numbers: 5.0, +5 and 5 are '5'. (`normalize` would round to 28 digits.)"""
+    text = f"{value:f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if value == 0 else text
+
+
 def format(response: str, task: Task, *, tags: list[str] | None = None, pattern: str | None = None) -> float:
     """1 if the reply has the form asked for. Give one of two:
 
-    `tags`: exactly these elements, once each and in this order, with nothing but white space between them, e.g.
-    [think, answer] for <think>...</think><answer>...</answer>. `pattern`: a regular expression of the whole reply,
-    in which '.' matches line ends.
+    `tags`: exactly these elements, once each and in this order, with nothing but white space between them, as
+    [think, answer] for <think>...</think><answer>...</answer>. `pattern`: a regular expression of the whole
+    reply, in which '.' matches line ends.
     """
     if (tags is None) == (pattern is None):
         raise ValueError("format needs either `tags` or `pattern`")
@@ -90,8 +111,8 @@ def format(response: str, task: Task, *, tags: list[str] | None = None, pattern:
 
 
 def overlong(response: str, task: Task, rollout: dict[str, Any], *, max_tokens: int, buffer: int) -> float:
-    """Soft penalty for long replies (DAPO, arXiv:2503.14476 eq. 13): 0 up to max_tokens - buffer, then down in a
-    line to -1 at max_tokens, -1 beyond. Both in tokens.
+    """Soft penalty for long replies (DAPO, arXiv:2503.14476 eq. 13), both arguments in tokens: 0 up to
+    max_tokens - buffer, from there in a line to -1 at max_tokens, -1 beyond.
     """
     if not 0 < buffer <= max_tokens:
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 
@@ -15,7 +15,7 @@ from whet.guard.jail import Call, Failure, Jail, Result
 from whet.rewards.bind import RewardFunction, bind, pack_rollout, pack_task
 from whet.rewards.builtin import BUILTIN
 from whet.tables import find, load_object
-from whet.types import ConfigError, DataError, Group, Rollout, Task, WhetError
+from whet.types import DataError, Group, Rollout, Task, WhetError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,11 @@ class RewardSet:
         *,
         seed: int = 0,
     ) -> RewardSet:
-        """Start the jail with all functions loaded. `objects` gives functions by the name of their reward, in place
-        of what its `function` names. ConfigError if one cannot be loaded or called with its arguments.
+        """Start the jail with all functions loaded. ConfigError if one cannot be loaded or called so.
+
+        `objects` gives functions by the name of their reward, in place of what its `function` names.
         """
         objects = objects or {}
-        if strangers := sorted(set(objects) - set(rewards)):
-            raise ConfigError(f"reward functions {strangers} have no entry under `rewards`")
         loaders = {name: partial(_load, name, reward, objects.get(name)) for name, reward in rewards.items()}
         weights = {name: reward.weight for name, reward in rewards.items()}
         jail = None
@@ -80,8 +79,9 @@ def _load(name: str, reward: schema.Reward, given: RewardFunction | None) -> Cal
 async def score(groups: Sequence[Group], rewards: RewardSet) -> list[Group]:
     """The same groups, each rollout with its reward: the weighted sum of all, with the raw parts by name.
 
-    A dict counts by its "score"; its other entries become parts "name/key". Rollouts that have an error stay as
-    they are. If any part fails, the rollout is unscored: reward None, and `error` says which part and how.
+    A dict counts by its "score"; its other entries become parts "name/key". Rollouts that have an error stay
+    as they are. The first answer that a reward found in the reply is kept. If any part fails, the rollout is
+    unscored: reward None, and `error` says which part and how.
     """
     if rewards.jail is None:
         return list(groups)
@@ -120,7 +120,7 @@ def _encode(task: Task) -> str:
         return json.dumps(pack_task(task))
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"task {task.uid} of {task.source!r} cannot go to a reward: {error}; its columns must be JSON values"
+            f"task {task.uid} of {task.source!r} cannot go to a reward: {error}; columns must be JSON values"
         ) from error
 
 
@@ -135,16 +135,17 @@ def _scored(rollout: Rollout, results: dict[str, Result], rewards: RewardSet) ->
             return rollout.scored(None, {}, f"reward {name}: {failure}")
         parts |= {name if key == "score" else f"{name}/{key}": value for key, value in result.parts.items()}
         total += rewards.weights[name] * result.parts["score"]
-    return rollout.scored(total, {**rollout.reward_parts, **parts})
+    answer = next((r.answer for r in results.values() if r.answer is not None), rollout.answer)
+    return replace(rollout.scored(total, {**rollout.reward_parts, **parts}), answer=answer)
 
 
 def check_failures(groups: Sequence[Group], rewards: RewardSet) -> None:
-    """WhetError if more than `guard.max_failure_rate` of the rollouts are unscored, naming the commonest cause."""
+    """WhetError if more than `guard.max_failure_rate` of the rollouts are unscored; names the main cause."""
     errors = [r.error for g in groups for r in g.rollouts if r.error]
     total = sum(len(g.rollouts) for g in groups)
     if errors and len(errors) > rewards.max_failure_rate * total:
         cause, times = Counter(errors).most_common(1)[0]
         raise WhetError(
-            f"{len(errors)} of {total} rollouts of this step could not be scored, more than guard.max_failure_rate "
-            f"{rewards.max_failure_rate:g} allows. Commonest cause ({times} times): {cause}"
+            f"{len(errors)} of {total} rollouts of this step could not be scored, more than "
+            f"guard.max_failure_rate {rewards.max_failure_rate:g} allows. Main cause ({times} times): {cause}"
         )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from math_verify import parse, verify
 
-from whet.rewards.builtin import reference
+from whet.rewards.builtin import Verdict, reference, verdict
 from whet.types import Task
 
 
-def math(response: str, task: Task, *, boxed: bool = False) -> float:
-    r"""1 if the reply's result equals the answer: the last \boxed{}, or else what in the reply reads as a result.
+def math(response: str, task: Task, *, boxed: bool = False) -> Verdict:
+    r"""1 if the reply's result equals the answer: the last \boxed{}, or else what reads as a result.
 
     `boxed`: only \boxed{} counts. Time is bounded by the jail alone: math-verify's own time-outs work by
     SIGALRM, which code in C does not notice.
@@ -20,6 +22,16 @@ def math(response: str, task: Task, *, boxed: bool = False) -> float:
         raise ValueError(f"the answer of task {task.uid} cannot be read as mathematics: {answer[:60]!r}")
     at = response.rfind("\\boxed")
     if boxed and at < 0:
-        return 0.0
+        return verdict(False, None)
     got = parse(response[at:] if at >= 0 else response, parsing_timeout=None)
-    return float(verify(want, got, timeout_seconds=None))
+    return verdict(bool(verify(want, got, timeout_seconds=None)), _text(got))
+
+
+def _text(got: list[Any]) -> str | None:
+    """The parsed result as text, for voting; as it was written if it is a number of thousands of digits."""
+    if not got:
+        return None
+    try:
+        return str(got[0])
+    except ValueError:  # Python's limit on the digits of an int made text
+        return str(got[-1])

@@ -1,4 +1,4 @@
-"""The reference rollout engine: the model's own transformers forward, one request and one token at a time.
+"""The reference rollout engine: the model's own transformers forward, one request and one token in each call.
 
 Slow, and simple enough to be believed: eager attention, transformers' own cache, the sampler and the random
 numbers of the native engine. In float32 the two give the same tokens (but for a random number that falls
@@ -7,7 +7,6 @@ between two roundings of the same probability) and log-probs within 1e-5.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,7 +57,6 @@ class HfEngine:
         self.end_token_ids = frozenset(end_token_ids)
         self.loads = 0
         self.gate = Gate()
-        self.turn = asyncio.Lock()
 
     # -- the seam
 
@@ -69,7 +67,7 @@ class HfEngine:
         check(token_ids, sampling, vocab=vocab, max_context=self.max_context, decodes=decodes)
         uniform_T = torch.from_numpy(uniforms(sampling.key, len(token_ids), sampling.max_tokens))
         reply = Reply(list(token_ids), sampling, uniform_T)
-        async with self.gate.passing(), self.turn:
+        async with self.gate.passing():
             stopped = await self._sample(reply)
         return Completion(
             token_ids=reply.token_ids,

@@ -87,13 +87,13 @@ class ScriptedEngine:
         text = StopText(sampling.stop, self.decode) if sampling.stop and self.decode is not None else None
         kept: list[int] = []
         stopped = False
-        for token in tokens[: sampling.max_tokens]:
+        for token in tokens:
+            if stopped or len(kept) == sampling.max_tokens:
+                break
             if token in ends and len(kept) < sampling.min_tokens:
                 continue
             kept.append(token)
             stopped = token in ends or (text is not None and text.push(token))
-            if stopped:
-                break
         n = len(kept)
         return Completion(
             token_ids=kept,

@@ -6,15 +6,16 @@ micro-batches changes memory and speed, never the result.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -113,14 +114,15 @@ class TorchEngine:
     def save(self, path: Path) -> None:
         """Write `model.safetensors` and, with an optimizer, `optimizer.safetensors` into the folder `path`."""
         path.mkdir(parents=True, exist_ok=True)
-        save_file({n: p.detach().contiguous() for n, p in self._named()}, path / "model.safetensors")
+        _write({n: p.detach() for n, p in self._named()}, path / "model.safetensors")
         if self.optimizer is not None:
-            steps = {"optimizer_steps": str(self.optimizer.step_count), "skipped": str(self.skipped_in_a_row)}
-            save_file(self.optimizer.state(), path / "optimizer.safetensors", metadata=steps)
+            # one key: safetensors writes several in random order, and equal runs write equal bytes
+            counts = json.dumps({"steps": self.optimizer.step_count, "skipped": self.skipped_in_a_row})
+            _write(self.optimizer.state(), path / "optimizer.safetensors", {"counts": counts})
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote, in place. Raises CheckpointError if it is damaged or of another model."""
-        found = _read(path / "model.safetensors")
+        found, _ = _read(path / "model.safetensors")
         own = dict(self._named())
         if found.keys() != own.keys() or any(found[n].shape != own[n].shape for n in own):
             odd = sorted(
@@ -135,9 +137,10 @@ class TorchEngine:
             for name, p in own.items():
                 p.copy_(found[name])
         if self.optimizer is not None:
-            state, meta = _read_with_metadata(path / "optimizer.safetensors")
-            self.optimizer.restore(state, int(meta["optimizer_steps"]))
-            self.skipped_in_a_row = int(meta["skipped"])
+            state, meta = _read(path / "optimizer.safetensors")
+            counts = json.loads(meta["counts"])
+            self.optimizer.restore(state, counts["steps"])
+            self.skipped_in_a_row = counts["skipped"]
 
     def place(self, device: Literal["gpu", "cpu"]) -> None:
         where = torch.device("cuda" if device == "gpu" else "cpu")
@@ -247,18 +250,21 @@ def _scatter(x_A: Tensor, at_A: Tensor, n: int) -> Tensor:
     return x_A.new_zeros(n).index_copy(0, at_A, x_A)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    return _read_with_metadata(path)[0]
+def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | None:
+    return tensors[name].shape if name in tensors else None
 
 
-def _read_with_metadata(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    from safetensors import safe_open
-
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file."""
     try:
         with safe_open(path, framework="pt") as f:
-            meta = f.metadata() or {}
-        return load_file(path), meta
+            return {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}  # noqa: SIM118
     except (OSError, SafetensorError) as e:
-        raise CheckpointError(
-            f"{path}: cannot be read ({e}); the checkpoint is damaged, use an older one"
-        ) from e
+        raise CheckpointError(f"{path}: cannot be read ({e}); the checkpoint is damaged, use an older one") from e
+
+
+def _write(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    try:
+        save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata=metadata)
+    except SafetensorError as e:  # how a full disk shows here
+        raise CheckpointError(f"cannot write {path}: {e}") from e

@@ -1,0 +1,64 @@
+"""Run a config to its end in forked children, killing them with SIGKILL at random moments on the way.
+
+Usage: driver.py RUN_DIR KILLS SEED. Prints JSON: how often it was killed, and the steps the kills fell on.
+Forking saves importing torch for every start; nothing of torch has run before the fork.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import whet.stages  # noqa: F401  (imported here, once)
+from whet.api import run_training
+from whet.config.load import load
+
+
+def start(run_dir: str) -> int:
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        log = os.open(f"{run_dir}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        code = run_training(load("tests/resume/config.yaml", [f"run_dir={run_dir}"]))
+        os._exit(code)
+    return pid
+
+
+def ended(pid: int, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            assert os.waitstatus_to_exitcode(status) == 0, Path(f"{sys.argv[1]}.log").read_text()[-3000:]
+            return True
+        time.sleep(0.002)
+    return False
+
+
+def lines(run_dir: str) -> int:
+    path = Path(run_dir) / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def main(run_dir: str, kills: int, seed: int) -> None:
+    rng = random.Random(seed)
+    began = time.monotonic()
+    at: list[int] = []
+    pid = start(run_dir)
+    while len(at) < kills and not ended(pid, rng.uniform(0.3, 1.6)):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        at.append(lines(run_dir))
+        pid = start(run_dir)
+    else:
+        if len(at) == kills:
+            assert ended(pid, 120), "the run did not end"
+    print(json.dumps({"kills": len(at), "lines_at_kill": at, "seconds": time.monotonic() - began}))
+
+
+main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

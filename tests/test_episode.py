@@ -1,0 +1,349 @@
+"""Playing groups: flat rollouts, seeds, turns, and what happens when an engine or an environment fails."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import pytest
+
+from whet.config.schema import SamplingConfig
+from whet.envs.env import EnvStep
+from whet.rollout.episode import play_groups, to_sampling
+from whet.rollout.scripted import ScriptedEngine
+from whet.seeds import rollout_key
+from whet.types import Completion, Group, Message, Rollout, Sampling, Task
+
+T = TypeVar("T")
+END = 1
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    async def bounded() -> T:
+        return await asyncio.wait_for(work, 20)
+
+    return asyncio.run(bounded())
+
+
+def tasks(count: int) -> list[Task]:
+    return [Task(uid=10 + i, source="s", prompt="", token_ids=(50 + i, 60 + i)) for i in range(count)]
+
+
+def decode(token_ids: list[int]) -> str:
+    return " ".join(map(str, token_ids))
+
+
+async def play(engine: ScriptedEngine, count: int = 1, **options: Any) -> list[Group]:
+    defaults: dict[str, Any] = {
+        "group_size": 2,
+        "sampling": Sampling(max_tokens=6),
+        "seed": 3,
+        "purpose": "train",
+        "decode": decode,
+        "end_token_ids": [END],
+        "timeout_s": 5.0,
+    }
+    return await play_groups(engine, tasks(count), **{**defaults, **options})
+
+
+def one(engine: ScriptedEngine, **options: Any) -> Rollout:
+    return run(play(engine, group_size=1, **options))[0].rollouts[0]
+
+
+def flat(r: Rollout) -> None:
+    """What holds for every rollout."""
+    n = len(r.token_ids)
+    assert n == len(r.mask) == len(r.logprobs) == len(r.sample_logprobs) == len(r.versions)
+    for mask, logp, sample_logp, version in zip(r.mask, r.logprobs, r.sample_logprobs, r.versions):
+        assert mask in (0, 1)
+        assert mask or (logp, sample_logp, version) == (0.0, 0.0, -1)
+        assert not mask or version >= 0
+
+
+# ---------------------------------------------------------------- one reply
+
+
+def test_a_reply_becomes_a_flat_rollout() -> None:
+    said = Completion(
+        token_ids=[7, 8, END],
+        logprobs=[-0.5, -0.25, -1.0],
+        sample_logprobs=[-0.4, -0.2, -0.9],
+        versions=[4, 4, 5],
+        finish_reason="stop",
+    )
+    r = one(ScriptedEngine(lambda *_: said))
+    assert r == Rollout(
+        task=tasks(1)[0],
+        index=0,
+        token_ids=[50, 60, 7, 8, END],
+        mask=[0, 0, 1, 1, 1],
+        logprobs=[0.0, 0.0, -0.5, -0.25, -1.0],
+        sample_logprobs=[0.0, 0.0, -0.4, -0.2, -0.9],
+        versions=[-1, -1, 4, 4, 5],
+        finish_reason="stop",
+        text="7 8",
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "text"),
+    [
+        ([7, END], {}, "7"),
+        ([7, 9], {"stop_token_ids": (9,)}, "7"),
+        ([7, END, 9], {"ignore_eos": True}, f"7 {END} 9"),
+        ([7, 8, 9, 10], {"max_tokens": 3}, "7 8 9"),
+        ([END], {}, ""),
+    ],
+)
+def test_only_the_end_token_that_ended_it_is_left_out_of_the_text(
+    tokens: list[int], options: dict[str, Any], text: str
+) -> None:
+    engine = ScriptedEngine(lambda *_: tokens, end_token_ids=[END])
+    r = one(engine, sampling=replace(Sampling(max_tokens=len(tokens)), **options))
+    assert r.text == text
+    assert r.token_ids[2:] == tokens[: r.tokens]
+
+
+def test_tokens_of_a_stop_string_stay_in_the_text() -> None:
+    engine = ScriptedEngine(lambda *_: [7, 8, 9], end_token_ids=[END], decode=decode)
+    r = one(engine, sampling=Sampling(max_tokens=6, stop=("8",)))
+    assert (r.text, r.finish_reason) == ("7 8", "stop")
+
+
+def test_groups_come_in_order_with_a_key_each() -> None:
+    async def say(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
+        await asyncio.sleep(random.Random(sampling.key).random() * 0.02)  # answers come back in another order
+        return [token_ids[0], sampling.key % 40 + 2]
+
+    engine = ScriptedEngine(say, end_token_ids=[END])
+    groups = run(play(engine, 5, group_size=3))
+    assert [g.task for g in groups] == tasks(5)
+    for group in groups:
+        assert [r.index for r in group.rollouts] == [0, 1, 2]
+        for r in group.rollouts:
+            flat(r)
+            key = rollout_key(3, group.task.uid, r.index, purpose="train")
+            assert r.token_ids[2:] == [group.task.token_ids[0], key % 40 + 2]
+    assert len({c.sampling.key for c in engine.calls}) == 15
+    other = ScriptedEngine(say, end_token_ids=[END])
+    run(play(other, 5, group_size=3, purpose="eval"))
+    assert not {c.sampling.key for c in engine.calls} & {c.sampling.key for c in other.calls}
+
+
+def test_all_rollouts_are_asked_at_once() -> None:
+    waiting = 0
+    everyone: asyncio.Event
+
+    async def say(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
+        nonlocal waiting
+        waiting += 1
+        if waiting == 12:
+            everyone.set()
+        await everyone.wait()  # hangs unless all twelve are there
+        return [5]
+
+    async def story() -> list[Group]:
+        nonlocal everyone
+        everyone = asyncio.Event()
+        return await play(ScriptedEngine(say), 4, group_size=3)
+
+    assert all(r.error is None for g in run(story()) for r in g.rollouts)
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_one_that_hangs_or_raises_aborts_alone() -> None:
+    async def say(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
+        if token_ids[0] == 51:
+            await asyncio.sleep(3600)
+        if token_ids[0] == 52:
+            raise RuntimeError("out of cheese")
+        if token_ids[0] == 53:
+            raise TimeoutError("the engine's own")
+        return [5, END]
+
+    groups = run(play(ScriptedEngine(say, end_token_ids=[END]), 5, timeout_s=0.05))
+    for group in groups:
+        for r in group.rollouts:
+            flat(r)
+    reasons = [{r.finish_reason for r in g.rollouts} for g in groups]
+    assert reasons == [{"stop"}, {"abort"}, {"abort"}, {"abort"}, {"stop"}]
+    errors = [g.rollouts[0].error for g in groups]
+    assert errors[0] is errors[4] is None
+    assert errors[1] == "turn 1: no end within timeout_s=0.05"
+    assert errors[2] == "turn 1: RuntimeError: out of cheese"
+    assert errors[3] == "turn 1: TimeoutError: the engine's own"
+    assert groups[1].rollouts[0].token_ids == [51, 61]
+    assert groups[1].rollouts[0].tokens == 0
+
+
+def test_a_timeout_cancels_the_request() -> None:
+    cancelled = []
+
+    async def say(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.append(sampling.key)
+            raise
+        return []
+
+    run(play(ScriptedEngine(say), 1, timeout_s=0.02))
+    assert len(cancelled) == 2
+
+
+def test_cancelling_the_play_is_not_an_abort() -> None:
+    async def say(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
+        await asyncio.sleep(3600)
+        return []
+
+    async def story() -> None:
+        playing = asyncio.create_task(play(ScriptedEngine(say), 3))
+        await asyncio.sleep(0.01)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    run(story())
+
+
+@pytest.mark.parametrize("leave", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_passes_through(leave: type[BaseException]) -> None:
+    def say(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
+        raise leave
+
+    with pytest.raises(leave):
+        run(play(ScriptedEngine(say)))
+
+
+def test_a_request_the_engine_refuses_is_an_abort_with_its_words() -> None:
+    r = one(ScriptedEngine(lambda *_: [5], max_context=5))
+    assert r.finish_reason == "abort"
+    assert r.error is not None
+    assert r.error.startswith("turn 1: WhetError: a prompt of 2 tokens and max_tokens=6 pass")
+
+
+# ---------------------------------------------------------------- environments
+
+
+class Countdown:
+    """Answers `n` times, gives 0.5 each time, then is done."""
+
+    made = 0
+
+    def __init__(self, n: int, fail_at: int | None = None) -> None:
+        Countdown.made += 1
+        self.left, self.fail_at = n, fail_at
+        self.heard: list[Message] = []
+
+    async def first(self) -> list[Message]:
+        return [Message("user", "100")]
+
+    async def step(self, reply: Message) -> EnvStep:
+        self.heard.append(reply)
+        if len(self.heard) == self.fail_at:
+            raise ValueError("the world ended")
+        self.left -= 1
+        return EnvStep([Message("user", f"{200 + self.left} 300")], reward=0.5, done=self.left == 0)
+
+
+def encode(messages: list[Message]) -> list[int]:
+    return [int(word) for m in messages for word in m.content.split()]
+
+
+def count_up(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
+    return [token_ids[-1] + 1, END]
+
+
+def test_turns_append_and_never_rewrite() -> None:
+    envs: list[Countdown] = []
+
+    def make(task: Task) -> Countdown:
+        envs.append(Countdown(3))
+        return envs[-1]
+
+    engine = ScriptedEngine(count_up, end_token_ids=[END])
+    r = one(engine, make_env=make, encode_messages=encode)
+    flat(r)
+    #                p   p   o    a    a    o    o    a    a    o    o    a    a
+    assert r.token_ids == [50, 60, 100, 101, END, 202, 300, 301, END, 201, 300, 301, END]
+    assert r.mask == [0, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
+    assert [c.token_ids for c in engine.calls] == [r.token_ids[:n] for n in (3, 7, 11)]
+    assert [c.sampling.max_tokens for c in engine.calls] == [6, 4, 2]  # the limit is the rollout's
+    assert len({c.sampling.key for c in engine.calls}) == 1
+    assert envs[0].heard == [Message("assistant", t) for t in ("101", "301", "301")]
+    assert r.text == "101 301 301"
+    assert (r.reward, r.reward_parts, r.finish_reason) == (1.5, {"env": 1.5}, "stop")
+
+
+def test_every_rollout_has_its_own_environment() -> None:
+    Countdown.made = 0
+    groups = run(
+        play(
+            ScriptedEngine(count_up, end_token_ids=[END]),
+            3,
+            group_size=4,
+            make_env=lambda task: Countdown(1),
+            encode_messages=encode,
+        )
+    )
+    assert Countdown.made == 12
+    assert {r.reward for g in groups for r in g.rollouts} == {0.5}
+
+
+def test_turns_and_tokens_are_bounded() -> None:
+    engine = ScriptedEngine(count_up, end_token_ids=[END])
+    r = one(
+        engine,
+        make_env=lambda t: Countdown(99),
+        encode_messages=encode,
+        max_turns=4,
+        sampling=Sampling(max_tokens=50),
+    )
+    assert (len(engine.calls), r.finish_reason, r.tokens) == (4, "length", 8)
+    engine = ScriptedEngine(count_up, end_token_ids=[END])
+    r = one(engine, make_env=lambda t: Countdown(99), encode_messages=encode, sampling=Sampling(max_tokens=5))
+    assert (r.finish_reason, r.tokens) == ("length", 5)
+    assert r.mask[-1] == 1  # nothing is appended that nobody will answer
+
+
+def test_an_environment_that_fails_keeps_the_finished_turns() -> None:
+    r = one(
+        ScriptedEngine(count_up, end_token_ids=[END]),
+        make_env=lambda t: Countdown(9, fail_at=2),
+        encode_messages=encode,
+    )
+    flat(r)
+    assert r.finish_reason == "abort"
+    assert r.error == "turn 3: ValueError: the world ended"
+    assert (r.tokens, r.text, r.reward) == (4, "101 301", 0.5)
+
+
+def test_an_environment_needs_an_encoder() -> None:
+    with pytest.raises(ValueError, match="encode_messages"):
+        one(ScriptedEngine(count_up), make_env=lambda t: Countdown(1))
+
+
+# ---------------------------------------------------------------- config
+
+
+def test_every_sampling_key_reaches_the_engine() -> None:
+    values: dict[str, Any] = {
+        "repetition_penalty": 1.1,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "stop": ("a",),
+        "stop_token_ids": (4,),
+        "ignore_eos": True,
+    }
+    assert set(values) == set(SamplingConfig.model_fields) == {f.name for f in fields(Sampling)} - {"key"}
+    assert to_sampling(SamplingConfig(**values)) == Sampling(**values)
+    assert to_sampling(SamplingConfig()) == Sampling()

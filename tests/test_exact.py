@@ -1,0 +1,128 @@
+"""The self-test says 'exact' where it is so, and notices one bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiny import FAMILIES, VOCAB, tiny_model
+from whet.models import kernels
+from whet.models.exact import ExactReport, self_test
+from whet.models.forward import decoder
+
+OPS = kernels.load("torch")
+
+RUN = """
+import json
+import torch
+from whet import environment
+environment.prepare(1, True)
+from test_forward import foreign, shaken
+from tiny import FAMILIES
+from whet.config.schema import Model, Scratch
+from whet.models import kernels
+from whet.models.exact import self_test
+from whet.models.forward import decoder
+from whet.models.load import build
+
+def make(kind):
+    if kind == "gemma2":
+        return foreign(kind, vocab_size=101, intermediate_size=96, sliding_window=8, final_logit_softcapping=3.0)
+    window = 8 if kind == "mistral" else None
+    scratch = Scratch(
+        architecture=kind, hidden_size=64, layers=2, heads=4, kv_heads=2, ffn_size=96, init_std=0.1,
+        sliding_window=window,
+    )
+    return build(
+        Model(scratch=scratch), vocab_size=101, eos_token_id=1, pad_token_id=0, seed=0, device="cpu",
+        dtype=torch.float32,
+    )
+
+out = {}
+for name in ("torch", "auto"):
+    ops = kernels.load(name)
+    for kind in (*FAMILIES, "gemma2"):
+        report = self_test(decoder(shaken(make(kind)), ops), ops, vocab_size=101, seed=1, temperature=0.9)
+        out[f"{kind}/{name}"] = (report.exact, report.tokens, report.mismatches)
+print(json.dumps(out))
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="row-independent products need MKL")
+def test_every_family_is_exact_in_the_prepared_environment() -> None:
+    """In a process of its own, for MKL reads its environment once. Feed-forward widths are multiples of 32: at others
+    torch's own SiLU rounds by a row's place."""
+    environment = {k: v for k, v in os.environ.items() if k != "MKL_CBWR"}
+    environment["PYTHONPATH"] = os.path.dirname(__file__)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RUN],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    reports = json.loads(done.stdout.splitlines()[-1])
+    assert len(reports) == 2 * (len(FAMILIES) + 1)
+    assert [name for name, (exact, _, _) in reports.items() if not exact] == []
+    assert all(tokens > 300 and mismatches == 0 for _, tokens, mismatches in reports.values())
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_sampler_and_trainer_agree_to_rounding_in_any_environment(kind: str) -> None:
+    report = self_test(decoder(tiny_model(kind), OPS), OPS, vocab_size=VOCAB, seed=3)
+    assert report.tokens > 300
+    assert report.max_diff < 1e-5
+    assert report.exact == (report.mismatches == 0)
+
+
+def _one_bit_up(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    token_B, logp_B = OPS.sample(logits_BV, uniform_B)
+    return token_B, torch.nextafter(logp_B, torch.zeros(()))
+
+
+def test_one_bit_is_noticed() -> None:
+    model = tiny_model()
+    before = self_test(decoder(model, OPS), OPS, vocab_size=VOCAB, seed=0)
+    ops = replace(OPS, sample=_one_bit_up)
+    report = self_test(decoder(model, ops), ops, vocab_size=VOCAB, seed=0)
+    assert not report.exact
+    assert report.tokens == before.tokens
+    assert report.mismatches > report.tokens - before.mismatches - 1
+    assert 0 < report.max_diff < 1e-5
+    assert str(report).startswith(f"close: {report.mismatches} of {report.tokens}")
+
+
+def test_stale_cache_is_noticed() -> None:
+    """A decode step whose keys are not written must show, far beyond rounding."""
+
+    def forget(*args: object, **kwargs: object) -> None: ...
+
+    ops = replace(OPS, write_kv=forget)
+    report = self_test(decoder(tiny_model(), ops), ops, vocab_size=VOCAB, seed=0)
+    assert not report.exact
+    assert report.max_diff > 1e-3
+
+
+def test_nan_is_a_mismatch_not_a_match() -> None:
+    def broken(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+        logp_N, entropy_N = OPS.logprobs(logits_NV, targets_N)
+        return logp_N * torch.nan, entropy_N
+
+    ops = replace(OPS, logprobs=broken)
+    report = self_test(decoder(tiny_model(), ops), ops, vocab_size=VOCAB, seed=0)
+    assert report.mismatches == report.tokens
+
+
+def test_words() -> None:
+    assert str(ExactReport(True, 12, 0, 0.0)) == "exact: all 12 log-probs compared are equal bit for bit"
+    assert str(ExactReport(False, 12, 3, 9.5e-7)) == (
+        "close: 3 of 12 log-probs differ, by at most 9.5e-07 nats"
+    )

@@ -1,0 +1,112 @@
+"""`whet explain`: every key answers, with its own meaning and place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from whet.config import recipes, schema
+from whet.config.explain import explain
+from whet.config.keys import dotted, keys
+from whet.types import ConfigError
+
+
+def printed(key: str) -> str:
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(explain(key))
+    return console.export_text()
+
+
+def test_a_key():
+    found = explain("train.optimizer.lr")
+    assert (found.key, found.type, found.default) == ("train.optimizer.lr", "a number >= 0", "1e-06")
+    assert found.meaning == "Peak learning rate."
+    assert "any stage" in found.where
+    assert explain("machine.threads").where == "the whole run"
+
+
+def test_every_key_explains_itself_and_its_line_defines_it():
+    lines = Path(schema.__file__).read_text().splitlines()
+    for key in keys().values():
+        name = dotted(key.path)
+        found = explain(name.replace("[]", ".0").replace("<name>", "any"))
+        if key.path[0] == "stages" and len(key.path) == 3 and key.path[-1] != "name":
+            assert found.key == key.path[-1], "a stage's section is the config's"
+            continue
+        assert found.key == name
+        number = int(found.source.rpartition(":")[2])
+        wanted = key.path[-2] if key.path[-1] == "*" else key.path[-1]
+        assert lines[number - 1].strip().startswith(f"{wanted}:"), found.source
+
+
+def test_equal_names_in_different_sections_have_their_own_lines():
+    assert explain("critic.warmup_steps").source != explain("train.optimizer.schedule.warmup_steps").source
+    assert explain("model.path").source != explain("tokenizer.path").source
+
+
+@pytest.mark.parametrize(
+    ("asked", "key"),
+    [
+        ("data.train.path", "data.train[].path"),
+        ("data.train.0.path", "data.train[].path"),
+        ("data.train[3].reasoning_gym.task", "data.train[].reasoning_gym.task"),
+        ("rewards.weight", "rewards.<name>.weight"),
+        ("rewards.acc.weight", "rewards.<name>.weight"),
+        ("stages.rl.train.steps", "train.steps"),
+        (" train ", "train"),
+    ],
+)
+def test_ways_to_ask(asked, key):
+    assert explain(asked).key == key
+
+
+def test_a_section_lists_its_keys():
+    assert [row[0] for row in explain("train").rows] == list(schema.Train.model_fields)
+    assert [row[0] for row in explain("rewards").rows] == list(schema.Reward.model_fields)
+    assert explain("train.steps").rows == ()
+
+
+def test_a_recipe_prints_what_it_sets_and_its_source():
+    for name, recipe in recipes.RECIPES.items():
+        said = dict(explain(f"algorithm.name={name}").value)
+        assert (said["advantage"], said["loss"], said["source"]) == (
+            recipe.advantage,
+            recipe.loss,
+            recipe.source,
+        )
+    assert dict(explain("algorithm.name=dapo").value)["clip_high"] == "0.28"
+    assert dict(explain("algorithm.advantage=gae").value)["reads"] == "gamma, lam"
+
+
+def test_it_prints():
+    text = printed("algorithm.name=dapo")
+    assert "arXiv:2503.14476" in text
+    assert "clip_high" in text
+    assert "tasks_per_step" in printed("train")
+    assert "[]" in printed("data.train[]"), "brackets are no markup"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("lr", "'lr' is not a key; did you mean train.optimizer.lr or critic.optimizer.lr?"),
+        ("train.stesp", "did you mean train.steps?"),
+        ("", "is not a key"),
+        ("algorithm.name=dapoo", "did you mean 'dapo'"),
+        ("machine.exact=onn", "expected 'auto', 'on' or 'off'"),
+        ("train.steps=0", "got 0, expected a whole number >= 1"),
+        ("train=3", "train is a section"),
+    ],
+)
+def test_what_cannot_be_explained(asked, said):
+    with pytest.raises(ConfigError) as caught:
+        explain(asked)
+    assert said in str(caught.value)
+
+
+def test_a_value_that_a_key_can_have():
+    assert explain("machine.exact=off").value == (("value", "off is allowed"),)
+    assert explain("train.optimizer.betas=[0.9, 0.95]").value
+    assert explain("train.steps=null").value

@@ -1,0 +1,191 @@
+"""The shape of the package, read off its source: who may import whom, and how long things may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parent.parent / "src"
+
+LAYERS: list[set[str]] = [
+    {"types", "seeds", "tables", "config", "environment"},
+    {"batch", "algos", "data", "rewards"},
+    {"envs", "models", "buffer", "track", "guard"},
+    {"train", "rollout"},
+    {"sync", "checkpoint", "evaluate"},
+    {"loop", "run", "stages"},
+    {"cli", "api", "cluster", "web"},
+]
+"""By first name below `whet`; `whet/__init__.py` is of the last layer."""
+
+OWN_MODULE = {
+    "ray",
+    "vllm",
+    "sglang",
+    "deepspeed",
+    "megatron",
+    "wandb",
+    "mlflow",
+    "swanlab",
+    "peft",
+    "streamlit",
+}
+"""Each is imported by one module at most."""
+
+MOST_LINES_OF_A_FILE = 600
+MOST_LINES_OF_A_FUNCTION = 90
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package by dotted name, parsed."""
+    found = {}
+    for path in sorted((SRC / "whet").rglob("*.py")):
+        parts = path.relative_to(SRC).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    return found
+
+
+def package_of(name: str) -> str:
+    """The package that relative imports in a module start from."""
+    is_package = (SRC / Path(*name.split(".")) / "__init__.py").is_file()
+    return name if is_package else name.rpartition(".")[0]
+
+
+def imports(name: str, tree: ast.Module) -> set[str]:
+    """Everything a module imports, at its head, under TYPE_CHECKING or inside a function."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package_of(name).split(".")
+                base = ".".join([*above[: len(above) - node.level + 1], *([base] if base else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                found.add(inner if inner in modules() else base)
+    return found
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    """Imports between modules of the package."""
+    return {
+        name: {i for i in imports(name, tree) if i in modules()} - {name} for name, tree in modules().items()
+    }
+
+
+def layer(name: str) -> int:
+    part = name.split(".")[1] if "." in name else "cli"
+    for number, parts in enumerate(LAYERS):
+        if part in parts:
+            return number
+    raise LookupError(f"{name} stands in no layer: add it to LAYERS")
+
+
+def test_the_walk_sees_the_package():
+    assert {"whet.types", "whet.config.schema", "whet.batch"} <= modules().keys()
+    assert graph()["whet.config.load"] >= {"whet.config.draft", "whet.types"}
+
+
+def test_hidden_and_relative_imports_are_seen():
+    tree = ast.parse("def f():\n    from whet import types\n    import ray.data\nfrom . import keys\n")
+    assert imports("whet.config.load", tree) == {"whet.types", "ray.data", "whet.config.keys"}
+
+
+def test_imports_go_to_the_own_layer_or_a_lower_one():
+    wrong = [
+        f"{name} (layer {layer(name)}) imports {target} (layer {layer(target)})"
+        for name, targets in graph().items()
+        for target in targets
+        if layer(target) > layer(name)
+    ]
+    assert wrong == []
+
+
+def test_train_and_rollout_never_see_each_other():
+    for one, other in (("whet.train", "whet.rollout"), ("whet.rollout", "whet.train")):
+        seen = [(n, t) for n, ts in graph().items() if n.startswith(one) for t in ts if t.startswith(other)]
+        assert seen == []
+
+
+def test_no_import_goes_in_a_circle():
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join([*above[above.index(name) :], name])
+        if name not in done:
+            for target in sorted(graph()[name]):
+                visit(target, (*above, name))
+            done.add(name)
+
+    for name in graph():
+        visit(name, ())
+
+
+def test_a_heavy_engine_is_imported_by_one_module_only():
+    users: dict[str, set[str]] = {}
+    for name, tree in modules().items():
+        for found in {i.partition(".")[0] for i in imports(name, tree)} & OWN_MODULE:
+            users.setdefault(found, set()).add(name)
+    assert {engine: names for engine, names in users.items() if len(names) > 1} == {}
+    assert users.get("ray", {"whet.cluster"}) == {"whet.cluster"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["whet.types", "whet.seeds", "whet.tables", "whet.environment"]
+    + sorted(n for n in modules() if n.startswith("whet.config.")),
+)
+def test_the_words_know_no_torch(name):
+    """By the source: neither the module nor anything it imports from the package imports a heavy library."""
+    reached, todo = set(), [name] if name in modules() else []
+    while todo:
+        at = todo.pop()
+        reached.add(at)
+        todo += graph()[at] - reached
+    heavy = {"torch", "transformers", "ray", "tokenizers", "safetensors", "pyarrow", "datasets"}
+    assert {
+        (n, i) for n in reached for i in imports(n, modules()[n]) if i.partition(".")[0] in heavy
+    } == set()
+
+
+def test_the_words_load_without_torch():
+    """By running them: whatever their libraries do, torch is not imported."""
+    names = sorted(n for n in modules() if n.startswith("whet.config.") or layer(n) == 0)
+    code = f"import sys, importlib\nfor n in {names}: importlib.import_module(n)\n"
+    code += "print(sorted({'torch', 'transformers', 'ray', 'pyarrow'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+
+
+def test_files_and_functions_are_short():
+    long = []
+    for name, tree in modules().items():
+        last = max((getattr(node, "end_lineno", 0) or 0 for node in ast.walk(tree)), default=0)
+        if last > MOST_LINES_OF_A_FILE:
+            long.append(f"{name}: {last} lines")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MOST_LINES_OF_A_FUNCTION:
+                    long.append(f"{name}.{node.name}: {lines} lines")
+    assert long == []
+
+
+def test_packages_hold_no_code_in_their_init():
+    """Only a docstring, imports, `__all__` and the version: all else has a name of its own."""
+    for name, tree in modules().items():
+        if package_of(name) == name:
+            extra = [
+                n for n in tree.body if not isinstance(n, ast.Import | ast.ImportFrom | ast.Expr | ast.Assign)
+            ]
+            assert [ast.unparse(n)[:60] for n in extra if name != "whet"] == []

@@ -1,0 +1,355 @@
+"""Models in and out: scratch weights are a function of the seed, folders round-trip, bad folders say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from tiny import FAMILIES, VOCAB, tiny_model
+from whet.config.schema import Model, Scratch
+from whet.models.load import build, export, parameter_count, value_head
+from whet.types import CheckpointError, ConfigError, WhetError
+
+
+def open_model(path: Path, *, vocab_size: int = VOCAB, **values: Any) -> PreTrainedModel:
+    return build(
+        Model(path=str(path), **values),
+        vocab_size=vocab_size,
+        eos_token_id=None,
+        pad_token_id=None,
+        seed=0,
+        device="cpu",
+        dtype=torch.float32,
+    )
+
+
+def scratch(**values: Any) -> PreTrainedModel:
+    return build(
+        Model(scratch=Scratch(**({"hidden_size": 32, "layers": 1} | values))),
+        vocab_size=VOCAB,
+        eos_token_id=1,
+        pad_token_id=0,
+        seed=0,
+        device="cpu",
+        dtype=torch.float32,
+    )
+
+
+def tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    return dict(model.state_dict())
+
+
+def equal(a: PreTrainedModel, b: PreTrainedModel) -> bool:
+    x, y = tensors(a), tensors(b)
+    return x.keys() == y.keys() and all(torch.equal(x[n], y[n]) for n in x)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1")
+
+
+# ---------------------------------------------------------------- scratch
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scratch_weights_are_a_function_of_the_seed(family: str) -> None:
+    torch.manual_seed(1)
+    first = tiny_model(family, seed=5)
+    torch.manual_seed(2)
+    assert equal(first, tiny_model(family, seed=5))
+    assert not equal(first, tiny_model(family, seed=6))
+
+
+def test_scratch_leaves_the_global_random_state_alone() -> None:
+    torch.manual_seed(1)
+    expected = torch.randn(3)
+    torch.manual_seed(1)
+    tiny_model()
+    value_head(8, seed=0)
+    assert torch.equal(torch.randn(3), expected)
+
+
+def test_scratch_sizes_are_those_asked_for() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 40}
+    model = scratch(architecture="qwen3", layers=2, rope_theta=500.0, init_std=0.3, max_positions=99, **sizes)
+    layer = model.model.layers[1]
+    assert layer.self_attn.q_proj.weight.shape == (32, 64)
+    assert layer.self_attn.k_proj.weight.shape == (16, 64)
+    assert layer.mlp.gate_proj.weight.shape == (40, 64)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert layer.mlp.gate_proj.weight.std().item() == pytest.approx(0.3, rel=0.05)
+    assert (model.config.max_position_embeddings, model.config.rope_parameters["rope_theta"]) == (99, 500.0)
+    assert (model.config.eos_token_id, model.config.pad_token_id) == (1, 0)
+    # embedding + 2 x (q, o, k, v, q/k norms, gate/up/down, two norms) + last norm
+    layer_size = 2 * 32 * 64 + 2 * 16 * 64 + 2 * 8 + 3 * 40 * 64 + 2 * 64
+    assert parameter_count(model) == VOCAB * 64 + 2 * layer_size + 64
+
+
+def test_defaults_of_unset_sizes() -> None:
+    layer = scratch(heads=4).model.layers[0]
+    assert layer.self_attn.k_proj.weight.shape == (32, 32)
+    assert layer.mlp.up_proj.weight.shape == (96, 32)
+
+
+def test_mixture_sizes() -> None:
+    model = scratch(architecture="qwen3_moe", experts=6, experts_per_token=3, ffn_size=24)
+    block = model.model.layers[0].mlp
+    assert block.experts.gate_up_proj.shape == (6, 48, 32)
+    assert (block.gate.top_k, block.gate.norm_topk_prob) == (3, True)
+
+
+def test_the_pad_token_learns_like_any_other() -> None:
+    model = tiny_model()
+    model(input_ids=torch.tensor([[0, 3]])).logits[0, 1, 5].backward()
+    embedding = model.get_input_embeddings()
+    assert float(embedding.weight[0].detach().abs().sum()) > 0
+    assert float(embedding.weight.grad[0].abs().sum()) > 0
+
+
+def test_models_are_in_evaluation_mode_and_stay_deterministic() -> None:
+    assert not any(module.training for module in tiny_model().modules())
+
+
+def test_bfloat16_keeps_rotary_frequencies_in_float32() -> None:
+    model = build(
+        Model(scratch=Scratch(hidden_size=32, layers=1)),
+        vocab_size=VOCAB,
+        eos_token_id=1,
+        pad_token_id=0,
+        seed=0,
+        device="cpu",
+        dtype=torch.bfloat16,
+    )
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert model.config.dtype == torch.bfloat16
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"heads": 4, "kv_heads": 3}, "kv_heads .3. must divide heads .4."),
+        ({"hidden_size": 30, "heads": 4}, "give head_dim"),
+        ({"head_dim": 7}, "must be even"),
+        ({"sliding_window": 8}, "for architecture 'mistral' only"),
+        ({"architecture": "qwen3_moe", "experts": 2, "experts_per_token": 3}, "is more than experts"),
+        ({"architecture": "llama", "hidden_size": 30, "heads": 4, "head_dim": 8}, "refuses these sizes"),
+    ],
+)
+def test_impossible_sizes_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        scratch(**values)
+
+
+@pytest.mark.parametrize("values", [{}, {"path": "x", "scratch": Scratch()}])
+def test_path_or_scratch(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="either `path`"):
+        build(
+            Model(**values), vocab_size=3, eos_token_id=1, pad_token_id=0, seed=0, device="cpu",
+            dtype=torch.float32,
+        )  # fmt: skip
+
+
+def test_value_head() -> None:
+    head = value_head(64, seed=3)
+    assert head.weight.shape == (1, 64)
+    assert torch.equal(head.weight, value_head(64, seed=3).weight)
+    assert not torch.equal(head.weight, value_head(64, seed=4).weight)
+    assert head.bias.item() == 0
+    assert value_head(4095, seed=0).weight.std().item() == pytest.approx(1 / 4096, rel=0.1)
+
+
+# ---------------------------------------------------------------- folders
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_round_trip(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model(family)
+    export(model, tokenizer(), tmp_path / "out")
+    ids = torch.arange(2, 12)[None]
+    expected = model(input_ids=ids).logits
+    again = open_model(tmp_path / "out")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert equal(model, again)
+    assert torch.equal(again(input_ids=ids).logits, expected)
+    assert torch.equal(stock(input_ids=ids).logits, expected)
+    opened = AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
+    if family == "qwen2":  # transformers opens every tokenizer of this family as Qwen2Tokenizer
+        assert "opens" in caplog.text
+        assert "Qwen2Tokenizer, which encodes differently" in caplog.text
+        opened = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out", local_files_only=True)
+    else:
+        assert "encodes differently" not in caplog.text
+    assert opened("w7 w3").input_ids == [7, 3]
+    assert not (again.training or any(m.training for m in again.modules()))
+    assert again.get_input_embeddings().padding_idx is None
+
+
+def test_export_replaces_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "stale.txt").write_text("old")
+    export(tiny_model(), None, tmp_path / "out")
+    export(tiny_model(seed=1), None, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert not (tmp_path / "out" / "stale.txt").exists()
+    assert equal(open_model(tmp_path / "out"), tiny_model(seed=1))
+
+
+def test_failed_export_keeps_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export(tiny_model(), None, tmp_path / "out")
+    model = tiny_model(seed=1)
+
+    def full(path: Path) -> None:
+        (Path(path) / "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(model, "save_pretrained", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        export(model, None, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert equal(open_model(tmp_path / "out"), tiny_model())
+
+
+def test_overrides_reach_the_config(tmp_path: Path) -> None:
+    export(tiny_model(), None, tmp_path / "m")
+    assert open_model(tmp_path / "m", overrides={"rms_norm_eps": 0.5}).config.rms_norm_eps == 0.5
+    with pytest.raises(ConfigError, match="rms_norm_epz is not a key"):
+        open_model(tmp_path / "m", overrides={"rms_norm_epz": 0.5})
+
+
+def test_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
+    export(tiny_model(), None, tmp_path / "m")
+    with pytest.raises(ConfigError, match=f"the tokenizer has 99 tokens, the embedding {VOCAB} rows"):
+        open_model(tmp_path / "m", vocab_size=99)
+
+
+def no_folder(path: Path) -> None:
+    for file in path.iterdir():
+        file.unlink()
+    path.rmdir()
+
+
+def no_config(path: Path) -> None:
+    (path / "config.json").unlink()
+
+
+def broken_config(path: Path) -> None:
+    (path / "config.json").write_text("{")
+
+
+def unknown_family(path: Path) -> None:
+    (path / "config.json").write_text('{"model_type": "nosuch"}')
+
+
+def remote_code(path: Path) -> None:
+    """A folder that brings its own code: it must not be run."""
+    (path / "evil.py").write_text("import pathlib; pathlib.Path('ran').touch()")
+    auto = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (path / "config.json").write_text(json.dumps({"model_type": "nosuch", "auto_map": auto}))
+
+
+def only_pickle(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+    (path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+def no_weights(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+
+
+def truncated(path: Path) -> None:
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def rewrite(path: Path, change: Any) -> None:
+    held = load_file(path / "model.safetensors")
+    change(held)
+    save_file(held, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def missing(path: Path) -> None:
+    rewrite(path, lambda held: held.pop("model.layers.0.mlp.up_proj.weight"))
+
+
+def unexpected(path: Path) -> None:
+    rewrite(path, lambda held: held.update({"model.layers.0.mlp.extra.weight": torch.zeros(2)}))
+
+
+def misshaped(path: Path) -> None:
+    rewrite(path, lambda held: held.update({"model.norm.weight": torch.zeros(5)}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "words"),
+    [
+        (no_folder, ConfigError, "no such folder"),
+        (no_config, ConfigError, "no config.json"),
+        (broken_config, ConfigError, "is no config"),
+        (unknown_family, ConfigError, "nosuch"),
+        (remote_code, ConfigError, "trust_remote_code"),
+        (only_pickle, CheckpointError, "only pytorch_model.bin, which is pickle and never opened"),
+        (no_weights, CheckpointError, "needs .*safetensors files, found none"),
+        (truncated, CheckpointError, "model.safetensors is damaged or incomplete"),
+        (missing, CheckpointError, "missing: model.layers.0.mlp.up_proj.weight"),
+        (unexpected, CheckpointError, "unexpected: model.layers.0.mlp.extra.weight"),
+        (misshaped, CheckpointError, "model.norm.weight"),
+    ],
+)
+def test_bad_folders_say_what_is_wrong(
+    damage: Any, error: type[WhetError], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    export(tiny_model(), None, tmp_path / "m")
+    damage(tmp_path / "m")
+    with pytest.raises(error, match=words):
+        open_model(tmp_path / "m")
+    assert not (tmp_path / "ran").exists()
+
+
+# ---------------------------------------------------------------- environment
+
+ASK = """
+import os, sys
+from whet import environment
+environment.prepare({threads}, {exact})
+assert "torch" not in sys.modules
+print(*[f"{{name}}={{os.environ.get(name)}}" for name in
+        ("MKL_CBWR", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")])
+"""
+
+
+@pytest.mark.parametrize(
+    ("threads", "exact", "given", "expected"),
+    [
+        (3, True, {}, "MKL_CBWR=AUTO,STRICT HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false "
+                      "OMP_NUM_THREADS=3 OMP_WAIT_POLICY=PASSIVE"),
+        (None, False, {}, "MKL_CBWR=None HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false "
+                          "OMP_NUM_THREADS=None OMP_WAIT_POLICY=PASSIVE"),
+        (3, True, {"OMP_NUM_THREADS": "1", "MKL_CBWR": "AVX2,STRICT"},
+         "MKL_CBWR=AVX2,STRICT HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false "
+         "OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE"),
+    ],
+)  # fmt: skip
+def test_environment(threads: int | None, exact: bool, given: dict[str, str], expected: str) -> None:
+    own = ("MKL_CBWR", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+    environment = {k: v for k, v in os.environ.items() if k not in own} | given
+    code = ASK.format(threads=threads, exact=exact)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == expected, done.stderr

@@ -1,0 +1,90 @@
+"""A run that was killed and started again is the run that was never killed: every number, rollout and weight."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SAME = ("metrics.jsonl", "rollouts", "eval", "checkpoints")
+"""What two equal runs write byte for byte."""
+
+
+def drive(run_dir: Path, *, kills: int, seed: int) -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "tests/resume/driver.py", str(run_dir), str(kills), str(seed)],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def files(run_dir: Path) -> list[str]:
+    found = [p for name in SAME for p in [run_dir / name, *(run_dir / name).rglob("*")] if p.is_file()]
+    return sorted(str(p.relative_to(run_dir)) for p in found)
+
+
+def assert_equal(a: Path, b: Path) -> None:
+    assert files(a) == files(b)
+    _, different, errors = filecmp.cmpfiles(a, b, files(a), shallow=False)
+    assert not errors
+    assert not different, f"{different} differ"
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("unbroken") / "run"
+    drive(path, kills=0, seed=0)
+    assert len((path / "metrics.jsonl").read_text().splitlines()) == 5 + 7 + 6 + 8  # steps, and evaluations
+    return path
+
+
+def test_twice_the_same(unbroken: Path, tmp_path: Path) -> None:
+    drive(tmp_path / "run", kills=0, seed=0)
+    assert_equal(unbroken, tmp_path / "run")
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_killed_at_random_moments(unbroken: Path, tmp_path: Path, seed: int) -> None:
+    report = drive(tmp_path / "run", kills=8, seed=seed)
+    assert report["kills"], "the run ended before the first kill"
+    assert_equal(unbroken, tmp_path / "run")
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(unbroken: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "whet.cli", "train", "tests/resume/config.yaml", f"run_dir={run_dir}"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(run_dir / "metrics.jsonl", lines=3, process=process)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, out
+    assert "saved" in out
+    assert list((run_dir / "checkpoints").iterdir())
+    again = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "going on from" in again.stdout
+    for name in ("metrics.jsonl", "rollouts", "eval"):
+        assert [f for f in files(run_dir) if f.startswith(name)] == [f for f in files(unbroken) if f.startswith(name)]
+    equal = [f for f in files(unbroken) if not f.startswith("checkpoints")]
+    assert filecmp.cmpfiles(unbroken, run_dir, equal, shallow=False)[1:] == ([], [])
+    finished = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 0
+    assert "finished run" in finished.stdout
+
+
+def wait_for(path: Path, *, lines: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.read_bytes().count(b"\n") < lines:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.01)
