@@ -26,8 +26,8 @@ ROWS = 2048
 
 
 def prompts(tokens: str) -> list[dict[str, str]]:
-    """Sums from reasoning-gym as 'a + b - c=', 7 to 24 characters; or, for a number, solved sums before an open
-    one, to exactly that many characters."""
+    """Sums from reasoning-gym as 'a + b - c=', 7 to 24 characters; or, if `tokens` is a number, solved sums
+    before an open one, exactly that many characters."""
     import reasoning_gym
 
     limits = {"max_terms": 5, "min_digits": 1, "max_digits": 3}

@@ -4,7 +4,7 @@
     $PY trl_grpo.py speed --model CASE/model --prompts CASE/prompts.json --steps 5
     $PY trl_grpo.py learn --model EXPORT --prompts WORDS/pool.json --held-out WORDS/held_out.json
 
-TRL is tuned for this machine: fp32 (most CPUs only emulate bf16), no gradient checkpointing, one micro-batch,
+TRL is tuned for this machine: fp32 (many CPUs only emulate bf16), no gradient checkpointing, one micro-batch,
 beta 0 (no reference model), one iteration (no pass for old log-probs). `--as-shipped` keeps its own defaults
 for the first two. Times are seconds of process CPU: with one thread, what the work takes on an idle core.
 """

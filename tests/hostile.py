@@ -293,7 +293,7 @@ def daemon_then_crash(value):
 
 
 def leaves_a_thread(value):
-    threading.Thread(target=lambda: (time.sleep(0.02), os._exit(9))).start()
+    threading.Thread(target=lambda: (time.sleep(0.5), os._exit(9))).start()
     return value
 
 

@@ -1,4 +1,5 @@
-"""Packed and cached attention: a float64 double loop, and the same bits whatever the layout, batch and threads."""
+"""Packed and cached attention: a float64 double loop, and the same bits whatever the layout, batch and
+threads."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def test_against_the_double_loop(ops: Ops, case: Case) -> None:
 
 
 def test_backward_over_many_key_chunks(ops: Ops) -> None:
-    """Longer than one backward tile of keys (512), prefix not a multiple of 16, windows across the chunk's edge."""
+    """Longer than one backward tile of keys (512), prefix not a multiple of 16, windows across the chunk's
+    edge."""
     segments = shared(521, [70])
     n = segments.tokens
     for window, cap in ((None, None), (530, None), (60, 4.0)):
@@ -147,15 +149,18 @@ def test_views_need_no_copy(ops: Ops) -> None:
         assert torch.equal(ops.attend_packed(*given, segments, scale=0.2, window=None, softcap=None), want)
 
 
-# ---- the same bits ------------------------------------------------------------------------------------------------
+# ---- the same bits
+# ------------------------------------------------------------------------------------------------
 
 
 def decode_all(
     ops: Ops, q: Tensor, k: Tensor, v: Tensor, *, rows: list[list[int]], share: int, **how: object
 ) -> Tensor:
-    """Every row's queries by CachedAttention, the rows side by side; `rows` holds the packed token of each position.
+    """Every row's queries by CachedAttention, the rows side by side; `rows` holds the packed token of each
+    position.
 
-    The first `share` positions (one full page or more) are the same tokens in all rows and lie in shared pages.
+    The first `share` positions (one full page or more) are the same tokens in all rows and lie in shared
+    pages.
     """
     kv_heads, size = k.shape[1], k.shape[2]
     pages = 1 + sum(-(-len(row) // PAGE) for row in rows)
@@ -263,7 +268,8 @@ def test_order_of_segments_is_irrelevant(ops: Ops) -> None:
         assert torch.allclose(x, y, atol=1e-5)
 
 
-# ---- cache --------------------------------------------------------------------------------------------------------
+# ---- cache
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_prefill_then_decode(ops: Ops) -> None:
@@ -314,7 +320,8 @@ def test_pages_that_do_not_exist_are_refused(ops: Ops, table: list[list[int]]) -
         )
 
 
-# ---- segments -----------------------------------------------------------------------------------------------------
+# ---- segments
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_positions() -> None:
@@ -344,7 +351,8 @@ def test_tokens_and_segments_must_agree() -> None:
         )
 
 
-# ---- any transformers model ---------------------------------------------------------------------------------------
+# ---- any transformers model
+# ---------------------------------------------------------------------------------------
 
 
 def tiny(family: str) -> torch.nn.Module:

@@ -174,9 +174,9 @@ def test_one_that_hangs_or_raises_aborts_alone() -> None:
     assert reasons == [{"stop"}, {"abort"}, {"abort"}, {"abort"}, {"stop"}]
     errors = [g.rollouts[0].error for g in groups]
     assert errors[0] is errors[4] is None
-    assert errors[1] == "turn 1: no end within timeout_s=0.05"
-    assert errors[2] == "turn 1: RuntimeError: out of cheese"
-    assert errors[3] == "turn 1: TimeoutError: the engine's own"
+    assert errors[1] == "no end within timeout_s=0.05"
+    assert errors[2] == "RuntimeError: out of cheese"
+    assert errors[3] == "TimeoutError: the engine's own"
     assert groups[1].rollouts[0].token_ids == [51, 61]
     assert groups[1].rollouts[0].tokens == 0
 
@@ -224,7 +224,7 @@ def test_a_request_the_engine_refuses_is_an_abort_with_its_words() -> None:
     r = one(ScriptedEngine(lambda *_: [5], max_context=5))
     assert r.finish_reason == "abort"
     assert r.error is not None
-    assert r.error.startswith("turn 1: WhetError: a prompt of 2 tokens and max_tokens=6 pass")
+    assert r.error.startswith("WhetError: a prompt of 2 tokens and max_tokens=6 pass")
 
 
 # ---------------------------------------------------------------- environments
@@ -319,7 +319,7 @@ def test_an_environment_that_fails_keeps_the_finished_turns() -> None:
     )
     flat(r)
     assert r.finish_reason == "abort"
-    assert r.error == "turn 3: ValueError: the world ended"
+    assert r.error == "after turn 2: ValueError: the world ended"
     assert (r.tokens, r.text, r.reward) == (4, "101 301", 0.5)
 
 

@@ -34,7 +34,7 @@ from whet.models.load import build
 
 def make(kind):
     if kind == "gemma2":
-        return foreign(kind, vocab_size=101, intermediate_size=96, sliding_window=8, final_logit_softcapping=3.0)
+        return foreign(kind, vocab_size=101, intermediate_size=96, final_logit_softcapping=3.0)
     window = 8 if kind == "mistral" else None
     scratch = Scratch(
         architecture=kind, hidden_size=64, layers=2, heads=4, kv_heads=2, ffn_size=96, init_std=0.1,
@@ -57,8 +57,10 @@ print(json.dumps(out))
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="row-independent products need MKL")
 def test_every_family_is_exact_in_the_prepared_environment() -> None:
-    """In a process of its own, for MKL reads its environment once. Feed-forward widths are multiples of 32: at others
-    torch's own SiLU rounds by a row's place."""
+    """In a process of its own, for MKL reads its environment once.
+
+    Feed-forward widths are multiples of 32: at others torch's own SiLU rounds by a row's place in the batch.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "MKL_CBWR"}
     environment["PYTHONPATH"] = os.path.dirname(__file__)
     done = subprocess.run(

@@ -188,6 +188,15 @@ def test_packing_order_changes_nothing(kind: str) -> None:
             torch.testing.assert_close(alone, expected, atol=5e-6, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_no_tokens(kind: str) -> None:
+    """A batch in which nothing was sampled."""
+    made = decoder(make(kind), OPS)
+    plan = layout(batch_of([[([5, 6], [0, 0])]]), share_prompts=True)
+    out = made.hidden(plan.token_ids_U, plan.position_U, PackedAttention(plan.segments, OPS))
+    assert out.shape == (0, 32)
+
+
 def test_parameters_are_read_on_every_call() -> None:
     model, other = make("qwen3"), shaken(tiny_model("qwen3", seed=1))
     made = decoder(model, OPS)

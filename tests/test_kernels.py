@@ -39,7 +39,8 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def check(
     fast: Callable[..., Tensor], exact: Callable[..., Tensor], *inputs: Tensor, tolerance: float = 2e-6
 ) -> None:
-    """fast(fp32) against exact(float64): the value and the gradient of every input, relative to the largest."""
+    """fast(fp32) against exact(float64): the value and the gradient of every input, relative to the
+    largest."""
     low = [x.float().requires_grad_() for x in inputs]
     high = [x.float().double().requires_grad_() for x in inputs]
     out, want = fast(*low), exact(*high)

@@ -94,48 +94,22 @@ def test_adaptive_controller_by_hand(kl_now: float, expected: float) -> None:
 
 
 def test_mismatch_by_hand() -> None:
-    # Trainer - engine: 0.5, -0.25, 0; what stands at unsampled tokens (9) does not count.
-    batch = make_batch([["paa", "pa"]])
-    engine = doubles([9, -1.0, -2.0, 9, -3.0])
-    trainer = doubles([0, -0.5, -2.25, 0, -3.0])
-    m = mismatch(replace(batch, logp_sample_N=engine, logp_old_N=trainer))
-    assert m["mismatch/tokens"] == 3
-    assert m["mismatch/max_nats"] == 0.5
-    assert m["mismatch/mean_nats"] == pytest.approx(0.25)
-    assert m["mismatch/k1_nats"] == pytest.approx(-0.25 / 3)
-    k3s = (math.exp(0.5) - 1.5) + (math.exp(-0.25) - 0.75)
-    assert m["mismatch/k3_nats"] == pytest.approx(k3s / 3)
-    assert m["mismatch/exact_share"] == pytest.approx(1 / 3)
-    assert m["mismatch/perplexity_gap"] == pytest.approx(math.exp(5.75 / 3) - math.exp(2.0))
-
-
-def test_equal_logprobs_have_no_mismatch() -> None:
-    batch = ragged(0, dtype=torch.float32)
-    m = mismatch(replace(batch, logp_old_N=batch.logp_sample_N.clone()))
-    assert m.pop("mismatch/exact_share") == 1
-    assert m.pop("mismatch/tokens") == float(batch.mask_N.sum())
-    assert set(m.values()) == {0.0}
+    # Trainer - engine: 0.5, -0.25, 0.
+    m = mismatch(torch.tensor([-0.5, -2.25, -3.0]), torch.tensor([-1.0, -2.0, -3.0]))
+    assert m["mismatch_mean_nats"].tolist() == m["mismatch_max_nats"].tolist() == [0.5, 0.25, 0.0]
+    assert m["mismatch_k1_nats"].tolist() == [-0.5, 0.25, 0.0]
+    assert m["mismatch_k3_nats"].tolist() == pytest.approx([math.exp(0.5) - 1.5, math.exp(-0.25) - 0.75, 0.0])
+    assert m["mismatch_share"].tolist() == [1.0, 1.0, 0.0]
 
 
 def test_one_ulp_is_seen() -> None:
-    batch = ragged(0, dtype=torch.float32)
-    old = batch.logp_sample_N.clone()
-    at = int(batch.mask_N.nonzero()[0])
-    old[at] = torch.nextafter(old[at], torch.tensor(0.0))
-    m = mismatch(replace(batch, logp_old_N=old))
-    assert m["mismatch/max_nats"] > 0
-    assert m["mismatch/exact_share"] == pytest.approx(1 - 1 / float(batch.mask_N.sum()))
+    engine = torch.tensor([-1.25, -0.5])
+    m = mismatch(torch.nextafter(engine, torch.tensor([0.0, -0.5])), engine)
+    assert m["mismatch_share"].tolist() == [1.0, 0.0]
+    assert m["mismatch_max_nats"][0] > 0
 
 
 def test_a_nan_is_not_hidden() -> None:
-    batch = make_batch([["paa"]])
-    m = mismatch(replace(batch, logp_old_N=doubles([0, math.nan, -1])))
-    assert math.isnan(m["mismatch/max_nats"])
-    assert math.isnan(m["mismatch/k3_nats"])
-
-
-def test_mismatch_of_nothing_and_without_a_trainer() -> None:
-    empty = make_batch([["p"]])
-    assert mismatch(empty) == {"mismatch/tokens": 0.0}
-    with pytest.raises(WhetError, match="logp_old_N"):
-        mismatch(replace(empty, logp_old_N=None))
+    m = mismatch(torch.tensor([float("nan")]), torch.tensor([-1.0]))
+    assert all(bool(x.isnan()) for name, x in m.items() if name != "mismatch_share")
+    assert m["mismatch_share"].tolist() == [1.0]

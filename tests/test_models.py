@@ -1,4 +1,4 @@
-"""Models in and out: scratch weights are a function of the seed, folders round-trip, bad folders say what is wrong."""
+"""Models in and out: scratch weights follow the seed, folders round-trip, bad folders say what is wrong."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_export_round_trip(family: str, tmp_path: Path, caplog: pytest.LogCaptur
     else:
         assert "encodes differently" not in caplog.text
     assert opened("w7 w3").input_ids == [7, 3]
-    assert not (again.training or any(m.training for m in again.modules()))
+    assert not any(m.training for m in again.modules())
     assert again.get_input_embeddings().padding_idx is None
 
 

@@ -22,7 +22,7 @@ from whet.models.attention import PackedAttention, Segments
 from whet.models.forward import decoder
 from whet.models.logprobs import token_logprobs
 from whet.rollout.engine import WeightSource
-from whet.rollout.native.engine import NativeEngine, page_bytes
+from whet.rollout.native.engine import NativeEngine
 from whet.rollout.native.runner import Runner
 from whet.rollout.native.scheduler import Admission, Pages, Request, Scheduler
 from whet.rollout.requests import StopText
@@ -234,7 +234,6 @@ def test_finished_rows_leave_and_waiting_ones_join() -> None:
 
 def test_a_full_cache_makes_requests_wait() -> None:
     module = tiny_model()
-    ops = kernels.load("auto")
     e = engine(module)
     roomy = run(ask(e, mixed_jobs(30)))
     tight = engine(module, max_batch=64)
@@ -242,9 +241,8 @@ def test_a_full_cache_makes_requests_wait() -> None:
     spy = Spy(tight)
     assert run(ask(tight, mixed_jobs(30))) == roomy
     assert len(spy.prefills) > 5
-    assert (
-        page_bytes(module, ops) == 2 * 2 * 2 * 16 * 16 * 4
-    )  # k and v, layers, heads, head size, tokens, bytes
+    # k and v, layers, heads, head size, tokens, bytes
+    assert e.runner.page_bytes == 2 * 2 * 2 * 16 * 16 * 4
 
 
 def test_a_group_larger_than_the_batch_is_cut() -> None:
@@ -259,8 +257,8 @@ def test_a_group_larger_than_the_batch_is_cut() -> None:
 def test_what_can_never_fit_is_refused() -> None:
     e = engine(cache_mb=1, max_context=4096, max_batch=1)
     pages = e.scheduler.pages.count
-    assert pages == (1 << 20) // page_bytes(e.runner.module, e.runner.ops) == 128
-    with pytest.raises(WhetError, match=r"needs 129 pages of 16 tokens, the KV cache has 128"):
+    assert pages == (1 << 20) // e.runner.page_bytes == 128
+    with pytest.raises(WhetError, match=r"need 129 pages of 16 tokens, the KV cache has 128"):
         run(e.generate([5] * 2000, Sampling(max_tokens=50)))
     with pytest.raises(WhetError, match="limit of 4096 tokens"):
         run(e.generate([5] * 4000, Sampling(max_tokens=97)))

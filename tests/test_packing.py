@@ -1,5 +1,5 @@
-"""The layout of a batch: every sampled token's predictor sees exactly the tokens before it, and nothing is computed
-twice or for nobody."""
+"""The layout of a batch: every sampled token's predictor sees exactly the tokens before it, and nothing is
+computed twice or for nobody."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def batch_of(groups: Sequence[Sequence[Row]]) -> Batch:
 
 
 def seen_by(plan: Layout, u: int) -> list[tuple[int, int]]:
-    """(token, position) of every key that computed token u sees, in the order of its sequence: a naive reading."""
+    """(token, position) of every key that computed token u sees, in the order of its sequence; naive."""
     s = plan.segments
     for start, length, prefix_start, prefix_len in zip(
         s.q_start_S.tolist(), s.q_len_S.tolist(), s.prefix_start_S.tolist(), s.prefix_len_S.tolist()
@@ -91,7 +91,7 @@ HAND: list[list[Row]] = [
 
 def test_hand_made_batch_shared() -> None:
     plan = layout(batch_of(HAND), share_prompts=True)
-    # prompt once; responses without their last token; the one-token response adds nothing; then the lone rollout
+    # prompt once; responses without their last token (the one-token response adds nothing); the lone rollout
     assert plan.token_ids_U.tolist() == [5, 6, 7, 10, 11, 30, 31, 32, 8, 40]
     assert plan.position_U.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 0, 1]
     s = plan.segments

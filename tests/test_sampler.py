@@ -1,4 +1,4 @@
-"""The sampler: filters worked by hand and against a naive oracle, draws against the chi-square distribution."""
+"""The sampler: filters worked by hand and against a naive oracle, draws against chi-square."""
 
 from __future__ import annotations
 

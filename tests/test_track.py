@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,8 @@ def test_a_uniform_group_of_odd_rewards_counts_as_uniform() -> None:
 
 
 def test_nothing_scored_gives_counts_and_no_invented_mean() -> None:
-    out = metrics.summarise([group(rollout(None), rollout(None))])
+    lost = replace(rollout(None), error="unscored")
+    out = metrics.summarise([group(lost, lost)])
     assert out["reward/scored_count"] == 0
     assert out["rollout/failed_count"] == 2
     assert out["rollout/failed/unscored_count"] == 2

@@ -13,7 +13,7 @@ from whet.batch import Batch, Loss, Outputs, pack
 from whet.config.schema import Optimizer
 from whet.models import kernels
 from whet.models.load import value_head
-from whet.train.torch import Cut, TorchEngine
+from whet.training.torch import Cut, TorchEngine
 from whet.types import CheckpointError, Group, Rollout, Task, WhetError
 
 

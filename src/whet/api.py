@@ -103,7 +103,8 @@ def _run(loaded: Loaded, planned: Sequence[Plan], *, rewards: Sequence[RewardSet
     stack.callback(directory.close)
     start = find_start(loaded, directory.path, checkpoint.newest(directory.path / "checkpoints"))
     state = checkpoint.read_state(start) if start else {"stage": 0, "step": -1, "done": False}
-    display = Display([(p.name, p.total_steps or 0) for p in planned])
+    stages = [(p.name, p.total_steps or 0) for p in planned]
+    display = Display(stages, quiet="console" not in cfg.track.trackers)
     stack.callback(display.close)
     setup_logging(directory.path, level=cfg.track.log_level, show=display.message)
     if state["done"] and state["stage"] == len(loaded.stages) - 1:

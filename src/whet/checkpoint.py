@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from whet.track.files import atomic_folder, tidy, write_json
-from whet.train.engine import TrainEngine
+from whet.training.engine import TrainEngine
 from whet.types import CheckpointError, Json
 
 log = logging.getLogger(__name__)

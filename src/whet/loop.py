@@ -17,8 +17,8 @@ from whet.track.metrics import merge, summarise
 from whet.types import Group, Metrics, WhetError
 
 
-async def explore_step(run: Run) -> None:
-    """Ask the policy: as many tasks as there is room for, a group of rollouts each, scored."""
+async def explore_step(run: Run) -> int:
+    """Ask the policy: as many tasks as there is room for, a group of rollouts each, scored. Returns how many."""
     n = await run.buffer.room(at_most=run.plan.tasks_per_step)  # waits here: this is the staleness bound
     tasks = run.tasks.next(n)
     with run.phase("generate"):
@@ -27,14 +27,16 @@ async def explore_step(run: Run) -> None:
         groups = await score(groups, run.rewards)
     check_failures(groups, run.rewards)
     await run.buffer.put(groups, asked=n)
+    return n
 
 
-async def read_step(run: Run) -> None:
+async def read_step(run: Run) -> int:
     """Demonstrations and preference pairs: the rollouts are in the data, nothing is sampled."""
     n = await run.buffer.room(at_most=run.plan.tasks_per_step)
     with run.phase("read"):
         groups = run.read(run.tasks.next(n))
     await run.buffer.put(groups, asked=n)
+    return n
 
 
 async def train_step(run: Run) -> Metrics:
@@ -96,17 +98,17 @@ def measure(run: Run, batch: Batch, groups: list[Group], updates: list[Metrics])
 async def alternate(run: Run) -> Metrics:
     """On-policy: explore until a step is full, then train."""
     explore = explore_step if run.algorithm.kind == "online" else read_step
-    refills = -1
+    most = (1 + run.cfg.algorithm.max_refills) * run.buffer.groups_per_step
+    asked = 0
     while not run.buffer.ready:
-        refills += 1
-        if refills > run.cfg.algorithm.max_refills:
+        if asked >= most:
             raise WhetError(
-                f"step {run.step + 1} could not be filled: after {refills} rounds only {len(run.buffer.waiting)} of "
-                f"{run.plan.tasks_per_step} groups can be trained on. Rewards that are all "
-                "equal in a group teach nothing: use easier or harder tasks, a larger rollout.group_size, or set "
+                f"step {run.step + 1} could not be filled: of {asked} tasks only {len(run.buffer.waiting)} gave a group "
+                f"that can be trained on, and {run.buffer.groups_per_step} are needed. Rewards that are all equal in a "
+                "group teach nothing: use easier or harder tasks, a larger rollout.group_size, or set "
                 "algorithm.drop_uniform_groups=false"
             )
-        await explore(run)
+        asked += await explore(run)
     return await train_step(run)
 
 

@@ -39,7 +39,7 @@ from whet.sync.weights import sync
 from whet.track.display import Display
 from whet.track.record import RunDirectory
 from whet.track.trackers import Tracker, open_trackers
-from whet.train.torch import Cut, TorchEngine
+from whet.training.torch import Cut, TorchEngine
 from whet.types import CheckpointError, ConfigError, Group, Json, Sampling, Task
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def open_shared(
     )
     ops = kernels.load(cfg.machine.kernels)
     display.phase("self-test")
-    exact = prove_exact(cfg, model, ops)
+    exact = prove_exact(loaded.stages, model, ops)
     display.exactness("exact" if exact else "close")
     return Shared(
         loaded=loaded,
@@ -147,12 +147,16 @@ def pick_device(cfg: Config) -> torch.device:
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
 
 
-def prove_exact(cfg: Config, model: PreTrainedModel, ops: kernels.Ops) -> bool:
+def prove_exact(stages: Sequence[Config], model: PreTrainedModel, ops: kernels.Ops) -> bool:
     """Whether sampled log-probs equal the trainer's bit for bit, tried on the model itself."""
+    cfg = stages[-1]
     if cfg.machine.exact == "off":
         return False
-    report = self_test(decoder(model, ops), ops, vocab_size=model.config.vocab_size, seed=cfg.seed)
-    log.info("kernels: %s (%s); sampling against training: %s", ops.name, ops.reason, report)
+    temperature = cfg.rollout.sampling.temperature or 1.0
+    vocab_size = model.config.get_text_config().vocab_size
+    report = self_test(decoder(model, ops), ops, vocab_size=vocab_size, seed=cfg.seed, temperature=temperature)
+    log.info("kernels: %s (%s)", ops.name, ops.reason)
+    log.info("sampling against training: %s", report)
     if cfg.machine.exact == "on" and not report.exact:
         raise ConfigError(f"machine.exact=on, but the self-test says {report}; set machine.exact=auto to go on")
     return report.exact

@@ -123,12 +123,9 @@ def _drift(batch: Batch, out: Outputs) -> dict[str, Tensor]:
     """How far the policy has moved from the one before this step: ratio, and KL(old || now) as k1 and k3."""
     log_N = _log_ratio(batch, out).detach()
     ratio_N = log_N.exp()
-    largest_R = ratio_N.new_zeros(batch.rollouts).scatter_reduce(
-        0, batch.row_N, _sampled(batch, ratio_N), "amax"
-    )
     return {
         "ratio": ratio_N,
-        "ratio_max": largest_R,
+        "ratio_max": ratio_N,
         "approx_kl_k1_nats": -log_N,
         "approx_kl_k3_nats": torch.expm1(log_N) - log_N,
     }

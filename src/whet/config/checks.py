@@ -334,7 +334,8 @@ def _idle_sizes(cfg: Config) -> Iterator[Rule]:
     if scratch and scratch.architecture != "mistral":
         yield "model.scratch.sliding_window", f"{scratch.architecture} has no window (mistral has)"
     if cfg.rollout.engine != "native":
-        yield "machine.kv_cache_mb", f"rollout.engine={cfg.rollout.engine} has its own cache"
+        for key in ("machine.kv_cache_mb", "rollout.max_batch"):
+            yield key, f"rollout.engine={cfg.rollout.engine} has no cache of its own to size"
     for owner in ("train", "critic"):
         schedule: Schedule = getattr(cfg, owner).optimizer.schedule
         at = f"{owner}.optimizer.schedule"

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from whet.config.checks import eval_sampling, evaluates, hard_problems, unused
+from whet.config.checks import Problem, eval_sampling, evaluates, hard_problems, unused
 from whet.config.derived import Plan
 from whet.config.describe import describe
 from whet.config.faults import listing, named
+from whet.config.keys import dotted
 from whet.config.load import Loaded, stage_configs, stage_names
 from whet.config.recipes import resolve
 from whet.config.schema import Config
@@ -31,10 +32,10 @@ def plan(cfg: Config, *, rows: int | None = None, name: str = "main") -> Plan:
     """
     if cfg.stages:
         raise ConfigError("plan: this config has stages; plan each of `stage_configs(cfg)`, or use `plans`")
-    problems = [("", f"{key}: {text}") for key, text in hard_problems(cfg)]
-    if problems:
-        raise ConfigError(listing(problems, f"stage '{name}'"))
-    return _checked(_derive(cfg, rows=rows, name=name))
+    _refuse([("", f"{key}: {text}") for key, text in hard_problems(cfg)], f"stage '{name}'")
+    out = _derive(cfg, rows=rows, name=name)
+    _refuse([("", f"{key}: {text}") for key, text in _misfits(out)], f"stage '{name}'")
+    return out
 
 
 def plans(run: Loaded | Config, *, rows: Mapping[str, int] | None = None) -> tuple[Plan, ...]:
@@ -46,40 +47,51 @@ def plans(run: Loaded | Config, *, rows: Mapping[str, int] | None = None) -> tup
     loaded = run if isinstance(run, Loaded) else None
     config = run.config if isinstance(run, Loaded) else run
     stages, names = stage_configs(config), stage_names(config)
-    problems = [
-        (loaded.where(key) if loaded else "", text)
-        for key, text in _problems(config, dict(zip(names, stages)))
-    ]
+    what = str(loaded.file) if loaded and loaded.file else "the config"
+
+    def refuse(problems: Iterable[Problem]) -> None:
+        _refuse([(loaded.where(key) if loaded else "", text) for key, text in problems], what)
+
+    refuse(_problems(config, stages))
+    derived = [_derive(cfg, rows=(rows or {}).get(name), name=name) for name, cfg in zip(names, stages)]
+    refuse(_told(config, [list(_misfits(p)) for p in derived]))
+    return tuple(derived)
+
+
+def _refuse(problems: Sequence[tuple[str, str]], what: str) -> None:
+    """Raise ConfigError with these (place, text), if there are any."""
     if problems:
-        raise ConfigError(listing(problems, str(loaded.file) if loaded and loaded.file else "the config"))
-    return tuple(
-        _checked(_derive(cfg, rows=(rows or {}).get(name), name=name)) for name, cfg in zip(names, stages)
-    )
+        raise ConfigError(listing(problems, what))
 
 
-def _problems(config: Config, stages: Mapping[str, Config]) -> Iterator[tuple[str, str]]:
-    """(key, text): what is wrong in all stages once, what is wrong in some by stage, what has no effect."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for name, cfg in stages.items():
-        for problem in hard_problems(cfg):
-            found.setdefault(problem, []).append(name)
-    for (key, text), where in found.items():
-        if len(where) == len(stages):
-            yield key, f"{key}: {text}"
-        else:
-            yield from ((f"stages.{name}.{key}", f"stage '{name}': {key}: {text}") for name in where)
+def _problems(config: Config, stages: Sequence[Config]) -> Iterator[Problem]:
+    """What cannot work in each stage, what stages cannot differ in, and what has no effect."""
+    yield from _told(config, [hard_problems(cfg) for cfg in stages])
     names = [stage.name for stage in config.stages]
     for n, name in enumerate(names):
+        key = f"stages[{n}].name"
         if name in names[:n]:
-            yield f"stages.{n}.name", f"stages[{n}].name: '{name}' is taken by an earlier stage"
+            yield key, f"{key}: '{name}' is taken by an earlier stage"
         if not re.fullmatch(r"\w[\w.-]*", name):
-            yield (
-                f"stages.{n}.name",
-                f"stages[{n}].name: '{name}' becomes a folder: letters, digits, _ . - only",
-            )
+            yield key, f"{key}: '{name}' becomes a folder's name: only letters, digits, _ . and - are safe"
+        if stages[n].rollout.engine != config.rollout.engine:
+            key = f"stages[{n}].rollout.engine"
+            yield key, f"{key}: one engine serves the whole run; set rollout.engine at the top level"
     tree = config.model_dump(mode="json", exclude_unset=True)
-    for path, text in unused(tree, tuple(stages.values())):
-        yield ".".join(map(str, path)), f"{named(path, tree)}: {text}"
+    for path, text in unused(tree, stages):
+        yield dotted(path), f"{named(path, tree)}: {text}"
+
+
+def _told(config: Config, found: Sequence[Sequence[Problem]]) -> Iterator[Problem]:
+    """(key, text with the key in it): what all stages have in common once, the rest by stage."""
+    for n, problems in enumerate(found):
+        for problem in problems:
+            key, text = problem
+            if all(problem in others for others in found):
+                if n == 0:
+                    yield key, f"{key}: {text}"
+            else:
+                yield f"stages[{n}].{key}", f"stages[{n}] ('{config.stages[n].name}').{key}: {text}"
 
 
 def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
@@ -116,24 +128,22 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
     )
 
 
-def _checked(plan: Plan) -> Plan:
-    """The plan, if the derived numbers fit together."""
-    problems = []
-    if plan.total_steps is not None and plan.warmup_steps > max(plan.optimizer_steps, 0):
-        problems.append(
-            f"train.optimizer.schedule.warmup_steps: {plan.warmup_steps} is more than the stage's "
-            f"{plan.optimizer_steps} optimizer steps, so the full learning rate is never reached"
+def _misfits(plan: Plan) -> Iterator[Problem]:
+    """What is wrong with numbers that had to be derived first."""
+    if plan.total_steps is not None and plan.warmup_steps > plan.optimizer_steps:
+        yield (
+            "train.optimizer.schedule.warmup_steps",
+            f"{plan.warmup_steps} is more than the stage's {plan.optimizer_steps} optimizer steps, so "
+            "the full learning rate is never reached",
         )
     if plan.generates and plan.kv_cache_mb is not None and plan.shape is not None:
         one = plan.shape.kv_bytes(rows=1, tokens=plan.max_sequence_tokens, dtype=plan.dtype)
         if one > plan.kv_cache_mb * 2**20:
-            problems.append(
-                f"machine.kv_cache_mb: {plan.kv_cache_mb} MiB does not hold one rollout of "
-                f"{plan.max_sequence_tokens} tokens, which takes {math.ceil(one / 2**20)} MiB"
+            yield (
+                "machine.kv_cache_mb",
+                f"{plan.kv_cache_mb} MiB does not hold one rollout of {plan.max_sequence_tokens} tokens, "
+                f"which takes {math.ceil(one / 2**20)} MiB",
             )
-    if problems:
-        raise ConfigError(listing([("", p) for p in problems], f"stage '{plan.name}'"))
-    return plan
 
 
 def dtype_on(cfg: Config, device: str) -> Literal["float32", "bfloat16"]:
@@ -142,5 +152,8 @@ def dtype_on(cfg: Config, device: str) -> Literal["float32", "bfloat16"]:
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """CPU cores that this process may use; OMP_NUM_THREADS, where it is set, says how many it wants."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdigit() and int(wanted) > 0:
+        return int(wanted)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

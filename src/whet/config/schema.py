@@ -83,7 +83,8 @@ class Tokenizer(Section):
     path: str | None = None
     """Folder of a Hugging Face tokenizer. Default: the model's folder."""
     build: Literal["chars", "words", "bpe"] | None = None
-    """Build one from the training data instead: one token a character, a word, or a byte-pair merge."""
+    """Build one from the training data instead: one token a character, a word, or a byte-pair merge (with
+    model.scratch only)."""
     vocab_size: Positive = 1024
     """Upper bound on the size of a built vocabulary."""
     chat_template: str | None = None
@@ -225,7 +226,7 @@ class Algorithm(Section):
     clip_high: Above0 | None = None
     """Ratio clip above 1: 1 + clip_high (clip-higher of DAPO: 0.28). Default: the recipe's."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
-    """Bound the loss of negative advantages at this multiple (arXiv:1912.09729). None: off."""
+    """Bound the loss of negative advantages at this multiple (arXiv:1912.09729). Default: the recipe's (off)."""
     gamma: Fraction = 1.0
     """Discount of GAE and reinforce."""
     lam: Fraction = 1.0
@@ -242,7 +243,8 @@ class Algorithm(Section):
     drop_uniform_groups: bool | None = None
     """Dynamic sampling (DAPO): drop groups whose rewards are all equal and ask for more. Default: the recipe's."""
     max_refills: Count = 10
-    """Dynamic sampling: ask at most so many more rounds for one step, then stop the run with the cause."""
+    """Groups that were dropped are asked for again: at most so many times tasks_per_step more tasks for one step, then
+    the run stops and names the cause."""
     beta: Above0 = 0.1
     """DPO: inverse temperature."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
@@ -378,7 +380,7 @@ class Eval(Section):
     samples: Positive = 1
     """Replies a task: mean@k, pass@k and maj@k are given for this k."""
     sampling: SamplingConfig | None = None
-    """Sampling in evaluation. Default: greedy, with the training limits."""
+    """Sampling in evaluation, put key by key over greedy with the training limits."""
     success: float = 1.0
     """A reply passes when its reward is at least this (exact, no tolerance)."""
     reward: str | None = None
@@ -433,7 +435,7 @@ class Machine(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""
     threads: Positive | None = None
-    """CPU threads of torch. Default: the cores this process may use."""
+    """CPU threads of torch. Default: OMP_NUM_THREADS, else the cores this process may use."""
     exact: Literal["auto", "on", "off"] = "auto"
     """Sampled log-probs equal the trainer's bit for bit. auto: on CPU yes, and a self-test says whether it held;
     on: refuse to run if it does not hold."""

@@ -63,7 +63,9 @@ def _load(folder: str | None) -> PreTrainedTokenizerFast:
             "only: download it first."
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        # tokenizer.json says all; AutoTokenizer would put a family's own splitting over a tokenizer built from data
+        kind = PreTrainedTokenizerFast if (path / "tokenizer.json").is_file() else AutoTokenizer
+        tokenizer = kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as e:
         raise ConfigError(f"Cannot read a tokenizer from {path}: {e}") from e
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

@@ -83,7 +83,7 @@ def parts(value: object) -> dict[str, float]:
 
 
 def text(answer: object) -> str | None:
-    """The answer a reward found in the reply, if any, cut to a bounded length. ValueError if it is not str."""
+    """The answer a reward found in the reply, if any, cut to a bounded length. ValueError on a non-str."""
     if answer is None:
         return None
     if type(answer) is not str:

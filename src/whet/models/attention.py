@@ -1,8 +1,8 @@
 """Attention of packed batches and of decode steps, for whet's own models and for any transformers causal LM.
 
-A model calls `attend(layer, q_NHD, k_NKD, v_NKD, scale=, window=, softcap=)` and does not know which of the two it
-got: `PackedAttention` (training and prefill) or `CachedAttention` (one new token per live row). Both give a token
-the same bits.
+A model calls `attend(layer, q_NHD, k_NKD, v_NKD, scale=, window=, softcap=)` and does not know which of the
+two it got: `PackedAttention` (training and prefill) or `CachedAttention` (one new token per live row). Both
+give a token the same bits.
 
 Shape letters: N packed tokens, B live rows, H query heads, K key/value heads, D head size, P pages of a row.
 """
@@ -53,8 +53,8 @@ class Attend(Protocol):
 class KvCache:
     """Pages of 16 tokens, all layers. The scheduler owns the page numbers.
 
-    A rollout is a row of page numbers and a length; position t of it lies in slot t % 16 of its page t // 16. Pages
-    may be shared between rollouts. Keys are transposed inside a page, so that 16 keys are one vector.
+    A rollout is a row of page numbers and a length; position t of it lies in slot t % 16 of its page t // 16.
+    Pages may be shared between rollouts. Keys are transposed inside a page, so that 16 keys are one vector.
     """
 
     k: Tensor
@@ -96,14 +96,16 @@ class KvCache:
         )
 
     def copy_page(self, src: int, dst: int) -> None:
-        """Page dst becomes a copy of page src in every layer (the last, partly filled page of a shared prompt)."""
+        """Page dst becomes a copy of page src in every layer (the last, partly filled page of a shared
+        prompt)."""
         self.k[:, dst] = self.k[:, src]
         self.v[:, dst] = self.v[:, src]
 
 
 @dataclass(frozen=True, eq=False)
 class PackedAttention:
-    """Attention over a packed batch. With `store` = (cache, page_N, slot_N) it also fills the cache: prefill."""
+    """Attention over a packed batch. With `store` = (cache, page_N, slot_N) it also fills the cache:
+    prefill."""
 
     segments: Segments
     ops: Ops
@@ -141,8 +143,8 @@ class PackedAttention:
 class CachedAttention:
     """Attention of a decode step: row b's new token stands at position length_B[b].
 
-    The call writes its key and value there and attends over length_B[b] + 1 keys. `table_BP` [B, P] names the pages
-    of each row (entries past the row's last page are not read). No gradient.
+    The call writes its key and value there and attends over length_B[b] + 1 keys. `table_BP` [B, P] names the
+    pages of each row (entries past the row's last page are not read). No gradient.
     """
 
     def __init__(self, cache: KvCache, table_BP: Tensor, length_B: Tensor, ops: Ops) -> None:
@@ -150,7 +152,8 @@ class CachedAttention:
         self.cache, self.ops = cache, ops
         self.table_BP = table_BP.to(torch.int32).contiguous()
         page_B1 = (length_B // PAGE)[:, None]
-        # a wrong page would be foreign memory: pages up to the last one must exist, later ones may be anything
+        # a wrong page would be foreign memory: pages up to the last one must exist, later ones may be
+        # anything
         used_BP = torch.arange(table_BP.shape[1], device=length_B.device) <= page_B1
         _check_pages(cache, self.table_BP.where(used_BP, 0))
         self.page_B = self.table_BP.gather(1, page_B1).squeeze(1).to(torch.int64)
@@ -205,8 +208,8 @@ def hf_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [1, heads, N, D] in, ([1, N, heads, D], None) out.
 
-    `plan` is passed as a keyword of `model(...)` and travels through every layer, also when a layer is recomputed
-    in the backward pass. The mask is not read: the plan says who sees whom.
+    `plan` is passed as a keyword of `model(...)` and travels through every layer, also when a layer is
+    recomputed in the backward pass. The mask is not read: the plan says who sees whom.
     """
     if plan is None:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Compiles kernels.c on the user's machine, at first use, and loads it with ctypes.
 
-No torch headers: the library takes raw pointers. Threads: it is linked against the very libgomp that torch has
-loaded, so that one pool of threads serves both; where torch brings no libgomp, or the compiler is not gcc, the
-kernels run on one thread.
+No torch headers: the library takes raw pointers. Threads: it is linked against the very libgomp that torch
+has loaded, so that one pool of threads serves both; where torch brings no libgomp, or the compiler is not
+gcc, the kernels run on one thread.
 """
 
 from __future__ import annotations

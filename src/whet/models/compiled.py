@@ -1,7 +1,8 @@
 """The compiled kernels as torch functions: fp32 tensors on the CPU go to C, everything else to the twin.
 
-Semantics, shapes and errors stand at the twins of the same name. Calls release the interpreter's lock. Functions with
-a gradient are `autograd.Function`s whose forward takes no context, so that without gradient it is called directly.
+Semantics, shapes and errors stand at the twins of the same name. Calls release the interpreter's lock.
+Functions with a gradient are `autograd.Function`s whose forward takes no context, so that without gradient it
+is called directly.
 """
 
 from __future__ import annotations
@@ -143,9 +144,7 @@ class _RmsNorm(Function):
         rows = x.numel() // max(width, 1)
         dx, dw, part = torch.empty_like(x), torch.empty_like(weight), _parts(rows, width)
         pointers = [t if t is None else t.data_ptr() for t in (x, weight, dy, more, dx, dw, part)]
-        _lib().whet_rms_norm_backward(
-            *pointers, rows, width, ctx.eps, ctx.offset, torch.get_num_threads()
-        )
+        _lib().whet_rms_norm_backward(*pointers, rows, width, ctx.eps, ctx.offset, torch.get_num_threads())
         return dx, dx if ctx.needs_input_grad[1] else None, dw, None, None
 
 
@@ -407,10 +406,11 @@ def attend_cached(
             softcap=softcap,
         )
     q, out = _dense_rows(q_BHD.detach()), torch.empty(q_BHD.shape)
+    table, keys = table_BP.to(torch.int32).contiguous(), keys_B.to(torch.int64).contiguous()
     what = _Cached(
         *(_ptr(t) for t in (q, k_pages, v_pages)),
         *(q.stride(0), q.stride(1), heads, k_pages.shape[1], size, window or 0, scale, softcap or 0.0),
-        *(_ptr(table_BP), _ptr(keys_B), rows, table_BP.stride(0), torch.get_num_threads()),
+        *(_ptr(table), _ptr(keys), rows, table.shape[1], torch.get_num_threads()),
     )
     _memory(_lib().whet_attend_cached(ctypes.byref(what), _ptr(out)))
     return out
@@ -422,7 +422,8 @@ def write_kv(
     if not _native(k_pages, v_pages, k_NKD, v_NKD):
         twins.write_kv(k_pages, v_pages, k_NKD, v_NKD=v_NKD, page_N=page_N, slot_N=slot_N)
         return
-    k, v, page, slot = _dense_rows(k_NKD), _dense_rows(v_NKD), page_N.contiguous(), slot_N.contiguous()
+    k, v = _dense_rows(k_NKD), _dense_rows(v_NKD)
+    page, slot = (t.to(torch.int64).contiguous() for t in (page_N, slot_N))
     head = (
         _ptr(k_pages),
         _ptr(v_pages),

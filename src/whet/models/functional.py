@@ -181,10 +181,9 @@ def _step(
         x_UD = ops.rms_norm(h_UD, layer.norm_in.weight, eps, offset=offset)
     else:
         x_UD, h_UD = ops.add_rms_norm(delta_UD, h_UD, layer.norm_in.weight, eps=eps, offset=offset)
-    shape = (len(x_UD), -1, layer.head_dim)
     q_UHD, k_UKD = (
         ops.norm_rope(
-            _linear(project, x_UD).view(shape),
+            _heads(project, x_UD, layer.head_dim),
             None if norm is None else norm.weight,
             eps,
             cos_ND=cos_UD,
@@ -192,15 +191,19 @@ def _step(
         )
         for project, norm in ((layer.q, layer.q_norm), (layer.k, layer.k_norm))
     )
-    v_UKD = _linear(layer.v, x_UD).view(shape)
+    v_UKD = _heads(layer.v, x_UD, layer.head_dim)
     seen_UHD = attend(layer.number, q_UHD, k_UKD, v_UKD, scale=layer.scale, window=layer.window, softcap=None)
-    delta_UD = _linear(layer.o, seen_UHD.reshape(len(x_UD), -1))
+    delta_UD = _linear(layer.o, seen_UHD.flatten(1))
     x_UD, h_UD = ops.add_rms_norm(delta_UD, h_UD, layer.norm_mid.weight, eps=eps, offset=offset)
     return layer.feed_forward(x_UD), h_UD
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
     return F.linear(x, layer.weight, layer.bias)
+
+
+def _heads(layer: nn.Linear, x_UD: Tensor, head_dim: int) -> Tensor:
+    return _linear(layer, x_UD).view(len(x_UD), layer.out_features // head_dim, head_dim)
 
 
 def _dense(mlp: Any, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"], ops: Ops) -> Tensor:
@@ -230,5 +233,5 @@ def _mixture(block: Any, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"], ops
     ]
     back_T = torch.empty_like(order_T)
     back_T[order_T] = torch.arange(len(order_T), device=order_T.device)
-    out_UED = F.embedding(back_T, torch.cat(parts)).view(*expert_UE.shape, -1)
+    out_UED = F.embedding(back_T, torch.cat(parts or [x_UD])).view(*expert_UE.shape, x_UD.shape[1])
     return (out_UED * weight_UE.to(out_UED.dtype)[..., None]).sum(1)

@@ -1,9 +1,10 @@
 """The operations between the matrix products: compiled C on CPU, PyTorch twins everywhere else.
 
 `load(kind)` gives an `Ops`, a table of functions. Every function computes a row (a token, a head) with an
-arithmetic order that depends on that row's data alone: not on the batch, the row's place in it, the tiling or the
-number of threads, and in attention not on whether a key lies in a shared prompt. So a log-prob in decode equals the
-trainer's bit for bit, provided that the matrix products are row-invariant too (MKL_CBWR=AUTO,STRICT).
+arithmetic order that depends on that row's data alone: not on the batch, the row's place in it, the tiling or
+the number of threads, and in attention not on whether a key lies in a shared prompt. So a log-prob in decode
+equals the trainer's bit for bit, provided that the matrix products are row-invariant too
+(MKL_CBWR=AUTO,STRICT).
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ _FUNCTIONS = tuple(f.name for f in fields(Ops) if f.name not in ("name", "reason
 
 @cache
 def load(kind: Literal["auto", "torch", "compiled"]) -> Ops:
-    """The operations of `machine.kernels`; compiled at the first use on a machine (a few seconds), then cached.
+    """The operations of `machine.kernels`; compiled at the first use on a machine (a few seconds), then
+    cached.
 
     Raises ConfigError, with the compiler's words, where `compiled` was asked for and cannot be built.
     """

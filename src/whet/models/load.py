@@ -115,8 +115,10 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, pa
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, written: Path, path: Path) -> None:
-    """Warn if transformers opens the tokenizer as another class that encodes differently (it does so for qwen2,
-    whatever the folder says)."""
+    """Warn if transformers opens the tokenizer as another class that encodes differently.
+
+    It does so for qwen2, whatever class the folder names.
+    """
     again = AutoTokenizer.from_pretrained(written, local_files_only=True, trust_remote_code=False)
     text = tokenizer.decode(list(range(min(len(tokenizer), 512))))
     if again(text)["input_ids"] != tokenizer(text)["input_ids"]:

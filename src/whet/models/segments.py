@@ -1,7 +1,7 @@
 """Who sees whom in a packed batch: `Segments`, the plan every attention path of whet reads.
 
-Shape letters: N packed tokens, S segments. A group that shares its prompt is one segment for the prompt and one
-for each response, whose prefix is that prompt: the prompt is computed once.
+Shape letters: N packed tokens, S segments. A group that shares its prompt is one segment for the prompt and
+one for each response, whose prefix is that prompt: the prompt is computed once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _BUCKET_SCORES = 1 << 22
 class Segments:
     """Segments of a packed batch. All fields [S] int64 on the CPU.
 
-    Segment s asks with packed tokens q_start .. q_start+q_len-1. Its keys are the shared prefix, packed tokens
-    prefix_start .. prefix_start+prefix_len-1 (prefix_len may be 0), followed by its own tokens. Query i stands at
-    position prefix_len+i and sees the positions up to its own (with a window: 0 <= q_pos - k_pos < window).
-    Every packed token is a query of exactly one segment; a prefix lies inside one segment that has no prefix.
+    Segment s asks with packed tokens q_start .. q_start+q_len-1. Its keys are the shared prefix, packed
+    tokens prefix_start .. prefix_start+prefix_len-1 (prefix_len may be 0), followed by its own tokens. Query
+    i stands at position prefix_len+i and sees the positions up to its own (with a window: 0 <= q_pos - k_pos
+    < window). Every packed token is a query of exactly one segment; a prefix lies inside one segment that has
+    no prefix.
     """
 
     q_start_S: Tensor
@@ -97,8 +98,8 @@ class Segments:
 
     @cached_property
     def buckets(self) -> tuple[tuple[Bucket, ...], Tensor]:
-        """(buckets, row_N): segments of like size padded together, for the PyTorch path; row_N [N] says in which
-        row of the concatenated bucket queries each packed token lies."""
+        """(buckets, row_N): segments of like size padded together, for the PyTorch path; row_N [N] says in
+        which row of the concatenated bucket queries each packed token lies."""
         found = tuple(self._bucket(part_S) for part_S in self._cut())
         row_N = torch.empty(self.tokens, dtype=torch.int64)
         base = 0
@@ -150,7 +151,8 @@ class Bucket:
     live_BQ: Tensor
     position_BQ: Tensor
     key_BW: Tensor
-    """Packed token of each key, at its position; keys past the end repeat the last one (causality hides them)."""
+    """Packed token of each key, at its position; keys past the end repeat the last one (causality hides
+    them)."""
 
     def visible(self, window: int | None) -> Tensor:
         """[B, Q, W] bool: which keys each query sees."""

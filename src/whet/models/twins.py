@@ -1,12 +1,12 @@
 """PyTorch twins of the C kernels: the same functions in plain torch operations, any device, any float dtype.
 
-They are the reference the kernels are tested against, the fallback where no compiler is at hand, and what runs on
-CUDA. On CPU the attention twins keep the exactness recipe of whet: explicit products in place of SDPA, key width
-a multiple of 16, P@V summed over fixed blocks of 256 keys, at least two query rows, so that with
-MKL_CBWR=AUTO,STRICT a token's result is the same in a packed batch and in a decode step. One thing they cannot
-promise: torch computes the last elements of a tensor, or of a thread's share of it, with a scalar exp or tanh that
-rounds otherwise, so the activation (and a soft-cap) is row-invariant only for widths of a multiple of 32 and with one
-thread or shares that end on such a multiple.
+They are the reference the kernels are tested against, the fallback where no compiler is at hand, and what
+runs on CUDA. On CPU the attention twins keep the exactness recipe of whet: explicit products in place of
+SDPA, key width a multiple of 16, P@V summed over fixed blocks of 256 keys, at least two query rows, so that
+with MKL_CBWR=AUTO,STRICT a token's result is the same in a packed batch and in a decode step. One thing they
+cannot promise: torch computes the last elements of a tensor, or of a thread's share of it, with a scalar exp
+or tanh that rounds otherwise, so the activation (and a soft-cap) is row-invariant only for widths of a
+multiple of 32 and with one thread or shares that end on such a multiple.
 
 Shape letters: N packed tokens, B live rows, H query heads, K key/value heads, D head size (or a row's width),
 F feed-forward width, V vocabulary, W keys, P pages of a row.
@@ -80,7 +80,8 @@ def glu(gate_NF: Tensor, up_NF: Tensor, *, act: Literal["silu", "gelu_tanh"]) ->
 
 def logprobs(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     """(log-prob of the target [N], entropy [N] in nats) of softmax(logits)."""
-    # log_softmax works row by row whatever the number of rows and threads; logsumexp and sum may split one row
+    # log_softmax works row by row whatever the number of rows and threads; logsumexp and sum may split one
+    # row
     logp_NV = torch.log_softmax(logits_NV, dim=-1)
     entropy_N = torch.special.entr(logp_NV.exp()).sum(-1)
     return logp_NV.gather(1, targets_N[:, None]).squeeze(1), entropy_N
@@ -126,8 +127,8 @@ def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
 def bad_logits(rows: int) -> WhetError:
     """The error of both samplers for rows from which nothing can be drawn."""
     return WhetError(
-        f"cannot sample: in {rows} row(s) the logits are NaN, +inf or all -inf; the policy's weights have most "
-        "likely diverged (look at grad_norm and the learning rate)"
+        f"cannot sample: in {rows} row(s) the logits are NaN, +inf or all -inf; the policy's weights have "
+        "most likely diverged (look at grad_norm and the learning rate)"
     )
 
 
@@ -143,12 +144,12 @@ def attend_packed(
 ) -> Tensor:
     """Causal attention of a packed batch; see `Segments` for who sees whom.
 
-    On CUDA in half precision without a soft-cap it is torch's `varlen_attn` (written from its documentation, not
-    run here), else SDPA per bucket; on CPU the explicit products of the module's docstring.
+    On CUDA in half precision without a soft-cap it is torch's `varlen_attn` (written from its documentation,
+    not run here), else SDPA per bucket; on CPU the explicit products of the module's docstring.
     """
-    if q_NHD.is_cuda and q_NHD.dtype in (torch.bfloat16, torch.float16) and softcap is None:
-        if {"window_size", "scale", "enable_gqa"} <= _VARLEN:
-            return _attend_varlen(q_NHD, k_NKD, v_NKD, segments=segments, scale=scale, window=window)
+    half = q_NHD.is_cuda and q_NHD.dtype in (torch.bfloat16, torch.float16)
+    if half and softcap is None and {"window_size", "scale", "enable_gqa"} <= _VARLEN:
+        return _attend_varlen(q_NHD, k_NKD, v_NKD, segments=segments, scale=scale, window=window)
     buckets, row_N = segments.buckets
     parts = [
         _attend_bucket(q_NHD, k_NKD, v_NKD, bucket=bucket, scale=scale, window=window, softcap=softcap)
@@ -216,7 +217,8 @@ def _weigh(
 def _attend_varlen(
     q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, *, segments: Segments, scale: float, window: int | None
 ) -> Tensor:
-    """torch's variable-length flash attention; shared prefixes are gathered once per segment. Not run here."""
+    """torch's variable-length flash attention; shared prefixes are gathered once per segment. Not run
+    here."""
     device = q_NHD.device
     q_order = _ranges(segments.q_start_S, segments.q_len_S)
     key_len_S = segments.prefix_len_S + segments.q_len_S
@@ -272,7 +274,8 @@ def attend_cached(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """One query per row over the first keys_B[b] keys of the pages that the row's table names (no gradient)."""
+    """One query per row over the first keys_B[b] keys of the pages that the row's table names (no
+    gradient)."""
     batch, heads, size = q_BHD.shape
     kv_heads = k_pages.shape[1]
     pages_BP = table_BP[:, : -(-int(keys_B.max()) // PAGE)].to(q_BHD.device, torch.int64).clamp(min=0)

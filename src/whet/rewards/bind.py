@@ -90,7 +90,7 @@ def _check(
         ):
             free = [p.name for p in named if p.name not in given]
             raise ConfigError(
-                f"reward {name!r} has no argument {key!r}{near(key, free)}. It has: {', '.join(free) or 'none'}"
+                f"reward {name!r} has no argument {key!r}{near(key, free)}; it has: {', '.join(free)}"
             )
     missing = [
         p.name for p in named if p.default is p.empty and p.name not in given and p.name not in arguments

@@ -67,7 +67,7 @@ def choice(response: str, task: Task) -> Verdict:
 
 
 def number(response: str, task: Task, *, flexible: bool = False) -> Verdict:
-    """1 if the reply's number equals the answer's: the one after the last '####' (GSM8K); `flexible`: the last.
+    """1 if the reply's number, after the last '####' (GSM8K), equals the answer's; `flexible`: the last one.
 
     Thousands' commas, '$' and trailing dots do not count; 5 equals 5.0. The answer may itself be a solution
     with '####' in it.
@@ -86,7 +86,7 @@ def _last_number(text: str, *, flexible: bool) -> Decimal | None:
 
 
 def _plain(value: Decimal) -> str:
-    """Digits that are equal for equal numbers: 5.0, +5 and 5 are '5'. (`normalize` would round to 28 digits.)"""
+    """Digits that are equal for equal numbers: 5.0, +5 and 5 are '5'. (`normalize` rounds to 28 digits.)"""
     text = f"{value:f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if value == 0 else text

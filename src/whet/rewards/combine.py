@@ -86,7 +86,8 @@ async def score(groups: Sequence[Group], rewards: RewardSet) -> list[Group]:
     if rewards.jail is None:
         return list(groups)
     names = list(rewards.weights)
-    calls = [call for group in groups for call in _calls(group, names, rewards.seed)]
+    streams = {name: seeds.key(rewards.seed, "reward", name) for name in names}
+    calls = [call for group in groups for call in _calls(group, streams)]
     results = iter(await rewards.jail.call_many(calls))
     return [
         Group(
@@ -100,18 +101,18 @@ async def score(groups: Sequence[Group], rewards: RewardSet) -> list[Group]:
     ]
 
 
-def _calls(group: Group, names: list[str], seed: int) -> list[Call]:
+def _calls(group: Group, streams: Mapping[str, int]) -> list[Call]:
     task = _encode(group.task)
     return [
         Call(
             function=name,
             arguments=f'{{"task":{task},"rollout":{rollout}}}',
-            key=seeds.key(seed, "reward", name, r.task.uid, r.index),
+            key=seeds.key(stream, r.task.uid, r.index),
         )
         for r in group.rollouts
         if not r.error
         for rollout in [json.dumps(pack_rollout(r))]
-        for name in names
+        for name, stream in streams.items()
     ]
 
 

@@ -148,7 +148,7 @@ async def _finish(episode: Episode, play: Play) -> Rollout:
     except Exception as caught:  # noqa: BLE001  engines and environments are foreign code: one rollout, not the run
         late = isinstance(caught, TimeoutError) and clock.expired()
         said = f"no end within timeout_s={play.timeout_s:g}" if late else f"{type(caught).__name__}: {caught}"
-        error = f"turn {len(episode.replies) + 1}: {said}"
+        error = f"after turn {len(episode.replies)}: {said}" if episode.replies else said
         log.warning("rollout %d of task %d aborted: %s", episode.index, episode.task.uid, error)
     return episode.rollout(reason, decode=play.decode, error=error)
 

@@ -42,7 +42,7 @@ class _Shown(logging.Handler):
 
 
 def setup_logging(run_dir: Path, *, level: str, show: Callable[[str], None] | None = None) -> None:
-    """Send the loggers of `whet` to run.log and, if given, to `show`. Nothing else configures logging.
+    """Send the loggers of `whet` to run.log, and warnings (at level debug: everything) to `show`, if given.
 
     A second call replaces the first. Times are UTC; values of secret environment variables never appear.
     """
@@ -59,6 +59,7 @@ def setup_logging(run_dir: Path, *, level: str, show: Callable[[str], None] | No
     handlers[0].setFormatter(formatter)
     if show is not None:
         handlers.append(_Shown(show))
+        handlers[1].setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
         handlers[1].setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     for handler in handlers:
         handler.addFilter(_Strike())

@@ -14,7 +14,6 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from whet.models.attention import PAGE
-from whet.models.forward import decoder
 from whet.models.kernels import Ops
 from whet.rollout.engine import WeightSource
 from whet.rollout.native.runner import Runner
@@ -48,13 +47,9 @@ class NativeEngine:
     ) -> None:
         self.version = version
         self.end_token_ids, self.decode, self.max_context = frozenset(end_token_ids), decode, max_context
-        pages = max_batch * -(-max_context // PAGE)
-        if cache_mb is not None:
-            pages = min(pages, (cache_mb << 20) // page_bytes(module, ops))
-        if pages < 1:
-            raise WhetError(f"cache_mb={cache_mb} holds no page of {page_bytes(module, ops)} bytes; raise it")
-        self.runner = Runner(module, ops, max_batch=max_batch, columns=max_context, pages=pages)
-        self.scheduler = Scheduler(Pages(pages, PAGE), max_batch=max_batch, prefill_tokens=prefill_tokens)
+        self.runner = Runner(module, ops, max_batch=max_batch, columns=max_context, cache_mb=cache_mb)
+        pages = Pages(self.runner.pages, PAGE)
+        self.scheduler = Scheduler(pages, max_batch=max_batch, prefill_tokens=prefill_tokens)
         self.held: list[Request] = []
         """Came while the engine lets the others finish; they wait for the next version."""
         self.holding = False
@@ -229,9 +224,3 @@ class NativeEngine:
         for request in requests:
             if not request.result.done():
                 request.result.set_exception(error)
-
-
-def page_bytes(module: PreTrainedModel, ops: Ops) -> int:
-    """Memory of one page of the KV cache, all layers."""
-    d = decoder(module, ops)
-    return 2 * d.layers * d.kv_heads * d.head_dim * PAGE * d.head.linear.weight.element_size()

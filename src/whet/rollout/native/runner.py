@@ -84,13 +84,18 @@ def _special(requests: list[Request], at: list[int], *, state: Tensor, columns: 
 
 
 class Runner:
-    """Weights, cache, live rows, and what they have sampled."""
+    """Weights, cache, live rows, and what they have sampled. `cache_mb` None: all rows at their longest."""
 
     def __init__(
-        self, module: PreTrainedModel, ops: Ops, *, max_batch: int, columns: int, pages: int
+        self, module: PreTrainedModel, ops: Ops, *, max_batch: int, columns: int, cache_mb: int | None
     ) -> None:
-        self.ops, self.columns, self.pages = ops, columns, pages
+        self.ops, self.columns = ops, columns
         self.module, self.decoder = module, decoder(module, ops)
+        self.pages = max_batch * -(-columns // PAGE)
+        if cache_mb is not None:
+            self.pages = min(self.pages, (cache_mb << 20) // self.page_bytes)
+        if self.pages < 1:
+            raise WhetError(f"cache_mb={cache_mb} holds no page of {self.page_bytes} bytes; raise it")
         self.device = self.decoder.head.linear.weight.device
         self.vocab = self.decoder.head.linear.out_features
         self.cache: KvCache | None = None
@@ -107,6 +112,12 @@ class Runner:
         self.clear()
 
     # -- memory and weights
+
+    @property
+    def page_bytes(self) -> int:
+        """Memory of one page of the cache, all layers."""
+        d = self.decoder
+        return 2 * d.layers * d.kv_heads * d.head_dim * PAGE * d.head.linear.weight.element_size()
 
     def allocate(self) -> None:
         """Take memory for the cache."""
@@ -199,14 +210,16 @@ class Runner:
     def _let_in(self, admissions: list[Admission]) -> Rows:
         """Slots, page tables and random numbers for the requests."""
         columns: list[tuple[int, ...]] = []
-        uniform_SC, table_SP = self.uniform.view(-1, self.columns), self.table_SP
+        uniform_SC = self.uniform.view(-1, self.columns)
         for a in admissions:
             left = [r.sampling.max_tokens - len(r.token_ids) for r in a.requests]
             slots = [self.free.pop() for _ in a.requests]
             numbers = uniform_table([r.sampling.key for r in a.requests], len(a.history), max(left))
             uniform_SC[slots, : max(left)] = torch.from_numpy(numbers).to(self.device)
-            for slot, r, pages, count in zip(slots, a.requests, a.pages, left):
-                table_SP[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            width = max(map(len, a.pages))
+            table = [pages + [0] * (width - len(pages)) for pages in a.pages]
+            self.table_SP[slots, :width] = torch.tensor(table, dtype=torch.int32, device=self.device)
+            for slot, r, count in zip(slots, a.requests, left):
                 first = slot * self.columns
                 columns.append((slot, first + count - 1, self._end_set(r.ends), 0, first, len(a.history)))
                 if r.sampling.repetition_penalty != 1.0:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from whet.algos.mismatch import mismatch
 from whet.batch import Batch, Loss, LossFn, Outputs, micro_batches
 from whet.config.schema import Optimizer as OptimizerConfig
 from whet.config.schema import Train
@@ -212,37 +213,36 @@ class TorchEngine:
 
 
 class Sums:
-    """Means of loss statistics over a whole minibatch, however it was cut: sums and counts, divided once."""
+    """Means (of names with `max`, maxima) of loss statistics over a whole minibatch, however it was cut: sums and
+    counts, divided once."""
 
     def __init__(self) -> None:
         self.loss = 0.0
         self.sums: dict[str, float] = {}
-        self.counts: dict[str, float] = {}
+        self.counts: dict[str, int] = {}
         self.largest: dict[str, float] = {}
 
     @torch.no_grad()
     def add(self, batch: Batch, out: Outputs, result: Loss) -> None:
         self.loss += float((result.loss_N * batch.weight_N).sum(dtype=torch.float64))
         for name, x in result.stats.items():
-            per_token = len(x) == batch.tokens
-            kept = x[batch.mask_N] if per_token else x
-            self._mean(name, kept)
+            self._take(name, x[batch.mask_N] if len(x) == batch.tokens else x)
         if out.logp_N is not None:
-            sampled = batch.mask_N & (batch.version_N >= 0)
-            gap = (out.logp_N.detach() - batch.logp_sample_N)[sampled].abs()
-            self._mean("mismatch_mean_nats", gap)
-            self._mean("mismatch_share", (gap != 0).float())
-            if len(gap):
-                self.largest["mismatch_max_nats"] = max(
-                    self.largest.get("mismatch_max_nats", 0.0), float(gap.max())
-                )
+            at_M = torch.nonzero(batch.mask_N & (batch.version_N >= 0)).flatten()
+            for name, x in mismatch(out.logp_N[at_M], batch.logp_sample_N[at_M]).items():
+                self._take(name, x)
 
-    def _mean(self, name: str, x: Tensor) -> None:
-        self.sums[name] = self.sums.get(name, 0.0) + float(x.detach().sum(dtype=torch.float64))
-        self.counts[name] = self.counts.get(name, 0.0) + len(x)
+    def _take(self, name: str, x: Tensor) -> None:
+        if len(x) == 0:
+            return
+        if "max" in name.split("_"):
+            self.largest[name] = max(self.largest.get(name, -math.inf), float(x.max()))
+        else:
+            self.sums[name] = self.sums.get(name, 0.0) + float(x.sum(dtype=torch.float64))
+            self.counts[name] = self.counts.get(name, 0) + len(x)
 
     def means(self) -> Metrics:
-        means = {name: self.sums[name] / n for name, n in self.counts.items() if n}
+        means = {name: self.sums[name] / n for name, n in self.counts.items()}
         return {"loss": self.loss, **means, **self.largest}
 
 

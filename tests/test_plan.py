@@ -1,0 +1,448 @@
+"""The plan: numbers worked by hand, every refusal, and the parameter count against the modules themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from whet.config.checks import eval_sampling
+from whet.config.load import load, stage_configs
+from whet.config.plan import Plan, cores, describe, dtype_on, plan, plans
+from whet.config.recipes import RECIPES
+from whet.config.schema import Scratch
+from whet.config.sizes import scratch_shape
+from whet.types import ConfigError
+
+ROOT = Path(__file__).parent.parent
+
+BASE: dict = {
+    "model": {"scratch": {"hidden_size": 32, "layers": 2, "heads": 4, "max_positions": 512}},
+    "tokenizer": {"build": "chars", "vocab_size": 50},
+    "data": {"train": [{"path": "a.jsonl"}], "max_prompt_tokens": 64},
+    "rewards": {"acc": {"function": "exact"}},
+    "train": {"steps": 10},
+}
+
+
+def made(*overrides: str, **sections) -> Plan:
+    return plans(load(None, overrides, {**BASE, **sections}))[0]
+
+
+def refused(*overrides: str, **sections) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plans(load(None, overrides, {**BASE, **sections}))
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def test_batch_arithmetic_of_grpo():
+    p = made("train.tasks_per_step=12", "rollout.group_size=6", "train.minibatches=4", "train.passes=2")
+    assert (p.rollouts_per_step, p.tasks_per_minibatch, p.rollouts_per_minibatch) == (72, 3, 18)
+    assert (p.updates_per_step, p.steps, p.optimizer_steps) == (8, 10, 80)
+
+
+@pytest.mark.parametrize(("name", "size"), [("sft", 1), ("dpo", 2), ("grpo", 8), ("ppo", 8)])
+def test_rollouts_of_a_task(name, size):
+    overrides = [f"algorithm.name={name}"] + (["rewards={}"] if name in ("sft", "dpo") else [])
+    values = {k: v for k, v in BASE.items() if k != "rewards" or name not in ("sft", "dpo")}
+    p = plans(load(None, overrides[:1], values))[0]
+    assert p.group_size == size
+    assert p.needs_critic == (name == "ppo")
+    assert p.needs_reference == (name == "dpo")
+    assert p.generates == (name in ("grpo", "ppo"))
+
+
+def test_a_kl_term_needs_a_reference():
+    assert not made().needs_reference
+    assert made("algorithm.kl.coef=0.01").needs_reference
+
+
+def test_epochs_become_steps_when_the_rows_are_known():
+    cfg = load(None, ["train={epochs: 1.5, tasks_per_step: 16}"], {**BASE, "train": {}}).config
+    open_plan = plan(cfg)
+    assert open_plan.total_steps is None
+    with pytest.raises(ConfigError, match="rows"):
+        _ = open_plan.steps
+    assert plan(cfg, rows=100).steps == 10, "150 draws in steps of 16, the last one full"
+    assert plan(cfg, rows=32).steps == 3
+    assert plans(cfg, rows={"main": 1})[0].steps == 1
+
+
+def test_warm_up():
+    assert made().warmup_steps == 0
+    assert made("train.optimizer.schedule.warmup_steps=3").warmup_steps == 3
+    assert made("train.optimizer.schedule.warmup_fraction=0.25", "train.minibatches=2").warmup_steps == 5
+    said = refused("train.optimizer.schedule.warmup_steps=11")
+    assert "warmup_steps: 11 is more than the stage's 10 optimizer steps" in said
+
+
+def test_critic_warm_up_takes_steps_from_the_policy():
+    p = made("algorithm.name=ppo", "critic.warmup_steps=4", "train.minibatches=2")
+    assert (p.steps, p.optimizer_steps) == (10, 12)
+
+
+def test_dtype():
+    cfg = load(None, values=BASE).config
+    assert (dtype_on(cfg, "cpu"), dtype_on(cfg, "cuda")) == ("float32", "bfloat16")
+    assert made().dtype_open
+    p = made("machine.device=cuda")
+    assert (p.dtype, p.dtype_open) == ("bfloat16", False)
+    assert made("machine.device=cuda", "model.dtype=float32").dtype == "float32"
+
+
+def test_threads():
+    assert made().threads == cores() == len(os.sched_getaffinity(0))
+    assert made("machine.threads=3").threads == 3
+
+
+def test_evaluation_is_greedy_with_the_training_limits():
+    cfg = load(
+        None,
+        values={
+            **BASE,
+            "rollout": {"sampling": {"max_tokens": 7, "stop": ["#"], "top_k": 5, "temperature": 0.7}},
+        },
+    ).config
+    s = eval_sampling(cfg)
+    assert (s.temperature, s.top_k, s.max_tokens, s.stop) == (0.0, 0, 7, ("#",))
+    cfg = load(
+        None, ["eval.sampling={max_tokens: 9}"], cfg.model_dump(mode="json", exclude_unset=True)
+    ).config
+    s = eval_sampling(cfg)
+    assert (s.temperature, s.max_tokens, s.stop) == (0.0, 9, ("#",))
+
+
+def test_the_longer_limit_of_training_and_evaluation_counts():
+    data = {"train": [{"path": "a"}], "eval": [{"path": "b"}], "max_prompt_tokens": 10}
+    p = made("rollout.sampling.max_tokens=20", "eval.sampling={max_tokens: 30}", data=data)
+    assert p.max_sequence_tokens == 40
+    p = made("rollout.sampling.max_tokens=20", data=data)
+    assert p.max_sequence_tokens == 30
+
+
+# ---------------------------------------------------------------- sizes
+
+
+ARCHITECTURES = {
+    "llama": {},
+    "qwen2": {"kv_heads": 2},
+    "qwen3": {"kv_heads": 2, "head_dim": 16, "ffn_size": 40},
+    "mistral": {"tie_embeddings": False, "sliding_window": 8},
+    "gemma": {"head_dim": 16, "kv_heads": 1},
+    "qwen3_moe": {"experts": 4, "ffn_size": 24, "kv_heads": 2},
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_parameters_are_those_of_the_modules(name):
+    cfg = Scratch(architecture=name, hidden_size=32, layers=2, heads=4, **ARCHITECTURES[name])
+    shape = scratch_shape(cfg, vocab_size=50)
+    config = AutoConfig.for_model(
+        name,
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=cfg.ffn_size or 96,
+        tie_word_embeddings=cfg.tie_embeddings,
+        pad_token_id=None,
+        **({"moe_intermediate_size": 24, "num_experts": 4} if name == "qwen3_moe" else {}),
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_memory_and_disk_by_hand():
+    # embeddings 50*32; a layer: q, k, v, o 4*32*32, two head norms 8, feed-forward 3*32*96, two norms 32
+    count = 50 * 32 + 2 * (4 * 32 * 32 + 2 * 8 + 3 * 32 * 96 + 2 * 32) + 32
+    p = made("rollout.sampling.max_tokens=100", "rollout.max_batch=5")
+    assert p.shape is not None
+    assert p.shape.parameters == count
+    pages = -(-(64 + 100) // 16)
+    assert p.kv_cache_bytes == 5 * pages * 16 * 2 * 2 * 4 * 8 * 4
+    assert p.memory == {"policy with gradients and Adam": count * 16, "KV cache": p.kv_cache_bytes}
+    assert p.checkpoint_bytes == count * 12
+    p = made("algorithm.name=ppo", "algorithm.kl.coef=0.1", "model.dtype=bfloat16")
+    assert p.memory["policy with gradients and Adam"] == count * (2 + 2 + 8 + 4)
+    assert p.memory["reference"] == count * 2
+    assert p.checkpoint_bytes == 2 * count * (2 + 8 + 4) + count * 2
+    assert made("machine.kv_cache_mb=3").kv_cache_bytes == 3 * 2**20
+
+
+def test_a_folder_is_measured_by_its_files(tmp_path):
+    config = {
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "max_position_embeddings": 100,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    head = json.dumps(
+        {"__metadata__": {}, "a": {"shape": [3, 5]}, "b": {"shape": [7]}, "c": {"shape": []}}
+    ).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(100))
+    values = {**BASE, "model": {"path": str(tmp_path)}, "tokenizer": {}}
+    shape = plans(load(None, ["data.max_prompt_tokens=9", "rollout.sampling.max_tokens=9"], values))[0].shape
+    assert shape is not None
+    assert (shape.parameters, shape.layers, shape.kv_heads, shape.head_dim) == (23, 2, 4, 8)
+    with pytest.raises(ConfigError, match="max_position_embeddings is 100; lower one of the two"):
+        plans(load(None, values=values))
+    (tmp_path / "model.safetensors").write_bytes((10**9).to_bytes(8, "little") + head)
+    with pytest.raises(ConfigError, match="damaged or incomplete"):
+        plans(load(None, values=values))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="num_attention_heads"):
+        plans(load(None, values=values))
+
+
+def test_a_model_that_is_elsewhere_can_be_planned():
+    p = made(model={"path": "no/such/folder"}, tokenizer={})
+    assert (p.shape, p.memory, p.checkpoint_bytes) == (None, {}, None)
+    assert p.steps == 10
+
+
+# ---------------------------------------------------------------- what cannot work
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model={path: x}"], "model: give either path"),
+        (["train.epochs=2"], "train.steps: give train.steps or train.epochs; both are given"),
+        (["train.steps=null"], "neither is given"),
+        (["train.micro_tokens=8", "train.micro_rollouts=2"], "give train.micro_tokens or train.micro"),
+        (["train.minibatches=5"], "5 does not divide train.tasks_per_step=16; nearest that work: "
+         "train.minibatches=4 or 8, or train.tasks_per_step=15 or 20"),
+        (["train.tasks_per_step=2", "train.minibatches=3"], "train.minibatches=2, or train.tasks_per_step=3"),
+        (["tokenizer.build=null"], "tokenizer: a model from scratch brings none"),
+        (["tokenizer.path=x"], "tokenizer: give path or build, not both"),
+        (["tokenizer.chat_template=no/such.jinja"], "is no file here and holds no Jinja"),
+        (["data.train=[]"], "data.train: give at least one source"),
+        (["data.train.0.function='m:f'"], "data.train[0]: give exactly one of path, reasoning_gym and "
+         "function; given: path, function"),
+        (["data.train.0.path=null"], "given: none"),
+        (["data.train.0.arguments={a: 1}"], "arguments are for function only"),
+        (["data.train.0.template=hello"], "has no {prompt} in it"),
+        (["model.scratch.kv_heads=3"], "3 does not divide heads=4; these do: 1, 2, 4"),
+        (["model.scratch.heads=5"], "heads=5 does not divide hidden_size=32; give head_dim"),
+        (["model.scratch.head_dim=7"], "7 is odd"),
+        (["model.scratch.architecture=qwen3_moe", "model.scratch.experts_per_token=9"], "9 is more than "
+         "experts=8"),
+        (["model.scratch.max_positions=200"], "64 prompt tokens + 256 reply tokens "
+         "(sampling.max_tokens) = 320, but model.scratch.max_positions is 200"),
+        (["rollout.group_size=1"], "1 leaves advantage=grpo nothing to compare"),
+        (["rollout.group_size=1", "algorithm.name=rloo"], "1 leaves advantage=rloo nothing to compare"),
+        (["rollout.sampling.temperature=0"], "all 8 rollouts of a task would be the same"),
+        (["rollout.sampling.min_tokens=300"], "300 is more than max_tokens=256"),
+        (["algorithm.kl.coef=0", "algorithm.kl.target=0.1"], "algorithm.kl.target"),
+        (["algorithm.name=gpro"], "is not known; did you mean 'grpo'"),
+        (["eval.reward=x", "data.eval=[{path: b}]"], "eval.reward: 'x' is not among rewards: acc"),
+        (["eval.samples=4", "data.eval=[{path: b}]"], "4 greedy replies to a task are all the same"),
+        (["rewards.acc.weight=0"], "every weight is 0"),
+        (["data.eval=[{path: b}]", "eval={at_start: false, at_end: false}"], "data.eval: is never used"),
+        (["train.optimizer.schedule={kind: linear, warmup_steps: 2, warmup_fraction: 0.1}"], "not both"),
+        (["machine.kv_cache_mb=1", "model.scratch.hidden_size=2048", "model.scratch.layers=8"], "1 MiB "
+         "does not hold one rollout of 320 tokens, which takes 40 MiB"),
+        (["algorithm.name=ppo", "critic.warmup_steps=10"], "leave none of train.steps=10"),
+    ],
+)  # fmt: skip
+def test_refusals(overrides, said):
+    assert said in refused(*overrides)
+
+
+def test_rewards_are_required_where_rollouts_are_judged():
+    values = {k: v for k, v in BASE.items() if k != "rewards"}
+    for name, needed in (("grpo", True), ("sft", False)):
+        run = load(None, [f"algorithm.name={name}"], values)
+        if needed:
+            with pytest.raises(ConfigError, match=r"rewards: algorithm\.name=grpo needs rewards"):
+                plans(run)
+        else:
+            plans(run)
+    with pytest.raises(ConfigError, match="evaluation judges replies by rewards"):
+        plans(load(None, ["algorithm.name=sft", "data.eval=[{path: b}]"], values))
+
+
+def test_all_problems_stand_in_one_message_with_their_lines(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {scratch: {heads: 3}}\n"
+        "data: {train: [{}]}\n"
+        "train:\n  steps: 5\n  minibatches: 3\n"
+        "rollout: {group_size: 1}\n"
+        "critic: {warmup_steps: 2}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        plans(load(path, ["eval.reward=x"]))
+    lines = str(caught.value).splitlines()
+    found = [line.strip().split(": ")[:2] for line in lines[1:]]
+    assert lines[0].startswith(f"{len(found)} problems in {path}")
+    for place, key in [
+        (f"{path}:1", "model.scratch"),
+        (f"{path}:2", "data.train[0]"),
+        (f"{path}:5", "train.minibatches"),
+        (f"{path}:6", "rollout.group_size"),
+        (f"{path}:7", "critic.warmup_steps"),
+        ("override eval.reward=x", "eval.reward"),
+    ]:
+        assert [place, key] in found
+
+
+# ---------------------------------------------------------------- what has no effect
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["critic.optimizer.lr=1e-4"], "critic.optimizer.lr"),
+        (["reference.reset_every=3"], "reference.reset_every"),
+        (["algorithm.kl.estimator=k1"], "algorithm.kl.estimator"),
+        (["algorithm.lam=0.9"], "algorithm.lam"),
+        (["algorithm.beta=0.3"], "algorithm.beta"),
+        (["data.train.0.rejected=r"], "data.train[0].rejected"),
+        (["data.train.0.response=r"], "data.train[0].response"),
+        (["eval.every=3"], "eval.every"),
+        (["data.exclude_eval=true"], "data.exclude_eval"),
+        (["data.eval=[{path: b, weight: 2}]"], "data.eval[0].weight"),
+        (["model.scratch.experts=4"], "model.scratch.experts"),
+        (["model.scratch.sliding_window=4"], "model.scratch.sliding_window"),
+        (["train.optimizer.schedule.decay_fraction=0.2"], "train.optimizer.schedule.decay_fraction"),
+        (["train.optimizer.schedule.min_factor=0.2"], "train.optimizer.schedule.min_factor"),
+        (["rollout.engine=hf", "machine.kv_cache_mb=10"], "machine.kv_cache_mb"),
+        (["algorithm.name=sft"], "rewards.acc.function"),
+        (["algorithm.name=sft", "rollout.group_size=4"], "rollout.group_size"),
+        (["algorithm.name=sft", "rollout.sampling.temperature=0.5"], "rollout.sampling.temperature"),
+        (["algorithm.name=sft", "guard.workers=2"], "guard.workers"),
+        (["algorithm.name=dpo", "rollout.max_batch=2"], "rollout.max_batch"),
+        (["model={path: x}", "tokenizer={vocab_size: 5}"], "tokenizer.vocab_size"),
+    ],
+)  # fmt: skip
+def test_keys_that_nothing_reads_are_refused(overrides, key):
+    values = dict(BASE)
+    if overrides[0].startswith("model="):
+        values = {k: v for k, v in BASE.items() if k not in ("model", "tokenizer")}
+    with pytest.raises(ConfigError) as caught:
+        plans(load(None, overrides, values))
+    assert f"{key}: " in str(caught.value)
+    assert "has no effect" in str(caught.value)
+
+
+def test_null_and_defaults_left_alone():
+    made("critic.path=null", "eval.sampling=null", "algorithm.kl={}")
+
+
+STAGED = {
+    **{k: v for k, v in BASE.items() if k != "train"},
+    "train": {"tasks_per_step": 8},
+    "stages": [
+        {"name": "sft", "algorithm": {"name": "sft"}, "train": {"steps": 5}},
+        {"name": "rl", "train": {"steps": 7}},
+    ],
+}
+
+
+def test_a_key_of_the_base_may_serve_one_stage_alone():
+    first, second = plans(
+        load(None, ["rollout.group_size=4", "algorithm.clip_high=0.3", "data.train.0.response=r"], STAGED)
+    )
+    assert (first.group_size, second.group_size) == (1, 4)
+    assert second.algorithm.clip_high == 0.3
+    assert (first.steps, second.steps, first.name, second.name) == (5, 7, "sft", "rl")
+
+
+def test_a_key_of_a_stage_must_serve_that_stage():
+    with pytest.raises(ConfigError) as caught:
+        plans(load(None, ["stages.sft.rollout.group_size=4", "critic.clip_value=0.3"], STAGED))
+    assert (
+        "override stages.sft.rollout.group_size=4: stages[0] ('sft').rollout.group_size: has no effect"
+        in str(caught.value)
+    )
+    assert "override critic.clip_value=0.3: critic.clip_value: has no effect" in str(caught.value)
+
+
+def test_an_override_that_every_stage_hides_is_refused():
+    with pytest.raises(ConfigError, match=r"train\.steps: every stage puts its own over it"):
+        plans(load(None, ["train.steps=3"], STAGED))
+    plans(load(None, ["stages.sft.train.steps=3"], STAGED))
+
+
+def test_problems_of_all_stages_are_told_once_and_of_one_by_its_name():
+    with pytest.raises(ConfigError) as caught:
+        plans(load(None, ["model.scratch.heads=3", "stages.rl.train.minibatches=3"], STAGED))
+    said = str(caught.value)
+    assert said.count("does not divide hidden_size") == 1
+    assert "stages[1] ('rl').train.minibatches: 3 does not divide" in said
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        ([{"name": "a", "train": {"steps": 1}}] * 2, "'a' is taken by an earlier stage"),
+        ([{"name": "../x", "train": {"steps": 1}}], "'../x' becomes a folder's name"),
+        (
+            [{"name": "a", "train": {"steps": 1}, "rollout": {"engine": "hf"}}],
+            "one engine serves the whole run",
+        ),
+    ],
+)
+def test_stages_that_do_not_go_together(stages, said):
+    with pytest.raises(ConfigError) as caught:
+        plans(load(None, values={**STAGED, "stages": stages}))
+    assert said in str(caught.value)
+
+
+def test_one_stage_by_itself():
+    run = load(None, values=STAGED)
+    assert plan(run.stages[1], name="rl") == plans(run)[1]
+    with pytest.raises(ConfigError, match="has stages"):
+        plan(run.config)
+    assert plans(run.config) == plans(run)
+    assert stage_configs(run.config) == run.stages
+
+
+# ---------------------------------------------------------------- shown
+
+
+def printed(found: tuple[Plan, ...]) -> str:
+    with open(os.devnull, "w") as sink:
+        console = Console(width=220, record=True, file=sink)
+        console.print(describe(found))
+    return console.export_text()
+
+
+def test_the_table_writes_the_arithmetic_out():
+    text = printed((made("train.minibatches=2", "algorithm.kl.coef=0.1"),))
+    assert "16 tasks x 8 = 128 rollouts, 2 minibatches of 64" in text
+    assert "10 steps x 2 minibatches x 1 pass = 20" in text
+    assert "policy, reference" in text
+    assert "at most 28,416" in text
+    text = printed(plans(load(None, values=STAGED)))
+    assert "8 demonstrations, 1 minibatch of 8" in text
+    assert "sft" in text
+    text = printed((made(model={"path": "no/such"}, tokenizer={}),))
+    assert "no such folder on this machine" in text
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_example_loads_plans_and_prints(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = plans(load(path))
+    assert all(p.name in printed(found) for p in found)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_plans(name):
+    kind = RECIPES[name].kind
+    values = {k: v for k, v in BASE.items() if k != "rewards" or kind == "online"}
+    assert plans(load(None, [f"algorithm.name={name}"], values))[0].algorithm.name == name
