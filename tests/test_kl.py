@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batches import by_rollout, doubles, make_batch, ragged
+from batches import by_rollout, doubles, ragged
 from whet.algos.kl import ESTIMATORS, adapt, k1, k2, k3, mean_kl, reference_kl
 from whet.algos.mismatch import mismatch
 from whet.types import WhetError

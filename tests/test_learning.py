@@ -50,7 +50,9 @@ def test_reward_rises(tmp_path: Path, name: str) -> None:
     steps = 12 if name == "dapo" else 40  # once every reply is right, dapo finds no group that is not uniform
     train = {"steps": steps, "tasks_per_step": 8, "optimizer": {"lr": 1e-2}}
     extra: dict[str, Any] = {"critic": {"optimizer": {"lr": 1e-2}}} if name == "ppo" else {}
-    rewards = [m["reward/mean"] for m in learn(tmp_path, {"name": name, **ONLINE[name]}, train=train, **extra)]
+    rewards = [
+        m["reward/mean"] for m in learn(tmp_path, {"name": name, **ONLINE[name]}, train=train, **extra)
+    ]
     assert sum(rewards[:3]) / 3 < 0.3, "a new model must not know it yet"
     assert sum(rewards[-3:]) / 3 > (0.6 if name == "dapo" else 0.8)
 
@@ -58,9 +60,17 @@ def test_reward_rises(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_a_strong_kl_keeps_the_policy_where_it_was(tmp_path: Path, place: str) -> None:
     kl = {"place": place, "coef": 100.0, "estimator": "k2" if place == "loss" else "k1"}
-    metrics = learn(tmp_path, {"name": "grpo", "kl": kl}, train={"steps": 15, "tasks_per_step": 8, "optimizer": {"lr": 3e-3}})
+    metrics = learn(
+        tmp_path,
+        {"name": "grpo", "kl": kl},
+        train={"steps": 15, "tasks_per_step": 8, "optimizer": {"lr": 3e-3}},
+    )
     assert metrics[-1]["reward/mean"] < 0.4
-    free = learn(tmp_path / "free", {"name": "grpo"}, train={"steps": 15, "tasks_per_step": 8, "optimizer": {"lr": 3e-3}})
+    free = learn(
+        tmp_path / "free",
+        {"name": "grpo"},
+        train={"steps": 15, "tasks_per_step": 8, "optimizer": {"lr": 3e-3}},
+    )
     assert free[-1]["reward/mean"] > metrics[-1]["reward/mean"] + 0.1
 
 
@@ -89,7 +99,9 @@ def test_sft_learns_its_demonstrations(tmp_path: Path) -> None:
 
 def test_dpo_prefers_the_chosen(tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text("".join(f'{{"prompt": "{c}>", "response": "{c}a", "rejected": "{c}b"}}\n' for c in "abcdefgh"))
+    pairs.write_text(
+        "".join(f'{{"prompt": "{c}>", "response": "{c}a", "rejected": "{c}b"}}\n' for c in "abcdefgh")
+    )
     result = whet.train(
         run_dir=str(tmp_path / "run"),
         **SETUP | OFFLINE,

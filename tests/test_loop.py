@@ -47,7 +47,8 @@ class Stream:
     def next(self, n: int) -> list[Task]:
         self.drawn += n
         return [
-            Task(uid=uid, source="toy", prompt="", token_ids=(5, 6)) for uid in range(self.drawn - n, self.drawn)
+            Task(uid=uid, source="toy", prompt="", token_ids=(5, 6))
+            for uid in range(self.drawn - n, self.drawn)
         ]
 
 
@@ -136,7 +137,9 @@ def test_every_step_is_filled_and_everything_ends(keep: float, chunk: int) -> No
 
 def test_a_step_that_cannot_be_filled_ends_with_the_cause() -> None:
     run = toy(keep=0.0)
-    with pytest.raises(WhetError, match=r"could not be filled: of 88 tasks only 0 gave a group.*and 8 are needed"):
+    with pytest.raises(
+        WhetError, match=r"could not be filled: of 88 tasks only 0 gave a group.*and 8 are needed"
+    ):
         asyncio.run(asyncio.wait_for(steps(run, 1), timeout=60))
 
 

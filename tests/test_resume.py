@@ -63,21 +63,29 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(unbroken: Path, tmp_path: Pat
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "whet.cli", "train", "tests/resume/config.yaml", f"run_dir={run_dir}"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     wait_for(run_dir / "metrics.jsonl", lines=3, process=process)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130, out
     assert "saved" in out
     assert list((run_dir / "checkpoints").iterdir())
-    again = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    again = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
     assert again.returncode == 0, again.stderr
     assert "going on from" in again.stdout
     for name in ("metrics.jsonl", "rollouts", "eval"):
-        assert [f for f in files(run_dir) if f.startswith(name)] == [f for f in files(unbroken) if f.startswith(name)]
+        assert [f for f in files(run_dir) if f.startswith(name)] == [
+            f for f in files(unbroken) if f.startswith(name)
+        ]
     equal = [f for f in files(unbroken) if not f.startswith("checkpoints")]
     assert filecmp.cmpfiles(unbroken, run_dir, equal, shallow=False)[1:] == ([], [])
-    finished = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+    finished = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
     assert finished.returncode == 0
     assert "finished run" in finished.stdout
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import FAMILIES, VOCAB, tiny_model
 
+from tiny import FAMILIES, VOCAB, tiny_model
 from whet.batch import Batch, Loss, Outputs, pack
 from whet.config.schema import Optimizer
 from whet.models import kernels

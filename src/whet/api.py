@@ -19,7 +19,7 @@ from whet.config.plan import Plan, plans
 from whet.rewards.combine import RewardSet
 from whet.track.files import RunLock
 from whet.track.log import setup_logging
-from whet.types import CheckpointError, Json, Metrics
+from whet.types import CheckpointError, ConfigError, Json, Metrics
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def train(
     overrides: Sequence[str] = (),
     **sections: Any,
 ) -> Result:
-    """Train as a config file says, with `sections` (`train={"steps": 50}`, `seed=1` ...) and then `overrides` put over it.
+    """Train as a config file says, with `sections` (`train={"steps": 50}`, `seed=1` ...), then `overrides`, put over it.
 
     rewards: one function of yours, or several by name; each is called as `f(response, task)` in a worker process.
     Raises ConfigError before anything is run, WhetError if the run cannot go on.
@@ -112,7 +112,9 @@ def _run(loaded: Loaded, planned: Sequence[Plan], *, rewards: Sequence[RewardSet
         display.message(f"{directory.path} holds a finished run; to run anew, give another run_dir")
         display.show(report(directory.path, curve=directory.path / "curve.png"))
         return OK
-    text = yaml.safe_dump(cfg.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(
+        cfg.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True
+    )
     directory.write_config(text)
     directory.write_manifest(describe(config=text, seed=cfg.seed, data_files=data_files(loaded)))
     directory.truncate_to(state["stage"], state["step"])
@@ -137,18 +139,19 @@ def _run(loaded: Loaded, planned: Sequence[Plan], *, rewards: Sequence[RewardSet
     return OK
 
 
-def reward_sets(
-    loaded: Loaded, functions: Mapping[str, RewardFunction], stack: ExitStack
-) -> list[RewardSet]:
-    """One set for each stage; stages with equal rewards share one, and its processes."""
+def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: ExitStack) -> list[RewardSet]:
+    """One set for each stage; stages with equal rewards and limits share one, and its processes."""
+    if strangers := sorted(functions.keys() - {name for cfg in loaded.stages for name in cfg.rewards}):
+        raise ConfigError(f"reward functions {strangers} are in no stage's `rewards`")
     made: list[tuple[Any, RewardSet]] = []
     out = []
     for cfg in loaded.stages:
-        found = next((s for rewards, s in made if rewards == cfg.rewards), None)
+        wanted = (cfg.rewards, cfg.guard)
+        found = next((made_set for key, made_set in made if key == wanted), None)
         if found is None:
-            found = RewardSet.from_config(cfg.rewards, cfg.guard, functions)
+            found = RewardSet.from_config(cfg.rewards, cfg.guard, functions, seed=cfg.seed)
             stack.callback(found.close)
-            made.append((cfg.rewards, found))
+            made.append((wanted, found))
         out.append(found)
     return out
 
@@ -160,11 +163,15 @@ def find_start(loaded: Loaded, run_dir: Path, newest: Path | None) -> Path | Non
         return newest
     if resume == "never":
         if newest is not None:
-            raise CheckpointError(f"{run_dir} holds a run already and checkpoint.resume=never; give another run_dir")
+            raise CheckpointError(
+                f"{run_dir} holds a run already and checkpoint.resume=never; give another run_dir"
+            )
         return None
     path = Path(resume)
     if not path.is_dir():
-        raise CheckpointError(f"checkpoint.resume={resume}: no such folder (auto and never are the other values)")
+        raise CheckpointError(
+            f"checkpoint.resume={resume}: no such folder (auto and never are the other values)"
+        )
     return path
 
 

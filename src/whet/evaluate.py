@@ -9,7 +9,6 @@ from whet.config.schema import Eval
 from whet.rewards.combine import RewardSet, score
 from whet.types import Group, Metrics, Rollout, Task
 
-
 Play = Callable[[list[Task]], Awaitable[list[Group]]]
 """Tasks to groups of finished rollouts: `play_groups` with everything else already given."""
 

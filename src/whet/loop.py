@@ -103,9 +103,9 @@ async def alternate(run: Run) -> Metrics:
     while not run.buffer.ready:
         if asked >= most:
             raise WhetError(
-                f"step {run.step + 1} could not be filled: of {asked} tasks only {len(run.buffer.waiting)} gave a group "
-                f"that can be trained on, and {run.buffer.groups_per_step} are needed. Rewards that are all equal in a "
-                "group teach nothing: use easier or harder tasks, a larger rollout.group_size, or set "
+                f"step {run.step + 1} could not be filled: of {asked} tasks only {len(run.buffer.waiting)} gave a "
+                f"group that can be trained on, and {run.buffer.groups_per_step} are needed. Rewards that are all equal "
+                "in a group teach nothing: use easier or harder tasks, a larger rollout.group_size, or set "
                 "algorithm.drop_uniform_groups=false"
             )
         asked += await explore(run)
@@ -133,6 +133,10 @@ async def evaluation(run: Run) -> None:
     if run.eval_tasks:
         with run.phase("evaluate"):
             metrics, groups = await evaluate(
-                run.play_eval, run.eval_tasks, run.rewards, cfg=run.cfg.eval, at_once=run.cfg.rollout.max_batch
+                run.play_eval,
+                run.eval_tasks,
+                run.rewards,
+                cfg=run.cfg.eval,
+                at_once=run.cfg.rollout.max_batch,
             )
         run.record_eval(metrics, groups)

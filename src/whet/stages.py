@@ -154,11 +154,15 @@ def prove_exact(stages: Sequence[Config], model: PreTrainedModel, ops: kernels.O
         return False
     temperature = cfg.rollout.sampling.temperature or 1.0
     vocab_size = model.config.get_text_config().vocab_size
-    report = self_test(decoder(model, ops), ops, vocab_size=vocab_size, seed=cfg.seed, temperature=temperature)
+    report = self_test(
+        decoder(model, ops), ops, vocab_size=vocab_size, seed=cfg.seed, temperature=temperature
+    )
     log.info("kernels: %s (%s)", ops.name, ops.reason)
     log.info("sampling against training: %s", report)
     if cfg.machine.exact == "on" and not report.exact:
-        raise ConfigError(f"machine.exact=on, but the self-test says {report}; set machine.exact=auto to go on")
+        raise ConfigError(
+            f"machine.exact=on, but the self-test says {report}; set machine.exact=auto to go on"
+        )
     return report.exact
 
 
@@ -172,19 +176,23 @@ def open_engine(
 ) -> RolloutEngine:
     """The rollout engine, large enough for every stage; it samples from the trainer's own module."""
     ends = end_tokens(model, tokenizer)
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
     max_context = max(p.max_sequence_tokens for p in plans)
     if cfg.rollout.engine == "hf":
-        return HfEngine(model, end_token_ids=ends, decode=decode, max_context=max_context)
+        return HfEngine(model, end_token_ids=ends, decode=decoder_of(tokenizer), max_context=max_context)
     return NativeEngine(
         model,
         ops,
         end_token_ids=ends,
-        decode=decode,
+        decode=decoder_of(tokenizer),
         max_batch=max(p.max_batch for p in plans),
         max_context=max_context,
         cache_mb=cfg.machine.kv_cache_mb,
     )
+
+
+def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Tokens to the text that rewards and people see: special tokens left out."""
+    return lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -223,8 +231,12 @@ def open_stage(shared: Shared, index: int) -> Run:
         index=index,
         tasks=stream,
         eval_tasks=held_out,
-        play=_player(shared, cfg, to_sampling(cfg.rollout.sampling), size=cfg.rollout.group_size, purpose=name),
-        play_eval=_player(shared, cfg, to_sampling(plan.eval_sampling), size=cfg.eval.samples, purpose="eval"),
+        play=_player(
+            shared, cfg, to_sampling(cfg.rollout.sampling), size=cfg.rollout.group_size, purpose=name
+        ),
+        play_eval=_player(
+            shared, cfg, to_sampling(plan.eval_sampling), size=cfg.eval.samples, purpose="eval"
+        ),
         read=reader(cfg, algorithm, tokenizer),
         rewards=shared.rewards[index],
         buffer=Buffer(
@@ -307,9 +319,7 @@ def _frozen(model: PreTrainedModel) -> PreTrainedModel:
     return model.requires_grad_(False)
 
 
-def _player(
-    shared: Shared, cfg: Config, sampling: Sampling, *, size: int, purpose: str
-) -> Callable:  # type: ignore[type-arg]
+def _player(shared: Shared, cfg: Config, sampling: Sampling, *, size: int, purpose: str) -> Callable:  # type: ignore[type-arg]
     return partial(
         play_groups,
         shared.engine,
@@ -317,7 +327,7 @@ def _player(
         sampling=sampling,
         seed=cfg.seed,
         purpose=purpose,
-        decode=partial(shared.tokenizer.decode, skip_special_tokens=True),
+        decode=decoder_of(shared.tokenizer),
         end_token_ids=end_tokens(shared.model, shared.tokenizer),
         timeout_s=cfg.rollout.timeout_s,
     )

@@ -8,7 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from whet.types import ConfigError
 
@@ -23,7 +23,7 @@ def find(table: Mapping[str, T], name: str, *, what: str) -> T:
     if name in table:
         return table[name]
     if ":" in name:
-        return load_object(name, what=what)
+        return cast(T, load_object(name, what=what))
     raise ConfigError(
         f"{what} {name!r} is not known{near(name, table)}. Known: {', '.join(sorted(table))}; "
         "or give your own as 'package.module:name' or 'path/to/file.py:name'."

@@ -22,7 +22,12 @@ class Section(BaseModel):
     """Base of every section: unknown keys are refused, values are frozen, no silent type changes."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
     )
 
 
@@ -210,7 +215,11 @@ class Algorithm(Section):
     """Policy loss: ppo, reinforce, sft, dpo. Default: the recipe's."""
     aggregation: (
         Literal[
-            "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"
+            "token-mean",
+            "seq-mean-token-sum",
+            "seq-mean-token-mean",
+            "seq-mean-token-sum-norm",
+            "prompt-mean",
         ]
         | None
     ) = None
@@ -270,7 +279,7 @@ class SamplingConfig(Section):
     """How tokens are sampled."""
 
     temperature: NonNegative = 1.0
-    """Divides the logits; the trainer divides by the same, so the trained distribution is the sampled one. 0: greedy."""
+    """Divides the logits; the trainer divides by the same, so what is trained is what was sampled. 0: greedy."""
     top_k: Count = 0
     """Keep the k likeliest tokens. 0: off (a filter makes rollouts off-policy)."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -295,7 +304,7 @@ class Rollout(Section):
     """How the policy is asked."""
 
     engine: Literal["native", "hf"] = "native"
-    """native: embedded, continuous batching, the trainer's weights by reference. hf: transformers, slow, for comparison."""
+    """native: embedded, continuous batching, the trainer's weights by reference. hf: transformers, slow."""
     group_size: Positive = 8
     """Rollouts of one task."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
@@ -398,7 +407,7 @@ class Checkpoint(Section):
     keep: Positive = 2
     """How many of the newest are kept."""
     resume: str = "auto"
-    """auto: go on where the run directory stands; never: refuse a directory that holds a run; or a checkpoint's path."""
+    """auto: go on where the run directory stands; never: refuse one that holds a run; or a path of a checkpoint."""
     export: bool = True
     """Write a Hugging Face folder `export/` at the end of each stage."""
 

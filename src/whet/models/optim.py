@@ -40,7 +40,9 @@ def factor(schedule: Schedule, step: int, total: int) -> float:
 class AdamW:
     """torch's AdamW over named parameters, with master weights, clipping and the schedule."""
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], cfg: OptimizerConfig, *, total_steps: int) -> None:
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], cfg: OptimizerConfig, *, total_steps: int
+    ) -> None:
         self.cfg, self.total_steps, self.step_count = cfg, total_steps, 0
         self.parameters = {name: p for name, p in named if p.requires_grad}
         self.masters = {

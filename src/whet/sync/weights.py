@@ -12,7 +12,9 @@ from whet.types import WhetError
 
 class Policy(Protocol):
     version: int
-    module: nn.Module
+
+    @property
+    def module(self) -> nn.Module: ...
 
 
 async def publish(policy: Policy, engine: RolloutEngine | None) -> None:

@@ -18,8 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from whet.algos.mismatch import mismatch
+from whet.algos.segments import need
 from whet.batch import Batch, Loss, LossFn, Outputs, micro_batches
 from whet.config.schema import Optimizer as OptimizerConfig
 from whet.config.schema import Train
@@ -65,7 +67,7 @@ class TorchEngine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         ops: Ops,
         *,
         cut: Cut,
@@ -95,14 +97,13 @@ class TorchEngine:
 
     def update(self, batch: Batch, loss: LossFn) -> Metrics:
         assert self.optimizer is not None, "this engine was made without an optimizer"
-        assert batch.weight_N is not None, "batch.weight_N is not set"
         self.optimizer.zero_grad()
         sums = Sums()
         for micro in self._micro(batch):
             micro = micro.to(self.device)
             out = self._outputs(micro)
             result = loss(micro, out)
-            total = (result.loss_N * micro.weight_N).sum()
+            total = (result.loss_N * need(micro.weight_N, "batch.weight_N")).sum()
             if total.requires_grad:
                 total.backward()
             sums.add(micro, out, result)
@@ -145,7 +146,7 @@ class TorchEngine:
 
     def place(self, device: Literal["gpu", "cpu"]) -> None:
         where = torch.device("cuda" if device == "gpu" else "cpu")
-        self.module.to(where)
+        nn.Module.to(self.module, where)
         if self.value_head is not None:
             self.value_head.to(where)
         self.device = where
@@ -224,7 +225,7 @@ class Sums:
 
     @torch.no_grad()
     def add(self, batch: Batch, out: Outputs, result: Loss) -> None:
-        self.loss += float((result.loss_N * batch.weight_N).sum(dtype=torch.float64))
+        self.loss += float((result.loss_N * need(batch.weight_N, "batch.weight_N")).sum(dtype=torch.float64))
         for name, x in result.stats.items():
             self._take(name, x[batch.mask_N] if len(x) == batch.tokens else x)
         if out.logp_N is not None:
@@ -260,7 +261,9 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(path, framework="pt") as f:
             return {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}  # noqa: SIM118
     except (OSError, SafetensorError) as e:
-        raise CheckpointError(f"{path}: cannot be read ({e}); the checkpoint is damaged, use an older one") from e
+        raise CheckpointError(
+            f"{path}: cannot be read ({e}); the checkpoint is damaged, use an older one"
+        ) from e
 
 
 def _write(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
