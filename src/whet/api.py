@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import threading
@@ -79,6 +80,7 @@ def run_training(loaded: Loaded, functions: Mapping[str, RewardFunction] | None 
     planned = plans(loaded)  # refuses what cannot work, before anything is written
     cfg = loaded.config
     environment.prepare(planned[0].threads, cfg.machine.exact != "off")
+    environment.keep_memory()
     run_dir = Path(cfg.run_dir)
     with ExitStack() as stack:
         stack.enter_context(RunLock(run_dir))
@@ -91,7 +93,7 @@ def _run(loaded: Loaded, planned: Sequence[Plan], *, rewards: Sequence[RewardSet
     import asyncio
 
     from whet import checkpoint
-    from whet.stages import open_shared, run_all
+    from whet.stages import check_config, fingerprint, open_shared, run_all
     from whet.track.curve import plot
     from whet.track.display import Display
     from whet.track.manifest import describe
@@ -103,6 +105,8 @@ def _run(loaded: Loaded, planned: Sequence[Plan], *, rewards: Sequence[RewardSet
     stack.callback(directory.close)
     start = find_start(loaded, directory.path, checkpoint.newest(directory.path / "checkpoints"))
     state = checkpoint.read_state(start) if start else {"stage": 0, "step": -1, "done": False}
+    if start:
+        check_config(start, state["config"], fingerprint(cfg))  # before anything is written over
     stages = [(p.name, p.total_steps or 0) for p in planned]
     display = Display(stages, quiet="console" not in cfg.track.trackers)
     stack.callback(display.close)
@@ -130,6 +134,8 @@ def _run(loaded: Loaded, planned: Sequence[Plan], *, rewards: Sequence[RewardSet
             stop=stop,
             resumed=(state["stage"], state["step"]) if start else None,
         )
+        gc.collect()
+        gc.freeze()  # what lives as long as the run is not looked through again at every collection
         asyncio.run(run_all(shared, start))
     display.close()
     if stop.requested:

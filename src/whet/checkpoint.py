@@ -28,6 +28,7 @@ _NAME = re.compile(r"(\d+)-(.+)-(\d{6,})")
 def save(root: Path, engines: Mapping[str, TrainEngine], state: Json, *, keep: int) -> Path:
     """Write one checkpoint, then drop all but the newest `keep`. `state` has `stage`, `stage_name` and `step`.
 
+    Later ones are dropped, too: the run went on from an older one, and they may be damaged.
     Raises CheckpointError (full disk, no permission ...); older checkpoints are then untouched.
     """
     path = root / f"{state['stage']}-{state['stage_name']}-{state['step']:06d}"
@@ -36,8 +37,10 @@ def save(root: Path, engines: Mapping[str, TrainEngine], state: Json, *, keep: i
             engine.save(folder / name)
         write_json(folder / "state.json", state, durable=False)
         write_json(folder / "manifest.json", _manifest(folder), durable=False)
-    for old in all_in(root)[:-keep]:
-        shutil.rmtree(old)
+    found = all_in(root)
+    later = found.index(path) + 1
+    for other in (*found[later:], *found[:later][:-keep]):
+        shutil.rmtree(other)
     return path
 
 
@@ -59,12 +62,14 @@ def newest(root: Path) -> Path | None:
 def read_state(path: Path) -> Json:
     """The state of a checkpoint whose every file is as it was written. Raises CheckpointError naming the first
     that is not."""
-    advice = "use an older one with checkpoint.resume=PATH, or start anew in another run_dir"
+    older = [p for p in all_in(path.parent) if p < path]
+    instead = f"checkpoint.resume={older[-1]} goes on from the one before" if older else "give a checkpoint's folder"
+    advice = f"{instead}; or start anew in another run_dir"
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-    except (OSError, ValueError) as e:
+        files = json.loads((path / "manifest.json").read_text())["files"]
+    except (OSError, ValueError, KeyError) as e:
         raise CheckpointError(f"{path} is not a whole checkpoint (manifest.json: {e}); {advice}") from e
-    for name, (size, digest) in manifest["files"].items():
+    for name, (size, digest) in files.items():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{path}: {name} is missing; {advice}")

@@ -5,7 +5,9 @@ Layer 0: imports neither torch nor transformers. Values that the user has set al
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 
 _ALWAYS = {
     # A run never waits for, or depends on, the model hub: everything is a local path. Read when
@@ -47,3 +49,18 @@ def prepare(threads: int | None, exact: bool) -> None:
         wanted |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
+
+
+def keep_memory() -> None:
+    """Let glibc keep what is freed instead of giving it back at once and faulting it in anew.
+
+    A step frees and takes the same hundreds of MB; measured on CPU steps, page faults were up to 20 % of the time.
+    Elsewhere than on glibc nothing is done.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        libc.mallopt(m_mmap_threshold, 1 << 30)
+        libc.mallopt(m_trim_threshold, 1 << 30)

@@ -108,6 +108,7 @@ def open_shared(
     device = pick_device(cfg)
     torch.set_num_threads(plans[0].threads)
     torch.use_deterministic_algorithms(device.type == "cpu")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write every new tensor once more
     display.phase("read data")
     sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.eval)]
     tokenizer = load_tokenizer(cfg.tokenizer, model_path=cfg.model.path, texts=texts(sources))
@@ -267,6 +268,7 @@ def open_stage(shared: Shared, index: int) -> Run:
 def _policy(shared: Shared, cfg: Config, plan: Plan, algorithm: Algorithm) -> TorchEngine:
     cut = Cut.of(
         cfg.train,
+        shared.model.device.type,
         whole_groups=algorithm.whole_groups,
         entropy_grad=algorithm.entropy_grad,
         temperature=trained_temperature(cfg, algorithm),
@@ -289,7 +291,7 @@ def _reference(shared: Shared, cfg: Config, policy: TorchEngine) -> TorchEngine:
 def _critic(shared: Shared, cfg: Config, plan: Plan) -> TorchEngine:
     model = _model_at(shared, cfg, cfg.critic.path)
     head = value_head(model.config.hidden_size, cfg.seed).to(model.device, model.dtype)
-    cut = Cut.of(cfg.train, whole_groups=False, entropy_grad=False, temperature=1.0)
+    cut = Cut.of(cfg.train, shared.model.device.type, whole_groups=False, entropy_grad=False, temperature=1.0)
     return TorchEngine(
         model,
         shared.ops,

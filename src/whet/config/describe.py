@@ -131,7 +131,7 @@ def size(count: int) -> str:
     """Bytes as people say them: '1.5 GiB'."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
+        if value < 999.5 or unit == "TiB":
             break
         value /= 1024
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"

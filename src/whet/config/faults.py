@@ -53,7 +53,8 @@ def _expected(path: Path) -> str:
     key = lookup(path)
     assert key is not None
     first = key.description.replace("\n", " ").partition(". ")[0].rstrip(".")
-    return f"{key.words} ({first[:1].lower()}{first[1:]})" if first else key.words
+    start = first[:1] if first[1:2].isupper() else first[:1].lower()  # CPU stays CPU
+    return f"{key.words} ({start}{first[1:]})" if first else key.words
 
 
 def _hint(value: Json, path: Path) -> str:

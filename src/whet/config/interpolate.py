@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -67,4 +68,6 @@ def _get(node: Any, key: str | int, path: Path, wrong: dict[Path, str]) -> Any:
 
 
 def _first_line(error: Exception) -> str:
+    if unset := re.search(r"Environment variable '(.+)' not found", str(error)):
+        return f"the environment has no {unset[1]}; set it, or give a default: ${{oc.env:{unset[1]},default}}"
     return str(error).splitlines()[0].rstrip(".")

@@ -83,6 +83,8 @@ def _yaml(text: str) -> Parsed:
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         said = ", ".join(part for part in (e.problem, e.context) if part)
+        if mark and text.splitlines()[mark.line :][:1] and "\t" in text.splitlines()[mark.line]:
+            said += "; the line has a tab, and YAML indents with spaces"
         out.problems.append((mark.line + 1 if mark else 1, f"not valid YAML: {said}"))
         return out
     except yaml.YAMLError as e:

@@ -364,7 +364,8 @@ class Train(Section):
     passes: Positive = 1
     """Passes over each batch (PPO epochs)."""
     micro_tokens: Positive | None = None
-    """Most tokens in one forward and backward. Changes memory and speed, never the gradient. Default: 16384."""
+    """Most tokens in one forward and backward. Changes memory and speed, never the gradient. Default: 4096 on
+    a CPU, 16384 on CUDA."""
     micro_rollouts: Positive | None = None
     """Cut micro-batches by number of rollouts instead."""
     share_prompts: bool = True

@@ -36,8 +36,9 @@ def parse(row: Row, source: Source, *, name: str, chat: bool | None, where: str)
     if source.template is not None and "{prompt}" not in source.template:
         raise ConfigError(f"Data source {name!r}: its template has no {{prompt}} in it: {source.template!r}")
     label = name if source.label is None else _text(row, source.label, where=where)
+    value = _required(row, source.prompt, where=where)
     try:
-        prompt = as_prompt(_prompt(row, source, where=where), chat=chat, system=source.system)
+        prompt = as_prompt(_prompt(value, source), chat=chat, system=source.system)
     except DataError as e:
         raise DataError(f"{where}: {e}") from e
     whole = {source.prompt, source.answer, source.response, source.rejected, source.label}
@@ -63,8 +64,7 @@ def lookup(row: Row, column: str) -> Json:
     return value
 
 
-def _prompt(row: Row, source: Source, *, where: str) -> Prompt:
-    value = _required(row, source.prompt, where=where)
+def _prompt(value: Json, source: Source) -> Prompt:
     if isinstance(value, str) and value:
         return value if source.template is None else source.template.replace("{prompt}", value)
     if not isinstance(value, list) or not value:

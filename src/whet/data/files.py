@@ -128,8 +128,10 @@ def _csv(file: Path, limit: int | None) -> Part:
                     )
                 rows.append(dict(row))
                 numbers.append(reader.line_num)
-        except (csv.Error, UnicodeDecodeError) as e:
+        except csv.Error as e:
             raise DataError(f"{file}, line {reader.reader.line_num}: malformed csv: {e}") from e
+        except UnicodeDecodeError as e:
+            raise DataError(f"{file}: not UTF-8 text: {e}") from e
     return ListPart(str(file), rows, "line", numbers)
 
 

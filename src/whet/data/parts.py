@@ -113,6 +113,9 @@ def loads(text: bytes, where: str) -> Json:
     """JSON from a file. Raises DataError that names `where`."""
     try:
         value = json.loads(text)
+    except json.JSONDecodeError as e:
+        line = f"line {e.lineno}, " if b"\n" in text.strip() else ""
+        raise DataError(f"{where}: not JSON: {e.msg} at {line}column {e.colno}") from e
     except (ValueError, RecursionError) as e:
         raise DataError(f"{where}: not JSON: {e}") from e
     if b"\\ud" in text.lower() and (fault := flaw(value)) is not None:

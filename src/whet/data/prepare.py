@@ -145,7 +145,8 @@ def _prepare(work: _Work) -> Prepared:
         digest.update(array.tobytes())
     left_out = {k: n for k, n in sorted(work.counts.items()) if n and k not in ("rows", "kept")}
     if left_out:
-        log.warning("data source %s: %d rows, %d kept; %s", rows.name, len(rows), len(row_K), left_out)
+        told = ", ".join(f"{n} {what}" for what, n in left_out.items())
+        log.warning("data source %s: %d rows, %d kept; %s", rows.name, len(rows), len(row_K), told)
     return Prepared(work.source, rows, work.data.chat, row_K, end_K, token_ids, digest.hexdigest())
 
 

@@ -7,6 +7,7 @@ a million rows costs its Arrow size. Relative paths start at the working directo
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Iterable
 
 from whet.config.schema import ReasoningGym, Source
@@ -70,12 +71,23 @@ def _reasoning_gym(cfg: ReasoningGym, limit: int | None) -> Part:
 
 
 def _function(source: Source) -> Part:
-    made = load_object(source.function or "", what="data source function")(**source.arguments)
+    function = load_object(source.function or "", what="data source function")
     what = f"function {source.function}"
-    if isinstance(made, str | bytes | dict) or not isinstance(made, Iterable):
+    try:
+        made = function(**source.arguments)
+        given = list(itertools.islice(made, source.limit)) if _has_rows(made) else []
+    except Exception as e:  # noqa: BLE001  foreign code
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        place = f"{at.filename}:{at.lineno}"
+        raise DataError(f"{what} with arguments {source.arguments} raised {type(e).__name__}: {e} ({place}).") from e
+    if not _has_rows(made):
         raise DataError(f"{what} returned {describe(made)}; expected an iterable of rows (dicts).")
-    rows = [as_row(row, f"{what}, row {i}") for i, row in enumerate(itertools.islice(made, source.limit), 1)]
+    rows = [as_row(row, f"{what}, row {i}") for i, row in enumerate(given, 1)]
     for i, row in enumerate(rows, 1):
         if (fault := flaw(row)) is not None:
             raise DataError(f"{what}, row {i}: {fault}. Rows are dict, list, str, int, float, bool and None.")
     return ListPart(what, rows)
+
+
+def _has_rows(made: object) -> bool:
+    return isinstance(made, Iterable) and not isinstance(made, str | bytes | dict)

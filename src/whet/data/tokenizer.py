@@ -59,8 +59,8 @@ def _load(folder: str | None) -> PreTrainedTokenizerFast:
     if not path.is_dir():
         names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(
-            f"No tokenizer folder at {path}{near(path.name, names)}. Models are read from local folders "
-            "only: download it first."
+            f"No folder {path} (model.path or tokenizer.path){near(path.name, names)}. Models are read from "
+            "local folders only: download it first."
         )
     try:
         # tokenizer.json says all; AutoTokenizer would put a family's own splitting over a tokenizer built from data
@@ -72,6 +72,8 @@ def _load(folder: str | None) -> PreTrainedTokenizerFast:
         raise ConfigError(
             f"{path} holds a {type(tokenizer).__name__}; a fast tokenizer (tokenizer.json) is needed."
         )
+    if not len(tokenizer):
+        raise ConfigError(f"{path} holds no tokenizer (tokenizer.json); copy it there, or give tokenizer.path.")
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"The tokenizer in {path} has no end-of-text token (eos_token): a reply could not end."

@@ -30,6 +30,7 @@ _CAUSES = {
     errno.EROFS: "the file system is read-only; give a run_dir on one that can be written",
     errno.EACCES: "permission denied; give a run_dir you may write, or mend its owner and mode",
     errno.EPERM: "not permitted; give a run_dir you may write, or mend its owner and mode",
+    errno.EEXIST: "a file stands where a folder is needed; move it away, or give another run_dir",
     errno.ENOTDIR: "a file stands where a folder is needed; move it away, or give another run_dir",
     errno.ENOENT: "the folder is gone; something removed it while the run was writing",
     errno.EIO: "the device reports an input/output error; check the disk",

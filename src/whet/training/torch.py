@@ -33,14 +33,15 @@ from whet.models.optim import AdamW
 from whet.models.packing import layout
 from whet.types import CheckpointError, Metrics, WhetError
 
-DEFAULT_MICRO_TOKENS = 16_384
+MICRO_TOKENS = {"cpu": 4096, "cuda": 16_384}
+"""Default of train.micro_tokens: where larger micro-batches are no faster any more."""
 
 
 @dataclass(frozen=True)
 class Cut:
     """How a batch is cut for memory, and what is computed."""
 
-    max_tokens: int | None = DEFAULT_MICRO_TOKENS
+    max_tokens: int | None = MICRO_TOKENS["cpu"]
     max_rollouts: int | None = None
     share_prompts: bool = True
     checkpoint: bool = False
@@ -49,8 +50,8 @@ class Cut:
     temperature: float = 1.0
 
     @staticmethod
-    def of(train: Train, *, whole_groups: bool, entropy_grad: bool, temperature: float) -> Cut:
-        tokens = None if train.micro_rollouts else (train.micro_tokens or DEFAULT_MICRO_TOKENS)
+    def of(train: Train, device: str, *, whole_groups: bool, entropy_grad: bool, temperature: float) -> Cut:
+        tokens = None if train.micro_rollouts else (train.micro_tokens or MICRO_TOKENS[device])
         return Cut(
             max_tokens=tokens,
             max_rollouts=train.micro_rollouts,

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from whet.models.attention import PAGE
 from whet.models.kernels import Ops
 from whet.rollout.engine import WeightSource
+from whet.rollout.native.graphs import Recorder
 from whet.rollout.native.runner import Runner
 from whet.rollout.native.sampler import is_plain
 from whet.rollout.native.scheduler import Pages, Request, Scheduler
@@ -29,7 +30,8 @@ class NativeEngine:
 
     end_token_ids: the model's own end tokens. decode: needed for stop strings only. max_context: the longest
     rollout, prompt included, in tokens. cache_mb: memory of the KV cache; default: `max_batch` rows of
-    `max_context` tokens. prefill_tokens: most prompt tokens computed at once.
+    `max_context` tokens. prefill_tokens: most prompt tokens computed at once. recorder: what captures decode
+    steps; default: CUDA graphs on CUDA, nothing elsewhere.
     """
 
     def __init__(
@@ -44,10 +46,13 @@ class NativeEngine:
         prefill_tokens: int = 4096,
         decode: Decode | None = None,
         version: int = 0,
+        recorder: Recorder | None = None,
     ) -> None:
         self.version = version
         self.end_token_ids, self.decode, self.max_context = frozenset(end_token_ids), decode, max_context
-        self.runner = Runner(module, ops, max_batch=max_batch, columns=max_context, cache_mb=cache_mb)
+        self.runner = Runner(
+            module, ops, max_batch=max_batch, columns=max_context, cache_mb=cache_mb, recorder=recorder
+        )
         pages = Pages(self.runner.pages, PAGE)
         self.scheduler = Scheduler(pages, max_batch=max_batch, prefill_tokens=prefill_tokens)
         self.held: list[Request] = []
@@ -128,7 +133,7 @@ class NativeEngine:
             self._wake()
         elif not self.placed:
             self._interrupt()
-            self.runner.cache = None
+            self.runner.release()
 
     async def close(self) -> None:
         """Requests in flight fail; later ones are refused."""

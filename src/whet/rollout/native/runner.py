@@ -4,12 +4,13 @@ Letters: B live rows, E rows with filters, S histories of a prefill, U their tok
 vocabulary, D hidden, C columns: the most tokens a row may sample. A live row has a slot, its place in the
 buffers of what was sampled, and stands at a cell of them: slot * C + tokens sampled since it was let in.
 
-Nothing here is specific to a device. On CUDA a step is launched kernel by kernel; it is not captured in a
-graph.
+On CPU a step has as many rows as are live. On CUDA its model part runs at fixed shapes, captured in graphs
+(see `graphs`); a model that cannot be captured runs as on CPU, and the log says why.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,14 +24,17 @@ from whet.models.forward import Decoder, decoder
 from whet.models.kernels import Ops
 from whet.models.logprobs import logits
 from whet.rollout.native import sampler
+from whet.rollout.native.graphs import CannotCapture, CudaGraphs, FixedShapeStep, Recorder
 from whet.rollout.native.sampler import Filters
 from whet.rollout.native.scheduler import Admission, Request
 from whet.seeds import uniform_table
 from whet.types import WhetError
 
-SLOT, LAST, ENDS, TOKEN, CELL, LENGTH = range(6)
+log = logging.getLogger(__name__)
+
+SLOT, LAST, ENDS, CELL, TOKEN, LENGTH = range(6)
 """Rows of `Rows.state`: its slot; the last cell it may fill; where its end set starts in `Runner.end_table`;
-the token to feed next; the cell to fill next; tokens in the cache."""
+the cell to fill next; the token to feed next; tokens in the cache."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,20 @@ def _special(requests: list[Request], at: list[int], *, state: Tensor, columns: 
 
 
 class Runner:
-    """Weights, cache, live rows, and what they have sampled. `cache_mb` None: all rows at their longest."""
+    """Weights, cache, live rows, and what they have sampled.
+
+    cache_mb: None: all rows at their longest. recorder: None: CUDA graphs on CUDA, variable shapes elsewhere.
+    """
 
     def __init__(
-        self, module: PreTrainedModel, ops: Ops, *, max_batch: int, columns: int, cache_mb: int | None
+        self,
+        module: PreTrainedModel,
+        ops: Ops,
+        *,
+        max_batch: int,
+        columns: int,
+        cache_mb: int | None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.ops, self.columns = ops, columns
         self.module, self.decoder = module, decoder(module, ops)
@@ -98,14 +112,18 @@ class Runner:
             raise WhetError(f"cache_mb={cache_mb} holds no page of {self.page_bytes} bytes; raise it")
         self.device = self.decoder.head.linear.weight.device
         self.vocab = self.decoder.head.linear.out_features
+        self.table_SP = torch.zeros(max_batch, -(-columns // PAGE), dtype=torch.int32, device=self.device)
+        self.recorder = recorder
+        if recorder is None and self.device.type == "cuda":
+            self.recorder = CudaGraphs(self.device)
         self.cache: KvCache | None = None
+        self.fixed: FixedShapeStep | None = None
         self.allocate()
         cells = max_batch * columns
         self.uniform = torch.empty(cells, dtype=torch.float64, device=self.device)
         self.token = torch.empty(cells, dtype=torch.int64, device=self.device)
         self.logp = torch.empty(cells, device=self.device)
         self.sample_logp = torch.empty(cells, device=self.device)
-        self.table_SP = torch.zeros(max_batch, -(-columns // PAGE), dtype=torch.int32, device=self.device)
         self.seen_SV: Tensor | None = None
         self.end_sets: dict[frozenset[int], int] = {}
         self.end_table = torch.zeros(0, dtype=torch.bool, device=self.device)
@@ -120,17 +138,37 @@ class Runner:
         return 2 * d.layers * d.kv_heads * d.head_dim * PAGE * d.head.linear.weight.element_size()
 
     def allocate(self) -> None:
-        """Take memory for the cache."""
+        """Take memory for the cache: the scheduler's pages, and one for padded rows to write into."""
         d = self.decoder
         self.cache = KvCache.allocate(
             layers=d.layers,
-            pages=self.pages,
+            pages=self.pages + 1,
             kv_heads=d.kv_heads,
             head_dim=d.head_dim,
             ops=self.ops,
             dtype=d.head.linear.weight.dtype,
             device=self.device,
         )
+        self._fix_shapes()
+
+    def release(self) -> None:
+        """Give the memory of the cache and the graphs back. No row may be live."""
+        self.cache = self.fixed = None
+
+    def _fix_shapes(self) -> None:
+        """Steps of this decoder on this cache, if they are captured at all."""
+        self.fixed = None
+        if self.recorder is not None and self.cache is not None:
+            self.fixed = FixedShapeStep(
+                self.module,
+                self.decoder,
+                self.cache,
+                ops=self.ops,
+                recorder=self.recorder,
+                scratch=self.pages,
+                max_batch=self.table_SP.shape[0],
+                max_pages=self.table_SP.shape[1],
+            )
 
     def adopt(self, module: PreTrainedModel) -> None:
         """Sample from this module from now on. No row may be live."""
@@ -143,6 +181,7 @@ class Runner:
                 f"made for {_shape(self.decoder)}; make a new engine"
             )
         self.module, self.decoder = module, new
+        self._fix_shapes()
 
     # -- rows
 
@@ -188,14 +227,27 @@ class Runner:
     @torch.no_grad()
     def step(self) -> list[Request]:
         """One more token for every live row. Returns the requests that have ended with it."""
-        assert self.cache is not None
         state = self.live.state
-        attend = CachedAttention(self.cache, self.table_BP, state[LENGTH], self.ops)
-        hidden_BD = self.decoder.hidden(state[TOKEN], state[LENGTH], attend)
+        hidden_BD = self._hidden(state[TOKEN:], self.table_BP[:, : self.longest // PAGE + 1])
         state[LENGTH] += 1
+        self.longest += 1
         return self._take_out(self._advance(self.live, hidden_BD))
 
     # -- inside
+
+    def _hidden(self, fed_2B: Tensor, table_BP: Tensor) -> Tensor:
+        """[B, D] for [2, B] (token to feed, tokens in the cache)."""
+        assert self.cache is not None
+        if self.fixed is not None:
+            try:
+                return self.fixed(fed_2B, table_BP)
+            except CannotCapture as error:
+                log.warning("decode steps are launched kernel by kernel, not as CUDA graphs: %s", error)
+                self.fixed = self.recorder = None
+        token_B, length_B = fed_2B
+        return self.decoder.hidden(
+            token_B, length_B, CachedAttention(self.cache, table_BP, length_B, self.ops)
+        )
 
     def _copy_last_pages(self, admissions: list[Admission]) -> None:
         """The page that a history fills in part is copied: each row goes on writing into its own."""
@@ -221,7 +273,7 @@ class Runner:
             self.table_SP[slots, :width] = torch.tensor(table, dtype=torch.int32, device=self.device)
             for slot, r, count in zip(slots, a.requests, left):
                 first = slot * self.columns
-                columns.append((slot, first + count - 1, self._end_set(r.ends), 0, first, len(a.history)))
+                columns.append((slot, first + count - 1, self._end_set(r.ends), first, 0, len(a.history)))
                 if r.sampling.repetition_penalty != 1.0:
                     self._see(slot, a.history)
         requests = [r for a in admissions for r in a.requests]
@@ -320,6 +372,8 @@ class Runner:
         self.live = make_rows(requests, state, columns=self.columns)
         width = max((r.cached for r in requests), default=0) // PAGE + 1
         self.table_BP = self.table_SP[:, :width].index_select(0, state[SLOT])
+        self.longest = int(state[LENGTH].max()) if requests else 0
+        """Most tokens a live row has in the cache; known to the host, so that no step has to ask."""
 
 
 def _shape(d: Decoder) -> tuple[int, int, int, int]:
