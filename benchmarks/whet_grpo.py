@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -19,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 PROMPTS, GROUP = 16, 8
 
@@ -59,48 +62,55 @@ def config(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return values
 
 
-def run(
-    args: argparse.Namespace, folder: Path
-) -> tuple[list[dict[str, float]], list[dict[str, float]], float]:
-    """(timings a step, metrics, CPU seconds of the reward processes)."""
+def run(args: argparse.Namespace, folder: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """(timings, metrics) of every step; `reward_s` of a timing: CPU seconds of the reward processes."""
     import whet.run
     from whet.track.record import read_lines
 
     whet.run.clock = time.process_time
+    rewards: list[float] = []
+    record = whet.run.Run.record_step
+
+    def recorded(self: Any, metrics: Any) -> None:
+        workers = psutil.Process().children(recursive=True)
+        rewards.append(sum(sum(worker.cpu_times()[:2]) for worker in workers))
+        record(self, metrics)
+
+    whet.run.Run.record_step = recorded  # type: ignore[method-assign]
     with contextlib.redirect_stdout(sys.stderr):
         result = whet.train(**config(args, folder))
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
     timings = [t for t in read_lines(result.run_dir / "timings.jsonl") if "time/step_s" in t]
-    return timings, result.metrics, children.ru_utime + children.ru_stime
+    for t, (before, now) in zip(timings, itertools.pairwise([rewards[0], *rewards])):
+        t["reward_s"] = max(now - before, 0.0)
+    return timings, result.metrics
 
 
 def speed(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    timings, metrics, reward_s = run(args, folder)
+    timings, metrics = run(args, folder)
     tokens = [m["rollout/tokens_sum"] for m in metrics if "rollout/tokens_sum" in m]
     kept, kept_tokens = timings[args.warmup :], tokens[args.warmup :]
 
     def mean(name: str) -> float:
-        return sum(t.get(f"time/{name}_s", 0.0) for t in kept) / len(kept)
+        return sum(t.get(name, 0.0) for t in kept) / len(kept)
 
-    rewards = reward_s / len(timings)
     return {
-        "step_s": mean("step") + rewards,
-        "generate_s": mean("generate"),
-        "update_s": mean("log-probs") + mean("update"),
-        "rest_s": mean("rest") + mean("score") + rewards,
+        "step_s": mean("time/step_s") + mean("reward_s"),
+        "generate_s": mean("time/generate_s"),
+        "update_s": mean("time/log-probs_s") + mean("time/update_s"),
+        "rest_s": mean("time/rest_s") + mean("time/score_s") + mean("reward_s"),
         "generated_tokens_per_s": sum(kept_tokens) / sum(t["time/generate_s"] for t in kept),
         "tokens_per_step": sum(kept_tokens) / len(kept),
-        "steps": [t["time/step_s"] for t in timings],
+        "steps": [t["time/step_s"] + t["reward_s"] for t in timings],
     }
 
 
 def learn(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    timings, metrics, reward_s = run(args, folder)
+    timings, metrics = run(args, folder)
     spent = 0.0
     looks = [{"step": 0, "accuracy": metrics[0]["eval/accuracy"], "cpu_s": 0.0}]
     by_step = {m["step"]: m["eval/accuracy"] for m in metrics if "eval/accuracy" in m}
     for t in timings:
-        spent += t["time/step_s"] + reward_s / len(timings)
+        spent += t["time/step_s"] + t["reward_s"]
         if t["step"] in by_step:
             looks.append({"step": t["step"], "accuracy": by_step[t["step"]], "cpu_s": spent})
     return {"held_out": looks, "accuracy": looks[-1]["accuracy"], "cpu_s": looks[-1]["cpu_s"]}

@@ -82,7 +82,11 @@ TEXT = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]), m
 @settings(max_examples=60, deadline=None)
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers(-(10**9), 10**9) | TEXT | st.floats(allow_nan=False),
+        st.none()
+        | st.booleans()
+        | st.integers(-(10**9), 10**9)
+        | TEXT
+        | st.floats(allow_nan=False, allow_infinity=False),
         lambda inner: (
             st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", min_size=1), inner, max_size=3)
         ),
@@ -90,8 +94,7 @@ TEXT = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]), m
     )
 )
 def test_json_is_read_as_json(value):
-    text = json.dumps(value).replace("Infinity", ".inf")
-    assert parse(text).tree == (value if value != {} else {})
+    assert parse(json.dumps(value)).tree == (value if value != {} else {})
 
 
 def test_duplicate_keys_are_refused_with_both_lines(tmp_path):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,8 +92,6 @@ def run_training(loaded: Loaded, functions: Mapping[str, RewardFunction] | None 
 
 
 def _run(loaded: Loaded, planned: Sequence[Plan], *, rewards: Sequence[RewardSet], stack: ExitStack) -> int:
-    import asyncio
-
     from whet import checkpoint
     from whet.stages import check_config, fingerprint, open_shared, run_all
     from whet.track.curve import plot
@@ -111,7 +111,7 @@ def _run(loaded: Loaded, planned: Sequence[Plan], *, rewards: Sequence[RewardSet
     display = Display(stages, quiet="console" not in cfg.track.trackers)
     stack.callback(display.close)
     setup_logging(directory.path, level=cfg.track.log_level, show=display.message)
-    if state["done"] and state["stage"] == len(loaded.stages) - 1:
+    if is_finished(loaded, directory.path, state):
         display.close()
         display.message(f"{directory.path} holds a finished run; to run anew, give another run_dir")
         display.show(report(directory.path, curve=directory.path / "curve.png"))
@@ -136,10 +136,12 @@ def _run(loaded: Loaded, planned: Sequence[Plan], *, rewards: Sequence[RewardSet
         )
         gc.collect()
         gc.freeze()  # what lives as long as the run is not looked through again at every collection
-        asyncio.run(run_all(shared, start))
+        run_loop(run_all(shared, start))
     display.close()
     if stop.requested:
-        display.message(f"stopped; saved in {directory.path}/checkpoints, the same command goes on")
+        saved = checkpoint.newest(directory.path / "checkpoints")
+        end = f"saved as {saved}, the same command goes on" if saved else "nothing to save yet"
+        display.message(f"stopped; {end}")
         return INTERRUPTED
     display.show(report(directory.path, curve=plot(directory.path)))
     return OK
@@ -179,6 +181,24 @@ def find_start(loaded: Loaded, run_dir: Path, newest: Path | None) -> Path | Non
             f"checkpoint.resume={resume}: no such folder (auto and never are the other values)"
         )
     return path
+
+
+def is_finished(loaded: Loaded, run_dir: Path, state: Json) -> bool:
+    """Whether the last stage is done and exported: a kill can fall between its last checkpoint and its export."""
+    export = run_dir / "export" / loaded.names[-1]
+    exported = export.is_dir() or not loaded.stages[-1].checkpoint.export
+    return state["done"] and state["stage"] == len(loaded.stages) - 1 and exported
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Run `main` to its end; in a thread of its own where this one has an event loop already (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(main)
+        return
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(asyncio.run, main).result()
 
 
 def data_files(loaded: Loaded) -> list[Path]:

@@ -63,7 +63,11 @@ def read_state(path: Path) -> Json:
     """The state of a checkpoint whose every file is as it was written. Raises CheckpointError naming the first
     that is not."""
     older = [p for p in all_in(path.parent) if p < path]
-    instead = f"checkpoint.resume={older[-1]} goes on from the one before" if older else "give a checkpoint's folder"
+    instead = (
+        f"checkpoint.resume={older[-1]} goes on from the one before"
+        if older
+        else "give a checkpoint's folder"
+    )
     advice = f"{instead}; or start anew in another run_dir"
     try:
         files = json.loads((path / "manifest.json").read_text())["files"]

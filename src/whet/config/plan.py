@@ -130,12 +130,6 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
 
 def _misfits(plan: Plan) -> Iterator[Problem]:
     """What is wrong with numbers that had to be derived first."""
-    if plan.total_steps is not None and plan.warmup_steps > plan.optimizer_steps:
-        yield (
-            "train.optimizer.schedule.warmup_steps",
-            f"{plan.warmup_steps} is more than the stage's {plan.optimizer_steps} optimizer steps, so "
-            "the full learning rate is never reached",
-        )
     if plan.generates and plan.kv_cache_mb is not None and plan.shape is not None:
         one = plan.shape.kv_bytes(rows=1, tokens=plan.max_sequence_tokens, dtype=plan.dtype)
         if one > plan.kv_cache_mb * 2**20:

@@ -76,10 +76,12 @@ def _function(source: Source) -> Part:
     try:
         made = function(**source.arguments)
         given = list(itertools.islice(made, source.limit)) if _has_rows(made) else []
-    except Exception as e:  # noqa: BLE001  foreign code
+    except Exception as e:  # foreign code: it can fail in any way
         at = traceback.extract_tb(e.__traceback__)[-1]
         place = f"{at.filename}:{at.lineno}"
-        raise DataError(f"{what} with arguments {source.arguments} raised {type(e).__name__}: {e} ({place}).") from e
+        raise DataError(
+            f"{what} with arguments {source.arguments} raised {type(e).__name__}: {e} ({place})."
+        ) from e
     if not _has_rows(made):
         raise DataError(f"{what} returned {describe(made)}; expected an iterable of rows (dicts).")
     rows = [as_row(row, f"{what}, row {i}") for i, row in enumerate(given, 1)]

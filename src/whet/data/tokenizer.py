@@ -73,7 +73,9 @@ def _load(folder: str | None) -> PreTrainedTokenizerFast:
             f"{path} holds a {type(tokenizer).__name__}; a fast tokenizer (tokenizer.json) is needed."
         )
     if not len(tokenizer):
-        raise ConfigError(f"{path} holds no tokenizer (tokenizer.json); copy it there, or give tokenizer.path.")
+        raise ConfigError(
+            f"{path} holds no tokenizer (tokenizer.json); copy it there, or give tokenizer.path."
+        )
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"The tokenizer in {path} has no end-of-text token (eos_token): a reply could not end."

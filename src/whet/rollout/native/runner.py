@@ -118,7 +118,6 @@ class Runner:
             self.recorder = CudaGraphs(self.device)
         self.cache: KvCache | None = None
         self.fixed: FixedShapeStep | None = None
-        self.allocate()
         cells = max_batch * columns
         self.uniform = torch.empty(cells, dtype=torch.float64, device=self.device)
         self.token = torch.empty(cells, dtype=torch.int64, device=self.device)
@@ -128,6 +127,7 @@ class Runner:
         self.end_sets: dict[frozenset[int], int] = {}
         self.end_table = torch.zeros(0, dtype=torch.bool, device=self.device)
         self.clear()
+        self.allocate()
 
     # -- memory and weights
 
@@ -181,12 +181,15 @@ class Runner:
                 f"made for {_shape(self.decoder)}; make a new engine"
             )
         self.module, self.decoder = module, new
-        self._fix_shapes()
 
     # -- rows
 
     def clear(self) -> None:
-        """Forget all live rows."""
+        """Forget all live rows and what they left in the cache: after weights that diverged that may be NaN,
+        and a key that is masked counts 0 * v."""
+        if self.cache is not None:
+            self.release()
+            self.allocate()
         self.free = list(range(len(self.table_SP) - 1, -1, -1))
         self._go_on([], torch.zeros(6, 0, dtype=torch.int64, device=self.device))
 
