@@ -10,8 +10,8 @@ import asyncio
 
 import pytest
 import torch
-from tiny import FAMILIES, VOCAB, tiny_model
 
+from tiny import FAMILIES, VOCAB, tiny_model
 from whet.batch import pack
 from whet.models import kernels
 from whet.rollout.episode import play_groups

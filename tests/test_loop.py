@@ -18,6 +18,7 @@ from whet.batch import Batch, Loss
 from whet.buffer.buffer import Buffer
 from whet.config.schema import Config
 from whet.guard.ledger import Ledger
+from whet.guard.watch import wait
 from whet.loop import alternate, explore_step
 from whet.rewards.combine import RewardSet
 from whet.rollout.episode import play_groups
@@ -60,6 +61,9 @@ class Toy(SimpleNamespace):
 
         return nullcontext()
 
+    async def wait(self, awaitable: Any, what: str) -> Any:
+        return await wait(awaitable, owner="the toy", what=what, timeout_s=20.0)
+
     def watch_mismatch(self, numbers: Metrics) -> None: ...
 
     def after_step(self, batch: Batch, groups: list[Group]) -> Metrics:
@@ -90,7 +94,7 @@ def toy(*, keep: float = 1.0, chunk: int = TASKS, max_staleness: int = 0, seed: 
     run = Toy(
         cfg=Config(), plan=SimpleNamespace(tasks_per_step=chunk), tasks=Stream(), engine=engine, ledger=ledger,
         policy=Counting(), reference=None, critic=None, algorithm=algorithm, play=play, recompute_old=False,
-        rewards=RewardSet({}, None), kl_coef=0.0, step=0, trained=[],
+        rewards=RewardSet({}, None), kl_coef=0.0, step=0, trained=[], played=[],
         buffer=Buffer(
             groups_per_step=TASKS, group_size=SIZE, max_staleness=max_staleness,
             reject=rejecting(rng, keep), ledger=ledger,

@@ -199,6 +199,19 @@ def test_a_wider_table_changes_nothing() -> None:
     assert {pages for _, pages in step.graphs} == {2, 4, 8, 16}
 
 
+def test_padded_rows_write_into_no_page_of_a_full_cache() -> None:
+    module = exact_model("qwen3")
+    lengths, reply = (340, 339, 329, 328, 327, 326), 8  # 2 * 22 + 4 * 21 pages: all 128 of a MiB
+    jobs = [
+        ([2 + (i + n) % 50 for i in range(n)], Sampling(max_tokens=reply, ignore_eos=True)) for n in lengths
+    ]
+    options: dict[str, Any] = {"max_context": 352, "max_batch": 8, "cache_mb": 1}
+    padded = engine(module, **options, recorder=Again())
+    assert padded.scheduler.pages.count == sum(-(-(n + reply - 1) // 16) for n in lengths) == 128
+    assert run(ask(padded, jobs)) == run(ask(engine(module, **options), jobs))
+    assert {rows for rows, _ in fixed(padded).graphs} == {8}
+
+
 def test_each_pair_of_smallest_buckets_is_recorded_once() -> None:
     recorder = Again()
     e = engine(max_batch=11, max_context=100, recorder=recorder)
@@ -330,7 +343,7 @@ def test_operations_that_make_the_host_wait_are_refused(name: str) -> None:
 
 
 def test_operations_of_fixed_shape_pass() -> None:
-    x, at = torch.randn(4, 6), torch.tensor([2, 0])
+    x, at = torch.randn(4, 6), torch.tensor([1, 0])
     with NoHostReads():
         y = x[at].softmax(-1).masked_fill(x[at] > 0, 0.0) @ x.T
         y.index_put_((at, at), x[0, :2])
@@ -338,8 +351,27 @@ def test_operations_of_fixed_shape_pass() -> None:
         torch.where(y > 0, y, 0.0).cumsum(-1).gather(1, at[:, None])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"qwen3_moe"}))
+DENSE = [family for family in FAMILIES if family != "qwen3_moe"]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", DENSE)
+@torch.no_grad()
+def test_a_model_around_its_attention_asks_nothing_of_the_host(family: str, dtype: torch.dtype) -> None:
+    model = decoder(tiny_model(family).to(dtype).to("meta"), kernels.load("torch"))  # type: ignore[arg-type]
+
+    def attend(layer: int, q_NHD: Tensor, *_: Tensor, **__: Any) -> Tensor:
+        return q_NHD
+
+    fed_2B = torch.zeros(2, 3, dtype=torch.int64, device="meta")
+    with NoHostReads():
+        hidden = model.hidden(*fed_2B, attend)
+    assert (hidden.shape, hidden.dtype, hidden.device.type) == ((3, 32), dtype, "meta")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", DENSE)
 @torch.no_grad()
 def test_the_step_asks_nothing_of_the_host(family: str, dtype: torch.dtype) -> None:
     """On the meta device, where no tensor has a value that could be read or mixed with one of the host."""
@@ -408,8 +440,10 @@ class FakeCuda:
         @contextmanager
         def stream(given: Stream) -> Iterator[None]:
             before, cuda.stream_now = cuda.stream_now, given.name
-            yield
-            cuda.stream_now = before
+            try:
+                yield
+            finally:
+                cuda.stream_now = before
 
         class Capture:
             def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -460,6 +494,7 @@ def test_a_capture_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch, fail=True)
     with pytest.raises(CannotCapture, match="not permitted when stream is capturing"):
         CudaGraphs(torch.device("cuda", 0)).capture(cuda.work)
+    assert cuda.stream_now == "main"
 
 
 # ---------------------------------------------------------------- half precision, and weights that diverged
@@ -476,7 +511,7 @@ def test_a_bfloat16_model_end_to_end(family: str, recorder: Again | None) -> Non
         assert bool(torch.isfinite(ours).all())
         theirs = trained_logprobs(module, prompt, done.token_ids, sampling.temperature or 1.0)
         assert theirs.dtype == torch.float32
-        torch.testing.assert_close(ours.float(), theirs, atol=0.05, rtol=0)
+        torch.testing.assert_close(ours.float(), theirs, atol=0.01, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["torch", "auto"])

@@ -29,7 +29,7 @@ def test_cosine_by_hand() -> None:
 def test_wsd_is_flat_then_falls() -> None:
     schedule = Schedule(kind="wsd", warmup_steps=1, decay_fraction=0.4, min_factor=0.2)
     got = [factor(schedule, s, 10) for s in range(10)]
-    assert got == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    assert got == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4])
 
 
 def test_constant() -> None:

@@ -80,7 +80,9 @@ def test_warm_up():
     assert made().warmup_steps == 0
     assert made("train.optimizer.schedule.warmup_steps=3").warmup_steps == 3
     assert made("train.optimizer.schedule.warmup_fraction=0.25", "train.minibatches=2").warmup_steps == 5
-    assert made("train.optimizer.schedule.warmup_steps=11").warmup_steps == 11, "a short trial run is no error"
+    assert made("train.optimizer.schedule.warmup_steps=11").warmup_steps == 11, (
+        "a short trial run is no error"
+    )
 
 
 def test_critic_warm_up_takes_steps_from_the_policy():

@@ -130,7 +130,7 @@ def test_who_needs_a_reference() -> None:
         ("reinforce", {"lam": 0.95}, "lam=0.95 has no effect"),
         ("grpo", {"norm_tokens": 5}, "norm_tokens=5 has no effect"),
         ("grpo", {"beta": 0.5}, "beta=0.5 has no effect"),
-        ("grpo", {"max_refills": 3}, "max_refills=3 has no effect"),
+        ("sft", {"max_refills": 3}, "max_refills=3 has no effect"),
         ("sft", {"whiten": True}, "whiten=True has no effect"),
         ("sft", {"drop_uniform_groups": True}, "drop_uniform_groups=True has no effect"),
         ("sft", {"old_logprobs": "recompute"}, "old_logprobs='recompute' has no effect"),

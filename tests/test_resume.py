@@ -61,7 +61,8 @@ def test_killed_at_random_moments(unbroken: Path, tmp_path: Path, seed: int) -> 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(unbroken: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "whet.cli", "train", "tests/resume/config.yaml", f"run_dir={run_dir}"]
+    command = [sys.executable, "-m", "whet.cli", "train", "tests/resume/config.yaml"]
+    command += [f"run_dir={run_dir}", "track.trackers=[console]"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -19,10 +19,11 @@ import yaml
 from whet import environment
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
+from whet.guard.watch import Watch
 from whet.rewards.combine import RewardSet
 from whet.track.files import RunLock
-from whet.track.log import setup_logging
-from whet.types import CheckpointError, ConfigError, Json, Metrics
+from whet.track.log import close_logging, setup_logging
+from whet.types import CheckpointError, ConfigError, Json, Metrics, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +61,22 @@ def train(
     overrides: Sequence[str] = (),
     **sections: Any,
 ) -> Result:
-    """Train as a config file says, with `sections` (`train={"steps": 50}`, `seed=1` ...), then `overrides`, put over it.
+    """Train as a config file says, with `sections` (`train={"steps": 50}`, `seed=1` ...), then `overrides` put over it.
 
     rewards: one function of yours, or several by name; each is called as `f(response, task)` in a worker process.
     Raises ConfigError before anything is run, WhetError if the run cannot go on.
     """
+    if isinstance(config, Mapping):
+        raise ConfigError(
+            "config: got a mapping, expected a file; give sections by keyword: whet.train(**config)"
+        )
     if callable(rewards):
         rewards = {"reward": rewards}
+    if rewards is not None and not isinstance(rewards, Mapping):
+        raise ConfigError(
+            f"rewards: got {rewards!r}, expected a function of yours, or functions and sections of the config by "
+            'name: rewards={"mine": my_function, "right": {"function": "exact"}}'
+        )
     functions = {name: r for name, r in (rewards or {}).items() if callable(r)}
     if rewards is not None:
         sections["rewards"] = {
@@ -87,8 +97,16 @@ def run_training(loaded: Loaded, functions: Mapping[str, RewardFunction] | None 
     with ExitStack() as stack:
         stack.enter_context(RunLock(run_dir))
         setup_logging(run_dir, level=cfg.track.log_level)
+        stack.callback(close_logging)
         rewards = reward_sets(loaded, functions or {}, stack)  # forks: before torch and its threads are there
-        return _run(loaded, planned, rewards=rewards, stack=stack)
+        try:
+            return _run(loaded, planned, rewards=rewards, stack=stack)
+        except Exception as e:
+            setup_logging(
+                run_dir, level=cfg.track.log_level
+            )  # to run.log alone: the caller shows it to people
+            log.error("the run ended: %s", e, exc_info=None if isinstance(e, WhetError) else e)
+            raise
 
 
 def _run(loaded: Loaded, planned: Sequence[Plan], *, rewards: Sequence[RewardSet], stack: ExitStack) -> int:
@@ -132,11 +150,14 @@ def _run(loaded: Loaded, planned: Sequence[Plan], *, rewards: Sequence[RewardSet
             directory=directory,
             display=display,
             stop=stop,
+            watch=stack.enter_context(Watch()),
             resumed=(state["stage"], state["step"]) if start else None,
         )
         gc.collect()
         gc.freeze()  # what lives as long as the run is not looked through again at every collection
-        run_loop(run_all(shared, start))
+        for tracker in shared.trackers:
+            stack.callback(tracker.close)
+        run_loop(run_all(shared, start, state))
     display.close()
     if stop.requested:
         saved = checkpoint.newest(directory.path / "checkpoints")
@@ -170,7 +191,8 @@ def find_start(loaded: Loaded, run_dir: Path, newest: Path | None) -> Path | Non
     if resume == "auto":
         return newest
     if resume == "never":
-        if newest is not None:
+        metrics = run_dir / "metrics.jsonl"
+        if newest is not None or (metrics.exists() and metrics.stat().st_size):
             raise CheckpointError(
                 f"{run_dir} holds a run already and checkpoint.resume=never; give another run_dir"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -17,10 +18,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="RL post-training for language models.\n\nStart with: whet train examples/first_run.yaml",
 )
 data_app = typer.Typer(no_args_is_help=True, help="Make training files from published data.")
 app.add_typer(data_app, name="data")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"whet {version_of('whet')}")
+        raise typer.Exit
+
+
+@app.callback()
+def whet(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """RL post-training for language models.
+
+    Start with: whet train examples/first_run.yaml
+    """
+
 
 File = Annotated[Path, typer.Argument(help="Config file, YAML or TOML.", show_default=False)]
 Overrides = Annotated[
@@ -45,7 +64,7 @@ def train(file: File, overrides: Overrides = None) -> None:
 def plan(file: File, overrides: Overrides = None) -> None:
     """Print everything that follows from a config, without loading a model.
 
-    Example: whet plan examples/first_run.yaml train.tasks_per_step=32
+    Example: whet plan examples/first_run.yaml stages.rl.train.tasks_per_step=32
     """
     from rich.console import Console
 
@@ -61,6 +80,7 @@ def explain(
 ) -> None:
     """Print what a config key means, its type, default and source.
 
+    \b
     Example: whet explain train.optimizer.lr
     Example: whet explain algorithm.name=dapo
     """
@@ -81,6 +101,7 @@ def show(
 ) -> None:
     """Print the summary of a run, or single rollouts of a step.
 
+    \b
     Example: whet show runs/first_run
     Example: whet show runs/first_run --step 10 --tokens
     """

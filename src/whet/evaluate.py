@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from whet.config.schema import Eval
-from whet.rewards.combine import RewardSet, score
+from whet.rewards.combine import RewardSet, check_failures, score
 from whet.types import Group, Metrics, Rollout, Task
 
 Play = Callable[[list[Task]], Awaitable[list[Group]]]
@@ -16,10 +16,15 @@ Play = Callable[[list[Task]], Awaitable[list[Group]]]
 async def evaluate(
     play: Play, tasks: list[Task], rewards: RewardSet, *, cfg: Eval, at_once: int
 ) -> tuple[Metrics, list[Group]]:
-    """Ask the present policy every held-out task `cfg.samples` times, `at_once` tasks together; score the replies."""
+    """Ask the present policy every held-out task `cfg.samples` times, `at_once` tasks together; score the replies.
+
+    Raises WhetError if more of them cannot be scored than guard.max_failure_rate allows.
+    """
     groups: list[Group] = []
     for begin in range(0, len(tasks), at_once):
-        groups += await score(await play(tasks[begin : begin + at_once]), rewards)
+        part = await score(await play(tasks[begin : begin + at_once]), rewards)
+        check_failures(part, rewards)
+        groups += part
     return accuracy(groups, success=cfg.success, reward=cfg.reward), groups
 
 

@@ -19,29 +19,33 @@ from whet.types import Group, Metrics, WhetError
 
 async def explore_step(run: Run) -> int:
     """Ask the policy: as many tasks as there is room for, a group of rollouts each, scored. Returns how many."""
-    n = await run.buffer.room(at_most=run.plan.tasks_per_step)  # waits here: this is the staleness bound
+    n = await run.wait(
+        run.buffer.room(at_most=run.plan.tasks_per_step), "room"
+    )  # this is the staleness bound
     tasks = run.tasks.next(n)
     with run.phase("generate"):
-        groups = await run.play(tasks)  # n groups of G rollouts, token-exact
+        groups = await run.play(tasks)  # n groups of G rollouts, token-exact; each rollout has its deadline
     with run.phase("score"):
-        groups = await score(groups, run.rewards)
+        groups = await score(groups, run.rewards)  # each call has its deadline
     check_failures(groups, run.rewards)
-    await run.buffer.put(groups, asked=n)
+    run.played += groups
+    await run.buffer.put(groups, asked=n)  # keeps what can be trained on, books the rest
     return n
 
 
 async def read_step(run: Run) -> int:
     """Demonstrations and preference pairs: the rollouts are in the data, nothing is sampled."""
-    n = await run.buffer.room(at_most=run.plan.tasks_per_step)
+    n = await run.wait(run.buffer.room(at_most=run.plan.tasks_per_step), "room")
     with run.phase("read"):
         groups = run.read(run.tasks.next(n))
+    run.played += groups
     await run.buffer.put(groups, asked=n)
     return n
 
 
 async def train_step(run: Run) -> Metrics:
     """One step's rollouts, one or more optimizer steps, one new version of the policy."""
-    groups = await run.buffer.take(run.policy.version)
+    groups = await run.wait(run.buffer.take(run.policy.version), "a step's worth of rollouts")
     batch = pack(groups)
     with run.phase("log-probs"):
         batch = look(run, batch)
@@ -51,9 +55,11 @@ async def train_step(run: Run) -> Metrics:
         for _ in range(run.cfg.train.passes):
             for minibatch in split(batch, run.cfg.train.minibatches):  # each ends in one optimizer step
                 updates.append(update(run, minibatch))
-    await publish(run.policy, run.engine)  # from here engine.version == policy.version
+    await run.wait(
+        publish(run.policy, run.engine), "the weight sync"
+    )  # from here engine.version == policy.version
     await run.buffer.trained(groups)  # frees room: the next tasks may start
-    return measure(run, batch, groups, updates)
+    return measure(run, batch, groups, updates=updates)
 
 
 def look(run: Run, batch: Batch) -> Batch:
@@ -82,14 +88,12 @@ def update(run: Run, minibatch: Batch) -> Metrics:
     return out | {f"train/{k}": v for k, v in run.policy.update(weighted, algorithm.loss).items()}
 
 
-def measure(run: Run, batch: Batch, groups: list[Group], updates: list[Metrics]) -> Metrics:
-    """The numbers of the step. The engine's and the trainer's log-probs are compared before anything has moved:
-    in the first update."""
+def measure(run: Run, batch: Batch, groups: list[Group], *, updates: list[Metrics]) -> Metrics:
+    """The numbers of the step, over all that was played. The engine's and the trainer's log-probs are compared
+    before anything has moved: in the first update."""
     first = {k: v for k, v in updates[0].items() if "/mismatch_" in k}
     run.watch_mismatch(first)
-    numbers = summarise(groups) | merge(updates) | first
-    numbers |= run.after_step(batch, groups)
-    return numbers
+    return summarise(run.played) | merge(updates) | first | run.after_step(batch, groups)
 
 
 # ---------------------------------------------------------------- modes
@@ -104,8 +108,8 @@ async def alternate(run: Run) -> Metrics:
         if asked >= most:
             raise WhetError(
                 f"step {run.step + 1} could not be filled: of {asked} tasks only {len(run.buffer.waiting)} gave a "
-                f"group that can be trained on, and {run.buffer.groups_per_step} are needed. Rewards that are all equal "
-                "in a group teach nothing: use easier or harder tasks, a larger rollout.group_size, or set "
+                f"group that can be trained on, and {run.buffer.groups_per_step} are needed. Rewards that are all "
+                "equal in a group teach nothing: use easier or harder tasks, a larger rollout.group_size, or set "
                 "algorithm.drop_uniform_groups=false"
             )
         asked += await explore(run)
@@ -114,11 +118,12 @@ async def alternate(run: Run) -> Metrics:
 
 async def steps(run: Run) -> AsyncIterator[Metrics]:
     """The stage's remaining steps. When one is yielded it has been written down, evaluated and saved, if due."""
-    if run.step == 0 and run.cfg.eval.at_start:
+    if run.step == 0 and run.cfg.eval.at_start and not run.stopping:
         await evaluation(run)
     while run.step < run.plan.steps and not run.stopping:
         metrics = await alternate(run)
         run.step += 1
+        run.reset_reference()
         run.record_step(metrics)
         if run.eval_due:
             await evaluation(run)
@@ -137,6 +142,6 @@ async def evaluation(run: Run) -> None:
                 run.eval_tasks,
                 run.rewards,
                 cfg=run.cfg.eval,
-                at_once=run.cfg.rollout.max_batch,
+                at_once=run.eval_at_once,
             )
         run.record_eval(metrics, groups)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import resource
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ from whet.config.schema import Config
 from whet.data.tasks import TaskStream
 from whet.evaluate import Play
 from whet.guard.ledger import Ledger
+from whet.guard.watch import Watch, wait
 from whet.rewards.combine import RewardSet
 from whet.rollout.engine import RolloutEngine
 from whet.track.display import Display
@@ -31,6 +33,8 @@ from whet.training.torch import TorchEngine
 from whet.types import Group, Json, Metrics, Task, WhetError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 clock = time.perf_counter
 """What phases are timed with; a benchmark on shared cores puts time.process_time here."""
@@ -69,7 +73,8 @@ class Run:
     policy: TorchEngine
     reference: TorchEngine | None
     critic: TorchEngine | None
-    engine: RolloutEngine
+    engine: RolloutEngine | None
+    """None: nothing is ever sampled."""
     exact: bool
     """The self-test has shown that sampled log-probs equal the trainer's bit for bit."""
 
@@ -77,14 +82,16 @@ class Run:
     trackers: Sequence[Tracker]
     display: Display
     stop: StopFlag
+    watch: Watch
     fingerprint: Json
     """What a checkpoint must agree with: the resolved config."""
 
     step: int = 0
     kl_coef: float = 0.0
-    trained: list[Group] = field(default_factory=list)
-    """Groups of the step at hand, until it is written down."""
-    advantages: list[float] = field(default_factory=list)
+    played: list[Group] = field(default_factory=list)
+    """All groups of the step at hand, trained on or not, until it is written down."""
+    advantages: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Mean advantage of each rollout that was trained on, by (task uid, index)."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by phase since the last step was written down."""
     since: float = field(default_factory=lambda: clock())
@@ -112,15 +119,32 @@ class Run:
         every = self.cfg.checkpoint.every
         return self.stopping or self.step == self.plan.steps or (every > 0 and self.step % every == 0)
 
+    @property
+    def eval_at_once(self) -> int:
+        """Tasks evaluated together: as many rollouts as the engine decodes at once."""
+        return max(1, self.cfg.rollout.max_batch // self.cfg.eval.samples)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of the step and show what is going on."""
         self.display.phase(name)
+        self.watch.beat(name)
         start = clock()
         try:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + clock() - start
+
+    async def wait(self, awaitable: Awaitable[T], what: str) -> T:
+        """Wait with an owner and a deadline: a stall is logged with stacks, then ends the run."""
+        owner = f"stage {self.name!r}, step {self.step + 1}"
+        return await wait(awaitable, owner=owner, what=what, timeout_s=self.cfg.rollout.timeout_s)
+
+    def reset_reference(self) -> None:
+        """Every reference.reset_every steps the reference becomes the policy of now."""
+        every = self.cfg.reference.reset_every
+        if self.reference is not None and every and self.step % every == 0:
+            self.reference.copy_from(self.policy)
 
     def watch_mismatch(self, numbers: Metrics) -> None:
         """Compare what the engine said of its tokens with what the trainer says. Exact mode promises no difference."""
@@ -134,11 +158,11 @@ class Run:
                 raise WhetError(message + "; machine.exact=on forbids that")
             log.warning("%s; the run goes on as 'close'", message)
             self.exact = False
+            self.display.exactness("close")
 
     def after_step(self, batch: Batch, groups: list[Group]) -> Metrics:
         """Numbers of the whole batch; the KL controller moves."""
         assert batch.adv_N is not None
-        self.trained = groups
         out: Metrics = {"train/version": float(self.policy.version)}
         if batch.logp_ref_N is not None and batch.logp_old_N is not None:
             gap = (batch.logp_old_N - batch.logp_ref_N)[batch.mask_N]
@@ -147,22 +171,25 @@ class Run:
             out["train/kl_coef"] = self.kl_coef
             self.kl_coef = self.algorithm.next_kl_coef(batch, self.kl_coef)
         length_R = batch.sum_R(torch.ones_like(batch.adv_N)).clamp(min=1)
-        self.advantages = (batch.sum_R(batch.adv_N) / length_R).tolist()
+        names = [(r.task.uid, r.index) for g in groups for r in g.rollouts]
+        self.advantages = dict(zip(names, (batch.sum_R(batch.adv_N) / length_R).tolist()))
         return out
 
     # -- written down
 
     def record_step(self, metrics: Metrics) -> None:
-        """One line of numbers, and every rollout if they are due."""
+        """One line of numbers, and every rollout that was played if they are due."""
         every = self.cfg.track.rollouts_every
-        rollouts = [r for g in self.trained for r in g.rollouts]
+        rollouts = [r for g in self.played for r in g.rollouts]
         if every and self.step % every == 0 and self.algorithm.kind == "online":
-            self.directory.write_rollouts(self.name, self.step, rollouts, advantages=self.advantages)
+            advantages = [self.advantages.get((r.task.uid, r.index)) for r in rollouts]
+            self.directory.write_rollouts(self.name, self.step, rollouts, advantages=advantages)
         self.buffer.check()
         metrics |= self.ledger.end_step()
-        timings = self._timings(sum(r.tokens for r in rollouts))
+        timings = self._timings(int(metrics["rollout/tokens_sum"]))
         self._log(metrics, timings)
         self.display.step(metrics, timings)
+        self.played = []
 
     def record_eval(self, metrics: Metrics, groups: Sequence[Group]) -> None:
         """Held-out accuracy at the present step, with every reply."""
@@ -183,7 +210,8 @@ class Run:
         self.since = now
         out = {f"time/{name}_s": s for name, s in seconds.items()}
         out |= {"time/rest_s": step - sum(seconds.values()), "time/step_s": step}
-        out["memory/peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, kilobytes elsewhere
+        out["memory/peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
         out["speed/tokens_per_s"] = tokens / step
         if "generate" in seconds:
             out["speed/generated_tokens_per_s"] = tokens / seconds["generate"]
@@ -196,7 +224,8 @@ class Run:
         out = {"policy": self.policy}
         if self.critic is not None:
             out["critic"] = self.critic
-        if self.reference is not None and self.cfg.reference.path is None:
+        own = self.cfg.reference.path is None or self.cfg.reference.reset_every > 0
+        if self.reference is not None and own:
             out["reference"] = self.reference
         return out
 
@@ -225,6 +254,7 @@ class Run:
         """Go on where `state` was saved."""
         checkpoint.load(path, self.engines())
         self.step, self.kl_coef = state["step"], state["kl_coef"]
+        self.exact = self.exact and state["exact"]
         self.policy.version = state["version"]
         self.tasks.restore(state["tasks"])
         self.buffer.restore(state["buffer"])

@@ -8,21 +8,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from whet import checkpoint
 from whet.algos.recipes import Algorithm
 from whet.algos.recipes import build as build_algorithm
 from whet.buffer.buffer import Buffer
+from whet.config.checks import GROUP_BASELINES
 from whet.config.load import Loaded
 from whet.config.plan import Plan, dtype_on
 from whet.config.plan import plan as make_plan
+from whet.config.recipes import Resolved
 from whet.config.schema import Config
 from whet.data.tasks import TaskStream, demonstration, eval_tasks, preference_pair, texts
 from whet.data.tokenizer import load_tokenizer
 from whet.guard.ledger import Ledger
+from whet.guard.watch import Watch
 from whet.loop import steps
 from whet.models import kernels
 from whet.models.exact import self_test
@@ -44,7 +47,7 @@ from whet.types import CheckpointError, ConfigError, Group, Json, Sampling, Task
 
 log = logging.getLogger(__name__)
 
-FREE_KEYS = ("run_dir", "name", "checkpoint", "track", "guard")
+FREE_KEYS: Any = {"run_dir": True, "name": True, "checkpoint": True, "track": True, "guard": {"workers"}}
 """Keys that may change between a checkpoint and the run that goes on from it; they touch no number."""
 
 
@@ -58,36 +61,47 @@ class Shared:
     model: PreTrainedModel
     ops: kernels.Ops
     exact: bool
-    engine: RolloutEngine
+    engine: RolloutEngine | None
+    """None: no stage ever samples."""
     rewards: Sequence[RewardSet]
     """One for each stage."""
     directory: RunDirectory
     trackers: Sequence[Tracker]
     display: Display
     stop: StopFlag
+    watch: Watch
     version: int = 0
 
 
-async def run_all(shared: Shared, start: Path | None) -> None:
-    """Every stage from the checkpoint `start` (None: from the beginning) to the end, or until asked to stop."""
-    state = checkpoint.read_state(start) if start else None
-    first = state["stage"] if state else 0
-    for index in range(first, len(shared.loaded.stages)):
-        run = open_stage(shared, index)
-        if state is not None and start is not None:
-            check_config(start, state["config"], run.fingerprint)
-            run.restore(start, state)
-            state = None
-        shared.display.stage(index, done=run.step)
-        await sync(run.policy, run.engine)
-        async for _ in steps(run):
-            pass
-        shared.version = run.policy.version
-        if shared.stop.requested:
-            return
-        if run.cfg.checkpoint.export:
-            with run.phase("export"):
-                export(shared.model, shared.tokenizer, shared.directory.path / "export" / run.name)
+async def run_all(shared: Shared, start: Path | None, state: Json) -> None:
+    """Every stage from the checkpoint `start` (None: from the beginning) to the end, or until asked to stop.
+
+    state: what `checkpoint.read_state` found in `start`.
+    """
+    try:
+        for index in range(state["stage"] if start else 0, len(shared.loaded.stages)):
+            await run_stage(shared, index, start=start, state=state)
+            start = None
+            if shared.stop.requested:
+                return
+    finally:
+        if shared.engine is not None:
+            await shared.engine.close()
+
+
+async def run_stage(shared: Shared, index: int, *, start: Path | None, state: Json) -> None:
+    """One stage, from its beginning or from a checkpoint; its models and optimizers end with it."""
+    run = open_stage(shared, index)
+    if start is not None:
+        run.restore(start, state)
+    shared.display.stage(index, done=run.step, steps=run.plan.steps)
+    await run.wait(sync(run.policy, run.engine), "the first weight sync")
+    async for _ in steps(run):
+        pass
+    shared.version, shared.exact = run.policy.version, run.exact
+    if run.cfg.checkpoint.export and not shared.stop.requested:
+        with run.phase("export"):
+            export(shared.model, shared.tokenizer, shared.directory.path / "export" / run.name)
 
 
 # ---------------------------------------------------------------- what all stages share
@@ -101,6 +115,7 @@ def open_shared(
     directory: RunDirectory,
     display: Display,
     stop: StopFlag,
+    watch: Watch,
     resumed: tuple[int, int] | None,
 ) -> Shared:
     """Tokenizer, model, kernels, engine. The self-test says whether sampling and training agree to the bit."""
@@ -108,7 +123,8 @@ def open_shared(
     device = pick_device(cfg)
     torch.set_num_threads(plans[0].threads)
     torch.use_deterministic_algorithms(device.type == "cpu")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write every new tensor once more
+    # or every new tensor would be written once more
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     display.phase("read data")
     sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.eval)]
     tokenizer = load_tokenizer(cfg.tokenizer, model_path=cfg.model.path, texts=texts(sources))
@@ -124,8 +140,10 @@ def open_shared(
     )
     ops = kernels.load(cfg.machine.kernels)
     display.phase("self-test")
-    exact = prove_exact(loaded.stages, model, ops)
-    display.exactness("exact" if exact else "close")
+    samples = any(p.generates for p in plans)
+    exact = samples and prove_exact(loaded.stages[-1], plans, model, ops=ops)
+    if samples:
+        display.exactness("exact" if exact else "close")
     return Shared(
         loaded=loaded,
         plans=plans,
@@ -133,12 +151,13 @@ def open_shared(
         model=model,
         ops=ops,
         exact=exact,
-        engine=open_engine(plans, model, ops, cfg=cfg, tokenizer=tokenizer),
+        engine=open_engine(plans, model, ops, cfg=cfg, tokenizer=tokenizer, watch=watch) if samples else None,
         rewards=rewards,
         directory=directory,
         trackers=open_trackers(cfg.track.trackers, directory, resumed=resumed),
         display=display,
         stop=stop,
+        watch=watch,
     )
 
 
@@ -148,17 +167,21 @@ def pick_device(cfg: Config) -> torch.device:
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
 
 
-def prove_exact(stages: Sequence[Config], model: PreTrainedModel, ops: kernels.Ops) -> bool:
+def prove_exact(cfg: Config, plans: Sequence[Plan], model: PreTrainedModel, *, ops: kernels.Ops) -> bool:
     """Whether sampled log-probs equal the trainer's bit for bit, tried on the model itself."""
-    cfg = stages[-1]
-    if cfg.machine.exact == "off":
-        return False
-    temperature = cfg.rollout.sampling.temperature or 1.0
-    vocab_size = model.config.get_text_config().vocab_size
-    report = self_test(
-        decoder(model, ops), ops, vocab_size=vocab_size, seed=cfg.seed, temperature=temperature
-    )
     log.info("kernels: %s (%s)", ops.name, ops.reason)
+    if cfg.machine.exact == "off" or cfg.rollout.engine != "native":
+        return False
+    longest = max(p.max_sequence_tokens for p in plans if p.generates)
+    report = self_test(
+        decoder(model, ops),
+        ops,
+        vocab_size=model.config.get_text_config().vocab_size,
+        seed=cfg.seed,
+        temperature=cfg.rollout.sampling.temperature or 1.0,
+        max_prompt=max(1, min(40, longest - 24)),
+        long_prompt=max(1, min(270, longest - 24)),
+    )
     log.info("sampling against training: %s", report)
     if cfg.machine.exact == "on" and not report.exact:
         raise ConfigError(
@@ -174,21 +197,25 @@ def open_engine(
     *,
     cfg: Config,
     tokenizer: PreTrainedTokenizerBase,
+    watch: Watch,
 ) -> RolloutEngine:
     """The rollout engine, large enough for every stage; it samples from the trainer's own module."""
     ends = end_tokens(model, tokenizer)
-    max_context = max(p.max_sequence_tokens for p in plans)
+    sampling = [p for p in plans if p.generates]
+    max_context = max(p.max_sequence_tokens for p in sampling)
     if cfg.rollout.engine == "hf":
         return HfEngine(model, end_token_ids=ends, decode=decoder_of(tokenizer), max_context=max_context)
-    return NativeEngine(
+    engine = NativeEngine(
         model,
         ops,
         end_token_ids=ends,
         decode=decoder_of(tokenizer),
-        max_batch=max(p.max_batch for p in plans),
+        max_batch=max(p.max_batch for p in sampling),
         max_context=max_context,
         cache_mb=cfg.machine.kv_cache_mb,
     )
+    engine.beat = watch.beat
+    return engine
 
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
@@ -233,7 +260,11 @@ def open_stage(shared: Shared, index: int) -> Run:
         tasks=stream,
         eval_tasks=held_out,
         play=_player(
-            shared, cfg, to_sampling(cfg.rollout.sampling), size=cfg.rollout.group_size, purpose=name
+            shared,
+            cfg,
+            to_sampling(cfg.rollout.sampling),
+            size=cfg.rollout.group_size,
+            purpose=f"train/{name}",
         ),
         play_eval=_player(
             shared, cfg, to_sampling(plan.eval_sampling), size=cfg.eval.samples, purpose="eval"
@@ -244,7 +275,7 @@ def open_stage(shared: Shared, index: int) -> Run:
             groups_per_step=plan.tasks_per_step,
             group_size=plan.group_size,
             max_staleness=0,
-            reject=partial(uniform, drop=algorithm.drop_uniform_groups),
+            reject=partial(rejection, algorithm=plan.algorithm),
             ledger=ledger,
         ),
         ledger=ledger,
@@ -258,10 +289,14 @@ def open_stage(shared: Shared, index: int) -> Run:
         trackers=shared.trackers,
         display=shared.display,
         stop=shared.stop,
+        watch=shared.watch,
         fingerprint=fingerprint(shared.loaded.config),
         kl_coef=algorithm.kl_coef,
     )
     policy.version = shared.version
+    for trained in (run.policy, run.reference, run.critic):
+        if trained is not None:
+            trained.beat = shared.watch.beat
     return run
 
 
@@ -324,7 +359,7 @@ def _frozen(model: PreTrainedModel) -> PreTrainedModel:
 def _player(shared: Shared, cfg: Config, sampling: Sampling, *, size: int, purpose: str) -> Callable:  # type: ignore[type-arg]
     return partial(
         play_groups,
-        shared.engine,
+        shared.engine,  # type: ignore[arg-type]  # None: nothing is ever sampled, nor played
         group_size=size,
         sampling=sampling,
         seed=cfg.seed,
@@ -355,10 +390,15 @@ def reader(
     return read
 
 
-def uniform(group: Group, *, drop: bool) -> str | None:
-    """Why a group teaches nothing: with dynamic sampling, rewards that are all equal."""
+def rejection(group: Group, *, algorithm: Resolved) -> str | None:
+    """Why a group teaches nothing: rewards all equal, under dynamic sampling; or, after failures, a rollout left alone
+    where rollouts of a group are compared."""
+    if len(group.rollouts) == 1 and (
+        algorithm.advantage in GROUP_BASELINES or algorithm.kind == "preferences"
+    ):
+        return "alone"
     rewards = {r.reward for r in group.rollouts}
-    return "all rewards of the group equal" if drop and len(rewards) == 1 else None
+    return "uniform" if algorithm.drop_uniform_groups and len(rewards) == 1 else None
 
 
 # ---------------------------------------------------------------- going on
@@ -366,7 +406,7 @@ def uniform(group: Group, *, drop: bool) -> str | None:
 
 def fingerprint(cfg: Config) -> Json:
     """What a checkpoint must agree with."""
-    return cfg.model_dump(mode="json", exclude=set(FREE_KEYS))
+    return cfg.model_dump(mode="json", exclude=FREE_KEYS)
 
 
 def check_config(path: Path, saved: Json, now: Json) -> None:

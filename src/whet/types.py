@@ -35,7 +35,7 @@ class Task:
     """
 
     uid: int
-    """Number of this draw in the run's task stream; unique in a run, part of the sampling seed."""
+    """Number of this draw in the stage's task stream: unique in a stage, part of the sampling seed."""
     source: str
     """Label of the data source, for metrics per source."""
     prompt: str | tuple[Message, ...]

@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import whet.stages  # noqa: F401  (imported here, once)
@@ -29,14 +30,16 @@ def start(run_dir: str) -> int:
     return pid
 
 
-def ended(pid: int, within_s: float) -> bool:
+def ended(pid: int, *, until: Callable[[], bool], within_s: float = 120.0) -> bool:
+    """Wait for the end of the run, or for the moment of the next kill."""
     deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
+    while not until():
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             assert os.waitstatus_to_exitcode(status) == 0, Path(f"{sys.argv[1]}.log").read_text()[-3000:]
             return True
-        time.sleep(0.002)
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.001)
     return False
 
 
@@ -45,20 +48,38 @@ def lines(run_dir: str) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+def moment(run_dir: str, rng: random.Random) -> Callable[[], bool]:
+    """A random moment: some time after the start, or a hair after some more lines of metrics have been written."""
+    if rng.random() < 0.3:
+        at = time.monotonic() + rng.uniform(0.0, 0.6)
+        return lambda: time.monotonic() >= at
+    wanted, more = None, rng.randint(1, 5)
+    pause_s = rng.uniform(0.0, 0.04)
+
+    def come() -> bool:
+        nonlocal wanted
+        if wanted is None:
+            wanted = lines(run_dir) + more
+        if lines(run_dir) < wanted:
+            return False
+        time.sleep(pause_s)
+        return True
+
+    return come
+
+
 def main(run_dir: str, kills: int, seed: int) -> None:
     rng = random.Random(seed)
-    began = time.monotonic()
     at: list[int] = []
     pid = start(run_dir)
-    while len(at) < kills and not ended(pid, rng.uniform(0.3, 1.6)):
+    while len(at) < kills and not ended(pid, until=moment(run_dir, rng)):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         at.append(lines(run_dir))
         pid = start(run_dir)
-    else:
-        if len(at) == kills:
-            assert ended(pid, 120), "the run did not end"
-    print(json.dumps({"kills": len(at), "lines_at_kill": at, "seconds": time.monotonic() - began}))
+    if len(at) == kills:
+        ended(pid, until=lambda: False)
+    print(json.dumps({"kills": len(at), "lines_at_kill": at}))
 
 
 main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

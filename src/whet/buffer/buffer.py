@@ -76,7 +76,7 @@ class Buffer:
             out, self.waiting = self.waiting[: self.groups_per_step], self.waiting[self.groups_per_step :]
         for group in out:
             for rollout in group.rollouts:
-                seen = [v for v in rollout.versions if v >= 0]
+                seen = set(rollout.versions) - {-1}
                 if seen and not (version - self.max_staleness <= min(seen) and max(seen) <= version):
                     raise WhetError(
                         f"task {rollout.task.uid}: tokens of policy versions {min(seen)}..{max(seen)}, but the trainer "

@@ -156,13 +156,15 @@ def _batch(cfg: Config) -> Iterator[Problem]:
         )
     yield from _schedule(cfg.train.optimizer.schedule, "train")
     yield from _schedule(cfg.critic.optimizer.schedule, "critic")
-    for key, sampling in (
-        ("rollout", cfg.rollout.sampling),
-        ("eval", cfg.eval.sampling or cfg.rollout.sampling),
-    ):
+    for key, sampling in (("rollout", cfg.rollout.sampling), ("eval", eval_sampling(cfg))):
+        at = f"{key}.sampling"
         if sampling.min_tokens > sampling.max_tokens:
-            at = f"{key}.sampling.min_tokens"
-            yield at, f"{sampling.min_tokens} is more than max_tokens={sampling.max_tokens}"
+            yield f"{at}.min_tokens", f"{sampling.min_tokens} is more than max_tokens={sampling.max_tokens}"
+        if sampling.ignore_eos and (sampling.stop or sampling.stop_token_ids):
+            yield (
+                f"{at}.ignore_eos",
+                "goes on to max_tokens whatever is sampled; leave out stop and stop_token_ids",
+            )
 
 
 def _schedule(s: Schedule, owner: str) -> Iterator[Problem]:
@@ -198,6 +200,14 @@ def _learning(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
             "rollout.sampling.temperature",
             f"0 is greedy: all {size} rollouts of a task would be the same; set it above 0 (1.0 is usual)",
         )
+    updates = cfg.train.minibatches * cfg.train.passes
+    if algorithm.loss == "reinforce" and updates > 1:
+        yield (
+            "algorithm.loss",
+            f"reinforce has no ratio to the policy that sampled, so it is right for one optimizer step a batch, and "
+            f"train.minibatches={cfg.train.minibatches} x train.passes={cfg.train.passes} make {updates}; set "
+            "algorithm.loss=ppo, or both to 1",
+        )
     if algorithm.needs_critic and cfg.train.steps and cfg.critic.warmup_steps >= cfg.train.steps:
         yield (
             "critic.warmup_steps",
@@ -218,6 +228,11 @@ def _rewards(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
         yield (
             "eval.reward",
             f"'{cfg.eval.reward}' is not among rewards: {', '.join(cfg.rewards) or 'there are none'}",
+        )
+    if cfg.machine.exact == "on" and cfg.rollout.engine != "native":
+        yield (
+            "machine.exact",
+            f"on needs rollout.engine=native; {cfg.rollout.engine} computes in another order",
         )
     if cfg.rewards and algorithm.kind == "online" and not any(r.weight for r in cfg.rewards.values()):
         yield "rewards", "every weight is 0, so no rollout can be better than another; give one a weight"
@@ -304,6 +319,8 @@ def _idle(cfg: Config) -> Iterator[Rule]:
     if not looks:
         yield "eval", "there is nothing to evaluate: data.eval is empty or evaluation is off"
         yield "data.exclude_eval", "data.eval is empty or evaluation is off"
+    if len(cfg.data.train) == 1:
+        yield "data.train.*.weight", "there is one source, so there is nothing to mix"
     for column in ("response", "rejected", "weight"):
         yield f"data.eval.*.{column}", "evaluation asks every row once, by its prompt"
     yield from _idle_sizes(cfg)
@@ -312,12 +329,13 @@ def _idle(cfg: Config) -> Iterator[Rule]:
 def _idle_offline(kind: str, *, looks: bool) -> Iterator[Rule]:
     """Keys that nothing reads where the replies come from the data."""
     yield "rollout.group_size", f"the replies are in the data ({kind})"
+    yield "track.rollouts_every", f"no rollouts are sampled ({kind})"
     for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
         yield f"rollout.sampling.{key}", f"nothing is sampled in training ({kind})"
     if not looks:
         for section in ("rewards", "guard"):
             yield section, f"nothing is judged: {kind}, and no evaluation"
-        for key in ("engine", "max_batch", "timeout_s"):
+        for key in ("engine", "max_batch"):
             yield f"rollout.{key}", f"nothing is sampled: {kind}, and no evaluation"
         for key in ("min_tokens", "stop", "stop_token_ids", "ignore_eos"):
             yield f"rollout.sampling.{key}", f"nothing is sampled: {kind}, and no evaluation"
@@ -334,8 +352,8 @@ def _idle_sizes(cfg: Config) -> Iterator[Rule]:
     if scratch and scratch.architecture != "mistral":
         yield "model.scratch.sliding_window", f"{scratch.architecture} has no window (mistral has)"
     if cfg.rollout.engine != "native":
-        for key in ("machine.kv_cache_mb", "rollout.max_batch"):
-            yield key, f"rollout.engine={cfg.rollout.engine} has no cache of its own to size"
+        why = f"rollout.engine={cfg.rollout.engine} has no cache of its own to size"
+        yield "machine.kv_cache_mb", why
     for owner in ("train", "critic"):
         schedule: Schedule = getattr(cfg, owner).optimizer.schedule
         at = f"{owner}.optimizer.schedule"

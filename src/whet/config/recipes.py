@@ -218,9 +218,7 @@ def refuse_unused(cfg: Algorithm, resolved: Resolved, taken: Collection[str]) ->
     if resolved.aggregation == "seq-mean-token-sum-norm":
         used.add("norm_tokens")
     if resolved.kind == "online":
-        used |= {"whiten", "old_logprobs", "drop_uniform_groups"}
-    if resolved.drop_uniform_groups:
-        used.add("max_refills")
+        used |= {"whiten", "old_logprobs", "drop_uniform_groups", "max_refills"}
     watched = SETTINGS | {"norm_tokens", "whiten", "old_logprobs", "drop_uniform_groups", "max_refills"}
     for key in sorted(watched - used):
         value, default = getattr(cfg, key), Algorithm.model_fields[key].default

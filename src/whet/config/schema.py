@@ -15,6 +15,7 @@ Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Above0 = Annotated[float, Field(gt=0.0)]
 
 
@@ -225,7 +226,7 @@ class Algorithm(Section):
     ) = None
     """How token losses become one number; counts are global, so it does not depend on micro-batches."""
     norm_tokens: Positive | None = None
-    """Constant of seq-mean-token-sum-norm (Dr. GRPO). Default: rollout.max_tokens."""
+    """Constant of seq-mean-token-sum-norm (Dr. GRPO). Default: rollout.sampling.max_tokens."""
     normalize_std: bool | None = None
     """GRPO: divide by the group's standard deviation. Default: the recipe's."""
     std_epsilon: Above0 = 1e-6
@@ -252,7 +253,7 @@ class Algorithm(Section):
     drop_uniform_groups: bool | None = None
     """Dynamic sampling (DAPO): drop groups whose rewards are all equal and ask for more. Default: the recipe's."""
     max_refills: Count = 10
-    """Groups that were dropped are asked for again: at most so many times tasks_per_step more tasks for one step, then
+    """Groups that were dropped or failed are asked for again: at most so many times tasks_per_step more tasks for one step, then
     the run stops and names the cause."""
     beta: Above0 = 0.1
     """DPO: inverse temperature."""
@@ -338,12 +339,12 @@ class Optimizer(Section):
 
     lr: NonNegative = 1e-6
     """Peak learning rate."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     """Decay of the two moments."""
     eps: Above0 = 1e-8
     """Added to the square root of the second moment."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay; not applied to norms, biases and embeddings' positions."""
+    """Decoupled weight decay; not applied to parameters of one dimension (norms, biases)."""
     grad_clip: Above0 | None = 1.0
     """Largest gradient norm. None: no clipping."""
     schedule: Schedule = Field(default_factory=Schedule)
@@ -419,9 +420,9 @@ class Track(Section):
     trackers: tuple[Literal["console", "jsonl", "tensorboard"], ...] = ("console", "jsonl")
     """Where numbers go. jsonl is always written; console is the live display."""
     rollouts_every: Count = 1
-    """Write every rollout of each n-th step to rollouts/step-N.parquet. 0: none."""
+    """Write every rollout of each n-th step to rollouts/STAGE-step-N.parquet. 0: none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Level of run.log and the console."""
+    """Level of run.log; the console shows warnings only, at debug everything."""
 
 
 class Guard(Section):

@@ -112,7 +112,7 @@ class Rows:
 def loads(text: bytes, where: str) -> Json:
     """JSON from a file. Raises DataError that names `where`."""
     try:
-        value = json.loads(text)
+        value = json.loads(text.rstrip())
     except json.JSONDecodeError as e:
         line = f"line {e.lineno}, " if b"\n" in text.strip() else ""
         raise DataError(f"{where}: not JSON: {e.msg} at {line}column {e.colno}") from e

@@ -72,7 +72,7 @@ def _load(folder: str | None) -> PreTrainedTokenizerFast:
         raise ConfigError(
             f"{path} holds a {type(tokenizer).__name__}; a fast tokenizer (tokenizer.json) is needed."
         )
-    if not len(tokenizer):
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made up from the config alone
         raise ConfigError(
             f"{path} holds no tokenizer (tokenizer.json); copy it there, or give tokenizer.path."
         )

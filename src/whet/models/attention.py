@@ -152,10 +152,11 @@ class CachedAttention:
         self.cache, self.ops = cache, ops
         self.table_BP = table_BP.to(torch.int32).contiguous()
         page_B1 = (length_B // PAGE)[:, None]
-        # a wrong page would be foreign memory: pages up to the last one must exist, later ones may be
-        # anything
-        used_BP = torch.arange(table_BP.shape[1], device=length_B.device) <= page_B1
-        _check_pages(cache, self.table_BP.where(used_BP, 0))
+        if self.table_BP.device.type == "cpu":
+            # a wrong page would be foreign memory to C: pages up to the last one must exist, later ones may be
+            # anything; elsewhere the host must not wait for the device at every step, and indexing checks itself
+            used_BP = torch.arange(table_BP.shape[1]) <= page_B1
+            _check_pages(cache, self.table_BP.where(used_BP, 0))
         self.page_B = self.table_BP.gather(1, page_B1).squeeze(1).to(torch.int64)
         self.slot_B = length_B % PAGE
         self.keys_B = length_B + 1

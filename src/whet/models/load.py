@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from transformers import (
 
 from whet import seeds
 from whet.config import schema
+from whet.track.files import atomic_folder
 from whet.types import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
@@ -96,22 +95,11 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, pa
 
     Written beside its place first and moved when complete; a folder that stood there is replaced by the move.
     """
-    path = Path(path)
-    partial, old = (path.with_name(f".{path.name}.{suffix}-{os.getpid()}") for suffix in ("new", "old"))
-    try:
-        partial.mkdir(parents=True)
-        model.save_pretrained(partial)
+    with atomic_folder(Path(path)) as folder:
+        model.save_pretrained(folder)
         if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
-            _check_tokenizer(tokenizer, partial, path)
-        if path.exists():
-            path.rename(old)
-        partial.rename(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot export the model to {path}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+            tokenizer.save_pretrained(folder)
+            _check_tokenizer(tokenizer, folder, Path(path))
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, written: Path, path: Path) -> None:

@@ -29,7 +29,7 @@ def factor(schedule: Schedule, step: int, total: int) -> float:
         return 1.0
     if schedule.kind == "wsd":
         decay = max(1, math.floor(schedule.decay_fraction * total))
-        done = min(1.0, max(0.0, (step - (total - decay) + 1) / decay))
+        done = min(1.0, max(0.0, (step - (total - decay)) / decay))
         return 1.0 - (1.0 - low) * done
     done = min(1.0, (step - warmup) / max(1, total - warmup))
     if schedule.kind == "linear":

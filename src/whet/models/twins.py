@@ -274,11 +274,13 @@ def attend_cached(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """One query per row over the first keys_B[b] keys of the pages that the row's table names (no
-    gradient)."""
+    """One query per row over the first keys_B[b] keys of the pages that the row's table names (no gradient).
+
+    The table's width is the width of the work: cut it to the longest row.
+    """
     batch, heads, size = q_BHD.shape
     kv_heads = k_pages.shape[1]
-    pages_BP = table_BP[:, : -(-int(keys_B.max()) // PAGE)].to(q_BHD.device, torch.int64).clamp(min=0)
+    pages_BP = table_BP.to(q_BHD.device, torch.int64).clamp(min=0)
     k = k_pages[pages_BP].permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, size, -1)
     v = v_pages[pages_BP].permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, size)
     back_BW = keys_B[:, None].to(q_BHD.device) - 1 - torch.arange(k.shape[-1], device=q_BHD.device)

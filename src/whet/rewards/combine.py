@@ -127,7 +127,7 @@ def _encode(task: Task) -> str:
 
 def _scored(rollout: Rollout, results: dict[str, Result], rewards: RewardSet) -> Rollout:
     parts: dict[str, float] = {}
-    total = 0.0
+    total = rollout.reward or 0.0  # an environment's own
     for name, result in results.items():
         failure = result.failure
         if failure is None and "score" not in result.parts:

@@ -149,7 +149,7 @@ async def _finish(episode: Episode, play: Play) -> Rollout:
         late = isinstance(caught, TimeoutError) and clock.expired()
         said = f"no end within timeout_s={play.timeout_s:g}" if late else f"{type(caught).__name__}: {caught}"
         error = f"after turn {len(episode.replies)}: {said}" if episode.replies else said
-        log.warning("rollout %d of task %d aborted: %s", episode.index, episode.task.uid, error)
+        log.info("rollout %d of task %d aborted: %s", episode.index, episode.task.uid, error)
     return episode.rollout(reason, decode=play.decode, error=error)
 
 
@@ -167,6 +167,8 @@ async def _turns(episode: Episode, play: Play) -> FinishReason:
             episode.reward = (episode.reward or 0.0) + step.reward
         if step.done or reason == "length":
             return reason
+        if sum(episode.mask) >= episode.sampling.max_tokens:
+            return "length"
         episode.told(play.encode_messages(step.messages))
     return "length"
 

@@ -54,9 +54,11 @@ class Display:
         else:
             threading.Thread(target=self._keep_alive, name="whet-display", daemon=True).start()
 
-    def stage(self, index: int, *, done: int = 0) -> None:
-        """Begin a stage, after `done` steps of it (a resumed run)."""
+    def stage(self, index: int, *, done: int = 0, steps: int | None = None) -> None:
+        """Begin a stage, after `done` steps of it (a resumed run). steps: now that they are known."""
         self._index, self._done = index, done
+        if steps is not None:
+            self._stages[index] = (self._stages[index][0], steps)
         self._times: deque[float] = deque([time.monotonic()], maxlen=51)
         self._metrics: Metrics = {}
         self._timings: Metrics = {}

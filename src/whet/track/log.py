@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,6 +31,17 @@ class _Strike(logging.Filter):
         return True
 
 
+class _File(logging.FileHandler):
+    """A full disk is reported by what has to be written; a lost line of the log is no reason for a traceback."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 class _Shown(logging.Handler):
     """Hands each message to a function, e.g. the display's."""
 
@@ -46,12 +58,10 @@ def setup_logging(run_dir: Path, *, level: str, show: Callable[[str], None] | No
 
     A second call replaces the first. Times are UTC; values of secret environment variables never appear.
     """
+    close_logging()
     logger = logging.getLogger("whet")
-    for old in list(logger.handlers):
-        logger.removeHandler(old)
-        old.close()
     try:
-        handlers: list[logging.Handler] = [logging.FileHandler(run_dir / "run.log", encoding="utf-8")]
+        handlers: list[logging.Handler] = [_File(run_dir / "run.log", encoding="utf-8")]
     except OSError as e:
         raise file_error(e, run_dir / "run.log") from e
     formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%SZ")
@@ -66,3 +76,13 @@ def setup_logging(run_dir: Path, *, level: str, show: Callable[[str], None] | No
         logger.addHandler(handler)
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+def close_logging() -> None:
+    """Give the loggers of `whet` back as they were before `setup_logging`: training may be a part of a program."""
+    logger = logging.getLogger("whet")
+    for old in list(logger.handlers):
+        logger.removeHandler(old)
+        old.close()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True

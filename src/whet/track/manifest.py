@@ -45,7 +45,7 @@ _ENVIRONMENT = (
     "WHET_",
     "PYTHONHASHSEED",
 )
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_SECRET = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
 def is_secret(name: str) -> bool:

@@ -19,8 +19,8 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import numpy as np

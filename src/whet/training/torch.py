@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -83,6 +83,8 @@ class TorchEngine:
         self.optimizer = AdamW(self._named(), optimizer, total_steps=total_steps) if optimizer else None
         self.max_skipped, self.skipped_in_a_row = max_skipped, 0
         self.device = next(model.parameters()).device
+        self.beat: Callable[[str], object] = lambda what: None
+        """Called at every micro-batch: the work goes on."""
 
     # -- the seam
 
@@ -145,6 +147,13 @@ class TorchEngine:
             self.optimizer.restore(state, counts["steps"])
             self.skipped_in_a_row = counts["skipped"]
 
+    @torch.no_grad()
+    def copy_from(self, other: TorchEngine) -> None:
+        """Take another engine's weights, in place."""
+        theirs = dict(other.module.named_parameters())
+        for name, p in self.module.named_parameters():
+            p.copy_(theirs[name])
+
     def place(self, device: Literal["gpu", "cpu"]) -> None:
         where = torch.device("cuda" if device == "gpu" else "cpu")
         nn.Module.to(self.module, where)
@@ -161,13 +170,15 @@ class TorchEngine:
 
     def _micro(self, batch: Batch) -> Iterator[Batch]:
         cut = self.cut
-        return micro_batches(
+        for micro in micro_batches(
             batch,
             max_tokens=cut.max_tokens,
             max_rollouts=cut.max_rollouts,
             shared=cut.share_prompts,
             whole_groups=cut.whole_groups,
-        )
+        ):
+            self.beat("a micro-batch")
+            yield micro
 
     def _outputs(self, batch: Batch) -> Outputs:
         packed = layout(batch, share_prompts=self.cut.share_prompts)
@@ -211,7 +222,7 @@ class TorchEngine:
                     "lower train.optimizer.lr, or look at the rewards of the last rollouts"
                 )
         self.optimizer.zero_grad()
-        return {"grad_norm": norm if finite else 0.0, "lr": lr, "skipped_steps": float(not finite)}
+        return {"lr": lr, "skipped_steps": float(not finite)} | ({"grad_norm": norm} if finite else {})
 
 
 class Sums:

@@ -8,7 +8,7 @@ steps and lets the other coroutines run in between. The driver exists only while
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Literal
 
 from transformers import PreTrainedModel
@@ -63,6 +63,8 @@ class NativeEngine:
         self.broken: str | None = None
         """Why no request is served."""
         self.driver: asyncio.Task[None] | None = None
+        self.beat: Callable[[str], object] = lambda what: None
+        """Called before every prefill and step: the work goes on."""
 
     # -- the seam
 
@@ -170,6 +172,7 @@ class NativeEngine:
         """Prefills as long as anyone can be let in, else a step, until there is no work."""
         await asyncio.sleep(0)  # a whole step's requests arrive before the first prefill
         while self.running and self.placed and self.scheduler.busy:
+            self.beat("decoding")
             admissions = self.scheduler.admit()
             self._finish(self.runner.prefill(admissions) if admissions else self.runner.step())
             await asyncio.sleep(0)

@@ -181,6 +181,7 @@ class Runner:
                 f"made for {_shape(self.decoder)}; make a new engine"
             )
         self.module, self.decoder = module, new
+        self._fix_shapes()
 
     # -- rows
 

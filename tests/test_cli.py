@@ -1,0 +1,181 @@
+"""The command line: quick, exemplary, and gone without a trace when it is told to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import typer.main
+
+from whet import api, checkpoint, cli
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = {"train", "plan", "explain", "show", "data gsm8k"}
+
+# ---------------------------------------------------------------- what is imported
+
+HEAVY = ("torch", "transformers", "pyarrow", "tokenizers", "matplotlib", "reasoning_gym", "tensorboard")
+ASK = """
+import json, sys
+from whet.cli import main
+for line in json.loads(sys.argv[1]):
+    sys.argv = ["whet", *line]
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code or 0
+    print("\\n@", json.dumps([code, [name for name in json.loads('%s') if name in sys.modules]]))
+"""
+QUICK: dict[tuple[str, ...], int] = {
+    ("--help",): 0,
+    ("--version",): 0,
+    ("train", "--help"): 0,
+    ("train", "nothing.yaml"): 2,
+    ("train", "examples/first_run.yaml", "train.setps=3"): 2,
+    ("train", "examples/first_run.yaml", "stages.rl.train.minibatches=3"): 2,
+    ("plan", "examples/first_run.yaml"): 0,
+    ("explain", "train.optimizer.lr"): 0,
+    ("explain", "train.setps"): 2,
+}
+
+
+def test_help_and_mistakes_are_answered_before_anything_heavy_is_imported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ASK % json.dumps(HEAVY), json.dumps([*QUICK])],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line[2:]) for line in done.stdout.splitlines() if line.startswith("@ ")]
+    assert answers == [[code, []] for code in QUICK.values()]
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("whet: ") == sum(code == 2 for code in QUICK.values())
+
+
+# ---------------------------------------------------------------- help and its examples
+
+
+def examples() -> dict[str, list[str]]:
+    """The examples in each command's help, by command."""
+    root = typer.main.get_command(cli.app)
+    out: dict[str, list[str]] = {}
+    todo = [("", root)]
+    while todo:
+        name, command = todo.pop()
+        if subcommands := getattr(command, "commands", None):
+            todo += [(f"{name} {key}".strip(), value) for key, value in subcommands.items()]
+        else:
+            lines = (command.help or "").splitlines()
+            out[name] = [line.partition("Example: ")[2] for line in lines if "Example: " in line]
+    return out
+
+
+def call(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", line.split())
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return int(end.value.code or 0)
+
+
+def test_every_command_has_an_example_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    found = examples()
+    assert set(found) == COMMANDS
+    for name, lines in found.items():
+        assert lines, name
+        for line in lines:
+            assert line.startswith(f"whet {name} "), line
+            if name in ("plan", "explain"):
+                assert call(line, monkeypatch) == 0
+            elif name == "train":
+                assert call(line.replace("train", "plan", 1), monkeypatch) == 0
+            else:  # the folders of these are the reader's: that is all there is to be said against them
+                assert call(line, monkeypatch) in (0, 1)
+
+
+def test_examples_stand_on_lines_of_their_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, lines in examples().items():
+        call(f"whet {name} --help", monkeypatch)
+        shown = " ".join(capsys.readouterr().out.split("Example: ")[1:])
+        assert shown.count("\n") >= len(lines)
+        for line in lines:
+            assert f"{line}\n" in shown, name
+
+
+# ---------------------------------------------------------------- asked to stop
+
+START: Callable[[Path], bool] = lambda run_dir: (run_dir / "config.yaml").exists()  # noqa: E731
+
+
+def lines_of(count: int) -> Callable[[Path], bool]:
+    metrics = "metrics.jsonl"
+    return lambda d: (d / metrics).exists() and (d / metrics).read_bytes().count(b"\n") >= count
+
+
+def start(run_dir: Path, when: Callable[[Path], bool]) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A run in its own process group, as a shell makes it, and its descendants once `when` has come true."""
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "whet.cli", "train", "tests/resume/config.yaml", f"run_dir={run_dir}",
+            "track.trackers=[console, jsonl]",
+        ],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not when(run_dir):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.005)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children, "rewards run in processes of their own"
+    return process, children
+
+
+def assert_gone(children: list[psutil.Process], within_s: float) -> None:
+    _, alive = psutil.wait_procs(children, timeout=within_s)
+    assert [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.mark.parametrize(
+    ("when", "send"),
+    [
+        (lines_of(3), lambda pid: os.kill(pid, signal.SIGTERM)),
+        (START, lambda pid: os.killpg(pid, signal.SIGINT)),
+    ],
+    ids=["term-in-a-step", "ctrl-c-at-the-start"],
+)
+def test_told_to_stop_it_stops_in_order_and_leaves_no_process(
+    tmp_path: Path, when: Callable[[Path], bool], send: Callable[[int], None]
+) -> None:
+    process, children = start(tmp_path / "run", when)
+    send(process.pid)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == api.INTERRUPTED, out
+    assert "Traceback" not in out
+    saved = checkpoint.newest(tmp_path / "run" / "checkpoints")
+    if when is START:
+        assert saved is None
+        assert "saved" not in out, "nothing is promised that is not there"
+    else:
+        assert f"stopped; saved as {saved}" in out
+        assert saved is not None
+        last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
+        assert checkpoint.read_state(saved)["step"] == json.loads(last)["step"]
+    assert_gone(children, within_s=5)
+
+
+def test_killed_it_leaves_no_process(tmp_path: Path) -> None:
+    process, children = start(tmp_path / "run", lines_of(2))
+    process.kill()
+    process.communicate(timeout=10)
+    assert_gone(children, within_s=5)
