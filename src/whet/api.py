@@ -7,10 +7,10 @@ import gc
 import logging
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import yaml
 from whet import environment
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
+from whet.config.schema import Config
 from whet.guard.watch import Watch
 from whet.rewards.combine import RewardSet
 from whet.track.files import RunLock
@@ -63,7 +64,8 @@ def train(
 ) -> Result:
     """Train as a config file says, with `sections` (`train={"steps": 50}`, `seed=1` ...), then `overrides` put over it.
 
-    rewards: one function of yours, or several by name; each is called as `f(response, task)` in a worker process.
+    rewards: one function of yours, or several by name, in place of the file's; each is called as `f(response, task)`
+    in a worker process.
     Raises ConfigError before anything is run, WhetError if the run cannot go on.
     """
     if isinstance(config, Mapping):
@@ -83,8 +85,19 @@ def train(
             name: {"function": f"object:{name}"} if callable(r) else r for name, r in rewards.items()
         }
     loaded = load(config, overrides, sections)
+    if rewards is not None:
+        loaded = only_rewards(loaded, rewards)
     finished = run_training(loaded, functions) == OK
     return Result(Path(loaded.config.run_dir), finished)
+
+
+def only_rewards(loaded: Loaded, names: Collection[str]) -> Loaded:
+    """The rewards given from Python take the place of the file's, in every stage."""
+
+    def keep(cfg: Config) -> Config:
+        return cfg.model_copy(update={"rewards": {n: r for n, r in cfg.rewards.items() if n in names}})
+
+    return replace(loaded, config=keep(loaded.config), stages=tuple(map(keep, loaded.stages)))
 
 
 def run_training(loaded: Loaded, functions: Mapping[str, RewardFunction] | None = None) -> int:
