@@ -47,7 +47,7 @@ def compare(name: str, folder: Path, *, repeats: int) -> dict[str, Any]:
         theirs.append(side(str(TRL), "trl_grpo.py", case=case, tokens=tokens, steps=steps))
 
     def medians(runs: list[dict[str, Any]]) -> dict[str, float]:
-        return {k: statistics.median(r[k] for r in runs) for k in runs[0] if k != "steps"}
+        return {k: statistics.median(r[k] for r in runs) for k in runs[0] if isinstance(runs[0][k], float)}
 
     pairs = [t["step_s"] / o["step_s"] for o, t in zip(ours, theirs)]
     return {

@@ -18,7 +18,7 @@ import typer.main
 from whet import api, checkpoint, cli
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = {"train", "plan", "explain", "show", "data gsm8k"}
+COMMANDS = {"train", "plan", "explain", "show", "data gsm8k", "keys", "convert"}
 
 # ---------------------------------------------------------------- what is imported
 

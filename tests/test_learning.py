@@ -113,3 +113,10 @@ def test_dpo_prefers_the_chosen(tmp_path: Path) -> None:
     assert first["train/loss"] == pytest.approx(0.6931, abs=1e-3), "reference = policy: log 2"
     assert last["train/accuracy"] == 1.0
     assert last["train/margin"] > 0.5
+
+
+def test_rows_can_be_given_as_they_are(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{c}>", "answer": c} for c in "abcdefgh"]
+    data = {"max_prompt_tokens": 8, "train": [{"rows": rows}]}
+    train = {"steps": 2, "tasks_per_step": 4, "optimizer": {"lr": 1e-3}}
+    assert len(learn(tmp_path, {"name": "grpo"}, data=data, train=train)) == 2

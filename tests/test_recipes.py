@@ -326,7 +326,7 @@ def test_a_function_of_the_users_gets_the_settings_it_names(mine: str) -> None:
     ("keys", "why"),
     [
         ({"advantage": "greedy"}, "temperature.*By keyword it may take: beta, clip_high"),
-        ({"advantage": "number"}, "not a function"),
+        ({"advantage": "number"}, "a function or class is needed"),
         ({"advantage": "absent"}, "has no 'absent'"),
         ({"advantage": "by_length", "kl": {"coef": 0.1, "place": "reward"}}, "does not take reward_N"),
         ({"advantage": "by_length", "lam": 0.5}, "lam=0.5 has no effect"),

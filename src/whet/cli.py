@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from whet.types import ConfigError, WhetError
+
+if TYPE_CHECKING:
+    from whet.config.load import Loaded
 
 app = typer.Typer(
     name="whet",
@@ -47,9 +51,17 @@ Overrides = Annotated[
     typer.Argument(help="Values put over the file: key.path=value ...", show_default=False),
 ]
 
+Dialect = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        help="What the file is written for: native, verl, skyrl, cosmos, trinity. Default: what its keys say.",
+        show_default=False,
+    ),
+]
+
 
 @app.command()
-def train(file: File, overrides: Overrides = None) -> None:
+def train(file: File, overrides: Overrides = None, dialect: Dialect = None) -> None:
     """Train as the config says; go on where its run directory stands.
 
     Example: whet train examples/first_run.yaml seed=1 run_dir=runs/seed1
@@ -57,11 +69,13 @@ def train(file: File, overrides: Overrides = None) -> None:
     from whet.api import run_training
     from whet.config.load import load
 
-    raise typer.Exit(run_training(load(file, overrides or ())))
+    loaded = load(file, overrides or (), dialect=dialect)
+    _say(loaded)
+    raise typer.Exit(run_training(loaded))
 
 
 @app.command()
-def plan(file: File, overrides: Overrides = None) -> None:
+def plan(file: File, overrides: Overrides = None, dialect: Dialect = None) -> None:
     """Print everything that follows from a config, without loading a model.
 
     Example: whet plan examples/first_run.yaml stages.rl.train.tasks_per_step=32
@@ -71,7 +85,79 @@ def plan(file: File, overrides: Overrides = None) -> None:
     from whet.config.load import load
     from whet.config.plan import describe, plans
 
-    Console().print(describe(plans(load(file, overrides or ()))))
+    loaded = load(file, overrides or (), dialect=dialect)
+    _say(loaded)
+    Console().print(describe(plans(loaded)))
+
+
+def _say(loaded: Loaded) -> None:
+    """What became of a foreign file's keys, on stderr."""
+    from whet.config.dialects.report import summary
+
+    if loaded.translation:
+        typer.echo(summary(loaded.translation), err=True)
+
+
+@app.command()
+def convert(
+    file: File,
+    overrides: Overrides = None,
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            "-o", "--output", help="Native file to write. Default: standard output.", show_default=False
+        ),
+    ] = None,
+    report: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Markdown file with what became of every key.", show_default=False),
+    ] = None,
+    dialect: Dialect = None,
+) -> None:
+    """Write a config of another system in whet's own keys, with where each line came from.
+
+    Example: whet convert verl.yaml -o native.yaml --report report.md trainer.total_epochs=3
+    """
+    from whet.config.dialects.convert import native_yaml
+    from whet.config.dialects.report import markdown
+    from whet.config.load import load
+    from whet.config.plan import plans
+
+    loaded = load(file, overrides or (), dialect=dialect)
+    plans(loaded)
+    _say(loaded)
+    if output:
+        output.write_text(native_yaml(loaded), encoding="utf-8")
+    else:
+        typer.echo(native_yaml(loaded), nl=False)
+    if report and loaded.translation:
+        report.write_text(markdown(loaded.translation, f"What became of {file}"), encoding="utf-8")
+
+
+@app.command()
+def keys(
+    dialect: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Only this table's, e.g. verl-ppo; verl means all of verl's.", show_default=False),
+    ] = None,
+    status: Annotated[
+        Optional[str], typer.Option(help="Only keys of this status.", show_default=False)
+    ] = None,  # noqa: UP045
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
+) -> None:
+    """List the keys of the other systems' documents and what each means here.
+
+    \b
+    Example: whet keys --dialect skyrl --status coming
+    Example: whet keys --json
+    """
+    from whet.config.dialects.listing import as_table, listed
+
+    found = listed(dialect, status)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
+    else:
+        as_table(found)
 
 
 @app.command()

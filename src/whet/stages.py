@@ -164,6 +164,8 @@ def open_shared(
 def pick_device(cfg: Config) -> torch.device:
     """`auto` is CUDA where there is one."""
     wanted = cfg.machine.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("machine.device=cuda, but torch finds no CUDA device here; use auto or cpu")
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
 
 
@@ -303,7 +305,7 @@ def open_stage(shared: Shared, index: int) -> Run:
 def _policy(shared: Shared, cfg: Config, plan: Plan, algorithm: Algorithm) -> TorchEngine:
     cut = Cut.of(
         cfg.train,
-        shared.model.device.type,
+        shared.model,
         whole_groups=algorithm.whole_groups,
         entropy_grad=algorithm.entropy_grad,
         temperature=trained_temperature(cfg, algorithm),
@@ -326,7 +328,7 @@ def _reference(shared: Shared, cfg: Config, policy: TorchEngine) -> TorchEngine:
 def _critic(shared: Shared, cfg: Config, plan: Plan) -> TorchEngine:
     model = _model_at(shared, cfg, cfg.critic.path)
     head = value_head(model.config.hidden_size, cfg.seed).to(model.device, model.dtype)
-    cut = Cut.of(cfg.train, shared.model.device.type, whole_groups=False, entropy_grad=False, temperature=1.0)
+    cut = Cut.of(cfg.train, shared.model, whole_groups=False, entropy_grad=False, temperature=1.0)
     return TorchEngine(
         model,
         shared.ops,

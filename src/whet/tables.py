@@ -25,13 +25,13 @@ def find(table: Mapping[str, T], name: str, *, what: str) -> T:
     if ":" in name:
         return cast(T, load_object(name, what=what))
     raise ConfigError(
-        f"{what} {name!r} is not known{near(name, table)}. Known: {', '.join(sorted(table))}; "
+        f"{what} {name!r} is not known{near(name, table)}; known: {', '.join(sorted(table))}; "
         "or give your own as 'package.module:name' or 'path/to/file.py:name'."
     )
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """', did you mean ...?' or nothing."""
+    """'; did you mean ...?' or nothing."""
     hits = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(repr(h) for h in hits)}?" if hits else ""
 
@@ -45,7 +45,10 @@ def load_object(spec: str, *, what: str) -> Callable:  # type: ignore[type-arg]
         raise ConfigError(f"{what} {spec!r}: cannot load {place!r}: {e}") from e
     if not hasattr(module, name):
         raise ConfigError(f"{what} {spec!r}: {place!r} has no {name!r}{near(name, dir(module))}")
-    return getattr(module, name)
+    found = getattr(module, name)
+    if not callable(found):
+        raise ConfigError(f"{what} {spec!r} is {found!r}; a function or class is needed")
+    return found
 
 
 def _load_file(path: Path):  # type: ignore[no-untyped-def]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -58,8 +58,8 @@ class Algorithm:
 def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> Algorithm:
     """The algorithm that a config names; max_tokens: longest reply, Dr. GRPO's constant if none is given."""
     r = resolve(cfg)
-    advantage = _part(ADVANTAGES, r.advantage, what="advantage")
-    loss = _part(LOSSES, r.loss, what="loss")
+    advantage = find(ADVANTAGES, r.advantage, what="advantage")
+    loss = find(LOSSES, r.loss, what="loss")
     refuse_unused(cfg, r, _keywords(advantage) | _keywords(loss))
     in_reward = r.kl.place == "reward" and r.kl.coef > 0
     if in_reward and "reward_N" not in _keywords(advantage):
@@ -91,13 +91,6 @@ def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> A
         value_loss=partial(value_loss, clip=critic.clip_value) if r.needs_critic else None,
         value_weights=partial(weights, mode="token-mean", norm_tokens=norm_tokens),
     )
-
-
-def _part(table: Mapping[str, Callable[..., T]], name: str, *, what: str) -> Callable[..., T]:
-    part = find(table, name, what=what)
-    if not callable(part):
-        raise ConfigError(f"{what} {name!r} is {part!r}, not a function.")
-    return part
 
 
 def _keywords(function: Callable[..., object]) -> set[str]:

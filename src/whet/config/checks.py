@@ -87,9 +87,9 @@ def _structure(cfg: Config) -> Iterator[Problem]:
 
 
 def _source(source: Source) -> Iterator[str]:
-    given = [k for k in ("path", "reasoning_gym", "function") if getattr(source, k) is not None]
+    given = [k for k in ("path", "reasoning_gym", "function", "rows") if getattr(source, k) is not None]
     if len(given) != 1:
-        yield f"give exactly one of path, reasoning_gym and function; given: {', '.join(given) or 'none'}"
+        yield f"give exactly one of path, reasoning_gym, function and rows; given: {', '.join(given) or 'none'}"
     if source.arguments and "function" not in given:
         yield "arguments are for function only; leave them out"
     if source.template is not None and "{prompt}" not in source.template:

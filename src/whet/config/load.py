@@ -4,6 +4,9 @@ Later wins: the schema's defaults, the file, `values` from Python, overrides `ke
 merged, lists are replaced. `${...}` (OmegaConf: `${train.steps}`, `${oc.env:VAR,default}`) is resolved once,
 in the config as written, defaults included; then each stage is put over the base. A stage that names another
 recipe (`algorithm.name`) starts from that recipe alone: the base's other algorithm keys belong to its own.
+
+A file of another system (`dialects`) is recognised by its keys and translated; overrides are then in that system's
+style. Native keys can be put over it: below `whet:` in the file, or `whet.key.path=value`.
 Relative paths in a config mean: relative to the directory in which the command runs.
 """
 
@@ -11,13 +14,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from whet.config import keys, tree
+from whet.config.dialects.idle import idle, noted, without
+from whet.config.dialects.recognise import recognise
+from whet.config.dialects.style import overridden
+from whet.config.dialects.tables import NATIVE, dialect
+from whet.config.dialects.translate import Translation, translate
 from whet.config.draft import Draft
 from whet.config.faults import faults, listing, named, shown
 from whet.config.parse import parse, plain
@@ -38,35 +46,87 @@ class Loaded:
     """Names of the stages; ('main',) if none are given."""
     file: Path | None
     origins: Mapping[keys.Path, str]
+    written: Mapping[str, Json] = field(default_factory=dict)
+    """Native keys as given, references in them; of a translated file, the keys that are read."""
+    translation: Translation | None = None
+    """What became of a foreign file's keys."""
 
     def where(self, key: str) -> str:
-        """'file.yaml:12', 'override train.steps=5', 'values' or ''; its section's if it is not given."""
+        """'file.yaml:12', 'override train.steps=5', 'values' or ''; its section's if it is not given.
+
+        The place of a translated key has the foreign key with it: 'file.yaml:12 actor_rollout_ref.actor.optim.lr'.
+        """
         return tree.origin(self.origins, tree.path_of(key, self.names))
 
 
 def load(
-    path: str | Path | None, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
+    dialect: str | None = None,
 ) -> Loaded:
-    """Read, merge, resolve and validate. Raises one ConfigError that lists every problem."""
+    """Read, translate, merge, resolve and validate. Raises one ConfigError that lists every problem.
+
+    dialect: what the file is written for (native, verl, skyrl, cosmos, trinity); recognised if not given.
+    """
     draft = _read(Path(path)) if path is not None else Draft()
+    what = str(path or "the config")
+    kind = recognise(draft.tree or overridden({}, {}, overrides).tree, dialect)
+    translation = None
+    if kind != NATIVE:
+        draft, translation = _translated(draft, kind, overrides)
+        if draft.problems:
+            raise ConfigError(listing(draft.problems, what))
+        overrides = [text.removeprefix("whet.") for text in overrides if text.startswith("whet.")]
     if values:
         draft.put((), plain(values), "values")
     for override in overrides:
         draft.override(override)
-    for name, info in Config.model_fields.items():
-        if isinstance(info.default, str) and "${" in info.default:
-            draft.tree.setdefault(name, info.default)
-    draft.interpolate()
-    config = draft.validate()
+    written, config = draft.tree, _finished(draft)
+    if config is not None and translation is not None and not draft.problems:
+        unread = idle(config, stage_configs(config), translation)
+        translation = replace(translation, lines=tuple(noted(line, unread) for line in translation.lines))
+        draft.tree = written = without(written, unread)
+        config = _finished(draft)
     if draft.problems or config is None:
-        raise ConfigError(listing(draft.problems, str(path or "the config")))
+        raise ConfigError(listing(draft.problems, what))
     return Loaded(
         config=config,
         stages=stage_configs(config),
         names=stage_names(config),
         file=Path(path) if path is not None else None,
         origins=draft.origins,
+        written=written,
+        translation=translation,
     )
+
+
+def _finished(draft: Draft) -> Config | None:
+    """Resolve the references, those in the schema's defaults too, and validate."""
+    for name, info in Config.model_fields.items():
+        if isinstance(info.default, str) and "${" in info.default:
+            draft.tree = {name: info.default, **draft.tree}
+    draft.interpolate()
+    return draft.validate()
+
+
+def _translated(draft: Draft, kind: str, overrides: Sequence[str]) -> tuple[Draft, Translation]:
+    """A foreign file in native keys, its own section of native keys over them."""
+    theirs = [text for text in overrides if not text.startswith("whet.")]
+    foreign = overridden(draft.tree, draft.origins, theirs)
+    native = foreign.tree.pop("whet", {})
+    made = translate(foreign.tree, dialect(kind), origins=foreign.origins)
+    out = Draft(
+        tree=made.tree,
+        origins=dict(made.origins),
+        problems=[*draft.problems, *foreign.problems, *made.problems],
+    )
+    if isinstance(native, dict):
+        out.put((), native, "")
+        out.origins |= {at[1:]: place for at, place in foreign.origins.items() if at[0] == "whet" and at[1:]}
+    else:
+        out.problems.append((foreign.origins[("whet",)], "whet: expected a section of native keys"))
+    return out, made
 
 
 def stage_names(config: Config) -> tuple[str, ...]:

@@ -233,7 +233,7 @@ def refuse_unused(cfg: Algorithm, resolved: Resolved, taken: Collection[str]) ->
 def _known(name: str, table: Mapping[str, object], *, key: str) -> str:
     if name not in table:
         raise ConfigError(
-            f"{key}={name!r} is not known{near(name, table)}. Known: {', '.join(sorted(table))}."
+            f"{key}={name!r} is not known{near(name, table)}; known: {', '.join(sorted(table))}."
         )
     return name
 

@@ -148,6 +148,8 @@ class Source(Section):
     """'package.module:name' or 'path/to/file.py:name' of a function that returns an iterable of rows (dicts)."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `function`."""
+    rows: tuple[dict[str, Any], ...] | None = None
+    """The rows themselves, for a few; they become part of the config. Large data belongs in files."""
     weight: Above0 = 1.0
     """Share of this source in the mix, relative to the others."""
     prompt: str = "prompt"
@@ -365,8 +367,8 @@ class Train(Section):
     passes: Positive = 1
     """Passes over each batch (PPO epochs)."""
     micro_tokens: Positive | None = None
-    """Most tokens in one forward and backward. Changes memory and speed, never the gradient. Default: 4096 on
-    a CPU, 16384 on CUDA."""
+    """Most tokens in one forward and backward. Changes memory and speed, never the gradient. Default: 2^19 /
+    hidden size on a CPU, 16384 on CUDA."""
     micro_rollouts: Positive | None = None
     """Cut micro-batches by number of rollouts instead."""
     share_prompts: bool = True

@@ -19,14 +19,16 @@ from whet.types import ConfigError, DataError
 
 def read_rows(source: Source) -> Rows:
     """Every row of a source, at most `source.limit`. Raises DataError, or ConfigError where that is wrong."""
-    given = [k for k in ("path", "reasoning_gym", "function") if getattr(source, k) is not None]
+    given = [k for k in ("path", "reasoning_gym", "function", "rows") if getattr(source, k) is not None]
     if len(given) != 1:
         raise ConfigError(
-            "A data source needs exactly one of path, reasoning_gym, function; given: "
+            "A data source needs exactly one of path, reasoning_gym, function, rows; given: "
             f"{', '.join(given) or 'none'}."
         )
     if source.reasoning_gym is not None:
         name, parts = source.reasoning_gym.task, iter([_reasoning_gym(source.reasoning_gym, source.limit)])
+    elif source.rows is not None:
+        name, parts = "rows", iter([ListPart("data.rows", list(source.rows[: source.limit]))])
     elif source.function is not None:
         name, parts = source.function.rpartition(":")[2], iter([_function(source)])
     else:

@@ -77,13 +77,21 @@ class Worker:
 
 def fork(body: Callable[[], None]) -> int:
     """Run `body` in a new process, which ends with it. Returns the process id."""
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT}
+    )  # python drops what it raises inside fork
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return pid
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     code = 1
     try:
         body()
         code = 0
+    except (BrokenPipeError, ConnectionResetError):
+        code = 0  # the run has ended, and nobody listens
     except BaseException:  # noqa: BLE001  nothing may unwind into the copied frames of the parent
         traceback.print_exc(file=sys.__stderr__)
     finally:

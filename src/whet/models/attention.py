@@ -9,9 +9,11 @@ Shape letters: N packed tokens, B live rows, H query heads, K key/value heads, D
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -76,8 +78,8 @@ class KvCache:
         device: torch.device | str = "cpu",
     ) -> KvCache:
         """An empty cache (zeros: memory that nothing has written must hold finite numbers)."""
-        k = torch.zeros(layers, pages, kv_heads, head_dim, PAGE, dtype=dtype, device=device)
-        v = torch.zeros(layers, pages, kv_heads, PAGE, head_dim, dtype=dtype, device=device)
+        k = _zeros((layers, pages, kv_heads, head_dim, PAGE), dtype=dtype, device=torch.device(device))
+        v = _zeros((layers, pages, kv_heads, PAGE, head_dim), dtype=dtype, device=torch.device(device))
         return cls(k, v, ops)
 
     @property
@@ -100,6 +102,15 @@ class KvCache:
         prompt)."""
         self.k[:, dst] = self.k[:, src]
         self.v[:, dst] = self.v[:, src]
+
+
+def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.zeros; on a CPU without writing them, so that pages that are never used take no memory."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return (
+        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -199,19 +199,31 @@ def _weigh(
     q_BKMD: Tensor, k_BKDW: Tensor, v_BKWD: Tensor, *, mask: Tensor, scale: float, cap: float | None
 ) -> Tensor:
     """softmax(q k / cap ...) v in the exact order: one softmax over W keys, P@V over blocks of 256 keys."""
-    rows = q_BKMD.shape[2]
-    if rows == 1:  # a one-row product takes another road through BLAS and rounds differently
-        q_BKMD = q_BKMD.expand(-1, -1, 2, -1)
-    score = torch.matmul(q_BKMD * scale, k_BKDW)
+    score = _product(q_BKMD * scale, k_BKDW)
     if cap is not None:
         score = cap * torch.tanh(score / cap)
     p = torch.softmax(_wide(score.masked_fill(~mask, -torch.inf)), dim=-1).to(q_BKMD.dtype)
     blocks = zip(p.split(_PV_BLOCK, dim=-1), v_BKWD.split(_PV_BLOCK, dim=-2))
     out = torch.zeros(())
     for i, (p_block, v_block) in enumerate(blocks):
-        part = torch.matmul(p_block, v_block)
+        part = _product(p_block, v_block)
         out = part if i == 0 else out + part
-    return out[:, :, :rows]
+    return out
+
+
+_SMALL = 400
+"""torch multiplies batches of matrices of less than so many scalar products by a loop of its own, which rounds
+differently from BLAS (ATen, `bmm`)."""
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, each row with the same bits however many rows a has: padded to what goes through BLAS, and to 2 rows, as
+    BLAS takes another road for a single one."""
+    rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
+    enough = max(2, -(-_SMALL // (inner * columns)))
+    if rows < enough:
+        a = F.pad(a, (0, 0, 0, enough - rows))
+    return torch.matmul(a, b)[..., :rows, :]
 
 
 def _attend_varlen(

@@ -33,15 +33,20 @@ from whet.models.optim import AdamW
 from whet.models.packing import layout
 from whet.types import CheckpointError, Metrics, WhetError
 
-MICRO_TOKENS = {"cpu": 4096, "cuda": 16_384}
-"""Default of train.micro_tokens: where larger micro-batches are no faster any more."""
+
+def micro_tokens(device: str, hidden_size: int) -> int:
+    """Default of train.micro_tokens: where larger micro-batches only take more memory.
+
+    On a CPU 2^19 / width (4096 tokens at width 128, 1024 at 512), on CUDA 16384.
+    """
+    return 16_384 if device == "cuda" else max(512, 2**19 // hidden_size)
 
 
 @dataclass(frozen=True)
 class Cut:
     """How a batch is cut for memory, and what is computed."""
 
-    max_tokens: int | None = MICRO_TOKENS["cpu"]
+    max_tokens: int | None = 4096
     max_rollouts: int | None = None
     share_prompts: bool = True
     checkpoint: bool = False
@@ -50,10 +55,13 @@ class Cut:
     temperature: float = 1.0
 
     @staticmethod
-    def of(train: Train, device: str, *, whole_groups: bool, entropy_grad: bool, temperature: float) -> Cut:
-        tokens = None if train.micro_rollouts else (train.micro_tokens or MICRO_TOKENS[device])
+    def of(
+        train: Train, model: PreTrainedModel, *, whole_groups: bool, entropy_grad: bool, temperature: float
+    ) -> Cut:
+        width = model.config.get_text_config().hidden_size
+        tokens = train.micro_tokens or micro_tokens(model.device.type, width)
         return Cut(
-            max_tokens=tokens,
+            max_tokens=None if train.micro_rollouts else tokens,
             max_rollouts=train.micro_rollouts,
             share_prompts=train.share_prompts,
             checkpoint=train.gradient_checkpointing,
@@ -279,7 +287,4 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _write(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    try:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata=metadata)
-    except SafetensorError as e:  # how a full disk shows here
-        raise CheckpointError(f"cannot write {path}: {e}") from e
+    save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata=metadata)

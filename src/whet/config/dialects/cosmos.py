@@ -1,0 +1,159 @@
+"""Cosmos-RL (0.3.6): every key of its schema, for RL jobs (`COSMOS_GRPO`) and for SFT jobs (`COSMOS_SFT`).
+
+An SFT job reads the keys of RL outside train.train_policy as well; those that Cosmos gives to RL alone (rollout.*)
+are accepted there and mean nothing, as in Cosmos. What runs in several processes there runs in one here.
+"""
+
+from __future__ import annotations
+
+from whet.config.dialects.cosmos_data import data, validation
+from whet.config.dialects.cosmos_learn import DATA, POLICY
+from whet.config.dialects.cosmos_loop import CHECKPOINT, LOGGING, TRAIN, VALIDATION
+from whet.config.dialects.cosmos_model import ADAPTERS, MODEL, POLICY_MESH, PROFILER, ROLLOUT, ROLLOUT_MESH
+from whet.config.dialects.cosmos_run import algorithm
+from whet.config.dialects.cosmos_shared import (
+    EITHER,
+    HOLDOUT,
+    HUB,
+    LOADING,
+    ROWS,
+    SIZES,
+    machinery,
+    section,
+    size,
+)
+from whet.config.dialects.cosmos_steps import batch
+from whet.config.dialects.key import Key, coming, inert, mapped, translated
+
+SECTIONS: tuple[Key, ...] = (
+    translated(
+        "custom",
+        data,
+        "data.train.0.arguments",
+        default={},
+        reason="Arguments of a data set that is a function of yours; any keys. No launch script reads it here.",
+    ),
+    section("train"),
+    section("rollout"),
+    section("policy"),
+    section("logging"),
+    section("profiler"),
+    section("validation"),
+    section("train.train_policy"),
+    section("train.fp8"),
+    section("train.fp4"),
+    section("train.ckpt"),
+    section("policy.parallelism"),
+    coming("policy.lora", "low-rank adapters", default=None),
+    section("rollout.parallelism"),
+    section("rollout.sampling_config"),
+    section("rollout.multi_turn_config"),
+    section("profiler.sub_profiler_config"),
+    section("train.train_policy.overlong_reward"),
+    section("train.train_policy.dataset"),
+    section("validation.dataset"),
+)
+
+NEWER: tuple[Key, ...] = (
+    machinery("redis", "Where Cosmos's own processes meet; there is one process here."),
+    machinery("eth_ips", "Where Cosmos's own processes meet; there is one process here."),
+    machinery(
+        "policy.parallelism.cp_rotate_method", "Of context parallelism before 0.3; a model here is whole."
+    ),
+    coming(
+        "mode",
+        "rollouts beside training, on devices of their own; here they take turns, which changes no number",
+        default="disaggregated",
+        harmless=("colocated", "colocated_separated"),
+    ),
+    coming("logging.report_mfu", "measuring the share of peak FLOPS", default=False),
+    coming("train.train_policy.advantage_low", "bounds of advantages", default=None),
+    coming("train.train_policy.advantage_high", "bounds of advantages", default=None),
+    translated(
+        "validation.val_before_train",
+        validation,
+        "eval.at_start",
+        default=False,
+        reason="Read where validation.enable is true.",
+    ),
+)
+"""Keys that the document does not have: hidden ones of its version, and of other versions."""
+
+COSMOS_GRPO: tuple[Key, ...] = (
+    *SECTIONS,
+    *DATA,
+    *POLICY,
+    *LOGGING,
+    *MODEL,
+    *ADAPTERS,
+    *POLICY_MESH,
+    *ROLLOUT_MESH,
+    *PROFILER,
+    *ROLLOUT,
+    *TRAIN,
+    *CHECKPOINT,
+    *VALIDATION,
+    *NEWER,
+)
+"""RL jobs: 200 keys of the document, and `NEWER`. All but train.train_policy.* is read by SFT jobs, too."""
+
+COSMOS_SFT: tuple[Key, ...] = (
+    section("train.train_policy.dataset"),
+    translated(
+        "train.train_policy.dataset.name",
+        data,
+        "data.train.0.function",
+        default="",
+        reason=f"{ROWS} A function gives prompt and response.",
+    ),
+    translated("train.train_policy.dataset.subset", data, "data.train.0.arguments", default="", reason=ROWS),
+    coming("train.train_policy.dataset.revision", HUB, default="", harmless=(None,)),
+    translated("train.train_policy.dataset.split", data, "data.train.0.arguments", default="", reason=ROWS),
+    coming("train.train_policy.dataset.test_size", HOLDOUT, default=None),
+    translated(
+        "train.train_policy.type",
+        algorithm,
+        "algorithm.name",
+        default="sft",
+        reason="The file's own word counts.",
+    ),
+    translated(
+        "train.train_policy.mini_batch",
+        batch,
+        "train.micro_rollouts",
+        default=2,
+        reason="Conversations of one forward and backward; divides train_batch_per_replica.",
+    ),
+    mapped("train.train_policy.dataloader_shuffle", "data.shuffle", default=True),
+    coming("train.train_policy.enable_dataset_cache", LOADING, default=False, harmless=EITHER),
+    size("train.train_policy.dataloader_num_workers", LOADING, default=0),
+    coming("train.train_policy.dataloader_prefetch_factor", LOADING, default=None, harmless=SIZES),
+    translated(
+        "train.train_policy.conversation_column_name",
+        data,
+        "data.train.0.arguments",
+        default="conversations",
+        reason="Messages that end with the reply to learn; several replies in one conversation are coming.",
+    ),
+    translated(
+        "train.train_policy.system_prompt",
+        data,
+        "data.train.0.arguments",
+        default="",
+        reason="A system message before every conversation.",
+    ),
+    inert(
+        "train.train_policy.balance_dp_token",
+        "Token counts are over the whole step, whatever the mesh.",
+        default=True,
+        harmless=EITHER,
+    ),
+)
+"""SFT jobs: the keys of train.train_policy."""
+
+ALIASES = {
+    "train.enable_validation": "validation.enable",
+    "train.validation_step": "validation.freq",
+    "train.validation_batch_per_replica": "validation.batch_size",
+}
+"""A name of an older version -> the name in the tables."""

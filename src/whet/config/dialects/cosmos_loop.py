@@ -1,0 +1,298 @@
+"""Cosmos-RL, train: optimizer, dtypes, length of a run; its checkpoints, validation and trackers."""
+
+from __future__ import annotations
+
+from whet.config.dialects.cosmos_data import validation
+from whet.config.dialects.cosmos_run import (
+    checkpoint,
+    dtype,
+    place,
+    resume,
+    seed,
+    trackers,
+    transfer,
+)
+from whet.config.dialects.cosmos_shared import BATCH, EITHER, LOADING, SHARDED, SIZES, WHOLE, upload
+from whet.config.dialects.cosmos_steps import batch, length, optimizer, schedule
+from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
+
+LOW = "training in 8 or 4 bits"
+ADAM = "AdamW. Weight decay spares norms and biases here, and does not in Cosmos."
+RATE = (
+    "(k+1)/w in the warm-up of w steps, then flat or falling over the last d steps. Exact with max_num_steps; "
+    "without it, and with cosine, the warm-up reaches its peak one step later. Several optimizer steps of a training "
+    "step climb the ramp one by one."
+)
+SAMPLES = "Sampled as in training where null, top_k -1 is 0; read where validation.enable is true."
+
+TRAIN: tuple[Key, ...] = (
+    translated(
+        "train.optm_name",
+        optimizer,
+        "train.optimizer.lr",
+        default="AdamW",
+        reason=f"{ADAM} Adam without weight decay is the same.",
+    ),
+    translated(
+        "train.optm_lr",
+        optimizer,
+        "train.optimizer.lr",
+        default=1e-6,
+        reason="One value; the model is one part.",
+    ),
+    inert(
+        "train.optm_impl",
+        "Ways to compute the same step; torch's fused one is used.",
+        default="fused",
+        harmless=("foreach", "for-loop"),
+    ),
+    mapped("train.optm_weight_decay", "train.optimizer.weight_decay", default=0.01, reason=ADAM),
+    mapped("train.optm_betas", "train.optimizer.betas", default=[0.9, 0.999]),
+    translated(
+        "train.optm_warmup_steps",
+        schedule,
+        "train.optimizer.schedule.warmup_steps",
+        "train.optimizer.schedule.warmup_fraction",
+        default=20,
+        reason=f"A whole number counts steps, a float up to 1.0 is a share of all. {RATE}",
+    ),
+    translated(
+        "train.optm_decay_ratio",
+        schedule,
+        "train.optimizer.schedule.decay_fraction",
+        default=None,
+        reason=RATE,
+    ),
+    translated("train.optm_decay_type", schedule, "train.optimizer.schedule.kind", default=None, reason=RATE),
+    translated(
+        "train.optm_min_lr_factor",
+        schedule,
+        "train.optimizer.schedule.min_factor",
+        default=0.0,
+        reason="Where a decay ends; nothing without one.",
+    ),
+    translated(
+        "train.optm_grad_norm_clip",
+        optimizer,
+        "train.optimizer.grad_clip",
+        default=1.0,
+        reason="0 or less: only measured.",
+    ),
+    mapped(
+        "train.epsilon",
+        "train.optimizer.eps",
+        default=1e-6,
+        reason="Given to Adam; Cosmos 0.3.6 forgot to and ran with 1e-8.",
+    ),
+    translated(
+        "train.master_dtype",
+        dtype,
+        "model.dtype",
+        default="float32",
+        reason="Adam's weights and moments are float32.",
+    ),
+    translated("train.param_dtype", dtype, "model.dtype", default="bfloat16", reason="Forward and backward."),
+    derived(
+        "train.transfer_dtype",
+        transfer,
+        default=None,
+        reason="Rollouts read the trained weights themselves: param_dtype.",
+    ),
+    coming("train.fsdp_reduce_dtype", SHARDED, default="float32"),
+    coming("train.fsdp_offload", SHARDED, default=False),
+    coming("train.fsdp_reshard_after_forward", SHARDED, default="default", harmless=("always", "never")),
+    translated(
+        "train.train_batch_per_replica",
+        batch,
+        "train.tasks_per_step",
+        default=8,
+        reason=f"{BATCH} SFT: conversations of one data-parallel worker.",
+    ),
+    translated(
+        "train.resume",
+        resume,
+        "checkpoint.resume",
+        default=False,
+        reason="true: auto, text: that checkpoint, false: never (a folder that holds a run is refused).",
+    ),
+    translated(
+        "train.epoch",
+        length,
+        "train.epochs",
+        default=1,
+        reason="Where max_num_steps is not given; both at once, whichever ends first, is coming.",
+    ),
+    translated(
+        "train.output_dir",
+        place,
+        "run_dir",
+        default="./outputs",
+        reason="With the timestamp below it, if one is given.",
+    ),
+    translated(
+        "train.timestamp",
+        place,
+        "run_dir",
+        default="",
+        reason="A folder below output_dir; none is made up where it is empty.",
+    ),
+    coming("train.async_tp_enabled", WHOLE, default=False, harmless=EITHER),
+    coming(
+        "train.compile", "torch.compile; it changes no number beyond rounding", default=True, harmless=EITHER
+    ),
+    coming(
+        "train.sync_weight_interval", "rollouts by older weights; every step ends in a weight sync", default=1
+    ),
+    translated(
+        "train.deterministic",
+        seed,
+        "seed",
+        default=False,
+        reason="Runs are deterministic in any case; true also makes 42 the seed where none is given.",
+    ),
+    coming("train.activation_offload", "activations in the memory of the CPU", default=False),
+    coming(
+        "train.fa_version",
+        "FlashAttention; it changes no number beyond rounding",
+        default=None,
+        harmless=(2, 3),
+    ),
+    translated(
+        "train.seed",
+        seed,
+        "seed",
+        default=None,
+        reason="0 is a seed (Cosmos ignores it); null is 0, so that a run can be repeated.",
+    ),
+    coming("train.local_dataset", LOADING, default=True, harmless=(None, False)),
+    translated(
+        "train.max_num_steps", length, "train.steps", default=None, reason="Takes the place of epoch."
+    ),
+    inert(
+        "train.sequence_packing",
+        "Batches are packed in any case: there is no padding.",
+        default=False,
+        harmless=EITHER,
+    ),
+    coming("train.fp8.enable_fp8", LOW, default=False),
+    coming("train.fp8.fp8_recipe", LOW, default="dynamic_scaling", harmless=("delayed_scaling",)),
+    coming("train.fp8.quant_recipe", LOW, default="rowwise", harmless=("tensorwise",)),
+    coming("train.fp4.enable_fp4", LOW, default=False),
+    coming("train.fp4.fp4_recipe", LOW, default="dynamic_scaling", harmless=("delayed_scaling",)),
+    coming("train.fp4.quant_recipe", LOW, default="rowwise", harmless=("tensorwise",)),
+)
+
+CHECKPOINT: tuple[Key, ...] = (
+    translated(
+        "train.ckpt.enable_checkpoint",
+        checkpoint,
+        "checkpoint.every",
+        "checkpoint.export",
+        default=False,
+        reason="false: only the last step is saved, without an export.",
+    ),
+    translated(
+        "train.ckpt.save_freq",
+        checkpoint,
+        "checkpoint.every",
+        default=20,
+        reason="And at the end of the run; the step waits.",
+    ),
+    coming("train.ckpt.save_freq_in_epoch", "checkpoints by epoch", default=0, harmless=(-1,)),
+    coming(
+        "train.ckpt.save_mode",
+        "writing checkpoints in the background; the step waits in both modes",
+        default="async",
+        harmless=("sync",),
+    ),
+    translated(
+        "train.ckpt.max_keep",
+        checkpoint,
+        "checkpoint.keep",
+        default=5,
+        reason="-1 keeps all (Cosmos 0.3.6 deletes all).",
+    ),
+    translated(
+        "train.ckpt.export_safetensors",
+        checkpoint,
+        "checkpoint.export",
+        default=True,
+        reason="A Hugging Face folder at the end of the run; with every checkpoint is coming.",
+    ),
+    upload("train.ckpt.upload_hf", default=False),
+    upload(
+        "train.ckpt.hf_repo_name",
+        default="Comos-Reason1",
+        reason="The default is the document's, typo included.",
+    ),
+    upload("train.ckpt.upload_s3", default=False),
+    upload("train.ckpt.s3_bucket", default=None),
+    upload("train.ckpt.s3_prefix", default="outputs"),
+)
+
+VALIDATION: tuple[Key, ...] = (
+    translated(
+        "validation.enable",
+        validation,
+        "eval",
+        "data.eval",
+        default=False,
+        reason="Every freq steps and at the end, not before the first. The held-out loss of SFT is coming.",
+    ),
+    translated(
+        "validation.freq",
+        validation,
+        "eval.every",
+        default=20,
+        reason="Read where validation.enable is true.",
+    ),
+    inert(
+        "validation.batch_size",
+        "How many replies are decoded at once changes none of them.",
+        default=None,
+        harmless=SIZES,
+    ),
+    translated(
+        "validation.temperature", validation, "eval.sampling.temperature", default=0.0, reason=SAMPLES
+    ),
+    translated("validation.top_p", validation, "eval.sampling.top_p", default=None, reason=SAMPLES),
+    translated("validation.top_k", validation, "eval.sampling.top_k", default=1, reason=SAMPLES),
+    translated(
+        "validation.repetition_penalty",
+        validation,
+        "eval.sampling.repetition_penalty",
+        default=1.0,
+        reason=SAMPLES,
+    ),
+    translated("validation.n_generation", validation, "eval.samples", default=1, reason=SAMPLES),
+    translated(
+        "validation.max_response_length", validation, "eval.sampling.max_tokens", default=None, reason=SAMPLES
+    ),
+    translated(
+        "validation.reward_function",
+        validation,
+        "eval.reward",
+        default=[],
+        reason="One name; training's weighted sum where empty; another sum is coming.",
+    ),
+)
+
+LOGGING: tuple[Key, ...] = (
+    translated(
+        "logging.logger",
+        trackers,
+        "track.trackers",
+        default=[],
+        reason="console, tensorboard; wandb is coming. Numbers also go to metrics.jsonl.",
+    ),
+    translated(
+        "logging.project_name", place, "name", default="cosmos_rl", reason="The first half of the run's name."
+    ),
+    translated(
+        "logging.experiment_name",
+        place,
+        "name",
+        default=None,
+        reason="The second half of the run's name; output_dir's last part where null.",
+    ),
+)

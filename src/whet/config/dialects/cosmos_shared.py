@@ -1,0 +1,45 @@
+"""Cosmos-RL: rows of one kind, and reasons that several keys share."""
+
+from __future__ import annotations
+
+from whet.config.dialects.cosmos_run import nothing, uploads
+from whet.config.dialects.key import Key, coming, derived
+from whet.types import Json
+
+EITHER = (True, False)
+SIZES = tuple(range(257))
+"""Numbers of devices, processes or pieces: no result depends on them."""
+
+LOADING = (
+    "loading rows in other processes (data services); rows here are read once and kept as tokens, in any case"
+)
+HUB = "models and data sets from a hub"
+HOLDOUT = "holding out a part of the training rows"
+WHOLE = "splitting a model over several devices; a model here is whole, which changes no number"
+SHARDED = "sharding over several devices (FSDP); one process shards nothing"
+BATCH = (
+    "Responses of a replica x replicas / n_generation = prompts of a step. Losses are means over the whole optimizer "
+    "step, however it is spread or cut; Cosmos weighs mini-batches by their number of responses."
+)
+ROWS = "A local file, or folder (parquet, jsonl, saved by `datasets`) with name/subset/split*; or 'file.py:function'."
+
+
+def section(name: str) -> Key:
+    """A section; what it holds is judged by its own rows."""
+    return derived(name, nothing, default=None, reason="A section; its keys count, each for itself.")
+
+
+def size(name: str, feature: str, *, default: int) -> Key:
+    """A number of devices or pieces that no result depends on."""
+    return coming(name, feature, default=default, harmless=SIZES)
+
+
+def upload(name: str, *, default: Json, reason: str = "") -> Key:
+    """A detail of uploads: it may be given, as long as no upload is asked for."""
+    text = f"uploads; details are accepted where none is asked for. {reason}".rstrip(". ")
+    return Key(name=name, status="coming", default=default, reason=text, translate=uploads)
+
+
+def machinery(name: str, reason: str) -> Key:
+    """Wiring of several processes: any value is accepted, there is nothing to wire."""
+    return Key(name=name, status="inert", default=None, reason=reason, translate=nothing)

@@ -1,0 +1,207 @@
+"""SkyRL's keys of policy, critic, reference and algorithm."""
+
+from __future__ import annotations
+
+from whet.config.dialects.key import Key, coming, mapped, translated
+from whet.config.dialects.skyrl_parts import advantages, critic, kl, policy_loss, policy_optimizer
+from whet.config.dialects.skyrl_rules import check_deepspeed
+from whet.types import Json
+
+SHARDED = "FSDP; one process shards nothing."
+ONLY_CRITIC = "Read where a critic learns (advantage_estimator=gae), as there."
+DEEPSPEED = "DeepSpeed; read there only with trainer.strategy=deepspeed, which is coming."
+TRAIN = "trainer.policy.optimizer_config"
+ADAM = [0.9, 0.999]
+
+
+def sharding(role: str, *, offload: bool) -> tuple[Key, ...]:
+    at = f"trainer.{role}.fsdp_config"
+    return (
+        coming(f"{at}.cpu_offload", SHARDED, default=offload, harmless=(False,)),
+        coming(f"{at}.reshard_after_forward", SHARDED, default=True, harmless=(False,)),
+        coming(f"{at}.fsdp_size", SHARDED, default=-1, harmless=(1,)),
+    )
+
+
+def deepspeed(name: str, default: Json) -> Key:
+    """Whatever it says, nothing reads it: the strategy that would is refused."""
+    return Key(
+        name=name,
+        status="engine",
+        default=default,
+        native=("deepspeed",),
+        reason=DEEPSPEED,
+        translate=check_deepspeed,
+    )
+
+
+def sequence_parallel(role: str) -> Key:
+    return coming(f"trainer.{role}.sequence_parallel_size", "sequence parallelism (Ulysses)", default=1)
+
+
+POLICY: tuple[Key, ...] = (
+    coming(
+        "trainer.strategy", "FSDP and DeepSpeed over several devices", default="fsdp2", harmless=("fsdp",)
+    ),
+    mapped("trainer.policy.model.path", "model.path", default="Qwen/Qwen2.5-1.5B-Instruct"),
+    deepspeed("trainer.policy.deepspeed_config", "${deepspeed_config.train}"),
+    mapped(TRAIN, "train.optimizer", default={}),
+    mapped(f"{TRAIN}.lr", "train.optimizer.lr", default=1e-6),
+    mapped(f"{TRAIN}.adam_betas", "train.optimizer.betas", default=ADAM),
+    mapped(
+        f"{TRAIN}.weight_decay",
+        "train.optimizer.weight_decay",
+        default=1e-2,
+        reason="Decoupled, as in AdamW.",
+    ),
+    translated(
+        f"{TRAIN}.max_grad_norm",
+        policy_optimizer,
+        "train.optimizer.grad_clip",
+        default=1.0,
+        reason="Clipped where it is larger; 0 and below: no clipping.",
+    ),
+    coming(
+        f"{TRAIN}.offload_after_step", "offloading; one device holds all", default=True, harmless=(False,)
+    ),
+    coming("trainer.policy.fsdp_config", SHARDED, default={}),
+    *sharding("policy", offload=False),
+    sequence_parallel("policy"),
+    coming("trainer.policy.use_torch_compile", "torch.compile of the entropy", default=False),
+    coming("trainer.policy.record_memory", "CUDA memory snapshots", default=False),
+)
+
+CRITIC: tuple[Key, ...] = (
+    translated(
+        "trainer.critic.model.path",
+        critic,
+        "critic.path",
+        default=None,
+        reason=f"{ONLY_CRITIC} gae needs it. The value loss is a mean over tokens here, over sequences there.",
+    ),
+    deepspeed("trainer.critic.deepspeed_config", "${deepspeed_config.train}"),
+    *(
+        translated(
+            f"trainer.critic.optimizer_config.{name}", critic, native, default=default, reason=ONLY_CRITIC
+        )
+        for name, native, default in (
+            ("lr", "critic.optimizer.lr", 5e-6),
+            ("adam_betas", "critic.optimizer.betas", ADAM),
+            ("weight_decay", "critic.optimizer.weight_decay", 1e-2),
+            ("max_grad_norm", "critic.optimizer.grad_clip", 1.0),
+        )
+    ),
+    coming(
+        "trainer.critic.optimizer_config.offload_after_step",
+        "offloading; one device holds all",
+        default=True,
+        harmless=(False,),
+    ),
+    *sharding("critic", offload=False),
+    sequence_parallel("critic"),
+)
+
+REFERENCE: tuple[Key, ...] = (
+    deepspeed("trainer.ref.deepspeed_config", "${deepspeed_config.eval}"),
+    *sharding("ref", offload=True),
+    sequence_parallel("ref"),
+    *(
+        deepspeed(f"deepspeed_config.{use}.{name}", default)
+        for use in ("train", "eval")
+        for name, default in (
+            ("zero_optimization.stage", 3),
+            ("zero_optimization.zero_hpz_partition_size", 1),
+            ("gradient_clipping", 1.0),
+        )
+    ),
+)
+
+ALGORITHM: tuple[Key, ...] = (
+    translated(
+        "trainer.algorithm.advantage_estimator",
+        advantages,
+        "algorithm.name",
+        "algorithm.loss",
+        default="grpo",
+        reason="grpo: the recipe grpo; gae: ppo, advantages whitened over the batch. Of newer versions rloo and "
+        "reinforce++, too; maxrl is coming.",
+    ),
+    *(
+        translated(
+            f"trainer.algorithm.{name}",
+            kl,
+            "algorithm.kl.estimator",
+            default=default,
+            reason="k3 first, then the absolute value, else k1; the same in loss and reward.",
+        )
+        for name, default in (("use_kl_estimator_k3", True), ("use_abs_kl", False))
+    ),
+    *(
+        translated(
+            f"trainer.algorithm.{name}",
+            kl,
+            "algorithm.kl.place",
+            default=default,
+            reason="One of the two at most; with neither no reference is loaded.",
+        )
+        for name, default in (("use_kl_in_reward", False), ("use_kl_loss", True))
+    ),
+    translated(
+        "trainer.algorithm.kl_loss_coef",
+        kl,
+        "algorithm.kl.coef",
+        default=0.001,
+        reason="Of the loss or of the reward, whichever is on; 0 is off.",
+    ),
+    translated(
+        "trainer.algorithm.advantage_batch_normalize",
+        advantages,
+        "algorithm.whiten",
+        default=False,
+        reason="Over the sampled tokens of the batch (SkyRL's mean counts padding, too), the variance with n - 1.",
+    ),
+    coming("trainer.algorithm.value_head_prefix", "value heads read from a checkpoint", default="value_head"),
+    translated(
+        "trainer.algorithm.ppo_loss_type",
+        policy_loss,
+        "algorithm.dual_clip",
+        default="regular",
+        reason="regular or dual_clip; the losses of newer versions are coming. The log-ratio is bounded to +-20.",
+    ),
+    translated(
+        "trainer.algorithm.lambd",
+        advantages,
+        "algorithm.lam",
+        default=1.0,
+        reason="Read by gae alone, as there.",
+    ),
+    translated(
+        "trainer.algorithm.gamma",
+        advantages,
+        "algorithm.gamma",
+        default=1.0,
+        reason="Read by gae and reinforce++, as there.",
+    ),
+    mapped("trainer.algorithm.eps_clip_low", "algorithm.clip_low", default=0.2),
+    mapped("trainer.algorithm.eps_clip_high", "algorithm.clip_high", default=0.2),
+    translated(
+        "trainer.algorithm.clip_ratio_c",
+        policy_loss,
+        "algorithm.dual_clip",
+        default=3.0,
+        reason="Read with ppo_loss_type=dual_clip alone, as there.",
+    ),
+    translated(
+        "trainer.algorithm.value_clip",
+        critic,
+        "critic.clip_value",
+        default=0.2,
+        reason=f"{ONLY_CRITIC} null: plain squared error.",
+    ),
+    coming(
+        "trainer.algorithm.normalize_reward",
+        "values in units of their running deviation (values are used as they are, which is what SkyRL's code does)",
+        default=True,
+        harmless=(False,),
+    ),
+)

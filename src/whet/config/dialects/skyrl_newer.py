@@ -1,0 +1,115 @@
+"""Keys that are not in SkyRL's document: of its own base file at that time, and of newer versions."""
+
+from __future__ import annotations
+
+from whet.config.dialects.key import Key, coming, derived, inert, translated
+from whet.config.dialects.skyrl_models import deepspeed, sequence_parallel, sharding
+from whet.config.dialects.skyrl_parts import (
+    advantages,
+    critic,
+    dtype,
+    environment,
+    kl,
+    policy_optimizer,
+    reduction,
+)
+from whet.config.dialects.skyrl_rules import check_environments
+from whet.types import Json
+
+COMPOSED: tuple[Json, ...] = tuple(
+    [
+        "_self_",
+        {"deepspeed_config@deepspeed_config.train": "train"},
+        {"deepspeed_config@deepspeed_config.eval": "eval"},
+        *gym,
+    ]
+    for gym in ([], [{"skyrl_gym_config": "default"}])
+)
+"""What SkyRL's base files are composed of."""
+
+NEWER: tuple[Key, ...] = (
+    coming("defaults", "Hydra's composition of files", default=None, harmless=COMPOSED),
+    *(
+        deepspeed(f"deepspeed_config.{use}.{below}*", {})
+        for use in ("train", "eval")
+        for below in ("zero_optimization.", "")
+    ),
+    translated(
+        "environment.env_class",
+        environment,
+        "rewards.gsm8k.function",
+        "rewards.environment.function",
+        default="gsm8k",
+        reason="gsm8k: 1 for the right number after the last #### (SkyRL: the first, compared as text). Other "
+        "environments are coming; path/to/file.py:name is a reward function of yours.",
+    ),
+    *(
+        derived(
+            name,
+            check_environments,
+            default=default,
+            reason="Settings of environments; those that read them are refused by environment.env_class. Rewards run "
+            "in guard.workers processes.",
+        )
+        for name, default in (("environment.max_env_workers", 10), ("environment.skyrl_gym.*", {}))
+    ),
+    translated(
+        "trainer.algorithm.loss_reduction",
+        reduction,
+        "algorithm.aggregation",
+        "algorithm.norm_tokens",
+        default="sequence_mean",
+        reason="Default: what SkyRL did before the key came. Over the whole mini batch; token_mean_legacy is coming.",
+    ),
+    translated(
+        "trainer.algorithm.grpo_norm_by_std",
+        advantages,
+        "algorithm.normalize_std",
+        default=True,
+        reason="Read by grpo alone, as there.",
+    ),
+    translated(
+        "trainer.algorithm.kl_estimator_type",
+        kl,
+        "algorithm.kl.estimator",
+        default=None,
+        reason="Stands over use_kl_estimator_k3 and use_abs_kl where it is given.",
+    ),
+    *(
+        translated(
+            f"trainer.{role}.optimizer_config.{name}",
+            function,
+            f"{native}.optimizer.schedule.{ours}",
+            default=default,
+            reason=reason,
+        )
+        for role, function, native in (("policy", policy_optimizer, "train"), ("critic", critic, "critic"))
+        for name, ours, default, reason in (
+            (
+                "num_warmup_steps",
+                "warmup_steps",
+                None,
+                "Stands over trainer.num_warmup_steps where it is given.",
+            ),
+            ("scheduler", "kind", "constant_with_warmup", "constant_with_warmup, linear or cosine."),
+        )
+    ),
+    translated("trainer.bf16", dtype, "model.dtype", default=True, reason="See generator.model_dtype."),
+    inert("trainer.flash_attn", "whet's attention is its own and packed.", default=True, harmless=(False,)),
+    inert(
+        "trainer.gradient_checkpointing_use_reentrant",
+        "How activations are recomputed, not which.",
+        default=False,
+        harmless=(True,),
+    ),
+    coming("trainer.sequence_parallel_backend", "sequence parallelism", default="ulysses"),
+    coming("trainer.disable_fast_tokenizer", "slow tokenizers", default=False),
+    coming("trainer.target_modules", "LoRA", default="all-linear"),
+    coming("trainer.use_orm_score", "reward models", default=False),
+    coming("trainer.algorithm.kl_target", "an adaptive KL (never read by SkyRL then)", default=None),
+    coming("trainer.algorithm.init_kl_coef", "an adaptive KL (never read by SkyRL then)", default=0.0),
+    coming("trainer.reward.model.path", "reward models", default=None),
+    deepspeed("trainer.reward.deepspeed_config", "${deepspeed_config.eval}"),
+    *sharding("reward", offload=True),
+    sequence_parallel("reward"),
+)

@@ -1,0 +1,201 @@
+"""SkyRL's own rules: what its `validate_cfg` and `validate_batch_sizes` refuse, in its words.
+
+Letters as there: B prompts of a step, k rollouts of a prompt, P GPUs of a model, dp = P / sequence parallel size.
+Nothing here depends on how many devices whet uses: the rules are about the file, not about this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from whet.config.dialects.key import Values
+from whet.config.faults import shown
+from whet.types import ConfigError, Json
+
+T = TypeVar("T")
+
+NOTHING: Mapping[str, Json] = {}
+"""What a check gives: no native key."""
+
+
+def whole(v: Values, key: str, *, least: int | None = 1) -> int:
+    """A whole number, of at least `least`."""
+    value = v[key]
+    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        bound = "" if least is None else f" >= {least}"
+        raise ConfigError(f"{key}: got {shown(value)}, expected a whole number{bound}")
+    return value
+
+
+def number(v: Values, key: str) -> float:
+    """Any number."""
+    value = v[key]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{key}: got {shown(value)}, expected a number")
+    return value
+
+
+def flag(v: Values, key: str) -> bool:
+    """true or false."""
+    value = v[key]
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key}: got {shown(value)}, expected true or false")
+    return value
+
+
+def choose(v: Values, key: str, known: Mapping[str, T | None]) -> T:
+    """What a choice stands for. A name that is known but not built yet stands for None."""
+    value = v[key]
+    if not isinstance(value, str) or value not in known:
+        raise ConfigError(f"{key}: got {shown(value)}, expected one of {', '.join(known)}")
+    meaning = known[value]
+    if meaning is None:
+        built = ", ".join(name for name, there in known.items() if there is not None)
+        raise ConfigError(f"{key}={value} is not built yet (coming); today: {built}")
+    return meaning
+
+
+# ---------------------------------------------------------------- who is there
+
+
+def has_critic(v: Values) -> bool:
+    """Whether a critic learns: only gae reads one."""
+    return v["trainer.algorithm.advantage_estimator"] == "gae"
+
+
+def has_reference(v: Values) -> bool:
+    """Whether a KL to the reference is taken at all."""
+    return flag(v, "trainer.algorithm.use_kl_loss") or flag(v, "trainer.algorithm.use_kl_in_reward")
+
+
+def evaluates(v: Values) -> bool:
+    """Whether the file evaluates: an interval above 0 and something to evaluate on."""
+    return whole(v, "trainer.eval_interval", least=None) > 0 and bool(v["data.val_data"])
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def gpus(v: Values, role: str) -> int:
+    """P of policy, critic or ref."""
+    at = f"trainer.placement.{role}_num"
+    return whole(v, f"{at}_nodes") * whole(v, f"{at}_gpus_per_node")
+
+
+def data_parallel(v: Values, role: str) -> int:
+    """dp = P / sequence_parallel_size, which must divide P."""
+    P, key = gpus(v, role), f"trainer.{role}.sequence_parallel_size"
+    size = whole(v, key)
+    if P % size:
+        raise ConfigError(
+            f"{key}={size} must divide the {P} GPUs of the {role} (trainer.placement.{role}_num_*)"
+        )
+    return P // size
+
+
+def check_batches(v: Values) -> Mapping[str, Json]:
+    """Rules 1 to 3 of SkyRL's batch sizes, divisions exact where SkyRL rounds down silently."""
+    for role in ("policy", "critic") if has_critic(v) else ("policy",):
+        _check_mini_batch(v, role)
+    return NOTHING
+
+
+def _check_mini_batch(v: Values, role: str) -> None:
+    """B >= mini, mini | B, dp | mini k, micro | mini k / dp."""
+    B, k = whole(v, "trainer.train_batch_size"), whole(v, "generator.n_samples_per_prompt")
+    key, dp = f"trainer.{role}_mini_batch_size", data_parallel(v, role)
+    mini, micro = whole(v, key), whole(v, "trainer.micro_train_batch_size_per_gpu")
+    if mini > B:
+        raise ConfigError(f"trainer.train_batch_size={B} must be at least {key}={mini}")
+    if B % mini:
+        raise ConfigError(f"{key}={mini} must divide trainer.train_batch_size={B}")
+    if mini * k % dp:
+        raise ConfigError(
+            f"{key}={mini} times generator.n_samples_per_prompt={k} are {mini * k} rollouts, which the {dp} "
+            f"data-parallel ranks of the {role} (trainer.placement.{role}_num_* / sequence_parallel_size) must divide"
+        )
+    if (mini * k // dp) % micro:
+        raise ConfigError(
+            f"trainer.micro_train_batch_size_per_gpu={micro} must divide the mini batch of a rank, {mini * k // dp} = "
+            f"{key}={mini} * generator.n_samples_per_prompt={k} / {dp} ranks of the {role}"
+        )
+
+
+def check_placement(v: Values) -> Mapping[str, Json]:
+    """Who shares GPUs with whom must fit, as SkyRL asserts; here all share one device, in turns."""
+    P, engines = gpus(v, "policy"), whole(v, "generator.num_inference_engines")
+    parallel = whole(v, "generator.inference_engine_tensor_parallel_size")
+    others = [("ref", has_reference(v)), ("critic", has_critic(v))]
+    if flag(v, "trainer.placement.colocate_all") and flag(v, "generator.run_engines_locally"):
+        if engines * parallel != P:
+            raise ConfigError(
+                f"trainer.placement.colocate_all: the policy's {P} GPUs (policy_num_nodes * policy_num_gpus_per_node) "
+                f"must equal generator.num_inference_engines={engines} * "
+                f"generator.inference_engine_tensor_parallel_size={parallel} = {engines * parallel}"
+            )
+        for role, there in others:
+            if there and gpus(v, role) != P:
+                raise ConfigError(
+                    f"trainer.placement.colocate_all: the {role} has {gpus(v, role)} GPUs ({role}_num_nodes * "
+                    f"{role}_num_gpus_per_node), the policy {P}; they must be equal"
+                )
+    elif flag(v, "trainer.placement.colocate_policy_ref") and has_reference(v):
+        for size in ("nodes", "gpus_per_node"):
+            mine, other = (whole(v, f"trainer.placement.{role}_num_{size}") for role in ("policy", "ref"))
+            if mine != other:
+                raise ConfigError(
+                    f"trainer.placement.colocate_policy_ref: policy_num_{size}={mine} must equal ref_num_{size}={other}"
+                )
+    return NOTHING
+
+
+def check_input_length(v: Values) -> Mapping[str, Json]:
+    """With one turn the input is the prompt."""
+    longest, prompt = whole(v, "generator.max_input_length"), whole(v, "trainer.max_prompt_length")
+    if longest != prompt:
+        raise ConfigError(
+            f"generator.max_input_length={longest} must equal trainer.max_prompt_length={prompt} when "
+            "generator.max_turns=1"
+        )
+    return NOTHING
+
+
+def check_eval_batch(v: Values) -> Mapping[str, Json]:
+    """A number of prompts."""
+    whole(v, "trainer.eval_batch_size")
+    return NOTHING
+
+
+def check_engine_mode(v: Values) -> Mapping[str, Json]:
+    """A blocking engine gets all prompts of a step in one call."""
+    if not flag(v, "generator.async_engine") and not flag(v, "generator.batched"):
+        raise ConfigError("generator.async_engine=false needs generator.batched=true")
+    return NOTHING
+
+
+def check_engine_memory(v: Values) -> Mapping[str, Json]:
+    """Limits that must be possible; the embedded engine sizes itself by max_num_seqs and the longest sequence."""
+    whole(v, "generator.max_num_batched_tokens")
+    share = number(v, "generator.gpu_memory_utilization")
+    if not 0 < share <= 1:
+        raise ConfigError(f"generator.gpu_memory_utilization={share}: expected a share above 0 and at most 1")
+    return NOTHING
+
+
+def check_update_group(v: Values) -> Mapping[str, Json]:
+    """Values that SkyRL knows; there is no update group, since the engine reads the trainer's own weights."""
+    choose(v, "generator.weight_sync_backend", {"nccl": "", "gloo": ""})
+    choose(v, "generator.override_existing_update_group", {"auto": "", "enable": "", "disable": ""})
+    return NOTHING
+
+
+def check_environments(v: Values) -> Mapping[str, Json]:
+    """A number of workers; what belongs to an environment is read where that environment is chosen."""
+    whole(v, "environment.max_env_workers", least=0)
+    return NOTHING
+
+
+def check_deepspeed(v: Values) -> Mapping[str, Json]:
+    """Nothing reads DeepSpeed's settings as long as trainer.strategy=deepspeed is refused."""
+    return NOTHING

@@ -1,0 +1,109 @@
+"""Overrides on the command line in the style of the foreign systems: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from whet.config.keys import Path
+from whet.config.parse import parse
+from whet.config.tree import leaves
+from whet.types import Json
+
+_OVERRIDE = re.compile(
+    r"(?P<sign>\+\+|\+|~|)(?P<key>\w[^\s=+~@]*)(?P<equals>\s*=\s*)?(?P<value>.*)", re.DOTALL
+)
+_TIGHT = re.compile(r"([{,]\s*[\w.]+):(?=\S)")
+"""Hydra reads {a:1} as YAML reads {a: 1}."""
+
+
+@dataclass
+class Tree:
+    """A foreign file with the overrides put over it."""
+
+    tree: dict[str, Json] = field(default_factory=dict)
+    origins: dict[Path, str] = field(default_factory=dict)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+
+    def override(self, text: str) -> None:
+        """Apply one override. `a=` is the empty text, `~a` takes the key out (its default counts again)."""
+        source = f"override {text}"
+        said = _OVERRIDE.fullmatch(text.strip())
+        if said is None or (said["sign"] != "~" and not said["equals"]):
+            self.problems.append((source, "expected key.path=value, +key.path=value or ~key.path"))
+            return
+        path = self._path(said["key"])
+        if said["sign"] == "~":
+            if not _drop(self.tree, path):
+                self.problems.append((source, f"there is no {said['key']} in the file to take out"))
+            return
+        parsed = parse(_TIGHT.sub(r"\1: ", said["value"]) if said["value"][:1] in "{[" else said["value"])
+        if parsed.problems:
+            self.problems += [(source, problem) for _, problem in parsed.problems]
+            return
+        self._put(path, parsed.tree if said["value"] else "", source)
+
+    def _path(self, key: str) -> Path:
+        """Numbers are indexes where a list stands."""
+        path: Path = ()
+        around: Json = self.tree
+        for part in key.split("."):
+            step = int(part) if isinstance(around, list) and part.isdecimal() else part
+            path = (*path, step)
+            around = _inside(around, step)
+        return path
+
+    def _put(self, path: Path, value: Json, source: str) -> None:
+        around: Json = self.tree
+        for n, part in enumerate(path[:-1]):
+            inner = _inside(around, part)
+            if not isinstance(inner, dict | list) and not _set(around, part, inner := {}):
+                self.problems.append((source, f"there is no entry {part} in {'.'.join(map(str, path[:n]))}"))
+                return
+            around = inner
+        if not _set(around, path[-1], value):
+            self.problems.append((source, f"there is no entry {path[-1]} in {'.'.join(map(str, path[:-1]))}"))
+            return
+        self.origins = {at: place for at, place in self.origins.items() if at[: len(path)] != path}
+        self.origins |= {at: source for at, _ in leaves(value, path)}
+        for n in range(1, len(path)):
+            self.origins.setdefault(path[:n], source)
+
+
+def overridden(tree: Mapping[str, Json], origins: Mapping[Path, str], overrides: Sequence[str]) -> Tree:
+    """A copy of the file's values with the overrides put over them."""
+    copy = Tree(tree=_copied(dict(tree)), origins=dict(origins))
+    for text in overrides:
+        copy.override(text)
+    return copy
+
+
+def _inside(value: Json, part: str | int) -> Json:
+    if isinstance(value, list) and isinstance(part, int) and part < len(value):
+        return value[part]
+    return value.get(part) if isinstance(value, dict) and isinstance(part, str) else None
+
+
+def _set(around: Json, part: str | int, value: Json) -> bool:
+    """Put a value into a dict, or in place of an entry of a list; False where that cannot be."""
+    in_list = isinstance(around, list) and isinstance(part, int) and part < len(around)
+    if in_list or (isinstance(around, dict) and isinstance(part, str)):
+        around[part] = value
+        return True
+    return False
+
+
+def _drop(tree: Json, path: Path) -> bool:
+    for part in path[:-1]:
+        tree = _inside(tree, part)
+    if not isinstance(tree, dict) or path[-1] not in tree:
+        return False
+    del tree[path[-1]]
+    return True
+
+
+def _copied(value: Json) -> Json:
+    if isinstance(value, dict):
+        return {k: _copied(v) for k, v in value.items()}
+    return [_copied(v) for v in value] if isinstance(value, list) else value

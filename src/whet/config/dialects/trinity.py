@@ -1,0 +1,103 @@
+"""Trinity-RFT (about 0.4.0): what each of its keys means here. The rows stand by section in modules of their own.
+
+Beside the document's keys the tables hold those that its source code knows and its example files use (`MORE_...`).
+"""
+
+from __future__ import annotations
+
+from whet.config.dialects.key import Key, translated
+from whet.config.dialects.trinity_algorithm import ALGORITHM, MORE_ALGORITHM
+from whet.config.dialects.trinity_buffer import BUFFER, MORE_BUFFER
+from whet.config.dialects.trinity_run import (
+    CLUSTER,
+    EXPLORER,
+    GLOBAL,
+    GUI,
+    LOG,
+    MODEL,
+    MONITOR,
+    MORE_RUN,
+    SERVICES,
+    SYNCHRONIZER,
+    TRAINER,
+)
+from whet.config.dialects.trinity_stages import one_run, stages
+from whet.config.dialects.trinity_values import section
+from whet.config.dialects.trinity_verl import VERL
+
+_INHERITS = "every key of the section; what a stage leaves out is the global one"
+
+
+def _stage(name: str, native: str, *, reason: str = _INHERITS) -> Key:
+    return translated(f"stages[].{name}", stages, native, default=None, reason=reason)
+
+
+STAGES: tuple[Key, ...] = (
+    translated(
+        "stages",
+        stages,
+        "stages",
+        default=[],
+        reason="each stage starts from the policy of the one before",
+    ),
+    _stage("stage_name", "stages", reason="the stage's name"),
+    _stage("mode", "stages", reason="the global one where it is not given"),
+    section("stages[].algorithm", "stages"),
+    section("stages[].buffer", "stages"),
+    section("stages[].explorer", "stages"),
+    section("stages[].trainer", "stages"),
+    _stage("algorithm.algorithm_type", "stages"),
+    _stage("buffer.train_batch_size", "stages"),
+    _stage("buffer.total_steps", "stages"),
+    section("stages[].buffer.trainer_input", "stages"),
+    section("stages[].buffer.trainer_input.experience_buffer", "stages"),
+    _stage("buffer.trainer_input.experience_buffer.name", "stages"),
+    _stage("buffer.trainer_input.experience_buffer.path", "stages"),
+)
+
+_DOCUMENT = (
+    *(*GLOBAL, *ALGORITHM, *BUFFER, *MODEL, *CLUSTER, *EXPLORER, *SYNCHRONIZER, *TRAINER),
+    *(*MONITOR, *SERVICES, *LOG, *GUI),
+)
+_OWN = one_run((*_DOCUMENT, *MORE_RUN, *MORE_ALGORITHM, *MORE_BUFFER, *VERL))
+_SAID = {row.name for row in STAGES}
+_OF_STAGES = tuple(
+    _stage(row.name, "stages")
+    for row in _OWN
+    if row.name.split(".")[0] in ("algorithm", "buffer", "explorer", "trainer")
+    if f"stages[].{row.name}" not in _SAID
+)
+"""Every other key that a stage may give."""
+
+_VERL = {row.name for row in VERL}
+TRINITY: tuple[Key, ...] = (*(row for row in _OWN if row.name not in _VERL), *STAGES, *_OF_STAGES)
+TRINITY_VERL: tuple[Key, ...] = tuple(row for row in _OWN if row.name in _VERL)
+
+ALIASES: dict[str, str | tuple[str, str]] = {
+    "algorithm.optimizer.lr_scheduler_type": ("algorithm.optimizer.warmup_style", "the newer name"),
+    "buffer.default_workflow_type": (
+        "buffer.explorer_input.default_workflow_type",
+        "as the document's prose has it",
+    ),
+    "buffer.default_reward_fn_type": (
+        "buffer.explorer_input.default_reward_fn_type",
+        "as the document's prose has it",
+    ),
+    "buffer.explorer_input.taskset.data_selector": (
+        "buffer.explorer_input.taskset.task_selector",
+        "the newer name",
+    ),
+    "trainer.max_checkpoints_to_keep": (
+        "trainer.trainer_config.trainer.max_actor_ckpt_to_keep",
+        "the newer name",
+    ),
+    "trainer.trainer_config.actor_rollout_ref.actor.optim.lr_scheduler_type": (
+        "trainer.trainer_config.actor_rollout_ref.actor.optim.warmup_style",
+        "the newer name",
+    ),
+    "trainer.trainer_config.critic.optim.lr_scheduler_type": (
+        "trainer.trainer_config.critic.optim.warmup_style",
+        "the newer name",
+    ),
+}
+"""Newer names, and two that the document's prose misspells."""

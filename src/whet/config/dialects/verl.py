@@ -1,0 +1,125 @@
+"""verl 0.4 (configuration pages of June 2025 in English and of April 2025 in Chinese): its four kinds of keys.
+
+Defaults are the document's; where its two languages, or the document and verl itself, differ, the row says which
+counts. Sizes of machines only enter verl's own batch-size rules: gradients are taken over the whole mini batch, however
+a machine would spread it, so one process gives the same run.
+"""
+
+from __future__ import annotations
+
+from whet.config.dialects.key import Key, Translate, coming, derived, mapped, translated
+from whet.config.dialects.verl_newer import NEWER
+from whet.config.dialects.verl_parts import actor_optimizer, critic_optimizer
+from whet.config.dialects.verl_policy import DECAY, POLICY, STEPS
+from whet.config.dialects.verl_rules import ACTOR, CRITIC, at_least, is_flag, is_one_of
+from whet.config.dialects.verl_run import DATA, RUN
+from whet.config.dialects.verl_sft import SFT
+
+VERL_PPO: tuple[Key, ...] = (*DATA, *POLICY, *RUN, *NEWER)
+"""The 200 keys of the document, then those of verl's base file and of newer versions."""
+
+
+def _megatron(role: str, optimizer: Translate, native: str) -> tuple[Key, ...]:
+    """Megatron's optimizer and schedule of one role; read with strategy=megatron."""
+    at, to = f"{role}.optim", f"{native}.optimizer"
+    coming_wsd = "warm-up, stable, decay in Megatron's shapes"
+    return (
+        coming(f"{at}.optimizer", "another optimizer than AdamW", default="adam"),
+        mapped(f"{at}.lr", f"{to}.lr", default=1e-6),
+        translated(f"{at}.clip_grad", optimizer, f"{to}.grad_clip", default=1.0, reason="0 is off."),
+        derived(
+            f"{at}.total_training_steps",
+            at_least(f"{at}.total_training_steps", -1),
+            default=-1,
+            reason="verl's trainer writes it, over any value; it follows from the run's length here, too.",
+        ),
+        translated(
+            f"{at}.lr_warmup_init",
+            optimizer,
+            f"{to}.schedule.warmup_steps",
+            default=0.0,
+            reason="Other than 0 is coming.",
+        ),
+        translated(
+            f"{at}.lr_warmup_steps",
+            optimizer,
+            f"{to}.schedule.warmup_steps",
+            default=-1,
+            reason=f"0, null and less mean the ratio. {STEPS}",
+        ),
+        translated(
+            f"{at}.lr_warmup_steps_ratio",
+            optimizer,
+            f"{to}.schedule.warmup_fraction",
+            default=0.0,
+            reason="Where lr_warmup_steps is not positive.",
+        ),
+        translated(
+            f"{at}.lr_decay_steps",
+            optimizer,
+            f"{to}.schedule.kind",
+            default=None,
+            reason="null: all steps; a number is coming.",
+        ),
+        translated(
+            f"{at}.lr_decay_style",
+            optimizer,
+            f"{to}.schedule.kind",
+            default="linear",
+            reason="constant, linear, cosine; inverse_square_root and WSD are coming.",
+        ),
+        translated(
+            f"{at}.min_lr",
+            optimizer,
+            f"{to}.schedule.min_factor",
+            default=0.0,
+            reason="As a share of lr natively.",
+        ),
+        translated(f"{at}.weight_decay", optimizer, f"{to}.weight_decay", default=0.01, reason=DECAY),
+        derived(
+            f"{at}.weight_decay_incr_style",
+            is_one_of(f"{at}.weight_decay_incr_style", "constant", "linear", "cosine"),
+            default="constant",
+            reason="From weight_decay to weight_decay: every shape is flat, as there.",
+        ),
+        coming(f"{at}.lr_wsd_decay_style", coming_wsd, default="exponential"),
+        coming(f"{at}.lr_wsd_decay_steps", coming_wsd, default=None),
+        derived(
+            f"{at}.use_checkpoint_opt_param_scheduler",
+            is_flag(f"{at}.use_checkpoint_opt_param_scheduler"),
+            default=False,
+            reason="A run goes on only with the config it was saved with, so both are equal.",
+        ),
+    )
+
+
+VERL_MEGATRON: tuple[Key, ...] = (
+    *_megatron(ACTOR, actor_optimizer, "train"),
+    *_megatron(CRITIC, critic_optimizer, "critic"),
+)
+
+_OFFLINE = "scoring a file of responses (whet eval --offline)"
+
+VERL_EVAL: tuple[Key, ...] = (
+    coming("data.path", _OFFLINE, default="/tmp/math_Qwen2-7B-Instruct.parquet"),
+    coming("data.prompt_key", _OFFLINE, default="prompt"),
+    coming("data.response_key", _OFFLINE, default="responses"),
+    coming("data.data_source_key", _OFFLINE, default="data_source"),
+    coming("data.reward_model_key", _OFFLINE, default="reward_model"),
+    coming("custom_reward_function.path", _OFFLINE, default=None),
+    coming("custom_reward_function.name", _OFFLINE, default="compute_score"),
+)
+
+VERL_SFT: tuple[Key, ...] = SFT
+
+ALIASES: dict[str, str | tuple[str, str]] = {
+    f"{ACTOR}.optim.lr_scheduler_type": f"{ACTOR}.optim.warmup_style",
+    "critic.optim.lr_scheduler_type": "critic.optim.warmup_style",
+    "optim.lr_warmup_steps_ratio": "optim.warmup_steps_ratio",
+    "optim.lr_scheduler_type": "optim.lr_scheduler",
+    "critic.checkpoint.contents": "critic.checkpoint.save_contents",
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": f"{ACTOR}.ulysses_sequence_parallel_size",
+    "ray_kwargs.ray_init.num_cpus": "ray_init.num_cpus",
+    "ray_kwargs.timeline_json_file": "ray_init.timeline_json_file",
+}
+"""A newer or older name -> the one in the tables, with a note where it needs one."""

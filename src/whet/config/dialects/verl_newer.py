@@ -1,0 +1,278 @@
+"""verl's keys that its document does not name: of its own base file at that time, and of newer versions."""
+
+from __future__ import annotations
+
+from whet.config.dialects.key import Key, coming, derived, engine, inert, mapped, translated
+from whet.config.dialects.verl_parts import (
+    actor_optimizer,
+    advantage,
+    checkpoints,
+    clipping,
+    device,
+    length,
+    overrides,
+    reduction,
+    rewards,
+    training_data,
+)
+from whet.config.dialects.verl_policy import DECAY, OFFLOAD, SHARDED, SIZED, TP, offload
+from whet.config.dialects.verl_rules import ACTOR, MODEL, ROLLOUT, at_least, batches
+from whet.config.dialects.verl_run import later
+
+_LOSSES = "another policy loss than PPO's"
+_MULTI_TURN = "several turns and tools"
+_RAY = "There is no Ray."
+_VIDEO = "prompts with videos"
+
+DATA: tuple[Key, ...] = (
+    translated(
+        "data.reward_fn_key",
+        training_data,
+        "data.train.0.label",
+        default="data_source",
+        reason="For validation, too.",
+    ),
+    derived(
+        "data.val_batch_size",
+        at_least("data.val_batch_size", 1),
+        default=None,
+        reason="Validation is asked for as a whole; the engine's max_batch limits it.",
+    ),
+    coming("data.video_key", _VIDEO, default="videos"),
+    inert("data.use_shm", "Where files lie while they are read.", default=False, harmless=(True,)),
+    inert(
+        "data.validation_shuffle",
+        "The order of a validation changes no mean of it.",
+        default=False,
+        harmless=(True,),
+    ),
+    mapped("data.seed", "seed", default=None, reason="Of the whole run, not of the order of tasks alone."),
+    derived(
+        "data.dataloader_num_workers",
+        at_least("data.dataloader_num_workers", 0),
+        default=8,
+        reason="One process reads; the number changes no result.",
+    ),
+)
+
+POLICY: tuple[Key, ...] = (
+    translated(
+        f"{ACTOR}.clip_ratio_low", clipping, "algorithm.clip_low", default=None, reason="null: clip_ratio."
+    ),
+    translated(
+        f"{ACTOR}.clip_ratio_high", clipping, "algorithm.clip_high", default=None, reason="null: clip_ratio."
+    ),
+    translated(
+        f"{ACTOR}.clip_ratio_c", clipping, "algorithm.dual_clip", default=3.0, reason="Always on, as there."
+    ),
+    translated(
+        f"{ACTOR}.loss_agg_mode",
+        reduction,
+        "algorithm.aggregation",
+        default="token-mean",
+        reason="Over the whole mini batch; seq-mean-token-sum-norm also divides by the rollouts, which verl leaves "
+        "to the cut.",
+    ),
+    translated(
+        f"{ACTOR}.loss_scale_factor",
+        reduction,
+        "algorithm.norm_tokens",
+        default=None,
+        reason="Of seq-mean-token-sum-norm; null: the longest response.",
+    ),
+    coming(f"{ACTOR}.policy_loss.loss_mode", _LOSSES, default="vanilla"),
+    *(
+        coming(f"{ACTOR}.policy_loss.{name}", _LOSSES, default=default)
+        for name, default in (
+            ("clip_cov_ratio", 0.0002),
+            ("clip_cov_lb", 1.0),
+            ("clip_cov_ub", 5.0),
+            ("kl_cov_ratio", 0.0002),
+            ("ppo_kl_coef", 0.1),
+        )
+    ),
+    coming(f"{ACTOR}.tau_pos", _LOSSES, default=1.0),
+    coming(f"{ACTOR}.tau_neg", _LOSSES, default=1.05),
+    translated(
+        f"{ACTOR}.optim.weight_decay",
+        actor_optimizer,
+        "train.optimizer.weight_decay",
+        default=0.01,
+        reason=DECAY,
+    ),
+    translated(
+        f"{ACTOR}.optim.betas",
+        actor_optimizer,
+        "train.optimizer.betas",
+        default=[0.9, 0.999],
+        reason="Of AdamW.",
+    ),
+    inert(
+        f"{ACTOR}.entropy_from_logits_with_chunking",
+        "How entropy is computed, not what it is.",
+        default=False,
+        harmless=(True,),
+    ),
+    inert(
+        f"{ACTOR}.entropy_checkpointing",
+        "How entropy is computed, not what it is.",
+        default=False,
+        harmless=(True,),
+    ),
+    offload(f"{ACTOR}.fsdp_config.offload_policy"),
+    coming(f"{ACTOR}.fsdp_config.reshard_after_forward", SHARDED, default=True, harmless=(False,)),
+    coming(f"{ACTOR}.fsdp_config.forward_prefetch", SHARDED, default=False, harmless=(True,)),
+    translated(
+        f"{MODEL}.override_config.*",
+        overrides,
+        "model.overrides",
+        default={},
+        reason="Fields of the model's config.json.",
+    ),
+    coming(f"{MODEL}.lora_rank", "LoRA", default=0),
+    coming(f"{MODEL}.lora_alpha", "LoRA", default=16),
+    coming(f"{MODEL}.target_modules", "LoRA", default="all-linear"),
+    *(
+        inert(f"{MODEL}.{name}", "Kernels are whet's own.", default=False, harmless=(True,))
+        for name in ("use_liger", "use_fused_kernels")
+    ),
+    inert(f"{MODEL}.use_shm", "Where weights lie while they are read.", default=False, harmless=(True,)),
+)
+
+MEGATRON: tuple[Key, ...] = (
+    *(
+        coming(f"{ACTOR}.megatron.{part}_offload", OFFLOAD, default=False, harmless=(True,))
+        for part in ("param", "grad", "optimizer")
+    ),
+    *(
+        derived(f"{ACTOR}.megatron.{kind}_parallel_size", batches, default=1, reason=TP)
+        for kind in ("tensor_model", "pipeline_model", "context")
+    ),
+    coming(f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size", "pipelines", default=None),
+    coming(f"{ACTOR}.megatron.expert_model_parallel_size", "experts over devices", default=1),
+    coming(f"{ACTOR}.megatron.expert_tensor_parallel_size", "experts over devices", default=None),
+    *(
+        inert(
+            f"{ACTOR}.megatron.{name}",
+            "How Megatron spreads its work over devices.",
+            default=True,
+            harmless=(False,),
+        )
+        for name in ("sequence_parallel", "use_distributed_optimizer")
+    ),
+    coming(f"{ACTOR}.megatron.use_dist_checkpointing", "Megatron's checkpoints", default=False),
+    coming(f"{ACTOR}.megatron.dist_checkpointing_path", "Megatron's checkpoints", default=None),
+    derived(
+        f"{ACTOR}.megatron.seed",
+        at_least(f"{ACTOR}.megatron.seed", 0),
+        default=42,
+        reason="Of dropout on parallel devices; nothing is dropped here.",
+    ),
+    coming(f"{ACTOR}.megatron.override_transformer_config.*", "Megatron", default={}),
+)
+
+ENGINE: tuple[Key, ...] = (
+    coming(f"{ROLLOUT}.mode", "inference servers", default="sync"),
+    derived(f"{ROLLOUT}.max_model_len", at_least(f"{ROLLOUT}.max_model_len", 1), default=None, reason=SIZED),
+    inert(f"{ROLLOUT}.disable_log_stats", "What the engine prints.", default=True, harmless=(False,)),
+    inert(
+        f"{ROLLOUT}.enable_chunked_prefill",
+        "How prompts are read, not what follows.",
+        default=True,
+        harmless=(False,),
+    ),
+    inert(
+        f"{ROLLOUT}.layered_summon",
+        "The engine reads the trainer's own weights.",
+        default=False,
+        harmless=(True,),
+    ),
+    coming(f"{ROLLOUT}.use_fire_sampling", "another temperature for the first token", default=False),
+    engine(f"{ROLLOUT}.engine_kwargs.vllm.*", "vllm", default={}, reason="Any argument of vLLM."),
+    engine(f"{ROLLOUT}.engine_kwargs.sglang.*", "sglang", default={}, reason="Any argument of SGLang."),
+    *(
+        coming(f"{ROLLOUT}.multi_turn.{name}", _MULTI_TURN, default=default)
+        for name, default in (
+            ("enable", False),
+            ("max_turns", None),
+            ("tool_config_path", None),
+            ("completion_callback", None),
+            ("use_inference_chat_template", False),
+            ("enable_tokenization_sanity_check", True),
+            ("max_user_turns", None),
+            ("max_assistant_turns", None),
+            ("format", "chatml"),
+        )
+    ),
+)
+
+REWARD: tuple[Key, ...] = (
+    later("strategy", "fsdp"),
+    later("micro_batch_size", None),
+    later("use_dynamic_bsz", "${critic.use_dynamic_bsz}"),
+    later("forward_max_token_len_per_gpu", "${critic.forward_max_token_len_per_gpu}"),
+    later("ulysses_sequence_parallel_size", 1),
+    later("model.fsdp_config.wrap_policy.min_num_params", 0),
+    inert(
+        "reward_model.launch_reward_fn_async",
+        "When rewards are computed; they are the same.",
+        default=False,
+        harmless=(True,),
+    ),
+    coming("reward_model.sandbox_fusion.url", "running code in a remote sandbox", default=None),
+    coming("reward_model.sandbox_fusion.max_concurrent", "running code in a remote sandbox", default=64),
+    translated(
+        "custom_reward_function.reward_kwargs",
+        rewards,
+        "rewards.score.arguments",
+        default=None,
+        reason="Arguments of every call.",
+    ),
+)
+
+TRAINER: tuple[Key, ...] = (
+    translated(
+        "algorithm.norm_adv_by_std_in_grpo",
+        advantage,
+        "algorithm.normalize_std",
+        default=True,
+        reason="Read by grpo, as there; False is Dr. GRPO's.",
+    ),
+    coming("algorithm.use_pf_ppo", "drawing rollouts by their score", default=False),
+    coming("algorithm.pf_ppo.reweight_method", "drawing rollouts by their score", default="pow"),
+    coming("algorithm.pf_ppo.weight_pow", "drawing rollouts by their score", default=2.0),
+    inert(
+        "trainer.balance_batch",
+        "One process has no ranks to balance; no cut changes the gradient.",
+        default=True,
+        harmless=(False,),
+    ),
+    translated(
+        "trainer.total_training_steps",
+        length,
+        "train.steps",
+        default=None,
+        reason="Stands over total_epochs.",
+    ),
+    coming("trainer.val_only", "evaluation without training", default=False),
+    coming(
+        "trainer.rollout_data_dir", "rollouts at a place of yours; they lie in the run's folder", default=None
+    ),
+    coming("trainer.validation_data_dir", "validation generations at a place of yours", default=None),
+    translated(
+        "trainer.max_actor_ckpt_to_keep", checkpoints, "checkpoint.keep", default=None, reason="null: all."
+    ),
+    derived(
+        "trainer.max_critic_ckpt_to_keep",
+        checkpoints,
+        default=None,
+        reason="Policy and critic lie in one checkpoint: null, or the actor's number.",
+    ),
+    translated(
+        "trainer.device", device, "machine.device", default="cuda", reason="cuda: CUDA where there is one."
+    ),
+    derived("ray_init.num_cpus", at_least("ray_init.num_cpus", 1), default=None, reason=_RAY),
+    inert("ray_init.timeline_json_file", _RAY, default=None),
+)
+
+NEWER: tuple[Key, ...] = (*DATA, *POLICY, *MEGATRON, *ENGINE, *REWARD, *TRAINER)

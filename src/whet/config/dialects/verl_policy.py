@@ -1,0 +1,438 @@
+"""verl's keys of actor, reference and rollout (`actor_rollout_ref`), in the order of its document."""
+
+from __future__ import annotations
+
+from whet.config.dialects.key import Key, coming, derived, engine, inert, mapped, translated
+from whet.config.dialects.verl_parts import (
+    actor_optimizer,
+    checkpointing,
+    checkpoints,
+    clipping,
+    concurrency,
+    dtype,
+    kl,
+    model_path,
+    nothing,
+    overrides,
+    sampling,
+    validation,
+)
+from whet.config.dialects.verl_parts import engine as rollout_engine
+from whet.config.dialects.verl_rules import (
+    ACTOR,
+    MODEL,
+    REF,
+    ROLLOUT,
+    at_least,
+    batches,
+    check_parallel,
+    cut,
+    equal,
+    is_one_of,
+    share,
+)
+
+# ---------------------------------------------------------------- reasons that several keys share
+
+BATCHES = (
+    "In prompts, times n sequences. verl's rules for B, n, mini and micro batches and devices must hold."
+)
+CUT = (
+    "One cut for all passes: the smallest that the passes of this file ask for. It changes memory, never a number. "
+    "An older size over all devices is shared out over the ranks."
+)
+STEPS = "verl's scheduler moves once a training step, whet's with every optimizer step: W steps are W * updates here."
+RAMP = "Warm-up reaches (s+1)/(W+1) of the peak in its step s from 0; verl's s/W wastes the first step."
+DECAY = "Not applied to parameters of one dimension (norms, biases); verl decays all."
+OFFLOAD = "keeping parts of a run in CPU memory between phases; it changes no number, so both values pass"
+SHARDED = "sharding a model over devices (FSDP); it changes no number on one"
+TP = "Over devices of the file's machine; must fit verl's rules. One process does the work of all."
+NO_CODE = (
+    "Code that comes with a model or a tokenizer is never run, whatever stands here; families are built in."
+)
+SWEEP = "Over a step's rollouts at most; the embedded engine's cache is made for that many."
+SAMPLED = (
+    "top_k -1 and 0 are off. Logits are divided alike in training. do_sample=False: one greedy response."
+)
+VALIDATED = (
+    "Read where val_kwargs.do_sample is true, as there; greedy replies are all the same, so one is made."
+)
+PACKED = "Nothing is ever padded here; sequence parallelism needs it in verl."
+GRAPHS = "CUDA graphs in the embedded engine; they change no number, so both values pass"
+SIZED = "The embedded engine sizes itself by max_num_seqs and the longest sequence."
+
+
+def section(name: str) -> Key:
+    """A key that only holds others."""
+    return translated(name, nothing, default={}, reason="A section: its keys count, each for itself.")
+
+
+def shards(at: str) -> tuple[Key, ...]:
+    """How FSDP cuts one model."""
+    return (
+        coming(f"{at}.wrap_policy.transformer_layer_cls_to_wrap", SHARDED, default=None),
+        coming(f"{at}.wrap_policy.min_num_params", SHARDED, default=0),
+    )
+
+
+def offload(name: str) -> Key:
+    return coming(name, OFFLOAD, default=False, harmless=(True,))
+
+
+def cuts(at: str, *, sequences: str, dynamic: str, tokens: str, default: int | None) -> tuple[Key, ...]:
+    """How the passes of one role are cut; in reference to the actor's where `default` is the scoring passes' 16."""
+    return (
+        translated(f"{at}.{sequences}", cut, "train.micro_rollouts", default=None, reason=CUT),
+        translated(f"{at}.{sequences}_per_gpu", cut, "train.micro_rollouts", default=default, reason=CUT),
+        translated(
+            f"{at}.{dynamic}", cut, "train.micro_tokens", default=f"${{{ACTOR}.use_dynamic_bsz}}", reason=CUT
+        ),
+        translated(
+            f"{at}.{tokens}",
+            cut,
+            "train.micro_tokens",
+            default=f"${{{ACTOR}.ppo_max_token_len_per_gpu}}",
+            reason=CUT,
+        ),
+    )
+
+
+def parallel(name: str, default: object) -> Key:
+    return derived(name, check_parallel, default=default, reason=TP)
+
+
+MODEL_KEYS: tuple[Key, ...] = (
+    coming("actor_rollout_ref.hybrid_engine", "devices of their own for rollouts", default=True),
+    translated(
+        f"{MODEL}.path",
+        model_path,
+        "model.path",
+        default="~/models/deepseek-llm-7b-chat",
+        reason="A Hugging Face folder on this machine; hdfs:// is coming.",
+    ),
+    coming(f"{MODEL}.external_lib", "importing modules of yours before the model is built", default=None),
+    coming(
+        f"{MODEL}.external_libs", "importing modules of yours (a misspelling of external_lib)", default=None
+    ),
+    translated(
+        f"{MODEL}.override_config",
+        nothing,
+        "model.overrides",
+        default={},
+        reason="Flat fields and those of model_config count alike.",
+    ),
+    translated(
+        f"{MODEL}.override_config.model_config",
+        overrides,
+        "model.overrides",
+        default={},
+        reason="Fields of the model's config.json.",
+    ),
+    section(f"{MODEL}.override_config.moe_config"),
+    coming(
+        f"{MODEL}.override_config.moe_config.freeze_moe_router", "parameters that do not learn", default=False
+    ),
+    translated(
+        f"{MODEL}.enable_gradient_checkpointing",
+        checkpointing,
+        "train.gradient_checkpointing",
+        default=False,
+        reason="For policy and critic alike.",
+    ),
+    offload(f"{MODEL}.enable_activation_offload"),
+    inert(f"{MODEL}.trust_remote_code", NO_CODE, default=False, harmless=(True,)),
+    derived(f"{MODEL}.use_remove_padding", check_parallel, default=False, reason=PACKED),
+)
+
+ACTOR_KEYS: tuple[Key, ...] = (
+    translated(
+        f"{ACTOR}.strategy",
+        actor_optimizer,
+        "train.optimizer.schedule.kind",
+        default="fsdp",
+        reason="whet's own trainer stands in; megatron says that `optim` is Megatron's (decay to min_lr).",
+    ),
+    translated(f"{ACTOR}.ppo_mini_batch_size", batches, "train.minibatches", default=256, reason=BATCHES),
+    translated(f"{ACTOR}.ppo_micro_batch_size", cut, "train.micro_rollouts", default=None, reason=CUT),
+    translated(f"{ACTOR}.ppo_micro_batch_size_per_gpu", cut, "train.micro_rollouts", default=8, reason=CUT),
+    translated(f"{ACTOR}.use_dynamic_bsz", cut, "train.micro_tokens", default=False, reason=CUT),
+    translated(f"{ACTOR}.ppo_max_token_len_per_gpu", cut, "train.micro_tokens", default=16384, reason=CUT),
+    translated(
+        f"{ACTOR}.grad_clip",
+        actor_optimizer,
+        "train.optimizer.grad_clip",
+        default=1.0,
+        reason="Megatron's optim.clip_grad stands over it with strategy=megatron.",
+    ),
+    translated(
+        f"{ACTOR}.clip_ratio",
+        clipping,
+        "algorithm.clip_low",
+        "algorithm.clip_high",
+        "algorithm.dual_clip",
+        default=0.2,
+        reason="Both sides, unless clip_ratio_low or _high is given; verl ignores it then and now. "
+        "Dual clip (3.0) is always on, as there.",
+    ),
+    mapped(
+        f"{ACTOR}.entropy_coeff", "algorithm.entropy_coef", default=0.0, reason="0.001 in the older document."
+    ),
+    translated(
+        f"{ACTOR}.use_kl_loss",
+        kl,
+        "algorithm.kl.place",
+        "algorithm.kl.coef",
+        default=False,
+        reason="Together with algorithm.use_kl_in_reward: coming.",
+    ),
+    inert(
+        f"{ACTOR}.use_torch_compile",
+        "Kernels are whet's own; compiled or not, results are meant to agree.",
+        default=True,
+        harmless=(False,),
+    ),
+    translated(
+        f"{ACTOR}.kl_loss_coef",
+        kl,
+        "algorithm.kl.coef",
+        default=0.001,
+        reason="Read with use_kl_loss, as there.",
+    ),
+    translated(
+        f"{ACTOR}.kl_loss_type",
+        kl,
+        "algorithm.kl.estimator",
+        default="low_var_kl",
+        reason="kl is k1, mse k2, low_var_kl k3; full is coming.",
+    ),
+    translated(f"{ACTOR}.ppo_epochs", batches, "train.passes", default=1, reason=BATCHES),
+    derived(
+        f"{ACTOR}.data_loader_seed",
+        at_least(f"{ACTOR}.data_loader_seed", 0),
+        default=None,
+        reason="Read there only with shuffle, which is coming; every random number follows from `seed` here.",
+    ),
+    coming(f"{ACTOR}.shuffle", "another order of the rollouts in every pass", default=False),
+    parallel(f"{ACTOR}.ulysses_sequence_parallel_size", 1),
+    section(f"{ACTOR}.optim"),
+    mapped(f"{ACTOR}.optim.lr", "train.optimizer.lr", default=1e-6),
+    translated(
+        f"{ACTOR}.optim.lr_warmup_steps",
+        actor_optimizer,
+        "train.optimizer.schedule.warmup_steps",
+        default=-1,
+        reason=f"{STEPS} {RAMP}",
+    ),
+    translated(
+        f"{ACTOR}.optim.lr_warmup_steps_ratio",
+        actor_optimizer,
+        "train.optimizer.schedule.warmup_fraction",
+        default=0.0,
+        reason=f"Where lr_warmup_steps is negative. {RAMP}",
+    ),
+    translated(
+        f"{ACTOR}.optim.min_lr_ratio",
+        actor_optimizer,
+        "train.optimizer.schedule.min_factor",
+        default=0.0,
+        reason="Read by cosine alone, as there; null is 0. The warm-up starts at 0, verl's at this ratio.",
+    ),
+    translated(
+        f"{ACTOR}.optim.num_cycles",
+        actor_optimizer,
+        "train.optimizer.schedule.kind",
+        default=0.5,
+        reason="Read by cosine alone, as there; other than 0.5 is coming.",
+    ),
+    translated(
+        f"{ACTOR}.optim.warmup_style",
+        actor_optimizer,
+        "train.optimizer.schedule.kind",
+        default="constant",
+        reason="Of the time after the warm-up.",
+    ),
+    derived(
+        f"{ACTOR}.optim.total_training_steps",
+        at_least(f"{ACTOR}.optim.total_training_steps", -1),
+        default=-1,
+        reason="verl's trainer writes it, over any value; it follows from the run's length here, too.",
+    ),
+    section(f"{ACTOR}.fsdp_config"),
+    section(f"{ACTOR}.fsdp_config.wrap_policy"),
+    *shards(f"{ACTOR}.fsdp_config"),
+    *(offload(f"{ACTOR}.fsdp_config.{part}_offload") for part in ("param", "grad", "optimizer")),
+    derived(
+        f"{ACTOR}.fsdp_config.fsdp_size",
+        at_least(f"{ACTOR}.fsdp_config.fsdp_size", -1),
+        default=-1,
+        reason="Devices that share one copy; one process has one copy whole.",
+    ),
+    section(f"{ACTOR}.checkpoint"),
+    translated(
+        f"{ACTOR}.checkpoint.save_contents",
+        checkpoints,
+        "checkpoint.export",
+        default=["model", "optimizer", "extra"],
+        reason="A checkpoint is whole: all three must be there; "
+        "hf_model asks for an export, once, at the end.",
+    ),
+    derived(
+        f"{ACTOR}.checkpoint.load_contents",
+        checkpoints,
+        default=f"${{{ACTOR}.checkpoint.save_contents}}",
+        reason="All is restored; parts alone are coming.",
+    ),
+    translated(
+        f"{ACTOR}.checkpoint.contents",
+        checkpoints,
+        "checkpoint.export",
+        default=None,
+        reason="The older name of save_contents and load_contents together; it must not contradict them.",
+    ),
+)
+
+REF_KEYS: tuple[Key, ...] = (
+    section(REF),
+    offload(f"{REF}.fsdp_config.param_offload"),
+    *shards(f"{REF}.fsdp_config"),
+    *cuts(
+        REF,
+        sequences="log_prob_micro_batch_size",
+        dynamic="log_prob_use_dynamic_bsz",
+        tokens="log_prob_max_token_len_per_gpu",
+        default=16,
+    ),
+    parallel(f"{REF}.ulysses_sequence_parallel_size", f"${{{ACTOR}.ulysses_sequence_parallel_size}}"),
+)
+
+_LENGTHS = "the engine's lengths are the data's"
+_FORMATS = (
+    "auto",
+    "megatron",
+    "dtensor",
+    "hf",
+    "dummy",
+    "dummy_hf",
+    "dummy_megatron",
+    "dummy_dtensor",
+    "safetensors",
+)
+
+ROLLOUT_KEYS: tuple[Key, ...] = (
+    translated(
+        f"{ROLLOUT}.name",
+        rollout_engine,
+        "rollout.engine",
+        default="vllm",
+        reason="The embedded engine stands in for vllm, sglang and hf.",
+    ),
+    *(
+        translated(f"{ROLLOUT}.{key}", sampling, f"rollout.sampling.{key}", default=default, reason=SAMPLED)
+        for key, default in (("temperature", 1.0), ("top_k", -1), ("top_p", 1))
+    ),
+    derived(
+        f"{ROLLOUT}.prompt_length",
+        equal(f"{ROLLOUT}.prompt_length", "data.max_prompt_length", _LENGTHS),
+        default="${data.max_prompt_length}",
+        reason="Must equal data.max_prompt_length.",
+    ),
+    derived(
+        f"{ROLLOUT}.response_length",
+        equal(f"{ROLLOUT}.response_length", "data.max_response_length", _LENGTHS),
+        default="${data.max_response_length}",
+        reason="Must equal data.max_response_length.",
+    ),
+    translated(
+        f"{ROLLOUT}.dtype",
+        dtype,
+        "model.dtype",
+        default="bfloat16",
+        reason="The engine reads the trainer's own weights. bfloat16 leaves the choice to the device.",
+    ),
+    derived(
+        f"{ROLLOUT}.gpu_memory_utilization",
+        share(f"{ROLLOUT}.gpu_memory_utilization"),
+        default=0.5,
+        reason=SIZED,
+    ),
+    mapped(
+        f"{ROLLOUT}.ignore_eos",
+        "rollout.sampling.ignore_eos",
+        default=False,
+        reason="All tokens sampled count; verl's mask ends at the first end token.",
+    ),
+    coming(f"{ROLLOUT}.enforce_eager", GRAPHS, default=True, harmless=(False,)),
+    inert(
+        f"{ROLLOUT}.free_cache_engine",
+        "The cache shares memory with training in one process.",
+        default=True,
+        harmless=(False,),
+    ),
+    derived(
+        f"{ROLLOUT}.load_format",
+        is_one_of(f"{ROLLOUT}.load_format", *_FORMATS),
+        default="dummy_dtensor",
+        reason="The engine reads the trainer's own weights: nothing is loaded twice, whatever the format.",
+    ),
+    parallel(f"{ROLLOUT}.tensor_model_parallel_size", 2),
+    derived(
+        f"{ROLLOUT}.max_num_batched_tokens",
+        at_least(f"{ROLLOUT}.max_num_batched_tokens", 1),
+        default=8192,
+        reason=SIZED,
+    ),
+    translated(f"{ROLLOUT}.max_num_seqs", concurrency, "rollout.max_batch", default=1024, reason=SWEEP),
+    *cuts(
+        ROLLOUT,
+        sequences="log_prob_micro_batch_size",
+        dynamic="log_prob_use_dynamic_bsz",
+        tokens="log_prob_max_token_len_per_gpu",
+        default=16,
+    ),
+    translated(
+        f"{ROLLOUT}.do_sample",
+        sampling,
+        "rollout.sampling.temperature",
+        "rollout.group_size",
+        default=True,
+        reason=SAMPLED,
+    ),
+    section(f"{ROLLOUT}.engine_kwargs"),
+    engine(
+        f"{ROLLOUT}.engine_kwargs.swap_space",
+        "vllm",
+        default=None,
+        reason="vLLM's swap space, the older spelling.",
+    ),
+    section(f"{ROLLOUT}.engine_kwargs.vllm"),
+    engine(
+        f"{ROLLOUT}.engine_kwargs.vllm.swap_space", "vllm", default=None, reason="GiB of CPU memory for vLLM."
+    ),
+    section(f"{ROLLOUT}.engine_kwargs.sglang"),
+    engine(
+        f"{ROLLOUT}.engine_kwargs.sglang.attention_backend",
+        "sglang",
+        default=None,
+        reason="SGLang's kernels.",
+    ),
+    translated(
+        f"{ROLLOUT}.n",
+        sampling,
+        "rollout.group_size",
+        default=1,
+        reason="A group of one has no baseline: its advantage is the score itself, as there.",
+    ),
+    section(f"{ROLLOUT}.val_kwargs"),
+    *(
+        translated(f"{ROLLOUT}.val_kwargs.{key}", validation, native, default=default, reason=VALIDATED)
+        for key, native, default in (
+            ("top_k", "eval.sampling.top_k", -1),
+            ("top_p", "eval.sampling.top_p", 1.0),
+            ("temperature", "eval.sampling.temperature", 0),
+            ("n", "eval.samples", 1),
+            ("do_sample", "eval.sampling.temperature", False),
+        )
+    ),
+)
+
+POLICY: tuple[Key, ...] = (*MODEL_KEYS, *ACTOR_KEYS, *REF_KEYS, *ROLLOUT_KEYS)

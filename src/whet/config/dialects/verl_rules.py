@@ -1,0 +1,371 @@
+"""verl's own rules: which sizes must divide which, answered in its words; and values read with their kind.
+
+Letters as there: B prompts of a step, n responses of a prompt, W devices (nodes times devices of a node), sp devices
+that share one sequence, dp = W / sp ranks. The rules are about the file and the machine it names, not about this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+
+from whet.config.dialects.key import Values
+from whet.config.faults import shown
+from whet.types import ConfigError, Json
+
+Native = Mapping[str, Json]
+
+ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+CRITIC = "critic"
+
+NOTHING: Native = {}
+"""What a check gives: no native key."""
+
+# ---------------------------------------------------------------- values with their kind
+
+
+def whole(v: Values, key: str, *, least: int = 1) -> int:
+    """A whole number of at least `least`."""
+    value = v[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{key}: got {shown(value)}, expected a whole number >= {least}")
+    return value
+
+
+def number(v: Values, key: str) -> float:
+    """Any number."""
+    value = v[key]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{key}: got {shown(value)}, expected a number")
+    return value
+
+
+def flag(v: Values, key: str) -> bool:
+    """true or false."""
+    value = v[key]
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key}: got {shown(value)}, expected true or false")
+    return value
+
+
+def choose(v: Values, key: str, known: Mapping[str, str | None]) -> str:
+    """The native name of a choice. A name that verl knows and whet does not yet stands for None."""
+    value = v[key]
+    if not isinstance(value, str) or value not in known:
+        raise ConfigError(f"{key}: got {shown(value)}, expected one of {', '.join(known)}")
+    native = known[value]
+    if native is None:
+        built = ", ".join(name for name, there in known.items() if there is not None)
+        raise ConfigError(f"{key}={value} is coming, not built yet; today: {built}")
+    return native
+
+
+def texts(v: Values, key: str) -> list[str]:
+    """One text, or a list of them."""
+    value = v[key]
+    given = value if isinstance(value, list) else [value]
+    if not given or not all(isinstance(one, str) and one for one in given):
+        raise ConfigError(f"{key}: got {shown(value)}, expected a text or a list of texts")
+    return given
+
+
+def here(path: str, *, key: str) -> str:
+    """A path on this machine; remote file systems are coming."""
+    if "://" in path:
+        raise ConfigError(
+            f"{key}={path}: remote files are coming, not built yet; copy it here and give its path"
+        )
+    return path
+
+
+def local(v: Values, key: str) -> str:
+    """A path on this machine."""
+    value = v[key]
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{key}: got {shown(value)}, expected a path")
+    return here(value, key=key)
+
+
+def at_least(key: str, least: int) -> Callable[[Values], Native]:
+    """A check that a key is null or a whole number of at least `least`."""
+
+    def check(v: Values) -> Native:
+        if v[key] is not None:
+            whole(v, key, least=least)
+        return NOTHING
+
+    return check
+
+
+def share(key: str) -> Callable[[Values], Native]:
+    """A check that a key is a share, above 0 and at most 1."""
+
+    def check(v: Values) -> Native:
+        if not 0 < number(v, key) <= 1:
+            raise ConfigError(f"{key}={v[key]}: expected a share above 0 and at most 1")
+        return NOTHING
+
+    return check
+
+
+def is_flag(key: str) -> Callable[[Values], Native]:
+    """A check that a key is true or false."""
+
+    def check(v: Values) -> Native:
+        flag(v, key)
+        return NOTHING
+
+    return check
+
+
+def is_one_of(key: str, *known: str) -> Callable[[Values], Native]:
+    """A check that a key has a value that verl knows."""
+
+    def check(v: Values) -> Native:
+        choose(v, key, dict.fromkeys(known, ""))
+        return NOTHING
+
+    return check
+
+
+def equal(key: str, other: str, why: str) -> Callable[[Values], Native]:
+    """A check that two keys have the same value, since one native value stands for both."""
+
+    def check(v: Values) -> Native:
+        if v[key] != v[other]:
+            raise ConfigError(f"{key}={shown(v[key])} must equal {other}={shown(v[other])}: {why}")
+        return NOTHING
+
+    return check
+
+
+# ---------------------------------------------------------------- who is there
+
+
+def is_megatron(v: Values) -> bool:
+    """Whether the actor's optimizer keys are Megatron's."""
+    return (
+        choose(v, f"{ACTOR}.strategy", {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"})
+        == "megatron"
+    )
+
+
+def same_family(v: Values) -> Native:
+    """Actor and critic are both FSDP's or both Megatron's."""
+    known = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
+    if has_critic(v) and choose(v, "critic.strategy", known) != choose(v, f"{ACTOR}.strategy", known):
+        raise ConfigError(
+            f"critic.strategy={v['critic.strategy']} must be of the family of {ACTOR}.strategy={v[f'{ACTOR}.strategy']}"
+        )
+    return NOTHING
+
+
+def has_critic(v: Values) -> bool:
+    """Only gae reads values, so only then a critic learns."""
+    return v["algorithm.adv_estimator"] == "gae"
+
+
+def has_reference(v: Values) -> bool:
+    """Whether a KL to the reference is taken at all."""
+    return flag(v, f"{ACTOR}.use_kl_loss") or flag(v, "algorithm.use_kl_in_reward")
+
+
+def responses(v: Values) -> int:
+    """n: responses of a prompt; greedy decoding gives one."""
+    n = whole(v, f"{ROLLOUT}.n")
+    return n if flag(v, f"{ROLLOUT}.do_sample") else 1
+
+
+def validates(v: Values) -> bool:
+    """Whether verl would validate at any time."""
+    return whole(v, "trainer.test_freq", least=-(10**9)) > 0 or flag(v, "trainer.val_before_train")
+
+
+def longest(v: Values) -> int:
+    """Tokens of the longest sequence, prompt and response."""
+    return whole(v, "data.max_prompt_length") + whole(v, "data.max_response_length")
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def world(v: Values) -> int:
+    """W: devices of the machine that the file is for."""
+    return whole(v, "trainer.nnodes") * whole(v, "trainer.n_gpus_per_node")
+
+
+def ranks(v: Values, role: str) -> int:
+    """dp = W / (tensor, pipeline, context or sequence parallel sizes), which must divide W."""
+    W = world(v)
+    if is_megatron(v):
+        names = [
+            f"{ACTOR}.megatron.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")
+        ]
+        sizes = {name: whole(v, name) if name in v else 1 for name in names}
+    else:
+        sizes = {f"{role}.ulysses_sequence_parallel_size": whole(v, f"{role}.ulysses_sequence_parallel_size")}
+    shared = 1
+    for size in sizes.values():
+        shared *= size
+    if W % shared:
+        told = " * ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        raise ConfigError(f"trainer.nnodes * trainer.n_gpus_per_node = {W} must be divisible by {told}")
+    return W // shared
+
+
+def check_parallel(v: Values) -> Native:
+    """Devices must divide as verl asserts; whet does the work of all of them in one process."""
+    actor, W = f"{ACTOR}.ulysses_sequence_parallel_size", world(v)
+    sides = [
+        (actor, f"{MODEL}.use_remove_padding"),
+        (f"{REF}.ulysses_sequence_parallel_size", f"{MODEL}.use_remove_padding"),
+    ]
+    if has_critic(v):
+        sides.append(("critic.ulysses_sequence_parallel_size", "critic.model.use_remove_padding"))
+    for key, packed in () if is_megatron(v) else sides:
+        if whole(v, key) > 1 and not flag(v, packed):
+            raise ConfigError(f"{key}={v[key]}: sequence parallelism needs {packed}=True")
+    tp = whole(v, f"{ROLLOUT}.tensor_model_parallel_size")
+    if W > 1 and W % tp:
+        raise ConfigError(
+            f"trainer.nnodes * trainer.n_gpus_per_node = {W} must be divisible by "
+            f"{ROLLOUT}.tensor_model_parallel_size={tp}"
+        )
+    return NOTHING
+
+
+def mini_batches(v: Values, role: str) -> int:
+    """B / ppo_mini_batch_size, after verl's rules for the sizes of a step."""
+    key = f"{role}.ppo_mini_batch_size"
+    B, mini, n = whole(v, "data.train_batch_size"), whole(v, key), responses(v)
+    dynamic = flag(v, f"{role}.use_dynamic_bsz")
+    if mini > B and dynamic:
+        return 1
+    if mini > B:
+        raise ConfigError(f"data.train_batch_size={B} must be at least {key}={mini}")
+    if B % mini:
+        raise ConfigError(
+            f"{key}={mini} must divide data.train_batch_size={B}: a smaller last mini batch would count too much"
+        )
+    if not dynamic:
+        _check_shares(v, role, of_step=B * n, of_mini=mini * n)
+    return B // mini
+
+
+def _check_shares(v: Values, role: str, *, of_step: int, of_mini: int) -> None:
+    """Sequences of a step and of a mini batch, over the devices of the file's machine."""
+    W, dp = world(v), ranks(v, role)
+    product = f"{'data.train_batch_size'} * {ROLLOUT}.n = {of_step}"
+    if of_step % (dp if is_megatron(v) else W):
+        raise ConfigError(
+            f"{product} must be divisible by trainer.nnodes * trainer.n_gpus_per_node = {W} (default of a node: 8)"
+        )
+    share = of_mini // dp
+    told = f"{role}.ppo_mini_batch_size * {ROLLOUT}.n / {dp} ranks = {of_mini}/{dp}"
+    if share < 1:
+        raise ConfigError(
+            f"{told} leaves a rank without a sequence: raise ppo_mini_batch_size or use fewer devices"
+        )
+    micro = micro_batch(v, f"{role}.ppo_micro_batch_size", of=role)
+    if (
+        micro
+        and v.get(f"{role}.ppo_micro_batch_size")
+        and of_mini // responses(v) % v[f"{role}.ppo_micro_batch_size"]
+    ):
+        raise ConfigError(
+            f"{role}.ppo_micro_batch_size={v[f'{role}.ppo_micro_batch_size']} must divide "
+            f"{role}.ppo_mini_batch_size={v[f'{role}.ppo_mini_batch_size']}"
+        )
+    if micro and share % micro:
+        raise ConfigError(f"{role}.ppo_micro_batch_size_per_gpu={micro} must divide {told}")
+
+
+PER_GPU = {f"{ACTOR}.ppo_micro_batch_size": 8, f"{REF}.log_prob_micro_batch_size": 16}
+PER_GPU[f"{ROLLOUT}.log_prob_micro_batch_size"] = 16
+"""The document's defaults of `KEY_per_gpu`: a global size that is given stands over them."""
+
+
+def micro_batch(v: Values, key: str, *, of: str) -> int | None:
+    """Sequences of one pass on one device: KEY_per_gpu, or the older KEY over all devices, never both."""
+    together, each = v[key], v[f"{key}_per_gpu"]
+    if together is None:
+        return None if each is None else whole(v, f"{key}_per_gpu")
+    if each is not None and each != PER_GPU.get(key):
+        name = PurePath(key).suffix.lstrip(".")
+        raise ConfigError(
+            f"[{of}] You have set both '{key}' AND '{key}_per_gpu'. Please remove '{key}', because only "
+            f"'*_{name}_per_gpu' is supported"
+        )
+    size, dp = whole(v, key), ranks(v, ACTOR if of in (REF, ROLLOUT) else of)
+    if size < dp:
+        raise ConfigError(f"{key}={size} must be at least the {dp} data-parallel ranks (one sequence each)")
+    return size // dp
+
+
+def batches(v: Values) -> Native:
+    """A step of B prompts in B / ppo_mini_batch_size optimizer steps, ppo_epochs times over."""
+    passes = whole(v, f"{ACTOR}.ppo_epochs")
+    minis = mini_batches(v, ACTOR)
+    if has_critic(v):
+        for key, other in (
+            (f"{CRITIC}.ppo_mini_batch_size", f"{ACTOR}.ppo_mini_batch_size"),
+            (f"{CRITIC}.ppo_epochs", f"{ACTOR}.ppo_epochs"),
+        ):
+            if v[key] != v[other]:
+                raise ConfigError(
+                    f"{key}={shown(v[key])}: another value than {other}={shown(v[other])} is coming, not built yet"
+                )
+        mini_batches(v, CRITIC)
+    return {
+        "train.tasks_per_step": whole(v, "data.train_batch_size"),
+        "train.minibatches": minis,
+        "train.passes": passes,
+    }
+
+
+# ---------------------------------------------------------------- how passes are cut for memory
+
+
+def cut(v: Values) -> Native:
+    """One cut for all passes, the smallest that any of them asks for. It changes memory and speed, never a number."""
+    asked = [_asked(v, ACTOR, "ppo_micro_batch_size", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")]
+    if asked == [None]:
+        raise ConfigError(
+            f"[{ACTOR}] Please set at least one of '{ACTOR}.ppo_micro_batch_size' or "
+            f"'{ACTOR}.ppo_micro_batch_size_per_gpu'"
+        )
+    for role, there in ((REF, has_reference(v)), (ROLLOUT, True)):
+        if there:
+            names = (
+                "log_prob_micro_batch_size",
+                "log_prob_use_dynamic_bsz",
+                "log_prob_max_token_len_per_gpu",
+            )
+            asked.append(_asked(v, role, *names))
+    if has_critic(v):
+        asked.append(
+            _asked(v, CRITIC, "ppo_micro_batch_size", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")
+        )
+        names = ("forward_micro_batch_size", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
+        asked.append(_asked(v, CRITIC, *names))
+    tokens = [size for kind, size in filter(None, asked) if kind == "tokens"]
+    rollouts = [size for kind, size in filter(None, asked) if kind == "rollouts"]
+    if not rollouts:
+        return {"train.micro_tokens": min(tokens)}
+    return {"train.micro_rollouts": min(*rollouts, *(size // longest(v) for size in tokens), 10**9)}
+
+
+def _asked(v: Values, role: str, sequences: str, dynamic: str, tokens: str) -> tuple[str, int] | None:
+    """('rollouts', how many) or ('tokens', how many) in one pass of a role; None: it does not say."""
+    if not flag(v, f"{role}.{dynamic}"):
+        micro = micro_batch(v, f"{role}.{sequences}", of=role)
+        return None if micro is None else ("rollouts", micro)
+    most = whole(v, f"{role}.{tokens}")
+    if most < longest(v):
+        raise ConfigError(
+            f"{role}.{tokens}={most} must be at least data.max_prompt_length + data.max_response_length = {longest(v)}"
+        )
+    return "tokens", most

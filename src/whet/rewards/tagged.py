@@ -1,0 +1,24 @@
+"""Rewards on replies that mark their answer with <answer> and </answer>."""
+
+from __future__ import annotations
+
+import re
+
+from whet.rewards.builtin import Verdict, reference, verdict
+from whet.types import Task
+
+
+def single_choice(response: str, task: Task) -> Verdict:
+    """1 if the reply's answer is the task's, upper and lower case alike.
+
+    The answer is what stands in the first <answer>...</answer>, of the reply and of the task's answer alike; the
+    whole text where there is no such element. White space at the ends does not count.
+    """
+    got, want = answer_in(response).casefold(), answer_in(str(reference(task))).casefold()
+    return verdict(got == want, got)
+
+
+def answer_in(text: str) -> str:
+    """What stands in the first <answer> element, or the whole text."""
+    found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return (found[1] if found else text).strip()

@@ -1,0 +1,38 @@
+"""The rewards that verl picks by the data source of a row (its `default_compute_score`), where whet has them."""
+
+from __future__ import annotations
+
+from whet.rewards.builtin import Verdict, number
+from whet.rewards.math import math
+from whet.types import Task
+
+_MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
+_LAST_CHARACTERS = 300
+
+
+def compute_score(response: str, task: Task) -> Verdict:
+    r"""1 or 0 for a right or wrong reply, by `task.source`; -1 in place of 0 for math_dapo and aime.
+
+    openai/gsm8k: the number after the last '####'. The MATH sets: the last \boxed{}. math_dapo, aime: what follows the
+    last 'Answer:' in the last 300 characters. ValueError for any other source.
+    """
+    source = task.source
+    if source == "openai/gsm8k":
+        return number(response, task)
+    if source in _MATH:
+        return math(response, task, boxed=True)
+    if source == "math_dapo" or source.startswith("aime"):
+        return _after_answer(response, task)
+    known = ", ".join(("openai/gsm8k", *_MATH, "math_dapo", "aime*"))
+    raise ValueError(
+        f"there is no rule for data source {source!r} (known: {known}); give your own: custom_reward_function.path"
+    )
+
+
+def _after_answer(response: str, task: Task) -> Verdict:
+    """DAPO's verifier: a wrong answer costs 1."""
+    _, found, answer = response[-_LAST_CHARACTERS:].rpartition("Answer:")
+    if not found:
+        return {"score": -1.0}
+    judged = math(f"\\boxed{{{answer.strip().splitlines()[0].strip(' $.')}}}" if answer.strip() else "", task)
+    return judged | {"score": 2.0 * float(judged["score"]) - 1.0}

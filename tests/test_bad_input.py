@@ -1,0 +1,422 @@
+"""What a user can get wrong ends, through the real command line, in one clear message, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import filecmp
+import json
+import logging
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import whet
+import whet.stages
+from whet import checkpoint
+from whet.cli import main
+from whet.track import files
+from whet.track.files import RunLock
+from whet.types import CheckpointError, ConfigError, Task, WhetError
+
+ROOT = Path(__file__).parents[1]
+BROKEN = "tests/broken"
+CONFIG = """
+model: {scratch: {hidden_size: 32, layers: 1, heads: 2, ffn_size: 32, max_positions: 32}}
+tokenizer: {build: chars}
+data: {max_prompt_tokens: 8, train: [{path: tests/data/words.jsonl}]}
+rewards: {right: {function: exact}}
+rollout: {group_size: 2, sampling: {max_tokens: 4}}
+train: {steps: 3, tasks_per_step: 4, optimizer: {lr: 1e-2}}
+checkpoint: {every: 1}
+machine: {threads: 1}
+guard: {workers: 1}
+"""
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture
+def train(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`whet train config.yaml run_dir=... OVERRIDES`: the exit code and all that was said."""
+    monkeypatch.chdir(ROOT)
+
+    def run(run_dir: Path, *overrides: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["whet", "train", str(config), f"run_dir={run_dir}", *overrides])
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = capsys.readouterr()
+        return int(end.value.code or 0), said.out + said.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that CONFIG is, undisturbed. Not to be written to."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "config.yaml").write_text(CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        whet.train(folder / "config.yaml", run_dir=str(folder / "run"))
+    return folder / "run"
+
+
+@pytest.fixture
+def stopped(finished: Path, tmp_path: Path) -> Path:
+    """That run, stopped after its second step."""
+    path = tmp_path / "stopped"
+    shutil.copytree(finished, path)
+    shutil.rmtree(path / "checkpoints" / "0-main-000003")
+    shutil.rmtree(path / "export")
+    return path
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    names = [
+        str(p.relative_to(a))
+        for part in ("metrics.jsonl", "checkpoints", "export")
+        for p in [a / part, *(a / part).rglob("*")]
+        if p.is_file()
+    ]
+    assert len(names) > 5
+    assert filecmp.cmpfiles(a, b, names, shallow=False)[1:] == ([], [])
+
+
+# ---------------------------------------------------------------- data
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (f"path: {BROKEN}/cut.jsno", "No such data file: tests/broken/cut.jsno; did you mean 'cut.json' or"),
+        (f"path: {BROKEN}/cut.jsonl", "cut.jsonl, line 2: not JSON: Expecting ',' delimiter at column 33"),
+        (f"path: {BROKEN}/cut.json", "cut.json: not JSON: Expecting value at column 36"),
+        (f"path: {BROKEN}/cells.csv", "cells.csv, line 3: not as many cells as the 2 columns"),
+        (f"path: {BROKEN}/cut.parquet", "cut.parquet: not a readable parquet file"),
+        (f"path: {BROKEN}/empty.jsonl", "'empty' is empty: no rows in tests/broken/empty.jsonl"),
+        (f"path: {BROKEN}/texts.json", "texts.json, row 1: a row must be an object with named columns"),
+        (f"path: {BROKEN}/other_column.jsonl", "line 1: no column 'prompt'; there are: question, answer"),
+        (f"path: {BROKEN}/long.jsonl", "long.jsonl, line 1: its prompt has 17 tokens, the limit is 8. Raise data.max_"),
+        (f'function: "{BROKEN}/functions.py:nothing"', "'tests/broken/functions.py' has no 'nothing'"),
+        (f'function: "{BROKEN}/functions.py:rows"', "raised TypeError: rows() missing 1 required positional"),
+        (
+            f'function: "{BROKEN}/functions.py:rows", arguments: {{count: 2}}',
+            "raised ZeroDivisionError: after one of 2 (",
+        ),
+    ],
+)  # fmt: skip
+def test_data_that_cannot_be_read(source: str, said: str, train: Run, tmp_path: Path) -> None:
+    code, out = train(tmp_path / "run", f"data.train=[{{{source}}}]")
+    assert said in out
+    assert out.count(source.partition(": ")[2][:20]) <= 2, "the place is named once"
+    assert len(out.strip().splitlines()) == 1
+    assert code == (2 if "has no" in said else 1)
+
+
+def test_long_prompts_are_dropped_or_cut_and_counted(train: Run, tmp_path: Path) -> None:
+    long = f"data.train=[{{path: {BROKEN}/long.jsonl}}]"
+    code, out = train(tmp_path / "filter", long, "data.overlong=filter")
+    assert (code, "3 rows, 2 kept; 1 overlong_prompt_dropped" in out) == (0, True)
+    code, out = train(tmp_path / "cut", long, "data.overlong=truncate_left")
+    assert (code, "3 rows, 3 kept; 1 overlong_prompt_cut" in out) == (0, True)
+
+
+def test_nothing_left_to_train_on(train: Run, tmp_path: Path) -> None:
+    all_long = f"data.train=[{{path: {BROKEN}/all_long.jsonl}}]"
+    code, out = train(tmp_path / "run", all_long, "data.overlong=filter")
+    assert (code, "is empty after filtering: 0 kept, 1 overlong_prompt_dropped, 1 rows" in out) == (1, True)
+    code, out = train(tmp_path / "run", "data.eval=[{path: tests/data/words.jsonl}]")
+    assert (code, "is empty after filtering: 124 held_out" in out) == (1, True)
+
+
+# ---------------------------------------------------------------- models
+
+
+def test_a_model_folder_without_its_tokenizer(finished: Path, train: Run, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(finished / "export" / "main", model)
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"holds no tokenizer \(tokenizer.json\)"):
+        whet.data.tokenizer.load_tokenizer(whet.config.schema.Tokenizer(), model_path=str(model))
+
+
+def test_a_model_that_is_not_there_is_named_by_its_key(config: Path, train: Run, tmp_path: Path) -> None:
+    config.write_text(
+        CONFIG.replace("model: {scratch", "model: {path: Qwen/Qwen3-0.6B} # {scratch").replace(
+            "tokenizer:", "#"
+        )
+    )
+    code, out = train(tmp_path / "run")
+    assert code == 2
+    assert (
+        "No folder Qwen/Qwen3-0.6B (model.path or tokenizer.path). Models are read from local folders only"
+        in out
+    )
+
+
+# ---------------------------------------------------------------- checkpoints
+
+FILES = ["manifest.json", "state.json", "policy/model.safetensors", "policy/optimizer.safetensors"]
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [cut, flip, empty, Path.unlink])
+@pytest.mark.parametrize("name", FILES)
+def test_no_damage_to_a_checkpoint_is_read(finished: Path, tmp_path: Path, damage: Any, name: str) -> None:
+    root = tmp_path / "checkpoints"
+    shutil.copytree(finished / "checkpoints", root)
+    newest, before = root / "0-main-000003", root / "0-main-000002"
+    assert {str(p.relative_to(newest)) for p in newest.rglob("*") if p.is_file()} == set(FILES)
+    checkpoint.read_state(newest)
+    damage(newest / name)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.read_state(newest)
+    assert str(newest) in str(caught.value)
+    assert f"checkpoint.resume={before} goes on from the one before" in str(caught.value)
+    checkpoint.read_state(before)
+
+
+def test_the_advice_for_a_damaged_checkpoint_leads_to_the_same_run(
+    finished: Path, train: Run, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    cut(run_dir / "checkpoints/0-main-000003/state.json")
+    code, out = train(run_dir)
+    assert code == 1
+    advised = out.partition("checkpoint.resume=")[2].split()[0]
+    code, out = train(run_dir, f"checkpoint.resume={advised}")
+    assert code == 0, out
+    assert_same_run(finished, run_dir)
+
+
+def test_a_run_that_went_back_drops_the_later_checkpoints(finished: Path, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    shutil.copytree(finished / "checkpoints", root)
+    checkpoint.save(root, {}, {"stage": 0, "stage_name": "main", "step": 1}, keep=1)
+    assert [p.name for p in checkpoint.all_in(root)] == ["0-main-000001"]
+
+
+@pytest.mark.parametrize(
+    ("resume", "said"),
+    [
+        ("nowhere", "no such folder"),
+        ("", "is not a whole checkpoint"),
+        ("export/main", "is not a whole checkpoint"),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint(
+    finished: Path, train: Run, tmp_path: Path, resume: str, said: str
+) -> None:
+    code, out = train(tmp_path / "run", f"checkpoint.resume={finished / resume}")
+    assert (code, said in out) == (1, True)
+
+
+@pytest.mark.parametrize("state", ["stopped", "finished"])
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("train.steps=5", "train.steps"),
+        ("seed=4", "seed"),
+        ("model.scratch.hidden_size=64", "model.scratch.hidden_size"),
+    ],
+)
+def test_another_config_is_refused_and_the_run_is_left_as_it_was(
+    state: str, override: str, key: str, train: Run, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(request.getfixturevalue(state), run_dir)
+    before = {
+        p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and p.name not in ("run.log", "lock")
+    }
+    code, out = train(run_dir, override)
+    assert code == 1
+    assert f"differs in {key}" in out
+    assert {p: p.read_bytes() for p in before} == before
+
+
+def test_other_data_is_refused(stopped: Path, config: Path, train: Run, tmp_path: Path) -> None:
+    lines = Path(ROOT / "tests/data/words.jsonl").read_text().splitlines()
+    data = tmp_path / "words.jsonl"
+    data.write_text("\n".join(lines[:-1]))
+    config.write_text(CONFIG.replace("checkpoint: {every: 1}", "checkpoint: {every: 2}"))
+    source = f"data.train=[{{path: {data}}}]"
+    assert train(tmp_path / "run", source)[0] == 0
+    for late in ("checkpoints/0-main-000003", "export"):
+        shutil.rmtree(tmp_path / "run" / late)
+    data.write_text("\n".join(lines[1:]))
+    code, out = train(tmp_path / "run", source)
+    assert (code, "'words' is not what it was when the run was saved" in out) == (1, True)
+
+
+def test_an_old_run_may_not_be_written_over(finished: Path, train: Run) -> None:
+    code, out = train(finished, "checkpoint.resume=never")
+    assert (code, "holds a run already and checkpoint.resume=never" in out) == (1, True)
+
+
+# ---------------------------------------------------------------- the disk
+
+
+def test_a_full_disk_keeps_the_last_checkpoint_and_the_same_command_goes_on(
+    finished: Path, train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync_path = files.sync_path
+
+    def full(path: Path) -> None:
+        if "0-main-000002.new" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync_path(path)
+
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sync_path", full)
+        code, out = train(run_dir)
+    assert code == 1
+    assert "0-main-000002: the disk is full; free space there, or give another run_dir" in out
+    assert "the disk is full" in (run_dir / "run.log").read_text(), "the cause stands in run.log, too"
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["0-main-000001"]
+    code, out = train(run_dir)
+    assert (code, "going on from" in out) == (0, True)
+    assert_same_run(finished, run_dir)
+
+
+def test_a_run_that_ended_before_its_export_makes_it_later(
+    finished: Path, train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise CheckpointError("cannot write the export")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(whet.stages, "export", broken)
+        assert train(tmp_path / "run")[0] == 1
+    assert train(tmp_path / "run")[0] == 0
+    assert_same_run(finished, tmp_path / "run")
+    assert "holds a finished run" in train(tmp_path / "run")[1]
+
+
+def test_a_run_directory_that_is_a_file_or_in_use(train: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for run_dir in (tmp_path / "file", tmp_path / "file" / "run"):
+        code, out = train(run_dir)
+        assert (code, "a file stands where a folder is needed" in out) == (1, True)
+    with RunLock(tmp_path / "run"):
+        code, out = train(tmp_path / "run")
+    assert (code, "is in use by process" in out) == (1, True)
+
+
+def test_a_log_that_cannot_be_written_is_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whet.track.log.setup_logging(tmp_path, level="info")
+    logger = logging.getLogger("whet")
+    logger.handlers[0].stream = open("/dev/full", "w")  # type: ignore[attr-defined]  # noqa: SIM115
+    logger.info("a line")
+    whet.track.log.close_logging()
+    assert capsys.readouterr().err == ""
+    assert logger.propagate
+    assert not logger.handlers
+
+
+# ---------------------------------------------------------------- rewards, and calls from Python
+
+SECTIONS: dict[str, Any] = {
+    "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 32, "max_positions": 32}},
+    "tokenizer": {"build": "chars"},
+    "data": {"max_prompt_tokens": 8, "train": [{"path": str(ROOT / "tests/data/words.jsonl")}]},
+    "rollout": {"group_size": 2, "sampling": {"max_tokens": 4}},
+    "train": {"steps": 2, "tasks_per_step": 4},
+    "checkpoint": {"every": 0, "export": False},
+    "machine": {"threads": 1},
+    "guard": {"workers": 1},
+    "track": {"trackers": ["jsonl"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "said"),
+    [
+        ("exat", 2, "function 'exat' is not known; did you mean 'exact'?"),
+        (f"{BROKEN}/none.py:f", 2, "no such file"),
+        (f"{BROKEN}/functions.py:rasing", 2, "has no 'rasing'; did you mean 'raising'?"),
+        (f"{BROKEN}/functions.py:number", 2, "a function or class is needed"),
+        (f"{BROKEN}/functions.py:wrong_parameters", 2, "takes (x, y); expected (response, task, ...)"),
+        (f"{BROKEN}/functions.py:raising", 1, "8 of 8 rollouts of this step could not be scored"),
+    ],
+)
+def test_rewards_that_cannot_be_used(function: str, code: int, said: str, train: Run, tmp_path: Path) -> None:
+    got, out = train(tmp_path / "run", f'rewards.right.function="{function}"')
+    assert (got, said in out) == (code, True), out
+    if code == 1:
+        assert "reward right: raised ValueError: bad luck (functions.py:" in out
+
+
+def test_calls_that_make_no_sense_are_refused_in_words() -> None:
+    with pytest.raises(
+        ConfigError, match=r"expected a file; give sections by keyword: whet.train\(\*\*config\)"
+    ):
+        whet.train(SECTIONS)  # type: ignore[arg-type]
+    for rewards in ("exact", [len], 3):
+        with pytest.raises(ConfigError, match=r"rewards: got .*expected a function of yours"):
+            whet.train(rewards=rewards, **SECTIONS)  # type: ignore[arg-type]
+
+
+def letters(factor: float) -> Callable[[str, Task], float]:
+    return lambda response, task: factor * len(response)  # a closure: it cannot be pickled, and need not be
+
+
+def test_from_a_notebook_from_a_thread_and_twice_in_a_process(tmp_path: Path) -> None:
+    def once(name: str) -> list[dict[str, Any]]:
+        result = whet.train(rewards=letters(0.5), run_dir=str(tmp_path / name), **SECTIONS)
+        assert result.finished
+        return result.metrics
+
+    async def cell() -> list[dict[str, Any]]:
+        return once("loop")  # a notebook's cell runs inside an event loop
+
+    plain, found = once("plain"), []
+    assert asyncio.run(cell()) == plain
+    thread = threading.Thread(target=lambda: found.append(once("thread")))
+    thread.start()
+    thread.join()
+    assert found == [plain]
+    assert len(plain) == 2
+
+
+def test_an_error_in_a_run_leaves_the_process_fit_for_the_next(tmp_path: Path) -> None:
+    def raising(response: str, task: Task) -> float:
+        raise ValueError("bad luck")
+
+    with pytest.raises(WhetError, match="bad luck"):
+        whet.train(rewards=raising, run_dir=str(tmp_path / "a"), **SECTIONS)
+    assert "bad luck" in (tmp_path / "a" / "run.log").read_text()
+    assert json.loads((tmp_path / "a" / "manifest.json").read_text())["starts"]
+    with RunLock(tmp_path / "a"):
+        pass  # the lock was given back
+    assert whet.train(rewards=letters(1.0), run_dir=str(tmp_path / "b"), **SECTIONS).finished

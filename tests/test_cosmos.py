@@ -1,0 +1,415 @@
+"""Cosmos-RL files: every key has a row, the functions by hand, and a run that equals its native twin bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.config.dialects.cosmos import COSMOS_GRPO, COSMOS_SFT, NEWER
+from whet.config.dialects.cosmos_data import REWARDS, data, rewards, validation, weights
+from whet.config.dialects.cosmos_run import (
+    ALL,
+    aggregation,
+    algorithm,
+    checkpoint,
+    dtype,
+    lengths,
+    normalize,
+    place,
+    reference,
+    resume,
+    rollout,
+    sampling,
+    seed,
+    trackers,
+    trained_temperature,
+    transfer,
+    uploads,
+)
+from whet.config.dialects.cosmos_steps import batch, length, optimizer, schedule
+from whet.config.dialects.tables import dialect
+from whet.config.schema import Schedule, Source
+from whet.data.conversations import demonstrations
+from whet.data.rows import read_rows
+from whet.models.optim import factor
+from whet.rewards.builtin import format
+from whet.rewards.tagged import single_choice
+from whet.types import ConfigError, DataError, Task
+
+ROOT = Path(__file__).parents[1]
+FILES = ROOT / "tests/dialects"
+WORDS, HELD_OUT = ROOT / "tests/data/words.jsonl", ROOT / "tests/data/held_out.jsonl"
+POLICY, MESH, SCHEDULE = "train.train_policy.", "policy.parallelism.", "train.optimizer.schedule."
+SHORT = {"p": POLICY, "m": MESH, "t": "train.", "r": "rollout.", "v": "validation.", "c": "train.ckpt."}
+
+
+def values(kind: str = "grpo", **given: Any) -> dict[str, Any]:
+    """A file's values; `p_mini_batch=4` is train.train_policy.mini_batch=4, and so on (see SHORT)."""
+    out = {row.name: row.default for row in dialect(f"cosmos-{kind}").rows}
+    out |= {POLICY + "dataset.name": "a.jsonl", POLICY + "prompt_column_name": "q"} if kind == "grpo" else {}
+    for name, value in given.items():
+        short, _, rest = name.partition("_")
+        key = SHORT[short] + rest.replace("__", ".")
+        assert key in out, key
+        out[key] = value
+    return out
+
+
+# ---------------------------------------------------------------- the tables
+
+
+@pytest.mark.parametrize(("kind", "table"), [("grpo", COSMOS_GRPO), ("sft", COSMOS_SFT)])
+def test_every_key_of_the_document_has_one_row_with_its_default(kind: str, table: Any) -> None:
+    document = dict(line.split("\t") for line in (FILES / f"cosmos-{kind}.keys.txt").read_text().splitlines())
+    rows = {row.name: row for row in table}
+    assert len(rows) == len(table)
+    assert document.keys() == rows.keys() - {row.name for row in NEWER}
+    off = {name for name, text in document.items() if not _reads_as(text, rows[name].default)}
+    adapters = {row.name for row in table if row.name.startswith("policy.lora.")}
+    assert off <= adapters, "defaults of policy.lora count only where it stands"
+
+
+def _reads_as(text: str, default: Any) -> bool:
+    if text in ("see children", "(required)") or text.startswith("GrpoConfig"):
+        return default in (None, "sft")
+    if text in ("None", "null", "true", "false"):
+        return default is {"None": None, "null": None, "true": True, "false": False}[text]
+    if isinstance(default, str):
+        return text == (default or '""')
+    return default == json.loads(text.partition(" -> ")[0])
+
+
+def test_few_keys_are_inert_or_refused_and_each_says_why() -> None:
+    rows = [row for row in (*COSMOS_GRPO, *COSMOS_SFT) if row not in NEWER]
+    count = Counter(row.status for row in rows)
+    assert (count.total(), count["unknown"]) == (215, 0)
+    assert count["inert"] + count["refused"] <= 0.05 * 215
+    assert all(row.reason or row.status == "mapped" for row in rows)
+
+
+# ---------------------------------------------------------------- batches
+
+
+def test_a_step_is_the_responses_of_all_replicas_in_whole_groups() -> None:
+    given = values(t_train_batch_per_replica=64, m_n_init_replicas=2, m_dp_shard_size=4, p_mini_batch=4)
+    assert batch(given) == {"train.tasks_per_step": 8, "train.minibatches": 1, "train.micro_rollouts": 4}
+    chunks = values(
+        t_train_batch_per_replica=64, m_dp_shard_size=4, p_batch_size_per_optimize=8, p_mini_batch=4
+    )
+    assert batch(chunks)["train.minibatches"] == 2, "16 responses of a rank, 8 in each optimizer step"
+    assert batch(values(t_train_batch_per_replica=32, m_dp_shard_size=-1))["train.tasks_per_step"] == 2
+    budget = values(t_train_batch_per_replica=32, p_max_token_len_per_mini_batch=1000, m_cp_size=2)
+    assert batch(budget)["train.micro_tokens"] == 2000
+    assert "train.micro_rollouts" not in batch(budget)
+    whole = values(t_train_batch_per_replica=32, p_mini_batch=0)
+    assert batch(whole)["train.micro_rollouts"] == 32
+    assert batch(values("sft", m_dp_shard_size=4, m_dp_replicate_size=2)) == {
+        "train.tasks_per_step": 64, "train.micro_rollouts": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (values(), "multiple of rollout.n_generation=16"),
+        (values(t_train_batch_per_replica=48, m_dp_shard_size=5), r"dp_shard_size\*mini_batch=5\*2"),
+        (values(t_train_batch_per_replica=32, m_dp_shard_size=0), "dp_shard_size=0"),
+        (values(t_train_batch_per_replica=32, m_dp_replicate_size=2), "dp_replicate_size must be 1"),
+        (values(t_train_batch_per_replica=32, p_batch_size_per_optimize=12), "batch_size_per_optimize=12"),
+        (values(t_train_batch_per_replica=16, p_batch_size_per_optimize=8), "parts of groups"),
+        (values("sft", p_mini_batch=3), "divisible by train.train_policy.mini_batch=3"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_in_cosmos_words(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        batch(given)
+
+
+# ---------------------------------------------------------------- learning rate
+
+
+def multiplier(step: int, total: int, given: dict[str, Any]) -> float:
+    """Cosmos's own: warm-up of w steps, a plateau, a decay of d steps (its LR schedule, step from 0)."""
+    warm, share = given["train.optm_warmup_steps"], given["train.optm_decay_ratio"]
+    w = min(int(warm * total) if isinstance(warm, float) and warm <= 1 else int(warm), total)
+    d = total - w if share is None else min(round(share * total), total - w)
+    stable = total + 1 - w - d
+    if step < w:
+        return (step + 1) / w
+    if step < w + stable or given["train.optm_decay_type"] in (None, "none"):
+        return 1.0
+    floor = given["train.optm_min_lr_factor"]
+    return floor + (1 - floor) * (1 - (step + 1 - w - stable) / d)
+
+
+@pytest.mark.parametrize("warm", [0, 1, 4, 30, 0.25, 1.0])
+@pytest.mark.parametrize("share", [None, 0.0, 0.3, 0.45, 1.0])
+@pytest.mark.parametrize("kind", [None, "none", "linear"])
+def test_the_learning_rate_is_cosmos_own_at_every_step(
+    warm: float, share: float | None, kind: str | None
+) -> None:
+    total = 20
+    given = values(
+        t_max_num_steps=total, t_optm_warmup_steps=warm, t_optm_decay_ratio=share, t_optm_decay_type=kind,
+        t_optm_min_lr_factor=0.1, t_train_batch_per_replica=32,
+    )  # fmt: skip
+    native = Schedule(**{key.removeprefix(SCHEDULE): value for key, value in schedule(given).items()})
+    for step in range(total):
+        assert factor(native, step, total) == pytest.approx(multiplier(step, total, given), abs=1e-12), step
+
+
+def test_a_run_of_unknown_length_keeps_its_fractions() -> None:
+    assert schedule(values(t_optm_warmup_steps=0.1)) == {
+        SCHEDULE + "kind": "constant",
+        SCHEDULE + "warmup_fraction": 0.1,
+    }
+    decay = values(t_optm_decay_type="linear", t_optm_decay_ratio=0.4)
+    assert schedule(decay)[SCHEDULE + "decay_fraction"] == 0.4
+    assert schedule(values(t_optm_decay_type="cosine", t_optm_min_lr_factor=0.2)) == {
+        SCHEDULE + "kind": "cosine", SCHEDULE + "warmup_steps": 20, SCHEDULE + "min_factor": 0.2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "share"), [("sqrt", None), ("cosine", 0.5)])
+def test_decays_that_are_not_built_are_refused(kind: str, share: float | None) -> None:
+    with pytest.raises(ConfigError, match="coming"):
+        schedule(values(t_optm_decay_type=kind, t_optm_decay_ratio=share))
+
+
+def test_warm_up_counts_training_steps_not_optimizer_steps() -> None:
+    """Two optimizer steps in each of two passes: four a training step."""
+    given = values(
+        t_train_batch_per_replica=32, p_batch_size_per_optimize=16, p_mu_iterations=2, t_max_num_steps=10,
+        t_optm_warmup_steps=3,
+    )  # fmt: skip
+    assert schedule(given)[SCHEDULE + "warmup_steps"] == 3 * 4 - 1
+
+
+def test_length_and_optimizer() -> None:
+    assert length(values(t_epoch=3)) == {"train.epochs": 3}
+    assert length(values(t_epoch=3, t_max_num_steps=7)) == {"train.steps": 7}
+    at = "train.optimizer."
+    assert optimizer(values(t_optm_lr=[2e-6], t_optm_grad_norm_clip=0.0)) == {
+        at + "lr": 2e-6,
+        at + "grad_clip": None,
+    }
+    assert optimizer(values(t_optm_name="Adam", t_optm_weight_decay=0.0))[at + "grad_clip"] == 1.0
+    for wrong in ({"t_optm_name": "Adam"}, {"t_optm_name": "Muon"}, {"t_optm_lr": [1e-6, 1e-5]}):
+        with pytest.raises(ConfigError, match="optm_"):
+            optimizer(values(**wrong))
+    with pytest.raises(ConfigError, match="max_num_steps"):
+        length(values(t_max_num_steps=0))
+
+
+# ---------------------------------------------------------------- data, rewards, validation
+
+
+def test_a_data_set_is_a_file_a_folder_or_a_function(tmp_path: Path) -> None:
+    at = "data.train.0."
+    file = values(p_dataset__name="x/a.parquet", p_response_column_name="a")
+    assert data(file) == {at + "path": "x/a.parquet", at + "prompt": "q", at + "answer": "a"}
+    folder = values(p_dataset__name="gsm8k", p_dataset__subset="main", p_dataset__split=["train", "test"])
+    assert data(folder)[at + "path"] == ["gsm8k/main/train*", "gsm8k/main/test*"]
+    function = values(p_dataset__name="a.py:rows", p_dataset__split="pool", p_prompt_column_name="")
+    function["custom"] = {"count": 3}
+    assert data(function) == {at + "function": "a.py:rows", at + "arguments": {"count": 3, "split": "pool"}}
+    for wrong in ({"p_dataset__name": ""}, {"p_prompt_column_name": ""}, {"p_dataset__split": "test"}):
+        with pytest.raises(ConfigError, match="train_policy"):
+            data(values(**wrong))
+
+
+def test_the_split_of_a_folder_is_found_as_file_or_folder(tmp_path: Path) -> None:
+    (tmp_path / "main" / "test").mkdir(parents=True)
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test/a"):
+        (tmp_path / "main" / f"{name}.jsonl").write_text('{"q": "1"}\n')
+    found = values(
+        p_dataset__name=str(tmp_path), p_dataset__subset="main", p_dataset__split=["train", "test"]
+    )
+    paths = data(found)["data.train.0.path"]
+    assert len(read_rows(Source(path=tuple(paths)))) == 3
+
+
+def test_rewards_are_weighted_and_the_length_penalty_works() -> None:
+    given = values(
+        p_reward_function={"gsm8k": 0.9, "lib/mine.py:score": 2}, p_overlong_reward__enable_overlong_penalty=True,
+        p_overlong_reward__buffer_length=8, p_overlong_reward__penalty_factor=0.5, r_max_response_length=32,
+    )  # fmt: skip
+    assert rewards(given) == {
+        "rewards.gsm8k.function": "number", "rewards.gsm8k.weight": 0.9,
+        "rewards.score.function": "lib/mine.py:score", "rewards.score.weight": 2.0,
+        "rewards.overlong.function": "overlong", "rewards.overlong.weight": 0.5,
+        "rewards.overlong.arguments": {"max_tokens": 32, "buffer": 8},
+    }  # fmt: skip
+    assert weights(["a", "b"]) == {"a": 1.0, "b": 1.0}
+    assert rewards(values())["rewards.single_choice.weight"] == 1.0
+    with pytest.raises(ConfigError, match="buffer_length=4096"):
+        rewards(values(p_overlong_reward__enable_overlong_penalty=True))
+    for wrong in ([], "direct_math"):
+        with pytest.raises(ConfigError, match="reward"):
+            rewards(values(p_reward_function=wrong))
+
+
+def test_single_choice_compares_what_stands_in_the_tags() -> None:
+    def paid(reply: str, answer: str) -> float:
+        return single_choice(reply, Task(uid=0, source="t", prompt="p", answer=answer))["score"]  # type: ignore[return-value]
+
+    assert paid("<think>x</think> <answer> B </answer> <answer>C</answer>", "<answer>b</answer>") == 1
+    assert paid(" b\n", "B") == 1, "without tags the whole text"
+    assert paid("<answer>BC</answer>", "B") == 0
+
+
+@pytest.mark.parametrize(
+    ("reply", "paid"),
+    [
+        ("<think>a\nb</think>\n\n<answer>c</answer>", 1),
+        ("<think>a</think>\n<answer>c</answer>", 0),
+        ("<think>a<think>b</think>\n\n<answer>c</answer>", 0),
+        ("<think>a</think>\n\n<answer>c</answer><|end|>", 0),
+    ],
+)
+def test_format_is_cosmos_form(reply: str, paid: float) -> None:
+    arguments = REWARDS["format"]["arguments"]
+    assert format(reply, Task(uid=0, source="t", prompt="p"), **arguments) == paid
+
+
+def test_validation_is_evaluation_with_sampling_of_its_own() -> None:
+    assert validation(values()) == {}
+    given = values(
+        v_enable=True, v_freq=5, v_dataset__name="b.jsonl", v_temperature=0.6, v_top_k=None, v_n_generation=4,
+        v_reward_function="lib/mine.py:score", r_sampling_config__top_k=7, r_sampling_config__top_p=0.9,
+    )  # fmt: skip
+    out = validation(given)
+    assert (out["data.eval.0.path"], out["data.eval.0.prompt"], out["eval.every"]) == ("b.jsonl", "q", 5)
+    assert [out[f"eval.sampling.{k}"] for k in ("temperature", "top_k", "top_p", "max_tokens")] == [
+        0.6,
+        7,
+        0.9,
+        2048,
+    ]
+    assert (out["eval.samples"], out["eval.reward"], out["eval.at_start"]) == (4, "score", False)
+    assert rewards(given)["rewards.score.weight"] == 0.0, "validation alone reads it"
+    for wrong in ({"v_reward_function": {"format": 1, "gsm8k": 2}}, {"v_dataset__name": ""}):
+        with pytest.raises(ConfigError, match="validation"):
+            validation(values(v_enable=True, **{"v_dataset__name": "b.jsonl"} | wrong))
+    with pytest.raises(ConfigError, match="coming"):
+        validation(values("sft", v_enable=True))
+
+
+def test_conversations_become_prompt_and_reply(tmp_path: Path) -> None:
+    ask, reply = {"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"chat": [ask, reply]}) + "\n")
+    (row,) = demonstrations(str(file), column="chat", system="be short")
+    assert row == {"prompt": [{"role": "system", "content": "be short"}, ask], "response": "r"}
+    assert data(values("sft", p_dataset__name=str(file), p_system_prompt="s"))["data.train.0.arguments"] == {
+        "path": str(file), "column": "conversations", "system": "s",
+    }  # fmt: skip
+    for chat, said in (
+        ([ask, reply, ask, reply], "one assistant"),
+        ([ask], "one assistant"),
+        ("q", "expected a list"),
+    ):
+        file.write_text(json.dumps({"chat": chat}) + "\n")
+        with pytest.raises(DataError, match=said):
+            list(demonstrations(str(file), column="chat"))
+    with pytest.raises(DataError, match="no such column"):
+        list(demonstrations(str(file), column="talk"))
+
+
+# ---------------------------------------------------------------- algorithm, model, files
+
+
+def test_variants() -> None:
+    assert algorithm(values()) == {"algorithm.name": "grpo"}
+    assert algorithm(values("sft")) == {"algorithm.name": "sft"}
+    bounded = {"p_variant": "dapo", "p_on_policy": True}
+    for most, refills in ((4, 3), (-1, ALL)):
+        given = values(**bounded, p_max_retry_for_on_policy=most)
+        assert algorithm(given) == {"algorithm.name": "dapo", "algorithm.max_refills": refills}
+    assert algorithm(values(p_variant="dapo", p_filter_reward_metric="single_choice")) == {
+        "algorithm.name": "dapo"
+    }
+    for wrong in (
+        {"p_variant": "gspo"},
+        {"p_variant": "ppo"},
+        {**bounded, "p_filter_reward_metric": "format"},
+    ):
+        with pytest.raises(ConfigError, match="train_policy"):
+            algorithm(values(**wrong))
+
+
+def test_reduction_advantage_and_reference() -> None:
+    assert aggregation(values())["algorithm.aggregation"] == "token-mean"
+    constant = {"p_unbiased_loss_max_tokens": 100}
+    assert aggregation(values(p_loss_type="seq-mean-token-mean", **constant)) == {
+        "algorithm.aggregation": "seq-mean-token-sum-norm", "algorithm.norm_tokens": 100,
+    }  # fmt: skip
+    for wrong in (constant, {"p_loss_type": "token-sum"}):
+        with pytest.raises(ConfigError, match="loss_type"):
+            aggregation(values(**wrong))
+    assert normalize(values(p_unbiased_advantage=True)) == {"algorithm.normalize_std": False}
+    every = {"p_reference_reset_interval": 5}
+    assert reference(values(**every)) == {}, "no KL, no reference"
+    kept = {"p_kl_beta": 0.1, "p_reset_optimizer_with_reference": False}
+    assert reference(values(**every, **kept)) == {"reference.reset_every": 5}
+    with pytest.raises(ConfigError, match="coming"):
+        reference(values(**every, p_kl_beta=0.1))
+
+
+def test_model_lengths_and_seed() -> None:
+    assert dtype(values()) == {"model.dtype": "bfloat16"}
+    assert transfer(values(t_transfer_dtype="bfloat16")) == {}
+    assert lengths(values()) == {
+        "data.max_prompt_tokens": 2048, "data.overlong": "filter", "rollout.sampling.max_tokens": 2048,
+    }  # fmt: skip
+    assert lengths(values("sft", r_max_response_length=9999))["rollout.sampling.max_tokens"] == 2048
+    seeds = (
+        ({}, 0),
+        ({"t_deterministic": True}, 42),
+        ({"r_seed": 7}, 7),
+        ({"t_seed": 0, "t_deterministic": True}, 0),
+    )
+    assert [seed(values(**given))["seed"] for given, _ in seeds] == [wanted for _, wanted in seeds]
+    wrong: list[tuple[Any, dict[str, Any]]] = [
+        (dtype, {"t_param_dtype": "float16"}),
+        (dtype, {"t_master_dtype": "bfloat16"}),
+        (transfer, {"t_transfer_dtype": "float32"}),
+        (lengths, {"r_max_response_length": 4096}),
+        (seed, {"t_seed": 1, "r_seed": 2}),
+        (rollout, {"r_backend": "sglang"}),
+        (rollout, {"r_gpu_memory_utilization": 1.5}),
+        (trained_temperature, {"p_temperature": 0.9}),
+        (uploads, {"c_upload_s3": True}),
+        (uploads, {"c_upload_hf": True}),
+    ]
+    for function, given in wrong:
+        with pytest.raises(ConfigError):
+            function(values(**given))
+    assert trained_temperature(values(p_temperature=0.0)) == {}, "up to 1e-6 nothing is divided"
+    assert sampling(values())["rollout.sampling.top_k"] == 0
+    assert sampling(values("sft")) == rollout(values("sft")) == {}
+    assert uploads(values(c_s3_bucket="b")) == {}
+
+
+def test_files_and_trackers() -> None:
+    given = values(t_output_dir="./out/a", t_timestamp="2024")
+    given["logging.experiment_name"] = "None"
+    assert place(given) == {"name": "cosmos_rl/a", "run_dir": "out/a/2024"}
+    assert [resume(values(t_resume=r))["checkpoint.resume"] for r in (True, False, "x/y")] == [
+        "auto",
+        "never",
+        "x/y",
+    ]
+    assert checkpoint(values()) == {"checkpoint.every": 0, "checkpoint.export": False}
+    assert checkpoint(values(c_enable_checkpoint=True, c_max_keep=-1)) == {
+        "checkpoint.every": 20, "checkpoint.keep": ALL, "checkpoint.export": True,
+    }  # fmt: skip
+    for wrong in ({"c_max_keep": 0}, {"c_save_freq": 0}):
+        with pytest.raises(ConfigError, match=r"train\.ckpt"):
+            checkpoint(values(c_enable_checkpoint=True, **wrong))
+    given["logging.logger"] = ["Console"]
+    assert trackers(given) == {"track.trackers": ["jsonl", "console"]}

@@ -1,0 +1,140 @@
+"""Cosmos-RL files as a whole: what is refused, and runs that equal their native twins bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import whet
+from whet.config.load import load
+from whet.config.schema import Model, Scratch, Tokenizer
+from whet.data.tokenizer import load_tokenizer
+from whet.models.load import build, export
+from whet.types import ConfigError
+
+ROOT = Path(__file__).parents[1]
+FILES = ROOT / "tests/dialects"
+WORDS = ROOT / "tests/data/words.jsonl"
+POLICY = "train.train_policy."
+
+
+def test_a_file_for_many_gpus_is_refused_for_what_is_coming_and_nothing_else() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(FILES / "cosmos_64_gpus.toml")
+    lines = [line.split(": ", 1)[1] for line in str(refused.value).splitlines()[1:]]
+    keys = {line.split(":")[0].split("=")[0] for line in lines}
+    assert keys == {
+        "logging.logger", "policy.lora", "policy.lora.r", "profiler.enable_profiler", "rollout.quantization",
+        "train.ckpt.upload_s3", "train.master_dtype",
+        *(POLICY + key for key in ("variant", "min_filter_prefix_tokens", "use_decoupled_loss")),
+    }  # fmt: skip
+    assert all("coming" in line for line in lines), lines
+
+
+def test_names_of_older_versions_are_read_and_typos_are_not() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(
+            FILES / "cosmos_sft.toml",
+            [
+                "+train.validation_step=3",
+                "+train.enable_validation=true",
+                "train.optm_ir=1",
+                "train.optm_lr=2e-6",
+            ],
+        )
+    assert "did you mean train.optm_lr?" in str(refused.value)
+    assert "held-out loss" in str(refused.value), "train.enable_validation was read as validation.enable"
+    assert "validation_step" not in str(refused.value)
+
+
+def model_folder(folder: Path, kind: str) -> Path:
+    """A tiny model with a tokenizer of letters."""
+    texts = ["abcdefghijklmnopqrstuvwxyz>"]
+    tokenizer = load_tokenizer(Tokenizer(build=kind), model_path=None, texts=texts)  # type: ignore[arg-type]
+    scratch = Scratch(hidden_size=32, layers=1, heads=2, ffn_size=64, max_positions=64)
+    model = build(
+        Model(scratch=scratch), vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, seed=1, device="cpu", dtype=torch.float32,
+    )  # fmt: skip
+    export(model, tokenizer, folder)
+    return folder
+
+
+def metrics(run_dir: Path) -> bytes:
+    return (run_dir / "metrics.jsonl").read_bytes()
+
+
+def test_an_rl_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "model", "chars")
+    reward = f"{FILES / 'letters.py'}:share_of_a"
+    whet.train(
+        FILES / "cosmos_letters.toml",
+        overrides=[
+            f"policy.model_name_or_path={model}", f"train.output_dir={tmp_path / 'foreign'}",
+            f"train.train_policy.dataset.name={WORDS}", f"train.train_policy.reward_function={reward}",
+            "whet.machine.threads=1",
+        ],
+    )  # fmt: skip
+    native = whet.train(
+        run_dir=str(tmp_path / "native"), name="cosmos_rl/foreign", seed=3,
+        model={"path": str(model), "dtype": "float32"},
+        data={"max_prompt_tokens": 8, "overlong": "filter", "train": [{"path": str(WORDS)}]},
+        algorithm={
+            "name": "grpo", "aggregation": "seq-mean-token-mean", "clip_high": 0.28, "dual_clip": 3.0,
+            "kl": {"coef": 0.001},
+        },
+        rewards={"share_of_a": {"function": reward}},
+        rollout={"group_size": 4, "sampling": {"max_tokens": 5}},
+        train={
+            "steps": 12, "tasks_per_step": 8, "minibatches": 2, "passes": 2, "micro_rollouts": 8,
+            "optimizer": {
+                "lr": 1e-2,
+                "schedule": {"kind": "wsd", "warmup_steps": 11, "decay_fraction": 0.76, "min_factor": 0.5},
+            },
+        },
+        checkpoint={"every": 0, "export": False}, machine={"threads": 1},
+    )  # fmt: skip
+    assert metrics(tmp_path / "foreign") == metrics(tmp_path / "native")
+    paid = [m["reward/mean"] for m in native.metrics]
+    assert paid[-1] > paid[0] + 0.3
+
+
+def _chat(row: dict[str, str]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
+
+
+def test_an_sft_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "model", "chars")
+    chats = tmp_path / "chats.jsonl"
+    rows = [json.loads(line) for line in WORDS.read_text().splitlines()]
+    chats.write_text("".join(json.dumps({"conversation": _chat(row)}) + "\n" for row in rows))
+    whet.train(
+        FILES / "cosmos_sft.toml",
+        overrides=[
+            f"policy.model_name_or_path={model}", f"train.output_dir={tmp_path / 'foreign'}",
+            f"train.train_policy.dataset.name={chats}", "whet.machine.threads=1",
+        ],
+    )  # fmt: skip
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(
+        "".join(json.dumps({"prompt": _chat(r)[:1], "response": r["response"]}) + "\n" for r in rows)
+    )
+    native = whet.train(
+        run_dir=str(tmp_path / "native"), model={"path": str(model), "dtype": "float32"},
+        data={
+            "max_prompt_tokens": 12, "overlong": "filter",
+            "train": [{"name": "demonstrations", "path": str(pairs)}],
+        },
+        algorithm={"name": "sft"}, rollout={"sampling": {"max_tokens": 12}},
+        train={
+            "steps": 15, "tasks_per_step": 16, "micro_rollouts": 4,
+            "optimizer": {"lr": 1e-2, "eps": 1e-6, "grad_clip": None, "schedule": {"warmup_steps": 2}},
+        },
+        checkpoint={"every": 0, "export": False}, machine={"threads": 1},
+    )  # fmt: skip
+    assert metrics(tmp_path / "foreign") == metrics(tmp_path / "native")
+    losses = [m["train/loss"] for m in native.metrics]
+    assert losses[-1] < 0.8 * losses[0]

@@ -1,0 +1,682 @@
+"""The frame of the dialects: a foreign file read, translated, refused, converted; on a small table, then on all."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import random
+import subprocess
+import sys
+import types
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from whet import cli
+from whet.config.dialects import docs, tables
+from whet.config.dialects.convert import native_yaml, scalar
+from whet.config.dialects.key import (
+    coming,
+    derived,
+    engine,
+    inert,
+    mapped,
+    refused,
+    translated,
+)
+from whet.config.dialects.kinds import same
+from whet.config.dialects.match import read, suggest
+from whet.config.dialects.recognise import recognise
+from whet.config.dialects.report import counts, markdown, summary
+from whet.config.dialects.style import overridden
+from whet.config.dialects.tables import FILES, TABLES, Dialect, dialect, joined, parts, table
+from whet.config.dialects.translate import translate
+from whet.config.keys import lookup
+from whet.config.load import load
+from whet.config.parse import parse
+from whet.config.plan import plans
+from whet.types import ConfigError
+
+ROOT = Path(__file__).parent.parent
+
+
+# ---------------------------------------------------------------- a dialect of our own
+
+
+def batch(v):
+    """prompts a step and a mini-batch that must divide them, as verl has it."""
+    if v["loop.prompts"] % v["loop.mini"]:
+        raise ConfigError(f"loop.prompts={v['loop.prompts']} must be divisible by loop.mini={v['loop.mini']}")
+    return {
+        "train.tasks_per_step": v["loop.prompts"],
+        "train.minibatches": v["loop.prompts"] // v["loop.mini"],
+    }
+
+
+def files(v):
+    return {f"data.train.{n}.path": path for n, path in enumerate(v["files"])}
+
+
+def held_out(v):
+    return {"data.eval.0.path": v["held_out"]} if v["held_out"] else {}
+
+
+def agrees(v):
+    if v["loop.copies"] != v["net.n"]:
+        raise ConfigError("loop.copies must be what net.n is")
+    return {}
+
+
+def reward(v):
+    return {"rewards.score.function": v["judge"], "rewards.score.arguments": dict(v["judge_args.*"])}
+
+
+TOY = (
+    mapped("loop", "train", default={}),
+    translated(
+        "loop.prompts", batch, "train.tasks_per_step", "train.minibatches", default=8, reason="as it is"
+    ),
+    translated("loop.mini", batch, "train.minibatches", default=4, reason="prompts / mini"),
+    mapped("loop.steps", "train.steps", default=10),
+    derived("loop.copies", agrees, default="${net.n}", reason="what net.n is"),
+    mapped("loop.lr", "train.optimizer.lr", default=1e-6),
+    mapped("loop.rate", "train.optimizer.lr", default=1e-6),
+    mapped("loop.clip", "train.optimizer.grad_clip", default=None),
+    mapped("loop.save", "train.gradient_checkpointing", default=False),
+    mapped("loop.vf_lr", "critic.optimizer.lr", default=2e-5),
+    coming("loop.fsdp", "sharded training", default=False, harmless=(None,)),
+    coming("lora", "LoRA", default=None),
+    coming("lora.r", "LoRA", default=8),
+    inert("net.workers", "there is one process", default=1),
+    engine("net.swap", "vllm", default=4, reason="host memory"),
+    refused("net.trust", "trust_remote_code is never on; vendor the code", default=False),
+    mapped("net.n", "rollout.group_size", default=4),
+    mapped("net.temp", "rollout.sampling.temperature", default=0.5),
+    mapped("net.path", "model.path", default="~/m"),
+    mapped("net.over.*", "model.overrides", default={}),
+    mapped("net.over.layers", "model.overrides.num_hidden_layers", default=None),
+    translated("files", files, "data.train", default=["a.jsonl"], reason="each a source"),
+    translated("held_out", held_out, "data.eval", default="", reason="one source"),
+    mapped("looks", "eval.every", default=0),
+    translated("judge", reward, "rewards", default="exact", reason="a function"),
+    translated("judge_args.*", reward, "rewards", default={}, reason="its arguments"),
+    coming("parts", "parts", default=[]),
+    coming("parts[].name", "parts", default=""),
+    coming("extra", "buffers", default={}),
+    coming("extra.<name>.path", "buffers", default=""),
+    mapped("label", "name", default="toy"),
+)
+ALIASES = {"loop.learning_rate": "loop.lr", "loop.batch": ("loop.prompts", "renamed in 2")}
+ON = Dialect(
+    name="toy",
+    rows=TOY,
+    aliases={"loop.learning_rate": ("loop.lr", ""), "loop.batch": ("loop.prompts", "renamed in 2")},
+    nulls=("None",),
+)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """The toy dialect among the real ones."""
+    module = types.ModuleType("whet.config.dialects.toy")
+    module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+    module.TOY, module.ALIASES = TOY, ALIASES
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(tables.TABLES, "toy", ("toy", "TOY"))
+    monkeypatch.setitem(tables.FILES, "toy", tables._File(tables=("toy",), nulls=("None",)))
+
+
+def told(tree, of=ON):
+    """The problems of a tree, in one text."""
+    made = translate(parse(tree).tree if isinstance(tree, str) else tree, of, origins={})
+    return "\n".join(f"{place}: {text}" for place, text in made.problems)
+
+
+def native(tree):
+    made = translate(parse(tree).tree, ON, origins={})
+    assert made.problems == ()
+    return made.tree
+
+
+def written(tmp_path, text, name="file.yaml"):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+# ---------------------------------------------------------------- translation
+
+
+def test_an_empty_file_means_the_defaults_of_its_document():
+    assert native("{}") == {
+        "train": {"tasks_per_step": 8, "minibatches": 2, "steps": 10, "optimizer": {"grad_clip": None}},
+        "critic": {"optimizer": {"lr": 2e-5}},
+        "rollout": {"group_size": 4, "sampling": {"temperature": 0.5}},
+        "model": {"path": "~/m"},
+        "data": {"train": [{"path": "a.jsonl"}]},
+        "rewards": {"score": {"function": "exact", "arguments": {}}},
+        "name": "toy",
+    }
+
+
+def test_what_is_given_goes_over():
+    made = native(
+        "loop: {prompts: 12, mini: 3, lr: 1e-3, save: true}\nfiles: [x, y]\n"
+        "judge_args: {a: 1}\nnet: {over: {q: 2, layers: 3}}"
+    )
+    assert made["train"]["tasks_per_step"] == 12
+    assert made["train"]["minibatches"] == 4
+    assert made["train"]["optimizer"]["lr"] == 1e-3
+    assert made["train"]["gradient_checkpointing"] is True
+    assert made["data"]["train"] == [{"path": "x"}, {"path": "y"}]
+    assert made["rewards"]["score"]["arguments"] == {"a": 1}
+    assert made["model"]["overrides"] == {"q": 2, "num_hidden_layers": 3}
+
+
+def test_each_function_is_called_once():
+    calls = []
+
+    def count(v):
+        calls.append(dict(v))
+        return {"seed": v["a"] + v["b"]}
+
+    rows = (
+        translated("a", count, "seed", default=1, reason=""),
+        translated("b", count, "seed", default=2, reason=""),
+    )
+    made = translate({"a": 5}, Dialect(name="two", rows=rows), origins={})
+    assert made.tree == {"seed": 7}
+    assert calls == [{"a": 5, "b": 2}]
+
+
+def test_the_given_row_wins_over_a_default_and_two_given_ones_must_agree():
+    assert native("loop: {rate: 0.5}")["train"]["optimizer"]["lr"] == 0.5
+    assert native("loop: {rate: 0.5, lr: 0.5}")["train"]["optimizer"]["lr"] == 0.5
+    said = told("loop: {rate: 0.5, lr: 0.25}")
+    assert "loop.rate asks for train.optimizer.lr=0.5, loop.lr for 0.25; keep one of them" in said
+
+
+def test_other_names_are_read_with_a_note():
+    made = translate({"loop": {"batch": 16}}, ON, origins={})
+    assert made.tree["train"]["tasks_per_step"] == 16
+    assert [line.note for line in made.lines if line.given] == [
+        "loop.batch is read as loop.prompts: renamed in 2"
+    ]
+    assert "given twice, as 16 and 8" in told({"loop": {"batch": 8, "prompts": 16}}).replace(
+        "8 and 16", "16 and 8"
+    )
+    assert told({"loop": {"batch": 16, "prompts": 16}}) == ""
+
+
+def test_references_see_the_defaults_of_the_document():
+    assert native("label: ${net.path}-${loop.steps}")["name"] == "~/m-10"
+    assert native("loop: {prompts: '${net.n}'}")["train"]["tasks_per_step"] == 4
+    assert "label: Interpolation key 'net.pat' not found" in told("label: ${net.pat}")
+
+
+def test_a_reference_in_a_default_follows_the_file():
+    assert told("net: {n: 3}\nloop: {copies: 3}") == ""
+    assert "loop.copies must be what net.n is" in told("net: {n: 3}\nloop: {copies: 4}")
+    assert told("net: {n: 3}") == ""
+
+
+def test_a_text_of_the_file_with_a_reference_in_it_stays_text():
+    assert native("label: a\\${b}")["name"] == "a\\${b}"  # native YAML reads that as a${b}
+
+
+def test_a_section_that_was_a_file_of_its_own_refers_to_itself():
+    rows = (
+        mapped("box.in.a", "train.steps", default=3),
+        mapped("box.in.b", "rollout.group_size", default="${in.a}"),
+        mapped("box.in.c", "seed", default=0),
+    )
+    of = Dialect(name="boxed", rows=rows, inner="box")
+    assert translate({}, of, origins={}).tree == {"train": {"steps": 3}, "rollout": {"group_size": 3}}
+    made = translate({"box": {"in": {"a": 5, "c": "${in.b}"}}}, of, origins={})
+    assert made.tree == {"train": {"steps": 5}, "rollout": {"group_size": 5}, "seed": 5}
+
+
+def test_optional_tables_count_only_where_given():
+    rows = (
+        mapped("a", "seed", default=1),
+        mapped("b", "seed", default=2),
+        mapped("c", "train.steps", default=4),
+    )
+    of = Dialect(name="some", rows=rows, optional=frozenset({"b", "c"}))
+    assert translate({}, of, origins={}).tree == {"seed": 1}
+    assert translate({"b": 3}, of, origins={}).tree == {"seed": 3}
+
+
+def test_entries_of_a_list_feed_entries_of_a_list():
+    rows = (
+        translated("s", lambda v: {}, default=[], reason=""),
+        mapped("s[].steps", "stages.*.train.steps", default=None),
+        mapped("s[].name", "stages.*.name", default=None),
+    )
+    made = translate(
+        {"s": [{"name": "a", "steps": 2}, {"name": "b"}]}, Dialect(name="l", rows=rows), origins={}
+    )
+    assert made.tree == {"stages": [{"train": {"steps": 2}, "name": "a"}, {"name": "b"}]}
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("loop: {fsdp: true}", "got true; coming, not built yet: sharded training (accepted today: false, null)"),
+        ("lora: {r: 8}", 'lora: got {"r": 8}; coming, not built yet: LoRA'),
+        ("lora: {r: 9}", "lora.r: got 9; coming"),
+        ("net: {workers: 2}", "net.workers: got 2; it cannot matter here: there is one process (accepted today: 1)"),
+        ("net: {swap: 8}", "net.swap: got 8; coming with vllm: host memory"),
+        ("net: {trust: true}", "net.trust: got true; trust_remote_code is never on; vendor the code"),
+        ("net: {trust: 0}", "net.trust: got 0"),
+        ("parts: [{name: x}]", 'parts: got [{"name": "x"}]; coming'),
+        ("extra: {mine: {path: x}}", 'extra.mine.path: got "x"; coming'),
+        ("loop: {prompts: 10, mini: 4}", "loop.prompts=10 must be divisible by loop.mini=4"),
+        ("loop: 3", "loop: got 3, expected a section (keys: prompts, mini"),
+        ("parts: {name: x}", 'parts: got {"name": "x"}, expected a list of sections'),
+        ("loop: {lr: fast}", 'loop.lr: got "fast", expected a number'),
+        ("loop: {steps: true}", "loop.steps: got true, expected a number"),
+        ("loop: {save: flase}", 'loop.save: got "flase", expected true or false'),
+        ("loop: {save: 1}", "loop.save: got 1, expected true or false"),
+        ("nope: 1", "nope: unknown key"),
+        ("nope: {deep: {er: 1}}", "nope.deep.er: unknown key"),
+        ("nope: {}", "nope: unknown key"),
+    ],
+)  # fmt: skip
+def test_refusals(text, said):
+    assert said in told(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "loop: {fsdp: false}",
+        "loop: {fsdp: null}",
+        "lora: null",
+        "lora: {}",
+        "loop: null",
+        "loop: {}",
+        "net: {workers: 1.0, swap: 4, trust: false}",
+        "parts: []",
+        "extra: {}",
+        "extra: {any: {path: ''}}",
+    ],
+)
+def test_defaults_and_harmless_values_pass(text):
+    assert native(text) == native("{}")
+
+
+def test_values_mean_what_they_mean_there():
+    assert native("loop: {lr: '1e-3'}")["train"]["optimizer"]["lr"] == 1e-3
+    assert native("loop: {lr: 1e-3}")["train"]["optimizer"]["lr"] == 1e-3
+    assert native("loop: {save: yes}")["train"]["gradient_checkpointing"] is True
+    assert native("loop: {clip: None}")["train"]["optimizer"]["grad_clip"] is None
+    assert native("label: None")["name"] == "None"  # its default is a text
+    made = translate({"loop": {"lr": "1e-3", "clip": "None"}}, ON, origins={})
+    assert [line.note for line in made.lines if line.given] == [
+        'the text "1e-3" is read as 0.001',
+        'the text "None" is read as null',
+    ]
+
+
+def test_true_is_not_one():
+    assert same(1, 1.0)
+    assert same([1, {"a": None}], (1, {"a": None}))
+    assert same(True, True)
+    assert not same(1, True)
+    assert not same([0], [False])
+    assert not same({"a": 0}, {"a": False})
+    assert not same([1], [1, 2])
+
+
+def test_all_problems_have_their_place():
+    origins = {("loop", "lr"): "f:2", ("loop",): "f:1", ("net", "n"): "f:4", ("loop", "mini"): "f:3"}
+    made = translate({"loop": {"lr": "x", "mini": 3}, "net": {"n": 4}}, ON, origins=origins)
+    assert made.problems == (
+        ("f:2", 'loop.lr: got "x", expected a number'),
+        ("f:3", "loop.prompts=8 must be divisible by loop.mini=3"),
+    )
+
+
+# ---------------------------------------------------------------- near misses
+
+
+def test_suggestions():
+    assert suggest(("loop", "promts"), ON) == ["loop.prompts"]
+    assert suggest(("lop", "promts"), ON) == ["loop.prompts"]
+    assert suggest(("lop", "prompts"), ON) == ["loop.prompts"]
+    assert suggest(("prompts",), ON) == ["loop.prompts"]
+    assert suggest(("net", "promptz"), ON) == ["loop.prompts"]
+    assert suggest(("nett", "over", "any"), ON) == ["net.over"]
+    assert suggest(("extra", "mine", "paht"), ON) == ["extra.<name>.path"]
+    assert suggest(("zzzzzz",), ON) == []
+    assert "known here: prompts, mini" in told("loop: {qqqqqqq: 1}")
+
+
+def test_a_typo_does_not_pass_as_a_name_of_the_user_s():
+    assert "net.over.layerz: unknown key; did you mean net.over.layers?" in told("net: {over: {layerz: 1}}")
+    assert told("net: {over: {q: 1}}") == ""
+
+
+def test_a_key_of_another_system_is_named_as_such():
+    made = told("train: {steps: 3}")
+    assert "train.steps: unknown key; did you mean loop.steps?" in made
+    assert "a native key" in made
+
+
+# ---------------------------------------------------------------- overrides
+
+
+def test_overrides_in_hydra_s_style():
+    base = {"a": {"b": 1, "l": [{"c": 1}, 2]}}
+    origins = {("a", "b"): "f:1"}
+    out = overridden(base, origins, ["a.b=1e-6", "+a.d=[x,{y:1}]", "++e.f='t: u'", "~a.l", "g=", "h=null"])
+    assert out.problems == []
+    assert out.tree == {"a": {"b": 1e-6, "d": ["x", {"y": 1}]}, "e": {"f": "t: u"}, "g": "", "h": None}
+    assert out.origins[("a", "b")] == "override a.b=1e-6"
+    assert base == {"a": {"b": 1, "l": [{"c": 1}, 2]}}
+    assert overridden(base, {}, ["a.l.0.c=5", "a.l.1=6"]).tree == {"a": {"b": 1, "l": [{"c": 5}, 6]}}
+    assert overridden({}, {}, ["u={url:http://x}"]).tree == {"u": {"url": "http://x"}}
+
+
+@pytest.mark.parametrize("text", ["a", "=1", "--a=1", "a.l.7=1", "~zzz", "a@b=1", "a=[1", "a.l.x=1"])
+def test_overrides_that_are_refused(text):
+    out = overridden({"a": {"l": [1]}}, {}, [text])
+    assert len(out.problems) == 1
+    assert out.problems[0][0] == f"override {text}"
+    assert out.tree == {"a": {"l": [1]}}
+
+
+# ---------------------------------------------------------------- loading
+
+
+FILE = """\
+loop:
+  prompts: 4
+  lr: 1e-3
+net:
+  path: models/tiny
+  n: 2
+files: [x.jsonl]
+"""
+
+
+def test_a_foreign_file_loads_and_points_back(tmp_path, toy):
+    path = written(tmp_path, FILE)
+    loaded = load(path, ["loop.steps=3", "+net.temp=1.0"], {"seed": 4})
+    assert loaded.translation.dialect == "toy"
+    assert (loaded.config.train.optimizer.lr, loaded.config.train.steps, loaded.config.seed) == (1e-3, 3, 4)
+    assert loaded.where("train.optimizer.lr") == f"{path}:3 loop.lr"
+    assert loaded.where("train.tasks_per_step") == f"{path}:2 loop.prompts"
+    assert loaded.where("data.train.0.path") == f"{path}:7 files"
+    assert loaded.where("train.steps") == "override loop.steps=3"
+    assert loaded.where("name") == "default of label (toy)"
+    assert loaded.config.run_dir == "runs/toy"
+
+
+def test_errors_after_translation_speak_of_the_foreign_key(tmp_path, toy):
+    path = written(tmp_path, FILE.replace("1e-3", "-1"))
+    with pytest.raises(ConfigError, match=rf"{path}:3 loop\.lr: train\.optimizer\.lr: got -1"):
+        load(path)
+    path = written(tmp_path, FILE.replace("prompts: 4", "prompts: 4\n  mini: 1").replace("n: 2", "n: 1"))
+    with pytest.raises(ConfigError, match=rf"{path}:7 net\.n: rollout\.group_size"):
+        plans(load(path))
+
+
+def test_keys_that_nothing_reads_are_left_out_with_a_word(tmp_path, toy):
+    loaded = load(written(tmp_path, FILE + "looks: 5\n"))
+    assert "critic" not in loaded.config.model_fields_set
+    assert "eval" not in loaded.config.model_fields_set
+    lines = {line.key: line for line in loaded.translation.lines}
+    assert lines["looks"].native == ()
+    assert "eval.every has no effect: there is nothing to evaluate" in lines["looks"].note
+    assert "has no critic" in lines["loop.vf_lr"].note
+    plans(loaded)
+    read_now = load(written(tmp_path, FILE + "looks: 5\nheld_out: y.jsonl\n"))
+    assert read_now.config.eval.every == 5
+
+
+def test_native_keys_stand_below_whet(tmp_path, toy):
+    path = written(tmp_path, FILE + "whet:\n  guard: {timeout_s: 3.5}\n  train: {optimizer: {lr: 0.5}}\n")
+    loaded = load(path, ["whet.machine.device=cpu"])
+    assert (loaded.config.guard.timeout_s, loaded.config.train.optimizer.lr) == (3.5, 0.5)
+    assert loaded.config.machine.device == "cpu"
+    assert loaded.where("guard.timeout_s") == f"{path}:9"
+    with pytest.raises(ConfigError, match="unknown key"):
+        load(path, ["whet.machine.devise=cpu"])
+    with pytest.raises(ConfigError, match=rf"{path}:8: whet: expected a section of native keys"):
+        load(written(tmp_path, FILE + "whet: 3\n"))
+
+
+def test_toml_and_broken_files(tmp_path, toy):
+    toml = written(tmp_path, '[loop]\nlr = 1e-3\n[net]\npath = "m"\n', "f.toml")
+    assert load(toml).where("train.optimizer.lr") == f"{toml}:2 loop.lr"
+    twice = written(tmp_path, "loop: {lr: 1, lr: 2}\nnet: {nn: 1}\n")
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*given twice, in lines.*did you mean net\.n\?"):
+        load(twice)
+
+
+# ---------------------------------------------------------------- recognising
+
+
+def test_recognition(toy):
+    assert recognise(parse(FILE).tree) == "toy"
+    assert recognise({}) == "native"
+    assert recognise({"train": {"steps": 3}, "seed": 1}) == "native"
+    assert recognise({"trian": {"steps": 3}}) == "native"  # nobody knows it: the native errors are the best
+    assert recognise({"train": {"stesp": 3}, "seed": 1}) == "native"
+    assert recognise({"train": {"steps": 3}}, "toy") == "toy"
+    assert recognise(parse(FILE).tree, "native") == "native"
+    with pytest.raises(ConfigError, match="--dialect verll: expected native, verl, skyrl"):
+        recognise({}, "verll")
+
+
+def test_a_tie_is_not_guessed(toy, monkeypatch):
+    monkeypatch.setitem(tables.FILES, "toy-too", tables._File(tables=("toy",)))
+    with pytest.raises(ConfigError, match=r"toy and toy-too each know 100% of its keys.* --dialect toy"):
+        recognise(parse(FILE).tree)
+    monkeypatch.setitem(tables.FILES, "toy-too", tables._File(tables=("toy",), sign=("judge", ("x",))))
+    assert recognise(parse(FILE).tree) == "toy"
+
+
+def test_native_files_do_not_import_the_tables():
+    modules = sorted({module for module, _ in TABLES.values()})
+    code = (
+        "import sys; from whet.config.load import load; load('examples/first_run.yaml');"
+        f"sys.exit(any(f'whet.config.dialects.{{m}}' in sys.modules for m in {modules}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
+
+
+# ---------------------------------------------------------------- converting, reporting
+
+
+def test_convert_gives_an_equal_config_and_is_idempotent(tmp_path, toy):
+    path = written(
+        tmp_path, FILE + "label: 'a # b: ${net.path} \\${c}'\njudge_args: {k: ['1e-3', null, {z: [1.0]}]}\n"
+    )
+    first = load(path)
+    text = native_yaml(first)
+    assert "lr: 0.001" in text
+    assert f"# {path}:3 loop.lr" in text
+    assert "# default of label (toy)" not in text
+    again = load(written(tmp_path, text, "native.yaml"))
+    assert again.config == first.config
+    assert again.translation is None
+    assert again.config.name == "a # b: models/tiny ${c}"
+    assert parse(native_yaml(again)).tree == parse(text).tree
+    assert native_yaml(load(written(tmp_path, native_yaml(again), "native.yaml"))) == native_yaml(
+        load(written(tmp_path, native_yaml(again), "native.yaml"))
+    )
+
+
+EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".yaml", ".toml"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_examples_convert(example, tmp_path):
+    """A native file to itself but for comments, a foreign one to an equal config."""
+    loaded = load(example)
+    text = native_yaml(loaded)
+    if loaded.translation is None:
+        assert parse(text).tree == parse(example.read_text()).tree
+    assert load(written(tmp_path, text)).config == loaded.config
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "a", "off", "true", "1e-3", "a: b", "a #b", " x", "x ", "\u2028", "a\nb", "'", '"', "é", "😀\x85", "\x7f",
+     None, 1, 1e-6, 1e30, [], {}, [1, ["a, b"]], {"a b": "c"}, "-", "- a", "~", "null", "[x]", "a,b", "${x}"],
+)  # fmt: skip
+def test_scalars_read_back_as_they_are(value):
+    assert same(parse(f"k: {scalar(value)}\n").tree, {"k": value})
+
+
+def test_the_report(tmp_path, toy):
+    made = load(written(tmp_path, FILE + "looks: 5\n")).translation
+    assert counts([line for line in made.lines if line.given]) == {"mapped": 4, "translated": 2}
+    assert summary(made).startswith("toy file: 6 keys given (4 mapped, 2 translated)")
+    page = markdown(made, "t")
+    assert "| `loop.prompts` | `4` | translated | `train.tasks_per_step`" in page
+    assert '| `label` | `"toy"` | mapped | `name` |' in page
+
+
+def test_the_commands(tmp_path, toy, monkeypatch):
+    path, out, report = written(tmp_path, FILE), tmp_path / "n.yaml", tmp_path / "r.md"
+    run = CliRunner()
+    done = run.invoke(
+        cli.app, ["convert", str(path), "loop.steps=7", "-o", str(out), "--report", str(report)]
+    )
+    assert done.exit_code == 0, done.output
+    assert load(out).config.train.steps == 7
+    assert "| `loop.steps` | `7` |" in report.read_text()
+    done = run.invoke(cli.app, ["plan", str(path), "--dialect", "toy"])
+    assert done.exit_code == 0
+    assert "toy file: 5 keys given" in done.output
+    listed = json.loads(
+        run.invoke(cli.app, ["keys", "--json", "--dialect", "toy", "--status", "refused"]).output
+    )
+    assert listed == [
+        {"dialect": "toy", "key": "net.trust", "status": "refused", "native": [], "reason": TOY[15].reason}
+    ]
+    shown = run.invoke(cli.app, ["keys", "--dialect", "toy"]).output
+    assert "net.trust" in shown
+    assert "vendor" in shown
+    with pytest.raises(ConfigError, match="--status oops: expected one of mapped"):
+        run.invoke(cli.app, ["keys", "--status", "oops"], catch_exceptions=False)
+
+
+# ---------------------------------------------------------------- all tables
+
+
+def the_rows(names=TABLES):
+    return [(name, row) for name in names for row in table(name)]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_well_formed(name):
+    rows = table(name)
+    assert rows, "an empty table"
+    assert [n for n, count in Counter(row.name for row in rows).items() if count > 1] == []
+    for row in rows:
+        assert row.status == "mapped" or row.reason, row.name
+        assert (row.translate is not None) == (row.status in ("translated", "derived")), row.name
+        for native in row.native if row.status in ("mapped", "translated") else ():
+            assert lookup(tuple(native.split("."))), f"{row.name} feeds {native}, which is no key"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_other_names_lead_to_keys(name):
+    of = dialect(name)
+    for old, (_new, _) in of.aliases.items():
+        assert parts(old) not in of.by_parts, f"{old} is a key and another name"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_few_keys_are_inert_or_refused(name):
+    idle = [row.name for row in table(name) if row.status in ("inert", "refused")]
+    assert len(idle) <= max(0.05 * len(table(name)), 1), idle
+
+
+@pytest.mark.parametrize("name", list(FILES))
+def test_defaults_do_not_contradict_each_other(name):
+    """Whatever functions complain about is a value that a file must give, not two defaults that disagree."""
+    made = translate({}, dialect(name), origins={})
+    assert not [text for _, text in made.problems if "asks for" in text or "unknown key" in text]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_all_keys_is_recognised_and_has_none_unknown(name):
+    of, tree = dialect(name), {}
+    for row in of.rows:
+        if parts(row.name) not in of.below and row.name not in of.optional:
+            put(tree, parts(row.name), row.default)
+    if of.sign[0]:
+        put(tree, parts(of.sign[0]), of.sign[1][0])
+    assert [found.cut for found in read(tree, of) if found.row is None and not found.is_section] == []
+    assert recognise(tree) == name
+    assert recognise(tree, name) == name
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_1000_typos_are_refused_and_the_right_key_comes_first(name):
+    of, draw = dialect(name), random.Random(name)
+    keys = [parts(row.name) for row in of.rows if not {"*"} & set(parts(row.name))]
+    right = 0
+    for _ in range(1000):
+        key = draw.choice(keys)
+        wrong = key
+        while wrong in of.by_parts or wrong in of.below or joined(wrong) in of.aliases:
+            wrong = typo(key, draw)
+        tree = {}
+        put(tree, wrong, 1)
+        said = [text for _, text in translate(tree, of, origins={}).problems if "unknown key" in text]
+        assert said, f"{joined(wrong)} passes"
+        right += f"did you mean {joined(key).removesuffix('[]')}" in said[0]
+    assert right >= 950
+
+
+def put(tree, cut, value):
+    """Put a value into a file at a row's parts; lists have one entry, names of the user's are `mine`."""
+    for part, after in zip(cut, (*cut[1:], None)):
+        key = 0 if part == "[]" else "mine" if part in ("<name>", "*") else part
+        new = value if after is None else [{}] if after == "[]" else {}
+        if isinstance(tree, dict) and not isinstance(tree.get(key), dict | list):
+            tree[key] = new
+        tree = tree[key]
+
+
+def typo(cut, draw):
+    """One or two letters of one part changed."""
+    places = [n for n, part in enumerate(cut) if part not in ("[]", "<name>")]
+    at = draw.choice(places)
+    text = cut[at]
+    for _ in range(draw.choice((1, 2))):
+        n, letter = draw.randrange(len(text) + 1), draw.choice("abcdefghijklmnopqrstuvwxyz_")
+        text = draw.choice(
+            [text[:n] + letter + text[n:], text[:n] + text[n + 1 :], text[:n] + letter + text[n + 1 :]]
+        )
+        text = text or letter
+    return (*cut[:at], text, *cut[at + 1 :])
+
+
+@pytest.mark.parametrize("name", docs.PAGES)
+def test_the_committed_page_is_the_generated_one(name):
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == docs.page(name), "run: make docs"
+
+
+def test_the_list_of_keys_needs_no_torch():
+    code = (
+        "import sys; from whet.cli import app; app(['keys', '--json'], standalone_mode=False);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    listed = json.loads(done.stdout)
+    assert len(listed) == len(the_rows())
+    assert set(listed[0]) == {"dialect", "key", "status", "native", "reason"}
