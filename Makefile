@@ -26,6 +26,7 @@ format: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m whet.config.docs > docs/config.md
+	$(BIN)/python -m whet.config.dialects.docs docs
 
 bench: $(VENV)/.installed-dev .bench-venv/.installed
 	$(BIN)/python benchmarks/bench.py

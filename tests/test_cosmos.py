@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from whet.config.dialects.cosmos import COSMOS_GRPO, COSMOS_SFT, NEWER
-from whet.config.dialects.cosmos_data import REWARDS, data, rewards, validation, weights
+from whet.config.dialects.cosmos_data import REWARDS, data, rewards, validation
 from whet.config.dialects.cosmos_run import (
     ALL,
     aggregation,
     algorithm,
     checkpoint,
     dtype,
+    engine_options,
     lengths,
     normalize,
     place,
@@ -31,6 +32,7 @@ from whet.config.dialects.cosmos_run import (
     uploads,
 )
 from whet.config.dialects.cosmos_steps import batch, length, optimizer, schedule
+from whet.config.dialects.cosmos_values import number, texts, weights, whole
 from whet.config.dialects.tables import dialect
 from whet.config.schema import Schedule, Source
 from whet.data.conversations import demonstrations
@@ -244,7 +246,8 @@ def test_rewards_are_weighted_and_the_length_penalty_works() -> None:
         "rewards.overlong.function": "overlong", "rewards.overlong.weight": 0.5,
         "rewards.overlong.arguments": {"max_tokens": 32, "buffer": 8},
     }  # fmt: skip
-    assert weights(["a", "b"]) == {"a": 1.0, "b": 1.0}
+    names = values(p_reward_function=["a", "b"])
+    assert weights(names, POLICY + "reward_function") == {"a": 1.0, "b": 1.0}
     assert rewards(values())["rewards.single_choice.weight"] == 1.0
     with pytest.raises(ConfigError, match="buffer_length=4096"):
         rewards(values(p_overlong_reward__enable_overlong_penalty=True))
@@ -381,7 +384,7 @@ def test_model_lengths_and_seed() -> None:
         (lengths, {"r_max_response_length": 4096}),
         (seed, {"t_seed": 1, "r_seed": 2}),
         (rollout, {"r_backend": "sglang"}),
-        (rollout, {"r_gpu_memory_utilization": 1.5}),
+        (engine_options, {"r_gpu_memory_utilization": 1.5}),
         (trained_temperature, {"p_temperature": 0.9}),
         (uploads, {"c_upload_s3": True}),
         (uploads, {"c_upload_hf": True}),
@@ -413,3 +416,36 @@ def test_files_and_trackers() -> None:
             checkpoint(values(c_enable_checkpoint=True, **wrong))
     given["logging.logger"] = ["Console"]
     assert trackers(given) == {"track.trackers": ["jsonl", "console"]}
+
+
+# ---------------------------------------------------------------- values of the wrong kind
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, "x", "", [], {}, [1], {"a": "b"}, -1, 0, 1.5, True, 10**30], ids=repr
+)
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_no_value_of_any_key_breaks_the_translation(kind: str, wrong: Any) -> None:
+    """It is translated, or refused with a ConfigError; every key in turn, with validation on as well."""
+    of = dialect(f"cosmos-{kind}")
+    functions = {row.translate for row in of.rows if row.translate}
+    base = values(
+        kind, t_max_num_steps=10, t_optm_decay_type="linear", t_train_batch_per_replica=32, p_type=kind
+    )
+    refused = 0
+    for row in of.rows:
+        for more in ({}, {"validation.enable": True, "validation.dataset.name": "b.jsonl"}):
+            for function in functions if row.name != POLICY + "type" else ():
+                try:
+                    assert isinstance(function({**base, **more, row.name: wrong}), dict)
+                except ConfigError:
+                    refused += 1
+    assert refused > 50 or wrong in (0, True)
+
+
+def test_readers_of_values() -> None:
+    assert whole({"k": None}, "k", null=0) == 0
+    assert (number({"k": 1}, "k"), type(number({"k": 1}, "k"))) == (1, int), "1 counts steps, 1.0 is a share"
+    assert texts({"k": ["a", ""]}, "k") == ["a"]
+    with pytest.raises(ConfigError, match="k=0: expected a whole number of at least 1"):
+        whole({"k": 0}, "k", least=1)

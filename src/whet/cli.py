@@ -141,8 +141,9 @@ def keys(
         typer.Option(help="Only this table's, e.g. verl-ppo; verl means all of verl's.", show_default=False),
     ] = None,
     status: Annotated[
-        Optional[str], typer.Option(help="Only keys of this status.", show_default=False)
-    ] = None,  # noqa: UP045
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Only keys of this status.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
 ) -> None:
     """List the keys of the other systems' documents and what each means here.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from whet.config.dialects.cosmos_steps import POLICY, is_sft
+from whet.config.dialects.cosmos_values import POLICY, is_sft, number, text, texts, weights, whole
 from whet.config.dialects.key import Values
 from whet.types import ConfigError, Json
 
@@ -32,7 +32,7 @@ def data(values: Values) -> dict[str, Json]:
     at = "data.train.0."
     source = _source(values, POLICY + "dataset")
     if is_sft(values):
-        column, system = values[POLICY + "conversation_column_name"], values[POLICY + "system_prompt"]
+        column, system = (text(values, POLICY + k) for k in ("conversation_column_name", "system_prompt"))
         return _conversations(source, column=column, system=system)
     return {at + k: v for k, v in (source | _columns(values, source)).items()}
 
@@ -49,8 +49,11 @@ def _conversations(source: Mapping[str, Json], *, column: str, system: str) -> d
 
 def _source(values: Values, at: str) -> dict[str, Json]:
     """What `load_dataset(name, subset, split=split)` would read, from this machine alone."""
-    name, subset, split = (values[f"{at}.{part}"] for part in ("name", "subset", "split"))
-    splits = [s for s in (split if isinstance(split, list) else [split]) if s]
+    name, subset, splits = (
+        text(values, f"{at}.name"),
+        text(values, f"{at}.subset"),
+        texts(values, f"{at}.split"),
+    )
     if not name:
         raise ConfigError(
             f"{at}.name is empty: give a local file or folder. A data set that a launch script would pass is named as "
@@ -72,7 +75,7 @@ def _source(values: Values, at: str) -> dict[str, Json]:
 
 def _columns(values: Values, source: Mapping[str, Json]) -> dict[str, str]:
     """The columns by name; rows of a function have them as prompt and answer unless the file says otherwise."""
-    prompt, answer = values[POLICY + "prompt_column_name"], values[POLICY + "response_column_name"]
+    prompt, answer = (text(values, POLICY + k) for k in ("prompt_column_name", "response_column_name"))
     if not prompt and "path" in source:
         raise ConfigError(f"{POLICY}prompt_column_name is empty: it is required with a data set of columns.")
     return {k: v for k, v in (("prompt", prompt), ("answer", answer)) if v}
@@ -85,7 +88,7 @@ def rewards(values: Values) -> dict[str, Json]:
     """The weighted components, the length penalty where it is on, and what validation alone reads (weight 0)."""
     if is_sft(values):
         return {}
-    mine = weights(values[POLICY + "reward_function"])
+    mine = weights(values, POLICY + "reward_function")
     if not mine:
         raise ConfigError(f"{POLICY}reward_function is empty: give at least one of {', '.join(REWARDS)}.")
     if values[POLICY + "overlong_reward.enable_overlong_penalty"]:
@@ -93,17 +96,10 @@ def rewards(values: Values) -> dict[str, Json]:
     out: dict[str, Json] = {}
     for name, weight in mine.items():
         out |= _reward(name, weight, values)
-    for name in weights(values["validation.reward_function"]) if values["validation.enable"] else {}:
+    for name in weights(values, "validation.reward_function") if values["validation.enable"] else {}:
         if name not in mine:
             out |= _reward(name, 0.0, values)
     return out
-
-
-def weights(given: Json) -> dict[str, float]:
-    """A name, a list of names (weight 1 each) or names with weights, as names with weights."""
-    if isinstance(given, Mapping):
-        return {str(name): float(weight) for name, weight in given.items()}
-    return dict.fromkeys([given] if isinstance(given, str) else given or [], 1.0)
 
 
 def _reward(name: str, weight: float, values: Values) -> dict[str, Json]:
@@ -116,17 +112,15 @@ def _reward(name: str, weight: float, values: Values) -> dict[str, Json]:
     at = f"rewards.{name.rpartition(':')[2]}."
     entry: dict[str, Any] = REWARDS.get(name, {"function": name})
     if name == "overlong":
-        buffer, longest = (
-            values[POLICY + "overlong_reward.buffer_length"],
-            values["rollout.max_response_length"],
-        )
+        buffer = whole(values, POLICY + "overlong_reward.buffer_length")
+        longest = whole(values, "rollout.max_response_length")
         if not 0 < buffer <= longest:
             raise ConfigError(
                 f"{POLICY}overlong_reward.buffer_length={buffer} must be above 0 and at most "
                 f"rollout.max_response_length={longest}."
             )
         entry = entry | {"arguments": {"max_tokens": longest, "buffer": buffer}}
-        weight *= values[POLICY + "overlong_reward.penalty_factor"]
+        weight *= number(values, POLICY + "overlong_reward.penalty_factor")
     return {at + k: v for k, v in {**entry, "weight": weight}.items()}
 
 
@@ -147,25 +141,27 @@ def validation(values: Values) -> dict[str, Json]:
         "eval.at_start": values["validation.val_before_train"],
         "eval.samples": values["validation.n_generation"],
         "eval.sampling.temperature": values["validation.temperature"],
-        "eval.sampling.top_k": max(_else(values, "top_k", "rollout.sampling_config.top_k"), 0),
-        "eval.sampling.top_p": _else(values, "top_p", "rollout.sampling_config.top_p"),
+        "eval.sampling.top_k": max(
+            whole(values, _first(values, "validation.top_k", "rollout.sampling_config.top_k")), 0
+        ),
+        "eval.sampling.top_p": values[_first(values, "validation.top_p", "rollout.sampling_config.top_p")],
         "eval.sampling.repetition_penalty": values["validation.repetition_penalty"],
-        "eval.sampling.max_tokens": _else(values, "max_response_length", "rollout.max_response_length"),
+        "eval.sampling.max_tokens": values[
+            _first(values, "validation.max_response_length", "rollout.max_response_length")
+        ],
     }
     return out | _judge(values)
 
 
-def _else(values: Values, key: str, other: str) -> Any:
-    """validation.KEY, or the value of training where it is null."""
-    mine = values[f"validation.{key}"]
-    return values[other] if mine is None else mine
+def _first(values: Values, key: str, other: str) -> str:
+    """The key, or the other one where it is null."""
+    return other if values[key] is None else key
 
 
 def _judge(values: Values) -> dict[str, Json]:
     """Which reward judges: the training sum if none is given, or one of them."""
     mine, training = (
-        weights(values["validation.reward_function"]),
-        weights(values[POLICY + "reward_function"]),
+        weights(values, key) for key in ("validation.reward_function", POLICY + "reward_function")
     )
     if not mine or mine == training:
         return {}

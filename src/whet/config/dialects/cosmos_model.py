@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from whet.config.dialects.cosmos_run import lengths, rollout, sampling, seed
-from whet.config.dialects.cosmos_shared import BATCH, EITHER, HUB, WHOLE, size
+from whet.config.dialects.cosmos_shared import BATCH, EITHER, HUB, WHOLE, size, vllm
 from whet.config.dialects.cosmos_steps import batch
 from whet.config.dialects.key import Key, coming, inert, mapped, translated
 
-GPU = "the embedded engine stands in and is sized by rollout.max_batch; the value changes no number"
 LORA = "low-rank adapters, which the section switches on"
 TURNS = "conversations of several turns, tools"
 PROFILING = "the profiler"
@@ -96,33 +95,15 @@ ROLLOUT_MESH: tuple[Key, ...] = (
 )
 
 ROLLOUT: tuple[Key, ...] = (
-    translated(
-        "rollout.enforce_eager",
-        rollout,
-        "rollout.engine",
-        default=True,
-        reason=f"CUDA graphs of vLLM: {GPU}.",
-    ),
+    vllm("rollout.enforce_eager", default=True),
     inert(
         "rollout.include_stop_str_in_output",
         "There is no key for stop texts, and an end token is always part of the reply.",
         default=False,
         harmless=EITHER,
     ),
-    translated(
-        "rollout.gpu_memory_utilization",
-        rollout,
-        "rollout.engine",
-        default=0.8,
-        reason=f"Memory of vLLM: {GPU}.",
-    ),
-    translated(
-        "rollout.enable_chunked_prefill",
-        rollout,
-        "rollout.engine",
-        default=False,
-        reason=f"Prefill of vLLM: {GPU}.",
-    ),
+    vllm("rollout.gpu_memory_utilization", default=0.8),
+    vllm("rollout.enable_chunked_prefill", default=False),
     translated(
         "rollout.max_response_length",
         lengths,
@@ -139,13 +120,7 @@ ROLLOUT: tuple[Key, ...] = (
         default=16,
         reason=BATCH,
     ),
-    translated(
-        "rollout.n_generation_to_batch",
-        rollout,
-        "rollout.engine",
-        default=False,
-        reason="A group is one request to the embedded engine; both ways sample it alike.",
-    ),
+    vllm("rollout.n_generation_to_batch", default=False),
     size(
         "rollout.batch_size",
         "asking engines for few prompts at once; all prompts of a step are asked for at once",
@@ -159,13 +134,7 @@ ROLLOUT: tuple[Key, ...] = (
         default=None,
         reason="One seed rules the run: train.seed, else this one.",
     ),
-    translated(
-        "rollout.vllm_use_flashinfer",
-        rollout,
-        "rollout.engine",
-        default=False,
-        reason=f"Kernels of vLLM: {GPU} beyond rounding.",
-    ),
+    vllm("rollout.vllm_use_flashinfer", default=False),
     translated(
         "rollout.backend",
         rollout,
@@ -197,13 +166,7 @@ ROLLOUT: tuple[Key, ...] = (
         default=1.0,
         reason="RL jobs only.",
     ),
-    translated(
-        "rollout.sampling_config.use_flashinfer",
-        rollout,
-        "rollout.engine",
-        default=False,
-        reason=f"Kernels of vLLM: {GPU} beyond rounding.",
-    ),
+    vllm("rollout.sampling_config.use_flashinfer", default=False),
     coming("rollout.multi_turn_config.enable", TURNS, default=False),
     coming("rollout.multi_turn_config.enable_tools", TURNS, default=False, harmless=EITHER),
     coming("rollout.multi_turn_config.enable_thinking", TURNS, default=False, harmless=EITHER),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from whet.config.dialects.cosmos_data import weights
-from whet.config.dialects.cosmos_steps import POLICY, is_sft
+from whet.config.dialects.cosmos_values import POLICY, is_sft, number, text, texts, weights, whole
 from whet.config.dialects.key import Values
 from whet.types import ConfigError, Json
 
@@ -36,13 +35,13 @@ def algorithm(values: Values) -> dict[str, Json]:
 
 def _dropping(values: Values) -> dict[str, Json]:
     """Groups whose total rewards are all equal are dropped; more prompts are asked for, up to a bound on-policy."""
-    metric, rewards = values[POLICY + "filter_reward_metric"], values[POLICY + "reward_function"]
-    if metric and set(weights(metric)) != set(weights(rewards)):
+    metric = weights(values, POLICY + "filter_reward_metric")
+    if metric and metric.keys() != weights(values, POLICY + "reward_function").keys():
         raise ConfigError(
             f"{POLICY}filter_reward_metric: dropping groups by a part of the reward is coming; leave it out to go by "
             "the total."
         )
-    most = values[POLICY + "max_retry_for_on_policy"]
+    most = whole(values, POLICY + "max_retry_for_on_policy")
     if not values[POLICY + "on_policy"]:
         return {}
     return {"algorithm.max_refills": most - 1 if most > 0 else ALL}
@@ -50,7 +49,7 @@ def _dropping(values: Values) -> dict[str, Json]:
 
 def aggregation(values: Values) -> dict[str, Json]:
     """How token losses become one number; a constant in place of the length makes it Dr. GRPO's."""
-    kind, constant = values[POLICY + "loss_type"], values[POLICY + "unbiased_loss_max_tokens"] or 0
+    kind, constant = values[POLICY + "loss_type"], whole(values, POLICY + "unbiased_loss_max_tokens", null=0)
     known = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
     if kind not in known:
         raise ConfigError(f"{POLICY}loss_type={kind!r}: one of {', '.join(known)}.")
@@ -71,7 +70,7 @@ def normalize(values: Values) -> dict[str, Json]:
 
 def reference(values: Values) -> dict[str, Json]:
     """The policy becomes the reference every so many steps, where there is one."""
-    every = values[POLICY + "reference_reset_interval"] or 0
+    every = whole(values, POLICY + "reference_reset_interval", null=0)
     if every <= 0 or values[POLICY + "kl_beta"] == 0:
         return {}
     if values[POLICY + "reset_optimizer_with_reference"]:
@@ -111,9 +110,8 @@ def lengths(values: Values) -> dict[str, Json]:
 
     RL: what rollout.max_response_length leaves is for the prompt. SFT: half each.
     """
-    total, reply = values["policy.model_max_length"], values["rollout.max_response_length"]
-    if is_sft(values):
-        reply = total // 2
+    total = whole(values, "policy.model_max_length", least=2)
+    reply = total // 2 if is_sft(values) else whole(values, "rollout.max_response_length", least=1)
     if reply >= total:
         raise ConfigError(
             f"rollout.max_response_length={reply} leaves no token of policy.model_max_length={total} to the prompt: "
@@ -145,17 +143,23 @@ def rollout(values: Values) -> dict[str, Json]:
     """The embedded engine stands in for vLLM and TensorRT-LLM; how they use a GPU changes no token's probability."""
     if is_sft(values):
         return {}
-    backend, memory = values["rollout.backend"], values["rollout.gpu_memory_utilization"]
+    backend = values["rollout.backend"]
     if backend not in ("vllm", "vllm_async", "trtllm"):
         raise ConfigError(
             f"rollout.backend={backend!r}: vllm or trtllm (the embedded engine stands in for both)."
         )
-    if not 0 < memory <= 1:
-        raise ConfigError(f"rollout.gpu_memory_utilization={memory} must be above 0 and at most 1.")
     return {
         "rollout.engine": "native",
         "rollout.group_size": values["rollout.n_generation"],
     }
+
+
+def engine_options(values: Values) -> dict[str, Json]:
+    """For vLLM, once it is there; the embedded engine reads none of them."""
+    memory = number(values, "rollout.gpu_memory_utilization")
+    if not 0 < memory <= 1:
+        raise ConfigError(f"rollout.gpu_memory_utilization={memory} must be above 0 and at most 1.")
+    return {}
 
 
 def sampling(values: Values) -> dict[str, Json]:
@@ -166,14 +170,14 @@ def sampling(values: Values) -> dict[str, Json]:
     return {
         "rollout.sampling.temperature": values[at + "temperature"],
         "rollout.sampling.top_p": values[at + "top_p"],
-        "rollout.sampling.top_k": max(values[at + "top_k"], 0),
+        "rollout.sampling.top_k": max(whole(values, at + "top_k"), 0),
         "rollout.sampling.repetition_penalty": values[at + "repetition_penalty"],
     }
 
 
 def trained_temperature(values: Values) -> dict[str, Json]:
     """The trainer divides the logits by what they were sampled with; up to 1e-6 by nothing."""
-    mine, sampled = values[POLICY + "temperature"], values["rollout.sampling_config.temperature"]
+    mine, sampled = number(values, POLICY + "temperature"), values["rollout.sampling_config.temperature"]
     if (mine if mine > 1e-6 else 1.0) != sampled:
         raise ConfigError(
             f"{POLICY}temperature={mine} must equal rollout.sampling_config.temperature={sampled}, as the trainer "
@@ -187,13 +191,12 @@ def trained_temperature(values: Values) -> dict[str, Json]:
 
 def place(values: Values) -> dict[str, Json]:
     """output_dir/timestamp holds all that the run writes; its name is the tracker's project and experiment."""
-    folder = PurePath(values["train.output_dir"])
-    experiment = values["logging.experiment_name"]
-    if experiment in (None, "", "None"):
+    folder, experiment = PurePath(text(values, "train.output_dir")), text(values, "logging.experiment_name")
+    if experiment in ("", "None"):
         experiment = folder.name
     return {
-        "name": f"{values['logging.project_name']}/{experiment}",
-        "run_dir": str(folder / values["train.timestamp"]),
+        "name": f"{text(values, 'logging.project_name')}/{experiment}",
+        "run_dir": str(folder / text(values, "train.timestamp")),
     }
 
 
@@ -208,7 +211,7 @@ def checkpoint(values: Values) -> dict[str, Json]:
     at = "train.ckpt."
     if not values[at + "enable_checkpoint"]:
         return {"checkpoint.every": 0, "checkpoint.export": False}
-    every, keep = values[at + "save_freq"], values[at + "max_keep"]
+    every, keep = whole(values, at + "save_freq"), whole(values, at + "max_keep")
     if every <= 0:
         raise ConfigError(f"{at}save_freq={every} must be greater than 0.")
     if keep == 0 or keep < -1:
@@ -222,7 +225,7 @@ def checkpoint(values: Values) -> dict[str, Json]:
 
 def trackers(values: Values) -> dict[str, Json]:
     """console and tensorboard; numbers are written to a file in any case. W&B is refused by name."""
-    names = [str(name).lower() for name in values["logging.logger"]]
+    names = [name.lower() for name in texts(values, "logging.logger")]
     later = [name for name in names if name not in ("console", "tensorboard")]
     if later:
         raise ConfigError(f"logging.logger: {', '.join(later)} is coming; console and tensorboard are here.")

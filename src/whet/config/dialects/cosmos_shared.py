@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whet.config.dialects.cosmos_run import nothing, uploads
+from whet.config.dialects.cosmos_run import engine_options, nothing, uploads
 from whet.config.dialects.key import Key, coming, derived
 from whet.types import Json
 
@@ -43,3 +43,11 @@ def upload(name: str, *, default: Json, reason: str = "") -> Key:
 def machinery(name: str, reason: str) -> Key:
     """Wiring of several processes: any value is accepted, there is nothing to wire."""
     return Key(name=name, status="inert", default=None, reason=reason, translate=nothing)
+
+
+def vllm(name: str, *, default: Json, reason: str = "how vLLM uses a GPU") -> Key:
+    """An option of vLLM that changes no number beyond rounding: handed over once vLLM is there."""
+    text = f"{reason}; the embedded engine, which stands in, does not read it."
+    return Key(
+        name=name, status="engine", native=("vllm",), default=default, reason=text, translate=engine_options
+    )

@@ -7,18 +7,13 @@ training step; here it moves with every optimizer step, over the same total.
 
 from __future__ import annotations
 
+from whet.config.dialects.cosmos_values import MESH, POLICY, is_sft, number, whole
 from whet.config.dialects.key import Values
 from whet.types import ConfigError, Json
 
-POLICY = "train.train_policy."
-MESH = "policy.parallelism."
 OPTIMIZER = "train.optimizer."
 SCHEDULE = "train.optimizer.schedule."
-
-
-def is_sft(values: Values) -> bool:
-    """Whether the file describes supervised fine-tuning: its own word counts, no key changes it."""
-    return values[POLICY + "type"] == "sft"
+RESPONSES = "train.train_batch_per_replica"
 
 
 def batch(values: Values) -> dict[str, Json]:
@@ -28,18 +23,18 @@ def batch(values: Values) -> dict[str, Json]:
 
 def _rl_batch(values: Values) -> dict[str, Json]:
     """One replica trains on train_batch_per_replica responses; its ranks take equal shares in mini-batches."""
-    responses, group = values["train.train_batch_per_replica"], values["rollout.n_generation"]
-    shards, mini_batch = _shards(values), values[POLICY + "mini_batch"]
+    responses, group = whole(values, RESPONSES, least=1), whole(values, "rollout.n_generation", least=1)
+    shards, mini_batch = _shards(values), max(whole(values, POLICY + "mini_batch"), 1)
     if values[MESH + "dp_replicate_size"] != 1:
         raise ConfigError(
             f"{MESH}dp_replicate_size must be 1 in an RL job: n_init_replicas is the number of copies."
         )
-    if responses % (shards * max(mini_batch, 1)):
+    if responses % (shards * mini_batch):
         raise ConfigError(
             f"train.train_batch_per_replica={responses} must be divisible by dp_shard_size*mini_batch="
-            f"{shards}*{max(mini_batch, 1)}."
+            f"{shards}*{mini_batch}."
         )
-    everyone = responses * values[MESH + "n_init_replicas"]
+    everyone = responses * whole(values, MESH + "n_init_replicas", least=1)
     if everyone % group:
         raise ConfigError(
             f"train.train_batch_per_replica={responses} x n_init_replicas={everyone // responses} must be a multiple "
@@ -58,8 +53,8 @@ def updates(values: Values) -> int:
     """Optimizer steps of one pass: each rank cuts its responses in chunks of batch_size_per_optimize."""
     if is_sft(values):
         return 1
-    chunk = values[POLICY + "batch_size_per_optimize"] or 0
-    responses = values["train.train_batch_per_replica"] // _shards(values)
+    chunk = whole(values, POLICY + "batch_size_per_optimize", null=0)
+    responses = whole(values, RESPONSES, least=1) // _shards(values)
     return max(responses // chunk, 1) if chunk > 0 else 1
 
 
@@ -76,26 +71,29 @@ def _check_updates(values: Values, responses: int, *, tasks: int) -> None:
 
 def _micro(values: Values) -> dict[str, Json]:
     """Cuts of the batch for memory: by tokens if a budget is given, else by responses (0 or less: not at all)."""
-    budget, mini_batch = values[POLICY + "max_token_len_per_mini_batch"] or 0, values[POLICY + "mini_batch"]
+    budget = whole(values, POLICY + "max_token_len_per_mini_batch", null=0)
     if budget > 0:
-        return {"train.micro_tokens": budget * values[MESH + "cp_size"]}
-    return {"train.micro_rollouts": mini_batch if mini_batch > 0 else values["train.train_batch_per_replica"]}
+        return {"train.micro_tokens": budget * whole(values, MESH + "cp_size", least=1)}
+    mini_batch = whole(values, POLICY + "mini_batch")
+    return {"train.micro_rollouts": mini_batch if mini_batch > 0 else values[RESPONSES]}
 
 
 def _sft_batch(values: Values) -> dict[str, Json]:
     """Every data-parallel worker trains on train_batch_per_replica conversations."""
-    rows, mini_batch = values["train.train_batch_per_replica"], values[POLICY + "mini_batch"]
+    rows, mini_batch = whole(values, RESPONSES, least=1), whole(values, POLICY + "mini_batch", least=1)
     if rows % mini_batch:
         raise ConfigError(
             f"train.train_batch_per_replica={rows} must be divisible by {POLICY}mini_batch={mini_batch}."
         )
-    workers = _shards(values) * values[MESH + "dp_replicate_size"] * values[MESH + "n_init_replicas"]
+    workers = _shards(values)
+    for key in ("dp_replicate_size", "n_init_replicas"):
+        workers *= whole(values, MESH + key, least=1)
     return {"train.tasks_per_step": rows * workers, "train.micro_rollouts": mini_batch}
 
 
 def _shards(values: Values) -> int:
     """dp_shard_size; -1 asks for the GPUs that are left, and there is one device."""
-    shards = values[MESH + "dp_shard_size"]
+    shards = whole(values, MESH + "dp_shard_size")
     if shards == 0 or shards < -1:
         raise ConfigError(f"{MESH}dp_shard_size={shards}: it must be at least 1, or -1.")
     return max(shards, 1)
@@ -106,12 +104,16 @@ def _shards(values: Values) -> int:
 
 def length(values: Values) -> dict[str, Json]:
     """max_num_steps if given, else the epochs."""
-    steps = values["train.max_num_steps"]
-    if steps is None:
-        return {"train.epochs": values["train.epoch"]}
-    if steps <= 0:
-        raise ConfigError(f"train.max_num_steps={steps} must be greater than 0, or left out.")
-    return {"train.steps": steps}
+    steps = total_steps(values)
+    return (
+        {"train.epochs": whole(values, "train.epoch", least=1)} if steps is None else {"train.steps": steps}
+    )
+
+
+def total_steps(values: Values) -> int | None:
+    """max_num_steps; None where the epochs decide."""
+    key = "train.max_num_steps"
+    return None if values[key] is None else whole(values, key, least=1)
 
 
 # ---------------------------------------------------------------- optimizer
@@ -134,7 +136,7 @@ def optimizer(values: Values) -> dict[str, Json]:
         raise ConfigError(
             f"train.optm_lr has {len(rates)} values; the model here is one part, give one value."
         )
-    clip = values["train.optm_grad_norm_clip"]
+    clip = number(values, "train.optm_grad_norm_clip")
     return {OPTIMIZER + "lr": rates[0], OPTIMIZER + "grad_clip": clip if clip > 0 else None}
 
 
@@ -164,8 +166,8 @@ def schedule(values: Values) -> dict[str, Json]:
 
 def _warmup(values: Values, *, early: int) -> dict[str, Json]:
     """The warm-up in optimizer steps, `early` of them fewer; a fraction stays one if the run's length is not known."""
-    length = values["train.optm_warmup_steps"]
-    steps = warmup_steps(length, values["train.max_num_steps"])
+    length = number(values, "train.optm_warmup_steps")
+    steps = warmup_steps(length, total_steps(values))
     if steps is None:
         return {SCHEDULE + "warmup_fraction": length}
     return {SCHEDULE + "warmup_steps": max(steps * _updates_per_step(values) - early, 0)}
@@ -184,10 +186,11 @@ def _decay_share(values: Values) -> float | None:
 
     None: it follows the warm-up and the run's length is not known.
     """
-    total, share = values["train.max_num_steps"], values["train.optm_decay_ratio"]
+    total, share = total_steps(values), values["train.optm_decay_ratio"]
+    share = None if share is None else number(values, "train.optm_decay_ratio")
     if total is None:
         return share
-    rest = total - (warmup_steps(values["train.optm_warmup_steps"], total) or 0)
+    rest = total - (warmup_steps(number(values, "train.optm_warmup_steps"), total) or 0)
     steps = rest if share is None else min(round(share * total), rest)
     updates = _updates_per_step(values)
     return min((steps * updates + 0.5) / (total * updates), 1.0)
@@ -195,4 +198,4 @@ def _decay_share(values: Values) -> float | None:
 
 def _updates_per_step(values: Values) -> int:
     """Optimizer steps of one training step."""
-    return updates(values) * (1 if is_sft(values) else values[POLICY + "mu_iterations"])
+    return updates(values) * (1 if is_sft(values) else whole(values, POLICY + "mu_iterations", least=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -47,12 +48,17 @@ def _walk(value: Json, of: Dialect, *, at: Path, path: Path, cut: Parts, note: s
         note = f"{joined(cut)} is read as {alias[0]}" + (f": {alias[1]}" if alias[1] else "")
         yield from _walk(value, of, at=at, path=new, cut=new, note=note)
         return
-    unknown = row is None and below is None
+    unknown = below is None and (row is None or (_holds_one(row) and isinstance(value, dict)))
     if not (unknown and isinstance(value, dict) and value):
         yield here
     if unknown or below is not None:
         for key, part, inner in _entries(value, below or ()):
             yield from _walk(inner, of, at=(*at, key), path=(*path, key), cut=(*cut, part), note=note)
+
+
+def _holds_one(row: Key) -> bool:
+    """Whether it is the key of a text or number, which no section can be given for."""
+    return isinstance(row.default, str | int | float) and "${" not in str(row.default)
 
 
 def _entries(value: Json, below: Iterable[str]) -> Iterator[tuple[str | int, str, Json]]:
@@ -67,7 +73,7 @@ def _part(key: str, below: Iterable[str]) -> str:
     """The part that a key of a section matches; a typo of a known name does not count as a name of the user's."""
     if key in below or not {"<name>", "*"} & set(below):
         return key
-    typo = any(len(name) > 3 and distance(key, name) <= FARTHEST for name in below)
+    typo = any(len(name) > 3 and _distance(key, name) <= (1 if len(name) < 8 else FARTHEST) for name in below)
     return key if typo else "<name>" if "<name>" in below else "*"
 
 
@@ -100,11 +106,17 @@ def suggest(cut: Parts, of: Dialect) -> list[str]:
             return [joined(name).removesuffix(".*") for letters, _, name in near if letters == best][:2]
     for most in (0, 1, FARTHEST):
         ends = [
-            name for name in of.by_parts if distance(cut[-1], name[-1]) <= (most if len(name[-1]) > 3 else 0)
+            name for name in of.by_parts if _distance(cut[-1], name[-1]) <= (most if len(name[-1]) > 3 else 0)
         ]
         if ends:
             return [joined(name) for name in sorted(ends, key=lambda name: -_shared(cut, name))][:2]
     return []
+
+
+@functools.cache
+def _distance(a: str, b: str) -> int:
+    """Parts repeat from key to key."""
+    return distance(a, b)
 
 
 def _known(cut: Parts, of: Dialect) -> Parts:
@@ -119,7 +131,7 @@ def _letters(cut: Parts, name: Parts) -> int:
     total = 0
     for mine, other in zip(cut, name):
         if mine != other and other not in ("<name>", "*"):
-            total += distance(mine, other)
+            total += _distance(mine, other)
         if total > FARTHEST:
             break
     return total

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 
 from whet.config.dialects.key import Key
 from whet.types import ConfigError
@@ -108,7 +108,8 @@ def joined(cut: Parts) -> str:
 def table(name: str) -> tuple[Key, ...]:
     """The rows of one table of `TABLES`."""
     module, attribute = TABLES[name]
-    return getattr(_module(module), attribute, ())
+    rows: tuple[Key, ...] = getattr(_module(module), attribute)
+    return rows
 
 
 def aliases(name: str) -> dict[str, tuple[str, str]]:
@@ -149,8 +150,5 @@ def named(wanted: str) -> tuple[str, ...]:
     return found
 
 
-def _module(name: str) -> object:
-    full = f"{__package__}.{name}"
-    if importlib.util.find_spec(full) is None:
-        return object()
-    return importlib.import_module(full)
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{name}")

@@ -25,7 +25,9 @@ from whet.config.dialects.trinity_stages import one_run, stages
 from whet.config.dialects.trinity_values import section
 from whet.config.dialects.trinity_verl import VERL
 
-_INHERITS = "every key of the section; what a stage leaves out is the global one"
+_INHERITS = (
+    "what a stage leaves out is the global one; with another algorithm_type only its optimizer is inherited"
+)
 
 
 def _stage(name: str, native: str, *, reason: str = _INHERITS) -> Key:

@@ -122,6 +122,16 @@ def monitor(values: Values) -> Mapping[str, Json]:
     return {"track.trackers": ["console", "jsonl", "tensorboard"]}
 
 
+def secrets(values: Values) -> Mapping[str, Json]:
+    """Refuses keys and passwords without showing them."""
+    for name, owner in (("api_key", "Weights & Biases"), ("password", "MLflow")):
+        if text(values, f"monitor.monitor_args.{name}") is not None:
+            raise ConfigError(
+                f"monitor.monitor_args.{name}: coming, not built yet: {owner}; leave it out of the file."
+            )
+    return {}
+
+
 def log_level(values: Values) -> Mapping[str, Json]:
     """DEBUG is debug."""
     return {"track.log_level": str(values["log.level"]).lower()}
@@ -134,6 +144,11 @@ def _name(name: str, *, default: Json) -> Key:
     """Inert at any value."""
     reason = "names an actor, and there are none: everything is one process"
     return Key(name=name, status="inert", default=default, reason=reason, translate=any_name)
+
+
+def _secret(name: str, feature: str) -> Key:
+    """Coming, and never shown."""
+    return Key(name=name, status="coming", default=None, reason=feature, translate=secrets)
 
 
 def _coming(feature: str, **defaults: Json) -> tuple[Key, ...]:
@@ -401,10 +416,10 @@ MONITOR: tuple[Key, ...] = (
     ),
     section("monitor.monitor_args", "track"),
     coming("monitor.monitor_args.base_url", "Weights & Biases", default=None),
-    coming("monitor.monitor_args.api_key", "Weights & Biases", default=None),
+    _secret("monitor.monitor_args.api_key", "Weights & Biases"),
     coming("monitor.monitor_args.uri", "MLflow", default="http://localhost:5000"),
     coming("monitor.monitor_args.username", "MLflow", default=None),
-    coming("monitor.monitor_args.password", "MLflow", default=None),
+    _secret("monitor.monitor_args.password", "MLflow"),
     coming("monitor.enable_ray_timeline", "a timeline of the run", default=False),
 )
 

@@ -13,28 +13,51 @@ from whet.config.faults import shown
 from whet.config.tree import STAGE_SECTIONS, get, leaves, merge
 from whet.types import ConfigError, Json
 
+DEFAULT_ALGORITHM = "ppo"
+
 
 def stages(values: Values) -> Mapping[str, Json]:
     """Every stage's own native sections. A key that a stage leaves out is the global one's, as the document says;
     Trinity's code replaces whole sections."""
-    out: dict[str, Json] = {}
-    base: dict[str, Json] | None = None
+    whole = whole_file(values)
+    told = _told(whole) if values["stages"] else set()
+    problems: list[str] = []
+    trees: list[dict[str, Json]] = []
     for n, stage in enumerate(values["stages"] or []):
-        name = stage.get("stage_name")
-        if not name:
-            raise ConfigError(f"stages[{n}].stage_name: must be given.")
-        own = {key: value for key, value in stage.items() if key != "stage_name" and value is not None}
-        native = _native(merge(whole_file(values), own), f"stages[{n}]")
-        shared = {key: value for key, value in native.items() if key not in STAGE_SECTIONS}
-        base = base or shared
-        for path, value in leaves(shared):
-            if get(base, path) != value:
-                raise ConfigError(
-                    f"stages[{n}]: it asks for {'.'.join(map(str, path))}={shown(value)}, which is one for all."
-                )
-        out[f"stages.{n}.name"] = name
-        out |= {f"stages.{n}.{key}": value for key, value in native.items() if key in STAGE_SECTIONS}
+        done = translate(inherited(whole, stage), dialect("trinity"), origins={})
+        said = [text for _, text in done.problems if text not in told and "unknown key" not in text]
+        said += [] if stage.get("stage_name") else ["stage_name: must be given."]
+        trees.append(done.tree)
+        said += _own_way(trees[0], done.tree)
+        problems += [f"stages[{n}]: {text}" for text in said]
+    if problems:
+        raise ConfigError("; ".join(problems))
+    out: dict[str, Json] = {}
+    for n, (stage, tree) in enumerate(zip(values["stages"] or [], trees)):
+        out[f"stages.{n}.name"] = stage["stage_name"]
+        out |= {f"stages.{n}.{key}": value for key, value in tree.items() if key in STAGE_SECTIONS}
     return out
+
+
+def _own_way(first: Mapping[str, Json], tree: Mapping[str, Json]) -> list[str]:
+    """What a stage asks for that is one for all."""
+    shared = {key: value for key, value in tree.items() if key not in STAGE_SECTIONS}
+    return [
+        f"it asks for {'.'.join(map(str, path))}={shown(value)}, which is one for all stages."
+        for path, value in leaves(shared)
+        if get(dict(first), path) != value
+    ]
+
+
+def inherited(whole: Mapping[str, Json], stage: Mapping[str, Json]) -> dict[str, Json]:
+    """The file of one stage. One with another algorithm_type inherits the optimizer, not the other's functions."""
+    own = {key: value for key, value in stage.items() if key != "stage_name" and value is not None}
+    before = dict(whole.get("algorithm") or {})
+    kind = (own.get("algorithm") or {}).get("algorithm_type")
+    if kind not in (None, before.get("algorithm_type", DEFAULT_ALGORITHM)):
+        before = {key: value for key, value in before.items() if key == "optimizer"}
+    merged: dict[str, Json] = merge({**whole, "algorithm": before}, own)
+    return merged
 
 
 def whole_file(values: Values) -> dict[str, Json]:
@@ -43,19 +66,23 @@ def whole_file(values: Values) -> dict[str, Json]:
     for row in dialect("trinity").rows:
         if row.name in values and values[row.name] != row.default and not row.name.startswith("stages"):
             *above, last = row.name.split(".")
-            inner: Json = {} if last == "*" else {last: values[row.name]}
-            inner = values[row.name] if last == "*" else inner
+            inner: Json = values[row.name] if last == "*" else {last: values[row.name]}
             for part in reversed(above):
                 inner = {part: inner}
             out = merge(out, inner)
     return out
 
 
-def _native(file: dict[str, Json], what: str) -> dict[str, Json]:
-    done = translate(file, dialect("trinity"), origins={})
-    if done.problems:
-        raise ConfigError("; ".join(f"{what}: {text}" for _, text in done.problems))
-    return done.tree
+def _told(whole: dict[str, Json]) -> set[str]:
+    """What is wrong with the global file by itself: the stages need not say it again."""
+    of = dialect("trinity")
+    found = {text for _, text in translate(whole, of, origins={}).problems}
+    return {text for text in found if not _of_a_stage(of.row(text.partition(":")[0]))}
+
+
+def _of_a_stage(row: Key | None) -> bool:
+    """Whether only stages answer for a row."""
+    return row is not None and hasattr(row.translate, "__wrapped__")
 
 
 @functools.cache

@@ -82,7 +82,7 @@ MODEL_ROWS: tuple[Key, ...] = (
         f"{MODEL}.fused_kernel_options.impl_backend",
         "fused kernels of the output layer",
         default=None,
-        harmless=("triton", "torch"),
+        harmless=("None", "null", "triton", "torch"),
     ),
 )
 

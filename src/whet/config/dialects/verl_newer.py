@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whet.config.dialects.key import Key, coming, derived, engine, inert, mapped, translated
+from whet.config.dialects.key import Key, coming, derived, engine, inert, translated
 from whet.config.dialects.verl_parts import (
     actor_optimizer,
     advantage,
@@ -13,6 +13,7 @@ from whet.config.dialects.verl_parts import (
     overrides,
     reduction,
     rewards,
+    seed,
     training_data,
 )
 from whet.config.dialects.verl_policy import DECAY, OFFLOAD, SHARDED, SIZED, TP, offload
@@ -39,14 +40,20 @@ DATA: tuple[Key, ...] = (
         reason="Validation is asked for as a whole; the engine's max_batch limits it.",
     ),
     coming("data.video_key", _VIDEO, default="videos"),
-    inert("data.use_shm", "Where files lie while they are read.", default=False, harmless=(True,)),
+    coming("data.use_shm", "staging in shared memory; it changes no number", default=False, harmless=(True,)),
     inert(
         "data.validation_shuffle",
         "The order of a validation changes no mean of it.",
         default=False,
         harmless=(True,),
     ),
-    mapped("data.seed", "seed", default=None, reason="Of the whole run, not of the order of tasks alone."),
+    translated(
+        "data.seed",
+        seed,
+        "seed",
+        default=None,
+        reason="Of the whole run, not of the order of tasks alone; null: 0.",
+    ),
     derived(
         "data.dataloader_num_workers",
         at_least("data.dataloader_num_workers", 0),
@@ -107,15 +114,15 @@ POLICY: tuple[Key, ...] = (
         default=[0.9, 0.999],
         reason="Of AdamW.",
     ),
-    inert(
+    coming(
         f"{ACTOR}.entropy_from_logits_with_chunking",
-        "How entropy is computed, not what it is.",
+        "entropy in pieces, for memory; it changes no number",
         default=False,
         harmless=(True,),
     ),
-    inert(
+    coming(
         f"{ACTOR}.entropy_checkpointing",
-        "How entropy is computed, not what it is.",
+        "entropy computed twice, for memory; it changes no number",
         default=False,
         harmless=(True,),
     ),
@@ -133,10 +140,12 @@ POLICY: tuple[Key, ...] = (
     coming(f"{MODEL}.lora_alpha", "LoRA", default=16),
     coming(f"{MODEL}.target_modules", "LoRA", default="all-linear"),
     *(
-        inert(f"{MODEL}.{name}", "Kernels are whet's own.", default=False, harmless=(True,))
+        coming(f"{MODEL}.{name}", "kernels of others; they change no number", default=False, harmless=(True,))
         for name in ("use_liger", "use_fused_kernels")
     ),
-    inert(f"{MODEL}.use_shm", "Where weights lie while they are read.", default=False, harmless=(True,)),
+    coming(
+        f"{MODEL}.use_shm", "staging in shared memory; it changes no number", default=False, harmless=(True,)
+    ),
 )
 
 MEGATRON: tuple[Key, ...] = (
@@ -152,9 +161,9 @@ MEGATRON: tuple[Key, ...] = (
     coming(f"{ACTOR}.megatron.expert_model_parallel_size", "experts over devices", default=1),
     coming(f"{ACTOR}.megatron.expert_tensor_parallel_size", "experts over devices", default=None),
     *(
-        inert(
+        coming(
             f"{ACTOR}.megatron.{name}",
-            "How Megatron spreads its work over devices.",
+            "parallel training; one process has nothing to spread",
             default=True,
             harmless=(False,),
         )
@@ -175,18 +184,13 @@ ENGINE: tuple[Key, ...] = (
     coming(f"{ROLLOUT}.mode", "inference servers", default="sync"),
     derived(f"{ROLLOUT}.max_model_len", at_least(f"{ROLLOUT}.max_model_len", 1), default=None, reason=SIZED),
     inert(f"{ROLLOUT}.disable_log_stats", "What the engine prints.", default=True, harmless=(False,)),
-    inert(
+    coming(
         f"{ROLLOUT}.enable_chunked_prefill",
-        "How prompts are read, not what follows.",
+        "a choice of how prompts are read; it changes no number",
         default=True,
         harmless=(False,),
     ),
-    inert(
-        f"{ROLLOUT}.layered_summon",
-        "The engine reads the trainer's own weights.",
-        default=False,
-        harmless=(True,),
-    ),
+    coming(f"{ROLLOUT}.layered_summon", "LoRA", default=False, harmless=(True,)),
     coming(f"{ROLLOUT}.use_fire_sampling", "another temperature for the first token", default=False),
     engine(f"{ROLLOUT}.engine_kwargs.vllm.*", "vllm", default={}, reason="Any argument of vLLM."),
     engine(f"{ROLLOUT}.engine_kwargs.sglang.*", "sglang", default={}, reason="Any argument of SGLang."),
@@ -213,9 +217,9 @@ REWARD: tuple[Key, ...] = (
     later("forward_max_token_len_per_gpu", "${critic.forward_max_token_len_per_gpu}"),
     later("ulysses_sequence_parallel_size", 1),
     later("model.fsdp_config.wrap_policy.min_num_params", 0),
-    inert(
+    coming(
         "reward_model.launch_reward_fn_async",
-        "When rewards are computed; they are the same.",
+        "rewards computed beside the trainer; they are the same",
         default=False,
         harmless=(True,),
     ),
@@ -241,9 +245,9 @@ TRAINER: tuple[Key, ...] = (
     coming("algorithm.use_pf_ppo", "drawing rollouts by their score", default=False),
     coming("algorithm.pf_ppo.reweight_method", "drawing rollouts by their score", default="pow"),
     coming("algorithm.pf_ppo.weight_pow", "drawing rollouts by their score", default=2.0),
-    inert(
+    coming(
         "trainer.balance_batch",
-        "One process has no ranks to balance; no cut changes the gradient.",
+        "parallel training; one process has no ranks to balance",
         default=True,
         harmless=(False,),
     ),

@@ -68,6 +68,10 @@ def overlong(v: Values) -> Native:
     return {"data.overlong": "filter" if flag(v, "data.filter_overlong_prompts") else kept}
 
 
+def seed(v: Values) -> Native:
+    return NOTHING if v["data.seed"] is None else {"seed": whole(v, "data.seed", least=0)}
+
+
 def rewards(v: Values) -> Native:
     """A function of yours, or verl's table by data source; `prime` gives several processes, and each call 300 s."""
     path, name = v["custom_reward_function.path"], v["custom_reward_function.name"]

@@ -206,7 +206,12 @@ CRITIC: tuple[Key, ...] = (
     ),
     offload("critic.model.enable_activation_offload"),
     derived("critic.model.use_remove_padding", check_parallel, default=False, reason=PACKED),
-    inert("critic.model.use_shm", "Where weights lie while they are read.", default=False, harmless=(True,)),
+    coming(
+        "critic.model.use_shm",
+        "staging in shared memory; it changes no number",
+        default=False,
+        harmless=(True,),
+    ),
     coming("critic.model.lora_rank", "LoRA", default=0),
     coming("critic.model.lora_alpha", "LoRA", default=16),
     coming("critic.model.target_modules", "LoRA", default="all-linear"),

@@ -11,6 +11,7 @@ from whet.config.dialects.verl_rules import (
     choose,
     flag,
     here,
+    is_one_of,
     local,
     number,
     texts,
@@ -214,11 +215,23 @@ NEWER: tuple[Key, ...] = (
         harmless=(True,),
     ),
     mapped("data.chat_template", "tokenizer.chat_template", default=None),
-    inert("model.strategy", "One process shards nothing.", default="fsdp2", harmless=("fsdp",)),
-    inert("model.use_shm", "Where weights lie while they are read.", default=False, harmless=(True,)),
+    derived(
+        "model.strategy",
+        is_one_of("model.strategy", "fsdp", "fsdp2"),
+        default="fsdp2",
+        reason="One process shards nothing.",
+    ),
+    coming(
+        "model.use_shm", "staging in shared memory; it changes no number", default=False, harmless=(True,)
+    ),
     translated("optim.betas", optimizer, "train.optimizer.betas", default=[0.9, 0.95], reason="Of AdamW."),
     derived("ulysses_sequence_parallel_size", batch, default=1, reason=_B),
-    inert("use_remove_padding", "Nothing is ever padded here.", default=False, harmless=(True,)),
+    derived(
+        "use_remove_padding",
+        batch,
+        default=False,
+        reason="Nothing is ever padded here; sequence parallelism needs it in verl.",
+    ),
     translated(
         "trainer.default_local_dir",
         run_directory,
