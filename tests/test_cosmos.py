@@ -435,7 +435,7 @@ def test_no_value_of_any_key_breaks_the_translation(kind: str, wrong: Any) -> No
     refused = 0
     for row in of.rows:
         for more in ({}, {"validation.enable": True, "validation.dataset.name": "b.jsonl"}):
-            for function in functions if row.name != POLICY + "type" else ():
+            for function in functions:
                 try:
                     assert isinstance(function({**base, **more, row.name: wrong}), dict)
                 except ConfigError:

@@ -10,6 +10,7 @@ import torch
 
 import whet
 from whet.config.load import load
+from whet.config.plan import plans
 from whet.config.schema import Model, Scratch, Tokenizer
 from whet.data.tokenizer import load_tokenizer
 from whet.models.load import build, export
@@ -32,6 +33,14 @@ def test_a_file_for_many_gpus_is_refused_for_what_is_coming_and_nothing_else() -
         *(POLICY + key for key in ("variant", "min_filter_prefix_tokens", "use_decoupled_loss")),
     }  # fmt: skip
     assert all("coming" in line for line in lines), lines
+
+
+def test_the_example_is_right() -> None:
+    (stage,) = plans(load(ROOT / "examples/from_cosmos.toml"))
+    assert (stage.steps, stage.tasks_per_step, stage.group_size) == (40, 16, 8)
+    assert (stage.warmup_steps, stage.prompt_tokens, stage.reply_tokens) == (3, 16, 7), (
+        "4 steps, the last at the peak"
+    )
 
 
 def test_names_of_older_versions_are_read_and_typos_are_not() -> None:

@@ -305,7 +305,8 @@ def test_warm_up_in_optimizer_steps() -> None:
 def test_the_critic_starts_as_the_policy_unless_it_has_a_folder() -> None:
     same = trainer.critic(values(model__model_path="m", model__critic_model_path="m", trainer__grad_clip=0.3))
     assert "critic.path" not in same
-    assert same["critic.optimizer.grad_clip"] == 0.3
+    assert same["critic.optimizer"]["grad_clip"] == 0.3
+    assert same["critic.optimizer"]["lr"] == 1e-5
     assert same["critic.clip_value"] == 0.5
     assert trainer.critic(values(model__model_path="m", model__critic_model_path="v"))["critic.path"] == "v"
     with pytest.raises(ConfigError, match="would hold every value"):
@@ -417,6 +418,8 @@ def test_a_split_is_found_in_a_folder(tmp_path: Path) -> None:
     (tmp_path / "plain/words.csv").touch()
     assert data.split_files(str(tmp_path), "train", "plain") == [str(tmp_path / "plain/words.csv")]
     assert data.split_files("org/name", "train") == "org/name"
+    with pytest.raises(ConfigError, match="whose only split is train"):
+        data.split_files(str(tmp_path / "plain/words.csv"), "test")
 
 
 def test_rewards_by_name_or_file() -> None:
@@ -533,7 +536,7 @@ def test_a_stage_with_another_algorithm_does_not_inherit_its_functions() -> None
     assert first["algorithm"]["normalize_std"] is False
     assert first["algorithm"]["kl"]["coef"] == 0.5
     assert second["algorithm"]["kl"]["coef"] == 0.001
-    assert second["critic"]["clip_value"] == 0.5
+    assert second["critic"]["optimizer"]["lr"] == 1e-5
     assert second["train"]["optimizer"]["lr"] == 1e-2
 
 
@@ -575,8 +578,8 @@ OF_TRAINING = {
     "buffer.trainer_input.experience_buffer.path",
     "synchronizer.sync_interval",
 }
-"""The document pairs grpo with the advantage of ppo, which needs a critic, and its 256 experiences do not divide among the
-8 - 1 GPUs of its trainer; the rest is coming."""
+"""The document pairs grpo with the advantage of ppo, which needs a critic, and its 256 experiences do not divide
+among the 8 - 1 GPUs of its trainer; the rest is coming."""
 
 
 def test_the_documents_verl_section_changes_nothing() -> None:

@@ -116,7 +116,9 @@ def convert(
 ) -> None:
     """Write a config of another system in whet's own keys, with where each line came from.
 
-    Example: whet convert verl.yaml -o native.yaml --report report.md trainer.total_epochs=3
+    \b
+    Example: whet convert examples/from_skyrl.yaml
+    Example: whet convert examples/from_skyrl.yaml -o native.yaml --report report.md
     """
     from whet.config.dialects.convert import native_yaml
     from whet.config.dialects.report import markdown

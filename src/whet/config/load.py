@@ -75,6 +75,7 @@ def load(
     translation = None
     if kind != NATIVE:
         draft, translation = _translated(draft, kind, overrides)
+        what += f", a {kind} file"
         if draft.problems:
             raise ConfigError(listing(draft.problems, what))
         overrides = [text.removeprefix("whet.") for text in overrides if text.startswith("whet.")]

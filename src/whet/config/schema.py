@@ -102,7 +102,7 @@ class Critic(Section):
 
     path: str | None = None
     """Where its weights start. Default: a copy of the policy's at the start of the stage."""
-    optimizer: Optimizer = Field(default_factory=lambda: Optimizer(lr=1e-5))
+    optimizer: CriticOptimizer = Field(default_factory=lambda: CriticOptimizer())
     """The critic's own optimizer."""
     warmup_steps: Count = 0
     """Steps at the start in which only the critic learns."""
@@ -255,8 +255,8 @@ class Algorithm(Section):
     drop_uniform_groups: bool | None = None
     """Dynamic sampling (DAPO): drop groups whose rewards are all equal and ask for more. Default: the recipe's."""
     max_refills: Count = 10
-    """Groups that were dropped or failed are asked for again: at most so many times tasks_per_step more tasks for one step, then
-    the run stops and names the cause."""
+    """Groups that were dropped or failed are asked for again: at most so many times tasks_per_step more tasks for one
+    step, then the run stops and names the cause."""
     beta: Above0 = 0.1
     """DPO: inverse temperature."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
@@ -351,6 +351,13 @@ class Optimizer(Section):
     """Largest gradient norm. None: no clipping."""
     schedule: Schedule = Field(default_factory=Schedule)
     """Learning-rate schedule."""
+
+
+class CriticOptimizer(Optimizer):
+    """AdamW for the critic: it starts from nothing, so its steps are larger."""
+
+    lr: NonNegative = 1e-5
+    """Peak learning rate."""
 
 
 class Train(Section):

@@ -127,6 +127,14 @@ def _reward(name: str, weight: float, values: Values) -> dict[str, Json]:
 # ---------------------------------------------------------------- validation
 
 
+TRAINING = {
+    "top_k": "rollout.sampling_config.top_k",
+    "top_p": "rollout.sampling_config.top_p",
+    "max_response_length": "rollout.max_response_length",
+}
+"""What validation takes from training where its own value is null."""
+
+
 def validation(values: Values) -> dict[str, Json]:
     """Evaluation every freq steps and at the end, with sampling of its own."""
     if not values["validation.enable"]:
@@ -135,20 +143,17 @@ def validation(values: Values) -> dict[str, Json]:
         raise ConfigError("validation.enable: the held-out loss of an SFT job is coming; set it to false.")
     source = _source(values, "validation.dataset")
     out = {f"data.eval.0.{k}": v for k, v in (source | _columns(values, source)).items()}
+    used = {k: _first(values, f"validation.{k}", key) for k, key in TRAINING.items()}
     out |= {
         "data.exclude_eval": False,
         "eval.every": values["validation.freq"],
         "eval.at_start": values["validation.val_before_train"],
         "eval.samples": values["validation.n_generation"],
         "eval.sampling.temperature": values["validation.temperature"],
-        "eval.sampling.top_k": max(
-            whole(values, _first(values, "validation.top_k", "rollout.sampling_config.top_k")), 0
-        ),
-        "eval.sampling.top_p": values[_first(values, "validation.top_p", "rollout.sampling_config.top_p")],
+        "eval.sampling.top_k": max(whole(values, used["top_k"]), 0),
+        "eval.sampling.top_p": values[used["top_p"]],
         "eval.sampling.repetition_penalty": values["validation.repetition_penalty"],
-        "eval.sampling.max_tokens": values[
-            _first(values, "validation.max_response_length", "rollout.max_response_length")
-        ],
+        "eval.sampling.max_tokens": values[used["max_response_length"]],
     }
     return out | _judge(values)
 

@@ -234,8 +234,9 @@ VALIDATION: tuple[Key, ...] = (
     translated(
         "validation.enable",
         validation,
-        "eval",
         "data.eval",
+        "data.exclude_eval",
+        "eval.at_start",
         default=False,
         reason="Every freq steps and at the end, not before the first. The held-out loss of SFT is coming.",
     ),

@@ -23,7 +23,10 @@ def nothing(values: Values) -> dict[str, Json]:
 
 def algorithm(values: Values) -> dict[str, Json]:
     """The recipe: grpo, dapo (which drops groups of equal rewards), or sft."""
-    if is_sft(values):
+    kind, wanted = values[POLICY + "type"], "sft" if is_sft(values) else "grpo"
+    if kind != wanted:
+        raise ConfigError(f"{POLICY}type={kind!r}: grpo or sft (this file is read as {wanted}).")
+    if kind == "sft":
         return {"algorithm.name": "sft"}
     variant = values[POLICY + "variant"]
     if variant == "gspo":

@@ -12,8 +12,8 @@ MESH = "policy.parallelism."
 
 
 def is_sft(values: Values) -> bool:
-    """Whether the file describes supervised fine-tuning: its own word counts, no key changes it."""
-    return values[POLICY + "type"] == "sft"
+    """Whether these are the values of an SFT job: its table has columns of conversations."""
+    return POLICY + "conversation_column_name" in values
 
 
 def whole(values: Values, key: str, *, least: int | None = None, null: int | None = None) -> int:

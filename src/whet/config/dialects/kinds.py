@@ -30,6 +30,8 @@ def understood(value: Json, row: Key, *, default: Json, nulls: Sequence[str]) ->
     """
     if isinstance(value, str) and value in nulls and default is None:
         return None, ""
+    if isinstance(value, dict) and isinstance(default, str | int | float):
+        return value, f"got {shown(value)}, expected one value, like {shown(default)}"
     if isinstance(default, bool):
         return _flag(value, row)
     if isinstance(default, int | float):
@@ -49,7 +51,7 @@ def _number(value: Json, row: Key) -> tuple[Json, str]:
     read = scalar(value.strip()) if isinstance(value, str) else value
     if isinstance(read, int | float) and not isinstance(read, bool):
         return read, ""
-    if value is None or not _strict(row) or isinstance(value, list | dict):
+    if value is None or not _strict(row) or isinstance(value, list):
         return value, ""
     return value, f"got {shown(value)}, expected a number"
 

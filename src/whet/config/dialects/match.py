@@ -49,11 +49,11 @@ def _walk(value: Json, of: Dialect, *, at: Path, path: Path, cut: Parts, note: s
         yield from _walk(value, of, at=at, path=new, cut=new, note=note)
         return
     unknown = below is None and (row is None or (_holds_one(row) and isinstance(value, dict)))
-    if not (unknown and isinstance(value, dict) and value):
+    inside = list(_entries(value, below)) if unknown or below is not None else []
+    if not (unknown and inside):
         yield here
-    if unknown or below is not None:
-        for key, part, inner in _entries(value, below or ()):
-            yield from _walk(inner, of, at=(*at, key), path=(*path, key), cut=(*cut, part), note=note)
+    for key, part, inner in inside:
+        yield from _walk(inner, of, at=(*at, key), path=(*path, key), cut=(*cut, part), note=note)
 
 
 def _holds_one(row: Key) -> bool:
@@ -61,12 +61,16 @@ def _holds_one(row: Key) -> bool:
     return isinstance(row.default, str | int | float) and "${" not in str(row.default)
 
 
-def _entries(value: Json, below: Iterable[str]) -> Iterator[tuple[str | int, str, Json]]:
-    """What a section holds: (key, its part in the rows' names, value)."""
-    if isinstance(value, list) and "[]" in below:
+def _entries(value: Json, below: Iterable[str] | None) -> Iterator[tuple[str | int, str, Json]]:
+    """What a section holds: (key, its part in the rows' names, value). `below` is None for an unknown one."""
+    if isinstance(value, list) and ("[]" in below if below is not None else any(map(_is_section, value))):
         yield from ((n, "[]", inner) for n, inner in enumerate(value))
-    elif isinstance(value, dict) and "[]" not in below:
-        yield from ((key, _part(key, below), inner) for key, inner in value.items())
+    elif isinstance(value, dict) and "[]" not in (below or ()):
+        yield from ((key, _part(key, below or ()), inner) for key, inner in value.items())
+
+
+def _is_section(value: Json) -> bool:
+    return isinstance(value, dict)
 
 
 def _part(key: str, below: Iterable[str]) -> str:

@@ -28,7 +28,7 @@ KEEP_ALL = 1_000_000
 
 def training_data(v: Values) -> Native:
     """All files one after the other, as one source: every row counts the same."""
-    return {"data.train.0.path": _files(v, "data.train_data")} | _columns(v, "data.train.0")
+    return {"data.train.0.path": _files(v, "data.train_data")} | dict(_columns(v, "data.train.0"))
 
 
 def prompt_limit(v: Values) -> Native:
@@ -48,7 +48,7 @@ def evaluation(v: Values) -> Native:
     out: dict[str, Json] = {}
     for n, (file, stem) in enumerate(zip(files, stems)):
         name = stem if stems.count(stem) == 1 else file
-        out |= {f"data.eval.{n}.name": name, f"data.eval.{n}.path": file} | _columns(v, f"data.eval.{n}")
+        out |= {f"data.eval.{n}.name": name, f"data.eval.{n}.path": file} | dict(_columns(v, f"data.eval.{n}"))
     return out | {
         "data.exclude_eval": False,
         "eval.every": v["trainer.eval_interval"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from whet.config.dialects.key import Key, Values, translated
-from whet.config.dialects.trinity_values import agreed, arguments, preset, section, text
+from whet.config.dialects.trinity_values import agreed, arguments, count, preset, section, text
 from whet.tables import near
 from whet.types import ConfigError, Json
 
@@ -270,45 +270,43 @@ def entropy(values: Values) -> Mapping[str, Json]:
 
 def optimizer(values: Values) -> Mapping[str, Json]:
     """AdamW of the policy: `algorithm.optimizer` over the veRL section's `actor.optim`, and the clipping."""
-    style = agreed(
-        values, {f"{OPTIMIZER}.warmup_style": "constant", f"{VERL}.optim.warmup_style": "constant"}
+    ratio, floor = "lr_warmup_steps_ratio", "min_lr_ratio"
+    shape = schedule(
+        str(
+            agreed(
+                values, {f"{OPTIMIZER}.warmup_style": "constant", f"{VERL}.optim.warmup_style": "constant"}
+            )
+        ),
+        ratio=agreed(values, {f"{VERL}.optim.{ratio}": 0.0, f"{OPTIMIZER}.{ratio}": 0.0}),
+        floor=agreed(values, {f"{VERL}.optim.{floor}": 0.0, f"{OPTIMIZER}.{floor}": 0.0}),
+        steps=_warmup_updates(values),
     )
-    clip = agreed(values, {"trainer.grad_clip": 1.0, f"{VERL}.grad_clip": 1.0})
     return {
         "train.optimizer.lr": agreed(values, {f"{OPTIMIZER}.lr": 1e-6, f"{VERL}.optim.lr": 1e-6}),
-        "train.optimizer.betas": values.get(f"{OPTIMIZER}.betas") or [0.9, 0.999],
-        "train.optimizer.weight_decay": values.get(f"{OPTIMIZER}.weight_decay", 0.01),
-        "train.optimizer.grad_clip": clip,
-        **schedule(
-            str(style),
-            owner="train",
-            ratio=agreed(
-                values,
-                {f"{VERL}.optim.lr_warmup_steps_ratio": 0.0, f"{OPTIMIZER}.lr_warmup_steps_ratio": 0.0},
-            ),
-            floor=agreed(values, {f"{VERL}.optim.min_lr_ratio": 0.0, f"{OPTIMIZER}.min_lr_ratio": 0.0}),
-            steps=_warmup_updates(values),
-        ),
+        "train.optimizer.betas": values[f"{OPTIMIZER}.betas"],
+        "train.optimizer.weight_decay": values[f"{OPTIMIZER}.weight_decay"],
+        "train.optimizer.grad_clip": agreed(values, {"trainer.grad_clip": 1.0, f"{VERL}.grad_clip": 1.0}),
+        **{f"train.optimizer.schedule.{key}": value for key, value in shape.items()},
     }
 
 
 def _warmup_updates(values: Values) -> int:
     """lr_warmup_steps counts training steps; here it counts optimizer steps, ppo_epochs of them a training step."""
-    steps = int(values.get(f"{OPTIMIZER}.lr_warmup_steps") or -1)
-    return max(steps, 0) * int(values.get(f"{VERL}.ppo_epochs") or 1)
+    return max(count(values, f"{OPTIMIZER}.lr_warmup_steps", least=-1), 0) * count(
+        values, f"{VERL}.ppo_epochs"
+    )
 
 
-def schedule(style: str, *, owner: str, ratio: Json, floor: Json, steps: int = 0) -> dict[str, Json]:
-    """Warm-up, then constant or cosine, of `train` or `critic`."""
+def schedule(style: str, *, ratio: Json, floor: Json, steps: int = 0) -> dict[str, Json]:
+    """Warm-up, then constant or cosine, which alone has a floor."""
     if style not in ("constant", "cosine"):
         raise ConfigError(f"warmup_style: {style!r} is not known; it is constant or cosine.")
-    at = f"{owner}.optimizer.schedule"
-    out: dict[str, Json] = {f"{at}.kind": style}
-    if style == "cosine" and floor:
-        out[f"{at}.min_factor"] = floor
+    out: dict[str, Json] = {"kind": style}
+    if floor:
+        out["min_factor"] = floor
     if steps:
-        return out | {f"{at}.warmup_steps": steps}
-    return out | ({f"{at}.warmup_fraction": ratio} if ratio else {})
+        return out | {"warmup_steps": steps}
+    return out | ({"warmup_fraction": ratio} if ratio else {})
 
 
 # ---------------------------------------------------------------- rows

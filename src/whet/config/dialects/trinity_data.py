@@ -11,12 +11,14 @@ from whet.config.dialects.trinity_values import (
     EVAL_TASKSETS,
     EXPERIENCES,
     TASKSET,
+    count,
     entries,
     given,
     online,
     preset,
     repeat_times,
     text,
+    whole,
 )
 from whet.tables import near
 from whet.types import ConfigError, Json
@@ -46,14 +48,14 @@ def mode(values: Values) -> Mapping[str, Json]:
 
 def batch(values: Values) -> Mapping[str, Json]:
     """buffer.batch_size counts tasks, buffer.train_batch_size experiences: batch_size * repeat_times of them a step."""
-    size = given(values.get("buffer.train_batch_size"))
+    size = whole(values, "buffer.train_batch_size")
     if not online(values):
         if size is None:
             raise ConfigError(
                 f"buffer.train_batch_size: {values['algorithm.algorithm_type']} needs it: the examples of one step."
             )
-        return {"train.tasks_per_step": _divided(values, int(size))}
-    tasks, times = int(values["buffer.batch_size"]), repeat_times(values)
+        return {"train.tasks_per_step": _divided(values, size)}
+    tasks, times = count(values, "buffer.batch_size"), repeat_times(values)
     if size is not None and size != tasks * times:
         raise ConfigError(
             f"buffer.train_batch_size: {size} is not buffer.batch_size * algorithm.repeat_times = {tasks} * {times} = "
@@ -65,11 +67,10 @@ def batch(values: Values) -> Mapping[str, Json]:
 
 def _divided(values: Values, size: int) -> int:
     """Trinity's rule: the trainer's GPUs divide train_batch_size. Theirs are those that the explorer leaves over."""
-    nodes, each = values.get("cluster.node_num") or 1, values.get("cluster.gpu_per_node")
-    engines = (
-        values["explorer.rollout_model.engine_num"] * values["explorer.rollout_model.tensor_parallel_size"]
-    )
-    left = nodes * (each or 0) - (engines if online(values) else 0)
+    engine, nodes = "explorer.rollout_model", whole(values, "cluster.node_num") or 1
+    engines = count(values, f"{engine}.engine_num") * count(values, f"{engine}.tensor_parallel_size")
+    each = whole(values, "cluster.gpu_per_node", least=0) or 0
+    left = nodes * each - (engines if online(values) else 0)
     if left > 0 and size % left:
         raise ConfigError(
             f"buffer.train_batch_size: {size} must be divisible by the number of GPUs of the trainer, {left} "
@@ -80,14 +81,10 @@ def _divided(values: Values, size: int) -> int:
 
 def length(values: Values) -> Mapping[str, Json]:
     """Steps of the explorer or of the trainer, whichever ends first; else passes over the taskset."""
-    limits = [
-        n
-        for key in ("buffer.total_steps", "trainer.total_steps")
-        if (n := given(values.get(key))) is not None
+    steps = [
+        n for key in ("buffer.total_steps", "trainer.total_steps") if (n := whole(values, key)) is not None
     ]
-    if limits:
-        return {"train.steps": min(map(int, limits))}
-    return {"train.epochs": values["buffer.total_epochs"]}
+    return {"train.steps": min(steps)} if steps else {"train.epochs": values["buffer.total_epochs"]}
 
 
 # ---------------------------------------------------------------- tasksets
@@ -129,7 +126,7 @@ def _source(own: Mapping[str, Json], what: str, *, at: str) -> dict[str, Json]:
         raise ConfigError(f"{what}.path: must be given: the folder or file of the tasks.")
     name, system = given(own.get("name")), given(own.get("format.system_prompt"))
     return {
-        f"{at}.path": split_files(str(path), str(own.get("split") or "train"), given(own.get("subset_name"))),
+        f"{at}.path": split_files(str(path), str(own.get("split") or "train"), text(own, "subset_name")),
         f"{at}.prompt": own.get("format.prompt_key") or "prompt",
         f"{at}.answer": own.get("format.response_key") or "response",
         **({f"{at}.name": name} if name else {}),
@@ -146,6 +143,8 @@ def split_files(path: str, split: str, subset: str | None = None) -> Json:
     folder = Path(path).expanduser() / (subset or "")
     if (folder / split / "dataset_info.json").exists():
         return str(folder / split)
+    if folder.is_file() and split != "train":
+        raise ConfigError(f"split: {folder} is one file, whose only split is train, not {split!r}.")
     if not folder.is_dir() or (folder / "dataset_info.json").exists():
         return path if subset is None else str(folder)
     files = sorted(
@@ -208,7 +207,7 @@ SAMPLING: dict[str, Json] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_
 def _sampling(own: Mapping[str, Json], *, at: str) -> dict[str, Json]:
     """vLLM's sampling arguments; top_k -1 is off."""
     out = {f"{at}.{key}": own[key] for key in ("temperature", "top_p")}
-    out[f"{at}.top_k"] = max(int(own["top_k"]), 0)
+    out[f"{at}.top_k"] = 0 if own["top_k"] == -1 else own["top_k"]
     return out | ({f"{at}.max_tokens": own["max_tokens"]} if own["max_tokens"] else {})
 
 
@@ -219,32 +218,30 @@ def sampling(values: Values) -> Mapping[str, Json]:
     return {
         **_sampling({**own, "max_tokens": None}, at="rollout.sampling"),
         "rollout.sampling.repetition_penalty": values["model.repetition_penalty"],
-        "rollout.sampling.min_tokens": min(values["model.min_response_tokens"], limits(values)[1]),
+        "rollout.sampling.min_tokens": min(
+            count(values, "model.min_response_tokens", least=0), limits(values)[1]
+        ),
     }
 
 
 def limits(values: Values) -> tuple[int, int]:
     """(prompt, response) in tokens: of the two and their sum max_model_len, two decide."""
-    whole, prompt, response = (
-        None if (n := given(values.get(f"model.{key}"))) is None else int(n)
-        for key in ("max_model_len", "max_prompt_tokens", "max_response_tokens")
+    both, prompt, response = (
+        whole(values, f"model.{key}") for key in ("max_model_len", "max_prompt_tokens", "max_response_tokens")
     )
-    if whole is None and (prompt is None or response is None):
+    if both is None and (prompt is None or response is None):
         raise ConfigError(
-            "model.max_model_len: give it, or both model.max_prompt_tokens and model.max_response_tokens, "
-            "whose sum it is."
+            "model.max_model_len: give it, or both model.max_prompt_tokens and model.max_response_tokens, whose "
+            "sum it is."
         )
-    if prompt is None and response is None:
-        assert whole is not None
-        prompt = whole // 2
     if prompt is None:
-        prompt = (whole or 0) - (response or 0)
+        prompt = (both or 0) // 2 if response is None else (both or 0) - response
     if response is None:
-        response = (whole or 0) - prompt
-    if prompt < 1 or response < 1 or (whole is not None and prompt + response > whole):
+        response = (both or 0) - prompt
+    if prompt < 1 or response < 1 or (both is not None and prompt + response > both):
         raise ConfigError(
             f"model.max_model_len: max_prompt_tokens + max_response_tokens must not exceed it, and leave both at "
-            f"least 1; got {prompt} + {response} and {whole}."
+            f"least 1; got {prompt} + {response} and {both}."
         )
     return prompt, response
 
@@ -282,7 +279,7 @@ COMING_REWARDS = ["format_reward", "countdown_reward", "math_dapo_reward", "rm_g
 
 def _workflow(values: Values, own: Mapping[str, Json], what: str, *, general: str) -> str:
     """The workflow of a taskset. ConfigError unless it is one turn."""
-    at, name = f"{what}.default_workflow_type", given(own.get("default_workflow_type"))
+    at, name = f"{what}.default_workflow_type", text(own, "default_workflow_type")
     if name is None:
         at, name = general, text(values, general) or "simple_workflow"
     if name not in WORKFLOWS:
@@ -295,7 +292,7 @@ def _workflow(values: Values, own: Mapping[str, Json], what: str, *, general: st
 
 def _reward(values: Values, own: Mapping[str, Json], what: str) -> str:
     """The reward of a taskset: its own, the general one, or its workflow's."""
-    at, name = f"{what}.default_reward_fn_type", given(own.get("default_reward_fn_type"))
+    at, name = f"{what}.default_reward_fn_type", text(own, "default_reward_fn_type")
     if name is None:
         at = f"{INPUT}.default_reward_fn_type"
         name = (

@@ -9,7 +9,7 @@ from whet.config.dialects.trinity_algorithm import optimizer
 from whet.config.dialects.trinity_data import batch, evaluation, length, mode, sampling, token_limits
 from whet.config.dialects.trinity_trainer import critic, export, micro, resume
 from whet.config.dialects.trinity_values import MODEL as VERL_MODEL
-from whet.config.dialects.trinity_values import given, online, repeat_times, section, text
+from whet.config.dialects.trinity_values import count, given, online, repeat_times, section, text
 from whet.tables import near
 from whet.types import ConfigError, Json
 
@@ -45,7 +45,10 @@ def model(values: Values) -> Mapping[str, Json]:
         for key in ("rope_scaling", "rope_theta")
         if given(values[f"model.{key}"]) is not None
     }
-    over = {**(values[f"{VERL_MODEL}.override_config"] or {}), **rope}
+    override = values[f"{VERL_MODEL}.override_config"]
+    if not isinstance(override, dict | None):
+        raise ConfigError(f"{VERL_MODEL}.override_config: got {override!r}, expected keys of config.json.")
+    over = {**(override or {}), **rope}
     return {"model.path": path, **({"model.overrides": over} if over else {})}
 
 
@@ -71,7 +74,7 @@ def engine_type(values: Values) -> Mapping[str, Json]:
 
 def at_once(values: Values) -> Mapping[str, Json]:
     """Each of engine_num * runner_per_model runners has a task in hand, with all its repeats."""
-    runners = values["explorer.rollout_model.engine_num"] * values["explorer.runner_per_model"]
+    runners = count(values, "explorer.rollout_model.engine_num") * count(values, "explorer.runner_per_model")
     return {"rollout.max_batch": runners * repeat_times(values)}
 
 
@@ -148,7 +151,7 @@ def _name(name: str, *, default: Json) -> Key:
 
 def _secret(name: str, feature: str) -> Key:
     """Coming, and never shown."""
-    return Key(name=name, status="coming", default=None, reason=feature, translate=secrets)
+    return Key(name=name, status="coming", default=None, native=("track",), reason=feature, translate=secrets)
 
 
 def _coming(feature: str, **defaults: Json) -> tuple[Key, ...]:

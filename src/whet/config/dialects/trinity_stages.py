@@ -19,11 +19,12 @@ DEFAULT_ALGORITHM = "ppo"
 def stages(values: Values) -> Mapping[str, Json]:
     """Every stage's own native sections. A key that a stage leaves out is the global one's, as the document says;
     Trinity's code replaces whole sections."""
+    given = [stage for stage in values["stages"] or [] if isinstance(stage, dict)]
     whole = whole_file(values)
-    told = _told(whole) if values["stages"] else set()
+    told = _told(whole) if given else set()
     problems: list[str] = []
     trees: list[dict[str, Json]] = []
-    for n, stage in enumerate(values["stages"] or []):
+    for n, stage in enumerate(given):
         done = translate(inherited(whole, stage), dialect("trinity"), origins={})
         said = [text for _, text in done.problems if text not in told and "unknown key" not in text]
         said += [] if stage.get("stage_name") else ["stage_name: must be given."]
@@ -33,7 +34,7 @@ def stages(values: Values) -> Mapping[str, Json]:
     if problems:
         raise ConfigError("; ".join(problems))
     out: dict[str, Json] = {}
-    for n, (stage, tree) in enumerate(zip(values["stages"] or [], trees)):
+    for n, (stage, tree) in enumerate(zip(given, trees)):
         out[f"stages.{n}.name"] = stage["stage_name"]
         out |= {f"stages.{n}.{key}": value for key, value in tree.items() if key in STAGE_SECTIONS}
     return out
@@ -106,7 +107,7 @@ def one_run(rows: Iterable[Key]) -> tuple[Key, ...]:
     of_stages = {f for f, sections in fed.items() if sections <= set(STAGE_SECTIONS)}
     return tuple(
         replace(row, translate=without_stages(row.translate))
-        if row.translate in of_stages and row.translate
+        if row.translate is not None and row.translate in of_stages
         else row
         for row in rows
     )

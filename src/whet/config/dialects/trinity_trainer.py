@@ -15,9 +15,11 @@ from whet.config.dialects.trinity_values import (
     REF,
     VERL_TRAINER,
     agreed,
+    count,
     given,
     preset,
     text,
+    whole,
 )
 from whet.types import ConfigError, Json
 
@@ -33,19 +35,21 @@ def critic(values: Values) -> Mapping[str, Json]:
         raise ConfigError(
             f"{CRITIC}.cliprange_value: 0 would hold every value where it was; write 0.5, the default."
         )
+    optimizer = {
+        "lr": values[f"{CRITIC}.optim.lr"],
+        "weight_decay": 0.01,
+        "grad_clip": clip,
+        "schedule": schedule(
+            str(values[f"{CRITIC}.optim.warmup_style"]),
+            ratio=values[f"{CRITIC}.optim.lr_warmup_steps_ratio"],
+            floor=given(values[f"{CRITIC}.optim.min_lr_ratio"]),
+        ),
+    }
     return {
         **({"critic.path": path} if path not in (None, policy) else {}),
         "critic.clip_value": values[f"{CRITIC}.cliprange_value"],
         "critic.warmup_steps": values[f"{VERL_TRAINER}.critic_warmup"],
-        "critic.optimizer.lr": values[f"{CRITIC}.optim.lr"],
-        "critic.optimizer.weight_decay": 0.01,
-        "critic.optimizer.grad_clip": clip,
-        **schedule(
-            str(values[f"{CRITIC}.optim.warmup_style"]),
-            owner="critic",
-            ratio=values[f"{CRITIC}.optim.lr_warmup_steps_ratio"],
-            floor=given(values[f"{CRITIC}.optim.min_lr_ratio"]),
-        ),
+        "critic.optimizer": optimizer,
     }
 
 
@@ -92,39 +96,46 @@ def overwritten(values: Values) -> Mapping[str, Json]:
 def micro(values: Values) -> Mapping[str, Json]:
     """One cut into micro-batches for all models: the smallest of the budgets in use. It never changes the gradient."""
     dynamic = agreed(values, {"trainer.use_dynamic_bsz": True, f"{ACTOR}.use_dynamic_bsz": True})
-    others = {f"{REF}.log_prob_use_dynamic_bsz": None, f"{CRITIC}.use_dynamic_bsz": None}
-    for key in others:
+    for key in (f"{REF}.log_prob_use_dynamic_bsz", f"{CRITIC}.use_dynamic_bsz"):
         if values[key] not in (None, dynamic):
             raise ConfigError(
                 f"{key}: {values[key]} is not the actor's {dynamic}: one way for all models is what is built."
             )
-    return {"train.micro_tokens": _tokens(values)} if dynamic else {"train.micro_rollouts": _rollouts(values)}
-
-
-def _tokens(values: Values) -> int:
-    width = values["trainer.ulysses_sequence_parallel_size"]
+    if not dynamic:
+        return {
+            "train.micro_rollouts": _smallest(values, MICRO_BATCHES)
+            * (2 if preset(values).kind == "dpo" else 1)
+        }
+    width = count(values, "trainer.ulysses_sequence_parallel_size")
     floor = ceil(2 * sum(limits(values)) / width)
-    own = given(values["trainer.max_token_len_per_gpu"])
-    budgets = [max(own or floor, floor)]
-    budgets += [
-        values[f"{ACTOR}.ppo_max_token_len_per_gpu"],
-        given(values[f"{REF}.log_prob_max_token_len_per_gpu"]),
-    ]
-    if preset(values).recipe == "ppo":
-        budgets += [
-            values[f"{CRITIC}.ppo_max_token_len_per_gpu"],
-            given(values[f"{CRITIC}.forward_max_token_len_per_gpu"]),
-        ]
-    return min(int(b) for b in budgets if b is not None)
+    own = max(whole(values, "trainer.max_token_len_per_gpu") or floor, floor)
+    return {"train.micro_tokens": min(own, _smallest(values, TOKEN_BUDGETS, default=own))}
 
 
-def _rollouts(values: Values) -> int:
-    names = [f"{ACTOR}.ppo_micro_batch_size", f"{ACTOR}.ppo_micro_batch_size_per_gpu"]
-    names += [f"{REF}.log_prob_micro_batch_size", f"{REF}.log_prob_micro_batch_size_per_gpu"]
-    if preset(values).recipe == "ppo":
-        names += [f"{CRITIC}.ppo_micro_batch_size_per_gpu", f"{CRITIC}.forward_micro_batch_size_per_gpu"]
-    least = min(int(n) for key in names if (n := given(values[key])) is not None)
-    return least * 2 if preset(values).kind == "dpo" else least
+TOKEN_BUDGETS: dict[str, int | None] = {
+    f"{ACTOR}.ppo_max_token_len_per_gpu": 16384,
+    f"{REF}.log_prob_max_token_len_per_gpu": None,
+    f"{CRITIC}.ppo_max_token_len_per_gpu": 32768,
+    f"{CRITIC}.forward_max_token_len_per_gpu": None,
+}
+"""Budgets with their defaults, which bind nobody: trainer.max_token_len_per_gpu stands for those that are not given."""
+
+MICRO_BATCHES: dict[str, int | None] = {
+    f"{ACTOR}.ppo_micro_batch_size": None,
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4,
+    f"{REF}.log_prob_micro_batch_size": None,
+    f"{REF}.log_prob_micro_batch_size_per_gpu": 4,
+    f"{CRITIC}.ppo_micro_batch_size_per_gpu": 8,
+    f"{CRITIC}.forward_micro_batch_size_per_gpu": None,
+}
+
+
+def _smallest(values: Values, defaults: Mapping[str, int | None], *, default: int = 4) -> int:
+    """The least of the numbers that are not their defaults, those of the critic in ppo alone."""
+    with_critic = preset(values).recipe == "ppo"
+    keys = [key for key in defaults if with_critic or not key.startswith(CRITIC)]
+    told = [n for key in keys if (n := whole(values, key)) is not None and n != defaults[key]]
+    return min(told, default=default)
 
 
 # ---------------------------------------------------------------- checkpoints

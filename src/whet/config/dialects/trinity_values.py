@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whet.config.dialects.key import Key, Values
+from whet.config.faults import shown
 from whet.config.keys import dotted
 from whet.config.tree import leaves
 from whet.tables import near
@@ -43,6 +44,24 @@ def text(values: Values, key: str) -> str | None:
     """A nullable text. In Trinity's YAML `None` is a string, and means what it says."""
     value = given(values.get(key))
     return None if value is None else str(value)
+
+
+def whole(values: Values, key: str, *, least: int = 1) -> int | None:
+    """A whole number, or None where the file says null. ConfigError for anything else."""
+    value = given(values.get(key))
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{key}: got {shown(value)}, expected a whole number >= {least}.")
+    return value
+
+
+def count(values: Values, key: str, *, least: int = 1) -> int:
+    """A whole number that must be there."""
+    number = whole(values, key, least=least)
+    if number is None:
+        raise ConfigError(f"{key}: got null, expected a whole number >= {least}.")
+    return number
 
 
 def arguments(values: Values, key: str, defaults: Mapping[str, Json]) -> dict[str, Json]:
@@ -130,13 +149,13 @@ COMING_ALGORITHMS = (
 
 def preset(values: Values) -> Preset:
     """The preset of algorithm.algorithm_type. ConfigError for one that is not here."""
-    name = values["algorithm.algorithm_type"]
+    name = str(values["algorithm.algorithm_type"])
     if name in PRESETS:
-        return PRESETS[str(name)]
+        return PRESETS[name]
     known = f"here: {', '.join(PRESETS)}"
     if name in COMING_ALGORITHMS:
         raise ConfigError(f"algorithm.algorithm_type: {name} is coming, not built yet; {known}.")
-    raise ConfigError(f"algorithm.algorithm_type: {name!r} is not known{near(str(name), PRESETS)}; {known}.")
+    raise ConfigError(f"algorithm.algorithm_type: {name!r} is not known{near(name, PRESETS)}; {known}.")
 
 
 def online(values: Values) -> bool:
@@ -146,5 +165,4 @@ def online(values: Values) -> bool:
 
 def repeat_times(values: Values) -> int:
     """Rollouts of a task: the preset's where the file does not say."""
-    given_times = values.get("algorithm.repeat_times")
-    return preset(values).repeat_times if given_times is None else int(given_times)
+    return whole(values, "algorithm.repeat_times") or preset(values).repeat_times

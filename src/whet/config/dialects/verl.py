@@ -8,8 +8,8 @@ a machine would spread it, so one process gives the same run.
 from __future__ import annotations
 
 from whet.config.dialects.key import Key, Translate, coming, derived, mapped, translated
+from whet.config.dialects.verl_loop import actor_optimizer, critic_optimizer
 from whet.config.dialects.verl_newer import NEWER
-from whet.config.dialects.verl_parts import actor_optimizer, critic_optimizer
 from whet.config.dialects.verl_policy import DECAY, POLICY, STEPS
 from whet.config.dialects.verl_rules import ACTOR, CRITIC, at_least, is_flag, is_one_of
 from whet.config.dialects.verl_run import DATA, RUN
@@ -101,6 +101,8 @@ VERL_MEGATRON: tuple[Key, ...] = (
 _OFFLINE = "scoring a file of responses (whet eval --offline)"
 
 VERL_EVAL: tuple[Key, ...] = (
+    coming("ray_init.num_cpus", _OFFLINE, default=None),
+    coming("ray_init.timeline_json_file", _OFFLINE, default=None),
     coming("data.path", _OFFLINE, default="/tmp/math_Qwen2-7B-Instruct.parquet"),
     coming("data.prompt_key", _OFFLINE, default="prompt"),
     coming("data.response_key", _OFFLINE, default="responses"),
@@ -119,6 +121,10 @@ ALIASES: dict[str, str | tuple[str, str]] = {
     "optim.lr_scheduler_type": "optim.lr_scheduler",
     "critic.checkpoint.contents": "critic.checkpoint.save_contents",
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": f"{ACTOR}.ulysses_sequence_parallel_size",
+    **{
+        f"reward_model.reward_kwargs.overlong_buffer_cfg.{name}": f"reward_model.overlong_buffer.{name}"
+        for name in ("enable", "len", "penalty_factor", "log")
+    },
     "ray_kwargs.ray_init.num_cpus": "ray_init.num_cpus",
     "ray_kwargs.timeline_json_file": "ray_init.timeline_json_file",
 }

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from whet.config.dialects.key import Key, coming, derived, engine, inert, translated
+from whet.config.dialects.verl_loop import actor_optimizer, checkpoints, device, length
 from whet.config.dialects.verl_parts import (
-    actor_optimizer,
     advantage,
-    checkpoints,
     clipping,
-    device,
-    length,
     overrides,
     reduction,
     rewards,
@@ -17,7 +14,8 @@ from whet.config.dialects.verl_parts import (
     training_data,
 )
 from whet.config.dialects.verl_policy import DECAY, OFFLOAD, SHARDED, SIZED, TP, offload
-from whet.config.dialects.verl_rules import ACTOR, MODEL, ROLLOUT, at_least, batches
+from whet.config.dialects.verl_recipes import DAPO, RECIPES
+from whet.config.dialects.verl_rules import ACTOR, CRITIC, MODEL, REF, ROLLOUT, at_least, batches
 from whet.config.dialects.verl_run import later
 
 _LOSSES = "another policy loss than PPO's"
@@ -159,7 +157,12 @@ MEGATRON: tuple[Key, ...] = (
     ),
     coming(f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size", "pipelines", default=None),
     coming(f"{ACTOR}.megatron.expert_model_parallel_size", "experts over devices", default=1),
-    coming(f"{ACTOR}.megatron.expert_tensor_parallel_size", "experts over devices", default=None),
+    coming(
+        f"{ACTOR}.megatron.expert_tensor_parallel_size",
+        "experts over devices",
+        default=None,
+        harmless=("None",),
+    ),
     *(
         coming(
             f"{ACTOR}.megatron.{name}",
@@ -181,6 +184,7 @@ MEGATRON: tuple[Key, ...] = (
 )
 
 ENGINE: tuple[Key, ...] = (
+    coming(f"{ROLLOUT}.multi_turn.use_inference_chat_template", _MULTI_TURN, default=False, harmless=(True,)),
     coming(f"{ROLLOUT}.mode", "inference servers", default="sync"),
     derived(f"{ROLLOUT}.max_model_len", at_least(f"{ROLLOUT}.max_model_len", 1), default=None, reason=SIZED),
     inert(f"{ROLLOUT}.disable_log_stats", "What the engine prints.", default=True, harmless=(False,)),
@@ -201,7 +205,6 @@ ENGINE: tuple[Key, ...] = (
             ("max_turns", None),
             ("tool_config_path", None),
             ("completion_callback", None),
-            ("use_inference_chat_template", False),
             ("enable_tokenization_sanity_check", True),
             ("max_user_turns", None),
             ("max_assistant_turns", None),
@@ -279,4 +282,128 @@ TRAINER: tuple[Key, ...] = (
     inert("ray_init.timeline_json_file", _RAY, default=None),
 )
 
-NEWER: tuple[Key, ...] = (*DATA, *POLICY, *MEGATRON, *ENGINE, *REWARD, *TRAINER)
+_NOT_LOADED = "models whose weights are not loaded"
+_PROFILE = "profiles of a run"
+_MEGATRON = "parallel training with Megatron; read there only with strategy=megatron"
+
+
+def _megatron(role: str, *, coming_with: str = _MEGATRON) -> tuple[Key, ...]:
+    """Megatron's layout of one role beside the actor: it must be that of one device, where there is one."""
+    free = (
+        "param_offload",
+        "grad_offload",
+        "optimizer_offload",
+        "use_distributed_optimizer",
+        "sequence_parallel",
+    )
+    return (
+        *(coming(f"{role}.megatron.{name}", coming_with, default=False, harmless=(True,)) for name in free),
+        *(
+            derived(
+                f"{role}.megatron.{kind}_parallel_size",
+                at_least(f"{role}.megatron.{kind}_parallel_size", 1),
+                default=1,
+                reason=TP,
+            )
+            for kind in ("tensor_model", "pipeline_model", "context")
+        ),
+        coming(f"{role}.megatron.virtual_pipeline_model_parallel_size", "pipelines", default=None),
+        coming(f"{role}.megatron.expert_model_parallel_size", "experts over devices", default=1),
+        coming(
+            f"{role}.megatron.expert_tensor_parallel_size",
+            "experts over devices",
+            default=None,
+            harmless=("None",),
+        ),
+        coming(f"{role}.megatron.use_dist_checkpointing", "Megatron's checkpoints", default=False),
+        coming(f"{role}.megatron.dist_checkpointing_path", "Megatron's checkpoints", default=None),
+        derived(
+            f"{role}.megatron.seed",
+            at_least(f"{role}.megatron.seed", 0),
+            default=42,
+            reason="Nothing is dropped.",
+        ),
+        coming(f"{role}.megatron.override_transformer_config.*", "Megatron", default={}),
+    )
+
+
+def _profile(role: str) -> tuple[Key, ...]:
+    given = (
+        ("use_profile", False),
+        ("profile_ranks", None),
+        ("step_start", -1),
+        ("step_end", -1),
+        ("save_path", None),
+    )
+    return tuple(coming(f"{role}.profile.{name}", _PROFILE, default=default) for name, default in given)
+
+
+def _recompute(model: str) -> tuple[Key, ...]:
+    """Megatron's choice of what to recompute."""
+    names = ("method", "granularity", "num_layers")
+    return tuple(
+        coming(
+            f"{model}.gradient_checkpointing_kwargs.activations_checkpoint_{name}", "Megatron", default=None
+        )
+        for name in names
+    )
+
+
+ROLES: tuple[Key, ...] = (
+    *_megatron(REF),
+    *_megatron(CRITIC),
+    *(key for role in (ACTOR, REF) for key in _profile(role)),
+    *(coming(f"{role}.load_weight", _NOT_LOADED, default=True) for role in (ACTOR, REF, CRITIC)),
+    *(key for model in (MODEL, f"{CRITIC}.model") for key in _recompute(model)),
+    coming(
+        f"{REF}.strategy",
+        "a trainer of its own for the reference",
+        default=f"${{{ACTOR}.strategy}}",
+        harmless=("fsdp", "fsdp2", "megatron"),
+    ),
+    coming(
+        f"{REF}.use_torch_compile",
+        "kernels of others; they change no number",
+        default=f"${{{ACTOR}.use_torch_compile}}",
+        harmless=(True, False),
+    ),
+    *(
+        coming(
+            f"{REF}.{name}",
+            "entropy in pieces, for memory; it changes no number",
+            default=False,
+            harmless=(True,),
+        )
+        for name in ("entropy_from_logits_with_chunking", "entropy_checkpointing")
+    ),
+    coming(f"{REF}.fsdp_config.reshard_after_forward", SHARDED, default=True, harmless=(False,)),
+    coming(f"{REF}.fsdp_config.forward_prefetch", SHARDED, default=False, harmless=(True,)),
+    *(
+        coming(f"{MODEL}.{name}", "kernels of others; they change no number", default=False, harmless=(True,))
+        for name in ("use_fused_loss", "return_last_hidden_state", "use_efficient_resharding")
+    ),
+    coming(f"{ROLLOUT}.chat_scheduler", "inference servers", default=None),
+    *(
+        coming(f"{ROLLOUT}.layer_name_map.{name}", "Megatron", default=default)
+        for name, default in (("qkv_layer_name", "qkv"), ("gate_proj_layer_name", "gate_up"))
+    ),
+    coming("critic.kl_ctrl.type", "nothing: verl reads algorithm.kl_ctrl", default="fixed"),
+    coming("critic.kl_ctrl.kl_coef", "nothing: verl reads algorithm.kl_ctrl", default=0.001),
+    later("load_weight", True),
+    later("megatron.*", {}),
+    *(
+        later(f"model.{name}", default)
+        for name, default in (
+            ("use_shm", False),
+            ("use_remove_padding", False),
+            ("use_fused_kernels", False),
+            ("fsdp_config.fsdp_size", -1),
+            ("fsdp_config.reshard_after_forward", True),
+            ("fsdp_config.forward_prefetch", False),
+            ("fsdp_config.wrap_policy.transformer_layer_cls_to_wrap", None),
+        )
+    ),
+    coming("trainer.max_ref_ckpt_to_keep", "nothing: the reference is never saved anew", default=None),
+)
+
+NEWER: tuple[Key, ...] = (*ROLES, *RECIPES, *DAPO, *DATA, *POLICY, *MEGATRON, *ENGINE, *REWARD, *TRAINER)

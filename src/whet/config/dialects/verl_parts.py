@@ -5,7 +5,8 @@ from __future__ import annotations
 from whet.config.dialects.key import Values
 from whet.config.dialects.verl_rules import (
     ACTOR,
-    CRITIC,
+    ALL,
+    ANY,
     MODEL,
     NOTHING,
     ROLLOUT,
@@ -16,7 +17,6 @@ from whet.config.dialects.verl_rules import (
     here,
     is_megatron,
     local,
-    mini_batches,
     number,
     responses,
     texts,
@@ -31,12 +31,6 @@ def nothing(v: Values) -> Native:
     """A section: its keys count, each for itself."""
     return NOTHING
 
-
-ALL = 1_000_000
-"""Checkpoints kept where all are wanted."""
-
-ANY = -(10**9)
-"""No lower bound: verl switches things off by any number below 1."""
 
 # ---------------------------------------------------------------- data and rewards
 
@@ -82,10 +76,23 @@ def rewards(v: Values) -> Native:
     out: dict[str, Json] = {"rewards.score.function": function}
     if arguments := v.get("custom_reward_function.reward_kwargs"):
         out["rewards.score.arguments"] = arguments
-    known = {"naive": "naive", "prime": "prime", "batch": None, "dapo": None}
+    known = {"naive": "naive", "prime": "prime", "batch": None, "dapo": "naive"}
     if choose(v, "reward_model.reward_manager", known) == "prime":
         out |= {"guard.workers": 4, "guard.timeout_s": 300.0}
     return out
+
+
+def overlong_penalty(v: Values) -> Native:
+    """DAPO's soft penalty: 0 up to `len` tokens before the limit, from there in a line to -penalty_factor at it."""
+    at = "reward_model.overlong_buffer"
+    if not v[f"{at}.enable"]:
+        return NOTHING
+    limit, buffer = whole(v, "data.max_response_length"), whole(v, f"{at}.len")
+    return {
+        "rewards.overlong.function": "overlong",
+        "rewards.overlong.weight": number(v, f"{at}.penalty_factor"),
+        "rewards.overlong.arguments": {"max_tokens": limit, "buffer": buffer},
+    }
 
 
 def no_reward_model(v: Values) -> Native:
@@ -121,12 +128,6 @@ def critic_tokenizer(v: Values) -> Native:
     return NOTHING
 
 
-def device(v: Values) -> Native:
-    """cuda is CUDA where there is one, and else the CPU stands in."""
-    known = {"cuda": "auto", "cpu": "cpu", "npu": None}
-    return {"machine.device": choose(v, "trainer.device", known)}
-
-
 def overrides(v: Values) -> Native:
     """Flat fields (FSDP's form) and those of model_config (Megatron's), over the model's own config."""
     flat, nested = v.get(f"{MODEL}.override_config.*") or {}, v[f"{MODEL}.override_config.model_config"] or {}
@@ -134,6 +135,35 @@ def overrides(v: Values) -> Native:
         if flat[key] != nested[key]:
             raise ConfigError(f"{MODEL}.override_config: {key} stands in it twice, keep one")
     return {"model.overrides": {**nested, **flat}}
+
+
+def _without_sections(config: dict[str, Json]) -> dict[str, Json]:
+    """Megatron's form of overrides made flat; a moe_config that switches nothing on goes."""
+    inner, moe = config.get("model_config") or {}, config.get("moe_config") or {}
+    rest = {key: value for key, value in config.items() if key not in ("model_config", "moe_config")}
+    return {**rest, **inner} | ({"moe_config": moe} if any(moe.values()) else {})
+
+
+def hydra_defaults(v: Values) -> Native:
+    """The file that this one starts from: verl's own, whose values stand in the table."""
+    given = v["defaults"] if isinstance(v["defaults"], list) else [v["defaults"]]
+    known = ("ppo_trainer", "_self_", *(["ppo_megatron_trainer"] if is_megatron(v) else []))
+    if other := [name for name in given if name not in known]:
+        raise ConfigError(
+            f"defaults: {shown(other[0])} is not read (ppo_trainer is what a file leaves out, ppo_megatron_trainer "
+            f"needs {ACTOR}.strategy=megatron); give one file with everything in it"
+        )
+    return NOTHING
+
+
+def critic_overrides(v: Values) -> Native:
+    """The critic is built with the policy's overrides: none of its own, or the same."""
+    own = _without_sections(v["critic.model.override_config"])
+    if has_critic(v) and own and own != overrides(v)["model.overrides"]:
+        raise ConfigError(
+            f"critic.model.override_config={shown(own)}: other overrides than the policy's are coming, not built yet"
+        )
+    return NOTHING
 
 
 # ---------------------------------------------------------------- rollouts and validation
@@ -254,6 +284,19 @@ def _score(v: Values, estimator: str) -> Native:
     return {"algorithm.name": "reinforce", "algorithm.loss": "ppo"}
 
 
+def dynamic_sampling(v: Values) -> Native:
+    """DAPO drops groups whose rewards are all equal and asks for more."""
+    at = "algorithm.filter_groups"
+    if not v[f"{at}.enable"]:
+        return NOTHING
+    penalty = bool(v["reward_model.overlong_buffer.enable"])
+    whole_reward = dict.fromkeys(("seq_reward", "seq_final_reward"), "reward")
+    of_score = dict.fromkeys(("acc", "score"), None if penalty else "reward")
+    choose(v, f"{at}.metric", whole_reward | of_score)
+    most = whole(v, f"{at}.max_num_gen_batches", least=ANY)
+    return {"algorithm.drop_uniform_groups": True, "algorithm.max_refills": most - 1 if most > 0 else ALL}
+
+
 def discount(v: Values) -> Native:
     """gamma and lam, where an estimator discounts: lam in gae, gamma also in reinforce_plus_plus."""
     estimator = v["algorithm.adv_estimator"]
@@ -334,179 +377,3 @@ def _kl_in_reward(v: Values) -> Native:
         "algorithm.kl.target": number(v, "algorithm.kl_ctrl.target_kl"),
         "algorithm.kl.horizon": whole(v, "algorithm.kl_ctrl.horizon"),
     }
-
-
-# ---------------------------------------------------------------- optimizers
-
-
-def actor_optimizer(v: Values) -> Native:
-    return _optimizer(v, ACTOR, native="train.optimizer")
-
-
-def critic_optimizer(v: Values) -> Native:
-    return _optimizer(v, CRITIC, native="critic.optimizer")
-
-
-def _optimizer(v: Values, role: str, *, native: str) -> Native:
-    """AdamW and its schedule, by FSDP's keys or Megatron's."""
-    at = f"{role}.optim"
-    clip: float | None = number(v, f"{role}.grad_clip")
-    if is_megatron(v) and f"{at}.clip_grad" in v:
-        clip = number(v, f"{at}.clip_grad") or None
-    schedule = _megatron_schedule(v, at) if is_megatron(v) else _fsdp_schedule(v, at)
-    return {
-        f"{native}.weight_decay": v.get(f"{at}.weight_decay", 0.01),
-        f"{native}.betas": v.get(f"{at}.betas", [0.9, 0.999]),
-        f"{native}.grad_clip": clip,
-        **_warmup(v, role, native=native),
-        **{f"{native}.schedule.{key}": value for key, value in schedule.items()},
-    }
-
-
-def _warmup(v: Values, role: str, *, native: str) -> Native:
-    """verl counts warm-up in training steps, whet in optimizer steps. Megatron takes the ratio also at 0 steps."""
-    steps, ratio = v[f"{role}.optim.lr_warmup_steps"], number(v, f"{role}.optim.lr_warmup_steps_ratio")
-    if steps is not None and whole(v, f"{role}.optim.lr_warmup_steps", least=ANY) >= (
-        1 if is_megatron(v) else 0
-    ):
-        updates = mini_batches(v, ACTOR) * whole(v, f"{ACTOR}.ppo_epochs")
-        return {f"{native}.schedule.warmup_steps": steps * updates}
-    return {f"{native}.schedule.warmup_fraction": ratio} if ratio else NOTHING
-
-
-def _fsdp_schedule(v: Values, at: str) -> Native:
-    kind = choose(v, f"{at}.warmup_style", {"constant": "constant", "cosine": "cosine"})
-    if kind == "constant":
-        return {"kind": kind}
-    if number(v, f"{at}.num_cycles") != 0.5:
-        raise ConfigError(
-            f"{at}.num_cycles={v[f'{at}.num_cycles']}: other than half a wave (0.5) is coming, not built yet"
-        )
-    return {"kind": kind, "min_factor": v[f"{at}.min_lr_ratio"] or 0.0}
-
-
-MEGATRON_STYLES: dict[str, str | None] = {
-    "constant": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "inverse_square_root": None,
-    "inverse-square-root": None,
-    "WSD": None,
-}
-
-
-def _megatron_schedule(v: Values, at: str) -> Native:
-    """Megatron decays from lr to min_lr over all steps after the warm-up; warmup_style names the same thing."""
-    style = v.get(f"{at}.lr_decay_style", "linear" if v[f"{at}.warmup_style"] == "constant" else "cosine")
-    kind = choose({f"{at}.lr_decay_style": style}, f"{at}.lr_decay_style", MEGATRON_STYLES)
-    for key, only in (("lr_warmup_init", (0,)), ("lr_decay_steps", (None, -1))):
-        if (given := v.get(f"{at}.{key}", only[0])) not in only:
-            raise ConfigError(f"{at}.{key}={given}: coming, not built yet; today {shown(only[0])}")
-    low, lr = v.get(f"{at}.min_lr", 0.0), number(v, f"{at}.lr")
-    if not 0 <= low <= lr:
-        raise ConfigError(f"{at}.min_lr={low} must be between 0 and {at}.lr={lr}")
-    if kind == "constant":
-        return {"kind": kind}
-    return {"kind": kind, "min_factor": low / lr if lr else 0.0}
-
-
-def checkpointing(v: Values) -> Native:
-    """One switch for policy and critic, which learn with the same one."""
-    return {"train.gradient_checkpointing": flag(v, f"{MODEL}.enable_gradient_checkpointing")}
-
-
-# ---------------------------------------------------------------- the trainer
-
-
-def length(v: Values) -> Native:
-    """total_training_steps, where it is given, stands over total_epochs."""
-    steps = v.get("trainer.total_training_steps")
-    return {"train.epochs": whole(v, "trainer.total_epochs")} if steps is None else {"train.steps": steps}
-
-
-def run_directory(v: Values) -> Native:
-    """Where verl puts checkpoints stands everything that a run writes."""
-    return {"run_dir": local(v, "trainer.default_local_dir")}
-
-
-CONTENTS = {"model", "optimizer", "extra"}
-
-
-def checkpoints(v: Values) -> Native:
-    """Every save_freq steps; whet also saves at the end, and always the whole run. hf_model asks for an export."""
-    every = max(whole(v, "trainer.save_freq", least=ANY), 0)
-    saved = _saved(v)
-    for role in (ACTOR, CRITIC) if has_critic(v) else (ACTOR,):
-        _check_contents(v, f"{role}.checkpoint.save_contents")
-        _check_contents(v, f"{role}.checkpoint.load_contents")
-    keep = 1 if flag(v, "trainer.remove_previous_ckpt_in_save") else v.get("trainer.max_actor_ckpt_to_keep")
-    return {
-        "checkpoint.every": every,
-        "checkpoint.keep": keep or (ALL if every else 1),
-        "checkpoint.export": "hf_model" in saved,
-    }
-
-
-def _saved(v: Values) -> list[str]:
-    """save_contents, or the older `contents`, which must not contradict it."""
-    old, new = f"{ACTOR}.checkpoint.contents", f"{ACTOR}.checkpoint.save_contents"
-    if v[old] is None:
-        return texts(v, new)
-    _check_contents(v, old)
-    if set(texts(v, new)) not in (CONTENTS, set(texts(v, old))):
-        raise ConfigError(f"{old}={shown(v[old])} and {new}={shown(v[new])} differ; keep one")
-    return texts(v, old)
-
-
-def _check_contents(v: Values, key: str) -> None:
-    given = set(texts(v, key))
-    if unknown := given - CONTENTS - {"hf_model"}:
-        raise ConfigError(
-            f"{key}: {', '.join(sorted(unknown))} is not one of model, optimizer, extra, hf_model"
-        )
-    if missing := CONTENTS - given:
-        raise ConfigError(
-            f"{key} without {', '.join(sorted(missing))}: checkpoints of parts are coming, not built yet; a checkpoint "
-            "holds the whole run"
-        )
-
-
-def resume(v: Values) -> Native:
-    """auto goes on where the directory stands, disable wants a fresh one, resume_path names a checkpoint."""
-    modes = {"auto": "auto", "disable": "never", "resume_path": "resume_path"}
-    mode = choose(v, "trainer.resume_mode", modes)
-    path = v["trainer.resume_from_path"] or None
-    if mode != "resume_path":
-        return {"checkpoint.resume": mode}
-    if path is None:
-        raise ConfigError(
-            "trainer.resume_mode=resume_path needs trainer.resume_from_path, a checkpoint's folder"
-        )
-    return {"checkpoint.resume": local(v, "trainer.resume_from_path")}
-
-
-TRACKERS: dict[str, str | None] = {
-    "console": "console",
-    "tensorboard": "tensorboard",
-    "file": "jsonl",
-    "wandb": "jsonl",
-    **dict.fromkeys(("swanlab", "mlflow", "vemlp_wandb", "clearml", "trackio")),
-}
-
-
-def trackers(v: Values) -> Native:
-    """jsonl always; wandb, which the document has as its default, is written there instead."""
-    names = [
-        choose({"trainer.logger": one}, "trainer.logger", TRACKERS) for one in texts(v, "trainer.logger")
-    ]
-    return {"track.trackers": list(dict.fromkeys([*names, "jsonl"]))}
-
-
-def critic_overrides(v: Values) -> Native:
-    """The critic is built with the policy's overrides: none of its own, or the same."""
-    own = v["critic.model.override_config"]
-    if has_critic(v) and own and own != overrides(v)["model.overrides"]:
-        raise ConfigError(
-            f"critic.model.override_config={shown(own)}: other overrides than the policy's are coming, not built yet"
-        )
-    return NOTHING

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from whet.config.dialects.key import Key, coming, derived, engine, inert, mapped, translated
+from whet.config.dialects.verl_loop import actor_optimizer, checkpointing, checkpoints
 from whet.config.dialects.verl_parts import (
-    actor_optimizer,
-    checkpointing,
-    checkpoints,
     clipping,
     concurrency,
     dtype,
@@ -50,7 +48,7 @@ TP = "Over devices of the file's machine; must fit verl's rules. One process doe
 NO_CODE = (
     "Code that comes with a model or a tokenizer is never run, whatever stands here; families are built in."
 )
-SWEEP = "Over a step's rollouts at most; the embedded engine's cache is made for that many."
+CACHE = "Over a step's rollouts at most; the embedded engine's cache is made for that many."
 SAMPLED = (
     "top_k -1 and 0 are off. Logits are divided alike in training. do_sample=False: one greedy response."
 )
@@ -80,7 +78,7 @@ def offload(name: str) -> Key:
 
 
 def cuts(at: str, *, sequences: str, dynamic: str, tokens: str, default: int | None) -> tuple[Key, ...]:
-    """How the passes of one role are cut; in reference to the actor's where `default` is the scoring passes' 16."""
+    """How the passes of one role are cut; `default`: sequences on one device."""
     return (
         translated(f"{at}.{sequences}", cut, "train.micro_rollouts", default=None, reason=CUT),
         translated(f"{at}.{sequences}_per_gpu", cut, "train.micro_rollouts", default=default, reason=CUT),
@@ -381,7 +379,7 @@ ROLLOUT_KEYS: tuple[Key, ...] = (
         default=8192,
         reason=SIZED,
     ),
-    translated(f"{ROLLOUT}.max_num_seqs", concurrency, "rollout.max_batch", default=1024, reason=SWEEP),
+    translated(f"{ROLLOUT}.max_num_seqs", concurrency, "rollout.max_batch", default=1024, reason=CACHE),
     *cuts(
         ROLLOUT,
         sequences="log_prob_micro_batch_size",

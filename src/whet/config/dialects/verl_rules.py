@@ -6,7 +6,7 @@ that share one sequence, dp = W / sp ranks. The rules are about the file and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 
 from whet.config.dialects.key import Values
@@ -20,6 +20,12 @@ REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 CRITIC = "critic"
+
+ALL = 1_000_000
+"""Checkpoints kept where all are wanted."""
+
+ANY = -(10**9)
+"""No lower bound: verl switches things off by any number below 1."""
 
 NOTHING: Native = {}
 """What a check gives: no native key."""
@@ -218,14 +224,12 @@ def ranks(v: Values, role: str) -> int:
 
 def check_parallel(v: Values) -> Native:
     """Devices must divide as verl asserts; whet does the work of all of them in one process."""
-    actor, W = f"{ACTOR}.ulysses_sequence_parallel_size", world(v)
-    sides = [
-        (actor, f"{MODEL}.use_remove_padding"),
-        (f"{REF}.ulysses_sequence_parallel_size", f"{MODEL}.use_remove_padding"),
-    ]
-    if has_critic(v):
-        sides.append(("critic.ulysses_sequence_parallel_size", "critic.model.use_remove_padding"))
-    for key, packed in () if is_megatron(v) else sides:
+    W, sides = (
+        world(v),
+        [(ACTOR, MODEL), (REF, MODEL), *([(CRITIC, "critic.model")] if has_critic(v) else [])],
+    )
+    for role, model in () if is_megatron(v) else sides:
+        key, packed = f"{role}.ulysses_sequence_parallel_size", f"{model}.use_remove_padding"
         if whole(v, key) > 1 and not flag(v, packed):
             raise ConfigError(f"{key}={v[key]}: sequence parallelism needs {packed}=True")
     tp = whole(v, f"{ROLLOUT}.tensor_model_parallel_size")
@@ -258,29 +262,24 @@ def mini_batches(v: Values, role: str) -> int:
 def _check_shares(v: Values, role: str, *, of_step: int, of_mini: int) -> None:
     """Sequences of a step and of a mini batch, over the devices of the file's machine."""
     W, dp = world(v), ranks(v, role)
-    product = f"{'data.train_batch_size'} * {ROLLOUT}.n = {of_step}"
     if of_step % (dp if is_megatron(v) else W):
         raise ConfigError(
-            f"{product} must be divisible by trainer.nnodes * trainer.n_gpus_per_node = {W} (default of a node: 8)"
+            f"data.train_batch_size * {ROLLOUT}.n = {of_step} must be divisible by trainer.nnodes * "
+            f"trainer.n_gpus_per_node = {W} (default of a node: 8)"
         )
-    share = of_mini // dp
-    told = f"{role}.ppo_mini_batch_size * {ROLLOUT}.n / {dp} ranks = {of_mini}/{dp}"
+    share, told = of_mini // dp, f"{role}.ppo_mini_batch_size * {ROLLOUT}.n / {dp} ranks = {of_mini}/{dp}"
     if share < 1:
         raise ConfigError(
             f"{told} leaves a rank without a sequence: raise ppo_mini_batch_size or use fewer devices"
         )
-    micro = micro_batch(v, f"{role}.ppo_micro_batch_size", of=role)
-    if (
-        micro
-        and v.get(f"{role}.ppo_micro_batch_size")
-        and of_mini // responses(v) % v[f"{role}.ppo_micro_batch_size"]
-    ):
+    key = f"{role}.ppo_micro_batch_size"
+    micro = micro_batch(v, key, of=role)
+    if v[key] and v[f"{role}.ppo_mini_batch_size"] % v[key]:
         raise ConfigError(
-            f"{role}.ppo_micro_batch_size={v[f'{role}.ppo_micro_batch_size']} must divide "
-            f"{role}.ppo_mini_batch_size={v[f'{role}.ppo_mini_batch_size']}"
+            f"{key}={v[key]} must divide {role}.ppo_mini_batch_size={v[f'{role}.ppo_mini_batch_size']}"
         )
     if micro and share % micro:
-        raise ConfigError(f"{role}.ppo_micro_batch_size_per_gpu={micro} must divide {told}")
+        raise ConfigError(f"{key}_per_gpu={micro} must divide {told}")
 
 
 PER_GPU = {f"{ACTOR}.ppo_micro_batch_size": 8, f"{REF}.log_prob_micro_batch_size": 16}
@@ -329,33 +328,36 @@ def batches(v: Values) -> Native:
 # ---------------------------------------------------------------- how passes are cut for memory
 
 
-def cut(v: Values) -> Native:
-    """One cut for all passes, the smallest that any of them asks for. It changes memory and speed, never a number."""
-    asked = [_asked(v, ACTOR, "ppo_micro_batch_size", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")]
-    if asked == [None]:
-        raise ConfigError(
-            f"[{ACTOR}] Please set at least one of '{ACTOR}.ppo_micro_batch_size' or "
-            f"'{ACTOR}.ppo_micro_batch_size_per_gpu'"
-        )
-    for role, there in ((REF, has_reference(v)), (ROLLOUT, True)):
-        if there:
-            names = (
-                "log_prob_micro_batch_size",
-                "log_prob_use_dynamic_bsz",
-                "log_prob_max_token_len_per_gpu",
-            )
-            asked.append(_asked(v, role, *names))
+_LEARNING = ("ppo_micro_batch_size", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")
+_SCORING = ("log_prob_micro_batch_size", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu")
+_VALUING = ("forward_micro_batch_size", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
+
+
+def _passes(v: Values) -> Iterator[tuple[str, tuple[str, str, str]]]:
+    """(role, keys of its cut) of every kind of pass that this run makes."""
+    yield ACTOR, _LEARNING
+    yield ROLLOUT, _SCORING
+    if has_reference(v):
+        yield REF, _SCORING
     if has_critic(v):
-        asked.append(
-            _asked(v, CRITIC, "ppo_micro_batch_size", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")
-        )
-        names = ("forward_micro_batch_size", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
-        asked.append(_asked(v, CRITIC, *names))
-    tokens = [size for kind, size in filter(None, asked) if kind == "tokens"]
-    rollouts = [size for kind, size in filter(None, asked) if kind == "rollouts"]
+        yield CRITIC, _LEARNING
+        yield CRITIC, _VALUING
+
+
+def cut(v: Values) -> Native:
+    """One cut for all passes, the smallest that any of them asks for. It changes memory and speed, never a number.
+
+    Where some count sequences and some tokens, a sequence is taken to be as long as can be.
+    """
+    if _asked(v, ACTOR, *_LEARNING) is None:
+        key = f"{ACTOR}.ppo_micro_batch_size"
+        raise ConfigError(f"[{ACTOR}] Please set at least one of '{key}' or '{key}_per_gpu'")
+    asked = [size for role, keys in _passes(v) if (size := _asked(v, role, *keys))]
+    tokens = [size for kind, size in asked if kind == "tokens"]
+    rollouts = [size for kind, size in asked if kind == "rollouts"]
     if not rollouts:
         return {"train.micro_tokens": min(tokens)}
-    return {"train.micro_rollouts": min(*rollouts, *(size // longest(v) for size in tokens), 10**9)}
+    return {"train.micro_rollouts": min([*rollouts, *(size // longest(v) for size in tokens)])}
 
 
 def _asked(v: Values, role: str, sequences: str, dynamic: str, tokens: str) -> tuple[str, int] | None:

@@ -1,57 +1,39 @@
-"""verl's keys of data, critic, rewards, algorithm and trainer, in the order of its document."""
+"""verl's keys of data, rewards, algorithm and trainer, in the order of its document."""
 
 from __future__ import annotations
 
 from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
-from whet.config.dialects.verl_parts import (
-    advantage,
+from whet.config.dialects.verl_critic import CRITIC, ONLY_CRITIC
+from whet.config.dialects.verl_loop import (
     checkpoints,
-    critic_optimizer,
-    critic_overrides,
-    critic_path,
-    critic_tokenizer,
-    discount,
-    kl,
     length,
-    no_reward_model,
-    overlong,
     resume,
-    rewards,
     run_directory,
     trackers,
+)
+from whet.config.dialects.verl_parts import (
+    advantage,
+    discount,
+    kl,
+    no_reward_model,
+    overlong,
+    rewards,
     training_data,
     validation,
-    value_reduction,
 )
 from whet.config.dialects.verl_policy import (
     BATCHES,
-    CUT,
-    DECAY,
     NO_CODE,
-    PACKED,
-    RAMP,
-    SHARDED,
-    STEPS,
     TP,
-    offload,
-    parallel,
     section,
-    shards,
 )
 from whet.config.dialects.verl_rules import (
-    ACTOR,
     MODEL,
-    ROLLOUT,
     at_least,
     batches,
-    check_parallel,
-    cut,
-    equal,
-    same_family,
 )
 
 WHOLE_TASK = "Every reward is given the whole task, its messages included; nothing else would read it."
-ONLY_CRITIC = "Read where a critic learns (adv_estimator=gae), as there."
 DROPPED = "Whole numbers of rows: verl drops the last, short batch of every epoch, whet goes on into the next epoch."
 JUDGED = (
     "A reward of yours, as path:name; without a path verl's table by data source (gsm8k, MATH, math_dapo)."
@@ -133,185 +115,6 @@ DATA: tuple[Key, ...] = (
         default=None,
     ),
     section("data.custom_cls"),
-)
-
-
-def critic(name: str, native: str, default: object, reason: str = "") -> Key:
-    """A key of the critic's optimizer."""
-    return translated(
-        f"critic.optim.{name}",
-        critic_optimizer,
-        f"critic.optimizer.{native}",
-        default=default,
-        reason=f"{ONLY_CRITIC} {reason}".strip(),
-    )
-
-
-CRITIC: tuple[Key, ...] = (
-    derived(
-        "critic.rollout_n",
-        equal("critic.rollout_n", f"{ROLLOUT}.n", "policy and critic read the same rollouts"),
-        default=f"${{{ROLLOUT}.n}}",
-        reason=f"Must equal {ROLLOUT}.n.",
-    ),
-    derived("critic.strategy", same_family, default="fsdp", reason="Of the same family as the actor's."),
-    mapped("critic.optim.lr", "critic.optimizer.lr", default=1e-5, reason=ONLY_CRITIC),
-    critic("lr_warmup_steps", "schedule.warmup_steps", -1, f"{STEPS} {RAMP}"),
-    critic("lr_warmup_steps_ratio", "schedule.warmup_fraction", 0.0),
-    critic("min_lr_ratio", "schedule.min_factor", None, "Honoured here; verl of then forgot to pass it on."),
-    critic("num_cycles", "schedule.kind", 0.5, "Read by cosine; other than 0.5 is coming."),
-    critic("warmup_style", "schedule.kind", "constant"),
-    derived(
-        "critic.optim.total_training_steps",
-        at_least("critic.optim.total_training_steps", -1),
-        default=-1,
-        reason="verl's trainer writes it, over any value; it follows from the run's length here, too.",
-    ),
-    critic("weight_decay", "weight_decay", 0.01, DECAY),
-    translated(
-        "critic.model.path",
-        critic_path,
-        "critic.path",
-        default="~/models/deepseek-llm-7b-chat",
-        reason=ONLY_CRITIC,
-    ),
-    derived(
-        "critic.model.tokenizer_path",
-        critic_tokenizer,
-        default=f"${{{MODEL}.path}}",
-        reason="Policy and critic read the same tokens.",
-    ),
-    derived(
-        "critic.model.override_config",
-        critic_overrides,
-        default={},
-        reason="The critic is built with the policy's overrides: none of its own, or the same.",
-    ),
-    coming(
-        "critic.model.external_lib",
-        "importing modules of yours before the model is built",
-        default=f"${{{MODEL}.external_lib}}",
-    ),
-    inert(
-        "critic.model.trust_remote_code",
-        NO_CODE,
-        default=f"${{{MODEL}.trust_remote_code}}",
-        harmless=(True, False),
-    ),
-    coming(
-        "critic.model.enable_gradient_checkpointing",
-        "a switch of the critic's own; it has the policy's, and either value changes no number",
-        default=True,
-        harmless=(False,),
-    ),
-    offload("critic.model.enable_activation_offload"),
-    derived("critic.model.use_remove_padding", check_parallel, default=False, reason=PACKED),
-    coming(
-        "critic.model.use_shm",
-        "staging in shared memory; it changes no number",
-        default=False,
-        harmless=(True,),
-    ),
-    coming("critic.model.lora_rank", "LoRA", default=0),
-    coming("critic.model.lora_alpha", "LoRA", default=16),
-    coming("critic.model.target_modules", "LoRA", default="all-linear"),
-    *(
-        offload(f"critic.model.fsdp_config.{name}")
-        for name in ("param_offload", "optimizer_offload", "offload_policy")
-    ),
-    coming("critic.model.fsdp_config.reshard_after_forward", SHARDED, default=True, harmless=(False,)),
-    *shards("critic.model.fsdp_config"),
-    derived(
-        "critic.model.fsdp_config.fsdp_size",
-        at_least("critic.model.fsdp_config.fsdp_size", -1),
-        default=-1,
-        reason="Devices that share one copy; one process has one copy whole.",
-    ),
-    coming("critic.model.fsdp_config.forward_prefetch", SHARDED, default=False, harmless=(True,)),
-    derived(
-        "critic.ppo_mini_batch_size",
-        batches,
-        default=f"${{{ACTOR}.ppo_mini_batch_size}}",
-        reason="The actor's; another value is coming.",
-    ),
-    translated("critic.ppo_micro_batch_size", cut, "train.micro_rollouts", default=None, reason=CUT),
-    translated(
-        "critic.ppo_micro_batch_size_per_gpu",
-        cut,
-        "train.micro_rollouts",
-        default=None,
-        reason=f"null: the other passes' cut. {CUT}",
-    ),
-    translated(
-        "critic.forward_micro_batch_size",
-        cut,
-        "train.micro_rollouts",
-        default="${critic.ppo_micro_batch_size}",
-        reason=CUT,
-    ),
-    translated(
-        "critic.forward_micro_batch_size_per_gpu",
-        cut,
-        "train.micro_rollouts",
-        default="${critic.ppo_micro_batch_size_per_gpu}",
-        reason=CUT,
-    ),
-    translated(
-        "critic.use_dynamic_bsz",
-        cut,
-        "train.micro_tokens",
-        default=f"${{{ACTOR}.use_dynamic_bsz}}",
-        reason=CUT,
-    ),
-    translated("critic.ppo_max_token_len_per_gpu", cut, "train.micro_tokens", default=32768, reason=CUT),
-    translated(
-        "critic.forward_max_token_len_per_gpu",
-        cut,
-        "train.micro_tokens",
-        default="${critic.ppo_max_token_len_per_gpu}",
-        reason=CUT,
-    ),
-    parallel("critic.ulysses_sequence_parallel_size", 1),
-    derived(
-        "critic.ppo_epochs",
-        batches,
-        default=f"${{{ACTOR}.ppo_epochs}}",
-        reason="The actor's; another value is coming.",
-    ),
-    coming("critic.shuffle", "another order of the rollouts in every pass", default=f"${{{ACTOR}.shuffle}}"),
-    derived(
-        "critic.data_loader_seed",
-        at_least("critic.data_loader_seed", 0),
-        default=f"${{{ACTOR}.data_loader_seed}}",
-        reason="Read there only with shuffle, which is coming; every random number follows from `seed` here.",
-    ),
-    translated(
-        "critic.grad_clip", critic_optimizer, "critic.optimizer.grad_clip", default=1.0, reason=ONLY_CRITIC
-    ),
-    mapped(
-        "critic.cliprange_value",
-        "critic.clip_value",
-        default=0.5,
-        reason=f"{ONLY_CRITIC} The loss has the factor 1/2 of present verl.",
-    ),
-    derived(
-        "critic.loss_agg_mode",
-        value_reduction,
-        default=f"${{{ACTOR}.loss_agg_mode}}",
-        reason="The critic's loss is the mean over tokens.",
-    ),
-    derived(
-        "critic.checkpoint.save_contents",
-        checkpoints,
-        default=["model", "optimizer", "extra"],
-        reason="A checkpoint is whole; parts alone are coming.",
-    ),
-    derived(
-        "critic.checkpoint.load_contents",
-        checkpoints,
-        default="${critic.checkpoint.save_contents}",
-        reason="All is restored; parts alone are coming.",
-    ),
 )
 
 

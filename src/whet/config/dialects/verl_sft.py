@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from whet.config.dialects.key import Key, Values, coming, derived, inert, mapped, translated
-from whet.config.dialects.verl_parts import ALL, ANY, run_directory, trackers
+from whet.config.dialects.verl_loop import run_directory, trackers
 from whet.config.dialects.verl_policy import DECAY, NO_CODE, OFFLOAD, SHARDED, section
 from whet.config.dialects.verl_rules import (
+    ALL,
+    ANY,
     NOTHING,
     Native,
     choose,
@@ -168,6 +170,7 @@ DOCUMENTED: tuple[Key, ...] = (
 )
 
 NEWER: tuple[Key, ...] = (
+    coming("data.use_shm", "staging in shared memory; it changes no number", default=False, harmless=(True,)),
     translated("data.train_batch_size", batch, "train.tasks_per_step", default=256, reason=_B),
     translated("data.micro_batch_size", batch, "train.micro_rollouts", default=None, reason=_B),
     translated("data.micro_batch_size_per_gpu", batch, "train.micro_rollouts", default=4, reason=_B),

@@ -1,0 +1,136 @@
+"""What holds for every dialect's table: well formed, recognised, no typo passes, the pages are the generated ones."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from whet.config.dialects import docs
+from whet.config.dialects.match import read, suggest
+from whet.config.dialects.recognise import recognise
+from whet.config.dialects.tables import FILES, TABLES, dialect, joined, parts, table
+from whet.config.dialects.translate import translate
+from whet.config.keys import lookup
+
+ROOT = Path(__file__).parent.parent
+
+
+def the_rows(names=TABLES):
+    return [(name, row) for name in names for row in table(name)]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_well_formed(name):
+    rows = table(name)
+    assert rows, "an empty table"
+    assert [n for n, count in Counter(row.name for row in rows).items() if count > 1] == []
+    for row in rows:
+        assert row.status == "mapped" or row.reason, row.name
+        if row.status in ("mapped", "translated", "derived"):
+            assert (row.translate is None) == (row.status == "mapped"), row.name
+        for native in row.native if row.status in ("mapped", "translated") else ():
+            assert lookup(tuple(native.removesuffix(".*").split("."))), (
+                f"{row.name} feeds {native}, which is no key"
+            )
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_other_names_lead_to_keys(name):
+    of = dialect(name)
+    for old, (_new, _) in of.aliases.items():
+        assert parts(old) not in of.by_parts, f"{old} is a key and another name"
+
+
+@pytest.mark.parametrize("page", docs.PAGES)
+def test_few_keys_are_inert_or_refused(page):
+    rows = [row for name in docs.PAGES[page][1] for row in table(name)]
+    idle = [row.name for row in rows if row.status in ("inert", "refused")]
+    assert len(idle) < 0.05 * len(rows), idle
+
+
+@pytest.mark.parametrize("name", list(FILES))
+def test_defaults_do_not_contradict_each_other(name):
+    """Whatever functions complain about is a value that a file must give, not two defaults that disagree."""
+    made = translate({}, dialect(name), origins={})
+    assert not [text for _, text in made.problems if "asks for" in text or "unknown key" in text]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_all_keys_is_recognised_and_has_none_unknown(name):
+    of, tree = dialect(name), {}
+    for row in of.rows:
+        if parts(row.name) not in of.below and row.name not in of.optional:
+            put(tree, parts(row.name), row.default)
+    if of.sign[0]:
+        put(tree, parts(of.sign[0]), of.sign[1][0])
+    assert [found.cut for found in read(tree, of) if found.row is None and not found.is_section] == []
+    assert recognise(tree) == name
+    assert recognise(tree, name) == name
+
+
+def test_1000_typos_are_refused_and_the_right_key_comes_first():
+    draw, right = random.Random(7), 0
+    closed = [
+        (name, parts(row.name))
+        for name in FILES
+        for row in dialect(name).rows
+        if "*"
+        not in dialect(name).below[parts(row.name)[:-1]]  # beside an open name nothing is a typo for sure
+    ]
+    for name, key in draw.sample(closed, 1000):
+        of, wrong = dialect(name), key
+        while wrong in of.by_parts or wrong in of.below or joined(wrong) in of.aliases:
+            wrong = typo(key, draw)
+        tree = {}
+        put(tree, wrong, 1)
+        unknown = [one for one in read(tree, of) if one.row is None and not one.is_section]
+        assert unknown, f"{joined(wrong)} passes"
+        right += suggest(unknown[0].cut, of)[:1] == [joined(key).removesuffix("[]")]
+    assert right >= 950
+
+
+def put(tree, cut, value):
+    """Put a value into a file at a row's parts; lists have one entry, names of the user's are `mine`."""
+    for part, after in zip(cut, (*cut[1:], None)):
+        key = 0 if part == "[]" else "of_mine" if part in ("<name>", "*") else part
+        new = value if after is None else [{}] if after == "[]" else {}
+        if isinstance(tree, dict) and not isinstance(tree.get(key), dict | list):
+            tree[key] = new
+        tree = tree[key]
+
+
+def typo(cut, draw):
+    """One or two letters of one part changed."""
+    places = [n for n, part in enumerate(cut) if part not in ("[]", "<name>")]
+    at = draw.choice(places)
+    text = cut[at]
+    for _ in range(draw.choice((1, 2))):
+        n, letter = draw.randrange(len(text) + 1), draw.choice("abcdefghijklmnopqrstuvwxyz_")
+        text = draw.choice(
+            [text[:n] + letter + text[n:], text[:n] + text[n + 1 :], text[:n] + letter + text[n + 1 :]]
+        )
+        text = text or letter
+    return (*cut[:at], text, *cut[at + 1 :])
+
+
+@pytest.mark.parametrize("name", docs.PAGES)
+def test_the_committed_page_is_the_generated_one(name):
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == docs.page(name), "run: make docs"
+
+
+def test_the_list_of_keys_needs_no_torch():
+    code = (
+        "import sys; from whet.cli import app; app(['keys', '--json'], standalone_mode=False);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    listed = json.loads(done.stdout)
+    assert len(listed) == len(the_rows())
+    assert set(listed[0]) == {"dialect", "key", "status", "native", "reason"}
