@@ -300,7 +300,7 @@ def test_references(tmp_path, monkeypatch):
     assert cfg.train.steps == 12
     assert cfg.model.path == "models/m"
     assert cfg.run_dir == "runs/y"
-    assert cfg.critic.optimizer == cfg.train.optimizer
+    assert cfg.critic.optimizer.model_dump() == cfg.train.optimizer.model_dump()
     assert cfg.rewards["r"].arguments == {"text": "cost ${x}"}
 
 

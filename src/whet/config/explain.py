@@ -126,14 +126,12 @@ def _inside(key: Key) -> tuple[str, ...]:
 def _source(key: Key) -> str:
     """'whet/config/schema.py:123', the line on which a key is defined."""
     tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
-    for owner in tree.body:
-        if isinstance(owner, ast.ClassDef) and owner.name == key.owner.__name__:
-            for line in owner.body:
-                if isinstance(line, ast.AnnAssign) and ast.unparse(line.target) in (
-                    key.path[-1],
-                    *key.path[-2:-1],
-                ):
-                    return f"whet/config/schema.py:{line.lineno}"
+    sections = {owner.name: owner for owner in tree.body if isinstance(owner, ast.ClassDef)}
+    for owner in key.owner.__mro__:  # a section may take its keys over from another
+        for line in sections[owner.__name__].body if owner.__name__ in sections else ():
+            names = (key.path[-1], *key.path[-2:-1])
+            if isinstance(line, ast.AnnAssign) and ast.unparse(line.target) in names:
+                return f"whet/config/schema.py:{line.lineno}"
     raise LookupError(key.path)
 
 

@@ -48,7 +48,9 @@ def evaluation(v: Values) -> Native:
     out: dict[str, Json] = {}
     for n, (file, stem) in enumerate(zip(files, stems)):
         name = stem if stems.count(stem) == 1 else file
-        out |= {f"data.eval.{n}.name": name, f"data.eval.{n}.path": file} | dict(_columns(v, f"data.eval.{n}"))
+        out |= {f"data.eval.{n}.name": name, f"data.eval.{n}.path": file} | dict(
+            _columns(v, f"data.eval.{n}")
+        )
     return out | {
         "data.exclude_eval": False,
         "eval.every": v["trainer.eval_interval"],
