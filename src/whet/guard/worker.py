@@ -128,7 +128,7 @@ class Home:
         self.streams = (sys.stdin, sys.stdout, sys.stderr)
         self.pipe = os.fstat(1).st_ino
         self.folder = os.open(".", os.O_RDONLY | os.O_CLOEXEC)
-        self.environment = os.environ.copy()
+        self.environment = os.environb.copy()  # as bytes: compared after every call
         self.mask = os.umask(0)
         os.umask(self.mask)
         self.recursion = sys.getrecursionlimit()
@@ -140,9 +140,9 @@ class Home:
                 stream.flush()
             sys.stdin, sys.stdout, sys.stderr = self.streams
             os.fchdir(self.folder)
-            if os.environ.copy() != self.environment:
-                os.environ.clear()
-                os.environ.update(self.environment)
+            if os.environb.copy() != self.environment:
+                os.environb.clear()
+                os.environb.update(self.environment)
             os.umask(self.mask)
             signal.setitimer(signal.ITIMER_REAL, 0)
             sys.setrecursionlimit(self.recursion)
