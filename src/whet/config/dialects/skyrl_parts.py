@@ -8,13 +8,10 @@ from pathlib import PurePath
 from whet.config.dialects.key import Values
 from whet.config.dialects.skyrl_rules import (
     check_batches,
-    choose,
     evaluates,
-    flag,
     has_critic,
-    number,
-    whole,
 )
+from whet.config.dialects.typed import choose, flag, number, whole
 from whet.config.faults import shown
 from whet.types import ConfigError, Json
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whet.config.dialects.key import Values
+from whet.config.dialects.typed import choose, flag, number, whole
 from whet.config.dialects.verl_rules import (
     ACTOR,
     ALL,
@@ -11,15 +12,11 @@ from whet.config.dialects.verl_rules import (
     MODEL,
     NOTHING,
     Native,
-    choose,
-    flag,
     has_critic,
     is_megatron,
     local,
     mini_batches,
-    number,
     texts,
-    whole,
 )
 from whet.config.faults import shown
 from whet.types import ConfigError

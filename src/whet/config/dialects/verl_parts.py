@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whet.config.dialects.key import Values
+from whet.config.dialects.typed import choose, flag, number, whole
 from whet.config.dialects.verl_rules import (
     ACTOR,
     ALL,
@@ -11,17 +12,13 @@ from whet.config.dialects.verl_rules import (
     NOTHING,
     ROLLOUT,
     Native,
-    choose,
-    flag,
     has_critic,
     here,
     is_megatron,
     local,
-    number,
     responses,
     texts,
     validates,
-    whole,
 )
 from whet.config.faults import shown
 from whet.types import ConfigError, Json

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 
 from whet.config.dialects.key import Values
+from whet.config.dialects.typed import choose, flag, number, whole
 from whet.config.faults import shown
 from whet.types import ConfigError, Json
 
@@ -31,42 +32,6 @@ NOTHING: Native = {}
 """What a check gives: no native key."""
 
 # ---------------------------------------------------------------- values with their kind
-
-
-def whole(v: Values, key: str, *, least: int = 1) -> int:
-    """A whole number of at least `least`."""
-    value = v[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{key}: got {shown(value)}, expected a whole number >= {least}")
-    return value
-
-
-def number(v: Values, key: str) -> float:
-    """Any number."""
-    value = v[key]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{key}: got {shown(value)}, expected a number")
-    return value
-
-
-def flag(v: Values, key: str) -> bool:
-    """true or false."""
-    value = v[key]
-    if not isinstance(value, bool):
-        raise ConfigError(f"{key}: got {shown(value)}, expected true or false")
-    return value
-
-
-def choose(v: Values, key: str, known: Mapping[str, str | None]) -> str:
-    """The native name of a choice. A name that verl knows and whet does not yet stands for None."""
-    value = v[key]
-    if not isinstance(value, str) or value not in known:
-        raise ConfigError(f"{key}: got {shown(value)}, expected one of {', '.join(known)}")
-    native = known[value]
-    if native is None:
-        built = ", ".join(name for name, there in known.items() if there is not None)
-        raise ConfigError(f"{key}={value} is coming, not built yet; today: {built}")
-    return native
 
 
 def texts(v: Values, key: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whet.config.dialects.key import Key, Values, coming, derived, inert, mapped, translated
+from whet.config.dialects.typed import choose, flag, number, whole
 from whet.config.dialects.verl_loop import run_directory, trackers
 from whet.config.dialects.verl_policy import DECAY, NO_CODE, OFFLOAD, SHARDED, section
 from whet.config.dialects.verl_rules import (
@@ -10,14 +11,10 @@ from whet.config.dialects.verl_rules import (
     ANY,
     NOTHING,
     Native,
-    choose,
-    flag,
     here,
     is_one_of,
     local,
-    number,
     texts,
-    whole,
 )
 from whet.config.faults import shown
 from whet.types import ConfigError, Json
