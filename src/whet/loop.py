@@ -19,9 +19,8 @@ from whet.types import Group, Metrics, WhetError
 
 async def explore_step(run: Run) -> int:
     """Ask the policy: as many tasks as there is room for, a group of rollouts each, scored. Returns how many."""
-    n = await run.wait(
-        run.buffer.room(at_most=run.plan.tasks_per_step), "room"
-    )  # this is the staleness bound
+    # waits here: this is the staleness bound
+    n = await run.wait(run.buffer.room(at_most=run.plan.tasks_per_step), "room")
     tasks = run.tasks.next(n)
     with run.phase("generate"):
         groups = await run.play(tasks)  # n groups of G rollouts, token-exact; each rollout has its deadline
@@ -55,9 +54,8 @@ async def train_step(run: Run) -> Metrics:
         for _ in range(run.cfg.train.passes):
             for minibatch in split(batch, run.cfg.train.minibatches):  # each ends in one optimizer step
                 updates.append(update(run, minibatch))
-    await run.wait(
-        publish(run.policy, run.engine), "the weight sync"
-    )  # from here engine.version == policy.version
+    await run.wait(publish(run.policy, run.engine), "the weight sync")
+    # from here engine.version == policy.version
     await run.buffer.trained(groups)  # frees room: the next tasks may start
     return measure(run, batch, groups, updates=updates)
 
