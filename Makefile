@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
-# The CPU build of torch, where pip can see one (see README, "Install"); TORCH=torch==2.13.0 takes the default build.
+# The CPU build of torch, where pip can see one (see README, "Two commands"); TORCH=torch==2.13.0 takes the default build.
 TORCH  ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
 
 .PHONY: demo test check format docs bench bench-learn clean

@@ -343,7 +343,7 @@ def test_keys_that_nothing_reads_are_refused(overrides, key):
 
 
 def test_null_and_defaults_left_alone():
-    made("critic.path=null", "eval.sampling=null", "algorithm.kl={}")
+    assert made("critic.path=null", "eval.sampling=null", "algorithm.kl={}") == made()
 
 
 STAGED = {

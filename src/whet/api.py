@@ -115,9 +115,8 @@ def run_training(loaded: Loaded, functions: Mapping[str, RewardFunction] | None 
         try:
             return _run(loaded, planned, rewards=rewards, stack=stack)
         except Exception as e:
-            setup_logging(
-                run_dir, level=cfg.track.log_level
-            )  # to run.log alone: the caller shows it to people
+            # to run.log alone: the caller shows it to people
+            setup_logging(run_dir, level=cfg.track.log_level)
             log.error("the run ended: %s", e, exc_info=None if isinstance(e, WhetError) else e)
             raise
 
@@ -168,6 +167,7 @@ def _run(loaded: Loaded, planned: Sequence[Plan], *, rewards: Sequence[RewardSet
         )
         gc.collect()
         gc.freeze()  # what lives as long as the run is not looked through again at every collection
+        stack.callback(gc.unfreeze)
         for tracker in shared.trackers:
             stack.callback(tracker.close)
         run_loop(run_all(shared, start, state))

@@ -75,11 +75,6 @@ def _embedding(model: PreTrainedModel) -> nn.Embedding:
     return embedding
 
 
-def parameter_count(model: nn.Module) -> int:
-    """Number of parameters; a tied one counts once."""
-    return sum(p.numel() for p in model.parameters())
-
-
 def value_head(hidden_size: int, seed: int) -> nn.Linear:
     """The linear layer [1, D] of a critic: weights N(0, 1/(D+1)^2) by the seed: values start near 0."""
     head = nn.utils.skip_init(nn.Linear, hidden_size, 1)

@@ -230,7 +230,7 @@ def is_running(run_dir: Path) -> bool | None:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass
+        return True  # it lives, and is another user's
     return True
 
 

@@ -137,12 +137,7 @@ class TorchEngine:
         """Read what `save` wrote, in place. Raises CheckpointError if it is damaged or of another model."""
         found, _ = _read(path / "model.safetensors")
         own = dict(self._named())
-        if found.keys() != own.keys() or any(found[n].shape != own[n].shape for n in own):
-            odd = sorted(
-                n
-                for n in found.keys() | own.keys()
-                if n not in own or n not in found or found[n].shape != own[n].shape
-            )
+        if odd := sorted(n for n in found.keys() | own.keys() if _shape(found, n) != _shape(own, n)):
             raise CheckpointError(
                 f"{path}: weights are of another model; they differ in {odd[:3]} ({len(odd)} tensors)"
             )
