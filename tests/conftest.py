@@ -1,11 +1,19 @@
-"""Every test runs in the environment that a run has, and leaves the loggers as it found them."""
+"""Every test runs in the environment that a run has, and leaves the loggers as it found them.
+
+Property tests draw the same examples everywhere; `pytest --hypothesis-profile=wander` draws others every time.
+"""
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from whet.environment import prepare
 from whet.track.log import close_logging
+
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("wander", derandomize=False, deadline=None, print_blob=True)
+settings.load_profile("same")
 
 prepare(None, exact=True)
 

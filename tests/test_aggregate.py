@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
 import torch
 
-from batches import by_rollout, make_batch, pair_batch, ragged
+from batches import by_rollout, doubles, make_batch, pair_batch, ragged
 from whet.algos.aggregate import AGGREGATIONS, weights
+from whet.batch import Batch, select
+from whet.config.parts.aggregation import Aggregation
 from whet.types import ConfigError
 
 SEEDS = range(6)
@@ -19,6 +24,8 @@ PICTURES = [["pa", "paoaa"], ["paa", "pp"], ["p"]]
     ("mode", "expected"),
     [
         ("token-mean", [1 / 6, 1 / 6, 1 / 6]),  # 6 tokens
+        ("token-sum", [1, 1, 1]),
+        ("token-sum-norm", [1 / 10, 1 / 10, 1 / 10]),  # constant 10
         ("seq-mean-token-sum", [1 / 3, 1 / 3, 1 / 3]),  # 3 rollouts
         ("seq-mean-token-mean", [1 / 3, 1 / 9, 1 / 6]),  # 3 rollouts of 1, 3, 2 tokens
         ("seq-mean-token-sum-norm", [1 / 30, 1 / 30, 1 / 30]),  # 3 rollouts, constant 10
@@ -53,6 +60,8 @@ def test_weighted_sum_is_the_named_mean(seed: int) -> None:
             groups.setdefault(group, []).extend(x)
     expected = {
         "token-mean": sum(tokens) / len(tokens),
+        "token-sum": sum(tokens),
+        "token-sum-norm": sum(tokens) / 7,
         "seq-mean-token-sum": sum(sum(x) for x in rows) / len(rows),
         "seq-mean-token-mean": sum(sum(x) / len(x) for x in rows) / len(rows),
         "seq-mean-token-sum-norm": sum(sum(x) / 7 for x in rows) / len(rows),
@@ -85,3 +94,62 @@ def test_weights_are_float32_in_a_batch_as_packed() -> None:
 def test_an_unknown_mode_is_refused_with_the_right_suggestion() -> None:
     with pytest.raises(ConfigError, match="did you mean 'token-mean'"):
         weights(make_batch([["pa"]]), "tokenmean", norm_tokens=10)
+
+
+# ---------------------------------------------------------------- rollouts that count several times, or not at all
+
+ONLINE = [mode for mode in AGGREGATIONS if mode != "pair-mean"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", [2 / 5, 0, 1.5 / 5]),
+        ("seq-mean-token-sum", [2 / 3.5, 0, 1.5 / 3.5]),
+        ("seq-mean-token-mean", [2 / 3.5, 0, 1.5 / 7]),
+        ("prompt-mean", [2 / (2 * 2), 0, 1.5 / (2 * 3)]),  # groups of 2 * 1 and 1.5 * 2 tokens
+        ("token-sum", [2, 0, 1.5]),
+    ],
+)
+def test_counts_by_hand(mode: str, expected: list[float]) -> None:
+    # Counts 2, 0, 1.5 of rollouts with 1, 3, 2 tokens: 5 tokens, 3.5 rollouts.
+    batch = replace(make_batch(PICTURES), count_R=doubles([2, 0, 1.5, 1, 1]))
+    lists = [x for x in by_rollout(batch, weights(batch, mode, norm_tokens=10)) if x]
+    assert lists == [pytest.approx([w] * n) for w, n in zip(expected, (1, 3, 2), strict=True)]
+
+
+def copied(batch: Batch, times: list[int]) -> Batch:
+    """The batch in which each rollout stands so many times."""
+    parts = [[r] * n for r, n in enumerate(times)]
+    rows = [r for part in parts for r in part]
+    pieces = [select(batch, torch.tensor([r])) for r in rows]
+    names = [n for n in vars(batch) if getattr(batch, n) is not None and n not in ("row_N", "group_R")]
+    values = {n: torch.cat([getattr(p, n) for p in pieces]) for n in names}
+    lengths = [p.tokens for p in pieces]
+    values["row_N"] = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))
+    values["group_R"] = torch.unique_consecutive(batch.group_R[torch.tensor(rows)], return_inverse=True)[1]
+    return Batch(**values)
+
+
+@pytest.mark.parametrize("mode", ONLINE)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_count_is_that_many_copies(seed: int, mode: str) -> None:
+    batch = ragged(seed)
+    batch = replace(batch, reward_R=torch.arange(batch.rollouts).double())  # a number to know them by
+    times = [(3 * r + seed) % 4 for r in range(batch.rollouts)]
+    x_N = batch.logp_sample_N
+    counted = replace(batch, count_R=torch.tensor(times).double())
+    several = copied(batch, times)
+    got = (x_N * weights(counted, mode, norm_tokens=7)).sum()
+    expected = (several.logp_sample_N * weights(several, mode, norm_tokens=7)).sum()
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("mode", ONLINE)
+def test_counts_of_0_leave_no_nan(mode: str) -> None:
+    batch = replace(make_batch(PICTURES), count_R=torch.zeros(5).double())
+    assert (weights(batch, mode, norm_tokens=10) == 0).all()
+
+
+def test_the_schema_names_what_there_is() -> None:
+    assert {*get_args(Aggregation), "pair-mean"} == set(AGGREGATIONS)

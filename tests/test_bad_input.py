@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import whet
-import whet.stages
+import whet.models.exports
 from whet import checkpoint
 from whet.cli import main
 from whet.track import files
@@ -314,7 +314,7 @@ def test_a_run_that_ended_before_its_export_makes_it_later(
         raise CheckpointError("cannot write the export")
 
     with monkeypatch.context() as patch:
-        patch.setattr(whet.stages, "export", broken)
+        patch.setattr(whet.models.exports, "export", broken)
         assert train(tmp_path / "run")[0] == 1
     assert train(tmp_path / "run")[0] == 0
     assert_same_run(finished, tmp_path / "run")

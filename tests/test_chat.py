@@ -167,3 +167,89 @@ def test_only_an_end_token_counts_as_the_end_of_a_reply(tokenizer):
     lines = "{% for m in messages %}{{ m.content + '\\n' }}{% endfor %}"
     cut = tokens(tokenizer, "2+2?\nit is\n")
     assert tokenizer.decode(encode_turn(tokenizer, cut, [USER], template=lines)) == "\n2+2?\n"
+
+
+# ---------------------------------------------------------------- arguments of the template
+
+
+THINKS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    "{{ style.mood if style is defined }}{% endif %}"
+)
+"""Says something else where enable_thinking is false, as Qwen3's does."""
+
+
+def with_arguments(arguments, template=THINKS):
+    cfg = Tokenizer(build="chars", chat_template=template, chat_arguments=arguments)
+    return load_tokenizer(cfg, model_path=None, texts=[LETTERS])
+
+
+def test_the_templates_variables_have_the_configs_values():
+    said = "<user>2+2?<eos><assistant>"
+    for arguments, more in (
+        ({}, ""),
+        ({"enable_thinking": True}, ""),
+        ({"enable_thinking": False}, "<think></think>"),
+        ({"style": {"mood": 'it\'s "%}" \\n {{x}}'}}, 'it\'s "%}" \\n {{x}}'),
+        ({"enable_thinking": False, "style": {"mood": "!"}}, "<think></think>!"),
+    ):
+        tokenizer = with_arguments(arguments)
+        assert tokenizer.decode(encode_prompt(tokenizer, (USER,))) == said + more
+
+
+def test_later_turns_have_the_values_too():
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'user' %}{{ mark }}{% endif %}<eos>"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer = with_arguments({"mark": "!"}, template)
+    turn = encode_turn(tokenizer, [tokenizer.eos_token_id], [USER])
+    assert tokenizer.decode(turn) == "<user>2+2?!<eos><assistant>"
+
+
+def test_an_argument_is_a_default_that_the_exported_tokenizer_keeps(tmp_path):
+    with_arguments({"enable_thinking": False}).save_pretrained(tmp_path)
+    again = load_tokenizer(Tokenizer(path=str(tmp_path)), model_path=None)
+    plain = [{"role": "user", "content": "a"}]
+    text = again.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+    assert text == "<user>a<eos><assistant><think></think>"
+    other = again.apply_chat_template(plain, add_generation_prompt=True, tokenize=False, enable_thinking=True)
+    assert other == "<user>a<eos><assistant>"
+
+
+@pytest.mark.parametrize(
+    "template", ["\n  x{{ y }}", "\n{% if y %}\n  {% endif %} z", "  {% if y %}a\n{% endif %}"]
+)
+def test_arguments_change_nothing_else_in_the_template(template):
+    given = with_arguments({"y": 5}, template)
+    plain = [{"role": "user", "content": "a"}]
+    without = load_tokenizer(Tokenizer(build="chars", chat_template=template), model_path=None, texts=["a"])
+    assert given.apply_chat_template(plain, tokenize=False) == without.apply_chat_template(
+        plain, tokenize=False, y=5
+    )
+
+
+def test_an_argument_that_no_template_reads_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"tokenizer.chat_arguments.enable_thoughts: the chat template has no"
+    ):
+        with_arguments({"enable_thoughts": False})
+    with pytest.raises(ConfigError, match=r"'style\.mood' cannot be the name of a variable"):
+        with_arguments({"style.mood": "!"})
+
+
+# ---------------------------------------------------------------- the beginning of a reply
+
+
+def test_a_reply_goes_on_from_its_prefix(tokenizer):
+    (chat,) = [as_prompt((USER,), system="s", reply_prefix="It is ")]
+    assert chat == (Message("system", "s"), USER, Message("assistant", "It is "))
+    text = "<system>s<eos><user>2+2?<eos><assistant>It is "
+    assert tokenizer.decode(encode_prompt(tokenizer, chat)) == text
+    assert encode_prompt(tokenizer, chat) == tokens(tokenizer, text)
+    assert as_prompt("2+2? ", reply_prefix="It is") == "2+2? It is"
+    assert as_prompt("2+2?", chat=True, reply_prefix="A") == (USER, Message("assistant", "A"))
+    with pytest.raises(DataError, match="the source's `reply_prefix` would be a second one"):
+        as_prompt(chat, reply_prefix="It")

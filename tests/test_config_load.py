@@ -365,12 +365,12 @@ def test_faults_in_a_stage_name_it_and_base_faults_are_told_once(tmp_path):
     path = write(
         tmp_path,
         "seed: -1\nstages:\n  - {name: a}\n  - name: b\n    train: {steps: '5'}\n"
-        "  - {name: c, rewards: {r: {weight: 1.0}}}\n",
+        "  - {name: c, eval: {reward: 3}}\n",
     )
     said = refused(path)
     assert said.count("seed") == 1
     assert f"{path}:5: stages[1] ('b').train.steps: got \"5\"" in said
-    assert f"{path}:6: stages[2] ('c').rewards.r.function: must be given" in said
+    assert f"{path}:6: stages[2] ('c').eval.reward" in said
     assert said.startswith("3 problems")
 
 
@@ -510,7 +510,8 @@ def test_every_unknown_key_is_refused_wherever_it_stands():
             continue
         tree: object = 1
         for part in reversed((*path[:-1], "zzz")):
-            tree = [tree] if part == "*" and path[0] == "data" else {"n" if part == "*" else part: tree}
+            listed = part == "*" and (path[0] == "data" or "reject" in path)
+            tree = [tree] if listed else {"n" if part == "*" else part: tree}
         assert "unknown key" in refused(None, values=tree)
 
 

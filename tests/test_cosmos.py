@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,17 @@ import pytest
 from whet.config.dialects.cosmos import COSMOS_GRPO, COSMOS_SFT, NEWER
 from whet.config.dialects.cosmos_data import REWARDS, data, rewards, validation
 from whet.config.dialects.cosmos_run import (
-    ALL,
-    aggregation,
-    algorithm,
+    chat,
     checkpoint,
     dtype,
     engine_options,
     lengths,
-    normalize,
     place,
-    reference,
     resume,
     rollout,
     sampling,
     seed,
+    sync,
     trackers,
     trained_temperature,
     transfer,
@@ -33,14 +31,15 @@ from whet.config.dialects.cosmos_run import (
 )
 from whet.config.dialects.cosmos_steps import batch, length, optimizer, schedule
 from whet.config.dialects.cosmos_values import number, texts, weights, whole
+from whet.config.dialects.key import Unbuilt
 from whet.config.dialects.tables import dialect
+from whet.config.schedules import factor
 from whet.config.schema import Schedule, Source
-from whet.data.conversations import demonstrations
 from whet.data.rows import read_rows
-from whet.models.optim import factor
+from whet.rewards.answer_line import direct_math
 from whet.rewards.builtin import format
 from whet.rewards.tagged import single_choice
-from whet.types import ConfigError, DataError, Task
+from whet.types import ConfigError, Task
 
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "tests/dialects"
@@ -123,12 +122,20 @@ def test_a_step_is_the_responses_of_all_replicas_in_whole_groups() -> None:
         (values(t_train_batch_per_replica=32, m_dp_replicate_size=2), "dp_replicate_size must be 1"),
         (values(t_train_batch_per_replica=32, p_batch_size_per_optimize=12), "batch_size_per_optimize=12"),
         (values(t_train_batch_per_replica=16, p_batch_size_per_optimize=8), "parts of groups"),
+        (values(p_mini_batch=4, t_train_batch_per_replica=18), "divisible by"),
         (values("sft", p_mini_batch=3), "divisible by train.train_policy.mini_batch=3"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_in_cosmos_words(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         batch(given)
+
+
+@pytest.mark.parametrize("given", [{}, {"p_batch_size_per_optimize": 12}, {"p_batch_size_per_optimize": 8}])
+def test_steps_over_parts_of_a_group_are_not_built_yet(given: dict[str, Any]) -> None:
+    size = {"t_train_batch_per_replica": 8 if not given else 32 if 12 in given.values() else 16}
+    with pytest.raises(Unbuilt):
+        batch(values(**size, **given))
 
 
 # ---------------------------------------------------------------- learning rate
@@ -139,72 +146,68 @@ def multiplier(step: int, total: int, given: dict[str, Any]) -> float:
     warm, share = given["train.optm_warmup_steps"], given["train.optm_decay_ratio"]
     w = min(int(warm * total) if isinstance(warm, float) and warm <= 1 else int(warm), total)
     d = total - w if share is None else min(round(share * total), total - w)
-    stable = total + 1 - w - d
-    if step < w:
+    stable, start = total + 1 - w - d, given["train.optm_warmup_start_factor"]
+    if step < w and start is None:
         return (step + 1) / w
+    if step < w:
+        return start + (1 - start) * step / (w - 1) if w > 1 else 1.0
     if step < w + stable or given["train.optm_decay_type"] in (None, "none"):
         return 1.0
-    floor = given["train.optm_min_lr_factor"]
-    return floor + (1 - floor) * (1 - (step + 1 - w - stable) / d)
+    p, floor = (step + 1 - w - stable) / d, given["train.optm_min_lr_factor"]
+    shape = {"linear": 1 - p, "sqrt": 1 - math.sqrt(p), "cosine": (1 + math.cos(math.pi * p)) / 2}
+    return floor + (1 - floor) * shape[given["train.optm_decay_type"]]
 
 
-@pytest.mark.parametrize("warm", [0, 1, 4, 30, 0.25, 1.0])
-@pytest.mark.parametrize("share", [None, 0.0, 0.3, 0.45, 1.0])
-@pytest.mark.parametrize("kind", [None, "none", "linear"])
+@pytest.mark.parametrize("warm", [0, 1, 4, 30, 0.25, 1.0, 2.5])
+@pytest.mark.parametrize("share", [None, 0.0, 0.02, 0.3, 0.45, 1.0])
+@pytest.mark.parametrize("kind", [None, "none", "linear", "sqrt", "cosine"])
+@pytest.mark.parametrize("start", [None, 0.0, 0.3])
 def test_the_learning_rate_is_cosmos_own_at_every_step(
-    warm: float, share: float | None, kind: str | None
+    warm: float, share: float | None, kind: str | None, start: float | None
 ) -> None:
     total = 20
     given = values(
         t_max_num_steps=total, t_optm_warmup_steps=warm, t_optm_decay_ratio=share, t_optm_decay_type=kind,
-        t_optm_min_lr_factor=0.1, t_train_batch_per_replica=32,
+        t_optm_min_lr_factor=0.1, t_optm_warmup_start_factor=start,
     )  # fmt: skip
     native = Schedule(**{key.removeprefix(SCHEDULE): value for key, value in schedule(given).items()})
+    assert native.unit == "train_step", "it moves once a training step, whatever its optimizer steps are"
     for step in range(total):
         assert factor(native, step, total) == pytest.approx(multiplier(step, total, given), abs=1e-12), step
 
 
 def test_a_run_of_unknown_length_keeps_its_fractions() -> None:
-    assert schedule(values(t_optm_warmup_steps=0.1)) == {
-        SCHEDULE + "kind": "constant",
-        SCHEDULE + "warmup_fraction": 0.1,
-    }
+    flat = {SCHEDULE + "kind": "constant", SCHEDULE + "unit": "train_step", SCHEDULE + "warmup_ends": "peak"}
+    assert schedule(values(t_optm_warmup_steps=0.1)) == flat | {SCHEDULE + "warmup_fraction": 0.1}
+    assert schedule(values(t_optm_warmup_steps=7, t_max_num_steps=5)) == flat | {SCHEDULE + "warmup_steps": 5}
     decay = values(t_optm_decay_type="linear", t_optm_decay_ratio=0.4)
     assert schedule(decay)[SCHEDULE + "decay_fraction"] == 0.4
-    assert schedule(values(t_optm_decay_type="cosine", t_optm_min_lr_factor=0.2)) == {
-        SCHEDULE + "kind": "cosine", SCHEDULE + "warmup_steps": 20, SCHEDULE + "min_factor": 0.2,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "share"), [("sqrt", None), ("cosine", 0.5)])
-def test_decays_that_are_not_built_are_refused(kind: str, share: float | None) -> None:
-    with pytest.raises(ConfigError, match="coming"):
-        schedule(values(t_optm_decay_type=kind, t_optm_decay_ratio=share))
-
-
-def test_warm_up_counts_training_steps_not_optimizer_steps() -> None:
-    """Two optimizer steps in each of two passes: four a training step."""
-    given = values(
-        t_train_batch_per_replica=32, p_batch_size_per_optimize=16, p_mu_iterations=2, t_max_num_steps=10,
-        t_optm_warmup_steps=3,
-    )  # fmt: skip
-    assert schedule(given)[SCHEDULE + "warmup_steps"] == 3 * 4 - 1
+    with pytest.raises(ConfigError, match="optm_decay_type='exponential'"):
+        schedule(values(t_optm_decay_type="exponential"))
 
 
 def test_length_and_optimizer() -> None:
     assert length(values(t_epoch=3)) == {"train.epochs": 3}
-    assert length(values(t_epoch=3, t_max_num_steps=7)) == {"train.steps": 7}
+    assert length(values(t_epoch=3, t_max_num_steps=7)) == {"train.epochs": 3, "train.steps": 7}
     at = "train.optimizer."
     assert optimizer(values(t_optm_lr=[2e-6], t_optm_grad_norm_clip=0.0)) == {
-        at + "lr": 2e-6,
-        at + "grad_clip": None,
-    }
+        at + "lr": 2e-6, at + "decay_all": True, at + "grad_clip": None,
+    }  # fmt: skip
     assert optimizer(values(t_optm_name="Adam", t_optm_weight_decay=0.0))[at + "grad_clip"] == 1.0
     for wrong in ({"t_optm_name": "Adam"}, {"t_optm_name": "Muon"}, {"t_optm_lr": [1e-6, 1e-5]}):
-        with pytest.raises(ConfigError, match="optm_"):
+        with pytest.raises(Unbuilt, match="optm_"):
             optimizer(values(**wrong))
     with pytest.raises(ConfigError, match="max_num_steps"):
         length(values(t_max_num_steps=0))
+
+
+def test_weight_syncs_and_what_the_trainer_divides_by() -> None:
+    assert sync(values(t_sync_weight_interval=3)) == {"rollout.sync_every": 3}
+    assert sync(values("sft", t_sync_weight_interval=3)) == {}
+    with pytest.raises(ConfigError, match="on_policy"):
+        sync(values(t_sync_weight_interval=3, p_on_policy=True))
+    assert trained_temperature(values(p_temperature=0.9)) == {"train.temperature": 0.9}
+    assert trained_temperature(values(p_temperature=0.0)) == {"train.temperature": 1.0}, "divided by nothing"
 
 
 # ---------------------------------------------------------------- data, rewards, validation
@@ -215,7 +218,11 @@ def test_a_data_set_is_a_file_a_folder_or_a_function(tmp_path: Path) -> None:
     file = values(p_dataset__name="x/a.parquet", p_response_column_name="a")
     assert data(file) == {at + "path": "x/a.parquet", at + "prompt": "q", at + "answer": "a"}
     folder = values(p_dataset__name="gsm8k", p_dataset__subset="main", p_dataset__split=["train", "test"])
-    assert data(folder)[at + "path"] == ["gsm8k/main/train*", "gsm8k/main/test*"]
+    assert data(folder) == {
+        at + "path": "gsm8k", at + "subset": "main", at + "split": ["train", "test"], at + "prompt": "q",
+    }  # fmt: skip
+    with pytest.raises(Unbuilt, match="parts of a split"):
+        data(values(p_dataset__name="gsm8k", p_dataset__split="train[:10%]"))
     function = values(p_dataset__name="a.py:rows", p_dataset__split="pool", p_prompt_column_name="")
     function["custom"] = {"count": 3}
     assert data(function) == {at + "function": "a.py:rows", at + "arguments": {"count": 3, "split": "pool"}}
@@ -231,8 +238,8 @@ def test_the_split_of_a_folder_is_found_as_file_or_folder(tmp_path: Path) -> Non
     found = values(
         p_dataset__name=str(tmp_path), p_dataset__subset="main", p_dataset__split=["train", "test"]
     )
-    paths = data(found)["data.train.0.path"]
-    assert len(read_rows(Source(path=tuple(paths)))) == 3
+    source = {key.removeprefix("data.train.0."): value for key, value in data(found).items()}
+    assert len(read_rows(Source.model_validate_json(json.dumps(source)))) == 3
 
 
 def test_rewards_are_weighted_and_the_length_penalty_works() -> None:
@@ -251,7 +258,7 @@ def test_rewards_are_weighted_and_the_length_penalty_works() -> None:
     assert rewards(values())["rewards.single_choice.weight"] == 1.0
     with pytest.raises(ConfigError, match="buffer_length=4096"):
         rewards(values(p_overlong_reward__enable_overlong_penalty=True))
-    for wrong in ([], "direct_math"):
+    for wrong in ([], "indirect_math"):
         with pytest.raises(ConfigError, match="reward"):
             rewards(values(p_reward_function=wrong))
 
@@ -263,6 +270,20 @@ def test_single_choice_compares_what_stands_in_the_tags() -> None:
     assert paid("<think>x</think> <answer> B </answer> <answer>C</answer>", "<answer>b</answer>") == 1
     assert paid(" b\n", "B") == 1, "without tags the whole text"
     assert paid("<answer>BC</answer>", "B") == 0
+
+
+@pytest.mark.parametrize(
+    ("reply", "paid"),
+    [
+        ("x\nAnswer: $5$.", 1),
+        ("Answer: 5\nAnswer: 6", -1),
+        ("Answer: 10/2\nso", 1),
+        ("5", -1),
+        ("Answer:\n5", -1),
+    ],
+)
+def test_direct_math_reads_the_last_answer_line(reply: str, paid: float) -> None:
+    assert direct_math(reply, Task(uid=0, source="t", prompt="p", answer="5"))["score"] == paid
 
 
 @pytest.mark.parametrize(
@@ -293,106 +314,97 @@ def test_validation_is_evaluation_with_sampling_of_its_own() -> None:
         0.9,
         2048,
     ]
-    assert (out["eval.samples"], out["eval.reward"], out["eval.at_start"]) == (4, "score", False)
+    judge = {"score": 1.0}
+    assert (out["eval.samples"], out["eval.reward"], out["eval.at_start"]) == (4, judge, False)
     assert rewards(given)["rewards.score.weight"] == 0.0, "validation alone reads it"
-    for wrong in ({"v_reward_function": {"format": 1, "gsm8k": 2}}, {"v_dataset__name": ""}):
+    several = values(v_enable=True, v_dataset__name="b.jsonl", v_reward_function={"format": 1, "gsm8k": 2})
+    assert validation(several)["eval.reward"] == {"format": 1.0, "gsm8k": 2.0}
+    own = values(v_enable=True, v_dataset__name="b.jsonl", v_reward_function=["single_choice"])
+    assert "eval.reward" not in validation(own), "the same sum as training's"
+    for wrong in ({"v_dataset__name": ""}, {"v_freq": 0}):
         with pytest.raises(ConfigError, match="validation"):
             validation(values(v_enable=True, **{"v_dataset__name": "b.jsonl"} | wrong))
-    with pytest.raises(ConfigError, match="coming"):
-        validation(values("sft", v_enable=True))
 
 
-def test_conversations_become_prompt_and_reply(tmp_path: Path) -> None:
-    ask, reply = {"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}
-    file = tmp_path / "chats.jsonl"
-    file.write_text(json.dumps({"chat": [ask, reply]}) + "\n")
-    (row,) = demonstrations(str(file), column="chat", system="be short")
-    assert row == {"prompt": [{"role": "system", "content": "be short"}, ask], "response": "r"}
-    assert data(values("sft", p_dataset__name=str(file), p_system_prompt="s"))["data.train.0.arguments"] == {
-        "path": str(file), "column": "conversations", "system": "s",
-    }  # fmt: skip
-    for chat, said in (
-        ([ask, reply, ask, reply], "one assistant"),
-        ([ask], "one assistant"),
-        ("q", "expected a list"),
+def test_validation_without_a_set_of_its_own_takes_the_first_rows_of_training() -> None:
+    """A float is a share, an int a number; 1 and 1.0 are not the same, 0 is one row."""
+    for kind, size, skip in (
+        ("sft", None, 0.1),
+        ("sft", 0.2, 0.2),
+        ("sft", 3, 3),
+        ("grpo", 3, 3),
+        ("sft", 0.0, 1),
     ):
-        file.write_text(json.dumps({"chat": chat}) + "\n")
-        with pytest.raises(DataError, match=said):
-            list(demonstrations(str(file), column="chat"))
-    with pytest.raises(DataError, match="no such column"):
-        list(demonstrations(str(file), column="talk"))
+        given = values(kind, v_enable=True, p_dataset__name="a.jsonl", p_dataset__test_size=size)
+        trained, asked = data(given), validation(given)
+        assert (trained["data.train.0.skip"], asked["data.eval.0.limit"]) == (skip, skip)
+        assert asked["data.eval.0.path"] == "a.jsonl"
+        for on in ({"validation.enable": False}, {"validation.dataset.name": "b.jsonl"}):
+            assert "data.train.0.skip" not in data(given | on), "nothing is held out"
+    for wrong in (1.0, 1.5, -1, "x"):
+        with pytest.raises(ConfigError, match=r"dataset\.test_size"):
+            data(values("sft", v_enable=True, p_dataset__name="a.jsonl", p_dataset__test_size=wrong))
+    few = values(v_enable=True, v_dataset__name="b.jsonl", v_dataset__test_size=5)
+    assert validation(few)["data.eval.0.limit"] == 5
 
 
-# ---------------------------------------------------------------- algorithm, model, files
-
-
-def test_variants() -> None:
-    assert algorithm(values()) == {"algorithm.name": "grpo"}
-    assert algorithm(values("sft")) == {"algorithm.name": "sft"}
-    bounded = {"p_variant": "dapo", "p_on_policy": True}
-    for most, refills in ((4, 3), (-1, ALL)):
-        given = values(**bounded, p_max_retry_for_on_policy=most)
-        assert algorithm(given) == {"algorithm.name": "dapo", "algorithm.max_refills": refills}
-    assert algorithm(values(p_variant="dapo", p_filter_reward_metric="single_choice")) == {
-        "algorithm.name": "dapo"
-    }
-    for wrong in (
-        {"p_variant": "gspo"},
-        {"p_variant": "ppo"},
-        {**bounded, "p_filter_reward_metric": "format"},
-    ):
-        with pytest.raises(ConfigError, match="train_policy"):
-            algorithm(values(**wrong))
-
-
-def test_reduction_advantage_and_reference() -> None:
-    assert aggregation(values())["algorithm.aggregation"] == "token-mean"
-    constant = {"p_unbiased_loss_max_tokens": 100}
-    assert aggregation(values(p_loss_type="seq-mean-token-mean", **constant)) == {
-        "algorithm.aggregation": "seq-mean-token-sum-norm", "algorithm.norm_tokens": 100,
+def test_sft_validation_measures_the_loss_and_samples_nothing() -> None:
+    given = values(
+        "sft", v_enable=True, v_freq=4, v_dataset__name="b.jsonl", p_conversation_column_name="chat"
+    )
+    assert validation(given) == {
+        "data.eval.0.path": "b.jsonl", "data.eval.0.messages": "chat",
+        "data.exclude_eval": False, "eval.every": 4, "eval.at_start": False,
     }  # fmt: skip
-    for wrong in (constant, {"p_loss_type": "token-sum"}):
-        with pytest.raises(ConfigError, match="loss_type"):
-            aggregation(values(**wrong))
-    assert normalize(values(p_unbiased_advantage=True)) == {"algorithm.normalize_std": False}
-    every = {"p_reference_reset_interval": 5}
-    assert reference(values(**every)) == {}, "no KL, no reference"
-    kept = {"p_kl_beta": 0.1, "p_reset_optimizer_with_reference": False}
-    assert reference(values(**every, **kept)) == {"reference.reset_every": 5}
-    with pytest.raises(ConfigError, match="coming"):
-        reference(values(**every, p_kl_beta=0.1))
+
+
+def test_conversations_are_read_whole() -> None:
+    at = "data.train.0."
+    file = values("sft", p_dataset__name="a.jsonl", p_system_prompt="s")
+    assert data(file) == {at + "path": "a.jsonl", at + "messages": "conversations", at + "system": "s"}
+    function = values("sft", p_dataset__name="a.py:rows", p_conversation_column_name="")
+    assert data(function) == {at + "function": "a.py:rows"}, "rows of prompt and response"
+
+
+# ---------------------------------------------------------------- model, files
 
 
 def test_model_lengths_and_seed() -> None:
     assert dtype(values()) == {"model.dtype": "bfloat16"}
     assert transfer(values(t_transfer_dtype="bfloat16")) == {}
-    assert lengths(values()) == {
-        "data.max_prompt_tokens": 2048, "data.overlong": "filter", "rollout.sampling.max_tokens": 2048,
+    total = {"data.max_total_tokens": 4096, "data.overlong": "filter"}
+    assert lengths(values()) == total | {"data.max_prompt_tokens": 4095, "rollout.sampling.max_tokens": 2048}
+    assert lengths(values("sft", r_max_response_length=9999)) == total | {
+        "data.max_prompt_tokens": 4096, "rollout.sampling.max_tokens": 4096,
     }  # fmt: skip
-    assert lengths(values("sft", r_max_response_length=9999))["rollout.sampling.max_tokens"] == 2048
     seeds = (
-        ({}, 0),
-        ({"t_deterministic": True}, 42),
-        ({"r_seed": 7}, 7),
-        ({"t_seed": 0, "t_deterministic": True}, 0),
+        ({}, {"seed": 0}),
+        ({"t_deterministic": True}, {"seed": 42}),
+        ({"r_seed": 7}, {"seed": 7}),
+        ({"t_seed": 0, "t_deterministic": True}, {"seed": 0}),
+        ({"t_seed": 1, "r_seed": 2}, {"seed": 2, "data.seed": 1}),
     )
-    assert [seed(values(**given))["seed"] for given, _ in seeds] == [wanted for _, wanted in seeds]
+    assert [seed(values(**given)) for given, _ in seeds] == [wanted for _, wanted in seeds]
     wrong: list[tuple[Any, dict[str, Any]]] = [
         (dtype, {"t_param_dtype": "float16"}),
-        (dtype, {"t_master_dtype": "bfloat16"}),
         (transfer, {"t_transfer_dtype": "float32"}),
-        (lengths, {"r_max_response_length": 4096}),
-        (seed, {"t_seed": 1, "r_seed": 2}),
-        (rollout, {"r_backend": "sglang"}),
+        (lengths, {"r_max_response_length": 0}),
+        (engine_options, {"r_backend": "sglang"}),
         (engine_options, {"r_gpu_memory_utilization": 1.5}),
-        (trained_temperature, {"p_temperature": 0.9}),
+        (dtype, {"t_param_dtype": "float64"}),
         (uploads, {"c_upload_s3": True}),
         (uploads, {"c_upload_hf": True}),
     ]
     for function, given in wrong:
         with pytest.raises(ConfigError):
             function(values(**given))
-    assert trained_temperature(values(p_temperature=0.0)) == {}, "up to 1e-6 nothing is divided"
+    turns = values(
+        r_multi_turn_config__custom_chat_template_path="a.jinja", r_multi_turn_config__enable_thinking=True
+    )
+    assert chat(turns) == {
+        "tokenizer.chat_template": "a.jinja", "tokenizer.chat_arguments": {"enable_thinking": True},
+    }  # fmt: skip
+    assert chat(values()) == {}, "the template's own default"
     assert sampling(values())["rollout.sampling.top_k"] == 0
     assert sampling(values("sft")) == rollout(values("sft")) == {}
     assert uploads(values(c_s3_bucket="b")) == {}
@@ -401,7 +413,9 @@ def test_model_lengths_and_seed() -> None:
 def test_files_and_trackers() -> None:
     given = values(t_output_dir="./out/a", t_timestamp="2024")
     given["logging.experiment_name"] = "None"
-    assert place(given) == {"name": "cosmos_rl/a", "run_dir": "out/a/2024"}
+    assert place(given) == {"name": "a", "track.project": "cosmos_rl", "run_dir": "out/a/2024"}
+    given |= {"logging.experiment_name": "try", "train.timestamp": ""}
+    assert place(given) == {"name": "try", "track.project": "cosmos_rl", "run_dir": "out/a/{time}"}
     assert [resume(values(t_resume=r))["checkpoint.resume"] for r in (True, False, "x/y")] == [
         "auto",
         "never",
@@ -409,13 +423,19 @@ def test_files_and_trackers() -> None:
     ]
     assert checkpoint(values()) == {"checkpoint.every": 0, "checkpoint.export": False}
     assert checkpoint(values(c_enable_checkpoint=True, c_max_keep=-1)) == {
-        "checkpoint.every": 20, "checkpoint.keep": ALL, "checkpoint.export": True,
+        "checkpoint.every": 20, "checkpoint.keep": None, "checkpoint.export": True, "checkpoint.export_every": 20,
+    }  # fmt: skip
+    weights_only = values(c_enable_checkpoint=True, c_export_safetensors=False, c_save_freq_in_epoch=2)
+    assert checkpoint(weights_only) == {
+        "checkpoint.every": 0, "checkpoint.every_epochs": 2, "checkpoint.keep": 5, "checkpoint.export": False,
     }  # fmt: skip
     for wrong in ({"c_max_keep": 0}, {"c_save_freq": 0}):
         with pytest.raises(ConfigError, match=r"train\.ckpt"):
             checkpoint(values(c_enable_checkpoint=True, **wrong))
-    given["logging.logger"] = ["Console"]
-    assert trackers(given) == {"track.trackers": ["jsonl", "console"]}
+    given["logging.logger"] = ["Console", "wandb"]
+    assert trackers(given) == {"track.trackers": ["jsonl", "console", "wandb"]}
+    with pytest.raises(ConfigError, match="'wandbb' is not known"):
+        trackers(given | {"logging.logger": ["wandbb"]})
 
 
 # ---------------------------------------------------------------- values of the wrong kind

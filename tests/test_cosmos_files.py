@@ -28,19 +28,24 @@ def test_a_file_for_many_gpus_is_refused_for_what_is_coming_and_nothing_else() -
     lines = [line.split(": ", 1)[1] for line in str(refused.value).splitlines()[1:]]
     keys = {line.split(":")[0].split("=")[0] for line in lines}
     assert keys == {
-        "logging.logger", "policy.lora", "policy.lora.r", "profiler.enable_profiler", "rollout.quantization",
-        "train.ckpt.upload_s3", "train.master_dtype",
-        *(POLICY + key for key in ("variant", "min_filter_prefix_tokens", "use_decoupled_loss")),
+        "policy.lora", "policy.lora.r", "profiler.enable_profiler", "rollout.quantization", "train.ckpt.upload_s3",
+        "train.master_dtype",
     }  # fmt: skip
     assert all("coming" in line for line in lines), lines
+    config = load(FILES / "cosmos_64_gpus.toml", rehearsal=True).config
+    assert (config.algorithm.name, config.rollout.group_size, config.train.tasks_per_step) == (
+        "gspo",
+        16,
+        128,
+    )
+    assert (config.seed, config.data.seed, config.checkpoint.export_every) == (42, None, 30000)
 
 
 def test_the_example_is_right() -> None:
-    (stage,) = plans(load(ROOT / "examples/from_cosmos.toml"))
-    assert (stage.steps, stage.tasks_per_step, stage.group_size) == (40, 16, 8)
-    assert (stage.warmup_steps, stage.prompt_tokens, stage.reply_tokens) == (3, 16, 7), (
-        "4 steps, the last at the peak"
-    )
+    (stage,) = plans(load(ROOT / "examples/from_cosmos.toml"), rows={"main": 3900})
+    assert (stage.steps, stage.tasks_per_step, stage.group_size) == (40, 16, 8), "before the end of the epoch"
+    assert (stage.warmup_steps, stage.prompt_tokens, stage.reply_tokens) == (4, 22, 7)
+    assert stage.max_sequence_tokens == 23
 
 
 def test_names_of_older_versions_are_read_and_typos_are_not() -> None:
@@ -55,8 +60,13 @@ def test_names_of_older_versions_are_read_and_typos_are_not() -> None:
             ],
         )
     assert "did you mean train.optm_lr?" in str(refused.value)
-    assert "held-out loss" in str(refused.value), "train.enable_validation was read as validation.enable"
-    assert "validation_step" not in str(refused.value)
+    assert str(refused.value).count("unknown key") == 1, "the other names are known"
+    sections = [
+        "+train.validation_step=3",
+        "+train.enable_validation=true",
+        "+train.train_policy.dataset.name=a.jsonl",
+    ]
+    assert load(FILES / "cosmos_sft.toml", sections).config.eval.every == 3
 
 
 def model_folder(folder: Path, kind: str) -> Path:
@@ -82,18 +92,20 @@ def test_an_rl_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Path
     whet.train(
         FILES / "cosmos_letters.toml",
         overrides=[
-            f"policy.model_name_or_path={model}", f"train.output_dir={tmp_path / 'foreign'}",
+            f"policy.model_name_or_path={model}", f"train.output_dir={tmp_path / 'foreign'}", "+train.timestamp=first",
             f"train.train_policy.dataset.name={WORDS}", f"train.train_policy.reward_function={reward}",
             "whet.machine.threads=1",
         ],
     )  # fmt: skip
     native = whet.train(
-        run_dir=str(tmp_path / "native"), name="cosmos_rl/foreign", seed=3,
+        run_dir=str(tmp_path / "native"), name="foreign", seed=3,
         model={"path": str(model), "dtype": "float32"},
-        data={"max_prompt_tokens": 8, "overlong": "filter", "train": [{"path": str(WORDS)}]},
+        data={
+            "max_prompt_tokens": 12, "max_total_tokens": 13, "overlong": "filter", "train": [{"path": str(WORDS)}],
+        },
         algorithm={
             "name": "grpo", "aggregation": "seq-mean-token-mean", "clip_high": 0.28, "dual_clip": 3.0,
-            "kl": {"coef": 0.001},
+            "std_ddof": 0, "kl": {"coef": 0.001},
         },
         rewards={"share_of_a": {"function": reward}},
         rollout={"group_size": 4, "sampling": {"max_tokens": 5}},
@@ -101,12 +113,15 @@ def test_an_rl_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Path
             "steps": 12, "tasks_per_step": 8, "minibatches": 2, "passes": 2, "micro_rollouts": 8,
             "optimizer": {
                 "lr": 1e-2,
-                "schedule": {"kind": "wsd", "warmup_steps": 11, "decay_fraction": 0.76, "min_factor": 0.5},
+                "schedule": {
+                    "kind": "wsd", "unit": "train_step", "warmup_steps": 3, "warmup_ends": "peak",
+                    "decay_fraction": 1.0, "min_factor": 0.5,
+                },
             },
         },
         checkpoint={"every": 0, "export": False}, machine={"threads": 1},
     )  # fmt: skip
-    assert metrics(tmp_path / "foreign") == metrics(tmp_path / "native")
+    assert metrics(tmp_path / "foreign/first") == metrics(tmp_path / "native")
     paid = [m["reward/mean"] for m in native.metrics]
     assert paid[-1] > paid[0] + 0.3
 
@@ -125,6 +140,7 @@ def test_an_sft_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Pat
         overrides=[
             f"policy.model_name_or_path={model}", f"train.output_dir={tmp_path / 'foreign'}",
             f"train.train_policy.dataset.name={chats}", "whet.machine.threads=1",
+            "validation.enable=true", "validation.freq=5", "+train.train_policy.dataset.test_size=4",
         ],
     )  # fmt: skip
     pairs = tmp_path / "pairs.jsonl"
@@ -134,16 +150,23 @@ def test_an_sft_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Pat
     native = whet.train(
         run_dir=str(tmp_path / "native"), model={"path": str(model), "dtype": "float32"},
         data={
-            "max_prompt_tokens": 12, "overlong": "filter",
-            "train": [{"name": "demonstrations", "path": str(pairs)}],
+            "max_prompt_tokens": 24, "max_total_tokens": 24, "overlong": "filter", "exclude_eval": False,
+            "train": [{"name": "chats", "path": str(pairs), "skip": 4}],
+            "eval": [{"name": "chats", "path": str(pairs), "limit": 4}],
         },
-        algorithm={"name": "sft"}, rollout={"sampling": {"max_tokens": 12}},
+        eval={"every": 5, "at_start": False},
+        algorithm={"name": "sft"}, rollout={"sampling": {"max_tokens": 24}},
         train={
             "steps": 15, "tasks_per_step": 16, "micro_rollouts": 4,
-            "optimizer": {"lr": 1e-2, "eps": 1e-6, "grad_clip": None, "schedule": {"warmup_steps": 2}},
+            "optimizer": {
+                "lr": 1e-2, "eps": 1e-6, "grad_clip": None,
+                "schedule": {"unit": "train_step", "warmup_steps": 3, "warmup_ends": "peak"},
+            },
         },
         checkpoint={"every": 0, "export": False}, machine={"threads": 1},
     )  # fmt: skip
-    assert metrics(tmp_path / "foreign") == metrics(tmp_path / "native")
-    losses = [m["train/loss"] for m in native.metrics]
+    (foreign,) = (tmp_path / "foreign").iterdir()  # named after the moment of its start
+    assert metrics(foreign) == metrics(tmp_path / "native")
+    assert [m["step"] for m in native.metrics if "eval/chats/loss_nats" in m] == [5, 10, 15]
+    losses = [m["train/loss"] for m in native.metrics if "train/loss" in m]
     assert losses[-1] < 0.8 * losses[0]

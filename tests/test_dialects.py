@@ -128,7 +128,7 @@ def toy(monkeypatch):
 def told(tree, of=ON):
     """The problems of a tree, in one text."""
     made = translate(parse(tree).tree if isinstance(tree, str) else tree, of, origins={})
-    return "\n".join(f"{place}: {text}" for place, text in made.problems)
+    return "\n".join(f"{place}: {text}" for place, text in (*made.problems, *made.unbuilt))
 
 
 def native(tree):
@@ -435,7 +435,9 @@ def test_keys_that_nothing_reads_are_left_out_with_a_word(tmp_path, toy):
     lines = {line.key: line for line in loaded.translation.lines}
     assert lines["looks"].native == ()
     assert "eval.every has no effect: there is nothing to evaluate" in lines["looks"].note
-    assert "has no critic" in lines["loop.vf_lr"].note
+    assert (lines["loop.vf_lr"].native, lines["loop.vf_lr"].note) == ((), ""), "a default is no news"
+    given = load(written(tmp_path, FILE + "looks: 5\n"), ["loop.vf_lr=1e-4"]).translation.lines
+    assert any("has no critic" in line.note for line in given if line.key == "loop.vf_lr")
     plans(loaded)
     read_now = load(written(tmp_path, FILE + "looks: 5\nheld_out: y.jsonl\n"))
     assert read_now.config.eval.every == 5

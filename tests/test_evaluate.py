@@ -1,23 +1,40 @@
-"""mean@k, pass@k and maj@k by hand."""
+"""mean@k, pass@n, maj@k, best@n, worst@n and std@k by hand and against every choice of replies; who is asked how."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import math
+import statistics
+from fractions import Fraction
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from whet.evaluate import accuracy, commonest
-from whet.types import Group, Rollout, Task
+from whet import evaluate as module
+from whet.config.evaluation import Asked, asked, eval_sampling, reply_tokens, reward_weights
+from whet.config.load import load
+from whet.config.plan import plans
+from whet.config.schema import Config, Reward
+from whet.evaluate import accuracy, best_of, check_sources, commonest, doublings, evaluate, pass_at, shown
+from whet.rewards.combine import RewardSet
+from whet.types import ConfigError, Group, Json, Rollout, Task
 
 
-def reply(answer: str, reward: float | None, *, parts: dict[str, float] | None = None) -> Rollout:
+def reply(answer: str, reward: float | None) -> Rollout:
     return Rollout(
         task=Task(uid=0, source="a", prompt=""), index=0, token_ids=[1, 2], mask=[0, 1], logprobs=[0.0, 0.0],
         sample_logprobs=[0.0, 0.0], versions=[-1, 0], finish_reason="stop", text=answer, reward=reward,
-        reward_parts=parts or {}, error=None if reward is not None else "reward r: raised",
+        error=None if reward is not None else "reward r: raised",
     )  # fmt: skip
 
 
 def group(source: str, *replies: Rollout) -> Group:
     return Group(Task(uid=0, source=source, prompt=""), replies)
+
+
+# ---------------------------------------------------------------- numbers
 
 
 def test_by_hand() -> None:
@@ -26,12 +43,22 @@ def test_by_hand() -> None:
         group("a", reply("3", 0.0), reply("3", 0.0), reply("4", 1.0), reply("5", None)),  # majority 3: wrong
         group("b", reply("1", 0.0), reply("1", 0.0), reply("1", 0.0), reply("1", 0.0)),
     ]
-    m = accuracy(groups, success=1.0, reward=None)
+    m = accuracy(groups, success=1.0)
     assert m["eval/a/mean@4"] == 3 / 8
     assert m["eval/a/pass@4"] == 1.0
+    # of the 6 pairs, without a passing reply: 1 of the first task (8, 9), 3 of the second
+    assert m["eval/a/pass@2"] == pytest.approx((5 / 6 + 3 / 6) / 2, abs=1e-15)
     assert m["eval/a/maj@4"] == 0.5
     assert m["eval/a/unscored"] == 1
     assert m["eval/a/reward_mean"] == pytest.approx(3 / 7)
+    # the second task has three scored replies: 0, 0, 1; two of its three pairs hold the 1, none is all 1
+    assert m["eval/a/best@2"] == pytest.approx((5 / 6 + 2 / 3) / 2, abs=1e-15)
+    assert m["eval/a/worst@2"] == pytest.approx((1 / 6 + 0) / 2, abs=1e-15)
+    assert (m["eval/a/best@4"], m["eval/a/worst@4"], m["eval/a/std@4"]) == (
+        1.0,
+        0.0,
+        0.5,
+    )  # the first task alone
     assert (m["eval/b/mean@4"], m["eval/b/pass@4"], m["eval/b/maj@4"]) == (0, 0, 0)
     assert m["eval/all/mean@4"] == m["eval/accuracy"] == 3 / 12
     assert m["eval/all/pass@4"] == pytest.approx(2 / 3)
@@ -39,15 +66,33 @@ def test_by_hand() -> None:
 
 
 def test_one_source_has_no_all_and_one_reply_no_majority() -> None:
-    m = accuracy([group("a", reply("x", 1.0))], success=1.0, reward=None)
+    m = accuracy([group("a", reply("x", 1.0))], success=1.0)
     assert m["eval/a/mean@1"] == m["eval/accuracy"] == 1.0
-    assert not [k for k in m if "all" in k or "pass@" in k or "maj@" in k]
+    assert not [k for k in m if "all" in k or k.split("/")[-1].startswith(("pass@", "maj@", "best@", "std@"))]
 
 
-def test_success_is_exact_and_may_be_one_part() -> None:
-    nearly = reply("x", 0.9999999999999999, parts={"right": 1.0, "style": 0.0})
-    assert accuracy([group("a", nearly)], success=1.0, reward=None)["eval/accuracy"] == 0.0
-    assert accuracy([group("a", nearly)], success=1.0, reward="right")["eval/accuracy"] == 1.0
+def test_sources_with_other_numbers_of_replies_share_the_smaller_k() -> None:
+    """A task counts once over all, however many replies it has; pass@2 of four replies is exact."""
+    four = group("a", reply("7", 1.0), reply("8", 0.0), reply("8", 0.0), reply("8", 0.0))
+    two = group("b", reply("1", 1.0), reply("2", 1.0))
+    m = accuracy([four, two], success=1.0)
+    assert m["eval/a/mean@4"] == 1 / 4
+    assert m["eval/all/mean@2"] == m["eval/accuracy"] == (1 / 4 + 1) / 2
+    assert m["eval/all/pass@2"] == (1 / 2 + 1) / 2
+    assert m["eval/all/maj@2"] == 1.0  # of the first two replies of each, the first of equals
+    assert "eval/all/mean@4" not in m
+    assert "eval/all/pass@4" not in m
+
+
+def test_nothing_scored_leaves_no_best_and_no_worst() -> None:
+    m = accuracy([group("a", reply("x", None), reply("y", None))], success=1.0)
+    assert (m["eval/a/mean@2"], m["eval/a/pass@2"], m["eval/a/unscored"]) == (0, 0, 2)
+    assert not [k for k in m if "best@" in k or "worst@" in k or "std@" in k]
+
+
+def test_success_is_exact() -> None:
+    assert accuracy([group("a", reply("x", 0.9999999999999999))], success=1.0)["eval/accuracy"] == 0.0
+    assert accuracy([group("a", reply("x", 0.25))], success=0.25)["eval/accuracy"] == 1.0
 
 
 def test_the_first_of_equally_common_answers_counts() -> None:
@@ -55,3 +100,210 @@ def test_the_first_of_equally_common_answers_counts() -> None:
     assert commonest([b, a]) is b
     assert commonest([b, a, a]) is a
     assert commonest([reply(" a", 0.0), b, b, a]) is not b
+
+
+@pytest.mark.parametrize(("k", "ns"), [(1, []), (2, [2]), (3, [2, 3]), (5, [2, 4, 5]), (16, [2, 4, 8, 16])])
+def test_which_n_are_given(k: int, ns: list[int]) -> None:
+    assert doublings(k) == ns
+
+
+rewards_of_a_task = st.lists(st.integers(-8, 8).map(lambda x: x / 4), min_size=1, max_size=8)
+
+
+@given(rewards_of_a_task, st.data())
+def test_against_every_choice_of_replies(rewards: list[float], data: st.DataObject) -> None:
+    """The closed forms are the means over all C(N, n) subsets, worked out one by one in fractions."""
+    n = data.draw(st.integers(1, len(rewards)))
+    subsets = list(itertools.combinations(rewards, n))
+
+    def mean(values: list[float]) -> float:
+        return float(sum(map(Fraction, values)) / len(values))
+
+    assert best_of(n, rewards) == pytest.approx(mean([max(s) for s in subsets]), abs=1e-12)
+    assert -best_of(n, [-x for x in rewards]) == pytest.approx(mean([min(s) for s in subsets]), abs=1e-12)
+    passed = sum(x >= 0.5 for x in rewards)
+    some = mean([float(any(x >= 0.5 for x in s)) for s in subsets])
+    assert pass_at(n, passed=passed, replies=len(rewards)) == pytest.approx(some, abs=1e-12)
+
+
+@given(st.lists(rewards_of_a_task, min_size=1, max_size=4))
+def test_laws(tasks: list[list[float]]) -> None:
+    """worst <= mean <= best, both monotone in n; std as Python's own; order of the replies is no matter."""
+    k = min(map(len, tasks))
+    tasks = [t[:k] for t in tasks]
+    m = accuracy([group("a", *(reply(str(x), x) for x in t)) for t in tasks], success=0.5)
+    back = accuracy([group("a", *(reply(str(x), x) for x in reversed(t))) for t in tasks], success=0.5)
+    names = [name for name in m if "maj@" not in name]
+    assert [m[n] for n in names] == pytest.approx([back[n] for n in names], abs=1e-12)
+    best = [m["eval/a/reward_mean"], *(m[f"eval/a/best@{n}"] for n in doublings(k))]
+    worst = [m["eval/a/reward_mean"], *(m[f"eval/a/worst@{n}"] for n in doublings(k))]
+    assert all(b >= a - 1e-12 for a, b in itertools.pairwise(best))
+    assert all(b <= a + 1e-12 for a, b in itertools.pairwise(worst))
+    if k > 1:
+        assert m[f"eval/a/std@{k}"] == pytest.approx(
+            statistics.fmean(map(statistics.pstdev, tasks)), abs=1e-12
+        )
+        assert m[f"eval/a/best@{k}"] == pytest.approx(statistics.fmean(map(max, tasks)), abs=1e-12)
+
+
+def test_hundreds_of_replies_are_no_matter() -> None:
+    assert pass_at(512, passed=1, replies=1024) == 0.5
+    assert best_of(512, [0.0] * 1023 + [1.0]) == pytest.approx(0.5, abs=1e-12)
+    assert math.isfinite(best_of(1000, [float(i) for i in range(2000)]))
+
+
+# ---------------------------------------------------------------- who is asked how, judged by what
+
+BASE: dict[str, Json] = {
+    "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 32}},
+    "tokenizer": {"build": "chars"},
+    "data": {
+        "train": [{"rows": [{"prompt": "a", "answer": "b"}], "name": "toy"}],
+        "eval": [
+            {"rows": [{"prompt": "c", "answer": "d"}], "name": "x"},
+            {"rows": [{"prompt": "e"}], "name": "y"},
+        ],
+    },
+    "train": {"steps": 2},
+    "rewards": {"right": {"function": "exact"}, "long": {"function": "module:f", "weight": 0.5}},
+}
+
+
+def config(*overrides: str) -> Config:
+    loaded = load(None, overrides, BASE)
+    plans(loaded)
+    return loaded.config
+
+
+def test_a_source_may_be_asked_in_its_own_way() -> None:
+    cfg = config(
+        "rollout.sampling.top_k=5", "rollout.sampling.max_tokens=7", "eval.samples=2", "eval.sampling.temperature=0.5",
+        "eval.sources.x.samples=8", "eval.sources.x.sampling.max_tokens=9",
+    )  # fmt: skip
+    usual, own = asked(cfg, "y"), asked(cfg, "x")
+    assert (usual.samples, usual.sampling) == (2, eval_sampling(cfg))
+    assert (usual.sampling.temperature, usual.sampling.top_k, usual.sampling.max_tokens) == (0.5, 0, 7)
+    assert (own.samples, own.sampling.temperature, own.sampling.max_tokens) == (8, 0.5, 9)
+    assert reply_tokens(cfg) == 9  # the engine must be able to hold it
+    assert plans(load(None, ["eval.sources.x.sampling.max_tokens=900"], BASE))[0].reply_tokens == 900
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "eval.sources.z.samples=2",
+            r"eval\.sources\.z: no source of data\.eval has this name; they are: x, y",
+        ),
+        (
+            "eval.sources.x.samples=2",
+            r"eval\.sources\.x\.samples: 2 greedy replies to a task are all the same",
+        ),
+        (
+            "eval.sources.x.sampling.min_tokens=999",
+            r"eval\.sources\.x\.sampling\.min_tokens: 999 is more than",
+        ),
+        ("eval.reward=rihgt", r"'rihgt' is not among rewards: right, long; did you mean 'right'"),
+        ("eval.reward={right: 0.0}", "every weight is 0"),
+        ("eval.reward={}", "names no reward"),
+        (
+            "data.eval.0.rewards=[long] eval.reward=right",
+            r"data\.eval\[0\]\.rewards: none of them is among .*: right",
+        ),
+        ("eval.offline.path=r.parquet", "training does not read it, only `whet eval` does"),
+        ("data.eval.0.response=answer", "only stages that learn from given replies read them"),
+    ],
+)
+def test_what_cannot_work_is_refused(override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config(*override.split(" ") if "rewards" in override else [override])
+
+
+def test_a_label_that_no_row_has_is_refused_when_the_rows_are_known() -> None:
+    tasks = [Task(uid=0, source="gsm8k", prompt="")]
+    check_sources(["gsm8k"], tasks)
+    with pytest.raises(ConfigError, match=r"no held-out task is of source 'gsmk8'; did you mean 'gsm8k'"):
+        check_sources(["gsmk8"], tasks)
+
+
+def test_what_judges() -> None:
+    assert reward_weights(config()) == {"right": 1.0, "long": 0.5}
+    assert reward_weights(config("eval.reward=long")) == {"long": 1.0}
+    assert reward_weights(config("eval.reward={right: 0.25, long: 2.0}")) == {"right": 0.25, "long": 2.0}
+
+
+def length(response: str, task: Task) -> float:
+    return float(len(response))
+
+
+def broken(response: str, task: Task) -> float:
+    raise RuntimeError("must not be called")
+
+
+def run_evaluation(cfg: Config, tasks: list[Task]) -> tuple[list[Group], list[tuple[Asked, list[int]]]]:
+    """Every reply to a task is its uid as text; and what was asked together."""
+    calls: list[tuple[Asked, list[int]]] = []
+
+    async def ask(members: list[Task], how: Asked) -> list[Group]:
+        calls.append((how, [t.uid for t in members]))
+        return [
+            Group(t, tuple(_rollout(t, index) for index in range(how.samples))) for t in members
+        ]  # fmt: skip
+
+    rewards = {"long": Reward(function="object:long"), "bad": Reward(function="object:bad")}
+    with RewardSet.from_config(rewards, cfg.guard, {"long": length, "bad": broken}) as judge:
+        return asyncio.run(evaluate(ask, tasks, judge, cfg=cfg)), calls
+
+
+def _rollout(task: Task, index: int) -> Rollout:
+    return Rollout(
+        task=task, index=index, token_ids=[1], mask=[1], logprobs=[0.0], sample_logprobs=[0.0], versions=[0],
+        finish_reason="stop", text="x" * task.uid,
+    )  # fmt: skip
+
+
+def test_tasks_asked_alike_go_together_and_come_back_in_order() -> None:
+    cfg = Config.model_validate(
+        {"eval": {"reward": {"long": 2.0}, "sources": {"b": {"samples": 3}}}, "rollout": {"max_batch": 6}}
+    )
+    tasks = [Task(uid=uid, source="b" if uid % 2 else "a", prompt="") for uid in range(10)]
+    groups, calls = run_evaluation(cfg, tasks)
+    assert [g.task.uid for g in groups] == list(range(10))
+    assert [(how.samples, uids) for how, uids in calls] == [
+        (1, [0, 2, 4, 6, 8]), (3, [1, 3]), (3, [5, 7]), (3, [9]),
+    ]  # fmt: skip
+    # judged by that reward alone: the broken one is not called, so nothing is unscored
+    assert [[r.reward for r in g.rollouts] for g in groups] == [
+        [2.0 * uid] * (3 if uid % 2 else 1) for uid in range(10)
+    ]
+    assert {name for g in groups for r in g.rollouts for name in r.reward_parts} == {"long"}
+
+
+def test_shown_samples_are_the_same_tasks_every_time() -> None:
+    tasks = [Task(uid=uid, source="a", prompt="p") for uid in range(20)]
+    groups = [Group(t, (_rollout(t, 0), _rollout(t, 1))) for t in tasks]
+    first = shown(groups, count=5, seed=1)
+    assert shown(groups, count=5, seed=1) == first
+    assert len({row["uid"] for row in first}) == 5
+    assert [row["uid"] for row in first] == sorted(row["uid"] for row in first)
+    assert {row["uid"] for row in shown(groups, count=5, seed=2)} != {row["uid"] for row in first}
+    assert [row["uid"] for row in shown(groups, count=3, seed=1)] == [
+        u
+        for u in (row["uid"] for row in first)
+        if u in {row["uid"] for row in shown(groups, count=3, seed=1)}
+    ]
+    assert first[0] == {
+        "uid": first[0]["uid"], "source": "a", "prompt": "p", "reply": "x" * first[0]["uid"], "answer": None,
+        "extracted": None, "reward": None,
+    }  # fmt: skip
+    assert len(shown(groups, count=100, seed=1)) == 20
+
+
+def test_the_module_needs_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = f"import sys, {module.__name__}; print('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+    )

@@ -17,9 +17,9 @@ LAYERS: list[set[str]] = [
     {"batch", "algos", "data", "guard", "rewards"},
     {"envs", "models", "buffer", "track"},
     {"training", "rollout"},
-    {"sync", "checkpoint", "evaluate"},
-    {"loop", "run", "stages"},
-    {"cli", "api", "cluster", "web"},
+    {"sync", "checkpoint", "evaluate", "held_out", "offline"},
+    {"loop", "run", "stages", "shared"},
+    {"cli", "api", "bench", "rehearsal", "cluster", "web"},
 ]
 """By first name below `whet`; `whet/__init__.py` is of the last layer."""
 

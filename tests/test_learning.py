@@ -57,12 +57,11 @@ def test_reward_rises(tmp_path: Path, name: str) -> None:
     assert sum(rewards[-3:]) / 3 > (0.6 if name == "dapo" else 0.8)
 
 
-@pytest.mark.parametrize("place", ["loss", "reward"])
-def test_a_strong_kl_keeps_the_policy_where_it_was(tmp_path: Path, place: str) -> None:
-    kl = {"place": place, "coef": 100.0, "estimator": "k2" if place == "loss" else "k1"}
+@pytest.mark.parametrize(("key", "estimator"), [("kl", "k2"), ("kl", "k1+"), ("reward_kl", "k1")])
+def test_a_strong_kl_keeps_the_policy_where_it_was(tmp_path: Path, key: str, estimator: str) -> None:
     metrics = learn(
         tmp_path,
-        {"name": "grpo", "kl": kl},
+        {"name": "grpo", key: {"coef": 100.0, "estimator": estimator}},
         train={"steps": 15, "tasks_per_step": 8, "optimizer": {"lr": 3e-3}},
     )
     assert metrics[-1]["reward/mean"] < 0.4

@@ -36,6 +36,9 @@ class Counting:
         self.module: Any = None
         self.trained: list[tuple[int, list[int]]] = []
 
+    def forward(self, batch: Batch, want: str) -> Any:
+        raise AssertionError("nothing here asks for a forward")
+
     def update(self, batch: Batch, loss: object) -> Metrics:
         self.trained.append((self.version, sorted(set(batch.version_N[batch.mask_N].tolist()))))
         return {"loss": 0.0}
@@ -84,17 +87,19 @@ def toy(*, keep: float = 1.0, chunk: int = TASKS, max_staleness: int = 0, seed: 
 
     ledger, engine = Ledger(), ScriptedEngine(reply)
     algorithm = SimpleNamespace(
-        kind="online", advantage=lambda batch, coef: batch, loss=lambda b, o: Loss(torch.zeros(b.tokens)),
-        weights=lambda b: b.mask_N.float(),
+        kind="online", correct=lambda batch, version: (batch, {}), advantage=lambda batch, coef: batch,
+        loss_of=lambda b, forward: lambda b, o: Loss(torch.zeros(b.tokens)),
+        weights=lambda b, step: b.mask_N.float(), needs=frozenset(), resample=lambda batch, stream, groups: batch,
     )  # fmt: skip
     play = partial(
         play_groups, engine, group_size=SIZE, sampling=Sampling(max_tokens=2), seed=0, purpose="train",
         decode=str, end_token_ids={1}, timeout_s=5.0,
     )  # fmt: skip
     run = Toy(
-        cfg=Config(), plan=SimpleNamespace(tasks_per_step=chunk), tasks=Stream(), engine=engine, ledger=ledger,
+        cfg=Config(), plan=SimpleNamespace(tasks_per_step=chunk, critic=None, critic_warmup_steps=0), name="toy",
+        tasks=Stream(), engine=engine, sampler=None, sync_due=True, ledger=ledger,
         policy=Counting(), reference=None, critic=None, algorithm=algorithm, play=play, recompute_old=False,
-        rewards=RewardSet({}, None), kl_coef=0.0, step=0, trained=[], played=[],
+        rewards=RewardSet({}, None), experts=None, kl_coef=0.0, step=0, trained=[], played=[],
         buffer=Buffer(
             groups_per_step=TASKS, group_size=SIZE, max_staleness=max_staleness,
             reject=rejecting(rng, keep), ledger=ledger,

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from batches import by_rollout, doubles, logp_now, make_batch, pair_batch, ragged
 from whet.algos.aggregate import AGGREGATIONS, weights
-from whet.algos.losses import dpo, ppo, regularized, reinforce, sft, value_loss
+from whet.algos.critic import value_loss
+from whet.algos.losses import dpo, ppo, regularized, reinforce, sft
 from whet.batch import Batch, LossFn, Outputs, micro_batches, select
 from whet.types import DataError, WhetError
 

@@ -11,7 +11,8 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from whet.config.checks import eval_sampling
+from whet.config.describe import arithmetic, facts, notes
+from whet.config.evaluation import eval_sampling
 from whet.config.load import load, stage_configs
 from whet.config.plan import Plan, cores, describe, dtype_on, plan, plans
 from whet.config.recipes import RECIPES
@@ -76,18 +77,66 @@ def test_epochs_become_steps_when_the_rows_are_known():
     assert plans(cfg, rows={"main": 1})[0].steps == 1
 
 
+def test_steps_and_epochs_whichever_ends_first():
+    cfg = load(None, ["train={steps: 5, epochs: 2, tasks_per_step: 16}"], {**BASE, "train": {}}).config
+    assert plan(cfg).total_steps is None
+    assert plan(cfg, rows=32).steps == 4
+    assert plan(cfg, rows=100).steps == 5
+
+
+def test_drop_last_leaves_out_what_does_not_fill_a_step():
+    base = {**BASE, "train": {"epochs": 3, "tasks_per_step": 16}}
+    kept, dropped = (load(None, [f"train.drop_last={flag}"], base).config for flag in ("false", "true"))
+    assert plan(kept, rows=100).steps == 19, "300 draws in steps of 16"
+    assert plan(dropped, rows=100).steps == 18, "three epochs of 6 whole steps"
+    assert plan(dropped, rows=96).steps == 18, "the stream's own count has lost them already"
+
+
 def test_warm_up():
     assert made().warmup_steps == 0
     assert made("train.optimizer.schedule.warmup_steps=3").warmup_steps == 3
     assert made("train.optimizer.schedule.warmup_fraction=0.25", "train.minibatches=2").warmup_steps == 5
-    assert made("train.optimizer.schedule.warmup_steps=11").warmup_steps == 11, (
-        "a short trial run is no error"
-    )
+    long = made("train.optimizer.schedule.warmup_steps=11")
+    assert long.warmup_steps == 11, "a short trial run is no error"
+    assert any("11 steps is longer than the stage (10)" in note for note in notes([long]))
+    assert not notes([made("train.optimizer.schedule.warmup_steps=10")])
+
+
+def test_a_schedule_that_counts_training_steps():
+    by_step = "train.optimizer.schedule={unit: train_step, warmup_fraction: 0.25}"
+    p = made(by_step, "train.minibatches=2", "train.passes=3")
+    assert (p.optimizer_steps, p.schedule_steps, p.warmup_steps) == (60, 10, 2)
+    assert "the first 2 training steps warm up" in facts(p)["optimizer steps"]
 
 
 def test_critic_warm_up_takes_steps_from_the_policy():
     p = made("algorithm.name=ppo", "critic.warmup_steps=4", "train.minibatches=2")
-    assert (p.steps, p.optimizer_steps) == (10, 12)
+    assert (p.steps, p.optimizer_steps, p.critic_optimizer_steps) == (10, 12, 20)
+    assert made().critic is None
+    assert made().critic_optimizer_steps == 0
+
+
+def test_the_critic_trains_as_the_policy_unless_told():
+    both = ["algorithm.name=ppo", "train={steps: 10, minibatches: 2, passes: 3, micro_tokens: 100}"]
+    same = made(*both, "train.gradient_checkpointing=true").critic
+    assert same is not None
+    assert (same.minibatches, same.passes, same.micro_tokens, same.gradient_checkpointing) == (
+        2,
+        3,
+        100,
+        True,
+    )
+    assert same.optimizer.lr == 1e-5, "its own"
+    p = made(*both, "critic={minibatches: 8, passes: 1, micro_rollouts: 4, gradient_checkpointing: true}")
+    own = p.critic
+    assert own is not None
+    assert (own.minibatches, own.passes, own.gradient_checkpointing) == (8, 1, True)
+    assert (own.micro_tokens, own.micro_rollouts) == (None, 4), "one cut replaces the other"
+    assert (p.updates_per_step, p.critic_updates_per_step) == (6, 8)
+    assert arithmetic(p).endswith("3 passes; critic 8 minibatches, 1 pass")
+    assert not made(
+        *both, "train.gradient_checkpointing=true", "critic.gradient_checkpointing=false"
+    ).critic.gradient_checkpointing
 
 
 def test_dtype():
@@ -223,11 +272,19 @@ def test_a_model_that_is_elsewhere_can_be_planned():
     ("overrides", "said"),
     [
         (["model={path: x}"], "model: give either path"),
-        (["train.epochs=2"], "train.steps: give train.steps or train.epochs; both are given"),
         (["train.steps=null"], "neither is given"),
         (["train.micro_tokens=8", "train.micro_rollouts=2"], "give train.micro_tokens or train.micro"),
         (["train.minibatches=5"], "5 does not divide train.tasks_per_step=16; nearest that work: "
          "train.minibatches=4 or 8, or train.tasks_per_step=15 or 20"),
+        (["algorithm.name=ppo", "critic.minibatches=3"], "critic.minibatches: 3 does not divide "
+         "train.tasks_per_step=16; nearest that work: critic.minibatches=2 or 4"),
+        (["train.micro_tokens_forward=8", "train.micro_rollouts_forward=2"], "give train.micro_tokens_forward or"),
+        (["algorithm.name=ppo", "critic.micro_tokens=8", "critic.micro_rollouts=2"], "give critic.micro_tokens or"),
+        (["train.drop_last=true", "data.train=[{path: a}, {path: b}]"], "train.drop_last: 2 sources are mixed"),
+        (["train.optimizer.schedule={kind: linear, warmup_steps: 5, total_steps: 5}"], "5 steps of warm-up leave "
+         "nothing of total_steps=5"),
+        (["train.optimizer.schedule={kind: wsd, warmup_steps: 2, decay_steps: 4, total_steps: 5}"], "4 steps of decay "
+         "after 2 of warm-up are more than total_steps=5"),
         (["train.tasks_per_step=2", "train.minibatches=3"], "train.minibatches=2, or train.tasks_per_step=3"),
         (["tokenizer.build=null"], "tokenizer: a model from scratch brings none"),
         (["tokenizer.path=x"], "tokenizer: give path or build, not both"),
@@ -249,8 +306,8 @@ def test_a_model_that_is_elsewhere_can_be_planned():
         (["rollout.group_size=1", "algorithm.name=rloo"], "1 leaves advantage=rloo nothing to compare"),
         (["rollout.sampling.temperature=0"], "all 8 rollouts of a task would be the same"),
         (["rollout.sampling.min_tokens=300"], "300 is more than max_tokens=256"),
-        (["algorithm.kl.coef=0", "algorithm.kl.target=0.1"], "algorithm.kl.target"),
-        (["algorithm.name=gpro"], "is not known; did you mean 'grpo'"),
+        (["algorithm.reward_kl.target=0.1"], "algorithm.reward_kl.target"),
+        (["algorithm.name=dr_gpro"], "is not known; did you mean 'dr_grpo'"),
         (["eval.reward=x", "data.eval=[{path: b}]"], "eval.reward: 'x' is not among rewards: acc"),
         (["eval.samples=4", "data.eval=[{path: b}]"], "4 greedy replies to a task are all the same"),
         (["rewards.acc.weight=0"], "every weight is 0"),
@@ -274,8 +331,9 @@ def test_rewards_are_required_where_rollouts_are_judged():
                 plans(run)
         else:
             plans(run)
-    with pytest.raises(ConfigError, match="evaluation judges replies by rewards"):
-        plans(load(None, ["algorithm.name=sft", "data.eval=[{path: b}]"], values))
+    looking = plans(load(None, ["algorithm.name=sft", "data.eval=[{path: b}]"], values))[0]
+    assert looking.evaluates
+    assert not looking.generates, "only the loss of held-out replies is measured"
 
 
 def test_all_problems_stand_in_one_message_with_their_lines(tmp_path):
@@ -312,6 +370,8 @@ def test_all_problems_stand_in_one_message_with_their_lines(tmp_path):
         (["critic.optimizer.lr=1e-4"], "critic.optimizer.lr"),
         (["reference.reset_every=3"], "reference.reset_every"),
         (["algorithm.kl.estimator=k1"], "algorithm.kl.estimator"),
+        (["algorithm.reward_kl.estimator=k2"], "algorithm.reward_kl.estimator"),
+        (["reference.reset_optimizer=true", "algorithm.kl.coef=0.1"], "reference.reset_optimizer"),
         (["algorithm.lam=0.9"], "algorithm.lam"),
         (["algorithm.beta=0.3"], "algorithm.beta"),
         (["data.train.0.rejected=r"], "data.train[0].rejected"),
@@ -323,6 +383,22 @@ def test_all_problems_stand_in_one_message_with_their_lines(tmp_path):
         (["model.scratch.sliding_window=4"], "model.scratch.sliding_window"),
         (["train.optimizer.schedule.decay_fraction=0.2"], "train.optimizer.schedule.decay_fraction"),
         (["train.optimizer.schedule.min_factor=0.2"], "train.optimizer.schedule.min_factor"),
+        (["train.optimizer.schedule={kind: linear, cycles: 1.0}"], "train.optimizer.schedule.cycles"),
+        (["train.optimizer.schedule={kind: wsd, cycles: 1.0}"], "train.optimizer.schedule.cycles"),
+        (["train.optimizer.schedule={kind: inverse_sqrt, decay_shape: cosine}"],
+         "train.optimizer.schedule.decay_shape"),
+        (["train.optimizer.schedule={kind: wsd, decay_steps: 2, decay_fraction: 0.5}"],
+         "train.optimizer.schedule.decay_fraction"),
+        (["train.optimizer.schedule.total_steps=7"], "train.optimizer.schedule.total_steps"),
+        (["train.optimizer.schedule.warmup_ends=peak"], "train.optimizer.schedule.warmup_ends"),
+        (["train.optimizer.schedule.warmup_start=0.5"], "train.optimizer.schedule.warmup_start"),
+        (["train.optimizer.schedule.unit=train_step"], "train.optimizer.schedule.unit"),
+        (["train.optimizer.schedule.weight_decay_shape=cosine"], "train.optimizer.schedule.weight_decay_shape"),
+        (["train.optimizer.decay_all=true"], "train.optimizer.decay_all"),
+        (["train.shuffle_passes=true"], "train.shuffle_passes"),
+        (["algorithm.name=ppo", "critic.overrides={a: 1}"], "critic.overrides.a"),
+        (["algorithm.name=ppo", "critic.optimizer.schedule.unit=train_step"], "critic.optimizer.schedule.unit"),
+        (["algorithm.name=dpo", "reference.overrides={a: 1}"], "reference.overrides.a"),
         (["rollout.engine=hf", "machine.kv_cache_mb=10"], "machine.kv_cache_mb"),
         (["algorithm.name=sft"], "rewards.acc.function"),
         (["algorithm.name=sft", "rollout.group_size=4"], "rollout.group_size"),
@@ -361,7 +437,7 @@ def test_a_key_of_the_base_may_serve_one_stage_alone():
         load(None, ["rollout.group_size=4", "algorithm.clip_high=0.3", "data.train.0.response=r"], STAGED)
     )
     assert (first.group_size, second.group_size) == (1, 4)
-    assert second.algorithm.clip_high == 0.3
+    assert second.algorithm.settings["clip_high"] == 0.3
     assert (first.steps, second.steps, first.name, second.name) == (5, 7, "sft", "rl")
 
 
@@ -449,4 +525,8 @@ def test_every_example_loads_plans_and_prints(path, monkeypatch):
 def test_every_recipe_plans(name):
     kind = RECIPES[name].kind
     values = {k: v for k, v in BASE.items() if k != "rewards" or kind == "online"}
-    assert plans(load(None, [f"algorithm.name={name}"], values))[0].algorithm.name == name
+    expert = "data.expert=[{path: b}]"
+    needs = {"distill": "reference.path=teacher", "mix": expert, "mix_chord": expert}
+    more = [needs[name]] if name in needs else []
+    found = plans(load(None, [f"algorithm.name={name}", *more], values))
+    assert found[0].algorithm.name == name

@@ -18,16 +18,8 @@ from whet.algos.aggregate import AGGREGATIONS
 from whet.algos.losses import LOSSES
 from whet.algos.recipes import Algorithm, build
 from whet.batch import Outputs
-from whet.config import schema
-from whet.config.recipes import (
-    ADVANTAGE_SETTINGS,
-    LOSS_KIND,
-    LOSS_SETTINGS,
-    RECIPES,
-    SETTINGS,
-    Resolved,
-    resolve,
-)
+from whet.config import functions, schema
+from whet.config.recipes import RECIPES, SETTINGS, Resolved, resolve
 from whet.types import ConfigError, WhetError
 
 
@@ -47,8 +39,9 @@ def test_recipes_name_parts_that_exist() -> None:
         assert recipe.advantage in ADVANTAGES
         assert recipe.loss in LOSSES
         assert recipe.aggregation in AGGREGATIONS
-        assert recipe.needs_critic == (recipe.advantage == "gae")
-        assert recipe.kind == LOSS_KIND[recipe.loss]
+        assert recipe.kind == functions.LOSSES[recipe.loss].kind
+        read = functions.ADVANTAGES[recipe.advantage].settings | functions.LOSSES[recipe.loss].settings
+        assert recipe.settings.keys() <= read
 
 
 def test_tables_without_torch_tell_the_truth_about_the_functions() -> None:
@@ -56,10 +49,16 @@ def test_tables_without_torch_tell_the_truth_about_the_functions() -> None:
         assert callable(function)
         return {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
 
-    assert {n: keywords(f) - {"reward_N"} for n, f in ADVANTAGES.items()} == ADVANTAGE_SETTINGS
-    assert {n: keywords(f) for n, f in LOSSES.items()} == LOSS_SETTINGS
+    assert {n: keywords(f) - {"reward_N"} for n, f in ADVANTAGES.items()} == {
+        n: row.settings for n, row in functions.ADVANTAGES.items()
+    }
+    assert {n: keywords(f) for n, f in LOSSES.items()} == {
+        n: row.settings for n, row in functions.LOSSES.items()
+    }
     assert set(schema.Algorithm.model_fields) >= SETTINGS
-    assert set(LOSS_KIND) == set(LOSSES)
+    for row in (*functions.ADVANTAGES.values(), *functions.LOSSES.values()):
+        assert all(schema.Algorithm.model_fields[key].default is None for key in row.defaults)
+        assert all(schema.Algorithm.model_fields[key].default is not None for key in row.reads)
     known = inspect.signature(schema.Algorithm).parameters["aggregation"].annotation
     assert all(repr(mode) in str(known) for mode in AGGREGATIONS if mode != "pair-mean")
 
@@ -86,9 +85,9 @@ def test_recipes_are_read_without_torch() -> None:
 def test_a_recipe_as_it_is() -> None:
     r = resolve(given("dapo"))
     assert (r.advantage, r.loss, r.aggregation) == ("grpo", "ppo", "token-mean")
-    assert (r.clip_low, r.clip_high, r.dual_clip) == (0.2, 0.28, None)
+    assert (r.settings["clip_low"], r.settings["clip_high"], r.settings["dual_clip"]) == (0.2, 0.28, None)
     assert r.drop_uniform_groups
-    assert r.normalize_std
+    assert r.settings["normalize_std"]
     assert not r.needs_critic
     assert not r.needs_reference
 
@@ -99,12 +98,12 @@ def test_the_users_keys_win() -> None:
             "dapo", clip_high=0.4, dual_clip=3.0, drop_uniform_groups=False, normalize_std=False, whiten=True
         )
     )
-    assert (r.clip_low, r.clip_high, r.dual_clip) == (0.2, 0.4, 3.0)
-    assert (r.drop_uniform_groups, r.normalize_std, r.whiten) == (False, False, True)
+    assert (r.settings["clip_low"], r.settings["clip_high"], r.settings["dual_clip"]) == (0.2, 0.4, 3.0)
+    assert (r.drop_uniform_groups, r.settings["normalize_std"], r.whiten) == (False, False, True)
     r = resolve(
         given("grpo", advantage="gae", gamma=0.9, aggregation="seq-mean-token-sum-norm", norm_tokens=7)
     )
-    assert (r.needs_critic, r.gamma, r.norm_tokens) == (True, 0.9, 7)
+    assert (r.needs_critic, r.settings["gamma"], r.norm_tokens) == (True, 0.9, 7)
     assert not resolve(given("ppo", advantage="rloo")).needs_critic
     assert resolve(given("ppo", advantage="mine:f")).needs_critic
     assert not resolve(given("grpo", advantage="mine:f")).needs_critic
@@ -112,7 +111,7 @@ def test_the_users_keys_win() -> None:
 
 def test_who_needs_a_reference() -> None:
     needs = {name for name in RECIPES if resolve(given(name)).needs_reference}
-    assert needs == {"dpo"}
+    assert needs == {"dpo", "kto", "distill"}
     assert resolve(given("grpo", kl=schema.Kl(coef=0.01))).needs_reference
 
 
@@ -140,12 +139,11 @@ def test_who_needs_a_reference() -> None:
         ("dpo", {"loss": "ppo"}, "learns from online data"),
         ("dpo", {"aggregation": "token-mean"}, "one number a pair"),
         ("dpo", {"entropy_coef": 0.1}, "one number a pair"),
-        ("dpo", {"kl": {"coef": 0.1}}, "holds its own KL"),
-        ("dpo", {"kl": {"coef": 0.1, "place": "reward"}}, "holds its own KL"),
-        ("sft", {"kl": {"coef": 0.1, "place": "reward"}}, "reads no rewards"),
-        ("ppo", {"kl": {"coef": 0.1, "target": 0.1}}, "kl.place='reward'"),
-        ("ppo", {"kl": {"place": "reward", "target": 0.1}}, "kl.coef > 0"),
-        ("ppo", {"kl": {"horizon": 5}}, "horizon has no effect"),
+        ("dpo", {"kl": {"coef": 0.1}}, "no place for a KL"),
+        ("dpo", {"reward_kl": {"coef": 0.1}}, "no place for a KL"),
+        ("sft", {"reward_kl": {"coef": 0.1}}, "reads no rewards"),
+        ("ppo", {"kl": {"coef": 0.1}, "reward_kl": {"target": 0.1}}, "reward_kl.coef > 0"),
+        ("ppo", {"reward_kl": {"coef": 0.1, "horizon": 5}}, "horizon has no effect"),
     ],
 )
 def test_what_cannot_work_or_has_no_effect_is_refused(name: str, keys: dict[str, Any], why: str) -> None:
@@ -167,9 +165,11 @@ def test_defaults_written_out_are_no_error() -> None:
 def test_what_the_step_is_told() -> None:
     assert {n for n in RECIPES if made(n).needs_critic} == {"ppo"}
     assert {n for n in RECIPES if made(n).value_loss is not None} == {"ppo"}
-    assert {n for n in RECIPES if made(n).whole_groups} == {"dpo"}
+    assert {n for n in RECIPES if made(n).whole_groups} == {"dpo", "simpo", "orpo"}
     assert {n for n in RECIPES if made(n).drop_uniform_groups} == {"dapo"}
-    assert {n for n in RECIPES if made(n).needs_old(False)} == {"grpo", "dr_grpo", "dapo", "ppo"}
+    by_themselves = {"asymre", "dppo", "gpg", "opmd", "opo", "raft", "reinforce", "remax", "rloo"}
+    online = {n for n, recipe in RECIPES.items() if recipe.kind == "online"}
+    assert {n for n in online if not made(n).needs_old(False)} == by_themselves
     assert {n for n in RECIPES if made(n).needs_old(True)} == set()
     assert made("grpo", entropy_coef=0.01).entropy_grad
     assert not made("grpo").entropy_grad
@@ -184,7 +184,7 @@ def test_who_computes_the_old_logprobs(mode: str, expected: tuple[bool, bool]) -
 
 
 def test_kl_in_the_reward_needs_old_logprobs_even_without_a_ratio() -> None:
-    assert made("rloo", kl=schema.Kl(coef=0.1, place="reward")).needs_old(False)
+    assert made("rloo", reward_kl=schema.RewardKl(coef=0.1)).needs_old(False)
 
 
 @pytest.mark.parametrize("name", [n for n, r in RECIPES.items() if r.kind == "online"])
@@ -193,16 +193,20 @@ def test_a_whole_online_step(name: str) -> None:
     algorithm = made(name)
     batch = make_batch([["paa", "paoa", "pa"], ["pa", "poa"]], [2.0, 0.0, 1.0, -1.0, 1.0])
     batch = replace(batch, logp_old_N=batch.logp_sample_N, value_N=torch.zeros(batch.tokens).double())
+    batch = replace(batch, expert_R=torch.zeros(batch.rollouts, dtype=torch.bool))
+    batch = replace(batch, baseline_R=torch.zeros(5).double(), collision_N=batch.mask_N.double())
     batch = algorithm.advantage(batch, algorithm.kl_coef)
-    batch = replace(batch, weight_N=algorithm.weights(batch))
+    batch = replace(batch, weight_N=algorithm.weights(batch, 1))
     logp = logp_now(batch, scale=0.0)
     loss = algorithm.loss(batch, Outputs(logp_N=logp))
     (grad,) = torch.autograd.grad((loss.loss_N * batch.weight_N).sum(), logp)
     assert torch.isfinite(grad).all()
     assert (grad[~batch.mask_N] == 0).all()
+    if name == "distill":
+        return  # towards the teacher, whatever is rewarded
     best, worst = by_rollout(batch, grad)[0], by_rollout(batch, grad)[3]
     assert all(g < 0 for g in best)
-    assert all(g > 0 for g in worst)
+    assert all(g == 0 if name in ("grpo_passk", "raft") else g > 0 for g in worst)
 
 
 def test_sft_and_dpo_through_build() -> None:
@@ -210,12 +214,12 @@ def test_sft_and_dpo_through_build() -> None:
     batch = sft.advantage(ragged(0), sft.kl_coef)
     loss = sft.loss(batch, Outputs(logp_N=batch.logp_sample_N))
     nll = -batch.logp_sample_N[batch.mask_N].mean()
-    torch.testing.assert_close((loss.loss_N * sft.weights(batch)).sum(), nll, rtol=1e-12, atol=0)
+    torch.testing.assert_close((loss.loss_N * sft.weights(batch, 1)).sum(), nll, rtol=1e-12, atol=0)
     dpo = made("dpo", beta=0.3)
     pairs = dpo.advantage(pair_batch(3), dpo.kl_coef)
     loss = dpo.loss(pairs, Outputs(logp_N=pairs.logp_ref_N))
     # At the reference every pair costs log 2.
-    assert float((loss.loss_N * dpo.weights(pairs)).sum()) == pytest.approx(0.6931471805599453, rel=1e-12)
+    assert float((loss.loss_N * dpo.weights(pairs, 1)).sum()) == pytest.approx(0.6931471805599453, rel=1e-12)
 
 
 def test_settings_reach_the_functions() -> None:
@@ -229,12 +233,12 @@ def test_settings_reach_the_functions() -> None:
     loss = algorithm.loss(batch, Outputs(logp_N=logp)).loss_N
     assert loss.tolist() == pytest.approx([0, -0.75 + 0.5, 0, 1.0 + 0.5])
     # Two rollouts, constant max_tokens = 20, or the one that is given.
-    assert algorithm.weights(batch).tolist() == pytest.approx([0, 1 / 40, 0, 1 / 40])
-    assert made("dr_grpo", norm_tokens=5).weights(batch).tolist() == pytest.approx([0, 1 / 10, 0, 1 / 10])
+    assert algorithm.weights(batch, 1).tolist() == pytest.approx([0, 1 / 40, 0, 1 / 40])
+    assert made("dr_grpo", norm_tokens=5).weights(batch, 1).tolist() == pytest.approx([0, 1 / 10, 0, 1 / 10])
 
 
 def test_kl_in_the_reward_changes_the_advantage_and_not_the_loss() -> None:
-    algorithm = made("reinforce", kl=schema.Kl(coef=0.2, place="reward", estimator="k1"))
+    algorithm = made("reinforce", reward_kl=schema.RewardKl(coef=0.2, estimator="k1"))
     assert algorithm.kl_coef == 0.2
     batch = replace(
         make_batch([["paa"]], [1.0]), logp_old_N=doubles([0, -1, -1]), logp_ref_N=doubles([0, -2, -3])
@@ -255,10 +259,10 @@ def test_the_controller_moves_the_weight_only_with_a_target() -> None:
     batch = replace(
         make_batch([["pa", "pa"]]), logp_old_N=doubles([0, -1, 0, -1]), logp_ref_N=doubles([0, -1.3, 0, -1.1])
     )
-    fixed = made("ppo", kl=schema.Kl(coef=0.1, place="reward", estimator="k1"))
+    fixed = made("ppo", reward_kl=schema.RewardKl(coef=0.1, estimator="k1"))
     assert fixed.next_kl_coef(batch, 0.1) == 0.1
     # Mean KL 0.2, target 0.18: error 1/9; two rollouts, horizon 10.
-    steered = made("ppo", kl=schema.Kl(coef=0.1, place="reward", estimator="k1", target=0.18, horizon=10))
+    steered = made("ppo", reward_kl=schema.RewardKl(coef=0.1, estimator="k1", target=0.18, horizon=10))
     assert steered.next_kl_coef(batch, 0.1) == pytest.approx(0.1 * (1 + 1 / 9 * 0.2))
 
 
@@ -325,10 +329,10 @@ def test_a_function_of_the_users_gets_the_settings_it_names(mine: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"advantage": "greedy"}, "temperature.*By keyword it may take: beta, clip_high"),
+        ({"advantage": "greedy"}, "temperature.*By keyword it may take: .*clip_high, clip_low"),
         ({"advantage": "number"}, "a function or class is needed"),
         ({"advantage": "absent"}, "has no 'absent'"),
-        ({"advantage": "by_length", "kl": {"coef": 0.1, "place": "reward"}}, "does not take reward_N"),
+        ({"advantage": "by_length", "reward_kl": {"coef": 0.1}}, "does not take reward_N"),
         ({"advantage": "by_length", "lam": 0.5}, "lam=0.5 has no effect"),
         ({"loss": "cubed", "dual_clip": 3.0}, "dual_clip=3.0 has no effect"),
         ({"loss": "by_length"}, "cannot be called as f\\(batch, outputs"),
@@ -347,7 +351,7 @@ def test_an_advantage_of_the_wrong_size_is_refused(mine: str) -> None:
 
 
 def test_a_users_advantage_may_take_the_token_rewards(mine: str) -> None:
-    algorithm = made("grpo", advantage=f"{mine}:all_zero", kl=schema.Kl(coef=0.1, place="reward"))
+    algorithm = made("grpo", advantage=f"{mine}:all_zero", reward_kl=schema.RewardKl(coef=0.1))
     batch = algorithm.advantage(ragged(0), 0.1)
     assert batch.adv_N is not None
     assert (batch.adv_N == 0).all()

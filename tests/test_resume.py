@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SAME = ("metrics.jsonl", "rollouts", "eval", "checkpoints")
+SAME = ("metrics.jsonl", "rollouts", "eval", "batches", "checkpoints", "export")
 """What two equal runs write byte for byte."""
 
 
@@ -43,7 +43,9 @@ def assert_equal(a: Path, b: Path) -> None:
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("unbroken") / "run"
     drive(path, kills=0, seed=0)
-    assert len((path / "metrics.jsonl").read_text().splitlines()) == 5 + 7 + 6 + 8  # steps, and evaluations
+    assert (
+        len((path / "metrics.jsonl").read_text().splitlines()) == 5 + 7 + 6 + 5 + 3 + 12
+    )  # steps, and evaluations
     return path
 
 
@@ -78,7 +80,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(unbroken: Path, tmp_path: Pat
     )
     assert again.returncode == 0, again.stderr
     assert "going on from" in again.stdout
-    for name in ("metrics.jsonl", "rollouts", "eval"):
+    for name in ("metrics.jsonl", "rollouts", "eval", "batches", "export"):
         assert [f for f in files(run_dir) if f.startswith(name)] == [
             f for f in files(unbroken) if f.startswith(name)
         ]

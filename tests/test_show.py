@@ -147,10 +147,10 @@ def test_success_is_judged_as_the_config_says(tmp_path: Path) -> None:
     make(tmp_path).close()
     passed = {e.prompt: e.passed_after for e in show.before_and_after(show.read(tmp_path), limit=9)}
     assert passed == {"abc>": True, "xyz>": True, "mno>": False}
-    config = CONFIG | {"eval": {"reward": "form\x1b", "success": 0.25}}
+    config = CONFIG | {"eval": {"success": 0.0}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     passed = {e.prompt: e.passed_after for e in show.before_and_after(show.read(tmp_path), limit=9)}
-    assert passed == {"abc>": True, "xyz>": True, "mno>": False}  # mno's part is missing: no reward
+    assert passed == {"abc>": True, "xyz>": True, "mno>": False}  # mno was not scored
     assert [e.passed_before for e in show.before_and_after(show.read(tmp_path), limit=9)] == [True] * 3
 
 

@@ -1,28 +1,20 @@
-"""SkyRL files: every key has a status, its own rules hold, and a run equals the native one to the bit."""
+"""SkyRL's keys: every one has a status, its own rules hold, data, batches and records are translated."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import whet
-from whet.config import schema
 from whet.config.dialects import skyrl_parts as parts
 from whet.config.dialects import skyrl_rules as rules
-from whet.config.dialects.key import Values
+from whet.config.dialects.key import Unbuilt, Values
 from whet.config.dialects.skyrl import ALIASES, SKYRL
 from whet.config.load import Loaded
 from whet.config.load import load as load_config
 from whet.config.parse import parse
-from whet.config.plan import plans
-from whet.config.tree import leaves
-from whet.data.tokenizer import load_tokenizer
-from whet.models.load import build, export
 from whet.types import ConfigError, Json
 
 HERE = Path(__file__).parent / "dialects"
@@ -81,12 +73,12 @@ def test_names_are_unique_and_newer_names_lead_to_rows() -> None:
 def test_statuses() -> None:
     counts = Counter(ROWS[name].status for name in DOCUMENT)
     assert counts == {
-        "translated": 52,
-        "coming": 31,
-        "derived": 18,
+        "translated": 58,
+        "coming": 20,
+        "derived": 21,
         "mapped": 15,
         "engine": 13,
-        "inert": 1,
+        "inert": 3,
     }
     few = sum(row.status in ("inert", "refused") for row in SKYRL)
     assert few < 0.05 * len(SKYRL)
@@ -108,69 +100,20 @@ def test_every_native_key_that_a_function_gives_is_declared() -> None:
             assert all(any(key == n or key.startswith(f"{n}.") for n in together) for key in given), row.name
 
 
-OTHER: dict[str, Json] = {
-    "data.train_data": ["other.parquet"],
-    "data.val_data": ["other.parquet"],
-    "trainer.policy_mini_batch_size": 512,
-    "trainer.critic_mini_batch_size": 512,
-    "trainer.resume_mode": None,
-    "trainer.resume_path": "c",
-    "trainer.logger": "tensorboard",
-    "trainer.max_ckpts_to_keep": 2,
-    "trainer.hf_save_interval": 5,
-    "trainer.critic.optimizer_config.adam_betas": [0.9, 0.95],
-    "trainer.algorithm.advantage_estimator": "rloo",
-    "trainer.algorithm.loss_reduction": "token_mean",
-    "trainer.algorithm.ppo_loss_type": "regular",
-    "trainer.algorithm.kl_estimator_type": "k2",
-    "trainer.policy.optimizer_config.num_warmup_steps": 3,
-    "trainer.critic.optimizer_config.num_warmup_steps": 3,
-    "trainer.policy.optimizer_config.scheduler": "linear",
-    "trainer.critic.optimizer_config.scheduler": "linear",
-    "generator.model_dtype": "float32",
-    "generator.backend": "sglang",
-    "generator.sampling_params.top_k": 5,
-    "generator.sampling_params.*": {"stop": ["x"]},
-    "generator.eval_sampling_params.top_k": 5,
-    "generator.eval_sampling_params.*": {"stop": ["x"]},
-}
-"""A second value of every key for which none follows from the default."""
-
-
-def another(name: str) -> Json:
-    default = ROWS[name].default
-    if name in OTHER:
-        return OTHER[name]
-    if isinstance(default, bool):
-        return not default
-    return 2 * default + 1 if isinstance(default, int | float) else f"{default}x"
-
-
-@pytest.mark.parametrize("name", [row.name for row in SKYRL if row.status == "translated"])
-def test_no_key_is_dead(name: str) -> None:
-    """In a plain file or in one of PPO, without k3 and in larger micro-batches, another value does something."""
-    function = ROWS[name].translate
-    assert function is not None
-    ppo: dict[str, Json] = {
-        "trainer__algorithm__advantage_estimator": "gae",
-        "trainer__critic__model__path": "m",
-        "trainer__algorithm__ppo_loss_type": "dual_clip",
-        "trainer__algorithm__use_kl_estimator_k3": False,
-        "trainer__micro_train_batch_size_per_gpu": 4,
-        "trainer__micro_forward_batch_size_per_gpu": 4,
-    }
-
-    def effect(**given: Json) -> object:
-        try:
-            return function(values(**given))
-        except ConfigError:
-            return "refused"
-
-    changed = {name.replace(".", "__"): another(name)}
-    assert any(effect(**context) != effect(**{**context, **changed}) for context in ({}, ppo)), name
-
-
 # ---------------------------------------------------------------- batch sizes
+
+ODD: dict[str, Json] = {"trainer__placement__policy_num_gpus_per_node": 7}
+
+
+def test_batches_that_do_not_divide_evenly_among_ranks_run_as_there() -> None:
+    """4 prompts * 5 on 8 ranks are 2 rollouts each, and 4 more: SkyRL rounds, here each step has its 4 prompts."""
+    v = values(
+        trainer__train_batch_size=16,
+        trainer__policy_mini_batch_size=4,
+        trainer__micro_train_batch_size_per_gpu=2,
+        trainer__placement__policy_num_gpus_per_node=8,
+    )
+    assert parts.batches(v)["train.minibatches"] == 4
 
 
 def test_batches_by_hand() -> None:
@@ -182,7 +125,12 @@ def test_batches_by_hand() -> None:
         generator__n_samples_per_prompt=4,
     )
     # 8 prompts * 4 = 32 rollouts, on 4 ranks 8 each, in micro-batches of 2
-    assert parts.batches(v) == {"train.tasks_per_step": 32, "train.minibatches": 4, "train.micro_rollouts": 2}
+    assert parts.batches(v) == {
+        "train.tasks_per_step": 32,
+        "train.minibatches": 4,
+        "train.micro_rollouts": 2,
+        "train.micro_rollouts_forward": 4,
+    }
 
 
 @pytest.mark.parametrize(
@@ -196,7 +144,11 @@ def test_batches_by_hand() -> None:
             {"trainer__train_batch_size": 1000},
             "trainer.policy_mini_batch_size=256 must divide trainer.train_batch",
         ),
-        ({"trainer__policy_mini_batch_size": 2}, "= 10 rollouts".replace("= ", "are ")),
+        ({"trainer__placement__policy_num_nodes": 400}, "leaves a rank no rollout"),
+        (
+            ODD,
+            "a rank's mini batch, 182 = ",
+        ),
         ({"trainer__micro_train_batch_size_per_gpu": 7}, "must divide the mini batch of a rank, 320 = "),
         ({"trainer__policy__sequence_parallel_size": 3}, "must divide the 4 GPUs of the policy"),
         ({"trainer__train_batch_size": 0}, "trainer.train_batch_size: got 0, expected a whole number >= 1"),
@@ -217,7 +169,8 @@ def test_a_critic_is_checked_only_where_it_learns() -> None:
     assert parts.batches(values(**odd))["train.minibatches"] == 4
     gae = {"trainer__algorithm__advantage_estimator": "gae", "trainer__critic__model__path": "m"}
     assert "trainer.critic_mini_batch_size=300 must divide" in refusal(parts.batches, **odd, **gae)
-    assert "not built yet" in refusal(parts.batches, trainer__critic_mini_batch_size=128, **gae)
+    small = values(trainer__critic_mini_batch_size=128, **gae)
+    assert parts.batches(small)["critic.minibatches"] == 8
 
 
 # ---------------------------------------------------------------- placement and engine
@@ -241,7 +194,8 @@ def test_placement() -> None:
 
 def test_engines() -> None:
     assert parts.rollout_engine(values()) == {"rollout.engine": "native"}
-    assert "coming" in refusal(parts.rollout_engine, generator__run_engines_locally=False)
+    with pytest.raises(Unbuilt, match="coming"):
+        parts.rollout_engine(values(generator__run_engines_locally=False))
     assert "remote engines only" in refusal(parts.rollout_engine, generator__backend="sglang")
     assert "expected one of vllm, sglang" in refusal(parts.rollout_engine, generator__backend="hf")
     assert rules.check_engine_mode(values(generator__batched=False)) == {}
@@ -254,6 +208,11 @@ def test_engines() -> None:
     assert "must equal trainer.max_prompt_length=512" in refusal(
         rules.check_input_length, generator__max_input_length=600
     )
+    longer = values(generator__max_input_length=600, generator__max_turns=2)
+    assert rules.check_input_length(longer) == {}
+    shorter: dict[str, Json] = {"generator__max_input_length": 60, "generator__max_turns": 2}
+    assert "must be at least" in refusal(rules.check_input_length, **shorter)
+    assert rules.check_update_group(values(generator__override_existing_update_group=True)) == {}
 
 
 def test_dtype_is_the_derived_one_unless_float32_is_asked_for() -> None:
@@ -263,120 +222,7 @@ def test_dtype_is_the_derived_one_unless_float32_is_asked_for() -> None:
     assert "coming" in refusal(parts.dtype, generator__model_dtype="float16")
 
 
-# ---------------------------------------------------------------- algorithm
-
-KL = "trainer__algorithm__"
-
-
-@pytest.mark.parametrize(
-    ("given", "place", "estimator"),
-    [
-        ({}, "loss", "k3"),
-        ({KL + "use_abs_kl": True}, "loss", "k3"),  # k3 is never negative
-        ({KL + "use_abs_kl": True, KL + "use_kl_estimator_k3": False}, "loss", "abs"),
-        ({KL + "use_kl_estimator_k3": False}, "loss", "k1"),
-        ({KL + "use_kl_in_reward": True, KL + "use_kl_loss": False}, "reward", "k3"),
-        ({KL + "kl_estimator_type": "k2"}, "loss", "k2"),
-    ],
-)
-def test_kl(given: dict[str, Json], place: str, estimator: str) -> None:
-    assert parts.kl(values(**given)) == {
-        "algorithm.kl.place": place,
-        "algorithm.kl.coef": 0.001,
-        "algorithm.kl.estimator": estimator,
-    }
-
-
-def test_kl_off_and_kl_twice() -> None:
-    assert parts.kl(values(trainer__algorithm__use_kl_loss=False)) == {}
-    assert parts.kl(values(trainer__algorithm__kl_loss_coef=0)) == {}
-    assert "exclude each other" in refusal(parts.kl, trainer__algorithm__use_kl_in_reward=True)
-    assert "expected a number >= 0" in refusal(parts.kl, trainer__algorithm__kl_loss_coef=-0.1)
-
-
-def test_advantages() -> None:
-    assert parts.advantages(values()) == {"algorithm.name": "grpo"}
-    settings: dict[str, Json] = {
-        KL + "lambd": 0.95,
-        KL + "gamma": 0.9,
-        KL + "advantage_batch_normalize": True,
-    }
-    assert parts.advantages(values(**settings)) == {"algorithm.name": "grpo", "algorithm.whiten": True}
-    gae = values(**settings, **{KL + "advantage_estimator": "gae"}, trainer__critic__model__path="m")
-    assert parts.advantages(gae) == {
-        "algorithm.name": "ppo",
-        "algorithm.gamma": 0.9,
-        "algorithm.lam": 0.95,
-        "algorithm.whiten": True,
-    }
-    assert parts.advantages(values(**{KL + "grpo_norm_by_std": False}))["algorithm.normalize_std"] is False
-    assert parts.advantages(values(**{KL + "advantage_estimator": "reinforce++"})) == {
-        "algorithm.name": "reinforce",
-        "algorithm.loss": "ppo",
-        "algorithm.whiten": True,
-        "algorithm.gamma": 1.0,
-    }
-    assert "coming" in refusal(parts.advantages, **{KL + "advantage_estimator": "maxrl"})
-    assert "expected one of grpo, gae" in refusal(parts.advantages, **{KL + "advantage_estimator": "gra"})
-
-
-def test_losses_and_reductions() -> None:
-    assert parts.policy_loss(values(trainer__algorithm__clip_ratio_c=4.0)) == {}
-    dual: dict[str, Json] = {KL + "ppo_loss_type": "dual_clip", KL + "clip_ratio_c": 4.0}
-    assert parts.policy_loss(values(**dual)) == {"algorithm.dual_clip": 4.0}
-    assert "coming" in refusal(parts.policy_loss, **{KL + "ppo_loss_type": "gspo"})
-    assert parts.reduction(values()) == {"algorithm.aggregation": "seq-mean-token-mean"}
-    assert parts.reduction(values(**{KL + "loss_reduction": "seq_mean_token_sum_norm"})) == {
-        "algorithm.aggregation": "seq-mean-token-sum-norm",
-        "algorithm.norm_tokens": 512 + 1024,
-    }
-    assert "coming" in refusal(parts.reduction, **{KL + "loss_reduction": "token_mean_legacy"})
-
-
-# ---------------------------------------------------------------- optimizers, sampling, data
-
-
-def test_optimizers() -> None:
-    assert parts.policy_optimizer(values(trainer__num_warmup_steps=7)) == {
-        "train.optimizer.grad_clip": 1.0,
-        "train.optimizer.schedule.kind": "constant",
-        "train.optimizer.schedule.warmup_steps": 7,
-    }
-    own = values(
-        trainer__num_warmup_steps=7,
-        trainer__policy__optimizer_config__num_warmup_steps=3,
-        trainer__policy__optimizer_config__max_grad_norm=-1,
-        trainer__policy__optimizer_config__scheduler="cosine",
-    )
-    assert parts.policy_optimizer(own) == {
-        "train.optimizer.grad_clip": None,
-        "train.optimizer.schedule.kind": "cosine",
-        "train.optimizer.schedule.warmup_steps": 3,
-    }
-    assert "coming" in refusal(
-        parts.policy_optimizer, trainer__policy__optimizer_config__scheduler="polynomial"
-    )
-
-
-def test_critic() -> None:
-    learning: dict[str, Json] = {
-        "trainer__algorithm__value_clip": None,
-        "trainer__critic__optimizer_config__lr": 3e-6,
-        "trainer__num_warmup_steps": 5,
-    }
-    assert parts.critic(values(**learning)) == {}
-    gae: dict[str, Json] = {KL + "advantage_estimator": "gae", "trainer__critic__model__path": "m"}
-    assert "must be given" in refusal(parts.critic, **gae | {"trainer__critic__model__path": None})
-    assert parts.critic(values(**learning, **gae)) == {
-        "critic.path": "m",
-        "critic.clip_value": None,
-        "critic.optimizer.lr": 3e-6,
-        "critic.optimizer.betas": [0.9, 0.999],
-        "critic.optimizer.weight_decay": 0.01,
-        "critic.optimizer.grad_clip": 1.0,
-        "critic.optimizer.schedule.kind": "constant",
-        "critic.optimizer.schedule.warmup_steps": 5,
-    }
+# ---------------------------------------------------------------- sampling and data
 
 
 def test_sampling() -> None:
@@ -407,7 +253,7 @@ def test_data() -> None:
     }
     mine = values(data__train_data="a.parquet", environment__env_class="mine.py:score")
     assert parts.training_data(mine) == {"data.train.0.path": ["a.parquet"]}
-    assert parts.environment(mine) == {"rewards.environment.function": "mine.py:score"}
+    assert parts.environment(mine) == {"rewards.score.function": "mine.py:score"}
     assert parts.environment(values()) == {"rewards.gsm8k.function": "number"}
     assert "expected a list of files" in refusal(parts.training_data, data__train_data=[])
     assert "only gsm8k" in refusal(parts.environment, environment__env_class="search")
@@ -431,7 +277,7 @@ def test_evaluation() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "native"),
-    [("latest", "auto"), (None, "never"), ("none", "never"), ("from_path", "c/0-main-000010")],
+    [("latest", "auto"), (None, "fresh"), ("none", "fresh"), ("from_path", "c/0-main-000010")],
 )
 def test_resume_modes(mode: str | None, native: str) -> None:
     path = native if mode == "from_path" else None
@@ -446,194 +292,19 @@ def test_resume_that_does_not_fit() -> None:
 
 
 def test_checkpoints_exports_and_trackers() -> None:
-    assert parts.checkpoints(values()) == {"checkpoint.every": 10, "checkpoint.keep": parts.KEEP_ALL}
+    assert parts.checkpoints(values()) == {"checkpoint.every": 10, "checkpoint.keep": None}
     few = values(trainer__ckpt_interval=-1, trainer__max_ckpts_to_keep=2)
     assert parts.checkpoints(few) == {"checkpoint.every": 0, "checkpoint.keep": 2}
     assert "must not be 0" in refusal(parts.checkpoints, trainer__max_ckpts_to_keep=0)
     assert parts.export(values()) == {"checkpoint.export": False}
-    assert "coming" in refusal(parts.export, trainer__hf_save_interval=5)
-    assert parts.trackers(values()) == {"track.trackers": ["console", "jsonl"]}
-    both = values(trainer__logger=["console", "wandb", "tensorboard"])
-    assert parts.trackers(both) == {"track.trackers": ["console", "tensorboard", "jsonl"]}
-    assert "coming" in refusal(parts.trackers, trainer__logger="mlflow")
-    assert parts.run_name(values(trainer__run_name="a")) == {"name": "skyrl/a"}
-
-
-# ---------------------------------------------------------------- whole files
-
-
-def test_the_document_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/user")
-    whole = load("skyrl_document.yaml").config
-    assert whole.data.train[0].path == ("/home/user/data/gsm8k/train.parquet",)
-    assert whole.run_dir == "/home/user/ckpts/"
-    assert (whole.train.tasks_per_step, whole.train.minibatches, whole.rollout.group_size) == (1024, 4, 5)
-    assert whole.eval.sampling is not None
-    assert whole.eval.sampling.temperature == 1.0
-    tree = parse((HERE / "skyrl_document.yaml").read_text()).tree
-    given = {".".join(map(str, path)) for path, value in leaves(tree) if not isinstance(path[-1], int)}
-    assert given | {"trainer.strategy"} <= ROWS.keys()
-
-
-def test_a_ppo_file_in_newer_names() -> None:
-    loaded = load("skyrl_gsm8k_ppo.yaml")
-    cfg = loaded.config
-    plans(loaded)
-    assert (cfg.algorithm.name, cfg.algorithm.lam, cfg.algorithm.dual_clip) == ("ppo", 0.95, 3.0)
-    assert (cfg.algorithm.kl.place, cfg.algorithm.kl.estimator) == ("reward", "k1")
-    assert cfg.algorithm.aggregation == "token-mean"
-    assert (cfg.critic.path, cfg.critic.clip_value, cfg.critic.optimizer.lr) == ("models/chat", None, 5e-6)
-    assert cfg.critic.optimizer.schedule == schema.Schedule(kind="cosine", warmup_steps=20)
-    assert cfg.train.optimizer.schedule.warmup_steps == 10
-    assert cfg.train.optimizer.grad_clip is None
-    assert (cfg.train.minibatches, cfg.train.micro_rollouts, cfg.rollout.sampling.top_k) == (2, 8, 50)
-    assert cfg.checkpoint == schema.Checkpoint(every=0, keep=3, resume="never", export=False)
-    assert cfg.track.trackers == ("console", "tensorboard", "jsonl")
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "defaults=[_self_, {deepspeed_config@deepspeed_config.train: train}, "
-        "{deepspeed_config@deepspeed_config.eval: eval}]",
-        "deepspeed_config.train={zero_optimization: {stage: 3, overlap_comm: false}, bf16: {enabled: true}}",
-        "trainer.sequence_parallel_backend=ulysses",
-        "trainer.gradient_checkpointing_use_reentrant=true",
-        "trainer.flash_attn=false",
-        "trainer.use_sample_packing=false",
-        "trainer.dump_eval_results=false",
-        "trainer.ref.fsdp_config.cpu_offload=false",
-        "trainer.reward.model.path=null",
-        "trainer.algorithm.kl_target=null",
-        "trainer.algorithm.normalize_reward=false",
-        "trainer.critic.optimizer_config.lr=1e-4",
-        "generator.vllm_v1_disable_multiproc=false",
-        "generator.batched=false",
-        "environment.max_env_workers=0",
-        "environment.skyrl_gym={max_env_workers: 4, text2sql: {db_path: sql}}",
-    ],
-)
-def test_what_changes_nothing_is_accepted(override: str) -> None:
-    with_it, without = (load("skyrl_document.yaml", *more).config for more in ([override], []))
-    assert with_it == without
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "trainer.strategy=deepspeed",
-        "trainer.hf_save_interval=5",
-        "trainer.policy.sequence_parallel_size=2",
-        "trainer.policy.fsdp_config.cpu_offload=true",
-        "trainer.update_ref_every_epoch=true",
-        "trainer.dump_data_batch=true",
-        "trainer.policy.record_memory=true",
-        "generator.max_turns=4",
-        "generator.zero_reward_on_non_stop=true",
-        "generator.run_engines_locally=false",
-        "environment.env_class=text2sql",
-        "trainer.reward.model.path=judge",
-    ],
-)
-def test_what_is_not_built_is_refused_by_name(override: str) -> None:
-    with pytest.raises(ConfigError, match="coming") as e:
-        load("skyrl_gsm8k_ppo.yaml", override)
-    assert override.partition("=")[0] in str(e.value)
-
-
-REWARD = "def score(response, task):\n    return response.count('a') / max(len(response), 1)\n"
-
-
-@pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a tiny chat model, chat rows in SkyRL's layout and a reward."""
-    for name, letters in (("words", "abcdefgh"), ("held_out", "ijk")):
-        rows = [
-            {
-                "data_source": "letters",
-                "prompt": [{"role": "user", "content": letter * n}],
-                "env_class": "letters",
-                "reward_spec": {"method": "rule", "ground_truth": letter},
-            }
-            for letter in letters
-            for n in (1, 2, 3, 4)
-        ]
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (tmp_path / "reward.py").write_text(REWARD)
-    tokenizer = load_tokenizer(schema.Tokenizer(build="chars"), model_path=None, texts=["abcdefghijk"])
-    model = build(
-        schema.Model(
-            scratch=schema.Scratch(hidden_size=32, layers=1, heads=2, ffn_size=64, max_positions=64)
-        ),
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        seed=0,
-        device="cpu",
-        dtype=torch.float32,
-    )
-    export(model, tokenizer, tmp_path / "model")
-    for name, value in (
-        ("WORK", tmp_path),
-        ("MODEL", tmp_path / "model"),
-        ("REWARD", f"{tmp_path}/reward.py:score"),
-    ):
-        monkeypatch.setenv(name, str(value))
-    return tmp_path
-
-
-def test_a_run_equals_the_native_one_to_the_bit(work: Path) -> None:
-    native: dict[str, Any] = {
-        "seed": 42,
-        "model": {"path": str(work / "model")},
-        "data": {
-            "max_prompt_tokens": 12,
-            "overlong": "truncate_left",
-            "exclude_eval": False,
-            "train": [{"path": str(work / "words.jsonl")}],
-            "eval": [{"path": str(work / "held_out.jsonl")}],
-        },
-        "algorithm": {
-            "name": "grpo",
-            "aggregation": "seq-mean-token-mean",
-            "clip_high": 0.28,
-            "kl": {"place": "loss", "coef": 0.01, "estimator": "k3"},
-        },
-        "rewards": {"environment": {"function": f"{work}/reward.py:score"}},
-        "rollout": {"group_size": 4, "max_batch": 64, "sampling": {"max_tokens": 5}},
-        "train": {
-            "epochs": 4,
-            "tasks_per_step": 8,
-            "minibatches": 2,
-            "micro_rollouts": 8,
-            "optimizer": {"lr": 1e-2, "grad_clip": 0.5},
-        },
-        "eval": {"every": 10},
-        "checkpoint": {"every": 0, "export": False},
-        "run_dir": str(work / "native"),
+    exports = values(trainer__hf_save_interval=5, trainer__export_path="out/", trainer__run_name="a")
+    assert parts.export(exports) == {
+        "checkpoint.export": True,
+        "checkpoint.export_every": 5,
+        "checkpoint.export_dir": "out/skyrl/a",
     }
-    here = whet.train(HERE / "skyrl_letters.yaml")
-    there = whet.train(**native)
-    assert here.finished
-    assert here.run_dir == work / "ckpts"
-    lines = [(run / "metrics.jsonl").read_bytes() for run in (here.run_dir, there.run_dir)]
-    assert lines[0] == lines[1]
-    rewards = [line["reward/mean"] for line in here.metrics if "reward/mean" in line]
-    assert len(rewards) == 4 * 32 // 8
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
-
-
-def test_a_critic_learns_beside_the_policy(work: Path) -> None:
-    ppo = [
-        "trainer.algorithm.advantage_estimator=gae",
-        f"trainer.critic.model.path={work}/model",
-        "trainer.critic_mini_batch_size=4",
-        "trainer.placement.critic_num_gpus_per_node=2",
-        "trainer.algorithm.use_kl_loss=false",
-        "trainer.algorithm.use_kl_in_reward=true",
-        "trainer.epochs=1",
-        "trainer.eval_interval=-1",
-    ]
-    result = whet.train(HERE / "skyrl_letters.yaml", overrides=ppo)
-    assert [line["step"] for line in result.metrics] == [1, 2, 3, 4]
-    assert all(line["critic/lr"] == 5e-6 and line["train/kl_coef"] == 0.01 for line in result.metrics)
+    assert parts.trackers(values()) == {"track.trackers": ["wandb", "jsonl"]}
+    both = values(trainer__logger=["console", "mlflow", "tensorboard"])
+    assert parts.trackers(both) == {"track.trackers": ["console", "mlflow", "tensorboard", "jsonl"]}
+    assert "coming" in refusal(parts.trackers, trainer__logger="vemlp_wandb")
+    assert parts.dump(values(trainer__dump_data_batch=True)) == {"track.batches_every": 1}

@@ -10,7 +10,7 @@ import torch
 
 from tiny import FAMILIES, VOCAB, tiny_model
 from whet.batch import Batch, Loss, Outputs, pack
-from whet.config.schema import Optimizer
+from whet.config.schema import Optimizer, Schedule, Train
 from whet.models import kernels
 from whet.models.load import value_head
 from whet.training.torch import Cut, TorchEngine
@@ -168,6 +168,50 @@ def test_forward_is_bitwise_the_same_in_any_micro_batch() -> None:
     whole = engine(CUT).forward(batch, "logprobs")
     for cut in (replace(CUT, max_tokens=1), replace(CUT, share_prompts=False)):
         assert torch.equal(engine(cut).forward(batch, "logprobs"), whole)
+
+
+@pytest.mark.parametrize("limit", [Cut(forward_tokens=9), Cut(forward_rollouts=2), Cut(forward_rollouts=1)])
+def test_a_forward_has_its_own_cut_and_the_same_numbers(limit: Cut) -> None:
+    batch = weighted()
+    whole, cut = engine(CUT), engine(replace(limit, entropy_grad=True))
+    seen: list[str] = []
+    cut.beat = seen.append
+    assert torch.equal(whole.forward(batch, "logprobs"), cut.forward(batch, "logprobs"))
+    assert len(seen) > 4
+    seen.clear()
+    loss = cut.update(batch, pg_loss)["loss"]
+    assert len(seen) == 1, "the update is cut as it was"
+    assert loss == whole.update(batch, pg_loss)["loss"]
+
+
+def test_without_a_cut_of_its_own_a_forward_is_cut_as_the_update() -> None:
+    made, seen = engine(Cut(max_rollouts=3, max_tokens=None, entropy_grad=True)), []
+    made.beat = seen.append
+    made.forward(weighted(), "logprobs")
+    made.update(weighted(), pg_loss)
+    assert len(seen) == 2 * 4, "twelve rollouts, three at a time, twice"
+
+
+def test_the_learning_rate_of_a_training_step() -> None:
+    schedule = Schedule(kind="linear", unit="train_step")
+    made = TorchEngine(
+        tiny_model(), kernels.load("auto"), cut=CUT, optimizer=Optimizer(lr=1e-3, schedule=schedule),
+        total_steps=8, updates_per_step=2,
+    )  # fmt: skip
+    rates = [made.update(weighted(), pg_loss)["lr"] for _ in range(6)]
+    assert rates == pytest.approx([1e-3, 1e-3, 7.5e-4, 7.5e-4, 5e-4, 5e-4])
+
+
+def test_a_cut_of_the_config() -> None:
+    train = Train(micro_tokens=100, micro_rollouts_forward=3, gradient_checkpointing=True)
+    cut = Cut.of(train, tiny_model(), whole_groups=True, entropy_grad=False, temperature=0.5)
+    assert (cut.max_tokens, cut.max_rollouts, cut.forward_tokens, cut.forward_rollouts) == (
+        100,
+        None,
+        None,
+        3,
+    )
+    assert (cut.checkpoint, cut.whole_groups, cut.temperature) == (True, True, 0.5)
 
 
 def test_critic_learns_values() -> None:

@@ -1,34 +1,30 @@
-"""verl files: every key has a status, its own rules hold, and a run equals the native one to the bit."""
+"""verl's keys: every one has a status, its own rules hold, and values are what they are there."""
 
 from __future__ import annotations
 
-import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import torch
 
-import whet
 from whet.config import schema
+from whet.config.dialects import verl_algorithm as algorithm
 from whet.config.dialects import verl_loop as loop
 from whet.config.dialects import verl_parts as parts
+from whet.config.dialects import verl_reward_model as judged
 from whet.config.dialects import verl_rules as rules
 from whet.config.dialects import verl_sft as sft
-from whet.config.dialects.key import Values
+from whet.config.dialects.key import Unbuilt, Values
 from whet.config.dialects.tables import dialect
 from whet.config.dialects.translate import translate
 from whet.config.dialects.verl import ALIASES, VERL_EVAL, VERL_MEGATRON, VERL_PPO, VERL_SFT
 from whet.config.keys import lookup
-from whet.config.load import load
 from whet.config.parse import parse
-from whet.config.plan import plans
+from whet.config.recipes import resolve
+from whet.config.schedules import factor
 from whet.config.tree import path_of
-from whet.data.tokenizer import load_tokenizer
-from whet.models.load import build, export
 from whet.rewards.verl import compute_score
 from whet.types import ConfigError, Json, Task
 
@@ -52,7 +48,7 @@ def document(name: str) -> dict[str, str]:
 
 def values(given: dict[str, Json] | None = None, table: str = "verl-ppo") -> Values:
     """All values of a file that sets these, references in the defaults resolved."""
-    rows = {row.name: row for row in TABLES[table]}
+    rows = {row.name: row for row in dialect(table).rows}
     flat = {name: row.default for name, row in rows.items()} | (given or {})
 
     def resolved(value: Json) -> Json:
@@ -102,119 +98,19 @@ def test_statuses() -> None:
     few = sum(c["inert"] + c["refused"] for c in counts.values())
     assert few < 0.05 * 257
     assert sum(row.status in ("inert", "refused") for row in VERL_PPO) < 0.05 * len(VERL_PPO)
-    assert counts["verl-eval"] == {"coming": 7}
-    assert counts["verl-ppo"]["translated"] + counts["verl-ppo"]["mapped"] > 100
+    assert counts["verl-eval"] == {"mapped": 3, "translated": 4}
+    assert counts["verl-ppo"]["translated"] + counts["verl-ppo"]["mapped"] > 120
+    assert counts["verl-megatron-optim"]["coming"] == 2, "another optimizer, of actor and critic"
     assert all(row.reason for rows in TABLES.values() for row in rows if row.status != "mapped")
 
 
 def test_native_keys_exist_and_aliases_lead_to_rows() -> None:
-    for row in (*VERL_PPO, *VERL_MEGATRON, *VERL_SFT):
+    for row in (*VERL_PPO, *VERL_MEGATRON, *VERL_EVAL, *VERL_SFT):
         for native in row.native if row.status in ("mapped", "translated") else ():
             assert lookup(path_of(native, ())) is not None, (row.name, native)
     targets = {new if isinstance(new, str) else new[0] for new in ALIASES.values()}
     assert targets <= ROWS.keys() | SFT.keys()
     assert not ALIASES.keys() & ROWS.keys()
-
-
-OTHER: dict[str, Json] = {
-    "data.truncation": "left",
-    "data.train_files": "other.parquet",
-    A + "strategy": "megatron",
-    A + "kl_loss_type": "mse",
-    A + "loss_agg_mode": "seq-mean-token-sum",
-    A + "optim.warmup_style": "cosine",
-    A + "optim.betas": [0.9, 0.95],
-    A + "checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
-    A + "checkpoint.contents": ["model", "optimizer", "extra", "hf_model"],
-    "critic.optim.warmup_style": "cosine",
-    "critic.optim.min_lr_ratio": 0.5,
-    R + "name": "trtllm",
-    R + "dtype": "float32",
-    R + "top_k": 5,
-    R + "val_kwargs.top_k": 5,
-    "algorithm.adv_estimator": "rloo",
-    "algorithm.kl_penalty": "abs",
-    "algorithm.kl_ctrl.type": "adaptive",
-    "algorithm.filter_groups.metric": "acc",
-    "reward_model.reward_manager": "prime",
-    "trainer.logger": ["tensorboard"],
-    "trainer.resume_mode": "disable",
-    "trainer.device": "cpu",
-    "custom_reward_function.path": "other.py",
-    "custom_reward_function.reward_kwargs": {"a": 1},
-    "actor_rollout_ref.model.override_config.*": {"a": 1},
-    "actor_rollout_ref.model.override_config.model_config": {"a": 1},
-}
-"""A second value of every key for which none follows from the default."""
-
-BASES: tuple[dict[str, Json], ...] = (
-    {},
-    {"algorithm.adv_estimator": "grpo", R + "n": 4, A + "use_kl_loss": True},
-    {"algorithm.use_kl_in_reward": True},
-    {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
-    {A + "optim.warmup_style": "cosine", "critic.optim.warmup_style": "cosine", A + "use_dynamic_bsz": True},
-    {
-        A + "use_kl_loss": True,
-        A + "ppo_micro_batch_size_per_gpu": 32,
-        R + "log_prob_micro_batch_size_per_gpu": 64,
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 64,
-        "data.max_response_length": 1024,
-    },
-    {A + "use_kl_loss": True, A + "use_dynamic_bsz": True},
-    {
-        R + "val_kwargs.do_sample": True,
-        R + "val_kwargs.temperature": 0.7,
-        "custom_reward_function.path": "r.py",
-    },
-    {R + "val_kwargs.temperature": 0.7},
-    {
-        A + "loss_agg_mode": "seq-mean-token-sum-norm",
-        "trainer.resume_mode": "resume_path",
-        "trainer.save_freq": 2,
-    },
-    {
-        "reward_model.overlong_buffer.enable": True,
-        "reward_model.overlong_buffer.len": 8,
-        "algorithm.filter_groups.enable": True,
-        "algorithm.filter_groups.metric": "seq_final_reward",
-    },
-)
-
-
-def another(name: str) -> tuple[Json, ...]:
-    default = values()[name]
-    if name in OTHER:
-        return (OTHER[name],)
-    if isinstance(default, bool):
-        return (not default,)
-    if isinstance(default, int | float):
-        return (2 * default + 1, 1)
-    return (f"{default}x", 4, 600)
-
-
-SECTIONS = {row.name for row in VERL_PPO if row.translate is parts.nothing}
-
-
-@pytest.mark.parametrize(
-    "name", [row.name for row in VERL_PPO if row.status == "translated" and row.name not in SECTIONS]
-)
-def test_no_key_is_dead(name: str) -> None:
-    """In one of a few files another value changes a native key or is refused."""
-    function = ROWS[name].translate
-    assert function is not None
-
-    def effect(given: dict[str, Json]) -> object:
-        try:
-            return function(values(given))
-        except ConfigError:
-            return "refused"
-
-    if name == "trainer.project_name":
-        assert "trainer.project_name" in ROWS["trainer.default_local_dir"].default
-        return
-    assert any(effect(base) != effect(base | {name: other}) for base in BASES for other in another(name)), (
-        name
-    )
 
 
 # ---------------------------------------------------------------- batch sizes
@@ -263,8 +159,21 @@ def test_batches_that_verl_refuses(given: dict[str, Json], said: str) -> None:
 def test_a_critic_shares_the_actors_batches() -> None:
     gae = SMALL | {"algorithm.adv_estimator": "gae"}
     assert parts_batches(gae) == parts_batches(SMALL)
-    assert "is coming" in refusal(rules.batches, gae | {"critic.ppo_mini_batch_size": 8})
-    assert parts_batches(SMALL | {"critic.ppo_mini_batch_size": 8}) == parts_batches(SMALL)
+    assert parts_batches(SMALL | {"critic.ppo_mini_batch_size": 8}) == parts_batches(SMALL), "no critic"
+    own = gae | {"critic.ppo_mini_batch_size": 8, "critic.ppo_epochs": 3}
+    assert parts_batches(own) == {**parts_batches(SMALL), "critic.minibatches": 1, "critic.passes": 3}
+    assert "critic.ppo_mini_batch_size=3 must divide" in refusal(
+        rules.batches, gae | {"critic.ppo_mini_batch_size": 3}
+    )
+
+
+def test_shuffled_passes() -> None:
+    shuffle: dict[str, Json] = {A + "shuffle": True, A + "data_loader_seed": 1}
+    assert rules.shuffling(values(shuffle)) == {"train.shuffle_passes": True}
+    assert "data_loader_seed must be set" in refusal(rules.shuffling, {A + "shuffle": True})
+    assert "is coming" in refusal(rules.shuffling, shuffle | {"critic.shuffle": False})
+    alone = shuffle | {"critic.shuffle": False, "algorithm.adv_estimator": "grpo"}
+    assert rules.shuffling(values(alone)) == {"train.shuffle_passes": True}
 
 
 def test_devices() -> None:
@@ -279,24 +188,46 @@ def test_devices() -> None:
     megatron = {A + "strategy": "megatron", A + "megatron.tensor_model_parallel_size": 4}
     assert rules.ranks(values(megatron), "actor_rollout_ref.actor") == 2
     assert "must be of the family" in refusal(rules.same_family, {"critic.strategy": "megatron"})
+    # sizes and base file that only Megatron has say that it is Megatron's file
+    assert rules.is_megatron(values({A + "megatron.pipeline_model_parallel_size": 2}))
+    assert rules.is_megatron(values({"defaults": ["ppo_megatron_trainer", "_self_"]}))
+    assert not rules.is_megatron(values())
 
 
-def test_the_cut_is_the_smallest_that_is_asked_for() -> None:
-    assert rules.cut(values()) == {"train.micro_rollouts": 8}
-    assert rules.cut(values({R + "log_prob_micro_batch_size_per_gpu": 2})) == {"train.micro_rollouts": 2}
+def test_passes_with_gradient_have_cuts_of_their_own_those_without_the_smallest() -> None:
+    def found(given: dict[str, Json]) -> tuple[Json, ...]:
+        made = rules.cut(values({"algorithm.adv_estimator": "grpo"} | given))
+        assert all(key.split(".")[1].startswith("micro_") for key in made)
+        return tuple(made.values())
+
+    assert found({}) == (8, 16)
+    assert found({R + "log_prob_micro_batch_size_per_gpu": 2}) == (8, 2)
     reference = {"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 1}
-    assert rules.cut(values(reference)) == {"train.micro_rollouts": 8}, "no KL, so no reference"
-    assert rules.cut(values(reference | {A + "use_kl_loss": True})) == {"train.micro_rollouts": 1}
+    assert found(reference) == (8, 16), "no KL, so no reference"
+    assert found(reference | {A + "use_kl_loss": True}) == (8, 1)
     # 64 sequences over 8 devices
     older = {A + "ppo_micro_batch_size": 32, A + "ppo_micro_batch_size_per_gpu": None}
-    assert rules.cut(values(older)) == {"train.micro_rollouts": 4}
+    assert found(older) == (4, 16)
     dynamic = {A + "use_dynamic_bsz": True}
-    assert rules.cut(values(dynamic)) == {"train.micro_tokens": 16384}
-    # not dynamic: 16 sequences of 1024 tokens at most; 8192 tokens are 8 of them
-    mixed = dynamic | {R + "log_prob_use_dynamic_bsz": False, A + "ppo_max_token_len_per_gpu": 8192}
-    assert rules.cut(values(mixed)) == {"train.micro_rollouts": 8}
+    assert rules.cut(values(dynamic | {"algorithm.adv_estimator": "grpo"})) == {
+        "train.micro_tokens": 16384, "train.micro_tokens_forward": 16384,
+    }  # fmt: skip
+    # 16 sequences; 8192 tokens of the reference are 8 of at most 1024 tokens
+    mixed: dict[str, Json] = {A + "use_kl_loss": True, "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True}
+    mixed |= {"actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 8192}
+    assert found(mixed) == (8, 8)
     assert "= 1024" in refusal(rules.cut, dynamic | {A + "ppo_max_token_len_per_gpu": 1000})
     assert "set at least one of" in refusal(rules.cut, {A + "ppo_micro_batch_size_per_gpu": None})
+
+
+def test_a_critic_has_its_own_cut() -> None:
+    given = {"critic.ppo_micro_batch_size_per_gpu": 2, "critic.forward_micro_batch_size_per_gpu": 4}
+    assert rules.cut(values(given)) == {
+        "train.micro_rollouts": 8, "critic.micro_rollouts": 2, "train.micro_rollouts_forward": 4,
+    }  # fmt: skip
+    dynamic = {"critic.use_dynamic_bsz": True}
+    assert rules.cut(values(dynamic))["critic.micro_tokens"] == 32768
+    assert "critic.micro_rollouts" not in rules.cut(values()), "null: the policy's"
 
 
 # ---------------------------------------------------------------- algorithm
@@ -305,114 +236,267 @@ def test_the_cut_is_the_smallest_that_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("estimator", "n", "native"),
     [
-        ("gae", 1, {"algorithm.name": "ppo"}),
-        ("grpo", 4, {"algorithm.name": "grpo", "algorithm.normalize_std": True}),
-        ("grpo", 1, {"algorithm.name": "reinforce"}),
-        ("rloo", 4, {"algorithm.name": "rloo"}),
-        ("reinforce_plus_plus", 1, {"algorithm.name": "reinforce", "algorithm.whiten": True}),
+        ("gae", 1, {"name": "ppo"}),
+        ("grpo", 4, {"name": "grpo", "normalize_std": True}),
+        ("grpo", 1, {"name": "reinforce", "advantage": "reward"}),
+        ("grpo_vectorized", 4, {"name": "grpo", "normalize_std": True, "std_floor": 1e-3}),
+        ("grpo_passk", 4, {"name": "grpo_passk", "normalize_std": True}),
+        ("rloo", 4, {"name": "rloo", "single_rollout": "raw"}),
+        ("rloo", 1, {"name": "rloo", "single_rollout": "raw"}),
+        ("rloo_vectorized", 4, {"name": "rloo"}),
+        ("reinforce_plus_plus", 1, {"name": "reinforce_pp"}),
+        ("reinforce_plus_plus_baseline", 4, {"name": "reinforce_pp_baseline"}),
+        ("reinforce_plus_plus_baseline", 1, {"name": "reinforce", "advantage": "reward", "whiten": True}),
+        ("remax", 1, {"name": "remax"}),
+        ("opo", 4, {"name": "opo"}),
+        ("opo", 1, {"name": "reinforce", "advantage": "reward"}),
+        ("gpg", 4, {"name": "gpg"}),
+        ("optimal_token_baseline", 4, {"name": "optimal_token_baseline"}),
+        ("optimal_token_baseline", 1, {"name": "reinforce", "advantage": "reinforce"}),
         (
-            "reinforce_plus_plus_baseline",
+            "tir_optimal_token_baseline",
             4,
-            {"algorithm.name": "grpo", "algorithm.normalize_std": False, "algorithm.whiten": True},
+            {"name": "optimal_token_baseline", "advantage": "tir_optimal_token_baseline"},
         ),
-        ("reinforce_plus_plus_baseline", 1, {"algorithm.name": "reinforce", "algorithm.whiten": True}),
-        ("reward", 2, {"algorithm.name": "reinforce"}),
-        ("none", 2, {"algorithm.name": "reinforce", "algorithm.advantage": "none"}),
+        ("reward", 2, {"name": "reinforce", "advantage": "reward"}),
+        ("none", 2, {"name": "reinforce", "advantage": "none"}),
     ],
 )
 def test_advantages(estimator: str, n: int, native: dict[str, Json]) -> None:
     given = {"algorithm.adv_estimator": estimator, R + "n": n}
-    assert parts.advantage(values(given)) == {"algorithm.loss": "ppo", **native}
+    found = algorithm.advantage(values(given))
+    assert found == {f"algorithm.{key}": value for key, value in native.items()}
+    resolve(schema.Algorithm(**native))  # type: ignore[arg-type]
 
 
 def test_advantages_that_are_refused() -> None:
-    assert "coming" in refusal(parts.advantage, {"algorithm.adv_estimator": "remax"})
-    assert "expected one of gae" in refusal(parts.advantage, {"algorithm.adv_estimator": "grpoo"})
-    alone = {"algorithm.adv_estimator": "grpo", "algorithm.use_kl_in_reward": True}
-    assert "coming" in refusal(parts.advantage, alone)
+    assert "expected one of gae" in refusal(algorithm.advantage, {"algorithm.adv_estimator": "grpoo"})
+    assert "raise" in refusal(algorithm.advantage, {"algorithm.adv_estimator": "grpo_passk"})
+    with pytest.raises(Unbuilt, match="SPIN and SPPO"):
+        algorithm.advantage(values({"algorithm.adv_estimator": None}))
     dr = {"algorithm.adv_estimator": "grpo", R + "n": 2, "algorithm.norm_adv_by_std_in_grpo": False}
-    assert parts.advantage(values(dr))["algorithm.normalize_std"] is False
+    assert algorithm.advantage(values(dr))["algorithm.normalize_std"] is False
 
 
-def test_clipping() -> None:
-    def sides(**given: Json) -> tuple[Json, ...]:
-        return tuple(parts.clipping(values({A + key: value for key, value in given.items()})).values())
+LOSS = A + "policy_loss."
 
-    assert sides() == (0.2, 0.2, 3.0)
-    assert sides(clip_ratio=0.1) == (0.1, 0.1, 3.0)
-    assert sides(clip_ratio_high=0.28, clip_ratio_c=10.0) == (0.2, 0.28, 10.0)
+
+def test_losses() -> None:
+    def found(mode: str, **given: Json) -> dict[str, Json]:
+        at = {LOSS + "loss_mode": mode} | {A + key: value for key, value in given.items()}
+        made = algorithm.loss(values(at))
+        return {key.removeprefix("algorithm."): value for key, value in made.items()}
+
+    assert found("vanilla") == {"loss": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+    sides = found("vanilla", clip_ratio=0.1, clip_ratio_high=0.28, clip_ratio_c=10.0)
+    assert tuple(sides.values()) == ("ppo", 0.1, 0.28, 10.0)
+    assert found("gspo", clip_ratio_low=3e-4) == {
+        "loss": "gspo", "clip_low": 3e-4, "clip_high": 0.2, "gspo_form": "token",
+    }  # fmt: skip
+    assert found("geo_mean") == {"loss": "geo_mean", "clip_low": 0.2, "clip_high": 0.2}
+    assert found("sapo", tau_neg=1.1) == {"loss": "sapo", "tau_pos": 1.0, "tau_neg": 1.1}
+    assert found("kl-cov") == {"loss": "kl_cov", "kl_cov_ratio": 2e-4, "ppo_kl_coef": 0.1}
+    assert found("clip_cov")["clip_cov_ub"] == 5.0
+    assert found("gpg") == {"loss": "gpg"}
+    assert "expected one of vanilla" in refusal(algorithm.loss, {LOSS + "loss_mode": "ppo"})
+
+
+@pytest.mark.parametrize("mode", algorithm.LOSSES)
+def test_every_loss_is_one_that_can_run(mode: str) -> None:
+    """Whatever is translated for it is read: nothing is refused as having no effect."""
+    given = values({LOSS + "loss_mode": mode, "algorithm.adv_estimator": "grpo", R + "n": 4})
+    made = {**algorithm.advantage(given), **algorithm.loss(given), **algorithm.reduction(given)}
+    flat = {key.removeprefix("algorithm."): value for key, value in made.items()}
+    assert resolve(schema.Algorithm(**flat)).loss == algorithm.LOSSES[mode]  # type: ignore[arg-type]
+
+
+def test_aggregations() -> None:
+    norm = {A + "loss_agg_mode": "seq-mean-token-sum-norm"}
+    assert tuple(algorithm.reduction(values(norm)).values()) == ("token-sum-norm", 512)
+    assert tuple(algorithm.reduction(values(norm | {A + "loss_scale_factor": 7})).values())[1] == 7
+    gspo = {LOSS + "loss_mode": "gspo"}
+    assert algorithm.reduction(values(gspo)) == {"algorithm.aggregation": "seq-mean-token-mean"}
+    entropy = algorithm.reduction(values(gspo | {A + "entropy_coeff": 0.01}))
+    assert entropy["algorithm.entropy_aggregation"] == "token-mean", "verl's loss_agg_mode rules the entropy"
+    assert algorithm.value_reduction(values()) == {"critic.aggregation": "token-mean"}
+    assert algorithm.value_reduction(values(norm)) == {"critic.aggregation": "token-sum-norm"}
+    assert algorithm.value_reduction(values(norm | {"algorithm.adv_estimator": "grpo"})) == {}
+    assert "coming" in refusal(algorithm.value_reduction, norm | {A + "loss_scale_factor": 7})
 
 
 @pytest.mark.parametrize(
     ("given", "native"),
     [
-        ({}, (None, 0.0, None)),
-        ({A + "use_kl_loss": True}, ("loss", 0.001, "k3")),
-        ({A + "use_kl_loss": True, A + "kl_loss_type": "kl", A + "kl_loss_coef": 0.5}, ("loss", 0.5, "k1")),
-        ({"algorithm.use_kl_in_reward": True}, ("reward", 0.001, "k1")),
-        ({"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "mse"}, ("reward", 0.001, "k2")),
+        ({}, {}),
+        ({A + "use_kl_loss": True}, {"kl.coef": 0.001, "kl.estimator": "low_var_kl"}),
+        ({A + "use_kl_loss": True, A + "kl_loss_type": "k3"}, {"kl.coef": 0.001, "kl.estimator": "low_var_kl"}),
+        ({A + "use_kl_loss": True, A + "kl_loss_type": "k1+"}, {"kl.coef": 0.001, "kl.estimator": "k1+"}),
+        ({A + "use_kl_loss": True, A + "kl_loss_type": "full"}, {"kl.coef": 0.001, "kl.estimator": "full"}),
+        (
+            {A + "use_kl_loss": True, A + "kl_loss_type": "kl", A + "kl_loss_coef": 0.5},
+            {"kl.coef": 0.5, "kl.estimator": "k1"},
+        ),
+        (
+            {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "mse"},
+            {"reward_kl.coef": 0.001, "reward_kl.estimator": "k2"},
+        ),
+        (
+            {"algorithm.use_kl_in_reward": True, A + "use_kl_loss": True},
+            {
+                "kl.coef": 0.001, "kl.estimator": "low_var_kl",
+                "reward_kl.coef": 0.001, "reward_kl.estimator": "k1",
+            },
+        ),
+        (
+            {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
+            {
+                "reward_kl.coef": 0.001, "reward_kl.estimator": "k1",
+                "reward_kl.target": 0.1, "reward_kl.horizon": 10000,
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_kl(given: dict[str, Json], native: dict[str, Json]) -> None:
+    assert algorithm.kl(values(given)) == {f"algorithm.{key}": value for key, value in native.items()}
+
+
+def test_kl_that_is_refused() -> None:
+    full = {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "full"}
+    assert "kl_penalty=full is coming" in refusal(algorithm.kl, full)
+
+
+def test_resampling() -> None:
+    given: dict[str, Json] = {"algorithm.use_pf_ppo": True}
+    assert algorithm.resampling(values()) == {}
+    assert tuple(algorithm.resampling(values(given)).values()) == ("pow", 2.0)
+    extremes = given | {"algorithm.pf_ppo.reweight_method": "max_min"}
+    assert algorithm.resampling(values(extremes)) == {"algorithm.resample": "max_min"}
+    assert algorithm.resampling(values(given | {"algorithm.adv_estimator": "grpo"})) == {}, "as in verl"
+
+
+C = algorithm.CORRECTION + "."
+
+
+def test_corrections() -> None:
+    assert algorithm.correction(values()) == {}
+    weights = algorithm.correction(values({C + "rollout_is": "sequence", C + "rollout_is_threshold": 5.0}))
+    assert tuple(weights.values()) == ("sequence", 5.0, False)
+    two = {C + "rollout_rs": "token_k1, seq_max_k2", C + "rollout_rs_threshold": "0.5_4,0.1"}
+    assert algorithm.correction(values(two))["algorithm.correction.reject"] == [
+        {"statistic": "ratio", "over": "token", "low": 0.5, "high": 4.0},
+        {"statistic": "k2", "over": "max", "high": 0.1},
+    ]
+    one = {C + "rollout_rs": "seq_mean_k1,seq_sum_k1", C + "rollout_rs_threshold": 2.0}
+    bounds = [
+        (test["over"], test["low"], test["high"])  # type: ignore[index,call-overload]
+        for test in algorithm.correction(values(one))["algorithm.correction.reject"]  # type: ignore[union-attr]
+    ]
+    assert bounds == [("mean", 0.5, 2.0), ("sum", 0.5, 2.0)]
+    bypass = {C + "bypass_mode": True}
+    assert algorithm.correction(values(bypass)) == {"algorithm.old_logprobs": "sampled"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rollout_is": "rollout"}, "expected one of token, sequence"),
+        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2.0}, "is none of"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"}, "expected a number above 0"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": None}, "expected a number above 0"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "1,2"}, "one for each of 1 modes"),
+        ({"bypass_mode": True, "loss_type": "reinforce"}, "reinforce is coming"),
+        ({"bypass_mode": True, "rollout_rs": "token_k2", "rollout_rs_threshold": 1.0}, "is coming"),
     ],
 )
-def test_kl(given: dict[str, Json], native: tuple[Json, ...]) -> None:
-    found = parts.kl(values(given))
-    assert tuple(found.get(f"algorithm.kl.{key}") for key in ("place", "coef", "estimator")) == native
-    assert "algorithm.kl.target" not in found
-
-
-def test_adaptive_kl_and_kl_twice() -> None:
-    adaptive = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}
-    assert parts.kl(values(adaptive))["algorithm.kl.target"] == 0.1
-    assert parts.kl(values(adaptive))["algorithm.kl.horizon"] == 10000
-    assert "both at once" in refusal(parts.kl, adaptive | {A + "use_kl_loss": True})
-    assert "kl_loss_type=full is coming" in refusal(
-        parts.kl, {A + "use_kl_loss": True, A + "kl_loss_type": "full"}
-    )
+def test_corrections_that_are_refused(given: dict[str, Json], said: str) -> None:
+    assert said in refusal(algorithm.correction, {C + key: value for key, value in given.items()})
 
 
 # ---------------------------------------------------------------- optimizers
 
 
+def schedule(given: dict[str, Json]) -> dict[str, Json]:
+    at = "train.optimizer.schedule."
+    made = loop.actor_optimizer(values(given))
+    return {key.removeprefix(at): value for key, value in made.items() if key.startswith(at)}
+
+
+STEP = {"unit": "train_step", "warmup_ends": "start"}
+
+
 def test_schedules() -> None:
-    steps: dict[str, Json] = {
-        A + "optim.lr_warmup_steps": 3,
-        A + "ppo_mini_batch_size": 512,
-        A + "ppo_epochs": 2,
-    }
-    found = loop.actor_optimizer(values(steps))
-    assert found["train.optimizer.schedule.warmup_steps"] == 3 * 2 * 2
-    assert found["train.optimizer.schedule.kind"] == "constant"
-    assert found["train.optimizer.weight_decay"] == 0.01
-    ratio = {
+    assert schedule({A + "optim.lr_warmup_steps": 3, A + "ppo_mini_batch_size": 512}) == {
+        **STEP, "kind": "constant", "warmup_steps": 3,
+    }  # fmt: skip
+    ratio: dict[str, Json] = {
         A + "optim.lr_warmup_steps_ratio": 0.1,
         A + "optim.warmup_style": "cosine",
         A + "optim.min_lr_ratio": 0.2,
+        A + "optim.num_cycles": 1.5,
     }
-    found = loop.actor_optimizer(values(ratio))
-    assert found["train.optimizer.schedule.warmup_fraction"] == 0.1
-    assert found["train.optimizer.schedule.min_factor"] == 0.2
-    assert "0.5) is coming" in refusal(
-        loop.actor_optimizer, {A + "optim.warmup_style": "cosine", A + "optim.num_cycles": 1.0}
+    assert schedule(ratio) == {
+        **STEP, "kind": "cosine", "warmup_fraction": 0.1, "warmup_start": 0.2, "min_factor": 0.2, "cycles": 1.5,
+    }  # fmt: skip
+    assert (
+        schedule({A + "optim.lr_warmup_steps": 0, A + "optim.lr_warmup_steps_ratio": 0.1})["warmup_steps"]
+        == 0
     )
-    none = loop.actor_optimizer(
-        values({A + "optim.lr_warmup_steps": 0, A + "optim.lr_warmup_steps_ratio": 0.1})
-    )
-    assert none["train.optimizer.schedule.warmup_steps"] == 0
+    assert schedule(ratio | {"trainer.total_training_steps": 50})["total_steps"] == 50
+    made = loop.actor_optimizer(values())
+    assert (made["train.optimizer.weight_decay"], made["train.optimizer.decay_all"]) == (0.01, True)
+
+
+def verl_cosine(s: int, W: int, N: int, f: float, c: float) -> float:
+    """verl's get_cosine_schedule_with_warmup, from its formula."""
+    if s < W:
+        return f + (1 - f) * s / max(1, W)
+    p = (s - W) / max(1, N - W)
+    return max(f, (1 - f) / 2 * math.cos(2 * math.pi * c * p) + (1 + f) / 2)
+
+
+def test_a_cosine_has_verls_learning_rate_in_every_step() -> None:
+    given: dict[str, Json] = {A + "optim.warmup_style": "cosine", "trainer.total_training_steps": 40}
+    given |= {A + "optim.lr_warmup_steps_ratio": 0.11, A + "optim.min_lr_ratio": 0.1}
+    native = schema.Schedule(**schedule(given))  # type: ignore[arg-type]
+    for step in range(40):
+        assert factor(native, step, 40) == pytest.approx(verl_cosine(step, 4, 40, 0.1, 0.5), abs=1e-12)
+
+
+MEGATRON: dict[str, Json] = {A + "strategy": "megatron", A + "optim.lr": 1e-5}
 
 
 def test_megatron_schedules() -> None:
-    megatron: dict[str, Json] = {A + "strategy": "megatron", A + "optim.lr": 1e-5}
-    found = loop.actor_optimizer(values(megatron | {A + "optim.min_lr": 1e-6, A + "optim.clip_grad": 0}))
-    assert found["train.optimizer.schedule.kind"] == "linear"
-    assert found["train.optimizer.schedule.min_factor"] == pytest.approx(0.1)
-    assert found["train.optimizer.grad_clip"] is None
-    zero = megatron | {A + "optim.lr_warmup_steps": 0, A + "optim.lr_warmup_steps_ratio": 0.1}
-    assert loop.actor_optimizer(values(zero))["train.optimizer.schedule.warmup_fraction"] == 0.1
-    for style in ("inverse_square_root", "inverse-square-root", "WSD"):
-        assert "coming" in refusal(loop.actor_optimizer, megatron | {A + "optim.lr_decay_style": style})
-    assert "must be between 0 and" in refusal(loop.actor_optimizer, megatron | {A + "optim.min_lr": 1.0})
-    assert "lr_decay_steps=7: coming" in refusal(
-        loop.actor_optimizer, megatron | {A + "optim.lr_decay_steps": 7}
-    )
+    assert schedule(MEGATRON | {A + "optim.min_lr": 1e-6, A + "optim.lr_warmup_init": 5e-6}) == {
+        **STEP, "kind": "linear", "min_factor": pytest.approx(0.1), "warmup_start": 0.5,
+    }  # fmt: skip
+    made = loop.actor_optimizer(values(MEGATRON | {A + "optim.clip_grad": 0}))
+    assert made["train.optimizer.grad_clip"] is None
+    assert made["train.optimizer.decay_all"] is False, "Megatron spares norms and biases"
+    zero = MEGATRON | {A + "optim.lr_warmup_steps": 0, A + "optim.lr_warmup_steps_ratio": 0.1}
+    assert schedule(zero)["warmup_fraction"] == 0.1
+    assert schedule(MEGATRON | {A + "optim.lr_decay_steps": 7})["total_steps"] == 7
+    for style in ("inverse_square_root", "inverse-square-root"):
+        assert schedule(MEGATRON | {A + "optim.lr_decay_style": style})["kind"] == "inverse_sqrt"
+    assert schedule(MEGATRON | {A + "optim.warmup_style": "cosine"})["kind"] == "cosine"
+    wsd = MEGATRON | {A + "optim.lr_decay_style": "WSD", A + "optim.lr_wsd_decay_steps": 5}
+    found = schedule(wsd)
+    assert (found["kind"], found["decay_shape"], found["decay_steps"]) == ("wsd", "exponential", 5)
+    assert schedule(wsd | {A + "optim.lr_wsd_decay_style": "constant"})["kind"] == "constant"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"min_lr": 1.0}, "optim.min_lr=1.0 must be between 0 and"),
+        ({"lr_warmup_init": 1.0}, "optim.lr_warmup_init=1.0 must be between 0 and"),
+        ({"lr_decay_style": "WSD"}, "needs actor_rollout_ref.actor.optim.lr_wsd_decay_steps"),
+        ({"lr_decay_style": "WSD", "warmup_style": "cosine"}, "differ; keep one"),
+        ({"lr_decay_style": "square"}, "expected one of constant"),
+    ],
+)
+def test_megatron_schedules_that_are_refused(given: dict[str, Json], said: str) -> None:
+    at = {A + f"optim.{key}": value for key, value in given.items()}
+    assert said in refusal(loop.actor_optimizer, MEGATRON | at)
 
 
 # ---------------------------------------------------------------- rollouts, data, trainer
@@ -456,7 +540,92 @@ def test_data_and_rewards() -> None:
     own = {"custom_reward_function.path": "a/b.py", "custom_reward_function.name": "f"}
     assert parts.rewards(values(own))["rewards.score.function"] == "a/b.py:f"
     assert parts.rewards(values({"reward_model.reward_manager": "prime"}))["guard.timeout_s"] == 300.0
-    assert "reward models are coming" in refusal(parts.no_reward_model, {"reward_model.enable": True})
+    mine: dict[str, Json] = {"data.custom_cls.path": "a/d.py", "data.custom_cls.name": "Rows"}
+    made = parts.training_data(values(mine | {"data.train_files": "a.parquet"}))
+    assert made["data.train.0.function"] == "a/d.py:Rows"
+    assert made["data.train.0.arguments"] == {"data_files": "a.parquet"}
+    assert "data.train.0.path" not in made
+    assert "needs data.custom_cls.name" in refusal(parts.training_data, {"data.custom_cls.path": "a/d.py"})
+
+
+RM: dict[str, Json] = {
+    "reward_model.enable": True,
+    "reward_model.model.path": "judge",
+    "actor_rollout_ref.model.path": "policy",
+}
+
+
+def test_a_reward_model() -> None:
+    longest = {"data.max_prompt_length": 30, "data.max_response_length": 12}
+    at = "rewards.rm.model"
+    assert judged.reward_model(values({"reward_model.model.path": "judge"})) == {}, "it is not enabled"
+    assert judged.reward_model(values(RM | longest)) == {
+        f"{at}.path": "judge",
+        f"{at}.max_tokens": 42,
+        f"{at}.overlong": "truncate_right",
+    }
+    assert judged.reward_model(values(RM | {"reward_model.max_length": 99}))[f"{at}.max_tokens"] == 99
+    alike = RM | {"reward_model.model.input_tokenizer": None}
+    assert judged.reward_model(values(alike)) == {f"{at}.path": "judge", f"{at}.reads": "tokens"}
+    assert "leave it out" in refusal(judged.reward_model, alike | {"reward_model.max_length": 99})
+    strange = RM | {"reward_model.model.input_tokenizer": "other"}
+    assert "the policy's own: policy" in refusal(judged.reward_model, strange)
+
+
+def test_a_reward_model_takes_the_place_of_rules() -> None:
+    assert parts.rewards(values(RM | {"reward_model.reward_manager": "prime"})) == {}
+    own = RM | {"custom_reward_function.path": "a/b.py", "custom_reward_function.name": "f"}
+    without = {"rewards.score.function": "a/b.py:f", "rewards.score.weight": 0.0}
+    assert parts.rewards(values(own | {"trainer.test_freq": 5})) == {**without, "eval.reward": "score"}
+    assert (
+        parts.rewards(values(own | {"trainer.test_freq": -1, "trainer.val_before_train": False})) == without
+    )
+    penalty: dict[str, Json] = {"reward_model.overlong_buffer.enable": True}
+    assert "set it to False" in refusal(parts.overlong_penalty, RM | penalty)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "passes"),
+    [
+        ("model.fsdp_config.param_offload", True, False),
+        ("ulysses_sequence_parallel_size", 2, False),
+        ("megatron", {"param_offload": True}, False),
+        ("model.trust_remote_code", True, False),
+        ("strategy", "fsdp2", True),
+        ("use_dynamic_bsz", True, True),
+        ("micro_batch_size_per_gpu", 4, True),
+        ("launch_reward_fn_async", True, True),
+    ],
+)
+def test_keys_beside_a_reward_model(key: str, value: Json, passes: bool) -> None:
+    section: dict[str, Json] = {}
+    *above, last = key.split(".")
+    inner = section
+    for name in above:
+        inner = inner.setdefault(name, {})
+    inner[last] = value
+    for enable, fine in ((False, True), (True, passes)):
+        made = translate({"reward_model": {"enable": enable} | section}, dialect("verl-ppo"), origins={})
+        told = [text for _, text in (*made.problems, *made.unbuilt) if f"reward_model.{key}" in text]
+        assert (told == []) == fine, told
+
+
+def test_critic_overrides() -> None:
+    assert parts.critic_overrides(values()) == {"critic.overrides": {}}, (
+        "none of its own, whatever the policy has"
+    )
+    own: dict[str, Json] = {"critic.model.override_config": {"model_config": {"a": 1}, "b": 2}}
+    assert parts.critic_overrides(values(own)) == {"critic.overrides": {"a": 1, "b": 2}}
+    assert parts.critic_overrides(values(own | {"algorithm.adv_estimator": "grpo"})) == {}
+
+
+def test_modules_that_are_imported() -> None:
+    model = "actor_rollout_ref.model.external_lib"
+    both = {model: "a.b", model + "s": ["c", "a.b"]}
+    assert loop.imports(values(both)) == {"imports": ["a.b", "c"]}
+    assert loop.imports(values({"critic.model.external_lib": "d"})) == {"imports": ["d"]}
+    grpo = {"critic.model.external_lib": "d", "algorithm.adv_estimator": "grpo"}
+    assert loop.imports(values(grpo)) == {}
 
 
 def test_dapo() -> None:
@@ -468,29 +637,60 @@ def test_dapo() -> None:
         "rewards.overlong.arguments": {"max_tokens": 512, "buffer": 128},
     }
     groups = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "acc"}
-    assert parts.dynamic_sampling(values(groups))["algorithm.max_refills"] == 1_000_000
+    assert algorithm.dynamic_sampling(values(groups))["algorithm.max_refills"] == 1_000_000
     some = groups | {"algorithm.filter_groups.max_num_gen_batches": 10}
-    assert parts.dynamic_sampling(values(some))["algorithm.max_refills"] == 9
-    assert "coming" in refusal(parts.dynamic_sampling, groups | given), "acc is not the penalised reward"
+    assert algorithm.dynamic_sampling(values(some))["algorithm.max_refills"] == 9
+    assert "algorithm.groups.uniform_by" not in algorithm.dynamic_sampling(values(groups))
+    by_score = algorithm.dynamic_sampling(values(groups | given))
+    assert by_score["algorithm.groups.uniform_by"] == ["score"], "acc is not the penalised reward"
+    penalised = groups | given | {"algorithm.filter_groups.metric": "seq_reward"}
+    assert "algorithm.groups.uniform_by" not in algorithm.dynamic_sampling(values(penalised))
 
 
-def test_checkpoints_and_resume() -> None:
-    assert loop.checkpoints(values()) == {
-        "checkpoint.every": 0,
-        "checkpoint.keep": 1,
-        "checkpoint.export": False,
+def kept(given: dict[str, Json]) -> tuple[Json, ...]:
+    """every, keep, contents, load, export, export_every."""
+    return tuple(loop.checkpoints(values(given)).values())
+
+
+BOTH = ["model", "optimizer"]
+
+
+def test_checkpoints() -> None:
+    assert kept({}) == (0, None, BOTH, BOTH, False, 0)
+    every: dict[str, Json] = {"trainer.save_freq": 5, A + "checkpoint.contents": [*BOTH, "extra", "hf_model"]}
+    assert kept(every) == (5, None, BOTH, BOTH, True, 5)
+    assert kept(every | {"trainer.remove_previous_ckpt_in_save": True})[1] == 1
+    assert kept(every | {"trainer.max_actor_ckpt_to_keep": 3, "trainer.max_critic_ckpt_to_keep": 3})[1] == 3
+    only = {
+        A + "checkpoint.load_contents": ["model", "extra"],
+        "critic.checkpoint.load_contents": ["model", "extra"],
     }
-    every = {"trainer.save_freq": 5, A + "checkpoint.contents": ["model", "optimizer", "extra", "hf_model"]}
-    assert loop.checkpoints(values(every)) == {
-        "checkpoint.every": 5, "checkpoint.keep": 1_000_000, "checkpoint.export": True,
-    }  # fmt: skip
-    last = every | {"trainer.remove_previous_ckpt_in_save": True}
-    assert loop.checkpoints(values(last))["checkpoint.keep"] == 1
-    assert "without extra, optimizer" in refusal(
-        loop.checkpoints, {A + "checkpoint.save_contents": ["model"]}
-    )
-    assert "is not one of" in refusal(loop.checkpoints, {A + "checkpoint.save_contents": ["modle"]})
-    modes = {"auto": "auto", "disable": "never"}
+    assert kept(only)[2:4] == (BOTH, ["model"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({A + "checkpoint.save_contents": ["modle"]}, "is not one of"),
+        ({A + "checkpoint.save_contents": ["optimizer", "extra"]}, "has no model"),
+        ({A + "checkpoint.load_contents": ["model"]}, "(extra) is coming"),
+        ({A + "checkpoint.save_contents": ["model", "extra"]}, "other parts than the policy's"),
+        ({"trainer.max_critic_ckpt_to_keep": 3}, "policy and critic lie in one checkpoint"),
+        (
+            {
+                A + "checkpoint.contents": ["model", "extra"],
+                A + "checkpoint.save_contents": [*BOTH, "hf_model"],
+            },
+            "differ; keep one",
+        ),
+    ],
+)
+def test_checkpoints_that_are_refused(given: dict[str, Json], said: str) -> None:
+    assert said in refusal(loop.checkpoints, given)
+
+
+def test_resume() -> None:
+    modes = {"auto": "auto", "disable": "fresh"}
     for mode, native in modes.items():
         assert loop.resume(values({"trainer.resume_mode": mode})) == {"checkpoint.resume": native}
     path = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "runs/x"}
@@ -500,22 +700,65 @@ def test_checkpoints_and_resume() -> None:
     )
 
 
+def test_length() -> None:
+    assert loop.length(values()) == {"train.epochs": 30, "train.drop_last": True}
+    steps = loop.length(values({"trainer.total_training_steps": 7}))
+    assert steps == {"train.epochs": 30, "train.drop_last": True, "train.steps": 7}
+
+
 def test_trackers() -> None:
-    assert loop.trackers(values()) == {"track.trackers": ["console", "jsonl"]}
-    assert loop.trackers(values({"trainer.logger": "tensorboard"})) == {
-        "track.trackers": ["tensorboard", "jsonl"]
-    }
-    assert "swanlab is coming" in refusal(loop.trackers, {"trainer.logger": ["console", "swanlab"]})
+    assert loop.trackers(values()) == {"track.trackers": ["console", "wandb"]}
+    assert loop.trackers(values({"trainer.logger": "file"})) == {"track.trackers": ["jsonl"]}
+    assert "clearml is coming" in refusal(loop.trackers, {"trainer.logger": ["console", "clearml"]})
 
 
-def test_sft_batches_and_schedule() -> None:
+def sft_schedule(given: dict[str, Json]) -> schema.Schedule:
+    at = "train.optimizer.schedule."
+    made = sft.optimizer(values(given, "verl-sft"))
+    flat = {key.removeprefix(at): value for key, value in made.items() if key.startswith(at)}
+    return schema.Schedule(**flat)  # type: ignore[arg-type]
+
+
+def verl_wsd(s: int, W: int, N: int) -> float:
+    """verl's get_wsd_schedule_with_warmup with its defaults, from its formula."""
+    stable = math.floor(0.9 * (N - W))
+    if s < W:
+        return s / max(1, W)
+    if s < W + stable:
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * (s - W - stable) / max(1, N - W - stable)))
+
+
+def test_sft_batches_and_columns() -> None:
     given = {"data.train_batch_size": 32, "trainer.n_gpus_per_node": 4}
     assert sft.batch(values(given, "verl-sft")) == {"train.tasks_per_step": 32, "train.micro_rollouts": 4}
     assert "divisible by the 5 data" in refusal(sft.batch, given | {"trainer.n_gpus_per_node": 5}, "verl-sft")
     assert "must divide" in refusal(sft.batch, given | {"data.micro_batch_size_per_gpu": 3}, "verl-sft")
-    assert "wsd is coming" in refusal(sft.optimizer, {"optim.lr_scheduler": "wsd"}, "verl-sft")
     inside = {"data.prompt_key": "extra_info", "data.prompt_dict_keys": ["question"]}
     assert sft.data(values(inside, "verl-sft"))["data.train.0.prompt"] == "extra_info.question"
+    turns = sft.data(values({"data.multiturn.enable": True}, "verl-sft"))
+    assert (turns["data.train.0.messages"], turns["data.learn_turns"]) == ("messages", "all")
+    assert "data.train.0.prompt" not in turns
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(50, 5), (37, 3), (12, 1)])
+def test_sft_schedules_have_verls_learning_rate_in_every_step(steps: int, warmup: int) -> None:
+    cosine = sft_schedule({"trainer.total_training_steps": steps})
+    wsd = sft_schedule({"trainer.total_training_steps": steps, "optim.lr_scheduler": "wsd"})
+    for step in range(steps):
+        wanted = verl_cosine(step, warmup, steps, 0.0, 0.5)
+        assert factor(cosine, step, steps) == pytest.approx(wanted, abs=1e-12)
+        assert factor(wsd, step, steps) == pytest.approx(verl_wsd(step, warmup, steps), abs=1e-12)
+    open_end = sft_schedule({"optim.lr_scheduler": "wsd"})
+    assert factor(open_end, 39, 100) == 1.0
+    assert factor(open_end, 95, 100) == pytest.approx(verl_wsd(95, 10, 100), abs=1e-12), "9 of 100 steps"
+
+
+def test_sft_validation() -> None:
+    assert sft.validation(values({}, "verl-sft")) == {}
+    made = sft.validation(values({"trainer.test_freq": 4, "data.val_files": "v.parquet"}, "verl-sft"))
+    assert (made["data.eval.0.path"], made["data.eval.0.response"]) == ("v.parquet", "answer")
+    assert (made["eval.every"], made["eval.at_start"], made["eval.at_end"]) == (4, False, True)
 
 
 # ---------------------------------------------------------------- rewards by data source
@@ -545,141 +788,3 @@ def test_rewards_by_source(source: str, reply: str, answer: str, score: float) -
 def test_a_source_without_a_rule_is_named() -> None:
     with pytest.raises(ValueError, match="no rule for data source 'codecontests'"):
         compute_score("x", task("codecontests", "x"))
-
-
-# ---------------------------------------------------------------- whole files
-
-
-def problems(name: str, kind: str = "verl-ppo") -> list[str]:
-    tree = parse((HERE / name).read_text(encoding="utf-8")).tree
-    return [text for _, text in translate(tree, dialect(kind), origins={}).problems]
-
-
-def test_the_document_loads() -> None:
-    assert problems("verl_document.yaml") == []
-    assert problems("verl_document_zh.yaml") == []
-    assert problems("verl_document_sft.yaml", "verl-sft") == []
-    assert problems("verl_document_eval.yaml", "verl-eval") == []
-
-
-def test_a_file_for_64_gpus_with_megatron_says_what_is_coming() -> None:
-    assert sorted(text.split(":")[0] for text in problems("verl_64_gpus.yaml")) == [
-        "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size",
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space",
-        "actor_rollout_ref.rollout.mode",
-    ]
-
-
-@pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a tiny model and data in verl's columns."""
-    monkeypatch.setenv("VERL_TEST", str(tmp_path))
-    monkeypatch.chdir(HERE.parent.parent)
-    rows = [json.loads(line) for line in Path("tests/data/words.jsonl").read_text().splitlines()[:32]]
-    made = [
-        {
-            "data_source": "letters",
-            "prompt": [{"role": "user", "content": row["prompt"]}],
-            "reward_model": {"style": "rule", "ground_truth": row["answer"]},
-            "extra_info": {"index": n},
-        }
-        for n, row in enumerate(rows)
-    ]
-    pq.write_table(pa.Table.from_pylist(made[:24]), tmp_path / "train.parquet")
-    pq.write_table(pa.Table.from_pylist(made[24:]), tmp_path / "test.parquet")
-    tokenizer = load_tokenizer(schema.Tokenizer(build="chars"), model_path=None, texts=["abcdefgh>"])
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    model = build(
-        schema.Model(
-            scratch=schema.Scratch(hidden_size=32, layers=1, heads=2, ffn_size=64, max_positions=64)
-        ),
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        seed=0,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
-    export(model, tokenizer, tmp_path / "model")
-    return tmp_path
-
-
-def test_a_run_equals_the_native_one_to_the_bit(work: Path) -> None:
-    mine = whet.train(HERE / "verl_letters.yaml")
-    native = whet.train(HERE / "verl_letters.native.yaml")
-    rewards = [m["reward/mean"] for m in mine.metrics if "reward/mean" in m]
-    assert len(rewards) == 15
-    assert sum(rewards[-3:]) > 2 * sum(rewards[:3]), "it learns"
-    assert (work / "run/metrics.jsonl").read_bytes() == (work / "native/metrics.jsonl").read_bytes()
-    assert mine.finished
-    assert native.finished
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "actor_rollout_ref.actor.use_torch_compile=False",
-        "actor_rollout_ref.rollout.gpu_memory_utilization=0.8",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
-        "+reward_model.strategy=fsdp2",
-        "actor_rollout_ref.rollout.name=sglang",
-        "actor_rollout_ref.rollout.load_format=dummy_megatron",
-        "critic.optim.lr=3e-4",
-        "trainer.n_gpus_per_node=2",
-        "ray_init.num_cpus=8",
-    ],
-)
-def test_what_changes_nothing_is_accepted(work: Path, override: str) -> None:
-    plain, changed = (load(HERE / "verl_letters.yaml", o) for o in ((), (override,)))
-    assert plain.config == changed.config
-
-
-def test_a_critic_learns_beside_the_policy(work: Path) -> None:
-    overrides = (
-        "algorithm.adv_estimator=gae",
-        "algorithm.lam=0.95",
-        f"critic.model.path={work}/model",
-        "critic.optim.lr=1e-3",
-        "trainer.critic_warmup=1",
-        "trainer.total_training_steps=2",
-        "actor_rollout_ref.actor.use_kl_loss=False",
-        "critic.ppo_micro_batch_size_per_gpu=2",
-    )
-    loaded = load(HERE / "verl_letters.yaml", overrides)
-    assert plans(loaded)[0].needs_critic
-    config = loaded.config
-    assert (config.algorithm.name, config.algorithm.lam, config.train.micro_rollouts) == ("ppo", 0.95, 2)
-    assert (config.critic.optimizer.lr, config.critic.warmup_steps, config.train.steps) == (1e-3, 1, 2)
-    assert (config.critic.path, config.critic.optimizer.weight_decay) == (f"{work}/model", 0.01)
-
-
-def test_an_sft_file(work: Path) -> None:
-    overrides = (
-        "optim.lr=1e-2",
-        f"model.partial_pretrain={work}/model",
-        f"data.train_files={work}/train.parquet",
-    )
-    sizes = (
-        "data.train_batch_size=8",
-        "trainer.n_gpus_per_node=1",
-        "data.max_length=24",
-        "trainer.total_epochs=3",
-    )
-    loaded = load(None, (*overrides, *sizes, "data.prompt_key=q"), dialect="verl-sft")
-    config, optimizer = loaded.config, loaded.config.train.optimizer
-    assert (config.algorithm.name, config.data.chat, config.data.train[0].prompt) == ("sft", True, "q")
-    assert (optimizer.lr, optimizer.betas, optimizer.weight_decay) == (1e-2, (0.9, 0.95), 0.01)
-    assert (optimizer.schedule.kind, optimizer.schedule.warmup_fraction) == ("cosine", 0.1)
-    assert (config.train.tasks_per_step, config.train.micro_rollouts, config.train.epochs) == (8, 4, 3)
-    assert (config.model.dtype, config.seed, config.run_dir) == ("float32", 1, "checkpoints/gsm8k-sft/test")
-    assert plans(loaded, rows={"main": 24})[0].steps == 9
-    with pytest.raises(ConfigError, match="the loss on"):
-        load(None, ("trainer.test_freq=5",), dialect="verl-sft")
-
-
-def test_the_example_is_a_valid_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(HERE.parent.parent)
-    loaded = load("examples/from_verl.yaml")
-    assert loaded.translation is not None
-    assert loaded.translation.dialect == "verl-ppo"
-    assert plans(loaded, rows={"main": 124})[0].steps == 78  # ceil(124 * 10 / 16)

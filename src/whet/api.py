@@ -16,12 +16,18 @@ from typing import Any
 
 import yaml
 
-from whet import environment
+from whet import checkpoint, environment
+from whet.config.checks_run import TIME
+from whet.config.footprint import check_memory
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config
+from whet.config.secrets import dump, secrets_of
+from whet.config.sources import rewards_by_source
+from whet.guard.imports import import_all
 from whet.guard.watch import Watch
 from whet.rewards.combine import RewardSet
+from whet.track import places
 from whet.track.files import RunLock
 from whet.track.log import close_logging, setup_logging
 from whet.types import CheckpointError, ConfigError, Json, Metrics, WhetError
@@ -87,6 +93,7 @@ def train(
     loaded = load(config, overrides, sections)
     if rewards is not None:
         loaded = only_rewards(loaded, rewards)
+    loaded = settled(loaded)
     finished = run_training(loaded, functions) == OK
     return Result(Path(loaded.config.run_dir), finished)
 
@@ -103,27 +110,68 @@ def only_rewards(loaded: Loaded, names: Collection[str]) -> Loaded:
 def run_training(loaded: Loaded, functions: Mapping[str, RewardFunction] | None = None) -> int:
     """Run all stages. Returns the exit code: 0, or 130 after Ctrl-C (the run is saved and can go on)."""
     planned = plans(loaded)  # refuses what cannot work, before anything is written
+    check_memory(planned)
+    loaded = settled(loaded)
     cfg = loaded.config
     environment.prepare(planned[0].threads, cfg.machine.exact != "off")
     environment.keep_memory()
     run_dir = Path(cfg.run_dir)
     with ExitStack() as stack:
-        stack.enter_context(RunLock(run_dir))
-        setup_logging(run_dir, level=cfg.track.log_level)
+        aside = enter(cfg, stack)
+        secrets = secrets_of(cfg)
+        setup_logging(run_dir, level=cfg.track.log_level, secrets=secrets)
         stack.callback(close_logging)
         rewards = reward_sets(loaded, functions or {}, stack)  # forks: before torch and its threads are there
         try:
-            return _run(loaded, planned, rewards=rewards, stack=stack)
+            import_all(cfg.imports)
+            return _run(loaded, planned, rewards=rewards, stack=stack, aside=aside)
         except Exception as e:
             # to run.log alone: the caller shows it to people
-            setup_logging(run_dir, level=cfg.track.log_level)
+            setup_logging(run_dir, level=cfg.track.log_level, secrets=secrets)
             log.error("the run ended: %s", e, exc_info=None if isinstance(e, WhetError) else e)
             raise
 
 
-def _run(loaded: Loaded, planned: Sequence[Plan], *, rewards: Sequence[RewardSet], stack: ExitStack) -> int:
-    from whet import checkpoint
-    from whet.stages import check_config, fingerprint, open_shared, run_all
+def settled(loaded: Loaded) -> Loaded:
+    """The same with {time} in run_dir replaced: by that of the newest run there, if it goes on, else by now."""
+    cfg = loaded.config
+    if TIME not in cfg.run_dir:
+        return loaded
+    stamp, earlier = places.now(), places.stamps(cfg.run_dir)
+    if earlier and cfg.checkpoint.resume == "auto":
+        last = places.stamped(cfg, earlier[-1])
+        state = checkpoint.glance(places.checkpoints(last))
+        stamp = stamp if is_finished(loaded, Path(last.run_dir), state) else earlier[-1]
+    return replace(
+        loaded,
+        config=places.stamped(cfg, stamp),
+        stages=tuple(places.stamped(stage, stamp) for stage in loaded.stages),
+    )
+
+
+def enter(cfg: Config, stack: ExitStack) -> Path | None:
+    """Lock the run directory and attach its folders. Returns where the run is now that checkpoint.resume=fresh has
+    moved aside, if there was one."""
+    lock = stack.enter_context(RunLock(Path(cfg.run_dir)))
+    aside = None
+    if cfg.checkpoint.resume == "fresh" and places.holds_run(cfg):
+        aside = places.move_aside(cfg)
+        lock.release()
+        stack.enter_context(RunLock(Path(cfg.run_dir)))
+    places.attach(cfg)
+    return aside
+
+
+def _run(
+    loaded: Loaded,
+    planned: Sequence[Plan],
+    *,
+    rewards: Sequence[RewardSet],
+    stack: ExitStack,
+    aside: Path | None,
+) -> int:
+    from whet.shared import open_shared
+    from whet.stages import check_config, fingerprint, run_all
     from whet.track.curve import plot
     from whet.track.display import Display
     from whet.track.manifest import describe
@@ -137,21 +185,26 @@ def _run(loaded: Loaded, planned: Sequence[Plan], *, rewards: Sequence[RewardSet
     state = checkpoint.read_state(start) if start else {"stage": 0, "step": -1, "done": False}
     if start:
         check_config(start, state["config"], fingerprint(cfg))  # before anything is written over
+        checkpoint.check_contents(start, state, cfg.checkpoint.load)
     stages = [(p.name, p.total_steps or 0) for p in planned]
     display = Display(stages, quiet="console" not in cfg.track.trackers)
     stack.callback(display.close)
-    setup_logging(directory.path, level=cfg.track.log_level, show=display.message)
+    setup_logging(directory.path, level=cfg.track.log_level, show=display.message, secrets=secrets_of(cfg))
     if is_finished(loaded, directory.path, state):
         display.close()
-        display.message(f"{directory.path} holds a finished run; to run anew, give another run_dir")
+        display.message(
+            f"{directory.path} holds a finished run; to run anew, give another run_dir, or checkpoint.resume=fresh"
+        )
         display.show(report(directory.path, curve=directory.path / "curve.png"))
         return OK
-    text = yaml.safe_dump(
-        cfg.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True
-    )
+    for made in rewards:
+        made.load_models()
+    text = yaml.safe_dump(dump(cfg, exclude_unset=True), sort_keys=False, allow_unicode=True)
     directory.write_config(text)
     directory.write_manifest(describe(config=text, seed=cfg.seed, data_files=data_files(loaded)))
     directory.truncate_to(state["stage"], state["step"])
+    if aside:
+        display.message(f"the run that was here is now {aside}")
     if start:
         display.message(f"going on from {start}")
     with stop_on_ctrl_c(display.message) as stop:
@@ -191,10 +244,17 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
         wanted = (cfg.rewards, cfg.guard)
         found = next((made_set for key, made_set in made if key == wanted), None)
         if found is None:
-            found = RewardSet.from_config(cfg.rewards, cfg.guard, functions, seed=cfg.seed)
+            found = RewardSet.from_config(
+                cfg.rewards,
+                cfg.guard,
+                functions,
+                seed=cfg.seed,
+                imports=cfg.imports,
+                device=cfg.machine.device,
+            )
             stack.callback(found.close)
             made.append((wanted, found))
-        out.append(found)
+        out.append(replace(found, by_source=rewards_by_source(cfg.data)))
     return out
 
 
@@ -203,17 +263,17 @@ def find_start(loaded: Loaded, run_dir: Path, newest: Path | None) -> Path | Non
     resume = loaded.config.checkpoint.resume
     if resume == "auto":
         return newest
-    if resume == "never":
-        metrics = run_dir / "metrics.jsonl"
-        if newest is not None or (metrics.exists() and metrics.stat().st_size):
+    if resume in ("never", "fresh"):
+        if places.holds_run(loaded.config):
             raise CheckpointError(
-                f"{run_dir} holds a run already and checkpoint.resume=never; give another run_dir"
+                f"{run_dir} holds a run already and checkpoint.resume=never; give another run_dir, or "
+                "checkpoint.resume=fresh, which moves that run aside"
             )
         return None
     path = Path(resume)
     if not path.is_dir():
         raise CheckpointError(
-            f"checkpoint.resume={resume}: no such folder (auto and never are the other values)"
+            f"checkpoint.resume={resume}: no such folder (auto, never and fresh are the other values)"
         )
     return path
 
@@ -222,7 +282,7 @@ def is_finished(loaded: Loaded, run_dir: Path, state: Json) -> bool:
     """Whether the last stage is done and exported: a kill can fall between its last checkpoint and its export."""
     export = run_dir / "export" / loaded.names[-1]
     exported = export.is_dir() or not loaded.stages[-1].checkpoint.export
-    return state["done"] and state["stage"] == len(loaded.stages) - 1 and exported
+    return bool(state["done"]) and state["stage"] == len(loaded.stages) - 1 and exported
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
@@ -238,7 +298,7 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 def data_files(loaded: Loaded) -> list[Path]:
     """Files named by the config, for the manifest's hashes; folders and patterns are left to their readers."""
-    sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.eval)]
+    sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.expert, *c.data.eval)]
     named = [p for s in sources if s.path for p in ([s.path] if isinstance(s.path, str) else s.path)]
     return sorted({Path(p) for p in named if Path(p).is_file()})
 

@@ -40,11 +40,23 @@ class Batch:
     """float32"""
     stopped_R: Tensor
     """bool: ended by itself (finish reason `stop`), not by a limit."""
+    baseline_R: Tensor | None = None
+    """float32: reward of the greedy reply to the same task (ReMax)."""
+    expert_R: Tensor | None = None
+    """bool: the reply was given by data, not sampled (mixes of demonstrations and rollouts). None: all were sampled."""
     logp_old_N: Tensor | None = None
     logp_ref_N: Tensor | None = None
     value_N: Tensor | None = None
+    collision_N: Tensor | None = None
+    """float32: sum over the vocabulary of p^2, by the policy before the step (optimal-token baseline)."""
+    kl_zero_R: Tensor | None = None
+    """float32: KTO's reference point, one number for the whole batch, given to every rollout."""
     adv_N: Tensor | None = None
     return_N: Tensor | None = None
+    correction_N: Tensor | None = None
+    """float32: off-policy weight of a token's policy loss. None: 1."""
+    count_R: Tensor | None = None
+    """float32: how many times a rollout counts in the loss (resampling). None: once."""
     weight_N: Tensor | None = None
     """float32: what one token's loss counts; the loss of the (mini)batch is sum(loss_N * weight_N)."""
 
@@ -92,7 +104,8 @@ class Loss:
 
     loss_N: Tensor
     stats: dict[str, Tensor] = field(default_factory=dict)
-    """Name -> [N] or, for numbers of a rollout, [R]; the engine reports their means over sampled tokens / rollouts."""
+    """Name -> [N] or, for numbers of a rollout, [R]; the engine reports their means over sampled tokens / rollouts.
+    Numbers of a part of the rollouts are fewer: then the mean is over those."""
 
 
 LossFn = Callable[[Batch, Outputs], Loss]
@@ -119,7 +132,14 @@ def pack(groups: Sequence[Group]) -> Batch:
         group_R=torch.from_numpy(group),
         reward_R=torch.tensor([0.0 if r.reward is None else r.reward for r in rollouts], dtype=torch.float32),
         stopped_R=torch.tensor([r.finish_reason == "stop" for r in rollouts]),
+        baseline_R=_all_or_none([r.baseline for r in rollouts]),
     )
+
+
+def _all_or_none(numbers: list[float | None]) -> Tensor | None:
+    """float32, if every rollout has its number."""
+    given = [x for x in numbers if x is not None]
+    return torch.tensor(given, dtype=torch.float32) if len(given) == len(numbers) else None
 
 
 def select(batch: Batch, rows: Tensor) -> Batch:
@@ -142,11 +162,12 @@ def select(batch: Batch, rows: Tensor) -> Batch:
 
 def split(batch: Batch, parts: int) -> list[Batch]:
     """Cut into `parts` minibatches of whole groups, in order; sizes differ by at most one group."""
+    groups = int(batch.group_R[-1]) + 1
+    parts = min(parts, groups)
     if parts == 1:
         return [batch]
-    groups = int(batch.group_R[-1]) + 1
     part_R = batch.group_R * parts // groups
-    return [select(batch, torch.nonzero(part_R == p).flatten()) for p in range(min(parts, groups))]
+    return [select(batch, torch.nonzero(part_R == p).flatten()) for p in range(parts)]
 
 
 def micro_batches(

@@ -13,33 +13,56 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from whet.track.files import atomic_folder, tidy, write_json
-from whet.training.engine import TrainEngine
 from whet.types import CheckpointError, Json
 
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(\d+)-(.+)-(\d{6,})")
 
+ALL = ("model", "optimizer")
 
-def save(root: Path, engines: Mapping[str, TrainEngine], state: Json, *, keep: int) -> Path:
+
+class Saved(Protocol):
+    """What a checkpoint asks of a training engine."""
+
+    def save(self, path: Path, *, moments: bool) -> None:
+        """Weights and the schedule's place; with `moments` the optimizer's, too."""
+
+    def load(self, path: Path) -> None: ...
+
+    def forget(self) -> None:
+        """Begin the optimizer's moments anew."""
+
+
+def save(
+    root: Path,
+    engines: Mapping[str, Saved],
+    state: Json,
+    *,
+    keep: int | None,
+    contents: Collection[str] = ALL,
+) -> Path:
     """Write one checkpoint, then drop all but the newest `keep`. `state` has `stage`, `stage_name` and `step`.
 
+    contents: "model" and, if they are to be kept, the moments of the "optimizer".
     Later ones are dropped, too: the run went on from an older one, and they may be damaged.
     Raises CheckpointError (full disk, no permission ...); older checkpoints are then untouched.
     """
     path = root / f"{state['stage']}-{state['stage_name']}-{state['step']:06d}"
     with atomic_folder(path) as folder:
         for name, engine in engines.items():
-            engine.save(folder / name)
-        write_json(folder / "state.json", state, durable=False)
+            engine.save(folder / name, moments="optimizer" in contents)
+        write_json(folder / "state.json", {**state, "contents": list(contents)}, durable=False)
         write_json(folder / "manifest.json", _manifest(folder), durable=False)
     found = all_in(root)
     later = found.index(path) + 1
-    for other in (*found[later:], *found[:later][:-keep]):
+    old = found[:later][:-keep] if keep is not None else []
+    for other in (*found[later:], *old):
         shutil.rmtree(other)
     return path
 
@@ -88,12 +111,36 @@ def read_state(path: Path) -> Json:
     return json.loads((path / "state.json").read_text())
 
 
-def load(path: Path, engines: Mapping[str, TrainEngine]) -> None:
-    """Fill the engines from a checkpoint that `read_state` has approved."""
+def glance(root: Path) -> Json:
+    """Where the newest checkpoint says that the run stands, taken on trust; not done if there is none to read."""
+    found = all_in(root)
+    try:
+        return json.loads((found[-1] / "state.json").read_text()) if found else {"done": False}
+    except (OSError, ValueError):
+        return {"done": False}
+
+
+def check_contents(path: Path, state: Json, wanted: Collection[str]) -> None:
+    """Raise CheckpointError if a checkpoint lacks what `checkpoint.load` wants of it."""
+    if missing := [part for part in wanted if part not in state["contents"]]:
+        raise CheckpointError(
+            f"{path} holds no {', '.join(missing)} (checkpoint.contents was {', '.join(state['contents'])}), so the "
+            "run cannot go on as if it had never stopped; checkpoint.load=[model] goes on with moments that begin "
+            "at zero"
+        )
+
+
+def load(path: Path, engines: Mapping[str, Saved], *, wanted: Collection[str] = ALL) -> None:
+    """Fill the engines from a checkpoint that `read_state` has approved.
+
+    wanted: without "optimizer", moments begin at zero; weights and the schedule's place are always read.
+    """
     for name, engine in engines.items():
         if not (path / name).is_dir():
             raise CheckpointError(f"{path} has no {name!r}: it was written by a run without one")
         engine.load(path / name)
+        if "optimizer" not in wanted and (path / name / "optimizer.safetensors").exists():
+            engine.forget()
 
 
 def _manifest(folder: Path) -> Json:

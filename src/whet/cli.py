@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -82,12 +83,113 @@ def plan(file: File, overrides: Overrides = None, dialect: Dialect = None) -> No
     """
     from rich.console import Console
 
+    from whet.config.footprint import check_memory
     from whet.config.load import load
     from whet.config.plan import describe, plans
 
     loaded = load(file, overrides or (), dialect=dialect)
     _say(loaded)
-    Console().print(describe(plans(loaded)))
+    planned = plans(loaded)
+    Console().print(describe(planned))
+    check_memory(planned)
+
+
+@app.command()
+def rehearse(
+    file: File,
+    overrides: Overrides = None,
+    dialect: Dialect = None,
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("-o", "--output", help="JSON file for what was found.", show_default=False),
+    ] = None,
+) -> None:
+    """Try a run small on this machine, whatever machine it is written for: about a minute or two.
+
+    The same architecture at tiny size with random weights, the real data, chat template, rewards and batch arithmetic,
+    a few steps of everything, kill -9 and resume. Exit code 1: something would have failed.
+
+    \b
+    Example: whet rehearse examples/from_verl.yaml
+    Example: whet rehearse big_run.yaml trainer.nnodes=8 -o found.json
+    """
+    from rich.console import Console
+
+    from whet.rehearsal.rehearse import rehearse as try_small
+
+    found = try_small(file, overrides or (), dialect, say=lambda what: typer.echo(f"{what} ...", err=True))
+    Console().print(found)
+    if output:
+        output.write_text(found.to_json() + "\n", encoding="utf-8")
+    raise typer.Exit(0 if found.passed else 1)
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[Path, typer.Argument(help="A run directory, or a config file.", show_default=False)],
+    overrides: Overrides = None,
+    offline: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="File of replies to judge (parquet, jsonl): no model is asked.", show_default=False
+        ),
+    ] = None,
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("-o", "--output", help="JSON file for all numbers.", show_default=False),
+    ] = None,
+    dialect: Dialect = None,
+) -> None:
+    """Judge every kept checkpoint of a run, or replies from a file, by the config's rewards.
+
+    Checkpoints are evaluated on data.eval, oldest first, and written to RUN/bench. Replies come from --offline, or
+    from the file that the config names in eval.offline.
+
+    \b
+    Example: whet eval runs/first_run eval.samples=4 eval.sampling.temperature=1.0
+    Example: whet eval judge.yaml --offline replies.parquet -o judged.json
+    """
+    if target.is_dir():
+        if offline is not None:
+            raise ConfigError(
+                f"--offline judges replies by a config's rewards; give {target / 'config.yaml'}"
+            )
+        written = _judge_run(target, overrides or ())
+    else:
+        written = _judge_file(target, overrides or (), offline, dialect=dialect)
+    if output:
+        output.write_text(written + "\n", encoding="utf-8")
+
+
+def _judge_run(run_dir: Path, overrides: Sequence[str]) -> str:
+    """Print the numbers of every checkpoint; all of them as JSON."""
+    from rich.console import Console
+
+    from whet.bench import config_of, judge_checkpoints
+    from whet.track.accuracy import by_source
+
+    found = judge_checkpoints(config_of(run_dir, overrides))
+    for line in found:
+        numbers = {k: v for k, v in line.items() if k.startswith("eval/")}
+        Console().print(by_source(numbers, title=f"{line['stage']} step {line['step']}"))
+    return json.dumps(found, indent=1)
+
+
+def _judge_file(file: Path, overrides: Sequence[str], replies: Path | None, *, dialect: str | None) -> str:
+    """Print the numbers of replies from a file; these and every reply's as JSON."""
+    from whet.config.load import load
+
+    loaded = load(file, overrides, dialect=dialect)
+    _say(loaded)
+    from rich.console import Console
+
+    from whet.bench import judge_file
+    from whet.offline import with_file
+    from whet.track.accuracy import by_source
+
+    judged = judge_file(with_file(loaded, replies), whole=replies is None)
+    Console().print(by_source(judged.metrics))
+    return json.dumps({"metrics": judged.metrics, "replies": judged.rows}, indent=1, ensure_ascii=False)
 
 
 def _say(loaded: Loaded) -> None:
@@ -146,14 +248,21 @@ def keys(
         Optional[str],  # noqa: UP045
         typer.Option(help="Only keys of this status.", show_default=False),
     ] = None,
+    algorithms: Annotated[
+        bool, typer.Option("--algorithms", help="List recipes and what they are made of instead.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
 ) -> None:
-    """List the keys of the other systems' documents and what each means here.
+    """List the keys of the other systems' documents and what each means here, or all algorithms.
 
     \b
     Example: whet keys --dialect skyrl --status coming
+    Example: whet keys --algorithms
     Example: whet keys --json
     """
+    if algorithms:
+        _list_algorithms(as_json, alone=dialect is None and status is None)
+        return
     from whet.config.dialects.listing import as_table, listed
 
     found = listed(dialect, status)
@@ -161,6 +270,19 @@ def keys(
         typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
     else:
         as_table(found)
+
+
+def _list_algorithms(as_json: bool, *, alone: bool) -> None:
+    from whet.config.algorithms_listing import as_tables, listed
+
+    if not alone:
+        raise ConfigError(
+            "--algorithms lists whet's own names; --dialect and --status are of the other systems' keys: leave them out"
+        )
+    if as_json:
+        typer.echo(json.dumps(listed(), indent=1, ensure_ascii=False))
+    else:
+        as_tables(listed())
 
 
 @app.command()
@@ -181,24 +303,54 @@ def explain(
 
 
 @app.command()
+def schema(
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("-o", "--output", help="File to write. Default: standard output.", show_default=False),
+    ] = None,
+) -> None:
+    """Print the JSON schema of a config: for editors that complete and check, and for forms.
+
+    Example: whet schema -o whet.schema.json
+    """
+    from whet.config.forms import schema as made
+
+    text = json.dumps(made(), indent=1, ensure_ascii=False)
+    if output:
+        output.write_text(text + "\n", encoding="utf-8")
+    else:
+        typer.echo(text)
+
+
+@app.command()
 def show(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     step: Annotated[Optional[int], typer.Option(help="Show rollouts of this step.")] = None,  # noqa: UP045
     stage: Annotated[Optional[str], typer.Option(help="Stage of that step. Default: the last.")] = None,  # noqa: UP045
     task: Annotated[Optional[int], typer.Option(help="Only this task's rollouts (its uid).")] = None,  # noqa: UP045
     tokens: Annotated[bool, typer.Option(help="List every token with both log-probs.")] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Show where the time went instead.")] = False,
 ) -> None:
-    """Print the summary of a run, or single rollouts of a step.
+    """Print the summary of a run, single rollouts of a step, or where the time went.
 
     \b
     Example: whet show runs/first_run
     Example: whet show runs/first_run --step 10 --tokens
+    Example: whet show runs/first_run --timeline
     """
     from rich.console import Console
 
     from whet.track.show import rollouts, summary
+    from whet.track.spent import show as where_time_went
 
-    view = summary(run) if step is None else rollouts(run, step, stage=stage, uid=task, tokens=tokens)
+    if timeline:
+        if (step, stage, task) != (None, None, None) or tokens:
+            raise ConfigError(
+                "--timeline is about the whole run: leave out --step, --stage, --task and --tokens"
+            )
+        view = where_time_went(run)
+    else:
+        view = summary(run) if step is None else rollouts(run, step, stage=stage, uid=task, tokens=tokens)
     Console().print(view)
 
 

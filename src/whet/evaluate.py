@@ -1,38 +1,72 @@
-"""Held-out accuracy: mean@k, pass@k and maj@k for every source."""
+"""Held-out tasks: asked, judged, and what share of them passes, by source."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
-from whet.config.schema import Eval
+from whet import seeds
+from whet.config.evaluation import Asked, asked, reward_weights
+from whet.config.schema import Config
 from whet.rewards.combine import RewardSet, check_failures, score
-from whet.types import Group, Metrics, Rollout, Task
+from whet.tables import near
+from whet.track.record import prompt_text
+from whet.types import ConfigError, Group, Json, Metrics, Rollout, Task
 
 Play = Callable[[list[Task]], Awaitable[list[Group]]]
 """Tasks to groups of finished rollouts: `play_groups` with everything else already given."""
 
+Ask = Callable[[list[Task], Asked], Awaitable[list[Group]]]
+"""The same, where how they are asked is not given yet."""
 
-async def evaluate(
-    play: Play, tasks: list[Task], rewards: RewardSet, *, cfg: Eval, at_once: int
-) -> tuple[Metrics, list[Group]]:
-    """Ask the present policy every held-out task `cfg.samples` times, `at_once` tasks together; score the replies.
 
-    Raises WhetError if more of them cannot be scored than guard.max_failure_rate allows.
+async def evaluate(ask: Ask, tasks: Sequence[Task], rewards: RewardSet, *, cfg: Config) -> list[Group]:
+    """Ask the present policy every held-out task as its source says, and judge the replies; in the order of the tasks.
+
+    As many tasks together as the engine decodes rollouts at once. A reply's reward is the sum that `eval.reward`
+    names. Raises WhetError if more of them cannot be scored than guard.max_failure_rate allows.
     """
-    groups: list[Group] = []
-    for begin in range(0, len(tasks), at_once):
-        part = await score(await play(tasks[begin : begin + at_once]), rewards)
-        check_failures(part, rewards)
-        groups += part
-    return accuracy(groups, success=cfg.success, reward=cfg.reward), groups
+    judge = replace(rewards, weights=reward_weights(cfg))
+    alike: dict[Asked, list[Task]] = defaultdict(list)
+    for task in tasks:
+        alike[asked(cfg, task.source)].append(task)
+    done: dict[int, Group] = {}
+    for how, members in alike.items():
+        at_once = max(1, cfg.rollout.max_batch // how.samples)
+        for begin in range(0, len(members), at_once):
+            part = await score(await ask(members[begin : begin + at_once], how), judge)
+            check_failures(part, rewards)
+            done |= {group.task.uid: group for group in part}
+    return [done[task.uid] for task in tasks]
 
 
-def accuracy(groups: Sequence[Group], *, success: float, reward: str | None) -> Metrics:
-    """Per source and over all: mean@k (share of replies that pass), pass@k (share of tasks with a passing reply),
-    maj@k (share of tasks whose commonest reply passes; the first of equals), and the mean reward.
+def check_sources(named: Collection[str], tasks: Sequence[Task]) -> None:
+    """ConfigError if eval.sources names a source that no held-out task is of."""
+    there = sorted({task.source for task in tasks})
+    for name in named:
+        if name not in there:
+            raise ConfigError(
+                f"eval.sources.{name}: no held-out task is of source '{name}'{near(name, there)}; "
+                f"there are: {', '.join(there) or 'none'}"
+            )
 
-    A reply that could not be scored does not pass and is counted in `unscored`.
+
+# ---------------------------------------------------------------- numbers
+
+
+def accuracy(groups: Sequence[Group], *, success: float) -> Metrics:
+    """Per source and over all; K is the smallest number of replies that a task there has, n = 2, 4, 8 .. K.
+
+    mean@K: share of replies that pass, mean over tasks. pass@n: chance that one of n replies passes.
+    maj@K: share of tasks whose commonest answer passes (the first of equals, of the first K replies).
+    best@n, worst@n: the highest and lowest reward of n replies; std@K: standard deviation of a task's rewards
+    (of the population); reward_mean: over scored replies.
+
+    pass@n, best@n and worst@n are exact means over all choices of n of a task's replies, not bootstrapped. A reply
+    that could not be scored does not pass and is counted in `unscored`; tasks with fewer than n scored replies are
+    left out of best@n and worst@n, with fewer than K out of std@K.
     """
     by_source: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
@@ -40,26 +74,57 @@ def accuracy(groups: Sequence[Group], *, success: float, reward: str | None) -> 
     out: Metrics = {}
     sets = dict(by_source) if len(by_source) == 1 else {**by_source, "all": list(groups)}
     for source, members in sorted(sets.items()):
-        out |= {
-            f"eval/{source}/{k}": v for k, v in _of_source(members, success=success, reward=reward).items()
-        }
-    return out | {"eval/accuracy": _mean(_passes(r, success, reward) for g in groups for r in g.rollouts)}
+        out |= {f"eval/{source}/{k}": v for k, v in _of_source(members, success=success).items()}
+    shares = (_passed(g, success) / len(g.rollouts) for g in groups)
+    return out | {"eval/accuracy": _mean(shares)}
 
 
-def _of_source(groups: Sequence[Group], *, success: float, reward: str | None) -> Metrics:
-    k = max(len(g.rollouts) for g in groups)
-    replies = [r for g in groups for r in g.rollouts]
-    out = {f"mean@{k}": _mean(_passes(r, success, reward) for r in replies)}
+def _of_source(groups: Sequence[Group], *, success: float) -> Metrics:
+    k = min(len(g.rollouts) for g in groups)
+    passed = [(_passed(g, success), len(g.rollouts)) for g in groups]
+    scored = [[r.reward for r in g.rollouts if r.reward is not None] for g in groups]
+    out = {f"mean@{k}": _mean(c / size for c, size in passed)}
+    for n in doublings(k):
+        out[f"pass@{n}"] = _mean(pass_at(n, passed=c, replies=size) for c, size in passed)
+        if enough := [rewards for rewards in scored if len(rewards) >= n]:
+            out[f"best@{n}"] = _mean(best_of(n, rewards) for rewards in enough)
+            out[f"worst@{n}"] = _mean(-best_of(n, [-x for x in rewards]) for rewards in enough)
     if k > 1:
-        out[f"pass@{k}"] = _mean(any(_passes(r, success, reward) for r in g.rollouts) for g in groups)
-        out[f"maj@{k}"] = _mean(_passes(commonest(g.rollouts), success, reward) for g in groups)
-    scored = [r.reward for r in replies if r.reward is not None]
+        out[f"maj@{k}"] = _mean(passes(commonest(g.rollouts[:k]), success) for g in groups)
+        if enough := [rewards for rewards in scored if len(rewards) >= k]:
+            out[f"std@{k}"] = _mean(deviation(rewards) for rewards in enough)
     return out | {
-        "reward_mean": _mean(scored),
-        "tokens_mean": _mean(r.tokens for r in replies),
+        "reward_mean": _mean(x for rewards in scored for x in rewards),
+        "tokens_mean": _mean(r.tokens for g in groups for r in g.rollouts),
         "tasks": float(len(groups)),
-        "unscored": float(len(replies) - len(scored)),
+        "unscored": float(sum(size for _, size in passed) - sum(map(len, scored))),
     }
+
+
+def doublings(k: int) -> list[int]:
+    """2, 4, 8 .. below k, then k itself; nothing for one reply."""
+    return [*(2**i for i in range(1, k.bit_length()) if 2**i < k), k] if k > 1 else []
+
+
+def pass_at(n: int, *, passed: int, replies: int) -> float:
+    """Chance that at least one of n replies, drawn without replacement, passes: 1 - C(N-c, n) / C(N, n).
+
+    arXiv:2107.03374 eq. 1, exact.
+    """
+    return 1.0 - math.comb(replies - passed, n) / math.comb(replies, n)
+
+
+def best_of(n: int, rewards: Sequence[float]) -> float:
+    """Mean over all choices of n of the rewards of the largest: of C(N, n) choices, the i-th smallest reward is the
+    largest in C(i-1, n-1)."""
+    choices = math.comb(len(rewards), n)
+    return math.fsum(x * (math.comb(i, n - 1) / choices) for i, x in enumerate(sorted(rewards)))
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Standard deviation of the population."""
+    mean = _mean(values)
+    return math.sqrt(_mean((x - mean) ** 2 for x in values))
 
 
 def commonest(rollouts: Sequence[Rollout]) -> Rollout:
@@ -69,11 +134,34 @@ def commonest(rollouts: Sequence[Rollout]) -> Rollout:
     return rollouts[answers.index(most)]
 
 
-def _passes(rollout: Rollout, success: float, reward: str | None) -> bool:
-    value = rollout.reward if reward is None else rollout.reward_parts.get(reward)
-    return rollout.reward is not None and value is not None and value >= success
+def passes(rollout: Rollout, success: float) -> bool:
+    return rollout.reward is not None and rollout.reward >= success
+
+
+def _passed(group: Group, success: float) -> int:
+    return sum(passes(r, success) for r in group.rollouts)
 
 
 def _mean(values: Iterable[float]) -> float:
     values = list(values)
-    return sum(values) / len(values) if values else 0.0
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+# ---------------------------------------------------------------- for people
+
+
+def shown(groups: Sequence[Group], *, count: int, seed: int) -> list[dict[str, Json]]:
+    """The first replies to `count` of the tasks, in their order: which tasks follows from the seed alone."""
+    chosen = seeds.permutation(seeds.key(seed, "eval", "shown"), len(groups))[:count]
+    return [
+        {
+            "uid": r.task.uid,
+            "source": r.task.source,
+            "prompt": prompt_text(r.task.prompt),
+            "reply": r.text,
+            "answer": r.task.answer,
+            "extracted": r.answer,
+            "reward": r.reward,
+        }
+        for r in (groups[i].rollouts[0] for i in sorted(chosen.tolist()))
+    ]

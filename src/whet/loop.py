@@ -7,13 +7,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 
-from whet.batch import Batch, pack, split
-from whet.evaluate import evaluate
+from whet import seeds
+from whet.algos.demonstration import without_experts
+from whet.algos.groups import with_baseline
+from whet.algos.preference import kl_zero
+from whet.batch import Batch, pack
+from whet.evaluate import accuracy, evaluate
+from whet.held_out import held_out
 from whet.rewards.combine import check_failures, score
 from whet.run import Run
 from whet.sync.weights import publish
 from whet.track.metrics import merge, summarise
+from whet.training.passes import passes
 from whet.types import Group, Metrics, WhetError
 
 
@@ -27,9 +34,21 @@ async def explore_step(run: Run) -> int:
     with run.phase("score"):
         groups = await score(groups, run.rewards)  # each call has its deadline
     check_failures(groups, run.rewards)
+    if "baseline" in run.algorithm.needs:
+        groups = await against_greedy(run, groups)
     run.played += groups
     await run.buffer.put(groups, asked=n)  # keeps what can be trained on, books the rest
     return n
+
+
+async def against_greedy(run: Run, groups: list[Group]) -> list[Group]:
+    """The same rollouts, each with the reward of the greedy reply to its task."""
+    with run.phase("generate"):
+        greedy = await run.play_greedy([g.task for g in groups])
+    with run.phase("score"):
+        greedy = await score(greedy, run.rewards)
+    check_failures(greedy, run.rewards)
+    return [with_baseline(group, one.rollouts[0]) for group, one in zip(groups, greedy)]
 
 
 async def read_step(run: Run) -> int:
@@ -45,19 +64,20 @@ async def read_step(run: Run) -> int:
 async def train_step(run: Run) -> Metrics:
     """One step's rollouts, one or more optimizer steps, one new version of the policy."""
     groups = await run.wait(run.buffer.take(run.policy.version), "a step's worth of rollouts")
-    batch = pack(groups)
+    batch = pack(groups) if run.experts is None else run.experts.among(groups)
     with run.phase("log-probs"):
         batch = look(run, batch)
+    batch, corrected = run.algorithm.correct(batch, run.policy.version)
+    batch = run.algorithm.resample(
+        batch, seeds.key(run.cfg.seed, "resample", run.name, run.step), run.buffer.groups_per_step
+    )
     batch = run.algorithm.advantage(batch, run.kl_coef)
-    updates: list[Metrics] = []
     with run.phase("update"):
-        for _ in range(run.cfg.train.passes):
-            for minibatch in split(batch, run.cfg.train.minibatches):  # each ends in one optimizer step
-                updates.append(update(run, minibatch))
-    await run.wait(publish(run.policy, run.engine), "the weight sync")
-    # from here engine.version == policy.version
+        updates = update(run, batch)
+    await run.wait(publish(run.policy, run.engine, through=run.sampler, due=run.sync_due), "the weight sync")
+    # from here engine.version == policy.version, save with rollout.sync_every > 1
     await run.buffer.trained(groups)  # frees room: the next tasks may start
-    return measure(run, batch, groups, updates=updates)
+    return measure(run, without_experts(batch), groups, updates=updates) | corrected
 
 
 def look(run: Run, batch: Batch) -> Batch:
@@ -67,23 +87,44 @@ def look(run: Run, batch: Batch) -> Batch:
         batch = replace(batch, logp_old_N=old)
     if run.reference is not None:
         batch = replace(batch, logp_ref_N=run.reference.forward(batch, "logprobs"))
+        if "kl_zero" in run.algorithm.needs:
+            zero_R = kl_zero(batch, policy=run.policy.forward, reference=run.reference.forward)
+            batch = replace(batch, kl_zero_R=zero_R)
+    if "collision" in run.algorithm.needs:
+        batch = replace(batch, collision_N=run.policy.forward(batch, "collision"))
     if run.critic is not None:
-        batch = replace(batch, value_N=run.critic.forward(batch, "values"))
+        said_N = run.critic.forward(batch, "values")
+        batch = replace(batch, value_N=run.value_scale.restored(said_N, batch.mask_N))
     return batch
 
 
-def update(run: Run, minibatch: Batch) -> Metrics:
-    """One optimizer step of the policy (and the critic)."""
-    out: Metrics = {}
+def update(run: Run, batch: Batch) -> list[Metrics]:
+    """Every optimizer step of the policy, then of the critic; while the critic warms up, the policy waits."""
+    out: list[Metrics] = []
+    stream = seeds.key(run.cfg.seed, "minibatches", run.name, run.step)
+    if run.step >= run.plan.critic_warmup_steps:
+        out += [update_policy(run, part) for part in passes(batch, run.cfg.train, stream=stream)]
+    if run.plan.critic is not None:
+        sampled = without_experts(batch)
+        out += [update_critic(run, part) for part in passes(sampled, run.plan.critic, stream=stream)]
+    return out
+
+
+def update_policy(run: Run, minibatch: Batch) -> Metrics:
+    """One optimizer step of the policy."""
     algorithm = run.algorithm
-    if run.critic is not None:
-        assert algorithm.value_loss is not None
-        weighted = replace(minibatch, weight_N=algorithm.value_weights(minibatch))
-        out |= {f"critic/{k}": v for k, v in run.critic.update(weighted, algorithm.value_loss).items()}
-        if run.step < run.cfg.critic.warmup_steps:
-            return out
-    weighted = replace(minibatch, weight_N=algorithm.weights(minibatch))
-    return out | {f"train/{k}": v for k, v in run.policy.update(weighted, algorithm.loss).items()}
+    weighted = replace(minibatch, weight_N=algorithm.weights(minibatch, run.step + 1))
+    loss = algorithm.loss_of(weighted, run.policy.forward)  # sees the whole minibatch before it is cut
+    return {f"train/{k}": v for k, v in run.policy.update(weighted, loss).items()}
+
+
+def update_critic(run: Run, minibatch: Batch) -> Metrics:
+    """One optimizer step of the critic."""
+    algorithm = run.algorithm
+    assert run.critic is not None
+    assert algorithm.value_loss is not None
+    weighted = replace(run.value_scale.normalized(minibatch), weight_N=algorithm.value_weights(minibatch))
+    return {f"critic/{k}": v for k, v in run.critic.update(weighted, algorithm.value_loss).items()}
 
 
 def measure(run: Run, batch: Batch, groups: list[Group], *, updates: list[Metrics]) -> Metrics:
@@ -119,12 +160,15 @@ async def steps(run: Run) -> AsyncIterator[Metrics]:
     if run.step == 0 and run.cfg.eval.at_start and not run.stopping:
         await evaluation(run)
     while run.step < run.plan.steps and not run.stopping:
-        metrics = await alternate(run)
+        with run.profiler.step(run.step + 1):
+            metrics = await alternate(run)
         run.step += 1
         run.reset_reference()
         run.record_step(metrics)
         if run.eval_due:
             await evaluation(run)
+        if run.export_due:
+            run.export()
         if run.checkpoint_due:
             with run.phase("save"):
                 run.save()
@@ -132,14 +176,14 @@ async def steps(run: Run) -> AsyncIterator[Metrics]:
 
 
 async def evaluation(run: Run) -> None:
-    """Held-out accuracy of the present policy, written down."""
-    if run.eval_tasks:
-        with run.phase("evaluate"):
-            metrics, groups = await evaluate(
-                run.play_eval,
-                run.eval_tasks,
-                run.rewards,
-                cfg=run.cfg.eval,
-                at_once=run.eval_at_once,
-            )
-        run.record_eval(metrics, groups)
+    """What the present policy makes of held-out tasks, written down."""
+    metrics: Metrics = {}
+    replies: list[Group] = []
+    with run.phase("evaluate"):
+        if run.plan.judges:
+            replies = await evaluate(run.ask, run.eval_tasks, run.rewards, cfg=run.cfg)
+            metrics |= accuracy(replies, success=run.cfg.eval.success)
+        if run.eval_given:
+            metrics |= held_out(run.policy, run.eval_given, run.algorithm, look=partial(look, run))
+    if metrics:
+        run.record_eval(metrics, replies)

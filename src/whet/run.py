@@ -8,27 +8,34 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import pyarrow as pa
 import torch
 
 from whet import checkpoint
+from whet.algos.critic import Scale
 from whet.algos.recipes import Algorithm
 from whet.batch import Batch
 from whet.buffer.buffer import Buffer
 from whet.config.plan import Plan
 from whet.config.schema import Config
+from whet.data.experts import Experts
 from whet.data.tasks import TaskStream
-from whet.evaluate import Play
+from whet.evaluate import Ask, Play, shown
 from whet.guard.ledger import Ledger
 from whet.guard.watch import Watch, wait
 from whet.rewards.combine import RewardSet
 from whet.rollout.engine import RolloutEngine
+from whet.track.batches import to_table
 from whet.track.display import Display
 from whet.track.record import RunDirectory
-from whet.track.trackers import Tracker
+from whet.track.timeline import STEPS, WAITS
+from whet.track.trackers import ShowsText, Tracker
+from whet.training.profile import Profiler
+from whet.training.throughput import Meter
 from whet.training.torch import TorchEngine
 from whet.types import Group, Json, Metrics, Task, WhetError
 
@@ -61,10 +68,17 @@ class Run:
 
     tasks: TaskStream
     eval_tasks: list[Task]
+    eval_given: list[Group]
+    """Replies that held-out tasks hold, where the stage learns from such: their loss is measured."""
     play: Play
-    play_eval: Play
+    play_greedy: Play
+    """One greedy reply a task, for advantages that compare with it."""
+    ask: Ask
+    """Plays held-out tasks."""
     read: Callable[[list[Task]], list[Group]]
     """Demonstrations or preference pairs as groups of rollouts."""
+    experts: Experts | None
+    """Demonstrations among the own rollouts of every step; None: there are none."""
     rewards: RewardSet
     buffer: Buffer
     ledger: Ledger
@@ -75,9 +89,14 @@ class Run:
     critic: TorchEngine | None
     engine: RolloutEngine | None
     """None: nothing is ever sampled."""
+    sampler: TorchEngine | None
+    """The copy of the policy that the engine samples from between syncs. None: from the policy itself."""
     exact: bool
     """The self-test has shown that sampled log-probs equal the trainer's bit for bit."""
 
+    profiler: Profiler
+    write_export: Callable[[Path], None]
+    """Write the policy as a Hugging Face folder."""
     directory: RunDirectory
     trackers: Sequence[Tracker]
     display: Display
@@ -88,12 +107,20 @@ class Run:
 
     step: int = 0
     kl_coef: float = 0.0
+    value_scale: Scale = field(default_factory=Scale)
+    """Units in which the critic predicts returns; one scale for a whole step."""
+    trained: pa.Table | None = None
+    """What the step at hand trained on, if it is to be written down."""
     played: list[Group] = field(default_factory=list)
     """All groups of the step at hand, trained on or not, until it is written down."""
     advantages: dict[tuple[int, int], float] = field(default_factory=dict)
     """Mean advantage of each rollout that was trained on, by (task uid, index)."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by phase since the last step was written down."""
+    meter: Meter | None = None
+    """None: the device's speed is not known."""
+    flops: float = 0.0
+    """What the update of the step at hand needs, where there is a meter."""
     since: float = field(default_factory=lambda: clock())
     """When that was."""
 
@@ -104,52 +131,90 @@ class Run:
         return self.stop.requested
 
     @property
+    def same_policy(self) -> bool:
+        """Tokens are sampled from the distribution that is trained: its weights, at its temperature."""
+        trained, sampled = self.cfg.train.temperature, self.cfg.rollout.sampling.temperature
+        return self.sampler is None and trained in (None, sampled)
+
+    @property
     def recompute_old(self) -> bool:
         """The ratio's denominator comes from the trainer: the engine's log-probs are not exactly its own."""
-        return self.algorithm.needs_old(self.exact)
+        return self.algorithm.needs_old(self.exact and self.same_policy)
+
+    @property
+    def sync_due(self) -> bool:
+        """Whether the step at hand ends in a weight sync: every so many, at the end, and before an evaluation."""
+        done = self.step + 1
+        judged = self._due(self.cfg.eval.every, after=1)
+        return done == self.plan.steps or judged or self._due(self.cfg.rollout.sync_every, after=1)
 
     @property
     def eval_due(self) -> bool:
-        cfg = self.cfg.eval
-        last = self.step == self.plan.steps
-        return (cfg.at_end and last) or (cfg.every > 0 and self.step % cfg.every == 0)
+        return (self.cfg.eval.at_end and self.ends) or self._due(self.cfg.eval.every)
 
     @property
     def checkpoint_due(self) -> bool:
-        every = self.cfg.checkpoint.every
-        return self.stopping or self.step == self.plan.steps or (every > 0 and self.step % every == 0)
+        cfg = self.cfg.checkpoint
+        due = self._due(cfg.every) or self._epochs_due(cfg.every_epochs)
+        return self.stopping or self.ends or due
 
     @property
-    def eval_at_once(self) -> int:
-        """Tasks evaluated together: as many rollouts as the engine decodes at once."""
-        return max(1, self.cfg.rollout.max_batch // self.cfg.eval.samples)
+    def export_due(self) -> bool:
+        """The last step's is the stage's own, which `run_stage` writes."""
+        cfg = self.cfg.checkpoint
+        return self._due(cfg.export_every) and not (self.ends and cfg.export)
+
+    @property
+    def ends(self) -> bool:
+        """Whether this was the last step."""
+        return self.step == self.plan.steps
+
+    def _epochs_due(self, every: int) -> bool:
+        """Whether this step completed another `every` passes over the rows (0: never)."""
+        rows = self.plan.rows
+        if every == 0 or rows is None:
+            return False
+        before, after = ((self.step - n) * self.plan.own_tasks_per_step // (every * rows) for n in (1, 0))
+        return after > before
+
+    def _due(self, every: int, *, after: int = 0) -> bool:
+        """Whether something that is done every so many steps (0: never) is due, `after` steps from now."""
+        return every > 0 and (self.step + after) % every == 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of the step and show what is going on."""
         self.display.phase(name)
         self.watch.beat(name)
+        timeline = self.directory.timeline
+        timeline.at = self.name, self.step + (name not in OUTSIDE)
         start = clock()
         try:
-            yield
+            with timeline.span(name, STEPS), self.profiler.range(name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + clock() - start
 
     async def wait(self, awaitable: Awaitable[T], what: str) -> T:
         """Wait with an owner and a deadline: a stall is logged with stacks, then ends the run."""
         owner = f"stage {self.name!r}, step {self.step + 1}"
-        return await wait(awaitable, owner=owner, what=what, timeout_s=self.cfg.rollout.timeout_s)
+        self.directory.timeline.at = self.name, self.step + 1
+        with self.directory.timeline.span(what, WAITS):
+            return await wait(awaitable, owner=owner, what=what, timeout_s=self.cfg.rollout.timeout_s)
 
     def reset_reference(self) -> None:
-        """Every reference.reset_every steps the reference becomes the policy of now."""
-        every = self.cfg.reference.reset_every
-        if self.reference is not None and every and self.step % every == 0:
+        """Every so many steps or epochs the reference becomes the policy of now; its optimizer may begin anew."""
+        cfg = self.cfg.reference
+        due = self._due(cfg.reset_every) or self._epochs_due(cfg.reset_every_epochs)
+        if self.reference is not None and due:
             self.reference.copy_from(self.policy)
+            if cfg.reset_optimizer:
+                self.policy.forget()
 
     def watch_mismatch(self, numbers: Metrics) -> None:
         """Compare what the engine said of its tokens with what the trainer says. Exact mode promises no difference."""
         share = numbers.get("train/mismatch_share", 0.0)
-        if self.exact and share > 0:
+        if self.exact and self.same_policy and not self.policy.drops and share > 0:
             message = (
                 f"step {self.step + 1}: {share:.2%} of the sampled log-probs differ from the trainer's, by at most "
                 f"{numbers['train/mismatch_max_nats']:.2e} nats, though the self-test said 'exact'"
@@ -163,13 +228,24 @@ class Run:
     def after_step(self, batch: Batch, groups: list[Group]) -> Metrics:
         """Numbers of the whole batch; the KL controller moves."""
         assert batch.adv_N is not None
+        behind_M = (self.policy.version - 1 - batch.version_N)[batch.mask_N & (batch.version_N >= 0)]
         out: Metrics = {"train/version": float(self.policy.version)}
+        if self.sampler is not None and len(behind_M):
+            out["train/staleness_mean"] = float(behind_M.double().mean())
         if batch.logp_ref_N is not None and batch.logp_old_N is not None:
             gap = (batch.logp_old_N - batch.logp_ref_N)[batch.mask_N]
             out["train/kl_reference_nats"] = float(gap.double().mean())
         if self.algorithm.kl_coef:
             out["train/kl_coef"] = self.kl_coef
             self.kl_coef = self.algorithm.next_kl_coef(batch, self.kl_coef)
+        if (decay := self.cfg.critic.normalize_decay) is not None and batch.return_N is not None:
+            out |= {"critic/scale_mean": self.value_scale.mean, "critic/scale_std": self.value_scale.std}
+            self.value_scale = self.value_scale.seen(batch.return_N, batch.mask_N, decay=decay)
+        self.trained = to_table(batch, groups) if self._due(self.cfg.track.batches_every, after=1) else None
+        if self.meter is not None:
+            self.flops = self.meter.flops(batch, policy_learns=self.step >= self.plan.critic_warmup_steps)
+        if self.algorithm.mu is not None:
+            out["train/mu"] = self.algorithm.mu(self.step + 1)
         length_R = batch.sum_R(torch.ones_like(batch.adv_N)).clamp(min=1)
         names = [(r.task.uid, r.index) for g in groups for r in g.rollouts]
         self.advantages = dict(zip(names, (batch.sum_R(batch.adv_N) / length_R).tolist()))
@@ -179,9 +255,10 @@ class Run:
 
     def record_step(self, metrics: Metrics) -> None:
         """One line of numbers, and every rollout that was played if they are due."""
-        every = self.cfg.track.rollouts_every
         rollouts = [r for g in self.played for r in g.rollouts]
-        if every and self.step % every == 0 and self.algorithm.kind == "online":
+        if self.trained is not None:
+            self.directory.write_batch(self.name, self.step, self.trained)
+        if self._due(self.cfg.track.rollouts_every) and self.algorithm.kind == "online":
             advantages = [self.advantages.get((r.task.uid, r.index)) for r in rollouts]
             self.directory.write_rollouts(self.name, self.step, rollouts, advantages=advantages)
         self.buffer.check()
@@ -189,11 +266,19 @@ class Run:
         timings = self._timings(int(metrics["rollout/tokens_sum"]))
         self._log(metrics, timings)
         self.display.step(metrics, timings)
+        self.directory.timeline.flush()
         self.played = []
 
     def record_eval(self, metrics: Metrics, groups: Sequence[Group]) -> None:
-        """Held-out accuracy at the present step, with every reply."""
-        self.directory.write_eval(self.name, self.step, [r for g in groups for r in g.rollouts])
+        """Held-out numbers at the present step, with every reply that was asked for; some are shown."""
+        if groups:
+            self.directory.write_eval(self.name, self.step, [r for g in groups for r in g.rollouts])
+        if self.cfg.eval.log_samples:
+            rows = shown(groups, count=self.cfg.eval.log_samples, seed=self.cfg.seed)
+            self.directory.write_samples(self.name, self.step, rows)
+            for tracker in self.trackers:
+                if isinstance(tracker, ShowsText):
+                    tracker.show(self.name, self.step, rows)
         seconds = {"time/evaluate_s": self.seconds["evaluate"]}
         self._log(metrics, seconds)
         self.display.evaluated(self.step, metrics)
@@ -213,6 +298,9 @@ class Run:
         unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, kilobytes elsewhere
         out["memory/peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
         out["speed/tokens_per_s"] = tokens / step
+        if self.meter is not None and seconds.get("update"):
+            out["speed/mfu"] = self.flops / seconds["update"] / self.meter.peak
+            out["speed/tokens_per_device_s"] = tokens / step
         if "generate" in seconds:
             out["speed/generated_tokens_per_s"] = tokens / seconds["generate"]
         return out
@@ -224,16 +312,26 @@ class Run:
         out = {"policy": self.policy}
         if self.critic is not None:
             out["critic"] = self.critic
-        own = self.cfg.reference.path is None or self.cfg.reference.reset_every > 0
+        cfg = self.cfg.reference
+        own = cfg.path is None or cfg.reset_every > 0 or cfg.reset_every_epochs > 0
         if self.reference is not None and own:
             out["reference"] = self.reference
+        if self.sampler is not None:
+            out["sampler"] = self.sampler
         return out
 
     def save(self) -> Path:
         """The whole run to disk. What was written down so far is brought there first."""
         self.directory.sync()
+        cfg = self.cfg.checkpoint
         root = self.directory.path / "checkpoints"
-        return checkpoint.save(root, self.engines(), self.state(), keep=self.cfg.checkpoint.keep)
+        return checkpoint.save(root, self.engines(), self.state(), keep=cfg.keep, contents=cfg.contents)
+
+    def export(self, *, final: bool = False) -> None:
+        """The policy as a Hugging Face folder: `export/STAGE` at the end of the stage, else with the step's number."""
+        name = self.name if final else f"{self.name}-step-{self.step:06d}"
+        with self.phase("export"):
+            self.write_export(self.directory.path / "export" / name)
 
     def state(self) -> Json:
         return {
@@ -242,9 +340,12 @@ class Run:
             "step": self.step,
             "done": self.step >= self.plan.steps,
             "version": self.policy.version,
+            "sampler_version": self.sampler.version if self.sampler else self.policy.version,
             "kl_coef": self.kl_coef,
+            "value_scale": asdict(self.value_scale),
             "exact": self.exact,
             "tasks": self.tasks.state(),
+            "experts": self.experts.stream.state() if self.experts else None,
             "buffer": self.buffer.state(),
             "ledger": self.ledger.state(),
             "config": self.fingerprint,
@@ -252,10 +353,15 @@ class Run:
 
     def restore(self, path: Path, state: Json) -> None:
         """Go on where `state` was saved."""
-        checkpoint.load(path, self.engines())
+        checkpoint.load(path, self.engines(), wanted=self.cfg.checkpoint.load)
         self.step, self.kl_coef = state["step"], state["kl_coef"]
+        self.value_scale = Scale(**state["value_scale"])
         self.exact = self.exact and state["exact"]
         self.policy.version = state["version"]
+        if self.sampler is not None:
+            self.sampler.version = state["sampler_version"]
         self.tasks.restore(state["tasks"])
+        if self.experts is not None:
+            self.experts.stream.restore(state["experts"])
         self.buffer.restore(state["buffer"])
         self.ledger = self.buffer.ledger = Ledger.from_state(state["ledger"])

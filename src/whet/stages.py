@@ -4,73 +4,67 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from whet import seeds
+from whet.algos.groups import refine, uninformative
 from whet.algos.recipes import Algorithm
 from whet.algos.recipes import build as build_algorithm
 from whet.buffer.buffer import Buffer
-from whet.config.checks import GROUP_BASELINES
-from whet.config.load import Loaded
-from whet.config.plan import Plan, dtype_on
+from whet.config.evaluation import Asked, evaluates, judges
+from whet.config.mixing import experts_per_step
+from whet.config.plan import Plan
 from whet.config.plan import plan as make_plan
-from whet.config.recipes import Resolved
+from whet.config.recipes import Resolved, resolve
 from whet.config.schema import Config
-from whet.data.tasks import TaskStream, demonstration, eval_tasks, preference_pair, texts
-from whet.data.tokenizer import load_tokenizer
+from whet.config.secrets import dump
+from whet.data.chat import encode_response
+from whet.data.experts import Experts
+from whet.data.tasks import (
+    TaskStream,
+    demonstration,
+    eval_tasks,
+    labelled,
+    learned_turns,
+    preference_pair,
+    reply_limit,
+)
+from whet.evaluate import Ask, check_sources
 from whet.guard.ledger import Ledger
-from whet.guard.watch import Watch
+from whet.held_out import given
 from whet.loop import steps
-from whet.models import kernels
-from whet.models.exact import self_test
-from whet.models.forward import decoder
+from whet.models.exports import writer
 from whet.models.load import build as build_model
-from whet.models.load import export, value_head
-from whet.rewards.combine import RewardSet
-from whet.rollout.engine import RolloutEngine
+from whet.models.load import value_head
+from whet.models.lora import attach, merged, twin
+from whet.models.trainable import choose
 from whet.rollout.episode import play_groups, to_sampling
-from whet.rollout.hf import HfEngine
-from whet.rollout.native.engine import NativeEngine
-from whet.run import Run, StopFlag
-from whet.sync.weights import sync
-from whet.track.display import Display
-from whet.track.record import RunDirectory
-from whet.track.trackers import Tracker, open_trackers
-from whet.training.torch import Cut, TorchEngine
-from whet.types import CheckpointError, ConfigError, Group, Json, Sampling, Task
+from whet.run import Run
+from whet.shared import Shared, decoder_of, end_tokens
+from whet.sync.weights import hand_over, sync
+from whet.track.timeline import OPEN_STAGE, START_UP, STEPS
+from whet.training.profile import Profiler
+from whet.training.throughput import meter_of
+from whet.training.torch import MICRO_BATCH, Cut, FullKl, TorchEngine
+from whet.types import CheckpointError, Group, Json, Sampling, Task
 
 log = logging.getLogger(__name__)
 
-FREE_KEYS: Any = {"run_dir": True, "name": True, "checkpoint": True, "track": True, "guard": {"workers"}}
+FREE_KEYS: Any = {
+    "run_dir": True,
+    "name": True,
+    "checkpoint": True,
+    "track": True,
+    "profile": True,
+    "guard": {"workers"},
+}
 """Keys that may change between a checkpoint and the run that goes on from it; they touch no number."""
-
-
-@dataclass
-class Shared:
-    """What lives through all stages of a run."""
-
-    loaded: Loaded
-    plans: Sequence[Plan]
-    tokenizer: PreTrainedTokenizerBase
-    model: PreTrainedModel
-    ops: kernels.Ops
-    exact: bool
-    engine: RolloutEngine | None
-    """None: no stage ever samples."""
-    rewards: Sequence[RewardSet]
-    """One for each stage."""
-    directory: RunDirectory
-    trackers: Sequence[Tracker]
-    display: Display
-    stop: StopFlag
-    watch: Watch
-    version: int = 0
 
 
 async def run_all(shared: Shared, start: Path | None, state: Json) -> None:
@@ -78,8 +72,12 @@ async def run_all(shared: Shared, start: Path | None, state: Json) -> None:
 
     state: what `checkpoint.read_state` found in `start`.
     """
+    first = state["stage"] if start else 0
+    timeline = shared.directory.timeline
+    timeline.at = shared.loaded.names[first], state["step"] if start else 0
+    timeline.since(timeline.opened_ns, START_UP, STEPS)
     try:
-        for index in range(state["stage"] if start else 0, len(shared.loaded.stages)):
+        for index in range(first, len(shared.loaded.stages)):
             await run_stage(shared, index, start=start, state=state)
             start = None
             if shared.stop.requested:
@@ -91,145 +89,24 @@ async def run_all(shared: Shared, start: Path | None, state: Json) -> None:
 
 async def run_stage(shared: Shared, index: int, *, start: Path | None, state: Json) -> None:
     """One stage, from its beginning or from a checkpoint; its models and optimizers end with it."""
-    run = open_stage(shared, index)
-    if start is not None:
-        run.restore(start, state)
+    timeline = shared.directory.timeline
+    timeline.at = shared.loaded.names[index], state["step"] if start else 0
+    with timeline.span(OPEN_STAGE, STEPS):
+        run = open_stage(shared, index)
+        if start is not None:
+            run.restore(start, state)
     shared.display.stage(index, done=run.step, steps=run.plan.steps)
-    await run.wait(sync(run.policy, run.engine), "the first weight sync")
+    if start is None or run.sampler is None:
+        first = sync(run.policy, run.engine, through=run.sampler)
+    else:
+        first = hand_over(run.sampler, run.engine)  # it stands at the last sync, the policy has moved on
+    await run.wait(first, "the first weight sync")
     async for _ in steps(run):
         pass
+    run.profiler.close()
     shared.version, shared.exact = run.policy.version, run.exact
     if run.cfg.checkpoint.export and not shared.stop.requested:
-        with run.phase("export"):
-            export(shared.model, shared.tokenizer, shared.directory.path / "export" / run.name)
-
-
-# ---------------------------------------------------------------- what all stages share
-
-
-def open_shared(
-    loaded: Loaded,
-    plans: Sequence[Plan],
-    *,
-    rewards: Sequence[RewardSet],
-    directory: RunDirectory,
-    display: Display,
-    stop: StopFlag,
-    watch: Watch,
-    resumed: tuple[int, int] | None,
-) -> Shared:
-    """Tokenizer, model, kernels, engine. The self-test says whether sampling and training agree to the bit."""
-    cfg = loaded.config
-    device = pick_device(cfg)
-    torch.set_num_threads(plans[0].threads)
-    torch.use_deterministic_algorithms(device.type == "cpu")
-    # or every new tensor would be written once more
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    display.phase("read data")
-    sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.eval)]
-    tokenizer = load_tokenizer(cfg.tokenizer, model_path=cfg.model.path, texts=texts(sources))
-    display.phase("load model")
-    model = build_model(
-        cfg.model,
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        seed=cfg.seed,
-        device=device,
-        dtype=getattr(torch, dtype_on(cfg, device.type)),
-    )
-    ops = kernels.load(cfg.machine.kernels)
-    display.phase("self-test")
-    samples = any(p.generates for p in plans)
-    exact = samples and prove_exact(loaded.stages[-1], plans, model, ops=ops)
-    if samples:
-        display.exactness("exact" if exact else "close")
-    return Shared(
-        loaded=loaded,
-        plans=plans,
-        tokenizer=tokenizer,
-        model=model,
-        ops=ops,
-        exact=exact,
-        engine=open_engine(plans, model, ops, cfg=cfg, tokenizer=tokenizer, watch=watch) if samples else None,
-        rewards=rewards,
-        directory=directory,
-        trackers=open_trackers(cfg.track.trackers, directory, resumed=resumed),
-        display=display,
-        stop=stop,
-        watch=watch,
-    )
-
-
-def pick_device(cfg: Config) -> torch.device:
-    """`auto` is CUDA where there is one."""
-    wanted = cfg.machine.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("machine.device=cuda, but torch finds no CUDA device here; use auto or cpu")
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
-
-
-def prove_exact(cfg: Config, plans: Sequence[Plan], model: PreTrainedModel, *, ops: kernels.Ops) -> bool:
-    """Whether sampled log-probs equal the trainer's bit for bit, tried on the model itself."""
-    log.info("kernels: %s (%s)", ops.name, ops.reason)
-    if cfg.machine.exact == "off" or cfg.rollout.engine != "native":
-        return False
-    longest = max(p.max_sequence_tokens for p in plans if p.generates)
-    report = self_test(
-        decoder(model, ops),
-        ops,
-        vocab_size=model.config.get_text_config().vocab_size,
-        seed=cfg.seed,
-        temperature=cfg.rollout.sampling.temperature or 1.0,
-        max_prompt=max(1, min(40, longest - 24)),
-        long_prompt=max(1, min(270, longest - 24)),
-    )
-    log.info("sampling against training: %s", report)
-    if cfg.machine.exact == "on" and not report.exact:
-        raise ConfigError(
-            f"machine.exact=on, but the self-test says {report}; set machine.exact=auto to go on"
-        )
-    return report.exact
-
-
-def open_engine(
-    plans: Sequence[Plan],
-    model: PreTrainedModel,
-    ops: kernels.Ops,
-    *,
-    cfg: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    watch: Watch,
-) -> RolloutEngine:
-    """The rollout engine, large enough for every stage; it samples from the trainer's own module."""
-    ends = end_tokens(model, tokenizer)
-    sampling = [p for p in plans if p.generates]
-    max_context = max(p.max_sequence_tokens for p in sampling)
-    if cfg.rollout.engine == "hf":
-        return HfEngine(model, end_token_ids=ends, decode=decoder_of(tokenizer), max_context=max_context)
-    engine = NativeEngine(
-        model,
-        ops,
-        end_token_ids=ends,
-        decode=decoder_of(tokenizer),
-        max_batch=max(p.max_batch for p in sampling),
-        max_context=max_context,
-        cache_mb=cfg.machine.kv_cache_mb,
-    )
-    engine.beat = watch.beat
-    return engine
-
-
-def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Tokens to the text that rewards and people see: special tokens left out."""
-    return lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
-
-
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end a reply: the tokenizer's, and all that the model's own generation config names."""
-    named = model.generation_config.eos_token_id if model.generation_config is not None else None
-    several = named if isinstance(named, list) else [named]
-    return frozenset(t for t in (*several, tokenizer.eos_token_id) if t is not None)
+        run.export(final=True)
 
 
 # ---------------------------------------------------------------- one stage
@@ -240,8 +117,11 @@ def open_stage(shared: Shared, index: int) -> Run:
     cfg, name = shared.loaded.stages[index], shared.loaded.names[index]
     tokenizer = shared.tokenizer
     algorithm = build_algorithm(cfg.algorithm, critic=cfg.critic, max_tokens=cfg.rollout.sampling.max_tokens)
+    experts = experts_per_step(cfg, resolve(cfg.algorithm))
     shared.display.phase("read data")
-    held_out = eval_tasks(cfg.data.eval, cfg.data, tokenizer=tokenizer) if cfg.data.eval else []
+    turns = learned_turns(cfg.data, algorithm.kind)
+    held_out = eval_tasks(cfg.data.eval, cfg.data, tokenizer=tokenizer, turns=turns) if cfg.data.eval else []
+    check_sources(cfg.eval.sources, held_out)
     stream = TaskStream(
         cfg.data.train,
         cfg.data,
@@ -249,6 +129,8 @@ def open_stage(shared: Shared, index: int) -> Run:
         seed=cfg.seed,
         exclude=held_out if cfg.data.exclude_eval else (),
         max_response_tokens=None if algorithm.kind == "online" else cfg.rollout.sampling.max_tokens,
+        multiple_of=cfg.train.tasks_per_step - experts if cfg.train.drop_last else 1,
+        turns=turns,
     )
     log.info("stage %s: %s", name, ", ".join(f"{k} {v}" for k, v in stream.counts.items()))
     plan = make_plan(cfg, rows=stream.rows_per_epoch, name=name)
@@ -261,6 +143,7 @@ def open_stage(shared: Shared, index: int) -> Run:
         index=index,
         tasks=stream,
         eval_tasks=held_out,
+        eval_given=held_out_replies(cfg, algorithm, held_out, tokenizer=tokenizer),
         play=_player(
             shared,
             cfg,
@@ -268,25 +151,30 @@ def open_stage(shared: Shared, index: int) -> Run:
             size=cfg.rollout.group_size,
             purpose=f"train/{name}",
         ),
-        play_eval=_player(
-            shared, cfg, to_sampling(plan.eval_sampling), size=cfg.eval.samples, purpose="eval"
+        play_greedy=_player(
+            shared,
+            cfg,
+            replace(to_sampling(cfg.rollout.sampling), temperature=0.0),
+            size=1,
+            purpose=f"train/{name}/greedy",
         ),
+        ask=_asker(shared, cfg),
         read=reader(cfg, algorithm, tokenizer),
+        experts=_experts(cfg, algorithm, tokenizer, count=experts, held_out=held_out),
         rewards=shared.rewards[index],
-        buffer=Buffer(
-            groups_per_step=plan.tasks_per_step,
-            group_size=plan.group_size,
-            max_staleness=0,
-            reject=partial(rejection, algorithm=plan.algorithm),
-            ledger=ledger,
-        ),
+        buffer=_buffer(cfg, plan, ledger),
         ledger=ledger,
         algorithm=algorithm,
         policy=policy,
         reference=_reference(shared, cfg, policy) if algorithm.needs_reference else None,
         critic=_critic(shared, cfg, plan) if algorithm.needs_critic else None,
         engine=shared.engine,
+        sampler=shared.sampler,
         exact=shared.exact,
+        profiler=Profiler(
+            cfg.profile, shared.directory.path / "profile", stage=name, device=shared.model.device
+        ),
+        write_export=writer(cfg, shared.model, shared.tokenizer),
         directory=shared.directory,
         trackers=shared.trackers,
         display=shared.display,
@@ -296,13 +184,32 @@ def open_stage(shared: Shared, index: int) -> Run:
         kl_coef=algorithm.kl_coef,
     )
     policy.version = shared.version
-    for trained in (run.policy, run.reference, run.critic):
+    if algorithm.full_kl_coef and run.reference is not None:
+        policy.full_kl = FullKl(algorithm.full_kl_coef, run.reference)
+    run.meter = meter_of(run.policy, run.critic, train=cfg.train, of_critic=plan.critic)
+    skip = None if cfg.track.micro_batches else MICRO_BATCH
+    for lane, trained in (("policy", run.policy), ("reference", run.reference), ("critic", run.critic)):
         if trained is not None:
             trained.beat = shared.watch.beat
+            trained.span = shared.directory.timeline.spans_of(lane, skip=skip)
     return run
 
 
+def _buffer(cfg: Config, plan: Plan, ledger: Ledger) -> Buffer:
+    weights = {name: reward.weight for name, reward in cfg.rewards.items()}
+    return Buffer(
+        groups_per_step=plan.own_tasks_per_step,
+        group_size=plan.group_size,
+        max_staleness=cfg.rollout.sync_every - 1,
+        refine=partial(refine, cfg=plan.algorithm.groups),
+        reject=partial(rejection, algorithm=plan.algorithm, weights=weights),
+        copies=plan.algorithm.refill == "copy",
+        ledger=ledger,
+    )
+
+
 def _policy(shared: Shared, cfg: Config, plan: Plan, algorithm: Algorithm) -> TorchEngine:
+    choose(shared.model, cfg.train.trainable)
     cut = Cut.of(
         cfg.train,
         shared.model,
@@ -316,46 +223,67 @@ def _policy(shared: Shared, cfg: Config, plan: Plan, algorithm: Algorithm) -> To
         cut=cut,
         optimizer=cfg.train.optimizer,
         total_steps=plan.optimizer_steps,
+        updates_per_step=plan.updates_per_step,
         max_skipped=cfg.train.max_skipped_steps,
+        seed=seeds.key(cfg.seed, "policy", plan.name),
     )
 
 
 def _reference(shared: Shared, cfg: Config, policy: TorchEngine) -> TorchEngine:
     """Frozen: from its folder, or a copy of the policy as it is now."""
-    return TorchEngine(_frozen(_model_at(shared, cfg, cfg.reference.path)), shared.ops, cut=policy.cut)
+    path, overrides = cfg.reference.path, cfg.reference.overrides
+    model = twin(shared.model) if path is None else _model_at(shared, cfg, path, overrides=overrides)
+    return TorchEngine(model.requires_grad_(False), shared.ops, cut=policy.cut)
 
 
 def _critic(shared: Shared, cfg: Config, plan: Plan) -> TorchEngine:
-    model = _model_at(shared, cfg, cfg.critic.path)
-    head = value_head(model.config.hidden_size, cfg.seed).to(model.device, model.dtype)
-    cut = Cut.of(cfg.train, shared.model, whole_groups=False, entropy_grad=False, temperature=1.0)
+    train = plan.critic
+    assert train is not None, "planned without a critic"
+    path, name = cfg.critic.path, cfg.critic.head
+    if path is None:
+        model = copy.deepcopy(merged(shared.model)).requires_grad_(True)
+    else:
+        model = _model_at(shared, cfg, path, overrides=cfg.critic.overrides, head=name)
+    if cfg.critic.lora is not None:
+        attach(model, cfg.critic.lora, seed=seeds.key(cfg.seed, "critic"))
+    head = value_head(model.config.hidden_size, cfg.seed, path=path, name=name).to(model.device, model.dtype)
+    cut = Cut.of(train, model, whole_groups=False, entropy_grad=False, temperature=1.0)
     return TorchEngine(
         model,
         shared.ops,
         cut=cut,
         value_head=head,
-        optimizer=cfg.critic.optimizer,
-        total_steps=plan.steps * plan.updates_per_step,
+        whole=path is None,
+        optimizer=train.optimizer,
+        total_steps=plan.critic_optimizer_steps,
+        updates_per_step=plan.critic_updates_per_step,
         max_skipped=cfg.train.max_skipped_steps,
+        seed=seeds.key(cfg.seed, "critic", plan.name),
     )
 
 
-def _model_at(shared: Shared, cfg: Config, path: str | None) -> PreTrainedModel:
-    if path is None:
-        return copy.deepcopy(shared.model)
+def _model_at(
+    shared: Shared,
+    cfg: Config,
+    path: str,
+    *,
+    overrides: dict[str, Any] | None,
+    head: str | None = None,
+) -> PreTrainedModel:
+    """The model of a folder. overrides: of its config.json; None: the policy's. head: name of a value head that the
+    folder may hold.
+    """
+    own = {"path": path, "scratch": None} | ({} if overrides is None else {"overrides": overrides})
     return build_model(
-        cfg.model.model_copy(update={"path": path, "scratch": None}),
+        cfg.model.model_copy(update=own),
         vocab_size=len(shared.tokenizer),
         eos_token_id=shared.tokenizer.eos_token_id,
         pad_token_id=shared.tokenizer.pad_token_id,
         seed=cfg.seed,
         device=shared.model.device,
         dtype=shared.model.dtype,
+        head=head,
     )
-
-
-def _frozen(model: PreTrainedModel) -> PreTrainedModel:
-    return model.requires_grad_(False)
 
 
 def _player(shared: Shared, cfg: Config, sampling: Sampling, *, size: int, purpose: str) -> Callable:  # type: ignore[type-arg]
@@ -369,38 +297,94 @@ def _player(shared: Shared, cfg: Config, sampling: Sampling, *, size: int, purpo
         decode=decoder_of(shared.tokenizer),
         end_token_ids=end_tokens(shared.model, shared.tokenizer),
         timeout_s=cfg.rollout.timeout_s,
+        max_total_tokens=cfg.data.max_total_tokens,
     )
+
+
+def _asker(shared: Shared, cfg: Config) -> Ask:
+    """Plays held-out tasks, each way of asking with its own sampling."""
+
+    async def ask(tasks: list[Task], how: Asked) -> list[Group]:
+        play = _player(shared, cfg, to_sampling(how.sampling), size=how.samples, purpose="eval")
+        return await play(tasks)
+
+    return ask
+
+
+def held_out_replies(
+    cfg: Config, algorithm: Algorithm, tasks: list[Task], *, tokenizer: PreTrainedTokenizerBase
+) -> list[Group]:
+    """Replies that held-out tasks hold, as groups; none where the stage does not learn from given replies."""
+    limit, drops = cfg.rollout.sampling.max_tokens, cfg.data.overlong == "filter"
+    if algorithm.kind == "online" or not evaluates(cfg):
+        return []
+
+    def fits(task: Task, text: str) -> bool:
+        longest = reply_limit(task, limit, cfg.data.max_total_tokens)
+        return not drops or len(encode_response(tokenizer, text)) <= longest
+
+    return reader(cfg, algorithm, tokenizer)(given(tasks, algorithm.kind, judged=judges(cfg), fits=fits))
 
 
 def trained_temperature(cfg: Config, algorithm: Algorithm) -> float:
     """What the trainer divides logits by: the sampling temperature; 1 where nothing was sampled (or greedily)."""
-    return (cfg.rollout.sampling.temperature or 1.0) if algorithm.kind == "online" else 1.0
+    sampled = cfg.rollout.sampling.temperature if algorithm.kind == "online" else 1.0
+    return cfg.train.temperature or sampled or 1.0
 
 
 def reader(
     cfg: Config, algorithm: Algorithm, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[list[Task]], list[Group]]:
-    """Tasks that hold their replies, as groups: one demonstration, or a chosen and a rejected reply."""
-    limit = cfg.rollout.sampling.max_tokens
+    """Tasks that hold their replies, as groups: a demonstration, labelled or not, or a chosen and a rejected reply."""
+    limit, most = cfg.rollout.sampling.max_tokens, cfg.data.max_total_tokens
     overlong = cfg.data.overlong
+    turns = learned_turns(cfg.data, algorithm.kind)
 
     def read(tasks: list[Task]) -> list[Group]:
         if algorithm.kind == "preferences":
-            return [Group(t, preference_pair(t, tokenizer, limit, overlong=overlong)) for t in tasks]
-        return [Group(t, (demonstration(t, tokenizer, limit, overlong=overlong),)) for t in tasks]
+            return [
+                Group(t, preference_pair(t, tokenizer, limit, overlong=overlong, max_total_tokens=most))
+                for t in tasks
+            ]
+        replies = [
+            demonstration(t, tokenizer, limit, overlong=overlong, max_total_tokens=most, turns=turns)
+            for t in tasks
+        ]
+        if algorithm.kind == "labels":
+            replies = [labelled(r) for r in replies]
+        return [Group(t, (r,)) for t, r in zip(tasks, replies)]
 
     return read
 
 
-def rejection(group: Group, *, algorithm: Resolved) -> str | None:
-    """Why a group teaches nothing: rewards all equal, under dynamic sampling; or, after failures, a rollout left alone
-    where rollouts of a group are compared."""
-    if len(group.rollouts) == 1 and (
-        algorithm.advantage in GROUP_BASELINES or algorithm.kind == "preferences"
-    ):
+def _experts(
+    cfg: Config, algorithm: Algorithm, tokenizer: PreTrainedTokenizerBase, *, count: int, held_out: list[Task]
+) -> Experts | None:
+    """The demonstrations of a mix, in an order of their own; None where there is no mix."""
+    if count == 0:
+        return None
+    data = cfg.data.model_copy(update={"train": cfg.data.expert})
+    sft = replace(algorithm, kind="demonstrations")
+    stream = TaskStream(
+        data.train,
+        data,
+        tokenizer=tokenizer,
+        seed=seeds.key(cfg.seed, "expert"),
+        exclude=held_out if data.exclude_eval else (),
+        max_response_tokens=cfg.rollout.sampling.max_tokens,
+        turns=learned_turns(data, sft.kind),
+    )
+    log.info("demonstrations: %s", ", ".join(f"{k} {v}" for k, v in stream.counts.items()))
+    read = reader(cfg.model_copy(update={"data": data}), sft, tokenizer)
+    return Experts(stream=stream, read=read, per_step=count)
+
+
+def rejection(group: Group, *, algorithm: Resolved, weights: Mapping[str, float]) -> str | None:
+    """Why a group teaches nothing: rewards all equal, under dynamic sampling, or too close; or, after failures, a
+    rollout left alone where rollouts of a group are compared. weights: of the rewards by name."""
+    if len(group.rollouts) == 1 and (algorithm.compares or algorithm.pairs):
         return "alone"
-    rewards = {r.reward for r in group.rollouts}
-    return "uniform" if algorithm.drop_uniform_groups and len(rewards) == 1 else None
+    return uninformative(group, algorithm.groups, drop_uniform=algorithm.drop_uniform_groups, weights=weights)
 
 
 # ---------------------------------------------------------------- going on
@@ -408,7 +392,7 @@ def rejection(group: Group, *, algorithm: Resolved) -> str | None:
 
 def fingerprint(cfg: Config) -> Json:
     """What a checkpoint must agree with."""
-    return cfg.model_dump(mode="json", exclude=FREE_KEYS)
+    return dump(cfg, exclude=FREE_KEYS)
 
 
 def check_config(path: Path, saved: Json, now: Json) -> None:

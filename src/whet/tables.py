@@ -40,7 +40,7 @@ def load_object(spec: str, *, what: str) -> Callable:  # type: ignore[type-arg]
     """The object that 'package.module:name' or 'path/to/file.py:name' points to."""
     place, _, name = spec.rpartition(":")
     try:
-        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = load_module(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (ImportError, OSError, SyntaxError) as e:
         raise ConfigError(f"{what} {spec!r}: cannot load {place!r}: {e}") from e
     if not hasattr(module, name):
@@ -51,7 +51,7 @@ def load_object(spec: str, *, what: str) -> Callable:  # type: ignore[type-arg]
     return found
 
 
-def _load_file(path: Path):  # type: ignore[no-untyped-def]
+def load_module(path: Path):  # type: ignore[no-untyped-def]
     path = path.resolve()
     name = "whet_user_" + "".join(c if c.isalnum() else "_" for c in str(path))
     if name in sys.modules:

@@ -113,6 +113,8 @@ class Rollout:
     reward: float | None = None
     """None: not scored (yet, or its reward failed; then `error` says how)."""
     reward_parts: dict[str, float] = field(default_factory=dict)
+    baseline: float | None = None
+    """Reward of the greedy reply to the same task, where the advantage compares with it (ReMax)."""
     answer: str | None = None
     """The final answer a reward extracted from the reply, for majority voting."""
     error: str | None = None

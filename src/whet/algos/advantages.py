@@ -2,7 +2,8 @@
 
 An advantage is a function of a batch and the rewards of its tokens; it returns `adv_N` and, where there is
 something for a critic to learn, `return_N`. Further keyword arguments are settings of `config.Algorithm`.
-A rollout without a sampled token took no action: it counts nowhere.
+A rollout without a sampled token took no action: it counts nowhere. Here are the advantages with a number for every
+token; `baselines` has those with one for every rollout, `turns` those with one for every turn.
 Shape letters: N tokens, R rollouts, M sampled tokens.
 """
 
@@ -13,11 +14,26 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from whet.algos.baselines import (
+    Advantage,
+    asymre,
+    best,
+    gpg,
+    grpo,
+    grpo_passk,
+    maxrl,
+    opmd,
+    opo,
+    rec,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
 from whet.algos.kl import reference_kl
-from whet.algos.segments import discounted, group_sum, last_sampled_R, need, old_logp_N, sampled_R
+from whet.algos.segments import discounted, last_sampled_R, need, old_logp_N, turn_of_M
+from whet.algos.token_baseline import optimal_token_baseline, tir_optimal_token_baseline
+from whet.algos.turns import gigpo, step_wise_grpo
+from whet.algos.whitening import whiten
 from whet.batch import Batch
-
-Advantage = tuple[Tensor, Tensor | None]
 
 
 def token_rewards(batch: Batch, *, kl_coef: float = 0.0, estimator: str = "k1") -> Tensor:
@@ -29,27 +45,6 @@ def token_rewards(batch: Batch, *, kl_coef: float = 0.0, estimator: str = "k1") 
     if kl_coef > 0:
         reward_N -= kl_coef * reference_kl(batch, old_logp_N(batch), estimator)
     return reward_N
-
-
-def grpo(batch: Batch, *, reward_N: Tensor, normalize_std: bool, std_epsilon: float) -> Advantage:
-    """(S - mean_G) / (std_G + eps), or S - mean_G; S is the rollout's total reward, std has n - 1 below.
-
-    arXiv:2402.03300 section 4.1.2; without std: arXiv:2503.20783. In a group of one mean := 0, std := 1.
-    """
-    score_R, count_R, mean_R = _group_scores(batch, reward_N)
-    centred_R = torch.where(count_R > 1, score_R - mean_R, score_R)
-    if normalize_std:
-        squares_R = torch.where(sampled_R(batch) > 0, (score_R - mean_R).square(), 0.0)
-        std_R = (group_sum(squares_R, batch.group_R) / (count_R - 1).clamp(min=1)).sqrt()
-        centred_R = centred_R / (torch.where(count_R > 1, std_R, 1.0) + std_epsilon)
-    return _spread(batch, centred_R, like=reward_N), None
-
-
-def rloo(batch: Batch, *, reward_N: Tensor) -> Advantage:
-    """S - mean of the others' S = n / (n - 1) * (S - mean_G), arXiv:2402.14740; 0 in a group of one."""
-    score_R, count_R, mean_R = _group_scores(batch, reward_N)
-    adv_R = (score_R - mean_R) * count_R / (count_R - 1).clamp(min=1)
-    return _spread(batch, torch.where(count_R > 1, adv_R, 0.0), like=reward_N), None
 
 
 def gae(batch: Batch, *, reward_N: Tensor, gamma: float, lam: float) -> Advantage:
@@ -76,40 +71,64 @@ def reinforce(batch: Batch, *, reward_N: Tensor, gamma: float) -> Advantage:
     return torch.zeros_like(reward_N).index_put((at_M,), return_M), None
 
 
+def reinforce_plus_plus(batch: Batch, *, reward_N: Tensor, gamma: float) -> Advantage:
+    """whiten(R), R_t = r_t + gamma R_{t+1} over the tokens of a turn, over the batch. arXiv:2501.03262.
+
+    As in verl no return crosses from one turn to the one before; `reinforce` with whiten=true lets it.
+    """
+    at_M = batch.mask_N.nonzero().flatten()
+    return_M = discounted(reward_N[at_M], turn_of_M(batch), gamma)
+    return whiten(torch.zeros_like(reward_N).index_put((at_M,), return_M), batch.mask_N), None
+
+
+def remax(batch: Batch, *, reward_N: Tensor) -> Advantage:
+    """The rewards from here on less the reward of the greedy reply to the same task. arXiv:2310.10505."""
+    baseline_R = need(batch.baseline_R, "batch.baseline_R").to(reward_N.dtype)
+    return_N, _ = reinforce(batch, reward_N=reward_N, gamma=1.0)
+    return torch.where(batch.mask_N, return_N - baseline_R[batch.row_N], 0.0), None
+
+
+def distill(batch: Batch, *, reward_N: Tensor, distill_coef: float) -> Advantage:
+    """distill_coef * (log ref - log old) at every token, the reference being the teacher; rewards are not read.
+
+    On-policy distillation: the policy gradient of the reverse KL, token by token (arXiv:2306.13649 section 3).
+    """
+    gap_N = need(batch.logp_ref_N, "batch.logp_ref_N") - old_logp_N(batch)
+    return torch.where(batch.mask_N, distill_coef * gap_N, 0.0).to(reward_N.dtype), None
+
+
+def reward(batch: Batch, *, reward_N: Tensor) -> Advantage:
+    """S at every token: the rollout's total reward, no baseline."""
+    score_R = batch.sum_R(reward_N.double())
+    return torch.where(batch.mask_N, score_R[batch.row_N], 0.0).to(reward_N.dtype), None
+
+
 def none(batch: Batch, *, reward_N: Tensor) -> Advantage:
     """A_t = r_t: the token's own reward as it is."""
     return reward_N, None
 
 
-def whiten(x_N: Tensor, mask_N: Tensor) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the sampled tokens of the batch, var with n - 1; 0 elsewhere."""
-    x_M = x_N[mask_N].double()
-    if len(x_M) == 0:
-        return x_N
-    centred_M = x_M - x_M.mean()
-    scaled_M = centred_M / (centred_M.square().sum() / max(len(x_M) - 1, 1) + 1e-8).sqrt()
-    return torch.zeros_like(x_N).masked_scatter(mask_N, scaled_M.to(x_N.dtype))
-
-
 ADVANTAGES: dict[str, Callable[..., Advantage]] = {
     "grpo": grpo,
+    "grpo_passk": grpo_passk,
     "rloo": rloo,
+    "rec": rec,
+    "opo": opo,
+    "gpg": gpg,
+    "opmd": opmd,
+    "asymre": asymre,
+    "maxrl": maxrl,
+    "best": best,
     "gae": gae,
     "reinforce": reinforce,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "gigpo": gigpo,
+    "step_wise_grpo": step_wise_grpo,
+    "optimal_token_baseline": optimal_token_baseline,
+    "tir_optimal_token_baseline": tir_optimal_token_baseline,
+    "distill": distill,
+    "reward": reward,
     "none": none,
 }
-
-
-def _group_scores(batch: Batch, reward_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[R] each rollout's total reward, the number of rollouts in its group and their mean.
-
-    In float64: the mean of equal float32 rewards is then that reward, and a uniform group gets exactly 0.
-    """
-    score_R = batch.sum_R(reward_N.double())
-    count_R = group_sum((sampled_R(batch) > 0).double(), batch.group_R)
-    return score_R, count_R, group_sum(score_R, batch.group_R) / count_R.clamp(min=1)
-
-
-def _spread(batch: Batch, x_R: Tensor, *, like: Tensor) -> Tensor:
-    """[N] the rollout's number at each of its sampled tokens, 0 elsewhere."""
-    return torch.where(batch.mask_N, x_R[batch.row_N], 0.0).to(like.dtype)

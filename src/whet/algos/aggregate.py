@@ -17,6 +17,8 @@ from whet.types import ConfigError, DataError
 
 AGGREGATIONS = (
     "token-mean",
+    "token-sum",
+    "token-sum-norm",
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
@@ -29,33 +31,46 @@ def weights(batch: Batch, mode: str, *, norm_tokens: int) -> Tensor:
     """[N] what one token's loss counts, 0 where not sampled. One over (n: tokens sampled in the rollout):
 
     token-mean               tokens of the minibatch
+    token-sum                1                             (the gradient grows with the batch)
+    token-sum-norm           norm_tokens                   (verl's and Trinity's seq-mean-token-sum-norm)
     seq-mean-token-sum       rollouts
     seq-mean-token-mean      rollouts * n
     seq-mean-token-sum-norm  rollouts * norm_tokens        (Dr. GRPO, arXiv:2503.20783)
     prompt-mean              groups * tokens of the group  (DAPO's eq. 8 as written, arXiv:2503.14476)
     pair-mean                pairs, at the last sampled token of the chosen rollout alone (DPO)
+
+    A rollout that counts c times (`batch.count_R`) counts c times above and below the line, as c copies would.
     """
     if mode == "pair-mean":
         return _pair_weights(batch)
+    times_R = torch.ones_like(batch.reward_R) if batch.count_R is None else batch.count_R
+    over_R = _denominator(batch, mode, times_R=times_R.double(), norm_tokens=norm_tokens)
+    weight_R = torch.where(times_R > 0, times_R / over_R, 0.0)
+    return torch.where(batch.mask_N, weight_R[batch.row_N], 0.0).to(batch.reward_R.dtype)
+
+
+def _denominator(batch: Batch, mode: str, *, times_R: Tensor, norm_tokens: int) -> Tensor:
+    """[R] what the losses of a rollout's tokens are divided by, float64."""
     tokens_R = sampled_R(batch).double()
-    rollouts = (tokens_R > 0).sum().double()
+    rollouts = (times_R * (tokens_R > 0)).sum()
     if mode == "token-mean":
-        per_R = tokens_R.sum().expand_as(tokens_R)
-    elif mode == "seq-mean-token-sum":
-        per_R = rollouts.expand_as(tokens_R)
-    elif mode == "seq-mean-token-mean":
-        per_R = rollouts * tokens_R
-    elif mode == "seq-mean-token-sum-norm":
-        per_R = (rollouts * norm_tokens).expand_as(tokens_R)
-    elif mode == "prompt-mean":
-        of_group_R = group_sum(tokens_R, batch.group_R)
-        per_R = len(torch.unique(batch.group_R[of_group_R > 0])) * of_group_R
-    else:
-        raise ConfigError(
-            f"aggregation {mode!r} is not known{near(mode, AGGREGATIONS)}. Known: {', '.join(AGGREGATIONS)}."
-        )
-    weight_N = torch.where(batch.mask_N, 1 / per_R[batch.row_N], 0.0)
-    return weight_N.to(batch.reward_R.dtype)
+        return (times_R * tokens_R).sum().expand_as(tokens_R)
+    if mode == "token-sum":
+        return torch.ones_like(tokens_R)
+    if mode == "token-sum-norm":
+        return torch.full_like(tokens_R, norm_tokens)
+    if mode == "seq-mean-token-sum":
+        return rollouts.expand_as(tokens_R)
+    if mode == "seq-mean-token-mean":
+        return rollouts * tokens_R
+    if mode == "seq-mean-token-sum-norm":
+        return (rollouts * norm_tokens).expand_as(tokens_R)
+    if mode == "prompt-mean":
+        of_group_R = group_sum(times_R * tokens_R, batch.group_R)
+        return len(torch.unique(batch.group_R[of_group_R > 0])) * of_group_R
+    raise ConfigError(
+        f"aggregation {mode!r} is not known{near(mode, AGGREGATIONS)}. Known: {', '.join(AGGREGATIONS)}."
+    )
 
 
 def pairs(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -63,14 +78,14 @@ def pairs(batch: Batch) -> tuple[Tensor, Tensor]:
     first, second = batch.group_R[0::2], batch.group_R[1::2]
     if len(first) != len(second) or not torch.equal(first, second) or (first[1:] == first[:-1]).any():
         raise DataError(
-            "the loss 'dpo' needs groups of exactly two rollouts, the chosen and the rejected reply."
+            "a loss on pairs needs groups of exactly two rollouts, the chosen and the rejected reply."
         )
     if (batch.reward_R[0::2] == batch.reward_R[1::2]).any():
         raise DataError(
-            "the loss 'dpo' needs a higher reward for the chosen reply; a pair has two equal rewards."
+            "a loss on pairs needs a higher reward for the chosen reply; a pair has two equal rewards."
         )
     if (sampled_R(batch) == 0).any():
-        raise DataError("the loss 'dpo' needs replies of at least one token; a pair has an empty one.")
+        raise DataError("a loss on pairs needs replies of at least one token; a pair has an empty one.")
     even = torch.arange(0, batch.rollouts, 2, device=batch.reward_R.device)
     second_wins = (batch.reward_R[1::2] > batch.reward_R[0::2]).long()
     return even + second_wins, even + 1 - second_wins

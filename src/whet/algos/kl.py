@@ -6,7 +6,8 @@ All take d = log pi(token) - log ref(token) for a token sampled from pi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch import Tensor
 from whet.algos.segments import need, old_logp_N, sampled_R
 from whet.batch import Batch
 from whet.tables import find
+
+Estimator = Callable[[Tensor], Tensor]
 
 
 def k1(d: Tensor) -> Tensor:
@@ -27,9 +30,13 @@ def k2(d: Tensor) -> Tensor:
 
 
 def k3(d: Tensor) -> Tensor:
-    """exp(-d) - 1 + d. Unbiased, never negative; d is bounded to +-20, the result to 10, flat beyond."""
-    x = (-d).clamp(-20, 20)
-    return (torch.expm1(x) - x).clamp(max=10)
+    """exp(-d) - 1 + d. Unbiased, never negative; without bounds: infinite for d below -88 in float32."""
+    return torch.expm1(-d) + d
+
+
+def low_var_kl(d: Tensor) -> Tensor:
+    """k3 with d bounded to +-20 and the result to 10; flat beyond, so that no token gives an infinite gradient."""
+    return k3(d.clamp(-20, 20)).clamp(max=10)
 
 
 def absolute(d: Tensor) -> Tensor:
@@ -37,13 +44,44 @@ def absolute(d: Tensor) -> Tensor:
     return d.abs()
 
 
-ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+def straight_through(value: Estimator, d: Tensor) -> Tensor:
+    """The value of one estimator with the gradient of k2, which is that of the KL."""
+    through = k2(d)
+    return value(d).detach() + (through - through.detach())
+
+
+def corrected_k3(d: Tensor, log_ratio: Tensor) -> Tensor:
+    """k3 * clip(pi / pi_old, 0, 2): the token was sampled from the policy before (Trinity-RFT)."""
+    return k3(d) * log_ratio.clamp(-20, 20).exp().clamp(max=2)
+
+
+def unbiased_k3(d: Tensor, log_ratio: Tensor) -> Tensor:
+    """low_var_kl * pi / pi_old: over tokens of pi_old its mean is the KL of pi, as is its gradient (Cosmos-RL)."""
+    return low_var_kl(d) * log_ratio.clamp(-20, 20).exp()
+
+
+_PLAIN: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": low_var_kl, "abs": absolute}
+
+ESTIMATORS: dict[str, Estimator] = {
+    **_PLAIN,
+    **{f"{name}+": partial(straight_through, value) for name, value in _PLAIN.items()},
+}
+"""Functions of d alone."""
+
+RATIO_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "corrected_k3": corrected_k3,
+    "unbiased_k3": unbiased_k3,
+}
+"""Functions of d and log pi - log pi_old."""
 
 
 def reference_kl(batch: Batch, logp_N: Tensor, estimator: str) -> Tensor:
     """[N] KL to the reference per sampled token, in nats; 0 elsewhere."""
     d_N = logp_N - need(batch.logp_ref_N, "batch.logp_ref_N")
-    k_N = find(ESTIMATORS, estimator, what="KL estimator")(d_N)
+    if estimator in RATIO_ESTIMATORS:
+        k_N = RATIO_ESTIMATORS[estimator](d_N, logp_N - old_logp_N(batch))
+    else:
+        k_N = find(ESTIMATORS, estimator, what="KL estimator")(d_N)
     return torch.where(batch.mask_N, k_N, k_N.new_zeros(()))
 
 

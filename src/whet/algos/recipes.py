@@ -6,22 +6,32 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from whet.algos.advantages import ADVANTAGES, token_rewards, whiten
 from whet.algos.aggregate import weights
+from whet.algos.correction import correct, kept
+from whet.algos.critic import value_loss
+from whet.algos.demonstration import among_experts, mixed, mixed_weights, mu_at, own, without_experts
 from whet.algos.kl import adapt, mean_kl
-from whet.algos.losses import LOSSES, regularized, value_loss
+from whet.algos.losses import LOSSES, LOSSES_OVER, regularized
+from whet.algos.resample import counts
+from whet.algos.terms import Totals
+from whet.algos.whitening import bounded
 from whet.batch import Batch, LossFn
 from whet.config import schema
+from whet.config.functions import Need
 from whet.config.recipes import SETTINGS, Kind, Resolved, refuse_unused, resolve
 from whet.tables import find
-from whet.types import ConfigError, WhetError
+from whet.types import ConfigError, Metrics, WhetError
 
 T = TypeVar("T")
+
+Forward = Callable[[Batch, Literal["logprobs"]], Tensor]
+"""[N] what the policy gives the tokens of a batch, without gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +42,8 @@ class Algorithm:
     kind: Kind
     needs_reference: bool
     """`logp_ref_N` must be filled in."""
+    needs: frozenset[Need]
+    """All that must be at hand beside rewards."""
     needs_critic: bool
     """`value_N` must be filled in, and the critic learns with `value_loss`."""
     needs_old: Callable[[bool], bool]
@@ -43,16 +55,27 @@ class Algorithm:
     drop_uniform_groups: bool
     kl_coef: float
     """First weight of the KL in the reward (0: none there)."""
+    full_kl_coef: float
+    """Weight of the KL over the whole vocabulary, which the engine adds to the loss (0: none)."""
     next_kl_coef: Callable[[Batch, float], float]
     """The weight after a step that used the given one."""
+    correct: Callable[[Batch, int], tuple[Batch, Metrics]]
+    """The batch, given the policy's version, with `correction_N` set if there is a correction, and its numbers."""
+    resample: Callable[[Batch, int, int], Batch]
+    """The batch, given a stream of random numbers and a step's number of groups, with `count_R` if some count more."""
     advantage: Callable[[Batch, float], Batch]
     """The batch, given the weight of the KL in the reward, with `adv_N` (and `return_N`) set."""
     loss: LossFn
-    weights: Callable[[Batch], Tensor]
-    """`weight_N` of a whole minibatch."""
+    """Of a whole minibatch, or of any batch that stands for itself."""
+    loss_of: Callable[[Batch, Forward], LossFn]
+    """Of parts of a minibatch, which is given with its weights: what asks for the whole of it is answered first."""
+    weights: Callable[[Batch, int], Tensor]
+    """`weight_N` of a whole minibatch, given the number of the training step (the first is 1)."""
+    mu: Callable[[int], float] | None
+    """The weight of a mix's demonstrations in a step. None: there is no mix."""
     value_loss: LossFn | None
     value_weights: Callable[[Batch], Tensor]
-    """`weight_N` for the critic: the mean over tokens."""
+    """`weight_N` for the critic."""
 
 
 def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> Algorithm:
@@ -61,36 +84,72 @@ def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> A
     advantage = find(ADVANTAGES, r.advantage, what="advantage")
     loss = find(LOSSES, r.loss, what="loss")
     refuse_unused(cfg, r, _keywords(advantage) | _keywords(loss))
-    in_reward = r.kl.place == "reward" and r.kl.coef > 0
+    in_reward = r.reward_kl.coef > 0
     if in_reward and "reward_N" not in _keywords(advantage):
         raise ConfigError(
             f"advantage {r.advantage!r} does not take reward_N, the rewards of the tokens with the KL taken "
-            "off: add the keyword argument reward_N, or set algorithm.kl.place=loss."
+            "off: add the keyword argument reward_N, or use algorithm.kl instead of algorithm.reward_kl."
         )
-    uses_old = in_reward or r.loss == "ppo" or ":" in r.loss or ":" in r.advantage
+    uses_old = (
+        in_reward
+        or "old" in r.needs
+        or (r.ratio and r.anchor == "old")
+        or ":" in r.loss
+        or ":" in r.advantage
+    )
     norm_tokens = r.norm_tokens or max_tokens
+    policy = _bind(loss, r, what="loss", positional=2)
+    whole = partial(
+        regularized,
+        kl_coef=0.0 if r.kl.estimator == "full" else r.kl.coef,
+        estimator=r.kl.estimator,
+        entropy_coef=r.entropy_coef,
+        entropy_own_mean=r.entropy_own_mean,
+        positive_nll_coef=r.positive_nll_coef,
+    )
     return Algorithm(
         name=r.name,
         kind=r.kind,
         needs_reference=r.needs_reference,
+        needs=r.needs,
         needs_critic=r.needs_critic,
         needs_old=partial(_needs_old, r, uses_old),
         entropy_grad=r.entropy_coef != 0,
         whole_groups=r.kind == "preferences",
         drop_uniform_groups=r.drop_uniform_groups,
-        kl_coef=r.kl.coef if in_reward else 0.0,
-        next_kl_coef=partial(_next_kl_coef, r.kl),
+        kl_coef=r.reward_kl.coef,
+        full_kl_coef=r.kl.coef if r.kl.estimator == "full" else 0.0,
+        next_kl_coef=partial(_next_kl_coef, r.reward_kl),
+        correct=partial(correct, cfg=r.correction),
+        resample=partial(_resampled, r),
         advantage=partial(_with_advantage, r, _bind(advantage, r, what="advantage", positional=1)),
-        loss=regularized(
-            _bind(loss, r, what="loss", positional=2),
-            kl_coef=0.0 if in_reward else r.kl.coef,
-            estimator=r.kl.estimator,
-            entropy_coef=r.entropy_coef,
-        ),
-        weights=partial(weights, mode=r.aggregation, norm_tokens=norm_tokens),
+        loss=_with_experts(r, whole(policy, totals=None)),
+        loss_of=partial(_loss_of, r, policy, whole),
+        weights=partial(_weights, r, norm_tokens=norm_tokens),
+        mu=partial(mu_at, r.mix) if r.mix else None,
         value_loss=partial(value_loss, clip=critic.clip_value) if r.needs_critic else None,
-        value_weights=partial(weights, mode="token-mean", norm_tokens=norm_tokens),
+        value_weights=partial(weights, mode=critic.aggregation, norm_tokens=norm_tokens),
     )
+
+
+def _loss_of(
+    r: Resolved, policy: LossFn, whole: Callable[..., LossFn], minibatch: Batch, forward: Forward
+) -> LossFn:
+    """The loss for the parts of one minibatch."""
+    if r.loss in LOSSES_OVER:
+        over = LOSSES_OVER[r.loss]
+        settings = {name: r.settings[name] for name in SETTINGS & _keywords(over)}
+        policy = over(own(minibatch), forward(minibatch, "logprobs"), **settings)
+    own_means = r.entropy_own_mean or r.positive_nll_coef > 0
+    return _with_experts(r, whole(policy, totals=Totals.of(minibatch) if own_means else None))
+
+
+def _with_experts(r: Resolved, policy: LossFn) -> LossFn:
+    """The policy's loss, or that of a mix."""
+    if r.mix is None:
+        return policy
+    expert = LOSSES[str(r.mix.loss)]
+    return mixed(policy, partial(expert, **{name: r.settings[name] for name in SETTINGS & _keywords(expert)}))
 
 
 def _keywords(function: Callable[..., object]) -> set[str]:
@@ -101,7 +160,7 @@ def _keywords(function: Callable[..., object]) -> set[str]:
 def _bind(function: Callable[..., T], r: Resolved, *, what: str, positional: int) -> Callable[..., T]:
     """The function with the settings that its signature names. ConfigError if it asks for anything else."""
     names = _keywords(function)
-    settings = {name: getattr(r, name) for name in SETTINGS & names}
+    settings = {name: r.settings[name] for name in SETTINGS & names}
     later = dict.fromkeys({"reward_N"} & names) if what == "advantage" else {}
     try:
         inspect.signature(function).bind(*[None] * positional, **settings, **later)
@@ -114,14 +173,28 @@ def _bind(function: Callable[..., T], r: Resolved, *, what: str, positional: int
     return partial(function, **settings)
 
 
-def _with_advantage(r: Resolved, function: Callable[..., object], batch: Batch, kl_coef: float) -> Batch:
-    reward_N = token_rewards(batch, kl_coef=kl_coef, estimator=r.kl.estimator)
+def _with_advantage(r: Resolved, function: Callable[..., object], entire: Batch, kl_coef: float) -> Batch:
+    batch = own(entire)
+    reward_N = token_rewards(batch, kl_coef=kl_coef, estimator=r.reward_kl.estimator)
     takes_rewards = "reward_N" in _keywords(function)
     result = function(batch, reward_N=reward_N) if takes_rewards else function(batch)
     adv_N, return_N = _checked(result, batch, name=r.advantage)
     if r.whiten:
-        adv_N = whiten(adv_N, batch.mask_N)
-    return replace(batch, adv_N=torch.where(batch.mask_N, adv_N, adv_N.new_zeros(())), return_N=return_N)
+        adv_N = whiten(adv_N, batch.mask_N, ddof=r.whiten_ddof)
+    adv_N = bounded(adv_N, r.advantage_low, r.advantage_high)
+    return replace(entire, adv_N=torch.where(batch.mask_N, adv_N, adv_N.new_zeros(())), return_N=return_N)
+
+
+def _resampled(r: Resolved, batch: Batch, stream: int, groups: int) -> Batch:
+    count_R = counts(
+        without_experts(batch),
+        r.resample,
+        stream=stream,
+        power=r.resample_power,
+        groups=groups if r.refill == "copy" else 0,
+        finished_only=r.groups.unfinished == "mask",
+    )
+    return replace(batch, count_R=None if count_R is None else among_experts(batch, count_R))
 
 
 def _checked(result: object, batch: Batch, *, name: str) -> tuple[Tensor, Tensor | None]:
@@ -139,10 +212,19 @@ def _needs_old(r: Resolved, uses_old: bool, exact: bool) -> bool:
     """'auto' leaves exact engines their own log-probs: they are the trainer's, bit for bit."""
     if r.kind != "online":
         return False
+    if r.correction.weight or r.correction.reject:
+        return True  # also of exact engines: what they sampled may be of an older version
     return r.old_logprobs == "recompute" or (r.old_logprobs == "auto" and uses_old and not exact)
 
 
-def _next_kl_coef(kl: schema.Kl, batch: Batch, coef: float) -> float:
+def _weights(r: Resolved, batch: Batch, step: int, *, norm_tokens: int) -> Tensor:
+    """What a token counts; rejected ones leave the denominators where the correction says so."""
+    counted = kept(batch) if r.correction.denominator == "kept" else batch
+    plain = partial(weights, mode=r.aggregation, norm_tokens=norm_tokens)
+    return mixed_weights(counted, weights=plain, mu=mu_at(r.mix, step)) if r.mix else plain(counted)
+
+
+def _next_kl_coef(kl: schema.RewardKl, batch: Batch, coef: float) -> float:
     """The adaptive controller, or the same weight again."""
     if kl.target is None:
         return coef

@@ -41,6 +41,28 @@ def group_sum(x_R: Tensor, group_R: Tensor) -> Tensor:
     return torch.zeros_like(x_R).index_add(0, group_R, x_R)[group_R]
 
 
+def group_max(x_R: Tensor, group_R: Tensor) -> Tensor:
+    """[R] largest number of the group that each rollout belongs to."""
+    return torch.full_like(x_R, -torch.inf).scatter_reduce(0, group_R, x_R, "amax")[group_R]
+
+
+def strictly_below(x_R: Tensor, group_R: Tensor) -> Tensor:
+    """[R] int64: how many numbers of its group are smaller."""
+    level_R = torch.unique(x_R, return_inverse=True)[1]
+    key_R = group_R * (len(x_R) + 1) + level_R
+    sorted_R = key_R.sort().values
+    return torch.searchsorted(sorted_R, key_R) - torch.searchsorted(sorted_R, key_R - level_R)
+
+
+def turn_of_M(batch: Batch) -> Tensor:
+    """[M] number, from 0, of the turn that each sampled token belongs to: a run of sampled tokens of one rollout."""
+    at_M = batch.mask_N.nonzero().flatten()
+    row_M = batch.row_N[at_M]
+    starts_M = torch.ones_like(at_M)
+    starts_M[1:] = ((at_M[1:] != at_M[:-1] + 1) | (row_M[1:] != row_M[:-1])).long()
+    return starts_M.cumsum(0) - 1
+
+
 def discounted(x_M: Tensor, row_M: Tensor, factor: float) -> Tensor:
     """[M] y_t = x_t + factor * y_{t+1} within each row; equal rows stand together.
 

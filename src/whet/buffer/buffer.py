@@ -18,14 +18,35 @@ Reject = Callable[[Group], str | None]
 """Why a scored group teaches nothing, or None."""
 
 
+Refine = Callable[[Group], tuple[Group, dict[str, int]]]
+"""A scored group as it is trained on, and how many rollouts left it, by reason."""
+
+
+def as_it_is(group: Group) -> tuple[Group, dict[str, int]]:
+    """Every rollout stays."""
+    return group, {}
+
+
 class Buffer:
     """Groups in memory, first in first out."""
 
     def __init__(
-        self, *, groups_per_step: int, group_size: int, max_staleness: int, reject: Reject, ledger: Ledger
+        self,
+        *,
+        groups_per_step: int,
+        group_size: int,
+        max_staleness: int,
+        reject: Reject,
+        ledger: Ledger,
+        refine: Refine = as_it_is,
+        copies: bool = False,
     ) -> None:
         self.groups_per_step, self.group_size, self.max_staleness = groups_per_step, group_size, max_staleness
-        self.reject, self.ledger = reject, ledger
+        self.refine, self.reject, self.ledger = refine, reject, ledger
+        self.copies = copies
+        """Copies of other groups stand for dropped ones: a step may be short of them."""
+        self.dropped = 0
+        """Groups that copies will stand for."""
         self.waiting: list[Group] = []
         self.held = 0
         self.changed = asyncio.Condition()
@@ -33,7 +54,7 @@ class Buffer:
     @property
     def ready(self) -> bool:
         """There is a whole step's worth."""
-        return len(self.waiting) >= self.groups_per_step
+        return bool(self.waiting) and len(self.waiting) + self.dropped >= self.groups_per_step
 
     async def room(self, at_most: int) -> int:
         """Wait for room, then take up to `at_most` places of groups; from here their rollouts are asked for."""
@@ -49,7 +70,9 @@ class Buffer:
         """Keep what can be trained on; the rest is booked with its reason and gives its room back."""
         kept = []
         for group in groups:
-            scored = self._without_failed(group)
+            scored, left = self.refine(self._without_failed(group))
+            for why, n in left.items():
+                self.ledger.rejected(n, why)
             reason = self.reject(scored) if scored.rollouts else None
             if reason:
                 self.ledger.rejected(len(scored.rollouts), reason)
@@ -57,6 +80,7 @@ class Buffer:
                 kept.append(scored)
         async with self.changed:
             self.waiting += kept
+            self.dropped += asked - len(kept) if self.copies else 0
             self.held -= asked - len(kept)
             self.changed.notify_all()
 
@@ -74,6 +98,7 @@ class Buffer:
         async with self.changed:
             await self.changed.wait_for(lambda: self.ready)
             out, self.waiting = self.waiting[: self.groups_per_step], self.waiting[self.groups_per_step :]
+            self.dropped = max(0, self.dropped - (self.groups_per_step - len(out)))
         for group in out:
             for rollout in group.rollouts:
                 seen = set(rollout.versions) - {-1}
@@ -96,9 +121,9 @@ class Buffer:
         self.ledger.balance(held=sum(len(g.rollouts) for g in self.waiting))
 
     def state(self) -> Json:
-        return {"waiting": [[r.to_json() for r in g.rollouts] for g in self.waiting]}
+        return {"waiting": [[r.to_json() for r in g.rollouts] for g in self.waiting], "dropped": self.dropped}
 
     def restore(self, state: Json) -> None:
         groups = [[Rollout.from_json(r) for r in rows] for rows in state["waiting"]]
         self.waiting = [Group(rows[0].task, tuple(rows)) for rows in groups]
-        self.held = len(self.waiting)
+        self.held, self.dropped = len(self.waiting), state["dropped"]

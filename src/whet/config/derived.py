@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-from whet.config import sizes
+from whet.config import schedules, sizes
+from whet.config.learns import Learns
 from whet.config.recipes import Resolved
-from whet.config.schema import Optimizer, SamplingConfig
+from whet.config.schema import Config, Optimizer, SamplingConfig, Train
 from whet.config.sizes import Shape
 from whet.types import ConfigError
 
@@ -25,32 +25,58 @@ class Plan:
     """None: given as epochs, and the rows are not known yet."""
     tasks_per_step: int
     group_size: int
-    """Rollouts of one task: 1 for demonstrations, 2 for preferences."""
+    """Rollouts of one task: 1 for given replies, 2 for preferences."""
+    experts_per_step: int
+    """Tasks of a step whose reply is a demonstration among the policy's own rollouts."""
     minibatches: int
     passes: int
+    train: Train
+    critic: Train | None
+    """Training as the critic sees it; None: there is no critic."""
     critic_warmup_steps: int
     optimizer: Optimizer
     prompt_tokens: int
     reply_tokens: int
     """The longer of training's and evaluation's limit."""
+    train_reply_tokens: int
+    """Training's alone."""
+    total_tokens: int | None
+    """The user's limit for both together."""
     max_batch: int
     eval_sampling: SamplingConfig
     """Greedy with the training limits, and `eval.sampling` put over it key by key."""
     evaluates: bool
+    judges: bool
+    """Evaluation asks and judges; else it only measures the loss of given replies."""
     dtype: Literal["float32", "bfloat16"]
     """Of the parameters; float32 where machine.device=auto leaves it open."""
     dtype_open: bool
     """On CUDA it will be bfloat16."""
+    device: Literal["cpu", "cuda"]
+    """What it trains on, as far as that can be told without torch."""
+    compiled: bool
+    """The C kernels are wanted, where they can be used."""
+    sync_every: int
     threads: int
     shape: Shape | None
     """None: the model's folder is not on this machine."""
+    learns: Learns | None
+    """How much of the policy learns; None where its size is not known."""
+    critic_learns: Learns | None
+    """The same of the critic, as if it were the policy's size."""
     vocab_is_bound: bool
     """The tokenizer is yet to be built: the vocabulary, and so the parameters, are at most this."""
-    keep: int
-    """Checkpoints kept."""
+    keep: int | None
+    """Checkpoints kept; None: all."""
     kv_cache_mb: int | None
     """The user's limit."""
+    memory_mb: int | None
+    """The user's limit of everything."""
     reference_saved: bool
+    reference_is_base: bool
+    """In the first stage its adapters do nothing, so there are no adapted weights of its own."""
+    critic_whole: bool
+    """The critic's checkpoints hold the weights under adapters too: it starts as a copy of the policy."""
 
     @property
     def steps(self) -> int:
@@ -60,8 +86,13 @@ class Plan:
         return self.total_steps
 
     @property
+    def own_tasks_per_step(self) -> int:
+        """Tasks of a step that are no demonstrations of a mix."""
+        return self.tasks_per_step - self.experts_per_step
+
+    @property
     def rollouts_per_step(self) -> int:
-        return self.tasks_per_step * self.group_size
+        return self.own_tasks_per_step * self.group_size + self.experts_per_step
 
     @property
     def tasks_per_minibatch(self) -> int:
@@ -82,12 +113,25 @@ class Plan:
         return (self.steps - self.critic_warmup_steps) * self.updates_per_step
 
     @property
-    def warmup_steps(self) -> int:
-        """Optimizer steps of the policy's linear warm-up."""
+    def critic_updates_per_step(self) -> int:
+        """Optimizer steps of the critic in one training step."""
+        return self.critic.minibatches * self.critic.passes if self.critic else 0
+
+    @property
+    def critic_optimizer_steps(self) -> int:
+        """Optimizer steps of the critic in the whole stage."""
+        return self.steps * self.critic_updates_per_step
+
+    @property
+    def schedule_steps(self) -> int:
+        """Length of the policy's schedule, in its own unit."""
         schedule = self.optimizer.schedule
-        if schedule.warmup_steps is not None:
-            return schedule.warmup_steps
-        return math.floor(schedule.warmup_fraction * self.optimizer_steps)
+        return schedules.position(schedule, self.optimizer_steps, updates_per_step=self.updates_per_step)
+
+    @property
+    def warmup_steps(self) -> int:
+        """The policy's linear warm-up, in the unit of its schedule."""
+        return schedules.warmup_steps(self.optimizer.schedule, self.schedule_steps)
 
     @property
     def needs_reference(self) -> bool:
@@ -99,12 +143,13 @@ class Plan:
 
     @property
     def max_sequence_tokens(self) -> int:
-        return self.prompt_tokens + self.reply_tokens
+        longest = self.prompt_tokens + self.reply_tokens
+        return min(longest, self.total_tokens or longest)
 
     @property
     def generates(self) -> bool:
         """Whether a rollout engine is needed at all."""
-        return self.algorithm.kind == "online" or self.evaluates
+        return self.algorithm.kind == "online" or self.judges
 
     @property
     def kv_cache_bytes(self) -> int | None:
@@ -118,14 +163,14 @@ class Plan:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes by what they are for; empty if the model's size is not known. Activations come on top."""
-        if self.shape is None or self.shape.parameters is None:
+        if self.learns is None:
             return {}
-        count = self.shape.parameters
-        out = {"policy with gradients and Adam": sizes.train_bytes(count, self.dtype)}
+        out = {with_state("policy", self.optimizer): self.learns.train_bytes(self.optimizer, self.dtype)}
         if self.needs_reference:
-            out["reference"] = count * sizes.DTYPE_BYTES[self.dtype]
-        if self.needs_critic:
-            out["critic with gradients and Adam"] = sizes.train_bytes(count, self.dtype)
+            out["reference"] = self._reference_bytes(self.learns)
+        if self.critic is not None and self.critic_learns is not None:
+            optimizer = self.critic.optimizer
+            out[with_state("critic", optimizer)] = self.critic_learns.train_bytes(optimizer, self.dtype)
         if self.generates:
             out["KV cache"] = self.kv_cache_bytes or 0
         return out
@@ -133,9 +178,50 @@ class Plan:
     @property
     def checkpoint_bytes(self) -> int | None:
         """Disk for one checkpoint: weights and moments of all that learns, and the run's own reference."""
-        if self.shape is None or self.shape.parameters is None:
+        if self.learns is None:
             return None
-        count = self.shape.parameters
-        models = 2 if self.needs_critic else 1
-        reference = count * sizes.DTYPE_BYTES[self.dtype] if self.reference_saved else 0
-        return models * sizes.checkpoint_bytes(count, self.dtype) + reference
+        out = self.learns.checkpoint_bytes(self.optimizer, self.dtype, whole=False)
+        if self.critic is not None and self.critic_learns is not None:
+            whole, optimizer = self.critic_whole, self.critic.optimizer
+            out += self.critic_learns.checkpoint_bytes(optimizer, self.dtype, whole=whole)
+        if self.reference_saved:
+            base = self.learns.own if self.learns.adapters else self.learns.base
+            out += base * sizes.DTYPE_BYTES[self.dtype] + self.learns.adapters * 4
+        return out
+
+    @property
+    def copies(self) -> dict[str, int]:
+        """Bytes of the models that stand beside policy and critic and never learn."""
+        if self.learns is None:
+            return {}
+        out = {"reference": self._reference_bytes(self.learns)} if self.needs_reference else {}
+        if self.sync_every > 1 and self.generates:
+            shared = self.learns.own + self.learns.adapted if self.learns.adapters else self.learns.base
+            out["sampler"] = shared * sizes.DTYPE_BYTES[self.dtype] + self.learns.adapters * 4
+        return out
+
+    def _reference_bytes(self, policy: Learns) -> int:
+        """Beside a policy with adapters it shares the base, unless it comes from a folder."""
+        if not (policy.adapters and self.reference_saved):
+            return policy.base * sizes.DTYPE_BYTES[self.dtype]
+        adapted = 0 if self.reference_is_base else policy.adapted
+        return (policy.own + adapted) * sizes.DTYPE_BYTES[self.dtype] + policy.adapters * 4
+
+
+def with_state(model: str, optimizer: Optimizer) -> str:
+    """'policy with gradients and Adam'."""
+    kind = {"adam": "Adam", "adamw": "Adam", "sgd": "SGD", "muon": "Muon"}[optimizer.kind]
+    return f"{model} with gradients and {kind}"
+
+
+def for_critic(cfg: Config) -> Train:
+    """The section `train` with the critic's own settings put over it."""
+    critic = cfg.critic
+    own = {
+        k: v
+        for k in ("minibatches", "passes", "gradient_checkpointing")
+        if (v := getattr(critic, k)) is not None
+    }
+    if critic.micro_tokens or critic.micro_rollouts:
+        own |= {"micro_tokens": critic.micro_tokens, "micro_rollouts": critic.micro_rollouts}
+    return cfg.train.model_copy(update=own | {"optimizer": critic.optimizer})

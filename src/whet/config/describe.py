@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from whet.config import footprint
 from whet.config.derived import Plan
+from whet.config.memory import largest
+from whet.config.sizes import in_words as size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -37,7 +40,8 @@ def facts(plan: Plan) -> dict[str, str]:
         "steps": f"{plan.steps}" if known else "epochs x rows / tasks per step; the rows are not read yet",
         "batch": arithmetic(plan),
         "optimizer steps": _optimizer_steps(plan) if known else f"{plan.updates_per_step} a step",
-        "longest": f"{plan.prompt_tokens} prompt + {plan.reply_tokens} reply tokens",
+        "longest": f"{plan.prompt_tokens} prompt + {plan.reply_tokens} reply tokens"
+        + (f", {plan.total_tokens} together" if plan.total_tokens else ""),
         "models": ", ".join(
             ["policy"] + ["reference"] * plan.needs_reference + ["critic"] * plan.needs_critic
         ),
@@ -53,13 +57,19 @@ def facts(plan: Plan) -> dict[str, str]:
 
 def arithmetic(plan: Plan) -> str:
     """'16 tasks x 8 = 128 rollouts, 1 minibatch of 128'."""
-    tasks, size = plan.tasks_per_step, plan.group_size
-    what = {"online": "rollouts", "demonstrations": "demonstrations", "preferences": "replies"}[
-        plan.algorithm.kind
-    ]
-    start = f"{tasks} {what}" if size == 1 else f"{tasks} tasks x {size} = {plan.rollouts_per_step} {what}"
+    size = plan.group_size
+    what = {"online": "rollouts", "demonstrations": "demonstrations"}.get(plan.algorithm.kind, "replies")
+    own = plan.own_tasks_per_step
+    start = f"{own} {what}" if size == 1 else f"{own} tasks x {size} = {own * size} {what}"
+    if plan.experts_per_step:
+        start += f" and {plan.experts_per_step} demonstrations"
     out = f"{start}, {_many(plan.minibatches, 'minibatch')} of {plan.rollouts_per_minibatch}"
-    return out if plan.passes == 1 else f"{out}, {plan.passes} passes"
+    if plan.passes > 1:
+        out += f", {plan.passes} passes"
+    critic = plan.critic
+    if critic and (critic.minibatches, critic.passes) != (plan.minibatches, plan.passes):
+        out += f"; critic {_many(critic.minibatches, 'minibatch')}, {_many(critic.passes, 'pass')}"
+    return out
 
 
 def _optimizer_steps(plan: Plan) -> str:
@@ -70,7 +80,8 @@ def _optimizer_steps(plan: Plan) -> str:
         else f"{steps}"
     )
     parts = f"{learning} steps x {_many(plan.minibatches, 'minibatch')} x {_many(plan.passes, 'pass')}"
-    warm = f", the first {plan.warmup_steps} warm up" if plan.warmup_steps else ""
+    unit = "training steps " if plan.optimizer.schedule.unit == "train_step" else ""
+    warm = f", the first {plan.warmup_steps} {unit}warm up" if plan.warmup_steps else ""
     return f"{parts} = {plan.optimizer_steps}{warm}"
 
 
@@ -79,24 +90,34 @@ def _count(plan: Plan) -> str:
     if count is None:
         return "not known before the model" + (" and its tokenizer are" if plan.shape else " is") + " there"
     at_most = "at most " if plan.vocab_is_bound else ""
-    return f"{at_most}{count:,}"
+    learns = plan.learns
+    if learns is None or learns.learned == learns.base:
+        return f"{at_most}{count:,}"
+    adapters = f" and {learns.adapters:,} in adapters" if learns.adapters else ""
+    return f"{at_most}{count:,}{adapters}; {learns.learned:,} learn"
 
 
 def _evaluation(plan: Plan) -> str:
     if not plan.evaluates:
         return "none"
+    if not plan.judges:
+        return "the loss of the given replies"
     s = plan.eval_sampling
     how = "greedy" if s.temperature == 0 else f"temperature {s.temperature:g}"
     return f"{how}, at most {s.max_tokens} tokens"
 
 
 def _memory(plan: Plan) -> str:
-    parts = plan.memory
-    if not parts:
+    found = footprint.phases(plan)
+    if not found:
         return "not known"
-    return "\n".join(
-        [f"{size(sum(parts.values()))}, and activations", *(f"  {size(n)} {k}" for k, n in parts.items())]
-    )
+    most = largest(found)
+    told = [f"at most {size(most.total)} of {size(footprint.limit(plan))}, in the {most.name}"]
+    told += [f"  {size(n)} {k}" for k, n in sorted(most.parts.items(), key=lambda item: -item[1]) if n]
+    peaks = {phase.name: max(p.total for p in found if p.name == phase.name) for phase in found}
+    others = ", ".join(f"{name} {size(total)}" for name, total in peaks.items() if name != most.name)
+    kept = ["a process keeps what it frees and may be up to half larger"] if plan.device == "cpu" else []
+    return "\n".join([*told, others, *kept])
 
 
 def _kv_cache(plan: Plan) -> str:
@@ -111,7 +132,9 @@ def _kv_cache(plan: Plan) -> str:
 
 def _disk(plan: Plan) -> str:
     if plan.checkpoint_bytes is None:
-        return f"{plan.keep} checkpoints kept"
+        return f"{plan.keep or 'all'} checkpoints kept"
+    if plan.keep is None:
+        return f"every checkpoint kept, {size(plan.checkpoint_bytes)} each"
     whole = plan.keep * plan.checkpoint_bytes
     kept = f"{_many(plan.keep, 'checkpoint')} kept x {size(plan.checkpoint_bytes)} = {size(whole)}"
     return f"{kept}, and one in writing"
@@ -124,17 +147,13 @@ def notes(plans: Sequence[Plan]) -> list[str]:
         out.append("model.path: no such folder on this machine, so sizes are not known.")
     if any(p.total_steps is None for p in plans):
         out.append("train.epochs: the number of steps is known once the rows are read.")
+    out += [
+        f"{p.name}: a warm-up of {p.warmup_steps} steps is longer than the stage ({p.schedule_steps}): the peak "
+        "learning rate is never reached."
+        for p in plans
+        if p.total_steps is not None and p.warmup_steps > p.schedule_steps
+    ]
     return out
-
-
-def size(count: int) -> str:
-    """Bytes as people say them: '1.5 GiB'."""
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 999.5 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
 
 
 def _many(n: int, what: str) -> str:

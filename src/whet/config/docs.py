@@ -29,6 +29,8 @@ is derived; `whet plan FILE` prints what it became.
 - **Paths** are relative to the directory in which the command runs.
 - **A key that can have no effect is refused**, with the reason: an unknown key, a critic's learning rate
   without a critic, a group size for demonstrations.
+- **Editors and forms**: `whet schema` prints all of this as JSON schema, with units, the conditions under which
+  a key is read, and the rules between keys.
 """
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from whet.config import keys, recipes, schema
+from whet.config import functions, keys, recipes, schema
 from whet.config.faults import mismatch, shown
 from whet.config.keys import Key, did_you_mean, dotted, lookup
 from whet.config.parse import parse
@@ -23,6 +24,7 @@ from whet.tables import near
 from whet.types import ConfigError
 
 T = TypeVar("T")
+Reads = functions.Advantage | functions.Loss
 
 
 @dataclass(frozen=True)
@@ -124,14 +126,18 @@ def _inside(key: Key) -> tuple[str, ...]:
 
 
 def _source(key: Key) -> str:
-    """'whet/config/schema.py:123', the line on which a key is defined."""
-    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
-    sections = {owner.name: owner for owner in tree.body if isinstance(owner, ast.ClassDef)}
+    """'whet/config/parts/train.py:12', the line on which a key is defined."""
+    names = (key.path[-1], *key.path[-2:-1])
     for owner in key.owner.__mro__:  # a section may take its keys over from another
-        for line in sections[owner.__name__].body if owner.__name__ in sections else ():
-            names = (key.path[-1], *key.path[-2:-1])
+        if not owner.__module__.startswith("whet."):
+            continue
+        file = Path(sys.modules[owner.__module__].__file__ or "")
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for line in next(
+            c.body for c in tree.body if isinstance(c, ast.ClassDef) and c.name == owner.__name__
+        ):
             if isinstance(line, ast.AnnAssign) and ast.unparse(line.target) in names:
-                return f"whet/config/schema.py:{line.lineno}"
+                return f"{'/'.join(owner.__module__.split('.'))}.py:{line.lineno}"
     raise LookupError(key.path)
 
 
@@ -140,10 +146,14 @@ def _value(key: Key, value: str) -> tuple[tuple[str, str], ...]:
     name = dotted(key.path)
     if name == "algorithm.name":
         recipe = _entry(recipes.RECIPES, value, name)
-        return tuple((k, v if isinstance(v, str) else shown(v)) for k, v in asdict(recipe).items())
-    tables = {"algorithm.advantage": recipes.ADVANTAGE_SETTINGS, "algorithm.loss": recipes.LOSS_SETTINGS}
-    if name in tables and ":" not in value:
-        return (("reads", ", ".join(sorted(_entry(tables[name], value, name))) or "no keys of its own"),)
+        facts = {k: v for k, v in asdict(recipe).items() if k not in ("settings", "source", "note")}
+        facts |= _open_keys(recipe)
+        facts |= {"source": recipe.source, "note": recipe.note}
+        return tuple((k, v if isinstance(v, str) else shown(v)) for k, v in facts.items())
+    if name in ("algorithm.advantage", "algorithm.loss") and ":" not in value:
+        table = functions.ADVANTAGES if name == "algorithm.advantage" else functions.LOSSES
+        row = _entry(cast(Mapping[str, Reads], table), value, name)
+        return (("reads", ", ".join(sorted(row.settings)) or "no keys of its own"),)
     if key.section:
         raise ConfigError(
             f"{name} is a section, it has no value of its own; `whet explain {name}` lists its keys"
@@ -154,6 +164,12 @@ def _value(key: Key, value: str) -> tuple[tuple[str, str], ...]:
     except ValidationError as e:
         raise ConfigError(f"{name}={value}: {mismatch(given, key.path)}") from e
     return (("value", f"{value} is allowed"),)
+
+
+def _open_keys(recipe: recipes.Recipe) -> dict[str, object]:
+    """The keys that a recipe's functions read and that are null unless given, with what null means."""
+    advantage, loss = functions.ADVANTAGES[recipe.advantage], functions.LOSSES[recipe.loss]
+    return {**advantage.defaults, **loss.defaults, **recipe.settings}
 
 
 def _entry(table: Mapping[str, T], name: str, key: str) -> T:

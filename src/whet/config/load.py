@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from whet.config import keys, tree
-from whet.config.dialects.idle import idle, noted, without
+from whet.config.dialects.idle import at_hand, idle, noted, without
 from whet.config.dialects.recognise import recognise
 from whet.config.dialects.style import overridden
 from whet.config.dialects.tables import NATIVE, dialect
@@ -64,10 +64,13 @@ def load(
     overrides: Sequence[str] = (),
     values: Mapping[str, Any] | None = None,
     dialect: str | None = None,
+    *,
+    rehearsal: bool = False,
 ) -> Loaded:
     """Read, translate, merge, resolve and validate. Raises one ConfigError that lists every problem.
 
     dialect: what the file is written for (native, verl, skyrl, cosmos, trinity); recognised if not given.
+    rehearsal: engines and features that are not built yet are no problem; they stay in `translation.unbuilt`.
     """
     draft = _read(Path(path)) if path is not None else Draft()
     what = str(path or "the config")
@@ -75,6 +78,7 @@ def load(
     translation = None
     if kind != NATIVE:
         draft, translation = _translated(draft, kind, overrides)
+        draft.problems += () if rehearsal else translation.unbuilt
         what += f", a {kind} file"
         if draft.problems:
             raise ConfigError(listing(draft.problems, what))
@@ -116,7 +120,7 @@ def _translated(draft: Draft, kind: str, overrides: Sequence[str]) -> tuple[Draf
     theirs = [text for text in overrides if not text.startswith("whet.")]
     foreign = overridden(draft.tree, draft.origins, theirs)
     native = foreign.tree.pop("whet", {})
-    made = translate(foreign.tree, dialect(kind), origins=foreign.origins)
+    made = at_hand(translate(foreign.tree, dialect(kind), origins=foreign.origins))
     out = Draft(
         tree=made.tree,
         origins=dict(made.origins),

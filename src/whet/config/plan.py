@@ -11,14 +11,19 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from whet.config.checks import Problem, eval_sampling, evaluates, hard_problems, unused
-from whet.config.derived import Plan
+from whet.config.checks import Problem, hard_problems, unused
+from whet.config.checks_run import not_installed
+from whet.config.derived import Plan, for_critic
 from whet.config.describe import describe
+from whet.config.evaluation import eval_sampling, evaluates, judges, reply_tokens
 from whet.config.faults import listing, named
+from whet.config.hardware import cuda_bytes
 from whet.config.keys import dotted
+from whet.config.learns import learns
 from whet.config.load import Loaded, stage_configs, stage_names
+from whet.config.mixing import experts_per_step
 from whet.config.recipes import resolve
-from whet.config.schema import Config
+from whet.config.schema import Config, Train
 from whet.config.sizes import shape
 from whet.types import ConfigError
 
@@ -32,17 +37,22 @@ def plan(cfg: Config, *, rows: int | None = None, name: str = "main") -> Plan:
     """
     if cfg.stages:
         raise ConfigError("plan: this config has stages; plan each of `stage_configs(cfg)`, or use `plans`")
-    _refuse([("", f"{key}: {text}") for key, text in hard_problems(cfg)], f"stage '{name}'")
+    _refuse(
+        [("", f"{key}: {text}") for key, text in [*hard_problems(cfg), *not_installed(cfg)]],
+        f"stage '{name}'",
+    )
     out = _derive(cfg, rows=rows, name=name)
     _refuse([("", f"{key}: {text}") for key, text in _misfits(out)], f"stage '{name}'")
     return out
 
 
-def plans(run: Loaded | Config, *, rows: Mapping[str, int] | None = None) -> tuple[Plan, ...]:
+def plans(
+    run: Loaded | Config, *, rows: Mapping[str, int] | None = None, rehearsal: bool = False
+) -> tuple[Plan, ...]:
     """The plans of all stages, or one ConfigError with every problem of every stage.
 
     Beside what cannot work, keys are refused that were set and can have no effect. With a `Loaded` each has
-    its file and line. rows: training rows of one epoch, by stage name.
+    its file and line. rows: training rows of one epoch, by stage name. rehearsal: trackers need not be installed.
     """
     loaded = run if isinstance(run, Loaded) else None
     config = run.config if isinstance(run, Loaded) else run
@@ -52,7 +62,7 @@ def plans(run: Loaded | Config, *, rows: Mapping[str, int] | None = None) -> tup
     def refuse(problems: Iterable[Problem]) -> None:
         _refuse([(loaded.where(key) if loaded else "", text) for key, text in problems], what)
 
-    refuse(_problems(config, stages))
+    refuse(_problems(config, stages, rehearsal=rehearsal))
     derived = [_derive(cfg, rows=(rows or {}).get(name), name=name) for name, cfg in zip(names, stages)]
     refuse(_told(config, [list(_misfits(p)) for p in derived]))
     return tuple(derived)
@@ -64,9 +74,10 @@ def _refuse(problems: Sequence[tuple[str, str]], what: str) -> None:
         raise ConfigError(listing(problems, what))
 
 
-def _problems(config: Config, stages: Sequence[Config]) -> Iterator[Problem]:
+def _problems(config: Config, stages: Sequence[Config], *, rehearsal: bool) -> Iterator[Problem]:
     """What cannot work in each stage, what stages cannot differ in, and what has no effect."""
-    yield from _told(config, [hard_problems(cfg) for cfg in stages])
+    missing = [[] if rehearsal else list(not_installed(cfg)) for cfg in stages]
+    yield from _told(config, [[*hard_problems(cfg), *gone] for cfg, gone in zip(stages, missing)])
     names = [stage.name for stage in config.stages]
     for n, name in enumerate(names):
         key = f"stages[{n}].name"
@@ -96,36 +107,73 @@ def _told(config: Config, found: Sequence[Sequence[Problem]]) -> Iterator[Proble
 
 def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
     algorithm = resolve(cfg.algorithm)
-    sampling = eval_sampling(cfg)
-    looks = evaluates(cfg)
-    steps = cfg.train.steps
-    if steps is None and rows is not None:
-        steps = math.ceil(rows * (cfg.train.epochs or 0) / cfg.train.tasks_per_step)
+    experts = experts_per_step(cfg, algorithm)
+    size = shape(cfg.model, cfg.tokenizer)
+    device = device_of(cfg)
+    tensors = size.tensors if size else None
     return Plan(
         name=name,
         algorithm=algorithm,
         rows=rows,
-        total_steps=steps,
+        total_steps=_total_steps(cfg.train, rows, tasks=cfg.train.tasks_per_step - experts),
         tasks_per_step=cfg.train.tasks_per_step,
-        group_size={"online": cfg.rollout.group_size, "demonstrations": 1, "preferences": 2}[algorithm.kind],
+        group_size={"online": cfg.rollout.group_size, "demonstrations": 1, "preferences": 2, "labels": 1}[
+            algorithm.kind
+        ],
+        experts_per_step=experts,
         minibatches=cfg.train.minibatches,
         passes=cfg.train.passes,
+        train=cfg.train,
+        critic=for_critic(cfg) if algorithm.needs_critic else None,
         critic_warmup_steps=cfg.critic.warmup_steps if algorithm.needs_critic else 0,
         optimizer=cfg.train.optimizer,
         prompt_tokens=cfg.data.max_prompt_tokens,
-        reply_tokens=max(cfg.rollout.sampling.max_tokens, sampling.max_tokens if looks else 0),
+        reply_tokens=max(cfg.rollout.sampling.max_tokens, reply_tokens(cfg)),
+        train_reply_tokens=cfg.rollout.sampling.max_tokens,
+        total_tokens=cfg.data.max_total_tokens,
         max_batch=cfg.rollout.max_batch,
-        eval_sampling=sampling,
-        evaluates=looks,
-        dtype=dtype_on(cfg, "cuda" if cfg.machine.device == "cuda" else "cpu"),
-        dtype_open=cfg.model.dtype is None and cfg.machine.device == "auto",
+        eval_sampling=eval_sampling(cfg),
+        evaluates=evaluates(cfg),
+        judges=judges(cfg),
+        dtype=dtype_on(cfg, device),
+        dtype_open=cfg.model.dtype is None and cfg.machine.device == "auto" and device == "cpu",
+        device=device,
+        compiled=device == "cpu" and cfg.machine.kernels != "torch",
+        sync_every=cfg.rollout.sync_every,
         threads=cfg.machine.threads or cores(),
-        shape=shape(cfg.model, cfg.tokenizer),
+        shape=size,
+        learns=learns(tensors, cfg.model.lora, cfg.train.trainable) if tensors else None,
+        critic_learns=learns(tensors, cfg.critic.lora, {}) if tensors else None,
         vocab_is_bound=cfg.tokenizer.build is not None and cfg.model.scratch is not None,
         keep=cfg.checkpoint.keep,
         kv_cache_mb=cfg.machine.kv_cache_mb,
+        memory_mb=cfg.machine.memory_mb,
         reference_saved=algorithm.needs_reference and cfg.reference.path is None,
+        reference_is_base=_begins_as_base(cfg),
+        critic_whole=cfg.critic.path is None,
     )
+
+
+def _begins_as_base(cfg: Config) -> bool:
+    """Adapters that do nothing at first, and a reference that is never reset to later ones."""
+    lora, reference = cfg.model.lora, cfg.reference
+    resets = reference.reset_every or reference.reset_every_epochs
+    return lora is not None and lora.init in ("default", "gaussian") and lora.path is None and not resets
+
+
+def _total_steps(train: Train, rows: int | None, *, tasks: int) -> int | None:
+    """Training steps: those given, or those of the epochs, whichever end first. None: the rows are not known.
+
+    tasks: drawn from the rows in one step.
+    """
+    if train.epochs is None:
+        return train.steps
+    if rows is None:
+        return None
+    if train.drop_last:
+        rows -= rows % tasks
+    steps = math.ceil(rows * train.epochs / tasks)
+    return min(steps, train.steps or steps)
 
 
 def _misfits(plan: Plan) -> Iterator[Problem]:
@@ -143,6 +191,13 @@ def _misfits(plan: Plan) -> Iterator[Problem]:
 def dtype_on(cfg: Config, device: str) -> Literal["float32", "bfloat16"]:
     """Dtype of the parameters on 'cpu' or 'cuda': bfloat16 is slower than float32 on most CPUs."""
     return cfg.model.dtype or ("bfloat16" if device == "cuda" else "float32")
+
+
+def device_of(cfg: Config) -> Literal["cpu", "cuda"]:
+    """What machine.device comes to on this machine."""
+    if cfg.machine.device == "auto":
+        return "cpu" if cuda_bytes() is None else "cuda"
+    return cfg.machine.device
 
 
 def cores() -> int:

@@ -1,137 +1,37 @@
-"""What each algorithm name means: a table of plain values, readable without torch.
-
-`resolve` puts the user's keys over a recipe's and refuses what cannot work or would have no effect.
-The functions behind the names are in `whet.algos`; formulas and sources in docs/algorithms.md.
-"""
+"""`resolve` puts the user's keys over a recipe's and refuses what cannot work or would have no effect."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
-from whet.config.schema import Algorithm, Kl
+from whet.config.correction import check_correction
+from whet.config.functions import ADVANTAGES, LOSSES, SETTINGS, Advantage, Kind, Loss, Need
+from whet.config.recipe_table import RECIPES, Recipe
+from whet.config.schema import Algorithm, Correction, Groups, Kl, Mix, RewardKl
 from whet.tables import near
 from whet.types import ConfigError
 
-Kind = Literal["online", "demonstrations", "preferences"]
-"""What a recipe learns from: the policy's own rollouts, given replies, pairs of a better and a worse one."""
+T = TypeVar("T", Advantage, Loss)
 
+ONLINE = frozenset(
+    {
+        "whiten",
+        "whiten_ddof",
+        "advantage_low",
+        "advantage_high",
+        "resample",
+        "resample_power",
+        "refill",
+        "old_logprobs",
+        "drop_uniform_groups",
+        "max_refills",
+    }
+)
+"""Keys that only mean something where the policy samples."""
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """An algorithm's parts by name, and its source. KL and entropy are no part: both are off by default."""
-
-    kind: Kind = "online"
-    advantage: str
-    loss: str
-    aggregation: str
-    normalize_std: bool = True
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    whiten: bool = False
-    drop_uniform_groups: bool = False
-    needs_critic: bool = False
-    source: str
-    note: str
-
-
-RECIPES: dict[str, Recipe] = {
-    "grpo": Recipe(
-        advantage="grpo",
-        loss="ppo",
-        aggregation="seq-mean-token-mean",
-        source="arXiv:2402.03300 eq. 3",
-        note="Reward against the group's mean, in units of its standard deviation; rollouts count the same. "
-        "The paper adds kl.coef=0.04 with k3 in the loss.",
-    ),
-    "dr_grpo": Recipe(
-        advantage="grpo",
-        loss="ppo",
-        aggregation="seq-mean-token-sum-norm",
-        normalize_std=False,
-        source="arXiv:2503.20783 section 3.2",
-        note="GRPO without its two biases: no division by the deviation, a constant instead of the length.",
-    ),
-    "dapo": Recipe(
-        advantage="grpo",
-        loss="ppo",
-        aggregation="token-mean",
-        clip_high=0.28,
-        drop_uniform_groups=True,
-        source="arXiv:2503.14476 eq. 8",
-        note="GRPO with clip-higher, dynamic sampling and token-level loss; add the reward 'overlong'.",
-    ),
-    "ppo": Recipe(
-        advantage="gae",
-        loss="ppo",
-        aggregation="token-mean",
-        whiten=True,
-        needs_critic=True,
-        source="arXiv:1707.06347 eq. 7; arXiv:1506.02438 eq. 16",
-        note="A critic gives every token its own advantage.",
-    ),
-    "rloo": Recipe(
-        advantage="rloo",
-        loss="reinforce",
-        aggregation="seq-mean-token-sum",
-        source="arXiv:2402.14740",
-        note="REINFORCE with the mean of the group's other rollouts as the baseline. On-policy: set loss=ppo "
-        "for more than one optimizer step a batch.",
-    ),
-    "reinforce": Recipe(
-        advantage="reinforce",
-        loss="reinforce",
-        aggregation="seq-mean-token-sum",
-        source="doi:10.1007/BF00992696 (Williams 1992)",
-        note="Discounted return times the gradient of the log-probability, no baseline. REINFORCE++ "
-        "(arXiv:2501.03262): whiten=true, loss=ppo, kl.place=reward, kl.estimator=k1.",
-    ),
-    "sft": Recipe(
-        kind="demonstrations",
-        advantage="none",
-        loss="sft",
-        aggregation="token-mean",
-        source="maximum likelihood",
-        note="Cross entropy of the tokens of given replies.",
-    ),
-    "dpo": Recipe(
-        kind="preferences",
-        advantage="none",
-        loss="dpo",
-        aggregation="pair-mean",
-        source="arXiv:2305.18290 eq. 7",
-        note="Prefer the chosen reply to the rejected one, by log-probability against the reference.",
-    ),
-}
-
-ADVANTAGE_SETTINGS: dict[str, frozenset[str]] = {
-    "grpo": frozenset({"normalize_std", "std_epsilon"}),
-    "rloo": frozenset(),
-    "gae": frozenset({"gamma", "lam"}),
-    "reinforce": frozenset({"gamma"}),
-    "none": frozenset(),
-}
-"""Keys of `Algorithm` that each built-in advantage reads."""
-
-LOSS_SETTINGS: dict[str, frozenset[str]] = {
-    "ppo": frozenset({"clip_low", "clip_high", "dual_clip"}),
-    "reinforce": frozenset(),
-    "sft": frozenset(),
-    "dpo": frozenset({"beta", "label_smoothing"}),
-}
-"""Keys of `Algorithm` that each built-in loss reads."""
-
-LOSS_KIND: dict[str, Kind] = {
-    "ppo": "online",
-    "reinforce": "online",
-    "sft": "demonstrations",
-    "dpo": "preferences",
-}
-
-SETTINGS: frozenset[str] = frozenset().union(*ADVANTAGE_SETTINGS.values(), *LOSS_SETTINGS.values())
-"""Keys that are given to advantages and losses, by the names in their signatures."""
+__all__ = ["RECIPES", "SETTINGS", "Kind", "Recipe", "Resolved", "refuse_unused", "resolve"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,25 +44,51 @@ class Resolved:
     loss: str
     aggregation: str
     norm_tokens: int | None
-    normalize_std: bool
-    std_epsilon: float
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
-    gamma: float
-    lam: float
+    settings: Mapping[str, object]
+    """What advantage and loss are given, by the names in their signatures."""
     whiten: bool
+    whiten_ddof: int
+    advantage_low: float | None
+    advantage_high: float | None
+    resample: str
+    resample_power: float
+    refill: Literal["ask", "copy"]
+    groups: Groups
     entropy_coef: float
     kl: Kl
+    reward_kl: RewardKl
+    correction: Correction
     old_logprobs: Literal["auto", "sampled", "recompute"]
     drop_uniform_groups: bool
     max_refills: int
-    beta: float
-    label_smoothing: float
-    needs_critic: bool
-    needs_reference: bool
+    needs: frozenset[Need]
+    compares: bool
+    """Rollouts of a task are compared with each other."""
+    judged: bool
+    """The advantage reads rewards."""
+    ratio: bool
+    """The loss compares with the policy before the step."""
+    anchor: Literal["old", "sampled", "none"]
+    """What the loss compares with."""
+    positive_nll_coef: float
+    entropy_own_mean: bool
+    """The entropy bonus is a mean over tokens, whatever the aggregation."""
+    pairs: bool
+    """The loss is one number a pair."""
+    whole_replies: bool
+    """The loss is one number a reply."""
+    mix: Mix | None
+    """Demonstrations among the own rollouts, their loss filled in. None: there are none."""
     source: str
     note: str
+
+    @property
+    def needs_critic(self) -> bool:
+        return "critic" in self.needs
+
+    @property
+    def needs_reference(self) -> bool:
+        return "reference" in self.needs
 
 
 def resolve(cfg: Algorithm) -> Resolved:
@@ -173,53 +99,87 @@ def resolve(cfg: Algorithm) -> Resolved:
         mine = getattr(cfg, key)
         return getattr(recipe, key) if mine is None else mine
 
-    advantage, loss = str(pick("advantage")), str(pick("loss"))
-    for key, name, table in (("advantage", advantage, ADVANTAGE_SETTINGS), ("loss", loss, LOSS_SETTINGS)):
-        if ":" not in name:
-            _known(name, table, key=f"algorithm.{key}")
-    custom = ":" in advantage
+    advantage = _row(
+        str(pick("advantage")), ADVANTAGES, of_recipe=recipe.advantage, key="algorithm.advantage"
+    )
+    loss = _row(str(pick("loss")), LOSSES, of_recipe=recipe.loss, key="algorithm.loss")
+    open_keys = {**advantage.defaults, **loss.defaults, **recipe.settings}
+    mine = {key: getattr(cfg, key) for key in SETTINGS}
     resolved = Resolved(
         name=cfg.name,
         kind=recipe.kind,
-        advantage=advantage,
-        loss=loss,
+        advantage=str(pick("advantage")),
+        loss=str(pick("loss")),
         aggregation=str(pick("aggregation")),
         norm_tokens=cfg.norm_tokens,
-        normalize_std=bool(pick("normalize_std")),
-        std_epsilon=cfg.std_epsilon,
-        clip_low=recipe.clip_low if cfg.clip_low is None else cfg.clip_low,
-        clip_high=recipe.clip_high if cfg.clip_high is None else cfg.clip_high,
-        dual_clip=recipe.dual_clip if cfg.dual_clip is None else cfg.dual_clip,
-        gamma=cfg.gamma,
-        lam=cfg.lam,
+        settings={key: open_keys.get(key) if value is None else value for key, value in mine.items()},
         whiten=bool(pick("whiten")),
+        whiten_ddof=cfg.whiten_ddof,
+        advantage_low=cfg.advantage_low,
+        advantage_high=cfg.advantage_high,
+        resample=cfg.resample,
+        resample_power=cfg.resample_power,
+        refill=cfg.refill,
+        groups=cfg.groups if recipe.kind == "online" else Groups(),
         entropy_coef=cfg.entropy_coef,
         kl=cfg.kl,
+        reward_kl=cfg.reward_kl,
+        correction=cfg.correction,
         old_logprobs=cfg.old_logprobs,
         drop_uniform_groups=bool(pick("drop_uniform_groups")),
         max_refills=cfg.max_refills,
-        beta=cfg.beta,
-        label_smoothing=cfg.label_smoothing,
-        needs_critic=advantage == "gae" or (custom and recipe.needs_critic),
-        needs_reference=cfg.kl.coef > 0 or recipe.kind == "preferences",
+        needs=advantage.needs | loss.needs | _kl_needs(cfg),
+        compares=advantage.compares and cfg.single_rollout == "zero",
+        judged=advantage.judged,
+        ratio=loss.ratio or ":" in str(pick("loss")),
+        anchor="old" if ":" in str(pick("loss")) else loss.anchor,
+        positive_nll_coef=cfg.positive_nll_coef,
+        entropy_own_mean=cfg.entropy_aggregation == "token-mean",
+        pairs=loss.pairs,
+        whole_replies=loss.whole_replies,
+        mix=_mix(cfg, recipe),
         source=recipe.source,
         note=recipe.note,
     )
     _check_parts(resolved)
     _check_kl(resolved)
-    taken = ADVANTAGE_SETTINGS.get(advantage, SETTINGS) | LOSS_SETTINGS.get(loss, SETTINGS)
-    refuse_unused(cfg, resolved, taken)
+    check_correction(cfg.correction, samples=resolved.kind == "online", old_logprobs=cfg.old_logprobs)
+    _check_terms(cfg, resolved)
+    custom = any(":" in name for name in (resolved.advantage, resolved.loss))
+    taken = advantage.settings | loss.settings | _expert_settings(resolved)
+    refuse_unused(cfg, resolved, SETTINGS if custom else taken)
     return resolved
+
+
+def _mix(cfg: Algorithm, recipe: Recipe) -> Mix | None:
+    """What the user says of a mix, or nothing more than that there is one, with the loss of the demonstrations."""
+    if cfg.mix is None and recipe.expert_loss is None:
+        return None
+    mix = cfg.mix or Mix()
+    return mix.model_copy(update={"loss": mix.loss or recipe.expert_loss or "sft"})
+
+
+def _expert_settings(r: Resolved) -> frozenset[str]:
+    return LOSSES[r.mix.loss].settings if r.mix and r.mix.loss else frozenset()
+
+
+def _kl_needs(cfg: Algorithm) -> frozenset[Need]:
+    return frozenset({"reference"}) if max(cfg.kl.coef, cfg.reward_kl.coef) > 0 else frozenset()
+
+
+def _row(name: str, table: Mapping[str, T], *, of_recipe: str, key: str) -> T:
+    """A function's row; that of the recipe's own function stands for a function of the user's."""
+    return table[of_recipe if ":" in name else _known(name, table, key=key)]
 
 
 def refuse_unused(cfg: Algorithm, resolved: Resolved, taken: Collection[str]) -> None:
     """ConfigError for keys that were changed but nothing reads; `taken`: what advantage and loss read."""
     used = set(taken)
-    if resolved.aggregation == "seq-mean-token-sum-norm":
+    if resolved.aggregation in ("seq-mean-token-sum-norm", "token-sum-norm"):
         used.add("norm_tokens")
     if resolved.kind == "online":
-        used |= {"whiten", "old_logprobs", "drop_uniform_groups", "max_refills"}
-    watched = SETTINGS | {"norm_tokens", "whiten", "old_logprobs", "drop_uniform_groups", "max_refills"}
+        used |= ONLINE
+    watched = SETTINGS | ONLINE | {"norm_tokens"}
     for key in sorted(watched - used):
         value, default = getattr(cfg, key), Algorithm.model_fields[key].default
         if value != default and value is not False:
@@ -240,7 +200,7 @@ def _known(name: str, table: Mapping[str, object], *, key: str) -> str:
 
 def _check_parts(r: Resolved) -> None:
     """Refuse a loss or an advantage that cannot learn from what the recipe is given."""
-    wants = LOSS_KIND.get(r.loss, r.kind)
+    wants = LOSSES[r.loss].kind if r.loss in LOSSES else r.kind
     if wants != r.kind:
         names = ", ".join(sorted(n for n, recipe in RECIPES.items() if recipe.kind == wants))
         raise ConfigError(
@@ -252,28 +212,89 @@ def _check_parts(r: Resolved) -> None:
             f"algorithm.advantage={r.advantage!r} has no effect with algorithm.name={r.name!r}, "
             f"which learns from {r.kind}: leave it out."
         )
-    if (r.loss == "dpo") and (r.aggregation != "pair-mean" or r.entropy_coef != 0):
+    fitting = "pair-mean" if r.pairs else "seq-mean-token-sum" if r.whole_replies else r.aggregation
+    if (r.pairs or r.whole_replies) and (r.aggregation != fitting or r.entropy_coef != 0):
+        one = "pair" if r.pairs else "reply"
         raise ConfigError(
-            "the loss 'dpo' is one number a pair, averaged over pairs: algorithm.aggregation and "
+            f"the loss {r.loss!r} is one number a {one}, and their mean is taken: algorithm.aggregation and "
             "algorithm.entropy_coef do not apply, leave them out."
         )
+    if r.loss == "dpo" and r.settings["pair_loss"] in ("hinge", "ipo") and r.settings["label_smoothing"]:
+        raise ConfigError(
+            f"algorithm.label_smoothing has no effect with algorithm.pair_loss={r.settings['pair_loss']!r}: leave it "
+            "out, or set pair_loss to sigmoid or robust."
+        )
+    _check_mix(r)
+
+
+def _check_mix(r: Resolved) -> None:
+    """Refuse a mix that cannot work, or a schedule of its weight that would have no effect."""
+    mix = r.mix
+    if mix is None:
+        return
+    if r.kind != "online":
+        raise ConfigError(
+            f"algorithm.mix puts demonstrations among the policy's own rollouts, and {r.name!r} has none "
+            f"(it learns from {r.kind}): leave it out, or set algorithm.name=mix."
+        )
+    if mix.mu_valley is None and mix.mu_decay_steps:
+        raise ConfigError(
+            f"algorithm.mix.mu_decay_steps={mix.mu_decay_steps} has no effect without mix.mu_valley, where mu falls to."
+        )
+    if mix.mu == 0 and not mix.mu_valley:
+        raise ConfigError("algorithm.mix.mu=0: the demonstrations would count nothing; set it above 0.")
 
 
 def _check_kl(r: Resolved) -> None:
     """Refuse a KL term that would have no effect or no meaning."""
-    kl = r.kl
-    if kl.coef > 0 and r.loss == "dpo":
+    kl = r.reward_kl
+    for key, coef in (("kl", r.kl.coef), ("reward_kl", kl.coef)):
+        if coef > 0 and (r.pairs or r.whole_replies):
+            raise ConfigError(
+                f"algorithm.{key}.coef: the loss {r.loss!r} is about whole replies and has no place for a KL at every "
+                "token: leave it out (how far dpo and kto may go from the reference is algorithm.beta)."
+            )
+    if kl.coef > 0 and r.kind != "online":
+        raise ConfigError(f"algorithm.reward_kl.coef: {r.name!r} reads no rewards; use algorithm.kl.coef.")
+    if kl.target is not None and kl.coef == 0:
         raise ConfigError(
-            "algorithm.kl.coef: the loss 'dpo' holds its own KL to the reference; use algorithm.beta."
+            f"algorithm.reward_kl.target={kl.target} steers the weight from where it starts: set "
+            "algorithm.reward_kl.coef > 0, or leave target out."
         )
-    if kl.coef > 0 and kl.place == "reward" and r.kind != "online":
-        raise ConfigError(f"algorithm.kl.place='reward': {r.name!r} reads no rewards; use kl.place='loss'.")
-    if kl.target is not None and (kl.place != "reward" or kl.coef == 0):
+    if kl.target is None and kl.horizon != RewardKl.model_fields["horizon"].default:
         raise ConfigError(
-            f"algorithm.kl.target={kl.target} steers the KL in the reward from a starting weight: set "
-            f"kl.place='reward' and kl.coef > 0 (given: {kl.place!r} and {kl.coef}), or leave target out."
+            "algorithm.reward_kl.horizon has no effect without algorithm.reward_kl.target: set target, or leave it out."
         )
-    if kl.target is None and kl.horizon != Kl.model_fields["horizon"].default:
+
+
+def _check_terms(cfg: Algorithm, r: Resolved) -> None:
+    """Refuse terms of the loss, and parts of a loss, that would have no effect."""
+    if r.positive_nll_coef > 0 and r.kind != "online":
         raise ConfigError(
-            "algorithm.kl.horizon has no effect without algorithm.kl.target: set target, or leave it out."
+            f"algorithm.positive_nll_coef={r.positive_nll_coef} is for rollouts with a reward, and {r.name!r} learns "
+            f"from {r.kind}: leave it out."
         )
+    if r.entropy_own_mean and r.entropy_coef == 0:
+        raise ConfigError("algorithm.entropy_aggregation has no effect with entropy_coef=0: leave it out.")
+    for key, why in idle_settings(r.loss, r.settings).items():
+        value = getattr(cfg, key)
+        if value != Algorithm.model_fields[key].default:
+            raise ConfigError(f"algorithm.{key}={value!r} has no effect with {why}: leave it out.")
+
+
+def idle_settings(loss: str, settings: Mapping[str, object]) -> dict[str, str]:
+    """Keys that a loss reads but that its other settings make idle, and which."""
+    if loss == "ppo" and settings["fallback_to_policy_gradient"]:
+        why = "fallback_to_policy_gradient=true"
+        return dict.fromkeys(("sequence_mask_delta", "clip_low", "clip_high"), why)
+    if loss != "rec":
+        return {}
+    mode, weight = settings["rec_clip_mode"], settings["rec_weight"]
+    idle = {} if mode == "ring" else dict.fromkeys(("rec_ring_low", "rec_ring_high"), f"rec_clip_mode={mode}")
+    if mode == "none":
+        idle |= dict.fromkeys(("clip_low", "clip_high"), "rec_clip_mode=none")
+    if weight != "advantage":
+        idle["rec_temperature"] = f"rec_weight={weight}"
+    if settings["rec_regularizer"] == "none":
+        idle["rec_regularizer_coef"] = "rec_regularizer=none"
+    return idle

@@ -1,4 +1,4 @@
-"""How large a model is, from its config alone: parameters, and what training, caching and saving it take.
+"""How large a model is, from its config alone: its tensors, and what a KV cache and a checkpoint of it take.
 
 Reads config.json and the heads of safetensors files; no weights, no torch.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -20,22 +21,50 @@ MOMENT_BYTES = 8
 """Adam's two moments of one parameter, float32."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe")
+"""Architectures whose tensors are known without their files."""
+_HEAD_NORMS = ("qwen3", "qwen3_moe")
+_BIASED = ("qwen2",)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What memory depends on. None: not to be known before the tokenizer is built or the folder is there."""
+    """What memory and arithmetic depend on. None: not to be known before the tokenizer is built."""
 
-    parameters: int | None
+    family: str
+    hidden: int
     layers: int
+    heads: int
     kv_heads: int
     head_dim: int
+    ffn: int
+    """Width of the feed-forward layer, of one expert in a mixture."""
+    experts: int = 0
+    """0: no mixture."""
+    experts_per_token: int = 0
+    tied: bool
+    """The output layer is the embedding."""
     max_positions: int | None
     vocab_size: int | None
+    tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Every parameter by its Hugging Face name; empty if not known."""
+
+    @property
+    def parameters(self) -> int | None:
+        return sum(map(prod, self.tensors.values())) if self.tensors else None
+
+    @property
+    def head_norms(self) -> bool:
+        """Queries and keys are normed head by head."""
+        return self.family in _HEAD_NORMS
 
     def kv_bytes(self, *, rows: int, tokens: int, dtype: str) -> int:
         """KV cache of so many rows of so many tokens, in whole pages."""
-        pages = rows * -(-tokens // PAGE_TOKENS)
-        return pages * PAGE_TOKENS * 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        return rows * -(-tokens // PAGE_TOKENS) * self.page_bytes(dtype)
+
+    def page_bytes(self, dtype: str) -> int:
+        """One page of the KV cache, all layers."""
+        return PAGE_TOKENS * 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
 
 def shape(model: Model, tokenizer: Tokenizer) -> Shape | None:
@@ -45,48 +74,92 @@ def shape(model: Model, tokenizer: Tokenizer) -> Shape | None:
     folder = Path(model.path or "").expanduser()
     if model.path is None or not folder.is_dir():
         return None
-    return _folder_shape(folder, model.overrides)
+    return folder_shape(folder, model.overrides)
 
 
 def scratch_shape(cfg: Scratch, *, vocab_size: int | None) -> Shape:
     """The shape of a model from scratch; a tied embedding counts once. vocab_size: rows of the embedding."""
-    head_dim = cfg.head_dim or cfg.hidden_size // cfg.heads
-    kv_heads = cfg.kv_heads or cfg.heads
-    count = None
-    if vocab_size is not None:
-        embedding = vocab_size * cfg.hidden_size * (1 if cfg.tie_embeddings else 2)
-        layer = _attention(cfg, head_dim, kv_heads) + _feed_forward(cfg) + 2 * cfg.hidden_size
-        count = embedding + cfg.layers * layer + cfg.hidden_size
-    return Shape(count, cfg.layers, kv_heads, head_dim, cfg.max_positions, vocab_size)
+    mixture = cfg.architecture == "qwen3_moe"
+    return with_tensors(
+        family=cfg.architecture,
+        hidden=cfg.hidden_size,
+        layers=cfg.layers,
+        heads=cfg.heads,
+        kv_heads=cfg.kv_heads or cfg.heads,
+        head_dim=cfg.head_dim or cfg.hidden_size // cfg.heads,
+        ffn=cfg.ffn_size or 3 * cfg.hidden_size,
+        experts=cfg.experts if mixture else 0,
+        experts_per_token=cfg.experts_per_token if mixture else 0,
+        tied=cfg.tie_embeddings,
+        max_positions=cfg.max_positions,
+        vocab_size=vocab_size,
+    )
 
 
-def _attention(cfg: Scratch, head_dim: int, kv_heads: int) -> int:
-    width, kv_width = cfg.heads * head_dim, kv_heads * head_dim
-    weights = 2 * cfg.hidden_size * (width + kv_width)
-    biases = width + 2 * kv_width if cfg.architecture == "qwen2" else 0
-    norms = 2 * head_dim if cfg.architecture.startswith("qwen3") else 0
-    return weights + biases + norms
+def with_tensors(**sizes: Json) -> Shape:
+    """A shape of these sizes with the tensors that its family has."""
+    bare = Shape(**sizes)
+    known = bare.family in FAMILIES and bare.vocab_size is not None
+    return Shape(**sizes, tensors=dict(_tensors(bare))) if known else bare
 
 
-def _feed_forward(cfg: Scratch) -> int:
-    dense = 3 * cfg.hidden_size * (cfg.ffn_size or 3 * cfg.hidden_size)
-    if cfg.architecture == "qwen3_moe":
-        return cfg.experts * dense + cfg.hidden_size * cfg.experts
-    return dense
+def _tensors(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    vocab_size = s.vocab_size or 0
+    yield "model.embed_tokens.weight", (vocab_size, s.hidden)
+    for n in range(s.layers):
+        for name, size in (*_attention(s), *_feed_forward(s)):
+            yield f"model.layers.{n}.{name}", size
+    yield "model.norm.weight", (s.hidden,)
+    if not s.tied:
+        yield "lm_head.weight", (vocab_size, s.hidden)
+
+
+def _attention(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, heads in (("q", s.heads), ("k", s.kv_heads), ("v", s.kv_heads)):
+        yield f"self_attn.{name}_proj.weight", (heads * s.head_dim, s.hidden)
+        if s.family in _BIASED:
+            yield f"self_attn.{name}_proj.bias", (heads * s.head_dim,)
+    yield "self_attn.o_proj.weight", (s.hidden, s.heads * s.head_dim)
+    if s.head_norms:
+        yield "self_attn.q_norm.weight", (s.head_dim,)
+        yield "self_attn.k_norm.weight", (s.head_dim,)
+    yield "input_layernorm.weight", (s.hidden,)
+    yield "post_attention_layernorm.weight", (s.hidden,)
+
+
+def _feed_forward(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if s.experts:
+        yield "mlp.gate.weight", (s.experts, s.hidden)
+        yield "mlp.experts.gate_up_proj", (s.experts, 2 * s.ffn, s.hidden)
+        yield "mlp.experts.down_proj", (s.experts, s.hidden, s.ffn)
+        return
+    yield "mlp.gate_proj.weight", (s.ffn, s.hidden)
+    yield "mlp.up_proj.weight", (s.ffn, s.hidden)
+    yield "mlp.down_proj.weight", (s.hidden, s.ffn)
+
+
+def micro_tokens(device: str, hidden_size: int) -> int:
+    """Default of train.micro_tokens: where larger micro-batches only take more memory.
+
+    On a CPU 2^19 / width (4096 tokens at width 128, 1024 at 512), on CUDA 16384.
+    """
+    return 16_384 if device == "cuda" else max(512, 2**19 // hidden_size)
+
+
+def in_words(count: int) -> str:
+    """Bytes as people say them: '1.5 GiB'."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 999.5 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
 
 
 def train_bytes(parameters: int, dtype: str) -> int:
     """Weights, gradients and Adam's moments; parameters that are not float32 have a float32 master copy."""
-    return parameters * (2 * DTYPE_BYTES[dtype] + MOMENT_BYTES + _master(dtype))
-
-
-def checkpoint_bytes(parameters: int, dtype: str) -> int:
-    """The same without gradients, as it lies on disk."""
-    return parameters * (DTYPE_BYTES[dtype] + MOMENT_BYTES + _master(dtype))
-
-
-def _master(dtype: str) -> int:
-    return 0 if dtype == "float32" else 4
+    master = 0 if dtype == "float32" else 4
+    return parameters * (2 * DTYPE_BYTES[dtype] + MOMENT_BYTES + master)
 
 
 # ---------------------------------------------------------------- folders
@@ -105,26 +178,44 @@ def _vocab_size(tokenizer: Tokenizer) -> int | None:
     return max([*ids, *(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))], default=-1) + 1
 
 
-def _folder_shape(folder: Path, overrides: dict[str, Json]) -> Shape:
+def folder_shape(folder: Path, overrides: Mapping[str, Json]) -> Shape:
+    """The shape of a Hugging Face folder: by its files where they are there, else by config.json alone."""
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model.path: {folder} holds no config.json; give the folder of a Hugging Face model"
         )
-    config = _json(folder / "config.json") | overrides
+    config = _json(folder / "config.json") | dict(overrides)
     try:
-        heads = config["num_attention_heads"]
-        return Shape(
-            parameters=_count(folder),
-            layers=config["num_hidden_layers"],
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            max_positions=config.get("max_position_embeddings"),
-            vocab_size=config.get("vocab_size"),
-        )
+        sizes = config_sizes(config)
     except KeyError as e:
         raise ConfigError(
             f"model.path: {folder}/config.json has no {e}: not a text decoder of a known kind"
         ) from e
+    found = _headers(folder)
+    return Shape(**sizes, tensors=found) if found else with_tensors(**sizes)
+
+
+def config_sizes(config: Mapping[str, Json]) -> dict[str, Json]:
+    """The sizes of a Hugging Face text config, by the names of `Shape`. KeyError for one of no decoder."""
+    heads = config["num_attention_heads"]
+    family = config.get("model_type", "")
+    hidden = config.get("hidden_size") or heads * config["head_dim"]
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    ffn = config.get("intermediate_size") or 4 * hidden
+    return {
+        "family": family,
+        "hidden": hidden,
+        "layers": config["num_hidden_layers"],
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or hidden // heads,
+        "ffn": config.get("moe_intermediate_size") or ffn if experts else ffn,
+        "experts": experts,
+        "experts_per_token": config.get("num_experts_per_tok") or 0,
+        "tied": config.get("tie_word_embeddings", family == "gemma"),
+        "max_positions": config.get("max_position_embeddings"),
+        "vocab_size": config.get("vocab_size"),
+    }
 
 
 def _json(file: Path) -> dict[str, Json]:
@@ -137,15 +228,14 @@ def _json(file: Path) -> dict[str, Json]:
     return found
 
 
-def _count(folder: Path) -> int | None:
-    """Parameters in the safetensors files, by their heads (8 bytes of length, then JSON)."""
-    files = sorted(folder.glob("*.safetensors"))
-    total = 0
-    for file in files:
+def _headers(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Tensors in the safetensors files, by their heads (8 bytes of length, then JSON)."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as f:
             size = struct.unpack("<Q", f.read(8).ljust(8, b"\0"))[0]
             if size > file.stat().st_size:
                 raise ConfigError(f"model.path: {file} is damaged or incomplete; copy it again")
             head = json.loads(f.read(size) or b"{}")
-        total += sum(prod(tensor["shape"]) for name, tensor in head.items() if name != "__metadata__")
-    return total if files else None
+        found |= {name: tuple(tensor["shape"]) for name, tensor in head.items() if name != "__metadata__"}
+    return found

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jinja2.exceptions import TemplateError
 
-from whet.types import ConfigError, DataError, Message
+from whet.types import ConfigError, DataError, Json, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -33,22 +35,57 @@ def read_template(value: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def as_prompt(prompt: Prompt, *, chat: bool | None = None, system: str | None = None) -> Prompt:
-    """Decide between chat and plain text (None: messages yes, text no); put the system message first."""
+def with_arguments(template: str, arguments: Mapping[str, Json]) -> str:
+    """The template with `arguments` as the values of its variables, where whoever renders it gives no others.
+
+    They become part of it, so that every prompt and every later turn is rendered with them. ConfigError for a
+    name that the template does not use.
+    """
+    for name in arguments:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ConfigError(
+                f"tokenizer.chat_arguments.{name}: the chat template has no variable of that name, so it would "
+                "have no effect; leave it out or correct it."
+            )
+    return "".join(map(_default, arguments.items())) + template
+
+
+def _default(argument: tuple[str, Json]) -> str:
+    name, value = argument
+    if not name.isidentifier():
+        raise ConfigError(f"tokenizer.chat_arguments: {name!r} cannot be the name of a variable.")
+    # Jinja writes numbers, texts, lists, maps, True and None as Python does, and drops the line end after a block
+    return f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}\n"
+
+
+def as_prompt(
+    prompt: Prompt, *, chat: bool | None = None, system: str | None = None, reply_prefix: str | None = None
+) -> Prompt:
+    """Decide between chat and plain text (None: messages yes, text no); put the system message first.
+
+    reply_prefix: the beginning of the reply. In a chat it becomes a last message of the assistant, which the reply
+    goes on from.
+    """
     if chat is False and (system is not None or not isinstance(prompt, str)):
         given = "a system message" if isinstance(prompt, str) else "a prompt of messages"
         raise ConfigError(f"data.chat is false, but {given} needs the chat template: drop data.chat.")
     if isinstance(prompt, str):
         if not chat and system is None:
-            return prompt
+            return prompt + (reply_prefix or "")
         prompt = (Message("user", prompt),)
-    if system is None:
-        return prompt
-    if prompt[0].role == "system":
-        raise DataError(
-            "The prompt has a system message of its own, and the source's `system` would be a second one."
-        )
-    return (Message("system", system), *prompt)
+    if system is not None:
+        if prompt[0].role == "system":
+            raise DataError(
+                "The prompt has a system message of its own, and the source's `system` would be a second one."
+            )
+        prompt = (Message("system", system), *prompt)
+    if reply_prefix:
+        if prompt[-1].role == "assistant":
+            raise DataError(
+                "The prompt ends with the beginning of a reply, and the source's `reply_prefix` would be a second one."
+            )
+        prompt = (*prompt, Message("assistant", reply_prefix))
+    return prompt
 
 
 def encode_prompt(
@@ -68,10 +105,11 @@ def encode_prompts(
 ) -> list[list[int]]:
     """`encode_prompt` for many at once.
 
-    Messages: rendered with the header of the assistant's turn, then encoded as they stand. Plain text:
-    encoded as it stands, after a begin-of-text token where the tokenizer itself would put one.
+    Messages: rendered with the header of the assistant's turn, then encoded as they stand. A last message of the
+    assistant is the beginning of the reply: it follows the header and is not closed. Plain text: encoded as it
+    stands, after a begin-of-text token where the tokenizer itself would put one.
     """
-    texts = [p if isinstance(p, str) else render(tokenizer, p, template=template) for p in prompts]
+    texts = [p if isinstance(p, str) else _lead(tokenizer, p, template=template) for p in prompts]
     ids = encode_texts(tokenizer, texts)
     opening = [i for i in tokenizer("")["input_ids"] if i == tokenizer.bos_token_id][:1]
     return [opening + x if isinstance(p, str) else x for p, x in zip(prompts, ids)]
@@ -90,6 +128,52 @@ def encode_response(tokenizer: Tokenizer, text: str) -> list[int]:
     if tokenizer.eos_token_id is None:
         raise ConfigError("The tokenizer has no end-of-text token (eos_token): a reply could not end.")
     return [*encode_texts(tokenizer, [text])[0], tokenizer.eos_token_id]
+
+
+def encode_history(tokenizer: Tokenizer, prompt: Sequence[Message]) -> tuple[list[int], list[int]]:
+    """`encode_prompt` of a conversation, and which of its tokens are replies (1) with their end tokens.
+
+    Each reply is tokenised by itself after what the policy would have been given at that point, so the tokens are
+    those of a rollout of several turns, and their text is exactly what the template makes of the conversation. That
+    needs a template that only appends: DataError for one that rewrites what came before or does not end a reply
+    with a special token. White space around a reply goes if the template drops it.
+    """
+    replies = [i for i, m in enumerate(prompt[:-1]) if m.role == "assistant"]
+    leads = [_lead(tokenizer, prompt[:i]) for i in (*replies, len(prompt))]
+    heads = [_head(before, after, prompt[i].content) for i, (before, after) in zip(replies, pairwise(leads))]
+    said = [head[len(before) :] for before, head in zip(leads, heads)]
+    told = [leads[0], *(after[len(head) :] for head, after in zip(heads, leads[1:]))]
+    told_ids, said_ids = encode_texts(tokenizer, told), encode_texts(tokenizer, said)
+    token_ids, mask = list(told_ids[0]), [0] * len(told_ids[0])
+    for reply, after in zip(said_ids, told_ids[1:]):
+        if after[0] not in tokenizer.all_special_ids:
+            raise DataError(
+                "The chat template puts no end token after a reply, so a policy that learns from it could not end "
+                "one: put one there in tokenizer.chat_template, or learn the last reply alone (data.learn_turns)."
+            )
+        token_ids += [*reply, *after]
+        mask += [1] * (len(reply) + 1) + [0] * (len(after) - 1)
+    return token_ids, mask
+
+
+def _head(before: str, after: str, reply: str) -> str:
+    """The beginning of `after` that ends with the reply to `before`."""
+    for text in (reply, reply.strip()):
+        if after.startswith(before + text) and len(after) > len(before + text):
+            return before + text
+    raise DataError(
+        "The chat template rewrites earlier turns (it strips thoughts or changes a reply once another turn follows), "
+        "so its replies cannot all be learned in one sequence. Give a template that leaves them as they are "
+        "(tokenizer.chat_template), or learn the last reply alone (data.learn_turns).\n  given:    "
+        f"{(before + reply)[-80:]!r}\n  rendered: {after[max(0, len(before) - 40) : len(before) + 40]!r}"
+    )
+
+
+def _lead(tokenizer: Tokenizer, messages: Sequence[Message], *, template: str | None = None) -> str:
+    """The text that the reply follows: a last message of the assistant is its beginning."""
+    if messages and messages[-1].role == "assistant":
+        return render(tokenizer, messages[:-1], template=template) + messages[-1].content
+    return render(tokenizer, messages, template=template)
 
 
 def encode_turn(

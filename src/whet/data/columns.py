@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from whet.config.schema import Source
 from whet.data.chat import Prompt, as_prompt
@@ -10,6 +12,22 @@ from whet.data.parts import Row
 from whet.types import ConfigError, DataError, Json, Message
 
 _ABSENT = object()
+
+_COLUMNS = (
+    "prompt",
+    "messages",
+    "answer",
+    "response",
+    "rejected",
+    "desirable",
+    "label",
+    "difficulty",
+    "system_column",
+)
+"""Fields of a source that name columns."""
+
+PER_ROW = ("label", "system_column")
+"""Those of them that a row may lack though they were named, since the source has a value for such rows."""
 
 
 @dataclass(frozen=True)
@@ -21,35 +39,64 @@ class Fields:
     answer: Json
     response: str | None
     rejected: str | None
+    difficulty: float | None
     extra: dict[str, Json]
-    """Every column of which nothing, or only a part inside it, was read."""
+    """Every column of which nothing, or only a part inside it, was read; and `desirable`, under that name."""
+    found: frozenset[str]
+    """Which of `PER_ROW` the row has."""
+
+
+def named(source: Source) -> dict[str, str]:
+    """The columns that `parse` reads, by field."""
+    unread = ("prompt", "response") if source.messages is not None else ()
+    columns = {f: getattr(source, f) for f in _COLUMNS if f not in unread}
+    return {f: c for f, c in columns.items() if c is not None}
 
 
 def used(source: Source) -> tuple[str, ...]:
-    """The columns that `parse` reads: for reading no more than these."""
-    names = [getattr(source, f) for f in ("prompt", "answer", "response", "rejected", "label")]
-    return tuple(c for n in names if n is not None for c in dict.fromkeys((n, n.partition(".")[0])))
+    """The columns that `parse` reads, nested ones with those they are in: for reading no more than these."""
+    return tuple(c for n in named(source).values() for c in dict.fromkeys((n, n.partition(".")[0])))
 
 
 def parse(row: Row, source: Source, *, name: str, chat: bool | None, where: str) -> Fields:
     """The fields of one row. Raises DataError that names `where`, the column and what stands in it."""
     if source.template is not None and "{prompt}" not in source.template:
         raise ConfigError(f"Data source {name!r}: its template has no {{prompt}} in it: {source.template!r}")
-    label = name if source.label is None else _text(row, source.label, where=where)
-    value = _required(row, source.prompt, where=where)
     try:
-        prompt = as_prompt(_prompt(value, source), chat=chat, system=source.system)
+        return _parse(row, source, name=name, chat=chat)
     except DataError as e:
         raise DataError(f"{where}: {e}") from e
-    whole = {source.prompt, source.answer, source.response, source.rejected, source.label}
+
+
+def _parse(row: Row, source: Source, *, name: str, chat: bool | None) -> Fields:
+    label, system = _own(row, source.label), _own(row, source.system_column)
+    asked: Prompt
+    if source.messages is None:
+        asked = _prompt(_required(row, source.prompt), source)
+        response = _reply(_optional(row, source, "response"), source.response, asked=asked)
+    else:
+        *before, last = _conversation(_required(row, source.messages), source.messages)
+        asked, response = tuple(before), last.content
+    prompt = as_prompt(
+        asked, chat=chat, system=source.system if system is None else system, reply_prefix=source.reply_prefix
+    )
+    columns = named(source)
     return Fields(
         prompt=prompt,
-        label=label,
-        answer=_optional(row, source, "answer", where=where),
-        response=_optional_text(row, source, "response", where=where),
-        rejected=_optional_text(row, source, "rejected", where=where),
-        extra={k: v for k, v in row.items() if k not in whole},
+        label=name if label is None else label,
+        answer=_optional(row, source, "answer"),
+        response=response,
+        rejected=_reply(_optional(row, source, "rejected"), source.rejected, asked=asked),
+        difficulty=None if source.difficulty is None else _number(row, source.difficulty),
+        extra={k: v for k, v in row.items() if k not in columns.values()} | _desirable(row, source),
+        found=frozenset(f for f, own in (("label", label), ("system_column", system)) if own is not None),
     )
+
+
+def _desirable(row: Row, source: Source) -> dict[str, Json]:
+    """What the row says of its response, as it is: only KTO looks at it."""
+    value = _optional(row, source, "desirable")
+    return {} if value is None else {"desirable": value}
 
 
 def lookup(row: Row, column: str) -> Json:
@@ -64,6 +111,9 @@ def lookup(row: Row, column: str) -> Json:
     return value
 
 
+# ---------------------------------------------------------------- prompts and replies
+
+
 def _prompt(value: Json, source: Source) -> Prompt:
     if isinstance(value, str) and value:
         return value if source.template is None else source.template.replace("{prompt}", value)
@@ -76,6 +126,20 @@ def _prompt(value: Json, source: Source) -> Prompt:
     return tuple(_message(m, source.prompt) for m in value)
 
 
+def _conversation(value: Json, column: str) -> list[Message]:
+    """Messages that end with a reply to something, no reply following another."""
+    if not isinstance(value, list) or not value:
+        raise DataError(_wrong(column, value, "a list of {role, content} messages, not empty"))
+    messages = [_message(m, column) for m in value]
+    roles = [m.role for m in messages]
+    if len(roles) < 2 or roles[-1] != "assistant" or ("assistant", "assistant") in pairwise(roles):
+        raise DataError(
+            f"column {column!r}: the conversation has the roles {', '.join(roles)}; expected messages that end with "
+            "one of the assistant, and none of the assistant right after another."
+        )
+    return messages
+
+
 def _message(value: Json, column: str) -> Message:
     if not isinstance(value, dict) or not all(isinstance(value.get(k), str) for k in ("role", "content")):
         raise DataError(_wrong(column, value, "messages whose role and content are text"))
@@ -86,43 +150,65 @@ def _message(value: Json, column: str) -> Message:
     return Message(value["role"], value["content"])
 
 
-def _required(row: Row, column: str, *, where: str) -> Json:
+def _reply(value: Json, column: str, *, asked: Prompt) -> str | None:
+    """A reply given as text, as a message, or as messages that end with it: then the others are the prompt's."""
+    if value is None or isinstance(value, str):
+        return value
+    several = value if isinstance(value, list) else [value]
+    if not several or not all(isinstance(m, dict) for m in several) or several[-1].get("role") != "assistant":
+        raise DataError(_wrong(column, value, "text, or messages that end with one of the assistant"))
+    messages = [_message(m, column) for m in several]
+    same = isinstance(asked, tuple) and [m for m in asked if m.role != "system"] == [
+        m for m in messages[:-1] if m.role != "system"
+    ]
+    if len(messages) > 1 and not same:
+        raise DataError(
+            f"column {column!r}: the messages before its reply are not the prompt's; give the reply alone."
+        )
+    return messages[-1].content
+
+
+# ---------------------------------------------------------------- values
+
+
+def _required(row: Row, column: str) -> Json:
     value = lookup(row, column)
     if value is _ABSENT:
-        raise DataError(
-            f"{where}: no column {column!r}; there are: {', '.join(_columns(row, column)) or 'none'}."
-        )
+        raise DataError(f"no column {column!r}; there are: {', '.join(_present(row, column)) or 'none'}.")
     return value
 
 
-def _columns(row: Row, column: str) -> list[str]:
+def _present(row: Row, column: str) -> list[str]:
     """The names that could stand in place of the first part of `column` that is absent."""
     above, _, _ = column.rpartition(".")
     inside = lookup(row, above) if above else row
     return [f"{above}.{k}" if above else k for k in inside] if isinstance(inside, dict) else sorted(row)
 
 
-def _optional(row: Row, source: Source, field: str, *, where: str) -> Json:
+def _optional(row: Row, source: Source, field: str) -> Json:
     """A column that may be absent under its default name; a name of your own must be there."""
     column = getattr(source, field)
     if column != Source.model_fields[field].default:
-        return _required(row, column, where=where)
+        return _required(row, column)
     value = lookup(row, column)
     return None if value is _ABSENT else value
 
 
-def _optional_text(row: Row, source: Source, field: str, *, where: str) -> str | None:
-    value = _optional(row, source, field, where=where)
-    if value is not None and not isinstance(value, str):
-        raise DataError(f"{where}: {_wrong(getattr(source, field), value, 'text')}")
-    return value
-
-
-def _text(row: Row, column: str, *, where: str) -> str:
-    value = _required(row, column, where=where)
+def _own(row: Row, column: str | None) -> str | None:
+    """What a row says itself in a column that it may lack: absent, null or empty is nothing."""
+    value = None if column is None else lookup(row, column)
+    if value is None or value is _ABSENT or value == "":
+        return None
     if not isinstance(value, str):
-        raise DataError(f"{where}: {_wrong(column, value, 'text')}")
+        raise DataError(_wrong(str(column), value, "text"))
     return value
+
+
+def _number(row: Row, column: str) -> float:
+    value = _required(row, column)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(_wrong(column, value, "a finite number"))
+    return float(value)
 
 
 def _wrong(column: str, value: Json, expected: str) -> str:

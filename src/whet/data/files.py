@@ -6,6 +6,7 @@ import csv
 import glob
 import itertools
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,86 @@ from whet.types import DataError
 log = logging.getLogger(__name__)
 
 
-def find_files(path: str | tuple[str, ...] | None) -> list[Path]:
-    """The files (or Hugging Face folders) that a path, glob or list of them stands for, in a fixed order."""
+OTHER_SPLITS = {"test", "validation", "valid", "val", "dev", "eval"}
+"""Words in a file's name that say it is no training data."""
+
+
+def find_files(
+    path: str | tuple[str, ...] | None,
+    *,
+    subset: str | None = None,
+    split: str | tuple[str, ...] | None = None,
+) -> list[Path]:
+    """The files (or Hugging Face folders) that a path, glob or list of them stands for, in a fixed order.
+
+    With a subset or split every path is a folder, read as `datasets.load_dataset(path, subset, split=split)` reads
+    it from disk.
+    """
     patterns = (path,) if isinstance(path, str) else path or ()
-    return [file for pattern in patterns for file in _expand(pattern)]
+    if subset is None and split is None:
+        return [file for pattern in patterns for file in _expand(pattern)]
+    folders = [_folder(Path(pattern).expanduser(), subset) for pattern in patterns]
+    if split is None:
+        return [file for folder in folders for file in _expand(str(folder))]
+    splits = (split,) if isinstance(split, str) else split
+    return [file for folder in folders for name in splits for file in _of_split(folder, name)]
+
+
+def _folder(path: Path, subset: str | None) -> Path:
+    """The folder of a subset."""
+    if path.is_file():
+        raise DataError(f"{path} is one file: a subset or a split is of a folder; leave them out.")
+    if not path.is_dir():
+        raise DataError(_missing(path))
+    if subset is None:
+        return path
+    if not (path / subset).is_dir():
+        names = sorted(p.name for p in path.iterdir() if p.is_dir())
+        raise DataError(
+            f"{path} has no subset {subset!r}{near(subset, names)}; its folders: {', '.join(names) or 'none'}."
+        )
+    return path / subset
+
+
+def _of_split(folder: Path, split: str) -> list[Path]:
+    """A split that the `datasets` package saved, or the files that have its name as a word or lie in its folder.
+
+    Where no file's name speaks of a split, all are `train`.
+    """
+    if not re.fullmatch(r"[\w.-]+", split):
+        raise DataError(f"split {split!r}: expected a name; for a part of one use the source's `limit`.")
+    saved = _saved_splits(folder)
+    if saved is not None:
+        if split not in saved:
+            raise DataError(
+                f"{folder} has no split {split!r}{near(split, saved)}; it has: {', '.join(saved)}."
+            )
+        return [saved[split]]
+    files = _readable(folder) + _readable(folder / "data")
+    words = {f: set(re.split(r"[^a-z0-9]+", f.stem.lower())) for f in files}
+    found = [f for f in files if split.lower() in words[f]]
+    found += _readable(folder / split) + _readable(folder / "data" / split)
+    if not found and split == "train" and not any(words[f] & OTHER_SPLITS for f in files):
+        found = files
+    if not found:
+        names = ", ".join(f.name for f in files) or "none that can be read"
+        raise DataError(f"{folder} has no file or folder of the split {split!r}; its files: {names}.")
+    log.info("%s, split %s: reading %s", folder, split, ", ".join(p.name for p in found))
+    return found
+
+
+def _saved_splits(folder: Path) -> dict[str, Path] | None:
+    """The splits of a folder that the `datasets` package saved; None for other folders."""
+    if (folder / "dataset_dict.json").exists():
+        return {p.name: p for p in sorted(folder.iterdir()) if p.is_dir()}
+    if not (folder / "state.json").exists():
+        return None
+    state = loads((folder / "state.json").read_bytes(), str(folder / "state.json"))
+    return {str(state.get("_split") or "train"): folder}
+
+
+def _readable(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if p.suffix in READERS) if folder.is_dir() else []
 
 
 def _expand(pattern: str) -> list[Path]:
@@ -39,7 +116,7 @@ def _expand(pattern: str) -> list[Path]:
 
 
 def _inside(folder: Path) -> list[Path]:
-    files = sorted(p for p in folder.iterdir() if p.suffix in READERS)
+    files = _readable(folder)
     if not files:
         raise DataError(
             f"Folder {folder} holds no {', '.join(READERS)} file. If it was saved by the `datasets` "
@@ -50,10 +127,16 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _missing(path: Path) -> str:
-    folder = path.parent
+    given, folder = path, path.parent
     while not folder.exists():
         path, folder = folder, folder.parent
-    return f"No such data file: {path}{near(path.name, sorted(p.name for p in folder.iterdir()))}"
+    hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(given)) is not None and not given.suffix
+    hint = (
+        f". If {str(given)!r} is a data set of a hub: nothing is downloaded here. Save it to a folder first (of the "
+        "`datasets` package: load_dataset(...).save_to_disk(FOLDER)) and give that folder as path"
+    )
+    names = sorted(p.name for p in folder.iterdir())
+    return f"No such data file: {path}{near(path.name, names)}{hint if hub else ''}"
 
 
 def stem(path: str | tuple[str, ...] | None, files: Sequence[Path]) -> str:
@@ -151,7 +234,7 @@ def _hf_folder(folder: Path, limit: int | None) -> Part:
     if (folder / "dataset_dict.json").exists():
         splits = sorted(p.name for p in folder.iterdir() if p.is_dir())
         raise DataError(
-            f"{folder} holds the splits {', '.join(splits)}: name one, e.g. {folder / splits[0]}."
+            f"{folder} holds the splits {', '.join(splits)}: name one, e.g. `split: {splits[0]}`."
         )
     try:
         import datasets

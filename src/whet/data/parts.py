@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import pyarrow as pa
@@ -27,6 +27,10 @@ class Part(Protocol):
 
     def slice(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Row]: ...
 
+    def cut(self, start: int, stop: int) -> Part:
+        """Rows start .. stop-1; `where` still tells their places in the file."""
+        ...
+
     def where(self, i: int) -> str: ...
 
 
@@ -45,6 +49,10 @@ class ListPart:
     def slice(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Row]:
         return list(self.rows[start:stop])
 
+    def cut(self, start: int, stop: int) -> ListPart:
+        numbers = self.numbers or range(1, len(self.rows) + 1)
+        return replace(self, rows=self.rows[start:stop], numbers=numbers[start:stop])
+
     def where(self, i: int) -> str:
         return f"{self.origin}, {self.unit} {self.numbers[i] if self.numbers else i + 1}"
 
@@ -55,6 +63,8 @@ class ArrowPart:
 
     origin: str
     table: pa.Table
+    first: int = 0
+    """Rows of the file before the table's."""
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -66,8 +76,11 @@ class ArrowPart:
             return [{} for _ in range(min(stop, len(self)) - start)]
         return table.slice(start, stop - start).to_pylist()
 
+    def cut(self, start: int, stop: int) -> ArrowPart:
+        return replace(self, table=self.table.slice(start, stop - start), first=self.first + start)
+
     def where(self, i: int) -> str:
-        return f"{self.origin}, row {i + 1}"
+        return f"{self.origin}, row {self.first + i + 1}"
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,17 @@ class Rows:
                 out += part.slice(begin, end, columns)
             first += len(part)
         return out
+
+    def cut(self, start: int, stop: int) -> Rows:
+        """Rows start .. stop-1 alone, numbered from 0."""
+        parts: list[Part] = []
+        first = 0
+        for part in self.parts:
+            begin, end = max(start - first, 0), min(stop - first, len(part))
+            if begin < end:
+                parts.append(part.cut(begin, end))
+            first += len(part)
+        return replace(self, parts=tuple(parts))
 
     def _find(self, i: int) -> tuple[Part, int]:
         for part in self.parts:

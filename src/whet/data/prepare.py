@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
 from whet.config.schema import Data, Source
-from whet.data.chat import Prompt, encode_prompts, encode_texts
-from whet.data.columns import Fields, parse, used
+from whet.data.chat import Prompt, encode_history, encode_prompts, encode_texts
+from whet.data.columns import PER_ROW, Fields, named, parse, used
 from whet.data.rows import Rows, read_rows
 from whet.types import ConfigError, DataError, Task
 
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Turns = Literal["all", "last"]
+"""Which replies of a conversation are learned."""
 
 BATCH_ROWS = 4096
 """Rows that are turned into Python and tokenised at once."""
@@ -40,8 +46,10 @@ class Prepared:
     """[K] int64: where each prompt ends in `token_ids`."""
     token_ids: np.ndarray
     """[sum of lengths] int32."""
+    difficulty_K: np.ndarray | None
+    """[K] float64, of a source that names the column."""
     digest: str
-    """Of the tokens and the texts to learn from: tells a resumed run that its data is the same."""
+    """Of the tokens, difficulties and texts to learn from: tells a resumed run that its data is the same."""
 
     def __len__(self) -> int:
         return len(self.row_K)
@@ -71,14 +79,16 @@ def prepare(
     exclude: Collection[str],
     max_response_tokens: int | None,
     counts: Counter[str],
+    turns: Turns = "last",
 ) -> list[Prepared]:
     """Read, filter and tokenise every source, adding to `counts` what was left out or cut and why.
 
-    Raises DataError if a source is left empty.
+    turns="all": the prompts of conversations are tokenised so that their replies can be learned, too
+    (`encode_history`). Raises DataError if a source is left empty.
     """
     out = []
     for source in sources:
-        work = _Work(source, data, tokenizer, exclude, max_response_tokens, Counter())
+        work = _Work(source, data, tokenizer, exclude, max_response_tokens, turns, Counter())
         out.append(_prepare(work))
         counts.update(work.counts)
     if twice := sorted(n for n, c in Counter(p.rows.name for p in out).items() if c > 1):
@@ -90,12 +100,13 @@ def prepare(
 
 
 def prompt_key(prompt: Prompt) -> str:
-    """Equal for equal prompts. System messages do not count; a text equals the user message with that
-    text.
+    """Equal for equal prompts. System messages and the beginning of a reply do not count; a text equals the user
+    message with that text.
     """
     if isinstance(prompt, str):
         return repr([("user", prompt)])
-    return repr([(m.role, m.content) for m in prompt if m.role != "system"])
+    asked = prompt[:-1] if prompt[-1].role == "assistant" else prompt
+    return repr([(m.role, m.content) for m in asked if m.role != "system"])
 
 
 def fit(token_ids: list[int], limit: int, rule: str) -> list[int]:
@@ -115,6 +126,7 @@ class _Work:
     tokenizer: Tokenizer
     exclude: Collection[str]
     max_response_tokens: int | None
+    turns: Turns
     counts: Counter[str]
 
 
@@ -124,15 +136,23 @@ def _prepare(work: _Work) -> Prepared:
     numbers: list[int] = []
     lengths: list[int] = []
     pieces: list[np.ndarray] = []
+    difficulties: list[float | None] = []
+    found: set[str] = set()
     for begin, end in pairwise([*range(0, len(rows), BATCH_ROWS), len(rows)]):
-        batch = _batch(work, rows, begin, end)
+        batch = _batch(work, rows, begin, end, found=found)
         numbers += [i for i, _, _ in batch]
         lengths += [len(ids) for _, _, ids in batch]
         pieces.append(np.fromiter(chain.from_iterable(ids for _, _, ids in batch), dtype=np.int32))
         for _, f, _ in batch:
-            digest.update(repr((f.answer, f.response, f.rejected)).encode(errors="surrogatepass"))
+            difficulties.append(f.difficulty)
+            digest.update(
+                repr((f.answer, f.response, f.rejected, f.extra.get("desirable"))).encode(
+                    errors="surrogatepass"
+                )
+            )
         if end < len(rows):
             log.info("data source %s: %d of %d rows tokenised", rows.name, end, len(rows))
+    _check_found(work.source, rows, found)
     work.counts.update(rows=len(rows), kept=len(numbers))
     if not numbers:
         told = ", ".join(f"{n} {what}" for what, n in sorted(work.counts.items()))
@@ -140,69 +160,149 @@ def _prepare(work: _Work) -> Prepared:
     token_ids = np.concatenate(pieces)
     row_K = np.array(numbers, dtype=np.int64)
     end_K = np.cumsum(lengths, dtype=np.int64)
+    difficulty_K = None if work.source.difficulty is None else np.array(difficulties, dtype=np.float64)
     work.counts["unknown_tokens"] += _unknown(work.tokenizer, token_ids)
-    for array in (row_K, end_K, token_ids):
-        digest.update(array.tobytes())
+    for array in (row_K, end_K, token_ids, difficulty_K):
+        if array is not None:
+            digest.update(array.tobytes())
     left_out = {k: n for k, n in sorted(work.counts.items()) if n and k not in ("rows", "kept")}
     if left_out:
         told = ", ".join(f"{n} {what}" for what, n in left_out.items())
         log.warning("data source %s: %d rows, %d kept; %s", rows.name, len(rows), len(row_K), told)
-    return Prepared(work.source, rows, work.data.chat, row_K, end_K, token_ids, digest.hexdigest())
+    return Prepared(
+        source=work.source,
+        rows=rows,
+        chat=work.data.chat,
+        row_K=row_K,
+        end_K=end_K,
+        token_ids=token_ids,
+        difficulty_K=difficulty_K,
+        digest=digest.hexdigest(),
+    )
 
 
-def _batch(work: _Work, rows: Rows, begin: int, end: int) -> list[tuple[int, Fields, list[int]]]:
-    """(row number, fields, prompt tokens) of the rows begin .. end-1 that may be drawn."""
+def _check_found(source: Source, rows: Rows, found: Collection[str]) -> None:
+    """A column that some rows may lack must be in others: else its name is wrong."""
+    for field, column in named(source).items():
+        if field in PER_ROW and field not in found:
+            raise DataError(
+                f"Data source {rows.name!r}: no row has a text in column {column!r} ({field}); the first has the "
+                f"columns: {', '.join(sorted(rows.row(0)))}."
+            )
+
+
+def _batch(
+    work: _Work, rows: Rows, begin: int, end: int, *, found: set[str]
+) -> list[tuple[int, Fields, list[int]]]:
+    """(row number, fields, prompt tokens) of the rows begin .. end-1 that may be drawn. Adds to `found`."""
     kept: list[tuple[int, Fields]] = []
     for i, row in enumerate(rows.slice(begin, end, used(work.source)), begin):
         fields = parse(row, work.source, name=rows.name, chat=work.data.chat, where=rows.where(i))
+        found |= fields.found
         if prompt_key(fields.prompt) in work.exclude:
             work.counts["held_out"] += 1
         else:
             kept.append((i, fields))
-    all_ids = encode_prompts(work.tokenizer, [f.prompt for _, f in kept])
-    fits = _responses_fit(work, rows, kept)
+    all_ids = _prompt_tokens(work, rows, kept)
     out = []
-    for (i, fields), ids, response_fits in zip(kept, all_ids, fits):
+    for (i, fields), ids, replies in zip(kept, all_ids, _reply_lengths(work, kept)):
         if not ids:
             raise DataError(f"{rows.where(i)}: its prompt has no tokens.")
-        if not response_fits:
-            continue
-        if len(ids) > (limit := work.data.max_prompt_tokens):
-            rule = _overlong(work, "prompt", len(ids), limit=limit, where=rows.where(i))
-            if rule == "filter":
-                continue
-            ids = fit(ids, limit, rule)
-        out.append((i, fields, ids))
+        drawn = _fitted(work, ids, replies, where=rows.where(i))
+        if drawn is not None:
+            out.append((i, fields, drawn))
     return out
 
 
-def _responses_fit(work: _Work, rows: Rows, kept: Sequence[tuple[int, Fields]]) -> list[bool]:
-    """Whether each row may stay, by the length of its response and rejected reply, end token included."""
-    fits = [True] * len(kept)
-    if (limit := work.max_response_tokens) is None:
-        return fits
+def _prompt_tokens(work: _Work, rows: Rows, kept: Sequence[tuple[int, Fields]]) -> list[list[int]]:
+    """The tokens of each row's prompt. DataError that names the row whose messages the chat template refuses."""
+    if work.turns == "all":
+        return [_at(rows.where(i), partial(_history, work.tokenizer, f.prompt)) for i, f in kept]
+    try:
+        return encode_prompts(work.tokenizer, [f.prompt for _, f in kept])
+    except DataError:  # together is faster, one by one says which
+        return [_at(rows.where(i), partial(encode_prompts, work.tokenizer, [f.prompt]))[0] for i, f in kept]
+
+
+def _history(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    return (
+        encode_prompts(tokenizer, [prompt])[0]
+        if isinstance(prompt, str)
+        else encode_history(tokenizer, prompt)[0]
+    )
+
+
+def _at(where: str, encode: Callable[[], T]) -> T:
+    try:
+        return encode()
+    except DataError as e:
+        raise DataError(f"{where}: {e}") from e
+
+
+def _reply_lengths(work: _Work, kept: Sequence[tuple[int, Fields]]) -> list[dict[str, int]]:
+    """Tokens of each row's response and rejected reply, end token included, where replies are looked at."""
+    lengths: list[dict[str, int]] = [{} for _ in kept]
+    if work.max_response_tokens is None:
+        return lengths
     for name in ("response", "rejected"):
-        having = [k for k, (_, f) in enumerate(kept) if fits[k] and getattr(f, name) is not None]
+        having = [k for k, (_, f) in enumerate(kept) if getattr(f, name) is not None]
         texts = encode_texts(work.tokenizer, [getattr(kept[k][1], name) for k in having])
         for k, ids in zip(having, texts):
             work.counts["unknown_tokens"] += _unknown(work.tokenizer, np.array(ids))
-            if len(ids) + 1 > limit:
-                where = rows.where(kept[k][0])
-                fits[k] = _overlong(work, name, len(ids) + 1, limit=limit, where=where) != "filter"
-    return fits
+            lengths[k][name] = len(ids) + 1
+    return lengths
 
 
-def _overlong(work: _Work, what: str, tokens: int, *, limit: int, where: str) -> str:
-    """Count an overlong prompt, response or rejected reply, and say the rule. DataError if that is
-    'error'.
+def _fitted(work: _Work, ids: list[int], replies: Mapping[str, int], *, where: str) -> list[int] | None:
+    """The prompt's tokens as they are drawn; None for a row that is left out."""
+    for name, tokens in replies.items():
+        limit = work.max_response_tokens
+        if limit is None or tokens <= limit:
+            continue
+        if _overlong(work, name, tokens, limit=limit, where=where) == "filter":
+            return None
+    if len(ids) > (limit := work.data.max_prompt_tokens):
+        rule = _overlong(work, "prompt", len(ids), limit=limit, where=where)
+        if rule == "filter":
+            return None
+        ids = fit(ids, limit, rule)
+    return _fitted_together(work, ids, replies, where=where)
+
+
+def _fitted_together(
+    work: _Work, ids: list[int], replies: Mapping[str, int], *, where: str
+) -> list[int] | None:
+    """`_fitted` for the prompt and its longest reply together."""
+    limit = work.data.max_total_tokens
+    if limit is None or work.max_response_tokens is None:
+        return ids
+    longest = min(max(replies.values(), default=0), work.max_response_tokens)
+    if len(ids) + longest <= limit:
+        return ids
+    # truncate_right cuts replies where they are read: none of them would be left
+    lost = work.data.overlong == "truncate_right" and len(ids) >= limit
+    rule = _overlong(work, "total", len(ids) + longest, limit=limit, where=where, lost=lost)
+    if rule == "filter":
+        return None
+    return ids if rule == "truncate_right" else fit(ids, max(1, limit - longest), rule)
+
+
+_LIMITS = {"prompt": "data.max_prompt_tokens", "total": "data.max_total_tokens"}
+
+
+def _overlong(work: _Work, what: str, tokens: int, *, limit: int, where: str, lost: bool = False) -> str:
+    """Count an overlong prompt, response or rejected reply, and say the rule: `filter` if nothing to learn would be
+    left (`lost`). DataError if the rule is 'error'.
     """
     rule = work.data.overlong
     if rule == "error":
-        key = "data.max_prompt_tokens" if what == "prompt" else "rollout.sampling.max_tokens"
+        key = _LIMITS.get(what, "rollout.sampling.max_tokens")
+        which = "its prompt and reply together have" if what == "total" else f"its {what} has"
         raise DataError(
-            f"{where}: its {what} has {tokens} tokens, the limit is {limit}. Raise {key}, or choose what to "
+            f"{where}: {which} {tokens} tokens, the limit is {limit}. Raise {key}, or choose what to "
             "do with such rows in data.overlong (filter, truncate_left, ...)."
         )
+    rule = "filter" if lost else rule
     work.counts[f"overlong_{what}_{'dropped' if rule == 'filter' else 'cut'}"] += 1
     return rule
 

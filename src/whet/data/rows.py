@@ -8,37 +8,55 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from whet.config.schema import ReasoningGym, Source
 from whet.data.files import find_files, read_files, stem
 from whet.data.parts import ListPart, Part, Rows, as_row, describe, flaw, json_copy
 from whet.tables import load_object, near
-from whet.types import ConfigError, DataError
+from whet.types import ConfigError, DataError, Json
 
 
 def read_rows(source: Source) -> Rows:
-    """Every row of a source, at most `source.limit`. Raises DataError, or ConfigError where that is wrong."""
+    """The rows of a source: without `skip`, at most `limit`. Raises DataError, or ConfigError where that is wrong."""
     given = [k for k in ("path", "reasoning_gym", "function", "rows") if getattr(source, k) is not None]
     if len(given) != 1:
         raise ConfigError(
             "A data source needs exactly one of path, reasoning_gym, function, rows; given: "
             f"{', '.join(given) or 'none'}."
         )
+    most = _most(source)
     if source.reasoning_gym is not None:
-        name, parts = source.reasoning_gym.task, iter([_reasoning_gym(source.reasoning_gym, source.limit)])
+        name, parts = source.reasoning_gym.task, iter([_reasoning_gym(source.reasoning_gym, most)])
     elif source.rows is not None:
-        name, parts = "rows", iter([ListPart("data.rows", list(source.rows[: source.limit]))])
+        name, parts = "rows", iter([ListPart("data.rows", list(source.rows[:most]))])
     elif source.function is not None:
-        name, parts = source.function.rpartition(":")[2], iter([_function(source)])
+        name, parts = source.function.rpartition(":")[2], iter([_function(source, most)])
     else:
-        files = find_files(source.path)
-        name, parts = stem(source.path, files), read_files(files, source.limit)
-    rows = Rows(source.name or name, tuple(parts))
+        files = find_files(source.path, subset=source.subset, split=source.split)
+        name, parts = stem(source.path, files), read_files(files, most)
+    every = Rows(source.name or name, tuple(parts))
+    begin = _count(source.skip, len(every))
+    end = len(every) if source.limit is None else begin + _count(source.limit, len(every))
+    rows = every if begin == 0 and end >= len(every) else every.cut(begin, end)
     if not len(rows):
-        where = ", ".join(p.origin for p in rows.parts)
-        raise DataError(f"Data source {rows.name!r} is empty: no rows in {where}.")
+        where = ", ".join(p.origin for p in every.parts)
+        skipped = f" but the {len(every)} that skip={source.skip} leaves out" if len(every) else ""
+        raise DataError(f"Data source {rows.name!r} is empty: no rows in {where}{skipped}.")
     return rows
+
+
+def _most(source: Source) -> int | None:
+    """Rows that have to be read; None: all, for a share is of all."""
+    if isinstance(source.skip, float) or not isinstance(source.limit, int):
+        return None
+    return source.skip + source.limit
+
+
+def _count(amount: float, rows: int) -> int:
+    """A number of rows, or a share of them: rounded down, but at least one and not all."""
+    return amount if isinstance(amount, int) else max(1, min(rows - 1, int(amount * rows)))
 
 
 def _reasoning_gym(cfg: ReasoningGym, limit: int | None) -> Part:
@@ -72,26 +90,44 @@ def _reasoning_gym(cfg: ReasoningGym, limit: int | None) -> Part:
     return ListPart(f"reasoning_gym {cfg.task}", rows)
 
 
-def _function(source: Source) -> Part:
+def _function(source: Source, limit: int | None) -> Part:
     function = load_object(source.function or "", what="data source function")
-    what = f"function {source.function}"
+    kind = "class" if isinstance(function, type) else "function"
+    what = f"{kind} {source.function}"
     try:
         made = function(**source.arguments)
-        given = list(itertools.islice(made, source.limit)) if _has_rows(made) else []
+        given = list(itertools.islice(_rows_of(made), limit)) if _has_rows(made) else []
     except Exception as e:  # foreign code: it can fail in any way
         at = traceback.extract_tb(e.__traceback__)[-1]
         place = f"{at.filename}:{at.lineno}"
         raise DataError(
-            f"{what} with arguments {source.arguments} raised {type(e).__name__}: {e} ({place})."
+            f"{what} with arguments {source.arguments} raised {type(e).__name__}: {e} ({place}). It is given "
+            "`arguments` alone, by name; rows are tokenised afterwards."
         ) from e
     if not _has_rows(made):
-        raise DataError(f"{what} returned {describe(made)}; expected an iterable of rows (dicts).")
-    rows = [as_row(row, f"{what}, row {i}") for i, row in enumerate(given, 1)]
-    for i, row in enumerate(rows, 1):
-        if (fault := flaw(row)) is not None:
-            raise DataError(f"{what}, row {i}: {fault}. Rows are dict, list, str, int, float, bool and None.")
-    return ListPart(what, rows)
+        expected = "an iterable of rows (dicts), or an object with __len__ and __getitem__ that gives them"
+        raise DataError(f"{what} returned {describe(made)}; expected {expected}.")
+    for i, row in enumerate(given, 1):
+        _check_row(row, f"{what}, row {i}")
+    return ListPart(what, given)
 
 
 def _has_rows(made: object) -> bool:
-    return isinstance(made, Iterable) and not isinstance(made, str | bytes | dict)
+    indexed = hasattr(made, "__len__") and hasattr(made, "__getitem__")
+    return (isinstance(made, Iterable) or indexed) and not isinstance(made, str | bytes | dict)
+
+
+def _rows_of(made: Any) -> Iterator[Json]:
+    """The rows of an iterable, or of a dataset that has a length and is indexed by number."""
+    return iter(made) if isinstance(made, Iterable) else (made[i] for i in range(len(made)))
+
+
+def _check_row(row: Json, where: str) -> None:
+    """Named values that JSON has. A row of tokens is told what to give instead."""
+    if isinstance(row, dict) and "input_ids" in row:
+        raise DataError(
+            f"{where}: it holds tokens (input_ids), and rows are tokenised here, by the policy's own tokenizer: give "
+            "the text, as `prompt` (and `response`) or as messages."
+        )
+    if (fault := flaw(as_row(row, where))) is not None:
+        raise DataError(f"{where}: {fault}. Rows are dict, list, str, int, float, bool and None.")

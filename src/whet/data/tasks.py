@@ -2,8 +2,8 @@
 
 Draw k (from 0) goes to the source that is furthest behind its share of the first k+1 draws, the first such
 source on a tie: shares are kept at every point, not only on average. Within a source, draw d is row
-permutation(key(seed, "shuffle", source, d // n))[d % n]. So the number of draws of each source is the whole
-state.
+permutation(key(seed, "shuffle", source, d // n))[d % n], stably sorted where the order is by difficulty. So the
+number of draws of each source is the whole state.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 
 from whet import seeds
 from whet.config.schema import Data, Source
-from whet.data.chat import encode_response
+from whet.data.chat import encode_history, encode_response
 from whet.data.columns import parse, used
-from whet.data.prepare import BATCH_ROWS, fit, prepare, prompt_key
+from whet.data.prepare import BATCH_ROWS, Prepared, Turns, fit, prepare, prompt_key
 from whet.data.rows import read_rows
 from whet.types import CheckpointError, ConfigError, DataError, Json, Rollout, Task
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class TaskStream:
     """Training tasks without end.
 
-    counts: rows, kept, held_out, overlong_{prompt,response,rejected}_{dropped,cut}, unknown_tokens, over all
+    counts: rows, kept, held_out, overlong_{prompt,response,rejected,total}_{dropped,cut}, unknown_tokens, over all
     sources. rows_per_epoch: rows that are drawn from, over all sources.
     """
 
@@ -42,11 +42,18 @@ class TaskStream:
         seed: int,
         exclude: Iterable[Task] = (),
         max_response_tokens: int | None = None,
+        multiple_of: int = 1,
+        turns: Turns = "last",
     ) -> None:
         """exclude: held-out tasks; rows with the prompt of one are left out (see `prepare.prompt_key`).
 
         max_response_tokens: for SFT and DPO, the longest reply with its end token; `data.overlong` holds for
         it too, except that every truncate_* cuts a reply at its end. None: replies are not looked at.
+
+        multiple_of: rows at the end of an epoch that make no whole such number are not drawn (train.drop_last).
+
+        turns: which replies of a conversation will be learned; the same as `demonstration` is told. seed: the run's;
+        `data.seed` stands over it.
         """
         if not sources:
             raise ConfigError("No training data: data.train is empty.")
@@ -58,11 +65,18 @@ class TaskStream:
             exclude={prompt_key(t.prompt) for t in exclude},
             max_response_tokens=max_response_tokens,
             counts=counts,
+            turns=turns,
         )
         self.counts: dict[str, int] = dict(counts)
-        self.rows_per_epoch = sum(len(s) for s in self._sources)
-        self._seed = seed
-        self._shuffle = data.shuffle
+        self._rows_S = [len(s) - len(s) % multiple_of for s in self._sources]
+        if not all(self._rows_S):
+            raise ConfigError(
+                f"train.drop_last: a source has {min(len(s) for s in self._sources)} rows, and a step takes "
+                f"{multiple_of} tasks: an epoch would have no step. Set it false, or lower train.tasks_per_step."
+            )
+        self.rows_per_epoch = sum(self._rows_S)
+        self._seed = seed if data.seed is None else data.seed
+        self._order = data.order
         self._share_S = np.array([s.weight for s in sources]) / sum(s.weight for s in sources)
         self._drawn_S = np.zeros(len(sources), dtype=np.int64)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
@@ -108,27 +122,47 @@ class TaskStream:
     def _draw(self) -> Task:
         uid = self.drawn
         s = int(np.argmax(self._share_S * (uid + 1) - self._drawn_S))
-        epoch, place = divmod(int(self._drawn_S[s]), len(self._sources[s]))
-        task = self._sources[s].task(int(self._order(s, epoch)[place]), uid)
+        epoch, place = divmod(int(self._drawn_S[s]), self._rows_S[s])
+        task = self._sources[s].task(int(self._places(s, epoch)[place]), uid)
         self._drawn_S[s] += 1
         return task
 
-    def _order(self, s: int, epoch: int) -> np.ndarray:
+    def _places(self, s: int, epoch: int) -> np.ndarray:
         """[K] the order in which source s is drawn in an epoch."""
         known = self._orders.get(s)
         if known is None or known[0] != epoch:
-            name, n = self._sources[s].rows.name, len(self._sources[s])
-            stream = seeds.key(self._seed, "shuffle", name, epoch)
-            known = (epoch, seeds.permutation(stream, n) if self._shuffle else np.arange(n))
-            self._orders[s] = known
+            source = self._sources[s]
+            stream = seeds.key(self._seed, "shuffle", source.rows.name, epoch)
+            known = self._orders[s] = (epoch, ordered(source, self._order, stream))
         return known[1]
 
 
-def eval_tasks(sources: Sequence[Source], data: Data, *, tokenizer: Tokenizer) -> list[Task]:
-    """Every held-out task, in file order, uid from 0. What `data.overlong` drops or cuts is logged."""
+def ordered(source: Prepared, order: str, stream: int) -> np.ndarray:
+    """[K] the rows of a source in an order of `data.order`; equally difficult ones stand shuffled by `stream`."""
+    if order == "sequential":
+        return np.arange(len(source))
+    places_K = seeds.permutation(stream, len(source))
+    if order == "shuffle":
+        return places_K
+    if source.difficulty_K is None:
+        raise ConfigError(
+            f"data.order={order}, but source {source.rows.name!r} names no column of difficulties: set its "
+            "`difficulty`."
+        )
+    sign = 1 if order == "easy_first" else -1
+    return places_K[np.argsort(sign * source.difficulty_K[places_K], kind="stable")]
+
+
+def eval_tasks(
+    sources: Sequence[Source], data: Data, *, tokenizer: Tokenizer, turns: Turns = "last"
+) -> list[Task]:
+    """Every held-out task, in file order, uid from 0. What `data.overlong` drops or cuts is logged.
+
+    turns: as of `TaskStream`, where their replies are to be judged.
+    """
     counts: Counter[str] = Counter()
     prepared = prepare(
-        sources, data, tokenizer=tokenizer, exclude=(), max_response_tokens=None, counts=counts
+        sources, data, tokenizer=tokenizer, exclude=(), max_response_tokens=None, counts=counts, turns=turns
     )
     places = [(p, k) for p in prepared for k in range(len(p))]
     return [p.task(k, uid) for uid, (p, k) in enumerate(places)]
@@ -148,27 +182,89 @@ def texts(sources: Sequence[Source]) -> Iterator[str]:
 # ---------------------------------------------------------------- replies to learn from
 
 
-def demonstration(task: Task, tokenizer: Tokenizer, max_tokens: int, *, overlong: str = "error") -> Rollout:
+def learned_turns(data: Data, kind: str) -> Turns:
+    """Which replies of a conversation an algorithm of this kind learns: SFT, what `data.learn_turns` says or its
+    default; the others, the last.
+    """
+    if kind != "demonstrations":
+        return "last"
+    whole = any(source.messages is not None for source in data.train)
+    return data.learn_turns or ("all" if whole else "last")
+
+
+def demonstration(
+    task: Task,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    *,
+    overlong: str = "error",
+    max_total_tokens: int | None = None,
+    turns: Turns = "last",
+) -> Rollout:
     """The task's response as a rollout, end token included: version 0, log-probs 0, no reward.
 
-    A reply longer than max_tokens (end token included) is refused, unless `overlong` is a truncate_* rule:
-    then it is cut at its end and has the finish reason `length`. The stream has counted it
-    (`max_response_tokens`).
+    A reply longer than max_tokens (end token included), or than the prompt leaves it of max_total_tokens, is
+    refused, unless `overlong` is a truncate_* rule: then it is cut at its end and has the finish reason `length`.
+    The stream has counted it (`max_response_tokens`). turns="all": the replies in the prompt are learned, too.
     """
-    return _reply(task, "response", tokenizer, max_tokens=max_tokens, overlong=overlong)
+    limit = reply_limit(task, max_tokens, max_total_tokens)
+    learned = _learned(task, tokenizer, overlong) if turns == "all" else [0] * len(task.token_ids)
+    return _reply(task, "response", tokenizer, max_tokens=limit, overlong=overlong, learned=learned)
 
 
 def preference_pair(
-    task: Task, tokenizer: Tokenizer, max_tokens: int, *, overlong: str = "error"
+    task: Task,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    *,
+    overlong: str = "error",
+    max_total_tokens: int | None = None,
 ) -> tuple[Rollout, Rollout]:
     """The chosen reply (index 0, reward 1) and the rejected one (1, reward 0); see `demonstration`."""
-    chosen = _reply(task, "response", tokenizer, max_tokens=max_tokens, overlong=overlong)
-    rejected = _reply(task, "rejected", tokenizer, max_tokens=max_tokens, overlong=overlong, index=1)
+    limit, prompt = reply_limit(task, max_tokens, max_total_tokens), [0] * len(task.token_ids)
+    chosen = _reply(task, "response", tokenizer, max_tokens=limit, overlong=overlong, learned=prompt)
+    rejected = _reply(
+        task, "rejected", tokenizer, max_tokens=limit, overlong=overlong, learned=prompt, index=1
+    )
     return chosen.scored(1.0, {}), rejected.scored(0.0, {})
 
 
+def reply_limit(task: Task, max_tokens: int, max_total_tokens: int | None) -> int:
+    """The longest reply to a task, in tokens, end token included."""
+    if max_total_tokens is None:
+        return max_tokens
+    return max(0, min(max_tokens, max_total_tokens - len(task.token_ids)))
+
+
+def _learned(task: Task, tokenizer: Tokenizer, overlong: str) -> list[int]:
+    """Which tokens of the prompt are replies, cut as the prompt was."""
+    n = len(task.token_ids)
+    if isinstance(task.prompt, str):
+        return [0] * n
+    _, mask = encode_history(tokenizer, task.prompt)
+    return fit(mask, n, overlong) if len(mask) > n else mask
+
+
+def labelled(reply: Rollout) -> Rollout:
+    """A demonstration with what its row says of it as its reward: 1 desirable, 0 not."""
+    label = reply.task.extra.get("desirable")
+    if not isinstance(label, bool | int | float) or label not in (0, 1):
+        raise DataError(
+            f"Task {reply.task.uid} of source {reply.task.source!r}: its label is {label!r}, expected true or false: "
+            "name the column that says whether the response is a desirable one in the source's `desirable`."
+        )
+    return reply.scored(float(label), {})
+
+
 def _reply(
-    task: Task, field: str, tokenizer: Tokenizer, *, max_tokens: int, overlong: str, index: int = 0
+    task: Task,
+    field: str,
+    tokenizer: Tokenizer,
+    *,
+    max_tokens: int,
+    overlong: str,
+    learned: Sequence[int],
+    index: int = 0,
 ) -> Rollout:
     text = getattr(task, field)
     if text is None:
@@ -181,18 +277,19 @@ def _reply(
     if cut and not overlong.startswith("truncate"):
         raise DataError(
             f"Task {task.uid} of source {task.source!r}: its {field} has {len(reply)} tokens, the limit is "
-            f"{max_tokens}. Raise rollout.sampling.max_tokens, or set data.overlong."
+            f"{max_tokens}. Raise rollout.sampling.max_tokens (and data.max_total_tokens, if it is set), or set "
+            "data.overlong."
         )
     reply = fit(reply, max_tokens, "truncate_right") if cut else reply
-    p, n = len(task.token_ids), len(reply)
+    mask = [*learned, *[1] * len(reply)]
     return Rollout(
         task=task,
         index=index,
         token_ids=[*task.token_ids, *reply],
-        mask=[0] * p + [1] * n,
-        logprobs=[0.0] * (p + n),
-        sample_logprobs=[0.0] * (p + n),
-        versions=[-1] * (p + n),
+        mask=mask,
+        logprobs=[0.0] * len(mask),
+        sample_logprobs=[0.0] * len(mask),
+        versions=[-1] * len(mask),
         finish_reason="length" if cut else "stop",
         text=text,
     )

@@ -12,7 +12,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Core
 
 from whet.config.schema import Tokenizer as TokenizerConfig
-from whet.data.chat import read_template
+from whet.data.chat import read_template, with_arguments
 from whet.tables import near
 from whet.types import ConfigError, DataError
 
@@ -45,6 +45,12 @@ def load_tokenizer(
     )
     if cfg.chat_template is not None:
         tokenizer.chat_template = read_template(cfg.chat_template)
+    if cfg.chat_arguments:
+        if not isinstance(tokenizer.chat_template, str):
+            raise ConfigError(
+                "tokenizer.chat_arguments: the tokenizer has no chat template that could read them."
+            )
+        tokenizer.chat_template = with_arguments(tokenizer.chat_template, cfg.chat_arguments)
     return tokenizer
 
 

@@ -16,7 +16,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -111,8 +111,12 @@ class Jail:
         memory_mb: int = 2048,
         max_output_bytes: int = 65536,
         patience_s: float = 10.0,
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """`patience_s`: longest silence of the nursery, which reports every second, before it is replaced."""
+        """`patience_s`: longest silence of the nursery, which reports every second, before it is replaced.
+
+        `prepare` runs in the child before the loaders do; a WhetError of it becomes a ConfigError here.
+        """
         if not hasattr(os, "fork"):
             raise ConfigError(
                 "rewards run in forked processes, and this system has no fork; use Linux, macOS or WSL"
@@ -136,7 +140,7 @@ class Jail:
         limits = nursery.Limits(workers=workers, memory_mb=memory_mb, max_output_bytes=max_output_bytes)
         self._control, theirs = socket.socketpair()
         self._keeper = nursery.fork(
-            partial(nursery.keep, theirs, os.getpid(), loaders=functions, limits=limits)
+            partial(nursery.keep, theirs, os.getpid(), loaders=functions, limits=limits, prepare=prepare)
         )
         theirs.close()
         try:

@@ -98,8 +98,15 @@ def fork(body: Callable[[], None]) -> int:
         os._exit(code)
 
 
-def keep(control: socket.socket, run: int, *, loaders: Mapping[str, Loader], limits: Limits) -> None:
-    """The keeper's life, below the process `run`.
+def keep(
+    control: socket.socket,
+    run: int,
+    *,
+    loaders: Mapping[str, Loader],
+    limits: Limits,
+    prepare: Callable[[], None],
+) -> None:
+    """The keeper's life, below the process `run`. `prepare` is called before any loader.
 
     It reports on `control` how loading went, then sends a channel for every nursery it forks.
     """
@@ -107,7 +114,7 @@ def keep(control: socket.socket, run: int, *, loaders: Mapping[str, Loader], lim
     confine.adopt_orphans()
     confine.shut({control.fileno()})
     confine.die_with(run)
-    functions, problem = _load(loaders)
+    functions, problem = _load(loaders, prepare)
     confine.outlive()  # the signal would also come when only the thread that forked this process ends
     control.sendall(frames.pack(0, json.dumps(problem).encode()))
     while not problem:
@@ -124,9 +131,15 @@ def keep(control: socket.socket, run: int, *, loaders: Mapping[str, Loader], lim
         confine.sweep(set(), {})
 
 
-def _load(loaders: Mapping[str, Loader]) -> tuple[dict[str, worker.Function], str]:
+def _load(
+    loaders: Mapping[str, Loader], prepare: Callable[[], None]
+) -> tuple[dict[str, worker.Function], str]:
     """The functions, and '' or what went wrong."""
     functions = {}
+    try:
+        prepare()
+    except WhetError as error:
+        return {}, str(error)
     for name, load in loaders.items():
         try:
             functions[name] = load()

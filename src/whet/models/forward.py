@@ -2,7 +2,7 @@
 
 Two implementations. Known families run through a lean functional forward over the module's own parameters,
 read on every call: nothing is copied, nothing goes stale when an optimizer or a weight sync changes them.
-Everything else (and a known family that was altered: adapters, hooks, quantised layers) runs through its own
+Everything else (and a known family that was altered: hooks, quantised layers, others' adapters) runs through its own
 modules, with our attention put in by transformers' attention interface, after a probe has shown that this
 computes the same as the model's own forward.
 

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from whet.models.attention import Attend
 from whet.models.kernels import Ops
+from whet.models.lora import LoraLinear
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,8 @@ def known_family(model: Any, config: Any) -> Family | None:
 
 
 def _untouched(module: nn.Module, home: str) -> bool:
-    own = type(module) in (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU) or type(module).__module__ in (
-        home,
-        "transformers.activations",
-    )
+    plain = (nn.Linear, LoraLinear, nn.Embedding, nn.ModuleList, nn.SiLU)
+    own = type(module) in plain or type(module).__module__ in (home, "transformers.activations")
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     return own and not hooked and "forward" not in vars(module)
 
@@ -82,10 +81,10 @@ class _Layer:
     number: int
     norm_in: Any
     norm_mid: Any
-    q: nn.Linear
-    k: nn.Linear
-    v: nn.Linear
-    o: nn.Linear
+    q: nn.Linear | LoraLinear
+    k: nn.Linear | LoraLinear
+    v: nn.Linear | LoraLinear
+    o: nn.Linear | LoraLinear
     q_norm: Any
     k_norm: Any
     feed_forward: Callable[[Tensor], Tensor]
@@ -198,11 +197,13 @@ def _step(
     return layer.feed_forward(x_UD), h_UD
 
 
-def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+def _linear(layer: nn.Linear | LoraLinear, x: Tensor) -> Tensor:
+    if isinstance(layer, LoraLinear):
+        return layer.forward(x)
     return F.linear(x, layer.weight, layer.bias)
 
 
-def _heads(layer: nn.Linear, x_UD: Tensor, head_dim: int) -> Tensor:
+def _heads(layer: nn.Linear | LoraLinear, x_UD: Tensor, head_dim: int) -> Tensor:
     return _linear(layer, x_UD).view(len(x_UD), layer.out_features // head_dim, head_dim)
 
 

@@ -37,17 +37,19 @@ def build(
     seed: int,
     device: torch.device | str,
     dtype: torch.dtype,
+    head: str | None = None,
 ) -> PreTrainedModel:
     """The model of `cfg.path` or `cfg.scratch`, in evaluation mode (no dropout), on `device` in `dtype`.
 
     vocab_size: number of tokens of the tokenizer; a loaded embedding may be larger, not smaller. The two
     token ids go into a scratch model's config. `seed` decides scratch weights, and nothing else does.
+    head: name of a value head that the folder may hold in place of the output layer; see `value_head`.
     Errors: ConfigError for what cannot be right, CheckpointError for files that cannot be read.
     """
     if (cfg.path is None) == (cfg.scratch is None):
         raise ConfigError("model: give either `path` (a Hugging Face folder) or `scratch`")
     if cfg.path is not None:
-        model = _load(Path(cfg.path).expanduser(), overrides=cfg.overrides, dtype=dtype)
+        model = _load(Path(cfg.path).expanduser(), overrides=cfg.overrides, dtype=dtype, head=head)
         rows = len(_embedding(model).weight)
         if vocab_size > rows:
             raise ConfigError(
@@ -75,14 +77,40 @@ def _embedding(model: PreTrainedModel) -> nn.Embedding:
     return embedding
 
 
-def value_head(hidden_size: int, seed: int) -> nn.Linear:
-    """The linear layer [1, D] of a critic: weights N(0, 1/(D+1)^2) by the seed: values start near 0."""
+def value_head(hidden_size: int, seed: int, *, path: str | None = None, name: str | None = None) -> nn.Linear:
+    """The linear layer [1, D] of a critic: the one called `name` in the folder `path`, if both are given and it is
+    there, else a new one with weights N(0, 1/(D+1)^2) by the seed: values start near 0.
+    """
     head = nn.utils.skip_init(nn.Linear, hidden_size, 1)
+    if path is not None and name is not None and _fill(head, Path(path).expanduser(), name):
+        return head
     generator = torch.Generator().manual_seed(seeds.key(seed, "value_head"))
     with torch.no_grad():
         head.weight.normal_(0.0, 1.0 / (hidden_size + 1), generator=generator)
         head.bias.zero_()
     return head
+
+
+@torch.no_grad()
+def _fill(head: nn.Linear, folder: Path, name: str) -> bool:
+    """Read a value head from a folder's tensors NAME.weight and, if there, NAME.bias. Whether it has one."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for part in {f"{name}.weight", f"{name}.bias"} & set(tensors.keys()):
+                found[part.rpartition(".")[2]] = tensors.get_tensor(part)
+    if "weight" not in found:
+        log.info("critic.path=%s has no %s.weight: the value head is new", folder, name)
+        return False
+    weight, bias = found["weight"], found.get("bias", torch.zeros(1))
+    if weight.shape != head.weight.shape or bias.shape != head.bias.shape:
+        raise CheckpointError(
+            f"critic.path={folder}: {name}.weight is {list(weight.shape)}, a value head for this model is "
+            f"{list(head.weight.shape)}; set critic.head to its name, or null for a new one"
+        )
+    head.weight.copy_(weight)
+    head.bias.copy_(bias)
+    return True
 
 
 def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path | str) -> None:
@@ -116,7 +144,9 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, written: Path, path: Pa
 # ---------------------------------------------------------------- from a folder
 
 
-def _load(path: Path, *, overrides: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+def _load(
+    path: Path, *, overrides: dict[str, Any], dtype: torch.dtype, head: str | None = None
+) -> PreTrainedModel:
     _check_folder(path)
     config = _read_config(path, overrides)
     try:
@@ -133,17 +163,20 @@ def _load(path: Path, *, overrides: dict[str, Any], dtype: torch.dtype) -> PreTr
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"model.path={path}: transformers cannot load it: {error}") from error
     model, report = loaded
-    wrong = {
-        kind: sorted(key if isinstance(key, str) else key[0] for key in report[f"{kind}_keys"])
+    found = {
+        kind: {key if isinstance(key, str) else key[0] for key in report[f"{kind}_keys"]}
         for kind in ("missing", "unexpected", "mismatched")
-        if report[f"{kind}_keys"]
     }
+    if head is not None and f"{head}.weight" in found["unexpected"]:  # it stands for the output layer
+        found["unexpected"] -= {f"{head}.weight", f"{head}.bias"}
+        found["missing"] -= {"lm_head.weight"}
+    wrong = {kind: sorted(names) for kind, names in found.items() if names}
     if wrong:
-        found = "; ".join(
+        said = "; ".join(
             f"{kind}: {', '.join(names[:5])} ({len(names)} in all)" for kind, names in wrong.items()
         )
         raise CheckpointError(
-            f"model.path={path}: the tensors are not those of its {type(model).__name__}. {found}"
+            f"model.path={path}: the tensors are not those of its {type(model).__name__}. {said}"
         )
     return model
 

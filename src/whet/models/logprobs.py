@@ -74,6 +74,19 @@ def token_logprobs(
     return _TokenLogprobs.apply(hidden_AD, head.linear.weight, head.linear.bias, targets_A, job)
 
 
+@torch.no_grad()
+def collisions(hidden_AD: Tensor, *, head: Head, temperature: float = 1.0, chunk: int = 256) -> Tensor:
+    """[A] float32: sum over the vocabulary of p^2, p = softmax(logits / temperature): the chance that two samples
+    collide. No gradient; `chunk` rows of logits at a time.
+    """
+    out_A = torch.empty(len(hidden_AD), dtype=torch.float32, device=hidden_AD.device)
+    for start in range(0, len(hidden_AD), chunk):
+        at = slice(start, start + chunk)
+        logp_AV = logits(head, hidden_AD[at], temperature).log_softmax(-1)
+        out_A[at] = logp_AV.mul_(2).exp_().sum(-1)
+    return out_A
+
+
 @dataclass(frozen=True)
 class _Job:
     head: Head
@@ -119,7 +132,7 @@ class _TokenLogprobs(torch.autograd.Function):
             z_AV = kept
             if z_AV is None:
                 z_AV = _logits(job.head, hidden_AD[at], (weight_VD, bias_V), job.temperature)
-            slope_AV = _slope(z_AV, job)
+            slope_AV = slope(z_AV, job.head, job.temperature)
             job.ops.logprobs_backward(
                 z_AV,
                 targets_A[at],
@@ -140,12 +153,12 @@ class _TokenLogprobs(torch.autograd.Function):
         return dhidden_AD, _cast(dweight_VD, weight_VD), _cast(dbias_V, bias_V), None, None
 
 
-def _slope(z_AV: Tensor, job: _Job) -> Tensor | float | None:
+def slope(z_AV: Tensor, head: Head, temperature: float) -> Tensor | float | None:
     """d(logits / temperature) / d(W h + b): scale / temperature * (1 - tanh^2). None where it is 1."""
-    factor = job.head.scale / job.temperature
-    if job.head.softcap is None:
+    factor = head.scale / temperature
+    if head.softcap is None:
         return None if factor == 1.0 else factor
-    tanh_AV = z_AV * (job.temperature / job.head.softcap)
+    tanh_AV = z_AV * (temperature / head.softcap)
     return tanh_AV.square_().neg_().add_(1.0).mul_(factor)
 
 

@@ -1,4 +1,4 @@
-"""AdamW and its learning-rate schedule.
+"""Optimizers with their schedule.
 
 Parameters that are not float32 get a float32 master copy: at learning rates of RL (1e-6) a bfloat16 weight
 would not move at all (its steps are 2^-8 of its size).
@@ -7,65 +7,71 @@ would not move at all (its steps are 2^-8 of its size).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from whet.config.schedules import factor, position, weight_decay
 from whet.config.schema import Optimizer as OptimizerConfig
-from whet.config.schema import Schedule
-from whet.types import CheckpointError
+from whet.models.muon import Muon
+from whet.types import CheckpointError, ConfigError
+
+_ADAM = {"steps": "step", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_MOMENTUM = {"momentum_buffer": "momentum_buffer"}
+_STATE: dict[type[Any], dict[str, str]] = {
+    torch.optim.AdamW: _ADAM,
+    torch.optim.Adam: _ADAM,
+    torch.optim.SGD: _MOMENTUM,
+    Muon: _MOMENTUM,
+}
+"""What each keeps of a parameter: the name in a checkpoint, and the optimizer's own."""
 
 
-def factor(schedule: Schedule, step: int, total: int) -> float:
-    """What the peak learning rate is multiplied with in optimizer step `step` (from 0) of `total`."""
-    warmup = schedule.warmup_steps
-    if warmup is None:
-        warmup = math.floor(schedule.warmup_fraction * total)
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    low = schedule.min_factor
-    if schedule.kind == "constant":
-        return 1.0
-    if schedule.kind == "wsd":
-        decay = max(1, math.floor(schedule.decay_fraction * total))
-        done = min(1.0, max(0.0, (step - (total - decay)) / decay))
-        return 1.0 - (1.0 - low) * done
-    done = min(1.0, (step - warmup) / max(1, total - warmup))
-    if schedule.kind == "linear":
-        return 1.0 - (1.0 - low) * done
-    return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-class AdamW:
-    """torch's AdamW over named parameters, with master weights, clipping and the schedule."""
+class Optimizer:
+    """One or two of the published optimizers over named parameters, with master weights, clipping and the schedule."""
 
     def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], cfg: OptimizerConfig, *, total_steps: int
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        cfg: OptimizerConfig,
+        *,
+        total_steps: int,
+        updates_per_step: int = 1,
+        hidden: Collection[str] = (),
     ) -> None:
-        self.cfg, self.total_steps, self.step_count = cfg, total_steps, 0
+        """total_steps: optimizer steps of the stage; updates_per_step: those of one training step. hidden: matrices
+        between embedding and output, which muon takes. Errors: ConfigError for a group without parameters."""
+        self.cfg, self.total_steps, self.updates_per_step = cfg, total_steps, updates_per_step
+        self.step_count = 0
         self.parameters = {name: p for name, p in named if p.requires_grad}
         self.masters = {
             name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
             for name, p in self.parameters.items()
         }
-        decayed = [p for p in self.masters.values() if p.ndim > 1]
-        plain = [p for p in self.masters.values() if p.ndim <= 1]
-        self.inner = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": cfg.weight_decay},
-                {"params": plain, "weight_decay": 0.0},
-            ],
-            lr=cfg.lr,
-            betas=cfg.betas,
-            eps=cfg.eps,
-            fused=True,
-        )
+        inside = {n: p for n, p in self.masters.items() if cfg.kind == "muon" and n in hidden}
+        rest = {n: p for n, p in self.masters.items() if n not in inside}
+        self.inner: list[Muon | torch.optim.Optimizer] = [*_muon(inside, cfg), *_torch(rest, cfg)]
+        self.owner = {p: inner for inner in self.inner for g in inner.param_groups for p in g["params"]}
+        if odd := [at for at in cfg.groups if not any(re.search(at, name) for name in self.masters)]:
+            raise ConfigError(
+                f"optimizer.groups: {odd[0]!r} is found in the name of no parameter that learns"
+            )
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return self.cfg.lr * factor(self.cfg.schedule, self.step_count, self.total_steps)
+        return self.cfg.lr * factor(self.cfg.schedule, self._at(self.step_count), self._at(self.total_steps))
+
+    @property
+    def weight_decay(self) -> float:
+        """Weight decay of the next step."""
+        return weight_decay(self.cfg, self._at(self.step_count), self._at(self.total_steps))
+
+    def _at(self, updates: int) -> int:
+        return position(self.cfg.schedule, updates, updates_per_step=self.updates_per_step)
 
     def zero_grad(self) -> None:
         for p in self.parameters.values():
@@ -85,9 +91,11 @@ class AdamW:
         for name, p in self.parameters.items():
             if self.masters[name] is not p:
                 self.masters[name].grad = None if p.grad is None else p.grad.float()
-        for group in self.inner.param_groups:
-            group["lr"] = self.lr
-        self.inner.step()
+        for inner in self.inner:
+            for group in inner.param_groups:
+                group["lr"] = self.lr * group["lr_factor"]
+                group["weight_decay"] = self.weight_decay if group["decay"] is None else group["decay"]
+            inner.step()
         for name, p in self.parameters.items():
             if self.masters[name] is not p:
                 p.copy_(self.masters[name])
@@ -98,12 +106,19 @@ class AdamW:
         """Count a step without taking it: the schedule goes on, moments and weights stay."""
         self.step_count += 1
 
+    def forget(self) -> None:
+        """Drop the moments and begin their bias correction anew; weights and schedule stay."""
+        for inner in self.inner:
+            inner.state.clear()
+
     def state(self) -> dict[str, Tensor]:
-        """Flat tensors: `exp_avg.NAME`, `exp_avg_sq.NAME`, `steps.NAME`, and `master.NAME` where there is one."""
+        """Flat tensors: `exp_avg.NAME`, `momentum_buffer.NAME` ..., and `master.NAME` where there is one."""
         out: dict[str, Tensor] = {}
         for name, master in self.masters.items():
-            for key, value in self.inner.state.get(master, {}).items():
-                out[f"{'steps' if key == 'step' else key}.{name}"] = value.detach()
+            found, keys = self._state_of(master)
+            for key, own in keys.items():
+                if found.get(own) is not None:
+                    out[f"{key}.{name}"] = found[own].detach()
             if master is not self.parameters[name]:
                 out[f"master.{name}"] = master.detach()
         return out
@@ -114,12 +129,53 @@ class AdamW:
         for name, master in self.masters.items():
             if master is not self.parameters[name]:
                 master.copy_(_wanted(tensors, f"master.{name}", master))
-            if f"steps.{name}" in tensors:
-                self.inner.state[master] = {
-                    "step": tensors[f"steps.{name}"].clone(),
-                    "exp_avg": _wanted(tensors, f"exp_avg.{name}", master).clone(),
-                    "exp_avg_sq": _wanted(tensors, f"exp_avg_sq.{name}", master).clone(),
-                }
+            found, keys = self._state_of(master)
+            if any(f"{key}.{name}" in tensors for key in keys):
+                for key, own in keys.items():
+                    like = master.new_zeros(()) if own == "step" else master
+                    found[own] = _wanted(tensors, f"{key}.{name}", like).clone()
+
+    def _state_of(self, master: nn.Parameter) -> tuple[dict[str, Any], dict[str, str]]:
+        """What is kept of a parameter (nothing before its first step), and how that is called."""
+        inner = self.owner[master]
+        return inner.state[master], _STATE[type(inner)]
+
+
+def _muon(named: Mapping[str, nn.Parameter], cfg: OptimizerConfig) -> Iterator[Muon]:
+    if named:
+        yield Muon(_groups(named, cfg), momentum=_or(cfg.momentum, 0.95))
+
+
+def _torch(named: Mapping[str, nn.Parameter], cfg: OptimizerConfig) -> Iterator[torch.optim.Optimizer]:
+    groups = _groups(named, cfg)
+    if not groups:
+        return
+    if cfg.kind == "sgd":
+        yield torch.optim.SGD(groups, lr=cfg.lr, momentum=_or(cfg.momentum, 0.0), fused=True)
+    else:
+        kind = torch.optim.Adam if cfg.kind == "adam" else torch.optim.AdamW
+        yield kind(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+
+
+def _or(given: float | None, default: float) -> float:
+    return default if given is None else given
+
+
+def _groups(named: Mapping[str, nn.Parameter], cfg: OptimizerConfig) -> list[dict[str, Any]]:
+    """Parameters by the terms they share: factor of the learning rate, weight decay (None: the schedule's)."""
+    by_terms: dict[tuple[float, float | None], list[nn.Parameter]] = {}
+    for name, p in named.items():
+        by_terms.setdefault(_terms(name, p, cfg), []).append(p)
+    return [{"params": ps, "lr_factor": f, "decay": decay} for (f, decay), ps in by_terms.items()]
+
+
+def _terms(name: str, p: nn.Parameter, cfg: OptimizerConfig) -> tuple[float, float | None]:
+    """(factor, weight decay; None: the schedule's) of one parameter, by the first group that fits."""
+    group = next((g for at, g in cfg.groups.items() if re.search(at, name)), None)
+    usual = None if p.ndim > 1 or cfg.decay_all else 0.0
+    if group is None:
+        return 1.0, usual
+    return group.lr_factor, usual if group.weight_decay is None else group.weight_decay
 
 
 def _wanted(tensors: dict[str, Tensor], name: str, like: Tensor) -> Tensor:

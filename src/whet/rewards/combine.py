@@ -1,31 +1,43 @@
-"""All rewards of a config on all rollouts of a step, each call in the jail."""
+"""All rewards of a config on all rollouts of a step: functions in the jail, then models here."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 
 from whet import seeds
 from whet.config import schema
+from whet.guard.imports import import_all
 from whet.guard.jail import Call, Failure, Jail, Result
 from whet.rewards.bind import RewardFunction, bind, pack_rollout, pack_task
 from whet.rewards.builtin import BUILTIN
+from whet.rewards.model import ModelReward
 from whet.tables import find, load_object
 from whet.types import DataError, Group, Rollout, Task, WhetError
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSet:
-    """The rewards of a run: their weights, and the jail they run in (None without rewards)."""
+    """The rewards of a run: their weights, the jail that functions run in (None without any), and the models."""
 
     weights: dict[str, float]
     jail: Jail | None
     seed: int = 0
     max_failure_rate: float = 1.0
+    by_source: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Names of the rewards that judge a source; all of them where it is not named."""
+    models: Mapping[str, ModelReward] = field(default_factory=dict)
+    """The rewards that are models, by name."""
+
+    def of(self, task: Task) -> list[str]:
+        """The rewards that judge replies to a task."""
+        return [name for name in self.weights if name in self.by_source.get(task.source, self.weights)]
 
     @staticmethod
     def from_config(
@@ -34,13 +46,18 @@ class RewardSet:
         objects: Mapping[str, RewardFunction] | None = None,
         *,
         seed: int = 0,
+        imports: Sequence[str] = (),
+        device: str = "auto",
     ) -> RewardSet:
         """Start the jail with all functions loaded. ConfigError if one cannot be loaded or called so.
 
+        Models are left on disk until `load_models` or the first score: the jail forks before torch is there.
+        `imports`: code of the user's that is imported there before them.
         `objects` gives functions by the name of their reward, in place of what its `function` names.
         """
         objects = objects or {}
-        loaders = {name: partial(_load, name, reward, objects.get(name)) for name, reward in rewards.items()}
+        models = {n: ModelReward(n, r.model, device) for n, r in rewards.items() if r.model is not None}
+        loaders = {n: partial(_load, n, r, objects.get(n)) for n, r in rewards.items() if n not in models}
         weights = {name: reward.weight for name, reward in rewards.items()}
         jail = None
         if loaders:
@@ -50,8 +67,14 @@ class RewardSet:
                 timeout_s=guard.timeout_s,
                 memory_mb=guard.memory_mb,
                 max_output_bytes=guard.max_output_bytes,
+                prepare=partial(_prepare, guard.env, imports),
             )
-        return RewardSet(weights, jail, seed, guard.max_failure_rate)
+        return RewardSet(weights, jail, seed, guard.max_failure_rate, models=models)
+
+    def load_models(self) -> None:
+        """Read the models' weights. ConfigError or CheckpointError names the reward and its folder."""
+        for model in self.models.values():
+            model.load()
 
     def close(self) -> None:
         if self.jail:
@@ -66,39 +89,54 @@ class RewardSet:
         self.close()
 
 
+def _prepare(env: Mapping[str, str], imports: Sequence[str]) -> None:
+    """What reward processes begin with."""
+    os.environ.update(env)
+    import_all(imports)
+
+
 def _load(name: str, reward: schema.Reward, given: RewardFunction | None) -> Callable[..., object]:
     function = given
     if function is None:
         what = f"reward {name!r}: function"
         table: Mapping[str, str | RewardFunction] = BUILTIN
-        found = find(table, reward.function, what=what)
+        found = find(table, reward.function or "", what=what)
         function = load_object(found, what=what) if isinstance(found, str) else found
     return bind(function, reward.arguments, name=name)
 
 
 async def score(groups: Sequence[Group], rewards: RewardSet) -> list[Group]:
-    """The same groups, each rollout with its reward: the weighted sum of all, with the raw parts by name.
+    """The same groups, each rollout with its reward: the weighted sum of all that judge its task's source, with the
+    raw parts by name.
 
     A dict counts by its "score"; its other entries become parts "name/key". Rollouts that have an error stay
     as they are. The first answer that a reward found in the reply is kept. If any part fails, the rollout is
     unscored: reward None, and `error` says which part and how.
     """
-    if rewards.jail is None:
+    if not rewards.weights:
         return list(groups)
-    names = list(rewards.weights)
-    streams = {name: seeds.key(rewards.seed, "reward", name) for name in names}
-    calls = [call for group in groups for call in _calls(group, streams)]
-    results = iter(await rewards.jail.call_many(calls))
-    return [
-        Group(
-            g.task,
-            tuple(
-                _scored(r, {n: next(results) for n in names}, rewards) if not r.error else r
-                for r in g.rollouts
-            ),
-        )
+    streams = {n: seeds.key(rewards.seed, "reward", n) for n in rewards.weights if n not in rewards.models}
+    calls = [
+        call
         for g in groups
+        for call in _calls(g, {n: streams[n] for n in rewards.of(g.task) if n in streams})
     ]
+    results = iter(await rewards.jail.call_many(calls) if rewards.jail else ())
+    return [Group(g.task, tuple([await _judged(r, results, rewards) for r in g.rollouts])) for g in groups]
+
+
+async def _judged(rollout: Rollout, results: Iterator[Result], rewards: RewardSet) -> Rollout:
+    """A rollout with the next results of the jail and what the models say."""
+    if rollout.error:
+        return rollout
+    found: dict[str, Result] = {}
+    for name in rewards.of(rollout.task):
+        if name in rewards.models:
+            await asyncio.sleep(0)  # a model holds the process: between two rollouts others may go on
+            found[name] = rewards.models[name].score(rollout)
+        else:
+            found[name] = next(results)
+    return _scored(rollout, found, rewards)
 
 
 def _calls(group: Group, streams: Mapping[str, int]) -> list[Call]:

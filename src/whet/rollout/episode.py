@@ -41,6 +41,7 @@ class Play:
     make_env: MakeEnv | None
     encode_messages: EncodeMessages | None
     max_turns: int
+    max_total_tokens: int | None
     timeout_s: float
 
 
@@ -115,17 +116,28 @@ async def play_groups(
     make_env: MakeEnv | None = None,
     encode_messages: EncodeMessages | None = None,
     max_turns: int = 8,
+    max_total_tokens: int | None = None,
 ) -> list[Group]:
     """`group_size` rollouts of each task, all at once, in the order of the tasks.
 
     Without `make_env` a rollout is one reply to the task's tokens. With it, the environment's first messages
     follow the prompt, and it answers every reply, for at most `max_turns` turns; `sampling.max_tokens` bounds
-    what is sampled in all turns together. A rollout that raises or takes longer than `timeout_s` ends as
-    `abort`, with the turns it had finished and the reason in `error`; it never takes others with it.
+    what is sampled in all turns together, `max_total_tokens` the whole rollout, prompt included. A rollout that
+    raises or takes longer than `timeout_s` ends as `abort`, with the turns it had finished and the reason in
+    `error`; it never takes others with it.
     """
     if make_env is not None and encode_messages is None:
         raise ValueError("make_env needs encode_messages, to write what the environment says as tokens")
-    play = Play(engine, decode, frozenset(end_token_ids), make_env, encode_messages, max_turns, timeout_s)
+    play = Play(
+        engine=engine,
+        decode=decode,
+        end_token_ids=frozenset(end_token_ids),
+        make_env=make_env,
+        encode_messages=encode_messages,
+        max_turns=max_turns,
+        max_total_tokens=max_total_tokens,
+        timeout_s=timeout_s,
+    )
 
     def start(task: Task, index: int) -> Episode:
         key = rollout_key(seed, task.uid, index, purpose=purpose)
@@ -167,15 +179,24 @@ async def _turns(episode: Episode, play: Play) -> FinishReason:
             episode.reward = (episode.reward or 0.0) + step.reward
         if step.done or reason == "length":
             return reason
-        if sum(episode.mask) >= episode.sampling.max_tokens:
+        answer = play.encode_messages(step.messages)
+        if _left(episode, play, told=len(answer)) < 1:
             return "length"
-        episode.told(play.encode_messages(step.messages))
+        episode.told(answer)
     return "length"
+
+
+def _left(episode: Episode, play: Play, *, told: int = 0) -> int:
+    """Tokens that may still be sampled, after so many more that the policy is told."""
+    left = episode.sampling.max_tokens - sum(episode.mask)
+    if play.max_total_tokens is None:
+        return left
+    return min(left, play.max_total_tokens - len(episode.token_ids) - told)
 
 
 async def _reply(episode: Episode, play: Play) -> FinishReason:
     """One turn of the policy."""
-    left = episode.sampling.max_tokens - sum(episode.mask)
+    left = _left(episode, play)
     sampling = replace(episode.sampling, max_tokens=left, min_tokens=min(episode.sampling.min_tokens, left))
     completion = await play.engine.generate(list(episode.token_ids), sampling)
     ends = ends_of(sampling, play.end_token_ids)

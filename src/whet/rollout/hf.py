@@ -7,8 +7,8 @@ between two roundings of the same probability) and log-probs within 1e-5.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -57,6 +57,8 @@ class HfEngine:
         self.end_token_ids = frozenset(end_token_ids)
         self.loads = 0
         self.gate = Gate()
+        self.span: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
+        """Around the forward of every token."""
 
     # -- the seam
 
@@ -119,7 +121,8 @@ class HfEngine:
         text = StopText(s.stop, self.decode) if s.stop and self.decode is not None else None
         for _ in range(s.max_tokens):
             await self.gate.step()
-            token = self._next(reply, ends)
+            with self.span("decode"):
+                token = self._next(reply, ends)
             if token in ends or (text is not None and text.push(token)):
                 return True
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -17,23 +17,41 @@ class Policy(Protocol):
     def module(self) -> nn.Module: ...
 
 
-async def publish(policy: Policy, engine: RolloutEngine | None) -> None:
-    """One more version of the policy; from the return on `engine.version == policy.version`.
+class Sampler(Policy, Protocol):
+    """A copy of the policy to sample from, while the policy itself moves on."""
 
-    Trainer and engine share the module in memory, so nothing is moved; rollouts in flight finish first.
+    def copy_from(self, other: Any) -> None: ...
+
+
+async def publish(
+    policy: Policy, engine: RolloutEngine | None, *, through: Sampler | None = None, due: bool = True
+) -> None:
+    """One more version of the policy; if a sync is due, `engine.version == policy.version` from the return on.
+
+    Trainer and engine share the module in memory, so nothing is moved, or share the sampler's (`through`), which is
+    then made equal to the policy; rollouts in flight finish first.
     """
     policy.version += 1
-    await sync(policy, engine)
+    if due:
+        await sync(policy, engine, through=through)
 
 
-async def sync(policy: Policy, engine: RolloutEngine | None) -> None:
+async def sync(policy: Policy, engine: RolloutEngine | None, *, through: Sampler | None = None) -> None:
     """Give the engine the policy's present weights and version."""
+    if through is not None:
+        through.copy_from(policy)
+        through.version = policy.version
+    await hand_over(through or policy, engine)
+
+
+async def hand_over(source: Policy, engine: RolloutEngine | None) -> None:
+    """Let the engine sample from this module, under its version."""
     if engine is None:
         return
     await engine.pause(finish=True)
-    await engine.load_weights(WeightSource(module=policy.module), policy.version)
-    if engine.version != policy.version:
+    await engine.load_weights(WeightSource(module=source.module), source.version)
+    if engine.version != source.version:
         raise WhetError(
-            f"after the weight sync the engine is at version {engine.version}, the policy at {policy.version}; "
+            f"after the weight sync the engine is at version {engine.version}, the policy at {source.version}; "
             "rollouts would come from stale weights, so the run stops"
         )

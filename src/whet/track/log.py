@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from whet.config.secrets import is_secret
 from whet.track.files import file_error
-from whet.track.manifest import is_secret
 
 
 class _Strike(logging.Filter):
-    """Strikes the values of secret environment variables out of a message before it is written."""
+    """Strikes secrets out of a message before it is written: these, and secret environment variables'."""
 
-    def __init__(self) -> None:
+    def __init__(self, secrets: Sequence[str]) -> None:
         super().__init__()
-        self._secrets = [v for k, v in os.environ.items() if is_secret(k) and len(v) >= 8]
+        known = [*secrets, *(v for k, v in os.environ.items() if is_secret(k))]
+        self._secrets = [v for v in known if len(v) >= 8]
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -53,10 +54,12 @@ class _Shown(logging.Handler):
         self._show(self.format(record))
 
 
-def setup_logging(run_dir: Path, *, level: str, show: Callable[[str], None] | None = None) -> None:
+def setup_logging(
+    run_dir: Path, *, level: str, show: Callable[[str], None] | None = None, secrets: Sequence[str] = ()
+) -> None:
     """Send the loggers of `whet` to run.log, and warnings (at level debug: everything) to `show`, if given.
 
-    A second call replaces the first. Times are UTC; values of secret environment variables never appear.
+    A second call replaces the first. Times are UTC; `secrets` and values of secret environment variables never appear.
     """
     close_logging()
     logger = logging.getLogger("whet")
@@ -72,7 +75,7 @@ def setup_logging(run_dir: Path, *, level: str, show: Callable[[str], None] | No
         handlers[1].setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
         handlers[1].setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     for handler in handlers:
-        handler.addFilter(_Strike())
+        handler.addFilter(_Strike(secrets))
         logger.addHandler(handler)
     logger.setLevel(level.upper())
     logger.propagate = False

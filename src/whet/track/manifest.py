@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+from whet.config.secrets import is_secret
 from whet.types import DataError, Json
 
 
@@ -45,12 +46,6 @@ _ENVIRONMENT = (
     "WHET_",
     "PYTHONHASHSEED",
 )
-_SECRET = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
-
-
-def is_secret(name: str) -> bool:
-    """Whether an environment variable of this name looks like it holds a secret."""
-    return _SECRET.search(name) is not None
 
 
 def redact(environment: Mapping[str, str]) -> dict[str, str]:

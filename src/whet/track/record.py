@@ -3,7 +3,9 @@
     config.yaml      the config as resolved       manifest.json    versions, machine, hashes of each start
     metrics.jsonl    what equal runs share        timings.jsonl    what differs: seconds, rates, memory
     rollouts/STAGE-step-000012.parquet            eval/STAGE-step-000012.parquet
+    batches/STAGE-step-000012.parquet             checkpoints/    export/
     run.log          tensorboard/STAGE/           lock             pid and host of the run
+    timeline.json    what was done when (`whet show RUN --timeline`)
 
 Two runs with equal config and seed write equal bytes into metrics.jsonl, rollouts/ and eval/, so `cmp` proves
 that a resumed run is the unbroken one. JSON has no NaN: a number that is not finite is written as null and
@@ -13,6 +15,7 @@ counted in the same line, in `track/nonfinite_count`.
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import json
 import math
@@ -28,9 +31,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from whet.track.files import file_error, sync_path, tidy, write_bytes, write_json, write_text
+from whet.track.timeline import Timeline
 from whet.types import ConfigError, DataError, Json, Metrics, Rollout, WhetError
 
 NONFINITE = "track/nonfinite_count"
+
+STEPS = ("rollouts", "eval", "batches")
+"""Folders with a file for each step that was written down."""
 
 ROLLOUTS = pa.schema(
     [
@@ -77,11 +84,22 @@ class RunDirectory:
         try:
             for folder in (path, path / "rollouts", path / "eval"):
                 folder.mkdir(parents=True, exist_ok=True)
+            for folder in (path, path / "export", *self._folders()):
                 tidy(folder)
             self._metrics = io.FileIO(path / "metrics.jsonl", "a")
             self._timings = io.FileIO(path / "timings.jsonl", "a")
         except OSError as e:
             raise file_error(e, path) from e
+        self.timeline = Timeline(path / "timeline.json")
+
+    @property
+    def identity(self) -> str:
+        """A name that no other run has and that stays while the run goes on: made of the first start in manifest.json,
+        or of the path where no starts are written down (evaluation of a run)."""
+        manifest = self.path / "manifest.json"
+        started = json.loads(manifest.read_text())["starts"] if manifest.exists() else []
+        first = started[0] if started else str(self.path.resolve())
+        return hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:21]
 
     def write_config(self, text: str) -> None:
         """config.yaml, as resolved."""
@@ -117,6 +135,22 @@ class RunDirectory:
         """Every reply of an evaluation."""
         return self._write("eval", stage, step, to_parquet(rollouts, None))
 
+    def write_samples(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> Path:
+        """Some replies of an evaluation, a line of JSON each, for people."""
+        path = (self.path / "eval" / file_name(stage, step)).with_suffix(".jsonl")
+        text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        write_bytes(path, text.encode(), durable=False)
+        self._unsynced.append(path)
+        return path
+
+    def write_batch(self, stage: str, step: int, table: pa.Table) -> Path:
+        """What a training step learned from, token by token (`batches.to_table`)."""
+        try:
+            (self.path / "batches").mkdir(exist_ok=True)
+        except OSError as e:
+            raise file_error(e, self.path / "batches") from e
+        return self._write("batches", stage, step, parquet_bytes(table))
+
     def _write(self, folder: str, stage: str, step: int, data: bytes) -> Path:
         path = self.path / folder / file_name(stage, step)
         write_bytes(path, data, durable=False)
@@ -128,10 +162,11 @@ class RunDirectory:
         try:
             os.fsync(self._metrics.fileno())
             os.fsync(self._timings.fileno())
+            self.timeline.sync()
             for path in self._unsynced:
                 sync_path(path)
-            for folder in ("rollouts", "eval"):
-                sync_path(self.path / folder)
+            for folder in self._folders():
+                sync_path(folder)
         except OSError as e:
             raise file_error(e, self.path) from e
         self._unsynced.clear()
@@ -144,15 +179,17 @@ class RunDirectory:
         limit = (stage_index, step)
         late = [
             path
-            for folder in ("rollouts", "eval")
-            for stage, at, path in list_steps(self.path / folder)
+            for folder in self._folders()
+            for stage, at, path in list_steps(folder)
             if self._place(stage, at) > limit
         ]
         metrics, timings = (self._kept(name, limit) for name in ("metrics.jsonl", "timings.jsonl"))
         for path in late:
             path.unlink()
+            path.with_suffix(".jsonl").unlink(missing_ok=True)
         self._metrics = self._rewrite(self._metrics, "metrics.jsonl", metrics)
         self._timings = self._rewrite(self._timings, "timings.jsonl", timings)
+        self.timeline.keep(lambda stage, at: self._place(stage, at) <= limit)
 
     def _kept(self, name: str, limit: tuple[int, int]) -> bytes:
         lines = _lines(self.path / name)
@@ -171,10 +208,15 @@ class RunDirectory:
             )
         return self.stages.index(stage), step
 
+    def _folders(self) -> list[Path]:
+        """Where files of single steps lie."""
+        return [folder for name in STEPS if (folder := self.path / name).is_dir()]
+
     def close(self) -> None:
         """Close the files. Safe to call twice."""
         self._metrics.close()
         self._timings.close()
+        self.timeline.close()
 
 
 def line_of(stage: str, step: int, numbers: Metrics) -> bytes:
@@ -203,8 +245,13 @@ def to_parquet(rollouts: Sequence[Rollout], advantages: Sequence[float | None] |
         if name not in columns:
             columns[name] = [getattr(r, name) for r in rollouts]
     arrays = [_column(columns[field.name], field.type) for field in ROLLOUTS]
+    return parquet_bytes(pa.table(arrays, schema=ROLLOUTS))
+
+
+def parquet_bytes(table: pa.Table) -> bytes:
+    """A table as the bytes of a parquet file; equal tables give equal bytes."""
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(arrays, schema=ROLLOUTS), sink, compression="zstd")
+    pq.write_table(table, sink, compression="zstd")
     return sink.getvalue().to_pybytes()
 
 

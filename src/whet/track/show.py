@@ -151,7 +151,10 @@ def _from_to(numbers: Sequence[float]) -> Text:
 
 def _evaluations(run: Written) -> Table | None:
     lines = [x for x in run.metrics if HELD_OUT in x]
-    names = sorted({k for x in lines for k in x if k.startswith("eval/") and "@" in k})
+    kinds = ("mean@", "pass@", "maj@")
+    names = sorted(
+        {k for x in lines for k in x if k.startswith("eval/") and k.rpartition("/")[2].startswith(kinds)}
+    )
     if not lines:
         return None
     table = _table("stage", "step", "accuracy", *(printable(name.removeprefix("eval/")) for name in names))
@@ -268,8 +271,7 @@ def _example(before: dict[str, Json], after: dict[str, Json], config: dict[str, 
 
 def _passes(row: dict[str, Json], config: dict[str, Json]) -> bool:
     rule = config.get("eval", {})
-    part = rule.get("reward")
-    value = row["reward"] if part is None else row["reward_parts"].get(part)
+    value = row["reward"]  # of a held-out reply: by what eval.reward names
     return value is not None and value >= rule.get("success", Eval.model_fields["success"].default)
 
 

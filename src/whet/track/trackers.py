@@ -5,13 +5,19 @@ The console is none of them: people are shown phases and waiting too (`display.D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from whet.config.schema import Config
 from whet.tables import find
 from whet.track.record import RunDirectory
-from whet.types import ConfigError, Metrics
+from whet.track.remote import Mlflow, SwanLab, Wandb
+from whet.track.sinks import Sinks
+from whet.types import ConfigError, Json, Metrics
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class Tracker(Protocol):
@@ -21,13 +27,12 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Sinks:
-    """What trackers write to."""
+@runtime_checkable
+class ShowsText(Protocol):
+    """A tracker that also takes text."""
 
-    record: RunDirectory
-    resumed: tuple[int, int] | None
-    """(stage index, step) of the checkpoint the run goes on from; None: a new run."""
+    def show(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> None:
+        """Held-out tasks with a reply each: uid, source, prompt, reply, answer, extracted, reward."""
 
 
 class Jsonl:
@@ -48,25 +53,37 @@ class TensorBoard:
 
     def __init__(self, sinks: Sinks) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import SummaryWriter as Writer
         except ImportError as e:
             raise ConfigError(
                 "track.trackers names tensorboard, which is not installed; pip install 'whet[tensorboard]', "
                 "or take it off the list"
             ) from e
-        self._make = SummaryWriter
+        self._make = Writer
         self._root = sinks.record.path / "tensorboard"
         self._stages = sinks.record.stages
         self._resumed = sinks.resumed
         self._writers: dict[str, SummaryWriter] = {}
 
     def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
+        writer = self._writer(stage)
+        for name, number in {**metrics, **timings}.items():
+            writer.add_scalar(name, number, step)
+        writer.flush()
+
+    def show(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> None:
+        writer = self._writer(stage)
+        for row in rows:
+            # four spaces: TensorBoard reads Markdown, and shows such lines as they are
+            text = json.dumps(row, ensure_ascii=False, indent=1, default=str).replace("\n", "\n    ")
+            writer.add_text(f"eval/{row['uid']}", f"    {text}", step)
+        writer.flush()
+
+    def _writer(self, stage: str) -> SummaryWriter:
         if stage not in self._writers:
             purge = first_new_step(self._stages.index(stage), self._resumed)
             self._writers[stage] = self._make(str(self._root / stage), purge_step=purge)
-        for name, number in {**metrics, **timings}.items():
-            self._writers[stage].add_scalar(name, number, step)
-        self._writers[stage].flush()
+        return self._writers[stage]
 
     def close(self) -> None:
         for writer in self._writers.values():
@@ -81,18 +98,21 @@ def first_new_step(stage: int, resumed: tuple[int, int] | None) -> int | None:
 
 
 def open_trackers(
-    names: Sequence[str],
-    record: RunDirectory,
-    *,
-    resumed: tuple[int, int] | None = None,
+    cfg: Config, record: RunDirectory, *, resumed: tuple[int, int] | None = None
 ) -> list[Tracker]:
-    """The trackers of `track.trackers`, without console; jsonl in any case: it is the run's record."""
-    sinks = Sinks(record, resumed)
-    wanted = [name for name in dict.fromkeys(["jsonl", *names]) if name != "console"]
+    """The trackers of `track.trackers`, without console; jsonl in any case: it is the run's record.
+
+    resumed: (stage index, step) of the checkpoint the run goes on from.
+    """
+    sinks = Sinks(cfg, record, resumed)
+    wanted = [name for name in dict.fromkeys(["jsonl", *cfg.track.trackers]) if name != "console"]
     return [find(TRACKERS, name, what="track.trackers")(sinks) for name in wanted]
 
 
 TRACKERS: dict[str, Callable[[Sinks], Tracker]] = {
     "jsonl": Jsonl,
     "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "swanlab": SwanLab,
 }

@@ -15,8 +15,8 @@ from whet.types import Metrics
 class TrainEngine(Protocol):
     version: int
 
-    def forward(self, batch: Batch, want: Literal["logprobs", "values"]) -> Tensor:
-        """[N] float32, no gradient; 0 where mask_N is false."""
+    def forward(self, batch: Batch, want: Literal["logprobs", "values", "collision"]) -> Tensor:
+        """[N] float32, no gradient; 0 where mask_N is false. collision: the sum over the vocabulary of p^2."""
 
     def update(self, batch: Batch, loss: LossFn) -> Metrics:
         """Micro-batches, backward, clip, one optimizer step. The loss is sum(loss_N * batch.weight_N)."""

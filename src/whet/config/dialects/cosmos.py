@@ -6,14 +6,13 @@ are accepted there and mean nothing, as in Cosmos. What runs in several processe
 
 from __future__ import annotations
 
-from whet.config.dialects.cosmos_data import data, validation
-from whet.config.dialects.cosmos_learn import DATA, POLICY
+from whet.config.dialects.cosmos_data import data, order, validation
+from whet.config.dialects.cosmos_learn import DATA, HELD_OUT, POLICY
 from whet.config.dialects.cosmos_loop import CHECKPOINT, LOGGING, TRAIN, VALIDATION
+from whet.config.dialects.cosmos_loss import algorithm, reference
 from whet.config.dialects.cosmos_model import ADAPTERS, MODEL, POLICY_MESH, PROFILER, ROLLOUT, ROLLOUT_MESH
-from whet.config.dialects.cosmos_run import algorithm
 from whet.config.dialects.cosmos_shared import (
     EITHER,
-    HOLDOUT,
     HUB,
     LOADING,
     ROWS,
@@ -22,7 +21,7 @@ from whet.config.dialects.cosmos_shared import (
     section,
     size,
 )
-from whet.config.dialects.cosmos_steps import batch
+from whet.config.dialects.cosmos_steps import batch, schedule
 from whet.config.dialects.key import Key, coming, inert, mapped, translated
 
 SECTIONS: tuple[Key, ...] = (
@@ -31,7 +30,8 @@ SECTIONS: tuple[Key, ...] = (
         data,
         "data.train.0.arguments",
         default={},
-        reason="Arguments of a data set that is a function of yours; any keys. No launch script reads it here.",
+        reason="Arguments of a data set that is a function of yours; any keys. No launch script reads it "
+        "here.",
     ),
     section("train"),
     section("rollout"),
@@ -67,8 +67,33 @@ NEWER: tuple[Key, ...] = (
         harmless=("colocated", "colocated_separated"),
     ),
     coming("logging.report_mfu", "measuring the share of peak FLOPS", default=False),
-    coming("train.train_policy.advantage_low", "bounds of advantages", default=None),
-    coming("train.train_policy.advantage_high", "bounds of advantages", default=None),
+    mapped(
+        "train.train_policy.advantage_low",
+        "algorithm.advantage_low",
+        default=None,
+        reason="A bound of advantages, of newer versions.",
+    ),
+    mapped(
+        "train.train_policy.advantage_high",
+        "algorithm.advantage_high",
+        default=None,
+        reason="A bound of advantages, of newer versions.",
+    ),
+    translated(
+        "train.train_policy.unbiased_kl_estimate",
+        reference,
+        "algorithm.kl.estimator",
+        default=False,
+        reason="Of newer versions: k3 times the ratio, here at most 2. Where kl_beta is not 0.",
+    ),
+    translated(
+        "train.optm_warmup_start_factor",
+        schedule,
+        "train.optimizer.schedule.warmup_start",
+        "train.optimizer.schedule.warmup_ends",
+        default=None,
+        reason="Of newer versions: where the warm-up starts, in its first step. Null: as in 0.3.6, 1/w.",
+    ),
     translated(
         "validation.val_before_train",
         validation,
@@ -102,14 +127,36 @@ COSMOS_SFT: tuple[Key, ...] = (
     translated(
         "train.train_policy.dataset.name",
         data,
+        "data.train.0.path",
         "data.train.0.function",
         default="",
-        reason=f"{ROWS} A function gives prompt and response.",
+        reason=ROWS,
     ),
-    translated("train.train_policy.dataset.subset", data, "data.train.0.arguments", default="", reason=ROWS),
+    translated(
+        "train.train_policy.dataset.subset",
+        data,
+        "data.train.0.subset",
+        "data.train.0.arguments",
+        default="",
+        reason=ROWS,
+    ),
     coming("train.train_policy.dataset.revision", HUB, default="", harmless=(None,)),
-    translated("train.train_policy.dataset.split", data, "data.train.0.arguments", default="", reason=ROWS),
-    coming("train.train_policy.dataset.test_size", HOLDOUT, default=None),
+    translated(
+        "train.train_policy.dataset.split",
+        data,
+        "data.train.0.split",
+        "data.train.0.arguments",
+        default="",
+        reason=ROWS,
+    ),
+    translated(
+        "train.train_policy.dataset.test_size",
+        data,
+        "data.train.0.skip",
+        "data.eval.0.limit",
+        default=None,
+        reason=HELD_OUT,
+    ),
     translated(
         "train.train_policy.type",
         algorithm,
@@ -124,21 +171,28 @@ COSMOS_SFT: tuple[Key, ...] = (
         default=2,
         reason="Conversations of one forward and backward; divides train_batch_per_replica.",
     ),
-    mapped("train.train_policy.dataloader_shuffle", "data.shuffle", default=True),
+    translated(
+        "train.train_policy.dataloader_shuffle",
+        order,
+        "data.order",
+        default=True,
+        reason="shuffle, or the order of the file.",
+    ),
     coming("train.train_policy.enable_dataset_cache", LOADING, default=False, harmless=EITHER),
     size("train.train_policy.dataloader_num_workers", LOADING, default=0),
     coming("train.train_policy.dataloader_prefetch_factor", LOADING, default=None, harmless=SIZES),
     translated(
         "train.train_policy.conversation_column_name",
         data,
-        "data.train.0.arguments",
+        "data.train.0.messages",
         default="conversations",
-        reason="Messages that end with the reply to learn; several replies in one conversation are coming.",
+        reason="Conversations that end with a reply; every reply in them is learned. Empty: rows have "
+        "prompt and response.",
     ),
     translated(
         "train.train_policy.system_prompt",
         data,
-        "data.train.0.arguments",
+        "data.train.0.system",
         default="",
         reason="A system message before every conversation.",
     ),

@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from whet.config.dialects.cosmos_values import POLICY, is_sft, number, text, texts, weights, whole
-from whet.config.dialects.key import Values
+from whet.config.dialects.key import Unbuilt, Values
+from whet.config.dialects.typed import flag
 from whet.types import ConfigError, Json
 
 FILES = (".parquet", ".jsonl", ".json", ".csv")
-CONVERSATIONS = "whet.data.conversations:demonstrations"
 THINK_ANSWER = r"<think>(?:(?!</?think>).)*</think>\n\n<answer>.*</answer>"
 """Cosmos's form of a reply: thoughts without a nested tag, a blank line, an answer, and nothing around them."""
 
 REWARDS: dict[str, dict[str, Json]] = {
     "single_choice": {"function": "whet.rewards.tagged:single_choice"},
     "boxed_math": {"function": "math"},
+    "direct_math": {"function": "whet.rewards.answer_line:direct_math"},
     "gsm8k": {"function": "number"},
     "format": {"function": "format", "arguments": {"pattern": THINK_ANSWER}},
     "overlong": {"function": "overlong"},
@@ -28,100 +29,134 @@ REWARDS: dict[str, dict[str, Json]] = {
 
 
 def data(values: Values) -> dict[str, Json]:
-    """The training source: a file, a folder with its splits, or a function of yours by 'file.py:name'."""
-    at = "data.train.0."
+    """The training source, without the rows that validation takes from it."""
+    rows = held_out(values)
+    source = _training(values) | ({} if rows is None else {"skip": rows})
+    return {f"data.train.0.{key}": value for key, value in source.items()}
+
+
+def order(values: Values) -> dict[str, Json]:
+    """Rows shuffled in every epoch, or as they stand."""
+    return {"data.order": "shuffle" if flag(values, POLICY + "dataloader_shuffle") else "sequential"}
+
+
+def held_out(values: Values) -> int | float | None:
+    """The first rows of the training set, a number or a share, that validation asks where it has no set of its own.
+
+    An SFT job holds out a tenth unless it says otherwise; an RL job only what it says.
+    """
+    if not values["validation.enable"] or values["validation.dataset.name"]:
+        return None
+    if values[POLICY + "dataset.test_size"] is None:
+        return 0.1 if is_sft(values) else None
+    return _test_size(values, POLICY + "dataset.test_size")
+
+
+def _test_size(values: Values, key: str) -> int | float:
+    """An int counts rows, a float is a share of them; at least one row."""
+    size = number(values, key)
+    if size < 0 or (isinstance(size, float) and size >= 1):
+        raise ConfigError(f"{key}={size}: a share from 0.0 to below 1.0, or a whole number of rows.")
+    return size or 1
+
+
+def _training(values: Values) -> dict[str, Json]:
     source = _source(values, POLICY + "dataset")
-    if is_sft(values):
-        column, system = (text(values, POLICY + k) for k in ("conversation_column_name", "system_prompt"))
-        return _conversations(source, column=column, system=system)
-    return {at + k: v for k, v in (source | _columns(values, source)).items()}
-
-
-def _conversations(source: Mapping[str, Json], *, column: str, system: str) -> dict[str, Json]:
-    """Conversations become a prompt and its last reply; a function of yours gives prompt and response itself."""
-    if "function" in source:
-        return {f"data.train.0.{k}": v for k, v in source.items()}
-    arguments: dict[str, Json] = {"path": source["path"], "column": column}
-    if system:
-        arguments["system"] = system
-    return {"data.train.0.function": CONVERSATIONS, "data.train.0.arguments": arguments}
+    return source | _columns(values, source)
 
 
 def _source(values: Values, at: str) -> dict[str, Json]:
     """What `load_dataset(name, subset, split=split)` would read, from this machine alone."""
-    name, subset, splits = (
-        text(values, f"{at}.name"),
-        text(values, f"{at}.subset"),
-        texts(values, f"{at}.split"),
-    )
+    name, subset = (text(values, f"{at}.{key}") for key in ("name", "subset"))
+    splits: list[Json] = [*texts(values, f"{at}.split")]
+    split = splits[0] if len(splits) == 1 else splits
     if not name:
         raise ConfigError(
             f"{at}.name is empty: give a local file or folder. A data set that a launch script would pass is named as "
             "'file.py:function', a function that returns the rows."
         )
     if ":" in name:
-        given = {"subset": subset, "split": splits[0] if len(splits) == 1 else splits}
-        arguments = values["custom"] | {k: v for k, v in given.items() if v}
-        return {"function": name, **({"arguments": arguments} if arguments else {})}
+        arguments = values["custom"] | _without_empty({"subset": subset, "split": split})
+        return {"function": name} | _without_empty({"arguments": arguments})
     if name.endswith(FILES):
         if subset or splits not in ([], ["train"]):
             raise ConfigError(
                 f"{at}: {name} is one file and has no subset, and no split but 'train'; leave them out."
             )
         return {"path": name}
-    folder = f"{name}/{subset}" if subset else name
-    return {"path": [f"{folder}/{s}*" for s in splits] if splits else folder}
+    if any("[" in str(each) for each in splits):
+        raise Unbuilt(
+            f"{at}.split={split!r}: parts of a split are coming; name whole ones, or put whet.data.train on top."
+        )
+    return {"path": name} | _without_empty({"subset": subset, "split": split})
 
 
-def _columns(values: Values, source: Mapping[str, Json]) -> dict[str, str]:
-    """The columns by name; rows of a function have them as prompt and answer unless the file says otherwise."""
+def _without_empty(given: Mapping[str, Json]) -> dict[str, Json]:
+    return {key: value for key, value in given.items() if value}
+
+
+def _columns(values: Values, source: Mapping[str, Json]) -> dict[str, Json]:
+    """The columns by name; rows of a function have native ones unless the file says otherwise."""
+    if is_sft(values):
+        column, system = (text(values, POLICY + k) for k in ("conversation_column_name", "system_prompt"))
+        return _without_empty({"messages": column, "system": system})
     prompt, answer = (text(values, POLICY + k) for k in ("prompt_column_name", "response_column_name"))
     if not prompt and "path" in source:
         raise ConfigError(f"{POLICY}prompt_column_name is empty: it is required with a data set of columns.")
-    return {k: v for k, v in (("prompt", prompt), ("answer", answer)) if v}
+    return _without_empty({"prompt": prompt, "answer": answer})
 
 
 # ---------------------------------------------------------------- rewards
 
 
-def rewards(values: Values) -> dict[str, Json]:
-    """The weighted components, the length penalty where it is on, and what validation alone reads (weight 0)."""
-    if is_sft(values):
-        return {}
+def training_rewards(values: Values) -> dict[str, float]:
+    """The components that training weighs, the length penalty where it is on."""
     mine = weights(values, POLICY + "reward_function")
     if not mine:
         raise ConfigError(f"{POLICY}reward_function is empty: give at least one of {', '.join(REWARDS)}.")
-    if values[POLICY + "overlong_reward.enable_overlong_penalty"]:
-        mine = {"overlong": 1.0} | mine
+    return {"overlong": 1.0} | mine if values[POLICY + "overlong_reward.enable_overlong_penalty"] else mine
+
+
+def rewards(values: Values) -> dict[str, Json]:
+    """The weighted components, and what validation alone reads (weight 0)."""
+    if is_sft(values):
+        return {}
+    mine = training_rewards(values)
+    judging = weights(values, "validation.reward_function") if values["validation.enable"] else {}
     out: dict[str, Json] = {}
-    for name, weight in mine.items():
-        out |= _reward(name, weight, values)
-    for name in weights(values, "validation.reward_function") if values["validation.enable"] else {}:
-        if name not in mine:
-            out |= _reward(name, 0.0, values)
+    for name in mine | judging:
+        at = f"rewards.{short(name)}."
+        entry = _reward(name, values) | {"weight": _weight(name, mine.get(name, 0.0), values)}
+        out |= {at + key: value for key, value in entry.items()}
     return out
 
 
-def _reward(name: str, weight: float, values: Values) -> dict[str, Json]:
-    """One native reward; your own function is named as 'file.py:name' and called by its last part."""
+def short(name: str) -> str:
+    """What a component is called here: your own 'file.py:name' by its last part."""
+    return name.rpartition(":")[2]
+
+
+def _reward(name: str, values: Values) -> dict[str, Any]:
+    """The function of a component, and its arguments."""
     if name not in REWARDS and ":" not in name:
         raise ConfigError(
-            f"reward function {name!r} is not known here: {', '.join(REWARDS)}, or your own as 'file.py:name' "
-            "(direct_math is coming)."
+            f"reward function {name!r} is not known: {', '.join(REWARDS)}, or your own as 'file.py:name'."
         )
-    at = f"rewards.{name.rpartition(':')[2]}."
-    entry: dict[str, Any] = REWARDS.get(name, {"function": name})
-    if name == "overlong":
-        buffer = whole(values, POLICY + "overlong_reward.buffer_length")
-        longest = whole(values, "rollout.max_response_length")
-        if not 0 < buffer <= longest:
-            raise ConfigError(
-                f"{POLICY}overlong_reward.buffer_length={buffer} must be above 0 and at most "
-                f"rollout.max_response_length={longest}."
-            )
-        entry = entry | {"arguments": {"max_tokens": longest, "buffer": buffer}}
-        weight *= number(values, POLICY + "overlong_reward.penalty_factor")
-    return {at + k: v for k, v in {**entry, "weight": weight}.items()}
+    if name != "overlong":
+        return REWARDS.get(name, {"function": name})
+    buffer = whole(values, POLICY + "overlong_reward.buffer_length")
+    longest = whole(values, "rollout.max_response_length")
+    if not 0 < buffer <= longest:
+        raise ConfigError(
+            f"{POLICY}overlong_reward.buffer_length={buffer} must be above 0 and at most "
+            f"rollout.max_response_length={longest}."
+        )
+    return REWARDS[name] | {"arguments": {"max_tokens": longest, "buffer": buffer}}
+
+
+def _weight(name: str, weight: float, values: Values) -> float:
+    """The penalty ends at -1 here, at -penalty_factor in Cosmos."""
+    return weight * (number(values, POLICY + "overlong_reward.penalty_factor") if name == "overlong" else 1)
 
 
 # ---------------------------------------------------------------- validation
@@ -136,18 +171,33 @@ TRAINING = {
 
 
 def validation(values: Values) -> dict[str, Json]:
-    """Evaluation every freq steps and at the end, with sampling of its own."""
+    """Evaluation every freq steps and at the end; an SFT job measures the loss of the held-out replies."""
     if not values["validation.enable"]:
         return {}
-    if is_sft(values):
-        raise ConfigError("validation.enable: the held-out loss of an SFT job is coming; set it to false.")
-    source = _source(values, "validation.dataset")
-    out = {f"data.eval.0.{k}": v for k, v in (source | _columns(values, source)).items()}
-    used = {k: _first(values, f"validation.{k}", key) for k, key in TRAINING.items()}
+    out = {f"data.eval.0.{key}": value for key, value in _held_out_source(values).items()}
     out |= {
         "data.exclude_eval": False,
-        "eval.every": values["validation.freq"],
+        "eval.every": whole(values, "validation.freq", least=1),
         "eval.at_start": values["validation.val_before_train"],
+    }
+    return out if is_sft(values) else out | _asked(values) | _judge(values)
+
+
+def _held_out_source(values: Values) -> dict[str, Json]:
+    """validation.dataset, or the first rows of the training set."""
+    rows = held_out(values)
+    if rows is not None:
+        return _training(values) | {"limit": rows}
+    source = _source(values, "validation.dataset")
+    most = "validation.dataset.test_size"
+    limit = {} if values[most] is None else {"limit": _test_size(values, most)}
+    return source | _columns(values, source) | limit
+
+
+def _asked(values: Values) -> dict[str, Json]:
+    """How held-out prompts are asked."""
+    used = {key: _first(values, f"validation.{key}", other) for key, other in TRAINING.items()}
+    return {
         "eval.samples": values["validation.n_generation"],
         "eval.sampling.temperature": values["validation.temperature"],
         "eval.sampling.top_k": max(whole(values, used["top_k"]), 0),
@@ -155,7 +205,6 @@ def validation(values: Values) -> dict[str, Json]:
         "eval.sampling.repetition_penalty": values["validation.repetition_penalty"],
         "eval.sampling.max_tokens": values[used["max_response_length"]],
     }
-    return out | _judge(values)
 
 
 def _first(values: Values, key: str, other: str) -> str:
@@ -164,15 +213,8 @@ def _first(values: Values, key: str, other: str) -> str:
 
 
 def _judge(values: Values) -> dict[str, Json]:
-    """Which reward judges: the training sum if none is given, or one of them."""
-    mine, training = (
-        weights(values, key) for key in ("validation.reward_function", POLICY + "reward_function")
-    )
-    if not mine or mine == training:
+    """By what replies are judged: a weighted sum of components, training's if none is given."""
+    mine = weights(values, "validation.reward_function")
+    if not mine or mine == training_rewards(values):
         return {}
-    if len(mine) > 1:
-        raise ConfigError(
-            "validation.reward_function: a weighted sum that is not training's is coming; give one name, or leave it "
-            "out."
-        )
-    return {"eval.reward": next(iter(mine)).rpartition(":")[2]}
+    return {"eval.reward": {short(name): _weight(name, weight, values) for name, weight in mine.items()}}

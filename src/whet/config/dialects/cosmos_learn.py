@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from whet.config.dialects.cosmos_data import data, rewards, validation
-from whet.config.dialects.cosmos_run import aggregation, algorithm, normalize, reference, trained_temperature
-from whet.config.dialects.cosmos_shared import BATCH, EITHER, HOLDOUT, HUB, LOADING, ROWS, SIZES, size
+from whet.config.dialects.cosmos_data import data, order, rewards, validation
+from whet.config.dialects.cosmos_loss import (
+    aggregation,
+    algorithm,
+    clipping,
+    decoupled,
+    entropy,
+    likelihood,
+    normalize,
+    prefixes,
+    reference,
+)
+from whet.config.dialects.cosmos_run import trained_temperature
+from whet.config.dialects.cosmos_shared import BATCH, EITHER, HUB, LOADING, ROWS, SIZES, size
 from whet.config.dialects.cosmos_steps import batch
-from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
+from whet.config.dialects.key import Key, coming, inert, mapped, translated
+
+CLIP = "Below 0: that side is open (newer versions). Nothing with aipo_rho."
+HELD_OUT = (
+    "The first rows, a number or a share, are for validation where that is on and has no data set of its own. Null: an "
+    "SFT job holds out a tenth; Cosmos's RL jobs never read it."
+)
 
 DATA: tuple[Key, ...] = (
     translated(
@@ -20,7 +37,7 @@ DATA: tuple[Key, ...] = (
     translated(
         "train.train_policy.dataset.subset",
         data,
-        "data.train.0.path",
+        "data.train.0.subset",
         "data.train.0.arguments",
         default="",
         reason=ROWS,
@@ -29,12 +46,19 @@ DATA: tuple[Key, ...] = (
     translated(
         "train.train_policy.dataset.split",
         data,
-        "data.train.0.path",
+        "data.train.0.split",
         "data.train.0.arguments",
         default="",
         reason=ROWS,
     ),
-    coming("train.train_policy.dataset.test_size", HOLDOUT, default=None),
+    translated(
+        "train.train_policy.dataset.test_size",
+        data,
+        "data.train.0.skip",
+        "data.eval.0.limit",
+        default=None,
+        reason=HELD_OUT,
+    ),
     translated(
         "validation.dataset.name",
         validation,
@@ -46,7 +70,7 @@ DATA: tuple[Key, ...] = (
     translated(
         "validation.dataset.subset",
         validation,
-        "data.eval.0.path",
+        "data.eval.0.subset",
         "data.eval.0.arguments",
         default="",
         reason=ROWS,
@@ -55,12 +79,18 @@ DATA: tuple[Key, ...] = (
     translated(
         "validation.dataset.split",
         validation,
-        "data.eval.0.path",
+        "data.eval.0.split",
         "data.eval.0.arguments",
         default="",
         reason=ROWS,
     ),
-    coming("validation.dataset.test_size", HOLDOUT, default=None),
+    translated(
+        "validation.dataset.test_size",
+        validation,
+        "data.eval.0.limit",
+        default=None,
+        reason="Only the first so many rows are asked, a number or a share (Cosmos never reads it).",
+    ),
 )
 
 POLICY: tuple[Key, ...] = (
@@ -75,12 +105,17 @@ POLICY: tuple[Key, ...] = (
         "train.train_policy.variant",
         algorithm,
         "algorithm.name",
-        "algorithm.max_refills",
         default="grpo",
-        reason="dapo drops groups of equal rewards and asks for more; gspo is coming. The standard deviation has "
-        "n-1 below here, n in Cosmos.",
+        reason="gspo: the ratio of whole replies, without a dual clip. dapo: groups of equal rewards are "
+        "dropped and others asked for.",
     ),
-    mapped("train.train_policy.dataloader_shuffle", "data.shuffle", default=True),
+    translated(
+        "train.train_policy.dataloader_shuffle",
+        order,
+        "data.order",
+        default=True,
+        reason="shuffle, or the order of the file.",
+    ),
     coming("train.train_policy.enable_dataset_cache", LOADING, default=False, harmless=EITHER),
     size("train.train_policy.dataloader_num_workers", LOADING, default=0),
     coming("train.train_policy.dataloader_prefetch_factor", LOADING, default=None, harmless=SIZES),
@@ -104,39 +139,45 @@ POLICY: tuple[Key, ...] = (
         rewards,
         "rewards",
         default=["single_choice"],
-        reason="Weighted sum of single_choice, boxed_math, format, gsm8k, overlong, or your own as 'file.py:name'.",
+        reason="Weighted sum of single_choice, boxed_math, direct_math, format, gsm8k, overlong, or your "
+        "own as 'file.py:name'.",
     ),
     translated(
         "train.train_policy.filter_reward_metric",
         algorithm,
-        "algorithm.name",
+        "algorithm.groups.uniform_by",
         default=[],
-        reason="With dapo, groups are dropped by the total reward; by a part of it is coming. Else nothing is dropped.",
+        reason="With dapo: the components whose sum must differ in a group; empty or all of them: the "
+        "reward. Else nothing is dropped.",
     ),
-    derived(
+    translated(
         "train.train_policy.temperature",
         trained_temperature,
+        "train.temperature",
         default=1.0,
-        reason="Equals the temperature of rollout.sampling_config; training at another one is coming.",
+        reason="What the trainer divides logits by, whatever was sampled with; up to 1e-6 it is 1.",
     ),
-    mapped("train.train_policy.epsilon_low", "algorithm.clip_low", default=0.2),
-    mapped(
+    translated("train.train_policy.epsilon_low", clipping, "algorithm.clip_low", default=0.2, reason=CLIP),
+    translated(
         "train.train_policy.epsilon_high",
+        clipping,
         "algorithm.clip_high",
         default=0.2,
-        reason="The document's 'epsilon', which it would follow, does not exist.",
+        reason=f"{CLIP} The document's 'epsilon', which it would follow, does not exist.",
     ),
-    coming(
+    translated(
         "train.train_policy.positive_nll_coef",
-        "a likelihood term on replies with a reward",
+        likelihood,
+        "algorithm.positive_nll_coef",
         default=None,
-        harmless=(0,),
+        reason="null, 0 or less: off.",
     ),
-    mapped(
+    translated(
         "train.train_policy.lower_bound_ratio",
+        clipping,
         "algorithm.dual_clip",
         default=3.0,
-        reason="Caps the loss of negative advantages at this multiple of |A|.",
+        reason="Caps the loss of negative advantages at this multiple of |A|. Nothing with gspo or aipo_rho.",
     ),
     translated(
         "train.train_policy.loss_type",
@@ -157,8 +198,10 @@ POLICY: tuple[Key, ...] = (
         "train.train_policy.unbiased_advantage",
         normalize,
         "algorithm.normalize_std",
+        "algorithm.std_ddof",
         default=False,
-        reason="true: not divided by the standard deviation (the document's text is inverted).",
+        reason="true: not divided by the standard deviation (the document's text is inverted). false: by "
+        "the one with n below.",
     ),
     translated(
         "train.train_policy.overlong_reward.enable_overlong_penalty",
@@ -187,7 +230,15 @@ POLICY: tuple[Key, ...] = (
         default=0.0,
         reason="k3 in the loss, with Cosmos's bounds.",
     ),
-    coming("train.train_policy.aipo_rho", "one-sided caps of the importance ratio (AIPO)", default=None),
+    translated(
+        "train.train_policy.aipo_rho",
+        clipping,
+        "algorithm.loss",
+        "algorithm.aipo_rho",
+        default=None,
+        reason="The ratio is bounded from above only; the epsilons and the dual clip mean nothing then. "
+        "With gspo it is coming.",
+    ),
     mapped("train.train_policy.mu_iterations", "train.passes", default=1),
     translated("train.train_policy.mini_batch", batch, "train.micro_rollouts", default=2, reason=BATCH),
     translated(
@@ -200,11 +251,13 @@ POLICY: tuple[Key, ...] = (
         default=None,
         reason="Tokens of one forward and backward, times cp_size; takes the place of mini_batch.",
     ),
-    mapped(
+    translated(
         "train.train_policy.entropy_coeff",
+        entropy,
         "algorithm.entropy_coef",
+        "algorithm.entropy_aggregation",
         default=0.0,
-        reason="Differentiated; Cosmos 0.3.6 only reports it.",
+        reason="Differentiated, mean over tokens; Cosmos 0.3.6 only reports it. 0 or less: off.",
     ),
     coming(
         "train.train_policy.allowed_outdated_steps",
@@ -223,11 +276,12 @@ POLICY: tuple[Key, ...] = (
         "asynchronous rollouts; none is outdated here",
         default=1,
     ),
-    coming(
+    translated(
         "train.train_policy.min_filter_prefix_tokens",
-        "masking prefixes that rollouts share",
+        prefixes,
+        "algorithm.groups.min_shared_prefix",
         default=None,
-        harmless=(0,),
+        reason="Takes tokens out of the loss, not replies out of the group. null or below 1: off.",
     ),
     translated(
         "train.train_policy.max_retry_for_on_policy",
@@ -246,9 +300,9 @@ POLICY: tuple[Key, ...] = (
     translated(
         "train.train_policy.reset_optimizer_with_reference",
         reference,
-        "reference.reset_every",
+        "reference.reset_optimizer",
         default=True,
-        reason="Where the reference is reset: false; a new optimizer with it is coming.",
+        reason="Where the reference is reset.",
     ),
     inert(
         "train.train_policy.balance_dp_token",
@@ -256,11 +310,21 @@ POLICY: tuple[Key, ...] = (
         default=False,
         harmless=EITHER,
     ),
-    coming(
-        "train.train_policy.use_decoupled_loss", "weighing by the ratio of trainer to engine", default=False
+    translated(
+        "train.train_policy.use_decoupled_loss",
+        decoupled,
+        "algorithm.correction.weight",
+        default=False,
+        reason="Token losses weighed by the trainer's probability over the engine's.",
     ),
-    coming(
-        "train.train_policy.behav_imp_weight_cap", "weighing by the ratio of trainer to engine", default=None
+    translated(
+        "train.train_policy.behav_imp_weight_cap",
+        decoupled,
+        "algorithm.correction.high",
+        "algorithm.correction.outside",
+        "algorithm.correction.denominator",
+        default=None,
+        reason="With use_decoupled_loss: a larger weight is 0 (the document says clipped); null: no cap.",
     ),
     inert(
         "train.train_policy.rollout_as_token_ids",

@@ -9,6 +9,7 @@ from whet.config.dialects.cosmos_run import (
     place,
     resume,
     seed,
+    sync,
     trackers,
     transfer,
 )
@@ -17,11 +18,11 @@ from whet.config.dialects.cosmos_steps import batch, length, optimizer, schedule
 from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
 
 LOW = "training in 8 or 4 bits"
-ADAM = "AdamW. Weight decay spares norms and biases here, and does not in Cosmos."
+ADAM = "AdamW, all parameters decay."
 RATE = (
-    "(k+1)/w in the warm-up of w steps, then flat or falling over the last d steps. Exact with max_num_steps; "
-    "without it, and with cosine, the warm-up reaches its peak one step later. Several optimizer steps of a training "
-    "step climb the ramp one by one."
+    "(k+1)/w in the warm-up of w steps, then flat or falling over the last d steps; all optimizer steps of a training "
+    "step have the same rate. A ratio is rounded as in Cosmos where max_num_steps says how many steps there are, else "
+    "down."
 )
 SAMPLES = "Sampled as in training where null, top_k -1 is 0; read where validation.enable is true."
 
@@ -30,8 +31,9 @@ TRAIN: tuple[Key, ...] = (
         "train.optm_name",
         optimizer,
         "train.optimizer.lr",
+        "train.optimizer.decay_all",
         default="AdamW",
-        reason=f"{ADAM} Adam without weight decay is the same.",
+        reason=f"{ADAM} Adam without weight decay is the same; others are coming.",
     ),
     translated(
         "train.optm_lr",
@@ -53,6 +55,8 @@ TRAIN: tuple[Key, ...] = (
         schedule,
         "train.optimizer.schedule.warmup_steps",
         "train.optimizer.schedule.warmup_fraction",
+        "train.optimizer.schedule.warmup_ends",
+        "train.optimizer.schedule.unit",
         default=20,
         reason=f"A whole number counts steps, a float up to 1.0 is a share of all. {RATE}",
     ),
@@ -63,7 +67,14 @@ TRAIN: tuple[Key, ...] = (
         default=None,
         reason=RATE,
     ),
-    translated("train.optm_decay_type", schedule, "train.optimizer.schedule.kind", default=None, reason=RATE),
+    translated(
+        "train.optm_decay_type",
+        schedule,
+        "train.optimizer.schedule.kind",
+        "train.optimizer.schedule.decay_shape",
+        default=None,
+        reason=RATE,
+    ),
     translated(
         "train.optm_min_lr_factor",
         schedule,
@@ -84,12 +95,10 @@ TRAIN: tuple[Key, ...] = (
         default=1e-6,
         reason="Given to Adam; Cosmos 0.3.6 forgot to and ran with 1e-8.",
     ),
-    translated(
+    coming(
         "train.master_dtype",
-        dtype,
-        "model.dtype",
+        "optimizers in half precision; Adam's weights and moments are float32",
         default="float32",
-        reason="Adam's weights and moments are float32.",
     ),
     translated("train.param_dtype", dtype, "model.dtype", default="bfloat16", reason="Forward and backward."),
     derived(
@@ -113,35 +122,40 @@ TRAIN: tuple[Key, ...] = (
         resume,
         "checkpoint.resume",
         default=False,
-        reason="true: auto, text: that checkpoint, false: never (a folder that holds a run is refused).",
+        reason="true: go on with the newest run below output_dir, text: from that checkpoint, false: never "
+        "(a folder that holds a run is refused).",
     ),
     translated(
         "train.epoch",
         length,
         "train.epochs",
         default=1,
-        reason="Where max_num_steps is not given; both at once, whichever ends first, is coming.",
+        reason="The run ends here or after max_num_steps, whichever comes first.",
     ),
     translated(
         "train.output_dir",
         place,
         "run_dir",
         default="./outputs",
-        reason="With the timestamp below it, if one is given.",
+        reason="Its folder with the timestamp holds all that the run writes.",
     ),
     translated(
         "train.timestamp",
         place,
         "run_dir",
         default="",
-        reason="A folder below output_dir; none is made up where it is empty.",
+        reason="A folder below output_dir; empty: the moment of the run's first start.",
     ),
     coming("train.async_tp_enabled", WHOLE, default=False, harmless=EITHER),
     coming(
         "train.compile", "torch.compile; it changes no number beyond rounding", default=True, harmless=EITHER
     ),
-    coming(
-        "train.sync_weight_interval", "rollouts by older weights; every step ends in a weight sync", default=1
+    translated(
+        "train.sync_weight_interval",
+        sync,
+        "rollout.sync_every",
+        default=1,
+        reason="RL jobs; also at the last step and before every validation. on_policy needs 1.",
     ),
     translated(
         "train.deterministic",
@@ -161,12 +175,18 @@ TRAIN: tuple[Key, ...] = (
         "train.seed",
         seed,
         "seed",
+        "data.seed",
         default=None,
-        reason="0 is a seed (Cosmos ignores it); null is 0, so that a run can be repeated.",
+        reason="0 is a seed (Cosmos ignores it); null is 0, so that a run can be repeated. Beside "
+        "rollout.seed it orders the data.",
     ),
     coming("train.local_dataset", LOADING, default=True, harmless=(None, False)),
     translated(
-        "train.max_num_steps", length, "train.steps", default=None, reason="Takes the place of epoch."
+        "train.max_num_steps",
+        length,
+        "train.steps",
+        default=None,
+        reason="The run ends here or after the epochs, whichever comes first.",
     ),
     inert(
         "train.sequence_packing",
@@ -198,7 +218,13 @@ CHECKPOINT: tuple[Key, ...] = (
         default=20,
         reason="And at the end of the run; the step waits.",
     ),
-    coming("train.ckpt.save_freq_in_epoch", "checkpoints by epoch", default=0, harmless=(-1,)),
+    translated(
+        "train.ckpt.save_freq_in_epoch",
+        checkpoint,
+        "checkpoint.every_epochs",
+        default=0,
+        reason="Above 0 it takes the place of save_freq.",
+    ),
     coming(
         "train.ckpt.save_mode",
         "writing checkpoints in the background; the step waits in both modes",
@@ -210,14 +236,16 @@ CHECKPOINT: tuple[Key, ...] = (
         checkpoint,
         "checkpoint.keep",
         default=5,
-        reason="-1 keeps all (Cosmos 0.3.6 deletes all).",
+        reason="-1 keeps all (Cosmos 0.3.6 deletes all). Exports are all kept.",
     ),
     translated(
         "train.ckpt.export_safetensors",
         checkpoint,
         "checkpoint.export",
+        "checkpoint.export_every",
         default=True,
-        reason="A Hugging Face folder at the end of the run; with every checkpoint is coming.",
+        reason="A Hugging Face folder with every checkpoint; with save_freq_in_epoch at the end of the run "
+        "only.",
     ),
     upload("train.ckpt.upload_hf", default=False),
     upload(
@@ -238,7 +266,8 @@ VALIDATION: tuple[Key, ...] = (
         "data.exclude_eval",
         "eval.at_start",
         default=False,
-        reason="Every freq steps and at the end, not before the first. The held-out loss of SFT is coming.",
+        reason="Every freq steps and at the end, not before the first. SFT: the loss of the held-out "
+        "replies.",
     ),
     translated(
         "validation.freq",
@@ -274,7 +303,7 @@ VALIDATION: tuple[Key, ...] = (
         validation,
         "eval.reward",
         default=[],
-        reason="One name; training's weighted sum where empty; another sum is coming.",
+        reason="A weighted sum of components; training's where empty.",
     ),
 )
 
@@ -284,16 +313,21 @@ LOGGING: tuple[Key, ...] = (
         trackers,
         "track.trackers",
         default=[],
-        reason="console, tensorboard; wandb is coming. Numbers also go to metrics.jsonl.",
+        reason="console, wandb, tensorboard, mlflow, swanlab (the last four are packages of their own). "
+        "Numbers also go to metrics.jsonl.",
     ),
     translated(
-        "logging.project_name", place, "name", default="cosmos_rl", reason="The first half of the run's name."
+        "logging.project_name",
+        place,
+        "track.project",
+        default="cosmos_rl",
+        reason="Where trackers list the run; read where wandb, mlflow or swanlab is on.",
     ),
     translated(
         "logging.experiment_name",
         place,
         "name",
         default=None,
-        reason="The second half of the run's name; output_dir's last part where null.",
+        reason="The run's name; output_dir's last part where null.",
     ),
 )

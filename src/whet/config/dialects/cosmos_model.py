@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whet.config.dialects.cosmos_run import lengths, rollout, sampling, seed
+from whet.config.dialects.cosmos_run import chat, lengths, rollout, sampling, seed
 from whet.config.dialects.cosmos_shared import BATCH, EITHER, HUB, WHOLE, size, vllm
 from whet.config.dialects.cosmos_steps import batch
 from whet.config.dialects.key import Key, coming, inert, mapped, translated
@@ -22,10 +22,12 @@ MODEL: tuple[Key, ...] = (
     translated(
         "policy.model_max_length",
         lengths,
+        "data.max_total_tokens",
         "data.max_prompt_tokens",
         "data.overlong",
         default=4096,
-        reason="What a reply leaves of it is for the prompt (SFT: half each); longer rows are left out and counted.",
+        reason="Prompt and reply together: a reply ends there; rows that are longer by themselves are left "
+        "out and counted.",
     ),
     mapped("policy.model_gradient_checkpointing", "train.gradient_checkpointing", default=True),
     coming("policy.trainable_map", "training a part of the parameters", default=None, harmless=({},)),
@@ -108,9 +110,8 @@ ROLLOUT: tuple[Key, ...] = (
         "rollout.max_response_length",
         lengths,
         "rollout.sampling.max_tokens",
-        "data.max_prompt_tokens",
         default=2048,
-        reason="What it leaves of policy.model_max_length is for the prompt.",
+        reason="And no further than policy.model_max_length.",
     ),
     translated(
         "rollout.n_generation",
@@ -128,26 +129,16 @@ ROLLOUT: tuple[Key, ...] = (
     ),
     coming("rollout.quantization", "rollouts in 8 bits", default="none"),
     translated(
-        "rollout.seed",
-        seed,
-        "seed",
-        default=None,
-        reason="One seed rules the run: train.seed, else this one.",
+        "rollout.seed", seed, "seed", default=None, reason="The run's seed; train.seed where it is null."
     ),
     vllm("rollout.vllm_use_flashinfer", default=False),
-    translated(
-        "rollout.backend",
-        rollout,
-        "rollout.engine",
-        default="vllm",
-        reason="The embedded engine stands in for vLLM and TensorRT-LLM.",
-    ),
+    vllm("rollout.backend", default="vllm", reason="vLLM or TensorRT-LLM (vllm_async, trtllm)"),
     translated(
         "rollout.sampling_config.temperature",
         sampling,
         "rollout.sampling.temperature",
         default=1.0,
-        reason="The trainer divides by the same.",
+        reason="RL jobs only. The trainer divides by train_policy.temperature.",
     ),
     translated(
         "rollout.sampling_config.top_p",
@@ -169,8 +160,21 @@ ROLLOUT: tuple[Key, ...] = (
     vllm("rollout.sampling_config.use_flashinfer", default=False),
     coming("rollout.multi_turn_config.enable", TURNS, default=False),
     coming("rollout.multi_turn_config.enable_tools", TURNS, default=False, harmless=EITHER),
-    coming("rollout.multi_turn_config.enable_thinking", TURNS, default=False, harmless=EITHER),
-    coming("rollout.multi_turn_config.custom_chat_template_path", TURNS, default=None),
+    translated(
+        "rollout.multi_turn_config.enable_thinking",
+        chat,
+        "tokenizer.chat_arguments",
+        default=False,
+        reason="true: passed to the chat template, in conversations of one turn, too; false: the "
+        "template's own default.",
+    ),
+    translated(
+        "rollout.multi_turn_config.custom_chat_template_path",
+        chat,
+        "tokenizer.chat_template",
+        default=None,
+        reason="RL jobs; read in conversations of one turn, too.",
+    ),
     size("rollout.multi_turn_config.max_assistant_turns", TURNS, default=5),
     coming("rollout.multi_turn_config.add_generation_prompt", TURNS, default=True, harmless=EITHER),
     coming("rollout.multi_turn_config.continue_final_message", TURNS, default=False, harmless=EITHER),

@@ -1,16 +1,19 @@
-"""Cosmos-RL: the algorithm, the model, sampling, and what a run writes where."""
+"""Cosmos-RL: the model, sampling, and what a run writes where."""
 
 from __future__ import annotations
 
 from pathlib import PurePath
 from typing import Any
 
-from whet.config.dialects.cosmos_values import POLICY, is_sft, number, text, texts, weights, whole
-from whet.config.dialects.key import Values
+from whet.config.dialects.cosmos_values import POLICY, is_sft, number, text, texts, whole
+from whet.config.dialects.key import Unbuilt, Values
 from whet.types import ConfigError, Json
 
-ALL = 1_000_000
-"""As good as no limit."""
+TIME = "{time}"
+"""In run_dir: the moment of a run's first start."""
+
+TRACKERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")
+"""Sinks of numbers that may be named; they are written to a file in any case."""
 
 
 def nothing(values: Values) -> dict[str, Json]:
@@ -18,82 +21,16 @@ def nothing(values: Values) -> dict[str, Json]:
     return {}
 
 
-# ---------------------------------------------------------------- algorithm
-
-
-def algorithm(values: Values) -> dict[str, Json]:
-    """The recipe: grpo, dapo (which drops groups of equal rewards), or sft."""
-    kind, wanted = values[POLICY + "type"], "sft" if is_sft(values) else "grpo"
-    if kind != wanted:
-        raise ConfigError(f"{POLICY}type={kind!r}: grpo or sft (this file is read as {wanted}).")
-    if kind == "sft":
-        return {"algorithm.name": "sft"}
-    variant = values[POLICY + "variant"]
-    if variant == "gspo":
-        raise ConfigError(f"{POLICY}variant='gspo': ratios of whole sequences are coming; use grpo or dapo.")
-    if variant not in ("grpo", "dapo"):
-        raise ConfigError(f"{POLICY}variant={variant!r}: grpo, gspo or dapo.")
-    return {"algorithm.name": variant} | (_dropping(values) if variant == "dapo" else {})
-
-
-def _dropping(values: Values) -> dict[str, Json]:
-    """Groups whose total rewards are all equal are dropped; more prompts are asked for, up to a bound on-policy."""
-    metric = weights(values, POLICY + "filter_reward_metric")
-    if metric and metric.keys() != weights(values, POLICY + "reward_function").keys():
-        raise ConfigError(
-            f"{POLICY}filter_reward_metric: dropping groups by a part of the reward is coming; leave it out to go by "
-            "the total."
-        )
-    most = whole(values, POLICY + "max_retry_for_on_policy")
-    if not values[POLICY + "on_policy"]:
-        return {}
-    return {"algorithm.max_refills": most - 1 if most > 0 else ALL}
-
-
-def aggregation(values: Values) -> dict[str, Json]:
-    """How token losses become one number; a constant in place of the length makes it Dr. GRPO's."""
-    kind, constant = values[POLICY + "loss_type"], whole(values, POLICY + "unbiased_loss_max_tokens", null=0)
-    known = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
-    if kind not in known:
-        raise ConfigError(f"{POLICY}loss_type={kind!r}: one of {', '.join(known)}.")
-    if constant <= 0:
-        return {"algorithm.aggregation": kind}
-    if kind != "seq-mean-token-mean":
-        raise ConfigError(
-            f"{POLICY}unbiased_loss_max_tokens={constant} stands in the denominator of "
-            f"loss_type='seq-mean-token-mean' only, and loss_type is {kind!r}."
-        )
-    return {"algorithm.aggregation": "seq-mean-token-sum-norm", "algorithm.norm_tokens": constant}
-
-
-def normalize(values: Values) -> dict[str, Json]:
-    """Unbiased advantages are not divided by the group's standard deviation (the document's text has it inverted)."""
-    return {"algorithm.normalize_std": not values[POLICY + "unbiased_advantage"]}
-
-
-def reference(values: Values) -> dict[str, Json]:
-    """The policy becomes the reference every so many steps, where there is one."""
-    every = whole(values, POLICY + "reference_reset_interval", null=0)
-    if every <= 0 or values[POLICY + "kl_beta"] == 0:
-        return {}
-    if values[POLICY + "reset_optimizer_with_reference"]:
-        raise ConfigError(
-            f"{POLICY}reset_optimizer_with_reference: a new optimizer with every new reference is coming; set it to "
-            "false to keep the moments."
-        )
-    return {"reference.reset_every": every}
-
-
 # ---------------------------------------------------------------- model and lengths
 
 
 def dtype(values: Values) -> dict[str, Json]:
-    """Forward and backward in param_dtype; a bfloat16 model has float32 master weights, as master_dtype says."""
-    compute, master = values["train.param_dtype"], values["train.master_dtype"]
+    """Forward and backward in param_dtype; a bfloat16 model has float32 master weights."""
+    compute = values["train.param_dtype"]
+    if compute == "float16":
+        raise Unbuilt("train.param_dtype='float16' is coming: bfloat16 or float32.")
     if compute not in ("bfloat16", "float32"):
-        raise ConfigError(f"train.param_dtype={compute!r}: bfloat16 or float32; float16 is coming.")
-    if master != "float32":
-        raise ConfigError(f"train.master_dtype={master!r}: float32; optimizers in half precision are coming.")
+        raise ConfigError(f"train.param_dtype={compute!r}: bfloat16, float16 or float32.")
     return {"model.dtype": compute}
 
 
@@ -101,7 +38,7 @@ def transfer(values: Values) -> dict[str, Json]:
     """Weights reach the rollouts as they are trained, in param_dtype: what null means."""
     mine, compute = values["train.transfer_dtype"], values["train.param_dtype"]
     if mine not in (None, "", compute):
-        raise ConfigError(
+        raise Unbuilt(
             f"train.transfer_dtype={mine!r}: rollouts read the trained weights themselves, in param_dtype={compute!r}; "
             "another dtype there is coming. Leave it out."
         )
@@ -109,32 +46,23 @@ def transfer(values: Values) -> dict[str, Json]:
 
 
 def lengths(values: Values) -> dict[str, Json]:
-    """model_max_length is shared by prompt and reply; longer rows are left out and counted.
+    """model_max_length bounds prompt and reply together: a reply ends there, longer rows are left out and counted.
 
-    RL: what rollout.max_response_length leaves is for the prompt. SFT: half each.
+    An SFT job has no other bound, an RL job that of rollout.max_response_length, too.
     """
     total = whole(values, "policy.model_max_length", least=2)
-    reply = total // 2 if is_sft(values) else whole(values, "rollout.max_response_length", least=1)
-    if reply >= total:
-        raise ConfigError(
-            f"rollout.max_response_length={reply} leaves no token of policy.model_max_length={total} to the prompt: "
-            "limiting the two together is coming; until then lower max_response_length."
-        )
-    return {
-        "data.max_prompt_tokens": total - reply,
-        "data.overlong": "filter",
-        "rollout.sampling.max_tokens": reply,
-    }
+    bounds: dict[str, Json] = {"data.max_total_tokens": total, "data.overlong": "filter"}
+    if is_sft(values):
+        return bounds | {"data.max_prompt_tokens": total, "rollout.sampling.max_tokens": total}
+    reply = whole(values, "rollout.max_response_length", least=1)
+    return bounds | {"data.max_prompt_tokens": total - 1, "rollout.sampling.max_tokens": reply}
 
 
 def seed(values: Values) -> dict[str, Json]:
-    """One seed for everything: train.seed, else rollout.seed, else 42 where deterministic, else 0."""
+    """train.seed, else rollout.seed, else 42 where deterministic, else 0; with both, train.seed orders the data."""
     train, rollout = values["train.seed"], None if is_sft(values) else values["rollout.seed"]
-    if train is not None and rollout not in (None, train):
-        raise ConfigError(
-            f"rollout.seed={rollout} beside train.seed={train}: one seed rules the whole run here; give one, or equal "
-            "ones."
-        )
+    if train is not None and rollout is not None:
+        return {"seed": rollout, "data.seed": train}
     otherwise = 42 if values["train.deterministic"] else 0
     return {"seed": next((s for s in (train, rollout) if s is not None), otherwise)}
 
@@ -143,22 +71,37 @@ def seed(values: Values) -> dict[str, Json]:
 
 
 def rollout(values: Values) -> dict[str, Json]:
-    """The embedded engine stands in for vLLM and TensorRT-LLM; how they use a GPU changes no token's probability."""
+    """Rollouts of one prompt."""
+    return {} if is_sft(values) else {"rollout.group_size": values["rollout.n_generation"]}
+
+
+def sync(values: Values) -> dict[str, Json]:
+    """Training steps between weight syncs; on-policy rollouts need one after every step."""
+    every = whole(values, "train.sync_weight_interval", least=1)
     if is_sft(values):
         return {}
-    backend = values["rollout.backend"]
-    if backend not in ("vllm", "vllm_async", "trtllm"):
-        raise ConfigError(
-            f"rollout.backend={backend!r}: vllm or trtllm (the embedded engine stands in for both)."
-        )
-    return {
-        "rollout.engine": "native",
-        "rollout.group_size": values["rollout.n_generation"],
-    }
+    if values[POLICY + "on_policy"] and every != 1:
+        raise ConfigError(f"train.sync_weight_interval={every} must be 1 when {POLICY}on_policy is true.")
+    return {"rollout.sync_every": every}
+
+
+def chat(values: Values) -> dict[str, Json]:
+    """The chat template of the rollouts, and its switch of thinking."""
+    at = "rollout.multi_turn_config."
+    template = text(values, at + "custom_chat_template_path")
+    out: dict[str, Json] = {"tokenizer.chat_template": template} if template else {}
+    if is_sft(values):
+        return {}
+    return out | (
+        {"tokenizer.chat_arguments": {"enable_thinking": True}} if values[at + "enable_thinking"] else {}
+    )
 
 
 def engine_options(values: Values) -> dict[str, Json]:
-    """For vLLM, once it is there; the embedded engine reads none of them."""
+    """The embedded engine stands in for vLLM and TensorRT-LLM; how they use a GPU changes no token's probability."""
+    backend = values["rollout.backend"]
+    if backend not in ("vllm", "vllm_async", "trtllm"):
+        raise ConfigError(f"rollout.backend={backend!r}: vllm, vllm_async or trtllm.")
     memory = number(values, "rollout.gpu_memory_utilization")
     if not 0 < memory <= 1:
         raise ConfigError(f"rollout.gpu_memory_utilization={memory} must be above 0 and at most 1.")
@@ -179,27 +122,21 @@ def sampling(values: Values) -> dict[str, Json]:
 
 
 def trained_temperature(values: Values) -> dict[str, Json]:
-    """The trainer divides the logits by what they were sampled with; up to 1e-6 by nothing."""
-    mine, sampled = number(values, POLICY + "temperature"), values["rollout.sampling_config.temperature"]
-    if (mine if mine > 1e-6 else 1.0) != sampled:
-        raise ConfigError(
-            f"{POLICY}temperature={mine} must equal rollout.sampling_config.temperature={sampled}, as the trainer "
-            "divides logits by what they were sampled with; training at another temperature is coming."
-        )
-    return {}
+    """What the trainer divides logits by; up to 1e-6 it divides by nothing."""
+    mine = number(values, POLICY + "temperature")
+    return {"train.temperature": mine if mine > 1e-6 else 1.0}
 
 
 # ---------------------------------------------------------------- files and trackers
 
 
 def place(values: Values) -> dict[str, Json]:
-    """output_dir/timestamp holds all that the run writes; its name is the tracker's project and experiment."""
+    """output_dir/timestamp holds all that the run writes; an empty timestamp is the moment of the first start."""
     folder, experiment = PurePath(text(values, "train.output_dir")), text(values, "logging.experiment_name")
-    if experiment in ("", "None"):
-        experiment = folder.name
     return {
-        "name": f"{text(values, 'logging.project_name')}/{experiment}",
-        "run_dir": str(folder / text(values, "train.timestamp")),
+        "name": folder.name if experiment in ("", "None") else experiment,
+        "track.project": text(values, "logging.project_name"),
+        "run_dir": str(folder / (text(values, "train.timestamp") or TIME)),
     }
 
 
@@ -214,24 +151,24 @@ def checkpoint(values: Values) -> dict[str, Json]:
     at = "train.ckpt."
     if not values[at + "enable_checkpoint"]:
         return {"checkpoint.every": 0, "checkpoint.export": False}
-    every, keep = whole(values, at + "save_freq"), whole(values, at + "max_keep")
-    if every <= 0:
-        raise ConfigError(f"{at}save_freq={every} must be greater than 0.")
+    every, epochs = whole(values, at + "save_freq"), whole(values, at + "save_freq_in_epoch")
+    keep, exports = whole(values, at + "max_keep"), values[at + "export_safetensors"]
+    if every <= 0 and epochs <= 0:
+        raise ConfigError(f"{at}save_freq={every} must be greater than 0 (or {at}save_freq_in_epoch).")
     if keep == 0 or keep < -1:
         raise ConfigError(f"{at}max_keep={keep}: at least 1, or -1 for all.")
-    return {
-        "checkpoint.every": every,
-        "checkpoint.keep": keep if keep > 0 else ALL,
-        "checkpoint.export": values[at + "export_safetensors"],
-    }
+    kept = {"checkpoint.keep": keep if keep > 0 else None, "checkpoint.export": exports}
+    if epochs > 0:
+        return kept | {"checkpoint.every": 0, "checkpoint.every_epochs": epochs}
+    return kept | {"checkpoint.every": every, "checkpoint.export_every": every if exports else 0}
 
 
 def trackers(values: Values) -> dict[str, Json]:
-    """console and tensorboard; numbers are written to a file in any case. W&B is refused by name."""
+    """console, wandb, tensorboard ...; numbers are written to a file in any case."""
     names = [name.lower() for name in texts(values, "logging.logger")]
-    later = [name for name in names if name not in ("console", "tensorboard")]
-    if later:
-        raise ConfigError(f"logging.logger: {', '.join(later)} is coming; console and tensorboard are here.")
+    for name in names:
+        if name not in TRACKERS:
+            raise ConfigError(f"logging.logger: {name!r} is not known; {', '.join(TRACKERS)}.")
     return {"track.trackers": ["jsonl", *dict.fromkeys(names)]}
 
 
@@ -242,5 +179,5 @@ def uploads(values: Values) -> dict[str, Json]:
         raise ConfigError(f"{at}upload_s3=true: false, 'final' or 'all' (uploads are coming).")
     wanted: list[Any] = [key for key in ("upload_hf", "upload_s3") if values[at + key]]
     if wanted:
-        raise ConfigError(f"{at}{wanted[0]}: uploads are coming.")
+        raise Unbuilt(f"{at}{wanted[0]}: uploads are coming.")
     return {}

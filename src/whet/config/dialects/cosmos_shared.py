@@ -14,14 +14,13 @@ LOADING = (
     "loading rows in other processes (data services); rows here are read once and kept as tokens, in any case"
 )
 HUB = "models and data sets from a hub"
-HOLDOUT = "holding out a part of the training rows"
 WHOLE = "splitting a model over several devices; a model here is whole, which changes no number"
 SHARDED = "sharding over several devices (FSDP); one process shards nothing"
 BATCH = (
     "Responses of a replica x replicas / n_generation = prompts of a step. Losses are means over the whole optimizer "
     "step, however it is spread or cut; Cosmos weighs mini-batches by their number of responses."
 )
-ROWS = "A local file, or folder (parquet, jsonl, saved by `datasets`) with name/subset/split*; or 'file.py:function'."
+ROWS = "A local file, or folder (parquet, jsonl, saved by `datasets`) with subsets and splits; or 'file.py:function'."
 
 
 def section(name: str) -> Key:

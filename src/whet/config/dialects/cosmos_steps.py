@@ -1,19 +1,20 @@
 """Cosmos-RL: how many rollouts make a step, how many steps make a run, and the optimizer over them.
 
 Cosmos counts responses on each replica (RL) or on each data-parallel worker (SFT). A step here is that of all
-replicas together. Where several optimizer steps make a training step, Cosmos moves its learning rate once a
-training step; here it moves with every optimizer step, over the same total.
+replicas together.
 """
 
 from __future__ import annotations
 
-from whet.config.dialects.cosmos_values import MESH, POLICY, is_sft, number, whole
-from whet.config.dialects.key import Values
+from whet.config.dialects.cosmos_values import MESH, POLICY, is_sft, number, text, whole
+from whet.config.dialects.key import Unbuilt, Values
 from whet.types import ConfigError, Json
 
 OPTIMIZER = "train.optimizer."
 SCHEDULE = "train.optimizer.schedule."
 RESPONSES = "train.train_batch_per_replica"
+SHAPES = {"linear": "linear", "cosine": "cosine", "sqrt": "minus_sqrt"}
+"""Shapes of the decay."""
 
 
 def batch(values: Values) -> dict[str, Json]:
@@ -36,7 +37,7 @@ def _rl_batch(values: Values) -> dict[str, Json]:
         )
     everyone = responses * whole(values, MESH + "n_init_replicas", least=1)
     if everyone % group:
-        raise ConfigError(
+        raise Unbuilt(
             f"train.train_batch_per_replica={responses} x n_init_replicas={everyone // responses} must be a multiple "
             f"of rollout.n_generation={group}: a step here trains on whole groups. Steps over parts of a group are "
             f"coming; until then set train_batch_per_replica to {-(-responses // group) * group}."
@@ -62,7 +63,7 @@ def _check_updates(values: Values, responses: int, *, tasks: int) -> None:
     """The chunks must be equal, and of whole groups."""
     chunk, count = values[POLICY + "batch_size_per_optimize"], updates(values)
     if count > 1 and (responses % chunk or tasks % count):
-        raise ConfigError(
+        raise Unbuilt(
             f"{POLICY}batch_size_per_optimize={chunk} must divide the {responses} responses of a rank "
             f"(train_batch_per_replica / dp_shard_size), and the {tasks} prompts of a step must divide by the number "
             "of optimizer steps: unequal ones and parts of groups are coming."
@@ -103,11 +104,10 @@ def _shards(values: Values) -> int:
 
 
 def length(values: Values) -> dict[str, Json]:
-    """max_num_steps if given, else the epochs."""
+    """The epochs, and max_num_steps if it is given: whichever ends first."""
     steps = total_steps(values)
-    return (
-        {"train.epochs": whole(values, "train.epoch", least=1)} if steps is None else {"train.steps": steps}
-    )
+    epochs: dict[str, Json] = {"train.epochs": whole(values, "train.epoch", least=1)}
+    return epochs if steps is None else epochs | {"train.steps": steps}
 
 
 def total_steps(values: Values) -> int | None:
@@ -120,82 +120,75 @@ def total_steps(values: Values) -> int | None:
 
 
 def optimizer(values: Values) -> dict[str, Json]:
-    """AdamW and its learning rate; a list of rates stands for parts of a model, and there is one part."""
+    """AdamW, its decay on all parameters; a list of rates stands for parts of a model, and there is one part."""
     name, rates = values["train.optm_name"], values["train.optm_lr"]
     rates = rates if isinstance(rates, list) else [rates]
     if name not in ("AdamW", "Adam"):
-        raise ConfigError(
+        raise Unbuilt(
             f"train.optm_name={name!r}: only AdamW, or Adam without weight decay; others are coming."
         )
     if name == "Adam" and values["train.optm_weight_decay"]:
-        raise ConfigError(
+        raise Unbuilt(
             "train.optm_name='Adam' adds its weight decay to the gradient, which is coming: set optm_weight_decay=0 or "
             "optm_name='AdamW'."
         )
     if len(rates) != 1:
-        raise ConfigError(
-            f"train.optm_lr has {len(rates)} values; the model here is one part, give one value."
+        raise Unbuilt(
+            f"train.optm_lr has {len(rates)} values, and the model is one part: give one value (models of several "
+            "parts are coming)."
         )
     clip = number(values, "train.optm_grad_norm_clip")
-    return {OPTIMIZER + "lr": rates[0], OPTIMIZER + "grad_clip": clip if clip > 0 else None}
+    return {
+        OPTIMIZER + "lr": rates[0],
+        OPTIMIZER + "decay_all": True,
+        OPTIMIZER + "grad_clip": clip if clip > 0 else None,
+    }
 
 
 def schedule(values: Values) -> dict[str, Json]:
-    """Warm-up, plateau and decay over the run's steps.
+    """Warm-up, plateau and decay, in training steps."""
+    shape, ramp = text(values, "train.optm_decay_type"), {SCHEDULE + "unit": "train_step"} | _warmup(values)
+    if shape.lower() in ("", "none", "null"):
+        return {SCHEDULE + "kind": "constant"} | ramp
+    if shape not in SHAPES:
+        raise ConfigError(f"train.optm_decay_type={shape!r}: {', '.join(SHAPES)} or none.")
+    share = _decay_share(values)
+    if share == 0:
+        return {SCHEDULE + "kind": "constant"} | ramp
+    return ramp | {
+        SCHEDULE + "kind": "wsd",
+        SCHEDULE + "decay_shape": SHAPES[shape],
+        SCHEDULE + "decay_fraction": share,
+        SCHEDULE + "min_factor": values["train.optm_min_lr_factor"],
+    }
 
-    The multiplier at step k (from 0) is (k+1)/w in the warm-up of w steps: a native warm-up of w-1. A linear decay is
-    a native `wsd` over the last d steps, exact where max_num_steps says how many there are.
+
+def _warmup(values: Values) -> dict[str, Json]:
+    """A whole number counts steps, a float up to 1.0 is a share of all; the last of them is at the peak.
+
+    With optm_warmup_start_factor (newer versions) the first one is at that factor, else one step above 0.
     """
-    shape, share = values["train.optm_decay_type"], values["train.optm_decay_ratio"]
-    if shape in (None, "none", "None", "null") or share == 0:
-        return {SCHEDULE + "kind": "constant", **_warmup(values, early=1)}
-    if shape not in ("linear", "cosine"):
-        raise ConfigError(f"train.optm_decay_type={shape!r}: linear, cosine or none; sqrt is coming.")
-    floor = {SCHEDULE + "min_factor": values["train.optm_min_lr_factor"]}
-    if shape == "cosine":
-        if share is not None:
-            raise ConfigError(
-                "train.optm_decay_ratio with optm_decay_type='cosine' is coming: leave the ratio out."
-            )
-        return {SCHEDULE + "kind": "cosine", **_warmup(values, early=0), **floor}
-    part = _decay_share(values)
-    if part is None:
-        return {SCHEDULE + "kind": "linear", **_warmup(values, early=0), **floor}
-    return {SCHEDULE + "kind": "wsd", SCHEDULE + "decay_fraction": part, **_warmup(values, early=1), **floor}
+    length, total = number(values, "train.optm_warmup_steps"), total_steps(values)
+    is_share = isinstance(length, float) and length <= 1.0
+    steps = int(length) if total is None else min(int(length), total)
+    out: dict[str, Json] = (
+        {SCHEDULE + "warmup_fraction": length} if is_share else {SCHEDULE + "warmup_steps": steps}
+    )
+    if values["train.optm_warmup_start_factor"] is None:
+        return out | {SCHEDULE + "warmup_ends": "peak"}
+    start = number(values, "train.optm_warmup_start_factor")
+    return out | {SCHEDULE + "warmup_ends": "both", SCHEDULE + "warmup_start": start}
 
 
-def _warmup(values: Values, *, early: int) -> dict[str, Json]:
-    """The warm-up in optimizer steps, `early` of them fewer; a fraction stays one if the run's length is not known."""
-    length = number(values, "train.optm_warmup_steps")
-    steps = warmup_steps(length, total_steps(values))
-    if steps is None:
-        return {SCHEDULE + "warmup_fraction": length}
-    return {SCHEDULE + "warmup_steps": max(steps * _updates_per_step(values) - early, 0)}
+def _decay_share(values: Values) -> float:
+    """The decay as a share of all steps; where they are known half a step up, so that rounding down gives Cosmos's.
 
-
-def warmup_steps(length: int | float, total: int | None) -> int | None:
-    """Training steps of the warm-up: a whole number counts steps, a float up to 1.0 is a share of all, rounded down."""
-    share = isinstance(length, float) and length <= 1.0
-    if total is None:
-        return None if share and length > 0 else int(length)
-    return min(int(length * total) if share else int(length), total)
-
-
-def _decay_share(values: Values) -> float | None:
-    """The decay as a fraction of all optimizer steps, half a step up so that rounding down gives it back.
-
-    None: it follows the warm-up and the run's length is not known.
+    Null: all that the warm-up leaves.
     """
-    total, share = total_steps(values), values["train.optm_decay_ratio"]
-    share = None if share is None else number(values, "train.optm_decay_ratio")
+    if values["train.optm_decay_ratio"] is None:
+        return 1.0
+    share, total = number(values, "train.optm_decay_ratio"), total_steps(values)
     if total is None:
         return share
-    rest = total - (warmup_steps(number(values, "train.optm_warmup_steps"), total) or 0)
-    steps = rest if share is None else min(round(share * total), rest)
-    updates = _updates_per_step(values)
-    return min((steps * updates + 0.5) / (total * updates), 1.0)
-
-
-def _updates_per_step(values: Values) -> int:
-    """Optimizer steps of one training step."""
-    return updates(values) * (1 if is_sft(values) else whole(values, POLICY + "mu_iterations", least=1))
+    steps = round(share * total)
+    return min((steps + 0.5) / total, 1.0) if steps else 0.0

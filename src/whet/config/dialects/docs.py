@@ -15,7 +15,10 @@ from whet.config.dialects.tables import aliases, table
 from whet.config.faults import shown
 
 PAGES = {
-    "from_verl.md": ("verl", ("verl-ppo", "verl-megatron-optim", "verl-eval", "verl-sft")),
+    "from_verl.md": (
+        "verl",
+        ("verl-ppo", "verl-megatron-optim", "verl-eval", "verl-sft", "verl-generation"),
+    ),
     "from_skyrl.md": ("SkyRL", ("skyrl",)),
     "from_cosmos.md": ("Cosmos-RL", ("cosmos-grpo", "cosmos-sft")),
     "from_trinity.md": ("Trinity-RFT", ("trinity", "trinity-verl")),

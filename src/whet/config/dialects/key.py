@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from whet.types import Json
+from whet.types import ConfigError, Json
 
 Status = Literal["mapped", "translated", "derived", "engine", "coming", "inert", "refused"]
 
@@ -19,7 +19,11 @@ Values = Mapping[str, Json]
 
 Translate = Callable[[Values], Mapping[str, Json]]
 """The foreign values to native ones, by dotted native key (`data.train.0.path`). Raises ConfigError in the
-foreign system's own words."""
+foreign system's own words, `Unbuilt` for what that system has and whet has not yet."""
+
+
+class Unbuilt(ConfigError):
+    """A value that asks for an engine or a feature that is not built yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

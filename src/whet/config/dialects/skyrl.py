@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from whet.config.dialects.key import Key
 from whet.config.dialects.skyrl_generator import ENGINE, SAMPLING
+from whet.config.dialects.skyrl_latest import LATEST
 from whet.config.dialects.skyrl_loop import CHECKPOINTS, DATA, EVALUATION, PLACEMENT, TRACKING, TRAINING
 from whet.config.dialects.skyrl_models import ALGORITHM, CRITIC, POLICY, REFERENCE
 from whet.config.dialects.skyrl_newer import NEWER
@@ -26,6 +27,7 @@ SKYRL: tuple[Key, ...] = (
     *ENGINE,
     *SAMPLING,
     *NEWER,
+    *LATEST,
 )
 
 _MOVED = (

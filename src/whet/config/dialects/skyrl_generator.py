@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whet.config.dialects.key import Key, coming, derived, mapped, translated
+from whet.config.dialects.skyrl_learn import groups
 from whet.config.dialects.skyrl_loop import EVALUATED, PLACED
 from whet.config.dialects.skyrl_parts import dtype, evaluation, rollout_engine, training_sampling
 from whet.config.dialects.skyrl_rules import (
@@ -59,7 +60,7 @@ ENGINE: tuple[Key, ...] = (
         "generator.max_input_length",
         check_input_length,
         default="${trainer.max_prompt_length}",
-        reason="With one turn it is the prompt's limit, as there.",
+        reason="With one turn it is the prompt's limit, as there; with several at least that.",
     ),
     *(
         Key(
@@ -125,5 +126,11 @@ SAMPLING: tuple[Key, ...] = (
     translated(
         "generator.eval_n_samples_per_prompt", evaluation, "eval.samples", default=1, reason=EVALUATED
     ),
-    coming("generator.zero_reward_on_non_stop", "a reward of 0 for replies that were cut", default=False),
+    translated(
+        "generator.zero_reward_on_non_stop",
+        groups,
+        "algorithm.groups.unfinished",
+        default=False,
+        reason="As the document says, in batched mode, too (which SkyRL leaves out).",
+    ),
 )

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
-from whet.config.dialects.skyrl_models import ONLY_CRITIC
+from whet.config.dialects.key import Key, derived, inert, mapped, translated
+from whet.config.dialects.skyrl_learn import policy_optimizer, reference
+from whet.config.dialects.skyrl_models import NO_REWARD_MODEL, ONLY_CRITIC
 from whet.config.dialects.skyrl_parts import (
     batches,
     checkpoints,
+    dump,
     epochs,
     evaluation,
     export,
-    policy_optimizer,
     prompt_limit,
     resume,
-    run_name,
     trackers,
     training_data,
 )
-from whet.config.dialects.skyrl_rules import check_eval_batch, check_placement
+from whet.config.dialects.skyrl_rules import check_eval_batch, check_placement, check_reward_placement
 
-BATCHES = "B prompts a step, B / mini optimizer steps a pass; SkyRL's rules of divisibility hold."
+BATCHES = (
+    "B prompts a step, B / mini optimizer steps a pass, as the document says; SkyRL's rules of divisibility hold, "
+    "rounded down as there."
+)
 PLACED = (
     "One process here; the value enters SkyRL's rules of placement and of batch sizes, and must fit them."
 )
 EVALUATED = "Only where eval_interval > 0 and data.val_data names files, as there."
-FIRST_STEP = (
-    "Warm-up reaches (s+1)/(W+1) of the peak in its step s from 0, SkyRL s/W, which wastes the first step."
-)
 
 DATA: tuple[Key, ...] = (
     translated(
@@ -56,14 +56,21 @@ PLACEMENT: tuple[Key, ...] = (
         derived(f"trainer.placement.{name}", check_placement, default=default, reason=PLACED)
         for name, default in (("colocate_all", True), ("colocate_policy_ref", True))
     ),
-    coming("trainer.placement.colocate_critic_reward", "reward models", default=False),
+    derived(
+        "trainer.placement.colocate_critic_reward",
+        check_reward_placement,
+        default=False,
+        reason=NO_REWARD_MODEL,
+    ),
     *(
         derived(f"trainer.placement.{role}_num_{size}", check_placement, default=default, reason=PLACED)
         for role in ("policy", "critic", "ref")
         for size, default in (("nodes", 1), ("gpus_per_node", 4))
     ),
-    coming("trainer.placement.reward_num_nodes", "reward models", default=1),
-    coming("trainer.placement.reward_num_gpus_per_node", "reward models", default=4),
+    *(
+        derived(f"trainer.placement.{name}", check_reward_placement, default=default, reason=NO_REWARD_MODEL)
+        for name, default in (("reward_num_nodes", 1), ("reward_num_gpus_per_node", 4))
+    ),
 )
 
 TRAINING: tuple[Key, ...] = (
@@ -71,8 +78,9 @@ TRAINING: tuple[Key, ...] = (
         "trainer.epochs",
         epochs,
         "train.epochs",
+        "train.drop_last",
         default=1,
-        reason="Steps are ceil(rows * epochs / B) here; SkyRL drops the last, short batch of every epoch.",
+        reason="The last, short batch of every epoch is dropped, as there.",
     ),
     mapped("trainer.update_epochs_per_batch", "train.passes", default=1),
     translated(
@@ -93,31 +101,37 @@ TRAINING: tuple[Key, ...] = (
     translated(
         "trainer.critic_mini_batch_size",
         batches,
-        "train.minibatches",
+        "critic.minibatches",
         default=256,
-        reason=f"{ONLY_CRITIC} Must equal policy_mini_batch_size until the critic has mini batches of its own.",
+        reason=f"{ONLY_CRITIC} {BATCHES}",
     ),
     *(
         translated(
             f"trainer.micro_{use}_batch_size_per_gpu",
             batches,
-            "train.micro_rollouts",
+            native,
             default=1,
-            reason="The smaller of micro_train and micro_forward cuts both passes; memory and speed, never the "
-            "gradient.",
+            reason="Of all models, in sequences; memory and speed, never the gradient.",
         )
-        for use in ("train", "forward")
+        for use, native in (("train", "train.micro_rollouts"), ("forward", "train.micro_rollouts_forward"))
     ),
-    coming(
-        "trainer.update_ref_every_epoch", "a reference that is replaced at the end of an epoch", default=False
+    translated(
+        "trainer.update_ref_every_epoch",
+        reference,
+        "reference.reset_every_epochs",
+        default=False,
+        reason="In the step that completes an epoch; only where a KL needs a reference, as there.",
     ),
     translated(
         "trainer.num_warmup_steps",
         policy_optimizer,
         "train.optimizer.schedule.warmup_steps",
+        "train.optimizer.schedule.warmup_ends",
         "critic.optimizer.schedule.warmup_steps",
+        "critic.optimizer.schedule.warmup_ends",
         default=0,
-        reason=f"Of policy and critic, in optimizer steps, honoured on every strategy. {FIRST_STEP}",
+        reason="Of policy and critic, in optimizer steps, honoured on every strategy. Step s of W, from 0, has s/W of "
+        "the peak, so the first moves nothing.",
     ),
     inert(
         "trainer.use_sample_packing",
@@ -162,7 +176,7 @@ CHECKPOINTS: tuple[Key, ...] = (
         resume,
         "checkpoint.resume",
         default="latest",
-        reason="latest: auto; null and none: never, which refuses a directory that holds a run, where SkyRL writes "
+        reason="latest: auto; null and none: fresh, which moves a run that ckpt_path holds aside, where SkyRL writes "
         "over it; from_path: trainer.resume_path.",
     ),
     translated(
@@ -183,7 +197,7 @@ CHECKPOINTS: tuple[Key, ...] = (
         checkpoints,
         "checkpoint.keep",
         default=-1,
-        reason="Below 0: all (a million). 0 is refused, as there.",
+        reason="Below 0: all. 0 is refused, as there.",
     ),
     translated(
         "trainer.ckpt_interval",
@@ -196,37 +210,43 @@ CHECKPOINTS: tuple[Key, ...] = (
         "trainer.hf_save_interval",
         export,
         "checkpoint.export",
+        "checkpoint.export_every",
         default=-1,
-        reason="-1: no export; exports every so many steps are coming and refused.",
+        reason="Of the policy, every so many steps and after the last; 0 and below: never.",
     ),
-    coming(
+    translated(
         "trainer.export_path",
-        "a directory of its own for exports and dumps",
+        export,
+        "checkpoint.export_dir",
         default="${oc.env:HOME}/exports/",
+        reason="Exports go to export_path/project_name/run_name, since a folder belongs to one run here; read where "
+        "hf_save_interval asks for them. Dumps stay in ckpt_path.",
     ),
 )
 
 TRACKING: tuple[Key, ...] = (
-    *(
-        translated(
-            f"trainer.{name}", run_name, "name", default=default, reason="The run is called project/run."
-        )
-        for name, default in (("project_name", "skyrl"), ("run_name", "test_run"))
+    mapped(
+        "trainer.project_name", "track.project", default="skyrl", reason="Read by W&B, MLflow and SwanLab."
     ),
+    mapped("trainer.run_name", "name", default="test_run"),
     translated(
         "trainer.logger",
         trackers,
         "track.trackers",
         default="wandb",
-        reason="metrics.jsonl always. wandb, the default, is coming: until then its numbers stay in ckpt_path and on "
-        "the console.",
+        reason="metrics.jsonl always. A package that is not installed is refused, also wandb, the default: name "
+        "another, e.g. console. vemlp_wandb is coming.",
     ),
-    coming(
-        "trainer.dump_data_batch", "batches under export_path/dumped_data (rollouts/ has them)", default=False
+    translated(
+        "trainer.dump_data_batch",
+        dump,
+        "track.batches_every",
+        default=False,
+        reason="What every step trained on, token by token, in batches/ of ckpt_path (parquet).",
     ),
-    coming(
+    inert(
         "trainer.dump_eval_results",
-        "evaluations under export_path/dumped_eval (they are in eval/ of ckpt_path whatever this says)",
+        "Evaluations are always written down, reply by reply and by source: eval/ of ckpt_path (parquet).",
         default=True,
         harmless=(False,),
     ),

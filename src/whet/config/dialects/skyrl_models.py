@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from whet.config.dialects.key import Key, coming, mapped, translated
-from whet.config.dialects.skyrl_parts import advantages, critic, kl, policy_loss, policy_optimizer
+from whet.config.dialects.key import Key, coming, inert, mapped, translated
+from whet.config.dialects.skyrl_learn import advantages, critic, kl, policy_loss, policy_optimizer
 from whet.config.dialects.skyrl_rules import check_deepspeed
 from whet.types import Json
 
 SHARDED = "FSDP; one process shards nothing."
+NO_REWARD_MODEL = (
+    "SkyRL's reward workers raise NotImplementedError; here: native key rewards.NAME.model.path."
+)
 ONLY_CRITIC = "Read where a critic learns (advantage_estimator=gae), as there."
 DEEPSPEED = "DeepSpeed; read there only with trainer.strategy=deepspeed, which is coming."
 TRAIN = "trainer.policy.optimizer_config"
@@ -52,12 +55,13 @@ POLICY: tuple[Key, ...] = (
         f"{TRAIN}.weight_decay",
         "train.optimizer.weight_decay",
         default=1e-2,
-        reason="Decoupled, as in AdamW.",
+        reason="Decoupled, as in AdamW, and of all parameters (train.optimizer.decay_all).",
     ),
     translated(
         f"{TRAIN}.max_grad_norm",
         policy_optimizer,
         "train.optimizer.grad_clip",
+        "train.optimizer.decay_all",
         default=1.0,
         reason="Clipped where it is larger; 0 and below: no clipping.",
     ),
@@ -67,7 +71,12 @@ POLICY: tuple[Key, ...] = (
     coming("trainer.policy.fsdp_config", SHARDED, default={}),
     *sharding("policy", offload=False),
     sequence_parallel("policy"),
-    coming("trainer.policy.use_torch_compile", "torch.compile of the entropy", default=False),
+    inert(
+        "trainer.policy.use_torch_compile",
+        "It makes SkyRL's entropy faster; whet's comes out of its own log-prob pass.",
+        default=False,
+        harmless=(True,),
+    ),
     coming("trainer.policy.record_memory", "CUDA memory snapshots", default=False),
 )
 
@@ -76,19 +85,24 @@ CRITIC: tuple[Key, ...] = (
         "trainer.critic.model.path",
         critic,
         "critic.path",
+        "critic.aggregation",
         default=None,
-        reason=f"{ONLY_CRITIC} gae needs it. The value loss is a mean over tokens here, over sequences there.",
+        reason=f"{ONLY_CRITIC} gae needs it. The value loss is a mean over sequences, as there.",
     ),
     deepspeed("trainer.critic.deepspeed_config", "${deepspeed_config.train}"),
     *(
         translated(
-            f"trainer.critic.optimizer_config.{name}", critic, native, default=default, reason=ONLY_CRITIC
+            f"trainer.critic.optimizer_config.{name}",
+            critic,
+            *(f"critic.optimizer.{key}" for key in native),
+            default=default,
+            reason=ONLY_CRITIC,
         )
         for name, native, default in (
-            ("lr", "critic.optimizer.lr", 5e-6),
-            ("adam_betas", "critic.optimizer.betas", ADAM),
-            ("weight_decay", "critic.optimizer.weight_decay", 1e-2),
-            ("max_grad_norm", "critic.optimizer.grad_clip", 1.0),
+            ("lr", ("lr",), 5e-6),
+            ("adam_betas", ("betas",), ADAM),
+            ("weight_decay", ("weight_decay", "decay_all"), 1e-2),
+            ("max_grad_norm", ("grad_clip",), 1.0),
         )
     ),
     coming(
@@ -121,16 +135,16 @@ ALGORITHM: tuple[Key, ...] = (
         "trainer.algorithm.advantage_estimator",
         advantages,
         "algorithm.name",
-        "algorithm.loss",
         default="grpo",
-        reason="grpo: the recipe grpo; gae: ppo, advantages whitened over the batch. Of newer versions rloo and "
-        "reinforce++, too; maxrl is coming.",
+        reason="grpo: the recipe grpo; gae: ppo, advantages whitened over the batch. Of newer versions rloo (a reply "
+        "alone in its group learns nothing), reinforce++ and maxrl, too.",
     ),
     *(
         translated(
             f"trainer.algorithm.{name}",
             kl,
             "algorithm.kl.estimator",
+            "algorithm.reward_kl.estimator",
             default=default,
             reason="k3 first, then the absolute value, else k1; the same in loss and reward.",
         )
@@ -140,7 +154,8 @@ ALGORITHM: tuple[Key, ...] = (
         translated(
             f"trainer.algorithm.{name}",
             kl,
-            "algorithm.kl.place",
+            "algorithm.kl.coef",
+            "algorithm.reward_kl.coef",
             default=default,
             reason="One of the two at most; with neither no reference is loaded.",
         )
@@ -150,6 +165,7 @@ ALGORITHM: tuple[Key, ...] = (
         "trainer.algorithm.kl_loss_coef",
         kl,
         "algorithm.kl.coef",
+        "algorithm.reward_kl.coef",
         default=0.001,
         reason="Of the loss or of the reward, whichever is on; 0 is off.",
     ),
@@ -157,16 +173,26 @@ ALGORITHM: tuple[Key, ...] = (
         "trainer.algorithm.advantage_batch_normalize",
         advantages,
         "algorithm.whiten",
+        "algorithm.whiten_ddof",
         default=False,
-        reason="Over the sampled tokens of the batch (SkyRL's mean counts padding, too), the variance with n - 1.",
+        reason="Over the sampled tokens of the batch (SkyRL's mean counts padding, too), the variance with n.",
     ),
-    coming("trainer.algorithm.value_head_prefix", "value heads read from a checkpoint", default="value_head"),
+    translated(
+        "trainer.algorithm.value_head_prefix",
+        critic,
+        "critic.head",
+        default="value_head",
+        reason=f"{ONLY_CRITIC} Weights without such a head get a new one, as there.",
+    ),
     translated(
         "trainer.algorithm.ppo_loss_type",
         policy_loss,
+        "algorithm.loss",
         "algorithm.dual_clip",
+        "algorithm.gspo_form",
         default="regular",
-        reason="regular or dual_clip; the losses of newer versions are coming. The log-ratio is bounded to +-20.",
+        reason="regular or dual_clip, and the losses of newer versions; gspo is its form by tokens. The log-ratio is "
+        "bounded to +-20.",
     ),
     translated(
         "trainer.algorithm.lambd",
@@ -182,8 +208,16 @@ ALGORITHM: tuple[Key, ...] = (
         default=1.0,
         reason="Read by gae and reinforce++, as there.",
     ),
-    mapped("trainer.algorithm.eps_clip_low", "algorithm.clip_low", default=0.2),
-    mapped("trainer.algorithm.eps_clip_high", "algorithm.clip_high", default=0.2),
+    *(
+        translated(
+            f"trainer.algorithm.eps_clip_{end}",
+            policy_loss,
+            f"algorithm.clip_{end}",
+            default=0.2,
+            reason="A width, not a bound. Read where ppo_loss_type has one, as there; 0 becomes 1e-12.",
+        )
+        for end in ("low", "high")
+    ),
     translated(
         "trainer.algorithm.clip_ratio_c",
         policy_loss,
@@ -198,10 +232,12 @@ ALGORITHM: tuple[Key, ...] = (
         default=0.2,
         reason=f"{ONLY_CRITIC} null: plain squared error.",
     ),
-    coming(
+    translated(
         "trainer.algorithm.normalize_reward",
-        "values in units of their running deviation (values are used as they are, which is what SkyRL's code does)",
+        critic,
+        "critic.normalize_decay",
         default=True,
-        harmless=(False,),
+        reason=f"{ONLY_CRITIC} As the document says: the critic predicts returns in units of their running mean and "
+        "deviation, which fade by 0.99 a step. (SkyRL's code leaves them at 0 and 1, which is false here.)",
     ),
 )

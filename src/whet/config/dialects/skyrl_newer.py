@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from whet.config.dialects.key import Key, coming, derived, inert, translated
-from whet.config.dialects.skyrl_models import deepspeed, sequence_parallel, sharding
-from whet.config.dialects.skyrl_parts import (
-    advantages,
-    critic,
-    dtype,
-    environment,
-    kl,
-    policy_optimizer,
-    reduction,
-)
+from whet.config.dialects.key import Key, coming, derived, inert, refused, translated
+from whet.config.dialects.skyrl_learn import advantages, critic, kl, policy_optimizer, reduction
+from whet.config.dialects.skyrl_models import NO_REWARD_MODEL, deepspeed, sequence_parallel, sharding
+from whet.config.dialects.skyrl_parts import dtype, environment
 from whet.config.dialects.skyrl_rules import check_environments
 from whet.types import Json
 
@@ -38,7 +31,7 @@ NEWER: tuple[Key, ...] = (
         "environment.env_class",
         environment,
         "rewards.gsm8k.function",
-        "rewards.environment.function",
+        "rewards.score.function",
         default="gsm8k",
         reason="gsm8k: 1 for the right number after the last #### (SkyRL: the first, compared as text). Other "
         "environments are coming; path/to/file.py:name is a reward function of yours.",
@@ -59,7 +52,8 @@ NEWER: tuple[Key, ...] = (
         "algorithm.aggregation",
         "algorithm.norm_tokens",
         default="sequence_mean",
-        reason="Default: what SkyRL did before the key came. Over the whole mini batch; token_mean_legacy is coming.",
+        reason="Default: what SkyRL did before the key came (newer: token_mean). Over the whole mini batch, of the KL "
+        "loss, too (SkyRL's is always a mean over sequences); token_mean_legacy is refused.",
     ),
     translated(
         "trainer.algorithm.grpo_norm_by_std",
@@ -72,6 +66,7 @@ NEWER: tuple[Key, ...] = (
         "trainer.algorithm.kl_estimator_type",
         kl,
         "algorithm.kl.estimator",
+        "algorithm.reward_kl.estimator",
         default=None,
         reason="Stands over use_kl_estimator_k3 and use_abs_kl where it is given.",
     ),
@@ -79,7 +74,7 @@ NEWER: tuple[Key, ...] = (
         translated(
             f"trainer.{role}.optimizer_config.{name}",
             function,
-            f"{native}.optimizer.schedule.{ours}",
+            *(f"{native}.optimizer.schedule.{key}" for key in ours),
             default=default,
             reason=reason,
         )
@@ -87,11 +82,17 @@ NEWER: tuple[Key, ...] = (
         for name, ours, default, reason in (
             (
                 "num_warmup_steps",
-                "warmup_steps",
+                ("warmup_steps",),
                 None,
                 "Stands over trainer.num_warmup_steps where it is given.",
             ),
-            ("scheduler", "kind", "constant_with_warmup", "constant_with_warmup, linear or cosine."),
+            (
+                "scheduler",
+                ("kind", "min_factor"),
+                "constant_with_warmup",
+                "constant, constant_with_warmup, linear, cosine, cosine_with_restarts (one cycle), polynomial, "
+                "inverse_sqrt; others are coming.",
+            ),
         )
     ),
     translated("trainer.bf16", dtype, "model.dtype", default=True, reason="See generator.model_dtype."),
@@ -103,12 +104,24 @@ NEWER: tuple[Key, ...] = (
         harmless=(True,),
     ),
     coming("trainer.sequence_parallel_backend", "sequence parallelism", default="ulysses"),
-    coming("trainer.disable_fast_tokenizer", "slow tokenizers", default=False),
+    refused(
+        "trainer.disable_fast_tokenizer",
+        "Tokenizers are the fast ones: save the slow one again with transformers, which converts it.",
+        default=False,
+    ),
     coming("trainer.target_modules", "LoRA", default="all-linear"),
-    coming("trainer.use_orm_score", "reward models", default=False),
-    coming("trainer.algorithm.kl_target", "an adaptive KL (never read by SkyRL then)", default=None),
-    coming("trainer.algorithm.init_kl_coef", "an adaptive KL (never read by SkyRL then)", default=0.0),
-    coming("trainer.reward.model.path", "reward models", default=None),
+    refused("trainer.use_orm_score", NO_REWARD_MODEL, default=False),
+    inert(
+        "trainer.algorithm.kl_target",
+        "SkyRL never read it; an adaptive KL is trainer.algorithm.kl_ctrl.type=adaptive with .kl_target.",
+        default=None,
+    ),
+    inert(
+        "trainer.algorithm.init_kl_coef",
+        "SkyRL never read it; a KL starts from trainer.algorithm.kl_loss_coef.",
+        default=0.0,
+    ),
+    refused("trainer.reward.model.path", NO_REWARD_MODEL, default=None),
     deepspeed("trainer.reward.deepspeed_config", "${deepspeed_config.eval}"),
     *sharding("reward", offload=True),
     sequence_parallel("reward"),

@@ -1,24 +1,20 @@
-"""SkyRL's values as native ones. Each function takes all values of a file and gives the native keys of one matter."""
+"""SkyRL's values of data, batches, sampling and records as native ones.
+
+Each function takes all values of a file and gives the native keys of one matter.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from whet.config.dialects.key import Values
-from whet.config.dialects.skyrl_rules import (
-    check_batches,
-    evaluates,
-    has_critic,
-)
-from whet.config.dialects.typed import choose, flag, number, whole
+from whet.config.dialects.key import Unbuilt, Values
+from whet.config.dialects.skyrl_rules import check_batches, evaluates, has_critic
+from whet.config.dialects.typed import choose, flag, whole
 from whet.config.faults import shown
 from whet.types import ConfigError, Json
 
 Native = Mapping[str, Json]
-
-KEEP_ALL = 1_000_000
-"""Checkpoints kept where all are wanted."""
 
 # ---------------------------------------------------------------- data and rewards
 
@@ -64,8 +60,8 @@ def environment(v: Values) -> Native:
     if name == "gsm8k":
         return {"rewards.gsm8k.function": "number"}
     if isinstance(name, str) and ":" in name:
-        return {"rewards.environment.function": name}
-    raise ConfigError(
+        return {"rewards.score.function": name}
+    raise Unbuilt(
         f"environment.env_class={shown(name)}: only gsm8k is built in today, other environments are coming. One "
         "that judges a single reply can be a reward function: environment.env_class=path/to/file.py:name"
     )
@@ -84,169 +80,36 @@ def _files(v: Values, key: str) -> list[str]:
     return list(files)
 
 
+# ---------------------------------------------------------------- model
+
+
+def policy_overrides(v: Values) -> Native:
+    """What is put over the policy's config.json."""
+    given = v["trainer.policy.model_config_kwargs"] or {}
+    return {"model.overrides": given} if given else {}
+
+
 # ---------------------------------------------------------------- steps and batches
 
 
 def epochs(v: Values) -> Native:
-    """Passes over the rows."""
-    return {"train.epochs": whole(v, "trainer.epochs")}
+    """Passes over the rows, each without the last, short batch."""
+    return {"train.epochs": whole(v, "trainer.epochs"), "train.drop_last": True}
 
 
 def batches(v: Values) -> Native:
-    """B prompts a step in B / mini optimizer steps; micro-batches that fit both of SkyRL's limits.
-
-    (micro_train is for forward and backward, micro_forward for forward alone; here one cut serves both.)
-    """
+    """B prompts a step in B / mini optimizer steps; micro-batches as large as those of one of SkyRL's GPUs."""
     check_batches(v)
-    B, mini = whole(v, "trainer.train_batch_size"), whole(v, "trainer.policy_mini_batch_size")
-    if has_critic(v) and v["trainer.critic_mini_batch_size"] != mini:
-        raise ConfigError(
-            f"trainer.critic_mini_batch_size={v['trainer.critic_mini_batch_size']} other than "
-            f"trainer.policy_mini_batch_size={mini} is not built yet (coming); today both are equal"
-        )
-    micro = [whole(v, f"trainer.micro_{use}_batch_size_per_gpu") for use in ("train", "forward")]
-    return {"train.tasks_per_step": B, "train.minibatches": B // mini, "train.micro_rollouts": min(micro)}
-
-
-# ---------------------------------------------------------------- algorithm
-
-ESTIMATORS: dict[str, dict[str, Json] | None] = {
-    "grpo": {"name": "grpo"},
-    "gae": {"name": "ppo"},
-    "rloo": {"name": "rloo", "loss": "ppo"},
-    "reinforce++": {"name": "reinforce", "loss": "ppo", "whiten": True},
-    "maxrl": None,
-}
-"""Keys of `algorithm`; None: not built yet. All but grpo and gae are of newer versions."""
-
-REDUCTIONS = {
-    "sequence_mean": "seq-mean-token-mean",
-    "token_mean": "token-mean",
-    "seq_mean_token_sum_norm": "seq-mean-token-sum-norm",
-    "prompt_mean": "prompt-mean",
-    "token_mean_legacy": None,
-}
-
-LOSSES = {
-    "regular": "ppo",
-    "dual_clip": "ppo",
-    **dict.fromkeys(
-        ("gspo", "cispo", "sapo", "clip_cov", "kl_cov", "importance_sampling", "cross_entropy", "dppo")
-    ),
-}
-
-
-def advantages(v: Values) -> Native:
-    """The recipe of an estimator, and the settings that this estimator reads."""
-    has_critic(v)
-    name = choose(
-        v,
-        "trainer.algorithm.advantage_estimator",
-        {k: k if parts else None for k, parts in ESTIMATORS.items()},
-    )
-    out = {f"algorithm.{key}": value for key, value in (ESTIMATORS[name] or {}).items()}
-    if name == "grpo" and not flag(v, "trainer.algorithm.grpo_norm_by_std"):
-        out["algorithm.normalize_std"] = False
-    if name in ("gae", "reinforce++"):
-        out["algorithm.gamma"] = v["trainer.algorithm.gamma"]
-    if name == "gae":
-        out["algorithm.lam"] = v["trainer.algorithm.lambd"]
-    if flag(v, "trainer.algorithm.advantage_batch_normalize"):
-        out["algorithm.whiten"] = True
+    B = whole(v, "trainer.train_batch_size")
+    out = {
+        "train.tasks_per_step": B,
+        "train.minibatches": B // whole(v, "trainer.policy_mini_batch_size"),
+        "train.micro_rollouts": whole(v, "trainer.micro_train_batch_size_per_gpu"),
+        "train.micro_rollouts_forward": whole(v, "trainer.micro_forward_batch_size_per_gpu"),
+    }
+    if has_critic(v):
+        out["critic.minibatches"] = B // whole(v, "trainer.critic_mini_batch_size")
     return out
-
-
-def kl(v: Values) -> Native:
-    """In the loss or in the reward, never both; k3 is never negative, so its absolute value is itself."""
-    in_loss, in_reward = (flag(v, f"trainer.algorithm.use_kl_{place}") for place in ("loss", "in_reward"))
-    coef = number(v, "trainer.algorithm.kl_loss_coef")
-    if in_loss and in_reward:
-        raise ConfigError(
-            "trainer.algorithm.use_kl_in_reward and trainer.algorithm.use_kl_loss exclude each other: set one false"
-        )
-    if coef < 0:
-        raise ConfigError(f"trainer.algorithm.kl_loss_coef={coef}: expected a number >= 0")
-    if coef == 0 or not (in_loss or in_reward):
-        return {}
-    return {
-        "algorithm.kl.place": "loss" if in_loss else "reward",
-        "algorithm.kl.coef": coef,
-        "algorithm.kl.estimator": _estimator(v),
-    }
-
-
-def _estimator(v: Values) -> str:
-    """kl_estimator_type of newer versions, if it is given; else by the two switches."""
-    if v["trainer.algorithm.kl_estimator_type"] is not None:
-        return choose(v, "trainer.algorithm.kl_estimator_type", {k: k for k in ("k1", "k2", "k3", "abs")})
-    if flag(v, "trainer.algorithm.use_kl_estimator_k3"):
-        return "k3"
-    return "abs" if flag(v, "trainer.algorithm.use_abs_kl") else "k1"
-
-
-def policy_loss(v: Values) -> Native:
-    """regular has no bound for negative advantages, dual_clip has clip_ratio_c."""
-    choose(v, "trainer.algorithm.ppo_loss_type", LOSSES)
-    dual = v["trainer.algorithm.ppo_loss_type"] == "dual_clip"
-    return {"algorithm.dual_clip": v["trainer.algorithm.clip_ratio_c"]} if dual else {}
-
-
-def reduction(v: Values) -> Native:
-    """How token losses become one number."""
-    mode = choose(v, "trainer.algorithm.loss_reduction", REDUCTIONS)
-    out: dict[str, Json] = {"algorithm.aggregation": mode}
-    if mode == "seq-mean-token-sum-norm":
-        reply = whole(v, "generator.sampling_params.max_generate_length")
-        out["algorithm.norm_tokens"] = whole(v, "generator.max_input_length") + reply
-    return out
-
-
-# ---------------------------------------------------------------- optimizers
-
-SCHEDULES = {
-    "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    **dict.fromkeys(("cosine_with_restarts", "cosine_with_min_lr", "polynomial", "inverse_sqrt")),
-}
-
-
-def policy_optimizer(v: Values) -> Native:
-    """Clipping and schedule of the policy."""
-    return _clip_and_schedule(v, "policy", "train.optimizer")
-
-
-def critic(v: Values) -> Native:
-    """The whole critic, where one learns (gae)."""
-    if not has_critic(v):
-        return {}
-    if not v["trainer.critic.model.path"]:
-        raise ConfigError(
-            "trainer.critic.model.path must be given for trainer.algorithm.advantage_estimator=gae: "
-            "the folder that the value model starts from (usually trainer.policy.model.path)"
-        )
-    given = "trainer.critic.optimizer_config"
-    return {
-        "critic.path": v["trainer.critic.model.path"],
-        "critic.clip_value": v["trainer.algorithm.value_clip"],
-        "critic.optimizer.lr": v[f"{given}.lr"],
-        "critic.optimizer.betas": v[f"{given}.adam_betas"],
-        "critic.optimizer.weight_decay": v[f"{given}.weight_decay"],
-        **_clip_and_schedule(v, "critic", "critic.optimizer"),
-    }
-
-
-def _clip_and_schedule(v: Values, role: str, optimizer: str) -> Native:
-    """Warm-up in optimizer steps; a norm of 0 or less is no clipping."""
-    given = f"trainer.{role}.optimizer_config"
-    own = v[f"{given}.num_warmup_steps"]
-    warmup = whole(v, "trainer.num_warmup_steps" if own is None else f"{given}.num_warmup_steps", least=0)
-    norm = number(v, f"{given}.max_grad_norm")
-    return {
-        f"{optimizer}.grad_clip": norm if norm > 0 else None,
-        f"{optimizer}.schedule.kind": choose(v, f"{given}.scheduler", SCHEDULES),
-        f"{optimizer}.schedule.warmup_steps": warmup,
-    }
 
 
 # ---------------------------------------------------------------- sampling
@@ -266,8 +129,8 @@ def sampling(v: Values, given: str, native: str) -> Native:
     top_k, more = whole(v, f"{given}.top_k", least=-1), v[f"{given}.*"]
     if top_k == 0:
         raise ConfigError(f"{given}.top_k=0 keeps no token; write -1 for no limit")
-    if strange := sorted(more.keys() - set(PASSED)):
-        raise ConfigError(
+    if strange := sorted(more.keys() - set(PASSED) - {"logprobs"}):
+        raise Unbuilt(
             f"{given}: {strange[0]} is handed on to vLLM, which is coming; of such parameters these work today: "
             f"{', '.join(PASSED)}"
         )
@@ -277,7 +140,7 @@ def sampling(v: Values, given: str, native: str) -> Native:
         f"{native}.top_p": v[f"{given}.top_p"],
         f"{native}.min_p": v[f"{given}.min_p"],
         f"{native}.top_k": max(top_k, 0),
-        **{f"{native}.{name}": value for name, value in more.items()},
+        **{f"{native}.{name}": value for name, value in more.items() if name in PASSED and value is not None},
     }
 
 
@@ -285,7 +148,7 @@ def rollout_engine(v: Values) -> Native:
     """The embedded engine stands in for one that the trainer would start; SkyRL's rules for engines hold."""
     backend = choose(v, "generator.backend", {"vllm": "vllm", "sglang": "sglang"})
     if not flag(v, "generator.run_engines_locally"):
-        raise ConfigError(
+        raise Unbuilt(
             "generator.run_engines_locally=false: inference servers are not built yet (coming); today the engine "
             "runs in the trainer's process: leave the key out"
         )
@@ -308,7 +171,7 @@ def dtype(v: Values) -> Native:
 
 
 def resume(v: Values) -> Native:
-    """latest goes on where the directory stands; from_path at resume_path; null and none want a fresh directory."""
+    """latest goes on where the directory stands; from_path at resume_path; null and none begin anew."""
     mode, path = v["trainer.resume_mode"], v["trainer.resume_path"]
     if mode == "from_path":
         if not isinstance(path, str):
@@ -321,12 +184,9 @@ def resume(v: Values) -> Native:
             f"trainer.resume_path is read only with trainer.resume_mode=from_path, not {shown(mode)}"
         )
     if mode is None:
-        return {"checkpoint.resume": "never"}
-    return {
-        "checkpoint.resume": choose(
-            v, "trainer.resume_mode", {"none": "never", "latest": "auto", "from_path": ""}
-        )
-    }
+        return {"checkpoint.resume": "fresh"}
+    known = {"none": "fresh", "latest": "auto", "from_path": ""}
+    return {"checkpoint.resume": choose(v, "trainer.resume_mode", known)}
 
 
 def checkpoints(v: Values) -> Native:
@@ -335,36 +195,33 @@ def checkpoints(v: Values) -> Native:
     if keep == 0:
         raise ConfigError("trainer.max_ckpts_to_keep must not be 0: -1 keeps all, N the newest N")
     every = whole(v, "trainer.ckpt_interval", least=None)
-    return {"checkpoint.every": max(every, 0), "checkpoint.keep": keep if keep > 0 else KEEP_ALL}
+    return {"checkpoint.every": max(every, 0), "checkpoint.keep": keep if keep > 0 else None}
 
 
 def export(v: Values) -> Native:
-    """No export below 1; exports every N steps are coming."""
+    """Every so many steps and at the end, below export_path/project/run; 0 and below: never."""
     every = whole(v, "trainer.hf_save_interval", least=None)
-    if every > 0:
-        raise ConfigError(
-            f"trainer.hf_save_interval={every}: exports every so many steps are not built yet (coming); leave it at "
-            "-1; every checkpoint has the weights in policy/model.safetensors"
-        )
-    return {"checkpoint.export": False}
+    if every <= 0:
+        return {"checkpoint.export": False}
+    root = PurePath(str(v["trainer.export_path"]))
+    own = root / str(v["trainer.project_name"]) / str(v["trainer.run_name"])
+    return {"checkpoint.export": True, "checkpoint.export_every": every, "checkpoint.export_dir": str(own)}
 
 
 TRACKERS = {
-    "console": "console",
-    "wandb": "console",
-    "tensorboard": "tensorboard",
-    **dict.fromkeys(("mlflow", "swanlab", "vemlp_wandb")),
+    **{name: name for name in ("console", "wandb", "tensorboard", "mlflow", "swanlab")},
+    "vemlp_wandb": None,
 }
 
 
 def trackers(v: Values) -> Native:
-    """jsonl always; wandb, the document's default, is kept on this machine."""
+    """Those that are named, and jsonl always."""
     given = v["trainer.logger"]
     names = given if isinstance(given, list) else [given]
     chosen = [choose({"trainer.logger": name}, "trainer.logger", TRACKERS) for name in names]
     return {"track.trackers": [*dict.fromkeys(chosen), "jsonl"]}
 
 
-def run_name(v: Values) -> Native:
-    """A run is known as project/run."""
-    return {"name": f"{v['trainer.project_name']}/{v['trainer.run_name']}"}
+def dump(v: Values) -> Native:
+    """Every step's batch, token by token, or none."""
+    return {"track.batches_every": 1} if flag(v, "trainer.dump_data_batch") else {}

@@ -58,14 +58,17 @@ def data_parallel(v: Values, role: str) -> int:
 
 
 def check_batches(v: Values) -> Mapping[str, Json]:
-    """Rules 1 to 3 of SkyRL's batch sizes, divisions exact where SkyRL rounds down silently."""
+    """Rules 1 to 3 of SkyRL's batch sizes, with its divisions rounded down.
+
+    Where they round, SkyRL's optimizer steps are smaller and more than its document says; here they are as it says.
+    """
     for role in ("policy", "critic") if has_critic(v) else ("policy",):
         _check_mini_batch(v, role)
     return NOTHING
 
 
 def _check_mini_batch(v: Values, role: str) -> None:
-    """B >= mini, mini | B, dp | mini k, micro | mini k / dp."""
+    """B >= mini, mini | B, m = mini k / dp >= 1, micro | m, m | B k / dp."""
     B, k = whole(v, "trainer.train_batch_size"), whole(v, "generator.n_samples_per_prompt")
     key, dp = f"trainer.{role}_mini_batch_size", data_parallel(v, role)
     mini, micro = whole(v, key), whole(v, "trainer.micro_train_batch_size_per_gpu")
@@ -73,16 +76,24 @@ def _check_mini_batch(v: Values, role: str) -> None:
         raise ConfigError(f"trainer.train_batch_size={B} must be at least {key}={mini}")
     if B % mini:
         raise ConfigError(f"{key}={mini} must divide trainer.train_batch_size={B}")
-    if mini * k % dp:
+    own, batch = mini * k // dp, B * k // dp
+    rank = f"{key}={mini} * generator.n_samples_per_prompt={k} / {dp} ranks of the {role}"
+    if own == 0:
+        raise ConfigError(f"{rank} leaves a rank no rollout (trainer.placement.{role}_num_*)")
+    if own % micro:
         raise ConfigError(
-            f"{key}={mini} times generator.n_samples_per_prompt={k} are {mini * k} rollouts, which the {dp} "
-            f"data-parallel ranks of the {role} (trainer.placement.{role}_num_* / sequence_parallel_size) must divide"
+            f"trainer.micro_train_batch_size_per_gpu={micro} must divide the mini batch of a rank, {own} = {rank}"
         )
-    if (mini * k // dp) % micro:
-        raise ConfigError(
-            f"trainer.micro_train_batch_size_per_gpu={micro} must divide the mini batch of a rank, {mini * k // dp} = "
-            f"{key}={mini} * generator.n_samples_per_prompt={k} / {dp} ranks of the {role}"
-        )
+    if batch % own:
+        raise ConfigError(f"a rank's mini batch, {own} = {rank}, must divide its batch of {batch} rollouts")
+
+
+def check_reward_placement(v: Values) -> Mapping[str, Json]:
+    """Where a reward model would live, which there never is."""
+    flag(v, "trainer.placement.colocate_critic_reward")
+    for size in ("nodes", "gpus_per_node"):
+        whole(v, f"trainer.placement.reward_num_{size}")
+    return NOTHING
 
 
 def check_placement(v: Values) -> Mapping[str, Json]:
@@ -114,9 +125,14 @@ def check_placement(v: Values) -> Mapping[str, Json]:
 
 
 def check_input_length(v: Values) -> Mapping[str, Json]:
-    """With one turn the input is the prompt."""
+    """With one turn the input is the prompt, with several it grows from there."""
     longest, prompt = whole(v, "generator.max_input_length"), whole(v, "trainer.max_prompt_length")
-    if longest != prompt:
+    if whole(v, "generator.max_turns") > 1:
+        if longest < prompt:
+            raise ConfigError(
+                f"generator.max_input_length={longest} must be at least trainer.max_prompt_length={prompt}"
+            )
+    elif longest != prompt:
         raise ConfigError(
             f"generator.max_input_length={longest} must equal trainer.max_prompt_length={prompt} when "
             "generator.max_turns=1"
@@ -149,7 +165,8 @@ def check_engine_memory(v: Values) -> Mapping[str, Json]:
 def check_update_group(v: Values) -> Mapping[str, Json]:
     """Values that SkyRL knows; there is no update group, since the engine reads the trainer's own weights."""
     choose(v, "generator.weight_sync_backend", {"nccl": "", "gloo": ""})
-    choose(v, "generator.override_existing_update_group", {"auto": "", "enable": "", "disable": ""})
+    if not isinstance(v["generator.override_existing_update_group"], bool):  # which SkyRL takes for disable
+        choose(v, "generator.override_existing_update_group", {"auto": "", "enable": "", "disable": ""})
     return NOTHING
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from whet.config.dialects.key import Key, Status
+from whet.config.dialects.key import Key, Status, Unbuilt
 from whet.config.dialects.kinds import same, understood
 from whet.config.dialects.match import Found
 from whet.config.dialects.tables import Dialect, parts
@@ -50,6 +50,9 @@ class Translation:
     lines: tuple[Line, ...]
     problems: tuple[tuple[str, str], ...]
     """(place, text)"""
+    unbuilt: tuple[tuple[str, str], ...]
+    """(place, text) of given values that ask for an engine or a feature that is not built yet: problems to a run, not
+    to a rehearsal."""
     origins: Mapping[Path, str]
     """Native path -> 'file.yaml:12 foreign.key', or 'default of foreign.key'."""
 
@@ -87,6 +90,7 @@ def translate(tree: Mapping[str, Json], dialect: Dialect, *, origins: Mapping[Pa
         tree=nested({path_of(w.native, ()): _escaped(w.value) for w in chosen}),
         lines=tuple(_lines(file, chosen)),
         problems=tuple(dict.fromkeys(file.problems)),
+        unbuilt=tuple(dict.fromkeys(file.unbuilt)),
         origins={path_of(w.native, ()): _origin(w, dialect) for w in chosen},
     )
 
@@ -118,7 +122,8 @@ def _called(file: Reading, row: Key) -> Iterator[_Write]:
     try:
         native = row.translate(file.values)
     except ConfigError as e:
-        file.problems.append(_told(file, rows, str(e)))
+        told = file.unbuilt if isinstance(e, Unbuilt) else file.problems
+        told.append(_told(file, rows, str(e)))
         return
     for key, value in native.items():
         yield _write(file, key, value, rows=[r for r in rows if _declares(r, key)] or rows)
@@ -152,7 +157,8 @@ def _check(file: Reading, row: Key) -> None:
             continue  # what is in it is judged by its own rows
         if not any(same(found.value, ok) for ok in accepted):
             text = f"{dotted(found.path)}: got {shown(found.value)}; {_refusal(row, accepted)}"
-            file.problems.append((file.places[found.at], text))
+            unbuilt = row.status in ("coming", "engine")
+            (file.unbuilt if unbuilt else file.problems).append((file.places[found.at], text))
 
 
 def _refusal(row: Key, accepted: Sequence[Json]) -> str:

@@ -5,25 +5,25 @@ Beside the document's keys the tables hold those that its source code knows and 
 
 from __future__ import annotations
 
-from whet.config.dialects.key import Key, translated
+from dataclasses import replace
+
+from whet.config.dialects.key import Key, derived, translated
 from whet.config.dialects.trinity_algorithm import ALGORITHM, MORE_ALGORITHM
 from whet.config.dialects.trinity_buffer import BUFFER, MORE_BUFFER
+from whet.config.dialects.trinity_engine import AUXILIARY_MODELS, MORE_ENGINE
+from whet.config.dialects.trinity_monitor import GUI, LOG, MONITOR, MORE_SERVICES, SERVICES
 from whet.config.dialects.trinity_run import (
     CLUSTER,
     EXPLORER,
     GLOBAL,
-    GUI,
-    LOG,
     MODEL,
-    MONITOR,
     MORE_RUN,
-    SERVICES,
     SYNCHRONIZER,
     TRAINER,
 )
 from whet.config.dialects.trinity_stages import one_run, stages
 from whet.config.dialects.trinity_values import section
-from whet.config.dialects.trinity_verl import VERL
+from whet.config.dialects.trinity_verl import MORE_VERL, VERL
 
 _INHERITS = (
     "what a stage leaves out is the global one; with another algorithm_type only its optimizer is inherited"
@@ -58,20 +58,33 @@ STAGES: tuple[Key, ...] = (
 )
 
 _DOCUMENT = (
-    *(*GLOBAL, *ALGORITHM, *BUFFER, *MODEL, *CLUSTER, *EXPLORER, *SYNCHRONIZER, *TRAINER),
+    *(*GLOBAL, *ALGORITHM, *BUFFER, *MODEL, *CLUSTER, *EXPLORER, *AUXILIARY_MODELS, *SYNCHRONIZER, *TRAINER),
     *(*MONITOR, *SERVICES, *LOG, *GUI),
 )
-_OWN = one_run((*_DOCUMENT, *MORE_RUN, *MORE_ALGORITHM, *MORE_BUFFER, *VERL))
+_MORE = (*MORE_RUN, *MORE_ENGINE, *MORE_ALGORITHM, *MORE_BUFFER, *MORE_SERVICES)
+_OWN = one_run((*_DOCUMENT, *_MORE, *VERL, *MORE_VERL))
 _SAID = {row.name for row in STAGES}
+
+
+def _in_a_stage(row: Key) -> Key:
+    """The row of a key in a stage, which is judged as a file of its own: what does something does it by way of it."""
+    name = f"stages[].{row.name}"
+    if row.status in ("mapped", "translated"):
+        return _stage(row.name, "stages")
+    if row.status in ("derived", "inert", "refused"):
+        return derived(name, stages, default=None, reason=row.reason)
+    return replace(row, name=name)
+
+
 _OF_STAGES = tuple(
-    _stage(row.name, "stages")
+    _in_a_stage(row)
     for row in _OWN
-    if row.name.split(".")[0] in ("algorithm", "buffer", "explorer", "trainer")
+    if row.name.split(".")[0] in ("algorithm", "buffer", "data_processor", "explorer", "trainer")
     if f"stages[].{row.name}" not in _SAID
 )
 """Every other key that a stage may give."""
 
-_VERL = {row.name for row in VERL}
+_VERL = {row.name for row in (*VERL, *MORE_VERL)}
 TRINITY: tuple[Key, ...] = (*(row for row in _OWN if row.name not in _VERL), *STAGES, *_OF_STAGES)
 TRINITY_VERL: tuple[Key, ...] = tuple(row for row in _OWN if row.name in _VERL)
 

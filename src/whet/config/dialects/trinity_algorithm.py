@@ -1,219 +1,49 @@
-"""Trinity-RFT's `algorithm` section: presets, advantages, losses, KL, entropy, the policy's optimizer."""
+"""Trinity-RFT's `algorithm` section: KL, entropy, the policy's optimizer, and the rows of all of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from whet.config.dialects.key import Key, Values, translated
-from whet.config.dialects.trinity_values import agreed, arguments, count, preset, section, text
-from whet.tables import near
+from whet.config.dialects.key import Key, Unbuilt, Values, coming, translated
+from whet.config.dialects.trinity_advantage import advantage
+from whet.config.dialects.trinity_loss import policy_loss, recipe
+from whet.config.dialects.trinity_mix import mixed, outside_mu
+from whet.config.dialects.trinity_presets import preset
+from whet.config.dialects.trinity_values import ACTOR as VERL
+from whet.config.dialects.trinity_values import agreed, arguments, known_as, section, text
 from whet.types import ConfigError, Json
 
-VERL = "trainer.trainer_config.actor_rollout_ref.actor"
 OPTIMIZER = "algorithm.optimizer"
-
-COMING_ADVANTAGES = [
-    "asymre",
-    "rec",
-    "remax",
-    "step_wise_grpo",
-    "on_policy_distill",
-    "clipb",
-    "clipv",
-    "gigpo",
-    "jsd",
-]
-COMING_LOSSES = (
-    "gspo",
-    "opmd",
-    "mix",
-    "mix_chord",
-    "sft_is",
-    "sft_phi",
-    "sft_phi_normalized",
-    "topr",
-    "cispo",
-    "sapo",
-    "sppo",
-    "rec",
-    "importance_sampling",
-)
-KL_ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3", "abs": "abs"}
-
-
-def _one_of(
-    values: Values, key: str, known: Mapping[str, Json], *, coming: Sequence[str], default: str
-) -> str:
-    """The function a key names. ConfigError for one that is coming or unknown."""
-    name = text(values, key) or default
-    if name not in known:
-        what = "is coming, not built yet" if name in coming else f"is not known{near(name, known)}"
-        raise ConfigError(f"{key}: {name} {what}; here: {', '.join(known)}.")
-    return name
-
-
-# ---------------------------------------------------------------- advantages
-
-ADVANTAGES: dict[str, dict[str, Json]] = {
-    "ppo": {"gamma": 1.0, "lam": 1.0},
-    "grpo": {
-        "epsilon": 1e-6,
-        "std_threshold": None,
-        "duplicate_experiences": False,
-        "rank_penalty": None,
-        "std_cal_level": "group",
-    },
-    "opmd": {"opmd_baseline": "mean", "tau": 1.0},
-    "rloo": {},
-    "reinforce": {},
-    "reinforceplusplus": {"gamma": 1.0},
-}
-"""The advantages that exist here, with their arguments and defaults."""
-
-_AS_BUILT: dict[str, Json] = {
-    "std_threshold": None,
-    "duplicate_experiences": False,
-    "rank_penalty": None,
-    "std_cal_level": "group",
-    "opmd_baseline": "mean",
-}
-"""Arguments of which only the default is built."""
-
-
-def advantage(values: Values) -> Mapping[str, Json]:
-    """algorithm_type with advantage_fn and its arguments: the recipe, and what it is given."""
-    base = preset(values)
-    out: dict[str, Json] = {"algorithm.name": base.recipe}
-    if base.kind != "online":
-        _same(
-            values,
-            "algorithm.advantage_fn",
-            ("none",),
-            why=f"{base.kind} learns from a file, without advantages",
-        )
-        return out
-    key = "algorithm.advantage_fn"
-    name = _one_of(values, key, ADVANTAGES, coming=COMING_ADVANTAGES, default=base.advantage)
-    given = arguments(values, f"{key}_args", ADVANTAGES[name])
-    for argument, built in _AS_BUILT.items():
-        if given.get(argument, built) != built:
-            raise ConfigError(
-                f"{key}_args.{argument}: {given[argument]} is coming, not built yet; here: {built}."
-            )
-    return out | _native_advantage(values, name, given)
-
-
-def _native_advantage(values: Values, name: str, given: Mapping[str, Json]) -> dict[str, Json]:
-    kind = values["algorithm.algorithm_type"]
-    if (name == "ppo") != (kind == "ppo"):
-        raise ConfigError(
-            f"algorithm.advantage_fn: {name} does not go with algorithm_type {kind}: the advantage ppo needs a critic, "
-            "which only the algorithm ppo has. Leave advantage_fn out, or change algorithm_type."
-        )
-    if name == "ppo":
-        return {"algorithm.gamma": given["gamma"], "algorithm.lam": given["lam"]}
-    if name == "grpo":
-        return {"algorithm.advantage": "grpo", "algorithm.std_epsilon": given["epsilon"]}
-    if name == "opmd":
-        return {"algorithm.advantage": "grpo", "algorithm.normalize_std": False}
-    if name == "reinforceplusplus":
-        gamma = {"algorithm.gamma": given["gamma"]}
-        return {"algorithm.advantage": "reinforce", "algorithm.whiten": True, **gamma}
-    return {"algorithm.advantage": name}
-
-
-def _same(values: Values, key: str, allowed: tuple[str, ...], *, why: str) -> None:
-    """ConfigError if a key names a function that would do nothing."""
-    name = text(values, key)
-    if name is not None and name not in allowed:
-        raise ConfigError(f"{key}: {name} has no effect: {why}; leave it out.")
-
-
-# ---------------------------------------------------------------- losses
-
-LOSSES: dict[str, dict[str, Json]] = {
-    "ppo": {
-        "clip_range": 0.2,
-        "clip_range_low": None,
-        "clip_range_high": None,
-        "clip_ratio_c": 3.0,
-        "loss_agg_mode": "token-mean",
-        "enable_sequence_masking": False,
-        "delta_sequence_masking": 0.1,
-        "fallback_to_policy_gradient": False,
-    },
-    "sft": {"use_token_level_loss": True, "loss_agg_mode": "token-mean"},
-    "dpo": {"beta": 0.1, "label_smoothing": 0.0},
-}
-"""The losses that exist here, with their arguments and defaults."""
-
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
-
-
-def policy_loss(values: Values) -> Mapping[str, Json]:
-    """policy_loss_fn with its arguments: clipping, dual clip, aggregation, DPO's beta."""
-    base, key = preset(values), "algorithm.policy_loss_fn"
-    name = _one_of(values, key, LOSSES, coming=COMING_LOSSES, default=base.loss)
-    if name != base.loss:
-        raise ConfigError(
-            f"{key}: {name} does not go with algorithm_type {values['algorithm.algorithm_type']}."
-        )
-    given = arguments(values, f"{key}_args", LOSSES[name])
-    for argument in ("enable_sequence_masking", "fallback_to_policy_gradient"):
-        if given.get(argument):
-            raise ConfigError(f"{key}_args.{argument}: true is coming, not built yet.")
-    if name == "dpo":
-        return {"algorithm.beta": given["beta"], "algorithm.label_smoothing": given["label_smoothing"]}
-    out: dict[str, Json] = {"algorithm.aggregation": _aggregation(values, given)}
-    if name == "ppo":
-        low, high = given["clip_range_low"], given["clip_range_high"]
-        out |= {
-            "algorithm.loss": "ppo",
-            "algorithm.clip_low": given["clip_range"] if low is None else low,
-            "algorithm.clip_high": given["clip_range"] if high is None else high,
-            "algorithm.dual_clip": given["clip_ratio_c"],
-        }
-    return out
-
-
-def _aggregation(values: Values, given: Mapping[str, Json]) -> Json:
-    mode = text(values, "algorithm.loss_agg_mode") or given["loss_agg_mode"]
-    if not given.get("use_token_level_loss", True):
-        mode = "seq-mean-token-mean"
-    if mode not in AGGREGATIONS:
-        raise ConfigError(
-            f"algorithm.loss_agg_mode: {mode} is coming, not built yet (Trinity's seq-mean-token-sum-norm does not "
-            f"divide by the number of sequences); here: {', '.join(AGGREGATIONS)}."
-        )
-    return mode
-
+KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3")
 
 # ---------------------------------------------------------------- KL and entropy
 
 
 def kl(values: Values) -> Mapping[str, Json]:
-    """KL to the reference: in the loss (kl_loss_fn) or in the rewards (kl_penalty_fn), one of the two."""
-    penalty, loss = _kl_penalty(values), _kl_loss(values)
-    if penalty and loss:
-        raise ConfigError(
-            "algorithm.kl_penalty_fn and algorithm.kl_loss_fn: both at once are coming, not built yet; set one to "
-            'none, or its kl_coef to 0. (kl_loss_fn is k2 where it is not given: write kl_loss_fn: "none".)'
-        )
-    return penalty or loss
+    """KL to the reference: in the loss (kl_loss_fn), and in the rewards (kl_penalty_fn)."""
+    return {**_kl_loss(values), **_kl_penalty(values)}
 
 
 def _kl_loss(values: Values) -> dict[str, Json]:
-    base = preset(values)
-    name = _estimator(values, "algorithm.kl_loss_fn", base.kl_loss)
-    coef = arguments(values, "algorithm.kl_loss_fn_args", {"kl_coef": 0.001})["kl_coef"]
-    if name is None or coef == 0:
+    base, key = preset(values), "algorithm.kl_loss_fn"
+    name = _estimator(values, key, base.kl_loss)
+    known: dict[str, Json] = {"kl_coef": 0.001, "adaptive": False}
+    given = arguments(values, f"{key}_args", known)
+    if given["adaptive"]:
+        raise ConfigError(f"{key}_args.adaptive: has no effect in the loss; use kl_penalty_fn.")
+    if name is None or given["kl_coef"] == 0:
         return {}
     if base.kind == "dpo":
-        raise ConfigError(
-            "algorithm.kl_loss_fn: the loss of dpo holds its own KL to the reference (policy_loss_fn_args.beta); a "
-            'second term is coming, not built yet. Leave kl_loss_fn out, or write "none".'
+        raise Unbuilt(
+            f"{key}: the loss of dpo holds its own KL to the reference (policy_loss_fn_args.beta); a second term is "
+            'coming, not built yet. Leave kl_loss_fn out, or write "none".'
         )
-    return {"algorithm.kl.place": "loss", "algorithm.kl.coef": coef, "algorithm.kl.estimator": name}
+    if base.advantage == "on_policy_distill":
+        raise ConfigError(
+            f"{key}: {name} has no policy to compare with: the reference is the teacher. Leave it out."
+        )
+    coef = outside_mu(values, given["kl_coef"], key=f"{key}_args.kl_coef")
+    return {"algorithm.kl.coef": coef, "algorithm.kl.estimator": name}
 
 
 def _kl_penalty(values: Values) -> dict[str, Json]:
@@ -228,41 +58,41 @@ def _kl_penalty(values: Values) -> dict[str, Json]:
             f"{key}: {text(values, key)} has no effect with algorithm_type {values['algorithm.algorithm_type']}: its "
             'advantages are computed before the penalty. Write "none", or use kl_loss_fn.'
         )
-    out = {
-        "algorithm.kl.place": "reward",
-        "algorithm.kl.coef": given["kl_coef"],
-        "algorithm.kl.estimator": name,
+    out: dict[str, Json] = {
+        "algorithm.reward_kl.coef": given["kl_coef"],
+        "algorithm.reward_kl.estimator": "k3" if name == "corrected_k3" else name,
     }
     if not given["adaptive"]:
         return out
     if given["target_kl"] is None or given["horizon"] is None:
         raise ConfigError(f"{key}_args: adaptive needs target_kl and horizon.")
-    return out | {"algorithm.kl.target": given["target_kl"], "algorithm.kl.horizon": given["horizon"]}
+    return out | {
+        "algorithm.reward_kl.target": given["target_kl"],
+        "algorithm.reward_kl.horizon": given["horizon"],
+    }
 
 
 def _estimator(values: Values, key: str, default: str) -> str | None:
     name = text(values, key) or default
-    if name == "none":
-        return None
-    if name not in KL_ESTIMATORS:
-        what = (
-            "is coming, not built yet"
-            if name == "corrected_k3"
-            else f"is not known{near(name, KL_ESTIMATORS)}"
-        )
-        raise ConfigError(f"{key}: {name} {what}; here: none, {', '.join(KL_ESTIMATORS)}.")
-    return KL_ESTIMATORS[name]
+    known_as(name, dict.fromkeys(("none", *KL_ESTIMATORS)), key=key)
+    return None if name == "none" else name
 
 
 def entropy(values: Values) -> Mapping[str, Json]:
-    """entropy_loss_fn and its coefficient, 0 where it is not given."""
-    key = "algorithm.entropy_loss_fn"
-    name = text(values, key) or "default"
-    if name not in ("default", "none"):
-        what = "is coming (with expert data), not built yet" if name == "mix" else "is not known"
-        raise ConfigError(f"{key}: {name} {what}; here: default, none.")
+    """entropy_loss_fn and its coefficient, 0 where it is not given. mix leaves demonstrations out, as whet does."""
+    base, key = preset(values), "algorithm.entropy_loss_fn"
+    name = text(values, key) or base.entropy
+    known_as(name, dict.fromkeys(("default", "mix", "none")), key=key)
     coef = arguments(values, f"{key}_args", {"entropy_coef": 0.0})["entropy_coef"]
-    return {"algorithm.entropy_coef": coef} if name == "default" and coef else {}
+    if name == "mix" and not base.mixes:
+        raise ConfigError(f"{key}: mix is for the algorithms mix and mix_chord; write default.")
+    if name == "none" or not coef:
+        return {}
+    if name == "default" and base.mixes:
+        raise Unbuilt(
+            f"{key}: default, over the demonstrations too, is coming, not built yet; here: mix, none."
+        )
+    return {"algorithm.entropy_coef": outside_mu(values, coef, key=f"{key}_args.entropy_coef")}
 
 
 # ---------------------------------------------------------------- the policy's optimizer
@@ -270,57 +100,60 @@ def entropy(values: Values) -> Mapping[str, Json]:
 
 def optimizer(values: Values) -> Mapping[str, Json]:
     """AdamW of the policy: `algorithm.optimizer` over the veRL section's `actor.optim`, and the clipping."""
-    ratio, floor = "lr_warmup_steps_ratio", "min_lr_ratio"
+    theirs = f"{VERL}.optim"
+
+    def both(name: str, default: Json) -> Json:
+        return agreed(values, {f"{OPTIMIZER}.{name}": default, f"{theirs}.{name}": default})
+
     shape = schedule(
-        str(
-            agreed(
-                values, {f"{OPTIMIZER}.warmup_style": "constant", f"{VERL}.optim.warmup_style": "constant"}
-            )
-        ),
-        ratio=agreed(values, {f"{VERL}.optim.{ratio}": 0.0, f"{OPTIMIZER}.{ratio}": 0.0}),
-        floor=agreed(values, {f"{VERL}.optim.{floor}": 0.0, f"{OPTIMIZER}.{floor}": 0.0}),
-        steps=_warmup_updates(values),
+        str(both("warmup_style", "constant")),
+        ratio=both("lr_warmup_steps_ratio", 0.0),
+        floor=both("min_lr_ratio", 0.0),
+        steps=both("lr_warmup_steps", -1),
     )
+    decay = both("weight_decay", 0.01)
     return {
-        "train.optimizer.lr": agreed(values, {f"{OPTIMIZER}.lr": 1e-6, f"{VERL}.optim.lr": 1e-6}),
-        "train.optimizer.betas": values[f"{OPTIMIZER}.betas"],
-        "train.optimizer.weight_decay": values[f"{OPTIMIZER}.weight_decay"],
+        "train.optimizer.lr": both("lr", 1e-6),
+        "train.optimizer.betas": both("betas", [0.9, 0.999]),
+        "train.optimizer.weight_decay": decay,
+        "train.optimizer.decay_all": bool(decay),
         "train.optimizer.grad_clip": agreed(values, {"trainer.grad_clip": 1.0, f"{VERL}.grad_clip": 1.0}),
         **{f"train.optimizer.schedule.{key}": value for key, value in shape.items()},
     }
 
 
-def _warmup_updates(values: Values) -> int:
-    """lr_warmup_steps counts training steps; here it counts optimizer steps, ppo_epochs of them a training step."""
-    return max(count(values, f"{OPTIMIZER}.lr_warmup_steps", least=-1), 0) * count(
-        values, f"{VERL}.ppo_epochs"
-    )
-
-
-def schedule(style: str, *, ratio: Json, floor: Json, steps: int = 0) -> dict[str, Json]:
-    """Warm-up, then constant or cosine, which alone has a floor."""
-    if style not in ("constant", "cosine"):
-        raise ConfigError(f"warmup_style: {style!r} is not known; it is constant or cosine.")
-    out: dict[str, Json] = {"kind": style}
+def schedule(style: str, *, ratio: Json, floor: Json, steps: Json = -1) -> dict[str, Json]:
+    """Warm-up s / W in training steps, so that the first moves nothing; then constant, or cosine, which has a floor."""
+    known_as(style, dict.fromkeys(("constant", "cosine")), key="warmup_style")
+    out: dict[str, Json] = {"kind": style, "unit": "train_step"}
     if floor:
         out["min_factor"] = floor
-    if steps:
-        return out | {"warmup_steps": steps}
-    return out | ({"warmup_fraction": ratio} if ratio else {})
+    if isinstance(steps, int) and steps > 0:
+        return out | {"warmup_steps": steps, "warmup_ends": "start"}
+    return out | ({"warmup_fraction": ratio, "warmup_ends": "start"} if ratio and steps < 0 else {})
 
 
 # ---------------------------------------------------------------- rows
 
-_KL = "one KL term, in the loss or in the rewards; low_var_kl is the bounded k3"
+_KL = (
+    "low_var_kl is the bounded k3; with mix the coefficient is divided by 1 - mu, which stands before it here"
+)
+_MOMENTS = "AdamW; as actor.optim's, which must agree with it"
+
+
+def _keys(prefix: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}.{name}" for name in names)
+
 
 ALGORITHM: tuple[Key, ...] = (
     section("algorithm", "algorithm"),
     translated(
         "algorithm.algorithm_type",
-        advantage,
+        recipe,
         "algorithm.name",
         default="ppo",
-        reason="the recipe with Trinity's own choices put over it (token-mean, dual clip 3, KL k2 at 0.001)",
+        reason="the recipe with Trinity's own choices put over it (token-mean, dual clip 3, KL k2 at 0.001, the ratio "
+        "to the engine's log-probs); dpo without Trinity's second KL",
     ),
     section("algorithm.optimizer", "train.optimizer"),
     translated(
@@ -328,14 +161,14 @@ ALGORITHM: tuple[Key, ...] = (
         optimizer,
         "train.optimizer.lr",
         default=1e-6,
-        reason="AdamW, weight decay 0.01",
+        reason="AdamW, weight decay 0.01 of all parameters",
     ),
     translated(
         "algorithm.optimizer.warmup_style",
         optimizer,
         "train.optimizer.schedule.kind",
         default="constant",
-        reason="warm-up starts above 0 here: (s + 1) / (W + 1) instead of s / W",
+        reason="warm-up s / W in training steps: the first one moves nothing",
     ),
     translated(
         "algorithm.advantage_fn",
@@ -344,14 +177,20 @@ ALGORITHM: tuple[Key, ...] = (
         default=None,
         reason="null: by algorithm_type; ppo needs the critic of algorithm_type ppo",
     ),
-    translated("algorithm.kl_penalty_fn", kl, "algorithm.kl.place", default=None, reason=_KL),
-    translated("algorithm.kl_loss_fn", kl, "algorithm.kl.estimator", default=None, reason=f"{_KL}; null: k2"),
+    translated(
+        "algorithm.kl_penalty_fn",
+        kl,
+        "algorithm.reward_kl.estimator",
+        default=None,
+        reason="corrected_k3 is k3 here: its ratio is 1 before the step",
+    ),
+    translated("algorithm.kl_loss_fn", kl, "algorithm.kl.estimator", default=None, reason=f"null: k2; {_KL}"),
     translated(
         "algorithm.entropy_loss_fn",
         entropy,
         "algorithm.entropy_coef",
         default=None,
-        reason="null: default, whose coefficient is 0",
+        reason="null: default, whose coefficient is 0; mix: without the demonstrations",
     ),
 )
 """Without repeat_times and sample_strategy, which stand with the buffer."""
@@ -360,9 +199,20 @@ MORE_ALGORITHM: tuple[Key, ...] = (
     translated(
         "algorithm.advantage_fn_args.*",
         advantage,
-        "algorithm.gamma",
-        "algorithm.lam",
-        "algorithm.std_epsilon",
+        *_keys(
+            "algorithm",
+            *("gamma", "lam", "std_epsilon", "std_ddof", "std_scope", "normalize_std", "rank_penalty"),
+            *(
+                "groups.min_std",
+                "refill",
+                "resample",
+                "divide_by_turns",
+                "opmd_baseline",
+                "tau",
+                "baseline_shift",
+            ),
+            "distill_coef",
+        ),
         default={},
         reason="arguments of advantage_fn",
     ),
@@ -370,36 +220,51 @@ MORE_ALGORITHM: tuple[Key, ...] = (
         "algorithm.policy_loss_fn",
         policy_loss,
         "algorithm.loss",
+        "algorithm.old_logprobs",
         default=None,
-        reason="null: by algorithm_type",
+        reason="null: by algorithm_type; sapo differentiates its gate as the paper does (whet.algorithm.sapo_detach: "
+        "Trinity's form)",
     ),
     translated(
         "algorithm.policy_loss_fn_args.*",
         policy_loss,
-        "algorithm.clip_low",
-        "algorithm.clip_high",
-        "algorithm.dual_clip",
-        "algorithm.beta",
-        "algorithm.label_smoothing",
+        *_keys(
+            "algorithm",
+            *("clip_low", "clip_high", "dual_clip", "sequence_mask_delta", "fallback_to_policy_gradient"),
+            *("gspo_form", "cispo_mask", "tau_pos", "tau_neg", "sppo_epsilon", "topr_threshold", "tau"),
+            *("rec_clip_mode", "rec_weight", "rec_regularizer", "rec_regularizer_coef", "rec_temperature"),
+            *("rec_ring_low", "rec_ring_high", "phi_cutoff", "beta", "label_smoothing"),
+        ),
         default={},
-        reason="clipping, aggregation, beta",
+        reason="arguments of policy_loss_fn; what the mixed losses count with must be what a step has",
     ),
     translated(
         "algorithm.loss_agg_mode",
         policy_loss,
         "algorithm.aggregation",
         default=None,
-        reason="counts are over the whole batch, whatever the micro-batches",
+        reason="null: the loss's own (gspo: seq-mean-token-mean, others token-mean); over the whole batch, whatever "
+        "the micro-batches; seq-mean-token-sum-norm divides by max_response_tokens, not by the batch's longest reply",
+    ),
+    translated(
+        "algorithm.sample_strategy_args.*",
+        mixed,
+        *_keys(
+            "algorithm.mix", "expert_ratio", "mu", "mu_warmup_steps", "mu_valley", "mu_decay_steps", "loss"
+        ),
+        "data.expert",
+        "data.learn_turns",
+        default={},
+        reason="mix: Trinity's share is of experiences, that of whet of tasks",
     ),
     translated(
         "algorithm.kl_penalty_fn_args.*",
         kl,
-        "algorithm.kl.target",
-        "algorithm.kl.horizon",
+        *_keys("algorithm.reward_kl", "coef", "target", "horizon"),
         default={},
-        reason=_KL,
+        reason="kl_coef, adaptive, target_kl, horizon",
     ),
-    translated("algorithm.kl_loss_fn_args.*", kl, "algorithm.kl.coef", default={}, reason=_KL),
+    translated("algorithm.kl_loss_fn_args.*", kl, "algorithm.kl.coef", default={}, reason=f"kl_coef; {_KL}"),
     translated(
         "algorithm.entropy_loss_fn_args.*",
         entropy,
@@ -407,36 +272,36 @@ MORE_ALGORITHM: tuple[Key, ...] = (
         default={},
         reason="entropy_coef",
     ),
-    translated(
-        "algorithm.optimizer.betas", optimizer, "train.optimizer.betas", default=[0.9, 0.999], reason="AdamW"
+    *(
+        translated(f"{OPTIMIZER}.{name}", optimizer, native, default=default, reason=reason)
+        for name, native, default, reason in (
+            ("betas", "train.optimizer.betas", [0.9, 0.999], _MOMENTS),
+            ("weight_decay", "train.optimizer.weight_decay", 0.01, "AdamW, of all parameters"),
+            (
+                "lr_warmup_steps",
+                "train.optimizer.schedule.warmup_steps",
+                -1,
+                "training steps; wins over the ratio",
+            ),
+            (
+                "lr_warmup_steps_ratio",
+                "train.optimizer.schedule.warmup_fraction",
+                0.0,
+                "fraction of all steps",
+            ),
+            ("min_lr_ratio", "train.optimizer.schedule.min_factor", None, "where cosine ends"),
+        )
     ),
-    translated(
-        "algorithm.optimizer.weight_decay",
-        optimizer,
-        "train.optimizer.weight_decay",
-        default=0.01,
-        reason="AdamW",
-    ),
-    translated(
-        "algorithm.optimizer.lr_warmup_steps",
-        optimizer,
-        "train.optimizer.schedule.warmup_steps",
-        default=-1,
-        reason="training steps; wins over the ratio",
-    ),
-    translated(
-        "algorithm.optimizer.lr_warmup_steps_ratio",
-        optimizer,
-        "train.optimizer.schedule.warmup_fraction",
-        default=0.0,
-        reason="fraction of all steps",
-    ),
-    translated(
-        "algorithm.optimizer.min_lr_ratio",
-        optimizer,
-        "train.optimizer.schedule.min_factor",
-        default=None,
-        reason="where cosine ends",
+    coming(f"{OPTIMIZER}.optimizer_type", "optimizers other than AdamW", default="adam", harmless=("adamw",)),
+    *(
+        coming(f"{OPTIMIZER}.{name}", "Megatron's optimizer", default=default)
+        for name, default in (
+            ("clip_grad", 1.0),
+            ("lr_warmup_init", 0.0),
+            ("lr_decay_steps", None),
+            ("lr_decay_style", "constant"),
+            ("min_lr", 0.0),
+        )
     ),
 )
 """Keys that the document leaves to the source code."""

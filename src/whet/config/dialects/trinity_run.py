@@ -1,16 +1,17 @@
-"""Trinity-RFT's global keys, its models and machines, explorer, synchronizer, trainer, monitor, services and log."""
+"""Trinity-RFT's global keys, its models and machines, explorer, synchronizer and trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from whet.config.dialects.key import Key, Values, coming, derived, inert, translated
+from whet.config.dialects.key import Key, Unbuilt, Values, coming, derived, inert, translated
 from whet.config.dialects.trinity_algorithm import optimizer
 from whet.config.dialects.trinity_data import batch, evaluation, length, mode, sampling, token_limits
+from whet.config.dialects.trinity_presets import online, preset, repeat_times
+from whet.config.dialects.trinity_replies import template
 from whet.config.dialects.trinity_trainer import critic, export, micro, resume
 from whet.config.dialects.trinity_values import MODEL as VERL_MODEL
-from whet.config.dialects.trinity_values import count, given, online, repeat_times, section, text
-from whet.tables import near
+from whet.config.dialects.trinity_values import at_any_value, count, entries, given, known_as, section, text
 from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- the run and its folder
@@ -25,11 +26,6 @@ def run(values: Values) -> Mapping[str, Json]:
         *([group] if group else []),
     ]
     return {"name": name, "run_dir": "/".join([*folder, name])}
-
-
-def any_name(values: Values) -> Mapping[str, Json]:
-    """A name of an actor: there are no actors, and nothing else is called by it."""
-    return {}
 
 
 # ---------------------------------------------------------------- model
@@ -53,9 +49,44 @@ def model(values: Values) -> Mapping[str, Json]:
 
 
 def chat_template(values: Values) -> Mapping[str, Json]:
-    """The file wins over the text."""
-    template = text(values, "model.chat_template_path") or text(values, "model.custom_chat_template")
-    return {} if template is None else {"tokenizer.chat_template": template}
+    """The file wins over the text; the template of a file of replies, or of the engine, stands for a missing one."""
+    own = template(values) or text(values, "explorer.rollout_model.chat_template")
+    whole = text(values, "model.chat_template_path") or text(values, "model.custom_chat_template")
+    if own and whole and own != whole:
+        raise Unbuilt(
+            "model.custom_chat_template: another template for the file of replies, or the engine, is coming, not built "
+            "yet; give one of them."
+        )
+    return {"tokenizer.chat_template": own or whole} if own or whole else {}
+
+
+def libraries(values: Values) -> Mapping[str, Json]:
+    """Modules to import before the models, the critic's too."""
+    named = [values[f"{VERL_MODEL}.external_lib"]]
+    if preset(values).recipe == "ppo":
+        named.append(values["trainer.trainer_config.critic.model.external_lib"])
+    every = [lib for one in named if given(one) for lib in (one if isinstance(one, list) else [one])]
+    return {"imports": list(dict.fromkeys(every))} if every else {}
+
+
+def teacher(values: Values) -> Mapping[str, Json]:
+    """The first auxiliary model, which on_policy_distill learns from. Others are for workflows of several models."""
+    key = "explorer.auxiliary_models"
+    models, distills = entries(values, key), preset(values).advantage == "on_policy_distill"
+    if not online(values):
+        return {}
+    if not models and distills:
+        raise ConfigError(f"{key}: must be given: on_policy_distill learns from the model_path of the first.")
+    if len(models) > distills:
+        raise Unbuilt(
+            f"{key}: models beside the policy are coming, not built yet; here: the teacher of on_policy_distill."
+        )
+    if not distills:
+        return {}
+    path = text(models[0], "model_path")
+    if path is None:
+        raise ConfigError(f"{key}[0].model_path: must be given: the folder of the teacher.")
+    return {"reference.path": path}
 
 
 # ---------------------------------------------------------------- explorer and synchronizer
@@ -63,12 +94,9 @@ def chat_template(values: Values) -> Mapping[str, Json]:
 
 def engine_type(values: Values) -> Mapping[str, Json]:
     """The embedded engine stands in for vLLM."""
-    name = values["explorer.rollout_model.engine_type"]
-    if name not in ("vllm", "vllm_async", "sglang"):
-        raise ConfigError(
-            f"explorer.rollout_model.engine_type: {name} is coming, not built yet; here: vllm and vllm_async (the "
-            "embedded engine stands in)."
-        )
+    known = dict.fromkeys(("vllm", "vllm_async", "sglang"))
+    name = str(values["explorer.rollout_model.engine_type"])
+    known_as(name, known, key="explorer.rollout_model.engine_type", coming=("tinker", "external"))
     return {}
 
 
@@ -83,75 +111,41 @@ def timeout(values: Values) -> Mapping[str, Json]:
     return {"rollout.timeout_s": values["explorer.max_timeout"]}
 
 
-STYLES = (
-    "fixed",
-    "dynamic_by_explorer",
-    "dynamic_by_trainer",
-    "explorer_driven",
-    "trainer_driven",
-    "fully_async",
-)
+METHODS = ("nccl", "checkpoint", "memory", "online", "offline")
+AHEAD = ("dynamic_by_explorer", "dynamic_by_trainer", "explorer_driven", "trainer_driven", "fully_async")
 
 
-def synchronizer(values: Values) -> Mapping[str, Json]:
-    """Every step in both mode: the engine samples from the trainer's own weights. What runs ahead is coming."""
-    style, method = values["synchronizer.sync_style"], values["synchronizer.sync_method"]
-    if style not in STYLES:
-        raise ConfigError(f"synchronizer.sync_style: {style!r} is not known{near(str(style), STYLES)}.")
-    if method not in ("nccl", "checkpoint", "memory"):
-        raise ConfigError(
-            f"synchronizer.sync_method: {method!r} is not known; it is nccl, checkpoint or memory."
+def lock_step(values: Values) -> Mapping[str, Json]:
+    """The engine samples from the trainer's own weights, whatever the method. What runs ahead is coming."""
+    method, style = str(values["synchronizer.sync_method"]), str(values["synchronizer.sync_style"])
+    known_as(method, dict.fromkeys(METHODS), key="synchronizer.sync_method")
+    known_as(style, {"fixed": 1}, key="synchronizer.sync_style", coming=AHEAD if online(values) else ())
+    if online(values) and values["synchronizer.sync_offset"] != 0:
+        raise Unbuilt(
+            f"synchronizer.sync_offset: {values['synchronizer.sync_offset']} lets the explorer run ahead of "
+            "the trainer, which is coming, not built yet; here: 0."
         )
-    if not online(values):
-        return {}
-    for key, built in (("sync_style", "fixed"), ("sync_interval", 1), ("sync_offset", 0)):
-        if values[f"synchronizer.{key}"] != built:
-            raise ConfigError(
-                f"synchronizer.{key}: {values[f'synchronizer.{key}']} lets the explorer run ahead of the trainer, "
-                f"which is coming, not built yet; here: {built}."
-            )
     return {}
 
 
-# ---------------------------------------------------------------- monitor and log
+def sync_interval(values: Values) -> Mapping[str, Json]:
+    """Steps between weight syncs: rollouts are up to so many versions old, less one."""
+    return {"rollout.sync_every": count(values, "synchronizer.sync_interval")} if online(values) else {}
 
 
-def monitor(values: Values) -> Mapping[str, Json]:
-    """The tracker, beside the console and metrics.jsonl."""
-    kind = values["monitor.monitor_type"]
-    if kind != "tensorboard":
-        what = "is coming, not built yet" if kind in ("wandb", "mlflow", "swanlab") else "is not known"
-        raise ConfigError(f"monitor.monitor_type: {kind} {what}; here: tensorboard.")
-    return {"track.trackers": ["console", "jsonl", "tensorboard"]}
-
-
-def secrets(values: Values) -> Mapping[str, Json]:
-    """Refuses keys and passwords without showing them."""
-    for name, owner in (("api_key", "Weights & Biases"), ("password", "MLflow")):
-        if text(values, f"monitor.monitor_args.{name}") is not None:
-            raise ConfigError(
-                f"monitor.monitor_args.{name}: coming, not built yet: {owner}; leave it out of the file."
-            )
-    return {}
-
-
-def log_level(values: Values) -> Mapping[str, Json]:
-    """DEBUG is debug."""
-    return {"track.log_level": str(values["log.level"]).lower()}
+def environment(values: Values) -> Mapping[str, Json]:
+    """Variables of the reward processes; there are no others that run code of the user's."""
+    key = "explorer.env_vars"
+    found = values[key] or {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{key}: got {type(found).__name__}, expected names with values.")
+    return {"guard.env": {name: str(value) for name, value in found.items()}} if found else {}
 
 
 # ---------------------------------------------------------------- rows
 
 
-def _name(name: str, *, default: Json) -> Key:
-    """Inert at any value."""
-    reason = "names an actor, and there are none: everything is one process"
-    return Key(name=name, status="inert", default=default, reason=reason, translate=any_name)
-
-
-def _secret(name: str, feature: str) -> Key:
-    """Coming, and never shown."""
-    return Key(name=name, status="coming", default=None, native=("track",), reason=feature, translate=secrets)
+_NO_ACTORS = "names an actor, and there are none: everything is one process"
 
 
 def _coming(feature: str, **defaults: Json) -> tuple[Key, ...]:
@@ -165,7 +159,13 @@ def _coming(feature: str, **defaults: Json) -> tuple[Key, ...]:
 _LIMITS = "prompt and reply share max_model_len; what is not given is what the others leave"
 
 GLOBAL: tuple[Key, ...] = (
-    translated("project", run, "run_dir", default="Trinity-RFT", reason="a part of the run's folder"),
+    translated(
+        "project",
+        run,
+        "run_dir",
+        default="Trinity-RFT",
+        reason="a part of the run's folder; wandb, mlflow and swanlab list the run under it",
+    ),
     translated("name", run, "name", "run_dir", default="rft", reason="the run, and a part of its folder"),
     translated(
         "mode", mode, default="both", reason="both explores and trains in turn; train is for sft and dpo"
@@ -182,9 +182,9 @@ GLOBAL: tuple[Key, ...] = (
         resume,
         "checkpoint.resume",
         default=True,
-        reason="false: a folder that holds a run is refused, not renamed",
+        reason="false: the run that is there is moved aside",
     ),
-    _name("ray_namespace", default=None),
+    at_any_value("ray_namespace", _NO_ACTORS, default=None),
 )
 
 MODEL: tuple[Key, ...] = (
@@ -274,11 +274,11 @@ CLUSTER: tuple[Key, ...] = (
     derived("cluster.gpu_per_node", batch, default=None, reason=_GPUS),
 )
 
-_ASYNC = "fixed, interval 1, offset 0: the engine samples from the trainer's own weights"
+_ASYNC = "fixed, offset 0: explorer and trainer take turns; what runs ahead is coming"
 
 EXPLORER: tuple[Key, ...] = (
     section("explorer", "rollout"),
-    _name("explorer.name", default="explorer"),
+    at_any_value("explorer.name", _NO_ACTORS, default="explorer"),
     translated(
         "explorer.runner_per_model",
         at_once,
@@ -288,7 +288,7 @@ EXPLORER: tuple[Key, ...] = (
     ),
     translated("explorer.max_timeout", timeout, "rollout.timeout_s", default=1800, reason="of one attempt"),
     coming("explorer.max_retry_times", "repeating a rollout that failed", default=2, harmless=(0,)),
-    coming("explorer.env_vars", "an environment for rewards", default={}),
+    translated("explorer.env_vars", environment, "guard.env", default={}, reason="of the reward processes"),
     section("explorer.rollout_model", "rollout"),
     derived(
         "explorer.rollout_model.engine_type",
@@ -305,9 +305,6 @@ EXPLORER: tuple[Key, ...] = (
     ),
     derived("explorer.rollout_model.tensor_parallel_size", batch, default=1, reason=_GPUS),
     coming("explorer.rollout_model.enable_history", "workflows of your own", default=False),
-    coming("explorer.auxiliary_models", "models beside the policy", default=[]),
-    coming("explorer.auxiliary_models[].model_path", "models beside the policy", default=None),
-    coming("explorer.auxiliary_models[].tensor_parallel_size", "models beside the policy", default=1),
     translated("explorer.eval_interval", evaluation, "eval.every", default=100, reason="steps"),
     translated(
         "explorer.eval_on_startup",
@@ -335,24 +332,30 @@ SYNCHRONIZER: tuple[Key, ...] = (
     section("synchronizer", "rollout"),
     derived(
         "synchronizer.sync_method",
-        synchronizer,
+        lock_step,
         default="nccl",
         reason="the engine samples from the trainer's weights",
     ),
-    derived("synchronizer.sync_interval", synchronizer, default=1, reason=_ASYNC),
-    derived("synchronizer.sync_offset", synchronizer, default=0, reason=_ASYNC),
+    translated(
+        "synchronizer.sync_interval",
+        sync_interval,
+        "rollout.sync_every",
+        default=1,
+        reason="steps; an evaluation waits for the next",
+    ),
+    derived("synchronizer.sync_offset", lock_step, default=0, reason=_ASYNC),
     inert(
         "synchronizer.sync_timeout",
         "weights are handed over inside one process: there is no peer to wait for",
         default=3600,
-        harmless=(60, 300, 600, 900, 1200, 1800, 7200, 86400),
+        harmless=(60, 300, 600, 900, 1200, 1800, 2400, 7200, 86400),
     ),
-    derived("synchronizer.sync_style", synchronizer, default="fixed", reason=_ASYNC),
+    derived("synchronizer.sync_style", lock_step, default="fixed", reason=_ASYNC),
 )
 
 TRAINER: tuple[Key, ...] = (
     section("trainer", "train"),
-    _name("trainer.name", default="trainer"),
+    at_any_value("trainer.name", _NO_ACTORS, default="trainer"),
     coming("trainer.trainer_type", "other trainers than the embedded one", default="verl"),
     coming(
         "trainer.trainer_strategy",
@@ -381,7 +384,12 @@ TRAINER: tuple[Key, ...] = (
         harmless=("single_thread", "single_process", "single_node"),
     ),
     translated(
-        "trainer.save_hf_checkpoint", export, "checkpoint.export", default="last", reason="last or never"
+        "trainer.save_hf_checkpoint",
+        export,
+        "checkpoint.export",
+        "checkpoint.export_every",
+        default="last",
+        reason="always: with every checkpoint too",
     ),
     translated(
         "trainer.grad_clip",
@@ -408,88 +416,45 @@ TRAINER: tuple[Key, ...] = (
     section("trainer.trainer_config"),
 )
 
-MONITOR: tuple[Key, ...] = (
-    section("monitor", "track"),
-    translated(
-        "monitor.monitor_type",
-        monitor,
-        "track.trackers",
-        default="tensorboard",
-        reason="beside console and jsonl",
-    ),
-    section("monitor.monitor_args", "track"),
-    coming("monitor.monitor_args.base_url", "Weights & Biases", default=None),
-    _secret("monitor.monitor_args.api_key", "Weights & Biases"),
-    coming("monitor.monitor_args.uri", "MLflow", default="http://localhost:5000"),
-    coming("monitor.monitor_args.username", "MLflow", default=None),
-    _secret("monitor.monitor_args.password", "MLflow"),
-    coming("monitor.enable_ray_timeline", "a timeline of the run", default=False),
-)
-
-_JUICER = "data services (Data-Juicer)"
-_OPERATORS = "data_processor.experience_pipeline.operators"
-_TASK_OPERATORS = "data_processor.task_pipeline.operators"
-
-SERVICES: tuple[Key, ...] = (
-    section("service"),
-    section("service.data_juicer"),
-    coming("service.data_juicer.server_url", _JUICER, default=None),
-    coming("service.data_juicer.auto_start", _JUICER, default=False),
-    coming("service.data_juicer.port", _JUICER, default=None),
-    section("data_processor"),
-    section("data_processor.task_pipeline"),
-    coming("data_processor.task_pipeline.num_process", _JUICER, default=4),
-    coming(_TASK_OPERATORS, _JUICER, default=[]),
-    coming(f"{_TASK_OPERATORS}[].name", _JUICER, default=""),
-    coming(f"{_TASK_OPERATORS}[].args", _JUICER, default={}),
-    *(
-        coming(f"{_TASK_OPERATORS}[].args.{key}", _JUICER, default=None)
-        for key in ("api_or_hf_model", "min_score", "input_keys", "field_names")
-    ),
-    coming("data_processor.task_pipeline.inputs", _JUICER, default=[]),
-    coming("data_processor.task_pipeline.target_fields", _JUICER, default=[]),
-    section("data_processor.experience_pipeline"),
-    coming(_OPERATORS, _JUICER, default=[]),
-    coming(f"{_OPERATORS}[].name", _JUICER, default=""),
-    coming(f"{_OPERATORS}[].args", _JUICER, default={}),
-    coming(f"{_OPERATORS}[].args.config_path", _JUICER, default=None),
-    coming(f"{_OPERATORS}[].args.reward_shaping_configs", "shaping rewards by statistics", default=[]),
-    coming(
-        f"{_OPERATORS}[].args.reward_shaping_configs[].stats_key",
-        "shaping rewards by statistics",
-        default=None,
-    ),
-    coming(
-        f"{_OPERATORS}[].args.reward_shaping_configs[].op_type",
-        "shaping rewards by statistics",
-        default="ADD",
-    ),
-    coming(
-        f"{_OPERATORS}[].args.reward_shaping_configs[].weight", "shaping rewards by statistics", default=1.0
-    ),
-)
-
-LOG: tuple[Key, ...] = (
-    section("log", "track"),
-    translated(
-        "log.level", log_level, "track.log_level", default="INFO", reason="of run.log and the console"
-    ),
-    coming("log.group_by_node", "logs of several machines", default=False),
-)
-
-_STUDIO = "a field of the config studio; in a file write"
-
-GUI: tuple[Key, ...] = (
-    coming("gui:train_batch_size", f"{_STUDIO} buffer.train_batch_size", default=96),
-    coming("gui:_train_batch_size_per_gpu", f"{_STUDIO} buffer.train_batch_size", default=16),
-    coming("gui:trainer_gpu_num", f"{_STUDIO} cluster.gpu_per_node", default=None),
-    coming("gui:total_epochs", f"{_STUDIO} buffer.total_epochs", default=20),
-)
-
 MORE_RUN: tuple[Key, ...] = (
-    coming("monitor.monitor_args.*", "arguments of the tracker", default={}),
-    coming(f"{_TASK_OPERATORS}[].args.*", _JUICER, default={}),
-    coming(f"{_OPERATORS}[].args.*", _JUICER, default={}),
     translated("group", run, "run_dir", default=None, reason="a part of the run's folder, before the name"),
+    *(
+        translated(f"model.{key}", owner, *natives, default=default, reason="of tasksets that give none")
+        for key, default, owner, natives in (
+            ("temperature", 1.0, sampling, ("rollout.sampling.temperature",)),
+            ("top_p", 1.0, sampling, ("rollout.sampling.top_p",)),
+            ("top_k", -1, sampling, ("rollout.sampling.top_k",)),
+        )
+    ),
+    coming("model.logprobs", "log-probs of other tokens than the sampled", default=0),
+    coming("model.fully_sharded_loras", "LoRA", default=False),
+    coming("model.max_cpu_loras", "LoRA", default=None),
+    coming("cluster.ray_address", "several machines", default="auto"),
+    coming(
+        "explorer.max_repeat_times_per_runner",
+        "a task's repeats on several runners",
+        default=None,
+        harmless=(1,),
+    ),
+    coming("explorer.runner_num", "the older name of runner_per_model", default=None),
+    *(
+        coming(f"explorer.{key}", "a server for agents outside (serve), and bench", default=default)
+        for key, default in (
+            ("bench_on_latest_checkpoint", False),
+            ("proxy_port", 8010),
+            ("listen_address", "0.0.0.0"),
+            ("service_status_check_interval", 60),
+            ("min_running_model_num", 1),
+            ("db_url", None),
+        )
+    ),
+    at_any_value("trainer.enable_preview", "whet's display shows rollouts anyway", default=True),
+    at_any_value(
+        "trainer.fix_actor_microbatch_loss_scale",
+        "micro-batches never change the gradient here",
+        default=False,
+    ),
+    coming("trainer.trainer_config_path", "the older name of trainer_config", default=""),
+    coming("synchronizer.wait_for_checkpoint", "weights by way of checkpoints", default=False),
 )
 """Keys that the document leaves to the source code."""

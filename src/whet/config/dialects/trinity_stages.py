@@ -6,9 +6,9 @@ import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from whet.config.dialects.key import Key, Translate, Values
+from whet.config.dialects.key import Key, Translate, Unbuilt, Values
 from whet.config.dialects.tables import dialect
-from whet.config.dialects.translate import translate
+from whet.config.dialects.translate import Translation, translate
 from whet.config.faults import shown
 from whet.config.tree import STAGE_SECTIONS, get, leaves, merge
 from whet.types import ConfigError, Json
@@ -20,19 +20,26 @@ def stages(values: Values) -> Mapping[str, Json]:
     """Every stage's own native sections. A key that a stage leaves out is the global one's, as the document says;
     Trinity's code replaces whole sections."""
     given = [stage for stage in values["stages"] or [] if isinstance(stage, dict)]
+    if not given:
+        return {}
     whole = whole_file(values)
-    told = _told(whole) if given else set()
+    alone = translate(whole, dialect("trinity"), origins={})
+    told = _told(alone)
     problems: list[str] = []
+    unbuilt: list[str] = []
     trees: list[dict[str, Json]] = []
     for n, stage in enumerate(given):
         done = translate(inherited(whole, stage), dialect("trinity"), origins={})
         said = [text for _, text in done.problems if text not in told and "unknown key" not in text]
         said += [] if stage.get("stage_name") else ["stage_name: must be given."]
         trees.append(done.tree)
-        said += _own_way(trees[0], done.tree)
+        said += _own_way(alone.tree, done.tree)
         problems += [f"stages[{n}]: {text}" for text in said]
+        unbuilt += [f"stages[{n}]: {text}" for _, text in done.unbuilt if text not in told]
     if problems:
-        raise ConfigError("; ".join(problems))
+        raise ConfigError("; ".join(problems + unbuilt))
+    if unbuilt:
+        raise Unbuilt("; ".join(unbuilt))
     out: dict[str, Json] = {}
     for n, (stage, tree) in enumerate(zip(given, trees)):
         out[f"stages.{n}.name"] = stage["stage_name"]
@@ -40,13 +47,13 @@ def stages(values: Values) -> Mapping[str, Json]:
     return out
 
 
-def _own_way(first: Mapping[str, Json], tree: Mapping[str, Json]) -> list[str]:
+def _own_way(alone: Mapping[str, Json], tree: Mapping[str, Json]) -> list[str]:
     """What a stage asks for that is one for all."""
     shared = {key: value for key, value in tree.items() if key not in STAGE_SECTIONS}
     return [
         f"it asks for {'.'.join(map(str, path))}={shown(value)}, which is one for all stages."
         for path, value in leaves(shared)
-        if get(dict(first), path) != value
+        if get(dict(alone), path) != value
     ]
 
 
@@ -74,10 +81,10 @@ def whole_file(values: Values) -> dict[str, Json]:
     return out
 
 
-def _told(whole: dict[str, Json]) -> set[str]:
+def _told(alone: Translation) -> set[str]:
     """What is wrong with the global file by itself: the stages need not say it again."""
     of = dialect("trinity")
-    found = {text for _, text in translate(whole, of, origins={}).problems}
+    found = {text for _, text in (*alone.problems, *alone.unbuilt)}
     return {text for text in found if not _of_a_stage(of.row(text.partition(":")[0]))}
 
 

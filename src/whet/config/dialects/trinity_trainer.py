@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import ceil
 
-from whet.config.dialects.key import Values
+from whet.config.dialects.key import Unbuilt, Values
 from whet.config.dialects.trinity_algorithm import schedule
 from whet.config.dialects.trinity_data import limits
+from whet.config.dialects.trinity_presets import preset
 from whet.config.dialects.trinity_values import (
     ACTOR,
     CRITIC,
@@ -17,7 +18,7 @@ from whet.config.dialects.trinity_values import (
     agreed,
     count,
     given,
-    preset,
+    known_as,
     text,
     whole,
 )
@@ -27,26 +28,34 @@ from whet.types import ConfigError, Json
 
 
 def critic(values: Values) -> Mapping[str, Json]:
-    """The value model of ppo: where it starts, its optimizer, its clipping, its warm-up alone."""
+    """The value model of ppo: where it starts, its optimizer, its clipping, its passes, its warm-up alone."""
     path, policy = text(values, "model.critic_model_path"), text(values, "model.model_path")
-    own = values[f"{CRITIC}.grad_clip"]
-    clip = values["trainer.grad_clip"] if own == 1.0 else own
+    own, optim = values[f"{CRITIC}.grad_clip"], f"{CRITIC}.optim"
+    over = values[f"{CRITIC}.model.override_config"] or {}
     if not values[f"{CRITIC}.cliprange_value"]:
         raise ConfigError(
             f"{CRITIC}.cliprange_value: 0 would hold every value where it was; write 0.5, the default."
         )
     optimizer = {
-        "lr": values[f"{CRITIC}.optim.lr"],
-        "weight_decay": 0.01,
-        "grad_clip": clip,
+        "lr": values[f"{optim}.lr"],
+        **({"betas": values[f"{optim}.betas"]} if preset(values).recipe == "ppo" else {}),
+        "weight_decay": values[f"{optim}.weight_decay"],
+        "decay_all": bool(values[f"{optim}.weight_decay"]),
+        "grad_clip": values["trainer.grad_clip"] if own == 1.0 else own,
         "schedule": schedule(
-            str(values[f"{CRITIC}.optim.warmup_style"]),
-            ratio=values[f"{CRITIC}.optim.lr_warmup_steps_ratio"],
-            floor=given(values[f"{CRITIC}.optim.min_lr_ratio"]),
+            str(values[f"{optim}.warmup_style"]),
+            ratio=values[f"{optim}.lr_warmup_steps_ratio"],
+            floor=given(values[f"{optim}.min_lr_ratio"]),
+            steps=values[f"{optim}.lr_warmup_steps"],
         ),
     }
+    passes = whole(values, f"{CRITIC}.ppo_epochs")
+    own_passes = passes is not None and passes != values[f"{ACTOR}.ppo_epochs"]
     return {
-        **({"critic.path": path} if path not in (None, policy) else {}),
+        **({"critic.path": path or policy} if over or path not in (None, policy) else {}),
+        **({"critic.overrides": over} if over else {}),
+        **({"critic.passes": passes} if own_passes else {}),
+        "critic.gradient_checkpointing": values[f"{CRITIC}.model.enable_gradient_checkpointing"],
         "critic.clip_value": values[f"{CRITIC}.cliprange_value"],
         "critic.warmup_steps": values[f"{VERL_TRAINER}.critic_warmup"],
         "critic.optimizer": optimizer,
@@ -55,15 +64,11 @@ def critic(values: Values) -> Mapping[str, Json]:
 
 def like_the_actor(values: Values) -> Mapping[str, Json]:
     """What actor and critic have in common here must be given alike."""
-    for theirs, own in (
-        (f"{CRITIC}.ppo_epochs", f"{ACTOR}.ppo_epochs"),
-        (f"{CRITIC}.shuffle", f"{ACTOR}.shuffle"),
-        (f"{CRITIC}.model.enable_gradient_checkpointing", f"{MODEL}.enable_gradient_checkpointing"),
-    ):
-        if preset(values).recipe == "ppo" and values[theirs] not in (None, values[own]):
-            raise ConfigError(
-                f"{theirs}: {values[theirs]} is not the actor's {values[own]}: its own is coming, not built yet."
-            )
+    theirs, own = f"{CRITIC}.shuffle", f"{ACTOR}.shuffle"
+    if preset(values).recipe == "ppo" and values[theirs] not in (None, values[own]):
+        raise Unbuilt(
+            f"{theirs}: {values[theirs]} is not the actor's {values[own]}: its own is coming, not built yet."
+        )
     return {}
 
 
@@ -71,6 +76,7 @@ def passes(values: Values) -> Mapping[str, Json]:
     """ppo_epochs and memory for time."""
     return {
         "train.passes": values[f"{ACTOR}.ppo_epochs"],
+        "train.shuffle_passes": values[f"{ACTOR}.shuffle"],
         "train.gradient_checkpointing": values[f"{MODEL}.enable_gradient_checkpointing"],
     }
 
@@ -94,48 +100,79 @@ def overwritten(values: Values) -> Mapping[str, Json]:
 
 
 def micro(values: Values) -> Mapping[str, Json]:
-    """One cut into micro-batches for all models: the smallest of the budgets in use. It never changes the gradient."""
+    """Cuts into micro-batches: of the policy, the critic, forwards without gradient. They never change a gradient.
+
+    A budget of tokens counts where it differs from its default; it holds twice max_model_len at least.
+    """
+    with_critic = preset(values).recipe == "ppo"
     dynamic = agreed(values, {"trainer.use_dynamic_bsz": True, f"{ACTOR}.use_dynamic_bsz": True})
-    for key in (f"{REF}.log_prob_use_dynamic_bsz", f"{CRITIC}.use_dynamic_bsz"):
-        if values[key] not in (None, dynamic):
-            raise ConfigError(
-                f"{key}: {values[key]} is not the actor's {dynamic}: one way for all models is what is built."
-            )
-    if not dynamic:
-        return {
-            "train.micro_rollouts": _smallest(values, MICRO_BATCHES)
-            * (2 if preset(values).kind == "dpo" else 1)
-        }
+    of_ref, of_critic = (
+        dynamic if values[key] is None else values[key]
+        for key in (f"{REF}.log_prob_use_dynamic_bsz", f"{CRITIC}.use_dynamic_bsz")
+    )
+    if with_critic and of_ref != of_critic:
+        raise Unbuilt(
+            f"{CRITIC}.use_dynamic_bsz: {of_critic} beside {REF}.log_prob_use_dynamic_bsz: {of_ref} is coming, not "
+            "built yet: forwards without gradient are cut in one way."
+        )
+    cuts = (_tokens if dynamic else _rollouts)(values, actor=True)
+    forward = (_tokens if of_ref else _rollouts)(values, forward=True, critic=with_critic)
+    own = (_tokens if of_critic else _rollouts)(values, critic=True) if with_critic else None
+    out: dict[str, Json] = {f"train.{_kind(dynamic)}": cuts}
+    if forward is not None and (_kind(of_ref), forward) != (_kind(dynamic), cuts):
+        out[f"train.{_kind(of_ref)}_forward"] = forward
+    if own is not None and (_kind(of_critic), own) != (_kind(dynamic), cuts):
+        out[f"critic.{_kind(of_critic)}"] = own
+    return out
+
+
+def _kind(dynamic: Json) -> str:
+    return "micro_tokens" if dynamic else "micro_rollouts"
+
+
+def _tokens(
+    values: Values, *, actor: bool = False, forward: bool = False, critic: bool = False
+) -> int | None:
+    """A budget of tokens: that of one model; of forwards the smaller one; None where the policy's stands for it.
+
+    A budget that is its default, or the one it refers to, binds nobody: trainer.max_token_len_per_gpu does.
+    """
     width = count(values, "trainer.ulysses_sequence_parallel_size")
     floor = ceil(2 * sum(limits(values)) / width)
-    own = max(whole(values, "trainer.max_token_len_per_gpu") or floor, floor)
-    return {"train.micro_tokens": min(own, _smallest(values, TOKEN_BUDGETS, default=own))}
+
+    def told(key: str, default: Json) -> int | None:
+        size = whole(values, key)
+        return None if size in (None, default) else max(size or floor, floor)
+
+    policys, critics = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{CRITIC}.ppo_max_token_len_per_gpu"
+    if actor:
+        own = max(whole(values, "trainer.max_token_len_per_gpu") or floor, floor)
+        return told(policys, 16384) or own
+    trained = told(critics, 32768) if critic else None
+    if not forward:
+        return trained
+    of_ref = told(f"{REF}.log_prob_max_token_len_per_gpu", values[policys])
+    of_critic = told(f"{CRITIC}.forward_max_token_len_per_gpu", values[critics]) or trained
+    return min((size for size in (of_ref, of_critic if critic else None) if size), default=None)
 
 
-TOKEN_BUDGETS: dict[str, int | None] = {
-    f"{ACTOR}.ppo_max_token_len_per_gpu": 16384,
-    f"{REF}.log_prob_max_token_len_per_gpu": None,
-    f"{CRITIC}.ppo_max_token_len_per_gpu": 32768,
-    f"{CRITIC}.forward_max_token_len_per_gpu": None,
-}
-"""Budgets with their defaults, which bind nobody: trainer.max_token_len_per_gpu stands for those that are not given."""
-
-MICRO_BATCHES: dict[str, int | None] = {
-    f"{ACTOR}.ppo_micro_batch_size": None,
-    f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4,
-    f"{REF}.log_prob_micro_batch_size": None,
-    f"{REF}.log_prob_micro_batch_size_per_gpu": 4,
-    f"{CRITIC}.ppo_micro_batch_size_per_gpu": 8,
-    f"{CRITIC}.forward_micro_batch_size_per_gpu": None,
-}
-
-
-def _smallest(values: Values, defaults: Mapping[str, int | None], *, default: int = 4) -> int:
-    """The least of the numbers that are not their defaults, those of the critic in ppo alone."""
-    with_critic = preset(values).recipe == "ppo"
-    keys = [key for key in defaults if with_critic or not key.startswith(CRITIC)]
-    told = [n for key in keys if (n := whole(values, key)) is not None and n != defaults[key]]
-    return min(told, default=default)
+def _rollouts(values: Values, *, actor: bool = False, forward: bool = False, critic: bool = False) -> int:
+    """Rollouts of a micro-batch; pairs of dpo are two."""
+    times = 2 if preset(values).kind == "dpo" else 1
+    if actor:
+        return times * (
+            whole(values, f"{ACTOR}.ppo_micro_batch_size")
+            or count(values, f"{ACTOR}.ppo_micro_batch_size_per_gpu")
+        )
+    trained = count(values, f"{CRITIC}.ppo_micro_batch_size_per_gpu")
+    if not forward:
+        return trained
+    of_ref = times * (
+        whole(values, f"{REF}.log_prob_micro_batch_size")
+        or count(values, f"{REF}.log_prob_micro_batch_size_per_gpu")
+    )
+    of_critic = whole(values, f"{CRITIC}.forward_micro_batch_size_per_gpu") or trained
+    return min(of_ref, of_critic) if critic else of_ref
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -155,36 +192,60 @@ def resume(values: Values) -> Mapping[str, Json]:
         raise ConfigError(
             f"{VERL_TRAINER}.resume_from_path: has no effect with resume_mode: {kind}; write resume_path."
         )
-    if kind not in ("auto", "disable"):
-        raise ConfigError(f"{at}: {kind!r} is not known; it is auto, disable or resume_path.")
+    known_as(kind, dict.fromkeys(("auto", "disable", "resume_path")), key=at)
     goes_on = kind == "auto" and values["continue_from_checkpoint"]
-    return {"checkpoint.resume": "auto" if goes_on else "never"}
-
-
-KEEP_ALL = 1_000_000
-"""Checkpoints kept where all are wanted."""
+    return {"checkpoint.resume": "auto" if goes_on else "fresh"}
 
 
 def keep(values: Values) -> Mapping[str, Json]:
     """Actor and critic are saved together, so they are kept alike."""
-    actor, of_critic = (values[f"{VERL_TRAINER}.max_{who}_ckpt_to_keep"] for who in ("actor", "critic"))
+    actor, of_critic = (
+        given(values[f"{VERL_TRAINER}.max_{who}_ckpt_to_keep"]) for who in ("actor", "critic")
+    )
     if values[f"{VERL_TRAINER}.remove_previous_ckpt_in_save"]:
         return {"checkpoint.keep": 1}
     if preset(values).recipe == "ppo" and actor != of_critic:
-        raise ConfigError(
+        raise Unbuilt(
             f"{VERL_TRAINER}.max_critic_ckpt_to_keep: {of_critic} is not max_actor_ckpt_to_keep = {actor}: a "
             "checkpoint holds both; other numbers are coming, not built yet."
         )
-    return {"checkpoint.keep": KEEP_ALL if actor is None else actor}
+    return {"checkpoint.keep": actor}
 
 
 def export(values: Values) -> Mapping[str, Json]:
-    """A Hugging Face folder at the end, or none."""
-    wanted = values["trainer.save_hf_checkpoint"]
-    if wanted == "always":
-        raise ConfigError("trainer.save_hf_checkpoint: always is coming, not built yet; here: last, never.")
-    if wanted not in ("last", "never"):
-        raise ConfigError(
-            f"trainer.save_hf_checkpoint: {wanted!r} is not known; it is last, always or never."
+    """Hugging Face folders: at the end, with every checkpoint, or none."""
+    key = "trainer.save_hf_checkpoint"
+    wanted, every = str(values[key]), values["trainer.save_interval"]
+    known_as(wanted, dict.fromkeys(("last", "always", "never")), key=key)
+    always = wanted == "always" or "hf_model" in _contents(values, "save")
+    return {
+        "checkpoint.export": always or wanted == "last",
+        "checkpoint.export_every": every if always else 0,
+    }
+
+
+def _contents(values: Values, what: str) -> list[Json]:
+    key = f"{ACTOR}.checkpoint.{what}_contents"
+    parts = values[key] or []
+    if not isinstance(parts, list | tuple):
+        raise ConfigError(f"{key}: got {parts!r}, expected a list of model, optimizer, extra, hf_model.")
+    for part in parts:
+        known_as(str(part), dict.fromkeys(("model", "optimizer", "extra", "hf_model")), key=key)
+    if "model" not in parts:
+        raise ConfigError(f"{key}: {list(parts)} has no model, and without its weights no run goes on.")
+    return list(parts)
+
+
+def contents(values: Values) -> Mapping[str, Json]:
+    """What a checkpoint holds, and what is read of it. `extra`, the run's place, is in every one."""
+    saved, loaded = _contents(values, "save"), _contents(values, "load")
+    if "extra" not in loaded:
+        raise Unbuilt(
+            f"{ACTOR}.checkpoint.load_contents: {loaded} without extra (a run that starts again at step 0 with these "
+            "weights) is coming, not built yet; here: with extra."
         )
-    return {"checkpoint.export": wanted == "last"}
+    both = ("model", "optimizer")
+    return {
+        "checkpoint.contents": [part for part in both if part in saved],
+        "checkpoint.load": [part for part in both if part in loaded],
+    }

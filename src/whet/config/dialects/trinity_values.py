@@ -1,12 +1,10 @@
-"""Reading a Trinity-RFT file's values: its empty texts, its open dicts and lists, and what the algorithm is."""
+"""Reading a Trinity-RFT file's values: its empty texts, its open dicts and lists, the names of its functions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Mapping
 
-from whet.config.dialects.key import Key, Values
+from whet.config.dialects.key import Key, Unbuilt, Values
 from whet.config.faults import shown
 from whet.config.keys import dotted
 from whet.config.tree import leaves
@@ -80,6 +78,16 @@ def entries(values: Values, key: str) -> list[dict[str, Json]]:
     return [{dotted(path): v for path, v in leaves(entry)} for entry in values.get(key) or []]
 
 
+def entry(values: Values, key: str, name: str) -> dict[str, Json]:
+    """One section of the user's name, by dotted names inside it. ConfigError without it."""
+    found = (values.get(key) or {}).get(name)
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{key}.{name}: must be given; there are: {', '.join(values.get(key) or {}) or 'none'}."
+        )
+    return {dotted(path): v for path, v in leaves(found)}
+
+
 def agreed(values: Values, defaults: Mapping[str, Json]) -> Json:
     """One meaning that several keys name: the value that differs from its default; the first default, if none does.
 
@@ -94,75 +102,19 @@ def agreed(values: Values, defaults: Mapping[str, Json]) -> Json:
     return next(iter(told.values()), next(iter(defaults.values())))
 
 
-# ---------------------------------------------------------------- algorithms
-
-Kind = Literal["online", "sft", "dpo"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preset:
-    """What an algorithm_type stands for where its functions are not named."""
-
-    recipe: str
-    """The native recipe."""
-    advantage: str
-    loss: str
-    kl_loss: str = "k2"
-    repeat_times: int = 1
-    kind: Kind = "online"
-    in_trainer: bool = False
-    """Advantages are computed in the trainer, so a KL penalty in the rewards has an effect."""
+def known_as(name: str, known: Mapping[str, object], *, key: str, coming: Collection[str] = ()) -> None:
+    """Unbuilt for a name that Trinity has and whet has not yet, ConfigError for one that neither knows."""
+    if name in coming:
+        raise Unbuilt(f"{key}: {name} is coming, not built yet; here: {', '.join(known)}.")
+    if name not in known:
+        raise ConfigError(f"{key}: {name} is not known{near(name, known)}; here: {', '.join(known)}.")
 
 
-PRESETS: dict[str, Preset] = {
-    "ppo": Preset(recipe="ppo", advantage="ppo", loss="ppo", in_trainer=True),
-    "grpo": Preset(recipe="grpo", advantage="grpo", loss="ppo", repeat_times=2),
-    "rloo": Preset(recipe="rloo", advantage="rloo", loss="ppo", repeat_times=2, in_trainer=True),
-    "reinforceplusplus": Preset(
-        recipe="reinforce", advantage="reinforceplusplus", loss="ppo", in_trainer=True
-    ),
-    "sft": Preset(recipe="sft", advantage="none", loss="sft", kl_loss="none", kind="sft"),
-    "dpo": Preset(recipe="dpo", advantage="none", loss="dpo", kl_loss="none", repeat_times=2, kind="dpo"),
-}
-
-COMING_ALGORITHMS = (
-    "opmd",
-    "mix",
-    "asymre",
-    "topr",
-    "cispo",
-    "gspo",
-    "sapo",
-    "mix_chord",
-    "raft",
-    "sppo",
-    "rec",
-    "multi_step_grpo",
-    "on_policy_distill",
-    "cpt",
-    "dapo",
-    "gigpo",
-    "jsd",
-    "grpo_verl",
-)
+def at_any_value(name: str, reason: str, *, default: Json) -> Key:
+    """A key that cannot matter here, whatever its value."""
+    return Key(name=name, status="inert", default=default, reason=reason, translate=accepted)
 
 
-def preset(values: Values) -> Preset:
-    """The preset of algorithm.algorithm_type. ConfigError for one that is not here."""
-    name = str(values["algorithm.algorithm_type"])
-    if name in PRESETS:
-        return PRESETS[name]
-    known = f"here: {', '.join(PRESETS)}"
-    if name in COMING_ALGORITHMS:
-        raise ConfigError(f"algorithm.algorithm_type: {name} is coming, not built yet; {known}.")
-    raise ConfigError(f"algorithm.algorithm_type: {name!r} is not known{near(name, PRESETS)}; {known}.")
-
-
-def online(values: Values) -> bool:
-    """Whether the policy learns from its own rollouts, and not from a file."""
-    return preset(values).kind == "online"
-
-
-def repeat_times(values: Values) -> int:
-    """Rollouts of a task: the preset's where the file does not say."""
-    return whole(values, "algorithm.repeat_times") or preset(values).repeat_times
+def accepted(values: Values) -> Mapping[str, Json]:
+    """Nothing is asked for."""
+    return {}

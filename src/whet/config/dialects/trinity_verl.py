@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from whet.config.dialects.key import Key, coming, derived, inert, translated
+from whet.config.dialects.key import Key, coming, derived, inert, refused, translated
 from whet.config.dialects.trinity_algorithm import optimizer
-from whet.config.dialects.trinity_run import model
+from whet.config.dialects.trinity_run import libraries, model
 from whet.config.dialects.trinity_trainer import (
+    contents,
     critic,
     keep,
     like_the_actor,
@@ -16,7 +17,7 @@ from whet.config.dialects.trinity_trainer import (
 )
 from whet.config.dialects.trinity_values import ACTOR, CONFIG, CRITIC, MODEL, REF, VERL_TRAINER, section
 
-_CUT = "one cut for all models, by the smallest budget of those in use; it never changes the gradient"
+_CUT = "it never changes the gradient; forwards without gradient are cut in one way for all models"
 _FOLLOWS = "null: the actor's"
 _PADDING = "batches are packed: there is no padding"
 _ENTROPY = "entropy with less memory"
@@ -25,9 +26,10 @@ _INJECTED = "Trinity writes its own number here: trainer.total_steps"
 
 
 def _micro(name: str, default: object, reason: str = _CUT) -> Key:
-    return translated(
-        name, micro, "train.micro_tokens", "train.micro_rollouts", default=default, reason=reason
-    )
+    owner, end = ("critic", "") if ".critic." in name else ("train", "")
+    owner, end = ("train", "_forward") if ".log_prob_" in name or ".forward_" in name else (owner, end)
+    native = [f"{owner}.micro_{unit}{end}" for unit in ("tokens", "rollouts")]
+    return translated(name, micro, *native, default=default, reason=reason)
 
 
 def _critic(name: str, *native: str, default: object, reason: str) -> Key:
@@ -64,7 +66,7 @@ MODEL_ROWS: tuple[Key, ...] = (
         harmless=(False,),
     ),
     section(MODEL, "model"),
-    coming(f"{MODEL}.external_lib", "a Python module imported before the model", default=None),
+    translated(f"{MODEL}.external_lib", libraries, "imports", default=None, reason="one module, or a list"),
     translated(
         f"{MODEL}.override_config", model, "model.overrides", default={}, reason="put over config.json"
     ),
@@ -106,13 +108,31 @@ ACTOR_ROWS: tuple[Key, ...] = (
         reason="as trainer.grad_clip",
     ),
     translated(f"{ACTOR}.ppo_epochs", passes, "train.passes", default=1, reason="passes over one batch"),
-    coming(f"{ACTOR}.shuffle", "a new order of minibatches in every pass", default=False),
+    translated(
+        f"{ACTOR}.shuffle",
+        passes,
+        "train.shuffle_passes",
+        default=False,
+        reason="a new order of minibatches in every pass; Trinity has one",
+    ),
     coming(f"{ACTOR}.ulysses_sequence_parallel_size", "parallel training", default=1),
     coming(f"{ACTOR}.entropy_from_logits_with_chunking", _ENTROPY, default=False),
     coming(f"{ACTOR}.entropy_checkpointing", _ENTROPY, default=False),
     section(f"{ACTOR}.checkpoint", "checkpoint"),
-    coming(f"{ACTOR}.checkpoint.load_contents", "loading a part of a checkpoint", default=_WHOLE),
-    coming(f"{ACTOR}.checkpoint.save_contents", "saving another part than the whole run", default=_WHOLE),
+    translated(
+        f"{ACTOR}.checkpoint.load_contents",
+        contents,
+        "checkpoint.load",
+        default=_WHOLE,
+        reason="model and optimizer, or model",
+    ),
+    translated(
+        f"{ACTOR}.checkpoint.save_contents",
+        contents,
+        "checkpoint.contents",
+        default=_WHOLE,
+        reason="extra is always saved; hf_model: a Hugging Face folder with every checkpoint",
+    ),
     section(f"{ACTOR}.optim", "train.optimizer"),
     translated(
         f"{ACTOR}.optim.lr", optimizer, "train.optimizer.lr", default=1e-6, reason="as algorithm.optimizer.lr"
@@ -147,7 +167,7 @@ REF_ROWS: tuple[Key, ...] = (
     *_fsdp(REF, optimizer_too=False),
     _micro(f"{REF}.log_prob_micro_batch_size", None, "of all GPUs; veRL's older name"),
     _micro(f"{REF}.log_prob_micro_batch_size_per_gpu", 4),
-    _micro(f"{REF}.log_prob_use_dynamic_bsz", None, f"{_FOLLOWS}, which it must be"),
+    _micro(f"{REF}.log_prob_use_dynamic_bsz", None, f"{_FOLLOWS}; of forwards without gradient"),
     _micro(f"{REF}.log_prob_max_token_len_per_gpu", None, f"{_FOLLOWS}; {_CUT}"),
     coming(f"{REF}.ulysses_sequence_parallel_size", "parallel training", default=None, harmless=(1,)),
     coming(f"{REF}.entropy_from_logits_with_chunking", _ENTROPY, default=None, harmless=(False,)),
@@ -180,29 +200,33 @@ CRITIC_ROWS: tuple[Key, ...] = (
         "optim.warmup_style",
         "critic.optimizer.schedule.kind",
         default="constant",
-        reason="ppo only",
+        reason="warm-up s / W in training steps; ppo only",
     ),
     derived(f"{CRITIC}.optim.total_training_steps", overwritten, default=-1, reason=_INJECTED),
     section(f"{CRITIC}.model", "critic"),
-    coming(f"{CRITIC}.model.override_config", "overrides of the critic's config.json", default={}),
-    coming(f"{CRITIC}.model.external_lib", "a Python module imported before the model", default=None),
-    derived(
-        f"{CRITIC}.model.enable_gradient_checkpointing",
-        like_the_actor,
+    _critic("model.override_config", "critic.overrides", default={}, reason="put over config.json; ppo only"),
+    translated(
+        f"{CRITIC}.model.external_lib",
+        libraries,
+        "imports",
+        default=None,
+        reason="beside the actor's; ppo only",
+    ),
+    _critic(
+        "model.enable_gradient_checkpointing",
+        "critic.gradient_checkpointing",
         default=True,
-        reason="as the actor's (ppo)",
+        reason="less memory, equal gradients; ppo only",
     ),
     inert(f"{CRITIC}.model.use_remove_padding", _PADDING, default=False, harmless=(True,)),
     *_fsdp(f"{CRITIC}.model", optimizer_too=True),
     _micro(f"{CRITIC}.ppo_micro_batch_size_per_gpu", 8),
     _micro(f"{CRITIC}.forward_micro_batch_size_per_gpu", None, f"null: the one for training; {_CUT}"),
-    _micro(f"{CRITIC}.use_dynamic_bsz", None, f"{_FOLLOWS}, which it must be"),
+    _micro(f"{CRITIC}.use_dynamic_bsz", None, _FOLLOWS),
     _micro(f"{CRITIC}.ppo_max_token_len_per_gpu", 32768),
     _micro(f"{CRITIC}.forward_max_token_len_per_gpu", None, f"null: the one for training; {_CUT}"),
     coming(f"{CRITIC}.ulysses_sequence_parallel_size", "parallel training", default=1),
-    derived(
-        f"{CRITIC}.ppo_epochs", like_the_actor, default=None, reason=f"{_FOLLOWS}, which it must be (ppo)"
-    ),
+    _critic("ppo_epochs", "critic.passes", default=None, reason=f"{_FOLLOWS}; ppo only"),
     derived(f"{CRITIC}.shuffle", like_the_actor, default=None, reason=f"{_FOLLOWS}, which it must be (ppo)"),
     _critic(
         "grad_clip",
@@ -232,7 +256,7 @@ TRAINER_ROWS: tuple[Key, ...] = (
         resume,
         "checkpoint.resume",
         default="auto",
-        reason="heeded where it is given (Trinity overwrites it); disable: a folder that holds a run is refused",
+        reason="heeded where it is given (Trinity overwrites it); disable: the run that is there is moved aside",
     ),
     translated(
         f"{VERL_TRAINER}.resume_from_path",
@@ -246,7 +270,7 @@ TRAINER_ROWS: tuple[Key, ...] = (
         critic,
         "critic.warmup_steps",
         default=0,
-        reason="steps of the critic alone; ppo only",
+        reason="exactly so many steps of the critic alone (Trinity: one less); ppo only",
     ),
     coming(f"{VERL_TRAINER}.default_hdfs_dir", "copying checkpoints elsewhere", default=None),
     translated(
@@ -272,3 +296,74 @@ TRAINER_ROWS: tuple[Key, ...] = (
 )
 
 VERL: tuple[Key, ...] = (*MODEL_ROWS, *ACTOR_ROWS, *REF_ROWS, *CRITIC_ROWS, *TRAINER_ROWS)
+
+
+def _rest(at: str) -> tuple[Key, ...]:
+    """Keys that actor, reference and critic have alike."""
+    return (
+        coming(f"{at}.megatron.*", "Megatron", default={}),
+        coming(f"{at}.profile.*", "profiling", default={}),
+        coming(f"{at}.load_weight", "models without their weights", default=True),
+    )
+
+
+def _more_fsdp(at: str) -> tuple[Key, ...]:
+    return (
+        coming(f"{at}.fsdp_config.offload_policy", "moving weights to the CPU", default=False),
+        coming(f"{at}.fsdp_config.reshard_after_forward", _PARALLEL, default=True, harmless=(False,)),
+        coming(f"{at}.fsdp_config.model_dtype", "a dtype of each model", default=None),
+    )
+
+
+def _whole_checkpoint(at: str, parts: list[str]) -> tuple[Key, ...]:
+    return tuple(
+        coming(f"{at}.checkpoint.{way}_contents", "checkpoints of single models", default=parts)
+        for way in ("load", "save")
+    )
+
+
+MORE_VERL: tuple[Key, ...] = (
+    *_rest(ACTOR),
+    *_rest(REF),
+    *_rest(CRITIC),
+    *_more_fsdp(ACTOR),
+    *_more_fsdp(REF),
+    *_more_fsdp(f"{CRITIC}.model"),
+    *_whole_checkpoint(REF, ["model"]),
+    *_whole_checkpoint(CRITIC, _WHOLE),
+    *(
+        translated(
+            f"{ACTOR}.optim.{key}", optimizer, native, default=default, reason=f"as algorithm.optimizer.{key}"
+        )
+        for key, native, default in (
+            ("betas", "train.optimizer.betas", [0.9, 0.999]),
+            ("weight_decay", "train.optimizer.weight_decay", 0.01),
+            ("lr_warmup_steps", "train.optimizer.schedule.warmup_steps", -1),
+        )
+    ),
+    _critic("optim.betas", "critic.optimizer.betas", default=[0.9, 0.999], reason="AdamW; ppo only"),
+    _critic(
+        "optim.weight_decay",
+        "critic.optimizer.weight_decay",
+        default=0.01,
+        reason="AdamW, of all parameters; ppo only",
+    ),
+    _critic(
+        "optim.lr_warmup_steps",
+        "critic.optimizer.schedule.warmup_steps",
+        default=-1,
+        reason="training steps; from 0 up over the ratio; ppo only",
+    ),
+    coming(f"{MODEL}.enable_activation_offload", "moving activations to the CPU", default=False),
+    coming(f"{MODEL}.use_shm", "models in shared memory", default=False),
+    refused(f"{MODEL}.trust_remote_code", "code that comes with a model is never run", default=False),
+    refused(f"{CRITIC}.model.trust_remote_code", "code that comes with a model is never run", default=False),
+    inert(
+        f"{ACTOR}.fix_actor_microbatch_loss_scale",
+        "micro-batches never change the gradient here",
+        default=None,
+        harmless=(True, False),
+    ),
+    coming(f"{ACTOR}.data_loader_seed", "a seed of each model", default=None),
+)
+"""Keys that the document leaves to the source code."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from whet.config.dialects.key import Values
+from whet.config.dialects.key import Unbuilt, Values
 from whet.config.faults import shown
 from whet.types import ConfigError
 
@@ -38,12 +38,12 @@ def flag(v: Values, key: str) -> bool:
 
 
 def choose(v: Values, key: str, known: Mapping[str, T | None]) -> T:
-    """What a choice stands for. A name that is known but not built yet stands for None."""
+    """What a choice stands for. A name that is known but not built yet stands for None, and raises Unbuilt."""
     value = v[key]
     if not isinstance(value, str) or value not in known:
         raise ConfigError(f"{key}: got {shown(value)}, expected one of {', '.join(known)}")
     meaning = known[value]
     if meaning is None:
         built = ", ".join(name for name, there in known.items() if there is not None)
-        raise ConfigError(f"{key}={value} is coming, not built yet; today: {built}")
+        raise Unbuilt(f"{key}={value} is coming, not built yet; today: {built}")
     return meaning

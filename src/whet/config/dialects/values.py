@@ -31,6 +31,8 @@ class Reading:
     places: dict[Path, str] = field(default_factory=dict)
     problems: list[tuple[str, str]] = field(default_factory=list)
     """(place, text)"""
+    unbuilt: list[tuple[str, str]] = field(default_factory=list)
+    """The same, of values that ask for what is not built yet."""
     broken: bool = False
     """A reference failed, so values are missing and nothing more can be said about them."""
 
@@ -53,7 +55,7 @@ def reading(tree: dict[str, Json], of: Dialect, *, origins: Mapping[Path, str]) 
             out.problems.append((origin(origins, path), f"{dotted(path)}: {said}"))
         elif row and row.status in ("mapped", "translated", "derived"):
             out.problems.append(("", f"{dotted(path)}: its default, {shown(row.default)}: {said}"))
-    out.defaults = _defaults(out.of, full)
+    out.defaults = _defaults(out.of, full, tree)
     present: dict[Path, Json] = {}
     for one in read(_taken(tree, full), out.of):
         out.places[one.at] = origin(origins, one.at)
@@ -106,15 +108,27 @@ def _is_plain(row: Key, of: Dialect) -> bool:
     return cut not in of.below and not {"[]", "<name>", "*"} & set(cut)
 
 
-def _defaults(of: Dialect, full: Json) -> dict[str, Json]:
-    """Every row's default, references resolved with the file's values in view."""
-    texts = {row.name: row.default for row in of.rows if _refers(row.default)}
-    tree = _rebased(nested({parts(name): text for name, text in texts.items()}), of.inner)
-    resolved, _ = interpolate({"_": tree}, full)
-    return {
-        row.name: get(resolved, ("_", *parts(row.name))) if row.name in texts else row.default
-        for row in of.rows
-    }
+def _defaults(of: Dialect, full: Json, tree: Json) -> dict[str, Json]:
+    """Every row's default, references resolved with the file's values in view. Those of plain keys that the file leaves
+    out are resolved in `full` already."""
+    out = {row.name: row.default for row in of.rows}
+    again: dict[str, Json] = {}
+    for row in of.rows:
+        if _refers(row.default):
+            cut = parts(row.name)
+            if _is_plain(row, of) and not _has(tree, cut):
+                out[row.name] = get(full, cut)
+            else:
+                again[row.name] = row.default
+    texts = _rebased(nested({parts(name): text for name, text in again.items()}), of.inner)
+    resolved, _ = interpolate({"_": texts}, full)
+    return out | {name: get(resolved, ("_", *parts(name))) for name in again}
+
+
+def _has(tree: Json, cut: Path) -> bool:
+    """Whether a file gives a key, be it null."""
+    above = get(tree, cut[:-1]) if len(cut) > 1 else tree
+    return isinstance(above, dict) and cut[-1] in above
 
 
 def _refers(value: Json) -> bool:
@@ -126,7 +140,8 @@ def _fill(out: Reading, present: Json) -> None:
     for row in out.of.rows:
         cut = parts(row.name)
         if cut[-1] == "*":
-            inside, known = get(present, cut[:-1]) or {}, out.of.below[cut[:-1]]
+            inside, known = get(present, cut[:-1]), out.of.below[cut[:-1]]
+            inside = inside if isinstance(inside, dict) else {}  # no section: told by _misplaced
             out.values[row.name] = {k: v for k, v in inside.items() if k not in known} or row.default
         elif not {"[]", "<name>"} & set(cut):
             given = row.name in out.given

@@ -1,4 +1,4 @@
-"""verl 0.4 (configuration pages of June 2025 in English and of April 2025 in Chinese): its four kinds of keys.
+"""verl 0.4 (configuration pages of June 2025 in English and of April 2025 in Chinese): its kinds of keys.
 
 Defaults are the document's; where its two languages, or the document and verl itself, differ, the row says which
 counts. Sizes of machines only enter verl's own batch-size rules: gradients are taken over the whole mini batch, however
@@ -8,6 +8,8 @@ a machine would spread it, so one process gives the same run.
 from __future__ import annotations
 
 from whet.config.dialects.key import Key, Translate, coming, derived, mapped, translated
+from whet.config.dialects.verl_eval import EVAL
+from whet.config.dialects.verl_generation import GENERATION
 from whet.config.dialects.verl_loop import actor_optimizer, critic_optimizer
 from whet.config.dialects.verl_newer import NEWER
 from whet.config.dialects.verl_policy import DECAY, POLICY, STEPS
@@ -22,7 +24,6 @@ VERL_PPO: tuple[Key, ...] = (*DATA, *POLICY, *RUN, *NEWER)
 def _megatron(role: str, optimizer: Translate, native: str) -> tuple[Key, ...]:
     """Megatron's optimizer and schedule of one role; read with strategy=megatron."""
     at, to = f"{role}.optim", f"{native}.optimizer"
-    coming_wsd = "warm-up, stable, decay in Megatron's shapes"
     return (
         coming(f"{at}.optimizer", "another optimizer than AdamW", default="adam"),
         mapped(f"{at}.lr", f"{to}.lr", default=1e-6),
@@ -33,47 +34,27 @@ def _megatron(role: str, optimizer: Translate, native: str) -> tuple[Key, ...]:
             default=-1,
             reason="verl's trainer writes it, over any value; it follows from the run's length here, too.",
         ),
-        translated(
-            f"{at}.lr_warmup_init",
-            optimizer,
-            f"{to}.schedule.warmup_steps",
-            default=0.0,
-            reason="Other than 0 is coming.",
-        ),
-        translated(
-            f"{at}.lr_warmup_steps",
-            optimizer,
-            f"{to}.schedule.warmup_steps",
-            default=-1,
-            reason=f"0, null and less mean the ratio. {STEPS}",
-        ),
-        translated(
-            f"{at}.lr_warmup_steps_ratio",
-            optimizer,
-            f"{to}.schedule.warmup_fraction",
-            default=0.0,
-            reason="Where lr_warmup_steps is not positive.",
-        ),
-        translated(
-            f"{at}.lr_decay_steps",
-            optimizer,
-            f"{to}.schedule.kind",
-            default=None,
-            reason="null: all steps; a number is coming.",
-        ),
-        translated(
-            f"{at}.lr_decay_style",
-            optimizer,
-            f"{to}.schedule.kind",
-            default="linear",
-            reason="constant, linear, cosine; inverse_square_root and WSD are coming.",
-        ),
-        translated(
-            f"{at}.min_lr",
-            optimizer,
-            f"{to}.schedule.min_factor",
-            default=0.0,
-            reason="As a share of lr natively.",
+        *(
+            translated(f"{at}.{name}", optimizer, f"{to}.schedule.{key}", default=default, reason=reason)
+            for name, key, default, reason in (
+                (
+                    "lr_warmup_init",
+                    "warmup_start",
+                    0.0,
+                    "As a share of lr natively; the warm-up starts at it.",
+                ),
+                ("lr_warmup_steps", "warmup_steps", -1, f"0, null and less mean the ratio. {STEPS}"),
+                ("lr_warmup_steps_ratio", "warmup_fraction", 0.0, "Where lr_warmup_steps is not positive."),
+                ("lr_decay_steps", "total_steps", None, f"null: all steps, warm-up included. {STEPS}"),
+                (
+                    "lr_decay_style",
+                    "kind",
+                    "linear",
+                    "constant, linear, cosine, inverse_square_root (also with hyphens) or WSD; "
+                    "warmup_style=cosine means cosine.",
+                ),
+                ("min_lr", "min_factor", 0.0, "As a share of lr natively."),
+            )
         ),
         translated(f"{at}.weight_decay", optimizer, f"{to}.weight_decay", default=0.01, reason=DECAY),
         derived(
@@ -82,8 +63,20 @@ def _megatron(role: str, optimizer: Translate, native: str) -> tuple[Key, ...]:
             default="constant",
             reason="From weight_decay to weight_decay: every shape is flat, as there.",
         ),
-        coming(f"{at}.lr_wsd_decay_style", coming_wsd, default="exponential"),
-        coming(f"{at}.lr_wsd_decay_steps", coming_wsd, default=None),
+        translated(
+            f"{at}.lr_wsd_decay_style",
+            optimizer,
+            f"{to}.schedule.decay_shape",
+            default="exponential",
+            reason="Of WSD: exponential, linear, cosine, minus_sqrt; constant: no decay.",
+        ),
+        translated(
+            f"{at}.lr_wsd_decay_steps",
+            optimizer,
+            f"{to}.schedule.decay_steps",
+            default=None,
+            reason=f"Of WSD, which needs it. {STEPS}",
+        ),
         derived(
             f"{at}.use_checkpoint_opt_param_scheduler",
             is_flag(f"{at}.use_checkpoint_opt_param_scheduler"),
@@ -98,21 +91,11 @@ VERL_MEGATRON: tuple[Key, ...] = (
     *_megatron(CRITIC, critic_optimizer, "critic"),
 )
 
-_OFFLINE = "scoring a file of responses (whet eval --offline)"
-
-VERL_EVAL: tuple[Key, ...] = (
-    coming("ray_init.num_cpus", _OFFLINE, default=None),
-    coming("ray_init.timeline_json_file", _OFFLINE, default=None),
-    coming("data.path", _OFFLINE, default="/tmp/math_Qwen2-7B-Instruct.parquet"),
-    coming("data.prompt_key", _OFFLINE, default="prompt"),
-    coming("data.response_key", _OFFLINE, default="responses"),
-    coming("data.data_source_key", _OFFLINE, default="data_source"),
-    coming("data.reward_model_key", _OFFLINE, default="reward_model"),
-    coming("custom_reward_function.path", _OFFLINE, default=None),
-    coming("custom_reward_function.name", _OFFLINE, default="compute_score"),
-)
+VERL_EVAL: tuple[Key, ...] = EVAL
 
 VERL_SFT: tuple[Key, ...] = SFT
+
+VERL_GENERATION: tuple[Key, ...] = GENERATION
 
 ALIASES: dict[str, str | tuple[str, str]] = {
     f"{ACTOR}.optim.lr_scheduler_type": f"{ACTOR}.optim.warmup_style",

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
-from whet.config.dialects.verl_loop import (
-    checkpoints,
-    critic_optimizer,
-)
-from whet.config.dialects.verl_parts import (
-    critic_overrides,
-    critic_path,
-    critic_tokenizer,
-    value_reduction,
-)
+from whet.config.dialects.verl_algorithm import value_reduction
+from whet.config.dialects.verl_loop import checkpoints, critic_optimizer, imports
+from whet.config.dialects.verl_parts import critic_overrides, critic_path, critic_tokenizer
 from whet.config.dialects.verl_policy import (
+    BATCHES,
     CUT,
     DECAY,
+    FORWARD,
+    IMPORTED,
     NO_CODE,
     PACKED,
     RAMP,
@@ -35,6 +31,7 @@ from whet.config.dialects.verl_rules import (
     cut,
     equal,
     same_family,
+    shuffling,
 )
 
 ONLY_CRITIC = "Read where a critic learns (adv_estimator=gae), as there."
@@ -63,7 +60,7 @@ CRITIC: tuple[Key, ...] = (
     critic("lr_warmup_steps", "schedule.warmup_steps", -1, f"{STEPS} {RAMP}"),
     critic("lr_warmup_steps_ratio", "schedule.warmup_fraction", 0.0),
     critic("min_lr_ratio", "schedule.min_factor", None, "Honoured here; verl of then forgot to pass it on."),
-    critic("num_cycles", "schedule.kind", 0.5, "Read by cosine; other than 0.5 is coming."),
+    critic("num_cycles", "schedule.cycles", 0.5, "Read by cosine."),
     critic("warmup_style", "schedule.kind", "constant"),
     derived(
         "critic.optim.total_training_steps",
@@ -85,16 +82,19 @@ CRITIC: tuple[Key, ...] = (
         default=f"${{{MODEL}.path}}",
         reason="Policy and critic read the same tokens.",
     ),
-    derived(
+    translated(
         "critic.model.override_config",
         critic_overrides,
+        "critic.overrides",
         default={},
-        reason="The critic is built with the policy's overrides: none of its own, or the same.",
+        reason=f"{ONLY_CRITIC} Flat fields and those of model_config count alike; the policy's do not.",
     ),
-    coming(
+    translated(
         "critic.model.external_lib",
-        "importing modules of yours before the model is built",
+        imports,
+        "imports",
         default=f"${{{MODEL}.external_lib}}",
+        reason=f"{ONLY_CRITIC} {IMPORTED}",
     ),
     inert(
         "critic.model.trust_remote_code",
@@ -102,11 +102,11 @@ CRITIC: tuple[Key, ...] = (
         default=f"${{{MODEL}.trust_remote_code}}",
         harmless=(True, False),
     ),
-    coming(
+    mapped(
         "critic.model.enable_gradient_checkpointing",
-        "a switch of the critic's own; it has the policy's, and either value changes no number",
+        "critic.gradient_checkpointing",
         default=True,
-        harmless=(False,),
+        reason=ONLY_CRITIC,
     ),
     offload("critic.model.enable_activation_offload"),
     derived("critic.model.use_remove_padding", check_parallel, default=False, reason=PACKED),
@@ -132,62 +132,60 @@ CRITIC: tuple[Key, ...] = (
         reason="Devices that share one copy; one process has one copy whole.",
     ),
     coming("critic.model.fsdp_config.forward_prefetch", SHARDED, default=False, harmless=(True,)),
-    derived(
+    translated(
         "critic.ppo_mini_batch_size",
         batches,
+        "critic.minibatches",
         default=f"${{{ACTOR}.ppo_mini_batch_size}}",
-        reason="The actor's; another value is coming.",
+        reason=f"{ONLY_CRITIC} {BATCHES}",
     ),
-    translated("critic.ppo_micro_batch_size", cut, "train.micro_rollouts", default=None, reason=CUT),
-    translated(
-        "critic.ppo_micro_batch_size_per_gpu",
-        cut,
-        "train.micro_rollouts",
-        default=None,
-        reason=f"null: the other passes' cut. {CUT}",
-    ),
-    translated(
-        "critic.forward_micro_batch_size",
-        cut,
-        "train.micro_rollouts",
-        default="${critic.ppo_micro_batch_size}",
-        reason=CUT,
-    ),
-    translated(
-        "critic.forward_micro_batch_size_per_gpu",
-        cut,
-        "train.micro_rollouts",
-        default="${critic.ppo_micro_batch_size_per_gpu}",
-        reason=CUT,
-    ),
-    translated(
-        "critic.use_dynamic_bsz",
-        cut,
-        "train.micro_tokens",
-        default=f"${{{ACTOR}.use_dynamic_bsz}}",
-        reason=CUT,
-    ),
-    translated("critic.ppo_max_token_len_per_gpu", cut, "train.micro_tokens", default=32768, reason=CUT),
-    translated(
-        "critic.forward_max_token_len_per_gpu",
-        cut,
-        "train.micro_tokens",
-        default="${critic.ppo_max_token_len_per_gpu}",
-        reason=CUT,
+    *(
+        translated(f"critic.{name}", cut, native, default=default, reason=f"{ONLY_CRITIC} {reason}")
+        for name, native, default, reason in (
+            ("ppo_micro_batch_size", "critic.micro_rollouts", None, CUT),
+            ("ppo_micro_batch_size_per_gpu", "critic.micro_rollouts", None, f"null: the policy's cut. {CUT}"),
+            (
+                "forward_micro_batch_size",
+                "train.micro_rollouts_forward",
+                "${critic.ppo_micro_batch_size}",
+                FORWARD,
+            ),
+            (
+                "forward_micro_batch_size_per_gpu",
+                "train.micro_rollouts_forward",
+                "${critic.ppo_micro_batch_size_per_gpu}",
+                FORWARD,
+            ),
+            ("use_dynamic_bsz", "critic.micro_tokens", f"${{{ACTOR}.use_dynamic_bsz}}", CUT),
+            ("ppo_max_token_len_per_gpu", "critic.micro_tokens", 32768, CUT),
+            (
+                "forward_max_token_len_per_gpu",
+                "train.micro_tokens_forward",
+                "${critic.ppo_max_token_len_per_gpu}",
+                FORWARD,
+            ),
+        )
     ),
     parallel("critic.ulysses_sequence_parallel_size", 1),
-    derived(
+    translated(
         "critic.ppo_epochs",
         batches,
+        "critic.passes",
         default=f"${{{ACTOR}.ppo_epochs}}",
-        reason="The actor's; another value is coming.",
+        reason=ONLY_CRITIC,
     ),
-    coming("critic.shuffle", "another order of the rollouts in every pass", default=f"${{{ACTOR}.shuffle}}"),
+    translated(
+        "critic.shuffle",
+        shuffling,
+        "train.shuffle_passes",
+        default=f"${{{ACTOR}.shuffle}}",
+        reason="The actor's; another choice is coming.",
+    ),
     derived(
         "critic.data_loader_seed",
         at_least("critic.data_loader_seed", 0),
         default=f"${{{ACTOR}.data_loader_seed}}",
-        reason="Read there only with shuffle, which is coming; every random number follows from `seed` here.",
+        reason="Every random number follows from the run's seed here.",
     ),
     translated(
         "critic.grad_clip", critic_optimizer, "critic.optimizer.grad_clip", default=1.0, reason=ONLY_CRITIC
@@ -198,22 +196,23 @@ CRITIC: tuple[Key, ...] = (
         default=0.5,
         reason=f"{ONLY_CRITIC} The loss has the factor 1/2 of present verl.",
     ),
-    derived(
+    translated(
         "critic.loss_agg_mode",
         value_reduction,
+        "critic.aggregation",
         default=f"${{{ACTOR}.loss_agg_mode}}",
-        reason="The critic's loss is the mean over tokens.",
+        reason=f"{ONLY_CRITIC} Over the whole mini batch; seq-mean-token-sum-norm divides by the longest response.",
     ),
     derived(
         "critic.checkpoint.save_contents",
         checkpoints,
         default=["model", "optimizer", "extra"],
-        reason="A checkpoint is whole; parts alone are coming.",
+        reason="Policy and critic lie in one checkpoint: the actor's; other parts are coming.",
     ),
     derived(
         "critic.checkpoint.load_contents",
         checkpoints,
         default="${critic.checkpoint.save_contents}",
-        reason="All is restored; parts alone are coming.",
+        reason="The actor's; other parts are coming.",
     ),
 )

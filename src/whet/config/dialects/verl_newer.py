@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from whet.config.dialects.key import Key, coming, derived, engine, inert, translated
-from whet.config.dialects.verl_loop import actor_optimizer, checkpoints, device, length
-from whet.config.dialects.verl_parts import (
+from whet.config.dialects.key import Key, coming, derived, engine, inert, mapped, translated
+from whet.config.dialects.verl_algorithm import (
+    CORRECTION,
     advantage,
-    clipping,
-    overrides,
+    correction,
+    loss,
     reduction,
-    rewards,
-    seed,
-    training_data,
+    resampling,
 )
+from whet.config.dialects.verl_loop import actor_optimizer, checkpoints, device, length
+from whet.config.dialects.verl_parts import overrides, rewards, training_data
 from whet.config.dialects.verl_policy import DECAY, OFFLOAD, SHARDED, SIZED, TP, offload
 from whet.config.dialects.verl_recipes import DAPO, RECIPES
-from whet.config.dialects.verl_rules import ACTOR, CRITIC, MODEL, REF, ROLLOUT, at_least, batches
-from whet.config.dialects.verl_run import later
+from whet.config.dialects.verl_roles import ROLES
+from whet.config.dialects.verl_rules import (
+    ACTOR,
+    MODEL,
+    ROLLOUT,
+    at_least,
+    batches,
+    is_path,
+)
 
-_LOSSES = "another policy loss than PPO's"
 _MULTI_TURN = "several turns and tools"
 _RAY = "There is no Ray."
 _VIDEO = "prompts with videos"
@@ -37,6 +43,12 @@ DATA: tuple[Key, ...] = (
         default=None,
         reason="Validation is asked for as a whole; the engine's max_batch limits it.",
     ),
+    mapped(
+        "data.apply_chat_template_kwargs",
+        "tokenizer.chat_arguments",
+        default={},
+        reason="Newer verl. A name that the template does not use is refused.",
+    ),
     coming("data.video_key", _VIDEO, default="videos"),
     coming("data.use_shm", "staging in shared memory; it changes no number", default=False, harmless=(True,)),
     inert(
@@ -45,13 +57,7 @@ DATA: tuple[Key, ...] = (
         default=False,
         harmless=(True,),
     ),
-    translated(
-        "data.seed",
-        seed,
-        "seed",
-        default=None,
-        reason="Of the whole run, not of the order of tasks alone; null: 0.",
-    ),
+    mapped("data.seed", "data.seed", default=None, reason="Of the order of prompts alone; null: the run's."),
     derived(
         "data.dataloader_num_workers",
         at_least("data.dataloader_num_workers", 0),
@@ -61,22 +67,40 @@ DATA: tuple[Key, ...] = (
 )
 
 POLICY: tuple[Key, ...] = (
-    translated(
-        f"{ACTOR}.clip_ratio_low", clipping, "algorithm.clip_low", default=None, reason="null: clip_ratio."
-    ),
-    translated(
-        f"{ACTOR}.clip_ratio_high", clipping, "algorithm.clip_high", default=None, reason="null: clip_ratio."
-    ),
-    translated(
-        f"{ACTOR}.clip_ratio_c", clipping, "algorithm.dual_clip", default=3.0, reason="Always on, as there."
+    *(
+        translated(f"{ACTOR}.{name}", loss, f"algorithm.{native}", default=default, reason=reason)
+        for name, native, default, reason in (
+            ("clip_ratio_low", "clip_low", None, "null: clip_ratio. Read by the losses with a clip."),
+            ("clip_ratio_high", "clip_high", None, "null: clip_ratio. Read by the losses with a clip."),
+            ("clip_ratio_c", "dual_clip", 3.0, "Always on in vanilla, as there."),
+            (
+                "policy_loss.loss_mode",
+                "loss",
+                "vanilla",
+                "vanilla is PPO with the dual clip, gspo that of tokens. gspo, sapo and geo_mean are averaged over "
+                "sequences whatever loss_agg_mode says, and here the KL loss with them.",
+            ),
+            ("policy_loss.clip_cov_ratio", "clip_cov_ratio", 2e-4, "Of clip_cov."),
+            ("policy_loss.clip_cov_lb", "clip_cov_lb", 1.0, "Of clip_cov."),
+            ("policy_loss.clip_cov_ub", "clip_cov_ub", 5.0, "Of clip_cov."),
+            ("policy_loss.kl_cov_ratio", "kl_cov_ratio", 2e-4, "Of kl_cov."),
+            (
+                "policy_loss.ppo_kl_coef",
+                "ppo_kl_coef",
+                0.1,
+                "Of kl_cov; the function's own default there is 1.",
+            ),
+            ("tau_pos", "tau_pos", 1.0, "Of sapo."),
+            ("tau_neg", "tau_neg", 1.05, "Of sapo."),
+        )
     ),
     translated(
         f"{ACTOR}.loss_agg_mode",
         reduction,
         "algorithm.aggregation",
         default="token-mean",
-        reason="Over the whole mini batch; seq-mean-token-sum-norm also divides by the rollouts, which verl leaves "
-        "to the cut.",
+        reason="Over the whole mini batch (verl's present rule). seq-mean-token-sum-norm is token-sum-norm here: there "
+        "is no mean over sequences in it.",
     ),
     translated(
         f"{ACTOR}.loss_scale_factor",
@@ -85,19 +109,6 @@ POLICY: tuple[Key, ...] = (
         default=None,
         reason="Of seq-mean-token-sum-norm; null: the longest response.",
     ),
-    coming(f"{ACTOR}.policy_loss.loss_mode", _LOSSES, default="vanilla"),
-    *(
-        coming(f"{ACTOR}.policy_loss.{name}", _LOSSES, default=default)
-        for name, default in (
-            ("clip_cov_ratio", 0.0002),
-            ("clip_cov_lb", 1.0),
-            ("clip_cov_ub", 5.0),
-            ("kl_cov_ratio", 0.0002),
-            ("ppo_kl_coef", 0.1),
-        )
-    ),
-    coming(f"{ACTOR}.tau_pos", _LOSSES, default=1.0),
-    coming(f"{ACTOR}.tau_neg", _LOSSES, default=1.05),
     translated(
         f"{ACTOR}.optim.weight_decay",
         actor_optimizer,
@@ -214,15 +225,9 @@ ENGINE: tuple[Key, ...] = (
 )
 
 REWARD: tuple[Key, ...] = (
-    later("strategy", "fsdp"),
-    later("micro_batch_size", None),
-    later("use_dynamic_bsz", "${critic.use_dynamic_bsz}"),
-    later("forward_max_token_len_per_gpu", "${critic.forward_max_token_len_per_gpu}"),
-    later("ulysses_sequence_parallel_size", 1),
-    later("model.fsdp_config.wrap_policy.min_num_params", 0),
-    coming(
+    inert(
         "reward_model.launch_reward_fn_async",
-        "rewards computed beside the trainer; they are the same",
+        "It overlaps rewards with other work there; they are the same.",
         default=False,
         harmless=(True,),
     ),
@@ -245,9 +250,66 @@ TRAINER: tuple[Key, ...] = (
         default=True,
         reason="Read by grpo, as there; False is Dr. GRPO's.",
     ),
-    coming("algorithm.use_pf_ppo", "drawing rollouts by their score", default=False),
-    coming("algorithm.pf_ppo.reweight_method", "drawing rollouts by their score", default="pow"),
-    coming("algorithm.pf_ppo.weight_pow", "drawing rollouts by their score", default=2.0),
+    translated(
+        "algorithm.use_pf_ppo",
+        resampling,
+        "algorithm.resample",
+        default=False,
+        reason="PF-PPO draws rollouts by their score; read with gae, as there.",
+    ),
+    translated(
+        "algorithm.pf_ppo.reweight_method",
+        resampling,
+        "algorithm.resample",
+        default="pow",
+        reason="Read with use_pf_ppo; pow, max_min or max_random.",
+    ),
+    translated(
+        "algorithm.pf_ppo.weight_pow",
+        resampling,
+        "algorithm.resample_power",
+        default=2.0,
+        reason="Read with use_pf_ppo and pow.",
+    ),
+    *(
+        translated(
+            f"{CORRECTION}.{name}", correction, native, default=default, reason=f"Newer verl. {reason}"
+        )
+        for name, native, default, reason in (
+            (
+                "rollout_is",
+                "algorithm.correction.weight",
+                None,
+                "Weights by the ratio of trainer and engine.",
+            ),
+            ("rollout_is_threshold", "algorithm.correction.high", 2.0, "Larger weights become this."),
+            (
+                "rollout_is_batch_normalize",
+                "algorithm.correction.normalize",
+                False,
+                "To mean 1 over the step.",
+            ),
+            (
+                "rollout_rs",
+                "algorithm.correction.reject",
+                None,
+                "token, seq_sum, seq_mean, seq_max with _k1 .. _k3.",
+            ),
+            (
+                "rollout_rs_threshold",
+                "algorithm.correction.reject",
+                None,
+                "k1 has a lower and an upper bound of the ratio ('0.5_2'), k2 and k3 an upper one.",
+            ),
+            (
+                "bypass_mode",
+                "algorithm.old_logprobs",
+                False,
+                "The ratio's denominator is the engine's log-prob.",
+            ),
+            ("loss_type", "algorithm.old_logprobs", "ppo_clip", "Of bypass_mode; reinforce is coming."),
+        )
+    ),
     coming(
         "trainer.balance_batch",
         "parallel training; one process has no ranks to balance",
@@ -262,10 +324,18 @@ TRAINER: tuple[Key, ...] = (
         reason="Stands over total_epochs.",
     ),
     coming("trainer.val_only", "evaluation without training", default=False),
-    coming(
-        "trainer.rollout_data_dir", "rollouts at a place of yours; they lie in the run's folder", default=None
+    mapped(
+        "trainer.rollout_data_dir",
+        "track.rollouts_dir",
+        default=None,
+        reason="Parquet in place of jsonl; null: in the run's folder.",
     ),
-    coming("trainer.validation_data_dir", "validation generations at a place of yours", default=None),
+    mapped(
+        "trainer.validation_data_dir",
+        "track.eval_dir",
+        default=None,
+        reason="Parquet in place of jsonl; null: in the run's folder.",
+    ),
     translated(
         "trainer.max_actor_ckpt_to_keep", checkpoints, "checkpoint.keep", default=None, reason="null: all."
     ),
@@ -279,131 +349,7 @@ TRAINER: tuple[Key, ...] = (
         "trainer.device", device, "machine.device", default="cuda", reason="cuda: CUDA where there is one."
     ),
     derived("ray_init.num_cpus", at_least("ray_init.num_cpus", 1), default=None, reason=_RAY),
-    inert("ray_init.timeline_json_file", _RAY, default=None),
-)
-
-_NOT_LOADED = "models whose weights are not loaded"
-_PROFILE = "profiles of a run"
-_MEGATRON = "parallel training with Megatron; read there only with strategy=megatron"
-
-
-def _megatron(role: str, *, coming_with: str = _MEGATRON) -> tuple[Key, ...]:
-    """Megatron's layout of one role beside the actor: it must be that of one device, where there is one."""
-    free = (
-        "param_offload",
-        "grad_offload",
-        "optimizer_offload",
-        "use_distributed_optimizer",
-        "sequence_parallel",
-    )
-    return (
-        *(coming(f"{role}.megatron.{name}", coming_with, default=False, harmless=(True,)) for name in free),
-        *(
-            derived(
-                f"{role}.megatron.{kind}_parallel_size",
-                at_least(f"{role}.megatron.{kind}_parallel_size", 1),
-                default=1,
-                reason=TP,
-            )
-            for kind in ("tensor_model", "pipeline_model", "context")
-        ),
-        coming(f"{role}.megatron.virtual_pipeline_model_parallel_size", "pipelines", default=None),
-        coming(f"{role}.megatron.expert_model_parallel_size", "experts over devices", default=1),
-        coming(
-            f"{role}.megatron.expert_tensor_parallel_size",
-            "experts over devices",
-            default=None,
-            harmless=("None",),
-        ),
-        coming(f"{role}.megatron.use_dist_checkpointing", "Megatron's checkpoints", default=False),
-        coming(f"{role}.megatron.dist_checkpointing_path", "Megatron's checkpoints", default=None),
-        derived(
-            f"{role}.megatron.seed",
-            at_least(f"{role}.megatron.seed", 0),
-            default=42,
-            reason="Nothing is dropped.",
-        ),
-        coming(f"{role}.megatron.override_transformer_config.*", "Megatron", default={}),
-    )
-
-
-def _profile(role: str) -> tuple[Key, ...]:
-    given = (
-        ("use_profile", False),
-        ("profile_ranks", None),
-        ("step_start", -1),
-        ("step_end", -1),
-        ("save_path", None),
-    )
-    return tuple(coming(f"{role}.profile.{name}", _PROFILE, default=default) for name, default in given)
-
-
-def _recompute(model: str) -> tuple[Key, ...]:
-    """Megatron's choice of what to recompute."""
-    names = ("method", "granularity", "num_layers")
-    return tuple(
-        coming(
-            f"{model}.gradient_checkpointing_kwargs.activations_checkpoint_{name}", "Megatron", default=None
-        )
-        for name in names
-    )
-
-
-ROLES: tuple[Key, ...] = (
-    *_megatron(REF),
-    *_megatron(CRITIC),
-    *(key for role in (ACTOR, REF) for key in _profile(role)),
-    *(coming(f"{role}.load_weight", _NOT_LOADED, default=True) for role in (ACTOR, REF, CRITIC)),
-    *(key for model in (MODEL, f"{CRITIC}.model") for key in _recompute(model)),
-    coming(
-        f"{REF}.strategy",
-        "a trainer of its own for the reference",
-        default=f"${{{ACTOR}.strategy}}",
-        harmless=("fsdp", "fsdp2", "megatron"),
-    ),
-    coming(
-        f"{REF}.use_torch_compile",
-        "kernels of others; they change no number",
-        default=f"${{{ACTOR}.use_torch_compile}}",
-        harmless=(True, False),
-    ),
-    *(
-        coming(
-            f"{REF}.{name}",
-            "entropy in pieces, for memory; it changes no number",
-            default=False,
-            harmless=(True,),
-        )
-        for name in ("entropy_from_logits_with_chunking", "entropy_checkpointing")
-    ),
-    coming(f"{REF}.fsdp_config.reshard_after_forward", SHARDED, default=True, harmless=(False,)),
-    coming(f"{REF}.fsdp_config.forward_prefetch", SHARDED, default=False, harmless=(True,)),
-    *(
-        coming(f"{MODEL}.{name}", "kernels of others; they change no number", default=False, harmless=(True,))
-        for name in ("use_fused_loss", "return_last_hidden_state", "use_efficient_resharding")
-    ),
-    coming(f"{ROLLOUT}.chat_scheduler", "inference servers", default=None),
-    *(
-        coming(f"{ROLLOUT}.layer_name_map.{name}", "Megatron", default=default)
-        for name, default in (("qkv_layer_name", "qkv"), ("gate_proj_layer_name", "gate_up"))
-    ),
-    coming("critic.kl_ctrl.type", "nothing: verl reads algorithm.kl_ctrl", default="fixed"),
-    coming("critic.kl_ctrl.kl_coef", "nothing: verl reads algorithm.kl_ctrl", default=0.001),
-    later("load_weight", True),
-    later("megatron.*", {}),
-    *(
-        later(f"model.{name}", default)
-        for name, default in (
-            ("use_shm", False),
-            ("use_remove_padding", False),
-            ("use_fused_kernels", False),
-            ("fsdp_config.fsdp_size", -1),
-            ("fsdp_config.reshard_after_forward", True),
-            ("fsdp_config.forward_prefetch", False),
-            ("fsdp_config.wrap_policy.transformer_layer_cls_to_wrap", None),
-        )
-    ),
-    coming("trainer.max_ref_ckpt_to_keep", "nothing: the reference is never saved anew", default=None),
+    derived("ray_init.timeline_json_file", is_path("ray_init.timeline_json_file"), default=None, reason=_RAY),
 )
 
 NEWER: tuple[Key, ...] = (*ROLES, *RECIPES, *DAPO, *DATA, *POLICY, *MEGATRON, *ENGINE, *REWARD, *TRAINER)

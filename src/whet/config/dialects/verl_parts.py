@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from whet.config.dialects.key import Values
+from whet.config.dialects.key import Unbuilt, Values
 from whet.config.dialects.typed import choose, flag, number, whole
 from whet.config.dialects.verl_rules import (
-    ACTOR,
-    ALL,
     ANY,
     MODEL,
     NOTHING,
     ROLLOUT,
     Native,
     has_critic,
+    has_reward_model,
     here,
-    is_megatron,
     local,
     responses,
     texts,
@@ -33,18 +31,29 @@ def nothing(v: Values) -> Native:
 
 
 def training_data(v: Values) -> Native:
-    """All files one after the other, as one source in verl's columns."""
+    """All files one after the other, as one source in verl's columns; or a dataset class of yours over them."""
     return _source(v, "data.train_files", "data.train.0")
 
 
 def _source(v: Values, key: str, native: str) -> Native:
-    files = [here(path, key=key) for path in texts(v, key)]
     return {
-        f"{native}.path": files if len(files) > 1 else files[0],
+        **rows(v, key, native),
         f"{native}.prompt": v["data.prompt_key"],
         f"{native}.answer": "reward_model.ground_truth",
-        f"{native}.label": v.get("data.reward_fn_key", "data_source"),
+        f"{native}.label": v["data.reward_fn_key"],
     }
+
+
+def rows(v: Values, key: str, native: str) -> Native:
+    """Where the rows come from: files, or what a class of yours makes of them."""
+    files = [here(path, key=key) for path in texts(v, key)]
+    given = files if len(files) > 1 else files[0]
+    if v["data.custom_cls.path"] is None:
+        return {f"{native}.path": given}
+    if not isinstance(v["data.custom_cls.name"], str):
+        raise ConfigError("data.custom_cls.path needs data.custom_cls.name, the class in that file")
+    function = f"{local(v, 'data.custom_cls.path')}:{v['data.custom_cls.name']}"
+    return {f"{native}.function": function, f"{native}.arguments": {"data_files": given}}
 
 
 def overlong(v: Values) -> Native:
@@ -59,19 +68,30 @@ def overlong(v: Values) -> Native:
     return {"data.overlong": "filter" if flag(v, "data.filter_overlong_prompts") else kept}
 
 
-def seed(v: Values) -> Native:
-    return NOTHING if v["data.seed"] is None else {"seed": whole(v, "data.seed", least=0)}
+def order(v: Values) -> Native:
+    return {"data.order": "shuffle" if flag(v, "data.shuffle") else "sequential"}
+
+
+def judge(v: Values) -> Native:
+    """A function of yours, or verl's table by data source."""
+    if v["custom_reward_function.path"] is None:
+        return {"rewards.score.function": "whet.rewards.verl:compute_score"}
+    path, name = local(v, "custom_reward_function.path"), v["custom_reward_function.name"]
+    return {"rewards.score.function": f"{path}:{name}"}
 
 
 def rewards(v: Values) -> Native:
-    """A function of yours, or verl's table by data source; `prime` gives several processes, and each call 300 s."""
-    path, name = v["custom_reward_function.path"], v["custom_reward_function.name"]
-    if path is not None:
-        function = f"{local(v, 'custom_reward_function.path')}:{name}"
-    else:
-        function = "whet.rewards.verl:compute_score"
-    out: dict[str, Json] = {"rewards.score.function": function}
-    if arguments := v.get("custom_reward_function.reward_kwargs"):
+    """What judges, and how: `prime` gives several processes, and each call 300 s.
+
+    Beside a reward model verl asks a function of yours in validation alone; here it is measured in training, too.
+    """
+    out: dict[str, Json] = {}
+    if has_reward_model(v):
+        if v["custom_reward_function.path"] is None:
+            return out
+        out |= {"rewards.score.weight": 0.0} | ({"eval.reward": "score"} if validates(v) else {})
+    out |= judge(v)
+    if arguments := v["custom_reward_function.reward_kwargs"]:
         out["rewards.score.arguments"] = arguments
     known = {"naive": "naive", "prime": "prime", "batch": None, "dapo": "naive"}
     if choose(v, "reward_model.reward_manager", known) == "prime":
@@ -84,22 +104,16 @@ def overlong_penalty(v: Values) -> Native:
     at = "reward_model.overlong_buffer"
     if not v[f"{at}.enable"]:
         return NOTHING
+    if has_reward_model(v):
+        raise ConfigError(
+            f"{at}.enable=True: beside a reward model verl pays its score alone; set it to False"
+        )
     limit, buffer = whole(v, "data.max_response_length"), whole(v, f"{at}.len")
     return {
         "rewards.overlong.function": "overlong",
         "rewards.overlong.weight": number(v, f"{at}.penalty_factor"),
         "rewards.overlong.arguments": {"max_tokens": limit, "buffer": buffer},
     }
-
-
-def no_reward_model(v: Values) -> Native:
-    """The settings of a reward model are read only where there is one, so any value passes without one."""
-    if flag(v, "reward_model.enable"):
-        raise ConfigError(
-            "reward_model.enable=True: reward models are coming, not built yet; today rewards are functions "
-            "(custom_reward_function.path)"
-        )
-    return NOTHING
 
 
 # ---------------------------------------------------------------- model
@@ -137,30 +151,30 @@ def overrides(v: Values) -> Native:
 def _without_sections(config: dict[str, Json]) -> dict[str, Json]:
     """Megatron's form of overrides made flat; a moe_config that switches nothing on goes."""
     inner, moe = config.get("model_config") or {}, config.get("moe_config") or {}
+    if any(moe.values()):
+        raise Unbuilt(
+            "critic.model.override_config.moe_config: parameters that do not learn are coming, not built yet"
+        )
     rest = {key: value for key, value in config.items() if key not in ("model_config", "moe_config")}
-    return {**rest, **inner} | ({"moe_config": moe} if any(moe.values()) else {})
+    return {**rest, **inner}
 
 
 def hydra_defaults(v: Values) -> Native:
     """The file that this one starts from: verl's own, whose values stand in the table."""
     given = v["defaults"] if isinstance(v["defaults"], list) else [v["defaults"]]
-    known = ("ppo_trainer", "_self_", *(["ppo_megatron_trainer"] if is_megatron(v) else []))
-    if other := [name for name in given if name not in known]:
+    if other := [name for name in given if name not in ("ppo_trainer", "ppo_megatron_trainer", "_self_")]:
         raise ConfigError(
-            f"defaults: {shown(other[0])} is not read (ppo_trainer is what a file leaves out, ppo_megatron_trainer "
-            f"needs {ACTOR}.strategy=megatron); give one file with everything in it"
+            f"defaults: {shown(other[0])} is not read (ppo_trainer and ppo_megatron_trainer are what a file leaves "
+            "out); give one file with everything in it"
         )
     return NOTHING
 
 
 def critic_overrides(v: Values) -> Native:
-    """The critic is built with the policy's overrides: none of its own, or the same."""
-    own = _without_sections(v["critic.model.override_config"])
-    if has_critic(v) and own and own != overrides(v)["model.overrides"]:
-        raise ConfigError(
-            f"critic.model.override_config={shown(own)}: other overrides than the policy's are coming, not built yet"
-        )
-    return NOTHING
+    """The critic's own, in both forms: empty is none, whatever the policy has."""
+    if not has_critic(v):
+        return NOTHING
+    return {"critic.overrides": _without_sections(v["critic.model.override_config"] or {})}
 
 
 # ---------------------------------------------------------------- rollouts and validation
@@ -220,157 +234,3 @@ def validation(v: Values) -> Native:
         return out | {"eval.samples": 1}
     chosen = {f"eval.sampling.{key}": value for key, value in _sampling(v, at).items()}
     return out | {"eval.samples": whole(v, f"{at}.n")} | chosen
-
-
-# ---------------------------------------------------------------- algorithm
-
-COMING = (
-    "remax",
-    "opo",
-    "grpo_passk",
-    "gpg",
-    "grpo_vectorized",
-    "rloo_vectorized",
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
-)
-
-
-def advantage(v: Values) -> Native:
-    """The estimator by its formula, over the recipe that comes nearest; verl's loss is always PPO's."""
-    known = {
-        "gae": "ppo",
-        "grpo": "grpo",
-        "reinforce_plus_plus": "reinforce",
-        "reinforce_plus_plus_baseline": "grpo",
-        "rloo": "rloo",
-        "reward": "reinforce",
-        "none": "reinforce",
-    }
-    estimator = v["algorithm.adv_estimator"]
-    name = choose(v, "algorithm.adv_estimator", known | dict.fromkeys(COMING))
-    if name in ("grpo", "rloo") and responses(v) == 1:
-        return _alone(v, str(estimator))
-    if estimator == "reward":
-        return _score(v, str(estimator))
-    out: dict[str, Json] = {"algorithm.name": name, "algorithm.loss": "ppo"}
-    if estimator == "grpo":
-        out["algorithm.normalize_std"] = v.get("algorithm.norm_adv_by_std_in_grpo", True)
-    elif estimator == "reinforce_plus_plus_baseline":
-        out |= {"algorithm.normalize_std": False, "algorithm.whiten": True}
-    elif estimator == "reinforce_plus_plus":
-        out["algorithm.whiten"] = True
-    elif estimator == "none":
-        out["algorithm.advantage"] = "none"
-    return out
-
-
-def _alone(v: Values, estimator: str) -> Native:
-    """A group of one has no mean and no deviation: the advantage is the score itself."""
-    whitened = {"algorithm.whiten": True} if estimator == "reinforce_plus_plus_baseline" else {}
-    return {**_score(v, estimator), **whitened}
-
-
-def _score(v: Values, estimator: str) -> Native:
-    """The whole score at every token, which is the undiscounted return as long as no token has a reward of its own."""
-    if flag(v, "algorithm.use_kl_in_reward"):
-        raise ConfigError(
-            f"algorithm.adv_estimator={estimator} without a group (actor_rollout_ref.rollout.n=1) together with "
-            "algorithm.use_kl_in_reward is coming, not built yet; raise n, or use use_kl_loss"
-        )
-    return {"algorithm.name": "reinforce", "algorithm.loss": "ppo"}
-
-
-def dynamic_sampling(v: Values) -> Native:
-    """DAPO drops groups whose rewards are all equal and asks for more."""
-    at = "algorithm.filter_groups"
-    if not v[f"{at}.enable"]:
-        return NOTHING
-    penalty = bool(v["reward_model.overlong_buffer.enable"])
-    whole_reward = dict.fromkeys(("seq_reward", "seq_final_reward"), "reward")
-    of_score = dict.fromkeys(("acc", "score"), None if penalty else "reward")
-    choose(v, f"{at}.metric", whole_reward | of_score)
-    most = whole(v, f"{at}.max_num_gen_batches", least=ANY)
-    return {"algorithm.drop_uniform_groups": True, "algorithm.max_refills": most - 1 if most > 0 else ALL}
-
-
-def discount(v: Values) -> Native:
-    """gamma and lam, where an estimator discounts: lam in gae, gamma also in reinforce_plus_plus."""
-    estimator = v["algorithm.adv_estimator"]
-    gamma, lam = number(v, "algorithm.gamma"), number(v, "algorithm.lam")
-    if estimator == "gae":
-        return {"algorithm.gamma": gamma, "algorithm.lam": lam}
-    return {"algorithm.gamma": gamma} if estimator == "reinforce_plus_plus" else NOTHING
-
-
-def clipping(v: Values) -> Native:
-    """clip_ratio on both sides unless low or high is given; the dual clip is always on."""
-    ratio, low, high = (v.get(f"{ACTOR}.clip_ratio{side}") for side in ("", "_low", "_high"))
-    return {
-        "algorithm.clip_low": ratio if low is None else low,
-        "algorithm.clip_high": ratio if high is None else high,
-        "algorithm.dual_clip": v.get(f"{ACTOR}.clip_ratio_c", 3.0),
-    }
-
-
-NORM = "seq-mean-token-sum-norm"
-REDUCTIONS = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", NORM)}
-
-
-def reduction(v: Values) -> Native:
-    """Counts are those of the whole mini batch (verl's present rule), so no cut of it changes the gradient."""
-    mode = choose(v, f"{ACTOR}.loss_agg_mode", REDUCTIONS)
-    if mode != NORM:
-        return {"algorithm.aggregation": mode}
-    width = v.get(f"{ACTOR}.loss_scale_factor") or v["data.max_response_length"]
-    return {"algorithm.aggregation": mode, "algorithm.norm_tokens": width}
-
-
-def value_reduction(v: Values) -> Native:
-    """The critic's loss is the mean over tokens."""
-    if has_critic(v) and v["critic.loss_agg_mode"] != "token-mean":
-        raise ConfigError(
-            f"critic.loss_agg_mode={shown(v['critic.loss_agg_mode'])} is coming, not built yet: the critic's loss is "
-            "the mean over tokens (token-mean)"
-        )
-    return NOTHING
-
-
-ESTIMATORS: dict[str, str | None] = {
-    "kl": "k1",
-    "k1": "k1",
-    "abs": "abs",
-    "mse": "k2",
-    "k2": "k2",
-    "low_var_kl": "k3",
-    "k3": "k3",
-    "full": None,
-}
-
-
-def kl(v: Values) -> Native:
-    """In the loss or in the reward, each with its own estimator and weight."""
-    in_loss, in_reward = flag(v, f"{ACTOR}.use_kl_loss"), flag(v, "algorithm.use_kl_in_reward")
-    if in_loss and in_reward:
-        raise ConfigError(
-            f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward: both at once are coming, not built yet; choose one"
-        )
-    if in_loss:
-        coef, estimator = number(v, f"{ACTOR}.kl_loss_coef"), choose(v, f"{ACTOR}.kl_loss_type", ESTIMATORS)
-        return {"algorithm.kl.place": "loss", "algorithm.kl.coef": coef, "algorithm.kl.estimator": estimator}
-    return _kl_in_reward(v) if in_reward else {"algorithm.kl.coef": 0.0}
-
-
-def _kl_in_reward(v: Values) -> Native:
-    out: dict[str, Json] = {
-        "algorithm.kl.place": "reward",
-        "algorithm.kl.coef": number(v, "algorithm.kl_ctrl.kl_coef"),
-        "algorithm.kl.estimator": choose(v, "algorithm.kl_penalty", ESTIMATORS),
-    }
-    kinds = {"fixed": "fixed", "adaptive": "adaptive"}
-    if choose(v, "algorithm.kl_ctrl.type", kinds) == "fixed":
-        return out
-    return out | {
-        "algorithm.kl.target": number(v, "algorithm.kl_ctrl.target_kl"),
-        "algorithm.kl.horizon": whole(v, "algorithm.kl_ctrl.horizon"),
-    }

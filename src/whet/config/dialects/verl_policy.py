@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from whet.config.dialects.key import Key, coming, derived, engine, inert, mapped, translated
-from whet.config.dialects.verl_loop import actor_optimizer, checkpointing, checkpoints
+from whet.config.dialects.verl_algorithm import kl, loss
+from whet.config.dialects.verl_loop import actor_optimizer, checkpoints, imports
 from whet.config.dialects.verl_parts import (
-    clipping,
     concurrency,
     dtype,
-    kl,
     model_path,
     nothing,
     overrides,
@@ -28,6 +27,7 @@ from whet.config.dialects.verl_rules import (
     equal,
     is_one_of,
     share,
+    shuffling,
 )
 
 # ---------------------------------------------------------------- reasons that several keys share
@@ -35,13 +35,12 @@ from whet.config.dialects.verl_rules import (
 BATCHES = (
     "In prompts, times n sequences. verl's rules for B, n, mini and micro batches and devices must hold."
 )
-CUT = (
-    "One cut for all passes: the smallest that the passes of this file ask for. It changes memory, never a number. "
-    "An older size over all devices is shared out over the ranks."
-)
-STEPS = "verl's scheduler moves once a training step, whet's with every optimizer step: W steps are W * updates here."
-RAMP = "Warm-up reaches (s+1)/(W+1) of the peak in its step s from 0; verl's s/W wastes the first step."
-DECAY = "Not applied to parameters of one dimension (norms, biases); verl decays all."
+CUT = "It changes memory, never a number. An older size over all devices is shared out over the ranks."
+FORWARD = f"For all passes without gradient: the smallest that those of this file ask for. {CUT}"
+STEPS = "In training steps, as there."
+RAMP = "From s/W of the peak in step s (the first step moves nothing), as there."
+DECAY = "Of all parameters, norms and biases too; with Megatron those are spared, as there."
+IMPORTED = "A module, or a list; before the model is built and where rewards are computed."
 OFFLOAD = "keeping parts of a run in CPU memory between phases; it changes no number, so both values pass"
 SHARDED = "sharding a model over devices (FSDP); it changes no number on one"
 TP = "Over devices of the file's machine; must fit verl's rules. One process does the work of all."
@@ -77,20 +76,25 @@ def offload(name: str) -> Key:
     return coming(name, OFFLOAD, default=False, harmless=(True,))
 
 
-def cuts(at: str, *, sequences: str, dynamic: str, tokens: str, default: int | None) -> tuple[Key, ...]:
-    """How the passes of one role are cut; `default`: sequences on one device."""
+def cuts(at: str) -> tuple[Key, ...]:
+    """How the passes without gradient of one role are cut."""
+    sequences, forward = f"{at}.log_prob_micro_batch_size", "train.micro_rollouts_forward"
     return (
-        translated(f"{at}.{sequences}", cut, "train.micro_rollouts", default=None, reason=CUT),
-        translated(f"{at}.{sequences}_per_gpu", cut, "train.micro_rollouts", default=default, reason=CUT),
+        translated(sequences, cut, forward, default=None, reason=FORWARD),
+        translated(f"{sequences}_per_gpu", cut, forward, default=16, reason=FORWARD),
         translated(
-            f"{at}.{dynamic}", cut, "train.micro_tokens", default=f"${{{ACTOR}.use_dynamic_bsz}}", reason=CUT
+            f"{at}.log_prob_use_dynamic_bsz",
+            cut,
+            "train.micro_tokens_forward",
+            default=f"${{{ACTOR}.use_dynamic_bsz}}",
+            reason=FORWARD,
         ),
         translated(
-            f"{at}.{tokens}",
+            f"{at}.log_prob_max_token_len_per_gpu",
             cut,
-            "train.micro_tokens",
+            "train.micro_tokens_forward",
             default=f"${{{ACTOR}.ppo_max_token_len_per_gpu}}",
-            reason=CUT,
+            reason=FORWARD,
         ),
     )
 
@@ -108,9 +112,13 @@ MODEL_KEYS: tuple[Key, ...] = (
         default="~/models/deepseek-llm-7b-chat",
         reason="A Hugging Face folder on this machine; hdfs:// is coming.",
     ),
-    coming(f"{MODEL}.external_lib", "importing modules of yours before the model is built", default=None),
-    coming(
-        f"{MODEL}.external_libs", "importing modules of yours (a misspelling of external_lib)", default=None
+    translated(f"{MODEL}.external_lib", imports, "imports", default=None, reason=IMPORTED),
+    translated(
+        f"{MODEL}.external_libs",
+        imports,
+        "imports",
+        default=None,
+        reason="The document's misspelling of external_lib; both count.",
     ),
     translated(
         f"{MODEL}.override_config",
@@ -130,13 +138,7 @@ MODEL_KEYS: tuple[Key, ...] = (
     coming(
         f"{MODEL}.override_config.moe_config.freeze_moe_router", "parameters that do not learn", default=False
     ),
-    translated(
-        f"{MODEL}.enable_gradient_checkpointing",
-        checkpointing,
-        "train.gradient_checkpointing",
-        default=False,
-        reason="For policy and critic alike.",
-    ),
+    mapped(f"{MODEL}.enable_gradient_checkpointing", "train.gradient_checkpointing", default=False),
     offload(f"{MODEL}.enable_activation_offload"),
     inert(f"{MODEL}.trust_remote_code", NO_CODE, default=False, harmless=(True,)),
     derived(f"{MODEL}.use_remove_padding", check_parallel, default=False, reason=PACKED),
@@ -164,13 +166,12 @@ ACTOR_KEYS: tuple[Key, ...] = (
     ),
     translated(
         f"{ACTOR}.clip_ratio",
-        clipping,
+        loss,
         "algorithm.clip_low",
         "algorithm.clip_high",
-        "algorithm.dual_clip",
         default=0.2,
-        reason="Both sides, unless clip_ratio_low or _high is given; verl ignores it then and now. "
-        "Dual clip (3.0) is always on, as there.",
+        reason="Both sides, unless clip_ratio_low or _high is given; verl ignores it then and now. Read by the losses "
+        "with a clip; the dual clip (3.0) of vanilla is always on, as there.",
     ),
     mapped(
         f"{ACTOR}.entropy_coeff", "algorithm.entropy_coef", default=0.0, reason="0.001 in the older document."
@@ -178,10 +179,9 @@ ACTOR_KEYS: tuple[Key, ...] = (
     translated(
         f"{ACTOR}.use_kl_loss",
         kl,
-        "algorithm.kl.place",
         "algorithm.kl.coef",
         default=False,
-        reason="Together with algorithm.use_kl_in_reward: coming.",
+        reason="May stand beside algorithm.use_kl_in_reward, as in verl's code.",
     ),
     inert(
         f"{ACTOR}.use_torch_compile",
@@ -201,16 +201,22 @@ ACTOR_KEYS: tuple[Key, ...] = (
         kl,
         "algorithm.kl.estimator",
         default="low_var_kl",
-        reason="kl is k1, mse k2, low_var_kl k3; full is coming.",
+        reason="kl is k1, mse k2, k3 the bounded low_var_kl; with + (newer verl) the gradient of k2; full is exact.",
     ),
     translated(f"{ACTOR}.ppo_epochs", batches, "train.passes", default=1, reason=BATCHES),
     derived(
         f"{ACTOR}.data_loader_seed",
         at_least(f"{ACTOR}.data_loader_seed", 0),
         default=None,
-        reason="Read there only with shuffle, which is coming; every random number follows from `seed` here.",
+        reason="Must be given with shuffle, as there; every random number follows from the run's seed here.",
     ),
-    coming(f"{ACTOR}.shuffle", "another order of the rollouts in every pass", default=False),
+    translated(
+        f"{ACTOR}.shuffle",
+        shuffling,
+        "train.shuffle_passes",
+        default=False,
+        reason="Of whole groups, by the run's seed, for policy and critic alike. verl's FSDP trainer ignores it.",
+    ),
     parallel(f"{ACTOR}.ulysses_sequence_parallel_size", 1),
     section(f"{ACTOR}.optim"),
     mapped(f"{ACTOR}.optim.lr", "train.optimizer.lr", default=1e-6),
@@ -233,14 +239,14 @@ ACTOR_KEYS: tuple[Key, ...] = (
         actor_optimizer,
         "train.optimizer.schedule.min_factor",
         default=0.0,
-        reason="Read by cosine alone, as there; null is 0. The warm-up starts at 0, verl's at this ratio.",
+        reason="Read by cosine alone, as there; null is 0. The warm-up starts at it, too.",
     ),
     translated(
         f"{ACTOR}.optim.num_cycles",
         actor_optimizer,
-        "train.optimizer.schedule.kind",
+        "train.optimizer.schedule.cycles",
         default=0.5,
-        reason="Read by cosine alone, as there; other than 0.5 is coming.",
+        reason="Read by cosine alone, as there.",
     ),
     translated(
         f"{ACTOR}.optim.warmup_style",
@@ -269,21 +275,24 @@ ACTOR_KEYS: tuple[Key, ...] = (
     translated(
         f"{ACTOR}.checkpoint.save_contents",
         checkpoints,
+        "checkpoint.contents",
         "checkpoint.export",
+        "checkpoint.export_every",
         default=["model", "optimizer", "extra"],
-        reason="A checkpoint is whole: all three must be there; "
-        "hf_model asks for an export, once, at the end.",
+        reason="What is not in it is not saved; extra always is. hf_model: an export beside each checkpoint.",
     ),
-    derived(
+    translated(
         f"{ACTOR}.checkpoint.load_contents",
         checkpoints,
+        "checkpoint.load",
         default=f"${{{ACTOR}.checkpoint.save_contents}}",
-        reason="All is restored; parts alone are coming.",
+        reason="model, or model and optimizer; without extra is coming.",
     ),
     translated(
         f"{ACTOR}.checkpoint.contents",
         checkpoints,
-        "checkpoint.export",
+        "checkpoint.contents",
+        "checkpoint.load",
         default=None,
         reason="The older name of save_contents and load_contents together; it must not contradict them.",
     ),
@@ -293,13 +302,7 @@ REF_KEYS: tuple[Key, ...] = (
     section(REF),
     offload(f"{REF}.fsdp_config.param_offload"),
     *shards(f"{REF}.fsdp_config"),
-    *cuts(
-        REF,
-        sequences="log_prob_micro_batch_size",
-        dynamic="log_prob_use_dynamic_bsz",
-        tokens="log_prob_max_token_len_per_gpu",
-        default=16,
-    ),
+    *cuts(REF),
     parallel(f"{REF}.ulysses_sequence_parallel_size", f"${{{ACTOR}.ulysses_sequence_parallel_size}}"),
 )
 
@@ -380,13 +383,7 @@ ROLLOUT_KEYS: tuple[Key, ...] = (
         reason=SIZED,
     ),
     translated(f"{ROLLOUT}.max_num_seqs", concurrency, "rollout.max_batch", default=1024, reason=CACHE),
-    *cuts(
-        ROLLOUT,
-        sequences="log_prob_micro_batch_size",
-        dynamic="log_prob_use_dynamic_bsz",
-        tokens="log_prob_max_token_len_per_gpu",
-        default=16,
-    ),
+    *cuts(ROLLOUT),
     translated(
         f"{ROLLOUT}.do_sample",
         sampling,

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from whet.config.dialects.key import Key, coming, derived, translated
-from whet.config.dialects.verl_parts import (
-    dynamic_sampling,
-    hydra_defaults,
-    nothing,
-    overlong_penalty,
-)
-from whet.config.dialects.verl_rules import ACTOR, CRITIC, MODEL, at_least, equal
-from whet.config.dialects.verl_run import later
+from whet.config.dialects.verl_algorithm import dynamic_sampling
+from whet.config.dialects.verl_parts import hydra_defaults, nothing, overlong_penalty
+from whet.config.dialects.verl_reward_model import later
+from whet.config.dialects.verl_rules import ACTOR, CRITIC, MODEL, at_least, equal, is_flag
 
 _PRIME = "PRIME, SPIN and SPPO (recipes with trainers of their own)"
 _TIMEOUT = "One process has nobody to wait for."
@@ -20,7 +16,8 @@ RECIPES: tuple[Key, ...] = (
         "defaults",
         hydra_defaults,
         default=None,
-        reason="Hydra's list: ppo_trainer is what a file leaves out anyway; other names are coming.",
+        reason="Hydra's list: ppo_trainer is what a file leaves out anyway, ppo_megatron_trainer says that `optim` is "
+        "Megatron's; other files are refused.",
     ),
     derived("hydra.*", nothing, default={}, reason="Hydra's own settings; nothing here reads them."),
     *(
@@ -53,6 +50,7 @@ RECIPES: tuple[Key, ...] = (
             f"{ACTOR}.sppo_eta",
             "algorithm.sppo_eta",
             "trainer.ref_update_freq",
+            "trainer.log_freq",
             "algorithm.reward_gt_coef",
             "algorithm.reward_dpo_coef",
         )
@@ -94,9 +92,9 @@ DAPO: tuple[Key, ...] = (
     translated(
         "algorithm.filter_groups.metric",
         dynamic_sampling,
-        "algorithm.drop_uniform_groups",
+        "algorithm.groups.uniform_by",
         default=None,
-        reason="By the whole reward; acc means the same as long as no penalty is added to it.",
+        reason="seq_reward, seq_final_reward: the whole reward; acc, score: without the penalty for long responses.",
     ),
     translated(
         "algorithm.filter_groups.max_num_gen_batches",
@@ -125,10 +123,10 @@ DAPO: tuple[Key, ...] = (
         default="${data.max_response_length}",
         reason="Must equal data.max_response_length.",
     ),
-    coming(
+    derived(
         "reward_model.overlong_buffer.log",
-        "a choice: every part of a reward is logged",
+        is_flag("reward_model.overlong_buffer.log"),
         default=False,
-        harmless=(True,),
+        reason="Every part of a reward is logged.",
     ),
 )

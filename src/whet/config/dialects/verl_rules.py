@@ -6,10 +6,10 @@ that share one sequence, dp = W / sp ranks. The rules are about the file and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 
-from whet.config.dialects.key import Values
+from whet.config.dialects.key import Unbuilt, Values
 from whet.config.dialects.typed import choose, flag, number, whole
 from whet.config.faults import shown
 from whet.types import ConfigError, Json
@@ -22,8 +22,8 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 CRITIC = "critic"
 
-ALL = 1_000_000
-"""Checkpoints kept where all are wanted."""
+UNBOUNDED = 1_000_000
+"""Refills of a step where there is no limit."""
 
 ANY = -(10**9)
 """No lower bound: verl switches things off by any number below 1."""
@@ -46,9 +46,7 @@ def texts(v: Values, key: str) -> list[str]:
 def here(path: str, *, key: str) -> str:
     """A path on this machine; remote file systems are coming."""
     if "://" in path:
-        raise ConfigError(
-            f"{key}={path}: remote files are coming, not built yet; copy it here and give its path"
-        )
+        raise Unbuilt(f"{key}={path}: remote files are coming, not built yet; copy it here and give its path")
     return path
 
 
@@ -92,6 +90,27 @@ def is_flag(key: str) -> Callable[[Values], Native]:
     return check
 
 
+def is_number(key: str) -> Callable[[Values], Native]:
+    """A check that a key is a number."""
+
+    def check(v: Values) -> Native:
+        number(v, key)
+        return NOTHING
+
+    return check
+
+
+def is_path(key: str) -> Callable[[Values], Native]:
+    """A check that a key is null or a path."""
+
+    def check(v: Values) -> Native:
+        if v[key] is not None:
+            local(v, key)
+        return NOTHING
+
+    return check
+
+
 def is_one_of(key: str, *known: str) -> Callable[[Values], Native]:
     """A check that a key has a value that verl knows."""
 
@@ -116,22 +135,37 @@ def equal(key: str, other: str, why: str) -> Callable[[Values], Native]:
 # ---------------------------------------------------------------- who is there
 
 
+FAMILIES = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
+
+MEGATRON_SIZES = tuple(
+    f"{ACTOR}.megatron.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")
+)
+
+
 def is_megatron(v: Values) -> bool:
-    """Whether the actor's optimizer keys are Megatron's."""
+    """Whether the optimizer keys are Megatron's: by the strategy, by Hydra's base file, or by its sizes, which only
+    that base file has."""
+    base = v.get("defaults") or []
     return (
-        choose(v, f"{ACTOR}.strategy", {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"})
-        == "megatron"
+        choose(v, f"{ACTOR}.strategy", FAMILIES) == "megatron"
+        or "ppo_megatron_trainer" in (base if isinstance(base, list) else [base])
+        or any(whole(v, name) > 1 for name in MEGATRON_SIZES if name in v)
     )
 
 
 def same_family(v: Values) -> Native:
     """Actor and critic are both FSDP's or both Megatron's."""
-    known = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
-    if has_critic(v) and choose(v, "critic.strategy", known) != choose(v, f"{ACTOR}.strategy", known):
+    mine, other = (choose(v, f"{role}.strategy", FAMILIES) for role in (ACTOR, CRITIC))
+    if has_critic(v) and mine != other:
         raise ConfigError(
             f"critic.strategy={v['critic.strategy']} must be of the family of {ACTOR}.strategy={v[f'{ACTOR}.strategy']}"
         )
     return NOTHING
+
+
+def has_reward_model(v: Values) -> bool:
+    """A reward model is enabled."""
+    return flag(v, "reward_model.enable")
 
 
 def has_critic(v: Values) -> bool:
@@ -172,10 +206,7 @@ def ranks(v: Values, role: str) -> int:
     """dp = W / (tensor, pipeline, context or sequence parallel sizes), which must divide W."""
     W = world(v)
     if is_megatron(v):
-        names = [
-            f"{ACTOR}.megatron.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")
-        ]
-        sizes = {name: whole(v, name) if name in v else 1 for name in names}
+        sizes = {name: whole(v, name) for name in MEGATRON_SIZES if name in v}
     else:
         sizes = {f"{role}.ulysses_sequence_parallel_size": whole(v, f"{role}.ulysses_sequence_parallel_size")}
     shared = 1
@@ -270,24 +301,32 @@ def micro_batch(v: Values, key: str, *, of: str) -> int | None:
 
 
 def batches(v: Values) -> Native:
-    """A step of B prompts in B / ppo_mini_batch_size optimizer steps, ppo_epochs times over."""
-    passes = whole(v, f"{ACTOR}.ppo_epochs")
-    minis = mini_batches(v, ACTOR)
-    if has_critic(v):
-        for key, other in (
-            (f"{CRITIC}.ppo_mini_batch_size", f"{ACTOR}.ppo_mini_batch_size"),
-            (f"{CRITIC}.ppo_epochs", f"{ACTOR}.ppo_epochs"),
-        ):
-            if v[key] != v[other]:
-                raise ConfigError(
-                    f"{key}={shown(v[key])}: another value than {other}={shown(v[other])} is coming, not built yet"
-                )
-        mini_batches(v, CRITIC)
-    return {
+    """A step of B prompts in B / ppo_mini_batch_size optimizer steps, ppo_epochs times over; the critic's where they
+    are others."""
+    minis, passes = mini_batches(v, ACTOR), whole(v, f"{ACTOR}.ppo_epochs")
+    out: dict[str, Json] = {
         "train.tasks_per_step": whole(v, "data.train_batch_size"),
         "train.minibatches": minis,
         "train.passes": passes,
     }
+    if has_critic(v):
+        own_minis, own_passes = mini_batches(v, CRITIC), whole(v, f"{CRITIC}.ppo_epochs")
+        out |= {"critic.minibatches": own_minis} if own_minis != minis else {}
+        out |= {"critic.passes": own_passes} if own_passes != passes else {}
+    return out
+
+
+def shuffling(v: Values) -> Native:
+    """Another order of the rollouts in every pass, by the run's seed, in whole groups, for policy and critic alike."""
+    wanted = flag(v, f"{ACTOR}.shuffle")
+    if wanted and v[f"{ACTOR}.data_loader_seed"] is None:
+        raise ConfigError(f"{ACTOR}.shuffle=True: data_loader_seed must be set, too, as verl asks")
+    if has_critic(v) and flag(v, f"{CRITIC}.shuffle") != wanted:
+        raise Unbuilt(
+            f"{CRITIC}.shuffle={v[f'{CRITIC}.shuffle']}: another choice than {ACTOR}.shuffle={wanted} is coming, not "
+            "built yet"
+        )
+    return {"train.shuffle_passes": wanted}
 
 
 # ---------------------------------------------------------------- how passes are cut for memory
@@ -298,31 +337,38 @@ _SCORING = ("log_prob_micro_batch_size", "log_prob_use_dynamic_bsz", "log_prob_m
 _VALUING = ("forward_micro_batch_size", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
 
 
-def _passes(v: Values) -> Iterator[tuple[str, tuple[str, str, str]]]:
-    """(role, keys of its cut) of every kind of pass that this run makes."""
-    yield ACTOR, _LEARNING
+def _scoring(v: Values) -> Iterator[tuple[str, tuple[str, str, str]]]:
+    """(role, keys of its cut) of every kind of pass without gradient that this run makes."""
     yield ROLLOUT, _SCORING
     if has_reference(v):
         yield REF, _SCORING
     if has_critic(v):
-        yield CRITIC, _LEARNING
         yield CRITIC, _VALUING
 
 
 def cut(v: Values) -> Native:
-    """One cut for all passes, the smallest that any of them asks for. It changes memory and speed, never a number.
-
-    Where some count sequences and some tokens, a sequence is taken to be as long as can be.
-    """
-    if _asked(v, ACTOR, *_LEARNING) is None:
+    """How passes are cut: the policy's and the critic's own, and for all without gradient the smallest that any of
+    them asks for. It changes memory and speed, never a number."""
+    mine = _asked(v, ACTOR, *_LEARNING)
+    if mine is None:
         key = f"{ACTOR}.ppo_micro_batch_size"
         raise ConfigError(f"[{ACTOR}] Please set at least one of '{key}' or '{key}_per_gpu'")
-    asked = [size for role, keys in _passes(v) if (size := _asked(v, role, *keys))]
+    critic = _asked(v, CRITIC, *_LEARNING) if has_critic(v) else None
+    asked = [size for role, keys in _scoring(v) if (size := _asked(v, role, *keys))]
+    return {
+        f"train.micro_{mine[0]}": mine[1],
+        **({f"critic.micro_{critic[0]}": critic[1]} if critic else {}),
+        **({f"train.micro_{kind}_forward": most for kind, most in [_smallest(v, asked)]} if asked else {}),
+    }
+
+
+def _smallest(v: Values, asked: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    """Where some count sequences and some tokens, a sequence is taken to be as long as can be."""
     tokens = [size for kind, size in asked if kind == "tokens"]
     rollouts = [size for kind, size in asked if kind == "rollouts"]
     if not rollouts:
-        return {"train.micro_tokens": min(tokens)}
-    return {"train.micro_rollouts": min([*rollouts, *(size // longest(v) for size in tokens)])}
+        return "tokens", min(tokens)
+    return "rollouts", min([*rollouts, *(size // longest(v) for size in tokens)])
 
 
 def _asked(v: Values, role: str, sequences: str, dynamic: str, tokens: str) -> tuple[str, int] | None:

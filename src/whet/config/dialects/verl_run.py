@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
+from whet.config.dialects.key import Key, coming, derived, inert, mapped, refused, translated
+from whet.config.dialects.verl_algorithm import advantage, discount, kl
 from whet.config.dialects.verl_critic import CRITIC, ONLY_CRITIC
-from whet.config.dialects.verl_loop import (
-    checkpoints,
-    length,
-    resume,
-    run_directory,
-    trackers,
-)
+from whet.config.dialects.verl_loop import checkpoints, length, resume, run_directory, trackers
 from whet.config.dialects.verl_parts import (
-    advantage,
-    discount,
-    kl,
-    no_reward_model,
+    order,
     overlong,
     rewards,
     training_data,
@@ -27,18 +19,20 @@ from whet.config.dialects.verl_policy import (
     TP,
     section,
 )
+from whet.config.dialects.verl_reward_model import KEYS as REWARD_MODEL
 from whet.config.dialects.verl_rules import (
-    MODEL,
     at_least,
     batches,
 )
 
 WHOLE_TASK = "Every reward is given the whole task, its messages included; nothing else would read it."
-DROPPED = "Whole numbers of rows: verl drops the last, short batch of every epoch, whet goes on into the next epoch."
+DROPPED = "Each ends with its last full batch, as there."
+CLASS = (
+    "A dataset class of yours is made with data_files alone and must give rows of text; tokenizing is whet's."
+)
 JUDGED = (
     "A reward of yours, as path:name; without a path verl's table by data source (gsm8k, MATH, math_dapo)."
 )
-LATER = "reward models; read there only with reward_model.enable=True"
 
 DATA: tuple[Key, ...] = (
     mapped("data.tokenizer", "tokenizer.path", default=None, reason="null: the model's own."),
@@ -80,7 +74,9 @@ DATA: tuple[Key, ...] = (
         default=False,
         harmless=(True,),
     ),
-    mapped("data.shuffle", "data.shuffle", default=True),
+    translated(
+        "data.shuffle", order, "data.order", default=True, reason="shuffle, or the order of the file."
+    ),
     translated(
         "data.filter_overlong_prompts",
         overlong,
@@ -104,38 +100,15 @@ DATA: tuple[Key, ...] = (
         default=False,
         harmless=(True,),
     ),
-    coming(
-        "data.custom_cls.path",
-        "dataset classes of yours; today data.train.0.function gives rows",
-        default=None,
-    ),
-    coming(
-        "data.custom_cls.name",
-        "dataset classes of yours; today data.train.0.function gives rows",
-        default=None,
-    ),
+    translated("data.custom_cls.path", training_data, "data.train.0.function", default=None, reason=CLASS),
+    translated("data.custom_cls.name", training_data, "data.train.0.function", default=None, reason=CLASS),
     section("data.custom_cls"),
 )
 
 
-def later(name: str, default: object) -> Key:
-    """A key of the reward model: any value passes as long as there is none."""
-    return Key(
-        name=f"reward_model.{name}", status="coming", default=default, reason=LATER, translate=no_reward_model
-    )
-
-
 REWARD: tuple[Key, ...] = (
-    later("enable", False),
     section("reward_model.model"),
-    later("model.input_tokenizer", f"${{{MODEL}.path}}"),
-    later("model.path", "~/models/Anomy-RM-v0.1"),
-    later("model.external_lib", f"${{{MODEL}.external_lib}}"),
-    later("model.trust_remote_code", False),
-    later("model.fsdp_config.min_num_params", 0),
-    later("model.fsdp_config.param_offload", False),
-    later("micro_batch_size_per_gpu", 16),
-    later("max_length", None),
+    *REWARD_MODEL,
     translated(
         "reward_model.reward_manager",
         rewards,
@@ -164,55 +137,61 @@ ALGORITHM: tuple[Key, ...] = (
         default=1.0,
         reason="Read by gae and reinforce_plus_plus, as there.",
     ),
-    coming("algorithm.gemma", "nothing: a misprint of algorithm.gamma; write gamma", default=1.0),
+    refused("algorithm.gemma", "a misprint of the document; write algorithm.gamma", default=1.0),
     translated("algorithm.lam", discount, "algorithm.lam", default=1.0, reason="Read by gae, as there."),
     translated(
         "algorithm.adv_estimator",
         advantage,
         "algorithm.name",
-        "algorithm.loss",
+        "algorithm.advantage",
         "algorithm.whiten",
         default="gae",
-        reason="gae, grpo, reinforce_plus_plus(_baseline), rloo; reward: the score at every token; none: each "
-        "token's own reward. The last two stand in the older document alone and are defined here.",
+        reason="The recipe of its name; grpo_vectorized is grpo with a floor under the deviation, rloo_vectorized "
+        "rloo with 0 for a response alone in its group. reward: the score at every token; none: each token's own "
+        "reward (these two stand in the older document alone and are defined here). With one response a prompt: what "
+        "remains without a baseline.",
     ),
     translated(
         "algorithm.use_kl_in_reward",
         kl,
-        "algorithm.kl.place",
-        "algorithm.kl.coef",
+        "algorithm.reward_kl.coef",
         default=False,
-        reason="Together with use_kl_loss: coming.",
+        reason="May stand beside use_kl_loss, as in verl's code.",
     ),
     translated(
         "algorithm.kl_penalty",
         kl,
-        "algorithm.kl.estimator",
+        "algorithm.reward_kl.estimator",
         default="kl",
-        reason="Read with use_kl_in_reward, as there; kl is k1, mse k2, low_var_kl k3; full is coming.",
+        reason="Read with use_kl_in_reward, as there; kl is k1, mse k2, k3 the bounded low_var_kl. "
+        "full is coming in the reward.",
     ),
     section("algorithm.kl_ctrl"),
     translated(
-        "algorithm.kl_ctrl.type", kl, "algorithm.kl.target", default="fixed", reason="fixed or adaptive."
+        "algorithm.kl_ctrl.type",
+        kl,
+        "algorithm.reward_kl.target",
+        default="fixed",
+        reason="fixed or adaptive.",
     ),
     translated(
         "algorithm.kl_ctrl.kl_coef",
         kl,
-        "algorithm.kl.coef",
+        "algorithm.reward_kl.coef",
         default=0.001,
         reason="The document's example says 0.005, its text and verl itself 0.001.",
     ),
     translated(
         "algorithm.kl_ctrl.horizon",
         kl,
-        "algorithm.kl.horizon",
+        "algorithm.reward_kl.horizon",
         default=10000,
         reason="In rollouts; adaptive.",
     ),
     translated(
         "algorithm.kl_ctrl.target_kl",
         kl,
-        "algorithm.kl.target",
+        "algorithm.reward_kl.target",
         default=0.1,
         reason="Nats a token; adaptive.",
     ),
@@ -220,12 +199,11 @@ ALGORITHM: tuple[Key, ...] = (
 
 TRAINER: tuple[Key, ...] = (
     translated("trainer.total_epochs", length, "train.epochs", default=30, reason=DROPPED),
-    translated(
+    mapped(
         "trainer.project_name",
-        run_directory,
-        "run_dir",
+        "track.project",
         default="verl_examples",
-        reason="Part of the default of default_local_dir.",
+        reason="Read by wandb, mlflow and swanlab; and part of the default of default_local_dir.",
     ),
     mapped("trainer.experiment_name", "name", default="gsm8k"),
     translated(
@@ -233,10 +211,9 @@ TRAINER: tuple[Key, ...] = (
         trackers,
         "track.trackers",
         default=["console", "wandb"],
-        reason="metrics.jsonl always; wandb, the document's default, stays on this machine: it is written there. "
-        "swanlab, mlflow and others are coming.",
+        reason="By the same names, metrics.jsonl besides. wandb, the document's default, must be installed.",
     ),
-    coming("trainer.log_val_generations", "validation generations in a tracker", default=0),
+    mapped("trainer.log_val_generations", "eval.log_samples", default=0, reason="The same ones every time."),
     derived("trainer.nnodes", batches, default=1, reason=TP),
     derived("trainer.n_gpus_per_node", batches, default=8, reason=TP),
     translated(
@@ -260,7 +237,8 @@ TRAINER: tuple[Key, ...] = (
         "trainer.critic_warmup",
         "critic.warmup_steps",
         default=0,
-        reason=f"Exactly so many steps; verl skips one less. {ONLY_CRITIC}",
+        reason=f"Exactly so many steps; verl skips one less. {ONLY_CRITIC} A schedule of the policy whose length "
+        "follows from total_epochs is these steps shorter here.",
     ),
     coming(
         "trainer.default_hdfs_dir",
@@ -280,7 +258,7 @@ TRAINER: tuple[Key, ...] = (
         resume,
         "checkpoint.resume",
         default="auto",
-        reason="disable wants a fresh folder: whet overwrites no run.",
+        reason="disable moves what is there aside: whet overwrites no run.",
     ),
     translated(
         "trainer.resume_from_path",

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from whet.config.dialects.key import Key, Values, coming, derived, inert, mapped, translated
 from whet.config.dialects.typed import choose, flag, number, whole
-from whet.config.dialects.verl_loop import run_directory, trackers
-from whet.config.dialects.verl_policy import DECAY, NO_CODE, OFFLOAD, SHARDED, section
-from whet.config.dialects.verl_rules import (
-    ALL,
-    ANY,
-    NOTHING,
-    Native,
-    here,
-    is_one_of,
-    local,
-    texts,
-)
-from whet.config.faults import shown
+from whet.config.dialects.verl_loop import length, run_directory, trackers
+from whet.config.dialects.verl_parts import rows
+from whet.config.dialects.verl_policy import IMPORTED, NO_CODE, OFFLOAD, SHARDED, section
+from whet.config.dialects.verl_rules import ANY, NOTHING, Native, is_one_of, local, texts
 from whet.types import ConfigError, Json
 
 
@@ -26,13 +19,20 @@ def recipe(v: Values) -> Native:
 
 
 def data(v: Values) -> Native:
-    """All files one after the other; keys into a column's dict become dots."""
-    files = [here(path, key="data.train_files") for path in texts(v, "data.train_files")]
+    """All files one after the other, or a dataset class of yours over them."""
+    turns = flag(v, "data.multiturn.enable")
     return {
-        "data.train.0.path": files if len(files) > 1 else files[0],
-        "data.train.0.prompt": _column(v, "prompt"),
-        "data.train.0.response": _column(v, "response"),
+        **rows(v, "data.train_files", "data.train.0"),
+        **_columns(v, "data.train.0"),
+        **({"data.learn_turns": "all"} if turns else {}),
     }
+
+
+def _columns(v: Values, native: str) -> Native:
+    """A column of conversations, or one of prompts and one of replies; keys into a column's dict become dots."""
+    if flag(v, "data.multiturn.enable"):
+        return {f"{native}.messages": v["data.multiturn.messages_key"]}
+    return {f"{native}.{which}": _column(v, which) for which in ("prompt", "response")}
 
 
 def _column(v: Values, which: str) -> str:
@@ -40,11 +40,17 @@ def _column(v: Values, which: str) -> str:
     return ".".join([v[f"data.{which}_key"], *([inside] if isinstance(inside, str) else inside)])
 
 
+def imports(v: Values) -> Native:
+    """Modules that are imported before the model is built."""
+    return {"imports": texts(v, "model.external_lib")} if v["model.external_lib"] is not None else NOTHING
+
+
 def lengths(v: Values) -> Native:
-    """max_length is of prompt and response together; natively each has a limit of its own."""
+    """max_length is of prompt and reply together; each alone may be as long."""
     known = {"error": "error", "left": "truncate_left", "right": "truncate_right"}
-    most = whole(v, "data.max_length")
+    most = whole(v, "data.max_length", least=2)
     return {
+        "data.max_total_tokens": most,
         "data.max_prompt_tokens": most,
         "rollout.sampling.max_tokens": most,
         "data.overlong": choose(v, "data.truncation", known),
@@ -76,13 +82,28 @@ def batch(v: Values) -> Native:
 
 
 def optimizer(v: Values) -> Native:
-    """AdamW with a linear warm-up and half a cosine."""
-    choose(v, "optim.lr_scheduler", {"cosine": "cosine", "wsd": None})
+    """AdamW over all parameters; a linear warm-up whose first step moves nothing, then half a cosine, or a stable part
+    and half a cosine in the last tenth of what is left."""
+    at = "train.optimizer"
+    kind = choose(v, "optim.lr_scheduler", {"cosine": "cosine", "wsd": "wsd"})
     return {
-        "train.optimizer.schedule.kind": "cosine",
-        "train.optimizer.schedule.warmup_fraction": number(v, "optim.warmup_steps_ratio"),
-        "train.optimizer.betas": v["optim.betas"],
+        f"{at}.decay_all": True,
+        f"{at}.betas": v["optim.betas"],
+        f"{at}.schedule.kind": kind,
+        f"{at}.schedule.warmup_fraction": number(v, "optim.warmup_steps_ratio"),
+        f"{at}.schedule.warmup_ends": "start",
+        f"{at}.schedule.total_steps": v["trainer.total_training_steps"],
+        **({f"{at}.schedule.{key}": value for key, value in _decay(v).items()} if kind == "wsd" else {}),
     }
+
+
+def _decay(v: Values) -> Native:
+    """Of N steps and W of warm-up the last (N - W) - floor(0.9 (N - W)). Without N its share, rounded otherwise."""
+    ratio, steps = number(v, "optim.warmup_steps_ratio"), v["trainer.total_training_steps"]
+    if steps is None:
+        return {"decay_shape": "cosine", "decay_fraction": round(0.1 * (1.0 - ratio), 12)}
+    rest = steps - math.floor(ratio * steps)
+    return {"decay_shape": "cosine", "decay_steps": rest - math.floor(0.9 * rest) or None}
 
 
 def dtype(v: Values) -> Native:
@@ -91,39 +112,49 @@ def dtype(v: Values) -> Native:
     return {"model.dtype": choose(v, "model.fsdp_config.model_dtype", known)}
 
 
-def length(v: Values) -> Native:
-    """total_training_steps, where it is given, stands over total_epochs."""
-    steps = v["trainer.total_training_steps"]
-    return {"train.epochs": whole(v, "trainer.total_epochs")} if steps is None else {"train.steps": steps}
-
-
 def checkpoints(v: Values) -> Native:
-    """verl's SFT checkpoints are Hugging Face folders, so the last is exported."""
-    every, resume = max(whole(v, "trainer.save_freq", least=ANY), 0), v["trainer.resume_path"]
-    keep = v["trainer.max_ckpt_to_keep"] or (ALL if every else 1)
-    out: dict[str, Json] = {"checkpoint.every": every, "checkpoint.keep": keep, "checkpoint.export": True}
+    """verl's SFT checkpoints are Hugging Face folders, so each is exported."""
+    every, keep = max(whole(v, "trainer.save_freq", least=ANY), 0), v["trainer.max_ckpt_to_keep"]
+    out: dict[str, Json] = {
+        "checkpoint.every": every,
+        "checkpoint.keep": None if keep is None else whole(v, "trainer.max_ckpt_to_keep"),
+        "checkpoint.export": True,
+        "checkpoint.export_every": every,
+    }
+    resume = v["trainer.resume_path"]
     return out | ({"checkpoint.resume": local(v, "trainer.resume_path")} if resume else {})
 
 
-def no_validation(v: Values) -> Native:
-    """A loss on held-out demonstrations is coming, so test_freq must not ask for one."""
-    if whole(v, "trainer.test_freq", least=ANY) > 0:
-        raise ConfigError(
-            f"trainer.test_freq={shown(v['trainer.test_freq'])}: the loss on data.val_files is coming, not built yet; "
-            "set it to -1"
-        )
-    return NOTHING
+def validation(v: Values) -> Native:
+    """The loss on held-out demonstrations, every test_freq steps and after the last; 0 and less: none."""
+    every = whole(v, "trainer.test_freq", least=ANY)
+    if every <= 0:
+        return NOTHING
+    return {
+        **rows(v, "data.val_files", "data.eval.0"),
+        **_columns(v, "data.eval.0"),
+        "data.exclude_eval": False,
+        "eval.every": every,
+        "eval.at_start": False,
+        "eval.at_end": True,
+    }
 
 
 _B = "verl's rules for batch, micro batch and devices must hold."
-_VAL = "a loss on held-out demonstrations"
-_CLASS = "dataset classes of yours; today data.train.0.function gives rows"
-_TURNS = "demonstrations of several turns"
-_COSINE = "cosine; wsd (with a cosine decay) is coming."
+_LOSS = "The loss on held-out demonstrations, if test_freq is above 0."
+_CLASS = (
+    "A dataset class of yours is made with data_files alone and must give rows of text; tokenizing is whet's."
+)
+_TURNS = "Whole conversations; every reply in them is learned from."
+_WSD = (
+    "cosine, or wsd: stable, then a cosine in the last tenth after the warm-up (in steps, to the step, with "
+)
+_WSD += "total_training_steps; else by its share)."
+_DECAY = "Of all parameters, norms and biases too, as there."
 
 DOCUMENTED: tuple[Key, ...] = (
     mapped("optim.lr", "train.optimizer.lr", default=1e-5),
-    mapped("optim.weight_decay", "train.optimizer.weight_decay", default=0.01, reason=DECAY),
+    mapped("optim.weight_decay", "train.optimizer.weight_decay", default=0.01, reason=_DECAY),
     translated(
         "optim.warmup_steps_ratio",
         optimizer,
@@ -133,7 +164,7 @@ DOCUMENTED: tuple[Key, ...] = (
     ),
     mapped("optim.clip_grad", "train.optimizer.grad_clip", default=1.0),
     translated(
-        "optim.lr_scheduler", optimizer, "train.optimizer.schedule.kind", default="cosine", reason=_COSINE
+        "optim.lr_scheduler", optimizer, "train.optimizer.schedule.kind", default="cosine", reason=_WSD
     ),
     translated(
         "model.partial_pretrain",
@@ -155,15 +186,15 @@ DOCUMENTED: tuple[Key, ...] = (
     coming("model.fsdp_config.wrap_policy.min_num_params", SHARDED, default=0),
     coming("model.fsdp_config.cpu_offload", OFFLOAD, default=False, harmless=(True,)),
     coming("model.fsdp_config.offload_params", OFFLOAD, default=False, harmless=(True,)),
-    coming("model.external_lib", "importing modules of yours before the model is built", default=None),
+    translated("model.external_lib", imports, "imports", default=None, reason=IMPORTED),
     mapped("model.enable_gradient_checkpointing", "train.gradient_checkpointing", default=False),
     inert("model.trust_remote_code", NO_CODE, default=False, harmless=(True,)),
     coming("model.lora_rank", "LoRA", default=0),
     coming("model.lora_alpha", "LoRA", default=16),
     coming("model.target_modules", "LoRA", default="all-linear"),
     coming("model.use_liger", "fused kernels of liger", default=False),
-    coming("data.custom_cls.path", _CLASS, default=None),
-    coming("data.custom_cls.name", _CLASS, default=None),
+    translated("data.custom_cls.path", data, "data.train.0.function", default=None, reason=_CLASS),
+    translated("data.custom_cls.name", data, "data.train.0.function", default=None, reason=_CLASS),
 )
 
 NEWER: tuple[Key, ...] = (
@@ -178,12 +209,12 @@ NEWER: tuple[Key, ...] = (
         default="~/data/gsm8k/train.parquet",
         reason="One source of all files in order.",
     ),
-    Key(
-        name="data.val_files",
-        status="coming",
+    translated(
+        "data.val_files",
+        validation,
+        "data.eval.0.path",
         default="~/data/gsm8k/test.parquet",
-        reason=_VAL,
-        translate=no_validation,
+        reason=f"{_LOSS} Training rows that also stand here are kept.",
     ),
     translated("data.prompt_key", data, "data.train.0.prompt", default="question", reason="A column."),
     translated("data.response_key", data, "data.train.0.response", default="answer", reason="A column."),
@@ -193,20 +224,31 @@ NEWER: tuple[Key, ...] = (
     translated(
         "data.response_dict_keys", data, "data.train.0.response", default=None, reason="Dots into the column."
     ),
-    coming("data.multiturn.enable", _TURNS, default=False),
-    coming("data.multiturn.messages_key", _TURNS, default="messages"),
-    coming("data.multiturn.tools_key", _TURNS, default="tools"),
-    coming("data.multiturn.enable_thinking_key", _TURNS, default="enable_thinking"),
+    translated("data.multiturn.enable", data, "data.learn_turns", default=False, reason=_TURNS),
+    translated(
+        "data.multiturn.messages_key", data, "data.train.0.messages", default="messages", reason=_TURNS
+    ),
+    coming("data.multiturn.tools_key", "tools in a chat template", default="tools"),
+    coming(
+        "data.multiturn.enable_thinking_key",
+        "an argument of the chat template for each row; today whet.tokenizer.chat_arguments has one for all",
+        default="enable_thinking",
+    ),
     translated(
         "data.max_length",
         lengths,
+        "data.max_total_tokens",
         "data.max_prompt_tokens",
         "rollout.sampling.max_tokens",
         default=1024,
-        reason="verl's limit is on both together; natively each has it.",
+        reason="Prompt and reply together; each alone may be as long.",
     ),
     translated(
-        "data.truncation", lengths, "data.overlong", default="error", reason="Of prompt and response."
+        "data.truncation",
+        lengths,
+        "data.overlong",
+        default="error",
+        reason="error, left (cuts the prompt) or right (cuts the reply).",
     ),
     inert(
         "data.balance_dp_token",
@@ -247,12 +289,11 @@ NEWER: tuple[Key, ...] = (
         default=None,
         reason="A checkpoint that whet wrote.",
     ),
-    translated(
+    mapped(
         "trainer.project_name",
-        run_directory,
-        "run_dir",
+        "track.project",
         default="gsm8k-sft",
-        reason="Part of the default of default_local_dir.",
+        reason="Read by wandb, mlflow and swanlab; and part of the default of default_local_dir.",
     ),
     mapped("trainer.experiment_name", "name", default="test"),
     translated(
@@ -260,25 +301,27 @@ NEWER: tuple[Key, ...] = (
         length,
         "train.epochs",
         default=4,
-        reason="verl drops the last, short batch of every epoch; whet goes on into the next epoch.",
+        reason="Each ends with its last full batch, as there.",
     ),
     translated(
         "trainer.total_training_steps",
         length,
         "train.steps",
         default=None,
-        reason="Stands over total_epochs.",
+        reason="Ends the run in the midst of the epochs; the schedule is as long.",
     ),
     translated(
         "trainer.logger",
         trackers,
         "track.trackers",
         default=["console", "wandb"],
-        reason="metrics.jsonl always; wandb is written there instead.",
+        reason="By the same names, metrics.jsonl besides. wandb, the default, must be installed.",
     ),
     mapped("trainer.seed", "seed", default=1),
     translated("trainer.save_freq", checkpoints, "checkpoint.every", default=-1, reason="And at the end."),
-    Key(name="trainer.test_freq", status="coming", default=-1, reason=_VAL, translate=no_validation),
+    translated(
+        "trainer.test_freq", validation, "eval.every", default=-1, reason=f"{_LOSS} And after the last step."
+    ),
     derived("trainer.nnodes", batch, default=1, reason=_B),
     derived("trainer.n_gpus_per_node", batch, default=8, reason=_B),
     translated("trainer.max_ckpt_to_keep", checkpoints, "checkpoint.keep", default=None, reason="null: all."),

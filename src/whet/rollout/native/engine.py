@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 from transformers import PreTrainedModel
@@ -65,6 +66,8 @@ class NativeEngine:
         self.driver: asyncio.Task[None] | None = None
         self.beat: Callable[[str], object] = lambda what: None
         """Called before every prefill and step: the work goes on."""
+        self.span: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
+        """Around every prefill and every decode step."""
 
     # -- the seam
 
@@ -174,7 +177,8 @@ class NativeEngine:
         while self.running and self.placed and self.scheduler.busy:
             self.beat("decoding")
             admissions = self.scheduler.admit()
-            self._finish(self.runner.prefill(admissions) if admissions else self.runner.step())
+            with self.span("prefill" if admissions else "decode"):
+                self._finish(self.runner.prefill(admissions) if admissions else self.runner.step())
             await asyncio.sleep(0)
 
     def _driven(self, driver: asyncio.Task[None]) -> None:

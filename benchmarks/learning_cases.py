@@ -1,0 +1,244 @@
+"""What the learning benchmark trains on, and its cases: one for every recipe, loss and advantage.
+
+The task: write four letters backwards (`abcd>` to `dcba`). All runs of a seed start from one model, which has imitated
+a sloppy teacher for a short while: 60 % of the demonstrations copy the letters instead of reversing them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from whet.config.functions import ADVANTAGES, LOSSES, Kind
+from whet.config.recipe_table import RECIPES
+
+LETTERS, LENGTH = "abcdefghijkl", 4
+PARTS = {"held_out": (0, 256), "sloppy": (256, 3256), "clean": (3256, 8376), "pool": (8376, 20736)}
+"""Disjoint ranges of the 20,736 words in a fixed random order."""
+
+LR = 3e-4
+STEPS, LOOKS = 81, 9
+"""Training steps of 128 rollouts, and held-out evaluations after the first: every 9 steps, because an evaluation syncs
+weights and so must not fall between the syncs of a stale engine."""
+GROUP_SIZE = 8
+OFFLINE_ROWS = 64
+"""Demonstrations, pairs or labelled replies a step."""
+STALENESS = (0, 2, 8)
+START: dict[str, Any] = {"part": "sloppy", "right_share": 0.4, "steps": 150}
+TEACHER: dict[str, Any] = {"part": "clean", "right_share": 1.0, "steps": 400}
+"""The imitation that all runs of a seed start from, and that of distill's teacher."""
+
+Row = dict[str, Any]
+Part = Literal["recipe", "function", "offline", "staleness"]
+
+
+def words(part: str) -> list[str]:
+    """The words of one part; the same for every seed."""
+    everything = ["".join(letters) for letters in itertools.product(LETTERS, repeat=LENGTH)]
+    random.Random(0).shuffle(everything)
+    start, end = PARTS[part]
+    return everything[start:end]
+
+
+def tasks(part: str) -> list[Row]:
+    return [{"prompt": f"{word}>", "answer": word[::-1]} for word in words(part)]
+
+
+def demonstrations(part: str, right_share: float) -> list[Row]:
+    """A word is reversed with probability right_share, else copied."""
+    lot = random.Random(1)
+    return [
+        {"prompt": f"{word}>", "response": word[::-1] if lot.random() < right_share else word}
+        for word in words(part)
+    ]
+
+
+def pairs() -> list[Row]:
+    """The reversed word is better than the copied one."""
+    return [{"prompt": f"{word}>", "response": word[::-1], "rejected": word} for word in words("clean")]
+
+
+def labelled() -> list[Row]:
+    """One reply a word, every other one reversed and desirable, the others copied and not."""
+    return [
+        {"prompt": f"{word}>", "response": word[::-1] if n % 2 else word, "desirable": bool(n % 2)}
+        for n, word in enumerate(words("clean"))
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One thing to measure."""
+
+    part: Part
+    algorithm: dict[str, Any]
+    lr: float = LR
+    steps: int = STEPS
+    staleness: int = 0
+    """By how many versions a rollout may be behind the policy."""
+    why: str = ""
+    """What departs from the common setting, and why."""
+
+    @property
+    def recipe(self) -> str:
+        return str(self.algorithm["name"])
+
+    @property
+    def loss(self) -> str:
+        return str(self.algorithm.get("loss", RECIPES[self.recipe].loss))
+
+    @property
+    def advantage(self) -> str:
+        return str(self.algorithm.get("advantage", RECIPES[self.recipe].advantage))
+
+    @property
+    def kind(self) -> Kind:
+        return RECIPES[self.recipe].kind
+
+    @property
+    def greedy(self) -> bool:
+        """Every task is asked once more, greedily."""
+        return "baseline" in ADVANTAGES[self.advantage].needs
+
+    @property
+    def several(self) -> bool:
+        """Two optimizer steps on a batch of 128 rollouts; a loss without a ratio takes one on a batch of 64."""
+        return LOSSES[self.loss].ratio
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "dapo": {
+        "steps": 63,
+        "algorithm": {"max_refills": 100},
+        "why": "fewer steps: dropped groups are asked for again",
+    },
+    "grpo_passk": {"why": "of rewards 0 and 1 it learns only where one reply of the group alone is right"},
+    "remax": {"steps": 72, "why": "fewer steps: a greedy rollout a task"},
+    "raft": {"algorithm": {"groups": {"min_reward": 1.0}}, "why": "groups.min_reward=1, as its note says"},
+    "mix": {"algorithm": {"mix": {"expert_ratio": 0.2}}, "why": "4 demonstrations beside 16 tasks"},
+    "mix_chord": {"algorithm": {"mix": {"expert_ratio": 0.2}}, "why": "4 demonstrations beside 16 tasks"},
+    "distill": {"why": "from a teacher that has imitated right demonstrations; rewards are only measured"},
+    "cross_entropy": {
+        "algorithm": {"advantage": "reward", "groups": {"min_reward": 1.0}},
+        "why": "of right replies alone (groups.min_reward=1)",
+    },
+}
+"""What a recipe or a loss needs beside its name, and why."""
+
+
+def cases() -> dict[str, Case]:
+    """Every case by its name in the table."""
+    return dict([*_recipes(), *_functions(), *_staleness()])
+
+
+def _recipes() -> Iterator[tuple[str, Case]]:
+    for name, recipe in RECIPES.items():
+        change = dict(CHANGES.get(name, {}))
+        algorithm = {"name": name, **change.pop("algorithm", {})}
+        part: Part = "recipe" if recipe.kind == "online" else "offline"
+        yield name, Case(part=part, algorithm=algorithm, **change)
+
+
+def _functions() -> Iterator[tuple[str, Case]]:
+    """Losses and advantages that are part of no recipe."""
+    losses = {name for name, row in LOSSES.items() if row.kind == "online"}
+    for name in sorted(losses - {recipe.loss for recipe in RECIPES.values()}):
+        change = dict(CHANGES.get(name, {}))
+        algorithm = {"name": "grpo", "loss": name, **change.pop("algorithm", {})}
+        yield f"loss={name}", Case(part="function", algorithm=algorithm, **change)
+    for name in sorted(ADVANTAGES.keys() - {recipe.advantage for recipe in RECIPES.values()}):
+        yield (
+            f"advantage={name}",
+            Case(part="function", algorithm={"name": "grpo", "advantage": name}),
+        )
+
+
+def _staleness() -> Iterator[tuple[str, Case]]:
+    """GRPO from a policy that is synced to the engine every so many steps, without and with importance weights."""
+    for staleness, corrected in itertools.product(STALENESS, (False, True)):
+        correction = {"correction": {"weight": "token", "high": 2.0}} if corrected else {}
+        yield (
+            f"staleness {staleness}, {'corrected' if corrected else 'not corrected'}",
+            Case(
+                part="staleness",
+                algorithm={"name": "grpo", **correction},
+                staleness=staleness,
+            ),
+        )
+
+
+# ---------------------------------------------------------------- as sections of a config
+
+
+def source(function: str, **arguments: Any) -> dict[str, Any]:
+    out = {"name": function, "function": f"benchmarks/learning_cases.py:{function}"}
+    return out | ({"arguments": arguments} if arguments else {})
+
+
+def common(seed: int) -> dict[str, Any]:
+    """What every run says."""
+    return {
+        "seed": seed,
+        "rewards": {"right": {"function": "exact"}},
+        "rollout": {"sampling": {"max_tokens": LENGTH + 2}},
+        "machine": {"threads": 1},
+        "track": {"trackers": ["jsonl"]},
+        "checkpoint": {"every": 0},
+    }
+
+
+def imitation(seed: int, *, part: str, right_share: float, steps: int) -> dict[str, Any]:
+    """The model that all runs of a seed start from, or the teacher that `distill` learns from."""
+    shape = {"hidden_size": 64, "layers": 2, "heads": 4, "ffn_size": 192, "max_positions": 32}
+    schedule = {"kind": "cosine", "warmup_steps": 10}
+    out = common(seed) | {
+        "checkpoint": {"every": 0, "resume": "fresh"},
+        "model": {"scratch": shape},
+        "tokenizer": {"build": "chars"},
+        "algorithm": {"name": "sft"},
+        "data": {
+            "max_prompt_tokens": 8,
+            "train": [source("demonstrations", part=part, right_share=right_share)],
+        },
+        "train": {
+            "steps": steps,
+            "tasks_per_step": 64,
+            "optimizer": {"lr": 3e-3, "schedule": schedule},
+        },
+    }
+    del out["rewards"]
+    return out
+
+
+def run(case: Case, seed: int, *, start: str, teacher: str) -> dict[str, Any]:
+    """The sections of one run. Evaluation samples as training does, so that before and after are what is trained."""
+    halves = 1 if case.several or case.kind != "online" else 2
+    steps = case.steps * halves
+    train: dict[str, Any] = {"steps": steps, "optimizer": {"lr": case.lr}}
+    out = common(seed) | {"model": {"path": start}, "algorithm": case.algorithm}
+    data: dict[str, Any] = {"max_prompt_tokens": 8, "eval": [source("tasks", part="held_out")]}
+    if case.kind == "online":
+        own = 128 // GROUP_SIZE // halves
+        train |= {"tasks_per_step": own, "minibatches": 3 - halves}
+        out["rollout"] |= {"group_size": GROUP_SIZE, "sync_every": case.staleness + 1}
+        out["track"] = out["track"] | {"rollouts_every": 0}
+        data["train"] = [source("tasks", part="pool")]
+        if RECIPES[case.recipe].expert_loss:  # four demonstrations beside the sixteen tasks
+            train["tasks_per_step"] = own + 4
+            data["expert"] = [source("demonstrations", part="clean", right_share=1.0)]
+    else:
+        train["tasks_per_step"] = OFFLINE_ROWS
+        clean = source("demonstrations", part="clean", right_share=1.0)
+        data["train"] = [{"preferences": source("pairs"), "labels": source("labelled")}.get(case.kind, clean)]
+    if "reference" in ADVANTAGES[case.advantage].needs:
+        out["reference"] = {"path": teacher}
+    out |= {
+        "data": data,
+        "train": train,
+        "eval": {"every": steps // LOOKS, "sampling": {"temperature": 1.0}},
+    }
+    out["checkpoint"] = {"every": 0, "export": False}
+    return out

@@ -1,0 +1,149 @@
+"""Off-policy correction: what was sampled by an engine that computes differently, or by an older policy.
+
+w = pi_old / pi_sampled: the trainer's probability of a token over the engine's, both before the step. Computed once
+for the whole step, so no cut changes it. The policy loss of a token is multiplied by `correction_N`; a weight of 0
+means that the token was rejected. Shape letters: N tokens, R rollouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from whet.algos.segments import need, sampled_R
+from whet.batch import Batch
+from whet.config.schema import Correction, Reject
+from whet.types import Metrics
+
+
+def correct(batch: Batch, version: int, *, cfg: Correction) -> tuple[Batch, Metrics]:
+    """The batch with `correction_N`, and what it did; `version`: of the policy that is about to be trained.
+
+    Truncated (Ionides 2008; arXiv:1802.01561), masked (arXiv:2505.24298; IcePop arXiv:2510.18855), by age. Tokens that
+    no policy sampled (version -1: demonstrations) keep the weight 1.
+    """
+    if not is_on(cfg):
+        return batch, {}
+    ours = replace(batch, mask_N=batch.mask_N & (batch.version_N >= 0))
+    log_N = log_ratio(ours)
+    raw_N = raw_weights(ours, log_N, cfg.weight)
+    weight_N = bounded(raw_N, low=cfg.low, high=cfg.high, outside=cfg.outside)
+    if cfg.normalize:
+        weight_N = weight_N / mean_weight(ours, weight_N, over_rollouts=cfg.weight != "token").clamp(min=1e-8)
+    gap_N = (version - batch.version_N).clamp(min=0)
+    keep_N = passes(ours, log_N, cfg.reject)
+    weight_N = torch.where(keep_N, weight_N * cfg.staleness_decay**gap_N, 0.0)
+    weight_N = torch.where(ours.mask_N, weight_N, 1.0)
+    stats = _stats(weight_N[ours.mask_N], raw_N[ours.mask_N], gap_N=gap_N[ours.mask_N], cfg=cfg)
+    return replace(batch, correction_N=weight_N.to(batch.logp_sample_N.dtype)), stats
+
+
+def is_on(cfg: Correction) -> bool:
+    return cfg.weight is not None or bool(cfg.reject) or cfg.staleness_decay != 1.0
+
+
+def kept(batch: Batch) -> Batch:
+    """The batch without its rejected tokens: they are not sampled ones any more, in numerators and denominators."""
+    if batch.correction_N is None:
+        return batch
+    return replace(batch, mask_N=batch.mask_N & (batch.correction_N != 0))
+
+
+def log_ratio(batch: Batch) -> Tensor:
+    """[N] log pi_old - log pi_sampled, float64, bounded to +-20; 0 where the policy sampled nothing."""
+    d_N = need(batch.logp_old_N, "batch.logp_old_N").double() - batch.logp_sample_N.double()
+    return torch.where(batch.mask_N, d_N.clamp(-20, 20), 0.0)
+
+
+def raw_weights(batch: Batch, log_N: Tensor, weight: str | None) -> Tensor:
+    """[N] the importance weight of each token before any bound; a whole rollout's logarithm is bounded to +-20, too."""
+    if weight is None:
+        return torch.ones_like(log_N)
+    if weight == "token":
+        return log_N.exp()
+    log_R = batch.sum_R(log_N)
+    if weight == "geometric":
+        log_R = log_R / sampled_R(batch).clamp(min=1)
+    return log_R.clamp(-20, 20).exp()[batch.row_N]
+
+
+def bounded(weight_N: Tensor, *, low: float | None, high: float | None, outside: str) -> Tensor:
+    """[N] weights outside [low, high] at the bound (truncate) or 0 (mask). The bounds themselves are inside."""
+    if low is None and high is None:
+        return weight_N
+    held_N = weight_N.clamp(low, high)
+    return held_N if outside == "truncate" else torch.where(held_N == weight_N, weight_N, 0.0)
+
+
+def mean_weight(batch: Batch, weight_N: Tensor, *, over_rollouts: bool) -> Tensor:
+    """The mean over sampled tokens; `over_rollouts`: the mean over rollouts of their means."""
+    tokens_R = sampled_R(batch)
+    if not over_rollouts:
+        return batch.sum_R(weight_N).sum() / tokens_R.sum().clamp(min=1)
+    mean_R = batch.sum_R(weight_N) / tokens_R.clamp(min=1)
+    return mean_R.sum() / (tokens_R > 0).sum().clamp(min=1)
+
+
+def passes(batch: Batch, log_N: Tensor, tests: tuple[Reject, ...]) -> Tensor:
+    """[N] bool: the tokens that pass every test."""
+    keep_N = torch.ones_like(batch.mask_N)
+    for test in tests:
+        keep_N &= _passes(batch, log_N, test)
+    return keep_N
+
+
+def _passes(batch: Batch, log_N: Tensor, test: Reject) -> Tensor:
+    """A ratio is compared by its logarithm: sums and means of it are those of a product and a geometric mean."""
+    value_N, bounds = _statistic(log_N, test)
+    if test.over in ("token", "max"):
+        inside_N = _inside(value_N, *bounds)
+        if test.over == "token":
+            return inside_N
+        return (batch.sum_R((~inside_N).double()) == 0)[batch.row_N]
+    value_R = batch.sum_R(value_N)
+    if test.over == "mean":
+        value_R = value_R / sampled_R(batch).clamp(min=1)
+    return _inside(value_R, *bounds)[batch.row_N]
+
+
+def _statistic(log_N: Tensor, test: Reject) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+    low, high = (None if x is None else log_N.new_tensor(x) for x in (test.low, test.high))
+    if test.statistic == "k2":
+        return log_N.square() / 2, (low, high)
+    if test.statistic == "k3":
+        return torch.expm1(log_N) - log_N, (low, high)
+    return log_N, (None if low is None else low.log(), None if high is None else high.log())
+
+
+def _inside(x: Tensor, low: Tensor | None, high: Tensor | None) -> Tensor:
+    """Not a number is outside; the bounds are inside."""
+    inside = ~x.isnan()
+    if low is not None:
+        inside &= x >= low
+    if high is not None:
+        inside &= x <= high
+    return inside
+
+
+def _stats(weight_M: Tensor, raw_M: Tensor, *, gap_N: Tensor, cfg: Correction) -> Metrics:
+    """Over the tokens a policy sampled. The effective sample size is (sum w)^2 / sum w^2, as a share of the tokens."""
+    if len(weight_M) == 0:
+        return {}
+    out = {
+        "correction/weight_mean": float(weight_M.mean()),
+        "correction/weight_max": float(weight_M.max()),
+        "correction/rejected_share": float((weight_M == 0).double().mean()),
+        "correction/effective_share": _effective(weight_M),
+        "correction/age_mean": float(gap_N.double().mean()),
+    }
+    if cfg.weight is not None and (cfg.low is not None or cfg.high is not None):
+        held_M = raw_M.clamp(cfg.low, cfg.high)
+        out["correction/outside_share"] = float((held_M != raw_M).double().mean())
+    return out
+
+
+def _effective(weight_M: Tensor) -> float:
+    squares = float(weight_M.square().sum())
+    return float(weight_M.sum()) ** 2 / (squares * len(weight_M)) if squares else 0.0

@@ -1,0 +1,112 @@
+"""Losses on given replies, alone or among the policy's own rollouts (mixes).
+
+A mix is two losses on one batch: the policy's on its own rollouts, an expert's on the demonstrations. Each part sees
+the other as not sampled, so that it counts nowhere there: in no denominator, clip fraction, entropy or KL.
+Shape letters: N tokens, R rollouts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from whet.algos.segments import need
+from whet.batch import Batch, Loss, LossFn, Outputs, select
+from whet.config.parts.mix import Mix
+
+
+def sft(batch: Batch, out: Outputs) -> Loss:
+    """-log pi: cross entropy of the given reply."""
+    return _loss(batch, -need(out.logp_N, "outputs.logp_N"), out)
+
+
+def sft_is(batch: Batch, out: Outputs) -> Loss:
+    """-p log pi, p = pi without gradient: tokens count by how likely they are already (DFT, arXiv:2508.05629)."""
+    logp_N = need(out.logp_N, "outputs.logp_N")
+    return _loss(batch, -logp_N.detach().exp() * logp_N, out)
+
+
+def sft_phi(batch: Batch, out: Outputs, *, phi_cutoff: float) -> Loss:
+    """-p (1 - p) min(log pi, log phi_cutoff), p = pi without gradient: CHORD's phi, arXiv:2508.11408.
+
+    Tokens that the policy is sure of, or finds impossible, teach least; above the cutoff they teach nothing.
+    """
+    logp_N = need(out.logp_N, "outputs.logp_N")
+    own_N = logp_N.detach()
+    weight_N = own_N.exp() * -torch.expm1(own_N)  # 1 - p, to the last digit where p is almost 1
+    return _loss(batch, -weight_N * logp_N.clamp(max=math.log(phi_cutoff)), out)
+
+
+def _loss(batch: Batch, loss_N: Tensor, out: Outputs) -> Loss:
+    zero = loss_N.new_zeros(())
+    nll_N = -need(out.logp_N, "outputs.logp_N").detach()
+    return Loss(torch.where(batch.mask_N, loss_N, zero), {"nll_nats": torch.where(batch.mask_N, nll_N, zero)})
+
+
+# ---------------------------------------------------------------- mixes
+
+
+def own(batch: Batch) -> Batch:
+    """The batch in which only the policy's own rollouts count: the tokens of demonstrations are masked out."""
+    return batch if batch.expert_R is None else _masked(batch, ~batch.expert_R)
+
+
+def without_experts(batch: Batch) -> Batch:
+    """The policy's own rollouts alone, the demonstrations taken out."""
+    return batch if batch.expert_R is None else select(batch, torch.nonzero(~batch.expert_R).flatten())
+
+
+def among_experts(batch: Batch, own_R: Tensor) -> Tensor:
+    """[R] numbers of the own rollouts at their places in the whole batch, 1 at the demonstrations."""
+    if batch.expert_R is None:
+        return own_R
+    return torch.ones_like(batch.expert_R, dtype=own_R.dtype).masked_scatter(~batch.expert_R, own_R)
+
+
+def mixed(policy: LossFn, expert: LossFn) -> LossFn:
+    """policy on the own rollouts, expert on the demonstrations; each one's numbers from its own part alone."""
+
+    def both(batch: Batch, out: Outputs) -> Loss:
+        expert_R = need(batch.expert_R, "batch.expert_R")
+        mine, given = own(batch), _masked(batch, expert_R)
+        a, b = policy(mine, out), expert(given, out)
+        stats = {name: _part(x, mine, ~expert_R) for name, x in a.stats.items()}
+        stats |= {f"expert_{name}": _part(x, given, expert_R) for name, x in b.stats.items()}
+        return Loss(a.loss_N + b.loss_N, stats)
+
+    return both
+
+
+def mixed_weights(batch: Batch, *, weights: Callable[[Batch], Tensor], mu: float) -> Tensor:
+    """[N] (1 - mu) times the weights of the own rollouts, mu times those of the demonstrations.
+
+    Each part is normalised by itself, so mu says what it counts whatever its share of the tokens.
+    """
+    expert_R = need(batch.expert_R, "batch.expert_R")
+    return (1 - mu) * weights(own(batch)) + mu * weights(_masked(batch, expert_R))
+
+
+def mu_at(mix: Mix, step: int) -> float:
+    """The demonstrations' weight in a step (the first is 1): a line from 0 up to mu, then a cosine down to mu_valley.
+
+    arXiv:2508.11408. mu_warmup_steps = 0: mu from the start; mu_valley = None: it stays there.
+    """
+    if step < mix.mu_warmup_steps:
+        return mix.mu * step / mix.mu_warmup_steps
+    if mix.mu_valley is None:
+        return mix.mu
+    done = min((step - mix.mu_warmup_steps) / max(mix.mu_decay_steps, 1), 1.0)
+    return mix.mu_valley + (mix.mu - mix.mu_valley) * (1 + math.cos(math.pi * done)) / 2
+
+
+def _masked(batch: Batch, keep_R: Tensor) -> Batch:
+    return replace(batch, mask_N=batch.mask_N & keep_R[batch.row_N])
+
+
+def _part(x: Tensor, part: Batch, keep_R: Tensor) -> Tensor:
+    """The numbers of one part: [N] or [R] -> as many as it has sampled tokens or rollouts."""
+    return x[part.mask_N] if len(x) == part.tokens else x[keep_R]

@@ -1,0 +1,162 @@
+"""What becomes of a scored group before it is trained on: which rollouts stay, and as what. Plain Python, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import pstdev, stdev
+
+import numpy as np
+
+from whet.config.parts.groups import Groups
+from whet.types import Group, Rollout
+
+Dropped = dict[str, int]
+"""Rollouts that left their group, by reason."""
+
+
+def refine(group: Group, cfg: Groups) -> tuple[Group, Dropped]:
+    """The group as it is trained on, and how many rollouts left it. All rollouts must have been scored."""
+    if cfg.unfinished == "zero":
+        group = replace(group, rollouts=tuple(_zero_unfinished(r) for r in group.rollouts))
+    dropped: Dropped = {}
+    for reason, rule in _rules(cfg):
+        kept = rule(group.rollouts)
+        dropped[reason] = len(group.rollouts) - len(kept)
+        group = replace(group, rollouts=kept)
+    if cfg.min_shared_prefix is not None:
+        group = mask_shared_prefixes(group, cfg.min_shared_prefix)
+    return group, {reason: n for reason, n in dropped.items() if n}
+
+
+def uninformative(
+    group: Group, cfg: Groups, *, drop_uniform: bool, weights: Mapping[str, float]
+) -> str | None:
+    """Why a group teaches nothing, or None: rewards too close (`flat`) or all equal (`uniform`).
+
+    weights: of the rewards by name, for those that `uniform_by` adds up.
+    """
+    rewards = [_reward(r) for r in group.rollouts]
+    if cfg.min_std is not None and deviation(rewards, ddof=cfg.min_std_ddof) <= cfg.min_std:
+        return "flat"
+    judged = {_parts(r, cfg.uniform_by, weights) if cfg.uniform_by else _reward(r) for r in group.rollouts}
+    return "uniform" if drop_uniform and len(judged) == 1 else None
+
+
+def deviation(rewards: Sequence[float], *, ddof: int) -> float:
+    """Standard deviation, n - ddof below; 0 of equal rewards and of fewer than two."""
+    if len(set(rewards)) < 2:
+        return 0.0
+    return stdev(rewards) if ddof else pstdev(rewards)
+
+
+# ---------------------------------------------------------------- rollouts
+
+Rule = Callable[[Sequence[Rollout]], tuple[Rollout, ...]]
+
+
+def _rules(cfg: Groups) -> list[tuple[str, Rule]]:
+    """What takes rollouts out of a group, in order, by the reason that is booked."""
+    rules: list[tuple[str, Rule]] = []
+    if cfg.unfinished == "drop":
+        rules.append(("unfinished", lambda rollouts: tuple(r for r in rollouts if r.finish_reason == "stop")))
+    if (least := cfg.min_reward) is not None:
+        rules.append(("low_reward", lambda rollouts: tuple(r for r in rollouts if _reward(r) >= least)))
+    if cfg.keep_best is not None or cfg.keep_worst is not None:
+        rules.append(("rank", lambda rollouts: extremes(rollouts, cfg.keep_best or 0, cfg.keep_worst or 0)))
+    return rules
+
+
+def extremes(rollouts: Sequence[Rollout], best: int, worst: int) -> tuple[Rollout, ...]:
+    """The `best` rollouts of highest and the `worst` of lowest reward, in their order; of equal ones the earlier.
+
+    Both ends of the rewards carry most of the gradient's variance: arXiv:2504.13818 keeps n / 2 of each.
+    """
+    by_rank = sorted(range(len(rollouts)), key=lambda i: -_reward(rollouts[i]))
+    kept = {*by_rank[:best], *by_rank[max(len(by_rank) - worst, 0) :]}
+    return tuple(r for i, r in enumerate(rollouts) if i in kept)
+
+
+def _zero_unfinished(rollout: Rollout) -> Rollout:
+    return rollout if rollout.finish_reason == "stop" else replace(rollout, reward=0.0)
+
+
+def _reward(rollout: Rollout) -> float:
+    return 0.0 if rollout.reward is None else rollout.reward
+
+
+def _parts(rollout: Rollout, names: Sequence[str], weights: Mapping[str, float]) -> float:
+    return sum(weights[name] * rollout.reward_parts[name] for name in names)
+
+
+def with_baseline(group: Group, greedy: Rollout) -> Group:
+    """Every rollout with the greedy reply's reward beside its own. If that failed, none of them can be compared."""
+
+    def beside(rollout: Rollout) -> Rollout:
+        if rollout.error is None and greedy.error is not None:
+            return rollout.scored(None, {}, f"greedy reply: {greedy.error}")
+        return replace(rollout, baseline=greedy.reward)
+
+    return replace(group, rollouts=tuple(beside(r) for r in group.rollouts))
+
+
+# ---------------------------------------------------------------- prefixes
+
+
+def mask_shared_prefixes(group: Group, min_tokens: int) -> Group:
+    """Replies that share a beginning of at least `min_tokens` tokens and got different rewards: it gives no loss.
+
+    In the tree of the group's replies (all tokens from the first sampled one on) a beginning is shared where two or
+    more replies pass, and longest where no two of them go on together. A reply that has nothing after it is left as
+    it is. Cosmos-RL `min_filter_prefix_tokens`.
+    """
+    starts = [r.mask.index(1) if 1 in r.mask else len(r.mask) for r in group.rollouts]
+    replies = [r.token_ids[start:] for r, start in zip(group.rollouts, starts)]
+    rollouts = list(group.rollouts)
+    for members, depth in _longest_shared(replies):
+        if depth >= min_tokens and len({_reward(rollouts[i]) for i in members}) > 1:
+            for i in members:
+                if depth < len(replies[i]):
+                    rollouts[i] = _masked(rollouts[i], starts[i], starts[i] + depth)
+    return replace(group, rollouts=tuple(rollouts))
+
+
+def _longest_shared(replies: Sequence[list[int]]) -> list[tuple[list[int], int]]:
+    """(replies, tokens) of each longest shared beginning: among sorted neighbours, a peak of what they share."""
+    order = sorted(range(len(replies)), key=lambda i: replies[i])
+    shared = [_shared(replies[a], replies[b]) for a, b in pairwise(order)]
+    found: list[tuple[list[int], int]] = []
+    first = 0
+    while first < len(shared):
+        last = first
+        while last + 1 < len(shared) and shared[last + 1] == shared[first]:
+            last += 1
+        beside = [*shared[max(first - 1, 0) : first], *shared[last + 1 : last + 2]]
+        if all(x < shared[first] for x in beside):
+            found.append((order[first : last + 2], shared[first]))
+        first = last + 1
+    return found
+
+
+def _shared(a: list[int], b: list[int]) -> int:
+    """How many tokens two replies begin with together."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
+    return int(differs[0]) if len(differs) else n
+
+
+def _masked(rollout: Rollout, start: int, end: int) -> Rollout:
+    """The same tokens, those from start to end not trained on: as if the policy had been given them."""
+    none = end - start
+
+    def put(values: list[float], value: float) -> list[float]:
+        return [*values[:start], *[value] * none, *values[end:]]
+
+    return replace(
+        rollout,
+        mask=[*rollout.mask[:start], *[0] * none, *rollout.mask[end:]],
+        logprobs=put(rollout.logprobs, 0.0),
+        sample_logprobs=put(rollout.sample_logprobs, 0.0),
+        versions=[*rollout.versions[:start], *[-1] * none, *rollout.versions[end:]],
+    )

@@ -1,0 +1,55 @@
+"""Policy losses whose ratio belongs to a whole rollout.
+
+Per token, unreduced. Shape letters: N tokens, R rollouts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from whet.algos.clipped import clipped_surrogate
+from whet.algos.ratios import drift, log_ratio, mean_R, sampled
+from whet.algos.segments import need
+from whet.batch import Batch, Loss, Outputs
+
+GSPO_BOUND = 10.0
+"""Of the mean log-ratio from above, as in verl and Cosmos-RL."""
+
+FAR = 1e4
+"""Bound of one token's log-ratio inside GSPO's mean: it keeps infinities out and changes no ratio that occurs."""
+
+
+def gspo(
+    batch: Batch, out: Outputs, *, clip_low: float | None, clip_high: float | None, gspo_form: str
+) -> Loss:
+    """PPO's clip on the rollout's ratio r = exp(mean of its log-ratios), at every token (arXiv:2507.18071).
+
+    gspo_form: with `sequence` the gradient goes through the mean; with `token` (GSPO-token, section 4.3) a token's
+    ratio has the value of the rollout's and the gradient of its own log pi. Where all tokens of a rollout share one
+    advantage and count the same, both give the same gradient.
+    """
+    log_N = log_ratio(batch, out, bound=FAR)
+    if gspo_form == "token":
+        log_N = log_N - log_N.detach() + mean_R(batch, log_N.detach())[batch.row_N]
+    else:
+        log_N = mean_R(batch, log_N)[batch.row_N]
+    ratio_N = log_N.clamp(max=GSPO_BOUND).exp()
+    adv_N = need(batch.adv_N, "batch.adv_N")
+    loss_N, stats = clipped_surrogate(ratio_N, adv_N, clip_low=clip_low, clip_high=clip_high)
+    stats |= {"sequence_ratio": ratio_N.detach(), "sequence_ratio_max": ratio_N.detach()}
+    return Loss(sampled(batch, loss_N), stats | drift(batch, out))
+
+
+def geo_mean(batch: Batch, out: Outputs, *, clip_low: float, clip_high: float) -> Loss:
+    """-mean(A) exp(mean of d'), one number a rollout, at each of its tokens (GMPO, arXiv:2507.20673).
+
+    d' is the log-ratio d, clipped in log space from the side that PPO clips: min(d, clip(d, -low, high)) where
+    A > 0, max where A < 0, 0 where A = 0. With seq-mean-token-mean the sum is the mean over rollouts.
+    """
+    adv_N, log_N = need(batch.adv_N, "batch.adv_N"), log_ratio(batch, out)
+    clipped_N = log_N.clamp(-clip_low, clip_high)
+    bound_N = torch.where(adv_N > 0, torch.minimum(log_N, clipped_N), torch.maximum(log_N, clipped_N))
+    ratio_R = mean_R(batch, torch.where(adv_N == 0, 0.0, bound_N)).exp()
+    loss_N = -(mean_R(batch, adv_N) * ratio_R)[batch.row_N]
+    stats = {"clip_frac": (bound_N != log_N).to(loss_N.dtype)}
+    return Loss(sampled(batch, loss_N), stats | drift(batch, out))

@@ -1,0 +1,54 @@
+"""Terms of the loss with a mean of their own, whatever the aggregation of the policy loss.
+
+A minibatch's loss is sum(loss_N * weight_N), so such a term is divided by the weight that the sum will multiply it
+with. Its denominator counts over the whole minibatch. Shape letters: N tokens, R rollouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from whet.algos.segments import need
+from whet.batch import Batch
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Tokens of a minibatch that count in each mean; a rollout that counts twice has them twice."""
+
+    own: float
+    """Tokens that the policy sampled."""
+    positive: float
+    """Of them, those of rollouts with a reward above 0."""
+
+    @staticmethod
+    def of(batch: Batch) -> Totals:
+        times_N = _times(batch).double()
+        return Totals(float(times_N[own(batch)].sum()), float(times_N[positive(batch)].sum()))
+
+
+def own(batch: Batch) -> Tensor:
+    """[N] bool: sampled by the policy; tokens of demonstrations among the rollouts are not."""
+    return batch.mask_N if batch.expert_R is None else batch.mask_N & ~batch.expert_R[batch.row_N]
+
+
+def positive(batch: Batch) -> Tensor:
+    """[N] bool: of a rollout of the policy's with a reward above 0."""
+    return own(batch) & (batch.reward_R > 0)[batch.row_N]
+
+
+def mean_term(batch: Batch, x_N: Tensor, where_N: Tensor, *, total: float) -> Tensor:
+    """[N] what makes sum(term_N * weight_N) over a minibatch the mean of x over its `total` tokens at where_N."""
+    weight_N, times_N = need(batch.weight_N, "batch.weight_N"), _times(batch)
+    counted_N = where_N & (times_N > 0)
+    scale_N = torch.where(counted_N, times_N / torch.where(counted_N, weight_N, 1.0), 0.0)
+    return torch.where(counted_N, x_N, 0.0) * scale_N / max(total, 1.0)
+
+
+def _times(batch: Batch) -> Tensor:
+    """[N] how often a token counts; one without a weight (it was rejected) does not."""
+    times_R = torch.ones_like(batch.reward_R) if batch.count_R is None else batch.count_R
+    return torch.where(need(batch.weight_N, "batch.weight_N") > 0, times_R[batch.row_N], 0.0)

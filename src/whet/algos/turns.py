@@ -1,0 +1,88 @@
+"""Advantages of turns: what the policy said between two answers of the environment.
+
+Shape letters: N tokens, R rollouts, M sampled tokens, K turns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from whet.algos.baselines import Advantage, grpo
+from whet.algos.segments import discounted, group_sum, turn_of_M
+from whet.batch import Batch
+
+
+def step_wise_grpo(
+    batch: Batch, *, reward_N: Tensor, std_epsilon: float, divide_by_turns: bool, std_ddof: int = 1
+) -> Advantage:
+    """GRPO's advantage of the whole episode, given to each of its turns; optionally divided by their number.
+
+    Trinity `step_wise_grpo`. In a group of one A = S / (1 + eps).
+    """
+    adv_N, _ = grpo(batch, reward_N=reward_N, normalize_std=True, std_epsilon=std_epsilon, std_ddof=std_ddof)
+    if divide_by_turns:
+        row_K = _first_of_turn(batch, batch.row_N)
+        turns_R = torch.bincount(row_K, minlength=batch.rollouts).clamp(min=1)
+        adv_N = adv_N / turns_R[batch.row_N]
+    return adv_N, None
+
+
+def gigpo(
+    batch: Batch,
+    *,
+    reward_N: Tensor,
+    normalize_std: bool,
+    std_epsilon: float,
+    gamma: float,
+    turn_weight: float,
+) -> Advantage:
+    """Episode advantage + turn_weight * turn advantage, arXiv:2505.10978; std has n - 1 below.
+
+    The episode's is GRPO's. A turn's return is its own reward and the later turns', discounted
+    by gamma a turn; it is compared with the turns of the same task that answered the same tokens: those since the
+    turn before, for a first turn the prompt. A turn that no other can be compared with has 0.
+    """
+    episode_N, _ = grpo(batch, reward_N=reward_N, normalize_std=normalize_std, std_epsilon=std_epsilon)
+    at_M, turn_M = batch.mask_N.nonzero().flatten(), turn_of_M(batch)
+    row_K = _first_of_turn(batch, batch.row_N)
+    reward_K = torch.zeros(len(row_K), dtype=torch.float64, device=row_K.device)
+    return_K = discounted(reward_K.index_add(0, turn_M, reward_N[at_M].double()), row_K, gamma)
+    turn_K = _standardized(return_K, _anchors(batch), epsilon=std_epsilon if normalize_std else None)
+    turn_N = torch.zeros_like(reward_N).index_put((at_M,), turn_K[turn_M].to(reward_N.dtype))
+    return episode_N + turn_weight * turn_N, None
+
+
+def _first_of_turn(batch: Batch, x_N: Tensor) -> Tensor:
+    """[K] x at the first token of every turn."""
+    first_N = batch.mask_N.clone()
+    first_N[1:] &= ~(batch.mask_N[:-1] & (batch.row_N[:-1] == batch.row_N[1:]))
+    return x_N[first_N]
+
+
+def _anchors(batch: Batch) -> Tensor:
+    """[K] number of the anchor that each turn answers: its task and the tokens since the turn before.
+
+    Compared token by token; the loop is over turns.
+    """
+    start_K = _first_of_turn(batch, torch.arange(batch.tokens, device=batch.row_N.device))
+    row_K = batch.row_N[start_K]
+    at_M, turn_M = batch.mask_N.nonzero().flatten(), turn_of_M(batch)
+    end_K = torch.zeros_like(start_K).scatter_reduce(0, turn_M, at_M + 1, "amax")
+    begin_K = batch.start_R[row_K]
+    begin_K[1:] = torch.where(row_K[1:] == row_K[:-1], end_K[:-1], begin_K[1:])
+    tokens = batch.token_ids_N.cpu().numpy()
+    spans = zip(batch.group_R[row_K].tolist(), begin_K.tolist(), start_K.tolist())
+    known: dict[tuple[int, bytes], int] = {}
+    numbers = [known.setdefault((g, tokens[a:b].tobytes()), len(known)) for g, a, b in spans]
+    return torch.tensor(numbers, dtype=torch.long, device=row_K.device)
+
+
+def _standardized(x_K: Tensor, group_K: Tensor, *, epsilon: float | None) -> Tensor:
+    """[K] x less its group's mean, over its group's deviation (n - 1 below) + epsilon; None: not divided."""
+    count_K = group_sum(torch.ones_like(x_K), group_K)
+    centred_K = torch.where(count_K > 1, x_K - group_sum(x_K, group_K) / count_K, 0.0)
+    if epsilon is None:
+        return centred_K
+    var_K = group_sum(centred_K.square(), group_K) / (count_K - 1).clamp(min=1)
+    return centred_K / (var_K.sqrt() + epsilon)

@@ -1,0 +1,25 @@
+"""Advantages of a batch put on one scale, and bounded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def whiten(x_N: Tensor, mask_N: Tensor, *, ddof: int = 1) -> Tensor:
+    """(x - mean) / std over the sampled tokens of the batch; 0 elsewhere.
+
+    ddof 1: std = sqrt(var + 1e-8), var with n - 1 (verl, TRL); ddof 0: sqrt(max(var, 1e-8)), var with n (SkyRL).
+    """
+    x_M = x_N[mask_N].double()
+    if len(x_M) == 0:
+        return x_N
+    centred_M = x_M - x_M.mean()
+    var = centred_M.square().sum() / max(len(x_M) - ddof, 1)
+    std = (var + 1e-8).sqrt() if ddof else var.clamp(min=1e-8).sqrt()
+    return torch.zeros_like(x_N).masked_scatter(mask_N, (centred_M / std).to(x_N.dtype))
+
+
+def bounded(x_N: Tensor, low: float | None, high: float | None) -> Tensor:
+    """x, no lower than `low` and no higher than `high`; None is no bound."""
+    return x_N if low is None and high is None else x_N.clamp(low, high)

@@ -1,0 +1,138 @@
+"""`whet keys --algorithms`: all that an algorithm can be made of, one object each. Readable without torch."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, get_args, get_origin
+
+from whet.config import schema
+from whet.config.functions import ADVANTAGES, LOSSES, Advantage, Loss
+from whet.config.parts.aggregation import Aggregation
+from whet.config.parts.base import Section
+from whet.config.recipe_table import RECIPES, Recipe
+
+Entry = dict[str, Any]
+
+HEADS = {
+    "recipe": "Recipes: algorithm.name",
+    "advantage": "Advantages: algorithm.advantage",
+    "loss": "Losses: algorithm.loss",
+    "aggregation": "How token losses become one number: algorithm.aggregation",
+    "kl": "KL estimators: algorithm.kl.estimator (in the loss), algorithm.reward_kl.estimator (off the reward)",
+    "correction": "Off-policy correction: algorithm.correction",
+}
+
+
+def listed() -> list[Entry]:
+    """Objects with `what` (a key of HEADS) and `name`: recipes, then what they are made of.
+
+    pair-mean, the losses' on pairs, is no choice of the user's, and has no key.
+    """
+    rows: list[Entry] = [{"what": "recipe", "name": name, **_recipe(r)} for name, r in RECIPES.items()]
+    rows += [{"what": "advantage", "name": name, **_function(row)} for name, row in ADVANTAGES.items()]
+    rows += [{"what": "loss", "name": name, **_function(row)} for name, row in LOSSES.items()]
+    rows += [
+        {"what": "aggregation", "name": name, "keys": ["algorithm.aggregation"]}
+        for name in get_args(Aggregation)
+    ]
+    rows.append({"what": "aggregation", "name": "pair-mean", "keys": []})
+    in_reward = choices(schema.RewardKl, "estimator")
+    for name in choices(schema.Kl, "estimator"):
+        places = ["algorithm.kl.estimator"] + ["algorithm.reward_kl.estimator"] * (name in in_reward)
+        rows.append({"what": "kl", "name": name, "keys": places})
+    return rows + _correction()
+
+
+def _recipe(r: Recipe) -> Entry:
+    settings = dict(r.settings)
+    if r.whiten:
+        settings["whiten"] = True
+    if r.drop_uniform_groups:
+        settings["drop_uniform_groups"] = True
+    if r.expert_loss:
+        settings["mix.loss"] = r.expert_loss
+    return {
+        "learns_from": r.kind,
+        "advantage": r.advantage,
+        "loss": r.loss,
+        "aggregation": r.aggregation,
+        "settings": settings,
+        "needs": sorted(ADVANTAGES[r.advantage].needs | LOSSES[r.loss].needs),
+        "source": r.source,
+        "note": r.note,
+    }
+
+
+def _function(row: Advantage | Loss) -> Entry:
+    return {
+        "learns_from": row.kind if isinstance(row, Loss) else "online",
+        "reads": sorted(row.settings),
+        "defaults": dict(row.defaults),
+        "needs": sorted(row.needs),
+    }
+
+
+def _correction() -> list[Entry]:
+    """One object for each key of the section, and of its tests (`reject`)."""
+    sections: list[tuple[str, type[Section]]] = [("", schema.Correction), ("reject[].", schema.Reject)]
+    return [
+        {
+            "what": "correction",
+            "name": f"{prefix}{name}",
+            "values": list(choices(section, name)),
+            "meaning": " ".join((field.description or "").split()),
+        }
+        for prefix, section in sections
+        for name, field in section.model_fields.items()
+    ]
+
+
+def choices(section: type[Section], name: str) -> tuple[str, ...]:
+    """The values a key can have, if they are a list of names."""
+    kind: Any = section.model_fields[name].annotation
+    options = [kind] if get_origin(kind) is Literal else list(get_args(kind))
+    return tuple(value for option in options if get_origin(option) is Literal for value in get_args(option))
+
+
+def as_tables(found: list[Entry]) -> None:
+    """Print them for people."""
+    # `whet keys --algorithms --json` needs no table.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    for what, head in HEADS.items():
+        view = Table(pad_edge=False, show_header=False)
+        view.add_column(no_wrap=True)
+        view.add_column(overflow="fold")
+        for entry in found:
+            if entry["what"] == what:
+                view.add_row(Text(entry["name"]), Text(in_words(entry)))
+        console.print(Text(head), view)
+
+
+def in_words(entry: Entry) -> str:
+    """What an object says beside its name, on one or two lines."""
+    if entry["what"] == "recipe":
+        parts = [f"{entry['advantage']} + {entry['loss']}, {entry['aggregation']}"]
+        parts += [f"{key}={json.dumps(value)}" for key, value in entry["settings"].items()]
+        parts += [f"learns from {entry['learns_from']}"] * (entry["learns_from"] != "online")
+        parts += [f"needs {', '.join(entry['needs'])}"] * bool(entry["needs"])
+        return f"{'; '.join(parts)}\n{entry['note']} [{entry['source']}]"
+    if entry["what"] in ("advantage", "loss"):
+        keys = [
+            f"{k}={json.dumps(entry['defaults'][k])}" if k in entry["defaults"] else k for k in entry["reads"]
+        ]
+        return "; ".join(
+            [f"reads {', '.join(keys)}"] * bool(keys)
+            + [f"learns from {entry['learns_from']}"] * (entry["learns_from"] != "online")
+            + [f"needs {', '.join(entry['needs'])}"] * bool(entry["needs"])
+        )
+    if entry["what"] == "correction":
+        return "; ".join([" | ".join(entry["values"])] * bool(entry["values"]) + [entry["meaning"]])
+    if entry["what"] == "kl":
+        return " and ".join(
+            {"algorithm.kl.estimator": "in the loss"}.get(k, "off the reward") for k in entry["keys"]
+        )
+    return "" if entry["keys"] else "of losses on pairs, always"

@@ -1,0 +1,57 @@
+"""What cannot work in what says which parameters learn and how: adapters, patterns of names, optimizer groups."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from whet.config.schema import Config, Lora
+
+ON_A_CHANGED_BASE = ("olora", "pissa")
+"""Beginnings that take the adapters' effect out of the weights below them."""
+
+
+def problems(cfg: Config) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) in one stage's config."""
+    for at, lora in (("model.lora", cfg.model.lora), ("critic.lora", cfg.critic.lora)):
+        if lora is not None:
+            yield from _lora(at, lora)
+    lora = cfg.model.lora
+    if lora is not None and lora.init in ON_A_CHANGED_BASE and cfg.checkpoint.export_as == "adapter":
+        yield (
+            "checkpoint.export_as",
+            f"adapter: after model.lora.init={lora.init} the adapters stand on changed weights, which their folder "
+            "does not hold; export merged, or begin with default",
+        )
+    yield from _patterns("train.trainable", cfg.train.trainable)
+    for at, optimizer in (("train", cfg.train.optimizer), ("critic", cfg.critic.optimizer)):
+        yield from _patterns(f"{at}.optimizer.groups", optimizer.groups)
+
+
+def _lora(at: str, lora: Lora) -> Iterator[tuple[str, str]]:
+    if importlib.util.find_spec("peft") is None:
+        yield (
+            at,
+            "adapters need peft, which is not installed; pip install 'whet[lora]', or leave the section out",
+        )
+    if lora.targets in ("", ()):
+        yield f"{at}.targets", "names nothing; give all-linear, names of layers or a regular expression"
+    if isinstance(lora.targets, str):
+        yield from _patterns(f"{at}.targets", [lora.targets])
+    yield from _patterns(f"{at}.rank_pattern", lora.rank_pattern)
+    yield from _patterns(f"{at}.alpha_pattern", lora.alpha_pattern)
+    if lora.path is not None and not (Path(lora.path).expanduser() / "adapter_model.safetensors").is_file():
+        yield (
+            f"{at}.path",
+            f"{lora.path!r} holds no adapter_model.safetensors; give a folder that peft has written",
+        )
+
+
+def _patterns(key: str, patterns: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield key, f"{pattern!r} is no regular expression: {error}"

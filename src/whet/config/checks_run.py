@@ -1,0 +1,150 @@
+"""What cannot work in the sections about the run itself: checkpoint, track, guard, imports."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from whet.config.schema import Config, Profile
+from whet.config.secrets import MASK, is_secret
+from whet.tables import near
+
+TIME = "{time}"
+"""In run_dir, and in folders that are named after it: the moment of the run's first start."""
+
+REMOTE = ("wandb", "mlflow", "swanlab")
+"""Trackers that list a run under a project, and may send it away."""
+
+_OWNERS = {
+    "project": "track.project",
+    "name": "name",
+    "experiment_name": "name",
+    "group": "track.group",
+    "tags": "track.tags",
+    "dir": "run_dir",
+    "logdir": "run_dir",
+    "id": "the run itself",
+    "resume": "checkpoint.resume",
+    "config": "the config itself",
+}
+"""Arguments of the trackers that whet gives, and what they are made of."""
+
+
+def problems(cfg: Config) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) in these sections of one stage's config."""
+    yield from _checkpoint(cfg)
+    yield from _folders(cfg)
+    yield from _trackers(cfg)
+    yield from _profile(cfg)
+    for name, value in cfg.guard.env.items():
+        if value == MASK:
+            yield (
+                f"guard.env.{name}",
+                f"{MASK} stands where a run's config.yaml leaves a secret out; take the value from the environment: "
+                f"guard.env.{name}='${{oc.env:{name}}}'",
+            )
+        elif not name or "=" in name or "\0" in name + value:
+            yield "guard.env", f"{name!r} cannot name an environment variable with the value given"
+    for given in cfg.imports:
+        if given.endswith(".py") and not Path(given).is_file():
+            yield "imports", f"{given!r}: no such file"
+        elif not given.endswith(".py") and not all(part.isidentifier() for part in given.split(".")):
+            yield "imports", f"{given!r} is neither 'package.module' nor 'path/to/file.py'"
+
+
+def _checkpoint(cfg: Config) -> Iterator[tuple[str, str]]:
+    c = cfg.checkpoint
+    for key, parts in (("contents", c.contents), ("load", c.load)):
+        if "model" not in parts:
+            yield (
+                f"checkpoint.{key}",
+                f"{list(parts)} has no model, and without its weights no run goes on; add it (a run always ends with "
+                "a checkpoint, checkpoint.every=0 writes no other)",
+            )
+
+
+NEEDS_CUDA = "only CUDA has an allocator with a history, and ranges that nsys sees; use tools=[torch]"
+
+
+def needs_cuda(cfg: Profile) -> list[str]:
+    """The tools that need CUDA."""
+    return [tool for tool in cfg.tools if tool in ("memory", "nsys")]
+
+
+def _profile(cfg: Config) -> Iterator[tuple[str, str]]:
+    tools, key = cfg.profile.tools, "profile.tools"
+    if cfg.profile.steps and not tools:
+        yield key, "[] records nothing; name one, or leave profile.steps out"
+    if cfg.machine.device == "cpu" and (wanting := needs_cuda(cfg.profile)):
+        yield key, f"{', '.join(wanting)}: {NEEDS_CUDA}; machine.device is cpu"
+    if {"torch", "nsys"} <= set(tools):
+        yield (
+            key,
+            "torch and nsys both read the GPU through CUPTI, which serves one at a time; name one of the two",
+        )
+
+
+def folders(cfg: Config) -> dict[str, str]:
+    """The folders that the config gives, by their key."""
+    c, t = cfg.checkpoint, cfg.track
+    given = {
+        "checkpoint.dir": c.dir,
+        "checkpoint.export_dir": c.export_dir,
+        "track.rollouts_dir": t.rollouts_dir,
+        "track.eval_dir": t.eval_dir,
+        "profile.dir": cfg.profile.dir,
+    }
+    return {key: folder for key, folder in given.items() if folder is not None}
+
+
+def _folders(cfg: Config) -> Iterator[tuple[str, str]]:
+    run, given = Path(cfg.run_dir).absolute(), folders(cfg)
+    for key, text in {"run_dir": cfg.run_dir, **given}.items():
+        if any(brace in text.replace(TIME, "", 1) for brace in "{}"):
+            yield key, f"{text!r}: {TIME} may stand in it, once, and no other braces"
+        elif TIME in text and TIME not in cfg.run_dir:
+            yield key, f"{text!r}: {TIME} has a meaning only where run_dir has it, too"
+    for key, text in given.items():
+        if run.is_relative_to(Path(text).absolute()):
+            yield key, f"{text!r} holds run_dir ({cfg.run_dir}); leave it out, or give a folder of its own"
+    own = {"track.rollouts_dir": run / "rollouts", "track.eval_dir": run / "eval"}
+    own |= {key: Path(given[key]).absolute() for key in own if key in given}
+    if len(set(own.values())) < len(own):
+        yield (
+            next(k for k in own if k in given),
+            "rollouts and evaluations have files of the same names; part them",
+        )
+
+
+def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
+    """(key, which package is missing) of this machine; a rehearsal sends nothing and does without."""
+    for name in (*REMOTE, "tensorboard"):
+        if name in cfg.track.trackers and importlib.util.find_spec(name) is None:
+            yield (
+                "track.trackers",
+                f"names {name}, which is not installed; pip install 'whet[{name}]', or take it off the list",
+            )
+
+
+def _trackers(cfg: Config) -> Iterator[tuple[str, str]]:
+    track = cfg.track
+    for name, arguments in track.arguments.items():
+        at = f"track.arguments.{name}"
+        if name not in REMOTE:
+            yield at, f"no tracker that takes arguments{near(name, REMOTE)}; known: {', '.join(REMOTE)}"
+            continue
+        for key in arguments:
+            if is_secret(key):
+                yield (
+                    f"{at}.{key}",
+                    f"secrets stay out of configs: {name} reads them from the environment, e.g. "
+                    f"{_SECRETS[name]}",
+                )
+            elif key in _OWNERS:
+                yield f"{at}.{key}", f"is made of {_OWNERS[key]}; leave it out"
+            elif name == "mlflow" and key != "tracking_uri":
+                yield f"{at}.{key}", "mlflow takes tracking_uri only"
+
+
+_SECRETS = {"wandb": "WANDB_API_KEY", "mlflow": "MLFLOW_TRACKING_PASSWORD", "swanlab": "SWANLAB_API_KEY"}

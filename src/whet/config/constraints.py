@@ -1,0 +1,221 @@
+"""Rules over several keys, each with overrides that break it.
+
+The text of the error is not written down a second time: `error` breaks the rule and takes what the check says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from whet.config.checks import hard_problems
+from whet.config.load import load
+from whet.types import Json
+
+BASE: Mapping[str, Json] = {
+    "model": {"scratch": {}},
+    "tokenizer": {"build": "chars"},
+    "data": {"train": [{"path": "train.jsonl"}]},
+    "rewards": {"answer": {"function": "exact"}},
+    "train": {"steps": 100},
+}
+"""A config that works; what breaks a rule is put over it."""
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """One rule over several keys."""
+
+    keys: str
+    """All that the rule looks at, separated by spaces. The error stands at the first, or at a section around it."""
+    broken: tuple[str, ...]
+    """Overrides of BASE that break the rule."""
+
+
+def error(rule: Constraint) -> str:
+    """What is said of a config that breaks a rule."""
+    cfg = load(None, rule.broken, BASE).config
+    at = rule.keys.split()[0].replace(".*", ".0")
+    plain = ((re.sub(r"\[(\d+)\]", r".\1", key), text) for key, text in hard_problems(cfg))
+    return next(text for key, text in plain if f"{at}.".startswith(f"{key}."))
+
+
+def _at_schedule(at: str, *algorithm: str) -> tuple[Constraint, ...]:
+    return (
+        Constraint(
+            f"{at}.warmup_steps {at}.warmup_fraction",
+            (*algorithm, f"{at}.warmup_steps=5", f"{at}.warmup_fraction=0.1"),
+        ),
+        Constraint(
+            f"{at}.warmup_steps {at}.total_steps",
+            (*algorithm, f"{at}.kind=cosine", f"{at}.warmup_steps=9", f"{at}.total_steps=9"),
+        ),
+        Constraint(
+            f"{at}.decay_steps {at}.warmup_steps {at}.total_steps",
+            (
+                *algorithm,
+                f"{at}.kind=wsd",
+                f"{at}.warmup_steps=5",
+                f"{at}.decay_steps=6",
+                f"{at}.total_steps=9",
+            ),
+        ),
+    )
+
+
+def _source(part: str, *given: str) -> tuple[Constraint, ...]:
+    """The rules of a source. given: overrides without which nothing reads it."""
+    at = f"data.{part}.*"
+
+    def rule(keys: str, row: str) -> Constraint:
+        return Constraint(
+            " ".join(f"{at}.{key}" for key in keys.split()), (*given, f"data.{part}=[{{{row}}}]")
+        )
+
+    return (
+        rule("path reasoning_gym function rows", "path: a.jsonl, function: 'mine.py:rows'"),
+        rule("arguments function", "path: a.jsonl, arguments: {size: 5}"),
+        rule("subset path", "function: 'mine.py:rows', subset: main"),
+        rule("split path", "function: 'mine.py:rows', split: test"),
+        rule("template prompt", "path: a.jsonl, template: Solve it."),
+        rule("messages prompt response template", "path: a.jsonl, messages: talk, prompt: question"),
+    )
+
+
+MODELS = (
+    Constraint("model.path model.scratch", ("model.path=folder",)),
+    Constraint("model.scratch.kv_heads model.scratch.heads", ("model.scratch.kv_heads=3",)),
+    Constraint(
+        "model.scratch.heads model.scratch.hidden_size model.scratch.head_dim",
+        ("model.scratch.hidden_size=30",),
+    ),
+    Constraint("model.scratch.head_dim", ("model.scratch.head_dim=7",)),
+    Constraint(
+        "model.scratch.experts_per_token model.scratch.experts",
+        ("model.scratch.architecture=qwen3_moe", "model.scratch.experts_per_token=9"),
+    ),
+    Constraint("tokenizer.path tokenizer.build", ("tokenizer.path=folder",)),
+    Constraint("tokenizer.build tokenizer.path model.path", ("tokenizer.build=null",)),
+    Constraint("tokenizer.chat_template", ("tokenizer.chat_template=no_such_file",)),
+)
+
+DATA = (
+    Constraint(
+        "data.max_prompt_tokens rollout.sampling.max_tokens model.scratch.max_positions",
+        ("model.scratch.max_positions=512",),
+    ),
+    Constraint("data.train", ("data.train=[]",)),
+    *_source("train"),
+    *_source("eval"),
+    *_source("expert", "algorithm.name=mix"),
+    Constraint(
+        "data.train.*.rewards rewards.*", ("data.train=[{path: a.jsonl, name: a, rewards: [style]}]",)
+    ),
+    Constraint(
+        "data.train.*.rewards data.train.*.name", ("data.train=[{path: a.jsonl, rewards: [answer]}]",)
+    ),
+    Constraint("data.train.*.difficulty data.order", ("data.order=easy_first",)),
+    Constraint(
+        "data.eval eval.every eval.at_start eval.at_end",
+        ("data.eval=[{path: test.jsonl}]", "eval.at_start=false", "eval.at_end=false"),
+    ),
+    Constraint("data.expert algorithm.mix algorithm.name", ("algorithm.name=mix",)),
+    Constraint("eval.reward rewards.*", ("data.eval=[{path: test.jsonl}]", "eval.reward=style")),
+    Constraint(
+        "eval.samples eval.sampling.temperature", ("data.eval=[{path: test.jsonl}]", "eval.samples=4")
+    ),
+)
+
+ALGORITHM = (
+    Constraint("algorithm.name", ("algorithm.name=gpro",)),
+    Constraint("algorithm.advantage", ("algorithm.advantage=gea",)),
+    Constraint("algorithm.loss algorithm.name", ("algorithm.loss=sft",)),
+    Constraint("algorithm.advantage algorithm.name", ("algorithm.name=sft", "algorithm.advantage=grpo")),
+    Constraint(
+        "algorithm.advantage_low algorithm.advantage_high",
+        ("algorithm.advantage_low=1.0", "algorithm.advantage_high=0.0"),
+    ),
+    Constraint(
+        "algorithm.correction.low algorithm.correction.high",
+        ("algorithm.correction={weight: token, low: 2.0, high: 1.0}",),
+    ),
+    Constraint(
+        "algorithm.correction.reject.*.low algorithm.correction.reject.*.high",
+        ("algorithm.correction.reject=[{over: sum}]",),
+    ),
+    Constraint(
+        "algorithm.old_logprobs algorithm.correction.weight algorithm.correction.reject",
+        ("algorithm.old_logprobs=sampled", "algorithm.correction.weight=token"),
+    ),
+    Constraint(
+        "algorithm.loss algorithm.name train.minibatches train.passes",
+        ("algorithm.name=rloo", "train.passes=2"),
+    ),
+    Constraint(
+        "algorithm.fallback_to_policy_gradient train.minibatches train.passes",
+        ("algorithm.fallback_to_policy_gradient=true", "train.passes=2"),
+    ),
+    Constraint(
+        "algorithm.mix.expert_ratio train.tasks_per_step train.minibatches",
+        (
+            "algorithm={name: mix, mix: {expert_ratio: 0.01}}",
+            "data.expert=[{path: given.jsonl}]",
+            "train.minibatches=2",
+        ),
+    ),
+    Constraint("algorithm.groups.uniform_by rewards.*", ("algorithm.groups.uniform_by=[style]",)),
+    Constraint(
+        "algorithm.groups.keep_best algorithm.groups.keep_worst rollout.group_size",
+        ("algorithm.groups.keep_best=8",),
+    ),
+    Constraint("reference.path algorithm.advantage algorithm.name", ("algorithm.name=distill",)),
+    Constraint("rewards.*.weight", ("rewards.answer.weight=0.0",)),
+)
+
+SAMPLING = (
+    Constraint("rollout.group_size algorithm.advantage algorithm.name", ("rollout.group_size=1",)),
+    Constraint("rollout.sampling.temperature rollout.group_size", ("rollout.sampling.temperature=0.0",)),
+    Constraint(
+        "rollout.sampling.min_tokens rollout.sampling.max_tokens", ("rollout.sampling.min_tokens=300",)
+    ),
+    Constraint(
+        "rollout.sampling.ignore_eos rollout.sampling.stop rollout.sampling.stop_token_ids",
+        ("rollout.sampling.ignore_eos=true", "rollout.sampling.stop=['.']"),
+    ),
+    Constraint("machine.exact rollout.engine", ("machine.exact=on", "rollout.engine=hf")),
+)
+
+PPO = "algorithm.name=ppo"
+
+TRAIN = (
+    Constraint("train.steps train.epochs", ("train.steps=null",)),
+    Constraint("train.minibatches train.tasks_per_step", ("train.minibatches=3",)),
+    Constraint(
+        "train.micro_tokens train.micro_rollouts", ("train.micro_tokens=512", "train.micro_rollouts=2")
+    ),
+    Constraint(
+        "train.micro_tokens_forward train.micro_rollouts_forward",
+        ("train.micro_tokens_forward=512", "train.micro_rollouts_forward=2"),
+    ),
+    Constraint("train.drop_last data.train", ("train.drop_last=true", "data.train=[{path: a}, {path: b}]")),
+    *_at_schedule("train.optimizer.schedule"),
+    Constraint(
+        "critic.micro_tokens critic.micro_rollouts",
+        (PPO, "critic.micro_tokens=512", "critic.micro_rollouts=2"),
+    ),
+    Constraint("critic.minibatches train.tasks_per_step", (PPO, "critic.minibatches=3")),
+    Constraint("critic.warmup_steps train.steps", (PPO, "critic.warmup_steps=100")),
+    *_at_schedule("critic.optimizer.schedule", PPO),
+)
+
+RUN = (
+    Constraint("checkpoint.contents", ("checkpoint.contents=[optimizer]",)),
+    Constraint("checkpoint.load", ("checkpoint.load=[optimizer]",)),
+    Constraint("checkpoint.dir run_dir", ("checkpoint.dir=runs",)),
+    Constraint("checkpoint.export_dir run_dir", ("checkpoint.export_dir=runs",)),
+    Constraint("track.rollouts_dir track.eval_dir", ("track.rollouts_dir=all", "track.eval_dir=all")),
+    Constraint("imports", ("imports=[no_such_file.py]",)),
+)
+
+CONSTRAINTS: tuple[Constraint, ...] = (*MODELS, *DATA, *ALGORITHM, *SAMPLING, *TRAIN, *RUN)

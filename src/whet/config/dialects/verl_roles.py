@@ -1,0 +1,152 @@
+"""verl's keys of what its base files say of every role: Megatron's layout, profiles, kernels, the reward model."""
+
+from __future__ import annotations
+
+from whet.config.dialects.key import Key, coming, derived
+from whet.config.dialects.verl_policy import SHARDED, TP
+from whet.config.dialects.verl_reward_model import later
+from whet.config.dialects.verl_rules import (
+    ACTOR,
+    CRITIC,
+    MODEL,
+    REF,
+    ROLLOUT,
+    at_least,
+    is_flag,
+    is_number,
+    is_one_of,
+)
+
+_ELSEWHERE = "verl reads algorithm.kl_ctrl alone; a leftover of older files."
+_NOT_LOADED = "models whose weights are not loaded"
+_PROFILE = "profiles of a run"
+_MEGATRON = "parallel training with Megatron; read there only with strategy=megatron"
+
+
+def _megatron(role: str, *, coming_with: str = _MEGATRON) -> tuple[Key, ...]:
+    """Megatron's layout of one role beside the actor: it must be that of one device, where there is one."""
+    free = (
+        "param_offload",
+        "grad_offload",
+        "optimizer_offload",
+        "use_distributed_optimizer",
+        "sequence_parallel",
+    )
+    return (
+        *(coming(f"{role}.megatron.{name}", coming_with, default=False, harmless=(True,)) for name in free),
+        *(
+            derived(
+                f"{role}.megatron.{kind}_parallel_size",
+                at_least(f"{role}.megatron.{kind}_parallel_size", 1),
+                default=1,
+                reason=TP,
+            )
+            for kind in ("tensor_model", "pipeline_model", "context")
+        ),
+        coming(f"{role}.megatron.virtual_pipeline_model_parallel_size", "pipelines", default=None),
+        coming(f"{role}.megatron.expert_model_parallel_size", "experts over devices", default=1),
+        coming(
+            f"{role}.megatron.expert_tensor_parallel_size",
+            "experts over devices",
+            default=None,
+            harmless=("None",),
+        ),
+        coming(f"{role}.megatron.use_dist_checkpointing", "Megatron's checkpoints", default=False),
+        coming(f"{role}.megatron.dist_checkpointing_path", "Megatron's checkpoints", default=None),
+        derived(
+            f"{role}.megatron.seed",
+            at_least(f"{role}.megatron.seed", 0),
+            default=42,
+            reason="Nothing is dropped.",
+        ),
+        coming(f"{role}.megatron.override_transformer_config.*", "Megatron", default={}),
+    )
+
+
+def _profile(role: str) -> tuple[Key, ...]:
+    given = (
+        ("use_profile", False),
+        ("profile_ranks", None),
+        ("step_start", -1),
+        ("step_end", -1),
+        ("save_path", None),
+    )
+    return tuple(coming(f"{role}.profile.{name}", _PROFILE, default=default) for name, default in given)
+
+
+def _recompute(model: str) -> tuple[Key, ...]:
+    """Megatron's choice of what to recompute."""
+    names = ("method", "granularity", "num_layers")
+    return tuple(
+        coming(
+            f"{model}.gradient_checkpointing_kwargs.activations_checkpoint_{name}", "Megatron", default=None
+        )
+        for name in names
+    )
+
+
+ROLES: tuple[Key, ...] = (
+    *_megatron(REF),
+    *_megatron(CRITIC),
+    *(key for role in (ACTOR, REF) for key in _profile(role)),
+    *(coming(f"{role}.load_weight", _NOT_LOADED, default=True) for role in (ACTOR, REF, CRITIC)),
+    *(key for model in (MODEL, f"{CRITIC}.model") for key in _recompute(model)),
+    derived(
+        f"{REF}.strategy",
+        is_one_of(f"{REF}.strategy", "fsdp", "fsdp2", "megatron"),
+        default=f"${{{ACTOR}.strategy}}",
+        reason="One process keeps a frozen copy of the policy.",
+    ),
+    derived(
+        f"{REF}.use_torch_compile",
+        is_flag(f"{REF}.use_torch_compile"),
+        default=f"${{{ACTOR}.use_torch_compile}}",
+        reason="Kernels are whet's own; compiled or not, results are meant to agree.",
+    ),
+    *(
+        coming(
+            f"{REF}.{name}",
+            "entropy in pieces, for memory; it changes no number",
+            default=False,
+            harmless=(True,),
+        )
+        for name in ("entropy_from_logits_with_chunking", "entropy_checkpointing")
+    ),
+    coming(f"{REF}.fsdp_config.reshard_after_forward", SHARDED, default=True, harmless=(False,)),
+    coming(f"{REF}.fsdp_config.forward_prefetch", SHARDED, default=False, harmless=(True,)),
+    *(
+        coming(f"{MODEL}.{name}", "kernels of others; they change no number", default=False, harmless=(True,))
+        for name in ("use_fused_loss", "return_last_hidden_state", "use_efficient_resharding")
+    ),
+    coming(f"{ROLLOUT}.chat_scheduler", "inference servers", default=None),
+    *(
+        coming(f"{ROLLOUT}.layer_name_map.{name}", "Megatron", default=default)
+        for name, default in (("qkv_layer_name", "qkv"), ("gate_proj_layer_name", "gate_up"))
+    ),
+    derived(
+        "critic.kl_ctrl.type",
+        is_one_of("critic.kl_ctrl.type", "fixed", "adaptive"),
+        default="fixed",
+        reason=_ELSEWHERE,
+    ),
+    derived("critic.kl_ctrl.kl_coef", is_number("critic.kl_ctrl.kl_coef"), default=0.001, reason=_ELSEWHERE),
+    later("load_weight", True),
+    later("megatron.*", {}),
+    *(
+        later(f"model.{name}", default)
+        for name, default in (
+            ("use_shm", False),
+            ("use_fused_kernels", False),
+            ("fsdp_config.fsdp_size", -1),
+            ("fsdp_config.reshard_after_forward", True),
+            ("fsdp_config.forward_prefetch", False),
+            ("fsdp_config.wrap_policy.transformer_layer_cls_to_wrap", None),
+        )
+    ),
+    derived(
+        "trainer.max_ref_ckpt_to_keep",
+        at_least("trainer.max_ref_ckpt_to_keep", 1),
+        default=None,
+        reason="The reference lies in the policy's checkpoints.",
+    ),
+)

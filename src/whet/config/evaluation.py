@@ -1,0 +1,107 @@
+"""What a config says of held-out evaluation: whether, how each source is asked, what cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from whet.config.schema import Config, SamplingConfig
+from whet.tables import near
+
+GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a held-out task is asked. Tasks with equal values are asked together."""
+
+    samples: int
+    """Replies a task."""
+    sampling: SamplingConfig
+
+
+def evaluates(cfg: Config) -> bool:
+    """Whether a stage ever evaluates."""
+    return bool(cfg.data.eval) and (cfg.eval.every > 0 or cfg.eval.at_start or cfg.eval.at_end)
+
+
+def judges(cfg: Config) -> bool:
+    """Whether held-out tasks are asked and the replies judged; else only the loss of given replies is measured."""
+    return evaluates(cfg) and bool(cfg.rewards)
+
+
+def asked(cfg: Config, source: str) -> Asked:
+    """How tasks with this label are asked."""
+    own = cfg.eval.sources.get(source)
+    if own is None:
+        return Asked(cfg.eval.samples, eval_sampling(cfg))
+    return Asked(own.samples or cfg.eval.samples, _over(eval_sampling(cfg), own.sampling))
+
+
+def eval_sampling(cfg: Config) -> SamplingConfig:
+    """Greedy with the training limits, and the keys of `eval.sampling` over it."""
+    return _over(cfg.rollout.sampling.model_copy(update=GREEDY), cfg.eval.sampling)
+
+
+def reward_weights(cfg: Config) -> dict[str, float]:
+    """What replies are judged by: weights of rewards, by name."""
+    chosen = cfg.eval.reward
+    if isinstance(chosen, str):
+        return {chosen: 1.0}
+    return dict(chosen) if chosen else {name: reward.weight for name, reward in cfg.rewards.items()}
+
+
+def all_asked(cfg: Config) -> dict[str, Asked]:
+    """Every way of asking there is, by the section that says it."""
+    own = {f"eval.sources.{name}": asked(cfg, name) for name in cfg.eval.sources}
+    return {"eval": Asked(cfg.eval.samples, eval_sampling(cfg))} | own
+
+
+def reply_tokens(cfg: Config) -> int:
+    """The longest reply that evaluation may ask for; 0 where it asks for none."""
+    return max(how.sampling.max_tokens for how in all_asked(cfg).values()) if judges(cfg) else 0
+
+
+def _over(base: SamplingConfig, over: SamplingConfig | None) -> SamplingConfig:
+    return base.model_copy(update={k: getattr(over, k) for k in over.model_fields_set}) if over else base
+
+
+# ---------------------------------------------------------------- what cannot work
+
+
+def eval_problems(cfg: Config) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) of one stage."""
+    yield from _reward_problems(cfg)
+    for key, how in all_asked(cfg).items() if judges(cfg) else ():
+        if how.samples > 1 and how.sampling.temperature == 0:
+            yield (
+                f"{key}.samples",
+                f"{how.samples} greedy replies to a task are all the same; set {key}.sampling.temperature, "
+                f"or {key}.samples to 1",
+            )
+    if cfg.data.eval and not evaluates(cfg):
+        yield "data.eval", "is never used: eval.every is 0 and at_start and at_end are false"
+    for n, source in enumerate(cfg.data.eval):
+        if judges(cfg) and source.rewards and not reward_weights(cfg).keys() & set(source.rewards):
+            judging = ", ".join(reward_weights(cfg))
+            yield (
+                f"data.eval[{n}].rewards",
+                f"none of them is among those that evaluation judges by: {judging}",
+            )
+    names = [source.name for source in cfg.data.eval]
+    if cfg.data.eval and all(names) and not any(source.label for source in cfg.data.eval):
+        for name in cfg.eval.sources.keys() - set(names):
+            known = ", ".join(str(n) for n in names)
+            yield f"eval.sources.{name}", f"no source of data.eval has this name; they are: {known}"
+
+
+def _reward_problems(cfg: Config) -> Iterator[tuple[str, str]]:
+    chosen = cfg.eval.reward
+    if chosen == {}:
+        yield "eval.reward", "names no reward; give {name: weight}, or leave it out to judge by all of them"
+    for name in reward_weights(cfg):
+        if name not in cfg.rewards:
+            there = ", ".join(cfg.rewards) or "there are none"
+            yield "eval.reward", f"'{name}' is not among rewards: {there}{near(name, cfg.rewards)}"
+    if isinstance(chosen, dict) and chosen and not any(chosen.values()):
+        yield "eval.reward", "every weight is 0, so no reply could be better than another"

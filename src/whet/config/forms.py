@@ -1,0 +1,141 @@
+"""The schema of a config as JSON schema (draft 2020-12), with all that a form needs beside types: `whet schema`.
+
+Every section stands where it is used, without references, because the same section is read under other conditions in
+another place. Added to each key: `title`; `x-unit`; `x-level` (beginner, expert); `x-visible-when`, the condition
+under which something reads it (`conditions` says how to read one); `x-choices` for open names. Added to the whole:
+`x-conditions`, what the named conditions mean; `x-constraints`, rules over several keys with the error's text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from whet.config import choices, functions, hints
+from whet.config.conditions import Condition
+from whet.config.constraints import CONSTRAINTS, error
+from whet.config.idle import NAMED
+from whet.config.idle_rules import RULES
+from whet.config.keys import Key, keys
+from whet.config.recipe_table import RECIPES
+from whet.config.schema import Config
+from whet.config.setting_rules import SETTING_RULES
+from whet.config.tree import STAGE_SECTIONS
+from whet.types import Json
+
+Node = dict[str, Any]
+Path = tuple[str, ...]
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def schema() -> Node:
+    """The whole schema."""
+    raw = Config.model_json_schema()
+    out = _written(raw, (), raw["$defs"])
+    return {
+        "$schema": DRAFT,
+        **out,
+        "title": "whet",
+        "x-conditions": {name: {"meaning": meaning} for name, (meaning, _) in NAMED.items()},
+        "x-constraints": [
+            {"keys": rule.keys.split(), "broken-by": list(rule.broken), "error": error(rule)}
+            for rule in CONSTRAINTS
+        ],
+    }
+
+
+def visible_when(path: Sequence[str]) -> Condition | None:
+    """When something reads a key: all rules on it and on the sections around it. None: always."""
+    above = {".".join(path[:n]) for n in range(1, len(path) + 1)}
+    found = [rule.read_when for rule in (*RULES, *SETTING_RULES) if above & set(rule.keys)]
+    return None if not found else found[0] if len(found) == 1 else {"all": found}
+
+
+def _written(node: Mapping[str, Any], path: Path, defs: Mapping[str, Any]) -> Node:
+    """A node of pydantic's schema with its references written out and every key inside it described."""
+    if "$ref" in node:
+        named = defs[node["$ref"].rpartition("/")[2]]
+        return _written({**named, **{k: v for k, v in node.items() if k != "$ref"}}, path, defs)
+    out = dict(node)
+    out.pop("$defs", None)
+    for several in ("anyOf", "oneOf"):
+        if several in node:
+            out[several] = [_written(part, path, defs) for part in node[several]]
+    if "properties" in node:
+        out["properties"] = {
+            name: _described(_written(inner, (*path, name), defs), keys()[(*path, name)])
+            for name, inner in node["properties"].items()
+        }
+    for entries in ("items", "additionalProperties"):
+        if isinstance(node.get(entries), dict):
+            inner = (*path, "*") if (*path, "*") in keys() else path
+            out[entries] = _written(node[entries], inner, defs)
+    return out
+
+
+def _described(node: Node, key: Key) -> Node:
+    """A key's node with what a form needs."""
+    name = ".".join(key.path)
+    out = {**node, "title": hints.title(key.path[-1]), "description": " ".join(key.description.split())}
+    if not key.required and (key.section is None or key.default in (None, (), {})):
+        out["default"] = json.loads(json.dumps(key.default))
+    extra = {
+        "x-unit": hints.unit(name),
+        "x-visible-when": visible_when(key.path),
+        "x-choices": CHOICES.get(name),
+        "x-section": key.path[-1]
+        if key.path[:2] == ("stages", "*") and key.path[-1] in STAGE_SECTIONS
+        else None,
+    }
+    out |= {label: value for label, value in extra.items() if value is not None}
+    if "x-choices" in out:
+        out["examples"] = [choice["name"] for choice in out["x-choices"]]
+    return out | ({} if key.section else {"x-level": hints.level(name)})
+
+
+# ---------------------------------------------------------------- open names
+
+
+def _recipes() -> list[Json]:
+    """What algorithm.name may be, and what each sets: enough to know every named condition's value."""
+    return [
+        {
+            "name": name,
+            "about": row.note,
+            "source": row.source,
+            "sets": {
+                **{
+                    key: getattr(row, key)
+                    for key in ("kind", "advantage", "loss", "aggregation", "expert_loss")
+                },
+                **{key: getattr(row, key) for key in ("whiten", "drop_uniform_groups")},
+                **row.settings,
+            },
+        }
+        for name, row in RECIPES.items()
+    ]
+
+
+def _functions(
+    table: Mapping[str, functions.Advantage] | Mapping[str, functions.Loss], about: Mapping[str, str]
+) -> list[Json]:
+    return [
+        {"name": name, "about": about[name], "reads": sorted(row.settings), "needs": sorted(row.needs)}
+        for name, row in table.items()
+    ]
+
+
+def _lines(about: Mapping[str, str]) -> list[Json]:
+    return [{"name": name, "about": line} for name, line in about.items()]
+
+
+CHOICES: dict[str, list[Json]] = {
+    "algorithm.name": _recipes(),
+    "algorithm.advantage": _functions(functions.ADVANTAGES, choices.ADVANTAGES),
+    "algorithm.loss": _functions(functions.LOSSES, choices.LOSSES),
+    "rewards.*.function": _lines(choices.REWARDS),
+    "checkpoint.resume": _lines(choices.RESUME),
+}
+"""Names that a key knows without being limited to them."""

@@ -1,0 +1,140 @@
+"""What a form needs to know of a key beside its type: a short title, its unit, and whether a beginner sees it."""
+
+from __future__ import annotations
+
+WORDS = {
+    "ddof": "degrees of freedom",
+    "dir": "folder",
+    "dppo": "DPPO",
+    "aipo": "AIPO",
+    "coef": "weight",
+    "eps": "epsilon",
+    "eos": "end token",
+    "ffn": "feed-forward",
+    "gspo": "GSPO",
+    "ids": "ids",
+    "init": "initial",
+    "kl": "KL",
+    "kv": "KV",
+    "lam": "lambda",
+    "lb": "lower bound",
+    "lr": "learning rate",
+    "mu": "mu",
+    "nll": "NLL",
+    "opmd": "OPMD",
+    "p": "p",
+    "ppo": "PPO",
+    "cov": "covariance",
+    "cispo": "CISPO",
+    "phi": "phi",
+    "rec": "REC",
+    "rope": "RoPE",
+    "sapo": "SAPO",
+    "sppo": "SPPO",
+    "std": "standard deviation",
+    "topr": "TOPR",
+    "ub": "upper bound",
+}
+"""Parts of a key's name, as people write them."""
+
+SUFFIXES = {
+    "_tokens": "tokens",
+    "_tokens_forward": "tokens",
+    "_rollouts": "rollouts",
+    "_rollouts_forward": "rollouts",
+    "_steps": "steps",
+    "_every": "steps",
+    "_s": "s",
+    "_mb": "MiB",
+    "_bytes": "bytes",
+    "_fraction": "fraction",
+    "_ratio": "fraction",
+    "_rate": "fraction",
+}
+"""Units by the end of a key's name."""
+
+SHOWN = ("_s", "_mb", "_bytes")
+"""Of these the title leaves the unit out: it stands beside the value."""
+
+UNITS = {
+    "train.steps": "steps",
+    "train.epochs": "epochs",
+    "train.tasks_per_step": "tasks",
+    "train.minibatches": "optimizer steps",
+    "critic.minibatches": "optimizer steps",
+    "train.passes": "passes",
+    "critic.passes": "passes",
+    "train.optimizer.schedule.total_steps": "steps of unit",
+    "eval.every": "steps",
+    "eval.samples": "replies",
+    "eval.sources.*.samples": "replies",
+    "eval.log_samples": "tasks",
+    "eval.offline.limit": "rows",
+    "eval.success": "reward",
+    "checkpoint.every": "steps",
+    "checkpoint.keep": "checkpoints",
+    "rollout.group_size": "rollouts",
+    "rollout.max_batch": "rollouts",
+    "model.scratch.max_positions": "tokens",
+    "model.scratch.sliding_window": "tokens",
+    "tokenizer.vocab_size": "tokens",
+    "machine.threads": "threads",
+    "guard.workers": "processes",
+    "algorithm.reward_kl.target": "nats",
+    "algorithm.reward_kl.horizon": "rollouts",
+    "algorithm.sequence_mask_delta": "nats",
+    "algorithm.tau": "reward",
+    "algorithm.baseline_shift": "reward",
+    "algorithm.std_floor": "reward",
+    "algorithm.groups.min_reward": "reward",
+    "algorithm.groups.min_std": "reward",
+    "algorithm.groups.keep_best": "rollouts",
+    "algorithm.groups.keep_worst": "rollouts",
+    "algorithm.groups.min_shared_prefix": "tokens",
+    "algorithm.max_refills": "times tasks_per_step",
+    "algorithm.mix.mu": "fraction",
+    "algorithm.label_smoothing": "fraction",
+    "train.max_skipped_steps": "optimizer steps",
+    **{f"data.{part}.*.{key}": "rows" for part in ("train", "expert", "eval") for key in ("skip", "limit")},
+    **{f"data.{part}.*.reasoning_gym.size": "tasks" for part in ("train", "expert", "eval")},
+}
+"""Units that no name shows."""
+
+BEGINNER = frozenset({
+    "name", "seed", "run_dir", "model.path", "model.scratch.architecture", "model.scratch.hidden_size",
+    "model.scratch.layers", "model.scratch.heads", "tokenizer.path", "tokenizer.build", "data.train.*.name",
+    "data.train.*.path", "data.train.*.split", "data.train.*.prompt", "data.train.*.answer",
+    "data.train.*.response", "data.train.*.rejected", "data.train.*.messages", "data.train.*.weight",
+    "data.train.*.limit", "data.train.*.reasoning_gym.task", "data.train.*.reasoning_gym.size",
+    "data.train.*.reasoning_gym.seed", "data.eval.*.name", "data.eval.*.path", "data.eval.*.split",
+    "data.eval.*.prompt", "data.eval.*.answer", "data.eval.*.limit", "data.eval.*.reasoning_gym.task",
+    "data.eval.*.reasoning_gym.size", "data.eval.*.reasoning_gym.seed", "data.order",
+    "data.max_prompt_tokens", "data.overlong", "algorithm.name", "algorithm.kl.coef",
+    "algorithm.entropy_coef", "algorithm.beta", "algorithm.clip_low", "algorithm.clip_high",
+    "rewards.*.function", "rewards.*.weight", "rewards.*.arguments", "rollout.engine", "rollout.group_size",
+    "rollout.sampling.temperature", "rollout.sampling.max_tokens", "train.steps", "train.epochs",
+    "train.tasks_per_step", "train.minibatches", "train.passes", "train.optimizer.lr",
+    "train.optimizer.weight_decay", "train.optimizer.grad_clip", "train.optimizer.schedule.kind",
+    "train.optimizer.schedule.warmup_steps", "train.gradient_checkpointing", "critic.optimizer.lr",
+    "reference.path", "eval.every", "eval.samples", "checkpoint.every", "checkpoint.keep",
+    "checkpoint.resume", "track.trackers", "track.project", "machine.device", "stages.*.name",
+})  # fmt: skip
+"""Keys that a first form shows; all others are for experts."""
+
+
+def title(name: str) -> str:
+    """A key's name as a short title: 'max_prompt_tokens' is 'Max prompt tokens', 'timeout_s' is 'Timeout'."""
+    for suffix in SHOWN:
+        name = name.removesuffix(suffix)
+    text = " ".join(WORDS.get(word, word) for word in name.split("_"))
+    return text[:1].upper() + text[1:]
+
+
+def unit(key: str) -> str | None:
+    """The unit of a key's value; None where it has none, or the description says more."""
+    ends = (unit for suffix, unit in SUFFIXES.items() if key.endswith(suffix))
+    return UNITS.get(key) or next(ends, None)
+
+
+def level(key: str) -> str:
+    return "beginner" if key in BEGINNER else "expert"

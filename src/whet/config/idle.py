@@ -1,0 +1,99 @@
+"""Keys that nothing reads in a stage, and why: the table `idle_rules` asked of one config.
+
+The same table says when a form shows a key (`forms`). What follows from a config and is no key itself stands in
+`NAMED`, with its meaning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from whet.config.conditions import met
+from whet.config.evaluation import evaluates, judges
+from whet.config.functions import ADVANTAGES, LOSSES
+from whet.config.idle_rules import RULES
+from whet.config.recipes import Resolved
+from whet.config.schema import Config
+from whet.types import Json
+
+NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
+    "kind": (
+        "What is learned from: 'online' (rollouts of the policy), 'demonstrations', 'preferences' or 'labels' (replies "
+        "in the data). It follows from algorithm.name.",
+        lambda cfg, algorithm: algorithm.kind,
+    ),
+    "advantage": (
+        "algorithm.advantage, or that of the recipe algorithm.name.",
+        lambda cfg, algorithm: algorithm.advantage,
+    ),
+    "loss": ("algorithm.loss, or that of the recipe.", lambda cfg, algorithm: algorithm.loss),
+    "expert_loss": (
+        "Loss of the demonstrations among own rollouts: algorithm.mix.loss, or the recipe's; null without a mix.",
+        lambda cfg, algorithm: algorithm.mix.loss if algorithm.mix else None,
+    ),
+    "own_function": (
+        "algorithm.advantage or algorithm.loss is a function of yours (it may read any setting).",
+        lambda cfg, algorithm: ":" in algorithm.advantage + algorithm.loss,
+    ),
+    "aggregation": (
+        "algorithm.aggregation, or that of the recipe.",
+        lambda cfg, algorithm: algorithm.aggregation,
+    ),
+    "whiten": ("algorithm.whiten, or that of the recipe.", lambda cfg, algorithm: algorithm.whiten),
+    "drop_uniform_groups": (
+        "algorithm.drop_uniform_groups, or that of the recipe.",
+        lambda cfg, algorithm: algorithm.drop_uniform_groups,
+    ),
+    "divides_by_std": (
+        "The advantage divides by a standard deviation, or may: algorithm.normalize_std, the recipe's or its own "
+        "default, is not false where the advantage reads it.",
+        lambda cfg, algorithm: not _spares_std(algorithm),
+    ),
+    "loss_reads_tau": (
+        "The loss reads algorithm.tau, or is a function of yours.",
+        lambda cfg, algorithm: algorithm.loss not in LOSSES or "tau" in LOSSES[algorithm.loss].settings,
+    ),
+    "needs_critic": ("The advantage needs a value model.", lambda cfg, algorithm: algorithm.needs_critic),
+    "needs_reference": (
+        "A KL term is on, or advantage or loss compares with a reference policy.",
+        lambda cfg, algorithm: algorithm.needs_reference,
+    ),
+    "mixes": (
+        "Demonstrations stand among the own rollouts: algorithm.mix, or the recipe's.",
+        lambda cfg, algorithm: algorithm.mix is not None,
+    ),
+    "evaluates": ("There are held-out tasks and they are asked.", lambda cfg, algorithm: evaluates(cfg)),
+    "judges": ("The replies to held-out tasks are judged by rewards.", lambda cfg, algorithm: judges(cfg)),
+    "profiles": (
+        "profile.steps is empty, or names a step that the stage has.",
+        lambda cfg, algorithm: min(cfg.profile.steps, default=0) <= (cfg.train.steps or math.inf),
+    ),
+    "samples": (
+        "Replies are sampled: in training (kind is online) or in evaluation.",
+        lambda cfg, algorithm: algorithm.kind == "online" or judges(cfg),
+    ),
+}
+"""Named conditions: what each means, and its value in one stage."""
+
+
+def named(cfg: Config, algorithm: Resolved) -> dict[str, Json]:
+    """The value of every named condition in one stage."""
+    return {name: value(cfg, algorithm) for name, (_, value) in NAMED.items()}
+
+
+def idle(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
+    """(key or section, with * for any name or number; why nothing reads it) in one stage."""
+    known = named(cfg, algorithm)
+    words: Mapping[str, Any] = {"cfg": cfg, **known}
+    for rule in RULES:
+        if not met(rule.read_when, cfg, known):
+            for key in rule.keys:
+                yield key, rule.why.format_map(words)
+
+
+def _spares_std(algorithm: Resolved) -> bool:
+    """Whether the advantage could divide by a deviation and was told not to."""
+    row = ADVANTAGES.get(algorithm.advantage)
+    return row is not None and "normalize_std" in row.settings and not algorithm.settings["normalize_std"]

@@ -1,0 +1,370 @@
+"""When each key is read. A set key is refused where its condition does not hold; a form hides it there.
+
+A key without a rule is always read. A rule on a section is about all keys in it. `*` stands for any entry of a list
+or any name. The reason may name values: {cfg.data.order}, {kind} and other named conditions (`idle.NAMED`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whet.config.conditions import NEVER, Condition
+from whet.config.learning import READS
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Keys that something reads only under a condition."""
+
+    keys: tuple[str, ...]
+    read_when: Condition
+    why: str
+    """Why nothing reads them otherwise."""
+
+
+ONLINE: Condition = {"condition": "kind", "is": "online"}
+EVALUATES: Condition = {"condition": "evaluates"}
+JUDGES: Condition = {"condition": "judges"}
+SAMPLES: Condition = {"condition": "samples"}
+MIXES: Condition = {"condition": "mixes"}
+REMOTE: Condition = {"key": "track.trackers", "holds": ["wandb", "mlflow", "swanlab"]}
+
+
+def under(section: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names)
+
+
+MODELS = (
+    Rule(
+        ("critic",),
+        {"condition": "needs_critic"},
+        "algorithm.name={cfg.algorithm.name} (advantage={advantage}) has no critic",
+    ),
+    Rule(
+        ("reference",),
+        {"condition": "needs_reference"},
+        "no reference is needed: algorithm.kl.coef and algorithm.reward_kl.coef are 0, and nothing else asks for one",
+    ),
+    Rule(
+        ("reference.reset_optimizer",),
+        {
+            "any": [
+                {"key": "reference.reset_every", "above": 0},
+                {"key": "reference.reset_every_epochs", "above": 0},
+            ]
+        },
+        "reference.reset_every is 0 (as is reset_every_epochs), so the reference is never reset",
+    ),
+    Rule(
+        ("critic.overrides", "critic.head"),
+        {"key": "critic.path", "given": True},
+        "critic.path is null, so the critic is a copy of the policy",
+    ),
+    Rule(
+        ("reference.overrides",),
+        {"key": "reference.path", "given": True},
+        "reference.path is null, so the reference is a copy of the policy",
+    ),
+    Rule(
+        ("tokenizer.vocab_size",),
+        {"key": "tokenizer.build", "given": True},
+        "only a tokenizer that is built (tokenizer.build) has a size to choose",
+    ),
+    Rule(
+        under("model.scratch", "experts", "experts_per_token"),
+        {"key": "model.scratch.architecture", "is": "qwen3_moe"},
+        "only architecture=qwen3_moe has experts",
+    ),
+    Rule(
+        ("model.scratch.sliding_window",),
+        {"key": "model.scratch.architecture", "is": "mistral"},
+        "only architecture=mistral has a window",
+    ),
+)
+
+ALGORITHM = (
+    Rule(("algorithm.kl.estimator",), {"key": "algorithm.kl.coef", "above": 0}, "algorithm.kl.coef is 0"),
+    Rule(
+        under("algorithm.reward_kl", "estimator", "horizon"),
+        {"key": "algorithm.reward_kl.coef", "above": 0},
+        "algorithm.reward_kl.coef is 0",
+    ),
+    Rule(("algorithm.groups",), ONLINE, "the replies are in the data ({kind})"),
+    Rule(
+        under("algorithm", "std_epsilon", "std_ddof", "std_floor", "std_scope"),
+        {"condition": "divides_by_std"},
+        "normalize_std is false, so nothing is divided by a deviation",
+    ),
+    Rule(
+        ("algorithm.tau",),
+        {
+            "any": [
+                {"not": {"condition": "advantage", "is": "opmd"}},
+                {"key": "algorithm.opmd_baseline", "is": "logavgexp"},
+                {"condition": "loss_reads_tau"},
+            ]
+        },
+        "opmd_baseline is mean",
+    ),
+    Rule(
+        ("algorithm.whiten",),
+        {
+            "not": {
+                "condition": "advantage",
+                "in": ["reinforce_plus_plus", "reinforce_plus_plus_baseline"],
+            }
+        },
+        "{advantage} is whitened by itself",
+    ),
+    Rule(("algorithm.whiten_ddof",), {"condition": "whiten"}, "algorithm.whiten is false"),
+    Rule(
+        ("algorithm.resample_power",),
+        {"key": "algorithm.resample", "is": "pow"},
+        "only resample=pow reads it",
+    ),
+    Rule(
+        ("algorithm.groups.min_std_ddof",),
+        {"key": "algorithm.groups.min_std", "given": True},
+        "algorithm.groups.min_std is not given",
+    ),
+    Rule(
+        ("algorithm.groups.uniform_by",),
+        {"condition": "drop_uniform_groups"},
+        "algorithm.drop_uniform_groups is false",
+    ),
+)
+
+SAMPLING = (
+    Rule(("rollout.group_size",), ONLINE, "the replies are in the data ({kind})"),
+    Rule(("track.rollouts_every",), ONLINE, "no rollouts are sampled ({kind})"),
+    Rule(
+        under("rollout.sampling", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+        ONLINE,
+        "nothing is sampled in training ({kind})",
+    ),
+    Rule(("rewards", "guard"), SAMPLES, "nothing is judged: {kind}, and no evaluation"),
+    Rule(
+        (
+            *under("rollout", "engine", "max_batch"),
+            *under("rollout.sampling", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
+        ),
+        SAMPLES,
+        "nothing is sampled: {kind}, and no evaluation",
+    ),
+    Rule(("machine.kv_cache_mb",), SAMPLES, "no rollout engine is needed"),
+    Rule(
+        ("machine.kv_cache_mb",),
+        {"key": "rollout.engine", "is": "native"},
+        "rollout.engine={cfg.rollout.engine} has no cache of its own to size",
+    ),
+)
+
+DATA = (
+    Rule(
+        ("data.train.*.rejected",),
+        {"condition": "kind", "is": "preferences"},
+        "only preferences (dpo, simpo, orpo) read it",
+    ),
+    Rule(
+        ("data.train.*.response",),
+        {"not": ONLINE},
+        "only demonstrations (sft), preferences (dpo) and labels (kto) read it",
+    ),
+    Rule(("data.expert",), MIXES, "algorithm.name={cfg.algorithm.name} has no mix (mix and mix_chord have)"),
+    Rule(
+        ("data.expert.*.weight",),
+        {"key": "data.expert", "longer": 1},
+        "there is one source, so there is nothing to mix",
+    ),
+    Rule(
+        under("data.expert.*", "answer", "rejected", "desirable", "label"),
+        NEVER,
+        "of a demonstration only prompt and response are read",
+    ),
+    Rule(
+        ("data.train.*.desirable", "data.eval.*.desirable"),
+        {"condition": "kind", "is": "labels"},
+        "only kto reads it",
+    ),
+    Rule(
+        ("data.train.*.weight",),
+        {"key": "data.train", "longer": 1},
+        "there is one source, so there is nothing to mix",
+    ),
+    Rule(
+        ("data.seed",),
+        {"not": {"key": "data.order", "is": "sequential"}},
+        "data.order=sequential draws nothing by chance",
+    ),
+    Rule(
+        ("data.train.*.difficulty", "data.expert.*.difficulty"),
+        {"key": "data.order", "in": ["easy_first", "hard_first"]},
+        "data.order={cfg.data.order} does not go by it",
+    ),
+    Rule(("data.eval.*.difficulty",), NEVER, "held-out rows come in the order of the file"),
+    Rule(
+        ("data.learn_turns",),
+        {"any": [{"condition": "kind", "is": "demonstrations"}, {"key": "data.expert", "longer": 0}]},
+        "only demonstrations (sft) have several replies to learn, not {kind}",
+    ),
+    Rule(("data.expert.*.rewards",), NEVER, "demonstrations are not judged"),
+    Rule(
+        ("data.train.*.rewards",),
+        ONLINE,
+        "the replies of training are in the data ({kind}) and not judged",
+    ),
+)
+
+EVAL = (
+    Rule(("eval.offline",), NEVER, "training does not read it, only `whet eval` does"),
+    Rule(("eval",), EVALUATES, "there is nothing to evaluate: data.eval is empty or evaluation is off"),
+    Rule(("data.exclude_eval",), EVALUATES, "data.eval is empty or evaluation is off"),
+    Rule(
+        under("eval", "samples", "sampling", "sources", "success", "reward", "log_samples"),
+        JUDGES,
+        "there are no rewards, so only the loss of the given replies is measured",
+    ),
+    Rule(
+        ("data.eval.*.response",),
+        {"not": ONLINE},
+        "evaluation asks every row by its prompt; only stages that learn from given replies read them",
+    ),
+    Rule(
+        ("data.eval.*.rejected",),
+        {"condition": "kind", "is": "preferences"},
+        "only preferences (dpo) read it",
+    ),
+    Rule(("data.eval.*.weight",), NEVER, "evaluation takes every row once"),
+)
+
+TRAIN = (
+    Rule(
+        ("train.shuffle_passes",),
+        {"any": [{"key": "train.minibatches", "above": 1}, {"key": "critic.minibatches", "above": 1}]},
+        "every pass has one minibatch, with all groups in it",
+    ),
+)
+
+
+def optimizer_rules(at: str) -> tuple[Rule, ...]:
+    """When the keys of an optimizer and of its schedule are read."""
+    s = f"{at}.schedule"
+    ends: Condition = {"key": f"{s}.weight_decay_end", "given": True}
+    changes: Condition = {"not": {"key": f"{s}.kind", "is": "constant"}}
+    fraction: Condition = {"key": f"{s}.warmup_fraction", "above": 0}
+    warms_up: Condition = {"any": [{"key": f"{s}.warmup_steps", "above": 0}, fraction]}
+    by_kind = tuple(
+        Rule(
+            (f"{s}.{key}",),
+            {"key": f"{s}.kind", "in": [kind for kind, read in READS.items() if key in read]},
+            f"kind={{cfg.{s}.kind}} does not read it",
+        )
+        for key in ("min_factor", "cycles", "decay_steps", "decay_fraction", "decay_shape")
+    )
+    kind = f"kind={{cfg.{at}.kind}} does not read it"
+    return (
+        Rule(under(at, "betas", "eps"), {"not": {"key": f"{at}.kind", "is": "sgd"}}, kind),
+        Rule((f"{at}.momentum",), {"key": f"{at}.kind", "in": ["sgd", "muon"]}, kind),
+        Rule(
+            (f"{at}.decay_all",),
+            {
+                "any": [
+                    {"key": f"{at}.weight_decay", "above": 0},
+                    {"key": f"{s}.weight_decay_end", "above": 0},
+                ]
+            },
+            "weight_decay is 0",
+        ),
+        *by_kind,
+        Rule(
+            (f"{s}.decay_fraction",),
+            {"key": f"{s}.decay_steps", "given": False},
+            "decay_steps says how long the decay is",
+        ),
+        Rule(
+            (f"{s}.cycles",),
+            {"any": [{"key": f"{s}.kind", "is": "cosine"}, {"key": f"{s}.decay_shape", "is": "cosine"}]},
+            f"decay_shape={{cfg.{s}.decay_shape}} has no waves",
+        ),
+        Rule((f"{s}.total_steps",), {"any": [changes, fraction]}, "a constant schedule has no end"),
+        Rule(under(s, "warmup_start", "warmup_ends"), warms_up, "there is no warm-up"),
+        Rule((f"{s}.weight_decay_shape",), ends, "weight_decay_end is null: weight decay stays as it is"),
+        Rule((f"{s}.unit",), {"any": [changes, warms_up, ends]}, "nothing changes with the steps"),
+    )
+
+
+def lora_rules(at: str) -> tuple[Rule, ...]:
+    """When the keys of adapters are read."""
+    return (
+        Rule(
+            under(at, "init", "pissa_iterations"),
+            {"key": f"{at}.path", "given": False},
+            f"the adapters begin as {at}.path has them",
+        ),
+        Rule((f"{at}.pissa_iterations",), {"key": f"{at}.init", "is": "pissa"}, "only init=pissa reads it"),
+    )
+
+
+RUN = (
+    Rule(
+        ("checkpoint.export_as",),
+        {"key": "model.lora", "given": True},
+        "model.lora is null, so there are no adapters",
+    ),
+    Rule(
+        ("checkpoint.load",),
+        {"not": {"key": "checkpoint.resume", "in": ["never", "fresh"]}},
+        "checkpoint.resume={cfg.checkpoint.resume} reads no checkpoint",
+    ),
+    Rule(
+        under("checkpoint", "export_dir", "export_as"),
+        {"any": [{"key": "checkpoint.export"}, {"key": "checkpoint.export_every", "above": 0}]},
+        "nothing is exported",
+    ),
+    Rule(
+        under("track", "project", "group", "tags"),
+        REMOTE,
+        "only wandb, mlflow, swanlab read it, and track.trackers names none of them",
+    ),
+    *(
+        Rule(
+            (f"track.arguments.{name}",),
+            {"key": "track.trackers", "holds": [name]},
+            f"track.trackers does not name {name}",
+        )
+        for name in REMOTE["holds"]
+    ),
+    Rule(
+        under("profile", "warmup", "tools", "shapes", "stack", "allocations", "dir"),
+        {"key": "profile.steps", "longer": 0},
+        "profile.steps is empty, so nothing is recorded",
+    ),
+    Rule(
+        ("profile",),
+        {"condition": "profiles"},
+        "the stage has {cfg.train.steps} steps, fewer than profile.steps names",
+    ),
+    Rule(
+        under("profile", "warmup", "shapes", "stack", "allocations"),
+        {"key": "profile.tools", "holds": ["torch"]},
+        "profile.tools does not name torch",
+    ),
+    Rule(("track.rollouts_dir",), ONLINE, "no rollouts are sampled"),
+    Rule(("track.rollouts_dir",), {"key": "track.rollouts_every", "above": 0}, "no rollouts are written"),
+    Rule(("track.eval_dir",), JUDGES, "there is nothing to evaluate"),
+)
+
+RULES: tuple[Rule, ...] = (
+    *MODELS,
+    *ALGORITHM,
+    *SAMPLING,
+    *DATA,
+    *EVAL,
+    *TRAIN,
+    *optimizer_rules("train.optimizer"),
+    *optimizer_rules("critic.optimizer"),
+    *lora_rules("model.lora"),
+    *lora_rules("critic.lora"),
+    *RUN,
+)
+"""Of several rules on a key the first that does not hold gives the reason."""

@@ -1,0 +1,111 @@
+"""How much of a model learns, and what that takes: adapters, frozen parameters, the optimizer's state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from whet.config.schema import Lora, Optimizer
+from whet.config.sizes import DTYPE_BYTES
+
+Tensors = Mapping[str, tuple[int, ...]]
+"""Shapes of a model's parameters by their names."""
+
+_FLOAT32 = 4
+_ENDS = ("embed_tokens", "lm_head")
+_NO_LINEAR = (*_ENDS, ".experts.", ".mlp.gate.")
+
+
+@dataclass(frozen=True)
+class Learns:
+    """Numbers of parameters."""
+
+    base: int
+    """Of the model without adapters."""
+    own: int
+    """Of these that learn."""
+    adapters: int = 0
+    adapted: int = 0
+    """Of the base under adapters: kept twice, without and with their effect."""
+    hidden: int = 0
+    """That learn in matrices between embedding and output layer, where muon takes them."""
+
+    @property
+    def learned(self) -> int:
+        return self.own + self.adapters
+
+    def train_bytes(self, optimizer: Optimizer, dtype: str) -> int:
+        """Weights, gradients, moments, and float32 masters of what learns in another dtype."""
+        weights = (self.base + self.adapted) * DTYPE_BYTES[dtype] + self.adapters * _FLOAT32
+        gradients = self.own * DTYPE_BYTES[dtype] + self.adapters * _FLOAT32
+        return weights + gradients + self._state_bytes(optimizer, dtype)
+
+    def checkpoint_bytes(self, optimizer: Optimizer, dtype: str, *, whole: bool) -> int:
+        """On disk. whole: with the weights under adapters."""
+        plain = self.base if whole or not self.adapters else self.own
+        return plain * DTYPE_BYTES[dtype] + self.adapters * _FLOAT32 + self._state_bytes(optimizer, dtype)
+
+    def _state_bytes(self, optimizer: Optimizer, dtype: str) -> int:
+        masters = 0 if dtype == "float32" else self.own * _FLOAT32
+        one, two = _FLOAT32, 2 * _FLOAT32
+        if optimizer.kind == "sgd":
+            return masters + (self.learned * one if optimizer.momentum else 0)
+        if optimizer.kind == "muon":
+            return masters + self.hidden * one + (self.learned - self.hidden) * two
+        return masters + self.learned * two
+
+
+def learns(tensors: Tensors, lora: Lora | None, trainable: Mapping[str, bool]) -> Learns:
+    """What of these learns under a section of adapters and rules by name (`train.trainable`)."""
+    base = sum(map(prod, tensors.values()))
+    adapted = {} if lora is None else {n: s for n, s in tensors.items() if _targeted(n, lora)}
+    pairs = dict(_pairs(adapted, lora)) if lora is not None else {}
+    own = {n: s for n, s in tensors.items() if lora is None or _whole(n, lora)}
+    own, pairs = ({n: s for n, s in named.items() if _on(n, trainable)} for named in (own, pairs))
+    inside = [
+        prod(s) for n, s in {**own, **pairs}.items() if len(s) > 1 and not any(end in n for end in _ENDS)
+    ]
+    return Learns(
+        base=base,
+        own=sum(map(prod, own.values())),
+        adapters=sum(map(prod, pairs.values())),
+        adapted=sum(map(prod, adapted.values())),
+        hidden=sum(inside),
+    )
+
+
+def _on(name: str, trainable: Mapping[str, bool]) -> bool:
+    return next((on for pattern, on in trainable.items() if re.search(pattern, name)), True)
+
+
+def _targeted(name: str, lora: Lora) -> bool:
+    """Whether a weight gets an adapter, as peft decides by the layer's name."""
+    layer, _, kind = name.rpartition(".")
+    if kind != "weight" or "norm" in layer.rpartition(".")[2] or any(part in name for part in _NO_LINEAR):
+        return False
+    if lora.targets == "all-linear":
+        return True
+    if isinstance(lora.targets, str):
+        return re.fullmatch(lora.targets, layer) is not None
+    return f".{layer}".endswith(tuple(f".{target}" for target in lora.targets))
+
+
+def _whole(name: str, lora: Lora) -> bool:
+    """Whether a tensor is of a module that learns in full beside the adapters."""
+    parts = name.split(".")
+    modules = (f".{'.'.join(parts[:n])}" for n in range(1, len(parts)))
+    ends = tuple(f".{ending}" for ending in lora.modules_to_save)
+    return any(module.endswith(ends) for module in modules)
+
+
+def _pairs(adapted: Tensors, lora: Lora) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """A and B of every adapter."""
+    for name, (rows, columns) in adapted.items():
+        layer = name.rpartition(".")[0]
+        rank = next(
+            (r for at, r in lora.rank_pattern.items() if re.match(rf"(.*\.)?({at})$", layer)), lora.rank
+        )
+        yield f"{layer}.lora_A", (rank, columns)
+        yield f"{layer}.lora_B", (rows, rank)

@@ -1,0 +1,339 @@
+"""What a stage takes of the machine's memory, phase by phase, at full length: from its config alone.
+
+Counted is what the code keeps, tensor by tensor, not what a sample of runs took: `benchmarks/memory.py` holds the sums
+against measured peaks. Lengths are the limits (prompts and replies as long as allowed), so a run takes at most this.
+
+Letters: U tokens to compute, A sampled tokens, D hidden, F feed-forward width, Q and K width of all query, key heads,
+V vocabulary, E experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from whet.config.learns import Learns
+from whet.config.schema import Optimizer, Train
+from whet.config.sizes import DTYPE_BYTES, PAGE_TOKENS, Shape
+
+Parts = dict[str, int]
+"""Bytes by what they are for."""
+
+KEPT_LOGITS = 1 << 24
+"""Logits that the trainer keeps for the backward pass (`models.logprobs`); of more it computes CHUNK rows at a time."""
+CHUNK = 256
+PREFILL_TOKENS = 4096
+"""Prompt tokens that the rollout engine computes at once."""
+ROLLOUT_BYTES = 200
+"""Python's lists, for each token of a step's rollouts."""
+LIBRARIES = 600 << 20
+"""Python with torch, transformers and all else that a run imports, on a CPU; they are no part of a phase."""
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The most that is in memory at one time of a step."""
+
+    name: str
+    parts: Parts
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """A stage's rollouts at their longest, in tokens."""
+
+    prompt: int
+    reply: int
+    group: int
+    """Rollouts that share a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a model computes."""
+
+    shape: Shape
+    dtype: str
+    compiled: bool
+    """The C kernels, which keep less for the backward pass than torch's operations do."""
+
+    @property
+    def bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One model in memory."""
+
+    name: str
+    weights: int
+    gradients: int = 0
+    """0: it never learns."""
+    state: int = 0
+    """Moments and float32 masters."""
+    casts: int = 0
+    """Float32 gradients, for the length of an optimizer step."""
+    setting: Setting
+    cut: Cut
+    forward: Cut
+    """How it is cut without gradients."""
+    head: bool = True
+    """It has log-probs; a critic has values."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The largest micro-batch."""
+
+    tokens: int
+    """U"""
+    sampled: int
+    """A"""
+    several: bool
+    """There is more than one: gradients of the first are there while the second is computed."""
+    checkpoint: bool = False
+
+
+def learner(
+    name: str, learns: Learns, optimizer: Optimizer, *, setting: Setting, cut: Cut, forward: Cut, head: bool
+) -> Model:
+    """A model that learns."""
+    gradients = learns.own * setting.bytes + learns.adapters * _FLOAT32
+    weights = (learns.base + learns.adapted) * setting.bytes + learns.adapters * _FLOAT32
+    return Model(
+        name=name,
+        weights=weights,
+        gradients=gradients,
+        state=learns.train_bytes(optimizer, setting.dtype) - weights - gradients,
+        casts=0 if setting.dtype == "float32" else learns.own * _FLOAT32,
+        setting=setting,
+        cut=cut,
+        forward=forward,
+        head=head,
+    )
+
+
+def phases(models: list[Model], *, cache: int, sampling: int, rollouts: int) -> list[Phase]:
+    """Sampling, a forward of every model, the update of those that learn.
+
+    cache: KV cache; sampling: what prefill and decoding need beside it; rollouts: bytes of a step's rollouts.
+    """
+    held = {m.name: m.weights for m in models}
+    held |= {f"optimizer of the {m.name}": m.state for m in models if m.state}
+    held |= {"KV cache": cache, "rollouts": rollouts}
+    held = {name: count for name, count in held.items() if count}
+    out = [Phase("sampling", {**held, "activations": sampling})] if sampling else []
+    for m in models:
+        out.append(Phase(f"forward of the {m.name}", {**held, "activations": forward_bytes(m)}))
+        if m.gradients:
+            learning = {**held, f"gradients of the {m.name}": m.gradients}
+            out += [Phase(f"update of the {m.name}", {**held, **parts}) for parts in update_parts(m)]
+            out.append(Phase(f"optimizer step of the {m.name}", {**learning, "float32 gradients": m.casts}))
+    return out
+
+
+# ---------------------------------------------------------------- how a batch is cut
+
+
+def cut(train: Train, lengths: Lengths, *, rollouts: int, default_tokens: int, whole_groups: bool) -> Cut:
+    """The largest micro-batch of an update over `rollouts` rollouts at full length."""
+    rows = _rows(
+        train.micro_tokens or default_tokens,
+        train.micro_rollouts,
+        train.share_prompts,
+        lengths=lengths,
+        rollouts=rollouts,
+    )
+    if whole_groups:
+        rows = min(rollouts, max(1, rows // lengths.group) * lengths.group)
+    return Cut(
+        tokens=_computed(rows, lengths, train.share_prompts),
+        sampled=rows * lengths.reply,
+        several=rows < rollouts,
+        checkpoint=train.gradient_checkpointing,
+    )
+
+
+def forward_cut(train: Train, learning: Cut, lengths: Lengths, *, rollouts: int) -> Cut:
+    """The largest one without gradients: its own limits, or the update's."""
+    if not (train.micro_tokens_forward or train.micro_rollouts_forward):
+        return learning
+    rows = _rows(
+        train.micro_tokens_forward or 0,
+        train.micro_rollouts_forward,
+        train.share_prompts,
+        lengths=lengths,
+        rollouts=rollouts,
+    )
+    return Cut(_computed(rows, lengths, train.share_prompts), rows * lengths.reply, several=rows < rollouts)
+
+
+def _rows(
+    limit_tokens: int, limit_rollouts: int | None, share: bool, *, lengths: Lengths, rollouts: int
+) -> int:
+    """Rollouts that a micro-batch holds; one is always let in."""
+    if limit_rollouts:
+        return min(limit_rollouts, rollouts)
+    if not share:
+        return max(1, min(rollouts, limit_tokens // (lengths.prompt + lengths.reply)))
+    group = lengths.prompt + lengths.group * lengths.reply
+    groups, left = divmod(limit_tokens, group)
+    more = min(lengths.group - 1, max(0, left - lengths.prompt) // lengths.reply)
+    return max(1, min(rollouts, groups * lengths.group + more))
+
+
+def _computed(rows: int, lengths: Lengths, share: bool) -> int:
+    """Tokens of so many rollouts; the last one of each predicts nothing."""
+    prompts = -(-rows // lengths.group) if share else rows
+    return prompts * lengths.prompt + rows * (lengths.reply - 1)
+
+
+# ---------------------------------------------------------------- what computing takes
+
+
+def layer_bytes(s: Setting) -> int:
+    """What one layer keeps of one token for the backward pass."""
+    shape = s.shape
+    q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    normed = q + k if shape.head_norms else 0
+    heads = shape.heads + shape.kv_heads if shape.head_norms else 0
+    if s.compiled:
+        plain = 4 * shape.hidden + 2 * q + 2 * k + normed + shape.heads
+        return _FLOAT32 * plain + _feed_forward(s, each=3)
+    attention = s.bytes * (2 * q + 2 * k) + _FLOAT32 * shape.heads
+    if s.dtype == "float32":
+        norms = _FLOAT32 * (6 * shape.hidden + 2 + 2 * normed + heads)
+    else:  # computed in float32: the wide input and the scaled one
+        norms = 20 * shape.hidden + 8 + 8 * normed + _FLOAT32 * heads
+    return norms + attention + _feed_forward(s, each=4)
+
+
+def _feed_forward(s: Setting, *, each: int) -> int:
+    """Gate, up, what they make; torch keeps the activated gate too (each=4)."""
+    shape = s.shape
+    if not shape.experts:
+        return s.bytes * each * shape.ffn
+    routing = _FLOAT32 * shape.experts + 36 * shape.experts_per_token
+    return s.bytes * shape.experts_per_token * (2 * shape.hidden + each * shape.ffn) + routing
+
+
+def live_bytes(s: Setting) -> int:
+    """What computing one token of one layer holds at once when nothing is kept."""
+    shape = s.shape
+    wide = shape.experts_per_token if shape.experts else 1
+    q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    widest = max(wide * (3 * shape.ffn + (shape.hidden if shape.experts else 0)), 3 * q + 3 * k)
+    return s.bytes * (3 * shape.hidden + widest) + (0 if s.dtype == "float32" else 8 * shape.hidden)
+
+
+def logits_bytes(s: Setting, rows: int) -> int:
+    """Logits of so many rows, float32, and in the model's dtype first where that is another."""
+    return rows * (s.shape.vocab_size or 0) * (_FLOAT32 + (s.bytes if s.dtype != "float32" else 0))
+
+
+def forward_bytes(m: Model) -> int:
+    """A forward of the largest micro-batch without gradients."""
+    s, c = m.setting, m.forward
+    hidden = s.bytes * s.shape.hidden * (c.tokens + c.sampled)
+    return max(c.tokens * live_bytes(s), hidden + _head_rows(s, c) if m.head else 0)
+
+
+def _head_rows(s: Setting, c: Cut) -> int:
+    return logits_bytes(s, c.sampled if _keeps(s, c) else min(c.sampled, CHUNK))
+
+
+def _keeps(s: Setting, c: Cut) -> bool:
+    return c.sampled * (s.shape.vocab_size or 0) <= KEPT_LOGITS
+
+
+def update_parts(m: Model) -> Iterator[Parts]:
+    """The moments at which an update may be largest: at the output layer, with everything still kept, and at the first
+    layer, when all gradients are there."""
+    s, c = m.setting, m.cut
+    layers = s.shape.layers
+    kept = c.tokens * (layer_bytes(s) if not c.checkpoint else 2 * s.bytes * s.shape.hidden) * layers
+    again = c.tokens * layer_bytes(s) if c.checkpoint else 0
+    ends = s.bytes * s.shape.hidden * (2 * c.tokens + c.sampled)
+    head = output_bytes(s, c) if m.head else 0
+    waiting = _tied_gradient(m)
+    behind = c.tokens * s.bytes * (2 * s.shape.hidden + 2 * s.shape.ffn * max(1, s.shape.experts_per_token))
+    there = m.gradients if c.several else 0
+    label = f"gradients of the {m.name}"
+    yield {"activations": kept + ends, "output layer": head + waiting, label: there}
+    yield {"activations": kept + again + ends + behind, "output layer": waiting, label: there}
+    yield {
+        "activations": c.tokens * (layer_bytes(s) + 2 * s.bytes * s.shape.hidden) + behind,
+        "output layer": waiting,
+        label: m.gradients,
+    }
+
+
+def output_bytes(s: Setting, c: Cut) -> int:
+    """Logits with their gradient in place, the gradient of the hidden states."""
+    rows = c.sampled if _keeps(s, c) else min(c.sampled, CHUNK)
+    factor = 1 if _keeps(s, c) and s.compiled else 2  # torch's softmax stands beside them
+    cast = 0 if s.dtype == "float32" else rows * (s.shape.vocab_size or 0) * s.bytes
+    return factor * rows * (s.shape.vocab_size or 0) * _FLOAT32 + cast + s.bytes * c.sampled * s.shape.hidden
+
+
+def _tied_gradient(m: Model) -> int:
+    """Of a tied embedding the output layer's gradient waits for the input's."""
+    shape = m.setting.shape
+    learns_output = m.head and m.gradients >= shape.hidden * (shape.vocab_size or 0) * m.setting.bytes
+    return (shape.vocab_size or 0) * shape.hidden * _FLOAT32 if learns_output else 0
+
+
+def sampling_bytes(s: Setting, *, prompt: int, rows: int) -> int:
+    """Prefill of as many prompts as are let in at once, or a decode step of all rows."""
+    tokens = max(prompt, PREFILL_TOKENS // prompt * prompt)
+    return max(tokens * live_bytes(s), rows * live_bytes(s)) + 2 * logits_bytes(s, rows)
+
+
+def touched_cache(shape: Shape, lengths: Lengths, *, rows: int, dtype: str) -> int:
+    """Pages that `rows` rollouts in groups write to: a group shares those that its prompt fills."""
+    full = lengths.prompt // PAGE_TOKENS
+    own = -(-(lengths.prompt + lengths.reply - 1) // PAGE_TOKENS) - full
+    pages = -(-rows // lengths.group) * full + rows * own
+    return pages * shape.page_bytes(dtype)
+
+
+# ---------------------------------------------------------------- whether it fits
+
+
+def largest(found: list[Phase]) -> Phase:
+    """The phase that takes most."""
+    return max(found, key=lambda phase: phase.total)
+
+
+Device = Literal["cpu", "cuda"]
+
+
+def advice(parts: Mapping[str, int]) -> list[str]:
+    """What makes the largest contributors smaller, largest first."""
+    out = []
+    for name, _ in sorted(parts.items(), key=lambda item: -item[1])[:3]:
+        found = next((text for start, text in _ADVICE.items() if name.startswith(start)), None)
+        if found and found not in out:
+            out.append(found)
+    return out
+
+
+_ADVICE = {
+    "policy": "a smaller model, or model.dtype=bfloat16",
+    "optimizer": "model.lora, whose adapters need little optimizer state, or train.optimizer.kind=sgd",
+    "gradients": "model.lora, or train.trainable, which leave most without a gradient",
+    "reference": "algorithm.kl.coef=0 where no reference is needed, or model.lora, with which it is free",
+    "critic": "an algorithm without a critic, or critic.lora",
+    "sampler": "rollout.sync_every=1, which samples from the policy itself",
+    "KV cache": "a lower rollout.max_batch or machine.kv_cache_mb",
+    "activations": "a lower train.micro_tokens, or train.gradient_checkpointing=true",
+    "output layer": "a lower train.micro_tokens",
+}

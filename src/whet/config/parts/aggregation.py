@@ -1,0 +1,15 @@
+"""Names of the ways in which token losses become one number."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Aggregation = Literal[
+    "token-mean",
+    "token-sum",
+    "token-sum-norm",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "prompt-mean",
+]

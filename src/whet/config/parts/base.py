@@ -1,0 +1,27 @@
+"""What every section of the schema is made of."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
+Above0 = Annotated[float, Field(gt=0.0)]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are refused, values are frozen, no silent type changes."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )

@@ -1,0 +1,52 @@
+"""Sections about how the policy is asked."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from whet.config.parts.base import Above0, Count, Fraction, NonNegative, Positive, Section
+
+
+class SamplingConfig(Section):
+    """How tokens are sampled."""
+
+    temperature: NonNegative = 1.0
+    """Divides the logits; the trainer divides by the same, so what is trained is what was sampled. 0: greedy."""
+    top_k: Count = 0
+    """Keep the k likeliest tokens. 0: off (a filter makes rollouts off-policy)."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Keep the smallest set of tokens with this much probability."""
+    min_p: Fraction = 0.0
+    """Keep tokens with at least this fraction of the likeliest one's probability."""
+    repetition_penalty: Above0 = 1.0
+    """Divide (multiply, if negative) the logits of tokens that have occurred (arXiv:1909.05858)."""
+    max_tokens: Positive = 256
+    """Longest reply, in tokens."""
+    min_tokens: Count = 0
+    """No end token before this many."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a reply."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a reply, beside the model's own."""
+    ignore_eos: bool = False
+    """Go on to max_tokens whatever is sampled."""
+
+
+class Rollout(Section):
+    """How the policy is asked."""
+
+    engine: Literal["native", "hf"] = "native"
+    """native: embedded, continuous batching, the trainer's weights by reference. hf: transformers, slow."""
+    group_size: Positive = 8
+    """Rollouts of one task."""
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    """Sampling in training."""
+    max_batch: Positive = 256
+    """Rollouts decoded at once."""
+    sync_every: Positive = 1
+    """Steps between weight syncs. More than 1: rollouts come from a policy up to sync_every - 1 versions old, so think
+    of algorithm.correction. An evaluation always has the present weights."""
+    timeout_s: Above0 = 600.0
+    """Longest wait for one rollout; then the run says what it waited for and the rollout counts as failed."""

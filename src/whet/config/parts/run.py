@@ -1,0 +1,108 @@
+"""Sections about the run itself: checkpoints, records, limits, the machine."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from whet.config.parts.base import Above0, Count, Fraction, Positive, Section
+
+
+class Checkpoint(Section):
+    """Saving and resuming: the whole run, to the bit."""
+
+    every: Count = 50
+    """Steps between checkpoints. 0: only at the end and on Ctrl-C."""
+    every_epochs: Count = 0
+    """Save after every so many passes over the training rows too, in the step that completes one. 0: not by epochs."""
+    keep: Positive | None = 2
+    """How many of the newest are kept. null: all."""
+    dir: str | None = None
+    """Folder of the checkpoints. Default: `checkpoints` in run_dir, which else is a link to it."""
+    resume: str = "auto"
+    """auto: go on where the run directory stands; never: refuse one that holds a run; fresh: move what is there
+    aside and begin anew; or a path of a checkpoint."""
+    contents: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
+    """What a checkpoint holds beside the run's place (step, data, schedule, buffer), which is always in it. Without the
+    optimizer it takes about a third of the space, and a run goes on from it only with load=[model]."""
+    load: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
+    """What is read when a run goes on. [model]: the optimizer's moments begin at zero, its schedule where it was; the
+    run is then no longer the unbroken one, bit for bit."""
+    export: bool = True
+    """Write a Hugging Face folder `export/STAGE` at the end of each stage."""
+    export_every: Count = 0
+    """Write one after every so many steps too, `export/STAGE-step-N`; all are kept. 0: none."""
+    export_as: Literal["merged", "adapter"] = "merged"
+    """With model.lora: the whole model with the adapters in its weights, or the adapters alone, as peft writes them."""
+    export_dir: str | None = None
+    """Folder of the exports. Default: `export` in run_dir, which else is a link to it."""
+
+
+class Track(Section):
+    """What is written down."""
+
+    trackers: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"], ...] = (
+        "console",
+        "jsonl",
+    )
+    """Where numbers go. jsonl is always written; console is the live display. The last three are packages of their
+    own and may send numbers and the config to a server."""
+    project: str = "whet"
+    """Where W&B and SwanLab (project) and MLflow (experiment) list the run, under its `name`."""
+    group: str | None = None
+    """Runs of one group stand together there."""
+    tags: tuple[str, ...] = ()
+    """Words by which runs are found there."""
+    arguments: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """By tracker: more arguments of wandb.init or swanlab.init (`wandb: {mode: offline}`), or mlflow's tracking_uri.
+    Never secrets: the trackers read them from the environment (WANDB_API_KEY, MLFLOW_TRACKING_PASSWORD ...)."""
+    rollouts_every: Count = 1
+    """Write every rollout of each n-th step to rollouts/STAGE-step-N.parquet. 0: none."""
+    batches_every: Count = 0
+    """Write what each n-th step trained on, token by token, to batches/STAGE-step-N.parquet. 0: none."""
+    rollouts_dir: str | None = None
+    """Folder of these rollouts. Default: `rollouts` in run_dir, which else is a link to it."""
+    eval_dir: str | None = None
+    """Folder of the replies of evaluations. Default: `eval` in run_dir, which else is a link to it."""
+    micro_batches: bool = False
+    """Write every micro-batch into timeline.json too. Default: phases, waits, and what the engines do in them."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Level of run.log; the console shows warnings only, at debug everything."""
+
+
+class Guard(Section):
+    """What keeps foreign code (rewards) from hurting a run."""
+
+    workers: Positive = 1
+    """Reward processes."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the reward processes, over those of the run. Values of names like API_KEY or TOKEN are
+    written nowhere; best taken from the run's own environment: `JUDGE_KEY: "${oc.env:JUDGE_KEY}"`."""
+    timeout_s: Above0 = 10.0
+    """Longest time for one reward call; then its process is killed and the rollout marked unscored."""
+    memory_mb: Positive = 2048
+    """Address space a reward process may add to what it starts with."""
+    max_output_bytes: Positive = 65536
+    """What a reward may print before the rest is dropped."""
+    max_failure_rate: Fraction = 0.5
+    """End the run when more than this share of a step's rollouts could not be scored; the cause is named."""
+
+
+class Machine(Section):
+    """What the run may use of this machine."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is one."""
+    threads: Positive | None = None
+    """CPU threads of torch. Default: OMP_NUM_THREADS, else the cores this process may use."""
+    exact: Literal["auto", "on", "off"] = "auto"
+    """Sampled log-probs equal the trainer's bit for bit. auto: on CPU yes, and a self-test says whether it held;
+    on: refuse to run if it does not hold."""
+    kernels: Literal["auto", "torch", "compiled"] = "auto"
+    """CPU kernels: compiled C where a compiler is at hand, or their PyTorch twins."""
+    memory_mb: Positive | None = None
+    """Most that a stage may take by the memory plan, on the device it trains on, or nothing is run. Default: what the
+    machine has."""
+    kv_cache_mb: Positive | None = None
+    """Memory of the rollout engine's KV cache. Default: what max_batch rows of full length need."""

@@ -1,0 +1,81 @@
+"""What a config says of its data: what cannot work, which rewards judge which source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from whet.config.evaluation import reward_weights
+from whet.config.schema import Config, Data, Source
+from whet.tables import near
+
+PARTS = ("train", "eval", "expert")
+
+
+def rewards_by_source(data: Data) -> dict[str, tuple[str, ...]]:
+    """The rewards that judge a source, by its name; sources that leave it open are not in it."""
+    named = [source for part in PARTS for source in getattr(data, part)]
+    return {s.name: s.rewards for s in named if s.name is not None and s.rewards is not None}
+
+
+def source_problems(cfg: Config) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) of one stage's sources."""
+    for part in PARTS:
+        for n, source in enumerate(getattr(cfg.data, part)):
+            yield from ((f"data.{part}[{n}]", said) for said in _rows(source))
+            yield from ((f"data.{part}[{n}]", said) for said in _columns(source))
+            yield from ((f"data.{part}[{n}].rewards", said) for said in _rewards(cfg, source, part))
+    by_difficulty = cfg.data.order in ("easy_first", "hard_first")
+    for part in ("train", "expert") if by_difficulty else ():
+        for n, source in enumerate(getattr(cfg.data, part)):
+            if source.difficulty is None:
+                at = f"data.{part}[{n}].difficulty"
+                yield at, f"data.order={cfg.data.order} needs a column of numbers to go by; name it"
+
+
+def _rows(source: Source) -> Iterator[str]:
+    given = [k for k in ("path", "reasoning_gym", "function", "rows") if getattr(source, k) is not None]
+    if len(given) != 1:
+        yield f"give exactly one of path, reasoning_gym, function and rows; given: {', '.join(given) or 'none'}"
+    if source.arguments and "function" not in given:
+        yield "arguments are for function only; leave them out"
+    for key in ("subset", "split"):
+        if getattr(source, key) is not None and "path" not in given:
+            yield f"{key} is for path only; leave it out"
+    if source.path == ():
+        yield "path is an empty list"
+    if source.split == ():
+        yield "split is an empty list; leave it out to read everything"
+
+
+def _columns(source: Source) -> Iterator[str]:
+    if source.template is not None and "{prompt}" not in source.template:
+        yield f"template {source.template!r} has no {{prompt}} in it, so every task would be the same"
+    twice = (
+        {"prompt", "response", "template"} & source.model_fields_set if source.messages is not None else set()
+    )
+    for key in sorted(twice):
+        yield f"messages holds whole conversations, prompt and response in one; leave {key} out"
+
+
+def _rewards(cfg: Config, source: Source, part: str) -> Iterator[str]:
+    """Rewards are chosen by the label that tasks carry, so it must be the source's name, the same thing everywhere."""
+    if source.rewards is None:
+        return
+    if not source.rewards:
+        yield "an empty list: no reward would judge this source; leave it out to use all of them"
+    for name in source.rewards:
+        if name not in cfg.rewards:
+            there = ", ".join(cfg.rewards) or "there are none"
+            yield f"'{name}' is not among rewards: {there}{near(name, cfg.rewards)}"
+    known = [name for name in source.rewards if name in cfg.rewards]
+    if part == "train" and known and not any(cfg.rewards[name].weight for name in known):
+        yield "every weight of these is 0, so no rollout of this source can be better than another"
+    if part == "eval" and known and not reward_weights(cfg).keys() & set(known):
+        yield f"none of them is in eval.reward, by which replies are judged: {', '.join(reward_weights(cfg))}"
+    if source.name is None:
+        yield "needs the source's name: rewards are chosen by it"
+    if source.label is not None:
+        yield f"cannot stand beside label={source.label}, which gives rows other names; make a source of each"
+    alike = [s for part in PARTS for s in getattr(cfg.data, part) if s.name == source.name]
+    if any(s.rewards != source.rewards for s in alike):
+        yield f"another source called '{source.name}' has other rewards; give one of the two another name"

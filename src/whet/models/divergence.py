@@ -1,0 +1,92 @@
+"""The KL divergence over the whole vocabulary, without keeping [A, V] logits of either model.
+
+Shape letters: A rows asked for, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from whet.models.logprobs import Head, logits, slope
+from whet.types import WhetError
+
+
+def full_kl(
+    hidden_AD: Tensor,
+    reference_AD: Tensor,
+    *,
+    heads: tuple[Head, Head],
+    temperature: float = 1.0,
+    chunk: int = 256,
+) -> Tensor:
+    """[A] float32: sum over the vocabulary of p (log p - log q), nats; p of the first head, q of the second.
+
+    The gradient flows to `hidden_AD` and the first head's parameters only: with e = log p - log q - KL,
+    d KL / d logit = p e. `chunk` rows of both logits at a time, computed again in backward. WhetError where the two
+    heads are not over the same vocabulary.
+    """
+    sizes = [h.linear.out_features for h in heads]
+    if sizes[0] != sizes[1]:
+        raise WhetError(
+            f"algorithm.kl.estimator=full compares whole vocabularies, and the policy's has {sizes[0]} tokens, the "
+            f"reference's {sizes[1]}: use another estimator, or a reference of the same tokenizer"
+        )
+    job = _Job(heads[0], heads[1], temperature, chunk)
+    return _FullKl.apply(hidden_AD, heads[0].linear.weight, heads[0].linear.bias, reference_AD, job)
+
+
+@dataclass(frozen=True)
+class _Job:
+    head: Head
+    reference: Head
+    temperature: float
+    chunk: int
+
+    def spans(self, rows: int) -> list[slice]:
+        return [slice(start, start + self.chunk) for start in range(0, rows, self.chunk)]
+
+    def terms(self, hidden_AD: Tensor, reference_AD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[A, V] logits, probabilities, log p - log q."""
+        z_AV = logits(self.head, hidden_AD, self.temperature)
+        logp_AV = z_AV.log_softmax(-1)
+        gap_AV = logp_AV - logits(self.reference, reference_AD, self.temperature).log_softmax(-1)
+        return z_AV, logp_AV.exp_(), gap_AV
+
+
+class _FullKl(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, reference_AD: Tensor, job: _Job
+    ) -> Tensor:
+        kl_A = torch.empty(len(hidden_AD), dtype=torch.float32, device=hidden_AD.device)
+        for at in job.spans(len(hidden_AD)):
+            _, p_AV, gap_AV = job.terms(hidden_AD[at], reference_AD[at])
+            kl_A[at] = (p_AV * gap_AV).sum(-1)
+        ctx.save_for_backward(hidden_AD, weight_VD, bias_V, reference_AD, kl_A)
+        ctx.job = job
+        return kl_A
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dkl_A: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_AD, weight_VD, bias_V, reference_AD, kl_A = ctx.saved_tensors
+        job: _Job = ctx.job
+        dhidden_AD = torch.empty_like(hidden_AD)
+        dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+        dbias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
+        for at in job.spans(len(hidden_AD)):
+            z_AV, p_AV, gap_AV = job.terms(hidden_AD[at], reference_AD[at])
+            dz_AV = p_AV.mul_(gap_AV.sub_(kl_A[at, None])).mul_(dkl_A[at, None])
+            steep = slope(z_AV, job.head, job.temperature)
+            dz_AV = (dz_AV if steep is None else dz_AV.mul_(steep)).to(weight_VD.dtype)
+            dhidden_AD[at] = dz_AV @ weight_VD
+            dweight_VD += dz_AV.t() @ hidden_AD[at]
+            if dbias_V is not None:
+                dbias_V += dz_AV.sum(0)
+        db_V = dbias_V if bias_V is None or dbias_V is None else dbias_V.to(bias_V.dtype)
+        return dhidden_AD, dweight_VD.to(weight_VD.dtype), db_V, None, None

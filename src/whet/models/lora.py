@@ -1,0 +1,314 @@
+"""Low-rank adapters: W + s B A stands for W, and only A and B learn (LoRA, arXiv:2106.09685).
+
+An adapted layer keeps that sum beside its own weight, and whoever computes with the layer reads it: the trainer's
+forward, the engine that samples, the export. So sampled log-probs are the trainer's bit for bit, and sampling costs
+what it costs without adapters. The price is a second copy of the adapted weights, from the first optimizer step on. The
+backward pass goes through A and B alone: the gradient of W is never formed.
+
+peft decides which layers get adapters and how they begin, and its folders are what is read and written.
+Adapters are float32, whatever the model is: steps of a usual learning rate are too small for bfloat16.
+
+Shape letters: U rows, I in features, O out features, K rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from whet import seeds
+from whet.config.schema import Lora
+from whet.models.dropout import Noise
+from whet.track.files import atomic_folder
+from whet.types import CheckpointError, ConfigError
+
+_FILE = "adapter_model.safetensors"
+_LEARNED = "whet_learned"
+"""Where a model with adapters keeps the names of what may learn."""
+
+
+class LoraLinear(nn.Module):
+    """A linear layer with an adapter. `refresh` it whenever weight, A or B have changed."""
+
+    effective: Tensor | None
+
+    def __init__(
+        self, linear: nn.Linear, a_KI: Tensor, b_OK: Tensor, *, scale: float, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scale, self.dropout = scale, dropout
+        self.noise: Noise | None = None
+        """While it is given, the adapter's input is dropped by it: see `dropping`."""
+        self.weight, self.bias = linear.weight, linear.bias
+        self.lora_A, self.lora_B = nn.Parameter(a_KI), nn.Parameter(b_OK)
+        self.register_buffer("effective", None, persistent=False)
+        """W + s B A, at one address for as long as the layer lives; None where B is 0: then it is W itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight_OI = self.weight if self.effective is None else self.effective
+        if not torch.is_grad_enabled():
+            return F.linear(x, weight_OI, self.bias)
+        if self.noise is not None:
+            a_KI, b_OK = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
+            low_UK = F.linear(self.noise.drop(x, self.dropout), a_KI)
+            return F.linear(x, self.weight, self.bias) + self.scale * F.linear(low_UK, b_OK)
+        return _Adapted.apply(x, weight_OI, self.bias, self.lora_A, self.lora_B, self.scale)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        if self.effective is None:
+            if not self.lora_B.any():
+                return
+            self.effective = torch.empty_like(self.weight)
+        wide_OI = self.weight.to(self.lora_B.dtype)
+        self.effective.copy_(torch.addmm(wide_OI, self.lora_B, self.lora_A, alpha=self.scale))
+
+
+class _Adapted(torch.autograd.Function):
+    """x W'^T + b with W' = W + s B A given: dA = s B^T dy^T x and dB = s dy^T x A^T, by way of [U, K]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        a_KI: Tensor,
+        b_OK: Tensor,
+        scale: float,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight_OI, a_KI, b_OK)
+        ctx.scale = scale
+        return F.linear(x, weight_OI.detach(), bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_OI, a_KI, b_OK = ctx.saved_tensors
+        needs_x, _, needs_bias, needs_a, needs_b, _ = ctx.needs_input_grad
+        x_UI, dy_UO = x.flatten(0, -2), dy.flatten(0, -2)
+        dx = dy @ weight_OI if needs_x else None
+        da_KI = db_OK = None
+        if needs_a:
+            da_KI = ((dy_UO @ b_OK.to(dy.dtype)).t() @ x_UI).to(a_KI.dtype).mul_(ctx.scale)
+        if needs_b:
+            db_OK = (dy_UO.t() @ (x_UI @ a_KI.to(x.dtype).t())).to(b_OK.dtype).mul_(ctx.scale)
+        return dx, None, dy_UO.sum(0) if needs_bias else None, da_KI, db_OK, None
+
+
+# ---------------------------------------------------------------- put in
+
+
+def attach(model: PreTrainedModel, cfg: Lora, *, seed: int) -> None:
+    """Put adapters into a model, in place. From then on only they, and `modules_to_save`, require gradients.
+
+    `seed` decides how they begin, and nothing else does. Errors: ConfigError where a name fits nothing, or a layer that
+    cannot have an adapter; CheckpointError for a folder of other adapters.
+    """
+    # An extra of the package, and slow to import.
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
+
+    head = model.get_output_embeddings()
+    model.requires_grad_(False)
+    with torch.random.fork_rng():
+        torch.manual_seed(seeds.key(seed, "lora"))
+        try:
+            inject_adapter_in_model(_peft(cfg, _targets(cfg, model)), model)
+        except ValueError as error:
+            raise ConfigError(f"model.lora: {error}") from error
+    del model.peft_config  # transformers would refuse to write the model
+    for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]:
+        model.set_submodule(name, _own(name, module, head=head, dropout=cfg.dropout))
+    _check_names(model, cfg)
+    for whole in _whole(model, cfg.modules_to_save).values():
+        whole.requires_grad_(True)
+    setattr(model, _LEARNED, frozenset(n for n, p in model.named_parameters() if p.requires_grad))
+    if cfg.path is not None:
+        _fill(model, Path(cfg.path).expanduser(), cfg)
+    refresh(model)
+
+
+def _targets(cfg: Lora, model: PreTrainedModel) -> list[str] | str:
+    """What gets adapters, as peft takes it. Its own all-linear reaches for experts and routers, too."""
+    if cfg.targets != "all-linear":
+        return cfg.targets if isinstance(cfg.targets, str) else list(cfg.targets)
+    head = model.get_output_embeddings()
+    return [name for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
+
+
+def _peft(cfg: Lora, targets: list[str] | str) -> Any:
+    """The section as peft's own configuration."""
+    from peft import LoraConfig
+
+    if cfg.init == "pissa" and cfg.pissa_iterations:
+        init: Any = f"pissa_niter_{cfg.pissa_iterations}"
+    else:
+        init = {"default": True, "random": False}.get(cfg.init, cfg.init)
+    return LoraConfig(
+        r=cfg.rank,
+        lora_alpha=cfg.alpha,  # type: ignore[arg-type]  # peft divides; any number does
+        use_rslora=cfg.rslora,
+        lora_dropout=cfg.dropout,
+        target_modules=targets,
+        rank_pattern=dict(cfg.rank_pattern),
+        alpha_pattern=dict(cfg.alpha_pattern),
+        init_lora_weights=init,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _own(name: str, layer: Any, *, head: nn.Module | None, dropout: float) -> LoraLinear:
+    """peft's layer as ours, with the same tensors."""
+    linear = layer.base_layer
+    if type(linear) is not nn.Linear or linear is head:
+        raise ConfigError(
+            f"model.lora.targets: {name} cannot have an adapter; linear layers other than the output can, and "
+            "model.lora.modules_to_save trains a module in full"
+        )
+    dtype = torch.promote_types(linear.weight.dtype, torch.float32)
+    a, b = (part["default"].weight.detach().to(dtype) for part in (layer.lora_A, layer.lora_B))
+    return LoraLinear(linear, a, b, scale=float(layer.scaling["default"]), dropout=dropout)
+
+
+def _check_names(model: PreTrainedModel, cfg: Lora) -> None:
+    """Each pattern has to fit the end of a name (peft only warns), and each module has to be there."""
+    for key, patterns in (("rank_pattern", cfg.rank_pattern), ("alpha_pattern", cfg.alpha_pattern)):
+        for pattern in patterns:
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted(model)):
+                raise ConfigError(
+                    f"model.lora.{key}: no layer with an adapter has a name that ends with {pattern!r}"
+                )
+    for ending in cfg.modules_to_save:
+        found = _whole(model, [ending]).values()
+        if not any(True for m in found for _ in m.parameters()):
+            raise ConfigError(f"model.lora.modules_to_save: no module's name ends with {ending!r}")
+        if any(adapted(m) for m in found):
+            raise ConfigError(
+                f"model.lora.modules_to_save: {ending!r} has adapters, and a layer has these or learns in "
+                "full; take it from one of the two lists (model.lora.targets)"
+            )
+
+
+def _whole(model: PreTrainedModel, endings: Iterable[str]) -> dict[str, nn.Module]:
+    """The modules that learn in full, by name."""
+    ends = tuple(f".{ending}" for ending in endings)
+    return {name: module for name, module in model.named_modules() if f".{name}".endswith(ends)}
+
+
+def _fill(model: PreTrainedModel, folder: Path, cfg: Lora) -> None:
+    """Adapters and whole modules from a folder of peft's."""
+    try:
+        told = json.loads((folder / "adapter_config.json").read_text())
+        found = load_file(folder / _FILE)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"model.lora.path={folder}: cannot be read: {error}") from error
+    ours = {"r": cfg.rank, "lora_alpha": cfg.alpha, "use_rslora": cfg.rslora}
+    if odd := {key: told.get(key) for key, value in ours.items() if told.get(key) != value}:
+        raise ConfigError(
+            f"model.lora.path={folder}: its adapters were made with {odd}; set rank, alpha, rslora so"
+        )
+    own = dict(_as_peft(model, cfg))
+    if wrong := sorted(n for n in found.keys() | own.keys() if _shape(found, n) != _shape(own, n)):
+        raise CheckpointError(
+            f"model.lora.path={folder}: the adapters are of other layers; they differ in {wrong[:3]} ({len(wrong)} "
+            "tensors)"
+        )
+    with torch.no_grad():
+        for name, p in own.items():
+            p.copy_(found[name])
+
+
+def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | None:
+    return tensors[name].shape if name in tensors else None
+
+
+def adapted(model: nn.Module) -> dict[str, LoraLinear]:
+    """The layers with adapters, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def refresh(model: nn.Module) -> None:
+    """Bring all effective weights up to date; to be called whenever parameters have changed."""
+    for layer in adapted(model).values():
+        layer.refresh()
+
+
+@contextmanager
+def dropping(model: nn.Module, noise: Noise | None) -> Iterator[None]:
+    """Inside it, forward and backward passes with gradient drop what the adapters see, each layer by its own noise."""
+    layers = {name: layer for name, layer in adapted(model).items() if layer.dropout and noise is not None}
+    for name, layer in layers.items():
+        layer.noise = None if noise is None else noise.of(name)
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.noise = None
+
+
+def learned(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that may ever learn: adapters and whole modules, or all of them where there are no adapters."""
+    names = getattr(model, _LEARNED, None)
+    yield from ((n, p) for n, p in model.named_parameters() if names is None or n in names)
+
+
+# ---------------------------------------------------------------- other models from this one
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A frozen copy. What never learns is shared, not copied: with adapters a twin is about as large as they are."""
+    own = {id(p) for _, p in learned(model)}
+    shared = {id(p): p for p in model.parameters() if id(p) not in own}
+    return copy.deepcopy(model, shared).requires_grad_(False)  # type: ignore[arg-type]
+
+
+def merged(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with the adapters' effect in its weights, of the class's own layers. It shares all tensors, so it is to
+    be read or copied, and only until the next step."""
+    out = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})  # type: ignore[arg-type]
+    for name, layer in adapted(out).items():
+        linear = nn.Linear(layer.in_features, layer.out_features, device="meta")
+        weight_OI = layer.weight if layer.effective is None else layer.effective
+        linear.weight, linear.bias = nn.Parameter(weight_OI, requires_grad=False), layer.bias
+        out.set_submodule(name, linear)
+    return out
+
+
+# ---------------------------------------------------------------- adapters as a folder
+
+
+def export_adapter(model: PreTrainedModel, path: Path, *, cfg: Lora, base: str | None) -> None:
+    """Write what was learned alone, as a folder that `peft.PeftModel.from_pretrained` opens over the base model.
+
+    base: where that is, for the record."""
+    config = _peft(cfg, list(adapted(model)))
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.modules_to_save = list(_whole(model, cfg.modules_to_save)) or None
+    with atomic_folder(path) as folder:
+        config.save_pretrained(folder)
+        tensors = {name: p.detach().contiguous() for name, p in _as_peft(model, cfg)}
+        save_file(tensors, folder / _FILE, metadata={"format": "pt"})
+
+
+def _as_peft(model: PreTrainedModel, cfg: Lora) -> Iterator[tuple[str, nn.Parameter]]:
+    """Adapters and whole modules by the names that peft writes."""
+    for name, layer in adapted(model).items():
+        yield f"base_model.model.{name}.lora_A.weight", layer.lora_A
+        yield f"base_model.model.{name}.lora_B.weight", layer.lora_B
+    for name, module in _whole(model, cfg.modules_to_save).items():
+        yield from module.named_parameters(prefix=f"base_model.model.{name}")

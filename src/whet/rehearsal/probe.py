@@ -1,0 +1,163 @@
+"""The data and the rewards of a run by themselves, before anything is trained: what would fail, and why."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from whet.config.load import Loaded
+from whet.config.schema import Config, Source
+from whet.data.tasks import TaskStream, texts
+from whet.data.tokenizer import load_tokenizer
+from whet.rehearsal.findings import Finding, fails, left_open, works
+from whet.rehearsal.shrink import real_tokenizer
+from whet.rewards.combine import RewardSet, score
+from whet.types import Group, Rollout, Task, WhetError
+
+ROWS = 5000
+"""Rows of a source that are looked at."""
+TRIED = 8
+"""Tasks that every reward is tried on."""
+
+
+@dataclass
+class Probed:
+    """What was found before the trial."""
+
+    findings: list[Finding] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+    """Sources that cannot be read, as 'stage/train/0'."""
+    broken: set[str] = field(default_factory=set)
+    """Rewards that cannot be called."""
+    untried: set[str] = field(default_factory=set)
+    """Rewards for which there are no rows; they may need what only the real rows have."""
+    tasks: dict[str, list[Task]] = field(default_factory=dict)
+    """A few training tasks of each stage."""
+
+
+def probe(loaded: Loaded) -> Probed:
+    """Every source of every stage is read and tokenised, every reward tried on real rows."""
+    out = Probed()
+    seen: dict[str, str] = {}
+    for name, cfg in zip(loaded.names, loaded.stages):
+        for part in ("train", "expert", "eval"):
+            for n, source in enumerate(getattr(cfg.data, part)):
+                known = repr((source, cfg.data.max_prompt_tokens, cfg.data.overlong))
+                if known not in seen:
+                    seen[known] = _source(out, cfg, source, f"data.{part}[{n}]", stage=name)
+                if seen[known]:
+                    out.lost[f"{name}/{part}/{n}"] = seen[known]
+    tried: set[str] = set()
+    for name, cfg in zip(loaded.names, loaded.stages):
+        for reward in cfg.rewards:
+            known = repr((reward, cfg.rewards[reward]))
+            if known not in tried:
+                tried.add(known)
+                out.findings += _reward(out, cfg, reward, out.tasks.get(name, []))
+    return out
+
+
+# ---------------------------------------------------------------- data
+
+
+def _source(out: Probed, cfg: Config, source: Source, key: str, *, stage: str) -> str:
+    """Read one source. Returns why it cannot be used, or ''."""
+    what = f"{key} {source.name or source.path or source.function or ''}".strip()
+    real = real_tokenizer(cfg) is not None
+    source = source.model_copy(update={"limit": min(source.limit or ROWS, ROWS)})
+    data = cfg.data.model_copy(update={} if real else {"overlong": "filter", "max_prompt_tokens": 2**20})
+    try:
+        tokenizer_cfg = (
+            cfg.tokenizer if real else cfg.tokenizer.model_copy(update={"build": "bpe", "path": None})
+        )
+        tokenizer = load_tokenizer(tokenizer_cfg, model_path=cfg.model.path, texts=texts([source]))
+        stream = TaskStream([source], data, tokenizer=tokenizer, seed=cfg.seed)
+        tasks = stream.next(min(stream.rows_per_epoch, ROWS))
+    except WhetError as e:
+        out.findings.append(fails(what, str(e)))
+        return str(e)
+    out.findings.append(works(what, _lengths(stream, tasks, real=real, limit=cfg.data.max_prompt_tokens)))
+    if key.startswith("data.train"):
+        out.tasks.setdefault(stage, []).extend(tasks[:TRIED])
+    return ""
+
+
+def _lengths(stream: TaskStream, tasks: list[Task], *, real: bool, limit: int) -> str:
+    lengths = np.array([len(t.token_ids) for t in tasks])
+    left_out = ", ".join(
+        f"{count} {name}" for name, count in stream.counts.items() if name not in ("rows", "kept") and count
+    )
+    said = f"{stream.counts['rows']} rows read, {stream.rows_per_epoch} usable" + (
+        f" ({left_out})" if left_out else ""
+    )
+    if not real:
+        return f"{said}; prompts of {lengths.mean():.0f} tokens on average under a stand-in tokenizer"
+    p99 = np.percentile(lengths, 99)
+    mean, longest = f"{lengths.mean():.0f}", lengths.max()
+    return f"{said}; prompts {mean} tokens on average, 99 % within {p99:.0f}, longest {longest} of {limit}"
+
+
+# ---------------------------------------------------------------- rewards
+
+
+def _reward(out: Probed, cfg: Config, name: str, tasks: list[Task]) -> Iterator[Finding]:
+    """Call one reward on replies that a policy might give: the answer itself, nothing, and nonsense."""
+    reward = cfg.rewards[name]
+    what = f"rewards.{name} ({reward.function or 'a model'})"
+    if reward.model is not None and not (Path(reward.model.path).expanduser() / "config.json").is_file():
+        out.untried.add(name)
+        yield left_open(what, f"{reward.model.path} is not at hand, so another reward stands in")
+        return
+    try:
+        with RewardSet.from_config(
+            {name: cfg.rewards[name]}, cfg.guard, seed=cfg.seed, imports=cfg.imports
+        ) as rewards:
+            if not tasks:
+                out.untried.add(name)
+                yield left_open(
+                    what, "it loads; there are no rows to call it on, so another reward stands in"
+                )
+                return
+            started = time.monotonic()
+            groups = asyncio.run(score([Group(t, _replies(t)) for t in tasks], rewards))
+            took_s = time.monotonic() - started
+    except WhetError as e:
+        out.broken.add(name)
+        yield fails(what, str(e))
+        return
+    replies = [r for g in groups for r in g.rollouts]
+    if errors := [r.error for r in replies if r.error]:
+        out.broken.add(name)
+        yield fails(what, f"fails on {len(errors)} of {len(replies)} replies: {errors[0]}")
+        return
+    means = [float(np.mean([g.rollouts[n].reward for g in groups])) for n in range(3)]
+    said = "the reference answer as the reply gets {:.3g}, an empty reply {:.3g}, nonsense {:.3g}".format(
+        *means
+    )
+    yield works(what, f"{said} (means of {len(groups)} tasks, {1000 * took_s / len(replies):.0f} ms a call)")
+
+
+def _replies(task: Task) -> tuple[Rollout, ...]:
+    answer = task.answer if isinstance(task.answer, str) else str(task.answer)
+    return tuple(
+        _reply(task, n, text) for n, text in enumerate((answer, "", "\u00e9\u0000 }{ \\boxed{ 1/0 </answer>"))
+    )
+
+
+def _reply(task: Task, index: int, text: str) -> Rollout:
+    return Rollout(
+        task=task,
+        index=index,
+        token_ids=[*task.token_ids, 0],
+        mask=[0] * len(task.token_ids) + [1],
+        logprobs=[0.0] * (len(task.token_ids) + 1),
+        sample_logprobs=[0.0] * (len(task.token_ids) + 1),
+        versions=[-1] * len(task.token_ids) + [0],
+        finish_reason="stop",
+        text=text,
+    )

@@ -1,0 +1,121 @@
+"""`whet rehearse FILE`: everything a run would do, tried small on this machine before GPUs are rented for it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from whet.config.load import Loaded, load
+from whet.config.plan import Plan, plans
+from whet.rehearsal.findings import Finding, fails, left_open, works
+from whet.rehearsal.size import predict
+from whet.types import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+HEADS = {
+    "works": "Rehearsed",
+    "fails": "Would have failed",
+    "open": "Could not be rehearsed here",
+    "needs": "What the real run takes",
+}
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What was found, in the order in which it was tried."""
+
+    file: Path
+    findings: tuple[Finding, ...]
+
+    @property
+    def passed(self) -> bool:
+        return not any(f.kind == "fails" for f in self.findings)
+
+    def to_json(self) -> str:
+        whole = {
+            "file": str(self.file),
+            "passed": self.passed,
+            "findings": [asdict(f) for f in self.findings],
+        }
+        return json.dumps(whole, indent=1, ensure_ascii=False)
+
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        parts: list[RenderableType] = []
+        for kind, head in HEADS.items():
+            found = [f for f in self.findings if f.kind == kind]
+            if found:
+                table = Table(title=head, title_justify="left", show_header=False, pad_edge=False, box=None)
+                table.add_column(overflow="fold", max_width=40, style="bold")
+                table.add_column(overflow="fold")
+                for f in found:
+                    table.add_row(f.what, Text(f.said))
+                parts += [table, Text("")]
+        failed = sum(f.kind == "fails" for f in self.findings)
+        parts.append(Text(f"{failed} problems" if failed else "nothing failed", style="bold"))
+        return Group(*parts)
+
+
+def rehearse(
+    file: Path, overrides: Sequence[str] = (), dialect: str | None = None, *, say: Callable[[str], None]
+) -> Rehearsal:
+    """Read the config, probe data and rewards, train the small run, kill it, resume it. `say`: progress, a line each.
+
+    Raises ConfigError for a config that no machine could run: every problem at once, as `whet train` would.
+    """
+    say("reading the config")
+    loaded = load(file, overrides, dialect=dialect, rehearsal=True)
+    planned = plans(loaded, rehearsal=True)
+    findings = [*_open(loaded), works("config", f"read; the batch arithmetic of {_stages(loaded)} holds")]
+    findings += _tried(loaded, planned, say)
+    return Rehearsal(file, (*findings, *predict(loaded, planned)))
+
+
+def _tried(loaded: Loaded, planned: Sequence[Plan], say: Callable[[str], None]) -> Iterator[Finding]:
+    # torch and transformers from here on
+    from whet.rehearsal.probe import probe
+    from whet.rehearsal.shrink import shrink, what_changed
+    from whet.rehearsal.trial import trial
+
+    say("reading data, trying rewards")
+    probed = probe(loaded)
+    yield from probed.findings
+    yield from dict.fromkeys(f for cfg in loaded.stages for f in what_changed(cfg))
+    unrewarded = [
+        name
+        for name, cfg, plan in zip(loaded.names, loaded.stages, planned)
+        if plan.algorithm.kind == "online" and not cfg.rewards.keys() - probed.broken
+    ]
+    if unrewarded:
+        yield left_open(
+            "training", f"no reward of stage {unrewarded[0]} can be called, so nothing can be learned"
+        )
+        return
+    say(f"training {_stages(loaded)} small, with a kill -9 and a resume")
+    with tempfile.TemporaryDirectory(prefix="whet-rehearsal-") as folder:
+        try:
+            without = probed.broken | probed.untried
+            tree = shrink(loaded, run_dir=Path(folder), lost=probed.lost, broken=without)
+            yield from trial(tree, Path(folder))
+        except ConfigError as e:
+            yield fails("the small run", str(e))
+
+
+def _stages(loaded: Loaded) -> str:
+    return "one stage" if len(loaded.stages) == 1 else f"{len(loaded.stages)} stages"
+
+
+def _open(loaded: Loaded) -> Iterator[Finding]:
+    """Engines and features that the file asks for and that are not built yet."""
+    for place, text in loaded.translation.unbuilt if loaded.translation else ():
+        key, _, said = text.partition(": ")
+        yield left_open(key, f"{said} ({place})" if place else said)

@@ -1,0 +1,222 @@
+"""A run made so small that every part of it happens within a minute: same architecture, data, rewards and algorithm."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from whet.config.checks import unused
+from whet.config.dialects.idle import without
+from whet.config.load import Loaded, stage_configs
+from whet.config.recipes import resolve
+from whet.config.schema import Config, Model
+from whet.config.tree import STAGE_SECTIONS
+from whet.rehearsal.findings import Finding, left_open
+from whet.types import ConfigError, Json
+
+STEPS = 3
+REPLY_TOKENS = 24
+ROWS = 64
+FAMILIES = ("qwen3_moe", "qwen3", "qwen2", "llama", "mistral", "gemma")
+"""Architectures that can be made from scratch, the most special first."""
+MADE_UP = "made_up"
+"""Name of the rows that stand in for data that are not at hand."""
+
+
+def shrink(loaded: Loaded, *, run_dir: Path, lost: Mapping[str, str], broken: set[str]) -> dict[str, Json]:
+    """The whole run as a small native config, ready to be written down.
+
+    lost: sources that cannot be read ('stage/train/0': why), replaced by made-up rows. broken: rewards that cannot be
+    called, left out; one that asks for the exact answer stands in where none is left.
+    """
+    whole = [_stage(cfg, name, lost=lost, broken=broken) for name, cfg in zip(loaded.names, loaded.stages)]
+    base = whole[0] | {"name": "rehearsal", "run_dir": str(run_dir), "seed": loaded.config.seed}
+    if not loaded.config.stages:
+        return _read_only(base)
+    shared = {key: value for key, value in base.items() if key not in STAGE_SECTIONS}
+    inside = [{key: value for key, value in tree.items() if key in STAGE_SECTIONS} for tree in whole]
+    return _read_only(shared | {"stages": [{"name": n} | tree for n, tree in zip(loaded.names, inside)]})
+
+
+def _read_only(tree: dict[str, Json]) -> dict[str, Json]:
+    """Without the keys that nothing reads once the run is small."""
+    out: dict[str, Json] = without(tree, dict(unused(tree, stage_configs(check(tree)))))
+    return out
+
+
+def what_changed(cfg: Config) -> Iterator[Finding]:
+    """What the small run leaves out."""
+    for role, path in (
+        ("model", cfg.model.path),
+        ("reference", cfg.reference.path),
+        ("critic", cfg.critic.path),
+    ):
+        if path is not None:
+            yield left_open(
+                f"{role}.path",
+                f"{path}: the rehearsal has random weights in the architecture {family(cfg.model)}",
+            )
+    if real_tokenizer(cfg) is None:
+        yield left_open(
+            "tokenizer",
+            "not at hand: prompts were tokenised by a stand-in, so their lengths are not the real ones",
+        )
+    if extra := [t for t in cfg.track.trackers if t not in ("console", "jsonl")]:
+        yield left_open("track.trackers", f"{', '.join(extra)}: nothing was sent anywhere")
+    if resolve(cfg.algorithm).drop_uniform_groups:
+        yield left_open(
+            "algorithm.drop_uniform_groups",
+            "off in the rehearsal: random weights give every reply the same reward",
+        )
+
+
+def family(model: Model) -> str:
+    """The architecture to stand in for a model: its own where its config.json or its name tells it, else qwen3."""
+    if model.scratch is not None:
+        return model.scratch.architecture
+    file = Path(model.path or "").expanduser() / "config.json"
+    said = json.loads(file.read_text(encoding="utf-8")).get("model_type", "") if file.is_file() else ""
+    name = re.sub(r"[^a-z0-9]", "", (said or Path(model.path or "").name).lower())
+    if "qwen25" in name:
+        return "qwen2"
+    if re.search(r"a\d+b", name) and "qwen3" in name:
+        return "qwen3_moe"
+    return next((f for f in FAMILIES if f.replace("_", "") in name), "qwen3")
+
+
+def real_tokenizer(cfg: Config) -> str | None:
+    """Folder of the run's own tokenizer, if it is on this machine; '' if it is built from the data."""
+    if cfg.tokenizer.build is not None:
+        return ""
+    path = cfg.tokenizer.path or cfg.model.path
+    return path if path and (Path(path).expanduser() / "tokenizer.json").is_file() else None
+
+
+# ---------------------------------------------------------------- one stage
+
+
+def _stage(cfg: Config, name: str, *, lost: Mapping[str, str], broken: set[str]) -> dict[str, Json]:
+    tree = cfg.model_dump(mode="json", exclude_unset=True)
+    tree["model"] = _model(cfg)
+    tree["tokenizer"] = _tokenizer(cfg)
+    for role in ("critic", "reference"):
+        tree[role] = _without(tree.get(role, {}), "path", "overrides", "optimizer")
+    if "warmup_steps" in tree["critic"]:
+        tree["critic"]["warmup_steps"] = min(1, cfg.critic.warmup_steps)
+    tree["data"] = _data(cfg, name, lost)
+    tree["train"] = _train(cfg)
+    tree["rollout"] = _rollout(cfg)
+    tree["algorithm"] = _without(tree.get("algorithm", {}), "groups")
+    if resolve(cfg.algorithm).drop_uniform_groups:
+        tree["algorithm"]["drop_uniform_groups"] = False
+    kept = {n: r for n, r in tree.get("rewards", {}).items() if n not in broken}
+    tree["rewards"] = kept if kept or not cfg.rewards else {"stand_in": {"function": "exact"}}
+    if broken:  # nobody may name one that is left out
+        tree.get("eval", {}).pop("reward", None)
+        for source in (s for part in tree["data"].values() if isinstance(part, list) for s in part):
+            source.pop("rewards", None)
+    tree["eval"] = _eval(tree.get("eval", {}))
+    tree["checkpoint"] = {"every": 1, "keep": STEPS}
+    tree["track"] = {"trackers": ["jsonl"]}
+    tree["guard"] = tree.get("guard", {}) | {"workers": 1, "max_failure_rate": 1.0}
+    tree["machine"] = {"exact": cfg.machine.exact}
+    return {key: value for key, value in tree.items() if value != {} and key != "stages"}
+
+
+def _model(cfg: Config) -> dict[str, Json]:
+    longest = max(cfg.data.max_prompt_tokens + REPLY_TOKENS, 64)
+    small: dict[str, Json] = {
+        "hidden_size": 64,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "ffn_size": 128,
+    }
+    made = family(cfg.model)
+    if made == "qwen3_moe":
+        small |= {"experts": 4, "experts_per_token": 2}
+    out: dict[str, Json] = {"scratch": small | {"architecture": made, "max_positions": longest}}
+    return out | ({"dtype": cfg.model.dtype} if cfg.model.dtype else {})
+
+
+def _tokenizer(cfg: Config) -> dict[str, Json]:
+    folder = real_tokenizer(cfg)
+    if folder == "":
+        return cfg.tokenizer.model_dump(mode="json", exclude_unset=True)
+    return {"path": folder} if folder else {"build": "bpe", "vocab_size": 1024}
+
+
+def _data(cfg: Config, stage: str, lost: Mapping[str, str]) -> dict[str, Json]:
+    tree = cfg.data.model_dump(mode="json", exclude_unset=True)
+    for part in ("train", "expert", "eval"):
+        sources = tree.get(part) or []
+        tree[part] = [
+            made_up(n, part)
+            if f"{stage}/{part}/{n}" in lost
+            else source | {"limit": min(source.get("limit") or 64, 64)}
+            for n, source in enumerate(sources)
+        ]
+    if real_tokenizer(cfg) is None:
+        tree["overlong"] = "truncate_left"  # lengths under a stand-in are not the real ones
+    return tree
+
+
+def made_up(number: int, part: str) -> dict[str, Json]:
+    """Rows that stand in for a source that is not at hand."""
+    start = 100 * number + (50 if part == "eval" else 0)
+    rows = [
+        {
+            "prompt": f"What is {a} + {b}?",
+            "answer": str(a + b),
+            "response": str(a + b),
+            "rejected": str(a - b - 1),
+        }
+        for a, b in ((start + n, n + 1) for n in range(16))
+    ]
+    return {"name": f"{MADE_UP}_{part}_{number}", "rows": rows}
+
+
+def _train(cfg: Config) -> dict[str, Json]:
+    kept = cfg.train.model_dump(mode="json", exclude_unset=True)
+    kept = _without(
+        kept, "epochs", "micro_tokens", "micro_rollouts", "micro_tokens_forward", "micro_rollouts_forward"
+    )
+    minibatches, passes = min(2, cfg.train.minibatches), min(2, cfg.train.passes)
+    optimizer = _without(kept.get("optimizer", {}), "schedule")
+    small = {"steps": STEPS, "tasks_per_step": 2 * minibatches, "minibatches": minibatches, "passes": passes}
+    return kept | small | {"optimizer": optimizer}
+
+
+def _rollout(cfg: Config) -> dict[str, Json]:
+    kept = _without(cfg.rollout.model_dump(mode="json", exclude_unset=True), "max_batch")
+    sampling = _short(kept.get("sampling", {}), cfg.rollout.sampling.max_tokens)
+    return kept | {"group_size": min(cfg.rollout.group_size, 4), "sampling": sampling}
+
+
+def _eval(tree: dict[str, Json]) -> dict[str, Json]:
+    out = dict(tree)
+    if tree.get("sampling"):
+        out["sampling"] = _short(tree["sampling"], tree["sampling"].get("max_tokens") or REPLY_TOKENS)
+    if tree.get("samples"):
+        out["samples"] = min(2, tree["samples"])
+    return out | {"every": 2}
+
+
+def _short(sampling: Mapping[str, Json], max_tokens: int) -> dict[str, Json]:
+    return _without(dict(sampling), "min_tokens") | {"max_tokens": min(max_tokens, REPLY_TOKENS)}
+
+
+def _without(tree: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in tree.items() if key not in names}
+
+
+def check(tree: dict[str, Json]) -> Config:
+    """The small config, validated. A ConfigError here is the rehearsal's own."""
+    try:
+        return Config.model_validate_json(json.dumps(tree))
+    except ValueError as e:
+        raise ConfigError(f"the small config of the rehearsal is not valid: {e}") from e

@@ -1,0 +1,95 @@
+"""What the real run will take, from its config alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from whet.config import sizes
+from whet.config.describe import size
+from whet.config.load import Loaded
+from whet.config.plan import Plan
+from whet.rehearsal.findings import Finding, needs
+
+FLOPS_PER_S = 4e14
+"""What one large GPU is taken to do in bfloat16 training: 40 % of an H100's 989 TFLOP/s."""
+
+DEVICES = {
+    "verl-ppo": ("trainer.nnodes", "trainer.n_gpus_per_node"),
+    "skyrl": ("trainer.placement.policy_num_nodes", "trainer.placement.policy_num_gpus_per_node"),
+    "trinity": ("cluster.node_num", "cluster.gpu_per_node"),
+}
+"""Foreign keys whose product is the number of GPUs."""
+
+
+def predict(loaded: Loaded, planned: tuple[Plan, ...]) -> Iterator[Finding]:
+    """Memory, disk and arithmetic of every stage."""
+    gpus = devices(loaded)
+    for cfg, plan in zip(loaded.stages, planned):
+        named = bool(plan.memory)
+        count = plan.shape.parameters if plan.shape else None
+        count = count or parameters_of_name(cfg.model.path)
+        if count is None:
+            yield needs(f"{plan.name}: size", "the model is not at hand and its name does not tell its size")
+            continue
+        parts = plan.memory if named else _by_count(plan, count)
+        total = sum(parts.values())
+        said = "; ".join(f"{size(n)} {what}" for what, n in parts.items())
+        spread = f", {size(total // gpus)} on each of {gpus} GPUs if all of it is sharded" if gpus > 1 else ""
+        guess = (
+            ""
+            if plan.shape and plan.shape.parameters
+            else f" (taking {count / 1e9:.3g}B parameters from the name)"
+        )
+        yield needs(f"{plan.name}: memory", f"{size(total)} before activations{guess}{spread}: {said}")
+        yield needs(f"{plan.name}: work", _work(plan, count, gpus=gpus))
+
+
+def devices(loaded: Loaded) -> int:
+    """GPUs that a foreign file asks for; 1 where it does not say."""
+    if loaded.translation is None:
+        return 1
+    given = {line.key: line.value for line in loaded.translation.lines}
+    out = 1
+    for key in DEVICES.get(loaded.translation.dialect, ()):
+        value = given.get(key, 1)
+        out *= value if isinstance(value, int) else 1
+    return out
+
+
+def parameters_of_name(path: str | None) -> int | None:
+    """7B of 'Qwen2.5-7B-Instruct'; None where the name has no such part."""
+    found = re.search(r"(?<![\dA-Za-z.])(\d+(?:\.\d+)?)[bB](?![A-Za-z])", Path(path or "").name)
+    return int(float(found[1]) * 1e9) if found else None
+
+
+def _by_count(plan: Plan, count: int) -> dict[str, int]:
+    """Memory in bfloat16, as on GPUs, where only the number of parameters is known."""
+    out = {"policy with gradients and Adam": sizes.train_bytes(count, "bfloat16")}
+    if plan.generates:
+        out["weights of the rollout engine"] = 2 * count
+    if plan.needs_reference:
+        out["reference"] = 2 * count
+    if plan.needs_critic:
+        out["critic with gradients and Adam"] = sizes.train_bytes(count, "bfloat16")
+    return out
+
+
+def _work(plan: Plan, count: int, *, gpus: int) -> str:
+    """At full length: 2 FLOPs a parameter and token forward, 4 backward (arXiv:2001.08361 section 2.1)."""
+    tokens = plan.rollouts_per_step * plan.max_sequence_tokens
+    looks = 1 + plan.needs_reference if plan.algorithm.kind == "online" else int(plan.needs_reference)
+    learners = 1 + plan.needs_critic
+    flops = (
+        tokens
+        * count
+        * (6 * plan.passes * learners + 2 * looks + (2 if plan.algorithm.kind == "online" else 0))
+    )
+    hours = flops / FLOPS_PER_S / 3600 / max(gpus, 1)
+    steps = f", {hours * plan.total_steps:.3g} hours for {plan.total_steps} steps" if plan.total_steps else ""
+    return (
+        f"{plan.rollouts_per_step} rollouts of at most {plan.max_sequence_tokens} tokens a step = {tokens:.3g} tokens; "
+        f"at most {flops:.2g} FLOP a step, {60 * hours:.3g} minutes on {gpus} GPU{'s' if gpus > 1 else ''} at "
+        f"{FLOPS_PER_S / 1e12:.0f} TFLOP/s each{steps}; decoding is slower than this where it is bound by memory"
+    )

@@ -1,0 +1,135 @@
+"""The small run, three times as a process of its own: whole, killed at a step, and resumed from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from whet.rehearsal.findings import Finding, fails, works
+from whet.rehearsal.shrink import check
+from whet.track.record import read_lines
+from whet.types import Json
+
+TIMEOUT_S = 300.0
+"""Longest time for one process."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int | None
+    """None: it ran out of time and was killed."""
+    said: str
+    """The end of what it printed."""
+
+
+def trial(tree: dict[str, Json], folder: Path) -> Iterator[Finding]:
+    """Train the small config; then again with a kill -9 in its midst, and compare."""
+    check(tree)
+    whole = _start(tree, folder, "whole")
+    ended = _wait(whole, folder / "whole.txt")
+    lines = (
+        read_lines(folder / "whole" / "metrics.jsonl")
+        if (folder / "whole" / "metrics.jsonl").exists()
+        else []
+    )
+    if ended.code != 0:
+        why = ended.said or f"exit code {ended.code}"
+        yield fails(
+            "the run", f"ended after {len(lines)} steps: {why}" if ended.code is not None else f"hung: {why}"
+        )
+        return
+    yield from _seen(lines, folder / "whole")
+    broken = _start(tree, folder, "killed")
+    if not _kill_within(broken, folder / "killed" / "metrics.jsonl"):
+        yield fails("kill -9", "the run ended before it could be killed")
+        return
+    ended = _wait(_start(tree, folder, "killed"), folder / "killed.txt")
+    if ended.code != 0:
+        yield fails("resume", f"after kill -9 the same command ended: {ended.said}")
+    elif _bytes(folder, "whole") == _bytes(folder, "killed"):
+        yield works("kill -9 and resume", "metrics equal the unbroken run's, byte for byte")
+    else:
+        yield fails("resume", "after kill -9 the metrics differ from the unbroken run's")
+
+
+def _seen(lines: list[dict[str, Json]], run_dir: Path) -> Iterator[Finding]:
+    """What the whole run did, from its own record."""
+    steps = [line for line in lines if any(key.startswith(("train/", "critic/")) for key in line)]
+    names = {key for line in lines for key in line}
+    yield works("steps", f"{len(steps)} training steps: rollouts, rewards, advantages, updates, weight sync")
+    last = steps[-1] if steps else {}
+    if "train/mismatch_max_nats" in last:
+        yield works(
+            "sampled = trained", f"largest difference of log-probs {last['train/mismatch_max_nats']:.2g} nats"
+        )
+    if any(name.startswith("eval/") for name in names):
+        yield works(
+            "evaluation", f"{sum(any(k.startswith('eval/') for k in line) for line in lines)} evaluations"
+        )
+    if (run_dir / "checkpoints").is_dir():
+        yield works("checkpoints", f"{len(list((run_dir / 'checkpoints').iterdir()))} written and kept")
+    if (run_dir / "export").is_dir():
+        yield works("export", f"Hugging Face folders of {len(list((run_dir / 'export').iterdir()))} stages")
+
+
+def _bytes(folder: Path, name: str) -> bytes:
+    return (folder / name / "metrics.jsonl").read_bytes()
+
+
+def _start(tree: dict[str, Json], folder: Path, name: str) -> subprocess.Popen[bytes]:
+    """`whet train` on the small config, in a process group of its own so that it ends with all its children."""
+    file = folder / f"{name}.yaml"
+    file.write_text(
+        yaml.safe_dump(tree | {"run_dir": str(folder / name)}, sort_keys=False, allow_unicode=True)
+    )
+    with (folder / f"{name}.txt").open("wb") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", "whet.cli", "train", str(file), "--dialect", "native"],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+def _wait(process: subprocess.Popen[bytes], printed: Path) -> Ended:
+    try:
+        code: int | None = process.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        _end(process)
+    text = printed.read_text(encoding="utf-8", errors="replace").strip()
+    at = text.rfind("whet: ")
+    return Ended(code, text[at + 6 :] if at >= 0 else text[-1500:])
+
+
+def _kill_within(process: subprocess.Popen[bytes], metrics: Path) -> bool:
+    """SIGKILL once a step has been written down. False: it ended by itself before that."""
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline and process.poll() is None:
+            if metrics.exists() and any(
+                "train/loss" in line or "critic/loss" in line for line in read_lines(metrics)
+            ):
+                return True
+            time.sleep(0.02)
+        return False
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its children, if they still run."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

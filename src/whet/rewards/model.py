@@ -1,0 +1,183 @@
+"""Rewards that a model gives: a conversation in, one number out.
+
+Rollouts are read one at a time and nothing is padded, so a score is a function of the rollout alone: neither the other
+rollouts of a step nor an interruption changes a bit of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2.exceptions import TemplateError
+
+from whet.config import schema
+from whet.data.chat import encode_prompts, encode_texts, read_template
+from whet.guard.jail import Failure, Result
+from whet.types import CheckpointError, ConfigError, Rollout, WhetError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+_SPARE = "lm_head."
+"""Tensors that many reward models keep from the language model they were made of; they judge nothing."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A reward model in memory."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast | None
+    """None: it reads the policy's tokens."""
+    vocab_size: int
+    max_tokens: int | None
+
+
+@dataclass(frozen=True)
+class ModelReward:
+    """A reward that a model gives; its weights are read at `load`, or else at the first score."""
+
+    name: str
+    cfg: schema.RewardModel
+    device: str = "auto"
+    """auto (CUDA where there is one), cpu or cuda."""
+
+    @cached_property
+    def loaded(self) -> Loaded:
+        try:
+            return _load(self.cfg, self.device)
+        except WhetError as error:
+            raise type(error)(f"rewards.{self.name}.model: {error}") from error
+
+    def load(self) -> None:
+        """Read the weights now. ConfigError or CheckpointError names the key and the folder."""
+        assert self.loaded
+
+    def score(self, rollout: Rollout) -> Result:
+        """The logit of a rollout as "score"; where inputs may be cut, also "truncated", 0 or 1."""
+        cfg, loaded = self.cfg, self.loaded
+        try:
+            token_ids = self._tokens(rollout)
+        except TemplateError as error:
+            return _failed(f"its chat template refuses the conversation: {error}")
+        limit, parts = loaded.max_tokens, {}
+        if cfg.overlong != "unscored":
+            parts["truncated"] = float(limit is not None and len(token_ids) > limit)
+        if limit is not None and len(token_ids) > limit:
+            if cfg.overlong == "unscored":
+                return _failed(f"the conversation is longer than its max_tokens={limit}")
+            token_ids = token_ids[:limit] if cfg.overlong == "truncate_right" else token_ids[-limit:]
+        if not token_ids:
+            return _failed("the conversation is empty")
+        if max(token_ids) >= loaded.vocab_size:
+            return _failed(f"a token is none of its {loaded.vocab_size}; reads=text uses its own tokenizer")
+        value = _logit(loaded.model, token_ids)
+        return (
+            Result(parts={"score": value, **parts}) if math.isfinite(value) else _failed(f"it says {value}")
+        )
+
+    def _tokens(self, rollout: Rollout) -> list[int]:
+        """What the model reads of a rollout."""
+        tokenizer, prompt = self.loaded.tokenizer, rollout.task.prompt
+        if tokenizer is None:
+            return rollout.token_ids
+        if isinstance(prompt, str):
+            return encode_prompts(tokenizer, [prompt + rollout.text])[0]
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                f"rewards.{self.name}.model: its tokenizer has no chat template, and the prompts are chat messages; "
+                "give chat_template (Jinja text or a file)"
+            )
+        said = [{"role": m.role, "content": m.content} for m in prompt]
+        begun = said.pop()["content"] if said[-1]["role"] == "assistant" else ""  # the reply goes on from it
+        said.append({"role": "assistant", "content": begun + rollout.text})
+        text = tokenizer.apply_chat_template(said, tokenize=False)
+        assert isinstance(text, str)
+        return encode_texts(tokenizer, [text])[0]
+
+
+def _failed(why: str) -> Result:
+    return Result(failure=Failure("bad_value", why))
+
+
+def _logit(model: PreTrainedModel, token_ids: list[int]) -> float:
+    import torch
+
+    with torch.inference_mode():
+        logits_1L = model(input_ids=torch.tensor([token_ids], device=model.device), use_cache=False).logits
+    return float(logits_1L[0, 0])
+
+
+# ---------------------------------------------------------------- from a folder
+
+
+def _load(cfg: schema.RewardModel, device: str) -> Loaded:
+    import torch
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    path = Path(cfg.path).expanduser()
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"path={path}: no folder with a config.json; reward models are read from local folders"
+        )
+    tokenizer = None
+    if cfg.reads == "text":
+        # tokenizers are for runs: a mistake in a config is answered before them
+        from whet.data.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(schema.Tokenizer(path=cfg.tokenizer), model_path=cfg.path)
+        if cfg.chat_template is not None:
+            tokenizer.chat_template = read_template(cfg.chat_template)
+    dtype = cfg.dtype or ("float32" if device == "cpu" else "bfloat16")
+    with torch.random.fork_rng(devices=[]):
+        model = _read(path, getattr(torch, dtype)).to(device).eval()
+    embedding: Any = model.get_input_embeddings()
+    positions: int | None = getattr(model.config, "max_position_embeddings", None)
+    rows = len(embedding.weight)
+    if tokenizer is not None and len(tokenizer) > rows:
+        raise ConfigError(
+            f"path={path}: its tokenizer has {len(tokenizer)} tokens, its embedding {rows} rows; give tokenizer, the "
+            "folder of the one that belongs to it"
+        )
+    if cfg.max_tokens and positions and cfg.max_tokens > positions:
+        raise ConfigError(
+            f"max_tokens={cfg.max_tokens}: {path} has {positions} positions; give at most these"
+        )
+    return Loaded(model, tokenizer, rows, cfg.max_tokens or positions)
+
+
+def _read(path: Path, dtype: Any) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        read: Any = AutoModelForSequenceClassification.from_pretrained(
+            path,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # reported below with all the others
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"path={path}: transformers cannot load it as a classifier: {error}") from error
+    model, report = read
+    if model.config.num_labels != 1:
+        raise ConfigError(
+            f"path={path}: {type(model).__name__} with {model.config.num_labels} labels; a reward model has one "
+            "(num_labels in its config.json)"
+        )
+    found = {
+        kind: sorted(key if isinstance(key, str) else key[0] for key in report[f"{kind}_keys"])
+        for kind in ("missing", "unexpected", "mismatched")
+    }
+    found["unexpected"] = [name for name in found["unexpected"] if not name.startswith(_SPARE)]
+    if wrong := {kind: names for kind, names in found.items() if names}:
+        said = "; ".join(f"{kind}: {', '.join(names[:5])} ({len(names)})" for kind, names in wrong.items())
+        raise CheckpointError(f"path={path}: the tensors are not those of its {type(model).__name__}. {said}")
+    return model

@@ -1,0 +1,95 @@
+"""The rewards that Trinity-RFT brings along, each the sum of its parts, as there."""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from whet.rewards.builtin import Verdict, reference
+from whet.rewards.math import math
+from whet.rewards.tagged import answer_in
+from whet.types import Task
+
+_FORM = 0.1
+"""What the right form adds, and a wrong one takes away."""
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def math_reward(response: str, task: Task) -> Verdict:
+    """1 for the right result, of <answer> where there is one; 0.1 more if the reply ends in <think>...</think> and
+    <answer>...</answer>, else 0.1 less.
+    """
+    judged = math(answer_in(response), task)
+    form = re.match(r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*$", response, re.DOTALL | re.MULTILINE)
+    return _sum(judged, form is not None)
+
+
+def math_boxed_reward(
+    response: str, task: Task, *, with_think: bool = False, format_score_coef: float = 0.1
+) -> Verdict:
+    r"""1 if the last \boxed{} is right. with_think: format_score_coef less unless there is one <think>...</think>."""
+    judged = math(response, task, boxed=True)
+    if not with_think or _thinks(response):
+        return judged
+    return {**judged, "score": float(judged["score"]) - format_score_coef}
+
+
+def format_reward(response: str, task: Task) -> float:
+    """0.1 if a line begins <think>, and <answer> follows, each tag in a line of its own; else -0.1."""
+    form = r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
+    return _FORM if re.match(form, response, re.DOTALL | re.MULTILINE) else -_FORM
+
+
+def countdown_reward(response: str, task: Task) -> float:
+    """The answer is {"target": 24, "numbers": [...]}, also as text. 1 if the last <answer> of the last line uses every
+    number once and makes the target, 0.1 if it does not, 0 without one.
+    """
+    wanted = reference(task)
+    wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
+    if not isinstance(wanted, dict) or not {"target", "numbers"} <= wanted.keys():
+        raise ValueError(f"the answer of task {task.uid} needs a target and numbers: {str(wanted)[:60]!r}")
+    found = re.findall(r"<answer>(.*?)</answer>", response.split("\n")[-1])
+    if not found:
+        return 0.0
+    used = sorted(int(number) for number in re.findall(r"\d+", found[-1]))
+    value = _value(found[-1].strip()) if used == sorted(wanted["numbers"]) else None
+    return 1.0 if value is not None and abs(value - Fraction(str(wanted["target"]))) < 1e-5 else _FORM
+
+
+def _sum(judged: Verdict, right_form: bool) -> Verdict:
+    accuracy, form = float(judged["score"]), _FORM if right_form else -_FORM
+    return {**judged, "score": accuracy + form, "accuracy": accuracy, "format_score": form}
+
+
+def _thinks(text: str) -> bool:
+    """One <think> and one </think>, in this order."""
+    counts = text.count("<think>"), text.count("</think>")
+    return counts == (1, 1) and text.index("<think>") < text.index("</think>")
+
+
+def _value(expression: str) -> Fraction | None:
+    """The exact value of an expression of numbers, + - * / and brackets; None for anything else."""
+    try:
+        return _evaluated(ast.parse(expression, mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _evaluated(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _evaluated(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_evaluated(node.left), _evaluated(node.right))
+    raise ValueError(f"not arithmetic: {type(node).__name__}")

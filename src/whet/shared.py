@@ -1,0 +1,206 @@
+"""What lives through all stages of a run: tokenizer, model, kernels, rollout engine, records."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from whet.config.load import Loaded
+from whet.config.plan import Plan, dtype_on
+from whet.config.schema import Config
+from whet.data.tasks import (
+    texts,
+)
+from whet.data.tokenizer import load_tokenizer
+from whet.guard.watch import Watch
+from whet.models import kernels
+from whet.models.exact import self_test
+from whet.models.forward import decoder
+from whet.models.load import build as build_model
+from whet.models.lora import attach, twin
+from whet.rewards.combine import RewardSet
+from whet.rollout.engine import RolloutEngine
+from whet.rollout.hf import HfEngine
+from whet.rollout.native.engine import NativeEngine
+from whet.run import StopFlag
+from whet.track.display import Display
+from whet.track.record import RunDirectory
+from whet.track.timeline import SAMPLING, Timeline
+from whet.track.trackers import Tracker, open_trackers
+from whet.training.torch import Cut, TorchEngine
+from whet.types import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Shared:
+    """What lives through all stages of a run."""
+
+    loaded: Loaded
+    plans: Sequence[Plan]
+    tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel
+    ops: kernels.Ops
+    exact: bool
+    engine: RolloutEngine | None
+    """None: no stage ever samples."""
+    sampler: TorchEngine | None
+    """A copy of the policy to sample from, where a stage syncs less often than every step."""
+    rewards: Sequence[RewardSet]
+    """One for each stage."""
+    directory: RunDirectory
+    trackers: Sequence[Tracker]
+    display: Display
+    stop: StopFlag
+    watch: Watch
+    version: int = 0
+
+
+def open_shared(
+    loaded: Loaded,
+    plans: Sequence[Plan],
+    *,
+    rewards: Sequence[RewardSet],
+    directory: RunDirectory,
+    display: Display,
+    stop: StopFlag,
+    watch: Watch,
+    resumed: tuple[int, int] | None,
+) -> Shared:
+    """Tokenizer, model, kernels, engine. The self-test says whether sampling and training agree to the bit."""
+    cfg = loaded.config
+    device = pick_device(cfg)
+    torch.set_num_threads(plans[0].threads)
+    torch.use_deterministic_algorithms(device.type == "cpu")
+    # or every new tensor would be written once more
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    display.phase("read data")
+    sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.expert, *c.data.eval)]
+    tokenizer = load_tokenizer(cfg.tokenizer, model_path=cfg.model.path, texts=texts(sources))
+    display.phase("load model")
+    model = build_model(
+        cfg.model,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=cfg.seed,
+        device=device,
+        dtype=getattr(torch, dtype_on(cfg, device.type)),
+    )
+    if cfg.model.lora is not None:
+        attach(model, cfg.model.lora, seed=cfg.seed)
+    ops = kernels.load(cfg.machine.kernels)
+    display.phase("self-test")
+    samples = any(p.generates for p in plans)
+    sampler = None
+    if any(c.rollout.sync_every > 1 for c in loaded.stages):
+        sampler = TorchEngine(twin(model), ops, cut=Cut())
+    exact = samples and prove_exact(loaded.stages[-1], plans, model, ops=ops)
+    if samples:
+        display.exactness("exact" if exact else "close")
+    return Shared(
+        loaded=loaded,
+        plans=plans,
+        tokenizer=tokenizer,
+        model=model,
+        ops=ops,
+        exact=exact,
+        engine=open_engine(
+            plans,
+            sampler.module if sampler else model,
+            ops,
+            cfg=cfg,
+            tokenizer=tokenizer,
+            watch=watch,
+            timeline=directory.timeline,
+        )
+        if samples
+        else None,
+        sampler=sampler,
+        rewards=rewards,
+        directory=directory,
+        trackers=open_trackers(cfg, directory, resumed=resumed),
+        display=display,
+        stop=stop,
+        watch=watch,
+    )
+
+
+def pick_device(cfg: Config) -> torch.device:
+    """`auto` is CUDA where there is one."""
+    wanted = cfg.machine.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("machine.device=cuda, but torch finds no CUDA device here; use auto or cpu")
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
+
+
+def prove_exact(cfg: Config, plans: Sequence[Plan], model: PreTrainedModel, *, ops: kernels.Ops) -> bool:
+    """Whether sampled log-probs equal the trainer's bit for bit, tried on the model itself."""
+    log.info("kernels: %s (%s)", ops.name, ops.reason)
+    if cfg.machine.exact == "off" or cfg.rollout.engine != "native":
+        return False
+    longest = max(p.max_sequence_tokens for p in plans if p.generates)
+    report = self_test(
+        decoder(model, ops),
+        ops,
+        vocab_size=model.config.get_text_config().vocab_size,
+        seed=cfg.seed,
+        temperature=cfg.rollout.sampling.temperature or 1.0,
+        max_prompt=max(1, min(40, longest - 24)),
+        long_prompt=max(1, min(270, longest - 24)),
+    )
+    log.info("sampling against training: %s", report)
+    if cfg.machine.exact == "on" and not report.exact:
+        raise ConfigError(
+            f"machine.exact=on, but the self-test says {report}; set machine.exact=auto to go on"
+        )
+    return report.exact
+
+
+def open_engine(
+    plans: Sequence[Plan],
+    model: PreTrainedModel,
+    ops: kernels.Ops,
+    *,
+    cfg: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    watch: Watch,
+    timeline: Timeline,
+) -> RolloutEngine:
+    """The rollout engine, large enough for every stage; it samples from the trainer's own module."""
+    ends = end_tokens(model, tokenizer)
+    sampling = [p for p in plans if p.generates]
+    max_context = max(p.max_sequence_tokens for p in sampling)
+    if cfg.rollout.engine == "hf":
+        reference = HfEngine(model, end_token_ids=ends, decode=decoder_of(tokenizer), max_context=max_context)
+        reference.span = partial(timeline.piece, lane=SAMPLING)
+        return reference
+    engine = NativeEngine(
+        model,
+        ops,
+        end_token_ids=ends,
+        decode=decoder_of(tokenizer),
+        max_batch=max(p.max_batch for p in sampling),
+        max_context=max_context,
+        cache_mb=cfg.machine.kv_cache_mb,
+    )
+    engine.beat, engine.span = watch.beat, partial(timeline.piece, lane=SAMPLING)
+    return engine
+
+
+def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Tokens to the text that rewards and people see: special tokens left out."""
+    return lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that end a reply: the tokenizer's, and all that the model's own generation config names."""
+    named = model.generation_config.eos_token_id if model.generation_config is not None else None
+    several = named if isinstance(named, list) else [named]
+    return frozenset(t for t in (*several, tokenizer.eos_token_id) if t is not None)

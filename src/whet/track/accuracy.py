@@ -1,0 +1,36 @@
+"""Numbers of an evaluation as a table for people: a column for each source."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from whet.track.report import printable
+from whet.types import Metrics
+
+FIRST = ("mean", "pass", "maj", "reward_mean", "best", "worst", "std")
+"""The order of the lines; what is not named comes last, as it was given."""
+
+
+def by_source(metrics: Metrics, title: str = "") -> Table:
+    """`eval/SOURCE/NAME` as a table of names and sources; where a source has no such number it is left blank."""
+    columns: dict[str, Metrics] = {}
+    for key, value in metrics.items():
+        source, mark, name = key.removeprefix("eval/").rpartition("/")
+        if mark:
+            columns.setdefault(source, {})[name] = value
+    columns = dict(sorted(columns.items(), key=lambda column: column[0] == "all"))  # the rest as given
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column(title, no_wrap=True)
+    for source in columns:
+        table.add_column(printable(source), justify="right")
+    for name in sorted({n: None for numbers in columns.values() for n in numbers}, key=_place):
+        table.add_row(
+            name, *(f"{numbers[name]:.4g}" if name in numbers else "" for numbers in columns.values())
+        )
+    return table
+
+
+def _place(name: str) -> tuple[int, int]:
+    """mean@8 before pass@2 before pass@16."""
+    kind, _, n = name.partition("@")
+    return (FIRST.index(kind) if kind in FIRST else len(FIRST), int(n) if n.isdecimal() else 0)

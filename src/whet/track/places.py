@@ -1,0 +1,151 @@
+"""Where a run writes: its directory, and the folders that the config puts elsewhere.
+
+A folder that lies elsewhere is a link in the run directory, so all that reads a run finds it in one place:
+
+    RUN/checkpoints -> checkpoint.dir    RUN/export -> checkpoint.export_dir
+    RUN/rollouts    -> track.rollouts_dir    RUN/eval -> track.eval_dir
+    RUN/profile     -> profile.dir
+
+It belongs to one run alone, named in its file `.whet-run`: a run deletes what is later than the checkpoint it goes on
+from, and must not do so to another one.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
+from whet.config.checks_run import TIME, folders
+from whet.config.schema import Config
+from whet.track.files import file_error, write_text
+from whet.types import ConfigError
+
+_NAMES = {
+    "checkpoint.dir": "checkpoints",
+    "checkpoint.export_dir": "export",
+    "track.rollouts_dir": "rollouts",
+    "track.eval_dir": "eval",
+    "profile.dir": "profile",
+}
+_OWNER = ".whet-run"
+
+
+def now() -> str:
+    """The moment, UTC, as it stands in names: 20260131-235959. Later ones sort later."""
+    return datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+
+
+def stamps(run_dir: str) -> list[str]:
+    """The moments of the runs that are there already under a run_dir with {time}, oldest first."""
+    before, _, after = Path(run_dir).as_posix().partition(TIME)
+    start, _, prefix = before.rpartition("/")
+    suffix, _, rest = after.partition("/")
+    name = re.compile(re.escape(prefix) + r"(\d{8}-\d{6})" + re.escape(suffix))
+    root = Path(start or ("/" if before.startswith("/") else "."))
+    found = [(p, m[1]) for p in root.glob("*") if (m := name.fullmatch(p.name))]
+    return sorted(stamp for p, stamp in found if (p / rest).is_dir())
+
+
+def stamped(cfg: Config, stamp: str) -> Config:
+    """The config with {time} replaced in run_dir and in all folders."""
+    given = {key: text.replace(TIME, stamp) for key, text in folders(cfg).items()}
+    changed: dict[str, object] = {"run_dir": cfg.run_dir.replace(TIME, stamp)}
+    for section in {key.partition(".")[0] for key in given}:
+        update = {k.partition(".")[2]: v for k, v in given.items() if k.startswith(f"{section}.")}
+        changed[section] = getattr(cfg, section).model_copy(update=update)
+    return cfg.model_copy(update=changed)
+
+
+def checkpoints(cfg: Config) -> Path:
+    """Where checkpoints lie, whether or not the link to them is there."""
+    return Path(cfg.checkpoint.dir or Path(cfg.run_dir) / "checkpoints")
+
+
+def holds_run(cfg: Config) -> bool:
+    """Whether this run has written down anything that one would miss."""
+    run_dir, saved = Path(cfg.run_dir).resolve(), checkpoints(cfg)
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size > 0:
+        return True
+    return _is_of(saved.resolve(), run_dir) and any(saved.glob("*/manifest.json"))
+
+
+def attach(cfg: Config) -> None:
+    """Make the folders that the config puts elsewhere, and link them. Call it holding the run's lock.
+
+    ConfigError if one belongs to another run, or if this run's files lie at another place already.
+    """
+    run_dir = Path(cfg.run_dir).resolve()
+    for key, given in folders(cfg).items():
+        link, target = run_dir / _NAMES[key], Path(given).resolve()
+        if link == target:
+            continue
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            _claim(target, run_dir, key)
+            _link(link, target, key)
+        except OSError as e:
+            raise file_error(e, target) from e
+
+
+def _is_of(target: Path, run_dir: Path) -> bool:
+    """Whether a folder lies in the run directory, or is marked as this run's."""
+    owner = target / _OWNER
+    return target.is_relative_to(run_dir) or (owner.exists() and owner.read_text().strip() == str(run_dir))
+
+
+def _claim(target: Path, run_dir: Path, key: str) -> None:
+    owner = target / _OWNER
+    if _is_of(target, run_dir):
+        return
+    if owner.exists():
+        raise ConfigError(
+            f"{key}={target} belongs to the run in {owner.read_text().strip()}; give each run a folder of its own (if "
+            f"that run is now this one, write {run_dir} into {owner})"
+        )
+    if any(target.iterdir()):
+        raise ConfigError(
+            f"{key}={target} holds files of something else; give each run a folder of its own (if they are this run's, "
+            f"write {run_dir} into {owner})"
+        )
+    write_text(owner, f"{run_dir}\n")
+
+
+def _link(link: Path, target: Path, key: str) -> None:
+    if link.is_dir() and not link.is_symlink() and not any(link.iterdir()):
+        link.rmdir()
+    if link.is_symlink() and link.resolve() == target.resolve():
+        return
+    if link.is_symlink() or link.exists():
+        raise ConfigError(
+            f"{key}={target}, but this run has its files in {link.resolve()}; leave the key as it was, or move them "
+            f"to the new place and delete {link}"
+        )
+    link.symlink_to(target)
+
+
+def move_aside(cfg: Config) -> Path:
+    """Rename the run directory, and its folders elsewhere, to NAME.before-TIME. Returns where the run is now.
+
+    The run directory comes last: after a kill on the way the same call goes on. No file is lost in any case.
+    """
+    run_dir, mark = Path(cfg.run_dir).resolve(), f".before-{now()}"
+    aside = run_dir.with_name(run_dir.name + mark)
+    try:
+        for key, given in folders(cfg).items():
+            target, link = Path(given).resolve(), run_dir / _NAMES[key]
+            if link == target or not target.is_dir() or not _is_of(target, run_dir):
+                continue
+            if target.is_relative_to(run_dir):
+                new = aside / target.relative_to(run_dir)
+            else:
+                new = target.rename(target.with_name(target.name + mark))
+                write_text(new / _OWNER, f"{aside}\n")
+            if link.is_symlink():
+                link.unlink()
+                link.symlink_to(new)
+        run_dir.rename(aside)
+    except OSError as e:
+        raise file_error(e, run_dir) from e
+    return aside

@@ -1,0 +1,193 @@
+"""Trackers that list runs of many machines: Weights & Biases, MLflow, SwanLab.
+
+Their packages are optional and imported here alone, when a run names them. A run that goes on is the same run there:
+it is found by the identity of its first start. What it logs a second time then equals, bit for bit, what is there
+already. Keys and passwords are read by the packages from the environment, and the config is sent without secrets.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from whet.config.secrets import dump
+from whet.config.tree import leaves
+from whet.track.sinks import Sinks
+from whet.types import ConfigError, Json, Metrics
+
+log = logging.getLogger(__name__)
+
+_ROWS = ("uid", "source", "prompt", "reply", "answer", "extracted", "reward")
+_AT_ONCE = 100
+_LONGEST = 500
+
+
+def _given(sinks: Sinks, name: str) -> dict[str, Json]:
+    return sinks.cfg.track.arguments.get(name, {})
+
+
+class Wandb:
+    """A run of a W&B project; its own files lie in RUN/wandb. `mode: offline` sends nothing."""
+
+    def __init__(self, sinks: Sinks) -> None:
+        import wandb
+
+        cfg = sinks.cfg
+        try:
+            self._run = wandb.init(
+                project=cfg.track.project,
+                name=cfg.name,
+                group=cfg.track.group,
+                tags=list(cfg.track.tags),
+                id=sinks.record.identity,
+                resume="allow",
+                config=dump(cfg),
+                dir=str(sinks.record.path),
+                **_given(sinks, "wandb"),
+            )
+        except (wandb.errors.Error, TypeError) as e:
+            raise _refused("wandb", "mode: offline", e) from e
+        self._table = wandb.Table
+        self._prefix = sinks.prefix
+        for stage in sinks.record.stages:
+            # W&B's own step only grows, and steps since the last checkpoint are logged twice after a crash
+            step = f"{sinks.prefix(stage)}step"
+            self._run.define_metric(step)
+            self._run.define_metric(f"{sinks.prefix(stage)}*", step_metric=step)
+
+    def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
+        before = self._prefix(stage)
+        numbers = {f"{before}{name}": number for name, number in {**metrics, **timings}.items()}
+        self._run.log({**numbers, f"{before}step": step})
+
+    def show(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> None:
+        before = self._prefix(stage)
+        table = self._table(columns=list(_ROWS), data=[[_text(row[c]) for c in _ROWS] for row in rows])
+        self._run.log({f"{before}eval/samples": table, f"{before}step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class SwanLab:
+    """An experiment of a SwanLab project; its own files lie in RUN/swanlab. `mode: offline` sends nothing."""
+
+    def __init__(self, sinks: Sinks) -> None:
+        import swanlab
+
+        cfg = sinks.cfg
+        labels = {"group": cfg.track.group, "tags": list(cfg.track.tags)}
+        try:
+            swanlab.init(
+                project=cfg.track.project,
+                experiment_name=cfg.name,
+                id=sinks.record.identity,
+                resume="allow",
+                config=dump(cfg),
+                logdir=str(sinks.record.path / "swanlab"),
+                **{name: label for name, label in labels.items() if label},
+                **_given(sinks, "swanlab"),
+            )
+        except (OSError, RuntimeError, TypeError, ValueError) as e:
+            raise _refused("swanlab", "mode: offline", e) from e
+        self._swanlab, self._prefix = swanlab, sinks.prefix
+
+    def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
+        before = self._prefix(stage)
+        self._swanlab.log({f"{before}{n}": v for n, v in {**metrics, **timings}.items()}, step=step)
+
+    def show(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> None:
+        texts = [self._swanlab.Text(json.dumps(row, ensure_ascii=False, default=str)) for row in rows]
+        self._swanlab.log({f"{self._prefix(stage)}eval/samples": texts}, step=step)
+
+    def close(self) -> None:
+        self._swanlab.finish()
+
+
+class Mlflow:
+    """A run of an MLflow experiment: on the server of tracking_uri or MLFLOW_TRACKING_URI, else in RUN/mlflow.db."""
+
+    def __init__(self, sinks: Sinks) -> None:
+        import mlflow
+
+        self._mlflow, self._prefix = mlflow, sinks.prefix
+        local = sinks.record.path.resolve()
+        uri = _given(sinks, "mlflow").get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
+        artifacts = None if uri else (local / "mlflow").as_uri()
+        uri = uri or f"sqlite:///{local}/mlflow.db"
+        try:
+            self._client = mlflow.MlflowClient(tracking_uri=uri)
+            self._run_id = self._find_run(sinks, artifacts)
+        except mlflow.exceptions.MlflowException as e:
+            raise _refused("mlflow", "no tracking_uri", e) from e
+
+    def _find_run(self, sinks: Sinks, artifacts: str | None) -> str:
+        cfg, client, identity = sinks.cfg, self._client, sinks.record.identity
+        project = cfg.track.project
+        known = client.get_experiment_by_name(project)
+        experiment = known.experiment_id if known else client.create_experiment(project, artifacts)
+        found = client.search_runs([experiment], filter_string=f"tags.whet_id = '{identity}'", max_results=1)
+        if found:
+            client.update_run(found[0].info.run_id, status="RUNNING")
+            return str(found[0].info.run_id)
+        tags = {
+            "whet_id": identity,
+            "group": cfg.track.group or "",
+            "tags": ", ".join(cfg.track.tags),
+        }
+        run = client.create_run(experiment, run_name=cfg.name, tags={k: v for k, v in tags.items() if v})
+        entities = self._mlflow.entities
+        params = [entities.Param(name, value) for name, value in _flat(dump(cfg))]
+        for start in range(0, len(params), _AT_ONCE):
+            client.log_batch(run.info.run_id, params=params[start : start + _AT_ONCE])
+        return str(run.info.run_id)
+
+    def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
+        now_ms, before = int(time.time() * 1000), self._prefix(stage)
+        numbers = [
+            self._mlflow.entities.Metric(_name(before + name), float(number), now_ms, step)
+            for name, number in {**metrics, **timings}.items()
+        ]
+        try:
+            for start in range(0, len(numbers), _AT_ONCE):
+                self._client.log_batch(self._run_id, metrics=numbers[start : start + _AT_ONCE])
+        except self._mlflow.exceptions.MlflowException as e:
+            log.warning("mlflow did not take step %d of %s (%s); metrics.jsonl has it", step, stage, e)
+
+    def show(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> None:
+        table = {column: [_text(row[column]) for row in rows] for column in _ROWS}
+        try:
+            self._client.log_table(self._run_id, table, f"samples/{stage}-step-{step:06d}.json")
+        except self._mlflow.exceptions.MlflowException as e:
+            log.warning("mlflow did not take samples of step %d of %s (%s); eval/ has them", step, stage, e)
+
+    def close(self) -> None:
+        try:
+            self._client.set_terminated(self._run_id)
+        except self._mlflow.exceptions.MlflowException as e:
+            log.warning("mlflow could not be told that the run has ended: %s", e)
+
+
+def _refused(name: str, instead: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"track.trackers: {name} could not start: {error}; see its settings and keys in the environment, or write on "
+        f"this machine alone (track.arguments.{name}: {instead})"
+    )
+
+
+def _flat(tree: Json) -> Iterator[tuple[str, str]]:
+    """Dotted keys and short texts: MLflow keeps parameters as such."""
+    for path, value in leaves(tree):
+        yield ".".join(map(str, path)), str(value)[:_LONGEST]
+
+
+def _name(name: str) -> str:
+    """MLflow knows no '@' in names: pass_at_8."""
+    return name.replace("@", "_at_")
+
+
+def _text(value: Json) -> Json:
+    return value if isinstance(value, str | int | float | None) else json.dumps(value, default=str)

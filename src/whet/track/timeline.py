@@ -1,0 +1,283 @@
+"""What a run did when: spans of work and of waiting, in RUN/timeline.json.
+
+The file is a JSON array of Chrome trace events, one a line, in microseconds of wall time; chrome://tracing,
+ui.perfetto.dev and speedscope open it. Each start of the run is a process of the trace, and in it are lanes: `steps`
+(phases), `waits`, `sampling`, and one for each model that trains. An array is closed after every write, in the same
+system call that adds to it, so the file is whole JSON whenever a run was killed between two writes; a kill inside one
+leaves a last line cut short, which `read` and those viewers leave out.
+
+Spans are kept in memory until the step is written down. They cost microseconds and never enter metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from whet.track.files import file_error, write_bytes
+from whet.types import DataError, Json
+
+STEPS, WAITS, SAMPLING = "steps", "waits", "sampling"
+"""Lanes that every run may have; the others are named after models that train."""
+
+START_UP, OPEN_STAGE = "start-up", "open stage"
+"""Phases before the first step."""
+
+Kind = Literal["phase", "wait", "work", "part"]
+"""work: sampling or training computes; part: what work is made of."""
+
+_KINDS: dict[str, Kind] = {STEPS: "phase", WAITS: "wait"}
+_TAIL = b"\n]\n"
+_MERGE_NS = 1_000_000
+"""Pieces of the same work that follow each other this closely become one span (decode steps)."""
+
+clock = time.perf_counter_ns
+
+
+@dataclass(slots=True, kw_only=True)
+class Span:
+    """One line of the timeline. Times are nanoseconds of `clock` while it is written, of wall time when it is read."""
+
+    name: str
+    lane: str
+    kind: Kind
+    stage: str
+    step: int
+    start_ns: int
+    end_ns: int
+    busy_ns: int
+    """Time really spent in it: less than its length where it stands for many pieces."""
+    pieces: int = 1
+    process: int = 0
+    """Number of the start of the run, from 1; known when it is read."""
+
+
+class Timeline:
+    """Writes one run's timeline. One a process, under the run's lock; what an earlier start wrote stays."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.at: tuple[str, int] = ("", 0)
+        """Stage and step that spans belong to from now on."""
+        self.opened_ns = clock()
+        self._wall_ns = time.time_ns() - self.opened_ns
+        self._spans: list[Span] = []
+        self._last: dict[str, Span] = {}
+        self._depth: dict[str, int] = {}
+        self._lanes: dict[str, int] = {}
+        self._file: io.FileIO | None = None
+        self._process = 0
+
+    # -- noted
+
+    @contextmanager
+    def span(self, name: str, lane: str) -> Iterator[None]:
+        """What happens inside, however it ends. On a lane of work, a span in a span is a part of it."""
+        depth = self._depth.get(lane, 0)
+        self._depth[lane] = depth + 1
+        at, start_ns = self.at, clock()
+        try:
+            yield
+        finally:
+            self._depth[lane] = depth
+            kind = _KINDS.get(lane) or ("part" if depth else "work")
+            self._add(name, lane, kind, start_ns=start_ns, at=at)
+
+    def since(self, start_ns: int, name: str, lane: str) -> None:
+        """A span that ends now."""
+        self._add(name, lane, _KINDS.get(lane, "work"), start_ns=start_ns, at=self.at)
+
+    def piece(self, name: str, lane: str) -> AbstractContextManager[None]:
+        """One of many short pieces of work, joined with the one before if that was the same and has just ended."""
+        return _Piece(self, name, lane)
+
+    def spans_of(
+        self, lane: str, *, skip: str | None = None
+    ) -> Callable[[str], AbstractContextManager[None]]:
+        """`span` of one lane, for an engine that knows of no timeline; spans called `skip` are left out."""
+        return lambda name: nullcontext() if name == skip else self.span(name, lane)
+
+    def _add(self, name: str, lane: str, kind: Kind, *, start_ns: int, at: tuple[str, int]) -> None:
+        end_ns = clock()
+        stage, step = at
+        span = Span(
+            name=name,
+            lane=lane,
+            kind=kind,
+            stage=stage,
+            step=step,
+            start_ns=start_ns,
+            end_ns=end_ns,
+            busy_ns=end_ns - start_ns,
+        )
+        self._spans.append(span)
+        self._last[lane] = span
+
+    def _join(self, name: str, lane: str, start_ns: int) -> None:
+        last = self._last.get(lane)
+        if last is None or last.name != name or start_ns - last.end_ns > _MERGE_NS:
+            self.since(start_ns, name, lane)
+            return
+        last.end_ns = clock()
+        last.busy_ns += last.end_ns - start_ns
+        last.pieces += 1
+
+    # -- written
+
+    def flush(self) -> None:
+        """Bring what is noted into the file. WhetError, as for every file of the run, if that cannot be."""
+        if not self._spans:
+            return
+        if self._file is None:
+            self._open()
+        events = [event for span in self._spans for event in self._events(span)]
+        self._spans.clear()
+        self._last.clear()
+        self._append(events)
+
+    def keep(self, wanted: Callable[[str, int], bool]) -> None:
+        """Leave out what earlier starts wrote of steps (stage, step) that are not wanted; call it before `flush`."""
+        if not self.path.exists():
+            return
+        events = [
+            e for e in _events(self.path) if _is_head(e) or wanted(e["args"]["stage"], e["args"]["step"])
+        ]
+        if all(_is_head(e) for e in events):
+            self.path.unlink()
+        else:
+            write_bytes(self.path, b"[\n" + b",\n".join(map(_line, events)) + _TAIL)
+
+    def sync(self) -> None:
+        """Bring it onto the disk."""
+        self.flush()
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Write what is left. Safe to call twice."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> None:
+        """One more start of the run, after the others."""
+        events = list(_events(self.path)) if self.path.exists() else []
+        self._process = 1 + max((e["pid"] for e in events), default=0)
+        self._lanes.clear()
+        name = f"start {self._process} (process {os.getpid()})"
+        write_bytes(
+            self.path, b"[\n" + b",\n".join(map(_line, [*events, self._head("process", 0, name)])) + _TAIL
+        )
+        self._file = io.FileIO(self.path, "r+")
+
+    def _append(self, events: list[Json]) -> None:
+        assert self._file is not None
+        handle = self._file.fileno()
+        end = os.fstat(handle).st_size - len(_TAIL)
+        data = b"".join(b",\n" + _line(event) for event in events) + _TAIL
+        try:
+            if os.pwrite(handle, data, end) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as e:
+            os.pwrite(handle, _TAIL, end)  # its place is taken already, on a full disk too
+            os.ftruncate(handle, end + len(_TAIL))
+            raise file_error(e, self.path) from e
+
+    def _events(self, span: Span) -> Iterator[Json]:
+        if span.lane not in self._lanes:
+            self._lanes[span.lane] = len(self._lanes)
+            yield self._head("thread", self._lanes[span.lane], span.lane)
+        args: dict[str, Json] = {"stage": span.stage, "step": span.step}
+        if span.pieces > 1:
+            args |= {"pieces": span.pieces, "busy_us": span.busy_ns // 1000}
+        yield {
+            "name": span.name,
+            "cat": span.kind,
+            "ph": "X",
+            "ts": (self._wall_ns + span.start_ns) // 1000,
+            "dur": (span.end_ns - span.start_ns) // 1000,
+            "pid": self._process,
+            "tid": self._lanes[span.lane],
+            "args": args,
+        }
+
+    def _head(self, what: Literal["process", "thread"], lane: int, name: str) -> Json:
+        return {"name": f"{what}_name", "ph": "M", "pid": self._process, "tid": lane, "args": {"name": name}}
+
+
+class _Piece:
+    """A context without a generator: it is entered at every decode step."""
+
+    __slots__ = ("lane", "name", "start_ns", "timeline")
+
+    def __init__(self, timeline: Timeline, name: str, lane: str) -> None:
+        self.timeline, self.name, self.lane, self.start_ns = timeline, name, lane, 0
+
+    def __enter__(self) -> None:
+        self.start_ns = clock()
+
+    def __exit__(self, *_: object) -> None:
+        self.timeline._join(self.name, self.lane, self.start_ns)
+
+
+# ---------------------------------------------------------------- read back
+
+
+def read(path: Path) -> list[Span]:
+    """The spans of a timeline, in the order written. DataError if it is none."""
+    lanes: dict[tuple[int, int], str] = {}
+    spans = []
+    for e in _events(path):
+        if _is_head(e):
+            lanes[e["pid"], e["tid"]] = e["args"]["name"]
+            continue
+        start_ns, length_ns, args = e["ts"] * 1000, e["dur"] * 1000, e["args"]
+        spans.append(
+            Span(
+                name=e["name"],
+                lane=lanes[e["pid"], e["tid"]],
+                kind=e["cat"],
+                stage=args["stage"],
+                step=args["step"],
+                start_ns=start_ns,
+                end_ns=start_ns + length_ns,
+                busy_ns=args.get("busy_us", e["dur"]) * 1000,
+                pieces=args.get("pieces", 1),
+                process=e["pid"],
+            )
+        )
+    return spans
+
+
+def _events(path: Path) -> Iterator[dict[str, Json]]:
+    """Every whole line but the brackets; only the last may be broken, by a kill."""
+    lines = [line.rstrip(b",") for line in path.read_bytes().splitlines()]
+    for number, line in enumerate(lines, start=1):
+        if line in (b"[", b"]", b""):
+            continue
+        try:
+            event = json.loads(line)
+        except ValueError as e:
+            if number == len(lines):
+                return
+            raise DataError(f"{path} line {number} is not JSON: {e}") from e
+        if not isinstance(event, dict):
+            raise DataError(f"{path} line {number} is no event of a timeline")
+        yield event
+
+
+def _is_head(event: dict[str, Json]) -> bool:
+    return event["ph"] == "M"
+
+
+def _line(event: Json) -> bytes:
+    return json.dumps(event, separators=(",", ":"), ensure_ascii=False).encode()

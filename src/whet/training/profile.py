@@ -1,0 +1,144 @@
+"""Single training steps under torch's profiler, CUDA's memory history or nsys.
+
+RUN/profile/STAGE-step-000012.json.gz        trace of operators and kernels, one for steps in a row
+RUN/profile/STAGE-step-000012.pickle         CUDA's allocator and its history (written, never read here)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerAction
+
+from whet.config.checks_run import NEEDS_CUDA, needs_cuda
+from whet.config.schema import Profile
+from whet.types import ConfigError
+
+HISTORY_EVENTS = 100_000
+"""Allocations and frees that a memory snapshot remembers."""
+
+
+class Profiler:
+    """The windows of one stage. Where no step is recorded, everything here does nothing."""
+
+    def __init__(self, cfg: Profile, folder: Path, *, stage: str, device: torch.device) -> None:
+        """Errors: ConfigError for tools that need CUDA where there is none."""
+        if cfg.steps and device.type != "cuda" and (tools := needs_cuda(cfg)):
+            raise ConfigError(f"profile.tools: {', '.join(tools)}: {NEEDS_CUDA}; the run is on {device.type}")
+        self.cfg, self.folder, self.stage, self.device = cfg, folder, stage, device
+        self.steps = frozenset(cfg.steps)
+        self._torch: torch.profiler.profile | None = None
+        self._window: list[int] = []
+        """Steps recorded since the last file."""
+        self._inside = False
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around training step `number`: recorded, if it is asked for."""
+        self._begin(number)
+        with self.range(f"step {number}"):
+            yield
+        self._end(number)
+
+    def range(self, name: str) -> AbstractContextManager[object]:
+        """A named part of a recorded step, in the trace and in nsys."""
+        if not self._inside:
+            return nullcontext()
+        ranges = ExitStack()
+        if "torch" in self.cfg.tools:
+            ranges.enter_context(torch.profiler.record_function(name))
+        if "nsys" in self.cfg.tools:
+            ranges.enter_context(torch.cuda.nvtx.range(name))
+        return ranges
+
+    def close(self) -> None:
+        """Write what a run that was stopped inside a window has recorded so far."""
+        self._stop_torch()
+        if self._window:
+            self._stop_cuda()
+
+    # -- inside
+
+    def _begin(self, number: int) -> None:
+        ahead = window(self.steps, number)
+        due = bool(ahead) and number >= ahead[0] - self.cfg.warmup
+        if due and self._torch is None and "torch" in self.cfg.tools:
+            self._torch = self._profiler(ahead, first=number)
+            self._torch.start()
+        self._inside = number in self.steps
+        if self._inside:
+            if not self._window:
+                self._start_cuda()
+            self._window.append(number)
+
+    def _end(self, number: int) -> None:
+        ends = self._inside and number + 1 not in self.steps
+        self._inside = False
+        if self._torch is not None:
+            self._torch.step()  # writes the trace where a window ends
+        if ends:
+            self._stop_torch()
+            self._stop_cuda()
+            self._window.clear()
+
+    def _profiler(self, steps: Collection[int], *, first: int) -> torch.profiler.profile:
+        """For one window; its first step is training step `first`."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        return torch.profiler.profile(
+            activities=activities,
+            schedule=schedule(steps, warmup=self.cfg.warmup, first=first),
+            on_trace_ready=lambda trace: trace.export_chrome_trace(str(self._file("json.gz"))),
+            record_shapes=self.cfg.shapes,
+            with_stack=self.cfg.stack,
+            profile_memory=self.cfg.allocations,
+        )
+
+    def _file(self, suffix: str) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        first, last = self._window[0], self._window[-1]
+        steps = f"step-{first:06d}" if first == last else f"steps-{first:06d}-{last:06d}"
+        return self.folder / f"{self.stage}-{steps}.{suffix}"
+
+    def _stop_torch(self) -> None:
+        if self._torch is not None:
+            self._torch.stop()
+            self._torch = None
+
+    def _start_cuda(self) -> None:
+        if "memory" in self.cfg.tools:
+            torch.cuda.memory._record_memory_history(max_entries=HISTORY_EVENTS)
+        if "nsys" in self.cfg.tools:
+            torch.cuda.profiler.start()
+
+    def _stop_cuda(self) -> None:
+        if "nsys" in self.cfg.tools:
+            torch.cuda.profiler.stop()
+        if "memory" in self.cfg.tools:
+            torch.cuda.memory._dump_snapshot(str(self._file("pickle")))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def window(steps: Collection[int], at: int) -> list[int]:
+    """The next steps in a row that are recorded, from step `at` on; [] if none is left."""
+    start = end = min((step for step in steps if step >= at), default=0)
+    while end in steps:
+        end += 1
+    return list(range(start, end))
+
+
+def schedule(steps: Collection[int], *, warmup: int, first: int) -> Callable[[int], ProfilerAction]:
+    """What torch's profiler does in its n-th step, where n = 0 is training step `first`."""
+
+    def action(n: int) -> ProfilerAction:
+        at = first + n
+        if at in steps:
+            return ProfilerAction.RECORD if at + 1 in steps else ProfilerAction.RECORD_AND_SAVE
+        soon = any(at + k in steps for k in range(1, warmup + 1))
+        return ProfilerAction.WARMUP if soon else ProfilerAction.NONE
+
+    return action

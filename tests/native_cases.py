@@ -1,0 +1,513 @@
+"""For every leaf of the native schema: a tiny config that gives it a meaning, and another value of it.
+
+A new field needs a line here; `test_dead_native.py` runs the config with and without the value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from observed import row
+from whet.types import Json
+
+ROWS = [row(n) for n in range(8)]
+
+BASE: dict[str, Json] = {
+    "model": {"scratch": {"hidden_size": 16, "layers": 1, "heads": 2, "max_positions": 64, "init_std": 0.5}},
+    "tokenizer": {"build": "chars"},
+    "data": {"train": [{"path": "a.jsonl"}], "max_prompt_tokens": 32},
+    "rewards": {"r": {"function": "object:r"}},
+    "rollout": {"group_size": 2, "sampling": {"max_tokens": 4}},
+    "train": {"steps": 2, "tasks_per_step": 2, "optimizer": {"lr": 0.01}},
+    "checkpoint": {"export": False},
+    "track": {"trackers": ["jsonl"]},
+    "machine": {"exact": "off"},
+}
+
+# ---------------------------------------------------------------- contexts
+
+OTHERS = "model={path: A}; tokenizer={}"
+REFERENCE = "algorithm.kl.coef=0.1"
+PPO = "algorithm.name=ppo; critic.optimizer.lr=0.01"
+GIVEN = "rewards={}; rollout={sampling: {max_tokens: 4}}"
+SFT, DPO, KTO = (f"algorithm.name={name}; {GIVEN}" for name in ("sft", "dpo", "kto"))
+EVAL = "data.eval=[{path: held.jsonl, name: held}]; data.exclude_eval=false"
+MIX = "algorithm.name=mix; algorithm.mix.expert_ratio=0.5; data.expert=[{path: a.jsonl}]"
+MOVED = "train.passes=3; train.optimizer.lr=0.05; rollout.group_size=4"
+"""Ratios move away from 1 within a step."""
+REC = f"algorithm.name=rec; {MOVED}"
+SCHEDULE = "train.steps=4"
+LONG = "data.max_prompt_tokens=3; data.overlong=truncate_right"
+MOE = "model.scratch.architecture=qwen3_moe; model.scratch.experts=4"
+TURN = "{{ m.content }}{{ mark }}{{ eos_token if m.role == 'assistant' }}"
+CHAT = f'data.chat=true; tokenizer.chat_template="{{% for m in messages %}}{TURN}{{% endfor %}}"'
+SECOND = "rewards.s={function: 'object:s', arguments: {salt: x}}"
+HALF = "rewards.r.function='rows.py:half'; guard.max_failure_rate=1.0"
+JUDGED = "rewards={r: {model: {path: JUDGE_C}}}"
+"""Its tokens are words, the policy's characters."""
+GYM = "reasoning_gym: {task: spell_backward, size: 6}"
+ROOM = "data.max_prompt_tokens=300; model.scratch.max_positions=512"
+REMOTE = "track.trackers=[wandb]"
+
+Case = tuple[str, Any]
+"""(overrides that give the key a meaning, its other value). In values A and B are folders of two models."""
+
+
+def optimizer(at: str, context: str) -> dict[str, Case]:
+    """Keys of an optimizer and its schedule."""
+    s = f"{at}.schedule"
+    cosine = f"{context}; {SCHEDULE}; {s}.kind=cosine"
+    wsd = f"{context}; {SCHEDULE}; {s}.kind=wsd; {s}.decay_steps=3"
+    return {
+        f"{at}.kind": (context, "sgd"),
+        f"{at}.momentum": (f"{context}; {at}.kind=sgd", 0.9),
+        f"{at}.groups.*.lr_factor": (f"{context}; {at}.groups={{norm: {{lr_factor: 0.5}}}}", 0.1),
+        f"{at}.groups.*.weight_decay": (f"{context}; {at}.groups={{norm: {{lr_factor: 0.5}}}}", 0.5),
+        f"{at}.lr": (context, 0.02),
+        f"{at}.betas": (context, [0.5, 0.5]),
+        f"{at}.eps": (context, 0.1),
+        f"{at}.weight_decay": (context, 0.5),
+        f"{at}.decay_all": (f"{context}; {at}.weight_decay=0.5", True),
+        f"{at}.grad_clip": (f"{context}; {at}.eps=0.1", 1e-4),
+        f"{s}.kind": (f"{context}; {SCHEDULE}", "linear"),
+        f"{s}.unit": (f"{cosine}; train.passes=2", "train_step"),
+        f"{s}.warmup_steps": (f"{context}; {SCHEDULE}", 2),
+        f"{s}.warmup_fraction": (f"{context}; {SCHEDULE}", 0.5),
+        f"{s}.warmup_start": (f"{context}; {s}.warmup_steps=2", 0.5),
+        f"{s}.warmup_ends": (f"{context}; {s}.warmup_steps=2", "peak"),
+        f"{s}.min_factor": (cosine, 0.5),
+        f"{s}.total_steps": (cosine, 2),
+        f"{s}.cycles": (cosine, 1.5),
+        f"{s}.decay_steps": (wsd, 2),
+        f"{s}.decay_fraction": (f"{context}; {SCHEDULE}; {s}.kind=wsd", 0.7),
+        f"{s}.decay_shape": (wsd, "minus_sqrt"),
+        f"{s}.weight_decay_end": (f"{context}; {at}.weight_decay=0.5", 0.1),
+        f"{s}.weight_decay_shape": (f"{context}; {SCHEDULE}; {s}.weight_decay_end=0.9", "cosine"),
+    }
+
+
+def lora(at: str, context: str) -> dict[str, Case]:
+    """Keys of adapters."""
+    on = f"{context}; {at}.rank=2"
+    return {
+        f"{at}.rank": (on, 4),
+        f"{at}.alpha": (on, 4.0),
+        f"{at}.rslora": (on, True),
+        f"{at}.dropout": (on, 0.5),
+        f"{at}.targets": (on, ["q_proj"]),
+        f"{at}.modules_to_save": (on, ["norm"]),
+        f"{at}.init": (on, "gaussian"),
+        f"{at}.pissa_iterations": (f"{on}; {at}.init=pissa", 1),
+        f"{at}.rank_pattern": (on, {"q_proj": 1}),
+        f"{at}.alpha_pattern": (on, {"q_proj": 1.0}),
+        f"{at}.path": (on, "ADAPTER"),
+    }
+
+
+def sampling(at: str, context: str) -> dict[str, Case]:
+    """Keys of sampling. The model's tokens are drawn from about twenty characters."""
+    return {
+        f"{at}.temperature": (context, 0.5),
+        f"{at}.top_k": (context, 2),
+        f"{at}.top_p": (context, 0.3),
+        f"{at}.min_p": (context, 0.5),
+        f"{at}.repetition_penalty": (context, 5.0),
+        f"{at}.max_tokens": (context, 3),
+        f"{at}.min_tokens": (f"{context}; {at}.max_tokens=24", 24),
+        f"{at}.stop": (context, ["1", "2", "3", "+", "-", "="]),
+        f"{at}.stop_token_ids": (context, list(range(3, 12))),
+        f"{at}.ignore_eos": (f"{context}; {at}.max_tokens=24", True),
+    }
+
+
+def source(part: str, context: str, other: str = "") -> dict[str, Case]:
+    """Keys of a source. other: overrides under which the columns of replies are read."""
+    at, first = f"data.{part}.*", f"data.{part}.0"
+    answers = ", response: answer" if part == "expert" else ""
+    gym = f"{context}; {ROOM}; data.{part}=[{{{GYM}{answers}}}]; rollout.sampling.max_tokens={40 if answers else 4}"
+    order = "data.order=easy_first; data.train.0.difficulty=hard"
+    two = f"{context}; data.{part}=[{{path: a.jsonl}}, {{path: b.jsonl}}]"
+    function = f"{context}; data.{part}=[{{function: 'rows.py:made'}}]"
+    labelled = f"{KTO}; {other}"
+    return {
+        f"{at}.name": (context, "another"),
+        f"{at}.path": (f"{context}; data.{part}=[{{path: a.jsonl}}]", "b.jsonl"),
+        f"{at}.subset": (f"{context}; data.{part}=[{{path: set, subset: one, split: train}}]", "two"),
+        f"{at}.split": (f"{context}; data.{part}=[{{path: set, subset: one, split: train}}]", "test"),
+        f"{at}.reasoning_gym.task": (gym, "letter_counting"),
+        f"{at}.reasoning_gym.size": (gym, 3),
+        f"{at}.reasoning_gym.seed": (gym, 1),
+        f"{at}.reasoning_gym.params": (gym, {"min_word_len": 4, "max_word_len": 5}),
+        f"{at}.function": (function, "rows.py:others"),
+        f"{at}.arguments": (function, {"n": 5}),
+        f"{at}.rows": (f"{context}; data.{part}=[{{rows: ROWS}}]", ROWS[2:7]),
+        f"{at}.weight": (two, 9.0),
+        f"{at}.prompt": (context, "prompt2"),
+        f"{at}.messages": (f"{SFT}; {context}; {CHAT}" if part != "expert" else f"{context}; {CHAT}", "talk"),
+        f"{at}.answer": (context, "answer2"),
+        f"{at}.response": (f"{SFT}; {other}" if part != "expert" else context, "response2"),
+        f"{at}.rejected": (f"{DPO}; {other}", "rejected2"),
+        f"{at}.desirable": (labelled, "desirable2"),
+        f"{at}.label": (context, "kind"),
+        f"{at}.difficulty": (f"{context}; {order}; {first}.difficulty=hard", "hard2"),
+        f"{at}.template": (context, "0{prompt}"),
+        f"{at}.system": (f"{context}; {CHAT}", "1+1"),
+        f"{at}.system_column": (f"{context}; {CHAT}; {first}.system='2'", "answer"),
+        f"{at}.reply_prefix": (context, "1"),
+        f"{at}.rewards": (
+            f"{context}; rewards.s={{function: 'object:s', arguments: {{salt: x}}}}; {first}.name=n",
+            ["s"],
+        ),
+        f"{at}.skip": (context, 3),
+        f"{at}.limit": (context, 3),
+    }
+
+
+CASES: dict[str, Case] = {
+    "name": ("", "another"),
+    "seed": ("", 1),
+    "run_dir": ("", "elsewhere"),
+    "imports": ("", ["mine.py"]),
+    "model.path": (OTHERS, "B"),
+    "model.scratch.architecture": ("", "llama"),
+    "model.scratch.hidden_size": ("", 32),
+    "model.scratch.layers": ("", 2),
+    "model.scratch.heads": ("", 1),
+    "model.scratch.kv_heads": ("", 1),
+    "model.scratch.head_dim": ("", 4),
+    "model.scratch.ffn_size": ("", 24),
+    "model.scratch.max_positions": ("checkpoint.export=true", 72),
+    "model.scratch.rope_theta": ("", 50.0),
+    "model.scratch.tie_embeddings": ("", False),
+    "model.scratch.init_std": ("", 0.2),
+    "model.scratch.experts": (MOE, 3),
+    "model.scratch.experts_per_token": (MOE, 1),
+    "model.scratch.sliding_window": ("model.scratch.architecture=mistral", 2),
+    "model.dtype": ("", "bfloat16"),
+    "model.overrides": ("", {"rms_norm_eps": 0.1}),
+    **lora("model.lora", ""),
+    "tokenizer.path": ("tokenizer={path: A}", "C"),
+    "tokenizer.build": ("", "words"),
+    "tokenizer.vocab_size": ("tokenizer.build=words", 8),
+    "tokenizer.chat_template": (CHAT, "{% for m in messages %}1{{ m.content }}{% endfor %}"),
+    "tokenizer.chat_arguments": (CHAT, {"mark": "+"}),
+    "critic.path": (PPO, "A"),
+    **lora("critic.lora", PPO),
+    "critic.warmup_steps": (PPO, 1),
+    "critic.minibatches": (PPO, 2),
+    "critic.passes": (PPO, 2),
+    "critic.micro_tokens": (PPO, 20),
+    "critic.micro_rollouts": (PPO, 1),
+    "critic.gradient_checkpointing": (PPO, True),
+    "critic.overrides": (f"{PPO}; critic.path=A", {"rms_norm_eps": 0.1}),
+    "critic.clip_value": (f"{PPO}; train.passes=3", 1e-5),
+    "critic.aggregation": (PPO, "token-sum"),
+    "critic.normalize_decay": (PPO, 0.5),
+    **optimizer("critic.optimizer", PPO),
+    "reference.path": (f"{REFERENCE}; {OTHERS}", "B"),
+    "reference.overrides": (
+        f"{REFERENCE}; {OTHERS}; reference.path=B",
+        {"rms_norm_eps": 0.1},
+    ),
+    "reference.reset_every": (REFERENCE, 1),
+    "reference.reset_every_epochs": (f"{REFERENCE}; data.train.0.limit=2", 1),
+    "reference.reset_optimizer": (f"{REFERENCE}; reference.reset_every=1", True),
+    **source("train", ""),
+    **source("eval", EVAL, f"{EVAL}"),
+    **source("expert", MIX),
+    "data.exclude_eval": ("data.eval=[{path: held.jsonl}]", False),
+    "data.order": ("", "sequential"),
+    "data.seed": ("", 5),
+    "data.max_prompt_tokens": (LONG, 4),
+    "data.max_total_tokens": (f"{SFT}; data.overlong=truncate_right", 5),
+    "data.overlong": (LONG, "truncate_left"),
+    "data.learn_turns": (f"{SFT}; {CHAT}; data.train=[{{path: a.jsonl, messages: talk}}]", "last"),
+    "data.chat": (CHAT.replace("data.chat=true", "data.chat=false"), True),
+    "algorithm.name": ("", "rloo"),
+    "algorithm.advantage": ("", "rloo"),
+    "algorithm.loss": ("", "reinforce"),
+    "algorithm.aggregation": ("", "token-sum"),
+    "algorithm.norm_tokens": ("algorithm.aggregation=token-sum-norm", 3),
+    "algorithm.whiten": ("", True),
+    "algorithm.entropy_coef": ("", 0.1),
+    "algorithm.kl.coef": ("", 0.1),
+    "algorithm.kl.estimator": (REFERENCE, "k2"),
+    "algorithm.reward_kl.coef": ("", 0.1),
+    "algorithm.reward_kl.estimator": ("algorithm.reward_kl.coef=0.1", "k2"),
+    "algorithm.reward_kl.target": ("algorithm.reward_kl.coef=0.1", 0.5),
+    "algorithm.reward_kl.horizon": ("algorithm.reward_kl={coef: 0.1, target: 0.5}", 5),
+    "algorithm.correction.weight": ("rollout.sync_every=2", "token"),
+    "algorithm.correction.low": ("rollout.sync_every=2; algorithm.correction.weight=token", 0.999),
+    "algorithm.correction.high": ("rollout.sync_every=2; algorithm.correction.weight=token", 1.001),
+    "algorithm.correction.outside": (
+        "rollout.sync_every=2; algorithm.correction={weight: token, low: 0.999, high: 1.001}",
+        "mask",
+    ),
+    "algorithm.correction.normalize": ("rollout.sync_every=2; algorithm.correction.weight=token", True),
+    "algorithm.correction.staleness_decay": ("rollout.sync_every=2", 0.5),
+    "algorithm.correction.denominator": (
+        "rollout.sync_every=2; algorithm.correction={weight: token, high: 1.0, outside: mask}",
+        "all",
+    ),
+    "algorithm.correction.reject.*.statistic": ("CORRECT={over: mean, high: 0.999}", "k2"),
+    "algorithm.correction.reject.*.over": ("CORRECT={over: token, high: 1.0}", "max"),
+    "algorithm.correction.reject.*.low": ("CORRECT={high: 2.0}", 0.999),
+    "algorithm.correction.reject.*.high": ("CORRECT={low: 0.1}", 0.999),
+    "algorithm.old_logprobs": ("train.temperature=0.7", "sampled"),
+    "algorithm.drop_uniform_groups": (
+        "rewards={f: {function: format, arguments: {pattern: '[0-9]'}}}; rollout.group_size=3",
+        True,
+    ),
+    "algorithm.refill": (
+        "rewards={f: {function: format, arguments: {pattern: '[0-9]'}}}; rollout.group_size=3; "
+        "algorithm.drop_uniform_groups=true; train.tasks_per_step=4",
+        "copy",
+    ),
+    "algorithm.std_floor": ("", 0.9),
+    "algorithm.std_epsilon": ("", 0.5),
+    "algorithm.std_scope": ("", "batch"),
+    "algorithm.rank_penalty": ("rollout.group_size=4", 0.5),
+    "algorithm.single_rollout": (
+        "algorithm.name=rloo; rewards.r.function='rows.py:half'; guard.max_failure_rate=1.0; train.tasks_per_step=4",
+        "raw",
+    ),
+    "algorithm.opmd_baseline": ("algorithm.name=opmd", "logavgexp"),
+    "algorithm.tau": ("algorithm.name=opmd", 0.5),
+    "algorithm.baseline_shift": ("algorithm.name=asymre", 0.2),
+    "algorithm.turn_weight": ("algorithm.name=gigpo", 0.3),
+    "algorithm.distill_coef": (f"algorithm.name=distill; {OTHERS}; reference.path=B", 0.5),
+    "algorithm.gamma": (PPO, 0.5),
+    "algorithm.lam": (PPO, 0.5),
+    "algorithm.normalize_std": ("", False),
+    "algorithm.std_ddof": ("", 0),
+    "algorithm.whiten_ddof": ("algorithm.whiten=true", 0),
+    "algorithm.advantage_low": ("", -0.1),
+    "algorithm.advantage_high": ("", 0.1),
+    "algorithm.resample": ("", "pow"),
+    "algorithm.resample_power": ("algorithm.resample=pow; rollout.group_size=4", 9.0),
+    "algorithm.groups.unfinished": ("", "zero"),
+    "algorithm.groups.min_reward": ("rollout.group_size=4", 0.2),
+    "algorithm.groups.keep_best": ("rollout.group_size=4", 2),
+    "algorithm.groups.keep_worst": ("rollout.group_size=4", 2),
+    "algorithm.groups.min_shared_prefix": (
+        "rollout.group_size=8; rollout.sampling={top_k: 2, max_tokens: 8}",
+        1,
+    ),
+    "algorithm.groups.min_std": ("", 0.3),
+    "algorithm.groups.min_std_ddof": ("algorithm.groups.min_std=0.15; rollout.group_size=2", 0),
+    "algorithm.groups.uniform_by": (
+        "algorithm.drop_uniform_groups=true; rewards.f={function: format, arguments: {pattern: '[0-9]'}}; "
+        "rollout.group_size=3",
+        ["f"],
+    ),
+    "algorithm.clip_low": (MOVED, 0.01),
+    "algorithm.clip_high": (MOVED, 0.01),
+    "algorithm.dual_clip": (f"{MOVED}; train.optimizer.lr=0.3", 1.01),
+    "algorithm.sequence_mask_delta": (MOVED, 0.001),
+    "algorithm.fallback_to_policy_gradient": ("rollout.sync_every=2; algorithm.old_logprobs=sampled", True),
+    "algorithm.gspo_form": (
+        f"algorithm.name=gspo; algorithm.advantage=gae; algorithm.lam=0.5; {MOVED}",
+        "token",
+    ),
+    "algorithm.cispo_mask": (f"algorithm.name=cispo; {MOVED}; algorithm.clip_high=0.01", True),
+    "algorithm.tau_pos": (f"algorithm.name=sapo; {MOVED}", 2.0),
+    "algorithm.tau_neg": (f"algorithm.name=sapo; {MOVED}", 2.0),
+    "algorithm.sapo_detach": (f"algorithm.name=sapo; {MOVED}", True),
+    "algorithm.clip_cov_ratio": (f"algorithm.name=clip_cov; {MOVED}; algorithm.clip_cov_lb=-5.0", 0.9),
+    "algorithm.clip_cov_lb": (f"algorithm.name=clip_cov; {MOVED}; algorithm.clip_cov_ratio=0.9", -5.0),
+    "algorithm.clip_cov_ub": (
+        f"algorithm.name=clip_cov; {MOVED}; algorithm.clip_cov_ratio=0.9; algorithm.clip_cov_lb=-5.0",
+        0.0,
+    ),
+    "algorithm.kl_cov_ratio": (f"algorithm.name=kl_cov; {MOVED}", 0.9),
+    "algorithm.ppo_kl_coef": (f"algorithm.name=kl_cov; {MOVED}; algorithm.kl_cov_ratio=0.5", 0.1),
+    "algorithm.dppo_divergence": (
+        f"algorithm.name=dppo; {MOVED}; algorithm.dppo_delta_low=0.05",
+        "binary_kl",
+    ),
+    "algorithm.dppo_delta_low": (f"algorithm.name=dppo; {MOVED}", 0.001),
+    "algorithm.dppo_delta_high": (f"algorithm.name=dppo; {MOVED}", 0.001),
+    "algorithm.aipo_rho": (f"algorithm.name=aipo; {MOVED}", 1.001),
+    "algorithm.sppo_epsilon": (f"algorithm.name=sppo; {MOVED}", 0.001),
+    "algorithm.topr_threshold": (f"algorithm.name=topr; {MOVED}", 0.9),
+    "algorithm.rec_clip_mode": (
+        f"algorithm.name=rec; {MOVED}; algorithm.clip_low=0.01; algorithm.clip_high=0.01",
+        "two-side",
+    ),
+    "algorithm.rec_ring_low": (
+        f"algorithm.name=rec; {MOVED}; algorithm.rec_clip_mode=ring; algorithm.clip_low=0.001",
+        0.01,
+    ),
+    "algorithm.rec_ring_high": (
+        f"algorithm.name=rec; {MOVED}; algorithm.rec_clip_mode=ring; algorithm.clip_high=0.001",
+        0.01,
+    ),
+    "algorithm.rec_weight": (f"algorithm.name=rec; {MOVED}", "importance_sampling"),
+    "algorithm.rec_temperature": (f"algorithm.name=rec; {MOVED}; algorithm.rec_weight=advantage", 0.3),
+    "algorithm.rec_regularizer": (
+        f"{REC}; algorithm.rec_regularizer=forward-kl; algorithm.rec_regularizer_coef=0.5",
+        "k2",
+    ),
+    "algorithm.rec_regularizer_coef": (f"algorithm.name=rec; {MOVED}; algorithm.rec_regularizer=k2", 0.5),
+    "algorithm.positive_nll_coef": ("", 0.3),
+    "algorithm.entropy_aggregation": ("algorithm.entropy_coef=0.1", "token-mean"),
+    "algorithm.mix.expert_ratio": (f"{MIX}; train.tasks_per_step=4", 0.25),
+    "algorithm.mix.loss": (MIX, "sft_is"),
+    "algorithm.mix.mu": (MIX, 0.5),
+    "algorithm.mix.mu_warmup_steps": (MIX, 3),
+    "algorithm.mix.mu_valley": (MIX, 0.01),
+    "algorithm.mix.mu_decay_steps": (f"{MIX}; algorithm.mix.mu_valley=0.01", 3),
+    "algorithm.phi_cutoff": (f"algorithm.name=sft_phi; {GIVEN}", 0.01),
+    "algorithm.beta": (DPO, 0.5),
+    "algorithm.pair_loss": (DPO, "hinge"),
+    "algorithm.label_smoothing": (DPO, 0.2),
+    "algorithm.target_margin": (f"algorithm.name=simpo; {GIVEN}", 0.2),
+    "algorithm.odds_weight": (f"algorithm.name=orpo; {GIVEN}", 0.9),
+    "algorithm.desirable_weight": (KTO, 0.3),
+    "algorithm.undesirable_weight": (KTO, 0.3),
+    "rewards.*.function": ("rewards={r: {function: exact}}", "number"),
+    "rewards.*.weight": (SECOND, 0.3),
+    "rewards.*.arguments": ("", {"salt": "y"}),
+    "rewards.*.model.path": (JUDGED, "JUDGE_A"),
+    "rewards.*.model.reads": (JUDGED, "tokens"),
+    "rewards.*.model.tokenizer": (JUDGED, "A"),
+    "rewards.*.model.chat_template": (
+        f"{CHAT}; {JUDGED}",
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+    ),
+    "rewards.*.model.max_tokens": (f"{JUDGED}; rewards.r.model.overlong=truncate_left", 3),
+    "rewards.*.model.overlong": (
+        f"{JUDGED}; rewards.r.model.max_tokens=3; rewards.r.model.overlong=truncate_left",
+        "truncate_right",
+    ),
+    "rewards.*.model.dtype": (JUDGED, "bfloat16"),
+    "rollout.engine": ("", "hf"),
+    "rollout.group_size": ("", 3),
+    **sampling("rollout.sampling", ""),
+    "rollout.max_batch": ("", 2),
+    "rollout.sync_every": ("", 2),
+    "rollout.timeout_s": ("", 30.0),
+    "train.steps": ("", 3),
+    "train.epochs": ("train.steps=null; train.epochs=0.5", 0.75),
+    "train.drop_last": ("train.tasks_per_step=3; train.epochs=1.5; train.steps=null", True),
+    "train.tasks_per_step": ("", 3),
+    "train.minibatches": ("", 2),
+    "train.passes": ("", 2),
+    "train.shuffle_passes": ("train.minibatches=2; train.passes=2", True),
+    "train.micro_tokens": ("", 20),
+    "train.micro_rollouts": ("", 1),
+    "train.micro_tokens_forward": ("", 20),
+    "train.micro_rollouts_forward": ("", 1),
+    "train.share_prompts": ("", False),
+    "train.gradient_checkpointing": ("", True),
+    "train.trainable": ("", {"norm": False}),
+    "train.temperature": ("", 0.5),
+    "train.max_skipped_steps": ("", 3),
+    **optimizer("train.optimizer", ""),
+    "eval.every": (EVAL, 1),
+    "eval.at_start": (EVAL, False),
+    "eval.at_end": (EVAL, False),
+    "eval.samples": (f"{EVAL}; eval.sampling.temperature=1.0", 2),
+    **sampling("eval.sampling", f"{EVAL}; eval.sampling={{temperature: 1.0, max_tokens: 4}}"),
+    "eval.sources.*.samples": (f"{EVAL}; eval.sampling.temperature=1.0; eval.sources.held={{}}", 2),
+    **sampling(
+        "eval.sources.*.sampling", f"{EVAL}; eval.sources.held.sampling={{temperature: 1.0, max_tokens: 4}}"
+    ),
+    "eval.success": (EVAL, 0.3),
+    "eval.reward": (f"{EVAL}; {SECOND}", "s"),
+    "eval.log_samples": (EVAL, 2),
+    "checkpoint.every": ("", 1),
+    "checkpoint.every_epochs": ("data.train.0.limit=2; train.steps=3", 1),
+    "checkpoint.keep": ("checkpoint.every=1", 1),
+    "checkpoint.dir": ("", "saved"),
+    "checkpoint.contents": ("", ["model"]),
+    "checkpoint.export": ("", True),
+    "checkpoint.export_every": ("", 1),
+    "checkpoint.export_as": ("checkpoint.export=true; model.lora.rank=2", "adapter"),
+    "checkpoint.export_dir": ("checkpoint.export=true", "given_away"),
+    "track.trackers": ("", ["jsonl", "tensorboard"]),
+    "track.project": (REMOTE, "another"),
+    "track.group": (REMOTE, "together"),
+    "track.tags": (REMOTE, ["good"]),
+    "track.arguments": (REMOTE, {"wandb": {"entity": "team"}}),
+    "track.rollouts_every": ("", 2),
+    "track.batches_every": ("", 1),
+    "track.rollouts_dir": ("", "played"),
+    "track.eval_dir": (EVAL, "judged"),
+    "track.log_level": ("", "debug"),
+    "track.micro_batches": ("", True),
+    "profile.steps": ("", [2]),
+    "profile.warmup": ("profile.steps=[2]", 0),
+    "profile.shapes": ("profile.steps=[2]", True),
+    "profile.stack": ("profile.steps=[2]", True),
+    "profile.allocations": ("profile.steps=[2]", True),
+    "profile.dir": ("profile.steps=[2]", "traces"),
+    "guard.workers": ("", 2),
+    "guard.env": ("rewards.r.function='rows.py:environment'", {"MARK": "2"}),
+    "guard.timeout_s": ("", 5.0),
+    "guard.memory_mb": ("", 1024),
+    "guard.max_output_bytes": ("", 128),
+    "machine.threads": ("", 2),
+    "machine.exact": ("", "auto"),
+    "machine.kernels": ("", "torch"),
+    "machine.kv_cache_mb": ("", 8),
+    "stages.*.name": ("stages=[{name: one}]", "two"),
+    "stages.*.algorithm": ("stages=[{name: one}]", {"loss": "reinforce"}),
+    "stages.*.data": ("stages=[{name: one}]", {"order": "sequential"}),
+    "stages.*.rewards": ("stages=[{name: one}]", {"r": {"arguments": {"salt": "z"}}}),
+    "stages.*.rollout": ("stages=[{name: one}]", {"sync_every": 2}),
+    "stages.*.train": ("stages=[{name: one}]", {"passes": 2}),
+    "stages.*.critic": (f"{PPO}; stages=[{{name: one}}]", {"passes": 2}),
+    "stages.*.reference": (f"{REFERENCE}; stages=[{{name: one}}]", {"reset_every": 1}),
+    "stages.*.eval": (f"{EVAL}; stages=[{{name: one}}]", {"every": 1}),
+}
+
+REFUSED: dict[str, tuple[str, Any, str]] = {
+    "model.trust_remote_code": ("", True, "expected false"),
+    "data.eval.*.weight": (EVAL, 2.0, "evaluation takes every row once"),
+    "data.eval.*.difficulty": (EVAL, "hard", "in the order of the file"),
+    **{
+        f"data.expert.*.{key}": (MIX, value, said)
+        for key, value, said in (
+            ("answer", "answer2", "only prompt and response are read"),
+            ("rejected", "rejected2", "only prompt and response are read"),
+            ("desirable", "desirable2", "only prompt and response are read"),
+            ("label", "kind", "only prompt and response are read"),
+            ("rewards", ["r"], "not judged"),
+        )
+    },
+    "machine.device": ("", "cuda", "torch finds no CUDA device"),
+    "profile.tools": ("profile.steps=[2]", ["memory"], "memory: only CUDA has an allocator with a history"),
+}
+"""Keys with a value that is refused wherever it stands: (context, value, what is said of it)."""
+
+CASES = {name: case for name, case in CASES.items() if name not in REFUSED}
+
+ENDS: dict[str, tuple[str, Any, str]] = {
+    "algorithm.max_refills": (
+        "algorithm.drop_uniform_groups=true; rewards={f: {function: format, arguments: {pattern: '^$'}}}",
+        3,
+        "of 8 tasks",
+    ),
+    "guard.max_failure_rate": (
+        "rewards.r.function='rows.py:half'; rollout.group_size=8",
+        0.0,
+        "guard.max_failure_rate 0 allows",
+    ),
+    "machine.memory_mb": ("model.scratch.hidden_size=256", 1, "machine.memory_mb has 1 MiB"),
+    "checkpoint.resume": ("", "nowhere", "checkpoint.resume=nowhere: no such folder"),
+}
+"""Keys whose effect is that a run ends with an error, or with another one: (context, value, what is said)."""
+
+OFFLINE: dict[str, Any] = {
+    "path": "b.jsonl", "prompt": "prompt2", "response": "responses2", "answer": "answer2", "label": "kind", "limit": 3,
+}  # fmt: skip
+"""Another value of every key of eval.offline."""
+
+BELOW: dict[str, str] = {
+    "critic.head": "weights with a head are refused without it",
+    "algorithm.divide_by_turns": "episodes of one turn are divided by 1",
+    "checkpoint.load": "what is read when a run goes on",
+    **{f"eval.offline.{name}": "training refuses it, `whet eval` reads it" for name in OFFLINE},
+}
+"""Keys that a single training run cannot show; the last tests of test_dead_native.py are theirs."""

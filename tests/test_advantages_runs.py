@@ -1,0 +1,249 @@
+"""Advantages, groups and resampling through the whole program: they learn, they are booked, what is idle is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import whet
+from test_train_torch import engine, random_groups
+from whet.batch import pack
+from whet.config.load import load
+from whet.config.plan import plans
+from whet.models.logprobs import Head, collisions
+from whet.training.torch import Cut
+from whet.types import ConfigError, WhetError
+
+ROOT = Path(__file__).parents[1]
+SETUP: dict[str, Any] = {
+    "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 64, "max_positions": 64}},
+    "tokenizer": {"build": "chars"},
+    "machine": {"threads": 1},
+    "track": {"trackers": ["jsonl"]},
+    "checkpoint": {"every": 0, "export": False},
+    "data": {"max_prompt_tokens": 8, "train": [{"path": str(ROOT / "tests/data/words.jsonl")}]},
+    "rollout": {"group_size": 4, "sampling": {"max_tokens": 5, "ignore_eos": True}},
+    "train": {"steps": 14, "tasks_per_step": 8, "optimizer": {"lr": 1e-2}},
+}
+
+
+def share_of_a(response: str, task: whet.Task) -> float:
+    return response.count("a") / max(len(response), 1)
+
+
+def learn(run_dir: Path, algorithm: dict[str, Any], **sections: Any) -> list[dict[str, Any]]:
+    result = whet.train(
+        rewards=share_of_a, run_dir=str(run_dir), **{**SETUP, "algorithm": algorithm, **sections}
+    )
+    assert result.finished
+    return result.metrics
+
+
+# ---------------------------------------------------------------- what needs more than rewards learns
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"name": "reinforce_pp"},
+        {"name": "remax"},
+        {"name": "opmd", "opmd_baseline": "logavgexp", "tau": 0.5},
+        {"name": "raft"},
+        {"name": "gigpo", "gamma": 0.95},
+        {"name": "optimal_token_baseline"},
+        {"name": "grpo", "resample": "pow", "std_scope": "batch", "rank_penalty": 0.25},
+        {"name": "grpo", "resample": "balance", "groups": {"keep_best": 2, "keep_worst": 1}},
+    ],
+    ids=lambda a: "-".join(map(str, a.values()))[:40],
+)
+def test_reward_rises(tmp_path: Path, algorithm: dict[str, Any]) -> None:
+    rewards = [m["reward/mean"] for m in learn(tmp_path / "run", algorithm)]
+    assert rewards[0] < 0.25, "a new model must not know it yet"
+    assert sum(rewards[-3:]) / 3 > 0.5
+
+
+def test_a_student_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
+    learn(tmp_path / "run", {"name": "grpo"}, checkpoint={"every": 0, "export": True})
+    teacher = next((tmp_path / "run").glob("export/*/config.json")).parent
+    metrics = learn(
+        tmp_path / "student",
+        {"name": "distill"},
+        reference={"path": str(teacher)},
+        rollout={**SETUP["rollout"], "group_size": 2},
+    )
+    gaps = [m["train/kl_reference_nats"] for m in metrics]
+    assert gaps[-1] < 0.5 * gaps[0]
+    # No reward was read, yet the student does what the teacher was rewarded for.
+    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.2
+
+
+# ---------------------------------------------------------------- what is booked
+
+
+def test_a_greedy_reply_that_fails_takes_its_group_along(tmp_path: Path) -> None:
+    def only_variety(response: str, task: whet.Task) -> float:
+        if len(set(response)) < 3 and ord(task.answer[0]) % 2:
+            raise ValueError("a loop")
+        return share_of_a(response, task)
+
+    result = whet.train(
+        rewards=only_variety,
+        run_dir=str(tmp_path / "run"),
+        **{**SETUP, "algorithm": {"name": "remax"}, "train": {**SETUP["train"], "steps": 2}},
+        guard={"max_failure_rate": 1.0},
+    )
+    for m in result.metrics:
+        failed = {k: v for k, v in m.items() if k.startswith("ledger/failed/")}
+        assert failed["ledger/failed/greedy_reply_rollouts"] > 0
+        assert m["ledger/trained_rollouts"] > 0
+        assert m["ledger/asked_rollouts"] == m["ledger/trained_rollouts"] + sum(failed.values())
+
+
+def test_dropped_groups_are_asked_for_again_or_copied(tmp_path: Path) -> None:
+    def first_letter(response: str, task: whet.Task) -> float:
+        return float(response[:1] in "aeiou")
+
+    def run(refill: str) -> list[dict[str, Any]]:
+        sections = {**SETUP, "algorithm": {"name": "dapo", "refill": refill, "max_refills": 50}}
+        sections["train"] = {**SETUP["train"], "steps": 2}
+        return whet.train(rewards=first_letter, run_dir=str(tmp_path / refill), **sections).metrics
+
+    asked, copied = run("ask"), run("copy")
+    for m in asked:
+        assert m["ledger/trained_rollouts"] == 32
+        assert m["ledger/asked_rollouts"] == 32 + m.get("ledger/rejected/uniform_rollouts", 0)
+    for m in copied:
+        assert m["ledger/asked_rollouts"] == 32
+        assert m["ledger/trained_rollouts"] + m["ledger/rejected/uniform_rollouts"] == 32
+        assert 0 < m["ledger/trained_rollouts"] < 32
+
+
+# ---------------------------------------------------------------- the sum of p^2
+
+
+def test_collisions_by_hand_and_in_chunks() -> None:
+    head = Head(nn.Linear(2, 3, bias=False))
+    with torch.no_grad():
+        head.linear.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]).log1p())
+    # Logits log 2, log 2, 0 -> 2/5, 2/5, 1/5: 9/25. At temperature 1/2: 4/9, 4/9, 1/9: 33/81.
+    hidden = torch.tensor([[1.0, 1.0]] * 5)
+    torch.testing.assert_close(collisions(hidden, head=head, chunk=2), torch.full((5,), 9 / 25))
+    half = collisions(hidden, head=head, temperature=0.5, chunk=3)
+    torch.testing.assert_close(half, torch.full((5,), 33 / 81))
+    assert collisions(hidden[:0], head=head).shape == (0,)
+    assert not half.requires_grad
+
+
+@pytest.mark.parametrize("cut", [Cut(), Cut(max_tokens=20, temperature=0.7)])
+def test_the_engine_s_collisions_are_those_of_its_distribution(cut: Cut) -> None:
+    made = engine(cut)
+    batch = pack(random_groups())
+    got = made.forward(batch, "collision")
+    expected = torch.zeros(batch.tokens)
+    for row in range(batch.rollouts):
+        at = (batch.row_N == row).nonzero().flatten()
+        logits = made.module(batch.token_ids_N[at][None]).logits[0].double() / cut.temperature
+        p = logits.softmax(-1).square().sum(-1).float()
+        expected[at[1:]] = p[:-1]
+    torch.testing.assert_close(got, torch.where(batch.mask_N, expected, 0.0), rtol=1e-4, atol=1e-6)
+    # The chance to sample the same token twice is at least that of the sampled one.
+    assert (got >= made.forward(batch, "logprobs").exp().square() - 1e-6)[batch.mask_N].all()
+
+
+def test_only_a_policy_has_collisions() -> None:
+    critic = engine(Cut())
+    critic = replace_head(critic)
+    with pytest.raises(WhetError, match="asked a critic for collision"):
+        critic.forward(pack(random_groups()), "collision")
+
+
+def replace_head(made: Any) -> Any:
+    made.value_head = nn.Linear(32, 1)
+    return made
+
+
+# ---------------------------------------------------------------- what cannot work, or has no effect
+
+BASE: dict[str, Any] = {
+    "model": {"scratch": {"hidden_size": 32, "layers": 2, "heads": 4, "max_positions": 512}},
+    "tokenizer": {"build": "chars", "vocab_size": 50},
+    "data": {"train": [{"path": "a.jsonl"}], "max_prompt_tokens": 64},
+    "rewards": {"acc": {"function": "exact"}},
+    "train": {"steps": 10},
+}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["advantage_low=1.0", "advantage_high=0.5"], "1.0 is above advantage_high=0.5"),
+        (["name=distill"], "learns from a teacher"),
+        (["groups.keep_best=8"], "are all of them"),
+        (["groups.keep_best=5", "groups.keep_worst=3"], "are all of them"),
+        (["groups.keep_worst=1"], "compares several"),
+        (["groups.uniform_by=[fmt]", "drop_uniform_groups=true"], "'fmt' is not among rewards: acc"),
+        (["groups.uniform_by=[acc]"], "has no effect: algorithm.drop_uniform_groups is false"),
+        (["groups.min_std_ddof=0"], "has no effect: algorithm.groups.min_std is not given"),
+        (["whiten_ddof=0"], "has no effect: algorithm.whiten is false"),
+        (["resample_power=3.0"], "has no effect: only resample=pow reads it"),
+        (["normalize_std=false", "std_floor=0.1"], "has no effect: normalize_std is false"),
+        (["name=rloo", "std_ddof=0"], "std_ddof"),
+        (["single_rollout=raw"], "single_rollout"),
+        (["name=opo", "rank_penalty=0.1"], "rank_penalty"),
+        (["advantage=opmd", "tau=2.0"], "has no effect: opmd_baseline is mean"),
+        (["baseline_shift=-0.2"], "baseline_shift"),
+        (["name=sft", "resample=pow"], "resample"),
+        (["name=sft", "groups.keep_best=1"], "the replies are in the data"),
+        (["name=mix", "resample=pow"], "would draw demonstrations too"),
+        (["name=grpo", "groups.unfinished=sometimes"], "unfinished"),
+    ],
+)
+def test_refused(overrides: list[str], why: str) -> None:
+    base = {**BASE, "rewards": {}} if "name=sft" in overrides else BASE
+    with pytest.raises(ConfigError, match=why):
+        plans(load(None, [f"algorithm.{o}" for o in overrides], base))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.name=remax", "rollout.group_size=1"],
+        ["algorithm.name=rloo", "algorithm.single_rollout=raw", "rollout.group_size=1"],
+        ["algorithm.name=raft", "algorithm.groups.min_reward=0.5"],
+        ["algorithm.name=dapo", "algorithm.groups.uniform_by=[acc]", "algorithm.groups.min_std=0.1"],
+        ["algorithm.advantage=opmd", "algorithm.tau=2.0", "algorithm.opmd_baseline=logavgexp"],
+        ["algorithm.whiten=true", "algorithm.whiten_ddof=0", "algorithm.advantage_high=5.0"],
+        ["algorithm.name=distill", "reference.path=teacher"],
+    ],
+)
+def test_accepted(overrides: list[str]) -> None:
+    (planned,) = plans(load(None, overrides, BASE))
+    assert planned.algorithm.kind == "online"
+
+
+def test_a_greedy_policy_has_nothing_to_compare_with_its_greedy_reply() -> None:
+    overrides = ["algorithm.name=remax", "rollout.sampling.temperature=0.0", "rollout.group_size=1"]
+    with pytest.raises(ConfigError, match="so is the reply that advantage=remax compares with"):
+        plans(load(None, overrides, BASE))
+
+
+def test_stages_that_read_data_do_not_refine_it() -> None:
+    """Groups of a stage that samples are not those of the stage before it that does not."""
+    stages = [{"name": "a", "algorithm": {"name": "sft"}}, {"name": "b"}]
+    overrides = ["algorithm.groups.unfinished=drop"]
+    first, second = plans(load(None, overrides, {**BASE, "stages": stages}))
+    assert (first.algorithm.groups.unfinished, second.algorithm.groups.unfinished) == ("keep", "drop")
+
+
+def test_a_batch_remembers_its_baselines_and_counts_through_select() -> None:
+    groups = random_groups()
+    with_baseline = [
+        replace(g, rollouts=tuple(replace(r, baseline=float(r.index)) for r in g.rollouts)) for g in groups
+    ]
+    assert pack(with_baseline).baseline_R.tolist() == [0.0, 1.0, 2.0] * 4
+    assert pack([groups[0], with_baseline[1]]).baseline_R is None

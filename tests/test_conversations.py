@@ -1,0 +1,436 @@
+"""Whole conversations as demonstrations: which tokens they become, and which of them are learned."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import whet
+from whet.config.schema import Data, Source, Tokenizer
+from whet.data.chat import encode_history, encode_prompt, encode_response, encode_turn
+from whet.data.tasks import TaskStream, demonstration, eval_tasks, learned_turns, preference_pair
+from whet.data.tokenizer import load_tokenizer
+from whet.types import DataError, Message
+
+LETTERS = "".join(map(chr, range(32, 127))) + "\n"
+
+CHATML = (
+    "{% for m in messages %}{{ '<user>' + m.role + '\\n' + m.content + '<eos>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<user>assistant\\n' }}{% endif %}"
+)
+TRIMS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+STRIPS_THOUGHTS = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+NO_END = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def made(template=None, **kw):
+    cfg = Tokenizer(**{"build": "chars", "chat_template": template, **kw})
+    return load_tokenizer(cfg, model_path=None, texts=[LETTERS])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return made()
+
+
+def talk(*contents, system=None):
+    """User and assistant in turn."""
+    roles = ("user", "assistant")
+    turns = [{"role": roles[i % 2], "content": c} for i, c in enumerate(contents)]
+    return ([{"role": "system", "content": system}] if system else []) + turns
+
+
+def written(tmp_path, *rows, **kw):
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return Source(path=str(path), **{"messages": "messages", **kw})
+
+
+def stream(tokenizer, source, *, max_tokens=50, turns="all", **data):
+    cfg = Data(**{"train": (source,), "order": "sequential", **data})
+    made = TaskStream(
+        cfg.train, cfg, tokenizer=tokenizer, seed=0, max_response_tokens=max_tokens, turns=turns
+    )
+    return made, cfg
+
+
+def rollouts(tokenizer, source, *, n=1, max_tokens=50, turns="all", **data):
+    tasks, cfg = stream(tokenizer, source, max_tokens=max_tokens, turns=turns, **data)
+    return [
+        demonstration(
+            t,
+            tokenizer,
+            max_tokens,
+            overlong=cfg.overlong,
+            max_total_tokens=cfg.max_total_tokens,
+            turns=turns,
+        )
+        for t in tasks.next(n)
+    ]
+
+
+def learned(tokenizer, rollout):
+    """The runs of tokens that are learned, as text."""
+    runs, open_run = [], False
+    for token, on in zip(rollout.token_ids, rollout.mask):
+        if on and not open_run:
+            runs.append([])
+        if on:
+            runs[-1].append(token)
+        open_run = bool(on)
+    return [tokenizer.decode(r) for r in runs]
+
+
+# ---------------------------------------------------------------- tokens and masks
+
+
+def test_all_replies_are_learned_and_nothing_else(tmp_path, tokenizer):
+    source = written(tmp_path, {"messages": talk("ab", "c", "d", "ef", system="s")})
+    (r,) = rollouts(tokenizer, source)
+    text = "<system>s<eos><user>ab<eos><assistant>c<eos><user>d<eos><assistant>ef<eos>"
+    assert tokenizer.decode(r.token_ids) == text
+    #                 <system> s <eos> <user> a b <eos> <assistant> c <eos> <user> d <eos> <assistant> e f <eos>
+    assert r.mask == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1]
+    assert len(r.logprobs) == len(r.versions) == len(r.sample_logprobs) == len(r.mask) == len(r.token_ids)
+    assert (r.text, r.finish_reason, r.task.response) == ("ef", "stop", "ef")
+    assert r.task.prompt == tuple(Message(m["role"], m["content"]) for m in talk("ab", "c", "d", system="s"))
+
+
+def test_the_last_reply_alone_on_request(tmp_path, tokenizer):
+    source = written(tmp_path, {"messages": talk("ab", "c", "d", "ef")})
+    (last,) = rollouts(tokenizer, source, turns="last")
+    (every,) = rollouts(tokenizer, source)
+    assert last.token_ids == every.token_ids
+    assert learned(tokenizer, last) == ["ef<eos>"]
+    assert learned(tokenizer, every) == ["c<eos>", "ef<eos>"]
+
+
+def test_one_reply_is_the_same_as_prompt_and_response(tmp_path, tokenizer):
+    rows = {"messages": talk("ab", "cd"), "prompt": talk("ab"), "response": "cd"}
+    whole = rollouts(tokenizer, written(tmp_path, rows))
+    for turns in ("all", "last"):
+        apart = rollouts(tokenizer, written(tmp_path, rows, messages=None), turns=turns)
+        assert (apart[0].token_ids, apart[0].mask) == (whole[0].token_ids, whole[0].mask)
+
+
+TEXT = st.text(alphabet=LETTERS.replace("<", ""), max_size=6).filter(lambda s: s == s.strip())
+
+
+@given(
+    contents=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4), template=st.sampled_from([None, CHATML])
+)
+def test_tokens_are_the_templates_and_the_mask_the_replies(contents, template, tokenizer):
+    """Naive oracle: render the whole, go through it token by token, learn from a header to the end token."""
+    tok = tokenizer if template is None else CHATML_TOKENIZER
+    header = "<assistant>" if template is None else "<user>assistant\n"
+    flat = [c for pair in contents for c in pair]
+    messages = [Message(m["role"], m["content"]) for m in talk(*flat)]
+    ids, mask = encode_history(tok, messages[:-1])
+    assert tok.decode(ids) == tok.apply_chat_template(
+        talk(*flat)[:-1], add_generation_prompt=True, tokenize=False
+    )
+    assert ids == encode_prompt(tok, tuple(messages[:-1]))
+    naive = []
+    for i in range(len(ids)):
+        before = tok.decode(ids[:i])
+        opened = before.rfind(header) + len(header) if header in before else None
+        naive.append(int(opened is not None and "<eos>" not in before[opened:]))
+    assert mask == naive
+
+
+CHATML_TOKENIZER = made(CHATML)
+
+
+def test_tokens_are_those_of_a_rollout_of_several_turns():
+    """Where byte pairs would run over the border of prompt and reply, the reply's own tokens stand."""
+    texts = ["hello>hello hello ok ok>ok"] * 5
+    tokenizer = load_tokenizer(Tokenizer(build="bpe", vocab_size=330), model_path=None, texts=texts)
+    user, more = Message("user", "hello>"), Message("user", "ok>")
+    played = encode_prompt(tokenizer, (user,)) + encode_response(tokenizer, "hello hello")
+    played += encode_turn(tokenizer, played, [more])
+    ids, mask = encode_history(tokenizer, (user, Message("assistant", "hello hello"), more))
+    assert ids == played
+    sampled = [t for t, on in zip(ids, mask) if on]
+    assert sampled == encode_response(tokenizer, "hello hello")
+
+
+def test_a_template_that_trims_is_followed():
+    tokenizer = made(TRIMS)
+    messages = [Message("user", "a"), Message("assistant", " b\n"), Message("user", "c")]
+    ids, mask = encode_history(tokenizer, messages)
+    assert tokenizer.decode(ids) == "<user>a<eos><assistant>b<eos><user>c<eos><assistant>"
+    assert [tokenizer.decode(t) for t, on in zip(ids, mask) if on] == ["b", "<eos>"]
+
+
+def test_a_template_that_rewrites_is_refused_only_where_it_does(tmp_path):
+    tokenizer = made(STRIPS_THOUGHTS)
+    plain = {"messages": talk("a", "b", "c", "d")}
+    thought = {"messages": talk("a", "<think>x</think>b", "c", "d")}
+    (r,) = rollouts(tokenizer, written(tmp_path, plain))
+    assert learned(tokenizer, r) == ["b<eos>", "d<eos>"]
+    source = written(tmp_path, plain, thought)
+    with pytest.raises(
+        DataError, match=r"c.jsonl, line 2: The chat template rewrites earlier turns.*learn_turns"
+    ):
+        stream(tokenizer, source)
+    r = rollouts(tokenizer, source, turns="last", n=2)[1]
+    assert tokenizer.decode(r.token_ids) == "<user>a<eos><assistant>b<eos><user>c<eos><assistant>d<eos>"
+
+
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_messages_that_the_template_refuses_are_named_with_their_row(turns, tmp_path):
+    tokenizer = made(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+    )
+    source = written(tmp_path, {"messages": talk("a", "b")}, {"messages": talk("a", "b", system="s")})
+    with pytest.raises(
+        DataError, match=r"line 2: The chat template refuses the messages \(system, user\): no"
+    ):
+        stream(tokenizer, source, turns=turns)
+
+
+def test_a_template_without_an_end_token_is_refused():
+    with pytest.raises(DataError, match="puts no end token after a reply"):
+        encode_history(made(NO_END), [Message("user", "a"), Message("assistant", "b"), Message("user", "c")])
+
+
+def test_the_end_token_of_the_template_is_learned_though_it_is_not_the_tokenizers():
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<tool>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer = made(template)
+    ids, mask = encode_history(
+        tokenizer, [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
+    )
+    assert [tokenizer.decode(t) for t, on in zip(ids, mask) if on] == ["b", "<tool>"]
+
+
+# ---------------------------------------------------------------- limits
+
+
+def test_a_long_history_is_cut_with_its_mask(tmp_path, tokenizer):
+    source = written(tmp_path, {"messages": talk("ab", "cd", "e", "f")})
+    # <user> a b <eos> <assistant> c d <eos> <user> e <eos> <assistant>: 12 tokens
+    whole = "<user>ab<eos><assistant>cd<eos><user>e<eos><assistant>"
+    with pytest.raises(DataError, match="its prompt has 12 tokens, the limit is 6"):
+        rollouts(tokenizer, source, max_prompt_tokens=6)
+    (left,) = rollouts(tokenizer, source, max_prompt_tokens=6, overlong="truncate_left")
+    assert whole.endswith(tokenizer.decode(left.task.token_ids))
+    assert learned(tokenizer, left) == ["d<eos>", "f<eos>"]
+    (right,) = rollouts(tokenizer, source, max_prompt_tokens=6, overlong="truncate_right")
+    assert learned(tokenizer, right) == ["cf<eos>"]
+    (middle,) = rollouts(tokenizer, source, max_prompt_tokens=8, overlong="truncate_middle")
+    assert tokenizer.decode(middle.task.token_ids) == "<user>ab<eos><user>e<eos><assistant>"
+    assert learned(tokenizer, middle) == ["f<eos>"]
+
+
+PAIR = {"prompt": "abcd", "response": "xyz"}  # 4 and 4 tokens
+
+
+@pytest.mark.parametrize(
+    ("limit", "rule", "prompt", "reply", "count"),
+    [
+        (8, "error", "abcd", "xyz<eos>", None),
+        (6, "truncate_left", "cd", "xyz<eos>", "cut"),
+        (6, "truncate_middle", "ad", "xyz<eos>", "cut"),
+        (6, "truncate_right", "abcd", "xy", "cut"),
+        (4, "truncate_left", "d", "xyz", "cut"),
+        (3, "truncate_left", "d", "xy", "cut"),
+    ],
+)
+def test_prompt_and_reply_together_by_hand(limit, rule, prompt, reply, count, tmp_path, tokenizer):
+    source = written(tmp_path, PAIR, messages=None)
+    (r,) = rollouts(tokenizer, source, max_total_tokens=limit, overlong=rule, turns="last")
+    assert tokenizer.decode(r.task.token_ids) == prompt
+    assert learned(tokenizer, r) == [reply]
+    assert len(r.token_ids) <= limit
+    assert r.finish_reason == ("stop" if reply.endswith("<eos>") else "length")
+    counts = stream(tokenizer, source, max_total_tokens=limit, overlong=rule)[0].counts
+    assert {k: n for k, n in counts.items() if "overlong" in k} == (
+        {f"overlong_total_{count}": 1} if count else {}
+    )
+
+
+def test_what_is_too_long_together_is_refused_dropped_and_counted(tmp_path, tokenizer):
+    source = written(tmp_path, {"prompt": "ab", "response": "x"}, PAIR, messages=None)
+    with pytest.raises(
+        DataError,
+        match=r"line 2: its prompt and reply together have 8 tokens, the limit is 7. Raise data.max_total_tokens",
+    ):
+        stream(tokenizer, source, max_total_tokens=7)
+    kept, _ = stream(tokenizer, source, max_total_tokens=7, overlong="filter")
+    assert (kept.counts["overlong_total_dropped"], kept.counts["kept"]) == (1, 1)
+    # cut at its end, nothing would be left of the second reply
+    kept, _ = stream(tokenizer, source, max_total_tokens=4, overlong="truncate_right")
+    assert kept.counts["overlong_total_dropped"] == 1
+    assert "overlong_total_cut" not in kept.counts
+    # without replies to learn from there is nothing to bound
+    cfg = Data(train=(source,), max_total_tokens=4)
+    assert TaskStream(cfg.train, cfg, tokenizer=tokenizer, seed=0).counts["kept"] == 2
+
+
+def test_both_replies_of_a_pair_follow_the_same_prompt(tmp_path, tokenizer):
+    row = {"prompt": "abcd", "response": "x", "rejected": "wxyz"}
+    tasks, cfg = stream(
+        tokenizer, written(tmp_path, row, messages=None), max_total_tokens=7, overlong="truncate_left"
+    )
+    (task,) = tasks.next(1)
+    chosen, rejected = preference_pair(task, tokenizer, 50, overlong=cfg.overlong, max_total_tokens=7)
+    assert tokenizer.decode(chosen.token_ids) == "cdx<eos>"
+    assert tokenizer.decode(rejected.token_ids) == "cdwxyz<eos>"
+
+
+# ---------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        (
+            talk("a"),
+            r"line 1: column 'messages': the conversation has the roles user; expected .* end with one of",
+        ),
+        (talk("a", "b", "c"), "the roles user, assistant, user; expected"),
+        ([{"role": "assistant", "content": "b"}], "the roles assistant; expected"),
+        (
+            [*talk("a", "b"), {"role": "assistant", "content": "c"}],
+            "the roles user, assistant, assistant; .* none of the assistant right after another",
+        ),
+        ([], "column 'messages' holds list"),
+        ("text", "column 'messages' holds str 'text'; expected a list of"),
+        (
+            [{"from": "human", "value": "a"}],
+            "column 'messages' holds dict .*expected messages whose role and content",
+        ),
+        ([{"role": "user", "content": None}], "expected messages whose role and content are text"),
+    ],
+)
+def test_conversations_that_cannot_be_learned_are_named(messages, says, tmp_path, tokenizer):
+    with pytest.raises(DataError, match=says):
+        stream(tokenizer, written(tmp_path, {"messages": messages}))
+
+
+def test_a_missing_column_is_named_with_those_that_are_there(tmp_path, tokenizer):
+    with pytest.raises(DataError, match="line 1: no column 'messages'; there are: conversation, id"):
+        stream(tokenizer, written(tmp_path, {"conversation": talk("a", "b"), "id": 1}))
+
+
+def test_nested_columns_other_columns_and_the_system_text(tmp_path, tokenizer):
+    row = {"chat": {"turns": talk("a", "b"), "id": 3}, "prompt": "other"}
+    source = written(tmp_path, row, messages="chat.turns", system="s")
+    tasks, _ = stream(tokenizer, source)
+    (task,) = tasks.next(1)
+    assert task.prompt == (Message("system", "s"), Message("user", "a"))
+    assert task.extra == row
+
+
+@pytest.mark.parametrize(
+    "rejected",
+    [
+        "no",
+        {"role": "assistant", "content": "no"},
+        [{"role": "assistant", "content": "no"}],
+        talk("a", "no"),
+        talk("a", "no", system="s"),
+    ],
+)
+def test_the_rejected_reply_as_text_or_messages(rejected, tmp_path, tokenizer):
+    source = written(tmp_path, {"chosen": talk("a", "yes"), "no": rejected}, messages="chosen", rejected="no")
+    tasks, _ = stream(tokenizer, source, turns="last")
+    chosen, other = preference_pair(tasks.next(1)[0], tokenizer, 9)
+    assert (chosen.text, other.text) == ("yes", "no")
+    assert tokenizer.decode(other.token_ids) == "<user>a<eos><assistant>no<eos>"
+
+
+@pytest.mark.parametrize(
+    ("rejected", "says"),
+    [
+        (talk("z", "no"), "column 'no': the messages before its reply are not the prompt's"),
+        (
+            talk("a"),
+            "column 'no' holds list .* expected text, or messages that end with one of the assistant",
+        ),
+        (5, "column 'no' holds int 5; expected text, or messages"),
+    ],
+)
+def test_rejected_replies_that_answer_something_else_are_refused(rejected, says, tmp_path, tokenizer):
+    source = written(tmp_path, {"chosen": talk("a", "yes"), "no": rejected}, messages="chosen", rejected="no")
+    with pytest.raises(DataError, match=says):
+        stream(tokenizer, source)
+
+
+def test_held_out_conversations_are_tokenised_alike(tmp_path, tokenizer):
+    source = written(tmp_path, {"messages": talk("ab", "c", "d", "e")})
+    for turns in ("all", "last"):
+        (task,) = eval_tasks([source], Data(), tokenizer=tokenizer, turns=turns)
+        r = demonstration(task, tokenizer, 9, turns=turns)
+        (trained,) = rollouts(tokenizer, source, turns=turns)
+        assert (r.token_ids, r.mask) == (trained.token_ids, trained.mask)
+
+
+def test_which_turns_are_learned_by_default():
+    chat, plain = Source(path="a", messages="m"), Source(path="b")
+    assert learned_turns(Data(train=(chat, plain)), "demonstrations") == "all"
+    assert learned_turns(Data(train=(plain,)), "demonstrations") == "last"
+    assert learned_turns(Data(train=(chat,), learn_turns="last"), "demonstrations") == "last"
+    assert learned_turns(Data(train=(plain,), learn_turns="all"), "demonstrations") == "all"
+    for kind in ("online", "preferences", "labels"):
+        assert learned_turns(Data(train=(chat,)), kind) == "last"
+
+
+def test_the_prompts_own_replies_are_learned_too_when_all_are(tmp_path, tokenizer):
+    row = {"prompt": talk("a", "b", "c"), "response": "d"}
+    source = written(tmp_path, row, messages=None)
+    assert learned(tokenizer, rollouts(tokenizer, source)[0]) == ["b<eos>", "d<eos>"]
+    assert learned(tokenizer, rollouts(tokenizer, source, turns="last")[0]) == ["d<eos>"]
+
+
+def test_resuming_a_stream_of_conversations(tmp_path, tokenizer):
+    source = written(tmp_path, *({"messages": talk(f"q{i}", "x", "y", f"r{i}")} for i in range(5)))
+    unbroken = stream(tokenizer, source, order="shuffle")[0].next(12)
+    saved, _ = stream(tokenizer, source, order="shuffle")
+    for position in range(8):
+        resumed, _ = stream(tokenizer, source, order="shuffle")
+        resumed.restore(json.loads(json.dumps(saved.state())))
+        assert resumed.next(4) == unbroken[position : position + 4]
+        saved.next(1)
+
+
+def test_a_run_learns_every_reply_and_measures_every_held_out_one(tmp_path):
+    (tmp_path / "c.jsonl").write_text(
+        "".join(json.dumps({"m": talk(f"q{i}", "ab", "z", "c"), "level": i % 3}) + "\n" for i in range(6))
+    )
+    source = {"path": str(tmp_path / "c.jsonl"), "messages": "m"}
+    result = whet.train(
+        run_dir=str(tmp_path / "run"),
+        model={"scratch": {"hidden_size": 16, "layers": 1, "heads": 2}},
+        tokenizer={"build": "chars"},
+        algorithm={"name": "sft"},
+        train={"steps": 1, "tasks_per_step": 3},
+        rollout={"sampling": {"max_tokens": 8}},
+        track={"trackers": ["jsonl"]},
+        checkpoint={"export": False},
+        data={
+            "train": [{**source, "difficulty": "level"}],
+            "eval": [{**source, "name": "held"}],
+            "exclude_eval": False,
+            "order": "easy_first",
+        },
+    )
+    lines = {k: v for line in result.metrics for k, v in line.items()}
+    # "ab" and "c", each with its end token: 5 tokens of each of 3 rows learned, of each of 6 measured
+    assert lines["rollout/tokens_sum"] == 15
+    assert lines["eval/held/loss_tokens"] == 30

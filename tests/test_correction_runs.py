@@ -1,0 +1,115 @@
+"""Correction, two KLs at once, the critic's scale and the reference's reset, through `whet.train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from test_learning import learn
+from test_train_torch import pg_loss, weighted
+from tiny import tiny_model
+from whet.config.schema import Optimizer, Schedule
+from whet.models import kernels
+from whet.training.torch import Cut, TorchEngine
+from whet.types import ConfigError
+
+OPS = kernels.load("auto")
+
+STEPS: dict[str, Any] = {"steps": 2, "tasks_per_step": 4, "optimizer": {"lr": 1e-2}}
+
+
+def test_on_policy_every_weight_is_1(tmp_path: Path) -> None:
+    correction = {
+        "weight": "token",
+        "high": 2.0,
+        "normalize": True,
+        "reject": [{"over": "mean", "low": 0.99, "high": 1.01}],
+    }
+    plain = learn(tmp_path / "plain", {"name": "grpo"}, train=STEPS)
+    corrected = learn(tmp_path / "corrected", {"name": "grpo", "correction": correction}, train=STEPS)
+    for with_it, without in zip(corrected, plain, strict=True):
+        assert with_it["correction/weight_mean"] == pytest.approx(1, abs=1e-6)
+        assert with_it["correction/effective_share"] == pytest.approx(1, abs=1e-6)
+        assert with_it["correction/rejected_share"] == with_it["correction/outside_share"] == 0
+        assert with_it["correction/age_mean"] == 0
+        assert with_it["train/loss"] == pytest.approx(without["train/loss"], abs=1e-5)
+        assert "correction/weight_mean" not in without
+
+
+def test_what_is_rejected_teaches_nothing(tmp_path: Path) -> None:
+    correction = {"reject": [{"low": 2.0}]}  # no token is that much likelier to the trainer
+    algorithm = {"name": "grpo", "correction": correction, "kl": {"coef": 0.1}, "entropy_coef": 0.1}
+    for line in learn(tmp_path, algorithm, train=STEPS):
+        assert line["correction/rejected_share"] == 1
+        assert line["train/loss"] == line["train/grad_norm"] == 0
+        assert line["train/mismatch_perplexity_ratio"] == pytest.approx(1, abs=1e-5)
+        assert line["train/mismatch_engine_perplexity"] > 1
+
+
+def test_two_kls_at_once(tmp_path: Path) -> None:
+    algorithm = {
+        "name": "grpo",
+        "kl": {"coef": 0.1, "estimator": "corrected_k3"},
+        "reward_kl": {"coef": 0.2, "target": 0.01, "horizon": 100},
+    }
+    lines = learn(tmp_path, algorithm, train=STEPS | {"steps": 3})
+    assert all("train/kl_ref_nats" in line for line in lines), "the term in the loss"
+    weights = [line["train/kl_coef"] for line in lines]
+    assert weights[0] == 0.2
+    assert weights[1] == pytest.approx(0.2 * (1 - 0.2 * 16 / 100)), (
+        "no KL at first: 20% over 16 of 100 rollouts"
+    )
+
+
+def test_a_critic_in_units_of_its_returns_learns(tmp_path: Path) -> None:
+    lines = learn(
+        tmp_path,
+        {"name": "ppo"},
+        train={"steps": 30, "tasks_per_step": 8, "optimizer": {"lr": 1e-2}},
+        critic={"normalize_decay": 0.9, "aggregation": "seq-mean-token-mean", "optimizer": {"lr": 1e-2}},
+    )
+    assert (lines[0]["critic/scale_mean"], lines[0]["critic/scale_std"]) == (0.0, 1.0), "nothing seen yet"
+    assert lines[1]["critic/scale_mean"] == pytest.approx(lines[0]["reward/mean"], abs=0.02)
+    assert lines[-1]["critic/scale_std"] < 1
+    assert sum(line["reward/mean"] for line in lines[-3:]) / 3 > 0.7
+
+
+def test_reset_of_the_reference_may_begin_the_optimizer_anew(tmp_path: Path) -> None:
+    def losses(name: str, **reference: Any) -> list[float]:
+        algorithm = {"name": "grpo", "kl": {"coef": 0.01}}
+        train = STEPS | {"steps": 4}
+        return [m["train/loss"] for m in learn(tmp_path / name, algorithm, train=train, reference=reference)]
+
+    kept, anew = losses("kept", reset_every=2), losses("anew", reset_every=2, reset_optimizer=True)
+    assert kept[:3] == anew[:3], "the same until a step was taken with other moments"
+    assert kept[3] != anew[3]
+
+
+def test_a_forgotten_optimizer_steps_as_a_new_one_at_its_place_in_the_schedule() -> None:
+    def engine(seed: int) -> TorchEngine:
+        optimizer = Optimizer(lr=1e-2, schedule=Schedule(kind="linear"))
+        return TorchEngine(tiny_model(seed=seed), OPS, cut=Cut(), optimizer=optimizer, total_steps=4)
+
+    batch = weighted()
+    old, new = engine(0), engine(1)
+    assert old.optimizer is not None
+    assert new.optimizer is not None
+    for _ in range(2):
+        old.update(batch, pg_loss)
+    new.copy_from(old)
+    new.optimizer.step_count = 2
+    old.forget()
+    assert old.optimizer.step_count == 2
+    assert old.optimizer.state() == {}
+    a, b = old.update(batch, pg_loss), new.update(batch, pg_loss)
+    assert a == b
+    assert a["lr"] == pytest.approx(0.5e-2), "half of four steps are done"
+    assert all(torch.equal(x, y) for (_, x), (_, y) in zip(old.weights(), new.weights(), strict=True))
+
+
+def test_a_reset_that_never_comes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"reference\.reset_optimizer.*reset_every is 0"):
+        learn(tmp_path, {"name": "grpo", "kl": {"coef": 0.1}}, reference={"reset_optimizer": True})

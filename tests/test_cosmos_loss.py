@@ -1,0 +1,119 @@
+"""Cosmos-RL's algorithm keys, by hand: variants, clips, means, what is weighed and left out, the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from whet.config.dialects.cosmos_loss import (
+    ALL,
+    aggregation,
+    algorithm,
+    clipping,
+    decoupled,
+    entropy,
+    likelihood,
+    normalize,
+    prefixes,
+    reference,
+)
+from whet.config.dialects.key import Unbuilt
+from whet.config.dialects.tables import dialect
+from whet.types import ConfigError
+
+POLICY = "train.train_policy."
+
+
+def values(kind: str = "grpo", **given: Any) -> dict[str, Any]:
+    """A file's values; names are those of train.train_policy."""
+    out = {row.name: row.default for row in dialect(f"cosmos-{kind}").rows}
+    for name, value in given.items():
+        assert POLICY + name in out, name
+        out[POLICY + name] = value
+    return out
+
+
+def test_variants() -> None:
+    for variant in ("grpo", "gspo", "dapo"):
+        assert algorithm(values(variant=variant)) == {"algorithm.name": variant}
+    assert algorithm(values("sft")) == {"algorithm.name": "sft"}
+    for most, refills in ((4, 3), (-1, ALL)):
+        given = values(variant="dapo", on_policy=True, max_retry_for_on_policy=most)
+        assert algorithm(given) == {"algorithm.name": "dapo", "algorithm.max_refills": refills}
+    with pytest.raises(ConfigError, match="variant='ppo'"):
+        algorithm(values(variant="ppo"))
+    with pytest.raises(ConfigError, match="type='sft'"):
+        algorithm(values(type="sft"))
+
+
+def test_groups_are_dropped_by_a_part_of_the_reward() -> None:
+    both = {"variant": "dapo", "reward_function": ["gsm8k", "lib.py:mine"]}
+    by = "algorithm.groups.uniform_by"
+    assert algorithm(values(**both, filter_reward_metric="lib.py:mine"))[by] == ["mine"]
+    assert by not in algorithm(values(**both, filter_reward_metric=["lib.py:mine", "gsm8k"])), (
+        "the whole reward"
+    )
+    assert by not in algorithm(values(**both | {"variant": "grpo"}, filter_reward_metric="gsm8k")), (
+        "nothing is dropped"
+    )
+    with pytest.raises(Unbuilt, match="'format' is not in reward_function"):
+        algorithm(values(**both, filter_reward_metric="format"))
+
+
+def test_the_ratio_is_bounded_on_two_sides_or_from_above() -> None:
+    low, high, cap = ("algorithm." + key for key in ("clip_low", "clip_high", "dual_clip"))
+    assert clipping(values(epsilon_high=0.28)) == {low: 0.2, high: 0.28, cap: 3.0}
+    assert clipping(values(epsilon_low=-1, epsilon_high=-1.0)) == {low: 1.0, high: 1e9, cap: 3.0}, "open"
+    assert clipping(values(variant="gspo", epsilon_low=3e-4)) == {low: 3e-4, high: 0.2}, "no dual clip"
+    assert clipping(values(aipo_rho=4.0)) == {"algorithm.loss": "aipo", "algorithm.aipo_rho": 4.0}
+    with pytest.raises(Unbuilt, match="gspo"):
+        clipping(values(variant="gspo", aipo_rho=4.0))
+
+
+def test_means_and_advantages() -> None:
+    mean = "algorithm.aggregation"
+    for kind in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"):
+        assert aggregation(values(loss_type=kind)) == {mean: kind}
+    constant = {"unbiased_loss_max_tokens": 100}
+    assert aggregation(values(loss_type="seq-mean-token-mean", **constant)) == {
+        mean: "seq-mean-token-sum-norm", "algorithm.norm_tokens": 100,
+    }  # fmt: skip
+    for wrong in (constant, {"loss_type": "mean"}):
+        with pytest.raises(ConfigError, match="loss_type"):
+            aggregation(values(**wrong))
+    assert normalize(values()) == {"algorithm.std_ddof": 0}
+    assert normalize(values(unbiased_advantage=True)) == {"algorithm.normalize_std": False}
+
+
+def test_terms_that_zero_or_less_switches_off() -> None:
+    assert entropy(values(entropy_coeff=0.01)) == {
+        "algorithm.entropy_coef": 0.01, "algorithm.entropy_aggregation": "token-mean",
+    }  # fmt: skip
+    assert likelihood(values(positive_nll_coef=0.5)) == {"algorithm.positive_nll_coef": 0.5}
+    assert prefixes(values(min_filter_prefix_tokens=3)) == {"algorithm.groups.min_shared_prefix": 3}
+    for off in (-1, 0):
+        assert entropy(values(entropy_coeff=off)) == likelihood(values(positive_nll_coef=off)) == {}
+        assert prefixes(values(min_filter_prefix_tokens=off)) == {}
+    assert likelihood(values()) == prefixes(values()) == {}
+
+
+def test_the_decoupled_loss_masks_above_its_cap_and_keeps_the_count() -> None:
+    at = "algorithm.correction."
+    assert decoupled(values(behav_imp_weight_cap=2.0)) == {}, "read with use_decoupled_loss alone"
+    assert decoupled(values(use_decoupled_loss=True)) == {at + "weight": "token"}
+    assert decoupled(values(use_decoupled_loss=True, behav_imp_weight_cap=2.0)) == {
+        at + "weight": "token", at + "high": 2.0, at + "outside": "mask", at + "denominator": "all",
+    }  # fmt: skip
+
+
+def test_the_reference_is_reset_with_its_optimizer() -> None:
+    every = {"reference_reset_interval": 5}
+    assert reference(values(**every)) == {}, "no KL, no reference"
+    reset = {"reference.reset_every": 5, "reference.reset_optimizer": True}
+    assert reference(values(**every, kl_beta=0.1)) == reset
+    kept = values(**every, kl_beta=0.1, reset_optimizer_with_reference=False)
+    assert reference(kept) == reset | {"reference.reset_optimizer": False}
+    assert reference(values(kl_beta=0.1, unbiased_kl_estimate=True)) == {
+        "algorithm.kl.estimator": "unbiased_k3"
+    }

@@ -1,0 +1,177 @@
+"""No key of the Cosmos-RL tables is dead: another value of any key that is mapped or translated changes the native
+config, or is refused by that key's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.config.dialects.key import Key
+from whet.config.dialects.tables import table
+from whet.config.dialects.values import nested
+from whet.config.load import load
+from whet.config.schema import Config
+from whet.config.tree import path_of
+from whet.types import ConfigError
+
+POLICY, MESH = "train.train_policy.", "policy.parallelism."
+FILE = {POLICY + "dataset.name": "rows.jsonl", POLICY + "prompt_column_name": "question"}
+BASE: dict[str, dict[str, Any]] = {
+    "grpo": FILE | {POLICY + "type": "grpo", "train.train_batch_per_replica": 64},
+    "sft": {POLICY + "dataset.name": "rows.jsonl", POLICY + "type": "sft"},
+}
+
+VALIDATES = {"validation.enable": True, "validation.dataset.name": "held_out.jsonl"}
+HOLDS_OUT = {"validation.enable": True, POLICY + "dataset.test_size": 4}
+FOLDER = {POLICY + "dataset.name": "folder"}
+FOLDER_OF_VALIDATION = VALIDATES | {"validation.dataset.name": "folder"}
+OVERLONG = {
+    POLICY + "overlong_reward.enable_overlong_penalty": True,
+    POLICY + "overlong_reward.buffer_length": 1024,
+}
+TWO_REWARDS = {POLICY + "variant": "dapo", POLICY + "reward_function": ["gsm8k", "format"]}
+ON_POLICY = {POLICY + "variant": "dapo", POLICY + "on_policy": True}
+KL = {POLICY + "kl_beta": 0.1}
+SAVES = {"train.ckpt.enable_checkpoint": True}
+DECAYS = {"train.optm_decay_type": "linear"}
+
+CONTEXTS: dict[str, dict[str, Any]] = {
+    "custom": {POLICY + "dataset.name": "rows.py:rows"},
+    POLICY + "dataset.subset": FOLDER,
+    POLICY + "dataset.split": FOLDER,
+    POLICY + "dataset.test_size": HOLDS_OUT,
+    "validation.enable": {"validation.dataset.name": "held_out.jsonl"},
+    "validation.dataset.subset": FOLDER_OF_VALIDATION,
+    "validation.dataset.split": FOLDER_OF_VALIDATION,
+    POLICY + "filter_reward_metric": TWO_REWARDS,
+    POLICY + "unbiased_loss_max_tokens": {POLICY + "loss_type": "seq-mean-token-mean"},
+    POLICY + "overlong_reward.enable_overlong_penalty": {POLICY + "overlong_reward.buffer_length": 1024},
+    POLICY + "overlong_reward.buffer_length": OVERLONG,
+    POLICY + "overlong_reward.penalty_factor": OVERLONG,
+    POLICY + "max_retry_for_on_policy": ON_POLICY,
+    POLICY + "reference_reset_interval": KL,
+    POLICY + "reset_optimizer_with_reference": KL | {POLICY + "reference_reset_interval": 5},
+    POLICY + "unbiased_kl_estimate": KL,
+    POLICY + "behav_imp_weight_cap": {POLICY + "use_decoupled_loss": True},
+    MESH + "dp_shard_size": {POLICY + "batch_size_per_optimize": 16},
+    "train.optm_decay_ratio": DECAYS,
+    "train.optm_min_lr_factor": DECAYS,
+    "train.ckpt.save_freq": SAVES,
+    "train.ckpt.save_freq_in_epoch": SAVES,
+    "train.ckpt.max_keep": SAVES,
+    "train.ckpt.export_safetensors": SAVES,
+    "logging.project_name": {"logging.logger": ["wandb"]},
+}
+"""What a key needs around it to be read; with itself in it where the document's default is refused."""
+
+OTHER: dict[str, Any] = {
+    "custom": {"count": 3},
+    "train.resume": "checkpoints/step_20",
+    "train.optm_name": "Muon",
+    "train.optm_betas": [0.9, 0.95],
+    "train.optm_decay_type": "cosine",
+    "train.optm_decay_ratio": 0.5,
+    "train.optm_warmup_start_factor": 0.1,
+    "train.param_dtype": "float32",
+    "train.train_batch_per_replica": 32,
+    "train.seed": 7,
+    "train.max_num_steps": 7,
+    "logging.logger": ["console"],
+    "logging.experiment_name": "another",
+    "policy.model_name_or_path": "folder/of/a/model",
+    MESH + "dp_replicate_size": 2,
+    "rollout.n_generation": 8,
+    "rollout.seed": 7,
+    "rollout.sampling_config.top_k": 20,
+    "rollout.sampling_config.top_p": 0.9,
+    "rollout.multi_turn_config.custom_chat_template_path": "template.jinja",
+    "validation.top_p": 0.9,
+    "validation.top_k": 20,
+    "validation.max_response_length": 100,
+    "validation.reward_function": ["format"],
+    "validation.dataset.test_size": 0.5,
+    POLICY + "type": "ppo",
+    POLICY + "variant": "dapo",
+    POLICY + "dataset.test_size": 9,
+    POLICY + "reward_function": {"gsm8k": 0.9, "format": 0.1},
+    POLICY + "filter_reward_metric": ["format"],
+    POLICY + "overlong_reward.buffer_length": 512,
+    POLICY + "loss_type": "seq-mean-token-sum",
+    POLICY + "unbiased_loss_max_tokens": 1000,
+    POLICY + "positive_nll_coef": 0.1,
+    POLICY + "aipo_rho": 4.0,
+    POLICY + "advantage_low": -5.0,
+    POLICY + "advantage_high": 5.0,
+    POLICY + "mini_batch": 4,
+    POLICY + "batch_size_per_optimize": 16,
+    POLICY + "max_token_len_per_mini_batch": 9000,
+    POLICY + "min_filter_prefix_tokens": 3,
+    POLICY + "reference_reset_interval": 5,
+    POLICY + "behav_imp_weight_cap": 2.0,
+}
+"""Another value of the right kind, for keys whose default does not say what that is."""
+
+REFUSED = {POLICY + "type", "train.optm_name", MESH + "dp_replicate_size"}
+"""Keys of which every other value is refused: there is one RL algorithm with variants, one optimizer, one replica."""
+
+
+def the_rows(kind: str) -> list[Key]:
+    return [row for row in table(f"cosmos-{kind}") if row.status in ("mapped", "translated")]
+
+
+def another(row: Key) -> Any:
+    """A value of the same kind that is not the default."""
+    if row.name in OTHER:
+        return OTHER[row.name]
+    if isinstance(row.default, bool):
+        return not row.default
+    if isinstance(row.default, int):
+        return row.default + 1
+    if isinstance(row.default, float):
+        return row.default * 2 if row.default else 0.25
+    assert isinstance(row.default, str), f"{row.name}: say in OTHER what another value of it is"
+    return "another"
+
+
+def read(folder: Path, kind: str, given: dict[str, Any]) -> Config:
+    file = folder / "job.json"
+    file.write_text(json.dumps(nested({path_of(key, ()): value for key, value in given.items()})))
+    return load(file, dialect=f"cosmos-{kind}").config
+
+
+def context(row: Key, kind: str) -> dict[str, Any]:
+    of_validation = VALIDATES if row.name.startswith("validation.") else {}
+    return BASE[kind] | CONTEXTS.get(row.name, of_validation)
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [pytest.param(kind, row, id=f"{kind}-{row.name}") for kind in BASE for row in the_rows(kind)],
+)
+def test_another_value_of_a_key_changes_the_native_config(tmp_path: Path, kind: str, row: Key) -> None:
+    around = context(row, kind)
+    default = {} if row.default in (None, "") else {row.name: row.default}
+    before = read(tmp_path, kind, default | around)
+    changed = around | {row.name: another(row)}
+    assert changed != default | around
+    if row.name not in REFUSED:
+        assert read(tmp_path, kind, changed) != before
+        return
+    with pytest.raises(ConfigError, match=row.name):
+        read(tmp_path, kind, changed)
+
+
+@pytest.mark.parametrize(
+    "key", [MESH + "dp_replicate_size", MESH + "dp_shard_size", MESH + "n_init_replicas"]
+)
+def test_workers_of_an_sft_job_count(tmp_path: Path, key: str) -> None:
+    steps = [read(tmp_path, "sft", BASE["sft"] | {key: n}).train.tasks_per_step for n in (1, 3)]
+    assert steps == [8, 24]
+
+
+def test_the_small_tables_of_this_test_name_keys() -> None:
+    names = {row.name for kind in BASE for row in the_rows(kind)}
+    assert names >= CONTEXTS.keys() | OTHER.keys() | REFUSED

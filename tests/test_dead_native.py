@@ -1,0 +1,205 @@
+"""No dead key: every leaf of the schema changes what a tiny run leaves behind, in a config that gives it meaning.
+
+`observed.Watcher` runs the config with and without the change; files (metrics, rollouts, evaluations, weights, exports)
+and what the engines, guards and trackers were told are compared. A key that is refused wherever it stands is listed
+with the reason.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from batches import make_batch
+from native_cases import BASE, BELOW, CASES, ENDS, OFFLINE, PPO, REFUSED, ROWS
+from observed import Watcher, write_files
+from whet.algos.recipes import build
+from whet.bench import judge_file
+from whet.config.keys import keys
+from whet.config.load import load
+from whet.config.schema import Algorithm, Critic, Stage
+from whet.types import Json
+
+LEAVES = [".".join(key.path) for key in keys().values() if key.section is None]
+
+
+# ---------------------------------------------------------------- trees
+
+
+@pytest.fixture(scope="module")
+def watcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watcher]:
+    made = Watcher(tmp_path_factory.mktemp("observed"))
+    for n, name in enumerate("ABC"):
+        own = {"seed": n, "checkpoint": {"export": True}, "run_dir": str(made.folder / name)}
+        tokens = {"tokenizer": {"build": "words" if name == "C" else "chars"}}
+        assert "refused" not in made.record({**BASE, **own, **tokens})
+    adapters = {
+        "checkpoint": {"export": True, "export_as": "adapter"},
+        "run_dir": str(made.folder / "ADAPTER"),
+    }
+    lora = {"model": {**BASE["model"], "lora": {"rank": 2}}}
+    assert "refused" not in made.record({**BASE, **adapters, **lora})
+    with_head(made.folder / "A/export/main", made.folder / "HEAD")
+    for name, judge in (("A", "JUDGE_A"), ("C", "JUDGE_C")):
+        with_head(made.folder / f"{name}/export/main", made.folder / judge)
+        config = made.folder / judge / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"num_labels": 1}))
+    yield made
+    made.close()
+
+
+def with_head(model: Path, to: Path) -> None:
+    """The same model with a value head among its weights."""
+    shutil.copytree(model, to)
+    weights = load_file(to / "model.safetensors")
+    save_file(weights | {"score.weight": torch.ones(1, 16)}, to / "model.safetensors", {"format": "pt"})
+
+
+def tree_of(watcher: Watcher, context: str, *changes: tuple[str, Any]) -> dict[str, Json]:
+    """BASE with overrides, 'key=value; key=value', and changes put over it."""
+    context = context.replace("CORRECT=", "rollout.sync_every=2; algorithm.correction.reject.0=")
+    tree = copy.deepcopy(BASE)
+    pairs = [part.partition("=") for part in context.split("; ") if part]
+    for path, value in [*((place(key.strip()), yaml.safe_load(text)) for key, _, text in pairs), *changes]:
+        put(tree, path.split("."), filled(value, watcher.folder))
+    return json.loads(json.dumps(tree))
+
+
+def put(tree: Any, path: list[str], value: Json) -> None:
+    """Set a value at a path; a number is a place in a list, and sections that are not there are made."""
+    for name, after in zip(path, [*path[1:], ""]):
+        at: Any = int(name) if name.isdecimal() else name
+        if isinstance(tree, list):
+            tree += [{}] * (at + 1 - len(tree))
+        if not after:
+            tree[at] = value
+        elif isinstance(tree, dict) and not tree.get(at):
+            tree[at] = [] if after.isdecimal() else {}
+        tree = tree[at]
+
+
+def filled(value: Any, folder: Path) -> Any:
+    """The same with the rows and folders that its words stand for."""
+    if isinstance(value, dict):
+        return {k: filled(v, folder) for k, v in value.items()}
+    if isinstance(value, list):
+        return [filled(v, folder) for v in value]
+    words = {"ROWS": ROWS} | {name: f"{folder}/{name}" for name in ("HEAD", "JUDGE_A", "JUDGE_C")}
+    words |= {name: f"{folder}/{name}/export/main" for name in ("A", "B", "C", "ADAPTER")}
+    return words.get(value, value) if isinstance(value, str) else value
+
+
+def place(name: str) -> str:
+    """The key with its stars filled in: the first of a list, or a name that contexts use."""
+    for section, given in (("rewards", "r"), ("sources", "held"), ("optimizer.groups", "norm")):
+        name = name.replace(f"{section}.*", f"{section}.{given}")
+    return name.replace("*", "0")
+
+
+# ---------------------------------------------------------------- every key
+
+
+def test_every_key_has_a_case() -> None:
+    listed = [*CASES, *REFUSED, *ENDS, *BELOW]
+    assert set(LEAVES) - set(listed) == set(), "give each a line in native_cases.py"
+    assert sorted(listed) == sorted(LEAVES)
+    assert set(Stage.model_fields) == {name.split(".")[2] for name in LEAVES if name.startswith("stages.")}
+
+
+def test_equal_configs_leave_equal_records(watcher: Watcher) -> None:
+    tree = tree_of(watcher, "")
+    first = watcher.record(tree)
+    watcher.seen.clear()
+    assert watcher.record(tree) == first
+    assert len([name for name in first if name.endswith((".parquet", "metrics.jsonl", ".safetensors"))]) >= 5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_key_has_an_effect(watcher: Watcher, name: str) -> None:
+    context, value = CASES[name]
+    without = watcher.record(tree_of(watcher, context))
+    changed = watcher.record(tree_of(watcher, context, (place(name), value)))
+    assert "refused" not in without, without
+    assert "refused" not in changed, changed
+    assert without != changed
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_key_is_refused_everywhere(watcher: Watcher, name: str) -> None:
+    context, value, said = REFUSED[name]
+    assert "refused" not in watcher.record(tree_of(watcher, context))
+    assert said in watcher.record(tree_of(watcher, context, (place(name), value)))["refused"]
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_key_ends_the_run(watcher: Watcher, name: str) -> None:
+    context, value, said = ENDS[name]
+    without = watcher.record(tree_of(watcher, context))
+    changed = watcher.record(tree_of(watcher, context, (place(name), value)))
+    assert said in changed["refused"]
+    assert without != changed
+
+
+# ---------------------------------------------------------------- keys that one training run cannot show
+
+
+def test_the_head_of_a_critic_that_was_trained_before(watcher: Watcher) -> None:
+    there = f"{PPO}; critic.path=HEAD"
+    assert "unexpected: score.weight" in watcher.record(tree_of(watcher, there))["refused"]
+    assert "refused" not in watcher.record(tree_of(watcher, there, ("critic.head", "score")))
+
+
+def test_what_is_read_when_a_run_goes_on(watcher: Watcher) -> None:
+    tree = tree_of(watcher, "checkpoint.every=1; checkpoint.keep=3; train.steps=3")
+    whole, part = (
+        watcher.resumed(tree, {"checkpoint": {"load": load}}) for load in (["model", "optimizer"], ["model"])
+    )
+    assert whole == watcher.record(tree)
+    assert part != whole
+
+
+def test_turns_of_an_episode() -> None:
+    """Runs have episodes of one turn yet; here is one of two."""
+    batch = make_batch([["paoaa", "pa"]], [1.0, 3.0])
+
+    def advantage(divide: bool) -> list[float]:
+        cfg = Algorithm(name="step_wise_grpo", divide_by_turns=divide)
+        made = build(cfg, critic=Critic(), max_tokens=4)
+        adv_N = made.advantage(batch, 0.0).adv_N
+        assert adv_N is not None
+        return adv_N[batch.mask_N].tolist()
+
+    assert advantage(True) == pytest.approx([x / 2 for x in advantage(False)[:3]] + advantage(False)[3:])
+    assert advantage(True) != advantage(False)
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_a_key_about_replies_that_were_written_elsewhere(
+    watcher: Watcher, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    rewards = {"r": {"function": "rows.py:judged"}}
+
+    def judged(**keys: Json) -> tuple[Any, Any]:
+        tree = {"rewards": rewards, "eval": {"offline": {"path": "a.jsonl", **keys}}}
+        found = judge_file(load(None, (), tree), whole=True)
+        return found.metrics, found.rows
+
+    assert judged() == judged() != judged(**{name: OFFLINE[name]})
+
+
+def test_nothing_is_left_out() -> None:
+    assert {name.rpartition(".")[2] for name in BELOW if name.startswith("eval.offline.")} == set(OFFLINE)
+    assert BELOW.keys() - {f"eval.offline.{key}" for key in OFFLINE} == {
+        "critic.head", "checkpoint.load", "algorithm.divide_by_turns",
+    }  # fmt: skip

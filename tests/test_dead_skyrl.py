@@ -1,0 +1,155 @@
+"""No key of SkyRL's that is mapped or translated is dead: another value changes the native config, or is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from whet.config.dialects.skyrl import SKYRL
+from whet.config.load import load
+from whet.config.schema import Config
+from whet.types import ConfigError, Json
+
+FILE = Path(__file__).parent / "dialects" / "skyrl_document.yaml"
+ROWS = {row.name: row for row in SKYRL if row.status in ("mapped", "translated")}
+A, P = "trainer.algorithm", "trainer.placement"
+
+GAE = [f"{A}.advantage_estimator=gae", "trainer.critic.model.path=m"]
+REWARD_KL = [f"{A}.use_kl_loss=false", f"{A}.use_kl_in_reward=true"]
+OFF = f"{A}.off_policy_correction"
+
+CONTEXTS: dict[str, list[str]] = {
+    "trainer.critic": GAE,
+    f"{A}.value_": GAE,
+    f"{A}.normalize_reward": GAE,
+    f"{A}.lambd": GAE,
+    f"{A}.gamma": GAE,
+    f"{A}.use_kl_in_reward": [f"{A}.use_kl_loss=false"],
+    f"{A}.use_abs_kl": [f"{A}.use_kl_estimator_k3=false"],
+    f"{A}.kl_ctrl": [*REWARD_KL, f"{A}.kl_ctrl.type=adaptive"],
+    f"{A}.kl_ctrl.type": REWARD_KL,
+    f"{A}.clip_ratio_c": [f"{A}.ppo_loss_type=dual_clip"],
+    **{
+        f"{A}.{loss}.": [f"{A}.ppo_loss_type={loss}"]
+        for loss in ("cispo", "sapo", "clip_cov", "kl_cov", "dppo")
+    },
+    f"{A}.entropy_loss_coef": [f"{A}.use_entropy_loss=true"],
+    f"{A}.use_tis": [f"{A}.tis_imp_ratio_cap=2.0"],
+    f"{A}.tis_imp_ratio_cap": [f"{A}.use_tis=true", f"{A}.tis_imp_ratio_cap=2.0"],
+    f"{A}.max_seq_len": [f"{A}.loss_reduction=seq_mean_token_sum_norm"],
+    f"{A}.dynamic_sampling.max": [f"{A}.dynamic_sampling.type=filter"],
+    f"{OFF}.token_tis": [f"{OFF}.tis_ratio_type=token"],
+    f"{OFF}.sequence_tis": [f"{OFF}.tis_ratio_type=sequence"],
+    f"{OFF}.geo": [f"{OFF}.sequence_mask_metric=geometric"],
+    f"{OFF}.product": [f"{OFF}.sequence_mask_metric=product"],
+    "trainer.ref.model_config_kwargs": ["trainer.ref.model.path=m"],
+    "trainer.resume_path": ["trainer.resume_mode=from_path", "trainer.resume_path=c"],
+    "trainer.export_path": ["trainer.hf_save_interval=5"],
+    "trainer.micro_": ["generator.n_samples_per_prompt=8"],
+}
+"""By the beginning of a key, the longest that fits: what must be on for it to be read."""
+
+OTHERS: dict[str, Json] = {
+    "data.train_data": ["other.parquet"],
+    "data.val_data": ["other.parquet"],
+    "environment.env_class": "mine.py:score",
+    "trainer.policy_mini_batch_size": 512,
+    "trainer.critic_mini_batch_size": 512,
+    "trainer.micro_train_batch_size_per_gpu": 2,
+    "trainer.num_warmup_steps": 3,
+    "trainer.policy.optimizer_config": {"lr": 2e-6},
+    "trainer.policy.optimizer_config.adam_betas": [0.9, 0.95],
+    "trainer.policy.optimizer_config.num_warmup_steps": 3,
+    "trainer.policy.optimizer_config.scheduler": "linear",
+    "trainer.critic.optimizer_config.adam_betas": [0.9, 0.95],
+    "trainer.critic.optimizer_config.num_warmup_steps": 3,
+    "trainer.critic.optimizer_config.scheduler": "linear",
+    "trainer.policy.model_config_kwargs": {"rope_theta": 5.0},
+    "trainer.critic.model_config_kwargs": {"rope_theta": 5.0},
+    "trainer.ref.model_config_kwargs": {"rope_theta": 5.0},
+    "trainer.ref.model.path": "m",
+    "trainer.critic.model.path": "other",
+    "trainer.resume_mode": None,
+    "trainer.resume_path": "other",
+    "trainer.max_ckpts_to_keep": 2,
+    "trainer.hf_save_interval": 5,
+    "trainer.logger": "tensorboard",
+    f"{A}.advantage_estimator": "rloo",
+    f"{A}.gamma": 0.9,
+    f"{A}.lambd": 0.9,
+    f"{A}.ppo_loss_type": "dual_clip",
+    f"{A}.loss_reduction": "token_mean",
+    f"{A}.kl_estimator_type": "k2",
+    f"{A}.kl_ctrl.type": "adaptive",
+    f"{A}.temperature": 0.7,
+    f"{A}.tis_imp_ratio_cap": 3.0,
+    f"{A}.max_seq_len": 99,
+    f"{A}.dynamic_sampling.type": "filter",
+    f"{A}.kl_cov.kl_cov_frac": 0.3,
+    f"{A}.cispo.cispo_anchor": "rollout",
+    f"{A}.dppo.dppo_type": "binary_kl",
+    f"{OFF}.tis_ratio_type": "token",
+    f"{OFF}.sequence_mask_metric": "product",
+    **{
+        f"{OFF}.{name}_is_threshold_{end}": 0.5
+        for name in ("outlier_token", "token_mask")
+        for end in ("low", "high")
+    },
+    "generator.model_dtype": "float32",
+    "generator.backend": "sglang",
+    "generator.eval_sampling_params.max_generate_length": 64,
+    "generator.sampling_params": {"temperature": 0.5},
+    "generator.eval_sampling_params": {"temperature": 0.5},
+    **{f"generator.{kind}.top_p": 0.5 for kind in ("sampling_params", "eval_sampling_params")},
+    **{f"generator.{kind}.min_p": 0.1 for kind in ("sampling_params", "eval_sampling_params")},
+    **{f"generator.{kind}.top_k": 5 for kind in ("sampling_params", "eval_sampling_params")},
+    **{f"generator.{kind}.*": {"stop": ["x"]} for kind in ("sampling_params", "eval_sampling_params")},
+}
+"""Another value, where none of its kind follows from the default."""
+
+
+def another(name: str) -> Json:
+    default = ROWS[name].default
+    if name in OTHERS:
+        return OTHERS[name]
+    if isinstance(default, bool):
+        return not default
+    assert isinstance(default, str | int | float), f"{name}: give another value in OTHERS"
+    return f"{default}x" if isinstance(default, str) else 2 * default + (default == 0)
+
+
+def override(name: str, value: Json) -> str:
+    if name.endswith(".*"):
+        assert isinstance(value, dict)
+        ((inner, value),) = value.items()
+        name = f"{name.removesuffix('*')}{inner}"
+    return f"{name}={json.dumps(value)}"
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/user")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_another_value_changes_the_native_config_or_is_refused_by_name(name: str) -> None:
+    context = CONTEXTS.get(max(filter(name.startswith, CONTEXTS), key=len, default=""), [])
+    before = load(FILE, context, dialect="skyrl").config
+    assert outcome([*context, override(name, another(name))], refused=name) != before
+
+
+def outcome(overrides: list[str], *, refused: str) -> Config | None:
+    """The native config; None if it is refused, and then the message must name the key."""
+    try:
+        return load(FILE, overrides, dialect="skyrl").config
+    except ConfigError as e:
+        said = str(e)
+    assert refused in said
+    return None
+
+
+def test_contexts_and_values_are_of_keys_that_there_are() -> None:
+    assert OTHERS.keys() <= ROWS.keys()
+    assert all(any(name.startswith(start) for name in ROWS) for start in CONTEXTS)

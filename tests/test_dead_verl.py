@@ -1,0 +1,273 @@
+"""No key of verl's is dead: another value than the default changes the native config, or is refused by the key's name.
+
+Every mapped and translated row of the four tables is tried, none left out. A key that is read in a context alone (a
+critic's with gae ...) is tried in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+
+import pytest
+
+from whet.config.dialects.key import Key
+from whet.config.dialects.tables import Dialect, dialect, parts, table
+from whet.config.dialects.translate import Translation, translate
+from whet.types import Json
+
+A, R, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
+M, RM = "actor_rollout_ref.model.", "reward_model."
+OPTIM = (A + "optim.", "critic.optim.")
+
+Given = dict[str, Json]
+
+OTHER: Given = {
+    "data.truncation": "left",
+    "data.custom_cls.path": "other.py",
+    "data.apply_chat_template_kwargs": {"enable_thinking": False},
+    A + "strategy": "megatron",
+    A + "kl_loss_type": "full",
+    A + "loss_agg_mode": "seq-mean-token-sum",
+    A + "policy_loss.loss_mode": "gspo",
+    A + "checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
+    A + "checkpoint.load_contents": ["model", "extra"],
+    A + "checkpoint.contents": ["model", "optimizer", "extra", "hf_model"],
+    "critic.loss_agg_mode": "seq-mean-token-mean",
+    "critic.shuffle": True,
+    "critic.model.override_config": {"a": 1},
+    M + "override_config.*": {"a": 1},
+    M + "override_config.model_config": {"a": 1},
+    R + "dtype": "float32",
+    R + "top_k": 5,
+    R + "top_p": 0.5,
+    R + "val_kwargs.top_k": 5,
+    R + "val_kwargs.top_p": 0.5,
+    R + "max_num_seqs": 7,
+    "algorithm.adv_estimator": "rloo",
+    "algorithm.kl_penalty": "abs",
+    "algorithm.kl_ctrl.type": "adaptive",
+    "algorithm.pf_ppo.reweight_method": "max_min",
+    "algorithm.rollout_correction.rollout_is": "token",
+    "algorithm.rollout_correction.rollout_rs": "token_k3",
+    "algorithm.rollout_correction.rollout_rs_threshold": "0.5",
+    "algorithm.rollout_correction.loss_type": "reinforce",
+    "algorithm.filter_groups.metric": "acc",
+    RM + "reward_manager": "prime",
+    RM + "max_length": 512,
+    RM + "model.input_tokenizer": None,
+    "custom_reward_function.reward_kwargs": {"a": 1},
+    "trainer.logger": ["tensorboard"],
+    "trainer.resume_mode": "disable",
+    "trainer.device": "cpu",
+    "optim.lr_scheduler": "wsd",
+    "optim.betas": [0.9, 0.99],
+    A + "optim.betas": [0.9, 0.99],
+    "model.fsdp_config.model_dtype": "bf16",
+    **{
+        f"{at}_max_token_len_per_gpu": 2048
+        for at in (A + "ppo", "critic.ppo", "critic.forward", R + "log_prob", REF + "log_prob")
+    },
+    **{f"{at}warmup_style": "cosine" for at in OPTIM},
+    **{f"{at}min_lr_ratio": 0.5 for at in OPTIM},
+    **{f"{at}lr_warmup_steps_ratio": 0.5 for at in OPTIM},
+    **{f"{at}lr_decay_style": "constant" for at in OPTIM},
+    **{f"{at}lr_wsd_decay_style": "cosine" for at in OPTIM},
+    **{f"{at}lr_wsd_decay_steps": 7 for at in OPTIM},
+    **{f"{at}lr_decay_steps": 7 for at in OPTIM},
+    **{f"{at}lr_warmup_steps": 7 for at in OPTIM},
+    **{f"{at}lr_warmup_init": 1e-7 for at in OPTIM},
+    **{f"{at}min_lr": 1e-7 for at in OPTIM},
+}
+"""A second value of every key for which none follows from the default's kind."""
+
+COSINE: Given = {f"{at}warmup_style": "cosine" for at in OPTIM}
+MEGATRON: Given = {A + "strategy": "megatron", "critic.strategy": "megatron"}
+WSD: Given = {
+    **MEGATRON,
+    **{f"{at}lr_decay_style": "WSD" for at in OPTIM},
+    **{f"{at}lr_wsd_decay_steps": 5 for at in OPTIM},
+}
+WARM: Given = {**MEGATRON, **{f"{at}lr_warmup_steps": 5 for at in OPTIM}}
+IN_LOSS: Given = {A + "use_kl_loss": True}
+IN_REWARD: Given = {"algorithm.use_kl_in_reward": True}
+GROUPS: Given = {"algorithm.adv_estimator": "grpo", R + "n": 4}
+FORWARD: Given = {
+    **GROUPS,
+    **IN_LOSS,
+    R + "log_prob_micro_batch_size_per_gpu": 64,
+    REF + "log_prob_micro_batch_size_per_gpu": 64,
+}
+VALUES: Given = {R + "log_prob_micro_batch_size_per_gpu": 64, "critic.ppo_micro_batch_size_per_gpu": 32}
+JUDGE: Given = {
+    RM + "enable": True,
+    RM + "model.path": "judge",
+    RM + "model.input_tokenizer": "policy",
+    M + "path": "policy",
+}
+PENALTY: Given = {RM + "overlong_buffer.enable": True, RM + "overlong_buffer.len": 8}
+DYNAMIC: Given = {**IN_LOSS, A + "use_dynamic_bsz": True}
+VALIDATION: Given = {R + "val_kwargs.do_sample": True, R + "val_kwargs.temperature": 0.7}
+CORRECTION = "algorithm.rollout_correction."
+MULTI_TURN: Given = {"data.multiturn.enable": True}
+
+CONTEXTS: dict[str, Given] = {
+    "data.custom_cls.path": {"data.custom_cls.name": "Rows"},
+    "data.custom_cls.name": {"data.custom_cls.path": "rows.py", "data.custom_cls.name": "Rows"},
+    "custom_reward_function.name": {"custom_reward_function.path": "mine.py"},
+    A + "shuffle": {A + "data_loader_seed": 1},
+    "critic.shuffle": {A + "data_loader_seed": 1},
+    A + "kl_loss_coef": IN_LOSS,
+    A + "kl_loss_type": IN_LOSS,
+    A + "loss_scale_factor": {
+        A + "loss_agg_mode": "seq-mean-token-sum-norm",
+        "critic.loss_agg_mode": "token-mean",
+    },
+    **{
+        A + f"policy_loss.clip_cov_{key}": {A + "policy_loss.loss_mode": "clip_cov"}
+        for key in ("ratio", "lb", "ub")
+    },
+    **{
+        A + f"policy_loss.{key}": {A + "policy_loss.loss_mode": "kl_cov"}
+        for key in ("kl_cov_ratio", "ppo_kl_coef")
+    },
+    **{A + key: {A + "policy_loss.loss_mode": "sapo"} for key in ("tau_pos", "tau_neg")},
+    A + "ppo_max_token_len_per_gpu": DYNAMIC,
+    **{f"critic.{key}_max_token_len_per_gpu": DYNAMIC for key in ("ppo", "forward")},
+    **{f"{at}log_prob_max_token_len_per_gpu": DYNAMIC for at in (R, REF)},
+    **{
+        f"{at}log_prob_{key}": FORWARD
+        for at in (R, REF)
+        for key in ("micro_batch_size", "micro_batch_size_per_gpu")
+    },
+    **{f"{at}log_prob_use_dynamic_bsz": FORWARD for at in (R, REF)},
+    **{f"critic.forward_micro_batch_size{key}": VALUES for key in ("", "_per_gpu")},
+    A + "checkpoint.load_contents": GROUPS,
+    R + "top_k": {},
+    **{R + f"val_kwargs.{key}": VALIDATION for key in ("top_k", "top_p", "temperature", "n")},
+    R + "val_kwargs.do_sample": {R + "val_kwargs.temperature": 0.7},
+    R + "max_num_seqs": {},
+    "algorithm.norm_adv_by_std_in_grpo": GROUPS,
+    "algorithm.kl_penalty": IN_REWARD,
+    "algorithm.kl_ctrl.type": IN_REWARD,
+    "algorithm.kl_ctrl.kl_coef": IN_REWARD,
+    **{
+        f"algorithm.kl_ctrl.{key}": {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive"}
+        for key in ("horizon", "target_kl")
+    },
+    **{
+        f"algorithm.pf_ppo.{key}": {"algorithm.use_pf_ppo": True} for key in ("reweight_method", "weight_pow")
+    },
+    **{
+        CORRECTION + f"rollout_is_{key}": {CORRECTION + "rollout_is": "token"}
+        for key in ("threshold", "batch_normalize")
+    },
+    CORRECTION + "rollout_rs": {CORRECTION + "rollout_rs_threshold": 0.1},
+    CORRECTION + "rollout_rs_threshold": {
+        CORRECTION + "rollout_rs": "token_k3",
+        CORRECTION + "rollout_rs_threshold": "0.1",
+    },
+    CORRECTION + "loss_type": {CORRECTION + "bypass_mode": True},
+    "algorithm.filter_groups.enable": {"algorithm.filter_groups.metric": "acc"},
+    "algorithm.filter_groups.metric": {
+        "algorithm.filter_groups.enable": True,
+        "algorithm.filter_groups.metric": "seq_reward",
+        **PENALTY,
+    },
+    **{
+        RM + key: JUDGE for key in ("max_length", "model.path", "model.input_tokenizer", "model.external_lib")
+    },
+    RM + "overlong_buffer.enable": {RM + "overlong_buffer.len": 8},
+    "algorithm.filter_groups.max_num_gen_batches": {
+        "algorithm.filter_groups.enable": True,
+        "algorithm.filter_groups.metric": "acc",
+    },
+    **{RM + f"overlong_buffer.{key}": PENALTY for key in ("len", "penalty_factor")},
+    "trainer.resume_from_path": {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "a"},
+    **{f"{at}{key}": COSINE for at in OPTIM for key in ("min_lr_ratio", "num_cycles")},
+    **{f"{at}{key}": WSD for at in OPTIM for key in ("lr_wsd_decay_style", "lr_wsd_decay_steps")},
+    **{
+        f"{at}{key}": MEGATRON
+        for at in OPTIM
+        for key in ("clip_grad", "lr_decay_style", "lr_decay_steps", "min_lr")
+    },
+    **{f"{at}lr_warmup_init": WARM for at in OPTIM},
+    "data.multiturn.messages_key": MULTI_TURN,
+}
+"""What a file must say, too, for a key to be read; a value that stands there for the key itself takes the default's
+place."""
+
+SFT_CONTEXTS: dict[str, Given] = {
+    **CONTEXTS,
+    "data.val_files": {"trainer.test_freq": 5},
+    "trainer.resume_path": {},
+}
+
+ROWS = [
+    (name, row)
+    for name in ("verl-ppo", "verl-megatron-optim", "verl-eval", "verl-sft")
+    for row in table(name)
+    if row.status in ("mapped", "translated")
+]
+
+
+def another(row: Key, of: Dialect) -> Json:
+    """Another value than the default, of the same kind. A section that is no section must be refused."""
+    if row.name in OTHER:
+        return OTHER[row.name]
+    default = row.default
+    if parts(row.name) in of.below:
+        return 3
+    if isinstance(default, str) and default.startswith("${"):
+        default = of.row(default[2:-1]).default if default.count("${") == 1 else None  # type: ignore[union-attr]
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return 2 * default + 1 if default >= 0 else 4
+    if isinstance(default, str):
+        return f"{default}x"
+    return (
+        4
+        if any(word in row.name for word in ("size", "steps", "keep", "factor", "seed", "clip_ratio"))
+        else "other"
+    )
+
+
+def file(given: Mapping[str, Json]) -> dict[str, Json]:
+    """Dotted keys as the sections of a file; a last part * stands for the section itself."""
+    out: dict[str, Json] = {}
+    for name, value in given.items():
+        *above, last = parts(name.removesuffix(".*"))
+        around = out
+        for part in above:
+            around = around.setdefault(part, {})
+        around[last] = {**around.get(last, {}), **value} if isinstance(value, dict) else value
+    return out
+
+
+@functools.cache
+def translated(name: str, given: str) -> Translation:
+    """The translation of a file with these keys (as JSON)."""
+    return translate(file(json.loads(given)), dialect(name), origins={})
+
+
+def said(made: Translation) -> set[str]:
+    return {text for _, text in (*made.problems, *made.unbuilt)}
+
+
+@pytest.mark.parametrize(("name", "row"), ROWS, ids=[f"{name}:{row.name}" for name, row in ROWS])
+def test_no_key_is_dead(name: str, row: Key) -> None:
+    kind = "verl-ppo" if name == "verl-megatron-optim" else name
+    own = MEGATRON if name == "verl-megatron-optim" else {}
+    given = {**own, **CONTEXTS.get(row.name, {})} if kind == "verl-ppo" else SFT_CONTEXTS.get(row.name, {})
+    base = translated(kind, json.dumps(given))
+    assert not said(base), "the context itself is a file that works"
+    changed = translated(kind, json.dumps({**given, row.name: another(row, dialect(kind))}))
+    refused = any(row.name.removesuffix(".*") in text for text in said(changed))
+    assert refused or (not said(changed) and changed.tree != base.tree), said(changed)
+
+
+def test_every_context_belongs_to_a_key() -> None:
+    names = {row.name for _, row in ROWS}
+    assert (CONTEXTS.keys() | SFT_CONTEXTS.keys() | OTHER.keys()) <= names

@@ -1,0 +1,315 @@
+"""What becomes of a scored group: which rollouts stay, what is masked, what is booked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whet.algos.groups import mask_shared_prefixes, refine, uninformative, with_baseline
+from whet.batch import pack
+from whet.buffer.buffer import Buffer
+from whet.config.parts.groups import Groups
+from whet.config.recipes import resolve
+from whet.config.schema import Algorithm
+from whet.guard.ledger import Ledger
+from whet.stages import rejection
+from whet.types import FinishReason, Group, Rollout, Task
+
+TASK = Task(uid=3, source="test", prompt="", token_ids=(50, 51))
+
+
+def rollout(
+    index: int, reply: Sequence[int] = (1, 2), reward: float | None = 0.0, reason: FinishReason = "stop",
+    parts: dict[str, float] | None = None,
+) -> Rollout:  # fmt: skip
+    n = len(reply)
+    return Rollout(
+        task=TASK,
+        index=index,
+        token_ids=[50, 51, *reply],
+        mask=[0, 0, *[1] * n],
+        logprobs=[0.0, 0.0, *[-0.5] * n],
+        sample_logprobs=[0.0, 0.0, *[-0.25] * n],
+        versions=[-1, -1, *[7] * n],
+        finish_reason=reason,
+        reward=reward,
+        reward_parts=parts or {},
+    )
+
+
+def group(*rollouts: Rollout) -> Group:
+    return Group(TASK, rollouts)
+
+
+def rewarded(*rewards: float) -> Group:
+    return group(*(rollout(i, reward=r) for i, r in enumerate(rewards)))
+
+
+def kept(found: tuple[Group, dict[str, int]]) -> list[int]:
+    return [r.index for r in found[0].rollouts]
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+def test_by_default_nothing_happens() -> None:
+    given = group(rollout(0, reward=1.0, reason="length"), rollout(1))
+    assert refine(given, Groups()) == (given, {})
+
+
+def test_unfinished_rollouts() -> None:
+    given = group(rollout(0, reward=1.0, reason="length"), rollout(1, reward=1.0), rollout(2, reason="abort"))
+    zeroed, dropped = refine(given, Groups(unfinished="zero"))
+    assert [r.reward for r in zeroed.rollouts] == [0.0, 1.0, 0.0]
+    assert [r.mask for r in zeroed.rollouts] == [r.mask for r in given.rollouts]
+    assert dropped == {}
+    found = refine(given, Groups(unfinished="drop"))
+    assert (kept(found), found[1]) == ([1], {"unfinished": 2})
+    # The mask is one of the loss alone: the rollout stays, with its reward.
+    assert refine(given, Groups(unfinished="mask")) == (given, {})
+
+
+def test_a_floor_for_rewards_is_itself_allowed() -> None:
+    found = refine(rewarded(0.5, 0.49, 2.0), Groups(min_reward=0.5))
+    assert (kept(found), found[1]) == ([0, 2], {"low_reward": 1})
+    assert kept(refine(rewarded(0.0, 0.1), Groups(min_reward=1.0))) == []
+
+
+@pytest.mark.parametrize(
+    ("best", "worst", "expected"),
+    [
+        (1, None, [2]),
+        (2, None, [0, 2]),  # of the equal ones the earlier
+        (None, 1, [1]),
+        (None, 2, [1, 4]),
+        (1, 1, [1, 2]),
+        (9, None, [0, 1, 2, 3, 4]),
+        (3, 4, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_best_and_worst(best: int | None, worst: int | None, expected: list[int]) -> None:
+    found = refine(rewarded(1.0, -1.0, 5.0, 1.0, 0.0), Groups(keep_best=best, keep_worst=worst))
+    assert kept(found) == expected
+    assert found[1] == ({"rank": 5 - len(expected)} if len(expected) < 5 else {})
+
+
+def test_rules_follow_one_another() -> None:
+    given = group(
+        rollout(0, reward=9.0, reason="length"), rollout(1, reward=2.0), rollout(2, reward=1.0),
+        rollout(3, reward=-1.0),
+    )  # fmt: skip
+    found = refine(given, Groups(unfinished="drop", min_reward=0.0, keep_best=1))
+    assert (kept(found), found[1]) == ([1], {"unfinished": 1, "low_reward": 1, "rank": 1})
+    # The zeroed reward is what the others are compared with.
+    assert kept(refine(given, Groups(unfinished="zero", keep_best=1))) == [1]
+
+
+# ---------------------------------------------------------------- groups
+
+judge = partial(uninformative, drop_uniform=True, weights={"a": 1.0, "b": 2.0})
+
+
+def test_uniform_groups() -> None:
+    assert judge(rewarded(1.0, 1.0), Groups()) == "uniform"
+    assert judge(rewarded(1.0, 0.0), Groups()) is None
+    assert uninformative(rewarded(1.0, 1.0), Groups(), drop_uniform=False, weights={}) is None
+
+
+def test_uniform_by_named_rewards() -> None:
+    given = group(
+        rollout(0, reward=1.0, parts={"a": 1.0, "b": 0.5, "c": 0.0}),
+        rollout(1, reward=2.0, parts={"a": 1.0, "b": 1.0, "c": 9.0}),
+    )
+    assert judge(given, Groups(uniform_by=("a",))) == "uniform"
+    assert judge(given, Groups(uniform_by=("b",))) is None
+    assert judge(given, Groups(uniform_by=("a", "b"))) is None
+    # By weight: 1 + 2 * 0.5 = 2 and 0 + 2 * 1 = 2.
+    even = group(
+        *(replace(r, reward_parts={**r.reward_parts, "a": 1.0 - i}) for i, r in enumerate(given.rollouts))
+    )
+    assert judge(even, Groups(uniform_by=("a", "b"))) == "uniform"
+
+
+def test_the_deviation_must_be_larger() -> None:
+    # 0 and 2: sqrt(2) with n - 1, 1 with n.
+    given = rewarded(0.0, 2.0)
+    assert judge(given, Groups(min_std=1.0)) is None
+    assert judge(given, Groups(min_std=1.0, min_std_ddof=0)) == "flat"
+    assert judge(given, Groups(min_std=0.999, min_std_ddof=0)) is None
+    assert judge(rewarded(0.1, 0.1, 0.1), Groups(min_std=0.0)) == "flat"
+    assert judge(rewarded(5.0), Groups(min_std=0.0)) == "flat"
+
+
+def test_a_stage_rejects_by_these_rules() -> None:
+    dapo = resolve(
+        Algorithm.model_validate({"name": "dapo", "groups": {"uniform_by": ("a",), "min_std": 0.5}})
+    )
+    reject = partial(rejection, algorithm=dapo, weights={"a": 1.0})
+    far = group(rollout(0, reward=0.0, parts={"a": 1.0}), rollout(1, reward=9.0, parts={"a": 1.0}))
+    assert reject(far) == "uniform"
+    assert reject(rewarded(0.0, 0.1)) == "flat"
+    assert reject(rewarded(1.0)) == "alone"
+    raw = resolve(Algorithm(name="rloo", single_rollout="raw"))
+    assert rejection(rewarded(1.0), algorithm=raw, weights={}) is None
+    assert rejection(rewarded(1.0), algorithm=resolve(Algorithm(name="rloo")), weights={}) == "alone"
+
+
+# ---------------------------------------------------------------- shared beginnings
+
+
+def masks(given: Group, min_tokens: int) -> list[list[int]]:
+    return [r.mask[2:] for r in mask_shared_prefixes(given, min_tokens).rollouts]
+
+
+def test_a_shared_beginning_is_masked_where_rewards_differ() -> None:
+    given = group(
+        rollout(0, [1, 2, 3, 4], 1.0), rollout(1, [1, 2, 3, 9, 9], 0.0), rollout(2, [5, 2, 3, 4], 0.0)
+    )
+    assert masks(given, 3) == [[0, 0, 0, 1], [0, 0, 0, 1, 1], [1, 1, 1, 1]]
+    assert masks(given, 4) == [[1] * 4, [1] * 5, [1] * 4]
+    same = group(*(replace(r, reward=1.0) for r in given.rollouts))
+    assert masks(same, 3) == [[1] * 4, [1] * 5, [1] * 4]
+
+
+def test_only_the_longest_beginning_counts() -> None:
+    # 0 and 1 share four tokens, 2 shares two with both: there two of them go on together.
+    given = group(
+        rollout(0, [1, 2, 3, 4, 5], 1.0), rollout(1, [1, 2, 3, 4, 6], 0.0), rollout(2, [1, 2, 7, 7, 7], 0.0)
+    )
+    assert masks(given, 2) == [[0, 0, 0, 0, 1], [0, 0, 0, 0, 1], [1] * 5]
+
+
+def test_a_reply_that_is_nothing_but_the_beginning_is_left_alone() -> None:
+    given = group(rollout(0, [1, 2], 1.0), rollout(1, [1, 2, 3], 0.0), rollout(2, [1, 2], 0.0))
+    # 0 and 2 are the same two tokens, and so is the beginning of 1.
+    assert masks(given, 1) == [[1, 1], [0, 0, 1], [1, 1]]
+
+
+def test_what_is_masked_was_not_sampled() -> None:
+    given = group(rollout(0, [1, 2, 3], 1.0), rollout(1, [1, 4, 5], 0.0))
+    first = mask_shared_prefixes(given, 1).rollouts[0]
+    assert first.token_ids == [50, 51, 1, 2, 3]
+    assert first.logprobs == [0, 0, 0, -0.5, -0.5]
+    assert first.sample_logprobs == [0, 0, 0, -0.25, -0.25]
+    assert first.versions == [-1, -1, -1, 7, 7]
+    assert pack([mask_shared_prefixes(given, 1)]).prompt_R.tolist() == [3, 3]
+
+
+def test_the_environments_tokens_belong_to_the_beginning() -> None:
+    def turns(index: int, last: int, reward: float) -> Rollout:
+        return replace(rollout(index, [1, 8, 2, last], reward), mask=[0, 0, 1, 0, 1, 1])
+
+    given = group(turns(0, 3, 1.0), turns(1, 4, 0.0))
+    assert masks(given, 3) == [[0, 0, 0, 1]] * 2
+
+
+@given(
+    replies=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=6),
+    rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=6, max_size=6),
+    least=st.integers(1, 3),
+)
+@settings(max_examples=300, deadline=None)
+def test_shared_beginnings_against_a_tree(replies: list[list[int]], rewards: list[float], least: int) -> None:
+    visits: dict[tuple[int, ...], set[int]] = {}
+    for i, reply in enumerate(replies):
+        for depth in range(1, len(reply) + 1):
+            visits.setdefault(tuple(reply[:depth]), set()).add(i)
+    expected = [[1] * len(reply) for reply in replies]
+    for node, members in visits.items():
+        deeper = [v for other, v in visits.items() if other[:-1] == node]
+        longest = len(members) >= 2 and all(len(v) < 2 for v in deeper)
+        if longest and len(node) >= least and len({rewards[i] for i in members}) > 1:
+            for i in members:
+                if len(node) < len(replies[i]):
+                    expected[i][: len(node)] = [0] * len(node)
+    given = group(*(rollout(i, reply, rewards[i]) for i, reply in enumerate(replies)))
+    assert masks(given, least) == expected
+
+
+# ---------------------------------------------------------------- greedy baselines
+
+
+def test_every_rollout_gets_the_greedy_reward() -> None:
+    found = with_baseline(rewarded(1.0, 0.0), rollout(0, reward=0.25))
+    assert [r.baseline for r in found.rollouts] == [0.25, 0.25]
+    assert pack([found]).baseline_R.tolist() == [0.25, 0.25]
+    assert pack([rewarded(1.0)]).baseline_R is None
+    assert Rollout.from_json(found.rollouts[0].to_json()) == found.rollouts[0]
+
+
+def test_without_the_greedy_reply_nothing_can_be_compared() -> None:
+    mine = group(rollout(0, reward=1.0), replace(rollout(1, reward=None), error="timeout"))
+    found = with_baseline(mine, replace(rollout(0, reward=None), error="reward answer: crashed"))
+    assert [(r.reward, r.error) for r in found.rollouts] == [
+        (None, "greedy reply: reward answer: crashed"),
+        (None, "timeout"),
+    ]
+    ledger = Ledger()
+    buffer = Buffer(groups_per_step=1, group_size=2, max_staleness=0, reject=lambda g: None, ledger=ledger)
+    asyncio.run(fill(buffer, [found]))
+    counts = ledger.end_step()
+    assert counts["ledger/failed/greedy_reply_rollouts"] == counts["ledger/failed/timeout_rollouts"] == 1
+
+
+# ---------------------------------------------------------------- in the buffer
+
+
+async def fill(buffer: Buffer, groups: list[Group]) -> list[Group]:
+    await buffer.room(at_most=len(groups))
+    await buffer.put(groups, asked=len(groups))
+    buffer.check()
+    return await buffer.take(7) if buffer.ready else []
+
+
+def open_buffer(groups: int, size: int, **keys: Any) -> Buffer:
+    return Buffer(groups_per_step=groups, group_size=size, max_staleness=0, ledger=Ledger(), **keys)
+
+
+def test_what_left_its_group_is_booked_with_its_reason() -> None:
+    cfg = Groups(min_reward=0.0, keep_best=1)
+    buffer = open_buffer(2, 3, refine=partial(refine, cfg=cfg), reject=lambda g: None)
+    found = asyncio.run(fill(buffer, [rewarded(-1.0, 2.0, 1.0), rewarded(3.0, 0.5, 0.0)]))
+    assert [[r.index for r in g.rollouts] for g in found] == [[1], [0]]
+    counts = buffer.ledger.end_step()
+    assert counts["ledger/rejected/low_reward_rollouts"] == 1
+    assert counts["ledger/rejected/rank_rollouts"] == 3
+    assert counts["ledger/pending_rollouts"] == 2
+
+
+def test_a_group_that_nothing_is_left_of_gives_its_room_back() -> None:
+    buffer = open_buffer(1, 2, refine=partial(refine, cfg=Groups(min_reward=1.0)), reject=lambda g: None)
+    assert asyncio.run(fill(buffer, [rewarded(0.0, 0.0)])) == []
+    assert buffer.held == 0
+    assert buffer.ledger.pending == 0
+
+
+def test_copies_fill_a_step_that_is_short_of_groups() -> None:
+    reject = partial(uninformative, cfg=Groups(), drop_uniform=True, weights={})
+    buffer = open_buffer(3, 2, reject=reject, copies=True)
+    found = asyncio.run(fill(buffer, [rewarded(1.0, 0.0), rewarded(1.0, 1.0), rewarded(0.0, 0.0)]))
+    assert len(found) == 1
+    assert buffer.dropped == 0
+    again = open_buffer(3, 2, reject=reject, copies=True)
+    again.dropped = 2
+    other = open_buffer(3, 2, reject=reject, copies=True)
+    other.restore(again.state())
+    assert other.dropped == 2
+
+
+def test_copies_of_nothing_fill_nothing() -> None:
+    buffer = open_buffer(1, 2, reject=lambda g: "uniform", copies=True)
+    assert asyncio.run(fill(buffer, [rewarded(1.0, 1.0)])) == []
+    assert not buffer.ready
+
+
+def test_without_copies_dropped_groups_are_asked_for_again() -> None:
+    buffer = open_buffer(2, 2, reject=partial(uninformative, cfg=Groups(), drop_uniform=True, weights={}))
+    assert asyncio.run(fill(buffer, [rewarded(1.0, 0.0), rewarded(1.0, 1.0)])) == []
+    assert (buffer.held, buffer.dropped) == (1, 0)

@@ -1,0 +1,272 @@
+"""The loss of given held-out replies by hand, and `whet eval` on a run's checkpoints against the run itself."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import logging
+import math
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiny import tiny_model
+from whet.algos.recipes import build
+from whet.batch import Batch
+from whet.config.schema import Algorithm, Critic
+from whet.held_out import given, held_out
+from whet.models import kernels
+from whet.training.torch import Cut, TorchEngine
+from whet.types import DataError, Group, Json, Rollout, Task
+
+ROOT = Path(__file__).parents[1]
+
+# ---------------------------------------------------------------- numbers
+
+
+def group(source: str, prompt: list[int], *replies: list[int]) -> Group:
+    """Replies to a task; the first is the better one."""
+    task = Task(uid=0, source=source, prompt="", token_ids=tuple(prompt))
+    rollouts = [
+        Rollout(
+            task=task, index=i, token_ids=prompt + reply, mask=[0] * len(prompt) + [1] * len(reply),
+            logprobs=[0.0] * len(prompt + reply), sample_logprobs=[0.0] * len(prompt + reply),
+            versions=[-1] * len(prompt + reply), finish_reason="stop", reward=float(i == 0),
+        )
+        for i, reply in enumerate(replies)
+    ]  # fmt: skip
+    return Group(task, tuple(rollouts))
+
+
+def engine(seed: int) -> TorchEngine:
+    ops = kernels.load("torch")
+    return TorchEngine(tiny_model(seed=seed, std=0.4), ops, cut=Cut(max_tokens=9))
+
+
+def reply_logp(policy: TorchEngine, prompt: list[int], reply: list[int]) -> list[float]:
+    """log pi of each token of the reply, by the model's own forward, one sequence at a time."""
+    with torch.no_grad():
+        logits = policy.module(torch.tensor([prompt + reply])).logits[0].double()
+    rows = torch.log_softmax(logits, dim=-1)
+    return [float(rows[len(prompt) + i - 1, token]) for i, token in enumerate(reply)]
+
+
+def algorithm(name: str, **settings: Json):  # type: ignore[no-untyped-def]
+    return build(Algorithm(name=name, **settings), critic=Critic(), max_tokens=8)
+
+
+def test_loss_and_perplexity_of_demonstrations() -> None:
+    policy = engine(seed=1)
+    cases = {"a": [([5, 6], [7, 8, 1]), ([9], [10, 1])], "b": [([11, 12, 13], [14])]}
+    groups = [group(s, prompt, reply) for s, members in cases.items() for prompt, reply in members]
+    m = held_out(policy, groups, algorithm("sft"), look=lambda batch: batch)
+    every = []
+    for source, members in cases.items():
+        logp = [x for prompt, reply in members for x in reply_logp(policy, prompt, reply)]
+        every += logp
+        assert m[f"eval/{source}/loss_nats"] == pytest.approx(-math.fsum(logp) / len(logp), rel=1e-5)
+        assert m[f"eval/{source}/loss_tokens"] == len(logp)
+    # over all: every token counts once, so the longer source counts more
+    assert m["eval/all/loss_nats"] == pytest.approx(-math.fsum(every) / 6, rel=1e-5)
+    assert m["eval/all/perplexity"] == math.exp(m["eval/all/loss_nats"])
+    assert all(p.grad is None for p in policy.module.parameters())
+
+
+def test_preferences_on_held_out_pairs() -> None:
+    policy, reference = engine(seed=1), engine(seed=2)
+    pairs = [([5, 6], [7, 8, 1], [9, 1]), ([9], [10, 1], [3, 4, 2, 1]), ([4, 4], [3], [2])]
+
+    def look(batch: Batch) -> Batch:
+        return replace(batch, logp_ref_N=reference.forward(batch, "logprobs"))
+
+    m = held_out(policy, [group("p", *pair) for pair in pairs], algorithm("dpo", beta=0.3), look=look)
+
+    def implied(prompt: list[int], reply: list[int]) -> float:
+        return 0.3 * (sum(reply_logp(policy, prompt, reply)) - sum(reply_logp(reference, prompt, reply)))
+
+    margins = [implied(prompt, better) - implied(prompt, worse) for prompt, better, worse in pairs]
+    assert min(margins) < 0 < max(margins), "no case of its own"
+    assert m["eval/p/accuracy"] == pytest.approx(sum(x > 0 for x in margins) / 3)
+    assert m["eval/p/margin"] == pytest.approx(sum(margins) / 3, rel=1e-4)
+    assert m["eval/p/loss"] == pytest.approx(sum(math.log1p(math.exp(-x)) for x in margins) / 3, rel=1e-4)
+    assert m["eval/p/replies"] == 6
+
+
+# ---------------------------------------------------------------- which tasks
+
+
+def test_tasks_without_a_reply() -> None:
+    tasks = [Task(uid=0, source="a", prompt="", response="x"), Task(uid=1, source="a", prompt="")]
+    assert given(tasks, "demonstrations", judged=True, fits=lambda task, text: True) == tasks[:1]
+    with pytest.raises(
+        DataError, match=r"held-out task 1 of source 'a' has no response, and there are no rewards"
+    ):
+        given(tasks, "demonstrations", judged=False, fits=lambda task, text: True)
+    with pytest.raises(DataError, match="held-out task 0 of source 'a' has no rejected"):
+        given(tasks, "preferences", judged=False, fits=lambda task, text: True)
+    assert given(tasks, "preferences", judged=True, fits=lambda task, text: True) == []
+    label = Task(uid=2, source="a", prompt="", response="x", extra={"desirable": False})
+    assert given([*tasks, label], "labels", judged=True, fits=lambda task, text: True) == [label]
+
+
+def test_too_long_replies_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    tasks = [Task(uid=i, source="a", prompt="", response="x" * i, rejected="y" * 3) for i in range(1, 5)]
+    with caplog.at_level(logging.WARNING, logger="whet"):
+        kept = given(tasks, "preferences", judged=True, fits=lambda task, text: len(text) <= 3)
+    assert [t.uid for t in kept] == [1, 2, 3]
+    assert "1 of 4 are too long and not measured" in caplog.text
+
+
+# ---------------------------------------------------------------- a whole run, and its checkpoints again
+
+CONFIG = """
+seed: 3
+model: {scratch: {hidden_size: 32, layers: 1, heads: 2, max_positions: 64}}
+tokenizer: {build: chars}
+data:
+  max_prompt_tokens: 16
+  train: [{path: PLACE/train.jsonl}]
+  eval: [{path: PLACE/held_out.jsonl, name: words}, {path: PLACE/held_out.jsonl, name: more, limit: 3}]
+rewards: {right: {function: exact}}
+rollout: {group_size: 4, sampling: {max_tokens: 8}}
+checkpoint: {every: 2, export: false, keep: 9}
+track: {trackers: [jsonl]}
+machine: {threads: 1}
+stages:
+  - name: sft
+    algorithm: {name: sft}
+    train: {steps: 4, tasks_per_step: 4, optimizer: {lr: 3e-3}}
+    eval: {every: 2}
+  - name: rl
+    algorithm: {name: reinforce}
+    train: {steps: 4, tasks_per_step: 4, optimizer: {lr: 1e-3}}
+    eval:
+      every: 2
+      sampling: {temperature: 1.0}
+      sources: {more: {samples: 4}}
+      log_samples: 5
+"""
+
+
+def whet(*words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "whet.cli", *words], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def evaluations(run_dir: Path) -> list[dict[str, Json]]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if any(key.startswith("eval/") for key in line)]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("data")
+    for name, source in (("train", "words"), ("held_out", "held_out")):
+        rows = map(json.loads, (ROOT / f"tests/data/{source}.jsonl").read_text().splitlines())
+        lines = (json.dumps({**row, "response": row["answer"]}) + "\n" for row in rows)
+        (place / f"{name}.jsonl").write_text("".join(lines))
+    (place / "run.yaml").write_text(CONFIG.replace("PLACE", str(place)))
+    return place / "run.yaml"
+
+
+@pytest.fixture(scope="module")
+def run(config: Path) -> Path:
+    whet("train", str(config), f"run_dir={config.parent / 'run'}")
+    return config.parent / "run"
+
+
+def test_a_run_has_loss_and_accuracy_as_its_stages_say(run: Path) -> None:
+    found = {(line["stage"], line["step"]): line for line in evaluations(run)}
+    assert sorted(found) == [(stage, step) for stage in ("rl", "sft") for step in (0, 2, 4)]
+    sft, rl = found["sft", 4], found["rl", 4]
+    assert sft["eval/words/loss_nats"] < found["sft", 0]["eval/words/loss_nats"]
+    assert sft["eval/all/loss_tokens"] == sft["eval/words/loss_tokens"] + sft["eval/more/loss_tokens"]
+    assert "eval/words/mean@1" in sft
+    assert not [key for key in rl if "loss" in key], "nothing is learned from given replies there"
+    assert {"eval/words/mean@1", "eval/more/mean@4", "eval/more/best@2", "eval/all/mean@1"} <= rl.keys()
+    assert "eval/more/mean@1" not in rl
+
+
+def test_shown_samples_stand_beside_the_replies(run: Path) -> None:
+    lines = [(run / "eval" / f"rl-step-00000{step}.jsonl").read_text().splitlines() for step in (0, 4)]
+    first, last = ([json.loads(line) for line in part] for part in lines)
+    assert len(first) == 5
+    assert [row["uid"] for row in first] == [row["uid"] for row in last]
+    assert set(first[0]) == {"uid", "source", "prompt", "reply", "answer", "extracted", "reward"}
+    assert not (run / "eval" / "sft-step-000000.jsonl").exists()
+
+
+def test_every_checkpoint_gives_the_numbers_that_the_run_gave(run: Path, tmp_path: Path) -> None:
+    out = whet("eval", str(run), "-o", str(tmp_path / "found.json"))
+    during = [line for line in evaluations(run) if line["step"] > 0]
+    assert json.loads((tmp_path / "found.json").read_text()) == during == evaluations(run / "bench")
+    for step in (2, 4):
+        name = f"rl-step-00000{step}.parquet"
+        assert filecmp.cmp(run / "eval" / name, run / "bench" / "eval" / name, shallow=False)
+    assert "rl step 4" in out
+    assert "mean@4" in out
+
+
+def test_checkpoints_may_be_asked_otherwise(run: Path) -> None:
+    before = (run / "metrics.jsonl").read_bytes()
+    whet("eval", str(run), "stages.rl.eval.sources.more.samples=2")
+    assert all("eval/more/mean@2" in line for line in evaluations(run / "bench") if line["stage"] == "rl")
+    assert (run / "metrics.jsonl").read_bytes() == before, "the run itself is only read"
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint_evaluates_the_same(run: Path, config: Path) -> None:
+    again = config.parent / "again"
+    shutil.copytree(run, again, ignore=shutil.ignore_patterns("bench"))
+    shutil.rmtree(again / "checkpoints" / "1-rl-000004")
+    (again / "eval" / "rl-step-000004.jsonl").write_text("of a run that was killed\n")
+    whet("train", str(config), f"run_dir={again}")
+    assert evaluations(again) == evaluations(run)
+    names = sorted(path.name for path in (run / "eval").iterdir())
+    assert names == sorted(path.name for path in (again / "eval").iterdir())
+    assert filecmp.cmpfiles(run / "eval", again / "eval", names, shallow=False)[0] == names
+
+
+def test_what_cannot_be_evaluated_is_said(tmp_path: Path) -> None:
+    from whet.bench import config_of, judge_checkpoints
+    from whet.types import CheckpointError, ConfigError
+
+    with pytest.raises(ConfigError, match=r"holds no config\.yaml; give a run directory"):
+        config_of(tmp_path, [])
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("PLACE", str(tmp_path)))
+    with pytest.raises(ConfigError, match="there is nothing to evaluate"):
+        judge_checkpoints(config_of(tmp_path, ["data.eval=[]", "stages=[{name: sft, train: {steps: 2}}]"]))
+    with pytest.raises(CheckpointError, match="holds no checkpoint to evaluate"):
+        judge_checkpoints(config_of(tmp_path, []))
+
+
+def test_trackers_that_show_text_are_given_the_samples(tmp_path: Path) -> None:
+    from whet.config.schema import Config
+    from whet.track.record import RunDirectory
+    from whet.track.trackers import Jsonl, ShowsText, TensorBoard, open_trackers
+
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    record = RunDirectory(tmp_path, ["rl"])
+    cfg = Config.model_validate_json('{"track": {"trackers": ["tensorboard"]}}')
+    trackers = open_trackers(cfg, record)
+    rows = [{"uid": 7, "source": "a", "prompt": "abc>", "reply": "cba", "answer": "cba", "reward": 1.0}]
+    for tracker in trackers:
+        assert isinstance(tracker, ShowsText) == isinstance(tracker, TensorBoard)
+        assert isinstance(tracker, TensorBoard | Jsonl)
+        if isinstance(tracker, ShowsText):
+            tracker.show("rl", 3, rows)
+        tracker.close()
+    found = events.EventAccumulator(str(tmp_path / "tensorboard" / "rl"))
+    found.Reload()
+    (event,) = found.Tensors("eval/7/text_summary")
+    assert event.step == 3
+    assert all(word in event.tensor_proto.string_val[0].decode() for word in ("abc>", '"reply": "cba"'))

@@ -1,0 +1,411 @@
+"""The JSON schema that forms are drawn from: whole, true of the checks, and usable by itself."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from whet.cli import app
+from whet.config import choices, functions, hints
+from whet.config.checks import hard_problems, unused
+from whet.config.conditions import TESTS, met, subjects
+from whet.config.constraints import BASE, CONSTRAINTS
+from whet.config.forms import schema, visible_when
+from whet.config.idle import NAMED, named
+from whet.config.idle_rules import RULES
+from whet.config.keys import Key, keys, lookup
+from whet.config.load import load
+from whet.config.recipes import RECIPES, resolve
+from whet.config.schema import Algorithm, Config
+from whet.config.setting_rules import SETTING_RULES
+from whet.rewards.builtin import BUILTIN
+from whet.types import ConfigError, Json
+
+LEAVES = [key for key in keys().values() if key.section is None]
+
+
+@functools.cache
+def made() -> dict[str, Any]:
+    return json.loads(json.dumps(schema()))
+
+
+def node(path: tuple[str, ...]) -> dict[str, Any]:
+    """The node of a key, found by the schema alone."""
+    at = made()
+    for name in path:
+        at = next(option for option in options(at) if "properties" in option or name == "*")
+        at = (at.get("items") or at["additionalProperties"]) if name == "*" else at["properties"][name]
+    return at
+
+
+def options(at: dict[str, Any]) -> list[dict[str, Any]]:
+    """The kinds of value that a node allows, each by itself."""
+    found = [o for part in at.get("anyOf", [at]) for o in (options(part) if "anyOf" in part else [part])]
+    return [o for o in found if o.get("type") in ("object", "array")] or found
+
+
+def everything(at: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(at, dict):
+        yield at
+    for inner in at.values() if isinstance(at, dict) else at if isinstance(at, list) else ():
+        yield from everything(inner)
+
+
+# ---------------------------------------------------------------- whole
+
+
+def test_every_key_has_what_a_form_needs() -> None:
+    assert made()["$schema"].endswith("2020-12/schema")
+    for key in LEAVES:
+        found = node(key.path)
+        assert found["title"].strip() == found["title"] != ""
+        assert found["description"] == " ".join(key.description.split()) != ""
+        assert found["x-level"] in ("beginner", "expert")
+        assert {"type", "enum", "const", "anyOf"} & found.keys(), key.path
+        if not key.required:
+            assert found["default"] == json.loads(json.dumps(key.default)), key.path
+
+
+def test_it_stands_by_itself_and_uses_only_words_of_the_draft_or_its_own() -> None:
+    words = {
+        "$schema", "additionalProperties", "anyOf", "const", "default", "description", "enum", "examples",
+        "exclusiveMaximum", "exclusiveMinimum", "items", "maxItems", "maximum", "minItems", "minimum",
+        "prefixItems", "properties", "required", "title", "type",
+    }  # fmt: skip
+    schemas = [made(), *(node(key.path) for key in keys().values())]
+    for found in schemas:
+        assert {word for word in found if not word.startswith("x-")} <= words
+    assert "$ref" not in json.dumps(made())
+    for found in everything(made()["properties"]):
+        if isinstance(found.get("required"), list):
+            assert set(found["required"]) <= found["properties"].keys()
+
+
+def test_sections_are_closed_and_have_the_keys_of_the_config_in_order() -> None:
+    for key in keys().values():
+        if key.section is None or (key.path[-1] != "*" and (*key.path, "*") in keys()):
+            continue
+        found = next(option for option in options(node(key.path)) if "properties" in option)
+        assert list(found["properties"]) == list(key.section.model_fields)
+        assert found["additionalProperties"] is False
+
+
+def test_bounds_stand_where_pydantic_has_them() -> None:
+    assert node(("rollout", "group_size"))["minimum"] == 1
+    assert node(("train", "optimizer", "schedule", "kind"))["enum"][0] == "constant"
+    assert {"exclusiveMinimum": 0.0, "type": "number"} in node(("train", "epochs"))["anyOf"]
+    assert node(("critic", "optimizer", "lr"))["default"] != node(("train", "optimizer", "lr"))["default"]
+
+
+def test_titles_beside_each_other_differ_and_are_short() -> None:
+    above: dict[tuple[str, ...], list[str]] = {}
+    for key in keys().values():
+        if key.path[-1] != "*":
+            above.setdefault(key.path[:-1], []).append(node(key.path)["title"])
+    for path, titles in above.items():
+        assert len(set(titles)) == len(titles), path
+        assert all(len(title) <= 50 and "_" not in title for title in titles)
+
+
+def test_beginners_see_about_sixty_keys_that_exist() -> None:
+    assert 50 <= len(hints.BEGINNER) <= 75
+    assert {".".join(key.path) for key in LEAVES} >= hints.BEGINNER
+    seen = {name.rpartition(".")[0] for name in hints.BEGINNER}
+    needed = {".".join(key.path) for key in LEAVES if key.required and ".".join(key.path[:-1]) in seen}
+    assert "data.train.*.reasoning_gym.task" in needed <= hints.BEGINNER, (
+        "what must be given, where a beginner gives anything"
+    )
+
+
+def test_units() -> None:
+    assert hints.unit("guard.timeout_s") == "s"
+    assert hints.unit("guard.memory_mb") == "MiB"
+    assert hints.unit("data.max_prompt_tokens") == "tokens"
+    assert hints.unit("algorithm.reward_kl.target") == "nats"
+    assert hints.unit("name") is None
+    assert hints.title("timeout_s") == "Timeout"
+    known = {".".join(key.path) for key in LEAVES}
+    assert set(hints.UNITS) <= known
+    for suffix in hints.SUFFIXES:
+        assert any(name.endswith(suffix) for name in known), suffix
+
+
+def test_choices_are_the_tables() -> None:
+    def names(key: str) -> list[str]:
+        found = node(tuple(key.split(".")))
+        assert found["examples"] == [choice["name"] for choice in found["x-choices"]]
+        assert all(choice["about"].endswith(".") for choice in found["x-choices"])
+        return found["examples"]
+
+    assert names("algorithm.name") == list(RECIPES)
+    assert names("algorithm.advantage") == list(functions.ADVANTAGES) == list(choices.ADVANTAGES)
+    assert names("algorithm.loss") == list(functions.LOSSES) == list(choices.LOSSES)
+    assert names("rewards.*.function") == list(choices.REWARDS)
+    assert set(choices.REWARDS) == set(BUILTIN)
+    assert names("checkpoint.resume") == ["auto", "never", "fresh"]
+
+
+def test_the_recipes_say_enough_to_know_the_named_conditions() -> None:
+    for choice in node(("algorithm", "name"))["x-choices"]:
+        sets, resolved = choice["sets"], resolve(Algorithm(name=choice["name"]))
+        assert (sets["kind"], sets["advantage"], sets["loss"]) == (
+            resolved.kind,
+            resolved.advantage,
+            resolved.loss,
+        )
+        assert sets["aggregation"] == resolved.aggregation
+        assert (sets["whiten"], sets["drop_uniform_groups"]) == (
+            resolved.whiten,
+            resolved.drop_uniform_groups,
+        )
+
+
+# ---------------------------------------------------------------- conditions
+
+
+def test_conditions_name_keys_and_conditions_that_exist_and_one_test() -> None:
+    assert set(made()["x-conditions"]) == set(NAMED)
+    used = set()
+    for found in everything(made()["properties"]):
+        for what, name in subjects(found.get("x-visible-when", {})):
+            assert lookup(name.split(".")) if what == "key" else name in NAMED, name
+            used.add(name)
+    assert set(NAMED) <= used
+    for rule in (*RULES, *SETTING_RULES):
+        for part in everything(rule.read_when):
+            assert len(part.keys() & TESTS.keys()) <= 1
+            assert part.keys() <= {"key", "condition", "all", "any", "not", *TESTS}
+        for key in rule.keys:
+            assert lookup(key.split(".")) or key.startswith("track.arguments."), key
+
+
+def test_each_test_of_a_value_by_hand() -> None:
+    cfg = Config.model_validate_json('{"train": {"steps": 3}, "rollout": {"sampling": {"stop": ["a", "b"]}}}')
+
+    def holds(**condition: Json) -> bool:
+        return met(condition, cfg, {"yes": True, "no": False, "kind": "online"})
+
+    assert holds(key="train.steps", **{"is": 3})
+    assert not holds(key="train.steps", **{"is": 4})
+    assert holds(condition="kind", **{"in": ["online", "x"]})
+    assert holds(key="train.steps", above=2)
+    assert not holds(key="train.steps", above=3)
+    assert not holds(key="train.epochs", above=0)
+    assert holds(key="train.epochs", given=False)
+    assert holds(key="rollout.sampling.stop", holds=["b", "c"])
+    assert not holds(key="rollout.sampling.stop", holds=["c"])
+    assert holds(key="rollout.sampling.stop", longer=1)
+    assert not holds(key="rollout.sampling.stop", longer=2)
+    assert not holds(key="model.scratch.architecture", **{"is": "mistral"})
+    assert holds(all=[{"condition": "yes"}, {"not": {"condition": "no"}}])
+    assert not holds(any=[])
+
+
+def random_config() -> st.SearchStrategy[dict[str, Json]]:
+    """Configs that differ in what conditions look at."""
+
+    def maybe(**values: Any) -> st.SearchStrategy[dict[str, Json]]:
+        return st.fixed_dictionaries({}, optional={k: st.sampled_from(v) for k, v in values.items()})
+
+    schedule = maybe(
+        kind=["constant", "linear", "cosine", "wsd"], warmup_steps=[0, 3], decay_steps=[2],
+        decay_shape=["cosine"], weight_decay_end=[0.0, 0.1], warmup_fraction=[0.1],
+    )  # fmt: skip
+    row = {"rows": [{"prompt": "1+1="}]}
+    sections = {
+        "algorithm": maybe(
+            name=list(RECIPES), normalize_std=[True, False], whiten=[True], drop_uniform_groups=[True],
+            kl=[{"coef": 0.1}], reward_kl=[{"coef": 0.1}], resample=["pow"], groups=[{"min_std": 0.1}],
+        ),
+        "data": maybe(
+            train=[[row], [row, row]], eval=[[], [row]], expert=[[row], [row, row]], order=["sequential"]
+        ),
+        "rewards": st.sampled_from([{}, {"r": {"function": "exact"}}]),
+        "eval": maybe(every=[0, 5], at_start=[False], at_end=[False]),
+        "train": st.builds(
+            lambda train, s: {**train, "optimizer": {"schedule": s}}, maybe(minibatches=[1, 2]), schedule
+        ),
+        "critic": st.builds(lambda critic, s: {**critic, "optimizer": {"schedule": s}}, maybe(path=["x"]), schedule),
+        "reference": maybe(path=["x"], reset_every=[0, 2]),
+        "rollout": maybe(engine=["hf"]),
+        "checkpoint": maybe(resume=["never", "auto"], export=[False]),
+        "track": maybe(trackers=[["jsonl"], ["wandb"]], rollouts_every=[0]),
+        "tokenizer": maybe(build=["chars"]),
+        "model": maybe(scratch=[{"architecture": "mistral"}, {"architecture": "qwen3_moe"}, {}]),
+    }  # fmt: skip
+    return st.fixed_dictionaries(sections)
+
+
+def given_one(key: Key) -> Json:
+    """A tree with one key of the schema set to some value that says something."""
+    tree: Json = key.default if key.default not in (None, (), {}) else "x"
+    for name in reversed(key.path):
+        tree = [tree] if name == "*" and isinstance(tree, dict) and key.path[0] == "data" else {name: tree}
+    return tree
+
+
+@given(random_config())
+@settings(max_examples=40, deadline=None)
+def test_what_a_form_hides_is_what_the_checks_refuse(tree: dict[str, Json]) -> None:
+    """For every key there is: the rules of the table hold if and only if a set value is not called idle."""
+    cfg = Config.model_validate_json(json.dumps(tree))
+    try:
+        algorithm = resolve(cfg.algorithm)
+    except ConfigError:
+        return
+    known = named(cfg, algorithm)
+    own = {key for rule in SETTING_RULES for key in rule.keys}
+    for key in LEAVES:
+        name = ".".join(key.path)
+        if key.path[0] == "stages" or ("*" in key.path and key.path[0] not in ("data", "rewards")):
+            continue
+        if key.path[:2] == ("model", "scratch") and cfg.model.scratch is None:
+            continue
+        if any(f"{name}.".startswith(f"{k}.") for k in own):
+            continue
+        condition = visible_when(key.path)
+        shown = condition is None or met(condition, cfg, known)
+        found = unused(plain(given_one(key)), [cfg])
+        assert shown == (not found), (name, found)
+
+
+def plain(tree: Any) -> dict[str, Json]:
+    return json.loads(json.dumps(tree))
+
+
+def changed(key: Key) -> Json:
+    """Another value of a key of `algorithm` than its default."""
+    special = {
+        "advantage": "rloo", "loss": "reinforce", "mix": {"mu": 0.5}, "aggregation": "token-sum",
+        "dual_clip": 3.0, "advantage_low": -1.0, "beta": 0.3, "label_smoothing": 0.1,
+    }  # fmt: skip
+    if key.path[-1] in special:
+        return special[key.path[-1]]
+    enum = re.findall(r"'([^']*)'", key.words)
+    if enum:
+        return next(value for value in enum if value != key.default)
+    if "true" in key.words:
+        return not key.default
+    if key.default in (0, 1) and "1 or 0" in key.words:
+        return 1 - key.default
+    number = key.default if isinstance(key.default, int | float) else 0
+    return number + 1 if "whole" in key.words else number / 2 or 0.25
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_settings_that_a_form_hides_are_refused_and_others_are_not_called_idle(recipe: str) -> None:
+    """Every setting of an algorithm, changed by itself under every recipe."""
+    base = resolve(Algorithm(name=recipe))
+    cfg = Config.model_validate_json(json.dumps({"algorithm": {"name": recipe}}))
+    known = named(cfg, base)
+    for name, field in Algorithm.model_fields.items():
+        path = ("algorithm", name)
+        if name in ("name", "advantage", "loss") or keys()[path].section:
+            continue
+        condition = visible_when(path)
+        tree = {"algorithm": {"name": recipe, name: changed(keys()[path])}}
+        assert field.default != tree["algorithm"][name]
+        said = " | ".join(text for _, text in problems(tree))
+        idle = "has no effect" in said or "do not apply" in said or "leave it out" in said
+        own = tree["algorithm"][name] is False  # a switch that is off is no wish
+        assert condition is None or met(condition, cfg, known) or idle or own, (name, said)
+        assert not idle or (condition is not None and not met(condition, cfg, known)), (name, said)
+
+
+@pytest.mark.parametrize(
+    ("key", "hidden", "shown"),
+    [
+        ("correction", {"name": "sft", "correction": {"weight": "token"}}, {"correction": {"weight": "token"}}),
+        ("correction.low", {"correction": {"low": 0.5}}, {"correction": {"weight": "token", "low": 0.5}}),
+        (
+            "correction.outside",
+            {"correction": {"weight": "token", "outside": "mask"}},
+            {"correction": {"weight": "token", "high": 2.0, "outside": "mask"}},
+        ),
+        (
+            "correction.denominator",
+            {"correction": {"weight": "token", "denominator": "all"}},
+            {"correction": {"weight": "token", "high": 2.0, "outside": "mask", "denominator": "all"}},
+        ),
+        ("mix", {"name": "sft", "mix": {}}, {"name": "mix", "mix": {}}),
+        (
+            "mix.mu_decay_steps",
+            {"name": "mix", "mix": {"mu_decay_steps": 3}},
+            {"name": "mix", "mix": {"mu_decay_steps": 3, "mu_valley": 0.01}},
+        ),
+        ("kl.coef", {"name": "dpo", "kl": {"coef": 0.1}}, {"kl": {"coef": 0.1}}),
+        ("reward_kl.coef", {"name": "sft", "reward_kl": {"coef": 0.1}}, {"reward_kl": {"coef": 0.1}}),
+        ("reward_kl.target", {"reward_kl": {"target": 0.1}}, {"reward_kl": {"coef": 0.1, "target": 0.1}}),
+        (
+            "reward_kl.horizon",
+            {"reward_kl": {"coef": 0.1, "horizon": 5}},
+            {"reward_kl": {"coef": 0.1, "target": 0.1, "horizon": 5}},
+        ),
+        ("entropy_aggregation", {"entropy_aggregation": "token-mean"},
+         {"entropy_aggregation": "token-mean", "entropy_coef": 0.01}),
+        ("clip_low", {"fallback_to_policy_gradient": True, "clip_low": 0.1}, {"clip_low": 0.1}),
+        ("rec_ring_low", {"name": "rec", "rec_ring_low": 0.5},
+         {"name": "rec", "rec_ring_low": 0.5, "rec_clip_mode": "ring"}),
+        ("rec_temperature", {"name": "rec", "rec_temperature": 0.5},
+         {"name": "rec", "rec_temperature": 0.5, "rec_weight": "advantage"}),
+        ("rec_regularizer_coef", {"name": "rec", "rec_regularizer_coef": 0.5},
+         {"name": "rec", "rec_regularizer_coef": 0.5, "rec_regularizer": "k2"}),
+        ("clip_high", {"name": "rec", "rec_clip_mode": "none", "clip_high": 0.5}, {"name": "rec", "clip_high": 0.5}),
+        ("label_smoothing", {"name": "dpo", "pair_loss": "ipo", "label_smoothing": 0.1},
+         {"name": "dpo", "label_smoothing": 0.1}),
+    ],
+)  # fmt: skip
+def test_parts_of_parts_are_hidden_where_they_are_refused(
+    key: str, hidden: dict[str, Json], shown: dict[str, Json]
+) -> None:
+    path = ("algorithm", *key.split("."))
+    for tree, visible in ((hidden, False), (shown, True)):
+        said = problems({"algorithm": tree})
+        assert bool(said) != visible, said
+        cfg = Config.model_validate_json(json.dumps({"algorithm": tree}))
+        known = named(cfg, resolve(Algorithm(name=cfg.algorithm.name)))
+        condition = visible_when(path)
+        assert condition is not None
+        assert met(condition, cfg, known) == visible
+
+
+def problems(tree: dict[str, Json]) -> list[tuple[str, str]]:
+    """What is said of the algorithm: it cannot work, or nothing reads it."""
+    cfg = Config.model_validate_json(json.dumps(tree))
+    try:
+        resolve(cfg.algorithm)
+    except ConfigError as e:
+        return [("algorithm", str(e))]
+    return [(str(path), why) for path, why in unused(tree, [cfg])]
+
+
+# ---------------------------------------------------------------- constraints
+
+
+def test_constraints_name_keys_and_carry_the_error_that_a_run_shows() -> None:
+    assert len(made()["x-constraints"]) == len(CONSTRAINTS) > 60
+    for rule in made()["x-constraints"]:
+        assert all(lookup(key.split(".")) for key in rule["keys"]), rule
+        assert len(rule["error"]) > 15
+
+
+def test_what_constraints_break_works_unbroken() -> None:
+    assert hard_problems(load(None, (), BASE).config) == []
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_writes_it(tmp_path: Any) -> None:
+    file = tmp_path / "whet.schema.json"
+    assert CliRunner().invoke(app, ["schema", "-o", str(file)]).exit_code == 0
+    assert json.loads(file.read_text()) == made()
+    assert json.loads(CliRunner().invoke(app, ["schema"]).output) == made()

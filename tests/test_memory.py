@@ -1,0 +1,394 @@
+"""The memory plan: its formulas against what autograd keeps, its cuts against the trainer's, its refusals."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from test_timeline import TINY
+from tiny import FAMILIES, VOCAB, tiny_model
+from whet.api import run_training
+from whet.batch import Batch, micro_batches, pack
+from whet.config import footprint, hardware, memory
+from whet.config.load import load
+from whet.config.memory import Cut, Lengths, Setting, largest
+from whet.config.plan import Plan, plans
+from whet.config.schema import Train
+from whet.config.sizes import Shape, config_sizes, folder_shape, with_tensors
+from whet.models import kernels, logprobs
+from whet.models.attention import PackedAttention
+from whet.models.forward import decoder
+from whet.models.packing import layout
+from whet.models.segments import Segments
+from whet.rollout.native.engine import NativeEngine
+from whet.types import ConfigError, Group, Rollout, Task
+
+# ---------------------------------------------------------------- what one layer keeps
+
+
+class Flash(torch.autograd.Function):
+    """Attention that keeps what a fused kernel keeps: queries, keys, values, the result, a number a head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = q * 1, torch.zeros(q.shape[:2])
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+        return dout, None, None
+
+
+def per_layer(family: str, kind: str, dtype: torch.dtype, *, checkpoint: bool = False) -> float:
+    """Bytes that one layer keeps of one token, by what autograd is given to keep."""
+
+    def slope(layers: int) -> int:
+        more, less = (
+            kept_bytes(family, kind, dtype, layers=layers, tokens=tokens, checkpoint=checkpoint)
+            for tokens in (128, 64)
+        )
+        return more - less
+
+    return (slope(3) - slope(1)) / 2 / 64
+
+
+def kept_bytes(
+    family: str, kind: str, dtype: torch.dtype, *, layers: int, tokens: int, checkpoint: bool
+) -> int:
+    """Bytes that a forward keeps for the backward pass, parameters left out."""
+    ops = kernels.load(kind)
+    model = tiny_model(family, layers=layers).to(dtype)
+    hidden = decoder(model, ops).hidden
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in own:
+            kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    segments = Segments.of_lengths(torch.tensor([16] * (tokens // 16)))
+    attend: Any = PackedAttention(segments, ops)
+    if kind == "torch":
+        attend = lambda layer, q, k, v, **_: Flash.apply(q, k, v)  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        hidden(torch.arange(tokens) % VOCAB, segments.position_N, attend, checkpoint=checkpoint)
+    return sum(x.untyped_storage().nbytes() for x in kept.values())
+
+
+def shape_of(family: str) -> Shape:
+    return with_tensors(**config_sizes(tiny_model(family).config.to_dict()))
+
+
+KINDS = [("compiled", torch.float32), ("torch", torch.float32), ("torch", torch.bfloat16)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("kind", "dtype"), KINDS, ids=lambda x: str(x).removeprefix("torch."))
+def test_what_a_layer_keeps_is_what_autograd_keeps(family, kind, dtype):
+    name = str(dtype).removeprefix("torch.")
+    setting = Setting(shape=shape_of(family), dtype=name, compiled=kind == "compiled")
+    seen = per_layer(family, kind, dtype)
+    assert memory.layer_bytes(setting) == pytest.approx(seen, rel=0.02 if setting.shape.experts else 1e-9)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS, ids=lambda x: str(x).removeprefix("torch."))
+def test_a_checkpointed_layer_keeps_its_two_inputs(kind, dtype):
+    assert per_layer("qwen3", kind, dtype, checkpoint=True) == 2 * dtype.itemsize * shape_of("qwen3").hidden
+
+
+# ---------------------------------------------------------------- how batches are cut
+
+
+def full_batch(lengths: Lengths, groups: int) -> Batch:
+    """Groups of rollouts, all of these lengths."""
+    prompt, reply = lengths.prompt, lengths.reply
+
+    def rollout(uid: int, index: int) -> Rollout:
+        task = Task(uid=uid, source="s", prompt="", answer="")
+        return Rollout(
+            task=task, index=index, token_ids=[uid] * (prompt + reply), mask=[0] * prompt + [1] * reply,
+            logprobs=[0.0] * (prompt + reply), sample_logprobs=[0.0] * (prompt + reply),
+            versions=[0] * (prompt + reply), finish_reason="stop", text="", reward=0.0,
+        )  # fmt: skip
+
+    made = [[rollout(g, i) for i in range(lengths.group)] for g in range(groups)]
+    return pack([Group(m[0].task, tuple(m)) for m in made])
+
+
+@pytest.mark.parametrize(
+    ("given", "share", "whole"),
+    [
+        *itertools.product(
+            [{"micro_tokens": n} for n in (5, 20, 33, 47, 60, 100, 1000)] + [{"micro_rollouts": 3}],
+            [True, False],
+            [False],
+        ),
+        ({"micro_tokens": 60}, True, True),
+    ],
+)
+def test_the_largest_micro_batch_is_the_trainers(given, share, whole):
+    lengths, groups = Lengths(prompt=6, reply=5, group=4), 5
+    rollouts = groups * lengths.group
+    train = Train(share_prompts=share, **given)
+    told = memory.cut(train, lengths, rollouts=rollouts, default_tokens=9, whole_groups=whole)
+    micros = list(
+        micro_batches(
+            full_batch(lengths, groups),
+            max_tokens=train.micro_tokens,
+            max_rollouts=train.micro_rollouts,
+            shared=share,
+            whole_groups=whole,
+        )
+    )
+    computed = [len(layout(m, share_prompts=share).token_ids_U) for m in micros]
+    if "micro_rollouts" in given:  # rows of two groups may come together and bring two prompts
+        assert abs(told.tokens - max(computed)) <= lengths.prompt
+    else:
+        assert told.tokens == computed[0]
+    assert told.sampled == int(micros[0].mask_N.sum())
+    assert bool(told.second) == (len(micros) > 1)
+
+
+def test_forwards_have_their_own_cut_or_the_updates():
+    lengths, learning = Lengths(prompt=6, reply=5, group=4), Cut(7, 7)
+    assert memory.forward_cut(Train(), learning, lengths, rollouts=8) is learning
+    own = memory.forward_cut(Train(micro_rollouts_forward=8), learning, lengths, rollouts=8)
+    assert own == Cut(2 * 6 + 8 * 4, 8 * 5)
+
+
+def test_the_numbers_of_the_code_are_the_codes():
+    assert memory.KEPT_LOGITS == logprobs._KEEP
+    assert inspect.signature(logprobs.token_logprobs).parameters["chunk"].default == memory.CHUNK
+    assert inspect.signature(NativeEngine).parameters["prefill_tokens"].default == memory.PREFILL_TOKENS
+
+
+# ---------------------------------------------------------------- a model's tensors
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_are_those_of_the_modules(family, tmp_path):
+    model = tiny_model(family)
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert shape_of(family).tensors == expected
+    model.config.save_pretrained(tmp_path)
+    assert folder_shape(tmp_path, {}).tensors == expected, "config.json alone"
+    model.save_pretrained(tmp_path)
+    count = sum(p.numel() for p in model.parameters())
+    assert folder_shape(tmp_path, {}).parameters == count, "the files"
+
+
+def test_an_unknown_family_without_files_has_no_tensors(tmp_path):
+    config = {"model_type": "other", "num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 9}))
+    found = folder_shape(tmp_path, {})
+    assert (found.tensors, found.parameters, found.ffn) == ({}, None, 32)
+
+
+# ---------------------------------------------------------------- the plan
+
+BASE = {**TINY, "rewards": {"r": {"function": "exact"}}, "algorithm": {"name": "grpo"}}
+
+
+def planned(*overrides: str) -> Plan:
+    return plans(load(None, overrides, BASE))[0]
+
+
+def peaks(plan: Plan) -> dict[str, dict[str, int]]:
+    """The largest moment of each phase."""
+    out: dict[str, memory.Phase] = {}
+    for phase in footprint.phases(plan):
+        out[phase.name] = max(out.get(phase.name, phase), phase, key=lambda p: p.total)
+    return {name: phase.parts for name, phase in out.items()}
+
+
+def test_phases_by_hand():
+    plan = planned("tokenizer.vocab_size=50", "train.micro_rollouts=null", "machine.kernels=compiled")
+    # embedding 50*16; a layer: q, k, v, o 4*16*16, two head norms 8, feed-forward 3*16*48, two norms 16; last norm 16
+    count = 50 * 16 + 4 * 16 * 16 + 2 * 8 + 3 * 16 * 48 + 2 * 16 + 16
+    found = peaks(plan)
+    assert list(found) == [
+        "sampling", "forward of the policy", "update of the policy", "optimizer step of the policy",
+    ]  # fmt: skip
+    held = {"policy": 4 * count, "optimizer of the policy": 8 * count}
+    assert all(held.items() <= parts.items() for parts in found.values())
+    # 8 rollouts in groups of 2: two pages of the prompt are shared, one page each holds reply tokens 33..35
+    page = 2 * 16 * 1 * 2 * 8 * 4
+    assert found["sampling"]["KV cache"] == (4 * 2 + 8 * 1) * page
+    assert found["sampling"]["rollouts"] == 8 * 36 * memory.ROLLOUT_BYTES
+    assert found["optimizer step of the policy"]["gradients of the policy"] == 4 * count
+    # one micro-batch: 4 prompts of 32 and 8 replies of 4, less the last tokens
+    tokens, sampled = 4 * 32 + 8 * 3, 8 * 4
+    layer = 4 * (4 * 16 + 2 * 16 + 2 * 16 + 32 + 2 + 3 * 48)
+    update = found["update of the policy"]
+    # largest in the backward pass of the only layer: what it keeps, its input and gradient, gate and up's gradients
+    behind = 2 * 16 + 2 * 48
+    assert update["activations"] == tokens * (layer + 4 * (2 * 16 + behind))
+    assert update["gradients of the policy"] == 4 * count
+    moments = [p.parts for p in footprint.phases(plan) if p.name == "update of the policy"]
+    assert moments[0]["activations"] == tokens * layer + 4 * 16 * (2 * tokens + sampled)
+    assert moments[0]["output layer"] == 50 * 16 * 4 + sampled * 50 * 4 + sampled * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "larger"),
+    [
+        (["train.micro_rollouts=2"], ["train.micro_rollouts=8"]),
+        (["train.gradient_checkpointing=true", "model.scratch.layers=6"], ["model.scratch.layers=6"]),
+        (["model.lora.rank=2", "train.micro_rollouts=1"], ["train.micro_rollouts=1"]),
+        ([], ["algorithm.kl.coef=0.1"]),
+        ([], ["rollout.sync_every=2"]),
+        ([], ["algorithm.name=ppo"]),
+        ([], ["train.share_prompts=false", "train.micro_rollouts=8"]),
+        (["train.optimizer.kind=sgd"], []),
+        ([], ["rollout.max_batch=512", "data.eval=[{path: x}]", "rewards.r.function=exact"]),
+    ],
+)
+def test_what_makes_it_larger(overrides, larger):
+    small, large = (largest(footprint.phases(planned(*given))).total for given in (overrides, larger))
+    assert small < large
+
+
+def test_bfloat16_has_masters_and_casts():
+    parts = peaks(planned("model.dtype=bfloat16", "tokenizer.vocab_size=50"))["optimizer step of the policy"]
+    count = parts["policy"] // 2
+    assert parts["optimizer of the policy"] == 12 * count
+    assert parts["gradients of the policy"] == 2 * count
+    assert parts["float32 gradients"] == 4 * count
+
+
+def test_on_cuda_the_whole_cache_is_taken():
+    small, large = (
+        peaks(planned(f"machine.device={device}"))["sampling"]["KV cache"] for device in ("cpu", "cuda")
+    )
+    assert large == planned("machine.device=cuda").kv_cache_bytes
+    assert small < large / 2
+
+
+# ---------------------------------------------------------------- what cannot fit
+
+
+def test_what_cannot_fit_is_refused_with_its_largest_parts_and_what_to_change():
+    wide = "model.scratch={hidden_size: 512, heads: 8, layers: 12, max_positions: 64}"
+    with pytest.raises(ConfigError) as caught:
+        footprint.check_memory([planned(wide, "machine.memory_mb=100")])
+    said = str(caught.value)
+    assert said.startswith("stage 'main' takes up to ")
+    assert "update of the policy), and machine.memory_mb has 100 MiB: " in said
+    assert said.index("optimizer of the policy") < said.index("policy 1")
+    assert "model.lora" in said
+    footprint.check_memory([planned(wide, "machine.memory_mb=2000")])
+
+
+def test_the_machine_is_the_limit(monkeypatch):
+    plan = planned()
+    need = largest(footprint.phases(plan)).total
+    monkeypatch.setattr(footprint, "ram_bytes", lambda: memory.LIBRARIES + need)
+    footprint.check_memory([plan])
+    monkeypatch.setattr(footprint, "ram_bytes", lambda: memory.LIBRARIES + need - 1)
+    with pytest.raises(ConfigError, match="and this machine has"):
+        footprint.check_memory([plan])
+    monkeypatch.setattr(footprint, "cuda_bytes", lambda: 1 << 20)
+    with pytest.raises(ConfigError, match="and the GPU has 1 MiB"):
+        footprint.check_memory([planned("machine.device=cuda", "model.scratch.hidden_size=128")])
+
+
+def test_a_run_that_cannot_fit_is_not_begun(tmp_path):
+    run, wide = tmp_path / "run", "model.scratch.hidden_size=128"
+    with pytest.raises(ConfigError, match=r"machine\.memory_mb has 1 MiB"):
+        run_training(load(None, [f"run_dir={run}", "machine.memory_mb=1", wide], BASE))
+    assert not run.exists()
+
+
+def test_a_model_that_is_not_there_is_not_refused():
+    loaded = load(None, ["machine.memory_mb=1"], {**BASE, "model": {"path": "no/such"}, "tokenizer": {}})
+    footprint.check_memory(plans(loaded))
+
+
+# ---------------------------------------------------------------- the machine
+
+
+@pytest.mark.parametrize(
+    ("text", "limited"), [("1048576\n", True), ("max\n", False), (f"{1 << 62}\n", False)]
+)
+def test_a_container_has_what_it_is_allowed(text, limited, tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware, "_CGROUP", (tmp_path / "none",))
+    whole = hardware.ram_bytes()
+    assert whole > 1 << 28
+    file = tmp_path / "memory.max"
+    file.write_text(text)
+    monkeypatch.setattr(hardware, "_CGROUP", (file, tmp_path / "none"))
+    assert hardware.ram_bytes() == (1 << 20 if limited else whole)
+
+
+class Nvml:
+    """NVIDIA's library of a machine with GPUs of 1, 2, ... GiB."""
+
+    def __init__(self, start: int = 0, memory: int = 0) -> None:
+        self.start, self.failed = start, memory
+
+    def nvmlInit_v2(self) -> int:
+        return self.start
+
+    def nvmlShutdown(self) -> int:
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, device: Any) -> int:
+        device._obj.value = index + 1
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, device: Any) -> int:
+        device._obj.value = 9
+        return 0 if name == b"GPU-9" else 6
+
+    def nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> int:
+        memory._obj.total = device.value << 30
+        return self.failed
+
+
+@pytest.mark.parametrize(
+    ("library", "visible", "gib"),
+    [
+        (Nvml(), None, 1),
+        (Nvml(), "2,0", 3),
+        (Nvml(), "GPU-9", 9),
+        (Nvml(), "GPU-7", None),
+        (Nvml(), "", None),
+        (Nvml(start=9), None, None),
+        (Nvml(memory=3), None, None),
+        (None, None, None),
+    ],
+)
+def test_memory_of_the_gpu(library, visible, gib, monkeypatch):
+    def cdll(name: str) -> Nvml:
+        if library is None:
+            raise OSError(name)
+        return library
+
+    monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(ctypes, "CDLL", cdll)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert hardware.cuda_bytes.__wrapped__() == (None if gib is None else gib << 30)
+
+
+def test_a_torch_without_cuda_has_no_gpu(monkeypatch):
+    monkeypatch.setattr(hardware, "version", lambda name: "2.13.0+cpu")
+    assert hardware.cuda_bytes.__wrapped__() is None
+
+
+def test_the_first_example_is_small(monkeypatch):
+    root = Path(__file__).parent.parent
+    monkeypatch.chdir(root)
+    for plan in plans(load(root / "examples/first_run.yaml")):
+        assert largest(footprint.phases(plan)).total < 1 << 30

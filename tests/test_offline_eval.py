@@ -1,0 +1,192 @@
+"""Replies from a file, judged without a model: by hand, with files that are wrong, and from the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from whet.config.load import Loaded, load
+from whet.config.parts.eval import Offline
+from whet.offline import Judged, check, judge, read, with_file
+from whet.rewards.combine import RewardSet
+from whet.types import ConfigError, DataError, Json, WhetError
+
+ROWS: list[dict[str, Json]] = [
+    {
+        "data_source": "gsm8k",
+        "prompt": [{"role": "user", "content": "2+3?"}],
+        "responses": ["#### 5", "#### 6"],
+        "reward_model": {"style": "rule", "ground_truth": "5"},
+    },
+    {
+        "data_source": "gsm8k",
+        "prompt": [{"role": "user", "content": "2+2?"}],
+        "responses": ["#### 5", "four"],
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+    },
+    {
+        "data_source": "math",
+        "prompt": [{"role": "user", "content": "1+1?"}],
+        "responses": ["#### 2", "#### 2"],
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+    },
+]
+VERL = {"answer": "reward_model.ground_truth", "label": "data_source"}
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """verl's signature: the number after the hashes, half of it where the source is math."""
+    if "raise" in solution_str:
+        raise RuntimeError("asked to")
+    right = solution_str.rpartition("#### ")[2] == ground_truth
+    return right * (0.5 if data_source == "math" else 1.0)
+'''
+
+
+def parquet(path: Path, rows: list[dict[str, Json]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def config(path: Path, tmp_path: Path, *overrides: str) -> Loaded:
+    (tmp_path / "reward.py").write_text(REWARD)
+    values = {
+        "rewards": {"score": {"function": f"{tmp_path}/reward.py:compute_score"}},
+        "eval": {"offline": {"path": str(path), **VERL}},
+    }
+    return load(None, overrides, values)
+
+
+def judged(loaded: Loaded) -> Judged:
+    offline = check(loaded, whole=True)
+    with RewardSet.from_config(loaded.config.rewards, loaded.config.guard) as rewards:
+        return judge(loaded.config, offline, rewards)
+
+
+def test_by_hand(tmp_path: Path) -> None:
+    out = judged(config(parquet(tmp_path / "r.parquet", ROWS), tmp_path))
+    # gsm8k: rewards 1, 0 and 0, 0; math: 0.5, 0.5, which is no pass
+    assert out.metrics == {
+        "eval/gsm8k/mean@2": 0.25, "eval/gsm8k/pass@2": 0.5, "eval/gsm8k/maj@2": 0.5, "eval/gsm8k/best@2": 0.5,
+        "eval/gsm8k/worst@2": 0.0, "eval/gsm8k/std@2": 0.25, "eval/gsm8k/reward_mean": 0.25,
+        "eval/gsm8k/tasks": 2.0, "eval/gsm8k/unscored": 0.0,
+        "eval/math/mean@2": 0.0, "eval/math/pass@2": 0.0, "eval/math/maj@2": 0.0, "eval/math/best@2": 0.5,
+        "eval/math/worst@2": 0.5, "eval/math/std@2": 0.0, "eval/math/reward_mean": 0.5,
+        "eval/math/tasks": 1.0, "eval/math/unscored": 0.0,
+        "eval/all/mean@2": 1 / 6, "eval/all/pass@2": 1 / 3, "eval/all/maj@2": 1 / 3, "eval/all/best@2": 0.5,
+        "eval/all/worst@2": 1 / 6, "eval/all/std@2": 1 / 6, "eval/all/reward_mean": 1 / 3,
+        "eval/all/tasks": 3.0, "eval/all/unscored": 0.0,
+        "eval/accuracy": 1 / 6,
+    }  # fmt: skip
+    assert [(row["row"], row["index"], row["source"], row["reward"]) for row in out.rows] == [
+        (0, 0, "gsm8k", 1.0), (0, 1, "gsm8k", 0.0), (1, 0, "gsm8k", 0.0), (1, 1, "gsm8k", 0.0),
+        (2, 0, "math", 0.5), (2, 1, "math", 0.5),
+    ]  # fmt: skip
+
+
+def test_success_and_the_judging_reward_are_read(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "r.parquet", ROWS)
+    assert judged(config(path, tmp_path, "eval.success=0.5")).metrics["eval/math/mean@2"] == 1.0
+    two = ["rewards.form.function=exact", "eval.reward={score: 2.0}"]
+    assert judged(config(path, tmp_path, *two)).metrics["eval/math/reward_mean"] == 1.0
+
+
+def test_parquet_and_jsonl_give_the_same(tmp_path: Path) -> None:
+    lines = tmp_path / "r.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    a, b = (judged(config(p, tmp_path)) for p in (lines, parquet(tmp_path / "r.parquet", ROWS)))
+    assert a == b
+
+
+def test_a_reply_that_cannot_be_scored_is_counted(tmp_path: Path) -> None:
+    rows = [{**ROWS[0], "responses": ["#### 5", "raise"]}, *ROWS[1:]]
+    out = judged(config(parquet(tmp_path / "r.parquet", rows), tmp_path))
+    assert (out.metrics["eval/gsm8k/unscored"], out.metrics["eval/gsm8k/mean@2"]) == (1, 0.25)
+    assert "RuntimeError: asked to" in out.rows[1]["error"]
+    with pytest.raises(WhetError, match=r"1 of 6 rollouts of this step could not be scored"):
+        judged(config(tmp_path / "r.parquet", tmp_path, "guard.max_failure_rate=0.1"))
+
+
+def test_replies_of_one_row_may_be_a_text_and_their_number_may_differ(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    rows = [{**ROWS[0], "responses": "#### 5"}, {**ROWS[1], "responses": ["#### 4", "#### 4", "#### 5"]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [len(g.rollouts) for g in read(Offline(path=str(path), **VERL))] == [1, 3]
+    assert judged(config(path, tmp_path)).metrics["eval/gsm8k/mean@1"] == pytest.approx((1 + 2 / 3) / 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"responses": []},
+            r"line 2: column 'responses' holds list \[\]; eval\.offline\.response=responses must name",
+        ),
+        ({"responses": ["a", 3]}, r"line 2: column 'responses' holds list \['a', 3\]"),
+        ({"responses": None}, r"line 2: column 'responses' holds NoneType None"),
+        ({"response": "a"}, r"line 2: no column 'responses'; there are: data_source, prompt, response"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_named(tmp_path: Path, row: dict[str, Json], said: str) -> None:
+    path = tmp_path / "r.jsonl"
+    rest = {k: v for k, v in ROWS[1].items() if k != "responses"}
+    path.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps({**rest, **row}) + "\n")
+    with pytest.raises(DataError, match=said):
+        judged(config(path, tmp_path))
+
+
+def test_what_is_missing_or_idle_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(load(None, ["train.steps=3", "eval.samples=2"], {}), whole=True)
+    for said in ("eval.offline: name the file", "rewards: replies are judged by rewards", "train.steps: has no effect",
+                 "eval.samples: has no effect"):  # fmt: skip
+        assert said in str(caught.value)
+    loaded = config(tmp_path / "r.parquet", tmp_path, "eval.reward=other")
+    with pytest.raises(ConfigError, match=r"eval\.reward: 'other' is not among rewards: score"):
+        check(loaded, whole=True)
+    with pytest.raises(ConfigError, match="overlong counts tokens"):
+        check(config(tmp_path / "r", tmp_path, "rewards.o.function=overlong"), whole=True)
+
+
+def test_a_training_config_may_be_used_with_a_file(tmp_path: Path) -> None:
+    loaded = load(None, ["train.steps=3", "rewards.answer.function=exact"], {})
+    offline = check(with_file(loaded, tmp_path / "r.jsonl"), whole=False)
+    assert offline.path == str(tmp_path / "r.jsonl")
+
+
+def test_from_the_command_line_without_torch(tmp_path: Path) -> None:
+    """The config names the rewards, --offline the file; the numbers are printed and written as JSON."""
+    path = parquet(tmp_path / "r.parquet", ROWS)
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "judge.yaml").write_text(
+        f"rewards: {{score: {{function: '{tmp_path}/reward.py:compute_score'}}}}\n"
+        f"eval: {{offline: {{path: unused, answer: reward_model.ground_truth, label: data_source}}}}\n"
+    )
+    line = [
+        "eval",
+        f"{tmp_path}/judge.yaml",
+        "eval.success=0.5",
+        "--offline",
+        str(path),
+        "-o",
+        f"{tmp_path}/out.json",
+    ]
+    code = f"import sys; from whet.cli import main; sys.argv = ['whet', *{line!r}]\n"
+    code += "try: main()\nexcept SystemExit as end: assert not end.code, end.code\n"
+    code += "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    shown = [line.split() for line in done.stdout.splitlines()]
+    assert shown[0] == ["gsm8k", "math", "all"]
+    assert shown[1] == ["mean@2", "0.25", "1", "0.5"]
+    assert shown[-1] == ["[]"]
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["metrics"]["eval/math/reward_mean"] == 0.5
+    assert len(written["replies"]) == 6

@@ -1,0 +1,95 @@
+"""How a batch is dealt out to optimizer steps: every group once a pass, and a shuffle that is a pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batches import ragged
+from whet import seeds
+from whet.batch import Batch, select, split
+from whet.config.schema import Train
+from whet.training.passes import deal, passes
+
+
+def equal(a: Batch, b: Batch) -> bool:
+    def same(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
+        return x is y if x is None or y is None else torch.equal(x, y)
+
+    return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+
+
+def members(batch: Batch, parts: Sequence[Batch]) -> list[list[int]]:
+    """The groups in each part, by their rewards, which no two groups of a ragged batch share."""
+    of = {float(r): int(g) for r, g in zip(batch.reward_R, batch.group_R, strict=True)}
+    return [sorted({of[float(r)] for r in part.reward_R}) for part in parts]
+
+
+def test_as_they_came() -> None:
+    batch = ragged(0, groups=6)
+    parts = list(passes(batch, Train(minibatches=3, passes=2), stream=1))
+    assert members(batch, parts) == [[0, 1], [2, 3], [4, 5]] * 2
+    assert all(equal(a, b) for a, b in zip(parts, split(batch, 3) * 2, strict=True))
+
+
+def test_shuffled_by_hand() -> None:
+    """Group g goes to the place that the permutation gives it; places 0, 1 are the first minibatch."""
+    batch = ragged(0, groups=6)
+    place = seeds.permutation(seeds.key(7, 0), 6).tolist()
+    want = [sorted(g for g in range(6) if place[g] // 2 == part) for part in range(3)]
+    parts = deal(batch, 3, stream=seeds.key(7, 0))
+    assert members(batch, parts) == want
+    for part, groups in zip(parts, want, strict=True):
+        rows = torch.nonzero(torch.isin(batch.group_R, torch.tensor(groups))).flatten()
+        assert equal(part, select(batch, rows)), "every field, in the order of the batch"
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.booleans(), st.integers(0, 2**63), st.integers(0, 50))
+def test_every_group_once_a_pass(groups: int, parts: int, shuffle: bool, stream: int, seed: int) -> None:
+    batch = ragged(seed, groups=groups)
+    train = Train(minibatches=parts, shuffle_passes=shuffle)
+    dealt = members(batch, list(passes(batch, train, stream=stream)))
+    assert sorted(chain(*dealt)) == list(range(groups))
+    sizes = [len(part) for part in dealt]
+    assert len(sizes) == min(parts, groups)
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_every_pass_and_every_step_is_dealt_anew_and_again_the_same() -> None:
+    batch, train = ragged(1, groups=8), Train(minibatches=4, passes=3, shuffle_passes=True)
+
+    def dealt(stream: int) -> list[list[int]]:
+        return members(batch, list(passes(batch, train, stream=stream)))
+
+    one = dealt(5)
+    assert one == dealt(5)
+    assert one != dealt(6)
+    assert one[:4] != one[4:8] != one[8:]
+    assert sorted(chain(*one)) == sorted([*range(8)] * 3)
+
+
+def test_all_deals_are_equally_likely() -> None:
+    """4 groups in 2 minibatches: each of the 6 ways to choose the first has a sixth of 600 draws (4 sigma)."""
+    batch = ragged(2, groups=4)
+    counts: dict[tuple[int, ...], int] = {}
+    for n in range(600):
+        first = tuple(members(batch, deal(batch, 2, stream=seeds.key(n, "test")))[0])
+        counts[first] = counts.get(first, 0) + 1
+    assert len(counts) == 6
+    assert max(abs(np.array(list(counts.values())) - 100)) < 4 * np.sqrt(600 * 1 / 6 * 5 / 6)
+
+
+def test_a_pass_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is asked for once a pass, by the number of the pass."""
+    asked: list[int] = []
+    whole = seeds.permutation
+    monkeypatch.setattr(seeds, "permutation", lambda stream, n: asked.append(stream) or whole(stream, n))
+    list(passes(ragged(0), Train(minibatches=2, passes=3, shuffle_passes=True), stream=11))
+    assert asked == [seeds.key(11, n) for n in range(3)]

@@ -1,0 +1,164 @@
+"""`whet rehearse`: what it finds in configs that would fail, what it makes small, what it says of the real run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from whet.cli import app
+from whet.config.load import load
+from whet.config.plan import plans
+from whet.config.schema import Config, Model
+from whet.rehearsal.probe import probe
+from whet.rehearsal.rehearse import rehearse
+from whet.rehearsal.shrink import STEPS, check, family, shrink
+from whet.rehearsal.size import devices, parameters_of_name, predict
+from whet.rehearsal.trial import trial
+
+ROOT = Path(__file__).parent.parent
+
+
+def small(tmp_path: Path, **over: object) -> Path:
+    """A config of 64 tasks a step that asks for a model which is not here."""
+    rows = [{"prompt": f"copy {n}", "answer": str(n)} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree: dict[str, object] = {
+        "run_dir": str(tmp_path / "real"),
+        "model": {"path": "/models/Qwen2.5-7B-Instruct"},
+        "data": {"train": [{"path": str(tmp_path / "rows.jsonl")}]},
+        "rewards": {"right": {"function": "exact"}},
+        "train": {"steps": 100, "tasks_per_step": 64, "minibatches": 4},
+        "rollout": {"group_size": 8, "sampling": {"max_tokens": 4096}},
+    }
+    file = tmp_path / "big.yaml"
+    file.write_text(yaml.safe_dump(tree | over))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("Qwen/Qwen2.5-7B", "qwen2"),
+        ("Qwen/Qwen2-0.5B", "qwen2"),
+        ("Qwen/Qwen3-8B", "qwen3"),
+        ("Qwen/Qwen3-30B-A3B", "qwen3_moe"),
+        ("meta-llama/Llama-3.1-8B", "llama"),
+        ("mistralai/Mistral-7B-v0.3", "mistral"),
+        ("google/gemma-2b", "gemma"),
+        ("somebody/unheard-of", "qwen3"),
+    ],
+)
+def test_the_family_is_read_off_the_name(name, made):
+    assert family(Model(path=name)) == made
+
+
+def test_the_models_own_config_beats_its_name(tmp_path):
+    folder = tmp_path / "my-qwen-like"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert family(Model(path=str(folder))) == "llama"
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("Qwen2.5-7B-Instruct", 7e9),
+        ("Qwen2.5-0.5B", 5e8),
+        ("Llama-3.1-70b", 7e10),
+        ("gpt2", None),
+        ("A3Bx", None),
+    ],
+)
+def test_the_size_is_read_off_the_name(name, count):
+    assert parameters_of_name(f"/models/{name}") == count
+
+
+def test_the_small_run_keeps_what_matters_and_shrinks_the_rest(tmp_path):
+    loaded = load(small(tmp_path), ["algorithm.name=dapo", "algorithm.clip_high=0.4"])
+    cfg = check(shrink(loaded, run_dir=tmp_path / "out", lost={}, broken=set()))
+    assert (cfg.algorithm.name, cfg.algorithm.clip_high) == ("dapo", 0.4)
+    assert cfg.rewards["right"].function == "exact"
+    assert cfg.data.train[0].path == str(tmp_path / "rows.jsonl")
+    assert cfg.model.scratch is not None
+    assert cfg.model.scratch.architecture == "qwen2"
+    assert (cfg.train.steps, cfg.train.tasks_per_step, cfg.train.minibatches) == (STEPS, 4, 2)
+    assert cfg.algorithm.drop_uniform_groups is False, "random weights would never fill a step"
+    plans(cfg)
+
+
+def test_stages_stay_stages(tmp_path):
+    loaded = load(ROOT / "examples" / "first_run.yaml")
+    cfg = check(shrink(loaded, run_dir=tmp_path, lost={}, broken=set()))
+    assert [stage.name for stage in cfg.stages] == list(loaded.names)
+    assert [p.algorithm.name for p in plans(cfg)] == [p.algorithm.name for p in plans(loaded)]
+
+
+def test_data_and_rewards_that_cannot_work_are_told_each_by_itself(tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "def raises(response, task):\n    raise KeyError('gold')\n\n\ndef right(response, task):\n    return 1.0\n"
+    )
+    sources = [{"path": str(tmp_path / "rows.jsonl")}, {"path": str(tmp_path / "missing.parquet")}]
+    sources += [{"path": str(tmp_path / "rows.jsonl"), "name": "other", "prompt": "question"}]
+    rewards = {n: {"function": f"{tmp_path}/bad.py:{n}"} for n in ("raises", "right", "absent")}
+    found = probe(load(small(tmp_path, data={"train": sources}, rewards=rewards)))
+    failed = {f.what.split(" ")[0]: f.said for f in found.findings if f.kind == "fails"}
+    assert failed.keys() == {"data.train[1]", "data.train[2]", "rewards.raises", "rewards.absent"}
+    assert "missing.parquet" in failed["data.train[1]"]
+    assert "question" in failed["data.train[2]"]
+    assert "KeyError" in failed["rewards.raises"]
+    assert found.broken == {"raises", "absent"}
+    assert set(found.lost) == {"main/train/1", "main/train/2"}
+    said = {f.what.split(" ")[0]: f.said for f in found.findings if f.kind == "works"}
+    assert "8 rows read" in said["data.train[0]"]
+    assert "the reference answer as the reply gets 1" in said["rewards.right"]
+
+
+def test_what_the_real_run_takes_is_arithmetic(tmp_path):
+    loaded = load(small(tmp_path))
+    found = {f.what: f.said for f in predict(loaded, plans(loaded))}
+    # 7e9 x (2 weights + 2 gradients + 8 moments + 4 master) bytes and 2 more for the engine = 126e9
+    assert found["main: memory"].startswith("117 GiB before activations (taking 7B parameters from the name)")
+    # 64 x 8 rollouts x (1024 + 4096) tokens
+    assert "512 rollouts of at most 5120 tokens a step = 2.62e+06 tokens" in found["main: work"]
+
+
+def test_a_file_for_64_gpus_is_rehearsed_and_what_is_not_built_is_named(tmp_path):
+    said = list[str]()
+    found = rehearse(ROOT / "tests" / "dialects" / "verl_64_gpus.yaml", say=said.append)
+    by_kind: dict[str, dict[str, str]] = {}
+    for f in found.findings:
+        by_kind.setdefault(f.kind, {})[f.what] = f.said
+    assert not found.passed
+    assert set(by_kind["fails"]) == {
+        "data.train[0] /data/dapo-math-17k.parquet",
+        "data.eval[0] /data/aime-2024.parquet",
+    }
+    assert "kill -9 and resume" in by_kind["works"], "made-up rows stand in for the missing ones"
+    assert any("vllm" in key for key in by_kind["open"])
+    assert "64 GPUs" in by_kind["needs"]["main: memory"]
+    assert devices(load(ROOT / "tests" / "dialects" / "verl_64_gpus.yaml", rehearsal=True)) == 64
+    assert json.loads(found.to_json())["passed"] is False
+
+
+def test_a_run_that_ends_is_told_with_its_cause(tmp_path):
+    tree = shrink(load(small(tmp_path)), run_dir=tmp_path / "out", lost={}, broken=set())
+    tree["rewards"] = {"right": {"function": "nowhere:f"}}
+    [found] = list(trial(tree, tmp_path))
+    assert (found.kind, found.what) == ("fails", "the run")
+    assert "nowhere" in found.said
+
+
+def test_the_command_exits_with_what_it_found(tmp_path):
+    out = tmp_path / "found.json"
+    result = CliRunner().invoke(app, ["rehearse", str(small(tmp_path)), "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    findings = json.loads(out.read_text())["findings"]
+    assert {"kill -9 and resume", "steps", "checkpoints"} <= {
+        f["what"] for f in findings if f["kind"] == "works"
+    }
+    assert not (tmp_path / "real").exists(), "a rehearsal writes nothing where the run will"
+    assert isinstance(load(small(tmp_path)).config, Config)

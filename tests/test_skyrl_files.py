@@ -1,0 +1,276 @@
+"""SkyRL files as they are: they load in old and newer names, and a run equals the native one to the bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import whet
+from whet.config import schema
+from whet.config.dialects.skyrl import SKYRL
+from whet.config.load import Loaded
+from whet.config.load import load as load_config
+from whet.config.parse import parse
+from whet.config.plan import plans
+from whet.config.tree import leaves
+from whet.data.tokenizer import load_tokenizer
+from whet.models.load import build, export
+from whet.types import ConfigError
+
+HERE = Path(__file__).parent / "dialects"
+ROWS = {row.name: row for row in SKYRL}
+
+
+def load(name: str, *overrides: str) -> Loaded:
+    return load_config(HERE / name, overrides, dialect="skyrl")
+
+
+def test_the_document_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/user")
+    whole = load("skyrl_document.yaml").config
+    assert whole.data.train[0].path == ("/home/user/data/gsm8k/train.parquet",)
+    assert whole.run_dir == "/home/user/ckpts/"
+    assert (whole.train.tasks_per_step, whole.train.minibatches, whole.rollout.group_size) == (1024, 4, 5)
+    assert whole.eval.sampling is not None
+    assert whole.eval.sampling.temperature == 1.0
+    tree = parse((HERE / "skyrl_document.yaml").read_text()).tree
+    given = {".".join(map(str, path)) for path, value in leaves(tree) if not isinstance(path[-1], int)}
+    assert given | {"trainer.strategy"} <= ROWS.keys()
+
+
+def test_a_ppo_file_in_newer_names() -> None:
+    loaded = load("skyrl_gsm8k_ppo.yaml")
+    cfg = loaded.config
+    plans(loaded)
+    assert (cfg.algorithm.name, cfg.algorithm.lam, cfg.algorithm.dual_clip) == ("ppo", 0.95, 3.0)
+    assert (cfg.algorithm.kl.coef, cfg.algorithm.reward_kl.estimator) == (0.0, "k1")
+    assert cfg.algorithm.aggregation == "token-mean"
+    assert (cfg.critic.path, cfg.critic.clip_value, cfg.critic.optimizer.lr) == ("models/chat", None, 5e-6)
+    assert cfg.critic.optimizer.schedule == schema.Schedule(
+        kind="cosine", warmup_steps=20, warmup_ends="start"
+    )
+    assert cfg.train.optimizer.schedule.warmup_steps == 10
+    assert cfg.train.optimizer.grad_clip is None
+    assert (cfg.train.minibatches, cfg.train.micro_rollouts, cfg.rollout.sampling.top_k) == (2, 8, 50)
+    assert cfg.checkpoint == schema.Checkpoint(every=0, keep=3, resume="fresh", export=False)
+    assert cfg.track.trackers == ("console", "tensorboard", "jsonl")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "defaults=[_self_, {deepspeed_config@deepspeed_config.train: train}, "
+        "{deepspeed_config@deepspeed_config.eval: eval}]",
+        "deepspeed_config.train={zero_optimization: {stage: 3, overlap_comm: false}, bf16: {enabled: true}}",
+        "trainer.sequence_parallel_backend=ulysses",
+        "trainer.gradient_checkpointing_use_reentrant=true",
+        "trainer.flash_attn=false",
+        "trainer.use_sample_packing=false",
+        "trainer.dump_eval_results=false",
+        "trainer.ref.fsdp_config.cpu_offload=false",
+        "trainer.reward.model.path=null",
+        "trainer.algorithm.kl_target=null",
+        "trainer.algorithm.normalize_reward=false",
+        "trainer.policy.use_torch_compile=true",
+        "trainer.critic.optimizer_config.lr=1e-4",
+        "generator.vllm_v1_disable_multiproc=false",
+        "generator.batched=false",
+        "environment.max_env_workers=0",
+        "environment.skyrl_gym={max_env_workers: 4, text2sql: {db_path: sql}}",
+    ],
+)
+def test_what_changes_nothing_is_accepted(override: str) -> None:
+    with_it, without = (load("skyrl_document.yaml", *more).config for more in ([override], []))
+    assert with_it == without
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.strategy=deepspeed",
+        "trainer.policy.sequence_parallel_size=2",
+        "trainer.policy.fsdp_config.cpu_offload=true",
+        "trainer.policy.record_memory=true",
+        "trainer.algorithm.zero_variance_filter=true",
+        "generator.max_turns=4",
+        "generator.run_engines_locally=false",
+        "environment.env_class=text2sql",
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(override: str) -> None:
+    with pytest.raises(ConfigError, match="coming") as e:
+        load("skyrl_gsm8k_ppo.yaml", override)
+    assert override.partition("=")[0] in str(e.value)
+
+
+@pytest.mark.parametrize("override", ["trainer.reward.model.path=judge", "trainer.use_orm_score=true"])
+def test_a_reward_model_is_given_natively(override: str) -> None:
+    """SkyRL's reward workers never ran, so there is nothing that the keys could mean."""
+    with pytest.raises(ConfigError, match=r"rewards\.NAME\.model\.path") as e:
+        load("skyrl_gsm8k_ppo.yaml", override)
+    assert override.partition("=")[0] in str(e.value)
+
+
+REWARD = "def score(response, task):\n    return response.count('a') / max(len(response), 1)\n"
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a tiny chat model, chat rows in SkyRL's layout and a reward."""
+    for name, letters in (("words", "abcdefgh"), ("held_out", "ijk")):
+        rows = [
+            {
+                "data_source": "letters",
+                "prompt": [{"role": "user", "content": letter * n}],
+                "env_class": "letters",
+                "reward_spec": {"method": "rule", "ground_truth": letter},
+            }
+            for letter in letters
+            for n in (1, 2, 3, 4)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "reward.py").write_text(REWARD)
+    tokenizer = load_tokenizer(schema.Tokenizer(build="chars"), model_path=None, texts=["abcdefghijk"])
+    model = build(
+        schema.Model(
+            scratch=schema.Scratch(hidden_size=32, layers=1, heads=2, ffn_size=64, max_positions=64)
+        ),
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=0,
+        device="cpu",
+        dtype=torch.float32,
+    )
+    export(model, tokenizer, tmp_path / "model")
+    for name, value in (
+        ("WORK", tmp_path),
+        ("MODEL", tmp_path / "model"),
+        ("REWARD", f"{tmp_path}/reward.py:score"),
+    ):
+        monkeypatch.setenv(name, str(value))
+    return tmp_path
+
+
+def test_a_run_equals_the_native_one_to_the_bit(work: Path) -> None:
+    native: dict[str, Any] = {
+        "seed": 42,
+        "model": {"path": str(work / "model")},
+        "data": {
+            "max_prompt_tokens": 12,
+            "overlong": "truncate_left",
+            "exclude_eval": False,
+            "train": [{"path": str(work / "words.jsonl")}],
+            "eval": [{"path": str(work / "held_out.jsonl")}],
+        },
+        "algorithm": {
+            "name": "grpo",
+            "aggregation": "seq-mean-token-mean",
+            "clip_high": 0.28,
+            "kl": {"coef": 0.01, "estimator": "k3"},
+        },
+        "rewards": {"score": {"function": f"{work}/reward.py:score"}},
+        "rollout": {"group_size": 4, "max_batch": 64, "sampling": {"max_tokens": 5}},
+        "train": {
+            "epochs": 4,
+            "tasks_per_step": 8,
+            "minibatches": 2,
+            "micro_rollouts": 8,
+            "optimizer": {"lr": 1e-2, "grad_clip": 0.5},
+        },
+        "eval": {"every": 10},
+        "checkpoint": {"every": 0, "export": False},
+        "run_dir": str(work / "native"),
+    }
+    here = whet.train(HERE / "skyrl_letters.yaml")
+    there = whet.train(**native)
+    assert here.finished
+    assert here.run_dir == work / "ckpts"
+    lines = [(run / "metrics.jsonl").read_bytes() for run in (here.run_dir, there.run_dir)]
+    assert lines[0] == lines[1]
+    rewards = [line["reward/mean"] for line in here.metrics if "reward/mean" in line]
+    assert len(rewards) == 4 * 32 // 8
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+
+
+def test_a_critic_learns_beside_the_policy(work: Path) -> None:
+    ppo = [
+        "trainer.algorithm.advantage_estimator=gae",
+        f"trainer.critic.model.path={work}/model",
+        "trainer.critic_mini_batch_size=4",
+        "trainer.placement.critic_num_gpus_per_node=2",
+        "trainer.algorithm.use_kl_loss=false",
+        "trainer.algorithm.use_kl_in_reward=true",
+        "trainer.epochs=1",
+        "trainer.eval_interval=-1",
+    ]
+    result = whet.train(HERE / "skyrl_letters.yaml", overrides=ppo)
+    assert [line["step"] for line in result.metrics] == [1, 2, 3, 4]
+    assert all(line["critic/lr"] == 5e-6 and line["train/kl_coef"] == 0.01 for line in result.metrics)
+
+
+FEW = ["trainer.eval_interval=-1", "trainer.epochs=2"]
+
+
+def test_the_reference_becomes_the_policy_at_the_end_of_every_epoch(work: Path) -> None:
+    result = whet.train(HERE / "skyrl_letters.yaml", overrides=[*FEW, "trainer.update_ref_every_epoch=true"])
+    far = [line["train/kl_reference_nats"] != 0 for line in result.metrics]
+    assert far == [False, True, True, True, False, True, True, True]  # 32 tasks are 4 steps of 8
+
+
+def test_a_value_head_of_the_checkpoint_is_read(work: Path) -> None:
+    """The same backbone with a head that says 3.0 everywhere: the first values are 3, the loss is about 3^2 / 2."""
+    critic = work / "critic"
+    shutil.copytree(work / "model", critic)
+    tensors = load_file(critic / "model.safetensors")
+    head = {"value_head.weight": torch.zeros(1, 32), "value_head.bias": torch.full((1,), 3.0)}
+    save_file(tensors | head, critic / "model.safetensors", metadata={"format": "pt"})
+    ppo = [
+        *FEW,
+        "trainer.algorithm.advantage_estimator=gae",
+        "trainer.placement.critic_num_gpus_per_node=2",
+        "trainer.critic_mini_batch_size=8",
+        "trainer.algorithm.normalize_reward=false",
+        "trainer.epochs=1",
+    ]
+    losses = []
+    for n, path in enumerate((critic, work / "model")):
+        mine = [f"trainer.critic.model.path={path}", f"trainer.ckpt_path={work}/{n}"]
+        losses.append(
+            whet.train(HERE / "skyrl_letters.yaml", overrides=[*ppo, *mine]).metrics[0]["critic/loss"]
+        )
+    assert 2 <= losses[0] <= 4.5
+    assert losses[1] < 0.5
+
+
+def test_zero_reward_on_non_stop_and_dumps_and_exports(work: Path) -> None:
+    more = [
+        *FEW,
+        "trainer.epochs=1",
+        "generator.zero_reward_on_non_stop=true",
+        "trainer.dump_data_batch=true",
+        "trainer.hf_save_interval=2",
+        f"trainer.export_path={work}/exports",
+        "trainer.run_name=few",
+    ]
+    result = whet.train(HERE / "skyrl_letters.yaml", overrides=more)
+    assert len(list((result.run_dir / "batches").glob("*.parquet"))) == 4
+    assert sorted(p.name for p in (work / "exports" / "skyrl" / "few").glob("main*")) == [
+        "main",
+        "main-step-000002",
+    ]
+    for file in (result.run_dir / "rollouts").glob("*.parquet"):
+        rows = pq.read_table(file).to_pylist()
+        ended = [row["finish_reason"] == "stop" for row in rows]
+        assert not all(ended)
+        reward = torch.tensor([row["reward"] * e for row, e in zip(rows, ended)], dtype=torch.float64)
+        group = reward.view(-1, 4)
+        expected = (group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-6)
+        assert [row["advantage"] for row in rows] == pytest.approx(expected.flatten().tolist(), abs=1e-5)

@@ -1,0 +1,104 @@
+"""`data.max_total_tokens` ends rollouts, and `checkpoint.every_epochs` saves at the end of epochs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import whet
+from whet.config.load import load
+from whet.config.plan import plans
+from whet.envs.env import EnvStep
+from whet.rollout.episode import play_groups
+from whet.rollout.scripted import ScriptedEngine
+from whet.types import ConfigError, Message, Rollout, Sampling, Task
+
+ROOT = Path(__file__).parents[1]
+ON = 7
+"""A token that ends nothing."""
+
+
+def played(prompts: list[int], *, most: int | None, **options: Any) -> list[Rollout]:
+    """One rollout of each prompt of so many tokens, by a policy that never ends by itself."""
+    tasks = [Task(uid=n, source="s", prompt="", token_ids=tuple(range(50, 50 + n))) for n in prompts]
+    engine = ScriptedEngine(lambda *_: [ON] * 20)
+    groups = play_groups(
+        engine, tasks, group_size=1, sampling=Sampling(max_tokens=6, min_tokens=4), seed=1, purpose="train",
+        decode=str, end_token_ids=[1], timeout_s=5.0, max_total_tokens=most, **options,
+    )  # fmt: skip
+    return [group.rollouts[0] for group in asyncio.run(asyncio.wait_for(groups, 20))]
+
+
+@pytest.mark.parametrize(
+    ("most", "sampled"), [(None, [6, 6, 6]), (100, [6, 6, 6]), (10, [6, 5, 1]), (12, [6, 6, 3])]
+)
+def test_a_rollout_ends_where_prompt_and_reply_are_long_enough(most: int | None, sampled: list[int]) -> None:
+    rollouts = played([2, 5, 9], most=most)
+    assert [sum(r.mask) for r in rollouts] == sampled
+    assert {r.finish_reason for r in rollouts} == {"length"}
+    assert all(r.error is None for r in rollouts)
+
+
+class Echo:
+    """Answers every reply with two tokens."""
+
+    async def first(self) -> list[Message]:
+        return [Message("user", "ab")]
+
+    async def step(self, reply: Message) -> EnvStep:
+        return EnvStep(messages=[Message("user", "ab")], reward=None, done=False)
+
+
+def test_what_an_environment_says_counts_too() -> None:
+    """Four tokens told, then turns of two sampled and two told: the policy speaks at 4, 8 and 12."""
+    tasks = [Task(uid=1, source="s", prompt="", token_ids=(50, 51))]
+    engine = ScriptedEngine(lambda *_: [ON, 1])
+    options: dict[str, Any] = {
+        "group_size": 1, "sampling": Sampling(max_tokens=50), "seed": 1, "purpose": "train", "decode": str,
+        "end_token_ids": [1], "timeout_s": 5.0, "make_env": lambda task: Echo(), "max_turns": 9,
+        "encode_messages": lambda messages: [60, 61],
+    }  # fmt: skip
+    for most, turns, tokens in ((None, 9, 40), (14, 3, 14), (13, 3, 13), (15, 3, 14)):
+        (group,) = asyncio.run(play_groups(engine, tasks, max_total_tokens=most, **options))
+        (r,) = group.rollouts
+        assert (sum(r.mask) + 1) // 2 == turns
+        assert (len(r.token_ids), r.error, r.finish_reason) == (tokens, None, "length")
+
+
+BASE: dict[str, Any] = {
+    "model": {"scratch": {"hidden_size": 16, "layers": 1, "heads": 2, "max_positions": 24}},
+    "tokenizer": {"build": "chars"},
+    "data": {
+        "train": [{"rows": [{"prompt": f"{n}>", "answer": "a"} for n in range(10)]}], "max_prompt_tokens": 8,
+        "max_total_tokens": 9,
+    },
+    "rewards": {"right": {"function": "exact"}},
+    "rollout": {"group_size": 2, "sampling": {"max_tokens": 16}},
+    "train": {"epochs": 2, "tasks_per_step": 4},
+    "checkpoint": {"every": 0, "every_epochs": 1, "keep": None, "export": False},
+    "machine": {"threads": 1},
+}  # fmt: skip
+
+
+def test_the_plan_makes_room_for_the_total_alone() -> None:
+    (stage,) = plans(load(None, (), BASE))
+    assert stage.max_sequence_tokens == 9
+    with pytest.raises(
+        ConfigError, match=r"data\.max_total_tokens: 8 leaves a prompt of max_prompt_tokens=8 no"
+    ):
+        plans(load(None, ("data.max_total_tokens=8",), BASE))
+    assert plans(load(None, ("data.max_prompt_tokens=20", "data.max_total_tokens=24"), BASE)), (
+        "24 positions are enough"
+    )
+
+
+@pytest.mark.parametrize(("epochs", "saved"), [(1, [3, 5]), (2, [5]), (0, [5])])
+def test_checkpoints_at_the_end_of_epochs(tmp_path: Path, epochs: int, saved: list[int]) -> None:
+    """Ten rows, four tasks a step: the first epoch is over in step 3, the second in step 5, the last."""
+    run = {**BASE, "checkpoint": BASE["checkpoint"] | {"every_epochs": epochs}}
+    done = whet.train(run_dir=str(tmp_path / "run"), **run)
+    assert [m["step"] for m in done.metrics][-1] == 5
+    assert sorted(int(p.name.rpartition("-")[2]) for p in (tmp_path / "run/checkpoints").iterdir()) == saved

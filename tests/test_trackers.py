@@ -1,0 +1,336 @@
+"""Trackers of other packages, held by small twins that note what they are told: no network, nothing installed."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from whet.config.load import load
+from whet.config.plan import plans
+from whet.config.schema import Config, Guard, Track
+from whet.track.record import RunDirectory
+from whet.track.trackers import Tracker, open_trackers
+from whet.types import ConfigError
+
+ROWS = [
+    {"uid": 3, "source": "s", "prompt": "p", "reply": "r", "answer": [1], "extracted": None, "reward": 0.5}
+]
+
+
+def put(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> ModuleType:
+    """A module of that name that can be imported and found."""
+    module = ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Notes of a twin of wandb: what init was given, what was logged, the x-axis of every metric."""
+    notes = SimpleNamespace(inits=[], logs=[], axes={}, finished=0, error=None)
+
+    class Error(Exception): ...
+
+    class Run:
+        def define_metric(self, name: str, step_metric: str | None = None) -> None:
+            notes.axes[name] = step_metric
+
+        def log(self, numbers: dict[str, Any]) -> None:
+            notes.logs.append(numbers)
+
+        def finish(self) -> None:
+            notes.finished += 1
+
+    def init(**given: Any) -> Run:
+        if notes.error:
+            raise Error(notes.error)
+        notes.inits.append(given)
+        return Run()
+
+    put(
+        monkeypatch, "wandb", init=init, errors=SimpleNamespace(Error=Error),
+        Table=lambda columns, data: (columns, data),
+    )  # fmt: skip
+    return notes
+
+
+@pytest.fixture
+def swanlab(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    notes = SimpleNamespace(inits=[], logs=[], finished=0, error=None)
+
+    def init(**given: Any) -> None:
+        if notes.error:
+            raise notes.error
+        notes.inits.append(given)
+
+    def finish() -> None:
+        notes.finished += 1
+
+    put(
+        monkeypatch, "swanlab", init=init, finish=finish, Text=lambda text: ("text", text),
+        log=lambda numbers, step: notes.logs.append((step, numbers)),
+    )  # fmt: skip
+    return notes
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A twin of a tracking server: experiments and runs outlive the clients."""
+    notes = SimpleNamespace(uris=[], experiments={}, runs={}, down=False, batches=[])
+
+    class MlflowException(Exception): ...
+
+    class Client:
+        def __init__(self, tracking_uri: str) -> None:
+            notes.uris.append(tracking_uri)
+
+        def get_experiment_by_name(self, name: str) -> Any:
+            known = notes.experiments.get(name)
+            return SimpleNamespace(experiment_id=known[0]) if known else None
+
+        def create_experiment(self, name: str, artifact_location: str | None) -> str:
+            notes.experiments[name] = (str(len(notes.experiments)), artifact_location)
+            return notes.experiments[name][0]
+
+        def search_runs(self, experiments: list[str], filter_string: str, max_results: int) -> list[Any]:
+            wanted = filter_string.split("'")[1]
+            assert filter_string == f"tags.whet_id = '{wanted}'"
+            found = [
+                r for r in notes.runs.values() if r.tags["whet_id"] == wanted and r.experiment in experiments
+            ]
+            return found[:max_results]
+
+        def create_run(self, experiment: str, run_name: str, tags: dict[str, str]) -> Any:
+            run = SimpleNamespace(
+                info=SimpleNamespace(run_id=f"r{len(notes.runs)}"), experiment=experiment, name=run_name,
+                tags=tags, params={}, metrics=[], tables={}, status="RUNNING",
+            )  # fmt: skip
+            notes.runs[run.info.run_id] = run
+            return run
+
+        def update_run(self, run_id: str, status: str) -> None:
+            notes.runs[run_id].status = status
+
+        def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+            if notes.down:
+                raise MlflowException("no answer")
+            notes.batches.append(len(metrics) + len(params))
+            notes.runs[run_id].params |= dict(params)
+            notes.runs[run_id].metrics += [(key, value, step) for key, value, _, step in metrics]
+
+        def log_table(self, run_id: str, table: dict[str, list[Any]], name: str) -> None:
+            if notes.down:
+                raise MlflowException("no answer")
+            notes.runs[run_id].tables[name] = table
+
+        def set_terminated(self, run_id: str) -> None:
+            if notes.down:
+                raise MlflowException("no answer")
+            notes.runs[run_id].status = "FINISHED"
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    put(
+        monkeypatch, "mlflow", MlflowClient=Client,
+        exceptions=SimpleNamespace(MlflowException=MlflowException),
+        entities=SimpleNamespace(Metric=lambda *metric: metric, Param=lambda key, value: (key, value)),
+    )  # fmt: skip
+    return notes
+
+
+def config(name: str, **track: Any) -> Config:
+    return Config(
+        name="letters",
+        track=Track(trackers=(name,), project="reading", group="g", tags=("a", "b"), **track),  # type: ignore[arg-type]
+        guard=Guard(env={"JUDGE_KEY": "sk-12345678", "PLACE": "here"}),
+    )
+
+
+def start(path: Path, cfg: Config, *, stages: tuple[str, ...] = ("main",), number: int = 0) -> Tracker:
+    """The tracker of one start of the run in `path`; starts differ in what the manifest says of them."""
+    record = RunDirectory(path, stages)
+    record.write_manifest({"started_utc": f"2026-01-01T00:00:0{number}", "pid": 7 + number})
+    return open_trackers(cfg, record)[1]
+
+
+def test_wandb_is_told_what_the_run_is_and_every_number(wandb: SimpleNamespace, tmp_path: Path) -> None:
+    tracker = start(tmp_path, config("wandb", arguments={"wandb": {"entity": "team", "mode": "offline"}}))
+    tracker.log("main", 4, metrics={"reward/mean": 0.5}, timings={"time/step_s": 2.0})
+    tracker.log("main", 4, metrics={"eval/accuracy": 1.0}, timings={})
+    tracker.show("main", 4, ROWS)  # type: ignore[attr-defined]
+    tracker.close()
+    (given,) = wandb.inits
+    assert given["config"]["guard"]["env"] == {"JUDGE_KEY": "***", "PLACE": "here"}
+    assert given["config"]["track"]["project"] == "reading"
+    del given["config"]
+    identity = given.pop("id")
+    assert len(identity) == 21
+    assert given == {
+        "project": "reading", "name": "letters", "group": "g", "tags": ["a", "b"], "resume": "allow",
+        "dir": str(tmp_path), "entity": "team", "mode": "offline",
+    }  # fmt: skip
+    assert wandb.axes == {"step": None, "*": "step"}
+    assert wandb.logs[:2] == [
+        {"reward/mean": 0.5, "time/step_s": 2.0, "step": 4},
+        {"eval/accuracy": 1.0, "step": 4},
+    ]
+    columns, data = wandb.logs[2].pop("eval/samples")
+    assert dict(zip(columns, data[0])) == {**ROWS[0], "answer": "[1]"}
+    assert wandb.logs[2] == {"step": 4}
+    assert wandb.finished == 1
+
+
+def test_stages_have_axes_of_their_own(
+    wandb: SimpleNamespace, swanlab: SimpleNamespace, tmp_path: Path
+) -> None:
+    for name in ("wandb", "swanlab"):
+        tracker = start(tmp_path / name, config(name), stages=("sft", "rl"))
+        tracker.log("sft", 9, metrics={"train/loss": 0.5}, timings={})
+        tracker.log("rl", 1, metrics={"train/loss": 0.25}, timings={})
+    assert wandb.axes == {"sft/step": None, "sft/*": "sft/step", "rl/step": None, "rl/*": "rl/step"}
+    assert wandb.logs == [{"sft/train/loss": 0.5, "sft/step": 9}, {"rl/train/loss": 0.25, "rl/step": 1}]
+    assert swanlab.logs == [(9, {"sft/train/loss": 0.5}), (1, {"rl/train/loss": 0.25})]
+
+
+def test_a_run_that_goes_on_is_the_same_run_there_and_a_new_one_is_not(
+    wandb: SimpleNamespace, swanlab: SimpleNamespace, mlflow: SimpleNamespace, tmp_path: Path
+) -> None:
+    for name in ("wandb", "swanlab", "mlflow"):
+        cfg = config(name)
+        start(tmp_path / name, cfg)
+        start(tmp_path / name, cfg, number=1)
+        start(tmp_path / f"{name}-anew", cfg, number=2)
+    for notes in (wandb, swanlab):
+        first, again, other = (given["id"] for given in notes.inits)
+        assert first == again != other
+    assert len(mlflow.runs) == 2, "one for each of the two runs"
+
+
+def test_swanlab_is_told_what_the_run_is_and_every_number(swanlab: SimpleNamespace, tmp_path: Path) -> None:
+    tracker = start(tmp_path, config("swanlab", arguments={"swanlab": {"mode": "offline"}}))
+    tracker.log("main", 4, metrics={"reward/mean": 0.5}, timings={"time/step_s": 2.0})
+    tracker.show("main", 4, ROWS)  # type: ignore[attr-defined]
+    tracker.close()
+    (given,) = swanlab.inits
+    assert given.pop("config")["guard"]["env"]["JUDGE_KEY"] == "***"
+    assert len(given.pop("id")) == 21
+    assert given == {
+        "project": "reading", "experiment_name": "letters", "group": "g", "tags": ["a", "b"],
+        "resume": "allow", "logdir": str(tmp_path / "swanlab"), "mode": "offline",
+    }  # fmt: skip
+    assert swanlab.logs[0] == (4, {"reward/mean": 0.5, "time/step_s": 2.0})
+    assert json.loads(swanlab.logs[1][1]["eval/samples"][0][1]) == ROWS[0]
+    assert swanlab.finished == 1
+
+
+def test_mlflow_writes_beside_the_run_where_no_server_is_given(
+    mlflow: SimpleNamespace, tmp_path: Path
+) -> None:
+    tracker = start(tmp_path, config("mlflow"))
+    tracker.log("main", 4, metrics={"eval/pass@8": 0.5, "x": math.nan}, timings={"time/step_s": 2.0})
+    tracker.show("main", 4, ROWS)  # type: ignore[attr-defined]
+    (run,) = mlflow.runs.values()
+    assert run.status == "RUNNING"
+    tracker.close()
+    assert run.status == "FINISHED"
+    assert mlflow.uris == [f"sqlite:///{tmp_path}/mlflow.db"]
+    assert mlflow.experiments == {"reading": ("0", (tmp_path / "mlflow").as_uri())}
+    assert run.name == "letters"
+    assert run.tags == {"whet_id": run.tags["whet_id"], "group": "g", "tags": "a, b"}
+    assert run.params["guard.env.JUDGE_KEY"] == "***"
+    assert run.params["train.optimizer.lr"] == str(Config().train.optimizer.lr)
+    assert [m for m in run.metrics if not math.isnan(m[1])] == [
+        ("eval/pass_at_8", 0.5, 4),
+        ("time/step_s", 2.0, 4),
+    ]
+    assert run.tables["samples/main-step-000004.json"]["answer"] == ["[1]"]
+    assert max(mlflow.batches) <= 100, "as many as a server takes at once"
+
+
+def test_mlflow_finds_its_server(
+    mlflow: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://from.env")
+    start(tmp_path / "a", config("mlflow"))
+    start(tmp_path / "b", config("mlflow", arguments={"mlflow": {"tracking_uri": "http://given"}}))
+    assert mlflow.uris == ["http://from.env", "http://given"]
+    assert mlflow.experiments == {"reading": ("0", None)}, "the server says where artifacts lie"
+
+
+def test_a_server_that_goes_away_ends_no_run_and_is_told(
+    mlflow: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = start(tmp_path, config("mlflow"))
+    mlflow.down = True
+    tracker.log("main", 4, metrics={"x": 1.0}, timings={})
+    tracker.show("main", 4, ROWS)  # type: ignore[attr-defined]
+    tracker.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert [text for text in said if "step 4" in text] == said[:2]
+    assert len(said) == 3
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "mlflow"])
+def test_a_tracker_that_cannot_start_says_what_to_do(
+    name: str, wandb: SimpleNamespace, swanlab: SimpleNamespace, mlflow: SimpleNamespace, tmp_path: Path
+) -> None:
+    wandb.error, swanlab.error, mlflow.down = "no key", ValueError("no key"), True
+    with pytest.raises(
+        ConfigError, match=rf"{name} could not start: no (key|answer).*track\.arguments\.{name}"
+    ):
+        start(tmp_path, config(name))
+
+
+# ---------------------------------------------------------------- the config of trackers
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plans(load("examples/first_run.yaml", overrides))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "tensorboard"])
+def test_a_missing_package_is_named_before_anything_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda n, p=None: None if n == name else found(n, p))
+    assert f"pip install 'whet[{name}]'" in refused(f"track.trackers=[{name}]")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("track.arguments.wandb.api_key=sk-123", "WANDB_API_KEY"),
+        ("track.arguments.mlflow.password=x", "MLFLOW_TRACKING_PASSWORD"),
+        ("track.arguments.wandb.project=x", "is made of track.project"),
+        ("track.arguments.wandb.id=x", "is made of the run itself"),
+        ("track.arguments.mlflow.uri=http://x", "mlflow takes tracking_uri only"),
+        ("track.arguments.wnadb.mode=offline", "did you mean 'wandb'"),
+    ],
+)
+def test_arguments_that_cannot_be_given(
+    override: str, said: str, wandb: SimpleNamespace, mlflow: SimpleNamespace
+) -> None:
+    assert said in refused("track.trackers=[wandb,mlflow]", override)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["track.project=x", "track.group=x", "track.tags=[x]", "track.arguments.wandb.mode=offline"],
+)
+def test_labels_that_nobody_reads_are_refused(override: str) -> None:
+    assert "has no effect" in refused(override)
+
+
+def test_labels_are_read_where_a_tracker_is_named(wandb: SimpleNamespace) -> None:
+    overrides = ["track.trackers=[wandb]", "track.project=x", "track.arguments.wandb.mode=offline"]
+    assert plans(load("examples/first_run.yaml", overrides))
