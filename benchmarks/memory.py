@@ -1,25 +1,25 @@
-"""The memory plan against measured peaks: every case is a run of its own process, three steps at full length.
+"""The memory plan against measured peaks: every case is a run of its own process, two steps at full length.
 
-    python benchmarks/memory.py             all cases, a table
+    python benchmarks/memory.py             all cases, a table (and memory.json)
     python benchmarks/memory.py NAME ...    some of them
-    python benchmarks/memory.py --phases NAME    with the peak of every phase (Linux: /proc/self/clear_refs)
+    python benchmarks/memory.py --parts NAME    with what the plan counts
 
-Measured is the growth of the process's peak resident memory (ru_maxrss) from after the imports to the end of the run;
-predicted is the largest phase of `whet plan`. Prompts and replies have exactly the lengths of the limits.
+Predicted is the largest phase of `whet plan`. Measured is the growth of the process's peak resident memory (VmHWM)
+from before the run to its end. Live: what is freed is given back at once, so it is what the run needs at one time.
+Resident: as users run it; whet lets the C library keep what is freed (it saves page faults), and pieces that fit
+nothing stay there. Prompts and replies have exactly the lengths of the limits. Linux.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
-import resource
-import subprocess
+import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -51,13 +51,18 @@ def case(
             "max_batch": tasks * group,
             "sampling": {"max_tokens": reply, "ignore_eos": True},
         },
-        "train": {"steps": 3, "tasks_per_step": tasks, "optimizer": {"lr": 1e-4}},
+        "train": {"steps": 2, "tasks_per_step": tasks, "optimizer": {"lr": 1e-4}},
         "checkpoint": {"export": False},
         "track": {"trackers": ["jsonl"]},
     }
     for key, value in more.items():
         base[key] = {**base.get(key, {}), **value} if isinstance(value, dict) else value
     return base
+
+
+def trained(**more: Any) -> dict[str, Any]:
+    """A section `train` with these settings."""
+    return {"steps": 2, "tasks_per_step": 2, **more}
 
 
 SMALL = {"architecture": "qwen3", "hidden_size": 256, "layers": 4, "heads": 8, "kv_heads": 4, "head_dim": 32}
@@ -71,13 +76,35 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         reply=64,
         tasks=2,
         group=8,
-        train={"steps": 3, "tasks_per_step": 2, "gradient_checkpointing": True, "micro_tokens": 4096},
+        train={"steps": 2, "tasks_per_step": 2, "gradient_checkpointing": True, "micro_tokens": 4096},
     ),
     "grpo wide, reference": lambda: case(
         scratch={**WIDE}, prompt=64, reply=64, tasks=2, group=8, algorithm={"kl": {"coef": 0.1}}
     ),
     "grpo, large vocabulary": lambda: case(
         scratch={**SMALL, "vocab": 50_000}, prompt=64, reply=32, tasks=4, group=8
+    ),
+    "512, vocabulary 32k": lambda: case(
+        scratch={**WIDE, "vocab": 32_000}, prompt=64, reply=32, tasks=2, group=4
+    ),
+    "256, vocabulary 152k": lambda: case(
+        scratch={**SMALL, "vocab": 151_936}, prompt=64, reply=32, tasks=2, group=4
+    ),
+    "lora": lambda: case(
+        scratch={**WIDE}, prompt=64, reply=64, tasks=2, group=8, model={"lora": {"rank": 8}}
+    ),
+    **{
+        name: lambda optimizer=optimizer: case(
+            scratch={**WIDE}, prompt=64, reply=32, tasks=2, group=4, train=trained(optimizer=optimizer)
+        )
+        for name, optimizer in (
+            ("sgd", {"lr": 1e-4, "kind": "sgd"}),
+            ("muon", {"lr": 1e-4, "kind": "muon"}),
+            ("8-bit adamw", {"lr": 1e-4, "state": "int8"}),
+        )
+    },
+    "bfloat16": lambda: case(
+        scratch={**SMALL}, prompt=64, reply=32, tasks=2, group=4, model={"dtype": "bfloat16"}
     ),
     "ppo": lambda: case(
         scratch={**SMALL, "hidden_size": 384},
@@ -96,66 +123,101 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         reply=32,
         tasks=4,
         group=8,
-        train={"steps": 3, "tasks_per_step": 4, "share_prompts": False, "micro_tokens": 4096},
+        train={"steps": 2, "tasks_per_step": 4, "share_prompts": False, "micro_tokens": 4096},
     ),
 }
 
 
-def main(names: list[str], *, by_phase: bool) -> None:
+def main(names: list[str], flags: list[str]) -> None:
     """A line a case."""
-    print(f"{'case':28} {'predicted':>10} {'measured':>10} {'ratio':>6}  largest phase")
+    import whet.api
+    import whet.stages  # noqa: F401  imported once: what is imported is not the run's
+
+    print(
+        f"{'case':32} {'predicted':>10} {'live':>10} {'ratio':>6} {'resident':>10} {'ratio':>6}  largest phase"
+    )
+    table = []
     for name in names or CASES:
-        command = [sys.executable, __file__, "--one", name, *(["--phases"] if by_phase else [])]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{name}: {done.stderr}")
-        found = json.loads(done.stdout.splitlines()[-1])
-        ratio = found["predicted"] / found["measured"]
-        print(
-            f"{name:28} {mb(found['predicted'])} {mb(found['measured'])} {ratio:6.2f}  {found['phase']}",
-            flush=True,
-        )
-        for phase, (told, seen) in found["phases"].items():
-            print(f"    {phase:34} {mb(told)} {mb(seen)}")
-        if by_phase:
-            for part, count in found["parts"].items():
+        live, kept = (apart(name, by_live=by_live) for by_live in (True, False))
+        row = {
+            "case": name,
+            "predicted": live["predicted"],
+            "live": live["measured"],
+            "resident": kept["measured"],
+        }
+        ratios = [live["predicted"] / row[key] for key in ("live", "resident")]
+        told = f"{mb(row['live'])} {ratios[0]:6.2f} {mb(row['resident'])} {ratios[1]:6.2f}"
+        print(f"{name:32} {mb(row['predicted'])} {told}  {live['phase']}", flush=True)
+        table.append(row | {"phase": live["phase"]})
+        if "--parts" in flags:
+            for part, count in live["parts"].items():
                 print(f"        {part:30} {mb(count)}")
+    if not names:
+        Path(__file__).with_suffix(".json").write_text(json.dumps(table, indent=1) + "\n")
+
+
+def apart(name: str, *, by_live: bool) -> dict[str, Any]:
+    """Run a case in a process of its own, which has imported everything and run nothing."""
+    out, into = os.pipe()
+    pid = os.fork()
+    if not pid:
+        with os.fdopen(into, "w") as pipe, open(os.devnull, "w") as silent:
+            os.dup2(silent.fileno(), 1)
+            os.dup2(silent.fileno(), 2)
+            try:
+                json.dump(one(name, by_live=by_live), pipe)
+            except BaseException as error:
+                json.dump({"error": repr(error)}, pipe)
+            pipe.flush()
+            os._exit(0)
+    os.close(into)
+    with os.fdopen(out) as pipe:
+        found = json.load(pipe)
+    os.waitpid(pid, 0)
+    if "error" in found:
+        raise SystemExit(f"{name}: {found['error']}")
+    return dict(found)
 
 
 def mb(count: float) -> str:
     return f"{count / 2**20:7.1f} MB"
 
 
-def one(name: str, *, by_phase: bool) -> dict[str, Any]:
-    """Run a case in this process."""
-    import whet.stages  # noqa: F401  before the peak is taken: what is imported is not the run's
+def one(name: str, *, by_live: bool) -> dict[str, Any]:
+    """Run a case in this process. by_live: what is freed leaves the process at once."""
     from whet.api import run_training
     from whet.config.footprint import phases
     from whet.config.load import load
     from whet.config.memory import largest
     from whet.config.plan import plans
 
+    if by_live:
+        give_back()
     warm_up()
     with tempfile.TemporaryDirectory() as folder:
         loaded = load(None, (), {**CASES[name](), "run_dir": folder + "/run"})
         (plan,) = plans(loaded)
-        found = phases(plan)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        seen: dict[str, int] = {}
-        with watched(seen) if by_phase else patch.dict({}):
-            run_training(loaded)
-    most = largest(found)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    told: dict[str, int] = {}
-    for phase in found:
-        told[phase.name] = max(told.get(phase.name, 0), phase.total)
+        most = largest(phases(plan))
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = status("VmRSS")
+        run_training(loaded)
     return {
         "predicted": most.total,
-        "measured": (peak - before) * 1024,
+        "measured": status("VmHWM") - before,
         "phase": most.name,
         "parts": most.parts,
-        "phases": {k: (told.get(k, 0), 0) for k in told} | {"seen " + str(seen): (0, 0)} if by_phase else {},
     }
+
+
+def give_back() -> None:
+    """Let the C library give freed memory back at once, whatever whet asks it to keep."""
+    from whet import environment
+
+    environment.keep_memory = lambda: None
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    libc = ctypes.CDLL(None)
+    libc.mallopt(m_mmap_threshold, 1 << 16)
+    libc.mallopt(m_trim_threshold, 1 << 16)
 
 
 def warm_up() -> None:
@@ -169,24 +231,6 @@ def warm_up() -> None:
         run_training(load(None, (), {**values, "run_dir": folder + "/run"}))
 
 
-@contextmanager
-def watched(seen: dict[str, int]) -> Iterator[None]:
-    """Peaks of every phase, above what the process has now."""
-    from whet.run import Run
-
-    base, phase = status("VmRSS"), Run.phase
-
-    @contextmanager
-    def noted(run: Run, name: str) -> Iterator[None]:
-        Path("/proc/self/clear_refs").write_text("5")
-        with phase(run, name):
-            yield
-        seen.setdefault(name, []).append((status("VmHWM") - base) >> 20)
-
-    with patch.object(Run, "phase", noted):
-        yield
-
-
 def status(key: str) -> int:
     """A number of /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -195,7 +239,4 @@ def status(key: str) -> int:
 
 if __name__ == "__main__":
     given = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
-    if "--one" in sys.argv:
-        print(json.dumps(one(given[0], by_phase="--phases" in sys.argv)))
-    else:
-        main(given, by_phase="--phases" in sys.argv)
+    main(given, [argument for argument in sys.argv[1:] if argument.startswith("--")])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from remote_places import moto, own_hub, s3  # noqa: F401  fixtures
 from whet.environment import prepare
 from whet.track.log import close_logging
 

@@ -48,6 +48,10 @@ JUDGED = "rewards={r: {model: {path: JUDGE_C}}}"
 GYM = "reasoning_gym: {task: spell_backward, size: 6}"
 ROOM = "data.max_prompt_tokens=300; model.scratch.max_positions=512"
 REMOTE = "track.trackers=[wandb]"
+BEST = (
+    f"{EVAL}; eval.every=1; eval.samples=4; eval.sampling.temperature=1.0; train.steps=4; train.optimizer.lr=0.05; "
+    "checkpoint.keep=1; checkpoint.keep_best.metric=eval/held/reward_mean"
+)
 
 Case = tuple[str, Any]
 """(overrides that give the key a meaning, its other value). In values A and B are folders of two models."""
@@ -61,6 +65,8 @@ def optimizer(at: str, context: str) -> dict[str, Case]:
     return {
         f"{at}.kind": (context, "sgd"),
         f"{at}.momentum": (f"{context}; {at}.kind=sgd", 0.9),
+        f"{at}.state": (context, "int8"),
+        f"{at}.implementation": (f"{context}; {SCHEDULE}", "loop"),
         f"{at}.groups.*.lr_factor": (f"{context}; {at}.groups={{norm: {{lr_factor: 0.5}}}}", 0.1),
         f"{at}.groups.*.weight_decay": (f"{context}; {at}.groups={{norm: {{lr_factor: 0.5}}}}", 0.5),
         f"{at}.lr": (context, 0.02),
@@ -348,7 +354,10 @@ CASES: dict[str, Case] = {
         f"{REC}; algorithm.rec_regularizer=forward-kl; algorithm.rec_regularizer_coef=0.5",
         "k2",
     ),
-    "algorithm.rec_regularizer_coef": (f"algorithm.name=rec; {MOVED}; algorithm.rec_regularizer=k2", 0.5),
+    "algorithm.rec_regularizer_coef": (
+        f"algorithm.name=rec; {MOVED}; algorithm.rec_regularizer=k2; algorithm.rec_regularizer_coef=0.25",
+        0.5,
+    ),
     "algorithm.positive_nll_coef": ("", 0.3),
     "algorithm.entropy_aggregation": ("algorithm.entropy_coef=0.1", "token-mean"),
     "algorithm.mix.expert_ratio": (f"{MIX}; train.tasks_per_step=4", 0.25),
@@ -386,6 +395,12 @@ CASES: dict[str, Case] = {
     **sampling("rollout.sampling", ""),
     "rollout.max_batch": ("", 2),
     "rollout.sync_every": ("", 2),
+    "rollout.max_staleness": ("", 1),
+    "rollout.schedule": ("rollout.max_staleness=1", "free"),
+    "rollout.partial": ("rollout.max_staleness=1; rollout.schedule=free", False),
+    "rollout.spare_tasks": ("rollout.max_staleness=1; rollout.schedule=free", 1),
+    "rollout.retries": ("", 1),
+    "rollout.timeout_factor": ("", 50.0),
     "rollout.timeout_s": ("", 30.0),
     "train.steps": ("", 3),
     "train.epochs": ("train.steps=null; train.epochs=0.5", 0.75),
@@ -400,6 +415,12 @@ CASES: dict[str, Case] = {
     "train.micro_rollouts_forward": ("", 1),
     "train.share_prompts": ("", False),
     "train.gradient_checkpointing": ("", True),
+    "train.compile": ("", True),
+    "train.precision.compute": ("", "bfloat16"),
+    "train.precision.reduce": ("model.dtype=bfloat16; train.micro_rollouts=1", "float32"),
+    "train.precision.master_weights": ("model.dtype=bfloat16", False),
+    "train.precision.loss_scale": ("model.dtype=float16", 1024.0),
+    "train.precision.loss_scale_steps": ("model.dtype=float16", 1),
     "train.trainable": ("", {"norm": False}),
     "train.temperature": ("", 0.5),
     "train.max_skipped_steps": ("", 3),
@@ -420,6 +441,14 @@ CASES: dict[str, Case] = {
     "checkpoint.every_epochs": ("data.train.0.limit=2; train.steps=3", 1),
     "checkpoint.keep": ("checkpoint.every=1", 1),
     "checkpoint.dir": ("", "saved"),
+    "checkpoint.background": ("checkpoint.every=1", True),
+    "checkpoint.keep_best.metric": (f"{BEST}; checkpoint.keep_best.count=1", "eval/held/tokens_mean"),
+    "checkpoint.keep_best.goal": (BEST, "min"),
+    "checkpoint.keep_best.count": (BEST, 3),
+    "checkpoint.upload_to": ("", ["file://there"]),
+    "checkpoint.upload_exports_to": ("checkpoint.export=true", ["file://there"]),
+    "checkpoint.upload": ("checkpoint.upload_to=['file://there']; checkpoint.every=1", "last"),
+    "checkpoint.upload_keep": ("checkpoint.upload_to=['file://there']; checkpoint.every=1", 1),
     "checkpoint.contents": ("", ["model"]),
     "checkpoint.export": ("", True),
     "checkpoint.export_every": ("", 1),
@@ -434,6 +463,9 @@ CASES: dict[str, Case] = {
     "track.batches_every": ("", 1),
     "track.rollouts_dir": ("", "played"),
     "track.eval_dir": (EVAL, "judged"),
+    "track.rollouts_dump": ("", "dump/{step}.jsonl"),
+    "track.eval_dump": (EVAL, "dump/{stage}/{source}-{step}.parquet"),
+    "track.batches_dump": ("track.batches_every=1", "dump/{step}.parquet"),
     "track.log_level": ("", "debug"),
     "track.micro_batches": ("", True),
     "profile.steps": ("", [2]),
@@ -477,6 +509,9 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
         )
     },
     "machine.device": ("", "cuda", "torch finds no CUDA device"),
+    "train.offload": ("", ["optimizer"], "frees memory of a GPU"),
+    "train.parallel.pp": ("", 2, "pipeline parallelism yet"),
+    "train.parallel.ep": ("", 2, "expert parallelism yet"),
     "profile.tools": ("profile.steps=[2]", ["memory"], "memory: only CUDA has an allocator with a history"),
 }
 """Keys with a value that is refused wherever it stands: (context, value, what is said of it)."""
@@ -504,10 +539,24 @@ OFFLINE: dict[str, Any] = {
 }  # fmt: skip
 """Another value of every key of eval.offline."""
 
+CLUSTER = (
+    "rollout.replicas", "cluster.address", "cluster.placement", "cluster.cpus", "cluster.gpus", "cluster.restarts",
+    "cluster.health_s", "cluster.start_s",
+)  # fmt: skip
+
+RANKS = tuple(
+    f"train.parallel.{name}"
+    for name in (
+        "dp_replicate", "dp_shard", "tp", "cp", "reshard_after_forward", "wrap_min_parameters", "prefetch", "timeout_s",
+    )
+)  # fmt: skip
+
 BELOW: dict[str, str] = {
     "critic.head": "weights with a head are refused without it",
     "algorithm.divide_by_turns": "episodes of one turn are divided by 1",
     "checkpoint.load": "what is read when a run goes on",
+    **{key: "processes start for it: test_ranks_run.py has a test of each" for key in RANKS},
+    **dict.fromkeys(CLUSTER, "Ray starts for it: test_cluster.py has a test of each"),
     **{f"eval.offline.{name}": "training refuses it, `whet eval` reads it" for name in OFFLINE},
 }
 """Keys that a single training run cannot show; the last tests of test_dead_native.py are theirs."""

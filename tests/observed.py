@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import whet.guard.watch
+import whet.loop
 import whet.models.kernels
 import whet.rollout.episode
 import whet.run
@@ -174,7 +175,7 @@ class Watcher:
             stack.enter_context(patch.object(target, name, new))
 
         for name in ("collect", "freeze", "unfreeze"):
-            put(gc, name, lambda: 0)
+            put(gc, name, lambda *generation: 0)
         put(os, "fsync", lambda handle: None)
         put(
             api.environment,
@@ -194,9 +195,12 @@ class Watcher:
             (whet.shared, "self_test", ("seed",)),
             (whet.shared, "NativeEngine", ("max_batch", "max_context", "cache_mb")),
             (whet.shared, "HfEngine", ("max_context",)),
+            (whet.shared, "Saver", ("background",)),
             (whet.stages, "TorchEngine", ("cut", "max_skipped")),
             (whet.training.profile, "schedule", ("warmup",)),
-            (whet.stages, "play_groups", ("timeout_s",)),
+            (whet.stages, "play_groups", ("timeout_s", "pace", "retries")),
+            (whet.stages, "Buffer", ("spare",)),
+            (whet.loop, "publish", ("finish",)),
             (whet.run, "wait", ("timeout_s",)),
         ):  # fmt: skip
             put(target, name, note(getattr(target, name), name, wanted))

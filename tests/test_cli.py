@@ -18,7 +18,7 @@ import typer.main
 from whet import api, checkpoint, cli
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = {"train", "plan", "eval", "explain", "show", "data gsm8k", "keys", "convert", "rehearse", "schema"}
+COMMANDS = {"train", "plan", "eval", "explain", "show", "data gsm8k", "keys", "convert", "rehearse", "schema", "export"}
 
 # ---------------------------------------------------------------- what is imported
 
@@ -97,7 +97,7 @@ def test_every_command_has_an_example_that_is_right(monkeypatch: pytest.MonkeyPa
                 assert call(line, monkeypatch) == 0
             elif name == "train":
                 assert call(line.replace("train", "plan", 1), monkeypatch) == 0
-            elif name in ("eval", "rehearse"):  # they would do what they say, for minutes
+            elif name in ("eval", "rehearse", "export"):  # they would do what they say, for minutes
                 assert call(f"whet {name} --help", monkeypatch) == 0
             else:  # the folders of these are the reader's: that is all there is to be said against them
                 assert call(line, monkeypatch) in (0, 1)

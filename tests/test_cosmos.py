@@ -191,12 +191,14 @@ def test_length_and_optimizer() -> None:
     assert length(values(t_epoch=3, t_max_num_steps=7)) == {"train.epochs": 3, "train.steps": 7}
     at = "train.optimizer."
     assert optimizer(values(t_optm_lr=[2e-6], t_optm_grad_norm_clip=0.0)) == {
-        at + "lr": 2e-6, at + "decay_all": True, at + "grad_clip": None,
+        at + "kind": "adamw", at + "lr": 2e-6, at + "decay_all": True, at + "grad_clip": None,
     }  # fmt: skip
-    assert optimizer(values(t_optm_name="Adam", t_optm_weight_decay=0.0))[at + "grad_clip"] == 1.0
-    for wrong in ({"t_optm_name": "Adam"}, {"t_optm_name": "Muon"}, {"t_optm_lr": [1e-6, 1e-5]}):
+    assert optimizer(values(t_optm_name="Adam"))[at + "kind"] == "adam"
+    for wrong in ({"t_optm_name": "Adam8bit"}, {"t_optm_lr": [1e-6, 1e-5]}):
         with pytest.raises(Unbuilt, match="optm_"):
             optimizer(values(**wrong))
+    with pytest.raises(ConfigError, match="optm_name"):
+        optimizer(values(t_optm_name="Muon"))
     with pytest.raises(ConfigError, match="max_num_steps"):
         length(values(t_max_num_steps=0))
 
@@ -394,6 +396,7 @@ def test_model_lengths_and_seed() -> None:
         (dtype, {"t_param_dtype": "float64"}),
         (uploads, {"c_upload_s3": True}),
         (uploads, {"c_upload_hf": True}),
+        (uploads, {"c_upload_s3": "all"}),
     ]
     for function, given in wrong:
         with pytest.raises(ConfigError):
@@ -408,6 +411,11 @@ def test_model_lengths_and_seed() -> None:
     assert sampling(values())["rollout.sampling.top_k"] == 0
     assert sampling(values("sft")) == rollout(values("sft")) == {}
     assert uploads(values(c_s3_bucket="b")) == {}
+    assert uploads(values(c_s3_bucket="b", c_upload_s3="final", c_upload_hf=True, c_hf_repo_name="o/n")) == {
+        "checkpoint.upload_to": ["s3://b/outputs/checkpoints"],
+        "checkpoint.upload_exports_to": ["s3://b/outputs/exports", "hf://o/n"],
+        "checkpoint.upload": "last",
+    }
 
 
 def test_files_and_trackers() -> None:

@@ -36,6 +36,11 @@ TWO_REWARDS = {POLICY + "variant": "dapo", POLICY + "reward_function": ["gsm8k",
 ON_POLICY = {POLICY + "variant": "dapo", POLICY + "on_policy": True}
 KL = {POLICY + "kl_beta": 0.1}
 SAVES = {"train.ckpt.enable_checkpoint": True}
+SUB = "profiler.sub_profiler_config."
+PROFILES = {"profiler.enable_profiler": True}
+LORA = {"policy.lora.r": 4}
+TO_S3 = SAVES | {"train.ckpt.upload_s3": "all", "train.ckpt.s3_bucket": "pail"}
+TO_HUB = SAVES | {"train.ckpt.upload_hf": True, "train.ckpt.hf_repo_name": "org/name"}
 DECAYS = {"train.optm_decay_type": "linear"}
 
 CONTEXTS: dict[str, dict[str, Any]] = {
@@ -64,13 +69,47 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "train.ckpt.max_keep": SAVES,
     "train.ckpt.export_safetensors": SAVES,
     "logging.project_name": {"logging.logger": ["wandb"]},
+    **{
+        f"policy.lora.{name}": LORA
+        for name in (
+            *("lora_alpha", "lora_dropout", "target_modules", "use_rslora", "modules_to_save"),
+            *("alpha_pattern", "r_pattern", "init_lora_weights"),
+        )
+    },
+    "train.ckpt.upload_s3": SAVES | {"train.ckpt.s3_bucket": "pail"},
+    **{f"train.ckpt.{key}": TO_S3 for key in ("s3_bucket", "s3_prefix")},
+    "train.ckpt.upload_hf": SAVES | {"train.ckpt.hf_repo_name": "org/name"},
+    "train.ckpt.hf_repo_name": TO_HUB,
+    "profiler.enable_profiler": {"train.max_num_steps": 9},
+    "profiler.enable_nsys": {"train.max_num_steps": 9},
+    **{
+        SUB + name: PROFILES | {"train.max_num_steps": 9}
+        for name in (
+            *("active_steps", "warmup_steps", "wait_steps"),
+            *("record_shape", "profile_memory", "with_stack"),
+        )
+    },
 }
 """What a key needs around it to be read; with itself in it where the document's default is refused."""
 
 OTHER: dict[str, Any] = {
     "custom": {"count": 3},
     "train.resume": "checkpoints/step_20",
-    "train.optm_name": "Muon",
+    "train.optm_name": "Adam",
+    "train.ckpt.upload_s3": "final",
+    "train.ckpt.hf_repo_name": "org/other",
+    "policy.lora": {},
+    "train.ckpt.s3_bucket": "other",
+    "policy.lora.r": 4,
+    "policy.lora.lora_alpha": 2.0,
+    "policy.lora.lora_dropout": 0.1,
+    "policy.lora.target_modules": ["q_proj"],
+    "policy.lora.use_rslora": True,
+    "policy.lora.modules_to_save": ["lm_head"],
+    "policy.lora.alpha_pattern": {"q_proj": 4.0},
+    "policy.lora.r_pattern": {"q_proj": 4},
+    "policy.lora.init_lora_weights": "pissa_niter_4",
+    "policy.trainable_map": {"lm_head": False},
     "train.optm_betas": [0.9, 0.95],
     "train.optm_decay_type": "cosine",
     "train.optm_decay_ratio": 0.5,
@@ -114,8 +153,8 @@ OTHER: dict[str, Any] = {
 }
 """Another value of the right kind, for keys whose default does not say what that is."""
 
-REFUSED = {POLICY + "type", "train.optm_name", MESH + "dp_replicate_size"}
-"""Keys of which every other value is refused: there is one RL algorithm with variants, one optimizer, one replica."""
+REFUSED = {POLICY + "type", MESH + "dp_replicate_size"}
+"""Keys of which every other value is refused: there is one RL algorithm with variants, one replica."""
 
 
 def the_rows(kind: str) -> list[Key]:

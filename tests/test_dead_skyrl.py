@@ -47,6 +47,11 @@ CONTEXTS: dict[str, list[str]] = {
     "trainer.ref.model_config_kwargs": ["trainer.ref.model.path=m"],
     "trainer.resume_path": ["trainer.resume_mode=from_path", "trainer.resume_path=c"],
     "trainer.export_path": ["trainer.hf_save_interval=5"],
+    "trainer.target_modules": ["trainer.policy.model.lora.rank=8"],
+    "trainer.policy.model.lora.": ["trainer.policy.model.lora.rank=8"],
+    "trainer.critic.model.lora.": [*GAE, "trainer.critic.model.lora.rank=8"],
+    "trainer.policy.model.lora.rank": [],
+    "trainer.critic.model.lora.rank": GAE,
     "trainer.micro_": ["generator.n_samples_per_prompt=8"],
 }
 """By the beginning of a key, the longest that fits: what must be on for it to be read."""
@@ -97,6 +102,10 @@ OTHERS: dict[str, Json] = {
         for name in ("outlier_token", "token_mask")
         for end in ("low", "high")
     },
+    "trainer.target_modules": ["q_proj"],
+    **{f"trainer.{role}.model.lora.target_modules": ["q_proj"] for role in ("policy", "critic")},
+    **{f"trainer.{role}.model.lora.init_method": "gaussian" for role in ("policy", "critic")},
+    **{f"trainer.{role}.model.lora.dropout": 0.5 for role in ("policy", "critic")},
     "generator.model_dtype": "float32",
     "generator.backend": "sglang",
     "generator.eval_sampling_params.max_generate_length": 64,

@@ -136,6 +136,10 @@ CONTEXTS: dict[str, Tree] = {
     "monitor.monitor_args.base_url": base(**{"monitor.monitor_type": "wandb"}),
     "monitor.monitor_args.uri": base(**{"monitor.monitor_type": "mlflow"}),
     "trainer.max_token_len_per_gpu": base(),
+    **{
+        f"model.lora_configs[].{key}": base(**{"model.lora_configs": [{"lora_rank": 4}]})
+        for key in ("path", "lora_rank", "lora_alpha", "target_modules")
+    },
 }
 """Files in which a key means something, where the small file is not one."""
 
@@ -155,6 +159,8 @@ REPLACED: dict[str, Json] = {
     "algorithm.entropy_loss_fn_args.*": {"entropy_coef": 0.5},
     "algorithm.sample_strategy_args.*": {"expert_data_ratio": 0.25},
     "algorithm.optimizer.betas": [0.5, 0.6],
+    "algorithm.optimizer.optimizer_type": "sgd",
+    "model.lora_configs": [{"lora_rank": 4}],
     "algorithm.optimizer.warmup_style": "cosine",
     f"{FILTERS}": [{"name": "reward_filter"}],
     f"{FILTERS}[].name": "reward_std_filter",

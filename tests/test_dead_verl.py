@@ -20,6 +20,7 @@ from whet.types import Json
 A, R, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
 M, RM = "actor_rollout_ref.model.", "reward_model."
 OPTIM = (A + "optim.", "critic.optim.")
+LORA = (M, "critic.model.", "model.")
 
 Given = dict[str, Json]
 
@@ -69,6 +70,9 @@ OTHER: Given = {
         f"{at}_max_token_len_per_gpu": 2048
         for at in (A + "ppo", "critic.ppo", "critic.forward", R + "log_prob", REF + "log_prob")
     },
+    **{f"{at}optimizer": "sgd" for at in OPTIM},
+    **{f"{at}profile.profile_ranks": [1] for at in (A, REF)},
+    **{f"{at}target_modules": ["q_proj"] for at in LORA},
     **{f"{at}warmup_style": "cosine" for at in OPTIM},
     **{f"{at}min_lr_ratio": 0.5 for at in OPTIM},
     **{f"{at}lr_warmup_steps_ratio": 0.5 for at in OPTIM},
@@ -194,6 +198,16 @@ CONTEXTS: dict[str, Given] = {
     },
     **{f"{at}lr_warmup_init": WARM for at in OPTIM},
     "data.multiturn.messages_key": MULTI_TURN,
+    **{f"{at}{key}": {f"{at}lora_rank": 8} for at in LORA for key in ("lora_alpha", "target_modules")},
+    **{
+        f"{at}profile.{key}": {
+            f"{at}profile.{name}": value
+            for name, value in (("use_profile", True), ("step_start", 1), ("step_end", 9))
+            if name != key or key != "use_profile"
+        }
+        for at in (A, REF)
+        for key in ("use_profile", "profile_ranks", "step_start", "step_end", "save_path")
+    },
 }
 """What a file must say, too, for a key to be read; a value that stands there for the key itself takes the default's
 place."""

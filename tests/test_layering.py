@@ -14,12 +14,12 @@ SRC = Path(__file__).parent.parent / "src"
 
 LAYERS: list[set[str]] = [
     {"types", "seeds", "tables", "config", "environment"},
-    {"batch", "algos", "data", "guard", "rewards"},
-    {"envs", "models", "buffer", "track"},
+    {"batch", "algos", "data", "guard", "rewards", "simulate"},
+    {"envs", "models", "buffer", "track", "storage"},
     {"training", "rollout"},
     {"sync", "checkpoint", "evaluate", "held_out", "offline"},
-    {"loop", "run", "stages", "shared"},
-    {"cli", "api", "bench", "rehearsal", "cluster", "web"},
+    {"loop", "run", "explorers", "stages", "shared", "apart"},
+    {"cli", "api", "bench", "export", "rehearsal", "cluster", "web"},
 ]
 """By first name below `whet`; `whet/__init__.py` is of the last layer."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -60,12 +61,23 @@ class Toy(SimpleNamespace):
     """What `loop.py` asks of a run."""
 
     def phase(self, name: str) -> Any:
-        from contextlib import nullcontext
-
         return nullcontext()
 
-    async def wait(self, awaitable: Any, what: str) -> Any:
-        return await wait(awaitable, owner="the toy", what=what, timeout_s=20.0)
+    exploring = phase
+
+    def meanwhile(self, beside: Any) -> Any:
+        assert beside is None
+        return nullcontext()
+
+    async def work(self, job: Any) -> Any:
+        return job()
+
+    async def give_up_stale(self) -> None: ...
+
+    def judged(self, groups: list[Group]) -> None: ...
+
+    async def wait(self, awaitable: Any, what: str, *, timeout_s: float = 20.0) -> Any:
+        return await wait(awaitable, owner="the toy", what=what, timeout_s=timeout_s)
 
     def watch_mismatch(self, numbers: Metrics) -> None: ...
 
@@ -99,6 +111,7 @@ def toy(*, keep: float = 1.0, chunk: int = TASKS, max_staleness: int = 0, seed: 
         cfg=Config(), plan=SimpleNamespace(tasks_per_step=chunk, critic=None, critic_warmup_steps=0), name="toy",
         tasks=Stream(), engine=engine, sampler=None, sync_due=True, ledger=ledger,
         policy=Counting(), reference=None, critic=None, algorithm=algorithm, play=play, recompute_old=False,
+        interrupts=False,
         rewards=RewardSet({}, None), experts=None, kl_coef=0.0, step=0, trained=[], played=[],
         buffer=Buffer(
             groups_per_step=TASKS, group_size=SIZE, max_staleness=max_staleness,
@@ -159,7 +172,7 @@ def test_room_is_the_staleness_bound() -> None:
         explored = 0
         try:
             while True:
-                await asyncio.wait_for(explore_step(run), timeout=0.2)
+                await asyncio.wait_for(explore_step(run, run.plan.tasks_per_step), timeout=0.2)
                 explored += 1
         except TimeoutError:
             return explored
@@ -172,7 +185,7 @@ def test_room_is_the_staleness_bound() -> None:
 def test_a_version_the_trainer_does_not_know_is_refused() -> None:
     async def stale() -> None:
         run = toy()
-        await explore_step(run)
+        await explore_step(run, run.plan.tasks_per_step)
         run.policy.version = 1
         await run.buffer.take(run.policy.version)
 
@@ -193,7 +206,7 @@ def test_an_engine_that_does_not_take_the_version_stops_the_run() -> None:
 def test_buffer_state_comes_back() -> None:
     async def half() -> Toy:
         run = toy(chunk=3)
-        await explore_step(run)
+        await explore_step(run, run.plan.tasks_per_step)
         return run
 
     run = asyncio.run(half())

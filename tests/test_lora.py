@@ -383,6 +383,13 @@ def tensors(file: Path) -> set[str]:
         return set(f.keys())
 
 
+def test_errors_name_the_section_that_was_given(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"critic\.lora\.path=.*cannot be read"):
+        attach(tiny_model(), Lora(path=str(tmp_path)), seed=0, key="critic.lora")
+    with pytest.raises(ConfigError, match=r"critic\.lora\.modules_to_save: no module"):
+        attach(tiny_model(), Lora(modules_to_save=("qq",)), seed=0, key="critic.lora")
+
+
 def test_a_run_learns_and_keeps_adapters_only(tmp_path: Path) -> None:
     train = {"steps": 40, "tasks_per_step": 8}
     result = run(tmp_path / "run", {"train": train, "checkpoint": {"every": 0, "keep": 1}})

@@ -254,7 +254,9 @@ def test_phases_by_hand():
     ],
 )
 def test_what_makes_it_larger(overrides, larger):
-    small, large = (largest(footprint.phases(planned(*given))).total for given in (overrides, larger))
+    small, large = (
+        sum(sum(parts.values()) for parts in peaks(planned(*given)).values()) for given in (overrides, larger)
+    )
     assert small < large
 
 
@@ -262,8 +264,21 @@ def test_bfloat16_has_masters_and_casts():
     parts = peaks(planned("model.dtype=bfloat16", "tokenizer.vocab_size=50"))["optimizer step of the policy"]
     count = parts["policy"] // 2
     assert parts["optimizer of the policy"] == 12 * count
-    assert parts["gradients of the policy"] == 2 * count
-    assert parts["float32 gradients"] == 4 * count
+    assert parts["gradients of the policy"] == 4 * count, "of the masters"
+
+
+def test_state_of_8_bits_and_without_masters():
+    half = ("model.dtype=bfloat16", "tokenizer.vocab_size=50")
+    plain, small, bare, wide = (
+        peaks(planned(*half, *more))
+        for more in ((), ("train.optimizer.state=int8",), ("train.precision.master_weights=false",),
+                     ("train.precision.reduce=float32",))
+    )  # fmt: skip
+    count = plain["sampling"]["policy"] // 2
+    assert small["sampling"]["optimizer of the policy"] == 4 * count + int(count * (2 + 8 / 256))
+    assert bare["sampling"]["optimizer of the policy"] == 4 * count, "two moments in bfloat16"
+    assert bare["optimizer step of the policy"]["gradients of the policy"] == 2 * count
+    assert wide["update of the policy"]["gradients of the policy"] == 4 * count
 
 
 def test_on_cuda_the_whole_cache_is_taken():

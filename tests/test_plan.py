@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from whet.config.describe import arithmetic, facts, notes
 from whet.config.evaluation import eval_sampling
+from whet.config.footprint import phases
 from whet.config.load import load, stage_configs
 from whet.config.plan import Plan, cores, describe, dtype_on, plan, plans
 from whet.config.recipes import RECIPES
@@ -530,3 +532,35 @@ def test_every_recipe_plans(name):
     more = [needs[name]] if name in needs else []
     found = plans(load(None, [f"algorithm.name={name}", *more], values))
     assert found[0].algorithm.name == name
+
+
+# ---------------------------------------------------------------- what is counted
+
+
+def test_reward_models_take_memory(tmp_path: Path) -> None:
+    """Two tensors of 6 and 4 numbers: 40 bytes in float32, 20 in bfloat16; a folder that is not here counts nothing."""
+    save_file({"a": torch.zeros(2, 3), "b": torch.zeros(4)}, tmp_path / "model.safetensors")
+    judge = {"model": {"path": str(tmp_path)}}
+    (of_cpu,) = plans(load(None, ["machine.device=cpu"], {**BASE, "rewards": {"rm": judge}}))
+    judge["model"]["dtype"] = "bfloat16"
+    (half,) = plans(load(None, ["machine.device=cpu"], {**BASE, "rewards": {"rm": judge}}))
+    assert (of_cpu.memory["reward model rm"], half.memory["reward model rm"]) == (40, 20)
+    assert all(phase.parts["reward model rm"] == 40 for phase in phases(of_cpu))
+    assert not made().reward_models
+
+
+def test_a_reference_that_is_reset_is_saved_wherever_it_came_from(tmp_path: Path) -> None:
+    at_kl = ["algorithm.kl.coef=0.1"]
+    fixed = made(*at_kl, "reference.path=somewhere")
+    reset = made(*at_kl, "reference.path=somewhere", "reference.reset_every=3")
+    assert (fixed.reference_saved, reset.reference_saved, made(*at_kl).reference_saved) == (False, True, True)
+    assert fixed.checkpoint_bytes is not None
+    assert reset.checkpoint_bytes is not None
+    assert reset.shape is not None
+    weights = reset.shape.parameters * {"float32": 4, "bfloat16": 2}[reset.dtype]
+    assert reset.checkpoint_bytes - fixed.checkpoint_bytes == weights
+
+
+def test_a_regularizer_without_weight_is_refused() -> None:
+    said = refused("algorithm.name=rec", "algorithm.rec_regularizer=k2")
+    assert "algorithm.rec_regularizer: k2 adds nothing at rec_regularizer_coef=0" in said

@@ -22,6 +22,8 @@ from whet.models.load import build
 from whet.rollout.engine import RolloutEngine, WeightSource
 from whet.rollout.hf import HfEngine
 from whet.rollout.native.engine import NativeEngine
+from whet.rollout.replica import Replica
+from whet.rollout.router import Router
 from whet.rollout.scripted import ScriptedEngine
 from whet.types import Completion, Sampling, WhetError
 
@@ -66,7 +68,8 @@ def scripted() -> RolloutEngine:
     """Says pseudo-random tokens that depend on prompt and key."""
 
     async def say(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
-        await asyncio.sleep(0)
+        for _ in range(20):  # longer than it takes to stop all replicas of a router
+            await asyncio.sleep(0)
         stream = seeds.key(0 if sampling.temperature == 0 else sampling.key, *token_ids)
         uniform = seeds.uniforms(stream, len(token_ids), sampling.max_tokens + sampling.min_tokens + 20)
         return np.floor(uniform * VOCAB).astype(int).tolist()
@@ -74,11 +77,18 @@ def scripted() -> RolloutEngine:
     return ScriptedEngine(say, end_token_ids=[END], max_context=LIMIT, vocab=VOCAB, decode=letters)
 
 
+def routed(make: Callable[[], RolloutEngine]) -> RolloutEngine:
+    """Three of them behind a router."""
+    return Router([Replica(f"engine-{n}", make()) for n in range(3)])
+
+
 ENGINES: dict[str, Callable[[], RolloutEngine]] = {
     "native-torch": lambda: native("torch"),
     "native": lambda: native("auto"),
     "hf": hf,
     "scripted": scripted,
+    "router-native": lambda: routed(lambda: native("auto")),
+    "router-scripted": lambda: routed(scripted),
 }
 
 

@@ -98,6 +98,7 @@ trainer:
   eval_interval: -1
   ckpt_interval: -1
   ckpt_path: WORK/skyrl
+  export_path: WORK/skyrl_exports
   run_name: same
   logger: console
 generator:

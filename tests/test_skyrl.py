@@ -73,12 +73,12 @@ def test_names_are_unique_and_newer_names_lead_to_rows() -> None:
 def test_statuses() -> None:
     counts = Counter(ROWS[name].status for name in DOCUMENT)
     assert counts == {
-        "translated": 58,
+        "translated": 59,
         "coming": 20,
         "derived": 21,
         "mapped": 15,
         "engine": 13,
-        "inert": 3,
+        "inert": 2,
     }
     few = sum(row.status in ("inert", "refused") for row in SKYRL)
     assert few < 0.05 * len(SKYRL)
@@ -307,4 +307,9 @@ def test_checkpoints_exports_and_trackers() -> None:
     both = values(trainer__logger=["console", "mlflow", "tensorboard"])
     assert parts.trackers(both) == {"track.trackers": ["console", "mlflow", "tensorboard", "jsonl"]}
     assert "coming" in refusal(parts.trackers, trainer__logger="vemlp_wandb")
-    assert parts.dump(values(trainer__dump_data_batch=True)) == {"track.batches_every": 1}
+    assert parts.dump(values(trainer__dump_data_batch=True, trainer__export_path="out")) == {
+        "track.batches_every": 1,
+        "track.batches_dump": "out/dumped_data/global_step_{step}_training_input.parquet",
+        "track.eval_dump": "out/dumped_eval/global_step_{step}_eval_results/{source}.jsonl",
+    }
+    assert parts.dump(values(trainer__dump_eval_results=False)) == {}

@@ -73,7 +73,6 @@ def test_a_ppo_file_in_newer_names() -> None:
         "trainer.gradient_checkpointing_use_reentrant=true",
         "trainer.flash_attn=false",
         "trainer.use_sample_packing=false",
-        "trainer.dump_eval_results=false",
         "trainer.ref.fsdp_config.cpu_offload=false",
         "trainer.reward.model.path=null",
         "trainer.algorithm.kl_target=null",
@@ -195,6 +194,18 @@ def test_a_run_equals_the_native_one_to_the_bit(work: Path) -> None:
     assert here.run_dir == work / "ckpts"
     lines = [(run / "metrics.jsonl").read_bytes() for run in (here.run_dir, there.run_dir)]
     assert lines[0] == lines[1]
+    dumped = work / "exports/dumped_eval"
+    assert sorted(p.name for p in dumped.iterdir()) == [f"global_step_{n}_eval_results" for n in (0, 10, 16)]
+    replies, [numbers] = (
+        [
+            json.loads(line)
+            for line in (dumped / "global_step_10_eval_results" / name).read_text().splitlines()
+        ]
+        for name in ("held_out.jsonl", "aggregated_results.jsonl")
+    )
+    assert {row["source"] for row in replies} == {"held_out"}
+    score = sum(row["score"] for row in replies) / len(replies)
+    assert [numbers["step"], score] == [10, pytest.approx(numbers["eval/held_out/reward_mean"])]
     rewards = [line["reward/mean"] for line in here.metrics if "reward/mean" in line]
     assert len(rewards) == 4 * 32 // 8
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
@@ -262,6 +273,8 @@ def test_zero_reward_on_non_stop_and_dumps_and_exports(work: Path) -> None:
     ]
     result = whet.train(HERE / "skyrl_letters.yaml", overrides=more)
     assert len(list((result.run_dir / "batches").glob("*.parquet"))) == 4
+    dumped = sorted(p.name for p in (work / "exports/dumped_data").iterdir())
+    assert dumped == [f"global_step_{step}_training_input.parquet" for step in (1, 2, 3, 4)]
     assert sorted(p.name for p in (work / "exports" / "skyrl" / "few").glob("main*")) == [
         "main",
         "main-step-000002",

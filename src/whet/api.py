@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
@@ -24,9 +25,12 @@ from whet.config.plan import Plan, plans
 from whet.config.schema import Config
 from whet.config.secrets import dump, secrets_of
 from whet.config.sources import rewards_by_source
+from whet.config.urls import scheme
 from whet.guard.imports import import_all
 from whet.guard.watch import Watch
 from whet.rewards.combine import RewardSet
+from whet.storage.manifests import place_of
+from whet.storage.paths import brought_here
 from whet.track import places
 from whet.track.files import RunLock
 from whet.track.log import close_logging, setup_logging
@@ -111,8 +115,12 @@ def run_training(loaded: Loaded, functions: Mapping[str, RewardFunction] | None 
     """Run all stages. Returns the exit code: 0, or 130 after Ctrl-C (the run is saved and can go on)."""
     planned = plans(loaded)  # refuses what cannot work, before anything is written
     check_memory(planned)
-    loaded = settled(loaded)
+    loaded = brought_here(settled(loaded))
+    home = Path(loaded.config.run_dir)
+    loaded = beside(loaded)
     cfg = loaded.config
+    if any(scheme(url) == "hf" for url in (*cfg.checkpoint.upload_to, *cfg.checkpoint.upload_exports_to)):
+        os.environ.setdefault("HF_HUB_OFFLINE", "0")  # the one thing that a run asks the hub for by name
     environment.prepare(planned[0].threads, cfg.machine.exact != "off")
     environment.keep_memory()
     run_dir = Path(cfg.run_dir)
@@ -124,7 +132,7 @@ def run_training(loaded: Loaded, functions: Mapping[str, RewardFunction] | None 
         rewards = reward_sets(loaded, functions or {}, stack)  # forks: before torch and its threads are there
         try:
             import_all(cfg.imports)
-            return _run(loaded, planned, rewards=rewards, stack=stack, aside=aside)
+            return _run(loaded, planned, rewards=rewards, stack=stack, aside=aside, home=home)
         except Exception as e:
             # to run.log alone: the caller shows it to people
             setup_logging(run_dir, level=cfg.track.log_level, secrets=secrets)
@@ -149,6 +157,16 @@ def settled(loaded: Loaded) -> Loaded:
     )
 
 
+def beside(loaded: Loaded) -> Loaded:
+    """The same in a folder of its own, if this process explores or evaluates beside a trainer."""
+    place = {"run_dir": str(places.own(loaded.config))}
+    return replace(
+        loaded,
+        config=loaded.config.model_copy(update=place),
+        stages=tuple(stage.model_copy(update=place) for stage in loaded.stages),
+    )
+
+
 def enter(cfg: Config, stack: ExitStack) -> Path | None:
     """Lock the run directory and attach its folders. Returns where the run is now that checkpoint.resume=fresh has
     moved aside, if there was one."""
@@ -169,8 +187,11 @@ def _run(
     rewards: Sequence[RewardSet],
     stack: ExitStack,
     aside: Path | None,
+    home: Path,
 ) -> int:
-    from whet.shared import open_shared
+    """home: the run directory of the trainer, where this process is one beside it."""
+    from whet.apart import run_beside
+    from whet.shared import open_saver, open_shared
     from whet.stages import check_config, fingerprint, run_all
     from whet.track.curve import plot
     from whet.track.display import Display
@@ -179,12 +200,12 @@ def _run(
     from whet.track.show import report
 
     cfg = loaded.config
-    directory = RunDirectory(Path(cfg.run_dir), loaded.names)
+    directory = RunDirectory(Path(cfg.run_dir), loaded.names, dumps=places.templates(cfg))
     stack.callback(directory.close)
     start = find_start(loaded, directory.path, checkpoint.newest(directory.path / "checkpoints"))
     state = checkpoint.read_state(start) if start else {"stage": 0, "step": -1, "done": False}
     if start:
-        check_config(start, state["config"], fingerprint(cfg))  # before anything is written over
+        check_config(start, state["config"], fingerprint(loaded.as_given))  # before anything is written over
         checkpoint.check_contents(start, state, cfg.checkpoint.load)
     stages = [(p.name, p.total_steps or 0) for p in planned]
     display = Display(stages, quiet="console" not in cfg.track.trackers)
@@ -196,13 +217,17 @@ def _run(
             f"{directory.path} holds a finished run; to run anew, give another run_dir, or checkpoint.resume=fresh"
         )
         display.show(report(directory.path, curve=directory.path / "curve.png"))
+        _, uploads = open_saver(cfg, directory.path)
+        uploads.missing(*written(directory.path, state))
+        uploads.finish()
         return OK
     for made in rewards:
         made.load_models()
-    text = yaml.safe_dump(dump(cfg, exclude_unset=True), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(dump(loaded.as_given, exclude_unset=True), sort_keys=False, allow_unicode=True)
     directory.write_config(text)
     directory.write_manifest(describe(config=text, seed=cfg.seed, data_files=data_files(loaded)))
-    directory.truncate_to(state["stage"], state["step"])
+    if directory.path == home:
+        directory.truncate_to(state["stage"], state["step"])
     if aside:
         display.message(f"the run that was here is now {aside}")
     if start:
@@ -217,13 +242,26 @@ def _run(
             stop=stop,
             watch=stack.enter_context(Watch()),
             resumed=(state["stage"], state["step"]) if start else None,
+            opener=opener_of(cfg, stack),
         )
         gc.collect()
         gc.freeze()  # what lives as long as the run is not looked through again at every collection
         stack.callback(gc.unfreeze)
         for tracker in shared.trackers:
             stack.callback(tracker.close)
+        stack.callback(shared.uploads.finish, 0.0)
+        stack.callback(shared.saver.close)
+        if start:
+            shared.uploads.missing(*written(directory.path, state))
+        if directory.path != home:
+            run_loop(run_beside(shared, home))
+            display.close()
+            return INTERRUPTED if stop.requested else OK
         run_loop(run_all(shared, start, state))
+        shared.saver.wait()
+        display.phase("upload")
+        shared.uploads.finish()
+        shared.saver.tidy()
     display.close()
     if stop.requested:
         saved = checkpoint.newest(directory.path / "checkpoints")
@@ -232,6 +270,25 @@ def _run(
         return INTERRUPTED
     display.show(report(directory.path, curve=plot(directory.path)))
     return OK
+
+
+def opener_of(cfg: Config, stack: ExitStack) -> Callable[..., Any] | None:
+    """What opens engines in processes of their own, where rollout.replicas asks for them; only then Ray is touched."""
+    if not cfg.rollout.replicas:
+        return None
+    from whet import cluster
+
+    stack.callback(cluster.disconnect)
+    return cluster.open_replicas
+
+
+def written(run_dir: Path, state: Json) -> tuple[list[Path], list[Path]]:
+    """The checkpoints up to the one with this state, and the exports, oldest first."""
+    saved = run_dir / "checkpoints"
+    found = checkpoint.all_in(saved)
+    upto = [p for p in found if (place_of(p.name) or (0, 0)) <= (state["stage"], state["step"])]
+    exports = [p for p in (run_dir / "export").glob("*") if p.is_dir() and not p.name.startswith(".")]
+    return upto, sorted(exports, key=lambda p: p.stat().st_mtime_ns)
 
 
 def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: ExitStack) -> list[RewardSet]:

@@ -19,6 +19,7 @@ from whet.guard.imports import import_all
 from whet.guard.watch import Watch
 from whet.offline import Judged, check, judge
 from whet.rewards.combine import RewardSet
+from whet.storage.paths import brought_here
 from whet.track.files import RunLock
 from whet.track.log import close_logging, setup_logging
 from whet.types import CheckpointError, ConfigError, Json
@@ -33,6 +34,8 @@ FOLDER = "bench"
 
 def judge_file(loaded: Loaded, *, whole: bool) -> Judged:
     """Judge the replies that eval.offline names. ConfigError, DataError or WhetError, see `offline`."""
+    check(loaded, whole=whole)
+    loaded = brought_here(loaded)
     offline, cfg = check(loaded, whole=whole), loaded.config
     with RewardSet.from_config(cfg.rewards, cfg.guard, seed=cfg.seed, imports=cfg.imports) as rewards:
         return judge(cfg, offline, rewards)
@@ -51,8 +54,9 @@ def judge_checkpoints(loaded: Loaded) -> list[dict[str, Json]]:
 
     Numbers and replies are written to RUN/bench, anew at every call; the run itself is only read.
     """
-    cfg = loaded.config
     planned = plans(loaded)
+    loaded = brought_here(loaded)
+    cfg = loaded.config
     if not any(plan.evaluates for plan in planned):
         raise ConfigError("there is nothing to evaluate: data.eval is empty, or evaluation is off")
     environment.prepare(planned[0].threads, cfg.machine.exact != "off")

@@ -2,29 +2,36 @@
 
 checkpoints/0-sft-000300/   stage 0 ('sft') after step 300
     manifest.json           size and SHA-256 of every other file
-    state.json              position in data, buffer, ledger, versions, ...
+    state.json              position in data, buffer, ledger, versions, score, ...
     policy/ critic/ reference/
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import re
+import math
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from whet.storage.manifests import MANIFEST, digest, manifest, oldest_first, place_of
 from whet.track.files import atomic_folder, tidy, write_json
-from whet.types import CheckpointError, Json
+from whet.types import CheckpointError, Json, WhetError
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"(\d+)-(.+)-(\d{6,})")
-
 ALL = ("model", "optimizer")
+
+SCORE = "score"
+"""In state.json: the number by which the best are kept, if the step was evaluated."""
+
+Writer = Callable[[Path], None]
+"""Writes an engine's files into a folder."""
 
 
 class Saved(Protocol):
@@ -33,10 +40,38 @@ class Saved(Protocol):
     def save(self, path: Path, *, moments: bool) -> None:
         """Weights and the schedule's place; with `moments` the optimizer's, too."""
 
+    def capture(self, *, moments: bool) -> Writer:
+        """The same in two parts: a copy of the state as it is now, and the function that writes it."""
+
     def load(self, path: Path) -> None: ...
 
     def forget(self) -> None:
         """Begin the optimizer's moments anew."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay."""
+
+    newest: int | None = None
+    """How many of the newest; None: all."""
+    best: int = 0
+    """How many of those with the best score, beside them."""
+    smallest: bool = False
+    """The best score is the smallest."""
+
+    def best_of(self, scores: Mapping[str, float | None]) -> list[str]:
+        """The best of checkpoints by name, in the run's order; of equal ones the earlier."""
+        sign = 1 if self.smallest else -1
+        scored = {name: s for name, s in scores.items() if s is not None and math.isfinite(s)}
+        return sorted(scored, key=lambda name: sign * scored[name])[: self.best]
+
+    def dropped(self, scores: Mapping[str, float | None]) -> list[str]:
+        """Those that go, of checkpoints by name in the run's order. The newest never does."""
+        names = list(scores)
+        old = names[: -self.newest] if self.newest is not None else []
+        best = self.best_of(scores)
+        return [name for name in old if name not in best]
 
 
 def save(
@@ -44,33 +79,138 @@ def save(
     engines: Mapping[str, Saved],
     state: Json,
     *,
-    keep: int | None,
+    keep: int | Keep | None,
     contents: Collection[str] = ALL,
 ) -> Path:
-    """Write one checkpoint, then drop all but the newest `keep`. `state` has `stage`, `stage_name` and `step`.
+    """Write one checkpoint, then drop all that is not to be kept. `state` has `stage`, `stage_name` and `step`.
 
     contents: "model" and, if they are to be kept, the moments of the "optimizer".
     Later ones are dropped, too: the run went on from an older one, and they may be damaged.
     Raises CheckpointError (full disk, no permission ...); older checkpoints are then untouched.
     """
-    path = root / f"{state['stage']}-{state['stage_name']}-{state['step']:06d}"
-    with atomic_folder(path) as folder:
-        for name, engine in engines.items():
-            engine.save(folder / name, moments="optimizer" in contents)
-        write_json(folder / "state.json", {**state, "contents": list(contents)}, durable=False)
-        write_json(folder / "manifest.json", _manifest(folder), durable=False)
-    found = all_in(root)
-    later = found.index(path) + 1
-    old = found[:later][:-keep] if keep is not None else []
-    for other in (*found[later:], *old):
-        shutil.rmtree(other)
+    writers = {name: partial(e.save, moments="optimizer" in contents) for name, e in engines.items()}
+    path = write(root, writers, {**state, "contents": list(contents)})
+    prune(root, path, keep if isinstance(keep, Keep) else Keep(keep))
     return path
+
+
+def write(root: Path, writers: Mapping[str, Writer], state: Json) -> Path:
+    """One checkpoint, whole or not at all."""
+    path = root / f"{state['stage']}-{state['stage_name']}-{state['step']:06d}"
+    try:
+        with atomic_folder(path) as folder:
+            for name, writer in writers.items():
+                writer(folder / name)
+            write_json(folder / "state.json", state, durable=False)
+            write_json(folder / MANIFEST, manifest(folder), durable=False)
+    except WhetError as e:
+        raise CheckpointError(str(e)) from e
+    return path
+
+
+def prune(root: Path, path: Path, keep: Keep, *, spare: Collection[Path] = ()) -> None:
+    """Drop what is later than the checkpoint `path`, and what is not to be kept. Those in `spare` stay for now."""
+    found = all_in(root)
+    upto = found.index(path) + 1
+    gone = keep.dropped({p.name: score_of(p) for p in found[:upto]})
+    spared = {p.resolve() for p in spare}
+    for other in (*found[upto:], *(root / name for name in gone)):
+        try:
+            if other.resolve() not in spared:
+                shutil.rmtree(other)
+        except OSError as e:
+            raise CheckpointError(f"cannot remove {other}, which is no longer kept: {e}") from e
+
+
+def score_of(path: Path) -> float | None:
+    """The score that a checkpoint was saved with; None if it has none, or cannot be read."""
+    try:
+        return json.loads((path / "state.json").read_text()).get(SCORE)
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+class Saver:
+    """Saves a run's checkpoints; in the background one at a time, while the run goes on.
+
+    A kill in the middle leaves the older ones as they are. `after` is told of each that is whole.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep: Keep,
+        contents: Collection[str] = ALL,
+        background: bool = False,
+        after: Callable[[Path], None] = lambda path: None,
+        spare: Callable[[], Collection[Path]] = tuple,
+    ) -> None:
+        """spare: says which checkpoints must stay for now, whatever `keep` says."""
+        self.root, self.keep, self.contents = root, keep, contents
+        self.after, self.spare = after, spare
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="whet-save") if background else None
+        self._writing: Future[None] | None = None
+
+    def save(self, engines: Mapping[str, Saved], state: Json) -> None:
+        """One checkpoint of the run as it is now. Raises CheckpointError; in the background, for the one before."""
+        self.wait()
+        moments = "optimizer" in self.contents
+        state = {**state, "contents": list(self.contents)}
+        if self._thread is None:
+            self._write({name: partial(e.save, moments=moments) for name, e in engines.items()}, state)
+            return
+        if strangers := [name for name, e in engines.items() if not hasattr(e, "capture")]:
+            raise CheckpointError(
+                f"checkpoint.background=true, but {', '.join(strangers)} cannot be copied while it goes on (it is "
+                "spread over several processes); leave checkpoint.background=false"
+            )
+        state = json.loads(json.dumps(state))  # a copy: the run's own lists go on changing
+        captured = {name: engine.capture(moments=moments) for name, engine in engines.items()}
+        self._writing = self._thread.submit(self._write, captured, state)
+
+    def wait(self) -> None:
+        """Until the last checkpoint is on the disk. Raises CheckpointError if it could not be written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def is_best(self, score: float | None, *, at: tuple[int, int]) -> bool:
+        """Whether a checkpoint with this score would be among the best so far. at: number of the stage, step."""
+        if score is None or not self.keep.best:
+            return False
+        self.wait()
+        earlier = [p for p in all_in(self.root) if (place_of(p.name) or at) < at]
+        return "new" in self.keep.best_of({**{p.name: score_of(p) for p in earlier}, "new": score})
+
+    def best(self) -> list[str]:
+        """Names of the best checkpoints there are."""
+        return self.keep.best_of({p.name: score_of(p) for p in all_in(self.root)})
+
+    def tidy(self) -> None:
+        """Drop what stayed only because it was in use."""
+        if found := all_in(self.root):
+            prune(self.root, found[-1], self.keep, spare=self.spare())
+
+    def close(self) -> None:
+        """Let the last checkpoint be written; to be called when the run ends, however it does. Raises nothing: an error
+        is on its way already, or `wait` has told of it."""
+        try:
+            self.wait()
+        except CheckpointError as e:
+            log.error("the last checkpoint could not be written: %s", e)
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _write(self, writers: Mapping[str, Writer], state: Json) -> None:
+        path = write(self.root, writers, state)
+        prune(self.root, path, self.keep, spare=self.spare())
+        self.after(path)
 
 
 def all_in(root: Path) -> list[Path]:
     """Checkpoints of a run, oldest first."""
-    found = [(p, m) for p in root.glob("*-*") if (m := _NAME.fullmatch(p.name))]
-    return [p for p, m in sorted(found, key=lambda x: (int(x[1][1]), int(x[1][3])))]
+    return [root / name for name in oldest_first(p.name for p in root.glob("*-*"))]
 
 
 def newest(root: Path) -> Path | None:
@@ -93,10 +233,10 @@ def read_state(path: Path) -> Json:
     )
     advice = f"{instead}; or start anew in another run_dir"
     try:
-        files = json.loads((path / "manifest.json").read_text())["files"]
+        files = json.loads((path / MANIFEST).read_text())["files"]
     except (OSError, ValueError, KeyError) as e:
         raise CheckpointError(f"{path} is not a whole checkpoint (manifest.json: {e}); {advice}") from e
-    for name, (size, digest) in files.items():
+    for name, (size, expected) in files.items():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{path}: {name} is missing; {advice}")
@@ -104,7 +244,7 @@ def read_state(path: Path) -> Json:
             raise CheckpointError(
                 f"{path}: {name} has {file.stat().st_size} bytes, {size} were written; {advice}"
             )
-        if _digest(file) != digest:
+        if digest(file) != expected:
             raise CheckpointError(
                 f"{path}: {name} has changed since it was written (its SHA-256 differs); {advice}"
             )
@@ -141,13 +281,3 @@ def load(path: Path, engines: Mapping[str, Saved], *, wanted: Collection[str] = 
         engine.load(path / name)
         if "optimizer" not in wanted and (path / name / "optimizer.safetensors").exists():
             engine.forget()
-
-
-def _manifest(folder: Path) -> Json:
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    return {"format": 1, "files": {str(p.relative_to(folder)): [p.stat().st_size, _digest(p)] for p in files}}
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()

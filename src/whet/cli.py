@@ -76,10 +76,20 @@ def train(file: File, overrides: Overrides = None, dialect: Dialect = None) -> N
 
 
 @app.command()
-def plan(file: File, overrides: Overrides = None, dialect: Dialect = None) -> None:
+def plan(
+    file: File,
+    overrides: Overrides = None,
+    dialect: Dialect = None,
+    like: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--simulate", help="Run directory: how fast would it be, going by that run's times?"),
+    ] = None,
+) -> None:
     """Print everything that follows from a config, without loading a model.
 
+    \b
     Example: whet plan examples/first_run.yaml stages.rl.train.tasks_per_step=32
+    Example: whet plan run.yaml rollout.max_staleness=2 rollout.schedule=free --simulate runs/first
     """
     from rich.console import Console
 
@@ -92,6 +102,15 @@ def plan(file: File, overrides: Overrides = None, dialect: Dialect = None) -> No
     planned = plans(loaded)
     Console().print(describe(planned))
     check_memory(planned)
+    if like is not None:
+        from whet.track.costs import measured, predictions, schedule_of
+
+        for stage, planned_stage in zip(loaded.stages, planned):
+            if planned_stage.algorithm.kind == "online":
+                slots = planned_stage.max_batch * max(1, stage.rollout.replicas)
+                costs = measured(like, planned_stage.name, slots=slots)
+                schedule = schedule_of(planned_stage, stage.rollout)
+                Console().print(predictions(costs, schedule, stage=planned_stage.name))
 
 
 @app.command()
@@ -159,6 +178,56 @@ def evaluate(
         written = _judge_file(target, overrides or (), offline, dialect=dialect)
     if output:
         output.write_text(written + "\n", encoding="utf-8")
+
+
+@app.command()
+def export(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_CHECKPOINT",
+            help="A run directory, a checkpoint's folder, or a URL of one (s3:// ...).",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "-o",
+            "--output",
+            help="Folder or URL to write. Default: RUN/export/STAGE-step-N.",
+            show_default=False,
+        ),
+    ] = None,
+    stage: Annotated[Optional[str], typer.Option(help="Stage of the checkpoint. Default: the last.")] = None,  # noqa: UP045
+    step: Annotated[Optional[int], typer.Option(help="Step of the checkpoint. Default: the last.")] = None,  # noqa: UP045
+    form: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "--as",
+            help="merged: a whole model. adapter: what was learned alone, as peft writes it. Default: as the run says.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="float32, bfloat16 or float16. Default: as trained.", show_default=False),
+    ] = None,
+) -> None:
+    """Write a Hugging Face folder from a checkpoint of a run.
+
+    \b
+    Example: whet export runs/first_run --step 50
+    Example: whet export runs/lora -o adapters --as adapter
+    Example: whet export s3://bucket/run -o model --dtype bfloat16
+    """
+    from whet.export import export_checkpoint
+
+    if form not in (None, "merged", "adapter"):
+        raise ConfigError(f"--as {form}: expected merged or adapter")
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise ConfigError(f"--dtype {dtype}: expected float32, bfloat16 or float16")
+    typer.echo(export_checkpoint(target, to=output, stage=stage, step=step, form=form, dtype=dtype))  # type: ignore[arg-type]
 
 
 def _judge_run(run_dir: Path, overrides: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from whet.config.evaluation import Asked, asked, reward_weights
 from whet.config.schema import Config
 from whet.rewards.combine import RewardSet, check_failures, score
 from whet.tables import near
-from whet.track.record import prompt_text
+from whet.track.dumps import prompt_text
 from whet.types import ConfigError, Group, Json, Metrics, Rollout, Task
 
 Play = Callable[[list[Task]], Awaitable[list[Group]]]

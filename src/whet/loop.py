@@ -5,9 +5,10 @@ prompts -> rollouts -> rewards -> buffer -> advantages -> loss -> update -> weig
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from whet import seeds
 from whet.algos.demonstration import without_experts
@@ -16,54 +17,80 @@ from whet.algos.preference import kl_zero
 from whet.batch import Batch, pack
 from whet.evaluate import accuracy, evaluate
 from whet.held_out import held_out
-from whet.rewards.combine import check_failures, score
+from whet.rewards.combine import score
 from whet.run import Run
 from whet.sync.weights import publish
 from whet.track.metrics import merge, summarise
 from whet.training.passes import passes
-from whet.types import Group, Metrics, WhetError
+from whet.types import Group, Metrics, Task, WhetError
 
 
-async def explore_step(run: Run) -> int:
-    """Ask the policy: as many tasks as there is room for, a group of rollouts each, scored. Returns how many."""
+async def explore_step(run: Run, at_most: int) -> int:
+    """Ask the policy: as many tasks as there is room for. Returns how many."""
     # waits here: this is the staleness bound
-    n = await run.wait(run.buffer.room(at_most=run.plan.tasks_per_step), "room")
+    n = await run.wait(run.buffer.room(at_most=at_most), "room")
+    await explore(run, draw(run, n))
+    return n
+
+
+def draw(run: Run, n: int) -> list[Task]:
+    """The next tasks; from now on they are under way."""
+    assert run.engine is not None
     tasks = run.tasks.next(n)
-    with run.phase("generate"):
-        groups = await run.play(tasks)  # n groups of G rollouts, token-exact; each rollout has its deadline
-    with run.phase("score"):
+    run.buffer.asked(tasks, run.engine.version)
+    return tasks
+
+
+async def explore(run: Run, tasks: list[Task]) -> None:
+    """A group of rollouts of each task, scored, into the buffer."""
+    with run.exploring("generate"):
+        groups = await run.play(tasks)  # groups of G rollouts, token-exact; each rollout has its deadline
+    with run.exploring("score"):
         groups = await score(groups, run.rewards)  # each call has its deadline
-    check_failures(groups, run.rewards)
+    run.judged(groups)
     if "baseline" in run.algorithm.needs:
         groups = await against_greedy(run, groups)
-    run.played += groups
-    await run.buffer.put(groups, asked=n)  # keeps what can be trained on, books the rest
-    return n
+    await run.buffer.put(groups, asked=len(tasks))  # keeps what can be trained on, books the rest
 
 
 async def against_greedy(run: Run, groups: list[Group]) -> list[Group]:
     """The same rollouts, each with the reward of the greedy reply to its task."""
-    with run.phase("generate"):
+    with run.exploring("generate"):
         greedy = await run.play_greedy([g.task for g in groups])
-    with run.phase("score"):
+    with run.exploring("score"):
         greedy = await score(greedy, run.rewards)
-    check_failures(greedy, run.rewards)
+    run.judged(greedy)
     return [with_baseline(group, one.rollouts[0]) for group, one in zip(groups, greedy)]
 
 
-async def read_step(run: Run) -> int:
+async def read_step(run: Run, at_most: int) -> int:
     """Demonstrations and preference pairs: the rollouts are in the data, nothing is sampled."""
-    n = await run.wait(run.buffer.room(at_most=run.plan.tasks_per_step), "room")
+    n = await run.wait(run.buffer.room(at_most=at_most), "room")
     with run.phase("read"):
         groups = run.read(run.tasks.next(n))
-    run.played += groups
     await run.buffer.put(groups, asked=n)
     return n
 
 
-async def train_step(run: Run) -> Metrics:
-    """One step's rollouts, one or more optimizer steps, one new version of the policy."""
+async def train_step(run: Run, *, beside: Coroutine[Any, Any, None] | None = None) -> Metrics:
+    """One step's rollouts, one or more optimizer steps, one new version of the policy. beside: what is explored
+    meanwhile, with the weights from before this step, and done with before they change."""
     groups = await run.wait(run.buffer.take(run.policy.version), "a step's worth of rollouts")
+    async with run.meanwhile(beside):
+        batch, updates, corrected = await run.work(partial(learn, run, groups))
+    await run.give_up_stale()
+    await run.wait(
+        publish(run.policy, run.engine, through=run.sampler, due=run.sync_due, finish=not run.interrupts, out=run.out),
+        "the weight sync",
+    )
+    # from here engine.version == policy.version, save with rollout.sync_every > 1
+    await run.buffer.trained(groups)  # frees room: the next tasks may start
+    run.played = run.buffer.leave()
+    return measure(run, without_experts(batch), groups, updates=updates) | corrected
+
+
+def learn(run: Run, groups: list[Group]) -> tuple[Batch, list[Metrics], Metrics]:
+    """The batch as it was trained on, the numbers of each optimizer step, and those of the off-policy correction."""
     batch = pack(groups) if run.experts is None else run.experts.among(groups)
     with run.phase("log-probs"):
         batch = look(run, batch)
@@ -73,11 +100,7 @@ async def train_step(run: Run) -> Metrics:
     )
     batch = run.algorithm.advantage(batch, run.kl_coef)
     with run.phase("update"):
-        updates = update(run, batch)
-    await run.wait(publish(run.policy, run.engine, through=run.sampler, due=run.sync_due), "the weight sync")
-    # from here engine.version == policy.version, save with rollout.sync_every > 1
-    await run.buffer.trained(groups)  # frees room: the next tasks may start
-    return measure(run, without_experts(batch), groups, updates=updates) | corrected
+        return batch, update(run, batch), corrected
 
 
 def look(run: Run, batch: Batch) -> Batch:
@@ -140,28 +163,68 @@ def measure(run: Run, batch: Batch, groups: list[Group], *, updates: list[Metric
 
 async def alternate(run: Run) -> Metrics:
     """On-policy: explore until a step is full, then train."""
-    explore = explore_step if run.algorithm.kind == "online" else read_step
-    most = (1 + run.cfg.algorithm.max_refills) * run.buffer.groups_per_step
-    asked = 0
-    while not run.buffer.ready:
-        if asked >= most:
-            raise WhetError(
-                f"step {run.step + 1} could not be filled: of {asked} tasks only {len(run.buffer.waiting)} gave a "
-                f"group that can be trained on, and {run.buffer.groups_per_step} are needed. Rewards that are all "
-                "equal in a group teach nothing: use easier or harder tasks, a larger rollout.group_size, or set "
-                "algorithm.drop_uniform_groups=false"
-            )
-        asked += await explore(run)
+    await fill(run, steps=1)
     return await train_step(run)
+
+
+async def overlap(run: Run) -> Metrics:
+    """Train while the rollouts of later steps are sampled. Which weights sample which task follows from the step alone,
+    never from who was faster: the run is the same on every machine, and after every resume."""
+    ahead, left = run.cfg.rollout.max_staleness, run.plan.steps - run.step
+    await fill(run, steps=min(ahead, left))
+    return await train_step(run, beside=fill(run, steps=min(ahead, left - 1)))
+
+
+async def free(run: Run) -> Metrics:
+    """Train on whatever groups are finished first; explorers ask whenever there is room. No step waits for the last
+    rollout."""
+    run.explorers.start(left=run.plan.steps - run.step)
+    while not run.buffer.ready:
+        await run.wait(
+            run.buffer.news(run.buffer.changes), "a group of rollouts", timeout_s=run.longest_group_s
+        )
+        if run.buffer.unused > run.cfg.algorithm.max_refills * run.buffer.groups_per_step:
+            raise unfilled(run, run.buffer.unused + run.buffer.there)
+    return await train_step(run)
+
+
+async def train_only(run: Run) -> Metrics:
+    """Explorers are processes of their own and put groups into the store; see `apart`."""
+    return await train_step(run)
+
+
+async def fill(run: Run, steps: int) -> None:
+    """Explore until so many steps' worth of groups wait, and not one more."""
+    explore = explore_step if run.algorithm.kind == "online" else read_step
+    goal = steps * run.buffer.groups_per_step
+    asked = 0
+    while run.buffer.there < goal:
+        if asked >= (1 + run.cfg.algorithm.max_refills) * goal:
+            raise unfilled(run, asked)
+        asked += await explore(run, min(run.plan.tasks_per_step, goal - run.buffer.there))
+
+
+def unfilled(run: Run, asked: int) -> WhetError:
+    """Too many groups teach nothing."""
+    return WhetError(
+        f"step {run.step + 1} could not be filled: of {asked} tasks only {len(run.buffer.waiting)} gave a "
+        f"group that can be trained on, and {run.buffer.groups_per_step} are needed. Rewards that are all "
+        "equal in a group teach nothing: use easier or harder tasks, a larger rollout.group_size, or set "
+        "algorithm.drop_uniform_groups=false"
+    )
+
+
+MODES = {"alternate": alternate, "overlap": overlap, "free": free, "train": train_only}
 
 
 async def steps(run: Run) -> AsyncIterator[Metrics]:
     """The stage's remaining steps. When one is yielded it has been written down, evaluated and saved, if due."""
+    step = MODES[run.plan.mode]
     if run.step == 0 and run.cfg.eval.at_start and not run.stopping:
         await evaluation(run)
     while run.step < run.plan.steps and not run.stopping:
         with run.profiler.step(run.step + 1):
-            metrics = await alternate(run)
+            metrics = await step(run)
         run.step += 1
         run.reset_reference()
         run.record_step(metrics)

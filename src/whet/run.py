@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import resource
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 import torch
@@ -20,21 +22,26 @@ from whet.algos.critic import Scale
 from whet.algos.recipes import Algorithm
 from whet.batch import Batch
 from whet.buffer.buffer import Buffer
+from whet.buffer.queue import TrainerQueue
 from whet.config.plan import Plan
 from whet.config.schema import Config
 from whet.data.experts import Experts
 from whet.data.tasks import TaskStream
 from whet.evaluate import Ask, Play, shown
+from whet.explorers import Explorers
 from whet.guard.ledger import Ledger
 from whet.guard.watch import Watch, wait
-from whet.rewards.combine import RewardSet
+from whet.rewards.combine import RewardSet, check_failures
 from whet.rollout.engine import RolloutEngine
+from whet.storage.uploads import Uploads
+from whet.sync.exchange import Publisher
 from whet.track.batches import to_table
 from whet.track.display import Display
 from whet.track.record import RunDirectory
-from whet.track.timeline import STEPS, WAITS
+from whet.track.timeline import EXPLORING, STEPS, WAITS, Together
 from whet.track.trackers import ShowsText, Tracker
 from whet.training.profile import Profiler
+from whet.training.ranks import Ranks
 from whet.training.throughput import Meter
 from whet.training.torch import TorchEngine
 from whet.types import Group, Json, Metrics, Task, WhetError
@@ -91,12 +98,16 @@ class Run:
     """None: nothing is ever sampled."""
     sampler: TorchEngine | None
     """The copy of the policy that the engine samples from between syncs. None: from the policy itself."""
+    ranks: Ranks | None
+    """The processes that train, where there are several; policy, reference and critic are on them then."""
     exact: bool
     """The self-test has shown that sampled log-probs equal the trainer's bit for bit."""
 
     profiler: Profiler
     write_export: Callable[[Path], None]
     """Write the policy as a Hugging Face folder."""
+    saver: checkpoint.Saver
+    uploads: Uploads
     directory: RunDirectory
     trackers: Sequence[Tracker]
     display: Display
@@ -105,6 +116,10 @@ class Run:
     fingerprint: Json
     """What a checkpoint must agree with: the resolved config."""
 
+    explorers: Explorers = field(init=False)
+    """They ask by themselves where the schedule is free."""
+    out: Publisher | None = None
+    """Where explorers in processes of their own get the weights from."""
     step: int = 0
     kl_coef: float = 0.0
     value_scale: Scale = field(default_factory=Scale)
@@ -115,8 +130,18 @@ class Run:
     """All groups of the step at hand, trained on or not, until it is written down."""
     advantages: dict[tuple[int, int], float] = field(default_factory=dict)
     """Mean advantage of each rollout that was trained on, by (task uid, index)."""
+    scored: tuple[int, float | None] = (-1, None)
+    """The last step that was evaluated, and its number of checkpoint.keep_best."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by phase since the last step was written down."""
+    beside: dict[str, float] = field(default_factory=dict)
+    """The same of what explorers did while the trainer trained."""
+    together: Together = field(default_factory=Together)
+    """What many explorers do at once, timed once."""
+    judging: list[Group] = field(default_factory=list)
+    """Groups that came one by one and whose failures are not yet counted."""
+    hands: ThreadPoolExecutor | None = None
+    """Where the trainer works while the event loop samples."""
     meter: Meter | None = None
     """None: the device's speed is not known."""
     flops: float = 0.0
@@ -149,6 +174,21 @@ class Run:
         return done == self.plan.steps or judged or self._due(self.cfg.rollout.sync_every, after=1)
 
     @property
+    def interrupts(self) -> bool:
+        """A weight sync does not wait for rollouts in flight: they go on under the new weights."""
+        return self.plan.mode == "free" and self.cfg.rollout.partial
+
+    @property
+    def longest_group_s(self) -> float:
+        """After so long a task must have become a group, or something hangs."""
+        cfg = self.cfg
+        return (
+            (1 + cfg.rollout.retries) * cfg.rollout.timeout_s
+            + 60.0
+            + cfg.guard.timeout_s * len(self.rewards.weights)
+        )
+
+    @property
     def eval_due(self) -> bool:
         return (self.cfg.eval.at_end and self.ends) or self._due(self.cfg.eval.every)
 
@@ -156,7 +196,14 @@ class Run:
     def checkpoint_due(self) -> bool:
         cfg = self.cfg.checkpoint
         due = self._due(cfg.every) or self._epochs_due(cfg.every_epochs)
-        return self.stopping or self.ends or due
+        best = self.saver.is_best(self.score, at=(self.index, self.step))
+        return self.stopping or self.ends or due or best
+
+    @property
+    def score(self) -> float | None:
+        """What the best checkpoints are kept by, if the step at hand was evaluated."""
+        step, score = self.scored
+        return score if step == self.step else None
 
     @property
     def export_due(self) -> bool:
@@ -195,12 +242,74 @@ class Run:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + clock() - start
 
-    async def wait(self, awaitable: Awaitable[T], what: str) -> T:
-        """Wait with an owner and a deadline: a stall is logged with stacks, then ends the run."""
+    def exploring(self, name: str) -> AbstractContextManager[None]:
+        """A part of exploring: a phase of the step, or, where the trainer trains meanwhile, beside its phases."""
+        if self.plan.mode == "alternate":
+            return self.phase(name)
+        self.watch.beat(name)
+        return self.together.span(name, self._explored)
+
+    def _explored(self, name: str, start_ns: int) -> None:
+        timeline = self.directory.timeline
+        seconds = timeline.since(start_ns, name, EXPLORING)
+        self.beside[name] = self.beside.get(name, 0.0) + seconds
+
+    @asynccontextmanager
+    async def meanwhile(self, beside: Coroutine[Any, Any, None] | None) -> AsyncIterator[None]:
+        """What is explored while the block runs; both are done when it ends, or the first error ends it."""
+        if beside is None:
+            yield
+            return
+        exploring = asyncio.ensure_future(beside)
+        try:
+            yield
+            await exploring
+        finally:
+            exploring.cancel()
+
+    async def work(self, job: Callable[[], T]) -> T:
+        """The result of what computes for long: here, or in a thread where rollouts are sampled meanwhile."""
+        if self.plan.mode == "alternate":
+            return job()
+        if self.hands is None:
+            self.hands = ThreadPoolExecutor(1, thread_name_prefix="whet-trainer")
+        return await asyncio.get_running_loop().run_in_executor(self.hands, job)
+
+    async def close(self) -> None:
+        """End what works in the background."""
+        await self.explorers.close()
+        if self.hands is not None:
+            self.hands.shutdown()
+
+    def tell(self, name: str, version: int) -> None:
+        """Leave a word for explorers in processes of their own."""
+        if isinstance(self.buffer, TrainerQueue):
+            self.buffer.store.note(name, version)
+
+    def judged(self, groups: list[Group]) -> None:
+        """Scored groups: too many failures end the run. Where groups come one by one, they are judged by the step."""
+        if self.plan.mode == "free":
+            self.judging += groups
+            if len(self.judging) < self.buffer.groups_per_step:
+                return
+            groups, self.judging = self.judging, []
+        check_failures(groups, self.rewards)
+
+    async def give_up_stale(self) -> None:
+        """Before a new version: explorers end what could not be trained on in time, at the last step all there is."""
+        if self.plan.mode == "free" and self.step + 1 == self.plan.steps:
+            await self.explorers.close()
+            await self.buffer.give_up_stale(sys.maxsize)
+        elif self.plan.mode == "free":
+            await self.explorers.give_up(self.policy.version + 1)
+
+    async def wait(self, awaitable: Awaitable[T], what: str, *, timeout_s: float | None = None) -> T:
+        """Wait with an owner and a deadline (rollout.timeout_s): a stall is logged with stacks, then ends the run."""
         owner = f"stage {self.name!r}, step {self.step + 1}"
         self.directory.timeline.at = self.name, self.step + 1
         with self.directory.timeline.span(what, WAITS):
-            return await wait(awaitable, owner=owner, what=what, timeout_s=self.cfg.rollout.timeout_s)
+            timeout_s = timeout_s or self.cfg.rollout.timeout_s
+            return await wait(awaitable, owner=owner, what=what, timeout_s=timeout_s)
 
     def reset_reference(self) -> None:
         """Every so many steps or epochs the reference becomes the policy of now; its optimizer may begin anew."""
@@ -271,8 +380,15 @@ class Run:
 
     def record_eval(self, metrics: Metrics, groups: Sequence[Group]) -> None:
         """Held-out numbers at the present step, with every reply that was asked for; some are shown."""
+        if (best := self.cfg.checkpoint.keep_best) is not None:
+            if best.metric not in metrics:
+                raise WhetError(
+                    f"checkpoint.keep_best.metric={best.metric} is not among what was evaluated: {', '.join(metrics)}"
+                )
+            self.scored = self.step, metrics[best.metric]
         if groups:
-            self.directory.write_eval(self.name, self.step, [r for g in groups for r in g.rollouts])
+            replies = [r for g in groups for r in g.rollouts]
+            self.directory.write_eval(self.name, self.step, replies, numbers=metrics)
         if self.cfg.eval.log_samples:
             rows = shown(groups, count=self.cfg.eval.log_samples, seed=self.cfg.seed)
             self.directory.write_samples(self.name, self.step, rows)
@@ -290,10 +406,11 @@ class Run:
     def _timings(self, tokens: int) -> Metrics:
         """Seconds of the step, whole and by phase; `rest` is what no phase claims."""
         seconds, self.seconds = self.seconds, {}
+        beside, self.beside = self.beside, {}
         now = clock()
         step = now - self.since - sum(seconds.pop(name, 0.0) for name in OUTSIDE)
         self.since = now
-        out = {f"time/{name}_s": s for name, s in seconds.items()}
+        out = {f"time/{name}_s": s for name, s in (seconds | beside).items()}
         out |= {"time/rest_s": step - sum(seconds.values()), "time/step_s": step}
         unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, kilobytes elsewhere
         out["memory/peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
@@ -301,8 +418,8 @@ class Run:
         if self.meter is not None and seconds.get("update"):
             out["speed/mfu"] = self.flops / seconds["update"] / self.meter.peak
             out["speed/tokens_per_device_s"] = tokens / step
-        if "generate" in seconds:
-            out["speed/generated_tokens_per_s"] = tokens / seconds["generate"]
+        if generating := (seconds | beside).get("generate"):
+            out["speed/generated_tokens_per_s"] = tokens / generating
         return out
 
     # -- saved and resumed
@@ -320,18 +437,17 @@ class Run:
             out["sampler"] = self.sampler
         return out
 
-    def save(self) -> Path:
+    def save(self) -> None:
         """The whole run to disk. What was written down so far is brought there first."""
         self.directory.sync()
-        cfg = self.cfg.checkpoint
-        root = self.directory.path / "checkpoints"
-        return checkpoint.save(root, self.engines(), self.state(), keep=cfg.keep, contents=cfg.contents)
+        self.saver.save(self.engines(), self.state())
 
     def export(self, *, final: bool = False) -> None:
         """The policy as a Hugging Face folder: `export/STAGE` at the end of the stage, else with the step's number."""
         name = self.name if final else f"{self.name}-step-{self.step:06d}"
         with self.phase("export"):
             self.write_export(self.directory.path / "export" / name)
+        self.uploads.export(self.directory.path / "export" / name)
 
     def state(self) -> Json:
         return {
@@ -341,6 +457,7 @@ class Run:
             "done": self.step >= self.plan.steps,
             "version": self.policy.version,
             "sampler_version": self.sampler.version if self.sampler else self.policy.version,
+            "score": self.score,
             "kl_coef": self.kl_coef,
             "value_scale": asdict(self.value_scale),
             "exact": self.exact,
@@ -363,5 +480,5 @@ class Run:
         self.tasks.restore(state["tasks"])
         if self.experts is not None:
             self.experts.stream.restore(state["experts"])
-        self.buffer.restore(state["buffer"])
+        self.explorers.again = self.buffer.restore(state["buffer"], state["sampler_version"])
         self.ledger = self.buffer.ledger = Ledger.from_state(state["ledger"])

@@ -6,10 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from whet.checkpoint import Keep, Saver
+from whet.config.checks_parallel import world
+from whet.config.choices import RESUME
 from whet.config.load import Loaded
 from whet.config.plan import Plan, dtype_on
 from whet.config.schema import Config
@@ -27,7 +31,9 @@ from whet.rewards.combine import RewardSet
 from whet.rollout.engine import RolloutEngine
 from whet.rollout.hf import HfEngine
 from whet.rollout.native.engine import NativeEngine
+from whet.rollout.router import Router
 from whet.run import StopFlag
+from whet.storage.uploads import Uploads
 from whet.track.display import Display
 from whet.track.record import RunDirectory
 from whet.track.timeline import SAMPLING, Timeline
@@ -36,6 +42,10 @@ from whet.training.torch import Cut, TorchEngine
 from whet.types import ConfigError
 
 log = logging.getLogger(__name__)
+
+
+Opener = Callable[..., RolloutEngine]
+"""What stands in the place of `open_engine`, and takes what it takes."""
 
 
 @dataclass
@@ -54,6 +64,8 @@ class Shared:
     """A copy of the policy to sample from, where a stage syncs less often than every step."""
     rewards: Sequence[RewardSet]
     """One for each stage."""
+    saver: Saver
+    uploads: Uploads
     directory: RunDirectory
     trackers: Sequence[Tracker]
     display: Display
@@ -72,8 +84,12 @@ def open_shared(
     stop: StopFlag,
     watch: Watch,
     resumed: tuple[int, int] | None,
+    opener: Opener | None = None,
 ) -> Shared:
-    """Tokenizer, model, kernels, engine. The self-test says whether sampling and training agree to the bit."""
+    """Tokenizer, model, kernels, engine. The self-test says whether sampling and training agree to the bit.
+
+    opener: makes the engine as `open_engine`, the default, does.
+    """
     cfg = loaded.config
     device = pick_device(cfg)
     torch.set_num_threads(plans[0].threads)
@@ -99,19 +115,16 @@ def open_shared(
     display.phase("self-test")
     samples = any(p.generates for p in plans)
     sampler = None
-    if any(c.rollout.sync_every > 1 for c in loaded.stages):
+    if any(p.samples_apart and p.generates for p in plans):
         sampler = TorchEngine(twin(model), ops, cut=Cut())
-    exact = samples and prove_exact(loaded.stages[-1], plans, model, ops=ops)
+    saver, uploads = open_saver(cfg, directory.path)
+    alike = not any(
+        c.train.compile or c.train.precision.compute or world(c.train.parallel) > 1 for c in loaded.stages
+    )
+    exact = samples and alike and prove_exact(loaded.stages[-1], plans, model, ops=ops)
+    engine = None
     if samples:
-        display.exactness("exact" if exact else "close")
-    return Shared(
-        loaded=loaded,
-        plans=plans,
-        tokenizer=tokenizer,
-        model=model,
-        ops=ops,
-        exact=exact,
-        engine=open_engine(
+        engine = (opener or open_engine)(
             plans,
             sampler.module if sampler else model,
             ops,
@@ -120,16 +133,50 @@ def open_shared(
             watch=watch,
             timeline=directory.timeline,
         )
-        if samples
-        else None,
+        exact = exact and (not isinstance(engine, Router) or engine.exact)
+        display.exactness("exact" if exact else "close")
+    return Shared(
+        loaded=loaded,
+        plans=plans,
+        tokenizer=tokenizer,
+        model=model,
+        ops=ops,
+        exact=exact,
+        engine=engine,
         sampler=sampler,
         rewards=rewards,
+        saver=saver,
+        uploads=uploads,
         directory=directory,
         trackers=open_trackers(cfg, directory, resumed=resumed),
         display=display,
         stop=stop,
         watch=watch,
     )
+
+
+def open_saver(cfg: Config, run_dir: Path) -> tuple[Saver, Uploads]:
+    """What saves a run's checkpoints, and what copies them elsewhere."""
+    c, root = cfg.checkpoint, run_dir / "checkpoints"
+    best = c.keep_best
+    keep = Keep(c.keep, best=best.count if best else 0, smallest=best is not None and best.goal == "min")
+    uploads = Uploads(
+        c.upload_to,
+        c.upload_exports_to,
+        last_only=c.upload == "last",
+        keep=c.upload_keep,
+        best=lambda: saver.best(),
+    )
+    named = [Path(c.resume)] if c.resume not in RESUME else []  # a checkpoint that the user goes on from stays
+    saver = Saver(
+        root,
+        keep=keep,
+        contents=c.contents,
+        background=c.background,
+        after=uploads.checkpoint,
+        spare=lambda: [*uploads.spare(), *named],
+    )
+    return saver, uploads
 
 
 def pick_device(cfg: Config) -> torch.device:

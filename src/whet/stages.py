@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet import seeds
@@ -17,6 +18,8 @@ from whet.algos.groups import refine, uninformative
 from whet.algos.recipes import Algorithm
 from whet.algos.recipes import build as build_algorithm
 from whet.buffer.buffer import Buffer
+from whet.buffer.queue import TrainerQueue
+from whet.buffer.stores import open_store
 from whet.config.evaluation import Asked, evaluates, judges
 from whet.config.mixing import experts_per_step
 from whet.config.plan import Plan
@@ -36,20 +39,26 @@ from whet.data.tasks import (
     reply_limit,
 )
 from whet.evaluate import Ask, check_sources
+from whet.explorers import Explorers
 from whet.guard.ledger import Ledger
 from whet.held_out import given
-from whet.loop import steps
+from whet.loop import draw, explore, steps
 from whet.models.exports import writer
 from whet.models.load import build as build_model
 from whet.models.load import value_head
 from whet.models.lora import attach, merged, twin
+from whet.models.mesh import Dims
+from whet.models.sharded import Sharding
 from whet.models.trainable import choose
-from whet.rollout.episode import play_groups, to_sampling
+from whet.rollout.episode import Pace, play_groups, to_sampling
 from whet.run import Run
 from whet.shared import Shared, decoder_of, end_tokens
+from whet.sync.exchange import Publisher
+from whet.sync.files import Files
 from whet.sync.weights import hand_over, sync
 from whet.track.timeline import OPEN_STAGE, START_UP, STEPS
 from whet.training.profile import Profiler
+from whet.training.ranks import RankGroup, Ranks
 from whet.training.throughput import meter_of
 from whet.training.torch import MICRO_BATCH, Cut, FullKl, TorchEngine
 from whet.types import CheckpointError, Group, Json, Sampling, Task
@@ -63,8 +72,12 @@ FREE_KEYS: Any = {
     "track": True,
     "profile": True,
     "guard": {"workers"},
+    "rollout": {"replicas"},
+    "cluster": True,
+    "train": {"parallel"},
 }
-"""Keys that may change between a checkpoint and the run that goes on from it; they touch no number."""
+"""Keys that may change between a checkpoint and the run that goes on from it; they touch no number (train.parallel:
+beyond rounding)."""
 
 
 async def run_all(shared: Shared, start: Path | None, state: Json) -> None:
@@ -97,12 +110,21 @@ async def run_stage(shared: Shared, index: int, *, start: Path | None, state: Js
             run.restore(start, state)
     shared.display.stage(index, done=run.step, steps=run.plan.steps)
     if start is None or run.sampler is None:
-        first = sync(run.policy, run.engine, through=run.sampler)
+        first = sync(run.policy, run.engine, through=run.sampler, out=run.out)
     else:
         first = hand_over(run.sampler, run.engine)  # it stands at the last sync, the policy has moved on
     await run.wait(first, "the first weight sync")
-    async for _ in steps(run):
-        pass
+    run.tell("began", run.policy.version)
+    try:
+        async for _ in steps(run):
+            pass
+        _ = run.policy.module  # what ranks have learned comes home
+        if run.ends:
+            run.tell("finished", run.policy.version)
+    finally:
+        await run.close()
+        if run.ranks is not None:
+            run.ranks.close()
     run.profiler.close()
     shared.version, shared.exact = run.policy.version, run.exact
     if run.cfg.checkpoint.export and not shared.stop.requested:
@@ -112,8 +134,9 @@ async def run_stage(shared: Shared, index: int, *, start: Path | None, state: Js
 # ---------------------------------------------------------------- one stage
 
 
-def open_stage(shared: Shared, index: int) -> Run:
-    """The live parts of one stage. The policy starts from what the stage before left in the shared module."""
+def open_stage(shared: Shared, index: int, *, explores: bool = False) -> Run:
+    """The live parts of one stage. The policy starts from what the stage before left in the shared module. explores:
+    nothing is trained in this process, so there are no optimizer, reference and critic."""
     cfg, name = shared.loaded.stages[index], shared.loaded.names[index]
     tokenizer = shared.tokenizer
     algorithm = build_algorithm(cfg.algorithm, critic=cfg.critic, max_tokens=cfg.rollout.sampling.max_tokens)
@@ -135,7 +158,12 @@ def open_stage(shared: Shared, index: int) -> Run:
     log.info("stage %s: %s", name, ", ".join(f"{k} {v}" for k, v in stream.counts.items()))
     plan = make_plan(cfg, rows=stream.rows_per_epoch, name=name)
     ledger = Ledger()
-    policy = _policy(shared, cfg, plan, algorithm)
+    ranks = None if explores else _ranks(shared, cfg, plan)
+    if explores:
+        policy = TorchEngine(shared.model.requires_grad_(False), shared.ops, cut=Cut())
+    else:
+        policy = _policy(shared, cfg, plan, algorithm, ranks=ranks)
+    trains = not explores
     run = Run(
         cfg=cfg,
         plan=plan,
@@ -150,6 +178,7 @@ def open_stage(shared: Shared, index: int) -> Run:
             to_sampling(cfg.rollout.sampling),
             size=cfg.rollout.group_size,
             purpose=f"train/{name}",
+            pace=Pace(cfg.rollout.timeout_s, cfg.rollout.timeout_factor),
         ),
         play_greedy=_player(
             shared,
@@ -166,27 +195,36 @@ def open_stage(shared: Shared, index: int) -> Run:
         ledger=ledger,
         algorithm=algorithm,
         policy=policy,
-        reference=_reference(shared, cfg, policy) if algorithm.needs_reference else None,
-        critic=_critic(shared, cfg, plan) if algorithm.needs_critic else None,
+        reference=_reference(shared, cfg, policy, ranks=ranks)
+        if algorithm.needs_reference and trains
+        else None,
+        critic=_critic(shared, cfg, plan, ranks=ranks) if algorithm.needs_critic and trains else None,
+        ranks=ranks,
         engine=shared.engine,
         sampler=shared.sampler,
         exact=shared.exact,
         profiler=Profiler(
             cfg.profile, shared.directory.path / "profile", stage=name, device=shared.model.device
         ),
-        write_export=writer(cfg, shared.model, shared.tokenizer),
+        write_export=partial(_export, policy, writer(cfg, shared.model, shared.tokenizer)),
+        saver=shared.saver,
+        uploads=shared.uploads,
         directory=shared.directory,
         trackers=shared.trackers,
         display=shared.display,
         stop=shared.stop,
         watch=shared.watch,
-        fingerprint=fingerprint(shared.loaded.config),
+        fingerprint=fingerprint(shared.loaded.as_given),
         kl_coef=algorithm.kl_coef,
     )
+    if plan.mode == "train":
+        run.out = _publisher(cfg, shared.directory.path)
+    run.explorers = Explorers(run.buffer, partial(draw, run), partial(explore, run))
     policy.version = shared.version
     if algorithm.full_kl_coef and run.reference is not None:
         policy.full_kl = FullKl(algorithm.full_kl_coef, run.reference)
-    run.meter = meter_of(run.policy, run.critic, train=cfg.train, of_critic=plan.critic)
+    if ranks is None and trains:
+        run.meter = meter_of(run.policy, run.critic, train=cfg.train, of_critic=plan.critic)
     skip = None if cfg.track.micro_batches else MICRO_BATCH
     for lane, trained in (("policy", run.policy), ("reference", run.reference), ("critic", run.critic)):
         if trained is not None:
@@ -196,19 +234,89 @@ def open_stage(shared: Shared, index: int) -> Run:
 
 
 def _buffer(cfg: Config, plan: Plan, ledger: Ledger) -> Buffer:
-    weights = {name: reward.weight for name, reward in cfg.rewards.items()}
+    if plan.mode == "train":
+        store = open_store(cfg.buffer.url, queue=queue_name(cfg, plan.name), order=cfg.buffer.order)
+        # it answers to everything that is asked of a Buffer where groups come from elsewhere
+        return cast(
+            Buffer,
+            TrainerQueue(
+                store,
+                groups_per_step=plan.own_tasks_per_step,
+                max_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_every - 1,
+                ledger=ledger,
+            ),
+        )
     return Buffer(
         groups_per_step=plan.own_tasks_per_step,
         group_size=plan.group_size,
-        max_staleness=cfg.rollout.sync_every - 1,
-        refine=partial(refine, cfg=plan.algorithm.groups),
-        reject=partial(rejection, algorithm=plan.algorithm, weights=weights),
+        max_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_every - 1,
+        spare=cfg.rollout.spare_tasks if plan.mode == "free" else 0,
+        **grouping(cfg, plan),
         copies=plan.algorithm.refill == "copy",
         ledger=ledger,
     )
 
 
-def _policy(shared: Shared, cfg: Config, plan: Plan, algorithm: Algorithm) -> TorchEngine:
+def grouping(cfg: Config, plan: Plan) -> dict[str, Any]:
+    """How a buffer makes of scored groups what is trained on."""
+    weights = {name: reward.weight for name, reward in cfg.rewards.items()}
+    return {
+        "refine": partial(refine, cfg=plan.algorithm.groups),
+        "reject": partial(rejection, algorithm=plan.algorithm, weights=weights),
+    }
+
+
+def queue_name(cfg: Config, stage: str) -> str:
+    """What the groups of a stage are found by in a store that several runs may use."""
+    return f"{cfg.name}/{stage}"
+
+
+def _publisher(cfg: Config, run_dir: Path) -> Publisher:
+    """Where explorers of their own get the weights from."""
+    files = Files(run_dir / "weights", timeout_s=cfg.sync.timeout_s, keep=cfg.sync.keep)
+    files.tidy()
+    dtype = None if cfg.sync.dtype == "auto" else getattr(torch, cfg.sync.dtype)
+    return Publisher(files, dtype=dtype, timeout_s=cfg.sync.timeout_s)
+
+
+def _ranks(shared: Shared, cfg: Config, plan: Plan) -> Ranks | None:
+    """The processes of train.parallel; None: this one trains."""
+    p = cfg.train.parallel
+    dims = Dims(dp_replicate=p.dp_replicate, dp_shard=p.dp_shard, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep)
+    if dims.single:
+        return None
+    shared.display.phase(f"start {dims.world} ranks")
+    return Ranks(
+        dims,
+        sharding=Sharding(
+            reshard=p.reshard_after_forward, prefetch=p.prefetch, min_parameters=p.wrap_min_parameters
+        ),
+        device=shared.model.device.type,
+        threads=max(1, plan.threads // dims.world),
+        timeout_s=p.timeout_s,
+        imports=cfg.imports,
+    )
+
+
+def _engine(
+    shared: Shared, cfg: Config, role: str, model: PreTrainedModel, *, ranks: Ranks | None, **how: Any
+) -> TorchEngine:
+    """The engine of one role: in this process, or on the ranks."""
+    if ranks is None:
+        return TorchEngine(model, shared.ops, **how)
+    # it answers to everything that is asked of a TorchEngine outside of it
+    return cast(TorchEngine, RankGroup(ranks, role, model, kernels=cfg.machine.kernels, **how))
+
+
+def _export(policy: TorchEngine, write: Callable[[Path], None], path: Path) -> None:
+    """Write the policy as it now is: where ranks train, it has to come home first."""
+    _ = policy.module
+    write(path)
+
+
+def _policy(
+    shared: Shared, cfg: Config, plan: Plan, algorithm: Algorithm, *, ranks: Ranks | None
+) -> TorchEngine:
     choose(shared.model, cfg.train.trainable)
     cut = Cut.of(
         cfg.train,
@@ -217,9 +325,12 @@ def _policy(shared: Shared, cfg: Config, plan: Plan, algorithm: Algorithm) -> To
         entropy_grad=algorithm.entropy_grad,
         temperature=trained_temperature(cfg, algorithm),
     )
-    return TorchEngine(
+    return _engine(
+        shared,
+        cfg,
+        "policy",
         shared.model,
-        shared.ops,
+        ranks=ranks,
         cut=cut,
         optimizer=cfg.train.optimizer,
         total_steps=plan.optimizer_steps,
@@ -229,14 +340,16 @@ def _policy(shared: Shared, cfg: Config, plan: Plan, algorithm: Algorithm) -> To
     )
 
 
-def _reference(shared: Shared, cfg: Config, policy: TorchEngine) -> TorchEngine:
+def _reference(shared: Shared, cfg: Config, policy: TorchEngine, *, ranks: Ranks | None) -> TorchEngine:
     """Frozen: from its folder, or a copy of the policy as it is now."""
     path, overrides = cfg.reference.path, cfg.reference.overrides
     model = twin(shared.model) if path is None else _model_at(shared, cfg, path, overrides=overrides)
-    return TorchEngine(model.requires_grad_(False), shared.ops, cut=policy.cut)
+    rests = "reference" in cfg.train.offload
+    model = model.requires_grad_(False)
+    return _engine(shared, cfg, "reference", model, ranks=ranks, cut=policy.cut, rests=rests)
 
 
-def _critic(shared: Shared, cfg: Config, plan: Plan) -> TorchEngine:
+def _critic(shared: Shared, cfg: Config, plan: Plan, *, ranks: Ranks | None) -> TorchEngine:
     train = plan.critic
     assert train is not None, "planned without a critic"
     path, name = cfg.critic.path, cfg.critic.head
@@ -245,12 +358,15 @@ def _critic(shared: Shared, cfg: Config, plan: Plan) -> TorchEngine:
     else:
         model = _model_at(shared, cfg, path, overrides=cfg.critic.overrides, head=name)
     if cfg.critic.lora is not None:
-        attach(model, cfg.critic.lora, seed=seeds.key(cfg.seed, "critic"))
+        attach(model, cfg.critic.lora, seed=seeds.key(cfg.seed, "critic"), key="critic.lora")
     head = value_head(model.config.hidden_size, cfg.seed, path=path, name=name).to(model.device, model.dtype)
     cut = Cut.of(train, model, whole_groups=False, entropy_grad=False, temperature=1.0)
-    return TorchEngine(
+    return _engine(
+        shared,
+        cfg,
+        "critic",
         model,
-        shared.ops,
+        ranks=ranks,
         cut=cut,
         value_head=head,
         whole=path is None,
@@ -259,6 +375,7 @@ def _critic(shared: Shared, cfg: Config, plan: Plan) -> TorchEngine:
         updates_per_step=plan.critic_updates_per_step,
         max_skipped=cfg.train.max_skipped_steps,
         seed=seeds.key(cfg.seed, "critic", plan.name),
+        rests="critic" in cfg.train.offload,
     )
 
 
@@ -286,7 +403,9 @@ def _model_at(
     )
 
 
-def _player(shared: Shared, cfg: Config, sampling: Sampling, *, size: int, purpose: str) -> Callable:  # type: ignore[type-arg]
+def _player(
+    shared: Shared, cfg: Config, sampling: Sampling, *, size: int, purpose: str, pace: Pace | None = None
+) -> Callable:  # type: ignore[type-arg]
     return partial(
         play_groups,
         shared.engine,  # type: ignore[arg-type]  # None: nothing is ever sampled, nor played
@@ -297,6 +416,8 @@ def _player(shared: Shared, cfg: Config, sampling: Sampling, *, size: int, purpo
         decode=decoder_of(shared.tokenizer),
         end_token_ids=end_tokens(shared.model, shared.tokenizer),
         timeout_s=cfg.rollout.timeout_s,
+        pace=pace,
+        retries=cfg.rollout.retries,
         max_total_tokens=cfg.data.max_total_tokens,
     )
 

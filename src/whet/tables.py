@@ -14,6 +14,9 @@ from whet.types import ConfigError
 
 T = TypeVar("T")
 
+_USER = "whet_user_"
+"""Begins the names of modules that are files of the user's."""
+
 
 def find(table: Mapping[str, T], name: str, *, what: str) -> T:
     """The entry `name` of a table, or the object at `package.module:name` or `path/to/file.py:name`.
@@ -51,9 +54,15 @@ def load_object(spec: str, *, what: str) -> Callable:  # type: ignore[type-arg]
     return found
 
 
+def loaded_files() -> list[str]:
+    """Files of the user's that have been loaded; another process needs them to know their functions by name."""
+    modules = [m for name, m in sys.modules.items() if name.startswith(_USER)]
+    return [m.__file__ for m in modules if m.__file__ is not None]
+
+
 def load_module(path: Path):  # type: ignore[no-untyped-def]
     path = path.resolve()
-    name = "whet_user_" + "".join(c if c.isalnum() else "_" for c in str(path))
+    name = _USER + "".join(c if c.isalnum() else "_" for c in str(path))
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():

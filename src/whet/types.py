@@ -50,6 +50,13 @@ class Task:
     token_ids: tuple[int, ...] = ()
     """The prompt as tokens, after template and truncation. Filled by the task stream."""
 
+    @staticmethod
+    def from_json(value: dict[str, Json]) -> Task:
+        prompt = value["prompt"]
+        if not isinstance(prompt, str):
+            prompt = tuple(Message(**m) for m in prompt)
+        return Task(**{**value, "prompt": prompt, "token_ids": tuple(value["token_ids"])})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -129,12 +136,7 @@ class Rollout:
 
     @staticmethod
     def from_json(value: dict[str, Json]) -> Rollout:
-        task = dict(value["task"])
-        prompt = task["prompt"]
-        if not isinstance(prompt, str):
-            task["prompt"] = tuple(Message(**m) for m in prompt)
-        task["token_ids"] = tuple(task["token_ids"])
-        return Rollout(**{**value, "task": Task(**task)})
+        return Rollout(**{**value, "task": Task.from_json(value["task"])})
 
     def scored(self, reward: float | None, parts: dict[str, float], error: str | None = None) -> Rollout:
         return replace(self, reward=reward, reward_parts=parts, error=error)

@@ -9,7 +9,9 @@ tokens and of the place in it: no state, and the same in any order. Shape letter
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -79,17 +81,7 @@ def clip_cov_over(
     clip_cov_ub: float,
 ) -> LossFn:
     """The loss for parts of a minibatch, given the log-probs of all its tokens."""
-
-    def surrogate(batch: Batch, out: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
-        adv_N = need(batch.adv_N, "batch.adv_N")
-        return clipped_surrogate(ratio(batch, out), adv_N, clip_low=clip_low, clip_high=clip_high)
-
-    def loss(batch: Batch, out: Outputs) -> Loss:
-        loss_N, stats = surrogate(batch, out)
-        picked_N = picks.of(batch, need(out.logp_N, "outputs.logp_N")) & (stats["clip_frac"] == 0)
-        stats["cov_picked_frac"] = picked_N.to(loss_N.dtype)
-        return Loss(sampled(batch, torch.where(picked_N, 0.0, loss_N)), stats | drift(batch, out))
-
+    surrogate = partial(_surrogate, clip_low=clip_low, clip_high=clip_high)
     means = _means(minibatch, logp_N)
     everyone = Picks(*means, low=clip_cov_lb, high=clip_cov_ub, luck=1.0, beyond=False)
     free_N = surrogate(minibatch, Outputs(logp_N=logp_N))[1]["clip_frac"] == 0
@@ -97,7 +89,26 @@ def clip_cov_over(
     wanted = min(_share(minibatch, clip_cov_ratio), len(lucks_M))
     luck = float(lucks_M[wanted - 1]) if wanted else -1.0
     picks = Picks(*means, low=clip_cov_lb, high=clip_cov_ub, luck=luck, beyond=False)
-    return loss
+    return partial(_clip_cov, picks, surrogate)
+
+
+def _surrogate(
+    batch: Batch, out: Outputs, *, clip_low: float | None, clip_high: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    adv_N = need(batch.adv_N, "batch.adv_N")
+    return clipped_surrogate(ratio(batch, out), adv_N, clip_low=clip_low, clip_high=clip_high)
+
+
+def _clip_cov(
+    picks: Picks,
+    surrogate: Callable[[Batch, Outputs], tuple[Tensor, dict[str, Tensor]]],
+    batch: Batch,
+    out: Outputs,
+) -> Loss:
+    loss_N, stats = surrogate(batch, out)
+    picked_N = picks.of(batch, need(out.logp_N, "outputs.logp_N")) & (stats["clip_frac"] == 0)
+    stats["cov_picked_frac"] = picked_N.to(loss_N.dtype)
+    return Loss(sampled(batch, torch.where(picked_N, 0.0, loss_N)), stats | drift(batch, out))
 
 
 def kl_cov(batch: Batch, out: Outputs, *, kl_cov_ratio: float, ppo_kl_coef: float) -> Loss:
@@ -112,16 +123,16 @@ def kl_cov(batch: Batch, out: Outputs, *, kl_cov_ratio: float, ppo_kl_coef: floa
 def kl_cov_over(minibatch: Batch, logp_N: Tensor, *, kl_cov_ratio: float, ppo_kl_coef: float) -> LossFn:
     """The loss for parts of a minibatch, given the log-probs of all its tokens."""
     picks = largest(minibatch, logp_N, count=_share(minibatch, kl_cov_ratio))
+    return partial(_kl_cov, picks, ppo_kl_coef)
 
-    def loss(batch: Batch, out: Outputs) -> Loss:
-        log_N = log_ratio(batch, out)
-        picked_N = picks.of(batch, need(out.logp_N, "outputs.logp_N").detach())
-        loss_N = -need(batch.adv_N, "batch.adv_N") * log_N.exp()
-        loss_N = loss_N + torch.where(picked_N, ppo_kl_coef * log_N.abs(), 0.0)
-        stats = {"cov_picked_frac": picked_N.to(loss_N.dtype)}
-        return Loss(sampled(batch, loss_N), stats | drift(batch, out))
 
-    return loss
+def _kl_cov(picks: Picks, ppo_kl_coef: float, batch: Batch, out: Outputs) -> Loss:
+    log_N = log_ratio(batch, out)
+    picked_N = picks.of(batch, need(out.logp_N, "outputs.logp_N").detach())
+    loss_N = -need(batch.adv_N, "batch.adv_N") * log_N.exp()
+    loss_N = loss_N + torch.where(picked_N, ppo_kl_coef * log_N.abs(), 0.0)
+    stats = {"cov_picked_frac": picked_N.to(loss_N.dtype)}
+    return Loss(sampled(batch, loss_N), stats | drift(batch, out))
 
 
 def largest(minibatch: Batch, logp_N: Tensor, *, count: int) -> Picks:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -69,16 +70,16 @@ def among_experts(batch: Batch, own_R: Tensor) -> Tensor:
 
 def mixed(policy: LossFn, expert: LossFn) -> LossFn:
     """policy on the own rollouts, expert on the demonstrations; each one's numbers from its own part alone."""
+    return partial(_mixed, policy, expert)
 
-    def both(batch: Batch, out: Outputs) -> Loss:
-        expert_R = need(batch.expert_R, "batch.expert_R")
-        mine, given = own(batch), _masked(batch, expert_R)
-        a, b = policy(mine, out), expert(given, out)
-        stats = {name: _part(x, mine, ~expert_R) for name, x in a.stats.items()}
-        stats |= {f"expert_{name}": _part(x, given, expert_R) for name, x in b.stats.items()}
-        return Loss(a.loss_N + b.loss_N, stats)
 
-    return both
+def _mixed(policy: LossFn, expert: LossFn, batch: Batch, out: Outputs) -> Loss:
+    expert_R = need(batch.expert_R, "batch.expert_R")
+    mine, given = own(batch), _masked(batch, expert_R)
+    a, b = policy(mine, out), expert(given, out)
+    stats = {name: _part(x, mine, ~expert_R) for name, x in a.stats.items()}
+    stats |= {f"expert_{name}": _part(x, given, expert_R) for name, x in b.stats.items()}
+    return Loss(a.loss_N + b.loss_N, stats)
 
 
 def mixed_weights(batch: Batch, *, weights: Callable[[Batch], Tensor], mu: float) -> Tensor:

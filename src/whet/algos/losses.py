@@ -7,6 +7,7 @@ A loss is a function of a batch and the model's outputs for it; further keyword 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -39,29 +40,49 @@ def regularized(
     weighs the mean of -log pi over the tokens of rollouts with a reward above 0. `totals`: of the minibatch that the
     batches given are parts of; None: every batch is a whole one.
     """
+    return partial(
+        _regularized,
+        loss,
+        kl_coef=kl_coef,
+        estimator=estimator,
+        entropy_coef=entropy_coef,
+        entropy_own_mean=entropy_own_mean,
+        positive_nll_coef=positive_nll_coef,
+        totals=totals,
+    )
 
-    def whole(batch: Batch, out: Outputs) -> Loss:
-        base = loss(batch, out)
-        loss_N, stats = base.loss_N, dict(base.stats)
-        if batch.correction_N is not None:
-            loss_N = loss_N * batch.correction_N
-        if kl_coef > 0:
-            kl_N = reference_kl(batch, need(out.logp_N, "outputs.logp_N"), estimator)
-            loss_N, stats["kl_ref_nats"] = loss_N + kl_coef * kl_N, kl_N.detach()
-        if entropy_coef != 0:
-            entropy_N = torch.where(own(batch), need(out.entropy_N, "outputs.entropy_N"), 0.0)
-            if entropy_own_mean:
-                entropy_N = mean_term(batch, entropy_N, own(batch), total=(totals or Totals.of(batch)).own)
-            loss_N = loss_N - entropy_coef * entropy_N
-        if positive_nll_coef > 0:
-            nll_N, at_N = -need(out.logp_N, "outputs.logp_N"), positive(batch)
-            term_N = mean_term(batch, nll_N, at_N, total=(totals or Totals.of(batch)).positive)
-            loss_N = loss_N + positive_nll_coef * term_N
-        if out.entropy_N is not None:
-            stats["entropy_nats"] = out.entropy_N.detach()
-        return Loss(loss_N, stats)
 
-    return whole
+def _regularized(
+    loss: LossFn,
+    batch: Batch,
+    out: Outputs,
+    *,
+    kl_coef: float,
+    estimator: str,
+    entropy_coef: float,
+    entropy_own_mean: bool,
+    positive_nll_coef: float,
+    totals: Totals | None,
+) -> Loss:
+    base = loss(batch, out)
+    loss_N, stats = base.loss_N, dict(base.stats)
+    if batch.correction_N is not None:
+        loss_N = loss_N * batch.correction_N
+    if kl_coef > 0:
+        kl_N = reference_kl(batch, need(out.logp_N, "outputs.logp_N"), estimator)
+        loss_N, stats["kl_ref_nats"] = loss_N + kl_coef * kl_N, kl_N.detach()
+    if entropy_coef != 0:
+        entropy_N = torch.where(own(batch), need(out.entropy_N, "outputs.entropy_N"), 0.0)
+        if entropy_own_mean:
+            entropy_N = mean_term(batch, entropy_N, own(batch), total=(totals or Totals.of(batch)).own)
+        loss_N = loss_N - entropy_coef * entropy_N
+    if positive_nll_coef > 0:
+        nll_N, at_N = -need(out.logp_N, "outputs.logp_N"), positive(batch)
+        term_N = mean_term(batch, nll_N, at_N, total=(totals or Totals.of(batch)).positive)
+        loss_N = loss_N + positive_nll_coef * term_N
+    if out.entropy_N is not None:
+        stats["entropy_nats"] = out.entropy_N.detach()
+    return Loss(loss_N, stats)
 
 
 LOSSES: dict[str, Callable[..., Loss]] = {

@@ -7,24 +7,38 @@ is under way, waiting or in training. A rejected group gives its room back at on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import replace
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from whet.guard.ledger import Ledger
 from whet.track.metrics import reason_of
-from whet.types import Group, Json, Rollout, WhetError
+from whet.types import Group, Json, Rollout, Task, WhetError
 
 Reject = Callable[[Group], str | None]
 """Why a scored group teaches nothing, or None."""
 
 
 Refine = Callable[[Group], tuple[Group, dict[str, int]]]
-"""A scored group as it is trained on, and how many rollouts left it, by reason."""
+"""A scored group as it is trained on, and how many rollouts left it, by reason. A pure function."""
+
+STALE = "stale"
+"""Reason booked for groups that are older than max_staleness allows, or would be once they are finished."""
 
 
 def as_it_is(group: Group) -> tuple[Group, dict[str, int]]:
     """Every rollout stays."""
     return group, {}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A task whose rollouts are under way."""
+
+    task: Task
+    version: int
+    """Of the policy, when they were asked for: the oldest that they can have."""
 
 
 class Buffer:
@@ -40,90 +54,189 @@ class Buffer:
         ledger: Ledger,
         refine: Refine = as_it_is,
         copies: bool = False,
+        spare: int = 0,
     ) -> None:
+        """spare: groups asked for beyond what the steps need, so that none waits for the last."""
         self.groups_per_step, self.group_size, self.max_staleness = groups_per_step, group_size, max_staleness
         self.refine, self.reject, self.ledger = refine, reject, ledger
+        self.spare = spare
         self.copies = copies
         """Copies of other groups stand for dropped ones: a step may be short of them."""
         self.dropped = 0
         """Groups that copies will stand for."""
         self.waiting: list[Group] = []
+        self.under_way: dict[int, Asked] = {}
+        """By task uid."""
+        self.played: dict[int, Group] = {}
+        """Groups that wait or are in training, by task uid, with the rollouts that `refine` left out."""
+        self.left: list[Group] = []
+        """Groups that were trained on or booked otherwise since the last `leave`."""
+        self.unused = 0
+        """Groups since the last `take` that could not be trained on."""
         self.held = 0
+        self.wanted: int | None = None
+        """Most groups that are of use to the steps left. None: no such bound."""
+        self.broken: BaseException | None = None
+        """Why nothing comes any more."""
+        self.changes = 0
+        """Groups came or went so many times."""
         self.changed = asyncio.Condition()
+
+    @property
+    def there(self) -> int:
+        """Groups that wait, those counted that copies stand for."""
+        return len(self.waiting) + self.dropped if self.waiting else 0
 
     @property
     def ready(self) -> bool:
         """There is a whole step's worth."""
-        return bool(self.waiting) and len(self.waiting) + self.dropped >= self.groups_per_step
+        return self.there >= self.groups_per_step
+
+    @property
+    def capacity(self) -> int:
+        """Most groups that are under way, waiting or in training at once."""
+        bound = (self.max_staleness + 1) * self.groups_per_step
+        return (bound if self.wanted is None else min(bound, self.wanted)) + self.spare
 
     async def room(self, at_most: int) -> int:
         """Wait for room, then take up to `at_most` places of groups; from here their rollouts are asked for."""
-        capacity = (self.max_staleness + 1) * self.groups_per_step
         async with self.changed:
-            await self.changed.wait_for(lambda: self.held < capacity)
-            n = min(at_most, capacity - self.held)
+            await self.changed.wait_for(lambda: self.held < self.capacity)
+            n = min(at_most, self.capacity - self.held)
             self.held += n
         self.ledger.asked(n * self.group_size)
         return n
 
-    async def put(self, groups: list[Group], asked: int) -> None:
+    def asked(self, tasks: Iterable[Task], version: int) -> None:
+        """The tasks for which there was room, and the policy they are asked of."""
+        self.under_way |= {task.uid: Asked(task, version) for task in tasks}
+
+    async def put(self, groups: Sequence[Group], asked: int) -> None:
         """Keep what can be trained on; the rest is booked with its reason and gives its room back."""
         kept = []
         for group in groups:
-            scored, left = self.refine(self._without_failed(group))
-            for why, n in left.items():
-                self.ledger.rejected(n, why)
-            reason = self.reject(scored) if scored.rollouts else None
-            if reason:
-                self.ledger.rejected(len(scored.rollouts), reason)
-            elif scored.rollouts:
+            self.under_way.pop(group.task.uid, None)
+            scored, left = sorted_out(group, refine=self.refine, reject=self.reject)
+            for account, n in left.items():
+                self.ledger.book(account, n)
+            if scored is None:
+                self.left.append(group)
+            else:
+                self.played[group.task.uid] = group
                 kept.append(scored)
+        self.waiting += kept
+        self.dropped += asked - len(kept) if self.copies else 0
+        self.unused += asked - len(kept)
+        self.held -= asked - len(kept)
+        await self._tell()
+
+    async def _tell(self) -> None:
+        """Wake who waits, after the change: a save may come between the two, and sees either all of it or nothing."""
+        self.changes += 1
         async with self.changed:
-            self.waiting += kept
-            self.dropped += asked - len(kept) if self.copies else 0
-            self.held -= asked - len(kept)
             self.changed.notify_all()
 
-    def _without_failed(self, group: Group) -> Group:
-        good: list[Rollout] = []
-        for rollout in group.rollouts:
-            if rollout.error is not None:
-                self.ledger.failed(1, reason_of(rollout.error))
-            else:
-                good.append(rollout)
-        return replace(group, rollouts=tuple(good))
+    def fail(self, error: BaseException) -> None:
+        """Nothing comes any more: who waits for groups gets this error."""
+        if self.broken is None:
+            self.broken = error
+            self.telling = asyncio.ensure_future(self._tell())
+
+    async def news(self, since: int) -> None:
+        """Wait until there were more `changes` than that. Raises the error of what explores."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.changes > since)
+        if self.broken is not None:
+            raise self.broken
+
+    async def give_up_stale(self, version: int) -> list[int]:
+        """Book and leave out what is too old for a trainer at `version`, and what would be once it is finished. Returns
+        the task uids of the latter: nobody waits for their rollouts any more."""
+        old = {g.task.uid: len(g.rollouts) for g in self.waiting if _oldest(g) + self.max_staleness < version}
+        late = [u for u, asked in self.under_way.items() if asked.version + self.max_staleness < version]
+        self.waiting = [g for g in self.waiting if g.task.uid not in old]
+        self.left += [self.played.pop(uid) for uid in old]
+        for uid in late:
+            del self.under_way[uid]
+        if old or late:
+            self.ledger.rejected(sum(old.values()) + len(late) * self.group_size, STALE)
+        self.held -= len(old) + len(late)
+        await self._tell()
+        return late
 
     async def take(self, version: int) -> list[Group]:
-        """Wait for one step's worth. Raises WhetError on tokens of a version the trainer does not know."""
+        """Wait for one step's worth. Raises WhetError on tokens of a version that the trainer does not know, or that is
+        too old."""
         async with self.changed:
             await self.changed.wait_for(lambda: self.ready)
             out, self.waiting = self.waiting[: self.groups_per_step], self.waiting[self.groups_per_step :]
             self.dropped = max(0, self.dropped - (self.groups_per_step - len(out)))
+            self.unused = 0
         for group in out:
             for rollout in group.rollouts:
-                seen = set(rollout.versions) - {-1}
-                if seen and not (version - self.max_staleness <= min(seen) and max(seen) <= version):
-                    raise WhetError(
-                        f"task {rollout.task.uid}: tokens of policy versions {min(seen)}..{max(seen)}, but the trainer "
-                        f"is at version {version} and takes at most {self.max_staleness} older"
-                    )
+                self._check(rollout, version)
         return out
+
+    def _check(self, rollout: Rollout, version: int) -> None:
+        seen = set(rollout.versions) - {-1}
+        if seen and not (version - self.max_staleness <= min(seen) and max(seen) <= version):
+            raise WhetError(
+                f"task {rollout.task.uid}: tokens of policy versions {min(seen)}..{max(seen)}, but the trainer "
+                f"is at version {version} and takes at most {self.max_staleness} older"
+            )
 
     async def trained(self, groups: list[Group]) -> None:
         """The step is done: its groups leave, the next tasks may start."""
         self.ledger.trained(sum(len(g.rollouts) for g in groups))
-        async with self.changed:
-            self.held -= len(groups)
-            self.changed.notify_all()
+        self.left += [self.played.pop(g.task.uid, g) for g in groups]
+        self.held -= len(groups)
+        await self._tell()
+
+    def leave(self) -> list[Group]:
+        """As they were played, in the order of their tasks: the groups that were trained on or booked otherwise."""
+        out, self.left = sorted(self.left, key=lambda g: g.task.uid), []
+        return out
 
     def check(self) -> None:
-        """Every rollout asked for is accounted for: nothing is in flight, so what is pending waits here."""
-        self.ledger.balance(held=sum(len(g.rollouts) for g in self.waiting))
+        """Every rollout asked for is accounted for: what is pending is under way or waits here."""
+        waiting = sum(len(g.rollouts) for g in self.waiting)
+        self.ledger.balance(held=waiting + len(self.under_way) * self.group_size)
 
     def state(self) -> Json:
-        return {"waiting": [[r.to_json() for r in g.rollouts] for g in self.waiting], "dropped": self.dropped}
+        return {
+            "waiting": [[r.to_json() for r in self.played[g.task.uid].rollouts] for g in self.waiting],
+            "dropped": self.dropped,
+            "under_way": [asdict(asked.task) for asked in self.under_way.values()],
+        }
 
-    def restore(self, state: Json) -> None:
+    def restore(self, state: Json, version: int = 0) -> list[Task]:
+        """Go on as `state` was; returns the tasks that were under way then, to be asked again of `version`."""
         groups = [[Rollout.from_json(r) for r in rows] for rows in state["waiting"]]
-        self.waiting = [Group(rows[0].task, tuple(rows)) for rows in groups]
-        self.held, self.dropped = len(self.waiting), state["dropped"]
+        played = [Group(rows[0].task, tuple(rows)) for rows in groups]
+        self.played = {g.task.uid: g for g in played}
+        self.waiting = [self.refine(without_failed(g))[0] for g in played]
+        again = [Task.from_json(task) for task in state["under_way"]]
+        self.asked(again, version)
+        self.held, self.dropped = len(self.waiting) + len(again), state["dropped"]
+        return again
+
+
+def _oldest(group: Group) -> float:
+    """The oldest version that a token of the group was sampled with; infinite if none was sampled."""
+    return min((v for r in group.rollouts for v in r.versions if v >= 0), default=math.inf)
+
+
+def sorted_out(group: Group, *, refine: Refine, reject: Reject) -> tuple[Group | None, dict[str, int]]:
+    """A scored group as it is trained on, or None; and, by ledger account, its rollouts that are not."""
+    left = Counter(f"failed/{reason_of(r.error)}" for r in group.rollouts if r.error is not None)
+    scored, gone = refine(without_failed(group))
+    left.update({f"rejected/{why}": n for why, n in gone.items()})
+    reason = reject(scored) if scored.rollouts else None
+    if reason:
+        left[f"rejected/{reason}"] += len(scored.rollouts)
+    return (None if reason or not scored.rollouts else scored), dict(left)
+
+
+def without_failed(group: Group) -> Group:
+    """The group without the rollouts that have an error."""
+    return replace(group, rollouts=tuple(r for r in group.rollouts if r.error is None))

@@ -6,7 +6,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as File
 
-from whet.config import checks_groups, checks_learning, checks_rewards, checks_run
+from whet.config import (
+    checks_groups,
+    checks_learning,
+    checks_parallel,
+    checks_precision,
+    checks_rewards,
+    checks_run,
+)
 from whet.config.evaluation import all_asked, eval_problems, reply_tokens
 from whet.config.idle import idle
 from whet.config.keys import Path, dotted
@@ -17,6 +24,7 @@ from whet.config.schema import Algorithm, Config
 from whet.config.sizes import shape
 from whet.config.sources import source_problems
 from whet.config.tree import STAGE_SECTIONS, get, leaves
+from whet.config.urls import is_remote
 from whet.types import ConfigError, Json
 
 Problem = tuple[str, str]
@@ -26,8 +34,8 @@ Problem = tuple[str, str]
 def hard_problems(cfg: Config) -> list[Problem]:
     """All that cannot work in the config of one stage."""
     algorithm, problems = _algorithm(cfg.algorithm)
-    problems += [*_structure(cfg), *_batch(cfg), *checks_run.problems(cfg)]
-    problems += [*checks_learning.problems(cfg), *checks_rewards.problems(cfg)]
+    problems += [*_structure(cfg), *_batch(cfg), *checks_run.problems(cfg), *checks_parallel.problems(cfg)]
+    problems += [*checks_learning.problems(cfg), *checks_rewards.problems(cfg), *checks_precision.problems(cfg)]
     if algorithm is not None:
         problems += [*_learning(cfg, algorithm), *_rewards(cfg, algorithm), *given_problems(cfg, algorithm)]
         problems += checks_groups.problems(cfg, algorithm)
@@ -66,7 +74,8 @@ def _structure(cfg: Config) -> Iterator[Problem]:
             "a model from scratch brings none: give tokenizer.build (chars, words, bpe) or tokenizer.path",
         )
     template = tokenizer.chat_template
-    if template and "{" not in template and not File(template).expanduser().is_file():
+    local = template and "{" not in template and not is_remote(template)
+    if local and not File(template or "").expanduser().is_file():
         yield (
             "tokenizer.chat_template",
             f"'{template}' is no file here and holds no Jinja '{{'; give the text or a path",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from whet.config.schema import Config, Lora
+from whet.config.urls import is_remote
 
 ON_A_CHANGED_BASE = ("olora", "pissa")
 """Beginnings that take the adapters' effect out of the weights below them."""
@@ -42,7 +43,8 @@ def _lora(at: str, lora: Lora) -> Iterator[tuple[str, str]]:
         yield from _patterns(f"{at}.targets", [lora.targets])
     yield from _patterns(f"{at}.rank_pattern", lora.rank_pattern)
     yield from _patterns(f"{at}.alpha_pattern", lora.alpha_pattern)
-    if lora.path is not None and not (Path(lora.path).expanduser() / "adapter_model.safetensors").is_file():
+    local = lora.path is not None and not is_remote(lora.path)
+    if local and not (Path(lora.path or "").expanduser() / "adapter_model.safetensors").is_file():
         yield (
             f"{at}.path",
             f"{lora.path!r} holds no adapter_model.safetensors; give a folder that peft has written",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from whet.config.recipes import resolve
 from whet.config.schema import Config, Profile
 from whet.config.secrets import MASK, is_secret
+from whet.config.tree import leaves
+from whet.config.urls import is_remote, url_problems
 from whet.tables import near
 
 TIME = "{time}"
@@ -34,9 +38,18 @@ _OWNERS = {
 def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) in these sections of one stage's config."""
     yield from _checkpoint(cfg)
+    yield from _remote_paths(cfg)
     yield from _folders(cfg)
+    yield from _dumps(cfg)
     yield from _trackers(cfg)
     yield from _profile(cfg)
+    yield from _apart(cfg)
+    if cfg.rollout.replicas and cfg.cluster.health_s >= cfg.rollout.timeout_s:
+        yield (
+            "cluster.health_s",
+            f"{cfg.cluster.health_s:g} is not below rollout.timeout_s ({cfg.rollout.timeout_s:g}): what a hanging "
+            "replica was asked would have failed before it is asked elsewhere",
+        )
     for name, value in cfg.guard.env.items():
         if value == MASK:
             yield (
@@ -62,6 +75,24 @@ def _checkpoint(cfg: Config) -> Iterator[tuple[str, str]]:
                 f"{list(parts)} has no model, and without its weights no run goes on; add it (a run always ends with "
                 "a checkpoint, checkpoint.every=0 writes no other)",
             )
+    for key in ("upload_to", "upload_exports_to"):
+        for url in getattr(c, key):
+            if not is_remote(url):
+                yield (
+                    f"checkpoint.{key}",
+                    f"{url!r} is no URL; for a folder of this machine give file:///PATH",
+                )
+            yield from ((f"checkpoint.{key}", said) for said in url_problems(url))
+    if is_remote(c.resume):
+        yield from (("checkpoint.resume", said) for said in url_problems(c.resume))
+
+
+def _remote_paths(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Paths that stand elsewhere and cannot be read from here."""
+    for at, value in leaves(cfg.model_dump(mode="json", exclude={"checkpoint", "track"})):
+        names = [part for part in at if isinstance(part, str)]
+        if names and names[-1] == "path" and isinstance(value, str):
+            yield from ((".".join(map(str, at)), said) for said in url_problems(value))
 
 
 NEEDS_CUDA = "only CUDA has an allocator with a history, and ranges that nsys sees; use tools=[torch]"
@@ -117,8 +148,40 @@ def _folders(cfg: Config) -> Iterator[tuple[str, str]]:
         )
 
 
+def dumps(cfg: Config) -> dict[str, str]:
+    """The templates of files for other programs, by their key."""
+    t = cfg.track
+    given = {
+        "track.rollouts_dump": t.rollouts_dump,
+        "track.eval_dump": t.eval_dump,
+        "track.batches_dump": t.batches_dump,
+    }
+    return {key: template for key, template in given.items() if template is not None}
+
+
+def _dumps(cfg: Config) -> Iterator[tuple[str, str]]:
+    given = dumps(cfg)
+    for key, text in given.items():
+        marks = ["{step}", "{stage}", TIME, *(["{source}"] if key != "track.batches_dump" else [])]
+        rest = text
+        for mark in marks:
+            rest = rest.replace(mark, "")
+        if "{" in rest or "}" in rest:
+            yield key, f"{text!r}: {', '.join(marks)} may stand in it, and no other braces"
+        elif "{step}" not in text:
+            yield key, f"{text!r}: put {{step}} into it, or each step writes over the one before"
+        elif Path(text).suffix not in (".jsonl", ".parquet"):
+            yield key, f"{text!r}: expected a name that ends in .jsonl or .parquet"
+        elif TIME in text and TIME not in cfg.run_dir:
+            yield key, f"{text!r}: {TIME} has a meaning only where run_dir has it, too"
+    if len(set(given.values())) < len(given):
+        yield next(iter(given)), f"the same path as that of another dump ({', '.join(given)}); part them"
+
+
 def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
     """(key, which package is missing) of this machine; a rehearsal sends nothing and does without."""
+    if cfg.rollout.replicas and importlib.util.find_spec("ray") is None:
+        yield "rollout.replicas", "needs ray, which is not installed; pip install 'whet[ray]', or set it to 0"
     for name in (*REMOTE, "tensorboard"):
         if name in cfg.track.trackers and importlib.util.find_spec(name) is None:
             yield (
@@ -148,3 +211,35 @@ def _trackers(cfg: Config) -> Iterator[tuple[str, str]]:
 
 
 _SECRETS = {"wandb": "WANDB_API_KEY", "mlflow": "MLFLOW_TRACKING_PASSWORD", "swanlab": "SWANLAB_API_KEY"}
+
+
+def _apart(cfg: Config) -> Iterator[tuple[str, str]]:
+    """What processes that explore and train apart need."""
+    if cfg.mode == "both":
+        return
+    if TIME in cfg.run_dir:
+        yield (
+            "run_dir",
+            f"{TIME} in it is another moment in every process; with mode={cfg.mode} give one folder to all",
+        )
+    if cfg.mode == "bench":
+        if not cfg.data.eval:
+            yield "data.eval", "mode=bench evaluates checkpoints, and there is nothing to evaluate on"
+        return
+    if resolve(cfg.algorithm).kind != "online":
+        return
+    if cfg.buffer.url == "memory":
+        yield (
+            "buffer.url",
+            f"memory is in one process, and mode={cfg.mode} needs a place that all see: sqlite:///PATH, "
+            "files:///PATH or postgresql://USER@HOST/DATABASE",
+        )
+    if cfg.rollout.schedule != "free":
+        yield "rollout.schedule", f"with mode={cfg.mode} explorers and trainer go on by themselves; set free"
+    if resolve(cfg.algorithm).refill == "copy":
+        yield "algorithm.refill", "copy needs explorers and trainer in one process (mode=both)"
+    if not re.fullmatch(r"\w[\w.-]*", cfg.buffer.explorer):
+        yield (
+            "buffer.explorer",
+            f"{cfg.buffer.explorer!r} becomes a folder's name: letters, digits, _ . and - are safe",
+        )

@@ -131,6 +131,10 @@ ALGORITHM = (
     Constraint("algorithm.name", ("algorithm.name=gpro",)),
     Constraint("algorithm.advantage", ("algorithm.advantage=gea",)),
     Constraint("algorithm.loss algorithm.name", ("algorithm.loss=sft",)),
+    Constraint(
+        "algorithm.rec_regularizer algorithm.rec_regularizer_coef",
+        ("algorithm.name=rec", "algorithm.rec_regularizer=k2"),
+    ),
     Constraint("algorithm.advantage algorithm.name", ("algorithm.name=sft", "algorithm.advantage=grpo")),
     Constraint(
         "algorithm.advantage_low algorithm.advantage_high",
@@ -215,6 +219,9 @@ RUN = (
     Constraint("checkpoint.dir run_dir", ("checkpoint.dir=runs",)),
     Constraint("checkpoint.export_dir run_dir", ("checkpoint.export_dir=runs",)),
     Constraint("track.rollouts_dir track.eval_dir", ("track.rollouts_dir=all", "track.eval_dir=all")),
+    Constraint("track.rollouts_dump", ("track.rollouts_dump=dump.jsonl",)),
+    Constraint("track.eval_dump", ("track.eval_dump=dump.jsonl",)),
+    Constraint("track.batches_dump", ("track.batches_dump='{step}.pkl'",)),
     Constraint("imports", ("imports=[no_such_file.py]",)),
 )
 

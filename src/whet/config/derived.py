@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,7 +49,7 @@ class Plan:
     evaluates: bool
     judges: bool
     """Evaluation asks and judges; else it only measures the loss of given replies."""
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Literal["float32", "bfloat16", "float16"]
     """Of the parameters; float32 where machine.device=auto leaves it open."""
     dtype_open: bool
     """On CUDA it will be bfloat16."""
@@ -56,7 +57,10 @@ class Plan:
     """What it trains on, as far as that can be told without torch."""
     compiled: bool
     """The C kernels are wanted, where they can be used."""
-    sync_every: int
+    mode: Literal["alternate", "overlap", "free", "train"]
+    """How exploring and training take turns."""
+    samples_apart: bool
+    """Rollouts are sampled from a copy of the weights, for the policy moves on meanwhile."""
     threads: int
     shape: Shape | None
     """None: the model's folder is not on this machine."""
@@ -73,8 +77,11 @@ class Plan:
     memory_mb: int | None
     """The user's limit of everything."""
     reference_saved: bool
+    reference_from_folder: bool
     reference_is_base: bool
     """In the first stage its adapters do nothing, so there are no adapted weights of its own."""
+    reward_models: Mapping[str, int]
+    """Bytes of their weights by name."""
     critic_whole: bool
     """The critic's checkpoints hold the weights under adapters too: it starts as a copy of the policy."""
 
@@ -138,6 +145,11 @@ class Plan:
         return self.algorithm.needs_reference
 
     @property
+    def masters(self) -> bool:
+        """Parameters that are not float32 have float32 copies."""
+        return self.train.precision.master_weights
+
+    @property
     def needs_critic(self) -> bool:
         return self.algorithm.needs_critic
 
@@ -165,28 +177,31 @@ class Plan:
         """Bytes by what they are for; empty if the model's size is not known. Activations come on top."""
         if self.learns is None:
             return {}
-        out = {with_state("policy", self.optimizer): self.learns.train_bytes(self.optimizer, self.dtype)}
+        policy = self.learns.train_bytes(self.optimizer, self.dtype, masters=self.masters)
+        out = {with_state("policy", self.optimizer): policy}
         if self.needs_reference:
             out["reference"] = self._reference_bytes(self.learns)
         if self.critic is not None and self.critic_learns is not None:
             optimizer = self.critic.optimizer
-            out[with_state("critic", optimizer)] = self.critic_learns.train_bytes(optimizer, self.dtype)
+            critic = self.critic_learns.train_bytes(optimizer, self.dtype, masters=self.masters)
+            out[with_state("critic", optimizer)] = critic
         if self.generates:
             out["KV cache"] = self.kv_cache_bytes or 0
-        return out
+        return {**out, **self.reward_models}
 
     @property
     def checkpoint_bytes(self) -> int | None:
         """Disk for one checkpoint: weights and moments of all that learns, and the run's own reference."""
         if self.learns is None:
             return None
-        out = self.learns.checkpoint_bytes(self.optimizer, self.dtype, whole=False)
+        out = self.learns.checkpoint_bytes(self.optimizer, self.dtype, whole=False, masters=self.masters)
         if self.critic is not None and self.critic_learns is not None:
             whole, optimizer = self.critic_whole, self.critic.optimizer
-            out += self.critic_learns.checkpoint_bytes(optimizer, self.dtype, whole=whole)
+            out += self.critic_learns.checkpoint_bytes(optimizer, self.dtype, whole=whole, masters=self.masters)
         if self.reference_saved:
-            base = self.learns.own if self.learns.adapters else self.learns.base
-            out += base * sizes.DTYPE_BYTES[self.dtype] + self.learns.adapters * 4
+            shares = self.learns.adapters and not self.reference_from_folder
+            base = self.learns.own if shares else self.learns.base
+            out += base * sizes.DTYPE_BYTES[self.dtype] + (self.learns.adapters * 4 if shares else 0)
         return out
 
     @property
@@ -195,14 +210,14 @@ class Plan:
         if self.learns is None:
             return {}
         out = {"reference": self._reference_bytes(self.learns)} if self.needs_reference else {}
-        if self.sync_every > 1 and self.generates:
+        if self.samples_apart and self.generates:
             shared = self.learns.own + self.learns.adapted if self.learns.adapters else self.learns.base
             out["sampler"] = shared * sizes.DTYPE_BYTES[self.dtype] + self.learns.adapters * 4
         return out
 
     def _reference_bytes(self, policy: Learns) -> int:
         """Beside a policy with adapters it shares the base, unless it comes from a folder."""
-        if not (policy.adapters and self.reference_saved):
+        if not policy.adapters or self.reference_from_folder:
             return policy.base * sizes.DTYPE_BYTES[self.dtype]
         adapted = 0 if self.reference_is_base else policy.adapted
         return (policy.own + adapted) * sizes.DTYPE_BYTES[self.dtype] + policy.adapters * 4

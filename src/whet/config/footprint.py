@@ -25,6 +25,7 @@ def phases(plan: Plan) -> list[Phase]:
         cache=cache,
         sampling=sampling,
         rollouts=tokens * memory.ROLLOUT_BYTES,
+        rewards=plan.reward_models,
     )
 
 
@@ -44,7 +45,7 @@ def _models(plan: Plan, setting: Setting, lengths: Lengths) -> list[Model]:
     forward = memory.forward_cut(plan.train, cut, lengths, rollouts=plan.rollouts_per_step)
     out = [
         memory.learner(
-            "policy", plan.learns, plan.optimizer, setting=setting, cut=cut, forward=forward, head=True
+            "policy", plan.learns, plan.train, setting=setting, cut=cut, forward=forward, head=True
         )
     ]
     for name, weights in plan.copies.items():
@@ -53,10 +54,15 @@ def _models(plan: Plan, setting: Setting, lengths: Lengths) -> list[Model]:
         rollouts = plan.rollouts_per_step // plan.critic.minibatches
         cut = memory.cut(plan.critic, lengths, rollouts=rollouts, default_tokens=default, whole_groups=False)
         forward = memory.forward_cut(plan.critic, cut, lengths, rollouts=plan.rollouts_per_step)
-        optimizer = plan.critic.optimizer
         out.append(
             memory.learner(
-                "critic", plan.critic_learns, optimizer, setting=setting, cut=cut, forward=forward, head=False
+                "critic",
+                plan.critic_learns,
+                plan.critic,
+                setting=setting,
+                cut=cut,
+                forward=forward,
+                head=False,
             )
         )
     return out

@@ -135,7 +135,27 @@ ALGORITHM = (
 )
 
 SAMPLING = (
-    Rule(("rollout.group_size",), ONLINE, "the replies are in the data ({kind})"),
+    Rule(
+        under("rollout", "group_size", "sync_every", "max_staleness", "schedule"),
+        ONLINE,
+        "the replies are in the data ({kind})",
+    ),
+    Rule(
+        under("rollout", "partial", "spare_tasks"),
+        {"key": "rollout.schedule", "is": "free"},
+        "rollout.schedule={cfg.rollout.schedule}: a step waits for its rollouts",
+    ),
+    Rule(
+        ("buffer", "sync"),
+        {"not": {"key": "mode", "is": "both"}},
+        "with mode=both one process explores and trains",
+    ),
+    Rule(("buffer.explorer",), {"key": "mode", "is": "explore"}, "mode={cfg.mode} is no explorer"),
+    Rule(
+        under("rollout", "retries", "timeout_factor"),
+        SAMPLES,
+        "nothing is sampled: {kind}, and no evaluation",
+    ),
     Rule(("track.rollouts_every",), ONLINE, "no rollouts are sampled ({kind})"),
     Rule(
         under("rollout.sampling", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
@@ -150,6 +170,17 @@ SAMPLING = (
         ),
         SAMPLES,
         "nothing is sampled: {kind}, and no evaluation",
+    ),
+    Rule(("rollout.replicas",), SAMPLES, "nothing is sampled: {kind}, and no evaluation"),
+    Rule(
+        ("rollout.replicas",),
+        {"key": "rollout.engine", "is": "native"},
+        "rollout.engine={cfg.rollout.engine} runs in the trainer's process only",
+    ),
+    Rule(
+        ("cluster",),
+        {"key": "rollout.replicas", "above": 0},
+        "rollout.replicas is 0, so the one engine lives in the trainer's process",
     ),
     Rule(("machine.kv_cache_mb",), SAMPLES, "no rollout engine is needed"),
     Rule(
@@ -243,6 +274,16 @@ TRAIN = (
         {"any": [{"key": "train.minibatches", "above": 1}, {"key": "critic.minibatches", "above": 1}]},
         "every pass has one minibatch, with all groups in it",
     ),
+    Rule(
+        under("train.precision", "loss_scale", "loss_scale_steps"),
+        {
+            "any": [
+                {"key": "model.dtype", "is": "float16"},
+                {"key": "train.precision.compute", "is": "float16"},
+            ]
+        },
+        "nothing is float16, so the loss is not scaled",
+    ),
 )
 
 
@@ -264,6 +305,12 @@ def optimizer_rules(at: str) -> tuple[Rule, ...]:
     kind = f"kind={{cfg.{at}.kind}} does not read it"
     return (
         Rule(under(at, "betas", "eps"), {"not": {"key": f"{at}.kind", "is": "sgd"}}, kind),
+        Rule((f"{at}.state",), {"not": {"key": f"{at}.kind", "is": "sgd"}}, kind),
+        Rule(
+            (f"{at}.implementation",),
+            {"key": f"{at}.state", "is": "float32"},
+            f"state={{cfg.{at}.state}} has a step of its own",
+        ),
         Rule((f"{at}.momentum",), {"key": f"{at}.kind", "in": ["sgd", "muon"]}, kind),
         Rule(
             (f"{at}.decay_all",),
@@ -321,6 +368,27 @@ RUN = (
         {"any": [{"key": "checkpoint.export"}, {"key": "checkpoint.export_every", "above": 0}]},
         "nothing is exported",
     ),
+    Rule(("checkpoint.keep_best",), EVALUATES, "nothing is evaluated"),
+    Rule(
+        ("checkpoint.upload_exports_to",),
+        {"any": [{"key": "checkpoint.export"}, {"key": "checkpoint.export_every", "above": 0}]},
+        "nothing is exported",
+    ),
+    Rule(
+        ("checkpoint.upload",),
+        {
+            "any": [
+                {"key": "checkpoint.upload_to", "longer": 0},
+                {"key": "checkpoint.upload_exports_to", "longer": 0},
+            ]
+        },
+        "nothing is uploaded: checkpoint.upload_to and upload_exports_to are empty",
+    ),
+    Rule(
+        ("checkpoint.upload_keep",),
+        {"key": "checkpoint.upload_to", "longer": 0},
+        "checkpoint.upload_to is empty, so no checkpoints are uploaded",
+    ),
     Rule(
         under("track", "project", "group", "tags"),
         REMOTE,
@@ -351,7 +419,28 @@ RUN = (
     ),
     Rule(("track.rollouts_dir",), ONLINE, "no rollouts are sampled"),
     Rule(("track.rollouts_dir",), {"key": "track.rollouts_every", "above": 0}, "no rollouts are written"),
-    Rule(("track.eval_dir",), JUDGES, "there is nothing to evaluate"),
+    Rule(under("track", "eval_dir", "eval_dump"), JUDGES, "there is nothing to evaluate"),
+    Rule(("track.rollouts_dump",), ONLINE, "no rollouts are sampled"),
+    Rule(("track.rollouts_dump",), {"key": "track.rollouts_every", "above": 0}, "no rollouts are written"),
+    Rule(("track.batches_dump",), {"key": "track.batches_every", "above": 0}, "no batches are written"),
+)
+
+PARALLEL = (
+    Rule(
+        under("train.parallel", "reshard_after_forward", "wrap_min_parameters", "prefetch"),
+        {"key": "train.parallel.dp_shard", "above": 1},
+        "train.parallel.dp_shard is 1, so no tensor is cut",
+    ),
+    Rule(
+        ("train.parallel.timeout_s",),
+        {
+            "any": [
+                {"key": f"train.parallel.{dim}", "above": 1}
+                for dim in ("dp_replicate", "dp_shard", "tp", "cp", "pp")
+            ]
+        },
+        "train.parallel has no ranks: all dims are 1",
+    ),
 )
 
 RULES: tuple[Rule, ...] = (
@@ -366,5 +455,6 @@ RULES: tuple[Rule, ...] = (
     *lora_rules("model.lora"),
     *lora_rules("critic.lora"),
     *RUN,
+    *PARALLEL,
 )
 """Of several rules on a key the first that does not hold gives the reason."""

@@ -14,6 +14,8 @@ Tensors = Mapping[str, tuple[int, ...]]
 """Shapes of a model's parameters by their names."""
 
 _FLOAT32 = 4
+_BLOCK = 256
+"""Entries of an 8-bit moment that share a scale (`models.adam8`)."""
 _ENDS = ("embed_tokens", "lm_head")
 _NO_LINEAR = (*_ENDS, ".experts.", ".mlp.gate.")
 
@@ -36,25 +38,27 @@ class Learns:
     def learned(self) -> int:
         return self.own + self.adapters
 
-    def train_bytes(self, optimizer: Optimizer, dtype: str) -> int:
-        """Weights, gradients, moments, and float32 masters of what learns in another dtype."""
+    def train_bytes(self, optimizer: Optimizer, dtype: str, *, masters: bool = True) -> int:
+        """Weights, gradients, moments, and (masters) float32 copies of what learns in another dtype."""
         weights = (self.base + self.adapted) * DTYPE_BYTES[dtype] + self.adapters * _FLOAT32
         gradients = self.own * DTYPE_BYTES[dtype] + self.adapters * _FLOAT32
-        return weights + gradients + self._state_bytes(optimizer, dtype)
+        return weights + gradients + self._state_bytes(optimizer, dtype, masters=masters)
 
-    def checkpoint_bytes(self, optimizer: Optimizer, dtype: str, *, whole: bool) -> int:
+    def checkpoint_bytes(self, optimizer: Optimizer, dtype: str, *, whole: bool, masters: bool = True) -> int:
         """On disk. whole: with the weights under adapters."""
         plain = self.base if whole or not self.adapters else self.own
-        return plain * DTYPE_BYTES[dtype] + self.adapters * _FLOAT32 + self._state_bytes(optimizer, dtype)
+        weights = plain * DTYPE_BYTES[dtype] + self.adapters * _FLOAT32
+        return weights + self._state_bytes(optimizer, dtype, masters=masters)
 
-    def _state_bytes(self, optimizer: Optimizer, dtype: str) -> int:
-        masters = 0 if dtype == "float32" else self.own * _FLOAT32
-        one, two = _FLOAT32, 2 * _FLOAT32
+    def _state_bytes(self, optimizer: Optimizer, dtype: str, *, masters: bool) -> int:
+        kept = self.own * _FLOAT32 if masters and dtype != "float32" else 0
+        one = _FLOAT32 if masters else DTYPE_BYTES[dtype]
+        two = 2 + 8 / _BLOCK if optimizer.state == "int8" else 2 * one
         if optimizer.kind == "sgd":
-            return masters + (self.learned * one if optimizer.momentum else 0)
+            return kept + (self.learned * one if optimizer.momentum else 0)
         if optimizer.kind == "muon":
-            return masters + self.hidden * one + (self.learned - self.hidden) * two
-        return masters + self.learned * two
+            return kept + self.hidden * one + int((self.learned - self.hidden) * two)
+        return kept + int(self.learned * two)
 
 
 def learns(tensors: Tensors, lora: Lora | None, trainable: Mapping[str, bool]) -> Learns:

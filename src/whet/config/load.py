@@ -50,6 +50,13 @@ class Loaded:
     """Native keys as given, references in them; of a translated file, the keys that are read."""
     translation: Translation | None = None
     """What became of a foreign file's keys."""
+    given: Config | None = None
+    """The config before remote paths became those of their copies here; None: it has none."""
+
+    @property
+    def as_given(self) -> Config:
+        """The config as it is written down: with the paths that were given."""
+        return self.given or self.config
 
     def where(self, key: str) -> str:
         """'file.yaml:12', 'override train.steps=5', 'values' or ''; its section's if it is not given.

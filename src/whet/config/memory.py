@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whet.config.learns import Learns
-from whet.config.schema import Optimizer, Train
+from whet.config.schema import Train
 from whet.config.sizes import DTYPE_BYTES, PAGE_TOKENS, Shape
 
 Parts = dict[str, int]
@@ -79,8 +79,8 @@ class Model:
     """0: it never learns."""
     state: int = 0
     """Moments and float32 masters."""
-    casts: int = 0
-    """Float32 gradients, for the length of an optimizer step."""
+    stepping: int = 0
+    """Gradients as the optimizer step has them: of float32 masters, float32."""
     setting: Setting
     cut: Cut
     forward: Cut
@@ -97,23 +97,27 @@ class Cut:
     """U"""
     sampled: int
     """A"""
-    several: bool
-    """There is more than one: gradients of the first are there while the second is computed."""
+    second: Cut | None = None
+    """The next one, if there is one: gradients of the first are there while it is computed."""
     checkpoint: bool = False
 
 
 def learner(
-    name: str, learns: Learns, optimizer: Optimizer, *, setting: Setting, cut: Cut, forward: Cut, head: bool
+    name: str, learns: Learns, train: Train, *, setting: Setting, cut: Cut, forward: Cut, head: bool
 ) -> Model:
-    """A model that learns."""
-    gradients = learns.own * setting.bytes + learns.adapters * _FLOAT32
+    """A model that learns. train: the section as it sees it, with its own optimizer."""
+    optimizer, precision = train.optimizer, train.precision
+    plain = learns.own * setting.bytes + learns.adapters * _FLOAT32
+    gradients = learns.learned * _FLOAT32 if precision.reduce else plain
     weights = (learns.base + learns.adapted) * setting.bytes + learns.adapters * _FLOAT32
     return Model(
         name=name,
         weights=weights,
         gradients=gradients,
-        state=learns.train_bytes(optimizer, setting.dtype) - weights - gradients,
-        casts=0 if setting.dtype == "float32" else learns.own * _FLOAT32,
+        state=learns.train_bytes(optimizer, setting.dtype, masters=precision.master_weights)
+        - weights
+        - plain,
+        stepping=learns.learned * _FLOAT32 if precision.master_weights else plain,
         setting=setting,
         cut=cut,
         forward=forward,
@@ -121,22 +125,25 @@ def learner(
     )
 
 
-def phases(models: list[Model], *, cache: int, sampling: int, rollouts: int) -> list[Phase]:
+def phases(
+    models: list[Model], *, cache: int, sampling: int, rollouts: int, rewards: Mapping[str, int]
+) -> list[Phase]:
     """Sampling, a forward of every model, the update of those that learn.
 
-    cache: KV cache; sampling: what prefill and decoding need beside it; rollouts: bytes of a step's rollouts.
+    cache: KV cache; sampling: what prefill and decoding need beside it; rollouts: bytes of a step's rollouts;
+    rewards: weights of the models that judge.
     """
     held = {m.name: m.weights for m in models}
     held |= {f"optimizer of the {m.name}": m.state for m in models if m.state}
-    held |= {"KV cache": cache, "rollouts": rollouts}
+    held |= {"KV cache": cache, "rollouts": rollouts, **rewards}
     held = {name: count for name, count in held.items() if count}
     out = [Phase("sampling", {**held, "activations": sampling})] if sampling else []
     for m in models:
         out.append(Phase(f"forward of the {m.name}", {**held, "activations": forward_bytes(m)}))
         if m.gradients:
-            learning = {**held, f"gradients of the {m.name}": m.gradients}
             out += [Phase(f"update of the {m.name}", {**held, **parts}) for parts in update_parts(m)]
-            out.append(Phase(f"optimizer step of the {m.name}", {**learning, "float32 gradients": m.casts}))
+            step = {**held, f"gradients of the {m.name}": m.stepping}
+            out.append(Phase(f"optimizer step of the {m.name}", step))
     return out
 
 
@@ -154,12 +161,13 @@ def cut(train: Train, lengths: Lengths, *, rollouts: int, default_tokens: int, w
     )
     if whole_groups:
         rows = min(rollouts, max(1, rows // lengths.group) * lengths.group)
-    return Cut(
-        tokens=_computed(rows, lengths, train.share_prompts),
-        sampled=rows * lengths.reply,
-        several=rows < rollouts,
-        checkpoint=train.gradient_checkpointing,
-    )
+
+    def one(rows: int, second: Cut | None) -> Cut:
+        tokens = _computed(rows, lengths, train.share_prompts)
+        return Cut(tokens, rows * lengths.reply, second, checkpoint=train.gradient_checkpointing)
+
+    left = min(rows, rollouts - rows)
+    return one(rows, one(left, None) if left else None)
 
 
 def forward_cut(train: Train, learning: Cut, lengths: Lengths, *, rollouts: int) -> Cut:
@@ -173,7 +181,7 @@ def forward_cut(train: Train, learning: Cut, lengths: Lengths, *, rollouts: int)
         lengths=lengths,
         rollouts=rollouts,
     )
-    return Cut(_computed(rows, lengths, train.share_prompts), rows * lengths.reply, several=rows < rollouts)
+    return Cut(_computed(rows, lengths, train.share_prompts), rows * lengths.reply)
 
 
 def _rows(
@@ -255,9 +263,16 @@ def _keeps(s: Setting, c: Cut) -> bool:
 
 
 def update_parts(m: Model) -> Iterator[Parts]:
-    """The moments at which an update may be largest: at the output layer, with everything still kept, and at the first
-    layer, when all gradients are there."""
-    s, c = m.setting, m.cut
+    """The moments at which an update may be largest, of its first micro-batch and of the second, which finds gradients
+    there."""
+    yield from _moments(m, m.cut, there=0)
+    if m.cut.second:
+        yield from _moments(m, m.cut.second, there=m.gradients)
+
+
+def _moments(m: Model, c: Cut, *, there: int) -> Iterator[Parts]:
+    """At the output layer, with everything still kept; in the last layer; at the first, with all gradients there."""
+    s = m.setting
     layers = s.shape.layers
     kept = c.tokens * (layer_bytes(s) if not c.checkpoint else 2 * s.bytes * s.shape.hidden) * layers
     again = c.tokens * layer_bytes(s) if c.checkpoint else 0
@@ -265,7 +280,6 @@ def update_parts(m: Model) -> Iterator[Parts]:
     head = output_bytes(s, c) if m.head else 0
     waiting = _tied_gradient(m)
     behind = c.tokens * s.bytes * (2 * s.shape.hidden + 2 * s.shape.ffn * max(1, s.shape.experts_per_token))
-    there = m.gradients if c.several else 0
     label = f"gradients of the {m.name}"
     yield {"activations": kept + ends, "output layer": head + waiting, label: there}
     yield {"activations": kept + again + ends + behind, "output layer": waiting, label: there}
@@ -293,7 +307,7 @@ def _tied_gradient(m: Model) -> int:
 
 def sampling_bytes(s: Setting, *, prompt: int, rows: int) -> int:
     """Prefill of as many prompts as are let in at once, or a decode step of all rows."""
-    tokens = max(prompt, PREFILL_TOKENS // prompt * prompt)
+    tokens = max(prompt, min(PREFILL_TOKENS // prompt, rows) * prompt)
     return max(tokens * live_bytes(s), rows * live_bytes(s)) + 2 * logits_bytes(s, rows)
 
 

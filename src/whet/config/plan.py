@@ -9,8 +9,10 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
+from whet.config import checks_precision
 from whet.config.checks import Problem, hard_problems, unused
 from whet.config.checks_run import not_installed
 from whet.config.derived import Plan, for_critic
@@ -24,7 +26,7 @@ from whet.config.load import Loaded, stage_configs, stage_names
 from whet.config.mixing import experts_per_step
 from whet.config.recipes import resolve
 from whet.config.schema import Config, Train
-from whet.config.sizes import shape
+from whet.config.sizes import DTYPE_BYTES, parameters_in, shape
 from whet.types import ConfigError
 
 __all__ = ["Plan", "cores", "describe", "dtype_on", "plan", "plans"]
@@ -85,9 +87,10 @@ def _problems(config: Config, stages: Sequence[Config], *, rehearsal: bool) -> I
             yield key, f"{key}: '{name}' is taken by an earlier stage"
         if not re.fullmatch(r"\w[\w.-]*", name):
             yield key, f"{key}: '{name}' becomes a folder's name: only letters, digits, _ . and - are safe"
-        if stages[n].rollout.engine != config.rollout.engine:
-            key = f"stages[{n}].rollout.engine"
-            yield key, f"{key}: one engine serves the whole run; set rollout.engine at the top level"
+        for name in ("engine", "replicas"):
+            if getattr(stages[n].rollout, name) != getattr(config.rollout, name):
+                key = f"stages[{n}].rollout.{name}"
+                yield key, f"{key}: one engine serves the whole run; set rollout.{name} at the top level"
     tree = config.model_dump(mode="json", exclude_unset=True)
     for path, text in unused(tree, stages):
         yield dotted(path), f"{named(path, tree)}: {text}"
@@ -139,7 +142,9 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
         dtype_open=cfg.model.dtype is None and cfg.machine.device == "auto" and device == "cpu",
         device=device,
         compiled=device == "cpu" and cfg.machine.kernels != "torch",
-        sync_every=cfg.rollout.sync_every,
+        mode=mode_of(cfg, algorithm.kind),
+        samples_apart=cfg.mode == "both"
+        and (cfg.rollout.sync_every > 1 or mode_of(cfg, algorithm.kind) != "alternate"),
         threads=cfg.machine.threads or cores(),
         shape=size,
         learns=learns(tensors, cfg.model.lora, cfg.train.trainable) if tensors else None,
@@ -148,17 +153,47 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
         keep=cfg.checkpoint.keep,
         kv_cache_mb=cfg.machine.kv_cache_mb,
         memory_mb=cfg.machine.memory_mb,
-        reference_saved=algorithm.needs_reference and cfg.reference.path is None,
+        reference_saved=algorithm.needs_reference and (cfg.reference.path is None or _resets(cfg)),
+        reference_from_folder=cfg.reference.path is not None,
         reference_is_base=_begins_as_base(cfg),
+        reward_models=_judges(cfg, device),
         critic_whole=cfg.critic.path is None,
     )
 
 
+def mode_of(cfg: Config, kind: str) -> Literal["alternate", "overlap", "free", "train"]:
+    """How exploring and training take turns: a function of loop.MODES. kind: of the algorithm."""
+    if kind != "online" or cfg.mode == "bench":
+        return "alternate"
+    if cfg.mode != "both":
+        return "train" if cfg.mode == "train" else "free"
+    if cfg.rollout.schedule == "free":
+        return "free"
+    return "overlap" if cfg.rollout.max_staleness else "alternate"
+
+
 def _begins_as_base(cfg: Config) -> bool:
     """Adapters that do nothing at first, and a reference that is never reset to later ones."""
-    lora, reference = cfg.model.lora, cfg.reference
-    resets = reference.reset_every or reference.reset_every_epochs
-    return lora is not None and lora.init in ("default", "gaussian") and lora.path is None and not resets
+    lora = cfg.model.lora
+    return (
+        lora is not None and lora.init in ("default", "gaussian") and lora.path is None and not _resets(cfg)
+    )
+
+
+def _resets(cfg: Config) -> bool:
+    """The reference becomes the policy of a later step, so a checkpoint has to hold it."""
+    return cfg.reference.reset_every > 0 or cfg.reference.reset_every_epochs > 0
+
+
+def _judges(cfg: Config, device: str) -> dict[str, int]:
+    """Bytes of the reward models' weights, by the names of their rewards; without those that are not at hand."""
+    found = {}
+    for name, reward in cfg.rewards.items():
+        folder = Path(reward.model.path).expanduser() if reward.model else None
+        if reward.model and folder and folder.is_dir():
+            dtype = reward.model.dtype or ("bfloat16" if device == "cuda" else "float32")
+            found[f"reward model {name}"] = parameters_in(folder) * DTYPE_BYTES[dtype]
+    return found
 
 
 def _total_steps(train: Train, rows: int | None, *, tasks: int) -> int | None:
@@ -178,6 +213,7 @@ def _total_steps(train: Train, rows: int | None, *, tasks: int) -> int | None:
 
 def _misfits(plan: Plan) -> Iterator[Problem]:
     """What is wrong with numbers that had to be derived first."""
+    yield from checks_precision.misfits(plan)
     if plan.generates and plan.kv_cache_mb is not None and plan.shape is not None:
         one = plan.shape.kv_bytes(rows=1, tokens=plan.max_sequence_tokens, dtype=plan.dtype)
         if one > plan.kv_cache_mb * 2**20:
@@ -188,7 +224,7 @@ def _misfits(plan: Plan) -> Iterator[Problem]:
             )
 
 
-def dtype_on(cfg: Config, device: str) -> Literal["float32", "bfloat16"]:
+def dtype_on(cfg: Config, device: str) -> Literal["float32", "bfloat16", "float16"]:
     """Dtype of the parameters on 'cpu' or 'cuda': bfloat16 is slower than float32 on most CPUs."""
     return cfg.model.dtype or ("bfloat16" if device == "cuda" else "float32")
 

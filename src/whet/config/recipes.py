@@ -276,6 +276,11 @@ def _check_terms(cfg: Algorithm, r: Resolved) -> None:
         )
     if r.entropy_own_mean and r.entropy_coef == 0:
         raise ConfigError("algorithm.entropy_aggregation has no effect with entropy_coef=0: leave it out.")
+    regularizer = cfg.rec_regularizer if r.loss == "rec" else "none"
+    if regularizer != "none" and r.settings["rec_regularizer_coef"] == 0:
+        raise ConfigError(
+            f"algorithm.rec_regularizer={regularizer} adds nothing at rec_regularizer_coef=0: give one above 0."
+        )
     for key, why in idle_settings(r.loss, r.settings).items():
         value = getattr(cfg, key)
         if value != Algorithm.model_fields[key].default:

@@ -7,12 +7,14 @@ Strict and frozen. The docstring under each field is its documentation: meaning,
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from whet.config.parts.algorithm import Algorithm, Reward
 from whet.config.parts.base import Section
+from whet.config.parts.buffer import Buffer
+from whet.config.parts.cluster import Cluster
 from whet.config.parts.correction import Correction, Reject
 from whet.config.parts.data import Data, ReasoningGym, Source
 from whet.config.parts.eval import Eval
@@ -21,15 +23,20 @@ from whet.config.parts.kl import Kl, RewardKl
 from whet.config.parts.lora import Lora
 from whet.config.parts.mix import Mix
 from whet.config.parts.model import Critic, Model, Reference, Scratch, Tokenizer
+from whet.config.parts.parallel import Parallel
+from whet.config.parts.precision import Precision
 from whet.config.parts.profile import Profile
 from whet.config.parts.reward_model import RewardModel
 from whet.config.parts.rollout import Rollout, SamplingConfig
 from whet.config.parts.run import Checkpoint, Guard, Machine, Track
+from whet.config.parts.sync import Sync
 from whet.config.parts.train import CriticOptimizer, Optimizer, OptimizerGroup, Schedule, Train
 
 __all__ = [
     "Algorithm",
+    "Buffer",
     "Checkpoint",
+    "Cluster",
     "Config",
     "Correction",
     "Critic",
@@ -45,6 +52,8 @@ __all__ = [
     "Model",
     "Optimizer",
     "OptimizerGroup",
+    "Parallel",
+    "Precision",
     "Profile",
     "ReasoningGym",
     "Reference",
@@ -59,6 +68,7 @@ __all__ = [
     "Section",
     "Source",
     "Stage",
+    "Sync",
     "Tokenizer",
     "Track",
     "Train",
@@ -93,6 +103,10 @@ class Config(Section):
 
     name: str = "run"
     """Name of the run."""
+    mode: Literal["both", "train", "explore", "bench"] = "both"
+    """both: explore and train in one process. Or one process each, with buffer.url and the same run_dir: train takes
+    groups from the buffer and publishes weights; explore (any number, each with its buffer.explorer) follows them;
+    bench evaluates the run's checkpoints in their order. Each can be stopped, killed and started alone."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Every random number of the run is a function of this."""
     run_dir: str = "runs/${name}"
@@ -117,6 +131,10 @@ class Config(Section):
     """Rewards by name: functions and models."""
     rollout: Rollout = Field(default_factory=Rollout)
     """How the policy is asked."""
+    buffer: Buffer = Field(default_factory=Buffer)
+    """Where groups wait for a trainer in a process of its own."""
+    sync: Sync = Field(default_factory=Sync)
+    """How weights get from there to the explorers."""
     train: Train = Field(default_factory=Train)
     """Steps, batches, optimizer."""
     eval: Eval = Field(default_factory=Eval)
@@ -129,6 +147,8 @@ class Config(Section):
     """Traces of single steps."""
     guard: Guard = Field(default_factory=Guard)
     """Limits for reward code."""
+    cluster: Cluster = Field(default_factory=Cluster)
+    """Engines in processes of their own."""
     machine: Machine = Field(default_factory=Machine)
     """Devices, threads, memory."""
     stages: tuple[Stage, ...] = ()

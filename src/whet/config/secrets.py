@@ -20,6 +20,11 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
+def masked_url(url: str) -> str:
+    """The same with its password struck out, be it before the host or a parameter."""
+    return re.sub(r"(://[^/@:]*:)[^@]*(?=@)|((?:^|[?&])password=)[^&]*", rf"\1\2{MASK}", url)
+
+
 def masked(env: Mapping[str, str]) -> dict[str, str]:
     """The same with the values of secrets struck out."""
     return {name: MASK if is_secret(name) else value for name, value in env.items()}
@@ -36,4 +41,6 @@ def dump(cfg: Config, *, exclude: Any = None, exclude_unset: bool = False) -> di
     guard = tree.get("guard", {})
     if "env" in guard:
         guard["env"] = masked(guard["env"])
+    if url := tree.get("buffer", {}).get("url"):
+        tree["buffer"]["url"] = masked_url(url)
     return tree

@@ -19,7 +19,7 @@ PAGE_TOKENS = 16
 """Tokens of one page of the KV cache."""
 MOMENT_BYTES = 8
 """Adam's two moments of one parameter, float32."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe")
 """Architectures whose tensors are known without their files."""
@@ -226,6 +226,11 @@ def _json(file: Path) -> dict[str, Json]:
     if not isinstance(found, dict):
         raise ConfigError(f"{file} holds no JSON object")
     return found
+
+
+def parameters_in(folder: Path) -> int:
+    """Numbers in the safetensors files of a folder."""
+    return sum(prod(shape) for shape in _headers(folder).values())
 
 
 def _headers(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -97,6 +97,14 @@ class TaskStream:
         """The next n tasks."""
         return [self._draw() for _ in range(n)]
 
+    def at(self, uid: int) -> Task:
+        """The task of this number, whatever was drawn before; the stream goes on behind it."""
+        if uid < self.drawn:
+            self._drawn_S[:] = 0
+        while self.drawn < uid:
+            self._drawn_S[self._next_source()] += 1
+        return self._draw()
+
     def state(self) -> dict[str, Json]:
         """Where the stream stands, as JSON: a stream of the same data, so restored, draws the same tasks."""
         names = [s.rows.name for s in self._sources]
@@ -120,12 +128,15 @@ class TaskStream:
         self._drawn_S = np.array(state["drawn"], dtype=np.int64)
 
     def _draw(self) -> Task:
-        uid = self.drawn
-        s = int(np.argmax(self._share_S * (uid + 1) - self._drawn_S))
+        uid, s = self.drawn, self._next_source()
         epoch, place = divmod(int(self._drawn_S[s]), self._rows_S[s])
         task = self._sources[s].task(int(self._places(s, epoch)[place]), uid)
         self._drawn_S[s] += 1
         return task
+
+    def _next_source(self) -> int:
+        """The source that is furthest behind its share."""
+        return int(np.argmax(self._share_S * (self.drawn + 1) - self._drawn_S))
 
     def _places(self, s: int, epoch: int) -> np.ndarray:
         """[K] the order in which source s is drawn in an epoch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from whet.types import Json, Metrics, WhetError
 
@@ -29,6 +30,16 @@ class Ledger:
     def failed(self, n: int, reason: str) -> None:
         """`n` came to nothing, e.g. 'reward', 'timeout', 'engine'."""
         self._add(f"failed/{reason}", n)
+
+    def book(self, account: str, n: int) -> None:
+        """`n` more of an account by its whole name: 'asked', 'trained', 'rejected/REASON', 'failed/REASON'."""
+        self._add(account, n)
+
+    def settle(self, totals: Mapping[str, int]) -> None:
+        """Book what a common account (a store's, over all processes) has more than this one."""
+        for account, n in totals.items():
+            if account != "pending" and n > self._total[account]:
+                self._add(account, n - self._total[account])
 
     def _add(self, account: str, n: int) -> None:
         if n < 0:

@@ -204,6 +204,7 @@ def _check_pages(cache: KvCache, page: Tensor) -> None:
         raise ValueError(f"page numbers {low} .. {high}, but the cache has pages 0 .. {cache.pages - 1}")
 
 
+@torch.compiler.disable
 def hf_attention(
     module: nn.Module,
     query: Tensor,

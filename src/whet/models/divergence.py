@@ -30,7 +30,7 @@ def full_kl(
     d KL / d logit = p e. `chunk` rows of both logits at a time, computed again in backward. WhetError where the two
     heads are not over the same vocabulary.
     """
-    sizes = [h.linear.out_features for h in heads]
+    sizes = [h.size for h in heads]
     if sizes[0] != sizes[1]:
         raise WhetError(
             f"algorithm.kl.estimator=full compares whole vocabularies, and the policy's has {sizes[0]} tokens, the "
@@ -53,8 +53,8 @@ class _Job:
     def terms(self, hidden_AD: Tensor, reference_AD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[A, V] logits, probabilities, log p - log q."""
         z_AV = logits(self.head, hidden_AD, self.temperature)
-        logp_AV = z_AV.log_softmax(-1)
-        gap_AV = logp_AV - logits(self.reference, reference_AD, self.temperature).log_softmax(-1)
+        logp_AV = self.head.log_softmax(z_AV)
+        gap_AV = logp_AV - self.reference.log_softmax(logits(self.reference, reference_AD, self.temperature))
         return z_AV, logp_AV.exp_(), gap_AV
 
 
@@ -66,7 +66,7 @@ class _FullKl(torch.autograd.Function):
         kl_A = torch.empty(len(hidden_AD), dtype=torch.float32, device=hidden_AD.device)
         for at in job.spans(len(hidden_AD)):
             _, p_AV, gap_AV = job.terms(hidden_AD[at], reference_AD[at])
-            kl_A[at] = (p_AV * gap_AV).sum(-1)
+            kl_A[at] = job.head.add((p_AV * gap_AV).sum(-1))
         ctx.save_for_backward(hidden_AD, weight_VD, bias_V, reference_AD, kl_A)
         ctx.job = job
         return kl_A
@@ -88,5 +88,6 @@ class _FullKl(torch.autograd.Function):
             dweight_VD += dz_AV.t() @ hidden_AD[at]
             if dbias_V is not None:
                 dbias_V += dz_AV.sum(0)
+        job.head.add(dhidden_AD)
         db_V = dbias_V if bias_V is None or dbias_V is None else dbias_V.to(bias_V.dtype)
         return dhidden_AD, dweight_VD.to(weight_VD.dtype), db_V, None, None

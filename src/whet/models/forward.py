@@ -21,6 +21,7 @@ from whet.models import functional, universal
 from whet.models.attention import Attend
 from whet.models.kernels import Ops
 from whet.models.logprobs import Head
+from whet.models.vocabulary import VocabularyHead
 from whet.types import ConfigError
 
 
@@ -43,29 +44,30 @@ class Decoder:
     head_dim: int
 
 
-def decoder(model: PreTrainedModel, ops: Ops) -> Decoder:
-    """The decoder of a Hugging Face causal language model, by reference.
+def decoder(model: PreTrainedModel, ops: Ops, *, compile: bool = False) -> Decoder:
+    """The decoder of a Hugging Face causal language model, by reference. compile: its layers, with torch.compile.
 
     A model of no known family is set to our attention and can no longer be called without a plan; to use it
     by itself again, call `model.set_attn_implementation("sdpa")`.
     Errors: ConfigError where packed tokens cannot be computed, or not as the model itself computes them.
     """
     config = model.config.get_text_config()
-    head = _head(model, config)
+    head = output_head(model, config)
     family = functional.known_family(model, config)
     if family is None:
         hidden = universal.modules(model, config)
-        return Decoder(hidden, head, "modules", *universal.probe(model, hidden, head=head, ops=ops))
+        seen = universal.probe(model, hidden, head=head, ops=ops)
+        return Decoder(universal.modules(model, config, compile=compile), head, "modules", *seen)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    hidden = functional.functional(model, ops, family=family)
+    hidden = functional.functional(model, ops, family=family, compile=compile)
     return Decoder(hidden, head, "functional", config.num_hidden_layers, kv_heads, head_dim)
 
 
-def _head(model: PreTrainedModel, config: Any) -> Head:
+def output_head(model: PreTrainedModel, config: Any) -> Head:
     """The output layer with what families put after it: a factor (Cohere), divisor (Granite), cap (Gemma)."""
     linear = model.get_output_embeddings()
-    if not isinstance(linear, nn.Linear):
+    if not isinstance(linear, nn.Linear | VocabularyHead):
         raise ConfigError(
             f"{type(model).__name__} has no linear output layer; whet trains causal language models"
         )

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from whet.models.attention import Attend
-from whet.models.kernels import Ops
+from whet.models.kernels import Ops, load
 from whet.models.lora import LoraLinear
+from whet.models.sharded import within
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class _Layer:
     """One decoder layer: its modules, whose parameters are read on every call, and its constants."""
 
     number: int
+    module: nn.Module
     norm_in: Any
     norm_mid: Any
     q: nn.Linear | LoraLinear
@@ -95,14 +97,17 @@ class _Layer:
     window: int | None
 
 
-def functional(model: Any, ops: Ops, *, family: Family) -> Callable[..., Tensor]:
-    """The `Hidden` function (see `forward`) of a model of this family."""
+def functional(model: Any, ops: Ops, *, family: Family, compile: bool = False) -> Callable[..., Tensor]:
+    """The `Hidden` function (see `forward`) of a model of this family. compile: what a layer computes before and after
+    its attention, fused by torch's compiler, which takes the place of the C kernels there."""
     base, config = model.model, model.config
     embed, rotary = base.embed_tokens, base.rotary_emb
+    layer_ops = load("torch") if compile else ops
     layers = [
-        _layer(layer, number, ops=ops, family=family, config=config)
+        _layer(layer, number, ops=layer_ops, family=family, config=config)
         for number, layer in enumerate(base.layers[: config.num_hidden_layers])
     ]
+    layer_step, wrap = (torch.compile(_step, dynamic=True), _outside) if compile else (_step, lambda x: x)
 
     def hidden(
         token_ids_U: Tensor, position_U: Tensor, attend: Attend, *, checkpoint: bool = False
@@ -112,21 +117,25 @@ def functional(model: Any, ops: Ops, *, family: Family) -> Callable[..., Tensor]
         if family.offset:
             h_UD = h_UD * embed.embed_scale.to(h_UD.dtype)
         cos_UD, sin_UD = rope(rotary, position_U)
-        step = partial(_step, ops=ops, attend=attend, cos_UD=cos_UD, sin_UD=sin_UD)
+        step = partial(layer_step, ops=layer_ops, attend=wrap(attend), cos_UD=cos_UD, sin_UD=sin_UD)
+        run: Callable[..., tuple[Tensor, Tensor]] = step
+        if checkpoint:
+            run = partial(recompute, step, use_reentrant=False, preserve_rng_state=False)
         delta_UD: Tensor | None = None
         for layer in layers:
-            if checkpoint:
-                delta_UD, h_UD = recompute(
-                    step, layer, delta_UD, h_UD, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                delta_UD, h_UD = step(layer, delta_UD, h_UD)
+            delta_UD, h_UD = within(layer.module, run, layer, delta_UD, h_UD)
         last = base.norm.weight
         if delta_UD is None:
             return ops.rms_norm(h_UD, last, config.rms_norm_eps, offset=family.offset)
         return ops.add_rms_norm(delta_UD, h_UD, last, eps=config.rms_norm_eps, offset=family.offset)[0]
 
     return hidden
+
+
+def _outside(attend: Attend) -> Attend:
+    """The same, which torch's compiler does not look into: it gathers by tables that differ in every batch."""
+    outside: Attend = torch.compiler.disable(attend.__call__)
+    return outside
 
 
 def rope(rotary: Any, position_U: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,6 +156,7 @@ def _layer(layer: Any, number: int, *, ops: Ops, family: Family, config: Any) ->
     feed_forward = _mixture if hasattr(layer.mlp, "experts") else _dense
     return _Layer(
         number=number,
+        module=layer,
         norm_in=layer.input_layernorm,
         norm_mid=layer.post_attention_layernorm,
         q=attention.q_proj,

@@ -67,6 +67,17 @@ def build(
     return model.eval()
 
 
+def empty(
+    config: dict[str, Any], *, dtype: torch.dtype, device: torch.device | str, seed: int
+) -> PreTrainedModel:
+    """A model of a config.json, ready to take weights; those it has are random."""
+    values = dict(config)
+    model = _initialise(AutoConfig.for_model(values.pop("model_type"), **values), seed=seed, dtype=dtype)
+    _embedding(model).padding_idx = None
+    nn.Module.to(model, device)
+    return model.eval().requires_grad_(False)
+
+
 def _embedding(model: PreTrainedModel) -> nn.Embedding:
     """The input embedding."""
     embedding = model.get_input_embeddings()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from whet.models.kernels import Ops
+from whet.models.vocabulary import Vocabulary, VocabularyHead
 
 _KEEP = 1 << 24
 """Logits (64 MiB of float32) that are kept for the backward pass; more are recomputed chunk by chunk."""
@@ -25,10 +26,29 @@ _KEEP = 1 << 24
 class Head:
     """The output layer: logits = cap * tanh(scale * (W h + b) / cap); without a cap: scale * (W h + b)."""
 
-    linear: nn.Linear
+    linear: nn.Linear | VocabularyHead
     """By reference; its parameters are read on every call. May share its weight with the embedding."""
     scale: float = 1.0
     softcap: float | None = None
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """The part of the vocabulary that this rank has; None: all of it is here. In part, what is called [A, V] is
+        this part's."""
+        return self.linear.vocabulary if isinstance(self.linear, VocabularyHead) else None
+
+    @property
+    def size(self) -> int:
+        """Tokens of the whole vocabulary."""
+        return self.linear.out_features if self.vocabulary is None else self.vocabulary.size
+
+    def log_softmax(self, z_AV: Tensor) -> Tensor:
+        """[A, V] log-probs over the whole vocabulary, without gradient."""
+        return z_AV.log_softmax(-1) if self.vocabulary is None else z_AV - self.vocabulary.logsumexp(z_AV)[:, None]
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum over the vocabulary from sums over its parts, in place."""
+        return x if self.vocabulary is None else self.vocabulary.add(x)
 
 
 @torch.no_grad()
@@ -82,8 +102,8 @@ def collisions(hidden_AD: Tensor, *, head: Head, temperature: float = 1.0, chunk
     out_A = torch.empty(len(hidden_AD), dtype=torch.float32, device=hidden_AD.device)
     for start in range(0, len(hidden_AD), chunk):
         at = slice(start, start + chunk)
-        logp_AV = logits(head, hidden_AD[at], temperature).log_softmax(-1)
-        out_A[at] = logp_AV.mul_(2).exp_().sum(-1)
+        logp_AV = head.log_softmax(logits(head, hidden_AD[at], temperature))
+        out_A[at] = head.add(logp_AV.mul_(2).exp_().sum(-1))
     return out_A
 
 
@@ -95,6 +115,11 @@ class _Job:
     entropy_grad: bool
     chunk: int
     keep: bool
+
+    @property
+    def rows(self) -> Ops | Vocabulary:
+        """What computes the rows: over all of the vocabulary, or over this rank's part and the others'."""
+        return self.ops if self.head.vocabulary is None else self.head.vocabulary
 
     def spans(self, rows: int) -> list[slice]:
         step = rows if self.keep else self.chunk
@@ -111,7 +136,7 @@ class _TokenLogprobs(torch.autograd.Function):
         z_AV = None
         for at in job.spans(len(hidden_AD)):
             z_AV = _logits(job.head, hidden_AD[at], (weight_VD, bias_V), job.temperature)
-            logp_A[at], entropy_A[at] = job.ops.logprobs(z_AV, targets_A[at])
+            logp_A[at], entropy_A[at] = job.rows.logprobs(z_AV, targets_A[at])
         kept = z_AV if job.keep and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden_AD, weight_VD, bias_V, targets_A, logp_A, entropy_A, kept)
         ctx.job = job
@@ -133,7 +158,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if z_AV is None:
                 z_AV = _logits(job.head, hidden_AD[at], (weight_VD, bias_V), job.temperature)
             slope_AV = slope(z_AV, job.head, job.temperature)
-            job.ops.logprobs_backward(
+            job.rows.logprobs_backward(
                 z_AV,
                 targets_A[at],
                 logp_A[at],
@@ -148,6 +173,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 _add_product(dweight_VD, dz_AV.t(), hidden_AD[at])
             if dbias_V is not None:
                 dbias_V += dz_AV.sum(0)
+        if dhidden_AD is not None:
+            job.head.add(dhidden_AD)
         if kept is not None:  # it holds its own gradient now: a second backward must fail, not read it
             torch.autograd.graph.increment_version(kept)
         return dhidden_AD, _cast(dweight_VD, weight_VD), _cast(dbias_V, bias_V), None, None

@@ -51,25 +51,33 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.scale, self.dropout = scale, dropout
+        self.first = 0
+        """Number of the first feature of the input, where this rank has the weight's columns from there."""
         self.noise: Noise | None = None
         """While it is given, the adapter's input is dropped by it: see `dropping`."""
         self.weight, self.bias = linear.weight, linear.bias
         self.lora_A, self.lora_B = nn.Parameter(a_KI), nn.Parameter(b_OK)
+        self.keeps = True
+        """Keep W + s B A. Not where W is gathered for a moment only: then W x and s B A x are added."""
         self.register_buffer("effective", None, persistent=False)
         """W + s B A, at one address for as long as the layer lives; None where B is 0: then it is W itself."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight_OI = self.weight if self.effective is None else self.effective
+        noise = self.noise if torch.is_grad_enabled() else None
+        if noise is not None or not self.keeps:
+            a_KI, b_OK = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
+            seen = x if noise is None else noise.drop(x, self.dropout, first=self.first)
+            low_UK = F.linear(seen, a_KI)
+            return F.linear(x, self.weight, self.bias) + self.scale * F.linear(low_UK, b_OK)
         if not torch.is_grad_enabled():
             return F.linear(x, weight_OI, self.bias)
-        if self.noise is not None:
-            a_KI, b_OK = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
-            low_UK = F.linear(self.noise.drop(x, self.dropout), a_KI)
-            return F.linear(x, self.weight, self.bias) + self.scale * F.linear(low_UK, b_OK)
         return _Adapted.apply(x, weight_OI, self.bias, self.lora_A, self.lora_B, self.scale)
 
     @torch.no_grad()
     def refresh(self) -> None:
+        if not self.keeps:
+            return
         if self.effective is None:
             if not self.lora_B.any():
                 return
@@ -113,11 +121,11 @@ class _Adapted(torch.autograd.Function):
 # ---------------------------------------------------------------- put in
 
 
-def attach(model: PreTrainedModel, cfg: Lora, *, seed: int) -> None:
+def attach(model: PreTrainedModel, cfg: Lora, *, seed: int, key: str = "model.lora") -> None:
     """Put adapters into a model, in place. From then on only they, and `modules_to_save`, require gradients.
 
-    `seed` decides how they begin, and nothing else does. Errors: ConfigError where a name fits nothing, or a layer that
-    cannot have an adapter; CheckpointError for a folder of other adapters.
+    `seed` decides how they begin, and nothing else does; `key` is the section's name, for errors. Errors: ConfigError
+    where a name fits nothing, or a layer that cannot have an adapter; CheckpointError for a folder of other adapters.
     """
     # An extra of the package, and slow to import.
     from peft import inject_adapter_in_model
@@ -130,16 +138,16 @@ def attach(model: PreTrainedModel, cfg: Lora, *, seed: int) -> None:
         try:
             inject_adapter_in_model(_peft(cfg, _targets(cfg, model)), model)
         except ValueError as error:
-            raise ConfigError(f"model.lora: {error}") from error
+            raise ConfigError(f"{key}: {error}") from error
     del model.peft_config  # transformers would refuse to write the model
     for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]:
-        model.set_submodule(name, _own(name, module, head=head, dropout=cfg.dropout))
-    _check_names(model, cfg)
+        model.set_submodule(name, _own(name, module, head=head, dropout=cfg.dropout, key=key))
+    _check_names(model, cfg, key)
     for whole in _whole(model, cfg.modules_to_save).values():
         whole.requires_grad_(True)
     setattr(model, _LEARNED, frozenset(n for n, p in model.named_parameters() if p.requires_grad))
     if cfg.path is not None:
-        _fill(model, Path(cfg.path).expanduser(), cfg)
+        _fill(model, Path(cfg.path).expanduser(), cfg, key=key)
     refresh(model)
 
 
@@ -172,35 +180,35 @@ def _peft(cfg: Lora, targets: list[str] | str) -> Any:
     )
 
 
-def _own(name: str, layer: Any, *, head: nn.Module | None, dropout: float) -> LoraLinear:
+def _own(name: str, layer: Any, *, head: nn.Module | None, dropout: float, key: str) -> LoraLinear:
     """peft's layer as ours, with the same tensors."""
     linear = layer.base_layer
     if type(linear) is not nn.Linear or linear is head:
         raise ConfigError(
-            f"model.lora.targets: {name} cannot have an adapter; linear layers other than the output can, and "
-            "model.lora.modules_to_save trains a module in full"
+            f"{key}.targets: {name} cannot have an adapter; linear layers other than the output can, and "
+            f"{key}.modules_to_save trains a module in full"
         )
     dtype = torch.promote_types(linear.weight.dtype, torch.float32)
     a, b = (part["default"].weight.detach().to(dtype) for part in (layer.lora_A, layer.lora_B))
     return LoraLinear(linear, a, b, scale=float(layer.scaling["default"]), dropout=dropout)
 
 
-def _check_names(model: PreTrainedModel, cfg: Lora) -> None:
+def _check_names(model: PreTrainedModel, cfg: Lora, section: str) -> None:
     """Each pattern has to fit the end of a name (peft only warns), and each module has to be there."""
     for key, patterns in (("rank_pattern", cfg.rank_pattern), ("alpha_pattern", cfg.alpha_pattern)):
         for pattern in patterns:
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted(model)):
                 raise ConfigError(
-                    f"model.lora.{key}: no layer with an adapter has a name that ends with {pattern!r}"
+                    f"{section}.{key}: no layer with an adapter has a name that ends with {pattern!r}"
                 )
     for ending in cfg.modules_to_save:
         found = _whole(model, [ending]).values()
         if not any(True for m in found for _ in m.parameters()):
-            raise ConfigError(f"model.lora.modules_to_save: no module's name ends with {ending!r}")
+            raise ConfigError(f"{section}.modules_to_save: no module's name ends with {ending!r}")
         if any(adapted(m) for m in found):
             raise ConfigError(
-                f"model.lora.modules_to_save: {ending!r} has adapters, and a layer has these or learns in "
-                "full; take it from one of the two lists (model.lora.targets)"
+                f"{section}.modules_to_save: {ending!r} has adapters, and a layer has these or learns in "
+                f"full; take it from one of the two lists ({section}.targets)"
             )
 
 
@@ -210,22 +218,22 @@ def _whole(model: PreTrainedModel, endings: Iterable[str]) -> dict[str, nn.Modul
     return {name: module for name, module in model.named_modules() if f".{name}".endswith(ends)}
 
 
-def _fill(model: PreTrainedModel, folder: Path, cfg: Lora) -> None:
+def _fill(model: PreTrainedModel, folder: Path, cfg: Lora, *, key: str) -> None:
     """Adapters and whole modules from a folder of peft's."""
     try:
         told = json.loads((folder / "adapter_config.json").read_text())
         found = load_file(folder / _FILE)
     except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"model.lora.path={folder}: cannot be read: {error}") from error
+        raise CheckpointError(f"{key}.path={folder}: cannot be read: {error}") from error
     ours = {"r": cfg.rank, "lora_alpha": cfg.alpha, "use_rslora": cfg.rslora}
-    if odd := {key: told.get(key) for key, value in ours.items() if told.get(key) != value}:
+    if odd := {name: told.get(name) for name, value in ours.items() if told.get(name) != value}:
         raise ConfigError(
-            f"model.lora.path={folder}: its adapters were made with {odd}; set rank, alpha, rslora so"
+            f"{key}.path={folder}: its adapters were made with {odd}; set rank, alpha, rslora so"
         )
     own = dict(_as_peft(model, cfg))
     if wrong := sorted(n for n in found.keys() | own.keys() if _shape(found, n) != _shape(own, n)):
         raise CheckpointError(
-            f"model.lora.path={folder}: the adapters are of other layers; they differ in {wrong[:3]} ({len(wrong)} "
+            f"{key}.path={folder}: the adapters are of other layers; they differ in {wrong[:3]} ({len(wrong)} "
             "tensors)"
         )
     with torch.no_grad():

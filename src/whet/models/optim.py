@@ -16,7 +16,12 @@ from torch import Tensor, nn
 
 from whet.config.schedules import factor, position, weight_decay
 from whet.config.schema import Optimizer as OptimizerConfig
+from whet.config.schema import Precision
+from whet.models import adam8
+from whet.models.adam8 import Adam8
 from whet.models.muon import Muon
+from whet.models.precision import loss_scale
+from whet.models.sharded import Alone, DataParallel
 from whet.types import CheckpointError, ConfigError
 
 _ADAM = {"steps": "step", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -26,8 +31,11 @@ _STATE: dict[type[Any], dict[str, str]] = {
     torch.optim.Adam: _ADAM,
     torch.optim.SGD: _MOMENTUM,
     Muon: _MOMENTUM,
+    Adam8: _ADAM | {"exp_avg_scale": "exp_avg_scale", "exp_avg_sq_scale": "exp_avg_sq_scale"},
 }
 """What each keeps of a parameter: the name in a checkpoint, and the optimizer's own."""
+
+Inner = Muon | Adam8 | torch.optim.Optimizer
 
 
 class Optimizer:
@@ -41,19 +49,32 @@ class Optimizer:
         total_steps: int,
         updates_per_step: int = 1,
         hidden: Collection[str] = (),
+        precision: Precision | None = None,
+        offload: bool = False,
+        across: Alone | DataParallel | None = None,
     ) -> None:
         """total_steps: optimizer steps of the stage; updates_per_step: those of one training step. hidden: matrices
-        between embedding and output, which muon takes. Errors: ConfigError for a group without parameters."""
+        between embedding and output, which muon takes. offload: moments and masters lie in the host's memory but for
+        the step. across: the ranks that gradients are added up over. Errors: ConfigError for a group without
+        parameters."""
+        self.across = across or Alone()
+        precision = precision or Precision()
         self.cfg, self.total_steps, self.updates_per_step = cfg, total_steps, updates_per_step
+        self.offload, self.sums_wide = offload, precision.reduce is not None
         self.step_count = 0
         self.parameters = {name: p for name, p in named if p.requires_grad}
         self.masters = {
-            name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
+            name: p
+            if p.dtype == torch.float32 or not precision.master_weights
+            else nn.Parameter(p.detach().float())
             for name, p in self.parameters.items()
         }
+        self.wide: dict[str, Tensor] = {}
+        """Float32 gradients of parameters with a master, until the step."""
+        self.loss_scale = loss_scale(precision, {p.dtype for p in self.parameters.values()})
         inside = {n: p for n, p in self.masters.items() if cfg.kind == "muon" and n in hidden}
         rest = {n: p for n, p in self.masters.items() if n not in inside}
-        self.inner: list[Muon | torch.optim.Optimizer] = [*_muon(inside, cfg), *_torch(rest, cfg)]
+        self.inner: list[Inner] = [*_muon(inside, cfg), *_torch(rest, cfg)]
         self.owner = {p: inner for inner in self.inner for g in inner.param_groups for p in g["params"]}
         if odd := [at for at in cfg.groups if not any(re.search(at, name) for name in self.masters)]:
             raise ConfigError(
@@ -74,23 +95,48 @@ class Optimizer:
         return position(self.cfg.schedule, updates, updates_per_step=self.updates_per_step)
 
     def zero_grad(self) -> None:
+        self.wide.clear()
         for p in self.parameters.values():
             p.grad = None
 
+    def backward(self, total: Tensor) -> None:
+        """Add a micro-batch's gradients, times the scale of the loss, to those that are there."""
+        (total if self.loss_scale is None else total * self.loss_scale.scale).backward()
+        if self.sums_wide:
+            self._widen()
+
+    def _widen(self) -> None:
+        """Move gradients of parameters with a master to float32."""
+        for name, p in self.parameters.items():
+            if p.grad is not None and self.masters[name] is not p:
+                before = self.wide.get(name)
+                self.wide[name] = p.grad.float() if before is None else before.add_(p.grad)
+                p.grad = None
+
+    @torch.no_grad()
     def clip(self) -> float:
-        """Clip the gradient's norm in place; returns the norm before (float32)."""
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
-        value = float(norm)
+        """Divide gradients by the scale of the loss and clip their norm, in place; returns the norm before clipping."""
+        self.across.collect(self.parameters)
+        self._widen()
+        self.across.add_up(self.parameters, self.wide)
+        by_name = {n: p.grad for n, p in self.parameters.items() if p.grad is not None} | self.wide
+        grads = list(by_name.values())
+        if self.loss_scale is not None and grads:
+            torch._foreach_mul_(grads, 1.0 / self.loss_scale.scale)
+        value = float(self.across.norm(by_name))
         if self.cfg.grad_clip is not None and math.isfinite(value) and value > self.cfg.grad_clip:
             torch._foreach_mul_(grads, self.cfg.grad_clip / (value + 1e-6))
         return value
 
     @torch.no_grad()
     def step(self) -> None:
-        for name, p in self.parameters.items():
-            if self.masters[name] is not p:
-                self.masters[name].grad = None if p.grad is None else p.grad.float()
+        """Follow the gradients; `clip` has divided them by the scale of the loss, where there is one."""
+        self._widen()
+        if self.offload:
+            self.place(next(iter(self.parameters.values())).device)
+        for name, grad in self.wide.items():
+            self.masters[name].grad = grad
+        self.wide.clear()
         for inner in self.inner:
             for group in inner.param_groups:
                 group["lr"] = self.lr * group["lr_factor"]
@@ -101,6 +147,17 @@ class Optimizer:
                 p.copy_(self.masters[name])
                 self.masters[name].grad = None
         self.step_count += 1
+        if self.offload:
+            self.place(torch.device("cpu"))
+
+    def place(self, device: torch.device) -> None:
+        """Move moments and master weights."""
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                master.data = master.data.to(device)
+        for inner in self.inner:
+            for state in inner.state.values():
+                state.update({key: x.to(device) for key, x in state.items() if isinstance(x, Tensor)})
 
     def skip(self) -> None:
         """Count a step without taking it: the schedule goes on, moments and weights stay."""
@@ -123,17 +180,30 @@ class Optimizer:
                 out[f"master.{name}"] = master.detach()
         return out
 
+    def counts(self) -> dict[str, Any]:
+        """What `restore` needs beside the tensors: JSON."""
+        scale = (
+            {} if self.loss_scale is None else {"loss_scale": [self.loss_scale.scale, self.loss_scale.held]}
+        )
+        return {"steps": self.step_count, **scale}
+
     @torch.no_grad()
-    def restore(self, tensors: dict[str, Tensor], step_count: int) -> None:
+    def restore(
+        self, tensors: dict[str, Tensor], step_count: int, *, loss_scale: tuple[float, int] | None = None
+    ) -> None:
+        """Go on from what `state` and `counts` gave."""
         self.step_count = step_count
+        if self.loss_scale is not None and loss_scale is not None:
+            self.loss_scale.scale, self.loss_scale.held = loss_scale
         for name, master in self.masters.items():
             if master is not self.parameters[name]:
                 master.copy_(_wanted(tensors, f"master.{name}", master))
             found, keys = self._state_of(master)
             if any(f"{key}.{name}" in tensors for key in keys):
+                begins = _blank(self.owner[master], master)
                 for key, own in keys.items():
-                    like = master.new_zeros(()) if own == "step" else master
-                    found[own] = _wanted(tensors, f"{key}.{name}", like).clone()
+                    if own in begins:
+                        found[own] = _wanted(tensors, f"{key}.{name}", begins[own]).clone()
 
     def _state_of(self, master: nn.Parameter) -> tuple[dict[str, Any], dict[str, str]]:
         """What is kept of a parameter (nothing before its first step), and how that is called."""
@@ -141,20 +211,36 @@ class Optimizer:
         return inner.state[master], _STATE[type(inner)]
 
 
+def _blank(inner: Inner, p: nn.Parameter) -> dict[str, Tensor]:
+    """State of the shapes and dtypes that a parameter's has."""
+    if isinstance(inner, Adam8):
+        return adam8.blank(p)
+    return {
+        own: p.new_zeros((), dtype=torch.float32) if own == "step" else p
+        for own in _STATE[type(inner)].values()
+    }
+
+
 def _muon(named: Mapping[str, nn.Parameter], cfg: OptimizerConfig) -> Iterator[Muon]:
     if named:
         yield Muon(_groups(named, cfg), momentum=_or(cfg.momentum, 0.95))
 
 
-def _torch(named: Mapping[str, nn.Parameter], cfg: OptimizerConfig) -> Iterator[torch.optim.Optimizer]:
+def _torch(
+    named: Mapping[str, nn.Parameter], cfg: OptimizerConfig
+) -> Iterator[Adam8 | torch.optim.Optimizer]:
     groups = _groups(named, cfg)
     if not groups:
         return
+    if cfg.state == "int8":
+        yield Adam8(groups, betas=cfg.betas, eps=cfg.eps, decoupled=cfg.kind == "adamw")
+        return
+    how = {"fused": cfg.implementation == "fused", "foreach": cfg.implementation == "foreach"}
     if cfg.kind == "sgd":
-        yield torch.optim.SGD(groups, lr=cfg.lr, momentum=_or(cfg.momentum, 0.0), fused=True)
+        yield torch.optim.SGD(groups, lr=cfg.lr, momentum=_or(cfg.momentum, 0.0), **how)
     else:
         kind = torch.optim.Adam if cfg.kind == "adam" else torch.optim.AdamW
-        yield kind(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+        yield kind(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, **how)
 
 
 def _or(given: float | None, default: float) -> float:

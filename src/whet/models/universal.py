@@ -30,8 +30,8 @@ _LONGEST_DEPENDENT = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest sequence of a call."""
 
 
-def modules(model: PreTrainedModel, config: Any) -> Callable[..., Tensor]:
-    """The `Hidden` function (see `forward`) of any model. Sets the model to our attention."""
+def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Callable[..., Tensor]:
+    """The `Hidden` function (see `forward`) of any model. Sets the model to our attention. compile: its layers."""
     if rope_type(config) in _LONGEST_DEPENDENT:
         raise ConfigError(
             f"{type(model).__name__}: rope_type '{rope_type(config)}' depends on the longest sequence of a "
@@ -46,13 +46,15 @@ def modules(model: PreTrainedModel, config: Any) -> Callable[..., Tensor]:
     model.set_attn_implementation("whet")
     base = model.get_decoder()
     blocks = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
+    forwards = [torch.compile(block.forward, dynamic=True) if compile else block.forward for block in blocks]
 
     def hidden(
         token_ids_U: Tensor, position_U: Tensor, attend: Attend, *, checkpoint: bool = False
     ) -> Tensor:
-        with _recomputed(blocks if checkpoint else ()):
+        with _in_place(blocks, [_recomputed(f) for f in forwards] if checkpoint else forwards):
             out = base(
-                input_ids=token_ids_U[None],
+                # a later part of a pipeline begins with the hidden states of the part before
+                **{"inputs_embeds" if token_ids_U.is_floating_point() else "input_ids": token_ids_U[None]},
                 position_ids=position_U[None],
                 attention_mask=None,
                 use_cache=False,
@@ -63,20 +65,25 @@ def modules(model: PreTrainedModel, config: Any) -> Callable[..., Tensor]:
     return hidden
 
 
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, computed again in the backward pass. (transformers' own switch needs train(), hence dropout.)"""
+    return partial(recompute, forward, use_reentrant=False, preserve_rng_state=False)
+
+
 @contextmanager
-def _recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Let these modules recompute in backward. (transformers' own switch needs train(), hence dropout.)"""
+def _in_place(blocks: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """Let these modules compute by other functions while it lasts: others share them."""
     before = [vars(block).get("forward") for block in blocks]
-    for block in blocks:
-        block.forward = partial(recompute, block.forward, use_reentrant=False, preserve_rng_state=False)
+    for block, forward in zip(blocks, forwards):
+        block.forward = forward
     try:
         yield
     finally:
-        for block, forward in zip(blocks, before):
-            if forward is None:
+        for block, own in zip(blocks, before):
+            if own is None:
                 del block.forward
             else:
-                block.forward = forward
+                block.forward = own
 
 
 @torch.no_grad()
@@ -90,7 +97,7 @@ def probe(
     """
     device = head.linear.weight.device
     lengths = (23, 9)
-    ids_U = torch.arange(7, 7 + sum(lengths), device=device) % head.linear.out_features
+    ids_U = torch.arange(7, 7 + sum(lengths), device=device) % head.size
     segments = Segments.of_lengths(torch.tensor(lengths))
     attend = _Recorder(PackedAttention(segments, ops))
     ours_UV = logits(head, hidden(ids_U, segments.position_N.to(device), attend), 1.0)

@@ -10,6 +10,7 @@ from whet.config import sizes
 from whet.config.describe import size
 from whet.config.load import Loaded
 from whet.config.plan import Plan
+from whet.config.schema import Config
 from whet.rehearsal.findings import Finding, needs
 
 FLOPS_PER_S = 4e14
@@ -33,7 +34,7 @@ def predict(loaded: Loaded, planned: tuple[Plan, ...]) -> Iterator[Finding]:
         if count is None:
             yield needs(f"{plan.name}: size", "the model is not at hand and its name does not tell its size")
             continue
-        parts = plan.memory if named else _by_count(plan, count)
+        parts = plan.memory if named else _by_count(cfg, plan, count)
         total = sum(parts.values())
         said = "; ".join(f"{size(n)} {what}" for what, n in parts.items())
         spread = f", {size(total // gpus)} on each of {gpus} GPUs if all of it is sharded" if gpus > 1 else ""
@@ -43,7 +44,7 @@ def predict(loaded: Loaded, planned: tuple[Plan, ...]) -> Iterator[Finding]:
             else f" (taking {count / 1e9:.3g}B parameters from the name)"
         )
         yield needs(f"{plan.name}: memory", f"{size(total)} before activations{guess}{spread}: {said}")
-        yield needs(f"{plan.name}: work", _work(plan, count, gpus=gpus))
+        yield needs(f"{plan.name}: work", _work(cfg, plan, count, gpus=gpus))
 
 
 def devices(loaded: Loaded) -> int:
@@ -64,27 +65,35 @@ def parameters_of_name(path: str | None) -> int | None:
     return int(float(found[1]) * 1e9) if found else None
 
 
-def _by_count(plan: Plan, count: int) -> dict[str, int]:
-    """Memory in bfloat16, as on GPUs, where only the number of parameters is known."""
-    out = {"policy with gradients and Adam": sizes.train_bytes(count, "bfloat16")}
+def _by_count(cfg: Config, plan: Plan, count: int) -> dict[str, int]:
+    """Memory in bfloat16, as on GPUs, where only the number of parameters is known. Adapted weights are there twice,
+    and adapters are small beside them."""
+
+    def learner(role: str, *, adapters: bool) -> dict[str, int]:
+        if adapters:
+            return {f"{role} with adapters": 4 * count}
+        return {f"{role} with gradients and Adam": sizes.train_bytes(count, "bfloat16")}
+
+    out = learner("policy", adapters=cfg.model.lora is not None)
     if plan.generates:
         out["weights of the rollout engine"] = 2 * count
     if plan.needs_reference:
         out["reference"] = 2 * count
     if plan.needs_critic:
-        out["critic with gradients and Adam"] = sizes.train_bytes(count, "bfloat16")
+        out |= learner("critic", adapters=cfg.critic.lora is not None)
     return out
 
 
-def _work(plan: Plan, count: int, *, gpus: int) -> str:
-    """At full length: 2 FLOPs a parameter and token forward, 4 backward (arXiv:2001.08361 section 2.1)."""
+def _work(cfg: Config, plan: Plan, count: int, *, gpus: int) -> str:
+    """At full length: 2 FLOPs a parameter and token forward, 4 backward (arXiv:2001.08361 section 2.1), 2 under
+    adapters, where the weights themselves get no gradient."""
     tokens = plan.rollouts_per_step * plan.max_sequence_tokens
     looks = 1 + plan.needs_reference if plan.algorithm.kind == "online" else int(plan.needs_reference)
-    learners = 1 + plan.needs_critic
+    learning = 4 if cfg.model.lora else 6
+    if plan.needs_critic:
+        learning += 4 if cfg.critic.lora else 6
     flops = (
-        tokens
-        * count
-        * (6 * plan.passes * learners + 2 * looks + (2 if plan.algorithm.kind == "online" else 0))
+        tokens * count * (plan.passes * learning + 2 * looks + (2 if plan.algorithm.kind == "online" else 0))
     )
     hours = flops / FLOPS_PER_S / 3600 / max(gpus, 1)
     steps = f", {hours * plan.total_steps:.3g} hours for {plan.total_steps} steps" if plan.total_steps else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -42,7 +43,38 @@ class Play:
     encode_messages: EncodeMessages | None
     max_turns: int
     max_total_tokens: int | None
+    pace: Pace
+
+
+LEAST_FINISHED = 8
+"""Finished rollouts that make a mean."""
+
+
+@dataclass
+class Pace:
+    """How long a rollout may take: `timeout_s`, and no longer than `factor` times the mean of those finished so far."""
+
     timeout_s: float
+    factor: float | None = None
+    count: int = field(default=0, repr=False)
+    seconds: float = field(default=0.0, repr=False)
+
+    @property
+    def limit_s(self) -> float:
+        if self.factor is None or self.count < LEAST_FINISHED:
+            return self.timeout_s
+        return min(self.timeout_s, self.factor * self.seconds / self.count)
+
+    def said(self, limit_s: float) -> str:
+        """The limit and where it comes from."""
+        if limit_s == self.timeout_s:
+            return f"timeout_s={limit_s:g}"
+        return f"{limit_s:.3g} s, timeout_factor={self.factor:g} times the mean"
+
+    def finished(self, seconds: float) -> None:
+        """One more rollout came to its end."""
+        self.count += 1
+        self.seconds += seconds
 
 
 @dataclass
@@ -113,6 +145,8 @@ async def play_groups(
     decode: Decode,
     end_token_ids: Collection[int],
     timeout_s: float,
+    pace: Pace | None = None,
+    retries: int = 0,
     make_env: MakeEnv | None = None,
     encode_messages: EncodeMessages | None = None,
     max_turns: int = 8,
@@ -123,8 +157,8 @@ async def play_groups(
     Without `make_env` a rollout is one reply to the task's tokens. With it, the environment's first messages
     follow the prompt, and it answers every reply, for at most `max_turns` turns; `sampling.max_tokens` bounds
     what is sampled in all turns together, `max_total_tokens` the whole rollout, prompt included. A rollout that
-    raises or takes longer than `timeout_s` ends as `abort`, with the turns it had finished and the reason in
-    `error`; it never takes others with it.
+    raises or takes longer than `timeout_s` (or `pace` allows) begins anew, `retries` times; then it ends as `abort`,
+    with the turns it had finished and the reason in `error`. It never takes others with it.
     """
     if make_env is not None and encode_messages is None:
         raise ValueError("make_env needs encode_messages, to write what the environment says as tokens")
@@ -136,15 +170,22 @@ async def play_groups(
         encode_messages=encode_messages,
         max_turns=max_turns,
         max_total_tokens=max_total_tokens,
-        timeout_s=timeout_s,
+        pace=pace or Pace(timeout_s),
     )
 
     def start(task: Task, index: int) -> Episode:
         key = rollout_key(seed, task.uid, index, purpose=purpose)
         return Episode(task, index, replace(sampling, key=key), list(task.token_ids))
 
-    episodes = [start(task, index) for task in tasks for index in range(group_size)]
-    rollouts = await asyncio.gather(*(_finish(episode, play) for episode in episodes))
+    async def one(task: Task, index: int) -> Rollout:
+        for attempt in range(retries + 1):
+            rollout = await _finish(start(task, index), play)
+            if rollout.error is None or attempt == retries:
+                break
+            log.info("rollout %d of task %d is asked again", index, task.uid)
+        return rollout
+
+    rollouts = await asyncio.gather(*(one(task, index) for task in tasks for index in range(group_size)))
     return [
         Group(task, tuple(rollouts[i * group_size : (i + 1) * group_size])) for i, task in enumerate(tasks)
     ]
@@ -154,12 +195,14 @@ async def _finish(episode: Episode, play: Play) -> Rollout:
     """Play one episode to its end, whatever the end is."""
     reason: FinishReason = "abort"
     error: str | None = None
+    limit_s, start = play.pace.limit_s, time.monotonic()
     try:
-        async with asyncio.timeout(play.timeout_s) as clock:
+        async with asyncio.timeout(limit_s) as clock:
             reason = await _turns(episode, play)
+        play.pace.finished(time.monotonic() - start)
     except Exception as caught:  # noqa: BLE001  engines and environments are foreign code: one rollout, not the run
         late = isinstance(caught, TimeoutError) and clock.expired()
-        said = f"no end within timeout_s={play.timeout_s:g}" if late else f"{type(caught).__name__}: {caught}"
+        said = f"no end within {play.pace.said(limit_s)}" if late else f"{type(caught).__name__}: {caught}"
         error = f"after turn {len(episode.replies)}: {said}" if episode.replies else said
         log.info("rollout %d of task %d aborted: %s", episode.index, episode.task.uid, error)
     return episode.rollout(reason, decode=play.decode, error=error)

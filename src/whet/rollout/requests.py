@@ -12,31 +12,37 @@ Decode = Callable[[list[int]], str]
 """Tokens to text."""
 
 
+class RequestError(WhetError):
+    """A request that no engine of the kind can ever serve: the fault is the caller's, not the engine's."""
+
+
 def check(
     token_ids: Sequence[int], sampling: Sampling, *, vocab: int, max_context: int, decodes: bool
 ) -> None:
-    """Raise WhetError if the request cannot be served, whatever else is running."""
+    """Raise RequestError if the request cannot be served, whatever else is running."""
     s = sampling
     if not token_ids:
-        raise WhetError("the prompt is empty; an engine needs at least one token to go on from")
+        raise RequestError("the prompt is empty; an engine needs at least one token to go on from")
     if not 0 <= min(token_ids) <= max(token_ids) < vocab:
-        raise WhetError(
+        raise RequestError(
             f"the prompt has token ids {min(token_ids)} to {max(token_ids)}, the model's vocabulary is 0 to "
             f"{vocab - 1}; the tokenizer belongs to another model"
         )
     if not 0 <= s.min_tokens <= s.max_tokens or s.max_tokens < 1:
-        raise WhetError(
+        raise RequestError(
             f"min_tokens={s.min_tokens}, max_tokens={s.max_tokens}: expected 0 <= min <= max, 1 <= max"
         )
     if len(token_ids) + s.max_tokens > max_context:
-        raise WhetError(
+        raise RequestError(
             f"a prompt of {len(token_ids)} tokens and max_tokens={s.max_tokens} pass the engine's limit of "
             f"{max_context} tokens a rollout; shorten the prompt or lower rollout.sampling.max_tokens"
         )
     if s.stop and not decodes:
-        raise WhetError("stop strings need an engine that was given `decode`; give it, or use stop_token_ids")
+        raise RequestError(
+            "stop strings need an engine that was given `decode`; give it, or use stop_token_ids"
+        )
     if s.ignore_eos and (s.stop or s.stop_token_ids):
-        raise WhetError(
+        raise RequestError(
             "ignore_eos goes on to max_tokens whatever is sampled; it excludes stop and stop_token_ids"
         )
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from whet.rollout.engine import RolloutEngine, WeightSource
+from whet.sync.exchange import Publisher
 from whet.types import WhetError
 
 
 class Policy(Protocol):
     version: int
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
     @property
     def module(self) -> nn.Module: ...
@@ -24,20 +28,38 @@ class Sampler(Policy, Protocol):
 
 
 async def publish(
-    policy: Policy, engine: RolloutEngine | None, *, through: Sampler | None = None, due: bool = True
+    policy: Policy,
+    engine: RolloutEngine | None,
+    *,
+    through: Sampler | None = None,
+    due: bool = True,
+    finish: bool = True,
+    out: Publisher | None = None,
 ) -> None:
     """One more version of the policy; if a sync is due, `engine.version == policy.version` from the return on.
 
     Trainer and engine share the module in memory, so nothing is moved, or share the sampler's (`through`), which is
-    then made equal to the policy; rollouts in flight finish first.
+    then made equal to the policy. Rollouts in flight finish first, or (`finish` false) go on under the new weights.
+    out: where explorers of their own get the weights from.
     """
     policy.version += 1
     if due:
-        await sync(policy, engine, through=through)
+        await sync(policy, engine, through=through, finish=finish, out=out)
 
 
-async def sync(policy: Policy, engine: RolloutEngine | None, *, through: Sampler | None = None) -> None:
+async def sync(
+    policy: Policy,
+    engine: RolloutEngine | None,
+    *,
+    through: Sampler | None = None,
+    finish: bool = True,
+    out: Publisher | None = None,
+) -> None:
     """Give the engine the policy's present weights and version."""
+    if out is not None:
+        out.send(policy.version, policy.weights())
+    if engine is not None:
+        await engine.pause(finish)  # before the sampler's weights change under it
     if through is not None:
         through.copy_from(policy)
         through.version = policy.version
@@ -48,7 +70,6 @@ async def hand_over(source: Policy, engine: RolloutEngine | None) -> None:
     """Let the engine sample from this module, under its version."""
     if engine is None:
         return
-    await engine.pause(finish=True)
     await engine.load_weights(WeightSource(module=source.module), source.version)
     if engine.version != source.version:
         raise WhetError(

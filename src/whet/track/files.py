@@ -80,10 +80,10 @@ def write_json(path: Path, value: Json, *, durable: bool = True) -> None:
 
 
 @contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """A new, empty folder to fill; it takes the place of `path` when the block ends without an error.
 
-    Every file is synced before the rename. On an error the new folder is removed and `path` is untouched.
+    `durable`: every file is synced before the rename. On an error the new folder is removed and `path` is untouched.
     Raises CheckpointError for an OSError or SafetensorError, in the block too; others pass through.
     """
     new: Path | None = None
@@ -92,7 +92,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         new = Path(tempfile.mkdtemp(prefix=f".{path.name}.new-", dir=path.parent))
         new.chmod(0o755)
         yield new
-        for folder, _, files in os.walk(new):
+        for folder, _, files in os.walk(new) if durable else ():
             for name in files:
                 sync_path(Path(folder, name))
             sync_path(Path(folder))

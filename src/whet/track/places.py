@@ -16,7 +16,7 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
-from whet.config.checks_run import TIME, folders
+from whet.config.checks_run import TIME, dumps, folders
 from whet.config.schema import Config
 from whet.track.files import file_error, write_text
 from whet.types import ConfigError
@@ -48,13 +48,18 @@ def stamps(run_dir: str) -> list[str]:
 
 
 def stamped(cfg: Config, stamp: str) -> Config:
-    """The config with {time} replaced in run_dir and in all folders."""
-    given = {key: text.replace(TIME, stamp) for key, text in folders(cfg).items()}
+    """The config with {time} replaced in run_dir, in all folders and dumps."""
+    given = {key: text.replace(TIME, stamp) for key, text in (folders(cfg) | dumps(cfg)).items()}
     changed: dict[str, object] = {"run_dir": cfg.run_dir.replace(TIME, stamp)}
     for section in {key.partition(".")[0] for key in given}:
         update = {k.partition(".")[2]: v for k, v in given.items() if k.startswith(f"{section}.")}
         changed[section] = getattr(cfg, section).model_copy(update=update)
     return cfg.model_copy(update=changed)
+
+
+def templates(cfg: Config) -> dict[str, str]:
+    """Where rollouts, evaluations and batches are dumped, by what they are."""
+    return {key.removeprefix("track.").removesuffix("_dump"): text for key, text in dumps(cfg).items()}
 
 
 def checkpoints(cfg: Config) -> Path:
@@ -149,3 +154,9 @@ def move_aside(cfg: Config) -> Path:
     except OSError as e:
         raise file_error(e, run_dir) from e
     return aside
+
+
+def own(cfg: Config) -> Path:
+    """Where this process writes: the run directory, or a folder of its own in it beside the trainer (see `apart`)."""
+    home = Path(cfg.run_dir)
+    return {"explore": home / "explorers" / cfg.buffer.explorer, "bench": home / "bench"}.get(cfg.mode, home)

@@ -6,6 +6,7 @@
     batches/STAGE-step-000012.parquet             checkpoints/    export/
     run.log          tensorboard/STAGE/           lock             pid and host of the run
     timeline.json    what was done when (`whet show RUN --timeline`)
+    dumps.jsonl      files that were written elsewhere (track.rollouts_dump ...), by step and SHA-256
 
 Two runs with equal config and seed write equal bytes into metrics.jsonl, rollouts/ and eval/, so `cmp` proves
 that a resumed run is the unbroken one. JSON has no NaN: a number that is not finite is written as null and
@@ -21,7 +22,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -30,11 +31,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from whet.track.dumps import batch_file, files, parquet_bytes, prompt_text, rows_of
 from whet.track.files import file_error, sync_path, tidy, write_bytes, write_json, write_text
 from whet.track.timeline import Timeline
 from whet.types import ConfigError, DataError, Json, Metrics, Rollout, WhetError
 
 NONFINITE = "track/nonfinite_count"
+
+DUMPS = "dumps.jsonl"
 
 STEPS = ("rollouts", "eval", "batches")
 """Folders with a file for each step that was written down."""
@@ -68,10 +72,11 @@ reply. `advantage` is the mean over the sampled tokens."""
 class RunDirectory:
     """Writes a run's record. Open it under the run's lock; one a process.
 
-    `stages` are the names of the run's stages in order: resuming needs to know what is later than what.
+    `stages` are the names of the run's stages in order: resuming needs to know what is later than what. `dumps` are the
+    path templates of what is written elsewhere, too, by `rollouts`, `eval` and `batches`.
     """
 
-    def __init__(self, path: Path, stages: Sequence[str]) -> None:
+    def __init__(self, path: Path, stages: Sequence[str], *, dumps: Mapping[str, str] | None = None) -> None:
         bad = [s for s in stages if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", s)]
         if bad or len(set(stages)) != len(stages):
             raise ConfigError(
@@ -80,6 +85,12 @@ class RunDirectory:
             )
         self.path = path
         self.stages = tuple(stages)
+        self._dumps = dict(dumps or {})
+        for kind, template in self._dumps.items():
+            if len(stages) > 1 and "{stage}" not in template:
+                raise ConfigError(
+                    f"track.{kind}_dump={template!r}: put {{stage}} into it, or each stage writes over the one before"
+                )
         self._unsynced: list[Path] = []
         try:
             for folder in (path, path / "rollouts", path / "eval"):
@@ -129,10 +140,18 @@ class RunDirectory:
         advantages: Sequence[float | None] | None = None,
     ) -> Path:
         """Every rollout of a training step, in the order given, and the advantage each was trained with."""
+        if template := self._dumps.get("rollouts"):
+            rows = rows_of(rollouts, stage=stage, step=step, advantages=advantages)
+            self._dump(stage, step, files(template, stage=stage, step=step, rows=rows))
         return self._write("rollouts", stage, step, to_parquet(rollouts, advantages))
 
-    def write_eval(self, stage: str, step: int, rollouts: Sequence[Rollout]) -> Path:
-        """Every reply of an evaluation."""
+    def write_eval(
+        self, stage: str, step: int, rollouts: Sequence[Rollout], *, numbers: Metrics | None = None
+    ) -> Path:
+        """Every reply of an evaluation; its numbers, for a dump that has a file for each source."""
+        if template := self._dumps.get("eval"):
+            rows = rows_of(rollouts, stage=stage, step=step)
+            self._dump(stage, step, files(template, stage=stage, step=step, rows=rows, numbers=numbers))
         return self._write("eval", stage, step, to_parquet(rollouts, None))
 
     def write_samples(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> Path:
@@ -149,7 +168,23 @@ class RunDirectory:
             (self.path / "batches").mkdir(exist_ok=True)
         except OSError as e:
             raise file_error(e, self.path / "batches") from e
+        if template := self._dumps.get("batches"):
+            self._dump(stage, step, [batch_file(template, stage=stage, step=step, table=table)])
         return self._write("batches", stage, step, parquet_bytes(table))
+
+    def _dump(self, stage: str, step: int, made: Iterable[tuple[Path, bytes]]) -> None:
+        """Files at places of the user's. dumps.jsonl says so first: a run that goes on deletes what is later, and only
+        what it wrote itself."""
+        for path, data in made:
+            line = {"stage": stage, "step": step, "path": str(path.absolute()), "sha256": _digest(data)}
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with io.FileIO(self.path / DUMPS, "a") as ledger:
+                    _append(ledger.fileno(), self.path / DUMPS, json.dumps(line).encode() + b"\n")
+            except OSError as e:
+                raise file_error(e, path) from e
+            write_bytes(path, data, durable=False)
+            self._unsynced += [self.path / DUMPS, path]
 
     def _write(self, folder: str, stage: str, step: int, data: bytes) -> Path:
         path = self.path / folder / file_name(stage, step)
@@ -163,7 +198,7 @@ class RunDirectory:
             os.fsync(self._metrics.fileno())
             os.fsync(self._timings.fileno())
             self.timeline.sync()
-            for path in self._unsynced:
+            for path in dict.fromkeys(self._unsynced):
                 sync_path(path)
             for folder in self._folders():
                 sync_path(folder)
@@ -187,9 +222,21 @@ class RunDirectory:
         for path in late:
             path.unlink()
             path.with_suffix(".jsonl").unlink(missing_ok=True)
+        self._truncate_dumps(limit)
         self._metrics = self._rewrite(self._metrics, "metrics.jsonl", metrics)
         self._timings = self._rewrite(self._timings, "timings.jsonl", timings)
         self.timeline.keep(lambda stage, at: self._place(stage, at) <= limit)
+
+    def _truncate_dumps(self, limit: tuple[int, int]) -> None:
+        """Delete the dumps that are later, unless something else has been written over them."""
+        if not (self.path / DUMPS).exists():
+            return
+        for _, line in _lines(self.path / DUMPS):
+            path = Path(line["path"])
+            is_late = self._place(line["stage"], line["step"]) > limit
+            if is_late and path.is_file() and _digest(path.read_bytes()) == line["sha256"]:
+                path.unlink()
+        write_bytes(self.path / DUMPS, self._kept(DUMPS, limit))
 
     def _kept(self, name: str, limit: tuple[int, int]) -> bytes:
         lines = _lines(self.path / name)
@@ -248,13 +295,6 @@ def to_parquet(rollouts: Sequence[Rollout], advantages: Sequence[float | None] |
     return parquet_bytes(pa.table(arrays, schema=ROLLOUTS))
 
 
-def parquet_bytes(table: pa.Table) -> bytes:
-    """A table as the bytes of a parquet file; equal tables give equal bytes."""
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    return sink.getvalue().to_pybytes()
-
-
 def _column(values: list[Json], kind: pa.DataType) -> pa.Array:
     """An Arrow array; lists of numbers go through one flat numpy array, which is ten times faster."""
     if not pa.types.is_list(kind):
@@ -262,11 +302,6 @@ def _column(values: list[Json], kind: pa.DataType) -> pa.Array:
     offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
     flat = np.fromiter(chain.from_iterable(values), kind.value_type.to_pandas_dtype(), count=int(offsets[-1]))
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), type=kind)
-
-
-def prompt_text(prompt: Json) -> str:
-    """A prompt for people: plain text as it is, messages as 'role: content'."""
-    return prompt if isinstance(prompt, str) else "\n".join(f"{m.role}: {m.content}" for m in prompt)
 
 
 def read_rollouts(path: Path) -> list[dict[str, Json]]:
@@ -298,6 +333,10 @@ def list_steps(folder: Path) -> list[tuple[str, int, Path]]:
 
 def file_name(stage: str, step: int) -> str:
     return f"{stage}-step-{step:06d}.parquet"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _append(handle: int, path: Path, data: bytes) -> None:

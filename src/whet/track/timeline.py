@@ -25,7 +25,7 @@ from typing import Literal
 from whet.track.files import file_error, write_bytes
 from whet.types import DataError, Json
 
-STEPS, WAITS, SAMPLING = "steps", "waits", "sampling"
+STEPS, WAITS, SAMPLING, EXPLORING = "steps", "waits", "sampling", "exploring"
 """Lanes that every run may have; the others are named after models that train."""
 
 START_UP, OPEN_STAGE = "start-up", "open stage"
@@ -34,7 +34,7 @@ START_UP, OPEN_STAGE = "start-up", "open stage"
 Kind = Literal["phase", "wait", "work", "part"]
 """work: sampling or training computes; part: what work is made of."""
 
-_KINDS: dict[str, Kind] = {STEPS: "phase", WAITS: "wait"}
+_KINDS: dict[str, Kind] = {STEPS: "phase", WAITS: "wait", EXPLORING: "phase"}
 _TAIL = b"\n]\n"
 _MERGE_NS = 1_000_000
 """Pieces of the same work that follow each other this closely become one span (decode steps)."""
@@ -91,9 +91,10 @@ class Timeline:
             kind = _KINDS.get(lane) or ("part" if depth else "work")
             self._add(name, lane, kind, start_ns=start_ns, at=at)
 
-    def since(self, start_ns: int, name: str, lane: str) -> None:
-        """A span that ends now."""
+    def since(self, start_ns: int, name: str, lane: str) -> float:
+        """A span that ends now; returns its seconds."""
         self._add(name, lane, _KINDS.get(lane, "work"), start_ns=start_ns, at=self.at)
+        return self._last[lane].busy_ns / 1e9
 
     def piece(self, name: str, lane: str) -> AbstractContextManager[None]:
         """One of many short pieces of work, joined with the one before if that was the same and has just ended."""
@@ -212,6 +213,28 @@ class Timeline:
 
     def _head(self, what: Literal["process", "thread"], lane: int, name: str) -> Json:
         return {"name": f"{what}_name", "ph": "M", "pid": self._process, "tid": lane, "args": {"name": name}}
+
+
+class Together:
+    """What many do at once, as one span: from when the first begins until none is left."""
+
+    def __init__(self) -> None:
+        self._inside: dict[str, int] = {}
+        self._since_ns: dict[str, int] = {}
+
+    @contextmanager
+    def span(self, name: str, ended: Callable[[str, int], object]) -> Iterator[None]:
+        """`ended` is called with the name and when it began."""
+        count = self._inside.get(name, 0)
+        if count == 0:
+            self._since_ns[name] = clock()
+        self._inside[name] = count + 1
+        try:
+            yield
+        finally:
+            self._inside[name] -= 1
+            if self._inside[name] == 0:
+                ended(name, self._since_ns[name])
 
 
 class _Piece:

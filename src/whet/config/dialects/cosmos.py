@@ -9,6 +9,7 @@ from __future__ import annotations
 from whet.config.dialects.cosmos_data import data, order, validation
 from whet.config.dialects.cosmos_learn import DATA, HELD_OUT, POLICY
 from whet.config.dialects.cosmos_loop import CHECKPOINT, LOGGING, TRAIN, VALIDATION
+from whet.config.dialects.cosmos_lora import adapters
 from whet.config.dialects.cosmos_loss import algorithm, reference
 from whet.config.dialects.cosmos_model import ADAPTERS, MODEL, POLICY_MESH, PROFILER, ROLLOUT, ROLLOUT_MESH
 from whet.config.dialects.cosmos_shared import (
@@ -44,7 +45,14 @@ SECTIONS: tuple[Key, ...] = (
     section("train.fp4"),
     section("train.ckpt"),
     section("policy.parallelism"),
-    coming("policy.lora", "low-rank adapters", default=None),
+    translated(
+        "policy.lora",
+        adapters,
+        "model.lora",
+        default=None,
+        reason="A section; where it stands, be it empty, adapters are trained. Upstream wants train.compile=false and "
+        "tp_size=1 with it; here both are free.",
+    ),
     section("rollout.parallelism"),
     section("rollout.sampling_config"),
     section("rollout.multi_turn_config"),

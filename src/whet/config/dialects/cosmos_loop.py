@@ -18,7 +18,7 @@ from whet.config.dialects.cosmos_steps import batch, length, optimizer, schedule
 from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
 
 LOW = "training in 8 or 4 bits"
-ADAM = "AdamW, all parameters decay."
+ADAM = "Of all parameters."
 RATE = (
     "(k+1)/w in the warm-up of w steps, then flat or falling over the last d steps; all optimizer steps of a training "
     "step have the same rate. A ratio is rounded as in Cosmos where max_num_steps says how many steps there are, else "
@@ -30,10 +30,10 @@ TRAIN: tuple[Key, ...] = (
     translated(
         "train.optm_name",
         optimizer,
-        "train.optimizer.lr",
+        "train.optimizer.kind",
         "train.optimizer.decay_all",
         default="AdamW",
-        reason=f"{ADAM} Adam without weight decay is the same; others are coming.",
+        reason="AdamW, or Adam, which adds weight decay to the gradient; on all parameters. In 8 bits: coming.",
     ),
     translated(
         "train.optm_lr",
@@ -247,15 +247,19 @@ CHECKPOINT: tuple[Key, ...] = (
         reason="A Hugging Face folder with every checkpoint; with save_freq_in_epoch at the end of the run "
         "only.",
     ),
-    upload("train.ckpt.upload_hf", default=False),
+    upload("train.ckpt.upload_hf", default=False, reason="Exports, each a commit of the repository."),
     upload(
         "train.ckpt.hf_repo_name",
         default="Comos-Reason1",
-        reason="The default is the document's, typo included.",
+        reason="Read with upload_hf, as ORG/NAME. The default is the document's, typo included.",
     ),
-    upload("train.ckpt.upload_s3", default=False),
-    upload("train.ckpt.s3_bucket", default=None),
-    upload("train.ckpt.s3_prefix", default="outputs"),
+    upload(
+        "train.ckpt.upload_s3",
+        default=False,
+        reason="all: every checkpoint and export; final: the last; below s3://s3_bucket/s3_prefix.",
+    ),
+    upload("train.ckpt.s3_bucket", default=None, reason="Must be given with upload_s3."),
+    upload("train.ckpt.s3_prefix", default="outputs", reason="Read with upload_s3. Each run needs its own."),
 )
 
 VALIDATION: tuple[Key, ...] = (

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from whet.config.dialects.cosmos_lora import adapters, trainable
+from whet.config.dialects.cosmos_profile import SUB_PROFILER, profile
 from whet.config.dialects.cosmos_run import chat, lengths, rollout, sampling, seed
 from whet.config.dialects.cosmos_shared import BATCH, EITHER, HUB, WHOLE, size, vllm
 from whet.config.dialects.cosmos_steps import batch
-from whet.config.dialects.key import Key, coming, inert, mapped, translated
+from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
 
-LORA = "low-rank adapters, which the section switches on"
 TURNS = "conversations of several turns, tools"
-PROFILING = "the profiler"
+PROFILING = (
+    "wait_steps, then warmup_steps, then active_steps that are recorded, once, from the run's first step; read where "
+    "enable_profiler is true."
+)
 
 MODEL: tuple[Key, ...] = (
     mapped(
@@ -30,7 +34,14 @@ MODEL: tuple[Key, ...] = (
         "out and counted.",
     ),
     mapped("policy.model_gradient_checkpointing", "train.gradient_checkpointing", default=True),
-    coming("policy.trainable_map", "training a part of the parameters", default=None, harmless=({},)),
+    translated(
+        "policy.trainable_map",
+        trainable,
+        "train.trainable",
+        default=None,
+        reason="Names of parameters or modules, the longer first; all others learn. A name that fits nothing is "
+        "refused.",
+    ),
     coming(
         "policy.enable_liger_kernel",
         "fused CUDA kernels; they change no number beyond rounding",
@@ -40,17 +51,26 @@ MODEL: tuple[Key, ...] = (
 )
 
 ADAPTERS: tuple[Key, ...] = tuple(
-    coming(f"policy.lora.{name}", f"{LORA}; {name} is then {default}", default=None)
-    for name, default in (
-        ("r", 8),
-        ("lora_alpha", 8.0),
-        ("lora_dropout", 0.0),
-        ("target_modules", None),
-        ("use_rslora", False),
-        ("modules_to_save", None),
-        ("alpha_pattern", None),
-        ("r_pattern", None),
-        ("init_lora_weights", True),
+    translated(f"policy.lora.{name}", adapters, f"model.lora.{native}", default=None, reason=reason)
+    for name, native, reason in (
+        ("r", "rank", "8 where the section leaves it out."),
+        ("lora_alpha", "alpha", "8.0 where the section leaves it out."),
+        ("lora_dropout", "dropout", "0.0 where the section leaves it out."),
+        (
+            "target_modules",
+            "targets",
+            "all-linear, or a list of names. Null leaves it to the backend: all-linear here.",
+        ),
+        ("use_rslora", "rslora", "false where the section leaves it out."),
+        ("modules_to_save", "modules_to_save", "By the end of their names."),
+        ("alpha_pattern", "alpha_pattern", "The first that fits counts, as there."),
+        ("r_pattern", "rank_pattern", "The first that fits counts, as there."),
+        (
+            "init_lora_weights",
+            "init",
+            "true is default, false random; gaussian, olora, pissa and pissa_niter_N too, and orthogonal. eva and "
+            "loftq are coming.",
+        ),
     )
 )
 """Their defaults count only where the section stands; without it none of them has a value."""
@@ -181,15 +201,41 @@ ROLLOUT: tuple[Key, ...] = (
 )
 
 PROFILER: tuple[Key, ...] = (
-    coming("profiler.enable_profiler", PROFILING, default=False),
-    coming("profiler.enable_nsys", "Nsight Systems", default=False),
-    coming("profiler.sub_profiler_config.do_profile", PROFILING, default=False),
-    size("profiler.sub_profiler_config.active_steps", PROFILING, default=1),
-    size("profiler.sub_profiler_config.warmup_steps", PROFILING, default=1),
-    size("profiler.sub_profiler_config.wait_steps", PROFILING, default=1),
-    coming("profiler.sub_profiler_config.rank_filter", PROFILING, default=[], harmless=([0],)),
-    coming("profiler.sub_profiler_config.record_shape", PROFILING, default=False, harmless=EITHER),
-    coming("profiler.sub_profiler_config.profile_memory", PROFILING, default=False, harmless=EITHER),
-    coming("profiler.sub_profiler_config.with_stack", PROFILING, default=False, harmless=EITHER),
-    coming("profiler.sub_profiler_config.with_modules", PROFILING, default=False, harmless=EITHER),
+    translated("profiler.enable_profiler", profile, "profile.steps", default=False, reason=PROFILING),
+    translated(
+        "profiler.enable_nsys",
+        profile,
+        "profile.tools",
+        default=False,
+        reason="Ranges for a run under nsys, at the same steps; it needs CUDA, and not both profilers at once.",
+    ),
+    derived(
+        f"{SUB_PROFILER}.do_profile",
+        profile,
+        default=False,
+        reason="A request while the run goes on, there; here a capture is what the other keys say.",
+    ),
+    *(
+        translated(f"{SUB_PROFILER}.{name}", profile, native, default=default, reason=PROFILING)
+        for name, native, default in (
+            ("active_steps", "profile.steps", 1),
+            ("warmup_steps", "profile.warmup", 1),
+            ("wait_steps", "profile.steps", 1),
+        )
+    ),
+    derived(
+        f"{SUB_PROFILER}.rank_filter",
+        profile,
+        default=[],
+        reason="Rank 0, which [] means too; there is one process.",
+    ),
+    *(
+        translated(f"{SUB_PROFILER}.{name}", profile, f"profile.{native}", default=False, reason=PROFILING)
+        for name, native in (
+            ("record_shape", "shapes"),
+            ("profile_memory", "allocations"),
+            ("with_stack", "stack"),
+        )
+    ),
+    coming(f"{SUB_PROFILER}.with_modules", "modules in a trace", default=False, harmless=EITHER),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Any
 
 from whet.config.dialects.cosmos_values import POLICY, is_sft, number, text, texts, whole
 from whet.config.dialects.key import Unbuilt, Values
@@ -173,11 +172,29 @@ def trackers(values: Values) -> dict[str, Json]:
 
 
 def uploads(values: Values) -> dict[str, Json]:
-    """Names of places that nothing is uploaded to."""
-    at = "train.ckpt."
-    if values[at + "upload_s3"] is True:
-        raise ConfigError(f"{at}upload_s3=true: false, 'final' or 'all' (uploads are coming).")
-    wanted: list[Any] = [key for key in ("upload_hf", "upload_s3") if values[at + key]]
-    if wanted:
-        raise Unbuilt(f"{at}{wanted[0]}: uploads are coming.")
-    return {}
+    """Checkpoints and exports to S3, exports to the hub."""
+    at, out = "train.ckpt.", dict[str, Json]()
+    when, bucket, to_hub = (values[at + key] for key in ("upload_s3", "s3_bucket", "upload_hf"))
+    if when not in (False, "final", "all"):
+        raise ConfigError(f"{at}upload_s3={when!r}: expected false, 'final' or 'all'.")
+    if when:
+        if not isinstance(bucket, str) or not bucket:
+            raise ConfigError(f"{at}s3_bucket={bucket!r}: must be given where {at}upload_s3={when!r}.")
+        root = "/".join(
+            part for part in (f"s3://{bucket}", text(values, at + "s3_prefix").strip("/")) if part
+        )
+        out |= {
+            "checkpoint.upload_to": [f"{root}/checkpoints"],
+            "checkpoint.upload_exports_to": [f"{root}/exports"],
+            "checkpoint.upload": {"final": "last", "all": "all"}[when],
+        }
+    if not isinstance(to_hub, bool):
+        raise ConfigError(f"{at}upload_hf={to_hub!r}: expected true or false.")
+    if to_hub:
+        name = text(values, at + "hf_repo_name")
+        if name.count("/") != 1:
+            raise ConfigError(
+                f"{at}hf_repo_name={name!r}: write ORG/NAME; nobody is asked whose the token is."
+            )
+        out["checkpoint.upload_exports_to"] = [*out.get("checkpoint.upload_exports_to", []), f"hf://{name}"]
+    return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whet.config.dialects.cosmos_run import engine_options, nothing, uploads
-from whet.config.dialects.key import Key, coming, derived
+from whet.config.dialects.key import Key, coming, derived, translated
 from whet.types import Json
 
 EITHER = (True, False)
@@ -33,10 +33,10 @@ def size(name: str, feature: str, *, default: int) -> Key:
     return coming(name, feature, default=default, harmless=SIZES)
 
 
-def upload(name: str, *, default: Json, reason: str = "") -> Key:
-    """A detail of uploads: it may be given, as long as no upload is asked for."""
-    text = f"uploads; details are accepted where none is asked for. {reason}".rstrip(". ")
-    return Key(name=name, status="coming", default=default, reason=text, translate=uploads)
+def upload(name: str, *, default: Json, reason: str) -> Key:
+    """A part of what is uploaded where."""
+    natives = tuple(f"checkpoint.{native}" for native in ("upload_to", "upload_exports_to", "upload"))
+    return translated(name, uploads, *natives, default=default, reason=reason)
 
 
 def machinery(name: str, reason: str) -> Key:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from whet.config.dialects.cosmos_values import MESH, POLICY, is_sft, number, text, whole
 from whet.config.dialects.key import Unbuilt, Values
+from whet.config.dialects.typed import choose
 from whet.types import ConfigError, Json
 
 OPTIMIZER = "train.optimizer."
@@ -120,18 +121,10 @@ def total_steps(values: Values) -> int | None:
 
 
 def optimizer(values: Values) -> dict[str, Json]:
-    """AdamW, its decay on all parameters; a list of rates stands for parts of a model, and there is one part."""
-    name, rates = values["train.optm_name"], values["train.optm_lr"]
+    """torch's, the decay on all parameters; a list of rates stands for parts of a model, and there is one part."""
+    rates = values["train.optm_lr"]
     rates = rates if isinstance(rates, list) else [rates]
-    if name not in ("AdamW", "Adam"):
-        raise Unbuilt(
-            f"train.optm_name={name!r}: only AdamW, or Adam without weight decay; others are coming."
-        )
-    if name == "Adam" and values["train.optm_weight_decay"]:
-        raise Unbuilt(
-            "train.optm_name='Adam' adds its weight decay to the gradient, which is coming: set optm_weight_decay=0 or "
-            "optm_name='AdamW'."
-        )
+    kinds = {"AdamW": "adamw", "Adam": "adam", "AdamW8bit": None, "Adam8bit": None}
     if len(rates) != 1:
         raise Unbuilt(
             f"train.optm_lr has {len(rates)} values, and the model is one part: give one value (models of several "
@@ -139,6 +132,7 @@ def optimizer(values: Values) -> dict[str, Json]:
         )
     clip = number(values, "train.optm_grad_norm_clip")
     return {
+        OPTIMIZER + "kind": choose(values, "train.optm_name", kinds),
         OPTIMIZER + "lr": rates[0],
         OPTIMIZER + "decay_all": True,
         OPTIMIZER + "grad_clip": clip if clip > 0 else None,

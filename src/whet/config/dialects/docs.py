@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import get_args
 
@@ -71,8 +70,11 @@ def _counts(tables: Sequence[str]) -> str:
 
 
 def _sections(rows: Sequence[Key]) -> Iterator[str]:
-    """A table for each run of keys that lie in one section, in the order of the code."""
-    for section, keys in groupby(rows, key=lambda row: ".".join(row.name.split(".")[:-1][:2])):
+    """A table for each section, its keys in the order of the code."""
+    found: dict[str, list[Key]] = {}
+    for row in rows:
+        found.setdefault(".".join(row.name.split(".")[:-1][:2]), []).append(row)
+    for section, keys in found.items():
         yield f"### `{section}`\n" if section else "### Top level\n"
         yield "\n".join(
             [

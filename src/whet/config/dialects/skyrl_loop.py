@@ -220,7 +220,7 @@ CHECKPOINTS: tuple[Key, ...] = (
         "checkpoint.export_dir",
         default="${oc.env:HOME}/exports/",
         reason="Exports go to export_path/project_name/run_name, since a folder belongs to one run here; read where "
-        "hf_save_interval asks for them. Dumps stay in ckpt_path.",
+        "hf_save_interval asks for them. Dumps go right below it, as there: runs write over each other's.",
     ),
 )
 
@@ -241,13 +241,17 @@ TRACKING: tuple[Key, ...] = (
         "trainer.dump_data_batch",
         dump,
         "track.batches_every",
+        "track.batches_dump",
         default=False,
-        reason="What every step trained on, token by token, in batches/ of ckpt_path (parquet).",
+        reason="What every step trained on, token by token: export_path/dumped_data/"
+        "global_step_N_training_input.parquet, since a pickle is never written.",
     ),
-    inert(
+    translated(
         "trainer.dump_eval_results",
-        "Evaluations are always written down, reply by reply and by source: eval/ of ckpt_path (parquet).",
+        dump,
+        "track.eval_dump",
         default=True,
-        harmless=(False,),
+        reason="export_path/dumped_eval/global_step_N_eval_results: SOURCE.jsonl of each source, and the numbers in "
+        "aggregated_results.jsonl. Read where there is an evaluation; eval/ of ckpt_path has it all in any case.",
     ),
 )

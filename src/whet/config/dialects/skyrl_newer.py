@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from whet.config.dialects.key import Key, coming, derived, inert, refused, translated
 from whet.config.dialects.skyrl_learn import advantages, critic, kl, policy_optimizer, reduction
+from whet.config.dialects.skyrl_lora import LORA
 from whet.config.dialects.skyrl_models import NO_REWARD_MODEL, deepspeed, sequence_parallel, sharding
 from whet.config.dialects.skyrl_parts import dtype, environment
 from whet.config.dialects.skyrl_rules import check_environments
@@ -109,7 +110,7 @@ NEWER: tuple[Key, ...] = (
         "Tokenizers are the fast ones: save the slow one again with transformers, which converts it.",
         default=False,
     ),
-    coming("trainer.target_modules", "LoRA", default="all-linear"),
+    *LORA,
     refused("trainer.use_orm_score", NO_REWARD_MODEL, default=False),
     inert(
         "trainer.algorithm.kl_target",

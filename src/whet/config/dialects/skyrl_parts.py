@@ -223,5 +223,12 @@ def trackers(v: Values) -> Native:
 
 
 def dump(v: Values) -> Native:
-    """Every step's batch, token by token, or none."""
-    return {"track.batches_every": 1} if flag(v, "trainer.dump_data_batch") else {}
+    """Every step's batch, token by token, and every evaluation, at their places below export_path."""
+    root, out = PurePath(str(v["trainer.export_path"])), dict[str, Json]()
+    if flag(v, "trainer.dump_data_batch"):
+        name = "global_step_{step}_training_input.parquet"
+        out |= {"track.batches_every": 1, "track.batches_dump": str(root / "dumped_data" / name)}
+    if flag(v, "trainer.dump_eval_results"):
+        folder = root / "dumped_eval" / "global_step_{step}_eval_results"
+        out["track.eval_dump"] = str(folder / "{source}.jsonl")
+    return out

@@ -11,6 +11,7 @@ from whet.config.dialects.trinity_mix import mixed, outside_mu
 from whet.config.dialects.trinity_presets import preset
 from whet.config.dialects.trinity_values import ACTOR as VERL
 from whet.config.dialects.trinity_values import agreed, arguments, known_as, section, text
+from whet.config.dialects.typed import choose
 from whet.types import ConfigError, Json
 
 OPTIMIZER = "algorithm.optimizer"
@@ -112,7 +113,10 @@ def optimizer(values: Values) -> Mapping[str, Json]:
         steps=both("lr_warmup_steps", -1),
     )
     decay = both("weight_decay", 0.01)
+    kind = choose(values, f"{OPTIMIZER}.optimizer_type", {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"})
     return {
+        "train.optimizer.kind": kind,
+        **({"train.optimizer.momentum": 0.9} if kind == "sgd" else {}),
         "train.optimizer.lr": both("lr", 1e-6),
         "train.optimizer.betas": both("betas", [0.9, 0.999]),
         "train.optimizer.weight_decay": decay,
@@ -292,7 +296,13 @@ MORE_ALGORITHM: tuple[Key, ...] = (
             ("min_lr_ratio", "train.optimizer.schedule.min_factor", None, "where cosine ends"),
         )
     ),
-    coming(f"{OPTIMIZER}.optimizer_type", "optimizers other than AdamW", default="adam", harmless=("adamw",)),
+    translated(
+        f"{OPTIMIZER}.optimizer_type",
+        optimizer,
+        "train.optimizer.kind",
+        default="adam",
+        reason="adam is AdamW there; sgd with Megatron's momentum of 0.9",
+    ),
     *(
         coming(f"{OPTIMIZER}.{name}", "Megatron's optimizer", default=default)
         for name, default in (

@@ -211,14 +211,14 @@ def _rec(given: Given) -> Native:
     """What the modes do not read is left out unless it was changed; then whet says that it has no effect."""
     known = LOSSES["rec"]
     own: Native = {"rec_clip_mode": given["clip_mode"], "rec_weight": given["weight"]}
-    own["rec_regularizer"] = given["regularizer"]
+    own["rec_regularizer"] = given["regularizer"] if given["regularizer_coef"] else "none"
     for theirs, native, read in (
         ("epsilon_low", "clip_low", given["clip_mode"] != "none"),
         ("epsilon_high", "clip_high", given["clip_mode"] != "none"),
         ("epsilon_low_prime", "rec_ring_low", given["clip_mode"] == "ring"),
         ("epsilon_high_prime", "rec_ring_high", given["clip_mode"] == "ring"),
         ("temp", "rec_temperature", given["weight"] == "advantage"),
-        ("regularizer_coef", "rec_regularizer_coef", given["regularizer"] != "none"),
+        ("regularizer_coef", "rec_regularizer_coef", own["rec_regularizer"] != "none"),
     ):
         if read or given[theirs] != known[theirs]:
             own[native] = given[theirs]

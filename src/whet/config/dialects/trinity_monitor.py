@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from whet.config.dialects.key import Key, Unbuilt, Values, coming, translated
+from whet.config.dialects.key import Key, Unbuilt, Values, coming, derived, translated
 from whet.config.dialects.trinity_advantage import OPERATORS, operators
 from whet.config.dialects.trinity_values import entries, given, known_as, section, text
+from whet.config.dialects.typed import flag
 from whet.tables import near
 from whet.types import ConfigError, Json
 
@@ -28,6 +29,12 @@ _SECRETS = {
     "username": "MLFLOW_TRACKING_USERNAME",
     "password": "MLFLOW_TRACKING_PASSWORD",
 }
+
+
+def timeline(values: Values) -> Mapping[str, Json]:
+    """Always there."""
+    flag(values, "monitor.enable_ray_timeline")
+    return {}
 
 
 def monitor(values: Values) -> Mapping[str, Json]:
@@ -129,7 +136,12 @@ MONITOR: tuple[Key, ...] = (
     ),
     _secret("username"),
     _secret("password"),
-    coming("monitor.enable_ray_timeline", "a timeline of the run", default=False),
+    derived(
+        "monitor.enable_ray_timeline",
+        timeline,
+        default=False,
+        reason="timeline.json is always written, into the run's folder, also by a run that fails",
+    ),
 )
 
 _SHAPING = "shaping rewards by statistics"

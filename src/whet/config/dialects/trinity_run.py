@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from whet.config.dialects.key import Key, Unbuilt, Values, coming, derived, inert, translated
 from whet.config.dialects.trinity_algorithm import optimizer
 from whet.config.dialects.trinity_data import batch, evaluation, length, mode, sampling, token_limits
+from whet.config.dialects.trinity_lora import ENGINE, LORA
 from whet.config.dialects.trinity_presets import online, preset, repeat_times
 from whet.config.dialects.trinity_replies import template
 from whet.config.dialects.trinity_trainer import critic, export, micro, resume
@@ -239,19 +240,7 @@ MODEL: tuple[Key, ...] = (
         default=1.0,
         reason="as in vLLM",
     ),
-    *_coming("LoRA", model__lora_configs=None),
-    *(
-        coming(f"model.lora_configs[].{key}", "LoRA", default=default)
-        for key, default in {
-            "name": None,
-            "path": None,
-            "base_model_name": None,
-            "lora_rank": 32,
-            "lora_alpha": 32,
-            "lora_dtype": "auto",
-            "target_modules": "all-linear",
-        }.items()
-    ),
+    *LORA,
     translated("model.rope_scaling", model, "model.overrides", default=None, reason="put over config.json"),
     translated("model.rope_theta", model, "model.overrides", default=None, reason="put over config.json"),
     section("model.tinker"),
@@ -427,8 +416,7 @@ MORE_RUN: tuple[Key, ...] = (
         )
     ),
     coming("model.logprobs", "log-probs of other tokens than the sampled", default=0),
-    coming("model.fully_sharded_loras", "LoRA", default=False),
-    coming("model.max_cpu_loras", "LoRA", default=None),
+    *ENGINE,
     coming("cluster.ray_address", "several machines", default="auto"),
     coming(
         "explorer.max_repeat_times_per_runner",

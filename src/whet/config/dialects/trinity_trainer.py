@@ -22,6 +22,7 @@ from whet.config.dialects.trinity_values import (
     text,
     whole,
 )
+from whet.config.dialects.uploads import place
 from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- what is trained
@@ -176,6 +177,12 @@ def _rollouts(values: Values, *, actor: bool = False, forward: bool = False, cri
 
 
 # ---------------------------------------------------------------- checkpoints
+
+
+def copies(values: Values) -> Mapping[str, Json]:
+    """Another place for checkpoints."""
+    path = text(values, f"{VERL_TRAINER}.default_hdfs_dir")
+    return {"checkpoint.upload_to": [place(path)]} if path else {}
 
 
 def resume(values: Values) -> Mapping[str, Json]:

@@ -7,6 +7,7 @@ from whet.config.dialects.trinity_algorithm import optimizer
 from whet.config.dialects.trinity_run import libraries, model
 from whet.config.dialects.trinity_trainer import (
     contents,
+    copies,
     critic,
     keep,
     like_the_actor,
@@ -272,7 +273,13 @@ TRAINER_ROWS: tuple[Key, ...] = (
         default=0,
         reason="exactly so many steps of the critic alone (Trinity: one less); ppo only",
     ),
-    coming(f"{VERL_TRAINER}.default_hdfs_dir", "copying checkpoints elsewhere", default=None),
+    translated(
+        f"{VERL_TRAINER}.default_hdfs_dir",
+        copies,
+        "checkpoint.upload_to",
+        default=None,
+        reason="checkpoints are copied there, too",
+    ),
     translated(
         f"{VERL_TRAINER}.remove_previous_ckpt_in_save",
         keep,

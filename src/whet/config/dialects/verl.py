@@ -7,7 +7,7 @@ a machine would spread it, so one process gives the same run.
 
 from __future__ import annotations
 
-from whet.config.dialects.key import Key, Translate, coming, derived, mapped, translated
+from whet.config.dialects.key import Key, Translate, derived, mapped, translated
 from whet.config.dialects.verl_eval import EVAL
 from whet.config.dialects.verl_generation import GENERATION
 from whet.config.dialects.verl_loop import actor_optimizer, critic_optimizer
@@ -25,7 +25,14 @@ def _megatron(role: str, optimizer: Translate, native: str) -> tuple[Key, ...]:
     """Megatron's optimizer and schedule of one role; read with strategy=megatron."""
     at, to = f"{role}.optim", f"{native}.optimizer"
     return (
-        coming(f"{at}.optimizer", "another optimizer than AdamW", default="adam"),
+        translated(
+            f"{at}.optimizer",
+            optimizer,
+            f"{to}.kind",
+            default="adam",
+            reason="adam decays as AdamW, as there; sgd has Megatron's momentum of 0.9, and is read with "
+            "strategy=megatron.",
+        ),
         mapped(f"{at}.lr", f"{to}.lr", default=1e-6),
         translated(f"{at}.clip_grad", optimizer, f"{to}.grad_clip", default=1.0, reason="0 is off."),
         derived(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
 from whet.config.dialects.verl_algorithm import value_reduction
 from whet.config.dialects.verl_loop import checkpoints, critic_optimizer, imports
+from whet.config.dialects.verl_lora import critic_lora, lora_keys
 from whet.config.dialects.verl_parts import critic_overrides, critic_path, critic_tokenizer
 from whet.config.dialects.verl_policy import (
     BATCHES,
@@ -116,9 +117,7 @@ CRITIC: tuple[Key, ...] = (
         default=False,
         harmless=(True,),
     ),
-    coming("critic.model.lora_rank", "LoRA", default=0),
-    coming("critic.model.lora_alpha", "LoRA", default=16),
-    coming("critic.model.target_modules", "LoRA", default="all-linear"),
+    *lora_keys("critic.model", critic_lora, "critic.lora"),
     *(
         offload(f"critic.model.fsdp_config.{name}")
         for name in ("param_offload", "optimizer_offload", "offload_policy")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from whet.config.dialects.key import Key, Values, derived, mapped, translated
 from whet.config.dialects.verl_parts import judge
-from whet.config.dialects.verl_rules import Native, at_least, is_path, local
+from whet.config.dialects.verl_rules import Native, anywhere, at_least, is_path
 
 _JUDGED = "A function of yours; without a path verl's table by data source, as its document says."
 _RAY = "There is no Ray."
 
 
 def replies(v: Values) -> Native:
-    return {"eval.offline.path": local(v, "data.path")}
+    return {"eval.offline.path": anywhere(v, "data.path")}
 
 
 def answers(v: Values) -> Native:

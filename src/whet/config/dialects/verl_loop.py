@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 from whet.config.dialects.key import Unbuilt, Values
 from whet.config.dialects.typed import choose, flag, number, whole
+from whet.config.dialects.uploads import place
 from whet.config.dialects.verl_rules import (
     ACTOR,
     ANY,
@@ -11,6 +14,7 @@ from whet.config.dialects.verl_rules import (
     MODEL,
     NOTHING,
     Native,
+    anywhere,
     has_critic,
     has_reward_model,
     is_megatron,
@@ -37,6 +41,7 @@ def _optimizer(v: Values, role: str, *, native: str) -> Native:
     megatron = is_megatron(v)
     schedule = _megatron_schedule(v, at) if megatron else _fsdp_schedule(v, at)
     return {
+        **_kind(v, f"{at}.optimizer", native),
         f"{native}.weight_decay": v[f"{at}.weight_decay"],
         f"{native}.decay_all": not megatron,
         f"{native}.betas": v.get(f"{at}.betas", [0.9, 0.999]),
@@ -46,6 +51,13 @@ def _optimizer(v: Values, role: str, *, native: str) -> Native:
         **{f"{native}.schedule.{key}": value for key, value in {**schedule, **_warmup(v, at)}.items()},
         **_length(v, f"{native}.schedule", schedule),
     }
+
+
+def _kind(v: Values, key: str, native: str) -> Native:
+    """FSDP has AdamW alone; Megatron's adam is AdamW, too, and its sgd has a momentum that no key of verl sets."""
+    kinds = {"adam": "adamw", "sgd": "sgd"} if is_megatron(v) else {"adam": "adamw", "AdamW": "adamw"}
+    kind = choose({key: v.get(key, "adam")}, key, kinds)
+    return {f"{native}.kind": kind, **({f"{native}.momentum": 0.9} if kind == "sgd" else {})}
 
 
 def _warmup(v: Values, at: str) -> Native:
@@ -234,7 +246,7 @@ def resume(v: Values) -> Native:
         raise ConfigError(
             "trainer.resume_mode=resume_path needs trainer.resume_from_path, a checkpoint's folder"
         )
-    return {"checkpoint.resume": local(v, "trainer.resume_from_path")}
+    return {"checkpoint.resume": anywhere(v, "trainer.resume_from_path")}
 
 
 TRACKERS: dict[str, str | None] = {
@@ -256,3 +268,25 @@ def device(v: Values) -> Native:
     """cuda is CUDA where there is one, and else the CPU stands in."""
     known = {"cuda": "auto", "cpu": "cpu", "npu": None}
     return {"machine.device": choose(v, "trainer.device", known)}
+
+
+def dumps(v: Values) -> Native:
+    """STEP.jsonl in each of the two folders that is given."""
+    keys = (("rollout_data_dir", "rollouts_dump"), ("validation_data_dir", "eval_dump"))
+    return {
+        f"track.{native}": str(PurePath(local(v, f"trainer.{key}")) / "{step}.jsonl")
+        for key, native in keys
+        if v[f"trainer.{key}"] is not None
+    }
+
+
+DOCUMENTED = "~/experiments/gsm8k/ppo/${trainer.experiment_name}"
+"""What verl's document has for default_hdfs_dir."""
+
+
+def copies(v: Values) -> Native:
+    """Another place for checkpoints."""
+    given = v["trainer.default_hdfs_dir"]
+    if given in (None, DOCUMENTED.replace("${trainer.experiment_name}", str(v["trainer.experiment_name"]))):
+        return NOTHING
+    return {"checkpoint.upload_to": [place(anywhere(v, "trainer.default_hdfs_dir"))]}

@@ -11,7 +11,8 @@ from whet.config.dialects.verl_algorithm import (
     reduction,
     resampling,
 )
-from whet.config.dialects.verl_loop import actor_optimizer, checkpoints, device, length
+from whet.config.dialects.verl_loop import actor_optimizer, checkpoints, device, dumps, length
+from whet.config.dialects.verl_lora import lora_keys, policy_lora
 from whet.config.dialects.verl_parts import overrides, rewards, training_data
 from whet.config.dialects.verl_policy import DECAY, OFFLOAD, SHARDED, SIZED, TP, offload
 from whet.config.dialects.verl_recipes import DAPO, RECIPES
@@ -145,9 +146,7 @@ POLICY: tuple[Key, ...] = (
         default={},
         reason="Fields of the model's config.json.",
     ),
-    coming(f"{MODEL}.lora_rank", "LoRA", default=0),
-    coming(f"{MODEL}.lora_alpha", "LoRA", default=16),
-    coming(f"{MODEL}.target_modules", "LoRA", default="all-linear"),
+    *lora_keys(MODEL, policy_lora, "model.lora"),
     *(
         coming(f"{MODEL}.{name}", "kernels of others; they change no number", default=False, harmless=(True,))
         for name in ("use_liger", "use_fused_kernels")
@@ -205,7 +204,7 @@ ENGINE: tuple[Key, ...] = (
         default=True,
         harmless=(False,),
     ),
-    coming(f"{ROLLOUT}.layered_summon", "LoRA", default=False, harmless=(True,)),
+    coming(f"{ROLLOUT}.layered_summon", SHARDED, default=False, harmless=(True,)),
     coming(f"{ROLLOUT}.use_fire_sampling", "another temperature for the first token", default=False),
     engine(f"{ROLLOUT}.engine_kwargs.vllm.*", "vllm", default={}, reason="Any argument of vLLM."),
     engine(f"{ROLLOUT}.engine_kwargs.sglang.*", "sglang", default={}, reason="Any argument of SGLang."),
@@ -324,17 +323,19 @@ TRAINER: tuple[Key, ...] = (
         reason="Stands over total_epochs.",
     ),
     coming("trainer.val_only", "evaluation without training", default=False),
-    mapped(
-        "trainer.rollout_data_dir",
-        "track.rollouts_dir",
-        default=None,
-        reason="Parquet in place of jsonl; null: in the run's folder.",
-    ),
-    mapped(
-        "trainer.validation_data_dir",
-        "track.eval_dir",
-        default=None,
-        reason="Parquet in place of jsonl; null: in the run's folder.",
+    *(
+        translated(
+            f"trainer.{key}",
+            dumps,
+            native,
+            default=None,
+            reason="STEP.jsonl in it, with input, output, gts, score, step and the parts of the reward, as there; "
+            "prompts as they stand in the data, before the chat template. Everything is in the run's folder, too.",
+        )
+        for key, native in (
+            ("rollout_data_dir", "track.rollouts_dump"),
+            ("validation_data_dir", "track.eval_dump"),
+        )
     ),
     translated(
         "trainer.max_actor_ckpt_to_keep", checkpoints, "checkpoint.keep", default=None, reason="null: all."

@@ -10,15 +10,16 @@ from whet.config.dialects.verl_rules import (
     NOTHING,
     ROLLOUT,
     Native,
+    anywhere,
     has_critic,
     has_reward_model,
-    here,
     local,
     responses,
     texts,
     validates,
 )
 from whet.config.faults import shown
+from whet.config.urls import is_remote
 from whet.types import ConfigError, Json
 
 
@@ -46,10 +47,14 @@ def _source(v: Values, key: str, native: str) -> Native:
 
 def rows(v: Values, key: str, native: str) -> Native:
     """Where the rows come from: files, or what a class of yours makes of them."""
-    files = [here(path, key=key) for path in texts(v, key)]
+    files = texts(v, key)
     given = files if len(files) > 1 else files[0]
     if v["data.custom_cls.path"] is None:
         return {f"{native}.path": given}
+    if remote := [path for path in files if is_remote(path)]:
+        raise ConfigError(
+            f"{key}: {remote[0]}: a class of yours is given paths of this machine; copy the file here"
+        )
     if not isinstance(v["data.custom_cls.name"], str):
         raise ConfigError("data.custom_cls.path needs data.custom_cls.name, the class in that file")
     function = f"{local(v, 'data.custom_cls.path')}:{v['data.custom_cls.name']}"
@@ -120,12 +125,12 @@ def overlong_penalty(v: Values) -> Native:
 
 
 def model_path(v: Values) -> Native:
-    return {"model.path": local(v, f"{MODEL}.path")}
+    return {"model.path": anywhere(v, f"{MODEL}.path")}
 
 
 def critic_path(v: Values) -> Native:
     """Where the value model's weights start; read where a critic learns."""
-    return {"critic.path": local(v, "critic.model.path")} if has_critic(v) else NOTHING
+    return {"critic.path": anywhere(v, "critic.model.path")} if has_critic(v) else NOTHING
 
 
 def critic_tokenizer(v: Values) -> Native:
@@ -148,12 +153,18 @@ def overrides(v: Values) -> Native:
     return {"model.overrides": {**nested, **flat}}
 
 
+def trainable(v: Values) -> Native:
+    """The routers of a mixture of experts learn, or stay as they are."""
+    frozen = flag(v, f"{MODEL}.override_config.moe_config.freeze_moe_router")
+    return {"train.trainable": {r"\.mlp\.gate\.": False}} if frozen else NOTHING
+
+
 def _without_sections(config: dict[str, Json]) -> dict[str, Json]:
     """Megatron's form of overrides made flat; a moe_config that switches nothing on goes."""
     inner, moe = config.get("model_config") or {}, config.get("moe_config") or {}
     if any(moe.values()):
         raise Unbuilt(
-            "critic.model.override_config.moe_config: parameters that do not learn are coming, not built yet"
+            "critic.model.override_config.moe_config: a critic of which only a part learns is coming, not built yet"
         )
     rest = {key: value for key, value in config.items() if key not in ("model_config", "moe_config")}
     return {**rest, **inner}

@@ -12,6 +12,7 @@ from whet.config.dialects.verl_parts import (
     nothing,
     overrides,
     sampling,
+    trainable,
     validation,
 )
 from whet.config.dialects.verl_parts import engine as rollout_engine
@@ -110,7 +111,7 @@ MODEL_KEYS: tuple[Key, ...] = (
         model_path,
         "model.path",
         default="~/models/deepseek-llm-7b-chat",
-        reason="A Hugging Face folder on this machine; hdfs:// is coming.",
+        reason="A Hugging Face folder on this machine, or a URL such as hdfs://.",
     ),
     translated(f"{MODEL}.external_lib", imports, "imports", default=None, reason=IMPORTED),
     translated(
@@ -135,8 +136,12 @@ MODEL_KEYS: tuple[Key, ...] = (
         reason="Fields of the model's config.json.",
     ),
     section(f"{MODEL}.override_config.moe_config"),
-    coming(
-        f"{MODEL}.override_config.moe_config.freeze_moe_router", "parameters that do not learn", default=False
+    translated(
+        f"{MODEL}.override_config.moe_config.freeze_moe_router",
+        trainable,
+        "train.trainable",
+        default=False,
+        reason="The routers of a mixture of experts; on a model without any it is refused.",
     ),
     mapped(f"{MODEL}.enable_gradient_checkpointing", "train.gradient_checkpointing", default=False),
     offload(f"{MODEL}.enable_activation_offload"),

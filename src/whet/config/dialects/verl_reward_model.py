@@ -10,11 +10,11 @@ from whet.config.dialects.verl_rules import (
     MODEL,
     NOTHING,
     Native,
+    anywhere,
     at_least,
     has_reward_model,
     is_flag,
     is_one_of,
-    local,
 )
 from whet.config.faults import shown
 from whet.types import ConfigError
@@ -30,7 +30,7 @@ def reward_model(v: Values) -> Native:
     if not has_reward_model(v):
         return NOTHING
     native = "rewards.rm.model"
-    out: Native = {f"{native}.path": local(v, f"{RM}.model.path")}
+    out: Native = {f"{native}.path": anywhere(v, f"{RM}.model.path")}
     limit, decoder = v[f"{RM}.max_length"], v[f"{RM}.model.input_tokenizer"]
     if decoder is None:
         if limit is not None:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from whet.config.dialects.key import Key, coming, derived
+from whet.config.dialects.key import Key, Values, coming, derived, translated
+from whet.config.dialects.typed import flag, whole
 from whet.config.dialects.verl_policy import SHARDED, TP
 from whet.config.dialects.verl_reward_model import later
 from whet.config.dialects.verl_rules import (
     ACTOR,
+    ANY,
     CRITIC,
     MODEL,
+    NOTHING,
     REF,
     ROLLOUT,
+    Native,
     at_least,
     is_flag,
     is_number,
     is_one_of,
+    mini_batches,
 )
+from whet.types import ConfigError, Json
 
 _ELSEWHERE = "verl reads algorithm.kl_ctrl alone; a leftover of older files."
 _NOT_LOADED = "models whose weights are not loaded"
-_PROFILE = "profiles of a run"
+_PROFILE = (
+    "step_start to step_end - 1 are optimizer steps, counted from 0, as there; the whole training steps with them are "
+    "recorded, of all models. Rank 0 alone; shapes and call stacks, as there."
+)
 _MEGATRON = "parallel training with Megatron; read there only with strategy=megatron"
 
 
@@ -63,6 +72,36 @@ def _megatron(role: str, *, coming_with: str = _MEGATRON) -> tuple[Key, ...]:
     )
 
 
+def profile(v: Values) -> Native:
+    """The training steps that hold the optimizer steps which verl's profiler would record."""
+    steps, folders = set[int](), dict[str, Json]()
+    for role in (ACTOR, REF):
+        at = f"{role}.profile"
+        if not flag(v, f"{at}.use_profile"):
+            continue
+        first, end = (whole(v, f"{at}.{key}", least=ANY) for key in ("step_start", "step_end"))
+        if not 0 <= first < end <= first + 1000:
+            raise ConfigError(
+                f"{at}: step_start={first} must be at least 0, and step_end={end} larger, by at most 1000"
+            )
+        ranks = v[f"{at}.profile_ranks"]
+        if ranks is not None and 0 not in (ranks if isinstance(ranks, list) else [ranks]):
+            raise ConfigError(f"{at}.profile_ranks={ranks}: the one process here is rank 0; write [0]")
+        each = mini_batches(v, ACTOR) * whole(v, f"{ACTOR}.ppo_epochs")
+        steps |= {step // each + 1 for step in range(first, end)}
+        folders |= {f"{at}.save_path": path for path in [v[f"{at}.save_path"]] if path}
+    if not steps:
+        return NOTHING
+    if len(set(folders.values())) > 1:
+        raise ConfigError(f"{', '.join(folders)}: one folder holds all traces of a run; write the same")
+    return {
+        "profile.steps": sorted(steps),
+        "profile.shapes": True,
+        "profile.stack": True,
+        "profile.dir": next(iter(folders.values()), None),
+    }
+
+
 def _profile(role: str) -> tuple[Key, ...]:
     given = (
         ("use_profile", False),
@@ -71,7 +110,17 @@ def _profile(role: str) -> tuple[Key, ...]:
         ("step_end", -1),
         ("save_path", None),
     )
-    return tuple(coming(f"{role}.profile.{name}", _PROFILE, default=default) for name, default in given)
+    natives = {"save_path": "profile.dir"}
+    return tuple(
+        translated(
+            f"{role}.profile.{name}",
+            profile,
+            natives.get(name, "profile.steps"),
+            default=default,
+            reason=_PROFILE,
+        )
+        for name, default in given
+    )
 
 
 def _recompute(model: str) -> tuple[Key, ...]:

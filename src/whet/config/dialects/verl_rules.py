@@ -12,6 +12,7 @@ from pathlib import PurePath
 from whet.config.dialects.key import Unbuilt, Values
 from whet.config.dialects.typed import choose, flag, number, whole
 from whet.config.faults import shown
+from whet.config.urls import is_remote
 from whet.types import ConfigError, Json
 
 Native = Mapping[str, Json]
@@ -43,19 +44,20 @@ def texts(v: Values, key: str) -> list[str]:
     return given
 
 
-def here(path: str, *, key: str) -> str:
-    """A path on this machine; remote file systems are coming."""
-    if "://" in path:
-        raise Unbuilt(f"{key}={path}: remote files are coming, not built yet; copy it here and give its path")
-    return path
+def anywhere(v: Values, key: str) -> str:
+    """A path that is read: on this machine, or a URL."""
+    value = v[key]
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{key}: got {shown(value)}, expected a path")
+    return value
 
 
 def local(v: Values, key: str) -> str:
     """A path on this machine."""
-    value = v[key]
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{key}: got {shown(value)}, expected a path")
-    return here(value, key=key)
+    path = anywhere(v, key)
+    if is_remote(path):
+        raise ConfigError(f"{key}={path}: expected a path on this machine")
+    return path
 
 
 def at_least(key: str, least: int) -> Callable[[Values], Native]:

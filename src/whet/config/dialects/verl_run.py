@@ -5,7 +5,15 @@ from __future__ import annotations
 from whet.config.dialects.key import Key, coming, derived, inert, mapped, refused, translated
 from whet.config.dialects.verl_algorithm import advantage, discount, kl
 from whet.config.dialects.verl_critic import CRITIC, ONLY_CRITIC
-from whet.config.dialects.verl_loop import checkpoints, length, resume, run_directory, trackers
+from whet.config.dialects.verl_loop import (
+    DOCUMENTED,
+    checkpoints,
+    copies,
+    length,
+    resume,
+    run_directory,
+    trackers,
+)
 from whet.config.dialects.verl_parts import (
     order,
     overlong,
@@ -240,11 +248,13 @@ TRAINER: tuple[Key, ...] = (
         reason=f"Exactly so many steps; verl skips one less. {ONLY_CRITIC} A schedule of the policy whose length "
         "follows from total_epochs is these steps shorter here.",
     ),
-    coming(
+    translated(
         "trainer.default_hdfs_dir",
-        "copies on remote file systems; the document's own path, which verl itself leaves out, counts as null",
-        default="~/experiments/gsm8k/ppo/${trainer.experiment_name}",
-        harmless=(None,),
+        copies,
+        "checkpoint.upload_to",
+        default=DOCUMENTED,
+        reason="Checkpoints are copied there, too. The document's own path, which verl itself leaves out, counts as "
+        "null.",
     ),
     translated(
         "trainer.default_local_dir",

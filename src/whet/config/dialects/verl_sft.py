@@ -6,16 +6,17 @@ import math
 
 from whet.config.dialects.key import Key, Values, coming, derived, inert, mapped, translated
 from whet.config.dialects.typed import choose, flag, number, whole
-from whet.config.dialects.verl_loop import length, run_directory, trackers
+from whet.config.dialects.verl_loop import copies, length, run_directory, trackers
+from whet.config.dialects.verl_lora import lora_keys, sft_lora
 from whet.config.dialects.verl_parts import rows
 from whet.config.dialects.verl_policy import IMPORTED, NO_CODE, OFFLOAD, SHARDED, section
-from whet.config.dialects.verl_rules import ANY, NOTHING, Native, is_one_of, local, texts
+from whet.config.dialects.verl_rules import ANY, NOTHING, Native, anywhere, is_one_of, texts
 from whet.types import ConfigError, Json
 
 
 def recipe(v: Values) -> Native:
     """Supervised fine-tuning from a folder; prompts go through the chat template as the words of a user."""
-    return {"algorithm.name": "sft", "model.path": local(v, "model.partial_pretrain"), "data.chat": True}
+    return {"algorithm.name": "sft", "model.path": anywhere(v, "model.partial_pretrain"), "data.chat": True}
 
 
 def data(v: Values) -> Native:
@@ -122,7 +123,7 @@ def checkpoints(v: Values) -> Native:
         "checkpoint.export_every": every,
     }
     resume = v["trainer.resume_path"]
-    return out | ({"checkpoint.resume": local(v, "trainer.resume_path")} if resume else {})
+    return out | ({"checkpoint.resume": anywhere(v, "trainer.resume_path")} if resume else {})
 
 
 def validation(v: Values) -> Native:
@@ -189,9 +190,7 @@ DOCUMENTED: tuple[Key, ...] = (
     translated("model.external_lib", imports, "imports", default=None, reason=IMPORTED),
     mapped("model.enable_gradient_checkpointing", "train.gradient_checkpointing", default=False),
     inert("model.trust_remote_code", NO_CODE, default=False, harmless=(True,)),
-    coming("model.lora_rank", "LoRA", default=0),
-    coming("model.lora_alpha", "LoRA", default=16),
-    coming("model.target_modules", "LoRA", default="all-linear"),
+    *lora_keys("model", sft_lora, "model.lora"),
     coming("model.use_liger", "fused kernels of liger", default=False),
     translated("data.custom_cls.path", data, "data.train.0.function", default=None, reason=_CLASS),
     translated("data.custom_cls.name", data, "data.train.0.function", default=None, reason=_CLASS),
@@ -281,7 +280,13 @@ NEWER: tuple[Key, ...] = (
         default="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
         reason="The run's folder.",
     ),
-    coming("trainer.default_hdfs_dir", "copies on remote file systems", default=None),
+    translated(
+        "trainer.default_hdfs_dir",
+        copies,
+        "checkpoint.upload_to",
+        default=None,
+        reason="Checkpoints are copied there, too.",
+    ),
     translated(
         "trainer.resume_path",
         checkpoints,

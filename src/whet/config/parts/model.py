@@ -52,8 +52,9 @@ class Model(Section):
     """A local Hugging Face model folder (config.json, safetensors). Give this or `scratch`."""
     scratch: Scratch | None = None
     """Make a new model instead of loading one."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the parameters. Default: float32 on CPU (bfloat16 is slower there), bfloat16 on CUDA."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of the parameters. float16 trains with a scaled loss (train.precision). Default: float32 on CPU (bfloat16
+    is slower there), bfloat16 on CUDA."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Values put over the model's own config.json, by its Hugging Face names."""
     lora: Lora | None = None

@@ -39,6 +39,9 @@ class Rollout(Section):
 
     engine: Literal["native", "hf"] = "native"
     """native: embedded, continuous batching, the trainer's weights by reference. hf: transformers, slow."""
+    replicas: Count = 0
+    """Engines, each in a process of its own with its own copy of the weights, by Ray (see `cluster`). 0: one engine,
+    in the trainer's process, on the trainer's weights."""
     group_size: Positive = 8
     """Rollouts of one task."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
@@ -48,5 +51,23 @@ class Rollout(Section):
     sync_every: Positive = 1
     """Steps between weight syncs. More than 1: rollouts come from a policy up to sync_every - 1 versions old, so think
     of algorithm.correction. An evaluation always has the present weights."""
+    max_staleness: Count = 0
+    """Steps that exploring may be ahead of training. 0: in turn, each step with its own weights. More: the rollouts of
+    so many later steps are sampled while a step is trained, by a policy that is up to as many versions older (with
+    sync_every: as many more), so think of algorithm.correction. Needs memory for a second copy of the weights."""
+    schedule: Literal["fixed", "free"] = "fixed"
+    """fixed: which weights sample which task follows from the step alone, so the run is the same on every machine and
+    after every resume; a step waits for its slowest rollout. free: every task is asked as soon as there is room and a
+    step takes the groups that are finished first; what would be older than max_staleness is given up and booked."""
+    partial: bool = True
+    """schedule=free: at a weight sync, rollouts in flight go on under the new weights, each token with its version.
+    false: they are finished under the old ones first."""
+    spare_tasks: Count = 0
+    """schedule=free: tasks asked beyond what the steps need, so that no step waits for the last ones."""
+    retries: Count = 0
+    """How often a rollout that failed (an error, or no end in time) is asked again before it counts as failed."""
     timeout_s: Above0 = 600.0
     """Longest wait for one rollout; then the run says what it waited for and the rollout counts as failed."""
+    timeout_factor: Above0 | None = None
+    """A rollout's limit is also this many times the mean seconds of those finished so far, once there are 8. Default:
+    timeout_s alone."""

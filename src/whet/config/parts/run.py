@@ -9,6 +9,18 @@ from pydantic import Field
 from whet.config.parts.base import Above0, Count, Fraction, Positive, Section
 
 
+class Best(Section):
+    """Which evaluations keep their checkpoint."""
+
+    metric: str = "eval/accuracy"
+    """A number that evaluations write down, by its name in metrics.jsonl. A checkpoint is then written in every step
+    whose evaluation is among the best so far, and stays for as long as it is."""
+    goal: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest is best. Of equal ones the earlier stays."""
+    count: Positive = 1
+    """How many of the best are kept, beside the newest."""
+
+
 class Checkpoint(Section):
     """Saving and resuming: the whole run, to the bit."""
 
@@ -18,6 +30,11 @@ class Checkpoint(Section):
     """Save after every so many passes over the training rows too, in the step that completes one. 0: not by epochs."""
     keep: Positive | None = 2
     """How many of the newest are kept. null: all."""
+    keep_best: Best | None = None
+    """Checkpoints of the best evaluations, kept beside the newest. null: none."""
+    background: bool = False
+    """Write checkpoints while the next steps go on: the state is copied first, so memory holds it twice meanwhile. The
+    next save waits for the last one to be on the disk; what went wrong with it is raised there, or at the end."""
     dir: str | None = None
     """Folder of the checkpoints. Default: `checkpoints` in run_dir, which else is a link to it."""
     resume: str = "auto"
@@ -37,6 +54,17 @@ class Checkpoint(Section):
     """With model.lora: the whole model with the adapters in its weights, or the adapters alone, as peft writes them."""
     export_dir: str | None = None
     """Folder of the exports. Default: `export` in run_dir, which else is a link to it."""
+    upload_to: tuple[str, ...] = ()
+    """Where checkpoints are copied to, in the background, each as a folder of its own: s3://BUCKET/PATH, gs://,
+    hdfs://, hf://ORG/NAME, or file:///PATH of a mounted drive. A run never waits for a copy, but at its end; what could
+    not be copied is said, and tried again with the next one. Each run needs a place of its own."""
+    upload_exports_to: tuple[str, ...] = ()
+    """Where exports are copied to. On the hub (hf://ORG/NAME) each is a commit at the repository's root, so that
+    `from_pretrained` reads the newest."""
+    upload: Literal["all", "last"] = "all"
+    """Copy every one as it is written, or at the end of the run the last one alone."""
+    upload_keep: Positive | None = None
+    """How many of the newest checkpoints stay there, beside those of the best evaluations. null: all."""
 
 
 class Track(Section):
@@ -65,6 +93,16 @@ class Track(Section):
     """Folder of these rollouts. Default: `rollouts` in run_dir, which else is a link to it."""
     eval_dir: str | None = None
     """Folder of the replies of evaluations. Default: `eval` in run_dir, which else is a link to it."""
+    rollouts_dump: str | None = None
+    """Write these rollouts once more, for other programs: the path of a .jsonl or .parquet file with {step} in it, such
+    as `dump/{step}.jsonl`; {stage} is the stage's name, and {source} makes a file for each source. Rows have input,
+    output, gts, score, step, and the parts of the reward by their names. A file of that name is written over; a run
+    that goes on deletes its own of later steps. Default: only in run_dir."""
+    eval_dump: str | None = None
+    """The same of the replies of evaluations; beside {source} the evaluation's numbers have a file, too,
+    aggregated_results."""
+    batches_dump: str | None = None
+    """The same of the batches of batches_every, a row for each rollout; without {source}."""
     micro_batches: bool = False
     """Write every micro-batch into timeline.json too. Default: phases, waits, and what the engines do in them."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -7,6 +7,8 @@ from typing import Literal
 from pydantic import Field
 
 from whet.config.parts.base import Above0, BelowOne, Count, Fraction, NonNegative, Positive, Section
+from whet.config.parts.parallel import Parallel
+from whet.config.parts.precision import Precision
 
 
 class Schedule(Section):
@@ -70,6 +72,12 @@ class Optimizer(Section):
     """Decay of the two moments of Adam."""
     eps: Above0 = 1e-8
     """Added to the square root of Adam's second moment."""
+    state: Literal["float32", "int8"] = "float32"
+    """How Adam's moments are kept. int8: a byte an entry and a scale a block of 256, a quarter of the memory; rounded
+    by chance, the same chance in every run."""
+    implementation: Literal["fused", "foreach", "loop"] = "fused"
+    """How torch computes a step; equal up to rounding. fused: one pass over the numbers, the fastest; foreach: an
+    operation at a time over all tensors; loop: tensor by tensor."""
     momentum: BelowOne | None = None
     """Decay of the running mean of sgd (default 0: none) and muon (default 0.95)."""
     weight_decay: NonNegative = 0.0
@@ -121,6 +129,17 @@ class Train(Section):
     """Compute a group's prompt once instead of once a rollout; equal gradients."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more time."""
+    offload: tuple[Literal["optimizer", "activations", "critic", "reference"], ...] = ()
+    """What lies in the host's memory while a GPU does not need it: moments and master weights but for the optimizer
+    step, what layers keep for the backward pass, the weights of the critic or the reference while they rest. Slower,
+    more room on the GPU. The policy stays: rollouts are sampled from it."""
+    compile: bool = False
+    """Compile every layer of the trained models with torch.compile, between the attentions: about a minute at the
+    start; faster on a GPU. Needs a C++ compiler (CPU) or Triton (GPU)."""
+    precision: Precision = Field(default_factory=Precision)
+    """Dtypes of training beside model.dtype."""
+    parallel: Parallel = Field(default_factory=Parallel)
+    """Processes that train together."""
     trainable: dict[str, bool] = Field(default_factory=dict)
     """Which parameters of the policy learn (true) or stay as they are (false), by regular expressions found in their
     names; the first that fits counts, others learn. `{lm_head: true, ".*": false}` trains the output layer alone,

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from whet.rollout.requests import StopText
-from whet.types import Completion, Sampling, WhetError
+from whet.rollout.requests import RequestError, StopText
+from whet.types import Completion, Sampling
 
 
 @dataclass(eq=False)
@@ -104,10 +104,10 @@ class Scheduler:
         """The pages of each row."""
 
     def refuse_impossible(self, request: Request) -> None:
-        """Raise WhetError if the request does not fit into the empty cache."""
+        """Raise RequestError if the request does not fit into the empty cache."""
         needed = self.pages.needed(request.cached)
         if needed > self.pages.count:
-            raise WhetError(
+            raise RequestError(
                 f"a prompt of {len(request.prompt)} tokens and max_tokens={request.sampling.max_tokens} need "
                 f"{needed} pages of {self.pages.size} tokens, the KV cache has {self.pages.count}; lower "
                 "rollout.sampling.max_tokens or raise machine.kv_cache_mb"

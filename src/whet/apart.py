@@ -1,0 +1,221 @@
+"""A run in several processes: explorers that follow the trainer's weights, and a bench that follows its checkpoints.
+
+The trainer (mode=train) is the loop itself with `loop.train_only`. All find each other by two places: the store of
+buffer.url, and the trainer's run directory, where `weights/` has the newest versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from whet import checkpoint
+from whet.buffer.queue import ExplorerQueue
+from whet.buffer.stores import Store, open_store
+from whet.explorers import Explorers
+from whet.loop import evaluation, explore
+from whet.run import Run
+from whet.shared import Shared
+from whet.stages import grouping, open_stage, queue_name
+from whet.sync.exchange import Receiver
+from whet.sync.files import Files
+from whet.sync.weights import hand_over
+from whet.types import WhetError
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+"""Between two looks for new weights and for the end."""
+SAY_S = 30.0
+"""Between two words on how far it is."""
+
+
+async def run_beside(shared: Shared, home: Path) -> None:
+    """A process beside the trainer, whose run directory is `home`."""
+    try:
+        await (explore_all if shared.loaded.config.mode == "explore" else bench_all)(shared, home)
+    finally:
+        if shared.engine is not None:
+            await shared.engine.close()
+
+
+async def explore_all(shared: Shared, home: Path) -> None:
+    """Explore every stage that samples, for as long as its trainer trains."""
+    for index, plan in enumerate(shared.plans):
+        if plan.algorithm.kind == "online" and not shared.stop.requested:
+            await explore_stage(shared, index, home)
+
+
+async def explore_stage(shared: Shared, index: int, home: Path) -> None:
+    """One stage: from the moment its trainer has begun it until it has finished it."""
+    cfg, name = shared.loaded.stages[index], shared.loaded.names[index]
+    store = open_store(cfg.buffer.url, queue=queue_name(cfg, name), order=cfg.buffer.order)
+    run = open_stage(shared, index, explores=True)
+    queue = ExplorerQueue(
+        store,
+        owner=cfg.buffer.explorer,
+        groups_per_step=run.plan.own_tasks_per_step,
+        group_size=run.plan.group_size,
+        max_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_every - 1,
+        spare=cfg.rollout.spare_tasks,
+        lease_s=cfg.buffer.lease_s,
+        **grouping(cfg, run.plan),
+    )
+    run.buffer = queue  # type: ignore[assignment]
+    run.explorers = Explorers(queue, partial(queue.draw, at=run.tasks.at), partial(explore, run))  # type: ignore[arg-type]
+    weights = Weights(run, home / "weights")
+    try:
+        if not await begun(run, store, weights):
+            return
+        store.release(queue.owner)  # what an earlier process of this name had
+        run.explorers.start(left=0)
+        async with lease(queue):
+            await follow(run, store, weights)
+    finally:
+        await run.close()
+        store.release(queue.owner)
+        store.close()
+
+
+class Weights:
+    """The trainer's newest weights, in the engine."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        cfg = run.cfg.sync
+        self.run, self.transport = run, Files(folder, timeout_s=cfg.timeout_s, keep=cfg.keep)
+        self.receiver = Receiver(self.transport, name=run.cfg.buffer.explorer)
+
+    def reached(self, version: int) -> bool:
+        """The engine has this version or a newer one."""
+        return self.receiver.version is not None and self.receiver.version >= version
+
+    async def take(self) -> bool:
+        """Take a newer version if there is one."""
+        run, newest = self.run, self.transport.newest()
+        assert run.engine is not None
+        if newest is None or self.reached(newest):
+            return False
+        await self.receiver.load(run.engine, newest, finish=not run.cfg.rollout.partial)
+        log.info("weights version %d", newest)
+        return True
+
+
+async def begun(run: Run, store: Store, weights: Weights) -> bool:
+    """Wait until the trainer has begun this stage, and take its weights. False: it has finished it, or asked to stop.
+
+    Raises WhetError if there is no sign of the trainer for sync.timeout_s: neither this stage nor new weights.
+    """
+    patience_s, since, seen = run.cfg.sync.timeout_s, time.monotonic(), weights.transport.newest()
+    run.display.phase("wait for the trainer")
+    while not run.stopping:
+        run.watch.beat("waiting for the trainer")
+        if store.noted("finished"):
+            return False
+        if (first := store.noted("began")) is not None:
+            while not run.stopping and not weights.reached(first):
+                await weights.take()
+                await asyncio.sleep(LOOK_S)
+            return not run.stopping
+        if (newest := weights.transport.newest()) != seen:
+            since, seen = time.monotonic(), newest
+        if time.monotonic() - since > patience_s:
+            raise WhetError(
+                f"explorer {run.cfg.buffer.explorer!r} waited {patience_s:g} s for the trainer to begin stage "
+                f"{run.name!r}: nothing in {weights.transport.root}, nothing in buffer.url. Is `whet train FILE "
+                "mode=train` running, with the same name, run_dir and buffer.url?"
+            )
+        await asyncio.sleep(LOOK_S)
+    return False
+
+
+async def follow(run: Run, store: Store, weights: Weights) -> None:
+    """Take every new version, until the trainer has finished the stage or this explorer is asked to stop."""
+    queue: ExplorerQueue = run.buffer  # type: ignore[assignment]
+    said, before = time.monotonic(), 0
+    run.display.phase("explore")
+    while not run.stopping and not store.noted("finished"):
+        if queue.broken is not None:
+            raise queue.broken
+        await weights.take()
+        run.watch.beat("exploring")
+        if time.monotonic() - said > SAY_S:
+            rate = (queue.count - before) / (time.monotonic() - said)
+            said, before = time.monotonic(), queue.count
+            run.display.message(
+                f"{queue.count} groups, {rate:.3g}/s, weights version {weights.receiver.version}"
+            )
+        await asyncio.sleep(LOOK_S)
+    run.display.message(f"explored {queue.count} groups of stage {run.name!r}")
+
+
+@asynccontextmanager
+async def lease(queue: ExplorerQueue) -> AsyncIterator[None]:
+    """Say a few times a lease that this explorer lives, as long as the block runs."""
+
+    async def keep() -> None:
+        while True:
+            await asyncio.sleep(queue.lease_s / 4)
+            await asyncio.to_thread(queue.renew)
+
+    keeping = asyncio.create_task(keep())
+    keeping.add_done_callback(
+        lambda t: None if t.cancelled() or not t.exception() else queue.fail(t.exception())
+    )
+    try:
+        yield
+    finally:
+        keeping.cancel()
+
+
+# ---------------------------------------------------------------- bench
+
+
+async def bench_all(shared: Shared, home: Path) -> None:
+    """Evaluate the checkpoints of a run in their order: those that are there, then those that come, to the end."""
+    patience_s, since = shared.loaded.config.sync.timeout_s, time.monotonic()
+    done = set(_benched(shared.directory.path))
+    run: Run | None = None
+    while not shared.stop.requested:
+        last = checkpoint.glance(home / "checkpoints")
+        for path in [p for p in checkpoint.all_in(home / "checkpoints") if p.name not in done]:
+            state = checkpoint.read_state(path)
+            if run is None or run.index != state["stage"]:
+                run = open_stage(shared, state["stage"], explores=True)
+            await bench(run, path, step=state["step"], version=state["version"])
+            done.add(path.name)
+            _note(shared.directory.path, path.name)
+            since = time.monotonic()
+        if last["done"] and last["stage"] == len(shared.plans) - 1:
+            return
+        if time.monotonic() - since > patience_s:
+            raise WhetError(
+                f"no new checkpoint in {home / 'checkpoints'} for {patience_s:g} s (sync.timeout_s), and its run is "
+                "not finished; is the trainer alive?"
+            )
+        shared.watch.beat("waiting for a checkpoint")
+        shared.display.phase("wait for a checkpoint")
+        await asyncio.sleep(LOOK_S)
+
+
+async def bench(run: Run, path: Path, *, step: int, version: int) -> None:
+    """One checkpoint's weights into the model, and every held-out task asked."""
+    checkpoint.load(path, {"policy": run.policy}, wanted=("model",))
+    run.policy.version, run.step = version, step
+    await hand_over(run.policy, run.engine)
+    await evaluation(run)
+    run.display.message(f"evaluated {path.name}")
+
+
+def _benched(run_dir: Path) -> list[str]:
+    file = run_dir / "benched.txt"
+    return file.read_text().split() if file.exists() else []
+
+
+def _note(run_dir: Path, name: str) -> None:
+    with open(run_dir / "benched.txt", "a") as f:
+        f.write(f"{name}\n")

@@ -1,0 +1,88 @@
+"""The seam of a store: commands in one order, and the bytes of groups. Its implementations: here, sql.py, files.py."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
+
+from whet.types import Json
+
+
+class News(NamedTuple):
+    """What a log holds after the number that was seen last."""
+
+    snapshot: Json | None
+    """What to begin with, where not all commands since that number are kept."""
+    commands: list[Json]
+
+
+class Turn(Protocol):
+    """The log while this process alone may write to it. What a turn wrote counts from its end, whole or not at all."""
+
+    newest: int
+    """Number of the last command or snapshot; 0: there is none."""
+
+    def news(self, seen: int) -> News:
+        """What came after number `seen`. A new snapshot is news to everybody."""
+
+    def append(self, command: Json) -> None: ...
+
+    def snapshot(self, state: Json) -> None:
+        """`state` is what all commands so far lead to; they need not be kept."""
+
+    def keep(self, uid: int, data: bytes) -> None:
+        """Keep a group's bytes."""
+
+    def fetch(self, uids: list[int]) -> list[bytes | None]: ...
+
+    def drop(self, uids: list[int]) -> None: ...
+
+
+class Log(Protocol):
+    """Commands in an order that all processes agree on, and the bytes of groups."""
+
+    durable: bool
+    """It outlives the process, so a checkpoint need not hold it."""
+    where: str
+    """Its place, for people; no password in it."""
+
+    def turn(self) -> AbstractContextManager[Turn]:
+        """Waits until no other process has its turn. Raises WhetError if that takes a minute, or it can't be used."""
+
+    def close(self) -> None: ...
+
+
+class MemoryLog:
+    """Nobody else reads it, so only groups are kept."""
+
+    durable = False
+    where = "the store in memory"
+
+    def __init__(self) -> None:
+        self._groups: dict[int, bytes] = {}
+        self.newest = 0
+
+    def turn(self) -> AbstractContextManager[Turn]:
+        return nullcontext(self)
+
+    def close(self) -> None:
+        self._groups.clear()
+
+    def news(self, seen: int) -> News:
+        return News(None, [])
+
+    def append(self, command: Json) -> None:
+        self.newest += 1
+
+    def snapshot(self, state: Json) -> None:
+        self.newest += 1
+
+    def keep(self, uid: int, data: bytes) -> None:
+        self._groups[uid] = data
+
+    def fetch(self, uids: list[int]) -> list[bytes | None]:
+        return [self._groups.get(uid) for uid in uids]
+
+    def drop(self, uids: list[int]) -> None:
+        for uid in uids:
+            self._groups.pop(uid, None)

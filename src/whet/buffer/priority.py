@@ -1,0 +1,76 @@
+"""How much a replayed group is worth seeing again. Formulas as in Trinity-RFT's replay buffer.
+
+A priority function is asked when a group comes in, and each time it may come back. It gets an `Entry` and, by name,
+what its signature asks for of:
+
+    noise       a standard normal number that belongs to this group and this use
+    decay, use_limit, sigma   the settings of `buffer.replay`
+
+It returns the priority (the highest is drawn first), or None: the group does not come in.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from whet.tables import find
+from whet.types import ConfigError, Group
+
+
+@dataclass(slots=True)
+class Entry:
+    """A group in replay."""
+
+    group: Group
+    version: int
+    """The policy version that it was sampled with."""
+    uses: int
+    """How often it was trained on."""
+    serial: int
+    """Number of its arrival: the older of two has the smaller."""
+    priority: float = 0.0
+
+
+Priority = Callable[..., float | None]
+
+
+def linear_decay(entry: Entry, *, decay: float) -> float:
+    """Version less `decay` per use: new and seldom used groups first. A group always comes back."""
+    return entry.version - decay * entry.uses
+
+
+def linear_decay_use_count_control_randomization(
+    entry: Entry, *, decay: float, use_limit: int | None, sigma: float, noise: float
+) -> float | None:
+    """`linear_decay` plus normal noise of standard deviation `sigma`; a group comes back until it was used
+    `use_limit` times (None: always)."""
+    if use_limit is not None and entry.uses >= use_limit:
+        return None
+    return linear_decay(entry, decay=decay) + sigma * noise
+
+
+PRIORITIES: dict[str, Priority] = {
+    "linear_decay": linear_decay,
+    "linear_decay_use_count_control_randomization": linear_decay_use_count_control_randomization,
+}
+
+
+def priority(name: str, settings: Mapping[str, float | None]) -> Callable[[Entry, float], float | None]:
+    """(entry, noise) -> priority, with those of the settings bound that the function names.
+
+    name: a key of PRIORITIES or 'package.module:function'. Raises ConfigError if it names something unknown.
+    """
+    function = find(PRIORITIES, name, what="buffer.replay.priority")
+    named = list(inspect.signature(function).parameters)[1:]
+    if unknown := [n for n in named if n not in (*settings, "noise")]:
+        raise ConfigError(
+            f"buffer.replay.priority {name!r} asks for {', '.join(unknown)}; it can have noise, {', '.join(settings)}"
+        )
+    bound = {n: settings[n] for n in named if n in settings}
+
+    def ranked(entry: Entry, noise: float) -> float | None:
+        return function(entry, **bound, **({"noise": noise} if "noise" in named else {}))
+
+    return ranked

@@ -1,0 +1,317 @@
+"""Scored groups on their way from explorers to a trainer, in processes and on machines of their own.
+
+Every process opens the same store. An explorer reserves tasks, plays them, puts the groups; the trainer takes a step's
+worth, trains, and says `done` once a checkpoint holds the step. Any of them may be killed at any moment:
+
+- an explorer's tasks are asked again when its lease is over, or at once when one of its name calls `release`;
+- a group that is put twice is booked once;
+- a step that was taken and is not done is given to the next trainer again, the same groups in the same order;
+- `asked = trained + rejected + failed + pending` holds in the store, over all processes (`check`).
+
+How: `Places` (places.py) is one state machine; a `Log` keeps its commands in one order and the groups beside them. Each
+process applies the commands it has not seen, then its own. A command and its groups are written whole or not at all.
+
+    url                                    where                              for
+    memory                                 this process                       one process (tests, one machine)
+    sqlite:///PATH                         one SQLite file, WAL               processes of one machine
+    files:///PATH                          a folder, under an flock           machines that share a file system
+    postgresql://USER@HOST:PORT/DATABASE   three tables, named whet_*         machines with a network
+
+Three slashes before a path from the working directory, four before one from the root. Machines must agree on the time
+to within a small part of the lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from whet.buffer.groups import checked, encode, from_json, oldest_version, to_json
+from whet.buffer.logs import Log, MemoryLog, Turn
+from whet.buffer.places import ORDERS, Order, Places, Put
+from whet.config.secrets import masked_url
+from whet.types import ConfigError, Group, Json, WhetError
+
+T = TypeVar("T")
+
+Data = Sequence[tuple[int, bytes | None]]
+"""uids and groups, as bytes."""
+
+SNAPSHOT_EVERY = 2000
+"""Commands, at least, between two snapshots; more if many places are open, so that its cost per command is flat."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What became of one reserved task."""
+
+    uid: int
+    group: Group | None
+    """The rollouts that may be trained on; None if none may."""
+    left: dict[str, int] = field(default_factory=dict)
+    """The others, by ledger account: 'failed/timeout', 'rejected/uniform' ..."""
+
+
+class Store:
+    """One queue of one stage. Calls return at once (a wait is `until`); threads may share it, a fork may not.
+
+    After an error an explorer does not know what it has reserved: it begins anew with `release`. All other calls may
+    simply be made again.
+    """
+
+    def __init__(self, log: Log, *, order: Order, clock: Callable[[], float] = time.time) -> None:
+        self._log, self._clock = log, clock
+        self._lock = threading.Lock()
+        self._places: Places | None = None
+        self._seen, self._since_snapshot = 0, 0
+        self._order: Order = order
+        with self._lock:
+            self._run(lambda places, turn: None)
+
+    @property
+    def durable(self) -> bool:
+        """It outlives this process: a checkpoint need not hold its `state`."""
+        return self._log.durable
+
+    # ------------------------------------------------------------ explorers
+
+    def reserve(self, owner: str, at_most: int, *, capacity: int, rollouts: int, lease_s: float) -> list[int]:
+        """uids of up to `at_most` tasks that `owner` shall now play, `rollouts` each; [] while there is no room.
+
+        capacity: places that may be asked, waiting or in training, over all explorers: the staleness bound.
+        lease_s: without `renew` for so long, the tasks are asked of others.
+        """
+        now = self._clock()
+        size = {"capacity": capacity, "rollouts": rollouts}
+        return list(
+            self._do(
+                "reserve", {"owner": owner, "at_most": at_most, **size, "now": now, "until": now + lease_s}
+            )
+        )
+
+    def renew(self, owner: str, *, lease_s: float) -> int:
+        """`owner` lives. Returns how many tasks are still its own; call it a few times per lease."""
+        return int(self._do("renew", {"owner": owner, "until": self._clock() + lease_s}))
+
+    def release(self, owner: str) -> int:
+        """The tasks of `owner` are asked of others: it ended, is known to be dead, or begins anew under its name."""
+        return int(self._do("release", {"owner": owner}))
+
+    def put(self, scored: list[Scored]) -> list[bool]:
+        """Hand over what became of tasks, all of them or none. False: somebody answered that one before."""
+        data = [
+            (s.uid, encode(s.group) if s.group is not None and s.group.rollouts else None) for s in scored
+        ]
+        puts = [asdict(_put(s, group)) for s, (_, group) in zip(scored, data)]
+        return list(self._do("put", {"puts": puts}, data))
+
+    # ------------------------------------------------------------ the trainer
+
+    def take(self, n: int, *, step: int, oldest: int = 0) -> list[Group]:
+        """The `n` groups of a step, or [] while there are fewer; asked again for a step: the same groups again.
+
+        oldest: groups with tokens of an older version than this are not trained on, but booked as 'rejected/stale'.
+        """
+
+        def act(places: Places, turn: Turn) -> list[tuple[int, int, bytes | None]]:
+            uids = self._write(places, turn, {"op": "take", "n": n, "step": step, "oldest": oldest})
+            return [(u, places.open[u].checksum, data) for u, data in zip(uids, turn.fetch(uids))]
+
+        with self._lock:
+            found = self._run(act)
+        return [checked(data, uid=uid, checksum=crc, where=self._log.where) for uid, crc, data in found]
+
+    def trained(self, step: int) -> int:
+        """The step's update is made: its room is free. Its groups are kept until `done`."""
+        return int(self._do("trained", {"step": step}))
+
+    def done(self, step: int) -> int:
+        """A checkpoint that will be kept holds everything up to this step. Call it at a resume, too."""
+        return int(self._do("done", {"step": step}))
+
+    # ------------------------------------------------------------ everybody
+
+    def note(self, name: str, value: Json) -> None:
+        """Leave a word for the other processes: 'version', 'finished' ..."""
+        self._do("note", {"name": name, "value": value})
+
+    def noted(self, name: str) -> Json:
+        """The last word of that name, or None."""
+        return self._look(lambda places: places.notes.get(name))
+
+    def ledger(self) -> dict[str, int]:
+        """Rollouts by account, over all processes, and how many are pending."""
+        return self._look(lambda places: {**places.ledger, "pending": places.pending})
+
+    def held(self) -> int:
+        """Places that take up room."""
+        return self._look(lambda places: places.held)
+
+    def waiting(self) -> int:
+        """Groups that could be taken."""
+        return self._look(lambda places: len(places.waiting))
+
+    def check(self) -> None:
+        """WhetError unless every rollout asked for is accounted for."""
+        self._look(Places.check)
+
+    def state(self) -> Json:
+        """Everything as JSON: for the checkpoint of a store that is not durable, or to move a queue elsewhere."""
+
+        def act(places: Places, turn: Turn) -> Json:
+            uids = [u for u, p in places.open.items() if p.state != "asked"]
+            found = [(u, places.open[u].checksum, data) for u, data in zip(uids, turn.fetch(uids))]
+            groups = [[u, to_json(checked(d, uid=u, checksum=c, where=self._log.where))] for u, c, d in found]
+            return {"places": places.state(), "groups": groups}
+
+        with self._lock:
+            return self._run(act)
+
+    def restore(self, state: Json) -> None:
+        """Make the queue what `state` says, whatever it was."""
+        groups = [(uid, encode(from_json(group))) for uid, group in state["groups"]]
+
+        def act(places: Places, turn: Turn) -> None:
+            new = self._same_order(Places.from_state(state["places"]))
+            turn.drop(list(places.open))
+            for uid, data in groups:
+                new.open[uid].checksum = zlib.crc32(data)
+                turn.keep(uid, data)
+            turn.snapshot(new.state())
+            self._places = new
+            self._seen, self._since_snapshot = turn.newest, 0
+
+        with self._lock:
+            self._run(act)
+
+    def close(self) -> None:
+        """Let go of files and connections. The queue stays, unless it is in memory."""
+        with self._lock:
+            self._log.close()
+
+    # ------------------------------------------------------------ how
+
+    def _do(self, op: str, given: Json, data: Data = ()) -> Json:
+        with self._lock:
+            return self._run(lambda places, turn: self._write(places, turn, {"op": op, **given}, data))
+
+    def _look(self, read: Callable[[Places], T]) -> T:
+        with self._lock:
+            return self._run(lambda places, turn: read(places))
+
+    def _run(self, act: Callable[[Places, Turn], T]) -> T:
+        """One turn. If it fails, what this process knows is forgotten and read again: the log is the truth."""
+        try:
+            with self._log.turn() as turn:
+                return act(self._caught_up(turn), turn)
+        except BaseException:
+            if self._log.durable:
+                self._places, self._seen = None, 0
+            raise
+
+    def _caught_up(self, turn: Turn) -> Places:
+        if turn.newest < self._seen:
+            raise WhetError(
+                f"{self._log.where} was emptied or replaced while it was in use; start the run's processes anew"
+            )
+        news = turn.news(self._seen)
+        if news.snapshot is not None:
+            self._places, self._since_snapshot = self._same_order(Places.from_state(news.snapshot)), 0
+        elif self._places is None:
+            self._places = Places(self._order)
+            turn.snapshot(self._places.state())
+        for command in news.commands:
+            self._places.apply(command)
+        self._places.closed.clear()
+        self._seen = turn.newest
+        self._since_snapshot += len(news.commands)
+        return self._places
+
+    def _write(self, places: Places, turn: Turn, command: Json, data: Data = ()) -> Json:
+        """Apply a command and keep it. One that changed nothing leaves no trace. `data` is of the puts, in order."""
+        before = places.edits
+        out = places.apply(command)
+        if places.edits == before:
+            return out
+        for (uid, group), ours in zip(data, out if data else ()):
+            if ours and group is not None:
+                turn.keep(uid, group)
+        turn.append(command)
+        turn.drop(places.closed)
+        places.closed.clear()
+        self._since_snapshot += 1
+        if self._log.durable and self._since_snapshot > max(SNAPSHOT_EVERY, 2 * len(places.open)):
+            turn.snapshot(places.state())
+            self._since_snapshot = 0
+        self._seen = turn.newest
+        return out
+
+    def _same_order(self, places: Places) -> Places:
+        if places.order != self._order:
+            raise WhetError(
+                f"{self._log.where} was made with buffer.order={places.order}, this process has {self._order}; "
+                "give all processes of a run the same"
+            )
+        return places
+
+
+def _put(scored: Scored, data: bytes | None) -> Put:
+    kept = len(scored.group.rollouts) if scored.group is not None else 0
+    if scored.group is not None and scored.group.task.uid != scored.uid:
+        raise WhetError(
+            f"the group of task {scored.group.task.uid} was put for task {scored.uid}. This is a bug."
+        )
+    return Put(
+        uid=scored.uid,
+        kept=kept,
+        left=scored.left,
+        version=oldest_version(scored.group) if scored.group is not None else -1,
+        checksum=zlib.crc32(data) if data is not None else 0,
+    )
+
+
+def open_store(url: str, *, queue: str, order: Order, clock: Callable[[], float] = time.time) -> Store:
+    """The store at a URL (see the head of this module).
+
+    queue: names the run and the stage; queues of one store do not see each other.
+    Raises ConfigError for a URL that says nothing, WhetError for a store that can't be reached or used.
+    """
+    if order not in ORDERS:
+        raise ConfigError(f"buffer.order={order!r} is not known; known: {', '.join(ORDERS)}")
+    return Store(_log(url, queue), order=order, clock=clock)
+
+
+def _log(url: str, queue: str) -> Log:
+    kind, _, rest = url.partition("://")
+    path = Path(rest[1:])
+    if url == "memory":
+        return MemoryLog()
+    if kind == "sqlite" and rest.startswith("/") and path.name:
+        from whet.buffer.sql import sqlite_log
+
+        return sqlite_log(path, queue=queue)
+    if kind == "files" and rest.startswith("/") and path.name:
+        from whet.buffer.files import FilesLog
+
+        return FilesLog(path, queue=queue)
+    if kind == "postgresql" and rest:
+        from whet.buffer.postgres import postgres_log
+
+        return postgres_log(url, queue=queue)
+    raise ConfigError(
+        f"buffer.url={masked_url(url)!r} is not a store; give memory, sqlite:///PATH, files:///PATH or "
+        "postgresql://USER@HOST:PORT/DATABASE (four slashes before a path from the root)"
+    )
+
+
+async def until(call: Callable[[], T], *, poll_s: float = 0.05) -> T:
+    """The first answer of `call` that is not empty. It is asked in a thread, every `poll_s` seconds."""
+    while not (answer := await asyncio.to_thread(call)):
+        await asyncio.sleep(poll_s)
+    return answer

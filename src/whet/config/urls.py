@@ -1,0 +1,45 @@
+"""Paths that stand elsewhere: `s3://bucket/key`, `hdfs://host/path`, `hf://org/name@revision` ..."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+
+PACKAGES: dict[str, tuple[str, str]] = {
+    "s3": ("s3fs", "pip install 'whet[s3]'"),
+    "gs": ("gcsfs", "pip install gcsfs"),
+    "hdfs": ("pyarrow", "pip install pyarrow"),
+    "webhdfs": ("requests", "pip install requests"),
+    "hf": ("huggingface_hub", "pip install huggingface_hub"),
+    "file": ("fsspec", "pip install fsspec"),
+}
+"""By scheme: the package that speaks it, and where that comes from."""
+
+
+def scheme(path: str) -> str | None:
+    """The scheme of a URL; None for a path of this machine."""
+    found = re.match(r"([a-zA-Z][a-zA-Z0-9+.-]*)://", path)
+    return found[1].lower() if found else None
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path stands elsewhere."""
+    return scheme(path) is not None
+
+
+def url_problems(path: str) -> Iterator[str]:
+    """What cannot work of a URL, on this machine; nothing for a path of this machine."""
+    kind = scheme(path)
+    if kind is None:
+        return
+    if kind not in PACKAGES:
+        yield f"{kind}:// is not known; known: {', '.join(f'{name}://' for name in PACKAGES)}"
+        return
+    package, how = PACKAGES[kind]
+    if importlib.util.find_spec(package) is None:
+        yield f"{kind}:// needs {package}, which is not installed; {how}"
+    if re.match(r"[^:]+://[^/@]*:[^/@]*@", path):
+        yield "holds a password; credentials come from the environment alone, and stay out of configs"
+    if kind == "hf" and len([part for part in path[5:].split("/") if part]) < 2:
+        yield f"{path}: expected hf://ORG/NAME, or hf://datasets/ORG/NAME"

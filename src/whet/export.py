@@ -1,0 +1,160 @@
+"""`whet export`: a Hugging Face folder, or one of peft's adapters, from any checkpoint of a run."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from whet import checkpoint
+from whet.config.load import Loaded, load
+from whet.config.plan import dtype_on
+from whet.config.schema import Config
+from whet.config.urls import is_remote, url_problems
+from whet.storage.fetch import fetched, naming, store_of
+from whet.storage.manifests import manifest, place_of
+from whet.storage.paths import brought_here
+from whet.types import CheckpointError, ConfigError, Json
+
+Form = Literal["merged", "adapter"]
+
+
+def export_checkpoint(
+    target: str,
+    *,
+    to: str | None = None,
+    stage: str | None = None,
+    step: int | None = None,
+    form: Form | None = None,
+    dtype: str | None = None,
+) -> str:
+    """Write the policy of a checkpoint to the folder or URL `to`. Returns where it is.
+
+    target: a run directory (its newest checkpoint, or the one of `stage` and `step`), a checkpoint, or a URL of one.
+    to: default RUN/export/STAGE-step-N. form: default what the run exports. dtype: default what the checkpoint holds.
+    Raises ConfigError or CheckpointError.
+    """
+    if to is not None and is_remote(to) and (said := list(url_problems(to))):
+        raise ConfigError(f"-o {to}: {'; '.join(said)}")
+    path = chosen(target, stage=stage, step=step)
+    state = checkpoint.read_state(path)
+    loaded = brought_here(load(None, (), state["config"]))
+    cfg = with_form(loaded.config, form or _form_of(path))
+    name = f"{state['stage_name']}-step-{state['step']:06d}"
+    if to is None:
+        to = str(_run_of(path, target) / "export" / name)
+    with ExitStack() as stack:
+        folder = Path(to)
+        if is_remote(to):
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="whet-export-"))) / name
+        _write(replace(loaded, config=cfg), path, folder, dtype=dtype)
+        if is_remote(to):
+            url, _, last = to.rstrip("/").rpartition("/")
+            whole = to.startswith("hf://")
+            with naming(to):
+                store_of(to).send(folder, to if whole else url, "" if whole else last, manifest(folder))
+    return to
+
+
+def chosen(target: str, *, stage: str | None, step: int | None) -> Path:
+    """The checkpoint that is meant."""
+    if is_remote(target):
+        found = Path(fetched((), checkpoints=[target])[target])
+    else:
+        found = Path(target)
+    if place_of(found.name) is not None and found.is_dir():
+        if stage is not None or step is not None:
+            raise ConfigError(f"{target} is one checkpoint: leave out --stage and --step")
+        return found
+    root = found / "checkpoints" if (found / "checkpoints").is_dir() else found
+    there = checkpoint.all_in(root) if root.is_dir() else []
+    if not there:
+        raise CheckpointError(f"{target} holds no checkpoint; give a run directory or a checkpoint's folder")
+    fitting = [p for p in there if stage in (None, _stage(p)) and step in (None, int(p.name[-6:]))]
+    if not fitting:
+        wanted = " ".join(f"--{k} {v}" for k, v in (("stage", stage), ("step", step)) if v is not None)
+        raise CheckpointError(
+            f"{target}: no checkpoint of {wanted}; there are {', '.join(p.name for p in there)}"
+        )
+    return fitting[-1]
+
+
+def _stage(path: Path) -> str:
+    return path.name.partition("-")[2].rpartition("-")[0]
+
+
+def _run_of(path: Path, target: str) -> Path:
+    """The run directory that a checkpoint lies in."""
+    run_dir = path.absolute().parent.parent
+    if is_remote(target) or not (run_dir / "metrics.jsonl").is_file():
+        raise ConfigError(f"{target} lies in no run directory; say where to: -o FOLDER")
+    return run_dir
+
+
+def _form_of(path: Path) -> Form:
+    """What the checkpoint's run exports; a checkpoint does not hold it."""
+    file = path.absolute().parent.parent / "config.yaml"
+    written = yaml.safe_load(file.read_text()) if file.is_file() else {}
+    return written.get("checkpoint", {}).get("export_as", "merged")
+
+
+def with_form(cfg: Config, form: Form) -> Config:
+    """The config with another checkpoint.export_as."""
+    if form == "adapter" and cfg.model.lora is None:
+        raise ConfigError("--as adapter: the run has no adapters (model.lora); only merged can be written")
+    return cfg.model_copy(update={"checkpoint": cfg.checkpoint.model_copy(update={"export_as": form})})
+
+
+def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None) -> None:
+    import torch
+
+    from whet.data.tasks import texts
+    from whet.data.tokenizer import load_tokenizer
+    from whet.models import kernels
+    from whet.models.exports import writer
+    from whet.models.load import build
+    from whet.models.lora import attach
+    from whet.training.torch import Cut, TorchEngine
+
+    cfg = loaded.config
+    sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.expert, *c.data.eval)]
+    tokenizer = load_tokenizer(cfg.tokenizer, model_path=cfg.model.path, texts=texts(sources))
+    model = build(
+        cfg.model,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=cfg.seed,
+        device="cpu",
+        dtype=getattr(torch, _dtype(cfg, path)),
+    )
+    if cfg.model.lora is not None:
+        attach(model, cfg.model.lora, seed=cfg.seed)
+    TorchEngine(model, kernels.load("torch"), cut=Cut()).load(path / "policy")
+    if dtype is not None:
+        for tensor in model.parameters():
+            tensor.data = tensor.data.to(getattr(torch, dtype))
+        model.config.dtype = getattr(torch, dtype)
+    writer(cfg, model, tokenizer)(folder)
+
+
+def _dtype(cfg: Config, path: Path) -> str:
+    """What the weights were trained in: of a whole model what its file says."""
+    if cfg.model.lora is None:
+        return _DTYPES[_first_dtype(path / "policy" / "model.safetensors")]
+    return dtype_on(cfg, "cpu" if cfg.machine.device == "auto" else cfg.machine.device)
+
+
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+
+
+def _first_dtype(file: Path) -> str:
+    """Of a safetensors file's first tensor."""
+    with open(file, "rb") as f:
+        header: Json = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+    return next(said["dtype"] for name, said in sorted(header.items()) if name != "__metadata__")

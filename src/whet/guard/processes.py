@@ -1,0 +1,49 @@
+"""Processes that have a name for good, end when they are told to, and do not outlive who they work for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+LOOK_S = 1.0
+"""Seconds between two looks at whether the other process still lives."""
+
+
+def process(pid: int) -> tuple[int, int]:
+    """(pid, when it was started): names a process for good, where a pid is used again. 0: not known here."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return pid, 0
+    fields = stat.rpartition(")")[2].split()
+    return pid, 0 if fields[0] == "Z" else int(fields[19])
+
+
+def die_with(other: tuple[int, int] | None) -> None:
+    """End this process when its parent ends (even if this one is stopped), or the other process of this machine."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if other is not None:
+        threading.Thread(target=_follow, args=(other,), name="whet-follow", daemon=True).start()
+
+
+def _follow(other: tuple[int, int]) -> None:
+    while process(other[0]) == other:
+        time.sleep(LOOK_S)
+    os._exit(1)
+
+
+def kill(target: tuple[int, int], after_s: float = 0.0) -> None:
+    """End a process of this machine that has not ended by itself after so long. Works on a stopped one, too."""
+    end = time.monotonic() + after_s
+    while target[1] and process(target[0]) == target:
+        if time.monotonic() >= end:
+            os.kill(target[0], signal.SIGKILL)
+            return
+        time.sleep(0.02)

@@ -1,0 +1,115 @@
+"""Adam and AdamW with moments of 8 bits (Dettmers et al. 2022, arXiv:2110.02861): a quarter of the memory.
+
+Moments are kept in blocks of 256 entries, each a byte that names an entry of a table, times the block's largest
+magnitude. The table is the paper's dynamic one: it is dense near 0, so that entries a million times smaller than the
+block's largest are told apart. Unlike the paper's, rounding is by chance, up or down so that the mean is right: a
+second moment moves by a thousandth of itself in a step, which rounding to the nearest entry would lose for ever.
+Parameters of one dimension (norms, biases) keep float32 moments.
+
+Our own instead of torchao's, which compiles its step (16 s), rounds to the nearest, and brings a package for one
+function.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from whet import seeds
+
+BLOCK = 256
+MEAN, SQUARE = "exp_avg", "exp_avg_sq"
+
+State = dict[str, Tensor]
+
+
+class Adam8:
+    """The part of torch's optimizer interface that `optim` uses: parameter groups, state by parameter, a step."""
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, betas: tuple[float, float], eps: float, decoupled: bool
+    ) -> None:
+        """A group: `params`, `lr` and `weight_decay`, set before a step. decoupled: AdamW's decay, else Adam's."""
+        self.param_groups, self.betas, self.eps, self.decoupled = list(groups), betas, eps, decoupled
+        self.state: defaultdict[nn.Parameter, State] = defaultdict(dict)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        place = 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                place += 1
+                if p.grad is not None:
+                    self._step(p, group, place)
+
+    def _step(self, p: nn.Parameter, group: dict[str, Any], place: int) -> None:
+        grad, (b1, b2) = p.grad, self.betas
+        assert grad is not None
+        state = self.state[p] or blank(p)
+        step = state["step"] + 1
+        if self.decoupled:
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+        elif group["weight_decay"]:
+            grad = grad.add(p, alpha=group["weight_decay"])
+        mean = unpacked(state, MEAN).lerp_(grad, 1 - b1)
+        square = unpacked(state, SQUARE).mul_(b2).addcmul_(grad, grad, value=1 - b2)
+        count = int(step)
+        noise = torch.Generator(p.device).manual_seed(seeds.key("adam8", place, count))
+        self.state[p] = {"step": step} | packed(MEAN, mean, noise) | packed(SQUARE, square, noise)
+        below = square.div(1 - b2**count).sqrt_().add_(self.eps)
+        p.addcdiv_(mean, below, value=-group["lr"] / (1 - b1**count))
+
+
+def blank(p: Tensor) -> State:
+    """The state of a parameter before its first step."""
+    zero, none = torch.zeros_like(p, dtype=torch.float32), torch.Generator(p.device)
+    return {"step": zero.new_zeros(())} | packed(MEAN, zero, none) | packed(SQUARE, zero.clone(), none)
+
+
+def packed(name: str, x: Tensor, noise: torch.Generator) -> State:
+    """{name: a byte an entry, NAME_scale: [blocks]}; of one dimension: {name: x} as it is."""
+    if x.dim() < 2:
+        return {name: x}
+    flat = x.flatten()
+    blocks = pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    scale = blocks.abs().amax(1)
+    blocks = blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    table = _table(name).to(x.device)
+    above = torch.bucketize(blocks, table, out_int32=True).clamp_(max=len(table) - 1)
+    low, high = table[(above - 1).clamp_(min=0)], table[above]
+    down = torch.rand(blocks.shape, generator=noise, device=x.device) * (high - low) >= blocks - low
+    if (
+        name == SQUARE
+    ):  # a second moment of 0 would make the next step up to 1 / sqrt(1 - beta2) times too large
+        down &= low > 0
+    codes = (above - (down & (above > 0)).int()).to(torch.uint8)
+    return {name: codes.flatten()[: len(flat)].view(x.shape), f"{name}_scale": scale}
+
+
+def unpacked(state: State, name: str) -> Tensor:
+    """The float32 moment; one of one dimension is the state's own."""
+    codes = state[name]
+    if codes.dim() < 2:
+        return codes
+    values = _table(name).to(codes.device)[codes.flatten().int()]
+    return values.mul_(state[f"{name}_scale"].repeat_interleave(BLOCK)[: len(values)]).view(codes.shape)
+
+
+@cache
+def _table(name: str) -> Tensor:
+    """At most 256 numbers, ascending, of [-1, 1] for the mean and [0, 1] for the square: seven or eight decades, each
+    with twice the entries of the one below, evenly spread; 0 and 1 (section 1.3, "dynamic tree quantization")."""
+    decades = 7 if name == MEAN else 8
+    found = []
+    for decade in range(decades):
+        parts = 2**decade
+        middles = (0.1 + 0.9 * (i + 0.5) / parts for i in range(parts))
+        found += [x * 10.0 ** (decade - decades + 1) for x in middles]
+    found = [-1.0, *(-x for x in found[1:]), *found] if name == MEAN else found[1:]
+    return torch.tensor(sorted([0.0, *found, 1.0]), dtype=torch.float32)

@@ -1,0 +1,31 @@
+"""What a forward keeps for the backward pass, in the host's memory."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+SMALLEST = 1 << 16
+"""Bytes below which a tensor is not worth the way."""
+
+
+def kept_on_host(model: nn.Module, *, smallest: int = SMALLEST) -> AbstractContextManager[object]:
+    """Inside it, tensors that autograd keeps go to the host and come back when the backward pass asks for them.
+
+    Parameters stay where they are, and so does what is small. Gradients are equal to the bit: a copy is a copy.
+    """
+    if not torch.is_grad_enabled():
+        return nullcontext()
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def away(x: Tensor) -> tuple[torch.device, Tensor]:
+        stays = x.nbytes < smallest or x.untyped_storage().data_ptr() in own
+        return x.device, x if stays else x.to("cpu", copy=True)
+
+    def back(kept: tuple[torch.device, Tensor]) -> Tensor:
+        device, x = kept
+        return x.to(device)
+
+    return torch.autograd.graph.saved_tensors_hooks(away, back)

@@ -1,0 +1,153 @@
+"""A model spread over ranks: layers (pp), matrices (tp), experts (ep) and tokens (cp), put in in this order.
+
+Activation checkpointing, compilation and FSDP2 come after, over what is left on this rank. Parameters keep their
+Hugging Face names everywhere; a rank has parts of them, and lacks those of other stages. Gradients are sums over
+tokens with global weights, so everything here is a sum, never a mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from whet.models import expert_parallel, forward, pipeline, tensor_parallel, universal
+from whet.models.collectives import Cut, Peers, summed
+from whet.models.context_parallel import Share
+from whet.models.forward import Decoder
+from whet.models.kernels import Ops
+from whet.models.mesh import Dims
+from whet.models.packing import Layout
+
+_NOBODY = Peers()
+
+
+@dataclass(frozen=True, eq=False)
+class Parallel:
+    """What this rank has of a model, and what it owes to others. The default is a single process."""
+
+    dims: Dims = field(default_factory=Dims)
+    tp: Peers = _NOBODY
+    cp: Peers = _NOBODY
+    ep: Peers = _NOBODY
+    pp: Peers = _NOBODY
+    cuts: Mapping[str, tuple[Cut, ...]] = field(default_factory=dict)
+    """How parameters are cut, by name, the first cut first. Those not named are whole."""
+    partial: Mapping[str, Peers] = field(default_factory=dict)
+    """Parameters that are alike on several ranks but get a part of their gradient on each."""
+    experts: frozenset[str] = frozenset()
+    """Parameters of experts: the dp_shard ranks of one ep group have different ones, so their gradients are summed over
+    the ranks of `expert_mesh["dp_replicate", "expert_shard"]` alone. Those of all others: over all of dp."""
+    stage: pipeline.Stage | None = None
+    """Which layers, with pp above 1."""
+
+    def decoder(self, model: PreTrainedModel, ops: Ops, *, compile: bool = False) -> Decoder:
+        """The decoder, by reference. With pp it is to be called inside `stage.running(part)`, and takes the hidden
+        states of the part before in place of token ids; the head is None where another rank has it."""
+        if self.stage is None:
+            return forward.decoder(model, ops, compile=compile)
+        config = model.config.get_text_config()
+        hidden = universal.modules(model, config, compile=compile)
+        head = forward.output_head(model, config) if self.stage.last else None
+        kv_heads = (
+            getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        ) // self.tp.size
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return Decoder(hidden, head, "modules", config.num_hidden_layers, kv_heads, head_dim)  # type: ignore[arg-type]
+
+    def share(self, packed: Layout) -> Share:
+        """This rank's tokens of a packed batch."""
+        return Share(packed, self.cp)
+
+    def merged(self, x_N: Tensor) -> Tensor:
+        """[N] numbers of all sampled tokens, from what this rank has of them (0 elsewhere). Each rank goes on with all
+        of them alike, so the gradient passes unchanged."""
+        return summed(x_N, self.cp)
+
+    def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Sum the gradients over ranks of cp, tp and pp, in place, after the last micro-batch; those of dp come beside.
+
+        parameters: all trained ones of this rank, in the order that all ranks have. A gradient that is missing on some
+        ranks counts as 0 there; one that is missing on all stays missing.
+        """
+        for peers, some in self.sums(parameters):
+            _sum_over(peers, some)
+
+    def sums(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[Peers, dict[str, nn.Parameter]]]:
+        """Over which ranks of cp, tp and pp which gradients are summed."""
+        if self.cp.size > 1:
+            yield self.cp, dict(parameters)
+        for peers in {id(p): p for p in self.partial.values()}.values():
+            yield peers, {n: p for n, p in parameters.items() if self.partial.get(n) is peers}
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank counts the parameter in sums over the ranks of tp and pp (the norm of the gradient): one of
+        those that have the same part does. Ranks of dp (ep among them) and cp are not looked at."""
+        spread = any(cut.peers is self.tp for cut in self.cuts.get(name, ()))
+        copy = self.stage is not None and self.stage.copies(name)
+        return (spread or self.tp.rank == 0) and not copy
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a parameter, or of what is kept of it (`exp_avg.NAME`). Single numbers have no parts."""
+        for cut in self._cuts_of(name) if whole.ndim else ():
+            whole = cut.part(whole)
+        return whole
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """The tensor from its parts; to be called by all ranks of tp and ep that have the name."""
+        for cut in reversed(self._cuts_of(name) if part.ndim else ()):
+            part = cut.whole(part)
+        return part
+
+    def _cuts_of(self, name: str) -> tuple[Cut, ...]:
+        return self.cuts.get(name, self.cuts.get(name.partition(".")[2], ()))
+
+    def gathered(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors one at a time, in the model's order, on every rank; to be called, and run to its end, by all.
+
+        tensors: this rank's parts by name (parameters, or what is kept of them).
+        """
+        if self.stage is None:
+            yield from ((name, self.whole(name, part)) for name, part in tensors.items())
+            return
+        yield from self.stage.gathered(tensors, self.whole)
+
+
+def parallelize(
+    model: PreTrainedModel, mesh: DeviceMesh, dims: Dims, *, ep: DeviceMesh | None = None, chunks: int = 1
+) -> Parallel:
+    """Make a whole model this rank's part of it, in place. After adapters are in and it is known what learns; before
+    the engine, its optimizer and FSDP2.
+
+    ep: `expert_mesh(...)["ep"]`, where dims.ep is above 1. chunks: parts of the layers on each rank of pp. Errors:
+    ConfigError where something does not divide or the model is not known."""
+    tp, cp, pp = (Peers.of(mesh[name]) for name in ("tp", "cp", "pp"))
+    experts = _NOBODY if ep is None else Peers.of(ep)
+    stage = None
+    partial: dict[str, Peers] = {}
+    if pp.size > 1:
+        stage = pipeline.apply(model, mesh, chunks=chunks)
+        partial |= stage.tied
+    by_tp = tensor_parallel.apply(model, tp)
+    by_ep = expert_parallel.apply(model, experts)
+    partial |= dict.fromkeys(by_tp.partial, tp)
+    cuts = {
+        name: tuple(c[name] for c in (by_tp.cuts, by_ep) if name in c)
+        for name in by_tp.cuts.keys() | by_ep.keys()
+    }
+    return Parallel(dims, tp, cp, experts, pp, cuts, partial, frozenset(by_ep), stage)
+
+
+@torch.no_grad()
+def _sum_over(peers: Peers, parameters: Mapping[str, nn.Parameter]) -> None:
+    if peers.size == 1 or not parameters:
+        return
+    device = next(iter(parameters.values())).device
+    has_P = torch.tensor([p.grad is not None for p in parameters.values()], dtype=torch.int64, device=device)
+    for p, ranks in zip(parameters.values(), peers.add(has_P).tolist()):
+        if ranks:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            peers.add(p.grad)

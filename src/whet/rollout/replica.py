@@ -1,0 +1,102 @@
+"""One of several engines behind a `Router`: what it has been asked, and whether it still gets on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from whet.rollout.engine import RolloutEngine
+from whet.types import Completion
+
+State = Literal["joining", "serving", "leaving", "gone"]
+"""joining: gets its weights; leaving: ends what it has been asked; gone: dropped or closed, never asked again."""
+
+Work = asyncio.Task[Completion]
+
+
+@dataclass(eq=False)
+class Replica:
+    """An engine of its own, here or elsewhere."""
+
+    name: str
+    """Its place among the replicas: one that takes the place of a dropped one has the same name."""
+    engine: RolloutEngine
+    progress: Callable[[], Awaitable[int]] | None = None
+    """A number that grows as long as the engine gets on with its work. None: its finished requests are counted."""
+    end: Callable[[], Awaitable[None]] | None = None
+    """End it at once, whatever state it is in. None: `close` the engine."""
+
+    state: State = "joining"
+    order: int = 0
+    """Of two equally loaded replicas, the one with the smaller number is asked."""
+    asked: dict[Work, asyncio.Future[Work | None]] = field(default_factory=dict)
+    """Requests in flight, each with the future that its caller waits for; None there: ask again elsewhere."""
+    finished: int = 0
+    seen: int = -1
+    """The last number that `progress` gave."""
+    since: float = field(default_factory=time.monotonic)
+    """When that number was new, or when its work began."""
+    changed: Callable[[Replica], object] = lambda replica: None
+    """Called when its load has changed."""
+
+    @property
+    def load(self) -> int:
+        return len(self.asked)
+
+    def ask(self, token_ids: list[int], sampling: object) -> asyncio.Future[Work | None]:
+        """Begin one request. The result of the future is its ended task, or None once the replica is gone."""
+        if not self.asked:
+            self.rest()
+        answer: asyncio.Future[Work | None] = asyncio.get_running_loop().create_future()
+        work: Work = asyncio.ensure_future(self.engine.generate(token_ids, sampling))  # type: ignore[arg-type]
+        self.asked[work] = answer
+        self.changed(self)
+        work.add_done_callback(self._ended)
+        answer.add_done_callback(
+            lambda _: work.cancel()
+        )  # nobody waits for it any more; nothing if it has ended
+        return answer
+
+    def _ended(self, work: Work) -> None:
+        answer = self.asked.pop(work, None)
+        self.finished += 1
+        self.changed(self)
+        if not work.cancelled():
+            work.exception()  # it is looked at by whoever waits, if anyone still does
+        if answer is not None and not answer.done():
+            answer.set_result(work)
+
+    def let_go(self) -> int:
+        """Its requests are asked elsewhere. Returns how many."""
+        asked, self.asked = self.asked, {}
+        for answer in asked.values():
+            if not answer.done():
+                answer.set_result(None)
+        return len(asked)
+
+    def fail(self, error: BaseException) -> None:
+        """Everyone who waits for it gets this error."""
+        asked, self.asked = self.asked, {}
+        for answer in asked.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    def rest(self) -> None:
+        """It has no reason to get on before now."""
+        self.since = time.monotonic()
+
+    async def quiet_s(self, *, timeout_s: float) -> float:
+        """Seconds since it last got on. `progress` has so long to answer; what it raises is raised."""
+        number = self.finished
+        if self.progress is not None:
+            try:
+                number = await asyncio.wait_for(self.progress(), timeout_s)
+            except TimeoutError:
+                number = self.seen
+        if number != self.seen:
+            self.seen = number
+            self.rest()
+        return time.monotonic() - self.since

@@ -1,0 +1,461 @@
+"""Many engines as one: a `RolloutEngine` over replicas that may die, hang, come late and leave.
+
+What is sampled depends on the weights, the prompt and the request's key alone (`seeds`), so a request that was lost
+with its replica is asked again elsewhere and gives the same tokens. Who serves what is therefore free, and chosen for
+speed: the least loaded replica, but equal prompts go to one, where their prefill is shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from whet.guard.watch import wait
+from whet.rollout.engine import WeightSource
+from whet.rollout.gate import Gate
+from whet.rollout.replica import Replica, Work
+from whet.rollout.requests import RequestError
+from whet.types import Completion, Sampling, WhetError
+
+log = logging.getLogger(__name__)
+
+OWNER = "the router"
+
+Shipment = Callable[[], WeightSource]
+"""One version's weights, to be given to as many replicas as there are, now and later."""
+
+
+def by_copy(source: WeightSource, version: int) -> Shipment:
+    """A module by reference; tensors are kept, as they can be gone through only once."""
+    del version
+    if source.tensors is None:
+        return lambda: source
+    kept = [(name, tensor.clone()) for name, tensor in source.tensors]
+    return lambda: WeightSource(tensors=iter(kept))
+
+
+@dataclass
+class Home:
+    """Where a prompt is being served, and how many requests with it are in flight."""
+
+    replica: Replica
+    count: int = 0
+
+
+class Router:
+    """See the module. Replicas are given at the start, or come with `join`; they go with `leave`.
+
+    restart: makes a new replica in the place of a dropped one, by name; `restarts`: how often, for each name.
+    ship: turns new weights into what every replica can be given. rows: what a replica decodes at once; a prompt's
+    further requests go elsewhere when its replica has no row free. health_s: a replica that has work and does not get
+    on for so long is dropped; it has so long to pause, too. load_s: to take new weights. start_s: to be made, and the
+    longest wait for one when none is left. exact: whether all of them compute as the trainer does, bit for bit.
+    """
+
+    def __init__(
+        self,
+        replicas: Iterable[Replica],
+        *,
+        restart: Callable[[str], Awaitable[Replica]] | None = None,
+        restarts: int = 0,
+        ship: Callable[[WeightSource, int], Shipment] = by_copy,
+        rows: int = 256,
+        health_s: float = 60.0,
+        load_s: float = 600.0,
+        start_s: float = 300.0,
+        version: int = 0,
+        exact: bool = True,
+    ) -> None:
+        self.version, self.exact = version, exact
+        self.restart, self.restarts, self.ship, self.rows = restart, restarts, ship, rows
+        self.health_s, self.load_s, self.start_s = health_s, load_s, start_s
+        self.replicas: dict[str, Replica] = {}
+        """Those that serve, by name."""
+        self.dropped: list[tuple[str, str]] = []
+        """(name, why), in the order it happened."""
+        self.left: dict[str, int] = {}
+        """Restarts that a name still has."""
+        self.shipment: Shipment | None = None
+        self.target = version
+        """The version of `shipment`; `version` follows once the replicas have it."""
+        self.beat: Callable[[str], object] = lambda what: None
+        """Called when a replica gets on."""
+        self._gate = Gate()
+        self._kept = False
+        """Requests were stopped where they are."""
+        self._placed = True
+        self._least: list[tuple[int, int]] = []
+        """Heap of (load, order); an entry whose load is no longer true is passed over."""
+        self._ordered: dict[int, Replica] = {}
+        """Those that serve, by order."""
+        self._homes: dict[tuple[int, ...], Home] = {}
+        self._orders = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Ends and restarts under way."""
+        self._coming = 0
+        self._news = asyncio.Event()
+        """Set, and made anew, whenever a replica has come or will not come."""
+        self._watcher: asyncio.Task[None] | None = None
+        for replica in replicas:
+            if replica.engine.version != version:
+                raise WhetError(
+                    f"replica {replica.name} is at version {replica.engine.version}, expected {version}"
+                )
+            self._serve(replica)
+
+    # -- the seam
+
+    async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
+        """See `RolloutEngine`. Raises RequestError for a request that can never be served, WhetError when no replica
+        is left and none comes."""
+        prompt = tuple(token_ids)
+        async with self._gate.passing():
+            while True:
+                replica = self._choose(prompt)
+                if replica is None:
+                    await self._arrival()
+                elif completion := await self._ask(replica, prompt, sampling):
+                    return completion
+                await self._gate.step()
+
+    async def load_weights(self, source: WeightSource, version: int) -> None:
+        """A replica that fails or takes too long is dropped; when all refuse with one voice, the weights are at fault
+        and WhetError is raised. What is in flight goes on under the new weights."""
+        shipment = self.ship(source, version)
+        await self._gate.pause(False)  # nobody is asked while some have the new weights and others do not
+        self.shipment, self.target = shipment, version
+        try:
+            await self._load_all(shipment, version)
+            while not self.replicas:
+                await self._arrival()  # it comes with these weights
+            self.version = version
+            self._kept = False
+        finally:
+            self._rest()
+            self._gate.resume()
+
+    async def pause(self, finish: bool) -> None:
+        """See `RolloutEngine`. While requests finish, those of a replica that is lost finish elsewhere."""
+        if finish and not self._kept:
+            await self._gate.pause(True)
+            await self._each("pause", lambda r: r.engine.pause(True), timeout_s=self.health_s)
+            return
+        self._kept = not finish
+        limit_s = self.load_s if finish else self.health_s
+        stopped = self._each("pause", lambda r: r.engine.pause(finish), timeout_s=limit_s)
+        await asyncio.gather(self._gate.pause(finish), stopped)
+
+    def resume(self) -> None:
+        """Go on without new weights."""
+        for replica in self.replicas.values():
+            replica.engine.resume()  # type: ignore[attr-defined]  # of every engine in this package
+        self._kept = False
+        self._rest()
+        self._gate.resume()
+
+    async def place(self, device: Literal["gpu", "cpu"]) -> None:
+        """See `RolloutEngine`."""
+        self._placed = device == "gpu"
+        await self._each(f"move to the {device}", lambda r: r.engine.place(device), timeout_s=self.load_s)
+        self._rest()
+
+    async def close(self) -> None:
+        """Requests in flight fail; later ones are refused. Every replica is ended."""
+        reason = "the rollout engine was closed"
+        replicas = list(self.replicas.values())
+        self.replicas, self._ordered = {}, {}
+        self._gate.close(reason)
+        self._news.set()
+        for replica in replicas:
+            replica.state = "gone"
+            replica.fail(WhetError(reason))
+        coming = list(self._tasks)
+        for task in coming:
+            task.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        await asyncio.gather(*coming, *(self._end(r) for r in replicas), return_exceptions=True)
+
+    # -- elastic
+
+    async def join(self, replica: Replica) -> None:
+        """From the return on it serves, with the present weights. Raises what it raises, WhetError if it is late or
+        at another version; then it is ended."""
+        replica.state = "joining"
+        try:
+            loaded: Shipment | None = None
+            while self.shipment is not loaded:
+                assert self.shipment is not None
+                loaded, version = self.shipment, self.target
+                await self._wait(replica.engine.load_weights(loaded(), version), f"{replica.name} to load version "
+                                 f"{version}", self.load_s)  # fmt: skip
+            if replica.engine.version != self.target:
+                raise WhetError(f"it is at version {replica.engine.version}, expected {self.target}")
+            if self._gate.closed is not None:
+                raise WhetError(self._gate.closed)
+        except BaseException:
+            replica.state = "gone"
+            await self._end(replica)
+            raise
+        self._serve(replica)
+
+    async def leave(self, name: str) -> None:
+        """Let it finish what it was asked, then end it. It is not replaced."""
+        replica = self._away(name)
+        if replica is None:
+            raise WhetError(
+                f"no replica {name!r} serves; there are {', '.join(sorted(self.replicas)) or 'none'}"
+            )
+        replica.state = "leaving"
+        self.left[name] = 0
+        if replica.asked:
+            answers = list(replica.asked.values())
+            self._wake()
+            await asyncio.wait(answers)  # the watcher drops it if it hangs
+        if replica.state == "leaving":
+            replica.state = "gone"
+            await self._end(replica)
+
+    def drop(self, replica: Replica, why: str) -> None:
+        """Never ask it again. What it was asked is asked elsewhere, and another takes its place if one may."""
+        if replica.state == "gone":
+            return
+        leaving, replica.state = replica.state == "leaving", "gone"
+        if self.replicas.get(replica.name) is replica:
+            self._away(replica.name)
+        again = replica.let_go()
+        self.dropped.append((replica.name, why))
+        log.warning("replica %s dropped: %s; requests to be asked elsewhere: %d", replica.name, why, again)
+        self._spawn(self._end(replica))
+        if self.restart is not None and not leaving and self._gate.closed is None:
+            self._coming += 1
+            self._spawn(self._bring(replica.name))
+        self._tell()
+
+    # -- asking
+
+    async def _ask(self, replica: Replica, prompt: tuple[int, ...], sampling: Sampling) -> Completion | None:
+        """The completion, or None: the replica is lost, ask again."""
+        version, home = self.version, self._homes.setdefault(prompt, Home(replica))
+        home.replica = replica
+        home.count += 1
+        answer = replica.ask(list(prompt), sampling)
+        self._wake()
+        try:
+            work = await answer
+        finally:
+            home.count -= 1
+            if not home.count:
+                self._homes.pop(prompt, None)
+        return None if work is None else self._judge(replica, work, since=version)
+
+    def _judge(self, replica: Replica, work: Work, *, since: int) -> Completion | None:
+        """What the replica said; None, and the replica dropped, if that cannot be taken."""
+        error = asyncio.CancelledError() if work.cancelled() else work.exception()
+        if isinstance(error, RequestError):
+            raise error
+        if error is not None:
+            self.drop(replica, f"it raised {type(error).__name__}: {error}")
+            return None
+        done = work.result()
+        versions, n = set(done.versions), len(done.token_ids)
+        latest = max(self.version, self.target)
+        if versions and not since <= min(versions) <= max(versions) <= latest:
+            self.drop(replica, f"its tokens are of version {sorted(versions)}, asked for {since} to {latest}")
+            return None
+        if not n == len(done.versions) == len(done.logprobs) == len(done.sample_logprobs):
+            self.drop(replica, "its tokens, log-probs and versions are not equally many")
+            return None
+        return done
+
+    def _choose(self, prompt: tuple[int, ...]) -> Replica | None:
+        """The one that serves this prompt already, unless its rows are taken; else the least loaded."""
+        least = self._lightest()
+        home = self._homes.get(prompt)
+        if home is None or home.replica.state != "serving" or least is None:
+            return least
+        return home.replica if home.replica.load < self.rows or home.replica.load <= least.load else least
+
+    def _lightest(self) -> Replica | None:
+        while self._ordered:
+            if not self._least:
+                self._least = sorted((r.load, order) for order, r in self._ordered.items())
+            load, order = self._least[0]
+            replica = self._ordered.get(order)
+            if replica is not None and replica.load == load:
+                if replica.engine.version == self.version:
+                    return replica
+                self.drop(replica, f"it is at version {replica.engine.version}, expected {self.version}")
+            heapq.heappop(self._least)
+        return None
+
+    def _loaded(self, replica: Replica) -> None:
+        """Its load has changed. Entries that are true no more are thrown away before they are many."""
+        if replica.state != "serving":
+            return
+        heapq.heappush(self._least, (replica.load, replica.order))
+        if len(self._least) > 4 * len(self._ordered) + 64:
+            self._least = []
+
+    # -- coming and going
+
+    def _serve(self, replica: Replica) -> None:
+        if replica.name in self.replicas:
+            raise WhetError(f"there is a replica {replica.name!r} already")
+        replica.state, replica.order, replica.changed = "serving", self._orders, self._loaded
+        self._orders += 1
+        self.replicas[replica.name] = self._ordered[replica.order] = replica
+        self.left.setdefault(replica.name, self.restarts)
+        self._loaded(replica)
+        self._tell()
+
+    def _away(self, name: str) -> Replica | None:
+        """Take it out of those that serve."""
+        replica = self.replicas.pop(name, None)
+        if replica is not None:
+            del self._ordered[replica.order]
+        return replica
+
+    async def _bring(self, name: str) -> None:
+        """Another replica in the place of a dropped one, as long as there are restarts left."""
+        assert self.restart is not None
+        try:
+            while self.left[name] > 0:
+                self.left[name] -= 1
+                try:
+                    replica = await self._wait(self.restart(name), f"a new replica {name}", self.start_s)
+                    await self.join(replica)
+                except Exception as error:  # noqa: BLE001  an engine is foreign code: it does not take the run with it
+                    log.warning("replica %s could not be replaced: %s: %s", name, type(error).__name__, error)
+                    continue
+                log.warning("replica %s serves again; restarts left: %d", name, self.left[name])
+                return
+            log.error("replica %s is not replaced any more: it has used its %d restarts", name, self.restarts)
+        finally:
+            self._coming -= 1
+            self._tell()
+
+    async def _arrival(self) -> None:
+        """Until a replica has come. Raises WhetError if there is none to wait for."""
+        if self._gate.closed is not None:
+            raise WhetError(self._gate.closed)
+        if self.replicas:
+            return
+        if not self._coming:
+            last = "; ".join(f"{name}: {why}" for name, why in self.dropped[-3:]) or "none was ever there"
+            raise WhetError(
+                f"no engine replica is left and none will come ({last}). Mend what ended them, or raise "
+                "cluster.restarts; the run goes on from its last checkpoint"
+            )
+        await self._wait(
+            self._news.wait(), "an engine replica: none is left, one is being restarted", self.start_s
+        )
+
+    def _tell(self) -> None:
+        """Whoever waits for a replica looks again."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _end(self, replica: Replica) -> None:
+        """End an engine that is not asked any more, dead or alive."""
+        try:
+            await self._wait(
+                (replica.end or replica.engine.close)(), f"the end of {replica.name}", self.start_s
+            )
+        except Exception as error:  # noqa: BLE001  it may be dead already
+            log.info("replica %s did not end well: %s: %s", replica.name, type(error).__name__, error)
+
+    # -- all of them
+
+    async def _load_all(self, shipment: Shipment, version: int) -> None:
+        def load(replica: Replica) -> Awaitable[None]:
+            return replica.engine.load_weights(shipment(), version)
+
+        replicas = list(self.replicas.values())
+        errors = await asyncio.gather(
+            *(self._try(r, load, "load the weights", timeout_s=self.load_s) for r in replicas)
+        )
+        refused = [e for e in errors if isinstance(e, WhetError) and not isinstance(e, _Late)]
+        if replicas and len(refused) == len(replicas) and len({str(e) for e in refused}) == 1:
+            raise refused[0]
+        for replica, error in zip(replicas, errors):
+            if error is not None:
+                self.drop(replica, f"version {version} could not be loaded: {type(error).__name__}: {error}")
+            elif replica.engine.version != version:
+                self.drop(replica, f"after version {version} was loaded it is at {replica.engine.version}")
+
+    async def _each(self, what: str, do: Callable[[Replica], Awaitable[None]], *, timeout_s: float) -> None:
+        """Let every replica do something; one that cannot is dropped."""
+        replicas = list(self.replicas.values())
+        errors = await asyncio.gather(*(self._try(r, do, what, timeout_s=timeout_s) for r in replicas))
+        for replica, error in zip(replicas, errors):
+            if error is not None:
+                self.drop(replica, f"it could not {what}: {type(error).__name__}: {error}")
+
+    async def _try(
+        self, replica: Replica, do: Callable[[Replica], Awaitable[None]], what: str, *, timeout_s: float
+    ) -> Exception | None:
+        try:
+            await self._wait(do(replica), f"{replica.name} to {what}", timeout_s)
+        except Exception as error:  # noqa: BLE001  an engine is foreign code: it is dropped, with what it raised
+            return error
+        return None
+
+    async def _wait(self, work: Awaitable[Any], what: str, timeout_s: float) -> Any:
+        """The result within the deadline, or `_Late`."""
+        task = asyncio.ensure_future(work)
+        try:
+            return await wait(task, owner=OWNER, what=what, timeout_s=timeout_s)
+        except WhetError as error:
+            if task.done() and not task.cancelled() and task.exception() is error:
+                raise
+            raise _Late(str(error)) from None
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- health
+
+    def _rest(self) -> None:
+        for replica in self.replicas.values():
+            replica.rest()
+
+    def _wake(self) -> None:
+        """The watcher exists only while there is work."""
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Look at everyone who has work, four times in the time that they may be quiet."""
+        watched: set[Replica] = set()
+        while True:
+            await asyncio.sleep(self.health_s / 4)
+            watched |= set(self.replicas.values())
+            watched = {r for r in watched if r.state in ("serving", "leaving") and r.asked}
+            if not watched:
+                return
+            await asyncio.gather(*(self._look(r) for r in watched))
+
+    async def _look(self, replica: Replica) -> None:
+        seen = replica.seen
+        try:
+            quiet_s = await replica.quiet_s(timeout_s=self.health_s / 4)
+        except Exception as error:  # noqa: BLE001  what it raises is why it is dropped
+            self.drop(replica, f"it does not answer: {type(error).__name__}: {error}")
+            return
+        if seen != replica.seen:
+            self.beat("sampling")
+        if self._kept or not self._placed:
+            replica.rest()
+        elif replica.asked and quiet_s >= self.health_s:
+            self.drop(replica, f"it has {replica.load} requests and has not got on for {quiet_s:.1f} s")
+
+
+class _Late(WhetError):
+    """The deadline has passed."""

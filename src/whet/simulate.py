@@ -1,0 +1,250 @@
+"""How fast exploring and training would go together: the schedules of `loop.MODES` in simulated time.
+
+Nothing is sampled or trained: rollouts take times drawn from those measured, on so many places of the engines; a step
+of training and a weight sync take theirs. `whet plan FILE --simulate RUN` prints what comes of it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Mode = Literal["alternate", "overlap", "free"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What things take, in seconds."""
+
+    rollout_s: Sequence[float]
+    """Single rollouts, as measured; drawn from with replacement."""
+    train_s: float
+    """One step's log-probs and update."""
+    score_s: float = 0.0
+    """Scoring one group."""
+    sync_s: float = 0.0
+    """Moving the weights once."""
+    slots: int
+    """Rollouts that the engines work on at once, all replicas together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Who may be ahead of whom; the numbers of `Plan` and of the section rollout."""
+
+    mode: Mode
+    groups_per_step: int
+    group_size: int
+    max_staleness: int = 0
+    spare: int = 0
+    steps: int = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """What came of it."""
+
+    seconds: float
+    steps: int
+    rollouts: int
+    """Trained on."""
+    given_up: int
+    """Rollouts that were asked for and became too old."""
+    trainer_busy: float
+    """Share of the time in which the trainer computed."""
+    engines_busy: float
+    """Mean share of the engines' places in use."""
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / self.steps
+
+    @property
+    def rollouts_per_s(self) -> float:
+        return self.rollouts / self.seconds
+
+
+def simulate(costs: Costs, schedule: Schedule, *, seed: int = 0) -> Simulated:
+    """The whole schedule, from the first task asked to the last step trained."""
+    rng = random.Random(seed)
+    return (_free if schedule.mode == "free" else _in_rounds)(costs, schedule, rng)
+
+
+def bound_s(costs: Costs, schedule: Schedule) -> float:
+    """Least seconds a step: of the slower side, if it never waited for the other."""
+    rollouts = schedule.groups_per_step * schedule.group_size
+    mean_s = sum(costs.rollout_s) / len(costs.rollout_s)
+    return max(costs.train_s + costs.sync_s, rollouts * mean_s / costs.slots)
+
+
+def ways(schedule: Schedule) -> list[Schedule]:
+    """The schedule itself and the others that one may think of instead of it."""
+    others = [replace(schedule, mode="alternate", max_staleness=0, spare=0)]
+    others += [
+        replace(schedule, mode=mode, max_staleness=ahead, spare=0)
+        for mode, most in (("overlap", 1), ("free", 4))
+        for ahead in (1, 2, 4)
+        if ahead <= most
+    ]
+    return [schedule, *(other for other in others if other != schedule)]
+
+
+# ---------------------------------------------------------------- rounds
+
+
+def _in_rounds(costs: Costs, schedule: Schedule, rng: random.Random) -> Simulated:
+    """alternate and overlap: a step's rollouts are asked together, and all are waited for."""
+    rollouts = schedule.groups_per_step * schedule.group_size
+    busy_s = 0.0
+
+    def explored_s() -> float:
+        """Seconds until the last of a round has ended, each taking the place that is free first."""
+        nonlocal busy_s
+        ends = [0.0] * min(costs.slots, rollouts)
+        for _ in range(rollouts):
+            length = rng.choice(costs.rollout_s)
+            busy_s += length
+            heapq.heapreplace(ends, ends[0] + length)
+        return max(ends) + costs.score_s * schedule.groups_per_step
+
+    ahead = min(schedule.max_staleness, schedule.steps) if schedule.mode == "overlap" else 0
+    seconds = sum(explored_s() for _ in range(ahead))
+    for step in range(schedule.steps):
+        if ahead == 0:
+            seconds += explored_s() + costs.train_s
+        elif step + ahead < schedule.steps:
+            seconds += max(explored_s(), costs.train_s)
+        else:
+            seconds += costs.train_s
+        seconds += costs.sync_s
+    return Simulated(
+        seconds=seconds,
+        steps=schedule.steps,
+        rollouts=rollouts * schedule.steps,
+        given_up=0,
+        trainer_busy=schedule.steps * costs.train_s / seconds,
+        engines_busy=busy_s / (seconds * costs.slots),
+    )
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass
+class _Group:
+    """A group under way."""
+
+    version: int
+    """Of the policy when it was asked for."""
+    left: int
+    """Rollouts that have not ended."""
+    running: int = 0
+    begun: float = 0.0
+    """Sum of the times at which its running rollouts began."""
+
+
+class _Free:
+    """Explorers and a trainer that wait for each other only where the staleness bound says so."""
+
+    def __init__(self, costs: Costs, schedule: Schedule, rng: random.Random) -> None:
+        self.costs, self.schedule, self.rng = costs, schedule, rng
+        self.now = self.busy_s = self.trained_s = 0.0
+        self.version = self.held = self.asked = self.given_up = self.running = 0
+        self.training = False
+        self.groups: dict[int, _Group] = {}
+        self.queue: deque[int] = deque()
+        self.ready: deque[int] = deque()
+        """Versions of the groups that wait."""
+        self.events: list[tuple[float, int, str, int, float]] = []
+        self.number = 0
+
+    def run(self) -> Simulated:
+        schedule = self.schedule
+        self.ask()
+        while self.version < schedule.steps:
+            self.now, _, what, group, began = heapq.heappop(self.events)
+            {"ended": self.ended, "scored": self.scored, "trained": self.trained}[what](group, began)
+            self.train()
+        return Simulated(
+            seconds=self.now,
+            steps=schedule.steps,
+            rollouts=schedule.steps * schedule.groups_per_step * schedule.group_size,
+            given_up=self.given_up,
+            trainer_busy=self.trained_s / self.now,
+            engines_busy=self.busy_s / (self.now * self.costs.slots),
+        )
+
+    def later(self, seconds: float, what: str, group: int = -1, began: float = 0.0) -> None:
+        self.number += 1
+        heapq.heappush(self.events, (self.now + seconds, self.number, what, group, began))
+
+    def ask(self) -> None:
+        """New groups while there is room, and rollouts into free places."""
+        schedule = self.schedule
+        bound = (schedule.max_staleness + 1) * schedule.groups_per_step
+        wanted = (schedule.steps - self.version) * schedule.groups_per_step
+        while self.held < min(bound, wanted) + schedule.spare:
+            self.held += 1
+            self.groups[self.asked] = _Group(self.version, schedule.group_size)
+            self.queue.extend([self.asked] * schedule.group_size)
+            self.asked += 1
+        while self.queue and self.running < self.costs.slots:
+            number = self.queue.popleft()
+            if (group := self.groups.get(number)) is not None:
+                group.running += 1
+                group.begun += self.now
+                self.running += 1
+                self.later(self.rng.choice(self.costs.rollout_s), "ended", number, self.now)
+
+    def ended(self, number: int, began: float) -> None:
+        """A rollout has ended; it is none of ours if its group was given up."""
+        group = self.groups.get(number)
+        if group is None:
+            return
+        group.left -= 1
+        group.running -= 1
+        group.begun -= began
+        self.running -= 1
+        self.busy_s += self.now - began
+        if group.left == 0:
+            self.later(self.costs.score_s, "scored", number)
+        self.ask()
+
+    def scored(self, number: int, began: float) -> None:
+        if (group := self.groups.pop(number, None)) is not None:
+            self.ready.append(group.version)
+
+    def train(self) -> None:
+        """Begin a step, if there is one to begin."""
+        if self.training or len(self.ready) < self.schedule.groups_per_step:
+            return
+        for _ in range(self.schedule.groups_per_step):
+            self.ready.popleft()
+        self.training = True
+        self.later(self.costs.train_s + self.costs.sync_s, "trained")
+
+    def trained(self, number: int, began: float) -> None:
+        """A new version: what has become too old is given up, room comes back."""
+        self.training = False
+        self.trained_s += self.costs.train_s
+        self.version += 1
+        self.held -= self.schedule.groups_per_step
+        oldest = self.version - self.schedule.max_staleness
+        fresh = deque(version for version in self.ready if version >= oldest)
+        late = [n for n, group in self.groups.items() if group.version < oldest]
+        self.given_up += (len(self.ready) - len(fresh) + len(late)) * self.schedule.group_size
+        self.held -= len(self.ready) - len(fresh) + len(late)
+        self.ready = fresh
+        for n in late:
+            group = self.groups.pop(n)
+            self.running -= group.running
+            self.busy_s += group.running * self.now - group.begun
+        self.ask()
+
+
+def _free(costs: Costs, schedule: Schedule, rng: random.Random) -> Simulated:
+    return _Free(costs, schedule, rng).run()

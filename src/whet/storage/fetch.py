@@ -1,0 +1,171 @@
+"""Files from elsewhere in a folder of this machine, each version once.
+
+    CACHE/NAME-xxxxxxxx/VERSION/FOLDER/...
+
+NAME-xxxxxxxx stands for the URL, VERSION for what is there now (names, sizes, tags): another content is another folder,
+and one that is there is whole, for it was moved into its place. CACHE is $WHET_CACHE, else $XDG_CACHE_HOME/whet or
+~/.cache/whet; nothing in it is ever removed by whet, and all of it may be.
+
+`python -m whet.storage.fetch` does the work in a process of its own (URLs as JSON on standard input, paths on standard
+output): network libraries start threads, and a run forks its reward processes before it has any.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from whet.config.secrets import is_secret
+from whet.config.urls import scheme
+from whet.storage import hub, stores
+from whet.storage.manifests import oldest_first, place_of
+from whet.track.files import atomic_folder, tidy
+from whet.types import Json, WhetError
+
+
+def cache() -> Path:
+    """Where fetched files are kept."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("WHET_CACHE") or Path(home) / "whet").expanduser()
+
+
+def fetched(urls: Sequence[str], *, checkpoints: Sequence[str] = ()) -> dict[str, str]:
+    """Every URL's path on this machine, after downloading what is not there. Raises WhetError naming the URL.
+
+    checkpoints: URLs of a checkpoint, or of a folder of them, which stands for the newest whole one.
+    """
+    if not urls and not checkpoints:
+        return {}
+    asked = {"urls": list(urls), "checkpoints": list(checkpoints)}
+    # a hub path was asked for by name: whet's own wish to be offline (environment.py) is not meant for this process
+    env = {"HF_HUB_OFFLINE": "0", **{k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}}
+    command = [sys.executable, "-m", "whet.storage.fetch"]
+    with subprocess.Popen(
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(asked) + "\n")
+            process.stdin.flush()
+            text = process.stdout.read()  # standard input stays open: it ends when this process does
+        except BaseException:
+            process.kill()
+            raise
+    try:
+        answer = json.loads(text)
+    except ValueError as e:
+        raise WhetError(f"fetching {', '.join([*urls, *checkpoints])} ended without an answer") from e
+    if "error" in answer:
+        raise WhetError(answer["error"])
+    return answer["paths"]
+
+
+def store_of(url: str) -> ModuleType:
+    """The module that speaks a URL's scheme."""
+    return hub if scheme(url) == "hf" else stores
+
+
+def fetch(url: str, root: Path) -> Path:
+    """The path below `root` of what a URL stands for, downloaded if it is not there."""
+    store = store_of(url)
+    with naming(url):
+        listing = store.look(url)
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", listing.folder)[:40].strip("-")
+        home = root / f"{slug}-{_short(url)}"
+        folder = home / _short(json.dumps(sorted(listing.files.items()))) / listing.folder
+        if not folder.is_dir():
+            with _alone(home):
+                if not folder.is_dir():  # another process may have brought it meanwhile
+                    _bring(url, listing, folder, store=store)
+    return folder / listing.inside
+
+
+def _bring(url: str, listing: stores.Listing, folder: Path, *, store: ModuleType) -> None:
+    size = sum(size for size, _ in listing.files.values())
+    print(f"fetching {url} ({len(listing.files)} files, {size / 1e6:.1f} MB)", file=sys.stderr, flush=True)  # noqa: T201
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    tidy(folder.parent)
+    with atomic_folder(folder) as new:
+        store.download(url, listing, new)
+        for name, (wanted, _) in listing.files.items():
+            found = (new / name).stat().st_size if (new / name).is_file() else None
+            if found != wanted:
+                raise WhetError(f"{name} came with {found} bytes of {wanted}; try again")
+        if store.look(url).files != listing.files:
+            raise WhetError("it was changed while it was read; try again")
+
+
+def newest_checkpoint(url: str) -> str:
+    """The URL of the newest whole checkpoint of a folder; of a checkpoint, the URL itself."""
+    url = url.rstrip("/")
+    if place_of(url.rpartition("/")[2]) is not None:
+        return url
+    with naming(url):
+        found = oldest_first(store_of(url).children(url))
+    if not found:
+        raise WhetError(f"{url}: neither a checkpoint (0-main-000050) nor a folder with a whole one")
+    return f"{url}/{found[-1]}"
+
+
+@contextmanager
+def naming(url: str) -> Iterator[None]:
+    """What goes wrong inside is a WhetError that names the URL, and holds no secret."""
+    try:
+        yield
+    except Exception as e:  # noqa: BLE001  foreign code: each package has errors of its own
+        told = str(e) if isinstance(e, WhetError | OSError) else f"{type(e).__name__}: {e}"
+        raise WhetError(struck(told if url in told else f"{url}: {told or type(e).__name__}")) from None
+
+
+def struck(text: str) -> str:
+    """The same without the values of environment variables whose names are secrets'."""
+    for value in (v for k, v in os.environ.items() if is_secret(k) and len(v) >= 8):
+        text = text.replace(value, "(redacted)")
+    return text
+
+
+@contextmanager
+def _alone(home: Path) -> Iterator[None]:
+    """One process at a time; the lock ends with its process."""
+    home.mkdir(parents=True, exist_ok=True)
+    with open(home / ".lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()  # the parent holds the other end
+    os._exit(1)
+
+
+def main() -> None:
+    asked = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        paths = {url: str(fetch(url, cache())) for url in asked["urls"]}
+        paths |= {url: str(fetch(newest_checkpoint(url), cache())) for url in asked["checkpoints"]}
+        answer: Json = {"paths": paths}
+    except WhetError as e:
+        answer = {"error": str(e)}
+    sys.stdout.write(json.dumps(answer))
+    sys.stdout.flush()
+    os._exit(0)  # the thread reads from standard input, which an orderly end would wait for
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What is whole: a folder's files by size and SHA-256, and how checkpoints are named."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from whet.types import Json
+
+MANIFEST = "manifest.json"
+"""Lists every other file of its folder. Written last, so a folder without one is no whole one."""
+
+_NAME = re.compile(r"(\d+)-(.+)-(\d{6,})")
+
+
+def place_of(name: str) -> tuple[int, int] | None:
+    """(number of the stage, step) in a checkpoint's name; None for other names."""
+    found = _NAME.fullmatch(name)
+    return (int(found[1]), int(found[3])) if found else None
+
+
+def oldest_first(names: Iterable[str]) -> list[str]:
+    """The names that are checkpoints', in the run's order."""
+    placed = [(place, name) for name in names if (place := place_of(name)) is not None]
+    return [name for _, name in sorted(placed)]
+
+
+def manifest(folder: Path) -> Json:
+    """Size and digest of each file of a folder, its own manifest left out."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST)
+    return {"format": 1, "files": {str(p.relative_to(folder)): [p.stat().st_size, digest(p)] for p in files}}
+
+
+def digest(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()

@@ -1,0 +1,76 @@
+"""A config whose paths all are on this machine: what stands elsewhere is fetched, in one place, before it is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from pydantic import BaseModel
+
+from whet.config.load import Loaded
+from whet.config.urls import is_remote
+from whet.storage.fetch import fetched
+from whet.types import ConfigError, WhetError
+
+_PATHS = ("path", "chat_template")
+"""Keys, in any section, whose values are paths that are read."""
+
+
+def brought_here(loaded: Loaded) -> Loaded:
+    """The same with every remote path replaced by that of its copy here. `loaded.as_given` keeps the config as it was:
+    that is what is written down and what checkpoints agree with.
+
+    Raises ConfigError naming the URL that cannot be read.
+    """
+    configs = (loaded.config, *loaded.stages)
+    urls = sorted({path for cfg in configs for path in _named(cfg) if is_remote(path)})
+    resume = loaded.config.checkpoint.resume
+    checkpoints = [resume] if is_remote(resume) else []
+    if not urls and not checkpoints:
+        return loaded
+    try:
+        here = fetched(urls, checkpoints=checkpoints)
+    except WhetError as e:
+        raise ConfigError(f"a path of the config cannot be read: {e}") from e
+
+    def put(cfg: Any) -> Any:
+        cfg = _replaced(cfg, lambda path: here.get(path, path))
+        at = cfg.checkpoint.model_copy(update={"resume": here.get(resume, resume)})
+        return cfg.model_copy(update={"checkpoint": at})
+
+    return replace(
+        loaded,
+        config=put(loaded.config),
+        stages=tuple(put(stage) for stage in loaded.stages),
+        given=loaded.as_given,
+    )
+
+
+def _named(cfg: BaseModel) -> Iterator[str]:
+    found: list[str] = []
+
+    def note(path: str) -> str:
+        found.append(path)
+        return path
+
+    _replaced(cfg, note)
+    yield from found
+
+
+def _replaced(value: Any, new: Callable[[str], str], key: str = "") -> Any:
+    """The same with every path, wherever it stands in sections, lists and dicts, given to a function."""
+    if isinstance(value, BaseModel):
+        old = {name: getattr(value, name) for name in type(value).model_fields}
+        changed = {name: made for name, v in old.items() if (made := _replaced(v, new, name)) is not v}
+        return value.model_copy(update=changed) if changed else value
+    if isinstance(value, str) and key in _PATHS:
+        made = new(value)
+        return value if made == value else made
+    if isinstance(value, tuple | list):
+        items = [_replaced(v, new, key) for v in value]
+        return type(value)(items) if any(a is not b for a, b in zip(items, value)) else value
+    if isinstance(value, dict):
+        entries = {k: _replaced(v, new) for k, v in value.items()}
+        return entries if any(entries[k] is not v for k, v in value.items()) else value
+    return value

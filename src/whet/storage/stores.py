@@ -1,0 +1,143 @@
+"""Object stores and file systems that fsspec speaks: s3, gs, hdfs, webhdfs, a mounted folder.
+
+Credentials and endpoints come from the environment, as each package reads them (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
+GOOGLE_APPLICATION_CREDENTIALS, HADOOP_HOME ...).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whet.config.urls import is_remote, scheme
+from whet.storage.manifests import MANIFEST
+from whet.types import Json, WhetError
+
+_MAGIC = "*?["
+_TAGS = (
+    "ETag",
+    "etag",
+    "checksum",
+    "md5Hash",
+    "sha256",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "modificationTime",
+)
+_S3 = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 3}}}
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a URL stands for."""
+
+    files: Mapping[str, tuple[int, str]]
+    """By name below `folder`: size in bytes, and a tag that changes with the content, or with the time of writing."""
+    folder: str
+    """Name of the folder that the files are in."""
+    inside: str = ""
+    """What of that folder is meant: a file's name, a pattern; '' for the folder itself."""
+
+
+def connect(url: str) -> tuple[Any, str]:
+    """The file system of a URL and the path in it."""
+    import fsspec
+
+    options: dict[str, Any] = _S3 if scheme(url) == "s3" else {}
+    fs, path = fsspec.core.url_to_fs(url if is_remote(url) else f"file://{Path(url).absolute()}", **options)
+    fs.invalidate_cache()
+    return fs, path.rstrip("/")
+
+
+def look(url: str) -> Listing:
+    """List what a URL stands for: one file, a pattern, or a folder with all below it. WhetError if nothing is there."""
+    fs, path = connect(url)
+    if any(sign in path for sign in _MAGIC):
+        parts = path.split("/")
+        depth = next(n for n, part in enumerate(parts) if any(sign in part for sign in _MAGIC))
+        base, found = "/".join(parts[:depth]), fs.glob(path, detail=True)
+        inside = "/".join(parts[depth:])
+    elif fs.isfile(path):
+        base, _, inside = path.rpartition("/")
+        found = {path: fs.info(path)}
+    else:
+        base, inside, found = path, "", fs.find(path, detail=True)
+    files = {
+        name[len(base) :].lstrip("/"): (int(info["size"]), _tag(info))
+        for name, info in found.items()
+        if info["type"] == "file" and not name.endswith("/")
+    }
+    if not files:
+        raise WhetError(f"{url}: nothing is there")
+    return Listing(files=files, folder=base.rpartition("/")[2] or "root", inside=inside)
+
+
+def _tag(info: Mapping[str, Any]) -> str:
+    return str(next((info[key] for key in _TAGS if info.get(key)), ""))
+
+
+def download(url: str, listing: Listing, to: Path) -> None:
+    """Bring the files of a listing into a folder."""
+    fs, path = connect(url)
+    base = path[: len(path) - len(listing.inside)].rstrip("/")
+    for name in listing.files:
+        target = to / name
+        if not target.resolve().is_relative_to(to.resolve()):
+            raise WhetError(f"{url}: a file is called {name!r}, which leads out of its folder")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fs.get_file(f"{base}/{name}", str(target))
+
+
+def children(url: str) -> list[str]:
+    """Names of the folders directly below a URL that hold a manifest."""
+    fs, path = connect(url)
+    if not fs.exists(path):
+        return []
+    found = (entry.rstrip("/") for entry in fs.ls(path, detail=False))
+    return sorted(entry.rpartition("/")[2] for entry in found if fs.isfile(f"{entry}/{MANIFEST}"))
+
+
+# ---------------------------------------------------------------- there
+
+
+def said(url: str, name: str) -> Json:
+    """The manifest of a folder there; None if the folder is not a whole one."""
+    fs, path = connect(url)
+    file = f"{path}/{name}/{MANIFEST}"
+    return json.loads(fs.cat_file(file)) if fs.exists(file) else None
+
+
+def send(folder: Path, url: str, name: str, manifest: Json) -> None:
+    """Copy a folder to URL/NAME. Its manifest goes first if one is there, and comes last, so at no moment is half an
+    upload a whole folder."""
+    fs, path = connect(url)
+    there = f"{path}/{name}"
+    if fs.exists(f"{there}/{MANIFEST}"):
+        fs.rm_file(f"{there}/{MANIFEST}")
+    for file in manifest["files"]:
+        fs.makedirs(f"{there}/{file}".rpartition("/")[0], exist_ok=True)
+        fs.put_file(str(folder / file), f"{there}/{file}")
+        size = fs.info(f"{there}/{file}")["size"]
+        if size != manifest["files"][file][0]:
+            raise OSError(f"{file} has {size} bytes there, {manifest['files'][file][0]} were sent")
+    _drop_others(fs, there, manifest["files"])
+    fs.pipe_file(f"{there}/{MANIFEST}", json.dumps(manifest, indent=2).encode() + b"\n")
+
+
+def _drop_others(fs: Any, there: str, wanted: Collection[str]) -> None:
+    """Remove files of an earlier folder of the same name."""
+    for found in fs.find(there):
+        if found[len(there) + 1 :] not in wanted:
+            fs.rm_file(found)
+
+
+def remove(url: str, name: str) -> None:
+    """Remove a folder there, its manifest first: half a removal leaves no whole folder."""
+    fs, path = connect(url)
+    if fs.exists(f"{path}/{name}/{MANIFEST}"):
+        fs.rm_file(f"{path}/{name}/{MANIFEST}")
+    fs.rm(f"{path}/{name}", recursive=True)

@@ -1,0 +1,219 @@
+"""Copies of checkpoints and exports in other places, made in the background after they were written here.
+
+A run never waits for one but at its end. What fails is tried again: a few times at once, then with the next one, and
+with the next start of the run, which asks each place what it holds. A copy's manifest comes last, so half a copy is
+never taken for a whole one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from whet.storage.fetch import naming, store_of
+from whet.storage.manifests import MANIFEST, manifest, oldest_first, place_of
+from whet.types import Json, WhetError
+
+log = logging.getLogger(__name__)
+
+PAUSES_S = (1.0, 4.0, 16.0)
+"""Between attempts; after the last one a copy waits for the next."""
+
+MOST_WAITING = 4
+"""Checkpoints that may wait for one place; of more, the oldest is left out. Exports are never left out."""
+
+DEADLINE_S = 1800.0
+"""How long a finished run waits for its copies."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One folder and where it goes."""
+
+    folder: Path
+    url: str
+    export: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the folder there; on the hub an export is the repository itself."""
+        return "" if self.export and self.url.startswith("hf://") else self.folder.name
+
+    def __str__(self) -> str:
+        return f"{self.folder.name} to {self.url}"
+
+
+class Uploads:
+    """Makes the copies of one run, one after the other, in a thread of its own."""
+
+    def __init__(
+        self,
+        checkpoints_to: Sequence[str] = (),
+        exports_to: Sequence[str] = (),
+        *,
+        last_only: bool = False,
+        keep: int | None = None,
+        best: Callable[[], Collection[str]] = tuple,
+    ) -> None:
+        """keep: how many of the newest checkpoints stay there (None: all), beside those whose names `best` says."""
+        self.checkpoints_to, self.exports_to = tuple(checkpoints_to), tuple(exports_to)
+        self.last_only, self.keep, self.best = last_only, keep, best
+        self._waiting: list[Copy] = []
+        self._failed: list[Copy] = []
+        self._held: dict[tuple[str, bool], Copy] = {}
+        self._now: Copy | None = None
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    # -- offered
+
+    def checkpoint(self, path: Path) -> None:
+        """A checkpoint is whole. Returns at once."""
+        self._offer([Copy(path, url) for url in self.checkpoints_to])
+
+    def export(self, path: Path) -> None:
+        """An export is whole. Returns at once."""
+        self._offer([Copy(path, url, export=True) for url in self.exports_to])
+
+    def missing(self, checkpoints: Sequence[Path], exports: Sequence[Path]) -> None:
+        """What an earlier start of the run has left here, oldest first: what a place has already is not sent again.
+
+        Of exports the hub holds one alone, so the newest is offered to it.
+        """
+        for path in checkpoints:
+            self.checkpoint(path)
+        for path in exports:
+            urls = [u for u in self.exports_to if path == exports[-1] or not u.startswith("hf://")]
+            self._offer([Copy(path, url, export=True) for url in urls])
+
+    def spare(self) -> list[Path]:
+        """Checkpoints that wait to be copied, and must stay until they are."""
+        with self._changed:
+            copies = [*self._waiting, *self._held.values(), *([self._now] if self._now else [])]
+            return [c.folder for c in copies if not c.export]
+
+    def _offer(self, copies: Sequence[Copy]) -> None:
+        if not copies:
+            return
+        with self._changed:
+            if self.last_only:
+                self._held |= {(c.url, c.export): c for c in copies}
+                return
+            self._waiting += [c for c in (*self._failed, *copies) if c not in self._waiting]
+            self._failed = []
+            for url in self.checkpoints_to:
+                queue = [c for c in self._waiting if c.url == url and not c.export]
+                for left in queue[:-MOST_WAITING]:
+                    log.warning("uploads fall behind: %s is left out, for newer ones wait", left)
+                    self._waiting.remove(left)
+            self._start()
+            self._changed.notify_all()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="whet-uploads", daemon=True)
+            self._thread.start()
+
+    def finish(self, timeout_s: float = DEADLINE_S) -> list[str]:
+        """Wait for all copies, those that failed tried once more. What is not there after `timeout_s` is said in words,
+        in the log too; the same command copies it when it is run again."""
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            self._waiting += [c for c in (*self._failed, *self._held.values()) if c not in self._waiting]
+            self._failed, self._held = [], {}
+            if self._waiting:
+                self._start()
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: not (self._waiting or self._now), max(0.0, until - time.monotonic())
+            )
+            left = [*self._failed, *self._waiting, *([self._now] if self._now else [])]
+            self._waiting, self._failed, self._closing = [], [], True
+            self._changed.notify_all()
+        said = [str(copy) for copy in dict.fromkeys(left)]
+        if said:
+            log.error(
+                "NOT UPLOADED: %s. Everything is here on this machine; the same command tries again",
+                "; ".join(said),
+            )
+        return said
+
+    # -- copied
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    return
+                self._now = self._waiting.pop(0)
+                copy = self._now
+            done = self._tried(copy)
+            with self._changed:
+                self._now = None
+                if not done and not self._closing:
+                    self._failed.append(copy)
+                self._changed.notify_all()
+
+    def _tried(self, copy: Copy) -> bool:
+        """Whether a folder is there now, or need not be."""
+        for pause_s in (*PAUSES_S, None):
+            if not copy.folder.is_dir():
+                log.warning("%s: the folder is gone, so it is not uploaded", copy)
+                return True
+            try:
+                with naming(copy.url):
+                    self._send(copy)
+                return True
+            except WhetError as e:
+                again = (
+                    "trying again"
+                    if pause_s is not None
+                    else "the run goes on, and tries again with the next"
+                )
+                log.warning("uploading %s failed (%s); %s", copy, e, again)
+            if pause_s is not None and self._closed_within(pause_s):
+                return False
+        return False
+
+    def _closed_within(self, pause_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._closing, pause_s)
+
+    def _send(self, copy: Copy) -> None:
+        store, own = store_of(copy.url), _manifest_of(copy.folder)
+        if store.said(copy.url, copy.name) != own:
+            start = time.monotonic()
+            store.send(copy.folder, copy.url, copy.name, own)
+            size = sum(size for size, _ in own["files"].values())
+            log.info("uploaded %s: %.1f MB in %.1f s", copy, size / 1e6, time.monotonic() - start)
+        if not copy.export:
+            self._thin(copy)
+
+    def _thin(self, copy: Copy) -> None:
+        """Remove there what is later than this checkpoint and not here (the run has gone back), and, where only some
+        stay, what is neither of the newest nor of the best."""
+        store, here = store_of(copy.url), {p.name for p in copy.folder.parent.iterdir()}
+        there = oldest_first(store.children(copy.url))
+        upto = [name for name in there if _at(name) <= _at(copy.name)]
+        gone = [name for name in there[len(upto) :] if name not in here]
+        if self.keep is not None:
+            gone += set(upto[: -self.keep]) - set(self.best())
+        for name in gone:
+            store.remove(copy.url, name)
+
+
+def _manifest_of(folder: Path) -> Json:
+    """A checkpoint's own manifest; one is made for an export, which has none."""
+    own = folder / MANIFEST
+    return json.loads(own.read_text()) if own.exists() else manifest(folder)
+
+
+def _at(name: str) -> tuple[int, int]:
+    return place_of(name) or (0, 0)

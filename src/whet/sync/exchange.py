@@ -1,0 +1,252 @@
+"""The two ends of weight sync: the trainer publishes a version, receivers take it and confirm, the trainer compares.
+
+Nothing is taken on trust: a receiver checks every tensor before its engine sees it, and the trainer waits for an equal
+digest from every receiver before the next optimizer step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from whet.models.lora import adapted, refresh
+from whet.rollout.engine import RolloutEngine, WeightSource
+from whet.sync.manifest import Entry, Manifest, Missed, Receipt, checked, describe
+from whet.sync.transport import Patience, Transport
+from whet.types import WhetError
+
+Tensors = Iterable[tuple[str, Tensor]]
+
+MERGED = "digest of the merged weights"
+"""Travels behind adapters, as if it were a tensor."""
+
+
+class Publisher:
+    """The trainer's end. `join` names the receivers; `send` and `settle`, or `deliver`, belong to each version.
+
+    whole: send every tensor every time; else only what some receiver lacks. dtype: what floating point tensors are
+    cast to before they travel; None: as they are.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        whole: bool = True,
+        dtype: torch.dtype | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.transport, self.whole, self.dtype, self.timeout_s = transport, whole, dtype, timeout_s
+        self.held: dict[str, Manifest | None] = {}
+        """What each receiver has confirmed, or said it has."""
+        self.sent: Manifest | None = None
+        self.answers: dict[str, Receipt] = {}
+
+    def join(self, name: str, holds: Manifest | None = None) -> None:
+        """A receiver more, or one that begins anew. holds: its weights already, from its `Receiver.held`."""
+        self.held[name] = holds
+        self.answers.pop(name, None)
+
+    def leave(self, name: str) -> None:
+        """A receiver less: it is no longer waited for."""
+        self.held.pop(name, None)
+
+    def send(self, version: int, tensors: Tensors, *, whole: bool = False) -> Manifest:
+        """Send one version. whole: also what the receivers are believed to have."""
+        held = {} if whole or self.whole else self._common()
+        self.answers = {}
+        self.sent = self.transport.send(version, cast(tensors, self.dtype), held=held)
+        return self.sent
+
+    def confirm(self, receipt: Receipt) -> None:
+        """A receiver's answer that came by another way than the transport's."""
+        self.answers[receipt.receiver] = receipt
+
+    def settle(self) -> None:
+        """Wait until every receiver has the version sent last; call it before the next optimizer step.
+
+        Raises WhetError naming the receivers that took something else, failed or did not answer, since when; Missed if
+        all that ails them is that it was not sent whole.
+        """
+        if self.sent is None:
+            return
+        sent, patience = self.sent, Patience(self.timeout_s)
+        while waiting := self._waiting(sent):
+            if patience.over:
+                raise patience.error(
+                    f"the receipt of weights version {sent.version} from {', '.join(waiting)}",
+                    "are they alive?",
+                )
+            time.sleep(min(0.01, patience.left))
+        missed = [a for name in self.held if (a := self.answers[name]).missed]
+        if missed:
+            raise Missed(f"{missed[0].receiver}: {missed[0].error}")
+
+    def deliver(self, version: int, tensors: Callable[[], Tensors]) -> Manifest:
+        """Send, settle; for those who lacked something, once more and whole."""
+        manifest = self.send(version, tensors())
+        try:
+            self.settle()
+        except Missed:
+            manifest = self.send(version, tensors(), whole=True)
+            self.settle()
+        return manifest
+
+    def _waiting(self, sent: Manifest) -> list[str]:
+        """Receivers without an answer to this version. Raises WhetError for a wrong one."""
+        for receipt in self.transport.receipts():
+            self.answers.setdefault(receipt.receiver, receipt)
+        return [name for name in self.held if not self._answered(name, sent)]
+
+    def _answered(self, name: str, sent: Manifest) -> bool:
+        answer = self.answers.get(name)
+        whole = all(e.sent for e in sent.entries)
+        if answer is None or answer.version < sent.version or (answer.missed and whole):
+            self.answers.pop(name, None)  # of a sending before this one: look again
+            return False
+        if answer.missed:
+            self.held[name] = None
+            return True
+        if answer.error:
+            raise WhetError(f"weights version {sent.version} was not taken by {name}: {answer.error}")
+        if (answer.version, answer.digest) != (sent.version, sent.digest):
+            raise WhetError(
+                f"{name} confirms weights version {answer.version} with digest {answer.digest}; version {sent.version} "
+                f"with {sent.digest} was sent, so its rollouts would come from other weights, and the run stops"
+            )
+        self.held[name] = sent
+        return True
+
+    def _common(self) -> Mapping[str, Entry]:
+        """What every receiver has alike."""
+        manifests = list(self.held.values())
+        if not manifests or any(m is None for m in manifests):
+            return {}
+        first, *others = [m.named for m in manifests if m is not None]
+        return {name: e for name, e in first.items() if all(e.same(o.get(name)) for o in others)}
+
+
+class Receiver:
+    """An engine's end, in the engine's process.
+
+    module: the engine's own, if it holds weights already that need not be sent (a base under adapters): its tensors are
+    digested once. staged: a version is fetched and checked off the event loop and whole, so that the engine samples on
+    meanwhile and a failed fetch leaves it as it was, at the price of a second copy in memory; else it streams in.
+    """
+
+    def __init__(
+        self, transport: Transport, *, name: str, module: nn.Module | None = None, staged: bool = True
+    ) -> None:
+        self.transport, self.name, self.module, self.staged = transport, name, module, staged
+        self.held = None if module is None else describe(-1, module.named_parameters())
+        self.version: int | None = None
+        self.arrived: Manifest | None = None
+
+    async def load(
+        self, engine: RolloutEngine, version: int, *, finish: bool = True, again: bool = False
+    ) -> Receipt:
+        """Take one version into the engine and confirm it. finish: rollouts in flight end first; else they go on under
+        the new weights. again: the version that is here is sent once more, for another receiver's sake.
+
+        Raises WhetError, which the receipt tells the trainer, too. A staged version that cannot be fetched leaves the
+        engine as it was; once tensors go in, a fault makes it refuse to sample until a whole version has come.
+        """
+        try:
+            self._refuse_late(version, again)
+            tensors = self._stream(version, self.held)
+            if self.staged:
+                tensors = iter(await asyncio.to_thread(list, tensors))
+            await engine.pause(finish=finish)
+            await self._fill(engine, tensors, version)
+        except WhetError as error:
+            missed = isinstance(error, Missed)
+            self.transport.confirm(Receipt(self.name, version, "", error=str(error), missed=missed))
+            raise
+        receipt = Receipt(self.name, version, self.held.digest if self.held else "")
+        self.transport.confirm(receipt)
+        return receipt
+
+    async def _fill(
+        self, engine: RolloutEngine, tensors: Iterator[tuple[str, Tensor | None]], version: int
+    ) -> None:
+        self.held = self.version = None  # for as long as they may be a mix
+        await engine.load_weights(WeightSource(tensors=self._proved(tensors, version)), version)
+        if self.arrived is None:
+            raise WhetError(f"weights version {version}: the engine of {self.name} did not take its tensors")
+        if engine.version != version:
+            raise WhetError(
+                f"weights version {version}: the engine of {self.name} is at version {engine.version} after it"
+            )
+        self.held, self.version = self.arrived, version
+
+    def forget(self) -> None:
+        """Take any version next, even an earlier one: the trainer has gone back to a checkpoint."""
+        self.version = None
+
+    def _refuse_late(self, version: int, again: bool) -> None:
+        here = self.version
+        if here is not None and (version < here or (version == here and not again)):
+            raise WhetError(
+                f"weights version {version} for {self.name} came {'late' if version < here else 'twice'}: version "
+                f"{here} is here already"
+            )
+
+    def _stream(self, version: int, held: Manifest | None) -> Iterator[tuple[str, Tensor | None]]:
+        self.arrived = None
+        stream = self.transport.receive(version, held=held)
+        self.arrived = yield from checked(stream, version, held)
+
+    def _proved(
+        self, tensors: Iterator[tuple[str, Tensor | None]], version: int
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """The tensors; behind adapters, proof that they make the trainer's weights."""
+        for name, tensor in tensors:
+            if name == MERGED:
+                self._check_merged(tensor, version)
+            else:
+                yield name, tensor
+
+    def _check_merged(self, told: Tensor | None, version: int) -> None:
+        """All adapters are in by now. A proof that was not sent is that of the version before."""
+        if self.module is None:
+            raise WhetError(
+                f"weights version {version} are adapters; {self.name} needs its engine's module to merge them"
+            )
+        refresh(self.module)
+        if told is not None and not torch.equal(told.cpu(), _merged_digest(self.module)):
+            raise WhetError(
+                f"weights version {version}: the adapters of {self.name} do not make the trainer's weights; base "
+                "model, scale and device have to be the same on both sides, or use sync.content=full"
+            )
+
+
+# ---------------------------------------------------------------- what is sent
+
+
+def cast(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
+    """Floating point tensors in this dtype; None: as they are."""
+    for name, tensor in tensors:
+        yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def with_adapters(module: nn.Module) -> Tensors:
+    """A module's own tensors, adapters apart from what they adapt, and the proof of what they make together.
+
+    What is frozen is among them: a `Publisher` that does not send whole leaves it out where a receiver has it.
+    """
+    for name, parameter in module.named_parameters():
+        yield name, parameter.detach()
+    yield MERGED, _merged_digest(module)
+
+
+def _merged_digest(module: nn.Module) -> Tensor:
+    """[32] uint8: over the effective weights of all layers with adapters, as `models.lora.merged` has them."""
+    effective = (
+        (name, layer.weight if layer.effective is None else layer.effective)
+        for name, layer in adapted(module).items()
+    )
+    return torch.tensor(list(describe(-1, effective).digest.encode()), dtype=torch.uint8)

@@ -1,0 +1,207 @@
+"""Weights by way of a folder on a disk that both sides see: a folder of safetensors for each version.
+
+weights/00000007/            version 7, whole; 00000007-changed: only what the receivers lacked
+    manifest.json            names, shapes, dtypes, digests
+    00000.safetensors ...
+weights/confirmed/NAME.json  the last answer of the receiver NAME
+
+A version is there in one rename or not at all, so no reader sees half of one, and nobody holds a lock: a reader that
+dies keeps nobody waiting. Nothing waits for the disk: after a power cut a file may be torn, which its digest tells.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from whet.sync.manifest import Entry, Manifest, Piece, Receipt, myself, pieces
+from whet.sync.transport import BUCKET_BYTES, Patience, buckets
+from whet.track.files import atomic_folder, tidy, write_json
+from whet.types import WhetError
+
+_VERSION = re.compile(r"(\d{8,})(-changed)?")
+_RECEIVER = re.compile(r"\w[\w.-]*")
+
+
+class Files:
+    """A `Transport` through the folder `root`.
+
+    keep: versions that stay, the newest; a reader that is slower than so many finds its version gone. poll_s: time
+    between two looks for a version. There is one writer, whose `tidy` mends what a killed one left.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        timeout_s: float = 600.0,
+        keep: int = 2,
+        poll_s: float = 0.05,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.root, self.timeout_s, self.keep, self.poll_s = root, timeout_s, keep, poll_s
+        self.bucket_bytes = bucket_bytes
+
+    def send(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, held: Mapping[str, Entry] | None = None
+    ) -> Manifest:
+        """See `Transport`. Raises CheckpointError (full disk ...); earlier versions are then untouched."""
+        name = f"{version:08d}" + ("-changed" if held else "")
+        entries: list[Entry] = []
+        with atomic_folder(self.root / name, durable=False) as folder:
+            for number, bucket in enumerate(buckets(pieces(tensors, held or {}), self.bucket_bytes)):
+                entries += [entry for entry, _ in bucket]
+                sent = {entry.name: tensor.contiguous() for entry, tensor in bucket if tensor is not None}
+                if sent:
+                    save_file(_untied(sent), folder / f"{number:05d}.safetensors")
+            manifest = Manifest(version, tuple(entries), myself())
+            write_json(folder / "manifest.json", manifest.to_json(), durable=False)
+        self._drop_others(version)
+        for other, path in self._there():
+            if other == version and path.name != name and _read_manifest(path).digest != manifest.digest:
+                _drop(path)  # of before the trainer went back
+        return manifest
+
+    def receive(self, version: int, *, held: Manifest | None = None) -> Generator[Piece, None, Manifest]:
+        """See `Transport`. Tensors are views of the mapped files, which stay readable when the folder goes."""
+        folder = self._await(version, held)
+        manifest = _read_manifest(folder)
+        with ExitStack() as stack:
+            try:
+                files = [
+                    stack.enter_context(safe_open(path, framework="pt"))
+                    for path in sorted(folder.glob("*.safetensors"))
+                ]
+                for file in files:
+                    for name in file.keys():  # noqa: SIM118  it is no mapping
+                        if name not in manifest.named:
+                            raise WhetError(f"{folder}: {name!r} is there, but the manifest has none")
+                        yield manifest.named[name], file.get_tensor(name)
+            except (SafetensorError, OSError) as error:
+                raise _unreadable(folder, error) from error
+        for entry in manifest.entries:
+            if not entry.sent:
+                yield entry, None
+        return manifest
+
+    def newest(self) -> int | None:
+        return max((version for version, _ in self._there()), default=None)
+
+    def confirm(self, receipt: Receipt) -> None:
+        if not _RECEIVER.fullmatch(receipt.receiver):
+            raise WhetError(
+                f"weight sync: {receipt.receiver!r} cannot be a file's name; name receivers by letters and digits"
+            )
+        folder = self.root / "confirmed"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / f"{receipt.receiver}.json", asdict(receipt), durable=False)
+
+    def receipts(self) -> Sequence[Receipt]:
+        return [_read_receipt(path) for path in sorted((self.root / "confirmed").glob("[!.]*.json"))]
+
+    def tidy(self) -> None:
+        """Remove what a killed writer left half-done, and answers that it got. Only for the one that writes."""
+        if self.root.is_dir():
+            tidy(self.root)
+            shutil.rmtree(self.root / "confirmed", ignore_errors=True)
+
+    def close(self) -> None: ...
+
+    def _there(self) -> list[tuple[int, Path]]:
+        if not self.root.is_dir():
+            return []
+        return [(int(m[1]), p) for p in self.root.iterdir() if (m := _VERSION.fullmatch(p.name))]
+
+    def _drop_others(self, version: int) -> None:
+        """All but the newest few, and later ones: the trainer has gone back to a checkpoint."""
+        kept = sorted({v for v, _ in self._there() if v <= version})[-self.keep :]
+        for other, path in self._there():
+            if other not in kept:
+                _drop(path)
+
+    def _await(self, version: int, held: Manifest | None) -> Path:
+        """The folder of a version; who holds one already takes the smaller one of the two that there may be."""
+        whole = self.root / f"{version:08d}"
+        changed = self.root / f"{version:08d}-changed"
+        patience = Patience(self.timeout_s)
+        while True:
+            if whole.is_dir():
+                return changed if held is not None and _covers(changed, held) else whole
+            if changed.is_dir():
+                return changed
+            newest = self.newest()
+            if newest is not None and newest > version:
+                raise WhetError(
+                    f"weights version {version} is not in {self.root}, the newest there is {newest}; take that, or "
+                    "raise sync.keep"
+                )
+            if patience.over:
+                raise patience.error(f"weights version {version} in {self.root}", self._state(newest))
+            time.sleep(min(self.poll_s, patience.left))
+
+    def _state(self, newest: int | None) -> str:
+        if newest is None:
+            return "none has come yet; is this the folder that the trainer writes to?"
+        path = next(p for v, p in self._there() if v == newest)
+        ago = time.time() - path.stat().st_mtime
+        return f"the newest is {newest}, written {ago:.0f} s ago by {_read_manifest(path).by}; is it alive?"
+
+
+def _drop(folder: Path) -> None:
+    """Gone in one rename, so no reader finds half of it; a kill leaves what `tidy` removes."""
+    aside = folder.with_name(f".{folder.name}.new-drop")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    shutil.rmtree(aside)
+
+
+def _covers(folder: Path, held: Manifest) -> bool:
+    """Whether a version's folder of changes is there and holds all that this receiver lacks."""
+    if not folder.is_dir():
+        return False
+    return all(e.sent or e.same(held.named.get(e.name)) for e in _read_manifest(folder).entries)
+
+
+def _untied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """safetensors refuses two names for one memory."""
+    seen: set[int] = set()
+    out = {}
+    for name, tensor in tensors.items():
+        at = tensor.untyped_storage().data_ptr()
+        out[name] = tensor.clone() if at in seen else tensor
+        seen.add(at)
+    return out
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    try:
+        return Manifest.from_json(json.loads((folder / "manifest.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(folder: Path, error: Exception) -> WhetError:
+    if not folder.is_dir():
+        return WhetError(f"{folder} was removed while it was read: newer versions have come; raise sync.keep")
+    return WhetError(
+        f"the weights in {folder} cannot be read: {error}; have the trainer send this version again"
+    )
+
+
+def _read_receipt(path: Path) -> Receipt:
+    try:
+        value: Any = json.loads(path.read_text())
+        return Receipt(**value)
+    except (OSError, ValueError, TypeError) as error:
+        raise WhetError(f"{path} is no receipt of weights: {error}; remove it") from error

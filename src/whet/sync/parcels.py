@@ -1,0 +1,169 @@
+"""Weights that travel as a letter: a manifest and a list of parcels, handed over by whoever has both ends.
+
+Three transports are this one with different parcels: the tensors themselves (same process), references into an object
+store (Ray's, put in by the caller), handles to memory of the same GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.sync.manifest import Entry, Manifest, Piece, Receipt, myself, pieces
+from whet.sync.transport import BUCKET_BYTES, Patience, buckets, flatten, split
+from whet.types import WhetError
+
+Pack = Callable[[list[Tensor]], Any]
+Unpack = Callable[[Any, Sequence[Entry]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Letter:
+    """One version on its way."""
+
+    manifest: Manifest
+    parcels: tuple[tuple[tuple[str, ...], Any], ...]
+    """(names, reference) of the tensors that were sent; what a reference is, `pack` and `unpack` know."""
+
+
+class Parcels:
+    """A `Transport` by letters. One object serves both ends in a process; between processes the caller brings
+    `letter(version)` of the one to `accept` of the other, and the receipt back to `confirm`.
+
+    keep: versions that stay fetchable, the newest. Their parcels stay alive with them.
+    """
+
+    def __init__(
+        self,
+        pack: Pack,
+        unpack: Unpack,
+        *,
+        timeout_s: float = 600.0,
+        keep: int = 1,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.pack, self.unpack = pack, unpack
+        self.timeout_s, self.keep, self.bucket_bytes = timeout_s, keep, bucket_bytes
+        self.letters: dict[int, Letter] = {}
+        self.arrived = threading.Condition()
+        self.answers: dict[str, Receipt] = {}
+
+    def send(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, held: Mapping[str, Entry] | None = None
+    ) -> Manifest:
+        entries: list[Entry] = []
+        parcels: list[tuple[tuple[str, ...], Any]] = []
+        for bucket in buckets(pieces(tensors, held or {}), self.bucket_bytes):
+            entries += [entry for entry, _ in bucket]
+            sent = [(entry.name, tensor) for entry, tensor in bucket if tensor is not None]
+            if sent:
+                parcels.append((tuple(name for name, _ in sent), self.pack([t for _, t in sent])))
+        manifest = Manifest(version, tuple(entries), myself())
+        with self.arrived:  # later ones go, too: the trainer has gone back to a checkpoint
+            self.letters = {v: letter for v, letter in self.letters.items() if v < version}
+        self.accept(Letter(manifest, tuple(parcels)))
+        return manifest
+
+    def letter(self, version: int) -> Letter:
+        """What to bring to the other side. KeyError: it is no longer kept."""
+        return self.letters[version]
+
+    def accept(self, letter: Letter) -> None:
+        """Make a version receivable here; the oldest beyond `keep` go. Raises WhetError for one that is late.
+
+        The same version again takes the place of the first: it was sent whole for someone who lacked something.
+        """
+        version = letter.manifest.version
+        with self.arrived:
+            newest = self.newest()
+            if newest is not None and version < newest:
+                raise WhetError(
+                    f"weights version {version} by {letter.manifest.by} came late: version {newest} is here already. "
+                    "If the trainer has gone back to a checkpoint, close this end and open another"
+                )
+            self.letters[version] = letter
+            for old in sorted(self.letters)[: -self.keep]:
+                del self.letters[old]
+            self.arrived.notify_all()
+
+    def receive(self, version: int, *, held: Manifest | None = None) -> Generator[Piece, None, Manifest]:
+        letter = self._await(version)
+        named = letter.manifest.named
+        for names, reference in letter.parcels:
+            if strange := [n for n in names if n not in named]:
+                raise WhetError(f"weights version {version}: {strange[0]!r} came, but its manifest has none")
+            entries = [named[name] for name in names]
+            tensors = self.unpack(reference, entries)
+            if len(tensors) != len(entries):
+                raise WhetError(
+                    f"weights version {version}: {len(tensors)} tensors came for the {len(entries)} from {names[0]!r} "
+                    f"to {names[-1]!r}"
+                )
+            yield from zip(entries, tensors)
+        for entry in letter.manifest.entries:
+            if not entry.sent:
+                yield entry, None
+        return letter.manifest
+
+    def newest(self) -> int | None:
+        return max(self.letters, default=None)
+
+    def confirm(self, receipt: Receipt) -> None:
+        self.answers[receipt.receiver] = receipt
+
+    def receipts(self) -> Sequence[Receipt]:
+        return list(self.answers.values())
+
+    def close(self) -> None:
+        self.letters = {}
+
+    def _await(self, version: int) -> Letter:
+        patience = Patience(self.timeout_s)
+        with self.arrived:
+            while version not in self.letters:
+                newest = self.newest()
+                if newest is not None and newest > version:
+                    raise WhetError(
+                        f"weights version {version} is gone, the newest is {newest}; take that, or raise sync.keep"
+                    )
+                if patience.over:
+                    state = "none has come yet" if newest is None else f"the newest is {newest}"
+                    raise patience.error(f"weights version {version}", f"{state}; is the trainer alive?")
+                self.arrived.wait(patience.left)
+            return self.letters[version]
+
+
+def in_memory(*, copy: bool = False, timeout_s: float = 600.0, keep: int = 1) -> Parcels:
+    """Within one process. By reference, a version is gone as soon as the trainer steps on (its digest then tells); a
+    copy stays."""
+
+    def pack(tensors: list[Tensor]) -> list[Tensor]:
+        return [t.clone() for t in tensors] if copy else tensors
+
+    return Parcels(pack, lambda reference, entries: reference, timeout_s=timeout_s, keep=keep)
+
+
+def in_store(
+    put: Callable[[Any], Any], get: Callable[[Any], Any], *, timeout_s: float = 600.0, keep: int = 1
+) -> Parcels:
+    """Through an object store. put: a numpy uint8 array in, a reference out; get: the other way, read-only is fine.
+
+    A store that counts references, as Ray's, frees a version's memory when its letter goes.
+    """
+
+    def pack(tensors: list[Tensor]) -> Any:
+        return put(flatten(tensors).cpu().numpy())
+
+    def unpack(reference: Any, entries: Sequence[Entry]) -> list[Tensor]:
+        with warnings.catch_warnings():
+            # nothing here writes into it
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return split(torch.from_numpy(get(reference)), entries)
+
+    return Parcels(pack, unpack, timeout_s=timeout_s, keep=keep)

@@ -1,0 +1,120 @@
+"""The seam of weight sync: how tensors get from the trainer's process to an engine's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from whet.sync.manifest import DTYPES, Entry, Manifest, Piece, Receipt
+from whet.types import WhetError
+
+BUCKET_BYTES = 256 << 20
+"""Tensors travel together up to so many bytes: few large transfers, and bounded memory beside the weights."""
+
+_ALIGN = 16
+"""Bytes; a tensor's place in a flat buffer is a multiple of every dtype's size."""
+
+
+class Transport(Protocol):
+    """One way for weights to travel. The trainer holds one end, every engine process another."""
+
+    def send(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, held: Mapping[str, Entry] | None = None
+    ) -> Manifest:
+        """Send one version, tensor by tensor. held: what all receivers have already, which stays behind."""
+
+    def receive(self, version: int, *, held: Manifest | None = None) -> Generator[Piece, None, Manifest]:
+        """The pieces of a version as they come, unchecked (see `manifest.checked`); returns its manifest.
+
+        Waits for the version; raises WhetError naming it, its sender and the time waited if it does not come.
+        """
+
+    def newest(self) -> int | None:
+        """The newest version that `receive` would find at once; None: there is none."""
+
+    def confirm(self, receipt: Receipt) -> None:
+        """A receiver's answer, for the trainer."""
+
+    def receipts(self) -> Sequence[Receipt]:
+        """The last answer of each receiver."""
+
+    def close(self) -> None: ...
+
+
+def buckets(stream: Iterable[Piece], most_bytes: int = BUCKET_BYTES) -> Iterator[list[Piece]]:
+    """Pieces in lists of so many bytes at most, or of a single larger tensor."""
+    bucket: list[Piece] = []
+    total = 0
+    for piece in stream:
+        size = 0 if piece[1] is None else piece[1].nbytes
+        if bucket and total + size > most_bytes:
+            yield bucket
+            bucket, total = [], 0
+        bucket.append(piece)
+        total += size
+    if bucket:
+        yield bucket
+
+
+def flat_bytes(entries: Iterable[Entry]) -> int:
+    """Length of the flat buffer of these entries' tensors."""
+    return sum(_padded(_bytes(e)) for e in entries)
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """One uint8 buffer of all tensors' bytes, each at a multiple of 16."""
+    device = tensors[0].device
+    flat = torch.zeros(sum(_padded(t.nbytes) for t in tensors), dtype=torch.uint8, device=device)
+    at = 0
+    for tensor in tensors:
+        flat[at : at + tensor.nbytes].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
+        at += _padded(tensor.nbytes)
+    return flat
+
+
+def split(flat: Tensor, entries: Sequence[Entry]) -> list[Tensor]:
+    """The tensors of a flat buffer, as views of it. Raises WhetError if its length is not theirs."""
+    if flat.numel() != flat_bytes(entries):
+        raise WhetError(
+            f"weight sync: a buffer of {flat.numel()} bytes came for {entries[0].name!r} and {len(entries) - 1} more, "
+            f"expected {flat_bytes(entries)}"
+        )
+    out, at = [], 0
+    for e in entries:
+        out.append(flat[at : at + _bytes(e)].view(DTYPES[e.dtype]).view(e.shape))
+        at += _padded(_bytes(e))
+    return out
+
+
+def _bytes(entry: Entry) -> int:
+    count = 1
+    for n in entry.shape:
+        count *= n
+    return count * DTYPES[entry.dtype].itemsize
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+class Patience:
+    """A wait with a deadline, and its words."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.since, self.began = seconds, time.strftime("%H:%M:%S"), time.monotonic()
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.began + self.seconds - time.monotonic())
+
+    @property
+    def over(self) -> bool:
+        return self.left == 0.0
+
+    def error(self, what: str, state: str) -> WhetError:
+        """what: that was waited for. state: what is there instead, or what to look at."""
+        return WhetError(f"{what} did not come within {self.seconds:g} s (since {self.since}); {state}")

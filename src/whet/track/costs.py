@@ -1,0 +1,96 @@
+"""What exploring and training took in a run, for the simulator; and its predictions as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean, median
+
+import yaml
+from rich.table import Table
+
+from whet.config.plan import Plan
+from whet.config.schema import Rollout
+from whet.simulate import Costs, Schedule, Simulated, bound_s, simulate, ways
+from whet.track.record import list_steps, read_lines, read_rollouts
+from whet.types import DataError
+
+TRAINING = ("time/log-probs_s", "time/update_s")
+
+
+def measured(run_dir: Path, stage: str, *, slots: int) -> Costs:
+    """Costs of a stage from what its run wrote; DataError if that is too little.
+
+    A rollout's seconds are its tokens times what one decode step took: of each step, the seconds of generating by the
+    tokens of its longest rollout. Slots: rollouts that are decoded at once.
+    """
+    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    if (config.get("rollout") or {}).get("schedule") == "free":
+        raise DataError(
+            f"{run_dir}: its schedule was free, so the seconds of a step's rollouts are not known; --simulate needs "
+            "the times of a run with rollout.schedule=fixed"
+        )
+    lines = [line for line in read_lines(run_dir / "timings.jsonl") if line["stage"] == stage]
+    timings = {n["step"]: n for n in lines if "time/update_s" in n and "time/generate_s" in n}
+    lengths = dict(_lengths(run_dir / "rollouts", stage))
+    both = sorted(timings.keys() & lengths.keys())[1:] or sorted(timings.keys() & lengths.keys())
+    if not both:
+        raise DataError(
+            f"{run_dir}: no step of stage {stage!r} has both timings and rollouts. --simulate needs a run that was "
+            "trained a few steps with track.rollouts_every=1"
+        )
+    per_token = median(timings[n]["time/generate_s"] / max(lengths[n]) for n in both)
+    return Costs(
+        rollout_s=[per_token * tokens for n in both for tokens in lengths[n]],
+        train_s=median(sum(timings[n].get(name, 0.0) for name in TRAINING) for n in both),
+        score_s=mean(timings[n].get("time/score_s", 0.0) / len(lengths[n]) for n in both),
+        slots=slots,
+    )
+
+
+def _lengths(folder: Path, stage: str) -> Iterator[tuple[int, list[int]]]:
+    for name, step, path in list_steps(folder):
+        tokens = [sum(row["mask"]) for row in read_rollouts(path)] if name == stage else []
+        if any(tokens):
+            yield step, tokens
+
+
+def schedule_of(plan: Plan, rollout: Rollout) -> Schedule:
+    """The schedule of a stage."""
+    return Schedule(
+        mode=plan.mode,
+        groups_per_step=plan.own_tasks_per_step,
+        group_size=plan.group_size,
+        max_staleness=rollout.max_staleness,
+        spare=rollout.spare_tasks,
+    )
+
+
+def predictions(costs: Costs, schedule: Schedule, *, stage: str) -> Table:
+    """The schedule of the config first, others below it. Numbers in names are of rollout.max_staleness; trainer and
+    engines: the share of the time in which they work."""
+    table = Table(title=f"stage {stage}: {schedule.steps} simulated steps", title_justify="left")
+    table.add_column("schedule", no_wrap=True)
+    for name in ("s/step", "rollouts/s", "of bound", "trainer", "engines", "given up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for n, way in enumerate(ways(schedule)):
+        found = simulate(costs, way)
+        table.add_row(*_cells(way, found, bound=bound_s(costs, way)), style="bold" if n == 0 else "")
+    return table
+
+
+def _cells(way: Schedule, found: Simulated, *, bound: float) -> Sequence[str]:
+    name = {"alternate": "in turn", "overlap": "ahead", "free": "free"}[way.mode]
+    return (
+        " ".join([name, *([str(way.max_staleness)] if way.max_staleness else []), *_spare(way)]),
+        f"{found.step_s:.3g}",
+        f"{found.rollouts_per_s:.3g}",
+        f"{bound / found.step_s:.0%}",
+        f"{found.trainer_busy:.0%}",
+        f"{found.engines_busy:.0%}",
+        f"{found.given_up / (found.given_up + found.rollouts):.1%}",
+    )
+
+
+def _spare(way: Schedule) -> list[str]:
+    return [f"+{way.spare}"] if way.spare else []

@@ -1,0 +1,382 @@
+"""Many processes as one train engine: `Ranks` starts and watches them, `RankGroup` is a `TrainEngine` on them.
+
+The driver keeps the batch, the loop and, for the policy, a whole copy of the weights to sample from; ranks keep
+weights, gradients and optimizer state. A command goes to all ranks and is done when all have answered; a rank that
+dies, fails or stays silent too long ends them all, and the error says which it was, what it did, and where.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from whet.batch import Batch, LossFn
+from whet.models.lora import adapted, learned, merged, refresh
+from whet.models.mesh import Dims
+from whet.models.sharded import Sharding
+from whet.tables import loaded_files
+from whet.training.balance import Dealt, deal
+from whet.training.rank import Hello, Role
+from whet.training.torch import Cut, FullKl, Sums
+from whet.types import CheckpointError, ConfigError, Metrics, WhetError
+
+_ERRORS = {e.__name__: e for e in (CheckpointError, ConfigError, WhetError)}
+_GRACE_S = 2.0
+"""After the first failure the others have so long to say theirs: who died is told before who waited for them."""
+
+
+class Ranks:
+    """The processes. Close them at the end; they also end with the driver's process."""
+
+    def __init__(
+        self,
+        dims: Dims,
+        *,
+        sharding: Sharding | None = None,
+        device: str = "cpu",
+        threads: int = 1,
+        timeout_s: float = 600.0,
+        imports: Sequence[str] = (),
+    ) -> None:
+        """threads: of each rank. timeout_s: longest silence of all ranks. imports: code of the user's that a rank
+        needs. Errors: ConfigError where there are fewer devices than ranks."""
+        if device == "cuda" and torch.cuda.device_count() < dims.world:
+            raise ConfigError(
+                f"train.parallel: {dims.world} ranks need a GPU each, and there are {torch.cuda.device_count()} here"
+            )
+        from torch.distributed import TCPStore
+
+        self.dims, self.timeout_s = dims, timeout_s
+        self.beat: Callable[[str], object] = lambda what: None
+        self.folder = Path(tempfile.mkdtemp(prefix="whet-ranks-"))
+        self.doing = ["starting"] * dims.world
+        self.lock = threading.Lock()
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        self.store = TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.connections: list[Connection] = []
+        self._end = weakref.finalize(self, _end, self.processes, self.connections, self.folder)
+        for rank in range(dims.world):
+            self._start(Hello(
+                rank, dims, sharding or Sharding(), device, "nccl" if device == "cuda" else "gloo", port, threads,
+                timeout_s, (*imports, *loaded_files()), str(self.folder / f"stack-{rank}"),
+            ))  # fmt: skip
+        with self.lock:
+            self._answers(None)
+
+    def _start(self, hello: Hello) -> None:
+        ours, theirs = socket.socketpair()
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            "OMP_NUM_THREADS": str(hello.threads),
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        }
+        with theirs:
+            command = [sys.executable, "-m", "whet.training.rank", str(theirs.fileno())]
+            # a session of its own: Ctrl-C is the driver's to answer
+            self.processes.append(
+                subprocess.Popen(
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    start_new_session=True,
+                )
+            )
+        self.connections.append(Connection(ours.detach()))
+        self._tell(hello.rank, hello)
+
+    def ask(
+        self,
+        command: str,
+        *arguments: object,
+        each: Sequence[tuple[object, ...]] | None = None,
+        tensor: Callable[[Any, Tensor], object] | None = None,
+    ) -> list[Any]:
+        """The answers of all ranks. each: arguments after the first, rank by rank. tensor: takes what they send."""
+        with self.lock:
+            if not self._end.alive:
+                raise WhetError(f"asked ranks that have been closed for {command}")
+            said = f"{command} {arguments[0] if arguments else ''}".strip()
+            for rank in range(self.dims.world):
+                self.doing[rank] = said
+                further = () if each is None else each[rank]
+                self._tell(rank, (command, *arguments, *further))
+            return self._answers(tensor)
+
+    def close(self) -> None:
+        """End the processes, and wait until they have."""
+        self._end()
+
+    # -- inside
+
+    def _tell(self, rank: int, message: object) -> None:
+        try:
+            self.connections[rank].send_bytes(pickle.dumps(message, protocol=5))
+        except OSError:
+            raise self._failed({}) from None
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            self.close()
+            raise WhetError(
+                f"what is sent to the ranks ({self.doing[rank]}) cannot be taken to another process: {error}; losses "
+                "must be functions of a module, or functools.partial of such"
+            ) from error
+
+    def _answers(self, tensor: Callable[[Any, Tensor], object] | None) -> list[Any]:
+        answers: dict[int, Any] = {}
+        heard = time.monotonic()
+        while len(answers) < self.dims.world:
+            open_ = [c for r, c in enumerate(self.connections) if r not in answers]
+            ready = wait(open_, timeout=max(0.0, heard + self.timeout_s - time.monotonic()))
+            if not ready:
+                raise self._silent(answers)
+            heard = time.monotonic()
+            for connection in ready:
+                rank = self.connections.index(connection)  # type: ignore[arg-type]
+                kind, *rest = self._hear(rank)
+                if kind == "beat":
+                    self.doing[rank] = f"{self.doing[rank].split(' (')[0]} ({rest[0]})"
+                    self.beat(rest[0])
+                elif kind == "tensor":
+                    if tensor is not None:
+                        tensor(rest[0], rest[1])
+                elif kind == "done":
+                    answers[rank] = rest[0]
+                else:
+                    raise self._failed({rank: rest})
+        return [answers[r] for r in range(self.dims.world)]
+
+    def _hear(self, rank: int) -> tuple[Any, ...]:
+        try:
+            return pickle.loads(self.connections[rank].recv_bytes())  # type: ignore[no-any-return]
+        except (EOFError, OSError):
+            return ("failed", "", "", "")
+
+    def _failed(self, told: dict[int, list[str]]) -> WhetError:
+        """The error of ranks that failed; a dead one is the cause of what the others say."""
+        until = time.monotonic() + _GRACE_S
+        while time.monotonic() < until and not self._dead():
+            for connection in wait(self.connections, timeout=0.1):
+                rank = self.connections.index(connection)  # type: ignore[arg-type]
+                kind, *rest = self._hear(rank)
+                if kind == "failed" and rest[2]:
+                    told.setdefault(rank, rest)
+        dead = self._dead()
+        own = {r: t for r, t in told.items() if t[2] and r not in dead}
+        try:
+            if known := [t for t in own.values() if t[0]]:
+                return _ERRORS.get(known[0][0], WhetError)(known[0][1])
+            if dead:
+                rank, code = next(iter(dead.items()))
+                how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+                return WhetError(
+                    f"rank {rank} of {self.dims.world} died ({how}) while doing: {self.doing[rank]}{self._stack(rank)}"
+                )
+            rank, (_, _, trace) = next(iter(own.items()), (0, ("", "", "no word")))
+            return WhetError(
+                f"rank {rank} of {self.dims.world} failed while doing: {self.doing[rank]}\n{trace}"
+            )
+        finally:
+            self.close()
+
+    def _silent(self, answers: dict[int, Any]) -> WhetError:
+        """The error of ranks that were not heard of in time."""
+        silent = [r for r in range(self.dims.world) if r not in answers]
+        for rank in silent:
+            if self.processes[rank].poll() is None:
+                self.processes[rank].send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        told = "".join(f"\nrank {r}: {self.doing[r]}{self._stack(r)}" for r in silent)
+        self.close()
+        return WhetError(
+            f"ranks {silent} of {self.dims.world} have said nothing for {self.timeout_s:g} s "
+            f"(train.parallel.timeout_s){told}"
+        )
+
+    def _dead(self) -> dict[int, int]:
+        """Exit status of those that ended before they were asked to; those that had an error to tell are none."""
+        found = {r: p.poll() for r, p in enumerate(self.processes)}
+        return {r: code for r, code in found.items() if code is not None and code not in (0, 1)}
+
+    def _stack(self, rank: int) -> str:
+        """The last stack that a rank wrote."""
+        path = self.folder / f"stack-{rank}"
+        text = path.read_text(errors="replace").strip() if path.exists() else ""
+        return f"\n{text}" if text else ""
+
+
+def _end(processes: list[subprocess.Popen[bytes]], connections: list[Connection], folder: Path) -> None:
+    for connection in connections:
+        connection.close()  # an idle rank ends by that
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until and any(p.poll() is None for p in processes):
+        time.sleep(0.02)
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class RankGroup:
+    """Policy, reference or critic on the ranks."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        role: str,
+        model: PreTrainedModel,
+        *,
+        cut: Cut,
+        kernels: str = "auto",
+        value_head: nn.Linear | None = None,
+        **arguments: Any,
+    ) -> None:
+        """model: whole; the role `policy` keeps it up to date, of others the ranks alone have the weights afterwards.
+        arguments: further ones of TorchEngine."""
+        self.ranks, self.role, self.cut, self.version = ranks, role, cut, 0
+        self.device = next(model.parameters()).device
+        self.drops = any(layer.dropout for layer in adapted(model).values())
+        self.full_kl: FullKl | None = None
+        self.beat: Callable[[str], object] = lambda what: None
+        self.span: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
+        skeleton = _skeleton(model)
+        self._module, self._stale = model if role == "policy" else skeleton, False
+        weights = ranks.folder / f"{role}.safetensors"
+        save_file({n: p.detach().cpu().contiguous() for n, p in model.named_parameters()}, weights)
+        described = Role(
+            skeleton, str(weights), copy.deepcopy(value_head), kernels, {"cut": cut, **arguments}
+        )
+        self._ask("open", described)
+        weights.unlink()
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """The policy's whole model in this process, brought up to date when asked for; of others, its structure."""
+        if self._stale and self.role == "policy":
+            own = dict(learned(self._module))
+            with self.span("gather weights"), torch.no_grad():
+                self._ask("pull", tensor=lambda name, x: own[name].copy_(x))
+            refresh(self._module)
+        self._stale = False
+        return self._module
+
+    # -- the seam
+
+    def forward(self, batch: Batch, want: Literal["logprobs", "values", "collision"]) -> Tensor:
+        where = batch.mask_N.device
+        batch = batch.to("cpu")
+        dealt = self._deal(batch, learns=False)
+        with self.span(f"forward {want}"):
+            answers = self._ask("forward", each=[(part, want) for part in self._by_rank(dealt)])
+        out_N = torch.zeros(batch.tokens)
+        for number, part in enumerate(dealt):
+            said = answers[self._speaker(number)]
+            for rows, x in zip(part.rows, said):
+                out_N[torch.isin(batch.row_N, rows)] = x.float()
+        return out_N.to(where)
+
+    def update(self, batch: Batch, loss: LossFn) -> Metrics:
+        full_kl = None if self.full_kl is None else (self.full_kl.coef, self.full_kl.reference.role)  # type: ignore[attr-defined]
+        dealt = self._deal(batch.to("cpu"), learns=True)
+        with self.span("update"):
+            answers = self._ask("update", each=[(part, loss, full_kl) for part in self._by_rank(dealt)])
+        self._stale = True
+        sums = Sums()
+        for number in range(self.ranks.dims.dp):
+            sums.join(answers[self._speaker(number)][0])
+        return {**sums.means(), **answers[0][1]}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, p in merged(self.module).named_parameters():
+            yield name, p.detach()
+
+    def save(self, path: Path, *, moments: bool = True) -> None:
+        self._ask("save", str(path), moments)
+
+    def capture(self, *, moments: bool = True) -> Callable[[Path], None]:
+        """A copy of all that `save` writes, in this process, and the function that writes it."""
+        copied: dict[tuple[str, str], Tensor] = {}
+        about = self._ask("capture", moments, tensor=copied.__setitem__)[0]
+
+        def write(path: Path) -> None:
+            path.mkdir(parents=True, exist_ok=True)
+            for file, metadata in about.items():
+                tensors = {name: t for (of, name), t in copied.items() if of == file}
+                save_file(tensors, path / file, metadata=metadata)
+
+        return write
+
+    def load(self, path: Path) -> None:
+        self._ask("load", str(path))
+        self._stale = True
+
+    def copy_from(self, other: RankGroup) -> None:
+        self._ask("copy", other.role)
+        self._stale = True
+
+    def forget(self) -> None:
+        self._ask("forget")
+
+    def place(self, device: Literal["gpu", "cpu"]) -> None:
+        if (device == "gpu") != (self.device.type == "cuda"):
+            raise WhetError(
+                "ranks keep their weights where they are; leave train.parallel at 1 to share a device"
+            )
+
+    def close(self) -> None:
+        """Bring the policy home, then end the ranks."""
+        _ = self.module
+        self.ranks.close()
+
+    # -- inside
+
+    def _ask(self, command: str, *arguments: object, **how: Any) -> list[Any]:
+        self.ranks.beat = self.beat
+        return self.ranks.ask(command, self.role, *arguments, **how)
+
+    def _deal(self, batch: Batch, *, learns: bool) -> list[Dealt]:
+        return deal(batch, self.ranks.dims.dp, **self.cut.limits(learns=learns))
+
+    def _by_rank(self, dealt: list[Dealt]) -> list[Dealt]:
+        dims = self.ranks.dims
+        return [dealt[dims.part_of(rank)] for rank in range(dims.world)]
+
+    def _speaker(self, part: int) -> int:
+        """The first rank that has this part of the batch."""
+        dims = self.ranks.dims
+        return next(r for r in range(dims.world) if dims.part_of(r) == part)
+
+
+def _skeleton(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without the data of its parameters."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
+    memo |= {id(layer.effective): None for layer in adapted(model).values() if layer.effective is not None}
+    return copy.deepcopy(model, memo)  # type: ignore[arg-type]

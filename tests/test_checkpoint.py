@@ -1,0 +1,381 @@
+"""Checkpoints on a bad day: killed, torn, on a full disk, written in the background; and which of them stay."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import whet
+import whet.training.torch as engine_module
+from test_checkpoint_options import CONFIG, LAST, WEIGHTS, refused, same, steps_of
+from tiny import tiny_model
+from whet import checkpoint
+from whet.checkpoint import Keep, Saver
+from whet.config.schema import Optimizer
+from whet.models import kernels
+from whet.training.torch import Cut, TorchEngine
+from whet.types import CheckpointError, WhetError
+
+ROOT = Path(__file__).parents[1]
+EVALUATED = {
+    **CONFIG,
+    "data": {**CONFIG["data"], "eval": [{"path": "tests/data/held_out.jsonl"}], "exclude_eval": False},
+    "eval": {"every": 1},
+    "train": {**CONFIG["train"], "steps": 6},
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def train(run_dir: Path, *overrides: str, **more: Any) -> Path:
+    whet.train(overrides=[f"run_dir={run_dir}", *overrides], **{**CONFIG, **more})
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("unbroken") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        train(path, "checkpoint.keep=null")
+    return path
+
+
+def engine() -> TorchEngine:
+    return TorchEngine(tiny_model(), kernels.load("torch"), cut=Cut(), optimizer=Optimizer(lr=0.1))
+
+
+def place(step: int, **more: Any) -> dict[str, Any]:
+    return {"stage": 0, "stage_name": "main", "step": step, **more}
+
+
+# ---------------------------------------------------------------- which stay
+
+
+@given(
+    scores=st.lists(st.none() | st.sampled_from([0.0, 0.5, 1.0, float("nan")]), min_size=1, max_size=8),
+    newest=st.none() | st.integers(1, 4),
+    best=st.integers(0, 3),
+    smallest=st.booleans(),
+)
+def test_the_newest_and_the_best_stay(
+    scores: list[float | None], newest: int | None, best: int, smallest: bool
+) -> None:
+    names = {f"0-main-{n:06d}": s for n, s in enumerate(scores, start=1)}
+    keep = Keep(newest, best=best, smallest=smallest)
+    gone = keep.dropped(names)
+    assert list(names)[-1] not in gone
+    real = [(s if smallest else -s, name) for name, s in names.items() if s is not None and s == s]
+    wanted = {name for _, name in sorted(real)[:best]}
+    assert set(keep.best_of(names)) == wanted
+    assert set(gone) == set(list(names)[:-newest] if newest else ()) - wanted
+
+
+@pytest.mark.parametrize(("goal", "pick"), [("max", max), ("min", min)])
+def test_a_run_keeps_the_best_of_its_evaluations(tmp_path: Path, goal: str, pick: Callable[..., Any]) -> None:
+    """Though checkpoints are otherwise written at the end alone."""
+    metric = "eval/held_out/reward_mean"
+    keys = ("checkpoint.every=0", "checkpoint.keep=1", f"checkpoint.keep_best.metric={metric}")
+    run_dir = train(tmp_path / "run", *keys, f"checkpoint.keep_best.goal={goal}", **EVALUATED)
+    judged = {line["step"]: line[metric] for line in whet.Result(run_dir, True).metrics if metric in line}
+    assert len(set(judged.values())) > 2
+    after = {step: value for step, value in judged.items() if step > 0}
+    best = next(step for step, value in after.items() if value == pick(after.values()))
+    assert steps_of(run_dir) == sorted({best, 6})
+    assert checkpoint.score_of(run_dir / f"checkpoints/0-main-{best:06d}") == judged[best]
+
+
+def test_a_number_that_no_evaluation_writes_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(
+        WhetError, match=r"keep_best.metric=eval/accurcy is not among what was evaluated: eval/"
+    ):
+        train(tmp_path / "run", "checkpoint.keep_best.metric=eval/accurcy", **EVALUATED)
+
+
+def test_the_best_of_nothing_is_refused() -> None:
+    assert "has no effect: nothing is evaluated" in refused("checkpoint.keep_best.count=2")
+
+
+def test_the_checkpoint_that_was_named_to_go_on_from_stays(unbroken: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(unbroken, run_dir)
+    named = run_dir / "checkpoints/0-main-000001"
+    train(run_dir, f"checkpoint.resume={named}", "checkpoint.keep=1")
+    assert steps_of(run_dir) == [1, 3]
+    same(unbroken, run_dir, "metrics.jsonl", WEIGHTS)
+
+
+# ---------------------------------------------------------------- in the background
+
+
+def test_a_run_that_saves_in_the_background_is_the_same_run(unbroken: Path, tmp_path: Path) -> None:
+    run_dir = train(tmp_path / "run", "checkpoint.background=true", "checkpoint.keep=null")
+    names = [str(p.relative_to(unbroken)) for p in (unbroken / "checkpoints").rglob("*") if p.is_file()]
+    same(unbroken, run_dir, "metrics.jsonl", *names)
+
+
+def test_what_is_written_is_the_state_of_its_moment(tmp_path: Path) -> None:
+    trained, go = engine(), threading.Event()
+    saver = Saver(tmp_path, keep=Keep(), background=True)
+    write = checkpoint.write
+    held = dict(trained.module.named_parameters())
+    before = {name: p.detach().clone() for name, p in held.items()}
+    state = place(1, buffer=[1, 2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "write", lambda *a: (go.wait(30), write(*a))[1])
+        saver.save({"policy": trained}, state)
+        with torch.no_grad():
+            for p in held.values():
+                p.add_(1.0)
+        state["buffer"].append(3)
+        go.set()
+        saver.wait()
+    found = load_file(tmp_path / "0-main-000001/policy/model.safetensors")
+    assert all(torch.equal(found[name], before[name]) for name in before)
+    assert checkpoint.read_state(tmp_path / "0-main-000001")["buffer"] == [1, 2]
+    saver.close()
+
+
+def test_a_failure_is_raised_at_the_next_save_or_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = threading.Event()
+
+    def full(*args: Any) -> Path:
+        called.set()
+        raise CheckpointError("the disk is full")
+
+    saver = Saver(tmp_path, keep=Keep(), background=True)
+    saver.save({}, place(1))
+    saver.wait()
+    write = checkpoint.write
+    monkeypatch.setattr(checkpoint, "write", full)
+    saver.save({}, place(2))
+    assert called.wait(30)
+    monkeypatch.setattr(checkpoint, "write", write)
+    with pytest.raises(CheckpointError, match="disk is full"):
+        saver.save({}, place(3))
+    saver.save({}, place(4))
+    saver.wait()
+    assert [p.name[-1] for p in checkpoint.all_in(tmp_path)] == ["1", "4"]
+    saver.close()
+    monkeypatch.setattr(checkpoint, "write", full)
+    with pytest.raises(CheckpointError, match="disk is full"):
+        train(tmp_path / "run", "checkpoint.background=true", "checkpoint.every=0")
+
+
+def test_what_cannot_be_copied_is_refused(tmp_path: Path) -> None:
+    class Spread:
+        pass
+
+    saver = Saver(tmp_path, keep=Keep(), background=True)
+    with pytest.raises(CheckpointError, match=r"policy cannot be copied .* checkpoint.background=false"):
+        saver.save({"policy": Spread()}, place(1))  # type: ignore[dict-item]
+    saver.close()
+
+
+SLOW = """
+import time
+import whet.training.torch as engine
+real = engine.save_file
+def slow(tensors, path, metadata=None):
+    real(tensors, path, metadata=metadata)
+    time.sleep(0.4)
+engine.save_file = slow
+from whet.cli import main
+main()
+"""
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[bytes]]]:
+    processes: list[subprocess.Popen[bytes]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_killed_while_it_saves_in_the_background_it_goes_on_from_the_one_before(
+    unbroken: Path, tmp_path: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    run_dir, config = tmp_path / "run", tmp_path / "config.yaml"
+    own = {"run_dir": str(run_dir), "checkpoint": {**CONFIG["checkpoint"], "background": True, "keep": None}}
+    config.write_text(yaml.safe_dump({**CONFIG, **own}))
+    command = [sys.executable, "-c", SLOW, "train", str(config)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    started.append(process)
+    root, until = run_dir / "checkpoints", time.monotonic() + 90
+    while not list(root.glob(".0-main-000002.new-*/policy/model.safetensors")):
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    lines = (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert [p.name for p in checkpoint.all_in(root)] == ["0-main-000001"]
+    assert checkpoint.read_state(root / "0-main-000001")["step"] == 1
+    assert lines >= 2, "the second step had been written down"
+    train(run_dir, "checkpoint.background=true", "checkpoint.keep=null")
+    names = [str(p.relative_to(unbroken)) for p in (unbroken / "checkpoints").rglob("*") if p.is_file()]
+    same(unbroken, run_dir, "metrics.jsonl", *names)
+    assert not list(root.glob(".*")), "nothing half-done is left"
+
+
+# ---------------------------------------------------------------- full disks and torn writes
+
+
+class Disk:
+    """Counts every operation that changes the disk, and acts at the n-th."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, at: int, act: Callable[[], None]) -> None:
+        self.at, self.act, self.calls = at, act, 0
+        self.busy = False
+        for owner, name in (
+            (os, "fsync"), (os, "rename"), (os, "replace"), (os, "mkdir"), (shutil, "rmtree"),
+            (engine_module, "save_file"), (os, "fdopen"), (os, "fchmod"),
+        ):  # fmt: skip
+            patch.setattr(owner, name, self.counted(getattr(owner, name)))
+
+    def counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            if not self.busy:
+                self.calls += 1
+                if self.calls == self.at:
+                    self.busy = True  # what mends is not disturbed again
+                    self.act()
+            return real(*args, **more)
+
+        return call
+
+
+def full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def attempt(root: Path, trained: TorchEngine, at: int, act: Callable[[], None]) -> int:
+    """Save step 2 over a disk that acts at its n-th operation; how many there were."""
+    with pytest.MonkeyPatch.context() as patch:
+        disk = Disk(patch, at, act)
+        checkpoint.save(root, {"policy": trained}, place(2), keep=2)
+    return disk.calls
+
+
+def test_a_disk_that_is_full_at_any_operation_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+    trained = engine()
+    count = attempt(tmp_path / "count", trained, 0, full)
+    assert count > 12
+    for at in range(1, count + 1):
+        root = tmp_path / str(at)
+        checkpoint.save(root, {"policy": trained}, place(1), keep=2)
+        with suppress(CheckpointError):  # some operations are not missed
+            attempt(root, trained, at, full)
+        names = [p.name for p in checkpoint.all_in(root)]
+        assert names[0] == "0-main-000001", at
+        for path in checkpoint.all_in(root):
+            assert checkpoint.read_state(path)["step"] == int(path.name[-1]), at
+        left = checkpoint.newest(root)
+        assert left is not None
+        assert not list(root.glob(".*")), at
+        attempt(root, trained, 0, full)
+        assert [p.name for p in checkpoint.all_in(root)] == ["0-main-000001", "0-main-000002"], at
+
+
+@pytest.mark.parametrize("at", [3, 6, 10])
+def test_a_full_disk_is_named(tmp_path: Path, at: int) -> None:
+    with pytest.raises(CheckpointError, match="the disk is full; free space there, or give another run_dir"):
+        attempt(tmp_path, engine(), at, full)
+
+
+def test_a_kill_at_any_operation_leaves_whole_checkpoints_alone(tmp_path: Path) -> None:
+    """Over one of the same name, too: then either the old or the new is there, or comes back."""
+    trained = engine()
+    count = attempt(tmp_path / "count", trained, 0, full)
+    for at in range(1, count + 1, 2):
+        root = tmp_path / str(at)
+        for step in (1, 2):
+            checkpoint.save(root, {"policy": trained}, place(step), keep=2)
+        child = os.fork()
+        if child == 0:
+            try:
+                attempt(root, trained, at, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert checkpoint.newest(root) == root / "0-main-000002", at
+        assert [checkpoint.read_state(p)["step"] for p in checkpoint.all_in(root)] == [1, 2], at
+        assert not list(root.glob(".*")), at
+
+
+LIMITED = """
+import resource, signal, sys
+from pathlib import Path
+sys.path.insert(0, "tests")
+from test_checkpoint import engine, place
+from whet import checkpoint
+root = Path(sys.argv[1])
+trained = engine()
+checkpoint.save(root, {"policy": trained}, place(1), keep=2)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+for limit in (5000, 10):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        checkpoint.save(root, {"policy": trained}, place(2), keep=2)
+    except checkpoint.CheckpointError as e:
+        print(e, file=sys.stderr)
+"""
+
+
+def test_the_kernel_refuses_to_write_on(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path / "c")],
+        capture_output=True, text=True, timeout=100, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.stderr.count("larger than the system or a limit (ulimit -f) allows") == 2, done.stderr
+    assert [p.name for p in checkpoint.all_in(tmp_path / "c")] == ["0-main-000001"]
+    assert checkpoint.read_state(tmp_path / "c/0-main-000001")["step"] == 1
+    assert not list((tmp_path / "c").glob(".*"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "missing"])
+def test_every_torn_file_is_found_before_anything_is_loaded(
+    unbroken: Path, tmp_path: Path, damage: str
+) -> None:
+    whole = unbroken / LAST
+    for name in sorted(str(p.relative_to(whole)) for p in whole.rglob("*") if p.is_file()):
+        path = tmp_path / name.replace("/", "-") / whole.name
+        shutil.copytree(whole, path)
+        file = path / name
+        data = file.read_bytes()
+        if damage == "missing":
+            file.unlink()
+        else:
+            file.write_bytes(
+                data[: len(data) // 2]
+                + (b"" if damage == "cut" else bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :])
+            )
+        if name == "manifest.json" and damage == "flipped":
+            continue  # a bit of white space may differ
+        with pytest.raises(CheckpointError):
+            checkpoint.read_state(path)

@@ -1,0 +1,384 @@
+"""Engines in Ray actors: the same run, bit for bit, whatever is killed; and nothing left behind.
+
+One cluster of its own, started as a user starts one, serves the file; runs attach to it as processes of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+# Read when ray is imported: whoever wants to run code on this file's cluster has to know the token.
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+pytest.importorskip("ray")
+
+from native_cases import CLUSTER
+from whet import cluster
+from whet.config.load import Loaded, load
+from whet.config.plan import plans
+from whet.data.tasks import texts
+from whet.data.tokenizer import load_tokenizer
+from whet.guard.processes import process
+from whet.guard.watch import Watch
+from whet.models import kernels
+from whet.models.load import build
+from whet.rollout.engine import RolloutEngine, WeightSource
+from whet.rollout.native.engine import NativeEngine
+from whet.rollout.replica import Replica
+from whet.rollout.requests import RequestError
+from whet.shared import decoder_of, end_tokens
+from whet.types import Completion, ConfigError, Sampling, WhetError
+
+BASE: dict[str, Any] = {
+    "seed": 3,
+    "model": {"scratch": {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}},
+    "tokenizer": {"build": "chars"},
+    "data": {"max_prompt_tokens": 16, "train": [{"path": str(Path("tests/data/words.jsonl").absolute())}]},
+    "rewards": {"letters": {"function": "held.py:letters"}},
+    "guard": {"timeout_s": 300},
+    "rollout": {"group_size": 4, "sampling": {"max_tokens": 24}},
+    "train": {"steps": 12, "tasks_per_step": 8, "optimizer": {"lr": 1e-2}},
+    "checkpoint": {"every": 2},
+    "track": {"trackers": ["jsonl"]},
+    "machine": {"threads": 1},
+}
+HELD = """
+import os, random, time
+
+def letters(response, task):
+    while os.path.exists({hold!r}):
+        time.sleep(0.05)
+    return sum(a == b for a, b in zip(response, task.answer)) + 0.1 * random.random()
+"""
+"""A reward that a test can hold back; with noise, which must come back when a step is repeated."""
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+WITHIN_S = 240.0
+
+
+def until(come: Callable[[], Any], what: str, within_s: float = WITHIN_S) -> Any:
+    end = time.monotonic() + within_s
+    while not (found := come()):
+        assert time.monotonic() < end, f"in vain: {what}"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A running cluster that is not the run's own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ray = Path(sys.executable).with_name("ray")
+    options = ["--num-cpus=3", "--include-dashboard=false", f"--object-store-memory={100 << 20}"]
+    command = [str(ray), "start", "--head", "--block", f"--port={port}", "--disable-usage-stats", *options]
+    log = tmp_path_factory.mktemp("ray") / "said"
+    with log.open("wb") as out:
+        head = subprocess.Popen(command, stdout=out, stderr=out, env=ENV)
+
+    def started() -> re.Match[str] | None:
+        assert head.poll() is None, log.read_text()
+        return re.search(r"ray start --address='([\d.:]+)'", log.read_text())
+
+    try:
+        yield until(started, "a cluster")[1]
+    finally:
+        head.terminate()
+        head.wait(60)
+
+
+# ---------------------------------------------------------------- a run and what it leaves
+
+
+RUNS: list[subprocess.Popen[bytes]] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_run_is_left() -> Iterator[None]:
+    """Also where a test fails on its way."""
+    yield
+    while RUNS:
+        run = RUNS.pop()
+        run.kill()
+        run.wait()
+
+
+def start(run_dir: Path, tree: dict[str, Any]) -> subprocess.Popen[bytes]:
+    run_dir.mkdir(exist_ok=True)
+    file = run_dir / "given.yaml"
+    (run_dir / "held.py").write_text(HELD.format(hold=str(run_dir / "hold")))
+    file.write_text(yaml.safe_dump({**tree, "run_dir": str(run_dir / "run")}))
+    whet = Path(sys.executable).with_name("whet")
+    with (run_dir / "said").open("ab") as said:
+        command = [str(whet), "train", str(file)]
+        RUNS.append(subprocess.Popen(command, stdout=said, stderr=said, env=ENV, cwd=run_dir))
+    return RUNS[-1]
+
+
+def with_replicas(count: int, **settings: Any) -> dict[str, Any]:
+    return {**BASE, "rollout": {**BASE["rollout"], "replicas": count}, "cluster": settings}
+
+
+def finish(run: subprocess.Popen[bytes], run_dir: Path) -> None:
+    code = run.wait(WITHIN_S)
+    assert code == 0, (run_dir / "said").read_text()[-3000:]
+
+
+def said_in(run_dir: Path, pattern: str) -> list[str]:
+    log = run_dir / "run" / "run.log"
+    return re.findall(pattern, log.read_text()) if log.exists() else []
+
+
+def engines(run_dir: Path) -> list[tuple[int, int]]:
+    """The processes of its engines, in the order they came."""
+    return [process(int(pid)) for pid in said_in(run_dir, r"engine-\d is process (\d+)")]
+
+
+def steps(run_dir: Path) -> int:
+    path = run_dir / "run" / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def gone(processes: list[tuple[int, int]]) -> bool:
+    return not any(process(pid) == (pid, began) for pid, began in processes if began)
+
+
+def left(run_dir: Path) -> tuple[bytes, bytes]:
+    run = run_dir / "run"
+    return (run / "metrics.jsonl").read_bytes(), (run / "export" / "main" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]:
+    """What the run leaves with its engine in its own process."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    finish(start(folder, BASE), folder)
+    assert not said_in(folder, "ray|cluster")
+    return left(folder)
+
+
+def test_the_same_run_whatever_is_killed(
+    address: str, undisturbed: tuple[bytes, bytes], tmp_path: Path
+) -> None:
+    """A replica killed, one stopped, then the driver killed; the run that goes on ends as the unbroken one."""
+    tree = with_replicas(2, address=address, health_s=2.0)
+    run = start(tmp_path, tree)
+    hold = tmp_path / "hold"
+    until(lambda: steps(tmp_path) >= 2, "two steps")
+    first, second = engines(tmp_path)
+    os.kill(first[0], signal.SIGKILL)
+    hold.touch()  # a replica takes longer to come than the rest of this run
+    until(lambda: said_in(tmp_path, "replica engine-. serves again"), "a new replica")
+    os.kill(second[0], signal.SIGSTOP)
+    hold.unlink()
+    until(lambda: len(said_in(tmp_path, "dropped")) == 2, "the stopped one is found")
+    hold.touch()
+    until(lambda: len(said_in(tmp_path, "replica engine-. serves again")) == 2, "another one")
+    dropped = said_in(tmp_path, r"replica (engine-.) dropped: (.*?);")
+    assert {name for name, _ in dropped} == {"engine-0", "engine-1"}
+    assert any("has ended" in why for _, why in dropped)
+    until(lambda: gone([first, second]), "the end of the stopped one")
+    assert steps(tmp_path) < 12, "the driver is killed in mid-run"
+    there = engines(tmp_path)
+    run.kill()
+    run.wait()
+    until(lambda: gone(there), "the end of the engines", 20.0)
+    hold.unlink()
+    finish(start(tmp_path, tree), tmp_path)
+    assert left(tmp_path) == undisturbed
+    until(lambda: gone(engines(tmp_path)), "the end of the engines", 20.0)
+    assert said_in(tmp_path, "sampling against training: exact")
+
+
+def test_a_cluster_of_its_own_goes_down_with_a_killed_driver(tmp_path: Path) -> None:
+    run = start(tmp_path, with_replicas(1))
+    until(lambda: steps(tmp_path) >= 1, "a step")
+    members = family(run.pid)
+    assert any("raylet" in command for _, command in members)
+    assert engines(tmp_path)[0] in [who for who, _ in members]
+    os.kill(engines(tmp_path)[0][0], signal.SIGSTOP)
+    run.kill()
+    run.wait()
+    until(lambda: gone(engines(tmp_path)), "the end of the engine", 20.0)
+    until(lambda: gone([who for who, _ in members]), "the end of everyone", 90.0)  # Ray's agents look seldom
+
+
+def family(pid: int) -> list[tuple[tuple[int, int], str]]:
+    """All processes below this one, with their commands."""
+    parents: dict[int, int] = {}
+    commands: dict[int, str] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+            commands[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+        except OSError:  # it has ended meanwhile
+            continue
+        parents[int(folder.name)] = int(stat[1])
+    below, more = {pid}, {pid}
+    while more:
+        more = {child for child, parent in parents.items() if parent in more} - below
+        below |= more
+    return [(process(p), commands[p]) for p in below - {pid} if p in commands]
+
+
+# ---------------------------------------------------------------- settings
+
+
+TOLD: dict[str, tuple[Any, Callable[[dict[str, Any]], Any]]] = {
+    "rollout.replicas": (2, lambda told: len(told["router"].replicas)),
+    "cluster.address": ("10.0.0.1:6379", lambda told: told["address"]),
+    "cluster.placement": ("spread", lambda told: told["strategy"]),
+    "cluster.cpus": (2, lambda told: (told["bundle"]["CPU"], told["spec"].threads)),
+    "cluster.gpus": (0.5, lambda told: told["bundle"].get("GPU")),
+    "cluster.restarts": (7, lambda told: told["router"].restarts),
+    "cluster.health_s": (5.0, lambda told: told["router"].health_s),
+    "cluster.start_s": (11.0, lambda told: (told["router"].start_s, told["start_s"])),
+}
+"""For each key of CLUSTER another value, and what it changes."""
+
+
+@pytest.mark.parametrize("key", CLUSTER)
+def test_a_setting_has_an_effect(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray and the router are told, without a cluster."""
+
+    def opened_with(*overrides: str) -> dict[str, Any]:
+        told: dict[str, Any] = {}
+
+        async def start(name: str, *, spec: Any, **_: Any) -> Replica:
+            told["spec"] = spec
+            hello = cluster.Hello((1, 1), "here", (), exact=True)
+            return Replica(name, cluster.RayEngine(None, hello, None, version=-1))  # type: ignore[arg-type]
+
+        monkeypatch.setattr(cluster, "connect", lambda address, model: told.update(address=address))
+        monkeypatch.setattr(cluster, "place", lambda bundle, count, **how: told.update(bundle=bundle, **how))
+        monkeypatch.setattr(cluster, "node_id", lambda: "here")
+        monkeypatch.setattr(cluster, "start_replica", start)
+        told["router"] = open_replicas(load(None, overrides, with_replicas(1)))[0]
+        return told
+
+    value, seen = TOLD[key]
+    assert seen(opened_with()) != seen(opened_with(f"{key}={value}"))
+
+
+def open_replicas(loaded: Loaded) -> tuple[cluster.Router, NativeEngine, Any]:
+    """The router of a config, an engine in this process to compare with, and a model."""
+    torch.set_num_threads(1)
+    cfg, planned = loaded.config, plans(loaded)
+    tokenizer = load_tokenizer(cfg.tokenizer, model_path=None, texts=texts(cfg.data.train))
+    model = build(cfg.model, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
+                  pad_token_id=tokenizer.pad_token_id, seed=7, device="cpu", dtype=torch.float32)  # fmt: skip
+    ops = kernels.load("auto")
+    own = NativeEngine(model, ops, end_token_ids=end_tokens(model, tokenizer), max_context=40,
+                       decode=decoder_of(tokenizer), version=4)  # fmt: skip
+    with Watch() as watch:
+        router = cluster.open_replicas(
+            planned,
+            model,
+            ops,
+            cfg=cfg,
+            tokenizer=tokenizer,
+            watch=watch,
+            timeline=None,  # type: ignore[arg-type]
+        )
+    return router, own, model
+
+
+# ---------------------------------------------------------------- the engine by itself
+
+
+@pytest.fixture
+def opened(address: str) -> Iterator[tuple[cluster.Router, NativeEngine, Any]]:
+    """Two replicas, and an engine in this process to compare with."""
+    try:
+        yield open_replicas(load(None, (), with_replicas(2, address=address)))
+    finally:
+        cluster.disconnect()
+
+
+def test_tokens_weights_and_errors_travel(opened: tuple[cluster.Router, NativeEngine, Any]) -> None:
+    router, own, model = opened
+    assert router.exact
+    work = [([5 + n % 3, 9], Sampling(key=n, max_tokens=20, stop=("ab",))) for n in range(24)]
+
+    async def ask(engine: RolloutEngine) -> list[Completion]:
+        return list(await asyncio.gather(*(engine.generate(p, s) for p, s in work)))
+
+    async def story() -> None:
+        await router.load_weights(WeightSource(module=model), 4)
+        assert await ask(router) == await ask(own)
+        with pytest.raises(RequestError, match="pass the engine's limit of 40 tokens"):
+            await router.generate([5], Sampling(max_tokens=50))
+        given_up = asyncio.create_task(router.generate([5], Sampling(max_tokens=30, ignore_eos=True)))
+        await asyncio.sleep(0.01)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        named = [(n, p.detach() + 1) for n, p in model.named_parameters()]
+        with pytest.raises(WhetError, match=r"1 of \d+ parameters did not come: .*norm"):
+            await router.load_weights(WeightSource(tensors=iter(named[:-1])), 5)
+        assert router.version == 4
+        await router.load_weights(WeightSource(tensors=iter(named)), 6)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 1
+        await own.load_weights(WeightSource(module=model), 6)
+        assert await ask(router) == await ask(own)
+        assert router.dropped == []
+        await router.close()
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_what_does_not_fit_is_said_at_once(address: str) -> None:
+    model = torch.nn.Linear(1, 1)
+    cluster.connect(address, model)  # type: ignore[arg-type]
+    try:
+        said = r"replicas=4: each needs 1 CPU on one machine, and the 1 machine\(s\) have 3 CPU, which is room for 3"
+        with pytest.raises(ConfigError, match=said):
+            cluster.place({"CPU": 1.0}, 4, strategy="pack", start_s=60)
+        with pytest.raises(ConfigError, match=r"0 GPU, which is room for 0\. Lower rollout.replicas"):
+            cluster.place({"CPU": 1.0, "GPU": 0.5}, 1, strategy="spread", start_s=60)
+        cluster.place({"CPU": 2.0}, 1, strategy="spread", start_s=60)
+        with pytest.raises(ConfigError, match=r"within cluster.start_s=0.5 s, others use the cluster"):
+            cluster.place({"CPU": 1.0}, 2, strategy="pack", start_s=0.5)
+    finally:
+        cluster.disconnect()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("127.0.0.1:1", "cluster.address=127.0.0.1:1: nobody answers there"),
+        ("here", "expected host:port of a cluster's head, or auto"),
+        ("ray://127.0.0.1:10001", "expected host:port of a cluster's head, or auto"),
+    ],
+)
+def test_a_cluster_that_cannot_be_reached(given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        cluster.connect(given, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({**BASE, "cluster": {"cpus": 2}}, "rollout.replicas is 0"),
+        (with_replicas(1, health_s=700.0), r"cluster.health_s.*700 is not below rollout.timeout_s \(600\)"),
+        ({**BASE, "rollout": {"replicas": 1, "engine": "hf"}}, "runs in the trainer's process only"),
+    ],
+)
+def test_settings_that_cannot_be(tree: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plans(load(None, (), tree))

@@ -1,0 +1,343 @@
+"""Exploring while training: who samples with which weights, what waits for whom, and what becomes of late rollouts.
+
+The flow runs on `ScriptedEngine` and a policy that only counts; the rest are whole small runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+import whet
+from test_loop import SIZE, TASKS, Toy, toy
+from test_staleness import run as small_run
+from whet.explorers import Explorers
+from whet.loop import MODES, draw, explore
+from whet.run import Run
+from whet.types import WhetError
+
+
+def flow(mode: str, *, steps: int, handler: Any = None, **options: Any) -> Toy:
+    """A toy run in this mode, with everything that the mode asks of a run taken from `Run` itself."""
+    spare = options.pop("spare", 0)
+    run = toy(**options)
+    if handler is not None:
+        run.engine.handler = handler
+    run.plan = SimpleNamespace(**vars(run.plan), mode=mode, steps=steps)
+    rollout = run.cfg.rollout.model_copy(update={"max_staleness": run.buffer.max_staleness})
+    run.cfg = run.cfg.model_copy(update={"rollout": rollout})
+    run.buffer.spare = spare
+    run.hands, run.judging, run.interrupts, run.longest_group_s = None, [], mode == "free", 5.0
+    run.explorers = Explorers(run.buffer, partial(draw, run), partial(explore, run))
+    for name in ("meanwhile", "work", "give_up_stale", "judged", "close"):
+        setattr(run, name, getattr(Run, name).__get__(run))
+    return run
+
+
+async def drive(run: Toy, steps: int | None = None) -> list[float]:
+    """Seconds of each step."""
+    times = []
+    try:
+        for _ in range(steps if steps is not None else run.plan.steps):
+            start = time.monotonic()
+            await MODES[run.plan.mode](run)
+            times.append(time.monotonic() - start)
+            run.step += 1
+            run.buffer.check()
+    finally:
+        await run.close()
+    return times
+
+
+def go(run: Toy, steps: int | None = None) -> list[float]:
+    return asyncio.run(asyncio.wait_for(drive(run, steps), timeout=60))
+
+
+def slow_one(slow: set[int], *, seconds: float = 60.0) -> Any:
+    """Replies at once, but the n-th requests in `slow` take long. (Requests are counted from 0.)"""
+    asked = iter(range(10**9))
+
+    async def reply(token_ids: list[int], sampling: Any, version: int) -> list[int]:
+        await asyncio.sleep(seconds if next(asked) in slow else 0.0)
+        return [7, 1]
+
+    return reply
+
+
+# ---------------------------------------------------------------- a fixed schedule
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+@pytest.mark.parametrize("keep", [1.0, 0.4])
+def test_weights_follow_from_the_step_alone(ahead: int, keep: float) -> None:
+    run = flow("overlap", steps=12, max_staleness=ahead, keep=keep)
+    run.cfg = run.cfg.model_copy(
+        update={"algorithm": run.cfg.algorithm.model_copy(update={"max_refills": 1000})}
+    )
+    go(run)
+    assert run.policy.trained == [(step, [max(0, step - ahead)]) for step in range(12)]
+    assert run.ledger.pending == 0, "more was asked than the steps need"
+    uids = [(r.task.uid, r.index) for r in run.trained]
+    assert len(uids) == len(set(uids)) == 12 * TASKS * SIZE
+    if keep == 1.0:
+        assert [uid for uid, _ in uids] == sorted(uid for uid, _ in uids), "trained in the order of the tasks"
+
+
+def test_exploring_really_goes_on_while_a_step_is_trained() -> None:
+    """The second step's rollouts end only while the first is trained, which ends only after they have."""
+    training, sampled = threading.Event(), threading.Event()
+    asked = iter(range(10**9))
+
+    async def reply(token_ids: list[int], sampling: Any, version: int) -> list[int]:
+        number = next(asked)
+        while number >= TASKS * SIZE and not training.is_set():
+            await asyncio.sleep(0.001)
+        if number == 2 * TASKS * SIZE - 1:
+            sampled.set()
+        return [7, 1]
+
+    run = flow("overlap", steps=2, max_staleness=1, handler=reply)
+    update = run.policy.update
+
+    def waits(batch: Any, loss: Any) -> Any:
+        training.set()
+        assert sampled.wait(10), "nothing was sampled meanwhile"
+        return update(batch, loss)
+
+    run.policy.update = waits
+    go(run)
+
+
+def test_an_error_of_the_explorers_ends_the_step() -> None:
+    run = flow("overlap", steps=9, max_staleness=1)
+    score_calls = iter(range(100))
+
+    def judged(groups: Any) -> None:
+        if next(score_calls) == 2:
+            raise WhetError("rewards fail")
+
+    run.judged = judged
+    with pytest.raises(WhetError, match="rewards fail"):
+        go(run)
+    assert run.policy.version == 1
+
+
+# ---------------------------------------------------------------- a free schedule
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_the_delays_nothing_is_lost_or_stale(seed: int) -> None:
+    rng = random.Random(seed)
+    ahead, spare, keep = rng.choice([0, 1, 3]), rng.choice([0, 2]), rng.choice([1.0, 0.5])
+
+    async def reply(token_ids: list[int], sampling: Any, version: int) -> list[int]:
+        await asyncio.sleep(rng.lognormvariate(-7.0, 1.5))
+        return [7, 1]
+
+    run = flow("free", steps=25, max_staleness=ahead, spare=spare, keep=keep, handler=reply, seed=seed)
+    run.cfg = run.cfg.model_copy(
+        update={"algorithm": run.cfg.algorithm.model_copy(update={"max_refills": 1000})}
+    )
+    go(run)
+    assert len(run.trained) == 25 * TASKS * SIZE
+    uids = Counter((r.task.uid, r.index) for r in run.trained)
+    assert max(uids.values()) == 1, "a rollout was trained on twice"
+    for version, seen in run.policy.trained:
+        assert version - ahead <= min(seen) <= max(seen) <= version
+    assert run.ledger.pending == 0, "what is left at the end is booked"
+
+
+def test_a_rollout_that_never_ends_delays_no_step() -> None:
+    """Its group is given up after max_staleness versions, its room comes back, and its request is cancelled."""
+    run = flow("free", steps=10, max_staleness=2, handler=slow_one({5}))
+    times = go(run)
+    assert sum(times) < 30
+    assert len(run.trained) == 10 * TASKS * SIZE
+    assert 1 not in {r.task.uid for r in run.trained}, "task 1 asked the request that never ends"
+    assert run.ledger.state()["total"]["rejected/stale"] == SIZE
+    assert run.ledger.pending == 0
+
+
+def test_spare_tasks_let_an_on_policy_step_go_on() -> None:
+    run = flow("free", steps=4, max_staleness=0, spare=1, handler=slow_one({5, 60, 100}))
+    assert sum(go(run)) < 30
+    assert [seen for _, seen in run.policy.trained] == [[0], [1], [2], [3]], "still on-policy"
+
+
+def test_interrupted_rollouts_go_on_under_the_new_weights() -> None:
+    """ScriptedEngine keeps requests in flight over a sync: nobody is asked twice, nobody is lost."""
+    run = flow("free", steps=6, max_staleness=3, handler=slow_one({3, 40}, seconds=0.2))
+    go(run)
+    assert len(run.trained) == 6 * TASKS * SIZE
+
+
+def test_an_error_of_a_free_explorer_reaches_the_trainer() -> None:
+    run = flow("free", steps=5, max_staleness=1)
+
+    async def broken(groups: Any, asked: int) -> None:
+        raise WhetError("the disk is full")
+
+    run.buffer.put = broken
+    with pytest.raises(WhetError, match="the disk is full"):
+        go(run)
+
+
+def test_a_free_step_that_cannot_be_filled_says_so() -> None:
+    with pytest.raises(WhetError, match=r"could not be filled: of \d+ tasks only 0 gave a group"):
+        go(flow("free", steps=5, max_staleness=1, keep=0.0))
+
+
+def test_what_was_under_way_is_asked_again_after_a_resume() -> None:
+    run = flow("free", steps=8, max_staleness=2, handler=slow_one({1}))
+
+    async def half() -> Any:
+        for _ in range(2):
+            await MODES["free"](run)
+            run.step += 1
+        state = json.loads(json.dumps(run.buffer.state())), run.ledger.state(), run.tasks.drawn
+        await run.close()
+        return state
+
+    buffer, ledger, drawn = asyncio.run(half())
+    assert 0 in [task["uid"] for task in buffer["under_way"]]
+    after = flow("free", steps=8, max_staleness=2)
+    after.explorers.again = after.buffer.restore(buffer, 2)
+    after.ledger = after.buffer.ledger = type(after.ledger).from_state(ledger)
+    after.tasks.drawn, after.step, after.policy.version, after.engine.version = drawn, 2, 2, 2
+    go(after, 6)
+    uids = {r.task.uid for r in run.trained} | {r.task.uid for r in after.trained}
+    assert uids == set(range(8 * TASKS)), "a task was lost"
+    assert after.ledger.state()["total"]["asked"] == 8 * TASKS * SIZE, "and none was counted twice"
+    assert after.ledger.pending == 0
+
+
+# ---------------------------------------------------------------- whole runs
+
+ROLLOUT: dict[str, Any] = {"group_size": 4, "sampling": {"max_tokens": 6}}
+
+
+def versions(result: Any, steps: int = 6) -> list[set[int]]:
+    """Policy versions that the tokens trained on in each step came from."""
+    out = []
+    for step in range(1, steps + 1):
+        table = pq.read_table(result.run_dir / "rollouts" / f"main-step-{step:06d}.parquet")
+        rows = zip(table["versions"].to_pylist(), table["advantage"].to_pylist())
+        out.append({v for row, advantage in rows if advantage is not None for v in row if v >= 0})
+    return out
+
+
+def test_a_run_ahead_of_itself(tmp_path: Path) -> None:
+    result = small_run(tmp_path / "a", rollout=ROLLOUT | {"max_staleness": 2})
+    assert versions(result) == [{0}, {0}, {0}, {1}, {2}, {3}]
+    lines = [line for line in result.metrics if "train/loss" in line]
+    assert [line["train/staleness_mean"] for line in lines] == [0, 1, 2, 2, 2, 2]
+    assert lines[-1]["ledger/pending_rollouts"] == 0
+    again = small_run(tmp_path / "b", rollout=ROLLOUT | {"max_staleness": 2})
+    assert again.metrics == result.metrics, "the same run twice, bit for bit"
+    exported = [(r.run_dir / "export/main/model.safetensors").read_bytes() for r in (result, again)]
+    assert exported[0] == exported[1]
+
+
+def test_ahead_and_synced_less_often(tmp_path: Path) -> None:
+    result = small_run(tmp_path, rollout=ROLLOUT | {"max_staleness": 1, "sync_every": 2})
+    assert versions(result) == [{0}, {0}, {0}, {2}, {2}, {4}]
+
+
+def test_a_free_run_learns_and_balances(tmp_path: Path) -> None:
+    result = small_run(
+        tmp_path,
+        rollout=ROLLOUT | {"max_staleness": 2, "schedule": "free", "spare_tasks": 2, "retries": 1},
+        eval={"every": 3, "at_start": True, "at_end": True},
+    )
+    lines = [line for line in result.metrics if "train/loss" in line]
+    assert len(lines) == 6
+    assert all(line["train/staleness_mean"] <= 2 for line in lines)
+    assert lines[-1]["ledger/pending_rollouts"] == 0
+    assert result.accuracy is not None
+
+
+FREE_RUN = """
+import sys, whet
+from test_staleness import ROWS, share_of_a
+if __name__ == "__main__":
+    whet.train(
+        run_dir=sys.argv[1],
+        model={"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "head_dim": 16}},
+        tokenizer={"build": "chars"},
+        data={"train": [{"rows": ROWS}]},
+        rollout={"group_size": 4, "sampling": {"max_tokens": 6}, "max_staleness": 2, "schedule": "free"},
+        train={"steps": 60, "tasks_per_step": 2, "optimizer": {"lr": 1e-3}},
+        machine={"threads": 1},
+        checkpoint={"every": 3},
+        track={"trackers": ["jsonl"]},
+        rewards={"a": share_of_a},
+    )
+"""
+
+
+def test_a_free_run_killed_at_random_goes_on_and_balances(tmp_path: Path) -> None:
+    """Which groups a step takes depends on time, so the resumed run is another; but no task is lost or booked twice."""
+    script, run_dir = tmp_path / "run.py", tmp_path / "run"
+    script.write_text(FREE_RUN)
+    rng = random.Random(7)
+    path = [str(Path(__file__).parent), *sys.path]
+    for kill in range(4):
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(run_dir)],
+            env={
+                "PYTHONPATH": ":".join(p for p in path if p),
+                "OMP_NUM_THREADS": "1",
+                "PATH": "/usr/bin:/bin",
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if kill < 3:
+            saved = len(list((run_dir / "checkpoints").glob("*"))) if run_dir.exists() else 0
+            lines = run_dir / "metrics.jsonl"
+            before = lines.stat().st_size if lines.exists() else 0
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline and process.poll() is None:
+                if lines.exists() and lines.stat().st_size > before + rng.randrange(500, 9000):
+                    break
+                time.sleep(0.02)
+            process.send_signal(signal.SIGKILL)
+            process.wait(30)
+            assert saved >= 0
+        else:
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in found if "train/loss" in line] == list(range(1, 61))
+    assert found[-1]["ledger/pending_rollouts"] == 0
+    children = [
+        p for p in psutil.process_iter(["cmdline"]) if str(run_dir) in " ".join(p.info["cmdline"] or [])
+    ]
+    assert not children, "a process was left behind"
+
+
+def test_settings_that_do_nothing_are_refused(tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path)
+    for given, said in (
+        ({"partial": False}, r"rollout\.partial"),
+        ({"spare_tasks": 2}, r"rollout\.spare_tasks"),
+    ):
+        with pytest.raises(whet.ConfigError, match=said):
+            small_run(tmp_path, rollout=ROLLOUT | given)

@@ -1,0 +1,100 @@
+"""Tensor, context, expert and pipeline parallelism: every number and gradient is the single process's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from layouts import Case, Learner, batch, compare, error
+from spawned import spawn
+from whet.models.mesh import Dims
+
+MOE = Case(family="qwen3_moe")
+SEPARATE = Case(checkpoint=True, share_prompts=False, micro=40)
+ADAPTED = Case(lora=0.3, checkpoint=True)
+CRITIC = Case(critic=True, lr=0.001)
+TIED = Case(family="qwen2", tied=True)
+TWO = {
+    "tp": (
+        Dims(tp=2),
+        [
+            Case(),
+            SEPARATE,
+            TIED,
+            Case(lora=0.0),
+            ADAPTED,
+            CRITIC,
+            Case(family="gemma"),
+            replace(MOE, aux=0.1),
+        ],
+    ),
+    "cp": (Dims(cp=2), [Case(), SEPARATE, ADAPTED, CRITIC, Case(family="mistral"), replace(MOE, aux=0.1)]),
+    "ep": (
+        Dims(dp_shard=2, ep=2),
+        [
+            MOE,
+            replace(MOE, checkpoint=True, share_prompts=False),
+            replace(MOE, aux=0.1),
+            replace(MOE, lora=0.0),
+        ],
+    ),
+    "pp": (
+        Dims(pp=2),
+        [
+            replace(SEPARATE, layers=3),
+            Case(),
+            replace(TIED, micro=40),
+            replace(ADAPTED, micro=40),
+            replace(CRITIC, micro=40),
+            replace(MOE, micro=40),
+            Case(layers=5, chunks=2, micro=40),
+        ],
+    ),
+}
+FOUR = {
+    "tp+cp": (Dims(tp=2, cp=2), [Case(), CRITIC, replace(MOE, aux=0.1)]),
+    "tp+pp": (Dims(tp=2, pp=2), [replace(TIED, micro=40), replace(CRITIC, micro=40)]),
+    "cp+pp": (Dims(cp=2, pp=2), [replace(SEPARATE, layers=3)]),
+    "tp+ep": (Dims(tp=2, dp_shard=2, ep=2), [replace(MOE, aux=0.1)]),
+    "cp+ep": (Dims(cp=2, dp_shard=2, ep=2), [replace(MOE, aux=0.1, checkpoint=True)]),
+    "cp4": (Dims(cp=4), [Case()]),
+}
+
+
+def grid(layouts: dict[str, tuple[Dims, list[Case]]]) -> dict[str, dict[str, float]]:
+    """Largest errors of all cases, as this rank sees them."""
+    return {
+        f"{kind} {case}": compare(case, dims) for kind, (dims, cases) in layouts.items() for case in cases
+    }
+
+
+def check(layouts: dict[str, tuple[Dims, list[Case]]], ranks: int) -> None:
+    for rank in spawn(grid, ranks, layouts):
+        for case, errors in rank.items():
+            print(case, {k: f"{v:.1e}" for k, v in errors.items()})
+            # a divergence is a difference of log-probs, which are float32
+            assert all(e < (3e-6 if what == "kl" else 1e-6) for what, e in errors.items()), (case, errors)
+
+
+def test_two_ranks() -> None:
+    check(TWO, 2)
+
+
+def test_four_ranks() -> None:
+    check(FOUR, 4)
+
+
+def forgetful() -> float:
+    """The error of a head norm's gradient if nobody sums it."""
+    one, many = Learner(Case()), Learner(Case(), Dims(tp=2))
+    many.parallel = replace(many.parallel, partial={})
+    for learner in (one, many):
+        learner.learn(batch())
+    name = "model.layers.0.self_attn.q_norm.weight"
+    found, expected = (dict(learner.named())[name].grad for learner in (many, one))
+    assert found is not None
+    assert expected is not None
+    return error(found, expected)
+
+
+def test_the_comparison_sees_a_sum_that_is_forgotten() -> None:
+    assert min(spawn(forgetful, 2)) > 0.01

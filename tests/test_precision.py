@@ -1,0 +1,420 @@
+"""Half precision, moments of 8 bits, offload and compilation, against loops written by hand."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from test_timeline import TINY
+from test_train_torch import close, gradients, pg_loss, weighted
+from tiny import tiny_model
+from whet.config.load import load
+from whet.config.plan import plans
+from whet.config.schema import Optimizer, Precision
+from whet.models import adam8, kernels
+from whet.models.adam8 import Adam8, packed, unpacked
+from whet.models.offload import kept_on_host
+from whet.models.optim import Optimizer as Opt
+from whet.models.precision import LARGEST, LossScale
+from whet.training import torch as engines
+from whet.training.torch import Cut, TorchEngine
+from whet.types import ConfigError
+
+# ---------------------------------------------------------------- float16
+
+
+def test_the_scale_halves_and_doubles() -> None:
+    scale = LossScale(1024.0, every=3)
+    seen = []
+    for finite in (True, True, False, True, True, True, True, False, False):
+        scale.after(finite)
+        seen.append((scale.scale, scale.held))
+    assert seen == [
+        (1024, 1), (1024, 2), (512, 0), (512, 1), (512, 2), (1024, 0), (1024, 1), (512, 0), (256, 0),
+    ]  # fmt: skip
+    ended = LossScale(LARGEST, every=1)
+    ended.after(True)
+    assert ended.scale == LARGEST
+
+
+def test_float16_is_the_loop_written_by_hand() -> None:
+    """Scaled loss, gradients divided in float32, clipped, AdamW on a float32 copy. The first scale is too large."""
+    gen = torch.Generator().manual_seed(0)
+    start, inputs = torch.randn(6, 5, generator=gen).half(), torch.randn(8, 5, generator=gen).half()
+
+    def loss(w: Tensor) -> Tensor:
+        return (inputs @ w.t()).float().square().mean()
+
+    p = nn.Parameter(start.clone())
+    cfg = Optimizer(lr=0.01, weight_decay=0.1, grad_clip=0.1)
+    optimizer = Opt(
+        [("w", p)], cfg, total_steps=9, precision=Precision(loss_scale=2.0**24, loss_scale_steps=2)
+    )
+    assert optimizer.loss_scale is not None
+
+    master, scale, held = nn.Parameter(start.float()), 2.0**24, 0
+    plain = torch.optim.AdamW([master], lr=0.01, weight_decay=0.1, fused=True)
+    skipped = 0
+    for _ in range(30):
+        leaf = master.detach().half().requires_grad_()
+        (loss(leaf) * scale).backward()
+        assert leaf.grad is not None
+        grad = leaf.grad.float() / scale
+        norm = float(grad.norm())
+        optimizer.zero_grad()
+        optimizer.backward(loss(p))
+        mine = optimizer.clip()
+        finite = norm < float("inf")
+        assert (mine == pytest.approx(norm, rel=1e-6)) if finite else not mine < float("inf")
+        if finite:
+            master.grad = grad * min(1.0, 0.1 / (norm + 1e-6))
+            plain.step()
+            optimizer.step()
+            held += 1
+            scale, held = (min(scale * 2, LARGEST), 0) if held == 2 else (scale, held)
+        else:
+            optimizer.skip()
+            scale, held, skipped = scale / 2, 0, skipped + 1
+        optimizer.loss_scale.after(finite)
+        assert (optimizer.loss_scale.scale, optimizer.loss_scale.held) == (scale, held)
+        torch.testing.assert_close(optimizer.masters["w"], master, rtol=1e-6, atol=1e-8)
+    assert 3 < skipped < 27
+    assert torch.equal(p, optimizer.masters["w"].half())
+
+
+def test_small_gradients_need_the_scale() -> None:
+    def norm(scale: float) -> float:
+        p = nn.Parameter(torch.ones(4, dtype=torch.float16))
+        optimizer = Opt([("w", p)], Optimizer(), total_steps=1, precision=Precision(loss_scale=scale))
+        optimizer.backward((p * 1.0).float().sum() * 1e-8)
+        return optimizer.clip()
+
+    assert norm(1.0) == 0.0
+    assert norm(65536.0) == pytest.approx(2e-8, rel=1e-3)
+
+
+def in_float16(scale: float) -> TorchEngine:
+    precision = Precision(loss_scale=scale, loss_scale_steps=2)
+    return TorchEngine(
+        tiny_model().half(), kernels.load("auto"), cut=Cut(precision=precision), optimizer=Optimizer(lr=0.01),
+        total_steps=9,
+    )  # fmt: skip
+
+
+def test_a_float16_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+    whole, part, batch = in_float16(2.0**20), in_float16(2.0**20), weighted()
+    for engine in (whole, part):
+        seen = [engine.update(batch, pg_loss) for _ in range(3)]
+    assert seen[0]["loss_scale"] == 2.0**20
+    part.save(tmp_path)
+    again = in_float16(1.0)
+    again.load(tmp_path)
+    for _ in range(3):
+        assert again.update(batch, pg_loss) == whole.update(batch, pg_loss)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(whole.weights(), again.weights()))
+
+
+def test_overflow_skips_steps_and_is_counted() -> None:
+    engine = in_float16(2.0**38)
+    before = {n: p.clone() for n, p in engine.weights()}
+    seen = engine.update(weighted(), pg_loss)
+    assert (seen["skipped_steps"], seen["loss_scale"]) == (1.0, 2.0**38)
+    assert "grad_norm" not in seen
+    assert all(torch.equal(p, before[n]) for n, p in engine.weights())
+    assert engine.update(weighted(), pg_loss)["loss_scale"] == 2.0**37
+
+
+# ---------------------------------------------------------------- dtypes
+
+
+def test_sums_in_float32_keep_what_bfloat16_loses() -> None:
+    """1 + 256 * 2^-9 is 1.5; in bfloat16 each addition to 1 is lost."""
+
+    def summed(precision: Precision) -> float:
+        p = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+        optimizer = Opt([("w", p)], Optimizer(grad_clip=None), total_steps=1, precision=precision)
+        for slope in [1.0] + [2.0**-9] * 256:
+            optimizer.backward((p * slope).sum())
+        return optimizer.clip()
+
+    assert summed(Precision()) == 1.0
+    assert summed(Precision(reduce="float32")) == 1.5
+
+
+def test_without_masters_small_steps_are_lost() -> None:
+    def moved(precision: Precision) -> tuple[float, torch.dtype]:
+        p = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+        optimizer = Opt([("w", p)], Optimizer(lr=1e-4, grad_clip=None), total_steps=99, precision=precision)
+        for _ in range(99):
+            p.grad = torch.ones_like(p)
+            optimizer.clip()
+            optimizer.step()
+        return float(p.detach()[0, 0]), optimizer.state()["exp_avg.w"].dtype
+
+    assert moved(Precision(master_weights=False)) == (1.0, torch.bfloat16)
+    assert moved(Precision()) == (pytest.approx(0.99, abs=4e-3), torch.float32)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_compute_dtype_keeps_gradients_float32_and_near(family: str, dtype: Any) -> None:
+    plain, _ = gradients(Cut(), weighted(), family)
+    half, metrics = gradients(Cut(precision=Precision(compute=dtype)), weighted(), family)
+    assert ("loss_scale" in metrics) == (dtype == "float16")
+    assert all(g.dtype == torch.float32 for g in half.values())
+    half = {n: g / metrics.get("loss_scale", 1.0) for n, g in half.items()}
+    total, off = (torch.cat([x.flatten() for x in g]).norm() for g in (
+        list(plain.values()), [half[n] - plain[n] for n in plain]))  # fmt: skip
+    assert 1e-5 < off / total < (0.05 if family != "qwen3_moe" else 0.3)
+
+
+def test_compute_dtype_is_autocast_around_the_layers() -> None:
+    """The same numbers as the model's own forward under autocast, with the output layer in float32."""
+    engine = TorchEngine(
+        tiny_model(), kernels.load("torch"), cut=Cut(precision=Precision(compute="bfloat16"))
+    )
+    batch = weighted()
+    mine_N = engine.forward(batch, "logprobs")
+    model, at = tiny_model(), 0
+    for length in batch.length_R.tolist():
+        ids = batch.token_ids_N[at : at + length]
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            hidden = model.model(ids[None]).last_hidden_state[0].float()
+        logp = (hidden @ model.lm_head.weight.t()).log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+        mask = batch.mask_N[at + 1 : at + length]
+        torch.testing.assert_close(mine_N[at + 1 : at + length][mask], logp[mask], atol=0.03, rtol=0)
+        at += length
+
+
+# ---------------------------------------------------------------- optimizers
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
+def test_implementations_are_equal_up_to_rounding(kind: Any) -> None:
+    def trained(how: Any) -> dict[str, Tensor]:
+        cfg = Optimizer(kind=kind, lr=0.01, weight_decay=0.1, implementation=how)
+        engine = TorchEngine(tiny_model(), kernels.load("auto"), cut=Cut(), optimizer=cfg, total_steps=4)
+        for _ in range(4):
+            engine.update(weighted(), pg_loss)
+        return {n: p.clone() for n, p in engine.weights()}
+
+    fused = trained("fused")
+    for how in ("foreach", "loop"):
+        for name, p in trained(how).items():
+            torch.testing.assert_close(p, fused[name], rtol=1e-5, atol=1e-6)
+
+
+def test_rounding_is_right_in_the_mean() -> None:
+    gen = torch.Generator().manual_seed(0)
+    for name in (adam8.MEAN, adam8.SQUARE):
+        x = torch.randn(20, 33, generator=gen)
+        x = x.square() if name == adam8.SQUARE else x
+        drawn = torch.stack(
+            [unpacked(packed(name, x, torch.Generator().manual_seed(n)), name) for n in range(400)]
+        )
+        largest = x.abs().max()
+        assert float((drawn[0] - x).abs().max() / largest) < 0.02
+        assert float((drawn.mean(0) - x).abs().max() / largest) < 0.002
+
+
+def test_a_second_moment_is_never_rounded_to_nothing() -> None:
+    x = torch.tensor([[1.0, 1e-12, 0.0] + [0.5] * 253])
+    again = unpacked(packed(adam8.SQUARE, x, torch.Generator()), adam8.SQUARE)
+    assert float(again[0, 1]) > 0.0
+    assert float(again[0, 2]) == 0.0
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam"])
+def test_8_bits_track_adam_in_training(kind: Any) -> None:
+    """200 steps of least squares by gradients with noise: the same losses on the way, and state a quarter the size."""
+
+    def trained(state: Any) -> tuple[list[float], Opt]:
+        gen = torch.Generator().manual_seed(0)
+        inputs, wanted = torch.randn(64, 48, generator=gen), torch.randn(64, 24, generator=gen)
+        one, two = (nn.Parameter(torch.randn(s, generator=gen) * 0.1) for s in ((64, 48), (24, 64)))
+        cfg = Optimizer(kind=kind, lr=3e-3, weight_decay=0.01, state=state, grad_clip=None)
+        optimizer = Opt([("one", one), ("two", two)], cfg, total_steps=200)
+        losses = []
+        for _ in range(200):
+            rows = torch.randint(64, (16,), generator=gen)
+            optimizer.zero_grad()
+            optimizer.backward((torch.tanh(inputs[rows] @ one.t()) @ two.t() - wanted[rows]).square().mean())
+            optimizer.clip()
+            optimizer.step()
+            with torch.no_grad():
+                losses.append(float((torch.tanh(inputs @ one.t()) @ two.t() - wanted).square().mean()))
+        return losses, optimizer
+
+    (wide, full), (narrow, small) = trained("float32"), trained("int8")
+    assert wide[-1] < 0.3 * wide[0]
+    for at in (10, 50, 100, 199):
+        assert narrow[at] == pytest.approx(wide[at], rel=0.05)
+    sizes = [sum(t.nbytes for n, t in o.state().items() if "exp_avg" in n) for o in (full, small)]
+    assert sizes[0] / sizes[1] > 3.9
+
+
+def test_8_bits_come_back_to_the_bit_and_spare_one_dimension() -> None:
+    def made() -> tuple[Opt, dict[str, nn.Parameter]]:
+        gen = torch.Generator().manual_seed(0)
+        named = {n: nn.Parameter(torch.randn(s, generator=gen)) for n, s in (("w", (7, 300)), ("b", (7,)))}
+        return Opt(named.items(), Optimizer(lr=0.01, state="int8"), total_steps=9), named
+
+    def walk(optimizer: Opt, steps: range) -> None:
+        for step in steps:
+            gen = torch.Generator().manual_seed(step)
+            for p in optimizer.parameters.values():
+                p.grad = torch.randn(p.shape, generator=gen)
+            optimizer.clip()
+            optimizer.step()
+
+    (a, one), (b, two) = made(), made()
+    walk(a, range(3))
+    saved = {n: t.clone() for n, t in a.state().items()}
+    assert {n: t.dtype for n, t in saved.items() if n.endswith(".w")} == {
+        "steps.w": torch.float32, "exp_avg.w": torch.uint8, "exp_avg_scale.w": torch.float32,
+        "exp_avg_sq.w": torch.uint8, "exp_avg_sq_scale.w": torch.float32,
+    }  # fmt: skip
+    assert saved["exp_avg.b"].dtype == torch.float32
+    with torch.no_grad():
+        for name, p in one.items():
+            two[name].copy_(p)
+    b.restore(saved, 3)
+    walk(a, range(3, 6))
+    walk(b, range(3, 6))
+    assert all(torch.equal(one[n], two[n]) for n in one)
+    assert isinstance(a.inner[0], Adam8)
+
+
+# ---------------------------------------------------------------- offload
+
+
+def test_kept_tensors_are_copies_on_the_host() -> None:
+    a = torch.randn(50, 50, requires_grad=True)
+    b = a * 2
+    with kept_on_host(nn.Module(), smallest=0):
+        c = (b * b).sum()
+    b.detach().zero_()
+    c.backward()
+    torch.testing.assert_close(a.grad, 8 * a)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_gradients_are_equal_with_activations_on_the_host(
+    family: str, checkpoint: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "kept_on_host", partial(kept_on_host, smallest=0))
+    plain, _ = gradients(Cut(checkpoint=checkpoint), weighted(), family)
+    away, _ = gradients(Cut(checkpoint=checkpoint, offload=("activations",)), weighted(), family)
+    assert all(torch.equal(plain[n], away[n]) for n in plain)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
+def test_the_whole_state_moves_and_steps_are_equal(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(offload: tuple[str, ...]) -> TorchEngine:
+        engine = TorchEngine(
+            tiny_model().bfloat16(), kernels.load("auto"), cut=Cut(offload=offload),
+            optimizer=Optimizer(kind=kind, lr=0.01, momentum=None if kind == "adamw" else 0.9), total_steps=4,
+        )  # fmt: skip
+        for _ in range(2):
+            engine.update(weighted(), pg_loss)
+        return engine
+
+    here, away = trained(()), trained(("optimizer",))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(here.weights(), away.weights()))
+    assert away.optimizer is not None
+    moved: set[int] = set()
+
+    def to(self: Tensor, device: torch.device) -> Tensor:
+        moved.add(self.data_ptr())
+        return self
+
+    monkeypatch.setattr(Tensor, "to", to)
+    state = {t.data_ptr() for t in away.optimizer.state().values()}
+    away.optimizer.place(torch.device("cpu"))
+    assert moved == state
+
+
+def test_weights_that_rest_are_fetched_for_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(TorchEngine, "place", lambda self, device: told.append(device))
+    engine = TorchEngine(tiny_model(), kernels.load("auto"), cut=Cut(), rests=True)
+    assert told == ["cpu"]
+    engine.forward(weighted(), "logprobs")
+    assert told == ["cpu", "gpu", "cpu"]
+
+
+# ---------------------------------------------------------------- compilation
+
+
+@pytest.mark.parametrize(("known", "checkpoint"), [(True, False), (True, True), (False, False)])
+def test_compiled_layers_give_equal_gradients(
+    known: bool, checkpoint: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced and differentiated by torch's compiler, without the C++ that it would write (test_dead_native.py runs a
+    training with that)."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    if not known:
+        monkeypatch.setattr("whet.models.functional.known_family", lambda model, config: None)
+    plain, _ = gradients(Cut(checkpoint=checkpoint), weighted())
+    compiled, _ = gradients(Cut(checkpoint=checkpoint, compile=True), weighted())
+    close(compiled, plain, 2e-6)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.offload=[optimizer]"], "train.offload: frees memory of a GPU, and this stage trains on the CPU"),
+        (
+            ["train.offload=[critic]", "machine.device=cuda"],
+            "names the critic, and algorithm.name=grpo has none",
+        ),
+        (
+            ["train.offload=[reference]", "machine.device=cuda", "algorithm.kl={coef: 0.1, estimator: full}"],
+            "estimator=full reads it in every micro-batch",
+        ),
+        (["train.precision.compute=bfloat16", "model.dtype=bfloat16"], "and these are bfloat16"),
+        (["train.precision.compute=bfloat16", "model.lora.rank=2"], "adapters compute in the dtype"),
+        (["train.precision.compute=bfloat16", "machine.exact=on"], "machine.exact=on asks for equal ones"),
+        (["train.compile=true", "machine.exact=on"], "machine.exact=on asks for equal ones"),
+        (["train.precision.reduce=float32"], "changes nothing: parameters are float32"),
+        (["train.precision.master_weights=false"], "changes nothing: parameters are float32"),
+        (
+            ["train.precision.master_weights=false", "model.dtype=bfloat16", "model.lora.rank=2"],
+            "adapters are float32 always",
+        ),
+        (
+            ["train.precision.master_weights=false", "train.precision.reduce=float32", "model.dtype=bfloat16"],
+            "master_weights=false keeps none",
+        ),
+        (["train.precision.master_weights=false", "model.dtype=float16"], "needs its masters"),
+        (["train.precision.loss_scale=2.0", "model.dtype=bfloat16"], "nothing is float16"),
+        (["train.optimizer.kind=sgd", "train.optimizer.state=int8"], "kind=sgd does not read it"),
+        (
+            ["train.optimizer.state=int8", "train.optimizer.implementation=loop"],
+            "state=int8 has a step of its own",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_or_changes_nothing_is_refused(overrides: list[str], said: str) -> None:
+    base = {**TINY, "rewards": {"r": {"function": "exact"}}, "algorithm": {"name": "grpo"}}
+    with pytest.raises(ConfigError) as caught:
+        plans(load(None, overrides, base))
+    assert said in str(caught.value)
+
+
+def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    base = {**TINY, "rewards": {"r": {"function": "exact"}}, "train": {**TINY["train"], "compile": True}}
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler.*no-such-compiler"):
+        plans(load(None, (), base))
+    monkeypatch.setenv("CXX", "cc")
+    assert plans(load(None, (), base))[0].train.compile

@@ -1,0 +1,128 @@
+"""Runs whose training is spread over ranks."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import whet.stages
+from whet.config.load import load
+from whet.config.plan import plan
+from whet.types import ConfigError, Json
+
+ROOT = Path(__file__).parents[1]
+BASE: Json = {
+    "model": {"scratch": {"hidden_size": 16, "layers": 2, "heads": 2, "max_positions": 64}},
+    "tokenizer": {"build": "chars"},
+    "data": {"max_prompt_tokens": 16, "train": [{"path": "tests/data/words.jsonl"}]},
+    "rewards": {"letters": {"function": "tests/resume/rewards.py:shared_letters"}},
+    "rollout": {"group_size": 4, "sampling": {"max_tokens": 6}},
+    "algorithm": {"name": "ppo", "kl": {"coef": 0.01}},
+    "critic": {"optimizer": {"lr": 1e-3}},
+    "train": {"steps": 4, "tasks_per_step": 4, "minibatches": 2, "optimizer": {"lr": 1e-3}},
+    "checkpoint": {"every": 1},
+    "track": {"trackers": ["jsonl"]},
+    "machine": {"threads": 1},
+}  # fmt: skip
+
+
+def given(*overrides: str) -> Any:
+    return load(None, overrides, BASE)
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, Any]:
+    """What ranks a config starts."""
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(whet.stages, "Ranks", lambda dims, **how: seen.update({"dims": dims, **how}))
+    shared = SimpleNamespace(
+        display=SimpleNamespace(phase=lambda what: None), model=SimpleNamespace(device=torch.device("cpu"))
+    )
+    cfg = given(*overrides).stages[0]
+    whet.stages._ranks(shared, cfg, plan(cfg))  # type: ignore[arg-type]
+    return seen
+
+
+def test_one_process_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(monkeypatch) == {}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "dp_replicate=4", "dp_shard=4", "tp=2", "cp=2", "reshard_after_forward=false", "wrap_min_parameters=100",
+        "prefetch=2", "timeout_s=5",
+    ],
+)  # fmt: skip
+def test_each_key_changes_what_is_started(monkeypatch: pytest.MonkeyPatch, override: str) -> None:
+    without = asked(monkeypatch, "train.parallel.dp_shard=2")
+    assert without["dims"].world == 2
+    assert asked(monkeypatch, "train.parallel.dp_shard=2", f"train.parallel.{override}") != without
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.parallel.pp=2"], "pipeline parallelism yet"),
+        (["train.parallel.ep=2"], "expert parallelism yet"),
+        (["train.parallel.dp_replicate=16"], "16 ranks would share the 8 rollouts"),
+        (["train.parallel.dp_shard=2", "train.optimizer.kind=muon"], "muon works on whole matrices"),
+        (["train.parallel.tp=2", "train.optimizer.state=int8"], "int8 keeps blocks of whole tensors"),
+        (["train.parallel.dp_shard=2", "train.compile=true"], "train.compile"),
+        (["train.parallel.dp_replicate=2", "machine.exact=on"], "measured, not proved"),
+        (["train.parallel.dp_replicate=2", "train.parallel.prefetch=2"], "no tensor is cut"),
+        (["train.parallel.timeout_s=5"], "no ranks"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(overrides: list[str], said: str) -> None:
+    from whet.config.plan import plans
+
+    with pytest.raises(ConfigError, match=said):
+        plans(given(*overrides))
+
+
+def start(run_dir: Path) -> subprocess.Popen[bytes]:
+    path = run_dir.parent / "config.json"
+    path.write_text(json.dumps(BASE))
+    command = [
+        str(Path(sys.executable).parent / "whet"),
+        "train",
+        str(path),
+        f"run_dir={run_dir}",
+        "train.parallel.dp_shard=2",
+    ]
+    with open(run_dir.parent / f"{run_dir.name}.log", "ab") as log:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log
+        )
+
+
+def test_a_killed_run_on_ranks_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert start(whole).wait(240) == 0, (tmp_path / "whole.log").read_text()[-3000:]
+    process = start(broken)
+    until = time.monotonic() + 240
+    while not list(broken.glob("checkpoints/*-000002")):
+        assert process.poll() is None, (tmp_path / "broken.log").read_text()[-3000:]
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert start(broken).wait(240) == 0, (tmp_path / "broken.log").read_text()[-3000:]
+    same = ["metrics.jsonl", "export/main/model.safetensors"]
+    last = "checkpoints/0-main-000004"
+    same += [
+        f"{last}/{role}/{f}.safetensors" for role in ("policy", "critic") for f in ("model", "optimizer")
+    ]
+    _, different, missing = filecmp.cmpfiles(whole, broken, same, shallow=False)
+    assert (different, missing) == ([], [])

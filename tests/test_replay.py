@@ -1,0 +1,279 @@
+"""Replay against a plain oracle, numbers by hand, and the law of resuming."""
+
+import json
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store_worker import group, uids_of
+from whet.buffer.priority import PRIORITIES, Entry, priority
+from whet.buffer.replay import Replay, replayed
+from whet.types import ConfigError, WhetError
+
+CONTROLLED = "linear_decay_use_count_control_randomization"
+
+
+def make(
+    name="linear_decay", *, capacity=100, cooldown_steps=None, max_staleness=None, seed=1, **settings
+) -> Replay:
+    return Replay(
+        capacity=capacity,
+        priority=priority(name, {"decay": 2.0, "use_limit": 3, "sigma": 0.0} | settings),
+        cooldown_steps=cooldown_steps,
+        max_staleness=max_staleness,
+        seed=seed,
+    )
+
+
+def add(replay: Replay, uids: list[int], *, version: int) -> None:
+    replay.add([group(u, version=version) for u in uids], version=version)
+
+
+def draw(replay: Replay, n: int, *, step: int, version: int = 0) -> list[int]:
+    return uids_of(replay.draw(n, step=step, version=version))
+
+
+# ---------------------------------------------------------------- by hand
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "uses", "wanted"),
+    [
+        ("linear_decay", 7, 0, 7.0),
+        ("linear_decay", 7, 5, -3.0),
+        (CONTROLLED, 7, 2, 7 - 2 * 2 + 0.5 * -1.5),
+        (CONTROLLED, 7, 3, None),
+        (CONTROLLED, 7, 4, None),
+    ],
+)
+def test_formulas(name, version, uses, wanted):
+    ranked = priority(name, {"decay": 2.0, "use_limit": 3, "sigma": 0.5})
+    assert ranked(Entry(group(0), version, uses, 1), -1.5) == wanted
+
+
+def test_without_a_limit_a_group_always_comes_back():
+    ranked = priority(CONTROLLED, {"decay": 1.0, "use_limit": None, "sigma": 0.0})
+    assert ranked(Entry(group(0), 7, 50, 1), 0.0) == -43.0
+
+
+def test_the_newest_first_and_of_equals_the_oldest():
+    replay = make()
+    for uid, version in enumerate((1, 3, 3, 2)):
+        add(replay, [uid], version=version)
+    assert draw(replay, 3, step=1) == [1, 2, 3]
+    assert draw(replay, 3, step=2) == [0]
+    assert draw(replay, 3, step=9) == []
+
+
+def test_a_drawn_group_rests_and_comes_back_with_a_lower_priority():
+    replay = make(cooldown_steps=2)
+    add(replay, [0], version=5)
+    assert draw(replay, 1, step=1) == [0]
+    assert draw(replay, 1, step=2) == []
+    add(replay, [1], version=4)
+    assert draw(replay, 2, step=3) == [1, 0]  # 4 against 5 - 2
+    assert replay.ready(step=4, version=0) == 0
+    assert draw(replay, 2, step=5) == [1, 0]  # 2 against 1
+
+
+def test_a_share_of_the_step_comes_from_groups_that_were_trained_on():
+    replay = make(cooldown_steps=1)
+    replay.keep([group(0), group(1)], version=0, step=1)
+    assert draw(replay, 1, step=1) == []
+    assert draw(replay, 1, step=2) == [0]
+    assert [replayed(n, share) for n, share in ((8, 0.25), (10, 0.3), (3, 0.5), (4, 0.0), (4, 1.0))] == [
+        2,
+        3,
+        1,
+        0,
+        4,
+    ]
+
+
+def test_where_it_is_full_the_lowest_leaves_and_of_equals_the_oldest():
+    replay = make(capacity=3)
+    add(replay, [0, 1], version=2)
+    add(replay, [2], version=5)
+    add(replay, [3], version=1)  # below the lowest: stays outside
+    add(replay, [4], version=2)  # equal to the lowest: the older one leaves
+    assert draw(replay, 9, step=1) == [2, 1, 4]
+    assert replay.pop_unused() == {"outranked": 4}  # of groups 3 and 0, two rollouts each
+    assert replay.pop_unused() == {}
+
+
+def test_a_use_limit_ends_it():
+    replay = make(CONTROLLED, cooldown_steps=1, use_limit=2)
+    add(replay, [0], version=0)
+    assert [draw(replay, 1, step=s) for s in (1, 2, 3, 4)] == [[0], [0], [], []]
+    assert replay.pop_unused() == {}  # it was trained on
+
+
+def test_what_is_too_old_leaves():
+    replay = make(max_staleness=2, cooldown_steps=1)
+    add(replay, [0], version=3)
+    add(replay, [1], version=5)
+    assert replay.ready(step=1, version=5) == 2
+    assert draw(replay, 2, step=1, version=6) == [1]
+    assert replay.pop_unused() == {"stale": 2}
+    assert draw(replay, 2, step=2, version=8) == []
+    assert replay.pop_unused() == {}
+
+
+def test_noise_is_standard_normal_and_of_the_task_and_use_alone():
+    replay, other = make(seed=7), make(seed=8)
+    noises = [replay._noise(Entry(group(uid), 0, uses, 1)) for uid in range(400) for uses in range(5)]
+    assert abs(statistics.fmean(noises)) < 4 / len(noises) ** 0.5
+    assert abs(statistics.pstdev(noises) - 1) < 4 / (2 * len(noises)) ** 0.5
+    assert len(set(noises)) == len(noises)
+    assert (
+        replay._noise(Entry(group(3), 9, 2, 5)) == noises[3 * 5 + 2] != other._noise(Entry(group(3), 9, 2, 5))
+    )
+
+
+# ---------------------------------------------------------------- yours
+
+
+def most_rewarded(entry: Entry, decay: float, noise: float) -> float | None:
+    total = sum(r.reward or 0.0 for r in entry.group.rollouts)
+    return None if entry.group.task.uid == 13 else total + 0 * noise * decay
+
+
+def asks_too_much(entry: Entry, temperature: float) -> float:
+    return temperature
+
+
+def not_a_number(entry: Entry) -> float:
+    return float("nan")
+
+
+def test_a_priority_of_yours():
+    replay = make("test_replay:most_rewarded")
+    replay.add([group(0, size=1), group(1, size=3), group(13, size=3), group(2, size=2)], version=0)
+    assert draw(replay, 9, step=1) == [1, 2, 0]
+    assert replay.pop_unused() == {"unwanted": 3}
+
+
+def test_wrong_priorities():
+    with pytest.raises(ConfigError, match="'linear_decai' is not known; did you mean 'linear_decay'"):
+        make("linear_decai")
+    with pytest.raises(ConfigError, match="asks for temperature; it can have noise, decay, use_limit, sigma"):
+        make("test_replay:asks_too_much")
+    with pytest.raises(WhetError, match="gave nan for task 3; give a finite number, or None"):
+        add(make("test_replay:not_a_number"), [3], version=0)
+
+
+# ---------------------------------------------------------------- laws
+
+COMMANDS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 3), st.integers(0, 4)),
+        st.tuples(st.just("keep"), st.integers(0, 2), st.integers(0, 4)),
+        st.tuples(st.just("draw"), st.integers(0, 4), st.integers(0, 2)),
+    ),
+    max_size=25,
+)
+SETTINGS = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from(sorted(PRIORITIES)),
+        "capacity": st.integers(1, 6),
+        "cooldown_steps": st.none() | st.integers(1, 3),
+        "max_staleness": st.none() | st.integers(0, 4),
+        "sigma": st.sampled_from([0.0, 1.5]),
+        "use_limit": st.none() | st.integers(1, 3),
+    }
+)
+
+
+class Naive:
+    """The rules, one list, searched each time."""
+
+    def __init__(self, settings) -> None:
+        self.settings = settings
+        self.rank = priority(
+            settings["name"], {"decay": 2.0} | {k: settings[k] for k in ("sigma", "use_limit")}
+        )
+        self.noise = make()._noise
+        self.here: list[Entry] = []
+        self.rest: list[tuple[int, int, Entry]] = []
+        self.serial = self.draws = 0
+        self.lost = 0
+
+    def new(self, uid: int, version: int, uses: int) -> Entry:
+        self.serial += 1
+        return Entry(group(uid, version=version), version, uses, self.serial)
+
+    def lose(self, entry: Entry) -> None:
+        self.lost += 2 * (entry.uses == 0)
+
+    def enter(self, entry: Entry) -> None:
+        found = self.rank(entry, self.noise(entry))
+        if found is None:
+            self.lose(entry)
+            return
+        entry.priority = found
+        if len(self.here) == self.settings["capacity"]:
+            lowest = min(self.here, key=lambda e: (e.priority, e.serial))
+            if entry.priority < lowest.priority:
+                self.lose(entry)
+                return
+            self.here.remove(lowest)
+            self.lose(lowest)
+        self.here.append(entry)
+
+    def sleep(self, entry: Entry, step: int) -> None:
+        if self.settings["cooldown_steps"] is not None:
+            self.draws += 1
+            self.rest.append((step + self.settings["cooldown_steps"], self.draws, entry))
+
+    def draw(self, n: int, step: int, version: int) -> list[int]:
+        due = sorted((at, k) for at, k, _ in self.rest if at <= step)
+        for at, k in due:
+            self.enter(next(e for a, b, e in self.rest if (a, b) == (at, k)))
+        self.rest = [r for r in self.rest if r[0] > step]
+        if (limit := self.settings["max_staleness"]) is not None:
+            for entry in [e for e in self.here if e.version < version - limit]:
+                self.here.remove(entry)
+                self.lose(entry)
+        out = sorted(self.here, key=lambda e: (-e.priority, e.serial))[:n]
+        for entry in out:
+            self.here.remove(entry)
+            entry.uses += 1
+            self.sleep(entry, step)
+        return [e.group.task.uid for e in out]
+
+
+@given(SETTINGS, COMMANDS)
+def test_replay_does_what_the_plain_one_does_and_resumes_anywhere(settings, commands):
+    """After every command a replay made anew from the state, through JSON, takes over."""
+    replay, naive = make(**settings), Naive(settings)
+    step = version = uid = 0
+    for op, n, more in commands:
+        if op == "draw":
+            step, version = step + 1, version + more
+            assert draw(replay, n, step=step, version=version) == naive.draw(n, step, version)
+        elif op == "add":
+            add(replay, list(range(uid, uid + n)), version=version)
+            for u in range(uid, uid + n):
+                naive.enter(naive.new(u, version, 0))
+        else:
+            replay.keep([group(u, version=version) for u in range(uid, uid + n)], version=version, step=step)
+            for u in range(uid, uid + n):
+                naive.sleep(naive.new(u, version, 1), step)
+        uid += n
+        assert len(replay) == len(naive.here) <= settings["capacity"]
+        state = json.loads(json.dumps(replay.state()))
+        replay = make(**settings)
+        replay.restore(state)
+        assert json.loads(json.dumps(replay.state())) == state
+    assert sum(replay.pop_unused().values()) == naive.lost
+
+
+def test_a_smaller_capacity_at_a_resume_keeps_the_best():
+    replay, smaller = make(capacity=4), make(capacity=2)
+    for uid in range(4):
+        add(replay, [uid], version=uid)
+    smaller.restore(replay.state())
+    assert draw(smaller, 9, step=1) == [3, 2]
+    assert smaller.pop_unused() == {"outranked": 4}

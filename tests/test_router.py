@@ -1,0 +1,419 @@
+"""Many engines as one: whatever dies, every request is answered once, with the tokens of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Literal, TypeVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from tiny import VOCAB
+from whet import seeds
+from whet.config.schema import Model, Scratch
+from whet.models import kernels
+from whet.models.load import build
+from whet.rollout.engine import RolloutEngine, WeightSource
+from whet.rollout.native.engine import NativeEngine
+from whet.rollout.replica import Replica
+from whet.rollout.requests import RequestError
+from whet.rollout.router import Router
+from whet.rollout.scripted import ScriptedEngine
+from whet.types import Completion, Sampling, WhetError
+
+T = TypeVar("T")
+HEALTH_S = 0.2
+QUICK: dict[str, Any] = {"health_s": HEALTH_S, "load_s": 0.3, "start_s": 2.0}
+WEIGHTS = WeightSource(module="weights")
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    async def bounded() -> T:
+        return await asyncio.wait_for(work, 30)
+
+    return asyncio.run(bounded())
+
+
+def tokens(prompt: list[int], sampling: Sampling, version: int) -> list[int]:
+    """A pure function of prompt, key and version, as every engine's."""
+    stream = seeds.key(sampling.key, version, *prompt)
+    return [int(u * VOCAB) for u in seeds.uniforms(stream, 0, sampling.max_tokens)]
+
+
+async def say(prompt: list[int], sampling: Sampling, version: int) -> list[int]:
+    for _ in range(1 + sampling.key % 7):
+        await asyncio.sleep(0.001)
+    return tokens(prompt, sampling, version)
+
+
+class Faulty:
+    """A `RolloutEngine` that gets on until it is told how to fail."""
+
+    def __init__(self, engine: RolloutEngine | None = None) -> None:
+        self.engine = engine or ScriptedEngine(say)
+        self.fault = ""
+        self.after = 0
+        """Requests that it still serves well."""
+        self.served: list[Sampling] = []
+        self.closed = False
+
+    @property
+    def version(self) -> int:
+        return self.engine.version + (self.fault == "version")
+
+    async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
+        await self._fail("generate", counted=True)
+        done = await self.engine.generate(token_ids, sampling)
+        await self._fail("generate")  # in the middle of it
+        if self.fault == "stale" and self.after < 0:
+            return Completion(**{f: getattr(done, f) for f in ("token_ids", "logprobs", "sample_logprobs")},
+                              versions=[v - 1 for v in done.versions], finish_reason=done.finish_reason)  # fmt: skip
+        self.served.append(sampling)
+        return done
+
+    async def load_weights(self, source: WeightSource, version: int) -> None:
+        await self._fail("load")
+        if self.fault != "keep":
+            await self.engine.load_weights(source, version)
+
+    async def pause(self, finish: bool) -> None:
+        await self._fail("pause")
+        await self.engine.pause(finish)
+
+    async def place(self, device: Literal["gpu", "cpu"]) -> None:
+        await self._fail("place")
+        await self.engine.place(device)
+
+    async def close(self) -> None:
+        self.closed = True
+        await self.engine.close()
+
+    async def _fail(self, where: str, *, counted: bool = False) -> None:
+        self.after -= counted and bool(self.fault)
+        if self.after >= 0 and where == "generate":
+            return
+        if self.fault == f"raise-{where}":
+            raise RuntimeError("killed")
+        if self.fault == f"hang-{where}":
+            await asyncio.sleep(3600)
+
+
+class Crew:
+    """Replicas, those that replace them, and all engines there ever were."""
+
+    def __init__(self, count: int, make: Callable[[], Faulty] = Faulty, **options: Any) -> None:
+        self.make, self.engines = make, [make() for _ in range(count)]
+        replicas = [Replica(f"engine-{n}", e) for n, e in enumerate(self.engines)]
+        self.router = Router(replicas, restart=self.restart, **{**QUICK, "restarts": 2, **options})
+
+    async def restart(self, name: str) -> Replica:
+        await asyncio.sleep(0.01)
+        self.engines.append(self.make())
+        return Replica(name, self.engines[-1])
+
+
+def jobs(count: int, prompts: int = 5) -> list[tuple[list[int], Sampling]]:
+    return [([1 + n % prompts, 7], Sampling(key=n, max_tokens=6)) for n in range(count)]
+
+
+async def ask(router: RolloutEngine, work: list[tuple[list[int], Sampling]]) -> list[Completion]:
+    return list(await asyncio.gather(*(router.generate(p, s) for p, s in work)))
+
+
+FAULTS = ["raise-generate", "hang-generate", "version", "stale"]
+LATER = ["raise-load", "hang-load", "keep", "hang-pause", "raise-pause"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_a_lost_replica_was_asked_is_asked_elsewhere(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        crew = Crew(3)
+        crew.engines[1].fault, crew.engines[1].after = fault, 2
+        done = await ask(crew.router, jobs(60))
+        assert [c.token_ids for c in done] == [tokens(p, s, 0) for p, s in jobs(60)]
+        assert [name for name, _ in crew.router.dropped] == ["engine-1"]
+        await asyncio.sleep(0.1)
+        assert sorted(crew.router.replicas) == ["engine-0", "engine-1", "engine-2"]  # it was replaced
+        assert crew.engines[1].closed
+        assert len(crew.engines) == 4
+        await crew.router.close()
+
+    with caplog.at_level(logging.WARNING):
+        run(story())
+    assert any("replica engine-1 dropped" in r.message for r in caplog.records)
+
+
+@pytest.mark.parametrize("fault", LATER)
+@pytest.mark.parametrize("finish", [True, False])
+def test_a_replica_that_cannot_take_weights_is_dropped(fault: str, finish: bool) -> None:
+    async def story() -> None:
+        crew = Crew(3)
+        crew.engines[2].fault = fault
+        flying = asyncio.create_task(ask(crew.router, jobs(30)))
+        await asyncio.sleep(0.002)
+        await crew.router.pause(finish)
+        await crew.router.load_weights(WEIGHTS, 1)
+        assert crew.router.version == 1
+        assert [name for name, _ in crew.router.dropped] == ["engine-2"]
+        for (prompt, sampling), done in zip(jobs(30), await flying):
+            assert done.token_ids == tokens(prompt, sampling, done.versions[0])
+            assert not finish or set(done.versions) == {0}
+        again = await ask(crew.router, jobs(30))
+        assert [c.token_ids for c in again] == [tokens(p, s, 1) for p, s in jobs(30)]
+        await asyncio.sleep(0.1)
+        assert {e.version for e in crew.engines if not e.closed} == {1}  # the new one, too
+        await crew.router.close()
+
+    run(story())
+
+
+@settings(max_examples=25)
+@given(
+    faults=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([*FAULTS[:2], "stale"]), st.integers(0, 9)),
+                    max_size=4),
+    finish=st.booleans(),
+    asked=st.integers(1, 40),
+)  # fmt: skip
+def test_every_request_is_answered_once_whatever_dies(
+    faults: list[tuple[int, str, int]], finish: bool, asked: int
+) -> None:
+    async def story() -> None:
+        crew = Crew(4, restarts=4)
+        for which, fault, after in faults:
+            crew.engines[which].fault, crew.engines[which].after = fault, after
+        answers: Counter[int] = Counter()
+
+        async def one(prompt: list[int], sampling: Sampling) -> None:
+            done = await crew.router.generate(prompt, sampling)
+            answers[sampling.key] += 1
+            assert len(set(done.versions)) == 1
+            assert done.token_ids == tokens(prompt, sampling, done.versions[0])
+
+        flying = [asyncio.create_task(one(p, s)) for p, s in jobs(asked)]
+        await asyncio.sleep(0.002)
+        await crew.router.pause(finish)
+        await crew.router.load_weights(WEIGHTS, 1)
+        await asyncio.gather(*flying)
+        assert answers == Counter(range(asked))
+        assert all(r.load == 0 for r in crew.router.replicas.values())
+        assert not crew.router._homes
+        await crew.router.close()
+        assert all(e.closed for e in crew.engines)
+
+    run(story())
+
+
+def test_requests_of_a_lost_replica_finish_while_the_router_pauses() -> None:
+    async def story() -> None:
+        crew = Crew(2, restarts=0)
+        crew.engines[0].fault = "hang-generate"
+        crew.engines[0].after = 0
+        flying = asyncio.create_task(ask(crew.router, jobs(10)))
+        await asyncio.sleep(0.002)
+        await crew.router.pause(finish=True)
+        assert flying.done()
+        assert {v for c in await flying for v in c.versions} == {0}
+        await crew.router.close()
+
+    run(story())
+
+
+def test_equal_prompts_go_to_one_replica_until_its_rows_are_taken() -> None:
+    async def places(rows: int) -> list[set[tuple[int, ...]]]:
+        seen: list[list[tuple[int, ...]]] = [[] for _ in range(3)]
+
+        def handler(n: int) -> Callable[..., Awaitable[list[int]]]:
+            async def note(prompt: list[int], sampling: Sampling, version: int) -> list[int]:
+                seen[n].append(tuple(prompt))
+                return await say(prompt, sampling, version)
+
+            return note
+
+        router = Router([Replica(f"e-{n}", ScriptedEngine(handler(n))) for n in range(3)], rows=rows)
+        await ask(router, [([p], Sampling(key=k, max_tokens=4)) for p in range(1, 7) for k in range(8)])
+        assert sum(map(len, seen)) == 48
+        assert all(len(s) == 16 for s in seen), "as many for each"
+        await router.close()
+        return [set(s) for s in seen]
+
+    apart = run(places(rows=64))
+    assert sorted(p for place in apart for p in place) == [(p,) for p in range(1, 7)]
+    assert sum(len(place) for place in run(places(rows=4))) > 6
+
+
+def test_replicas_join_and_leave_during_a_run() -> None:
+    async def story() -> None:
+        crew = Crew(1)
+        await crew.router.load_weights(WEIGHTS, 3)
+        flying = asyncio.create_task(ask(crew.router, jobs(20)))
+        await asyncio.sleep(0.001)
+        late = Faulty()
+        await crew.router.join(Replica("late", late))
+        assert late.version == 3
+        await asyncio.gather(flying, crew.router.leave("engine-0"))
+        assert len(crew.engines[0].served) == 20
+        assert crew.engines[0].closed
+        await ask(crew.router, jobs(5))
+        assert len(late.served) == 5
+        with pytest.raises(WhetError, match="no replica 'engine-0' serves; there are late"):
+            await crew.router.leave("engine-0")
+        assert crew.router.dropped == []
+        await crew.router.close()
+
+    run(story())
+
+
+def test_weights_that_come_while_a_replica_joins() -> None:
+    async def story() -> None:
+        crew = Crew(1)
+        await crew.router.load_weights(WEIGHTS, 1)
+        slow = Faulty()
+        before = slow.engine.load_weights
+
+        async def load(source: WeightSource, version: int) -> None:
+            await asyncio.sleep(0.02)
+            await before(source, version)
+
+        slow.engine.load_weights = load  # type: ignore[method-assign]
+        joining = asyncio.create_task(crew.router.join(Replica("slow", slow)))
+        await asyncio.sleep(0.005)
+        await crew.router.load_weights(WEIGHTS, 2)
+        await joining
+        assert slow.version == crew.router.version == 2
+        await crew.router.close()
+
+    run(story())
+
+
+def test_when_none_is_left_a_restart_is_waited_for() -> None:
+    async def story() -> None:
+        crew = Crew(1, restarts=1)
+        await crew.router.load_weights(WEIGHTS, 5)
+        crew.engines[0].fault = "raise-generate"
+        done = await ask(crew.router, jobs(4))
+        assert [c.token_ids for c in done] == [tokens(p, s, 5) for p, s in jobs(4)]
+        crew.engines[1].fault = "raise-generate"
+        with pytest.raises(WhetError, match=r"no engine replica is left and none will come.*killed"):
+            await ask(crew.router, jobs(1))
+        with pytest.raises(WhetError, match="none will come"):
+            await crew.router.load_weights(WEIGHTS, 6)
+        await crew.router.close()
+
+    run(story())
+
+
+def test_a_restart_that_never_ends_is_not_waited_for_for_ever() -> None:
+    async def never(name: str) -> Replica:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    async def story() -> None:
+        engine = Faulty()
+        router = Router([Replica("only", engine)], restart=never, restarts=2, **{**QUICK, "start_s": 0.1})
+        engine.fault = "raise-generate"
+        with pytest.raises(WhetError, match=r"0\.1 s for an engine replica|none will come"):
+            await ask(router, jobs(1))
+        await router.close()
+
+    run(story())
+
+
+def test_a_request_that_nobody_can_serve_costs_no_replica() -> None:
+    async def story() -> None:
+        crew = Crew(2)
+        with pytest.raises(RequestError, match="the prompt is empty"):
+            await crew.router.generate([], Sampling())
+        assert len(crew.router.replicas) == 2
+        assert crew.router.dropped == []
+        await crew.router.close()
+
+    run(story())
+
+
+def test_a_caller_that_gives_up_frees_its_row() -> None:
+    async def forever(prompt: list[int], sampling: Sampling, version: int) -> list[int]:
+        await asyncio.sleep(3600)
+        return []
+
+    async def story() -> None:
+        router = Router([Replica("only", ScriptedEngine(forever))])
+        task = asyncio.create_task(router.generate([1], Sampling()))
+        await asyncio.sleep(0.01)
+        assert router.replicas["only"].load == 1
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert router.replicas["only"].load == 0
+        await router.close()
+
+    run(story())
+
+
+def test_close_ends_every_wait_with_a_reason() -> None:
+    async def story() -> None:
+        crew = Crew(2)
+        crew.engines[0].fault = crew.engines[1].fault = "hang-generate"
+        flying = [asyncio.create_task(crew.router.generate(p, s)) for p, s in jobs(4)]
+        await asyncio.sleep(0.01)
+        await crew.router.close()
+        for result in await asyncio.gather(*flying, return_exceptions=True):
+            assert isinstance(result, WhetError)
+            assert "closed" in str(result)
+
+    run(story())
+
+
+# ---------------------------------------------------------------- with models
+
+
+def module() -> PreTrainedModel:
+    """ffn_size is a multiple of 32, so that the PyTorch kernels are exact, too."""
+    scratch = Scratch(hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_size=64, init_std=0.3)
+    ids: dict[str, Any] = {"vocab_size": VOCAB, "eos_token_id": 1, "pad_token_id": 0}
+    return build(Model(scratch=scratch), **ids, seed=0, device="cpu", dtype=torch.float32)
+
+
+def native() -> NativeEngine:
+    return NativeEngine(module(), kernels.load("auto"), end_token_ids=[1], max_context=64, max_batch=8)
+
+
+@pytest.mark.parametrize("fault", ["raise-generate", "hang-generate"])
+def test_native_engines_give_the_tokens_of_an_undisturbed_run(fault: str) -> None:
+    torch.set_num_threads(1)
+    work = [([3 + n % 3, 9, 4], Sampling(key=n, max_tokens=12)) for n in range(24)]
+
+    async def alone() -> list[Completion]:
+        return await ask(native(), work)
+
+    async def disturbed() -> list[Completion]:
+        crew = Crew(3, lambda: Faulty(native()), health_s=1.0, load_s=10.0, start_s=10.0)
+        crew.engines[0].fault, crew.engines[0].after = fault, 3
+        done = await ask(crew.router, work)
+        assert len(crew.router.dropped) == 1
+        await crew.router.close()
+        return done
+
+    assert run(disturbed()) == run(alone())
+
+
+def test_weights_that_all_refuse_are_at_fault() -> None:
+    async def story() -> None:
+        crew = Crew(2, lambda: Faulty(native()), load_s=10.0)
+        full = [(n, p.detach()) for n, p in module().named_parameters()]
+        with pytest.raises(WhetError, match=r"1 of \d+ parameters did not come"):
+            await crew.router.load_weights(WeightSource(tensors=iter(full[1:])), 1)
+        assert crew.router.version == 0
+        assert crew.router.dropped == []
+        await crew.router.load_weights(WeightSource(tensors=iter(full)), 1)
+        assert {e.version for e in crew.engines} == {1}
+        await crew.router.close()
+
+    run(story())

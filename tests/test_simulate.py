@@ -1,0 +1,96 @@
+"""The simulator of schedules: cases worked by hand, laws, and a run's own times read back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from test_staleness import run
+from whet.cli import app
+from whet.simulate import Costs, Mode, Schedule, bound_s, simulate, ways
+from whet.track.costs import measured
+from whet.types import DataError
+
+COSTS = Costs(rollout_s=[2.0], train_s=3.0, sync_s=0.5, score_s=0.25, slots=4)
+IN_TURN = Schedule(mode="alternate", groups_per_step=4, group_size=2, steps=10)
+
+
+def test_in_turn_by_hand() -> None:
+    """8 rollouts of 2 s in 4 places: 4 s; 4 groups scored: 1 s; 3 s of training, 0.5 s of moving weights."""
+    found = simulate(COSTS, IN_TURN)
+    assert found.step_s == pytest.approx(8.5)
+    assert found.trainer_busy == pytest.approx(3 / 8.5)
+    assert found.engines_busy == pytest.approx(16 / (8.5 * 4))
+    assert found.rollouts == 80
+
+
+def test_ahead_by_hand() -> None:
+    """One round of 5 s first; then nine steps of 5 s (exploring is the slower side) and a last one of 3 s."""
+    found = simulate(COSTS, replace(IN_TURN, mode="overlap", max_staleness=1))
+    assert found.seconds == pytest.approx(5 + 9 * 5 + 3 + 10 * 0.5)
+
+
+def test_free_by_hand() -> None:
+    """One rollout a group, one group a step, one place: a rollout ends every 2 s, training takes 1 s beside it."""
+    costs = Costs(rollout_s=[2.0], train_s=1.0, slots=1)
+    found = simulate(costs, Schedule(mode="free", groups_per_step=1, group_size=1, max_staleness=1, steps=6))
+    assert found.seconds == pytest.approx(6 * 2 + 1)
+    assert found.given_up == 0
+    on_policy = simulate(costs, Schedule(mode="free", groups_per_step=1, group_size=1, steps=6))
+    assert on_policy.seconds == pytest.approx(6 * 3)
+
+
+def test_a_straggler_is_given_up() -> None:
+    """A rollout that never ends holds its place until it is too old; in turn, the step waits for it."""
+    costs = Costs(rollout_s=[1.0] * 29 + [1e9], train_s=1.0, slots=64)
+    schedule = Schedule(mode="free", groups_per_step=4, group_size=1, max_staleness=2, spare=4, steps=100)
+    found = simulate(costs, schedule)
+    assert found.step_s < 5
+    assert found.given_up > 0
+    assert simulate(costs, replace(schedule, mode="alternate", spare=0)).step_s > 1e6
+
+
+@pytest.mark.parametrize("mode", ["alternate", "overlap", "free"])
+@pytest.mark.parametrize("seed", range(5))
+def test_never_faster_than_the_slower_side(mode: Mode, seed: int) -> None:
+    lengths = [0.1 * 1.1**n for n in range(40)]
+    costs = Costs(rollout_s=lengths, train_s=0.7, sync_s=0.1, slots=16)
+    schedule = Schedule(
+        mode=mode, groups_per_step=8, group_size=4, max_staleness=mode != "alternate", steps=100
+    )
+    found = simulate(costs, schedule, seed=seed)
+    assert found.trainer_busy <= 1
+    assert found.engines_busy <= 1 + 1e-9
+    if not found.given_up:
+        assert found.step_s >= 0.95 * bound_s(costs, schedule)
+
+
+def test_more_staleness_is_never_slower_by_much() -> None:
+    lengths = [0.1 * 1.1**n for n in range(40)]
+    costs = Costs(rollout_s=lengths, train_s=1.0, slots=64)
+    times = [
+        simulate(costs, Schedule(mode="free", groups_per_step=8, group_size=4, max_staleness=k)).step_s
+        for k in (0, 1, 2, 4)
+    ]
+    assert times == sorted(times, reverse=True)
+    assert {way.max_staleness for way in ways(IN_TURN) if way.mode == "free"} == {1, 2, 4}
+
+
+def test_costs_of_a_run_and_the_command(tmp_path: Path) -> None:
+    result = run(tmp_path)
+    costs = measured(result.run_dir, "main", slots=8)
+    assert len(costs.rollout_s) == 5 * 8, "the first step, which warms up, is left out"
+    assert costs.train_s > 0
+    assert all(seconds > 0 for seconds in costs.rollout_s)
+    config = result.run_dir / "config.yaml"
+    said = CliRunner().invoke(
+        app, ["plan", str(config), "rollout.max_staleness=2", "--simulate", str(result.run_dir)]
+    )
+    assert said.exit_code == 0, said.output
+    assert "ahead 2" in said.output
+    assert "of bound" in said.output
+    with pytest.raises(DataError, match="no step of stage 'other' has both"):
+        measured(result.run_dir, "other", slots=8)

@@ -1,0 +1,326 @@
+"""Copies in other places: made beside the run, tried again, never half, thinned there as told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import whet
+from fake_hub import Hub
+from remote_places import SECRET
+from test_checkpoint_options import CONFIG, same
+from whet import checkpoint
+from whet.checkpoint import Keep, Saver
+from whet.storage import stores, uploads
+from whet.storage.manifests import MANIFEST, manifest
+from whet.storage.uploads import Uploads
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(uploads, "PAUSES_S", (0.01, 0.01))
+
+
+def train(run_dir: Path, *overrides: str) -> Path:
+    whet.train(overrides=[f"run_dir={run_dir}", *overrides], **CONFIG)
+    return run_dir
+
+
+def made(root: Path, step: int, score: float | None = None) -> Path:
+    state = {"stage": 0, "stage_name": "main", "step": step, "score": score}
+    return checkpoint.save(root, {}, state, keep=None)
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> tuple[Path, str]:
+    """A mounted folder: where it is, and its URL."""
+    return tmp_path / "there", f"file://{tmp_path}/there"
+
+
+class Faulty:
+    """`stores.send` that fails while told so, and waits while told so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fails, self.calls, self.go = False, 0, threading.Event()
+        self.go.set()
+        self._send = stores.send
+        monkeypatch.setattr(stores, "send", self.send)
+
+    def send(self, *args: Any) -> None:
+        self.calls += 1
+        assert self.go.wait(30)
+        if self.fails:
+            raise OSError(f"no route to {SECRET}")
+        self._send(*args)
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Faulty:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    return Faulty(monkeypatch)
+
+
+# ---------------------------------------------------------------- copied
+
+
+def test_a_run_leaves_its_checkpoints_and_exports_in_s3_and_another_goes_on_from_there(
+    s3: Any, tmp_path: Path
+) -> None:
+    whole = train(tmp_path / "whole", "checkpoint.keep=null")
+    to = ("checkpoint.upload_to=[s3://pail/run]", "checkpoint.upload_exports_to=[s3://pail/models]")
+    first = train(tmp_path / "first", "checkpoint.export=true", *to)
+    for name in ("0-main-000001", "0-main-000002", "0-main-000003"):
+        assert stores.said("s3://pail/run", name) == manifest(whole / "checkpoints" / name) | {"format": 1}
+    same(whole, first, "metrics.jsonl")
+    assert json.loads(s3.cat_file(f"pail/models/main/{MANIFEST}")) == manifest(first / "export/main")
+    for url in ("s3://pail/run/0-main-000002", "s3://pail/run"):
+        if url.endswith("run"):
+            stores.remove(url, "0-main-000003")
+        again = train(tmp_path / url[-6:].replace("/", "-"), f"checkpoint.resume={url}")
+        same(whole, again, "checkpoints/0-main-000003/policy/model.safetensors")
+        last = (whole / "metrics.jsonl").read_bytes().splitlines()[-1:]
+        assert (again / "metrics.jsonl").read_bytes().splitlines() == last
+    s3.rm_file(f"pail/run/0-main-000002/{MANIFEST}")
+    with pytest.raises(whet.types.CheckpointError, match="is not a whole checkpoint"):
+        train(tmp_path / "half", "checkpoint.resume=s3://pail/run/0-main-000002")
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
+
+
+def test_the_hub_gets_checkpoints_as_folders_and_the_newest_export_at_its_root(
+    own_hub: Hub,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = tmp_path / "config.yaml"
+    to = {
+        "upload_to": ["hf://org/saved"],
+        "upload_exports_to": ["hf://org/tiny"],
+        "export": True,
+        "export_every": 2,
+    }
+    own = {"checkpoint": {"every": 1, "keep": None, "upload_keep": 2, **to}, "run_dir": str(tmp_path / "run")}
+    config.write_text(yaml.safe_dump({**CONFIG, **own}))
+    own_hub.failing = 1
+    env = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
+    done = subprocess.run(
+        [sys.executable, "-m", "whet.cli", "train", str(config)],
+        capture_output=True, text=True, timeout=200, check=False, env=env,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    log = (tmp_path / "run/run.log").read_text()
+    assert "trying again" in log
+    assert "NOT UPLOADED" not in log
+    assert "hf_veryverysecret" not in log + done.stdout + done.stderr
+    assert {name.partition("/")[0] for name in own_hub.files("org/saved")} == {
+        "0-main-000002",
+        "0-main-000003",
+    }
+    final = tmp_path / "run/export/main"
+    files = own_hub.files("org/tiny")
+    assert set(files) == {p.name for p in final.iterdir()} | {MANIFEST}
+    assert all(files[p.name] == p.read_bytes() for p in final.iterdir())
+    assert len(own_hub.commits["org/tiny"]) == 2, "one commit each"
+
+
+# ---------------------------------------------------------------- beside the run
+
+
+def test_saving_never_waits_for_a_copy(faulty: Faulty, tmp_path: Path, there: tuple[Path, str]) -> None:
+    faulty.go.clear()
+    copies = Uploads([there[1]])
+    saver = Saver(tmp_path / "c", keep=Keep(1), after=copies.checkpoint, spare=copies.spare)
+    for step in (1, 2, 3):
+        saver.save({}, {"stage": 0, "stage_name": "main", "step": step})
+    names = [p.name for p in checkpoint.all_in(tmp_path / "c")]
+    assert names == [f"0-main-00000{n}" for n in (1, 2, 3)], "what waits stays"
+    assert not there[0].exists()
+    faulty.go.set()
+    assert copies.finish() == []
+    saver.tidy()
+    assert [p.name for p in checkpoint.all_in(tmp_path / "c")] == names[-1:]
+    assert stores.children(there[1]) == names
+
+
+def test_what_fails_is_said_and_tried_again_with_the_next(
+    faulty: Faulty, tmp_path: Path, there: tuple[Path, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "whet")
+    copies = Uploads([there[1]])
+    faulty.fails = True
+    copies.checkpoint(made(tmp_path / "c", 1))
+    until = time.monotonic() + 30
+    while "with the next" not in caplog.text:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert faulty.calls == 3
+    assert "(redacted)" in caplog.text
+    assert SECRET not in caplog.text
+    faulty.fails = False
+    copies.checkpoint(made(tmp_path / "c", 2))
+    assert copies.finish() == []
+    assert stores.children(there[1]) == ["0-main-000001", "0-main-000002"]
+
+
+def test_the_end_waits_no_longer_than_its_deadline_and_the_same_command_sends_the_rest(
+    tmp_path: Path, there: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty = Faulty(monkeypatch)
+    faulty.fails = True
+    to = f"checkpoint.upload_to=[{there[1]}]"
+    run_dir = train(tmp_path / "run", to)
+    log = (run_dir / "run.log").read_text()
+    assert "NOT UPLOADED: 0-main-000002 to file://" in log
+    assert stores.children(there[1]) == []
+    faulty.fails = False
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    train(run_dir, to)
+    assert stores.children(there[1]) == ["0-main-000002", "0-main-000003"]
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    calls = faulty.calls
+    train(run_dir, to)
+    assert faulty.calls == calls, "what is there is not sent again"
+    copies = Uploads([there[1] + "/slow"])
+    faulty.go.clear()
+    copies.checkpoint(run_dir / "checkpoints/0-main-000003")
+    assert copies.finish(0.05) == [f"0-main-000003 to {there[1]}/slow"]
+    faulty.go.set()
+
+
+def test_a_queue_that_grows_leaves_out_the_oldest_and_says_so(
+    faulty: Faulty, tmp_path: Path, there: tuple[Path, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty.go.clear()
+    copies = Uploads([there[1]])
+    paths = [made(tmp_path / "c", step) for step in range(1, 8)]
+    copies.checkpoint(paths[0])
+    until = time.monotonic() + 30
+    while not faulty.calls:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    for path in paths[1:]:
+        copies.checkpoint(path)
+    assert len(copies.spare()) == 1 + uploads.MOST_WAITING
+    faulty.go.set()
+    assert copies.finish() == []
+    assert stores.children(there[1]) == [f"0-main-00000{n}" for n in (1, 4, 5, 6, 7)]
+    assert caplog.text.count("fall behind") == 2
+
+
+def test_a_folder_that_is_gone_is_no_reason_to_wait(
+    tmp_path: Path, there: tuple[Path, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    copies = Uploads([there[1]])
+    copies.checkpoint(tmp_path / "c/0-main-000001")
+    assert copies.finish() == []
+    assert "the folder is gone" in caplog.text
+
+
+# ---------------------------------------------------------------- thinned there
+
+
+def test_the_last_alone(tmp_path: Path, there: tuple[Path, str]) -> None:
+    to = [f"checkpoint.upload_to=[{there[1]}]", f"checkpoint.upload_exports_to=[{there[1]}/models]"]
+    train(
+        tmp_path / "run", *to, "checkpoint.upload=last", "checkpoint.export=true", "checkpoint.export_every=1"
+    )
+    assert stores.children(there[1]) == ["0-main-000003"]
+    assert stores.children(f"{there[1]}/models") == ["main"]
+
+
+def test_as_many_stay_there_as_told_and_the_best(tmp_path: Path, there: tuple[Path, str]) -> None:
+    saver = Saver(tmp_path / "c", keep=Keep(2, best=1))
+    copies = Uploads([there[1]], keep=1, best=saver.best)
+    for step, score in enumerate((0.1, 0.9, 0.3, 0.2), start=1):
+        saver.save({}, {"stage": 0, "stage_name": "main", "step": step, "score": score})
+        copies.checkpoint(checkpoint.all_in(tmp_path / "c")[-1])
+    assert copies.finish() == []
+    assert stores.children(there[1]) == ["0-main-000002", "0-main-000004"]
+    assert [p.name[-1] for p in checkpoint.all_in(tmp_path / "c")] == ["2", "3", "4"]
+
+
+def test_a_run_that_goes_back_removes_there_what_it_left(tmp_path: Path, there: tuple[Path, str]) -> None:
+    copies = Uploads([there[1]])
+    for step in (1, 2, 5):
+        copies.checkpoint(made(tmp_path / "c", step))
+    copies.finish()
+    shutil.rmtree(tmp_path / "c/0-main-000005")
+    again = Uploads([there[1]])
+    again.checkpoint(made(tmp_path / "c", 3))
+    again.finish()
+    assert stores.children(there[1]) == ["0-main-000001", "0-main-000002", "0-main-000003"]
+
+
+# ---------------------------------------------------------------- killed
+
+
+@pytest.fixture
+def killed() -> Iterator[list[subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+SLOW = """
+import sys, time
+from whet.storage import stores
+real = stores.connect
+class Slow:
+    def __init__(self, fs): self.fs = fs
+    def __getattr__(self, name):
+        if name == "put_file":
+            time.sleep(0.2)
+        return getattr(self.fs, name)
+stores.connect = lambda url: (Slow(real(url)[0]), real(url)[1])
+from whet.cli import main
+main()
+"""
+
+
+def test_a_run_killed_while_it_copies_sends_what_is_missing_when_it_goes_on(
+    tmp_path: Path, there: tuple[Path, str], killed: list[subprocess.Popen[bytes]]
+) -> None:
+    config, run_dir = tmp_path / "config.yaml", tmp_path / "run"
+    own = {
+        "checkpoint": {"every": 1, "keep": 3, "export": False, "upload_to": [there[1]]},
+        "run_dir": str(run_dir),
+    }
+    config.write_text(yaml.safe_dump({**CONFIG, **own}))
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, "train", str(config)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    killed.append(process)
+    until = time.monotonic() + 90
+    while not list(there[0].glob("0-*/policy/*")):
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert stores.children(there[1]) == [], "half a copy is none"
+    train(run_dir, "checkpoint.keep=3", f"checkpoint.upload_to=[{there[1]}]")
+    assert stores.children(there[1]) == ["0-main-000001", "0-main-000002", "0-main-000003"]
+    for name in stores.children(there[1]):
+        assert checkpoint.read_state(there[0] / name)["step"] == int(name[-1])
