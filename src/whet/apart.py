@@ -204,7 +204,7 @@ async def bench_all(shared: Shared, home: Path) -> None:
 
 async def bench(run: Run, path: Path, *, step: int, version: int) -> None:
     """One checkpoint's weights into the model, and every held-out task asked."""
-    checkpoint.load(path, {"policy": run.policy}, wanted=("model",))
+    run.policy.load(path / "policy")
     run.policy.version, run.step = version, step
     await hand_over(run.policy, run.engine)
     await evaluation(run)

@@ -159,7 +159,12 @@ class Run:
     def same_policy(self) -> bool:
         """Tokens are sampled from the distribution that is trained: its weights, at its temperature."""
         trained, sampled = self.cfg.train.temperature, self.cfg.rollout.sampling.temperature
-        return self.sampler is None and trained in (None, sampled)
+        return not self.samples_older and trained in (None, sampled)
+
+    @property
+    def samples_older(self) -> bool:
+        """Rollouts may come from weights of before the step at hand."""
+        return self.sampler is not None or self.out is not None
 
     @property
     def recompute_old(self) -> bool:
@@ -339,7 +344,7 @@ class Run:
         assert batch.adv_N is not None
         behind_M = (self.policy.version - 1 - batch.version_N)[batch.mask_N & (batch.version_N >= 0)]
         out: Metrics = {"train/version": float(self.policy.version)}
-        if self.sampler is not None and len(behind_M):
+        if self.samples_older and len(behind_M):
             out["train/staleness_mean"] = float(behind_M.double().mean())
         if batch.logp_ref_N is not None and batch.logp_old_N is not None:
             gap = (batch.logp_old_N - batch.logp_ref_N)[batch.mask_N]

@@ -221,16 +221,21 @@ def open_stage(shared: Shared, index: int, *, explores: bool = False) -> Run:
         run.out = _publisher(cfg, shared.directory.path)
     run.explorers = Explorers(run.buffer, partial(draw, run), partial(explore, run))
     policy.version = shared.version
-    if algorithm.full_kl_coef and run.reference is not None:
-        policy.full_kl = FullKl(algorithm.full_kl_coef, run.reference)
-    if ranks is None and trains:
-        run.meter = meter_of(run.policy, run.critic, train=cfg.train, of_critic=plan.critic)
-    skip = None if cfg.track.micro_batches else MICRO_BATCH
+    _join(run, shared)
+    return run
+
+
+def _join(run: Run, shared: Shared) -> None:
+    """Tell the models of each other, and of who watches them."""
+    if run.algorithm.full_kl_coef and run.reference is not None:
+        run.policy.full_kl = FullKl(run.algorithm.full_kl_coef, run.reference)
+    if run.ranks is None and trains:
+        run.meter = meter_of(run.policy, run.critic, train=run.cfg.train, of_critic=run.plan.critic)
+    skip = None if run.cfg.track.micro_batches else MICRO_BATCH
     for lane, trained in (("policy", run.policy), ("reference", run.reference), ("critic", run.critic)):
         if trained is not None:
             trained.beat = shared.watch.beat
             trained.span = shared.directory.timeline.spans_of(lane, skip=skip)
-    return run
 
 
 def _buffer(cfg: Config, plan: Plan, ledger: Ledger) -> Buffer:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from whet.config.recipes import resolve
 from whet.config.schema import Config, Profile
-from whet.config.secrets import MASK, is_secret
+from whet.config.secrets import MASK, is_secret, masked_url
 from whet.config.tree import leaves
 from whet.config.urls import is_remote, url_problems
 from whet.tables import near
@@ -233,6 +233,12 @@ def _apart(cfg: Config) -> Iterator[tuple[str, str]]:
             "buffer.url",
             f"memory is in one process, and mode={cfg.mode} needs a place that all see: sqlite:///PATH, "
             "files:///PATH or postgresql://USER@HOST/DATABASE",
+        )
+    elif not re.match(r"(sqlite|files):///.|postgresql://.", cfg.buffer.url):
+        yield (
+            "buffer.url",
+            f"{masked_url(cfg.buffer.url)!r} is not a store; give sqlite:///PATH, files:///PATH or "
+            "postgresql://USER@HOST/DATABASE (four slashes before a path from the root)",
         )
     if cfg.rollout.schedule != "free":
         yield "rollout.schedule", f"with mode={cfg.mode} explorers and trainer go on by themselves; set free"

@@ -31,8 +31,8 @@ class Noise:
     key: int
 
     def drop(self, x: Tensor, share: float, *, first: int = 0) -> Tensor:
-        """x [..., U, I] with a share of its features 0 and the rest scaled up. 53 random bits a feature. first: its first
-        feature's number, where x is a part of them."""
+        """x [..., U, I] with a share of its features 0 and the rest scaled up. 53 random bits a feature. first: number
+        of its first feature, where x has a part of them."""
         key = torch.tensor(self.key >> 1, device=x.device)  # 63 bits: int64
         column_I = torch.arange(first, first + x.shape[-1], device=x.device) * _GOLDEN
         bits_UI = _mix(_mix(self.name_U ^ key)[:, None] + column_I)
