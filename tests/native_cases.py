@@ -551,11 +551,17 @@ RANKS = tuple(
     )
 )  # fmt: skip
 
+APART = (
+    "mode", "buffer.url", "buffer.order", "buffer.lease_s", "buffer.explorer", "sync.dtype", "sync.timeout_s",
+    "sync.keep",
+)  # fmt: skip
+
 BELOW: dict[str, str] = {
     "critic.head": "weights with a head are refused without it",
     "algorithm.divide_by_turns": "episodes of one turn are divided by 1",
     "checkpoint.load": "what is read when a run goes on",
-    **{key: "processes start for it: test_ranks_run.py has a test of each" for key in RANKS},
+    **dict.fromkeys(RANKS, "processes start for it: test_ranks_run.py has a test of each"),
+    **dict.fromkeys(APART, "of processes that explore and train apart: test_apart.py has a test of each"),
     **dict.fromkeys(CLUSTER, "Ray starts for it: test_cluster.py has a test of each"),
     **{f"eval.offline.{name}": "training refuses it, `whet eval` reads it" for name in OFFLINE},
 }

@@ -15,15 +15,19 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import yaml
 
 import whet
-from whet.buffer.stores import open_store
+from whet import stages
+from whet.buffer.queue import ExplorerQueue
+from whet.buffer.stores import Scored, open_store
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.types import ConfigError, WhetError
+from whet.guard.ledger import Ledger
+from whet.types import ConfigError, Group, Rollout, Task, WhetError
 
-STEPS = 40
+STEPS = 32
 ROWS = [{"prompt": f"copy {n}", "answer": "ab"[n % 2]} for n in range(8)]
 
 
@@ -167,6 +171,47 @@ def test_a_bench_without_a_trainer_says_what_it_waited_for(tmp_path: Path) -> No
 def test_bad_input(tmp_path: Path, given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         plans(load(None, (), tree(tmp_path, **given)))
+
+
+def test_every_key_of_the_sections_reaches_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order in which groups are taken, the dtype and the number of versions that are published, the lease."""
+    buffer = {"url": f"files:///{tmp_path}/queue", "order": "newest"}
+    loaded = load(
+        None, (), tree(tmp_path, mode="train", buffer=buffer, sync={"dtype": "bfloat16", "keep": 3})
+    )
+    cfg = loaded.stages[0]
+    queue: Any = stages._buffer(cfg, plans(loaded)[0], Ledger())
+    uids = queue.store.reserve("x", 2, capacity=4, rollouts=1, lease_s=60)
+    task = {"source": "s", "prompt": ""}
+    groups = [one_rollout(Task(uid=uid, **task)) for uid in uids]  # type: ignore[arg-type]
+    queue.store.put([Scored(group.task.uid, group) for group in groups])
+    assert [g.task.uid for g in queue.store.take(1, step=1)] == [1], "the newest first"
+    publisher = stages._publisher(cfg, tmp_path)
+    for version in range(5):
+        publisher.send(version, [("w", torch.ones(2))])
+    assert len([p for p in (tmp_path / "weights").iterdir() if p.name.isdigit()]) == 3
+    (_, tensor), *_ = publisher.transport.receive(4)
+    assert tensor.dtype == torch.bfloat16
+    leases = []
+    renewed = ExplorerQueue.__init__
+
+    def noted(queue: ExplorerQueue, *args: Any, **given: Any) -> None:
+        leases.append(given["lease_s"])
+        renewed(queue, *args, **given)
+
+    monkeypatch.setattr(ExplorerQueue, "__init__", noted)
+    apart = {"url": buffer["url"], "lease_s": 7.0, "explorer": "y"}
+    with pytest.raises(WhetError, match="waited"):
+        whet.train(**tree(tmp_path, name="other", mode="explore", buffer=apart, sync={"timeout_s": 0.2}))
+    assert leases == [7.0]
+
+
+def one_rollout(task: Task) -> Group:
+    rollout = Rollout(
+        task=task, index=0, token_ids=[1, 2], mask=[0, 1], logprobs=[0.0, -1.0], sample_logprobs=[0.0, -1.0],
+        versions=[-1, 0], finish_reason="stop", reward=1.0,
+    )  # fmt: skip
+    return Group(task, (rollout,))
 
 
 def test_queues_of_two_runs_do_not_meet(tmp_path: Path) -> None:

@@ -221,12 +221,12 @@ def open_stage(shared: Shared, index: int, *, explores: bool = False) -> Run:
         run.out = _publisher(cfg, shared.directory.path)
     run.explorers = Explorers(run.buffer, partial(draw, run), partial(explore, run))
     policy.version = shared.version
-    _join(run, shared)
+    _join(run, shared, trains=trains)
     return run
 
 
-def _join(run: Run, shared: Shared) -> None:
-    """Tell the models of each other, and of who watches them."""
+def _join(run: Run, shared: Shared, *, trains: bool) -> None:
+    """Tell the models of each other, and of who watches them. trains: not a process that only explores."""
     if run.algorithm.full_kl_coef and run.reference is not None:
         run.policy.full_kl = FullKl(run.algorithm.full_kl_coef, run.reference)
     if run.ranks is None and trains:
