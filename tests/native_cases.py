@@ -48,6 +48,8 @@ JUDGED = "rewards={r: {model: {path: JUDGE_C}}}"
 GYM = "reasoning_gym: {task: spell_backward, size: 6}"
 ROOM = "data.max_prompt_tokens=300; model.scratch.max_positions=512"
 REMOTE = "track.trackers=[wandb]"
+REPLAY = "buffer.replay.share=0.5; train.steps=6"
+CONTROLLED = "linear_decay_use_count_control_randomization"
 BEST = (
     f"{EVAL}; eval.every=1; eval.samples=4; eval.sampling.temperature=1.0; train.steps=4; train.optimizer.lr=0.05; "
     "checkpoint.keep=1; checkpoint.keep_best.metric=eval/held/reward_mean"
@@ -394,6 +396,14 @@ CASES: dict[str, Case] = {
     "rollout.group_size": ("", 3),
     **sampling("rollout.sampling", ""),
     "rollout.max_batch": ("", 2),
+    "buffer.replay.share": ("train.steps=3", 0.5),
+    "buffer.replay.capacity": (f"{REPLAY}; train.tasks_per_step=4", 1),
+    "buffer.replay.priority": (f"{REPLAY}; buffer.replay.decay=-10", CONTROLLED),
+    "buffer.replay.decay": (REPLAY, -10.0),
+    "buffer.replay.use_limit": (f"{REPLAY}; buffer.replay.priority={CONTROLLED}", 1),
+    "buffer.replay.sigma": (f"{REPLAY}; buffer.replay.priority={CONTROLLED}", 50.0),
+    "buffer.replay.cooldown_steps": (REPLAY, 2),
+    "buffer.replay.max_staleness": (REPLAY, 0),
     "rollout.sync_every": ("", 2),
     "rollout.max_staleness": ("", 1),
     "rollout.schedule": ("rollout.max_staleness=1", "free"),
@@ -488,6 +498,7 @@ CASES: dict[str, Case] = {
     "stages.*.data": ("stages=[{name: one}]", {"order": "sequential"}),
     "stages.*.rewards": ("stages=[{name: one}]", {"r": {"arguments": {"salt": "z"}}}),
     "stages.*.rollout": ("stages=[{name: one}]", {"sync_every": 2}),
+    "stages.*.buffer": ("stages=[{name: one}]; train.steps=3", {"replay": {"share": 0.5}}),
     "stages.*.train": ("stages=[{name: one}]", {"passes": 2}),
     "stages.*.critic": (f"{PPO}; stages=[{{name: one}}]", {"passes": 2}),
     "stages.*.reference": (f"{REFERENCE}; stages=[{{name: one}}]", {"reset_every": 1}),

@@ -111,7 +111,7 @@ def toy(*, keep: float = 1.0, chunk: int = TASKS, max_staleness: int = 0, seed: 
         cfg=Config(), plan=SimpleNamespace(tasks_per_step=chunk, critic=None, critic_warmup_steps=0), name="toy",
         tasks=Stream(), engine=engine, sampler=None, sync_due=True, ledger=ledger,
         policy=Counting(), reference=None, critic=None, algorithm=algorithm, play=play, recompute_old=False,
-        interrupts=False,
+        interrupts=False, out=None,
         rewards=RewardSet({}, None), experts=None, kl_coef=0.0, step=0, trained=[], played=[],
         buffer=Buffer(
             groups_per_step=TASKS, group_size=SIZE, max_staleness=max_staleness,

@@ -341,3 +341,33 @@ def test_settings_that_do_nothing_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(whet.ConfigError, match=said):
             small_run(tmp_path, rollout=ROLLOUT | given)
+
+
+# ---------------------------------------------------------------- training on groups again
+
+
+def test_a_share_of_every_step_is_trained_on_again(tmp_path: Path) -> None:
+    """From the second step on half of the groups are those of the step before; they are neither asked nor booked anew,
+    and their old log-probs are computed, not taken from the engine."""
+    result = small_run(tmp_path, rollout=ROLLOUT, buffer={"replay": {"share": 0.5}})
+    lines = [line for line in result.metrics if "train/loss" in line]
+    assert [line["ledger/trained_rollouts"] for line in lines] == [8, 4, 4, 4, 4, 4]
+    assert [line["ledger/asked_rollouts"] for line in lines] == [8, 4, 4, 4, 4, 4]
+    assert lines[-1]["ledger/pending_rollouts"] == 0
+    assert [line["train/staleness_mean"] > 0 for line in lines] == [False, True, True, True, True, True]
+    again = small_run(tmp_path / "again", rollout=ROLLOUT, buffer={"replay": {"share": 0.5}})
+    assert again.metrics == result.metrics
+
+
+def test_replay_needs_to_know_the_step_before(tmp_path: Path) -> None:
+    with pytest.raises(whet.ConfigError, match=r"buffer\.replay\.share: what is drawn again"):
+        small_run(tmp_path, rollout=ROLLOUT | {"max_staleness": 1}, buffer={"replay": {"share": 0.5}})
+
+
+def test_a_free_run_may_replay(tmp_path: Path) -> None:
+    result = small_run(
+        tmp_path, rollout=ROLLOUT | {"max_staleness": 2, "schedule": "free"}, buffer={"replay": {"share": 0.5}}
+    )
+    lines = [line for line in result.metrics if "train/loss" in line]
+    assert len(lines) == 6
+    assert lines[-1]["ledger/pending_rollouts"] == 0

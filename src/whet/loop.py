@@ -179,6 +179,7 @@ async def free(run: Run) -> Metrics:
     """Train on whatever groups are finished first; explorers ask whenever there is room. No step waits for the last
     rollout."""
     run.explorers.start(left=run.plan.steps - run.step)
+    run.buffer.begin(run.policy.version)
     while not run.buffer.ready:
         await run.wait(
             run.buffer.news(run.buffer.changes), "a group of rollouts", timeout_s=run.longest_group_s
@@ -196,10 +197,11 @@ async def train_only(run: Run) -> Metrics:
 async def fill(run: Run, steps: int) -> None:
     """Explore until so many steps' worth of groups wait, and not one more."""
     explore = explore_step if run.algorithm.kind == "online" else read_step
-    goal = steps * run.buffer.groups_per_step
+    run.buffer.begin(run.policy.version)
+    goal = (steps - 1) * run.buffer.groups_per_step + run.buffer.fresh_per_step
     asked = 0
     while run.buffer.there < goal:
-        if asked >= (1 + run.cfg.algorithm.max_refills) * goal:
+        if asked >= (1 + run.cfg.algorithm.max_refills) * steps * run.buffer.groups_per_step:
             raise unfilled(run, asked)
         asked += await explore(run, min(run.plan.tasks_per_step, goal - run.buffer.there))
 

@@ -164,7 +164,8 @@ class Run:
     @property
     def samples_older(self) -> bool:
         """Rollouts may come from weights of before the step at hand."""
-        return self.sampler is not None or self.out is not None
+        replays = isinstance(self.buffer, Buffer) and self.buffer.replay is not None
+        return self.sampler is not None or self.out is not None or replays
 
     @property
     def recompute_old(self) -> bool:

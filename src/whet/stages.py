@@ -18,7 +18,9 @@ from whet.algos.groups import refine, uninformative
 from whet.algos.recipes import Algorithm
 from whet.algos.recipes import build as build_algorithm
 from whet.buffer.buffer import Buffer
+from whet.buffer.priority import priority
 from whet.buffer.queue import TrainerQueue
+from whet.buffer.replay import Replay
 from whet.buffer.stores import open_store
 from whet.config.evaluation import Asked, evaluates, judges
 from whet.config.mixing import experts_per_step
@@ -257,8 +259,25 @@ def _buffer(cfg: Config, plan: Plan, ledger: Ledger) -> Buffer:
         max_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_every - 1,
         spare=cfg.rollout.spare_tasks if plan.mode == "free" else 0,
         **grouping(cfg, plan),
+        replay=_replay(cfg, plan),
+        share=cfg.buffer.replay.share,
         copies=plan.algorithm.refill == "copy",
         ledger=ledger,
+    )
+
+
+def _replay(cfg: Config, plan: Plan) -> Replay | None:
+    """Groups that are trained on again, where a share of a step is such."""
+    wanted = cfg.buffer.replay
+    if wanted.share == 0 or plan.algorithm.kind != "online":
+        return None
+    settings = {"decay": wanted.decay, "use_limit": wanted.use_limit, "sigma": wanted.sigma}
+    return Replay(
+        capacity=wanted.capacity,
+        priority=priority(wanted.priority, settings),
+        cooldown_steps=wanted.cooldown_steps,
+        max_staleness=wanted.max_staleness,
+        seed=seeds.key(cfg.seed, "replay", plan.name),
     )
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from whet.buffer.replay import Replay, replayed
 from whet.guard.ledger import Ledger
 from whet.track.metrics import reason_of
 from whet.types import Group, Json, Rollout, Task, WhetError
@@ -55,11 +56,19 @@ class Buffer:
         refine: Refine = as_it_is,
         copies: bool = False,
         spare: int = 0,
+        replay: Replay | None = None,
+        share: float = 0.0,
     ) -> None:
-        """spare: groups asked for beyond what the steps need, so that none waits for the last."""
+        """spare: groups asked for beyond what the steps need, so that none waits for the last. replay, share: the part
+        of a step's groups that were trained on before, where there are so many."""
         self.groups_per_step, self.group_size, self.max_staleness = groups_per_step, group_size, max_staleness
         self.refine, self.reject, self.ledger = refine, reject, ledger
         self.spare = spare
+        self.replay, self.share = replay, share
+        self.again: list[Group] = []
+        """Groups of the coming step that were trained on before."""
+        self.steps = 0
+        """Steps taken so far."""
         self.copies = copies
         """Copies of other groups stand for dropped ones: a step may be short of them."""
         self.dropped = 0
@@ -88,9 +97,20 @@ class Buffer:
         return len(self.waiting) + self.dropped if self.waiting else 0
 
     @property
+    def fresh_per_step(self) -> int:
+        """Groups that the coming step needs beside those it trains on again."""
+        return self.groups_per_step - len(self.again)
+
+    @property
     def ready(self) -> bool:
         """There is a whole step's worth."""
-        return self.there >= self.groups_per_step
+        return self.there >= self.fresh_per_step
+
+    def begin(self, version: int) -> None:
+        """Draw what the coming step trains on again; call it before the step's groups are waited for."""
+        if self.replay is not None and not self.again:
+            n = replayed(self.groups_per_step, self.share)
+            self.again = self.replay.draw(n, step=self.steps, version=version)
 
     @property
     def capacity(self) -> int:
@@ -169,13 +189,16 @@ class Buffer:
         too old."""
         async with self.changed:
             await self.changed.wait_for(lambda: self.ready)
-            out, self.waiting = self.waiting[: self.groups_per_step], self.waiting[self.groups_per_step :]
-            self.dropped = max(0, self.dropped - (self.groups_per_step - len(out)))
+            n = self.fresh_per_step
+            out, self.waiting = self.waiting[:n], self.waiting[n:]
+            self.dropped = max(0, self.dropped - (n - len(out)))
             self.unused = 0
         for group in out:
             for rollout in group.rollouts:
                 self._check(rollout, version)
-        return out
+        again, self.again = self.again, []
+        self.steps += 1
+        return out + again
 
     def _check(self, rollout: Rollout, version: int) -> None:
         seen = set(rollout.versions) - {-1}
@@ -187,9 +210,13 @@ class Buffer:
 
     async def trained(self, groups: list[Group]) -> None:
         """The step is done: its groups leave, the next tasks may start."""
-        self.ledger.trained(sum(len(g.rollouts) for g in groups))
-        self.left += [self.played.pop(g.task.uid, g) for g in groups]
-        self.held -= len(groups)
+        fresh = [g for g in groups if g.task.uid in self.played]
+        self.ledger.trained(sum(len(g.rollouts) for g in fresh))
+        self.left += [self.played.pop(g.task.uid) for g in fresh]
+        self.held -= len(fresh)
+        if self.replay is not None:
+            for group in fresh:
+                self.replay.keep([group], version=_youngest(group), step=self.steps - 1)
         await self._tell()
 
     def leave(self) -> list[Group]:
@@ -206,6 +233,8 @@ class Buffer:
         return {
             "waiting": [[r.to_json() for r in self.played[g.task.uid].rollouts] for g in self.waiting],
             "dropped": self.dropped,
+            "steps": self.steps,
+            "replay": self.replay.state() if self.replay is not None else None,
             "under_way": [asdict(asked.task) for asked in self.under_way.values()],
         }
 
@@ -218,12 +247,20 @@ class Buffer:
         again = [Task.from_json(task) for task in state["under_way"]]
         self.asked(again, version)
         self.held, self.dropped = len(self.waiting) + len(again), state["dropped"]
+        self.steps = state["steps"]
+        if self.replay is not None:
+            self.replay.restore(state["replay"])
         return again
 
 
 def _oldest(group: Group) -> float:
     """The oldest version that a token of the group was sampled with; infinite if none was sampled."""
     return min((v for r in group.rollouts for v in r.versions if v >= 0), default=math.inf)
+
+
+def _youngest(group: Group) -> int:
+    """The newest version that a token of the group was sampled with."""
+    return max((v for r in group.rollouts for v in r.versions), default=-1)
 
 
 def sorted_out(group: Group, *, refine: Refine, reject: Reject) -> tuple[Group | None, dict[str, int]]:

@@ -44,6 +44,13 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     yield from _trackers(cfg)
     yield from _profile(cfg)
     yield from _apart(cfg)
+    ahead = cfg.rollout.max_staleness and cfg.rollout.schedule == "fixed"
+    if cfg.buffer.replay.share and (ahead or cfg.mode != "both"):
+        yield (
+            "buffer.replay.share",
+            "what is drawn again is known once the step before is done, so it goes with mode=both and "
+            "rollout.max_staleness=0 or rollout.schedule=free",
+        )
     if cfg.rollout.replicas and cfg.cluster.health_s >= cfg.rollout.timeout_s:
         yield (
             "cluster.health_s",

@@ -146,9 +146,29 @@ SAMPLING = (
         "rollout.schedule={cfg.rollout.schedule}: a step waits for its rollouts",
     ),
     Rule(
-        ("buffer", "sync"),
+        (*under("buffer", "url", "order", "lease_s"), "sync"),
         {"not": {"key": "mode", "is": "both"}},
         "with mode=both one process explores and trains",
+    ),
+    Rule(("buffer.replay",), ONLINE, "the replies are in the data ({kind})"),
+    Rule(
+        under(
+            "buffer.replay",
+            "capacity",
+            "priority",
+            "decay",
+            "cooldown_steps",
+            "max_staleness",
+            "use_limit",
+            "sigma",
+        ),
+        {"key": "buffer.replay.share", "above": 0},
+        "buffer.replay.share is 0",
+    ),
+    Rule(
+        under("buffer.replay", "use_limit", "sigma"),
+        {"not": {"key": "buffer.replay.priority", "is": "linear_decay"}},
+        "buffer.replay.priority=linear_decay takes no notice of it",
     ),
     Rule(("buffer.explorer",), {"key": "mode", "is": "explore"}, "mode={cfg.mode} is no explorer"),
     Rule(

@@ -88,6 +88,8 @@ class Stage(Section):
     """Keys put over `rewards`."""
     rollout: dict[str, Any] = Field(default_factory=dict)
     """Keys put over `rollout`."""
+    buffer: dict[str, Any] = Field(default_factory=dict)
+    """Keys put over `buffer`."""
     train: dict[str, Any] = Field(default_factory=dict)
     """Keys put over `train`."""
     critic: dict[str, Any] = Field(default_factory=dict)

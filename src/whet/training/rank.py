@@ -54,6 +54,8 @@ class Hello:
     imports: tuple[str, ...]
     stacks: str
     """File for the stack of a rank that hangs."""
+    driver: int
+    """Its process; it may be gone before this one has started."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def serve(fd: int) -> None:
     connection = Connection(fd)
     hello: Hello = pickle.loads(connection.recv_bytes())
     rank = _Rank(hello, connection)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(hello.driver,), daemon=True).start()
     with open(hello.stacks, "w") as stacks, _joined(rank):
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
@@ -200,9 +202,9 @@ def _joined(rank: _Rank) -> Iterator[None]:
     os._exit(0)
 
 
-def _end_with(parent: int) -> None:
+def _end_with(driver: int) -> None:
     """A driver that was killed leaves nobody behind."""
-    while os.getppid() == parent:
+    while os.getppid() == driver:
         time.sleep(0.5)
     os._exit(1)
 

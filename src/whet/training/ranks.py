@@ -82,7 +82,7 @@ class Ranks:
         for rank in range(dims.world):
             self._start(Hello(
                 rank, dims, sharding or Sharding(), device, "nccl" if device == "cuda" else "gloo", port, threads,
-                timeout_s, (*imports, *loaded_files()), str(self.folder / f"stack-{rank}"),
+                timeout_s, (*imports, *loaded_files()), str(self.folder / f"stack-{rank}"), os.getpid(),
             ))  # fmt: skip
         with self.lock:
             self._answers(None)

@@ -4,11 +4,41 @@ from __future__ import annotations
 
 from typing import Literal
 
-from whet.config.parts.base import Above0, Section
+from pydantic import Field
+
+from whet.config.parts.base import Above0, Count, Fraction, NonNegative, Positive, Section
+
+
+class Replay(Section):
+    """Training on a group more than once."""
+
+    share: Fraction = 0.0
+    """The part of a step's groups that were trained on before, rounded down. The first steps, when too few were, take
+    fresh groups instead. The policy has moved on since they were sampled, so think of algorithm.correction. 0: none."""
+    capacity: Positive = 10_000
+    """Groups that may wait to be drawn again. When it is full, the one of the lowest priority leaves."""
+    priority: str = "linear_decay"
+    """Which group is drawn first. linear_decay: policy version less `decay` per use, so new and seldom used ones.
+    linear_decay_use_count_control_randomization: the same with noise (`sigma`) and at most `use_limit` uses. Or a
+    function of yours, 'module:function'."""
+    decay: float = 2.0
+    """Versions that one use makes a group older by, for its priority."""
+    use_limit: Positive | None = 3
+    """Most uses of a group. null: no limit. linear_decay takes no notice of it."""
+    sigma: NonNegative = 0.0
+    """Standard deviation of noise on the priority, in versions. linear_decay has none."""
+    cooldown_steps: Positive = 1
+    """A group trained on at one step may be drawn again from so many steps later. Steps and not seconds, so that a
+    resumed run draws what the unbroken one drew."""
+    max_staleness: Count | None = None
+    """Groups sampled by a policy older than this many versions are not drawn any more. Default: there is no limit."""
 
 
 class Buffer(Section):
     """Where scored groups wait for the trainer."""
+
+    replay: Replay = Field(default_factory=Replay)
+    """Training on a group more than once."""
 
     url: str = "memory"
     """memory: in the trainer's process. For explorers and a trainer of their own: sqlite:///PATH (processes of one
