@@ -205,7 +205,9 @@ class Watcher:
         ):  # fmt: skip
             put(target, name, note(getattr(target, name), name, wanted))
         for name in ("wandb", "swanlab", "mlflow"):
-            stack.enter_context(patch.dict(sys.modules, {name: tracker(name, self.told)}))
+            # not patch.dict: it would forget all modules that the run imports, and torch's can't be imported twice
+            sys.modules[name] = tracker(name, self.told)
+            stack.callback(sys.modules.pop, name, None)
 
     def _noting(self, function: Any, name: str, wanted: Sequence[str | int]) -> Callable[..., Any]:
         def noted(*args: Any, **given: Any) -> Any:

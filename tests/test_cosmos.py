@@ -18,6 +18,7 @@ from whet.config.dialects.cosmos_run import (
     dtype,
     engine_options,
     lengths,
+    offload,
     place,
     resume,
     rollout,
@@ -191,12 +192,14 @@ def test_length_and_optimizer() -> None:
     assert length(values(t_epoch=3, t_max_num_steps=7)) == {"train.epochs": 3, "train.steps": 7}
     at = "train.optimizer."
     assert optimizer(values(t_optm_lr=[2e-6], t_optm_grad_norm_clip=0.0)) == {
-        at + "kind": "adamw", at + "lr": 2e-6, at + "decay_all": True, at + "grad_clip": None,
+        at + "kind": "adamw", at + "state": "float32", at + "implementation": "fused", at + "lr": 2e-6,
+        at + "decay_all": True, at + "grad_clip": None,
     }  # fmt: skip
     assert optimizer(values(t_optm_name="Adam"))[at + "kind"] == "adam"
-    for wrong in ({"t_optm_name": "Adam8bit"}, {"t_optm_lr": [1e-6, 1e-5]}):
-        with pytest.raises(Unbuilt, match="optm_"):
-            optimizer(values(**wrong))
+    small = optimizer(values(t_optm_name="Adam8bit", t_optm_impl="for-loop"))
+    assert [small[at + key] for key in ("kind", "state", "implementation")] == ["adam", "int8", "loop"]
+    with pytest.raises(Unbuilt, match="optm_"):
+        optimizer(values(t_optm_lr=[1e-6, 1e-5]))
     with pytest.raises(ConfigError, match="optm_name"):
         optimizer(values(t_optm_name="Muon"))
     with pytest.raises(ConfigError, match="max_num_steps"):
@@ -204,7 +207,13 @@ def test_length_and_optimizer() -> None:
 
 
 def test_weight_syncs_and_what_the_trainer_divides_by() -> None:
-    assert sync(values(t_sync_weight_interval=3)) == {"rollout.sync_every": 3}
+    at = "rollout."
+    assert sync(values(t_sync_weight_interval=3)) == {at + "sync_every": 3, at + "max_staleness": 4}
+    assert sync(values(p_allowed_outdated_steps=2)) == {at + "sync_every": 1, at + "max_staleness": 2}
+    for in_turn in ({POLICY + "on_policy": True}, {"mode": "colocated"}):
+        assert sync(values() | in_turn) == {at + "sync_every": 1, at + "max_staleness": 0}
+    with pytest.raises(ConfigError, match="allowed_outdated_steps"):
+        sync(values(p_allowed_outdated_steps=-1))
     assert sync(values("sft", t_sync_weight_interval=3)) == {}
     with pytest.raises(ConfigError, match="on_policy"):
         sync(values(t_sync_weight_interval=3, p_on_policy=True))
@@ -372,7 +381,12 @@ def test_conversations_are_read_whole() -> None:
 
 
 def test_model_lengths_and_seed() -> None:
-    assert dtype(values()) == {"model.dtype": "bfloat16"}
+    assert dtype(values()) == {"model.dtype": "bfloat16", "train.precision.master_weights": True}
+    half = values(t_param_dtype="float16", t_master_dtype="float32")
+    assert dtype(half) == {"model.dtype": "float16", "train.precision.master_weights": True}
+    assert dtype(values(t_master_dtype="bfloat16"))["train.precision.master_weights"] is False
+    assert offload(values(t_activation_offload=True)) == {"train.offload": ["activations"]}
+    assert offload(values()) == {"train.offload": []}
     assert transfer(values(t_transfer_dtype="bfloat16")) == {}
     total = {"data.max_total_tokens": 4096, "data.overlong": "filter"}
     assert lengths(values()) == total | {"data.max_prompt_tokens": 4095, "rollout.sampling.max_tokens": 2048}
@@ -388,7 +402,7 @@ def test_model_lengths_and_seed() -> None:
     )
     assert [seed(values(**given)) for given, _ in seeds] == [wanted for _, wanted in seeds]
     wrong: list[tuple[Any, dict[str, Any]]] = [
-        (dtype, {"t_param_dtype": "float16"}),
+        (dtype, {"t_param_dtype": "float16", "t_master_dtype": "bfloat16"}),
         (transfer, {"t_transfer_dtype": "float32"}),
         (lengths, {"r_max_response_length": 0}),
         (engine_options, {"r_backend": "sglang"}),
@@ -432,12 +446,16 @@ def test_files_and_trackers() -> None:
     assert checkpoint(values()) == {"checkpoint.every": 0, "checkpoint.export": False}
     assert checkpoint(values(c_enable_checkpoint=True, c_max_keep=-1)) == {
         "checkpoint.every": 20, "checkpoint.keep": None, "checkpoint.export": True, "checkpoint.export_every": 20,
+        "checkpoint.background": True,
     }  # fmt: skip
-    weights_only = values(c_enable_checkpoint=True, c_export_safetensors=False, c_save_freq_in_epoch=2)
+    weights_only = values(
+        c_enable_checkpoint=True, c_export_safetensors=False, c_save_freq_in_epoch=2, c_save_mode="sync"
+    )
     assert checkpoint(weights_only) == {
         "checkpoint.every": 0, "checkpoint.every_epochs": 2, "checkpoint.keep": 5, "checkpoint.export": False,
+        "checkpoint.background": False,
     }  # fmt: skip
-    for wrong in ({"c_max_keep": 0}, {"c_save_freq": 0}):
+    for wrong in ({"c_max_keep": 0}, {"c_save_freq": 0}, {"c_save_mode": "later"}):
         with pytest.raises(ConfigError, match=r"train\.ckpt"):
             checkpoint(values(c_enable_checkpoint=True, **wrong))
     given["logging.logger"] = ["Console", "wandb"]

@@ -76,6 +76,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
             *("alpha_pattern", "r_pattern", "init_lora_weights"),
         )
     },
+    "train.ckpt.save_mode": SAVES,
     "train.ckpt.upload_s3": SAVES | {"train.ckpt.s3_bucket": "pail"},
     **{f"train.ckpt.{key}": TO_S3 for key in ("s3_bucket", "s3_prefix")},
     "train.ckpt.upload_hf": SAVES | {"train.ckpt.hf_repo_name": "org/name"},
@@ -96,6 +97,10 @@ OTHER: dict[str, Any] = {
     "custom": {"count": 3},
     "train.resume": "checkpoints/step_20",
     "train.optm_name": "Adam",
+    "train.optm_impl": "foreach",
+    "train.master_dtype": "bfloat16",
+    "train.ckpt.save_mode": "sync",
+    "mode": "colocated",
     "train.ckpt.upload_s3": "final",
     "train.ckpt.hf_repo_name": "org/other",
     "policy.lora": {},

@@ -98,7 +98,13 @@ PENALTY = put(PPO, "algorithm.kl_penalty_fn", "k1")
 FILTERS = "data_processor.experience_pipeline.operators"
 RATIO = "lr_warmup_steps_ratio"
 
+EXPLORES = base(**{"mode": "explore", f"{EXPERIENCES}.path": "sqlite:///meet.db"})
+ADAPTS = base(**{"explorer.dynamic_timeout.enable": True})
+
 CONTEXTS: dict[str, Tree] = {
+    "explorer.name": EXPLORES,
+    "synchronizer.sync_timeout": EXPLORES,
+    "explorer.dynamic_timeout.ratio": ADAPTS,
     f"{FILTERS}[].name": FILTERED,
     f"{FILTERS}[].args": FILTERED,
     f"{FILTERS}[].args.*": FILTERED,

@@ -134,7 +134,9 @@ def test_single_losses_against_a_loop(seed: int) -> None:
         found = loss(batch, Outputs(logp_N=logp)).loss_N.tolist()
         for i, x in enumerate(logp.tolist()):
             p = math.exp(x)
-            expected = {"sft": -x, "sft_is": -p * x, "sft_phi": p * math.expm1(x) * min(x, math.log(0.6))}[name]
+            expected = {"sft": -x, "sft_is": -p * x, "sft_phi": p * math.expm1(x) * min(x, math.log(0.6))}[
+                name
+            ]
             assert found[i] == pytest.approx(expected if batch.mask_N[i] else 0.0, rel=1e-12, abs=1e-300)
 
 

@@ -224,7 +224,7 @@ def test_a_request_the_engine_refuses_is_an_abort_with_its_words() -> None:
     r = one(ScriptedEngine(lambda *_: [5], max_context=5))
     assert r.finish_reason == "abort"
     assert r.error is not None
-    assert r.error.startswith("WhetError: a prompt of 2 tokens and max_tokens=6 pass")
+    assert r.error.startswith("RequestError: a prompt of 2 tokens and max_tokens=6 pass")
 
 
 # ---------------------------------------------------------------- environments

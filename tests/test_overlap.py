@@ -366,7 +366,9 @@ def test_replay_needs_to_know_the_step_before(tmp_path: Path) -> None:
 
 def test_a_free_run_may_replay(tmp_path: Path) -> None:
     result = small_run(
-        tmp_path, rollout=ROLLOUT | {"max_staleness": 2, "schedule": "free"}, buffer={"replay": {"share": 0.5}}
+        tmp_path,
+        rollout=ROLLOUT | {"max_staleness": 2, "schedule": "free"},
+        buffer={"replay": {"share": 0.5}},
     )
     lines = [line for line in result.metrics if "train/loss" in line]
     assert len(lines) == 6

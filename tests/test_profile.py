@@ -16,8 +16,8 @@ from test_timeline import TINY, reward
 from tiny import VOCAB, tiny_model
 from whet.api import train
 from whet.config.load import load
-from whet.config.plan import plans
 from whet.config.memory import Lengths
+from whet.config.plan import plans
 from whet.config.schema import Profile, Train
 from whet.models import kernels
 from whet.track.record import read_lines

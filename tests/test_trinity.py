@@ -644,13 +644,6 @@ def test_run_and_model() -> None:
     }
 
 
-@pytest.mark.parametrize("given", [{"sync_offset": 1}, {"sync_style": "dynamic_by_explorer"}])
-def test_an_explorer_that_runs_ahead_is_coming(given: dict[str, Json]) -> None:
-    assert run.lock_step(grpo()) == {}
-    with pytest.raises(Unbuilt, match=r"synchronizer\.sync_"):
-        run.lock_step(grpo(**{f"synchronizer__{key}": value for key, value in given.items()}))
-
-
 def test_weights_go_over_every_so_many_steps() -> None:
     """An evaluation every 50 // 20 * 20 = 40 steps: Trinity evaluates with weights that were just handed over."""
     given = grpo(synchronizer__sync_interval=20, explorer__eval_interval=50)
@@ -659,24 +652,27 @@ def test_weights_go_over_every_so_many_steps() -> None:
     given[EVALS] = [{"path": "e.jsonl", "default_reward_fn_type": "math_reward"}]
     assert data.evaluation(given | SIZES)["eval.every"] == 40
     with pytest.raises(ConfigError, match="did you mean 'fixed'"):
-        run.lock_step(grpo(synchronizer__sync_style="fixd"))
+        run.ahead(grpo(synchronizer__sync_style="fixd"))
 
 
 @pytest.mark.parametrize(
     ("mode", "algorithm", "good"),
     [
-        ("both", "grpo", True),
-        ("train", "sft", True),
-        ("both", "dpo", False),
-        ("train", "grpo", False),
-        ("explore", "grpo", False),
-        ("bench", "grpo", False),
+        ("both", "grpo", {"mode": "both"}),
+        ("train", "grpo", {"mode": "train"}),
+        ("explore", "grpo", {"mode": "explore"}),
+        ("bench", "grpo", {"mode": "bench"}),
+        ("train", "sft", {}),
+        ("both", "dpo", None),
+        ("explore", "sft", None),
+        ("bench", "dpo", None),
+        ("serve", "grpo", None),
     ],
 )
-def test_modes(mode: str, algorithm: str, good: bool) -> None:
+def test_modes(mode: str, algorithm: str, good: dict[str, Json] | None) -> None:
     given = values(mode=mode, algorithm__algorithm_type=algorithm)
-    if good:
-        assert data.mode(given) == {}
+    if good is not None:
+        assert data.mode(given) == good
     else:
         with pytest.raises(ConfigError, match=r"^mode: "):
             data.mode(given)
@@ -904,7 +900,7 @@ def test_a_stage_may_not_change_what_is_one_for_all() -> None:
     (problem,) = translated(small(stages=[{"stage_name": "a", "buffer": {"batchsize": 5}}])).problems
     assert "did you mean stages[].buffer.batch_size" in problem[1]
     (problem,) = translated(small(stages=[{"mode": "train"}])).problems
-    assert "stages[0]: mode: train with grpo" in problem[1]
+    assert 'stages[0]: it asks for mode="train", which is one for all' in problem[1]
     assert "stages[0]: stage_name: must be given" in problem[1]
 
 

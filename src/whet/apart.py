@@ -162,10 +162,12 @@ async def lease(queue: ExplorerQueue) -> AsyncIterator[None]:
             await asyncio.sleep(queue.lease_s / 4)
             await asyncio.to_thread(queue.renew)
 
+    def ended(keeping: asyncio.Task[None]) -> None:
+        if not keeping.cancelled() and (error := keeping.exception()) is not None:
+            queue.fail(error)
+
     keeping = asyncio.create_task(keep())
-    keeping.add_done_callback(
-        lambda t: None if t.cancelled() or not t.exception() else queue.fail(t.exception())
-    )
+    keeping.add_done_callback(ended)
     try:
         yield
     finally:

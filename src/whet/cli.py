@@ -89,7 +89,7 @@ def plan(
 
     \b
     Example: whet plan examples/first_run.yaml stages.rl.train.tasks_per_step=32
-    Example: whet plan run.yaml rollout.max_staleness=2 rollout.schedule=free --simulate runs/first
+    Example: whet plan examples/gsm8k.yaml rollout.max_staleness=2 rollout.schedule=free --simulate runs/gsm8k
     """
     from rich.console import Console
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
+from typing import Any
 
 from whet.buffer.buffer import Buffer
 from whet.types import Task
@@ -20,7 +21,7 @@ class Explorers:
     """
 
     def __init__(
-        self, buffer: Buffer, draw: DrawTasks, explore: Callable[[list[Task]], Awaitable[None]]
+        self, buffer: Buffer, draw: DrawTasks, explore: Callable[[list[Task]], Coroutine[Any, Any, None]]
     ) -> None:
         self.buffer, self.draw, self.explore = buffer, draw, explore
         self.again: list[Task] = []

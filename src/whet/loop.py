@@ -80,7 +80,14 @@ async def train_step(run: Run, *, beside: Coroutine[Any, Any, None] | None = Non
         batch, updates, corrected = await run.work(partial(learn, run, groups))
     await run.give_up_stale()
     await run.wait(
-        publish(run.policy, run.engine, through=run.sampler, due=run.sync_due, finish=not run.interrupts, out=run.out),
+        publish(
+            run.policy,
+            run.engine,
+            through=run.sampler,
+            due=run.sync_due,
+            finish=not run.interrupts,
+            out=run.out,
+        ),
         "the weight sync",
     )
     # from here engine.version == policy.version, save with rollout.sync_every > 1

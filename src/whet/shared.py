@@ -167,7 +167,9 @@ def open_saver(cfg: Config, run_dir: Path) -> tuple[Saver, Uploads]:
         keep=c.upload_keep,
         best=lambda: saver.best(),
     )
-    named = [Path(c.resume)] if c.resume not in RESUME else []  # a checkpoint that the user goes on from stays
+    named = (
+        [Path(c.resume)] if c.resume not in RESUME else []
+    )  # a checkpoint that the user goes on from stays
     saver = Saver(
         root,
         keep=keep,

@@ -40,8 +40,8 @@ class TrainerQueue:
             if newest > version:
                 raise WhetError(
                     f"task {group.task.uid}: tokens of policy version {newest}, but the trainer is at version "
-                    f"{version}: the explorers follow another run's weights, or the trainer went back to an older checkpoint than "
-                    "the store knows of; start anew with an empty store"
+                    f"{version}: the explorers follow another run's weights, or the trainer went back to an older "
+                    "checkpoint than the store knows of; start anew with an empty store"
                 )
         return groups
 

@@ -35,7 +35,11 @@ def hard_problems(cfg: Config) -> list[Problem]:
     """All that cannot work in the config of one stage."""
     algorithm, problems = _algorithm(cfg.algorithm)
     problems += [*_structure(cfg), *_batch(cfg), *checks_run.problems(cfg), *checks_parallel.problems(cfg)]
-    problems += [*checks_learning.problems(cfg), *checks_rewards.problems(cfg), *checks_precision.problems(cfg)]
+    problems += [
+        *checks_learning.problems(cfg),
+        *checks_rewards.problems(cfg),
+        *checks_precision.problems(cfg),
+    ]
     if algorithm is not None:
         problems += [*_learning(cfg, algorithm), *_rewards(cfg, algorithm), *given_problems(cfg, algorithm)]
         problems += checks_groups.problems(cfg, algorithm)

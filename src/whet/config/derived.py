@@ -197,7 +197,9 @@ class Plan:
         out = self.learns.checkpoint_bytes(self.optimizer, self.dtype, whole=False, masters=self.masters)
         if self.critic is not None and self.critic_learns is not None:
             whole, optimizer = self.critic_whole, self.critic.optimizer
-            out += self.critic_learns.checkpoint_bytes(optimizer, self.dtype, whole=whole, masters=self.masters)
+            out += self.critic_learns.checkpoint_bytes(
+                optimizer, self.dtype, whole=whole, masters=self.masters
+            )
         if self.reference_saved:
             shares = self.learns.adapters and not self.reference_from_folder
             base = self.learns.own if shares else self.learns.base

@@ -44,7 +44,11 @@ class Head:
 
     def log_softmax(self, z_AV: Tensor) -> Tensor:
         """[A, V] log-probs over the whole vocabulary, without gradient."""
-        return z_AV.log_softmax(-1) if self.vocabulary is None else z_AV - self.vocabulary.logsumexp(z_AV)[:, None]
+        return (
+            z_AV.log_softmax(-1)
+            if self.vocabulary is None
+            else z_AV - self.vocabulary.logsumexp(z_AV)[:, None]
+        )
 
     def add(self, x: Tensor) -> Tensor:
         """The sum over the vocabulary from sums over its parts, in place."""

@@ -22,6 +22,8 @@ REPLY_TOKENS = 24
 ROWS = 64
 FAMILIES = ("qwen3_moe", "qwen3", "qwen2", "llama", "mistral", "gemma")
 """Architectures that can be made from scratch, the most special first."""
+ELSEWHERE = ("offload", "compile", "parallel", "precision")
+"""Keys of `train` about devices that are not at hand: the small run is one process, in one dtype."""
 MADE_UP = "made_up"
 """Name of the rows that stand in for data that are not at hand."""
 
@@ -66,6 +68,11 @@ def what_changed(cfg: Config) -> Iterator[Finding]:
         )
     if extra := [t for t in cfg.track.trackers if t not in ("console", "jsonl")]:
         yield left_open("track.trackers", f"{', '.join(extra)}: nothing was sent anywhere")
+    said = {f"train.{name}" for name in ELSEWHERE if name in cfg.train.model_fields_set}
+    said |= {"rollout.replicas"} if cfg.rollout.replicas else set()
+    said |= {"mode"} if cfg.mode != "both" else set()
+    if said:
+        yield left_open(", ".join(sorted(said)), "the rehearsal is one process on this machine")
     if resolve(cfg.algorithm).drop_uniform_groups:
         yield left_open(
             "algorithm.drop_uniform_groups",
@@ -100,6 +107,7 @@ def real_tokenizer(cfg: Config) -> str | None:
 
 def _stage(cfg: Config, name: str, *, lost: Mapping[str, str], broken: set[str]) -> dict[str, Json]:
     tree = cfg.model_dump(mode="json", exclude_unset=True)
+    tree.pop("mode", None)
     tree["model"] = _model(cfg)
     tree["tokenizer"] = _tokenizer(cfg)
     for role in ("critic", "reference"):
@@ -185,6 +193,7 @@ def _train(cfg: Config) -> dict[str, Json]:
     kept = _without(
         kept, "epochs", "micro_tokens", "micro_rollouts", "micro_tokens_forward", "micro_rollouts_forward"
     )
+    kept = _without(kept, *ELSEWHERE)
     minibatches, passes = min(2, cfg.train.minibatches), min(2, cfg.train.passes)
     optimizer = _without(kept.get("optimizer", {}), "schedule")
     small = {"steps": STEPS, "tasks_per_step": 2 * minibatches, "minibatches": minibatches, "passes": passes}
@@ -192,7 +201,7 @@ def _train(cfg: Config) -> dict[str, Json]:
 
 
 def _rollout(cfg: Config) -> dict[str, Json]:
-    kept = _without(cfg.rollout.model_dump(mode="json", exclude_unset=True), "max_batch")
+    kept = _without(cfg.rollout.model_dump(mode="json", exclude_unset=True), "max_batch", "replicas")
     sampling = _short(kept.get("sampling", {}), cfg.rollout.sampling.max_tokens)
     return kept | {"group_size": min(cfg.rollout.group_size, 4), "sampling": sampling}
 

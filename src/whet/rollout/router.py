@@ -95,7 +95,9 @@ class Router:
         self._homes: dict[tuple[int, ...], Home] = {}
         self._orders = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        """Ends and restarts under way."""
+        """Restarts under way."""
+        self._ending: set[asyncio.Task[None]] = set()
+        """Dropped replicas that are being ended; never cancelled, or they would live on."""
         self._coming = 0
         self._news = asyncio.Event()
         """Set, and made anew, whenever a replica has come or will not come."""
@@ -178,7 +180,8 @@ class Router:
             task.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
-        await asyncio.gather(*coming, *(self._end(r) for r in replicas), return_exceptions=True)
+        await asyncio.gather(*coming, return_exceptions=True)
+        await asyncio.gather(*self._ending, *(self._end(r) for r in replicas), return_exceptions=True)
 
     # -- elastic
 
@@ -230,10 +233,10 @@ class Router:
         again = replica.let_go()
         self.dropped.append((replica.name, why))
         log.warning("replica %s dropped: %s; requests to be asked elsewhere: %d", replica.name, why, again)
-        self._spawn(self._end(replica))
+        self._spawn(self._end(replica), self._ending)
         if self.restart is not None and not leaving and self._gate.closed is None:
             self._coming += 1
-            self._spawn(self._bring(replica.name))
+            self._spawn(self._bring(replica.name), self._tasks)
         self._tell()
 
     # -- asking
@@ -415,10 +418,10 @@ class Router:
                 raise
             raise _Late(str(error)) from None
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        among.add(task)
+        task.add_done_callback(among.discard)
 
     # -- health
 

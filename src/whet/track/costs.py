@@ -58,7 +58,7 @@ def _lengths(folder: Path, stage: str) -> Iterator[tuple[int, list[int]]]:
 def schedule_of(plan: Plan, rollout: Rollout) -> Schedule:
     """The schedule of a stage."""
     return Schedule(
-        mode=plan.mode,
+        mode="free" if plan.mode == "train" else plan.mode,
         groups_per_step=plan.own_tasks_per_step,
         group_size=plan.group_size,
         max_staleness=rollout.max_staleness,

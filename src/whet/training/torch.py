@@ -434,7 +434,9 @@ class TorchEngine:
                     "lower train.optimizer.lr, or look at the rewards of the last rollouts"
                 )
         self.optimizer.zero_grad()
-        return {"lr": lr, "skipped_steps": float(not finite), **scaled} | ({"grad_norm": norm} if finite else {})
+        return {"lr": lr, "skipped_steps": float(not finite), **scaled} | (
+            {"grad_norm": norm} if finite else {}
+        )
 
 
 class Sums:

@@ -12,6 +12,7 @@ from whet.config.dialects.cosmos_loop import CHECKPOINT, LOGGING, TRAIN, VALIDAT
 from whet.config.dialects.cosmos_lora import adapters
 from whet.config.dialects.cosmos_loss import algorithm, reference
 from whet.config.dialects.cosmos_model import ADAPTERS, MODEL, POLICY_MESH, PROFILER, ROLLOUT, ROLLOUT_MESH
+from whet.config.dialects.cosmos_run import sync
 from whet.config.dialects.cosmos_shared import (
     EITHER,
     HUB,
@@ -68,11 +69,12 @@ NEWER: tuple[Key, ...] = (
     machinery(
         "policy.parallelism.cp_rotate_method", "Of context parallelism before 0.3; a model here is whole."
     ),
-    coming(
+    translated(
         "mode",
-        "rollouts beside training, on devices of their own; here they take turns, which changes no number",
+        sync,
+        "rollout.max_staleness",
         default="disaggregated",
-        harmless=("colocated", "colocated_separated"),
+        reason="disaggregated: rollouts beside training, ahead of it; colocated, colocated_separated: in turn.",
     ),
     coming("logging.report_mfu", "measuring the share of peak FLOPS", default=False),
     mapped(

@@ -14,10 +14,10 @@ from whet.config.dialects.cosmos_loss import (
     prefixes,
     reference,
 )
-from whet.config.dialects.cosmos_run import trained_temperature
+from whet.config.dialects.cosmos_run import sync, throttled, trained_temperature
 from whet.config.dialects.cosmos_shared import BATCH, EITHER, HUB, LOADING, ROWS, SIZES, size
 from whet.config.dialects.cosmos_steps import batch
-from whet.config.dialects.key import Key, coming, inert, mapped, translated
+from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
 
 CLIP = "Below 0: that side is open (newer versions). Nothing with aipo_rho."
 HELD_OUT = (
@@ -259,22 +259,26 @@ POLICY: tuple[Key, ...] = (
         default=0.0,
         reason="Differentiated, mean over tokens; Cosmos 0.3.6 only reports it. 0 or less: off.",
     ),
-    coming(
+    translated(
         "train.train_policy.allowed_outdated_steps",
-        "asynchronous rollouts; every rollout here is of the present policy, within any bound",
+        sync,
+        "rollout.max_staleness",
         default=4,
-        harmless=SIZES,
+        reason="Steps that exploring is ahead of training, always as many (Cosmos: at most); without on_policy, and in "
+        "mode disaggregated.",
     ),
-    coming(
+    translated(
         "train.train_policy.on_policy",
-        "asynchronous rollouts; every rollout here is of the present policy",
+        sync,
+        "rollout.max_staleness",
         default=False,
-        harmless=EITHER,
+        reason="true: a step's rollouts are of its own weights, and none is ahead.",
     ),
-    size(
+    derived(
         "train.train_policy.outdated_rollout_fetch_batch_size",
-        "asynchronous rollouts; none is outdated here",
+        throttled,
         default=1,
+        reason="Prompts that may be fetched beyond the bound; here it holds, as with 0.",
     ),
     translated(
         "train.train_policy.min_filter_prefix_tokens",

@@ -6,6 +6,7 @@ from whet.config.dialects.cosmos_data import validation
 from whet.config.dialects.cosmos_run import (
     checkpoint,
     dtype,
+    offload,
     place,
     resume,
     seed,
@@ -32,8 +33,10 @@ TRAIN: tuple[Key, ...] = (
         optimizer,
         "train.optimizer.kind",
         "train.optimizer.decay_all",
+        "train.optimizer.state",
         default="AdamW",
-        reason="AdamW, or Adam, which adds weight decay to the gradient; on all parameters. In 8 bits: coming.",
+        reason="AdamW, or Adam, which adds weight decay to the gradient; on all parameters. AdamW8bit, Adam8bit: "
+        "moments in blocks of 8 bits.",
     ),
     translated(
         "train.optm_lr",
@@ -42,11 +45,12 @@ TRAIN: tuple[Key, ...] = (
         default=1e-6,
         reason="One value; the model is one part.",
     ),
-    inert(
+    translated(
         "train.optm_impl",
-        "Ways to compute the same step; torch's fused one is used.",
+        optimizer,
+        "train.optimizer.implementation",
         default="fused",
-        harmless=("foreach", "for-loop"),
+        reason="Ways to compute the same step; for-loop is loop.",
     ),
     mapped("train.optm_weight_decay", "train.optimizer.weight_decay", default=0.01, reason=ADAM),
     mapped("train.optm_betas", "train.optimizer.betas", default=[0.9, 0.999]),
@@ -95,10 +99,12 @@ TRAIN: tuple[Key, ...] = (
         default=1e-6,
         reason="Given to Adam; Cosmos 0.3.6 forgot to and ran with 1e-8.",
     ),
-    coming(
+    translated(
         "train.master_dtype",
-        "optimizers in half precision; Adam's weights and moments are float32",
+        dtype,
+        "train.precision.master_weights",
         default="float32",
+        reason="float32, or param_dtype: then there are no master weights.",
     ),
     translated("train.param_dtype", dtype, "model.dtype", default="bfloat16", reason="Forward and backward."),
     derived(
@@ -164,7 +170,13 @@ TRAIN: tuple[Key, ...] = (
         default=False,
         reason="Runs are deterministic in any case; true also makes 42 the seed where none is given.",
     ),
-    coming("train.activation_offload", "activations in the memory of the CPU", default=False),
+    translated(
+        "train.activation_offload",
+        offload,
+        "train.offload",
+        default=False,
+        reason="What layers keep for the backward pass lies in the host's memory; needs a GPU.",
+    ),
     coming(
         "train.fa_version",
         "FlashAttention; it changes no number beyond rounding",
@@ -216,7 +228,7 @@ CHECKPOINT: tuple[Key, ...] = (
         checkpoint,
         "checkpoint.every",
         default=20,
-        reason="And at the end of the run; the step waits.",
+        reason="And at the end of the run.",
     ),
     translated(
         "train.ckpt.save_freq_in_epoch",
@@ -225,11 +237,12 @@ CHECKPOINT: tuple[Key, ...] = (
         default=0,
         reason="Above 0 it takes the place of save_freq.",
     ),
-    coming(
+    translated(
         "train.ckpt.save_mode",
-        "writing checkpoints in the background; the step waits in both modes",
+        checkpoint,
+        "checkpoint.background",
         default="async",
-        harmless=("sync",),
+        reason="async: written while the next steps go on; sync: the step waits. Read with enable_checkpoint.",
     ),
     translated(
         "train.ckpt.max_keep",

@@ -6,6 +6,7 @@ from pathlib import PurePath
 
 from whet.config.dialects.cosmos_values import POLICY, is_sft, number, text, texts, whole
 from whet.config.dialects.key import Unbuilt, Values
+from whet.config.dialects.typed import choose
 from whet.types import ConfigError, Json
 
 TIME = "{time}"
@@ -24,13 +25,25 @@ def nothing(values: Values) -> dict[str, Json]:
 
 
 def dtype(values: Values) -> dict[str, Json]:
-    """Forward and backward in param_dtype; a bfloat16 model has float32 master weights."""
-    compute = values["train.param_dtype"]
-    if compute == "float16":
-        raise Unbuilt("train.param_dtype='float16' is coming: bfloat16 or float32.")
-    if compute not in ("bfloat16", "float32"):
-        raise ConfigError(f"train.param_dtype={compute!r}: bfloat16, float16 or float32.")
-    return {"model.dtype": compute}
+    """Forward and backward in param_dtype; the optimizer moves master_dtype weights, which must be float32 or those."""
+    compute, master = values["train.param_dtype"], values["train.master_dtype"]
+    for key, value in (("param_dtype", compute), ("master_dtype", master)):
+        if value not in ("bfloat16", "float16", "float32"):
+            raise ConfigError(f"train.{key}={value!r}: bfloat16, float16 or float32.")
+    if master not in ("float32", compute):
+        raise Unbuilt(
+            f"train.master_dtype={master!r} beside train.param_dtype={compute!r} is coming, not built yet: float32, or "
+            "param_dtype."
+        )
+    return {
+        "model.dtype": compute,
+        "train.precision.master_weights": master == "float32" or compute == "float32",
+    }
+
+
+def offload(values: Values) -> dict[str, Json]:
+    """Activations only: the policy's weights stay, since rollouts are sampled from them."""
+    return {"train.offload": ["activations"] if values["train.activation_offload"] else []}
 
 
 def transfer(values: Values) -> dict[str, Json]:
@@ -79,9 +92,18 @@ def sync(values: Values) -> dict[str, Json]:
     every = whole(values, "train.sync_weight_interval", least=1)
     if is_sft(values):
         return {}
-    if values[POLICY + "on_policy"] and every != 1:
+    ahead, on_policy = whole(values, POLICY + "allowed_outdated_steps", least=0), values[POLICY + "on_policy"]
+    if on_policy and every != 1:
         raise ConfigError(f"train.sync_weight_interval={every} must be 1 when {POLICY}on_policy is true.")
-    return {"rollout.sync_every": every}
+    modes = {"disaggregated": False, "colocated": True, "colocated_separated": True}
+    in_turn = choose(values, "mode", modes) or on_policy
+    return {"rollout.sync_every": every, "rollout.max_staleness": 0 if in_turn else ahead}
+
+
+def throttled(values: Values) -> dict[str, Json]:
+    """Prompts for each fetch beyond the bound: here none, which is what 0 says."""
+    whole(values, POLICY + "outdated_rollout_fetch_batch_size", least=0)
+    return {}
 
 
 def chat(values: Values) -> dict[str, Json]:
@@ -152,11 +174,13 @@ def checkpoint(values: Values) -> dict[str, Json]:
         return {"checkpoint.every": 0, "checkpoint.export": False}
     every, epochs = whole(values, at + "save_freq"), whole(values, at + "save_freq_in_epoch")
     keep, exports = whole(values, at + "max_keep"), values[at + "export_safetensors"]
+    background = choose(values, at + "save_mode", {"async": True, "sync": False})
     if every <= 0 and epochs <= 0:
         raise ConfigError(f"{at}save_freq={every} must be greater than 0 (or {at}save_freq_in_epoch).")
     if keep == 0 or keep < -1:
         raise ConfigError(f"{at}max_keep={keep}: at least 1, or -1 for all.")
-    kept = {"checkpoint.keep": keep if keep > 0 else None, "checkpoint.export": exports}
+    kept: dict[str, Json] = {"checkpoint.keep": keep if keep > 0 else None, "checkpoint.export": exports}
+    kept["checkpoint.background"] = background
     if epochs > 0:
         return kept | {"checkpoint.every": 0, "checkpoint.every_epochs": epochs}
     return kept | {"checkpoint.every": every, "checkpoint.export_every": every if exports else 0}

@@ -124,7 +124,8 @@ def optimizer(values: Values) -> dict[str, Json]:
     """torch's, the decay on all parameters; a list of rates stands for parts of a model, and there is one part."""
     rates = values["train.optm_lr"]
     rates = rates if isinstance(rates, list) else [rates]
-    kinds = {"AdamW": "adamw", "Adam": "adam", "AdamW8bit": None, "Adam8bit": None}
+    kinds = {"AdamW": "adamw", "Adam": "adam", "AdamW8bit": "adamw", "Adam8bit": "adam"}
+    ways = {"fused": "fused", "foreach": "foreach", "for-loop": "loop"}
     if len(rates) != 1:
         raise Unbuilt(
             f"train.optm_lr has {len(rates)} values, and the model is one part: give one value (models of several "
@@ -133,6 +134,8 @@ def optimizer(values: Values) -> dict[str, Json]:
     clip = number(values, "train.optm_grad_norm_clip")
     return {
         OPTIMIZER + "kind": choose(values, "train.optm_name", kinds),
+        OPTIMIZER + "state": "int8" if str(values["train.optm_name"]).endswith("8bit") else "float32",
+        OPTIMIZER + "implementation": choose(values, "train.optm_impl", ways),
         OPTIMIZER + "lr": rates[0],
         OPTIMIZER + "decay_all": True,
         OPTIMIZER + "grad_clip": clip if clip > 0 else None,

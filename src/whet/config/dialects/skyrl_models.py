@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from whet.config.dialects.key import Key, coming, inert, mapped, translated
 from whet.config.dialects.skyrl_learn import advantages, critic, kl, policy_loss, policy_optimizer
-from whet.config.dialects.skyrl_rules import check_deepspeed
+from whet.config.dialects.skyrl_rules import check_deepspeed, sequence_ranks
 from whet.types import Json
 
 SHARDED = "FSDP; one process shards nothing."
@@ -39,7 +39,14 @@ def deepspeed(name: str, default: Json) -> Key:
 
 
 def sequence_parallel(role: str) -> Key:
-    return coming(f"trainer.{role}.sequence_parallel_size", "sequence parallelism (Ulysses)", default=1)
+    return translated(
+        f"trainer.{role}.sequence_parallel_size",
+        sequence_ranks,
+        "train.parallel.cp",
+        default=1,
+        reason="Ranks that share the tokens of a micro-batch (Ulysses); the same for all models that there are. Must "
+        "divide the attention heads.",
+    )
 
 
 POLICY: tuple[Key, ...] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from whet.config.dialects.key import Key, coming, derived, inert, refused, translated
 from whet.config.dialects.skyrl_learn import advantages, critic, kl, policy_optimizer, reduction
 from whet.config.dialects.skyrl_lora import LORA
-from whet.config.dialects.skyrl_models import NO_REWARD_MODEL, deepspeed, sequence_parallel, sharding
+from whet.config.dialects.skyrl_models import NO_REWARD_MODEL, deepspeed, sharding
 from whet.config.dialects.skyrl_parts import dtype, environment
 from whet.config.dialects.skyrl_rules import check_environments
 from whet.types import Json
@@ -125,5 +125,5 @@ NEWER: tuple[Key, ...] = (
     refused("trainer.reward.model.path", NO_REWARD_MODEL, default=None),
     deepspeed("trainer.reward.deepspeed_config", "${deepspeed_config.eval}"),
     *sharding("reward", offload=True),
-    sequence_parallel("reward"),
+    coming("trainer.reward.sequence_parallel_size", NO_REWARD_MODEL, default=1),
 )

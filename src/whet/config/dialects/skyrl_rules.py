@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from whet.config.dialects.key import Values
+from whet.config.dialects.key import Unbuilt, Values
 from whet.config.dialects.typed import choose, flag, number, whole
 from whet.types import ConfigError, Json
 
@@ -55,6 +55,19 @@ def data_parallel(v: Values, role: str) -> int:
             f"{key}={size} must divide the {P} GPUs of the {role} (trainer.placement.{role}_num_*)"
         )
     return P // size
+
+
+def sequence_ranks(v: Values) -> Mapping[str, Json]:
+    """Ulysses, in one size for the policy and the models beside it."""
+    there = ["policy", *(["critic"] if has_critic(v) else []), *(["ref"] if has_reference(v) else [])]
+    keys = {role: f"trainer.{role}.sequence_parallel_size" for role in there}
+    mine = whole(v, keys["policy"])
+    for key in keys.values():
+        if whole(v, key) != mine:
+            raise Unbuilt(
+                f"{key}={v[key]} beside {keys['policy']}={mine} is coming, not built yet: one size for all models"
+            )
+    return {"train.parallel.cp": mine}
 
 
 def check_batches(v: Values) -> Mapping[str, Json]:

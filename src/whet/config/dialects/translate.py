@@ -141,8 +141,10 @@ def _declares(row: Key, native: str) -> bool:
 
 
 def _write(file: Reading, native: str, value: Json, *, rows: Sequence[Key]) -> _Write:
-    """A native key; its source is the first of the rows that the file gives."""
-    given = next((row.name for row in rows if row.name in file.given), "")
+    """A native key; its source is the first of the rows that the file gives another value than the default."""
+    there = [row.name for row in rows if row.name in file.given]
+    told = (name for name in there if not same(file.values.get(name), file.defaults.get(name)))
+    given = next(told, there[0] if there else "")
     return _Write(
         native=native, value=value, key=given or rows[0].name, given=bool(given), place=file.place(given)
     )

@@ -79,7 +79,8 @@ BUFFER: tuple[Key, ...] = (
         "algorithm.sample_strategy",
         staleness,
         default=None,
-        reason="mix for mix and mix_chord, else default; staleness_control has nothing to leave out in lock-step",
+        reason="mix for mix and mix_chord, else default; staleness_control bounds the age of rollouts, see "
+        "synchronizer.sync_style",
     ),
     # ------------------------------------------------ tasksets
     section("buffer.explorer_input", "data"),
@@ -156,14 +157,17 @@ BUFFER: tuple[Key, ...] = (
     translated(
         f"{EXPERIENCES}.storage_type",
         queue,
+        "buffer.url",
+        "buffer.order",
         "track.rollouts_dir",
         default="queue",
-        reason="in memory; for sft and dpo a file; sql is coming",
+        reason="in memory; for sft and dpo a file. With mode train and explore: queue and sql, both in path's database",
     ),
     _file(
         "path",
         "data.train.0.path",
-        reason=f"sft and dpo: {_PLACE}; of a queue: the folder of the rollouts' record, without the suffix",
+        reason=f"sft and dpo: {_PLACE}; of a queue: the folder of the rollouts' record, without the suffix; with mode "
+        "train and explore: the database (buffer.url)",
     ),
     inert(
         f"{EXPERIENCES}.max_read_timeout",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fractions import Fraction
+from math import ceil
 
 from whet.config.dialects.key import Unbuilt, Values
 from whet.config.dialects.trinity_mix import step
@@ -22,6 +24,7 @@ from whet.config.dialects.trinity_values import (
 from whet.types import ConfigError, Json
 
 ENGINE = "explorer.rollout_model"
+RATIO = "explorer.over_rollout.ratio"
 
 # ---------------------------------------------------------------- how much
 
@@ -29,16 +32,21 @@ MODES = ("both", "train", "explore", "bench", "serve")
 
 
 def mode(values: Values) -> Mapping[str, Json]:
-    """both for the algorithms that explore, train for those that learn from a file."""
-    wanted, name = values["mode"], values["algorithm.algorithm_type"]
-    known_as(str(wanted), dict.fromkeys(("both", "train")), key="mode", coming=MODES[2:])
-    if wanted == "both" and not online(values):
+    """The processes of a run. What learns from a file does not explore: there it is train, in one process."""
+    wanted, name = str(values["mode"]), values["algorithm.algorithm_type"]
+    known_as(wanted, dict.fromkeys(MODES[:4]), key="mode", coming=MODES[4:])
+    if online(values):
+        return {"mode": wanted}
+    if wanted == "bench":
+        raise Unbuilt(f"mode: bench with {name} is coming, not built yet; `whet eval` evaluates its exports.")
+    if wanted != "train":
         raise ConfigError(f"mode: {name} learns from a file and does not explore; write mode: train.")
-    if wanted == "train" and online(values):
-        raise Unbuilt(
-            f"mode: train with {name} (from stored experiences) is coming, not built yet; use both."
-        )
     return {}
+
+
+def apart(values: Values) -> bool:
+    """Whether explorers and trainer are processes of their own, which meet in a store."""
+    return online(values) and str(values["mode"]) in ("train", "explore")
 
 
 def batch(values: Values) -> Mapping[str, Json]:
@@ -55,6 +63,9 @@ def batch(values: Values) -> Mapping[str, Json]:
         own, experts = step(values, size or tasks * times)
         _divided(values, own * times + experts)
         return {"train.tasks_per_step": own + experts, "rollout.group_size": times}
+    spare = spared(values, tasks)
+    if spare:
+        return _with_spare(values, tasks - spare, spare=spare)
     if size is not None and size != tasks * times:
         raise Unbuilt(
             f"buffer.train_batch_size: {size} is not buffer.batch_size * algorithm.repeat_times = {tasks} * {times} = "
@@ -62,6 +73,30 @@ def batch(values: Values) -> Mapping[str, Json]:
         )
     _divided(values, tasks * times)
     return {"train.tasks_per_step": tasks, "rollout.group_size": times}
+
+
+def spared(values: Values, tasks: int) -> int:
+    """Tasks that a step does not wait for: it has enough with ceil((1 - ratio) * batch_size)."""
+    ratio = values[RATIO]
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio < 1:
+        raise ConfigError(f"{RATIO}: got {ratio!r}, expected a number from 0, below 1.")
+    return tasks - ceil((1 - Fraction(str(ratio))) * tasks)
+
+
+def _with_spare(values: Values, need: int, *, spare: int) -> dict[str, Json]:
+    """A step of the tasks that are needed, with more of them asked than that."""
+    size, times = whole(values, "buffer.train_batch_size"), repeat_times(values)
+    if str(values["synchronizer.sync_style"]) == "fixed":
+        raise ConfigError(
+            f"{RATIO}: {values[RATIO]} does not go with synchronizer.sync_style: fixed; write 0, or another style."
+        )
+    if size != need * times:
+        raise Unbuilt(
+            f"buffer.train_batch_size: {size} with {RATIO}: {values[RATIO]} is coming, not built yet: a step here "
+            f"trains on the {need} tasks that it waits for, so write {need * times} (times repeat_times = {times})."
+        )
+    _divided(values, size)
+    return {"train.tasks_per_step": need, "rollout.group_size": times, "rollout.spare_tasks": spare}
 
 
 def _divided(values: Values, size: int) -> int:

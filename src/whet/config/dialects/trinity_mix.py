@@ -37,19 +37,25 @@ def strategy(values: Values) -> tuple[str, dict[str, Json]]:
 
 
 def staleness(values: Values) -> Mapping[str, Json]:
-    """staleness_control: in lock-step no rollout is older than sync_interval - 1 versions."""
-    name, given = strategy(values)
-    most = given.get("max_staleness")
-    if (
-        name == "staleness_control"
-        and most is not None
-        and most < count(values, "synchronizer.sync_interval")
-    ):
+    """staleness_control: with sync_style fixed no rollout of step s is older than version s - interval - offset."""
+    most = bound(values)
+    if most is None or values["synchronizer.sync_style"] != "fixed":
+        return {}
+    oldest = count(values, "synchronizer.sync_interval") + count(values, "synchronizer.sync_offset", least=0)
+    if most < oldest:
         raise Unbuilt(
             f"{STRATEGY}_args.max_staleness: {most} is coming, not built yet: a step's rollouts are up to "
-            f"sync_interval = {values['synchronizer.sync_interval']} versions old, and none is left out for it."
+            f"sync_interval + sync_offset = {oldest} versions old with sync_style: fixed, and none is left out for it."
         )
     return {}
+
+
+def bound(values: Values) -> int | None:
+    """max_staleness of staleness_control; None: rollouts may be of any age. Step s takes versions from s - it on."""
+    most = strategy(values)[1].get("max_staleness")
+    if most is None:
+        return None
+    return count({f"{STRATEGY}_args.max_staleness": most}, f"{STRATEGY}_args.max_staleness")
 
 
 def step(values: Values, batch: int) -> tuple[int, int]:

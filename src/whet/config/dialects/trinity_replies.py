@@ -88,12 +88,20 @@ def demonstrations(values: Values) -> Mapping[str, Json]:
 
 
 def queue(values: Values) -> Mapping[str, Json]:
-    """The buffer between explorer and trainer: in memory. Its backup is the record of the rollouts."""
+    """The buffer between explorer and trainer: in memory. Its backup is the record of the rollouts.
+
+    Explorers and a trainer of their own meet in its database.
+    """
     if preset(values).kind != "online":
         return {}
     storage, path = values[f"{EXPERIENCES}.storage_type"], text(values, f"{EXPERIENCES}.path")
+    if values["mode"] in ("train", "explore"):
+        return _store(str(values["mode"]), str(storage), path)
     if storage == "sql":
-        raise Unbuilt(f"{EXPERIENCES}.storage_type: sql is coming, not built yet; here: queue, in memory.")
+        raise Unbuilt(
+            f"{EXPERIENCES}.storage_type: sql is coming, not built yet, with mode: both; here: queue, in "
+            "memory, or mode: train and mode: explore in two processes."
+        )
     known_as(str(storage), {"queue": 1, "file": 1}, key=f"{EXPERIENCES}.storage_type")
     if path is None:
         return {}
@@ -103,6 +111,22 @@ def queue(values: Values) -> Mapping[str, Json]:
             f"{EXPERIENCES}.path: {path}: a database server is coming, not built yet; here: a file."
         )
     return {"track.rollouts_dir": str(Path(plain).with_suffix(""))}
+
+
+def _store(mode: str, storage: str, path: str | None) -> dict[str, Json]:
+    """sql gives the newest rows that nobody has read, a queue the oldest."""
+    orders = {"queue": "arrival", "sql": "newest"}
+    known_as(storage, orders, key=f"{EXPERIENCES}.storage_type")
+    if path is None:
+        raise Unbuilt(
+            f"{EXPERIENCES}.path: mode: {mode} needs a database that explorers and trainer both see: "
+            "sqlite:///PATH or postgresql://USER@HOST/DATABASE; a queue in memory between processes is coming, not "
+            "built yet."
+        )
+    return {
+        "buffer.url": path if "://" in path else f"sqlite:///{path}",
+        "buffer.order": orders[storage],
+    }
 
 
 def template(values: Values) -> str | None:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 from whet.config.dialects.key import Key, Unbuilt, Values, coming, derived, inert, translated
 from whet.config.dialects.trinity_algorithm import optimizer
-from whet.config.dialects.trinity_data import batch, evaluation, length, mode, sampling, token_limits
+from whet.config.dialects.trinity_data import apart, batch, evaluation, length, mode, sampling, token_limits
 from whet.config.dialects.trinity_lora import ENGINE, LORA
+from whet.config.dialects.trinity_mix import bound
 from whet.config.dialects.trinity_presets import online, preset, repeat_times
 from whet.config.dialects.trinity_replies import template
-from whet.config.dialects.trinity_trainer import critic, export, micro, resume
+from whet.config.dialects.trinity_trainer import critic, export, micro, resume, sequence_ranks
 from whet.config.dialects.trinity_values import MODEL as VERL_MODEL
 from whet.config.dialects.trinity_values import at_any_value, count, entries, given, known_as, section, text
 from whet.types import ConfigError, Json
@@ -116,17 +117,66 @@ METHODS = ("nccl", "checkpoint", "memory", "online", "offline")
 AHEAD = ("dynamic_by_explorer", "dynamic_by_trainer", "explorer_driven", "trainer_driven", "fully_async")
 
 
-def lock_step(values: Values) -> Mapping[str, Json]:
-    """The engine samples from the trainer's own weights, whatever the method. What runs ahead is coming."""
-    method, style = str(values["synchronizer.sync_method"]), str(values["synchronizer.sync_style"])
-    known_as(method, dict.fromkeys(METHODS), key="synchronizer.sync_method")
-    known_as(style, {"fixed": 1}, key="synchronizer.sync_style", coming=AHEAD if online(values) else ())
-    if online(values) and values["synchronizer.sync_offset"] != 0:
-        raise Unbuilt(
-            f"synchronizer.sync_offset: {values['synchronizer.sync_offset']} lets the explorer run ahead of "
-            "the trainer, which is coming, not built yet; here: 0."
-        )
+def methods(values: Values) -> Mapping[str, Json]:
+    """One process has the weights at hand; processes of their own read them from a folder. Neither changes a number."""
+    known_as(str(values["synchronizer.sync_method"]), dict.fromkeys(METHODS), key="synchronizer.sync_method")
     return {}
+
+
+def ahead(values: Values) -> Mapping[str, Json]:
+    """How far exploring is ahead of training.
+
+    fixed: sync_offset steps. In the other styles as far as staleness_control lets it be, whoever asks for the weights:
+    rollouts of step s have version s - max_staleness at least, of which sync_interval steps lie between two syncs.
+    """
+    style = str(values["synchronizer.sync_style"])
+    known_as(style, dict.fromkeys(("fixed", *AHEAD)), key="synchronizer.sync_style")
+    offset = count(values, "synchronizer.sync_offset", least=0)
+    if not online(values):
+        return {}
+    if style == "fixed":
+        free: dict[str, Json] = (
+            {"rollout.schedule": "free", "rollout.partial": False} if apart(values) else {}
+        )
+        return free | {"rollout.max_staleness": offset}
+    if offset:
+        raise ConfigError(
+            f"synchronizer.sync_offset: {offset} has no meaning with sync_style: {style}; write 0."
+        )
+    most, interval = bound(values), count(values, "synchronizer.sync_interval")
+    if most is None or most < interval:
+        raise Unbuilt(
+            f"synchronizer.sync_style: {style} with rollouts of any age is coming, not built yet; here with "
+            f"algorithm.sample_strategy: staleness_control and sample_strategy_args.max_staleness >= {interval} "
+            "(sync_interval), or fixed."
+        )
+    return {
+        "rollout.schedule": "free",
+        "rollout.partial": style == "fully_async",
+        "rollout.max_staleness": most - interval,
+    }
+
+
+def patience(values: Values) -> Mapping[str, Json]:
+    """Seconds that processes of their own wait for one another's weights."""
+    seconds = count(values, "synchronizer.sync_timeout")
+    return {"sync.timeout_s": seconds} if online(values) and values["mode"] != "both" else {}
+
+
+def again(values: Values) -> Mapping[str, Json]:
+    """Further attempts at a rollout that failed, and a limit that follows the mean of those that did not."""
+    at, tries = "explorer.dynamic_timeout", count(values, "explorer.max_retry_times", least=0)
+    ratio = values[f"{at}.ratio"]
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or ratio <= 0:
+        raise ConfigError(f"{at}.ratio: got {ratio!r}, expected a number above 0.")
+    if not online(values):
+        return {}
+    return {"rollout.retries": tries} | ({"rollout.timeout_factor": ratio} if values[f"{at}.enable"] else {})
+
+
+def who(values: Values) -> Mapping[str, Json]:
+    """The name by which a store knows this explorer."""
+    return {"buffer.explorer": str(values["explorer.name"])} if values["mode"] == "explore" else {}
 
 
 def sync_interval(values: Values) -> Mapping[str, Json]:
@@ -169,7 +219,12 @@ GLOBAL: tuple[Key, ...] = (
     ),
     translated("name", run, "name", "run_dir", default="rft", reason="the run, and a part of its folder"),
     translated(
-        "mode", mode, default="both", reason="both explores and trains in turn; train is for sft and dpo"
+        "mode",
+        mode,
+        "mode",
+        default="both",
+        reason="train, explore, bench: processes of their own; sft and dpo are trained with train in one. serve is "
+        "coming",
     ),
     translated(
         "checkpoint_root_dir",
@@ -263,11 +318,20 @@ CLUSTER: tuple[Key, ...] = (
     derived("cluster.gpu_per_node", batch, default=None, reason=_GPUS),
 )
 
-_ASYNC = "fixed, offset 0: explorer and trainer take turns; what runs ahead is coming"
+_ASYNC = (
+    "fixed: exploring is sync_offset steps ahead. The others: as far as sample_strategy staleness_control allows "
+    "(max_staleness - sync_interval), which must be given"
+)
 
 EXPLORER: tuple[Key, ...] = (
     section("explorer", "rollout"),
-    at_any_value("explorer.name", _NO_ACTORS, default="explorer"),
+    translated(
+        "explorer.name",
+        who,
+        "buffer.explorer",
+        default="explorer",
+        reason="with mode: explore; else nobody asks",
+    ),
     translated(
         "explorer.runner_per_model",
         at_once,
@@ -276,7 +340,9 @@ EXPLORER: tuple[Key, ...] = (
         reason="times engine_num, times repeats",
     ),
     translated("explorer.max_timeout", timeout, "rollout.timeout_s", default=1800, reason="of one attempt"),
-    coming("explorer.max_retry_times", "repeating a rollout that failed", default=2, harmless=(0,)),
+    translated(
+        "explorer.max_retry_times", again, "rollout.retries", default=2, reason="of a rollout that failed"
+    ),
     translated("explorer.env_vars", environment, "guard.env", default={}, reason="of the reward processes"),
     section("explorer.rollout_model", "rollout"),
     derived(
@@ -303,16 +369,33 @@ EXPLORER: tuple[Key, ...] = (
         reason="not again after a resume",
     ),
     section("explorer.over_rollout"),
-    *_coming(
-        "steps that end before all their tasks",
-        explorer__over_rollout__ratio=0.0,
-        explorer__over_rollout__wait_after_min=30.0,
+    translated(
+        "explorer.over_rollout.ratio",
+        batch,
+        "rollout.spare_tasks",
+        "train.tasks_per_step",
+        default=0.0,
+        reason="a step is ceil((1 - ratio) * batch_size) tasks; the others are asked too and serve later steps",
+    ),
+    at_any_value(
+        "explorer.over_rollout.wait_after_min",
+        "late groups are not lost here, so a step that has enough does not wait for them",
+        default=30.0,
     ),
     section("explorer.dynamic_timeout"),
-    *_coming(
-        "time limits that follow the tasks",
-        explorer__dynamic_timeout__enable=False,
-        explorer__dynamic_timeout__ratio=3.0,
+    translated(
+        "explorer.dynamic_timeout.enable",
+        again,
+        "rollout.timeout_factor",
+        default=False,
+        reason="times the mean of those that finished",
+    ),
+    translated(
+        "explorer.dynamic_timeout.ratio",
+        again,
+        "rollout.timeout_factor",
+        default=3.0,
+        reason="with enable; from the 8th rollout on (Trinity: batch_size tasks)",
     ),
     coming("explorer.runner_state_report_interval", "a table of what runs at the moment", default=0),
 )
@@ -321,9 +404,9 @@ SYNCHRONIZER: tuple[Key, ...] = (
     section("synchronizer", "rollout"),
     derived(
         "synchronizer.sync_method",
-        lock_step,
+        methods,
         default="nccl",
-        reason="the engine samples from the trainer's weights",
+        reason="one process has the trainer's weights at hand; others read them from run_dir/weights",
     ),
     translated(
         "synchronizer.sync_interval",
@@ -332,14 +415,23 @@ SYNCHRONIZER: tuple[Key, ...] = (
         default=1,
         reason="steps; an evaluation waits for the next",
     ),
-    derived("synchronizer.sync_offset", lock_step, default=0, reason=_ASYNC),
-    inert(
+    translated("synchronizer.sync_offset", ahead, "rollout.max_staleness", default=0, reason=_ASYNC),
+    translated(
         "synchronizer.sync_timeout",
-        "weights are handed over inside one process: there is no peer to wait for",
+        patience,
+        "sync.timeout_s",
         default=3600,
-        harmless=(60, 300, 600, 900, 1200, 1800, 2400, 7200, 86400),
+        reason="of processes of their own (mode)",
     ),
-    derived("synchronizer.sync_style", lock_step, default="fixed", reason=_ASYNC),
+    translated(
+        "synchronizer.sync_style",
+        ahead,
+        "rollout.schedule",
+        "rollout.partial",
+        "rollout.max_staleness",
+        default="fixed",
+        reason=_ASYNC,
+    ),
 )
 
 TRAINER: tuple[Key, ...] = (
@@ -401,7 +493,13 @@ TRAINER: tuple[Key, ...] = (
         default=None,
         reason="twice max_model_len at least, and where it is not given",
     ),
-    coming("trainer.ulysses_sequence_parallel_size", "parallel training", default=1),
+    translated(
+        "trainer.ulysses_sequence_parallel_size",
+        sequence_ranks,
+        "train.parallel.cp",
+        default=1,
+        reason="ranks that share the tokens of a micro-batch; must divide the attention heads",
+    ),
     section("trainer.trainer_config"),
 )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import ceil
 
 from whet.config.dialects.key import Unbuilt, Values
-from whet.config.dialects.trinity_algorithm import schedule
+from whet.config.dialects.trinity_algorithm import kl, schedule
 from whet.config.dialects.trinity_data import limits
 from whet.config.dialects.trinity_presets import preset
 from whet.config.dialects.trinity_values import (
@@ -174,6 +174,45 @@ def _rollouts(values: Values, *, actor: bool = False, forward: bool = False, cri
     )
     of_critic = whole(values, f"{CRITIC}.forward_micro_batch_size_per_gpu") or trained
     return min(of_ref, of_critic) if critic else of_ref
+
+
+def offload(values: Values) -> Mapping[str, Json]:
+    """What lies in the host's memory while it rests: one list for the policy, its critic and its reference."""
+    ppo, of_actor, of_critic = (
+        preset(values).recipe == "ppo",
+        f"{ACTOR}.fsdp_config.optimizer_offload",
+        f"{CRITIC}.model.fsdp_config.optimizer_offload",
+    )
+    if ppo and values[of_critic] != values[of_actor]:
+        raise Unbuilt(
+            f"{of_critic}: {values[of_critic]} beside {of_actor}: {values[of_actor]} is coming, not built yet: the "
+            "optimizers of policy and critic rest in one place. Give both the same value."
+        )
+    there = {
+        "optimizer": values[of_actor],
+        "activations": values[f"{MODEL}.enable_activation_offload"],
+        "critic": ppo and values[f"{CRITIC}.model.fsdp_config.param_offload"],
+        "reference": values[f"{REF}.fsdp_config.param_offload"] and _has_reference(values),
+    }
+    return {"train.offload": [name for name, wanted in there.items() if wanted]}
+
+
+def _has_reference(values: Values) -> bool:
+    base = preset(values)
+    return base.kind == "dpo" or base.advantage == "on_policy_distill" or bool(kl(values))
+
+
+def sequence_ranks(values: Values) -> Mapping[str, Json]:
+    """Ulysses: ranks that share one sequence, the same for every model."""
+    keys: dict[str, Json] = {
+        "trainer.ulysses_sequence_parallel_size": 1,
+        f"{ACTOR}.ulysses_sequence_parallel_size": 1,
+        f"{REF}.ulysses_sequence_parallel_size": 1,
+    }
+    if preset(values).recipe == "ppo":
+        keys[f"{CRITIC}.ulysses_sequence_parallel_size"] = 1
+    sizes = {key: whole(values, key) or 1 for key in keys}
+    return {"train.parallel.cp": agreed(sizes, keys)}
 
 
 # ---------------------------------------------------------------- checkpoints

@@ -12,11 +12,14 @@ from whet.config.dialects.trinity_trainer import (
     keep,
     like_the_actor,
     micro,
+    offload,
     overwritten,
     passes,
     resume,
+    sequence_ranks,
 )
 from whet.config.dialects.trinity_values import ACTOR, CONFIG, CRITIC, MODEL, REF, VERL_TRAINER, section
+from whet.types import Json
 
 _CUT = "it never changes the gradient; forwards without gradient are cut in one way for all models"
 _FOLLOWS = "null: the actor's"
@@ -33,6 +36,20 @@ def _micro(name: str, default: object, reason: str = _CUT) -> Key:
     return translated(name, micro, *native, default=default, reason=reason)
 
 
+def _offload(name: str, what: str) -> Key:
+    return translated(name, offload, "train.offload", default=False, reason=f"{what}; needs a GPU")
+
+
+def _ulysses(at: str, default: Json = 1) -> Key:
+    return translated(
+        f"{at}.ulysses_sequence_parallel_size",
+        sequence_ranks,
+        "train.parallel.cp",
+        default=default,
+        reason="as trainer.ulysses_sequence_parallel_size",
+    )
+
+
 def _critic(name: str, *native: str, default: object, reason: str) -> Key:
     return translated(f"{CRITIC}.{name}", critic, *native, default=default, reason=reason)
 
@@ -40,17 +57,18 @@ def _critic(name: str, *native: str, default: object, reason: str) -> Key:
 def _fsdp(owner: str, *, optimizer_too: bool) -> tuple[Key, ...]:
     """The FSDP section of one model."""
     at = f"{owner}.fsdp_config"
-    offload = [coming(f"{at}.param_offload", "moving idle weights to the CPU", default=False)]
+    if owner == ACTOR:
+        memory = [coming(f"{at}.param_offload", "moving the policy's weights to the CPU", default=False)]
+    else:
+        memory = [_offload(f"{at}.param_offload", "weights that rest; where the algorithm has this model")]
     if optimizer_too:
-        offload.append(
-            coming(f"{at}.optimizer_offload", "moving idle optimizer states to the CPU", default=False)
-        )
+        memory.append(_offload(f"{at}.optimizer_offload", "of policy and critic together"))
     return (
         section(at),
         section(f"{at}.wrap_policy"),
         coming(f"{at}.wrap_policy.transformer_layer_cls_to_wrap", _PARALLEL, default=None),
         coming(f"{at}.wrap_policy.min_num_params", _PARALLEL, default=0),
-        *offload,
+        *memory,
         coming(f"{at}.fsdp_size", _PARALLEL, default=-1, harmless=(1,)),
         coming(f"{at}.forward_prefetch", _PARALLEL, default=False),
     )
@@ -116,7 +134,7 @@ ACTOR_ROWS: tuple[Key, ...] = (
         default=False,
         reason="a new order of minibatches in every pass; Trinity has one",
     ),
-    coming(f"{ACTOR}.ulysses_sequence_parallel_size", "parallel training", default=1),
+    _ulysses(ACTOR),
     coming(f"{ACTOR}.entropy_from_logits_with_chunking", _ENTROPY, default=False),
     coming(f"{ACTOR}.entropy_checkpointing", _ENTROPY, default=False),
     section(f"{ACTOR}.checkpoint", "checkpoint"),
@@ -170,7 +188,7 @@ REF_ROWS: tuple[Key, ...] = (
     _micro(f"{REF}.log_prob_micro_batch_size_per_gpu", 4),
     _micro(f"{REF}.log_prob_use_dynamic_bsz", None, f"{_FOLLOWS}; of forwards without gradient"),
     _micro(f"{REF}.log_prob_max_token_len_per_gpu", None, f"{_FOLLOWS}; {_CUT}"),
-    coming(f"{REF}.ulysses_sequence_parallel_size", "parallel training", default=None, harmless=(1,)),
+    _ulysses(REF, None),
     coming(f"{REF}.entropy_from_logits_with_chunking", _ENTROPY, default=None, harmless=(False,)),
     coming(f"{REF}.entropy_checkpointing", _ENTROPY, default=None, harmless=(False,)),
 )
@@ -226,7 +244,7 @@ CRITIC_ROWS: tuple[Key, ...] = (
     _micro(f"{CRITIC}.use_dynamic_bsz", None, _FOLLOWS),
     _micro(f"{CRITIC}.ppo_max_token_len_per_gpu", 32768),
     _micro(f"{CRITIC}.forward_max_token_len_per_gpu", None, f"null: the one for training; {_CUT}"),
-    coming(f"{CRITIC}.ulysses_sequence_parallel_size", "parallel training", default=1),
+    _ulysses(CRITIC),
     _critic("ppo_epochs", "critic.passes", default=None, reason=f"{_FOLLOWS}; ppo only"),
     derived(f"{CRITIC}.shuffle", like_the_actor, default=None, reason=f"{_FOLLOWS}, which it must be (ppo)"),
     _critic(
@@ -361,7 +379,7 @@ MORE_VERL: tuple[Key, ...] = (
         default=-1,
         reason="training steps; from 0 up over the ratio; ppo only",
     ),
-    coming(f"{MODEL}.enable_activation_offload", "moving activations to the CPU", default=False),
+    _offload(f"{MODEL}.enable_activation_offload", "what layers keep for the backward pass"),
     coming(f"{MODEL}.use_shm", "models in shared memory", default=False),
     refused(f"{MODEL}.trust_remote_code", "code that comes with a model is never run", default=False),
     refused(f"{CRITIC}.model.trust_remote_code", "code that comes with a model is never run", default=False),

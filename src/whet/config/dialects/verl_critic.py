@@ -20,6 +20,7 @@ from whet.config.dialects.verl_policy import (
     STEPS,
     offload,
     parallel,
+    rests,
     shards,
 )
 from whet.config.dialects.verl_rules import (
@@ -109,7 +110,7 @@ CRITIC: tuple[Key, ...] = (
         default=True,
         reason=ONLY_CRITIC,
     ),
-    offload("critic.model.enable_activation_offload"),
+    rests("critic.model.enable_activation_offload", "With adv_estimator=gae as the actor's."),
     derived("critic.model.use_remove_padding", check_parallel, default=False, reason=PACKED),
     coming(
         "critic.model.use_shm",
@@ -119,9 +120,13 @@ CRITIC: tuple[Key, ...] = (
     ),
     *lora_keys("critic.model", critic_lora, "critic.lora"),
     *(
-        offload(f"critic.model.fsdp_config.{name}")
-        for name in ("param_offload", "optimizer_offload", "offload_policy")
+        rests(f"critic.model.fsdp_config.{name}", what)
+        for name, what in (
+            ("param_offload", "Read with adv_estimator=gae."),
+            ("optimizer_offload", "With adv_estimator=gae as the actor's."),
+        )
     ),
+    offload("critic.model.fsdp_config.offload_policy"),
     coming("critic.model.fsdp_config.reshard_after_forward", SHARDED, default=True, harmless=(False,)),
     *shards("critic.model.fsdp_config"),
     derived(

@@ -27,6 +27,7 @@ from whet.config.dialects.verl_rules import (
     cut,
     equal,
     is_one_of,
+    offloaded,
     share,
     shuffling,
 )
@@ -75,6 +76,11 @@ def shards(at: str) -> tuple[Key, ...]:
 
 def offload(name: str) -> Key:
     return coming(name, OFFLOAD, default=False, harmless=(True,))
+
+
+def rests(name: str, what: str) -> Key:
+    """What lies in the host's memory while it is not needed."""
+    return translated(name, offloaded, "train.offload", default=False, reason=f"{what} true needs a GPU.")
 
 
 def cuts(at: str) -> tuple[Key, ...]:
@@ -144,7 +150,9 @@ MODEL_KEYS: tuple[Key, ...] = (
         reason="The routers of a mixture of experts; on a model without any it is refused.",
     ),
     mapped(f"{MODEL}.enable_gradient_checkpointing", "train.gradient_checkpointing", default=False),
-    offload(f"{MODEL}.enable_activation_offload"),
+    rests(
+        f"{MODEL}.enable_activation_offload", "What layers keep for the backward pass, of policy and critic."
+    ),
     inert(f"{MODEL}.trust_remote_code", NO_CODE, default=False, harmless=(True,)),
     derived(f"{MODEL}.use_remove_padding", check_parallel, default=False, reason=PACKED),
 )
@@ -269,7 +277,8 @@ ACTOR_KEYS: tuple[Key, ...] = (
     section(f"{ACTOR}.fsdp_config"),
     section(f"{ACTOR}.fsdp_config.wrap_policy"),
     *shards(f"{ACTOR}.fsdp_config"),
-    *(offload(f"{ACTOR}.fsdp_config.{part}_offload") for part in ("param", "grad", "optimizer")),
+    *(offload(f"{ACTOR}.fsdp_config.{part}_offload") for part in ("param", "grad")),
+    rests(f"{ACTOR}.fsdp_config.optimizer_offload", "Moments and master weights, of policy and critic."),
     derived(
         f"{ACTOR}.fsdp_config.fsdp_size",
         at_least(f"{ACTOR}.fsdp_config.fsdp_size", -1),
@@ -305,7 +314,7 @@ ACTOR_KEYS: tuple[Key, ...] = (
 
 REF_KEYS: tuple[Key, ...] = (
     section(REF),
-    offload(f"{REF}.fsdp_config.param_offload"),
+    rests(f"{REF}.fsdp_config.param_offload", "Read where there is a KL to the reference."),
     *shards(f"{REF}.fsdp_config"),
     *cuts(REF),
     parallel(f"{REF}.ulysses_sequence_parallel_size", f"${{{ACTOR}.ulysses_sequence_parallel_size}}"),

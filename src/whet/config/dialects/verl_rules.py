@@ -196,6 +196,33 @@ def longest(v: Values) -> int:
     return whole(v, "data.max_prompt_length") + whole(v, "data.max_response_length")
 
 
+def offloaded(v: Values) -> Native:
+    """What rests in the host's memory. The policy's own weights stay: rollouts are sampled from them."""
+    both = {
+        "activations": (f"{MODEL}.enable_activation_offload", "critic.model.enable_activation_offload"),
+        "optimizer": (
+            f"{ACTOR}.fsdp_config.optimizer_offload",
+            "critic.model.fsdp_config.optimizer_offload",
+        ),
+    }
+    names = []
+    for name, (mine, other) in both.items():
+        if has_critic(v) and flag(v, mine) != flag(v, other):
+            raise Unbuilt(
+                f"{other}={v[other]} beside {mine}={v[mine]} is coming, not built yet: here policy and critic do it "
+                "alike; give both the same value"
+            )
+        names += [name] if flag(v, mine) else []
+    compares = (flag(v, f"{ACTOR}.use_kl_loss") and number(v, f"{ACTOR}.kl_loss_coef")) or (
+        flag(v, "algorithm.use_kl_in_reward") and number(v, "algorithm.kl_ctrl.kl_coef")
+    )
+    alone = {"critic": ("critic.model", has_critic(v)), "reference": (REF, bool(compares))}
+    names += [
+        name for name, (at, there) in alone.items() if flag(v, f"{at}.fsdp_config.param_offload") and there
+    ]
+    return {"train.offload": names}
+
+
 # ---------------------------------------------------------------- sizes
 
 

@@ -1,0 +1,133 @@
+"""Trinity-RFT's keys of processes side by side: modes, styles, stores, time limits, host memory, ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from whet.config.dialects import trinity_data as data
+from whet.config.dialects import trinity_mix as mix
+from whet.config.dialects import trinity_replies as replies
+from whet.config.dialects import trinity_run as run
+from whet.config.dialects import trinity_trainer as trainer
+from whet.config.dialects.key import Unbuilt
+from whet.config.dialects.trinity import TRINITY, TRINITY_VERL
+from whet.config.dialects.trinity_values import ACTOR, CRITIC, EXPERIENCES, REF
+from whet.types import ConfigError, Json
+
+
+def values(**given: Json) -> dict[str, Json]:
+    """The document's defaults, with values put over them; `__` stands for a dot."""
+    out = {row.name: row.default for row in (*TRINITY, *TRINITY_VERL)}
+    return out | {name.replace("__", "."): value for name, value in given.items()}
+
+
+def grpo(**given: Json) -> dict[str, Json]:
+    return values(**{"algorithm__algorithm_type": "grpo", **given})
+
+
+CONTROL: dict[str, Json] = {"algorithm__sample_strategy": "staleness_control"}
+
+
+def bounded(most: int, **given: Json) -> dict[str, Json]:
+    """staleness_control with synchronizer keys."""
+    told = {f"synchronizer__{key}": value for key, value in given.items()}
+    return grpo(**CONTROL, **told, **{"algorithm.sample_strategy_args.*": {"max_staleness": most}})
+
+
+def test_an_explorer_runs_ahead_by_the_offset() -> None:
+    assert run.ahead(grpo()) == {"rollout.max_staleness": 0}
+    assert run.ahead(grpo(synchronizer__sync_offset=2)) == {"rollout.max_staleness": 2}
+    assert mix.staleness(bounded(3, sync_offset=2)) == {}, "step 3 has version 0, and 3 - 3 is the oldest"
+    with pytest.raises(Unbuilt, match="max_staleness: 2"):
+        mix.staleness(bounded(2, sync_offset=2))
+
+
+@pytest.mark.parametrize(
+    ("style", "partial"),
+    [("dynamic_by_explorer", False), ("dynamic_by_trainer", False), ("fully_async", True)],
+)
+def test_the_other_styles_run_ahead_as_far_as_staleness_control_says(style: str, partial: bool) -> None:
+    """A sync every 2 steps and max_staleness 5: step s takes versions s - 5 on, which are 4 older than its own, s - 1;
+    one of the 4 comes from the interval."""
+    free = {"rollout.schedule": "free", "rollout.partial": partial, "rollout.max_staleness": 3}
+    assert run.ahead(bounded(5, sync_style=style, sync_interval=2)) == free
+    assert mix.staleness(bounded(5, sync_style=style, sync_interval=2)) == {}
+    for given in (bounded(1, sync_style=style, sync_interval=2), grpo(synchronizer__sync_style=style)):
+        with pytest.raises(Unbuilt, match=r"synchronizer\.sync_style: .*staleness_control"):
+            run.ahead(given)
+    with pytest.raises(ConfigError, match=r"synchronizer\.sync_offset"):
+        run.ahead(bounded(5, sync_style=style, sync_offset=1))
+
+
+def test_processes_of_their_own_meet_in_the_database_of_the_buffer() -> None:
+    at: dict[str, Json] = {f"{EXPERIENCES}.path": "sqlite:///gsm8k.db"}
+    for mode in ("explore", "train"):
+        assert replies.queue(grpo(mode=mode, **at)) == {
+            "buffer.url": "sqlite:///gsm8k.db",
+            "buffer.order": "arrival",
+        }
+        sql = replies.queue(
+            grpo(mode=mode, **{f"{EXPERIENCES}.storage_type": "sql", f"{EXPERIENCES}.path": "a.db"})
+        )
+        assert sql == {"buffer.url": "sqlite:///a.db", "buffer.order": "newest"}
+        with pytest.raises(Unbuilt, match=r"experience_buffer\.path"):
+            replies.queue(grpo(mode=mode))
+        assert run.ahead(grpo(mode=mode, synchronizer__sync_offset=1)) == {
+            "rollout.schedule": "free",
+            "rollout.partial": False,
+            "rollout.max_staleness": 1,
+        }
+    assert run.who(grpo(mode="explore", explorer__name="second")) == {"buffer.explorer": "second"}
+    assert run.who(grpo(explorer__name="second")) == {}
+    assert run.patience(grpo(mode="bench", synchronizer__sync_timeout=60)) == {"sync.timeout_s": 60}
+    assert run.patience(grpo(synchronizer__sync_timeout=60)) == {}
+
+
+def test_failed_rollouts_are_repeated_and_limits_follow_the_mean() -> None:
+    assert run.again(grpo()) == {"rollout.retries": 2}
+    enabled = grpo(explorer__max_retry_times=0, **{"explorer.dynamic_timeout.enable": True})
+    assert run.again(enabled) == {"rollout.retries": 0, "rollout.timeout_factor": 3.0}
+    with pytest.raises(ConfigError, match=r"dynamic_timeout\.ratio"):
+        run.again(grpo(**{"explorer.dynamic_timeout.ratio": 0}))
+
+
+def test_a_step_that_ends_before_all_its_tasks() -> None:
+    """ceil((1 - 0.3) * 8) = 6 tasks are waited for, 2 are asked beside them."""
+    given = bounded(2, sync_style="dynamic_by_trainer") | {
+        "buffer.batch_size": 8,
+        "explorer.over_rollout.ratio": 0.3,
+        "algorithm.repeat_times": 4,
+    }
+    assert data.batch(given | {"buffer.train_batch_size": 24}) == {
+        "train.tasks_per_step": 6,
+        "rollout.group_size": 4,
+        "rollout.spare_tasks": 2,
+    }
+    with pytest.raises(Unbuilt, match="write 24"):
+        data.batch(given)
+    with pytest.raises(ConfigError, match="sync_style: fixed"):
+        data.batch(given | {"synchronizer.sync_style": "fixed", "buffer.train_batch_size": 24})
+    with pytest.raises(ConfigError, match=r"over_rollout\.ratio"):
+        data.batch(given | {"explorer.over_rollout.ratio": 1.0})
+
+
+def test_memory_of_the_host_and_ranks_of_a_sequence() -> None:
+    """The reference and the critic rest only where the algorithm has them."""
+    keys = (f"{ACTOR}.fsdp_config.optimizer_offload", f"{REF}.fsdp_config.param_offload")
+    told: dict[str, Json] = dict.fromkeys(keys, True)
+    assert trainer.offload(grpo()) == {"train.offload": []}
+    assert trainer.offload(grpo(**told)) == {"train.offload": ["optimizer", "reference"]}
+    none = grpo(algorithm__kl_loss_fn="none", **told)
+    assert trainer.offload(none) == {"train.offload": ["optimizer"]}
+    with pytest.raises(Unbuilt, match=r"critic\.model\.fsdp_config\.optimizer_offload"):
+        trainer.offload(values(algorithm__algorithm_type="ppo", **told))
+    critic: dict[str, Json] = {
+        f"{CRITIC}.model.fsdp_config.{name}_offload": True for name in ("param", "optimizer")
+    }
+    assert trainer.offload(values(algorithm__algorithm_type="ppo", **told, **critic)) == {
+        "train.offload": ["optimizer", "critic", "reference"]
+    }
+    assert trainer.sequence_ranks(grpo(trainer__ulysses_sequence_parallel_size=2)) == {"train.parallel.cp": 2}
+    both = grpo(trainer__ulysses_sequence_parallel_size=2, **{f"{ACTOR}.ulysses_sequence_parallel_size": 4})
+    with pytest.raises(ConfigError, match="one setting"):
+        trainer.sequence_ranks(both)
