@@ -49,7 +49,7 @@ def test_policy_and_critic_of_verl_do_it_alike() -> None:
     both = {ACTOR + OPTIMIZER: True, CRITIC + OPTIMIZER: True}
     assert verl(both) == ["optimizer"]
     for key in both:
-        with pytest.raises(Unbuilt, match="critic.model.fsdp_config.optimizer_offload"):
+        with pytest.raises(Unbuilt, match=r"critic\.model\.fsdp_config\.optimizer_offload"):
             verl({key: True})
 
 
@@ -74,6 +74,7 @@ def cosmos(tmp_path: Path) -> Path:
             "master_dtype": "bfloat16",
             "output_dir": str(tmp_path / "out"),
             "max_num_steps": 3,
+            "train_batch_per_replica": 16,
             "train_policy": {
                 "type": "grpo",
                 "dataset": {"name": str(rows)},

@@ -140,6 +140,7 @@ experiment_name = "same"
 
 [train.train_policy]
 type = "grpo"
+on_policy = true
 dataset.name = "WORK/words.jsonl"
 prompt_column_name = "prompt"
 reward_function = "WORK/reward.py:score"

@@ -24,6 +24,7 @@ from whet.config.dialects import trinity_monitor as monitor
 from whet.config.dialects import trinity_replies as replies
 from whet.config.dialects import trinity_rewards as judging
 from whet.config.dialects import trinity_run as run
+from whet.config.dialects import trinity_sync as sync
 from whet.config.dialects import trinity_trainer as trainer
 from whet.config.dialects.key import Unbuilt
 from whet.config.dialects.tables import dialect
@@ -647,12 +648,12 @@ def test_run_and_model() -> None:
 def test_weights_go_over_every_so_many_steps() -> None:
     """An evaluation every 50 // 20 * 20 = 40 steps: Trinity evaluates with weights that were just handed over."""
     given = grpo(synchronizer__sync_interval=20, explorer__eval_interval=50)
-    assert run.sync_interval(given) == {"rollout.sync_every": 20}
-    assert run.sync_interval(values(algorithm__algorithm_type="sft", synchronizer__sync_interval=20)) == {}
+    assert sync.sync_interval(given) == {"rollout.sync_every": 20}
+    assert sync.sync_interval(values(algorithm__algorithm_type="sft", synchronizer__sync_interval=20)) == {}
     given[EVALS] = [{"path": "e.jsonl", "default_reward_fn_type": "math_reward"}]
     assert data.evaluation(given | SIZES)["eval.every"] == 40
     with pytest.raises(ConfigError, match="did you mean 'fixed'"):
-        run.ahead(grpo(synchronizer__sync_style="fixd"))
+        sync.ahead(grpo(synchronizer__sync_style="fixd"))
 
 
 @pytest.mark.parametrize(

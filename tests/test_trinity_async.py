@@ -7,7 +7,7 @@ import pytest
 from whet.config.dialects import trinity_data as data
 from whet.config.dialects import trinity_mix as mix
 from whet.config.dialects import trinity_replies as replies
-from whet.config.dialects import trinity_run as run
+from whet.config.dialects import trinity_sync as sync
 from whet.config.dialects import trinity_trainer as trainer
 from whet.config.dialects.key import Unbuilt
 from whet.config.dialects.trinity import TRINITY, TRINITY_VERL
@@ -35,8 +35,8 @@ def bounded(most: int, **given: Json) -> dict[str, Json]:
 
 
 def test_an_explorer_runs_ahead_by_the_offset() -> None:
-    assert run.ahead(grpo()) == {"rollout.max_staleness": 0}
-    assert run.ahead(grpo(synchronizer__sync_offset=2)) == {"rollout.max_staleness": 2}
+    assert sync.ahead(grpo()) == {"rollout.max_staleness": 0}
+    assert sync.ahead(grpo(synchronizer__sync_offset=2)) == {"rollout.max_staleness": 2}
     assert mix.staleness(bounded(3, sync_offset=2)) == {}, "step 3 has version 0, and 3 - 3 is the oldest"
     with pytest.raises(Unbuilt, match="max_staleness: 2"):
         mix.staleness(bounded(2, sync_offset=2))
@@ -50,13 +50,13 @@ def test_the_other_styles_run_ahead_as_far_as_staleness_control_says(style: str,
     """A sync every 2 steps and max_staleness 5: step s takes versions s - 5 on, which are 4 older than its own, s - 1;
     one of the 4 comes from the interval."""
     free = {"rollout.schedule": "free", "rollout.partial": partial, "rollout.max_staleness": 3}
-    assert run.ahead(bounded(5, sync_style=style, sync_interval=2)) == free
+    assert sync.ahead(bounded(5, sync_style=style, sync_interval=2)) == free
     assert mix.staleness(bounded(5, sync_style=style, sync_interval=2)) == {}
     for given in (bounded(1, sync_style=style, sync_interval=2), grpo(synchronizer__sync_style=style)):
         with pytest.raises(Unbuilt, match=r"synchronizer\.sync_style: .*staleness_control"):
-            run.ahead(given)
+            sync.ahead(given)
     with pytest.raises(ConfigError, match=r"synchronizer\.sync_offset"):
-        run.ahead(bounded(5, sync_style=style, sync_offset=1))
+        sync.ahead(bounded(5, sync_style=style, sync_offset=1))
 
 
 def test_processes_of_their_own_meet_in_the_database_of_the_buffer() -> None:
@@ -70,25 +70,26 @@ def test_processes_of_their_own_meet_in_the_database_of_the_buffer() -> None:
             grpo(mode=mode, **{f"{EXPERIENCES}.storage_type": "sql", f"{EXPERIENCES}.path": "a.db"})
         )
         assert sql == {"buffer.url": "sqlite:///a.db", "buffer.order": "newest"}
-        with pytest.raises(Unbuilt, match=r"experience_buffer\.path"):
-            replies.queue(grpo(mode=mode))
-        assert run.ahead(grpo(mode=mode, synchronizer__sync_offset=1)) == {
+        for elsewhere in ({}, {f"{EXPERIENCES}.path": "mysql://user@host/rows"}):
+            with pytest.raises(Unbuilt, match=r"experience_buffer\.path"):
+                replies.queue(grpo(mode=mode, **elsewhere))
+        assert sync.ahead(grpo(mode=mode, synchronizer__sync_offset=1)) == {
             "rollout.schedule": "free",
             "rollout.partial": False,
             "rollout.max_staleness": 1,
         }
-    assert run.who(grpo(mode="explore", explorer__name="second")) == {"buffer.explorer": "second"}
-    assert run.who(grpo(explorer__name="second")) == {}
-    assert run.patience(grpo(mode="bench", synchronizer__sync_timeout=60)) == {"sync.timeout_s": 60}
-    assert run.patience(grpo(synchronizer__sync_timeout=60)) == {}
+    assert sync.who(grpo(mode="explore", explorer__name="second")) == {"buffer.explorer": "second"}
+    assert sync.who(grpo(explorer__name="second")) == {}
+    assert sync.patience(grpo(mode="bench", synchronizer__sync_timeout=60)) == {"sync.timeout_s": 60}
+    assert sync.patience(grpo(synchronizer__sync_timeout=60)) == {}
 
 
 def test_failed_rollouts_are_repeated_and_limits_follow_the_mean() -> None:
-    assert run.again(grpo()) == {"rollout.retries": 2}
+    assert sync.again(grpo()) == {"rollout.retries": 2}
     enabled = grpo(explorer__max_retry_times=0, **{"explorer.dynamic_timeout.enable": True})
-    assert run.again(enabled) == {"rollout.retries": 0, "rollout.timeout_factor": 3.0}
+    assert sync.again(enabled) == {"rollout.retries": 0, "rollout.timeout_factor": 3.0}
     with pytest.raises(ConfigError, match=r"dynamic_timeout\.ratio"):
-        run.again(grpo(**{"explorer.dynamic_timeout.ratio": 0}))
+        sync.again(grpo(**{"explorer.dynamic_timeout.ratio": 0}))
 
 
 def test_a_step_that_ends_before_all_its_tasks() -> None:

@@ -48,7 +48,7 @@ def misfits(plan: Plan) -> Iterator[Problem]:
     train, p = plan.train, plan.train.precision
     if train.offload and plan.device == "cpu":
         yield "train.offload", "frees memory of a GPU, and this stage trains on the CPU; leave it out"
-    there = {"critic": plan.needs_critic, "reference": "reference" in plan.copies}
+    there = {"critic": plan.needs_critic, "reference": plan.needs_reference}
     for name, used in there.items():
         if name in train.offload and not used:
             yield "train.offload", f"names the {name}, and algorithm.name={plan.algorithm.name} has none"

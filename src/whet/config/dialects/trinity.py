@@ -18,10 +18,10 @@ from whet.config.dialects.trinity_run import (
     GLOBAL,
     MODEL,
     MORE_RUN,
-    SYNCHRONIZER,
     TRAINER,
 )
 from whet.config.dialects.trinity_stages import one_run, stages
+from whet.config.dialects.trinity_sync import SYNCHRONIZER
 from whet.config.dialects.trinity_values import section
 from whet.config.dialects.trinity_verl import MORE_VERL, VERL
 

@@ -123,6 +123,10 @@ def _store(mode: str, storage: str, path: str | None) -> dict[str, Json]:
             "sqlite:///PATH or postgresql://USER@HOST/DATABASE; a queue in memory between processes is coming, not "
             "built yet."
         )
+    scheme = path.partition("://")[0] if "://" in path else "sqlite"
+    known_as(
+        scheme, dict.fromkeys(("sqlite", "postgresql", "files")), key=f"{EXPERIENCES}.path", coming=("mysql",)
+    )
     return {
         "buffer.url": path if "://" in path else f"sqlite:///{path}",
         "buffer.order": orders[storage],

@@ -1,4 +1,4 @@
-"""Trinity-RFT's global keys, its models and machines, explorer, synchronizer and trainer."""
+"""Trinity-RFT's global keys, its models and machines, explorer and trainer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from whet.config.dialects.key import Key, Unbuilt, Values, coming, derived, inert, translated
 from whet.config.dialects.trinity_algorithm import optimizer
-from whet.config.dialects.trinity_data import apart, batch, evaluation, length, mode, sampling, token_limits
+from whet.config.dialects.trinity_data import batch, evaluation, length, mode, sampling, token_limits
 from whet.config.dialects.trinity_lora import ENGINE, LORA
-from whet.config.dialects.trinity_mix import bound
 from whet.config.dialects.trinity_presets import online, preset, repeat_times
 from whet.config.dialects.trinity_replies import template
+from whet.config.dialects.trinity_sync import again, who
 from whet.config.dialects.trinity_trainer import critic, export, micro, resume, sequence_ranks
 from whet.config.dialects.trinity_values import MODEL as VERL_MODEL
 from whet.config.dialects.trinity_values import at_any_value, count, entries, given, known_as, section, text
@@ -91,7 +91,7 @@ def teacher(values: Values) -> Mapping[str, Json]:
     return {"reference.path": path}
 
 
-# ---------------------------------------------------------------- explorer and synchronizer
+# ---------------------------------------------------------------- explorer
 
 
 def engine_type(values: Values) -> Mapping[str, Json]:
@@ -111,77 +111,6 @@ def at_once(values: Values) -> Mapping[str, Json]:
 def timeout(values: Values) -> Mapping[str, Json]:
     """Seconds of one attempt."""
     return {"rollout.timeout_s": values["explorer.max_timeout"]}
-
-
-METHODS = ("nccl", "checkpoint", "memory", "online", "offline")
-AHEAD = ("dynamic_by_explorer", "dynamic_by_trainer", "explorer_driven", "trainer_driven", "fully_async")
-
-
-def methods(values: Values) -> Mapping[str, Json]:
-    """One process has the weights at hand; processes of their own read them from a folder. Neither changes a number."""
-    known_as(str(values["synchronizer.sync_method"]), dict.fromkeys(METHODS), key="synchronizer.sync_method")
-    return {}
-
-
-def ahead(values: Values) -> Mapping[str, Json]:
-    """How far exploring is ahead of training.
-
-    fixed: sync_offset steps. In the other styles as far as staleness_control lets it be, whoever asks for the weights:
-    rollouts of step s have version s - max_staleness at least, of which sync_interval steps lie between two syncs.
-    """
-    style = str(values["synchronizer.sync_style"])
-    known_as(style, dict.fromkeys(("fixed", *AHEAD)), key="synchronizer.sync_style")
-    offset = count(values, "synchronizer.sync_offset", least=0)
-    if not online(values):
-        return {}
-    if style == "fixed":
-        free: dict[str, Json] = (
-            {"rollout.schedule": "free", "rollout.partial": False} if apart(values) else {}
-        )
-        return free | {"rollout.max_staleness": offset}
-    if offset:
-        raise ConfigError(
-            f"synchronizer.sync_offset: {offset} has no meaning with sync_style: {style}; write 0."
-        )
-    most, interval = bound(values), count(values, "synchronizer.sync_interval")
-    if most is None or most < interval:
-        raise Unbuilt(
-            f"synchronizer.sync_style: {style} with rollouts of any age is coming, not built yet; here with "
-            f"algorithm.sample_strategy: staleness_control and sample_strategy_args.max_staleness >= {interval} "
-            "(sync_interval), or fixed."
-        )
-    return {
-        "rollout.schedule": "free",
-        "rollout.partial": style == "fully_async",
-        "rollout.max_staleness": most - interval,
-    }
-
-
-def patience(values: Values) -> Mapping[str, Json]:
-    """Seconds that processes of their own wait for one another's weights."""
-    seconds = count(values, "synchronizer.sync_timeout")
-    return {"sync.timeout_s": seconds} if online(values) and values["mode"] != "both" else {}
-
-
-def again(values: Values) -> Mapping[str, Json]:
-    """Further attempts at a rollout that failed, and a limit that follows the mean of those that did not."""
-    at, tries = "explorer.dynamic_timeout", count(values, "explorer.max_retry_times", least=0)
-    ratio = values[f"{at}.ratio"]
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or ratio <= 0:
-        raise ConfigError(f"{at}.ratio: got {ratio!r}, expected a number above 0.")
-    if not online(values):
-        return {}
-    return {"rollout.retries": tries} | ({"rollout.timeout_factor": ratio} if values[f"{at}.enable"] else {})
-
-
-def who(values: Values) -> Mapping[str, Json]:
-    """The name by which a store knows this explorer."""
-    return {"buffer.explorer": str(values["explorer.name"])} if values["mode"] == "explore" else {}
-
-
-def sync_interval(values: Values) -> Mapping[str, Json]:
-    """Steps between weight syncs: rollouts are up to so many versions old, less one."""
-    return {"rollout.sync_every": count(values, "synchronizer.sync_interval")} if online(values) else {}
 
 
 def environment(values: Values) -> Mapping[str, Json]:
@@ -318,11 +247,6 @@ CLUSTER: tuple[Key, ...] = (
     derived("cluster.gpu_per_node", batch, default=None, reason=_GPUS),
 )
 
-_ASYNC = (
-    "fixed: exploring is sync_offset steps ahead. The others: as far as sample_strategy staleness_control allows "
-    "(max_staleness - sync_interval), which must be given"
-)
-
 EXPLORER: tuple[Key, ...] = (
     section("explorer", "rollout"),
     translated(
@@ -398,40 +322,6 @@ EXPLORER: tuple[Key, ...] = (
         reason="with enable; from the 8th rollout on (Trinity: batch_size tasks)",
     ),
     coming("explorer.runner_state_report_interval", "a table of what runs at the moment", default=0),
-)
-
-SYNCHRONIZER: tuple[Key, ...] = (
-    section("synchronizer", "rollout"),
-    derived(
-        "synchronizer.sync_method",
-        methods,
-        default="nccl",
-        reason="one process has the trainer's weights at hand; others read them from run_dir/weights",
-    ),
-    translated(
-        "synchronizer.sync_interval",
-        sync_interval,
-        "rollout.sync_every",
-        default=1,
-        reason="steps; an evaluation waits for the next",
-    ),
-    translated("synchronizer.sync_offset", ahead, "rollout.max_staleness", default=0, reason=_ASYNC),
-    translated(
-        "synchronizer.sync_timeout",
-        patience,
-        "sync.timeout_s",
-        default=3600,
-        reason="of processes of their own (mode)",
-    ),
-    translated(
-        "synchronizer.sync_style",
-        ahead,
-        "rollout.schedule",
-        "rollout.partial",
-        "rollout.max_staleness",
-        default="fixed",
-        reason=_ASYNC,
-    ),
 )
 
 TRAINER: tuple[Key, ...] = (
