@@ -52,10 +52,13 @@ class Places:
 
     def __init__(self, times: list[float], seed: int) -> None:
         self.free, self.rng, self.times = asyncio.Semaphore(PLACES), random.Random(seed), times
+        self.taken: list[float] = []
+        """What the rollouts took: the simulator goes by these."""
 
     async def reply(self, token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
         async with self.free:
-            await asyncio.sleep(self.rng.choice(self.times))
+            self.taken.append(self.rng.choice(self.times))
+            await asyncio.sleep(self.taken[-1])
         return [7, 1]
 
 
@@ -80,12 +83,13 @@ def schedules() -> list[dict[str, Any]]:
     ways: list[tuple[Mode, int]] = [("alternate", 0), ("overlap", 1), ("free", 1), ("free", 2), ("free", 4)]
     for sigma in SPREADS:
         times = lengths(sigma)
-        costs = Costs(rollout_s=times, train_s=TRAIN_S, slots=PLACES)
         for mode, ahead in ways:
             schedule = Schedule(
                 mode=mode, groups_per_step=TASKS, group_size=SIZE, max_staleness=ahead, steps=STEPS
             )
-            seconds = sum(timed(mode, ahead, handler=Places(times, 1).reply)) / STEPS
+            places = Places(times, 1)
+            seconds = sum(timed(mode, ahead, handler=places.reply)) / STEPS
+            costs = Costs(rollout_s=places.taken, train_s=TRAIN_S, slots=PLACES)
             predicted = sum(simulate(costs, schedule, seed=n).step_s for n in range(20)) / 20
             out.append(
                 {
