@@ -23,8 +23,8 @@ from whet.buffer import files, stores
 from whet.buffer.groups import decode, encode, from_json, to_json
 from whet.buffer.places import Places
 from whet.buffer.stores import Scored, Store
-from whet.config.schema import Buffer, Config
-from whet.config.secrets import dump
+from whet.config.schema import Buffer, Config, Guard
+from whet.config.secrets import dump, secrets_of
 from whet.types import ConfigError, Group, Message, Rollout, Task, WhetError
 
 KINDS = ("memory", "sqlite", "files", "postgresql")
@@ -884,3 +884,7 @@ def test_a_stopped_holder_is_named(kind, tmp_path, monkeypatch):
 def test_a_password_in_the_config_is_not_written_down():
     cfg = Config.model_construct(buffer=Buffer(url="postgresql://me:geheim@host/db"))
     assert dump(cfg)["buffer"]["url"] == "postgresql://me:***@host/db"
+    log = Config.model_construct(
+        guard=Guard(), buffer=Buffer(url="postgresql://host/db?user=me&password=geheim")
+    )
+    assert secrets_of(log) == ["geheim"], "nor does it reach a log"

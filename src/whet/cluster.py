@@ -150,10 +150,11 @@ class EngineActor:
         end = in_store(_never_put, fetched.__getitem__)
         end.accept(letter)
         manifest: Manifest | None = None
+        held, self.held = self.held, None  # as long as they may be a mix
 
         def told() -> Generator[tuple[str, Any], None, None]:
             nonlocal manifest
-            manifest = yield from checked(end.receive(version, held=self.held), version, self.held)
+            manifest = yield from checked(end.receive(version, held=held), version, held)
 
         await self.engine.load_weights(WeightSource(tensors=told()), version)
         assert manifest is not None

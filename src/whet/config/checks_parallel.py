@@ -38,6 +38,10 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
             "on: with train.parallel sampling and training are in other processes, and their equality is measured, "
             "not proved; use auto",
         )
+    if train.offload:
+        yield "train.offload", f"{', '.join(train.offload)}: not built for several ranks (train.parallel)"
+    if train.compile:
+        yield "train.compile", "true: not built for several ranks (train.parallel)"
     if p.dp_shard > 1 or p.tp > 1:
         yield from _cut(cfg)
 
@@ -64,13 +68,6 @@ def _cut(cfg: Config) -> Iterator[tuple[str, str]]:
             "a reference of another folder cannot become a policy with adapters (reference.reset_every) where "
             "dp_shard or tp of train.parallel cut both; leave the path out or use dp_replicate",
         )
-    if train.offload:
-        yield (
-            "train.offload",
-            f"{', '.join(train.offload)}: not with dp_shard or tp of train.parallel; use dp_replicate",
-        )
-    if train.compile:
-        yield "train.compile", "true: not with dp_shard or tp of train.parallel; use dp_replicate"
     if train.precision.reduce is not None:
         yield (
             "train.precision.reduce",

@@ -20,9 +20,12 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
+_PASSWORD = re.compile(r"(://[^/@:]*:)(?P<user>[^@]*)(?=@)|((?:^|[?&])password=)(?P<query>[^&]*)")
+
+
 def masked_url(url: str) -> str:
     """The same with its password struck out, be it before the host or a parameter."""
-    return re.sub(r"(://[^/@:]*:)[^@]*(?=@)|((?:^|[?&])password=)[^&]*", rf"\1\2{MASK}", url)
+    return _PASSWORD.sub(lambda m: f"{m[1] or m[3]}{MASK}", url)
 
 
 def masked(env: Mapping[str, str]) -> dict[str, str]:
@@ -32,7 +35,8 @@ def masked(env: Mapping[str, str]) -> dict[str, str]:
 
 def secrets_of(cfg: Config) -> list[str]:
     """The secret values that a config holds."""
-    return [value for name, value in cfg.guard.env.items() if is_secret(name)]
+    passwords = [m["user"] or m["query"] for m in _PASSWORD.finditer(cfg.buffer.url)]
+    return [value for name, value in cfg.guard.env.items() if is_secret(name)] + [p for p in passwords if p]
 
 
 def dump(cfg: Config, *, exclude: Any = None, exclude_unset: bool = False) -> dict[str, Json]:
