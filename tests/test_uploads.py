@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -188,12 +189,13 @@ def test_the_end_waits_no_longer_than_its_deadline_and_the_same_command_sends_th
     to = f"checkpoint.upload_to=[{there[1]}]"
     run_dir = train(tmp_path / "run", to)
     log = (run_dir / "run.log").read_text()
-    assert "NOT UPLOADED: 0-main-000002 to file://" in log
+    # an older one may still wait, too: how many do depends on how fast they fail
+    assert re.search(r"NOT UPLOADED: .*0-main-000002 to file://.*0-main-000003 to file://", log)
     assert stores.children(there[1]) == []
     faulty.fails = False
     before = (run_dir / "metrics.jsonl").read_bytes()
     train(run_dir, to)
-    assert stores.children(there[1]) == ["0-main-000002", "0-main-000003"]
+    assert stores.children(there[1])[-2:] == ["0-main-000002", "0-main-000003"]
     assert (run_dir / "metrics.jsonl").read_bytes() == before
     calls = faulty.calls
     train(run_dir, to)
