@@ -325,13 +325,11 @@ class Router:
 
     async def _bring(self, name: str) -> None:
         """Another replica in the place of a dropped one, as long as there are restarts left."""
-        assert self.restart is not None
         try:
             while self.left[name] > 0:
                 self.left[name] -= 1
                 try:
-                    replica = await self._wait(self.restart(name), f"a new replica {name}", self.start_s)
-                    await self.join(replica)
+                    await self.join(await self._made(name))
                 except Exception as error:  # noqa: BLE001  an engine is foreign code: it does not take the run with it
                     log.warning("replica %s could not be replaced: %s: %s", name, type(error).__name__, error)
                     continue
@@ -341,6 +339,18 @@ class Router:
         finally:
             self._coming -= 1
             self._tell()
+
+    async def _made(self, name: str) -> Replica:
+        """A new replica. If nobody waits for it any more when it is there, it is ended."""
+        assert self.restart is not None
+        making = asyncio.ensure_future(self.restart(name))
+        try:
+            replica: Replica = await self._wait(making, f"a new replica {name}", self.start_s)
+        except BaseException:
+            if making.done() and not making.cancelled() and making.exception() is None:
+                await self._end(making.result())
+            raise
+        return replica
 
     async def _arrival(self) -> None:
         """Until a replica has come. Raises WhetError if there is none to wait for."""
