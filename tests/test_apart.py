@@ -20,8 +20,9 @@ import yaml
 
 import whet
 from whet import stages
+from whet.api import Stop, run_training
 from whet.buffer.queue import ExplorerQueue
-from whet.buffer.stores import Scored, open_store
+from whet.buffer.stores import Scored, Store, open_store
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.guard.ledger import Ledger
@@ -136,6 +137,23 @@ def test_everybody_may_be_killed(processes: Processes) -> None:
     assert not left
 
 
+def test_a_trainer_that_waits_for_explorers_ends_at_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not wait for a step's groups that may never come, and what it saved can go on."""
+    taken = Store.take
+
+    def interrupted(store: Store, *args: Any, **given: Any) -> list[Group]:
+        if given["step"] == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return taken(store, *args, **given)
+
+    monkeypatch.setattr(Store, "take", interrupted)
+    assert run_training(load(None, (), tree(tmp_path, mode="train"))) == 130
+    assert [p.name for p in sorted((tmp_path / "run/checkpoints").iterdir())] == ["0-main-000000"]
+    assert run_training(load(None, (), tree(tmp_path, mode="train"))) == 130, "it goes on, and waits again"
+
+
 def test_an_explorer_without_a_trainer_says_whom_it_waited_for(tmp_path: Path) -> None:
     with pytest.raises(
         WhetError, match=r"explorer 'three' waited 0\.3 s for the trainer to begin stage 'main'"
@@ -180,7 +198,7 @@ def test_every_key_of_the_sections_reaches_its_place(tmp_path: Path, monkeypatch
         None, (), tree(tmp_path, mode="train", buffer=buffer, sync={"dtype": "bfloat16", "keep": 3})
     )
     cfg = loaded.stages[0]
-    queue: Any = stages._buffer(cfg, plans(loaded)[0], Ledger())
+    queue: Any = stages._buffer(cfg, plans(loaded)[0], Ledger(), Stop())
     uids = queue.store.reserve("x", 2, capacity=4, rollouts=1, lease_s=60)
     task = {"source": "s", "prompt": ""}
     groups = [one_rollout(Task(uid=uid, **task)) for uid in uids]  # type: ignore[arg-type]

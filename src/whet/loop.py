@@ -22,7 +22,7 @@ from whet.run import Run
 from whet.sync.weights import publish
 from whet.track.metrics import merge, summarise
 from whet.training.passes import passes
-from whet.types import Group, Metrics, Task, WhetError
+from whet.types import Group, Metrics, Stopped, Task, WhetError
 
 
 async def explore_step(run: Run, at_most: int) -> int:
@@ -232,8 +232,13 @@ async def steps(run: Run) -> AsyncIterator[Metrics]:
     if run.step == 0 and run.cfg.eval.at_start and not run.stopping:
         await evaluation(run)
     while run.step < run.plan.steps and not run.stopping:
-        with run.profiler.step(run.step + 1):
-            metrics = await step(run)
+        try:
+            with run.profiler.step(run.step + 1):
+                metrics = await step(run)
+        except Stopped:
+            with run.phase("save"):
+                run.save()
+            return
         run.step += 1
         run.reset_reference()
         run.record_step(metrics)

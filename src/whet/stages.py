@@ -53,7 +53,7 @@ from whet.models.mesh import Dims
 from whet.models.sharded import Sharding
 from whet.models.trainable import choose
 from whet.rollout.episode import Pace, play_groups, to_sampling
-from whet.run import Run
+from whet.run import Run, StopFlag
 from whet.shared import Shared, decoder_of, end_tokens
 from whet.sync.exchange import Publisher
 from whet.sync.files import Files
@@ -193,7 +193,7 @@ def open_stage(shared: Shared, index: int, *, explores: bool = False) -> Run:
         read=reader(cfg, algorithm, tokenizer),
         experts=_experts(cfg, algorithm, tokenizer, count=experts, held_out=held_out),
         rewards=shared.rewards[index],
-        buffer=_buffer(cfg, plan, ledger),
+        buffer=_buffer(cfg, plan, ledger, shared.stop),
         ledger=ledger,
         algorithm=algorithm,
         policy=policy,
@@ -240,7 +240,7 @@ def _join(run: Run, shared: Shared, *, trains: bool) -> None:
             trained.span = shared.directory.timeline.spans_of(lane, skip=skip)
 
 
-def _buffer(cfg: Config, plan: Plan, ledger: Ledger) -> Buffer:
+def _buffer(cfg: Config, plan: Plan, ledger: Ledger, stop: StopFlag) -> Buffer:
     if plan.mode == "train":
         store = open_store(cfg.buffer.url, queue=queue_name(cfg, plan.name), order=cfg.buffer.order)
         # it answers to everything that is asked of a Buffer where groups come from elsewhere
@@ -251,6 +251,7 @@ def _buffer(cfg: Config, plan: Plan, ledger: Ledger) -> Buffer:
                 groups_per_step=plan.own_tasks_per_step,
                 max_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_every - 1,
                 ledger=ledger,
+                stopping=lambda: stop.requested,
             ),
         )
     return Buffer(

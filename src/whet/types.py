@@ -158,6 +158,10 @@ class ConfigError(WhetError):
     """A config that cannot run."""
 
 
+class Stopped(Exception):
+    """Asked to end the run while a step waited for other processes; nothing of that step has begun here."""
+
+
 class DataError(WhetError):
     """A data file or row that cannot be used."""
 

@@ -13,14 +13,23 @@ from functools import partial
 from whet.buffer.buffer import Refine, Reject, as_it_is, sorted_out
 from whet.buffer.stores import Scored, Store, until
 from whet.guard.ledger import Ledger
-from whet.types import Group, Json, Task, WhetError
+from whet.types import Group, Json, Stopped, Task, WhetError
 
 
 class TrainerQueue:
     """The trainer's end. Groups of a step that was trained and lost with a kill come again, in the same order."""
 
-    def __init__(self, store: Store, *, groups_per_step: int, max_staleness: int, ledger: Ledger) -> None:
-        self.store, self.ledger = store, ledger
+    def __init__(
+        self,
+        store: Store,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        ledger: Ledger,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """stopping: nobody waits for groups any more."""
+        self.store, self.ledger, self.stopping = store, ledger, stopping
         self.groups_per_step, self.max_staleness = groups_per_step, max_staleness
         self.step = 0
         """The last one that was taken."""
@@ -29,11 +38,9 @@ class TrainerQueue:
         self.left: list[Group] = []
 
     async def take(self, version: int) -> list[Group]:
-        """Wait for one step's worth; what is too old for this version is booked in the store."""
+        """Wait for one step's worth; what is too old for this version is booked in the store. Raises Stopped."""
         oldest = max(0, version - self.max_staleness)
-        groups = await until(
-            partial(self.store.take, self.groups_per_step, step=self.step + 1, oldest=oldest)
-        )
+        groups = await until(partial(self._take, oldest))
         self.step += 1
         for group in groups:
             newest = max((v for r in group.rollouts for v in r.versions), default=-1)
@@ -44,6 +51,11 @@ class TrainerQueue:
                     "checkpoint than the store knows of; start anew with an empty store"
                 )
         return groups
+
+    def _take(self, oldest: int) -> list[Group]:
+        if self.stopping():
+            raise Stopped
+        return self.store.take(self.groups_per_step, step=self.step + 1, oldest=oldest)
 
     async def trained(self, groups: list[Group]) -> None:
         """The step is done: its room is free."""
