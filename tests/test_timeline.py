@@ -361,6 +361,31 @@ def names_of(run_dir: Path) -> Counter[tuple[str, str]]:
     return Counter((s.lane, s.name) for s in read(run_dir / "timeline.json"))
 
 
+def test_other_processes_fill_the_bubble(tmp_path):
+    """The trainer is open at 10 ms and computes from 10 to 20 of 110 ms; an explorer beside it from 0 to 40, half of
+    the time; a bench from 90 to 200."""
+    trainer = [
+        span(timeline.OPEN_STAGE, STEPS, 0, 10, kind="phase"),
+        span("update", "policy", 10, 10),
+        span("update", STEPS, 10, 100, kind="phase"),
+    ]
+    explorer = [span("decode", SAMPLING, 0, 40, busy_ns=20 * MS)]
+    bench = [span("decode", SAMPLING, 90, 110)]
+    (alone,) = spent.measure(trainer)
+    (stage,) = spent.measure(trainer, beside=[explorer, bench])
+    assert alone.bubble == pytest.approx(1 - 10 / 100)
+    assert stage.bubble == pytest.approx(1 - (10 + 20 / 2 + 20) / 100)
+
+
+def test_every_process_of_a_run_is_shown(tmp_path, capsys):
+    for place in (".", "explorers/one", "bench"):
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        filled(tmp_path / place / "timeline.json", range(1, 3)).close()
+    show_command(tmp_path, timeline=True)
+    out = capsys.readouterr().out
+    assert [word in out for word in ("process one", "process bench")] == [True, True]
+
+
 def test_a_run_writes_what_it_did(tmp_path):
     train(rewards=reward, run_dir=str(tmp_path / "run"), **TINY)
     found = names_of(tmp_path / "run")

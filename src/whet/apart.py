@@ -56,6 +56,7 @@ async def explore_stage(shared: Shared, index: int, home: Path) -> None:
     cfg, name = shared.loaded.stages[index], shared.loaded.names[index]
     store = open_store(cfg.buffer.url, queue=queue_name(cfg, name), order=cfg.buffer.order)
     run = open_stage(shared, index, explores=True)
+    shared.directory.timeline.at = name, 0
     queue = ExplorerQueue(
         store,
         owner=cfg.buffer.explorer,
@@ -101,6 +102,7 @@ class Weights:
         if newest is None or self.reached(newest):
             return False
         await self.receiver.load(run.engine, newest, finish=not run.cfg.rollout.partial)
+        run.directory.timeline.flush()
         log.info("weights version %d", newest)
         return True
 

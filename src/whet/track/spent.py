@@ -1,10 +1,10 @@
-"""Where the time of a run went: `whet show RUN --timeline`, from timeline.json alone."""
+"""Where the time of a run went: `whet show RUN --timeline`, from the timeline.json of each of its processes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -43,33 +43,43 @@ class StageTime:
     rest_s: float
     """What no phase and no wait claims."""
     bubble: float
-    """Share of the time after start-up in which neither sampling nor training computed."""
+    """Share of the time after start-up in which neither sampling nor training computed, in no process of the run."""
     spent: tuple[Spent, ...]
 
 
 def show(run_dir: Path) -> RenderableType:
-    """A table a stage. DataError if the run has no timeline."""
+    """A table a stage, of the run itself and of each process beside it. DataError if the run has no timeline."""
     path = run_dir / "timeline.json"
     if not path.exists():
         raise DataError(
             f"{run_dir} holds no timeline.json: it is no run directory, or its first step is not done"
         )
-    return Group(*(part for stage in measure(read(path)) for part in _drawn(stage)))
+    beside = {p.parent.name: read(p) for p in processes_beside(run_dir)}
+    parts = [part for stage in measure(read(path), beside=beside.values()) for part in _drawn(stage)]
+    for name, spans in beside.items():
+        parts += [part for stage in measure(spans) for part in _drawn(stage, process=name)]
+    return Group(*parts)
 
 
-def measure(spans: Sequence[Span]) -> list[StageTime]:
-    """The stages in the order they ran."""
+def processes_beside(run_dir: Path) -> list[Path]:
+    """The timelines of explorers and bench with processes of their own."""
+    return sorted((*run_dir.glob("explorers/*/timeline.json"), *run_dir.glob("bench/timeline.json")))
+
+
+def measure(spans: Sequence[Span], *, beside: Iterable[Sequence[Span]] = ()) -> list[StageTime]:
+    """The stages in the order they ran. beside: what other processes of the run did."""
     stages = dict.fromkeys(s.stage for s in spans)
-    return [_stage(name, [s for s in spans if s.stage == name]) for name in stages]
+    work = [s for other in beside for s in other if s.kind == "work"]
+    return [_stage(name, [s for s in spans if s.stage == name], work) for name in stages]
 
 
-def _stage(name: str, spans: Sequence[Span]) -> StageTime:
+def _stage(name: str, spans: Sequence[Span], beside: Sequence[Span]) -> StageTime:
     starts: dict[int, list[Span]] = defaultdict(list)
     for s in spans:
         starts[s.process].append(s)
     wall_ns = sum(max(s.end_ns for s in own) - min(s.start_ns for s in own) for own in starts.values()) or 1
     opening_ns = sum(s.busy_ns for s in spans if s.name in (START_UP, OPEN_STAGE))
-    busy_ns = sum(covered_ns(s for s in own if s.kind == "work") for own in starts.values())
+    busy_ns = sum(_computed_ns(own, beside) for own in starts.values())
     groups: dict[tuple[Kind, str, str], list[Span]] = defaultdict(list)
     for s in spans:
         groups[s.kind, s.lane, s.name].append(s)
@@ -102,6 +112,25 @@ def _spent(kind: Kind, lane: str, name: str, spans: Sequence[Span], wall_ns: int
     )
 
 
+def _computed_ns(own: Sequence[Span], beside: Sequence[Span]) -> int:
+    """Time in which this process computed or, once it was open, another one."""
+    opened = max(
+        (s.end_ns for s in own if s.name in (START_UP, OPEN_STAGE)), default=min(s.start_ns for s in own)
+    )
+    ended = max(s.end_ns for s in own)
+    cut = (_within(s, opened, ended) for s in beside)
+    return covered_ns([*(s for s in own if s.kind == "work"), *(s for s in cut if s is not None)])
+
+
+def _within(span: Span, start_ns: int, end_ns: int) -> Span | None:
+    """The part of a span between two moments, busy in the same proportion."""
+    first, last = max(span.start_ns, start_ns), min(span.end_ns, end_ns)
+    if first >= last:
+        return None
+    busy = span.busy_ns * (last - first) // (span.end_ns - span.start_ns)
+    return replace(span, start_ns=first, end_ns=last, busy_ns=busy)
+
+
 def covered_ns(spans: Iterable[Span]) -> int:
     """Time in which any of the spans was busy. One that was busy for a part of its length counts so at every moment of
     it, and several at once count as at most one."""
@@ -119,10 +148,12 @@ def covered_ns(spans: Iterable[Span]) -> int:
 # ---------------------------------------------------------------- drawn
 
 
-def _drawn(stage: StageTime) -> list[RenderableType]:
+def _drawn(stage: StageTime, *, process: str | None = None) -> list[RenderableType]:
+    """process: one beside the run's own, which has no steps."""
+    what = f"{stage.steps} steps" if process is None else f"process {printable(process)}"
     head = Text.assemble(
         (printable(stage.stage), "bold"),
-        f"  {stage.steps} steps in {stage.seconds:.1f} s, bubble {stage.bubble:.1%}",
+        f"  {what} in {stage.seconds:.1f} s, bubble {stage.bubble:.1%}",
         (" (share of the time after start-up in which neither sampling nor training computed)", "dim"),
     )
     return [head, _table(stage), ""]
