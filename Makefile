@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # The CPU build of torch, where pip can see one (see README, "Two commands"); TORCH=torch==2.13.0 takes the default build.
 TORCH  ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
 
-.PHONY: demo test check format docs bench bench-learn clean
+.PHONY: demo test check format docs bench bench-learn bench-train clean
 
 demo: $(VENV)/.installed
 	$(BIN)/whet train examples/first_run.yaml
@@ -33,6 +33,9 @@ bench: $(VENV)/.installed-dev .bench-venv/.installed
 
 bench-learn: $(VENV)/.installed-dev .bench-venv/.installed
 	$(BIN)/python benchmarks/bench_learn.py
+
+bench-train: $(VENV)/.installed-dev .bench-venv/.installed
+	$(BIN)/python benchmarks/train.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

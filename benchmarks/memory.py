@@ -3,6 +3,7 @@
     python benchmarks/memory.py             all cases, a table (and memory.json)
     python benchmarks/memory.py NAME ...    some of them
     python benchmarks/memory.py --parts NAME    with what the plan counts
+    python benchmarks/memory.py --live NAME     not as users run it, half the time
 
 Predicted is the largest phase of `whet plan`. Measured is the growth of the process's peak resident memory (VmHWM)
 from before the run to its end. Live: what is freed is given back at once, so it is what the run needs at one time.
@@ -68,6 +69,9 @@ def trained(**more: Any) -> dict[str, Any]:
 SMALL = {"architecture": "qwen3", "hidden_size": 256, "layers": 4, "heads": 8, "kv_heads": 4, "head_dim": 32}
 WIDE = {"architecture": "llama", "hidden_size": 512, "layers": 6, "heads": 8, "kv_heads": 2, "ffn_size": 2048}
 
+ADAPTERS = {"rank": 8, "init": "random"}
+"""They do something from the first step on; with rewards of 0 none would learn to, and take its memory."""
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "grpo": lambda: case(scratch={**SMALL}, prompt=64, reply=64, tasks=4, group=8),
     "grpo wide, checkpointed": lambda: case(
@@ -91,7 +95,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         scratch={**SMALL, "vocab": 151_936}, prompt=64, reply=32, tasks=2, group=4
     ),
     "lora": lambda: case(
-        scratch={**WIDE}, prompt=64, reply=64, tasks=2, group=8, model={"lora": {"rank": 8}}
+        scratch={**WIDE}, prompt=64, reply=64, tasks=2, group=8, model={"lora": ADAPTERS}
     ),
     **{
         name: lambda optimizer=optimizer: case(
@@ -106,6 +110,9 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "bfloat16": lambda: case(
         scratch={**SMALL}, prompt=64, reply=32, tasks=2, group=4, model={"dtype": "bfloat16"}
     ),
+    "bfloat16, wide": lambda: case(
+        scratch={**WIDE}, prompt=64, reply=64, tasks=2, group=8, model={"dtype": "bfloat16"}
+    ),
     "ppo": lambda: case(
         scratch={**SMALL, "hidden_size": 384},
         prompt=64,
@@ -116,6 +123,25 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "moe": lambda: case(
         scratch={**SMALL, "architecture": "qwen3_moe", "experts": 8}, prompt=64, reply=64, tasks=4, group=8
+    ),
+    **{
+        f"{name}, {kind}": lambda layout=layout, more=more: case(
+            scratch={**WIDE}, prompt=64, reply=64, tasks=2, group=8, train=trained(parallel=layout), **more
+        )
+        for name, layout in (
+            ("dp_replicate 2", {"dp_replicate": 2}),
+            ("dp_shard 2", {"dp_shard": 2}),
+            ("dp_shard 2, kept", {"dp_shard": 2, "reshard_after_forward": False}),
+            ("tp 2", {"tp": 2}),
+            ("cp 2", {"cp": 2}),
+        )
+        for kind, more in (("adamw", {}), ("lora", {"model": {"lora": ADAPTERS}}))
+    },
+    "dp_shard 2, vocabulary 32k": lambda: case(
+        scratch={**WIDE, "vocab": 32_000}, prompt=64, reply=32, tasks=2, group=4, train=trained(parallel={"dp_shard": 2})
+    ),
+    "tp 2, vocabulary 32k": lambda: case(
+        scratch={**WIDE, "vocab": 32_000}, prompt=64, reply=32, tasks=2, group=4, train=trained(parallel={"tp": 2})
     ),
     "kept apart": lambda: case(
         scratch={**SMALL},
@@ -138,7 +164,8 @@ def main(names: list[str], flags: list[str]) -> None:
     )
     table = []
     for name in names or CASES:
-        live, kept = (apart(name, by_live=by_live) for by_live in (True, False))
+        live = apart(name, by_live=True)
+        kept = {"measured": float("nan")} if "--live" in flags else apart(name, by_live=False)
         row = {
             "case": name,
             "predicted": live["predicted"],
@@ -187,23 +214,28 @@ def one(name: str, *, by_live: bool) -> dict[str, Any]:
     """Run a case in this process. by_live: what is freed leaves the process at once."""
     from whet.api import run_training
     from whet.config.footprint import phases
+    rank_phases = lambda plan: []
     from whet.config.load import load
     from whet.config.memory import largest
     from whet.config.plan import plans
 
     if by_live:
         give_back()
-    warm_up()
+    values = CASES[name]()
+    warm_up(values["model"].get("dtype", "float32"))
+    found: list[int] = []
+    if values["train"].get("parallel"):
+        watch_ranks(found)
     with tempfile.TemporaryDirectory() as folder:
-        loaded = load(None, (), {**CASES[name](), "run_dir": folder + "/run"})
+        loaded = load(None, (), {**values, "run_dir": folder + "/run"})
         (plan,) = plans(loaded)
-        most = largest(phases(plan))
+        most = largest(rank_phases(plan) or phases(plan))
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = status("VmRSS")
         run_training(loaded)
     return {
         "predicted": most.total,
-        "measured": status("VmHWM") - before,
+        "measured": max(found) if found else status("VmHWM") - before,
         "phase": most.name,
         "parts": most.parts,
     }
@@ -218,22 +250,49 @@ def give_back() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(m_mmap_threshold, 1 << 16)
     libc.mallopt(m_trim_threshold, 1 << 16)
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": str(1 << 16)}  # of the ranks
 
 
-def warm_up() -> None:
-    """Load what the first run of a process loads: model classes, kernels, BLAS."""
+def watch_ranks(found: list[int]) -> None:
+    """Put into `found` by how much each rank's peak grew, when the ranks of a run end."""
+    import whet.stages
+    from whet.training import ranks
+
+    class Watched(ranks.Ranks):
+        def __init__(self, *args: Any, **how: Any) -> None:
+            super().__init__(*args, **how)
+            self.pids = [line.process.pid for line in self.lines.lines]
+            self.before = [begin_anew(pid) for pid in self.pids]
+
+        def close(self) -> None:
+            if self._end.alive:
+                found.extend(status("VmHWM", pid) - before for pid, before in zip(self.pids, self.before))
+            super().close()
+
+    whet.stages.Ranks = Watched
+
+
+def begin_anew(pid: int) -> int:
+    """Let a process's peak begin at what it has now."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return status("VmRSS", pid)
+
+
+def warm_up(dtype: str) -> None:
+    """Load what the first run of a process loads: model classes, kernels, BLAS and its code for this dtype."""
     from whet.api import run_training
     from whet.config.load import load
 
     tiny = {"architecture": "qwen3", "hidden_size": 32, "layers": 1, "heads": 2}
     with tempfile.TemporaryDirectory() as folder:
         values = case(scratch=tiny, prompt=8, reply=4, tasks=2, group=2)
+        values["model"]["dtype"] = dtype
         run_training(load(None, (), {**values, "run_dir": folder + "/run"}))
 
 
-def status(key: str) -> int:
-    """A number of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def status(key: str, pid: int | str = "self") -> int:
+    """A number of /proc/PID/status, in bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 

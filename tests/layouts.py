@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from test_train_torch import random_groups
 from tiny import tiny_model
 from whet.batch import Batch, micro_batches, pack, select
 from whet.config.schema import Lora
-from whet.models import expert_parallel, kernels, universal
+from whet.models import kernels, router, universal
 from whet.models.attention import PackedAttention
 from whet.models.collectives import Peers
 from whet.models.divergence import full_kl
@@ -87,9 +87,8 @@ class Learner:
             self.data = Peers.of(mesh["dp_shard"])
             ep = expert_mesh(dims, "cpu")["ep"] if dims.ep > 1 else None
             self.parallel = parallelize(self.model, mesh, dims, ep=ep, chunks=case.chunks)
-        self.routing = (
-            expert_parallel.Routing(self.model) if case.family == "qwen3_moe" and case.aux else None
-        )
+        if case.aux:
+            router.hook(self.model)
         config = self.model.config
         if dims is None:  # the same road, without hooks
             self.decoder = Decoder(
@@ -169,16 +168,16 @@ class Learner:
             p.grad = None
         self.seen = {}
         stage = self.parallel.stage
-        load_X = None if self.routing is None else self.loads(micros, self.routing)
+        load_X = self.loads(micros) if self.case.aux else None
         if stage is None:
             for micro in micros:
                 with (
                     self.dropping(micro),
-                    nullcontext([]) if self.routing is None else self.routing.noting() as routed,
+                    router.watching() as routed,
                 ):
                     total = self.loss(micro, self.outputs(micro, self.hidden(micro, None)))
                     if load_X is not None:
-                        total = total + self.case.aux * expert_parallel.balance(
+                        total = total + self.case.aux * router.balance(
                             routed, self.uses(micro), load_X, alike=self.parallel.tp.size
                         )
                     total.backward()
@@ -197,18 +196,18 @@ class Learner:
                 self.data.add(p.grad)
 
     @torch.no_grad()
-    def loads(self, micros: list[Batch], routing: expert_parallel.Routing) -> Tensor:
+    def loads(self, micros: list[Batch]) -> Tensor:
         """Choices of the experts in a whole minibatch."""
         total = torch.zeros(self.model.config.num_experts, dtype=torch.float64)
         for micro in micros:
-            with routing.noting() as routed:
+            with router.watching() as routed:
                 self.hidden(micro, None)
-            total += expert_parallel.loads(routed, self.uses(micro))
+            total += router.counts(routed, self.uses(micro))[0].sum(0)
         return self.data.add(self.parallel.cp.add(total))
 
     def uses(self, micro: Batch) -> Tensor:
         packed = layout(micro, share_prompts=self.case.share_prompts)
-        return expert_parallel.uses(packed)[self.parallel.share(packed).span]
+        return router.uses(packed)[self.parallel.share(packed).span]
 
     def rows(self, micro: Batch) -> int:
         share = self.parallel.share(layout(micro, share_prompts=self.case.share_prompts))

@@ -427,11 +427,13 @@ CASES: dict[str, Case] = {
     "train.gradient_checkpointing": ("", True),
     "train.compile": ("", True),
     "train.precision.compute": ("", "bfloat16"),
+    "train.precision.float8": ("model.scratch.hidden_size=32", "rowwise"),
     "train.precision.reduce": ("model.dtype=bfloat16; train.micro_rollouts=1", "float32"),
     "train.precision.master_weights": ("model.dtype=bfloat16", False),
     "train.precision.loss_scale": ("model.dtype=float16", 1024.0),
     "train.precision.loss_scale_steps": ("model.dtype=float16", 1),
     "train.trainable": ("", {"norm": False}),
+    "train.router_aux_coef": (MOE, 0.1),
     "train.temperature": ("", 0.5),
     "train.max_skipped_steps": ("", 3),
     **optimizer("train.optimizer", ""),
@@ -521,8 +523,6 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     },
     "machine.device": ("", "cuda", "torch finds no CUDA device"),
     "train.offload": ("", ["optimizer"], "frees memory of a GPU"),
-    "train.parallel.pp": ("", 2, "pipeline parallelism yet"),
-    "train.parallel.ep": ("", 2, "expert parallelism yet"),
     "profile.tools": ("profile.steps=[2]", ["memory"], "memory: only CUDA has an allocator with a history"),
 }
 """Keys with a value that is refused wherever it stands: (context, value, what is said of it)."""
@@ -558,13 +558,14 @@ CLUSTER = (
 RANKS = tuple(
     f"train.parallel.{name}"
     for name in (
-        "dp_replicate", "dp_shard", "tp", "cp", "reshard_after_forward", "wrap_min_parameters", "prefetch", "timeout_s",
+        "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "pipeline_chunks", "reshard_after_forward",
+        "wrap_min_parameters", "prefetch", "timeout_s",
     )
 )  # fmt: skip
 
 APART = (
     "mode", "buffer.url", "buffer.order", "buffer.lease_s", "buffer.explorer", "sync.dtype", "sync.timeout_s",
-    "sync.keep",
+    "sync.keep", "sync.method", "sync.content", "sync.driven_by",
 )  # fmt: skip
 
 BELOW: dict[str, str] = {
@@ -572,6 +573,8 @@ BELOW: dict[str, str] = {
     "algorithm.divide_by_turns": "episodes of one turn are divided by 1",
     "checkpoint.load": "what is read when a run goes on",
     **dict.fromkeys(RANKS, "processes start for it: test_ranks_run.py has a test of each"),
+    "profile.ranks": "ranks start for it: test_profile.py",
+    "checkpoint.sharded": "ranks start for it: test_checkpoint_parts.py",
     **dict.fromkeys(APART, "of processes that explore and train apart: test_apart.py has a test of each"),
     **dict.fromkeys(CLUSTER, "Ray starts for it: test_cluster.py has a test of each"),
     **{f"eval.offline.{name}": "training refuses it, `whet eval` reads it" for name in OFFLINE},

@@ -34,8 +34,8 @@ def end_with_parent() -> None:
 
 
 @contextmanager
-def server() -> Iterator[str]:
-    """The URL of its database."""
+def server(also: str | None = None) -> Iterator[str]:
+    """The URL of its database. also: another address that it listens at, to clients of that network."""
     programs = binaries()
     as_root = os.geteuid() == 0
     who = "postgres" if as_root else pwd.getpwuid(os.geteuid()).pw_name
@@ -48,7 +48,11 @@ def server() -> Iterator[str]:
         port = s.getsockname()[1]
     init = [programs / "initdb", "-D", folder / "data", "-A", "trust", "-N"]
     subprocess.run(init, check=True, capture_output=True, cwd="/", **user)
-    settings = {"listen_addresses": "127.0.0.1", "port": port, "unix_socket_directories": "", "fsync": "off"}
+    if also is not None:
+        with (folder / "data/pg_hba.conf").open("a") as rules:
+            rules.write("host all all samenet trust\n")
+    listens = ",".join(filter(None, ("127.0.0.1", also)))
+    settings = {"listen_addresses": listens, "port": port, "unix_socket_directories": "", "fsync": "off"}
     options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
     running = subprocess.Popen(
         [programs / "postgres", "-D", folder / "data", *options],

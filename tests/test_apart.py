@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -11,7 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -19,13 +22,23 @@ import torch
 import yaml
 
 import whet
-from whet import stages
+from whet import loop, stages
+from whet.apart import Weights
 from whet.api import Stop, run_training
 from whet.buffer.queue import ExplorerQueue
 from whet.buffer.stores import Scored, Store, open_store
+from whet.config.checks_sync import has_adapters
 from whet.config.load import load
 from whet.config.plan import plans
+from whet.config.schema import Config
 from whet.guard.ledger import Ledger
+from whet.models import kernels
+from whet.models.load import build
+from whet.models.lora import adapted, attach, refresh
+from whet.rollout.native.engine import NativeEngine
+from whet.sync.manifest import describe
+from whet.sync.weights import publish, sync
+from whet.training.torch import Cut, TorchEngine
 from whet.types import ConfigError, Group, Rollout, Task, WhetError
 
 STEPS = 32
@@ -174,6 +187,18 @@ def test_a_bench_without_a_trainer_says_what_it_waited_for(tmp_path: Path) -> No
         whet.train(**tree(tmp_path, mode="bench", sync={"timeout_s": 0.3}))
 
 
+SCRATCH = {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "head_dim": 16}}
+
+
+def apart(**sections: Any) -> dict[str, Any]:
+    return {"mode": "train", "buffer": {"url": "files:///q"}} | sections
+
+
+def replicas(**sync: Any) -> dict[str, Any]:
+    machine = {"threads": 1, "device": "cpu", "exact": "on"}
+    return {"mode": "both", "buffer": {}, "rollout": {"replicas": 2}, "sync": sync, "machine": machine}
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -184,6 +209,21 @@ def test_a_bench_without_a_trainer_says_what_it_waited_for(tmp_path: Path) -> No
         ({"mode": "both"}, r"buffer\.url.* with mode=both one process explores and trains"),
         ({"mode": "train", "buffer": {"url": "files:///q", "explorer": "x"}}, "mode=train is no explorer"),
         ({"mode": "train", "buffer": {"url": "mysql://x"}}, "is not a store"),
+        ({"mode": "both", "buffer": {}}, r"sync\.timeout_s.* with mode=both and rollout\.replicas=0 one process"),
+        (apart(sync={"method": "collective"}), r"collective is for engine replicas .* with mode=train use files"),
+        (apart(sync={"method": "object_store"}), r"sync\.method: object_store is for engine replicas"),
+        (replicas(method="files"), r"files is for processes of mode=train .* use object_store or collective, or auto"),
+        (replicas(method="ipc"), r"sync\.method: ipc: it hands over memory of a GPU, and machine\.device is cpu"),
+        (apart(sync={"content": "adapters"}), r"sync\.content: adapters: model\.lora is not given; use delta"),
+        (
+            apart(sync={"content": "adapters", "dtype": "bfloat16"}, model={**SCRATCH, "lora": {"rank": 2}}),
+            r"sync\.dtype: bfloat16: adapters are proved",
+        ),
+        (replicas(dtype="bfloat16"), r"sync\.dtype: bfloat16: machine\.exact=on wants rollouts of the very weights"),
+        (
+            {"mode": "both", "buffer": {}, "rollout": {}, "sync": {"driven_by": "explorer"}},
+            r"sync\.driven_by.*rollout\.schedule=fixed: the step says",
+        ),
     ],
 )
 def test_bad_input(tmp_path: Path, given: dict[str, Any], said: str) -> None:
@@ -222,6 +262,86 @@ def test_every_key_of_the_sections_reaches_its_place(tmp_path: Path, monkeypatch
     with pytest.raises(WhetError, match="waited"):
         whet.train(**tree(tmp_path, name="other", mode="explore", buffer=apart, sync={"timeout_s": 0.2}))
     assert leases == [7.0]
+
+
+@pytest.mark.parametrize(
+    ("content", "lora", "sent"),
+    [
+        ("auto", False, [13, 13, 13]),
+        ("delta", False, [13, 1, 1]),
+        ("auto", True, [22, 5, 5]),  # with four layers' A and B and the proof; A does not change here
+        ("full", True, [13, 13, 13]),
+        ("delta", True, [13, 4, 4]),
+    ],
+)
+def test_an_explorer_samples_from_the_trainer_s_weights(
+    tmp_path: Path, content: str, lora: bool, sent: list[int]
+) -> None:
+    """Whatever travels; one that comes late reads what it lacks from the last version that was whole."""
+    adapters = {"lora": {"rank": 2, "targets": ["o_proj", "up_proj", "down_proj", "q_proj"]}}
+    model = SCRATCH | (adapters if lora else {})
+    loaded = load(None, (), tree(tmp_path, **apart(sync={"content": content}, model=model)))
+    cfg = loaded.stages[0]
+    policy = TorchEngine(a_model(cfg, seed=1), kernels.load("torch"), cut=Cut())
+    publisher = stages._publisher(cfg, tmp_path)
+
+    def explorer(name: str) -> Any:
+        there = cfg.model_copy(update={"mode": "explore", "buffer": cfg.buffer.model_copy(update={"explorer": name})})
+        engine = TorchEngine(a_model(there, seed=1), kernels.load("torch"), cut=Cut())
+        samples = NativeEngine(engine.module, kernels.load("torch"), end_token_ids=[1], max_context=32, version=-1)
+        run = SimpleNamespace(cfg=there, policy=engine, engine=samples, directory=MagicMock())
+        return Weights(run, tmp_path / "weights")  # type: ignore[arg-type]
+
+    async def story() -> None:
+        first, travelled = explorer("one"), []
+        for policy.version in range(3):
+            await sync(policy, None, out=publisher)
+            assert publisher.sent is not None
+            travelled.append(sum(e.sent for e in publisher.sent.entries))
+            for weights in (first, explorer(f"late{policy.version}")):
+                assert await weights.take()
+                assert weights.run.engine.version == policy.version
+                assert digest(weights.run.policy) == digest(policy)
+            publisher.look()
+            with torch.no_grad():
+                learned = [m.lora_B for m in adapted(policy.module).values()] or [policy.module.model.norm.weight]
+                for parameter in learned:
+                    parameter.add_(0.5)
+            refresh(policy.module)
+        assert travelled == sent
+
+    asyncio.run(story())
+
+
+def a_model(cfg: Config, *, seed: int) -> Any:
+    made = build(cfg.model, vocab_size=11, eos_token_id=1, pad_token_id=0, seed=seed, device="cpu", dtype=torch.float32)
+    if cfg.model.lora is not None and has_adapters(cfg):
+        attach(made, cfg.model.lora, seed=seed)
+    return made
+
+
+def digest(engine: TorchEngine) -> str:
+    return describe(0, engine.weights()).digest
+
+
+@pytest.mark.parametrize(("driven_by", "due"), [("trainer", [0, 0, 1, 0]), ("explorer", [1, 0, 0, 1])])
+def test_whose_steps_say_when_weights_go_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driven_by: str, due: list[int]
+) -> None:
+    """There is room for five steps' worth of groups, which explorers take at once: they are far ahead at the end of
+    the trainer's first step, and go at its pace from then on."""
+    told = []
+
+    async def noted(*args: Any, due: bool, **given: Any) -> None:
+        told.append(due)
+        await publish(*args, due=due, **given)
+
+    monkeypatch.setattr(loop, "publish", noted)
+    rollout = {"group_size": 2, "sampling": {"max_tokens": 4}, "max_staleness": 2, "schedule": "free", "sync_every": 3}
+    train = {"steps": 8, "tasks_per_step": 2, "optimizer": {"lr": 1e-3}}
+    given = {"mode": "both", "buffer": {}, "sync": {"driven_by": driven_by}, "rollout": rollout, "train": train}
+    assert whet.train(**tree(tmp_path, **given, checkpoint={"export": False})).finished
+    assert told[:4] == due
 
 
 def one_rollout(task: Task) -> Group:

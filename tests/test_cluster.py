@@ -28,6 +28,7 @@ pytest.importorskip("ray")
 
 from native_cases import CLUSTER
 from whet import cluster
+from whet.cluster import engines as engines_of
 from whet.config.load import Loaded, load
 from whet.config.plan import plans
 from whet.data.tasks import texts
@@ -36,6 +37,7 @@ from whet.guard.processes import process
 from whet.guard.watch import Watch
 from whet.models import kernels
 from whet.models.load import build
+from whet.rollout import scale
 from whet.rollout.engine import RolloutEngine, WeightSource
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
@@ -174,7 +176,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]
 def test_the_same_run_whatever_is_killed(
     address: str, undisturbed: tuple[bytes, bytes], tmp_path: Path
 ) -> None:
-    """A replica killed, one stopped, then the driver killed; the run that goes on ends as the unbroken one."""
+    """A replica killed, one stopped, then the driver killed; the run that goes on ends as the unbroken one, though
+    replicas join and leave it."""
     tree = with_replicas(2, address=address, health_s=2.0)
     run = start(tmp_path, tree)
     hold = tmp_path / "hold"
@@ -198,7 +201,23 @@ def test_the_same_run_whatever_is_killed(
     run.wait()
     until(lambda: gone(there), "the end of the engines", 20.0)
     hold.unlink()
-    finish(start(tmp_path, tree), tmp_path)
+    before = steps(tmp_path)
+    run = start(tmp_path, tree)
+    hold.touch()
+    until(lambda: len(said_in(tmp_path, "stage main")) == 2, "the run that goes on")
+    scale.ask(tmp_path / "run", 3)
+    until(lambda: said_in(tmp_path, "replica engine-2 has joined"), "a third replica")
+    scale.ask(tmp_path / "run", 4)
+    full = r"replica engine-3 was asked for and cannot be had: .* which is room for 3.*The run goes on with 3"
+    until(lambda: said_in(tmp_path, full), "a word on the one that has no place")
+    hold.unlink()
+    until(lambda: steps(tmp_path) > before, "a step with three")
+    scale.ask(tmp_path / "run", 1)
+    hold.touch()
+    until(lambda: len(said_in(tmp_path, "replica engine-[12] has left")) == 2, "two have left")
+    assert steps(tmp_path) < 12, "they come and go in mid-run"
+    hold.unlink()
+    finish(run, tmp_path)
     assert left(tmp_path) == undisturbed
     until(lambda: gone(engines(tmp_path)), "the end of the engines", 20.0)
     assert said_in(tmp_path, "sampling against training: exact")
@@ -261,12 +280,14 @@ def test_a_setting_has_an_effect(key: str, monkeypatch: pytest.MonkeyPatch) -> N
         async def start(name: str, *, spec: Any, **_: Any) -> Replica:
             told["spec"] = spec
             hello = cluster.Hello((1, 1), "here", (), exact=True)
-            return Replica(name, cluster.RayEngine(None, hello, None, version=-1))  # type: ignore[arg-type]
+            return Replica(name, cluster.RayEngine(None, hello, version=-1))
 
-        monkeypatch.setattr(cluster, "connect", lambda address, model: told.update(address=address))
-        monkeypatch.setattr(cluster, "place", lambda bundle, count, **how: told.update(bundle=bundle, **how))
-        monkeypatch.setattr(cluster, "node_id", lambda: "here")
-        monkeypatch.setattr(cluster, "start_replica", start)
+        monkeypatch.setattr(engines_of, "connect", lambda address, model: told.update(address=address))
+        monkeypatch.setattr(
+            engines_of, "place", lambda bundle, count, **how: told.update(bundle=bundle, **how)
+        )
+        monkeypatch.setattr(engines_of, "node_id", lambda: "here")
+        monkeypatch.setattr(engines_of, "start_replica", start)
         told["router"] = open_replicas(load(None, overrides, with_replicas(1)))[0]
         return told
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from whet.config import hardware
+from whet.config.dialects import here
 from whet.config.dialects.key import Key
 from whet.config.dialects.tables import table
 from whet.config.dialects.values import nested
@@ -62,6 +64,13 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     POLICY + "unbiased_kl_estimate": KL,
     POLICY + "behav_imp_weight_cap": {POLICY + "use_decoupled_loss": True},
     MESH + "dp_shard_size": {POLICY + "batch_size_per_optimize": 16},
+    "train.fsdp_reshard_after_forward": {MESH + "dp_shard_size": 2},
+    **{key: {MESH + "tp_size": 1} for key in ("train.compile", "train.activation_offload")},
+    "train.fsdp_offload": {MESH + "dp_shard_size": 2},
+    **{f"train.fp8.{key}": {"train.fp8.enable_fp8": True} for key in ("fp8_recipe", "quant_recipe")},
+    MESH + "ep_size": {MESH + "dp_shard_size": 2},
+    POLICY + "dataset.revision": {POLICY + "dataset.name": "org/rows"},
+    "validation.dataset.revision": VALIDATES | {"validation.dataset.name": "org/rows"},
     "train.optm_decay_ratio": DECAYS,
     "train.optm_min_lr_factor": DECAYS,
     "train.ckpt.save_freq": SAVES,
@@ -94,6 +103,13 @@ CONTEXTS: dict[str, dict[str, Any]] = {
 """What a key needs around it to be read; with itself in it where the document's default is refused."""
 
 OTHER: dict[str, Any] = {
+    "train.fsdp_reduce_dtype": "bfloat16",
+    "train.fp8.fp8_recipe": "delayed_scaling",
+    "train.fp8.quant_recipe": "tensorwise",
+    "train.fsdp_reshard_after_forward": "never",
+    "policy.model_revision": "v1",
+    "train.train_policy.dataset.revision": "v1",
+    "validation.dataset.revision": "v1",
     "custom": {"count": 3},
     "train.resume": "checkpoints/step_20",
     "train.optm_name": "Adam",
@@ -158,7 +174,7 @@ OTHER: dict[str, Any] = {
 }
 """Another value of the right kind, for keys whose default does not say what that is."""
 
-REFUSED = {POLICY + "type", MESH + "dp_replicate_size"}
+REFUSED = {"train.fp8.fp8_recipe", "train.fsdp_reduce_dtype", POLICY + "type", MESH + "dp_replicate_size"}
 """Keys of which every other value is refused: there is one RL algorithm with variants, one replica."""
 
 
@@ -184,6 +200,13 @@ def read(folder: Path, kind: str, given: dict[str, Any]) -> Config:
     file = folder / "job.json"
     file.write_text(json.dumps(nested({path_of(key, ()): value for key, value in given.items()})))
     return load(file, dialect=f"cosmos-{kind}").config
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which every layout has room."""
+    monkeypatch.setattr(hardware, "cuda_count", lambda: 64)
+    monkeypatch.setattr(here, "find_spec", lambda name: True)
 
 
 def context(row: Key, kind: str) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from whet.config import hardware
+from whet.config.dialects import here
 from whet.config.dialects.skyrl import SKYRL
 from whet.config.load import load
 from whet.config.schema import Config
@@ -52,6 +54,9 @@ CONTEXTS: dict[str, list[str]] = {
     "trainer.critic.model.lora.": [*GAE, "trainer.critic.model.lora.rank=8"],
     "trainer.policy.model.lora.rank": [],
     "trainer.critic.model.lora.rank": GAE,
+    "trainer.policy.fsdp_config.cpu_offload": [f"{P}.colocate_all=false"],
+    "trainer.critic.fsdp_config.cpu_offload": GAE,
+    "trainer.placement.policy_num": [f"{P}.colocate_all=false", f"{P}.colocate_policy_ref=false"],
     "trainer.micro_": ["generator.n_samples_per_prompt=8"],
 }
 """By the beginning of a key, the longest that fits: what must be on for it to be read."""
@@ -64,6 +69,9 @@ OTHERS: dict[str, Json] = {
     "trainer.critic_mini_batch_size": 512,
     "trainer.micro_train_batch_size_per_gpu": 2,
     "trainer.num_warmup_steps": 3,
+    "trainer.policy.fsdp_config": {"fsdp_size": 2},
+    "trainer.policy.fsdp_config.fsdp_size": 2,
+    "generator.num_inference_engines": 2,
     "trainer.policy.optimizer_config": {"lr": 2e-6},
     "trainer.policy.optimizer_config.adam_betas": [0.9, 0.95],
     "trainer.policy.optimizer_config.num_warmup_steps": 3,
@@ -140,6 +148,8 @@ def override(name: str, value: Json) -> str:
 @pytest.fixture(autouse=True)
 def home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/user")
+    monkeypatch.setattr(hardware, "cuda_count", lambda: 64)
+    monkeypatch.setattr(here, "find_spec", lambda name: True)
 
 
 @pytest.mark.parametrize("name", ROWS)

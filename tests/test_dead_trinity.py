@@ -101,6 +101,8 @@ RATIO = "lr_warmup_steps_ratio"
 EXPLORES = base(**{"mode": "explore", f"{EXPERIENCES}.path": "sqlite:///meet.db"})
 ADAPTS = base(**{"explorer.dynamic_timeout.enable": True})
 
+EIGHT = base(**{"cluster.gpu_per_node": 9})
+
 CONTEXTS: dict[str, Tree] = {
     "explorer.name": EXPLORES,
     "synchronizer.sync_timeout": EXPLORES,
@@ -142,6 +144,15 @@ CONTEXTS: dict[str, Tree] = {
     "monitor.monitor_args.base_url": base(**{"monitor.monitor_type": "wandb"}),
     "monitor.monitor_args.uri": base(**{"monitor.monitor_type": "mlflow"}),
     "trainer.max_token_len_per_gpu": base(),
+    **dict.fromkeys(
+        ("trainer.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.fsdp_size", "cluster.node_num"),
+        EIGHT,
+    ),
+    **{f"{at}.ulysses_sequence_parallel_size": EIGHT for at in (ACTOR, REF)},
+    f"{CRITIC}.ulysses_sequence_parallel_size": put(
+        put(EIGHT, "algorithm.algorithm_type", "ppo"), "algorithm.repeat_times", 8
+    ),
+    f"{CRITIC}.model.fsdp_config.offload_policy": PPO,
     **{
         f"model.lora_configs[].{key}": base(**{"model.lora_configs": [{"lora_rank": 4}]})
         for key in ("path", "lora_rank", "lora_alpha", "target_modules")
@@ -150,6 +161,12 @@ CONTEXTS: dict[str, Tree] = {
 """Files in which a key means something, where the small file is not one."""
 
 REPLACED: dict[str, Json] = {
+    "cluster.node_num": 2,
+    "cluster.gpu_per_node": 5,
+    "cluster.ray_address": "10.0.0.1:6379",
+    f"{ACTOR}.fsdp_config.fsdp_size": 2,
+    "trainer.ulysses_sequence_parallel_size": 2,
+    **{f"{at}.ulysses_sequence_parallel_size": 2 for at in (ACTOR, REF, CRITIC)},
     "mode": "train",
     "algorithm.algorithm_type": "rloo",
     "algorithm.advantage_fn": "opmd",

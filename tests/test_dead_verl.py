@@ -62,6 +62,15 @@ OTHER: Given = {
     "trainer.logger": ["tensorboard"],
     "trainer.resume_mode": "disable",
     "trainer.device": "cpu",
+    "trainer.nnodes": 2,
+    A + "ulysses_sequence_parallel_size": 2,
+    A + "fsdp_config.fsdp_size": 2,
+    R + "tensor_model_parallel_size": 4,
+    **{
+        A + f"megatron.{kind}_parallel_size": 2
+        for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
+    },
+    "trainer.n_gpus_per_node": 4,
     "optim.lr_scheduler": "wsd",
     "optim.betas": [0.9, 0.99],
     A + "optim.betas": [0.9, 0.99],
@@ -198,6 +207,13 @@ CONTEXTS: dict[str, Given] = {
     },
     **{f"{at}lr_warmup_init": WARM for at in OPTIM},
     "data.multiturn.messages_key": MULTI_TURN,
+    A + "fsdp_config.grad_offload": {},
+    "model.fsdp_config.cpu_offload": {"model.fsdp_config.offload_params": True},
+    "model.fsdp_config.offload_params": {"model.fsdp_config.cpu_offload": True},
+    **{
+        A + f"megatron.{kind}_parallel_size": {R + "n": 8, A + "ppo_micro_batch_size_per_gpu": 1}
+        for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
+    },
     **{f"{at}{key}": {f"{at}lora_rank": 8} for at in LORA for key in ("lora_alpha", "target_modules")},
     **{
         f"{at}profile.{key}": {

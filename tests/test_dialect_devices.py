@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from whet.config.dialects import skyrl_rules, verl_rules
+from whet.config import hardware
+from whet.config.dialects import here, layout, skyrl_rules, verl_rules
 from whet.config.dialects.key import Unbuilt
 from whet.config.dialects.tables import dialect
-from whet.config.load import load
+from whet.config.load import Loaded, load
 from whet.config.plan import plans
-from whet.rehearsal.shrink import check, shrink, what_changed
+from whet.rehearsal.shrink import check, shrink
 from whet.types import ConfigError
 
 ACTOR, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.ref."
@@ -34,7 +35,10 @@ def test_verl_models_rest_where_there_are_any() -> None:
     alone = {"algorithm.adv_estimator": "grpo"}
     kl = alone | {ACTOR + "use_kl_loss": True}
     assert verl({}) == []
-    assert verl(alone | {ACTOR + PARAM: True}) == [], "rollouts are sampled from the policy"
+    assert verl(alone | {ACTOR + PARAM: True}) == ["policy"]
+    assert verl(alone | {ACTOR + "fsdp_config.offload_policy": True}) == ["optimizer", "policy"]
+    with pytest.raises(Unbuilt, match=r"grad_offload=True without param_offload"):
+        verl(alone | {ACTOR + "fsdp_config.grad_offload": True})
     assert verl(alone | {ACTOR + OPTIMIZER: True, MODEL + "enable_activation_offload": True}) == [
         "activations",
         "optimizer",
@@ -55,7 +59,7 @@ def test_policy_and_critic_of_verl_do_it_alike() -> None:
 
 def test_a_sequence_is_shared_by_the_ranks_of_all_models_of_skyrl() -> None:
     def ranks(given: dict[str, Any]) -> Any:
-        return skyrl_rules.sequence_ranks(values("skyrl") | given)["train.parallel.cp"]
+        return skyrl_rules.layout(values("skyrl") | given).get("train.parallel.cp", 1)
 
     sizes = {f"trainer.{role}.sequence_parallel_size": 2 for role in ("policy", "ref")}
     assert ranks({}) == 1
@@ -90,12 +94,34 @@ def cosmos(tmp_path: Path) -> Path:
     return file
 
 
-def test_what_this_device_cannot_do_is_refused_by_the_key_of_the_file(cosmos: Path) -> None:
-    loaded = load(cosmos, ["whet.machine.device=cpu"])
-    with pytest.raises(
-        ConfigError, match=r"train\.activation_offload: train\.offload: frees memory of a GPU"
-    ):
-        plans(loaded)
+def notes(loaded: Loaded) -> str:
+    assert loaded.translation is not None
+    return "; ".join(line.note for line in loaded.translation.lines)
+
+
+def on(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    """A machine with so many GPUs, and Ray."""
+    monkeypatch.setattr(hardware, "cuda_count", lambda: gpus)
+    monkeypatch.setattr(here, "find_spec", lambda name: True)
+
+
+def test_what_frees_a_gpu_is_left_out_where_there_is_none(
+    cosmos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch, 8)
+    without = load(cosmos, ["whet.machine.device=cpu"])
+    assert without.config.train.offload == ()
+    assert not without.config.train.compile
+    assert "train.offload is left out: it frees memory of a GPU, and none is here" in notes(without)
+    plans(without)
+    one = load(cosmos, ["policy.parallelism.tp_size=1"]).config.train
+    assert one.offload == ("activations",)
+    assert one.compile
+    two = load(cosmos)
+    assert two.config.train.parallel.tp == 2
+    assert not two.config.train.compile
+    assert "ranks do not compile" in notes(two)
+    assert load(cosmos, ["whet.train.offload=[]", "train.activation_offload=true"]).config.train.offload == ()
 
 
 def test_a_rehearsal_is_one_process_on_this_device(cosmos: Path, tmp_path: Path) -> None:
@@ -104,4 +130,68 @@ def test_a_rehearsal_is_one_process_on_this_device(cosmos: Path, tmp_path: Path)
     small = check(shrink(loaded, run_dir=tmp_path / "small", lost={}, broken=set()))
     assert small.train.offload == ()
     assert small.rollout.max_staleness == 1, "what is no matter of devices stays"
-    assert any("train.offload" in found.what for found in what_changed(loaded.stages[0]))
+
+
+@pytest.mark.parametrize(
+    ("asked", "devices", "wanted"),
+    [
+        ({"dp_shard": 64, "tp": 4}, 64, {"dp_shard": 16, "tp": 4}),
+        ({"dp_shard": 64, "tp": 4}, 8, {"dp_shard": 2, "tp": 4}),
+        ({"dp_shard": 64, "tp": 4}, 1, {"dp_shard": 1, "tp": 1}),
+        ({"dp_shard": 8, "cp": 3}, 2, {"dp_shard": 2, "cp": 1}),
+        ({"dp_shard": 6, "dp_replicate": 2}, 4, {"dp_shard": 3, "dp_replicate": 1}),
+        ({"dp_shard": 8, "ep": 4}, 2, {"dp_shard": 2, "ep": 2}),
+        ({"pp": 2, "tp": 2, "cp": 2, "dp_shard": 2}, 5, {"pp": 2, "tp": 2, "cp": 1, "dp_shard": 1}),
+    ],
+)
+def test_sizes_shrink_to_divisors_and_the_model_first(
+    asked: dict[str, int], devices: int, wanted: dict[str, int]
+) -> None:
+    assert here.fit(asked, devices) == wanted
+
+
+BUILT = [
+    f"{ACTOR}megatron.virtual_pipeline_model_parallel_size=null",
+    "actor_rollout_ref.rollout.mode=sync",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=null",
+    "trainer.logger=[console]",
+]
+"""The rest of the file is built."""
+
+VERL = Path(__file__).parent / "dialects" / "verl_64_gpus.yaml"
+
+
+def test_a_file_for_64_gpus_fits_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at(gpus: int, *overrides: str) -> Loaded:
+        on(monkeypatch, gpus)
+        return load(VERL, [*BUILT, *overrides])
+
+    asked = at(64, "whet.cluster.address=auto").config
+    assert asked.cluster.ranks, "8 machines"
+    sizes = asked.train.parallel
+    assert sizes.dp_replicate * sizes.dp_shard * sizes.tp * sizes.cp * sizes.pp == 64
+    assert asked.rollout.replicas > 1
+    laptop, node = at(0), at(8)
+    assert laptop.config.train.parallel == type(sizes)()
+    assert laptop.config.rollout.replicas == 0
+    assert not laptop.config.cluster.ranks
+    assert "it needs GPUs, and none is here" in notes(laptop)
+    small = node.config.train.parallel
+    assert small.dp_replicate * small.dp_shard * small.tp * small.cp * small.pp == 8
+    assert not node.config.cluster.ranks
+    free = {"parallel", "offload"}
+    assert laptop.config.train.model_dump(exclude=free) == asked.train.model_dump(exclude=free)
+    assert at(0, "whet.train.parallel.dp_shard=2").config.train.parallel.dp_shard == 2, "said natively"
+
+
+def test_classes_and_groups_that_fsdp_has_and_whet_has_not() -> None:
+    key = "actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
+    check_layers = layout.decoder_layers(key)
+    assert check_layers({key: None}) == {}
+    assert check_layers({key: ["Qwen2DecoderLayer"]}) == {}
+    with pytest.raises(Unbuilt, match=r"transformer_layer_cls_to_wrap: .LlamaMLP."):
+        check_layers({key: ["LlamaMLP"]})
+    assert layout.groups(-1, 8, key="k") == layout.groups(16, 8, key="k") == (1, 8)
+    assert layout.groups(2, 8, key="k") == (4, 2)
+    with pytest.raises(ConfigError, match="k=3 must divide the 8"):
+        layout.groups(3, 8, key="k")

@@ -13,6 +13,7 @@ from torch import nn
 from tiny import tiny_model
 from whet.config.schema import Optimizer, OptimizerGroup, Schedule
 from whet.models import kernels
+from whet.models.sharded import Alone, Wholes
 from whet.models.muon import COEFFICIENTS, STEPS, Muon, direction
 from whet.models.optim import Optimizer as Opt
 from whet.training.torch import Cut, TorchEngine
@@ -126,7 +127,8 @@ def test_orthogonalised_singular_values() -> None:
 
 def test_muon_is_that_of_torch_up_to_its_bfloat16() -> None:
     mine, theirs = (nn.Parameter(named()[0][1].detach().clone()) for _ in range(2))
-    ours = Muon([{"params": [mine], "lr": 0.1, "weight_decay": 0.2}], momentum=0.95)
+    wholes = Wholes(Alone(), {mine: "wide"})
+    ours = Muon([{"params": [mine], "lr": 0.1, "weight_decay": 0.2}], momentum=0.95, wholes=wholes)
     torchs = torch.optim.Muon(
         [theirs], lr=0.1, weight_decay=0.2, momentum=0.95, adjust_lr_fn="match_rms_adamw"
     )

@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from layouts import OPS, Case, Learner, batch
 from tiny import tiny_model
 from whet.batch import Batch, micro_batches, select
-from whet.models import expert_parallel, tensor_parallel
+from whet.models import expert_parallel, router, tensor_parallel
 from whet.models.attention import PackedAttention, Segments
 from whet.models.collectives import Cut, Peers
 from whet.models.context_parallel import Share, Ulysses
@@ -81,17 +81,21 @@ def test_each_sampled_token_is_predicted_on_one_rank() -> None:
 # ---------------------------------------------------------------- balance of the router
 
 
-def routed(learner: Learner, whole: Batch) -> tuple[list[expert_parallel.Routed], torch.Tensor]:
-    assert learner.routing is not None
-    with learner.routing.noting() as seen:
+def routed(learner: Learner, whole: Batch) -> tuple[list[router.Routed], torch.Tensor]:
+    with router.watching() as seen:
         learner.hidden(whole, None)
     return seen, learner.uses(whole)
+
+
+def loads(seen: list[router.Routed], uses_U: torch.Tensor) -> torch.Tensor:
+    """Choices of each expert, over all layers."""
+    return router.counts(seen, uses_U)[0].sum(0)
 
 
 def test_the_balance_term_is_that_of_transformers() -> None:
     learner = Learner(Case(family="qwen3_moe", aux=1.0, share_prompts=False))
     seen, uses_U = routed(learner, batch())
-    ours = expert_parallel.balance(seen, uses_U, expert_parallel.loads(seen, uses_U))
+    ours = router.balance(seen, uses_U, loads(seen, uses_U))
     logits = tuple(layer.probability_UX.log() for layer in seen)
     theirs = load_balancing_loss_func(logits, 4, top_k=learner.model.config.num_experts_per_tok)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
@@ -106,11 +110,11 @@ def test_the_balance_term_knows_no_cut_and_no_sharing() -> None:
             micro_batches(whole, max_tokens=micro, max_rollouts=None, shared=True, whole_groups=False)
         )
         each = [routed(learner, m) for m in micros]
-        load_X = sum((expert_parallel.loads(*one) for one in each), torch.zeros(4, dtype=torch.float64))
-        values.append(sum(float(expert_parallel.balance(*one, load_X)) for one in each))
+        load_X = sum((loads(*one) for one in each), torch.zeros(4, dtype=torch.float64))
+        values.append(sum(float(router.balance(*one, load_X)) for one in each))
     assert values == pytest.approx([values[0]] * 4, rel=1e-6)
     half = select(whole, torch.arange(5))
-    assert float(expert_parallel.balance(*routed(learner, half), load_X)) < values[0]
+    assert float(router.balance(*routed(learner, half), load_X)) < values[0]
 
 
 # ---------------------------------------------------------------- refusals
@@ -124,7 +128,7 @@ def test_what_does_not_divide_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no experts"):
         expert_parallel.apply(tiny_model(), Peers(0, 2))
     with pytest.raises(ConfigError, match="no routers"):
-        expert_parallel.Routing(tiny_model())
+        router.routers(tiny_model())
     attend = Ulysses(PackedAttention(Segments.of_lengths(torch.tensor([4])), OPS), Peers(0, 3), 4)
     x = torch.zeros(2, 4, 16)
     with pytest.raises(ConfigError, match="cp=3 does not divide the 4 attention heads"):

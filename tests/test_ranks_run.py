@@ -17,7 +17,9 @@ import pytest
 import torch
 
 import whet.stages
+from whet.config import checks_parallel
 from whet.config.load import load
+from whet.config.parts.parallel import Parallel
 from whet.config.plan import plan
 from whet.types import ConfigError, Json
 
@@ -46,7 +48,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(whet.stages, "Ranks", lambda dims, **how: seen.update({"dims": dims, **how}))
     shared = SimpleNamespace(
-        display=SimpleNamespace(phase=lambda what: None), model=SimpleNamespace(device=torch.device("cpu"))
+        display=SimpleNamespace(phase=lambda what: None), model=SimpleNamespace(device=torch.device("cpu")), rank_lines=None
     )
     cfg = given(*overrides).stages[0]
     whet.stages._ranks(shared, cfg, plan(cfg))  # type: ignore[arg-type]
@@ -60,8 +62,8 @@ def test_one_process_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "dp_replicate=4", "dp_shard=4", "tp=2", "cp=2", "reshard_after_forward=false", "wrap_min_parameters=100",
-        "prefetch=2", "timeout_s=5",
+        "dp_replicate=4", "dp_shard=4", "tp=2", "cp=2", "pp=2", "reshard_after_forward=false",
+        "wrap_min_parameters=100", "prefetch=2", "timeout_s=5",
     ],
 )  # fmt: skip
 def test_each_key_changes_what_is_started(monkeypatch: pytest.MonkeyPatch, override: str) -> None:
@@ -70,14 +72,39 @@ def test_each_key_changes_what_is_started(monkeypatch: pytest.MonkeyPatch, overr
     assert asked(monkeypatch, "train.parallel.dp_shard=2", f"train.parallel.{override}") != without
 
 
+def test_experts_and_parts_of_a_pipeline_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture = ("model.scratch.architecture=qwen3_moe", "model.scratch.experts=4", "train.parallel.dp_shard=2")
+    assert asked(monkeypatch, *mixture)["dims"].ep == 1
+    assert asked(monkeypatch, *mixture, "train.parallel.ep=2")["dims"].ep == 2
+    seen: list[int] = []
+    monkeypatch.setattr(whet.stages, "RankGroup", lambda *args, chunks, **how: seen.append(chunks))
+    for chunks in (1, 2):
+        cfg = given("model.scratch.layers=4", "train.parallel.pp=2", f"train.parallel.pipeline_chunks={chunks}")
+        whet.stages._engine(None, cfg.stages[0], "policy", None, ranks=True)  # type: ignore[arg-type]
+    assert seen == [1, 2]
+
+
+def test_all_gpus_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks_parallel, "cuda_count", lambda: 8)
+    p = Parallel(dp_shard=-1, tp=2)
+    assert (checks_parallel.shards(p), checks_parallel.world(p)) == (4, 8)
+    cfg = given("train.parallel.dp_shard=-1", "train.parallel.tp=3").stages[0]
+    told = dict(checks_parallel.problems(cfg))
+    assert "does not divide the 8 GPUs" in told["train.parallel.dp_shard"]
+    cfg = given("train.parallel.dp_shard=-1", "machine.device=cpu").stages[0]
+    assert "trains on the CPU" in dict(checks_parallel.problems(cfg))["train.parallel.dp_shard"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["train.parallel.pp=2"], "pipeline parallelism yet"),
-        (["train.parallel.ep=2"], "expert parallelism yet"),
+        (["train.parallel.pp=2", "train.parallel.pipeline_chunks=2"], "2 layers cannot be spread over 4 parts"),
+        (["train.parallel.pipeline_chunks=2"], "layers are not spread"),
+        (["train.parallel.ep=2"], "2 does not divide dp_shard=1"),
+        (["train.parallel.dp_shard=2", "train.parallel.ep=2"], "has no experts|model's 0 experts; set it to 1"),
+        (["train.parallel.dp_shard=-1"], "trains on the CPU; give the number of ranks"),
+        (["train.parallel.dp_shard=0"], "0: at least 1"),
         (["train.parallel.dp_replicate=16"], "16 ranks would share the 8 rollouts"),
-        (["train.parallel.dp_shard=2", "train.optimizer.kind=muon"], "muon works on whole matrices"),
-        (["train.parallel.tp=2", "train.optimizer.state=int8"], "int8 keeps blocks of whole tensors"),
         (["train.parallel.dp_shard=2", "train.compile=true"], "train.compile"),
         (["train.parallel.dp_replicate=2", "machine.exact=on"], "measured, not proved"),
         (["train.parallel.dp_replicate=2", "train.parallel.prefetch=2"], "no tensor is cut"),

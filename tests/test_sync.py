@@ -120,18 +120,16 @@ def test_what_all_have_stays_behind(transport: Transport) -> None:
 def test_who_missed_a_version_needs_it_whole(transport: Transport) -> None:
     first = transport.send(1, some())
     transport.send(2, [(n, t + 1) for n, t in some()], held=first.named)
-    third = transport.send(
-        3, [*[(n, t + 1) for n, t in some()[:2]], some()[2]], held=describe(2, some()).named
-    )
+    newer = [(n, t + 5) for n, t in some()]  # of `c` nobody was ever sent this
+    third = transport.send(3, [*[(n, t + 1) for n, t in some()[:2]], newer[2]], held=describe(2, newer).named)
     assert [e.name for e in third.entries if e.sent] == ["a", "b"]
     with pytest.raises(Missed, match=r"version 3: 'c' was not sent.*holds no earlier"):
         take(transport, 3)
     other = describe(2, [(n, t + 1) for n, t in some()])
     with pytest.raises(Missed, match=r"version 3: 'c' was not sent.*another content of it, from version 2"):
         take(transport, 3, other)
-    take(
-        transport, 3, first
-    )  # c is as it was in version 1: what counts is what is there, not which version it came with
+    got, _ = take(transport, 3, describe(1, newer))
+    assert got["c"] is None  # what counts is what is there, not which version it came with
 
 
 def test_a_version_that_never_comes(transport: Transport) -> None:
@@ -487,37 +485,72 @@ def test_a_fault_before_the_engine_leaves_it_and_one_within_stops_it() -> None:
 
 
 def test_a_receiver_that_begins_anew_gets_all(transport: Transport) -> None:
-    """It lost what it had without a word: its answer says so, and the version is sent whole."""
+    """It lost what it had without a word: what was not sent is still there, with the last version that was whole."""
     policy, other = tiny_model(seed=1), tiny_model(seed=2)
     engine = engine_of(other)
     publisher, receiver = pair(transport, whole=False)
-    asked: list[int] = []
-
-    async def answer() -> None:
-        """As an engine's process would: takes whatever is newest, until it has version 2."""
-        anew = Receiver(transport, name="e-1")
-        while anew.version != 2:
-            asked.append(1)
-            try:
-                await anew.load(engine, 2)
-            except Missed:
-                await asyncio.sleep(0.02)
 
     async def story() -> None:
         publisher.send(1, parameters(policy))
         await receiver.load(engine, 1)
         publisher.settle()
+        for version in (2, 3, 4):
+            with torch.no_grad():
+                policy.model.norm.weight.add_(0.5)
+            sent = publisher.send(version, parameters(policy))
+            assert sum(e.sent for e in sent.entries) == 1
+            if version < 4:
+                await receiver.load(engine, version)
         with torch.no_grad():
-            policy.model.norm.weight.add_(0.5)
-        sending = asyncio.to_thread(publisher.deliver, 2, lambda: parameters(policy))
-        await asyncio.gather(sending, answer())
+            other.model.norm.weight.zero_()
+            other.model.embed_tokens.weight.zero_()
+        await Receiver(transport, name="e-1").load(engine, 4)
+        publisher.settle()
 
-    publisher.timeout_s = 20.0
-    if isinstance(transport, Parcels | Files):
-        transport.timeout_s = 20.0
     asyncio.run(story())
     assert state(other) == state(policy)
-    assert len(asked) >= 2
+
+
+def test_receivers_that_nobody_knows_take_what_they_lack(transport: Transport) -> None:
+    """The trainer sends what has changed since the last whole version; one that follows takes that, one that comes
+    anew all. When more than half has changed, the next version is whole."""
+    policy, other, late = (tiny_model(seed=n) for n in (1, 2, 3))
+    publisher = Publisher(transport, whole=False)
+    receiver, engine = Receiver(transport, name="e-1"), engine_of(other)
+    sent = []
+
+    async def story() -> None:
+        for version in range(1, 7):
+            manifest = publisher.send(version, parameters(policy))
+            sent.append(sum(e.sent for e in manifest.entries))
+            await receiver.load(engine, version)
+            await Receiver(transport, name="e-2").load(engine_of(late), version)
+            assert state(other) == state(late) == state(policy)
+            with torch.no_grad():
+                for parameter in policy.parameters() if version == 3 else [policy.model.norm.weight]:
+                    parameter.add_(0.25)
+        publisher.look()
+
+    asyncio.run(story())
+    count = len(parameters(policy))
+    assert sent == [count, 1, 1, count, 1, 1]
+
+
+def test_a_receiver_that_holds_other_weights_is_found_by_its_receipt(
+    transport: Transport, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody waits for it; what it says is looked at before the next optimizer step."""
+    publisher = Publisher(transport)
+    first = publisher.send(1, some(1))
+    transport.confirm(Receipt("e-1", 1, first.digest))
+    transport.confirm(Receipt("e-2", 1, "", error="the disk is gone"))
+    publisher.look()
+    publisher.look()
+    assert [r.getMessage() for r in caplog.records] == ["weights version 1 was not taken by e-2: the disk is gone"]
+    publisher.send(2, some(2))
+    transport.confirm(Receipt("e-1", 1, describe(1, some(9)).digest))
+    with pytest.raises(WhetError, match="e-1 confirms weights version 1 with digest .*; version 1 with .* was sent"):
+        publisher.look()
 
 
 # ---------------------------------------------------------------- adapters

@@ -244,7 +244,7 @@ def test_who_holds_enough_takes_the_changes_and_others_the_whole(tmp_path: Path)
     assert [n for n, t in changes.items() if t is not None] == ["b"]
     whole, _ = take(files, 2)
     assert all(t is not None for t in whole.values())
-    other, _ = take(files, 2, describe(1, [(n, t + 1) for n, t in some(1)]))
+    other, _ = take(files, 2, describe(1, [(n, t + 2) for n, t in some(1)]))
     assert all(t is not None for t in other.values())
     files.send(2, some(7))  # the trainer has gone back and learnt something else
     assert sorted(p.name for p in tmp_path.iterdir()) == ["00000001", "00000002"]

@@ -17,7 +17,9 @@ from pathlib import Path
 from whet import checkpoint
 from whet.buffer.queue import ExplorerQueue
 from whet.buffer.stores import Store, open_store
+from whet.config.checks_sync import content_of
 from whet.explorers import Explorers
+from whet.guard import stacks
 from whet.loop import evaluation, explore
 from whet.run import Run
 from whet.shared import Shared
@@ -25,6 +27,7 @@ from whet.stages import grouping, open_stage, queue_name
 from whet.sync.exchange import Receiver
 from whet.sync.files import Files
 from whet.sync.weights import hand_over
+from whet.track.files import is_running
 from whet.types import WhetError
 
 log = logging.getLogger(__name__)
@@ -33,6 +36,8 @@ LOOK_S = 0.1
 """Between two looks for new weights and for the end."""
 SAY_S = 30.0
 """Between two words on how far it is."""
+REPORT_S = 60.0
+"""Between two words on a wait for the trainer."""
 
 
 async def run_beside(shared: Shared, home: Path) -> None:
@@ -89,7 +94,9 @@ class Weights:
     def __init__(self, run: Run, folder: Path) -> None:
         cfg = run.cfg.sync
         self.run, self.transport = run, Files(folder, timeout_s=cfg.timeout_s, keep=cfg.keep)
-        self.receiver = Receiver(self.transport, name=run.cfg.buffer.explorer)
+        adapters = content_of(run.cfg) == "adapters"
+        module = run.policy.module if adapters else None  # the engine's own: what is under adapters is here already
+        self.receiver = Receiver(self.transport, name=run.cfg.buffer.explorer, module=module)
 
     def reached(self, version: int) -> bool:
         """The engine has this version or a newer one."""
@@ -101,7 +108,13 @@ class Weights:
         assert run.engine is not None
         if newest is None or self.reached(newest):
             return False
-        await self.receiver.load(run.engine, newest, finish=not run.cfg.rollout.partial)
+        try:
+            await self.receiver.load(run.engine, newest, finish=not run.cfg.rollout.partial)
+        except WhetError as error:
+            if self.transport.newest() == newest or run.engine.version != self.receiver.version:
+                raise
+            log.info("%s", error)  # the trainer was faster: the next look finds a newer one
+            return False
         run.directory.timeline.flush()
         log.info("weights version %d", newest)
         return True
@@ -138,13 +151,14 @@ async def begun(run: Run, store: Store, weights: Weights) -> bool:
 async def follow(run: Run, store: Store, weights: Weights) -> None:
     """Take every new version, until the trainer has finished the stage or this explorer is asked to stop."""
     queue: ExplorerQueue = run.buffer  # type: ignore[assignment]
-    said, before = time.monotonic(), 0
+    said, before, idle = time.monotonic(), 0, Idle(run, weights.transport.root.parent)
     run.display.phase("explore")
     while not run.stopping and not store.noted("finished"):
         if queue.broken is not None:
             raise queue.broken
         await weights.take()
         run.watch.beat("exploring")
+        idle.look((queue.count, weights.receiver.version), busy=bool(run.explorers.playing))
         if time.monotonic() - said > SAY_S:
             rate = (queue.count - before) / (time.monotonic() - said)
             said, before = time.monotonic(), queue.count
@@ -153,6 +167,39 @@ async def follow(run: Run, store: Store, weights: Weights) -> None:
             )
         await asyncio.sleep(LOOK_S)
     run.display.message(f"explored {queue.count} groups of stage {run.name!r}")
+
+
+class Idle:
+    """An explorer's wait for room, which only the trainer makes: it is told every minute, and has an end.
+
+    A trainer that lives on this machine may take as long as it likes; one that is dead, or elsewhere and unseen, has
+    sync.timeout_s to be started again.
+    """
+
+    def __init__(self, run: Run, home: Path) -> None:
+        self.run, self.home = run, home
+        self.seen: object = None
+        self.since = self.said = time.monotonic()
+
+    def look(self, seen: object, *, busy: bool) -> None:
+        """seen: what changes as long as the trainer trains. Raises WhetError when the wait is in vain."""
+        now = time.monotonic()
+        if busy or seen != self.seen:
+            self.seen, self.since, self.said = seen, now, now
+            return
+        lives, patience_s = is_running(self.home), self.run.cfg.sync.timeout_s
+        who = {True: "it runs", False: "its process is dead", None: "it is on another machine"}[lives]
+        what = (
+            f"explorer {self.run.cfg.buffer.explorer!r} has waited {now - self.since:.0f} s for the trainer to take "
+            f"rollouts of stage {self.run.name!r}, since weights version {self.run.engine.version}: {who}"  # type: ignore[union-attr]
+        )
+        if now - self.since > patience_s and not lives:
+            raise WhetError(
+                f"{what}. Start it again, then this explorer; sync.timeout_s={patience_s:g} is over"
+            )
+        if now - self.said >= REPORT_S:
+            self.said = now
+            log.warning("%s\n%s", what, stacks.everyone())
 
 
 @asynccontextmanager

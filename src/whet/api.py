@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from whet.config.schema import Config
 from whet.config.secrets import dump, secrets_of
 from whet.config.sources import rewards_by_source
 from whet.config.urls import scheme
+from whet.guard import stacks
 from whet.guard.imports import import_all
+from whet.guard.jail import Jail
 from whet.guard.watch import Watch
 from whet.rewards.combine import RewardSet
 from whet.storage.manifests import place_of
@@ -126,6 +129,7 @@ def run_training(loaded: Loaded, functions: Mapping[str, RewardFunction] | None 
     run_dir = Path(cfg.run_dir)
     with ExitStack() as stack:
         aside = enter(cfg, stack)
+        stack.enter_context(stacks.kept(home, who_is(cfg)))
         secrets = secrets_of(cfg)
         setup_logging(run_dir, level=cfg.track.log_level, secrets=secrets)
         stack.callback(close_logging)
@@ -180,6 +184,11 @@ def enter(cfg: Config, stack: ExitStack) -> Path | None:
     return aside
 
 
+def who_is(cfg: Config) -> str:
+    """What this process is called among those of its run."""
+    return {"explore": f"explorer-{cfg.buffer.explorer}", "bench": "bench"}.get(cfg.mode, "trainer")
+
+
 def _run(
     loaded: Loaded,
     planned: Sequence[Plan],
@@ -221,6 +230,7 @@ def _run(
         uploads.missing(*written(directory.path, state))
         uploads.finish()
         return OK
+    openers = join_cluster(loaded, planned, rewards, stack)
     for made in rewards:
         made.load_models()
     text = yaml.safe_dump(dump(loaded.as_given, exclude_unset=True), sort_keys=False, allow_unicode=True)
@@ -242,7 +252,7 @@ def _run(
             stop=stop,
             watch=stack.enter_context(Watch()),
             resumed=(state["stage"], state["step"]) if start else None,
-            opener=opener_of(cfg, stack),
+            **openers,
         )
         gc.collect()
         gc.freeze()  # what lives as long as the run is not looked through again at every collection
@@ -257,7 +267,7 @@ def _run(
             run_loop(run_beside(shared, home))
             display.close()
             return INTERRUPTED if stop.requested else OK
-        run_loop(run_all(shared, start, state))
+        run_loop(crewed(loaded, planned, partial(run_all, shared, start, state), stack))
         shared.saver.wait()
         display.phase("upload")
         shared.uploads.finish()
@@ -272,14 +282,29 @@ def _run(
     return OK
 
 
-def opener_of(cfg: Config, stack: ExitStack) -> Callable[..., Any] | None:
-    """What opens engines in processes of their own, where rollout.replicas asks for them; only then Ray is touched."""
-    if not cfg.rollout.replicas:
-        return None
+def join_cluster(
+    loaded: Loaded, planned: Sequence[Plan], rewards: Sequence[RewardSet], stack: ExitStack
+) -> dict[str, Callable[..., Any]]:
+    """What `open_shared` opens parts of the run in a cluster by, where the config has some there; only then Ray is
+    touched. ConfigError if they do not all fit."""
+    cfg = loaded.config
+    replicas, c = cfg.rollout.replicas, cfg.cluster
+    if not (replicas or c.ranks or c.reward_hosts or c.explorers):
+        return {}
     from whet import cluster
 
     stack.callback(cluster.disconnect)
-    return cluster.open_replicas
+    cluster.enter(loaded, planned)
+    for made in rewards:
+        if isinstance(made.jail, cluster.Hosts):
+            stack.callback(made.jail.close)  # before the cluster is left
+            made.jail.open()
+    found: dict[str, Callable[..., Any]] = {}
+    if replicas:
+        found["opener"] = cluster.open_replicas
+    if c.ranks:
+        found["rank_lines"] = cluster.rank_lines
+    return found
 
 
 def written(run_dir: Path, state: Json) -> tuple[list[Path], list[Path]]:
@@ -289,6 +314,28 @@ def written(run_dir: Path, state: Json) -> tuple[list[Path], list[Path]]:
     upto = [p for p in found if (place_of(p.name) or (0, 0)) <= (state["stage"], state["step"])]
     exports = [p for p in (run_dir / "export").glob("*") if p.is_dir() and not p.name.startswith(".")]
     return upto, sorted(exports, key=lambda p: p.stat().st_mtime_ns)
+
+
+def crewed(
+    loaded: Loaded, planned: Sequence[Plan], main: Callable[[], Coroutine[Any, Any, None]], stack: ExitStack
+) -> Coroutine[Any, Any, None]:
+    """`main`, beside the explorers that cluster.explorers asks for; these are started here."""
+    if not loaded.config.cluster.explorers:
+        return main()
+    from whet import cluster
+
+    crew = cluster.open_crew(loaded, cuda=planned[0].device == "cuda")
+    stack.callback(crew.close)
+    return cluster.beside(crew, main())
+
+
+def jail_of(cfg: Config) -> Callable[..., Any]:
+    """Where reward functions run: in processes of this machine, or in the cluster once it is there."""
+    if not cfg.cluster.reward_hosts:
+        return Jail
+    from whet import cluster
+
+    return cluster.hosts_of(cfg)
 
 
 def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: ExitStack) -> list[RewardSet]:
@@ -308,6 +355,7 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
                 seed=cfg.seed,
                 imports=cfg.imports,
                 device=cfg.machine.device,
+                open_jail=jail_of(loaded.config),
             )
             stack.callback(found.close)
             made.append((wanted, found))

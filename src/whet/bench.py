@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whet import environment
-from whet.api import Stop, reward_sets, run_loop
+from whet.api import Stop, join_cluster, reward_sets, run_loop
 from whet.config.load import Loaded, load
 from whet.config.plan import plans
 from whet.config.secrets import secrets_of
+from whet.guard import stacks
 from whet.guard.imports import import_all
 from whet.guard.watch import Watch
 from whet.offline import Judged, check, judge
@@ -63,6 +64,7 @@ def judge_checkpoints(loaded: Loaded) -> list[dict[str, Json]]:
     out = Path(cfg.run_dir) / FOLDER
     with ExitStack() as stack:
         stack.enter_context(RunLock(out))
+        stack.enter_context(stacks.kept(out, "eval"))
         setup_logging(out, level=cfg.track.log_level, secrets=secrets_of(cfg))
         stack.callback(close_logging)
         rewards = reward_sets(loaded, {}, stack)
@@ -88,6 +90,7 @@ def _bench(
     directory.truncate_to(0, -1)
     display = Display([(p.name, p.total_steps or 0) for p in planned], quiet=True)
     stack.callback(display.close)
+    openers = join_cluster(loaded, planned, rewards, stack)
     shared = open_shared(
         loaded,
         planned,
@@ -97,6 +100,7 @@ def _bench(
         stop=Stop(),
         watch=stack.enter_context(Watch()),
         resumed=None,
+        **openers,
     )
     for tracker in shared.trackers:
         stack.callback(tracker.close)

@@ -3,7 +3,7 @@
 checkpoints/0-sft-000300/   stage 0 ('sft') after step 300
     manifest.json           size and SHA-256 of every other file
     state.json              position in data, buffer, ledger, versions, score, ...
-    policy/ critic/ reference/
+    policy/ critic/ reference/      weights and moments: `models.tensor_files`
 """
 
 from __future__ import annotations
@@ -192,13 +192,17 @@ class Saver:
         if found := all_in(self.root):
             prune(self.root, found[-1], self.keep, spare=self.spare())
 
-    def close(self) -> None:
-        """Let the last checkpoint be written; to be called when the run ends, however it does. Raises nothing: an error
-        is on its way already, or `wait` has told of it."""
+    def settle(self) -> None:
+        """Let the last checkpoint be written. Raises nothing: an error is on its way already, or `wait` has told of
+        it."""
         try:
             self.wait()
         except CheckpointError as e:
             log.error("the last checkpoint could not be written: %s", e)
+
+    def close(self) -> None:
+        """`settle`, when the run ends, however it does."""
+        self.settle()
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -275,9 +279,11 @@ def load(path: Path, engines: Mapping[str, Saved], *, wanted: Collection[str] = 
 
     wanted: without "optimizer", moments begin at zero; weights and the schedule's place are always read.
     """
+    from whet.models.tensor_files import exists
+
     for name, engine in engines.items():
         if not (path / name).is_dir():
             raise CheckpointError(f"{path} has no {name!r}: it was written by a run without one")
         engine.load(path / name)
-        if "optimizer" not in wanted and (path / name / "optimizer.safetensors").exists():
+        if "optimizer" not in wanted and exists(path / name / "optimizer.safetensors"):
             engine.forget()

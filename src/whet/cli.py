@@ -423,6 +423,25 @@ def show(
     Console().print(view)
 
 
+@app.command()
+def scale(
+    run: Annotated[Path, typer.Argument(help="Run directory of a run that is under way.")],
+    replicas: Annotated[int, typer.Option(min=1, help="How many engine replicas it should have.")],
+) -> None:
+    """Let engine replicas join or leave a run under way; what it samples stays the same.
+
+    One that leaves first ends what it was asked; one that joins first gets the weights. It holds for the run's process:
+    one that is started later begins with rollout.replicas.
+
+    \b
+    Example: whet scale runs/first_run --replicas 4
+    """
+    from whet.rollout.scale import ask
+
+    ask(run, replicas)
+    typer.echo(f"asked for {replicas} replicas; {run / 'run.log'} tells what becomes of it")
+
+
 @data_app.command()
 def gsm8k(
     source: Annotated[

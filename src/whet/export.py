@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,7 +18,7 @@ from whet.config.urls import is_remote, url_problems
 from whet.storage.fetch import fetched, naming, store_of
 from whet.storage.manifests import manifest, place_of
 from whet.storage.paths import brought_here
-from whet.types import CheckpointError, ConfigError, Json
+from whet.types import CheckpointError, ConfigError
 
 Form = Literal["merged", "adapter"]
 
@@ -145,16 +144,9 @@ def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None) -> No
 
 def _dtype(cfg: Config, path: Path) -> str:
     """What the weights were trained in: of a whole model what its file says."""
+    from whet.models.tensor_files import opened
+
     if cfg.model.lora is None:
-        return _DTYPES[_first_dtype(path / "policy" / "model.safetensors")]
+        with opened(path / "policy" / "model.safetensors") as file:
+            return str(file.dtype(min(file.tensors))).removeprefix("torch.")
     return dtype_on(cfg, "cpu" if cfg.machine.device == "auto" else cfg.machine.device)
-
-
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-
-
-def _first_dtype(file: Path) -> str:
-    """Of a safetensors file's first tensor."""
-    with open(file, "rb") as f:
-        header: Json = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-    return next(said["dtype"] for name, said in sorted(header.items()) if name != "__metadata__")

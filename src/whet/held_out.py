@@ -14,7 +14,7 @@ from whet.algos.recipes import Algorithm
 from whet.batch import Batch, Outputs, pack
 from whet.config.functions import Kind
 from whet.training.engine import TrainEngine
-from whet.training.torch import Sums
+from whet.training.sums import Sums
 from whet.types import DataError, Group, Json, Metrics, Task
 
 log = logging.getLogger(__name__)

@@ -76,20 +76,20 @@ async def train_step(run: Run, *, beside: Coroutine[Any, Any, None] | None = Non
     """One step's rollouts, one or more optimizer steps, one new version of the policy. beside: what is explored
     meanwhile, with the weights from before this step, and done with before they change."""
     groups = await run.wait(run.buffer.take(run.policy.version), "a step's worth of rollouts")
+    if run.out is not None:
+        run.out.look()  # explorers that took other weights than were sent are found before this step
     async with run.meanwhile(beside):
         batch, updates, corrected = await run.work(partial(learn, run, groups))
     await run.give_up_stale()
+    due = run.sync_due
     await run.wait(
         publish(
-            run.policy,
-            run.engine,
-            through=run.sampler,
-            due=run.sync_due,
-            finish=not run.interrupts,
-            out=run.out,
+            run.policy, run.engine, through=run.sampler, due=due, finish=not run.interrupts, out=run.out
         ),
         "the weight sync",
+        timeout_s=run.sync_s,
     )
+    run.explored_at_sync = run.explored if due else run.explored_at_sync
     # from here engine.version == policy.version, save with rollout.sync_every > 1
     await run.buffer.trained(groups)  # frees room: the next tasks may start
     run.played = run.buffer.leave()

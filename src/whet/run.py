@@ -120,6 +120,8 @@ class Run:
     """They ask by themselves where the schedule is free."""
     out: Publisher | None = None
     """Where explorers in processes of their own get the weights from."""
+    explored_at_sync: int = 0
+    """`explored` at the last weight sync."""
     step: int = 0
     kl_coef: float = 0.0
     value_scale: Scale = field(default_factory=Scale)
@@ -177,7 +179,24 @@ class Run:
         """Whether the step at hand ends in a weight sync: every so many, at the end, and before an evaluation."""
         done = self.step + 1
         judged = self._due(self.cfg.eval.every, after=1)
-        return done == self.plan.steps or judged or self._due(self.cfg.rollout.sync_every, after=1)
+        if done == self.plan.steps or judged:
+            return True
+        if self.cfg.sync.driven_by == "explorer" and self.plan.mode in ("free", "train"):
+            groups = self.cfg.rollout.sync_every * self.buffer.groups_per_step
+            return self.explored - self.explored_at_sync >= groups
+        return self._due(self.cfg.rollout.sync_every, after=1)
+
+    @property
+    def explored(self) -> int:
+        """Groups that were asked of explorers so far, by all of them."""
+        counts = self.buffer.store.ledger() if isinstance(self.buffer, TrainerQueue) else self.ledger.state()["total"]
+        return counts.get("asked", 0) // self.plan.group_size
+
+    @property
+    def sync_s(self) -> float:
+        """Longest time of a weight sync: rollouts in flight end, then the weights go over."""
+        cfg = self.cfg
+        return cfg.rollout.timeout_s + (cfg.sync.timeout_s if cfg.rollout.replicas else 0.0)
 
     @property
     def interrupts(self) -> bool:
@@ -420,10 +439,14 @@ class Run:
         out |= {"time/rest_s": step - sum(seconds.values()), "time/step_s": step}
         unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, kilobytes elsewhere
         out["memory/peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+        if self.ranks is not None:
+            for rank, peaks in enumerate(self.ranks.ask("peaks")):
+                out |= {f"memory/rank_{rank}_{name}": value for name, value in peaks.items()}
+            out["speed/tokens_per_rank_s"] = tokens / step / self.ranks.dims.world
         out["speed/tokens_per_s"] = tokens / step
         if self.meter is not None and seconds.get("update"):
             out["speed/mfu"] = self.flops / seconds["update"] / self.meter.peak
-            out["speed/tokens_per_device_s"] = tokens / step
+            out["speed/tokens_per_device_s"] = tokens / step / self.meter.devices
         if generating := (seconds | beside).get("generate"):
             out["speed/generated_tokens_per_s"] = tokens / generating
         return out
@@ -467,6 +490,7 @@ class Run:
             "kl_coef": self.kl_coef,
             "value_scale": asdict(self.value_scale),
             "exact": self.exact,
+            "explored_at_sync": self.explored_at_sync,
             "tasks": self.tasks.state(),
             "experts": self.experts.stream.state() if self.experts else None,
             "buffer": self.buffer.state(),
@@ -480,6 +504,7 @@ class Run:
         self.step, self.kl_coef = state["step"], state["kl_coef"]
         self.value_scale = Scale(**state["value_scale"])
         self.exact = self.exact and state["exact"]
+        self.explored_at_sync = state.get("explored_at_sync", 0)
         self.policy.version = state["version"]
         if self.sampler is not None:
             self.sampler.version = state["sampler_version"]

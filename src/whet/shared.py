@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.checkpoint import Keep, Saver
 from whet.config.checks_parallel import world
+from whet.config.checks_sync import has_adapters
 from whet.config.choices import RESUME
 from whet.config.load import Loaded
 from whet.config.plan import Plan, dtype_on
@@ -21,6 +22,7 @@ from whet.data.tasks import (
     texts,
 )
 from whet.data.tokenizer import load_tokenizer
+from whet.guard.line import OpenLines
 from whet.guard.watch import Watch
 from whet.models import kernels
 from whet.models.exact import self_test
@@ -46,6 +48,8 @@ log = logging.getLogger(__name__)
 
 Opener = Callable[..., RolloutEngine]
 """What stands in the place of `open_engine`, and takes what it takes."""
+RankLines = Callable[[Config, PreTrainedModel], OpenLines]
+"""What starts ranks elsewhere."""
 
 
 @dataclass
@@ -72,6 +76,8 @@ class Shared:
     stop: StopFlag
     watch: Watch
     version: int = 0
+    rank_lines: RankLines | None = None
+    """Starts the ranks of a stage; None: on this machine."""
 
 
 def open_shared(
@@ -85,10 +91,11 @@ def open_shared(
     watch: Watch,
     resumed: tuple[int, int] | None,
     opener: Opener | None = None,
+    rank_lines: RankLines | None = None,
 ) -> Shared:
     """Tokenizer, model, kernels, engine. The self-test says whether sampling and training agree to the bit.
 
-    opener: makes the engine as `open_engine`, the default, does.
+    opener: makes the engine as `open_engine`, the default, does. rank_lines: see `Shared`.
     """
     cfg = loaded.config
     device = pick_device(cfg)
@@ -109,7 +116,7 @@ def open_shared(
         device=device,
         dtype=getattr(torch, dtype_on(cfg, device.type)),
     )
-    if cfg.model.lora is not None:
+    if cfg.model.lora is not None and has_adapters(cfg):
         attach(model, cfg.model.lora, seed=cfg.seed)
     ops = kernels.load(cfg.machine.kernels)
     display.phase("self-test")
@@ -119,7 +126,9 @@ def open_shared(
         sampler = TorchEngine(twin(model), ops, cut=Cut())
     saver, uploads = open_saver(cfg, directory.path)
     alike = not any(
-        c.train.compile or c.train.precision.compute or world(c.train.parallel) > 1 for c in loaded.stages
+        c.train.compile or p.compute or p.float8 or world(c.train.parallel) > 1
+        for c in loaded.stages
+        for p in [c.train.precision]
     )
     exact = samples and alike and prove_exact(loaded.stages[-1], plans, model, ops=ops)
     engine = None
@@ -152,6 +161,7 @@ def open_shared(
         display=display,
         stop=stop,
         watch=watch,
+        rank_lines=rank_lines,
     )
 
 

@@ -22,6 +22,7 @@ from whet.buffer.priority import priority
 from whet.buffer.queue import TrainerQueue
 from whet.buffer.replay import Replay
 from whet.buffer.stores import open_store
+from whet.config.checks_parallel import shards
 from whet.config.evaluation import Asked, evaluates, judges
 from whet.config.mixing import experts_per_step
 from whet.config.plan import Plan
@@ -55,7 +56,7 @@ from whet.models.trainable import choose
 from whet.rollout.episode import Pace, play_groups, to_sampling
 from whet.run import Run, StopFlag
 from whet.shared import Shared, decoder_of, end_tokens
-from whet.sync.exchange import Publisher
+from whet.sync.exchange import Publisher, publisher_of
 from whet.sync.files import Files
 from whet.sync.weights import hand_over, sync
 from whet.track.timeline import OPEN_STAGE, START_UP, STEPS
@@ -115,19 +116,22 @@ async def run_stage(shared: Shared, index: int, *, start: Path | None, state: Js
         first = sync(run.policy, run.engine, through=run.sampler, out=run.out)
     else:
         first = hand_over(run.sampler, run.engine)  # it stands at the last sync, the policy has moved on
-    await run.wait(first, "the first weight sync")
+    await run.wait(first, "the first weight sync", timeout_s=run.sync_s)
     run.tell("began", run.policy.version)
     try:
         async for _ in steps(run):
             pass
         _ = run.policy.module  # what ranks have learned comes home
+        if run.ranks is not None:
+            run.saver.wait()  # they may still be writing
+        run.profiler.close()
         if run.ends:
             run.tell("finished", run.policy.version)
     finally:
         await run.close()
         if run.ranks is not None:
+            run.saver.settle()
             run.ranks.close()
-    run.profiler.close()
     shared.version, shared.exact = run.policy.version, run.exact
     if run.cfg.checkpoint.export and not shared.stop.requested:
         run.export(final=True)
@@ -206,7 +210,11 @@ def open_stage(shared: Shared, index: int, *, explores: bool = False) -> Run:
         sampler=shared.sampler,
         exact=shared.exact,
         profiler=Profiler(
-            cfg.profile, shared.directory.path / "profile", stage=name, device=shared.model.device
+            cfg.profile,
+            shared.directory.path / "profile",
+            stage=name,
+            device=shared.model.device,
+            tell=ranks and ranks.ask,
         ),
         write_export=partial(_export, policy, writer(cfg, shared.model, shared.tokenizer)),
         saver=shared.saver,
@@ -231,8 +239,11 @@ def _join(run: Run, shared: Shared, *, trains: bool) -> None:
     """Tell the models of each other, and of who watches them. trains: not a process that only explores."""
     if run.algorithm.full_kl_coef and run.reference is not None:
         run.policy.full_kl = FullKl(run.algorithm.full_kl_coef, run.reference)
-    if run.ranks is None and trains:
-        run.meter = meter_of(run.policy, run.critic, train=run.cfg.train, of_critic=run.plan.critic)
+    if trains:
+        devices = 1 if run.ranks is None else run.ranks.dims.world
+        run.meter = meter_of(
+            run.policy, run.critic, train=run.cfg.train, of_critic=run.plan.critic, devices=devices
+        )
     skip = None if run.cfg.track.micro_batches else MICRO_BATCH
     for lane, trained in (("policy", run.policy), ("reference", run.reference), ("critic", run.critic)):
         if trained is not None:
@@ -300,14 +311,13 @@ def _publisher(cfg: Config, run_dir: Path) -> Publisher:
     """Where explorers of their own get the weights from."""
     files = Files(run_dir / "weights", timeout_s=cfg.sync.timeout_s, keep=cfg.sync.keep)
     files.tidy()
-    dtype = None if cfg.sync.dtype == "auto" else getattr(torch, cfg.sync.dtype)
-    return Publisher(files, dtype=dtype, timeout_s=cfg.sync.timeout_s)
+    return publisher_of(cfg, files)
 
 
 def _ranks(shared: Shared, cfg: Config, plan: Plan) -> Ranks | None:
     """The processes of train.parallel; None: this one trains."""
     p = cfg.train.parallel
-    dims = Dims(dp_replicate=p.dp_replicate, dp_shard=p.dp_shard, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep)
+    dims = Dims(dp_replicate=p.dp_replicate, dp_shard=shards(p), tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep)
     if dims.single:
         return None
     shared.display.phase(f"start {dims.world} ranks")
@@ -320,6 +330,7 @@ def _ranks(shared: Shared, cfg: Config, plan: Plan) -> Ranks | None:
         threads=max(1, plan.threads // dims.world),
         timeout_s=p.timeout_s,
         imports=cfg.imports,
+        open_lines=shared.rank_lines and shared.rank_lines(cfg, shared.model),
     )
 
 
@@ -330,6 +341,7 @@ def _engine(
     if ranks is None:
         return TorchEngine(model, shared.ops, **how)
     # it answers to everything that is asked of a TorchEngine outside of it
+    how |= {"sharded": cfg.checkpoint.sharded, "chunks": cfg.train.parallel.pipeline_chunks}
     return cast(TorchEngine, RankGroup(ranks, role, model, kernels=cfg.machine.kernels, **how))
 
 
@@ -362,6 +374,7 @@ def _policy(
         updates_per_step=plan.updates_per_step,
         max_skipped=cfg.train.max_skipped_steps,
         seed=seeds.key(cfg.seed, "policy", plan.name),
+        rests="policy" in cfg.train.offload,
     )
 
 

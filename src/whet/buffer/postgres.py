@@ -9,6 +9,13 @@ from whet.types import ConfigError
 _MAKING_TABLES = 0x77686574
 """Key of the lock under which tables are made: two at once fail in PostgreSQL."""
 
+_CUT_OFF = f"""
+select set_config('idle_in_transaction_session_timeout', '{BUSY_S // 2}s', false)
+where current_setting('idle_in_transaction_session_timeout') = '0'
+"""
+"""A turn takes milliseconds. One whose process is cut off would hold the queue until the server's own TCP gives it up,
+after hours; the URL's `options` may say otherwise."""
+
 _DEFAULTS = {
     "connect_timeout": 10,
     "keepalives_idle": 10,
@@ -35,6 +42,7 @@ def postgres_log(url: str, *, queue: str) -> SqlLog:
         )
         try:
             db.execute(f"set lock_timeout = '{BUSY_S}s'")
+            db.execute(_CUT_OFF)
             db.execute("begin")
             db.execute(f"select pg_advisory_xact_lock({_MAKING_TABLES})")
             for table in TABLES:

@@ -13,6 +13,7 @@ from whet.config import (
     checks_precision,
     checks_rewards,
     checks_run,
+    checks_sync,
 )
 from whet.config.evaluation import all_asked, eval_problems, reply_tokens
 from whet.config.idle import idle
@@ -39,6 +40,7 @@ def hard_problems(cfg: Config) -> list[Problem]:
         *checks_learning.problems(cfg),
         *checks_rewards.problems(cfg),
         *checks_precision.problems(cfg),
+        *checks_sync.problems(cfg),
     ]
     if algorithm is not None:
         problems += [*_learning(cfg, algorithm), *_rewards(cfg, algorithm), *given_problems(cfg, algorithm)]

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from whet.config.hardware import cuda_count
 from whet.config.schema import Config, Parallel
+from whet.config.sizes import shape
+
+
+def shards(p: Parallel) -> int:
+    """dp_shard; where it is -1, as many as there are GPUs for, at least 1."""
+    others = p.dp_replicate * p.tp * p.cp * p.pp
+    return max(1, cuda_count() // others) if p.dp_shard == -1 else p.dp_shard
 
 
 def world(p: Parallel) -> int:
     """Ranks in all."""
-    return p.dp_replicate * p.dp_shard * p.tp * p.cp * p.pp
+    return p.dp_replicate * shards(p) * p.tp * p.cp * p.pp
 
 
 def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) of train.parallel in one stage's config."""
     p, train = cfg.train.parallel, cfg.train
-    for name, kind in (("pp", "pipeline"), ("ep", "expert")):
-        if getattr(p, name) > 1:
-            yield (
-                f"train.parallel.{name}",
-                f"{getattr(p, name)}: the train engine cannot spread a model by {kind} parallelism yet; set it to 1 "
-                "and use dp_shard",
-            )
+    yield from _sizes(cfg)
     if world(p) == 1:
         return
-    ranks = p.dp_replicate * p.dp_shard
+    if cfg.profile.steps and (absent := [rank for rank in cfg.profile.ranks if rank >= world(p)]):
+        yield "profile.ranks", f"{absent[0]} is none of the {world(p)} ranks, which are counted from 0"
+    ranks = p.dp_replicate * shards(p)
     rollouts = train.tasks_per_step // train.minibatches * cfg.rollout.group_size
     if ranks > rollouts:
         yield (
@@ -38,38 +42,63 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
             "on: with train.parallel sampling and training are in other processes, and their equality is measured, "
             "not proved; use auto",
         )
-    if train.offload:
-        yield "train.offload", f"{', '.join(train.offload)}: not built for several ranks (train.parallel)"
     if train.compile:
         yield "train.compile", "true: not built for several ranks (train.parallel)"
-    if p.dp_shard > 1 or p.tp > 1:
+    if shards(p) > 1 or p.tp > 1:
         yield from _cut(cfg)
+
+
+def _sizes(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Dims that do not fit one another, the model, or what devices there are."""
+    p, key = cfg.train.parallel, "train.parallel"
+    if p.dp_shard == 0:
+        yield f"{key}.dp_shard", "0: at least 1 is expected, or -1 for all GPUs that are left"
+    if p.dp_shard == -1:
+        yield from _left(cfg)
+    if shards(p) and shards(p) % p.ep:
+        yield (
+            f"{key}.ep",
+            f"{p.ep} does not divide dp_shard={shards(p)}: experts are spread over ranks of dp_shard; set dp_shard to "
+            "a multiple of ep",
+        )
+    model = shape(cfg.model, cfg.tokenizer) if p.pp > 1 or p.ep > 1 else None
+    parts = p.pp * p.pipeline_chunks
+    if model is not None and p.pp > 1 and parts > model.layers:
+        yield (
+            f"{key}.pp",
+            f"the model's {model.layers} layers cannot be spread over {parts} parts (pp * pipeline_chunks); choose a "
+            "smaller pp or fewer chunks",
+        )
+    if model is not None and p.ep > 1 and (not model.experts or model.experts % p.ep):
+        yield (
+            f"{key}.ep",
+            f"{p.ep} does not divide the model's {model.experts} experts; "
+            + ("choose another" if model.experts else "set it to 1"),
+        )
+
+
+def _left(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Where dp_shard=-1 is no number."""
+    p, key = cfg.train.parallel, "train.parallel.dp_shard"
+    others = p.dp_replicate * p.tp * p.cp * p.pp
+    if cfg.cluster.ranks:
+        yield key, "-1 counts the GPUs of one machine, and cluster.ranks may take several; give their number"
+    elif cfg.machine.device == "cpu" or not cuda_count():
+        yield key, "-1 is all GPUs that are left, and this stage trains on the CPU; give the number of ranks"
+    elif cuda_count() % others:
+        yield (
+            key,
+            f"-1: the other dims take {others} ranks, and that does not divide the {cuda_count()} GPUs here; choose "
+            "other dims, or give a number",
+        )
 
 
 def _cut(cfg: Config) -> Iterator[tuple[str, str]]:
     """What needs whole tensors, or moves them itself."""
-    train = cfg.train
-    for at, optimizer in (("train", train.optimizer), ("critic", cfg.critic.optimizer)):
-        if optimizer.kind == "muon":
-            yield (
-                f"{at}.optimizer.kind",
-                "muon works on whole matrices, and dp_shard and tp of train.parallel cut them; use dp_replicate or "
-                "adamw",
-            )
-        if optimizer.state == "int8":
-            yield (
-                f"{at}.optimizer.state",
-                "int8 keeps blocks of whole tensors, and dp_shard and tp of train.parallel cut them; use float32",
-            )
     ref = cfg.reference
     if cfg.model.lora and ref.path and (ref.reset_every or ref.reset_every_epochs):
         yield (
             "reference.path",
             "a reference of another folder cannot become a policy with adapters (reference.reset_every) where "
             "dp_shard or tp of train.parallel cut both; leave the path out or use dp_replicate",
-        )
-    if train.precision.reduce is not None:
-        yield (
-            "train.precision.reduce",
-            "with dp_shard or tp of train.parallel gradients are added up in model.dtype; leave it out",
         )

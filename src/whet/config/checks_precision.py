@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 
+from whet.config.checks_parallel import world
 from whet.config.derived import Plan
 from whet.config.schema import Config
 
@@ -32,11 +33,21 @@ def problems(cfg: Config) -> Iterator[Problem]:
             "train.precision.compute",
             "adapters compute in the dtype of the weights below them; set model.dtype instead",
         )
-    if cfg.machine.exact == "on" and (p.compute or train.compile):
-        key = "train.precision.compute" if p.compute else "train.compile"
+    if p.float8 and (cfg.model.lora or cfg.critic.lora):
+        yield "train.precision.float8", "adapters are too small for it to be faster, and it rounds them; leave it out"
+    if p.float8 and train.compile:
+        yield "train.precision.float8", "torch.compile does not see through it; leave one of the two out"
+    other = {"precision.compute": p.compute, "precision.float8": p.float8, "compile": train.compile}
+    if cfg.machine.exact == "on" and (key := next((key for key, given in other.items() if given), None)):
         yield (
-            key,
+            f"train.{key}",
             "makes trained log-probs differ from sampled ones, and machine.exact=on asks for equal ones",
+        )
+    if "policy" in train.offload and world(train.parallel) == 1:
+        yield (
+            "train.offload",
+            "policy: in one process its weights are those that rollouts are sampled from; leave it out, or train on "
+            "ranks of their own (train.parallel)",
         )
     full = cfg.algorithm.kl.estimator == "full"
     if "reference" in train.offload and full:
@@ -67,6 +78,8 @@ def misfits(plan: Plan) -> Iterator[Problem]:
             )
         elif given and plan.learns is not None and not plan.learns.own:
             yield f"train.precision.{name}", "changes nothing: adapters are float32 always; leave it out"
+    if train.router_aux_coef and plan.shape is not None and not plan.shape.experts:
+        yield "train.router_aux_coef", "balances the routers of a mixture of experts, and this model has none; leave it 0"
     if train.compile and (missing := _no_compiler(plan.device)):
         yield "train.compile", f"{missing}; leave it out"
 

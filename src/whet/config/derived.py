@@ -8,6 +8,7 @@ from typing import Literal
 
 from whet.config import schedules, sizes
 from whet.config.learns import Learns
+from whet.config.parts.lora import Lora
 from whet.config.recipes import Resolved
 from whet.config.schema import Config, Optimizer, SamplingConfig, Train
 from whet.config.sizes import Shape
@@ -59,11 +60,17 @@ class Plan:
     """The C kernels are wanted, where they can be used."""
     mode: Literal["alternate", "overlap", "free", "train"]
     """How exploring and training take turns."""
+    replicas: int
+    """Engines in processes of their own; 0: one in the trainer's."""
+    ranks_apart: bool
+    """The ranks of train.parallel are on any machines of a cluster."""
     samples_apart: bool
     """Rollouts are sampled from a copy of the weights, for the policy moves on meanwhile."""
     threads: int
     shape: Shape | None
     """None: the model's folder is not on this machine."""
+    lora: Lora | None
+    critic_lora: Lora | None
     learns: Learns | None
     """How much of the policy learns; None where its size is not known."""
     critic_learns: Learns | None
@@ -241,4 +248,4 @@ def for_critic(cfg: Config) -> Train:
     }
     if critic.micro_tokens or critic.micro_rollouts:
         own |= {"micro_tokens": critic.micro_tokens, "micro_rollouts": critic.micro_rollouts}
-    return cfg.train.model_copy(update=own | {"optimizer": critic.optimizer})
+    return cfg.train.model_copy(update=own | {"optimizer": critic.optimizer, "router_aux_coef": 0.0})

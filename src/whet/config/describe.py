@@ -117,7 +117,17 @@ def _memory(plan: Plan) -> str:
     peaks = {phase.name: max(p.total for p in found if p.name == phase.name) for phase in found}
     others = ", ".join(f"{name} {size(total)}" for name, total in peaks.items() if name != most.name)
     kept = ["a process keeps what it frees and may be up to half larger"] if plan.device == "cpu" else []
-    return "\n".join([*told, others, *kept])
+    return "\n".join([*told, *([others] if others else []), *_others(plan), *kept])
+
+
+def _others(plan: Plan) -> list[str]:
+    """Ranks and replicas, a line each."""
+    return [
+        f"{place.name} of {place.count}: at most {size(place.most.total)}, in the {place.most.name} ("
+        + ", ".join(f"{size(n)} {k}" for k, n in sorted(place.most.parts.items(), key=lambda x: -x[1])[:4] if n)
+        + ")"
+        for place in footprint.places(plan)[1:]
+    ]
 
 
 def _kv_cache(plan: Plan) -> str:

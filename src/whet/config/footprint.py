@@ -2,31 +2,146 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from whet.config import memory
 from whet.config.derived import Plan
 from whet.config.hardware import cuda_bytes, ram_bytes
-from whet.config.memory import Lengths, Model, Phase, Setting
-from whet.config.sizes import in_words, micro_tokens
+from whet.config.memory import Cut, Lengths, Model, Phase, Setting
+from whet.config.schema import Train
+from whet.config.sizes import DTYPE_BYTES, in_words, micro_tokens
+from whet.config.spread import Hosted, Part, Spread, part
+from whet.config.spread import rank_phases as spread_phases
 from whet.types import ConfigError
 
 
-def phases(plan: Plan) -> list[Phase]:
-    """The phases of a step; [] where the model's size is not known."""
+@dataclass(frozen=True)
+class Place:
+    """Processes that are alike: the one that is started, its ranks, its replicas."""
+
+    name: str
+    count: int
+    phases: list[Phase]
+
+    @property
+    def most(self) -> Phase:
+        return memory.largest(self.phases)
+
+
+def places(plan: Plan) -> list[Place]:
+    """Who takes memory in a stage; [] where the model's size is not known."""
     if plan.shape is None or plan.learns is None or not plan.shape.vocab_size:
         return []
-    setting = Setting(shape=plan.shape, dtype=plan.dtype, compiled=plan.compiled and plan.dtype == "float32")
-    lengths = _lengths(plan)
+    out = [Place("this process", 1, phases(plan))]
+    if ranks := rank_phases(plan):
+        out.append(Place("each rank", Spread.of(plan.train.parallel).ranks, ranks))
+    if plan.replicas and plan.generates:
+        out.append(Place("each replica", plan.replicas, _replica_phases(plan)))
+    return out
+
+
+def phases(plan: Plan) -> list[Phase]:
+    """The phases of a step in the process that is started; [] where the model's size is not known."""
+    if plan.shape is None or plan.learns is None or not plan.shape.vocab_size:
+        return []
+    setting, lengths = _setting(plan), _lengths(plan)
+    own = plan.generates and not plan.replicas
+    cache, sampling = _sampling(plan, setting, lengths) if own else (0, 0)
     tokens = plan.rollouts_per_step * (lengths.prompt + lengths.reply)
-    cache, sampling = _sampling(plan, setting, lengths) if plan.generates else (0, 0)
+    rollouts = tokens * memory.ROLLOUT_BYTES
+    if Spread.of(plan.train.parallel).ranks > 1:
+        return _driver_phases(plan, cache=cache, sampling=sampling, rollouts=rollouts)
     return memory.phases(
         _models(plan, setting, lengths),
         cache=cache,
         sampling=sampling,
-        rollouts=tokens * memory.ROLLOUT_BYTES,
+        rollouts=rollouts,
         rewards=plan.reward_models,
     )
+
+
+def _setting(plan: Plan) -> Setting:
+    assert plan.shape is not None
+    return Setting(shape=plan.shape, dtype=plan.dtype, compiled=plan.compiled and plan.dtype == "float32")
+
+
+def _driver_phases(plan: Plan, *, cache: int, sampling: int, rollouts: int) -> list[Phase]:
+    """Where ranks train: the policy whole, to sample from and to be saved; another model only until ranks have it."""
+    assert plan.learns is not None
+    size = DTYPE_BYTES[plan.dtype]
+    held = {"policy": (plan.learns.base + plan.learns.adapted) * size + plan.learns.adapters * 4}
+    held |= {name: count for name, count in plan.copies.items() if name == "sampler"}
+    other = [n for name, n in plan.copies.items() if name == "reference"]
+    other += [plan.critic_learns.base * size] if plan.critic is not None and plan.critic_learns else []
+    out = [Phase("opening the ranks", {**held, "another model, whole": max(other, default=0)})]
+    held |= {"KV cache": cache, "rollouts": rollouts, **plan.reward_models}
+    return [*out, Phase("sampling", {**held, "activations": sampling})]
+
+
+def rank_phases(plan: Plan) -> list[Phase]:
+    """The phases of one rank, the largest of them; [] where there are none."""
+    spread = Spread.of(plan.train.parallel)
+    if spread.ranks == 1 or plan.shape is None or not plan.shape.vocab_size:
+        return []
+    lengths, size = _lengths(plan), DTYPE_BYTES[plan.dtype]
+    sections = [("policy", plan.train, plan.lora, plan.train.trainable, plan.minibatches)]
+    if plan.critic is not None:
+        sections.append(("critic", plan.critic, plan.critic_lora, {}, plan.critic.minibatches))
+    out, forward = [], None
+    for name, train, lora, trainable, minibatches in sections:
+        p = part(plan.shape, spread, lora=lora, trainable=trainable)
+        compiled = plan.compiled and plan.dtype == "float32" and not spread.modules
+        setting = Setting(shape=p.shape, dtype=plan.dtype, compiled=compiled)
+        cut, forward = _cuts(plan, train, lengths, minibatches=minibatches, spread=spread)
+        model = memory.learner(
+            name, p.learns, train, setting=setting, cut=cut, forward=forward, head=name == "policy"
+        )
+        out.append(_hosted(model, p, size, spread))
+        if name == "policy" and plan.needs_reference:
+            still = Model(
+                name="reference", weights=p.learns.base * size, setting=setting, cut=cut, forward=forward
+            )
+            out.append(_hosted(still, p, size, spread))
+    return spread_phases(out)
+
+
+def _hosted(model: Model, p: Part, size: int, spread: Spread) -> Hosted:
+    return Hosted(
+        model=model,
+        whole=p.whole * size,
+        layer=p.layer * size,
+        rest=p.rest * size,
+        reshard=spread.reshard,
+        prefetch=spread.prefetch,
+    )
+
+
+def _cuts(plan: Plan, train: Train, lengths: Lengths, *, minibatches: int, spread: Spread) -> tuple[Cut, Cut]:
+    """A rank's largest micro-batches, with gradients and without."""
+    assert plan.shape is not None
+    rollouts, each = plan.rollouts_per_step // minibatches, plan.rollouts_per_step
+    default = micro_tokens(plan.device, plan.shape.hidden)
+    pairs = plan.algorithm.kind == "preferences"
+    cut = memory.cut(
+        train, lengths, rollouts=-(-rollouts // spread.dp), default_tokens=default, whole_groups=pairs
+    )
+    forward = memory.forward_cut(train, cut, lengths, rollouts=-(-each // spread.dp))
+    return _shared(cut, spread.cp), _shared(forward, spread.cp)
+
+
+def _shared(cut: Cut, ranks: int) -> Cut:
+    """What one of so many cp ranks computes of a micro-batch."""
+    second = None if cut.second is None else _shared(cut.second, ranks)
+    return replace(cut, tokens=-(-cut.tokens // ranks), sampled=-(-cut.sampled // ranks), second=second)
+
+
+def _replica_phases(plan: Plan) -> list[Phase]:
+    """An engine with a copy of the weights, and its share of the rollouts at most all of them."""
+    assert plan.learns is not None
+    cache, sampling = _sampling(plan, _setting(plan), _lengths(plan))
+    held = {"policy": plan.learns.base * DTYPE_BYTES[plan.dtype], "KV cache": cache}
+    return [Phase("sampling", {**held, "activations": sampling})]
 
 
 def _lengths(plan: Plan) -> Lengths:
@@ -96,23 +211,51 @@ def limit(plan: Plan) -> int:
 
 def check_memory(plans: Sequence[Plan]) -> None:
     """ConfigError with the largest contributors and what to change, if a stage cannot fit into the machine."""
-    said = [text for plan in plans if (text := _too_large(plan))]
+    said = [text for plan in plans for text in _too_large(plan)]
     if said:
         raise ConfigError("\n".join(said))
 
 
-def _too_large(plan: Plan) -> str:
-    found = phases(plan)
-    if not found:
-        return ""
-    worst, most = memory.largest(found), limit(plan)
-    if worst.total <= most:
-        return ""
-    parts = sorted(worst.parts.items(), key=lambda item: -item[1])[:4]
+def together(plan: Plan) -> list[tuple[str, list[Place]]]:
+    """Who shares one memory: (what they are together, they). On the CPU all that are on this machine; of GPUs each rank
+    has one, the first shares it with this process, and replicas have theirs."""
+    found = {place.name: place for place in places(plan)}
+    own, rank, replica = (found.get(name) for name in ("this process", "each rank", "each replica"))
+    if own is None:
+        return []
+    near = rank is not None and not plan.ranks_apart
+    if plan.device == "cpu":
+        shared = [own, rank] if rank is not None and near else [own]
+    else:
+        shared = [own, replace(rank, count=1)] if rank is not None and near else [own]
+    out = [("stage", shared)]
+    out += [("a rank of stage", [replace(rank, count=1)])] if rank is not None and not near else []
+    return out + ([("a replica of stage", [replace(replica, count=1)])] if replica is not None else [])
+
+
+def _too_large(plan: Plan) -> Iterator[str]:
+    for what, shared in together(plan):
+        total, most = sum(place.count * place.most.total for place in shared), limit(plan)
+        most -= memory.LIBRARIES * (sum(p.count for p in shared) - 1) if plan.device == "cpu" else 0
+        if total > most:
+            yield _refusal(plan, what, shared, most)
+
+
+def _refusal(plan: Plan, what: str, shared: list[Place], most: int) -> str:
+    total = sum(place.count * place.most.total for place in shared)
+    worst = max(shared, key=lambda place: place.count * place.most.total)
+    parts = sorted(worst.most.parts.items(), key=lambda item: -item[1])[:4]
     told = ", ".join(f"{name} {in_words(count)}" for name, count in parts if count)
-    change = "; or ".join(memory.advice(worst.parts))
+    change = "; or ".join(memory.advice(worst.most.parts))
     where = "machine.memory_mb" if plan.memory_mb else "the GPU" if plan.device == "cuda" else "this machine"
+    phase = worst.most.name
+    if len(shared) > 1:
+        counts = ", ".join(
+            f"{place.name} {in_words(place.most.total)}" + (f" x {place.count}" if place.count > 1 else "")
+            for place in shared
+        )
+        phase = f"{counts}; {worst.name} in the {worst.most.name}"
     return (
-        f"stage '{plan.name}' takes up to {in_words(worst.total)} ({worst.name}), and {where} has {in_words(most)}: "
+        f"{what} '{plan.name}' takes up to {in_words(total)} ({phase}), and {where} has {in_words(max(0, most))}: "
         f"{told}. Smaller: {change}. machine.memory_mb sets another limit"
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,16 +23,37 @@ def ram_bytes() -> int:
 @cache
 def cuda_bytes() -> int | None:
     """Memory of the CUDA device that a run takes, the first visible one; None: there is none, or torch has no CUDA."""
-    if not _torch_has_cuda():
-        return None
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    if nvml.nvmlInit_v2() != 0:
-        return None
-    try:
+    with _nvml() as nvml:
+        if nvml is None:
+            return None
         return _device_bytes(nvml, os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
+
+
+@cache
+def cuda_count() -> int:
+    """CUDA devices that a run may use."""
+    if cuda_bytes() is None:
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    with _nvml() as nvml:
+        found = ctypes.c_uint()
+        return 0 if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(found)) else found.value
+
+
+@contextmanager
+def _nvml() -> Iterator[ctypes.CDLL | None]:
+    """NVIDIA's management library; None: it is not here, or torch has no CUDA."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1") if _torch_has_cuda() else None
+    except OSError:
+        nvml = None
+    if nvml is None or nvml.nvmlInit_v2() != 0:
+        yield None
+        return
+    try:
+        yield nvml
     finally:
         nvml.nvmlShutdown()
 

@@ -28,6 +28,23 @@ JUDGES: Condition = {"condition": "judges"}
 SAMPLES: Condition = {"condition": "samples"}
 MIXES: Condition = {"condition": "mixes"}
 REMOTE: Condition = {"key": "track.trackers", "holds": ["wandb", "mlflow", "swanlab"]}
+RANKED: Condition = {
+    "any": [
+        *({"key": f"train.parallel.{dim}", "above": 1} for dim in ("dp_replicate", "dp_shard", "tp", "cp", "pp")),
+        {"key": "train.parallel.dp_shard", "is": -1},
+    ]
+}
+IN_CLUSTER: dict[str, Condition] = {
+    "replicas": {"key": "rollout.replicas", "above": 0},
+    "ranks": {"key": "cluster.ranks", "is": True},
+    "reward_hosts": {"key": "cluster.reward_hosts", "above": 0},
+    "explorers": {"key": "cluster.explorers", "above": 0},
+}
+
+
+def in_cluster(*parts: str) -> Condition:
+    """One of these parts of the run lives in the cluster."""
+    return {"any": [IN_CLUSTER[part] for part in parts]}
 
 
 def under(section: str, *names: str) -> tuple[str, ...]:
@@ -146,9 +163,24 @@ SAMPLING = (
         "rollout.schedule={cfg.rollout.schedule}: a step waits for its rollouts",
     ),
     Rule(
-        (*under("buffer", "url", "order", "lease_s"), "sync"),
+        under("buffer", "url", "order", "lease_s"),
         {"not": {"key": "mode", "is": "both"}},
         "with mode=both one process explores and trains",
+    ),
+    Rule(
+        under("sync", "method", "content", "dtype", "timeout_s"),
+        {"any": [{"not": {"key": "mode", "is": "both"}}, {"key": "rollout.replicas", "above": 0}]},
+        "with mode=both and rollout.replicas=0 one process explores and trains",
+    ),
+    Rule(
+        ("sync.keep",),
+        {"not": {"key": "mode", "is": "both"}},
+        "with mode=both no weights are written to run_dir/weights",
+    ),
+    Rule(
+        ("sync.driven_by",),
+        {"all": [ONLINE, {"key": "rollout.schedule", "is": "free"}]},
+        "rollout.schedule={cfg.rollout.schedule}: the step says which weights play it",
     ),
     Rule(("buffer.replay",), ONLINE, "the replies are in the data ({kind})"),
     Rule(
@@ -197,10 +229,29 @@ SAMPLING = (
         {"key": "rollout.engine", "is": "native"},
         "rollout.engine={cfg.rollout.engine} runs in the trainer's process only",
     ),
+    Rule(("cluster",), in_cluster(*IN_CLUSTER), "rollout.replicas is 0, and neither ranks, rewards nor explorers live in the cluster"),
+    Rule(under("cluster", "gpus"), in_cluster("replicas", "explorers"), "it is about replicas and explorers"),
+    Rule(under("cluster", "cpus"), in_cluster("replicas", "ranks", "explorers"), "the reward hosts have guard.workers"),
     Rule(
-        ("cluster",),
+        ("cluster.restarts",),
+        in_cluster("replicas", "reward_hosts", "explorers"),
+        "a rank that has died ends the run, which goes on from its last checkpoint",
+    ),
+    Rule(
+        ("cluster.health_s",),
         {"key": "rollout.replicas", "above": 0},
         "rollout.replicas is 0, so the one engine lives in the trainer's process",
+    ),
+    Rule(("cluster.ranks",), RANKED, "train.parallel has no ranks: all dims are 1"),
+    Rule(
+        ("cluster.reward_hosts",),
+        SAMPLES,
+        "nothing is judged: {kind}, and no evaluation",
+    ),
+    Rule(
+        ("cluster.explorers",),
+        {"key": "mode", "is": "train"},
+        "mode={cfg.mode}: only a trainer by itself (mode=train) has explorers beside it",
     ),
     Rule(("machine.kv_cache_mb",), SAMPLES, "no rollout engine is needed"),
     Rule(
@@ -423,7 +474,7 @@ RUN = (
         for name in REMOTE["holds"]
     ),
     Rule(
-        under("profile", "warmup", "tools", "shapes", "stack", "allocations", "dir"),
+        under("profile", "warmup", "tools", "ranks", "shapes", "stack", "allocations", "dir"),
         {"key": "profile.steps", "longer": 0},
         "profile.steps is empty, so nothing is recorded",
     ),
@@ -448,11 +499,26 @@ RUN = (
 PARALLEL = (
     Rule(
         under("train.parallel", "reshard_after_forward", "wrap_min_parameters", "prefetch"),
-        {"key": "train.parallel.dp_shard", "above": 1},
+        {"any": [{"key": "train.parallel.dp_shard", "above": 1}, {"key": "train.parallel.dp_shard", "is": -1}]},
         "train.parallel.dp_shard is 1, so no tensor is cut",
     ),
     Rule(
+        ("train.parallel.pipeline_chunks",),
+        {"key": "train.parallel.pp", "above": 1},
+        "train.parallel.pp is 1, so layers are not spread",
+    ),
+    Rule(
         ("train.parallel.timeout_s",),
+        RANKED,
+        "train.parallel has no ranks: all dims are 1",
+    ),
+    Rule(
+        ("checkpoint.sharded",),
+        RANKED,
+        "train.parallel has no ranks, and one process writes whole files",
+    ),
+    Rule(
+        ("profile.ranks",),
         {
             "any": [
                 {"key": f"train.parallel.{dim}", "above": 1}

@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from whet.config import keys, tree
+from whet.config.dialects.here import fitted
 from whet.config.dialects.idle import at_hand, idle, noted, without
 from whet.config.dialects.recognise import recognise
 from whet.config.dialects.style import overridden
@@ -94,6 +95,8 @@ def load(
         draft.put((), plain(values), "values")
     for override in overrides:
         draft.override(override)
+    if translation is not None and not draft.problems:
+        translation = fitted(draft, translation)
     written, config = draft.tree, _finished(draft)
     if config is not None and translation is not None and not draft.problems:
         unread = idle(config, stage_configs(config), translation)

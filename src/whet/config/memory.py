@@ -22,7 +22,7 @@ Parts = dict[str, int]
 
 KEPT_LOGITS = 1 << 24
 """Logits that the trainer keeps for the backward pass (`models.logprobs`); of more it computes CHUNK rows at a time."""
-CHUNK = 256
+CHUNK = 192
 PREFILL_TOKENS = 4096
 """Prompt tokens that the rollout engine computes at once."""
 ROLLOUT_BYTES = 200
@@ -293,7 +293,7 @@ def _moments(m: Model, c: Cut, *, there: int) -> Iterator[Parts]:
 def output_bytes(s: Setting, c: Cut) -> int:
     """Logits with their gradient in place, the gradient of the hidden states."""
     rows = c.sampled if _keeps(s, c) else min(c.sampled, CHUNK)
-    factor = 1 if _keeps(s, c) and s.compiled else 2  # torch's softmax stands beside them
+    factor = 1 if s.compiled else 2  # torch's softmax stands beside them
     cast = 0 if s.dtype == "float32" else rows * (s.shape.vocab_size or 0) * s.bytes
     return factor * rows * (s.shape.vocab_size or 0) * _FLOAT32 + cast + s.bytes * c.sampled * s.shape.hidden
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from whet.guard import confine, frames, worker
+from whet.guard import confine, frames, stacks, worker
 from whet.types import WhetError
 
 Loader = Callable[[], worker.Function]
@@ -114,6 +114,7 @@ def keep(
     confine.adopt_orphans()
     confine.shut({control.fileno()})
     confine.die_with(run)
+    stacks.listen("reward-keeper")
     functions, problem = _load(loaders, prepare)
     confine.outlive()  # the signal would also come when only the thread that forked this process ends
     control.sendall(frames.pack(0, json.dumps(problem).encode()))
@@ -172,6 +173,7 @@ def _nursery(
     confine.die_with(keeper)
     confine.adopt_orphans()
     confine.shut({run.fileno(), life})
+    stacks.listen("reward-nursery")
     Nursery(run, functions, limits).live()
 
 
@@ -289,6 +291,7 @@ class Nursery:
         os.dup2(into, 1)
         os.dup2(into, 2)
         confine.shut({channel.fileno()})
+        stacks.listen("reward")
         worker.serve(channel, self.functions, self.limits.memory_mb)
 
     def hear(self, w: Worker) -> None:
@@ -375,6 +378,7 @@ class Nursery:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(w.pid, signal.SIGKILL)
             confine.send(w.pid, signal.SIGKILL)
+        stacks.forget(w.pid)
         self.workers.remove(w)
         for channel in (w.channel, w.output):
             with contextlib.suppress(KeyError):

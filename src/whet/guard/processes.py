@@ -24,6 +24,14 @@ def process(pid: int) -> tuple[int, int]:
     return pid, 0 if fields[0] == "Z" else int(fields[19])
 
 
+def state(pid: int) -> str:
+    """One letter: R runs, S waits, D waits in the kernel, T is stopped, Z has ended; empty: not there, or not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 def die_with(other: tuple[int, int] | None) -> None:
     """End this process when its parent ends (even if this one is stopped), or the other process of this machine."""
     if sys.platform == "linux":

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
-import sys
+import os
 import threading
 import time
-import traceback
 from collections.abc import Awaitable
 from types import TracebackType
 from typing import TypeVar
 
+from whet.guard import stacks
 from whet.types import WhetError
 
 log = logging.getLogger(__name__)
@@ -39,33 +38,22 @@ async def wait(
             await asyncio.wait({work}, timeout=min(report_s, left_s))
             if not work.done():
                 waited_s = time.monotonic() - start
-                log.warning("waiting for %s by %s since %.1f s\n%s", what, owner, waited_s, stacks())
+                log.warning("waiting for %s by %s since %.1f s\n%s", what, owner, waited_s, stacks.everyone())
     finally:
         if not work.done():
             work.cancel()
     return work.result()
 
 
-def stacks() -> str:
-    """The stacks of all threads, and of all tasks of the running event loop if there is one."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    out = io.StringIO()
-    for ident, frame in sys._current_frames().items():
-        out.write(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
-    try:
-        tasks = asyncio.all_tasks()
-    except RuntimeError:  # no event loop runs in this thread
-        tasks = set()
-    for task in tasks:
-        task.print_stack(file=out)
-    return out.getvalue()
-
-
 class Watch:
-    """A thread that logs all stacks when no `beat` has come for `quiet_s` seconds: some call hangs."""
+    """A thread that logs the stacks of all processes when no `beat` has come for `quiet_s` seconds: some call hangs.
 
-    def __init__(self, quiet_s: float = 60.0) -> None:
-        self.quiet_s = quiet_s
+    After `limit_s` it ends this process with exit code 1: the call will not come back, and no deadline of another
+    thread reaches into it. Time in which this process was stopped (Ctrl-Z, a closed laptop) does not count.
+    """
+
+    def __init__(self, quiet_s: float = 60.0, limit_s: float = 3600.0) -> None:
+        self.quiet_s, self.limit_s = quiet_s, limit_s
         self._last = (time.monotonic(), "start")
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._look, name="whet-watch", daemon=True)
@@ -76,13 +64,32 @@ class Watch:
         self._last = (time.monotonic(), what)
 
     def _look(self) -> None:
-        reported = 0.0
-        while not self._end.wait(self.quiet_s / 4):
-            since, what = self._last
+        tick = self.quiet_s / 4
+        reported = stopped = 0.0
+        seen, looked = self._last, time.monotonic()
+        while not self._end.wait(tick):
             now = time.monotonic()
-            if now - max(since, reported) >= self.quiet_s:
+            if self._last != seen:
+                seen, stopped = self._last, 0.0
+            if now - looked > 2 * tick:
+                stopped += now - looked - tick
+            looked = now
+            since, what = seen
+            quiet = now - since - stopped
+            if quiet >= self.limit_s:
+                self._give_up(quiet, what)
+            if min(quiet, now - reported) >= self.quiet_s:
                 reported = now
-                log.warning("no sign of life since %.1f s, in %s\n%s", now - since, what, stacks())
+                log.warning("no sign of life since %.1f s, in %s\n%s", quiet, what, stacks.everyone())
+
+    def _give_up(self, quiet: float, what: str) -> None:
+        message = (
+            f"no sign of life since {quiet:.0f} s, in {what}: this process (pid {os.getpid()}) hangs and ends; "
+            "the same command goes on from the last checkpoint"
+        )
+        log.error("%s\n%s", message, stacks.everyone())
+        os.write(2, f"whet: {message}. The log has the stacks.\n".encode())
+        os._exit(1)
 
     def close(self) -> None:
         """End the thread."""

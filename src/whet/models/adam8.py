@@ -6,6 +6,9 @@ block's largest are told apart. Unlike the paper's, rounding is by chance, up or
 second moment moves by a thousandth of itself in a step, which rounding to the nearest entry would lose for ever.
 Parameters of one dimension (norms, biases) keep float32 moments.
 
+Where ranks have parts of a tensor, each keeps the bytes of its part and all scales (a 256th); a step is computed on the
+gathered tensor, one at a time, and each rank follows its part. So blocks, chances and steps are those of one process.
+
 Our own instead of torchao's, which compiles its step (16 s), rounds to the nearest, and brings a package for one
 function.
 """
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from whet import seeds
+from whet.models.sharded import Wholes
 
 BLOCK = 256
 MEAN, SQUARE = "exp_avg", "exp_avg_sq"
@@ -33,37 +37,55 @@ class Adam8:
     """The part of torch's optimizer interface that `optim` uses: parameter groups, state by parameter, a step."""
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], *, betas: tuple[float, float], eps: float, decoupled: bool
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        decoupled: bool,
+        wholes: Wholes,
     ) -> None:
         """A group: `params`, `lr` and `weight_decay`, set before a step. decoupled: AdamW's decay, else Adam's."""
         self.param_groups, self.betas, self.eps, self.decoupled = list(groups), betas, eps, decoupled
+        self.wholes = wholes
         self.state: defaultdict[nn.Parameter, State] = defaultdict(dict)
 
     @torch.no_grad()
     def step(self) -> None:
-        place = 0
         for group in self.param_groups:
             for p in group["params"]:
-                place += 1
                 if p.grad is not None:
-                    self._step(p, group, place)
+                    self._step(p, group)
 
-    def _step(self, p: nn.Parameter, group: dict[str, Any], place: int) -> None:
+    def _step(self, p: nn.Parameter, group: dict[str, Any]) -> None:
         grad, (b1, b2) = p.grad, self.betas
         assert grad is not None
-        state = self.state[p] or blank(p)
-        step = state["step"] + 1
         if self.decoupled:
             p.mul_(1 - group["lr"] * group["weight_decay"])
         elif group["weight_decay"]:
             grad = grad.add(p, alpha=group["weight_decay"])
+        grad = self.wholes.of(p, grad)
+        state = {key: self._whole(p, key, x) for key, x in self.state[p].items()} or blank(grad)
+        step = state["step"] + 1
         mean = unpacked(state, MEAN).lerp_(grad, 1 - b1)
         square = unpacked(state, SQUARE).mul_(b2).addcmul_(grad, grad, value=1 - b2)
         count = int(step)
-        noise = torch.Generator(p.device).manual_seed(seeds.key("adam8", place, count))
-        self.state[p] = {"step": step} | packed(MEAN, mean, noise) | packed(SQUARE, square, noise)
+        noise = torch.Generator(grad.device).manual_seed(seeds.key("adam8", self.wholes.names[p], count))
         below = square.div(1 - b2**count).sqrt_().add_(self.eps)
-        p.addcdiv_(mean, below, value=-group["lr"] / (1 - b1**count))
+        after = packed(MEAN, mean, noise) | packed(SQUARE, square, noise)
+        part, follow = self.wholes.part, mean / below
+        self.state[p] = {key: part(p, x) if key in (MEAN, SQUARE) else x for key, x in after.items()}
+        self.state[p]["step"] = step
+        p.add_(part(p, follow), alpha=-group["lr"] / (1 - b1**count))
+
+    def blank(self, p: nn.Parameter) -> State:
+        """What is kept of a parameter before its first step."""
+        whole = blank(self.wholes.of(p, p.detach()))
+        return {key: self.wholes.part(p, x) if key in (MEAN, SQUARE) else x for key, x in whole.items()}
+
+    def _whole(self, p: nn.Parameter, key: str, x: Tensor) -> Tensor:
+        """Scales and the count of steps every rank has whole."""
+        return self.wholes.of(p, x) if key in (MEAN, SQUARE) else x
 
 
 def blank(p: Tensor) -> State:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from whet.models.regions import Region
+
 
 @dataclass(frozen=True, eq=False)
 class Peers:
@@ -125,6 +127,12 @@ class Cut:
         span = self.peers.span(whole.shape[self.dim] // self.blocks)
         parts = [block[_at(self.dim, span)] for block in whole.chunk(self.blocks, self.dim)]
         return torch.cat(parts, self.dim).contiguous()
+
+    def kept(self, region: Region) -> Region:
+        """What of a region `part` keeps."""
+        size = region.here[self.dim] // self.blocks
+        span = self.peers.span(size)
+        return region.cut(self.dim, [(n * size + span.start, n * size + span.stop) for n in range(self.blocks)])
 
     @torch.no_grad()
     def whole(self, part: Tensor) -> Tensor:

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from whet.models.attention import Attend
+from whet.models.float8 import recomputing
 from whet.models.kernels import Ops, load
 from whet.models.lora import LoraLinear
+from whet.models.router import note
 from whet.models.sharded import within
 
 
@@ -99,13 +101,17 @@ class _Layer:
 
 def functional(model: Any, ops: Ops, *, family: Family, compile: bool = False) -> Callable[..., Tensor]:
     """The `Hidden` function (see `forward`) of a model of this family. compile: what a layer computes before and after
-    its attention, fused by torch's compiler, which takes the place of the C kernels there."""
+    its attention, fused by torch's compiler, which takes the place of the C kernels there.
+
+    Of a pipeline, it computes the layers that are in their place when it is called, from hidden states where an earlier
+    part gave them (in place of token ids), and the norm where it is in its place (see `pipeline.Stage.running`)."""
     base, config = model.model, model.config
     embed, rotary = base.embed_tokens, base.rotary_emb
     layer_ops = load("torch") if compile else ops
     layers = [
         _layer(layer, number, ops=layer_ops, family=family, config=config)
         for number, layer in enumerate(base.layers[: config.num_hidden_layers])
+        if hasattr(layer, "self_attn")
     ]
     layer_step, wrap = (torch.compile(_step, dynamic=True), _outside) if compile else (_step, lambda x: x)
 
@@ -113,18 +119,24 @@ def functional(model: Any, ops: Ops, *, family: Family, compile: bool = False) -
         token_ids_U: Tensor, position_U: Tensor, attend: Attend, *, checkpoint: bool = False
     ) -> Tensor:
         # padding_idx is not passed on: in a packed batch the pad token is a token like any other
-        h_UD = F.embedding(token_ids_U, embed.weight)
-        if family.offset:
+        begins = not token_ids_U.is_floating_point()
+        h_UD = F.embedding(token_ids_U, embed.weight) if begins else token_ids_U
+        if family.offset and begins:
             h_UD = h_UD * embed.embed_scale.to(h_UD.dtype)
         cos_UD, sin_UD = rope(rotary, position_U)
         step = partial(layer_step, ops=layer_ops, attend=wrap(attend), cos_UD=cos_UD, sin_UD=sin_UD)
         run: Callable[..., tuple[Tensor, Tensor]] = step
         if checkpoint:
-            run = partial(recompute, step, use_reentrant=False, preserve_rng_state=False)
+            run = partial(
+                recompute, step, use_reentrant=False, preserve_rng_state=False, context_fn=recomputing
+            )
         delta_UD: Tensor | None = None
         for layer in layers:
-            delta_UD, h_UD = within(layer.module, run, layer, delta_UD, h_UD)
-        last = base.norm.weight
+            if base.layers[layer.number] is layer.module:
+                delta_UD, h_UD = within(layer.module, run, layer, delta_UD, h_UD)
+        last = getattr(base.norm, "weight", None)
+        if last is None:
+            return h_UD if delta_UD is None else h_UD + delta_UD
         if delta_UD is None:
             return ops.rms_norm(h_UD, last, config.rms_norm_eps, offset=family.offset)
         return ops.add_rms_norm(delta_UD, h_UD, last, eps=config.rms_norm_eps, offset=family.offset)[0]
@@ -232,6 +244,7 @@ def _mixture(block: Any, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"], ops
     weight_UE, expert_UE = probability_UX.topk(router.top_k, dim=-1)
     if router.norm_topk_prob:
         weight_UE = weight_UE / weight_UE.sum(-1, keepdim=True)
+    note(router, probability_UX, expert_UE)
     order_T = expert_UE.flatten().argsort(stable=True)
     count_X = torch.bincount(expert_UE.flatten(), minlength=router.num_experts).tolist()
     sorted_TD = F.embedding(order_T // router.top_k, x_UD)

@@ -20,6 +20,8 @@ from whet.models.vocabulary import Vocabulary, VocabularyHead
 
 _KEEP = 1 << 24
 """Logits (64 MiB of float32) that are kept for the backward pass; more are recomputed chunk by chunk."""
+_CHUNK = 192
+"""Rows of logits at a time: less than a twentieth of 4096 rows, and enough for products to run at full speed."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,14 @@ def logits(head: Head, hidden_AD: Tensor, temperature: float | Tensor) -> Tensor
 
 
 def _logits(
-    head: Head, hidden_AD: Tensor, parameters: tuple[Tensor, Tensor | None], temperature: float | Tensor
+    head: Head,
+    hidden_AD: Tensor,
+    parameters: tuple[Tensor, Tensor | None],
+    temperature: float | Tensor,
+    room: Tensor | None = None,
 ) -> Tensor:
-    z_AV = F.linear(hidden_AD, *parameters).float()
+    """room: float32 [A or more, V] to write them to."""
+    z_AV = F.linear(hidden_AD, *parameters).float() if room is None else _linear(hidden_AD, *parameters, room)
     if head.scale != 1.0:
         z_AV.mul_(head.scale)
     if head.softcap is not None:
@@ -72,6 +79,14 @@ def _logits(
     if isinstance(temperature, Tensor):
         return z_AV.div_(temperature[:, None])
     return z_AV if temperature == 1.0 else z_AV.div_(temperature)
+
+
+def _linear(hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, room: Tensor) -> Tensor:
+    """F.linear, written to the first rows of `room`."""
+    out_AV = room[: len(hidden_AD)]
+    if bias_V is None:
+        return torch.mm(hidden_AD, weight_VD.t(), out=out_AV)
+    return torch.addmm(bias_V, hidden_AD, weight_VD.t(), out=out_AV)
 
 
 def token_logprobs(
@@ -82,14 +97,14 @@ def token_logprobs(
     ops: Ops,
     temperature: float = 1.0,
     entropy_grad: bool = False,
-    chunk: int = 256,
+    chunk: int = _CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """([A] log-prob of each target, [A] entropy in nats) of softmax(logits / temperature), float32.
 
     Gradients flow to the hidden states and the head's parameters; through the entropy only with
     `entropy_grad`. Up to 2^24 logits are kept for the backward pass (recomputing them would cost a third
     matrix product); beyond that, `chunk` rows at a time are computed, and computed again in backward, so
-    that the peak is 3 x chunk x V numbers instead of several times A x V.
+    that the peak is chunk x V numbers (twice that where a dtype is not float32) instead of several times A x V.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0 to take log-probs of, got {temperature}")
@@ -99,7 +114,7 @@ def token_logprobs(
 
 
 @torch.no_grad()
-def collisions(hidden_AD: Tensor, *, head: Head, temperature: float = 1.0, chunk: int = 256) -> Tensor:
+def collisions(hidden_AD: Tensor, *, head: Head, temperature: float = 1.0, chunk: int = _CHUNK) -> Tensor:
     """[A] float32: sum over the vocabulary of p^2, p = softmax(logits / temperature): the chance that two samples
     collide. No gradient; `chunk` rows of logits at a time.
     """
@@ -129,6 +144,13 @@ class _Job:
         step = rows if self.keep else self.chunk
         return [slice(start, start + step) for start in range(0, rows, max(step, 1))]
 
+    def room(self, hidden_AD: Tensor, weight_VD: Tensor) -> Tensor | None:
+        """Where the logits of one span after the other are written: of blocks that are freed and taken again the C
+        library makes gaps. None: they are kept, or first come in another dtype."""
+        rows = min(self.chunk, len(hidden_AD))
+        plain = hidden_AD.dtype == weight_VD.dtype == torch.float32
+        return None if self.keep or not plain else hidden_AD.new_empty(rows, len(weight_VD))
+
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
@@ -137,9 +159,10 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logp_A = torch.empty(len(hidden_AD), dtype=torch.float32, device=hidden_AD.device)
         entropy_A = torch.empty_like(logp_A)
-        z_AV = None
+        z_AV, room = None, job.room(hidden_AD, weight_VD)
         for at in job.spans(len(hidden_AD)):
-            z_AV = _logits(job.head, hidden_AD[at], (weight_VD, bias_V), job.temperature)
+            z_AV = None  # the last rows' logits go before the next ones come
+            z_AV = _logits(job.head, hidden_AD[at], (weight_VD, bias_V), job.temperature, room)
             logp_A[at], entropy_A[at] = job.rows.logprobs(z_AV, targets_A[at])
         kept = z_AV if job.keep and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden_AD, weight_VD, bias_V, targets_A, logp_A, entropy_A, kept)
@@ -157,10 +180,11 @@ class _TokenLogprobs(torch.autograd.Function):
         dhidden_AD = torch.empty_like(hidden_AD) if needs_hidden else None
         dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         dbias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
+        room = job.room(hidden_AD, weight_VD)
         for at in job.spans(len(hidden_AD)):
             z_AV = kept
             if z_AV is None:
-                z_AV = _logits(job.head, hidden_AD[at], (weight_VD, bias_V), job.temperature)
+                z_AV = _logits(job.head, hidden_AD[at], (weight_VD, bias_V), job.temperature, room)
             slope_AV = slope(z_AV, job.head, job.temperature)
             job.rows.logprobs_backward(
                 z_AV,
@@ -177,6 +201,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 _add_product(dweight_VD, dz_AV.t(), hidden_AD[at])
             if dbias_V is not None:
                 dbias_V += dz_AV.sum(0)
+            del z_AV, slope_AV, dz_AV  # before the next rows' logits come
         if dhidden_AD is not None:
             job.head.add(dhidden_AD)
         if kept is not None:  # it holds its own gradient now: a second backward must fail, not read it

@@ -3,6 +3,9 @@
 A step is scaled so that its entries are as large as AdamW's usually are (arXiv:2502.16982 section 2.2), so one learning
 rate serves both: embeddings, output layer, norms and biases stay with AdamW.
 
+Where ranks have parts of a matrix, momentum is kept in parts; what is made orthogonal is gathered, one matrix at a
+time, and each rank follows its part of the result.
+
 Shape letters: O rows, I columns of a matrix; experts of a mixture come as a stack of them.
 """
 
@@ -15,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.models.sharded import Wholes
+
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the published quintic: singular values of (0, 1] end between about 0.7 and 1.2 after five rounds."""
@@ -25,9 +30,9 @@ RMS = 0.2
 class Muon:
     """The part of torch's optimizer interface that `optim` uses: parameter groups, state by parameter, a step."""
 
-    def __init__(self, groups: Iterable[dict[str, Any]], *, momentum: float) -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]], *, momentum: float, wholes: Wholes) -> None:
         """A group: `params` of two or more dimensions, `lr` and `weight_decay`, set before a step."""
-        self.param_groups, self.momentum = list(groups), momentum
+        self.param_groups, self.momentum, self.wholes = list(groups), momentum, wholes
         self.state: defaultdict[nn.Parameter, dict[str, Tensor]] = defaultdict(dict)
 
     @torch.no_grad()
@@ -35,9 +40,10 @@ class Muon:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    update = direction(self._averaged(p, p.grad))
+                    update = direction(self.wholes.of(p, self._averaged(p, p.grad)))
                     p.mul_(1 - group["lr"] * group["weight_decay"])
-                    p.add_(update, alpha=-group["lr"] * RMS * max(p.shape[-2:]) ** 0.5)
+                    size = max(update.shape[-2:])
+                    p.add_(self.wholes.part(p, update), alpha=-group["lr"] * RMS * size**0.5)
 
     def _averaged(self, p: nn.Parameter, grad: Tensor) -> Tensor:
         """Nesterov's look ahead over the running mean of gradients."""

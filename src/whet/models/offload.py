@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from whet.models.sharded import local
+
 SMALLEST = 1 << 16
 """Bytes below which a tensor is not worth the way."""
 
@@ -18,11 +20,15 @@ def kept_on_host(model: nn.Module, *, smallest: int = SMALLEST) -> AbstractConte
     """
     if not torch.is_grad_enabled():
         return nullcontext()
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    own = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
+
+    def is_own(x: Tensor) -> bool:
+        # parts of a cut parameter are gathered while a layer is at work, into a parameter of another storage
+        base = x if x._base is None else x._base
+        return isinstance(base, nn.Parameter) or x.untyped_storage().data_ptr() in own
 
     def away(x: Tensor) -> tuple[torch.device, Tensor]:
-        stays = x.nbytes < smallest or x.untyped_storage().data_ptr() in own
-        return x.device, x if stays else x.to("cpu", copy=True)
+        return x.device, x if x.nbytes < smallest or is_own(x) else x.to("cpu", copy=True)
 
     def back(kept: tuple[torch.device, Tensor]) -> Tensor:
         device, x = kept

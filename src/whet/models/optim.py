@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from whet.config.schedules import factor, position, weight_decay
 from whet.config.schema import Optimizer as OptimizerConfig
 from whet.config.schema import Precision
-from whet.models import adam8
 from whet.models.adam8 import Adam8
 from whet.models.muon import Muon
 from whet.models.precision import loss_scale
-from whet.models.sharded import Alone, DataParallel
+from whet.models.sharded import Alone, DataParallel, Wholes
 from whet.types import CheckpointError, ConfigError
 
 _ADAM = {"steps": "step", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -74,7 +73,8 @@ class Optimizer:
         self.loss_scale = loss_scale(precision, {p.dtype for p in self.parameters.values()})
         inside = {n: p for n, p in self.masters.items() if cfg.kind == "muon" and n in hidden}
         rest = {n: p for n, p in self.masters.items() if n not in inside}
-        self.inner: list[Inner] = [*_muon(inside, cfg), *_torch(rest, cfg)]
+        wholes = Wholes(self.across, {p: name for name, p in self.masters.items()})
+        self.inner: list[Inner] = [*_muon(inside, cfg, wholes), *_torch(rest, cfg, wholes)]
         self.owner = {p: inner for inner in self.inner for g in inner.param_groups for p in g["params"]}
         if odd := [at for at in cfg.groups if not any(re.search(at, name) for name in self.masters)]:
             raise ConfigError(
@@ -101,8 +101,16 @@ class Optimizer:
 
     def backward(self, total: Tensor) -> None:
         """Add a micro-batch's gradients, times the scale of the loss, to those that are there."""
-        (total if self.loss_scale is None else total * self.loss_scale.scale).backward()
+        self.scaled(total).backward()
+        self.after_backward()
+
+    def scaled(self, total: Tensor) -> Tensor:
+        """What to go backward from."""
+        return total if self.loss_scale is None else total * self.loss_scale.scale
+
+    def after_backward(self) -> None:
         if self.sums_wide:
+            self.across.collect(self.parameters)
             self._widen()
 
     def _widen(self) -> None:
@@ -214,26 +222,28 @@ class Optimizer:
 def _blank(inner: Inner, p: nn.Parameter) -> dict[str, Tensor]:
     """State of the shapes and dtypes that a parameter's has."""
     if isinstance(inner, Adam8):
-        return adam8.blank(p)
+        return inner.blank(p)
     return {
         own: p.new_zeros((), dtype=torch.float32) if own == "step" else p
         for own in _STATE[type(inner)].values()
     }
 
 
-def _muon(named: Mapping[str, nn.Parameter], cfg: OptimizerConfig) -> Iterator[Muon]:
+def _muon(named: Mapping[str, nn.Parameter], cfg: OptimizerConfig, wholes: Wholes) -> Iterator[Muon]:
     if named:
-        yield Muon(_groups(named, cfg), momentum=_or(cfg.momentum, 0.95))
+        yield Muon(_groups(named, cfg), momentum=_or(cfg.momentum, 0.95), wholes=wholes)
 
 
 def _torch(
-    named: Mapping[str, nn.Parameter], cfg: OptimizerConfig
+    named: Mapping[str, nn.Parameter], cfg: OptimizerConfig, wholes: Wholes
 ) -> Iterator[Adam8 | torch.optim.Optimizer]:
     groups = _groups(named, cfg)
     if not groups:
         return
     if cfg.state == "int8":
-        yield Adam8(groups, betas=cfg.betas, eps=cfg.eps, decoupled=cfg.kind == "adamw")
+        yield Adam8(
+            groups, betas=cfg.betas, eps=cfg.eps, decoupled=cfg.kind == "adamw", wholes=wholes
+        )
         return
     how = {"fused": cfg.implementation == "fused", "foreach": cfg.implementation == "foreach"}
     if cfg.kind == "sgd":

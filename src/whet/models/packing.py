@@ -27,6 +27,9 @@ class Layout:
     predictor_N: Tensor
     """int64: row in U of the hidden state that predicts batch token n; -1 for the first token of a rollout
     and for tokens after its last sampled one."""
+    row_N: Tensor
+    count_R: Tensor | None
+    """The batch's."""
 
 
 def layout(batch: Batch, *, share_prompts: bool) -> Layout:
@@ -60,6 +63,8 @@ def layout(batch: Batch, *, share_prompts: bool) -> Layout:
         position_U=position_N[keep_N],
         segments=_segments(batch, index_N, need_R=need_R, owner_R=owner_R),
         predictor_N=torch.where(predicted_N, index_N[source_N], -1),
+        row_N=row_N,
+        count_R=batch.count_R,
     )
 
 

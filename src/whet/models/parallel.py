@@ -6,21 +6,23 @@ tokens with global weights, so everything here is a sum, never a mean."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from whet.models import expert_parallel, forward, pipeline, tensor_parallel, universal
+from whet.models import expert_parallel, forward, functional, pipeline, tensor_parallel, universal
 from whet.models.collectives import Cut, Peers, summed
 from whet.models.context_parallel import Share
-from whet.models.forward import Decoder
+from whet.models.forward import Decoder, Hidden
 from whet.models.kernels import Ops
 from whet.models.mesh import Dims
 from whet.models.packing import Layout
+from whet.models.regions import Region
 
 _NOBODY = Peers()
 
@@ -43,6 +45,8 @@ class Parallel:
     the ranks of `expert_mesh["dp_replicate", "expert_shard"]` alone. Those of all others: over all of dp."""
     stage: pipeline.Stage | None = None
     """Which layers, with pp above 1."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of the whole model's parameters, those of other stages among them."""
 
     def decoder(self, model: PreTrainedModel, ops: Ops, *, compile: bool = False) -> Decoder:
         """The decoder, by reference. With pp it is to be called inside `stage.running(part)`, and takes the hidden
@@ -50,13 +54,19 @@ class Parallel:
         if self.stage is None:
             return forward.decoder(model, ops, compile=compile)
         config = model.config.get_text_config()
-        hidden = universal.modules(model, config, compile=compile)
+        own = self.tp.size > 1 or self.ep.size > 1  # they work in the model's own modules
+        hidden: Hidden
+        if own:
+            hidden = universal.modules(model, config, compile=compile)
+        else:
+            hidden = functional.functional(model, ops, family=self.stage.family, compile=compile)
         head = forward.output_head(model, config) if self.stage.last else None
         kv_heads = (
             getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         ) // self.tp.size
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return Decoder(hidden, head, "modules", config.num_hidden_layers, kv_heads, head_dim)  # type: ignore[arg-type]
+        path: Literal["functional", "modules"] = "modules" if own else "functional"
+        return Decoder(hidden, head, path, config.num_hidden_layers, kv_heads, head_dim)  # type: ignore[arg-type]
 
     def share(self, packed: Layout) -> Share:
         """This rank's tokens of a packed batch."""
@@ -96,6 +106,13 @@ class Parallel:
             whole = cut.part(whole)
         return whole
 
+    def region(self, name: str, shape: Sequence[int]) -> Region:
+        """Which part `part` keeps of a whole tensor of this shape."""
+        region = Region.whole(shape)
+        for cut in self._cuts_of(name) if shape else ():
+            region = cut.kept(region)
+        return region
+
     def whole(self, name: str, part: Tensor) -> Tensor:
         """The tensor from its parts; to be called by all ranks of tp and ep that have the name."""
         for cut in reversed(self._cuts_of(name) if part.ndim else ()):
@@ -105,15 +122,23 @@ class Parallel:
     def _cuts_of(self, name: str) -> tuple[Cut, ...]:
         return self.cuts.get(name, self.cuts.get(name.partition(".")[2], ()))
 
-    def gathered(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors one at a time, in the model's order, on every rank; to be called, and run to its end, by all.
+    def gathered(
+        self, named: Iterable[tuple[str, Tensor]], device: torch.device
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of all stages one at a time, on every rank; to be called, and run to its end, by all.
 
-        tensors: this rank's parts by name (parameters, or what is kept of them).
+        named: the whole tensors that this rank has (parameters, or what is kept of them).
         """
-        if self.stage is None:
-            yield from ((name, self.whole(name, part)) for name, part in tensors.items())
-            return
-        yield from self.stage.gathered(tensors, self.whole)
+        yield from named if self.stage is None else self.stage.gathered(named, device)
+
+    def elsewhere(self, name: str) -> bool:
+        """Whether another stage has a parameter of this name, if this one has it not."""
+        return self.stage is not None and (name in self.stage.owners or name.startswith("value_head."))
+
+    @property
+    def ends(self) -> bool:
+        """Whether this rank has the end of the layers, and with it what follows: output layer, head of a critic."""
+        return self.stage is None or self.stage.last
 
 
 def parallelize(
@@ -124,6 +149,7 @@ def parallelize(
 
     ep: `expert_mesh(...)["ep"]`, where dims.ep is above 1. chunks: parts of the layers on each rank of pp. Errors:
     ConfigError where something does not divide or the model is not known."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     tp, cp, pp = (Peers.of(mesh[name]) for name in ("tp", "cp", "pp"))
     experts = _NOBODY if ep is None else Peers.of(ep)
     stage = None
@@ -138,7 +164,7 @@ def parallelize(
         name: tuple(c[name] for c in (by_tp.cuts, by_ep) if name in c)
         for name in by_tp.cuts.keys() | by_ep.keys()
     }
-    return Parallel(dims, tp, cp, experts, pp, cuts, partial, frozenset(by_ep), stage)
+    return Parallel(dims, tp, cp, experts, pp, cuts, partial, frozenset(by_ep), stage, shapes)
 
 
 @torch.no_grad()

@@ -6,14 +6,16 @@ begins with the embedding, the last ends with norm and output layer. What the lo
 on the last part alone. All ranks know all micro-batches, so they know the shapes of what they will receive.
 
 An absent module stands for every layer of another rank: it passes on what it gets, so names, numbers and the model's
-own forward stay as they are."""
+own forward stay as they are. A part computes what those layers compute in one process, and gradients are added up in
+the order of micro-batches, so a pipeline changes no bit of them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -23,10 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from whet.models.collectives import Peers
-from whet.models.functional import known_family
+from whet.models.functional import Family, known_family
 from whet.types import ConfigError
-
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 
 
 class Absent(nn.Module):
@@ -58,11 +58,18 @@ class Stage:
     norm: nn.Module
     owners: Mapping[str, int]
     """The rank whose copy of a parameter counts, for all parameters of the whole model, in its order."""
+    learning: frozenset[str]
+    """Those of all ranks that require gradients."""
+    family: Family
+    width: int
+    """Size of the hidden states."""
+    dtype: torch.dtype
+    """Theirs."""
     tied: Mapping[str, Peers]
     """The embedding where it is the output layer, too: first and last rank have it, and each a part of its gradient."""
-    down: dist.ProcessGroup
-    """For hidden states; gradients travel `up`, so that neither waits for the other."""
-    up: dist.ProcessGroup
+    lines: Mapping[tuple[str, bool], dist.ProcessGroup]
+    """Groups by what travels (forward: hidden states; backward: gradients) and whether from the last rank to the first
+    or back (of several chunks), so that none waits for another."""
 
     @property
     def parts(self) -> int:
@@ -92,18 +99,18 @@ class Stage:
         shapes: Sequence[tuple[int, ...]],
         step: Callable[[int, int, Tensor | None], Tensor],
         *,
-        dtype: torch.dtype,
         device: torch.device,
         around: Callable[[int], AbstractContextManager[None]] = lambda micro: nullcontext(),
+        after: Callable[[], object] = lambda: None,
     ) -> None:
         """Take all micro-batches through the layers, and back where gradients are enabled.
 
         shapes: of each micro-batch's hidden states on this rank. step(micro, part, x): what the part makes of the
         hidden states x of the part before (None for part 0); for the last part the number to go backward from
         (anything, without gradients). It is to run the decoder inside `running(part)`. around: what must hold during
-        a micro-batch's forward and backward."""
+        a micro-batch's forward and backward. after: called after each backward."""
         learning = torch.is_grad_enabled()
-        post = _Post(self, shapes, dtype, device)
+        post = _Post(self, shapes, self.dtype, device)
         kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         order = schedule(self.peers.size, self.chunks, len(shapes), learning=learning)[self.peers.rank]
         for action in order:
@@ -111,6 +118,7 @@ class Stage:
             with around(action.micro):
                 if action.kind == "backward":
                     self._back(post, at, *kept.pop(at))
+                    after()
                     continue
                 x = None if action.part == 0 else post.receive("forward", *at).requires_grad_(learning)
                 out = step(action.micro, action.part, x)
@@ -132,32 +140,31 @@ class Stage:
         if x is not None:
             post.send("backward", torch.zeros_like(x) if x.grad is None else x.grad, micro, part - 1)
 
-    def from_last(self, x: Tensor) -> Tensor:
-        """The last rank's tensor on all ranks; x: one of the same shape and dtype, overwritten on the others."""
-        dist.broadcast(x, group=self.peers.group, group_src=self.peers.size - 1)
-        return x
-
     def gathered(
-        self, tensors: Mapping[str, Tensor], whole: Callable[[str, Tensor], Tensor]
+        self, named: Iterable[tuple[str, Tensor]], device: torch.device
     ) -> Iterator[tuple[str, Tensor]]:
-        """See `Parallel.gathered`: each rank in turn shows what it has, by the names of parameters."""
-        names = list(self.owners)
-        device = next(iter(tensors.values())).device
-        told = torch.zeros(len(names), 8, dtype=torch.int64, device=device)
-        mine = {n: whole(n, t).contiguous() for n, t in tensors.items() if self.owners[n] == self.peers.rank}
-        for row, name in enumerate(names):
-            if name in mine:
-                t = mine[name]
-                told[row, : 3 + t.ndim] = torch.tensor([1, _DTYPES.index(t.dtype), t.ndim, *t.shape])
-        self.peers.add(told)
-        for name, (there, dtype, ndim, *shape) in zip(names, told.tolist()):
-            if there:
-                if name in mine:
-                    t = mine.pop(name)
-                else:
-                    t = torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=device)
-                dist.broadcast(t, group=self.peers.group, group_src=self.owners[name])
-                yield name, t
+        """The named tensors of all ranks, one at a time, on every rank: each in turn shows what it has. Of copies, that
+        of the owner. A name is a parameter's, or ends with it (`exp_avg.NAME`). To be run to its end by all."""
+        for rank in range(self.peers.size):
+            if rank == self.peers.rank:
+                for name, tensor in named:
+                    if not (self.copies(name) or self.copies(name.partition(".")[2])):
+                        self._tell((name, tensor.dtype, tuple(tensor.shape)), rank)
+                        dist.broadcast(tensor.to(device).contiguous(), group=self.peers.group, group_src=rank)
+                        yield name, tensor
+                self._tell(None, rank)
+            else:
+                while (told := self._tell(None, rank)) is not None:
+                    name, dtype, shape = told
+                    tensor = torch.empty(shape, dtype=dtype, device=device)
+                    dist.broadcast(tensor, group=self.peers.group, group_src=rank)
+                    yield name, tensor
+
+    def _tell(self, said: Any, rank: int) -> Any:
+        """What that rank says, on all."""
+        box = [said]
+        dist.broadcast_object_list(box, group=self.peers.group, group_src=rank)
+        return box[0]
 
 
 class _Post:
@@ -174,7 +181,7 @@ class _Post:
 
     def send(self, kind: Literal["forward", "backward"], x: Tensor, micro: int, part: int) -> None:
         """To the rank that has the part."""
-        group, peer = self._line(kind), part % self.stage.peers.size
+        group, peer = self._line(kind, part), part % self.stage.peers.size
         x = x.contiguous()
         self.sent.append((dist.isend(x, group=group, group_dst=peer, tag=self._tag(micro, part)), x))
 
@@ -182,11 +189,13 @@ class _Post:
         """What was sent to this part: forward from the part before, backward from the one after."""
         peer = (part + (1 if kind == "backward" else -1)) % self.stage.peers.size
         x = torch.empty(self.shapes[micro], dtype=self.dtype, device=self.device)
-        dist.recv(x, group=self._line(kind), group_src=peer, tag=self._tag(micro, part))
+        dist.recv(x, group=self._line(kind, part), group_src=peer, tag=self._tag(micro, part))
         return x
 
-    def _line(self, kind: Literal["forward", "backward"]) -> dist.ProcessGroup:
-        return self.stage.down if kind == "forward" else self.stage.up
+    def _line(self, kind: Literal["forward", "backward"], part: int) -> dist.ProcessGroup:
+        """What travels to this part."""
+        border = part if kind == "forward" else part + 1
+        return self.stage.lines[kind, border % self.stage.peers.size == 0]
 
     def close(self) -> None:
         for work, _ in self.sent:
@@ -203,13 +212,15 @@ def apply(model: PreTrainedModel, mesh: DeviceMesh, *, chunks: int = 1) -> Stage
     peers = Peers.of(mesh["pp"])
     config, base = model.config.get_text_config(), model.get_decoder()
     parts, layers = peers.size * chunks, list(base.layers)
-    if known_family(model, config) is None:
+    family = known_family(model, config)
+    if family is None:
         raise ConfigError(
             f"pipeline parallelism does not know {type(model).__name__}; set train.parallel.pp=1"
         )
     if len(layers) < parts:
         raise ConfigError(
-            f"train.parallel.pp: {len(layers)} layers cannot be spread over {parts} parts; choose a smaller pp"
+            f"train.parallel.pp: {len(layers)} layers cannot be spread over {parts} parts (pp * pipeline_chunks); "
+            "choose a smaller pp or fewer chunks"
         )
     spans = [Peers(part, parts).span(len(layers)) for part in range(parts)]
     part_of = [part for part, span in enumerate(spans) for _ in range(len(layers))[span]]
@@ -219,6 +230,8 @@ def apply(model: PreTrainedModel, mesh: DeviceMesh, *, chunks: int = 1) -> Stage
         name: _owner(name, embedding=embedding, model=model, part_of=part_of) % peers.size
         for name, _ in model.named_parameters()
     }
+    learning = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
+    dtype: torch.dtype = next(embedding.parameters()).dtype
     first, last = peers.rank == 0, peers.rank == peers.size - 1
     own = {part: spans[part] for part in range(parts) if part % peers.size == peers.rank}
     views = {
@@ -233,9 +246,10 @@ def apply(model: PreTrainedModel, mesh: DeviceMesh, *, chunks: int = 1) -> Stage
     if not last:
         _leave(model, base.norm)
         _leave(model, head)
-    down, up, ends = _lines(mesh)
+    lines, ends = _lines(mesh)
     both = dict.fromkeys(tied, Peers(int(last), 2, ends)) if first or last else {}
-    return Stage(peers, chunks, base, views, base.norm, owners, both, down, up)
+    width = config.hidden_size
+    return Stage(peers, chunks, base, views, base.norm, owners, learning, family, width, dtype, both, lines)
 
 
 def _owner(name: str, *, embedding: nn.Module, model: nn.Module, part_of: list[int]) -> int:
@@ -249,20 +263,26 @@ def _leave(model: nn.Module, module: nn.Module) -> None:
     model.set_submodule(next(n for n, m in model.named_modules() if m is module), Absent())
 
 
-def _lines(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's groups for hidden states, for gradients, and of first and last rank (of its line, if it is one of
-    them). Every rank has to make the groups of all."""
-    mine = []
+@cache
+def _lines(mesh: DeviceMesh) -> tuple[dict[tuple[str, bool], dist.ProcessGroup], dist.ProcessGroup | None]:
+    """This rank's `Stage.lines`, and the group of first and last rank (of its line, if it is one of them). Every rank
+    has to make the groups of all; they serve all models of a mesh."""
+    mine: dict[tuple[str, bool], dist.ProcessGroup] = {}
+    mine_ends = None
     for line in mesh.mesh.flatten(1).t().tolist():
-        groups = [dist.new_group(line), dist.new_group(line), dist.new_group([line[0], line[-1]])]
+        lines = {
+            (kind, wraps): dist.new_group(line) for kind in ("forward", "backward") for wraps in (False, True)
+        }
+        ends = dist.new_group([line[0], line[-1]])
         if dist.get_rank() in line:
-            mine = groups
-    return mine[0], mine[1], mine[2]
+            mine, mine_ends = lines, ends
+    return mine, mine_ends
 
 
 # ---------------------------------------------------------------- schedule
 
 
+@lru_cache(maxsize=64)
 def schedule(ranks: int, chunks: int, micros: int, *, learning: bool) -> list[list[Action]]:
     """What each rank does, in order: found by playing it through, a tick an action.
 

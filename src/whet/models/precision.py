@@ -7,14 +7,15 @@ scale that is as large as it can be without overflow; gradients are divided by i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from whet.config.schema import Precision
+from whet.models import float8
 
 GROWTH = 2.0
 """Factor of the scale after `loss_scale_steps` finite steps; its inverse after one that is not."""
@@ -48,18 +49,20 @@ def loss_scale(precision: Precision, dtypes: Iterable[torch.dtype]) -> LossScale
     return None
 
 
-def computing(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:
-    """Inside it matrix products of float32 tensors are computed in `dtype`; None: as they are."""
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
-
-
-def compute_dtype(precision: Precision) -> torch.dtype | None:
-    found: torch.dtype | None = getattr(torch, precision.compute) if precision.compute else None
-    return found
+@contextmanager
+def computing(precision: Precision, device: torch.device, plain: Sequence[nn.Module] = ()) -> Iterator[None]:
+    """Inside it matrix products are computed in the dtypes of the config. plain: modules whose weight stays out of
+    float8."""
+    with ExitStack() as stack:
+        if precision.compute is not None:
+            stack.enter_context(torch.autocast(device.type, getattr(torch, precision.compute)))
+        if precision.float8 is not None:
+            stack.enter_context(float8.products(precision.float8, plain))
+        yield
 
 
 @torch.no_grad()
 def total_norm(grads: Iterable[Tensor]) -> Tensor:
-    """The norm of all together, float32 whatever they are."""
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    """The norm of all together, float64: so it does not depend on how they are cut beyond their own rounding."""
+    squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in grads]
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)

@@ -11,7 +11,7 @@ torch.distributed is imported by those who have ranks, in here alone and in `mes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from whet.models.collectives import Peers
 from whet.models.lora import adapted
 from whet.models.precision import total_norm
+from whet.models.regions import Region
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,7 +66,7 @@ class Alone:
 
     writes = True
 
-    def place(self, model: PreTrainedModel, *, functional: bool) -> None:
+    def place(self, model: PreTrainedModel, *, functional: bool, sums_wide: bool = False) -> None:
         pass
 
     def own(self, named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -83,8 +84,20 @@ class Alone:
     def whole(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         yield from named
 
+    def gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        yield from named
+
     def part(self, name: str, tensor: Tensor) -> Tensor:
         return tensor
+
+    def shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        return tuple(tensor.shape)
+
+    def region(self, name: str, shape: Sequence[int]) -> Region:
+        return Region.whole(shape)
+
+    def add(self, x: Tensor) -> Tensor:
+        return x
 
     def done(self, model: nn.Module) -> None:
         pass
@@ -96,6 +109,12 @@ class Spread(Protocol):
     @property
     def tp(self) -> Peers: ...
 
+    @property
+    def pp(self) -> Peers: ...
+
+    @property
+    def experts(self) -> Collection[str]: ...
+
     def sums(
         self, parameters: Mapping[str, nn.Parameter]
     ) -> Iterator[tuple[Peers, dict[str, nn.Parameter]]]: ...
@@ -104,29 +123,49 @@ class Spread(Protocol):
 
     def whole(self, name: str, part: Tensor) -> Tensor: ...
 
+    def gathered(
+        self, named: Iterable[tuple[str, Tensor]], device: torch.device
+    ) -> Iterator[tuple[str, Tensor]]: ...
+
     def part(self, name: str, whole: Tensor) -> Tensor: ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def region(self, name: str, shape: Sequence[int]) -> Region: ...
 
 
 class DataParallel:
     """The parameters of one model on one rank. Make one for each engine; every method is called on all ranks."""
 
-    def __init__(self, mesh: DeviceMesh, how: Sharding, parallel: Spread) -> None:
-        """mesh: of all ranks, dims as in `mesh.MESH_DIMS`. parallel: what tp and cp have made of the model."""
-        self.parallel = parallel
+    def __init__(
+        self, mesh: DeviceMesh, how: Sharding, parallel: Spread, *, experts: DeviceMesh | None = None
+    ) -> None:
+        """mesh: of all ranks, dims as in `mesh.MESH_DIMS`. parallel: what the other dims have made of the model.
+        experts: with ep the second mesh, `mesh.expert_mesh`."""
+        self.parallel, self.expert_mesh = parallel, experts
         self.mesh, self.how = mesh["dp_replicate", "dp_shard"], how
         self.group = self.mesh._flatten("dp").get_group()
         self.shards = mesh["dp_shard"].size()
-        self.shard_group, self.shard = mesh["dp_shard"].get_group(), mesh["dp_shard"].get_local_rank()
+        self.shard_group = mesh["dp_shard"].get_group()
         self.writes = mesh.get_rank() == 0
         self.sharded: dict[str, Any] = {}
         """DTensors by name."""
 
-    def place(self, model: PreTrainedModel, *, functional: bool) -> None:
-        """Cut the model, layer by layer. functional: its layers are never called, see `within`."""
+    def place(self, model: PreTrainedModel, *, functional: bool, sums_wide: bool = False) -> None:
+        """Cut the model, layer by layer. functional: its layers are never called, see `within`. sums_wide: gradients of
+        the ranks are added up in float32."""
         if self.shards == 1:
             return
-        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
 
+        dtypes = MixedPrecisionPolicy(reduce_dtype=torch.float32 if sums_wide else None)
         pinned = self.mesh.device_type == "cuda"
         offload = CPUOffloadPolicy(pin_memory=pinned) if self.how.offload else OffloadPolicy()
         over = self.mesh if self.mesh["dp_replicate"].size() > 1 else self.mesh["dp_shard"]
@@ -138,11 +177,14 @@ class DataParallel:
             if isinstance(m, GradientCheckpointingLayer)
             and sum(p.numel() for p in m.parameters()) >= self.how.min_parameters
         ]
+        how: dict[str, Any] = {"offload_policy": offload, "mp_policy": dtypes}
+        apart = self._place_experts(model, reshard_after_forward=self.how.reshard, **how)
+        how |= {"mesh": over, "ignored_params": apart}
         for block in blocks:
-            fully_shard(block, mesh=over, reshard_after_forward=self.how.reshard, offload_policy=offload)
+            fully_shard(block, reshard_after_forward=self.how.reshard, **how)
             if functional:
                 _called(block)
-        fully_shard(model, mesh=over, reshard_after_forward=False, offload_policy=offload)
+        fully_shard(model, reshard_after_forward=False, **how)
         _called(model)
         for at, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[at + 1 : at + 1 + self.how.prefetch])  # type: ignore[operator]
@@ -151,6 +193,21 @@ class DataParallel:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self.sharded = {name: p for name, p in model.named_parameters() if _cut(p)}
+
+    def _place_experts(self, model: PreTrainedModel, **how: Any) -> set[nn.Parameter]:
+        """Cut experts over the ranks that have the same ones. Returns those of which each rank has its own."""
+        from torch.distributed.fsdp import fully_shard
+
+        named = dict(model.named_parameters())
+        own = {named[name] for name in self.parallel.experts}
+        if self.expert_mesh is None or self.expert_mesh["expert_shard"].size() == 1:
+            return own
+        mesh = self.expert_mesh
+        over = mesh["dp_replicate", "expert_shard"] if mesh["dp_replicate"].size() > 1 else mesh["expert_shard"]
+        for module in list(model.modules()):
+            if any(p in own for p in module.parameters(recurse=False)):
+                fully_shard(module, mesh=over, **how)
+        return set()
 
     def own(self, named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
         """What lies here of each parameter, as a parameter that shares its memory."""
@@ -170,7 +227,11 @@ class DataParallel:
     @torch.no_grad()
     def add_up(self, parameters: Mapping[str, nn.Parameter], wide: dict[str, Tensor]) -> None:
         """Add up all other gradients over the ranks. wide: those that do not lie at their parameter."""
-        self._add_up({n: p for n, p in parameters.items() if n not in self.sharded}, wide, self.group)
+        rest = {n: p for n, p in parameters.items() if n not in self.sharded}
+        experts = {n: p for n, p in rest.items() if n in self.parallel.experts}
+        self._add_up({n: p for n, p in rest.items() if n not in experts}, wide, self.group)
+        if self.expert_mesh is not None:  # what is left of them lies on dp_replicate alone
+            self._add_up(experts, wide, self.expert_mesh["dp_replicate"].get_group())
         for peers, some in self.parallel.sums(parameters):
             self._add_up(some, wide, peers.group)
 
@@ -195,7 +256,7 @@ class DataParallel:
                 p.grad = torch.zeros_like(p)
         gradients = {n: p.grad for n, p in rest.items() if p.grad is not None}
         for bucket in _buckets([*gradients.values(), *(g for n, g in wide.items() if n in rest)]):
-            flat = torch.cat([g.flatten() for g in bucket])
+            flat = torch.cat([g.flatten() for g in bucket]).to(self.mesh.device_type)  # some may be on the host
             dist.all_reduce(flat, group=group)
             for g, summed in zip(bucket, flat.split([g.numel() for g in bucket])):
                 g.copy_(summed.view_as(g))
@@ -209,46 +270,110 @@ class DataParallel:
         squares = torch.zeros(2, dtype=torch.float64, device=device)
         for name, g in gradients.items():
             if self.parallel.counts(name):
-                squares[int(name in self.sharded)] += g.norm(dtype=torch.float64).square().to(device)
-        if self.sharded:
+                apart = name in self.sharded or name in self.parallel.experts
+                squares[int(apart)] += g.norm(dtype=torch.float64).square().to(device)
+        if self.shards > 1:
             dist.all_reduce(squares[1:], group=self.shard_group)
-        return self.parallel.tp.add(squares.sum()).sqrt()
+        return self.parallel.pp.add(self.parallel.tp.add(squares.sum())).sqrt()
 
     def whole(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of these parts, one at a time. A name ends with the parameter's (`exp_avg.NAME`); numbers that
-        are no part of a tensor stay."""
+        """Whole tensors of what this stage has parts of, one at a time. A name ends with the parameter's
+        (`exp_avg.NAME`); numbers that are no part of a tensor stay."""
         from torch.distributed.tensor import DTensor
 
         for name, tensor in named:
             wide = self.sharded.get(name, self.sharded.get(name.partition(".")[2]))
-            if wide is None or tensor.ndim == 0:
-                yield name, self.parallel.whole(name, local(tensor))
+            if no_part(name, tensor):
+                yield name, local(tensor)
                 continue
             here = local(tensor).to(self.mesh.device_type)
+            if wide is None:
+                yield name, self.parallel.whole(name, here)
+                continue
             gathered = DTensor.from_local(
                 here, wide.device_mesh, wide.placements, shape=wide.shape, stride=wide.stride()
             ).full_tensor()
             yield name, self.parallel.whole(name, gathered)
 
+    def gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of all stages, one at a time, on all ranks. named: as for `whole`."""
+        yield from self.parallel.gathered(self.whole(named), torch.device(self.mesh.device_type))
+
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """What lies here of a whole tensor."""
+        if no_part(name, tensor):
+            return tensor
         tensor = self.parallel.part(name, tensor)
         wide = self.sharded.get(name, self.sharded.get(name.partition(".")[2]))
-        if wide is None or tensor.ndim == 0:
+        if wide is None:
             return tensor
-        size = math.ceil(len(tensor) / self.shards)
-        return tensor[size * self.shard : size * (self.shard + 1)]
+        mesh = wide.device_mesh
+        size, at = math.ceil(len(tensor) / mesh.size(mesh.ndim - 1)), mesh.get_local_rank(mesh.ndim - 1)
+        return tensor[size * at : size * (at + 1)]
+
+    def shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        """Of the whole tensor, of which this lies here."""
+        own = tuple(tensor.shape)
+        if no_part(name, tensor):
+            return own
+        shapes = self.parallel.shapes
+        return shapes.get(name) or shapes.get(name.partition(".")[2]) or own
+
+    def region(self, name: str, shape: Sequence[int]) -> Region:
+        """Which part `part` gives of a whole tensor of this shape."""
+        if no_part(name, torch.empty(tuple(shape), device="meta")):
+            return Region.whole(shape)
+        region = self.parallel.region(name, shape)
+        wide = self.sharded.get(name, self.sharded.get(name.partition(".")[2]))
+        for dim, placement in enumerate(wide.placements) if wide is not None else ():
+            if placement.is_shard():
+                mesh, long = wide.device_mesh, region.here[placement.dim]
+                size = math.ceil(long / mesh.size(dim))
+                at = min(long, size * mesh.get_local_rank(dim))
+                region = region.cut(placement.dim, [(at, min(long, at + size))])
+        return region
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum over the data-parallel ranks, in place."""
+        import torch.distributed as dist
+
+        dist.all_reduce(x, group=self.group)
+        return x
 
     def done(self, model: nn.Module) -> None:
-        """After passes without gradient: free what the model's own forward has gathered."""
+        """After passes without gradient: free what they have gathered."""
         for module in model.modules():
-            if getattr(module, "whet_sharded", False):
+            if self.sharded and hasattr(module, "reshard"):
                 module.reshard()  # type: ignore[operator]
+
+
+@dataclass(frozen=True, eq=False)
+class Wholes:
+    """Whole tensors for what cannot be computed in parts, and the parts of the result. All ranks that have a part of
+    a parameter call it for that parameter, in one order."""
+
+    across: Alone | DataParallel
+    names: Mapping[nn.Parameter, str]
+
+    def of(self, p: nn.Parameter, x: Tensor) -> Tensor:
+        """The whole of x, which is cut as p is."""
+        return next(iter(self.across.whole([(self.names[p], x)])))[1]
+
+    def part(self, p: nn.Parameter, x: Tensor) -> Tensor:
+        """This rank's part of x, which is as large as p's whole."""
+        found = self.across.part(self.names[p], x)
+        return x if found is x else found.to(p.device, copy=True)
 
 
 def local(tensor: Tensor) -> Tensor:
     """What lies here of a tensor that may be cut."""
     return tensor._local_tensor if _cut(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def no_part(name: str, tensor: Tensor) -> bool:
+    """Whether all ranks have it alike, though it is kept of a parameter that is cut: single numbers, and the scales of
+    8-bit moments (`exp_avg_scale.NAME`)."""
+    return tensor.ndim == 0 or name.partition(".")[0].endswith("_scale")
 
 
 def _cut(tensor: Tensor) -> bool:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from whet.models.attention import Attend, PackedAttention, register_hf_attention
+from whet.models.float8 import recomputing
 from whet.models.functional import STATIC_ROPE, rope_type
 from whet.models.kernels import Ops
 from whet.models.logprobs import Head, logits
@@ -67,7 +68,9 @@ def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Ca
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The same, computed again in the backward pass. (transformers' own switch needs train(), hence dropout.)"""
-    return partial(recompute, forward, use_reentrant=False, preserve_rng_state=False)
+    return partial(
+        recompute, forward, use_reentrant=False, preserve_rng_state=False, context_fn=recomputing
+    )
 
 
 @contextmanager

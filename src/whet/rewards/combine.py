@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
+from typing import Protocol
 
 from whet import seeds
 from whet.config import schema
@@ -22,12 +23,19 @@ from whet.tables import find, load_object
 from whet.types import DataError, Group, Rollout, Task, WhetError
 
 
+class Judge(Protocol):
+    """Where functions are called: a `Jail`, or what stands for one."""
+
+    async def call_many(self, calls: Sequence[Call]) -> list[Result]: ...
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RewardSet:
     """The rewards of a run: their weights, the jail that functions run in (None without any), and the models."""
 
     weights: dict[str, float]
-    jail: Jail | None
+    jail: Judge | None
     seed: int = 0
     max_failure_rate: float = 1.0
     by_source: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -48,12 +56,14 @@ class RewardSet:
         seed: int = 0,
         imports: Sequence[str] = (),
         device: str = "auto",
+        open_jail: Callable[..., Judge] = Jail,
     ) -> RewardSet:
         """Start the jail with all functions loaded. ConfigError if one cannot be loaded or called so.
 
         Models are left on disk until `load_models` or the first score: the jail forks before torch is there.
         `imports`: code of the user's that is imported there before them.
         `objects` gives functions by the name of their reward, in place of what its `function` names.
+        `open_jail` takes what `Jail` takes.
         """
         objects = objects or {}
         models = {n: ModelReward(n, r.model, device) for n, r in rewards.items() if r.model is not None}
@@ -61,7 +71,7 @@ class RewardSet:
         weights = {name: reward.weight for name, reward in rewards.items()}
         jail = None
         if loaders:
-            jail = Jail(
+            jail = open_jail(
                 loaders,
                 workers=guard.workers,
                 timeout_s=guard.timeout_s,

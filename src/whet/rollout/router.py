@@ -12,6 +12,8 @@ import heapq
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from functools import partial
+from itertools import count, islice
 from typing import Any, Literal
 
 from whet.guard.watch import wait
@@ -19,11 +21,15 @@ from whet.rollout.engine import WeightSource
 from whet.rollout.gate import Gate
 from whet.rollout.replica import Replica, Work
 from whet.rollout.requests import RequestError
+from whet.rollout.scale import Wish
 from whet.types import Completion, Sampling, WhetError
 
 log = logging.getLogger(__name__)
 
 OWNER = "the router"
+
+LOOK_S = 1.0
+"""Between two looks at how many replicas are asked for."""
 
 Shipment = Callable[[], WeightSource]
 """One version's weights, to be given to as many replicas as there are, now and later."""
@@ -47,13 +53,14 @@ class Home:
 
 
 class Router:
-    """See the module. Replicas are given at the start, or come with `join`; they go with `leave`.
+    """See the module. Replicas are given at the start, or come with `join`; they go with `leave`; `scale` does both.
 
     restart: makes a new replica in the place of a dropped one, by name; `restarts`: how often, for each name.
     ship: turns new weights into what every replica can be given. rows: what a replica decodes at once; a prompt's
     further requests go elsewhere when its replica has no row free. health_s: a replica that has work and does not get
     on for so long is dropped; it has so long to pause, too. load_s: to take new weights. start_s: to be made, and the
     longest wait for one when none is left. exact: whether all of them compute as the trainer does, bit for bit.
+    wish: how many a person asks for while the run goes on.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class Router:
         start_s: float = 300.0,
         version: int = 0,
         exact: bool = True,
+        wish: Callable[[], Wish | None] | None = None,
     ) -> None:
         self.version, self.exact = version, exact
         self.restart, self.restarts, self.ship, self.rows = restart, restarts, ship, rows
@@ -94,11 +102,15 @@ class Router:
         """Those that serve, by order."""
         self._homes: dict[tuple[int, ...], Home] = {}
         self._orders = 0
-        self._tasks: set[asyncio.Task[None]] = set()
-        """Restarts under way."""
+        self._coming: dict[str, asyncio.Task[None]] = {}
+        """Replicas that are being made, by name."""
+        self._leaving: dict[str, Replica] = {}
+        """Those that end what they were asked."""
         self._ending: set[asyncio.Task[None]] = set()
-        """Dropped replicas that are being ended; never cancelled, or they would live on."""
-        self._coming = 0
+        """Replicas that are being ended; never cancelled, or they would live on."""
+        self._wish = wish
+        self._wished: Wish | None = None
+        self._listener: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         """Set, and made anew, whenever a replica has come or will not come."""
         self._watcher: asyncio.Task[None] | None = None
@@ -127,6 +139,8 @@ class Router:
     async def load_weights(self, source: WeightSource, version: int) -> None:
         """A replica that fails or takes too long is dropped; when all refuse with one voice, the weights are at fault
         and WhetError is raised. What is in flight goes on under the new weights."""
+        if self._wish is not None and self._listener is None:
+            self._listener = asyncio.get_running_loop().create_task(self._listen(self._wish))
         shipment = self.ship(source, version)
         await self._gate.pause(False)  # nobody is asked while some have the new weights and others do not
         self.shipment, self.target = shipment, version
@@ -168,18 +182,17 @@ class Router:
     async def close(self) -> None:
         """Requests in flight fail; later ones are refused. Every replica is ended."""
         reason = "the rollout engine was closed"
-        replicas = list(self.replicas.values())
-        self.replicas, self._ordered = {}, {}
+        replicas = [*self.replicas.values(), *self._leaving.values()]
+        self.replicas, self._ordered, self._leaving = {}, {}, {}
         self._gate.close(reason)
         self._news.set()
         for replica in replicas:
             replica.state = "gone"
             replica.fail(WhetError(reason))
-        coming = list(self._tasks)
-        for task in coming:
-            task.cancel()
-        if self._watcher is not None:
-            self._watcher.cancel()
+        coming = list(self._coming.values())
+        for task in (*coming, self._watcher, self._listener):
+            if task is not None:
+                task.cancel()
         await asyncio.gather(*coming, return_exceptions=True)
         await asyncio.gather(*self._ending, *(self._end(r) for r in replicas), return_exceptions=True)
 
@@ -214,6 +227,7 @@ class Router:
                 f"no replica {name!r} serves; there are {', '.join(sorted(self.replicas)) or 'none'}"
             )
         replica.state = "leaving"
+        self._leaving[name] = replica
         self.left[name] = 0
         if replica.asked:
             answers = list(replica.asked.values())
@@ -222,6 +236,25 @@ class Router:
         if replica.state == "leaving":
             replica.state = "gone"
             await self._end(replica)
+        self._leaving.pop(name, None)
+
+    def scale(self, wanted: int) -> None:
+        """Have so many replicas soon. The last ones leave when they have done what they were asked; new ones serve once
+        they have the present weights. One that cannot be had is told in the log, and the run goes on without it."""
+        there = sorted(
+            {*self.replicas, *self._coming}, key=lambda name: (name not in self.replicas, number_of(name))
+        )
+        log.info("replicas asked for: %d; there are %d", wanted, len(there))
+        for name in there[wanted:]:
+            if name in self.replicas:
+                self._spawn(self._go(name))
+            else:
+                self._coming[name].cancel()
+        taken = {*there, *self._leaving}
+        free = (name for name in map("engine-{}".format, count()) if name not in taken)
+        for name in islice(free, max(0, wanted - len(there))):
+            self.left[name] = self.restarts
+            self._bringing(name, self._grow(name))
 
     def drop(self, replica: Replica, why: str) -> None:
         """Never ask it again. What it was asked is asked elsewhere, and another takes its place if one may."""
@@ -233,10 +266,9 @@ class Router:
         again = replica.let_go()
         self.dropped.append((replica.name, why))
         log.warning("replica %s dropped: %s; requests to be asked elsewhere: %d", replica.name, why, again)
-        self._spawn(self._end(replica), self._ending)
+        self._spawn(self._end(replica))
         if self.restart is not None and not leaving and self._gate.closed is None:
-            self._coming += 1
-            self._spawn(self._bring(replica.name), self._tasks)
+            self._bringing(replica.name, self._bring(replica.name))
         self._tell()
 
     # -- asking
@@ -323,22 +355,56 @@ class Router:
             del self._ordered[replica.order]
         return replica
 
+    async def _listen(self, wish: Callable[[], Wish | None]) -> None:
+        """Follow what a person asks for."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            wished = await asyncio.to_thread(wish)
+            if wished is not None and wished != self._wished:
+                self._wished = wished
+                self.scale(wished.count)
+
+    async def _go(self, name: str) -> None:
+        """Let one leave that is not wanted any more; it may have been lost meanwhile."""
+        if name in self.replicas:
+            await self.leave(name)
+            log.info("replica %s has left", name)
+
+    async def _grow(self, name: str) -> None:
+        """One more replica."""
+        try:
+            await self.join(await self._made(name))
+        except Exception as error:  # noqa: BLE001  an engine is foreign code: it does not take the run with it
+            there = len(self.replicas)
+            log.warning(
+                "replica %s was asked for and cannot be had: %s: %s. The run goes on with %d; whet scale asks again",
+                name, type(error).__name__, error, there,
+            )  # fmt: skip
+        else:
+            log.info("replica %s has joined and serves version %d", name, self.target)
+
     async def _bring(self, name: str) -> None:
         """Another replica in the place of a dropped one, as long as there are restarts left."""
-        try:
-            while self.left[name] > 0:
-                self.left[name] -= 1
-                try:
-                    await self.join(await self._made(name))
-                except Exception as error:  # noqa: BLE001  an engine is foreign code: it does not take the run with it
-                    log.warning("replica %s could not be replaced: %s: %s", name, type(error).__name__, error)
-                    continue
-                log.warning("replica %s serves again; restarts left: %d", name, self.left[name])
-                return
-            log.error("replica %s is not replaced any more: it has used its %d restarts", name, self.restarts)
-        finally:
-            self._coming -= 1
-            self._tell()
+        while self.left[name] > 0:
+            self.left[name] -= 1
+            try:
+                await self.join(await self._made(name))
+            except Exception as error:  # noqa: BLE001  an engine is foreign code: it does not take the run with it
+                log.warning("replica %s could not be replaced: %s: %s", name, type(error).__name__, error)
+                continue
+            log.warning("replica %s serves again; restarts left: %d", name, self.left[name])
+            return
+        log.error("replica %s is not replaced any more: it has used its %d restarts", name, self.restarts)
+
+    def _bringing(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Make a replica beside all else."""
+        task = self._coming[name] = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(partial(self._brought, name))
+
+    def _brought(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._coming.get(name) is task:
+            del self._coming[name]
+        self._tell()
 
     async def _made(self, name: str) -> Replica:
         """A new replica. If nobody waits for it any more when it is there, it is ended."""
@@ -428,10 +494,11 @@ class Router:
                 raise
             raise _Late(str(error)) from None
 
-    def _spawn(self, work: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """End a replica beside all else."""
         task = asyncio.get_running_loop().create_task(work)
-        among.add(task)
-        task.add_done_callback(among.discard)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     # -- health
 
@@ -449,7 +516,7 @@ class Router:
         watched: set[Replica] = set()
         while True:
             await asyncio.sleep(self.health_s / 4)
-            watched |= set(self.replicas.values())
+            watched |= {*self.replicas.values(), *self._leaving.values()}
             watched = {r for r in watched if r.state in ("serving", "leaving") and r.asked}
             if not watched:
                 return
@@ -468,6 +535,12 @@ class Router:
             replica.rest()
         elif replica.asked and quiet_s >= self.health_s:
             self.drop(replica, f"it has {replica.load} requests and has not got on for {quiet_s:.1f} s")
+
+
+def number_of(name: str) -> int:
+    """Of `engine-3`: 3. Names of another kind come first."""
+    digits = name.rpartition("-")[2]
+    return int(digits) if digits.isdigit() else -1
 
 
 class _Late(WhetError):

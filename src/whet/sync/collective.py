@@ -64,6 +64,10 @@ class Collective:
         self.group: Any = None
         self.broken: str | None = None
         """Why nothing goes through any more."""
+        self.missing: Sequence[int] = ()
+        """Ranks that did not come, where that is why."""
+        self.aborted: str | None = None
+        """Why the send at hand is given up."""
         self.store, self.port = _open_store(host, port, serves=rank == 0, timeout_s=timeout_s)
         self.store.set(f"here/{rank}", myself())
 
@@ -129,6 +133,10 @@ class Collective:
 
     def confirm(self, receipt: Receipt) -> None:
         self._store("a receipt", lambda: self.store.set(f"receipt/{self.rank}", json.dumps(asdict(receipt))))
+
+    def abort(self, why: str) -> None:
+        """The trainer, from another thread: a receiver is known to have ended, so wait for nobody any more."""
+        self.aborted = why
 
     def close(self) -> None:
         """Leave the group; the trainer's end takes the store along."""
@@ -217,9 +225,9 @@ class Collective:
         """Wait for a key of every other rank; the error names those who are missing."""
         others = [r for r in range(len(self.names)) if r != self.rank]
         if not self._wait([f"{prefix}/{r}" for r in others], patience):
-            missing = [r for r in others if self._read(f"{prefix}/{r}") is None]
+            self.missing = [r for r in others if self._read(f"{prefix}/{r}") is None]
             raise self._failed(
-                f"{self._listed(missing)} did not come {what} within {self.timeout_s:g} s (since {patience.since})"
+                f"{self._listed(self.missing)} did not come {what} within {self.timeout_s:g} s (since {patience.since})"
             )
 
     def _failed(self, what: str, error: Exception | None = None) -> WhetError:
@@ -237,6 +245,11 @@ class Collective:
             silent = self._silent()
             self.broken = what = what + (f"; no word from {self._listed(silent)}" if silent else "")
         return WhetError(f"{what}{reason}")
+
+    def _heard_of_failure(self) -> str | None:
+        """What a receiver says that failed."""
+        said = [(r, self._read(f"{self.sends}/failed/{r}")) for r in range(1, len(self.names))]
+        return next((f"{self._who(r)}: {why}" for r, why in said if why is not None), None)
 
     def _silent(self) -> list[int]:
         end = time.monotonic() + min(_GRACE_S, self.timeout_s)
@@ -268,6 +281,8 @@ class Collective:
         while not self._store(keys[0], lambda: self.store.check(keys)):
             if self.rank != 0 and (why := self._read(f"{self.sends}/failed/0")) is not None:
                 raise self._failed(f"{self._who(0)} gave up: {why}")
+            if self.rank == 0 and (why := self.aborted or self._heard_of_failure()) is not None:
+                raise self._failed(why)
             if patience.over:
                 return False
             time.sleep(0.002)

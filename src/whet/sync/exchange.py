@@ -7,29 +7,50 @@ digest from every receiver before the next optimizer step.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from whet.config.checks_sync import content_of
+from whet.config.schema import Config
 from whet.models.lora import adapted, refresh
 from whet.rollout.engine import RolloutEngine, WeightSource
 from whet.sync.manifest import Entry, Manifest, Missed, Receipt, checked, describe
 from whet.sync.transport import Patience, Transport
 from whet.types import WhetError
 
+log = logging.getLogger(__name__)
+
 Tensors = Iterable[tuple[str, Tensor]]
+
+
+class Policy(Protocol):
+    version: int
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    @property
+    def module(self) -> nn.Module: ...
+
+
+_REMEMBERED = 100
+"""Versions whose digest a trainer knows, for receipts that come late."""
 
 MERGED = "digest of the merged weights"
 """Travels behind adapters, as if it were a tensor."""
 
 
 class Publisher:
-    """The trainer's end. `join` names the receivers; `send` and `settle`, or `deliver`, belong to each version.
+    """The trainer's end. `join` names the receivers; `send` and `settle`, or `deliver`, belong to each version. Where
+    none is named they come and go as they like: `send`, and `look` at what they have answered.
 
-    whole: send every tensor every time; else only what some receiver lacks. dtype: what floating point tensors are
-    cast to before they travel; None: as they are.
+    whole: send every tensor every time; else only what some receiver lacks, or, to receivers without a name, what has
+    changed since the last version that was whole. adapters: what `carried` takes of the policy. dtype: what floating
+    point tensors are cast to before they travel; None: as they are.
     """
 
     def __init__(
@@ -37,10 +58,18 @@ class Publisher:
         transport: Transport,
         *,
         whole: bool = True,
+        adapters: bool = False,
         dtype: torch.dtype | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         self.transport, self.whole, self.dtype, self.timeout_s = transport, whole, dtype, timeout_s
+        self.adapters = adapters
+        self.base: Manifest | None = None
+        """The last version that was whole; None: the next one is."""
+        self.digests: dict[int, str] = {}
+        """Of the last versions."""
+        self.warned: set[tuple[str, int]] = set()
+        """(receiver, version) of the failures that were said."""
         self.held: dict[str, Manifest | None] = {}
         """What each receiver has confirmed, or said it has."""
         self.sent: Manifest | None = None
@@ -57,10 +86,31 @@ class Publisher:
 
     def send(self, version: int, tensors: Tensors, *, whole: bool = False) -> Manifest:
         """Send one version. whole: also what the receivers are believed to have."""
-        held = {} if whole or self.whole else self._common()
+        held = {} if whole or self.whole else self._stays()
         self.answers = {}
         self.sent = self.transport.send(version, cast(tensors, self.dtype), held=held)
+        travelled = sum(e.sent for e in self.sent.entries)
+        if travelled == len(self.sent.entries):
+            self.base = self.sent
+        elif 2 * travelled > len(self.sent.entries):
+            self.base = None
+        self.digests = {v: d for v, d in self.digests.items() if version - _REMEMBERED < v < version}
+        self.digests[version] = self.sent.digest
         return self.sent
+
+    def look(self) -> None:
+        """What receivers have answered that nobody waits for; call it before the next optimizer step.
+
+        Raises WhetError for one that has other weights than were sent; one that failed is logged, once.
+        """
+        for receipt in self.transport.receipts():
+            name, version, sent = receipt.receiver, receipt.version, self.digests.get(receipt.version)
+            if receipt.error:
+                if (name, version) not in self.warned:
+                    log.warning("weights version %d was not taken by %s: %s", version, name, receipt.error)
+                self.warned.add((name, version))
+            elif sent is not None and receipt.digest != sent:
+                raise _other(receipt, version, sent)
 
     def confirm(self, receipt: Receipt) -> None:
         """A receiver's answer that came by another way than the transport's."""
@@ -114,20 +164,36 @@ class Publisher:
         if answer.error:
             raise WhetError(f"weights version {sent.version} was not taken by {name}: {answer.error}")
         if (answer.version, answer.digest) != (sent.version, sent.digest):
-            raise WhetError(
-                f"{name} confirms weights version {answer.version} with digest {answer.digest}; version {sent.version} "
-                f"with {sent.digest} was sent, so its rollouts would come from other weights, and the run stops"
-            )
+            raise _other(answer, sent.version, sent.digest)
         self.held[name] = sent
         return True
 
-    def _common(self) -> Mapping[str, Entry]:
-        """What every receiver has alike."""
-        manifests = list(self.held.values())
-        if not manifests or any(m is None for m in manifests):
+    def _stays(self) -> Mapping[str, Entry]:
+        """What every receiver has alike, or what was in the last whole version."""
+        manifests = list(self.held.values()) or [self.base]
+        if any(m is None for m in manifests):
             return {}
         first, *others = [m.named for m in manifests if m is not None]
         return {name: e for name, e in first.items() if all(e.same(o.get(name)) for o in others)}
+
+
+def publisher_of(cfg: Config, transport: Transport, *, timeout_s: float | None = None) -> Publisher:
+    """As the section `sync` says."""
+    content = content_of(cfg)
+    return Publisher(
+        transport,
+        whole=content == "full",
+        adapters=content == "adapters",
+        dtype=None if cfg.sync.dtype == "auto" else getattr(torch, cfg.sync.dtype),
+        timeout_s=timeout_s or cfg.sync.timeout_s,
+    )
+
+
+def _other(receipt: Receipt, version: int, digest: str) -> WhetError:
+    return WhetError(
+        f"{receipt.receiver} confirms weights version {receipt.version} with digest {receipt.digest}; version "
+        f"{version} with {digest} was sent, so its rollouts would come from other weights, and the run stops"
+    )
 
 
 class Receiver:
@@ -203,15 +269,18 @@ class Receiver:
     def _proved(
         self, tensors: Iterator[tuple[str, Tensor | None]], version: int
     ) -> Iterator[tuple[str, Tensor | None]]:
-        """The tensors; behind adapters, proof that they make the trainer's weights."""
+        """The tensors; once all adapters are in, proof that they make the trainer's weights."""
+        adapters, told = False, None
         for name, tensor in tensors:
             if name == MERGED:
-                self._check_merged(tensor, version)
+                adapters, told = True, tensor
             else:
                 yield name, tensor
+        if adapters:
+            self._check_merged(told, version)
 
     def _check_merged(self, told: Tensor | None, version: int) -> None:
-        """All adapters are in by now. A proof that was not sent is that of the version before."""
+        """A proof that was not sent is that of the version before."""
         if self.module is None:
             raise WhetError(
                 f"weights version {version} are adapters; {self.name} needs its engine's module to merge them"
@@ -231,6 +300,11 @@ def cast(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
     """Floating point tensors in this dtype; None: as they are."""
     for name, tensor in tensors:
         yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def carried(policy: Policy, *, adapters: bool) -> Tensors:
+    """What of a policy travels: its weights as others see them, or its own tensors with adapters apart."""
+    return with_adapters(policy.module) if adapters else policy.weights()
 
 
 def with_adapters(module: nn.Module) -> Tensors:

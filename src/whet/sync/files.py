@@ -1,6 +1,7 @@
 """Weights by way of a folder on a disk that both sides see: a folder of safetensors for each version.
 
-weights/00000007/            version 7, whole; 00000007-changed: only what the receivers lacked
+weights/00000007/            version 7, whole
+weights/00000008-changed/    version 8: what is not as in the last whole one before it, which stays as long
     manifest.json            names, shapes, dtypes, digests
     00000.safetensors ...
 weights/confirmed/NAME.json  the last answer of the receiver NAME
@@ -15,7 +16,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whet.sync.manifest import Entry, Manifest, Piece, Receipt, myself, pieces
+from whet.sync.manifest import Entry, Manifest, Piece, Receipt, lacking, myself, not_sent, pieces
 from whet.sync.transport import BUCKET_BYTES, Patience, buckets
 from whet.track.files import atomic_folder, tidy, write_json
 from whet.types import WhetError
@@ -77,22 +78,19 @@ class Files:
         """See `Transport`. Tensors are views of the mapped files, which stay readable when the folder goes."""
         folder = self._await(version, held)
         manifest = _read_manifest(folder)
-        with ExitStack() as stack:
-            try:
-                files = [
-                    stack.enter_context(safe_open(path, framework="pt"))
-                    for path in sorted(folder.glob("*.safetensors"))
-                ]
-                for file in files:
-                    for name in file.keys():  # noqa: SIM118  it is no mapping
-                        if name not in manifest.named:
-                            raise WhetError(f"{folder}: {name!r} is there, but the manifest has none")
-                        yield manifest.named[name], file.get_tensor(name)
-            except (SafetensorError, OSError) as error:
-                raise _unreadable(folder, error) from error
-        for entry in manifest.entries:
-            if not entry.sent:
-                yield entry, None
+        named, lacks = manifest.named, set(lacking(manifest, held))
+        came = set()
+        for name, tensor in _tensors(folder, named, lacks):
+            came.add(name)
+            yield named[name], tensor
+        left = {n for n in lacks - came if not named[n].sent}
+        base = self._base(version) if left else None
+        if base is not None:
+            there = _read_manifest(base).named
+            for name, tensor in _tensors(base, there, {n for n in left if named[n].same(there.get(n))}):
+                came.add(name)
+                yield named[name], tensor
+        yield from not_sent(manifest, held, came)
         return manifest
 
     def newest(self) -> int | None:
@@ -124,11 +122,18 @@ class Files:
         return [(int(m[1]), p) for p in self.root.iterdir() if (m := _VERSION.fullmatch(p.name))]
 
     def _drop_others(self, version: int) -> None:
-        """All but the newest few, and later ones: the trainer has gone back to a checkpoint."""
+        """All but the newest few and the whole ones that they go by, and later ones: the trainer has gone back to a
+        checkpoint."""
         kept = sorted({v for v, _ in self._there() if v <= version})[-self.keep :]
+        bases = {self._base(v) for v in kept}
         for other, path in self._there():
-            if other not in kept:
+            if other not in kept and path not in bases:
                 _drop(path)
+
+    def _base(self, version: int) -> Path | None:
+        """The newest version up to this one that is there whole."""
+        there = sorted((path for v, path in self._there() if v <= version), reverse=True)
+        return next((path for path in there if path.name.isdigit() or _is_whole(path)), None)
 
     def _await(self, version: int, held: Manifest | None) -> Path:
         """The folder of a version; who holds one already takes the smaller one of the two that there may be."""
@@ -158,12 +163,37 @@ class Files:
         return f"the newest is {newest}, written {ago:.0f} s ago by {_read_manifest(path).by}; is it alive?"
 
 
+def _tensors(
+    folder: Path, named: Mapping[str, Entry], wanted: Collection[str]
+) -> Generator[tuple[str, Tensor], None, None]:
+    """(name, tensor) of those wanted that the folder's files have."""
+    with ExitStack() as stack:
+        try:
+            files = [
+                stack.enter_context(safe_open(path, framework="pt"))
+                for path in sorted(folder.glob("*.safetensors"))
+            ]
+            for file in files:
+                for name in file.keys():  # noqa: SIM118  it is no mapping
+                    if name not in named:
+                        raise WhetError(f"{folder}: {name!r} is there, but the manifest has none")
+                    if name in wanted:
+                        yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(folder, error) from error
+
+
 def _drop(folder: Path) -> None:
     """Gone in one rename, so no reader finds half of it; a kill leaves what `tidy` removes."""
     aside = folder.with_name(f".{folder.name}.new-drop")
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
     shutil.rmtree(aside)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether all tensors are in this folder: everything may have changed."""
+    return all(e.sent for e in _read_manifest(folder).entries)
 
 
 def _covers(folder: Path, held: Manifest) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -148,6 +148,20 @@ def pieces(tensors: Iterable[tuple[str, Tensor]], held: Mapping[str, Entry]) -> 
             yield replace(entry, sent=False), None
         else:
             yield entry, tensor.detach()
+
+
+def lacking(manifest: Manifest, held: Manifest | None) -> list[str]:
+    """Names of what a receiver has to be given: all that it does not hold in this content."""
+    return [e.name for e in manifest.entries if held is None or not e.same(held.named.get(e.name))]
+
+
+def not_sent(manifest: Manifest, held: Manifest | None, came: Collection[str]) -> Iterator[Piece]:
+    """The entries whose tensors stay as they are: those held already, and those left out that nobody has brought.
+    What was sent and did not come is not among them, so that it is missed."""
+    lacks = set(lacking(manifest, held))
+    for entry in manifest.entries:
+        if entry.name not in came and (entry.name not in lacks or not entry.sent):
+            yield entry, None
 
 
 # ---------------------------------------------------------------- checked

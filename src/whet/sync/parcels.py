@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.sync.manifest import Entry, Manifest, Piece, Receipt, myself, pieces
+from whet.sync.manifest import Entry, Manifest, Piece, Receipt, lacking, myself, not_sent, pieces
 from whet.sync.transport import BUCKET_BYTES, Patience, buckets, flatten, split
 from whet.types import WhetError
 
@@ -30,6 +30,23 @@ class Letter:
     manifest: Manifest
     parcels: tuple[tuple[tuple[str, ...], Any], ...]
     """(names, reference) of the tensors that were sent; what a reference is, `pack` and `unpack` know."""
+    base: Letter | None = None
+    """The last version that was sent whole: who comes later finds there what was not sent with this one."""
+
+    def needed(self, held: Manifest | None) -> list[tuple[Letter, tuple[str, ...], Any, set[str]]]:
+        """(letter, names, reference, those that are lacking) of the parcels that a receiver has to open."""
+        lacks = set(lacking(self.manifest, held))
+        of_base = {e.name for e in self.manifest.entries if not e.sent and e.name in lacks}
+        found = [(self, lacks - of_base)]
+        if self.base is not None:
+            there = self.base.manifest.named
+            found.append((self.base, {n for n in of_base if self.manifest.named[n].same(there.get(n))}))
+        return [
+            (letter, names, reference, set(names) & wanted)
+            for letter, wanted in found
+            for names, reference in letter.parcels
+            if not wanted.isdisjoint(names)
+        ]
 
 
 class Parcels:
@@ -51,6 +68,8 @@ class Parcels:
         self.pack, self.unpack = pack, unpack
         self.timeout_s, self.keep, self.bucket_bytes = timeout_s, keep, bucket_bytes
         self.letters: dict[int, Letter] = {}
+        self.base: Letter | None = None
+        """The last that was whole."""
         self.arrived = threading.Condition()
         self.answers: dict[str, Receipt] = {}
 
@@ -67,7 +86,10 @@ class Parcels:
         manifest = Manifest(version, tuple(entries), myself())
         with self.arrived:  # later ones go, too: the trainer has gone back to a checkpoint
             self.letters = {v: letter for v, letter in self.letters.items() if v < version}
-        self.accept(Letter(manifest, tuple(parcels)))
+        whole = all(e.sent for e in entries)
+        letter = Letter(manifest, tuple(parcels), None if whole else self.base)
+        self.base = letter if whole else self.base
+        self.accept(letter)
         return manifest
 
     def letter(self, version: int) -> Letter:
@@ -95,20 +117,21 @@ class Parcels:
     def receive(self, version: int, *, held: Manifest | None = None) -> Generator[Piece, None, Manifest]:
         letter = self._await(version)
         named = letter.manifest.named
-        for names, reference in letter.parcels:
-            if strange := [n for n in names if n not in named]:
+        came = set()
+        for sender, names, reference, wanted in letter.needed(held):
+            there = sender.manifest.named
+            if strange := [n for n in names if n not in there]:
                 raise WhetError(f"weights version {version}: {strange[0]!r} came, but its manifest has none")
-            entries = [named[name] for name in names]
+            entries = [there[name] for name in names]
             tensors = self.unpack(reference, entries)
             if len(tensors) != len(entries):
                 raise WhetError(
                     f"weights version {version}: {len(tensors)} tensors came for the {len(entries)} from {names[0]!r} "
                     f"to {names[-1]!r}"
                 )
-            yield from zip(entries, tensors)
-        for entry in letter.manifest.entries:
-            if not entry.sent:
-                yield entry, None
+            yield from ((named[n], tensor) for n, tensor in zip(names, tensors) if n in wanted)
+            came |= wanted
+        yield from not_sent(letter.manifest, held, came)
         return letter.manifest
 
     def newest(self) -> int | None:
@@ -121,7 +144,7 @@ class Parcels:
         return list(self.answers.values())
 
     def close(self) -> None:
-        self.letters = {}
+        self.letters, self.base = {}, None
 
     def _await(self, version: int) -> Letter:
         patience = Patience(self.timeout_s)

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
-from torch import Tensor, nn
-
 from whet.rollout.engine import RolloutEngine, WeightSource
-from whet.sync.exchange import Publisher
+from whet.sync.exchange import Policy, Publisher, carried
 from whet.types import WhetError
-
-
-class Policy(Protocol):
-    version: int
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
-
-    @property
-    def module(self) -> nn.Module: ...
 
 
 class Sampler(Policy, Protocol):
@@ -57,7 +45,7 @@ async def sync(
 ) -> None:
     """Give the engine the policy's present weights and version."""
     if out is not None:
-        out.send(policy.version, policy.weights())
+        out.send(policy.version, carried(policy, adapters=out.adapters))
     if engine is not None:
         await engine.pause(finish)  # before the sampler's weights change under it
     if through is not None:

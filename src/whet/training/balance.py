@@ -132,4 +132,5 @@ def _dealt(batch: Batch, rows: list[Tensor], most: int) -> Dealt:
 def _idle(batch: Batch) -> Batch:
     group = torch.nonzero(batch.group_R == batch.group_R[0]).flatten()
     one = select(batch, group)
-    return one if one.weight_N is None else replace(one, weight_N=torch.zeros_like(one.weight_N))
+    never_R = torch.zeros(one.rollouts)
+    return one if one.weight_N is None else replace(one, weight_N=torch.zeros_like(one.weight_N), count_R=never_R)

@@ -6,6 +6,8 @@ RUN/profile/STAGE-step-000012.pickle         CUDA's allocator and its history (w
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -17,6 +19,9 @@ from whet.config.checks_run import NEEDS_CUDA, needs_cuda
 from whet.config.schema import Profile
 from whet.types import ConfigError
 
+Tell = Callable[..., object]
+"""`Ranks.ask`"""
+
 HISTORY_EVENTS = 100_000
 """Allocations and frees that a memory snapshot remembers."""
 
@@ -24,8 +29,11 @@ HISTORY_EVENTS = 100_000
 class Profiler:
     """The windows of one stage. Where no step is recorded, everything here does nothing."""
 
-    def __init__(self, cfg: Profile, folder: Path, *, stage: str, device: torch.device) -> None:
-        """Errors: ConfigError for tools that need CUDA where there is none."""
+    def __init__(
+        self, cfg: Profile, folder: Path, *, stage: str, device: torch.device, tell: Tell | None = None
+    ) -> None:
+        """tell: asks the ranks of train.parallel, those that profile.ranks names record the same steps. Errors:
+        ConfigError for tools that need CUDA where there is none."""
         if cfg.steps and device.type != "cuda" and (tools := needs_cuda(cfg)):
             raise ConfigError(f"profile.tools: {', '.join(tools)}: {NEEDS_CUDA}; the run is on {device.type}")
         self.cfg, self.folder, self.stage, self.device = cfg, folder, stage, device
@@ -34,14 +42,18 @@ class Profiler:
         self._window: list[int] = []
         """Steps recorded since the last file."""
         self._inside = False
+        self.tell: Tell = tell if tell is not None and cfg.steps else _nobody
+        self.tell("profile", cfg, str(folder), stage)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Around training step `number`: recorded, if it is asked for."""
-        self._begin(number)
+        self.tell("begin", number)
+        self.begin(number)
         with self.range(f"step {number}"):
             yield
-        self._end(number)
+        self.end(number)
+        self.tell("end", number)
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """A named part of a recorded step, in the trace and in nsys."""
@@ -55,14 +67,17 @@ class Profiler:
         return ranges
 
     def close(self) -> None:
-        """Write what a run that was stopped inside a window has recorded so far."""
+        """Write what a run that was stopped inside a window has recorded so far; nothing is recorded afterwards. Call it
+        while the ranks are there."""
+        self.tell("end", None)
+        self.tell = _nobody
         self._stop_torch()
         if self._window:
             self._stop_cuda()
+            self._window.clear()
 
-    # -- inside
-
-    def _begin(self, number: int) -> None:
+    def begin(self, number: int) -> None:
+        """Before training step `number`."""
         ahead = window(self.steps, number)
         due = bool(ahead) and number >= ahead[0] - self.cfg.warmup
         if due and self._torch is None and "torch" in self.cfg.tools:
@@ -74,7 +89,8 @@ class Profiler:
                 self._start_cuda()
             self._window.append(number)
 
-    def _end(self, number: int) -> None:
+    def end(self, number: int) -> None:
+        """After it."""
         ends = self._inside and number + 1 not in self.steps
         self._inside = False
         if self._torch is not None:
@@ -83,6 +99,8 @@ class Profiler:
             self._stop_torch()
             self._stop_cuda()
             self._window.clear()
+
+    # -- inside
 
     def _profiler(self, steps: Collection[int], *, first: int) -> torch.profiler.profile:
         """For one window; its first step is training step `first`."""
@@ -121,6 +139,20 @@ class Profiler:
         if "memory" in self.cfg.tools:
             torch.cuda.memory._dump_snapshot(str(self._file("pickle")))
             torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _nobody(*what: object) -> None:
+    """There are no ranks."""
+
+
+def memory_peaks() -> dict[str, float]:
+    """Most memory of this process so far, and on CUDA of its device since it was last asked, in MiB."""
+    unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, kilobytes elsewhere
+    out = {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit}
+    if torch.cuda.is_initialized():
+        out["gpu_peak_mb"] = torch.cuda.max_memory_allocated() / 2**20
+        torch.cuda.reset_peak_memory_stats()
+    return out
 
 
 def window(steps: Collection[int], at: int) -> list[int]:

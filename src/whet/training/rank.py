@@ -1,38 +1,41 @@
 """One rank: a process of its own that holds its part of policy, reference and critic, and does what the driver asks.
 
-It is started by `ranks.Ranks` over a socket pair between the two; nothing else reaches it. It ends with its driver,
-however that ends.
+It is started by `guard.line` over a socket pair between the two; nothing else reaches it but the other ranks. It
+ends with the process that started it, however that ends.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import pickle
-import signal
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from whet.config.schema import Profile
 from whet.guard.imports import import_all
+from whet.guard.line import picked_up
 from whet.models import kernels
 from whet.models.lora import adapted, learned, refresh
-from whet.models.mesh import Dims, make_mesh
+from whet.models.mesh import Dims, expert_mesh, make_mesh
 from whet.models.parallel import parallelize
 from whet.models.sharded import DataParallel, Sharding
+from whet.models.tensor_files import Piece
+from whet.training.parts import Held
+from whet.training.profile import Profiler, memory_peaks
 from whet.training.torch import FullKl, TorchEngine
 from whet.types import WhetError
 
@@ -43,19 +46,19 @@ class Hello:
 
     rank: int
     dims: Dims
-    sharding: Sharding
     device: str
     """cpu or cuda"""
     backend: str
+    host: str
     port: int
-    """Of the store at 127.0.0.1 where the ranks find one another."""
+    """Of the store where the ranks find one another."""
+    address: str
+    """Of this machine, where other ranks reach this one."""
+    gpu: int
+    """Which of the GPUs that it sees is its own."""
     threads: int
     timeout_s: float
     imports: tuple[str, ...]
-    stacks: str
-    """File for the stack of a rank that hangs."""
-    driver: int
-    """Its process; it may be gone before this one has started."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,10 @@ class Role:
     """The safetensors file that has them."""
     value_head: nn.Linear | None
     kernels: str
+    dims: Dims
+    chunks: int
+    """Parts of the layers on each rank of pp."""
+    sharding: Sharding
     arguments: dict[str, Any]
     """Further ones of TorchEngine."""
 
@@ -76,24 +83,34 @@ class Role:
 class _Rank:
     hello: Hello
     connection: Connection
-    mesh: Any = None
+    meshes: dict[Dims, tuple[Any, Any]] = field(default_factory=dict)
     engines: dict[str, TorchEngine] = field(default_factory=dict)
+    parts: dict[str, Held] = field(default_factory=dict)
+    """Of each engine what is to be written of it."""
+    profiler: Profiler | None = None
 
     # -- commands
 
     def open(self, name: str, role: Role) -> None:
-        device = torch.device(self.hello.device, self.hello.rank) if self.hello.device == "cuda" else "cpu"
+        device = torch.device(self.hello.device, self.hello.gpu) if self.hello.device == "cuda" else "cpu"
         model = _filled(role, device)
         refresh(model)
         head = None if role.value_head is None else role.value_head.to(device)
-        parallel = parallelize(model, self.mesh, self.hello.dims)
+        mesh, experts = self.mesh(role.dims)
+        ep = None if experts is None else experts["ep"]
+        arguments = dict(role.arguments)
+        # what is cut rests in its parts, which are fetched layer by layer
+        rests, shards = arguments.pop("rests", False), role.dims.dp_shard > 1
+        sharding = replace(role.sharding, offload=rests and shards)
+        parallel = parallelize(model, mesh, role.dims, ep=ep, chunks=role.chunks)
         engine = TorchEngine(
             model,
             kernels.load(role.kernels),
             value_head=head,
-            across=DataParallel(self.mesh, self.hello.sharding, parallel),
+            across=DataParallel(mesh, sharding, parallel, experts=experts),
             parallel=parallel,
-            **role.arguments,
+            rests=rests and not shards,
+            **arguments,
         )
         engine.beat = lambda what: self.say("beat", f"{name}: {what}")
         self.engines[name] = engine
@@ -111,7 +128,7 @@ class _Rank:
         """Send what has learned, whole."""
         engine = self.engines[name]
         named = ((n, p.detach()) for n, p in learned(engine.module) if p.requires_grad)
-        for key, tensor in engine.across.whole(named):
+        for key, tensor in engine.across.gathered(named):
             if self.hello.rank == 0:
                 self.say("tensor", key, tensor.cpu())
 
@@ -123,11 +140,56 @@ class _Rank:
         engine = self.engines[name]
         out = {}
         for file, named, metadata in engine.files(moments=moments):
-            for key, tensor in engine.across.whole(named):
+            for key, tensor in engine.across.gathered(named):
                 if self.hello.rank == 0:
                     self.say("tensor", (file, key), tensor.cpu())
             out[file] = metadata
         return out
+
+    def pieces(self, name: str, moments: bool) -> Any:
+        """What lies here of each file: see `training.parts`."""
+        return self.engines[name].pieces(moments=moments)
+
+    def hold(self, name: str, moments: bool, copy: bool, mine: Mapping[str, Collection[Piece]]) -> None:
+        self.parts[name] = Held(self.engines[name].take(mine, moments=moments), copy=copy)
+
+    def flush(self, name: str, path: str) -> None:
+        """Begin to write what is held."""
+        self.parts[name].begin(Path(path), self.hello.rank, self.hello.dims.world)
+
+    def flushed(self, name: str) -> str | None:
+        return self.parts[name].said
+
+    def profile(self, cfg: Profile, folder: str, stage: str) -> None:
+        """From now on record the steps that `profile` names, if this rank is among those it names."""
+        if self.profiler is not None:
+            self.profiler.close()
+        here = torch.device(self.hello.device)
+        chosen = cfg if self.hello.rank in cfg.ranks else Profile()
+        self.profiler = Profiler(chosen, Path(folder), stage=f"{stage}-rank-{self.hello.rank}", device=here)
+        for name, engine in self.engines.items():
+            engine.span = partial(self._range, name)
+
+    @contextmanager
+    def _range(self, lane: str, what: str) -> Iterator[None]:
+        assert self.profiler is not None
+        with self.profiler.range(f"{lane}: {what}"):
+            yield
+
+    def begin(self, step: int) -> None:
+        if self.profiler is not None:
+            self.profiler.begin(step)
+
+    def end(self, step: int | None) -> None:
+        """After a step; None: there will be no more."""
+        if self.profiler is not None and step is not None:
+            self.profiler.end(step)
+        elif self.profiler is not None:
+            self.profiler.close()
+
+    def peaks(self) -> dict[str, float]:
+        """Most memory so far in MiB: of the process and, on CUDA, of its GPU since the last time."""
+        return memory_peaks()
 
     def load(self, name: str, path: str) -> None:
         self.engines[name].load(Path(path))
@@ -138,6 +200,13 @@ class _Rank:
     def forget(self, name: str) -> None:
         self.engines[name].forget()
 
+    def mesh(self, dims: Dims) -> tuple[Any, Any]:
+        """The mesh of a layout and, with ep, the second one; each is made once, by all ranks."""
+        if dims not in self.meshes:
+            experts = expert_mesh(dims, self.hello.device) if dims.ep > 1 else None
+            self.meshes[dims] = make_mesh(dims, self.hello.device), experts
+        return self.meshes[dims]
+
     # -- talk
 
     def say(self, *message: object) -> None:
@@ -145,7 +214,23 @@ class _Rank:
 
     def run(self) -> None:
         commands: dict[str, Callable[..., object]] = {
-            f.__name__: f for f in (self.open, self.forward, self.update, self.pull, self.save, self.capture)
+            f.__name__: f
+            for f in (
+                self.open,
+                self.forward,
+                self.update,
+                self.pull,
+                self.save,
+                self.capture,
+                self.pieces,
+                self.hold,
+                self.flush,
+                self.flushed,
+                self.profile,
+                self.begin,
+                self.end,
+                self.peaks,
+            )
         } | {"load": self.load, "copy": self.copy, "forget": self.forget}
         while True:
             name, *arguments = pickle.loads(self.connection.recv_bytes())
@@ -154,15 +239,14 @@ class _Rank:
             self.say("done", commands[name](*arguments))
 
 
-def serve(fd: int) -> None:
-    """The life of a rank. fd: its end of the socket pair."""
-    connection = Connection(fd)
-    hello: Hello = pickle.loads(connection.recv_bytes())
+def serve(connection: Connection) -> None:
+    """The life of a rank."""
+    try:
+        hello: Hello = pickle.loads(connection.recv_bytes())
+    except EOFError:
+        return
     rank = _Rank(hello, connection)
-    threading.Thread(target=_end_with, args=(hello.driver,), daemon=True).start()
-    with open(hello.stacks, "w") as stacks, _joined(rank):
-        faulthandler.enable(stacks)
-        faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    with _joined(rank):
         rank.say("done", None)
         rank.run()
 
@@ -179,14 +263,15 @@ def _joined(rank: _Rank) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         import_all(hello.imports)
         if hello.device == "cuda":
-            torch.cuda.set_device(hello.rank)
+            torch.cuda.set_device(hello.gpu)
         # later than the driver's own deadline, which can say who hangs
         patience = timedelta(seconds=2 * hello.timeout_s)
-        store = dist.TCPStore("127.0.0.1", hello.port, is_master=False, timeout=patience)
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface(hello.address)
+        store = dist.TCPStore(hello.host, hello.port, is_master=False, timeout=patience)
         dist.init_process_group(
             hello.backend, store=store, rank=hello.rank, world_size=hello.dims.world, timeout=patience
         )
-        rank.mesh = make_mesh(hello.dims, hello.device)
+        rank.mesh(hello.dims)
         yield
     except EOFError:
         pass  # the driver has gone
@@ -202,11 +287,14 @@ def _joined(rank: _Rank) -> Iterator[None]:
     os._exit(0)
 
 
-def _end_with(driver: int) -> None:
-    """A driver that was killed leaves nobody behind."""
-    while os.getppid() == driver:
-        time.sleep(0.5)
-    os._exit(1)
+def _interface(address: str) -> str:
+    """The name of the network interface that has this address."""
+    of = {a.address: name for name, found in psutil.net_if_addrs().items() for a in found}
+    if address not in of:
+        raise WhetError(
+            f"this machine has no network interface with the address {address}; it has {sorted(of)}"
+        )
+    return of[address]
 
 
 def _filled(role: Role, device: torch.device | str) -> PreTrainedModel:
@@ -232,4 +320,4 @@ def _filled(role: Role, device: torch.device | str) -> PreTrainedModel:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve(picked_up(sys.argv[1:]))

@@ -8,20 +8,17 @@ dies, fails or stays silent too long ends them all, and the error says which it 
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from multiprocessing.connection import Connection, wait
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,16 +28,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from whet.batch import Batch, LossFn
+from whet.guard.line import Local, OpenLines, end
 from whet.models.lora import adapted, learned, merged, refresh
 from whet.models.mesh import Dims
 from whet.models.sharded import Sharding
 from whet.tables import loaded_files
+from whet.training import parts
 from whet.training.balance import Dealt, deal
 from whet.training.rank import Hello, Role
-from whet.training.torch import Cut, FullKl, Sums
+from whet.training.sums import Sums
+from whet.training.torch import Cut, FullKl
 from whet.types import CheckpointError, ConfigError, Metrics, WhetError
 
 _ERRORS = {e.__name__: e for e in (CheckpointError, ConfigError, WhetError)}
+MODULE = "whet.training.rank"
+"""What the processes run."""
 _GRACE_S = 2.0
 """After the first failure the others have so long to say theirs: who died is told before who waited for them."""
 
@@ -57,58 +59,35 @@ class Ranks:
         threads: int = 1,
         timeout_s: float = 600.0,
         imports: Sequence[str] = (),
+        open_lines: OpenLines | None = None,
     ) -> None:
         """threads: of each rank. timeout_s: longest silence of all ranks. imports: code of the user's that a rank
-        needs. Errors: ConfigError where there are fewer devices than ranks."""
-        if device == "cuda" and torch.cuda.device_count() < dims.world:
+        needs. open_lines: starts the processes, if not on this machine. Errors: ConfigError where there are fewer
+        devices than ranks."""
+        if device == "cuda" and open_lines is None and torch.cuda.device_count() < dims.world:
             raise ConfigError(
                 f"train.parallel: {dims.world} ranks need a GPU each, and there are {torch.cuda.device_count()} here"
             )
         from torch.distributed import TCPStore
 
-        self.dims, self.timeout_s = dims, timeout_s
+        self.dims, self.sharding, self.timeout_s = dims, sharding or Sharding(), timeout_s
         self.beat: Callable[[str], object] = lambda what: None
-        self.folder = Path(tempfile.mkdtemp(prefix="whet-ranks-"))
         self.doing = ["starting"] * dims.world
         self.lock = threading.Lock()
-        listener = socket.create_server(("127.0.0.1", 0))
+        self.lines = (open_lines or partial(Local, module=MODULE))(dims.world, threads)
+        self._end = weakref.finalize(self, end, self.lines)
+        listener = socket.create_server((self.lines.host, 0))
         port = listener.getsockname()[1]
         self.store = TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            self.lines.host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.connections: list[Connection] = []
-        self._end = weakref.finalize(self, _end, self.processes, self.connections, self.folder)
-        for rank in range(dims.world):
-            self._start(Hello(
-                rank, dims, sharding or Sharding(), device, "nccl" if device == "cuda" else "gloo", port, threads,
-                timeout_s, (*imports, *loaded_files()), str(self.folder / f"stack-{rank}"), os.getpid(),
+        for rank, line in enumerate(self.lines.lines):
+            self._tell(rank, Hello(
+                rank, dims, device, "nccl" if device == "cuda" else "gloo", self.lines.host,
+                port, line.address, line.gpu, threads, timeout_s, (*imports, *loaded_files()),
             ))  # fmt: skip
         with self.lock:
             self._answers(None)
-
-    def _start(self, hello: Hello) -> None:
-        ours, theirs = socket.socketpair()
-        env = os.environ | {
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-            "OMP_NUM_THREADS": str(hello.threads),
-            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        }
-        with theirs:
-            command = [sys.executable, "-m", "whet.training.rank", str(theirs.fileno())]
-            # a session of its own: Ctrl-C is the driver's to answer
-            self.processes.append(
-                subprocess.Popen(
-                    command,
-                    pass_fds=[theirs.fileno()],
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=2,
-                    start_new_session=True,
-                )
-            )
-        self.connections.append(Connection(ours.detach()))
-        self._tell(hello.rank, hello)
 
     def ask(
         self,
@@ -136,7 +115,7 @@ class Ranks:
 
     def _tell(self, rank: int, message: object) -> None:
         try:
-            self.connections[rank].send_bytes(pickle.dumps(message, protocol=5))
+            self.lines.lines[rank].connection.send_bytes(pickle.dumps(message, protocol=5))
         except OSError:
             raise self._failed({}) from None
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -150,13 +129,13 @@ class Ranks:
         answers: dict[int, Any] = {}
         heard = time.monotonic()
         while len(answers) < self.dims.world:
-            open_ = [c for r, c in enumerate(self.connections) if r not in answers]
-            ready = wait(open_, timeout=max(0.0, heard + self.timeout_s - time.monotonic()))
+            open_ = {line.connection: r for r, line in enumerate(self.lines.lines) if r not in answers}
+            ready = wait(list(open_), timeout=max(0.0, heard + self.timeout_s - time.monotonic()))
             if not ready:
                 raise self._silent(answers)
             heard = time.monotonic()
             for connection in ready:
-                rank = self.connections.index(connection)  # type: ignore[arg-type]
+                rank = open_[connection]  # type: ignore[index]
                 kind, *rest = self._hear(rank)
                 if kind == "beat":
                     self.doing[rank] = f"{self.doing[rank].split(' (')[0]} ({rest[0]})"
@@ -172,16 +151,17 @@ class Ranks:
 
     def _hear(self, rank: int) -> tuple[Any, ...]:
         try:
-            return pickle.loads(self.connections[rank].recv_bytes())  # type: ignore[no-any-return]
+            return pickle.loads(self.lines.lines[rank].connection.recv_bytes())  # type: ignore[no-any-return]
         except (EOFError, OSError):
             return ("failed", "", "", "")
 
     def _failed(self, told: dict[int, list[str]]) -> WhetError:
         """The error of ranks that failed; a dead one is the cause of what the others say."""
         until = time.monotonic() + _GRACE_S
+        rank_of = {line.connection: r for r, line in enumerate(self.lines.lines)}
         while time.monotonic() < until and not self._dead():
-            for connection in wait(self.connections, timeout=0.1):
-                rank = self.connections.index(connection)  # type: ignore[arg-type]
+            for connection in wait(list(rank_of), timeout=0.1):
+                rank = rank_of[connection]  # type: ignore[index]
                 kind, *rest = self._hear(rank)
                 if kind == "failed" and rest[2]:
                     told.setdefault(rank, rest)
@@ -191,8 +171,7 @@ class Ranks:
             if known := [t for t in own.values() if t[0]]:
                 return _ERRORS.get(known[0][0], WhetError)(known[0][1])
             if dead:
-                rank, code = next(iter(dead.items()))
-                how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+                rank, how = next(iter(dead.items()))
                 return WhetError(
                     f"rank {rank} of {self.dims.world} died ({how}) while doing: {self.doing[rank]}{self._stack(rank)}"
                 )
@@ -207,8 +186,7 @@ class Ranks:
         """The error of ranks that were not heard of in time."""
         silent = [r for r in range(self.dims.world) if r not in answers]
         for rank in silent:
-            if self.processes[rank].poll() is None:
-                self.processes[rank].send_signal(signal.SIGUSR1)
+            self.lines.lines[rank].dump()
         time.sleep(0.5)
         told = "".join(f"\nrank {r}: {self.doing[r]}{self._stack(r)}" for r in silent)
         self.close()
@@ -217,29 +195,15 @@ class Ranks:
             f"(train.parallel.timeout_s){told}"
         )
 
-    def _dead(self) -> dict[int, int]:
-        """Exit status of those that ended before they were asked to; those that had an error to tell are none."""
-        found = {r: p.poll() for r, p in enumerate(self.processes)}
-        return {r: code for r, code in found.items() if code is not None and code not in (0, 1)}
+    def _dead(self) -> dict[int, str]:
+        """How those ended that did so before they were asked to; those that had an error to tell are none."""
+        found = {r: line.died() for r, line in enumerate(self.lines.lines)}
+        return {r: how for r, how in found.items() if how}
 
     def _stack(self, rank: int) -> str:
         """The last stack that a rank wrote."""
-        path = self.folder / f"stack-{rank}"
-        text = path.read_text(errors="replace").strip() if path.exists() else ""
+        text = self.lines.lines[rank].stack()
         return f"\n{text}" if text else ""
-
-
-def _end(processes: list[subprocess.Popen[bytes]], connections: list[Connection], folder: Path) -> None:
-    for connection in connections:
-        connection.close()  # an idle rank ends by that
-    until = time.monotonic() + 1.0
-    while time.monotonic() < until and any(p.poll() is None for p in processes):
-        time.sleep(0.02)
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 class RankGroup:
@@ -254,11 +218,26 @@ class RankGroup:
         cut: Cut,
         kernels: str = "auto",
         value_head: nn.Linear | None = None,
+        sharded: bool = False,
+        dims: Dims | None = None,
+        chunks: int = 1,
+        sharding: Sharding | None = None,
         **arguments: Any,
     ) -> None:
         """model: whole; the role `policy` keeps it up to date, of others the ranks alone have the weights afterwards.
-        arguments: further ones of TorchEngine."""
+        sharded: each rank saves the parts that it holds. dims, sharding: other than the ranks' own.
+        chunks: parts of the layers on each rank of pp. arguments: further ones of TorchEngine."""
+        self.dims = dims or ranks.dims
+        if self.dims.world != ranks.dims.world:
+            raise ConfigError(
+                f"{role}: a layout of {self.dims.world} ranks, and there are {ranks.dims.world}"
+            )
         self.ranks, self.role, self.cut, self.version = ranks, role, cut, 0
+        self.sharded = sharded
+        if sharded and not ranks.lines.near:
+            raise ConfigError(
+                "checkpoint.sharded=true, but ranks on other machines do not see the checkpoint's folder; leave it out"
+            )
         self.device = next(model.parameters()).device
         self.drops = any(layer.dropout for layer in adapted(model).values())
         self.full_kl: FullKl | None = None
@@ -266,13 +245,21 @@ class RankGroup:
         self.span: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
         skeleton = _skeleton(model)
         self._module, self._stale = model if role == "policy" else skeleton, False
-        weights = ranks.folder / f"{role}.safetensors"
-        save_file({n: p.detach().cpu().contiguous() for n, p in model.named_parameters()}, weights)
         described = Role(
-            skeleton, str(weights), copy.deepcopy(value_head), kernels, {"cut": cut, **arguments}
+            skeleton,
+            "",
+            copy.deepcopy(value_head),
+            kernels,
+            self.dims,
+            chunks,
+            sharding or ranks.sharding,
+            {"cut": cut, **arguments},
         )
-        self._ask("open", described)
-        weights.unlink()
+        with tempfile.TemporaryDirectory(prefix="whet-ranks-") as folder:
+            weights = Path(folder) / f"{role}.safetensors"
+            save_file({n: p.detach().cpu().contiguous() for n, p in model.named_parameters()}, weights)
+            with ranks.lines.carried(weights) as there:
+                self._ask("open", each=[(replace(described, weights=path),) for path in there])
 
     @property
     def module(self) -> PreTrainedModel:
@@ -307,7 +294,7 @@ class RankGroup:
             answers = self._ask("update", each=[(part, loss, full_kl) for part in self._by_rank(dealt)])
         self._stale = True
         sums = Sums()
-        for number in range(self.ranks.dims.dp):
+        for number in range(self.dims.dp):
             sums.join(answers[self._speaker(number)][0])
         return {**sums.means(), **answers[0][1]}
 
@@ -316,10 +303,18 @@ class RankGroup:
             yield name, p.detach()
 
     def save(self, path: Path, *, moments: bool = True) -> None:
-        self._ask("save", str(path), moments)
+        if self.sharded:
+            parts.hold(self._ask, moments=moments, copy=False)(path)
+        elif self.ranks.lines.near:
+            self._ask("save", str(path), moments)
+        else:
+            self.capture(moments=moments)(path)
 
     def capture(self, *, moments: bool = True) -> Callable[[Path], None]:
-        """A copy of all that `save` writes, in this process, and the function that writes it."""
+        """A copy of all that `save` writes (in this process, or sharded on the ranks), and the function that writes
+        it."""
+        if self.sharded:
+            return parts.hold(self._ask, moments=moments, copy=True)
         copied: dict[tuple[str, str], Tensor] = {}
         about = self._ask("capture", moments, tensor=copied.__setitem__)[0]
 
@@ -332,7 +327,8 @@ class RankGroup:
         return write
 
     def load(self, path: Path) -> None:
-        self._ask("load", str(path))
+        with self.ranks.lines.carried(path) as there:
+            self._ask("load", each=[(each,) for each in there])
         self._stale = True
 
     def copy_from(self, other: RankGroup) -> None:
@@ -360,16 +356,14 @@ class RankGroup:
         return self.ranks.ask(command, self.role, *arguments, **how)
 
     def _deal(self, batch: Batch, *, learns: bool) -> list[Dealt]:
-        return deal(batch, self.ranks.dims.dp, **self.cut.limits(learns=learns))
+        return deal(batch, self.dims.dp, **self.cut.limits(learns=learns))
 
     def _by_rank(self, dealt: list[Dealt]) -> list[Dealt]:
-        dims = self.ranks.dims
-        return [dealt[dims.part_of(rank)] for rank in range(dims.world)]
+        return [dealt[self.dims.part_of(rank)] for rank in range(self.dims.world)]
 
     def _speaker(self, part: int) -> int:
-        """The first rank that has this part of the batch."""
-        dims = self.ranks.dims
-        return next(r for r in range(dims.world) if dims.part_of(r) == part)
+        """A rank that has this part of the batch, and the end of the layers."""
+        return next(r for r in reversed(range(self.dims.world)) if self.dims.part_of(r) == part)
 
 
 def _skeleton(model: PreTrainedModel) -> PreTrainedModel:

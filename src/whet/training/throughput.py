@@ -101,12 +101,13 @@ class Meter:
     """What one step's update of a run needs, on a device of known speed."""
 
     peak: float
-    """FLOP/s"""
+    """FLOP/s, of all devices together."""
     policy: Work
     critic: Work | None
     shared: bool
     passes: int
     critic_passes: int
+    devices: int = 1
 
     def flops(self, batch: Batch, *, policy_learns: bool) -> float:
         """All passes of policy and critic over a step's batch."""
@@ -119,9 +120,14 @@ class Meter:
 
 
 def meter_of(
-    policy: TorchEngine, critic: TorchEngine | None, *, train: Train, of_critic: Train | None
+    policy: TorchEngine,
+    critic: TorchEngine | None,
+    *,
+    train: Train,
+    of_critic: Train | None,
+    devices: int = 1,
 ) -> Meter | None:
-    """None where the speed of the device is not known, as on a CPU."""
+    """None where the speed of the device is not known, as on a CPU. devices: that update together, all alike."""
     if policy.device.type != "cuda":
         return None
     dtype = next(policy.module.parameters()).dtype
@@ -129,7 +135,8 @@ def meter_of(
     if peak is None:
         return None
     return Meter(
-        peak=peak,
+        peak=peak * devices,
+        devices=devices,
         policy=work_of(policy.module, output=True),
         critic=None if critic is None else work_of(critic.module, output=False),
         shared=train.share_prompts,

@@ -8,29 +8,28 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from whet import seeds
-from whet.algos.mismatch import mismatch, perplexities
 from whet.algos.segments import need
 from whet.batch import Batch, Loss, LossFn, Outputs, micro_batches
 from whet.config.schema import Optimizer as OptimizerConfig
 from whet.config.schema import Precision, Train
 from whet.config.sizes import micro_tokens
 from whet.models.attention import PackedAttention
+from whet.models.context_parallel import Share
 from whet.models.divergence import full_kl
 from whet.models.dropout import Noise, token_names
+from whet.models.float8 import check as check_float8
 from whet.models.kernels import Ops
 from whet.models.logprobs import collisions, token_logprobs
 from whet.models.lora import adapted, dropping, learned, merged, refresh
@@ -38,10 +37,15 @@ from whet.models.offload import kept_on_host
 from whet.models.optim import Optimizer
 from whet.models.packing import layout
 from whet.models.parallel import Parallel
-from whet.models.precision import compute_dtype, computing
+from whet.models.precision import computing
+from whet.models.router import Balance, gates, hook, uses
 from whet.models.sharded import Alone, DataParallel, local, within
+from whet.models.tensor_files import Piece, opened, pieces, write
 from whet.training.balance import Dealt
+from whet.training.sums import Sums
 from whet.types import CheckpointError, Metrics, WhetError
+
+T = TypeVar("T")
 
 MICRO_BATCH = "micro-batch"
 """Span of one micro-batch: from the moment it is dealt out until the next is asked for."""
@@ -75,6 +79,8 @@ class Cut:
     offload: tuple[str, ...] = ()
     """train.offload: what goes to the host while it is not needed."""
     compile: bool = False
+    router_aux: float = 0.0
+    """Coefficient of the load-balancing term, where there is an optimizer."""
 
     def limits(self, *, learns: bool) -> Limits:
         """What `micro_batches` asks for, with gradients or without."""
@@ -107,6 +113,7 @@ class Cut:
             precision=train.precision,
             offload=train.offload,
             compile=train.compile,
+            router_aux=train.router_aux_coef,
         )
 
 
@@ -150,6 +157,8 @@ class TorchEngine:
         self.version, self.whole = 0, whole
         self.module, self.ops, self.cut, self.value_head = model, ops, cut, value_head
         self.decoder = self.parallel.decoder(model, ops, compile=cut.compile)
+        self.routers = gates(model)
+        self.balance = None if optimizer is None or not cut.router_aux else self._balance()
         inside = set(_inside(model))
         self.across.place(model, functional=self.decoder.path == "functional")
         self.optimizer = None
@@ -165,7 +174,9 @@ class TorchEngine:
                 across=self.across,
             )
         self.max_skipped, self.skipped_in_a_row = max_skipped, 0
-        self.device = next(model.parameters()).device
+        self.device = self.home = next(model.parameters()).device
+        if cut.precision.float8 is not None:
+            check_float8(self.device)
         self.rests = rests
         if rests:
             self.place("cpu")
@@ -189,10 +200,13 @@ class TorchEngine:
         if (want == "values") != (self.value_head is not None):
             raise WhetError(f"asked a {'critic' if self.value_head else 'policy'} for {want}")
         parts: list[Tensor] = []
+        said = self._collisions if want == "collision" else self._said
         with self.span(f"forward {want}"), self._awake():
-            for micro in self._micro(batch):
-                said = self._collisions if want == "collision" else self._said
-                parts.append(within(self.module, said, micro.to(self.device)))
+            if self.parallel.stage is not None:
+                self._flow(batch, lambda at, micro, hidden_AD, at_A: parts.append(said(micro, hidden_AD, at_A)))
+            else:
+                for micro in self._micro(batch):
+                    parts.append(within(self.module, self._alone, said, micro.to(self.device)))
             self.across.done(self.module)
             return parts
 
@@ -206,15 +220,20 @@ class TorchEngine:
         self.optimizer.zero_grad()
         sums = Sums()
         with self.span("update"), self._awake():
-            for number, micro in enumerate(self._learning(batch)):
-                total, out, result = within(self.module, self._losses, micro, loss)
-                if total.requires_grad:
-                    self.optimizer.backward(total)
-                if not isinstance(batch, Dealt) or number < batch.real:
-                    sums.add(micro, out, result)
+            if self.balance is not None:
+                self._count_choices(self.balance, batch)
+            if self.parallel.stage is not None:
+                self._learn_in_flow(batch, loss, sums)
+            else:
+                for number, micro in enumerate(self._learning(batch)):
+                    total, out, result = within(self.module, self._alone, self._losses, micro, loss)
+                    if total.requires_grad:
+                        self.optimizer.backward(total)
+                    if not isinstance(batch, Dealt) or number < batch.real:
+                        sums.add(micro, out, result)
             with self.span("optimizer step"):
                 stepped = self._step()
-        return sums, stepped
+        return sums, stepped if self.balance is None else {**stepped, **self.balance.metrics()}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         model = merged(self.module) if adapted(self.module) else self.module
@@ -234,37 +253,61 @@ class TorchEngine:
         """What `save` does, in two parts: a copy of all of it in the host's memory now, and the function that writes
         the copy. Between the two the engine may go on."""
         copied = [
-            (file, {n: t.to("cpu", copy=True) for n, t in self.across.whole(named)}, metadata)
+            (file, {n: t.to("cpu", copy=True) for n, t in self.across.gathered(named)}, metadata)
             for file, named, metadata in self.files(moments=moments)
         ]
 
-        def write(path: Path) -> None:
+        def written(path: Path) -> None:
             path.mkdir(parents=True, exist_ok=True)
             for file, tensors, metadata in copied:
-                _write(tensors, path / file, metadata)
+                write(tensors, path / file, metadata)
 
-        return write
+        return written
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote, in place. Raises CheckpointError if it is damaged or of another model."""
-        found, _ = _read(path / "model.safetensors")
-        own = dict(self._named())
-        parts = {name: self.across.part(name, tensor) for name, tensor in found.items()}
-        here = {name: local(p) for name, p in own.items()}
-        if odd := sorted(n for n in parts.keys() | here.keys() if _shape(parts, n) != _shape(here, n)):
-            raise CheckpointError(
-                f"{path}: weights are of another model; they differ in {odd[:3]} ({len(odd)} tensors)"
-            )
-        with torch.no_grad():
-            for name, p in here.items():
-                p.copy_(parts[name])
+        own = {name: local(p) for name, p in self._named()}
+        with opened(path / "model.safetensors") as file:
+            regions = {n: self.across.region(n, file.shape(n)) for n in own.keys() & file.tensors.keys()}
+            strange = {n for n in file.tensors.keys() - own.keys() if not self.parallel.elsewhere(n)}
+            odd = {n for n, p in own.items() if n not in regions or regions[n].here != p.shape} | strange
+            if odd:
+                raise CheckpointError(
+                    f"{path}: weights are of another model; they differ in {sorted(odd)[:3]} ({len(odd)} tensors)"
+                )
+            with torch.no_grad():
+                for name, p in own.items():
+                    p.copy_(file.read(name, regions[name]))
         refresh(self.module)
         if self.optimizer is not None:
-            state, meta = _read(path / "optimizer.safetensors")
-            counts = json.loads(meta["counts"])
-            state = {name: self.across.part(name, tensor) for name, tensor in state.items()}
-            self.optimizer.restore(state, counts["steps"], loss_scale=counts.get("loss_scale"))
-            self.skipped_in_a_row = counts["skipped"]
+            self._load_moments(self.optimizer, path / "optimizer.safetensors")
+
+    def _load_moments(self, optimizer: Optimizer, path: Path) -> None:
+        """What lies here of the optimizer's state, read slice by slice."""
+        with opened(path) as file:
+            counts = json.loads(file.metadata["counts"])
+            state = {
+                name: file.read(name, self.across.region(name, file.shape(name)))
+                for name in file.tensors
+                if name.partition(".")[2] in optimizer.parameters
+            }
+        optimizer.restore(state, counts["steps"], loss_scale=counts.get("loss_scale"))
+        self.skipped_in_a_row = counts["skipped"]
+
+    def pieces(self, *, moments: bool) -> dict[str, tuple[list[Piece], dict[str, str] | None]]:
+        """What lies here of all that `save` writes: the pieces of each file, and its metadata."""
+        return {
+            file: ([piece for piece, _ in self._pieces(named)], metadata)
+            for file, named, metadata in self.files(moments=moments)
+        }
+
+    def take(self, mine: Mapping[str, Collection[Piece]], *, moments: bool) -> dict[str, dict[str, Tensor]]:
+        """These pieces of each file, by the names that they have in a file of parts; views, where they lie."""
+        chosen = {file: set(pieces) for file, pieces in mine.items()}
+        return {
+            file: {piece.key: x for piece, x in self._pieces(named) if piece in chosen[file]}
+            for file, named, _ in self.files(moments=moments)
+        }
 
     @torch.no_grad()
     def copy_from(self, other: TorchEngine) -> None:
@@ -280,7 +323,7 @@ class TorchEngine:
         self.optimizer.forget()
 
     def place(self, device: Literal["gpu", "cpu"]) -> None:
-        where = torch.device("cuda" if device == "gpu" else "cpu")
+        where = self.home if device == "gpu" else torch.device("cpu")
         nn.Module.to(self.module, where)
         if self.value_head is not None:
             self.value_head.to(where)
@@ -311,18 +354,23 @@ class TorchEngine:
             kept = ((n, t) for n, t in state.items() if moments or n.startswith("master."))
             yield "optimizer.safetensors", kept, {"counts": counts}
 
+    def _pieces(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Piece, Tensor]]:
+        for name, tensor in named:
+            region = self.across.region(name, self.across.shape(name, tensor))
+            yield from pieces(name, local(tensor), region)
+
     def _write(
         self, named: Iterable[tuple[str, Tensor]], path: Path, metadata: dict[str, str] | None = None
     ) -> None:
         """Whole tensors, gathered one at a time; one rank writes."""
-        tensors = {name: t for name, t in self.across.whole(named) if self.across.writes}
+        tensors = {name: t for name, t in self.across.gathered(named) if self.across.writes}
         if self.across.writes:
-            _write({name: t.cpu() for name, t in tensors.items()}, path, metadata)
+            write({name: t.cpu() for name, t in tensors.items()}, path, metadata)
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What is saved and, where it requires gradients, trained."""
         yield from self.module.named_parameters() if self.whole else learned(self.module)
-        if self.value_head is not None:
+        if self.value_head is not None and self.parallel.ends:
             yield from self.value_head.named_parameters(prefix="value_head")
 
     def _micro(self, batch: Batch | Dealt) -> Iterator[Batch]:
@@ -338,57 +386,148 @@ class TorchEngine:
 
     def _learning(self, batch: Batch | Dealt) -> Iterator[Batch]:
         """Micro-batches to learn from; as long as each is in use, adapters with dropout drop."""
-        assert self.optimizer is not None
-        key = seeds.key(self.seed, "dropout", self.optimizer.step_count)
         for micro in self._micro(batch):
             micro = micro.to(self.device)
-            noise = None
-            if self.drops:
-                packed = layout(micro, share_prompts=self.cut.share_prompts)
-                noise = Noise(token_names(micro, packed)[self.parallel.share(packed).span], key)
-            with dropping(self.module, noise):
+            with self._dropping(micro):
                 yield micro
 
-    def _hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """[A, D] the hidden states that predict the sampled tokens (with cp those of this rank), and [A] where in the
-        batch those are."""
-        packed = layout(batch, share_prompts=self.cut.share_prompts)
-        share = self.parallel.share(packed)
-        host = kept_on_host(self.module) if "activations" in self.cut.offload else nullcontext()
-        with host, computing(self.device, compute_dtype(self.cut.precision)):
-            hidden_TD = self.decoder.hidden(
-                share.token_ids_T,
-                share.position_T,
-                share.attend(PackedAttention(packed.segments, self.ops)),
-                checkpoint=self.cut.checkpoint and torch.is_grad_enabled(),
-            )
-        at_A, row_A = share.predicted(batch.mask_N)
-        return F.embedding(row_A, hidden_TD), at_A
+    def _dropping(self, micro: Batch) -> AbstractContextManager[None]:
+        """What must hold in a micro-batch's forward and backward: adapters with dropout drop."""
+        if not self.drops or self.optimizer is None or not torch.is_grad_enabled():
+            return nullcontext()
+        key = seeds.key(self.seed, "dropout", self.optimizer.step_count)
+        packed = layout(micro, share_prompts=self.cut.share_prompts)
+        return dropping(self.module, Noise(token_names(micro, packed)[self.parallel.share(packed).span], key))
 
-    def _said(self, batch: Batch) -> Tensor:
+    def _hidden(self, share: Share, x_TD: Tensor | None = None) -> Tensor:
+        """[T, D] hidden states of this rank's tokens: those of the running part of a pipeline, made of the states
+        of the part before."""
+
+        def forward() -> Tensor:
+            host = kept_on_host(self.module) if "activations" in self.cut.offload else nullcontext()
+            with host, computing(self.cut.precision, self.device, self.routers):
+                return self.decoder.hidden(
+                    share.token_ids_T if x_TD is None else x_TD,
+                    share.position_T,
+                    share.attend(PackedAttention(share.packed.segments, self.ops)),
+                    checkpoint=self.cut.checkpoint and torch.is_grad_enabled(),
+                )
+
+        if self.balance is None or self.optimizer is None:
+            return forward()
+        scaled = self.optimizer.scaled
+        return self.balance.around(forward, lambda: uses(share.packed)[share.span], scaled=scaled)
+
+    def _balance(self) -> Balance:
+        if self.decoder.path == "modules":
+            hook(self.module)
+        parallel = self.parallel
+        over = (parallel.cp.add, self.across.add)
+        return Balance(
+            self.module, self.cut.router_aux, over=over, stages=parallel.pp.add, alike=parallel.tp.size
+        )
+
+    @torch.no_grad()
+    def _count_choices(self, balance: Balance, batch: Batch | Dealt) -> None:
+        """What routers choose in the whole minibatch."""
+        with balance.counting():
+            if self.parallel.stage is not None:
+                self._flow(batch, lambda at, micro, hidden_AD, at_A: hidden_AD)
+            else:
+                for micro in self._micro(batch):
+                    within(self.module, self._alone, lambda micro, hidden_AD, at_A: hidden_AD, micro.to(self.device))
+        self.across.done(self.module)
+
+    def _share(self, batch: Batch) -> Share:
+        """This rank's tokens."""
+        return self.parallel.share(layout(batch, share_prompts=self.cut.share_prompts))
+
+    def _alone(self, last: Callable[..., T], batch: Batch, *more: Any) -> T:
+        """last(batch, hidden_AD, at_A, *more), see `_predicting`, after all layers."""
+        share = self._share(batch)
+        return last(batch, *_predicting(batch, share, self._hidden(share)), *more)
+
+    def _flow(
+        self,
+        batch: Batch | Dealt,
+        last: Callable[[int, Batch, Tensor, Tensor], object],
+        after: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Take the micro-batches through a pipeline. last(number, micro-batch, hidden_AD, at_A), see `_predicting`, is
+        called on its last rank, and gives what to go backward from. after: called after each backward."""
+        stage = self.parallel.stage
+        assert stage is not None
+        micros = [micro.to(self.device) for micro in self._micro(batch)]
+        shares = [self._share(micro) for micro in micros]
+
+        def piece(at: int, part: int, x_TD: Tensor | None) -> object:
+            with stage.running(part):
+                hidden_TD = self._hidden(shares[at], x_TD)
+            if part < stage.parts - 1:
+                return hidden_TD.clone() if hidden_TD._is_view() else hidden_TD  # FSDP2 wants no view
+            return last(at, micros[at], *_predicting(micros[at], shares[at], hidden_TD))
+
+        def step(at: int, part: int, x_TD: Tensor | None) -> Any:
+            self.beat(f"part {part} of a micro-batch")
+            return within(self.module, piece, at, part, x_TD)
+
+        shapes = [(len(share.token_ids_T), stage.width) for share in shares]
+        stage.run(shapes, step, device=self.device, around=lambda at: self._dropping(micros[at]), after=after)
+
+    def _learn_in_flow(self, batch: Batch | Dealt, loss: LossFn, sums: Sums) -> None:
+        """`update_sums` with pipeline parallelism, up to the step; statistics are the last rank's."""
+        optimizer = self.optimizer
+        assert optimizer is not None
+        reference: list[Tensor] = []
+        if self.full_kl is not None:
+            reference = self.full_kl.reference.flow_hidden(batch)
+
+        def last(at: int, micro: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
+            total, out, result = self._losses(micro, hidden_AD, at_A, loss, *reference[at : at + 1])
+            if not isinstance(batch, Dealt) or at < batch.real:
+                sums.add(micro, out, result)
+            return optimizer.scaled(total)
+
+        self._flow(batch, last, optimizer.after_backward)
+
+    @torch.no_grad()
+    def flow_hidden(self, batch: Batch | Dealt) -> list[Tensor]:
+        """[A, D] of each micro-batch, on the last rank of a pipeline: see `_predicting`."""
+        out: list[Tensor] = []
+        with self._awake():
+            self._flow(batch, lambda at, micro, hidden_AD, at_A: out.append(hidden_AD))
+            self.across.done(self.module)
+        return out
+
+    def _said(self, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
         """[N] log-probs, or values."""
-        out = self._outputs(batch, *self._hidden(batch))
+        out = self._outputs(batch, hidden_AD, at_A)
         return out.value_N if out.value_N is not None else need(out.logp_N, "outputs.logp_N")
 
-    def _losses(self, batch: Batch, loss: LossFn) -> tuple[Tensor, Outputs, Loss]:
-        """What a micro-batch adds to the loss, what was said of it, and the loss of its tokens."""
-        hidden_AD, at_A = self._hidden(batch)
+    def _losses(
+        self, batch: Batch, hidden_AD: Tensor, at_A: Tensor, loss: LossFn, reference_AD: Tensor | None = None
+    ) -> tuple[Tensor, Outputs, Loss]:
+        """What a micro-batch adds to the loss, what was said of it, and the loss of its tokens. reference_AD: the
+        reference's hidden states, where it has been asked for them before."""
         out = self._outputs(batch, hidden_AD, at_A)
         result = loss(batch, out)
         if self.full_kl is not None:
-            kl_N = within(self.full_kl.reference.module, self._full_kl_N, self.full_kl, batch, hidden_AD)
+            other = self.full_kl.reference
+            kl_N = within(other.module, self._full_kl_N, other, batch, hidden_AD, at_A, reference_AD)
             result = self.full_kl.added(result, batch, kl_N)
         return (result.loss_N * need(batch.weight_N, "batch.weight_N")).sum(), out, result
 
-    def _collisions(self, batch: Batch) -> Tensor:
-        hidden_AD, at_A = self._hidden(batch)
+    def _collisions(self, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
         sums_A = collisions(hidden_AD, head=self.decoder.head, temperature=self.cut.temperature)
         return self._spread(sums_A, at_A, batch.tokens)
 
-    def _full_kl_N(self, term: FullKl, batch: Batch, hidden_AD: Tensor) -> Tensor:
-        with torch.no_grad():
-            reference_AD, at_A = term.reference._hidden(batch)
-        heads = (self.decoder.head, term.reference.decoder.head)
+    def _full_kl_N(
+        self, other: TorchEngine, batch: Batch, hidden_AD: Tensor, at_A: Tensor, reference_AD: Tensor | None
+    ) -> Tensor:
+        if reference_AD is None:
+            with torch.no_grad():
+                reference_AD = other._alone(lambda batch, hidden_AD, at_A: hidden_AD, batch)
+        heads = (self.decoder.head, other.decoder.head)
         kl_A = full_kl(hidden_AD, reference_AD, heads=heads, temperature=self.cut.temperature)
         return self._spread(kl_A, at_A, batch.tokens)
 
@@ -439,47 +578,11 @@ class TorchEngine:
         )
 
 
-class Sums:
-    """Means (of names with `max`, maxima) of loss statistics over a whole minibatch, however it was cut: sums and
-    counts, divided once."""
-
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self.sums: dict[str, float] = {}
-        self.counts: dict[str, int] = {}
-        self.largest: dict[str, float] = {}
-
-    @torch.no_grad()
-    def add(self, batch: Batch, out: Outputs, result: Loss) -> None:
-        self.loss += float((result.loss_N * need(batch.weight_N, "batch.weight_N")).sum(dtype=torch.float64))
-        for name, x in result.stats.items():
-            self._take(name, x[batch.mask_N] if len(x) == batch.tokens else x)
-        if out.logp_N is not None:
-            at_M = torch.nonzero(batch.mask_N & (batch.version_N >= 0)).flatten()
-            for name, x in mismatch(out.logp_N[at_M], batch.logp_sample_N[at_M]).items():
-                self._take(name, x)
-
-    def _take(self, name: str, x: Tensor) -> None:
-        if len(x) == 0:
-            return
-        if "max" in name.split("_"):
-            self.largest[name] = max(self.largest.get(name, -math.inf), float(x.max()))
-        else:
-            self.sums[name] = self.sums.get(name, 0.0) + float(x.sum(dtype=torch.float64))
-            self.counts[name] = self.counts.get(name, 0) + len(x)
-
-    def join(self, other: Sums) -> None:
-        """Take in what another rank has seen."""
-        self.loss += other.loss
-        for name, x in other.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + x
-            self.counts[name] = self.counts.get(name, 0) + other.counts[name]
-        for name, x in other.largest.items():
-            self.largest[name] = max(self.largest.get(name, -math.inf), x)
-
-    def means(self) -> Metrics:
-        means = {name: self.sums[name] / n for name, n in self.counts.items()}
-        return {"loss": self.loss, **means, **perplexities(means), **self.largest}
+def _predicting(batch: Batch, share: Share, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """([A, D] the hidden states that predict the sampled tokens, with cp those of this rank; [A] where in the batch
+    those are)."""
+    at_A, row_A = share.predicted(batch.mask_N)
+    return F.embedding(row_A, hidden_TD), at_A
 
 
 def _inside(model: PreTrainedModel) -> Iterator[str]:
@@ -487,22 +590,3 @@ def _inside(model: PreTrainedModel) -> Iterator[str]:
     ends = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
     outer = {id(p) for end in ends for p in end.parameters()}
     yield from (name for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in outer)
-
-
-def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | None:
-    return tensors[name].shape if name in tensors else None
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a safetensors file."""
-    try:
-        with safe_open(path, framework="pt") as f:
-            return {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}  # noqa: SIM118
-    except (OSError, SafetensorError) as e:
-        raise CheckpointError(
-            f"{path}: cannot be read ({e}); the checkpoint is damaged, use an older one"
-        ) from e
-
-
-def _write(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata=metadata)

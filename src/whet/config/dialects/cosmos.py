@@ -18,13 +18,13 @@ from whet.config.dialects.cosmos_shared import (
     HUB,
     LOADING,
     ROWS,
-    SIZES,
     machinery,
     section,
     size,
+    switch,
 )
 from whet.config.dialects.cosmos_steps import batch, schedule
-from whet.config.dialects.key import Key, coming, inert, mapped, translated
+from whet.config.dialects.key import Key, inert, mapped, translated
 
 SECTIONS: tuple[Key, ...] = (
     translated(
@@ -76,7 +76,11 @@ NEWER: tuple[Key, ...] = (
         default="disaggregated",
         reason="disaggregated: rollouts beside training, ahead of it; colocated, colocated_separated: in turn.",
     ),
-    coming("logging.report_mfu", "measuring the share of peak FLOPS", default=False),
+    switch(
+        "logging.report_mfu",
+        "speed/mfu stands in metrics.jsonl wherever the device's peak is known, always.",
+        default=False,
+    ),
     mapped(
         "train.train_policy.advantage_low",
         "algorithm.advantage_low",
@@ -150,7 +154,7 @@ COSMOS_SFT: tuple[Key, ...] = (
         default="",
         reason=ROWS,
     ),
-    coming("train.train_policy.dataset.revision", HUB, default="", harmless=(None,)),
+    translated("train.train_policy.dataset.revision", data, "data.train.0.path", default="", reason=HUB),
     translated(
         "train.train_policy.dataset.split",
         data,
@@ -188,9 +192,9 @@ COSMOS_SFT: tuple[Key, ...] = (
         default=True,
         reason="shuffle, or the order of the file.",
     ),
-    coming("train.train_policy.enable_dataset_cache", LOADING, default=False, harmless=EITHER),
-    size("train.train_policy.dataloader_num_workers", LOADING, default=0),
-    coming("train.train_policy.dataloader_prefetch_factor", LOADING, default=None, harmless=SIZES),
+    switch("train.train_policy.enable_dataset_cache", LOADING, default=False),
+    size("train.train_policy.dataloader_num_workers", LOADING, default=0, least=0),
+    size("train.train_policy.dataloader_prefetch_factor", LOADING, default=None, nullable=True),
     translated(
         "train.train_policy.conversation_column_name",
         data,

@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from whet.config.dialects.cosmos_values import POLICY, is_sft, number, text, texts, weights, whole
+from whet.config.dialects.cosmos_values import (
+    POLICY,
+    at_revision,
+    is_sft,
+    number,
+    text,
+    texts,
+    weights,
+    whole,
+)
 from whet.config.dialects.key import Unbuilt, Values
 from whet.config.dialects.typed import flag
+from whet.config.urls import is_remote
 from whet.types import ConfigError, Json
 
 FILES = (".parquet", ".jsonl", ".json", ".csv")
@@ -68,6 +78,7 @@ def _training(values: Values) -> dict[str, Json]:
 def _source(values: Values, at: str) -> dict[str, Json]:
     """What `load_dataset(name, subset, split=split)` would read, from this machine alone."""
     name, subset = (text(values, f"{at}.{key}") for key in ("name", "subset"))
+    name = at_revision(values, name, f"{at}.revision", kind="datasets/")
     splits: list[Json] = [*texts(values, f"{at}.split")]
     split = splits[0] if len(splits) == 1 else splits
     if not name:
@@ -75,7 +86,7 @@ def _source(values: Values, at: str) -> dict[str, Json]:
             f"{at}.name is empty: give a local file or folder. A data set that a launch script would pass is named as "
             "'file.py:function', a function that returns the rows."
         )
-    if ":" in name:
+    if ":" in name and not is_remote(name):
         arguments = values["custom"] | _without_empty({"subset": subset, "split": split})
         return {"function": name} | _without_empty({"arguments": arguments})
     if name.endswith(FILES):

@@ -15,9 +15,9 @@ from whet.config.dialects.cosmos_loss import (
     reference,
 )
 from whet.config.dialects.cosmos_run import sync, throttled, trained_temperature
-from whet.config.dialects.cosmos_shared import BATCH, EITHER, HUB, LOADING, ROWS, SIZES, size
+from whet.config.dialects.cosmos_shared import BATCH, EITHER, HUB, LOADING, ROWS, size, switch
 from whet.config.dialects.cosmos_steps import batch
-from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
+from whet.config.dialects.key import Key, derived, inert, mapped, translated
 
 CLIP = "Below 0: that side is open (newer versions). Nothing with aipo_rho."
 HELD_OUT = (
@@ -42,7 +42,7 @@ DATA: tuple[Key, ...] = (
         default="",
         reason=ROWS,
     ),
-    coming("train.train_policy.dataset.revision", HUB, default="", harmless=(None,)),
+    translated("train.train_policy.dataset.revision", data, "data.train.0.path", default="", reason=HUB),
     translated(
         "train.train_policy.dataset.split",
         data,
@@ -75,7 +75,7 @@ DATA: tuple[Key, ...] = (
         default="",
         reason=ROWS,
     ),
-    coming("validation.dataset.revision", HUB, default="", harmless=(None,)),
+    translated("validation.dataset.revision", validation, "data.eval.0.path", default="", reason=HUB),
     translated(
         "validation.dataset.split",
         validation,
@@ -116,10 +116,10 @@ POLICY: tuple[Key, ...] = (
         default=True,
         reason="shuffle, or the order of the file.",
     ),
-    coming("train.train_policy.enable_dataset_cache", LOADING, default=False, harmless=EITHER),
-    size("train.train_policy.dataloader_num_workers", LOADING, default=0),
-    coming("train.train_policy.dataloader_prefetch_factor", LOADING, default=None, harmless=SIZES),
-    coming("train.train_policy.dataloader_batch_size", LOADING, default=1, harmless=(None, *SIZES)),
+    switch("train.train_policy.enable_dataset_cache", LOADING, default=False),
+    size("train.train_policy.dataloader_num_workers", LOADING, default=0, least=0),
+    size("train.train_policy.dataloader_prefetch_factor", LOADING, default=None, nullable=True),
+    size("train.train_policy.dataloader_batch_size", LOADING, default=1, nullable=True),
     translated(
         "train.train_policy.prompt_column_name",
         data,

@@ -5,20 +5,27 @@ from __future__ import annotations
 from whet.config.dialects.cosmos_data import validation
 from whet.config.dialects.cosmos_run import (
     checkpoint,
+    compiled,
     dtype,
+    low,
     offload,
     place,
+    reduced,
     resume,
     seed,
     sync,
     trackers,
     transfer,
 )
-from whet.config.dialects.cosmos_shared import BATCH, EITHER, LOADING, SHARDED, SIZES, WHOLE, upload
-from whet.config.dialects.cosmos_steps import batch, length, optimizer, schedule
+from whet.config.dialects.cosmos_shared import BATCH, EITHER, LOADING, LOW, SIZES, size, switch, upload
+from whet.config.dialects.cosmos_steps import batch, length, optimizer, reshard, schedule
 from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
+from whet.config.dialects.layout import PARALLEL
 
-LOW = "training in 8 or 4 bits"
+EIGHT = (
+    "Matrix products inside the trained models, with rowwise or tensorwise scales of the present numbers; "
+    "delayed_scaling is coming. Refused where the GPU has none."
+)
 ADAM = "Of all parameters."
 RATE = (
     "(k+1)/w in the warm-up of w steps, then flat or falling over the last d steps; all optimizer steps of a training "
@@ -113,9 +120,27 @@ TRAIN: tuple[Key, ...] = (
         default=None,
         reason="Rollouts read the trained weights themselves: param_dtype.",
     ),
-    coming("train.fsdp_reduce_dtype", SHARDED, default="float32"),
-    coming("train.fsdp_offload", SHARDED, default=False),
-    coming("train.fsdp_reshard_after_forward", SHARDED, default="default", harmless=("always", "never")),
+    translated(
+        "train.fsdp_reduce_dtype",
+        reduced,
+        "train.precision.reduce",
+        default="float32",
+        reason="float32, the only one there: of the sum over ranks and micro-batches, where param_dtype is another.",
+    ),
+    translated(
+        "train.fsdp_offload",
+        offload,
+        "train.offload",
+        default=False,
+        reason="Weights (where several devices train), gradients and moments. Left out where there is no GPU.",
+    ),
+    translated(
+        "train.fsdp_reshard_after_forward",
+        reshard,
+        f"{PARALLEL}.reshard_after_forward",
+        default="default",
+        reason="default: always, in pipelines never. Read where tensors are cut (dp_shard_size).",
+    ),
     translated(
         "train.train_batch_per_replica",
         batch,
@@ -152,9 +177,18 @@ TRAIN: tuple[Key, ...] = (
         default="",
         reason="A folder below output_dir; empty: the moment of the run's first start.",
     ),
-    coming("train.async_tp_enabled", WHOLE, default=False, harmless=EITHER),
-    coming(
-        "train.compile", "torch.compile; it changes no number beyond rounding", default=True, harmless=EITHER
+    switch(
+        "train.async_tp_enabled",
+        "How the traffic of tensor parallelism is hidden; no number changes.",
+        default=False,
+    ),
+    translated(
+        "train.compile",
+        compiled,
+        "train.compile",
+        default=True,
+        reason="Every layer, on a GPU; not on a CPU, on several ranks, or with train.fp8. No number changes beyond "
+        "rounding.",
     ),
     translated(
         "train.sync_weight_interval",
@@ -175,13 +209,13 @@ TRAIN: tuple[Key, ...] = (
         offload,
         "train.offload",
         default=False,
-        reason="What layers keep for the backward pass lies in the host's memory; needs a GPU.",
+        reason="What layers keep for the backward pass lies in the host's memory. Left out where there is no GPU.",
     ),
-    coming(
+    size(
         "train.fa_version",
-        "FlashAttention; it changes no number beyond rounding",
+        "whet's attention is its own; it agrees with FlashAttention but for rounding.",
         default=None,
-        harmless=(2, 3),
+        nullable=True,
     ),
     translated(
         "train.seed",
@@ -192,7 +226,7 @@ TRAIN: tuple[Key, ...] = (
         reason="0 is a seed (Cosmos ignores it); null is 0, so that a run can be repeated. Beside "
         "rollout.seed it orders the data.",
     ),
-    coming("train.local_dataset", LOADING, default=True, harmless=(None, False)),
+    switch("train.local_dataset", LOADING, default=True),
     translated(
         "train.max_num_steps",
         length,
@@ -206,9 +240,14 @@ TRAIN: tuple[Key, ...] = (
         default=False,
         harmless=EITHER,
     ),
-    coming("train.fp8.enable_fp8", LOW, default=False),
-    coming("train.fp8.fp8_recipe", LOW, default="dynamic_scaling", harmless=("delayed_scaling",)),
-    coming("train.fp8.quant_recipe", LOW, default="rowwise", harmless=("tensorwise",)),
+    *(
+        translated(f"train.fp8.{name}", low, "train.precision.float8", default=default, reason=EIGHT)
+        for name, default in (
+            ("enable_fp8", False),
+            ("fp8_recipe", "dynamic_scaling"),
+            ("quant_recipe", "rowwise"),
+        )
+    ),
     coming("train.fp4.enable_fp4", LOW, default=False),
     coming("train.fp4.fp4_recipe", LOW, default="dynamic_scaling", harmless=("delayed_scaling",)),
     coming("train.fp4.quant_recipe", LOW, default="rowwise", harmless=("tensorwise",)),

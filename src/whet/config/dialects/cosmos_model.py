@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from whet.config.dialects.cosmos_lora import adapters, trainable
 from whet.config.dialects.cosmos_profile import SUB_PROFILER, profile
-from whet.config.dialects.cosmos_run import chat, lengths, rollout, sampling, seed
-from whet.config.dialects.cosmos_shared import BATCH, EITHER, HUB, WHOLE, size, vllm
+from whet.config.dialects.cosmos_run import chat, lengths, model, rollout, sampling, seed
+from whet.config.dialects.cosmos_shared import (
+    BATCH,
+    EITHER,
+    ENGINES,
+    HUB,
+    LOW,
+    SIZES,
+    size,
+    sized,
+    switch,
+    vllm,
+)
 from whet.config.dialects.cosmos_steps import batch
 from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
+from whet.config.dialects.layout import FITTED
 
+_PIECES = "A pipeline cuts its micro-batches in its own way; no number changes."
 TURNS = "conversations of several turns, tools"
 PROFILING = (
     "wait_steps, then warmup_steps, then active_steps that are recorded, once, from the run's first step; read where "
@@ -16,13 +29,14 @@ PROFILING = (
 )
 
 MODEL: tuple[Key, ...] = (
-    mapped(
+    translated(
         "policy.model_name_or_path",
+        model,
         "model.path",
         default="Qwen/Qwen2.5-VL-7B-Instruct",
-        reason="A local folder. Code that comes with a model is never run.",
+        reason="A local folder, or with policy.model_revision ORG/NAME. Code that comes with a model is never run.",
     ),
-    coming("policy.model_revision", HUB, default=None, harmless=("", "main")),
+    translated("policy.model_revision", model, "model.path", default=None, reason=HUB),
     translated(
         "policy.model_max_length",
         lengths,
@@ -42,11 +56,10 @@ MODEL: tuple[Key, ...] = (
         reason="Names of parameters or modules, the longer first; all others learn. A name that fits nothing is "
         "refused.",
     ),
-    coming(
+    switch(
         "policy.enable_liger_kernel",
-        "fused CUDA kernels; they change no number beyond rounding",
+        "Kernels of others; whet's own are used whatever it says. They agree but for rounding.",
         default=False,
-        harmless=EITHER,
     ),
 )
 
@@ -76,44 +89,54 @@ ADAPTERS: tuple[Key, ...] = tuple(
 """Their defaults count only where the section stands; without it none of them has a value."""
 
 POLICY_MESH: tuple[Key, ...] = (
-    translated("policy.parallelism.n_init_replicas", batch, "train.tasks_per_step", default=1, reason=BATCH),
-    size("policy.parallelism.tp_size", WHOLE, default=2),
-    size("policy.parallelism.cp_size", WHOLE, default=1),
-    size("policy.parallelism.ep_size", WHOLE, default=1),
+    translated(
+        "policy.parallelism.n_init_replicas",
+        batch,
+        "train.tasks_per_step",
+        "train.parallel.dp_replicate",
+        default=1,
+        reason=f"{BATCH} Copies that train together. {FITTED}",
+    ),
+    sized("policy.parallelism.tp_size", "tp", default=2),
+    sized("policy.parallelism.cp_size", "cp", default=1),
+    sized("policy.parallelism.ep_size", "ep", default=1),
     translated(
         "policy.parallelism.dp_shard_size",
         batch,
         "train.minibatches",
         "train.tasks_per_step",
+        "train.parallel.dp_shard",
         default=1,
-        reason=f"{BATCH} -1 is 1.",
+        reason=f"{BATCH} Ranks that cut tensors. -1 is 1. {FITTED}",
     ),
-    size("policy.parallelism.pp_size", WHOLE, default=1),
-    coming("policy.parallelism.pp_dynamic_shape", WHOLE, default=False, harmless=EITHER),
-    size("policy.parallelism.pp_micro_batch_size", WHOLE, default=1),
+    sized("policy.parallelism.pp_size", "pp", default=1),
+    switch("policy.parallelism.pp_dynamic_shape", "Stages exchange any shapes, always.", default=False),
+    size("policy.parallelism.pp_micro_batch_size", _PIECES, default=1),
     translated(
         "policy.parallelism.dp_replicate_size",
         batch,
         "train.tasks_per_step",
+        "train.parallel.dp_replicate",
         default=1,
         reason="1 in RL; workers of an SFT job: every one trains on train_batch_per_replica.",
     ),
 )
 
 ROLLOUT_MESH: tuple[Key, ...] = (
-    size(
+    sized(
         "rollout.parallelism.n_init_replicas",
-        "several rollout engines; one here serves all, slower",
+        "engines",
         default=1,
+        reason="RL jobs; engines, each whole on one GPU; a single one is the trainer's own.",
     ),
-    size("rollout.parallelism.tp_size", WHOLE, default=2),
-    size("rollout.parallelism.cp_size", WHOLE, default=1),
-    size("rollout.parallelism.ep_size", WHOLE, default=1),
-    size("rollout.parallelism.dp_shard_size", WHOLE, default=-1),
-    size("rollout.parallelism.pp_size", WHOLE, default=1),
-    coming("rollout.parallelism.pp_dynamic_shape", WHOLE, default=False, harmless=EITHER),
-    size("rollout.parallelism.pp_micro_batch_size", WHOLE, default=1),
-    coming("rollout.parallelism.dp_replicate_size", WHOLE, default=1),
+    size("rollout.parallelism.tp_size", ENGINES, default=2),
+    size("rollout.parallelism.cp_size", ENGINES, default=1),
+    size("rollout.parallelism.ep_size", ENGINES, default=1),
+    size("rollout.parallelism.dp_shard_size", ENGINES, default=-1, least=-1),
+    size("rollout.parallelism.pp_size", ENGINES, default=1),
+    switch("rollout.parallelism.pp_dynamic_shape", ENGINES, default=False),
+    size("rollout.parallelism.pp_micro_batch_size", ENGINES, default=1),
+    size("rollout.parallelism.dp_replicate_size", ENGINES, default=1),
 )
 
 ROLLOUT: tuple[Key, ...] = (
@@ -144,10 +167,10 @@ ROLLOUT: tuple[Key, ...] = (
     vllm("rollout.n_generation_to_batch", default=False),
     size(
         "rollout.batch_size",
-        "asking engines for few prompts at once; all prompts of a step are asked for at once",
+        "All prompts of a step are asked for at once; the engine takes what it has room for.",
         default=1,
     ),
-    coming("rollout.quantization", "rollouts in 8 bits", default="none"),
+    coming("rollout.quantization", LOW, default="none"),
     translated(
         "rollout.seed", seed, "seed", default=None, reason="The run's seed; train.seed where it is null."
     ),
@@ -195,7 +218,7 @@ ROLLOUT: tuple[Key, ...] = (
         default=None,
         reason="RL jobs; read in conversations of one turn, too.",
     ),
-    size("rollout.multi_turn_config.max_assistant_turns", TURNS, default=5),
+    coming("rollout.multi_turn_config.max_assistant_turns", TURNS, default=5, harmless=SIZES),
     coming("rollout.multi_turn_config.add_generation_prompt", TURNS, default=True, harmless=EITHER),
     coming("rollout.multi_turn_config.continue_final_message", TURNS, default=False, harmless=EITHER),
 )
@@ -237,5 +260,9 @@ PROFILER: tuple[Key, ...] = (
             ("with_stack", "stack"),
         )
     ),
-    coming(f"{SUB_PROFILER}.with_modules", "modules in a trace", default=False, harmless=EITHER),
+    switch(
+        f"{SUB_PROFILER}.with_modules",
+        "torch names the modules of TorchScript alone, and there is none; `stack` names the lines of code.",
+        default=False,
+    ),
 )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from whet.config.dialects.cosmos_values import POLICY, is_sft, number, text, texts, whole
+from whet.config.dialects.cosmos_lora import adapters
+from whet.config.dialects.cosmos_values import POLICY, at_revision, is_sft, number, text, texts, whole
 from whet.config.dialects.key import Unbuilt, Values
-from whet.config.dialects.typed import choose
+from whet.config.dialects.typed import choose, flag
 from whet.types import ConfigError, Json
 
 TIME = "{time}"
@@ -22,6 +23,12 @@ def nothing(values: Values) -> dict[str, Json]:
 
 
 # ---------------------------------------------------------------- model and lengths
+
+
+def model(values: Values) -> dict[str, Json]:
+    """A local folder, or a revision on the hub."""
+    path = text(values, "policy.model_name_or_path")
+    return {"model.path": at_revision(values, path, "policy.model_revision")}
 
 
 def dtype(values: Values) -> dict[str, Json]:
@@ -41,9 +48,35 @@ def dtype(values: Values) -> dict[str, Json]:
     }
 
 
+def reduced(values: Values) -> dict[str, Json]:
+    """Gradients are summed in float32, over micro-batches and ranks, where the trained parameters are of another."""
+    choose(values, "train.fsdp_reduce_dtype", {"float32": True})
+    compute, master = values["train.param_dtype"], values["train.master_dtype"]
+    if compute == "float32" or master != "float32" or adapters(values):
+        return {}
+    return {"train.precision.reduce": "float32"}
+
+
 def offload(values: Values) -> dict[str, Json]:
-    """Activations only: the policy's weights stay, since rollouts are sampled from them."""
-    return {"train.offload": ["activations"] if values["train.activation_offload"] else []}
+    """What lies in the host's memory while a GPU does not need it."""
+    names = ["activations"] if values["train.activation_offload"] else []
+    return {
+        "train.offload": [*names, *(["optimizer", "policy"] if flag(values, "train.fsdp_offload") else [])]
+    }
+
+
+def low(values: Values) -> dict[str, Json]:
+    """Matrix products in 8 bits, scaled by the present tensor."""
+    if not flag(values, "train.fp8.enable_fp8"):
+        return {}
+    choose(values, "train.fp8.fp8_recipe", {"dynamic_scaling": True, "delayed_scaling": None})
+    known = {"rowwise": "rowwise", "tensorwise": "tensorwise"}
+    return {"train.precision.float8": choose(values, "train.fp8.quant_recipe", known)}
+
+
+def compiled(values: Values) -> dict[str, Json]:
+    """torch.compile does not see through products in 8 bits."""
+    return {"train.compile": flag(values, "train.compile") and not flag(values, "train.fp8.enable_fp8")}
 
 
 def transfer(values: Values) -> dict[str, Json]:

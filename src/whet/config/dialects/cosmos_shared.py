@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from whet.config.dialects.cosmos_run import engine_options, nothing, uploads
-from whet.config.dialects.key import Key, coming, derived, translated
+from whet.config.dialects.cosmos_steps import any_size, any_switch, layout
+from whet.config.dialects.key import Key, derived, translated
+from whet.config.dialects.layout import FITTED, native
 from whet.types import Json
 
 EITHER = (True, False)
 SIZES = tuple(range(257))
 """Numbers of devices, processes or pieces: no result depends on them."""
 
-LOADING = (
-    "loading rows in other processes (data services); rows here are read once and kept as tokens, in any case"
-)
-HUB = "models and data sets from a hub"
-WHOLE = "splitting a model over several devices; a model here is whole, which changes no number"
-SHARDED = "sharding over several devices (FSDP); one process shards nothing"
+LOADING = "Rows are read once, by one process, and kept as tokens; no result depends on it."
+HUB = "Of ORG/NAME on the hub, from where it is then fetched (hf://ORG/NAME@REVISION); null and main: no other one."
+ENGINES = "How one of Cosmos's engines lies on its devices; here each lies whole on one. No number changes."
+LOW = "training in 4 bits, and weights of rollouts in 8: products that few GPUs have"
 BATCH = (
     "Responses of a replica x replicas / n_generation = prompts of a step. Losses are means over the whole optimizer "
     "step, however it is spread or cut; Cosmos weighs mini-batches by their number of responses."
@@ -28,14 +28,24 @@ def section(name: str) -> Key:
     return derived(name, nothing, default=None, reason="A section; its keys count, each for itself.")
 
 
-def size(name: str, feature: str, *, default: int) -> Key:
-    """A number of devices or pieces that no result depends on."""
-    return coming(name, feature, default=default, harmless=SIZES)
+def size(name: str, reason: str, *, default: Json, least: int = 1, nullable: bool = False) -> Key:
+    """A number of devices, processes or pieces that no result depends on."""
+    return derived(name, any_size(name, least=least, nullable=nullable), default=default, reason=reason)
+
+
+def switch(name: str, reason: str, *, default: bool) -> Key:
+    """A choice that no result depends on."""
+    return derived(name, any_switch(name), default=default, reason=reason)
+
+
+def sized(name: str, *dims: str, default: int, reason: str = "") -> Key:
+    """A size of the policy's mesh."""
+    return translated(name, layout, *map(native, dims), default=default, reason=f"{reason} {FITTED}".strip())
 
 
 def upload(name: str, *, default: Json, reason: str) -> Key:
     """A part of what is uploaded where."""
-    natives = tuple(f"checkpoint.{native}" for native in ("upload_to", "upload_exports_to", "upload"))
+    natives = tuple(f"checkpoint.{key}" for key in ("upload_to", "upload_exports_to", "upload"))
     return translated(name, uploads, *natives, default=default, reason=reason)
 
 

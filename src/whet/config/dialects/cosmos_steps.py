@@ -6,9 +6,12 @@ replicas together.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from whet.config.dialects.cosmos_values import MESH, POLICY, is_sft, number, text, whole
 from whet.config.dialects.key import Unbuilt, Values
-from whet.config.dialects.typed import choose
+from whet.config.dialects.layout import PARALLEL, Layout
+from whet.config.dialects.typed import choose, flag
 from whet.types import ConfigError, Json
 
 OPTIMIZER = "train.optimizer."
@@ -19,8 +22,12 @@ SHAPES = {"linear": "linear", "cosine": "cosine", "sqrt": "minus_sqrt"}
 
 
 def batch(values: Values) -> dict[str, Json]:
-    """Tasks of a step, its optimizer steps, and the rollouts of one forward pass. ConfigError if they do not divide."""
-    return _sft_batch(values) if is_sft(values) else _rl_batch(values)
+    """Tasks of a step, its optimizer steps, the rollouts of one forward pass, and over which ranks they are spread.
+    ConfigError if they do not divide."""
+    sizes = _sft_batch(values) if is_sft(values) else _rl_batch(values)
+    copies = whole(values, MESH + "n_init_replicas", least=1)
+    copies *= whole(values, MESH + "dp_replicate_size", least=1)
+    return sizes | Layout(dp_replicate=copies, dp_shard=_shards(values)).natives()
 
 
 def _rl_batch(values: Values) -> dict[str, Json]:
@@ -99,6 +106,41 @@ def _shards(values: Values) -> int:
     if shards == 0 or shards < -1:
         raise ConfigError(f"{MESH}dp_shard_size={shards}: it must be at least 1, or -1.")
     return max(shards, 1)
+
+
+def layout(values: Values) -> dict[str, Json]:
+    """How one copy of the policy lies on its devices; and the engines."""
+    sizes = {dim: whole(values, f"{MESH}{dim}_size", least=1) for dim in ("tp", "cp", "pp", "ep")}
+    engines = 1 if is_sft(values) else whole(values, "rollout.parallelism.n_init_replicas", least=1)
+    return Layout(engines=engines, **sizes).natives()
+
+
+def reshard(values: Values) -> dict[str, Json]:
+    """default: after all layers (Cosmos: but the last), and never in pipelines."""
+    known = {"always": True, "never": False, "default": values[MESH + "pp_size"] == 1}
+    return {f"{PARALLEL}.reshard_after_forward": choose(values, "train.fsdp_reshard_after_forward", known)}
+
+
+def any_size(key: str, *, least: int = 1, nullable: bool = False) -> Callable[[Values], dict[str, Json]]:
+    """A check that a key is a number of devices, processes or pieces, on which no result depends."""
+
+    def check(values: Values) -> dict[str, Json]:
+        if not (nullable and values[key] is None):
+            whole(values, key, least=least)
+        return {}
+
+    return check
+
+
+def any_switch(key: str) -> Callable[[Values], dict[str, Json]]:
+    """A check that a key is true or false, on which no result depends."""
+
+    def check(values: Values) -> dict[str, Json]:
+        if values[key] is not None:
+            flag(values, key)
+        return {}
+
+    return check
 
 
 # ---------------------------------------------------------------- length of a run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from whet.config.dialects.key import Values
@@ -48,6 +49,20 @@ def texts(values: Values, key: str) -> list[str]:
     if not all(isinstance(one, str | None) for one in several):
         raise ConfigError(f"{key}={value!r}: expected text or a list of texts.")
     return [one for one in several if one]
+
+
+def at_revision(values: Values, name: str, key: str, *, kind: str = "") -> str:
+    """A revision is of ORG/NAME on the hub; a folder of this machine has none. kind: 'datasets/' or nothing."""
+    wanted = text(values, key)
+    if wanted in ("", "main"):
+        return name
+    if name.startswith("hf://") and "@" not in name:
+        return f"{name}@{wanted}"
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        raise ConfigError(
+            f"{key}={wanted!r}: {name!r} is no ORG/NAME of the hub and has no revisions; leave it out."
+        )
+    return f"hf://{kind}{name}@{wanted}"
 
 
 def weights(values: Values, key: str) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whet.config.dialects.key import Key, coming, derived, mapped, translated
+from whet.config.dialects.layout import FITTED
 from whet.config.dialects.skyrl_learn import groups
 from whet.config.dialects.skyrl_loop import EVALUATED, PLACED
 from whet.config.dialects.skyrl_parts import dtype, evaluation, rollout_engine, training_sampling
@@ -12,6 +13,7 @@ from whet.config.dialects.skyrl_rules import (
     check_input_length,
     check_placement,
     check_update_group,
+    layout,
 )
 
 SIZED = (
@@ -36,7 +38,13 @@ ENGINE: tuple[Key, ...] = (
         default=True,
         reason="The embedded engine stands in; false (inference servers) is coming and refused.",
     ),
-    derived("generator.num_inference_engines", check_placement, default=1, reason=PLACED),
+    translated(
+        "generator.num_inference_engines",
+        layout,
+        "rollout.replicas",
+        default=1,
+        reason=f"Engines, each whole on one GPU; a single one is the trainer's own. {PLACED} {FITTED}",
+    ),
     translated(
         "generator.backend",
         rollout_engine,

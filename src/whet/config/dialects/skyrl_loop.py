@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whet.config.dialects.key import Key, derived, inert, mapped, translated
+from whet.config.dialects.layout import FITTED
 from whet.config.dialects.skyrl_learn import policy_optimizer, reference
 from whet.config.dialects.skyrl_models import NO_REWARD_MODEL, ONLY_CRITIC
 from whet.config.dialects.skyrl_parts import (
@@ -17,15 +18,13 @@ from whet.config.dialects.skyrl_parts import (
     trackers,
     training_data,
 )
-from whet.config.dialects.skyrl_rules import check_eval_batch, check_placement, check_reward_placement
+from whet.config.dialects.skyrl_rules import check_eval_batch, check_placement, check_reward_placement, layout
 
 BATCHES = (
     "B prompts a step, B / mini optimizer steps a pass, as the document says; SkyRL's rules of divisibility hold, "
     "rounded down as there."
 )
-PLACED = (
-    "One process here; the value enters SkyRL's rules of placement and of batch sizes, and must fit them."
-)
+PLACED = "The value enters SkyRL's rules of placement and of batch sizes, and must fit them."
 EVALUATED = "Only where eval_interval > 0 and data.val_data names files, as there."
 
 DATA: tuple[Key, ...] = (
@@ -63,8 +62,25 @@ PLACEMENT: tuple[Key, ...] = (
         reason=NO_REWARD_MODEL,
     ),
     *(
-        derived(f"trainer.placement.{role}_num_{size}", check_placement, default=default, reason=PLACED)
-        for role in ("policy", "critic", "ref")
+        translated(
+            f"trainer.placement.policy_num_{size}",
+            layout,
+            "train.parallel.dp_shard",
+            "train.parallel.dp_replicate",
+            *(["cluster.ranks"] if size == "nodes" else []),
+            default=default,
+            reason=f"The ranks of all models. {PLACED} {FITTED}",
+        )
+        for size, default in (("nodes", 1), ("gpus_per_node", 4))
+    ),
+    *(
+        derived(
+            f"trainer.placement.{role}_num_{size}",
+            check_placement,
+            default=default,
+            reason=f"{PLACED} It has the policy's ranks.",
+        )
+        for role in ("critic", "ref")
         for size, default in (("nodes", 1), ("gpus_per_node", 4))
     ),
     *(

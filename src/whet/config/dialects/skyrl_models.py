@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from whet.config.dialects.key import Key, coming, inert, mapped, translated
+from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
+from whet.config.dialects.layout import FITTED, like
 from whet.config.dialects.skyrl_learn import advantages, critic, kl, policy_loss, policy_optimizer
-from whet.config.dialects.skyrl_rules import check_deepspeed, sequence_ranks
+from whet.config.dialects.skyrl_rules import (
+    FSDP,
+    check_deepspeed,
+    has_critic,
+    has_reference,
+    layout,
+    offload,
+    strategy,
+)
+from whet.config.dialects.skyrl_rules import sharding as shards
 from whet.types import Json
 
-SHARDED = "FSDP; one process shards nothing."
+RESTS = (
+    "cpu_offload: weights and moments; offload_after_step: moments, with colocate_all, as there. Policy and critic do "
+    "it alike. Left out where there is no GPU."
+)
+ALIKE = "As the policy's, where there is such a model: one way for all."
 NO_REWARD_MODEL = (
     "SkyRL's reward workers raise NotImplementedError; here: native key rewards.NAME.model.path."
 )
@@ -17,12 +31,26 @@ TRAIN = "trainer.policy.optimizer_config"
 ADAM = [0.9, 0.999]
 
 
-def sharding(role: str, *, offload: bool) -> tuple[Key, ...]:
+def rests(name: str, *, default: bool) -> Key:
+    """What lies in the host's memory while it is not needed."""
+    return translated(name, offload, "train.offload", default=default, reason=RESTS)
+
+
+def sharding(role: str, *, rested: bool) -> tuple[Key, ...]:
+    """FSDP of a model beside the policy."""
     at = f"trainer.{role}.fsdp_config"
+    there = has_critic if role == "critic" else has_reference
     return (
-        coming(f"{at}.cpu_offload", SHARDED, default=offload, harmless=(False,)),
-        coming(f"{at}.reshard_after_forward", SHARDED, default=True, harmless=(False,)),
-        coming(f"{at}.fsdp_size", SHARDED, default=-1, harmless=(1,)),
+        rests(f"{at}.cpu_offload", default=rested),
+        *(
+            derived(
+                f"{at}.{name}",
+                like(f"{at}.{name}", f"{FSDP}.{name}", there=there),
+                default=default,
+                reason=ALIKE,
+            )
+            for name, default in (("reshard_after_forward", True), ("fsdp_size", -1))
+        ),
     )
 
 
@@ -41,17 +69,20 @@ def deepspeed(name: str, default: Json) -> Key:
 def sequence_parallel(role: str) -> Key:
     return translated(
         f"trainer.{role}.sequence_parallel_size",
-        sequence_ranks,
+        layout,
         "train.parallel.cp",
         default=1,
         reason="Ranks that share the tokens of a micro-batch (Ulysses); the same for all models that there are. Must "
-        "divide the attention heads.",
+        f"divide the attention heads. {FITTED}",
     )
 
 
 POLICY: tuple[Key, ...] = (
-    coming(
-        "trainer.strategy", "FSDP and DeepSpeed over several devices", default="fsdp2", harmless=("fsdp",)
+    derived(
+        "trainer.strategy",
+        strategy,
+        default="fsdp2",
+        reason="Where tensors are cut, by FSDP2; fsdp is the same but for its means. deepspeed is coming.",
     ),
     mapped("trainer.policy.model.path", "model.path", default="Qwen/Qwen2.5-1.5B-Instruct"),
     deepspeed("trainer.policy.deepspeed_config", "${deepspeed_config.train}"),
@@ -72,11 +103,24 @@ POLICY: tuple[Key, ...] = (
         default=1.0,
         reason="Clipped where it is larger; 0 and below: no clipping.",
     ),
-    coming(
-        f"{TRAIN}.offload_after_step", "offloading; one device holds all", default=True, harmless=(False,)
+    rests(f"{TRAIN}.offload_after_step", default=True),
+    mapped("trainer.policy.fsdp_config", "train.parallel", default={}, reason="A section."),
+    rests(f"{FSDP}.cpu_offload", default=False),
+    translated(
+        f"{FSDP}.reshard_after_forward",
+        shards,
+        "train.parallel.reshard_after_forward",
+        default=True,
+        reason="Read where FSDP cuts tensors, which is on several devices. A group's size is coming.",
     ),
-    coming("trainer.policy.fsdp_config", SHARDED, default={}),
-    *sharding("policy", offload=False),
+    translated(
+        f"{FSDP}.fsdp_size",
+        layout,
+        "train.parallel.dp_shard",
+        "train.parallel.dp_replicate",
+        default=-1,
+        reason=f"Devices that share one copy; -1: all. {FITTED}",
+    ),
     sequence_parallel("policy"),
     inert(
         "trainer.policy.use_torch_compile",
@@ -112,19 +156,14 @@ CRITIC: tuple[Key, ...] = (
             ("max_grad_norm", ("grad_clip",), 1.0),
         )
     ),
-    coming(
-        "trainer.critic.optimizer_config.offload_after_step",
-        "offloading; one device holds all",
-        default=True,
-        harmless=(False,),
-    ),
-    *sharding("critic", offload=False),
+    rests("trainer.critic.optimizer_config.offload_after_step", default=True),
+    *sharding("critic", rested=False),
     sequence_parallel("critic"),
 )
 
 REFERENCE: tuple[Key, ...] = (
     deepspeed("trainer.ref.deepspeed_config", "${deepspeed_config.eval}"),
-    *sharding("ref", offload=True),
+    *sharding("ref", rested=True),
     sequence_parallel("ref"),
     *(
         deepspeed(f"deepspeed_config.{use}.{name}", default)

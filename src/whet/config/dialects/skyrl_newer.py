@@ -5,9 +5,9 @@ from __future__ import annotations
 from whet.config.dialects.key import Key, coming, derived, inert, refused, translated
 from whet.config.dialects.skyrl_learn import advantages, critic, kl, policy_optimizer, reduction
 from whet.config.dialects.skyrl_lora import LORA
-from whet.config.dialects.skyrl_models import NO_REWARD_MODEL, deepspeed, sharding
+from whet.config.dialects.skyrl_models import NO_REWARD_MODEL, deepspeed
 from whet.config.dialects.skyrl_parts import dtype, environment
-from whet.config.dialects.skyrl_rules import check_environments
+from whet.config.dialects.skyrl_rules import check_environments, ulysses, unread
 from whet.types import Json
 
 COMPOSED: tuple[Json, ...] = tuple(
@@ -104,7 +104,7 @@ NEWER: tuple[Key, ...] = (
         default=False,
         harmless=(True,),
     ),
-    coming("trainer.sequence_parallel_backend", "sequence parallelism", default="ulysses"),
+    derived("trainer.sequence_parallel_backend", ulysses, default="ulysses", reason="Ulysses, as there."),
     refused(
         "trainer.disable_fast_tokenizer",
         "Tokenizers are the fast ones: save the slow one again with transformers, which converts it.",
@@ -124,6 +124,13 @@ NEWER: tuple[Key, ...] = (
     ),
     refused("trainer.reward.model.path", NO_REWARD_MODEL, default=None),
     deepspeed("trainer.reward.deepspeed_config", "${deepspeed_config.eval}"),
-    *sharding("reward", offload=True),
-    coming("trainer.reward.sequence_parallel_size", NO_REWARD_MODEL, default=1),
+    *(
+        derived(f"trainer.reward.{name}", unread, default=default, reason=NO_REWARD_MODEL)
+        for name, default in (
+            ("fsdp_config.cpu_offload", True),
+            ("fsdp_config.reshard_after_forward", True),
+            ("fsdp_config.fsdp_size", -1),
+            ("sequence_parallel_size", 1),
+        )
+    ),
 )

@@ -1,7 +1,7 @@
 """SkyRL's own rules: what its `validate_cfg` and `validate_batch_sizes` refuse, in its words.
 
 Letters as there: B prompts of a step, k rollouts of a prompt, P GPUs of a model, dp = P / sequence parallel size.
-Nothing here depends on how many devices whet uses: the rules are about the file, not about this machine.
+Nothing here depends on this machine: the rules are about the file, and `here` fits its layout to what there is.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from whet.config.dialects.key import Unbuilt, Values
+from whet.config.dialects.layout import PARALLEL, Layout, groups, resharded
 from whet.config.dialects.typed import choose, flag, number, whole
 from whet.types import ConfigError, Json
 
@@ -57,7 +58,7 @@ def data_parallel(v: Values, role: str) -> int:
     return P // size
 
 
-def sequence_ranks(v: Values) -> Mapping[str, Json]:
+def sequence_ranks(v: Values) -> int:
     """Ulysses, in one size for the policy and the models beside it."""
     there = ["policy", *(["critic"] if has_critic(v) else []), *(["ref"] if has_reference(v) else [])]
     keys = {role: f"trainer.{role}.sequence_parallel_size" for role in there}
@@ -67,7 +68,7 @@ def sequence_ranks(v: Values) -> Mapping[str, Json]:
             raise Unbuilt(
                 f"{key}={v[key]} beside {keys['policy']}={mine} is coming, not built yet: one size for all models"
             )
-    return {"train.parallel.cp": mine}
+    return mine
 
 
 def check_batches(v: Values) -> Mapping[str, Json]:
@@ -101,6 +102,62 @@ def _check_mini_batch(v: Values, role: str) -> None:
         raise ConfigError(f"a rank's mini batch, {own} = {rank}, must divide its batch of {batch} rollouts")
 
 
+FSDP = "trainer.policy.fsdp_config"
+
+
+def layout(v: Values) -> Mapping[str, Json]:
+    """The policy's layout serves all models; the engines take turns with them, or have GPUs of their own."""
+    check_placement(v)
+    dp, cp = data_parallel(v, "policy"), sequence_ranks(v)
+    copies, shards = groups(whole(v, f"{FSDP}.fsdp_size", least=None), dp, key=f"{FSDP}.fsdp_size")
+    engines, nodes = (
+        whole(v, "generator.num_inference_engines"),
+        whole(v, "trainer.placement.policy_num_nodes"),
+    )
+    return Layout(dp_replicate=copies, dp_shard=shards, cp=cp, engines=engines, nodes=nodes).natives()
+
+
+def sharding(v: Values) -> Mapping[str, Json]:
+    """How FSDP gathers what it has cut."""
+    return {f"{PARALLEL}.reshard_after_forward": resharded(v, f"{FSDP}.reshard_after_forward")}
+
+
+def offload(v: Values) -> Mapping[str, Json]:
+    """cpu_offload: weights and moments, always. offload_after_step: moments, where engines share the GPUs."""
+    names, shared = list[str](), flag(v, "trainer.placement.colocate_all")
+    wanted = {
+        role: flag(v, f"trainer.{role}.fsdp_config.cpu_offload")
+        or (shared and flag(v, f"trainer.{role}.optimizer_config.offload_after_step"))
+        for role in ("policy", "critic")
+    }
+    if has_critic(v) and wanted["critic"] != wanted["policy"]:
+        raise Unbuilt(
+            f"trainer.critic.optimizer_config.offload_after_step (or trainer.critic.fsdp_config.cpu_offload): "
+            f"{wanted['critic']} beside the policy's {wanted['policy']} is coming, not built yet: the optimizers of "
+            "both rest in one place"
+        )
+    names += ["optimizer"] if wanted["policy"] else []
+    if has_critic(v) and flag(v, "trainer.critic.fsdp_config.cpu_offload"):
+        names.append("critic")
+    compares = has_reference(v) and number(v, "trainer.algorithm.kl_loss_coef") > 0
+    if compares and flag(v, "trainer.ref.fsdp_config.cpu_offload"):
+        names.append("reference")
+    return {"train.offload": [*names, *(["policy"] if flag(v, f"{FSDP}.cpu_offload") else [])]}
+
+
+def strategy(v: Values) -> Mapping[str, Json]:
+    """FSDP in both of torch's ways; here FSDP2 where tensors are cut."""
+    known = {"fsdp2": True, "fsdp": True, "deepspeed": None, "megatron": None}
+    choose(v, "trainer.strategy", known)
+    return NOTHING
+
+
+def ulysses(v: Values) -> Mapping[str, Json]:
+    """The one backend that SkyRL has."""
+    choose(v, "trainer.sequence_parallel_backend", {"ulysses": True})
+    return NOTHING
+
+
 def check_reward_placement(v: Values) -> Mapping[str, Json]:
     """Where a reward model would live, which there never is."""
     flag(v, "trainer.placement.colocate_critic_reward")
@@ -110,7 +167,7 @@ def check_reward_placement(v: Values) -> Mapping[str, Json]:
 
 
 def check_placement(v: Values) -> Mapping[str, Json]:
-    """Who shares GPUs with whom must fit, as SkyRL asserts; here all share one device, in turns."""
+    """Who shares GPUs with whom must fit, as SkyRL asserts."""
     P, engines = gpus(v, "policy"), whole(v, "generator.num_inference_engines")
     parallel = whole(v, "generator.inference_engine_tensor_parallel_size")
     others = [("ref", has_reference(v)), ("critic", has_critic(v))]
@@ -186,6 +243,11 @@ def check_update_group(v: Values) -> Mapping[str, Json]:
 def check_environments(v: Values) -> Mapping[str, Json]:
     """A number of workers; what belongs to an environment is read where that environment is chosen."""
     whole(v, "environment.max_env_workers", least=0)
+    return NOTHING
+
+
+def unread(v: Values) -> Mapping[str, Json]:
+    """Of a model that is never there."""
     return NOTHING
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from whet.config.dialects.key import Key, coming, derived, inert, translated
 from whet.config.dialects.trinity_data import batch, evaluation, length, sampling, tasks, token_limits
+from whet.config.dialects.trinity_layout import patience
 from whet.config.dialects.trinity_mix import mixed, staleness
 from whet.config.dialects.trinity_replies import AUXILIARY, demonstrations, queue
 from whet.config.dialects.trinity_rewards import INPUT, rewards
@@ -44,6 +45,10 @@ _PICTURES = "pictures and films"
 _TOOLS = "tools"
 _RETRIES = "tasks and experiences from a database"
 
+_QUEUE = (
+    "one queue of fresh and used experiences, from which a step is drawn before the fresh ones are there; today "
+    "whet.buffer.replay.share draws a share of each step from the used ones"
+)
 _REPLAY = f"{EXPERIENCES}.replay_buffer"
 
 BUFFER: tuple[Key, ...] = (
@@ -208,10 +213,10 @@ BUFFER: tuple[Key, ...] = (
         reason="null: the model's (sft, dpo)",
     ),
     section(_REPLAY, "data.train"),
-    coming(f"{_REPLAY}.enable", "a replay buffer", default=False),
-    coming(f"{_REPLAY}.reuse_cooldown_time", "a replay buffer", default=None),
-    coming(f"{_REPLAY}.priority_fn", "a replay buffer", default="linear_decay"),
-    coming(f"{_REPLAY}.priority_fn_args", "a replay buffer", default={"decay": 2.0}),
+    coming(f"{_REPLAY}.enable", _QUEUE, default=False),
+    coming(f"{_REPLAY}.reuse_cooldown_time", _QUEUE, default=None),
+    coming(f"{_REPLAY}.priority_fn", _QUEUE, default="linear_decay"),
+    coming(f"{_REPLAY}.priority_fn_args", _QUEUE, default={"decay": 2.0}),
     translated(
         AUXILIARY,
         mixed,
@@ -311,9 +316,9 @@ MORE_BUFFER: tuple[Key, ...] = (
     at_any_value(
         f"{EXPERIENCES}.capacity", "in lock-step the queue never holds more than a step", default=10000
     ),
-    *_not_built(EXPERIENCES, {"max_retry_times": 3, "max_retry_interval": 1}, _RETRIES),
+    *(patience(f"{EXPERIENCES}.{key}") for key in ("max_retry_times", "max_retry_interval")),
     *_not_built(f"{EXPERIENCES}.format", {"image_key": None, "video_key": None}, _PICTURES),
-    coming(f"{_REPLAY}.priority_fn_args.*", "a replay buffer", default={}),
+    coming(f"{_REPLAY}.priority_fn_args.*", _QUEUE, default={}),
     _expert("split", "data.expert", default="train", reason=_SPLIT),
     _expert("subset_name", "data.expert", reason=_SUBSET),
     _expert("format.prompt_type", "data.expert", default="messages", reason=_TURNS),

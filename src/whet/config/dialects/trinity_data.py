@@ -99,8 +99,8 @@ def _with_spare(values: Values, need: int, *, spare: int) -> dict[str, Json]:
     return {"train.tasks_per_step": need, "rollout.group_size": times, "rollout.spare_tasks": spare}
 
 
-def _divided(values: Values, size: int) -> int:
-    """Trinity's rule: the trainer's GPUs divide train_batch_size. Theirs are those that the explorer leaves over."""
+def trainers(values: Values) -> int:
+    """GPUs that the explorer leaves to the trainer; 0 or less: the file does not say."""
     nodes = whole(values, "cluster.node_num") or 1
     engines = count(values, f"{ENGINE}.engine_num") * count(values, f"{ENGINE}.tensor_parallel_size")
     for n, own in enumerate(entries(values, "explorer.auxiliary_models")):
@@ -109,7 +109,12 @@ def _divided(values: Values, size: int) -> int:
         first, second = (count(named, key) if key in named else 1 for key in sizes)
         engines += first * second
     each = whole(values, "cluster.gpu_per_node", least=0) or 0
-    left = nodes * each - (engines if online(values) else 0)
+    return nodes * each - (engines if online(values) else 0)
+
+
+def _divided(values: Values, size: int) -> int:
+    """Trinity's rule: the trainer's GPUs divide train_batch_size."""
+    left = trainers(values)
     if left > 0 and size % left:
         raise ConfigError(
             f"buffer.train_batch_size: {size} must be divisible by the number of GPUs of the trainer, {left} "

@@ -53,6 +53,11 @@ def cache(values: Values) -> Mapping[str, Json]:
     return {}
 
 
+def graphs(values: Values) -> Mapping[str, Json]:
+    """CUDA graphs change no number."""
+    return {}
+
+
 def room(values: Values) -> Mapping[str, Json]:
     """A teacher must be able to read what the policy writes."""
     if preset(values).advantage != "on_policy_distill":
@@ -75,7 +80,12 @@ def _speed(at: str) -> tuple[Key, ...]:
         at_any_value(f"{at}.use_v1", "vLLM's older and newer engine", default=True),
         at_any_value(f"{at}.enable_prefix_caching", "a group's prompt is computed once anyway", default=True),
         at_any_value(f"{at}.enable_chunked_prefill", "vLLM's own way with long prompts", default=True),
-        coming(f"{at}.enforce_eager", "CUDA graphs", default=False, harmless=(True,)),
+        derived(
+            f"{at}.enforce_eager",
+            graphs,
+            default=False,
+            reason="the embedded engine chooses by itself: on a GPU CUDA graphs where a model allows it",
+        ),
         derived(f"{at}.gpu_memory_utilization", cache, default=0.9, reason="sized by machine.kv_cache_mb"),
         coming(f"{at}.dtype", "another dtype than the trainer's", default="bfloat16", harmless=("auto",)),
         coming(f"{at}.enable_log_requests", "an OpenAI server over the engine", default=False),

@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from whet.config.dialects.key import Key, Unbuilt, Values, coming, derived, inert, translated
+from whet.config.dialects.layout import FITTED, Layout
 from whet.config.dialects.trinity_algorithm import optimizer
 from whet.config.dialects.trinity_data import batch, evaluation, length, mode, sampling, token_limits
+from whet.config.dialects.trinity_layout import GPUS, address, machines, sized, strategy
 from whet.config.dialects.trinity_lora import ENGINE, LORA
 from whet.config.dialects.trinity_presets import online, preset, repeat_times
 from whet.config.dialects.trinity_replies import template
 from whet.config.dialects.trinity_sync import again, who
-from whet.config.dialects.trinity_trainer import critic, export, micro, resume, sequence_ranks
+from whet.config.dialects.trinity_trainer import critic, export, micro, resume
 from whet.config.dialects.trinity_values import MODEL as VERL_MODEL
-from whet.config.dialects.trinity_values import at_any_value, count, entries, given, known_as, section, text
+from whet.config.dialects.trinity_values import (
+    at_any_value,
+    count,
+    entries,
+    given,
+    known_as,
+    section,
+    text,
+    whole,
+)
 from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- the run and its folder
@@ -104,13 +115,21 @@ def engine_type(values: Values) -> Mapping[str, Json]:
 
 def at_once(values: Values) -> Mapping[str, Json]:
     """Each of engine_num * runner_per_model runners has a task in hand, with all its repeats."""
-    runners = count(values, "explorer.rollout_model.engine_num") * count(values, "explorer.runner_per_model")
-    return {"rollout.max_batch": runners * repeat_times(values)}
+    engines = count(values, "explorer.rollout_model.engine_num")
+    runners = engines * count(values, "explorer.runner_per_model")
+    out: dict[str, Json] = {"rollout.max_batch": runners * repeat_times(values)}
+    return out | (Layout(engines=engines).natives() if online(values) else {})
 
 
 def timeout(values: Values) -> Mapping[str, Json]:
     """Seconds of one attempt."""
     return {"rollout.timeout_s": values["explorer.max_timeout"]}
+
+
+def runs_of_a_runner(values: Values) -> Mapping[str, Json]:
+    """How a task's repeats are shared out."""
+    whole(values, "explorer.max_repeat_times_per_runner")
+    return {}
 
 
 def environment(values: Values) -> Mapping[str, Json]:
@@ -239,12 +258,12 @@ MODEL: tuple[Key, ...] = (
     ),
 )
 
-_GPUS = "this machine's own devices are used; train_batch_size must be divisible by the trainer's GPUs that these leave"
+_GPUS = "each engine lies whole on one GPU here; the trainer's GPUs, which these leave, must divide train_batch_size"
 
 CLUSTER: tuple[Key, ...] = (
     section("cluster", "machine"),
-    derived("cluster.node_num", batch, default=None, reason=_GPUS),
-    derived("cluster.gpu_per_node", batch, default=None, reason=_GPUS),
+    translated("cluster.node_num", machines, "cluster.ranks", default=None, reason=f"{GPUS} {FITTED}"),
+    sized("cluster.gpu_per_node", "dp_shard", "dp_replicate", default=None, reason=GPUS),
 )
 
 EXPLORER: tuple[Key, ...] = (
@@ -279,8 +298,9 @@ EXPLORER: tuple[Key, ...] = (
         "explorer.rollout_model.engine_num",
         at_once,
         "rollout.max_batch",
+        "rollout.replicas",
         default=1,
-        reason="rollouts at once",
+        reason=f"rollouts at once; engines, a single one is the trainer's own. {FITTED}",
     ),
     derived("explorer.rollout_model.tensor_parallel_size", batch, default=1, reason=_GPUS),
     coming("explorer.rollout_model.enable_history", "workflows of your own", default=False),
@@ -328,11 +348,11 @@ TRAINER: tuple[Key, ...] = (
     section("trainer", "train"),
     at_any_value("trainer.name", _NO_ACTORS, default="trainer"),
     coming("trainer.trainer_type", "other trainers than the embedded one", default="verl"),
-    coming(
+    derived(
         "trainer.trainer_strategy",
-        "Megatron; one device needs no sharding",
+        strategy,
         default="fsdp",
-        harmless=("fsdp2",),
+        reason="where tensors are cut, by FSDP2; fsdp is the same but for its means. megatron is coming",
     ),
     translated(
         "trainer.total_steps",
@@ -383,12 +403,11 @@ TRAINER: tuple[Key, ...] = (
         default=None,
         reason="twice max_model_len at least, and where it is not given",
     ),
-    translated(
+    sized(
         "trainer.ulysses_sequence_parallel_size",
-        sequence_ranks,
-        "train.parallel.cp",
+        "cp",
         default=1,
-        reason="ranks that share the tokens of a micro-batch; must divide the attention heads",
+        reason="ranks that share the tokens of a micro-batch; must divide the attention heads.",
     ),
     section("trainer.trainer_config"),
 )
@@ -405,12 +424,18 @@ MORE_RUN: tuple[Key, ...] = (
     ),
     coming("model.logprobs", "log-probs of other tokens than the sampled", default=0),
     *ENGINE,
-    coming("cluster.ray_address", "several machines", default="auto"),
-    coming(
+    translated(
+        "cluster.ray_address",
+        address,
+        "cluster.address",
+        default="auto",
+        reason="host:port of a running cluster; auto: one that is started here where it is needed",
+    ),
+    derived(
         "explorer.max_repeat_times_per_runner",
-        "a task's repeats on several runners",
+        runs_of_a_runner,
         default=None,
-        harmless=(1,),
+        reason="every repeat is asked by itself, so none waits for another",
     ),
     coming("explorer.runner_num", "the older name of runner_per_model", default=None),
     *(

@@ -22,6 +22,7 @@ from whet.config.dialects.trinity_values import (
     text,
     whole,
 )
+from whet.config.dialects.typed import flag
 from whet.config.dialects.uploads import place
 from whet.types import ConfigError, Json
 
@@ -178,31 +179,35 @@ def _rollouts(values: Values, *, actor: bool = False, forward: bool = False, cri
 
 def offload(values: Values) -> Mapping[str, Json]:
     """What lies in the host's memory while it rests: one list for the policy, its critic and its reference."""
-    ppo, of_actor, of_critic = (
-        preset(values).recipe == "ppo",
-        f"{ACTOR}.fsdp_config.optimizer_offload",
-        f"{CRITIC}.model.fsdp_config.optimizer_offload",
-    )
-    if ppo and values[of_critic] != values[of_actor]:
+    ppo, at = preset(values).recipe == "ppo", {"actor": ACTOR, "critic": f"{CRITIC}.model", "ref": REF}
+    # FSDP2's offload_policy: weights, gradients and the optimizer's state
+    every = {who: flag(values, f"{section}.fsdp_config.offload_policy") for who, section in at.items()}
+    weights = {
+        who: every[who] or values[f"{section}.fsdp_config.param_offload"] for who, section in at.items()
+    }
+    of_actor, of_critic = (f"{at[who]}.fsdp_config.optimizer_offload" for who in ("actor", "critic"))
+    moments, other = (every[who] or values[key] for who, key in (("actor", of_actor), ("critic", of_critic)))
+    if ppo and other != moments:
         raise Unbuilt(
-            f"{of_critic}: {values[of_critic]} beside {of_actor}: {values[of_actor]} is coming, not built yet: the "
+            f"{of_critic} (or offload_policy): {other} beside {of_actor}: {moments} is coming, not built yet: the "
             "optimizers of policy and critic rest in one place. Give both the same value."
         )
     there = {
-        "optimizer": values[of_actor],
+        "optimizer": moments,
         "activations": values[f"{MODEL}.enable_activation_offload"],
-        "critic": ppo and values[f"{CRITIC}.model.fsdp_config.param_offload"],
-        "reference": values[f"{REF}.fsdp_config.param_offload"] and _has_reference(values),
+        "critic": ppo and weights["critic"],
+        "reference": weights["ref"] and has_reference(values),
+        "policy": weights["actor"],
     }
     return {"train.offload": [name for name, wanted in there.items() if wanted]}
 
 
-def _has_reference(values: Values) -> bool:
+def has_reference(values: Values) -> bool:
     base = preset(values)
     return base.kind == "dpo" or base.advantage == "on_policy_distill" or bool(kl(values))
 
 
-def sequence_ranks(values: Values) -> Mapping[str, Json]:
+def sequence_ranks(values: Values) -> int:
     """Ulysses: ranks that share one sequence, the same for every model."""
     keys: dict[str, Json] = {
         "trainer.ulysses_sequence_parallel_size": 1,
@@ -212,7 +217,9 @@ def sequence_ranks(values: Values) -> Mapping[str, Json]:
     if preset(values).recipe == "ppo":
         keys[f"{CRITIC}.ulysses_sequence_parallel_size"] = 1
     sizes = {key: whole(values, key) or 1 for key in keys}
-    return {"train.parallel.cp": agreed(sizes, keys)}
+    shared = agreed(sizes, keys)
+    assert isinstance(shared, int)
+    return shared
 
 
 # ---------------------------------------------------------------- checkpoints

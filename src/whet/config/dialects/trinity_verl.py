@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from whet.config.dialects.key import Key, coming, derived, inert, refused, translated
+from collections.abc import Mapping
+
+from whet.config.dialects.key import Key, Unbuilt, Values, coming, derived, inert, refused, translated
 from whet.config.dialects.trinity_algorithm import optimizer
+from whet.config.dialects.trinity_layout import fsdp, layout, strategy
+from whet.config.dialects.trinity_presets import preset
 from whet.config.dialects.trinity_run import libraries, model
 from whet.config.dialects.trinity_trainer import (
     contents,
@@ -16,16 +20,28 @@ from whet.config.dialects.trinity_trainer import (
     overwritten,
     passes,
     resume,
-    sequence_ranks,
 )
-from whet.config.dialects.trinity_values import ACTOR, CONFIG, CRITIC, MODEL, REF, VERL_TRAINER, section
+from whet.config.dialects.trinity_values import (
+    ACTOR,
+    CONFIG,
+    CRITIC,
+    MODEL,
+    REF,
+    VERL_TRAINER,
+    given,
+    known_as,
+    section,
+    whole,
+)
+from whet.config.dialects.typed import flag
 from whet.types import Json
 
 _CUT = "it never changes the gradient; forwards without gradient are cut in one way for all models"
 _FOLLOWS = "null: the actor's"
 _PADDING = "batches are packed: there is no padding"
-_ENTROPY = "entropy with less memory"
-_PARALLEL = "parallel training; one device needs no sharding"
+_ENTROPY = "entropy comes with the log-probs; beyond 64 MiB of logits in chunks, computed again for the backward pass"
+_FUSED = "log-probs come fused out of the output layer, always"
+_STRATEGY = "where tensors are cut, by FSDP2; fsdp is the same but for its means. megatron is coming"
 _INJECTED = "Trinity writes its own number here: trainer.total_steps"
 
 
@@ -37,17 +53,53 @@ def _micro(name: str, default: object, reason: str = _CUT) -> Key:
 
 
 def _offload(name: str, what: str) -> Key:
-    return translated(name, offload, "train.offload", default=False, reason=f"{what}; needs a GPU")
+    return translated(
+        name, offload, "train.offload", default=False, reason=f"{what}; left out where there is no GPU"
+    )
 
 
 def _ulysses(at: str, default: Json = 1) -> Key:
     return translated(
         f"{at}.ulysses_sequence_parallel_size",
-        sequence_ranks,
+        layout,
         "train.parallel.cp",
         default=default,
         reason="as trainer.ulysses_sequence_parallel_size",
     )
+
+
+def _any_switch(name: str, reason: str, *, default: Json = False) -> Key:
+    """What is done in one way always, which changes no number beyond rounding."""
+
+    def check(values: Values) -> Mapping[str, Json]:
+        if values[name] is not None:
+            flag(values, name)
+        return {}
+
+    return derived(name, check, default=default, reason=reason)
+
+
+def backends(values: Values) -> Mapping[str, Json]:
+    """Which kernels veRL takes."""
+    key = f"{MODEL}.fused_kernel_options.impl_backend"
+    if given(values[key]) is not None:
+        known_as(str(values[key]), dict.fromkeys(("triton", "torch")), key=key)
+    return {}
+
+
+def together(values: Values) -> Mapping[str, Json]:
+    """What is saved and loaded of the critic: as of the actor."""
+    for way in ("load", "save") if preset(values).recipe == "ppo" else ():
+        key, own = f"{CRITIC}.checkpoint.{way}_contents", values[f"{ACTOR}.checkpoint.{way}_contents"]
+        if sorted(values[key] or []) != sorted({*(own or [])} - {"hf_model"}):
+            raise Unbuilt(f"{key}: {values[key]} beside the actor's {own} is coming, not built yet.")
+    return {}
+
+
+def seeded(values: Values) -> Mapping[str, Json]:
+    """A seed that nothing reads."""
+    whole(values, f"{ACTOR}.data_loader_seed", least=0)
+    return {}
 
 
 def _critic(name: str, *native: str, default: object, reason: str) -> Key:
@@ -57,20 +109,15 @@ def _critic(name: str, *native: str, default: object, reason: str) -> Key:
 def _fsdp(owner: str, *, optimizer_too: bool) -> tuple[Key, ...]:
     """The FSDP section of one model."""
     at = f"{owner}.fsdp_config"
-    if owner == ACTOR:
-        memory = [coming(f"{at}.param_offload", "moving the policy's weights to the CPU", default=False)]
-    else:
-        memory = [_offload(f"{at}.param_offload", "weights that rest; where the algorithm has this model")]
+    resting = "where several devices train" if owner == ACTOR else "where the algorithm has this model"
+    memory = [_offload(f"{at}.param_offload", f"weights that rest; {resting}")]
     if optimizer_too:
         memory.append(_offload(f"{at}.optimizer_offload", "of policy and critic together"))
     return (
         section(at),
         section(f"{at}.wrap_policy"),
-        coming(f"{at}.wrap_policy.transformer_layer_cls_to_wrap", _PARALLEL, default=None),
-        coming(f"{at}.wrap_policy.min_num_params", _PARALLEL, default=0),
         *memory,
-        coming(f"{at}.fsdp_size", _PARALLEL, default=-1, harmless=(1,)),
-        coming(f"{at}.forward_prefetch", _PARALLEL, default=False),
+        *fsdp(owner),
     )
 
 
@@ -97,24 +144,14 @@ MODEL_ROWS: tuple[Key, ...] = (
         reason="less memory, equal gradients",
     ),
     inert(f"{MODEL}.use_remove_padding", _PADDING, default=True, harmless=(False,)),
-    coming(f"{MODEL}.use_fused_kernels", "fused kernels of the output layer", default=False),
+    _any_switch(f"{MODEL}.use_fused_kernels", _FUSED),
     section(f"{MODEL}.fused_kernel_options"),
-    coming(
-        f"{MODEL}.fused_kernel_options.impl_backend",
-        "fused kernels of the output layer",
-        default=None,
-        harmless=("None", "null", "triton", "torch"),
-    ),
+    derived(f"{MODEL}.fused_kernel_options.impl_backend", backends, default=None, reason=_FUSED),
 )
 
 ACTOR_ROWS: tuple[Key, ...] = (
     section(ACTOR, "train"),
-    coming(
-        f"{ACTOR}.strategy",
-        "Megatron; one device needs no sharding",
-        default="fsdp",
-        harmless=("fsdp2", None),
-    ),
+    derived(f"{ACTOR}.strategy", strategy, default="fsdp", reason=_STRATEGY),
     _micro(f"{ACTOR}.ppo_micro_batch_size", None, "of all GPUs; veRL's older name"),
     _micro(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 4),
     _micro(f"{ACTOR}.use_dynamic_bsz", True),
@@ -135,8 +172,8 @@ ACTOR_ROWS: tuple[Key, ...] = (
         reason="a new order of minibatches in every pass; Trinity has one",
     ),
     _ulysses(ACTOR),
-    coming(f"{ACTOR}.entropy_from_logits_with_chunking", _ENTROPY, default=False),
-    coming(f"{ACTOR}.entropy_checkpointing", _ENTROPY, default=False),
+    _any_switch(f"{ACTOR}.entropy_from_logits_with_chunking", _ENTROPY),
+    _any_switch(f"{ACTOR}.entropy_checkpointing", _ENTROPY),
     section(f"{ACTOR}.checkpoint", "checkpoint"),
     translated(
         f"{ACTOR}.checkpoint.load_contents",
@@ -189,18 +226,13 @@ REF_ROWS: tuple[Key, ...] = (
     _micro(f"{REF}.log_prob_use_dynamic_bsz", None, f"{_FOLLOWS}; of forwards without gradient"),
     _micro(f"{REF}.log_prob_max_token_len_per_gpu", None, f"{_FOLLOWS}; {_CUT}"),
     _ulysses(REF, None),
-    coming(f"{REF}.entropy_from_logits_with_chunking", _ENTROPY, default=None, harmless=(False,)),
-    coming(f"{REF}.entropy_checkpointing", _ENTROPY, default=None, harmless=(False,)),
+    _any_switch(f"{REF}.entropy_from_logits_with_chunking", _ENTROPY, default=None),
+    _any_switch(f"{REF}.entropy_checkpointing", _ENTROPY, default=None),
 )
 
 CRITIC_ROWS: tuple[Key, ...] = (
     section(CRITIC, "critic"),
-    coming(
-        f"{CRITIC}.strategy",
-        "Megatron; one device needs no sharding",
-        default="fsdp",
-        harmless=("fsdp2", None),
-    ),
+    derived(f"{CRITIC}.strategy", strategy, default="fsdp", reason=_STRATEGY),
     section(f"{CRITIC}.optim", "critic.optimizer"),
     _critic("optim.lr", "critic.optimizer.lr", default=1e-5, reason="AdamW, weight decay 0.01; ppo only"),
     _critic(
@@ -265,7 +297,7 @@ TRAINER_ROWS: tuple[Key, ...] = (
     section(VERL_TRAINER, "train"),
     inert(
         f"{VERL_TRAINER}.balance_batch",
-        "one device has nobody to share a batch with",
+        "ranks always get parts of equal work, which changes no number",
         default=True,
         harmless=(False,),
     ),
@@ -305,8 +337,9 @@ TRAINER_ROWS: tuple[Key, ...] = (
         default=False,
         reason="true keeps one",
     ),
-    coming(
-        f"{VERL_TRAINER}.del_local_ckpt_after_load", "deleting a checkpoint once it is loaded", default=False
+    _any_switch(
+        f"{VERL_TRAINER}.del_local_ckpt_after_load",
+        "veRL deletes only what it had downloaded; such copies stay in a cache here, for the next run",
     ),
     translated(
         f"{VERL_TRAINER}.max_actor_ckpt_to_keep", keep, "checkpoint.keep", default=5, reason="null: all"
@@ -334,15 +367,20 @@ def _rest(at: str) -> tuple[Key, ...]:
 
 def _more_fsdp(at: str) -> tuple[Key, ...]:
     return (
-        coming(f"{at}.fsdp_config.offload_policy", "moving weights to the CPU", default=False),
-        coming(f"{at}.fsdp_config.reshard_after_forward", _PARALLEL, default=True, harmless=(False,)),
+        _offload(f"{at}.fsdp_config.offload_policy", "weights, gradients and moments, as FSDP2 does"),
+        *fsdp(at, "reshard_after_forward"),
         coming(f"{at}.fsdp_config.model_dtype", "a dtype of each model", default=None),
     )
 
 
 def _whole_checkpoint(at: str, parts: list[str]) -> tuple[Key, ...]:
     return tuple(
-        coming(f"{at}.checkpoint.{way}_contents", "checkpoints of single models", default=parts)
+        derived(
+            f"{at}.checkpoint.{way}_contents",
+            together,
+            default=parts,
+            reason="all models lie in one checkpoint, and the actor's parts count; others are coming",
+        )
         for way in ("load", "save")
     )
 
@@ -380,7 +418,9 @@ MORE_VERL: tuple[Key, ...] = (
         reason="training steps; from 0 up over the ratio; ppo only",
     ),
     _offload(f"{MODEL}.enable_activation_offload", "what layers keep for the backward pass"),
-    coming(f"{MODEL}.use_shm", "models in shared memory", default=False),
+    _any_switch(
+        f"{MODEL}.use_shm", "weights are read by mapping their files into memory: there is nothing to stage"
+    ),
     refused(f"{MODEL}.trust_remote_code", "code that comes with a model is never run", default=False),
     refused(f"{CRITIC}.model.trust_remote_code", "code that comes with a model is never run", default=False),
     inert(
@@ -389,6 +429,11 @@ MORE_VERL: tuple[Key, ...] = (
         default=None,
         harmless=(True, False),
     ),
-    coming(f"{ACTOR}.data_loader_seed", "a seed of each model", default=None),
+    derived(
+        f"{ACTOR}.data_loader_seed",
+        seeded,
+        default=None,
+        reason="every random number follows from the run's seed here",
+    ),
 )
 """Keys that the document leaves to the source code."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
+from whet.config.dialects.key import Key, derived, inert, mapped, translated
 from whet.config.dialects.verl_algorithm import value_reduction
+from whet.config.dialects.verl_layout import OF_CRITIC, fsdp_like
 from whet.config.dialects.verl_loop import checkpoints, critic_optimizer, imports
 from whet.config.dialects.verl_lora import critic_lora, lora_keys
 from whet.config.dialects.verl_parts import critic_overrides, critic_path, critic_tokenizer
@@ -16,12 +17,11 @@ from whet.config.dialects.verl_policy import (
     NO_CODE,
     PACKED,
     RAMP,
-    SHARDED,
     STEPS,
-    offload,
+    TP,
     parallel,
     rests,
-    shards,
+    unstaged,
 )
 from whet.config.dialects.verl_rules import (
     ACTOR,
@@ -112,12 +112,7 @@ CRITIC: tuple[Key, ...] = (
     ),
     rests("critic.model.enable_activation_offload", "With adv_estimator=gae as the actor's."),
     derived("critic.model.use_remove_padding", check_parallel, default=False, reason=PACKED),
-    coming(
-        "critic.model.use_shm",
-        "staging in shared memory; it changes no number",
-        default=False,
-        harmless=(True,),
-    ),
+    unstaged("critic.model.use_shm"),
     *lora_keys("critic.model", critic_lora, "critic.lora"),
     *(
         rests(f"critic.model.fsdp_config.{name}", what)
@@ -126,16 +121,14 @@ CRITIC: tuple[Key, ...] = (
             ("optimizer_offload", "With adv_estimator=gae as the actor's."),
         )
     ),
-    offload("critic.model.fsdp_config.offload_policy"),
-    coming("critic.model.fsdp_config.reshard_after_forward", SHARDED, default=True, harmless=(False,)),
-    *shards("critic.model.fsdp_config"),
+    rests("critic.model.fsdp_config.offload_policy", "With adv_estimator=gae as the actor's."),
+    *fsdp_like(OF_CRITIC, "reshard_after_forward", "forward_prefetch"),
     derived(
         "critic.model.fsdp_config.fsdp_size",
         at_least("critic.model.fsdp_config.fsdp_size", -1),
         default=-1,
-        reason="Devices that share one copy; one process has one copy whole.",
+        reason=TP,
     ),
-    coming("critic.model.fsdp_config.forward_prefetch", SHARDED, default=False, harmless=(True,)),
     translated(
         "critic.ppo_mini_batch_size",
         batches,

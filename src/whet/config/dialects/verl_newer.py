@@ -11,10 +11,21 @@ from whet.config.dialects.verl_algorithm import (
     reduction,
     resampling,
 )
+from whet.config.dialects.verl_layout import fsdp, sized
 from whet.config.dialects.verl_loop import actor_optimizer, checkpoints, device, dumps, length
 from whet.config.dialects.verl_lora import lora_keys, policy_lora
 from whet.config.dialects.verl_parts import overrides, rewards, training_data
-from whet.config.dialects.verl_policy import DECAY, OFFLOAD, SHARDED, SIZED, TP, offload
+from whet.config.dialects.verl_policy import (
+    DECAY,
+    ENTROPY,
+    FUSED,
+    KERNELS,
+    OFFLOAD,
+    SIZED,
+    own,
+    rests,
+    unstaged,
+)
 from whet.config.dialects.verl_recipes import DAPO, RECIPES
 from whet.config.dialects.verl_roles import ROLES
 from whet.config.dialects.verl_rules import (
@@ -22,10 +33,10 @@ from whet.config.dialects.verl_rules import (
     MODEL,
     ROLLOUT,
     at_least,
-    batches,
     is_path,
 )
 
+_SIZES = "Read where the sizes are Megatron's."
 _MULTI_TURN = "several turns and tools"
 _RAY = "There is no Ray."
 _VIDEO = "prompts with videos"
@@ -51,7 +62,7 @@ DATA: tuple[Key, ...] = (
         reason="Newer verl. A name that the template does not use is refused.",
     ),
     coming("data.video_key", _VIDEO, default="videos"),
-    coming("data.use_shm", "staging in shared memory; it changes no number", default=False, harmless=(True,)),
+    unstaged("data.use_shm"),
     inert(
         "data.validation_shuffle",
         "The order of a validation changes no mean of it.",
@@ -124,21 +135,13 @@ POLICY: tuple[Key, ...] = (
         default=[0.9, 0.999],
         reason="Of AdamW.",
     ),
-    coming(
-        f"{ACTOR}.entropy_from_logits_with_chunking",
-        "entropy in pieces, for memory; it changes no number",
-        default=False,
-        harmless=(True,),
+    *(
+        own(f"{ACTOR}.{name}", ENTROPY)
+        for name in ("entropy_from_logits_with_chunking", "entropy_checkpointing")
     ),
-    coming(
-        f"{ACTOR}.entropy_checkpointing",
-        "entropy computed twice, for memory; it changes no number",
-        default=False,
-        harmless=(True,),
-    ),
-    offload(f"{ACTOR}.fsdp_config.offload_policy"),
-    coming(f"{ACTOR}.fsdp_config.reshard_after_forward", SHARDED, default=True, harmless=(False,)),
-    coming(f"{ACTOR}.fsdp_config.forward_prefetch", SHARDED, default=False, harmless=(True,)),
+    rests(f"{ACTOR}.fsdp_config.offload_policy", "Weights, gradients, moments; of policy and critic."),
+    fsdp("reshard_after_forward"),
+    fsdp("forward_prefetch"),
     translated(
         f"{MODEL}.override_config.*",
         overrides,
@@ -147,13 +150,9 @@ POLICY: tuple[Key, ...] = (
         reason="Fields of the model's config.json.",
     ),
     *lora_keys(MODEL, policy_lora, "model.lora"),
-    *(
-        coming(f"{MODEL}.{name}", "kernels of others; they change no number", default=False, harmless=(True,))
-        for name in ("use_liger", "use_fused_kernels")
-    ),
-    coming(
-        f"{MODEL}.use_shm", "staging in shared memory; it changes no number", default=False, harmless=(True,)
-    ),
+    own(f"{MODEL}.use_liger", KERNELS),
+    own(f"{MODEL}.use_fused_kernels", FUSED),
+    unstaged(f"{MODEL}.use_shm"),
 )
 
 MEGATRON: tuple[Key, ...] = (
@@ -162,11 +161,15 @@ MEGATRON: tuple[Key, ...] = (
         for part in ("param", "grad", "optimizer")
     ),
     *(
-        derived(f"{ACTOR}.megatron.{kind}_parallel_size", batches, default=1, reason=TP)
-        for kind in ("tensor_model", "pipeline_model", "context")
+        sized(f"{ACTOR}.megatron.{kind}_parallel_size", dim, default=1, reason=_SIZES)
+        for kind, dim in (
+            ("tensor_model", "tp"),
+            ("pipeline_model", "pp"),
+            ("context", "cp"),
+            ("expert_model", "ep"),
+        )
     ),
     coming(f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size", "pipelines", default=None),
-    coming(f"{ACTOR}.megatron.expert_model_parallel_size", "experts over devices", default=1),
     coming(
         f"{ACTOR}.megatron.expert_tensor_parallel_size",
         "experts over devices",
@@ -198,13 +201,12 @@ ENGINE: tuple[Key, ...] = (
     coming(f"{ROLLOUT}.mode", "inference servers", default="sync"),
     derived(f"{ROLLOUT}.max_model_len", at_least(f"{ROLLOUT}.max_model_len", 1), default=None, reason=SIZED),
     inert(f"{ROLLOUT}.disable_log_stats", "What the engine prints.", default=True, harmless=(False,)),
-    coming(
+    own(
         f"{ROLLOUT}.enable_chunked_prefill",
-        "a choice of how prompts are read; it changes no number",
+        "The embedded engine reads prompts in its own way; no number changes.",
         default=True,
-        harmless=(False,),
     ),
-    coming(f"{ROLLOUT}.layered_summon", SHARDED, default=False, harmless=(True,)),
+    own(f"{ROLLOUT}.layered_summon", "Cut weights are gathered tensor by tensor for the rollouts, always."),
     coming(f"{ROLLOUT}.use_fire_sampling", "another temperature for the first token", default=False),
     engine(f"{ROLLOUT}.engine_kwargs.vllm.*", "vllm", default={}, reason="Any argument of vLLM."),
     engine(f"{ROLLOUT}.engine_kwargs.sglang.*", "sglang", default={}, reason="Any argument of SGLang."),
@@ -309,11 +311,10 @@ TRAINER: tuple[Key, ...] = (
             ("loss_type", "algorithm.old_logprobs", "ppo_clip", "Of bypass_mode; reinforce is coming."),
         )
     ),
-    coming(
+    own(
         "trainer.balance_batch",
-        "parallel training; one process has no ranks to balance",
+        "Ranks always get parts of equal work (Karmarkar and Karp's differencing); no number changes.",
         default=True,
-        harmless=(False,),
     ),
     translated(
         "trainer.total_training_steps",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from whet.config.dialects.key import Key, coming, derived, engine, inert, mapped, translated
 from whet.config.dialects.verl_algorithm import kl, loss
+from whet.config.dialects.verl_layout import OF_REF, WRAPPED, fsdp, fsdp_like, sized
 from whet.config.dialects.verl_loop import actor_optimizer, checkpoints, imports
 from whet.config.dialects.verl_parts import (
     concurrency,
@@ -26,6 +27,8 @@ from whet.config.dialects.verl_rules import (
     check_parallel,
     cut,
     equal,
+    hybrid,
+    is_flag,
     is_one_of,
     offloaded,
     share,
@@ -44,8 +47,7 @@ RAMP = "From s/W of the peak in step s (the first step moves nothing), as there.
 DECAY = "Of all parameters, norms and biases too; with Megatron those are spared, as there."
 IMPORTED = "A module, or a list; before the model is built and where rewards are computed."
 OFFLOAD = "keeping parts of a run in CPU memory between phases; it changes no number, so both values pass"
-SHARDED = "sharding a model over devices (FSDP); it changes no number on one"
-TP = "Over devices of the file's machine; must fit verl's rules. One process does the work of all."
+TP = "Must fit verl's rules; the actor's layout serves all models."
 NO_CODE = (
     "Code that comes with a model or a tokenizer is never run, whatever stands here; families are built in."
 )
@@ -57,7 +59,9 @@ VALIDATED = (
     "Read where val_kwargs.do_sample is true, as there; greedy replies are all the same, so one is made."
 )
 PACKED = "Nothing is ever padded here; sequence parallelism needs it in verl."
-GRAPHS = "CUDA graphs in the embedded engine; they change no number, so both values pass"
+GRAPHS = (
+    "The embedded engine chooses by itself: on a GPU CUDA graphs where a model allows it. No number changes."
+)
 SIZED = "The embedded engine sizes itself by max_num_seqs and the longest sequence."
 
 
@@ -66,12 +70,24 @@ def section(name: str) -> Key:
     return translated(name, nothing, default={}, reason="A section: its keys count, each for itself.")
 
 
-def shards(at: str) -> tuple[Key, ...]:
-    """How FSDP cuts one model."""
-    return (
-        coming(f"{at}.wrap_policy.transformer_layer_cls_to_wrap", SHARDED, default=None),
-        coming(f"{at}.wrap_policy.min_num_params", SHARDED, default=0),
+def unstaged(name: str) -> Key:
+    """Shared memory as a place for files on the way to a device."""
+    return derived(
+        name,
+        is_flag(name),
+        default=False,
+        reason="Weights are read from their files by mapping them into memory, rows once: there is nothing to stage.",
     )
+
+
+def own(name: str, what: str, *, default: bool = False) -> Key:
+    """What the trainer does in one way always, which changes no number beyond rounding."""
+    return derived(name, is_flag(name), default=default, reason=what)
+
+
+KERNELS = "Kernels of others; whet's own are used whatever it says. They agree but for rounding."
+FUSED = "Log-probs come fused out of the output layer, always; at most 64 MiB of logits are kept for the backward pass."
+ENTROPY = "Entropy comes with the log-probs; beyond 64 MiB of logits in chunks, computed again for the backward pass."
 
 
 def offload(name: str) -> Key:
@@ -80,7 +96,9 @@ def offload(name: str) -> Key:
 
 def rests(name: str, what: str) -> Key:
     """What lies in the host's memory while it is not needed."""
-    return translated(name, offloaded, "train.offload", default=False, reason=f"{what} true needs a GPU.")
+    return translated(
+        name, offloaded, "train.offload", default=False, reason=f"{what} Left out where there is no GPU."
+    )
 
 
 def cuts(at: str) -> tuple[Key, ...]:
@@ -111,7 +129,12 @@ def parallel(name: str, default: object) -> Key:
 
 
 MODEL_KEYS: tuple[Key, ...] = (
-    coming("actor_rollout_ref.hybrid_engine", "devices of their own for rollouts", default=True),
+    derived(
+        "actor_rollout_ref.hybrid_engine",
+        hybrid,
+        default=True,
+        reason="Rollouts and training share their devices, the only way of verl, too.",
+    ),
     translated(
         f"{MODEL}.path",
         model_path,
@@ -230,7 +253,12 @@ ACTOR_KEYS: tuple[Key, ...] = (
         default=False,
         reason="Of whole groups, by the run's seed, for policy and critic alike. verl's FSDP trainer ignores it.",
     ),
-    parallel(f"{ACTOR}.ulysses_sequence_parallel_size", 1),
+    sized(
+        f"{ACTOR}.ulysses_sequence_parallel_size",
+        "cp",
+        default=1,
+        reason="Of all models, as the actor's.",
+    ),
     section(f"{ACTOR}.optim"),
     mapped(f"{ACTOR}.optim.lr", "train.optimizer.lr", default=1e-6),
     translated(
@@ -276,14 +304,19 @@ ACTOR_KEYS: tuple[Key, ...] = (
     ),
     section(f"{ACTOR}.fsdp_config"),
     section(f"{ACTOR}.fsdp_config.wrap_policy"),
-    *shards(f"{ACTOR}.fsdp_config"),
-    *(offload(f"{ACTOR}.fsdp_config.{part}_offload") for part in ("param", "grad")),
+    WRAPPED,
+    fsdp("wrap_policy.min_num_params"),
+    rests(f"{ACTOR}.fsdp_config.param_offload", "The policy's weights, where several devices train."),
+    rests(
+        f"{ACTOR}.fsdp_config.grad_offload", "With param_offload, as its gradients are where the weights are."
+    ),
     rests(f"{ACTOR}.fsdp_config.optimizer_offload", "Moments and master weights, of policy and critic."),
-    derived(
+    sized(
         f"{ACTOR}.fsdp_config.fsdp_size",
-        at_least(f"{ACTOR}.fsdp_config.fsdp_size", -1),
+        "dp_shard",
+        "dp_replicate",
         default=-1,
-        reason="Devices that share one copy; one process has one copy whole.",
+        reason="Devices that share one copy; -1: all.",
     ),
     section(f"{ACTOR}.checkpoint"),
     translated(
@@ -315,7 +348,7 @@ ACTOR_KEYS: tuple[Key, ...] = (
 REF_KEYS: tuple[Key, ...] = (
     section(REF),
     rests(f"{REF}.fsdp_config.param_offload", "Read where there is a KL to the reference."),
-    *shards(f"{REF}.fsdp_config"),
+    *fsdp_like(OF_REF),
     *cuts(REF),
     parallel(f"{REF}.ulysses_sequence_parallel_size", f"${{{ACTOR}.ulysses_sequence_parallel_size}}"),
 )
@@ -376,7 +409,12 @@ ROLLOUT_KEYS: tuple[Key, ...] = (
         default=False,
         reason="All tokens sampled count; verl's mask ends at the first end token.",
     ),
-    coming(f"{ROLLOUT}.enforce_eager", GRAPHS, default=True, harmless=(False,)),
+    derived(
+        f"{ROLLOUT}.enforce_eager",
+        is_flag(f"{ROLLOUT}.enforce_eager"),
+        default=True,
+        reason=GRAPHS,
+    ),
     inert(
         f"{ROLLOUT}.free_cache_engine",
         "The cache shares memory with training in one process.",
@@ -389,7 +427,12 @@ ROLLOUT_KEYS: tuple[Key, ...] = (
         default="dummy_dtensor",
         reason="The engine reads the trainer's own weights: nothing is loaded twice, whatever the format.",
     ),
-    parallel(f"{ROLLOUT}.tensor_model_parallel_size", 2),
+    sized(
+        f"{ROLLOUT}.tensor_model_parallel_size",
+        "engines",
+        default=2,
+        reason="All devices / it: the engines, each of them whole on one device here.",
+    ),
     derived(
         f"{ROLLOUT}.max_num_batched_tokens",
         at_least(f"{ROLLOUT}.max_num_batched_tokens", 1),

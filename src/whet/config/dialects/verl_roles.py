@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from whet.config.dialects.key import Key, Values, coming, derived, translated
 from whet.config.dialects.typed import flag, whole
-from whet.config.dialects.verl_policy import SHARDED, TP
+from whet.config.dialects.verl_layout import OF_REF, fsdp_like
+from whet.config.dialects.verl_policy import ENTROPY, FUSED, TP, own
 from whet.config.dialects.verl_reward_model import later
 from whet.config.dialects.verl_rules import (
     ACTOR,
@@ -153,20 +154,12 @@ ROLES: tuple[Key, ...] = (
         reason="Kernels are whet's own; compiled or not, results are meant to agree.",
     ),
     *(
-        coming(
-            f"{REF}.{name}",
-            "entropy in pieces, for memory; it changes no number",
-            default=False,
-            harmless=(True,),
-        )
+        own(f"{REF}.{name}", ENTROPY)
         for name in ("entropy_from_logits_with_chunking", "entropy_checkpointing")
     ),
-    coming(f"{REF}.fsdp_config.reshard_after_forward", SHARDED, default=True, harmless=(False,)),
-    coming(f"{REF}.fsdp_config.forward_prefetch", SHARDED, default=False, harmless=(True,)),
-    *(
-        coming(f"{MODEL}.{name}", "kernels of others; they change no number", default=False, harmless=(True,))
-        for name in ("use_fused_loss", "return_last_hidden_state", "use_efficient_resharding")
-    ),
+    *fsdp_like(OF_REF, "reshard_after_forward", "forward_prefetch")[2:],
+    *(own(f"{MODEL}.{name}", FUSED) for name in ("use_fused_loss", "return_last_hidden_state")),
+    own(f"{MODEL}.use_efficient_resharding", "Weights go over to the rollouts tensor by tensor, always."),
     coming(f"{ROLLOUT}.chat_scheduler", "inference servers", default=None),
     *(
         coming(f"{ROLLOUT}.layer_name_map.{name}", "Megatron", default=default)

@@ -197,30 +197,39 @@ def longest(v: Values) -> int:
 
 
 def offloaded(v: Values) -> Native:
-    """What rests in the host's memory. The policy's own weights stay: rollouts are sampled from them."""
+    """What rests in the host's memory. FSDP2's offload_policy: weights, gradients and the optimizer's state."""
+    mine, other = (f"{at}.fsdp_config" for at in (ACTOR, "critic.model"))
     both = {
         "activations": (f"{MODEL}.enable_activation_offload", "critic.model.enable_activation_offload"),
-        "optimizer": (
-            f"{ACTOR}.fsdp_config.optimizer_offload",
-            "critic.model.fsdp_config.optimizer_offload",
-        ),
+        "optimizer": (f"{mine}.optimizer_offload", f"{other}.optimizer_offload"),
     }
     names = []
-    for name, (mine, other) in both.items():
-        if has_critic(v) and flag(v, mine) != flag(v, other):
+    for name, keys in both.items():
+        wanted, wanted_too = (
+            flag(v, key) or (name == "optimizer" and flag(v, f"{at}.offload_policy"))
+            for key, at in zip(keys, (mine, other))
+        )
+        if has_critic(v) and wanted != wanted_too:
+            told = keys if name != "optimizer" else tuple(f"{key} (or offload_policy)" for key in keys)
             raise Unbuilt(
-                f"{other}={v[other]} beside {mine}={v[mine]} is coming, not built yet: here policy and critic do it "
-                "alike; give both the same value"
+                f"{told[1]}={wanted_too} beside {told[0]}={wanted} is coming, not built yet: here policy and critic do "
+                "it alike; give both the same value"
             )
-        names += [name] if flag(v, mine) else []
+        names += [name] if wanted else []
     compares = (flag(v, f"{ACTOR}.use_kl_loss") and number(v, f"{ACTOR}.kl_loss_coef")) or (
         flag(v, "algorithm.use_kl_in_reward") and number(v, "algorithm.kl_ctrl.kl_coef")
     )
-    alone = {"critic": ("critic.model", has_critic(v)), "reference": (REF, bool(compares))}
-    names += [
-        name for name, (at, there) in alone.items() if flag(v, f"{at}.fsdp_config.param_offload") and there
-    ]
-    return {"train.offload": names}
+    rests = {
+        "critic": has_critic(v) and (flag(v, f"{other}.param_offload") or flag(v, f"{other}.offload_policy")),
+        "reference": bool(compares) and flag(v, f"{REF}.fsdp_config.param_offload"),
+        "policy": flag(v, f"{mine}.param_offload") or flag(v, f"{mine}.offload_policy"),
+    }
+    if flag(v, f"{mine}.grad_offload") and not rests["policy"]:
+        raise Unbuilt(
+            f"{mine}.grad_offload=True without param_offload is coming, not built yet: gradients are where their "
+            "weights are"
+        )
+    return {"train.offload": [*names, *(name for name, there in rests.items() if there)]}
 
 
 # ---------------------------------------------------------------- sizes
@@ -247,8 +256,15 @@ def ranks(v: Values, role: str) -> int:
     return W // shared
 
 
+def hybrid(v: Values) -> Native:
+    """verl asserts that rollouts and training share their devices."""
+    if not flag(v, "actor_rollout_ref.hybrid_engine"):
+        raise ConfigError("actor_rollout_ref.hybrid_engine=False: verl supports True alone; leave it out")
+    return NOTHING
+
+
 def check_parallel(v: Values) -> Native:
-    """Devices must divide as verl asserts; whet does the work of all of them in one process."""
+    """Devices must divide as verl asserts."""
     W, sides = (
         world(v),
         [(ACTOR, MODEL), (REF, MODEL), *([(CRITIC, "critic.model")] if has_critic(v) else [])],

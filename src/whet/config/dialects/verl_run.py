@@ -5,6 +5,7 @@ from __future__ import annotations
 from whet.config.dialects.key import Key, coming, derived, inert, mapped, refused, translated
 from whet.config.dialects.verl_algorithm import advantage, discount, kl
 from whet.config.dialects.verl_critic import CRITIC, ONLY_CRITIC
+from whet.config.dialects.verl_layout import sized
 from whet.config.dialects.verl_loop import (
     DOCUMENTED,
     checkpoints,
@@ -24,7 +25,6 @@ from whet.config.dialects.verl_parts import (
 from whet.config.dialects.verl_policy import (
     BATCHES,
     NO_CODE,
-    TP,
     section,
 )
 from whet.config.dialects.verl_reward_model import KEYS as REWARD_MODEL
@@ -34,6 +34,7 @@ from whet.config.dialects.verl_rules import (
 )
 
 WHOLE_TASK = "Every reward is given the whole task, its messages included; nothing else would read it."
+DEVICES = "All of the run: verl's rules for batches and layouts must hold."
 DROPPED = "Each ends with its last full batch, as there."
 CLASS = (
     "A dataset class of yours is made with data_files alone and must give rows of text; tokenizing is whet's."
@@ -76,12 +77,7 @@ DATA: tuple[Key, ...] = (
         inert(f"data.{name}", WHOLE_TASK, default=False, harmless=(True,))
         for name in ("return_raw_chat", "return_full_prompt")
     ),
-    coming(
-        "data.return_raw_input_ids",
-        "reward models with their own template",
-        default=False,
-        harmless=(True,),
-    ),
+    inert("data.return_raw_input_ids", WHOLE_TASK, default=False, harmless=(True,)),
     translated(
         "data.shuffle", order, "data.order", default=True, reason="shuffle, or the order of the file."
     ),
@@ -222,8 +218,8 @@ TRAINER: tuple[Key, ...] = (
         reason="By the same names, metrics.jsonl besides. wandb, the document's default, must be installed.",
     ),
     mapped("trainer.log_val_generations", "eval.log_samples", default=0, reason="The same ones every time."),
-    derived("trainer.nnodes", batches, default=1, reason=TP),
-    derived("trainer.n_gpus_per_node", batches, default=8, reason=TP),
+    sized("trainer.nnodes", "dp_shard", "dp_replicate", "engines", "nodes", default=1, reason=DEVICES),
+    sized("trainer.n_gpus_per_node", "dp_shard", "dp_replicate", "engines", default=8, reason=DEVICES),
     translated(
         "trainer.save_freq",
         checkpoints,
@@ -286,7 +282,7 @@ TRAINER: tuple[Key, ...] = (
     ),
     inert(
         "trainer.del_local_ckpt_after_load",
-        "verl deletes only what it had downloaded; whet downloads nothing.",
+        "verl deletes only what it had downloaded; whet keeps such copies in its cache, for the next run.",
         default=False,
         harmless=(True,),
     ),

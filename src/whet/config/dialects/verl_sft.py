@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 
 from whet.config.dialects.key import Key, Values, coming, derived, inert, mapped, translated
+from whet.config.dialects.layout import FITTED, PARALLEL, Layout, native
 from whet.config.dialects.typed import choose, flag, number, whole
 from whet.config.dialects.verl_loop import copies, length, run_directory, trackers
 from whet.config.dialects.verl_lora import lora_keys, sft_lora
 from whet.config.dialects.verl_parts import rows
-from whet.config.dialects.verl_policy import IMPORTED, NO_CODE, OFFLOAD, SHARDED, section
+from whet.config.dialects.verl_policy import (
+    IMPORTED,
+    KERNELS,
+    NO_CODE,
+    own,
+    section,
+    unstaged,
+)
 from whet.config.dialects.verl_rules import ANY, NOTHING, Native, anywhere, is_one_of, texts
 from whet.types import ConfigError, Json
+
+_FSDP = "model.fsdp_config"
 
 
 def recipe(v: Values) -> Native:
@@ -82,6 +92,25 @@ def batch(v: Values) -> Native:
     return {"train.tasks_per_step": B, "train.micro_rollouts": each}
 
 
+def layout(v: Values) -> Native:
+    """FSDP over all devices, Ulysses inside; `batch` has its rules."""
+    cp = whole(v, "ulysses_sequence_parallel_size")
+    nodes, each = whole(v, "trainer.nnodes"), whole(v, "trainer.n_gpus_per_node")
+    return Layout(dp_shard=max(nodes * each // cp, 1), cp=cp, nodes=nodes).natives()
+
+
+def sharding(v: Values) -> Native:
+    """The smallest layers that FSDP gathers by themselves."""
+    least = whole(v, f"{_FSDP}.wrap_policy.min_num_params", least=0)
+    return {f"{PARALLEL}.wrap_min_parameters": least}
+
+
+def offload(v: Values) -> Native:
+    """FSDP's CPUOffload: cpu_offload switches it on, offload_params says that it does something."""
+    wanted = flag(v, f"{_FSDP}.cpu_offload") and flag(v, f"{_FSDP}.offload_params")
+    return {"train.offload": ["optimizer", "policy"] if wanted else []}
+
+
 def optimizer(v: Values) -> Native:
     """AdamW over all parameters; a linear warm-up whose first step moves nothing, then half a cosine, or a stable part
     and half a cosine in the last tenth of what is left."""
@@ -141,6 +170,10 @@ def validation(v: Values) -> Native:
     }
 
 
+def _sized(name: str, *dims: str, default: int) -> Key:
+    return translated(name, layout, *map(native, dims), default=default, reason=f"{_B} {FITTED}")
+
+
 _B = "verl's rules for batch, micro batch and devices must hold."
 _LOSS = "The loss on held-out demonstrations, if test_freq is above 0."
 _CLASS = (
@@ -184,20 +217,34 @@ DOCUMENTED: tuple[Key, ...] = (
         default="fp32",
         reason="Of parameters and computation alike; verl computes in bfloat16.",
     ),
-    coming("model.fsdp_config.wrap_policy.min_num_params", SHARDED, default=0),
-    coming("model.fsdp_config.cpu_offload", OFFLOAD, default=False, harmless=(True,)),
-    coming("model.fsdp_config.offload_params", OFFLOAD, default=False, harmless=(True,)),
+    translated(
+        f"{_FSDP}.wrap_policy.min_num_params",
+        sharding,
+        f"{PARALLEL}.wrap_min_parameters",
+        default=0,
+        reason="Of decoder layers; smaller ones wait. Read where FSDP cuts tensors, which is on several devices.",
+    ),
+    *(
+        translated(
+            f"{_FSDP}.{name}",
+            offload,
+            "train.offload",
+            default=False,
+            reason="Both: weights, gradients and moments, where several devices train. Left out where there is no GPU.",
+        )
+        for name in ("cpu_offload", "offload_params")
+    ),
     translated("model.external_lib", imports, "imports", default=None, reason=IMPORTED),
     mapped("model.enable_gradient_checkpointing", "train.gradient_checkpointing", default=False),
     inert("model.trust_remote_code", NO_CODE, default=False, harmless=(True,)),
     *lora_keys("model", sft_lora, "model.lora"),
-    coming("model.use_liger", "fused kernels of liger", default=False),
+    own("model.use_liger", KERNELS),
     translated("data.custom_cls.path", data, "data.train.0.function", default=None, reason=_CLASS),
     translated("data.custom_cls.name", data, "data.train.0.function", default=None, reason=_CLASS),
 )
 
 NEWER: tuple[Key, ...] = (
-    coming("data.use_shm", "staging in shared memory; it changes no number", default=False, harmless=(True,)),
+    unstaged("data.use_shm"),
     translated("data.train_batch_size", batch, "train.tasks_per_step", default=256, reason=_B),
     translated("data.micro_batch_size", batch, "train.micro_rollouts", default=None, reason=_B),
     translated("data.micro_batch_size_per_gpu", batch, "train.micro_rollouts", default=4, reason=_B),
@@ -262,11 +309,9 @@ NEWER: tuple[Key, ...] = (
         default="fsdp2",
         reason="One process shards nothing.",
     ),
-    coming(
-        "model.use_shm", "staging in shared memory; it changes no number", default=False, harmless=(True,)
-    ),
+    unstaged("model.use_shm"),
     translated("optim.betas", optimizer, "train.optimizer.betas", default=[0.9, 0.95], reason="Of AdamW."),
-    derived("ulysses_sequence_parallel_size", batch, default=1, reason=_B),
+    _sized("ulysses_sequence_parallel_size", "dp_shard", "cp", default=1),
     derived(
         "use_remove_padding",
         batch,
@@ -327,8 +372,8 @@ NEWER: tuple[Key, ...] = (
     translated(
         "trainer.test_freq", validation, "eval.every", default=-1, reason=f"{_LOSS} And after the last step."
     ),
-    derived("trainer.nnodes", batch, default=1, reason=_B),
-    derived("trainer.n_gpus_per_node", batch, default=8, reason=_B),
+    _sized("trainer.nnodes", "dp_shard", "nodes", default=1),
+    _sized("trainer.n_gpus_per_node", "dp_shard", default=8),
     translated("trainer.max_ckpt_to_keep", checkpoints, "checkpoint.keep", default=None, reason="null: all."),
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from whet.config.parts.base import Above0, Count, Positive, Section
 
 
@@ -12,16 +14,21 @@ class Parallel(Section):
 
     dp_replicate: Positive = 1
     """Whole copies of the models. Each learns from a part of the batch, and gradients are added up."""
-    dp_shard: Positive = 1
+    dp_shard: int = Field(default=1, ge=-1)
     """The same with every tensor cut, each rank keeping one part of it, its gradient and its optimizer state (FSDP2):
-    less memory, more traffic. Together with dp_replicate: as many cut copies."""
+    less memory, more traffic. Together with dp_replicate: as many cut copies. -1: all GPUs of this machine that the
+    other dims leave; on the CPU a number is needed."""
     tp: Positive = 1
     """Tensor parallelism: ranks that share each matrix. Divides attention heads, key/value heads and feed-forward
     size."""
     cp: Positive = 1
     """Context parallelism: ranks that share the tokens of a micro-batch. Divides the attention heads."""
     pp: Positive = 1
-    """Pipeline parallelism: ranks that share the layers."""
+    """Pipeline parallelism: ranks that share the layers. Micro-batches flow through them one after the other (1F1B), so
+    a step should have several: train.micro_tokens or train.micro_rollouts cut them."""
+    pipeline_chunks: Positive = 1
+    """Parts of the layers on each rank of pp. More (the interleaved schedule): ranks wait less for each other and
+    send more. pp * pipeline_chunks is at most the number of layers."""
     ep: Positive = 1
     """Expert parallelism: as many neighbours among the dp_shard ranks share the experts. Divides dp_shard and the
     number of experts."""

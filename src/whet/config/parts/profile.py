@@ -20,6 +20,9 @@ class Profile(Section):
     """torch: a trace for ui.perfetto.dev; memory: a snapshot of CUDA's allocator with its history, for
     pytorch.org/memory_viz; nsys: named ranges, between cudaProfilerStart and cudaProfilerStop, for a run under `nsys
     profile --capture-range=cudaProfilerApi`. The last two need CUDA."""
+    ranks: tuple[Count, ...] = (0,)
+    """With train.parallel: the ranks that record, beside the process that samples; each writes files of its own,
+    STAGE-rank-N-step-000012."""
     shapes: bool = False
     """torch: record the shapes of every operator's inputs."""
     stack: bool = False

@@ -35,6 +35,10 @@ class Checkpoint(Section):
     background: bool = False
     """Write checkpoints while the next steps go on: the state is copied first, so memory holds it twice meanwhile. The
     next save waits for the last one to be on the disk; what went wrong with it is raised there, or at the end."""
+    sharded: bool = False
+    """With train.parallel: every rank writes the parts that it holds, at once, and reads the parts that it needs, so no
+    process has to hold the whole model. Without, they are gathered and one rank writes whole files. Any layout goes on
+    from either."""
     dir: str | None = None
     """Folder of the checkpoints. Default: `checkpoints` in run_dir, which else is a link to it."""
     resume: str = "auto"

@@ -129,10 +129,12 @@ class Train(Section):
     """Compute a group's prompt once instead of once a rollout; equal gradients."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more time."""
-    offload: tuple[Literal["optimizer", "activations", "critic", "reference"], ...] = ()
+    offload: tuple[Literal["optimizer", "activations", "critic", "reference", "policy"], ...] = ()
     """What lies in the host's memory while a GPU does not need it: moments and master weights but for the optimizer
     step, what layers keep for the backward pass, the weights of the critic or the reference while they rest. Slower,
-    more room on the GPU. The policy stays: rollouts are sampled from it."""
+    more room on the GPU. policy: its weights on the ranks of `parallel`; in one process they stay, for rollouts are
+    sampled from them. Weights that dp_shard cuts, their gradients and moments are on the host always, and fetched layer
+    by layer."""
     compile: bool = False
     """Compile every layer of the trained models with torch.compile, between the attentions: about a minute at the
     start; faster on a GPU. Needs a C++ compiler (CPU) or Triton (GPU)."""
@@ -146,6 +148,10 @@ class Train(Section):
     `{mlp.gate: false}` keeps the routers of a mixture of experts. With model.lora: among what it leaves to learn."""
     optimizer: Optimizer = Field(default_factory=Optimizer)
     """The policy's optimizer."""
+    router_aux_coef: NonNegative = 0.0
+    """Mixtures of experts: coefficient of the load-balancing term (Switch Transformer, as transformers computes it from
+    `router_aux_loss_coef`), which pays for routers that prefer few experts; 0.001 is usual. It is one term for all
+    tokens of a minibatch, and takes one more forward pass. Default: none, as in transformers' own models."""
     temperature: Above0 | None = None
     """What the trainer divides logits by. Default: rollout.sampling.temperature, so that what is trained is what was
     sampled."""

@@ -1,11 +1,6 @@
-"""Engines in processes of their own, on this machine or many, by Ray. The only module that imports it.
-
-The trainer stays in the process that was started. Each engine replica is a Ray actor with a model and a `NativeEngine`
-of its own; `RayEngine` is its handle here, a `RolloutEngine`, and `Router` makes one engine of them. Weights travel
-through Ray's object store, once a version, however many replicas there are; the replica confirms their digest.
-
-Nothing outlives the run: a cluster that was started here goes down with this process, whatever ends it, and an actor in
-a foreign cluster ends when the driver is gone.
+"""Engine replicas: each a Ray actor with a model and a `NativeEngine` of its own; `RayEngine` is its handle here, a
+`RolloutEngine`, and `Router` makes one engine of them. Weights travel as `sync.replicas` says; the replica confirms
+their digest.
 """
 
 from __future__ import annotations
@@ -14,13 +9,9 @@ import asyncio
 import logging
 import os
 import platform
-import signal
-import socket
 import sys
 import tempfile
-import threading
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,39 +19,47 @@ from typing import Any, Literal
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet import environment
+from whet.cluster.nodes import (
+    Room,
+    connect,
+    disconnect,
+    end_actor,
+    environment_of,
+    first_line,
+    node_id,
+    place,
+)
+from whet.config.checks_sync import content_of
 from whet.config.plan import Plan
-from whet.config.schema import Config
+from whet.config.schema import Config, Lora
+from whet.guard import stacks
 from whet.guard.imports import import_all
-from whet.guard.processes import die_with, kill, process
+from whet.guard.processes import die_with, process
 from whet.guard.watch import Watch
 from whet.models import kernels
 from whet.models.exact import self_test
 from whet.models.forward import decoder
 from whet.models.load import empty
-from whet.models.lora import merged
+from whet.models.lora import attach
 from whet.rollout.engine import WeightSource
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
-from whet.rollout.router import Router, Shipment
+from whet.rollout.router import Router
+from whet.rollout.scale import wish
 from whet.shared import decoder_of, end_tokens
-from whet.sync.manifest import Manifest, Receipt, checked
-from whet.sync.parcels import Letter, Parcels, in_store
+from whet.sync.manifest import Manifest, Receipt
+from whet.sync.parcels import Letter, in_store
+from whet.sync.replicas import Delivery, Inbox, Replicated, Shipped, Shipper, within_s
 from whet.track.timeline import Timeline
 from whet.types import Completion, ConfigError, Json, Sampling, WhetError
 
 log = logging.getLogger(__name__)
-
-CONNECT_S = 10.0
-"""Longest wait for a cluster's address to take a connection."""
-
-END_S = 2.0
-"""How long a process that Ray has told to end may take."""
 
 # ---------------------------------------------------------------- in the actor
 
@@ -91,6 +90,10 @@ class Spec:
     """Ray's name for the machine of the driver."""
     driver: tuple[int, int]
     """The driver's process: see `process`."""
+    lora: Lora | None
+    """Its adapters, where weights come without them merged."""
+    stacks: str | None
+    """Where processes on the driver's machine write their stacks when one of them hangs."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,8 @@ class EngineActor:
 
     def __init__(self, spec: Spec) -> None:
         die_with(spec.driver if spec.node == node_id() else None)
+        if spec.node == node_id() and spec.stacks is not None:
+            stacks.listen("engine", spec.stacks)
         environment.prepare(spec.threads, exact=True)
         environment.keep_memory()
         torch.set_num_threads(spec.threads)
@@ -118,6 +123,8 @@ class EngineActor:
             os.chdir(spec.folder)
             import_all(spec.imports)
         model = empty(spec.model, dtype=getattr(torch, spec.dtype), device=spec.device, seed=spec.seed)
+        if spec.lora is not None:
+            attach(model, spec.lora, seed=spec.seed)
         self.spec, self.ops = spec, kernels.load(spec.kernels)
         self.exact = spec.prove and _exact(model, self.ops, seed=spec.seed)
         self.engine = NativeEngine(
@@ -131,7 +138,9 @@ class EngineActor:
         )
         self.engine.beat = self._beat
         self.beats = 0
-        self.held: Manifest | None = None
+        self.inbox = Inbox(
+            model, name=f"engine process {os.getpid()}", adapters=spec.lora is not None, put=ray.put
+        )
 
     def _beat(self, what: str) -> None:
         self.beats += 1
@@ -142,24 +151,13 @@ class EngineActor:
     async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
         return await self.engine.generate(token_ids, sampling)
 
-    async def load(self, letter: Letter) -> Receipt:
-        """Fetch one version, check it tensor by tensor, sample from it from now on."""
-        version = letter.manifest.version
-        references = [reference for _, reference in letter.parcels]
-        fetched = dict(zip(references, await asyncio.gather(*references)))
-        end = in_store(_never_put, fetched.__getitem__)
-        end.accept(letter)
-        manifest: Manifest | None = None
-        held, self.held = self.held, None  # as long as they may be a mix
+    async def load(self, delivery: Delivery) -> Receipt:
+        """Take one version, check it tensor by tensor, sample from it from now on."""
+        return await self.inbox.take(self.engine, delivery, _fetched)
 
-        def told() -> Generator[tuple[str, Any], None, None]:
-            nonlocal manifest
-            manifest = yield from checked(end.receive(version, held=held), version, held)
-
-        await self.engine.load_weights(WeightSource(tensors=told()), version)
-        assert manifest is not None
-        self.held = manifest
-        return Receipt(f"process {os.getpid()}", version, manifest.digest)
+    async def give(self) -> Letter:
+        """The version that is here, for another replica."""
+        return self.inbox.give()
 
     async def pause(self, finish: bool) -> None:
         await self.engine.pause(finish)
@@ -174,8 +172,8 @@ class EngineActor:
         return self.beats
 
 
-def _never_put(value: object) -> object:
-    raise WhetError("an engine only receives weights")
+async def _fetched(references: Iterable[Any]) -> list[Any]:
+    return list(await asyncio.gather(*references))
 
 
 def _exact(model: PreTrainedModel, ops: kernels.Ops, *, seed: int) -> bool:
@@ -207,40 +205,17 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def node_id() -> str:
-    return str(ray.get_runtime_context().get_node_id())
-
-
 # ---------------------------------------------------------------- the handle
-
-
-class Shipped(Iterator[tuple[str, torch.Tensor]]):
-    """Tensors that lie in the object store: what goes through them one by one gets them, an actor takes the letter."""
-
-    def __init__(self, letter: Letter, store: Parcels) -> None:
-        self.letter = letter
-        self._tensors = ((e.name, t) for e, t in store.receive(letter.manifest.version) if t is not None)
-
-    def __next__(self) -> tuple[str, torch.Tensor]:
-        return next(self._tensors)
-
-
-def ship(store: Parcels, source: WeightSource, version: int) -> Shipment:
-    """Put one version into the object store. The one before it goes with the last replica that reads it."""
-    if source.module is not None:
-        tensors = ((name, p.detach()) for name, p in merged(source.module).named_parameters())
-    else:
-        tensors = ((name, t) for name, t in source.tensors or ())
-    store.send(version, tensors)
-    letter = store.letter(version)
-    return lambda: WeightSource(tensors=Shipped(letter, store))
 
 
 class RayEngine:
     """A `RolloutEngine` in an actor."""
 
-    def __init__(self, actor: Any, hello: Hello, store: Parcels, *, version: int) -> None:
-        self.actor, self.hello, self.store, self.version = actor, hello, store, version
+    def __init__(self, actor: Any, hello: Hello, *, version: int) -> None:
+        self.actor, self.hello, self.version = actor, hello, version
+        self.label = f"engine process {hello.process[0]} on node {hello.node[:8]}"
+        self.held: Manifest | None = None
+        """The weights that it has confirmed."""
 
     async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
         """See `RolloutEngine`. A request that is given up is given up there, too."""
@@ -250,17 +225,21 @@ class RayEngine:
 
     async def load_weights(self, source: WeightSource, version: int) -> None:
         """See `RolloutEngine`. Raises WhetError where the replica's digest is not the one that was sent."""
-        if not isinstance(source.tensors, Shipped):
-            source = ship(self.store, source, version)()
-        assert isinstance(source.tensors, Shipped)
-        letter = source.tensors.letter
-        receipt = await self._call("load", letter)
-        told, sent = (receipt.version, receipt.digest), (version, letter.manifest.digest)
-        if told != sent:
-            raise WhetError(
-                f"weights version {version}: {receipt.receiver} has (version, digest) {told}, sent {sent}"
-            )
+        assert isinstance(source.tensors, Shipped), "weights go to replicas by a Shipper"
+        await source.tensors.to(self)
         self.version = version
+
+    async def deliver(self, delivery: Delivery) -> Receipt:
+        """See `Replicated`."""
+        receipt = await self._call("load", delivery)
+        assert isinstance(receipt, Receipt)
+        return receipt
+
+    async def give(self) -> Letter:
+        """See `Replicated`."""
+        letter = await self._call("give")
+        assert isinstance(letter, Letter)
+        return letter
 
     async def pause(self, finish: bool) -> None:
         await self._call("pause", finish)
@@ -276,7 +255,7 @@ class RayEngine:
 
     async def close(self) -> None:
         """End the process, whatever it does."""
-        await asyncio.to_thread(end_actor, self.actor, self.hello)
+        await asyncio.to_thread(end_actor, self.actor, self.hello.node, self.hello.process)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         """Raises what the method raised if that was a WhetError, else WhetError or RayError."""
@@ -292,25 +271,6 @@ class RayEngine:
             raise WhetError(f"the engine process raised {error.cause!r}") from error
         except RayActorError as error:
             raise RuntimeError(f"the engine process has ended: {first_line(error)}") from None
-
-
-def end_actor(actor: Any, hello: Hello) -> None:
-    """Ray's own way needs a process that still listens; SIGKILL does not."""
-    try:
-        ray.kill(actor)
-        if hello.node == node_id():
-            kill(hello.process, END_S)
-            return
-        affinity = NodeAffinitySchedulingStrategy(hello.node, soft=False)
-        task: Any = ray.remote(kill).options(num_cpus=0, scheduling_strategy=affinity)
-        ray.get(task.remote(hello.process, END_S), timeout=CONNECT_S)
-    except RayError as error:  # its machine is gone, and the process with it
-        log.info("the end of an engine process could not be seen: %s", first_line(error))
-
-
-def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:1]) or type(error).__name__
 
 
 # ---------------------------------------------------------------- opening
@@ -338,28 +298,40 @@ def open_replicas(
         bundle = {"CPU": float(settings.cpus)} | ({"GPU": gpus} if gpus else {})
         group = place(bundle, count, strategy=settings.placement, start_s=settings.start_s)
         spec = spec_of(plans, model, cfg=cfg, tokenizer=tokenizer, threads=settings.cpus)
-        store = in_store(ray.put, ray.get)
-        start = partial(start_replica, spec=spec, group=group, store=store)
+        shipper = Shipper(cfg, in_store(ray.put, ray.get), device=spec.device)
+        if cfg.sync.method == "collective":
+            shipper.host = _reached_at
+        room = Room(group, bundle, count, settings.placement, settings.start_s)
+        start = partial(start_replica, spec=spec, room=room)
         names = [f"engine-{n}" for n in range(count)]
         replicas = _all_at_once(start, names, start_s=settings.start_s)
     except BaseException:
         disconnect()
         raise
-    hellos = [r.engine.hello for r in replicas if isinstance(r.engine, RayEngine)]
+    hellos, own = [r.engine.hello for r in replicas if isinstance(r.engine, RayEngine)], computes(ops)
+    exact = agree(hellos, own) and cfg.sync.dtype in ("auto", spec.dtype)
     router = Router(
         replicas,
-        restart=start,
+        restart=partial(start, alike=own if exact else None),
         restarts=settings.restarts,
-        ship=partial(ship, store),
+        ship=shipper.ship,
         rows=spec.max_batch,
         health_s=settings.health_s,
-        load_s=cfg.rollout.timeout_s,
+        load_s=within_s(cfg),
         start_s=settings.start_s,
         version=UNLOADED,
-        exact=agree(hellos, computes(ops)),
+        exact=exact,
+        wish=partial(wish, Path(cfg.run_dir)),
     )
     router.beat = watch.beat
+    shipper.members = lambda: [r.engine for r in router.replicas.values() if isinstance(r.engine, RayEngine)]
     return router
+
+
+def _reached_at(members: Sequence[Replicated]) -> str:
+    """The address of this process for replicas: loopback if all are on this machine."""
+    local = all(isinstance(m, RayEngine) and m.hello.node == node_id() for m in members)
+    return "127.0.0.1" if local else str(ray.util.get_node_ip_address())
 
 
 UNLOADED = -1
@@ -391,9 +363,37 @@ def _all_at_once(start: Any, names: Sequence[str], *, start_s: float) -> list[Re
         ) from None
 
 
-async def start_replica(name: str, *, spec: Spec, group: PlacementGroup, store: Parcels) -> Replica:
-    """One actor in its place, up and without weights."""
-    bundle = int(name.rpartition("-")[2])
+async def start_replica(
+    name: str, *, spec: Spec, room: Room, alike: tuple[str, ...] | None = None
+) -> Replica:
+    """One actor in its place, up and without weights.
+
+    alike: what it has to compute by, where the others are exact: one that differs would change the run's numbers.
+    """
+    group, bundle = await room.of(name)
+    try:
+        actor, hello = await _up(name, spec, group=group, bundle=bundle)
+    except BaseException:
+        room.leave(name, group)
+        raise
+    engine = RayEngine(actor, hello, version=UNLOADED)
+
+    async def end() -> None:
+        await engine.close()
+        room.leave(name, group)
+
+    if alike is not None and not (hello.exact and hello.computes == alike):
+        await end()
+        raise WhetError(
+            f"{name} would compute by {' / '.join(hello.computes)}, all others by {' / '.join(alike)}: its last bits "
+            "would differ, and this run is exact; give it a machine of the same kind, or set machine.exact=off"
+        )
+    log.info("%s is process %d on node %s", name, hello.process[0], hello.node[:8])
+    return Replica(name, engine, progress=engine.progress, end=end)
+
+
+async def _up(name: str, spec: Spec, *, group: PlacementGroup, bundle: int) -> tuple[Any, Hello]:
+    """The actor, and what it says of itself."""
     placed = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     needs = group.bundle_specs[bundle]
     actor: Any = (
@@ -409,23 +409,17 @@ async def start_replica(name: str, *, spec: Spec, group: PlacementGroup, store: 
         .remote(spec)
     )
     try:
-        hello = await actor.hello.remote()
+        return actor, await actor.hello.remote()
     except asyncio.CancelledError:
         ray.kill(actor)
         raise
     except RayActorError as error:
         raise ConfigError(f"{name} could not start: {str(error).strip()[-2000:]}") from None
-    engine = RayEngine(actor, hello, store, version=UNLOADED)
-    log.info("%s is process %d on node %s", name, hello.process[0], hello.node[:8])
-    return Replica(name, engine, progress=engine.progress)
 
 
-def environment_of(threads: int) -> dict[str, str]:
-    """The variables that have to be there before torch is imported, as they are here."""
-    names = ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY",
-             "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MKL_CBWR")  # fmt: skip
-    own = {name: os.environ[name] for name in names if name in os.environ}
-    return own | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+def _blank(lora: Lora | None) -> Lora | None:
+    """The same adapters, begun in the quickest way: what they hold comes with the weights."""
+    return lora and lora.model_copy(update={"init": "default", "path": None})
 
 
 def spec_of(
@@ -458,112 +452,6 @@ def spec_of(
         folder=os.getcwd(),
         node=node_id(),
         driver=process(os.getpid()),
+        lora=_blank(cfg.model.lora) if content_of(cfg) == "adapters" else None,
+        stacks=stacks.folder(),
     )
-
-
-# ---------------------------------------------------------------- the cluster
-
-
-def connect(address: str | None, model: PreTrainedModel) -> None:
-    """Attach to the cluster at `address`, or start one here that ends with this process."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere
-    os.environ.setdefault(
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
-    )  # an actor without GPUs: leave the variable alone
-    quiet: Any = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.WARNING}
-    if ray.is_initialized():
-        return
-    logging.getLogger("ray").setLevel(logging.WARNING)
-    with _own_signals():
-        if address is None:
-            # Its ports are open to the machine's network; Ray asks everyone for the token in ~/.ray by itself.
-            ray.init(
-                "local",
-                include_dashboard=False,
-                num_cpus=_cores(),
-                object_store_memory=_store_bytes(model),
-                **quiet,
-            )
-            return
-        _reach(address)
-        try:
-            ray.init(address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-            raise ConfigError(
-                f"cluster.address={address}: {first_line(error)}. Start one there with `ray start --head`, give its "
-                "host:port, or leave it out to start one here. A cluster that asks for a token takes it from the "
-                "environment: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or ~/.ray/auth_token)"
-            ) from error
-
-
-def _reach(address: str) -> None:
-    """Raise ConfigError at once where nobody listens; Ray itself would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if address == "auto":
-        return
-    if not port.isdigit() or not host or address.startswith("ray://"):
-        raise ConfigError(f"cluster.address={address}: expected host:port of a cluster's head, or auto")
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"cluster.address={address}: nobody answers there ({error}). Start a cluster with `ray start --head`, give "
-            "its host:port, or leave it out to start one here"
-        ) from error
-
-
-@contextmanager
-def _own_signals() -> Generator[None, None, None]:
-    """Ray puts a handler of its own on SIGTERM; the run's own saves first."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _store_bytes(model: PreTrainedModel) -> int:
-    """Two versions of the weights, the old and the new, and some room."""
-    weights = sum(p.nbytes for p in model.parameters())
-    return max(128 << 20, 3 * weights + (64 << 20))
-
-
-def place(
-    bundle: dict[str, float], count: int, *, strategy: Literal["pack", "spread"], start_s: float
-) -> PlacementGroup:
-    """Room for `count` replicas. Raises ConfigError at once if there will never be, else after `start_s`."""
-    nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
-    fits = sum(min(int(node.get(k, 0) // v) for k, v in bundle.items()) for node in nodes)
-    needs = " and ".join(f"{v:g} {k}" for k, v in bundle.items())
-    there = "; ".join(", ".join(f"{n.get(k, 0):g} {k}" for k in bundle) for n in nodes)
-    asked = f"rollout.replicas={count}"
-    advice = "Lower rollout.replicas, cluster.cpus or cluster.gpus, or attach to a larger cluster (cluster.address)"
-    if fits < count:
-        raise ConfigError(
-            f"{asked}: each needs {needs} on one machine, and the {len(nodes)} machine(s) have {there}, "
-            f"which is room for {fits}. {advice}"
-        )
-    group = placement_group([dict(bundle) for _ in range(count)], strategy=strategy.upper())
-    try:
-        ray.get(group.ready(), timeout=start_s)
-    except GetTimeoutError:
-        raise ConfigError(
-            f"{asked}: no room was free for {count} times {needs} within cluster.start_s={start_s:g} s, "
-            f"others use the cluster ({there} in all). {advice}"
-        ) from None
-    return group
-
-
-def disconnect() -> None:
-    """Leave the cluster; one that was started here goes down."""
-    if ray.is_initialized():
-        with _own_signals():
-            ray.shutdown()

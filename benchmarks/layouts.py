@@ -1,0 +1,111 @@
+"""The grid of layouts: every number of an engine on ranks against one process, as the largest relative error of a cell.
+
+    OMP_NUM_THREADS=1 python benchmarks/layouts.py            # all; writes layouts.json beside itself
+    OMP_NUM_THREADS=1 python benchmarks/layouts.py --world 2  # those of two ranks, printed only
+
+A cell of the first table: a policy in float32, an update whose gradients are compared one by one, three more steps, and
+what they end in. Its numbers are the largest error of any gradient, of any metric, of any weight after the steps; an
+error is the norm of the difference by the norm expected, of a metric by its size (at least 1e-3). The second: log-probs
+and values without gradient, a critic, a reference with the divergence over the whole vocabulary, and a checkpoint that
+was written on the layout, read by one process, and the other way round. The row "one process" is how far its float32
+gradient is from the float64 one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+
+from whet.environment import prepare  # noqa: E402
+
+prepare(None, exact=True)
+
+import torch  # noqa: E402
+
+import grid  # noqa: E402
+
+Cell = dict[str, tuple[float, str]]
+
+
+def measured(world: int) -> dict[str, dict[str, Cell]]:
+    """Errors by layout, then by what was done."""
+    out: dict[str, dict[str, Cell]] = {}
+    ranks = grid.started(world)
+    try:
+        for name, layout in grid.layouts_of(world):
+            out[name] = row(ranks, layout)
+            print(
+                name,
+                {kind: f"{max(e for e, _ in c.values()):.0e}" for kind, c in out[name].items()},
+                flush=True,
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            dense = [layout for _, layout in grid.layouts_of(world) if layout == grid.Layout(layout.dims)]
+            errors, note = grid.worst()
+            grid.handed_on(ranks, dense, grid.WAYS["shared prompts"], note, folder=Path(folder))
+            out[f"one after the other, {world} ranks"] = {"handed on": errors}
+    finally:
+        ranks.close()
+    return out
+
+
+def row(ranks: Any, layout: grid.Layout) -> dict[str, Cell]:
+    cells: dict[str, Cell] = {}
+    for name, way in grid.WAYS.items():
+        cells[name], note = grid.worst()
+        grid.policy(ranks, layout, way, note)
+    usual = grid.WAYS["shared prompts"]
+    for kind in (grid.critic, grid.reference):
+        cells[kind.__name__], note = grid.worst()
+        kind(ranks, layout, usual, note)
+    for name, way in (("resumed", usual), ("resumed, LoRA", grid.WAYS["LoRA"])):
+        cells[name], note = grid.worst()
+        with tempfile.TemporaryDirectory() as folder:
+            grid.resumed(ranks, layout, way, note, folder=Path(folder))
+    return cells
+
+
+def table(found: dict[str, dict[str, Cell]], kinds: list[str]) -> str:
+    """Markdown: a row a layout, a column a kind: gradients / metrics / weights, or the largest of all."""
+    lines = ["| layout | " + " | ".join(kinds) + " |", "|---" * (len(kinds) + 1) + "|"]
+    for name, cells in found.items():
+        if any(kind in cells for kind in kinds):
+            lines.append(f"| {name} | " + " | ".join(_cell(cells.get(kind)) for kind in kinds) + " |")
+    return "\n".join(lines)
+
+
+def _cell(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    named = [cell[what][0] for what in ("gradients", "metrics", "weights") if what in cell]
+    return " / ".join(f"{e:.0e}" if e else "0" for e in named)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--world", type=int, choices=(2, 4))
+    world = parser.parse_args().world
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, Cell]] = {"one process": {}}
+    for name, way in grid.WAYS.items():
+        e = max(grid.own_rounding(grid.Layout(grid.Dims(), family=f), way) for f in ("qwen3", grid.MOE))
+        found["one process"][name] = {"gradients": (e, "")}
+    for size in (2, 4) if world is None else (world,):
+        found |= measured(size)
+    print(table(found, list(grid.WAYS)))
+    print()
+    rest = dict(list(found.items())[1:])
+    print(table(rest, ["critic", "reference", "resumed", "resumed, LoRA", "handed on"]))
+    if world is None:
+        (HERE / "layouts.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

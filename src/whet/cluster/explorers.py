@@ -1,0 +1,147 @@
+"""Explorers in the cluster, beside a trainer in this process: each does what `whet train FILE mode=explore` does, and
+is replaced under its name when it dies. They find the trainer by its run directory and by the store of buffer.url.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from whet.cluster.lines import Far
+from whet.cluster.nodes import place
+from whet.config.load import Loaded
+from whet.config.parts.cluster import Cluster
+from whet.config.schema import Config
+from whet.guard.line import Line, Lines, end, how_it_ended
+from whet.types import WhetError
+
+log = logging.getLogger(__name__)
+
+MODULE = "whet.cluster.explorer"
+SETTLE_S = 10.0
+"""Longest time that explorers have to see that the trainer has ended."""
+
+
+class Crew:
+    """The explorers of a run."""
+
+    def __init__(self, loaded: Loaded, lines: Lines, *, restarts: int) -> None:
+        """restarts: how often one is replaced."""
+        self.loaded, self.lines, self.restarts = loaded, lines, restarts
+        self.lost: Future[None] = Future()
+        """Has the error when none is left."""
+        self._left = len(lines.lines)
+        self._closed = False
+        self._watching: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        for number, line in enumerate(lines.lines):
+            self._begin(number, line)
+            watching = threading.Thread(
+                target=self._watch, args=(number,), name=f"whet-{name_of(number)}", daemon=True
+            )
+            watching.start()
+            self._watching.append(watching)
+
+    def settle(self) -> None:
+        """Give them a moment to end by themselves, now that the trainer has."""
+        until = time.monotonic() + SETTLE_S
+        for watching in self._watching:
+            watching.join(max(0.0, until - time.monotonic()))
+
+    def close(self) -> None:
+        """End them, whatever they do; what they had is asked of who comes under their name."""
+        self._closed = True
+        end(self.lines)
+
+    # -- inside
+
+    def _begin(self, number: int, line: Line) -> None:
+        line.connection.send_bytes(pickle.dumps(explorer_of(self.loaded, name_of(number)), protocol=5))
+
+    def _watch(self, number: int) -> None:
+        """One explorer and those that replace it, until the last of them has ended."""
+        why = ""
+        for attempt in range(self.restarts + 1):
+            try:
+                if attempt:
+                    self._begin(number, self.lines.again(number))
+                    log.info("%s explores again", name_of(number))
+                line = self.lines.lines[number]
+                kind, said = pickle.loads(line.connection.recv_bytes())
+                if kind == "done":
+                    log.info("%s has ended with the trainer", name_of(number))
+                    return
+                why = str(said)
+            except (EOFError, OSError):
+                why = how_it_ended(self.lines.lines[number])
+            except WhetError as error:
+                why = str(error)
+            if self._closed:
+                return
+            log.warning("%s lost: %s", name_of(number), why)
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self.lost.set_exception(
+                    WhetError(
+                        f"no explorer is left: each was replaced cluster.restarts={self.restarts} times; "
+                        f"the last one: {why}"
+                    )
+                )
+
+
+def name_of(number: int) -> str:
+    return f"explorer-{number}"
+
+
+def explorer_of(loaded: Loaded, name: str) -> Loaded:
+    """The trainer's config as an explorer's."""
+
+    def changed(cfg: Config) -> Config:
+        buffer = cfg.buffer.model_copy(update={"explorer": name})
+        rollout = cfg.rollout.model_copy(update={"replicas": 0})
+        track = cfg.track.model_copy(update={"trackers": ["jsonl"]})
+        update = {
+            "mode": "explore",
+            "buffer": buffer,
+            "rollout": rollout,
+            "track": track,
+            "cluster": Cluster(),
+        }
+        return cfg.model_copy(update=update)
+
+    given = None if loaded.given is None else changed(loaded.given)
+    stages = tuple(map(changed, loaded.stages))
+    return replace(loaded, config=changed(loaded.config), stages=stages, given=given, translation=None)
+
+
+def open_crew(loaded: Loaded, *, cuda: bool) -> Crew:
+    """Start cluster.explorers of them."""
+    c = loaded.config.cluster
+    gpus = c.gpus if c.gpus is not None else float(cuda)
+    bundle = {"CPU": float(c.cpus)} | ({"GPU": gpus} if gpus else {})
+    asked = f"cluster.explorers={c.explorers}"
+    group = place(bundle, c.explorers, strategy=c.placement, start_s=c.start_s, asked=asked)
+    lines = Far(c.explorers, c.cpus, module=MODULE, group=group, folder=os.getcwd(), start_s=c.start_s)
+    return Crew(loaded, lines, restarts=c.restarts)
+
+
+async def beside(crew: Crew, main: Coroutine[Any, Any, None]) -> None:
+    """Run `main`, for as long as an explorer is left. Raises what says why none is."""
+    running, lost = asyncio.ensure_future(main), asyncio.wrap_future(crew.lost)
+    await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
+    if not running.done():
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        lost.result()
+    lost.cancel()
+    running.result()
+    await asyncio.to_thread(crew.settle)

@@ -1,0 +1,287 @@
+"""Processes on any machine of the cluster that work for this one: ranks, reward workers, explorers. An actor starts the
+very process that `guard.line.LocalLine` starts, on the machine where Ray has put it, and carries messages between that
+process and the driver.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from whet.cluster.nodes import end_actor, environment_of, first_line, node_id
+from whet.guard.line import LOOPBACK, LocalLine
+from whet.guard.processes import LOOK_S, die_with, process
+from whet.types import ConfigError
+
+AT_ONCE_BYTES = 64 << 20
+"""Messages that have come are carried together up to so much."""
+CHUNK_BYTES = 128 << 20
+"""Of a file on its way to another machine."""
+ASK_S = 10.0
+"""Longest wait for an answer that only names what went wrong."""
+END_S = 1.0
+"""What an idle process has to end by itself."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """A process, and the one of the actor that has started it."""
+
+    node: str
+    address: str
+    actor: tuple[int, int]
+    process: tuple[int, int]
+
+
+class Host:
+    """The far end of a `RayLine`, beside the process."""
+
+    def __init__(
+        self,
+        module: str,
+        number: int,
+        *,
+        threads: int,
+        folder: str | None,
+        node: str,
+        driver: tuple[int, int],
+    ) -> None:
+        """folder: where code of the user's is found. node, driver: the driver's."""
+        die_with(None)
+        if folder is not None:
+            os.chdir(folder)
+        self.folder = Path(tempfile.mkdtemp(prefix="whet-processes-"))
+        self.line = LocalLine(module, number, folder=self.folder, threads=threads)
+        if node == node_id():
+            threading.Thread(target=self._follow, args=(driver,), daemon=True).start()
+
+    def _follow(self, driver: tuple[int, int]) -> None:
+        """Ray would tell the actor to end; here nobody has to listen for it."""
+        while process(driver[0]) == driver:
+            time.sleep(LOOK_S)
+        self.line.kill()
+        os._exit(1)
+
+    def where(self) -> Where:
+        address = ray.util.get_node_ip_address()
+        return Where(node_id(), address, process(os.getpid()), process(self.line.process.pid))
+
+    def tell(self, message: bytes) -> None:
+        with suppress(OSError):  # it has gone: `hear` says so
+            self.line.connection.send_bytes(message)
+
+    @ray.method(concurrency_group="hear")
+    def hear(self) -> tuple[list[bytes], bool, str | None]:
+        """What it has said since; whether that was all; and how it ended, as `Line.died` has it."""
+        messages: list[bytes] = []
+        connection = self.line.connection
+        try:
+            messages.append(connection.recv_bytes())
+            while sum(map(len, messages)) < AT_ONCE_BYTES and connection.poll(0):
+                messages.append(connection.recv_bytes())
+            return messages, False, None
+        except (EOFError, OSError):
+            with suppress(Exception):
+                self.line.process.wait(ASK_S)
+            return messages, True, self.line.died()
+
+    @ray.method(concurrency_group="watch")
+    def dump(self) -> None:
+        self.line.dump()
+
+    @ray.method(concurrency_group="watch")
+    def stack(self) -> str:
+        return self.line.stack()
+
+    @ray.method(concurrency_group="watch")
+    def put(self, name: str, chunk: bytes | None) -> str:
+        """Write more of a file into a folder of this machine's; None: begin with it. Returns the folder."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb" if chunk is None else "ab") as file:
+            file.write(chunk or b"")
+        return str(self.folder)
+
+    @ray.method(concurrency_group="watch")
+    def drop(self, name: str) -> None:
+        path = self.folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    @ray.method(concurrency_group="watch")
+    def end(self) -> None:
+        """End the process; an idle one has heard that it is over."""
+        with suppress(OSError):
+            socket.socket(fileno=os.dup(self.line.connection.fileno())).shutdown(socket.SHUT_RDWR)
+        until = time.monotonic() + END_S
+        while time.monotonic() < until and not self.line.gone():
+            time.sleep(0.02)
+        self.line.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class RayLine:
+    """A process in the cluster, as its driver has it: two threads carry between a socket pair here and the actor."""
+
+    gpu = 0
+    """Ray shows it no other."""
+
+    def __init__(self, actor: Any, where: Where) -> None:
+        self.actor, self.where, self.address = actor, where, where.address
+        ours, self._theirs = socket.socketpair()
+        self.connection, self._far = Connection(ours.detach()), Connection(os.dup(self._theirs.fileno()))
+        self._died: str | None = None
+        self._ending: Any = None
+        self._carriers = [
+            threading.Thread(target=f, name="whet-line", daemon=True) for f in (self._out, self._in)
+        ]
+        for carrier in self._carriers:
+            carrier.start()
+
+    def _out(self) -> None:
+        with suppress(EOFError, OSError, RayError):
+            while True:
+                self.actor.tell.remote(self._far.recv_bytes())
+
+    def _in(self) -> None:
+        try:
+            over = False
+            while not over:
+                messages, over, self._died = ray.get(self.actor.hear.remote())
+                for message in messages:
+                    self._far.send_bytes(message)
+        except RayError as error:
+            self._died = f"lost with its machine or its actor: {first_line(error)}"
+        except OSError:
+            pass  # the driver has hung up
+        finally:
+            self._theirs.shutdown(socket.SHUT_RDWR)
+
+    def died(self) -> str | None:
+        return self._died
+
+    def dump(self) -> None:
+        self.actor.dump.remote()
+
+    def stack(self) -> str:
+        try:
+            return str(ray.get(self.actor.stack.remote(), timeout=ASK_S))
+        except RayError as error:
+            return f"(no stack: {first_line(error)})"
+
+    def hang_up(self) -> None:
+        self.connection.close()
+        if self._ending is None and ray.is_initialized():  # else all have ended with the cluster
+            self._ending = self.actor.end.remote()
+
+    def gone(self) -> bool:
+        return self._ending is None or bool(ray.wait([self._ending], timeout=0)[0])
+
+    def kill(self) -> None:
+        if self._ending is None:
+            return
+        ray.wait([self._ending], timeout=2 * END_S)  # the actor itself kills one that does not listen
+        for each in (self.where.actor, self.where.process):
+            end_actor(self.actor, self.where.node, each)
+        self._carriers[1].join(END_S)
+
+
+class Far:
+    """Processes in the cluster: a bundle of the placement group each."""
+
+    def __init__(
+        self,
+        count: int,
+        threads: int,
+        *,
+        module: str,
+        group: PlacementGroup,
+        folder: str | None,
+        start_s: float,
+    ) -> None:
+        """Raises ConfigError if they are not up in time."""
+        self.module, self.group, self.own = module, group, node_id()
+        self.threads, self.folder, self.start_s = threads, folder, start_s
+        self.lines: list[RayLine] = []
+        actors = [self._actor(number) for number in range(count)]
+        places = self._up(actors)
+        self.near = all(place.node == self.own for place in places)
+        self.host = LOOPBACK if self.near else ray.util.get_node_ip_address()
+        self.lines = [RayLine(actor, place) for actor, place in zip(actors, places)]
+        if self.near:
+            for line in self.lines:
+                line.address = LOOPBACK
+
+    def again(self, number: int) -> RayLine:
+        """Another process in the place of one that has ended."""
+        self.lines[number].hang_up()
+        self.lines[number].kill()
+        actor = self._actor(number)
+        self.lines[number] = RayLine(actor, *self._up([actor]))
+        return self.lines[number]
+
+    def _up(self, actors: Sequence[Any]) -> list[Where]:
+        try:
+            return list(ray.get([a.where.remote() for a in actors], timeout=self.start_s))
+        except RayError as error:
+            for actor in actors:
+                ray.kill(actor)
+            raise ConfigError(
+                f"{len(actors)} processes of {self.module} were not up within cluster.start_s={self.start_s:g} s: "
+                f"{first_line(error)}. Raise cluster.start_s if they only load slowly"
+            ) from None
+
+    def _actor(self, number: int) -> Any:
+        needs = self.group.bundle_specs[number]
+        options: dict[str, Any] = {
+            "num_cpus": needs.get("CPU", 0),
+            "num_gpus": needs.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self.group, placement_group_bundle_index=number
+            ),
+            "runtime_env": {"env_vars": environment_of(self.threads)},
+        }
+        driver = process(os.getpid())
+        remote: Any = ray.remote
+        host = remote(max_restarts=0, concurrency_groups={"hear": 1, "watch": 1})(Host)
+        return host.options(**options).remote(
+            self.module, number, threads=self.threads, folder=self.folder, node=self.own, driver=driver
+        )
+
+    @contextmanager
+    def carried(self, path: Path) -> Iterator[list[str]]:
+        """Machines other than this one get a copy of their own."""
+        far = {line.where.node: line.actor for line in self.lines if line.where.node != self.own}
+        folders: dict[str, str] = {}
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+        try:
+            for file in files if far else ():
+                name = str(file.relative_to(path.parent))
+                for node, actor in far.items():
+                    folders[node] = ray.get(actor.put.remote(name, None))
+                with file.open("rb") as content:
+                    while chunk := content.read(CHUNK_BYTES):
+                        one = ray.put(chunk)
+                        ray.get([actor.put.remote(name, one) for actor in far.values()])
+            nodes = [line.where.node for line in self.lines]
+            yield [str(path if node not in far else Path(folders[node]) / path.name) for node in nodes]
+        finally:
+            for actor in far.values():
+                actor.drop.remote(path.name)
+
+    def close(self) -> None:
+        remove_placement_group(self.group)

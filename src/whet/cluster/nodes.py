@@ -1,0 +1,223 @@
+"""The cluster: attach to one or start one, find room on its machines, end what runs there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from transformers import PreTrainedModel
+
+from whet.guard.processes import kill
+from whet.types import ConfigError
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 10.0
+"""Longest wait for a cluster's address to take a connection."""
+
+END_S = 2.0
+"""How long a process that Ray has told to end may take."""
+
+
+def connect(address: str | None, model: PreTrainedModel | int | None) -> None:
+    """Attach to the cluster at `address`, or start one here that ends with this process.
+
+    model: whose weights its object store has to hold, or their bytes; None leaves its size to Ray.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere
+    os.environ.setdefault(
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+    )  # an actor without GPUs: leave the variable alone
+    quiet: Any = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.WARNING}
+    if ray.is_initialized():
+        return
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    with _own_signals():
+        if address is None:
+            # Its ports are open to the machine's network; Ray asks everyone for the token in ~/.ray by itself.
+            ray.init(
+                "local",
+                include_dashboard=False,
+                num_cpus=_cores(),
+                object_store_memory=_store_bytes(model),
+                **quiet,
+            )
+            return
+        _reach(address)
+        try:
+            ray.init(address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+            raise ConfigError(
+                f"cluster.address={address}: {first_line(error)}. Start one there with `ray start --head`, give its "
+                "host:port, or leave it out to start one here. A cluster that asks for a token takes it from the "
+                "environment: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or ~/.ray/auth_token)"
+            ) from error
+
+
+def _reach(address: str) -> None:
+    """Raise ConfigError at once where nobody listens; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address == "auto":
+        return
+    if not port.isdigit() or not host or address.startswith("ray://"):
+        raise ConfigError(f"cluster.address={address}: expected host:port of a cluster's head, or auto")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cluster.address={address}: nobody answers there ({error}). Start a cluster with `ray start --head`, give "
+            "its host:port, or leave it out to start one here"
+        ) from error
+
+
+@contextmanager
+def _own_signals() -> Generator[None, None, None]:
+    """Ray puts a handler of its own on SIGTERM; the run's own saves first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _store_bytes(model: PreTrainedModel | int | None) -> int | None:
+    """Two versions of the weights, the old and the new, and some room."""
+    if model is None:
+        return None
+    weights = model if isinstance(model, int) else sum(p.nbytes for p in model.parameters())
+    return max(128 << 20, 3 * weights + (64 << 20))
+
+
+def place(
+    bundle: dict[str, float],
+    count: int,
+    *,
+    strategy: Literal["pack", "spread"],
+    start_s: float,
+    asked: str | None = None,
+    beside: int = 0,
+) -> PlacementGroup:
+    """Room for `count` replicas. Raises ConfigError at once if there will never be, else after `start_s`.
+
+    asked: by what, for the message; default rollout.replicas. beside: how many of this run have a place already.
+    """
+    nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
+    fits = sum(min(int(node.get(k, 0) // v) for k, v in bundle.items()) for node in nodes)
+    needs = " and ".join(f"{v:g} {k}" for k, v in bundle.items())
+    there = "; ".join(", ".join(f"{n.get(k, 0):g} {k}" for k in bundle) for n in nodes)
+    asked = asked or f"rollout.replicas={count}"
+    advice = "Lower rollout.replicas, cluster.cpus or cluster.gpus, or attach to a larger cluster (cluster.address)"
+    if fits < count + beside:
+        raise ConfigError(
+            f"{asked}: each needs {needs} on one machine, and the {len(nodes)} machine(s) have {there}, "
+            f"which is room for {fits}. {advice}"
+        )
+    group = placement_group([dict(bundle) for _ in range(count)], strategy=strategy.upper())
+    try:
+        ray.get(group.ready(), timeout=start_s)
+    except GetTimeoutError:
+        remove_placement_group(group)  # or it would take the room as soon as there is some
+        raise ConfigError(
+            f"{asked}: no room was free for {count} times {needs} within cluster.start_s={start_s:g} s, "
+            f"others use the cluster ({there} in all). {advice}"
+        ) from None
+    return group
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where replicas stand: those of the start together, each that comes later by itself."""
+
+    group: PlacementGroup
+    """Of the start."""
+    bundle: dict[str, float]
+    """What each needs."""
+    count: int
+    """How many there are at the start."""
+    strategy: Literal["pack", "spread"]
+    start_s: float
+    later: set[str] = field(default_factory=set)
+    """Those that came later."""
+
+    async def of(self, name: str) -> tuple[PlacementGroup, int]:
+        """The place of a replica: a group and the number in it. Raises ConfigError where there is none."""
+        number = int(name.rpartition("-")[2])
+        if number < self.count:
+            return self.group, number
+        how = {"strategy": self.strategy, "start_s": self.start_s / 2, "asked": f"whet scale, {name}"}
+        how |= {"beside": self.count + len(self.later - {name})}
+        placing = asyncio.ensure_future(asyncio.to_thread(place, self.bundle, 1, **how))  # type: ignore[arg-type]
+        try:
+            group = await asyncio.shield(placing)
+        except asyncio.CancelledError:
+            placing.add_done_callback(lambda p: None if p.exception() else self.leave(name, p.result()))
+            raise
+        self.later.add(name)
+        return group, 0
+
+    def leave(self, name: str, group: PlacementGroup) -> None:
+        """Give back the place of one that came later; those of the start keep theirs for another."""
+        if group is not self.group:
+            self.later.discard(name)
+            remove_placement_group(group)
+
+
+def disconnect() -> None:
+    """Leave the cluster; one that was started here goes down."""
+    if ray.is_initialized():
+        with _own_signals():
+            ray.shutdown()
+
+
+# ---------------------------------------------------------------- processes
+
+
+def node_id() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def end_actor(actor: Any, node: str, process: tuple[int, int]) -> None:
+    """End an actor's process, on whatever node. Ray's own way needs a process that still listens; SIGKILL does not."""
+    try:
+        ray.kill(actor)
+        if node == node_id():
+            kill(process, END_S)
+            return
+        affinity = NodeAffinitySchedulingStrategy(node, soft=False)
+        task: Any = ray.remote(kill).options(num_cpus=0, scheduling_strategy=affinity)
+        ray.get(task.remote(process, END_S), timeout=CONNECT_S)
+    except RayError as error:  # its machine is gone, and the process with it
+        log.info("the end of a process could not be seen: %s", first_line(error))
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:1]) or type(error).__name__
+
+
+def environment_of(threads: int) -> dict[str, str]:
+    """The variables that have to be there before torch is imported, as they are here."""
+    names = ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY",
+             "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MKL_CBWR")  # fmt: skip
+    own = {name: os.environ[name] for name in names if name in os.environ}
+    return own | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}

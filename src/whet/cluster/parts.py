@@ -1,0 +1,121 @@
+"""What a run asks of the cluster: all of it is looked at before the first part is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+from transformers import PreTrainedModel
+
+from whet.cluster.lines import Far
+from whet.cluster.nodes import connect, place
+from whet.config.checks_parallel import world
+from whet.config.load import Loaded
+from whet.config.plan import Plan
+from whet.config.schema import Config
+from whet.config.sizes import DTYPE_BYTES
+from whet.guard.line import OpenLines
+from whet.training import ranks
+from whet.types import ConfigError
+
+Bundle = dict[str, float]
+"""What one process needs of its machine, by Ray's names."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Processes of one kind."""
+
+    asked: str
+    """The setting that asks for them."""
+    bundle: Bundle
+    """Of each."""
+    count: int
+
+
+def parts(loaded: Loaded, *, cuda: bool) -> list[Part]:
+    """All that a run has in the cluster at the same time."""
+    cfg = loaded.config
+    c = cfg.cluster
+    gpus = c.gpus if c.gpus is not None else float(cuda)
+    engine = {"CPU": float(c.cpus)} | ({"GPU": gpus} if gpus else {})
+    most = max(world(stage.train.parallel) for stage in loaded.stages)
+    found = [
+        Part(f"rollout.replicas={cfg.rollout.replicas}", engine, cfg.rollout.replicas),
+        Part(f"cluster.explorers={c.explorers}", engine, c.explorers),
+        Part(
+            f"cluster.ranks: {most} ranks of train.parallel",
+            rank_bundle(cfg, cuda=cuda),
+            most if c.ranks else 0,
+        ),
+        Part(f"cluster.reward_hosts={c.reward_hosts}", {"CPU": float(cfg.guard.workers)}, c.reward_hosts),
+    ]
+    return [part for part in found if part.count]
+
+
+def rank_bundle(cfg: Config, *, cuda: bool) -> Bundle:
+    """A GPU for each rank where the run is on CUDA."""
+    return {"CPU": float(cfg.cluster.cpus)} | ({"GPU": 1.0} if cuda else {})
+
+
+def enter(loaded: Loaded, planned: Sequence[Plan]) -> None:
+    """Attach to the cluster, or start one, and see that everything fits.
+
+    Raises ConfigError for a cluster that cannot be reached, or that will never have room for all parts at once.
+    """
+    shape, dtype = planned[0].shape, planned[0].dtype
+    size = shape.parameters if shape is not None else None
+    connect(loaded.config.cluster.address, None if size is None else size * DTYPE_BYTES[dtype])
+    check_room(parts(loaded, cuda=planned[0].device == "cuda"), resources())
+
+
+def resources() -> list[Bundle]:
+    """Of each machine that lives."""
+    return [dict(n["Resources"]) for n in ray.nodes() if n["Alive"]]
+
+
+def check_room(wanted: Sequence[Part], machines: Sequence[Bundle]) -> None:
+    """Raises ConfigError where the parts cannot all stand on the machines together, each process on one of them."""
+    free = [dict(m) for m in machines]
+    largest_first = sorted(wanted, key=lambda p: (-p.bundle.get("GPU", 0.0), -p.bundle.get("CPU", 0.0)))
+    for part in largest_first:
+        for done in range(part.count):
+            at = next((m for m in free if all(m.get(k, 0.0) >= v for k, v in part.bundle.items())), None)
+            if at is None:
+                raise ConfigError(no_room(wanted, machines, part=part, done=done))
+            for key, value in part.bundle.items():
+                at[key] -= value
+
+
+def no_room(wanted: Sequence[Part], machines: Sequence[Bundle], *, part: Part, done: int) -> str:
+    """What is asked for, what is there, and what to change."""
+    keys = sorted({key for p in wanted for key in p.bundle})
+    asked = "; ".join(f"{p.asked}: {p.count} times {words(p.bundle)}" for p in wanted)
+    there = "; ".join(words({k: m.get(k, 0.0) for k in keys}) for m in machines)
+    return (
+        f"the cluster has no room for all that is asked of it: {part.asked} finds room for {done} of {part.count}. "
+        f"Asked: {asked}. Its {len(machines)} machine(s) have {there}. Lower one of these, or cluster.cpus and "
+        "cluster.gpus, or attach to a larger cluster (cluster.address)"
+    )
+
+
+def words(bundle: Bundle) -> str:
+    return " and ".join(f"{value:g} {key}" for key, value in bundle.items())
+
+
+def rank_lines(cfg: Config, model: PreTrainedModel) -> OpenLines:
+    """What starts the ranks of a stage in the cluster."""
+
+    def start(count: int, threads: int) -> Far:
+        del threads  # those of its place
+        c = cfg.cluster
+        bundle = rank_bundle(cfg, cuda=model.device.type == "cuda")
+        group = place(
+            bundle, count, strategy=c.placement, start_s=c.start_s, asked=f"cluster.ranks: {count} ranks"
+        )
+        folder = os.getcwd() if cfg.imports else None
+        return Far(count, c.cpus, module=ranks.MODULE, group=group, folder=folder, start_s=c.start_s)
+
+    return start

@@ -1,0 +1,222 @@
+"""Processes that work for this one: for each a connection and the process behind it. `Local` are of this machine;
+`whet.cluster.lines` has those on other machines, with the same process at the other end.
+
+Such a process is a module that is run with four arguments, and gives them to `picked_up`. It ends with the process that
+started it, however that ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
+
+from whet.guard import stacks
+from whet.guard.processes import die_with
+
+LOOPBACK = "127.0.0.1"
+
+
+class Line(Protocol):
+    """One process, as its driver has it."""
+
+    connection: Connection
+    """Messages to and from it. Its end is the process's, too."""
+    address: str
+    """Of its machine, where others of its kind reach it."""
+    gpu: int
+    """Which of the GPUs that it sees is its own."""
+
+    def died(self) -> str | None:
+        """How it ended, if it did so before it was asked to and without a word."""
+
+    def dump(self) -> None:
+        """Ask it to write its stack."""
+
+    def stack(self) -> str:
+        """The last stack that it wrote."""
+
+    def hang_up(self) -> None:
+        """Close the connection: an idle process ends by that."""
+
+    def gone(self) -> bool:
+        """Whether its process has ended."""
+
+    def kill(self) -> None:
+        """End it, whatever it does, and wait until it has."""
+
+
+class Lines(Protocol):
+    """Several of a kind."""
+
+    host: str
+    """Address of this machine, where all of them reach it."""
+    near: bool
+    """Whether all of them see the files of this machine."""
+
+    @property
+    def lines(self) -> Sequence[Line]:
+        """In their order."""
+
+    def carried(self, path: Path) -> AbstractContextManager[list[str]]:
+        """Where each finds this file or folder, as long as the block runs."""
+
+    def again(self, number: int) -> Line:
+        """Another process in the place of one that has died. ConfigError if it does not come up."""
+
+    def close(self) -> None:
+        """When all have ended: free what they had."""
+
+
+OpenLines = Callable[[int, int], Lines]
+"""Starts so many processes, with so many threads each."""
+
+
+class LocalLine:
+    """A process of this machine, over a socket pair."""
+
+    address = LOOPBACK
+
+    def __init__(self, module: str, number: int, *, folder: Path, threads: int, gpu: int = 0) -> None:
+        """module: what is run. folder: for the file of its stack."""
+        self.gpu, self.file = gpu, folder / f"stack-{number}"
+        ours, theirs = socket.socketpair()
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            "OMP_NUM_THREADS": str(threads),
+        }
+        # a process may be tied to the thread that started it; here, one that ends with the process alone
+        tied = threading.current_thread() is threading.main_thread()
+        who = f"{module.rpartition('.')[2]}-{number}"
+        told = [
+            str(theirs.fileno()),
+            str(self.file),
+            str(os.getpid()),
+            str(int(tied)),
+            who,
+            stacks.folder() or "",
+        ]
+        with theirs:
+            # a session of its own: Ctrl-C is the driver's to answer
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *told],
+                pass_fds=[theirs.fileno()],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                start_new_session=True,
+            )
+        self.connection = Connection(ours.detach())
+
+    def died(self) -> str | None:
+        code = self.process.poll()
+        if code in (None, 0, 1):
+            return None
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+    def dump(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGUSR1)
+
+    def stack(self) -> str:
+        return self.file.read_text(errors="replace").strip() if self.file.exists() else ""
+
+    def hang_up(self) -> None:
+        self.connection.close()
+
+    def gone(self) -> bool:
+        return self.process.poll() is not None
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+class Local:
+    """Processes of this machine."""
+
+    host, near = LOOPBACK, True
+
+    def __init__(self, count: int, threads: int, *, module: str) -> None:
+        self.module, self.threads = module, threads
+        self.folder = Path(tempfile.mkdtemp(prefix="whet-processes-"))
+        self.lines: list[LocalLine] = []
+        try:
+            for number in range(count):
+                self.lines.append(self._start(number))
+        except BaseException:
+            end(self)
+            raise
+
+    @contextmanager
+    def carried(self, path: Path) -> Iterator[list[str]]:
+        yield [str(path)] * len(self.lines)
+
+    def again(self, number: int) -> LocalLine:
+        self.lines[number].hang_up()
+        self.lines[number].kill()
+        self.lines[number] = self._start(number)
+        return self.lines[number]
+
+    def _start(self, number: int) -> LocalLine:
+        return LocalLine(self.module, number, folder=self.folder, threads=self.threads, gpu=number)
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def end(lines: Lines, grace_s: float = 1.0) -> None:
+    """End all together; an idle one has `grace_s` to do so by itself."""
+    for line in lines.lines:
+        line.hang_up()
+    until = time.monotonic() + grace_s
+    while time.monotonic() < until and not all(line.gone() for line in lines.lines):
+        time.sleep(0.02)
+    for line in lines.lines:
+        line.kill()
+    lines.close()
+
+
+def how_it_ended(line: Line) -> str:
+    """Of a process whose connection has; its exit status may come a moment later."""
+    until = time.monotonic() + 2.0
+    while not (how := line.died()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return how or "it ended"
+
+
+# ---------------------------------------------------------------- in the process
+
+
+def picked_up(arguments: Sequence[str]) -> Connection:
+    """The other end of a line, in the process that it leads to; its stack goes to a file when asked for."""
+    fd, path, parent, tied, who, folder = arguments
+    if tied == "1":
+        die_with(None)
+    threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
+    file = open(path, "w")  # noqa: SIM115  # as long as the process lives
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+    if folder:
+        stacks.announce(who, Path(path), folder)
+    return Connection(int(fd))
+
+
+def _end_with(parent: int) -> None:
+    """Who was killed leaves nobody behind; it may be gone by now."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)

@@ -1,0 +1,197 @@
+"""Python stacks of every process of a run on this machine, for the log when something hangs.
+
+Each process of ours writes its stacks into a file of its own when it gets SIGUSR1 (faulthandler: no Python code has to
+run for that, so it works inside C, too). The files stand in one folder, `RUN/stacks/HOST`, named WHO.PID.BEGAN: who
+finds a stall asks all of them. Processes that are forked inherit the folder; others are told it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import io
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from whet.guard.processes import process, state
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 2.0
+"""How long a process may take to write its stacks."""
+STEP_S = 0.02
+MOST_CHARS = 20_000
+"""Of one process."""
+
+_folder: Path | None = None
+"""Where the processes of this run write; None: nobody asked for it."""
+_own: IO[bytes] | None = None
+"""This process's file. faulthandler keeps its number, so it stays open."""
+
+
+@contextmanager
+def kept(run_dir: Path, who: str) -> Iterator[None]:
+    """While the block runs, processes of this run say where they are when they are asked; this one, too."""
+    global _folder, _own
+    before, _folder = _folder, run_dir / "stacks" / socket.gethostname()
+    try:
+        with suppress(OSError):  # a full disk: the run says so where it matters
+            _folder.mkdir(parents=True, exist_ok=True)
+        _tidy(_folder)
+        listen(who)
+        yield
+    finally:
+        forget(os.getpid())
+        if _own is not None and hasattr(faulthandler, "unregister"):
+            faulthandler.unregister(signal.SIGUSR1)
+            _own.close()
+            _own = None
+        for folder in (_folder, _folder.parent):
+            with suppress(OSError):  # others are there still
+                folder.rmdir()
+        _folder = before
+
+
+def folder() -> str | None:
+    """Where the processes of this run write; for those that are no forks of this one."""
+    return None if _folder is None else str(_folder)
+
+
+def listen(who: str, where: str | None = None) -> None:
+    """From now on this process writes its stacks when asked. who: a short name, for people."""
+    global _folder, _own
+    if where is not None:
+        _folder = Path(where)
+    if _folder is None or not hasattr(faulthandler, "register"):
+        return
+    pid, began = process(os.getpid())
+    try:
+        handle, name = tempfile.mkstemp(prefix=".new-", dir=_folder)
+        _own = os.fdopen(handle, "wb", buffering=0)
+        faulthandler.register(signal.SIGUSR1, _own, all_threads=True)
+        os.replace(name, _folder / f"{who}.{pid}.{began}")  # who finds it may send the signal
+    except OSError as error:
+        log.debug("%s writes no stacks: %s", who, error)
+
+
+def announce(who: str, file: Path, where: str) -> None:
+    """This process writes its stacks into `file` when it gets SIGUSR1, and may be asked by those of the run."""
+    with suppress(OSError):
+        (Path(where) / ".".join(map(str, (who, *process(os.getpid()))))).symlink_to(file.absolute())
+
+
+def forget(pid: int) -> None:
+    """Process `pid` ends."""
+    if _folder is not None:
+        for path in _folder.glob(f"*.{pid}.*"):
+            path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class _Other:
+    who: str
+    process: tuple[int, int]
+    file: Path
+    size: int
+    """Of the file before it is asked."""
+
+    @property
+    def lives(self) -> bool:
+        return process(self.process[0]) == self.process
+
+    def said(self) -> str:
+        """What it has written since it was asked."""
+        try:
+            with self.file.open("rb") as file:
+                file.seek(self.size)
+                text = file.read(MOST_CHARS).decode(errors="replace")
+        except OSError:
+            return ""
+        return re.sub(r"[^\n\t -~]", "?", text)  # a process that runs foreign code may have written it
+
+
+def _others() -> list[_Other]:
+    found = []
+    for path in sorted(_folder.iterdir()) if _folder is not None and _folder.is_dir() else ():
+        who, _, rest = path.name.partition(".")
+        pid, _, began = rest.partition(".")
+        if who and pid.isdigit() and began.isdigit() and int(pid) != os.getpid():
+            size = path.stat().st_size if path.exists() else 0
+            found.append(_Other(who, (int(pid), int(began)), path, size))
+    return found
+
+
+def _tidy(where: Path) -> None:
+    """Remove what dead processes left."""
+    for other in _others():
+        if not other.lives:
+            with suppress(OSError):
+                other.file.unlink(missing_ok=True)
+    with suppress(OSError):
+        for path in where.glob(".new-*"):
+            if time.time() - path.stat().st_mtime > 60.0:
+                path.unlink(missing_ok=True)
+
+
+def others() -> str:
+    """The stacks of all other processes of this run on this machine, and of those that do not answer, why."""
+    asked = [other for other in _others() if other.lives]
+    for other in asked:
+        with suppress(OSError):  # it has just ended, or is another user's
+            os.kill(other.process[0], signal.SIGUSR1)
+    until = time.monotonic() + ANSWER_S
+    sizes: list[int] = []
+    while time.monotonic() < until:  # until all have written, and nobody writes any more
+        before, sizes = sizes, [len(o.said()) for o in asked]
+        silent = [
+            o for o, size in zip(asked, sizes) if not size and o.lives and state(o.process[0]) != "T"
+        ]
+        if not silent and before == sizes:
+            break
+        time.sleep(STEP_S)
+    parts = []
+    for other in asked:
+        where = other.said() or f"(it does not answer: {STATES.get(state(other.process[0]), 'it runs')})\n"
+        parts.append(f"process {other.process[0]}, {other.who}:\n{where}")
+    return "".join(parts)
+
+
+STATES = {
+    "T": "it is stopped, by SIGSTOP or a debugger; SIGCONT lets it go on",
+    "D": "it waits inside the kernel, for a disk or a device",
+    "Z": "it has ended",
+    "": "it has ended",
+}
+
+
+def own() -> str:
+    """The stacks of all threads, and of all tasks of the running event loop if there is one."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    out = io.StringIO()
+    for ident, frame in sys._current_frames().items():
+        out.write(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
+    try:
+        tasks = asyncio.all_tasks()
+    except RuntimeError:  # no event loop runs in this thread
+        tasks = set()
+    for task in tasks:
+        task.print_stack(file=out)
+    return out.getvalue()
+
+
+def everyone() -> str:
+    """This process and all others of the run on this machine."""
+    return own() + others()

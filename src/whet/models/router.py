@@ -1,0 +1,210 @@
+"""The load-balancing term of mixtures of experts: routers that spread their choices evenly pay least.
+
+Switch Transformer, arXiv:2101.03961, eq. 4-6, as transformers computes it (`load_balancing_loss_func`): over all layers
+and tokens together, aux = X * sum_x f_x P_x, with f_x the choices of expert x and P_x the sum of its probabilities, both
+divided by the tokens. Even routers pay E, the experts of a token.
+
+A product of means cannot be summed over micro-batches. But f has no gradient, so with the f of the whole minibatch
+given, the term is a sum over tokens, and any cut into micro-batches and ranks gives the same gradient. So choices are
+counted first, in a pass without gradient (`Balance.counting`), summed over ranks; then each micro-batch adds its part.
+That part is given to the hidden states (`attached`): going backward from them goes backward from it, too, wherever in a
+pipeline the router stands.
+
+A token is a position that predicts one; it counts as often as its rollout counts in the loss, and a shared prompt as
+often as rollouts use it (`uses`), so sharing and resampling change nothing either.
+
+Shape letters: U tokens computed, T those of this rank, X experts, E experts of a token, L layers with a router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whet.models.packing import Layout
+from whet.types import ConfigError, Metrics
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What a layer's router decided about the tokens of a forward pass."""
+
+    router: nn.Module
+    probability_UX: Tensor
+    """float32, with gradient."""
+    expert_UE: Tensor
+
+
+_SEEN: ContextVar[list[Routed] | None] = ContextVar("what routers decided", default=None)
+
+
+@contextmanager
+def watching() -> Iterator[list[Routed]]:
+    """Inside it, a forward pass fills the list, a layer each. (Where backward recomputes inside, it grows again.)"""
+    seen: list[Routed] = []
+    token = _SEEN.set(seen)
+    try:
+        yield seen
+    finally:
+        _SEEN.reset(token)
+
+
+@torch.compiler.disable
+def note(router: nn.Module, probability_UX: Tensor, expert_UE: Tensor) -> None:
+    """To be told by whoever computes a router."""
+    seen = _SEEN.get()
+    if seen is not None:
+        seen.append(Routed(router, probability_UX, expert_UE))
+
+
+def gates(model: nn.Module) -> list[nn.Module]:
+    """The routers of all layers."""
+    return [m.gate for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")]  # type: ignore[misc]
+
+
+def routers(model: nn.Module) -> list[nn.Module]:
+    """The same. Errors: ConfigError where there are none."""
+    found = gates(model)
+    if not found:
+        raise ConfigError(
+            f"train.router_aux_coef: {type(model).__name__} has no routers to balance; leave it 0"
+        )
+    return found
+
+
+def hook(model: nn.Module) -> None:
+    """Let routers that are called as modules `note` what they decide."""
+    for router in routers(model):
+        if _noted not in router._forward_hooks.values():
+            router.register_forward_hook(_noted)
+
+
+def _noted(router: nn.Module, args: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
+    note(router, torch.softmax(out[0].float(), -1), out[2])
+
+
+def uses(packed: Layout) -> Tensor:
+    """[U] float32: how many tokens each computed one stands for: those of the rollouts that share it."""
+    at_N = packed.predictor_N >= 0
+    times_N = torch.ones_like(packed.row_N, dtype=torch.float32)
+    if packed.count_R is not None:
+        times_N = packed.count_R.float()[packed.row_N]
+    return times_N.new_zeros(len(packed.token_ids_U)).index_add_(0, packed.predictor_N[at_N], times_N[at_N])
+
+
+@torch.no_grad()
+def counts(seen: Sequence[Routed], uses_U: Tensor) -> Tensor:
+    """[2, L, X] float64: how often each expert was chosen, and the sum of its probabilities. To be summed over micro-
+    batches and ranks."""
+    uses_U = uses_U.double()
+    chosen, likely = [], []
+    for layer in seen:
+        weight_UE = uses_U[:, None].expand_as(layer.expert_UE)
+        none_X = uses_U.new_zeros(layer.probability_UX.shape[1])
+        chosen.append(none_X.index_add(0, layer.expert_UE.flatten(), weight_UE.flatten()))
+        likely.append(uses_U @ layer.probability_UX.double())
+    return torch.stack((torch.stack(chosen), torch.stack(likely)))
+
+
+def balance(seen: Sequence[Routed], uses_U: Tensor, load_X: Tensor, *, alike: int = 1) -> Tensor:
+    """This micro-batch's part of the term of the whole minibatch. load_X: its choices, of all layers.
+
+    alike: ranks that have the same tokens (tp); each adds its share, for their gradients are summed.
+    """
+    tokens = load_X.sum() / seen[0].expert_UE.shape[1]
+    price_X = (len(load_X) * load_X / tokens**2 / alike).float()
+    return torch.stack([(uses_U @ layer.probability_UX) @ price_X for layer in seen]).sum()
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, term: Tensor) -> Tensor:
+        return hidden_TD.view_as(hidden_TD)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return dy_TD, dy_TD.new_ones((), dtype=torch.float32)
+
+
+def attached(hidden_TD: Tensor, term: Tensor) -> Tensor:
+    """The hidden states; when they get their gradient, the term, a float32 number, gets 1."""
+    made: Tensor = _Attached.apply(hidden_TD, term)
+    return made
+
+
+class Balance:
+    """The term of one model, from one minibatch to the next."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        coef: float,
+        *,
+        over: Sequence[Callable[[Tensor], Tensor]] = (),
+        stages: Callable[[Tensor], Tensor] = lambda x: x,
+        alike: int = 1,
+    ) -> None:
+        """over: add up, in place, over ranks that have other tokens; stages: over those that have other layers. alike:
+        see `balance`. Errors: ConfigError where there are no routers."""
+        self.coef, self.over, self.stages, self.alike = coef, over, stages, alike
+        self.place = {id(router): at for at, router in enumerate(routers(model))}
+        self.found: Tensor | None = None
+        self.counts_now, self.load_X = False, torch.zeros(0)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Forward passes inside it, over all micro-batches of a minibatch, are counted. Its end is to be reached by all
+        ranks."""
+        self.found, self.counts_now = None, True
+        try:
+            yield
+        finally:
+            self.counts_now = False
+        assert self.found is not None, "no router has been watched"
+        for add in self.over:
+            add(self.found)
+        self.load_X = self.stages(self.found[0].sum(0))
+
+    def around(
+        self,
+        forward: Callable[[], Tensor],
+        uses_T: Callable[[], Tensor],
+        *,
+        scaled: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """The hidden states that a forward pass makes: its choices counted, or with gradients its part of the term
+        attached, `scaled` as the loss is."""
+        learns = torch.is_grad_enabled() and len(self.load_X) > 0
+        if not (self.counts_now or learns):
+            return forward()
+        with watching() as seen:
+            hidden_TD = forward()
+        if not seen:
+            return hidden_TD
+        if not self.counts_now:
+            term = balance(seen, uses_T(), self.load_X, alike=self.alike)
+            return attached(hidden_TD, scaled(self.coef * term))
+        more = counts(seen, uses_T())
+        if self.found is None:
+            self.found = more.new_zeros(2, len(self.place), more.shape[2])
+        self.found[:, [self.place[id(layer.router)] for layer in seen]] += more
+        return hidden_TD
+
+    def metrics(self) -> Metrics:
+        """Of the last minibatch that was counted: the term itself, without its coefficient, and the largest load of an
+        expert, in units of an even one, as the mean over layers. Alike on all ranks."""
+        assert self.found is not None, "nothing has been counted"
+        chosen_LX, likely_LX = self.found
+        experts = chosen_LX.shape[1]
+        share_L = chosen_LX.amax(1) / chosen_LX.sum(1).clamp(min=1e-9)
+        sums = torch.stack((share_L.sum(), share_L.new_tensor(len(share_L)), chosen_LX.sum(), likely_LX.sum()))
+        likely_X = self.stages(likely_LX.sum(0))
+        largest, layers, chosen, tokens = self.stages(sums).tolist()
+        term = experts * float(self.load_X @ likely_X) / max(tokens, 1e-9) ** 2
+        return {"router_aux": term, "router_max_load": experts * largest / layers}

@@ -1,0 +1,96 @@
+"""A process that judges for another one: a jail of its own, asked over a line (`guard.line`).
+
+It is told once what `Jail` is made with, then is sent calls, which it may answer in any order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from whet.guard.jail import Call, Jail
+from whet.guard.line import picked_up
+from whet.guard.nursery import Loader
+from whet.types import ConfigError, WhetError
+
+MODULE = "whet.rewards.host"
+BEAT_S = 1.0
+"""Between two signs of life."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the jail is made with."""
+
+    functions: Mapping[str, Loader]
+    options: Mapping[str, Any]
+
+
+def serve(connection: Connection) -> None:
+    """Says ("ready", None), or ("refused", why); then ("beat", None), ("done", (number, results)) and
+    ("failed", (number, why)), to what it hears: (number, calls)."""
+    try:
+        wanted: Wanted = pickle.loads(connection.recv_bytes())
+        try:
+            jail = Jail(wanted.functions, **wanted.options)
+        except ConfigError as error:
+            _say(connection, "refused", str(error))
+            connection.poll(None)
+            return
+        with jail:
+            _say(connection, "ready", None)
+            asyncio.run(_answer(jail, connection))
+    except (EOFError, OSError):
+        pass  # nobody asks any more
+
+
+async def _answer(jail: Jail, connection: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    heard: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def hear() -> None:
+        try:
+            while True:
+                loop.call_soon_threadsafe(heard.put_nowait, connection.recv_bytes())
+        except (EOFError, OSError):
+            loop.call_soon_threadsafe(heard.put_nowait, None)
+
+    threading.Thread(target=hear, daemon=True).start()
+    beating = asyncio.create_task(_beat(connection))
+    judging: set[asyncio.Task[None]] = set()
+    try:
+        while (message := await heard.get()) is not None:
+            number, calls = pickle.loads(message)
+            task = asyncio.create_task(_judge(jail, connection, number, calls))
+            judging.add(task)
+            task.add_done_callback(judging.discard)
+    finally:
+        for running in (beating, *judging):
+            running.cancel()
+
+
+async def _judge(jail: Jail, connection: Connection, number: int, calls: Sequence[Call]) -> None:
+    try:
+        _say(connection, "done", (number, await jail.call_many(calls)))
+    except WhetError as error:
+        _say(connection, "failed", (number, str(error)))
+
+
+async def _beat(connection: Connection) -> None:
+    while True:
+        _say(connection, "beat", None)
+        await asyncio.sleep(BEAT_S)
+
+
+def _say(connection: Connection, kind: str, what: object) -> None:
+    connection.send_bytes(pickle.dumps((kind, what), protocol=5))
+
+
+if __name__ == "__main__":
+    serve(picked_up(sys.argv[1:]))

@@ -1,0 +1,67 @@
+"""How many engine replicas a person asks a running run for: `whet scale`, by one small file in the run directory.
+
+The file names the process that it is for, so a run that is started later begins with rollout.replicas again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from whet.config.load import load
+from whet.track.files import holder, is_running, write_json
+from whet.types import ConfigError
+
+log = logging.getLogger(__name__)
+
+FILE = "replicas.json"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """So many replicas, please."""
+
+    count: int
+    at_ns: int
+    """When it was asked for: the same number asked for again is another wish."""
+
+
+def ask(run_dir: Path, count: int) -> None:
+    """Ask the process that runs in `run_dir`. Raises ConfigError if there is none, or if it has no replicas."""
+    who = holder(run_dir)
+    if who is None or is_running(run_dir) is False:
+        raise ConfigError(
+            f"{run_dir}: nothing runs there, so nothing can be scaled; rollout.replicas says how many a run starts with"
+        )
+    if load(run_dir / "config.yaml").config.rollout.replicas == 0:
+        raise ConfigError(
+            f"{run_dir}: this run samples in its own process (rollout.replicas=0); stop it and start it again with "
+            "rollout.replicas=1 or more, it goes on where it was"
+        )
+    pid, host = who
+    write_json(
+        run_dir / FILE,
+        {"replicas": count, "at_ns": time.time_ns(), "process": pid, "host": host},
+        durable=False,
+    )
+
+
+def wish(run_dir: Path) -> Wish | None:
+    """What this process was asked for last; None if nothing."""
+    path = run_dir / FILE
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        if (said["process"], said["host"]) != (os.getpid(), socket.gethostname()):
+            return None
+        found = Wish(int(said["replicas"]), int(said["at_ns"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.debug("%s cannot be read: %s: %s", path, type(error).__name__, error)
+        return None
+    return found if found.count > 0 else None

@@ -1,0 +1,367 @@
+"""Weights to engine replicas in processes of their own: by letters through an object store, or by broadcast.
+
+`Shipper` is the trainer's end and stands where a Router's `ship` does; `Inbox` is a replica's. What goes between them
+(a `Letter` or a `Seat`) is brought by the replica's handle. A replica that comes late, or again, gets all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor, nn
+
+from whet.config.schema import Config
+from whet.models.lora import adapted, merged
+from whet.rollout.engine import RolloutEngine, WeightSource
+from whet.rollout.router import Shipment
+from whet.sync.collective import Collective
+from whet.sync.exchange import Publisher, Receiver, Tensors, publisher_of, with_adapters
+from whet.sync.manifest import DTYPES, Manifest, Receipt
+from whet.sync.parcels import Letter, Parcels, in_store
+from whet.sync.transport import Patience
+from whet.types import WhetError
+
+log = logging.getLogger(__name__)
+
+_GRACE_S = 5.0
+"""After a broadcast that failed: time for the replicas that live to say so."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A replica's place in one broadcast."""
+
+    version: int
+    receivers: tuple[str, ...]
+    rank: int
+    host: str
+    port: int
+    device: str
+    timeout_s: float
+
+
+Delivery: TypeAlias = Letter | Seat
+
+
+def within_s(cfg: Config) -> float:
+    """A replica that has not taken a version after so long is lost: sync.timeout_s, and time to say why."""
+    return cfg.sync.timeout_s + 6 * _GRACE_S
+
+
+class Replicated(Protocol):
+    """The handle of a replica."""
+
+    label: str
+    """Its process, for people."""
+    held: Manifest | None
+    """What it has confirmed."""
+
+    async def deliver(self, delivery: Delivery) -> Receipt:
+        """Bring it there; `Inbox.take` is its answer. Raises WhetError where that did, others where it has ended."""
+
+    async def give(self) -> Letter:
+        """What it has, for another one: `Inbox.give`."""
+
+
+class Shipped(Iterator[tuple[str, Tensor]]):
+    """One version on its way: who goes through it gets the tensors, a replica is brought them by `to`."""
+
+    def __init__(self, tensors: Tensors, to: Callable[[Replicated], Awaitable[None]]) -> None:
+        self.tensors, self.to = iter(tensors), to
+
+    def __next__(self) -> tuple[str, Tensor]:
+        return next(self.tensors)
+
+
+# ---------------------------------------------------------------- the trainer's end
+
+
+class Shipper:
+    """Gives each version to all replicas, and what each of them lacks to those that come later.
+
+    store: where letters go. members: the replicas that serve. host: the address that all of them can reach the trainer
+    at; None: nothing is broadcast. timeout_s: for one version, whatever fails meanwhile.
+    """
+
+    def __init__(self, cfg: Config, store: Parcels, *, device: str = "cpu") -> None:
+        self.cfg, self.store, self.device = cfg, store, device
+        self.letters = publisher_of(cfg, store)
+        self.timeout_s = cfg.sync.timeout_s
+        self.members: Callable[[], Sequence[Replicated]] = list
+        self.host: Callable[[Sequence[Replicated]], str] | None = None
+        self.end: Collective | None = None
+        self.seated: list[Replicated] = []
+        """Who is in the group of `end`, in the order of ranks."""
+
+    def ship(self, source: WeightSource, version: int) -> Shipment:
+        """See `Router`. Called once a version; what it returns, once a replica."""
+        if self.host is not None and source.module is not None:
+            broadcast = Broadcast(self, source, version)
+            return lambda: WeightSource(tensors=Shipped(self.carried(source), broadcast.to))
+        letter = self.letter(source, version)
+        return lambda: WeightSource(tensors=Shipped(self.carried(source), lambda one: hand(letter, one)))
+
+    def carried(self, source: WeightSource) -> Tensors:
+        """What travels of a policy's module."""
+        if source.module is None:
+            return source.tensors or iter(())
+        if self.letters.adapters:
+            return with_adapters(source.module)
+        model = merged(source.module) if adapted(source.module) else source.module
+        return ((name, p.detach()) for name, p in model.named_parameters())
+
+    def letter(self, source: WeightSource, version: int, *, whole: bool = False) -> Letter:
+        """Put one version into the store. The one before it goes with the last replica that reads it."""
+        self.letters.send(version, self.carried(source), whole=whole)
+        return self.store.letter(version)
+
+    def seat(
+        self, members: Sequence[Replicated], version: int, timeout_s: float
+    ) -> tuple[Publisher, list[Seat]]:
+        """The trainer's end of a group of these, and the places of theirs. A group that broke is made anew."""
+        assert self.host is not None
+        if self.end is None or self.end.broken is not None or self.seated != list(members):
+            if self.end is not None:
+                self.end.close()
+            names = [m.label for m in members]
+            self.end = Collective(
+                names, rank=0, host=self.host(members), device=self.device, timeout_s=timeout_s
+            )
+            self.seated = list(members)
+        end = self.end
+        end.timeout_s = timeout_s
+        out = publisher_of(self.cfg, end, timeout_s=timeout_s)
+        for member in members:
+            out.join(member.label, member.held)
+        receivers = tuple(end.names[1:])
+        place = {"host": end.host, "port": end.port, "device": self.device, "timeout_s": timeout_s}
+        return out, [Seat(version, receivers, rank, **place) for rank in range(1, len(end.names))]  # type: ignore[arg-type]
+
+
+async def hand(letter: Letter, replica: Replicated) -> None:
+    """Bring a letter to one replica. Raises WhetError if it confirms something else."""
+    replica.held = None  # as long as it may be a mix
+    check(await replica.deliver(letter), letter.manifest)
+    replica.held = letter.manifest
+
+
+def check(receipt: Receipt, sent: Manifest) -> None:
+    told = (receipt.version, receipt.digest)
+    if told != (sent.version, sent.digest):
+        raise WhetError(
+            f"weights version {sent.version}: {receipt.receiver} has (version, digest) {told}, sent "
+            f"{(sent.version, sent.digest)}"
+        )
+
+
+class Broadcast:
+    """One version to those that are there now, in one go; who comes later gets it from one of them.
+
+    A replica that dies or hangs in the middle breaks the group: the others get the version in another one, all within
+    the shipper's deadline.
+    """
+
+    def __init__(self, shipper: Shipper, source: WeightSource, version: int) -> None:
+        self.shipper, self.source, self.version = shipper, source, version
+        self.answers: dict[Replicated, asyncio.Future[None]] = {}
+        self.sent: Manifest | None = None
+        self.running: asyncio.Task[None] | None = None
+
+    async def to(self, replica: Replicated) -> None:
+        """Until this replica has the version. Raises what kept it from that."""
+        if self.running is None:
+            loop = asyncio.get_running_loop()
+            self.answers = {member: loop.create_future() for member in self.shipper.members()}
+            self.running = loop.create_task(self._run(dict(self.answers)))
+        if (answer := self.answers.pop(replica, None)) is not None:
+            await asyncio.shield(answer)
+        else:
+            await asyncio.shield(self.running)
+            await self._later(replica)
+
+    async def _run(self, answers: dict[Replicated, asyncio.Future[None]]) -> None:
+        error: Exception | None = None
+        try:
+            await self._all(answers)
+        except Exception as raised:  # noqa: BLE001  whatever it is, each of them is told
+            error = raised
+        for answer in answers.values():
+            if not answer.done():
+                _answer(answer, error or WhetError(f"weights version {self.version} were not sent"))
+
+    async def _all(self, answers: dict[Replicated, asyncio.Future[None]]) -> None:
+        """Group after group, each without those that were lost in the one before."""
+        left, patience = list(answers), Patience(self.shipper.timeout_s)
+        while left:
+            outcome = await self._attempt(left, patience.left / 2)
+            again = [m for m, error in outcome.items() if isinstance(error, _Broken)]
+            for member, error in outcome.items():
+                if member not in again:
+                    _answer(answers[member], error)
+            if again and (len(again) == len(left) or patience.over):
+                raise WhetError(f"weights version {self.version} could not be broadcast: {outcome[again[0]]}")
+            if again:
+                lost = ", ".join(m.label for m in outcome if m not in again)
+                log.warning("weights version %d: the broadcast is made anew without %s", self.version, lost)
+            left = again
+
+    async def _attempt(
+        self, members: Sequence[Replicated], timeout_s: float
+    ) -> dict[Replicated, BaseException | None]:
+        """One send to a group of these. For each what failed: _Broken if it lives and the group did."""
+        out, seats = await asyncio.to_thread(self.shipper.seat, members, self.version, timeout_s)
+        end = self.shipper.end
+        assert end is not None
+        asked = {m: asyncio.ensure_future(m.deliver(s)) for m, s in zip(members, seats)}
+        for member, ask in asked.items():
+            member.held = None
+            ask.add_done_callback(lambda done, label=member.label: _give_up(end, label, done))  # type: ignore[misc]
+        sending = asyncio.to_thread(out.send, self.version, self.shipper.carried(self.source))
+        try:
+            manifest = await sending
+        except WhetError as error:
+            lost = {members[rank - 1] for rank in end.missing}
+            if there := [ask for m, ask in asked.items() if m not in lost]:
+                await asyncio.wait(there, timeout=_GRACE_S)
+            return {m: _why(ask, error, lost=m in lost) for m, ask in asked.items()}
+        self.sent = manifest
+        await asyncio.wait(asked.values(), timeout=_GRACE_S + timeout_s)
+        return {m: _took(m, ask, manifest) for m, ask in asked.items()}
+
+    async def _later(self, replica: Replicated) -> None:
+        """From a replica that has it; else from the trainer, if nothing has been learned since."""
+        for member in self.shipper.members():
+            if member is not replica and member.held is not None and member.held.version == self.version:
+                try:
+                    letter = await member.give()
+                except (WhetError, RuntimeError) as error:
+                    log.info("%s cannot give its weights: %s", member.label, error)
+                    continue
+                await hand(letter, replica)
+                return
+        letter = self.shipper.letter(self.source, self.version, whole=True)
+        self.shipper.store.close()  # for this one alone
+        if self.sent is not None and letter.manifest.digest != self.sent.digest:
+            raise WhetError(
+                f"weights version {self.version} is nowhere any more, as the trainer has learned since; "
+                f"{replica.label} is to come again"
+            )
+        await hand(letter, replica)
+
+
+class _Broken(WhetError):
+    """The group failed under a replica that lives."""
+
+
+def _give_up(end: Collective, label: str, done: asyncio.Future[Receipt]) -> None:
+    """A replica that has ended ends the broadcast, too: nobody waits for it until the deadline."""
+    if not done.cancelled() and (error := done.exception()) is not None and not isinstance(error, WhetError):
+        end.abort(f"{label}: {error}")
+
+
+def _why(ask: asyncio.Future[Receipt], error: WhetError, *, lost: bool) -> BaseException:
+    """What became of a replica whose group failed with `error`; lost: it was missing there."""
+    if not ask.done():
+        ask.cancel()
+        return WhetError(f"it did not answer: {error}")
+    if lost:
+        return ask.exception() or error
+    own = ask.exception()
+    return own if own is not None and not isinstance(own, WhetError) else _Broken(str(own or error))
+
+
+def _took(member: Replicated, ask: asyncio.Future[Receipt], manifest: Manifest) -> BaseException | None:
+    """What keeps a replica from having the version, if anything."""
+    if not ask.done():
+        ask.cancel()
+        return WhetError(f"weights version {manifest.version} were sent, and it did not confirm them")
+    if (error := ask.exception()) is not None:
+        return error
+    try:
+        check(ask.result(), manifest)
+    except WhetError as odd:
+        return odd
+    member.held = manifest
+    return None
+
+
+def _answer(future: asyncio.Future[None], error: BaseException | None) -> None:
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+        future.exception()  # its replica may not wait any more
+
+
+# ---------------------------------------------------------------- a replica's end
+
+
+class Inbox:
+    """What a replica's process does with a delivery. All on its event loop: while weights come, nothing is sampled.
+
+    module: the engine's own. adapters: it has them, and they come apart from what they adapt. put: into the object
+    store, for `give`.
+    """
+
+    def __init__(self, module: nn.Module, *, name: str, adapters: bool, put: Callable[[Any], Any]) -> None:
+        self.module, self.adapters = module, adapters
+        self.fetched: dict[Any, Any] = {}
+        self.letters = in_store(put, self.fetched.__getitem__)
+        self.receiver = Receiver(self.letters, name=name, staged=False)
+        self.receiver.module = module if adapters else None  # without weights yet: nothing is held
+        self.end: Collective | None = None
+        self.at: tuple[str, int] | None = None
+
+    async def take(
+        self,
+        engine: RolloutEngine,
+        delivery: Delivery,
+        fetch: Callable[[Iterable[Any]], Awaitable[list[Any]]],
+    ) -> Receipt:
+        """Sample from this version from now on. fetch: references to what they refer to."""
+        if isinstance(delivery, Seat):
+            self.receiver.transport = self._seated(delivery)
+            version = delivery.version
+        else:
+            version = delivery.manifest.version
+            references = [reference for _, _, reference, _ in delivery.needed(self.receiver.held)]
+            self.fetched.update(zip(references, await fetch(references)))
+            self.letters.close()
+            self.letters.accept(delivery)
+            self.receiver.transport = self.letters
+        try:
+            return await self.receiver.load(engine, version, finish=False, again=True)
+        finally:
+            self.fetched.clear()
+            self.letters.close()
+
+    def give(self) -> Letter:
+        """The version that is here, for another replica. Raises WhetError if there is none."""
+        held = self.receiver.held
+        if held is None:
+            raise WhetError(f"{self.receiver.name} has no whole version of the weights")
+        named = with_adapters(self.module) if self.adapters else self.module.named_parameters()
+        tensors = ((n, t.detach().to(DTYPES[held.named[n].dtype])) for n, t in named)
+        sent = self.letters.send(held.version, tensors)
+        letter = self.letters.letter(held.version)
+        self.letters.close()
+        if sent.digest != held.digest:
+            raise WhetError(
+                f"{self.receiver.name}: its weights are not those of version {held.version} any more"
+            )
+        return letter
+
+    def _seated(self, seat: Seat) -> Collective:
+        """This process's end of the seat's group."""
+        if self.end is None or self.at != (seat.host, seat.port) or self.end.broken is not None:
+            if self.end is not None:
+                self.end.close()
+            self.end, self.at = None, (seat.host, seat.port)
+            place = {"rank": seat.rank, "port": seat.port, "host": seat.host, "device": seat.device}
+            self.end = Collective(seat.receivers, **place, timeout_s=seat.timeout_s)  # type: ignore[arg-type]
+        self.end.timeout_s = seat.timeout_s
+        return self.end

@@ -1,0 +1,71 @@
+"""Saving from ranks in parts: each writes what it holds, and no process ever has the whole.
+
+The driver asks every rank which pieces lie there, gives each piece to one of those that hold it, and writes the index.
+A rank writes in a thread of its own, from the tensors themselves where the driver waits, else from a copy.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from whet.models.tensor_files import assigned, index, index_file, part_file, write
+from whet.track.files import write_json
+
+Ask = Callable[..., list[Any]]
+"""`Ranks.ask` about one role."""
+
+_LOOK_S = 0.05
+
+
+class Held:
+    """What a rank is to write."""
+
+    def __init__(self, files: Mapping[str, Mapping[str, Tensor]], *, copy: bool) -> None:
+        """files: tensors by file and by their name in it. copy: they will change before they are written."""
+        self.files = {
+            file: {key: x.to("cpu", copy=copy) for key, x in tensors.items()}
+            for file, tensors in files.items()
+        }
+        self.said: str | None = None
+        """None: at work; '': done; else what went wrong."""
+
+    def begin(self, path: Path, rank: int, count: int) -> None:
+        threading.Thread(target=self._write, args=(path, rank, count), daemon=True).start()
+
+    def _write(self, path: Path, rank: int, count: int) -> None:
+        said = ""
+        try:
+            for file, tensors in self.files.items():
+                write(tensors, path / part_file(file.removesuffix(".safetensors"), rank, count))
+        except (OSError, SafetensorError) as error:
+            said = str(error)
+        self.files = {}
+        self.said = said
+
+
+def hold(ask: Ask, *, moments: bool, copy: bool) -> Callable[[Path], None]:
+    """Let each rank take its share of all that `save` writes. Returns the function that has it written to a folder;
+    with `copy` training may go on before and meanwhile."""
+    told = ask("pieces", moments)
+    shares = {file: assigned([held[file][0] for held in told]) for file in told[0]}
+    mine = [({file: share[rank] for file, share in shares.items()},) for rank in range(len(told))]
+    ask("hold", moments, copy, each=mine)
+
+    def written(path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        ask("flush", str(path))
+        while None in (said := ask("flushed")):
+            time.sleep(_LOOK_S)
+        if wrong := [text for text in said if text]:
+            raise SafetensorError(wrong[0])
+        for file, share in shares.items():
+            write_json(path / index_file(file), index(file, share, told[0][file][1]), durable=False)
+
+    return written

@@ -1,0 +1,155 @@
+"""Trainer ranks, reward hosts and explorers in a cluster: two nodes of Ray on this machine, started once.
+
+The driver stands on the first node, which has room for nothing, so all that works for it is on another one: it shares
+no file with it, as far as it knows.
+"""
+
+from __future__ import annotations
+
+import copy
+import filecmp
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster
+
+from tiny import tiny_model
+from whet.cluster import connect, disconnect, rank_lines
+from whet.config.load import load
+from whet.config.schema import Optimizer
+from whet.guard.processes import process
+from whet.models.mesh import Dims
+from whet.training.ranks import RankGroup, Ranks
+from whet.types import WhetError
+
+TESTS = Path(__file__).parent
+TWO = Dims(dp_replicate=2)
+LEARNING: dict[str, Any] = {"optimizer": Optimizer(kind="sgd", lr=0.02), "total_steps": 4, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100 << 20}
+    ground = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        ground.add_node(num_cpus=3, object_store_memory=100 << 20)
+        connect(ground.address, None)
+        yield str(ground.address)
+    finally:
+        disconnect()
+        ground.shutdown()
+
+
+def lines(address: str, model: Any) -> Any:
+    values = {
+        "model": {"scratch": {"hidden_size": 16}},
+        "train": {"parallel": {"dp_replicate": 2}},
+        "cluster": {"ranks": True, "address": address, "start_s": 120},
+        "data": {"train": [{"rows": [{"prompt": "a", "answer": "b"}]}]},
+        "rewards": {"a": {"function": "format", "arguments": {"pattern": "a"}}},
+        "tokenizer": {"build": "chars"},
+    }
+    return rank_lines(load(None, (), values).config, model)
+
+
+def alive(who: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [each for each in who if process(each[0]) == each]
+
+
+def members(ranks: Ranks) -> list[tuple[int, int]]:
+    """Processes of the ranks, and of the actors beside them."""
+    return [who for line in ranks.lines.lines for who in (line.where.process, line.where.actor)]  # type: ignore[attr-defined]
+
+
+def until(reached: Callable[[], object], what: str, within_s: float = 120.0) -> None:
+    end = time.monotonic() + within_s
+    while not reached():
+        assert time.monotonic() < end, f"in vain: {what}"
+        time.sleep(0.1)
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def test_far_ranks_are_local_ranks_to_the_bit(address: str, tmp_path: Path) -> None:
+    """A step, the log-probs, the files they save and read. Then one is killed: it is named, and all end."""
+    model = tiny_model()
+    near = Ranks(TWO, timeout_s=120.0)
+    far = Ranks(TWO, timeout_s=120.0, open_lines=lines(address, model))
+    assert not far.lines.near
+    one, two = (RankGroup(r, "policy", copy.deepcopy(model), cut=CUT, **LEARNING) for r in (near, far))
+    batch = weighted()
+    said = [group.update(batch, pg_loss) for group in (one, two)]
+    assert said[0] == said[1]
+    assert torch.equal(one.forward(batch, "logprobs"), two.forward(batch, "logprobs"))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(one.weights(), two.weights(), strict=True))
+    for group, name in ((one, "one"), (two, "two")):
+        group.save(tmp_path / name)
+        group.update(batch, pg_loss)
+        group.load(tmp_path / "one")
+    same = filecmp.cmpfiles(tmp_path / "one", tmp_path / "two", os.listdir(tmp_path / "one"), shallow=False)
+    assert same[0]
+    assert same[1:] == ([], [])
+    assert torch.equal(one.forward(batch, "logprobs"), two.forward(batch, "logprobs"))
+    near.close()
+    there = members(far)
+    with pytest.raises(WhetError, match=r"rank 1 of 2 died \(killed by SIGKILL\) while doing: update policy"):
+        two.update(batch, killed)
+    until(lambda: not alive(there), "the end of all")
+
+
+def test_a_far_rank_that_hangs_shows_where(address: str) -> None:
+    """Then its actor is killed under it: that is told, too."""
+    model = tiny_model()
+    hangs = r"(?s)have said nothing for 3 s.*rank 1: update policy.*in sleepy"
+    for loss, said in ((sleepy, hangs), (None, "rank 1 of 2 died .lost with")):
+        ranks = Ranks(TWO, timeout_s=120.0, open_lines=lines(address, model))
+        group = RankGroup(ranks, "policy", model, cut=CUT, **LEARNING)
+        there = members(ranks)
+        if loss is None:
+            os.kill(ranks.lines.lines[1].where.actor[0], signal.SIGKILL)  # type: ignore[attr-defined]
+        else:
+            ranks.timeout_s = 3.0
+        with pytest.raises(WhetError, match=said):
+            group.update(weighted(), loss or pg_loss)
+        until(lambda: not alive(there), "the end of all")  # noqa: B023
+
+
+DRIVER = """
+import os, signal, sys
+sys.path[:0] = [{tests!r}]
+from test_cluster_ranks import TWO, connect, lines, members
+from tiny import tiny_model
+from whet.training.ranks import Ranks
+connect({address!r}, None)
+ranks = Ranks(TWO, timeout_s=60.0, open_lines=lines({address!r}, tiny_model()))
+print(members(ranks), flush=True)
+os.kill(members(ranks)[0][0], signal.SIGSTOP)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_far_ranks_end_with_a_driver_that_is_killed(address: str) -> None:
+    """One of them is stopped and can hear nothing."""
+    code = DRIVER.format(tests=str(TESTS), address=address)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=200, check=False)
+    assert done.returncode == -signal.SIGKILL
+    there = [tuple(map(int, pair)) for pair in re.findall(r"\((\d+), (\d+)\)", done.stdout)]
+    assert len(there) == 4
+    until(lambda: not alive(there), "the end of all")  # type: ignore[arg-type]

@@ -1,0 +1,86 @@
+"""The sweep of `benchmarks/kills.py`, for a few kills; and that it finds what is wrong with a run."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import kills
+
+
+def test_a_few_kills_of_a_trainer_and_two_explorers(tmp_path: Path) -> None:
+    hits, wrong = kills.sweep("apart", 4, seed=4, steps=40, folder=tmp_path)
+    assert wrong == []
+    assert [h.outcome for h in hits if h.outcome not in kills.GOOD] == []
+    assert len(hits) == 4
+    assert "| apart |" in kills.table(hits)
+
+
+def site(folder: Path, lines: list[dict[str, Any]], steps: int = 2) -> kills.Site:
+    made = kills.Site("ranks", folder, steps)
+    (folder / "run").mkdir()
+    text = "".join(json.dumps({"train/loss": 0.5, "ledger/pending_rollouts": 0} | line) + "\n" for line in lines)
+    (folder / "run/metrics.jsonl").write_text(text)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ([{"step": 1}, {"step": 2}], []),
+        ([{"step": 1}], ["differs", "missing or double"]),
+        ([{"step": 1}, {"step": 2}, {"step": 2}], ["differs", "missing or double"]),
+        ([{"step": 1}, {"step": 2, "train/loss": 0.4}], ["differs"]),
+        ([{"step": 1}, {"step": 2, "ledger/pending_rollouts": 3}], ["differs", "3 rollouts pending"]),
+    ],
+)
+def test_what_is_wrong_is_found(tmp_path: Path, lines: list[dict[str, Any]], found: list[str]) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    whole = site(tmp_path / "a", [{"step": 1}, {"step": 2}])
+    unbroken = (whole.folder / "run/metrics.jsonl").read_bytes()
+    said = kills.faults(site(tmp_path / "b", lines), unbroken)
+    assert len(said) == len(found)
+    assert all(part in one for part, one in zip(found, said))
+
+
+def test_who_is_left_behind_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kills, "END_S", 0.1)
+    made = site(tmp_path, [{"step": 1}, {"step": 2}])
+    env = {"WHET_KILLS": made.mark}
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=env) as left:
+        try:
+            kills.until(lambda: made.everyone(), "the other process")
+            [said] = kills.faults(made, None)
+            assert said.startswith(f"left behind: ['{left.pid} ")
+            made.close()
+            assert left.wait(30) < 0, "and ended"
+        finally:
+            left.kill()
+    assert kills.faults(made, None) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "said", "good"),
+    [
+        ("rank", 1, "whet: rank 1 of 2 died (killed by SIGKILL) while doing: update", True),
+        ("rank", 1, "Traceback: something else", False),
+        ("rank", 1, "whet: the disk is full", False),
+        ("rank", -11, "whet: rank 1 of 2 died", False),
+        ("driver", 1, "whet: anything", False),
+    ],
+)
+def test_an_end_has_to_name_the_dead(tmp_path: Path, target: str, code: int, said: str, good: bool) -> None:
+    made = site(tmp_path, [])
+    (tmp_path / "driver.said").write_text(f"a line\n{said}\n")
+    one = kills.Hit("ranks", target, "SIGKILL", 1)
+    assert (kills.judged(made, one, "driver", code) in kills.GOOD) == good
+
+
+def test_nobody_is_left_to_be_hit(tmp_path: Path) -> None:
+    assert kills.hit(site(tmp_path, []), random.Random(0)) is None

@@ -1,0 +1,118 @@
+"""Optimizers that need whole tensors, and training in 16 bits, on ranks: the steps of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grid import BIG, Layout, Way, error, pair, started
+from test_ranks import assert_close
+from test_train_torch import CUT, pg_loss, weighted
+from tiny import tiny_model
+from whet.config.parts.precision import Precision
+from whet.config.schema import Optimizer
+from whet.models import kernels
+from whet.models.lora import learned
+from whet.models.mesh import Dims
+from whet.training.ranks import Ranks
+from whet.training.torch import TorchEngine
+
+MUON = Optimizer(kind="muon", lr=0.01, weight_decay=0.1, groups={"mlp": {"lr_factor": 0.5}})  # type: ignore[dict-item]
+INT8 = Optimizer(state="int8", lr=1e-3, eps=1e-3, weight_decay=0.1, grad_clip=0.5)
+SHARD, TENSOR, CONTEXT = Layout(Dims(dp_shard=2)), Layout(Dims(tp=2)), Layout(Dims(cp=2))
+CASES: dict[str, tuple[Layout, str, Optimizer]] = {
+    "muon": (SHARD, "qwen3_moe", MUON),
+    "muon, parts of rows": (TENSOR, "qwen3", MUON),
+    "int8": (SHARD, "qwen3", INT8),
+    "int8, parts of rows, decay in the gradient": (TENSOR, "gemma", INT8.model_copy(update={"kind": "adam"})),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    pool = started(2)
+    yield pool
+    pool.close()
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in learned(engine.module)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_those_of_one_process(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    """And either goes on from what the other has saved."""
+    layout, family, optimizer = CASES[case]
+    how: dict[str, Any] = {"optimizer": optimizer, "total_steps": 6, "seed": 3}
+    one, many = pair(ranks, layout, Way(CUT), model=tiny_model(family), **how)
+    for _ in range(2):
+        one.update(weighted(), pg_loss)
+        many.update(weighted(), pg_loss)
+    assert_close(weights(many), weights(one), 2e-5)
+    many.save(tmp_path / "many")
+    other = TorchEngine(tiny_model(family, seed=5), one.ops, cut=CUT, **how)
+    other.load(tmp_path / "many")
+    one.save(tmp_path / "one")
+    many.load(tmp_path / "one")
+    for engine in (one, many, other):
+        engine.update(weighted(), pg_loss)
+    assert_close(weights(many), weights(one), 2e-5)
+    assert_close(weights(other), weights(one), 2e-5)
+
+
+def masters(engine: Any, path: Path) -> dict[str, torch.Tensor]:
+    engine.save(path)
+    return {n: x for n, x in load_file(path / "optimizer.safetensors").items() if n.startswith("master.")}
+
+
+def off(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    a, b = (torch.cat([x[n].flatten().double() for n in sorted(expected)]) for x in (found, expected))
+    return error(a, b)
+
+
+@pytest.mark.parametrize(("layout", "reduce"), [(CONTEXT, None), (SHARD, None), (SHARD, "float32")], ids=str)
+def test_gradients_in_bfloat16_are_as_near_as_in_one_process(
+    ranks: Ranks, tmp_path: Path, layout: Layout, reduce: Any
+) -> None:
+    """Near to those in float32."""
+    exact = TorchEngine(tiny_model(), kernels.load("auto"), cut=CUT, optimizer=BIG)
+    before = {f"master.{n}": p.bfloat16().float() for n, p in exact.module.named_parameters()}
+    with torch.no_grad():
+        for n, p in exact.module.named_parameters():
+            p.copy_(before[f"master.{n}"])
+    exact.update(weighted(), pg_loss)
+    target = {f"master.{n}": before[f"master.{n}"] - p.detach() for n, p in exact.module.named_parameters()}
+    cut = replace(CUT, max_rollouts=3, precision=Precision(reduce=reduce))
+    one, many = pair(
+        ranks, layout, Way(cut), model=tiny_model().bfloat16(), optimizer=BIG, total_steps=1
+    )
+    errors = []
+    for name, engine in (("one", one), ("many", many)):
+        engine.update(weighted(), pg_loss)
+        found = masters(engine, tmp_path / name)
+        errors.append(off({n: before[n] - x for n, x in found.items()}, target))
+    assert errors[0] < 0.03
+    assert errors[1] < 1.25 * errors[0]
+
+
+def test_float16_on_ranks_scales_skips_and_learns_as_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    cut = replace(CUT, precision=Precision(loss_scale=2.0**24, loss_scale_steps=2))
+    optimizer = Optimizer(lr=1e-3, eps=1e-3)
+    model = tiny_model().half()
+    one, many = pair(ranks, SHARD, Way(cut), model=model, optimizer=optimizer, max_skipped=40)
+    before = {f"master.{n}": p.detach().float() for n, p in one.module.named_parameters()}
+    told = [[engine.update(weighted(), pg_loss) for _ in range(10)] for engine in (one, many)]
+    assert all(told[n][0]["skipped_steps"] == 1.0 and told[n][-1]["skipped_steps"] == 0.0 for n in (0, 1))
+    scales = [[seen["loss_scale"] for seen in said] for said in told]
+    assert scales[0][:3] == scales[1][:3] == [2.0**24, 2.0**23, 2.0**22]
+    moves = [
+        {n: x - before[n] for n, x in masters(engine, tmp_path / name).items()}
+        for name, engine in (("one", one), ("many", many))
+    ]
+    assert off(moves[1], moves[0]) < 0.1

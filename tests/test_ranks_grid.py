@@ -1,0 +1,130 @@
+"""Ranks: whatever the layout, log-probs, metrics, gradients and weights of one process. The whole grid is measured by
+`benchmarks/layouts.py`; here each layout stands with one way to train, on processes that start once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import grid
+from grid import LAYOUTS, WAYS, Layout, Way
+from test_train_torch import pg_loss, weighted
+from whet.models import kernels
+from whet.models.mesh import Dims
+from whet.models.sharded import Sharding
+from whet.training.ranks import Ranks
+from whet.training.torch import TorchEngine
+from whet.types import CheckpointError
+
+DROPPING = replace(WAYS["LoRA"], cut=replace(WAYS["LoRA"].cut, checkpoint=True))
+TIED = replace(LAYOUTS["pp 2"], family="gemma")
+POLICIES: list[tuple[Layout, Way]] = [
+    (LAYOUTS["dp_replicate 2"], WAYS["by tokens"]),
+    (
+        Layout(Dims(dp_shard=2), family="gemma", sharding=Sharding(reshard=False, prefetch=0)),
+        WAYS["checkpointing"],
+    ),
+    (replace(LAYOUTS["dp_shard 2"], family=grid.MOE), WAYS["by rollouts"]),
+    (LAYOUTS["tp 2"], DROPPING),
+    (LAYOUTS["cp 2"], WAYS["offload"]),
+    (TIED, WAYS["by rollouts"]),
+    (LAYOUTS["pp 2 interleaved"], DROPPING),
+    (LAYOUTS["ep 2"], WAYS["checkpointing"]),
+    (Layout(Dims(dp_shard=4), sharding=Sharding(min_parameters=10_000)), WAYS["shared prompts"]),
+    (LAYOUTS["dp_replicate 2 x dp_shard 2"], WAYS["LoRA"]),
+    (LAYOUTS["dp_shard 2 x tp 2"], WAYS["LoRA"]),
+    (LAYOUTS["dp_shard 2 x pp 2"], WAYS["checkpointing"]),
+    (LAYOUTS["cp 2 x pp 2"], WAYS["shared prompts"]),
+    (LAYOUTS["dp_shard 4 x ep 2"], WAYS["by tokens"]),
+    (LAYOUTS["pp 2 x ep 2"], WAYS["LoRA"]),
+]
+ROUNDING = {"gradients": 3e-6, "metrics": 3e-6, "weights": 1e-6, "log-probs": 2e-6, "read back": 0.0}
+"""Of float32: one process is as far from float64 (grid.own_rounding)."""
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    pool = grid.started(request.param)
+    yield pool
+    pool.close()
+
+
+def assert_small(errors: dict[str, tuple[float, str]], at: object) -> None:
+    assert errors
+    assert all(e <= ROUNDING[what] for what, (e, _) in errors.items()), (at, errors)
+
+
+def test_any_layout_learns_the_same(ranks: Ranks) -> None:
+    for layout, way in POLICIES:
+        if layout.dims.world == ranks.dims.world:
+            errors, note = grid.worst()
+            grid.policy(ranks, layout, way, note)
+            assert_small(errors, layout)
+            if layout.dims == Dims(pp=2):  # the same sums in the same order
+                assert errors["log-probs"] == (0.0, "")
+
+
+CRITICS = ("dp_shard 2", "pp 2", "tp 2 x pp 2")
+REFERENCES = ("tp 2", "pp 2 interleaved", "dp_shard 2 x pp 2")
+
+
+@pytest.mark.parametrize(("what", "names"), [(grid.critic, CRITICS), (grid.reference, REFERENCES)])
+def test_critics_and_references(ranks: Ranks, what: grid.Compared, names: tuple[str, ...]) -> None:
+    for name in names:
+        if LAYOUTS[name].dims.world == ranks.dims.world:
+            errors, note = grid.worst()
+            what(ranks, LAYOUTS[name], WAYS["shared prompts"], note)
+            assert_small(errors, name)
+
+
+def test_a_step_on_each_layout_from_the_checkpoint_of_another(ranks: Ranks, tmp_path: Path) -> None:
+    for family in ("qwen3", grid.MOE):
+        layouts = [
+            each for _, each in grid.layouts_of(ranks.dims.world) if each == Layout(each.dims, family=family)
+        ]
+        errors, note = grid.worst()
+        grid.handed_on(ranks, layouts, WAYS["shared prompts"], note, folder=tmp_path / family)
+        assert_small(errors, family)
+
+
+@pytest.mark.parametrize(("name", "way"), [("dp_shard 2", "LoRA"), ("pp 2 x ep 2", "shared prompts")])
+def test_files_are_those_of_one_process(ranks: Ranks, tmp_path: Path, name: str, way: str) -> None:
+    layout = LAYOUTS[name]
+    if layout.dims.world == ranks.dims.world:
+        errors, note = grid.worst()
+        grid.resumed(ranks, layout, WAYS[way], note, folder=tmp_path)
+        assert_small(errors, name)
+
+
+@pytest.mark.parametrize("name", ["dp_shard 2", "pp 2", "tp 2", "dp_replicate 2 x ep 2"])
+def test_a_step_that_is_not_finite_is_skipped_by_all(ranks: Ranks, name: str) -> None:
+    layout, way = LAYOUTS[name], WAYS["shared prompts"]
+    if layout.dims.world != ranks.dims.world:
+        return
+    many = grid.group(ranks, layout, way, model=grid.model_of(layout, way), **grid.learning())
+    before = {n: p.clone() for n, p in many.weights()}
+    batch = weighted()
+    assert batch.adv_N is not None
+    adv_N = torch.where(batch.row_N == 2, torch.inf, batch.adv_N)
+    numbers = many.update(replace(batch, adv_N=adv_N), pg_loss)
+    assert numbers["skipped_steps"] == 1.0
+    assert "grad_norm" not in numbers
+    for name, p in many.weights():
+        torch.testing.assert_close(p, before[name], rtol=0, atol=0)
+
+
+def test_weights_of_another_model_are_refused_by_every_stage(tmp_path: Path) -> None:
+    way = WAYS["shared prompts"]
+    engine = TorchEngine(grid.model_of(Layout(Dims(), layers=3), way), kernels.load("auto"), cut=way.cut)
+    engine.save(tmp_path)
+    ranks = grid.started(2)
+    try:
+        many = grid.group(ranks, LAYOUTS["pp 2"], way, model=grid.model_of(LAYOUTS["pp 2"], way))
+        with pytest.raises(CheckpointError, match=r"layers\.2"):
+            many.load(tmp_path)
+    finally:
+        ranks.close()

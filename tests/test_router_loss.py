@@ -1,0 +1,149 @@
+"""The load-balancing term of routers: transformers' own over the whole minibatch, however that is cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from test_train_torch import random_groups
+from grid import BIG, Layout, Way, learning, pair, started
+from test_ranks import assert_close, far, gradients
+from test_train_torch import CUT, pg_loss, weighted
+from tiny import tiny_model
+from whet.batch import Batch, Loss, Outputs, pack, select
+from whet.models import kernels, router
+from whet.models.lora import learned
+from whet.models.mesh import Dims
+from whet.training.torch import Cut, TorchEngine
+from whet.types import ConfigError
+
+AUX = replace(CUT, router_aux=0.7)
+ROUTERS = "mlp.gate.weight"
+
+
+def nothing(batch: Batch, out: Outputs) -> Loss:
+    """The term is all there is to learn from."""
+    return Loss(0.0 * out.logp_N, {})  # type: ignore[operator]
+
+
+def made(cut: Cut, *, hooked: bool = False, **how: Any) -> TorchEngine:
+    model = tiny_model("qwen3_moe")
+    if hooked:
+        router.hook(model)
+    return TorchEngine(model, kernels.load("auto"), cut=cut, **learning(optimizer=BIG, **how))
+
+
+def learned_by(engine: TorchEngine, batch: Batch, loss: Any = nothing) -> dict[str, torch.Tensor]:
+    before = {n: p.detach().clone() for n, p in learned(engine.module)}
+    engine.update(batch, loss)
+    return {n: g for n, g in gradients(engine, before).items() if g.any()}
+
+
+def oracle(batch: Batch, coef: float) -> tuple[float, dict[str, torch.Tensor]]:
+    """transformers' model and its term in float64, each rollout by itself, all tokens that predict one at the end."""
+    model = tiny_model("qwen3_moe").double()
+    model.config._experts_implementation = "eager"
+    layers: list[list[torch.Tensor]] = [[] for _ in range(model.config.num_hidden_layers)]
+    for row in range(batch.rollouts):
+        at = batch.row_N == row
+        last = int(torch.nonzero(batch.mask_N[at]).max())
+        out = model(input_ids=batch.token_ids_N[at][None, :last], output_router_logits=True)
+        for seen, logits in zip(layers, out.router_logits):
+            seen.append(logits)
+    term = load_balancing_loss_func(
+        tuple(torch.cat(seen) for seen in layers), model.config.num_experts, model.config.num_experts_per_tok
+    )
+    (coef * term).backward()
+    return float(term), {n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"share_prompts": False}, {"max_tokens": 25}, {"max_rollouts": 1, "checkpoint": True}],
+    ids=str,
+)
+def test_gradient_is_that_of_the_term_written_out(how: dict[str, Any], hooked: bool) -> None:
+    batch = weighted()
+    term, expected = oracle(batch, 0.7)
+    engine = made(replace(AUX, **how), hooked=hooked)
+    assert engine.decoder.path == ("modules" if hooked else "functional")
+    before = {n: p.detach().clone() for n, p in learned(engine.module)}
+    said = engine.update(batch, nothing)
+    assert said["router_aux"] == pytest.approx(term, rel=1e-6)
+    assert said["loss"] == 0.0
+    found = {n: g for n, g in gradients(engine, before).items() if g.any()}
+    assert found.keys() == expected.keys()
+    assert any(n.endswith(ROUTERS) for n in found)
+    assert_close(found, expected, 2e-5)
+
+
+def test_it_is_added_to_the_loss() -> None:
+    batch = weighted()
+    both, policy, term = (
+        learned_by(made(cut), batch, loss)
+        for cut, loss in ((AUX, pg_loss), (CUT, pg_loss), (AUX, nothing))
+    )
+    sums = {n: policy.get(n, 0.0) + term.get(n, torch.zeros(())) for n in both}
+    assert_close(both, sums, 1e-4)
+
+
+def test_a_rollout_that_counts_twice_is_two() -> None:
+    group = random_groups(count=1, size=2)[0]
+    first, second = group.rollouts
+    once, copied = (
+        replace(batch, weight_N=batch.mask_N / batch.mask_N.sum())
+        for batch in (pack([group]), pack([replace(group, rollouts=(first, first, second))]))
+    )
+    twice = replace(once, count_R=torch.tensor([2.0, 1.0]))
+    a, b = (learned_by(made(AUX), batch) for batch in (twice, copied))
+    assert_close(a, b, 2e-5)
+    c = learned_by(made(AUX), once)
+    assert max(far(a[n], c[n]) for n in a) > 1e-3
+
+
+def test_metrics_by_hand() -> None:
+    """All probabilities 1/4, and of equals the first two are taken."""
+    engine = made(AUX)
+    with torch.no_grad():
+        for name, p in engine.module.named_parameters():
+            if name.endswith(ROUTERS):
+                p.zero_()
+    said = engine.update(weighted(), nothing)
+    assert said["router_aux"] == pytest.approx(4 * 2 * 0.25)
+    assert said["router_max_load"] == pytest.approx(2.0)
+
+
+def test_routers_learn_to_spread() -> None:
+    engine = made(AUX)
+    assert engine.optimizer is not None
+    engine.optimizer.cfg = BIG.model_copy(update={"lr": 0.05})
+    said = [engine.update(weighted(), nothing)["router_aux"] for _ in range(8)]
+    assert said[-1] < said[0] - 0.02
+    assert said[-1] > 2.0 - 0.2
+
+
+def test_ranks_have_the_same_term() -> None:
+    """Micro-batches of one rollout: where two ranks share three, one computes some that do not count."""
+    ranks = started(2)
+    batch, way = select(weighted(), torch.arange(3)), Way(replace(AUX, max_rollouts=1))
+    try:
+        for dims in (Dims(dp_shard=2), Dims(dp_shard=2, ep=2), Dims(tp=2), Dims(cp=2), Dims(pp=2)):
+            for loss in (nothing, pg_loss):
+                model = tiny_model("qwen3_moe")
+                before = {n: p.detach().clone() for n, p in learned(model)}
+                one, many = pair(ranks, Layout(dims), way, model=model, **learning(optimizer=BIG))
+                told = [engine.update(batch, loss) for engine in (one, many)]
+                assert told[1] == pytest.approx(told[0], rel=5e-6, abs=1e-9)
+                assert_close(gradients(many, before), gradients(one, before), 1e-5)
+    finally:
+        ranks.close()
+
+
+def test_a_model_without_routers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no routers to balance"):
+        TorchEngine(tiny_model(), kernels.load("auto"), cut=AUX, **learning())

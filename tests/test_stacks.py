@@ -1,0 +1,165 @@
+"""When something hangs, the log has the stacks of every process of the run; what never comes back is ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from processes import Child
+from whet.guard import stacks
+from whet.guard.jail import Call, Jail
+from whet.guard.line import LocalLine
+from whet.guard.processes import state
+from whet.guard.watch import wait
+from whet.types import WhetError
+
+BESIDE = """
+import sys, time
+from pathlib import Path
+from whet.guard import stacks
+
+def deep_inside():
+    time.sleep(3600)
+
+with stacks.kept(Path(sys.argv[1]), "explorer-one"):
+    print("there", flush=True)
+    deep_inside()
+"""
+HANGS = """
+import time
+from whet.guard.watch import Watch
+
+def never_comes_back():
+    time.sleep(3600)
+
+Watch(quiet_s=0.1, limit_s=0.5).beat("the update")
+print("there", flush=True)
+never_comes_back()
+"""
+
+
+@pytest.fixture
+def children() -> Iterator[Callable[..., Child]]:
+    made: list[Child] = []
+
+    def start(code: str, *arguments: str) -> Child:
+        made.append(Child(code, *arguments))
+        made[-1].await_line()
+        return made[-1]
+
+    yield start
+    for child in made:
+        child.close()
+
+
+def until(reached: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not reached():
+        assert time.monotonic() < end, "not reached in time"
+        time.sleep(0.01)
+
+
+def test_every_process_of_a_run_says_where_it_is(tmp_path: Path, children: Callable[..., Child]) -> None:
+    """A stopped one cannot, and that is said; a dead one is no more asked, and leaves nothing in the end."""
+    child = children(BESIDE, str(tmp_path))
+    with stacks.kept(tmp_path, "trainer"):
+        said = stacks.everyone()
+        assert f"process {child.pid}, explorer-one:" in said
+        assert "in deep_inside" in said, "the other's"
+        assert "test_every_process_of_a_run_says_where_it_is" in said, "this one's"
+        assert stacks.others().count("in deep_inside") == 1, "what it said before is not said again"
+        child.blow(signal.SIGSTOP)
+        until(lambda: state(child.pid) == "T")
+        assert "it does not answer: it is stopped, by SIGSTOP" in stacks.others()
+        child.blow(signal.SIGKILL)
+        child.process.join(30)
+        assert stacks.others() == ""
+    with stacks.kept(tmp_path, "trainer"):
+        assert len(list((tmp_path / "stacks" / socket.gethostname()).iterdir())) == 1, (
+            "the dead one's is gone"
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_at_the_end_of_a_line_is_asked_through_its_own_file(tmp_path: Path) -> None:
+    with stacks.kept(tmp_path, "trainer"):
+        line = LocalLine("whet.rewards.host", 3, folder=tmp_path, threads=1)
+        until(lambda: "host-3" in stacks.others())
+        said = stacks.others()
+        assert f"process {line.process.pid}, host-3:" in said
+        assert "in recv_bytes" in said or "in serve" in said or "import" in said
+        line.kill()
+        assert stacks.others() == ""
+
+
+def test_no_process_is_asked_that_does_not_expect_it(tmp_path: Path, children: Callable[..., Child]) -> None:
+    """SIGUSR1 ends a process that has no handler: another one that got the number of a dead one is left alone."""
+    child = children("print('there', flush=True); import time; time.sleep(3600)")
+    with stacks.kept(tmp_path, "trainer"):
+        (tmp_path / "stacks" / socket.gethostname() / f"explorer.{child.pid}.17").touch()
+        assert stacks.others() == ""
+    assert child.process.is_alive()
+
+
+def test_rewards_say_where_they_are_in_the_report_of_a_wait(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def slow_reward() -> float:
+        end = time.monotonic() + 30
+        while not (tmp_path / "go").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        return 1.0
+
+    async def story() -> None:
+        asking = asyncio.ensure_future(jail.call_many([Call(function="slow", arguments="{}")]))
+        with pytest.raises(WhetError, match=r"the step waited 1 s for a reward, in vain"):
+            await wait(asyncio.shield(asking), owner="the step", what="a reward", timeout_s=1.0, report_s=0.5)
+        (tmp_path / "go").touch()
+        assert (await asking)[0].parts == {"score": 1.0}
+
+    with (
+        stacks.kept(tmp_path, "trainer"),
+        caplog.at_level(logging.WARNING),
+        Jail({"slow": lambda: slow_reward}, timeout_s=60) as jail,
+    ):
+        asyncio.run(story())
+    said = "\n".join(r.getMessage() for r in caplog.records)
+    assert "waiting for a reward by the step since" in said
+    assert "in slow_reward" in said
+    for who in ("reward-keeper", "reward-nursery", "reward"):
+        assert f", {who}:" in said
+
+
+def test_a_call_that_never_comes_back_ends_the_process(children: Callable[..., Child]) -> None:
+    child = children(HANGS)
+    child.process.join(60)
+    assert child.process.exitcode == 1
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(children: Callable[..., Child]) -> None:
+    child = children(HANGS.replace("0.5", "2.0").replace("3600", "0.5") + "time.sleep(0.5)\n")
+    child.blow(signal.SIGSTOP)
+    time.sleep(2.5)
+    child.blow(signal.SIGCONT)
+    child.process.join(60)
+    assert child.process.exitcode == 0
+
+
+def test_without_a_run_nothing_is_written(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    stacks.listen("nobody")
+    assert stacks.folder() is None
+    assert signal.getsignal(signal.SIGUSR1) == before
+    with stacks.kept(tmp_path, "trainer"):
+        assert stacks.folder() == str(tmp_path / "stacks" / socket.gethostname())
+        os.kill(os.getpid(), signal.SIGUSR1)  # a person asks
+        [file] = Path(str(stacks.folder())).iterdir()
+        assert "test_without_a_run_nothing_is_written" in file.read_text()
