@@ -382,9 +382,15 @@ def cluster(folder: Path) -> Iterator[str]:
     command = [str(ray), "start", "--head", "--block", f"--port={port}", "--disable-usage-stats", *options]
     with (folder / "ray.said").open("wb") as said:
         head = subprocess.Popen(command, stdout=said, stderr=said, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    def up() -> re.Match[str] | None:
+        said = (folder / "ray.said").read_text()
+        if head.poll() is not None:
+            raise RuntimeError(f"no Ray cluster: {said[-1000:]}")
+        return re.search(r"ray start --address='([\d.:]+)'", said)
+
     try:
-        pattern = r"ray start --address='([\d.:]+)'"
-        yield until(lambda: re.search(pattern, (folder / "ray.said").read_text()), "a cluster")[1]
+        yield until(up, "a cluster")[1]
     finally:
         head.terminate()
         head.wait(60)

@@ -1,7 +1,7 @@
 """The grid of layouts: every number of an engine on ranks against one process, as the largest relative error of a cell.
 
-    OMP_NUM_THREADS=1 python benchmarks/layouts.py            # all; writes layouts.json beside itself
-    OMP_NUM_THREADS=1 python benchmarks/layouts.py --world 2  # those of two ranks, printed only
+    OMP_NUM_THREADS=1 python benchmarks/layouts.py            # all, into layouts.json beside itself
+    OMP_NUM_THREADS=1 python benchmarks/layouts.py --world 2  # those of two ranks, into the same
 
 A cell of the first table: a policy in float32, an update whose gradients are compared one by one, three more steps, and
 what they end in. Its numbers are the largest error of any gradient, of any metric, of any weight after the steps; an
@@ -17,6 +17,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +35,23 @@ import grid  # noqa: E402
 Cell = dict[str, tuple[float, str]]
 
 
-def measured(world: int) -> dict[str, dict[str, Cell]]:
+def measured(world: int) -> Iterator[tuple[str, dict[str, Cell]]]:
     """Errors by layout, then by what was done."""
-    out: dict[str, dict[str, Cell]] = {}
     ranks = grid.started(world)
     try:
         for name, layout in grid.layouts_of(world):
-            out[name] = row(ranks, layout)
+            cells = row(ranks, layout)
             print(
-                name,
-                {kind: f"{max(e for e, _ in c.values()):.0e}" for kind, c in out[name].items()},
-                flush=True,
+                name, {kind: f"{max(e for e, _ in c.values()):.0e}" for kind, c in cells.items()}, flush=True
             )
+            yield name, cells
         with tempfile.TemporaryDirectory() as folder:
             dense = [layout for _, layout in grid.layouts_of(world) if layout == grid.Layout(layout.dims)]
             errors, note = grid.worst()
             grid.handed_on(ranks, dense, grid.WAYS["shared prompts"], note, folder=Path(folder))
-            out[f"one after the other, {world} ranks"] = {"handed on": errors}
+        yield f"one after the other, {world} ranks", {"handed on": errors}
     finally:
         ranks.close()
-    return out
 
 
 def row(ranks: Any, layout: grid.Layout) -> dict[str, Cell]:
@@ -65,10 +63,9 @@ def row(ranks: Any, layout: grid.Layout) -> dict[str, Cell]:
     for kind in (grid.critic, grid.reference):
         cells[kind.__name__], note = grid.worst()
         kind(ranks, layout, usual, note)
-    for name, way in (("resumed", usual), ("resumed, LoRA", grid.WAYS["LoRA"])):
-        cells[name], note = grid.worst()
-        with tempfile.TemporaryDirectory() as folder:
-            grid.resumed(ranks, layout, way, note, folder=Path(folder))
+    cells["resumed"], note = grid.worst()
+    with tempfile.TemporaryDirectory() as folder:
+        grid.resumed(ranks, layout, usual, note, folder=Path(folder))
     return cells
 
 
@@ -91,20 +88,34 @@ def _cell(cell: Cell | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", type=int, choices=(2, 4))
-    world = parser.parse_args().world
+    parser.add_argument(
+        "--show", action="store_true", help="print what layouts.json has, and measure nothing"
+    )
+    asked = parser.parse_args()
+    world = asked.world
+    if asked.show:
+        show(json.loads((HERE / "layouts.json").read_text()))
+        return
     torch.set_num_threads(1)
-    found: dict[str, dict[str, Cell]] = {"one process": {}}
+    path = HERE / "layouts.json"
+    found: dict[str, dict[str, Cell]] = json.loads(path.read_text()) if world and path.exists() else {}
+    found["one process"] = {}
     for name, way in grid.WAYS.items():
         e = max(grid.own_rounding(grid.Layout(grid.Dims(), family=f), way) for f in ("qwen3", grid.MOE))
         found["one process"][name] = {"gradients": (e, "")}
     for size in (2, 4) if world is None else (world,):
-        found |= measured(size)
+        for name, cells in measured(size):
+            found[name] = cells
+            path.write_text(json.dumps(found, indent=1) + "\n")
+    show(found)
+
+
+def show(found: dict[str, dict[str, Cell]]) -> None:
+    """Both tables."""
     print(table(found, list(grid.WAYS)))
     print()
-    rest = dict(list(found.items())[1:])
-    print(table(rest, ["critic", "reference", "resumed", "resumed, LoRA", "handed on"]))
-    if world is None:
-        (HERE / "layouts.json").write_text(json.dumps(found, indent=1) + "\n")
+    rest = {name: cells for name, cells in found.items() if name != "one process"}
+    print(table(rest, ["critic", "reference", "resumed", "handed on"]))
 
 
 if __name__ == "__main__":

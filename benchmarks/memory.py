@@ -5,10 +5,11 @@
     python benchmarks/memory.py --parts NAME    with what the plan counts
     python benchmarks/memory.py --live NAME     not as users run it, half the time
 
-Predicted is the largest phase of `whet plan`. Measured is the growth of the process's peak resident memory (VmHWM)
-from before the run to its end. Live: what is freed is given back at once, so it is what the run needs at one time.
-Resident: as users run it; whet lets the C library keep what is freed (it saves page faults), and pieces that fit
-nothing stay there. Prompts and replies have exactly the lengths of the limits. Linux.
+Predicted is the largest phase of `whet plan`, of one rank where training is spread over ranks. Measured is the growth
+of the process's peak resident memory (VmHWM) from before the run to its end, of the rank with most. Live: what is
+freed is given back at once, so it is what the run needs at one time. Resident: as users run it; whet lets the C library
+keep what is freed (it saves page faults), and pieces that fit nothing stay there. Prompts and replies have exactly the
+lengths of the limits. Linux.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def trained(**more: Any) -> dict[str, Any]:
 SMALL = {"architecture": "qwen3", "hidden_size": 256, "layers": 4, "heads": 8, "kv_heads": 4, "head_dim": 32}
 WIDE = {"architecture": "llama", "hidden_size": 512, "layers": 6, "heads": 8, "kv_heads": 2, "ffn_size": 2048}
 
+SHARD = {"dp_shard": 2}
 ADAPTERS = {"rank": 8, "init": "random"}
 """They do something from the first step on; with rewards of 0 none would learn to, and take its memory."""
 
@@ -94,9 +96,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "256, vocabulary 152k": lambda: case(
         scratch={**SMALL, "vocab": 151_936}, prompt=64, reply=32, tasks=2, group=4
     ),
-    "lora": lambda: case(
-        scratch={**WIDE}, prompt=64, reply=64, tasks=2, group=8, model={"lora": ADAPTERS}
-    ),
+    "lora": lambda: case(scratch={**WIDE}, prompt=64, reply=64, tasks=2, group=8, model={"lora": ADAPTERS}),
     **{
         name: lambda optimizer=optimizer: case(
             scratch={**WIDE}, prompt=64, reply=32, tasks=2, group=4, train=trained(optimizer=optimizer)
@@ -138,10 +138,20 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         for kind, more in (("adamw", {}), ("lora", {"model": {"lora": ADAPTERS}}))
     },
     "dp_shard 2, vocabulary 32k": lambda: case(
-        scratch={**WIDE, "vocab": 32_000}, prompt=64, reply=32, tasks=2, group=4, train=trained(parallel={"dp_shard": 2})
+        scratch={**WIDE, "vocab": 32_000},
+        prompt=64,
+        reply=32,
+        tasks=2,
+        group=4,
+        train=trained(parallel={"dp_shard": 2}),
     ),
     "tp 2, vocabulary 32k": lambda: case(
-        scratch={**WIDE, "vocab": 32_000}, prompt=64, reply=32, tasks=2, group=4, train=trained(parallel={"tp": 2})
+        scratch={**WIDE, "vocab": 32_000},
+        prompt=64,
+        reply=32,
+        tasks=2,
+        group=4,
+        train=trained(parallel={"tp": 2}),
     ),
     "kept apart": lambda: case(
         scratch={**SMALL},
@@ -179,7 +189,7 @@ def main(names: list[str], flags: list[str]) -> None:
         if "--parts" in flags:
             for part, count in live["parts"].items():
                 print(f"        {part:30} {mb(count)}")
-    if not names:
+    if not names and "--live" not in flags:
         Path(__file__).with_suffix(".json").write_text(json.dumps(table, indent=1) + "\n")
 
 
@@ -213,8 +223,7 @@ def mb(count: float) -> str:
 def one(name: str, *, by_live: bool) -> dict[str, Any]:
     """Run a case in this process. by_live: what is freed leaves the process at once."""
     from whet.api import run_training
-    from whet.config.footprint import phases
-    rank_phases = lambda plan: []
+    from whet.config.footprint import phases, rank_phases
     from whet.config.load import load
     from whet.config.memory import largest
     from whet.config.plan import plans
@@ -250,7 +259,10 @@ def give_back() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(m_mmap_threshold, 1 << 16)
     libc.mallopt(m_trim_threshold, 1 << 16)
-    os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": str(1 << 16)}  # of the ranks
+    os.environ |= {
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 16),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 16),
+    }  # of the ranks
 
 
 def watch_ranks(found: list[int]) -> None:

@@ -28,7 +28,7 @@ from train_case import make_case
 
 HERE = Path(__file__).parent
 TRL = HERE.parent / ".bench-venv" / "bin" / "python"
-CONTESTANTS = ("TRL", "whet", "prompts not shared", "padded", "logits kept")
+CONTESTANTS = ("TRL", "whet", "prompts not shared", "padded", "logits in chunks")
 ON_GPU = ("TRL", "TRL, checkpointed", "whet", "checkpointed", "compiled", "prompts not shared", "logits kept")
 SAME = 1e-3
 """Gradient norms may differ by so much, relatively, in float32; in bfloat16 by fifty times that."""

@@ -23,8 +23,8 @@ class Variant:
     packed: bool = True
     """False: every rollout takes as many tokens as the longest prompt and the longest reply have."""
     shared: bool = True
-    chunked: bool = True
-    """False: all logits of a micro-batch are kept for the backward pass."""
+    logits_kept: int | None = None
+    """Up to so many logits of a micro-batch are kept for the backward pass. None: as whet has it, 2^24."""
     checkpoint: bool = False
     compile: bool = False
 
@@ -33,7 +33,8 @@ VARIANTS = {
     "whet": Variant(),
     "prompts not shared": Variant(shared=False),
     "padded": Variant(packed=False, shared=False),
-    "logits kept": Variant(chunked=False),
+    "logits in chunks": Variant(logits_kept=0),
+    "logits kept": Variant(logits_kept=1 << 62),
     "checkpointed": Variant(checkpoint=True),
     "compiled": Variant(compile=True),
 }
@@ -109,8 +110,8 @@ def update(args: argparse.Namespace) -> dict[str, Any]:
 
     case, variant = json.loads(args.case.read_text()), VARIANTS[args.variant]
     device = case["device"]
-    if not variant.chunked:
-        logprobs._KEEP = 1 << 62
+    if variant.logits_kept is not None:
+        logprobs._KEEP = variant.logits_kept
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     peak_flops, imported = ceiling(device, dtype), peak_mb(device)
     engine = engine_of(case, variant, dtype)

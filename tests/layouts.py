@@ -186,7 +186,6 @@ class Learner:
             stage.run(
                 shapes,
                 lambda i, part, x: self.piece(micros[i], part, x),
-                dtype=self.case.dtype,
                 device=torch.device("cpu"),
                 around=lambda i: self.dropping(micros[i]),
             )
@@ -248,6 +247,12 @@ def compare(case: Case, dims: Dims, *, steps: int = 3) -> dict[str, float]:
     return errors
 
 
+def everyones(learner: Learner, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The whole tensors of all stages."""
+    whole = ((n, learner.parallel.whole(n, part)) for n, part in parts.items())
+    return dict(learner.parallel.gathered(whole, torch.device("cpu")))
+
+
 def _note_gradients(one: Learner, many: Learner, note: Callable[[str, float], None], at: int) -> None:
     stage = many.parallel.stage
     if stage is None or stage.last:
@@ -257,7 +262,7 @@ def _note_gradients(one: Learner, many: Learner, note: Callable[[str, float], No
     expected = {n: p.grad for n, p in one.named()}
     grads = {n: p.grad for n, p in many.named() if p.grad is not None}
     inner = {n: g for n, g in grads.items() if not n.startswith("value_head.")}
-    found = dict(many.parallel.gathered(inner)) | {n: g for n, g in grads.items() if n not in inner}
+    found = everyones(many, inner) | {n: g for n, g in grads.items() if n not in inner}
     lacking = {n for n, g in expected.items() if g is not None} - found.keys()
     assert all(n.startswith("value_head.") for n in lacking), lacking
     for name, g in found.items():
@@ -275,7 +280,7 @@ def _note_gradients(one: Learner, many: Learner, note: Callable[[str, float], No
 
 def _note_weights(one: Learner, many: Learner, note: Callable[[str, float], None]) -> None:
     own = {n: p.detach() for n, p in one.model.named_parameters()}
-    found = dict(many.parallel.gathered({n: p.detach() for n, p in many.model.named_parameters()}))
+    found = everyones(many, {n: p.detach() for n, p in many.model.named_parameters()})
     assert found.keys() == own.keys()
     for name, p in found.items():
         note("weights", error(p, own[name]))

@@ -555,6 +555,8 @@ CLUSTER = (
     "cluster.health_s", "cluster.start_s",
 )  # fmt: skip
 
+PARTS = ("cluster.ranks", "cluster.reward_hosts", "cluster.explorers")
+
 RANKS = tuple(
     f"train.parallel.{name}"
     for name in (
@@ -576,6 +578,7 @@ BELOW: dict[str, str] = {
     "profile.ranks": "ranks start for it: test_profile.py",
     "checkpoint.sharded": "ranks start for it: test_checkpoint_parts.py",
     **dict.fromkeys(APART, "of processes that explore and train apart: test_apart.py has a test of each"),
+    **dict.fromkeys(PARTS, "Ray starts for it: test_cluster_parts.py has a test of each"),
     **dict.fromkeys(CLUSTER, "Ray starts for it: test_cluster.py has a test of each"),
     **{f"eval.offline.{name}": "training refuses it, `whet eval` reads it" for name in OFFLINE},
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -10,8 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["whet.sync.collective", "whet.sync.files", "processes"])
+from forked import FORKS
 
 
 def play(code: str, arguments: list[str], out: str) -> None:
@@ -33,7 +31,7 @@ class Child:
         handle, name = tempfile.mkstemp(prefix="whet-child-")
         os.close(handle)
         self.out = Path(name)
-        self.process = _FORKS.Process(target=play, args=(code, list(arguments), name), daemon=True)
+        self.process = FORKS.Process(target=play, args=(code, list(arguments), name), daemon=True)
         self.process.start()
         assert self.process.pid is not None
         self.pid = self.process.pid

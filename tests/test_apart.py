@@ -209,17 +209,35 @@ def replicas(**sync: Any) -> dict[str, Any]:
         ({"mode": "both"}, r"buffer\.url.* with mode=both one process explores and trains"),
         ({"mode": "train", "buffer": {"url": "files:///q", "explorer": "x"}}, "mode=train is no explorer"),
         ({"mode": "train", "buffer": {"url": "mysql://x"}}, "is not a store"),
-        ({"mode": "both", "buffer": {}}, r"sync\.timeout_s.* with mode=both and rollout\.replicas=0 one process"),
-        (apart(sync={"method": "collective"}), r"collective is for engine replicas .* with mode=train use files"),
+        (
+            {"mode": "both", "buffer": {}},
+            r"sync\.timeout_s.* with mode=both and rollout\.replicas=0 one process",
+        ),
+        (
+            apart(sync={"method": "collective"}),
+            r"collective is for engine replicas .* with mode=train use files",
+        ),
         (apart(sync={"method": "object_store"}), r"sync\.method: object_store is for engine replicas"),
-        (replicas(method="files"), r"files is for processes of mode=train .* use object_store or collective, or auto"),
-        (replicas(method="ipc"), r"sync\.method: ipc: it hands over memory of a GPU, and machine\.device is cpu"),
-        (apart(sync={"content": "adapters"}), r"sync\.content: adapters: model\.lora is not given; use delta"),
+        (
+            replicas(method="files"),
+            r"files is for processes of mode=train .* use object_store or collective, or auto",
+        ),
+        (
+            replicas(method="ipc"),
+            r"sync\.method: ipc: it hands over memory of a GPU, and machine\.device is cpu",
+        ),
+        (
+            apart(sync={"content": "adapters"}),
+            r"sync\.content: adapters: model\.lora is not given; use delta",
+        ),
         (
             apart(sync={"content": "adapters", "dtype": "bfloat16"}, model={**SCRATCH, "lora": {"rank": 2}}),
             r"sync\.dtype: bfloat16: adapters are proved",
         ),
-        (replicas(dtype="bfloat16"), r"sync\.dtype: bfloat16: machine\.exact=on wants rollouts of the very weights"),
+        (
+            replicas(dtype="bfloat16"),
+            r"sync\.dtype: bfloat16: machine\.exact=on wants rollouts of the very weights",
+        ),
         (
             {"mode": "both", "buffer": {}, "rollout": {}, "sync": {"driven_by": "explorer"}},
             r"sync\.driven_by.*rollout\.schedule=fixed: the step says",
@@ -286,9 +304,13 @@ def test_an_explorer_samples_from_the_trainer_s_weights(
     publisher = stages._publisher(cfg, tmp_path)
 
     def explorer(name: str) -> Any:
-        there = cfg.model_copy(update={"mode": "explore", "buffer": cfg.buffer.model_copy(update={"explorer": name})})
+        there = cfg.model_copy(
+            update={"mode": "explore", "buffer": cfg.buffer.model_copy(update={"explorer": name})}
+        )
         engine = TorchEngine(a_model(there, seed=1), kernels.load("torch"), cut=Cut())
-        samples = NativeEngine(engine.module, kernels.load("torch"), end_token_ids=[1], max_context=32, version=-1)
+        samples = NativeEngine(
+            engine.module, kernels.load("torch"), end_token_ids=[1], max_context=32, version=-1
+        )
         run = SimpleNamespace(cfg=there, policy=engine, engine=samples, directory=MagicMock())
         return Weights(run, tmp_path / "weights")  # type: ignore[arg-type]
 
@@ -304,7 +326,9 @@ def test_an_explorer_samples_from_the_trainer_s_weights(
                 assert digest(weights.run.policy) == digest(policy)
             publisher.look()
             with torch.no_grad():
-                learned = [m.lora_B for m in adapted(policy.module).values()] or [policy.module.model.norm.weight]
+                learned = [m.lora_B for m in adapted(policy.module).values()] or [
+                    policy.module.model.norm.weight
+                ]
                 for parameter in learned:
                     parameter.add_(0.5)
             refresh(policy.module)
@@ -314,7 +338,9 @@ def test_an_explorer_samples_from_the_trainer_s_weights(
 
 
 def a_model(cfg: Config, *, seed: int) -> Any:
-    made = build(cfg.model, vocab_size=11, eos_token_id=1, pad_token_id=0, seed=seed, device="cpu", dtype=torch.float32)
+    made = build(
+        cfg.model, vocab_size=11, eos_token_id=1, pad_token_id=0, seed=seed, device="cpu", dtype=torch.float32
+    )
     if cfg.model.lora is not None and has_adapters(cfg):
         attach(made, cfg.model.lora, seed=seed)
     return made
@@ -337,9 +363,21 @@ def test_whose_steps_say_when_weights_go_over(
         await publish(*args, due=due, **given)
 
     monkeypatch.setattr(loop, "publish", noted)
-    rollout = {"group_size": 2, "sampling": {"max_tokens": 4}, "max_staleness": 2, "schedule": "free", "sync_every": 3}
+    rollout = {
+        "group_size": 2,
+        "sampling": {"max_tokens": 4},
+        "max_staleness": 2,
+        "schedule": "free",
+        "sync_every": 3,
+    }
     train = {"steps": 8, "tasks_per_step": 2, "optimizer": {"lr": 1e-3}}
-    given = {"mode": "both", "buffer": {}, "sync": {"driven_by": driven_by}, "rollout": rollout, "train": train}
+    given = {
+        "mode": "both",
+        "buffer": {},
+        "sync": {"driven_by": driven_by},
+        "rollout": rollout,
+        "train": train,
+    }
     assert whet.train(**tree(tmp_path, **given, checkpoint={"export": False})).finished
     assert told[:4] == due
 

@@ -27,8 +27,7 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)
 pytest.importorskip("ray")
 
 from native_cases import CLUSTER
-from whet import cluster
-from whet.cluster import engines as engines_of
+from whet.cluster import engines as cluster
 from whet.config.load import Loaded, load
 from whet.config.plan import plans
 from whet.data.tasks import texts
@@ -37,6 +36,7 @@ from whet.guard.processes import process
 from whet.guard.watch import Watch
 from whet.models import kernels
 from whet.models.load import build
+from whet.models.lora import adapted, attach, refresh
 from whet.rollout import scale
 from whet.rollout.engine import RolloutEngine, WeightSource
 from whet.rollout.native.engine import NativeEngine
@@ -282,12 +282,12 @@ def test_a_setting_has_an_effect(key: str, monkeypatch: pytest.MonkeyPatch) -> N
             hello = cluster.Hello((1, 1), "here", (), exact=True)
             return Replica(name, cluster.RayEngine(None, hello, version=-1))
 
-        monkeypatch.setattr(engines_of, "connect", lambda address, model: told.update(address=address))
+        monkeypatch.setattr(cluster, "connect", lambda address, model: told.update(address=address))
         monkeypatch.setattr(
-            engines_of, "place", lambda bundle, count, **how: told.update(bundle=bundle, **how)
+            cluster, "place", lambda bundle, count, **how: told.update(bundle=bundle, **how)
         )
-        monkeypatch.setattr(engines_of, "node_id", lambda: "here")
-        monkeypatch.setattr(engines_of, "start_replica", start)
+        monkeypatch.setattr(cluster, "node_id", lambda: "here")
+        monkeypatch.setattr(cluster, "start_replica", start)
         told["router"] = open_replicas(load(None, overrides, with_replicas(1)))[0]
         return told
 
@@ -302,6 +302,8 @@ def open_replicas(loaded: Loaded) -> tuple[cluster.Router, NativeEngine, Any]:
     tokenizer = load_tokenizer(cfg.tokenizer, model_path=None, texts=texts(cfg.data.train))
     model = build(cfg.model, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
                   pad_token_id=tokenizer.pad_token_id, seed=7, device="cpu", dtype=torch.float32)  # fmt: skip
+    if cfg.model.lora is not None:
+        attach(model, cfg.model.lora, seed=7)
     ops = kernels.load("auto")
     own = NativeEngine(model, ops, end_token_ids=end_tokens(model, tokenizer), max_context=40,
                        decode=decoder_of(tokenizer), version=4)  # fmt: skip
@@ -363,6 +365,47 @@ def test_tokens_weights_and_errors_travel(opened: tuple[cluster.Router, NativeEn
     asyncio.run(asyncio.wait_for(story(), 60))
 
 
+@pytest.mark.parametrize("method", ["object_store", "collective"])
+def test_adapters_reach_replicas_that_live_die_and_come(address: str, method: str) -> None:
+    """One is killed at the moment of a sync: the other one has the version, and so has the one that takes its place."""
+    tree = with_replicas(2, address=address) | {"model": {**BASE["model"], "lora": {"rank": 2}}}
+    router, own, model = open_replicas(load(None, (), tree | {"sync": {"method": method, "timeout_s": 60.0}}))
+    work = [([5 + n % 3, 9], Sampling(key=n, max_tokens=12)) for n in range(12)]
+
+    async def ask(engine: RolloutEngine) -> list[Completion]:
+        return list(await asyncio.gather(*(engine.generate(p, s) for p, s in work)))
+
+    async def version(number: int) -> None:
+        with torch.no_grad():
+            for layer in adapted(model).values():
+                layer.lora_B.add_(0.05 * number)
+        refresh(model)
+        await own.load_weights(WeightSource(module=model), number)
+        await router.load_weights(WeightSource(module=model), number)
+        assert await ask(router) == await ask(own)
+
+    async def story() -> None:
+        await version(5)
+        await version(6)
+        sent = [r.engine.held.entries for r in router.replicas.values()]  # type: ignore[attr-defined]
+        assert [sum(e.sent for e in entries) for entries in sent] == [len(adapted(model)) + 1] * 2
+        victim = router.replicas["engine-0"].engine
+        os.kill(victim.hello.process[0], signal.SIGKILL)  # type: ignore[attr-defined]
+        await version(7)
+        assert [name for name, _ in router.dropped] == ["engine-0"]
+        while len(router.replicas) < 2:
+            await asyncio.sleep(0.05)
+        assert await ask(router) == await ask(own)
+        await version(8)
+        assert len(router.dropped) == 1
+        await router.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(story(), 120))
+    finally:
+        cluster.disconnect()
+
+
 def test_what_does_not_fit_is_said_at_once(address: str) -> None:
     model = torch.nn.Linear(1, 1)
     cluster.connect(address, model)  # type: ignore[arg-type]
@@ -395,7 +438,7 @@ def test_a_cluster_that_cannot_be_reached(given: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
-        ({**BASE, "cluster": {"cpus": 2}}, "rollout.replicas is 0"),
+        ({**BASE, "cluster": {"cpus": 2}}, "rollout.replicas is 0, and neither ranks"),
         (with_replicas(1, health_s=700.0), r"cluster.health_s.*700 is not below rollout.timeout_s \(600\)"),
         ({**BASE, "rollout": {"replicas": 1, "engine": "hf"}}, "runs in the trainer's process only"),
     ],

@@ -17,6 +17,7 @@ pytest.importorskip("ray")
 from whet.cluster.parts import Part, check_room, parts
 from whet.cluster.rewards import Hosts
 from whet.config.load import load
+from whet.config.plan import plans
 from whet.config.schema import Guard, Reward
 from whet.guard.jail import Call, Result
 from whet.guard.line import Local, LocalLine
@@ -47,6 +48,49 @@ def test_parts_that_do_not(wanted: list[Part], said: str) -> None:
     machines = [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 2.0}]
     with pytest.raises(ConfigError, match=rf"{said}.*2 machine\(s\) have .*Lower one of these"):
         check_room(wanted, machines)
+
+
+TREE: dict[str, Any] = {
+    "model": {"scratch": {"hidden_size": 16}},
+    "tokenizer": {"build": "chars"},
+    "data": {"train": [{"rows": [{"prompt": "a", "answer": "b"}]}]},
+    "rewards": {"a": {"function": "format", "arguments": {"pattern": "a"}}},
+}
+APART = {"mode": "train", "rollout": {"schedule": "free"}, "buffer": {"url": "sqlite:///a.db"}}
+RANKED = {"train": {"tasks_per_step": 4, "parallel": {"dp_replicate": 2, "tp": 2}}}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "given", "wanted"),
+    [
+        ("cluster.ranks", "true", RANKED, ({"CPU": 1.0, "GPU": 1.0}, 4)),
+        ("cluster.reward_hosts", "3", {"guard": {"workers": 2}}, ({"CPU": 2.0}, 3)),
+        ("cluster.explorers", "2", APART, ({"CPU": 1.0, "GPU": 1.0}, 2)),
+    ],
+)
+def test_each_key_asks_for_its_part(
+    key: str, value: str, given: dict[str, Any], wanted: tuple[dict[str, float], int]
+) -> None:
+    tree = {**TREE, **given}
+    assert parts(load(None, (), tree), cuda=True) == []
+    (part,) = parts(load(None, (f"{key}={value}",), tree), cuda=True)
+    assert (part.bundle, part.count) == wanted
+    assert part.asked.startswith(key)
+
+
+@pytest.mark.parametrize(
+    ("override", "given", "said"),
+    [
+        ("cluster.ranks=true", {}, "train.parallel has no ranks"),
+        ("cluster.explorers=1", {}, "only a trainer by itself .mode=train. has explorers"),
+        ("cluster.health_s=2", {"cluster": {"reward_hosts": 1}}, "rollout.replicas is 0"),
+        ("cluster.cpus=2", {"cluster": {"reward_hosts": 1}}, "guard.workers"),
+        ("cluster.restarts=2", {**RANKED, "cluster": {"ranks": True}}, "a rank that has died ends the run"),
+    ],
+)
+def test_a_key_that_nothing_reads_is_refused(override: str, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plans(load(None, (override,), {**TREE, **given}))
 
 
 # ---------------------------------------------------------------- reward hosts
@@ -143,8 +187,6 @@ def test_a_lost_host_is_replaced_and_its_calls_are_asked_again(judged: tuple[Rew
         os.kill(pids()[1], signal.SIGKILL)
         with pytest.raises(WhetError, match=r"no reward host is left.*cluster.restarts=1"):
             await hosts.call_many(calls(12))
-            await asyncio.sleep(0.1)
-            await hosts.call_many(calls(12))
 
     asyncio.run(asyncio.wait_for(story(), 120))
 
@@ -154,9 +196,9 @@ def test_a_reward_that_cannot_be_loaded_or_travel_is_said() -> None:
         lines = partial(Local, 1, 1, module=host.MODULE)
         return Hosts(functions, open_lines=lines, start_s=60.0, restarts=1, **options)
 
-    with RewardSet.from_config({"r": Reward(function="no_such.py:f")}, Guard(), open_jail=opened) as made:
-        with pytest.raises(ConfigError, match=r"reward host 0 did not start.*no_such"):
-            made.jail.open()  # type: ignore[union-attr]
+    absent = RewardSet.from_config({"r": Reward(function="no_such.py:f")}, Guard(), open_jail=opened)
+    with absent, pytest.raises(ConfigError, match=r"reward host 0 did not start.*no_such"):
+        absent.jail.open()  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="cannot be taken to another process"):
         RewardSet.from_config(
             {"r": Reward(function="object:r")}, Guard(), {"r": lambda response, task: 1.0}, open_jail=opened

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import filecmp
+import json
 import os
 import re
 import secrets
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -29,8 +31,12 @@ pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster
 
+from far_losses import killed, sleepy
+from test_apart import tree as apart_tree
+from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
-from whet.cluster import connect, disconnect, rank_lines
+from whet.cluster.nodes import connect, disconnect
+from whet.cluster.parts import rank_lines
 from whet.config.load import load
 from whet.config.schema import Optimizer
 from whet.guard.processes import process
@@ -60,7 +66,7 @@ def lines(address: str, model: Any) -> Any:
     values = {
         "model": {"scratch": {"hidden_size": 16}},
         "train": {"parallel": {"dp_replicate": 2}},
-        "cluster": {"ranks": True, "address": address, "start_s": 120},
+        "cluster": {"ranks": True, "address": address, "start_s": 300},
         "data": {"train": [{"rows": [{"prompt": "a", "answer": "b"}]}]},
         "rewards": {"a": {"function": "format", "arguments": {"pattern": "a"}}},
         "tokenizer": {"build": "chars"},
@@ -148,8 +154,83 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_far_ranks_end_with_a_driver_that_is_killed(address: str) -> None:
     """One of them is stopped and can hear nothing."""
     code = DRIVER.format(tests=str(TESTS), address=address)
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=200, check=False
+    )
     assert done.returncode == -signal.SIGKILL
     there = [tuple(map(int, pair)) for pair in re.findall(r"\((\d+), (\d+)\)", done.stdout)]
     assert len(there) == 4
     until(lambda: not alive(there), "the end of all")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def start(folder: Path, tree: dict[str, Any]) -> subprocess.Popen[bytes]:
+    folder.mkdir(exist_ok=True)
+    (folder / "given.yaml").write_text(yaml.safe_dump({**tree, "run_dir": str(folder / "run")}))
+    command = [sys.executable, "-m", "whet.cli", "train", str(folder / "given.yaml")]
+    with (folder / "said").open("wb") as said:
+        return subprocess.Popen(command, stdout=said, stderr=said, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def finish(run: subprocess.Popen[bytes], folder: Path, within_s: float = 300.0) -> list[dict[str, Any]]:
+    try:
+        assert run.wait(within_s) == 0, (folder / "said").read_text()[-3000:]
+    finally:
+        run.kill()
+    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+
+
+def test_ranks_and_rewards_in_the_cluster_change_no_number(address: str, tmp_path: Path) -> None:
+    disconnect()  # one driver at a time has this room
+    tree = {
+        "seed": 3,
+        "model": {"scratch": {"hidden_size": 16, "layers": 1, "heads": 2, "head_dim": 8}},
+        "tokenizer": {"build": "chars"},
+        "data": {"max_prompt_tokens": 16, "train": [{"path": str(TESTS / "data/words.jsonl")}]},
+        "rewards": {"shared": {"function": f"{TESTS}/resume/rewards.py:shared_letters"}},
+        "rollout": {"group_size": 4, "sampling": {"max_tokens": 6}},
+        "train": {
+            "steps": 2,
+            "tasks_per_step": 4,
+            "optimizer": {"lr": 1e-2},
+            "parallel": {"dp_replicate": 2},
+        },
+        "checkpoint": {"export": False},
+        "track": {"trackers": ["jsonl"]},
+        "machine": {"threads": 2},
+    }
+    far = {"address": address, "ranks": True, "reward_hosts": 1, "start_s": 200.0}
+    runs = {"near": tree, "far": {**tree, "cluster": far}}
+    lines = {name: finish(start(tmp_path / name, given), tmp_path / name) for name, given in runs.items()}
+    assert lines["near"] == lines["far"]
+
+
+def test_a_killed_explorer_is_replaced_under_its_name(address: str, tmp_path: Path) -> None:
+    disconnect()
+    sections = {"mode": "train", "cluster": {"address": address, "explorers": 2, "start_s": 200.0}}
+    tree = apart_tree(tmp_path, **sections) | {"sync": {"timeout_s": 200.0}}
+    tree["train"]["steps"] = 40
+    run = start(tmp_path, tree)
+    log = tmp_path / "run/run.log"
+    until(lambda: len(explorers_of(tmp_path)) == 2, "two explorers", 300.0)
+    explorers = explorers_of(tmp_path)
+    os.kill(explorers[0][0], signal.SIGKILL)
+    until(lambda: re.search(r"explorer-\d lost: killed by SIGKILL", log.read_text()), "its end is seen", 60.0)
+    lines = finish(run, tmp_path)
+    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 41))
+    until(lambda: not explorers_of(tmp_path), "the end of all")
+    assert {p.name for p in (tmp_path / "run/explorers").iterdir()} == {"explorer-0", "explorer-1"}
+
+
+def explorers_of(folder: Path) -> list[tuple[int, int]]:
+    """The explorers' processes that live: those that hold the locks of their folders."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if b"whet.cluster.explorer" in path.read_bytes():
+                found.append(process(int(path.parent.name)))
+        except OSError:
+            continue
+    return [who for who in found if who[1]]

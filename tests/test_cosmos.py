@@ -98,7 +98,9 @@ def test_few_keys_are_inert_or_refused_and_each_says_why() -> None:
 
 def test_a_step_is_the_responses_of_all_replicas_in_whole_groups() -> None:
     given = values(t_train_batch_per_replica=64, m_n_init_replicas=2, m_dp_shard_size=4, p_mini_batch=4)
-    assert batch(given) == {"train.tasks_per_step": 8, "train.minibatches": 1, "train.micro_rollouts": 4}
+    ranks = {"train.parallel.dp_replicate": 2, "train.parallel.dp_shard": 4}
+    sizes = {"train.tasks_per_step": 8, "train.minibatches": 1, "train.micro_rollouts": 4}
+    assert batch(given) == sizes | ranks
     chunks = values(
         t_train_batch_per_replica=64, m_dp_shard_size=4, p_batch_size_per_optimize=8, p_mini_batch=4
     )
@@ -110,7 +112,7 @@ def test_a_step_is_the_responses_of_all_replicas_in_whole_groups() -> None:
     whole = values(t_train_batch_per_replica=32, p_mini_batch=0)
     assert batch(whole)["train.micro_rollouts"] == 32
     assert batch(values("sft", m_dp_shard_size=4, m_dp_replicate_size=2)) == {
-        "train.tasks_per_step": 64, "train.micro_rollouts": 2,
+        "train.tasks_per_step": 64, "train.micro_rollouts": 2, **ranks,
     }  # fmt: skip
 
 

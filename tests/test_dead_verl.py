@@ -208,11 +208,12 @@ CONTEXTS: dict[str, Given] = {
     **{f"{at}lr_warmup_init": WARM for at in OPTIM},
     "data.multiturn.messages_key": MULTI_TURN,
     A + "fsdp_config.grad_offload": {},
+    A + "megatron.expert_model_parallel_size": MEGATRON,
     "model.fsdp_config.cpu_offload": {"model.fsdp_config.offload_params": True},
     "model.fsdp_config.offload_params": {"model.fsdp_config.cpu_offload": True},
     **{
         A + f"megatron.{kind}_parallel_size": {R + "n": 8, A + "ppo_micro_batch_size_per_gpu": 1}
-        for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
+        for kind in ("tensor_model", "pipeline_model", "context")
     },
     **{f"{at}{key}": {f"{at}lora_rank": 8} for at in LORA for key in ("lora_alpha", "target_modules")},
     **{

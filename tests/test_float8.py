@@ -103,10 +103,14 @@ def test_training_is_near_and_knows_no_checkpointing() -> None:
 
 def test_a_device_without_them_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def lacks(*args: object, **how: object) -> torch.Tensor:
-        raise RuntimeError("torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9")
+        raise RuntimeError(
+            "torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9"
+        )
 
     monkeypatch.setattr(torch, "_scaled_mm", lacks)
-    with pytest.raises(ConfigError, match=r"train\.precision\.float8: this CPU has no products in float8 .* leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"train\.precision\.float8: this CPU has no products in float8 .* leave it out"
+    ):
         float8.check(torch.device("cpu"))
     with pytest.raises(ConfigError, match="no products in float8"):
         moved(replace(CUT, precision=Precision(float8="rowwise")), "qwen3")

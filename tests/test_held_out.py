@@ -6,16 +6,14 @@ import filecmp
 import json
 import logging
 import math
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from forked import whet
 from tiny import tiny_model
 from whet.algos.recipes import build
 from whet.batch import Batch
@@ -152,15 +150,6 @@ stages:
       sources: {more: {samples: 4}}
       log_samples: 5
 """
-
-
-def whet(*words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "whet.cli", *words], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Json]]:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import kills
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import kills
 
 
 def test_a_few_kills_of_a_trainer_and_two_explorers(tmp_path: Path) -> None:
@@ -24,7 +26,9 @@ def test_a_few_kills_of_a_trainer_and_two_explorers(tmp_path: Path) -> None:
 def site(folder: Path, lines: list[dict[str, Any]], steps: int = 2) -> kills.Site:
     made = kills.Site("ranks", folder, steps)
     (folder / "run").mkdir()
-    text = "".join(json.dumps({"train/loss": 0.5, "ledger/pending_rollouts": 0} | line) + "\n" for line in lines)
+    text = "".join(
+        json.dumps({"train/loss": 0.5, "ledger/pending_rollouts": 0} | line) + "\n" for line in lines
+    )
     (folder / "run/metrics.jsonl").write_text(text)
     return made
 

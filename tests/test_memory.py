@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import inspect
 import itertools
@@ -21,10 +22,12 @@ from whet.config import footprint, hardware, memory
 from whet.config.load import load
 from whet.config.memory import Cut, Lengths, Setting, largest
 from whet.config.plan import Plan, plans
-from whet.config.schema import Train
+from whet.config.schema import Parallel, Train
 from whet.config.sizes import Shape, config_sizes, folder_shape, with_tensors
-from whet.models import kernels, logprobs
+from whet.config.spread import Spread, _cut
+from whet.models import expert_parallel, kernels, logprobs, tensor_parallel
 from whet.models.attention import PackedAttention
+from whet.models.collectives import Peers
 from whet.models.forward import decoder
 from whet.models.packing import layout
 from whet.models.segments import Segments
@@ -407,3 +410,80 @@ def test_the_first_example_is_small(monkeypatch):
     monkeypatch.chdir(root)
     for plan in plans(load(root / "examples/first_run.yaml")):
         assert largest(footprint.phases(plan)).total < 1 << 30
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def rank_held(*overrides: str) -> dict[str, int]:
+    """What a rank keeps, and the most that is gathered."""
+    (phase,) = [p for p in footprint.rank_phases(planned(*overrides)) if p.name == "forward of the policy"]
+    return phase.parts
+
+
+LAYER = 4 * 16 * 16 + 2 * 8 + 3 * 16 * 48 + 2 * 16
+"""Parameters of a layer of the tiny model."""
+
+
+def test_a_rank_by_hand():
+    few = ["tokenizer.vocab_size=50", "model.scratch.layers=4"]
+    ends = 50 * 16 + 16
+    whole = 4 * (4 * LAYER + ends)
+    assert rank_held(*few, "train.parallel.dp_replicate=2")["policy"] == whole
+    cut = rank_held(*few, "train.parallel.dp_shard=2")
+    assert (cut["policy"], cut["optimizer of the policy"]) == (whole // 2, whole)
+    assert cut["gathered layers"] == 4 * (ends + 3 * LAYER)  # at work, ahead, and arriving
+    kept = rank_held(*few, "train.parallel.dp_shard=2", "train.parallel.reshard_after_forward=false")
+    assert kept["gathered layers"] == 4 * (ends + 5 * LAYER)
+    matrices = 4 * (4 * 16 * 16 + 3 * 16 * 48) + 50 * 16
+    by_tp = rank_held(*few, "train.parallel.tp=2")
+    assert by_tp["policy"] == 4 * (4 * LAYER + ends - matrices // 2)
+    stages = rank_held(*few, "train.parallel.pp=2", "train.micro_rollouts=1")
+    assert stages["policy"] == 4 * (2 * LAYER + ends)  # the last has the embedding, too: it is tied
+
+
+def test_the_tensors_of_a_rank_are_those_of_its_module():
+    """What `tensor_parallel` and `expert_parallel` leave on the second of two ranks, parameter by parameter."""
+    model = tiny_model("qwen3_moe")
+    shape = shape_of("qwen3_moe")
+    for dims in ({"tp": 2}, {"dp_shard": 2, "ep": 2}):
+        spread_ = Spread.of(Parallel(**dims))
+        one = Peers(1, 2)  # of 61 tokens it has 31
+        made = copy.deepcopy(model)
+        cuts = tensor_parallel.apply(made, one) if "tp" in dims else None
+        if cuts is None:
+            expert_parallel.apply(made, one)
+        found = {n: tuple(p.shape) for n, p in made.named_parameters()}
+        assert {n: _cut(n, s, spread_) for n, s in shape.tensors.items()} == found, dims
+
+
+def test_what_is_together_has_to_fit():
+    wide = ["model.scratch.hidden_size=256", "model.scratch.layers=8", "train.parallel.dp_shard=2"]
+    plan = planned(*wide)
+    (_, shared), *_ = footprint.together(plan)
+    assert [(p.name, p.count) for p in shared] == [("this process", 1), ("each rank", 2)]
+    need = sum(p.count * p.most.total for p in shared)
+    footprint.check_memory([planned(*wide, f"machine.memory_mb={(need >> 20) + 1}")])
+    with pytest.raises(
+        ConfigError, match=r"this process .*, each rank .* x 2; each rank in the .* of the policy"
+    ):
+        footprint.check_memory([planned(*wide, f"machine.memory_mb={(need >> 20) - 1}")])
+
+
+def test_replicas_have_the_cache_and_a_copy_each():
+    plan = planned("rollout.replicas=2")
+    own, replica = footprint.places(plan)
+    assert (replica.name, replica.count) == ("each replica", 2)
+    assert replica.most.parts["KV cache"] > 0
+    assert not any("KV cache" in phase.parts for phase in own.phases)
+    assert replica.most.parts["policy"] == peaks(planned())["sampling"]["policy"]
+
+
+def test_who_saves_whole_files_gathers_them():
+    few = ["tokenizer.vocab_size=50", "train.parallel.tp=2"]
+    saving = [p for p in footprint.rank_phases(planned(*few)) if p.name == "saving the policy"]
+    layers = planned(*few).shape.layers
+    moments = 2 * 4 * (layers * LAYER + 50 * 16 + 16)
+    assert [p.parts["whole tensors of one file"] for p in saving] == [moments]
+    for other in (["checkpoint.sharded=true"], ["train.parallel.tp=1", "train.parallel.dp_replicate=2"]):
+        assert not [p for p in footprint.rank_phases(planned(*few, *other)) if p.name == "saving the policy"]

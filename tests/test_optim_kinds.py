@@ -13,9 +13,9 @@ from torch import nn
 from tiny import tiny_model
 from whet.config.schema import Optimizer, OptimizerGroup, Schedule
 from whet.models import kernels
-from whet.models.sharded import Alone, Wholes
 from whet.models.muon import COEFFICIENTS, STEPS, Muon, direction
 from whet.models.optim import Optimizer as Opt
+from whet.models.sharded import Alone, Wholes
 from whet.training.torch import Cut, TorchEngine
 from whet.types import CheckpointError, ConfigError
 

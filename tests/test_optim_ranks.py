@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from grid import BIG, Layout, Way, error, pair, started
-from test_ranks import assert_close
+from test_router_loss import assert_close
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
 from whet.config.parts.precision import Precision
@@ -89,9 +89,7 @@ def test_gradients_in_bfloat16_are_as_near_as_in_one_process(
     exact.update(weighted(), pg_loss)
     target = {f"master.{n}": before[f"master.{n}"] - p.detach() for n, p in exact.module.named_parameters()}
     cut = replace(CUT, max_rollouts=3, precision=Precision(reduce=reduce))
-    one, many = pair(
-        ranks, layout, Way(cut), model=tiny_model().bfloat16(), optimizer=BIG, total_steps=1
-    )
+    one, many = pair(ranks, layout, Way(cut), model=tiny_model().bfloat16(), optimizer=BIG, total_steps=1)
     errors = []
     for name, engine in (("one", one), ("many", many)):
         engine.update(weighted(), pg_loss)
@@ -116,3 +114,13 @@ def test_float16_on_ranks_scales_skips_and_learns_as_one_process(ranks: Ranks, t
         for name, engine in (("one", one), ("many", many))
     ]
     assert off(moves[1], moves[0]) < 0.1
+
+
+def test_weights_that_rest_on_the_host_learn_the_same(ranks: Ranks) -> None:
+    """On a CPU there is nowhere to go, but FSDP's parts take its road to the host and back."""
+    how: dict[str, Any] = {"optimizer": MUON, "total_steps": 2, "rests": True}
+    for layout in (SHARD, TENSOR):
+        one, many = pair(ranks, layout, Way(CUT), model=tiny_model(), **how)
+        for engine in (one, many):
+            engine.update(weighted(), pg_loss)
+        assert_close(weights(many), weights(one), 2e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from postgres import end_with_parent, server
+from whet.buffer.postgres import postgres_log
 from whet.buffer.stores import open_store
 
 WORKER = Path(__file__).with_name("store_worker.py")
@@ -80,8 +82,8 @@ def another_machine() -> Iterator[Link]:
 def test_an_explorer_that_is_cut_off_ends_with_a_word_and_nothing_is_lost(tmp_path: Path) -> None:
     """One explorer beside the store, one across the cable. The cable is cut while both work, and later mended.
 
-    The one that is cut off ends by itself and says of whom it heard no more; the trainer goes on with the other. Started
-    again it goes on. Every group is trained on once, and the account of the store balances.
+    The one that is cut off ends by itself and says whom it heard no more of; the trainer goes on with the other.
+    Started again it goes on. Every group is trained on once, and the account of the store balances.
     """
     steps = 60
     running: dict[str, subprocess.Popen[bytes]] = {}
@@ -100,7 +102,10 @@ def test_an_explorer_that_is_cut_off_ends_with_a_word_and_nothing_is_lost(tmp_pa
         try:
             start("far", *link.there, sys.executable, str(WORKER), "far", far, "q", "0")
             store = open_store(near, queue="q", order="arrival")
-            until(lambda: store.ledger().get("asked", 0) >= 8 or running["far"].poll(), "work of the far one alone")
+            until(
+                lambda: store.ledger().get("asked", 0) >= 8 or running["far"].poll(),
+                "work of the far one alone",
+            )
             assert running["far"].poll() is None, said("far")
             start("near", sys.executable, str(WORKER), "near", near, "q", "0")
             start("train", sys.executable, str(WORKER), "trainer", near, "q", str(steps))
@@ -125,3 +130,36 @@ def test_an_explorer_that_is_cut_off_ends_with_a_word_and_nothing_is_lost(tmp_pa
     assert [int(step) for step, _, _ in trained] == list(range(1, steps + 1))
     uids = [int(uid) for _, _, them in trained for uid in them.strip("[]").split(",")]
     assert len(uids) == len(set(uids)) == steps * 4
+
+
+HOLDS = """
+import sys, time
+from whet.buffer.postgres import postgres_log
+
+with postgres_log(sys.argv[1], queue="q").turn():
+    print("in", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_one_that_is_cut_off_in_the_middle_of_a_turn_does_not_hold_the_queue() -> None:
+    """It holds the queue's lock, and the server hears no more of it; as of a process that is stopped."""
+    with server() as url:
+        quick = f"{url}?options=-c%20idle_in_transaction_session_timeout%3D1000"
+        with subprocess.Popen(
+            [sys.executable, "-c", HOLDS, quick], stdout=subprocess.PIPE, env=ENV
+        ) as holder:
+            try:
+                assert holder.stdout is not None
+                assert holder.stdout.readline() == b"in\n"
+                holder.send_signal(signal.SIGSTOP)
+                store = open_store(url, queue="q", order="arrival")
+                assert store.reserve("near", 2, capacity=4, rollouts=1, lease_s=60) == [0, 1]
+                store.close()
+            finally:
+                holder.kill()
+        log = postgres_log(url, queue="q")
+        with log.turn():
+            assert log._db is not None
+            assert log._db.execute("show idle_in_transaction_session_timeout").fetchone() == ("30s",)
+        log.close()

@@ -298,3 +298,25 @@ def test_a_meter_of_cuda(monkeypatch):
     assert found.critic.output == 0 < found.policy.output
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Unheard of")
     assert meter_of(engine, None, train=Train(), of_critic=None) is None
+
+
+def test_ranks_that_are_named_record_their_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = {"train.parallel.dp_replicate": 2, "profile.steps": [2], "profile.ranks": [1]}
+    overrides = [f"{key}={value}" for key, value in parallel.items()]
+    train(overrides=[f"run_dir={tmp_path}/run", *overrides], rewards=reward, **TINY)
+    written = {p.name for p in (tmp_path / "run/profile").iterdir()}
+    assert written == {"main-step-000002.json.gz", "main-rank-1-step-000002.json.gz"}
+    with gzip.open(tmp_path / "run/profile/main-rank-1-step-000002.json.gz") as file:
+        names = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert {"policy: update", "policy: optimizer step"} <= names
+    line = read_lines(tmp_path / "run/timings.jsonl")[-1]
+    assert line["memory/rank_0_peak_mb"] > 0 < line["memory/rank_1_peak_mb"]
+    assert line["speed/tokens_per_rank_s"] == pytest.approx(line["speed/tokens_per_s"] / 2)
+
+
+def test_ranks_that_are_not_there_cannot_record() -> None:
+    base = {**TINY, "rewards": {"r": {"function": "exact"}}}
+    with pytest.raises(ConfigError, match=r"profile\.ranks: 2 is none of the 2 ranks"):
+        plans(load(None, ["train.parallel.dp_replicate=2", "profile.steps=[1]", "profile.ranks=[2]"], base))
+    with pytest.raises(ConfigError, match="no ranks"):
+        plans(load(None, ["profile.steps=[1]", "profile.ranks=[1]"], base))

@@ -48,7 +48,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(whet.stages, "Ranks", lambda dims, **how: seen.update({"dims": dims, **how}))
     shared = SimpleNamespace(
-        display=SimpleNamespace(phase=lambda what: None), model=SimpleNamespace(device=torch.device("cpu")), rank_lines=None
+        display=SimpleNamespace(phase=lambda what: None),
+        model=SimpleNamespace(device=torch.device("cpu")),
+        rank_lines=None,
     )
     cfg = given(*overrides).stages[0]
     whet.stages._ranks(shared, cfg, plan(cfg))  # type: ignore[arg-type]
@@ -105,10 +107,10 @@ def test_all_gpus_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
         (["train.parallel.dp_shard=-1"], "trains on the CPU; give the number of ranks"),
         (["train.parallel.dp_shard=0"], "0: at least 1"),
         (["train.parallel.dp_replicate=16"], "16 ranks would share the 8 rollouts"),
-        (["train.parallel.dp_shard=2", "train.compile=true"], "train.compile"),
         (["train.parallel.dp_replicate=2", "machine.exact=on"], "measured, not proved"),
         (["train.parallel.dp_replicate=2", "train.parallel.prefetch=2"], "no tensor is cut"),
         (["train.parallel.timeout_s=5"], "no ranks"),
+        (["train.parallel.dp_shard=2", "train.parallel.ep=2", "train.compile=true"], "tokens that travel between"),
     ],
 )
 def test_what_does_not_go_together_is_refused(overrides: list[str], said: str) -> None:

@@ -9,10 +9,8 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from test_train_torch import random_groups
-from grid import BIG, Layout, Way, learning, pair, started
-from test_ranks import assert_close, far, gradients
-from test_train_torch import CUT, pg_loss, weighted
+from grid import BIG, Layout, Way, error, learning, moved, pair, started
+from test_train_torch import CUT, pg_loss, random_groups, weighted
 from tiny import tiny_model
 from whet.batch import Batch, Loss, Outputs, pack, select
 from whet.models import kernels, router
@@ -30,6 +28,12 @@ def nothing(batch: Batch, out: Outputs) -> Loss:
     return Loss(0.0 * out.logp_N, {})  # type: ignore[operator]
 
 
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    worst = max(expected, key=lambda name: error(found[name], expected[name]))
+    assert error(found[worst], expected[worst]) <= tolerance, worst
+
+
 def made(cut: Cut, *, hooked: bool = False, **how: Any) -> TorchEngine:
     model = tiny_model("qwen3_moe")
     if hooked:
@@ -40,7 +44,7 @@ def made(cut: Cut, *, hooked: bool = False, **how: Any) -> TorchEngine:
 def learned_by(engine: TorchEngine, batch: Batch, loss: Any = nothing) -> dict[str, torch.Tensor]:
     before = {n: p.detach().clone() for n, p in learned(engine.module)}
     engine.update(batch, loss)
-    return {n: g for n, g in gradients(engine, before).items() if g.any()}
+    return {n: g for n, g in moved(engine, before).items() if g.any()}
 
 
 def oracle(batch: Batch, coef: float) -> tuple[float, dict[str, torch.Tensor]]:
@@ -58,7 +62,9 @@ def oracle(batch: Batch, coef: float) -> tuple[float, dict[str, torch.Tensor]]:
         tuple(torch.cat(seen) for seen in layers), model.config.num_experts, model.config.num_experts_per_tok
     )
     (coef * term).backward()
-    return float(term), {n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    return float(term), {
+        n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.grad.any()
+    }
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -76,7 +82,7 @@ def test_gradient_is_that_of_the_term_written_out(how: dict[str, Any], hooked: b
     said = engine.update(batch, nothing)
     assert said["router_aux"] == pytest.approx(term, rel=1e-6)
     assert said["loss"] == 0.0
-    found = {n: g for n, g in gradients(engine, before).items() if g.any()}
+    found = {n: g for n, g in moved(engine, before).items() if g.any()}
     assert found.keys() == expected.keys()
     assert any(n.endswith(ROUTERS) for n in found)
     assert_close(found, expected, 2e-5)
@@ -85,8 +91,7 @@ def test_gradient_is_that_of_the_term_written_out(how: dict[str, Any], hooked: b
 def test_it_is_added_to_the_loss() -> None:
     batch = weighted()
     both, policy, term = (
-        learned_by(made(cut), batch, loss)
-        for cut, loss in ((AUX, pg_loss), (CUT, pg_loss), (AUX, nothing))
+        learned_by(made(cut), batch, loss) for cut, loss in ((AUX, pg_loss), (CUT, pg_loss), (AUX, nothing))
     )
     sums = {n: policy.get(n, 0.0) + term.get(n, torch.zeros(())) for n in both}
     assert_close(both, sums, 1e-4)
@@ -103,7 +108,7 @@ def test_a_rollout_that_counts_twice_is_two() -> None:
     a, b = (learned_by(made(AUX), batch) for batch in (twice, copied))
     assert_close(a, b, 2e-5)
     c = learned_by(made(AUX), once)
-    assert max(far(a[n], c[n]) for n in a) > 1e-3
+    assert max(error(a[n], c[n]) for n in a) > 1e-3
 
 
 def test_metrics_by_hand() -> None:
@@ -132,14 +137,19 @@ def test_ranks_have_the_same_term() -> None:
     ranks = started(2)
     batch, way = select(weighted(), torch.arange(3)), Way(replace(AUX, max_rollouts=1))
     try:
-        for dims in (Dims(dp_shard=2), Dims(dp_shard=2, ep=2), Dims(tp=2), Dims(cp=2), Dims(pp=2)):
-            for loss in (nothing, pg_loss):
-                model = tiny_model("qwen3_moe")
-                before = {n: p.detach().clone() for n, p in learned(model)}
-                one, many = pair(ranks, Layout(dims), way, model=model, **learning(optimizer=BIG))
-                told = [engine.update(batch, loss) for engine in (one, many)]
-                assert told[1] == pytest.approx(told[0], rel=5e-6, abs=1e-9)
-                assert_close(gradients(many, before), gradients(one, before), 1e-5)
+        for dims, loss in (
+            (Dims(dp_shard=2), pg_loss),
+            (Dims(dp_shard=2, ep=2), nothing),
+            (Dims(tp=2), nothing),
+            (Dims(cp=2), nothing),
+            (Dims(pp=2), nothing),
+        ):
+            model = tiny_model("qwen3_moe")
+            before = {n: p.detach().clone() for n, p in learned(model)}
+            one, many = pair(ranks, Layout(dims), way, model=model, **learning(optimizer=BIG))
+            told = [engine.update(batch, loss) for engine in (one, many)]
+            assert told[1] == pytest.approx(told[0], rel=5e-6, abs=1e-9)
+            assert_close(moved(many, before), moved(one, before), 1e-5)
     finally:
         ranks.close()
 

@@ -94,9 +94,6 @@ def test_what_changes_nothing_is_accepted(override: str) -> None:
     "override",
     [
         "trainer.strategy=deepspeed",
-        "trainer.policy.sequence_parallel_size=2",
-        "trainer.policy.fsdp_config.cpu_offload=true",
-        "trainer.policy.record_memory=true",
         "trainer.algorithm.zero_variance_filter=true",
         "generator.max_turns=4",
         "generator.run_engines_locally=false",

@@ -10,15 +10,19 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from processes import Child
+from whet import apart
 from whet.guard import stacks
 from whet.guard.jail import Call, Jail
 from whet.guard.line import LocalLine
 from whet.guard.processes import state
 from whet.guard.watch import wait
+from whet.track.files import RunLock
 from whet.types import WhetError
 
 BESIDE = """
@@ -163,3 +167,33 @@ def test_without_a_run_nothing_is_written(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)  # a person asks
         [file] = Path(str(stacks.folder())).iterdir()
         assert "test_without_a_run_nothing_is_written" in file.read_text()
+
+
+def test_an_explorer_says_that_it_waits_for_its_trainer_and_not_for_ever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apart, "REPORT_S", 0.01)
+    cfg = SimpleNamespace(
+        sync=SimpleNamespace(timeout_s=0.05), buffer=SimpleNamespace(explorer="one"), rollout=None
+    )
+    run: Any = SimpleNamespace(cfg=cfg, name="main", engine=SimpleNamespace(version=7))
+    idle = apart.Idle(run, tmp_path)
+
+    def look_later(seen: object, *, busy: bool) -> None:
+        time.sleep(0.06)
+        idle.look(seen, busy=busy)
+
+    idle.look((0, 7), busy=False)
+    with RunLock(tmp_path), caplog.at_level(logging.WARNING):
+        look_later((0, 7), busy=False)  # a long step: the trainer lives
+    assert (
+        "explorer 'one' has waited 0 s for the trainer to take rollouts of stage 'main', since weights"
+        in caplog.text
+    )
+    assert "version 7: it runs" in caplog.text
+    look_later((0, 7), busy=True)
+    look_later((0, 8), busy=False)
+    with pytest.raises(
+        WhetError, match=r"its process is dead. Start it again, .* sync.timeout_s=0.05 is over"
+    ):
+        look_later((0, 8), busy=False)

@@ -546,10 +546,14 @@ def test_a_receiver_that_holds_other_weights_is_found_by_its_receipt(
     transport.confirm(Receipt("e-2", 1, "", error="the disk is gone"))
     publisher.look()
     publisher.look()
-    assert [r.getMessage() for r in caplog.records] == ["weights version 1 was not taken by e-2: the disk is gone"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "weights version 1 was not taken by e-2: the disk is gone"
+    ]
     publisher.send(2, some(2))
     transport.confirm(Receipt("e-1", 1, describe(1, some(9)).digest))
-    with pytest.raises(WhetError, match="e-1 confirms weights version 1 with digest .*; version 1 with .* was sent"):
+    with pytest.raises(
+        WhetError, match=r"e-1 confirms weights version 1 with digest .*; version 1 with .* was sent"
+    ):
         publisher.look()
 
 

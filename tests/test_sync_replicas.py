@@ -85,7 +85,9 @@ def learn(policy: Any, step: int, *, some: bool = False) -> None:
     with torch.no_grad():
         for layer in adapted(policy).values():
             layer.lora_B.copy_(torch.randn(layer.lora_B.shape, generator=draw))
-        for parameter in [] if adapted(policy) else [policy.model.norm.weight] if some else policy.parameters():
+        for parameter in (
+            [] if adapted(policy) else [policy.model.norm.weight] if some else policy.parameters()
+        ):
             parameter.add_(torch.randn(parameter.shape, generator=draw))
     refresh(policy)
 
@@ -170,7 +172,9 @@ def test_a_narrower_dtype_travels_and_is_given_on() -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_a_broadcast_goes_on_without_a_replica_that_is_lost(how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broadcast_goes_on_without_a_replica_that_is_lost(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is lost in the middle of a version. The others get that version in a group of their own, and the next."""
     caplog.set_level(logging.WARNING)
     objects, policy = Objects(), model(1, lora=False)
@@ -191,7 +195,11 @@ def test_a_broadcast_goes_on_without_a_replica_that_is_lost(how: str, caplog: py
         assert await load_all(out.ship(WeightSource(module=policy), 1), there) == [None] * 3
         learn(policy, 2)
         errors = await load_all(out.ship(WeightSource(module=policy), 2), there)
-        assert [type(e) for e in errors] == [type(None), RuntimeError if how == "dies" else WhetError, type(None)]
+        assert [type(e) for e in errors] == [
+            type(None),
+            RuntimeError if how == "dies" else WhetError,
+            type(None),
+        ]
         there.remove(lost)
         learn(policy, 3)
         assert await load_all(out.ship(WeightSource(module=policy), 3), there) == [None, None]
@@ -216,9 +224,7 @@ def test_weights_that_no_replica_takes_are_said_once_and_all_of_them_refuse() ->
 
     async def story() -> None:
         errors = await load_all(out.ship(WeightSource(module=policy), 1), there)
-        assert {str(e) for e in errors} == {
-            "weight sync: 1 of 24 parameters did not come: model.norm.weight"
-        }
+        assert {str(e) for e in errors} == {"weight sync: 1 of 24 parameters did not come: model.norm.weight"}
         for one in there:
             with pytest.raises(WhetError, match="weights are incomplete"):
                 await one.engine.generate([3, 4], Sampling(max_tokens=2))
@@ -248,7 +254,7 @@ def test_a_fault_on_the_way_is_found_before_the_next_step(fault: str, said: str)
             return delivery
         if fault == "late":
             return letters[0]
-        (names, reference), *_ = delivery.parcels
+        (_, reference), *_ = delivery.parcels
         if fault == "drop":
             return replace(delivery, parcels=())
         objects.there[reference] = objects.there[reference].copy()
@@ -299,7 +305,9 @@ def test_a_replica_that_confirms_other_weights_is_refused() -> None:
     one.deliver = odd  # type: ignore[method-assign]
 
     async def story() -> None:
-        with pytest.raises(WhetError, match=r"version 1: engine has \(version, digest\) \(1, '0+'\), sent \(1, "):
+        with pytest.raises(
+            WhetError, match=r"version 1: engine has \(version, digest\) \(1, '0+'\), sent \(1, "
+        ):
             await load(out.ship(WeightSource(module=policy), 1), one)
 
     run(story())
@@ -320,7 +328,9 @@ def test_who_comes_late_takes_a_version_from_one_who_has_it_never_a_mix() -> Non
         await load(shipment, late)
         assert state(late.module) == sent
         there.clear()
-        with pytest.raises(WhetError, match="version 1 is nowhere any more, as the trainer has learned since"):
+        with pytest.raises(
+            WhetError, match="version 1 is nowhere any more, as the trainer has learned since"
+        ):
             await load(shipment, One(objects, name="later"))
 
     run(story())

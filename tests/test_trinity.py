@@ -641,7 +641,8 @@ def test_run_and_model() -> None:
     none = values(model__custom_chat_template="None", model__chat_template_path="None")
     assert run.chat_template(none) == {}
     assert run.at_once(grpo(explorer__rollout_model__engine_num=2, algorithm__repeat_times=8)) == {
-        "rollout.max_batch": 128
+        "rollout.max_batch": 128,
+        "rollout.replicas": 2,
     }
 
 

@@ -43,18 +43,30 @@ def test_an_explorer_runs_ahead_by_the_offset() -> None:
 
 
 @pytest.mark.parametrize(
-    ("style", "partial"),
-    [("dynamic_by_explorer", False), ("dynamic_by_trainer", False), ("fully_async", True)],
+    ("style", "partial", "by"),
+    [
+        ("dynamic_by_explorer", False, "explorer"),
+        ("explorer_driven", False, "explorer"),
+        ("dynamic_by_trainer", False, "trainer"),
+        ("trainer_driven", False, "trainer"),
+        ("fully_async", True, "trainer"),
+    ],
 )
-def test_the_other_styles_run_ahead_as_far_as_staleness_control_says(style: str, partial: bool) -> None:
+def test_the_other_styles_run_ahead_as_far_as_staleness_control_says(style: str, partial: bool, by: str) -> None:
     """A sync every 2 steps and max_staleness 5: step s takes versions s - 5 on, which are 4 older than its own, s - 1;
-    one of the 4 comes from the interval."""
-    free = {"rollout.schedule": "free", "rollout.partial": partial, "rollout.max_staleness": 3}
+    one of the 4 comes from the interval. Without a bound they run one interval ahead."""
+    free = {
+        "rollout.schedule": "free",
+        "rollout.partial": partial,
+        "rollout.max_staleness": 3,
+        "sync.driven_by": by,
+    }
     assert sync.ahead(bounded(5, sync_style=style, sync_interval=2)) == free
     assert mix.staleness(bounded(5, sync_style=style, sync_interval=2)) == {}
-    for given in (bounded(1, sync_style=style, sync_interval=2), grpo(synchronizer__sync_style=style)):
-        with pytest.raises(Unbuilt, match=r"synchronizer\.sync_style: .*staleness_control"):
-            sync.ahead(given)
+    unbound = grpo(synchronizer__sync_style=style, synchronizer__sync_interval=2)
+    assert sync.ahead(unbound) == free | {"rollout.max_staleness": 2}
+    with pytest.raises(Unbuilt, match=r"sample_strategy_args\.max_staleness: 1 .*write 2 at least"):
+        sync.ahead(bounded(1, sync_style=style, sync_interval=2))
     with pytest.raises(ConfigError, match=r"synchronizer\.sync_offset"):
         sync.ahead(bounded(5, sync_style=style, sync_offset=1))
 
@@ -128,7 +140,7 @@ def test_memory_of_the_host_and_ranks_of_a_sequence() -> None:
     assert trainer.offload(values(algorithm__algorithm_type="ppo", **told, **critic)) == {
         "train.offload": ["optimizer", "critic", "reference"]
     }
-    assert trainer.sequence_ranks(grpo(trainer__ulysses_sequence_parallel_size=2)) == {"train.parallel.cp": 2}
+    assert trainer.sequence_ranks(grpo(trainer__ulysses_sequence_parallel_size=2)) == 2
     both = grpo(trainer__ulysses_sequence_parallel_size=2, **{f"{ACTOR}.ulysses_sequence_parallel_size": 4})
     with pytest.raises(ConfigError, match="one setting"):
         trainer.sequence_ranks(both)

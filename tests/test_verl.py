@@ -587,7 +587,7 @@ def test_a_reward_model_takes_the_place_of_rules() -> None:
     ("key", "value", "passes"),
     [
         ("model.fsdp_config.param_offload", True, False),
-        ("ulysses_sequence_parallel_size", 2, False),
+        ("ulysses_sequence_parallel_size", 2, True),
         ("megatron", {"param_offload": True}, False),
         ("model.trust_remote_code", True, False),
         ("strategy", "fsdp2", True),

@@ -201,7 +201,7 @@ def _run(
     """home: the run directory of the trainer, where this process is one beside it."""
     from whet.apart import run_beside
     from whet.shared import open_saver, open_shared
-    from whet.stages import check_config, fingerprint, run_all
+    from whet.stages import run_all
     from whet.track.curve import plot
     from whet.track.display import Display
     from whet.track.manifest import describe
@@ -211,11 +211,7 @@ def _run(
     cfg = loaded.config
     directory = RunDirectory(Path(cfg.run_dir), loaded.names, dumps=places.templates(cfg))
     stack.callback(directory.close)
-    start = find_start(loaded, directory.path, checkpoint.newest(directory.path / "checkpoints"))
-    state = checkpoint.read_state(start) if start else {"stage": 0, "step": -1, "done": False}
-    if start:
-        check_config(start, state["config"], fingerprint(loaded.as_given))  # before anything is written over
-        checkpoint.check_contents(start, state, cfg.checkpoint.load)
+    start, state = goes_on(loaded, directory.path)
     stages = [(p.name, p.total_steps or 0) for p in planned]
     display = Display(stages, quiet="console" not in cfg.track.trackers)
     stack.callback(display.close)
@@ -291,19 +287,20 @@ def join_cluster(
     replicas, c = cfg.rollout.replicas, cfg.cluster
     if not (replicas or c.ranks or c.reward_hosts or c.explorers):
         return {}
-    from whet import cluster
+    from whet.cluster import engines, nodes, parts
+    from whet.cluster.rewards import Hosts
 
-    stack.callback(cluster.disconnect)
-    cluster.enter(loaded, planned)
+    stack.callback(nodes.disconnect)
+    parts.enter(loaded, planned)
     for made in rewards:
-        if isinstance(made.jail, cluster.Hosts):
+        if isinstance(made.jail, Hosts):
             stack.callback(made.jail.close)  # before the cluster is left
             made.jail.open()
     found: dict[str, Callable[..., Any]] = {}
     if replicas:
-        found["opener"] = cluster.open_replicas
+        found["opener"] = engines.open_replicas
     if c.ranks:
-        found["rank_lines"] = cluster.rank_lines
+        found["rank_lines"] = parts.rank_lines
     return found
 
 
@@ -322,20 +319,20 @@ def crewed(
     """`main`, beside the explorers that cluster.explorers asks for; these are started here."""
     if not loaded.config.cluster.explorers:
         return main()
-    from whet import cluster
+    from whet.cluster import explorers
 
-    crew = cluster.open_crew(loaded, cuda=planned[0].device == "cuda")
+    crew = explorers.open_crew(loaded, cuda=planned[0].device == "cuda")
     stack.callback(crew.close)
-    return cluster.beside(crew, main())
+    return explorers.beside(crew, main())
 
 
 def jail_of(cfg: Config) -> Callable[..., Any]:
     """Where reward functions run: in processes of this machine, or in the cluster once it is there."""
     if not cfg.cluster.reward_hosts:
         return Jail
-    from whet import cluster
+    from whet.cluster.rewards import hosts_of
 
-    return cluster.hosts_of(cfg)
+    return hosts_of(cfg)
 
 
 def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: ExitStack) -> list[RewardSet]:
@@ -361,6 +358,19 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
             made.append((wanted, found))
         out.append(replace(found, by_source=rewards_by_source(cfg.data)))
     return out
+
+
+def goes_on(loaded: Loaded, run_dir: Path) -> tuple[Path | None, Json]:
+    """The checkpoint to go on from, if any, and its state. Raises CheckpointError before anything is written over."""
+    from whet.stages import check_config, fingerprint
+
+    start = find_start(loaded, run_dir, checkpoint.newest(run_dir / "checkpoints"))
+    if start is None:
+        return None, {"stage": 0, "step": -1, "done": False}
+    state = checkpoint.read_state(start)
+    check_config(start, state["config"], fingerprint(loaded.as_given))
+    checkpoint.check_contents(start, state, loaded.config.checkpoint.load)
+    return start, state
 
 
 def find_start(loaded: Loaded, run_dir: Path, newest: Path | None) -> Path | None:

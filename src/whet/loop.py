@@ -83,9 +83,7 @@ async def train_step(run: Run, *, beside: Coroutine[Any, Any, None] | None = Non
     await run.give_up_stale()
     due = run.sync_due
     await run.wait(
-        publish(
-            run.policy, run.engine, through=run.sampler, due=due, finish=not run.interrupts, out=run.out
-        ),
+        publish(run.policy, run.engine, through=run.sampler, due=due, finish=not run.interrupts, out=run.out),
         "the weight sync",
         timeout_s=run.sync_s,
     )

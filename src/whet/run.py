@@ -189,7 +189,11 @@ class Run:
     @property
     def explored(self) -> int:
         """Groups that were asked of explorers so far, by all of them."""
-        counts = self.buffer.store.ledger() if isinstance(self.buffer, TrainerQueue) else self.ledger.state()["total"]
+        counts = (
+            self.buffer.store.ledger()
+            if isinstance(self.buffer, TrainerQueue)
+            else self.ledger.state()["total"]
+        )
         return counts.get("asked", 0) // self.plan.group_size
 
     @property

@@ -209,13 +209,7 @@ def open_stage(shared: Shared, index: int, *, explores: bool = False) -> Run:
         engine=shared.engine,
         sampler=shared.sampler,
         exact=shared.exact,
-        profiler=Profiler(
-            cfg.profile,
-            shared.directory.path / "profile",
-            stage=name,
-            device=shared.model.device,
-            tell=ranks and ranks.ask,
-        ),
+        profiler=_profiler(shared, cfg, name, ranks=ranks),
         write_export=partial(_export, policy, writer(cfg, shared.model, shared.tokenizer)),
         saver=shared.saver,
         uploads=shared.uploads,
@@ -233,6 +227,17 @@ def open_stage(shared: Shared, index: int, *, explores: bool = False) -> Run:
     policy.version = shared.version
     _join(run, shared, trains=trains)
     return run
+
+
+def _profiler(shared: Shared, cfg: Config, name: str, *, ranks: Ranks | None) -> Profiler:
+    """Of the stage `name`."""
+    return Profiler(
+        cfg.profile,
+        shared.directory.path / "profile",
+        stage=name,
+        device=shared.model.device,
+        tell=None if ranks is None else ranks.ask,
+    )
 
 
 def _join(run: Run, shared: Shared, *, trains: bool) -> None:

@@ -304,6 +304,7 @@ def open_replicas(
         room = Room(group, bundle, count, settings.placement, settings.start_s)
         start = partial(start_replica, spec=spec, room=room)
         names = [f"engine-{n}" for n in range(count)]
+        watch.beat(f"the start of {count} engine processes")
         replicas = _all_at_once(start, names, start_s=settings.start_s)
     except BaseException:
         disconnect()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -58,11 +59,13 @@ class Host:
         *,
         threads: int,
         folder: str | None,
+        paths: Sequence[str],
         node: str,
         driver: tuple[int, int],
     ) -> None:
-        """folder: where code of the user's is found. node, driver: the driver's."""
+        """folder: where files of the user's are found. paths: where modules are. node, driver: the driver's."""
         die_with(None)
+        sys.path += [path for path in paths if path not in sys.path]
         if folder is not None:
             os.chdir(folder)
         self.folder = Path(tempfile.mkdtemp(prefix="whet-processes-"))
@@ -259,7 +262,13 @@ class Far:
         remote: Any = ray.remote
         host = remote(max_restarts=0, concurrency_groups={"hear": 1, "watch": 1})(Host)
         return host.options(**options).remote(
-            self.module, number, threads=self.threads, folder=self.folder, node=self.own, driver=driver
+            self.module,
+            number,
+            threads=self.threads,
+            folder=self.folder,
+            paths=[path for path in sys.path if path],
+            node=self.own,
+            driver=driver,
         )
 
     @contextmanager

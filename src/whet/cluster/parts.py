@@ -42,6 +42,10 @@ def parts(loaded: Loaded, *, cuda: bool) -> list[Part]:
     gpus = c.gpus if c.gpus is not None else float(cuda)
     engine = {"CPU": float(c.cpus)} | ({"GPU": gpus} if gpus else {})
     most = max(world(stage.train.parallel) for stage in loaded.stages)
+    sets: list[object] = []  # as `api.reward_sets` makes them
+    for stage in loaded.stages:
+        if (stage.rewards, stage.guard) not in sets:
+            sets.append((stage.rewards, stage.guard))
     found = [
         Part(f"rollout.replicas={cfg.rollout.replicas}", engine, cfg.rollout.replicas),
         Part(f"cluster.explorers={c.explorers}", engine, c.explorers),
@@ -50,7 +54,11 @@ def parts(loaded: Loaded, *, cuda: bool) -> list[Part]:
             rank_bundle(cfg, cuda=cuda),
             most if c.ranks else 0,
         ),
-        Part(f"cluster.reward_hosts={c.reward_hosts}", {"CPU": float(cfg.guard.workers)}, c.reward_hosts),
+        Part(
+            f"cluster.reward_hosts={c.reward_hosts}",
+            {"CPU": float(cfg.guard.workers)},
+            c.reward_hosts * len(sets),
+        ),
     ]
     return [part for part in found if part.count]
 

@@ -34,7 +34,10 @@ def problems(cfg: Config) -> Iterator[Problem]:
             "adapters compute in the dtype of the weights below them; set model.dtype instead",
         )
     if p.float8 and (cfg.model.lora or cfg.critic.lora):
-        yield "train.precision.float8", "adapters are too small for it to be faster, and it rounds them; leave it out"
+        yield (
+            "train.precision.float8",
+            "adapters are too small for it to be faster, and it rounds them; leave it out",
+        )
     if p.float8 and train.compile:
         yield "train.precision.float8", "torch.compile does not see through it; leave one of the two out"
     other = {"precision.compute": p.compute, "precision.float8": p.float8, "compile": train.compile}
@@ -79,7 +82,10 @@ def misfits(plan: Plan) -> Iterator[Problem]:
         elif given and plan.learns is not None and not plan.learns.own:
             yield f"train.precision.{name}", "changes nothing: adapters are float32 always; leave it out"
     if train.router_aux_coef and plan.shape is not None and not plan.shape.experts:
-        yield "train.router_aux_coef", "balances the routers of a mixture of experts, and this model has none; leave it 0"
+        yield (
+            "train.router_aux_coef",
+            "balances the routers of a mixture of experts, and this model has none; leave it 0",
+        )
     if train.compile and (missing := _no_compiler(plan.device)):
         yield "train.compile", f"{missing}; leave it out"
 

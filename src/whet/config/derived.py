@@ -62,6 +62,8 @@ class Plan:
     """How exploring and training take turns."""
     replicas: int
     """Engines in processes of their own; 0: one in the trainer's."""
+    saves_parts: bool
+    """No rank gathers whole tensors to save them: each writes its parts, or sends them to this process."""
     ranks_apart: bool
     """The ranks of train.parallel are on any machines of a cluster."""
     samples_apart: bool

@@ -81,7 +81,7 @@ def _driver_phases(plan: Plan, *, cache: int, sampling: int, rollouts: int) -> l
 
 def rank_phases(plan: Plan) -> list[Phase]:
     """The phases of one rank, the largest of them; [] where there are none."""
-    spread = Spread.of(plan.train.parallel)
+    spread = Spread.of(plan.train.parallel, gathers=not plan.saves_parts)
     if spread.ranks == 1 or plan.shape is None or not plan.shape.vocab_size:
         return []
     lengths, size = _lengths(plan), DTYPE_BYTES[plan.dtype]
@@ -97,19 +97,26 @@ def rank_phases(plan: Plan) -> list[Phase]:
         model = memory.learner(
             name, p.learns, train, setting=setting, cut=cut, forward=forward, head=name == "policy"
         )
-        out.append(_hosted(model, p, size, spread))
+        learned = plan.learns if name == "policy" else plan.critic_learns
+        assert learned is not None
+        alone = memory.learner(
+            name, learned, train, setting=setting, cut=cut, forward=forward, head=name == "policy"
+        )
+        out.append(_hosted(model, p, size, spread, file=max(alone.state, p.whole * size)))
         if name == "policy" and plan.needs_reference:
             still = Model(
                 name="reference", weights=p.learns.base * size, setting=setting, cut=cut, forward=forward
             )
-            out.append(_hosted(still, p, size, spread))
+            out.append(_hosted(still, p, size, spread, file=p.whole * size if plan.reference_saved else 0))
     return spread_phases(out)
 
 
-def _hosted(model: Model, p: Part, size: int, spread: Spread) -> Hosted:
+def _hosted(model: Model, p: Part, size: int, spread: Spread, *, file: int) -> Hosted:
+    """file: bytes of the largest that is saved of it, whole."""
     return Hosted(
         model=model,
         whole=p.whole * size,
+        saved=file if spread.gathers else 0,
         layer=p.layer * size,
         rest=p.rest * size,
         reshard=spread.reshard,
@@ -236,7 +243,8 @@ def together(plan: Plan) -> list[tuple[str, list[Place]]]:
 def _too_large(plan: Plan) -> Iterator[str]:
     for what, shared in together(plan):
         total, most = sum(place.count * place.most.total for place in shared), limit(plan)
-        most -= memory.LIBRARIES * (sum(p.count for p in shared) - 1) if plan.device == "cpu" else 0
+        if plan.device == "cpu" and plan.memory_mb is None:
+            most -= memory.LIBRARIES * (sum(place.count for place in shared) - 1)
         if total > most:
             yield _refusal(plan, what, shared, most)
 

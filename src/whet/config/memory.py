@@ -1,7 +1,9 @@
 """What a stage takes of the machine's memory, phase by phase, at full length: from its config alone.
 
 Counted is what the code keeps, tensor by tensor, not what a sample of runs took: `benchmarks/memory.py` holds the sums
-against measured peaks. Lengths are the limits (prompts and replies as long as allowed), so a run takes at most this.
+against measured peaks. Not counted is what oneDNN keeps for bfloat16 on a CPU (its code and rearranged weights; 100 to
+170 MB in these measurements). Lengths are the limits (prompts and replies as long as allowed), so a run takes at most
+this.
 
 Letters: U tokens to compute, A sampled tokens, D hidden, F feed-forward width, Q and K width of all query, key heads,
 V vocabulary, E experts of a token.
@@ -345,6 +347,8 @@ _ADVICE = {
     "optimizer": "model.lora, whose adapters need little optimizer state, or train.optimizer.kind=sgd",
     "gradients": "model.lora, or train.trainable, which leave most without a gradient",
     "reference": "algorithm.kl.coef=0 where no reference is needed, or model.lora, with which it is free",
+    "whole tensors of one file": "checkpoint.sharded=true",
+    "gathered layers": "train.parallel.reshard_after_forward=true, or tp",
     "critic": "an algorithm without a critic, or critic.lora",
     "sampler": "rollout.sync_every=1, which samples from the policy itself",
     "KV cache": "a lower rollout.max_batch or machine.kv_cache_mb",

@@ -144,6 +144,7 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
         compiled=device == "cpu" and cfg.machine.kernels != "torch",
         mode=mode_of(cfg, algorithm.kind),
         replicas=cfg.rollout.replicas,
+        saves_parts=cfg.checkpoint.sharded or cfg.checkpoint.background,
         ranks_apart=cfg.cluster.ranks,
         samples_apart=cfg.mode == "both"
         and (cfg.rollout.sync_every > 1 or mode_of(cfg, algorithm.kind) != "alternate"),

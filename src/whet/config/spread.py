@@ -40,10 +40,13 @@ class Spread:
     ep: int
     reshard: bool
     prefetch: int
+    gathers: bool
+    """One rank gathers what is cut, to save it whole."""
 
     @classmethod
-    def of(cls, p: Parallel) -> Spread:
+    def of(cls, p: Parallel, *, gathers: bool = False) -> Spread:
         return cls(
+            gathers=gathers and shards(p) * p.tp * p.pp > 1,
             ranks=world(p),
             replicate=p.dp_replicate,
             shard=shards(p),
@@ -135,7 +138,10 @@ def _stage(tensors: Tensors, shape: Shape, spread: Spread, at: int) -> Tensors:
 def _cut(name: str, size: tuple[int, ...], spread: Spread) -> tuple[int, ...]:
     """A tensor's part under tp and ep, as large as it is."""
     if ".experts." in name:
-        return _sharded(size[:1], spread.ep) + (size[1], -(-size[2] // spread.tp))
+        at = 1 if "gate_up_proj" in name else 2
+        return tuple(
+            -(-n // (spread.ep if dim == 0 else spread.tp if dim == at else 1)) for dim, n in enumerate(size)
+        )
     if any(part in name for part in _WHOLE):
         return size
     at = 1 if "o_proj.weight" in name or "down_proj.weight" in name else 0
@@ -156,6 +162,8 @@ class Hosted:
     model: Model
     whole: int
     """All of its weights, as they are read."""
+    saved: int
+    """The largest file of it that one rank gathers and writes; 0 where each writes parts, or all is there."""
     layer: int
     rest: int
     """See `Part`."""
@@ -197,6 +205,8 @@ def rank_phases(hosted: Sequence[Hosted]) -> list[Phase]:
             summed = 0 if h.layer else min(m.stepping, BUCKET * 4)
             step = {f"gradients of the {m.name}": m.stepping, "gradients as they are summed": summed}
             out.append(Phase(f"optimizer step of the {m.name}", {**held, **step}))
+        if h.saved:
+            out.append(Phase(f"saving the {m.name}", {**held, "whole tensors of one file": h.saved}))
     return out
 
 

@@ -131,7 +131,8 @@ class LocalLine:
             self.process.send_signal(signal.SIGUSR1)
 
     def stack(self) -> str:
-        return self.file.read_text(errors="replace").strip() if self.file.exists() else ""
+        text = self.file.read_text(errors="replace").strip() if self.file.exists() else ""
+        return text or ("" if self.gone() else stacks.silence(self.process.pid))
 
     def hang_up(self) -> None:
         self.connection.close()

@@ -124,10 +124,13 @@ class _Other:
 
 
 def _others() -> list[_Other]:
-    found = []
-    for path in sorted(_folder.iterdir()) if _folder is not None and _folder.is_dir() else ():
-        who, _, rest = path.name.partition(".")
-        pid, _, began = rest.partition(".")
+    found: list[_Other] = []
+    try:
+        paths = sorted(_folder.iterdir()) if _folder is not None else []
+    except OSError:  # nobody could make it
+        return found
+    for path in paths:
+        who, pid, began = ["", "", *path.name.rsplit(".", 2)][-3:]
         if who and pid.isdigit() and began.isdigit() and int(pid) != os.getpid():
             size = path.stat().st_size if path.exists() else 0
             found.append(_Other(who, (int(pid), int(began)), path, size))
@@ -156,16 +159,15 @@ def others() -> str:
     sizes: list[int] = []
     while time.monotonic() < until:  # until all have written, and nobody writes any more
         before, sizes = sizes, [len(o.said()) for o in asked]
-        silent = [
-            o for o, size in zip(asked, sizes) if not size and o.lives and state(o.process[0]) != "T"
-        ]
+        silent = [o for o, size in zip(asked, sizes) if not size and o.lives and state(o.process[0]) != "T"]
         if not silent and before == sizes:
             break
         time.sleep(STEP_S)
     parts = []
     for other in asked:
-        where = other.said() or f"(it does not answer: {STATES.get(state(other.process[0]), 'it runs')})\n"
-        parts.append(f"process {other.process[0]}, {other.who}:\n{where}")
+        parts.append(
+            f"process {other.process[0]}, {other.who}:\n{other.said() or silence(other.process[0])}\n"
+        )
     return "".join(parts)
 
 
@@ -175,6 +177,11 @@ STATES = {
     "Z": "it has ended",
     "": "it has ended",
 }
+
+
+def silence(pid: int) -> str:
+    """Why a process does not write its stacks."""
+    return f"(it does not answer: {STATES.get(state(pid), 'it runs')})"
 
 
 def own() -> str:

@@ -61,8 +61,8 @@ def check(device: torch.device) -> None:
             except (RuntimeError, NotImplementedError, ValueError) as error:
                 name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
                 raise ConfigError(
-                    f"train.precision.float8: {name} has no products in float8 ({str(error).splitlines()[0]}); it takes "
-                    "an NVIDIA GPU of compute capability 8.9 or more (L4, H100 ...); leave it out"
+                    f"train.precision.float8: {name} has no products in float8 ({str(error).splitlines()[0]}); it "
+                    "takes an NVIDIA GPU of compute capability 8.9 or more (L4, H100 ...); leave it out"
                 ) from error
 
 
@@ -125,9 +125,7 @@ def _product(a_MK: Tensor, b_PK: Tensor, kind: torch.dtype, scaling: Scaling) ->
     a8_MK, scale_M = quantised(a_MK, kind, scaling)
     b8_PK, scale_P = quantised(b_PK, NUMBERS, scaling)
     # rowwise products of CUDA are bfloat16
-    return torch._scaled_mm(
-        a8_MK, b8_PK.t(), scale_a=scale_M, scale_b=scale_P.t(), out_dtype=torch.bfloat16
-    )
+    return torch._scaled_mm(a8_MK, b8_PK.t(), scale_a=scale_M, scale_b=scale_P.t(), out_dtype=torch.bfloat16)
 
 
 def quantised(x_MK: Tensor, kind: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:

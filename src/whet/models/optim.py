@@ -51,11 +51,12 @@ class Optimizer:
         precision: Precision | None = None,
         offload: bool = False,
         across: Alone | DataParallel | None = None,
+        others: Collection[str] = (),
     ) -> None:
         """total_steps: optimizer steps of the stage; updates_per_step: those of one training step. hidden: matrices
         between embedding and output, which muon takes. offload: moments and masters lie in the host's memory but for
-        the step. across: the ranks that gradients are added up over. Errors: ConfigError for a group without
-        parameters."""
+        the step. across: the ranks that gradients are added up over. others: parameters that learn on other
+        ranks alone. Errors: ConfigError for a group without parameters."""
         self.across = across or Alone()
         precision = precision or Precision()
         self.cfg, self.total_steps, self.updates_per_step = cfg, total_steps, updates_per_step
@@ -76,7 +77,7 @@ class Optimizer:
         wholes = Wholes(self.across, {p: name for name, p in self.masters.items()})
         self.inner: list[Inner] = [*_muon(inside, cfg, wholes), *_torch(rest, cfg, wholes)]
         self.owner = {p: inner for inner in self.inner for g in inner.param_groups for p in g["params"]}
-        if odd := [at for at in cfg.groups if not any(re.search(at, name) for name in self.masters)]:
+        if odd := [at for at in cfg.groups if not any(re.search(at, name) for name in (*self.masters, *others))]:
             raise ConfigError(
                 f"optimizer.groups: {odd[0]!r} is found in the name of no parameter that learns"
             )
@@ -241,9 +242,7 @@ def _torch(
     if not groups:
         return
     if cfg.state == "int8":
-        yield Adam8(
-            groups, betas=cfg.betas, eps=cfg.eps, decoupled=cfg.kind == "adamw", wholes=wholes
-        )
+        yield Adam8(groups, betas=cfg.betas, eps=cfg.eps, decoupled=cfg.kind == "adamw", wholes=wholes)
         return
     how = {"fused": cfg.implementation == "fused", "foreach": cfg.implementation == "foreach"}
     if cfg.kind == "sgd":

@@ -136,6 +136,11 @@ class Parallel:
         return self.stage is not None and (name in self.stage.owners or name.startswith("value_head."))
 
     @property
+    def learning(self) -> frozenset[str]:
+        """What learns of the model on any stage; empty where there is one."""
+        return frozenset() if self.stage is None else self.stage.learning
+
+    @property
     def ends(self) -> bool:
         """Whether this rank has the end of the layers, and with it what follows: output layer, head of a critic."""
         return self.stage is None or self.stage.last

@@ -1,8 +1,8 @@
 """The load-balancing term of mixtures of experts: routers that spread their choices evenly pay least.
 
-Switch Transformer, arXiv:2101.03961, eq. 4-6, as transformers computes it (`load_balancing_loss_func`): over all layers
-and tokens together, aux = X * sum_x f_x P_x, with f_x the choices of expert x and P_x the sum of its probabilities, both
-divided by the tokens. Even routers pay E, the experts of a token.
+Switch Transformer, arXiv:2101.03961, eq. 4-6, as transformers computes it (`load_balancing_loss_func`): over all
+layers and tokens together, aux = X * sum_x f_x P_x, with f_x the choices of expert x and P_x the sum of its
+probabilities, both divided by the tokens. Even routers pay E, the experts of a token.
 
 A product of means cannot be summed over micro-batches. But f has no gradient, so with the f of the whole minibatch
 given, the term is a sum over tokens, and any cut into micro-batches and ranks gives the same gradient. So choices are
@@ -203,8 +203,8 @@ class Balance:
         chosen_LX, likely_LX = self.found
         experts = chosen_LX.shape[1]
         share_L = chosen_LX.amax(1) / chosen_LX.sum(1).clamp(min=1e-9)
-        sums = torch.stack((share_L.sum(), share_L.new_tensor(len(share_L)), chosen_LX.sum(), likely_LX.sum()))
+        sums = torch.stack((share_L.sum(), share_L.new_tensor(len(share_L)), likely_LX.sum()))
         likely_X = self.stages(likely_LX.sum(0))
-        largest, layers, chosen, tokens = self.stages(sums).tolist()
+        largest, layers, tokens = self.stages(sums).tolist()
         term = experts * float(self.load_X @ likely_X) / max(tokens, 1e-9) ** 2
         return {"router_aux": term, "router_max_load": experts * largest / layers}

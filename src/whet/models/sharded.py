@@ -324,7 +324,7 @@ class DataParallel:
         if no_part(name, torch.empty(tuple(shape), device="meta")):
             return Region.whole(shape)
         region = self.parallel.region(name, shape)
-        wide = self.sharded.get(name, self.sharded.get(name.partition(".")[2]))
+        wide: Any = self.sharded.get(name, self.sharded.get(name.partition(".")[2]))
         for dim, placement in enumerate(wide.placements) if wide is not None else ():
             if placement.is_shard():
                 mesh, long = wide.device_mesh, region.here[placement.dim]

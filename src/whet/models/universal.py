@@ -9,7 +9,8 @@ Shape letters: U tokens to compute, V vocabulary, H query heads, K key/value hea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from whet.models.float8 import recomputing
 from whet.models.functional import STATIC_ROPE, rope_type
 from whet.models.kernels import Ops
 from whet.models.logprobs import Head, logits
+from whet.models.router import watching
 from whet.models.segments import Segments
 from whet.types import ConfigError
 
@@ -52,7 +54,12 @@ def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Ca
     def hidden(
         token_ids_U: Tensor, position_U: Tensor, attend: Attend, *, checkpoint: bool = False
     ) -> Tensor:
-        with _in_place(blocks, [_recomputed(f) for f in forwards] if checkpoint else forwards):
+        nothing = len(token_ids_U) == 0
+        if nothing:  # modules cannot compute that, and other ranks may wait for this one in the middle of them
+            token_ids_U, position_U = token_ids_U.new_zeros(1, *token_ids_U.shape[1:]), position_U.new_zeros(1)
+            attend = _Nobody(attend)
+        run = [_recomputed(f) for f in forwards] if checkpoint else forwards
+        with _in_place(blocks, run), watching() if nothing else nullcontext():
             out = base(
                 # a later part of a pipeline begins with the hidden states of the part before
                 **{"inputs_embeds" if token_ids_U.is_floating_point() else "input_ids": token_ids_U[None]},
@@ -61,9 +68,21 @@ def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Ca
                 use_cache=False,
                 plan=attend,
             )
-        return out.last_hidden_state[0]
+        states_UD: Tensor = out.last_hidden_state[0]
+        return states_UD[:0] if nothing else states_UD
 
     return hidden
+
+
+@dataclass(frozen=True)
+class _Nobody:
+    """Attention of no tokens at all, called with one that nobody asked for."""
+
+    inner: Attend
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Any) -> Tensor:
+        out_NHD = self.inner(layer, q_NHD[:0], k_NKD[:0], v_NKD[:0], **how)
+        return torch.cat((out_NHD, q_NHD.new_zeros(1, *out_NHD.shape[1:])))
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:

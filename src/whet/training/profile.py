@@ -67,8 +67,8 @@ class Profiler:
         return ranges
 
     def close(self) -> None:
-        """Write what a run that was stopped inside a window has recorded so far; nothing is recorded afterwards. Call it
-        while the ranks are there."""
+        """Write what a run that was stopped inside a window has recorded so far; no more is recorded. Call it while
+        the ranks are there."""
         self.tell("end", None)
         self.tell = _nobody
         self._stop_torch()

@@ -101,7 +101,7 @@ class _Rank:
         arguments = dict(role.arguments)
         # what is cut rests in its parts, which are fetched layer by layer
         rests, shards = arguments.pop("rests", False), role.dims.dp_shard > 1
-        sharding = replace(role.sharding, offload=rests and shards)
+        sharding = replace(role.sharding, offload=role.sharding.offload or (rests and shards))
         parallel = parallelize(model, mesh, role.dims, ep=ep, chunks=role.chunks)
         engine = TorchEngine(
             model,

@@ -172,6 +172,7 @@ class TorchEngine:
                 precision=cut.precision,
                 offload="optimizer" in cut.offload,
                 across=self.across,
+                others=self.parallel.learning | set(["value_head.weight", "value_head.bias"] if value_head else []),
             )
         self.max_skipped, self.skipped_in_a_row = max_skipped, 0
         self.device = self.home = next(model.parameters()).device
@@ -396,8 +397,10 @@ class TorchEngine:
         if not self.drops or self.optimizer is None or not torch.is_grad_enabled():
             return nullcontext()
         key = seeds.key(self.seed, "dropout", self.optimizer.step_count)
-        packed = layout(micro, share_prompts=self.cut.share_prompts)
-        return dropping(self.module, Noise(token_names(micro, packed)[self.parallel.share(packed).span], key))
+        share = self._share(micro)
+        name_T = token_names(micro, share.packed)[share.span]
+        # a rank without tokens may compute one in their place: see `universal.modules`
+        return dropping(self.module, Noise(name_T if len(name_T) else name_T.new_zeros(1), key))
 
     def _hidden(self, share: Share, x_TD: Tensor | None = None) -> Tensor:
         """[T, D] hidden states of this rank's tokens: those of the running part of a pipeline, made of the states

@@ -20,7 +20,10 @@ from whet.config.keys import Path, dotted
 from whet.config.tree import get, origin, path_of
 from whet.types import Json
 
-KEYS = (*map(native, (*DIMS, "engines", "nodes")), "train.offload", "train.compile")
+KEYS = (
+    *map(native, (*DIMS, "engines", "nodes")),
+    *("train.offload", "train.compile", "profile.tools", "profile.steps"),
+)
 """Native keys about devices."""
 
 Changes = dict[Path, tuple[Json, str]]
@@ -99,7 +102,16 @@ def _left_out(at: Path, found: Mapping[Path, Json], *, gpu: bool, ranks: int) ->
         rest = [name for name in found[offload] if name != "policy"]
         told = "the policy stays on the GPU: in one process rollouts are sampled from it"
         out[offload] = (rest or None, told)
-    return out
+    return out | ({} if gpu else _unrecorded(_path(at, "profile.tools"), _path(at, "profile.steps"), found))
+
+
+def _unrecorded(tools: Path, steps: Path, found: Mapping[Path, Json]) -> Changes:
+    """Without a GPU: torch's profiler alone."""
+    rest = [tool for tool in found.get(tools, ()) if tool == "torch"]
+    if tools not in found or rest == list(found[tools]):
+        return {}
+    told = "only torch's profiler works without a GPU, and none is here"
+    return {tools: (rest or None, told)} | ({} if rest else {steps: (None, told)} if steps in found else {})
 
 
 def _path(at: Path, key: str) -> Path:

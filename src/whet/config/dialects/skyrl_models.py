@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
+from whet.config.dialects.key import Key, derived, inert, mapped, translated
 from whet.config.dialects.layout import FITTED, like
 from whet.config.dialects.skyrl_learn import advantages, critic, kl, policy_loss, policy_optimizer
 from whet.config.dialects.skyrl_rules import (
@@ -12,6 +12,7 @@ from whet.config.dialects.skyrl_rules import (
     has_reference,
     layout,
     offload,
+    recorded,
     strategy,
 )
 from whet.config.dialects.skyrl_rules import sharding as shards
@@ -128,7 +129,15 @@ POLICY: tuple[Key, ...] = (
         default=False,
         harmless=(True,),
     ),
-    coming("trainer.policy.record_memory", "CUDA memory snapshots", default=False),
+    translated(
+        "trainer.policy.record_memory",
+        recorded,
+        "profile.tools",
+        "profile.steps",
+        default=False,
+        reason="Snapshots of CUDA's allocator with its history, of the first three steps (SkyRL: of every step). Left "
+        "out where there is no GPU.",
+    ),
 )
 
 CRITIC: tuple[Key, ...] = (

@@ -152,6 +152,12 @@ def strategy(v: Values) -> Mapping[str, Json]:
     return NOTHING
 
 
+def recorded(v: Values) -> Mapping[str, Json]:
+    """Snapshots of CUDA's allocator."""
+    wanted = flag(v, "trainer.policy.record_memory")
+    return {"profile.tools": ["memory"], "profile.steps": [1, 2, 3]} if wanted else NOTHING
+
+
 def ulysses(v: Values) -> Mapping[str, Json]:
     """The one backend that SkyRL has."""
     choose(v, "trainer.sequence_parallel_backend", {"ulysses": True})

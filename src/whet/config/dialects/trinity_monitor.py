@@ -37,6 +37,12 @@ def timeline(values: Values) -> Mapping[str, Json]:
     return {}
 
 
+def one_log(values: Values) -> Mapping[str, Json]:
+    """There is nothing to group."""
+    flag(values, "log.group_by_node")
+    return {}
+
+
 def monitor(values: Values) -> Mapping[str, Json]:
     """The tracker, beside the console and metrics.jsonl, with its project, group and arguments."""
     kind = str(values["monitor.monitor_type"])
@@ -188,7 +194,12 @@ LOG: tuple[Key, ...] = (
     translated(
         "log.level", log_level, "track.log_level", default="INFO", reason="of run.log and the console"
     ),
-    coming("log.group_by_node", "logs of several machines", default=False),
+    derived(
+        "log.group_by_node",
+        one_log,
+        default=False,
+        reason="the run writes one log, run.log, whatever the machines of its parts",
+    ),
 )
 
 _STUDIO = "a field of the config studio; in a file write"

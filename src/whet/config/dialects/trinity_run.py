@@ -456,6 +456,10 @@ MORE_RUN: tuple[Key, ...] = (
         default=False,
     ),
     coming("trainer.trainer_config_path", "the older name of trainer_config", default=""),
-    coming("synchronizer.wait_for_checkpoint", "weights by way of checkpoints", default=False),
+    at_any_value(
+        "synchronizer.wait_for_checkpoint",
+        "nobody sees a version of the weights before it is whole",
+        default=False,
+    ),
 )
 """Keys that the document leaves to the source code."""

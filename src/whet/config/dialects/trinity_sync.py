@@ -13,6 +13,7 @@ from whet.types import ConfigError, Json
 
 METHODS = ("nccl", "checkpoint", "memory", "online", "offline")
 AHEAD = ("dynamic_by_explorer", "dynamic_by_trainer", "explorer_driven", "trainer_driven", "fully_async")
+BY_EXPLORER = ("dynamic_by_explorer", "explorer_driven")
 
 
 def methods(values: Values) -> Mapping[str, Json]:
@@ -24,8 +25,9 @@ def methods(values: Values) -> Mapping[str, Json]:
 def ahead(values: Values) -> Mapping[str, Json]:
     """How far exploring is ahead of training.
 
-    fixed: sync_offset steps. In the other styles as far as staleness_control lets it be, whoever asks for the weights:
-    rollouts of step s have version s - max_staleness at least, of which sync_interval steps lie between two syncs.
+    fixed: sync_offset steps. In the other styles as far as staleness_control lets it be: rollouts of step s have
+    version s - max_staleness at least, of which sync_interval steps lie between two syncs. Without it, as far as one
+    more interval: here exploring has a bound, there it has none but the queue.
     """
     style = str(values["synchronizer.sync_style"])
     known_as(style, dict.fromkeys(("fixed", *AHEAD)), key="synchronizer.sync_style")
@@ -42,16 +44,16 @@ def ahead(values: Values) -> Mapping[str, Json]:
             f"synchronizer.sync_offset: {offset} has no meaning with sync_style: {style}; write 0."
         )
     most, interval = bound(values), count(values, "synchronizer.sync_interval")
-    if most is None or most < interval:
+    if most is not None and most < interval:
         raise Unbuilt(
-            f"synchronizer.sync_style: {style} with rollouts of any age is coming, not built yet; here with "
-            f"algorithm.sample_strategy: staleness_control and sample_strategy_args.max_staleness >= {interval} "
-            "(sync_interval), or fixed."
+            f"algorithm.sample_strategy_args.max_staleness: {most} is coming, not built yet: with sync_style: {style} "
+            f"rollouts are up to sync_interval = {interval} versions old; write {interval} at least."
         )
     return {
         "rollout.schedule": "free",
         "rollout.partial": style == "fully_async",
-        "rollout.max_staleness": most - interval,
+        "rollout.max_staleness": interval if most is None else most - interval,
+        "sync.driven_by": "explorer" if style in BY_EXPLORER else "trainer",
     }
 
 
@@ -83,8 +85,10 @@ def sync_interval(values: Values) -> Mapping[str, Json]:
 
 
 _ASYNC = (
-    "fixed: exploring is sync_offset steps ahead. The others: as far as sample_strategy staleness_control allows "
-    "(max_staleness - sync_interval), which must be given"
+    "fixed: exploring is sync_offset steps ahead, and where explorers are processes of their own no rollout is older "
+    "than there, but who is faster says which version plays which task. The others: as far ahead as sample_strategy "
+    "staleness_control allows (max_staleness - sync_interval), without it sync_interval steps, where there only the "
+    "queue is a bound; whose steps count is sync.driven_by; fully_async lets rollouts in flight go on under new weights"
 )
 
 SYNCHRONIZER: tuple[Key, ...] = (
@@ -116,6 +120,7 @@ SYNCHRONIZER: tuple[Key, ...] = (
         "rollout.schedule",
         "rollout.partial",
         "rollout.max_staleness",
+        "sync.driven_by",
         default="fixed",
         reason=_ASYNC,
     ),

@@ -189,8 +189,8 @@ def offload(values: Values) -> Mapping[str, Json]:
     moments, other = (every[who] or values[key] for who, key in (("actor", of_actor), ("critic", of_critic)))
     if ppo and other != moments:
         raise Unbuilt(
-            f"{of_critic} (or offload_policy): {other} beside {of_actor}: {moments} is coming, not built yet: the "
-            "optimizers of policy and critic rest in one place. Give both the same value."
+            f"{of_critic}, or {at['critic']}.fsdp_config.offload_policy: {other} beside {of_actor}: {moments} is "
+            "coming, not built yet: the optimizers of policy and critic rest in one place. Give both the same value."
         )
     there = {
         "optimizer": moments,

@@ -21,6 +21,7 @@ from whet.types import ConfigError
 
 RM = "reward_model"
 _ONE = "Rollouts are read one at a time, so that no cut changes a score."
+_WHOLE = "One process holds it whole; no number changes."
 _LATER = "sharded, offloaded or trained reward models; read there only with reward_model.enable=True"
 
 
@@ -128,10 +129,16 @@ KEYS: tuple[Key, ...] = (
         f"{RM}.strategy",
         is_one_of(f"{RM}.strategy", "fsdp", "fsdp2", "megatron"),
         default="fsdp",
-        reason="One process holds it whole.",
+        reason=_WHOLE,
     ),
-    later("model.fsdp_config.min_num_params", 0),
     later("model.fsdp_config.param_offload", False),
-    later("model.fsdp_config.wrap_policy.min_num_params", 0),
-    later("ulysses_sequence_parallel_size", 1),
+    *(
+        derived(f"{RM}.{name}", at_least(f"{RM}.{name}", least), default=default, reason=_WHOLE)
+        for name, default, least in (
+            ("model.fsdp_config.min_num_params", 0, 0),
+            ("model.fsdp_config.wrap_policy.min_num_params", 0, 0),
+            ("model.fsdp_config.fsdp_size", -1, -1),
+            ("ulysses_sequence_parallel_size", 1, 1),
+        )
+    ),
 )

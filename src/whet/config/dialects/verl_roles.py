@@ -179,7 +179,6 @@ ROLES: tuple[Key, ...] = (
         for name, default in (
             ("use_shm", False),
             ("use_fused_kernels", False),
-            ("fsdp_config.fsdp_size", -1),
             ("fsdp_config.reshard_after_forward", True),
             ("fsdp_config.forward_prefetch", False),
             ("fsdp_config.wrap_policy.transformer_layer_cls_to_wrap", None),

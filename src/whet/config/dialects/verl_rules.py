@@ -210,10 +210,10 @@ def offloaded(v: Values) -> Native:
             for key, at in zip(keys, (mine, other))
         )
         if has_critic(v) and wanted != wanted_too:
-            told = keys if name != "optimizer" else tuple(f"{key} (or offload_policy)" for key in keys)
+            either = {at: f" or {at}.offload_policy" if name == "optimizer" else "" for at in (mine, other)}
             raise Unbuilt(
-                f"{told[1]}={wanted_too} beside {told[0]}={wanted} is coming, not built yet: here policy and critic do "
-                "it alike; give both the same value"
+                f"{keys[1]}{either[other]}: {wanted_too} beside {keys[0]}{either[mine]}: {wanted} is coming, not built "
+                "yet: here policy and critic do it alike; give both the same value"
             )
         names += [name] if wanted else []
     compares = (flag(v, f"{ACTOR}.use_kl_loss") and number(v, f"{ACTOR}.kl_loss_coef")) or (

@@ -16,9 +16,10 @@ class Precision(Section):
     differ a little. Default: the parameters' own."""
     float8: Literal["rowwise", "tensorwise"] | None = None
     """Compute the matrix products inside the trained models in 8 bits, forward and backward, scaled by the largest
-    number of each row and column (rowwise: closer) or of each tensor (tensorwise: faster). Parameters, gradients, norms,
-    attention, routers and the output layer stay as they are. For GPUs that have such products (compute capability 8.9:
-    L4, H100 ...); on a CPU it works, and is slow. Sampled and trained log-probs differ."""
+    number of each row and column (rowwise: closer) or of each tensor (tensorwise: faster). Parameters, gradients,
+    norms, attention, routers, the output layer and matrices with a side that 16 does not divide stay as they are. For
+    GPUs that have such products (compute capability 8.9: L4, H100 ...); on a CPU it works, and is slow. Sampled and
+    trained log-probs differ, and how a batch is cut changes the rounding."""
     reduce: Literal["float32"] | None = None
     """Dtype in which the gradients of all micro-batches are summed, where parameters are not float32: two more bytes a
     parameter, and small gradients are not lost. Default: the parameters' own."""
