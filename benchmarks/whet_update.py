@@ -84,7 +84,8 @@ def engine_of(case: dict[str, Any], variant: Variant, dtype: Any) -> Any:
 
     from whet.config.schema import Optimizer
     from whet.models import kernels
-    from whet.training.torch import Cut, TorchEngine
+    from whet.training.cut import Cut
+    from whet.training.torch import TorchEngine
 
     return TorchEngine(
         make_model(case, dtype),

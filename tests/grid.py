@@ -24,8 +24,9 @@ from whet.models.load import value_head
 from whet.models.lora import attach, learned, refresh
 from whet.models.mesh import Dims
 from whet.models.sharded import Sharding
+from whet.training.cut import Cut
 from whet.training.ranks import RankGroup, Ranks
-from whet.training.torch import Cut, FullKl, TorchEngine
+from whet.training.torch import FullKl, TorchEngine
 
 
 @dataclass(frozen=True)

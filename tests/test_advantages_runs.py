@@ -16,7 +16,7 @@ from whet.batch import pack
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.models.logprobs import Head, collisions
-from whet.training.torch import Cut
+from whet.training.cut import Cut
 from whet.types import ConfigError, WhetError
 
 ROOT = Path(__file__).parents[1]

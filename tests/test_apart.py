@@ -38,7 +38,8 @@ from whet.models.lora import adapted, attach, refresh
 from whet.rollout.native.engine import NativeEngine
 from whet.sync.manifest import describe
 from whet.sync.weights import publish, sync
-from whet.training.torch import Cut, TorchEngine
+from whet.training.cut import Cut
+from whet.training.torch import TorchEngine
 from whet.types import ConfigError, Group, Rollout, Task, WhetError
 
 STEPS = 32

@@ -30,7 +30,8 @@ from whet import checkpoint
 from whet.checkpoint import Keep, Saver
 from whet.config.schema import Optimizer
 from whet.models import kernels
-from whet.training.torch import Cut, TorchEngine
+from whet.training.cut import Cut
+from whet.training.torch import TorchEngine
 from whet.types import CheckpointError, WhetError
 
 ROOT = Path(__file__).parents[1]

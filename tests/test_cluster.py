@@ -283,9 +283,7 @@ def test_a_setting_has_an_effect(key: str, monkeypatch: pytest.MonkeyPatch) -> N
             return Replica(name, cluster.RayEngine(None, hello, version=-1))
 
         monkeypatch.setattr(cluster, "connect", lambda address, model: told.update(address=address))
-        monkeypatch.setattr(
-            cluster, "place", lambda bundle, count, **how: told.update(bundle=bundle, **how)
-        )
+        monkeypatch.setattr(cluster, "place", lambda bundle, count, **how: told.update(bundle=bundle, **how))
         monkeypatch.setattr(cluster, "node_id", lambda: "here")
         monkeypatch.setattr(cluster, "start_replica", start)
         told["router"] = open_replicas(load(None, overrides, with_replicas(1)))[0]

@@ -13,7 +13,8 @@ from test_train_torch import pg_loss, weighted
 from tiny import tiny_model
 from whet.config.schema import Optimizer, Schedule
 from whet.models import kernels
-from whet.training.torch import Cut, TorchEngine
+from whet.training.cut import Cut
+from whet.training.torch import TorchEngine
 from whet.types import ConfigError
 
 OPS = kernels.load("auto")

@@ -17,7 +17,8 @@ from whet.config.schema import Kl, Optimizer, RewardKl
 from whet.models import kernels
 from whet.models.divergence import full_kl
 from whet.models.logprobs import Head
-from whet.training.torch import Cut, FullKl, TorchEngine
+from whet.training.cut import Cut
+from whet.training.torch import FullKl, TorchEngine
 from whet.types import WhetError
 
 A, D, V = 7, 5, 11

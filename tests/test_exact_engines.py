@@ -16,7 +16,8 @@ from whet.batch import pack
 from whet.models import kernels
 from whet.rollout.episode import play_groups
 from whet.rollout.native.engine import NativeEngine
-from whet.training.torch import Cut, TorchEngine
+from whet.training.cut import Cut
+from whet.training.torch import TorchEngine
 from whet.types import Group, Sampling, Task
 
 GROUPS, SIZE = 21, 8

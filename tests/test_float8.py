@@ -16,7 +16,8 @@ from whet.config.schema import Optimizer
 from whet.models import float8, kernels, router
 from whet.models.float8 import GRADIENTS, NUMBERS, products, quantised
 from whet.models.lora import learned
-from whet.training.torch import Cut, TorchEngine
+from whet.training.cut import Cut
+from whet.training.torch import TorchEngine
 from whet.types import ConfigError
 
 BIG = Optimizer(kind="sgd", lr=1024.0, grad_clip=None)

@@ -20,7 +20,8 @@ from whet.batch import Batch
 from whet.config.schema import Algorithm, Critic
 from whet.held_out import given, held_out
 from whet.models import kernels
-from whet.training.torch import Cut, TorchEngine
+from whet.training.cut import Cut
+from whet.training.torch import TorchEngine
 from whet.types import DataError, Group, Json, Rollout, Task
 
 ROOT = Path(__file__).parents[1]

@@ -146,7 +146,8 @@ def test_ray_stays_in_its_package():
         for name, tree in modules().items()
         if "ray" in {i.partition(".")[0] for i in imports(name, tree)}
     }
-    assert users and all(name.startswith("whet.cluster.") for name in users)
+    assert users
+    assert all(name.startswith("whet.cluster.") for name in users)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ from whet.models.load import export
 from whet.models.lora import _Adapted, adapted, attach, export_adapter, learned, merged, refresh, twin
 from whet.models.muon import Muon
 from whet.models.trainable import choose
-from whet.training.torch import Cut, TorchEngine
+from whet.training.cut import Cut
+from whet.training.torch import TorchEngine
 from whet.types import CheckpointError, ConfigError
 
 IDS = torch.arange(2, 14)[None]

@@ -23,7 +23,8 @@ from whet.batch import Batch, Loss, Outputs, micro_batches, pack, select
 from whet.config import schema
 from whet.config.recipes import resolve
 from whet.models import kernels
-from whet.training.torch import Cut, TorchEngine
+from whet.training.cut import Cut
+from whet.training.torch import TorchEngine
 from whet.types import ConfigError
 
 LOW, HIGH = 0.2, 0.28

@@ -16,7 +16,8 @@ from whet.models import kernels
 from whet.models.muon import COEFFICIENTS, STEPS, Muon, direction
 from whet.models.optim import Optimizer as Opt
 from whet.models.sharded import Alone, Wholes
-from whet.training.torch import Cut, TorchEngine
+from whet.training.cut import Cut
+from whet.training.torch import TorchEngine
 from whet.types import CheckpointError, ConfigError
 
 SHAPES = {"wide": (3, 5), "tall": (6, 2), "experts": (2, 4, 3), "bias": (5,)}

@@ -22,7 +22,8 @@ from whet.models.offload import kept_on_host
 from whet.models.optim import Optimizer as Opt
 from whet.models.precision import LARGEST, LossScale
 from whet.training import torch as engines
-from whet.training.torch import Cut, TorchEngine
+from whet.training.cut import Cut
+from whet.training.torch import TorchEngine
 from whet.types import ConfigError
 
 # ---------------------------------------------------------------- float16

@@ -22,9 +22,10 @@ from whet.config.schema import Profile, Train
 from whet.models import kernels
 from whet.track.record import read_lines
 from whet.training import profile
+from whet.training.cut import Cut
 from whet.training.profile import Profiler, schedule, window
 from whet.training.throughput import Meter, Work, batch_flops, meter_of, peak_flops, work_of
-from whet.training.torch import Cut, TorchEngine
+from whet.training.torch import TorchEngine
 from whet.types import ConfigError
 
 NONE, WARM, RECORD, SAVE = (

@@ -81,7 +81,9 @@ def test_experts_and_parts_of_a_pipeline_are_started(monkeypatch: pytest.MonkeyP
     seen: list[int] = []
     monkeypatch.setattr(whet.stages, "RankGroup", lambda *args, chunks, **how: seen.append(chunks))
     for chunks in (1, 2):
-        cfg = given("model.scratch.layers=4", "train.parallel.pp=2", f"train.parallel.pipeline_chunks={chunks}")
+        cfg = given(
+            "model.scratch.layers=4", "train.parallel.pp=2", f"train.parallel.pipeline_chunks={chunks}"
+        )
         whet.stages._engine(None, cfg.stages[0], "policy", None, ranks=True)  # type: ignore[arg-type]
     assert seen == [1, 2]
 
@@ -100,17 +102,26 @@ def test_all_gpus_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["train.parallel.pp=2", "train.parallel.pipeline_chunks=2"], "2 layers cannot be spread over 4 parts"),
+        (
+            ["train.parallel.pp=2", "train.parallel.pipeline_chunks=2"],
+            "2 layers cannot be spread over 4 parts",
+        ),
         (["train.parallel.pipeline_chunks=2"], "layers are not spread"),
         (["train.parallel.ep=2"], "2 does not divide dp_shard=1"),
-        (["train.parallel.dp_shard=2", "train.parallel.ep=2"], "has no experts|model's 0 experts; set it to 1"),
+        (
+            ["train.parallel.dp_shard=2", "train.parallel.ep=2"],
+            "has no experts|model's 0 experts; set it to 1",
+        ),
         (["train.parallel.dp_shard=-1"], "trains on the CPU; give the number of ranks"),
         (["train.parallel.dp_shard=0"], "0: at least 1"),
         (["train.parallel.dp_replicate=16"], "16 ranks would share the 8 rollouts"),
         (["train.parallel.dp_replicate=2", "machine.exact=on"], "measured, not proved"),
         (["train.parallel.dp_replicate=2", "train.parallel.prefetch=2"], "no tensor is cut"),
         (["train.parallel.timeout_s=5"], "no ranks"),
-        (["train.parallel.dp_shard=2", "train.parallel.ep=2", "train.compile=true"], "tokens that travel between"),
+        (
+            ["train.parallel.dp_shard=2", "train.parallel.ep=2", "train.compile=true"],
+            "tokens that travel between",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(overrides: list[str], said: str) -> None:

@@ -16,7 +16,8 @@ from whet.batch import Batch, Loss, Outputs, pack, select
 from whet.models import kernels, router
 from whet.models.lora import learned
 from whet.models.mesh import Dims
-from whet.training.torch import Cut, TorchEngine
+from whet.training.cut import Cut
+from whet.training.torch import TorchEngine
 from whet.types import ConfigError
 
 AUX = replace(CUT, router_aux=0.7)

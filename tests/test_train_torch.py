@@ -13,7 +13,8 @@ from whet.batch import Batch, Loss, Outputs, pack
 from whet.config.schema import Optimizer, Schedule, Train
 from whet.models import kernels
 from whet.models.load import value_head
-from whet.training.torch import Cut, TorchEngine
+from whet.training.cut import Cut
+from whet.training.torch import TorchEngine
 from whet.types import CheckpointError, Group, Rollout, Task, WhetError
 
 

@@ -52,7 +52,9 @@ def test_an_explorer_runs_ahead_by_the_offset() -> None:
         ("fully_async", True, "trainer"),
     ],
 )
-def test_the_other_styles_run_ahead_as_far_as_staleness_control_says(style: str, partial: bool, by: str) -> None:
+def test_the_other_styles_run_ahead_as_far_as_staleness_control_says(
+    style: str, partial: bool, by: str
+) -> None:
     """A sync every 2 steps and max_staleness 5: step s takes versions s - 5 on, which are 4 older than its own, s - 1;
     one of the 4 comes from the interval. Without a bound they run one interval ahead."""
     free = {

@@ -118,7 +118,8 @@ def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None) -> No
     from whet.models.exports import writer
     from whet.models.load import build
     from whet.models.lora import attach
-    from whet.training.torch import Cut, TorchEngine
+    from whet.training.cut import Cut
+    from whet.training.torch import TorchEngine
 
     cfg = loaded.config
     sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.expert, *c.data.eval)]

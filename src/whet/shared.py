@@ -40,7 +40,8 @@ from whet.track.display import Display
 from whet.track.record import RunDirectory
 from whet.track.timeline import SAMPLING, Timeline
 from whet.track.trackers import Tracker, open_trackers
-from whet.training.torch import Cut, TorchEngine
+from whet.training.cut import Cut
+from whet.training.torch import TorchEngine
 from whet.types import ConfigError
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet import seeds
@@ -60,10 +59,11 @@ from whet.sync.exchange import Publisher, publisher_of
 from whet.sync.files import Files
 from whet.sync.weights import hand_over, sync
 from whet.track.timeline import OPEN_STAGE, START_UP, STEPS
+from whet.training.cut import Cut
 from whet.training.profile import Profiler
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.throughput import meter_of
-from whet.training.torch import MICRO_BATCH, Cut, FullKl, TorchEngine
+from whet.training.torch import MICRO_BATCH, FullKl, TorchEngine
 from whet.types import CheckpointError, Group, Json, Sampling, Task
 
 log = logging.getLogger(__name__)

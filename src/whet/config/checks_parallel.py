@@ -43,7 +43,10 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
             "not proved; use auto",
         )
     if train.compile and p.ep > 1:
-        yield "train.compile", "true: torch.compile is not tried with tokens that travel between experts (ep); set ep=1"
+        yield (
+            "train.compile",
+            "true: torch.compile is not tried with tokens that travel between experts (ep); set ep=1",
+        )
     if shards(p) > 1 or p.tp > 1:
         yield from _cut(cfg)
 

@@ -124,7 +124,9 @@ def _others(plan: Plan) -> list[str]:
     """Ranks and replicas, a line each."""
     return [
         f"{place.name} of {place.count}: at most {size(place.most.total)}, in the {place.most.name} ("
-        + ", ".join(f"{size(n)} {k}" for k, n in sorted(place.most.parts.items(), key=lambda x: -x[1])[:4] if n)
+        + ", ".join(
+            f"{size(n)} {k}" for k, n in sorted(place.most.parts.items(), key=lambda x: -x[1])[:4] if n
+        )
         + ")"
         for place in footprint.places(plan)[1:]
     ]

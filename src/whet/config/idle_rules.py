@@ -30,7 +30,10 @@ MIXES: Condition = {"condition": "mixes"}
 REMOTE: Condition = {"key": "track.trackers", "holds": ["wandb", "mlflow", "swanlab"]}
 RANKED: Condition = {
     "any": [
-        *({"key": f"train.parallel.{dim}", "above": 1} for dim in ("dp_replicate", "dp_shard", "tp", "cp", "pp")),
+        *(
+            {"key": f"train.parallel.{dim}", "above": 1}
+            for dim in ("dp_replicate", "dp_shard", "tp", "cp", "pp")
+        ),
         {"key": "train.parallel.dp_shard", "is": -1},
     ]
 }
@@ -229,9 +232,17 @@ SAMPLING = (
         {"key": "rollout.engine", "is": "native"},
         "rollout.engine={cfg.rollout.engine} runs in the trainer's process only",
     ),
-    Rule(("cluster",), in_cluster(*IN_CLUSTER), "rollout.replicas is 0, and neither ranks, rewards nor explorers live in the cluster"),
+    Rule(
+        ("cluster",),
+        in_cluster(*IN_CLUSTER),
+        "rollout.replicas is 0, and neither ranks, rewards nor explorers live in the cluster",
+    ),
     Rule(under("cluster", "gpus"), in_cluster("replicas", "explorers"), "it is about replicas and explorers"),
-    Rule(under("cluster", "cpus"), in_cluster("replicas", "ranks", "explorers"), "the reward hosts have guard.workers"),
+    Rule(
+        under("cluster", "cpus"),
+        in_cluster("replicas", "ranks", "explorers"),
+        "the reward hosts have guard.workers",
+    ),
     Rule(
         ("cluster.restarts",),
         in_cluster("replicas", "reward_hosts", "explorers"),
@@ -499,7 +510,12 @@ RUN = (
 PARALLEL = (
     Rule(
         under("train.parallel", "reshard_after_forward", "wrap_min_parameters", "prefetch"),
-        {"any": [{"key": "train.parallel.dp_shard", "above": 1}, {"key": "train.parallel.dp_shard", "is": -1}]},
+        {
+            "any": [
+                {"key": "train.parallel.dp_shard", "above": 1},
+                {"key": "train.parallel.dp_shard", "is": -1},
+            ]
+        },
         "train.parallel.dp_shard is 1, so no tensor is cut",
     ),
     Rule(

@@ -132,7 +132,9 @@ class Cut:
         """What of a region `part` keeps."""
         size = region.here[self.dim] // self.blocks
         span = self.peers.span(size)
-        return region.cut(self.dim, [(n * size + span.start, n * size + span.stop) for n in range(self.blocks)])
+        return region.cut(
+            self.dim, [(n * size + span.start, n * size + span.stop) for n in range(self.blocks)]
+        )
 
     @torch.no_grad()
     def whole(self, part: Tensor) -> Tensor:

@@ -77,7 +77,9 @@ class Optimizer:
         wholes = Wholes(self.across, {p: name for name, p in self.masters.items()})
         self.inner: list[Inner] = [*_muon(inside, cfg, wholes), *_torch(rest, cfg, wholes)]
         self.owner = {p: inner for inner in self.inner for g in inner.param_groups for p in g["params"]}
-        if odd := [at for at in cfg.groups if not any(re.search(at, name) for name in (*self.masters, *others))]:
+        if odd := [
+            at for at in cfg.groups if not any(re.search(at, name) for name in (*self.masters, *others))
+        ]:
             raise ConfigError(
                 f"optimizer.groups: {odd[0]!r} is found in the name of no parameter that learns"
             )

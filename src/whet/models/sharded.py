@@ -203,7 +203,9 @@ class DataParallel:
         if self.expert_mesh is None or self.expert_mesh["expert_shard"].size() == 1:
             return own
         mesh = self.expert_mesh
-        over = mesh["dp_replicate", "expert_shard"] if mesh["dp_replicate"].size() > 1 else mesh["expert_shard"]
+        over = (
+            mesh["dp_replicate", "expert_shard"] if mesh["dp_replicate"].size() > 1 else mesh["expert_shard"]
+        )
         for module in list(model.modules()):
             if any(p in own for p in module.parameters(recurse=False)):
                 fully_shard(module, mesh=over, **how)
@@ -256,7 +258,9 @@ class DataParallel:
                 p.grad = torch.zeros_like(p)
         gradients = {n: p.grad for n, p in rest.items() if p.grad is not None}
         for bucket in _buckets([*gradients.values(), *(g for n, g in wide.items() if n in rest)]):
-            flat = torch.cat([g.flatten() for g in bucket]).to(self.mesh.device_type)  # some may be on the host
+            flat = torch.cat([g.flatten() for g in bucket]).to(
+                self.mesh.device_type
+            )  # some may be on the host
             dist.all_reduce(flat, group=group)
             for g, summed in zip(bucket, flat.split([g.numel() for g in bucket])):
                 g.copy_(summed.view_as(g))

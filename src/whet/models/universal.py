@@ -55,8 +55,13 @@ def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Ca
         token_ids_U: Tensor, position_U: Tensor, attend: Attend, *, checkpoint: bool = False
     ) -> Tensor:
         nothing = len(token_ids_U) == 0
-        if nothing:  # modules cannot compute that, and other ranks may wait for this one in the middle of them
-            token_ids_U, position_U = token_ids_U.new_zeros(1, *token_ids_U.shape[1:]), position_U.new_zeros(1)
+        if (
+            nothing
+        ):  # modules cannot compute that, and other ranks may wait for this one in the middle of them
+            token_ids_U, position_U = (
+                token_ids_U.new_zeros(1, *token_ids_U.shape[1:]),
+                position_U.new_zeros(1),
+            )
             attend = _Nobody(attend)
         run = [_recomputed(f) for f in forwards] if checkpoint else forwards
         with _in_place(blocks, run), watching() if nothing else nullcontext():
@@ -87,9 +92,7 @@ class _Nobody:
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The same, computed again in the backward pass. (transformers' own switch needs train(), hence dropout.)"""
-    return partial(
-        recompute, forward, use_reentrant=False, preserve_rng_state=False, context_fn=recomputing
-    )
+    return partial(recompute, forward, use_reentrant=False, preserve_rng_state=False, context_fn=recomputing)
 
 
 @contextmanager

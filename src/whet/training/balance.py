@@ -133,4 +133,8 @@ def _idle(batch: Batch) -> Batch:
     group = torch.nonzero(batch.group_R == batch.group_R[0]).flatten()
     one = select(batch, group)
     never_R = torch.zeros(one.rollouts)
-    return one if one.weight_N is None else replace(one, weight_N=torch.zeros_like(one.weight_N), count_R=never_R)
+    return (
+        one
+        if one.weight_N is None
+        else replace(one, weight_N=torch.zeros_like(one.weight_N), count_R=never_R)
+    )

@@ -35,9 +35,10 @@ from whet.models.sharded import Sharding
 from whet.tables import loaded_files
 from whet.training import parts
 from whet.training.balance import Dealt, deal
+from whet.training.cut import Cut
 from whet.training.rank import Hello, Role
 from whet.training.sums import Sums
-from whet.training.torch import Cut, FullKl
+from whet.training.torch import FullKl
 from whet.types import CheckpointError, ConfigError, Metrics, WhetError
 
 _ERRORS = {e.__name__: e for e in (CheckpointError, ConfigError, WhetError)}

@@ -10,9 +10,9 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,6 @@ from whet import seeds
 from whet.algos.segments import need
 from whet.batch import Batch, Loss, LossFn, Outputs, micro_batches
 from whet.config.schema import Optimizer as OptimizerConfig
-from whet.config.schema import Precision, Train
-from whet.config.sizes import micro_tokens
 from whet.models.attention import PackedAttention
 from whet.models.context_parallel import Share
 from whet.models.divergence import full_kl
@@ -42,6 +40,7 @@ from whet.models.router import Balance, gates, hook, uses
 from whet.models.sharded import Alone, DataParallel, local, within
 from whet.models.tensor_files import Piece, opened, pieces, write
 from whet.training.balance import Dealt
+from whet.training.cut import Cut
 from whet.training.sums import Sums
 from whet.types import CheckpointError, Metrics, WhetError
 
@@ -49,72 +48,6 @@ T = TypeVar("T")
 
 MICRO_BATCH = "micro-batch"
 """Span of one micro-batch: from the moment it is dealt out until the next is asked for."""
-
-
-class Limits(TypedDict):
-    """How large a micro-batch may be: arguments of `batch.micro_batches`."""
-
-    max_tokens: int | None
-    max_rollouts: int | None
-    shared: bool
-    whole_groups: bool
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a batch is cut for memory, and what is computed."""
-
-    max_tokens: int | None = 4096
-    max_rollouts: int | None = None
-    """Given, it is what counts."""
-    forward_tokens: int | None = None
-    forward_rollouts: int | None = None
-    """Without gradient; neither given: as with."""
-    share_prompts: bool = True
-    checkpoint: bool = False
-    whole_groups: bool = False
-    entropy_grad: bool = False
-    temperature: float = 1.0
-    precision: Precision = field(default_factory=Precision)
-    offload: tuple[str, ...] = ()
-    """train.offload: what goes to the host while it is not needed."""
-    compile: bool = False
-    router_aux: float = 0.0
-    """Coefficient of the load-balancing term, where there is an optimizer."""
-
-    def limits(self, *, learns: bool) -> Limits:
-        """What `micro_batches` asks for, with gradients or without."""
-        tokens, rollouts = self.max_tokens, self.max_rollouts
-        if not learns and (self.forward_tokens or self.forward_rollouts):
-            tokens, rollouts = self.forward_tokens, self.forward_rollouts
-        return Limits(
-            max_tokens=tokens,
-            max_rollouts=rollouts,
-            shared=self.share_prompts,
-            whole_groups=self.whole_groups,
-        )
-
-    @staticmethod
-    def of(
-        train: Train, model: PreTrainedModel, *, whole_groups: bool, entropy_grad: bool, temperature: float
-    ) -> Cut:
-        width = model.config.get_text_config().hidden_size
-        tokens = train.micro_tokens or micro_tokens(model.device.type, width)
-        return Cut(
-            max_tokens=None if train.micro_rollouts else tokens,
-            max_rollouts=train.micro_rollouts,
-            forward_tokens=train.micro_tokens_forward,
-            forward_rollouts=train.micro_rollouts_forward,
-            share_prompts=train.share_prompts,
-            checkpoint=train.gradient_checkpointing,
-            whole_groups=whole_groups,
-            entropy_grad=entropy_grad,
-            temperature=temperature,
-            precision=train.precision,
-            offload=train.offload,
-            compile=train.compile,
-            router_aux=train.router_aux_coef,
-        )
 
 
 @dataclass(frozen=True)
@@ -172,7 +105,8 @@ class TorchEngine:
                 precision=cut.precision,
                 offload="optimizer" in cut.offload,
                 across=self.across,
-                others=self.parallel.learning | set(["value_head.weight", "value_head.bias"] if value_head else []),
+                others=self.parallel.learning
+                | set(["value_head.weight", "value_head.bias"] if value_head else []),
             )
         self.max_skipped, self.skipped_in_a_row = max_skipped, 0
         self.device = self.home = next(model.parameters()).device
@@ -204,7 +138,9 @@ class TorchEngine:
         said = self._collisions if want == "collision" else self._said
         with self.span(f"forward {want}"), self._awake():
             if self.parallel.stage is not None:
-                self._flow(batch, lambda at, micro, hidden_AD, at_A: parts.append(said(micro, hidden_AD, at_A)))
+                self._flow(
+                    batch, lambda at, micro, hidden_AD, at_A: parts.append(said(micro, hidden_AD, at_A))
+                )
             else:
                 for micro in self._micro(batch):
                     parts.append(within(self.module, self._alone, said, micro.to(self.device)))
@@ -438,7 +374,12 @@ class TorchEngine:
                 self._flow(batch, lambda at, micro, hidden_AD, at_A: hidden_AD)
             else:
                 for micro in self._micro(batch):
-                    within(self.module, self._alone, lambda micro, hidden_AD, at_A: hidden_AD, micro.to(self.device))
+                    within(
+                        self.module,
+                        self._alone,
+                        lambda micro, hidden_AD, at_A: hidden_AD,
+                        micro.to(self.device),
+                    )
         self.across.done(self.module)
 
     def _share(self, batch: Batch) -> Share:

@@ -13,8 +13,8 @@ class Sync(Section):
 
     method: Literal["auto", "files", "object_store", "collective", "ipc"] = "auto"
     """The way. files: a folder for each version in run_dir/weights, for explorers of their own (their auto).
-    object_store: Ray's, for engine replicas (their auto). collective: one broadcast from the trainer to all replicas, by
-    gloo between CPUs and NCCL between GPUs, for replicas on several machines. ipc: handles of GPU memory."""
+    object_store: Ray's, for engine replicas (their auto). collective: one broadcast from the trainer to all replicas,
+    by gloo between CPUs and NCCL between GPUs, for replicas on several machines. ipc: handles of GPU memory."""
     content: Literal["auto", "full", "delta", "adapters"] = "auto"
     """What travels. full: every weight, every time. delta: what has changed, which pays where part of the model is
     frozen. adapters: those of model.lora, without the model under them; the receivers merge them and prove that they
@@ -26,7 +26,7 @@ class Sync(Section):
     """What the numbers are cast to before they travel. auto: as they are, so nothing is lost. A narrower one is faster,
     and the rollouts then come from other weights than are trained."""
     timeout_s: Above0 = 600.0
-    """Longest wait for one version to be taken by all replicas, of an explorer for a sign of its trainer, and of a bench
-    for the next checkpoint. A replica that is late is dropped."""
+    """Longest wait for one version to be taken by all replicas, of an explorer for a sign of its trainer, and of a
+    bench for the next checkpoint. A replica that is late is dropped."""
     keep: Positive = 2
     """method=files: versions that stay on disk. A reader that is slower than so many takes a newer one."""
