@@ -23,13 +23,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import whet
-import whet.training.torch as engine_module
 from test_checkpoint_options import CONFIG, LAST, WEIGHTS, refused, same, steps_of
 from tiny import tiny_model
 from whet import checkpoint
 from whet.checkpoint import Keep, Saver
 from whet.config.schema import Optimizer
-from whet.models import kernels
+from whet.models import kernels, tensor_files
 from whet.training.cut import Cut
 from whet.training.torch import TorchEngine
 from whet.types import CheckpointError, WhetError
@@ -197,12 +196,12 @@ def test_what_cannot_be_copied_is_refused(tmp_path: Path) -> None:
 
 SLOW = """
 import time
-import whet.training.torch as engine
-real = engine.save_file
+import whet.models.tensor_files as files
+real = files.save_file
 def slow(tensors, path, metadata=None):
     real(tensors, path, metadata=metadata)
     time.sleep(0.4)
-engine.save_file = slow
+files.save_file = slow
 from whet.cli import main
 main()
 """
@@ -255,7 +254,7 @@ class Disk:
         self.busy = False
         for owner, name in (
             (os, "fsync"), (os, "rename"), (os, "replace"), (os, "mkdir"), (shutil, "rmtree"),
-            (engine_module, "save_file"), (os, "fdopen"), (os, "fchmod"),
+            (tensor_files, "save_file"), (os, "fdopen"), (os, "fchmod"),
         ):  # fmt: skip
             patch.setattr(owner, name, self.counted(getattr(owner, name)))
 

@@ -30,6 +30,7 @@ COMMANDS = {
     "rehearse",
     "schema",
     "export",
+    "scale",
 }
 
 # ---------------------------------------------------------------- what is imported

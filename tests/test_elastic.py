@@ -180,11 +180,11 @@ def config(run_dir: Path, replicas: int) -> None:
 
 
 def test_a_wish_reaches_the_process_that_runs_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing runs there"):
+    with pytest.raises(WhetError, match="nothing runs there"):
         scale.ask(tmp_path, 2)
     with RunLock(tmp_path):
         config(tmp_path, 0)
-        with pytest.raises(ConfigError, match=r"samples in its own process \(rollout.replicas=0\)"):
+        with pytest.raises(WhetError, match=r"samples in its own process \(rollout.replicas=0\)"):
             scale.ask(tmp_path, 2)
         config(tmp_path, 1)
         assert wish(tmp_path) is None

@@ -60,6 +60,8 @@ class Stream:
 class Toy(SimpleNamespace):
     """What `loop.py` asks of a run."""
 
+    sync_s, explored = 20.0, 0
+
     def phase(self, name: str) -> Any:
         return nullcontext()
 

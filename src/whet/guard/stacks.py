@@ -59,6 +59,7 @@ def kept(run_dir: Path, who: str) -> Iterator[None]:
             faulthandler.unregister(signal.SIGUSR1)
             _own.close()
             _own = None
+        _tidy(_folder)
         for folder in (_folder, _folder.parent):
             with suppress(OSError):  # others are there still
                 folder.rmdir()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from whet.config.load import load
 from whet.track.files import holder, is_running, write_json
-from whet.types import ConfigError
+from whet.types import WhetError
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +32,14 @@ class Wish:
 
 
 def ask(run_dir: Path, count: int) -> None:
-    """Ask the process that runs in `run_dir`. Raises ConfigError if there is none, or if it has no replicas."""
+    """Ask the process that runs in `run_dir`. Raises WhetError if there is none, or if it has no replicas."""
     who = holder(run_dir)
     if who is None or is_running(run_dir) is False:
-        raise ConfigError(
+        raise WhetError(
             f"{run_dir}: nothing runs there, so nothing can be scaled; rollout.replicas says how many a run starts with"
         )
     if load(run_dir / "config.yaml").config.rollout.replicas == 0:
-        raise ConfigError(
+        raise WhetError(
             f"{run_dir}: this run samples in its own process (rollout.replicas=0); stop it and start it again with "
             "rollout.replicas=1 or more, it goes on where it was"
         )
