@@ -73,7 +73,7 @@ def _changes(tree: dict[str, Json], at: Path, found: Mapping[Path, Json]) -> Cha
         if (path := _path(at, native("nodes"))) in found:
             out[path] = (None, "one machine: the cluster is not named (cluster.address)")
     ranks = math.prod(size for dim, size in sizes.items() if dim != "ep")
-    return out | _left_out(at, found, gpu=devices > 0, ranks=ranks)
+    return out | _left_out(at, found, gpu=devices > 0, ranks=ranks, ep=sizes.get("ep", 1))
 
 
 def _engines(path: Path, found: Mapping[Path, Json], devices: int, here: str) -> Changes:
@@ -89,12 +89,12 @@ def _engines(path: Path, found: Mapping[Path, Json], devices: int, here: str) ->
     return {path: (most if most > 1 else None, said)}
 
 
-def _left_out(at: Path, found: Mapping[Path, Json], *, gpu: bool, ranks: int) -> Changes:
+def _left_out(at: Path, found: Mapping[Path, Json], *, gpu: bool, ranks: int, ep: int) -> Changes:
     """What frees or hastens a GPU where there is none, or cannot be done as the models lie here."""
     offload, compiled = _path(at, "train.offload"), _path(at, "train.compile")
     out: Changes = {}
-    if compiled in found and (not gpu or ranks > 1):
-        why = "ranks do not compile" if gpu else "it pays on a GPU, and none is here"
+    if compiled in found and (not gpu or ep > 1):
+        why = "it is not tried with ep" if gpu else "it pays on a GPU, and none is here"
         out[compiled] = (None, f"train.compile is left out: {why}")
     if offload in found and not gpu:
         out[offload] = (None, "train.offload is left out: it frees memory of a GPU, and none is here")
