@@ -276,8 +276,10 @@ def test_close_ends_everything_and_says_so():
         with pytest.raises(WhetError, match="closed"):
             await under_way
 
+    others = below()
     jail = make(hostile.sleeps, timeout_s=100.0)
-    before = below()
+    before = below() - others
+    assert before
     asyncio.run(close_under_way(jail))
     assert not below() & before
     with pytest.raises(WhetError, match="closed"):

@@ -229,6 +229,7 @@ def _run(
     openers = join_cluster(loaded, planned, rewards, stack)
     for made in rewards:
         made.load_models()
+    stop = stack.enter_context(stop_on_ctrl_c(display.message))
     text = yaml.safe_dump(dump(loaded.as_given, exclude_unset=True), sort_keys=False, allow_unicode=True)
     directory.write_config(text)
     directory.write_manifest(describe(config=text, seed=cfg.seed, data_files=data_files(loaded)))
@@ -238,36 +239,35 @@ def _run(
         display.message(f"the run that was here is now {aside}")
     if start:
         display.message(f"going on from {start}")
-    with stop_on_ctrl_c(display.message) as stop:
-        shared = open_shared(
-            loaded,
-            planned,
-            rewards=rewards,
-            directory=directory,
-            display=display,
-            stop=stop,
-            watch=stack.enter_context(Watch()),
-            resumed=(state["stage"], state["step"]) if start else None,
-            **openers,
-        )
-        gc.collect()
-        gc.freeze()  # what lives as long as the run is not looked through again at every collection
-        stack.callback(gc.unfreeze)
-        for tracker in shared.trackers:
-            stack.callback(tracker.close)
-        stack.callback(shared.uploads.finish, 0.0)
-        stack.callback(shared.saver.close)
-        if start:
-            shared.uploads.missing(*written(directory.path, state))
-        if directory.path != home:
-            run_loop(run_beside(shared, home))
-            display.close()
-            return INTERRUPTED if stop.requested else OK
-        run_loop(crewed(loaded, planned, partial(run_all, shared, start, state), stack))
-        shared.saver.wait()
-        display.phase("upload")
-        shared.uploads.finish()
-        shared.saver.tidy()
+    shared = open_shared(
+        loaded,
+        planned,
+        rewards=rewards,
+        directory=directory,
+        display=display,
+        stop=stop,
+        watch=stack.enter_context(Watch()),
+        resumed=(state["stage"], state["step"]) if start else None,
+        **openers,
+    )
+    gc.collect()
+    gc.freeze()  # what lives as long as the run is not looked through again at every collection
+    stack.callback(gc.unfreeze)
+    for tracker in shared.trackers:
+        stack.callback(tracker.close)
+    stack.callback(shared.uploads.finish, 0.0)
+    stack.callback(shared.saver.close)
+    if start:
+        shared.uploads.missing(*written(directory.path, state))
+    if directory.path != home:
+        run_loop(run_beside(shared, home))
+        display.close()
+        return INTERRUPTED if stop.requested else OK
+    run_loop(crewed(loaded, planned, partial(run_all, shared, start, state), stack))
+    shared.saver.wait()
+    display.phase("upload")
+    shared.uploads.finish()
+    shared.saver.tidy()
     display.close()
     if stop.requested:
         saved = checkpoint.newest(directory.path / "checkpoints")
