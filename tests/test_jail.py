@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import hostile
 from whet.guard import confine
 from whet.guard.jail import Call, Failure, Jail
+from whet.guard.processes import state
 from whet.types import ConfigError, WhetError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the full jail needs Linux")
@@ -211,6 +213,25 @@ def test_a_stopped_nursery_is_noticed_and_replaced():
     with make(nap, patience_s=0.5, timeout_s=30.0) as jail:
         os.kill(nursery_of(jail), signal.SIGSTOP)
         assert [r.parts["score"] for r in ask(jail, nap, nap)] == [0.0, 1.0]
+
+
+def test_nobody_outlives_a_killed_run_though_the_keeper_was_stopped():
+    ours, theirs = multiprocessing.Pipe()
+
+    def run():
+        jail = make(nap)
+        ask(jail, nap)
+        theirs.send((jail._keeper, nursery_of(jail)))
+        time.sleep(100)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    keeper, nursery = ours.recv()
+    os.kill(keeper, signal.SIGSTOP)
+    assert eventually(lambda: state_of(keeper) == "T")
+    process.kill()
+    process.join()
+    assert eventually(lambda: {state(pid) for pid in (keeper, nursery)} <= {"", "Z"})
 
 
 def test_the_call_that_kills_the_nursery_whenever_it_runs_is_found(tmp_path):

@@ -95,9 +95,8 @@ class Weights:
         cfg = run.cfg.sync
         self.run, self.transport = run, Files(folder, timeout_s=cfg.timeout_s, keep=cfg.keep)
         adapters = content_of(run.cfg) == "adapters"
-        module = (
-            run.policy.module if adapters else None
-        )  # the engine's own: what is under adapters is here already
+        # the engine's own: what is under adapters is here already
+        module = run.policy.module if adapters else None
         self.receiver = Receiver(self.transport, name=run.cfg.buffer.explorer, module=module)
 
     def reached(self, version: int) -> bool:

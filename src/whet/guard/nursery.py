@@ -174,7 +174,10 @@ def _nursery(
     confine.adopt_orphans()
     confine.shut({run.fileno(), life})
     stacks.listen("reward-nursery")
-    Nursery(run, functions, limits).live()
+    try:
+        Nursery(run, functions, limits).live()
+    finally:
+        confine.send(keeper, signal.SIGCONT)  # one that was stopped must see that the run has ended
 
 
 class Nursery:
