@@ -1,9 +1,9 @@
 """What a stage takes of the machine's memory, phase by phase, at full length: from its config alone.
 
 Counted is what the code keeps, tensor by tensor, not what a sample of runs took: `benchmarks/memory.py` holds the sums
-against measured peaks. Not counted is what oneDNN keeps for bfloat16 on a CPU (its code and rearranged weights; 100 to
-170 MB in these measurements). Lengths are the limits (prompts and replies as long as allowed), so a run takes at most
-this.
+against measured peaks. bfloat16 on a CPU takes 100 to 170 MB more than this says in these measurements (oneDNN's
+rearranged weights, it seems; they grow with the model). Lengths are the limits (prompts and replies as long as
+allowed), so a run takes at most this.
 
 Letters: U tokens to compute, A sampled tokens, D hidden, F feed-forward width, Q and K width of all query, key heads,
 V vocabulary, E experts of a token.
