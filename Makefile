@@ -12,7 +12,7 @@ demo: $(VENV)/.installed
 	$(BIN)/whet train examples/first_run.yaml
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests examples benchmarks

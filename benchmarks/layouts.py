@@ -1,7 +1,7 @@
 """The grid of layouts: every number of an engine on ranks against one process, as the largest relative error of a cell.
 
-    OMP_NUM_THREADS=1 python benchmarks/layouts.py            # all, into layouts.json beside itself
-    OMP_NUM_THREADS=1 python benchmarks/layouts.py --world 2  # those of two ranks, into the same
+    OMP_NUM_THREADS=1 python benchmarks/layouts.py            # all that layouts.json beside it lacks, into it
+    OMP_NUM_THREADS=1 python benchmarks/layouts.py --world 2  # of two ranks only
 
 A cell of the first table: a policy in float32, an update whose gradients are compared one by one, three more steps, and
 what they end in. Its numbers are the largest error of any gradient, of any metric, of any weight after the steps; an
@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +35,25 @@ import grid  # noqa: E402
 Cell = dict[str, tuple[float, str]]
 
 
-def measured(world: int) -> Iterator[tuple[str, dict[str, Cell]]]:
-    """Errors by layout, then by what was done."""
+def measured(world: int, *, known: Container[str]) -> Iterator[tuple[str, dict[str, Cell]]]:
+    """Errors by layout, then by what was done. known: names that are left out."""
     ranks = grid.started(world)
     try:
         for name, layout in grid.layouts_of(world):
+            if name in known:
+                continue
             cells = row(ranks, layout)
             print(
                 name, {kind: f"{max(e for e, _ in c.values()):.0e}" for kind, c in cells.items()}, flush=True
             )
             yield name, cells
+        if (name := f"one after the other, {world} ranks") in known:
+            return
         with tempfile.TemporaryDirectory() as folder:
             dense = [layout for _, layout in grid.layouts_of(world) if layout == grid.Layout(layout.dims)]
             errors, note = grid.worst()
             grid.handed_on(ranks, dense, grid.WAYS["shared prompts"], note, folder=Path(folder))
-        yield f"one after the other, {world} ranks", {"handed on": errors}
+        yield name, {"handed on": errors}
     finally:
         ranks.close()
 
@@ -98,16 +102,19 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     path = HERE / "layouts.json"
-    found: dict[str, dict[str, Cell]] = json.loads(path.read_text()) if world and path.exists() else {}
-    found["one process"] = {}
-    for name, way in grid.WAYS.items():
-        e = max(grid.own_rounding(grid.Layout(grid.Dims(), family=f), way) for f in ("qwen3", grid.MOE))
-        found["one process"][name] = {"gradients": (e, "")}
+    found: dict[str, dict[str, Cell]] = json.loads(path.read_text()) if path.exists() else {}
+    if "one process" not in found:
+        found["one process"] = {name: {"gradients": (rounding(way), "")} for name, way in grid.WAYS.items()}
     for size in (2, 4) if world is None else (world,):
-        for name, cells in measured(size):
+        for name, cells in measured(size, known=found):
             found[name] = cells
             path.write_text(json.dumps(found, indent=1) + "\n")
     show(found)
+
+
+def rounding(way: grid.Way) -> float:
+    """Of one process, the larger of both families."""
+    return max(grid.own_rounding(grid.Layout(grid.Dims(), family=f), way) for f in ("qwen3", grid.MOE))
 
 
 def show(found: dict[str, dict[str, Cell]]) -> None:

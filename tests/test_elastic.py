@@ -204,6 +204,7 @@ def test_a_wish_reaches_the_process_that_runs_there(tmp_path: Path) -> None:
         json.dumps({"replicas": 2, "at_ns": 1, "process": os.getpid() + 1, "host": socket.gethostname()}),
         json.dumps({"replicas": 2, "at_ns": 1, "process": os.getpid(), "host": "another"}),
     ],
+    ids=["nothing", "torn", "a list", "half", "none", "another process", "another host"],
 )  # fmt: skip
 def test_what_is_no_wish_for_this_process(tmp_path: Path, said: str) -> None:
     (tmp_path / scale.FILE).write_text(said)
