@@ -1,7 +1,7 @@
 """Random kills: SIGKILL and SIGSTOP over the processes of small runs, and what becomes of the runs.
 
-    python benchmarks/kills.py --kills 200 --seed 1
-    python benchmarks/kills.py --kind ranks --kills 20
+    python benchmarks/kills.py                              # 201 kills, 67 of each kind, into benchmarks/kills.json
+    python benchmarks/kills.py --kind ranks --kills 20 --output /tmp/kills.json
 
 Three kinds: `ray` (a driver and two engine replicas in a Ray cluster), `apart` (a trainer and two explorers over
 SQLite), `ranks` (a driver and two trainer ranks). In a run one process after the other is hit, chosen, like the signal
@@ -127,8 +127,11 @@ class Site:
         (self.folder / "slow.py").write_text(REWARD)
         given = tree(self.folder, self.steps)
         if self.kind == "ray":
-            given["rollout"] |= {"replicas": 2}
+            # all of them end well before WAIT_S: a hit is decided by the run, whatever it was doing
+            given["rollout"] |= {"replicas": 2, "timeout_s": WAIT_S / 2}
+            given["sync"] = {"timeout_s": WAIT_S / 4}
             given["cluster"] = {"address": self.address, "health_s": self.patience_s / 4, "restarts": 1000}
+            given["cluster"] |= {"start_s": WAIT_S / 2}
         elif self.kind == "ranks":
             given["train"] |= {"parallel": {"dp_shard": 2, "timeout_s": self.patience_s}}
         else:
@@ -260,7 +263,7 @@ def again(site: Site, name: str) -> None:
 def followed(site: Site, made: Hit, base: int) -> str | None:
     """Wait until the run is a step further; start again what has ended. Returns the outcome if it was that."""
     outcome = None
-    end = time.monotonic() + WAIT_S
+    end = time.monotonic() + 2 * WAIT_S
     while not site.finished:
         base = min(base, site.done)  # a resumed run begins at its checkpoint
         if site.done > base:
@@ -272,7 +275,7 @@ def followed(site: Site, made: Hit, base: int) -> str | None:
             if code not in (None, 0):
                 outcome = judged(site, made, name, code)
                 again(site, name)
-                end = time.monotonic() + WAIT_S
+                end = time.monotonic() + 2 * WAIT_S
         time.sleep(0.02)
     return outcome
 
@@ -282,7 +285,7 @@ def judged(site: Site, made: Hit, name: str, code: int) -> str:
     lines = [line for line in site.said(name).splitlines() if line.startswith("whet: ")]
     made.said = lines[-1][:300] if lines else site.said(name)[-300:]
     word = {
-        "rank": r"rank",
+        "rank": r"rank \d+ of \d+ is stopped" if made.signal == "SIGSTOP" else r"rank \d+ of \d+ died",
         "engine": r"replica|engine",
         "reward-keeper": r"reward",
         "reward-nursery": r"reward",
@@ -304,7 +307,6 @@ def play(site: Site, rng: random.Random, most: int) -> Iterator[Hit]:
         made = hit(site, rng)
         if made is None:
             break
-        say(made)
         yield made
     until(lambda: site.finished or ended(site), "the end of the run", 4 * WAIT_S)
     if not site.finished:
@@ -317,8 +319,8 @@ def ended(site: Site) -> str:
     )
 
 
-def say(made: Hit) -> None:
-    print(f"{made.kind:6} {made.target:15} {made.signal} at step {made.step:3}: {made.outcome} "
+def say(made: Hit, at: str) -> None:
+    print(f"{at:>8} {made.kind:6} {made.target:15} {made.signal} at step {made.step:3}: {made.outcome} "
           f"({made.seconds:.1f} s) {made.said[:150]}", flush=True)  # fmt: skip
 
 
@@ -335,11 +337,23 @@ def faults(site: Site, unbroken: bytes | None) -> list[str]:
               if site.kind != "apart" and line["ledger/pending_rollouts"]]  # fmt: skip
     if site.kind == "apart":
         found += store_faults(site)
+    elif said := unbalanced(lines):
+        found.append(said)
     try:
         until(lambda: not orphans(site), "no orphans", END_S)
     except TimeoutError:
         found.append(f"left behind: {orphans(site)}")
     return found
+
+
+def unbalanced(lines: list[dict[str, Any]]) -> str:
+    """Whether what was asked for over all steps has become anything else than what was trained, or left out for a
+    reason."""
+    counted: Counter[str] = Counter()
+    for line in lines:
+        counted.update({k: v for k, v in line.items() if k.startswith("ledger/") and "pending" not in k})
+    asked = counted.pop("ledger/asked_rollouts", 0.0)
+    return "" if asked == counted.total() else f"{asked:g} rollouts asked, {counted.total():g} accounted for"
 
 
 def store_faults(site: Site) -> list[str]:
@@ -416,9 +430,15 @@ def sweep(
             try:
                 for made in play(site, rng, (kills - len(hits)) * bool(number)):
                     hits.append(made)
+                    say(made, f"{len(hits)}/{kills}")
                 if number == 0:
                     unbroken = (site.folder / "run/metrics.jsonl").read_bytes()
-                wrong += [f"{kind} run {number}: {fault}" for fault in faults(site, unbroken)]
+                found = faults(site, unbroken)
+                wrong += [f"{kind} run {number}: {fault}" for fault in found]
+                print(
+                    f"{'':8} {kind} run {number}, {site.steps} steps: {'; '.join(found) or 'whole'}",
+                    flush=True,
+                )
             except (RuntimeError, TimeoutError) as error:
                 wrong.append(f"{kind} run {number}: {error}")
             finally:
@@ -446,9 +466,10 @@ def main() -> None:
     ask.add_argument("--kills", type=int, default=201, help="over all kinds")
     ask.add_argument("--seed", type=int, default=1)
     ask.add_argument("--steps", type=int, default=60, help="of each run")
-    ask.add_argument("--patience", type=float, default=16.0, help="seconds until a silent rank is given up")
-    ask.add_argument("--kind", choices=["ray", "apart", "ranks"], action="append")
-    ask.add_argument("--output", type=Path, default=HERE / "kills.json")
+    ask.add_argument("--patience", type=float, default=16.0,
+                     help="seconds until a silent rank is given up; an engine, after a quarter of it")  # fmt: skip
+    ask.add_argument("--kind", choices=["ray", "apart", "ranks"], action="append", help="default: all three")
+    ask.add_argument("--output", type=Path, default=HERE / "kills.json", help="the report, once it is whole")
     ask.add_argument("--folder", type=Path, help="where the runs stand, and stay")
     given = ask.parse_args()
     kinds: list[Kind] = given.kind or ["ray", "apart", "ranks"]
@@ -456,11 +477,11 @@ def main() -> None:
     wrong: list[str] = []
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="whet-kills-") as temporary:
-        for kind in kinds:
+        for number, kind in enumerate(kinds):
             folder = given.folder or Path(temporary)
+            share = len(range(number, given.kills, len(kinds)))
             more, faulty = sweep(
-                kind, given.kills // len(kinds), seed=given.seed, steps=given.steps, folder=folder,
-                patience_s=given.patience,
+                kind, share, seed=given.seed, steps=given.steps, folder=folder, patience_s=given.patience,
             )  # fmt: skip
             hits, wrong = hits + more, wrong + faulty
     bad = [h for h in hits if h.outcome not in GOOD]
@@ -470,7 +491,11 @@ def main() -> None:
         "seed": given.seed, "steps": given.steps, "seconds": round(time.monotonic() - start),
         "cores": os.cpu_count(), "hits": [asdict(h) for h in hits], "wrong": wrong,
     }  # fmt: skip
-    given.output.write_text(json.dumps(report, indent=1) + "\n")
+    if len(hits) < given.kills:
+        sys.exit(f"given up after {len(hits)} of {given.kills} hits; nothing is written")
+    unfinished = given.output.with_name(f".{given.output.name}.new")
+    unfinished.write_text(json.dumps(report, indent=1) + "\n")
+    unfinished.replace(given.output)
     sys.exit(1 if wrong or bad else 0)
 
 

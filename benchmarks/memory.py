@@ -1,24 +1,30 @@
 """The memory plan against measured peaks: every case is a run of its own process, two steps at full length.
 
-    python benchmarks/memory.py             all cases, a table (and memory.json)
-    python benchmarks/memory.py NAME ...    some of them
-    python benchmarks/memory.py --parts NAME    with what the plan counts
-    python benchmarks/memory.py --live NAME     not as users run it, half the time
+    python benchmarks/memory.py                 all cases, a table, and memory.json of this one sweep
+    python benchmarks/memory.py --only NAME     one case (give it again for more); writes nothing
+    python benchmarks/memory.py --parts --only NAME     with what the plan counts
+    python benchmarks/memory.py --live --only NAME      not as users run it, half the time
+    python benchmarks/memory.py --show          the table of memory.json, as benchmarks/README.md has it
 
 Predicted is the largest phase of `whet plan`, of one rank where training is spread over ranks. Measured is the growth
 of the process's peak resident memory (VmHWM) from before the run to its end, of the rank with most. Live: what is
 freed is given back at once, so it is what the run needs at one time. Resident: as users run it; whet lets the C library
 keep what is freed (it saves page faults), and pieces that fit nothing stay there. Prompts and replies have exactly the
-lengths of the limits. Linux.
+lengths of the limits. Linux. A case that fails or takes too long is said, the others go on, and memory.json stays as
+it is.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import os
+import select
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +76,7 @@ def trained(**more: Any) -> dict[str, Any]:
 SMALL = {"architecture": "qwen3", "hidden_size": 256, "layers": 4, "heads": 8, "kv_heads": 4, "head_dim": 32}
 WIDE = {"architecture": "llama", "hidden_size": 512, "layers": 6, "heads": 8, "kv_heads": 2, "ffn_size": 2048}
 
+MIXTURE = {**SMALL, "architecture": "qwen3_moe", "experts": 8}
 SHARD = {"dp_shard": 2}
 ADAPTERS = {"rank": 8, "init": "random"}
 """They do something from the first step on; with rewards of 0 none would learn to, and take its memory."""
@@ -87,7 +94,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "grpo wide, reference": lambda: case(
         scratch={**WIDE}, prompt=64, reply=64, tasks=2, group=8, algorithm={"kl": {"coef": 0.1}}
     ),
-    "grpo, large vocabulary": lambda: case(
+    "256, vocabulary 50k": lambda: case(
         scratch={**SMALL, "vocab": 50_000}, prompt=64, reply=32, tasks=4, group=8
     ),
     "512, vocabulary 32k": lambda: case(
@@ -121,22 +128,30 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         group=4,
         algorithm={"name": "ppo", "kl": {"coef": 0.1}},
     ),
-    "moe": lambda: case(
-        scratch={**SMALL, "architecture": "qwen3_moe", "experts": 8}, prompt=64, reply=64, tasks=4, group=8
-    ),
+    "moe": lambda: case(scratch={**MIXTURE}, prompt=64, reply=64, tasks=4, group=8),
     **{
-        f"{name}, {kind}": lambda layout=layout, more=more: case(
+        name: lambda layout=layout, more=more: case(
             scratch={**WIDE}, prompt=64, reply=64, tasks=2, group=8, train=trained(parallel=layout), **more
         )
-        for name, layout in (
-            ("dp_replicate 2", {"dp_replicate": 2}),
-            ("dp_shard 2", {"dp_shard": 2}),
-            ("dp_shard 2, kept", {"dp_shard": 2, "reshard_after_forward": False}),
-            ("tp 2", {"tp": 2}),
-            ("cp 2", {"cp": 2}),
+        for name, layout, more in (
+            ("dp_replicate 2", {"dp_replicate": 2}, {}),
+            ("dp_shard 2", SHARD, {}),
+            ("dp_shard 2, kept", {**SHARD, "reshard_after_forward": False}, {}),
+            ("tp 2", {"tp": 2}, {}),
+            ("cp 2", {"cp": 2}, {}),
+            ("pp 2", {"pp": 2}, {}),
+            ("dp_shard 2, lora", SHARD, {"model": {"lora": ADAPTERS}}),
+            ("tp 2, lora", {"tp": 2}, {"model": {"lora": ADAPTERS}}),
         )
-        for kind, more in (("adamw", {}), ("lora", {"model": {"lora": ADAPTERS}}))
     },
+    "moe, ep 2": lambda: case(
+        scratch={**MIXTURE},
+        prompt=64,
+        reply=64,
+        tasks=4,
+        group=8,
+        train={"steps": 2, "tasks_per_step": 4, "parallel": {**SHARD, "ep": 2}},
+    ),
     "dp_shard 2, vocabulary 32k": lambda: case(
         scratch={**WIDE, "vocab": 32_000},
         prompt=64,
@@ -164,40 +179,74 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def main(names: list[str], flags: list[str]) -> None:
-    """A line a case."""
+LIMIT_S = 180
+"""Of one run, on a machine that does something else, too; alone none takes 30 s."""
+FILE = Path(__file__).with_suffix(".json")
+
+
+def main(given: argparse.Namespace) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run at work is ended, too
+    if given.show:
+        show(json.loads(FILE.read_text()))
+        return
+    names = given.only or list(CASES)
+    if strange := [name for name in names if name not in CASES]:
+        raise SystemExit(f"no case {strange[0]!r}; there are: {', '.join(CASES)}")
+    begun, table = time.monotonic(), measured(names, parts=given.parts, resident=not given.live)
+    print(f"{time.monotonic() - begun:.0f} s")
+    if len(table) < len(names):
+        raise SystemExit(f"{len(names) - len(table)} of {len(names)} cases failed; nothing is written")
+    if not given.only and not given.live:
+        FILE.write_text(json.dumps(table, indent=1) + "\n")
+        show(table)
+
+
+def measured(names: list[str], *, parts: bool, resident: bool) -> list[dict[str, Any]]:
+    """Of each case that has an answer: what is predicted and what it took, told as it comes."""
     import whet.api
     import whet.stages  # noqa: F401  imported once: what is imported is not the run's
 
     print(
-        f"{'case':32} {'predicted':>10} {'live':>10} {'ratio':>6} {'resident':>10} {'ratio':>6}  largest phase"
+        f"{'':5} {'case':28} {'predicted':>10} {'live':>10} {'ratio':>6} {'resident':>10}    s  largest phase"
     )
     table = []
-    for name in names or CASES:
-        live = apart(name, by_live=True)
-        kept = {"measured": float("nan")} if "--live" in flags else apart(name, by_live=False)
-        row = {
-            "case": name,
-            "predicted": live["predicted"],
-            "live": live["measured"],
-            "resident": kept["measured"],
-        }
-        ratios = [live["predicted"] / row[key] for key in ("live", "resident")]
-        told = f"{mb(row['live'])} {ratios[0]:6.2f} {mb(row['resident'])} {ratios[1]:6.2f}"
-        print(f"{name:32} {mb(row['predicted'])} {told}  {live['phase']}", flush=True)
-        table.append(row | {"phase": live["phase"]})
-        if "--parts" in flags:
-            for part, count in live["parts"].items():
-                print(f"        {part:30} {mb(count)}")
-    if not names and "--live" not in flags:
-        Path(__file__).with_suffix(".json").write_text(json.dumps(table, indent=1) + "\n")
+    for number, name in enumerate(names, 1):
+        print(f"{number:2}/{len(names):<2} {name:28} ", end="", flush=True)
+        start = time.monotonic()
+        try:
+            live = apart(name, by_live=True)
+            kept = apart(name, by_live=False)["measured"] if resident else None
+        except RuntimeError as error:
+            print(f"failed: {error}", flush=True)
+            continue
+        row = {"case": name, "predicted": live["predicted"], "live": live["measured"], "resident": kept}
+        row |= {"ratio": round(live["predicted"] / live["measured"], 3), "phase": live["phase"]}
+        table.append(row)
+        last = f"{'-':>10}" if kept is None else mb(kept)
+        print(f"{mb(row['predicted'])} {mb(row['live'])} {row['ratio']:6.2f} {last}", end=" ")
+        print(f"{time.monotonic() - start:4.0f}  {row['phase']}", flush=True)
+        for part, count in live["parts"].items() if parts else ():
+            print(f"        {part:30} {mb(count)}")
+    return table
+
+
+def show(table: list[dict[str, Any]]) -> None:
+    """The table of benchmarks/README.md, in MB."""
+    print("| case | predicted | live | as run | predicted/live | as run/live | largest phase |")
+    print("|---|---|---|---|---|---|---|")
+    for row in table:
+        numbers = " | ".join(f"{row[key] / 2**20:.1f}" for key in ("predicted", "live", "resident"))
+        ratios = f"{row['ratio']:.2f} | {row['resident'] / row['live']:.2f}"
+        print(f"| {row['case']} | {numbers} | {ratios} | {row['phase']} |")
 
 
 def apart(name: str, *, by_live: bool) -> dict[str, Any]:
-    """Run a case in a process of its own, which has imported everything and run nothing."""
+    """Run a case in a process of its own, which has imported everything and run nothing. RuntimeError: why it has no
+    answer."""
     out, into = os.pipe()
     pid = os.fork()
     if not pid:
+        os.setsid()  # with the processes that it starts, to be ended together
         with os.fdopen(into, "w") as pipe, open(os.devnull, "w") as silent:
             os.dup2(silent.fileno(), 1)
             os.dup2(silent.fileno(), 2)
@@ -208,11 +257,17 @@ def apart(name: str, *, by_live: bool) -> dict[str, Any]:
             pipe.flush()
             os._exit(0)
     os.close(into)
-    with os.fdopen(out) as pipe:
-        found = json.load(pipe)
-    os.waitpid(pid, 0)
+    said = ""
+    try:
+        with os.fdopen(out) as pipe:
+            said = pipe.read() if select.select([pipe], [], [], LIMIT_S)[0] else ""
+    finally:
+        if not said:
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    found = json.loads(said) if said else {"error": f"no answer within {LIMIT_S} s"}
     if "error" in found:
-        raise SystemExit(f"{name}: {found['error']}")
+        raise RuntimeError(found["error"])
     return dict(found)
 
 
@@ -242,6 +297,8 @@ def one(name: str, *, by_live: bool) -> dict[str, Any]:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = status("VmRSS")
         run_training(loaded)
+    if values["train"].get("parallel") and not found:
+        raise RuntimeError("the ranks of the run were not seen")
     return {
         "predicted": most.total,
         "measured": max(found) if found else status("VmHWM") - before,
@@ -267,7 +324,7 @@ def give_back() -> None:
 
 def watch_ranks(found: list[int]) -> None:
     """Put into `found` by how much each rank's peak grew, when the ranks of a run end."""
-    import whet.stages
+    import whet.placement
     from whet.training import ranks
 
     class Watched(ranks.Ranks):
@@ -281,7 +338,7 @@ def watch_ranks(found: list[int]) -> None:
                 found.extend(status("VmHWM", pid) - before for pid, before in zip(self.pids, self.before))
             super().close()
 
-    whet.stages.Ranks = Watched
+    whet.placement.Ranks = Watched
 
 
 def begin_anew(pid: int) -> int:
@@ -308,6 +365,14 @@ def status(key: str, pid: int | str = "self") -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="The memory plan against measured peaks.")
+    parser.add_argument("--only", action="append", metavar="NAME", help="one case; writes nothing")
+    parser.add_argument("--live", action="store_true", help="not as users run it; writes nothing")
+    parser.add_argument("--parts", action="store_true", help="with what the plan counts")
+    parser.add_argument("--show", action="store_true", help="the table of memory.json")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
-    given = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
-    main(given, [argument for argument in sys.argv[1:] if argument.startswith("--")])
+    main(arguments())

@@ -107,7 +107,7 @@ def update(args: argparse.Namespace) -> dict[str, Any]:
 
     from whet.algos.clipped import ppo
     from whet.models import logprobs
-    from whet.training.throughput import batch_flops, work_of
+    from whet.training.work import batch_flops, work_of
 
     case, variant = json.loads(args.case.read_text()), VARIANTS[args.variant]
     device = case["device"]

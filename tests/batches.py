@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from whet.batch import Batch, pack
+from whet.batch import Batch, pack, select
 from whet.types import Group, Rollout, Task
 
 Tokens = list[list[float]]
@@ -114,3 +115,32 @@ def _rollout(task: Task, index: int, picture: str, rng: np.random.Generator) -> 
         finish_reason="stop",
         reward=0.0,
     )
+
+
+def micro_batches(
+    batch: Batch, *, max_tokens: int | None, max_rollouts: int | None, shared: bool, whole_groups: bool
+) -> Iterator[Batch]:
+    """A batch cut in order: at most so many tokens (a group's prompt counted once if `shared`) or rollouts.
+
+    With `whole_groups` a group is never cut. What is longer than the limit by itself makes a micro-batch of its own.
+    """
+    length, prompt, group = (x.tolist() for x in (batch.length_R, batch.prompt_R, batch.group_R))
+    limit = max_rollouts or max_tokens or batch.tokens
+
+    def cost(rows: list[int]) -> int:
+        if max_rollouts:
+            return len(rows)
+        saved = sum(prompt[b] for a, b in pairwise(rows) if shared and group[a] == group[b])
+        return sum(length[r] for r in rows) - saved
+
+    rows: list[int] = []
+    used = 0
+    for _, unit in groupby(range(batch.rollouts), key=lambda row: group[row] if whole_groups else row):
+        unit_rows = list(unit)
+        more = cost(rows[-1:] + unit_rows) - cost(rows[-1:])
+        if rows and used + more > limit:
+            yield select(batch, torch.tensor(rows))
+            rows, used, more = [], 0, cost(unit_rows)
+        rows += unit_rows
+        used += more
+    yield batch if len(rows) == batch.rollouts else select(batch, torch.tensor(rows))

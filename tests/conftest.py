@@ -21,7 +21,7 @@ prepare(None, exact=True)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where `make test` runs two files at once: a file stays whole, and only one of those that start Ray runs at a time."""
+    """`make test` runs two files at once: a file stays whole, and only one of those that start Ray runs at a time."""
     for item in items:
         group = "ray" if item.path.stem.startswith("test_cluster") else item.path.stem
         item.add_marker(pytest.mark.xdist_group(group))

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from batches import micro_batches
 from test_train_torch import random_groups
 from tiny import tiny_model
-from whet.batch import Batch, micro_batches, pack, select
+from whet.batch import Batch, pack, select
 from whet.config.schema import Lora
 from whet.models import kernels, router, universal
 from whet.models.attention import PackedAttention

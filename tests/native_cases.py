@@ -49,6 +49,7 @@ GYM = "reasoning_gym: {task: spell_backward, size: 6}"
 ROOM = "data.max_prompt_tokens=300; model.scratch.max_positions=512"
 REMOTE = "track.trackers=[wandb]"
 REPLAY = "buffer.replay.share=0.5; train.steps=6"
+FREE = "rollout.max_staleness=4; rollout.schedule=free; train.steps=4"
 CONTROLLED = "linear_decay_use_count_control_randomization"
 BEST = (
     f"{EVAL}; eval.every=1; eval.samples=4; eval.sampling.temperature=1.0; train.steps=4; train.optimizer.lr=0.05; "
@@ -396,6 +397,9 @@ CASES: dict[str, Case] = {
     "rollout.group_size": ("", 3),
     **sampling("rollout.sampling", ""),
     "rollout.max_batch": ("", 2),
+    "rollout.quantization": ("", "int8"),
+    "buffer.replay.queue": (FREE, True),
+    "buffer.replay.cooldown_s": (f"{FREE}; buffer.replay.queue=true; buffer.replay.decay=-10", 1e9),
     "buffer.replay.share": ("train.steps=3", 0.5),
     "buffer.replay.capacity": (f"{REPLAY}; train.tasks_per_step=4", 1),
     "buffer.replay.priority": (f"{REPLAY}; buffer.replay.decay=-10", CONTROLLED),
@@ -561,7 +565,7 @@ RANKS = tuple(
     f"train.parallel.{name}"
     for name in (
         "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "pipeline_chunks", "reshard_after_forward",
-        "wrap_min_parameters", "prefetch", "timeout_s",
+        "wrap_min_parameters", "prefetch", "apart", "timeout_s",
     )
 )  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -15,17 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from forked import FORKS
 from whet.environment import prepare
 
 
 def spawn(function: Callable[..., Any], ranks: int, *args: Any, deadline_s: float = 540.0) -> list[Any]:
     """What function(*args) returns on each rank. Raises AssertionError with the first failure's traceback; a rank that
     hangs shows its stack on stderr first. The function and the arguments have to be picklable."""
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+        pipes = [FORKS.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
-            context.Process(
+            FORKS.Process(
                 target=_rank,
                 args=(function, rank, ranks, args),
                 kwargs={"folder": folder, "to": to, "limit_s": deadline_s},

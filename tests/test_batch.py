@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from whet.batch import Batch, micro_batches, pack, select, split
+from whet.batch import Batch, pack, select, split
 from whet.types import Group, Rollout, Task
 
 
@@ -90,33 +90,6 @@ def test_split_is_a_partition_into_whole_groups(parts: int) -> None:
     sizes = [int(p.group_R[-1]) + 1 for p in pieces]
     assert sum(sizes) == 10
     assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("limit", [1, 7, 20, 10_000])
-def test_micro_batches_are_a_partition_within_the_limit(shared: bool, whole: bool, limit: int) -> None:
-    batch = pack(groups(12, seed=limit))
-    pieces = list(
-        micro_batches(batch, max_tokens=limit, max_rollouts=None, shared=shared, whole_groups=whole)
-    )
-    assert joined(pieces) == joined([batch])
-    for piece in pieces:
-        cost = piece.tokens
-        if shared:
-            follows = piece.group_R[1:] == piece.group_R[:-1]
-            cost -= int(piece.prompt_R[1:][follows].sum())
-        units = int(piece.group_R[-1]) + 1 if whole else piece.rollouts
-        assert cost <= limit or units == 1
-    if whole:
-        assert sum(int(p.group_R[-1]) + 1 for p in pieces) == 12
-
-
-def test_micro_batches_by_rollouts() -> None:
-    batch = pack(groups(6))
-    pieces = list(micro_batches(batch, max_tokens=None, max_rollouts=2, shared=True, whole_groups=False))
-    assert [p.rollouts for p in pieces[:-1]] == [2] * (len(pieces) - 1)
-    assert joined(pieces) == joined([batch])
 
 
 def test_rollout_survives_json() -> None:

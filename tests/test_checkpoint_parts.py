@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from test_train_torch import CUT, pg_loss, weighted
@@ -36,6 +36,8 @@ from whet.models.mesh import Dims
 from whet.models.regions import Region
 from whet.models.tensor_files import assigned, index, opened, part_file, pieces, write
 from whet.track.files import write_json
+from whet.track.record import read_lines
+from whet.training import parts
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
 from whet.types import CheckpointError
@@ -336,6 +338,12 @@ def test_a_run_killed_while_ranks_write_leaves_the_checkpoint_before(tmp_path: P
     with opened(left / "policy/model.safetensors") as file:
         for name, p in model.named_parameters():
             assert torch.equal(p, file.read(name))
+    # one process goes on from what two ranks wrote, by the same config
+    alone = start(run_dir, "train.parallel.dp_shard=1", "checkpoint.sharded=false")
+    assert alone.wait(240) == 0, (tmp_path / "run.log").read_text()[-3000:]
+    steps = [line["step"] for line in read_lines(run_dir / "metrics.jsonl") if "train/loss" in line]
+    assert steps == [1, 2, 3]
+    assert (run_dir / "checkpoints" / "0-main-000003" / "policy" / "model.safetensors").is_file()
 
 
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen[bytes]:
@@ -352,3 +360,13 @@ def start(run_dir: Path, *overrides: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log
         )
+
+
+def test_a_rank_that_never_ends_writing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "LONGEST_S", 0.0)
+
+    def ask(command: str, *arguments: object, **how: object) -> list[Any]:
+        return {"pieces": [{}, {}], "flushed": ["", None]}.get(command, [])
+
+    with pytest.raises(SafetensorError, match=r"ranks \[1\] have not written their parts of .* within 0 s"):
+        parts.hold(ask, moments=True, copy=True)(tmp_path)

@@ -27,6 +27,7 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)
 pytest.importorskip("ray")
 
 from native_cases import CLUSTER
+from test_lanes import picture
 from whet.cluster import engines as cluster
 from whet.config.load import Loaded, load
 from whet.config.plan import plans
@@ -43,6 +44,7 @@ from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
 from whet.rollout.requests import RequestError
 from whet.shared import decoder_of, end_tokens
+from whet.track.timeline import Timeline
 from whet.types import Completion, ConfigError, Sampling, WhetError
 
 BASE: dict[str, Any] = {
@@ -221,6 +223,11 @@ def test_the_same_run_whatever_is_killed(
     assert left(tmp_path) == undisturbed
     until(lambda: gone(engines(tmp_path)), "the end of the engines", 20.0)
     assert said_in(tmp_path, "sampling against training: exact")
+    drawn = picture(tmp_path / "run" / "timeline.json")
+    assert sorted(drawn) == ["replica engine-0", "replica engine-1", "replica engine-2"]
+    assert {s.process for s in drawn["replica engine-0"]} == {1, 2}
+    assert all("load weights" in {s.name for s in spans} for spans in drawn.values())
+    assert {"prefill", "decode"} <= {s.name for s in drawn["replica engine-0"] if s.kind == "work"}
 
 
 def test_a_cluster_of_its_own_goes_down_with_a_killed_driver(tmp_path: Path) -> None:
@@ -313,7 +320,7 @@ def open_replicas(loaded: Loaded) -> tuple[cluster.Router, NativeEngine, Any]:
             cfg=cfg,
             tokenizer=tokenizer,
             watch=watch,
-            timeline=None,  # type: ignore[arg-type]
+            timeline=Timeline(Path("nowhere")),  # it writes when it is told to
         )
     return router, own, model
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +20,16 @@ import pytest
 
 pytest.importorskip("ray")
 
-from whet.cluster.parts import Part, check_room, parts
+from whet import bench
+from whet.cluster import head, nodes
+from whet.cluster.parts import Part, check_room, gpus_left, parts
 from whet.cluster.rewards import Hosts
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Guard, Reward
 from whet.guard.jail import Call, Result
 from whet.guard.line import Local, LocalLine
+from whet.guard.processes import process
 from whet.rewards import host
 from whet.rewards.combine import RewardSet
 from whet.types import ConfigError, WhetError
@@ -76,6 +85,49 @@ def test_each_key_asks_for_its_part(
     (part,) = parts(load(None, (f"{key}={value}",), tree), cuda=True)
     assert (part.bundle, part.count) == wanted
     assert part.asked.startswith(key)
+
+
+def test_an_evaluation_asks_for_what_it_starts() -> None:
+    given = ("cluster.ranks=true", "train.parallel.dp_shard=2", "rollout.replicas=2", "cluster.explorers=1")
+    loaded = load(None, given, TREE)
+    assert [part.count for part in parts(loaded, cuda=True)] == [2, 1, 2]
+    assert [part.asked for part in parts(bench.alone(loaded), cuda=True)] == ["rollout.replicas=2"]
+
+
+def test_ranks_of_models_apart_need_room_too() -> None:
+    tree = {**TREE, "algorithm": {"name": "ppo"}, "cluster": {"ranks": True}}
+    loaded = load(None, ("train.parallel.dp_shard=2", "train.parallel.apart=[critic]"), tree)
+    found = parts(loaded, cuda=True)
+    assert [(part.asked, part.count) for part in found] == [
+        ("cluster.ranks: 2 ranks of the policy", 2),
+        ("cluster.ranks: 2 ranks of the critic", 2),
+    ]
+    with pytest.raises(ConfigError, match="2 ranks of the critic finds room for 1 of 2"):
+        check_room(found, [{"CPU": 8.0, "GPU": 3.0}])
+
+
+def test_a_cluster_started_here_has_the_gpus_that_are_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run's process and its ranks have the first of them."""
+    monkeypatch.setenv(nodes.GPUS, "3,4,5,6,7")
+    tree = {**TREE, "algorithm": {"name": "ppo"}, "rollout": {"replicas": 1}}
+    apart = "train.parallel.apart=[critic]"
+
+    def left(*overrides: str) -> list[str] | None:
+        loaded = load(None, overrides, tree)
+        return gpus_left(loaded, parts(loaded, cuda=True))
+
+    assert left() == ["4", "5", "6", "7"]
+    assert left(apart) == ["5", "6", "7"]
+    assert left(apart, "train.parallel.dp_shard=2") == ["7"]
+    assert not caplog.records
+    assert left(apart, "train.parallel.dp_shard=2", "rollout.replicas=2") is None
+    assert "need 2 GPUs, this process and its ranks 4, and there are 5 here: they share them" in caplog.text
+    for gpus, seen in ((["5", "6"], "5,6"), (None, "3,4,5,6,7")):
+        with nodes.visible(gpus):
+            assert os.environ[nodes.GPUS] == seen
+        assert os.environ[nodes.GPUS] == "3,4,5,6,7"
 
 
 @pytest.mark.parametrize(
@@ -203,3 +255,72 @@ def test_a_reward_that_cannot_be_loaded_or_travel_is_said() -> None:
         RewardSet.from_config(
             {"r": Reward(function="object:r")}, Guard(), {"r": lambda response, task: 1.0}, open_jail=opened
         )
+
+
+class Poor:
+    """A jail on a machine without memory."""
+
+    def __init__(self, functions: Any, *, at_once: bool) -> None:
+        if at_once:
+            raise OSError(12, "Cannot allocate memory")
+
+    def __enter__(self) -> Poor:
+        return self
+
+    def __exit__(self, *what: object) -> None: ...
+
+    async def call_many(self, calls: list[Call]) -> list[Result]:
+        raise OSError(12, "Cannot allocate memory")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_host_without_memory_tells_the_run_why(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "Jail", Poor)
+    ours, theirs = Pipe()
+    living = threading.Thread(target=host.serve, args=(theirs,), daemon=True)
+    living.start()
+    ours.send_bytes(pickle.dumps(host.Wanted({}, {"at_once": at_once})))
+    said = [pickle.loads(ours.recv_bytes())]
+    if not at_once:
+        ours.send_bytes(pickle.dumps((7, [])))
+        while said[-1][0] in ("ready", "beat"):
+            said.append(pickle.loads(ours.recv_bytes()))
+    why = "[Errno 12] Cannot allocate memory"
+    assert said[-1] == (("refused", why) if at_once else ("failed", (7, why)))
+    ours.close()
+    living.join(20)
+    assert not living.is_alive()
+
+
+# ---------------------------------------------------------------- the head of a cluster of its own
+
+
+def test_a_head_that_ends_is_told_unless_it_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "LOOK_S", 0.01)
+    said: list[str] = []
+    sleeping = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2)]
+    heads = [head.Head(process(one.pid), said.append) for one in sleeping]
+    heads[0].leave()
+    for one in sleeping:
+        one.kill()
+        one.wait(30)
+    heads[1]._thread.join(20)
+    assert len(said) == 1
+    assert f"process {sleeping[1].pid}) has ended" in said[0]
+
+
+def test_without_its_head_a_run_says_so_and_leaves_nobody() -> None:
+    code = (
+        "import subprocess, sys; from whet.cluster import head;"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        "print(child.pid, flush=True); head.give_up('its head is gone')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "whet: its head is gone"
+    until = time.monotonic() + 20
+    while process(int(done.stdout))[1] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert process(int(done.stdout))[1] == 0

@@ -33,14 +33,17 @@ from ray.cluster_utils import Cluster
 
 from far_losses import killed, sleepy
 from test_apart import tree as apart_tree
+from test_lanes import picture
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
 from whet.cluster.nodes import connect, disconnect
 from whet.cluster.parts import rank_lines
 from whet.config.load import load
 from whet.config.schema import Optimizer
+from whet.guard import stacks
 from whet.guard.processes import process
 from whet.models.mesh import Dims
+from whet.track.timeline import Timeline
 from whet.training.ranks import RankGroup, Ranks
 from whet.types import WhetError
 
@@ -99,6 +102,8 @@ def test_far_ranks_are_local_ranks_to_the_bit(address: str, tmp_path: Path) -> N
     near = Ranks(TWO, timeout_s=120.0)
     far = Ranks(TWO, timeout_s=120.0, open_lines=lines(address, model))
     assert not far.lines.near
+    timeline = Timeline(tmp_path / "timeline.json")
+    far.show_on(timeline, micro_batches=True)
     one, two = (RankGroup(r, "policy", copy.deepcopy(model), cut=CUT, **LEARNING) for r in (near, far))
     batch = weighted()
     said = [group.update(batch, pg_loss) for group in (one, two)]
@@ -114,6 +119,16 @@ def test_far_ranks_are_local_ranks_to_the_bit(address: str, tmp_path: Path) -> N
     assert same[1:] == ([], [])
     assert torch.equal(one.forward(batch, "logprobs"), two.forward(batch, "logprobs"))
     near.close()
+    for lane in far.lanes:  # this is one machine, and its clock is one
+        assert lane.trip_ns is not None
+        assert abs(lane.ahead_ns) <= lane.trip_ns / 2 + 1
+    timeline.close()
+    drawn = picture(tmp_path / "timeline.json")
+    assert sorted(drawn) == ["rank 0", "rank 1"]
+    done = {
+        f"policy {what}" for what in ("update", "gather for a checkpoint", "load a checkpoint", "micro-batch")
+    }
+    assert all({*done, "wait for a command"} <= {s.name for s in spans} for spans in drawn.values())
     there = members(far)
     with pytest.raises(WhetError, match=r"rank 1 of 2 died \(killed by SIGKILL\) while doing: update policy"):
         two.update(batch, killed)
@@ -123,11 +138,17 @@ def test_far_ranks_are_local_ranks_to_the_bit(address: str, tmp_path: Path) -> N
 def test_a_far_rank_that_hangs_shows_where(address: str) -> None:
     """Then its actor is killed under it: that is told, too."""
     model = tiny_model()
-    hangs = r"(?s)have said nothing for 3 s.*rank 1: update policy.*in sleepy"
+    hangs = (
+        r"(?s)^rank 1 of 2 hangs in sleepy .*; rank 0 waits for it in .*nothing was heard for 3 s.*in sleepy"
+    )
     for loss, said in ((sleepy, hangs), (None, "rank 1 of 2 died .lost with")):
         ranks = Ranks(TWO, timeout_s=120.0, open_lines=lines(address, model))
         group = RankGroup(ranks, "policy", model, cut=CUT, **LEARNING)
         there = members(ranks)
+        told = stacks.everyone()  # of processes on another machine, through the actors beside them
+        for number, line in enumerate(ranks.lines.lines):
+            assert f"process {line.where.process[0]}, rank-{number}:\n" in told  # type: ignore[attr-defined]
+        assert told.count("in recv_bytes") >= 2
         if loss is None:
             os.kill(ranks.lines.lines[1].where.actor[0], signal.SIGKILL)  # type: ignore[attr-defined]
         else:
@@ -135,6 +156,7 @@ def test_a_far_rank_that_hangs_shows_where(address: str) -> None:
         with pytest.raises(WhetError, match=said):
             group.update(weighted(), loss or pg_loss)
         until(lambda: not alive(there), "the end of all")  # noqa: B023
+        assert list(stacks.far()) == [""]
 
 
 DRIVER = """

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batches import by_rollout, doubles, logp_now, make_batch, ragged
+from batches import by_rollout, doubles, logp_now, make_batch, micro_batches, ragged
 from whet.algos.correction import correct, kept
 from whet.algos.losses import regularized, reinforce
 from whet.algos.recipes import build
-from whet.batch import Batch, Outputs, micro_batches, select, split
+from whet.batch import Batch, Outputs, select, split
 from whet.config import schema
 from whet.config.recipes import resolve
 from whet.config.schema import Correction

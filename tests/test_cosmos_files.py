@@ -22,14 +22,14 @@ WORDS = ROOT / "tests/data/words.jsonl"
 POLICY = "train.train_policy."
 
 
-def test_a_file_for_many_gpus_is_refused_for_what_is_coming_and_nothing_else() -> None:
-    with pytest.raises(ConfigError) as refused:
-        load(FILES / "cosmos_64_gpus.toml")
-    lines = [line.split(": ", 1)[1] for line in str(refused.value).splitlines()[1:]]
-    keys = {line.split(":")[0].split("=")[0] for line in lines}
-    assert keys == {"rollout.quantization"}
-    assert all("coming" in line for line in lines), lines
-    config = load(FILES / "cosmos_64_gpus.toml", rehearsal=True).config
+def test_a_file_for_many_gpus_is_read_and_products_in_4_bits_are_refused() -> None:
+    config = load(FILES / "cosmos_64_gpus.toml").config
+    assert config.rollout.quantization == "float8"
+    assert (
+        load(FILES / "cosmos_64_gpus.toml", ["rollout.quantization=none"]).config.rollout.quantization is None
+    )
+    with pytest.raises(ConfigError, match=r"train\.fp4\.enable_fp4.* no training products in 4 bits"):
+        load(FILES / "cosmos_64_gpus.toml", ["train.fp4.enable_fp4=true"])
     assert (config.algorithm.name, config.rollout.group_size, config.train.tasks_per_step) == (
         "gspo",
         16,

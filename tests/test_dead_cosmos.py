@@ -144,6 +144,7 @@ OTHER: dict[str, Any] = {
     "policy.model_name_or_path": "folder/of/a/model",
     MESH + "dp_replicate_size": 2,
     "rollout.n_generation": 8,
+    "rollout.quantization": "fp8",
     "rollout.seed": 7,
     "rollout.sampling_config.top_k": 20,
     "rollout.sampling_config.top_p": 0.9,

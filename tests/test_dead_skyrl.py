@@ -56,6 +56,8 @@ CONTEXTS: dict[str, list[str]] = {
     "trainer.critic.model.lora.rank": GAE,
     "trainer.policy.fsdp_config.cpu_offload": [f"{P}.colocate_all=false"],
     "trainer.critic.fsdp_config.cpu_offload": GAE,
+    f"{P}.colocate_all": GAE,
+    f"{P}.colocate_policy_ref": [f"{P}.colocate_all=false"],
     "trainer.placement.policy_num": [f"{P}.colocate_all=false", f"{P}.colocate_policy_ref=false"],
     "trainer.micro_": ["generator.n_samples_per_prompt=8"],
 }

@@ -99,6 +99,13 @@ FILTERS = "data_processor.experience_pipeline.operators"
 RATIO = "lr_warmup_steps_ratio"
 
 EXPLORES = base(**{"mode": "explore", f"{EXPERIENCES}.path": "sqlite:///meet.db"})
+REPLAYS = base(
+    **{
+        "mode": "train",
+        f"{EXPERIENCES}.path": "sqlite:///meet.db",
+        f"{EXPERIENCES}.replay_buffer": {"enable": True, "priority_fn": "decay_limit_randomization"},
+    }
+)
 ADAPTS = base(**{"explorer.dynamic_timeout.enable": True})
 
 EIGHT = base(**{"cluster.gpu_per_node": 9})
@@ -107,6 +114,11 @@ CONTEXTS: dict[str, Tree] = {
     "explorer.name": EXPLORES,
     "synchronizer.sync_timeout": EXPLORES,
     "explorer.dynamic_timeout.ratio": ADAPTS,
+    f"{EXPERIENCES}.capacity": REPLAYS,
+    **{
+        f"{EXPERIENCES}.replay_buffer.{key}": REPLAYS
+        for key in ("enable", "reuse_cooldown_time", "priority_fn", "priority_fn_args.*")
+    },
     f"{FILTERS}[].name": FILTERED,
     f"{FILTERS}[].args": FILTERED,
     f"{FILTERS}[].args.*": FILTERED,
@@ -161,6 +173,10 @@ CONTEXTS: dict[str, Tree] = {
 """Files in which a key means something, where the small file is not one."""
 
 REPLACED: dict[str, Json] = {
+    f"{EXPERIENCES}.replay_buffer.enable": False,
+    f"{EXPERIENCES}.replay_buffer.reuse_cooldown_time": 2.5,
+    f"{EXPERIENCES}.replay_buffer.priority_fn": "linear_decay",
+    f"{EXPERIENCES}.replay_buffer.priority_fn_args.*": {"sigma": 0.5},
     "cluster.node_num": 2,
     "cluster.gpu_per_node": 5,
     "cluster.ray_address": "10.0.0.1:6379",

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batches import doubles, logp_now, make_batch, ragged
+from batches import doubles, logp_now, make_batch, micro_batches, ragged
 from whet.algos.aggregate import AGGREGATIONS, weights
 from whet.algos.demonstration import (
     among_experts,
@@ -28,7 +28,7 @@ from whet.algos.demonstration import (
 )  # fmt: skip
 from whet.algos.losses import LOSSES, ppo, regularized
 from whet.algos.recipes import build
-from whet.batch import Batch, LossFn, Outputs, micro_batches, select
+from whet.batch import Batch, LossFn, Outputs, select
 from whet.config.schema import Algorithm, Critic, Mix
 
 SEEDS = st.integers(0, 10_000)

@@ -134,6 +134,27 @@ def test_a_rehearsal_is_one_process_on_this_device(cosmos: Path, tmp_path: Path)
     assert small.rollout.max_staleness == 1, "what is no matter of devices stays"
 
 
+@pytest.mark.parametrize(("gpus", "apart"), [(0, False), (4, False), (7, False), (8, True)])
+def test_models_are_apart_where_there_are_gpus_for_all(
+    gpus: int, apart: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    on(monkeypatch, gpus)
+    (tmp_path / "rows.parquet").touch()
+    given = {
+        "placement": {"colocate_all": False},
+        "algorithm": {"advantage_estimator": "gae", "use_kl_loss": False},
+    }
+    file = tmp_path / "skyrl.json"
+    file.write_text(json.dumps({"trainer": given, "data": {"train_data": [f"{tmp_path}/rows.parquet"]}}))
+    overrides = ["trainer.critic.model.path=m", *([] if gpus else ["whet.machine.device=cpu"])]
+    loaded = load(file, overrides, dialect="skyrl")
+    assert loaded.config.train.parallel.apart == (("critic",) if apart else ())
+    assert ("critic where the policy is: apart they need" in notes(loaded)) != apart
+    assert load(
+        file, [*overrides, "whet.train.parallel.apart=[critic]"], dialect="skyrl"
+    ).config.train.parallel.apart
+
+
 @pytest.mark.parametrize(
     ("asked", "devices", "wanted"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import multiprocessing
 import os
@@ -386,3 +387,24 @@ def _parent_group(pid: int) -> int:
 def test_failures_read_well():
     assert str(Failure("raised", "ValueError: x (a.py:1)")) == "raised ValueError: x (a.py:1)"
     assert str(Failure("timeout", "no result in 3 s")) == "timeout: no result in 3 s"
+
+
+def test_a_fork_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper and its nursery are there; for a worker there is no memory, until there is some."""
+    real, depth, room = os.fork, [0], tmp_path / "room"
+
+    def fork() -> int:
+        if depth[0] == 2 and not room.exists():
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        pid = real()
+        depth[0] += not pid
+        return pid
+
+    monkeypatch.setattr(os, "fork", fork)
+    with make(workers=2) as jail:
+        for result in ask(jail, "innocent", "innocent", "innocent"):
+            assert result.failure == Failure(
+                "crashed", "no process can be made for it: [Errno 12] Cannot allocate memory"
+            )
+        room.touch()
+        assert [r.failure for r in ask(jail, "innocent", "innocent")] == [None, None]

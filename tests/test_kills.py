@@ -41,6 +41,10 @@ def site(folder: Path, lines: list[dict[str, Any]], steps: int = 2) -> kills.Sit
         ([{"step": 1}, {"step": 2}, {"step": 2}], ["differs", "missing or double"]),
         ([{"step": 1}, {"step": 2, "train/loss": 0.4}], ["differs"]),
         ([{"step": 1}, {"step": 2, "ledger/pending_rollouts": 3}], ["differs", "3 rollouts pending"]),
+        (
+            [{"step": 1, "ledger/asked_rollouts": 9, "ledger/trained_rollouts": 8}, {"step": 2}],
+            ["differs", "9 rollouts asked, 8 accounted for"],
+        ),
     ],
 )
 def test_what_is_wrong_is_found(tmp_path: Path, lines: list[dict[str, Any]], found: list[str]) -> None:
@@ -70,19 +74,29 @@ def test_who_is_left_behind_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("target", "code", "said", "good"),
+    ("target", "signal", "code", "said", "good"),
     [
-        ("rank", 1, "whet: rank 1 of 2 died (killed by SIGKILL) while doing: update", True),
-        ("rank", 1, "Traceback: something else", False),
-        ("rank", 1, "whet: the disk is full", False),
-        ("rank", -11, "whet: rank 1 of 2 died", False),
-        ("driver", 1, "whet: anything", False),
+        ("rank", "SIGKILL", 1, "whet: rank 1 of 2 died (killed by SIGKILL) while doing: update", True),
+        ("rank", "SIGKILL", 1, "Traceback: something else", False),
+        ("rank", "SIGKILL", 1, "whet: the disk is full", False),
+        ("rank", "SIGKILL", -11, "whet: rank 1 of 2 died", False),
+        (
+            "rank",
+            "SIGSTOP",
+            1,
+            "whet: rank 1 of 2 is stopped (SIGSTOP) while doing: update; rank 0 waits",
+            True,
+        ),
+        ("rank", "SIGSTOP", 1, "whet: rank 0 of 2 hangs in all_reduce while doing: update", False),
+        ("driver", "SIGKILL", 1, "whet: anything", False),
     ],
 )
-def test_an_end_has_to_name_the_dead(tmp_path: Path, target: str, code: int, said: str, good: bool) -> None:
+def test_an_end_has_to_name_the_dead(
+    tmp_path: Path, target: str, signal: kills.Signal, code: int, said: str, good: bool
+) -> None:
     made = site(tmp_path, [])
     (tmp_path / "driver.said").write_text(f"a line\n{said}\n")
-    one = kills.Hit("ranks", target, "SIGKILL", 1)
+    one = kills.Hit("ranks", target, signal, 1)
     assert (kills.judged(made, one, "driver", code) in kills.GOOD) == good
 
 

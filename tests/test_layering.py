@@ -18,7 +18,7 @@ LAYERS: list[set[str]] = [
     {"envs", "models", "buffer", "track", "storage"},
     {"training", "rollout"},
     {"sync", "checkpoint", "evaluate", "held_out", "offline"},
-    {"loop", "run", "explorers", "stages", "shared", "apart"},
+    {"loop", "run", "explorers", "stages", "placement", "shared", "apart"},
     {"cli", "api", "bench", "export", "rehearsal", "cluster", "web"},
 ]
 """By first name below `whet`; `whet/__init__.py` is of the last layer."""

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from batches import by_rollout, doubles, logp_now, make_batch, pair_batch, ragged
+from batches import by_rollout, doubles, logp_now, make_batch, micro_batches, pair_batch, ragged
 from whet.algos.aggregate import AGGREGATIONS, weights
 from whet.algos.critic import value_loss
 from whet.algos.losses import dpo, ppo, regularized, reinforce, sft
-from whet.batch import Batch, LossFn, Outputs, micro_batches, select
+from whet.batch import Batch, LossFn, Outputs, select
 from whet.types import DataError, WhetError
 
 SEEDS = range(6)

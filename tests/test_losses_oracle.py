@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import loss_oracles as naive
-from batches import by_rollout, logp_now, make_batch, ragged
+from batches import by_rollout, logp_now, make_batch, micro_batches, ragged
 from loss_oracles import Lists, Rec, Tokens
 from whet.algos.aggregate import weights
 from whet.algos.losses import LOSSES, LOSSES_OVER
-from whet.batch import Batch, LossFn, Outputs, micro_batches, select
+from whet.batch import Batch, LossFn, Outputs, select
 
 Case = tuple[str, dict[str, Any], Callable[[Tokens], Lists]]
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batches import doubles, logp_now, make_batch, ragged
+from batches import doubles, logp_now, make_batch, micro_batches, ragged
 from test_train_torch import random_groups
 from tiny import tiny_model
 from whet.algos.aggregate import weights
@@ -19,7 +19,7 @@ from whet.algos.covariance import clip_cov_over, largest, luck_N
 from whet.algos.losses import LOSSES, regularized
 from whet.algos.recipes import Algorithm, build
 from whet.algos.terms import Totals
-from whet.batch import Batch, Loss, Outputs, micro_batches, pack, select
+from whet.batch import Batch, Loss, Outputs, pack, select
 from whet.config import schema
 from whet.config.recipes import resolve
 from whet.models import kernels

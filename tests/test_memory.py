@@ -17,7 +17,7 @@ from torch import Tensor
 from test_timeline import TINY
 from tiny import FAMILIES, VOCAB, tiny_model
 from whet.api import run_training
-from whet.batch import Batch, micro_batches, pack
+from whet.batch import Batch, pack
 from whet.config import footprint, hardware, memory
 from whet.config.load import load
 from whet.config.memory import Cut, Lengths, Setting, largest
@@ -32,6 +32,8 @@ from whet.models.forward import decoder
 from whet.models.packing import layout
 from whet.models.segments import Segments
 from whet.rollout.native.engine import NativeEngine
+from whet.training.balance import deal
+from whet.training.cut import Limits
 from whet.types import ConfigError, Group, Rollout, Task
 
 # ---------------------------------------------------------------- what one layer keeps
@@ -144,21 +146,13 @@ def test_the_largest_micro_batch_is_the_trainers(given, share, whole):
     rollouts = groups * lengths.group
     train = Train(share_prompts=share, **given)
     told = memory.cut(train, lengths, rollouts=rollouts, default_tokens=9, whole_groups=whole)
-    micros = list(
-        micro_batches(
-            full_batch(lengths, groups),
-            max_tokens=train.micro_tokens,
-            max_rollouts=train.micro_rollouts,
-            shared=share,
-            whole_groups=whole,
-        )
-    )
+    limits = Limits(train.micro_tokens, train.micro_rollouts, shared=share, whole_groups=whole)
+    micros = deal(full_batch(lengths, groups), 1, limits)[0].micros
     computed = [len(layout(m, share_prompts=share).token_ids_U) for m in micros]
-    if "micro_rollouts" in given:  # rows of two groups may come together and bring two prompts
+    if share and told.tokens != max(computed):  # groups were torn: pieces of several may come together
         assert abs(told.tokens - max(computed)) <= lengths.prompt
     else:
-        assert told.tokens == computed[0]
-    assert told.sampled == int(micros[0].mask_N.sum())
+        assert (told.tokens, told.sampled) == (computed[0], int(micros[0].mask_N.sum()))
     assert bool(told.second) == (len(micros) > 1)
 
 
@@ -438,7 +432,7 @@ def test_a_rank_by_hand():
     matrices = 4 * (4 * 16 * 16 + 3 * 16 * 48) + 50 * 16
     by_tp = rank_held(*few, "train.parallel.tp=2")
     assert by_tp["policy"] == 4 * (4 * LAYER + ends - matrices // 2)
-    stages = rank_held(*few, "train.parallel.pp=2", "train.micro_rollouts=1")
+    stages = rank_held(*few, "train.parallel.pp=2", "train.micro_rollouts=8")
     assert stages["policy"] == 4 * (2 * LAYER + ends)  # the last has the embedding, too: it is tied
 
 
@@ -465,7 +459,7 @@ def test_what_is_together_has_to_fit():
     need = sum(p.count * p.most.total for p in shared)
     footprint.check_memory([planned(*wide, f"machine.memory_mb={(need >> 20) + 1}")])
     with pytest.raises(
-        ConfigError, match=r"this process .*, each rank .* x 2; each rank in the .* of the policy"
+        ConfigError, match=r"this process .*, each rank .* x 2; each rank when saving the policy"
     ):
         footprint.check_memory([planned(*wide, f"machine.memory_mb={(need >> 20) - 1}")])
 
@@ -487,3 +481,65 @@ def test_who_saves_whole_files_gathers_them():
     assert [p.parts["whole tensors of one file"] for p in saving] == [moments]
     for other in (["checkpoint.sharded=true"], ["train.parallel.tp=1", "train.parallel.dp_replicate=2"]):
         assert not [p for p in footprint.rank_phases(planned(*few, *other)) if p.name == "saving the policy"]
+
+
+def rank_update(*overrides: str) -> list[dict[str, int]]:
+    return [p.parts for p in footprint.rank_phases(planned(*overrides)) if p.name == "update of the policy"]
+
+
+def test_the_first_of_a_pipeline_keeps_as_many_micro_batches_as_there_are_ranks():
+    few = ["tokenizer.vocab_size=50", "model.scratch.layers=4", "machine.kernels=compiled"]
+    assert "policy" in rank_held(*few, "train.parallel.pp=2", "train.micro_rollouts=2")
+    alone, several = (rank_update(*few, "train.parallel.pp=2", f"train.micro_rollouts={n}") for n in (8, 2))
+    # one micro-batch of everything: the last rank has most, with norm and output layer
+    assert alone[0]["policy"] == 4 * (2 * LAYER + 50 * 16 + 16)
+    assert alone[0]["output layer"] > 0
+    # four of two rollouts, a prompt of 32 and twice 3: the first has most, without the last norm
+    tokens, sampled = 32 + 2 * 3, 2 * 4
+    kept = 2 * tokens * 4 * (4 * 16 + 2 * 16 + 2 * 16 + 32 + 2 + 3 * 48)
+    assert several[0]["policy"] == 4 * (2 * LAYER + 50 * 16)
+    assert several[0]["activations"] == 2 * kept + tokens * 4 * 16 + 4 * 16 * (2 * tokens + sampled)
+    assert several[0]["output layer"] == 0
+
+
+def test_adapters_alone_have_gradients_to_cut():
+    few = ["tokenizer.vocab_size=50", "train.parallel.dp_shard=2"]
+    plain, lora = (rank_update(*few, *more)[1] for more in ((), ("model.lora.rank=2",)))
+    assert plain["gradients before they are cut"] == 4 * (2 * LAYER + 50 * 16 + 16)
+    pairs = 2 * (4 * (16 + 16) + 3 * (16 + 48))  # q, k, v, o; gate, up, down
+    assert lora["gradients before they are cut"] == 4 * 2 * pairs
+    assert lora["gathered layers"] == plain["gathered layers"]
+
+
+def test_products_in_half_precision_are_counted_on_a_cpu():
+    few = ["tokenizer.vocab_size=50", "train.micro_rollouts=null"]
+    name = "products in half precision"
+    half = peaks(planned(*few, "model.dtype=bfloat16"))["update of the policy"][name]
+    # q, k, v, o; gate, up; down; the output layer. Replies of 4 stay on a page; one micro-batch
+    count = (17 + 2) * 4 + 54 + 2 * 1 + (3 * 4 + 6)
+    assert half == count * memory.PRODUCT_BYTES
+    assert name not in peaks(planned(*few))["update of the policy"]
+    cuda = planned(*few, "model.dtype=bfloat16", "machine.device=cuda")
+    assert name not in peaks(cuda)["update of the policy"]
+    shape = planned(*few).shape
+    many = [Cut(n, n) for n in range(200)]
+    most = memory.products_bytes(Setting(shape=shape, dtype="float16", compiled=False), cuts=many)
+    assert most == memory.PRODUCTS * memory.PRODUCT_BYTES
+
+
+def test_advice_leaves_out_what_is_done():
+    parts = {"optimizer of the policy": 3, "policy": 2, "gathered layers": 1}
+    assert memory.advice(parts) == [
+        "model.lora, whose adapters need little optimizer state or train.optimizer.kind=sgd",
+        "a smaller model or model.dtype=bfloat16",
+        "train.parallel.reshard_after_forward=true or a larger train.parallel.tp",
+    ]
+    done = ("model.lora", "model.dtype=bfloat16", "train.optimizer.kind=sgd")
+    assert memory.advice(parts, done)[0] == "a smaller model"
+    wide = "model.scratch={hidden_size: 512, heads: 8, layers: 12, max_positions: 64}"
+    with pytest.raises(ConfigError) as caught:
+        footprint.check_memory(
+            [planned(wide, "machine.memory_mb=50", "model.dtype=bfloat16", "model.lora.rank=2")]
+        )
+    assert "model.lora" not in str(caught.value)
+    assert "bfloat16" not in str(caught.value)

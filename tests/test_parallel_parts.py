@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from batches import micro_batches
 from layouts import OPS, Case, Learner, batch
 from tiny import tiny_model
-from whet.batch import Batch, micro_batches, select
+from whet.batch import Batch, select
 from whet.models import expert_parallel, router, tensor_parallel
 from whet.models.attention import PackedAttention, Segments
 from whet.models.collectives import Cut, Peers

@@ -16,7 +16,7 @@ from tiny import tiny_model
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Optimizer, Precision
-from whet.models import adam8, kernels
+from whet.models import adam8, kernels, precision
 from whet.models.adam8 import Adam8, packed, unpacked
 from whet.models.offload import kept_on_host
 from whet.models.optim import Optimizer as Opt
@@ -427,3 +427,21 @@ def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         plans(load(None, (), base))
     monkeypatch.setenv("CXX", "cc")
     assert plans(load(None, (), base))[0].train.compile
+
+
+def test_the_norm_sums_large_tensors_some_rows_at_a_time(monkeypatch):
+    torch.manual_seed(0)
+    grads = [torch.randn(7, 5), torch.randn(40), torch.randn(3, 2, 4).transpose(0, 2), torch.tensor(2.0)]
+    exact = sum(float((g.double() ** 2).sum()) for g in grads) ** 0.5
+    seen: list[int] = []
+    norm = torch.linalg.vector_norm
+    monkeypatch.setattr(
+        torch.linalg, "vector_norm", lambda x, **how: seen.append(x.numel()) or norm(x, **how)
+    )
+    assert float(precision.total_norm(grads)) == pytest.approx(exact, rel=1e-15)
+    assert seen == [35, 40, 24, 1]
+    seen.clear()
+    monkeypatch.setattr(precision, "_NORMED", 10)
+    assert float(precision.total_norm(grads)) == pytest.approx(exact, rel=1e-15)
+    assert max(seen) == 10
+    assert sum(seen) == 35 + 40 + 24 + 1

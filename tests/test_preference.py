@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import whet
-from batches import Tokens, by_rollout, doubles, logp_now, make_batch, pair_batch
+from batches import Tokens, by_rollout, doubles, logp_now, make_batch, micro_batches, pair_batch
 from whet.algos.aggregate import weights
 from whet.algos.preference import dpo, kl_zero, kto, mismatched, orpo, simpo
-from whet.batch import Batch, LossFn, Outputs, micro_batches, select
+from whet.batch import Batch, LossFn, Outputs, select
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.types import ConfigError, DataError

@@ -24,8 +24,9 @@ from whet.track.record import read_lines
 from whet.training import profile
 from whet.training.cut import Cut
 from whet.training.profile import Profiler, schedule, window
-from whet.training.throughput import Meter, Work, batch_flops, meter_of, peak_flops, work_of
+from whet.training.throughput import Meter, meter_of, peak_flops
 from whet.training.torch import TorchEngine
+from whet.training.work import Work, batch_flops, work_of
 from whet.types import ConfigError
 
 NONE, WARM, RECORD, SAVE = (

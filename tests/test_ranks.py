@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
@@ -24,7 +22,6 @@ from whet.batch import Batch, Loss, Outputs
 from whet.config.recipes import RECIPES
 from whet.config.schema import Algorithm, Critic, Optimizer
 from whet.models.mesh import Dims
-from whet.training.balance import balanced, deal
 from whet.training.ranks import RankGroup, Ranks
 from whet.types import ConfigError, WhetError
 
@@ -33,41 +30,6 @@ SGD = Optimizer(kind="sgd", lr=0.02)
 
 def learning() -> dict[str, Any]:
     return {"optimizer": SGD, "total_steps": 4}
-
-
-# ---------------------------------------------------------------- dealt out
-
-
-def test_differencing_by_hand() -> None:
-    # 8-7=1, 6-5=1, 4-1=3, 3-1=2: Karmarkar and Karp's own example ends two apart
-    parts = balanced([8, 7, 6, 5, 4], 2)
-    assert sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in parts) == [14, 16]
-
-
-@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))
-def test_each_item_in_one_part_and_no_part_far_off(costs: list[int], parts: int) -> None:
-    found = balanced(costs, parts)
-    assert sorted(i for part in found for i in part) == list(range(len(costs)))
-    sums = [sum(costs[i] for i in part) for part in found]
-    assert max(sums) - min(sums) <= max(costs, default=0)
-
-
-@given(st.integers(0, 50), st.integers(1, 6), st.integers(5, 60), st.booleans(), st.booleans())
-def test_every_rollout_is_dealt_once_in_equal_numbers_of_micro_batches(
-    seed: int, parts: int, tokens: int, shared: bool, whole: bool
-) -> None:
-    batch = weighted(seed)
-    dealt = deal(batch, parts, max_tokens=tokens, max_rollouts=None, shared=shared, whole_groups=whole)
-    assert len({len(d.micros) for d in dealt}) == 1
-    rows = torch.cat([r for d in dealt for r in d.rows])
-    assert rows.sort().values.tolist() == list(range(batch.rollouts))
-    for d in dealt:
-        assert all((m.weight_N == 0).all() for m in d.micros[d.real :])  # type: ignore[union-attr]
-        for micro, r in zip(d.micros, d.rows):
-            assert micro.token_ids_N.tolist() == batch.token_ids_N[torch.isin(batch.row_N, r)].tolist()
-    if whole:
-        groups = [set(batch.group_R[r].tolist()) for d in dealt for r in d.rows]
-        assert sum(len(g) for g in groups) == len(set().union(*groups))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -98,9 +60,9 @@ def test_dims_that_do_not_fit_are_refused() -> None:
 # ---------------------------------------------------------------- ends
 
 
-def sleepy(batch: Batch, out: Outputs) -> Loss:
+def stopped(batch: Batch, out: Outputs) -> Loss:
     if torch.distributed.get_rank() == 1:
-        time.sleep(60)
+        os.kill(os.getpid(), signal.SIGSTOP)
     return pg_loss(batch, out)
 
 
@@ -118,7 +80,11 @@ def broken(batch: Batch, out: Outputs) -> Loss:
     ("loss", "said"),
     [
         (killed, r"(?s)rank 1 of 2 died \(killed by SIGKILL\) while doing: update policy"),
-        (sleepy, r"(?s)have said nothing for 5 s.*rank 1: update policy.*in sleepy"),
+        (
+            stopped,
+            r"(?s)^rank 1 of 2 is stopped \(SIGSTOP\) while doing: update policy.*; rank 0 waits for it"
+            r".*; nothing was heard for 5 s .*\nrank 1: update policy.*it does not answer: it is stopped.*\nrank 0: ",
+        ),
         (broken, r"(?s)of 2 failed while doing: update policy.*ZeroDivisionError: a user's loss"),
     ],
 )

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-import whet.stages
+import whet.placement
+from test_lanes import picture
 from whet.config import checks_parallel
 from whet.config.load import load
 from whet.config.parts.parallel import Parallel
 from whet.config.plan import plan
+from whet.track import spent
+from whet.track.timeline import read
 from whet.types import ConfigError, Json
 
 ROOT = Path(__file__).parents[1]
@@ -46,14 +50,14 @@ def given(*overrides: str) -> Any:
 def asked(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, Any]:
     """What ranks a config starts."""
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(whet.stages, "Ranks", lambda dims, **how: seen.update({"dims": dims, **how}))
+    monkeypatch.setattr(whet.placement, "Ranks", lambda dims, **how: seen.update({"dims": dims, **how}))
     shared = SimpleNamespace(
         display=SimpleNamespace(phase=lambda what: None),
         model=SimpleNamespace(device=torch.device("cpu")),
         rank_lines=None,
     )
     cfg = given(*overrides).stages[0]
-    whet.stages._ranks(shared, cfg, plan(cfg))  # type: ignore[arg-type]
+    whet.placement.open_ranks(shared, cfg, plan(cfg))  # type: ignore[arg-type]
     return seen
 
 
@@ -65,7 +69,7 @@ def test_one_process_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
     "override",
     [
         "dp_replicate=4", "dp_shard=4", "tp=2", "cp=2", "pp=2", "reshard_after_forward=false",
-        "wrap_min_parameters=100", "prefetch=2", "timeout_s=5",
+        "wrap_min_parameters=100", "prefetch=2", "timeout_s=5", "apart=[critic]",
     ],
 )  # fmt: skip
 def test_each_key_changes_what_is_started(monkeypatch: pytest.MonkeyPatch, override: str) -> None:
@@ -79,12 +83,12 @@ def test_experts_and_parts_of_a_pipeline_are_started(monkeypatch: pytest.MonkeyP
     assert asked(monkeypatch, *mixture)["dims"].ep == 1
     assert asked(monkeypatch, *mixture, "train.parallel.ep=2")["dims"].ep == 2
     seen: list[int] = []
-    monkeypatch.setattr(whet.stages, "RankGroup", lambda *args, chunks, **how: seen.append(chunks))
+    monkeypatch.setattr(whet.placement, "RankGroup", lambda *args, chunks, **how: seen.append(chunks))
     for chunks in (1, 2):
         cfg = given(
             "model.scratch.layers=4", "train.parallel.pp=2", f"train.parallel.pipeline_chunks={chunks}"
         )
-        whet.stages._engine(None, cfg.stages[0], "policy", None, ranks=True)  # type: ignore[arg-type]
+        whet.placement.engine_of(None, cfg.stages[0], "policy", None, ranks={"policy": True})  # type: ignore[arg-type,dict-item]
     assert seen == [1, 2]
 
 
@@ -166,3 +170,32 @@ def test_a_killed_run_on_ranks_goes_on_as_if_it_had_not_been(tmp_path: Path) -> 
     ]
     _, different, missing = filecmp.cmpfiles(whole, broken, same, shallow=False)
     assert (different, missing) == ([], [])
+    check_lanes(whole, broken)
+
+
+def check_lanes(whole: Path, broken: Path) -> None:
+    """Each rank has told what it did; of the killed run's first start what its steps wrote is there."""
+    drawn = picture(whole / "timeline.json")
+    assert sorted(drawn) == ["rank 0", "rank 1"]
+    for spans in drawn.values():
+        pieces: Counter[tuple[str, str]] = Counter()
+        for s in spans:
+            pieces[s.kind, s.name] += s.pieces
+        assert {s.step for s in spans if s.name == "policy update"} == {1, 2, 3, 4}
+        for work, count in (
+            ("policy update", 8), ("critic update", 8), ("policy forward logprobs", 4), ("critic forward values", 4),
+            ("reference forward logprobs", 4),
+        ):  # fmt: skip
+            assert pieces["work", work] == count, work
+        assert pieces["work", "policy gather weights"] >= 4
+        assert pieces["part", "policy optimizer step"] == 8
+        assert pieces["wait", "wait for a command"] > 0
+        assert not any("micro-batch" in name for _, name in pieces)
+    resumed = picture(broken / "timeline.json")
+    assert {s.process for s in resumed["rank 1"]} == {1, 2}
+    updates = [(s.step, s.pieces) for s in resumed["rank 1"] if s.name == "policy update"]
+    assert {step for step, _ in updates} == {1, 2, 3, 4}
+    assert sum(pieces for _, pieces in updates) == 8, "no step is there twice"
+    (stage,) = spent.measure(read(whole / "timeline.json"))
+    assert [p.name for p in stage.processes] == ["driver", "rank 0", "rank 1"]
+    assert all(0 < p.busy < 1 and len(p.steps) == 4 for p in stage.processes)

@@ -16,9 +16,21 @@ CONTROLLED = "linear_decay_use_count_control_randomization"
 
 
 def make(
-    name="linear_decay", *, capacity=100, cooldown_steps=None, max_staleness=None, seed=1, **settings
+    name="linear_decay",
+    *,
+    capacity=100,
+    cooldown_steps=None,
+    cooldown_s=None,
+    max_staleness=None,
+    fresh_staleness=100,
+    seed=1,
+    clock=None,
+    **settings,
 ) -> Replay:
     return Replay(
+        cooldown_s=cooldown_s,
+        fresh_staleness=fresh_staleness,
+        clock=clock,
         capacity=capacity,
         priority=priority(name, {"decay": 2.0, "use_limit": 3, "sigma": 0.0} | settings),
         cooldown_steps=cooldown_steps,
@@ -28,7 +40,11 @@ def make(
 
 
 def add(replay: Replay, uids: list[int], *, version: int) -> None:
-    replay.add([group(u, version=version) for u in uids], version=version)
+    replay.add([group(u, version=version) for u in uids])
+
+
+def left(replay: Replay) -> list[tuple[str, int]]:
+    return [(reason, g.task.uid) for reason, g in replay.pop_left()]
 
 
 def draw(replay: Replay, n: int, *, step: int, version: int = 0) -> list[int]:
@@ -80,7 +96,7 @@ def test_a_drawn_group_rests_and_comes_back_with_a_lower_priority():
 
 def test_a_share_of_the_step_comes_from_groups_that_were_trained_on():
     replay = make(cooldown_steps=1)
-    replay.keep([group(0), group(1)], version=0, step=1)
+    replay.keep([group(0), group(1)], step=1)
     assert draw(replay, 1, step=1) == []
     assert draw(replay, 1, step=2) == [0]
     assert [replayed(n, share) for n, share in ((8, 0.25), (10, 0.3), (3, 0.5), (4, 0.0), (4, 1.0))] == [
@@ -99,26 +115,28 @@ def test_where_it_is_full_the_lowest_leaves_and_of_equals_the_oldest():
     add(replay, [3], version=1)  # below the lowest: stays outside
     add(replay, [4], version=2)  # equal to the lowest: the older one leaves
     assert draw(replay, 9, step=1) == [2, 1, 4]
-    assert replay.pop_unused() == {"outranked": 4}  # of groups 3 and 0, two rollouts each
-    assert replay.pop_unused() == {}
+    assert left(replay) == [("outranked", 3), ("outranked", 0)]
+    assert left(replay) == []
 
 
 def test_a_use_limit_ends_it():
     replay = make(CONTROLLED, cooldown_steps=1, use_limit=2)
     add(replay, [0], version=0)
     assert [draw(replay, 1, step=s) for s in (1, 2, 3, 4)] == [[0], [0], [], []]
-    assert replay.pop_unused() == {}  # it was trained on
+    assert left(replay) == []  # it was trained on
 
 
 def test_what_is_too_old_leaves():
-    replay = make(max_staleness=2, cooldown_steps=1)
+    """Fresh groups beyond their bound are told; used ones beyond theirs were trained on."""
+    replay = make(max_staleness=3, fresh_staleness=2, cooldown_steps=1)
     add(replay, [0], version=3)
     add(replay, [1], version=5)
     assert replay.ready(step=1, version=5) == 2
     assert draw(replay, 2, step=1, version=6) == [1]
-    assert replay.pop_unused() == {"stale": 2}
-    assert draw(replay, 2, step=2, version=8) == []
-    assert replay.pop_unused() == {}
+    assert left(replay) == [("stale", 0)]
+    assert draw(replay, 2, step=2, version=8) == [1]
+    assert draw(replay, 2, step=3, version=9) == []
+    assert left(replay) == []
 
 
 def test_noise_is_standard_normal_and_of_the_task_and_use_alone():
@@ -150,9 +168,9 @@ def not_a_number(entry: Entry) -> float:
 
 def test_a_priority_of_yours():
     replay = make("test_replay:most_rewarded")
-    replay.add([group(0, size=1), group(1, size=3), group(13, size=3), group(2, size=2)], version=0)
+    replay.add([group(0, size=1), group(1, size=3), group(13, size=3), group(2, size=2)])
     assert draw(replay, 9, step=1) == [1, 2, 0]
-    assert replay.pop_unused() == {"unwanted": 3}
+    assert left(replay) == [("unwanted", 13)]
 
 
 def test_wrong_priorities():
@@ -179,7 +197,9 @@ SETTINGS = st.fixed_dictionaries(
         "name": st.sampled_from(sorted(PRIORITIES)),
         "capacity": st.integers(1, 6),
         "cooldown_steps": st.none() | st.integers(1, 3),
+        "cooldown_s": st.none() | st.sampled_from([0.0, 1.5, 2.5]),
         "max_staleness": st.none() | st.integers(0, 4),
+        "fresh_staleness": st.integers(0, 4),
         "sigma": st.sampled_from([0.0, 1.5]),
         "use_limit": st.none() | st.integers(1, 3),
     }
@@ -196,46 +216,66 @@ class Naive:
         )
         self.noise = make()._noise
         self.here: list[Entry] = []
-        self.rest: list[tuple[int, int, Entry]] = []
-        self.serial = self.draws = 0
-        self.lost = 0
+        self.rest: list[tuple[float, int, Entry]] = []
+        self.serial = self.draws = self.came = self.draws_since = 0
+        self.lost: list[tuple[str, int]] = []
+        self.time = 0.0
 
     def new(self, uid: int, version: int, uses: int) -> Entry:
         self.serial += 1
         return Entry(group(uid, version=version), version, uses, self.serial)
 
-    def lose(self, entry: Entry) -> None:
-        self.lost += 2 * (entry.uses == 0)
+    def lose(self, entry: Entry, reason: str) -> None:
+        if entry.uses == 0:
+            self.lost.append((reason, entry.group.task.uid))
 
     def enter(self, entry: Entry) -> None:
         found = self.rank(entry, self.noise(entry))
         if found is None:
-            self.lose(entry)
+            self.lose(entry, "unwanted")
             return
         entry.priority = found
         if len(self.here) == self.settings["capacity"]:
             lowest = min(self.here, key=lambda e: (e.priority, e.serial))
             if entry.priority < lowest.priority:
-                self.lose(entry)
+                self.lose(entry, "outranked")
                 return
             self.here.remove(lowest)
-            self.lose(lowest)
+            self.lose(lowest, "outranked")
         self.here.append(entry)
 
     def sleep(self, entry: Entry, step: int) -> None:
-        if self.settings["cooldown_steps"] is not None:
-            self.draws += 1
-            self.rest.append((step + self.settings["cooldown_steps"], self.draws, entry))
+        seconds, steps = self.settings["cooldown_s"], self.settings["cooldown_steps"]
+        self.draws += 1
+        if seconds is not None:
+            self.rest.append((self.time + seconds, self.draws, entry))
+        elif steps is not None:
+            self.rest.append((step + steps, self.draws, entry))
+
+    def old(self, entry: Entry, version: int) -> bool:
+        limit = self.settings["max_staleness" if entry.uses else "fresh_staleness"]
+        return limit is not None and version - entry.version > limit
+
+    def lacking(self, n: int) -> int:
+        fresh = sum(e.uses == 0 for e in self.here)
+        enough = n - len(self.here)
+        if self.draws_since < max(1, self.settings["fresh_staleness"]) - 1:
+            return max(0, enough)
+        return max(0, enough, min(n - self.came, n - fresh))
 
     def draw(self, n: int, step: int, version: int) -> list[int]:
-        due = sorted((at, k) for at, k, _ in self.rest if at <= step)
-        for at, k in due:
-            self.enter(next(e for a, b, e in self.rest if (a, b) == (at, k)))
-        self.rest = [r for r in self.rest if r[0] > step]
-        if (limit := self.settings["max_staleness"]) is not None:
-            for entry in [e for e in self.here if e.version < version - limit]:
+        now = step if self.settings["cooldown_s"] is None else self.time
+        for entry in sorted(self.here, key=lambda e: (-e.priority, e.serial)):
+            if self.old(entry, version):
                 self.here.remove(entry)
-                self.lose(entry)
+                self.lose(entry, "stale")
+        for _, _, entry in sorted((r for r in self.rest if r[0] <= now), key=lambda r: r[:2]):
+            if not self.old(entry, version):
+                self.enter(entry)
+        self.rest = [r for r in self.rest if r[0] > now]
+        self.draws_since += 1
+        if self.came >= n:
+            self.came = self.draws_since = 0
         out = sorted(self.here, key=lambda e: (-e.priority, e.serial))[:n]
         for entry in out:
             self.here.remove(entry)
@@ -247,27 +287,32 @@ class Naive:
 @given(SETTINGS, COMMANDS)
 def test_replay_does_what_the_plain_one_does_and_resumes_anywhere(settings, commands):
     """After every command a replay made anew from the state, through JSON, takes over."""
-    replay, naive = make(**settings), Naive(settings)
+    naive = Naive(settings)
+    replay = make(**settings, clock=lambda: naive.time)
     step = version = uid = 0
     for op, n, more in commands:
         if op == "draw":
-            step, version = step + 1, version + more
+            step, version, naive.time = step + 1, version + more, naive.time + 1.0
             assert draw(replay, n, step=step, version=version) == naive.draw(n, step, version)
         elif op == "add":
             add(replay, list(range(uid, uid + n)), version=version)
+            naive.came += n
             for u in range(uid, uid + n):
                 naive.enter(naive.new(u, version, 0))
         else:
-            replay.keep([group(u, version=version) for u in range(uid, uid + n)], version=version, step=step)
+            replay.keep([group(u, version=version) for u in range(uid, uid + n)], step=step)
             for u in range(uid, uid + n):
                 naive.sleep(naive.new(u, version, 1), step)
         uid += n
         assert len(replay) == len(naive.here) <= settings["capacity"]
+        assert uids_of(replay.fresh) == sorted(e.group.task.uid for e in naive.here if e.uses == 0)
+        assert [replay.lacking(k) for k in (1, 3)] == [naive.lacking(k) for k in (1, 3)]
+        assert left(replay) == naive.lost
+        naive.lost = []
         state = json.loads(json.dumps(replay.state()))
-        replay = make(**settings)
+        replay = make(**settings, clock=lambda: naive.time)
         replay.restore(state)
         assert json.loads(json.dumps(replay.state())) == state
-    assert sum(replay.pop_unused().values()) == naive.lost
 
 
 def test_a_smaller_capacity_at_a_resume_keeps_the_best():
@@ -276,4 +321,4 @@ def test_a_smaller_capacity_at_a_resume_keeps_the_best():
         add(replay, [uid], version=uid)
     smaller.restore(replay.state())
     assert draw(smaller, 9, step=1) == [3, 2]
-    assert smaller.pop_unused() == {"outranked": 4}
+    assert left(smaller) == [("outranked", 0), ("outranked", 1)]

@@ -417,3 +417,52 @@ def test_weights_that_all_refuse_are_at_fault() -> None:
         await crew.router.close()
 
     run(story())
+
+
+@pytest.mark.parametrize("moment", ["load", "join", "place", "pause"])
+def test_a_stopped_process_is_not_waited_for_until_the_deadline_of_a_load(
+    moment: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A load may take long, as long as its process lives: one answers and is slow, the other is stopped."""
+
+    async def answering() -> int:
+        return 0
+
+    async def stopped() -> int:
+        await asyncio.sleep(3600)
+        return 0
+
+    class Slow(Faulty):
+        async def load_weights(self, source: WeightSource, version: int) -> None:
+            await asyncio.sleep(3 * HEALTH_S)
+            await super().load_weights(source, version)
+
+    async def story() -> None:
+        crew = Crew(1, Slow, load_s=3600.0, restarts=1)
+        router, hung = crew.router, Faulty()
+        router.replicas["engine-0"].progress = answering
+        hung.fault = f"hang-{moment if moment in ('place', 'pause') else 'load'}"
+        late = Replica("late", hung, progress=stopped)
+        await router.load_weights(WEIGHTS, 1)
+        if moment == "join":
+            with pytest.raises(WhetError, match="its process has given no sign of life for"):
+                await router.join(late)
+        else:
+            hung.engine.version = 1  # type: ignore[misc]
+            router._serve(late)
+            router.restart = None
+            if moment == "load":
+                await router.load_weights(WEIGHTS, 2)
+            elif moment == "place":
+                await router.place("cpu")
+            else:
+                router._kept = True
+                await router.pause(True)
+        assert list(router.replicas) == ["engine-0"]
+        await asyncio.sleep(0.01)
+        assert hung.closed
+        await router.close()
+
+    with caplog.at_level(logging.WARNING):
+        run(story())
+    assert moment == "join" or "no sign of life" in caplog.text

@@ -73,9 +73,9 @@ def test_names_are_unique_and_newer_names_lead_to_rows() -> None:
 def test_statuses() -> None:
     counts = Counter(ROWS[name].status for name in DOCUMENT)
     assert counts == {
-        "translated": 73,
+        "translated": 75,
         "coming": 3,
-        "derived": 23,
+        "derived": 21,
         "mapped": 16,
         "engine": 13,
         "inert": 2,
@@ -190,6 +190,32 @@ def test_placement() -> None:
         rules.check_placement, **apart
     )
     assert rules.check_placement(values(**apart, trainer__placement__colocate_policy_ref=False)) == {}
+
+
+@pytest.mark.parametrize(
+    ("all_", "policy_ref", "estimator", "kl", "wanted"),
+    [
+        (True, True, "gae", True, []),
+        (True, False, "gae", True, []),
+        (False, True, "gae", True, ["critic"]),
+        (False, False, "gae", True, ["critic", "reference"]),
+        (False, False, "grpo", True, ["reference"]),
+        (False, False, "gae", False, ["critic"]),
+        (False, True, "grpo", True, []),
+    ],
+)
+def test_who_has_gpus_of_its_own(
+    all_: bool, policy_ref: bool, estimator: str, kl: bool, wanted: list[str]
+) -> None:
+    found = rules.apart(
+        values(
+            trainer__placement__colocate_all=all_,
+            trainer__placement__colocate_policy_ref=policy_ref,
+            trainer__algorithm__advantage_estimator=estimator,
+            trainer__algorithm__use_kl_loss=kl,
+        )
+    )
+    assert found.get("train.parallel.apart", []) == wanted
 
 
 def test_engines() -> None:

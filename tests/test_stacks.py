@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,21 @@ def deep_inside():
 with stacks.kept(Path(sys.argv[1]), "explorer-one"):
     print("there", flush=True)
     deep_inside()
+"""
+RUN = """
+import sys
+from pathlib import Path
+from whet.guard import stacks
+from whet.guard.line import picked_up
+
+def deep_inside(connection):
+    connection.send_bytes(b"there")
+    connection.poll(None)
+
+if __name__ == "__main__":
+    connection = picked_up(sys.argv[1:])
+    with stacks.kept(Path(connection.recv_bytes().decode()), "explorer-one"):
+        deep_inside(connection)
 """
 HANGS = """
 import time
@@ -102,6 +118,23 @@ def test_a_process_at_the_end_of_a_line_is_asked_through_its_own_file(tmp_path: 
         assert "in recv_bytes" in said or "in serve" in said or "import" in said
         line.kill()
         assert stacks.others() == ""
+
+
+def test_a_process_that_only_starts_is_not_ended_by_being_asked(tmp_path: Path) -> None:
+    (tmp_path / "slow_to_start.py").write_text("import time\ntime.sleep(600)\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        line = LocalLine("slow_to_start", 0, folder=tmp_path, threads=1)
+    finally:
+        sys.path.remove(str(tmp_path))
+    try:
+        line.dump()
+        assert "it does not answer: it" in line.stack()
+        time.sleep(0.1)
+        assert not line.gone()
+    finally:
+        line.hang_up()
+        line.kill()
 
 
 def test_no_process_is_asked_that_does_not_expect_it(tmp_path: Path, children: Callable[..., Child]) -> None:
@@ -197,3 +230,51 @@ def test_an_explorer_says_that_it_waits_for_its_trainer_and_not_for_ever(
         WhetError, match=r"its process is dead. Start it again, .* sync.timeout_s=0.05 is over"
     ):
         look_later((0, 8), busy=False)
+
+
+def test_processes_on_other_machines_are_asked_at_once_and_do_not_keep_a_report() -> None:
+    """One answers, one cannot be asked, one never answers; then none is there any more."""
+    left: list[float] = []
+
+    def never(within_s: float) -> str:
+        left.append(within_s)
+        raise TimeoutError("not within its time")
+
+    def unreachable() -> Callable[[float], str]:
+        raise ConnectionError("its machine is gone")
+
+    stacks.reach("rank there", lambda: lambda within_s: "File there, in its\x1b[31m loss")
+    stacks.reach("engine there", unreachable)
+    stacks.reach("explorer there", lambda: never)
+    said = stacks.everyone()
+    assert "rank there:\nFile there, in its?[31m loss\n" in said
+    assert "engine there:\n(it does not answer: ConnectionError: its machine is gone)\n" in said
+    assert "explorer there:\n(it does not answer: TimeoutError: not within its time)\n" in said
+    assert 0 <= left[0] <= stacks.FAR_S
+    for who in ("rank there", "engine there", "explorer there"):
+        stacks.lose(who)
+    assert list(stacks.far()) == [""]
+
+
+def test_a_process_at_the_end_of_a_line_that_is_a_run_itself_writes_into_one_file(tmp_path: Path) -> None:
+    """An explorer is asked by who has started it, and as one of its run."""
+    (tmp_path / "as_a_run.py").write_text(RUN)
+    (tmp_path / "run").mkdir()
+    with stacks.kept(tmp_path / "run", "trainer"):
+        sys.path.insert(0, str(tmp_path))
+        try:
+            line = LocalLine("as_a_run", 0, folder=tmp_path, threads=1)
+        finally:
+            sys.path.remove(str(tmp_path))
+        try:
+            line.connection.send_bytes(str(tmp_path / "run").encode())
+            assert line.connection.recv_bytes() == b"there"
+            said = stacks.others()
+            assert f"process {line.process.pid}, as_a_run-0:" in said
+            assert f"process {line.process.pid}, explorer-one:" in said
+            assert said.count("in deep_inside") == 2
+            line.dump()
+            until(lambda: line.stack().count("in deep_inside") == 2)
+        finally:
+            line.hang_up()
+            line.kill()

@@ -316,3 +316,16 @@ def test_files_of_an_older_copy_go(s3: Any, folder: Path) -> None:
     ]
     stores.remove("s3://pail/run", folder.name)
     assert s3.find("pail/run") == []
+
+
+def test_who_waits_for_another_that_fetches_says_so_and_has_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, seconds in (("LOCK_S", 0.2), ("SAY_S", 0.05), ("LOOK_S", 0.01)):
+        monkeypatch.setattr(fetch, name, seconds)
+    with fetch._alone(tmp_path), pytest.raises(WhetError, match=r"\.lock was held by another process"):  # noqa: SIM117
+        with fetch._alone(tmp_path):
+            pytest.fail("two at a time")
+    assert "waiting for another process that fetches" in capsys.readouterr().err
+    with fetch._alone(tmp_path):
+        pass

@@ -854,8 +854,8 @@ def test_two_orders_in_one_queue(shared_url, queue):
 
 def test_another_format(shared_url, queue, monkeypatch):
     open_store(shared_url, queue=queue, order="arrival")
-    monkeypatch.setattr("whet.buffer.places.FORMAT", 2)
-    with pytest.raises(WhetError, match="has format 1, this whet reads 2"):
+    monkeypatch.setattr("whet.buffer.places.FORMAT", 3)
+    with pytest.raises(WhetError, match="has format 2, this whet reads 3"):
         open_store(shared_url, queue=queue, order="arrival")
 
 

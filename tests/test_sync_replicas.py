@@ -22,7 +22,8 @@ from whet.models import kernels
 from whet.models.lora import adapted, attach, merged, refresh
 from whet.rollout.engine import WeightSource
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.router import Shipment
+from whet.rollout.replica import Replica
+from whet.rollout.router import Router, Shipment
 from whet.sync.manifest import Manifest, Receipt, describe
 from whet.sync.parcels import Letter, in_store
 from whet.sync.replicas import Delivery, Inbox, Replicated, Seat, Shipped, Shipper
@@ -332,5 +333,57 @@ def test_who_comes_late_takes_a_version_from_one_who_has_it_never_a_mix() -> Non
             WhetError, match="version 1 is nowhere any more, as the trainer has learned since"
         ):
             await load(shipment, One(objects, name="later"))
+
+    run(story())
+
+
+def test_a_replica_that_is_stopped_in_a_broadcast_is_ended_and_the_others_go_on() -> None:
+    """Long before sync.timeout_s is over: its process gives no sign of life, so it is killed, and the group breaks."""
+    objects, policy = Objects(), model(1, lora=False)
+    there = [One(objects, name=f"engine-{n}") for n in range(3)]
+    out = shipper(objects, there, method="collective", timeout_s=3600.0)
+    killed = threading.Event()
+
+    def struck(delivery: Delivery) -> Delivery:
+        if isinstance(delivery, Seat) and delivery.version == 2:
+            assert killed.wait(60.0)
+            raise RuntimeError("the process has ended")
+        return delivery
+
+    there[1].before = struck
+
+    class Handle:
+        """What a router has of a replica elsewhere."""
+
+        def __init__(self, one: One) -> None:
+            self.one, self.version = one, -1
+
+        async def load_weights(self, source: WeightSource, version: int) -> None:
+            assert isinstance(source.tensors, Shipped)
+            await source.tensors.to(self.one)
+            self.version = version
+
+        async def progress(self) -> int:
+            if self.one is there[1] and self.version == 1:
+                await asyncio.sleep(3600)
+            return 0
+
+        async def end(self) -> None:
+            if self.one is there[1]:
+                killed.set()
+
+    handles: list[Any] = [Handle(one) for one in there]
+    replicas = [Replica(one.label, h, progress=h.progress, end=h.end) for one, h in zip(there, handles)]
+
+    async def story() -> None:
+        router = Router(replicas, ship=out.ship, health_s=0.4, load_s=3600.0, version=-1)
+        for version in (1, 2):
+            learn(policy, version)
+            await router.load_weights(WeightSource(module=policy), version)
+        assert [h.version for h in handles] == [2, 1, 2]
+        assert state(there[0].module) == state(there[2].module) == state(policy)
+        assert [name for name, _ in router.dropped] == ["engine-1"]
+        assert "no sign of life" in router.dropped[0][1]
+        await router.close()
 
     run(story())

@@ -363,7 +363,7 @@ def names_of(run_dir: Path) -> Counter[tuple[str, str]]:
 
 def test_other_processes_fill_the_bubble(tmp_path):
     """The trainer is open at 10 ms and computes from 10 to 20 of 110 ms; an explorer beside it from 0 to 40, half of
-    the time; a bench from 90 to 200."""
+    the time; a bench from 90 to 200. Each is there from its first span on."""
     trainer = [
         span(timeline.OPEN_STAGE, STEPS, 0, 10, kind="phase"),
         span("update", "policy", 10, 10),
@@ -372,9 +372,10 @@ def test_other_processes_fill_the_bubble(tmp_path):
     explorer = [span("decode", SAMPLING, 0, 40, busy_ns=20 * MS)]
     bench = [span("decode", SAMPLING, 90, 110)]
     (alone,) = spent.measure(trainer)
-    (stage,) = spent.measure(trainer, beside=[explorer, bench])
-    assert alone.bubble == pytest.approx(1 - 10 / 100)
-    assert stage.bubble == pytest.approx(1 - (10 + 20 / 2 + 20) / 100)
+    (stage,) = spent.measure(trainer, beside={"one": explorer, "bench": bench})
+    assert alone.bubble == alone.still == pytest.approx(1 - 10 / 100)
+    assert stage.still == pytest.approx(1 - (10 + 20 / 2 + 20) / 100)
+    assert stage.bubble == pytest.approx(1 - (10 + 30 / 2 + 20) / (100 + 30 + 20))
 
 
 def test_every_process_of_a_run_is_shown(tmp_path, capsys):

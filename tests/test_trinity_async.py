@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from whet.config.dialects import trinity_data as data
 from whet.config.dialects import trinity_mix as mix
+from whet.config.dialects import trinity_replay as replays
 from whet.config.dialects import trinity_replies as replies
 from whet.config.dialects import trinity_sync as sync
 from whet.config.dialects import trinity_trainer as trainer
@@ -146,3 +149,69 @@ def test_memory_of_the_host_and_ranks_of_a_sequence() -> None:
     both = grpo(trainer__ulysses_sequence_parallel_size=2, **{f"{ACTOR}.ulysses_sequence_parallel_size": 4})
     with pytest.raises(ConfigError, match="one setting"):
         trainer.sequence_ranks(both)
+
+
+# ---------------------------------------------------------------- the replay buffer
+
+QUEUE = f"{EXPERIENCES}.replay_buffer"
+
+
+def replaying(tree: dict[str, Json], **given: Json) -> dict[str, Json]:
+    args = given.pop("priority_fn_args", {})
+    told = {f"{QUEUE}.{key}": value for key, value in ({"enable": True} | given).items()}
+    return tree | told | {f"{QUEUE}.priority_fn_args.*": args}
+
+
+def test_one_queue_of_fresh_and_used_experiences() -> None:
+    """Step s takes versions from s - 7 on, and its trainer is at version s - 1: used groups are up to 6 older."""
+    given = replaying(
+        bounded(7, sync_style="dynamic_by_trainer"),
+        reuse_cooldown_time=1.5,
+        priority_fn="decay_limit_randomization",
+        priority_fn_args={"use_count_limit": 0, "sigma": 0.25},
+    )
+    assert replays.replay(given) == {
+        "buffer.replay.queue": True,
+        "buffer.replay.capacity": 10000,
+        "buffer.replay.cooldown_s": 1.5,
+        "buffer.replay.priority": replays.CONTROLLED,
+        "buffer.replay.decay": 2.0,
+        "buffer.replay.sigma": 0.25,
+        "buffer.replay.use_limit": None,
+        "buffer.replay.max_staleness": 6,
+    }
+    alone = replaying(grpo(mode="train"), priority_fn_args={"decay": 0.5}) | {f"{EXPERIENCES}.capacity": 40}
+    assert replays.replay(alone) == {
+        "buffer.replay.queue": True,
+        "buffer.replay.capacity": 40,
+        "buffer.replay.cooldown_steps": None,
+        "buffer.replay.priority": "linear_decay",
+        "buffer.replay.decay": 0.5,
+    }
+    for mode in ("explore", "bench"):
+        assert replays.replay(alone | {"mode": mode}) == {}
+    assert replays.replay(alone | {f"{QUEUE}.enable": False}) == {}
+    assert replays.replay(alone | {"algorithm.algorithm_type": "sft"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("tree", "given", "error", "said"),
+    [
+        (grpo(), {}, Unbuilt, "sync_style: fixed is coming"),
+        (
+            grpo(synchronizer__sync_style="fully_async"),
+            {"reuse_cooldown_time": 0},
+            Unbuilt,
+            "how old they may be",
+        ),
+        (grpo(mode="train", **{f"{EXPERIENCES}.storage_type": "sql"}), {}, Unbuilt, "storage_type: sql"),
+        (grpo(mode="train"), {"reuse_cooldown_time": -1}, ConfigError, "0 or more, or null"),
+        (grpo(mode="train"), {"priority_fn": "linear_decai"}, ConfigError, "did you mean 'linear_decay'"),
+        (grpo(mode="train"), {"priority_fn_args": {"sigma": 1.0}}, ConfigError, "sigma: no such argument"),
+    ],
+)
+def test_a_replay_buffer_that_cannot_be(
+    tree: dict[str, Json], given: dict[str, Json], error: Any, said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        replays.replay(replaying(tree, **given))

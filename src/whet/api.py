@@ -114,8 +114,16 @@ def only_rewards(loaded: Loaded, names: Collection[str]) -> Loaded:
     return replace(loaded, config=keep(loaded.config), stages=tuple(map(keep, loaded.stages)))
 
 
-def run_training(loaded: Loaded, functions: Mapping[str, RewardFunction] | None = None) -> int:
-    """Run all stages. Returns the exit code: 0, or 130 after Ctrl-C (the run is saved and can go on)."""
+def run_training(
+    loaded: Loaded,
+    functions: Mapping[str, RewardFunction] | None = None,
+    *,
+    watched: Callable[[Watch], object] = lambda watch: None,
+) -> int:
+    """Run all stages. Returns the exit code: 0, or 130 after Ctrl-C (the run is saved and can go on).
+
+    watched: is given what sees whether the run gets on, once it has begun.
+    """
     planned = plans(loaded)  # refuses what cannot work, before anything is written
     check_memory(planned)
     loaded = brought_here(settled(loaded))
@@ -136,7 +144,9 @@ def run_training(loaded: Loaded, functions: Mapping[str, RewardFunction] | None 
         rewards = reward_sets(loaded, functions or {}, stack)  # forks: before torch and its threads are there
         try:
             import_all(cfg.imports)
-            return _run(loaded, planned, rewards=rewards, stack=stack, aside=aside, home=home)
+            return _run(
+                loaded, planned, rewards=rewards, stack=stack, aside=aside, home=home, watched=watched
+            )
         except Exception as e:
             # to run.log alone: the caller shows it to people
             setup_logging(run_dir, level=cfg.track.log_level, secrets=secrets)
@@ -197,6 +207,7 @@ def _run(
     stack: ExitStack,
     aside: Path | None,
     home: Path,
+    watched: Callable[[Watch], object],
 ) -> int:
     """home: the run directory of the trainer, where this process is one beside it."""
     from whet.apart import run_beside
@@ -239,6 +250,8 @@ def _run(
         display.message(f"the run that was here is now {aside}")
     if start:
         display.message(f"going on from {start}")
+    watch = stack.enter_context(Watch())
+    watched(watch)
     shared = open_shared(
         loaded,
         planned,
@@ -246,7 +259,7 @@ def _run(
         directory=directory,
         display=display,
         stop=stop,
-        watch=stack.enter_context(Watch()),
+        watch=watch,
         resumed=(state["stage"], state["step"]) if start else None,
         **openers,
     )

@@ -7,9 +7,8 @@ Shape letters: N tokens of the packed batch, R rollouts. Rollouts lie one after 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -145,19 +144,23 @@ def _all_or_none(numbers: list[float | None]) -> Tensor | None:
 def select(batch: Batch, rows: Tensor) -> Batch:
     """The given rollouts (ascending numbers) as a batch of their own, with every field that is set."""
     rows = rows.to(batch.length_R.device)
-    keep_R = torch.zeros(batch.rollouts, dtype=torch.bool, device=rows.device)
-    keep_R[rows] = True
-    keep_N = keep_R[batch.row_N]
-    new_row_R = keep_R.cumsum(0) - 1
-    new_group = torch.unique_consecutive(batch.group_R[rows], return_inverse=True)[1]
-    values: dict[str, Tensor] = {}
-    for f in fields(batch):
-        value = getattr(batch, f.name)
-        if value is not None:
-            values[f.name] = value[keep_N] if f.name.endswith("_N") else value[keep_R]
-    values["row_N"] = new_row_R[values["row_N"]]
-    values["group_R"] = new_group
-    return Batch(**values)
+    at_N = tokens_of(batch, rows)
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    of = {
+        name: value[at_N if name.endswith("_N") else rows]
+        for name, value in values.items()
+        if value is not None
+    }
+    of["row_N"] = torch.arange(len(rows), device=rows.device).repeat_interleave(of["length_R"])
+    of["group_R"] = torch.unique_consecutive(of["group_R"], return_inverse=True)[1]
+    return Batch(**of)
+
+
+def tokens_of(batch: Batch, rows: Tensor) -> Tensor:
+    """Where in the batch the tokens of these rollouts are, one rollout after the other."""
+    length_R = batch.length_R[rows]
+    moved_R = batch.start_R[rows] - (length_R.cumsum(0) - length_R)
+    return moved_R.repeat_interleave(length_R) + torch.arange(int(length_R.sum()), device=rows.device)
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:
@@ -168,32 +171,3 @@ def split(batch: Batch, parts: int) -> list[Batch]:
         return [batch]
     part_R = batch.group_R * parts // groups
     return [select(batch, torch.nonzero(part_R == p).flatten()) for p in range(parts)]
-
-
-def micro_batches(
-    batch: Batch, *, max_tokens: int | None, max_rollouts: int | None, shared: bool, whole_groups: bool
-) -> Iterator[Batch]:
-    """Cut for memory: at most so many tokens (a group's prompt counted once if `shared`) or rollouts, in order.
-
-    With `whole_groups` a group is never cut. What is longer than the limit by itself makes a micro-batch of its own.
-    """
-    length, prompt, group = (x.tolist() for x in (batch.length_R, batch.prompt_R, batch.group_R))
-    limit = max_rollouts or max_tokens or batch.tokens
-
-    def cost(rows: list[int]) -> int:
-        if max_rollouts:
-            return len(rows)
-        saved = sum(prompt[b] for a, b in pairwise(rows) if shared and group[a] == group[b])
-        return sum(length[r] for r in rows) - saved
-
-    rows: list[int] = []
-    used = 0
-    for _, unit in groupby(range(batch.rollouts), key=lambda row: group[row] if whole_groups else row):
-        unit_rows = list(unit)
-        more = cost(rows[-1:] + unit_rows) - cost(rows[-1:])
-        if rows and used + more > limit:
-            yield select(batch, torch.tensor(rows))
-            rows, used, more = [], 0, cost(unit_rows)
-        rows += unit_rows
-        used += more
-    yield batch if len(rows) == batch.rollouts else select(batch, torch.tensor(rows))

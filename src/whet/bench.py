@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whet import environment
 from whet.api import Stop, join_cluster, reward_sets, run_loop
 from whet.config.load import Loaded, load
-from whet.config.plan import plans
+from whet.config.parts.parallel import Parallel
+from whet.config.plan import Plan, plans
+from whet.config.schema import Config
 from whet.config.secrets import secrets_of
 from whet.guard import stacks
 from whet.guard.imports import import_all
@@ -55,8 +58,8 @@ def judge_checkpoints(loaded: Loaded) -> list[dict[str, Json]]:
 
     Numbers and replies are written to RUN/bench, anew at every call; the run itself is only read.
     """
-    planned = plans(loaded)
     loaded = brought_here(loaded)
+    planned, loaded = plans(loaded), alone(loaded)
     cfg = loaded.config
     if not any(plan.evaluates for plan in planned):
         raise ConfigError("there is nothing to evaluate: data.eval is empty, or evaluation is off")
@@ -69,11 +72,22 @@ def judge_checkpoints(loaded: Loaded) -> list[dict[str, Json]]:
         stack.callback(close_logging)
         rewards = reward_sets(loaded, {}, stack)
         import_all(cfg.imports)
-        return _bench(loaded, rewards, out, stack=stack)
+        return _bench(loaded, planned, rewards, out, stack=stack)
+
+
+def alone(loaded: Loaded) -> Loaded:
+    """Without what an evaluation does not start: ranks and explorers."""
+
+    def one(cfg: Config) -> Config:
+        train = cfg.train.model_copy(update={"parallel": Parallel()})
+        cluster = cfg.cluster.model_copy(update={"ranks": False, "explorers": 0})
+        return cfg.model_copy(update={"train": train, "cluster": cluster})
+
+    return replace(loaded, config=one(loaded.config), stages=tuple(map(one, loaded.stages)))
 
 
 def _bench(
-    loaded: Loaded, rewards: Sequence[RewardSet], out: Path, *, stack: ExitStack
+    loaded: Loaded, planned: Sequence[Plan], rewards: Sequence[RewardSet], out: Path, *, stack: ExitStack
 ) -> list[dict[str, Json]]:
     from whet import checkpoint
     from whet.shared import open_shared
@@ -84,7 +98,6 @@ def _bench(
     found = checkpoint.all_in(root) if root.is_dir() else []
     if not found:
         raise CheckpointError(f"{root} holds no checkpoint to evaluate; the run has not saved one yet")
-    planned = plans(loaded)
     directory = RunDirectory(out, loaded.names)
     stack.callback(directory.close)
     directory.truncate_to(0, -1)
@@ -109,38 +122,27 @@ def _bench(
 
 
 async def _each(shared: Shared, checkpoints: Sequence[Path]) -> None:
-    """Every checkpoint in the place of the policy, and evaluated."""
-    from whet.loop import evaluation
-    from whet.sync.weights import sync
+    """Every checkpoint in the place of the policy, and evaluated. Nothing else of a stage is opened."""
+    from whet import checkpoint
+    from whet.apart import bench
+    from whet.stages import open_stage
 
-    opened: dict[int, Run] = {}
+    run: Run | None = None
     try:
         for path in checkpoints:
-            run = _at(shared, path, opened)
-            await run.wait(sync(run.policy, run.engine), "the weight sync")
-            await evaluation(run)
+            state = checkpoint.read_state(path)
+            _check_stage(shared.loaded, path, state)
+            if run is None or run.index != state["stage"]:
+                run = open_stage(shared, state["stage"], explores=True)
+            await bench(run, path, step=state["step"], version=state["version"])
     finally:
         if shared.engine is not None:
             await shared.engine.close()
 
 
-def _at(shared: Shared, path: Path, opened: dict[int, Run]) -> Run:
-    """The stage of a checkpoint with the weights that the checkpoint holds."""
-    from whet import checkpoint
-    from whet.stages import open_stage
-
-    state = checkpoint.read_state(path)
-    index = state["stage"]
-    if index >= len(shared.loaded.stages) or shared.loaded.names[index] != state["stage_name"]:
+def _check_stage(loaded: Loaded, path: Path, state: Json) -> None:
+    if state["stage"] >= len(loaded.stages) or loaded.names[state["stage"]] != state["stage_name"]:
         raise CheckpointError(
             f"{path} is of stage '{state['stage_name']}', which the config does not have in that place; "
-            f"it has: {', '.join(shared.loaded.names)}"
+            f"it has: {', '.join(loaded.names)}"
         )
-    if index not in opened:
-        opened.clear()  # the models and optimizers of the stage before
-        opened[index] = open_stage(shared, index)
-    run = opened[index]
-    needed = {name: engine for name, engine in run.engines().items() if name != "critic"}
-    checkpoint.load(path, needed, wanted=("model",))
-    run.step, run.policy.version = state["step"], state["version"]
-    return run

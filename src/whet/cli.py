@@ -398,9 +398,15 @@ def show(
     stage: Annotated[Optional[str], typer.Option(help="Stage of that step. Default: the last.")] = None,  # noqa: UP045
     task: Annotated[Optional[int], typer.Option(help="Only this task's rollouts (its uid).")] = None,  # noqa: UP045
     tokens: Annotated[bool, typer.Option(help="List every token with both log-probs.")] = False,
-    timeline: Annotated[bool, typer.Option("--timeline", help="Show where the time went instead.")] = False,
+    timeline: Annotated[
+        bool,
+        typer.Option("--timeline", help="Show where the time went, and how busy each process was, instead."),
+    ] = False,
 ) -> None:
     """Print the summary of a run, single rollouts of a step, or where the time went.
+
+    The bubble is the share of the processes' time, after start-up, in which they waited: of the driver where it samples
+    or trains, and of each trainer rank, engine replica, explorer and bench while it is there.
 
     \b
     Example: whet show runs/first_run

@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from whet import seeds
 from whet.algos.demonstration import without_experts
 from whet.algos.groups import with_baseline
@@ -17,6 +19,7 @@ from whet.algos.preference import kl_zero
 from whet.batch import Batch, pack
 from whet.evaluate import accuracy, evaluate
 from whet.held_out import held_out
+from whet.placement import Jobs, at_once
 from whet.rewards.combine import score
 from whet.run import Run
 from whet.sync.weights import publish
@@ -110,32 +113,37 @@ def learn(run: Run, groups: list[Group]) -> tuple[Batch, list[Metrics], Metrics]
 
 def look(run: Run, batch: Batch) -> Batch:
     """What the models say of the batch before the step: old and reference log-probs, values."""
-    if run.algorithm.kind == "online":
-        old = run.policy.forward(batch, "logprobs") if run.recompute_old else batch.logp_sample_N
-        batch = replace(batch, logp_old_N=old)
+    asked: Jobs[Tensor] = {}
+    if run.algorithm.kind == "online" and run.recompute_old:
+        asked["logp_old_N"] = run.policy, partial(run.policy.forward, batch, "logprobs")
     if run.reference is not None:
-        batch = replace(batch, logp_ref_N=run.reference.forward(batch, "logprobs"))
-        if "kl_zero" in run.algorithm.needs:
-            zero_R = kl_zero(batch, policy=run.policy.forward, reference=run.reference.forward)
-            batch = replace(batch, kl_zero_R=zero_R)
+        asked["logp_ref_N"] = run.reference, partial(run.reference.forward, batch, "logprobs")
     if "collision" in run.algorithm.needs:
-        batch = replace(batch, collision_N=run.policy.forward(batch, "collision"))
+        asked["collision_N"] = run.policy, partial(run.policy.forward, batch, "collision")
     if run.critic is not None:
-        said_N = run.critic.forward(batch, "values")
-        batch = replace(batch, value_N=run.value_scale.restored(said_N, batch.mask_N))
-    return batch
+        asked["value_N"] = run.critic, partial(run.critic.forward, batch, "values")
+    said = at_once(asked)
+    if run.algorithm.kind == "online":
+        said.setdefault("logp_old_N", batch.logp_sample_N)
+    if "value_N" in said:
+        said["value_N"] = run.value_scale.restored(said["value_N"], batch.mask_N)
+    if run.reference is not None and "kl_zero" in run.algorithm.needs:
+        said["kl_zero_R"] = kl_zero(batch, policy=run.policy.forward, reference=run.reference.forward)
+    return replace(batch, **said)
 
 
 def update(run: Run, batch: Batch) -> list[Metrics]:
-    """Every optimizer step of the policy, then of the critic; while the critic warms up, the policy waits."""
-    out: list[Metrics] = []
+    """Every optimizer step of the policy, and of the critic: the policy's first, or at once where they are apart. While
+    the critic warms up, the policy waits."""
+    jobs: Jobs[list[Metrics]] = {}
     stream = seeds.key(run.cfg.seed, "minibatches", run.name, run.step)
     if run.step >= run.plan.critic_warmup_steps:
-        out += [update_policy(run, part) for part in passes(batch, run.cfg.train, stream=stream)]
-    if run.plan.critic is not None:
-        sampled = without_experts(batch)
-        out += [update_critic(run, part) for part in passes(sampled, run.plan.critic, stream=stream)]
-    return out
+        parts = passes(batch, run.cfg.train, stream=stream)
+        jobs["policy"] = run.policy, lambda: [update_policy(run, part) for part in parts]
+    if run.critic is not None and run.plan.critic is not None:
+        sampled = passes(without_experts(batch), run.plan.critic, stream=stream)
+        jobs["critic"] = run.critic, lambda: [update_critic(run, part) for part in sampled]
+    return [numbers for steps in at_once(jobs).values() for numbers in steps]
 
 
 def update_policy(run: Run, minibatch: Batch) -> Metrics:
@@ -191,6 +199,7 @@ async def free(run: Run) -> Metrics:
         )
         if run.buffer.unused > run.cfg.algorithm.max_refills * run.buffer.groups_per_step:
             raise unfilled(run, run.buffer.unused + run.buffer.there)
+        run.buffer.begin(run.policy.version)
     return await train_step(run)
 
 

@@ -7,7 +7,7 @@ import logging
 import resource
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -98,8 +98,9 @@ class Run:
     """None: nothing is ever sampled."""
     sampler: TorchEngine | None
     """The copy of the policy that the engine samples from between syncs. None: from the policy itself."""
-    ranks: Ranks | None
-    """The processes that train, where there are several; policy, reference and critic are on them then."""
+    ranks: Mapping[str, Ranks]
+    """The processes that train, by the model that they are named after: the policy's and, where they have others, the
+    critic's and the reference's. Without the policy's it is trained in this process."""
     exact: bool
     """The self-test has shown that sampled log-probs equal the trainer's bit for bit."""
 
@@ -166,8 +167,7 @@ class Run:
     @property
     def samples_older(self) -> bool:
         """Rollouts may come from weights of before the step at hand."""
-        replays = isinstance(self.buffer, Buffer) and self.buffer.replay is not None
-        return self.sampler is not None or self.out is not None or replays
+        return self.sampler is not None or self.out is not None or self.buffer.replay is not None
 
     @property
     def recompute_old(self) -> bool:
@@ -244,6 +244,11 @@ class Run:
     def ends(self) -> bool:
         """Whether this was the last step."""
         return self.step == self.plan.steps
+
+    @property
+    def trainers(self) -> int:
+        """Processes that train, this one among them where the policy learns here."""
+        return sum(ranks.dims.world for ranks in self.ranks.values()) + ("policy" not in self.ranks)
 
     def _epochs_due(self, every: int) -> bool:
         """Whether this step completed another `every` passes over the rows (0: never)."""
@@ -370,6 +375,8 @@ class Run:
         out: Metrics = {"train/version": float(self.policy.version)}
         if self.samples_older and len(behind_M):
             out["train/staleness_mean"] = float(behind_M.double().mean())
+        if self.buffer.replay is not None:
+            out["train/replayed_groups"] = float(self.buffer.reused)
         if batch.logp_ref_N is not None and batch.logp_old_N is not None:
             gap = (batch.logp_old_N - batch.logp_ref_N)[batch.mask_N]
             out["train/kl_reference_nats"] = float(gap.double().mean())
@@ -401,7 +408,7 @@ class Run:
             self.directory.write_rollouts(self.name, self.step, rollouts, advantages=advantages)
         self.buffer.check()
         metrics |= self.ledger.end_step()
-        timings = self._timings(int(metrics["rollout/tokens_sum"]))
+        timings = self._timings(int(metrics.get("rollout/tokens_sum", 0)))
         self._log(metrics, timings)
         self.display.step(metrics, timings)
         self.directory.timeline.flush()
@@ -443,10 +450,12 @@ class Run:
         out |= {"time/rest_s": step - sum(seconds.values()), "time/step_s": step}
         unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, kilobytes elsewhere
         out["memory/peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-        if self.ranks is not None:
-            for rank, peaks in enumerate(self.ranks.ask("peaks")):
-                out |= {f"memory/rank_{rank}_{name}": value for name, value in peaks.items()}
-            out["speed/tokens_per_rank_s"] = tokens / step / self.ranks.dims.world
+        for ranks in self.ranks.values():
+            whose = f"{ranks.whose}_" if ranks.whose else ""
+            for rank, peaks in enumerate(ranks.ask("peaks")):
+                out |= {f"memory/{whose}rank_{rank}_{name}": value for name, value in peaks.items()}
+        if self.ranks:
+            out["speed/tokens_per_rank_s"] = tokens / step / self.trainers
         out["speed/tokens_per_s"] = tokens / step
         if self.meter is not None and seconds.get("update"):
             out["speed/mfu"] = self.flops / seconds["update"] / self.meter.peak

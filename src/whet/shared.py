@@ -131,6 +131,7 @@ def open_shared(
         for c in loaded.stages
         for p in [c.train.precision]
     )
+    alike = alike and cfg.rollout.quantization is None
     exact = samples and alike and prove_exact(loaded.stages[-1], plans, model, ops=ops)
     engine = None
     if samples:
@@ -249,6 +250,7 @@ def open_engine(
         max_batch=max(p.max_batch for p in sampling),
         max_context=max_context,
         cache_mb=cfg.machine.kv_cache_mb,
+        quantization=cfg.rollout.quantization,
     )
     engine.beat, engine.span = watch.beat, partial(timeline.piece, lane=SAMPLING)
     return engine

@@ -21,7 +21,6 @@ from whet.buffer.priority import priority
 from whet.buffer.queue import TrainerQueue
 from whet.buffer.replay import Replay
 from whet.buffer.stores import open_store
-from whet.config.checks_parallel import shards
 from whet.config.evaluation import Asked, evaluates, judges
 from whet.config.mixing import experts_per_step
 from whet.config.plan import Plan
@@ -49,16 +48,15 @@ from whet.models.exports import writer
 from whet.models.load import build as build_model
 from whet.models.load import value_head
 from whet.models.lora import attach, merged, twin
-from whet.models.mesh import Dims
-from whet.models.sharded import Sharding
 from whet.models.trainable import choose
+from whet.placement import engine_of, open_ranks
 from whet.rollout.episode import Pace, play_groups, to_sampling
 from whet.run import Run, StopFlag
 from whet.shared import Shared, decoder_of, end_tokens
 from whet.sync.exchange import Publisher, publisher_of
 from whet.sync.files import Files
 from whet.sync.weights import hand_over, sync
-from whet.track.timeline import OPEN_STAGE, START_UP, STEPS
+from whet.track.timeline import OPEN_STAGE, START_UP, STEPS, Kind
 from whet.training.cut import Cut
 from whet.training.profile import Profiler
 from whet.training.ranks import RankGroup, Ranks
@@ -122,16 +120,17 @@ async def run_stage(shared: Shared, index: int, *, start: Path | None, state: Js
         async for _ in steps(run):
             pass
         _ = run.policy.module  # what ranks have learned comes home
-        if run.ranks is not None:
+        if run.ranks:
             run.saver.wait()  # they may still be writing
         run.profiler.close()
         if run.ends:
             run.tell("finished", run.policy.version)
     finally:
         await run.close()
-        if run.ranks is not None:
+        if run.ranks:
             run.saver.settle()
-            run.ranks.close()
+        for ranks in run.ranks.values():
+            ranks.close()
     shared.version, shared.exact = run.policy.version, run.exact
     if run.cfg.checkpoint.export and not shared.stop.requested:
         run.export(final=True)
@@ -164,9 +163,10 @@ def open_stage(shared: Shared, index: int, *, explores: bool = False) -> Run:
     log.info("stage %s: %s", name, ", ".join(f"{k} {v}" for k, v in stream.counts.items()))
     plan = make_plan(cfg, rows=stream.rows_per_epoch, name=name)
     ledger = Ledger()
-    ranks = None if explores else _ranks(shared, cfg, plan)
+    ranks = {} if explores else open_ranks(shared, cfg, plan)
     if explores:
-        policy = TorchEngine(shared.model.requires_grad_(False), shared.ops, cut=Cut())
+        cut = _cut(shared, cfg, algorithm)
+        policy = TorchEngine(shared.model.requires_grad_(False), shared.ops, cut=cut)
     else:
         policy = _policy(shared, cfg, plan, algorithm, ranks=ranks)
     trains = not explores
@@ -229,14 +229,19 @@ def open_stage(shared: Shared, index: int, *, explores: bool = False) -> Run:
     return run
 
 
-def _profiler(shared: Shared, cfg: Config, name: str, *, ranks: Ranks | None) -> Profiler:
+def _profiler(shared: Shared, cfg: Config, name: str, *, ranks: Mapping[str, Ranks]) -> Profiler:
     """Of the stage `name`."""
+
+    def tell(*what: object) -> None:
+        for each in ranks.values():
+            each.ask(*what)  # type: ignore[arg-type]
+
     return Profiler(
         cfg.profile,
         shared.directory.path / "profile",
         stage=name,
         device=shared.model.device,
-        tell=None if ranks is None else ranks.ask,
+        tell=tell if ranks else None,
     )
 
 
@@ -245,15 +250,17 @@ def _join(run: Run, shared: Shared, *, trains: bool) -> None:
     if run.algorithm.full_kl_coef and run.reference is not None:
         run.policy.full_kl = FullKl(run.algorithm.full_kl_coef, run.reference)
     if trains:
-        devices = 1 if run.ranks is None else run.ranks.dims.world
         run.meter = meter_of(
-            run.policy, run.critic, train=run.cfg.train, of_critic=run.plan.critic, devices=devices
+            run.policy, run.critic, train=run.cfg.train, of_critic=run.plan.critic, devices=run.trainers
         )
     skip = None if run.cfg.track.micro_batches else MICRO_BATCH
     for lane, trained in (("policy", run.policy), ("reference", run.reference), ("critic", run.critic)):
         if trained is not None:
             trained.beat = shared.watch.beat
-            trained.span = shared.directory.timeline.spans_of(lane, skip=skip)
+            kind: Kind = "asked" if isinstance(trained, RankGroup) else "work"
+            trained.span = shared.directory.timeline.spans_of(lane, skip=skip, kind=kind)
+    for ranks in run.ranks.values():
+        ranks.show_on(shared.directory.timeline, micro_batches=run.cfg.track.micro_batches)
 
 
 def _buffer(cfg: Config, plan: Plan, ledger: Ledger, stop: StopFlag) -> Buffer:
@@ -268,6 +275,7 @@ def _buffer(cfg: Config, plan: Plan, ledger: Ledger, stop: StopFlag) -> Buffer:
                 max_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_every - 1,
                 ledger=ledger,
                 stopping=lambda: stop.requested,
+                replay=_replay(cfg, plan),
             ),
         )
     return Buffer(
@@ -277,23 +285,25 @@ def _buffer(cfg: Config, plan: Plan, ledger: Ledger, stop: StopFlag) -> Buffer:
         spare=cfg.rollout.spare_tasks if plan.mode == "free" else 0,
         **grouping(cfg, plan),
         replay=_replay(cfg, plan),
-        share=cfg.buffer.replay.share,
+        share=None if cfg.buffer.replay.queue else cfg.buffer.replay.share,
         copies=plan.algorithm.refill == "copy",
         ledger=ledger,
     )
 
 
 def _replay(cfg: Config, plan: Plan) -> Replay | None:
-    """Groups that are trained on again, where a share of a step is such."""
+    """Groups that are trained on again, where a share of a step is such, or fresh and used ones are in one queue."""
     wanted = cfg.buffer.replay
-    if wanted.share == 0 or plan.algorithm.kind != "online":
+    if not (wanted.share or wanted.queue) or plan.algorithm.kind != "online":
         return None
     settings = {"decay": wanted.decay, "use_limit": wanted.use_limit, "sigma": wanted.sigma}
     return Replay(
         capacity=wanted.capacity,
         priority=priority(wanted.priority, settings),
         cooldown_steps=wanted.cooldown_steps,
+        cooldown_s=wanted.cooldown_s,
         max_staleness=wanted.max_staleness,
+        fresh_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_every - 1,
         seed=seeds.key(cfg.seed, "replay", plan.name),
     )
 
@@ -319,61 +329,34 @@ def _publisher(cfg: Config, run_dir: Path) -> Publisher:
     return publisher_of(cfg, files)
 
 
-def _ranks(shared: Shared, cfg: Config, plan: Plan) -> Ranks | None:
-    """The processes of train.parallel; None: this one trains."""
-    p = cfg.train.parallel
-    dims = Dims(dp_replicate=p.dp_replicate, dp_shard=shards(p), tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep)
-    if dims.single:
-        return None
-    shared.display.phase(f"start {dims.world} ranks")
-    return Ranks(
-        dims,
-        sharding=Sharding(
-            reshard=p.reshard_after_forward, prefetch=p.prefetch, min_parameters=p.wrap_min_parameters
-        ),
-        device=shared.model.device.type,
-        threads=max(1, plan.threads // dims.world),
-        timeout_s=p.timeout_s,
-        imports=cfg.imports,
-        open_lines=shared.rank_lines and shared.rank_lines(cfg, shared.model),
-    )
-
-
-def _engine(
-    shared: Shared, cfg: Config, role: str, model: PreTrainedModel, *, ranks: Ranks | None, **how: Any
-) -> TorchEngine:
-    """The engine of one role: in this process, or on the ranks."""
-    if ranks is None:
-        return TorchEngine(model, shared.ops, **how)
-    # it answers to everything that is asked of a TorchEngine outside of it
-    how |= {"sharded": cfg.checkpoint.sharded, "chunks": cfg.train.parallel.pipeline_chunks}
-    return cast(TorchEngine, RankGroup(ranks, role, model, kernels=cfg.machine.kernels, **how))
-
-
 def _export(policy: TorchEngine, write: Callable[[Path], None], path: Path) -> None:
     """Write the policy as it now is: where ranks train, it has to come home first."""
     _ = policy.module
     write(path)
 
 
-def _policy(
-    shared: Shared, cfg: Config, plan: Plan, algorithm: Algorithm, *, ranks: Ranks | None
-) -> TorchEngine:
-    choose(shared.model, cfg.train.trainable)
-    cut = Cut.of(
+def _cut(shared: Shared, cfg: Config, algorithm: Algorithm) -> Cut:
+    """How the policy's batches are cut."""
+    return Cut.of(
         cfg.train,
         shared.model,
         whole_groups=algorithm.whole_groups,
         entropy_grad=algorithm.entropy_grad,
         temperature=trained_temperature(cfg, algorithm),
     )
-    return _engine(
+
+
+def _policy(
+    shared: Shared, cfg: Config, plan: Plan, algorithm: Algorithm, *, ranks: Mapping[str, Ranks]
+) -> TorchEngine:
+    choose(shared.model, cfg.train.trainable)
+    return engine_of(
         shared,
         cfg,
         "policy",
         shared.model,
         ranks=ranks,
-        cut=cut,
+        cut=_cut(shared, cfg, algorithm),
         optimizer=cfg.train.optimizer,
         total_steps=plan.optimizer_steps,
         updates_per_step=plan.updates_per_step,
@@ -383,16 +366,18 @@ def _policy(
     )
 
 
-def _reference(shared: Shared, cfg: Config, policy: TorchEngine, *, ranks: Ranks | None) -> TorchEngine:
+def _reference(
+    shared: Shared, cfg: Config, policy: TorchEngine, *, ranks: Mapping[str, Ranks]
+) -> TorchEngine:
     """Frozen: from its folder, or a copy of the policy as it is now."""
     path, overrides = cfg.reference.path, cfg.reference.overrides
     model = twin(shared.model) if path is None else _model_at(shared, cfg, path, overrides=overrides)
     rests = "reference" in cfg.train.offload
     model = model.requires_grad_(False)
-    return _engine(shared, cfg, "reference", model, ranks=ranks, cut=policy.cut, rests=rests)
+    return engine_of(shared, cfg, "reference", model, ranks=ranks, cut=policy.cut, rests=rests)
 
 
-def _critic(shared: Shared, cfg: Config, plan: Plan, *, ranks: Ranks | None) -> TorchEngine:
+def _critic(shared: Shared, cfg: Config, plan: Plan, *, ranks: Mapping[str, Ranks]) -> TorchEngine:
     train = plan.critic
     assert train is not None, "planned without a critic"
     path, name = cfg.critic.path, cfg.critic.head
@@ -403,8 +388,8 @@ def _critic(shared: Shared, cfg: Config, plan: Plan, *, ranks: Ranks | None) -> 
     if cfg.critic.lora is not None:
         attach(model, cfg.critic.lora, seed=seeds.key(cfg.seed, "critic"), key="critic.lora")
     head = value_head(model.config.hidden_size, cfg.seed, path=path, name=name).to(model.device, model.dtype)
-    cut = Cut.of(train, model, whole_groups=False, entropy_grad=False, temperature=1.0)
-    return _engine(
+    cut = Cut.of(train, model, whole_groups=False, entropy_grad=False, temperature=1.0, critic=True)
+    return engine_of(
         shared,
         cfg,
         "critic",

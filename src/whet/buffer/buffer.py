@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 from whet.buffer.replay import Replay, replayed
@@ -43,7 +44,7 @@ class Asked:
 
 
 class Buffer:
-    """Groups in memory, first in first out."""
+    """Groups in memory: first in first out, or drawn by priority."""
 
     def __init__(
         self,
@@ -57,16 +58,19 @@ class Buffer:
         copies: bool = False,
         spare: int = 0,
         replay: Replay | None = None,
-        share: float = 0.0,
+        share: float | None = None,
     ) -> None:
         """spare: groups asked for beyond what the steps need, so that none waits for the last. replay, share: the part
-        of a step's groups that were trained on before, where there are so many."""
+        of a step's groups that were trained on before, where there are so many; without a share fresh and used groups
+        wait in one queue, from which the whole step is drawn."""
         self.groups_per_step, self.group_size, self.max_staleness = groups_per_step, group_size, max_staleness
         self.refine, self.reject, self.ledger = refine, reject, ledger
         self.spare = spare
         self.replay, self.share = replay, share
         self.again: list[Group] = []
-        """Groups of the coming step that were trained on before."""
+        """Groups of the coming step that were trained on before, where they are a share of it."""
+        self.reused = 0
+        """Groups of the last step that were trained on before."""
         self.steps = 0
         """Steps taken so far."""
         self.copies = copies
@@ -92,6 +96,16 @@ class Buffer:
         self.changed = asyncio.Condition()
 
     @property
+    def queue(self) -> Replay | None:
+        """Where groups wait, if fresh and used ones wait together."""
+        return self.replay if self.share is None else None
+
+    @property
+    def fresh(self) -> list[Group]:
+        """Groups that wait and nobody trained on."""
+        return self.waiting if self.queue is None else self.queue.fresh
+
+    @property
     def there(self) -> int:
         """Groups that wait, those counted that copies stand for."""
         return len(self.waiting) + self.dropped if self.waiting else 0
@@ -104,13 +118,29 @@ class Buffer:
     @property
     def ready(self) -> bool:
         """There is a whole step's worth."""
+        if self.queue is not None:
+            return self.queue.lacking(self.groups_per_step) == 0
         return self.there >= self.fresh_per_step
 
     def begin(self, version: int) -> None:
-        """Draw what the coming step trains on again; call it before the step's groups are waited for."""
-        if self.replay is not None and not self.again:
+        """Draw what the coming step trains on again; call it before the step's groups are waited for, and again when
+        a time has passed."""
+        if self.queue is not None:
+            self.queue.refresh(step=self.steps, version=version)
+            self._book_left()
+        elif self.replay is not None and self.share is not None and not self.again:
             n = replayed(self.groups_per_step, self.share)
             self.again = self.replay.draw(n, step=self.steps, version=version)
+
+    def _book_left(self) -> None:
+        """What left the queue untrained is booked, and gives its room back."""
+        assert self.queue is not None
+        if left := self.queue.pop_left():
+            for reason, group in left:
+                self.ledger.rejected(len(group.rollouts), reason)
+            self.left += [self.played.pop(group.task.uid) for _, group in left]
+            self.held -= len(left)
+            self.telling = asyncio.ensure_future(self._tell())
 
     @property
     def capacity(self) -> int:
@@ -144,7 +174,11 @@ class Buffer:
             else:
                 self.played[group.task.uid] = group
                 kept.append(scored)
-        self.waiting += kept
+        if self.queue is not None:
+            self.queue.add(kept)
+            self._book_left()
+        else:
+            self.waiting += kept
         self.dropped += asked - len(kept) if self.copies else 0
         self.unused += asked - len(kept)
         self.held -= asked - len(kept)
@@ -163,9 +197,12 @@ class Buffer:
             self.telling = asyncio.ensure_future(self._tell())
 
     async def news(self, since: int) -> None:
-        """Wait until there were more `changes` than that. Raises the error of what explores."""
-        async with self.changed:
-            await self.changed.wait_for(lambda: self.changes > since)
+        """Wait until there were more `changes` than that, or a group has rested for its time. Raises the error of what
+        explores."""
+        rest_s = self.queue.rest_s if self.queue is not None else None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(rest_s), self.changed:
+                await self.changed.wait_for(lambda: self.changes > since)
         if self.broken is not None:
             raise self.broken
 
@@ -181,6 +218,9 @@ class Buffer:
         if old or late:
             self.ledger.rejected(sum(old.values()) + len(late) * self.group_size, STALE)
         self.held -= len(old) + len(late)
+        if self.queue is not None:
+            self.queue.give_up(version)
+            self._book_left()
         await self._tell()
         return late
 
@@ -190,13 +230,19 @@ class Buffer:
         async with self.changed:
             await self.changed.wait_for(lambda: self.ready)
             n = self.fresh_per_step
-            out, self.waiting = self.waiting[:n], self.waiting[n:]
+            if self.queue is not None:
+                out = self.queue.draw(n, step=self.steps, version=version)
+                self._book_left()
+            else:
+                out, self.waiting = self.waiting[:n], self.waiting[n:]
             self.dropped = max(0, self.dropped - (n - len(out)))
             self.unused = 0
-        for group in out:
+        fresh = [group for group in out if group.task.uid in self.played]
+        for group in fresh:
             for rollout in group.rollouts:
                 self._check(rollout, version)
         again, self.again = self.again, []
+        self.reused = len(out) - len(fresh) + len(again)
         self.steps += 1
         return out + again
 
@@ -214,9 +260,8 @@ class Buffer:
         self.ledger.trained(sum(len(g.rollouts) for g in fresh))
         self.left += [self.played.pop(g.task.uid) for g in fresh]
         self.held -= len(fresh)
-        if self.replay is not None:
-            for group in fresh:
-                self.replay.keep([group], version=_youngest(group), step=self.steps - 1)
+        if self.replay is not None and self.queue is None:
+            self.replay.keep(fresh, step=self.steps - 1)
         await self._tell()
 
     def leave(self) -> list[Group]:
@@ -226,12 +271,12 @@ class Buffer:
 
     def check(self) -> None:
         """Every rollout asked for is accounted for: what is pending is under way or waits here."""
-        waiting = sum(len(g.rollouts) for g in self.waiting)
+        waiting = sum(len(g.rollouts) for g in self.fresh)
         self.ledger.balance(held=waiting + len(self.under_way) * self.group_size)
 
     def state(self) -> Json:
         return {
-            "waiting": [[r.to_json() for r in self.played[g.task.uid].rollouts] for g in self.waiting],
+            "waiting": [[r.to_json() for r in self.played[g.task.uid].rollouts] for g in self.fresh],
             "dropped": self.dropped,
             "steps": self.steps,
             "replay": self.replay.state() if self.replay is not None else None,
@@ -243,10 +288,11 @@ class Buffer:
         groups = [[Rollout.from_json(r) for r in rows] for rows in state["waiting"]]
         played = [Group(rows[0].task, tuple(rows)) for rows in groups]
         self.played = {g.task.uid: g for g in played}
-        self.waiting = [self.refine(without_failed(g))[0] for g in played]
+        if self.queue is None:
+            self.waiting = [self.refine(without_failed(g))[0] for g in played]
         again = [Task.from_json(task) for task in state["under_way"]]
         self.asked(again, version)
-        self.held, self.dropped = len(self.waiting) + len(again), state["dropped"]
+        self.held, self.dropped = len(played) + len(again), state["dropped"]
         self.steps = state["steps"]
         if self.replay is not None:
             self.replay.restore(state["replay"])
@@ -256,11 +302,6 @@ class Buffer:
 def _oldest(group: Group) -> float:
     """The oldest version that a token of the group was sampled with; infinite if none was sampled."""
     return min((v for r in group.rollouts for v in r.versions if v >= 0), default=math.inf)
-
-
-def _youngest(group: Group) -> int:
-    """The newest version that a token of the group was sampled with."""
-    return max((v for r in group.rollouts for v in r.versions), default=-1)
 
 
 def sorted_out(group: Group, *, refine: Refine, reject: Reject) -> tuple[Group | None, dict[str, int]]:

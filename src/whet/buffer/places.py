@@ -8,6 +8,12 @@ group was put, *taken* for a training step, *trained*, and closed when a checkpo
               ^  | lease over    | all rejected, or too old: closed at once
               +--+ asked again
 
+Where a trainer draws its steps from a queue of its own (`Replay`), it `gather`s what waits, delivery by
+delivery, and says of each place when it `end`s: trained, or left for a reason, since that delivery:
+
+                      gather(n)      end(n)        done(n)
+        ... waiting --------------> taken ------> trained ---------> (closed)
+
 `uid`s are given out in order and a closed place leaves no trace: a uid below `next_uid` that is not open is closed.
 So the second put of a task is known for what it is, and no list of finished tasks has to be kept.
 
@@ -30,7 +36,7 @@ Order = Literal["arrival", "newest", "task"]
 """What is trained on first: what came first; what came last; the lowest uid, waiting for it if it is still asked."""
 
 ORDERS: tuple[Order, ...] = ("arrival", "newest", "task")
-FORMAT = 1
+FORMAT = 2
 HELD = ("asked", "waiting", "taken")
 """States that keep a place from being asked for."""
 
@@ -85,6 +91,10 @@ class Places:
         """Versions of what waits."""
         self.steps: dict[int, list[int]] = {}
         """Step: its uids, in the order they were taken."""
+        self.deliveries: dict[int, tuple[float, list[int]]] = {}
+        """Delivery: when it was by the trainer's clock, and what was gathered in it."""
+        self.ended: dict[int, list[int]] = {}
+        """Delivery: what of all that was gathered ended in it."""
         self.ledger: Counter[str] = Counter()
         self.notes: dict[str, Json] = {}
         self.edits = 0
@@ -185,11 +195,7 @@ class Places:
 
         What holds tokens of a version below `oldest` is closed and booked as 'rejected/stale'.
         """
-        if step <= self.settled:
-            raise WhetError(
-                f"the trainer asks for step {step}, but a checkpoint of step {self.settled} exists and the store has "
-                "let go of what came before it; resume from that checkpoint, or start anew with an empty store"
-            )
+        self._check_unsettled(step)
         if step in self.steps:
             return self.steps[step]
         self._drop_older(oldest)
@@ -199,11 +205,32 @@ class Places:
         if self.order == "task" and self._first_asked() < chosen[-1][1]:
             return []
         del self.waiting[slice(-n, None) if self.order == "newest" else slice(n)]
-        uids = [uid for _, uid in chosen]
+        self.steps[step] = self._hand_over([uid for _, uid in chosen])
+        return self.steps[step]
+
+    def gather(self, least: int, *, delivery: int, oldest: int, now: float) -> list[int] | None:
+        """All that waits, or None while there is less than `least`. A delivery that was made before gets the same."""
+        self._check_unsettled(delivery)
+        if delivery in self.deliveries:
+            return self.deliveries[delivery][1]
+        self._drop_older(oldest)
+        if len(self.waiting) < least:
+            return None
+        chosen, self.waiting = self.waiting, []
+        self.deliveries[delivery] = now, self._hand_over([uid for _, uid in chosen])
+        return self.deliveries[delivery][1]
+
+    def _check_unsettled(self, step: int) -> None:
+        if step <= self.settled:
+            raise WhetError(
+                f"the trainer asks for step {step}, but a checkpoint of step {self.settled} exists and the store has "
+                "let go of what came before it; resume from that checkpoint, or start anew with an empty store"
+            )
+
+    def _hand_over(self, uids: list[int]) -> list[int]:
         for uid in uids:
             self.open[uid].state = "taken"
             self._forget_age(self.open[uid].version)
-        self.steps[step] = uids
         self.edits += 1
         return uids
 
@@ -237,6 +264,18 @@ class Places:
         self.edits += bool(uids)
         return len(uids)
 
+    def end(self, delivery: int, *, ends: Json) -> int:
+        """Gathered places end: [uid, account of its rollouts] each, 'trained' or 'rejected/REASON'. Their groups stay
+        until `done`. What has ended before stays as it was booked. Returns how many ended now."""
+        now = [(u, account) for u, account in ends if u in self.open and self.open[u].state == "taken"]
+        for uid, account in now:
+            self.open[uid].state = "trained"
+            self.ledger[account] += self.open[uid].rollouts
+            self.ended.setdefault(delivery, []).append(uid)
+        self.held -= len(now)
+        self.edits += bool(now)
+        return len(now)
+
     def done(self, step: int) -> int:
         """A checkpoint holds all steps up to this one: they never come back. Returns how many places closed."""
         due = [s for s in self.steps if s <= step]
@@ -247,10 +286,15 @@ class Places:
             )
         for s in due:
             del self.steps[s]
+        deliveries = [delivery for delivery in self.deliveries if delivery <= step]
+        for delivery in deliveries:
+            del self.deliveries[delivery]
+        for delivery in [delivery for delivery in self.ended if delivery <= step]:
+            uids += self.ended.pop(delivery)
         for uid in uids:
             del self.open[uid]
         self.closed += uids
-        self.edits += bool(uids) or step > self.settled
+        self.edits += bool(uids or deliveries) or step > self.settled
         self.settled = max(self.settled, step)
         return len(uids)
 
@@ -292,6 +336,8 @@ class Places:
             "leases": dict(self.leases),
             "waiting": [list(w) for w in self.waiting],
             "steps": [[step, list(uids)] for step, uids in self.steps.items()],
+            "deliveries": [[delivery, now, list(uids)] for delivery, (now, uids) in self.deliveries.items()],
+            "ended": [[delivery, list(uids)] for delivery, uids in self.ended.items()],
             "ledger": dict(self.ledger),
             "notes": dict(self.notes),
         }
@@ -309,6 +355,8 @@ class Places:
         out.leases, out.notes = dict(state["leases"]), dict(state["notes"])
         out.waiting = [(rank, uid) for rank, uid in state["waiting"]]
         out.steps = {step: list(uids) for step, uids in state["steps"]}
+        out.deliveries = {delivery: (now, list(uids)) for delivery, now, uids in state["deliveries"]}
+        out.ended = {delivery: list(uids) for delivery, uids in state["ended"]}
         out.ledger = Counter(state["ledger"])
         out.owned = {owner: set() for owner in out.leases}
         for uid, place in out.open.items():
@@ -329,6 +377,8 @@ _COMMANDS: dict[str, Callable[..., Json]] = {
     "release": Places.release,
     "put": Places.put,
     "take": Places.take,
+    "gather": Places.gather,
+    "end": Places.end,
     "trained": Places.trained,
     "done": Places.done,
     "note": Places.note,

@@ -25,7 +25,7 @@ class Entry:
 
     group: Group
     version: int
-    """The policy version that it was sampled with."""
+    """The oldest policy version that a token of it was sampled with; -1: none was."""
     uses: int
     """How often it was trained on."""
     serial: int

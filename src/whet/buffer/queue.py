@@ -7,17 +7,26 @@ asked and the account of all rollouts are the store's.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from functools import partial
 
 from whet.buffer.buffer import Refine, Reject, as_it_is, sorted_out
+from whet.buffer.replay import Replay
 from whet.buffer.stores import Scored, Store, until
 from whet.guard.ledger import Ledger
 from whet.types import Group, Json, Stopped, Task, WhetError
 
+POLL_S = 0.05
+"""Seconds between two looks into a store that has too little."""
+
 
 class TrainerQueue:
-    """The trainer's end. Groups of a step that was trained and lost with a kill come again, in the same order."""
+    """The trainer's end. Groups of a step that was trained and lost with a kill come again, in the same order.
+
+    With `replay` fresh and used groups wait in one queue here, from which steps are drawn. What waits in the store is
+    gathered into it, delivery by delivery. The queue is in the checkpoints; deliveries after the last one come again.
+    """
 
     def __init__(
         self,
@@ -27,12 +36,23 @@ class TrainerQueue:
         max_staleness: int,
         ledger: Ledger,
         stopping: Callable[[], bool] = lambda: False,
+        replay: Replay | None = None,
     ) -> None:
-        """stopping: nobody waits for groups any more."""
-        self.store, self.ledger, self.stopping = store, ledger, stopping
+        """stopping: nobody waits for groups any more. replay: the one queue of fresh and used groups."""
+        self.store, self.ledger, self.stopping, self.replay = store, ledger, stopping, replay
         self.groups_per_step, self.max_staleness = groups_per_step, max_staleness
         self.step = 0
-        """The last one that was taken."""
+        """The last one that was taken; with one queue the last delivery."""
+        self.now = 0.0
+        """When the last delivery was: a delivery that comes again is made at the time it had."""
+        if replay is not None:
+            replay.clock = lambda: self.now
+        self.steps = 0
+        """Steps drawn from the one queue."""
+        self.fresh: set[int] = set()
+        """uids that were gathered and have not ended."""
+        self.reused = 0
+        """Groups of the last step that were trained on before."""
         self.saved: int | None = None
         """The step of the newest checkpoint; the one before it is surely on the disk."""
         self.left: list[Group] = []
@@ -40,8 +60,14 @@ class TrainerQueue:
     async def take(self, version: int) -> list[Group]:
         """Wait for one step's worth; what is too old for this version is booked in the store. Raises Stopped."""
         oldest = max(0, version - self.max_staleness)
+        if self.replay is not None:
+            return await self._draw(self.replay, oldest, version)
         groups = await until(partial(self._take, oldest))
         self.step += 1
+        self._check(groups, version)
+        return groups
+
+    def _check(self, groups: list[Group], version: int) -> None:
         for group in groups:
             newest = max((v for r in group.rollouts for v in r.versions), default=-1)
             if newest > version:
@@ -50,7 +76,47 @@ class TrainerQueue:
                     f"{version}: the explorers follow another run's weights, or the trainer went back to an older "
                     "checkpoint than the store knows of; start anew with an empty store"
                 )
+
+    async def _draw(self, replay: Replay, oldest: int, version: int) -> list[Group]:
+        """A step of the one queue: what waits in the store by now comes into it first."""
+        n = self.groups_per_step
+        while True:
+            groups = await asyncio.to_thread(self._next, replay, oldest, version)
+            if groups is None:
+                await asyncio.sleep(POLL_S)
+                continue
+            self._check(groups, version)
+            self.fresh |= {group.task.uid for group in groups}
+            replay.add(groups)
+            if not replay.lacking(n):
+                break
+        drawn = replay.draw(n, step=self.steps, version=version)
+        self.steps += 1
+        self.reused = sum(group.task.uid not in self.fresh for group in drawn)
+        return drawn
+
+    def _next(self, replay: Replay, oldest: int, version: int) -> list[Group] | None:
+        """What the store has for the next delivery, or None while that is too little."""
+        if self.stopping():
+            raise Stopped
+        delivery = self.step + 1
+        before = self.store.delivery_time(delivery)
+        self.now = time.time() if before is None else before
+        replay.refresh(step=self.steps, version=version)
+        self._book_left(replay, delivery)
+        least = replay.lacking(self.groups_per_step)
+        groups = self.store.gather(least, delivery=delivery, now=self.now, oldest=oldest)
+        self.step = self.step if groups is None else delivery
         return groups
+
+    def _book_left(self, replay: Replay, delivery: int) -> None:
+        """What left the queue untrained is booked in the store, and gives its room back."""
+        if left := replay.pop_left():
+            self._end(delivery, [(group.task.uid, f"rejected/{reason}") for reason, group in left])
+
+    def _end(self, delivery: int, ends: list[tuple[int, str]]) -> None:
+        self.store.end(delivery, ends)
+        self.fresh -= {uid for uid, _ in ends}
 
     def _take(self, oldest: int) -> list[Group]:
         if self.stopping():
@@ -59,8 +125,15 @@ class TrainerQueue:
 
     async def trained(self, groups: list[Group]) -> None:
         """The step is done: its room is free."""
-        await asyncio.to_thread(self.store.trained, self.step)
-        self.left = groups
+        if self.replay is None:
+            await asyncio.to_thread(self.store.trained, self.step)
+            self.left = groups
+        else:
+            self.left = [group for group in groups if group.task.uid in self.fresh]
+            self._book_left(self.replay, self.step)
+            await asyncio.to_thread(
+                self._end, self.step, [(group.task.uid, "trained") for group in self.left]
+            )
         self.ledger.settle(await asyncio.to_thread(self.store.ledger))
 
     def leave(self) -> list[Group]:
@@ -73,15 +146,21 @@ class TrainerQueue:
         self.store.check()
 
     def state(self) -> Json:
-        """The step; all else is in the store, which outlives the process."""
+        """The step, and the one queue; all else is in the store, which outlives the process."""
         if self.saved is not None:
             self.store.done(self.saved)
         self.saved = self.step
-        return {"step": self.step}
+        if self.replay is None:
+            return {"step": self.step}
+        return {"step": self.step, "steps": self.steps, "replay": self.replay.state()}
 
     def restore(self, state: Json, version: int = 0) -> list[Task]:
         """Go on after that step. Nothing was under way here."""
         self.step = self.saved = state["step"]
+        if self.replay is not None:
+            self.steps = state["steps"]
+            self.replay.restore(state["replay"])
+            self.fresh = {group.task.uid for group in self.replay.fresh}
         self.store.done(self.step)
         return []
 

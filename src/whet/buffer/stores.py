@@ -119,12 +119,38 @@ class Store:
         oldest: groups with tokens of an older version than this are not trained on, but booked as 'rejected/stale'.
         """
 
-        def act(places: Places, turn: Turn) -> list[tuple[int, int, bytes | None]]:
-            uids = self._write(places, turn, {"op": "take", "n": n, "step": step, "oldest": oldest})
+        return self._groups({"op": "take", "n": n, "step": step, "oldest": oldest}) or []
+
+    def gather(self, least: int, *, delivery: int, now: float = 0.0, oldest: int = 0) -> list[Group] | None:
+        """All groups that wait, or None while there are fewer than `least`; asked again for a delivery: the same again.
+        They are the trainer's from then on: it keeps them in its checkpoints, and says of each when it `end`s.
+
+        now: by the trainer's clock; kept, so that the delivery can be made again as it was."""
+        return self._groups(
+            {"op": "gather", "least": least, "delivery": delivery, "now": now, "oldest": oldest}
+        )
+
+    def delivery_time(self, delivery: int) -> float | None:
+        """`now` of a delivery that was gathered before; None: it was not."""
+        return self._look(
+            lambda places: places.deliveries[delivery][0] if delivery in places.deliveries else None
+        )
+
+    def end(self, delivery: int, ends: Sequence[tuple[int, str]]) -> int:
+        """Gathered tasks by uid that ended, 'trained' or 'rejected/REASON': their room is free."""
+        return int(self._do("end", {"delivery": delivery, "ends": [list(end) for end in ends]}))
+
+    def _groups(self, command: Json) -> list[Group] | None:
+        def act(places: Places, turn: Turn) -> list[tuple[int, int, bytes | None]] | None:
+            uids = self._write(places, turn, command)
+            if uids is None:
+                return None
             return [(u, places.open[u].checksum, data) for u, data in zip(uids, turn.fetch(uids))]
 
         with self._lock:
             found = self._run(act)
+        if found is None:
+            return None
         return [checked(data, uid=uid, checksum=crc, where=self._log.where) for uid, crc, data in found]
 
     def trained(self, step: int) -> int:

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from whet import environment
 from whet.cluster.nodes import (
     Room,
+    answered,
     connect,
     disconnect,
     end_actor,
@@ -56,7 +57,8 @@ from whet.shared import decoder_of, end_tokens
 from whet.sync.manifest import Manifest, Receipt
 from whet.sync.parcels import Letter, in_store
 from whet.sync.replicas import Delivery, Inbox, Replicated, Shipped, Shipper, within_s
-from whet.track.timeline import Timeline
+from whet.track.lanes import REPLICAS, Lane, Notes, Told
+from whet.track.timeline import Timeline, clock
 from whet.types import Completion, ConfigError, Json, Sampling, WhetError
 
 log = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class Spec:
     max_batch: int
     max_context: int
     cache_mb: int | None
+    quantization: Literal["float8", "int8"] | None
     kernels: Literal["auto", "torch", "compiled"]
     threads: int
     prove: bool
@@ -108,7 +111,8 @@ class Hello:
 
 
 class EngineActor:
-    """An engine, as Ray calls it. All methods run on one event loop."""
+    """An engine, as Ray calls it. All methods run on one event loop; those of the group `watch` on one of their own, so
+    that they are answered whatever the engine does."""
 
     def __init__(self, spec: Spec) -> None:
         die_with(spec.driver if spec.node == node_id() else None)
@@ -135,11 +139,16 @@ class EngineActor:
             max_batch=spec.max_batch,
             max_context=spec.max_context,
             cache_mb=spec.cache_mb,
+            quantization=spec.quantization,
         )
-        self.engine.beat = self._beat
+        self.notes = Notes()
+        self.engine.beat, self.engine.span = self._beat, self.notes.piece
         self.beats = 0
         self.inbox = Inbox(
-            model, name=f"engine process {os.getpid()}", adapters=spec.lora is not None, put=ray.put
+            self.engine.module,
+            name=f"engine process {os.getpid()}",
+            adapters=spec.lora is not None,
+            put=ray.put,
         )
 
     def _beat(self, what: str) -> None:
@@ -148,12 +157,17 @@ class EngineActor:
     async def hello(self) -> Hello:
         return Hello(process(os.getpid()), node_id(), computes(self.ops), self.exact)
 
-    async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
-        return await self.engine.generate(token_ids, sampling)
+    async def generate(self, token_ids: list[int], sampling: Sampling) -> tuple[Completion, Told]:
+        heard_ns = clock()
+        completion = await self.engine.generate(token_ids, sampling)
+        return completion, self.notes.told(heard_ns)
 
-    async def load(self, delivery: Delivery) -> Receipt:
+    async def load(self, delivery: Delivery) -> tuple[Receipt, Told]:
         """Take one version, check it tensor by tensor, sample from it from now on."""
-        return await self.inbox.take(self.engine, delivery, _fetched)
+        heard_ns = clock()
+        with self.notes.span("load weights"):
+            receipt = await self.inbox.take(self.engine, delivery, _fetched)
+        return receipt, self.notes.told(heard_ns)
 
     async def give(self) -> Letter:
         """The version that is here, for another replica."""
@@ -168,8 +182,14 @@ class EngineActor:
     async def place(self, device: Literal["gpu", "cpu"]) -> None:
         await self.engine.place(device)
 
+    @ray.method(concurrency_group="watch")
     async def progress(self) -> int:
         return self.beats
+
+    @ray.method(concurrency_group="watch")
+    async def stacks(self) -> str:
+        """Where its threads are."""
+        return stacks.own()
 
 
 async def _fetched(references: Iterable[Any]) -> list[Any]:
@@ -216,10 +236,12 @@ class RayEngine:
         self.label = f"engine process {hello.process[0]} on node {hello.node[:8]}"
         self.held: Manifest | None = None
         """The weights that it has confirmed."""
+        self.lane: Lane | None = None
+        """What it does, on the run's timeline."""
 
     async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
         """See `RolloutEngine`. A request that is given up is given up there, too."""
-        completion = await self._call("generate", token_ids, sampling)
+        completion = await self._noted("generate", token_ids, sampling)
         assert isinstance(completion, Completion)
         return completion
 
@@ -231,7 +253,7 @@ class RayEngine:
 
     async def deliver(self, delivery: Delivery) -> Receipt:
         """See `Replicated`."""
-        receipt = await self._call("load", delivery)
+        receipt = await self._noted("load", delivery)
         assert isinstance(receipt, Receipt)
         return receipt
 
@@ -255,7 +277,18 @@ class RayEngine:
 
     async def close(self) -> None:
         """End the process, whatever it does."""
+        stacks.lose(self.label)
+        if self.lane is not None:
+            self.lane.end()
         await asyncio.to_thread(end_actor, self.actor, self.hello.node, self.hello.process)
+
+    async def _noted(self, method: str, *arguments: Any) -> Any:
+        """An answer that comes with what the process did meanwhile."""
+        asked_ns = clock()
+        answer, told = await self._call(method, *arguments)
+        if self.lane is not None:
+            self.lane.take(told, asked_ns)
+        return answer
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         """Raises what the method raised if that was a WhetError, else WhetError or RayError."""
@@ -290,7 +323,6 @@ def open_replicas(
 
     Raises ConfigError for a cluster that cannot be reached, or that has no room for them.
     """
-    del timeline  # what the replicas do is not in this process's timeline
     settings, count = cfg.cluster, cfg.rollout.replicas
     gpus = settings.gpus if settings.gpus is not None else float(model.device.type == "cuda")
     connect(settings.address, model)
@@ -302,7 +334,7 @@ def open_replicas(
         if cfg.sync.method == "collective":
             shipper.host = _reached_at
         room = Room(group, bundle, count, settings.placement, settings.start_s)
-        start = partial(start_replica, spec=spec, room=room)
+        start = partial(start_replica, spec=spec, room=room, timeline=timeline)
         names = [f"engine-{n}" for n in range(count)]
         watch.beat(f"the start of {count} engine processes")
         replicas = _all_at_once(start, names, start_s=settings.start_s)
@@ -365,9 +397,9 @@ def _all_at_once(start: Any, names: Sequence[str], *, start_s: float) -> list[Re
 
 
 async def start_replica(
-    name: str, *, spec: Spec, room: Room, alike: tuple[str, ...] | None = None
+    name: str, *, spec: Spec, room: Room, timeline: Timeline, alike: tuple[str, ...] | None = None
 ) -> Replica:
-    """One actor in its place, up and without weights.
+    """One actor in its place, up and without weights. It has a lane of the timeline.
 
     alike: what it has to compute by, where the others are exact: one that differs would change the run's numbers.
     """
@@ -378,6 +410,8 @@ async def start_replica(
         room.leave(name, group)
         raise
     engine = RayEngine(actor, hello, version=UNLOADED)
+    if hello.node != node_id():
+        stacks.reach(engine.label, lambda: answered(actor.stacks.remote()))
 
     async def end() -> None:
         await engine.close()
@@ -389,6 +423,8 @@ async def start_replica(
             f"{name} would compute by {' / '.join(hello.computes)}, all others by {' / '.join(alike)}: its last bits "
             "would differ, and this run is exact; give it a machine of the same kind, or set machine.exact=off"
         )
+    near = hello.node == node_id()
+    engine.lane = Lane(timeline, f"replica {name}", of=REPLICAS, near=near, waits="wait for requests")
     log.info("%s is process %d on node %s", name, hello.process[0], hello.node[:8])
     return Replica(name, engine, progress=engine.progress, end=end)
 
@@ -397,8 +433,9 @@ async def _up(name: str, spec: Spec, *, group: PlacementGroup, bundle: int) -> t
     """The actor, and what it says of itself."""
     placed = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     needs = group.bundle_specs[bundle]
+    remote: Any = ray.remote
     actor: Any = (
-        ray.remote(EngineActor)
+        remote(concurrency_groups={"watch": 1})(EngineActor)
         .options(
             num_cpus=needs.get("CPU", 0),
             num_gpus=needs.get("GPU", 0),
@@ -445,9 +482,10 @@ def spec_of(
         max_batch=max(p.max_batch for p in sampling),
         max_context=max(p.max_sequence_tokens for p in sampling),
         cache_mb=cfg.machine.kv_cache_mb,
+        quantization=cfg.rollout.quantization,
         kernels=cfg.machine.kernels,
         threads=threads,
-        prove=cfg.machine.exact != "off",
+        prove=cfg.machine.exact != "off" and cfg.rollout.quantization is None,
         seed=cfg.seed,
         imports=cfg.imports,
         folder=os.getcwd(),

@@ -1,5 +1,6 @@
 """Explorers in the cluster, beside a trainer in this process: each does what `whet train FILE mode=explore` does, and
-is replaced under its name when it dies. They find the trainer by its run directory and by the store of buffer.url.
+is replaced under its name when it dies or hangs. They find the trainer by its run directory and by the store of
+buffer.url.
 """
 
 from __future__ import annotations
@@ -20,12 +21,20 @@ from whet.cluster.nodes import place
 from whet.config.load import Loaded
 from whet.config.parts.cluster import Cluster
 from whet.config.schema import Config
+from whet.guard.hangs import Seen
 from whet.guard.line import Line, Lines, end, how_it_ended
+from whet.guard.watch import START
 from whet.types import WhetError
 
 log = logging.getLogger(__name__)
 
 MODULE = "whet.cluster.explorer"
+SILENCE_S = 60.0
+"""Longest silence of an explorer, which says every two seconds that it lives."""
+MARGIN_S = 60.0
+"""Over the longest wait that an explorer has of its own."""
+STACK_S = 0.5
+"""For a stack to be written."""
 SETTLE_S = 10.0
 """Longest time that explorers have to see that the trainer has ended."""
 
@@ -33,9 +42,12 @@ SETTLE_S = 10.0
 class Crew:
     """The explorers of a run."""
 
-    def __init__(self, loaded: Loaded, lines: Lines, *, restarts: int) -> None:
-        """restarts: how often one is replaced."""
+    def __init__(
+        self, loaded: Loaded, lines: Lines, *, restarts: int, patience_s: float, silence_s: float = SILENCE_S
+    ) -> None:
+        """restarts: how often one is replaced. patience_s: how long one may not get on; silence_s: not even say so."""
         self.loaded, self.lines, self.restarts = loaded, lines, restarts
+        self.patience_s, self.silence_s = patience_s, silence_s
         self.lost: Future[None] = Future()
         """Has the error when none is left."""
         self._left = len(lines.lines)
@@ -75,11 +87,10 @@ class Crew:
                     self._begin(number, self.lines.again(number))
                     log.info("%s explores again", name_of(number))
                 line = self.lines.lines[number]
-                kind, said = pickle.loads(line.connection.recv_bytes())
-                if kind == "done":
+                ended, why = self._last_word(line)
+                if ended:
                     log.info("%s has ended with the trainer", name_of(number))
                     return
-                why = str(said)
             except (EOFError, OSError):
                 why = how_it_ended(self.lines.lines[number])
             except WhetError as error:
@@ -87,15 +98,43 @@ class Crew:
             if self._closed:
                 return
             log.warning("%s lost: %s", name_of(number), why)
+        self.lines.lines[number].hang_up()  # it may hang
+        self.lines.lines[number].kill()
         with self._lock:
             self._left -= 1
             if not self._left:
                 self.lost.set_exception(
                     WhetError(
                         f"no explorer is left: each was replaced cluster.restarts={self.restarts} times; "
-                        f"the last one: {why}"
+                        f"the last one: {why.splitlines()[0] if why else 'it ended'}"
                     )
                 )
+
+    def _last_word(self, line: Line) -> tuple[bool, str]:
+        """Waits for the end of an explorer. Returns whether it was to end, else what it says itself, or that it hangs.
+        EOFError, OSError where it ends without a word."""
+        doing = START
+        while line.connection.poll(self.silence_s):
+            kind, said = pickle.loads(line.connection.recv_bytes())
+            if kind != "beat":
+                return kind == "done", str(said)
+            doing, quiet_s = said
+            if quiet_s >= self.patience_s and doing != START:  # a model may take long to load
+                return False, hangs(line, f"it has not got on since {quiet_s:.0f} s, in: {doing}")
+        return False, hangs(line, f"no sign of life since {self.silence_s:g} s; the last was from: {doing}")
+
+
+def hangs(line: Line, since: str) -> str:
+    """What is told of a process that hangs: since when, what it did, and its stack."""
+    line.dump()
+    time.sleep(STACK_S)
+    trouble = Seen("", line.state(), "").trouble
+    return f"{f'it {trouble}; ' if trouble else ''}{since}\n{line.stack()}"
+
+
+def patience_of(cfg: Config) -> float:
+    """Longest time that an explorer's loop may be in one call: it waits for a rollout or for weights, never longer."""
+    return max(cfg.rollout.timeout_s, cfg.sync.timeout_s) + MARGIN_S
 
 
 def name_of(number: int) -> str:
@@ -131,7 +170,8 @@ def open_crew(loaded: Loaded, *, cuda: bool) -> Crew:
     asked = f"cluster.explorers={c.explorers}"
     group = place(bundle, c.explorers, strategy=c.placement, start_s=c.start_s, asked=asked)
     lines = Far(c.explorers, c.cpus, module=MODULE, group=group, folder=os.getcwd(), start_s=c.start_s)
-    return Crew(loaded, lines, restarts=c.restarts)
+    patience_s = max(map(patience_of, loaded.stages))
+    return Crew(loaded, lines, restarts=c.restarts, patience_s=patience_s)
 
 
 async def beside(crew: Crew, main: Coroutine[Any, Any, None]) -> None:

@@ -24,15 +24,19 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from whet.cluster.nodes import end_actor, environment_of, first_line, node_id
+from whet.cluster.nodes import answered, end_actor, environment_of, first_line, node_id
+from whet.guard import stacks
+from whet.guard.hangs import UNSEEN
 from whet.guard.line import LOOPBACK, LocalLine
-from whet.guard.processes import LOOK_S, die_with, process
-from whet.types import ConfigError
+from whet.guard.processes import LOOK_S, die_with, process, state
+from whet.types import ConfigError, WhetError
 
 AT_ONCE_BYTES = 64 << 20
 """Messages that have come are carried together up to so much."""
 CHUNK_BYTES = 128 << 20
 """Of a file on its way to another machine."""
+CARRY_S = 300.0
+"""Longest time of one such piece to all machines."""
 ASK_S = 10.0
 """Longest wait for an answer that only names what went wrong."""
 END_S = 1.0
@@ -62,13 +66,20 @@ class Host:
         paths: Sequence[str],
         node: str,
         driver: tuple[int, int],
+        stacks_at: str | None,
     ) -> None:
-        """folder: where files of the user's are found. paths: where modules are. node, driver: the driver's."""
+        """folder: where files of the user's are found. paths: where modules are. node, driver: the driver's. stacks_at:
+        where processes on its machine write their stacks."""
         die_with(None)
         sys.path += [path for path in paths if path not in sys.path]
         if folder is not None:
             os.chdir(folder)
         self.folder = Path(tempfile.mkdtemp(prefix="whet-processes-"))
+        if node != node_id():
+            stacks_at = str(self.folder / "stacks")
+            os.mkdir(stacks_at)
+        if stacks_at is not None:
+            stacks.listen(f"beside-{module.rpartition('.')[2]}-{number}", stacks_at)
         self.line = LocalLine(module, number, folder=self.folder, threads=threads)
         if node == node_id():
             threading.Thread(target=self._follow, args=(driver,), daemon=True).start()
@@ -104,12 +115,21 @@ class Host:
             return messages, True, self.line.died()
 
     @ray.method(concurrency_group="watch")
+    def state(self) -> str:
+        return self.line.state()
+
+    @ray.method(concurrency_group="watch")
     def dump(self) -> None:
         self.line.dump()
 
     @ray.method(concurrency_group="watch")
     def stack(self) -> str:
         return self.line.stack()
+
+    @ray.method(concurrency_group="watch")
+    def stacks(self) -> str:
+        """Of the process and all that it has started; for one that is not on the driver's machine."""
+        return stacks.others()
 
     @ray.method(concurrency_group="watch")
     def put(self, name: str, chunk: bytes | None) -> str:
@@ -154,6 +174,9 @@ class RayLine:
         ]
         for carrier in self._carriers:
             carrier.start()
+        self.who = f"process {where.process[0]} at {where.address}"
+        if where.node != node_id():
+            stacks.reach(self.who, lambda: answered(actor.stacks.remote()))
 
     def _out(self) -> None:
         with suppress(EOFError, OSError, RayError):
@@ -177,6 +200,14 @@ class RayLine:
     def died(self) -> str | None:
         return self._died
 
+    def state(self) -> str:
+        if self.where.node == node_id():
+            return state(self.where.process[0])
+        try:
+            return str(ray.get(self.actor.state.remote(), timeout=ASK_S))
+        except RayError:
+            return UNSEEN
+
     def dump(self) -> None:
         self.actor.dump.remote()
 
@@ -187,6 +218,7 @@ class RayLine:
             return f"(no stack: {first_line(error)})"
 
     def hang_up(self) -> None:
+        stacks.lose(self.who)
         self.connection.close()
         if self._ending is None and ray.is_initialized():  # else all have ended with the cluster
             self._ending = self.actor.end.remote()
@@ -269,6 +301,7 @@ class Far:
             paths=[path for path in sys.path if path],
             node=self.own,
             driver=driver,
+            stacks_at=stacks.folder(),
         )
 
     @contextmanager
@@ -276,21 +309,31 @@ class Far:
         """Machines other than this one get a copy of their own."""
         far = {line.where.node: line.actor for line in self.lines if line.where.node != self.own}
         folders: dict[str, str] = {}
+
+        def drop() -> None:
+            for actor in far.values():
+                actor.drop.remote(path.name)
+
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
         try:
             for file in files if far else ():
                 name = str(file.relative_to(path.parent))
                 for node, actor in far.items():
-                    folders[node] = ray.get(actor.put.remote(name, None))
+                    folders[node] = ray.get(actor.put.remote(name, None), timeout=CARRY_S)
                 with file.open("rb") as content:
                     while chunk := content.read(CHUNK_BYTES):
                         one = ray.put(chunk)
-                        ray.get([actor.put.remote(name, one) for actor in far.values()])
+                        ray.get([actor.put.remote(name, one) for actor in far.values()], timeout=CARRY_S)
+        except RayError as error:
+            drop()
+            raise WhetError(
+                f"{path} could not be taken to the machines of {self.module}: {first_line(error)}"
+            ) from error
+        try:
             nodes = [line.where.node for line in self.lines]
             yield [str(path if node not in far else Path(folders[node]) / path.name) for node in nodes]
         finally:
-            for actor in far.values():
-                actor.drop.remote(path.name)
+            drop()
 
     def close(self) -> None:
         remove_placement_group(self.group)

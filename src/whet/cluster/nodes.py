@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +18,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from whet.cluster import head
+from whet.guard import stacks
 from whet.guard.processes import kill
 from whet.types import ConfigError
 
@@ -29,14 +31,22 @@ log = logging.getLogger(__name__)
 CONNECT_S = 10.0
 """Longest wait for a cluster's address to take a connection."""
 
+GPUS = "CUDA_VISIBLE_DEVICES"
+
 END_S = 2.0
 """How long a process that Ray has told to end may take."""
 
+_own_head: list[head.Head | None] = []
+"""Of the cluster that was started here, if any."""
 
-def connect(address: str | None, model: PreTrainedModel | int | None) -> None:
+
+def connect(
+    address: str | None, model: PreTrainedModel | int | None, *, gpus: Sequence[str] | None = None
+) -> None:
     """Attach to the cluster at `address`, or start one here that ends with this process.
 
-    model: whose weights its object store has to hold, or their bytes; None leaves its size to Ray.
+    model: whose weights its object store has to hold, or their bytes; None leaves its size to Ray. gpus: names of those
+    that a cluster started here may use; None: all.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere
     os.environ.setdefault(
@@ -46,7 +56,7 @@ def connect(address: str | None, model: PreTrainedModel | int | None) -> None:
     if ray.is_initialized():
         return
     logging.getLogger("ray").setLevel(logging.WARNING)
-    with _own_signals():
+    with _own_signals(), visible(gpus if address is None else None):
         if address is None:
             # Its ports are open to the machine's network; Ray asks everyone for the token in ~/.ray by itself.
             ray.init(
@@ -56,6 +66,7 @@ def connect(address: str | None, model: PreTrainedModel | int | None) -> None:
                 object_store_memory=_store_bytes(model),
                 **quiet,
             )
+            _own_head.append(head.watched())
             return
         _reach(address)
         try:
@@ -66,6 +77,20 @@ def connect(address: str | None, model: PreTrainedModel | int | None) -> None:
                 "host:port, or leave it out to start one here. A cluster that asks for a token takes it from the "
                 "environment: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or ~/.ray/auth_token)"
             ) from error
+
+
+@contextmanager
+def visible(gpus: Sequence[str] | None) -> Generator[None]:
+    """What is started inside sees these GPUs alone: Ray gives its processes parts of what it sees itself. None: all."""
+    before = os.environ.get(GPUS)
+    if gpus is not None:
+        os.environ[GPUS] = ",".join(gpus)
+    try:
+        yield
+    finally:
+        if gpus is not None:
+            os.environ.pop(GPUS)
+            os.environ.update({} if before is None else {GPUS: before})
 
 
 def _reach(address: str) -> None:
@@ -186,6 +211,9 @@ class Room:
 
 def disconnect() -> None:
     """Leave the cluster; one that was started here goes down."""
+    while _own_head:
+        if (own := _own_head.pop()) is not None:
+            own.leave()
     if ray.is_initialized():
         with _own_signals():
             ray.shutdown()
@@ -210,6 +238,18 @@ def end_actor(actor: Any, node: str, process: tuple[int, int]) -> None:
         ray.get(task.remote(process, END_S), timeout=CONNECT_S)
     except RayError as error:  # its machine is gone, and the process with it
         log.info("the end of a process could not be seen: %s", first_line(error))
+
+
+def answered(reference: Any) -> Callable[[float], str]:
+    """What a call that was made will have given within so many seconds, as `stacks.Ask` has it."""
+
+    def collect(within_s: float) -> str:
+        try:
+            return str(ray.get(reference, timeout=within_s))
+        except RayError as error:
+            return f"(it does not answer within {stacks.FAR_S:g} s: {first_line(error)})"
+
+    return collect
 
 
 def first_line(error: BaseException) -> str:

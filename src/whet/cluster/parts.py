@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ import ray
 from transformers import PreTrainedModel
 
 from whet.cluster.lines import Far
-from whet.cluster.nodes import connect, place
-from whet.config.checks_parallel import world
+from whet.cluster.nodes import GPUS, connect, place
+from whet.config.checks_parallel import local_gpus, ranks_of
+from whet.config.hardware import cuda_count
 from whet.config.load import Loaded
 from whet.config.plan import Plan
 from whet.config.schema import Config
@@ -19,6 +21,8 @@ from whet.config.sizes import DTYPE_BYTES
 from whet.guard.line import OpenLines
 from whet.training import ranks
 from whet.types import ConfigError
+
+log = logging.getLogger(__name__)
 
 Bundle = dict[str, float]
 """What one process needs of its machine, by Ray's names."""
@@ -41,7 +45,9 @@ def parts(loaded: Loaded, *, cuda: bool) -> list[Part]:
     c = cfg.cluster
     gpus = c.gpus if c.gpus is not None else float(cuda)
     engine = {"CPU": float(c.cpus)} | ({"GPU": gpus} if gpus else {})
-    most = max(world(stage.train.parallel) for stage in loaded.stages)
+    most = max(
+        (ranks_of(stage.train.parallel) for stage in loaded.stages), key=lambda ranks: sum(ranks.values())
+    )
     sets: list[object] = []  # as `api.reward_sets` makes them
     for stage in loaded.stages:
         if (stage.rewards, stage.guard) not in sets:
@@ -49,10 +55,10 @@ def parts(loaded: Loaded, *, cuda: bool) -> list[Part]:
     found = [
         Part(f"rollout.replicas={cfg.rollout.replicas}", engine, cfg.rollout.replicas),
         Part(f"cluster.explorers={c.explorers}", engine, c.explorers),
-        Part(
-            f"cluster.ranks: {most} ranks of train.parallel",
-            rank_bundle(cfg, cuda=cuda),
-            most if c.ranks else 0,
+        *(
+            Part(f"cluster.ranks: {count} ranks of the {name}", rank_bundle(cfg, cuda=cuda), count)
+            for name, count in most.items()
+            if c.ranks
         ),
         Part(
             f"cluster.reward_hosts={c.reward_hosts}",
@@ -75,8 +81,29 @@ def enter(loaded: Loaded, planned: Sequence[Plan]) -> None:
     """
     shape, dtype = planned[0].shape, planned[0].dtype
     size = shape.parameters if shape is not None else None
-    connect(loaded.config.cluster.address, None if size is None else size * DTYPE_BYTES[dtype])
-    check_room(parts(loaded, cuda=planned[0].device == "cuda"), resources())
+    cuda = planned[0].device == "cuda"
+    wanted = parts(loaded, cuda=cuda)
+    gpus = gpus_left(loaded, wanted) if cuda else None
+    connect(loaded.config.cluster.address, None if size is None else size * DTYPE_BYTES[dtype], gpus=gpus)
+    check_room(wanted, resources())
+
+
+def gpus_left(loaded: Loaded, wanted: Sequence[Part]) -> list[str] | None:
+    """GPUs of this machine that the run's own process and its ranks leave to a cluster started here. None, and a
+    warning: they are too few, so parts share GPUs."""
+    c = loaded.config.cluster
+    own = 1 if c.ranks else max(local_gpus(stage.train.parallel) for stage in loaded.stages)
+    named = [name.strip() for name in os.environ.get(GPUS, "").split(",") if name.strip()]
+    here = named or [str(number) for number in range(cuda_count())]
+    needed = sum(part.bundle.get("GPU", 0.0) * part.count for part in wanted)
+    if len(here) - own >= needed:
+        return here[own:]
+    if c.address is None:
+        log.warning(
+            "parts of the cluster need %g GPUs, this process and its ranks %d, and there are %d here: they share them",
+            *(needed, own, len(here)),
+        )
+    return None
 
 
 def resources() -> list[Bundle]:

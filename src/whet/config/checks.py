@@ -44,7 +44,7 @@ def hard_problems(cfg: Config) -> list[Problem]:
     ]
     if algorithm is not None:
         problems += [*_learning(cfg, algorithm), *_rewards(cfg, algorithm), *given_problems(cfg, algorithm)]
-        problems += checks_groups.problems(cfg, algorithm)
+        problems += [*checks_groups.problems(cfg, algorithm), *checks_parallel.placement(cfg, algorithm)]
     return problems
 
 

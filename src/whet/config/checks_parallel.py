@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whet.config.hardware import cuda_count
+from whet.config.recipes import Resolved
 from whet.config.schema import Config, Parallel
 from whet.config.sizes import shape
 
@@ -20,14 +21,38 @@ def world(p: Parallel) -> int:
     return p.dp_replicate * shards(p) * p.tp * p.cp * p.pp
 
 
+def ranks_of(p: Parallel) -> dict[str, int]:
+    """Ranks by the model that they are named after; who is not named is with the policy. Without `policy` that is
+    trained in the run's own process."""
+    ranks = world(p)
+    return ({"policy": ranks} if ranks > 1 else {}) | dict.fromkeys(sorted(set(p.apart)), ranks)
+
+
+def first_gpu(p: Parallel, whose: str) -> int:
+    """The GPU of the first rank of a model's own. The policy's come first, on ranks or not."""
+    return world(p) * ["policy", *sorted(set(p.apart))].index(whose)
+
+
+def local_gpus(p: Parallel) -> int:
+    """GPUs of this machine that a run and its ranks take."""
+    return world(p) * (1 + len(set(p.apart)))
+
+
 def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) of train.parallel in one stage's config."""
     p, train = cfg.train.parallel, cfg.train
     yield from _sizes(cfg)
+    if (
+        ranks_of(p)
+        and cfg.profile.steps
+        and (absent := [rank for rank in cfg.profile.ranks if rank >= world(p)])
+    ):
+        yield (
+            "profile.ranks",
+            f"{absent[0]} is none of the {world(p)} ranks of a model, which are counted from 0",
+        )
     if world(p) == 1:
         return
-    if cfg.profile.steps and (absent := [rank for rank in cfg.profile.ranks if rank >= world(p)]):
-        yield "profile.ranks", f"{absent[0]} is none of the {world(p)} ranks, which are counted from 0"
     ranks = p.dp_replicate * shards(p)
     rollouts = train.tasks_per_step // train.minibatches * cfg.rollout.group_size
     if ranks > rollouts:
@@ -78,6 +103,25 @@ def _sizes(cfg: Config) -> Iterator[tuple[str, str]]:
             f"{p.ep} does not divide the model's {model.experts} experts; "
             + ("choose another" if model.experts else "set it to 1"),
         )
+
+
+def placement(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) of models with ranks of their own."""
+    key, apart = "train.parallel.apart", cfg.train.parallel.apart
+    there = {"critic": algorithm.needs_critic, "reference": algorithm.needs_reference}
+    for name in sorted(set(apart)):
+        if not there[name]:
+            yield key, f"names the {name}, and algorithm.name={algorithm.name} has none here"
+    if len(set(apart)) < len(apart):
+        yield key, f"names {max(apart, key=apart.count)} twice"
+    if "reference" in apart and cfg.algorithm.kl.estimator == "full":
+        yield (
+            key,
+            "reference: algorithm.kl.estimator=full reads it in every micro-batch of the policy, so both must be in "
+            "one place; leave it out",
+        )
+    if apart and cfg.train.parallel.dp_shard == -1:
+        yield key, "dp_shard=-1 takes all GPUs for the policy alone; give the number of ranks of each model"
 
 
 def _left(cfg: Config) -> Iterator[tuple[str, str]]:

@@ -46,6 +46,11 @@ def problems(cfg: Config) -> Iterator[Problem]:
             f"train.{key}",
             "makes trained log-probs differ from sampled ones, and machine.exact=on asks for equal ones",
         )
+    if cfg.machine.exact == "on" and cfg.rollout.quantization:
+        yield (
+            "rollout.quantization",
+            "makes sampled log-probs differ from trained ones, and machine.exact=on asks for equal ones",
+        )
     if "policy" in train.offload and world(train.parallel) == 1:
         yield (
             "train.offload",

@@ -44,13 +44,7 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     yield from _trackers(cfg)
     yield from _profile(cfg)
     yield from _apart(cfg)
-    ahead = cfg.rollout.max_staleness and cfg.rollout.schedule == "fixed"
-    if cfg.buffer.replay.share and (ahead or cfg.mode != "both"):
-        yield (
-            "buffer.replay.share",
-            "what is drawn again is known once the step before is done, so it goes with mode=both and "
-            "rollout.max_staleness=0 or rollout.schedule=free",
-        )
+    yield from _replay(cfg)
     if cfg.rollout.replicas and cfg.cluster.health_s >= cfg.rollout.timeout_s:
         yield (
             "cluster.health_s",
@@ -71,6 +65,37 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
             yield "imports", f"{given!r}: no such file"
         elif not given.endswith(".py") and not all(part.isidentifier() for part in given.split(".")):
             yield "imports", f"{given!r} is neither 'package.module' nor 'path/to/file.py'"
+
+
+def _replay(cfg: Config) -> Iterator[tuple[str, str]]:
+    replay, free = cfg.buffer.replay, cfg.rollout.schedule == "free"
+    if replay.queue:
+        if cfg.mode == "both" and not free:
+            yield (
+                "buffer.replay.queue",
+                "with rollout.schedule=fixed a step waits for its own tasks, so nothing can be drawn before they are "
+                "there; set rollout.schedule=free, or take buffer.replay.share",
+            )
+        if replay.capacity < cfg.train.tasks_per_step:
+            yield (
+                "buffer.replay.capacity",
+                f"{replay.capacity} groups are less than a step draws: train.tasks_per_step={cfg.train.tasks_per_step}",
+            )
+        if resolve(cfg.algorithm).refill == "copy":
+            yield "algorithm.refill", "with buffer.replay.queue=true a step is always full; leave copy out"
+        return
+    ahead = cfg.rollout.max_staleness and not free
+    if replay.share and (ahead or cfg.mode != "both"):
+        yield (
+            "buffer.replay.share",
+            "what is drawn again is known once the step before is done, so it goes with mode=both and "
+            "rollout.max_staleness=0 or rollout.schedule=free",
+        )
+    if replay.share and replay.cooldown_steps is None:
+        yield (
+            "buffer.replay.cooldown_steps",
+            "null: nothing is drawn again, so there is no share; set share to 0",
+        )
 
 
 def _checkpoint(cfg: Config) -> Iterator[tuple[str, str]]:

@@ -22,6 +22,12 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     yield from _method(cfg)
     if sync.content == "adapters" and cfg.model.lora is None:
         yield "sync.content", "adapters: model.lora is not given; use delta, which sends what has changed"
+    elif sync.content == "adapters" and cfg.rollout.quantization is not None:
+        yield (
+            "sync.content",
+            f"adapters: with rollout.quantization={cfg.rollout.quantization} engines keep no weights under them that "
+            "they could be merged with; use full, which sends them merged",
+        )
     elif sync.content == "adapters" and sync.dtype != "auto":
         yield (
             "sync.dtype",
@@ -56,7 +62,8 @@ def content_of(cfg: Config) -> Literal["full", "delta", "adapters"]:
     """What sync.content comes to."""
     if cfg.sync.content != "auto":
         return cfg.sync.content
-    return "adapters" if cfg.model.lora is not None and cfg.sync.dtype == "auto" else "full"
+    apart = cfg.sync.dtype == "auto" and cfg.rollout.quantization is None
+    return "adapters" if cfg.model.lora is not None and apart else "full"
 
 
 def has_adapters(cfg: Config) -> bool:

@@ -188,6 +188,7 @@ SAMPLING = (
         ("rollout.sampling.ignore_eos=true", "rollout.sampling.stop=['.']"),
     ),
     Constraint("machine.exact rollout.engine", ("machine.exact=on", "rollout.engine=hf")),
+    Constraint("rollout.quantization machine.exact", ("machine.exact=on", "rollout.quantization=int8")),
 )
 
 PPO = "algorithm.name=ppo"

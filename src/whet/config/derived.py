@@ -14,6 +14,9 @@ from whet.config.schema import Config, Optimizer, SamplingConfig, Train
 from whet.config.sizes import Shape
 from whet.types import ConfigError
 
+IN_8_BITS = "weights in 8 bits"
+"""Of an engine, in tables of memory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -66,6 +69,8 @@ class Plan:
     """No rank gathers whole tensors to save them: each writes its parts, or sends them to this process."""
     ranks_apart: bool
     """The ranks of train.parallel are on any machines of a cluster."""
+    quantized: bool
+    """Rollouts are sampled from a copy of the weights in 8 bits."""
     samples_apart: bool
     """Rollouts are sampled from a copy of the weights, for the policy moves on meanwhile."""
     threads: int
@@ -182,6 +187,18 @@ class Plan:
         return self.shape.kv_bytes(rows=self.max_batch, tokens=self.max_sequence_tokens, dtype=self.dtype)
 
     @property
+    def quantized_bytes(self) -> int:
+        """Of the weights in 8 bits that an engine has."""
+        there = self.quantized and self.generates and self.shape is not None
+        return self.shape.in_8_bits[1] if there and self.shape else 0
+
+    @property
+    def beside(self) -> dict[str, int]:
+        """Bytes of what this process holds beside its models: those that judge, and the engine's weights in 8 bits."""
+        own = {} if self.replicas or not self.quantized_bytes else {IN_8_BITS: self.quantized_bytes}
+        return {**self.reward_models, **own}
+
+    @property
     def memory(self) -> dict[str, int]:
         """Bytes by what they are for; empty if the model's size is not known. Activations come on top."""
         if self.learns is None:
@@ -196,7 +213,7 @@ class Plan:
             out[with_state("critic", optimizer)] = critic
         if self.generates:
             out["KV cache"] = self.kv_cache_bytes or 0
-        return {**out, **self.reward_models}
+        return {**out, **self.beside}
 
     @property
     def checkpoint_bytes(self) -> int | None:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from whet.config import memory
-from whet.config.derived import Plan
+from whet.config.checks_parallel import ranks_of
+from whet.config.derived import IN_8_BITS, Plan
 from whet.config.hardware import cuda_bytes, ram_bytes
-from whet.config.memory import Cut, Lengths, Model, Phase, Setting
+from whet.config.memory import Cut, Lengths, Model, Parts, Phase, Setting
 from whet.config.schema import Train
 from whet.config.sizes import DTYPE_BYTES, in_words, micro_tokens
 from whet.config.spread import Hosted, Part, Spread, part
@@ -34,8 +35,8 @@ def places(plan: Plan) -> list[Place]:
     if plan.shape is None or plan.learns is None or not plan.shape.vocab_size:
         return []
     out = [Place("this process", 1, phases(plan))]
-    if ranks := rank_phases(plan):
-        out.append(Place("each rank", Spread.of(plan.train.parallel).ranks, ranks))
+    for group, count in ranks_of(plan.train.parallel).items():
+        out.append(Place(_rank_of(group), count, rank_phases(plan, group)))
     if plan.replicas and plan.generates:
         out.append(Place("each replica", plan.replicas, _replica_phases(plan)))
     return out
@@ -52,12 +53,14 @@ def phases(plan: Plan) -> list[Phase]:
     rollouts = tokens * memory.ROLLOUT_BYTES
     if Spread.of(plan.train.parallel).ranks > 1:
         return _driver_phases(plan, cache=cache, sampling=sampling, rollouts=rollouts)
+    models = [m for m in _models(plan, setting, lengths) if m.name not in plan.train.parallel.apart]
+    cuts = [c for m in models for c in (m.cut, m.cut.second) if c is not None]
     return memory.phases(
-        _models(plan, setting, lengths),
+        models,
         cache=cache,
         sampling=sampling,
         rollouts=rollouts,
-        rewards=plan.reward_models,
+        rewards={**plan.beside, **_products(plan, setting, sampled=lengths if own else None, cuts=cuts)},
     )
 
 
@@ -75,40 +78,79 @@ def _driver_phases(plan: Plan, *, cache: int, sampling: int, rollouts: int) -> l
     other = [n for name, n in plan.copies.items() if name == "reference"]
     other += [plan.critic_learns.base * size] if plan.critic is not None and plan.critic_learns else []
     out = [Phase("opening the ranks", {**held, "another model, whole": max(other, default=0)})]
-    held |= {"KV cache": cache, "rollouts": rollouts, **plan.reward_models}
+    sampled = _lengths(plan) if sampling else None
+    held |= {"KV cache": cache, "rollouts": rollouts, **plan.beside}
+    held |= _products(plan, _setting(plan), sampled=sampled)
     return [*out, Phase("sampling", {**held, "activations": sampling})]
 
 
-def rank_phases(plan: Plan) -> list[Phase]:
-    """The phases of one rank, the largest of them; [] where there are none."""
-    spread = Spread.of(plan.train.parallel, gathers=not plan.saves_parts)
-    if spread.ranks == 1 or plan.shape is None or not plan.shape.vocab_size:
+def _rank_of(group: str) -> str:
+    return "each rank" if group == "policy" else f"each rank of the {group}"
+
+
+def rank_phases(plan: Plan, group: str = "policy") -> list[Phase]:
+    """The phases of one rank, the largest of those that are named after a model; [] where there are none."""
+    parallel = plan.train.parallel
+    if group not in ranks_of(parallel) or plan.shape is None or not plan.shape.vocab_size:
         return []
-    lengths, size = _lengths(plan), DTYPE_BYTES[plan.dtype]
+    along = (_phases_along(plan, group, at) for at in range(parallel.pp))
+    return max(along, key=lambda found: memory.largest(found).total)
+
+
+def _phases_along(plan: Plan, group: str, at: int) -> list[Phase]:
+    """Of the at-th rank of a pipeline."""
+    assert plan.shape is not None
+    spread, parallel = Spread.of(plan.train.parallel, gathers=not plan.saves_parts), plan.train.parallel
+    lengths, size, last = _lengths(plan), DTYPE_BYTES[plan.dtype], at == parallel.pp - 1
     sections = [("policy", plan.train, plan.lora, plan.train.trainable, plan.minibatches)]
     if plan.critic is not None:
         sections.append(("critic", plan.critic, plan.critic_lora, {}, plan.critic.minibatches))
     out, forward = [], None
     for name, train, lora, trainable, minibatches in sections:
-        p = part(plan.shape, spread, lora=lora, trainable=trainable)
+        p = part(plan.shape, spread, lora=lora, trainable=trainable, at=at)
         compiled = plan.compiled and plan.dtype == "float32" and not spread.modules
         setting = Setting(shape=p.shape, dtype=plan.dtype, compiled=compiled)
         cut, forward = _cuts(plan, train, lengths, minibatches=minibatches, spread=spread)
-        model = memory.learner(
-            name, p.learns, train, setting=setting, cut=cut, forward=forward, head=name == "policy"
-        )
+        head = name == "policy" and last
+        model = memory.learner(name, p.learns, train, setting=setting, cut=cut, forward=forward, head=head)
+        model = replace(model, flight=_flight(plan, cut, lengths, minibatches=minibatches, at=at))
         learned = plan.learns if name == "policy" else plan.critic_learns
         assert learned is not None
         alone = memory.learner(
             name, learned, train, setting=setting, cut=cut, forward=forward, head=name == "policy"
         )
-        out.append(_hosted(model, p, size, spread, file=max(alone.state, p.whole * size)))
-        if name == "policy" and plan.needs_reference:
+        if group == (name if name in parallel.apart else "policy"):
+            out.append(_hosted(model, p, size, spread, file=max(alone.state, p.whole * size)))
+        beside = group == ("reference" if "reference" in parallel.apart else "policy")
+        if name == "policy" and plan.needs_reference and beside:
             still = Model(
-                name="reference", weights=p.learns.base * size, setting=setting, cut=cut, forward=forward
+                name="reference",
+                weights=p.learns.base * size,
+                setting=setting,
+                cut=cut,
+                forward=forward,
+                head=last,
             )
             out.append(_hosted(still, p, size, spread, file=p.whole * size if plan.reference_saved else 0))
-    return spread_phases(out)
+    cuts = [c for h in out for c in (h.model.cut, h.model.cut.second) if c is not None]
+    return spread_phases(out, beside=_products(plan, out[0].model.setting, cuts=cuts) if out else {})
+
+
+def _products(plan: Plan, setting: Setting, *, sampled: Lengths | None = None, cuts: Sequence[Cut] = ()) -> Parts:
+    """What the library for products in half precision keeps on a CPU."""
+    count = memory.products_bytes(setting, sampled=sampled, cuts=cuts) if plan.device == "cpu" else 0
+    return {"products in half precision": count} if count else {}
+
+
+def _flight(plan: Plan, cut: Cut, lengths: Lengths, *, minibatches: int, at: int) -> int:
+    """Micro-batches that the at-th rank of pp keeps at one time (`models.pipeline.schedule`); of parts of its layers,
+    as many micro-batches as they make together."""
+    p, spread = plan.train.parallel, Spread.of(plan.train.parallel)
+    rollouts = -(-(plan.rollouts_per_step // minibatches) // spread.dp)
+    micros = -(-rollouts * lengths.reply // max(1, cut.sampled * spread.cp))
+    chunks, after = p.pipeline_chunks, p.pp - at - 1
+    holds = after + 1 if chunks == 1 else 2 * after + (chunks - 1) * p.pp + 1
+    return min(-(-holds // chunks), max(1, micros))
 
 
 def _hosted(model: Model, p: Part, size: int, spread: Spread, *, file: int) -> Hosted:
@@ -119,6 +161,7 @@ def _hosted(model: Model, p: Part, size: int, spread: Spread, *, file: int) -> H
         saved=file if spread.gathers else 0,
         layer=p.layer * size,
         rest=p.rest * size,
+        learned=(p.learned[0] * size, p.learned[1] * size),
         reshard=spread.reshard,
         prefetch=spread.prefetch,
     )
@@ -144,11 +187,17 @@ def _shared(cut: Cut, ranks: int) -> Cut:
 
 
 def _replica_phases(plan: Plan) -> list[Phase]:
-    """An engine with a copy of the weights, and its share of the rollouts at most all of them."""
+    """An engine with a copy of the weights, and its share of the rollouts at most all of them. In 8 bits they are made
+    from whole ones at the start, which then go."""
     assert plan.learns is not None
+    assert plan.shape is not None
     cache, sampling = _sampling(plan, _setting(plan), _lengths(plan))
-    held = {"policy": plan.learns.base * DTYPE_BYTES[plan.dtype], "KV cache": cache}
-    return [Phase("sampling", {**held, "activations": sampling})]
+    size, gone = DTYPE_BYTES[plan.dtype], plan.shape.in_8_bits[0] if plan.quantized else 0
+    eight = {IN_8_BITS: plan.quantized_bytes} if plan.quantized else {}
+    held = {"policy": (plan.learns.base - gone) * size, **eight, "KV cache": cache}
+    held |= _products(plan, _setting(plan), sampled=_lengths(plan))
+    start = [Phase("opening the engine", {**held, "policy": plan.learns.base * size})] if plan.quantized else []
+    return [*start, Phase("sampling", {**held, "activations": sampling})]
 
 
 def _lengths(plan: Plan) -> Lengths:
@@ -225,18 +274,18 @@ def check_memory(plans: Sequence[Plan]) -> None:
 
 def together(plan: Plan) -> list[tuple[str, list[Place]]]:
     """Who shares one memory: (what they are together, they). On the CPU all that are on this machine; of GPUs each rank
-    has one, the first shares it with this process, and replicas have theirs."""
+    has one, the policy's first shares it with this process, and replicas have theirs."""
     found = {place.name: place for place in places(plan)}
-    own, rank, replica = (found.get(name) for name in ("this process", "each rank", "each replica"))
+    own, replica = found.get("this process"), found.get("each replica")
     if own is None:
         return []
-    near = rank is not None and not plan.ranks_apart
-    if plan.device == "cpu":
-        shared = [own, rank] if rank is not None and near else [own]
-    else:
-        shared = [own, replace(rank, count=1)] if rank is not None and near else [own]
-    out = [("stage", shared)]
-    out += [("a rank of stage", [replace(rank, count=1)])] if rank is not None and not near else []
+    ranks = {group: found[_rank_of(group)] for group in ranks_of(plan.train.parallel)}
+    near = [] if plan.ranks_apart else [group for group in ranks if plan.device == "cpu" or group == "policy"]
+    most = {group: rank if plan.device == "cpu" else replace(rank, count=1) for group, rank in ranks.items()}
+    out = [("stage", [own, *(most[group] for group in near)])]
+    for group in (group for group in ranks if group not in near):
+        whose = "" if group == "policy" else f" of the {group}"
+        out.append((f"a rank{whose} of stage", [replace(ranks[group], count=1)]))
     return out + ([("a replica of stage", [replace(replica, count=1)])] if replica is not None else [])
 
 
@@ -249,12 +298,26 @@ def _too_large(plan: Plan) -> Iterator[str]:
             yield _refusal(plan, what, shared, most)
 
 
+def _done(plan: Plan) -> Iterator[str]:
+    """Settings that make memory smaller, and are made."""
+    layout = plan.train.parallel
+    made = {
+        "model.dtype=bfloat16": plan.dtype != "float32",
+        "model.lora": plan.lora is not None,
+        "critic.lora": plan.critic_lora is not None,
+        "train.optimizer.kind=sgd": plan.train.optimizer.kind == "sgd",
+        "train.gradient_checkpointing": plan.train.gradient_checkpointing,
+        "train.parallel.reshard_after_forward": layout.reshard_after_forward,
+    }
+    yield from (key for key, is_made in made.items() if is_made)
+
+
 def _refusal(plan: Plan, what: str, shared: list[Place], most: int) -> str:
     total = sum(place.count * place.most.total for place in shared)
     worst = max(shared, key=lambda place: place.count * place.most.total)
     parts = sorted(worst.most.parts.items(), key=lambda item: -item[1])[:4]
     told = ", ".join(f"{name} {in_words(count)}" for name, count in parts if count)
-    change = "; or ".join(memory.advice(worst.most.parts))
+    change = "; or ".join(memory.advice(worst.most.parts, done=list(_done(plan))))
     where = "machine.memory_mb" if plan.memory_mb else "the GPU" if plan.device == "cuda" else "this machine"
     phase = worst.most.name
     if len(shared) > 1:
@@ -262,7 +325,8 @@ def _refusal(plan: Plan, what: str, shared: list[Place], most: int) -> str:
             f"{place.name} {in_words(place.most.total)}" + (f" x {place.count}" if place.count > 1 else "")
             for place in shared
         )
-        phase = f"{counts}; {worst.name} in the {worst.most.name}"
+        doing = phase.partition(" ")[0].endswith("ing")  # saving the policy, or: update of it
+        phase = f"{counts}; {worst.name} {'when' if doing else 'in the'} {phase}"
     return (
         f"{what} '{plan.name}' takes up to {in_words(total)} ({phase}), and {where} has {in_words(max(0, most))}: "
         f"{told}. Smaller: {change}. machine.memory_mb sets another limit"

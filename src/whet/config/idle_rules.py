@@ -35,6 +35,7 @@ RANKED: Condition = {
             for dim in ("dp_replicate", "dp_shard", "tp", "cp", "pp")
         ),
         {"key": "train.parallel.dp_shard", "is": -1},
+        {"key": "train.parallel.apart", "given": True},
     ]
 }
 IN_CLUSTER: dict[str, Condition] = {
@@ -197,8 +198,28 @@ SAMPLING = (
             "use_limit",
             "sigma",
         ),
-        {"key": "buffer.replay.share", "above": 0},
-        "buffer.replay.share is 0",
+        {"any": [{"key": "buffer.replay.share", "above": 0}, {"key": "buffer.replay.queue", "is": True}]},
+        "buffer.replay.share is 0 and buffer.replay.queue false",
+    ),
+    Rule(
+        ("buffer.replay.cooldown_s",),
+        {"key": "buffer.replay.queue", "is": True},
+        "buffer.replay.queue is false: the step says what is drawn",
+    ),
+    Rule(
+        ("buffer.replay.share",),
+        {"not": {"key": "buffer.replay.queue", "is": True}},
+        "buffer.replay.queue=true: priority says how many groups of a step are used ones",
+    ),
+    Rule(
+        ("buffer.replay.cooldown_steps",),
+        {"not": {"key": "buffer.replay.cooldown_s", "given": True}},
+        "buffer.replay.cooldown_s is given",
+    ),
+    Rule(
+        ("buffer.order",),
+        {"not": {"key": "buffer.replay.queue", "is": True}},
+        "buffer.replay.queue=true: priority says what is trained on first",
     ),
     Rule(
         under("buffer.replay", "use_limit", "sigma"),
@@ -226,11 +247,18 @@ SAMPLING = (
         SAMPLES,
         "nothing is sampled: {kind}, and no evaluation",
     ),
-    Rule(("rollout.replicas",), SAMPLES, "nothing is sampled: {kind}, and no evaluation"),
+    Rule(
+        under("rollout", "replicas", "quantization"), SAMPLES, "nothing is sampled: {kind}, and no evaluation"
+    ),
     Rule(
         ("rollout.replicas",),
         {"key": "rollout.engine", "is": "native"},
         "rollout.engine={cfg.rollout.engine} runs in the trainer's process only",
+    ),
+    Rule(
+        ("rollout.quantization",),
+        {"key": "rollout.engine", "is": "native"},
+        "rollout.engine={cfg.rollout.engine} samples with the weights as they are",
     ),
     Rule(
         ("cluster",),
@@ -524,23 +552,24 @@ PARALLEL = (
         "train.parallel.pp is 1, so layers are not spread",
     ),
     Rule(
+        ("train.parallel.apart",),
+        {"any": [{"condition": "needs_critic"}, {"condition": "needs_reference"}]},
+        "the policy is the only model",
+    ),
+    Rule(
         ("train.parallel.timeout_s",),
         RANKED,
         "train.parallel has no ranks: all dims are 1",
     ),
     Rule(
         ("checkpoint.sharded",),
-        RANKED,
+        # false stays: one process may go on from what ranks wrote, by the same file and an override
+        {"any": [RANKED, {"key": "checkpoint.sharded", "is": False}]},
         "train.parallel has no ranks, and one process writes whole files",
     ),
     Rule(
         ("profile.ranks",),
-        {
-            "any": [
-                {"key": f"train.parallel.{dim}", "above": 1}
-                for dim in ("dp_replicate", "dp_shard", "tp", "cp", "pp")
-            ]
-        },
+        RANKED,
         "train.parallel has no ranks: all dims are 1",
     ),
 )

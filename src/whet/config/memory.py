@@ -1,9 +1,8 @@
 """What a stage takes of the machine's memory, phase by phase, at full length: from its config alone.
 
 Counted is what the code keeps, tensor by tensor, not what a sample of runs took: `benchmarks/memory.py` holds the sums
-against measured peaks. bfloat16 on a CPU takes 100 to 170 MB more than this says in these measurements (oneDNN's
-rearranged weights, it seems; they grow with the model). Lengths are the limits (prompts and replies as long as
-allowed), so a run takes at most this.
+against measured peaks. Lengths are the limits (prompts and replies as long as allowed), so a run takes at most this;
+with one exception: in half precision on a CPU, lengths that vary bring more products (see `products_bytes`).
 
 Letters: U tokens to compute, A sampled tokens, D hidden, F feed-forward width, Q and K width of all query, key heads,
 V vocabulary, E experts of a token.
@@ -11,7 +10,7 @@ V vocabulary, E experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +30,14 @@ ROLLOUT_BYTES = 200
 """Python's lists, for each token of a step's rollouts."""
 LIBRARIES = 600 << 20
 """Python with torch, transformers and all else that a run imports, on a CPU; they are no part of a phase."""
+
+PRODUCT_BYTES = 290 << 10
+"""What oneDNN keeps of a product in half precision on a CPU, for every new size of the matrices: a description of
+252 KiB and the code that it compiled. Measured (torch 2.13, AMX)."""
+PRODUCTS = 1024
+"""It keeps those that were used last; see ONEDNN_PRIMITIVE_CACHE_CAPACITY."""
+_TEST_ROWS, _TEST_ATTENTION = 17, 54
+"""Numbers of rows, and sizes of attention's products, in the test at the start (`models.exact`)."""
 
 _FLOAT32 = 4
 
@@ -88,7 +95,9 @@ class Model:
     forward: Cut
     """How it is cut without gradients."""
     head: bool = True
-    """It has log-probs; a critic has values."""
+    """It has log-probs; a critic has values, and of a pipeline the last rank has the output layer."""
+    flight: int = 1
+    """Micro-batches that are on their way through a pipeline, kept for the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +162,7 @@ def phases(
 
 
 def cut(train: Train, lengths: Lengths, *, rollouts: int, default_tokens: int, whole_groups: bool) -> Cut:
-    """The largest micro-batch of an update over `rollouts` rollouts at full length."""
+    """The largest micro-batch of an update over `rollouts` rollouts at full length: they are made about equal."""
     rows = _rows(
         train.micro_tokens or default_tokens,
         train.micro_rollouts,
@@ -161,8 +170,13 @@ def cut(train: Train, lengths: Lengths, *, rollouts: int, default_tokens: int, w
         lengths=lengths,
         rollouts=rollouts,
     )
-    if whole_groups:
-        rows = min(rollouts, max(1, rows // lengths.group) * lengths.group)
+    whole = min(rollouts, max(1, rows // lengths.group) * lengths.group)
+    kept = train.share_prompts and rows >= lengths.group
+    if whole_groups or (kept and _number(rollouts, whole) <= _number(rollouts, rows)):
+        groups = _number(rollouts, lengths.group)
+        rows = min(rollouts, _number(groups, _number(rollouts, whole)) * lengths.group)
+    elif not train.share_prompts:
+        rows = _number(rollouts, _number(rollouts, rows))
 
     def one(rows: int, second: Cut | None) -> Cut:
         tokens = _computed(rows, lengths, train.share_prompts)
@@ -170,6 +184,11 @@ def cut(train: Train, lengths: Lengths, *, rollouts: int, default_tokens: int, w
 
     left = min(rows, rollouts - rows)
     return one(rows, one(left, None) if left else None)
+
+
+def _number(things: int, each: int) -> int:
+    """How many parts of so many things each."""
+    return -(-things // each)
 
 
 def forward_cut(train: Train, learning: Cut, lengths: Lengths, *, rollouts: int) -> Cut:
@@ -281,12 +300,13 @@ def _moments(m: Model, c: Cut, *, there: int) -> Iterator[Parts]:
     ends = s.bytes * s.shape.hidden * (2 * c.tokens + c.sampled)
     head = output_bytes(s, c) if m.head else 0
     waiting = _tied_gradient(m)
+    sent = (m.flight - 1) * (kept + c.tokens * s.bytes * s.shape.hidden)  # with the hidden states sent on
     behind = c.tokens * s.bytes * (2 * s.shape.hidden + 2 * s.shape.ffn * max(1, s.shape.experts_per_token))
     label = f"gradients of the {m.name}"
-    yield {"activations": kept + ends, "output layer": head + waiting, label: there}
-    yield {"activations": kept + again + ends + behind, "output layer": waiting, label: there}
+    yield {"activations": kept + ends + sent, "output layer": head + waiting, label: there}
+    yield {"activations": kept + again + ends + behind + sent, "output layer": waiting, label: there}
     yield {
-        "activations": c.tokens * (layer_bytes(s) + 2 * s.bytes * s.shape.hidden) + behind,
+        "activations": c.tokens * (layer_bytes(s) + 2 * s.bytes * s.shape.hidden) + behind + sent,
         "output layer": waiting,
         label: m.gradients,
     }
@@ -313,6 +333,22 @@ def sampling_bytes(s: Setting, *, prompt: int, rows: int) -> int:
     return max(tokens * live_bytes(s), rows * live_bytes(s)) + 2 * logits_bytes(s, rows)
 
 
+def products_bytes(s: Setting, *, sampled: Lengths | None = None, cuts: Sequence[Cut] = ()) -> int:
+    """What oneDNN keeps to compute products in half precision on a CPU: sampling rollouts of these lengths, after the
+    test at the start; learning from micro-batches like these. It keeps something for every number of rows that
+    matrices are multiplied with, up to `PRODUCTS` where lengths vary (300 MB); 0 in float32, which goes another way."""
+    if s.dtype == "float32":
+        return 0
+    matrices = len({size[-2:] for size in s.shape.tensors.values() if len(size) > 1})
+    count = 0
+    if sampled is not None:  # prefill and decode; attention over as many widths as a reply goes through
+        widths = sampled.reply // PAGE_TOKENS + 1
+        count = (_TEST_ROWS + 2) * matrices + _TEST_ATTENTION + 2 * widths
+    for _ in {(c.tokens, c.sampled) for c in cuts}:  # forward, and two gradients of each in the backward pass
+        count += 3 * matrices + 6
+    return min(count, PRODUCTS) * PRODUCT_BYTES
+
+
 def touched_cache(shape: Shape, lengths: Lengths, *, rows: int, dtype: str) -> int:
     """Pages that `rows` rollouts in groups write to: a group shares those that its prompt fills."""
     full = lengths.prompt // PAGE_TOKENS
@@ -332,26 +368,32 @@ def largest(found: list[Phase]) -> Phase:
 Device = Literal["cpu", "cuda"]
 
 
-def advice(parts: Mapping[str, int]) -> list[str]:
-    """What makes the largest contributors smaller, largest first."""
-    out = []
+def advice(parts: Mapping[str, int], done: Collection[str] = ()) -> list[str]:
+    """What makes the largest contributors smaller, largest first. done: settings that are made already."""
+    out: list[str] = []
     for name, _ in sorted(parts.items(), key=lambda item: -item[1])[:3]:
-        found = next((text for start, text in _ADVICE.items() if name.startswith(start)), None)
-        if found and found not in out:
-            out.append(found)
+        found = next((texts for start, texts in _ADVICE.items() if name.startswith(start)), ())
+        left = " or ".join(text for text in found if not text.startswith(tuple(done)))
+        if left and left not in out:
+            out.append(left)
     return out
 
 
 _ADVICE = {
-    "policy": "a smaller model, or model.dtype=bfloat16",
-    "optimizer": "model.lora, whose adapters need little optimizer state, or train.optimizer.kind=sgd",
-    "gradients": "model.lora, or train.trainable, which leave most without a gradient",
-    "reference": "algorithm.kl.coef=0 where no reference is needed, or model.lora, with which it is free",
-    "whole tensors of one file": "checkpoint.sharded=true",
-    "gathered layers": "train.parallel.reshard_after_forward=true, or tp",
-    "critic": "an algorithm without a critic, or critic.lora",
-    "sampler": "rollout.sync_every=1, which samples from the policy itself",
-    "KV cache": "a lower rollout.max_batch or machine.kv_cache_mb",
-    "activations": "a lower train.micro_tokens, or train.gradient_checkpointing=true",
-    "output layer": "a lower train.micro_tokens",
+    "products": ("model.dtype=float32",),
+    "policy": ("a smaller model", "model.dtype=bfloat16"),
+    "optimizer": ("model.lora, whose adapters need little optimizer state", "train.optimizer.kind=sgd"),
+    "gradients": ("model.lora, which leaves most without a gradient", "train.trainable, which can, too"),
+    "reference": (
+        "algorithm.kl.coef=0 where no reference is needed",
+        "model.lora, with which a reference takes nothing",
+    ),
+    "whole tensors of one file": ("checkpoint.sharded=true",),
+    "gathered layers": ("train.parallel.reshard_after_forward=true", "a larger train.parallel.tp"),
+    "critic": ("an algorithm without a critic", "critic.lora"),
+    "sampler": ("rollout.sync_every=1, which samples from the policy itself",),
+    "KV cache": ("a lower rollout.max_batch or machine.kv_cache_mb",),
+    "activations": ("a lower train.micro_tokens", "train.gradient_checkpointing=true"),
+    "output layer": ("a lower train.micro_tokens",),
 }
+"""What makes a part smaller, by how its name begins: one or the other."""

@@ -87,7 +87,7 @@ def _problems(config: Config, stages: Sequence[Config], *, rehearsal: bool) -> I
             yield key, f"{key}: '{name}' is taken by an earlier stage"
         if not re.fullmatch(r"\w[\w.-]*", name):
             yield key, f"{key}: '{name}' becomes a folder's name: only letters, digits, _ . and - are safe"
-        for name in ("engine", "replicas"):
+        for name in ("engine", "replicas", "quantization"):
             if getattr(stages[n].rollout, name) != getattr(config.rollout, name):
                 key = f"stages[{n}].rollout.{name}"
                 yield key, f"{key}: one engine serves the whole run; set rollout.{name} at the top level"
@@ -146,6 +146,7 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
         replicas=cfg.rollout.replicas,
         saves_parts=cfg.checkpoint.sharded or cfg.checkpoint.background,
         ranks_apart=cfg.cluster.ranks,
+        quantized=cfg.rollout.quantization is not None,
         samples_apart=cfg.mode == "both"
         and (cfg.rollout.sync_every > 1 or mode_of(cfg, algorithm.kind) != "alternate"),
         threads=cfg.machine.threads or cores(),

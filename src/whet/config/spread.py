@@ -1,8 +1,8 @@
 """What one rank of train.parallel has of a model, from its config alone.
 
 Counted is how `models.sharded`, `tensor_parallel`, `pipeline` and `expert_parallel` cut it: pp gives a rank some of the
-layers (counted is the largest part), tp a part of every matrix, ep some experts, dp_shard a part of every tensor,
-of which a layer at a time is gathered.
+layers (the plan tells of the rank that takes most), tp a part of every matrix, ep some experts, dp_shard a part of
+every tensor, of which a layer at a time is gathered.
 """
 
 from __future__ import annotations
@@ -82,13 +82,16 @@ class Part:
     """Of one layer that is gathered for use; 0: nothing is cut by dp_shard."""
     rest: int = 0
     """Of embedding, output layer and last norm, which stay gathered."""
+    learned: tuple[int, int] = (0, 0)
+    """Of such a layer and of the rest, those that have gradients, with adapters."""
 
 
-def part(shape: Shape, spread: Spread, *, lora: Lora | None, trainable: Mapping[str, bool]) -> Part:
-    """The largest rank's part."""
+def part(
+    shape: Shape, spread: Spread, *, lora: Lora | None, trainable: Mapping[str, bool], at: int = 0
+) -> Part:
+    """What the at-th rank of pp has."""
     held = {name: _cut(name, size, spread) for name, size in shape.tensors.items()}
-    stages = [_stage(held, shape, spread, at) for at in range(spread.pp)]
-    mine = max(stages, key=lambda tensors: sum(map(prod, tensors.values())))
+    mine = _stage(held, shape, spread, at)
     layers = [0] * shape.layers
     for name, size in mine.items():
         if found := _LAYER.search(name):
@@ -97,13 +100,17 @@ def part(shape: Shape, spread: Spread, *, lora: Lora | None, trainable: Mapping[
         name: _sharded(size, spread.shard // spread.ep if ".experts." in name else spread.shard)
         for name, size in mine.items()
     }
+    by_layer: list[dict[str, tuple[int, ...]]] = [{} for _ in range(shape.layers + 1)]  # the last: the rest
+    for name, size in mine.items():
+        by_layer[int(found[1]) if (found := _LAYER.search(name)) else -1][name] = size
+    learned = [learns(tensors, lora, trainable).learned for tensors in by_layer]
     own = learns(small, lora, trainable)
     if spread.shard > 1:
         own = replace(own, adapted=0)
     vocab = None if shape.vocab_size is None else -(-shape.vocab_size // spread.tp)
     local = replace(
         shape,
-        layers=-(-shape.layers // spread.pp),
+        layers=sum(map(bool, layers)),
         heads=max(1, shape.heads // spread.tp),
         kv_heads=max(1, shape.kv_heads // spread.tp),
         ffn=shape.ffn // spread.tp,
@@ -117,6 +124,7 @@ def part(shape: Shape, spread: Spread, *, lora: Lora | None, trainable: Mapping[
         whole=sum(map(prod, shape.tensors.values())),
         layer=max(layers) if cut else 0,
         rest=sum(map(prod, mine.values())) - sum(layers) if cut else 0,
+        learned=(max(learned[:-1]), learned[-1]) if cut else (0, 0),
     )
 
 
@@ -166,6 +174,7 @@ class Hosted:
     """The largest file of it that one rank gathers and writes; 0 where each writes parts, or all is there."""
     layer: int
     rest: int
+    learned: tuple[int, int]
     """See `Part`."""
     reshard: bool
     prefetch: int
@@ -185,12 +194,14 @@ class Hosted:
     @property
     def unreduced(self) -> int:
         """Whole gradients in the backward pass: a layer's, once more as it is sent, and those of the rest."""
-        return 2 * self.layer + self.rest if self.model.gradients else 0
+        layer, rest = self.learned
+        return 2 * layer + rest if self.model.gradients else 0
 
 
-def rank_phases(hosted: Sequence[Hosted]) -> list[Phase]:
-    """Of a rank: reading each model, a forward of each, the update of those that learn."""
-    held: Parts = {}
+def rank_phases(hosted: Sequence[Hosted], *, beside: Parts) -> list[Phase]:
+    """Of a rank: reading each model, a forward of each, the update of those that learn. beside: what is there all the
+    time."""
+    held: Parts = {**beside}
     out: list[Phase] = []
     for h in hosted:
         m = h.model

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Protocol
 
 from whet.guard import stacks
-from whet.guard.processes import die_with
+from whet.guard.processes import die_with, state
 
 LOOPBACK = "127.0.0.1"
 
@@ -41,6 +41,9 @@ class Line(Protocol):
 
     def died(self) -> str | None:
         """How it ended, if it did so before it was asked to and without a word."""
+
+    def state(self) -> str:
+        """Whether it runs, as `processes.state` has it, or `hangs.UNSEEN`."""
 
     def dump(self) -> None:
         """Ask it to write its stack."""
@@ -126,8 +129,11 @@ class LocalLine:
             return None
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
+    def state(self) -> str:
+        return state(self.process.pid)
+
     def dump(self) -> None:
-        if self.process.poll() is None:
+        if self.process.poll() is None and self.file.exists():  # else the signal would end it
             self.process.send_signal(signal.SIGUSR1)
 
     def stack(self) -> str:
@@ -151,8 +157,9 @@ class Local:
 
     host, near = LOOPBACK, True
 
-    def __init__(self, count: int, threads: int, *, module: str) -> None:
-        self.module, self.threads = module, threads
+    def __init__(self, count: int, threads: int, *, module: str, first_gpu: int = 0) -> None:
+        """first_gpu: of the first process; the others' follow."""
+        self.module, self.threads, self.first_gpu = module, threads, first_gpu
         self.folder = Path(tempfile.mkdtemp(prefix="whet-processes-"))
         self.lines: list[LocalLine] = []
         try:
@@ -173,7 +180,8 @@ class Local:
         return self.lines[number]
 
     def _start(self, number: int) -> LocalLine:
-        return LocalLine(self.module, number, folder=self.folder, threads=self.threads, gpu=number)
+        gpu = self.first_gpu + number
+        return LocalLine(self.module, number, folder=self.folder, threads=self.threads, gpu=gpu)
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -208,11 +216,11 @@ def picked_up(arguments: Sequence[str]) -> Connection:
     if tied == "1":
         die_with(None)
     threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
-    file = open(path, "w")  # noqa: SIM115  # as long as the process lives
+    file = open(f"{path}.new", "w")  # noqa: SIM115  # as long as the process lives
     faulthandler.enable(file)
     faulthandler.register(signal.SIGUSR1, file, all_threads=True)
-    if folder:
-        stacks.announce(who, Path(path), folder)
+    os.replace(file.name, path)  # who finds it may send the signal
+    stacks.announce(who, Path(path), folder or None)
     return Connection(int(fd))
 
 

@@ -76,13 +76,17 @@ class Worker:
 
 
 def fork(body: Callable[[], None]) -> int:
-    """Run `body` in a new process, which ends with it. Returns the process id."""
+    """Run `body` in a new process, which ends with it. Returns the process id. OSError where there is no room."""
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGINT}
     )  # python drops what it raises inside fork
-    pid = os.fork()
+    pid = -1
+    try:
+        pid = os.fork()
+    finally:
+        if pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if pid:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return pid
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -262,8 +266,19 @@ class Nursery:
             if not idle or self.queue[0].alone:
                 if len(self.workers) == self.limits.workers:
                     return
-                idle = [self.spawn()]
+                try:
+                    idle = [self.spawn()]
+                except OSError as error:  # no memory is left, or no process number
+                    if self.busy():
+                        return  # those that are there take it
+                    self.refuse(self.queue.popleft(), f"no process can be made for it: {error}")
+                    continue
             self.start(idle[0], self.queue.popleft())
+
+    def refuse(self, work: Work, detail: str) -> None:
+        """Answer a call that no worker has had."""
+        reply = {"failure": ["crashed", detail], "output": "", "dropped": 0}
+        self.outbox += frames.pack(work.number, json.dumps(reply).encode())
 
     def start(self, w: Worker, work: Work) -> None:
         w.work, w.deadline = work, time.monotonic() + work.timeout_s
@@ -279,9 +294,15 @@ class Nursery:
         out, into = os.pipe()
         os.set_blocking(out, False)
         nursery = os.getpid()
-        pid = fork(partial(self.become_worker, theirs, into, nursery))
-        theirs.close()
-        os.close(into)
+        try:
+            pid = fork(partial(self.become_worker, theirs, into, nursery))
+        except OSError:
+            ours.close()
+            os.close(out)
+            raise
+        finally:
+            theirs.close()
+            os.close(into)
         w = Worker(pid, ours, out)
         self.selector.register(ours, selectors.EVENT_READ, partial(self.hear, w))
         self.selector.register(out, selectors.EVENT_READ, partial(self.hear_output, w))

@@ -1,8 +1,9 @@
-"""Python stacks of every process of a run on this machine, for the log when something hangs.
+"""Python stacks of every process of a run, for the log when something hangs.
 
 Each process of ours writes its stacks into a file of its own when it gets SIGUSR1 (faulthandler: no Python code has to
 run for that, so it works inside C, too). The files stand in one folder, `RUN/stacks/HOST`, named WHO.PID.BEGAN: who
-finds a stall asks all of them. Processes that are forked inherit the folder; others are told it.
+finds a stall asks all of them. Processes that are forked inherit the folder; others are told it. Those on other
+machines are asked through who has started them (`reach`).
 """
 
 from __future__ import annotations
@@ -20,26 +21,39 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from whet.guard.processes import process, state
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 ANSWER_S = 2.0
 """How long a process may take to write its stacks."""
 STEP_S = 0.02
+FAR_S = 5.0
+"""How long those on other machines may take, all together."""
 MOST_CHARS = 20_000
 """Of one process."""
+
+Ask = Callable[[], Callable[[float], str]]
+"""Asks a process elsewhere for its stacks, at once; the function that it returns waits so many seconds for them."""
+
+_far: dict[str, Ask] = {}
+"""Processes on other machines, by name."""
 
 _folder: Path | None = None
 """Where the processes of this run write; None: nobody asked for it."""
 _own: IO[bytes] | None = None
 """This process's file. faulthandler keeps its number, so it stays open."""
+_announced: tuple[int, Path] | None = None
+"""(pid, file) of a process that writes its stacks somewhere already; one that it forks does not."""
 
 
 @contextmanager
@@ -78,6 +92,9 @@ def listen(who: str, where: str | None = None) -> None:
         _folder = Path(where)
     if _folder is None or not hasattr(faulthandler, "register"):
         return
+    if _announced is not None and _announced[0] == os.getpid():  # it writes into one file only
+        announce(who, _announced[1], str(_folder))
+        return
     pid, began = process(os.getpid())
     try:
         handle, name = tempfile.mkstemp(prefix=".new-", dir=_folder)
@@ -88,10 +105,23 @@ def listen(who: str, where: str | None = None) -> None:
         log.debug("%s writes no stacks: %s", who, error)
 
 
-def announce(who: str, file: Path, where: str) -> None:
+def announce(who: str, file: Path, where: str | None) -> None:
     """This process writes its stacks into `file` when it gets SIGUSR1, and may be asked by those of the run."""
-    with suppress(OSError):
-        (Path(where) / ".".join(map(str, (who, *process(os.getpid()))))).symlink_to(file.absolute())
+    global _announced
+    _announced = os.getpid(), file
+    if where is not None:
+        with suppress(OSError):
+            (Path(where) / ".".join(map(str, (who, *process(os.getpid()))))).symlink_to(file.absolute())
+
+
+def reach(who: str, ask: Ask) -> None:
+    """From now on a process on another machine is asked, too."""
+    _far[who] = ask
+
+
+def lose(who: str) -> None:
+    """It is asked no more."""
+    _far.pop(who, None)
 
 
 def forget(pid: int) -> None:
@@ -121,7 +151,12 @@ class _Other:
                 text = file.read(MOST_CHARS).decode(errors="replace")
         except OSError:
             return ""
-        return re.sub(r"[^\n\t -~]", "?", text)  # a process that runs foreign code may have written it
+        return _plain(text)
+
+
+def _plain(text: str) -> str:
+    """A process that runs foreign code may have written it."""
+    return re.sub(r"[^\n\t -~]", "?", text)
 
 
 def _others() -> list[_Other]:
@@ -200,6 +235,28 @@ def own() -> str:
     return out.getvalue()
 
 
+def far() -> Iterator[str]:
+    """The stacks of processes on other machines. They are asked with the first of these, and have FAR_S to answer."""
+    until = time.monotonic() + FAR_S
+    asked = {who: _tried(ask) for who, ask in list(_far.items())}
+    yield ""
+    for who, answer in asked.items():
+        said = (
+            answer if isinstance(answer, str) else _tried(partial(answer, max(0.0, until - time.monotonic())))
+        )
+        yield f"{who}:\n{_plain(str(said)[:MOST_CHARS])}\n"
+
+
+def _tried(ask: Callable[[], T]) -> T | str:
+    """A report on what hangs must not fail itself."""
+    try:
+        return ask()
+    except Exception as error:  # noqa: BLE001  whatever the way there is made of
+        return f"(it does not answer: {type(error).__name__}: {error})"
+
+
 def everyone() -> str:
-    """This process and all others of the run on this machine."""
-    return own() + others()
+    """This process and all others of the run."""
+    elsewhere = far()
+    next(elsewhere)
+    return own() + others() + "".join(elsewhere)

@@ -17,6 +17,8 @@ from whet.types import WhetError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+START = "its start"
+"""What a process does before it has said what it begins."""
 
 
 async def wait(
@@ -54,7 +56,7 @@ class Watch:
 
     def __init__(self, quiet_s: float = 60.0, limit_s: float = 3600.0) -> None:
         self.quiet_s, self.limit_s = quiet_s, limit_s
-        self._last = (time.monotonic(), "start")
+        self._last = (time.monotonic(), START)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._look, name="whet-watch", daemon=True)
         self._thread.start()
@@ -62,6 +64,11 @@ class Watch:
     def beat(self, what: str) -> None:
         """The run is alive and now begins `what`."""
         self._last = (time.monotonic(), what)
+
+    def last(self) -> tuple[str, float]:
+        """What was begun last, and seconds since."""
+        since, what = self._last
+        return what, time.monotonic() - since
 
     def _look(self) -> None:
         tick = self.quiet_s / 4

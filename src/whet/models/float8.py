@@ -2,8 +2,8 @@
 arXiv:2209.05433). Parameters, gradients and everything between the products keep their dtype.
 
 Both factors are scaled so that their largest number is float8's largest, by the numbers at hand (dynamic), for a whole
-tensor or for each row and column; the product takes the scales out again. Activations and weights are e4m3, gradients
-e5m2, which reaches further and rounds coarser. Products are torch's `_scaled_mm`.
+tensor or for each row and column; the product takes the scales out again (`models.quantised`). Activations and weights
+are e4m3, gradients e5m2, which reaches further and rounds coarser.
 
 Scales are of the numbers that are multiplied at once, so the result depends on how a batch is cut into micro-batches
 and over ranks, as far as float8 rounds.
@@ -18,19 +18,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from whet.types import ConfigError
+from whet.models.quantised import SIDE, Scaling, check_products, filled, multiplied, quantised
 
-Scaling = Literal["rowwise", "tensorwise"]
 NUMBERS, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
-SIDE = 16
-"""What the sides of a matrix have to be multiples of."""
 
 
 @contextmanager
@@ -52,18 +49,8 @@ def recomputing() -> tuple[AbstractContextManager[Any], AbstractContextManager[A
 
 
 def check(device: torch.device) -> None:
-    """Errors: ConfigError where the device has no such products; tried, not looked up."""
-    with torch.no_grad():
-        x = torch.ones(SIDE, SIDE, device=device, dtype=torch.bfloat16)
-        for scaling in ("rowwise", "tensorwise"):
-            try:
-                _Linear.apply(x, x, scaling, torch.bfloat16)
-            except (RuntimeError, NotImplementedError, ValueError) as error:
-                name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
-                raise ConfigError(
-                    f"train.precision.float8: {name} has no products in float8 ({str(error).splitlines()[0]}); it "
-                    "takes an NVIDIA GPU of compute capability 8.9 or more (L4, H100 ...); leave it out"
-                ) from error
+    """Errors: ConfigError where the device has no such products."""
+    check_products(device, NUMBERS, key="train.precision.float8")
 
 
 class _Products(TorchFunctionMode):
@@ -102,35 +89,20 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, scaling: Scaling, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x_NI, weight_OI)
         ctx.scaling = scaling
-        return _product(_filled(x_NI), weight_OI, NUMBERS, scaling)[: len(x_NI)].to(dtype)
+        return _product(filled(x_NI), weight_OI, NUMBERS, scaling)[: len(x_NI)].to(dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight_OI = ctx.saved_tensors
         dx_NI = dw_OI = None
-        dy = _filled(dy_NO)
+        dy = filled(dy_NO)
         if ctx.needs_input_grad[0]:
             dx_NI = _product(dy, weight_OI.t(), GRADIENTS, ctx.scaling)[: len(x_NI)].to(x_NI.dtype)
         if ctx.needs_input_grad[1]:
-            dw_OI = _product(dy.t(), _filled(x_NI).t(), GRADIENTS, ctx.scaling).to(weight_OI.dtype)
+            dw_OI = _product(dy.t(), filled(x_NI).t(), GRADIENTS, ctx.scaling).to(weight_OI.dtype)
         return dx_NI, dw_OI, None, None
-
-
-def _filled(x_NI: Tensor) -> Tensor:
-    return F.pad(x_NI, (0, 0, 0, -len(x_NI) % SIDE))
 
 
 def _product(a_MK: Tensor, b_PK: Tensor, kind: torch.dtype, scaling: Scaling) -> Tensor:
     """[M, P] a b^T, bfloat16. kind: float8 of a; b is e4m3."""
-    a8_MK, scale_M = quantised(a_MK, kind, scaling)
-    b8_PK, scale_P = quantised(b_PK, NUMBERS, scaling)
-    # rowwise products of CUDA are bfloat16
-    return torch._scaled_mm(a8_MK, b8_PK.t(), scale_a=scale_M, scale_b=scale_P.t(), out_dtype=torch.bfloat16)
-
-
-def quantised(x_MK: Tensor, kind: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """(float8 numbers, row after row; scale, [M, 1] or [1, 1], float32): x is about their product."""
-    largest = x_MK.abs().amax(1, keepdim=True) if scaling == "rowwise" else x_MK.abs().amax()[None, None]
-    top = torch.finfo(kind).max
-    scale = largest.float().clamp(min=1e-12) / top
-    return (x_MK.float() / scale).clamp(-top, top).to(kind).contiguous(), scale
+    return multiplied(quantised(a_MK, kind, scaling), quantised(b_PK, NUMBERS, scaling))

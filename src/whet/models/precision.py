@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from whet.config.schema import Precision
 from whet.models import float8
 
+_NORMED = 1 << 20
+"""Numbers whose squares are summed at a time."""
 GROWTH = 2.0
 """Factor of the scale after `loss_scale_steps` finite steps; its inverse after one that is not."""
 LARGEST = 2.0**24
@@ -64,5 +66,12 @@ def computing(precision: Precision, device: torch.device, plain: Sequence[nn.Mod
 @torch.no_grad()
 def total_norm(grads: Iterable[Tensor]) -> Tensor:
     """The norm of all together, float64: so it does not depend on how they are cut beyond their own rounding."""
-    squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in grads]
+    squares = [square_sum(g) for g in grads]
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
+
+
+def square_sum(g: Tensor) -> Tensor:
+    """Sum of squares, float64; of a large tensor some rows at a time, for on a CPU torch first makes a float64 copy of
+    what it is given."""
+    blocks = (g,) if g.numel() <= _NORMED else g.split(max(1, _NORMED * len(g) // g.numel()))
+    return torch.stack([torch.linalg.vector_norm(b, dtype=torch.float64).square() for b in blocks]).sum()

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from whet.models.collectives import Peers
 from whet.models.lora import adapted
-from whet.models.precision import total_norm
+from whet.models.precision import square_sum, total_norm
 from whet.models.regions import Region
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class DataParallel:
         for name, g in gradients.items():
             if self.parallel.counts(name):
                 apart = name in self.sharded or name in self.parallel.experts
-                squares[int(apart)] += g.norm(dtype=torch.float64).square().to(device)
+                squares[int(apart)] += square_sum(g).to(device)
         if self.shards > 1:
             dist.all_reduce(squares[1:], group=self.shard_group)
         return self.parallel.pp.add(self.parallel.tp.add(squares.sum())).sqrt()

@@ -10,6 +10,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -37,17 +38,18 @@ def serve(connection: Connection) -> None:
     ("failed", (number, why)), to what it hears: (number, calls)."""
     try:
         wanted: Wanted = pickle.loads(connection.recv_bytes())
-        try:
-            jail = Jail(wanted.functions, **wanted.options)
-        except ConfigError as error:
-            _say(connection, "refused", str(error))
-            connection.poll(None)
-            return
-        with jail:
-            _say(connection, "ready", None)
-            asyncio.run(_answer(jail, connection))
     except (EOFError, OSError):
-        pass  # nobody asks any more
+        return  # nobody asks any more
+    try:
+        jail = Jail(wanted.functions, **wanted.options)
+    except (ConfigError, OSError) as error:  # it forks, for which there may be no memory
+        _say(connection, "refused", str(error))
+        with suppress(OSError):
+            connection.poll(None)  # until it has been heard
+        return
+    with jail:
+        _say(connection, "ready", None)
+        asyncio.run(_answer(jail, connection))
 
 
 async def _answer(jail: Jail, connection: Connection) -> None:
@@ -78,7 +80,7 @@ async def _answer(jail: Jail, connection: Connection) -> None:
 async def _judge(jail: Jail, connection: Connection, number: int, calls: Sequence[Call]) -> None:
     try:
         _say(connection, "done", (number, await jail.call_many(calls)))
-    except WhetError as error:
+    except (WhetError, OSError) as error:
         _say(connection, "failed", (number, str(error)))
 
 
@@ -89,7 +91,8 @@ async def _beat(connection: Connection) -> None:
 
 
 def _say(connection: Connection, kind: str, what: object) -> None:
-    connection.send_bytes(pickle.dumps((kind, what), protocol=5))
+    with suppress(OSError):  # nobody asks any more: who hears the connection ends by that
+        connection.send_bytes(pickle.dumps((kind, what), protocol=5))
 
 
 if __name__ == "__main__":

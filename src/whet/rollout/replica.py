@@ -25,7 +25,8 @@ class Replica:
     """Its place among the replicas: one that takes the place of a dropped one has the same name."""
     engine: RolloutEngine
     progress: Callable[[], Awaitable[int]] | None = None
-    """A number that grows as long as the engine gets on with its work. None: its finished requests are counted."""
+    """A number that grows as long as the engine gets on with its requests. It is answered whatever the engine does, as
+    long as its process lives. None: finished requests are counted, and nobody can be asked."""
     end: Callable[[], Awaitable[None]] | None = None
     """End it at once, whatever state it is in. None: `close` the engine."""
 
@@ -87,6 +88,16 @@ class Replica:
     def rest(self) -> None:
         """It has no reason to get on before now."""
         self.since = time.monotonic()
+
+    async def answers(self, *, timeout_s: float) -> bool:
+        """Whether its process gives a sign of life in time. What `progress` raises is raised."""
+        if self.progress is None:
+            return True
+        try:
+            await asyncio.wait_for(self.progress(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
 
     async def quiet_s(self, *, timeout_s: float) -> float:
         """Seconds since it last got on. `progress` has so long to answer; what it raises is raised."""

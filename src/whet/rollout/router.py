@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 OWNER = "the router"
 
+LOOKS = 4
+"""At whether a replica lives, in the time that it may be quiet."""
 LOOK_S = 1.0
 """Between two looks at how many replicas are asked for."""
 
@@ -58,9 +60,10 @@ class Router:
     restart: makes a new replica in the place of a dropped one, by name; `restarts`: how often, for each name.
     ship: turns new weights into what every replica can be given. rows: what a replica decodes at once; a prompt's
     further requests go elsewhere when its replica has no row free. health_s: a replica that has work and does not get
-    on for so long is dropped; it has so long to pause, too. load_s: to take new weights. start_s: to be made, and the
-    longest wait for one when none is left. exact: whether all of them compute as the trainer does, bit for bit.
-    wish: how many a person asks for while the run goes on.
+    on for so long is dropped, and one whose process gives no sign of life while it takes weights or moves; it has so
+    long to pause, too. load_s: to take new weights, as long as it lives. start_s: to be made, and the longest wait for
+    one when none is left. exact: whether all of them compute as the trainer does, bit for bit. wish: how many a person
+    asks for while the run goes on.
     """
 
     def __init__(
@@ -207,8 +210,8 @@ class Router:
             while self.shipment is not loaded:
                 assert self.shipment is not None
                 loaded, version = self.shipment, self.target
-                await self._wait(replica.engine.load_weights(loaded(), version), f"{replica.name} to load version "
-                                 f"{version}", self.load_s)  # fmt: skip
+                loading = replica.engine.load_weights(loaded(), version)
+                await self._done(replica, loading, f"load version {version}", timeout_s=self.load_s)
             if replica.engine.version != self.target:
                 raise WhetError(f"it is at version {replica.engine.version}, expected {self.target}")
             if self._gate.closed is not None:
@@ -451,13 +454,19 @@ class Router:
     # -- all of them
 
     async def _load_all(self, shipment: Shipment, version: int) -> None:
-        def load(replica: Replica) -> Awaitable[None]:
-            return replica.engine.load_weights(shipment(), version)
+        async def load(replica: Replica) -> Exception | None:
+            error = await self._try(
+                replica,
+                lambda r: r.engine.load_weights(shipment(), version),
+                "load the weights",
+                timeout_s=self.load_s,
+            )
+            if isinstance(error, _Late):  # its end frees those that take part in a broadcast with it
+                self.drop(replica, f"version {version} could not be loaded: {error}")
+            return error
 
         replicas = list(self.replicas.values())
-        errors = await asyncio.gather(
-            *(self._try(r, load, "load the weights", timeout_s=self.load_s) for r in replicas)
-        )
+        errors = await asyncio.gather(*map(load, replicas))
         refused = [e for e in errors if isinstance(e, WhetError) and not isinstance(e, _Late)]
         if replicas and len(refused) == len(replicas) and len({str(e) for e in refused}) == 1:
             raise refused[0]
@@ -479,10 +488,40 @@ class Router:
         self, replica: Replica, do: Callable[[Replica], Awaitable[None]], what: str, *, timeout_s: float
     ) -> Exception | None:
         try:
-            await self._wait(do(replica), f"{replica.name} to {what}", timeout_s)
+            await self._done(replica, do(replica), what, timeout_s=timeout_s)
         except Exception as error:  # noqa: BLE001  an engine is foreign code: it is dropped, with what it raised
             return error
         return None
+
+    async def _done(self, replica: Replica, work: Awaitable[None], what: str, *, timeout_s: float) -> None:
+        """Until the replica has done this. Raises what that raises; `_Late` after the deadline, or when its process has
+        given no sign of life for health_s."""
+        working = asyncio.ensure_future(self._wait(work, f"{replica.name} to {what}", timeout_s))
+        silent = asyncio.ensure_future(self._silent(replica, what))
+        try:
+            await asyncio.wait({working, silent}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise silent.result()
+            await working
+        finally:
+            for task in (working, silent):
+                task.cancel()
+            await asyncio.gather(working, silent, return_exceptions=True)
+
+    async def _silent(self, replica: Replica, what: str) -> Exception:
+        """Returns the error of a replica that is stopped, or lost, in the middle of something else than sampling."""
+        unanswered = 0
+        while (
+            unanswered < LOOKS
+        ):  # counted in looks: time in which this process was stopped is not the replica's
+            if not unanswered:
+                await asyncio.sleep(self.health_s / LOOKS)
+            try:
+                answered = await replica.answers(timeout_s=self.health_s / LOOKS)
+            except Exception as error:  # noqa: BLE001  what it raises is why it is dropped
+                return error
+            unanswered = 0 if answered else unanswered + 1
+        return _Late(f"its process has given no sign of life for {self.health_s:g} s, while it was to {what}")
 
     async def _wait(self, work: Awaitable[Any], what: str, timeout_s: float) -> Any:
         """The result within the deadline, or `_Late`."""
@@ -512,10 +551,10 @@ class Router:
             self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     async def _watch(self) -> None:
-        """Look at everyone who has work, four times in the time that they may be quiet."""
+        """Look at everyone who has work."""
         watched: set[Replica] = set()
         while True:
-            await asyncio.sleep(self.health_s / 4)
+            await asyncio.sleep(self.health_s / LOOKS)
             watched |= {*self.replicas.values(), *self._leaving.values()}
             watched = {r for r in watched if r.state in ("serving", "leaving") and r.asked}
             if not watched:
@@ -525,7 +564,7 @@ class Router:
     async def _look(self, replica: Replica) -> None:
         seen = replica.seen
         try:
-            quiet_s = await replica.quiet_s(timeout_s=self.health_s / 4)
+            quiet_s = await replica.quiet_s(timeout_s=self.health_s / LOOKS)
         except Exception as error:  # noqa: BLE001  what it raises is why it is dropped
             self.drop(replica, f"it does not answer: {type(error).__name__}: {error}")
             return

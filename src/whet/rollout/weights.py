@@ -8,17 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from whet.models.lora import refresh
+from whet.models.quantised import Quantised, held
 from whet.types import WhetError
 
 
 @torch.no_grad()
 def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
     """Copy every parameter in, in place. Each has to come exactly once, in its shape; tied ones by their
-    first name. None: this one stays as it is.
+    first name; into 8 bits where the module's are. None: this one stays as it is.
 
     Raises WhetError otherwise; the module is then a mix of old and new weights and must not be sampled from.
     """
-    wanted = dict(module.named_parameters())
+    wanted: dict[str, Tensor | Quantised] = {**dict(module.named_parameters()), **held(module)}
     came: set[str] = set()
     for name, tensor in tensors:
         if name in came:

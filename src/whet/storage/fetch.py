@@ -20,10 +20,12 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import IO
 
 from whet.config.secrets import is_secret
 from whet.config.urls import scheme
@@ -31,6 +33,12 @@ from whet.storage import hub, stores
 from whet.storage.manifests import oldest_first, place_of
 from whet.track.files import atomic_folder, tidy
 from whet.types import Json, WhetError
+
+LOCK_S = 6 * 3600.0
+"""Longest wait for another process that fetches into the same place."""
+SAY_S = 60.0
+"""Between two words on that wait."""
+LOOK_S = 0.2
 
 
 def cache() -> Path:
@@ -137,11 +145,32 @@ def struck(text: str) -> str:
 
 @contextmanager
 def _alone(home: Path) -> Iterator[None]:
-    """One process at a time; the lock ends with its process."""
+    """One process at a time; the lock ends with its process. Who waits for it says so, and not for ever."""
     home.mkdir(parents=True, exist_ok=True)
     with open(home / ".lock", "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        since = said = time.monotonic()
+        while not _locked(file):
+            waited_s = time.monotonic() - since
+            if waited_s >= LOCK_S:
+                raise WhetError(
+                    f"{file.name} was held by another process that fetches for {waited_s:.0f} s; end that one, or wait "
+                    "until it is done, then run again"
+                )
+            if time.monotonic() - said >= SAY_S:
+                said = time.monotonic()
+                sys.stderr.write(
+                    f"waiting for another process that fetches ({file.name}) since {waited_s:.0f} s\n"
+                )
+            time.sleep(LOOK_S)
         yield
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _short(text: str) -> str:

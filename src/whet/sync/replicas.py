@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from whet.config.schema import Config
 from whet.models.lora import adapted, merged
+from whet.models.quantised import held as quantised
 from whet.rollout.engine import RolloutEngine, WeightSource
 from whet.rollout.router import Shipment
 from whet.sync.collective import Collective
@@ -344,6 +345,8 @@ class Inbox:
         held = self.receiver.held
         if held is None:
             raise WhetError(f"{self.receiver.name} has no whole version of the weights")
+        if quantised(self.module):
+            raise WhetError(f"{self.receiver.name} has its weights in 8 bits alone")
         named = with_adapters(self.module) if self.adapters else self.module.named_parameters()
         tensors = ((n, t.detach().to(DTYPES[held.named[n].dtype])) for n, t in named)
         sent = self.letters.send(held.version, tensors)

@@ -82,6 +82,7 @@ def summary(run_dir: Path) -> RenderableType:
         ("held-out", _evaluations(run)),
         ("seconds by phase", _phases(run)),
         ("rollouts without a reward", _failures(run)),
+        ("groups that were trained on before", _replayed(run)),
         ("newest numbers", _newest(run)),
     ]
     parts: list[RenderableType] = [_head(run)]
@@ -198,6 +199,16 @@ def _failures(run: Written) -> Table | None:
         part = f"{number / asked[stage]:.2%}" if asked[stage] else "-"
         table.add_row(stage, Text(printable(reason)), str(number), part)
     return table
+
+
+def _replayed(run: Written) -> Table | None:
+    name = "train/replayed_groups"
+    table = _table("stage", "in all", "a step", "most in a step")
+    for stage in run.stages:
+        if numbers := [x[name] for x in run.of(stage, name)]:
+            mean = sum(numbers) / len(numbers)
+            table.add_row(stage, f"{sum(numbers):.0f}", f"{mean:.2f}", f"{max(numbers):.0f}")
+    return table if table.rows else None
 
 
 def _newest(run: Written) -> Table | None:

@@ -2,7 +2,8 @@
 
 The file is a JSON array of Chrome trace events, one a line, in microseconds of wall time; chrome://tracing,
 ui.perfetto.dev and speedscope open it. Each start of the run is a process of the trace, and in it are lanes: `steps`
-(phases), `waits`, `sampling`, and one for each model that trains. An array is closed after every write, in the same
+(phases), `waits`, `sampling`, one for each model that trains, and one for each trainer rank and engine replica, with
+what that process says of itself (see `lanes`). An array is closed after every write, in the same
 system call that adds to it, so the file is whole JSON whenever a run was killed between two writes; a kill inside one
 leaves a last line cut short, which `read` and those viewers leave out.
 
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from whet.track.files import file_error, write_bytes
 from whet.types import DataError, Json
@@ -31,12 +32,13 @@ STEPS, WAITS, SAMPLING, EXPLORING = "steps", "waits", "sampling", "exploring"
 START_UP, OPEN_STAGE = "start-up", "open stage"
 """Phases before the first step."""
 
-Kind = Literal["phase", "wait", "work", "part"]
-"""work: sampling or training computes; part: what work is made of."""
+Kind = Literal["phase", "wait", "work", "part", "asked"]
+"""work: sampling or training computes; part: what work is made of; asked: what ranks were asked to do, as long as this
+process waited for them: in their own lanes it is work."""
 
 _KINDS: dict[str, Kind] = {STEPS: "phase", WAITS: "wait", EXPLORING: "phase"}
 _TAIL = b"\n]\n"
-_MERGE_NS = 1_000_000
+MERGE_NS = 1_000_000
 """Pieces of the same work that follow each other this closely become one span (decode steps)."""
 
 clock = time.perf_counter_ns
@@ -58,6 +60,18 @@ class Span:
     pieces: int = 1
     process: int = 0
     """Number of the start of the run, from 1; known when it is read."""
+    of: str = ""
+    """What the process is one of that did it (`lanes.RANKS`, `lanes.REPLICAS`); none: the one that writes."""
+
+
+class Beside(Protocol):
+    """The lane of another process, drawn into this timeline."""
+
+    over: bool
+    """It will have no more."""
+
+    def drawn(self) -> list[Span]:
+        """What it has had since the last time."""
 
 
 class Timeline:
@@ -67,6 +81,8 @@ class Timeline:
         self.path = path
         self.at: tuple[str, int] = ("", 0)
         """Stage and step that spans belong to from now on."""
+        self.beside: list[Beside] = []
+        """Other processes whose spans are written here."""
         self.opened_ns = clock()
         self._wall_ns = time.time_ns() - self.opened_ns
         self._spans: list[Span] = []
@@ -79,7 +95,7 @@ class Timeline:
     # -- noted
 
     @contextmanager
-    def span(self, name: str, lane: str) -> Iterator[None]:
+    def span(self, name: str, lane: str, *, kind: Kind = "work") -> Iterator[None]:
         """What happens inside, however it ends. On a lane of work, a span in a span is a part of it."""
         depth = self._depth.get(lane, 0)
         self._depth[lane] = depth + 1
@@ -88,8 +104,7 @@ class Timeline:
             yield
         finally:
             self._depth[lane] = depth
-            kind = _KINDS.get(lane) or ("part" if depth else "work")
-            self._add(name, lane, kind, start_ns=start_ns, at=at)
+            self._add(name, lane, _KINDS.get(lane) or ("part" if depth else kind), start_ns=start_ns, at=at)
 
     def since(self, start_ns: int, name: str, lane: str) -> float:
         """A span that ends now; returns its seconds."""
@@ -101,10 +116,10 @@ class Timeline:
         return _Piece(self, name, lane)
 
     def spans_of(
-        self, lane: str, *, skip: str | None = None
+        self, lane: str, *, skip: str | None = None, kind: Kind = "work"
     ) -> Callable[[str], AbstractContextManager[None]]:
         """`span` of one lane, for an engine that knows of no timeline; spans called `skip` are left out."""
-        return lambda name: nullcontext() if name == skip else self.span(name, lane)
+        return lambda name: nullcontext() if name == skip else self.span(name, lane, kind=kind)
 
     def _add(self, name: str, lane: str, kind: Kind, *, start_ns: int, at: tuple[str, int]) -> None:
         end_ns = clock()
@@ -124,7 +139,7 @@ class Timeline:
 
     def _join(self, name: str, lane: str, start_ns: int) -> None:
         last = self._last.get(lane)
-        if last is None or last.name != name or start_ns - last.end_ns > _MERGE_NS:
+        if last is None or last.name != name or start_ns - last.end_ns > MERGE_NS:
             self.since(start_ns, name, lane)
             return
         last.end_ns = clock()
@@ -135,6 +150,9 @@ class Timeline:
 
     def flush(self) -> None:
         """Bring what is noted into the file. WhetError, as for every file of the run, if that cannot be."""
+        beside, self.beside = self.beside, [lane for lane in self.beside if not lane.over]
+        for lane in beside:
+            self._spans += lane.drawn()
         if not self._spans:
             return
         if self._file is None:
@@ -196,23 +214,25 @@ class Timeline:
     def _events(self, span: Span) -> Iterator[Json]:
         if span.lane not in self._lanes:
             self._lanes[span.lane] = len(self._lanes)
-            yield self._head("thread", self._lanes[span.lane], span.lane)
+            yield self._head("thread", self._lanes[span.lane], span.lane, of=span.of)
         args: dict[str, Json] = {"stage": span.stage, "step": span.step}
+        start_us = (self._wall_ns + span.start_ns) // 1000
         if span.pieces > 1:
             args |= {"pieces": span.pieces, "busy_us": span.busy_ns // 1000}
         yield {
             "name": span.name,
             "cat": span.kind,
             "ph": "X",
-            "ts": (self._wall_ns + span.start_ns) // 1000,
-            "dur": (span.end_ns - span.start_ns) // 1000,
+            "ts": start_us,
+            "dur": (self._wall_ns + span.end_ns) // 1000 - start_us,
             "pid": self._process,
             "tid": self._lanes[span.lane],
             "args": args,
         }
 
-    def _head(self, what: Literal["process", "thread"], lane: int, name: str) -> Json:
-        return {"name": f"{what}_name", "ph": "M", "pid": self._process, "tid": lane, "args": {"name": name}}
+    def _head(self, what: Literal["process", "thread"], lane: int, name: str, *, of: str = "") -> Json:
+        args = {"name": name} | ({"of": of} if of else {})
+        return {"name": f"{what}_name", "ph": "M", "pid": self._process, "tid": lane, "args": args}
 
 
 class Together:
@@ -257,17 +277,18 @@ class _Piece:
 
 def read(path: Path) -> list[Span]:
     """The spans of a timeline, in the order written. DataError if it is none."""
-    lanes: dict[tuple[int, int], str] = {}
+    lanes: dict[tuple[int, int], tuple[str, str]] = {}
     spans = []
     for e in _events(path):
         if _is_head(e):
-            lanes[e["pid"], e["tid"]] = e["args"]["name"]
+            lanes[e["pid"], e["tid"]] = e["args"]["name"], e["args"].get("of", "")
             continue
+        lane, of = lanes[e["pid"], e["tid"]]
         start_ns, length_ns, args = e["ts"] * 1000, e["dur"] * 1000, e["args"]
         spans.append(
             Span(
                 name=e["name"],
-                lane=lanes[e["pid"], e["tid"]],
+                lane=lane,
                 kind=e["cat"],
                 stage=args["stage"],
                 step=args["step"],
@@ -276,6 +297,7 @@ def read(path: Path) -> list[Span]:
                 busy_ns=args.get("busy_us", e["dur"]) * 1000,
                 pieces=args.get("pieces", 1),
                 process=e["pid"],
+                of=of,
             )
         )
     return spans

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypedDict
 
 from transformers import PreTrainedModel
 
 from whet.config.schema import Precision, Train
 from whet.config.sizes import micro_tokens
+from whet.training.work import Work, work_of
 
 
-class Limits(TypedDict):
-    """How large a micro-batch may be: arguments of `batch.micro_batches`."""
+@dataclass(frozen=True)
+class Limits:
+    """How large a micro-batch may be. What is longer by itself makes one of its own."""
 
-    max_tokens: int | None
-    max_rollouts: int | None
-    shared: bool
-    whole_groups: bool
+    max_tokens: int | None = None
+    """To compute."""
+    max_rollouts: int | None = None
+    """Given, it is what counts."""
+    shared: bool = False
+    """Rollouts of a group have one prompt between them."""
+    whole_groups: bool = False
+    """Groups are never cut."""
+    work: Work | None = None
+    """What is made equal is the arithmetic of this model; None: tokens."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +48,11 @@ class Cut:
     compile: bool = False
     router_aux: float = 0.0
     """Coefficient of the load-balancing term, where there is an optimizer."""
+    work: Work | None = None
+    """The model's arithmetic, by which micro-batches and ranks are made equal; None: by tokens."""
 
     def limits(self, *, learns: bool) -> Limits:
-        """What `micro_batches` asks for, with gradients or without."""
+        """Of a micro-batch with gradients or without."""
         tokens, rollouts = self.max_tokens, self.max_rollouts
         if not learns and (self.forward_tokens or self.forward_rollouts):
             tokens, rollouts = self.forward_tokens, self.forward_rollouts
@@ -52,11 +61,18 @@ class Cut:
             max_rollouts=rollouts,
             shared=self.share_prompts,
             whole_groups=self.whole_groups,
+            work=self.work,
         )
 
     @staticmethod
     def of(
-        train: Train, model: PreTrainedModel, *, whole_groups: bool, entropy_grad: bool, temperature: float
+        train: Train,
+        model: PreTrainedModel,
+        *,
+        whole_groups: bool,
+        entropy_grad: bool,
+        temperature: float,
+        critic: bool = False,
     ) -> Cut:
         width = model.config.get_text_config().hidden_size
         tokens = train.micro_tokens or micro_tokens(model.device.type, width)
@@ -74,4 +90,5 @@ class Cut:
             offload=train.offload,
             compile=train.compile,
             router_aux=train.router_aux_coef,
+            work=work_of(model, output=not critic),
         )

@@ -21,6 +21,8 @@ from whet.track.files import write_json
 Ask = Callable[..., list[Any]]
 """`Ranks.ask` about one role."""
 
+LONGEST_S = 3600.0
+"""What is not on the disk by then is given up."""
 _LOOK_S = 0.05
 
 
@@ -44,8 +46,8 @@ class Held:
         try:
             for file, tensors in self.files.items():
                 write(tensors, path / part_file(file.removesuffix(".safetensors"), rank, count))
-        except (OSError, SafetensorError) as error:
-            said = str(error)
+        except Exception as error:  # noqa: BLE001  whatever it was, who waits for it has to hear of it
+            said = str(error) or type(error).__name__
         self.files = {}
         self.said = said
 
@@ -61,7 +63,13 @@ def hold(ask: Ask, *, moments: bool, copy: bool) -> Callable[[Path], None]:
     def written(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         ask("flush", str(path))
+        since = time.monotonic()
         while None in (said := ask("flushed")):
+            if time.monotonic() - since > LONGEST_S:
+                late = [rank for rank, text in enumerate(said) if text is None]
+                raise SafetensorError(
+                    f"ranks {late} have not written their parts of {path} within {LONGEST_S:g} s"
+                )
             time.sleep(_LOOK_S)
         if wrong := [text for text in said if text]:
             raise SafetensorError(wrong[0])

@@ -10,8 +10,8 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -34,10 +34,19 @@ from whet.models.mesh import Dims, expert_mesh, make_mesh
 from whet.models.parallel import parallelize
 from whet.models.sharded import DataParallel, Sharding
 from whet.models.tensor_files import Piece
+from whet.track.lanes import Notes
+from whet.track.timeline import clock
 from whet.training.parts import Held
 from whet.training.profile import Profiler, memory_peaks
-from whet.training.torch import FullKl, TorchEngine
+from whet.training.torch import MICRO_BATCH, OPTIMIZER_STEP, FullKl, TorchEngine
 from whet.types import WhetError
+
+NOTED = {
+    "open": "load weights", "forward": "forward", "update": "update", "pull": "gather weights", "save": "save",
+    "capture": "gather for a checkpoint", "hold": "copy for a checkpoint", "load": "load a checkpoint",
+    "copy": "copy weights",
+}  # fmt: skip
+"""Commands that are work, and what they are called on the timeline."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,8 @@ class Hello:
     threads: int
     timeout_s: float
     imports: tuple[str, ...]
+    whose: str = ""
+    """Whose ranks these are, where the policy is elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,9 @@ class _Rank:
     parts: dict[str, Held] = field(default_factory=dict)
     """Of each engine what is to be written of it."""
     profiler: Profiler | None = None
+    notes: Notes = field(default_factory=Notes)
+    """What it did since its last answer."""
+    parts_noted: frozenset[str] = frozenset({OPTIMIZER_STEP})
 
     # -- commands
 
@@ -113,6 +127,7 @@ class _Rank:
             **arguments,
         )
         engine.beat = lambda what: self.say("beat", f"{name}: {what}")
+        engine.span = partial(self._part, name)
         self.engines[name] = engine
 
     def forward(self, name: str, dealt: Any, want: Any) -> list[Tensor]:
@@ -166,15 +181,21 @@ class _Rank:
             self.profiler.close()
         here = torch.device(self.hello.device)
         chosen = cfg if self.hello.rank in cfg.ranks else Profile()
-        self.profiler = Profiler(chosen, Path(folder), stage=f"{stage}-rank-{self.hello.rank}", device=here)
-        for name, engine in self.engines.items():
-            engine.span = partial(self._range, name)
+        whose = f"-{self.hello.whose}" if self.hello.whose else ""
+        name = f"{stage}{whose}-rank-{self.hello.rank}"
+        self.profiler = Profiler(chosen, Path(folder), stage=name, device=here)
 
     @contextmanager
-    def _range(self, lane: str, what: str) -> Iterator[None]:
-        assert self.profiler is not None
-        with self.profiler.range(f"{lane}: {what}"):
+    def _part(self, name: str, what: str) -> Iterator[None]:
+        """Of a command, for the timeline and the profiler."""
+        noted = self.notes.span(f"{name} {what}") if what in self.parts_noted else nullcontext()
+        ranged = nullcontext() if self.profiler is None else self.profiler.range(f"{name}: {what}")
+        with noted, ranged:
             yield
+
+    def detail(self) -> None:
+        """From now on every micro-batch is noted, too."""
+        self.parts_noted |= {MICRO_BATCH}
 
     def begin(self, step: int) -> None:
         if self.profiler is not None:
@@ -227,16 +248,26 @@ class _Rank:
                 self.flush,
                 self.flushed,
                 self.profile,
+                self.detail,
                 self.begin,
                 self.end,
                 self.peaks,
             )
         } | {"load": self.load, "copy": self.copy, "forget": self.forget}
         while True:
-            name, *arguments = pickle.loads(self.connection.recv_bytes())
+            message = self.connection.recv_bytes()
+            heard_ns = clock()
+            name, *arguments = pickle.loads(message)
             if name == "close":
                 return
-            self.say("done", commands[name](*arguments))
+            with self.notes.span(said_of(name, arguments)) if name in NOTED else nullcontext():
+                answer = commands[name](*arguments)
+            self.say("done", answer, self.notes.told(heard_ns))
+
+
+def said_of(command: str, arguments: Sequence[Any]) -> str:
+    """What a command is called on the timeline: with its model and, of a forward, what is wanted."""
+    return " ".join((arguments[0], NOTED[command], *(arguments[2:] if command == "forward" else ())))
 
 
 def serve(connection: Connection) -> None:
@@ -247,7 +278,7 @@ def serve(connection: Connection) -> None:
         return
     rank = _Rank(hello, connection)
     with _joined(rank):
-        rank.say("done", None)
+        rank.say("done", None, rank.notes.told(clock()))
         rank.run()
 
 

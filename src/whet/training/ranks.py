@@ -15,10 +15,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,17 +29,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from whet.batch import Batch, LossFn
+from whet.guard.hangs import Seen, blame
 from whet.guard.line import Local, OpenLines, end
 from whet.models.lora import adapted, learned, merged, refresh
 from whet.models.mesh import Dims
 from whet.models.sharded import Sharding
 from whet.tables import loaded_files
+from whet.track.lanes import RANKS, Lane, Told
+from whet.track.timeline import Timeline, clock
 from whet.training import parts
-from whet.training.balance import Dealt, deal
+from whet.training.balance import Dealt, deal, together
 from whet.training.cut import Cut
 from whet.training.rank import Hello, Role
 from whet.training.sums import Sums
-from whet.training.torch import FullKl
+from whet.training.torch import FullKl, TorchEngine
 from whet.types import CheckpointError, ConfigError, Metrics, WhetError
 
 _ERRORS = {e.__name__: e for e in (CheckpointError, ConfigError, WhetError)}
@@ -55,6 +59,8 @@ class Ranks:
         self,
         dims: Dims,
         *,
+        whose: str = "",
+        first_gpu: int = 0,
         sharding: Sharding | None = None,
         device: str = "cpu",
         threads: int = 1,
@@ -62,20 +68,29 @@ class Ranks:
         imports: Sequence[str] = (),
         open_lines: OpenLines | None = None,
     ) -> None:
-        """threads: of each rank. timeout_s: longest silence of all ranks. imports: code of the user's that a rank
-        needs. open_lines: starts the processes, if not on this machine. Errors: ConfigError where there are fewer
-        devices than ranks."""
-        if device == "cuda" and open_lines is None and torch.cuda.device_count() < dims.world:
+        """whose: the model that they are named after, where the policy is elsewhere. first_gpu: of the first rank, the
+        others' follow. threads: of each rank. timeout_s: longest silence of all ranks. imports: code of the user's that
+        a rank needs. open_lines: starts the processes, if not on this machine. Errors: ConfigError where there are
+        fewer devices than ranks."""
+        if device == "cuda" and open_lines is None and torch.cuda.device_count() < first_gpu + dims.world:
+            own = f" of the {whose} (train.parallel.apart)" if whose else ""
+            before = f", beside {first_gpu} for other models" if first_gpu else ""
             raise ConfigError(
-                f"train.parallel: {dims.world} ranks need a GPU each, and there are {torch.cuda.device_count()} here"
+                f"train.parallel: {dims.world} ranks{own} need a GPU each{before}, and there are "
+                f"{torch.cuda.device_count()} here"
             )
         from torch.distributed import TCPStore
 
+        self.whose = whose
         self.dims, self.sharding, self.timeout_s = dims, sharding or Sharding(), timeout_s
         self.beat: Callable[[str], object] = lambda what: None
         self.doing = ["starting"] * dims.world
         self.lock = threading.Lock()
-        self.lines = (open_lines or partial(Local, module=MODULE))(dims.world, threads)
+        self.lanes: list[Lane] = []
+        self._asked_ns = [0] * dims.world
+        """When each was last told something."""
+        self._stop, self._stopper = Pipe(duplex=False)
+        self.lines = (open_lines or partial(Local, module=MODULE, first_gpu=first_gpu))(dims.world, threads)
         self._end = weakref.finalize(self, end, self.lines)
         listener = socket.create_server((self.lines.host, 0))
         port = listener.getsockname()[1]
@@ -85,7 +100,7 @@ class Ranks:
         for rank, line in enumerate(self.lines.lines):
             self._tell(rank, Hello(
                 rank, dims, device, "nccl" if device == "cuda" else "gloo", self.lines.host,
-                port, line.address, line.gpu, threads, timeout_s, (*imports, *loaded_files()),
+                port, line.address, line.gpu, threads, timeout_s, (*imports, *loaded_files()), whose,
             ))  # fmt: skip
         with self.lock:
             self._answers(None)
@@ -108,13 +123,30 @@ class Ranks:
                 self._tell(rank, (command, *arguments, *further))
             return self._answers(tensor)
 
+    def show_on(self, timeline: Timeline, *, micro_batches: bool) -> None:
+        """From now on each rank has a lane there. micro_batches: with every one of them."""
+        whose, near = f"{self.whose} " if self.whose else "", self.lines.near
+        self.lanes = [
+            Lane(timeline, f"{whose}rank {n}", of=f"{whose}{RANKS}", near=near, waits="wait for a command")
+            for n in range(self.dims.world)
+        ]
+        if micro_batches:
+            self.ask("detail")
+
+    def give_up(self) -> None:
+        """From another thread: who waits for the ranks ends them and raises WhetError, now or at the next `ask`."""
+        self._stopper.send(None)
+
     def close(self) -> None:
         """End the processes, and wait until they have."""
         self._end()
+        for lane in self.lanes:
+            lane.end()
 
     # -- inside
 
     def _tell(self, rank: int, message: object) -> None:
+        self._asked_ns[rank] = clock()
         try:
             self.lines.lines[rank].connection.send_bytes(pickle.dumps(message, protocol=5))
         except OSError:
@@ -131,9 +163,12 @@ class Ranks:
         heard = time.monotonic()
         while len(answers) < self.dims.world:
             open_ = {line.connection: r for r, line in enumerate(self.lines.lines) if r not in answers}
-            ready = wait(list(open_), timeout=max(0.0, heard + self.timeout_s - time.monotonic()))
+            ready = wait([*open_, self._stop], timeout=max(0.0, heard + self.timeout_s - time.monotonic()))
             if not ready:
                 raise self._silent(answers)
+            if self._stop in ready:
+                self.close()
+                raise WhetError(f"the ranks, {self._of_all()}, were given up while doing: {self.doing[0]}")
             heard = time.monotonic()
             for connection in ready:
                 rank = open_[connection]  # type: ignore[index]
@@ -146,9 +181,14 @@ class Ranks:
                         tensor(rest[0], rest[1])
                 elif kind == "done":
                     answers[rank] = rest[0]
+                    self._note(rank, rest[1])
                 else:
                     raise self._failed({rank: rest})
         return [answers[r] for r in range(self.dims.world)]
+
+    def _note(self, rank: int, told: Told) -> None:
+        if self.lanes:
+            self.lanes[rank].take(told, self._asked_ns[rank])
 
     def _hear(self, rank: int) -> tuple[Any, ...]:
         try:
@@ -174,27 +214,34 @@ class Ranks:
             if dead:
                 rank, how = next(iter(dead.items()))
                 return WhetError(
-                    f"rank {rank} of {self.dims.world} died ({how}) while doing: {self.doing[rank]}{self._stack(rank)}"
+                    f"{self._who(rank)} died ({how}) while doing: {self.doing[rank]}{self._stack(rank)}"
                 )
             rank, (_, _, trace) = next(iter(own.items()), (0, ("", "", "no word")))
-            return WhetError(
-                f"rank {rank} of {self.dims.world} failed while doing: {self.doing[rank]}\n{trace}"
-            )
+            return WhetError(f"{self._who(rank)} failed while doing: {self.doing[rank]}\n{trace}")
         finally:
             self.close()
 
     def _silent(self, answers: dict[int, Any]) -> WhetError:
-        """The error of ranks that were not heard of in time."""
+        """The error of ranks that were not heard of in time: it names the one that the others wait for."""
         silent = [r for r in range(self.dims.world) if r not in answers]
         for rank in silent:
             self.lines.lines[rank].dump()
         time.sleep(0.5)
-        told = "".join(f"\nrank {r}: {self.doing[r]}{self._stack(r)}" for r in silent)
+        with ThreadPoolExecutor(len(silent)) as at_once:
+            seen = dict(zip(silent, at_once.map(self._seen, silent)))
         self.close()
-        return WhetError(
-            f"ranks {silent} of {self.dims.world} have said nothing for {self.timeout_s:g} s "
-            f"(train.parallel.timeout_s){told}"
-        )
+        since = f"nothing was heard for {self.timeout_s:g} s (train.parallel.timeout_s)"
+        return WhetError(blame(seen, since, kind="rank", of=self._of_all()))
+
+    def _of_all(self) -> str:
+        return f"{self.dims.world}" + (f" of the {self.whose}" if self.whose else "")
+
+    def _who(self, rank: int) -> str:
+        return f"rank {rank} of {self._of_all()}"
+
+    def _seen(self, rank: int) -> Seen:
+        line = self.lines.lines[rank]
+        return Seen(self.doing[rank], line.state(), line.stack())
 
     def _dead(self) -> dict[int, str]:
         """How those ended that did so before they were asked to; those that had an error to tell are none."""
@@ -281,12 +328,8 @@ class RankGroup:
         dealt = self._deal(batch, learns=False)
         with self.span(f"forward {want}"):
             answers = self._ask("forward", each=[(part, want) for part in self._by_rank(dealt)])
-        out_N = torch.zeros(batch.tokens)
-        for number, part in enumerate(dealt):
-            said = answers[self._speaker(number)]
-            for rows, x in zip(part.rows, said):
-                out_N[torch.isin(batch.row_N, rows)] = x.float()
-        return out_N.to(where)
+        said = [answers[self._speaker(number)] for number in range(len(dealt))]
+        return together(batch, dealt, said).to(where)
 
     def update(self, batch: Batch, loss: LossFn) -> Metrics:
         full_kl = None if self.full_kl is None else (self.full_kl.coef, self.full_kl.reference.role)  # type: ignore[attr-defined]
@@ -332,9 +375,18 @@ class RankGroup:
             self._ask("load", each=[(each,) for each in there])
         self._stale = True
 
-    def copy_from(self, other: RankGroup) -> None:
-        self._ask("copy", other.role)
-        self._stale = True
+    def copy_from(self, other: RankGroup | TorchEngine) -> None:
+        """Take another model's weights; through this process, if it is in other ones."""
+        if isinstance(other, RankGroup) and other.ranks is self.ranks:
+            self._ask("copy", other.role)
+            self._stale = True
+            return
+        theirs = learned(other.module) if adapted(self._module) else other.weights()
+        with tempfile.TemporaryDirectory(prefix="whet-ranks-") as folder:
+            tensors = {name: x.detach().cpu().contiguous() for name, x in theirs}
+            own = {name for name, _ in learned(self._module)}
+            save_file({n: x for n, x in tensors.items() if n in own}, Path(folder) / "model.safetensors")
+            self.load(Path(folder))
 
     def forget(self) -> None:
         self._ask("forget")
@@ -357,7 +409,7 @@ class RankGroup:
         return self.ranks.ask(command, self.role, *arguments, **how)
 
     def _deal(self, batch: Batch, *, learns: bool) -> list[Dealt]:
-        return deal(batch, self.dims.dp, **self.cut.limits(learns=learns))
+        return deal(batch, self.dims.dp, self.cut.limits(learns=learns))
 
     def _by_rank(self, dealt: list[Dealt]) -> list[Dealt]:
         return [dealt[self.dims.part_of(rank)] for rank in range(self.dims.world)]

@@ -1,23 +1,16 @@
-"""How much of a GPU's arithmetic an update uses: model FLOPs utilisation (arXiv:2204.02311 appendix B).
-
-Counted is what the model needs, not what is done: recomputed activations count once, as does a prompt that a group
-shares; weights without a gradient save its third of the work.
-"""
+"""How much of a GPU's arithmetic an update uses: model FLOPs utilisation (arXiv:2204.02311 appendix B)."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from math import prod
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from whet.batch import Batch
 from whet.config.schema import Train
-from whet.config.sizes import config_sizes
 from whet.training.torch import TorchEngine
+from whet.training.work import Work, batch_flops, work_of
 
 PEAKS: tuple[tuple[str, float, float], ...] = (
     ("B200", 2250e12, 75e12),
@@ -50,50 +43,6 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
         if re.search(rf"\b{re.escape(word)}\b", device_name):
             return single if dtype == torch.float32 else half
     return None
-
-
-@dataclass(frozen=True)
-class Work:
-    """FLOPs of a forward and a backward pass."""
-
-    layers: float
-    """Of a computed token, in the matrices of all layers."""
-    output: float
-    """Of a sampled token, in the output layer; 0 for a critic."""
-    attention: float
-    """Of a pair of a token and one that it sees."""
-
-
-def work_of(model: PreTrainedModel, *, output: bool) -> Work:
-    """Of this model as it learns now: 2 a parameter forward, 2 for the gradient of its input, 2 for its own."""
-    sizes = config_sizes(model.config.get_text_config().to_dict())
-    active = sizes["experts_per_token"] / sizes["experts"] if sizes["experts"] else 1.0
-    layers = sum(
-        _flops(p) * (active if ".experts." in name else 1.0)
-        for name, p in model.named_parameters()
-        if ".layers." in name and p.ndim > 1
-    )
-    head = model.get_output_embeddings()
-    return Work(
-        layers=layers,
-        output=_flops(head.weight) if output and isinstance(head, nn.Linear) else 0.0,
-        attention=12.0 * sizes["layers"] * sizes["heads"] * sizes["head_dim"],
-    )
-
-
-def _flops(p: Tensor) -> float:
-    return (6.0 if p.requires_grad else 4.0) * prod(p.shape)
-
-
-def batch_flops(work: Work, batch: Batch, *, shared: bool) -> float:
-    """Of one pass over a batch. shared: the rollouts of a group have one prompt between them."""
-    prompt_R, reply_R = batch.prompt_R.double(), (batch.length_R - batch.prompt_R).double()
-    first_R = torch.ones_like(batch.group_R, dtype=torch.bool)
-    if shared:
-        first_R[1:] = batch.group_R[1:] != batch.group_R[:-1]
-    tokens = float((prompt_R * first_R + reply_R).sum())
-    pairs = float((prompt_R.square() / 2 * first_R + reply_R * prompt_R + reply_R.square() / 2).sum())
-    return work.layers * tokens + work.output * int(batch.mask_N.sum()) + work.attention * pairs
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from whet import seeds
 from whet.algos.segments import need
-from whet.batch import Batch, Loss, LossFn, Outputs, micro_batches
+from whet.batch import Batch, Loss, LossFn, Outputs
 from whet.config.schema import Optimizer as OptimizerConfig
 from whet.models.attention import PackedAttention
 from whet.models.context_parallel import Share
@@ -39,7 +39,7 @@ from whet.models.precision import computing
 from whet.models.router import Balance, gates, hook, uses
 from whet.models.sharded import Alone, DataParallel, local, within
 from whet.models.tensor_files import Piece, opened, pieces, write
-from whet.training.balance import Dealt
+from whet.training.balance import Dealt, deal, together
 from whet.training.cut import Cut
 from whet.training.sums import Sums
 from whet.types import CheckpointError, Metrics, WhetError
@@ -48,6 +48,8 @@ T = TypeVar("T")
 
 MICRO_BATCH = "micro-batch"
 """Span of one micro-batch: from the moment it is dealt out until the next is asked for."""
+OPTIMIZER_STEP = "optimizer step"
+"""Span in an update."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,11 @@ class TorchEngine:
     # -- the seam
 
     def forward(self, batch: Batch, want: Literal["logprobs", "values", "collision"]) -> Tensor:
-        return torch.cat(self.forward_parts(batch, want)).to(batch.mask_N.device)
+        dealt = deal(batch, 1, self.cut.limits(learns=False))
+        return together(batch, dealt, [self.forward_parts(dealt[0], want)])
 
     @torch.no_grad()
-    def forward_parts(
-        self, batch: Batch | Dealt, want: Literal["logprobs", "values", "collision"]
-    ) -> list[Tensor]:
+    def forward_parts(self, dealt: Dealt, want: Literal["logprobs", "values", "collision"]) -> list[Tensor]:
         """The answers for each micro-batch."""
         if (want == "values") != (self.value_head is not None):
             raise WhetError(f"asked a {'critic' if self.value_head else 'policy'} for {want}")
@@ -139,36 +140,36 @@ class TorchEngine:
         with self.span(f"forward {want}"), self._awake():
             if self.parallel.stage is not None:
                 self._flow(
-                    batch, lambda at, micro, hidden_AD, at_A: parts.append(said(micro, hidden_AD, at_A))
+                    dealt, lambda at, micro, hidden_AD, at_A: parts.append(said(micro, hidden_AD, at_A))
                 )
             else:
-                for micro in self._micro(batch):
+                for micro in self._micro(dealt):
                     parts.append(within(self.module, self._alone, said, micro.to(self.device)))
             self.across.done(self.module)
             return parts
 
     def update(self, batch: Batch, loss: LossFn) -> Metrics:
-        sums, stepped = self.update_sums(batch, loss)
+        sums, stepped = self.update_sums(deal(batch, 1, self.cut.limits(learns=True))[0], loss)
         return {**sums.means(), **stepped}
 
-    def update_sums(self, batch: Batch | Dealt, loss: LossFn) -> tuple[Sums, Metrics]:
+    def update_sums(self, dealt: Dealt, loss: LossFn) -> tuple[Sums, Metrics]:
         """`update`, with the statistics of what was seen here and the numbers of the optimizer step."""
         assert self.optimizer is not None, "this engine was made without an optimizer"
         self.optimizer.zero_grad()
         sums = Sums()
         with self.span("update"), self._awake():
             if self.balance is not None:
-                self._count_choices(self.balance, batch)
+                self._count_choices(self.balance, dealt)
             if self.parallel.stage is not None:
-                self._learn_in_flow(batch, loss, sums)
+                self._learn_in_flow(dealt, loss, sums)
             else:
-                for number, micro in enumerate(self._learning(batch)):
+                for number, micro in enumerate(self._learning(dealt)):
                     total, out, result = within(self.module, self._alone, self._losses, micro, loss)
                     if total.requires_grad:
                         self.optimizer.backward(total)
-                    if not isinstance(batch, Dealt) or number < batch.real:
+                    if number < dealt.real:
                         sums.add(micro, out, result)
-            with self.span("optimizer step"):
+            with self.span(OPTIMIZER_STEP):
                 stepped = self._step()
         return sums, stepped if self.balance is None else {**stepped, **self.balance.metrics()}
 
@@ -310,20 +311,15 @@ class TorchEngine:
         if self.value_head is not None and self.parallel.ends:
             yield from self.value_head.named_parameters(prefix="value_head")
 
-    def _micro(self, batch: Batch | Dealt) -> Iterator[Batch]:
-        learns = torch.is_grad_enabled()
-        if isinstance(batch, Dealt):
-            micros: Iterable[Batch] = batch.micros
-        else:
-            micros = micro_batches(batch, **self.cut.limits(learns=learns))
-        for micro in micros:
+    def _micro(self, dealt: Dealt) -> Iterator[Batch]:
+        for micro in dealt.micros:
             self.beat("a micro-batch")
             with self.span(MICRO_BATCH):
                 yield micro
 
-    def _learning(self, batch: Batch | Dealt) -> Iterator[Batch]:
+    def _learning(self, dealt: Dealt) -> Iterator[Batch]:
         """Micro-batches to learn from; as long as each is in use, adapters with dropout drop."""
-        for micro in self._micro(batch):
+        for micro in self._micro(dealt):
             micro = micro.to(self.device)
             with self._dropping(micro):
                 yield micro
@@ -367,13 +363,13 @@ class TorchEngine:
         )
 
     @torch.no_grad()
-    def _count_choices(self, balance: Balance, batch: Batch | Dealt) -> None:
+    def _count_choices(self, balance: Balance, dealt: Dealt) -> None:
         """What routers choose in the whole minibatch."""
         with balance.counting():
             if self.parallel.stage is not None:
-                self._flow(batch, lambda at, micro, hidden_AD, at_A: hidden_AD)
+                self._flow(dealt, lambda at, micro, hidden_AD, at_A: hidden_AD)
             else:
-                for micro in self._micro(batch):
+                for micro in self._micro(dealt):
                     within(
                         self.module,
                         self._alone,
@@ -393,7 +389,7 @@ class TorchEngine:
 
     def _flow(
         self,
-        batch: Batch | Dealt,
+        dealt: Dealt,
         last: Callable[[int, Batch, Tensor, Tensor], object],
         after: Callable[[], object] = lambda: None,
     ) -> None:
@@ -401,7 +397,7 @@ class TorchEngine:
         called on its last rank, and gives what to go backward from. after: called after each backward."""
         stage = self.parallel.stage
         assert stage is not None
-        micros = [micro.to(self.device) for micro in self._micro(batch)]
+        micros = [micro.to(self.device) for micro in self._micro(dealt)]
         shares = [self._share(micro) for micro in micros]
 
         def piece(at: int, part: int, x_TD: Tensor | None) -> object:
@@ -418,28 +414,28 @@ class TorchEngine:
         shapes = [(len(share.token_ids_T), stage.width) for share in shares]
         stage.run(shapes, step, device=self.device, around=lambda at: self._dropping(micros[at]), after=after)
 
-    def _learn_in_flow(self, batch: Batch | Dealt, loss: LossFn, sums: Sums) -> None:
+    def _learn_in_flow(self, dealt: Dealt, loss: LossFn, sums: Sums) -> None:
         """`update_sums` with pipeline parallelism, up to the step; statistics are the last rank's."""
         optimizer = self.optimizer
         assert optimizer is not None
         reference: list[Tensor] = []
         if self.full_kl is not None:
-            reference = self.full_kl.reference.flow_hidden(batch)
+            reference = self.full_kl.reference.flow_hidden(dealt)
 
         def last(at: int, micro: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
             total, out, result = self._losses(micro, hidden_AD, at_A, loss, *reference[at : at + 1])
-            if not isinstance(batch, Dealt) or at < batch.real:
+            if at < dealt.real:
                 sums.add(micro, out, result)
             return optimizer.scaled(total)
 
-        self._flow(batch, last, optimizer.after_backward)
+        self._flow(dealt, last, optimizer.after_backward)
 
     @torch.no_grad()
-    def flow_hidden(self, batch: Batch | Dealt) -> list[Tensor]:
+    def flow_hidden(self, dealt: Dealt) -> list[Tensor]:
         """[A, D] of each micro-batch, on the last rank of a pipeline: see `_predicting`."""
         out: list[Tensor] = []
         with self._awake():
-            self._flow(batch, lambda at, micro, hidden_AD, at_A: out.append(hidden_AD))
+            self._flow(dealt, lambda at, micro, hidden_AD, at_A: out.append(hidden_AD))
             self.across.done(self.module)
         return out
 

@@ -12,14 +12,15 @@ from whet.config.dialects.cosmos_run import (
     place,
     reduced,
     resume,
+    scales,
     seed,
     sync,
     trackers,
     transfer,
 )
-from whet.config.dialects.cosmos_shared import BATCH, EITHER, LOADING, LOW, SIZES, size, switch, upload
+from whet.config.dialects.cosmos_shared import BATCH, EITHER, LOADING, NO_FP4, SIZES, size, switch, upload
 from whet.config.dialects.cosmos_steps import batch, length, optimizer, reshard, schedule
-from whet.config.dialects.key import Key, coming, derived, inert, mapped, translated
+from whet.config.dialects.key import Key, derived, inert, mapped, refused, translated
 from whet.config.dialects.layout import PARALLEL
 
 EIGHT = (
@@ -248,9 +249,16 @@ TRAIN: tuple[Key, ...] = (
             ("quant_recipe", "rowwise"),
         )
     ),
-    coming("train.fp4.enable_fp4", LOW, default=False),
-    coming("train.fp4.fp4_recipe", LOW, default="dynamic_scaling", harmless=("delayed_scaling",)),
-    coming("train.fp4.quant_recipe", LOW, default="rowwise", harmless=("tensorwise",)),
+    refused("train.fp4.enable_fp4", NO_FP4, default=False),
+    *(
+        derived(
+            f"train.fp4.{name}",
+            scales,
+            default=default,
+            reason="Of train.fp4, which is refused: none are made.",
+        )
+        for name, default in (("fp4_recipe", "dynamic_scaling"), ("quant_recipe", "rowwise"))
+    ),
 )
 
 CHECKPOINT: tuple[Key, ...] = (

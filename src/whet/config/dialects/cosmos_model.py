@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from whet.config.dialects.cosmos_lora import adapters, trainable
 from whet.config.dialects.cosmos_profile import SUB_PROFILER, profile
-from whet.config.dialects.cosmos_run import chat, lengths, model, rollout, sampling, seed
+from whet.config.dialects.cosmos_run import chat, lengths, model, quantization, rollout, sampling, seed
 from whet.config.dialects.cosmos_shared import (
     BATCH,
     EITHER,
     ENGINES,
     HUB,
-    LOW,
     SIZES,
     size,
     sized,
@@ -170,7 +169,14 @@ ROLLOUT: tuple[Key, ...] = (
         "All prompts of a step are asked for at once; the engine takes what it has room for.",
         default=1,
     ),
-    coming("rollout.quantization", LOW, default="none"),
+    translated(
+        "rollout.quantization",
+        quantization,
+        "rollout.quantization",
+        default="none",
+        reason="RL jobs. fp8: a copy of the weights for the engine, one scale a row and one a token. Refused where the "
+        "GPU has no such products.",
+    ),
     translated(
         "rollout.seed", seed, "seed", default=None, reason="The run's seed; train.seed where it is null."
     ),

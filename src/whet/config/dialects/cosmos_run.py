@@ -74,6 +74,13 @@ def low(values: Values) -> dict[str, Json]:
     return {"train.precision.float8": choose(values, "train.fp8.quant_recipe", known)}
 
 
+def scales(values: Values) -> dict[str, Json]:
+    """Of products in 4 bits: names that there are, and no more, for there are no such products."""
+    choose(values, "train.fp4.fp4_recipe", {"dynamic_scaling": True, "delayed_scaling": True})
+    choose(values, "train.fp4.quant_recipe", {"rowwise": True, "tensorwise": True})
+    return {}
+
+
 def compiled(values: Values) -> dict[str, Json]:
     """torch.compile does not see through products in 8 bits."""
     return {"train.compile": flag(values, "train.compile") and not flag(values, "train.fp8.enable_fp8")}
@@ -118,6 +125,13 @@ def seed(values: Values) -> dict[str, Json]:
 def rollout(values: Values) -> dict[str, Json]:
     """Rollouts of one prompt."""
     return {} if is_sft(values) else {"rollout.group_size": values["rollout.n_generation"]}
+
+
+def quantization(values: Values) -> dict[str, Json]:
+    """The numbers that an engine samples with."""
+    if is_sft(values) or values["rollout.quantization"] == "none":
+        return {}
+    return {"rollout.quantization": choose(values, "rollout.quantization", {"none": "", "fp8": "float8"})}
 
 
 def sync(values: Values) -> dict[str, Json]:

@@ -15,7 +15,7 @@ SIZES = tuple(range(257))
 LOADING = "Rows are read once, by one process, and kept as tokens; no result depends on it."
 HUB = "Of ORG/NAME on the hub, from where it is then fetched (hf://ORG/NAME@REVISION); null and main: no other one."
 ENGINES = "How one of Cosmos's engines lies on its devices; here each lies whole on one. No number changes."
-LOW = "training in 4 bits, and weights of rollouts in 8: products that few GPUs have"
+NO_FP4 = "torch has no training products in 4 bits; train.fp8 has them in 8."
 BATCH = (
     "Responses of a replica x replicas / n_generation = prompts of a step. Losses are means over the whole optimizer "
     "step, however it is spread or cut; Cosmos weighs mini-batches by their number of responses."

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 from whet.config import hardware
 from whet.config.dialects.idle import without
-from whet.config.dialects.layout import DIMS, native
+from whet.config.dialects.layout import APART, DIMS, native
 from whet.config.dialects.translate import Line, Translation
 from whet.config.draft import Draft
 from whet.config.keys import Path, dotted
@@ -22,7 +22,7 @@ from whet.types import Json
 
 KEYS = (
     *map(native, (*DIMS, "engines", "nodes")),
-    *("train.offload", "train.compile", "profile.tools", "profile.steps"),
+    *(APART, "train.offload", "train.compile", "profile.tools", "profile.steps"),
 )
 """Native keys about devices."""
 
@@ -72,6 +72,7 @@ def _changes(tree: dict[str, Json], at: Path, found: Mapping[Path, Json]) -> Cha
         out |= _engines(_path(at, native("engines")), found, devices, here)
         if (path := _path(at, native("nodes"))) in found:
             out[path] = (None, "one machine: the cluster is not named (cluster.address)")
+        out |= _together(_path(at, APART), found, sizes, devices)
     ranks = math.prod(size for dim, size in sizes.items() if dim != "ep")
     return out | _left_out(at, found, gpu=devices > 0, ranks=ranks, ep=sizes.get("ep", 1))
 
@@ -87,6 +88,16 @@ def _engines(path: Path, found: Mapping[Path, Json], devices: int, here: str) ->
         return {}
     said = f"{max(most, 1)} of {found[path]} engines: each needs a GPU, and {here}"
     return {path: (most if most > 1 else None, said)}
+
+
+def _together(path: Path, found: Mapping[Path, Json], sizes: Mapping[str, int], devices: int) -> Changes:
+    """Models apart share the policy's ranks where there are no GPUs for all."""
+    ranks = math.prod(size for dim, size in sizes.items() if dim != "ep")
+    if path not in found or ranks * (1 + len(found[path])) <= devices:
+        return {}
+    names, needed = " and ".join(found[path]), ranks * (1 + len(found[path]))
+    told = f"{names} where the policy is: apart they need {needed} GPUs, and {devices or 'none'} here"
+    return {path: (None, told)}
 
 
 def _left_out(at: Path, found: Mapping[Path, Json], *, gpu: bool, ranks: int, ep: int) -> Changes:

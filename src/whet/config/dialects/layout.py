@@ -19,6 +19,7 @@ DIMS = ("pp", "tp", "cp", "dp_shard", "dp_replicate", "ep")
 PARALLEL = "train.parallel"
 REPLICAS = "rollout.replicas"
 RANKS = "cluster.ranks"
+APART = f"{PARALLEL}.apart"
 
 FITTED = "No number changes; with fewer devices than these the work is spread over what is here."
 """For people: of every size of a layout."""

@@ -18,7 +18,13 @@ from whet.config.dialects.skyrl_parts import (
     trackers,
     training_data,
 )
-from whet.config.dialects.skyrl_rules import check_eval_batch, check_placement, check_reward_placement, layout
+from whet.config.dialects.skyrl_rules import (
+    apart,
+    check_eval_batch,
+    check_placement,
+    check_reward_placement,
+    layout,
+)
 
 BATCHES = (
     "B prompts a step, B / mini optimizer steps a pass, as the document says; SkyRL's rules of divisibility hold, "
@@ -52,7 +58,13 @@ DATA: tuple[Key, ...] = (
 
 PLACEMENT: tuple[Key, ...] = (
     *(
-        derived(f"trainer.placement.{name}", check_placement, default=default, reason=PLACED)
+        translated(
+            f"trainer.placement.{name}",
+            apart,
+            "train.parallel.apart",
+            default=default,
+            reason=f"Models that do not share the policy's GPUs compute at the same time. {PLACED} {FITTED}",
+        )
         for name, default in (("colocate_all", True), ("colocate_policy_ref", True))
     ),
     derived(
@@ -78,7 +90,7 @@ PLACEMENT: tuple[Key, ...] = (
             f"trainer.placement.{role}_num_{size}",
             check_placement,
             default=default,
-            reason=f"{PLACED} It has the policy's ranks.",
+            reason=f"{PLACED} It has as many ranks as the policy, its own or the same.",
         )
         for role in ("critic", "ref")
         for size, default in (("nodes", 1), ("gpus_per_node", 4))

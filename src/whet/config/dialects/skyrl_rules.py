@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from whet.config.dialects.key import Unbuilt, Values
-from whet.config.dialects.layout import PARALLEL, Layout, groups, resharded
+from whet.config.dialects.layout import APART, PARALLEL, Layout, groups, resharded
 from whet.config.dialects.typed import choose, flag, number, whole
 from whet.types import ConfigError, Json
 
@@ -31,6 +31,11 @@ def has_critic(v: Values) -> bool:
 def has_reference(v: Values) -> bool:
     """Whether a KL to the reference is taken at all."""
     return flag(v, "trainer.algorithm.use_kl_loss") or flag(v, "trainer.algorithm.use_kl_in_reward")
+
+
+def compares(v: Values) -> bool:
+    """Whether that KL counts for anything: with a coefficient of 0 no reference is there."""
+    return has_reference(v) and number(v, "trainer.algorithm.kl_loss_coef") > 0
 
 
 def evaluates(v: Values) -> bool:
@@ -139,8 +144,7 @@ def offload(v: Values) -> Mapping[str, Json]:
     names += ["optimizer"] if wanted["policy"] else []
     if has_critic(v) and flag(v, "trainer.critic.fsdp_config.cpu_offload"):
         names.append("critic")
-    compares = has_reference(v) and number(v, "trainer.algorithm.kl_loss_coef") > 0
-    if compares and flag(v, "trainer.ref.fsdp_config.cpu_offload"):
+    if compares(v) and flag(v, "trainer.ref.fsdp_config.cpu_offload"):
         names.append("reference")
     return {"train.offload": [*names, *(["policy"] if flag(v, f"{FSDP}.cpu_offload") else [])]}
 
@@ -170,6 +174,17 @@ def check_reward_placement(v: Values) -> Mapping[str, Json]:
     for size in ("nodes", "gpus_per_node"):
         whole(v, f"trainer.placement.reward_num_{size}")
     return NOTHING
+
+
+def apart(v: Values) -> Mapping[str, Json]:
+    """Models with GPUs of their own: without colocate_all the critic always, the reference unless
+    colocate_policy_ref."""
+    check_placement(v)
+    if flag(v, "trainer.placement.colocate_all"):
+        return NOTHING
+    alone = compares(v) and not flag(v, "trainer.placement.colocate_policy_ref")
+    names = [*(["critic"] if has_critic(v) else []), *(["reference"] if alone else [])]
+    return {APART: names} if names else NOTHING
 
 
 def check_placement(v: Values) -> Mapping[str, Json]:

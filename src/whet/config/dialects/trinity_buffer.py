@@ -6,6 +6,7 @@ from whet.config.dialects.key import Key, coming, derived, inert, translated
 from whet.config.dialects.trinity_data import batch, evaluation, length, sampling, tasks, token_limits
 from whet.config.dialects.trinity_layout import patience
 from whet.config.dialects.trinity_mix import mixed, staleness
+from whet.config.dialects.trinity_replay import MORE_REPLAY, REPLAY_BUFFER
 from whet.config.dialects.trinity_replies import AUXILIARY, demonstrations, queue
 from whet.config.dialects.trinity_rewards import INPUT, rewards
 from whet.config.dialects.trinity_run import chat_template
@@ -44,12 +45,6 @@ _TURNS = "messages: a column of whole conversations"
 _PICTURES = "pictures and films"
 _TOOLS = "tools"
 _RETRIES = "tasks and experiences from a database"
-
-_QUEUE = (
-    "one queue of fresh and used experiences, from which a step is drawn before the fresh ones are there; today "
-    "whet.buffer.replay.share draws a share of each step from the used ones"
-)
-_REPLAY = f"{EXPERIENCES}.replay_buffer"
 
 BUFFER: tuple[Key, ...] = (
     section("buffer", "data"),
@@ -212,11 +207,7 @@ BUFFER: tuple[Key, ...] = (
         default=None,
         reason="null: the model's (sft, dpo)",
     ),
-    section(_REPLAY, "data.train"),
-    coming(f"{_REPLAY}.enable", _QUEUE, default=False),
-    coming(f"{_REPLAY}.reuse_cooldown_time", _QUEUE, default=None),
-    coming(f"{_REPLAY}.priority_fn", _QUEUE, default="linear_decay"),
-    coming(f"{_REPLAY}.priority_fn_args", _QUEUE, default={"decay": 2.0}),
+    *REPLAY_BUFFER,
     translated(
         AUXILIARY,
         mixed,
@@ -313,12 +304,9 @@ MORE_BUFFER: tuple[Key, ...] = (
     _file("split", "data.train.0.split", default="train", reason=_SPLIT),
     _file("subset_name", "data.train.0.subset", reason=_SUBSET),
     at_any_value(f"{EXPERIENCES}.enable_progress_bar", "whet has its own display", default=False),
-    at_any_value(
-        f"{EXPERIENCES}.capacity", "in lock-step the queue never holds more than a step", default=10000
-    ),
     *(patience(f"{EXPERIENCES}.{key}") for key in ("max_retry_times", "max_retry_interval")),
     *_not_built(f"{EXPERIENCES}.format", {"image_key": None, "video_key": None}, _PICTURES),
-    coming(f"{_REPLAY}.priority_fn_args.*", _QUEUE, default={}),
+    *MORE_REPLAY,
     _expert("split", "data.expert", default="train", reason=_SPLIT),
     _expert("subset_name", "data.expert", reason=_SUBSET),
     _expert("format.prompt_type", "data.expert", default="messages", reason=_TURNS),

@@ -12,11 +12,15 @@ from whet.config.parts.base import Above0, Count, Fraction, NonNegative, Positiv
 class Replay(Section):
     """Training on a group more than once."""
 
+    queue: bool = False
+    """Fresh and used groups wait in one queue, and a step is drawn from it by priority as soon as it holds enough: a
+    step may be all used ones. For rollout.schedule=free and mode=train. Fresh groups keep rollout.max_staleness, and in
+    any so many steps on end a step's worth of them must have come, or training waits: give it room, 4 or more."""
     share: Fraction = 0.0
     """The part of a step's groups that were trained on before, rounded down. The first steps, when too few were, take
     fresh groups instead. The policy has moved on since they were sampled, so think of algorithm.correction. 0: none."""
     capacity: Positive = 10_000
-    """Groups that may wait to be drawn again. When it is full, the one of the lowest priority leaves."""
+    """Groups that may wait to be drawn. When it is full, the one of the lowest priority leaves."""
     priority: str = "linear_decay"
     """Which group is drawn first. linear_decay: policy version less `decay` per use, so new and seldom used ones.
     linear_decay_use_count_control_randomization: the same with noise (`sigma`) and at most `use_limit` uses. Or a
@@ -27,11 +31,15 @@ class Replay(Section):
     """Most uses of a group. null: no limit. linear_decay takes no notice of it."""
     sigma: NonNegative = 0.0
     """Standard deviation of noise on the priority, in versions. linear_decay has none."""
-    cooldown_steps: Positive = 1
+    cooldown_steps: Positive | None = 1
     """A group trained on at one step may be drawn again from so many steps later. Steps and not seconds, so that a
-    resumed run draws what the unbroken one drew."""
+    resumed run draws what the unbroken one drew. null: no group is drawn again."""
+    cooldown_s: NonNegative | None = None
+    """The same in seconds of the clock, in place of cooldown_steps: then who is faster says what is drawn. With `queue`
+    only. Default: steps are counted."""
     max_staleness: Count | None = None
-    """Groups sampled by a policy older than this many versions are not drawn any more. Default: there is no limit."""
+    """Used groups of which a token was sampled by a policy older than this many versions are not drawn any more.
+    Default: there is no limit."""
 
 
 class Buffer(Section):

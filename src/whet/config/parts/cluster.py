@@ -23,8 +23,8 @@ class Cluster(Section):
     """Machines' worth of reward workers (guard.workers each, which are their CPUs, too), over which rollouts are spread
     to be judged; one that dies is replaced, and its rollouts are asked again. 0: the workers of this machine."""
     explorers: Count = 0
-    """With mode=train: explorers (mode=explore) that this run starts, each with a copy of the model; one that dies is
-    replaced. They read the run's folder and write to buffer.url. 0: you start them."""
+    """With mode=train: explorers (mode=explore) that this run starts, each with a copy of the model; one that dies or
+    hangs is replaced. They read the run's folder and write to buffer.url. 0: you start them."""
     cpus: Positive = 1
     """CPU cores of each replica, rank and explorer, which are its threads, too."""
     gpus: NonNegative | None = None
@@ -34,6 +34,6 @@ class Cluster(Section):
     asked again elsewhere, with the same tokens. 0: the run goes on with the others."""
     health_s: Above0 = 60.0
     """Seconds that a replica may have work and not get on before it is dropped: more than its longest prefill or decode
-    step takes."""
+    step takes. One that takes new weights has sync.timeout_s, but its process has to show that it lives as often."""
     start_s: Above0 = 300.0
     """Longest wait for room in the cluster, for the replicas to be up, and for a new one when none is left."""

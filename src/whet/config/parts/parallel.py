@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from whet.config.parts.base import Above0, Count, Positive, Section
@@ -40,5 +42,8 @@ class Parallel(Section):
     every layer by itself."""
     prefetch: Count = 1
     """Layers that are gathered ahead of the one at work."""
+    apart: tuple[Literal["critic", "reference"], ...] = ()
+    """Models with ranks of their own, each as many as the policy has and laid out like those, with further GPUs; they
+    compute while the others do. Also with all dims 1: one process for each. Default: all models share the policy's."""
     timeout_s: Above0 = 600.0
     """Longest time in which no rank finishes a micro-batch; then the run ends, and says where each rank is."""

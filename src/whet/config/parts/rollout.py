@@ -42,6 +42,13 @@ class Rollout(Section):
     replicas: Count = 0
     """Engines, each in a process of its own with its own copy of the weights, by Ray (see `cluster`). 0: one engine,
     in the trainer's process, on the trainer's weights."""
+    quantization: Literal["float8", "int8"] | None = None
+    """Sample from a copy of the weights in 8 bits, made anew at every weight sync; training keeps its own. Each row of
+    a matrix, and each token's activations, are scaled by their largest number. Embedding, norms, routers, output
+    layer, biases, KV cache and matrices with a side that 16 does not divide stay as they are. float8 (e4m3): for GPUs
+    of compute capability 8.9 (L4, H100 ...); on a CPU it works, and is many times slower. int8: for GPUs of 7.5 and
+    for CPUs, where large matrices are faster than in float32. Evaluations are sampled from it, too. Sampled and trained
+    log-probs differ (train/mismatch_*), so old ones are computed anew; think of algorithm.correction."""
     group_size: Positive = 8
     """Rollouts of one task."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)

@@ -8,14 +8,18 @@ steps and lets the other coroutines run in between. The driver exists only while
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
+import torch
 from transformers import PreTrainedModel
 
 from whet.models.attention import PAGE
 from whet.models.kernels import Ops
+from whet.models.lora import merged
+from whet.models.quantised import NUMBERS, Kind, check_products, follow, held, quantise
 from whet.rollout.engine import WeightSource
 from whet.rollout.native.graphs import Recorder
 from whet.rollout.native.runner import Runner
@@ -25,6 +29,8 @@ from whet.rollout.requests import Decode, StopText, check, ends_of
 from whet.rollout.weights import copy_weights
 from whet.types import Completion, Sampling, WhetError
 
+log = logging.getLogger(__name__)
+
 
 class NativeEngine:
     """A `RolloutEngine` on the module it is given, by reference.
@@ -32,7 +38,10 @@ class NativeEngine:
     end_token_ids: the model's own end tokens. decode: needed for stop strings only. max_context: the longest
     rollout, prompt included, in tokens. cache_mb: memory of the KV cache; default: `max_batch` rows of
     `max_context` tokens. prefill_tokens: most prompt tokens computed at once. recorder: what captures decode
-    steps; default: CUDA graphs on CUDA, nothing elsewhere.
+    steps; default: CUDA graphs on CUDA, nothing elsewhere. quantization: sample with a copy of the module's
+    matrices in 8 bits, made anew from the weights of every version; the rest is the module's own.
+
+    Raises ConfigError where the device has no products of such numbers, or the model no such matrices.
     """
 
     def __init__(
@@ -48,12 +57,17 @@ class NativeEngine:
         decode: Decode | None = None,
         version: int = 0,
         recorder: Recorder | None = None,
+        quantization: Kind | None = None,
     ) -> None:
         self.version = version
         self.end_token_ids, self.decode, self.max_context = frozenset(end_token_ids), decode, max_context
+        self.quantized = quantization is not None
+        module = merged(module) if self.quantized else module
         self.runner = Runner(
             module, ops, max_batch=max_batch, columns=max_context, cache_mb=cache_mb, recorder=recorder
         )
+        if quantization is not None:
+            self._quantise(quantization)
         pages = Pages(self.runner.pages, PAGE)
         self.scheduler = Scheduler(pages, max_batch=max_batch, prefill_tokens=prefill_tokens)
         self.held: list[Request] = []
@@ -70,6 +84,11 @@ class NativeEngine:
         """Around every prefill and every decode step."""
 
     # -- the seam
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """What is sampled from."""
+        return self.runner.module
 
     async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
         """See `RolloutEngine`. Raises WhetError for a request that can never be served, and after `close`."""
@@ -104,7 +123,9 @@ class NativeEngine:
         if (source.module is None) == (source.tensors is None):
             raise WhetError("a WeightSource has either a module or tensors")
         self._interrupt()
-        if source.module is not None:
+        if source.module is not None and self.quantized:
+            follow(self.module, source.module)
+        elif source.module is not None:
             self.runner.adopt(source.module)
         else:
             self._copy(source.tensors or ())
@@ -130,9 +151,11 @@ class NativeEngine:
         self._wake()
 
     async def place(self, device: Literal["gpu", "cpu"]) -> None:
-        """The cache is the engine's only memory on the accelerator; rows in flight wait and compute theirs
-        anew."""
+        """The cache, and weights in 8 bits, are the engine's only memory on the accelerator; rows in flight wait
+        and compute theirs anew."""
         self.placed = device == "gpu"
+        for weights in held(self.module).values():
+            weights.to(self.runner.device if self.placed else torch.device("cpu"))
         if self.placed and self.runner.cache is None:
             self.runner.allocate()
             self._wake()
@@ -147,6 +170,20 @@ class NativeEngine:
             await asyncio.wait([self.driver])
 
     # -- inside
+
+    def _quantise(self, kind: Kind) -> None:
+        """After the decoder is there: an unknown model is tried as it was before."""
+        check_products(self.runner.device, NUMBERS[kind], key="rollout.quantization")
+        left = quantise(self.module, kind, experts=self.runner.decoder.path == "functional")
+        log.info("sampling from weights in %s: %d matrices", kind, len(held(self.module)))
+        if left:
+            log.warning(
+                "rollout.quantization=%s: %d matrices stay as they are, e.g. %s: their sides are no multiples of 16, "
+                "or they are in modules of unknown kinds",
+                kind,
+                len(left),
+                left[0],
+            )
 
     def _request(self, token_ids: list[int], sampling: Sampling) -> Request:
         stop_text = None
@@ -218,7 +255,7 @@ class NativeEngine:
 
     def _copy(self, tensors: Iterable[tuple[str, object]]) -> None:
         try:
-            copy_weights(self.runner.module, tensors)  # type: ignore[arg-type]
+            copy_weights(self.module, tensors)  # type: ignore[arg-type]
         except WhetError as error:
             self._break(f"the engine's weights are incomplete: {error}")
             raise

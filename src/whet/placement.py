@@ -1,0 +1,116 @@
+"""Where the models of a stage are: in this process, on the policy's ranks, or on ranks of their own; and asking several
+of them at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+from transformers import PreTrainedModel
+
+from whet.config.checks_parallel import first_gpu, ranks_of, shards
+from whet.config.plan import Plan
+from whet.config.schema import Config
+from whet.models.mesh import Dims
+from whet.models.sharded import Sharding
+from whet.shared import Shared
+from whet.training.ranks import RankGroup, Ranks
+from whet.training.torch import TorchEngine
+
+T = TypeVar("T")
+
+Jobs = dict[str, tuple[TorchEngine, Callable[[], T]]]
+"""By the name of the result: a model, and what it is asked."""
+
+
+def at_once(jobs: Jobs[T]) -> dict[str, T]:
+    """All results, by name. Models in different processes work at the same time, those in one place one after the
+    other in the order given. What one says does not depend on the others, so neither do the results.
+
+    The first error, or Ctrl-C, ends the ranks that others wait for, and is raised.
+    """
+    said: dict[str, T] = {}
+    errors: list[BaseException] = []
+    places: dict[Ranks | None, list[tuple[str, Callable[[], T]]]] = {}
+    for name, (model, job) in jobs.items():
+        places.setdefault(model.ranks if isinstance(model, RankGroup) else None, []).append((name, job))
+
+    def failed(error: BaseException, place: Ranks | None) -> None:
+        errors.append(error)
+        for other in places:
+            if other not in (None, place):
+                other.give_up()  # type: ignore[union-attr]
+
+    def work(place: Ranks | None) -> None:
+        try:
+            for name, job in places[place]:
+                if not errors:
+                    said[name] = job()
+        except BaseException as error:  # noqa: BLE001  # raised below, in the thread that asked
+            failed(error, place)
+
+    # what this process computes stays in this thread
+    mine, *others = sorted(places, key=lambda place: place is not None) or [None]
+    threads = [threading.Thread(target=work, args=(place,), daemon=True) for place in others]
+    for thread in threads:
+        thread.start()
+    if mine in places:
+        work(mine)
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt as error:
+        failed(error, mine)
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
+    return {name: said[name] for name in jobs}
+
+
+def open_ranks(shared: Shared, cfg: Config, plan: Plan) -> dict[str, Ranks]:
+    """The processes of train.parallel by the model that they are named after, see `Run.ranks`."""
+    found: dict[str, Ranks] = {}
+    try:
+        for whose in ranks_of(cfg.train.parallel):
+            found[whose] = _started(shared, cfg, plan, whose)
+    except BaseException:
+        for ranks in found.values():
+            ranks.close()
+        raise
+    return found
+
+
+def _started(shared: Shared, cfg: Config, plan: Plan, whose: str) -> Ranks:
+    """The ranks that are named after one model."""
+    p = cfg.train.parallel
+    dims = Dims(dp_replicate=p.dp_replicate, dp_shard=shards(p), tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep)
+    processes = sum(ranks_of(p).values()) + ("policy" not in ranks_of(p))
+    own = "" if whose == "policy" else whose
+    shared.display.phase(f"start {dims.world} ranks" + (f" of the {own}" if own else ""))
+    return Ranks(
+        dims,
+        whose=own,
+        first_gpu=first_gpu(p, whose),
+        sharding=Sharding(
+            reshard=p.reshard_after_forward, prefetch=p.prefetch, min_parameters=p.wrap_min_parameters
+        ),
+        device=shared.model.device.type,
+        threads=max(1, plan.threads // processes),
+        timeout_s=p.timeout_s,
+        imports=cfg.imports,
+        open_lines=shared.rank_lines and shared.rank_lines(cfg, shared.model),
+    )
+
+
+def engine_of(
+    shared: Shared, cfg: Config, role: str, model: PreTrainedModel, *, ranks: Mapping[str, Ranks], **how: Any
+) -> TorchEngine:
+    """The engine of one role: on its own ranks, on the policy's, or in this process."""
+    where = ranks.get(role, ranks.get("policy"))
+    if where is None:
+        return TorchEngine(model, shared.ops, **how)
+    # it answers to everything that is asked of a TorchEngine outside of it
+    how |= {"sharded": cfg.checkpoint.sharded, "chunks": cfg.train.parallel.pipeline_chunks}
+    return cast(TorchEngine, RankGroup(where, role, model, kernels=cfg.machine.kernels, **how))

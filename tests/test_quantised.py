@@ -1,0 +1,372 @@
+"""Weights in 8 bits: their products against numbers rounded by hand, and engines that sample with them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import whet
+from test_learning import SETUP, share_of_a
+from test_native import Spy as Steps
+from test_native import ask, at_step, engine, group, prompts, run, trained_logprobs
+from test_native_graphs import Again
+from test_plan import BASE, made, refused
+from tiny import FAMILIES, tiny_model
+from whet.config.checks_sync import content_of
+from whet.config.footprint import places
+from whet.config.load import load
+from whet.config.schema import Lora
+from whet.models import quantised as eight
+from whet.models.lora import adapted, attach, merged, refresh
+from whet.models.quantised import NUMBERS, SIDE, Quantised, held
+from whet.rollout.engine import WeightSource
+from whet.rollout.native.engine import NativeEngine
+from whet.rollout.native.graphs import NoHostReads
+from whet.rollout.weights import copy_weights
+from whet.sync.exchange import Publisher, Receiver
+from whet.sync.files import Files
+from whet.sync.replicas import Inbox
+from whet.types import ConfigError, Sampling, WhetError
+
+KINDS: tuple[eight.Kind, ...] = ("float8", "int8")
+JOBS = [
+    job for n, prompt in enumerate(prompts([3, 17, 17, 30])) for job in group(prompt, 3, max_tokens=12 + n)
+]
+
+
+def shifted(module: Any, by: float = 0.05) -> Any:
+    """Another model of the same shape."""
+    other = tiny_model(module.config.model_type, seed=7)
+    with torch.no_grad():
+        for p in other.parameters():
+            p += by
+    return other
+
+
+def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+# ---------------------------------------------------------------- products
+
+
+def errors(x: torch.Tensor, kind: eight.Kind) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x in float64 after its way through 8 bits, the most that each number may have moved)."""
+    largest = x.abs().amax(1, keepdim=True).double()
+    if kind == "int8":
+        step = largest / 127
+        return (x.double() / step).round() * step, step.expand_as(x) / 2
+    scale = (largest / 448).float()
+    moved = torch.maximum(
+        x.abs().double() * 2.0**-4, scale.double() * 2.0**-10
+    )  # 3 bits after the point; below 2^-6 even
+    return (x / scale).to(NUMBERS[kind]).double() * scale.double(), moved
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_of_rounded_numbers(kind: eight.Kind) -> None:
+    """21 tokens: they are filled up, and the zeros change nothing. A bias is added after the scales."""
+    gen = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=gen) for shape in ((21, 64), (48, 64), (48,)))
+    x[3] *= 100.0
+    weight[5] *= 1e-3
+    y = F.linear(x, Quantised.like(weight, kind), bias)  # type: ignore[arg-type]
+    (x8, dx), (w8, dw) = errors(x, kind), errors(weight, kind)
+    own = 2.0**-7 if kind == "float8" else 1e-5  # bfloat16 products; float32
+    torch.testing.assert_close(y.double() - bias, x8 @ w8.T, rtol=own, atol=1e-4)
+    bound = dx @ weight.abs().double().T + x.abs().double() @ dw.T + dx @ dw.T
+    exact = x.double() @ weight.double().T
+    assert ((x8 @ w8.T - exact).abs() <= bound * (1 + 1e-6)).all()
+    assert not torch.equal((y.double() - bias).float(), exact.float())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_its_batch(kind: eight.Kind) -> None:
+    gen = torch.Generator().manual_seed(1)
+    x, matrix = torch.randn(40, 48, generator=gen), Quantised.like(torch.randn(32, 48, generator=gen), kind)
+    whole = matrix.times(x)
+    assert all(
+        torch.equal(matrix.times(x[at : at + n]), whole[at : at + n]) for at in (0, 7, 23) for n in (1, 5, 17)
+    )
+    assert torch.equal(matrix.times(x.view(2, 20, 48)), whole.view(2, 20, 32))
+    assert matrix.times(x[:0]).shape == (0, 32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_stays_so_and_zeros_stay_zeros(kind: eight.Kind) -> None:
+    x = torch.ones(3, 16)
+    x[0, 2], x[1, 2], x[2] = float("nan"), float("inf"), 0.0
+    y = Quantised.like(torch.eye(16), kind).times(x)
+    assert not y[:2].isfinite().any()
+    assert not y[2].any()
+    assert not Quantised.like(torch.zeros(16, 16), kind).times(torch.ones(1, 16)).any()
+
+
+def test_nothing_but_a_product_takes_them() -> None:
+    matrix = Quantised.like(torch.eye(16), "int8")
+    with pytest.raises(TypeError):
+        torch.add(torch.ones(16, 16), matrix)  # type: ignore[call-overload]
+
+
+# ---------------------------------------------------------------- engines
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_log_probs_are_those_of_the_quantised_model(family: str, kind: eight.Kind) -> None:
+    """To the bit those of the engine's own module, and near those of a model that has the same weights, dequantised,
+    and activations that are not rounded."""
+    module = tiny_model(family)
+    before = weights(module)
+    e = engine(module, quantization=kind)
+    plain = tiny_model(family)
+    copy_weights(
+        plain, ((n, held(e.module)[n].dequantised() if n in held(e.module) else p) for n, p in before.items())
+    )
+    done = run(ask(e, JOBS))
+    gaps = []
+    for (prompt, _), c in zip(JOBS, done):
+        sampled = torch.tensor(c.logprobs)
+        assert torch.equal(sampled, trained_logprobs(e.module, prompt, c.token_ids, 1.0))
+        gaps.append((sampled - trained_logprobs(plain, prompt, c.token_ids, 1.0)).abs())
+    gap = torch.cat(gaps)
+    assert 0 < float(gap.mean()) < {"float8": 0.1, "int8": 0.03}[kind] * (3 if family == "qwen3_moe" else 1)
+    assert all(torch.equal(p, before[n]) for n, p in module.named_parameters()), (
+        "the trainer's weights have moved"
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_what_is_in_8_bits_and_what_stays(family: str) -> None:
+    module = tiny_model(family)
+    e = engine(module, quantization="float8")
+    own, theirs = dict(e.module.named_parameters()), dict(module.named_parameters())
+    assert own.keys() | held(e.module).keys() == theirs.keys()
+    assert not own.keys() & held(e.module).keys()
+    assert all(own[n] is theirs[n] for n in own), "what is not quantised is held twice"
+    stays = ("embed", "norm", "lm_head", "mlp.gate.")
+    assert all(any(part in n for part in stays) for n in own)
+    assert not any(any(part in n for part in stays) for n in held(e.module))
+    sizes = {n: (q.numbers.nbytes, q.scale.nbytes) for n, q in held(e.module).items()}
+    assert all(sizes[n] == (theirs[n].numel(), 4 * theirs[n][..., 0].numel()) for n in sizes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sync_changes_what_is_sampled(kind: eight.Kind) -> None:
+    """As a module that learns in place, as another module, and tensor by tensor: always as an engine that began so."""
+    module = tiny_model()
+    other = shifted(module)
+    expected = [c.logprobs for c in run(ask(engine(other, quantization=kind), JOBS))]
+
+    async def synced(e: NativeEngine, source: WeightSource) -> list[list[float]]:
+        await e.load_weights(source, 1)
+        done = await ask(e, JOBS)
+        assert {v for c in done for v in c.versions} == {1}
+        return [c.logprobs for c in done]
+
+    stale = engine(module, quantization=kind)
+    assert [c.logprobs for c in run(ask(stale, JOBS))] != expected
+    assert run(synced(stale, WeightSource(module=other))) == expected
+    named = list(other.named_parameters())
+    assert run(synced(engine(tiny_model(), quantization=kind), WeightSource(tensors=iter(named)))) == expected
+    mine = engine(module, quantization=kind)
+    copy_weights(module, iter(named))
+    assert run(synced(mine, WeightSource(module=module))) == expected
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_versions_that_travel_are_proved_as_they_were_sent(tmp_path: Path, whole: bool) -> None:
+    """What is sent is what is trained; the receipt is of that, and what has not changed stays as it is in 8 bits."""
+    policy, e = tiny_model(seed=3), engine(tiny_model(), quantization="int8")
+    publisher = Publisher(Files(tmp_path), whole=whole)
+    receiver = Receiver(Files(tmp_path), name="one")
+    for version in (1, 2):
+        with torch.no_grad():
+            policy.model.layers[0].mlp.up_proj.weight += 0.1
+        sent = publisher.send(version, policy.named_parameters())
+        assert run(receiver.load(e, version)).digest == sent.digest
+        assert sum(entry.sent for entry in sent.entries) == (
+            len(sent.entries) if whole or version == 1 else 1
+        )
+        publisher.look()
+        expected = run(ask(engine(policy, quantization="int8"), JOBS))
+        assert [c.logprobs for c in run(ask(e, JOBS))] == [c.logprobs for c in expected]
+
+
+def test_a_part_of_the_weights_is_no_version() -> None:
+    e = engine(tiny_model(), quantization="int8")
+    named = [(n, p) for n, p in tiny_model(seed=3).named_parameters() if "v_proj" not in n]
+    with pytest.raises(WhetError, match=r"2 of \d+ parameters did not come: .*v_proj"):
+        run(e.load_weights(WeightSource(tensors=iter(named)), 1))
+    with pytest.raises(WhetError, match="incomplete"):
+        run(e.generate([3], Sampling()))
+    with pytest.raises(
+        WhetError, match=r"is \(61, 64\), the engine was made for \(61, 32\); make a new engine"
+    ):
+        run(engine(quantization="int8").load_weights(WeightSource(module=wider()), 1))
+
+
+def wider() -> Any:
+    """A model of other sizes."""
+    other = tiny_model()
+    other.model.embed_tokens.weight = torch.nn.Parameter(torch.zeros(61, 64))
+    return other
+
+
+def test_interrupted_and_continued_is_uninterrupted() -> None:
+    module = tiny_model()
+    expected = run(ask(engine(module, quantization="int8"), JOBS))
+
+    async def interrupted(e: NativeEngine) -> list[Any]:
+        spy = Steps(e)
+        work = asyncio.create_task(ask(e, JOBS))
+        await at_step(spy, 5)
+        await e.pause(finish=False)
+        await e.place("cpu")
+        await e.place("gpu")
+        await e.load_weights(WeightSource(module=module), 1)
+        return await work
+
+    done = run(interrupted(engine(module, quantization="int8")))
+    assert [c.logprobs for c in done] == [c.logprobs for c in expected]
+
+
+def test_steps_can_be_captured() -> None:
+    """Nothing makes the host wait for the device; at fixed shapes weights that change in place are seen."""
+    module = tiny_model()
+    for kind in KINDS:
+        with NoHostReads():
+            Quantised.like(torch.ones(16, 16), kind).times(torch.ones(3, 16))
+        e = engine(module, quantization=kind, recorder=(recorder := Again()))
+        plain = engine(module, quantization=kind)
+        for version, source in enumerate((module, shifted(module))):
+            run(e.load_weights(WeightSource(module=source), version))
+            run(plain.load_weights(WeightSource(module=source), version))
+            assert run(ask(e, JOBS)) == run(ask(plain, JOBS))
+        assert recorder.captures > 0
+
+
+def test_adapters_have_their_effect() -> None:
+    module = tiny_model()
+    attach(module, Lora(rank=2, targets="all-linear"), seed=0)
+    e = engine(module, quantization="int8")
+    run(ask(e, JOBS))
+    with torch.no_grad():
+        for layer in adapted(module).values():
+            layer.lora_B.normal_(std=0.3)
+    refresh(module)
+    run(e.load_weights(WeightSource(module=module), 1))
+    expected = run(ask(engine(merged(module), quantization="int8"), JOBS))
+    assert [c.logprobs for c in run(ask(e, JOBS))] == [c.logprobs for c in expected]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_a_device_without_them_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*args: object, **how: object) -> torch.Tensor:
+        raise RuntimeError("not on this device")
+
+    for kind, function in (("float8", "_scaled_mm"), ("int8", "_int_mm")):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, function, lacks)
+            said = rf"rollout\.quantization: this CPU has no products in {kind} .*compute capability"
+            with pytest.raises(ConfigError, match=said):
+                engine(quantization=kind)
+
+
+def test_matrices_that_do_not_fit_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    module = tiny_model()
+    narrow = torch.nn.Linear(32, 24, bias=False)
+    module.model.layers[0].mlp.gate_proj = narrow
+    module.model.layers[0].mlp.up_proj = torch.nn.Linear(32, 24, bias=False)
+    module.model.layers[0].mlp.down_proj = torch.nn.Linear(24, 32, bias=False)
+    with caplog.at_level(logging.WARNING):
+        e = engine(module, quantization="int8")
+    assert "3 matrices stay as they are, e.g. model.layers.0.mlp.gate_proj.weight" in caplog.text
+    assert dict(e.module.named_parameters())["model.layers.0.mlp.gate_proj.weight"] is narrow.weight
+    run(ask(e, JOBS[:2]))
+    for layer in module.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, linear in list(part.named_children()):
+                if isinstance(linear, torch.nn.Linear):
+                    setattr(part, name, torch.nn.Linear(SIDE + 1, SIDE + 1))
+    with pytest.raises(ConfigError, match="has no linear layer whose sides are multiples of 16"):
+        eight.quantise(module, "int8", experts=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("machine.exact=on", "machine.exact=on asks for equal ones"),
+        ("rollout.engine=hf", "rollout.engine=hf samples with the weights as they are"),
+        (
+            "rollout.replicas=1; model.lora={rank: 2}; sync.content=adapters",
+            "engines keep no weights under them",
+        ),
+        ("stages=[{name: a, rollout: {quantization: int8}}]", "one engine serves the whole run"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(given: str, said: str) -> None:
+    assert said in refused("rollout.quantization=float8", *given.split("; "))
+
+
+def test_adapters_travel_merged() -> None:
+    given = load(None, ("model.lora={rank: 2}", "rollout.replicas=1"), BASE).config
+    assert content_of(given) == "adapters"
+    eight_bits = given.rollout.model_copy(update={"quantization": "int8"})
+    assert content_of(given.model_copy(update={"rollout": eight_bits})) == "full"
+
+
+def test_a_replica_that_has_only_8_bits_gives_none_away() -> None:
+    inbox = Inbox(engine(quantization="int8").module, name="one", adapters=False, put=lambda x: x)
+    inbox.receiver.held = object()  # type: ignore[assignment]
+    with pytest.raises(WhetError, match="one has its weights in 8 bits alone"):
+        inbox.give()
+
+
+# ---------------------------------------------------------------- plans and runs
+
+
+def test_memory_by_hand() -> None:
+    """Hidden 32, ffn 96, 2 layers: 2 * (4 * 32 * 32 + 3 * 96 * 32) numbers, and 2 * (4 * 32 + 2 * 96 + 32) scales."""
+    eight_bits, numbers = 26624 + 4 * 704, 26624
+    own = {p.name: p.phases for p in places(made("rollout.quantization=int8"))}["this process"]
+    assert all(phase.parts["weights in 8 bits"] == eight_bits for phase in own)
+    whole = {p.name: p.phases for p in places(made("rollout.replicas=2"))}["each replica"][0].parts["policy"]
+    start, sampling = {
+        p.name: p.phases for p in places(made("rollout.replicas=2", "rollout.quantization=int8"))
+    }["each replica"]
+    assert (start.parts["policy"], sampling.parts["policy"]) == (whole, whole - 4 * numbers)
+    assert start.parts["weights in 8 bits"] == sampling.parts["weights in 8 bits"] == eight_bits
+
+
+def test_a_run_learns(tmp_path: Path) -> None:
+    """The engine's log-probs differ from the trainer's, so old ones are computed anew: in one pass every ratio is 1,
+    and a clip of nothing never bites."""
+    result = whet.train(
+        rewards=share_of_a,
+        run_dir=str(tmp_path / "run"),
+        **SETUP,
+        data={"max_prompt_tokens": 8, "train": [{"path": str(Path(__file__).parent / "data/words.jsonl")}]},
+        rollout={
+            "group_size": 4,
+            "sampling": {"max_tokens": 5, "ignore_eos": True},
+            "quantization": "float8",
+        },
+        train={"steps": 16, "tasks_per_step": 8, "optimizer": {"lr": 1e-2}},
+        algorithm={"clip_low": 1e-4, "clip_high": 1e-4, "correction": {"weight": "token", "high": 2.0}},
+    )
+    rewards = [m["reward/mean"] for m in result.metrics]
+    assert sum(rewards[:3]) / 3 < 0.3
+    assert sum(rewards[-3:]) / 3 > 0.8
+    first = result.metrics[0]
+    assert 1e-4 < first["train/mismatch_mean_nats"] < 0.1
+    assert first["train/mismatch_share"] > 0.9
+    assert first["train/clip_frac"] == 0.0
