@@ -20,6 +20,7 @@ from unittest.mock import patch
 import whet.guard.watch
 import whet.loop
 import whet.models.kernels
+import whet.placement
 import whet.rollout.episode
 import whet.run
 import whet.shared
@@ -196,7 +197,7 @@ class Watcher:
             (whet.shared, "NativeEngine", ("max_batch", "max_context", "cache_mb")),
             (whet.shared, "HfEngine", ("max_context",)),
             (whet.shared, "Saver", ("background",)),
-            (whet.stages, "TorchEngine", ("cut", "max_skipped")),
+            (whet.placement, "TorchEngine", ("cut", "max_skipped")),
             (whet.training.profile, "schedule", ("warmup",)),
             (whet.stages, "play_groups", ("timeout_s", "pace", "retries")),
             (whet.stages, "Buffer", ("spare",)),

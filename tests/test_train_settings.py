@@ -82,7 +82,9 @@ def updates(step: int, *overrides: str) -> list[tuple[str, int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "update_policy", learner("policy"))
         patch.setattr(loop, "update_critic", learner("critic"))
-        run: Any = SimpleNamespace(cfg=cfg, plan=plan(cfg), name="main", step=step, policy=None, critic=learner)
+        run: Any = SimpleNamespace(
+            cfg=cfg, plan=plan(cfg), name="main", step=step, policy=None, critic=learner
+        )
         loop.update(run, ragged(3, groups=16))
     return seen
 

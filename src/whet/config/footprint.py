@@ -136,7 +136,9 @@ def _phases_along(plan: Plan, group: str, at: int) -> list[Phase]:
     return spread_phases(out, beside=_products(plan, out[0].model.setting, cuts=cuts) if out else {})
 
 
-def _products(plan: Plan, setting: Setting, *, sampled: Lengths | None = None, cuts: Sequence[Cut] = ()) -> Parts:
+def _products(
+    plan: Plan, setting: Setting, *, sampled: Lengths | None = None, cuts: Sequence[Cut] = ()
+) -> Parts:
     """What the library for products in half precision keeps on a CPU."""
     count = memory.products_bytes(setting, sampled=sampled, cuts=cuts) if plan.device == "cpu" else 0
     return {"products in half precision": count} if count else {}
@@ -196,7 +198,9 @@ def _replica_phases(plan: Plan) -> list[Phase]:
     eight = {IN_8_BITS: plan.quantized_bytes} if plan.quantized else {}
     held = {"policy": (plan.learns.base - gone) * size, **eight, "KV cache": cache}
     held |= _products(plan, _setting(plan), sampled=_lengths(plan))
-    start = [Phase("opening the engine", {**held, "policy": plan.learns.base * size})] if plan.quantized else []
+    start = (
+        [Phase("opening the engine", {**held, "policy": plan.learns.base * size})] if plan.quantized else []
+    )
     return [*start, Phase("sampling", {**held, "activations": sampling})]
 
 

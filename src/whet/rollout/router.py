@@ -113,6 +113,8 @@ class Router:
         """Replicas that are being ended; never cancelled, or they would live on."""
         self._wish = wish
         self._wished: Wish | None = None
+        self._refused: set[str] = set()
+        """Why those that were asked for last cannot be had, each reason once."""
         self._listener: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         """Set, and made anew, whenever a replica has come or will not come."""
@@ -248,6 +250,7 @@ class Router:
             {*self.replicas, *self._coming}, key=lambda name: (name not in self.replicas, number_of(name))
         )
         log.info("replicas asked for: %d; there are %d", wanted, len(there))
+        self._refused.clear()
         for name in there[wanted:]:
             if name in self.replicas:
                 self._spawn(self._go(name))
@@ -378,11 +381,14 @@ class Router:
         try:
             await self.join(await self._made(name))
         except Exception as error:  # noqa: BLE001  an engine is foreign code: it does not take the run with it
-            there = len(self.replicas)
-            log.warning(
-                "replica %s was asked for and cannot be had: %s: %s. The run goes on with %d; whet scale asks again",
-                name, type(error).__name__, error, there,
-            )  # fmt: skip
+            reason = f"{type(error).__name__}: {error}".replace(name, "it")
+            if reason not in self._refused:
+                self._refused.add(reason)
+                log.warning(
+                    "replica %s was asked for and cannot be had: %s. The run goes on with %d, without this one and all "
+                    "others that cannot be had for this reason; whet scale asks again",
+                    name, reason, len(self.replicas),
+                )  # fmt: skip
         else:
             log.info("replica %s has joined and serves version %d", name, self.target)
 
