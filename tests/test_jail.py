@@ -67,7 +67,7 @@ def nothing_is_left():
     before = below()
     yield
     assert eventually(lambda: below() <= before)
-    assert not daemons()
+    assert eventually(lambda: not daemons())
 
 
 @pytest.mark.parametrize("beast", hostile.ZOO, ids=lambda f: f.__name__)

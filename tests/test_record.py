@@ -203,12 +203,11 @@ import os, time
 from pathlib import Path
 from whet.track.files import RunLock
 lock = RunLock(Path({str(tmp_path)!r}))
-child = os.fork()
-if child == 0:
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
     os.close(1)
     time.sleep(60)
     os._exit(0)
-print(child, flush=True)
 time.sleep(60)
 """
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
