@@ -19,14 +19,6 @@ settings.load_profile("same")
 prepare(None, exact=True)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test` runs two files at once: a file stays whole, and only one of those that start Ray runs at a time."""
-    for item in items:
-        group = "ray" if item.path.stem.startswith("test_cluster") else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture(autouse=True)
 def _own_loggers() -> Iterator[None]:
     yield
