@@ -43,6 +43,7 @@ from whet.config.schema import Optimizer
 from whet.guard import stacks
 from whet.guard.processes import process
 from whet.models.mesh import Dims
+from whet.track.files import holder
 from whet.track.timeline import Timeline
 from whet.training.ranks import RankGroup, Ranks
 from whet.types import WhetError
@@ -236,9 +237,8 @@ def test_a_killed_explorer_is_replaced_under_its_name(address: str, tmp_path: Pa
     tree["train"]["steps"] = 40
     run = start(tmp_path, tree)
     log = tmp_path / "run/run.log"
-    until(lambda: len(explorers_of(tmp_path)) == 2, "two explorers", 300.0)
-    explorers = explorers_of(tmp_path)
-    os.kill(explorers[0][0], signal.SIGKILL)
+    until(lambda: explorers_of(tmp_path), "an explorer", 300.0)
+    os.kill(explorers_of(tmp_path)[0][0], signal.SIGKILL)
     until(lambda: re.search(r"explorer-\d lost: killed by SIGKILL", log.read_text()), "its end is seen", 60.0)
     lines = finish(run, tmp_path)
     assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 41))
@@ -248,11 +248,6 @@ def test_a_killed_explorer_is_replaced_under_its_name(address: str, tmp_path: Pa
 
 def explorers_of(folder: Path) -> list[tuple[int, int]]:
     """The explorers' processes that live: those that hold the locks of their folders."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if b"whet.cluster.explorer" in path.read_bytes():
-                found.append(process(int(path.parent.name)))
-        except OSError:
-            continue
+    held = [holder(folder / "run/explorers" / name) for name in ("explorer-0", "explorer-1")]
+    found = [process(pid) for pid, _ in filter(None, held)]
     return [who for who in found if who[1]]
