@@ -1,14 +1,14 @@
 """Random kills: SIGKILL and SIGSTOP over the processes of small runs, and what becomes of the runs.
 
-    python benchmarks/kills.py                              # 201 kills, 67 of each kind, into benchmarks/kills.json
+    python benchmarks/kills.py                              # 240 kills, 60 of each kind, into benchmarks/kills.json
     python benchmarks/kills.py --kind ranks --kills 20 --output /tmp/kills.json
 
-Three kinds: `ray` (a driver and two engine replicas in a Ray cluster), `apart` (a trainer and two explorers over
-SQLite), `ranks` (a driver and two trainer ranks). In a run one process after the other is hit, chosen, like the signal
+Four kinds: `ray` (a driver and two engine replicas in a Ray cluster), `apart` (a trainer and two explorers over SQLite,
+schedule free), `rounds` (the same, schedule fixed), `ranks` (a driver and two trainer ranks). In a run one process after the other is hit, chosen, like the signal
 and the moment, by the seed; the next is hit once the run has gone on for a step. What is killed and is not replaced by
 the run itself is started again by the same command. A process that was stopped gets SIGCONT after a while, if nobody
 watches over it; an engine or a rank is left to the run. After every run: nobody is left behind, every rollout is
-accounted for, no step is missing or done twice, and where the schedule is deterministic (ray, ranks) metrics.jsonl
+accounted for, no step is missing or done twice, and where the schedule is deterministic (all but apart) metrics.jsonl
 is, byte for byte, that of the run nobody touched.
 """
 
@@ -32,7 +32,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -60,7 +60,9 @@ def letters(response, task):
 """
 """With noise, which must come back when a step is repeated; slow, or the run would be over before it is hit."""
 
-Kind = Literal["ray", "apart", "ranks"]
+Kind = Literal["ray", "apart", "rounds", "ranks"]
+APART = ("apart", "rounds")
+"""Kinds with processes that live on by themselves."""
 Signal = Literal["SIGKILL", "SIGSTOP"]
 
 
@@ -102,7 +104,8 @@ class Hit:
     """What the run's own log or error said of it."""
 
 
-GOOD = ("recovered", "went on after SIGCONT", "ended, named it; resumed", "resumed by the same command")
+NAMED = "ended, named it; resumed"
+GOOD = ("recovered", "went on after SIGCONT", NAMED, "resumed by the same command")
 
 
 @dataclass
@@ -118,6 +121,8 @@ class Site:
     """After which a rank that says nothing is given up; an engine, after a quarter of it."""
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
     """In the environment of every process that is started here."""
+    keeper: Hit | None = None
+    """The last kill of a reward keeper: its process ends once it needs rewards again, while others may go on."""
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     known: set[tuple[int, int]] = field(default_factory=set)
     """All processes of it that were ever seen."""
@@ -135,7 +140,8 @@ class Site:
         elif self.kind == "ranks":
             given["train"] |= {"parallel": {"dp_shard": 2, "timeout_s": self.patience_s}}
         else:
-            given["rollout"] |= {"max_staleness": 2, "schedule": "free"}
+            schedule = {"schedule": "free"} if self.kind == "apart" else {}
+            given["rollout"] |= {"max_staleness": 2} | schedule
             given["buffer"] = {"url": f"sqlite:///{self.folder}/groups.db", "lease_s": 2.0}
             given["sync"] = {"timeout_s": WAIT_S}
         self.config.write_text(yaml.safe_dump(given))
@@ -146,7 +152,7 @@ class Site:
 
     @property
     def names(self) -> list[str]:
-        return ["trainer", "one", "two"] if self.kind == "apart" else ["driver"]
+        return ["trainer", "one", "two"] if self.kind in APART else ["driver"]
 
     def start(self, name: str) -> None:
         how = {"driver": [], "trainer": ["mode=train"]}.get(name, ["mode=explore", f"buffer.explorer={name}"])
@@ -234,6 +240,7 @@ def hit(site: Site, rng: random.Random) -> Hit | None:
     owner = next((n for n, p in site.running.items() if p.pid == who[0]), None)
     site.everyone()  # notes who belongs to it
     base, start = site.done, time.monotonic()
+    site.keeper = made if target == "reward-keeper" and name == "SIGKILL" else site.keeper
     with suppress(ProcessLookupError):
         os.kill(who[0], getattr(signal, name))
     try:
@@ -255,7 +262,7 @@ def hit(site: Site, rng: random.Random) -> Hit | None:
 
 def again(site: Site, name: str) -> None:
     """Start a process that has ended, once all that belonged to it have ended, too."""
-    if site.kind != "apart":  # there, others live on by themselves
+    if site.kind not in APART:
         until(lambda: not site.everyone(), "the end of what belonged to the dead", END_S)
     site.start(name)
 
@@ -283,6 +290,9 @@ def followed(site: Site, made: Hit, base: int) -> str | None:
 def judged(site: Site, made: Hit, name: str, code: int) -> str:
     """What it means that a process has ended by itself."""
     lines = [line for line in site.said(name).splitlines() if line.startswith("whet: ")]
+    if site.keeper not in (None, made) and lines and "guard the rewards" in lines[-1]:
+        site.keeper.outcome, site.keeper.said, site.keeper = NAMED, lines[-1], None
+        return made.outcome
     made.said = lines[-1][:300] if lines else site.said(name)[-300:]
     word = {
         "rank": r"rank \d+ of \d+ is stopped" if made.signal == "SIGSTOP" else r"rank \d+ of \d+ died",
@@ -291,7 +301,7 @@ def judged(site: Site, made: Hit, name: str, code: int) -> str:
         "reward-nursery": r"reward",
     }
     named = code == 1 and lines and re.search(word.get(made.target, "$^"), lines[-1])
-    return "ended, named it; resumed" if named else f"ENDED ({code}) without naming it"
+    return NAMED if named else f"ENDED ({code}) without naming it"
 
 
 # ---------------------------------------------------------------- a run
@@ -334,8 +344,8 @@ def faults(site: Site, unbroken: bytes | None) -> list[str]:
     if [line["step"] for line in lines if "train/loss" in line] != list(range(1, site.steps + 1)):
         found.append("steps are missing or double")
     found += [f"step {line['step']}: {line['ledger/pending_rollouts']:g} rollouts pending" for line in lines[-1:]
-              if site.kind != "apart" and line["ledger/pending_rollouts"]]  # fmt: skip
-    if site.kind == "apart":
+              if site.kind not in APART and line["ledger/pending_rollouts"]]  # fmt: skip
+    if site.kind in APART:
         found += store_faults(site)
     elif said := unbalanced(lines):
         found.append(said)
@@ -363,7 +373,7 @@ def store_faults(site: Site) -> list[str]:
     store = open_store(f"sqlite:///{site.folder}/groups.db", queue="kills/main", order="arrival")
     try:
         store.check()
-        trained = store.ledger()["trained"]
+        trained = store.ledger()["trained" if site.kind == "apart" else "delivered"]
     except WhetError as error:
         return [str(error)]
     finally:
@@ -463,16 +473,16 @@ def table(hits: list[Hit]) -> str:
 
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--kills", type=int, default=201, help="over all kinds")
+    ask.add_argument("--kills", type=int, default=240, help="over all kinds")
     ask.add_argument("--seed", type=int, default=1)
     ask.add_argument("--steps", type=int, default=60, help="of each run")
     ask.add_argument("--patience", type=float, default=16.0,
                      help="seconds until a silent rank is given up; an engine, after a quarter of it")  # fmt: skip
-    ask.add_argument("--kind", choices=["ray", "apart", "ranks"], action="append", help="default: all three")
+    ask.add_argument("--kind", choices=get_args(Kind), action="append", help="default: all")
     ask.add_argument("--output", type=Path, default=HERE / "kills.json", help="the report, once it is whole")
     ask.add_argument("--folder", type=Path, help="where the runs stand, and stay")
     given = ask.parse_args()
-    kinds: list[Kind] = given.kind or ["ray", "apart", "ranks"]
+    kinds: list[Kind] = given.kind or list(get_args(Kind))
     hits: list[Hit] = []
     wrong: list[str] = []
     start = time.monotonic()

@@ -205,7 +205,14 @@ def replicas(**sync: Any) -> dict[str, Any]:
     [
         ({"mode": "train", "buffer": {}}, r"buffer\.url: memory is in one process"),
         ({"mode": "explore", "run_dir": "runs/{time}"}, r"run_dir: \{time\} in it is another moment"),
-        ({"mode": "train", "rollout": {"group_size": 4}}, r"rollout\.schedule: with mode=train"),
+        (
+            {"mode": "train", "rollout": {}, "buffer": {"url": "files:///q", "order": "newest"}},
+            r"buffer\.order: has no effect: mode=train, rollout\.schedule=fixed: groups are trained on in the order",
+        ),
+        (
+            {"mode": "train", "rollout": {}, "buffer": {"url": "files:///q", "replay": {"queue": True}}},
+            r"buffer\.replay\.queue: with rollout\.schedule=fixed a step waits for its own tasks",
+        ),
         ({"mode": "explore", "buffer": {"url": "files:///q", "explorer": "a/b"}}, "becomes a folder's name"),
         ({"mode": "both"}, r"buffer\.url.* with mode=both one process explores and trains"),
         ({"mode": "train", "buffer": {"url": "files:///q", "explorer": "x"}}, "mode=train is no explorer"),

@@ -61,6 +61,8 @@ class Toy(SimpleNamespace):
     """What `loop.py` asks of a run."""
 
     sync_s, explored = 20.0, 0
+    rounds = None
+    explorers = SimpleNamespace(pop_again=list)
 
     def phase(self, name: str) -> Any:
         return nullcontext()

@@ -79,10 +79,9 @@ def test_the_other_styles_run_ahead_as_far_as_staleness_control_says(
 def test_processes_of_their_own_meet_in_the_database_of_the_buffer() -> None:
     at: dict[str, Json] = {f"{EXPERIENCES}.path": "sqlite:///gsm8k.db"}
     for mode in ("explore", "train"):
-        assert replies.queue(grpo(mode=mode, **at)) == {
-            "buffer.url": "sqlite:///gsm8k.db",
-            "buffer.order": "arrival",
-        }
+        assert replies.queue(grpo(mode=mode, **at)) == {"buffer.url": "sqlite:///gsm8k.db"}
+        by_trainer = grpo(mode=mode, **at, synchronizer__sync_style="trainer_driven")
+        assert replies.queue(by_trainer)["buffer.order"] == "arrival"
         sql = replies.queue(
             grpo(mode=mode, **{f"{EXPERIENCES}.storage_type": "sql", f"{EXPERIENCES}.path": "a.db"})
         )
@@ -90,7 +89,9 @@ def test_processes_of_their_own_meet_in_the_database_of_the_buffer() -> None:
         for elsewhere in ({}, {f"{EXPERIENCES}.path": "mysql://user@host/rows"}):
             with pytest.raises(Unbuilt, match=r"experience_buffer\.path"):
                 replies.queue(grpo(mode=mode, **elsewhere))
-        assert sync.ahead(grpo(mode=mode, synchronizer__sync_offset=1)) == {
+        assert sync.ahead(grpo(mode=mode, synchronizer__sync_offset=1)) == {"rollout.max_staleness": 1}
+        newest = {f"{EXPERIENCES}.storage_type": "sql"}
+        assert sync.ahead(grpo(mode=mode, synchronizer__sync_offset=1, **newest)) == {
             "rollout.schedule": "free",
             "rollout.partial": False,
             "rollout.max_staleness": 1,

@@ -61,6 +61,8 @@ async def explore_stage(shared: Shared, index: int, home: Path) -> None:
     cfg, name = shared.loaded.stages[index], shared.loaded.names[index]
     store = open_store(cfg.buffer.url, queue=queue_name(cfg, name), order=cfg.buffer.order)
     run = open_stage(shared, index, explores=True)
+    engine = run.engine
+    assert engine is not None
     shared.directory.timeline.at = name, 0
     queue = ExplorerQueue(
         store,
@@ -70,6 +72,7 @@ async def explore_stage(shared: Shared, index: int, home: Path) -> None:
         max_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_every - 1,
         spare=cfg.rollout.spare_tasks,
         lease_s=cfg.buffer.lease_s,
+        version=None if cfg.rollout.schedule == "free" else lambda: engine.version,
         **grouping(cfg, run.plan),
     )
     run.buffer = queue  # type: ignore[assignment]

@@ -34,10 +34,14 @@ class Explorers:
         """Go on asking, for `left` steps at most."""
         self.buffer.wanted = left * self.buffer.groups_per_step
         if self.asking is None:
-            self._play(self.again)
-            self.again = []
+            self._play(self.pop_again())
             self.asking = asyncio.create_task(self._ask(), name="whet-explorers")
             self.asking.add_done_callback(self._ended)
+
+    def pop_again(self) -> list[Task]:
+        """What was under way when the checkpoint was written, once."""
+        again, self.again = self.again, []
+        return again
 
     async def give_up(self, version: int) -> None:
         """End what would be too old for a trainer at `version`."""

@@ -17,6 +17,7 @@ from whet.algos.demonstration import without_experts
 from whet.algos.groups import with_baseline
 from whet.algos.preference import kl_zero
 from whet.batch import Batch, pack
+from whet.buffer.rounds import Rounds
 from whet.evaluate import accuracy, evaluate
 from whet.held_out import held_out
 from whet.placement import Jobs, at_once
@@ -46,6 +47,12 @@ def draw(run: Run, n: int) -> list[Task]:
 
 async def explore(run: Run, tasks: list[Task]) -> None:
     """A group of rollouts of each task, scored, into the buffer."""
+    groups = await (play(run, tasks) if run.rounds is None else played_elsewhere(run, run.rounds, tasks))
+    await run.buffer.put(groups, asked=len(tasks))  # keeps what can be trained on, books the rest
+
+
+async def play(run: Run, tasks: list[Task]) -> list[Group]:
+    """A group of rollouts of each task, scored."""
     with run.exploring("generate"):
         groups = await run.play(tasks)  # groups of G rollouts, token-exact; each rollout has its deadline
     with run.exploring("score"):
@@ -53,7 +60,16 @@ async def explore(run: Run, tasks: list[Task]) -> None:
     run.judged(groups)
     if "baseline" in run.algorithm.needs:
         groups = await against_greedy(run, groups)
-    await run.buffer.put(groups, asked=len(tasks))  # keeps what can be trained on, books the rest
+    return groups
+
+
+async def played_elsewhere(run: Run, rounds: Rounds, tasks: list[Task]) -> list[Group]:
+    """The same, by explorers in processes of their own, which follow the trainer's weights."""
+    assert run.engine is not None
+    asked = rounds.play(tasks, run.engine.version, stopping=run.may_stop)
+    groups = await run.wait(asked, "the explorers' groups", timeout_s=run.longest_group_s)
+    run.judged(groups)
+    return groups
 
 
 async def against_greedy(run: Run, groups: list[Group]) -> list[Group]:
@@ -204,20 +220,22 @@ async def free(run: Run) -> Metrics:
 
 
 async def train_only(run: Run) -> Metrics:
-    """Explorers are processes of their own and put groups into the store; see `apart`."""
+    """Explorers are processes of their own and put groups into the store whenever there is room; see `apart`."""
     return await train_step(run)
 
 
 async def fill(run: Run, steps: int) -> None:
     """Explore until so many steps' worth of groups wait, and not one more."""
-    explore = explore_step if run.algorithm.kind == "online" else read_step
+    ask = explore_step if run.algorithm.kind == "online" else read_step
     run.buffer.begin(run.policy.version)
+    if under_way := run.explorers.pop_again():
+        await explore(run, under_way)
     goal = (steps - 1) * run.buffer.groups_per_step + run.buffer.fresh_per_step
     asked = 0
     while run.buffer.there < goal:
         if asked >= (1 + run.cfg.algorithm.max_refills) * steps * run.buffer.groups_per_step:
             raise unfilled(run, asked)
-        asked += await explore(run, min(run.plan.tasks_per_step, goal - run.buffer.there))
+        asked += await ask(run, min(run.plan.tasks_per_step, goal - run.buffer.there))
 
 
 def unfilled(run: Run, asked: int) -> WhetError:

@@ -23,6 +23,7 @@ from whet.algos.recipes import Algorithm
 from whet.batch import Batch
 from whet.buffer.buffer import Buffer
 from whet.buffer.queue import TrainerQueue
+from whet.buffer.rounds import Rounds
 from whet.config.plan import Plan
 from whet.config.schema import Config
 from whet.data.experts import Experts
@@ -121,6 +122,10 @@ class Run:
     """They ask by themselves where the schedule is free."""
     out: Publisher | None = None
     """Where explorers in processes of their own get the weights from."""
+    rounds: Rounds | None = None
+    """Who plays tasks where explorers are processes of their own and the schedule is fixed."""
+    moving: bool = False
+    """The weights of the step at hand are not those of the last one, nor yet a version of their own."""
     explored_at_sync: int = 0
     """`explored` at the last weight sync."""
     step: int = 0
@@ -167,7 +172,8 @@ class Run:
     @property
     def samples_older(self) -> bool:
         """Rollouts may come from weights of before the step at hand."""
-        return self.sampler is not None or self.out is not None or self.buffer.replay is not None
+        in_turn = self.plan.mode == "alternate" and self.sampler is None
+        return not in_turn or self.buffer.replay is not None
 
     @property
     def recompute_old(self) -> bool:
@@ -294,12 +300,13 @@ class Run:
         if beside is None:
             yield
             return
-        exploring = asyncio.ensure_future(beside)
+        exploring, self.moving = asyncio.ensure_future(beside), True
         try:
             yield
             await exploring
         finally:
             exploring.cancel()
+            self.moving = False
 
     async def work(self, job: Callable[[], T]) -> T:
         """The result of what computes for long: here, or in a thread where rollouts are sampled meanwhile."""
@@ -315,10 +322,15 @@ class Run:
         if self.hands is not None:
             self.hands.shutdown()
 
+    def may_stop(self) -> bool:
+        """Somebody asked to stop, and what there is now may be saved."""
+        return self.stopping and not self.moving
+
     def tell(self, name: str, version: int) -> None:
         """Leave a word for explorers in processes of their own."""
-        if isinstance(self.buffer, TrainerQueue):
-            self.buffer.store.note(name, version)
+        for end in (self.buffer, self.rounds):
+            if isinstance(end, TrainerQueue | Rounds):
+                end.store.note(name, version)
 
     def judged(self, groups: list[Group]) -> None:
         """Scored groups: too many failures end the run. Where groups come one by one, they are judged by the step."""
@@ -507,6 +519,7 @@ class Run:
             "tasks": self.tasks.state(),
             "experts": self.experts.stream.state() if self.experts else None,
             "buffer": self.buffer.state(),
+            "rounds": self.rounds.state() if self.rounds else None,
             "ledger": self.ledger.state(),
             "config": self.fingerprint,
         }
@@ -524,5 +537,7 @@ class Run:
         self.tasks.restore(state["tasks"])
         if self.experts is not None:
             self.experts.stream.restore(state["experts"])
+        if self.rounds is not None:
+            self.rounds.restore(state["rounds"])
         self.explorers.again = self.buffer.restore(state["buffer"], state["sampler_version"])
         self.ledger = self.buffer.ledger = Ledger.from_state(state["ledger"])

@@ -20,6 +20,7 @@ from whet.buffer.buffer import Buffer
 from whet.buffer.priority import priority
 from whet.buffer.queue import TrainerQueue
 from whet.buffer.replay import Replay
+from whet.buffer.rounds import Rounds
 from whet.buffer.stores import open_store
 from whet.config.evaluation import Asked, evaluates, judges
 from whet.config.mixing import experts_per_step
@@ -55,7 +56,7 @@ from whet.run import Run, StopFlag
 from whet.shared import Shared, decoder_of, end_tokens
 from whet.sync.exchange import Publisher, publisher_of
 from whet.sync.files import Files
-from whet.sync.weights import hand_over, sync
+from whet.sync.weights import sync
 from whet.track.timeline import OPEN_STAGE, START_UP, STEPS, Kind
 from whet.training.cut import Cut
 from whet.training.profile import Profiler
@@ -113,7 +114,9 @@ async def run_stage(shared: Shared, index: int, *, start: Path | None, state: Js
     if start is None or run.sampler is None:
         first = sync(run.policy, run.engine, through=run.sampler, out=run.out)
     else:
-        first = hand_over(run.sampler, run.engine)  # it stands at the last sync, the policy has moved on
+        first = sync(
+            run.sampler, run.engine, out=run.out
+        )  # it stands at the last sync, the policy has moved on
     await run.wait(first, "the first weight sync", timeout_s=run.sync_s)
     run.tell("began", run.policy.version)
     try:
@@ -221,12 +224,21 @@ def open_stage(shared: Shared, index: int, *, explores: bool = False) -> Run:
         fingerprint=fingerprint(shared.loaded.as_given),
         kl_coef=algorithm.kl_coef,
     )
-    if plan.mode == "train":
-        run.out = _publisher(cfg, shared.directory.path)
+    if cfg.mode == "train" and algorithm.kind == "online":
+        _meet_explorers(run)
     run.explorers = Explorers(run.buffer, partial(draw, run), partial(explore, run))
     policy.version = shared.version
     _join(run, shared, trains=trains)
     return run
+
+
+def _meet_explorers(run: Run) -> None:
+    """Where explorers in processes of their own get weights from, and, with a fixed schedule, are asked."""
+    cfg = run.cfg
+    run.out = _publisher(cfg, run.directory.path)
+    if run.plan.mode != "train":
+        store = open_store(cfg.buffer.url, queue=queue_name(cfg, run.name), order=cfg.buffer.order)
+        run.rounds = Rounds(store)
 
 
 def _profiler(shared: Shared, cfg: Config, name: str, *, ranks: Mapping[str, Ranks]) -> Profiler:

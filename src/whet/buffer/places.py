@@ -37,6 +37,9 @@ Order = Literal["arrival", "newest", "task"]
 
 ORDERS: tuple[Order, ...] = ("arrival", "newest", "task")
 FORMAT = 2
+ROUND = "round"
+"""The note of the round that is open: its first task, the one after its last, the version that plays it."""
+NO_ROUND = (0, 0, None)
 HELD = ("asked", "waiting", "taken")
 """States that keep a place from being asked for."""
 
@@ -110,11 +113,22 @@ class Places:
     # ------------------------------------------------------------ explorers
 
     def reserve(
-        self, owner: str, at_most: int, *, capacity: int, rollouts: int, now: float, until: float
+        self,
+        owner: str,
+        at_most: int,
+        *,
+        capacity: int,
+        rollouts: int,
+        now: float,
+        until: float,
+        version: int | None = None,
     ) -> list[int]:
-        """Places to play now: first those of explorers whose lease is over, then new ones while there is room."""
+        """Places to play now: first those of explorers whose lease is over, then new ones while there is room. With a
+        version: those of the round that asks it, of which every explorer has its share at most under way."""
         for other in [o for o, end in self.leases.items() if end < now and o != owner]:
             self.release(other)
+        if version is not None:
+            at_most, capacity = self._in_round(owner, at_most, version=version, until=until)
         again: list[int] = []
         while self.returned and len(again) < at_most:
             uid = heapq.heappop(self.returned)
@@ -132,6 +146,24 @@ class Places:
             self.leases[owner] = until
             self.edits += 1
         return out
+
+    def _in_round(self, owner: str, at_most: int, *, version: int, until: float) -> tuple[int, int]:
+        """(most places for `owner` now, capacity) in the round that is open."""
+        if owner not in self.leases:  # counts as one who shares
+            self.leases[owner] = until
+            self.edits += 1
+        first, upto, wanted = self.notes.get(ROUND, NO_ROUND)
+        if version != wanted:
+            return 0, self.held
+        share = -(-(upto - first) // len(self.leases))
+        return max(0, min(at_most, share - len(self.owned.get(owner, ())))), self.held + upto - self.next_uid
+
+    def begin_round(self, first: int, upto: int, *, version: int) -> None:
+        """Tasks from `first` to below `upto` are for explorers that have this version of the weights. A round that was
+        begun before, by a trainer that has gone back to a checkpoint since, stays as it is."""
+        if upto > self.notes.get(ROUND, NO_ROUND)[1]:
+            self.notes[ROUND] = [first, upto, version]
+            self.edits += 1
 
     def renew(self, owner: str, *, until: float) -> int:
         """The explorer lives. Returns how many places are its own: 0 tells it that it had been given up."""
@@ -265,8 +297,8 @@ class Places:
         return len(uids)
 
     def end(self, delivery: int, *, ends: Json) -> int:
-        """Gathered places end: [uid, account of its rollouts] each, 'trained' or 'rejected/REASON'. Their groups stay
-        until `done`. What has ended before stays as it was booked. Returns how many ended now."""
+        """Gathered places end: [uid, account of its rollouts] each, 'trained', 'delivered' or 'rejected/REASON'. Their
+        groups stay until `done`. What has ended before stays as it was booked. Returns how many ended now."""
         now = [(u, account) for u, account in ends if u in self.open and self.open[u].state == "taken"]
         for uid, account in now:
             self.open[uid].state = "trained"
@@ -381,5 +413,6 @@ _COMMANDS: dict[str, Callable[..., Json]] = {
     "end": Places.end,
     "trained": Places.trained,
     "done": Places.done,
+    "begin_round": Places.begin_round,
     "note": Places.note,
 }

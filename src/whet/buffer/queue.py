@@ -180,11 +180,15 @@ class ExplorerQueue:
         lease_s: float,
         reject: Reject,
         refine: Refine = as_it_is,
+        version: Callable[[], int] | None = None,
     ) -> None:
+        """version: of the weights, where tasks are asked in rounds. Then groups are handed over as they were played,
+        and the trainer sorts them out."""
         self.store, self.owner, self.lease_s = store, owner, lease_s
         self.groups_per_step, self.group_size = groups_per_step, group_size
         self.capacity = (max_staleness + 1) * groups_per_step + spare
         self.reject, self.refine = reject, refine
+        self.version = version
         self.reserved: list[int] = []
         """Tasks that there was room for at the last `room`."""
         self.wanted: int | None = None
@@ -194,16 +198,18 @@ class ExplorerQueue:
 
     async def room(self, at_most: int) -> int:
         """Wait for room in the store, over all explorers."""
-        reserve = partial(
-            self.store.reserve,
+        self.reserved = await until(partial(self._reserve, at_most))
+        return len(self.reserved)
+
+    def _reserve(self, at_most: int) -> list[int]:
+        return self.store.reserve(
             self.owner,
             at_most,
             capacity=self.capacity,
             rollouts=self.group_size,
             lease_s=self.lease_s,
+            version=self.version() if self.version else None,
         )
-        self.reserved = await until(reserve)
-        return len(self.reserved)
 
     def draw(self, n: int, at: Callable[[int], Task]) -> list[Task]:
         """The tasks reserved last. at: the task of a number."""
@@ -214,10 +220,13 @@ class ExplorerQueue:
         """Hand over what became of tasks; the rest is booked there with its reason."""
         scored = []
         for group in groups:
-            kept, left = sorted_out(group, refine=self.refine, reject=self.reject)
+            kept, left = (group, {}) if self.version else self._sorted_out(group)
             scored.append(Scored(group.task.uid, kept, left))
         await asyncio.to_thread(self.store.put, scored)
         self.count += len(groups)
+
+    def _sorted_out(self, group: Group) -> tuple[Group | None, dict[str, int]]:
+        return sorted_out(group, refine=self.refine, reject=self.reject)
 
     def fail(self, error: BaseException) -> None:
         """Nothing comes any more."""

@@ -81,14 +81,26 @@ class Store:
 
     # ------------------------------------------------------------ explorers
 
-    def reserve(self, owner: str, at_most: int, *, capacity: int, rollouts: int, lease_s: float) -> list[int]:
+    def reserve(
+        self,
+        owner: str,
+        at_most: int,
+        *,
+        capacity: int,
+        rollouts: int,
+        lease_s: float,
+        version: int | None = None,
+    ) -> list[int]:
         """uids of up to `at_most` tasks that `owner` shall now play, `rollouts` each; [] while there is no room.
 
         capacity: places that may be asked, waiting or in training, over all explorers: the staleness bound.
         lease_s: without `renew` for so long, the tasks are asked of others.
+        version: of the owner's weights, where tasks are asked in rounds: in place of `capacity`.
         """
         now = self._clock()
         size = {"capacity": capacity, "rollouts": rollouts}
+        if version is not None:
+            size["version"] = version
         return list(
             self._do(
                 "reserve", {"owner": owner, "at_most": at_most, **size, "now": now, "until": now + lease_s}
@@ -112,6 +124,10 @@ class Store:
         return list(self._do("put", {"puts": puts}, data))
 
     # ------------------------------------------------------------ the trainer
+
+    def begin_round(self, first: int, upto: int, *, version: int) -> None:
+        """Tasks with these uids (`upto` is not among them) are for explorers that have this version of the weights."""
+        self._do("begin_round", {"first": first, "upto": upto, "version": version})
 
     def take(self, n: int, *, step: int, oldest: int = 0) -> list[Group]:
         """The `n` groups of a step, or [] while there are fewer; asked again for a step: the same groups again.
@@ -137,7 +153,8 @@ class Store:
         )
 
     def end(self, delivery: int, ends: Sequence[tuple[int, str]]) -> int:
-        """Gathered tasks by uid that ended, 'trained' or 'rejected/REASON': their room is free."""
+        """Gathered tasks by uid that ended, 'trained', 'delivered' or 'rejected/REASON': their room is
+        free."""
         return int(self._do("end", {"delivery": delivery, "ends": [list(end) for end in ends]}))
 
     def _groups(self, command: Json) -> list[Group] | None:

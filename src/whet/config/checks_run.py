@@ -70,7 +70,7 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
 def _replay(cfg: Config) -> Iterator[tuple[str, str]]:
     replay, free = cfg.buffer.replay, cfg.rollout.schedule == "free"
     if replay.queue:
-        if cfg.mode == "both" and not free:
+        if not free:
             yield (
                 "buffer.replay.queue",
                 "with rollout.schedule=fixed a step waits for its own tasks, so nothing can be drawn before they are "
@@ -85,11 +85,11 @@ def _replay(cfg: Config) -> Iterator[tuple[str, str]]:
             yield "algorithm.refill", "with buffer.replay.queue=true a step is always full; leave copy out"
         return
     ahead = cfg.rollout.max_staleness and not free
-    if replay.share and (ahead or cfg.mode != "both"):
+    if replay.share and (ahead or (free and cfg.mode != "both")):
         yield (
             "buffer.replay.share",
-            "what is drawn again is known once the step before is done, so it goes with mode=both and "
-            "rollout.max_staleness=0 or rollout.schedule=free",
+            "what is drawn again is known once the step before is done, so it goes with rollout.max_staleness=0, or "
+            "mode=both and rollout.schedule=free",
         )
     if replay.share and replay.cooldown_steps is None:
         yield (
@@ -272,10 +272,11 @@ def _apart(cfg: Config) -> Iterator[tuple[str, str]]:
             f"{masked_url(cfg.buffer.url)!r} is not a store; give sqlite:///PATH, files:///PATH or "
             "postgresql://USER@HOST/DATABASE (four slashes before a path from the root)",
         )
-    if cfg.rollout.schedule != "free":
-        yield "rollout.schedule", f"with mode={cfg.mode} explorers and trainer go on by themselves; set free"
-    if resolve(cfg.algorithm).refill == "copy":
-        yield "algorithm.refill", "copy needs explorers and trainer in one process (mode=both)"
+    if resolve(cfg.algorithm).refill == "copy" and cfg.rollout.schedule == "free":
+        yield (
+            "algorithm.refill",
+            "copy needs to know a step's tasks: set rollout.schedule=fixed, or mode=both",
+        )
     if not re.fullmatch(r"\w[\w.-]*", cfg.buffer.explorer):
         yield (
             "buffer.explorer",

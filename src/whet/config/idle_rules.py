@@ -167,9 +167,14 @@ SAMPLING = (
         "rollout.schedule={cfg.rollout.schedule}: a step waits for its rollouts",
     ),
     Rule(
-        under("buffer", "url", "order", "lease_s"),
+        under("buffer", "url", "lease_s"),
         {"not": {"key": "mode", "is": "both"}},
         "with mode=both one process explores and trains",
+    ),
+    Rule(
+        ("buffer.order",),
+        {"all": [{"not": {"key": "mode", "is": "both"}}, {"key": "rollout.schedule", "is": "free"}]},
+        "mode={cfg.mode}, rollout.schedule={cfg.rollout.schedule}: groups are trained on in the order of their tasks",
     ),
     Rule(
         under("sync", "method", "content", "dtype", "timeout_s"),

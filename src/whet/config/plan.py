@@ -147,8 +147,7 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
         saves_parts=cfg.checkpoint.sharded or cfg.checkpoint.background,
         ranks_apart=cfg.cluster.ranks,
         quantized=cfg.rollout.quantization is not None,
-        samples_apart=cfg.mode == "both"
-        and (cfg.rollout.sync_every > 1 or mode_of(cfg, algorithm.kind) != "alternate"),
+        samples_apart=_samples_apart(cfg, mode_of(cfg, algorithm.kind)),
         threads=cfg.machine.threads or cores(),
         shape=size,
         lora=cfg.model.lora,
@@ -171,11 +170,16 @@ def mode_of(cfg: Config, kind: str) -> Literal["alternate", "overlap", "free", "
     """How exploring and training take turns: a function of loop.MODES. kind: of the algorithm."""
     if kind != "online" or cfg.mode == "bench":
         return "alternate"
-    if cfg.mode != "both":
+    if cfg.mode == "explore" or cfg.rollout.schedule == "free":
         return "train" if cfg.mode == "train" else "free"
-    if cfg.rollout.schedule == "free":
-        return "free"
     return "overlap" if cfg.rollout.max_staleness else "alternate"
+
+
+def _samples_apart(cfg: Config, mode: str) -> bool:
+    """Whether this process keeps the weights of the last sync beside those that are trained."""
+    if cfg.mode == "both":
+        return cfg.rollout.sync_every > 1 or mode != "alternate"
+    return cfg.mode == "train" and cfg.rollout.sync_every > 1 and mode in ("alternate", "overlap")
 
 
 def _begins_as_base(cfg: Config) -> bool:

@@ -96,7 +96,7 @@ def queue(values: Values) -> Mapping[str, Json]:
         return {}
     storage, path = values[f"{EXPERIENCES}.storage_type"], text(values, f"{EXPERIENCES}.path")
     if values["mode"] in ("train", "explore"):
-        return _store(str(values["mode"]), str(storage), path)
+        return _store(str(values["mode"]), str(storage), path, rounds=in_rounds(values))
     if storage == "sql":
         raise Unbuilt(
             f"{EXPERIENCES}.storage_type: sql is coming, not built yet, with mode: both; here: queue, in "
@@ -113,7 +113,14 @@ def queue(values: Values) -> Mapping[str, Json]:
     return {"track.rollouts_dir": str(Path(plain).with_suffix(""))}
 
 
-def _store(mode: str, storage: str, path: str | None) -> dict[str, Json]:
+def in_rounds(values: Values) -> bool:
+    """Explorers go in step with the trainer: the step says which version of the weights plays which task. Not where a
+    step takes what happens to be newest, or of the highest priority."""
+    used = values[f"{EXPERIENCES}.replay_buffer.enable"] or values[f"{EXPERIENCES}.storage_type"] == "sql"
+    return values["synchronizer.sync_style"] == "fixed" and not used
+
+
+def _store(mode: str, storage: str, path: str | None, *, rounds: bool) -> dict[str, Json]:
     """sql gives the newest rows that nobody has read, a queue the oldest."""
     orders = {"queue": "arrival", "sql": "newest"}
     known_as(storage, orders, key=f"{EXPERIENCES}.storage_type")
@@ -127,10 +134,8 @@ def _store(mode: str, storage: str, path: str | None) -> dict[str, Json]:
     known_as(
         scheme, dict.fromkeys(("sqlite", "postgresql", "files")), key=f"{EXPERIENCES}.path", coming=("mysql",)
     )
-    return {
-        "buffer.url": path if "://" in path else f"sqlite:///{path}",
-        "buffer.order": orders[storage],
-    }
+    order: dict[str, Json] = {} if rounds else {"buffer.order": orders[storage]}
+    return order | {"buffer.url": path if "://" in path else f"sqlite:///{path}"}
 
 
 def template(values: Values) -> str | None:

@@ -8,6 +8,7 @@ from whet.config.dialects.key import Key, Unbuilt, Values, derived, translated
 from whet.config.dialects.trinity_data import apart
 from whet.config.dialects.trinity_mix import bound
 from whet.config.dialects.trinity_presets import online
+from whet.config.dialects.trinity_replies import in_rounds
 from whet.config.dialects.trinity_values import count, known_as, section
 from whet.types import ConfigError, Json
 
@@ -35,10 +36,8 @@ def ahead(values: Values) -> Mapping[str, Json]:
     if not online(values):
         return {}
     if style == "fixed":
-        free: dict[str, Json] = (
-            {"rollout.schedule": "free", "rollout.partial": False} if apart(values) else {}
-        )
-        return free | {"rollout.max_staleness": offset}
+        free: dict[str, Json] = {"rollout.schedule": "free", "rollout.partial": False}
+        return (free if apart(values) and not in_rounds(values) else {}) | {"rollout.max_staleness": offset}
     if offset:
         raise ConfigError(
             f"synchronizer.sync_offset: {offset} has no meaning with sync_style: {style}; write 0."
@@ -85,8 +84,8 @@ def sync_interval(values: Values) -> Mapping[str, Json]:
 
 
 _ASYNC = (
-    "fixed: exploring is sync_offset steps ahead, and where explorers are processes of their own no rollout is older "
-    "than there, but who is faster says which version plays which task. The others: as far ahead as sample_strategy "
+    "fixed: exploring is sync_offset steps ahead; with a replay buffer or storage_type sql who is faster says which "
+    "version plays which task, and no rollout is older than there. The others: as far ahead as sample_strategy "
     "staleness_control allows (max_staleness - sync_interval), without it sync_interval steps, where there only the "
     "queue is a bound; whose steps count is sync.driven_by; fully_async lets rollouts in flight go on under new weights"
 )

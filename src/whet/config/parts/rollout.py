@@ -63,9 +63,10 @@ class Rollout(Section):
     so many later steps are sampled while a step is trained, by a policy that is up to as many versions older (with
     sync_every: as many more), so think of algorithm.correction. Needs memory for a second copy of the weights."""
     schedule: Literal["fixed", "free"] = "fixed"
-    """fixed: which weights sample which task follows from the step alone, so the run is the same on every machine and
-    after every resume; a step waits for its slowest rollout. free: every task is asked as soon as there is room and a
-    step takes the groups that are finished first; what would be older than max_staleness is given up and booked."""
+    """fixed: which weights sample which task follows from the step alone, so the run is the same on every machine,
+    after every resume and with explorers apart; a step waits for its slowest rollout. free: every task is asked as soon
+    as there is room and a step takes the groups that are finished first; what would be older than max_staleness is
+    given up and booked."""
     partial: bool = True
     """schedule=free: at a weight sync, rollouts in flight go on under the new weights, each token with its version.
     false: they are finished under the old ones first."""

@@ -1,0 +1,77 @@
+"""A fixed schedule over processes: the trainer asks explorers elsewhere in rounds, each of one version of the weights.
+
+The trainer's loop is the one of a single process, with its buffer; only who plays a task is another. A round is open
+until all its groups are there, and new weights wait for that, so which weights play which task follows from the step
+alone. Explorers share the tasks of a round among them, and whoever plays one, the group is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from whet.buffer.queue import POLL_S
+from whet.buffer.stores import Store
+from whet.types import Group, Json, Stopped, Task, WhetError
+
+DELIVERED = "delivered"
+"""The store's account of rollouts that the trainer has; what becomes of them is in the trainer's own."""
+
+
+class Rounds:
+    """The trainer's end of a store. After a kill what was delivered since the checkpoint is delivered again."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.count = 0
+        """Rounds that are delivered."""
+        self.saved: int | None = None
+        """`count` in the newest checkpoint; the one before it is surely on the disk."""
+
+    async def play(
+        self, tasks: Sequence[Task], version: int, *, stopping: Callable[[], bool] = lambda: False
+    ) -> list[Group]:
+        """The groups of tasks that follow one another, scored, played by weights of this version. Raises Stopped once
+        nobody waits for them any more (`stopping`): they may be asked again as they were."""
+        first, upto = tasks[0].uid, tasks[-1].uid + 1
+        await asyncio.to_thread(self.store.begin_round, first, upto, version=version)
+        while (groups := await asyncio.to_thread(self._delivered, len(tasks))) is None:
+            if stopping():
+                raise Stopped
+            await asyncio.sleep(POLL_S)
+        groups.sort(key=lambda group: group.task.uid)
+        _check(groups, tasks, version)
+        self.count += 1
+        return groups
+
+    def _delivered(self, n: int) -> list[Group] | None:
+        delivery = self.count + 1
+        groups = self.store.gather(n, delivery=delivery)
+        if groups is not None:
+            self.store.end(delivery, [(group.task.uid, DELIVERED) for group in groups])
+        return groups
+
+    def state(self) -> Json:
+        """For the checkpoint."""
+        if self.saved is not None:
+            self.store.done(self.saved)
+        self.saved = self.count
+        return {"count": self.count}
+
+    def restore(self, state: Json) -> None:
+        """Go on after those rounds."""
+        self.count = self.saved = state["count"]
+        self.store.done(self.count)
+
+
+def _check(groups: Sequence[Group], tasks: Sequence[Task], version: int) -> None:
+    """WhetError unless these are the tasks, played by these weights."""
+    played = {v for group in groups for rollout in group.rollouts for v in rollout.versions if v >= 0}
+    found = [group.task for group in groups]
+    if found != list(tasks) or played - {version}:
+        uids = [task.uid for task in found]
+        raise WhetError(
+            f"tasks {tasks[0].uid} to {tasks[-1].uid} were asked of weights version {version}, but buffer.url has "
+            f"tasks {min(uids)} to {max(uids)} of versions {sorted(played)}: what is in it is another run's, or the "
+            "data have changed; start anew with an empty store"
+        )

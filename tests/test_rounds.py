@@ -1,0 +1,205 @@
+"""A fixed schedule over processes: explorers and trainer apart do, bit for bit, what one process does."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+import whet
+from test_apart import Processes, tree
+from whet.buffer.queue import ExplorerQueue
+from whet.buffer.rounds import Rounds
+from whet.buffer.stores import Scored, Store, open_store
+from whet.types import Group, Rollout, Stopped, Task, WhetError
+
+STEPS = 12
+TASKS = [Task(uid=uid, source="a", prompt=f"t{uid}") for uid in range(20)]
+
+
+def group(uid: int, *, version: int = 0, error: str | None = None) -> Group:
+    task = TASKS[uid]
+    given: dict[str, Any] = {
+        "mask": [1],
+        "logprobs": [-0.5],
+        "sample_logprobs": [-0.5],
+        "versions": [version],
+        "finish_reason": "stop",
+    }
+    return Group(
+        task, tuple(Rollout(task=task, index=i, token_ids=[5], error=error, **given) for i in (0, 1))
+    )
+
+
+def queue(url: str = "memory") -> Store:
+    return open_store(url, queue="a/main", order="arrival")
+
+
+def ask(store: Store, owner: str, at_most: int, version: int) -> list[int]:
+    return store.reserve(owner, at_most, capacity=1, rollouts=2, lease_s=60.0, version=version)
+
+
+def test_a_round_is_for_who_has_its_weights_and_is_shared() -> None:
+    store = queue()
+    assert ask(store, "one", 9, 0) == [], "no round is open"
+    assert ask(store, "two", 9, 0) == []
+    store.begin_round(0, 6, version=0)
+    assert ask(store, "one", 9, 1) == [], "other weights"
+    assert ask(store, "one", 9, 0) == [0, 1, 2], "its share"
+    assert ask(store, "one", 9, 0) == []
+    assert ask(store, "two", 2, 0) == [3, 4]
+    store.put([Scored(uid, group(uid)) for uid in (0, 1, 2)])
+    assert ask(store, "one", 9, 0) == [5], "who is done helps"
+    assert store.release("two") == 2
+    assert ask(store, "one", 9, 0) == [3, 4], "who is alone has it all"
+    store.check()
+
+
+def test_a_round_is_delivered_whole_and_again_after_a_kill(tmp_path: Path) -> None:
+    """A trainer that went back to its checkpoint gets the same rounds, and begins none that is there already."""
+    store = queue(f"sqlite:///{tmp_path}/q.db")
+    rounds = Rounds(store)
+
+    async def played(end: Rounds, uids: range, version: int) -> list[int]:
+        got = await asyncio.wait_for(end.play([TASKS[u] for u in uids], version), 20)
+        return [g.task.uid for g in got]
+
+    async def both(uids: range, version: int) -> list[int]:
+        asking = asyncio.ensure_future(played(rounds, uids, version))
+        while not (mine := ask(store, "one", 9, version)):
+            await asyncio.sleep(0.01)
+        for uid in reversed(mine):
+            failed = "timeout: 3 s" if uid == 1 else None
+            store.put([Scored(uid, group(uid, version=version, error=failed))])
+        return await asking
+
+    assert asyncio.run(both(range(3), 0)) == [0, 1, 2], "failed ones, too, in the order of their tasks"
+    state = rounds.state()
+    assert asyncio.run(both(range(3, 5), 1)) == [3, 4]
+    assert store.ledger() == {"asked": 10, "delivered": 10, "pending": 0}
+    rounds = Rounds(store)
+    rounds.restore(state)
+    assert asyncio.run(played(rounds, range(3, 5), 1)) == [3, 4], "from the store"
+    assert ask(store, "one", 9, 1) == []
+    assert asyncio.run(both(range(5, 6), 2)) == [5]
+    for _ in range(2):
+        state = rounds.state()
+    rounds = Rounds(store)
+    rounds.restore(state | {"count": 1})
+    with pytest.raises(WhetError, match="resume from that checkpoint"):
+        asyncio.run(played(rounds, range(3, 5), 1))
+
+
+def test_what_another_run_left_in_the_store_is_refused() -> None:
+    store = queue()
+    store.begin_round(0, 2, version=7)
+    store.put([Scored(uid, group(uid, version=7)) for uid in ask(store, "one", 9, 7)])
+    with pytest.raises(WhetError, match=r"tasks 0 to 1 were asked of weights version 0.*of versions \[7\]"):
+        asyncio.run(Rounds(store).play(TASKS[:2], 0))
+
+
+def test_nobody_waits_for_a_round_once_a_stop_is_asked() -> None:
+    with pytest.raises(Stopped):
+        asyncio.run(Rounds(queue()).play(TASKS[:2], 0, stopping=lambda: True))
+
+
+def test_explorers_of_rounds_hand_over_what_they_played() -> None:
+    """Nothing is sorted out by an explorer: the trainer does that, as if it had played itself."""
+    store, version = queue(), [0]
+    end = ExplorerQueue(
+        store,
+        owner="one",
+        groups_per_step=2,
+        group_size=2,
+        max_staleness=0,
+        spare=0,
+        lease_s=60.0,
+        reject=lambda _: "uniform",
+        version=lambda: version[0],
+    )
+
+    async def explored() -> list[Group]:
+        asking = asyncio.ensure_future(end.room(2))
+        store.begin_round(0, 2, version=1)
+        await asyncio.sleep(0.1)
+        assert not asking.done(), "it has other weights"
+        version[0] = 1
+        tasks = end.draw(await asking, TASKS.__getitem__)
+        await end.put([group(t.uid, version=1) for t in tasks], asked=len(tasks))
+        return await Rounds(store).play(TASKS[:2], 1)
+
+    assert [g.task.uid for g in asyncio.run(explored())] == [0, 1]
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """What a run makes: its numbers, its rollouts, its model."""
+    rollouts = [pq.read_table(path).to_pylist() for path in sorted((run / "rollouts").glob("main-*"))]
+    return {
+        "metrics": (run / "metrics.jsonl").read_bytes(),
+        "rollouts": rollouts,
+        "model": (run / "export/main/model.safetensors").read_bytes(),
+    }
+
+
+def sections(*, ahead: int, every: int) -> dict[str, Any]:
+    sampling = {"group_size": 4, "sampling": {"max_tokens": 8}}
+    return {
+        "rollout": sampling | {"max_staleness": ahead, "sync_every": every},
+        "train": {"steps": STEPS, "tasks_per_step": 4, "optimizer": {"lr": 1e-2}},
+        "checkpoint": {"every": 3},
+        "eval": {"every": 4, "at_start": True},
+        "track": {"trackers": ["jsonl"], "rollouts_every": 1},
+    }
+
+
+def in_one_process(folder: Path, **given: Any) -> dict[str, Any]:
+    whet.train(
+        **{key: value for key, value in tree(folder, **given).items() if key not in ("buffer", "sync")}
+    )
+    return outcome(folder / "run")
+
+
+def test_on_policy_apart_is_the_run_of_one_process(tmp_path: Path) -> None:
+    given = sections(ahead=0, every=1)
+    expected = in_one_process(tmp_path / "one", **given)
+    apart = Processes(tmp_path, **given)
+    try:
+        apart.start("train")
+        apart.start("one")
+        assert [apart.ends(name) for name in ("train", "one")] == [0, 0]
+    finally:
+        apart.close()
+    assert outcome(tmp_path / "run") == expected
+
+
+def test_ahead_and_apart_and_killed_is_the_run_of_one_process(tmp_path: Path) -> None:
+    """To the bit, whoever was faster; with an explorer and the trainer killed, and a trainer that was asked to stop."""
+    given = sections(ahead=2, every=2)
+    expected = in_one_process(tmp_path / "one", **given)
+    apart = Processes(tmp_path, **given)
+    try:
+        for name in ("train", "one", "two"):
+            apart.start(name)
+        apart.until(lambda: apart.steps >= 3)
+        apart.kill("one")
+        apart.start("one")
+        apart.until(lambda: apart.steps >= 5)
+        apart.kill("train")
+        apart.start("train")
+        apart.until(lambda: apart.steps >= 8)
+        apart.running["train"].send_signal(signal.SIGINT)
+        assert apart.ends("train") in (130, 0)
+        apart.start("train")
+        assert [apart.ends(name) for name in ("train", "one", "two")] == [0, 0, 0]
+    finally:
+        apart.close()
+    assert outcome(tmp_path / "run") == expected
+    store = open_store(f"sqlite:///{tmp_path}/groups.db", queue="apart/main", order="arrival")
+    store.check()
+    ledger = store.ledger()
+    assert ledger["asked"] == ledger["delivered"]
+    store.close()
