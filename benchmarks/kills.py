@@ -4,12 +4,12 @@
     python benchmarks/kills.py --kind ranks --kills 20 --output /tmp/kills.json
 
 Four kinds: `ray` (a driver and two engine replicas in a Ray cluster), `apart` (a trainer and two explorers over SQLite,
-schedule free), `rounds` (the same, schedule fixed), `ranks` (a driver and two trainer ranks). In a run one process after the other is hit, chosen, like the signal
-and the moment, by the seed; the next is hit once the run has gone on for a step. What is killed and is not replaced by
-the run itself is started again by the same command. A process that was stopped gets SIGCONT after a while, if nobody
-watches over it; an engine or a rank is left to the run. After every run: nobody is left behind, every rollout is
-accounted for, no step is missing or done twice, and where the schedule is deterministic (all but apart) metrics.jsonl
-is, byte for byte, that of the run nobody touched.
+schedule free), `rounds` (the same, schedule fixed), `ranks` (a driver and two trainer ranks). In a run one process
+after the other is hit, chosen, like the signal and the moment, by the seed; the next is hit once the run has gone on
+for a step. What is killed and is not replaced by the run itself is started again by the same command. A process that
+was stopped gets SIGCONT after a while, if nobody watches over it; an engine or a rank is left to the run. After every
+run: nobody is left behind, every rollout is accounted for, no step is missing or done twice, and where the schedule is
+deterministic (all but apart) metrics.jsonl is, byte for byte, that of the run nobody touched.
 """
 
 from __future__ import annotations

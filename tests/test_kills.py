@@ -100,5 +100,15 @@ def test_an_end_has_to_name_the_dead(
     assert (kills.judged(made, one, "driver", code) in kills.GOOD) == good
 
 
+def test_the_end_of_a_keeper_counts_for_it_however_late(tmp_path: Path) -> None:
+    """Others went on meanwhile, and one of them was hit next."""
+    made = site(tmp_path, [])
+    (tmp_path / "one.said").write_text("whet: the processes that guard the rewards ended\n")
+    first, second = (kills.Hit("apart", who, "SIGKILL", 1) for who in ("reward-keeper", "explorer"))
+    made.keeper, first.outcome, second.outcome = first, "recovered", "resumed by the same command"
+    assert kills.judged(made, second, "one", 1) == second.outcome == "resumed by the same command"
+    assert first.outcome == kills.NAMED
+
+
 def test_nobody_is_left_to_be_hit(tmp_path: Path) -> None:
     assert kills.hit(site(tmp_path, []), random.Random(0)) is None
