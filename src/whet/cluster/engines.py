@@ -280,7 +280,7 @@ class RayEngine:
         stacks.lose(self.label)
         if self.lane is not None:
             self.lane.end()
-        await asyncio.to_thread(end_actor, self.actor, self.hello.node, self.hello.process)
+        await asyncio.to_thread(end_actor, self.actor, self.hello.node, [self.hello.process])
 
     async def _noted(self, method: str, *arguments: Any) -> Any:
         """An answer that comes with what the process did meanwhile."""

@@ -230,8 +230,7 @@ class RayLine:
         if self._ending is None:
             return
         ray.wait([self._ending], timeout=2 * END_S)  # the actor itself kills one that does not listen
-        for each in (self.where.actor, self.where.process):
-            end_actor(self.actor, self.where.node, each)
+        end_actor(self.actor, self.where.node, (self.where.actor, self.where.process))
         self._carriers[1].join(END_S)
 
 

@@ -226,16 +226,17 @@ def node_id() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def end_actor(actor: Any, node: str, process: tuple[int, int]) -> None:
-    """End an actor's process, on whatever node. Ray's own way needs a process that still listens; SIGKILL does not."""
+def end_actor(actor: Any, node: str, processes: Sequence[tuple[int, int]]) -> None:
+    """End an actor's processes, on whatever node. Ray's own way needs one that still listens; SIGKILL does not."""
     try:
         ray.kill(actor)
         if node == node_id():
-            kill(process, END_S)
+            for each in processes:
+                kill(each, END_S)
             return
         affinity = NodeAffinitySchedulingStrategy(node, soft=False)
         task: Any = ray.remote(kill).options(num_cpus=0, scheduling_strategy=affinity)
-        ray.get(task.remote(process, END_S), timeout=CONNECT_S)
+        ray.get([task.remote(each, END_S) for each in processes], timeout=CONNECT_S)
     except RayError as error:  # its machine is gone, and the process with it
         log.info("the end of a process could not be seen: %s", first_line(error))
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from whet.batch import Batch, LossFn
-from whet.guard.hangs import Seen, blame
+from whet.guard.hangs import UNSEEN, Seen, blame
 from whet.guard.line import Local, OpenLines, end
 from whet.models.lora import adapted, learned, merged, refresh
 from whet.models.mesh import Dims
@@ -241,7 +241,8 @@ class Ranks:
 
     def _seen(self, rank: int) -> Seen:
         line = self.lines.lines[rank]
-        return Seen(self.doing[rank], line.state(), line.stack())
+        state = line.state()
+        return Seen(self.doing[rank], state, "" if state == UNSEEN else line.stack())
 
     def _dead(self) -> dict[int, str]:
         """How those ended that did so before they were asked to; those that had an error to tell are none."""

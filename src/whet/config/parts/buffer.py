@@ -53,7 +53,8 @@ class Buffer(Section):
     machine), files:///PATH (a folder that all machines see) or postgresql://USER@HOST:PORT/DATABASE (the password in
     PGPASSWORD). Three slashes before a path from the working directory, four before one from the root."""
     order: Literal["arrival", "newest", "task"] = "arrival"
-    """rollout.schedule=free: what is trained on first: what came first; what came last; or the task that was asked first, waiting for it."""
+    """rollout.schedule=free, what is trained on first: what came first; what came last; or the task that was asked
+    first, waiting for it."""
     lease_s: Above0 = 300.0
     """Seconds after which an explorer that has not been heard of is given up and its tasks are asked of others."""
     explorer: str = "explorer"
