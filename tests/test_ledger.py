@@ -115,6 +115,23 @@ def test_wait_names_owner_and_cause_logs_stacks_and_cancels(caplog):
     assert seen == ["cancelled"]
 
 
+def test_a_wait_that_is_not_in_vain_goes_on() -> None:
+    """Its time runs anew with every change, and ends so long after the last one."""
+    begun = time.monotonic()
+
+    def come() -> int:
+        return min(3, int((time.monotonic() - begun) / 0.1))
+
+    async def main() -> None:
+        with pytest.raises(WhetError, match=r"waited 0\.2 s for groups"):
+            await wait(
+                asyncio.Event().wait(), owner="a", what="groups", timeout_s=0.2, report_s=0.05, progress=come
+            )
+
+    asyncio.run(main())
+    assert time.monotonic() - begun >= 0.5 - 0.01
+
+
 def test_a_cancelled_wait_cancels_what_it_waits_for():
     async def main():
         inner = asyncio.ensure_future(asyncio.Event().wait())

@@ -83,6 +83,9 @@ class Toy(SimpleNamespace):
     async def wait(self, awaitable: Any, what: str, *, timeout_s: float = 20.0) -> Any:
         return await wait(awaitable, owner="the toy", what=what, timeout_s=timeout_s)
 
+    async def come(self, groups: Any, what: str) -> Any:
+        return await self.wait(groups, what)
+
     def watch_mismatch(self, numbers: Metrics) -> None: ...
 
     def after_step(self, batch: Batch, groups: list[Group]) -> Metrics:

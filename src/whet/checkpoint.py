@@ -231,7 +231,7 @@ def read_state(path: Path) -> Json:
     that is not."""
     older = [p for p in all_in(path.parent) if p < path]
     instead = (
-        f"the one before is {older[-1]}: train takes it as checkpoint.resume, export as its argument"
+        f"train goes on from the one before with checkpoint.resume={older[-1]} , export takes that folder"
         if older
         else "give a checkpoint's folder"
     )

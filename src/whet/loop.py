@@ -67,7 +67,7 @@ async def played_elsewhere(run: Run, rounds: Rounds, tasks: list[Task]) -> list[
     """The same, by explorers in processes of their own, which follow the trainer's weights."""
     assert run.engine is not None
     asked = rounds.play(tasks, run.engine.version, stopping=run.may_stop)
-    groups = await run.wait(asked, "the explorers' groups", timeout_s=run.longest_group_s)
+    groups = await run.come(asked, "the explorers' groups")
     run.judged(groups)
     return groups
 
@@ -94,7 +94,7 @@ async def read_step(run: Run, at_most: int) -> int:
 async def train_step(run: Run, *, beside: Coroutine[Any, Any, None] | None = None) -> Metrics:
     """One step's rollouts, one or more optimizer steps, one new version of the policy. beside: what is explored
     meanwhile, with the weights from before this step, and done with before they change."""
-    groups = await run.wait(run.buffer.take(run.policy.version), "a step's worth of rollouts")
+    groups = await run.come(run.buffer.take(run.policy.version), "a step's worth of rollouts")
     if run.out is not None:
         run.out.look()  # explorers that took other weights than were sent are found before this step
     async with run.meanwhile(beside):

@@ -24,6 +24,7 @@ from whet.batch import Batch
 from whet.buffer.buffer import Buffer
 from whet.buffer.queue import TrainerQueue
 from whet.buffer.rounds import Rounds
+from whet.buffer.stores import Store
 from whet.config.plan import Plan
 from whet.config.schema import Config
 from whet.data.experts import Experts
@@ -158,6 +159,11 @@ class Run:
     """When that was."""
 
     # -- asked by the loop
+
+    @property
+    def stores(self) -> list[Store]:
+        """Where explorers in processes of their own put groups."""
+        return [end.store for end in (self.buffer, self.rounds) if isinstance(end, TrainerQueue | Rounds)]
 
     @property
     def stopping(self) -> bool:
@@ -322,15 +328,23 @@ class Run:
         if self.hands is not None:
             self.hands.shutdown()
 
+    async def come(self, groups: Awaitable[T], what: str) -> T:
+        """Wait for groups, however many they are: none may take longer than the longest."""
+        return await self.wait(
+            groups,
+            what,
+            timeout_s=self.longest_group_s,
+            progress=lambda: [store.progress() for store in self.stores],
+        )
+
     def may_stop(self) -> bool:
         """Somebody asked to stop, and what there is now may be saved."""
         return self.stopping and not self.moving
 
     def tell(self, name: str, version: int) -> None:
         """Leave a word for explorers in processes of their own."""
-        for end in (self.buffer, self.rounds):
-            if isinstance(end, TrainerQueue | Rounds):
-                end.store.note(name, version)
+        for store in self.stores:
+            store.note(name, version)
 
     def judged(self, groups: list[Group]) -> None:
         """Scored groups: too many failures end the run. Where groups come one by one, they are judged by the step."""
@@ -349,13 +363,21 @@ class Run:
         elif self.plan.mode == "free":
             await self.explorers.give_up(self.policy.version + 1)
 
-    async def wait(self, awaitable: Awaitable[T], what: str, *, timeout_s: float | None = None) -> T:
-        """Wait with an owner and a deadline (rollout.timeout_s): a stall is logged with stacks, then ends the run."""
+    async def wait(
+        self,
+        awaitable: Awaitable[T],
+        what: str,
+        *,
+        timeout_s: float | None = None,
+        progress: Callable[[], object] = lambda: None,
+    ) -> T:
+        """Wait with an owner and a deadline (rollout.timeout_s): a stall is logged with stacks, then ends the run.
+        progress: as `guard.watch.wait` has it."""
         owner = f"stage {self.name!r}, step {self.step + 1}"
         self.directory.timeline.at = self.name, self.step + 1
         with self.directory.timeline.span(what, WAITS):
             timeout_s = timeout_s or self.cfg.rollout.timeout_s
-            return await wait(awaitable, owner=owner, what=what, timeout_s=timeout_s)
+            return await wait(awaitable, owner=owner, what=what, timeout_s=timeout_s, progress=progress)
 
     def reset_reference(self) -> None:
         """Every so many steps or epochs the reference becomes the policy of now; its optimizer may begin anew."""

@@ -200,6 +200,10 @@ class Store:
         """Groups that could be taken."""
         return self._look(lambda places: len(places.waiting))
 
+    def progress(self) -> object:
+        """What changes whenever explorers have brought something or asked for more."""
+        return self._look(lambda places: (len(places.waiting), dict(places.ledger)))
+
     def check(self) -> None:
         """WhetError unless every rollout asked for is accounted for."""
         self._look(Places.check)

@@ -23,7 +23,7 @@ Parts = dict[str, int]
 
 KEPT_LOGITS = 1 << 24
 """Logits that the trainer keeps for the backward pass (`models.logprobs`); of more it computes CHUNK rows at a time."""
-CHUNK = 192
+CHUNK = 128
 PREFILL_TOKENS = 4096
 """Prompt tokens that the rollout engine computes at once."""
 ROLLOUT_BYTES = 200

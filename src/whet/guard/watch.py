@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import TypeVar
 
@@ -22,16 +22,25 @@ START = "its start"
 
 
 async def wait(
-    awaitable: Awaitable[T], *, owner: str, what: str, timeout_s: float, report_s: float = 60.0
+    awaitable: Awaitable[T],
+    *,
+    owner: str,
+    what: str,
+    timeout_s: float,
+    report_s: float = 60.0,
+    progress: Callable[[], object] = lambda: None,
 ) -> T:
     """The result of `awaitable`; every `report_s` seconds the log says who waits for what, with all stacks.
 
-    Raises WhetError after `timeout_s`, and cancels the awaitable, as it does when it is cancelled itself.
+    Raises WhetError after `timeout_s`, and cancels the awaitable, as it does when it is cancelled itself. progress:
+    what changes as long as the wait is not in vain; the time runs anew with every change.
     """
-    start = time.monotonic()
+    start, last = time.monotonic(), progress()
     work = asyncio.ensure_future(awaitable)
     try:
         while not work.done():
+            if (now := progress()) != last:
+                start, last = time.monotonic(), now
             left_s = start + timeout_s - time.monotonic()
             if left_s <= 0:
                 raise WhetError(

@@ -20,8 +20,8 @@ from whet.models.vocabulary import Vocabulary, VocabularyHead
 
 _KEEP = 1 << 24
 """Logits (64 MiB of float32) that are kept for the backward pass; more are recomputed chunk by chunk."""
-_CHUNK = 192
-"""Rows of logits at a time: less than a twentieth of 4096 rows, and enough for products to run at full speed."""
+_CHUNK = 128
+"""Rows of logits at a time: a thirty-second of 4096 rows, and enough for products to run at full speed."""
 
 
 @dataclass(frozen=True)
