@@ -199,7 +199,7 @@ def test_no_damage_to_a_checkpoint_is_read(finished: Path, tmp_path: Path, damag
     with pytest.raises(CheckpointError) as caught:
         checkpoint.read_state(newest)
     assert str(newest) in str(caught.value)
-    assert f"train goes on from the one before with checkpoint.resume={before} " in str(caught.value)
+    assert f"checkpoint.resume={before} lets train go on from the one before" in str(caught.value)
     checkpoint.read_state(before)
 
 

@@ -231,7 +231,7 @@ def read_state(path: Path) -> Json:
     that is not."""
     older = [p for p in all_in(path.parent) if p < path]
     instead = (
-        f"train goes on from the one before with checkpoint.resume={older[-1]} , export takes that folder"
+        f"checkpoint.resume={older[-1]} lets train go on from the one before, which export takes, too"
         if older
         else "give a checkpoint's folder"
     )
