@@ -129,6 +129,12 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         algorithm={"name": "ppo", "kl": {"coef": 0.1}},
     ),
     "moe": lambda: case(scratch={**MIXTURE}, prompt=64, reply=64, tasks=4, group=8),
+    "rollouts in 8 bits": lambda: case(
+        scratch={**WIDE}, prompt=64, reply=32, tasks=2, group=8, rollout={"quantization": "int8"}
+    ),
+    "ahead 1": lambda: case(
+        scratch={**WIDE}, prompt=64, reply=32, tasks=2, group=8, rollout={"max_staleness": 1}
+    ),
     **{
         name: lambda layout=layout, more=more: case(
             scratch={**WIDE}, prompt=64, reply=64, tasks=2, group=8, train=trained(parallel=layout), **more
