@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,13 @@ import pytest
 
 import whet
 from test_apart import Processes, tree
+from whet.api import run_training
+from whet.buffer.buffer import Buffer
 from whet.buffer.queue import ExplorerQueue
 from whet.buffer.rounds import Rounds
 from whet.buffer.stores import Scored, Store, open_store
+from whet.config.load import load
+from whet.guard.ledger import Ledger
 from whet.types import Group, Rollout, Stopped, Task, WhetError
 
 STEPS = 12
@@ -107,6 +114,98 @@ def test_nobody_waits_for_a_round_once_a_stop_is_asked() -> None:
         asyncio.run(Rounds(queue()).play(TASKS[:2], 0, stopping=lambda: True))
 
 
+def test_a_store_that_was_emptied_goes_on_where_the_run_is() -> None:
+    store = queue()
+    store.begin_round(40, 42, version=9)
+    assert ask(store, "one", 9, 9) == [40, 41]
+
+
+def test_a_store_with_rounds_of_another_config_is_refused() -> None:
+    store = queue()
+    Rounds(store).claim({"seed": 1})
+    Rounds(store).claim({"seed": 1})
+    with pytest.raises(WhetError, match="rounds of a run with another config"):
+        Rounds(store).claim({"seed": 2})
+
+
+def test_other_data_are_found() -> None:
+    store = queue()
+    store.begin_round(0, 2, version=0)
+    ask(store, "one", 9, 0)
+    other = group(1)
+    task = Task(uid=1, source="a", prompt="t1", token_ids=(9,))
+    other = Group(task, tuple(replace(r, task=task) for r in other.rollouts))
+    store.put([Scored(0, group(0)), Scored(1, other)])
+    with pytest.raises(WhetError, match="they read other data than the trainer"):
+        asyncio.run(Rounds(store).play(TASKS[:2], 0))
+
+
+def test_tasks_that_are_asked_again_are_progress(tmp_path: Path) -> None:
+    store = queue()
+    store.begin_round(0, 2, version=0)
+    ask(store, "one", 9, 0)
+    before = store.progress()
+    assert store.progress() == before
+    store.renew("one", lease_s=60.0)
+    assert store.progress() == before, "to live is none"
+    store.release("one")
+    ask(store, "two", 9, 0)
+    assert store.progress() != before
+
+
+def test_an_explorer_that_leaves_reserves_nothing_more() -> None:
+    store = queue()
+    end = ExplorerQueue(
+        store,
+        owner="one",
+        groups_per_step=2,
+        group_size=2,
+        max_staleness=0,
+        spare=0,
+        lease_s=60.0,
+        reject=lambda _: None,
+    )
+    end.close()
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(end.room(2), 0.3))
+    assert store.held() == 0
+
+
+def test_what_was_booked_for_the_coming_step_keeps_a_stop_waiting() -> None:
+    """A checkpoint would not hold it."""
+    buffer = Buffer(
+        groups_per_step=1, group_size=2, max_staleness=0, reject=lambda _: "uniform", ledger=Ledger()
+    )
+
+    async def rejected() -> None:
+        assert buffer.whole
+        await buffer.room(1)
+        await buffer.put([group(0)], asked=1)
+
+    asyncio.run(rejected())
+    assert not buffer.whole
+    buffer.leave()
+    assert buffer.whole
+
+
+def test_ctrl_c_in_the_first_round_loses_and_repeats_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tree(tmp_path, mode="train", **sections(ahead=0, every=1))
+    gathered = Store.gather
+
+    def interrupted(store: Store, *args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return gathered(store, *args, **kwargs)
+
+    monkeypatch.setattr(Store, "gather", interrupted)
+    for _ in range(2):
+        assert run_training(load(None, (), given)) == 130
+    assert [p.name for p in sorted((tmp_path / "run/checkpoints").iterdir())] == ["0-main-000000"]
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0], "evaluated once"
+
+
 def test_explorers_of_rounds_hand_over_what_they_played() -> None:
     """Nothing is sorted out by an explorer: the trainer does that, as if it had played itself."""
     store, version = queue(), [0]
@@ -177,19 +276,21 @@ def test_on_policy_apart_is_the_run_of_one_process(tmp_path: Path) -> None:
 
 
 def test_ahead_and_apart_and_killed_is_the_run_of_one_process(tmp_path: Path) -> None:
-    """To the bit, whoever was faster; with an explorer and the trainer killed, and a trainer that was asked to stop."""
+    """To the bit, whoever was faster; with all killed, an explorer killed, and a trainer that was asked to stop."""
     given = sections(ahead=2, every=2)
     expected = in_one_process(tmp_path / "one", **given)
     apart = Processes(tmp_path, **given)
     try:
         for name in ("train", "one", "two"):
             apart.start(name)
-        apart.until(lambda: apart.steps >= 3)
+        apart.until(lambda: apart.steps >= 4)
+        for name in ("train", "one", "two"):  # the checkpoint is of step 3, between two weight syncs
+            apart.kill(name)
+        for name in ("train", "one", "two"):
+            apart.start(name)
+        apart.until(lambda: apart.steps >= 6)
         apart.kill("one")
         apart.start("one")
-        apart.until(lambda: apart.steps >= 5)
-        apart.kill("train")
-        apart.start("train")
         apart.until(lambda: apart.steps >= 8)
         apart.running["train"].send_signal(signal.SIGINT)
         assert apart.ends("train") in (130, 0)

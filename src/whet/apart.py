@@ -1,7 +1,7 @@
 """A run in several processes: explorers that follow the trainer's weights, and a bench that follows its checkpoints.
 
-The trainer (mode=train) is the loop itself with `loop.train_only`. All find each other by two places: the store of
-buffer.url, and the trainer's run directory, where `weights/` has the newest versions.
+The trainer (mode=train) is the loop itself, with `loop.train_only` where the schedule is free. All find each other by
+two places: the store of buffer.url, and the trainer's run directory, where `weights/` has the newest versions.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ async def explore_stage(shared: Shared, index: int, home: Path) -> None:
             await follow(run, store, weights)
     finally:
         await run.close()
+        queue.close()
         store.release(queue.owner)
         store.close()
 
@@ -136,17 +137,17 @@ async def begun(run: Run, store: Store, weights: Weights) -> bool:
         if store.noted("finished"):
             return False
         if (first := store.noted("began")) is not None:
-            while not run.stopping and not weights.reached(first):
-                await weights.take()
-                await asyncio.sleep(LOOK_S)
-            return not run.stopping
+            await weights.take()
+            if weights.reached(first):
+                return True
         if (newest := weights.transport.newest()) != seen:
             since, seen = time.monotonic(), newest
         if time.monotonic() - since > patience_s:
             raise WhetError(
                 f"explorer {run.cfg.buffer.explorer!r} waited {patience_s:g} s for the trainer to begin stage "
-                f"{run.name!r}: nothing in {weights.transport.root}, nothing in buffer.url. Is `whet train FILE "
-                "mode=train` running, with the same name, run_dir and buffer.url?"
+                f"{run.name!r}: nothing new in {weights.transport.root}, "
+                f"{'nothing' if first is None else f'but version {first} announced'} in buffer.url. Is "
+                "`whet train FILE mode=train` running, with the same name, run_dir and buffer.url?"
             )
         await asyncio.sleep(LOOK_S)
     return False

@@ -67,7 +67,7 @@ async def played_elsewhere(run: Run, rounds: Rounds, tasks: list[Task]) -> list[
     """The same, by explorers in processes of their own, which follow the trainer's weights."""
     assert run.engine is not None
     asked = rounds.play(tasks, run.engine.version, stopping=run.may_stop)
-    groups = await run.come(asked, "the explorers' groups")
+    groups = await run.come(asked, f"the explorers' groups of weights version {run.engine.version}")
     run.judged(groups)
     return groups
 
@@ -254,7 +254,7 @@ MODES = {"alternate": alternate, "overlap": overlap, "free": free, "train": trai
 async def steps(run: Run) -> AsyncIterator[Metrics]:
     """The stage's remaining steps. When one is yielded it has been written down, evaluated and saved, if due."""
     step = MODES[run.plan.mode]
-    if run.step == 0 and run.cfg.eval.at_start and not run.stopping:
+    if run.step == 0 and run.cfg.eval.at_start and not run.stopping and not run.resumed:
         await evaluation(run)
     while run.step < run.plan.steps and not run.stopping:
         try:

@@ -22,7 +22,7 @@ from whet.algos.critic import Scale
 from whet.algos.recipes import Algorithm
 from whet.batch import Batch
 from whet.buffer.buffer import Buffer
-from whet.buffer.queue import TrainerQueue
+from whet.buffer.queue import ExplorerQueue, TrainerQueue
 from whet.buffer.rounds import Rounds
 from whet.buffer.stores import Store
 from whet.config.plan import Plan
@@ -130,6 +130,8 @@ class Run:
     explored_at_sync: int = 0
     """`explored` at the last weight sync."""
     step: int = 0
+    resumed: bool = False
+    """It has gone on from a checkpoint."""
     kl_coef: float = 0.0
     value_scale: Scale = field(default_factory=Scale)
     """Units in which the critic predicts returns; one scale for a whole step."""
@@ -177,9 +179,10 @@ class Run:
 
     @property
     def samples_older(self) -> bool:
-        """Rollouts may come from weights of before the step at hand."""
+        """Rollouts may come from other weights than those before the step at hand: older ones, or cast."""
         in_turn = self.plan.mode == "alternate" and self.sampler is None
-        return not in_turn or self.buffer.replay is not None
+        cast = self.out is not None and self.out.dtype is not None
+        return not in_turn or cast or self.buffer.replay is not None
 
     @property
     def recompute_old(self) -> bool:
@@ -222,12 +225,9 @@ class Run:
     @property
     def longest_group_s(self) -> float:
         """After so long a task must have become a group, or something hangs."""
-        cfg = self.cfg
-        return (
-            (1 + cfg.rollout.retries) * cfg.rollout.timeout_s
-            + 60.0
-            + cfg.guard.timeout_s * len(self.rewards.weights)
-        )
+        cfg, times = self.cfg, 2 if "baseline" in self.algorithm.needs else 1
+        played_s = (1 + cfg.rollout.retries) * cfg.rollout.timeout_s
+        return times * (played_s + cfg.guard.timeout_s * len(self.rewards.weights)) + 60.0
 
     @property
     def eval_due(self) -> bool:
@@ -330,16 +330,21 @@ class Run:
 
     async def come(self, groups: Awaitable[T], what: str) -> T:
         """Wait for groups, however many they are: none may take longer than the longest."""
-        return await self.wait(
-            groups,
-            what,
-            timeout_s=self.longest_group_s,
-            progress=lambda: [store.progress() for store in self.stores],
-        )
+        seen: list[object] = []
+
+        def progress() -> object:
+            if (now := [store.progress() for store in self.stores]) != seen:
+                seen[:] = now
+                self.watch.beat(what)
+            return now
+
+        # a dead explorer's tasks are asked again when its lease is over
+        timeout_s = self.longest_group_s + (self.cfg.buffer.lease_s if self.stores else 0.0)
+        return await self.wait(groups, what, timeout_s=timeout_s, progress=progress)
 
     def may_stop(self) -> bool:
-        """Somebody asked to stop, and what there is now may be saved."""
-        return self.stopping and not self.moving
+        """Somebody asked to stop, and what there is now may be saved; else the step is finished first."""
+        return self.stopping and not self.moving and self.buffer.whole
 
     def tell(self, name: str, version: int) -> None:
         """Leave a word for explorers in processes of their own."""
@@ -347,7 +352,10 @@ class Run:
             store.note(name, version)
 
     def judged(self, groups: list[Group]) -> None:
-        """Scored groups: too many failures end the run. Where groups come one by one, they are judged by the step."""
+        """Scored groups: too many failures end the run. Where groups come one by one, they are judged by the step;
+        those of a round by the trainer."""
+        if isinstance(self.buffer, ExplorerQueue) and self.buffer.version is not None:
+            return
         if self.plan.mode == "free":
             self.judging += groups
             if len(self.judging) < self.buffer.groups_per_step:
@@ -516,6 +524,7 @@ class Run:
     def save(self) -> None:
         """The whole run to disk. What was written down so far is brought there first."""
         self.directory.sync()
+        self.saver.wait()  # what is kept for the checkpoint before the last may go once the last is on the disk
         self.saver.save(self.engines(), self.state())
 
     def export(self, *, final: bool = False) -> None:
@@ -550,6 +559,7 @@ class Run:
         """Go on where `state` was saved."""
         checkpoint.load(path, self.engines(), wanted=self.cfg.checkpoint.load)
         self.step, self.kl_coef = state["step"], state["kl_coef"]
+        self.resumed, self.scored = True, (state["step"], state.get("score"))
         self.value_scale = Scale(**state["value_scale"])
         self.exact = self.exact and state["exact"]
         self.explored_at_sync = state.get("explored_at_sync", 0)

@@ -112,13 +112,11 @@ async def run_stage(shared: Shared, index: int, *, start: Path | None, state: Js
             run.restore(start, state)
     shared.display.stage(index, done=run.step, steps=run.plan.steps)
     if start is None or run.sampler is None:
-        first = sync(run.policy, run.engine, through=run.sampler, out=run.out)
-    else:
-        first = sync(
-            run.sampler, run.engine, out=run.out
-        )  # it stands at the last sync, the policy has moved on
+        sampled, first = run.policy, sync(run.policy, run.engine, through=run.sampler, out=run.out)
+    else:  # the sampler stands at the last sync, the policy has moved on
+        sampled, first = run.sampler, sync(run.sampler, run.engine, out=run.out)
     await run.wait(first, "the first weight sync", timeout_s=run.sync_s)
-    run.tell("began", run.policy.version)
+    run.tell("began", sampled.version)
     try:
         async for _ in steps(run):
             pass
@@ -239,6 +237,7 @@ def _meet_explorers(run: Run) -> None:
     if run.plan.mode != "train":
         store = open_store(cfg.buffer.url, queue=queue_name(cfg, run.name), order=cfg.buffer.order)
         run.rounds = Rounds(store)
+        run.rounds.claim(run.fingerprint)
 
 
 def _profiler(shared: Shared, cfg: Config, name: str, *, ranks: Mapping[str, Ranks]) -> Profiler:

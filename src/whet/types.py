@@ -159,7 +159,7 @@ class ConfigError(WhetError):
 
 
 class Stopped(Exception):
-    """Asked to end the run while a step waited for other processes; nothing of that step has begun here."""
+    """Asked to end the run while a step waited for other processes; nothing of that step was trained."""
 
 
 class DataError(WhetError):

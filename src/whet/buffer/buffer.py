@@ -111,6 +111,11 @@ class Buffer:
         return len(self.waiting) + self.dropped if self.waiting else 0
 
     @property
+    def whole(self) -> bool:
+        """`state` has all there is: nothing was booked or drawn for the coming step."""
+        return not (self.left or self.again)
+
+    @property
     def fresh_per_step(self) -> int:
         """Groups that the coming step needs beside those it trains on again."""
         return self.groups_per_step - len(self.again)

@@ -163,6 +163,7 @@ class Places:
         begun before, by a trainer that has gone back to a checkpoint since, stays as it is."""
         if upto > self.notes.get(ROUND, NO_ROUND)[1]:
             self.notes[ROUND] = [first, upto, version]
+            self.next_uid = max(self.next_uid, first)  # the store may be newer than the run
             self.edits += 1
 
     def renew(self, owner: str, *, until: float) -> int:

@@ -7,6 +7,7 @@ asked and the account of all rollouts are the store's.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -189,6 +190,8 @@ class ExplorerQueue:
         self.capacity = (max_staleness + 1) * groups_per_step + spare
         self.reject, self.refine = reject, refine
         self.version = version
+        self.closed = False
+        self.turn = threading.Lock()
         self.reserved: list[int] = []
         """Tasks that there was room for at the last `room`."""
         self.wanted: int | None = None
@@ -202,14 +205,22 @@ class ExplorerQueue:
         return len(self.reserved)
 
     def _reserve(self, at_most: int) -> list[int]:
-        return self.store.reserve(
-            self.owner,
-            at_most,
-            capacity=self.capacity,
-            rollouts=self.group_size,
-            lease_s=self.lease_s,
-            version=self.version() if self.version else None,
-        )
+        with self.turn:
+            if self.closed:
+                return []
+            return self.store.reserve(
+                self.owner,
+                at_most,
+                capacity=self.capacity,
+                rollouts=self.group_size,
+                lease_s=self.lease_s,
+                version=self.version() if self.version else None,
+            )
+
+    def close(self) -> None:
+        """Nothing is reserved from now on, not even by a thread that nobody waits for any more."""
+        with self.turn:
+            self.closed = True
 
     def draw(self, n: int, at: Callable[[int], Task]) -> list[Task]:
         """The tasks reserved last. at: the task of a number."""

@@ -8,6 +8,8 @@ alone. Explorers share the tasks of a round among them, and whoever plays one, t
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 
 from whet.buffer.queue import POLL_S
@@ -16,6 +18,8 @@ from whet.types import Group, Json, Stopped, Task, WhetError
 
 DELIVERED = "delivered"
 """The store's account of rollouts that the trainer has; what becomes of them is in the trainer's own."""
+CONFIG = "config"
+"""The note of the config that the rounds in the store belong to."""
 
 
 class Rounds:
@@ -44,6 +48,16 @@ class Rounds:
         self.count += 1
         return groups
 
+    def claim(self, fingerprint: Json) -> None:
+        """What is in the store is this run's. WhetError if it is a run's with another config (its fingerprint)."""
+        digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
+        if self.store.noted(CONFIG) not in (None, digest):
+            raise WhetError(
+                "buffer.url has rounds of a run with another config, and what they hold was played by that; give an "
+                "empty store, or the config and run_dir of that run"
+            )
+        self.store.note(CONFIG, digest)
+
     def _delivered(self, n: int) -> list[Group] | None:
         delivery = self.count + 1
         groups = self.store.gather(n, delivery=delivery)
@@ -66,12 +80,17 @@ class Rounds:
 
 def _check(groups: Sequence[Group], tasks: Sequence[Task], version: int) -> None:
     """WhetError unless these are the tasks, played by these weights."""
+    asked = f"tasks {tasks[0].uid} to {tasks[-1].uid} were asked of weights version {version}, but"
     played = {v for group in groups for rollout in group.rollouts for v in rollout.versions if v >= 0}
-    found = [group.task for group in groups]
-    if found != list(tasks) or played - {version}:
-        uids = [task.uid for task in found]
+    if played - {version}:
         raise WhetError(
-            f"tasks {tasks[0].uid} to {tasks[-1].uid} were asked of weights version {version}, but buffer.url has "
-            f"tasks {min(uids)} to {max(uids)} of versions {sorted(played)}: what is in it is another run's, or the "
-            "data have changed; start anew with an empty store"
+            f"{asked} buffer.url has groups of versions {sorted(played)}: what is in it is another run's; start anew "
+            "with an empty store"
+        )
+    found = [(group.task.uid, group.task.token_ids) for group in groups]
+    if found != [(task.uid, task.token_ids) for task in tasks]:
+        raise WhetError(
+            f"{asked} what explorers played are tasks {found[0][0]} to {found[-1][0]}, or they have other prompts: "
+            "they read other data than the trainer, or the data have changed; let all read the same, and start anew "
+            "with an empty store"
         )

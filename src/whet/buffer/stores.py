@@ -202,7 +202,13 @@ class Store:
 
     def progress(self) -> object:
         """What changes whenever explorers have brought something or asked for more."""
-        return self._look(lambda places: (len(places.waiting), dict(places.ledger)))
+        return self._look(
+            lambda places: (
+                len(places.waiting),
+                dict(places.ledger),
+                {owner: sorted(uids) for owner, uids in places.owned.items()},
+            )
+        )
 
     def check(self) -> None:
         """WhetError unless every rollout asked for is accounted for."""

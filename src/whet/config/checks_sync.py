@@ -34,7 +34,8 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
             f"{sync.dtype}: adapters are proved to make the trainer's weights, so they travel as they are; leave it "
             "out, or use sync.content=full",
         )
-    if cfg.machine.exact == "on" and cfg.mode == "both" and cfg.rollout.replicas and sync.dtype != "auto":
+    apart = cfg.mode == "train" or (cfg.mode == "both" and cfg.rollout.replicas)
+    if cfg.machine.exact == "on" and apart and sync.dtype != "auto":
         yield (
             "sync.dtype",
             f"{sync.dtype}: machine.exact=on wants rollouts of the very weights that are trained; use auto",

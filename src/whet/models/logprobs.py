@@ -167,6 +167,8 @@ class _TokenLogprobs(torch.autograd.Function):
         kept = z_AV if job.keep and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden_AD, weight_VD, bias_V, targets_A, logp_A, entropy_A, kept)
         ctx.job = job
+        # the C library would find another place for the same size again, and backward comes next
+        ctx.room = room if any(ctx.needs_input_grad) else None
         if not job.entropy_grad:
             ctx.mark_non_differentiable(entropy_A)
         return logp_A, entropy_A
@@ -177,11 +179,11 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_AD, weight_VD, bias_V, targets_A, logp_A, entropy_A, kept = ctx.saved_tensors
         job: _Job = ctx.job
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        room, ctx.room = ctx.room, None
         dhidden_AD = torch.empty_like(hidden_AD) if needs_hidden else None
         dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         dbias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
-        room = job.room(hidden_AD, weight_VD)
-        for at in job.spans(len(hidden_AD)):
+        for at in job.spans(len(hidden_AD)):  # without room where this is not the first backward
             z_AV = kept
             if z_AV is None:
                 z_AV = _logits(job.head, hidden_AD[at], (weight_VD, bias_V), job.temperature, room)

@@ -61,7 +61,7 @@ class Rollout(Section):
     max_staleness: Count = 0
     """Steps that exploring may be ahead of training. 0: in turn, each step with its own weights. More: the rollouts of
     so many later steps are sampled while a step is trained, by a policy that is up to as many versions older (with
-    sync_every: as many more), so think of algorithm.correction. Needs memory for a second copy of the weights."""
+    sync_every: as many more), so think of algorithm.correction. With mode=both a second copy of the weights is kept."""
     schedule: Literal["fixed", "free"] = "fixed"
     """fixed: which weights sample which task follows from the step alone, so the run is the same on every machine,
     after every resume and with explorers apart; a step waits for its slowest rollout. free: every task is asked as soon
