@@ -117,7 +117,8 @@ def schedules() -> list[dict[str, Any]]:
 def straggler() -> list[dict[str, Any]]:
     """A rollout that never ends: the longest step against the median one; the median of several runs."""
     out = []
-    for mode, ahead, spare in (("free", 2, 0), ("free", 0, 1)):
+    ways: list[tuple[Mode, int, int]] = [("free", 2, 0), ("free", 0, 1)]
+    for mode, ahead, spare in ways:
         runs = [_with_one_that_never_ends(mode, ahead, spare, seed) for seed in range(2 * RUNS - 1)]
         out.append(
             {

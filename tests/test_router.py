@@ -466,3 +466,27 @@ def test_a_stopped_process_is_not_waited_for_until_the_deadline_of_a_load(
     with caplog.at_level(logging.WARNING):
         run(story())
     assert moment == "join" or "no sign of life" in caplog.text
+
+
+def test_an_idle_replica_is_asked_again_whatever_the_others_did() -> None:
+    """One has ended all it was asked while the other's load changed many times: the next requests are for both."""
+    asked: Counter[int] = Counter()
+
+    def engine(number: int) -> ScriptedEngine:
+        async def reply(prompt: list[int], sampling: Sampling, version: int) -> list[int]:
+            asked[number] += 1
+            await asyncio.sleep(0.0002 * sampling.key if number == 0 else 0.0)
+            return [7, 1]
+
+        return ScriptedEngine(reply)
+
+    async def main() -> None:
+        router = Router([Replica(f"engine-{n}", engine(n)) for n in (0, 1)])
+        for _ in range(3):
+            asked.clear()
+            work = [([5, 9 + n], Sampling(max_tokens=2, key=n)) for n in range(256)]
+            await asyncio.gather(*(router.generate(*one) for one in work))
+            assert min(asked[0], asked[1]) >= 64, asked
+        await router.close()
+
+    run(main())

@@ -324,7 +324,7 @@ class Router:
     def _lightest(self) -> Replica | None:
         while self._ordered:
             if not self._least:
-                self._least = sorted((r.load, order) for order, r in self._ordered.items())
+                self._least = self._loads()
             load, order = self._least[0]
             replica = self._ordered.get(order)
             if replica is not None and replica.load == load:
@@ -340,7 +340,10 @@ class Router:
             return
         heapq.heappush(self._least, (replica.load, replica.order))
         if len(self._least) > 4 * len(self._ordered) + 64:
-            self._least = []
+            self._least = self._loads()  # of all: one that is left out and idle would never be asked again
+
+    def _loads(self) -> list[tuple[int, int]]:
+        return sorted((replica.load, order) for order, replica in self._ordered.items())
 
     # -- coming and going
 
