@@ -71,7 +71,8 @@ def write_files(folder: Path) -> None:
     for sub in ("one", "two"):
         put(f"set/{sub}/train.jsonl", range(6) if sub == "one" else range(2, 9))
         put(f"set/{sub}/test.jsonl", range(4, 9))
-    (folder / "mine.py").write_text("import pathlib\npathlib.Path('imported.txt').write_text('yes')\n")
+    here = "pathlib.Path(__file__).with_name('imported.txt')"
+    (folder / "mine.py").write_text(f"import pathlib\n{here}.write_text('yes')\n")
     (folder / "rows.py").write_text(CODE)
 
 
