@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,14 @@ def queue(url: str = "memory") -> Store:
 
 def ask(store: Store, owner: str, at_most: int, version: int) -> list[int]:
     return store.reserve(owner, at_most, capacity=1, rollouts=2, lease_s=60.0, version=version)
+
+
+def explorer(store: Store, version: Callable[[], int]) -> ExplorerQueue:
+    """It would reject every group, were that its to do."""
+    size = {"groups_per_step": 2, "group_size": 2, "max_staleness": 0, "spare": 0}
+    return ExplorerQueue(
+        store, owner="one", lease_s=60.0, reject=lambda _: "uniform", version=version, **size
+    )
 
 
 def test_a_round_is_for_who_has_its_weights_and_is_shared() -> None:
@@ -155,16 +164,8 @@ def test_tasks_that_are_asked_again_are_progress(tmp_path: Path) -> None:
 
 def test_an_explorer_that_leaves_reserves_nothing_more() -> None:
     store = queue()
-    end = ExplorerQueue(
-        store,
-        owner="one",
-        groups_per_step=2,
-        group_size=2,
-        max_staleness=0,
-        spare=0,
-        lease_s=60.0,
-        reject=lambda _: None,
-    )
+    end = explorer(store, lambda: 0)
+    store.begin_round(0, 2, version=0)
     end.close()
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(end.room(2), 0.3))
@@ -209,17 +210,7 @@ def test_ctrl_c_in_the_first_round_loses_and_repeats_nothing(
 def test_explorers_of_rounds_hand_over_what_they_played() -> None:
     """Nothing is sorted out by an explorer: the trainer does that, as if it had played itself."""
     store, version = queue(), [0]
-    end = ExplorerQueue(
-        store,
-        owner="one",
-        groups_per_step=2,
-        group_size=2,
-        max_staleness=0,
-        spare=0,
-        lease_s=60.0,
-        reject=lambda _: "uniform",
-        version=lambda: version[0],
-    )
+    end = explorer(store, lambda: version[0])
 
     async def explored() -> list[Group]:
         asking = asyncio.ensure_future(end.room(2))
