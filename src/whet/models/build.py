@@ -1,4 +1,4 @@
-"""Compiles kernels.c on the user's machine, at first use, and loads it with ctypes.
+"""Compiles the C kernels on the user's machine, at first use, and loads them with ctypes.
 
 No torch headers: the library takes raw pointers. Threads: it is linked against the very libgomp that torch
 has loaded, so that one pool of threads serves both; where torch brings no libgomp, or the compiler is not
@@ -11,7 +11,9 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import cache
@@ -20,11 +22,14 @@ from pathlib import Path
 
 import torch
 
+_SOURCES = ("kernels.c", "products.c")
+_HEADERS = ("vectors.h",)
 _FLAGS = (
-    *("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+    *("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *("-w", "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"),
 )
-"""No -ffast-math: it would let the compiler reorder sums, and rows would no longer be computed alike."""
+"""No -ffast-math: it would let the compiler reorder sums, and rows would no longer be computed alike. No contraction:
+where a product and a sum are rounded once is written in the sources, and no compiler's choice."""
 _TIMEOUT_S = 300
 
 
@@ -36,38 +41,46 @@ class BuildError(Exception):
 def library() -> tuple[ctypes.CDLL, str]:
     """(the loaded library, how it was built). Raises BuildError."""
     compiler = _compiler()
-    version = _run([compiler, "--version"]).splitlines()[0]
+    version = _run([*compiler, "--version"]).splitlines()[0]
     gomp = _torch_libgomp() if "clang" not in version.lower() else None
-    source = resources.files("whet.models").joinpath("kernels.c").read_bytes()
-    name = hashlib.sha256(b"\0".join([source, *(s.encode() for s in (*_FLAGS, version, _cpu(), str(gomp)))]))
-    target = _cache_dir() / f"kernels-{name.hexdigest()[:20]}.so"
+    folder = resources.files("whet.models")
+    sources = {name: folder.joinpath(name).read_bytes() for name in (*_SOURCES, *_HEADERS)}
+    stated = (*_FLAGS, *compiler, version, _cpu(), str(gomp))
+    name = hashlib.sha256(b"\0".join([*sources.values(), *(s.encode() for s in stated)]))
     try:
+        target = cache_dir() / f"kernels-{name.hexdigest()[:20]}.so"
         if not target.exists():
-            _compile(compiler, source, target, gomp=gomp)
+            _compile(compiler, sources, target, gomp=gomp)
         lib = ctypes.CDLL(str(target))
     except OSError as error:
-        raise BuildError(f"{target}: {error}") from error
+        raise BuildError(str(error)) from error
     threads = f"threads of {gomp.name}" if gomp else "one thread"
     return lib, f"{version}, {threads}, {target}"
 
 
-def _compiler() -> str:
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
-    for name in names:
-        if found := shutil.which(name):
-            return found
-    raise BuildError(f"no C compiler found (looked for {', '.join(names)})")
+def _compiler() -> list[str]:
+    """The command; $CC may be one with arguments ("ccache gcc"), or "none"."""
+    given = shlex.split(os.environ.get("CC", ""))
+    if given == ["none"]:
+        raise BuildError("CC=none")
+    for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
+        if found := shutil.which(command[0]):
+            return [found, *command[1:]]
+    raise BuildError(f"no C compiler found (looked for {given[0] if given else 'cc, gcc, clang'})")
 
 
-def _compile(compiler: str, source: bytes, target: Path, *, gomp: Path | None) -> None:
+def _compile(compiler: list[str], sources: dict[str, bytes], target: Path, *, gomp: Path | None) -> None:
     """Builds in a folder of its own and renames, so that processes that build at once do not meet."""
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
-        c, o, so = (Path(folder) / f"kernels.{end}" for end in ("c", "o", "so"))
-        c.write_bytes(source)
-        openmp = ["-fopenmp"] if gomp else []
-        _run([compiler, *_FLAGS, *openmp, "-c", str(c), "-o", str(o)])
-        _run([compiler, "-shared", str(o), "-o", str(so), *([str(gomp)] if gomp else []), "-lm"])
+        for name, text in sources.items():
+            (Path(folder) / name).write_bytes(text)
+        objects = []
+        for name in _SOURCES:
+            objects.append(str(Path(folder) / name.replace(".c", ".o")))
+            openmp = ["-fopenmp"] if gomp else []
+            _run([*compiler, *_FLAGS, *openmp, "-c", str(Path(folder) / name), "-o", objects[-1]])
+        so = Path(folder) / "kernels.so"
+        _run([*compiler, "-shared", *objects, "-o", str(so), *([str(gomp)] if gomp else []), "-lm"])
         os.replace(so, target)
 
 
@@ -98,6 +111,25 @@ def _cpu() -> str:
     )
 
 
-def _cache_dir() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "whet"
+def cache_dir() -> Path:
+    """A folder of this user's, where libraries are kept: what lies in it is loaded as code.
+
+    $XDG_CACHE_HOME/whet or ~/.cache/whet; where there is no home folder, or none that can be written, one of this
+    user's in the folder for temporary files. Raises OSError where that one is not this user's alone.
+    """
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = (Path(given) if given else Path.home() / ".cache") / "whet"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(folder, os.W_OK):
+            return folder
+    except (RuntimeError, OSError):  # no home: no $HOME, and no entry in the list of users
+        pass
+    folder = Path(tempfile.gettempdir()) / f"whet-{os.getuid()}"
+    folder.mkdir(exist_ok=True, mode=0o700)
+    seen = folder.lstat()
+    if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o022:
+        raise PermissionError(
+            f"{folder} is not a folder of this user's alone; remove it, or set XDG_CACHE_HOME"
+        )
+    return folder

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whet.models.logprobs import Head, logits, slope
+from whet.models.products import column_sums, product
 from whet.types import WhetError
 
 
@@ -84,10 +85,10 @@ class _FullKl(torch.autograd.Function):
             dz_AV = p_AV.mul_(gap_AV.sub_(kl_A[at, None])).mul_(dkl_A[at, None])
             steep = slope(z_AV, job.head, job.temperature)
             dz_AV = (dz_AV if steep is None else dz_AV.mul_(steep)).to(weight_VD.dtype)
-            dhidden_AD[at] = dz_AV @ weight_VD
-            dweight_VD += dz_AV.t() @ hidden_AD[at]
+            product(dz_AV, weight_VD, out=dhidden_AD[at])
+            product(dz_AV.t(), hidden_AD[at], out=dweight_VD, add=True)
             if dbias_V is not None:
-                dbias_V += dz_AV.sum(0)
+                dbias_V += column_sums(dz_AV)
         job.head.add(dhidden_AD)
         db_V = dbias_V if bias_V is None or dbias_V is None else dbias_V.to(bias_V.dtype)
         return dhidden_AD, dweight_VD.to(weight_VD.dtype), db_V, None, None

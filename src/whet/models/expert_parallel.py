@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from whet.models.collectives import Cut, Peers, exchanged
+from whet.models.products import linear
 from whet.types import ConfigError
 
 
@@ -51,7 +52,7 @@ class SpreadExperts(nn.Module):
         order_W = here.repeat(len(told_CX)).repeat_interleave(told_CX.flatten()).argsort(stable=True)
         parts = F.embedding(order_W, found_WD).split(told_CX.sum(0).tolist())
         made = [
-            F.linear(_glu(self.act_fn, F.linear(part, gate_up)), down)
+            linear(_glu(self.act_fn, linear(part, gate_up)), down)
             for part, gate_up, down in zip(parts, self.gate_up_proj.unbind(), self.down_proj.unbind())
         ]
         return F.embedding(_inverse(order_W), torch.cat(made))

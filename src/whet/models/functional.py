@@ -23,6 +23,7 @@ from whet.models.attention import Attend
 from whet.models.float8 import recomputing
 from whet.models.kernels import Ops, load
 from whet.models.lora import LoraLinear
+from whet.models.products import linear
 from whet.models.router import note
 from whet.models.sharded import within
 
@@ -222,7 +223,7 @@ def _step(
 def _linear(layer: nn.Linear | LoraLinear, x: Tensor) -> Tensor:
     if isinstance(layer, LoraLinear):
         return layer.forward(x)
-    return F.linear(x, layer.weight, layer.bias)
+    return linear(x, layer.weight, layer.bias)
 
 
 def _heads(layer: nn.Linear | LoraLinear, x_UD: Tensor, head_dim: int) -> Tensor:
@@ -240,7 +241,7 @@ def _mixture(block: Any, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"], ops
     so a token's result does not depend on the other tokens of the batch.
     """
     router, experts = block.gate, block.experts
-    probability_UX = torch.softmax(F.linear(x_UD, router.weight), dim=-1, dtype=torch.float32)
+    probability_UX = torch.softmax(linear(x_UD, router.weight), dim=-1, dtype=torch.float32)
     weight_UE, expert_UE = probability_UX.topk(router.top_k, dim=-1)
     if router.norm_topk_prob:
         weight_UE = weight_UE / weight_UE.sum(-1, keepdim=True)
@@ -249,7 +250,7 @@ def _mixture(block: Any, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"], ops
     count_X = torch.bincount(expert_UE.flatten(), minlength=router.num_experts).tolist()
     sorted_TD = F.embedding(order_T // router.top_k, x_UD)
     parts = [
-        F.linear(ops.glu(*F.linear(part, gate_up).chunk(2, dim=-1), act=act), down)
+        linear(ops.glu(*linear(part, gate_up).chunk(2, dim=-1), act=act), down)
         for part, gate_up, down in zip(
             sorted_TD.split(count_X), experts.gate_up_proj.unbind(), experts.down_proj.unbind()
         )

@@ -1,44 +1,17 @@
 /* CPU kernels of whet: what lies between the matrix products. fp32, no headers but libc's and OpenMP's.
 
    The law of this file: a row (a token, a head) is computed in an order that depends on that row's own data alone.
-   Sums run over the lanes of a vector by absolute index and are folded in one fixed tree; products accumulate one term after the
-   other (acc += a * b, never a sum of two products where the compiler could choose what to fuse differently in two
-   places). Tiles, threads and neighbours therefore cannot change a bit, and a key counts the same whether it lies in
+   Sums run over 16 lanes by absolute index and are folded in one fixed tree; products accumulate one term after the
+   other. Tiles, threads and neighbours therefore cannot change a bit, and a key counts the same whether it lies in
    a shared prompt, in the own part or in a page of the cache. Masked keys have weight exactly 0: adding them is exact.
+   Nor can the width of the processor's vectors: see vectors.h.
 
-   Vectors are the compiler's generic ones, of the width W that the processor has. Strides are in floats. */
+   Strides are in floats. */
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "vectors.h"
 
-typedef int64_t i64;
-
-#if defined(__AVX512F__)
-#define W 16
-#elif defined(__AVX__)
-#define W 8
-#else
-#define W 4 /* NEON, SSE */
-#endif
 #define KEYS 16         /* keys of a page, and of a block of transposed keys: whole vectors for every W */
 #define PARTS (KEYS / W) /* vectors of a block */
-
-typedef float vf __attribute__((vector_size(4 * W)));
-typedef float vf_any __attribute__((vector_size(4 * W), aligned(4), may_alias));
-typedef int32_t vi __attribute__((vector_size(4 * W)));
-
-#define INLINE static inline __attribute__((always_inline))
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
-#define UNROLL _Pragma("GCC unroll 16")
-
-INLINE vf load(const float *p) { return *(const vf_any *)p; }
-INLINE void store(float *p, vf x) { *(vf_any *)p = x; }
-INLINE vf all(float x) { return x - (vf){0}; }
-INLINE vf pick(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
-INLINE vf vmax(vf a, vf b) { return pick(a > b, a, b); }
 
 /* n floats (a vector's worth at most), the rest of the vector is `fill`: tails run through the same code as bodies. */
 INLINE vf load_n(const float *p, i64 n, float fill) {
@@ -47,7 +20,7 @@ INLINE vf load_n(const float *p, i64 n, float fill) {
     float part[W];
     memcpy(part, &x, sizeof part);
     if (n == W / 2) memcpy(part, p, sizeof part / 2);
-    else for (i64 i = 0; i < n; i++) part[i] = p[i];
+    else for (i64 i = 0; i < n; i++) part[i] = p[i]; /* none where n < 1 */
     memcpy(&x, part, sizeof part);
     return x;
 }
@@ -60,13 +33,19 @@ INLINE void store_n(float *p, vf x, i64 n) {
     else for (i64 i = 0; i < n; i++) p[i] = part[i];
 }
 
-/* Whole cache lines, so that no vector straddles two. */
-static void *scratch_bytes(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
+/* A sum or a maximum over a row: element i belongs to lane i % 16, whatever W is. */
+typedef struct { vf part[PARTS]; } Lanes;
 
-INLINE float fold_sum(vf x) {
-    float part[W];
+INLINE Lanes lanes(float x) {
+    Lanes to;
+    UNROLL for (int p = 0; p < PARTS; p++) to.part[p] = all(x);
+    return to;
+}
+
+INLINE float fold_sum(Lanes x) {
+    float part[16];
     memcpy(part, &x, sizeof part);
-    for (int step = W / 2; step > 0; step /= 2)
+    for (int step = 8; step > 0; step /= 2)
         for (int i = 0; i < step; i++) part[i] += part[i + step];
     return part[0];
 }
@@ -79,20 +58,25 @@ INLINE float fold_max(vf x) {
     return part[0];
 }
 
+/* The body runs for every vector of a row of n floats, `at` floats in; its sums go to lane part `p`. */
+#define EACH_VECTOR(at, p, n) \
+    for (i64 at##_16 = 0; at##_16 < (n); at##_16 += 16) \
+        UNROLL for (i64 p = 0, at = at##_16; p < PARTS; p++, at += W)
+
 /* exp to about 1 ulp (Cephes expf); exactly 0 below the smallest normal number, so exp(-inf) is 0; NaN stays NaN. */
 INLINE vf vexp(vf x) {
     vi dead = x < all(-87.33654f);
     x = pick(x > all(88.0f), all(88.0f), x);
-    vf n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* to the nearest integer */
-    vf r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
+    vf n = fma_v(x, all(1.44269504088896341f), all(12582912.0f)) - 12582912.0f; /* to the nearest integer */
+    vf r = fma_v(n, all(-0.693359375f), x);
+    r = fma_v(n, all(2.12194440e-4f), r);
     vf p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r;
+    p = fma_v(p, r, all(1.3981999507e-3f));
+    p = fma_v(p, r, all(8.3334519073e-3f));
+    p = fma_v(p, r, all(4.1665795894e-2f));
+    p = fma_v(p, r, all(1.6666665459e-1f));
+    p = fma_v(p, r, all(5.0000001201e-1f));
+    p = fma_v(p, r * r, r);
     vi power = (__builtin_convertvector(n, vi) + 127) << 23;
     return (vf)(~dead & (vi)((p + 1.0f) * (vf)power));
 }
@@ -101,14 +85,29 @@ INLINE vf vexp(vf x) {
 INLINE vf vtanh(vf x) {
     vf size = (vf)((vi)x & 0x7fffffff), z = x * x;
     vf p = all(-5.70498872745e-3f);
-    p = p * z + 2.06390887954e-2f;
-    p = p * z - 5.37397155531e-2f;
-    p = p * z + 1.33314422036e-1f;
-    p = p * z - 3.33332819422e-1f;
-    vf near = (p * z) * x + x;
+    p = fma_v(p, z, all(2.06390887954e-2f));
+    p = fma_v(p, z, all(-5.37397155531e-2f));
+    p = fma_v(p, z, all(1.33314422036e-1f));
+    p = fma_v(p, z, all(-3.33332819422e-1f));
+    vf near = fma_v(p * z, x, x);
     vf far = 1.0f - 2.0f / (vexp(size + size) + 1.0f);
     far = (vf)((vi)far | ((vi)x & (int32_t)0x80000000));
     return pick(size < all(0.625f), near, far);
+}
+
+/* log(x) of a normal double, to about 1 ulp: 2 atanh((m - 1) / (m + 1)) + e log 2. The C library's differs by version. */
+static double log_of(double x) {
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (!(x >= 2.2250738585072014e-308) || bits >= 0x7ff0000000000000u) return x > 0 ? x < 1 ? -INFINITY : x : x == 0 ? -INFINITY : NAN;
+    int64_t e = (int64_t)(bits >> 52) - 1023;
+    bits = (bits & 0x000fffffffffffffu) | 0x3ff0000000000000u;
+    double m;
+    memcpy(&m, &bits, sizeof m);
+    if (m > 1.4142135623730951) m *= 0.5, e++;
+    double s = (m - 1.0) / (m + 1.0), z = s * s, p = 0;
+    for (int k = 23; k >= 3; k -= 2) p = __builtin_fma(p, z, 1.0 / k);
+    return __builtin_fma((double)e, 0.693147180559945309417, __builtin_fma(2.0 * s, p * z, 2.0 * s));
 }
 
 #define ROWS_IN_PARALLEL _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")
@@ -119,10 +118,10 @@ INLINE vf vtanh(vf x) {
 #define CHUNK 64 /* rows whose weight gradients are summed in one chain; fixed, so that threads change nothing */
 
 INLINE float inverse_rms(const float *x, i64 D, float eps) {
-    vf sum = all(0);
-    for (i64 i = 0; i < D; i += W) {
+    Lanes sum = lanes(0);
+    EACH_VECTOR(i, p, D) {
         vf a = load_n(x + i, D - i, 0);
-        sum += a * a;
+        sum.part[p] = fma_v(a, a, sum.part[p]);
     }
     return 1.0f / sqrtf(fold_sum(sum) / (float)D + eps);
 }
@@ -138,16 +137,16 @@ INLINE void norm_row(const float *x, const float *w, float *out, i64 D, float ep
 INLINE void norm_row_backward(const float *x, const float *w, const float *dy, const float *more, float *dx,
                               float *dw, i64 D, float eps, float offset) {
     float r = inverse_rms(x, D, eps);
-    vf dot = all(0);
-    for (i64 i = 0; i < D; i += W) {
+    Lanes dot = lanes(0);
+    EACH_VECTOR(i, p, D) {
         vf a = load_n(x + i, D - i, 0), g = load_n(dy + i, D - i, 0);
-        dot += (g * (load_n(w + i, D - i, 0) + offset)) * a;
-        store_n(dw + i, load_n(dw + i, D - i, 0) + g * (a * r), D - i);
+        dot.part[p] = fma_v(g * (load_n(w + i, D - i, 0) + offset), a, dot.part[p]);
+        store_n(dw + i, fma_v(g, a * r, load_n(dw + i, D - i, 0)), D - i);
     }
     float pull = fold_sum(dot) / (float)D * r * r;
     for (i64 i = 0; i < D; i += W) {
         vf g = load_n(dy + i, D - i, 0) * (load_n(w + i, D - i, 0) + offset);
-        vf d = (g - load_n(x + i, D - i, 0) * pull) * r;
+        vf d = fma_v(load_n(x + i, D - i, 0), all(-pull), g) * r;
         if (more) d += load_n(more + i, D - i, 0);
         store_n(dx + i, d, D - i);
     }
@@ -193,8 +192,8 @@ INLINE void rope_row(const float *x, const float *cos, const float *sin, float *
     for (i64 i = 0; i < half; i += W) {
         i64 n = half - i;
         vf low = load_n(x + i, n, 0), high = load_n(x + half + i, n, 0);
-        store_n(out + i, low * load_n(cos + i, n, 0) - high * load_n(sin + i, n, 0), n);
-        store_n(out + half + i, high * load_n(cos + half + i, n, 0) + low * load_n(sin + half + i, n, 0), n);
+        store_n(out + i, fma_v(low, load_n(cos + i, n, 0), -high * load_n(sin + i, n, 0)), n);
+        store_n(out + half + i, fma_v(high, load_n(cos + half + i, n, 0), low * load_n(sin + half + i, n, 0)), n);
     }
 }
 
@@ -202,8 +201,8 @@ INLINE void rope_row_backward(const float *dy, const float *cos, const float *si
     for (i64 i = 0; i < half; i += W) {
         i64 n = half - i;
         vf low = load_n(dy + i, n, 0), high = load_n(dy + half + i, n, 0);
-        store_n(dx + i, low * load_n(cos + i, n, 0) + high * load_n(sin + half + i, n, 0), n);
-        store_n(dx + half + i, high * load_n(cos + half + i, n, 0) - low * load_n(sin + i, n, 0), n);
+        store_n(dx + i, fma_v(low, load_n(cos + i, n, 0), high * load_n(sin + half + i, n, 0)), n);
+        store_n(dx + half + i, fma_v(high, load_n(cos + half + i, n, 0), -low * load_n(sin + i, n, 0)), n);
     }
 }
 
@@ -247,14 +246,14 @@ void whet_norm_rope_backward(const float *x, i64 x_n, i64 x_h, const float *w, c
 INLINE vf activate(vf g, int act, vf *slope) {
     if (act == 0) {
         vf s = 1.0f / (1.0f + vexp(-g));
-        *slope = s * (1.0f + g * (1.0f - s));
+        *slope = s * fma_v(g, 1.0f - s, all(1));
         return g * s;
     }
     vf g2 = g * g;
-    vf t = vtanh(0.7978845608f * (g * (1.0f + 0.044715f * g2)));
+    vf t = vtanh(0.7978845608f * (g * fma_v(all(0.044715f), g2, all(1))));
     vf half = 0.5f * (1.0f + t);
-    vf inner = 0.7978845608f * (1.0f + 0.134145f * g2);
-    *slope = half + (0.5f * g) * ((1.0f - t * t) * inner);
+    vf inner = 0.7978845608f * fma_v(all(0.134145f), g2, all(1));
+    *slope = fma_v(0.5f * g, fma_v(-t, t, all(1)) * inner, half);
     return g * half;
 }
 
@@ -293,11 +292,12 @@ INLINE double softmax_total(const float *x, i64 V, float *max_out, double *weigh
     float max = fold_max(top);
     double total = 0, moment = 0;
     for (i64 b = 0; b < V; b += BLOCK) {
-        vf sum = all(0), sum_x = all(0);
-        for (i64 i = b; i < MIN(V, b + BLOCK); i += W) {
-            vf z = load_n(x + i, V - i, -INFINITY) - max, e = vexp(z);
-            sum += e;
-            if (weighted) sum_x += e * vmax(z, all(-200.0f)); /* e is 0 there; 0 * -inf would be NaN */
+        Lanes sum = lanes(0), sum_x = lanes(0);
+        EACH_VECTOR(i, p, MIN(BLOCK, V - b)) {
+            vf z = load_n(x + b + i, V - b - i, -INFINITY) - max, e = vexp(z);
+            sum.part[p] += e;
+            if (weighted) /* e is 0 where z is held; 0 * -inf would be NaN */
+                sum_x.part[p] = fma_v(e, vmax(z, all(-200.0f)), sum_x.part[p]);
         }
         double part = fold_sum(sum);
         if (blocks) blocks[b / BLOCK] = part;
@@ -310,7 +310,7 @@ INLINE double softmax_total(const float *x, i64 V, float *max_out, double *weigh
 }
 
 INLINE float token_logp(const float *x, i64 token, float max, double total) {
-    return (float)((double)(x[token] - max) - log(total));
+    return (float)((double)(x[token] - max) - log_of(total));
 }
 
 void whet_logprobs(const float *logits, const i64 *target, float *logp, float *entropy, i64 N, i64 V, int threads) {
@@ -319,7 +319,7 @@ void whet_logprobs(const float *logits, const i64 *target, float *logp, float *e
         float max;
         double moment, total = softmax_total(logits + n * V, V, &max, &moment, NULL);
         logp[n] = token_logp(logits + n * V, target[n], max, total);
-        entropy[n] = (float)(log(total) - moment / total);
+        entropy[n] = (float)(log_of(total) - moment / total);
     }
 }
 
@@ -334,7 +334,7 @@ void whet_logprobs_backward(float *logits, const i64 *target, const float *logp,
         for (i64 i = 0; i < V; i += W) {
             vf z = load_n(x + i, V - i, -INFINITY) - lse, p = vexp(z);
             vf g = vmax(z, all(-200.0f)) + h;
-            store_n(x + i, p * (-push - g * pull), V - i);
+            store_n(x + i, p * fma_v(g, all(-pull), all(-push)), V - i);
         }
         x[target[n]] += push;
     }
@@ -399,7 +399,8 @@ INLINE void score_tile(const float *q, const float *const *kt, float *s, i64 ld,
     for (i64 d = 0; d < D; d++)
         UNROLL for (int b = 0; b < NB * PARTS; b++) {
             vf k = load(kt[b / PARTS] + d * KEYS + b % PARTS * W);
-            UNROLL for (int r = 0; r < NQ; r++) acc[r * NB * PARTS + b] += q[r * D + d] * k;
+            UNROLL for (int r = 0; r < NQ; r++)
+                acc[r * NB * PARTS + b] = fma_v(all(q[r * D + d]), k, acc[r * NB * PARTS + b]);
         }
     UNROLL for (int r = 0; r < NQ; r++)
         UNROLL for (int b = 0; b < NB * PARTS; b++) store(s + r * ld + b * W, acc[r * NB * PARTS + b]);
@@ -434,7 +435,8 @@ INLINE void weigh_tile(float *c, i64 c_r, const float *a, i64 a_r, i64 a_k, cons
         vf x[4];
         UNROLL for (int d = 0; d < ND; d++) x[d] = load(b + k * b_k + d * W);
         UNROLL for (int r = 0; r < NR; r++)
-            UNROLL for (int d = 0; d < ND; d++) acc[r * ND + d] += a[r * a_r + k * a_k] * x[d];
+            UNROLL for (int d = 0; d < ND; d++)
+                acc[r * ND + d] = fma_v(all(a[r * a_r + k * a_k]), x[d], acc[r * ND + d]);
     }
     UNROLL for (int r = 0; r < NR; r++)
         UNROLL for (int d = 0; d < ND; d++) store(c + r * c_r + d * W, acc[r * ND + d]);
@@ -472,12 +474,13 @@ INLINE float soft_row(float *s, i64 from, i64 blocks, i64 lo, i64 hi, float cap,
         for (i64 i = 0; i < blocks * KEYS; i += W) store(s + i, soft_cap(load(s + i), cap));
     for (i64 t = from; t < lo; t++) s[t - from] = -INFINITY;
     for (i64 t = hi + 1; t < end; t++) s[t - from] = -INFINITY;
-    vf top = all(-INFINITY), sum = all(0);
+    vf top = all(-INFINITY);
     for (i64 i = 0; i < blocks * KEYS; i += W) top = vmax(load(s + i), top);
     float max = fold_max(top);
-    for (i64 i = 0; i < blocks * KEYS; i += W) {
+    Lanes sum = lanes(0);
+    EACH_VECTOR(i, p, blocks * KEYS) {
         vf e = vexp(load(s + i) - max);
-        sum += e;
+        sum.part[p] += e;
         store(s + i, e);
     }
     *max_out = max;
@@ -570,7 +573,7 @@ static void forward_tile(const Packed *a, const Blocks *keys, i64 s, i64 kv, i64
         i64 at = first + r / group;
         float max;
         part[r] = soft_row(p + r * ld, b0 * KEYS, blocks, first_seen(at, a->window), at, a->cap, &max);
-        lse[(a->q_start[s] + from + r / group) * a->heads + kv * group + r % group] = max + logf(part[r]);
+        lse[(a->q_start[s] + from + r / group) * a->heads + kv * group + r % group] = (float)((double)max + log_of(part[r]));
     }
     memset(sum, 0, sizeof(float) * rows * D);
     weigh_keys(sum, D, p, ld, a->v + kv * a->v_h, a->v_n, b0 * KEYS, last + 1, prefix, a->prefix_start[s],
@@ -611,7 +614,7 @@ INLINE void grad_row(float *s, float *dp, i64 from, i64 blocks, i64 lo, i64 hi, 
         vf z = load(s + i), slope = all(1);
         if (cap > 0) {
             vf t = vtanh(z / cap);
-            slope = 1.0f - t * t;
+            slope = fma_v(-t, t, all(1));
             z = cap * t;
         }
         vf p = vexp(z - lse);
@@ -639,8 +642,9 @@ static void backward_tile(const Packed *a, const Grads *g, const Blocks *keys, c
         i64 n = q_start + from + r / group, h = kv * group + r % group;
         scale_row(a->q + n * a->q_n + h * a->q_h, q + r * D, a->scale, D);
         memcpy(dout + r * D, g->dout + (n * a->heads + h) * D, sizeof(float) * D);
-        vf dot = all(0);
-        for (i64 i = 0; i < D; i += W) dot += load(dout + r * D + i) * load(g->out + (n * a->heads + h) * D + i);
+        Lanes dot = lanes(0);
+        EACH_VECTOR(i, p, D)
+            dot.part[p] = fma_v(load(dout + r * D + i), load(g->out + (n * a->heads + h) * D + i), dot.part[p]);
         lse[r] = g->lse[n * a->heads + h], delta[r] = fold_sum(dot);
     }
     memset(dq, 0, sizeof(float) * rows * D);

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from whet.models.kernels import Ops
+from whet.models.products import column_sums, linear, product
 from whet.models.vocabulary import Vocabulary, VocabularyHead
 
 _KEEP = 1 << 24
@@ -71,7 +71,7 @@ def _logits(
     room: Tensor | None = None,
 ) -> Tensor:
     """room: float32 [A or more, V] to write them to."""
-    z_AV = F.linear(hidden_AD, *parameters).float() if room is None else _linear(hidden_AD, *parameters, room)
+    z_AV = linear(hidden_AD, *parameters).float() if room is None else _linear(hidden_AD, *parameters, room)
     if head.scale != 1.0:
         z_AV.mul_(head.scale)
     if head.softcap is not None:
@@ -82,11 +82,10 @@ def _logits(
 
 
 def _linear(hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, room: Tensor) -> Tensor:
-    """F.linear, written to the first rows of `room`."""
+    """`linear`, written to the first rows of `room`."""
     out_AV = room[: len(hidden_AD)]
-    if bias_V is None:
-        return torch.mm(hidden_AD, weight_VD.t(), out=out_AV)
-    return torch.addmm(bias_V, hidden_AD, weight_VD.t(), out=out_AV)
+    product(hidden_AD, weight_VD.t(), out=out_AV)
+    return out_AV if bias_V is None else out_AV.add_(bias_V)
 
 
 def token_logprobs(
@@ -198,11 +197,11 @@ class _TokenLogprobs(torch.autograd.Function):
             )
             dz_AV = (z_AV if slope_AV is None else z_AV.mul_(slope_AV)).to(weight_VD.dtype)
             if dhidden_AD is not None:
-                torch.mm(dz_AV, weight_VD, out=dhidden_AD[at])
+                product(dz_AV, weight_VD, out=dhidden_AD[at])
             if dweight_VD is not None:
-                _add_product(dweight_VD, dz_AV.t(), hidden_AD[at])
+                product(dz_AV.t(), hidden_AD[at], out=dweight_VD, add=True)
             if dbias_V is not None:
-                dbias_V += dz_AV.sum(0)
+                dbias_V += column_sums(dz_AV)
             del z_AV, slope_AV, dz_AV  # before the next rows' logits come
         if dhidden_AD is not None:
             job.head.add(dhidden_AD)
@@ -218,14 +217,6 @@ def slope(z_AV: Tensor, head: Head, temperature: float) -> Tensor | float | None
         return None if factor == 1.0 else factor
     tanh_AV = z_AV * (temperature / head.softcap)
     return tanh_AV.square_().neg_().add_(1.0).mul_(factor)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right; in place where the dtypes allow it, for `total` may be hundreds of megabytes."""
-    if total.dtype == right.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
 
 
 def _cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:

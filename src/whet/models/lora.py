@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from transformers import PreTrainedModel
 from whet import seeds
 from whet.config.schema import Lora
 from whet.models.dropout import Noise
+from whet.models.products import column_sums, linear, product
 from whet.track.files import atomic_folder
 from whet.types import CheckpointError, ConfigError
 
@@ -68,10 +68,10 @@ class LoraLinear(nn.Module):
         if noise is not None or not self.keeps:
             a_KI, b_OK = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
             seen = x if noise is None else noise.drop(x, self.dropout, first=self.first)
-            low_UK = F.linear(seen, a_KI)
-            return F.linear(x, self.weight, self.bias) + self.scale * F.linear(low_UK, b_OK)
+            low_UK = linear(seen, a_KI)
+            return linear(x, self.weight, self.bias) + self.scale * linear(low_UK, b_OK)
         if not torch.is_grad_enabled():
-            return F.linear(x, weight_OI, self.bias)
+            return linear(x, weight_OI, self.bias)
         return _Adapted.apply(x, weight_OI, self.bias, self.lora_A, self.lora_B, self.scale)
 
     @torch.no_grad()
@@ -83,7 +83,7 @@ class LoraLinear(nn.Module):
                 return
             self.effective = torch.empty_like(self.weight)
         wide_OI = self.weight.to(self.lora_B.dtype)
-        self.effective.copy_(torch.addmm(wide_OI, self.lora_B, self.lora_A, alpha=self.scale))
+        self.effective.copy_(product(self.lora_B, self.lora_A).mul_(self.scale).add_(wide_OI))
 
 
 class _Adapted(torch.autograd.Function):
@@ -101,7 +101,7 @@ class _Adapted(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight_OI, a_KI, b_OK)
         ctx.scale = scale
-        return F.linear(x, weight_OI.detach(), bias_O)
+        return linear(x, weight_OI.detach(), bias_O)
 
     @staticmethod
     @once_differentiable
@@ -109,13 +109,13 @@ class _Adapted(torch.autograd.Function):
         x, weight_OI, a_KI, b_OK = ctx.saved_tensors
         needs_x, _, needs_bias, needs_a, needs_b, _ = ctx.needs_input_grad
         x_UI, dy_UO = x.flatten(0, -2), dy.flatten(0, -2)
-        dx = dy @ weight_OI if needs_x else None
+        dx = product(dy_UO, weight_OI).view(x.shape) if needs_x else None
         da_KI = db_OK = None
         if needs_a:
-            da_KI = ((dy_UO @ b_OK.to(dy.dtype)).t() @ x_UI).to(a_KI.dtype).mul_(ctx.scale)
+            da_KI = product(product(dy_UO, b_OK.to(dy.dtype)).t(), x_UI).to(a_KI.dtype).mul_(ctx.scale)
         if needs_b:
-            db_OK = (dy_UO.t() @ (x_UI @ a_KI.to(x.dtype).t())).to(b_OK.dtype).mul_(ctx.scale)
-        return dx, None, dy_UO.sum(0) if needs_bias else None, da_KI, db_OK, None
+            db_OK = product(dy_UO.t(), product(x_UI, a_KI.to(x.dtype).t())).to(b_OK.dtype).mul_(ctx.scale)
+        return dx, None, column_sums(dy_UO) if needs_bias else None, da_KI, db_OK, None
 
 
 # ---------------------------------------------------------------- put in

@@ -9,7 +9,7 @@ Shape letters: U tokens to compute, V vocabulary, H query heads, K key/value hea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from whet.models.float8 import recomputing
 from whet.models.functional import STATIC_ROPE, rope_type
 from whet.models.kernels import Ops
 from whet.models.logprobs import Head, logits
+from whet.models.products import Everywhere
 from whet.models.router import watching
 from whet.models.segments import Segments
 from whet.types import ConfigError
@@ -48,6 +49,7 @@ def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Ca
     register_hf_attention()
     model.set_attn_implementation("whet")
     base = model.get_decoder()
+    products = nullcontext if compile else Everywhere
     blocks = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
     forwards = [torch.compile(block.forward, dynamic=True) if compile else block.forward for block in blocks]
 
@@ -63,8 +65,8 @@ def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Ca
                 position_U.new_zeros(1),
             )
             attend = _Nobody(attend)
-        run = [_recomputed(f) for f in forwards] if checkpoint else forwards
-        with _in_place(blocks, run), watching() if nothing else nullcontext():
+        run = [_recomputed(f, products) for f in forwards] if checkpoint else forwards
+        with _in_place(blocks, run), products(), watching() if nothing else nullcontext():
             out = base(
                 # a later part of a pipeline begins with the hidden states of the part before
                 **{"inputs_embeds" if token_ids_U.is_floating_point() else "input_ids": token_ids_U[None]},
@@ -90,9 +92,16 @@ class _Nobody:
         return torch.cat((out_NHD, q_NHD.new_zeros(1, *out_NHD.shape[1:])))
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(
+    forward: Callable[..., Any], products: Callable[[], AbstractContextManager[Any]]
+) -> Callable[..., Any]:
     """The same, computed again in the backward pass. (transformers' own switch needs train(), hence dropout.)"""
-    return partial(recompute, forward, use_reentrant=False, preserve_rng_state=False, context_fn=recomputing)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with products():  # the second time nothing else is around it
+            return forward(*args, **kwargs)
+
+    return partial(recompute, run, use_reentrant=False, preserve_rng_state=False, context_fn=recomputing)
 
 
 @contextmanager

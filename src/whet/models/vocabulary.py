@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whet.models.collectives import Peers, summed
+from whet.models.products import linear
 
 
 @dataclass(frozen=True)
@@ -100,4 +101,4 @@ class VocabularyHead(nn.Module):
         self.in_features, self.out_features = linear.in_features, len(linear.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)

@@ -1,0 +1,224 @@
+/* Matrix products of whet: out[i][j] = sum over k of a[i][k] b[k][j], fp32.
+
+   The law of this file: an element's bits depend on its row of a and its column of b alone. It is the sum, in order, of
+   the sums over TERMS terms each; each of these is one chain of fused multiply-adds from 0, k ascending. Vectors, tiles,
+   packing, threads, and which of the two operands lies along the lanes are free: none of them changes the chain. So rows
+   agree however many there are, and processors of any vector width agree with one another. */
+
+#include "vectors.h"
+
+#define TERMS 256 /* part of the law: changing it changes bits */
+
+#if W == 16
+#define ROWS 12 /* with 2 vectors: 24 accumulators of 32 registers */
+#define ROWS_1 12 /* with 1 vector */
+#else
+#define ROWS 6 /* 12 of 16 registers */
+#define ROWS_1 12
+#endif
+#define VECTORS 2
+#define LANES (VECTORS * W)
+#define STRIP 192 /* rows of a block that stays in the second cache: STRIP x TERMS floats; a multiple of ROWS */
+#define WIDE 1024 /* columns packed at a time */
+#define FEW 3 /* rows that are not worth a lane each: their panels are FEW_VECTORS wide, for more chains at once */
+#define FEW_VECTORS 4
+#define MANY_PANELS 16 /* panels that use a strip before it is worth packing */
+
+/* p: broadcast, element (i, k) at p[i p_i + k p_k]; q: along the lanes, element (k, j) at q[k q_k + j q_j]. */
+typedef struct {
+    const float *p;
+    i64 p_i, p_k;
+    const float *q;
+    i64 q_k, q_j;
+    float *out;
+    i64 out_i, out_j;
+    i64 I, J, K;
+} Product;
+
+/* ---- one tile ------------------------------------------------------------------------------------------------ */
+
+/* sums[r][v] of R rows and V vectors of lanes, from packed q [K][V][W]. */
+INLINE void tile(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float *sums, const int R, const int V) {
+    vf sum[MAX(ROWS_1, ROWS * VECTORS)], b[FEW_VECTORS];
+    UNROLL for (int i = 0; i < R * V; i++) sum[i] = all(0);
+    for (i64 k = 0; k < K; k++) {
+        UNROLL for (int v = 0; v < V; v++) b[v] = load(q + (k * V + v) * W);
+        UNROLL for (int r = 0; r < R; r++) {
+            vf a = all(p[r * p_i + k * p_k]);
+            UNROLL for (int v = 0; v < V; v++) sum[r * V + v] = fma_v(a, b[v], sum[r * V + v]);
+        }
+    }
+    UNROLL for (int i = 0; i < R * V; i++) store(sums + i * W, sum[i]);
+}
+
+#define TILE(R, V) case R: tile(p, p_i, p_k, q, K, sums, R, V); break;
+
+static void tile_1(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float *sums, i64 rows) {
+    switch (rows) {
+        TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(5, 1) TILE(6, 1)
+        TILE(7, 1) TILE(8, 1) TILE(9, 1) TILE(10, 1) TILE(11, 1) TILE(12, 1)
+    }
+}
+
+static void tile_2(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float *sums, i64 rows) {
+    switch (rows) {
+        TILE(1, 2) TILE(2, 2) TILE(3, 2) TILE(4, 2) TILE(5, 2) TILE(6, 2)
+#if ROWS == 12
+        TILE(7, 2) TILE(8, 2) TILE(9, 2) TILE(10, 2) TILE(11, 2) TILE(12, 2)
+#endif
+    }
+}
+
+static void tile_few(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float *sums, i64 rows) {
+    switch (rows) {
+        TILE(1, FEW_VECTORS) TILE(2, FEW_VECTORS) TILE(3, FEW_VECTORS)
+    }
+}
+
+/* The tile's sums into out: as they are where `first`, else added to what is there. */
+static void put(const float *sums, i64 ld, float *out, i64 out_i, i64 out_j, i64 rows, i64 n, int first) {
+    if (out_j == 1) {
+        for (i64 r = 0; r < rows; r++, sums += ld, out += out_i) {
+            i64 j = 0;
+            for (; j + W <= n; j += W) store(out + j, first ? load(sums + j) : load(out + j) + load(sums + j));
+            for (; j < n; j++) out[j] = first ? sums[j] : out[j] + sums[j];
+        }
+        return;
+    }
+    for (i64 j = 0; j < n; j++, sums++) {
+        float *to = out + j * out_j;
+        if (first) for (i64 r = 0; r < rows; r++) to[r * out_i] = sums[r * ld];
+        else for (i64 r = 0; r < rows; r++) to[r * out_i] += sums[r * ld];
+    }
+}
+
+/* ---- packing ------------------------------------------------------------------------------------------------- */
+
+#if defined(__AVX__)
+/* Eight columns, each dense along k, into [K][8] of a panel whose rows are `lanes` apart. */
+INLINE void transpose_8(const float *q, i64 q_j, i64 K, float *to, i64 lanes) {
+    i64 k = 0;
+    for (; k + 8 <= K; k += 8) {
+        __m256 r[8], t[8];
+        UNROLL for (int l = 0; l < 8; l++) r[l] = _mm256_loadu_ps(q + l * q_j + k);
+        UNROLL for (int l = 0; l < 8; l += 2) {
+            t[l] = _mm256_unpacklo_ps(r[l], r[l + 1]);
+            t[l + 1] = _mm256_unpackhi_ps(r[l], r[l + 1]);
+        }
+        UNROLL for (int l = 0; l < 8; l += 4) {
+            r[l] = _mm256_shuffle_ps(t[l], t[l + 2], 0x44);
+            r[l + 1] = _mm256_shuffle_ps(t[l], t[l + 2], 0xee);
+            r[l + 2] = _mm256_shuffle_ps(t[l + 1], t[l + 3], 0x44);
+            r[l + 3] = _mm256_shuffle_ps(t[l + 1], t[l + 3], 0xee);
+        }
+        UNROLL for (int l = 0; l < 4; l++) {
+            _mm256_storeu_ps(to + (k + l) * lanes, _mm256_permute2f128_ps(r[l], r[l + 4], 0x20));
+            _mm256_storeu_ps(to + (k + l + 4) * lanes, _mm256_permute2f128_ps(r[l], r[l + 4], 0x31));
+        }
+    }
+    for (; k < K; k++) for (int l = 0; l < 8; l++) to[k * lanes + l] = q[l * q_j + k];
+}
+#endif
+
+/* Columns j0 .. j0 + n - 1 of q into [K][lanes]; the lanes behind them are 0. */
+static void pack_panel(const Product *a, i64 k0, i64 K, i64 j0, i64 n, i64 lanes, float *to) {
+    const float *q = a->q + k0 * a->q_k + j0 * a->q_j;
+    i64 j = 0;
+    if (a->q_j == 1) {
+        for (i64 k = 0; k < K; k++) memcpy(to + k * lanes, q + k * a->q_k, sizeof(float) * n);
+        j = n;
+    }
+#if defined(__AVX__)
+    if (a->q_k == 1) for (; j + 8 <= n; j += 8) transpose_8(q + j * a->q_j, a->q_j, K, to + j, lanes);
+#endif
+    for (; j < n; j++) for (i64 k = 0; k < K; k++) to[k * lanes + j] = q[k * a->q_k + j * a->q_j];
+    for (i64 k = 0; n < lanes && k < K; k++) memset(to + k * lanes + n, 0, sizeof(float) * (lanes - n));
+}
+
+/* Rows of p in groups of ROWS: [I / ROWS][K][ROWS]. */
+static void pack_strip(const Product *a, i64 i0, i64 I, i64 k0, i64 K, float *to) {
+    for (i64 i = 0; i < I; i += ROWS, to += ROWS * K) {
+        const float *p = a->p + (i0 + i) * a->p_i + k0 * a->p_k;
+        i64 rows = MIN(ROWS, I - i);
+        if (rows == ROWS)
+            for (i64 k = 0; k < K; k++) UNROLL for (int r = 0; r < ROWS; r++) to[k * ROWS + r] = p[r * a->p_i + k * a->p_k];
+        else
+            for (i64 k = 0; k < K; k++) for (i64 r = 0; r < rows; r++) to[k * ROWS + r] = p[r * a->p_i + k * a->p_k];
+    }
+}
+
+/* ---- the whole ----------------------------------------------------------------------------------------------- */
+
+/* Lanes of a panel of n columns, at most `most`: no wider than they need. */
+INLINE i64 panel_lanes(i64 n, i64 most) { return n <= W ? W : n <= LANES ? LANES : most; }
+
+INLINE void multiply_tile(const float *p, i64 p_i, i64 p_k, const float *panel, i64 lanes, i64 K, float *sums, i64 rows) {
+    (lanes == W ? tile_1 : lanes == LANES ? tile_2 : tile_few)(p, p_i, p_k, panel, K, sums, rows);
+}
+
+/* Rows i0 .. of one strip times all panels (of `wide` lanes each, the last one perhaps of fewer). */
+static void multiply_strip(const Product *a, const float *panels, i64 wide, i64 i0, i64 I, i64 j0, i64 J, i64 k0, i64 K,
+                           int first) {
+    float packed[STRIP * TERMS] __attribute__((aligned(64))), sums[ROWS * LANES] __attribute__((aligned(64)));
+    int pack = J > MANY_PANELS * LANES && I > ROWS;
+    if (pack) pack_strip(a, i0, I, k0, K, packed);
+    for (i64 j = 0; j < J; j += wide) {
+        i64 n = MIN(wide, J - j), lanes = panel_lanes(n, wide), step = lanes == W && !pack ? ROWS_1 : ROWS;
+        for (i64 i = 0; i < I; i += step) {
+            i64 rows = MIN(step, I - i);
+            const float *p = pack ? packed + i * K : a->p + (i0 + i) * a->p_i + k0 * a->p_k;
+            multiply_tile(p, pack ? 1 : a->p_i, pack ? ROWS : a->p_k, panels + j * K, lanes, K, sums, rows);
+            put(sums, lanes, a->out + (i0 + i) * a->out_i + (j0 + j) * a->out_j, a->out_i, a->out_j, rows, n, first);
+        }
+    }
+}
+
+static int multiply(const Product *a, int add, int threads) {
+    i64 each = (a->I + threads - 1) / threads, strip = MIN(STRIP, (each + ROWS - 1) / ROWS * ROWS);
+    i64 strips = (a->I + strip - 1) / strip, wide = a->I <= FEW ? FEW_VECTORS * W : LANES;
+    float *panels = scratch_bytes(sizeof(float) * (MIN(a->J, WIDE) + wide) * MIN(a->K, TERMS));
+    if (!panels) return 1;
+    for (i64 j0 = 0; j0 < a->J; j0 += WIDE)
+        for (i64 k0 = 0; k0 < a->K; k0 += TERMS) {
+            i64 J = MIN(WIDE, a->J - j0), K = MIN(TERMS, a->K - k0);
+            int share = threads > 1 && J * K > 1 << 14;
+            _Pragma("omp parallel for schedule(static) num_threads(threads) if (share)")
+            for (i64 j = 0; j < J; j += wide) {
+                i64 n = MIN(wide, J - j);
+                pack_panel(a, k0, K, j0 + j, n, panel_lanes(n, wide), panels + j * K);
+            }
+            _Pragma("omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)")
+            for (i64 s = 0; s < strips; s++)
+                multiply_strip(a, panels, wide, s * strip, MIN(strip, a->I - s * strip), j0, J, k0, K, k0 == 0 && !add);
+        }
+    free(panels);
+    return 0;
+}
+
+/* out (+)= a b for [I, K] and [K, J] of any strides. Returns 0, or 1 where memory ran out. What lies along the lanes is
+   packed, so it is the smaller operand; but a lane each would waste most lanes on very few rows. */
+int whet_product(const float *a, i64 a_i, i64 a_k, const float *b, i64 b_k, i64 b_j, float *out, i64 out_i, i64 out_j,
+                 i64 I, i64 J, i64 K, int add, int threads) {
+    if (!I || !J) return 0;
+    if (!K) {
+        for (i64 i = 0; !add && i < I; i++) for (i64 j = 0; j < J; j++) out[i * out_i + j * out_j] = 0;
+        return 0;
+    }
+    if (2.0 * I * J * K < 1 << 18) threads = 1;
+    Product rows = {a, a_i, a_k, b, b_k, b_j, out, out_i, out_j, I, J, K};
+    Product columns = {b, b_j, b_k, a, a_k, a_i, out, out_j, out_i, J, I, K};
+    return multiply(I >= J || I <= FEW ? &rows : &columns, add, threads);
+}
+
+/* out[j] = the sum over i of x[i][j], in blocks of TERMS rows: what `whet_product` gives for a row of ones. */
+void whet_column_sums(const float *x, i64 x_i, float *out, i64 I, i64 J) {
+    for (i64 j = 0; j < J; j++) out[j] = 0;
+    float part[WIDE];
+    for (i64 j0 = 0; j0 < J; j0 += WIDE)
+        for (i64 i0 = 0; i0 < I; i0 += TERMS) {
+            i64 n = MIN(WIDE, J - j0);
+            memset(part, 0, sizeof(float) * n);
+            for (i64 i = i0; i < MIN(I, i0 + TERMS); i++) for (i64 j = 0; j < n; j++) part[j] += x[i * x_i + j0 + j];
+            for (i64 j = 0; j < n; j++) out[j0 + j] += part[j];
+        }
+}

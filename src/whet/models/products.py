@@ -1,0 +1,226 @@
+"""Matrix products whose rows agree: the one place through which every product of a model goes.
+
+The law, for float32 on a CPU: an element is the sum, in order, of the sums over 256 terms each, and each of these is
+one chain of fused multiply-adds from 0. So a row has the same bits however many rows are computed with it (a decode
+step, a packed batch), on however many threads, and on every processor that has fused multiply-add, whatever its vectors'
+width. `products.c` computes so, at the speed of the libraries. Where there is no compiler, oneDNN's products of 256
+terms each do, if they prove it at the first use; where they do not, products are torch's, and the start-up self-test
+says what that means for a run. Other devices and dtypes are torch's own.
+
+Shape letters: I, K rows and columns of the left factor, J columns of the right one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from whet.models.build import BuildError, library
+from whet.types import WhetError
+
+TERMS = 256
+"""Terms of a chain; TERMS of products.c."""
+
+Multiply = Callable[[Tensor, Tensor, Tensor, bool], None]
+"""(a_IK, b_KJ, out_IJ, add): out = a b, or out += a b, for any strides."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """What multiplies float32 matrices in this process."""
+
+    name: str
+    """compiled, onednn, torch."""
+    lawful: bool
+    """It keeps the law above."""
+    reason: str
+    multiply: Multiply
+
+
+@cache
+def chosen() -> Products:
+    """The first that is to be had here of: compiled, oneDNN, torch. The first two have the same bits; the compiled
+    one's rows agree on a processor without fused multiply-add, too, but with bits of its own."""
+    try:
+        lib, how = library()
+    except BuildError as error:
+        why = f"no compiled kernels: {error}"
+        if _obeys(_onednn):
+            return Products("onednn", True, why, _onednn)
+        return Products("torch", False, f"{why}; oneDNN's products do not keep the law here", _by_torch)
+    operand: list[Any] = [c_void_p, c_int64, c_int64]
+    lib.whet_product.argtypes = [*operand, *operand, *operand, c_int64, c_int64, c_int64, c_int, c_int]
+    lib.whet_column_sums.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64]
+    compiled = _Compiled(lib)
+    return Products("compiled", _obeys(compiled), how, compiled)
+
+
+# ---------------------------------------------------------------- for the layers above
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b for x [..., K], W [J, K], as `F.linear`; with gradients."""
+    if not _ours(x, weight):
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled():
+        y: Tensor = _Linear.apply(x, weight, bias)
+        return y
+    return _linear(x, weight, bias)
+
+
+def product(a_IK: Tensor, b_KJ: Tensor, *, out: Tensor | None = None, add: bool = False) -> Tensor:
+    """a b, without gradient, into `out` where given; `add`: to what stands there."""
+    if out is None:
+        out = a_IK.new_empty(a_IK.shape[0], b_KJ.shape[1])
+    if _ours(a_IK, b_KJ) and out.dtype == torch.float32:
+        chosen().multiply(a_IK.detach(), b_KJ.detach(), out, add)
+    elif a_IK.dtype == out.dtype:
+        _by_torch(a_IK, b_KJ, out, add)
+    else:
+        found = torch.mm(a_IK, b_KJ)
+        out.add_(found) if add else out.copy_(found)
+    return out
+
+
+def column_sums(x_IJ: Tensor) -> Tensor:
+    """[J] sums over the rows, by the law."""
+    if not _ours(x_IJ):
+        return x_IJ.sum(0)
+    found = chosen()
+    if not isinstance(found.multiply, _Compiled):
+        return product(x_IJ.new_ones(1, len(x_IJ)), x_IJ).squeeze(0)
+    x_IJ, out_J = _dense_rows(x_IJ.detach()), x_IJ.new_empty(x_IJ.shape[1])
+    found.multiply.lib.whet_column_sums(x_IJ.data_ptr(), x_IJ.stride(0), out_J.data_ptr(), *x_IJ.shape)
+    return out_J
+
+
+class Everywhere(TorchFunctionMode):
+    """Inside it, `F.linear` is `linear`: for modules that are not ours."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return linear(*args, **(kwargs or {})) if func is F.linear else func(*args, **(kwargs or {}))
+
+
+def _ours(*tensors: Tensor) -> bool:
+    """Plain float32 on a CPU, and nothing else asks to be told of products (a compiler, float8)."""
+    return (
+        all(
+            type(t) in (Tensor, nn.Parameter) and t.dtype is torch.float32 and t.device.type == "cpu"
+            for t in tensors
+        )
+        and not torch._C._len_torch_function_stack()
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    if rows.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"linear: x is {tuple(x.shape)}, the weight {tuple(weight.shape)}: inner sizes differ"
+        )
+    y = rows.new_empty(len(rows), len(weight))
+    chosen().multiply(rows.detach(), weight.detach().t(), y, False)
+    if bias is not None:
+        y += bias
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], len(weight))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = dy if dy.ndim == 2 else dy.reshape(-1, dy.shape[-1])
+        dx = product(rows, weight).view(x.shape) if needs_x else None
+        dw = product(rows.t(), x.reshape(-1, x.shape[-1])) if needs_weight else None
+        return dx, dw, column_sums(rows) if needs_bias else None
+
+
+# ---------------------------------------------------------------- who multiplies
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """`whet_product` of products.c. The call releases the interpreter's lock."""
+
+    lib: ctypes.CDLL
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+        size, threads = (a.shape[0], b.shape[1], a.shape[1]), torch.get_num_threads()
+        operands = (x for t in (a, b, out) for x in (t.data_ptr(), *t.stride()))
+        if self.lib.whet_product(*operands, *size, add, threads):
+            raise WhetError("a matrix product could not get scratch memory; make the micro-batch smaller")
+
+
+def _onednn(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    """Chain by chain. oneDNN takes another road for a single row."""
+    rows = a.shape[0]
+    left, right = (F.pad(a, (0, 0, 0, 1)) if rows == 1 else a), b.t()
+    for k in range(0, a.shape[1], TERMS):
+        parts = (left[:, k : k + TERMS].contiguous(), right[:, k : k + TERMS].contiguous())
+        part = torch.ops.mkldnn._linear_pointwise(*parts, None, "none", [], "")[:rows]
+        out.add_(part) if add or k else out.copy_(part)
+    if not a.shape[1] and not add:
+        out.zero_()
+
+
+def _by_torch(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@torch.no_grad()
+def _obeys(multiply: Multiply) -> bool:
+    """Try it: for 1 to 65 rows, up to three chains, both backwards' strides, all equal to the law's own numbers."""
+    generator = torch.Generator().manual_seed(7)
+    a_IK, b_KJ = torch.randn(65, 600, generator=generator), torch.randn(600, 40, generator=generator)
+    try:
+        for terms in (64, TERMS, 600):
+            wanted = lawful(a_IK[:, :terms], b_KJ[:terms])
+            for rows in (1, 2, 3, 4, 7, 16, 33, 65):
+                for b in (b_KJ[:terms], b_KJ[:terms].t().contiguous().t()):
+                    found = torch.empty(rows, b.shape[1])
+                    multiply(a_IK[:rows, :terms], b, found, False)
+                    if not torch.equal(found, wanted[:rows]):
+                        return False
+            turned = torch.empty(40, 65)
+            multiply(b_KJ[:terms].t(), a_IK[:, :terms].t(), turned, False)
+            if not torch.equal(turned, wanted.t()):
+                return False
+    except (RuntimeError, AttributeError, NotImplementedError):  # no such operation in this build of torch
+        return False
+    return True
+
+
+def lawful(a_IK: Tensor, b_KJ: Tensor) -> Tensor:
+    """a b by the letter of the law, slowly. A product of two float32 is exact in float64, and so is its sum with a
+    third but for the rarest cases, which the inputs of `_obeys` do not have."""
+    total = torch.zeros(len(a_IK), b_KJ.shape[1])
+    for start in range(0, a_IK.shape[1], TERMS):
+        chain = torch.zeros_like(total)
+        for k in range(start, min(start + TERMS, a_IK.shape[1])):
+            chain = (a_IK[:, k, None].double() * b_KJ[k].double() + chain.double()).float()
+        total = total + chain if start else chain
+    return total
