@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # The CPU build of torch, where pip can see one (see README, "Two commands"); TORCH=torch==2.13.0 takes the default build.
 TORCH  ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
 
-.PHONY: demo test check format docs bench bench-learn bench-train clean
+.PHONY: demo test check format docs bits bench bench-learn bench-train clean
 
 demo: $(VENV)/.installed
 	$(BIN)/whet train examples/first_run.yaml
@@ -27,6 +27,9 @@ format: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m whet.config.docs > docs/config.md
 	$(BIN)/python -m whet.config.dialects.docs docs
+
+bits: $(VENV)/.installed
+	$(BIN)/python benchmarks/bits.py
 
 bench: $(VENV)/.installed-dev .bench-venv/.installed
 	$(BIN)/python benchmarks/bench.py

@@ -101,6 +101,8 @@ def plan(
     _say(loaded)
     planned = plans(loaded)
     Console().print(describe(planned))
+    if planned[0].device == "cpu":
+        _say_arithmetic(loaded.config.machine.kernels, exact=loaded.config.machine.exact != "off")
     check_memory(planned)
     if like is not None:
         from whet.track.costs import measured, predictions, schedule_of
@@ -111,6 +113,18 @@ def plan(
                 costs = measured(like, planned_stage.name, slots=slots)
                 schedule = schedule_of(planned_stage, stage.rollout)
                 Console().print(predictions(costs, schedule, stage=planned_stage.name))
+
+
+def _say_arithmetic(kind: Literal["auto", "torch", "compiled"], *, exact: bool) -> None:
+    """Which bits float32 has here: the one part of a plan that has to be tried."""
+    from whet import environment
+
+    environment.prepare(None, exact)
+
+    from whet.models import kernels
+    from whet.models.arithmetic import arithmetic
+
+    typer.echo(f"float32 on this CPU: {arithmetic(kernels.load(kind))}")
 
 
 @app.command()

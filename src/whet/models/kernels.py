@@ -3,8 +3,7 @@
 `load(kind)` gives an `Ops`, a table of functions. Every function computes a row (a token, a head) with an
 arithmetic order that depends on that row's data alone: not on the batch, the row's place in it, the tiling or
 the number of threads, and in attention not on whether a key lies in a shared prompt. So a log-prob in decode
-equals the trainer's bit for bit, provided that the matrix products are row-invariant too
-(MKL_CBWR=AUTO,STRICT).
+equals the trainer's bit for bit, as the matrix products are row-invariant too (`products`).
 """
 
 from __future__ import annotations

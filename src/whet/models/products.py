@@ -2,7 +2,7 @@
 
 The law, for float32 on a CPU: an element is the sum, in order, of the sums over 256 terms each, and each of these is
 one chain of fused multiply-adds from 0. So a row has the same bits however many rows are computed with it (a decode
-step, a packed batch), on however many threads, and on every processor that has fused multiply-add, whatever its vectors'
+step, a packed batch), on however many threads, on every processor that has fused multiply-add, whatever its vectors'
 width. `products.c` computes so, at the speed of the libraries. Where there is no compiler, oneDNN's products of 256
 terms each do, if they prove it at the first use; where they do not, products are torch's, and the start-up self-test
 says what that means for a run. Other devices and dtypes are torch's own.

@@ -142,7 +142,8 @@ class Machine(Section):
     """Sampled log-probs equal the trainer's bit for bit. auto: on CPU yes, and a self-test says whether it held;
     on: refuse to run if it does not hold."""
     kernels: Literal["auto", "torch", "compiled"] = "auto"
-    """CPU kernels: compiled C where a compiler is at hand, or their PyTorch twins."""
+    """What computes between the matrix products on a CPU: compiled C where a compiler is at hand, or its PyTorch twins.
+    The products themselves are compiled where they can be; with CC=none in the environment nothing is."""
     memory_mb: Positive | None = None
     """Most that a stage may take by the memory plan, on the device it trains on, or nothing is run. Default: what the
     machine has."""

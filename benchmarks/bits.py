@@ -1,0 +1,69 @@
+"""Does this machine compute the bits that others do? The first steps of the demo, held against a digest kept here.
+
+    python benchmarks/bits.py [--keep]      `make bits` runs it
+
+Needs: nothing but whet. Takes: about 20 seconds. Trains examples/first_run.yaml for 6 steps of each stage, as it comes
+and under settings that stand for other machines, and compares metrics.jsonl and the exported weights, byte for byte.
+Exit code 1 where they differ. --keep: write the digest of this machine's run to benchmarks/bits.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+KEPT = HERE / "bits.json"
+DEMO = HERE.parent / "examples" / "first_run.yaml"
+SETTINGS = {
+    "as it comes": {},
+    "torch with AVX2 alone": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "vectors of 4 floats": {"CC": "cc -DWHET_WIDTH=4"},
+    "vectors of 8 floats": {"CC": "cc -DWHET_WIDTH=8"},
+    "vectors of 16 floats": {"CC": "cc -DWHET_WIDTH=16"},
+    "two threads": {"OMP_NUM_THREADS": "2"},
+}
+
+
+def digest(environment: dict[str, str]) -> str:
+    """Of what the demo's first steps write, in a process with this environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        short = [f"stages.{stage}.{key}" for stage in (0, 1) for key in ("train.steps=6", "eval.every=0")]
+        command = [sys.executable, "-m", "whet.cli", "train", str(DEMO), f"run_dir={run}", *short]
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        done = subprocess.run(
+            command, env=env, cwd=DEMO.parents[1], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise SystemExit(f"the run failed:\n{done.stderr[-2000:]}")
+        found = hashlib.sha256()
+        for path in [run / "metrics.jsonl", *sorted((run / "export").rglob("*.safetensors"))]:
+            found.update(path.read_bytes())
+        return found.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--keep", action="store_true")
+    keep = parser.parse_args().keep
+    if keep:
+        KEPT.write_text(json.dumps({"sha256": digest({})}, indent=2) + "\n")
+    kept, differ = json.loads(KEPT.read_text())["sha256"], 0
+    for name, environment in SETTINGS.items():
+        found = digest(environment)
+        differ += found != kept
+        print(f"{name:24} {found[:16]} {'the same bits' if found == kept else 'OTHER BITS'}", flush=True)
+    raise SystemExit(1 if differ else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Which bits this process computes: a name for them, so that two machines can be held against each other.
+
+A run in float32 on a CPU has the same bits wherever `digest` is the same: it is taken over what the products and the
+kernels make of fixed numbers. The manifest keeps it, and a run that goes on elsewhere says if it changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import xxhash
+from torch import Tensor
+
+from whet.models import kernels, products
+from whet.models.attention import PackedAttention, Segments
+
+VERSION = 1
+"""Of the arithmetic: raise it with every change of bits, and take PORTABLE anew."""
+PORTABLE = "bc3ec8b73d228a05"
+"""The digest on every processor with fused multiply-add, where the kernels are compiled."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    products: str
+    """Who multiplies: compiled, onednn, torch."""
+    kernels: str
+    """What computes between the products: compiled, torch."""
+    digest: str
+
+    @property
+    def portable(self) -> bool:
+        return self.digest == PORTABLE
+
+    def __str__(self) -> str:
+        kind = (
+            "the same bits on every CPU with fused multiply-add"
+            if self.portable
+            else "bits of this machine and its libraries"
+        )
+        return (
+            f"arithmetic {VERSION}, {kind} (products {self.products}, kernels {self.kernels}, {self.digest})"
+        )
+
+
+@cache
+def arithmetic(ops: kernels.Ops) -> Arithmetic:
+    """What float32 is computed with here, on a CPU; some milliseconds at the first call."""
+    return Arithmetic(products.chosen().name, ops.name, _digest(ops))
+
+
+@torch.no_grad()
+def _digest(ops: kernels.Ops) -> str:
+    found = xxhash.xxh3_64()
+    for tensor in _results(ops):
+        found.update(tensor.contiguous().numpy().data)
+    return found.hexdigest()
+
+
+def _results(ops: kernels.Ops) -> list[Tensor]:
+    """Odd sizes, more terms than a chain has, a window and a shared prefix: what could round otherwise."""
+    x_ND, w_FD, v_FD = _numbers(37, 320), _numbers(70, 320), _numbers(320) + 1.0
+    y_NF = products.linear(x_ND, w_FD)
+    normed_ND, sum_ND = ops.add_rms_norm(x_ND, _numbers(37, 320) * 3.0, v_FD, eps=1e-6)
+    q_NHD, k_NKD = _numbers(37, 4, 16) * 4.0, _numbers(37, 2, 16) * 4.0
+    angle_ND = _numbers(37, 16) * 6.0
+    turned_NHD = ops.norm_rope(q_NHD, _numbers(16) + 1.0, 1e-6, cos_ND=angle_ND, sin_ND=angle_ND * 0.5)
+    segments = Segments(*(torch.tensor(n) for n in ([0, 20, 27], [20, 7, 10], [0, 0, 0], [0, 20, 20])))
+    seen = [
+        PackedAttention(segments, ops)(0, turned_NHD, k_NKD, k_NKD * 0.5, scale=0.25, window=w, softcap=cap)
+        for w, cap in ((None, None), (9, 5.0))
+    ]
+    acts = [ops.glu(_numbers(5, 77) * 9.0, _numbers(5, 77), act=act) for act in ("silu", "gelu_tanh")]
+    logits_AV = _numbers(9, 530) * 20.0
+    token_A, logp_A = ops.sample(logits_AV, (_numbers(9) + 1.0).double() / 2.0)
+    logp_A, entropy_A = ops.logprobs(logits_AV, token_A)
+    slope_AV = logits_AV.clone()
+    ops.logprobs_backward(slope_AV, token_A, logp_A, entropy_A, dlogp_N=logp_A, dentropy_N=entropy_A)
+    gradients = [products.product(y_NF.t(), x_ND), products.product(y_NF, w_FD), products.column_sums(y_NF)]
+    return [y_NF, normed_ND, sum_ND, turned_NHD, *seen, *acts, logp_A, entropy_A, slope_AV, *gradients]
+
+
+def _numbers(*shape: int) -> Tensor:
+    """In [-1, 1), of integers alone, so alike everywhere."""
+    count = torch.Size(shape).numel()
+    mixed = (torch.arange(1, count + 1, dtype=torch.int64) * 2654435761) % (1 << 24)
+    return (mixed.float() / (1 << 23) - 1.0).view(shape)

@@ -1,0 +1,212 @@
+"""Matrix products: the law of their bits, by a naive oracle; rows, threads, places, strides, vectors change nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whet.models import build, kernels, products
+from whet.models.arithmetic import PORTABLE, arithmetic
+from whet.models.products import Everywhere, column_sums, lawful, linear, product
+
+COMPILED = pytest.mark.skipif(
+    products.chosen().name != "compiled" or not products.chosen().lawful,
+    reason="no C compiler, or a processor without fused multiply-add",
+)
+SIZES = st.sampled_from((1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 31, 33, 48, 70))
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def strided(x: Tensor, turned: bool) -> Tensor:
+    return x.t().contiguous().t() if turned else x
+
+
+@COMPILED
+@settings(max_examples=40)
+@given(SIZES, SIZES, st.sampled_from((1, 3, 8, 64, 255, 256, 257, 300, 600)), st.tuples(*[st.booleans()] * 4))
+def test_every_element_is_what_the_law_says(
+    rows: int, columns: int, terms: int, how: tuple[bool, ...]
+) -> None:
+    a, b, before = numbers(rows, terms), numbers(terms, columns, seed=1), numbers(rows, columns, seed=2)
+    out = strided(before.clone(), how[2])
+    product(strided(a, how[0]), strided(b, how[1]), out=out, add=how[3])
+    wanted = lawful(a, b)
+    if how[3]:  # each chain is added to what is there
+        wanted = before
+        for start in range(0, terms, products.TERMS):
+            at = slice(start, start + products.TERMS)
+            wanted = wanted + lawful(a[:, at], b[at])
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.skipif(not products.chosen().lawful, reason="nothing here keeps the law")
+@pytest.mark.parametrize("shape", [(384, 128), (128, 512), (70, 1030), (1100, 320), (5, 40)])
+def test_a_row_has_the_same_bits_among_any_others_and_on_any_number_of_threads(
+    shape: tuple[int, int],
+) -> None:
+    weight, x = numbers(*shape), numbers(300, shape[1], seed=1)
+    whole, threads = linear(x, weight), torch.get_num_threads()
+    for rows in (1, 2, 3, 4, 8, 12, 100, 300):
+        order = torch.randperm(300, generator=torch.Generator().manual_seed(rows))[:rows]
+        assert torch.equal(linear(x[order], weight), whole[order])
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(linear(x, weight), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@COMPILED
+def test_onednn_gives_the_same_bits_where_it_is_taken_for_the_compiled_ones() -> None:
+    if not products._obeys(products._onednn):
+        pytest.skip("oneDNN's products do not keep the law here, so they are never taken")
+    for rows, columns, terms in ((1, 384, 128), (50, 70, 700), (300, 128, 512)):
+        a, b = numbers(rows, terms), numbers(columns, terms, seed=1)
+        found = torch.empty(rows, columns)
+        products._onednn(a, b.t(), found, False)
+        assert torch.equal(found, linear(a, b))
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("biased", [True, False])
+def test_gradients_are_those_of_float64(dims: int, biased: bool) -> None:
+    shape = (4, 9, 20)[-dims:]
+    given = [numbers(*shape), numbers(33, 20, seed=1), numbers(33, seed=2) if biased else None]
+    found, wanted = [], []
+    for cast, multiply, out in ((torch.float32, linear, found), (torch.float64, F.linear, wanted)):
+        leaves = [None if t is None else t.to(cast, copy=True).requires_grad_() for t in given]
+        y = multiply(*leaves)
+        (y * torch.arange(y.numel(), dtype=cast).view_as(y).cos()).sum().backward()
+        out += [y.detach().double(), *(t.grad.double() for t in leaves if t is not None)]
+    for one, two in zip(found, wanted):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_that_nobody_needs_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(products, "product", lambda *a, **k: made.append("product") or product(*a, **k))
+    x, weight = numbers(5, 20), numbers(33, 20, seed=1).requires_grad_()
+    linear(x, weight).sum().backward()
+    assert made == ["product"]
+    assert weight.grad is not None
+
+
+def test_nothing_and_one_come_out_as_they_must() -> None:
+    assert linear(torch.zeros(0, 20), numbers(33, 20)).shape == (0, 33)
+    assert torch.equal(linear(torch.zeros(3, 0), torch.zeros(4, 0), torch.ones(4)), torch.ones(3, 4))
+    assert torch.equal(
+        product(torch.zeros(2, 0), torch.zeros(0, 3), out=torch.ones(2, 3), add=True), torch.ones(2, 3)
+    )
+    assert torch.equal(column_sums(torch.zeros(0, 3)), torch.zeros(3))
+    with pytest.raises(ValueError, match=r"x is \(2, 5\), the weight \(3, 4\)"):
+        linear(torch.zeros(2, 5), torch.zeros(3, 4))
+
+
+def test_column_sums_are_exact_sums_and_the_row_of_ones() -> None:
+    x = numbers(700, 1030)
+    torch.testing.assert_close(column_sums(x).double(), x.double().sum(0), rtol=1e-5, atol=1e-4)
+    if products.chosen().lawful:
+        assert torch.equal(column_sums(x), product(torch.ones(1, 700), x).squeeze(0))
+        assert torch.equal(column_sums(x[:, 5:40]), column_sums(x)[5:40])
+
+
+def test_nan_and_infinity_stay_in_their_rows() -> None:
+    x, weight = numbers(20, 40), numbers(30, 40, seed=1)
+    clean = linear(x, weight)
+    x[3, 5], x[7, 0] = float("nan"), float("inf")
+    found = linear(x, weight)
+    rest = [i for i in range(20) if i not in (3, 7)]
+    assert torch.equal(found[rest], clean[rest])
+    assert found[3].isnan().all()
+    assert not found[7].isfinite().any()
+
+
+def test_modules_that_are_not_ours_multiply_by_the_same_law() -> None:
+    layer, x = nn.Linear(40, 30), numbers(2, 9, 40)
+    with Everywhere():
+        inside = layer(x)
+    assert torch.equal(inside, linear(x, layer.weight, layer.bias))
+    inside.sum().backward()
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_torchs(dtype: torch.dtype) -> None:
+    x, weight = numbers(5, 20).to(dtype), numbers(33, 20, seed=1).to(dtype)
+    assert torch.equal(linear(x, weight), F.linear(x, weight))
+    assert torch.equal(product(x, weight.t()), x @ weight.t())
+
+
+@COMPILED
+def test_the_digest_is_the_one_of_all_processors_with_fused_multiply_add() -> None:
+    assert arithmetic(kernels.load("compiled")).digest == PORTABLE
+    assert arithmetic(kernels.load("torch")).digest != PORTABLE
+
+
+SAY = """
+from whet.models import kernels
+from whet.models.arithmetic import arithmetic
+found = arithmetic(kernels.load("auto"))
+print(found.products, found.kernels, found.digest)
+"""
+
+
+def said(tmp_path: Path, **environment: str) -> list[str]:
+    given = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"} | environment
+    command = [sys.executable, "-W", "ignore", "-c", SAY]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=300, check=True)
+    return done.stdout.split()
+
+
+@COMPILED
+@pytest.mark.parametrize("width", [4, 16])
+def test_bits_do_not_depend_on_the_width_of_the_processors_vectors(tmp_path: Path, width: int) -> None:
+    compiler = " ".join(build._compiler())
+    found = said(tmp_path, CC=f"{compiler} -DWHET_WIDTH={width}", ATEN_CPU_CAPABILITY="default")
+    assert found == ["compiled", "compiled", PORTABLE]
+    assert len(list(tmp_path.glob("whet/kernels-*.so"))) == 1
+
+
+def test_without_a_compiler_products_are_onednns_or_torchs(tmp_path: Path) -> None:
+    who, between, digest = said(tmp_path, CC="none")
+    assert (who in ("onednn", "torch"), between) == (True, "torch")
+    assert digest != PORTABLE
+    assert not list(tmp_path.glob("whet/*"))
+
+
+@COMPILED
+def test_a_compiler_may_be_a_command_with_arguments(tmp_path: Path) -> None:
+    env = shutil.which("env")
+    assert env is not None
+    found = said(tmp_path, CC=f"{env} {' '.join(build._compiler())}")
+    assert found == ["compiled", "compiled", PORTABLE]
+
+
+def test_without_a_home_libraries_are_kept_where_only_this_user_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = build.cache_dir()
+    assert folder == tmp_path / f"whet-{os.getuid()}"
+    assert folder.stat().st_mode & 0o077 == 0
+    folder.chmod(0o777)
+    with pytest.raises(PermissionError, match="not a folder of this user's alone"):
+        build.cache_dir()
