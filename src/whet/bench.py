@@ -113,6 +113,7 @@ def _bench(
         stop=Stop(),
         watch=stack.enter_context(Watch()),
         resumed=None,
+        change=False,
         **openers,
     )
     for tracker in shared.trackers:

@@ -117,7 +117,7 @@ class Run:
     stop: StopFlag
     watch: Watch
     fingerprint: Json
-    """What a checkpoint must agree with: the resolved config."""
+    """What a checkpoint remembers of the config."""
 
     explorers: Explorers = field(init=False)
     """They ask by themselves where the schedule is free."""
@@ -555,9 +555,16 @@ class Run:
             "config": self.fingerprint,
         }
 
-    def restore(self, path: Path, state: Json) -> None:
-        """Go on where `state` was saved."""
-        checkpoint.load(path, self.engines(), wanted=self.cfg.checkpoint.load)
+    def restore(self, path: Path, state: Json, *, changed: bool = False) -> None:
+        """Go on where `state` was saved. changed: the user has changed numbers since; what the run before had no need
+        of begins anew."""
+        engines = self.engines()
+        copied = self.sampler is not None and changed and not (path / "sampler").is_dir()
+        if copied:
+            engines.pop("sampler")
+        checkpoint.load(path, engines, wanted=self.cfg.checkpoint.load)
+        if copied and self.sampler is not None:
+            self.sampler.copy_from(self.policy)
         self.step, self.kl_coef = state["step"], state["kl_coef"]
         self.resumed, self.scored = True, (state["step"], state.get("score"))
         self.value_scale = Scale(**state["value_scale"])
@@ -566,10 +573,26 @@ class Run:
         self.policy.version = state["version"]
         if self.sampler is not None:
             self.sampler.version = state["sampler_version"]
-        self.tasks.restore(state["tasks"])
-        if self.experts is not None:
-            self.experts.stream.restore(state["experts"])
+        self._note_other_rows(self.tasks.restore(state["tasks"], changed=changed))
+        if self.experts is not None and (state["experts"] or not changed):
+            self._note_other_rows(self.experts.stream.restore(state["experts"], changed=changed))
         if self.rounds is not None:
             self.rounds.restore(state["rounds"])
         self.explorers.again = self.buffer.restore(state["buffer"], state["sampler_version"])
         self.ledger = self.buffer.ledger = Ledger.from_state(state["ledger"])
+
+    def _note_other_rows(self, sources: Sequence[tuple[str, str, str]]) -> None:
+        """Files of the same name that hold other rows than before: a branch, like another key of the config."""
+        rows = [
+            {
+                "stage": self.name,
+                "step": self.step,
+                "key": f"rows of {n!r}",
+                "old": a,
+                "new": b,
+                "kind": "branch",
+            }
+            for n, a, b in sources
+        ]
+        if rows:
+            self.directory.write_changes(rows)
