@@ -20,6 +20,7 @@ import yaml
 
 from whet import checkpoint, environment
 from whet.config.checks_run import TIME
+from whet.config.choices import RESUME
 from whet.config.footprint import check_memory
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
@@ -130,8 +131,9 @@ def run_training(
     watched: is given what sees whether the run gets on, once it has begun.
     """
     planned = plans(loaded)  # refuses what cannot work, before anything is written
-    check_memory(planned)
-    loaded = brought_here(settled(loaded))
+    loaded = settled(loaded)
+    check_memory(planned, going_on=may_go_on(loaded.config))
+    loaded = brought_here(loaded)
     home = Path(loaded.config.run_dir)
     loaded = beside(loaded)
     cfg = loaded.config
@@ -413,6 +415,12 @@ def set_aside_export(loaded: Loaded, run_dir: Path, state: Json) -> None:
     own = run_dir / "export" / state["stage_name"]
     if own.is_dir() and state["done"] and not is_done(loaded, state):
         os.replace(own, own.with_name(f"{own.name}-step-{state['step']:06d}"))
+
+
+def may_go_on(cfg: Config) -> bool:
+    """There is a checkpoint to go on from."""
+    resume = cfg.checkpoint.resume
+    return resume not in RESUME or (resume == "auto" and bool(checkpoint.all_in(places.checkpoints(cfg))))
 
 
 def find_start(loaded: Loaded, run_dir: Path, newest: Path | None) -> Path | None:

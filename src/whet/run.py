@@ -230,6 +230,22 @@ class Run:
         return times * (played_s + cfg.guard.timeout_s * len(self.rewards.weights)) + 60.0
 
     @property
+    def group_limit(self) -> str:
+        """The keys that `longest_group_s` is made of."""
+        cfg = self.cfg
+        return (
+            f"rollout.timeout_s={cfg.rollout.timeout_s:g}, rollout.retries={cfg.rollout.retries}, "
+            f"guard.timeout_s={cfg.guard.timeout_s:g}"
+        )
+
+    @property
+    def sync_limit(self) -> str:
+        """The keys that `sync_s` is made of."""
+        cfg = self.cfg
+        replicas = f", sync.timeout_s={cfg.sync.timeout_s:g}" if cfg.rollout.replicas else ""
+        return f"rollout.timeout_s={cfg.rollout.timeout_s:g}{replicas}"
+
+    @property
     def eval_due(self) -> bool:
         return (self.cfg.eval.at_end and self.ends) or self._due(self.cfg.eval.every)
 
@@ -340,7 +356,8 @@ class Run:
 
         # a dead explorer's tasks are asked again when its lease is over
         timeout_s = self.longest_group_s + (self.cfg.buffer.lease_s if self.stores else 0.0)
-        return await self.wait(groups, what, timeout_s=timeout_s, progress=progress)
+        limit = self.group_limit + (f", buffer.lease_s={self.cfg.buffer.lease_s:g}" if self.stores else "")
+        return await self.wait(groups, what, timeout_s=timeout_s, progress=progress, limit=limit)
 
     def may_stop(self) -> bool:
         """Somebody asked to stop, and what there is now may be saved; else the step is finished first."""
@@ -378,14 +395,18 @@ class Run:
         *,
         timeout_s: float | None = None,
         progress: Callable[[], object] = lambda: None,
+        limit: str = "",
     ) -> T:
         """Wait with an owner and a deadline (rollout.timeout_s): a stall is logged with stacks, then ends the run.
-        progress: as `guard.watch.wait` has it."""
+        progress, limit: as `guard.watch.wait` has them."""
         owner = f"stage {self.name!r}, step {self.step + 1}"
         self.directory.timeline.at = self.name, self.step + 1
         with self.directory.timeline.span(what, WAITS):
             timeout_s = timeout_s or self.cfg.rollout.timeout_s
-            return await wait(awaitable, owner=owner, what=what, timeout_s=timeout_s, progress=progress)
+            limit = limit or f"rollout.timeout_s={self.cfg.rollout.timeout_s:g}"
+            return await wait(
+                awaitable, owner=owner, what=what, timeout_s=timeout_s, progress=progress, limit=limit
+            )
 
     def reset_reference(self) -> None:
         """Every so many steps or epochs the reference becomes the policy of now; its optimizer may begin anew."""

@@ -23,6 +23,7 @@ from whet.buffer.replay import Replay
 from whet.buffer.rounds import Rounds
 from whet.buffer.stores import open_store
 from whet.config.evaluation import Asked, evaluates, judges
+from whet.config.footprint import out_of_memory
 from whet.config.mixing import experts_per_step
 from whet.config.plan import Plan
 from whet.config.plan import plan as make_plan
@@ -63,7 +64,7 @@ from whet.training.profile import Profiler
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.throughput import meter_of
 from whet.training.torch import MICRO_BATCH, FullKl, TorchEngine
-from whet.types import Group, Json, Sampling, Task
+from whet.types import Group, Json, Sampling, Task, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,16 @@ async def run_all(shared: Shared, start: Path | None, state: Json) -> None:
 
 async def run_stage(shared: Shared, index: int, *, start: Path | None, state: Json) -> None:
     """One stage, from its beginning or from a checkpoint; its models and optimizers end with it."""
+    try:
+        await _run_stage(shared, index, start=start, state=state)
+    except (RuntimeError, MemoryError, WhetError) as error:
+        if not ran_out(error):
+            raise
+        name = f"stages.{shared.loaded.names[index]}." if shared.loaded.config.stages else ""
+        raise WhetError(out_of_memory(shared.plans[index], name, str(error))) from error
+
+
+async def _run_stage(shared: Shared, index: int, *, start: Path | None, state: Json) -> None:
     timeline = shared.directory.timeline
     timeline.at = shared.loaded.names[index], state["step"] if start else 0
     with timeline.span(OPEN_STAGE, STEPS):
@@ -101,7 +112,7 @@ async def run_stage(shared: Shared, index: int, *, start: Path | None, state: Js
         sampled, first = run.policy, sync(run.policy, run.engine, through=run.sampler, out=run.out)
     else:  # the sampler stands at the last sync, the policy has moved on
         sampled, first = run.sampler, sync(run.sampler, run.engine, out=run.out)
-    await run.wait(first, "the first weight sync", timeout_s=run.sync_s)
+    await run.wait(first, "the first weight sync", timeout_s=run.sync_s, limit=run.sync_limit)
     run.tell("began", sampled.version)
     try:
         async for _ in steps(run):
@@ -121,6 +132,17 @@ async def run_stage(shared: Shared, index: int, *, start: Path | None, state: Js
     shared.version, shared.exact = run.policy.version, run.exact
     if run.cfg.checkpoint.export and not shared.stop.requested:
         run.export(final=True)
+
+
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "not enough memory")
+"""What allocators say: CUDA's, the one of the CPU, and ranks that hand on what theirs has said."""
+
+
+def ran_out(error: Exception) -> bool:
+    """Whether an error is that of an allocator, here or in a rank. What rewards say of theirs is another matter."""
+    said = f"{type(error).__name__}: {error}"
+    foreign = isinstance(error, WhetError) and not said.startswith("WhetError: rank ")
+    return isinstance(error, MemoryError) or (not foreign and any(words in said for words in OUT_OF_MEMORY))
 
 
 # ---------------------------------------------------------------- one stage

@@ -29,11 +29,13 @@ async def wait(
     timeout_s: float,
     report_s: float = 60.0,
     progress: Callable[[], object] = lambda: None,
+    limit: str = "",
 ) -> T:
     """The result of `awaitable`; every `report_s` seconds the log says who waits for what, with all stacks.
 
     Raises WhetError after `timeout_s`, and cancels the awaitable, as it does when it is cancelled itself. progress:
-    what changes as long as the wait is not in vain; the time runs anew with every change.
+    what changes as long as the wait is not in vain; the time runs anew with every change. limit: the keys that the
+    deadline is made of, with their values, for the error.
     """
     start, last = time.monotonic(), progress()
     work = asyncio.ensure_future(awaitable)
@@ -43,8 +45,9 @@ async def wait(
                 start, last = time.monotonic(), now
             left_s = start + timeout_s - time.monotonic()
             if left_s <= 0:
+                made_of = f" {limit} set{'' if ',' in limit else 's'} this limit." if limit else ""
                 raise WhetError(
-                    f"{owner} waited {timeout_s:g} s for {what}, in vain. The log has the stacks."
+                    f"{owner} waited {timeout_s:g} s for {what}, in vain. The log has the stacks.{made_of}"
                 )
             await asyncio.wait({work}, timeout=min(report_s, left_s))
             if not work.done():
