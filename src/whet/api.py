@@ -14,13 +14,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from whet import checkpoint, environment
 from whet.config.checks_run import TIME
 from whet.config.choices import RESUME
+from whet.config.deadlines import silence
 from whet.config.footprint import check_memory
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
@@ -36,10 +37,14 @@ from whet.guard.watch import Watch
 from whet.rewards.combine import RewardSet
 from whet.storage.manifests import place_of
 from whet.storage.paths import brought_here
+from whet.storage.uploads import DEADLINE_S
 from whet.track import places
 from whet.track.files import RunLock
 from whet.track.log import close_logging, setup_logging
 from whet.types import CheckpointError, ConfigError, Json, Metrics, WhetError
+
+if TYPE_CHECKING:
+    from whet.track.record import RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -228,10 +233,8 @@ def _run(
     from whet.apart import run_beside
     from whet.shared import open_saver, open_shared
     from whet.stages import run_all
-    from whet.track import history
     from whet.track.curve import plot
     from whet.track.display import Display
-    from whet.track.manifest import describe
     from whet.track.record import RunDirectory
     from whet.track.show import report
 
@@ -258,22 +261,14 @@ def _run(
     for made in rewards:
         made.load_models()
     stop = stack.enter_context(stop_on_ctrl_c(display.message))
-    text = yaml.safe_dump(dump(loaded.as_given, exclude_unset=True), sort_keys=False, allow_unicode=True)
-    described = describe(config=text, seed=cfg.seed, data_files=data_files(loaded))
-    if start:
-        history.compare_machines(directory, described)
-        changes += history.since_last_start(directory.path, loaded.as_given)
-        history.write_down(directory, changes, state)
-        set_aside_export(loaded, directory.path, state)
-    directory.write_config(text)
-    directory.write_manifest(described)
+    note_start(loaded, directory, state, changes, goes_on=start is not None)
     if directory.path == home:
         directory.truncate_to(state["stage"], state["step"])
     if aside:
         display.message(f"the run that was here is now {aside}")
     if start:
         display.message(f"going on from {start}")
-    watch = stack.enter_context(Watch())
+    watch = stack.enter_context(Watch(limit_s=hang_s(loaded)))
     watched(watch)
     shared = open_shared(
         loaded,
@@ -313,6 +308,13 @@ def _run(
         return INTERRUPTED
     display.show(report(directory.path, curve=plot(directory.path)))
     return OK
+
+
+def hang_s(loaded: Loaded) -> float:
+    """How long this process may be silent (`deadlines.silence`)."""
+    c = loaded.config.checkpoint
+    copies_s = DEADLINE_S if c.upload_to or c.upload_exports_to else 0.0
+    return silence(loaded.config, loaded.stages, least_s=copies_s)
 
 
 def join_cluster(
@@ -408,6 +410,25 @@ def goes_on(loaded: Loaded, run_dir: Path, *, change: bool) -> tuple[Path | None
     changes = taken(start, state["config"], loaded.as_given, at=place, change=change)
     checkpoint.check_contents(start, state, loaded.config.checkpoint.load)
     return start, state, changes
+
+
+def note_start(
+    loaded: Loaded, directory: RunDirectory, state: Json, changes: list[Change], *, goes_on: bool
+) -> None:
+    """config.yaml and manifest.json, of a run that goes on with what has changed since."""
+    from whet.track import history
+    from whet.track.manifest import describe
+
+    cfg = loaded.config
+    text = yaml.safe_dump(dump(loaded.as_given, exclude_unset=True), sort_keys=False, allow_unicode=True)
+    described = describe(config=text, seed=cfg.seed, data_files=data_files(loaded))
+    if goes_on:
+        history.compare_machines(directory, described)
+        changes = [*changes, *history.since_last_start(directory.path, loaded.as_given)]
+        history.write_down(directory, changes, state)
+        set_aside_export(loaded, directory.path, state)
+    directory.write_config(text)
+    directory.write_manifest(described)
 
 
 def set_aside_export(loaded: Loaded, run_dir: Path, state: Json) -> None:

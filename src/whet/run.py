@@ -25,6 +25,8 @@ from whet.buffer.buffer import Buffer
 from whet.buffer.queue import ExplorerQueue, TrainerQueue
 from whet.buffer.rounds import Rounds
 from whet.buffer.stores import Store
+from whet.config import deadlines
+from whet.config.deadlines import Deadline
 from whet.config.plan import Plan
 from whet.config.schema import Config
 from whet.data.experts import Experts
@@ -39,6 +41,7 @@ from whet.storage.uploads import Uploads
 from whet.sync.exchange import Publisher
 from whet.track.batches import to_table
 from whet.track.display import Display
+from whet.track.history import other_rows
 from whet.track.record import RunDirectory
 from whet.track.timeline import EXPLORING, STEPS, WAITS, Together
 from whet.track.trackers import ShowsText, Tracker
@@ -212,10 +215,9 @@ class Run:
         return counts.get("asked", 0) // self.plan.group_size
 
     @property
-    def sync_s(self) -> float:
-        """Longest time of a weight sync: rollouts in flight end, then the weights go over."""
-        cfg = self.cfg
-        return cfg.rollout.timeout_s + (cfg.sync.timeout_s if cfg.rollout.replicas else 0.0)
+    def sync_deadline(self) -> Deadline:
+        """Longest time of a weight sync."""
+        return deadlines.sync(self.cfg)
 
     @property
     def interrupts(self) -> bool:
@@ -223,27 +225,11 @@ class Run:
         return self.plan.mode == "free" and self.cfg.rollout.partial
 
     @property
-    def longest_group_s(self) -> float:
+    def group_deadline(self) -> Deadline:
         """After so long a task must have become a group, or something hangs."""
-        cfg, times = self.cfg, 2 if "baseline" in self.algorithm.needs else 1
-        played_s = (1 + cfg.rollout.retries) * cfg.rollout.timeout_s
-        return times * (played_s + cfg.guard.timeout_s * len(self.rewards.weights)) + 60.0
-
-    @property
-    def group_limit(self) -> str:
-        """The keys that `longest_group_s` is made of."""
-        cfg = self.cfg
-        return (
-            f"rollout.timeout_s={cfg.rollout.timeout_s:g}, rollout.retries={cfg.rollout.retries}, "
-            f"guard.timeout_s={cfg.guard.timeout_s:g}"
-        )
-
-    @property
-    def sync_limit(self) -> str:
-        """The keys that `sync_s` is made of."""
-        cfg = self.cfg
-        replicas = f", sync.timeout_s={cfg.sync.timeout_s:g}" if cfg.rollout.replicas else ""
-        return f"rollout.timeout_s={cfg.rollout.timeout_s:g}{replicas}"
+        times = 2 if "baseline" in self.algorithm.needs else 1
+        judges = len(self.rewards.weights)
+        return deadlines.group(self.cfg, judges=judges, times=times, leased=bool(self.stores))
 
     @property
     def eval_due(self) -> bool:
@@ -354,10 +340,7 @@ class Run:
                 self.watch.beat(what)
             return now
 
-        # a dead explorer's tasks are asked again when its lease is over
-        timeout_s = self.longest_group_s + (self.cfg.buffer.lease_s if self.stores else 0.0)
-        limit = self.group_limit + (f", buffer.lease_s={self.cfg.buffer.lease_s:g}" if self.stores else "")
-        return await self.wait(groups, what, timeout_s=timeout_s, progress=progress, limit=limit)
+        return await self.wait(groups, what, within=self.group_deadline, progress=progress)
 
     def may_stop(self) -> bool:
         """Somebody asked to stop, and what there is now may be saved; else the step is finished first."""
@@ -393,19 +376,22 @@ class Run:
         awaitable: Awaitable[T],
         what: str,
         *,
-        timeout_s: float | None = None,
+        within: Deadline | None = None,
         progress: Callable[[], object] = lambda: None,
-        limit: str = "",
     ) -> T:
         """Wait with an owner and a deadline (rollout.timeout_s): a stall is logged with stacks, then ends the run.
-        progress, limit: as `guard.watch.wait` has them."""
+        progress: as `guard.watch.wait` has it."""
         owner = f"stage {self.name!r}, step {self.step + 1}"
         self.directory.timeline.at = self.name, self.step + 1
+        within = within or deadlines.rollout(self.cfg)
         with self.directory.timeline.span(what, WAITS):
-            timeout_s = timeout_s or self.cfg.rollout.timeout_s
-            limit = limit or f"rollout.timeout_s={self.cfg.rollout.timeout_s:g}"
             return await wait(
-                awaitable, owner=owner, what=what, timeout_s=timeout_s, progress=progress, limit=limit
+                awaitable,
+                owner=owner,
+                what=what,
+                timeout_s=within.seconds,
+                progress=progress,
+                limit=within.keys,
             )
 
     def reset_reference(self) -> None:
@@ -594,26 +580,11 @@ class Run:
         self.policy.version = state["version"]
         if self.sampler is not None:
             self.sampler.version = state["sampler_version"]
-        self._note_other_rows(self.tasks.restore(state["tasks"], changed=changed))
+        rows = self.tasks.restore(state["tasks"], changed=changed)
         if self.experts is not None and (state["experts"] or not changed):
-            self._note_other_rows(self.experts.stream.restore(state["experts"], changed=changed))
+            rows += self.experts.stream.restore(state["experts"], changed=changed)
+        other_rows(self.directory, rows, self.name, self.step)
         if self.rounds is not None:
             self.rounds.restore(state["rounds"])
         self.explorers.again = self.buffer.restore(state["buffer"], state["sampler_version"])
         self.ledger = self.buffer.ledger = Ledger.from_state(state["ledger"])
-
-    def _note_other_rows(self, sources: Sequence[tuple[str, str, str]]) -> None:
-        """Files of the same name that hold other rows than before: a branch, like another key of the config."""
-        rows = [
-            {
-                "stage": self.name,
-                "step": self.step,
-                "key": f"rows of {n!r}",
-                "old": a,
-                "new": b,
-                "kind": "branch",
-            }
-            for n, a, b in sources
-        ]
-        if rows:
-            self.directory.write_changes(rows)

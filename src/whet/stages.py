@@ -112,7 +112,7 @@ async def _run_stage(shared: Shared, index: int, *, start: Path | None, state: J
         sampled, first = run.policy, sync(run.policy, run.engine, through=run.sampler, out=run.out)
     else:  # the sampler stands at the last sync, the policy has moved on
         sampled, first = run.sampler, sync(run.sampler, run.engine, out=run.out)
-    await run.wait(first, "the first weight sync", timeout_s=run.sync_s, limit=run.sync_limit)
+    await run.wait(first, "the first weight sync", within=run.sync_deadline)
     run.tell("began", sampled.version)
     try:
         async for _ in steps(run):

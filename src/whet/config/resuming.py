@@ -74,7 +74,7 @@ CLASSES: Mapping[Class, str] = {
         train.parallel.timeout_s train.max_skipped_steps
         eval.at_start eval.at_end eval.samples eval.sampling eval.sources eval.success eval.reward eval.log_samples
         eval.offline
-        machine.memory_mb""",
+        machine.memory_mb machine.hang_s""",
 }
 """Every key of the schema lies in one row, by itself or by its section. What stands in a stage is of the class that it
 has in the base config."""

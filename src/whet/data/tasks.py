@@ -20,6 +20,7 @@ from whet.data.chat import encode_history, encode_response
 from whet.data.columns import parse, used
 from whet.data.prepare import BATCH_ROWS, Prepared, Turns, fit, prepare, prompt_key
 from whet.data.rows import read_rows
+from whet.guard import pulse
 from whet.types import CheckpointError, ConfigError, DataError, Json, Rollout, Task
 
 if TYPE_CHECKING:
@@ -197,6 +198,7 @@ def texts(sources: Sequence[Source]) -> Iterator[str]:
     for source in sources:
         rows = read_rows(source)
         for begin in range(0, len(rows), BATCH_ROWS):
+            pulse.beat(f"reading {rows.name}")
             for i, row in enumerate(rows.slice(begin, begin + BATCH_ROWS, used(source)), begin):
                 f = parse(row, source, name=rows.name, chat=None, where=rows.where(i))
                 yield from [f.prompt] if isinstance(f.prompt, str) else [m.content for m in f.prompt]

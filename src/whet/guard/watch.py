@@ -8,10 +8,11 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TypeVar
 
-from whet.guard import stacks
+from whet.guard import pulse, stacks
 from whet.types import WhetError
 
 log = logging.getLogger(__name__)
@@ -63,13 +64,14 @@ class Watch:
     """A thread that logs the stacks of all processes when no `beat` has come for `quiet_s` seconds: some call hangs.
 
     After `limit_s` it ends this process with exit code 1: the call will not come back, and no deadline of another
-    thread reaches into it. Time in which this process was stopped (Ctrl-Z, a closed laptop) does not count.
+    thread reaches into it. Time in which this process was stopped (Ctrl-Z, a closed laptop) does not count. As a
+    context manager it hears what says `pulse.beat`, too.
     """
 
     def __init__(self, quiet_s: float = 60.0, limit_s: float = 3600.0) -> None:
         self.quiet_s, self.limit_s = quiet_s, limit_s
         self._last = (time.monotonic(), START)
-        self._end = threading.Event()
+        self._end, self._hearing = threading.Event(), ExitStack()
         self._thread = threading.Thread(target=self._look, name="whet-watch", daemon=True)
         self._thread.start()
 
@@ -104,7 +106,8 @@ class Watch:
     def _give_up(self, quiet: float, what: str) -> None:
         message = (
             f"no sign of life since {quiet:.0f} s, in {what}: this process (pid {os.getpid()}) hangs and ends; "
-            "the same command goes on from the last checkpoint"
+            "the same command goes on from the last checkpoint. If it was only slow, raise machine.hang_s, which is "
+            f"{self.limit_s:g}"
         )
         log.error("%s\n%s", message, stacks.everyone())
         os.write(2, f"whet: {message}. The log has the stacks.\n".encode())
@@ -112,10 +115,12 @@ class Watch:
 
     def close(self) -> None:
         """End the thread."""
+        self._hearing.close()
         self._end.set()
         self._thread.join()
 
     def __enter__(self) -> Watch:
+        self._hearing.enter_context(pulse.heard_by(self.beat))
         return self
 
     def __exit__(

@@ -54,6 +54,17 @@ def row(change: Change, stage: str, step: int) -> dict[str, Json]:
     }  # fmt: skip
 
 
+def other_rows(
+    directory: RunDirectory, sources: Sequence[tuple[str, str, str]], stage: str, step: int
+) -> None:
+    """Files of the same name that hold other rows than before: a branch, like another key. sources: name, digests."""
+    if sources:
+        where = {"stage": stage, "step": step, "kind": "branch"}
+        directory.write_changes(
+            [{**where, "key": f"rows of {n!r}", "old": a, "new": b} for n, a, b in sources]
+        )
+
+
 def compare_machines(directory: RunDirectory, now: Mapping[str, Json]) -> None:
     """A run that goes on elsewhere: whether the bits of its numbers may differ, and why."""
     if (before := directory.last_start) and (told := other_arithmetic(before, now)):
