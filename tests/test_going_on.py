@@ -232,9 +232,8 @@ def test_other_rows_are_a_branch_too(tmp_path: Path) -> None:
 
 
 def test_free_keys_are_taken_and_told_and_change_no_bit(stopped: Path, finished: Path) -> None:
-    train(
-        stopped, "rollout.timeout_s=77", "guard.timeout_s=8", "checkpoint.every=5", "train.micro_tokens=400"
-    )
+    free = ("rollout.timeout_s=77", "guard.timeout_s=8", "checkpoint.every=5", "train.micro_tokens=400")
+    train(stopped, *free, change=True)  # which makes no branch of them
     assert metrics(stopped) == metrics(finished)
     log = (stopped / "run.log").read_text()
     assert "going on with rollout.timeout_s: 600.0 -> 77.0\n" in log
