@@ -499,6 +499,7 @@ CASES: dict[str, Case] = {
     "machine.exact": ("", "auto"),
     "machine.kernels": ("", "torch"),
     "machine.kv_cache_mb": ("", 8),
+    "machine.hang_s": ("", 7200.0),
     "stages.*.name": ("stages=[{name: one}]", "two"),
     "stages.*.algorithm": ("stages=[{name: one}]", {"loss": "reinforce"}),
     "stages.*.data": ("stages=[{name: one}]", {"order": "sequential"}),

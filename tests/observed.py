@@ -192,6 +192,7 @@ class Watcher:
         note = self._noting
         for target, name, wanted in (
             (api, "setup_logging", ("level",)),
+            (api, "Watch", ("limit_s",)),
             (whet.models.kernels, "load", (0,)),
             (whet.track.display, "Display", ("quiet",)),
             (whet.shared, "self_test", ("seed",)),

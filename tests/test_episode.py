@@ -174,7 +174,7 @@ def test_one_that_hangs_or_raises_aborts_alone() -> None:
     assert reasons == [{"stop"}, {"abort"}, {"abort"}, {"abort"}, {"stop"}]
     errors = [g.rollouts[0].error for g in groups]
     assert errors[0] is errors[4] is None
-    assert errors[1] == "no end within timeout_s=0.05"
+    assert errors[1] == "no end within rollout.timeout_s=0.05"
     assert errors[2] == "RuntimeError: out of cheese"
     assert errors[3] == "TimeoutError: the engine's own"
     assert groups[1].rollouts[0].token_ids == [51, 61]

@@ -17,6 +17,7 @@ import torch
 
 from whet.batch import Batch, Loss
 from whet.buffer.buffer import Buffer
+from whet.config.deadlines import Deadline
 from whet.config.schema import Config
 from whet.guard.ledger import Ledger
 from whet.guard.watch import wait
@@ -60,7 +61,7 @@ class Stream:
 class Toy(SimpleNamespace):
     """What `loop.py` asks of a run."""
 
-    sync_s, explored = 20.0, 0
+    sync_deadline, explored = Deadline(20.0, ""), 0
     rounds = None
     explorers = SimpleNamespace(pop_again=list)
 
@@ -80,8 +81,9 @@ class Toy(SimpleNamespace):
 
     def judged(self, groups: list[Group]) -> None: ...
 
-    async def wait(self, awaitable: Any, what: str, *, timeout_s: float = 20.0) -> Any:
-        return await wait(awaitable, owner="the toy", what=what, timeout_s=timeout_s)
+    async def wait(self, awaitable: Any, what: str, *, within: Deadline | None = None) -> Any:
+        seconds = within.seconds if within else 20.0
+        return await wait(awaitable, owner="the toy", what=what, timeout_s=seconds)
 
     async def come(self, groups: Any, what: str) -> Any:
         return await self.wait(groups, what)

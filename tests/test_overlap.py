@@ -27,6 +27,7 @@ import pytest
 import whet
 from test_loop import SIZE, TASKS, Toy, toy
 from test_staleness import run as small_run
+from whet.config.deadlines import Deadline
 from whet.explorers import Explorers
 from whet.loop import MODES, draw, explore
 from whet.run import Run
@@ -43,7 +44,7 @@ def flow(mode: str, *, steps: int, handler: Any = None, **options: Any) -> Toy:
     rollout = run.cfg.rollout.model_copy(update={"max_staleness": run.buffer.max_staleness})
     run.cfg = run.cfg.model_copy(update={"rollout": rollout})
     run.buffer.spare = spare
-    run.hands, run.judging, run.interrupts, run.longest_group_s = None, [], mode == "free", 5.0
+    run.hands, run.judging, run.interrupts, run.group_deadline = None, [], mode == "free", Deadline(5.0, "")
     run.explorers = Explorers(run.buffer, partial(draw, run), partial(explore, run))
     for name in ("meanwhile", "work", "give_up_stale", "judged", "close"):
         setattr(run, name, getattr(Run, name).__get__(run))

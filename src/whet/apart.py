@@ -147,7 +147,8 @@ async def begun(run: Run, store: Store, weights: Weights) -> bool:
                 f"explorer {run.cfg.buffer.explorer!r} waited {patience_s:g} s for the trainer to begin stage "
                 f"{run.name!r}: nothing new in {weights.transport.root}, "
                 f"{'nothing' if first is None else f'but version {first} announced'} in buffer.url. Is "
-                "`whet train FILE mode=train` running, with the same name, run_dir and buffer.url?"
+                "`whet train FILE mode=train` running, with the same name, run_dir and buffer.url? "
+                f"sync.timeout_s={patience_s:g} sets the limit"
             )
         await asyncio.sleep(LOOK_S)
     return False

@@ -14,15 +14,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from whet import checkpoint, environment
 from whet.config.checks_run import TIME
+from whet.config.choices import RESUME
+from whet.config.deadlines import silence
 from whet.config.footprint import check_memory
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
+from whet.config.resuming import Change, longer, taken
 from whet.config.schema import Config
 from whet.config.secrets import dump, secrets_of
 from whet.config.sources import rewards_by_source
@@ -34,10 +37,14 @@ from whet.guard.watch import Watch
 from whet.rewards.combine import RewardSet
 from whet.storage.manifests import place_of
 from whet.storage.paths import brought_here
+from whet.storage.uploads import DEADLINE_S
 from whet.track import places
 from whet.track.files import RunLock
 from whet.track.log import close_logging, setup_logging
 from whet.types import CheckpointError, ConfigError, Json, Metrics, WhetError
+
+if TYPE_CHECKING:
+    from whet.track.record import RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +80,14 @@ def train(
     *,
     rewards: Mapping[str, RewardFunction | Mapping[str, Any]] | RewardFunction | None = None,
     overrides: Sequence[str] = (),
+    change: bool = False,
     **sections: Any,
 ) -> Result:
     """Train as a config file says, with `sections` (`train={"steps": 50}`, `seed=1` ...), then `overrides` put over it.
 
     rewards: one function of yours, or several by name, in place of the file's; each is called as `f(response, task)`
     in a worker process.
+    change: a run that goes on may have other settings that change its numbers (`whet train --change`).
     Raises ConfigError before anything is run, WhetError if the run cannot go on.
     """
     if isinstance(config, Mapping):
@@ -101,7 +110,7 @@ def train(
     if rewards is not None:
         loaded = only_rewards(loaded, rewards)
     loaded = settled(loaded)
-    finished = run_training(loaded, functions) == OK
+    finished = run_training(loaded, functions, change=change) == OK
     return Result(Path(loaded.config.run_dir), finished)
 
 
@@ -118,15 +127,18 @@ def run_training(
     loaded: Loaded,
     functions: Mapping[str, RewardFunction] | None = None,
     *,
+    change: bool = False,
     watched: Callable[[Watch], object] = lambda watch: None,
 ) -> int:
     """Run all stages. Returns the exit code: 0, or 130 after Ctrl-C (the run is saved and can go on).
 
+    change: going on from a checkpoint, settings that touch numbers may be others; a branch of the run.
     watched: is given what sees whether the run gets on, once it has begun.
     """
     planned = plans(loaded)  # refuses what cannot work, before anything is written
-    check_memory(planned)
-    loaded = brought_here(settled(loaded))
+    loaded = settled(loaded)
+    check_memory(planned, going_on=may_go_on(loaded.config))
+    loaded = brought_here(loaded)
     home = Path(loaded.config.run_dir)
     loaded = beside(loaded)
     cfg = loaded.config
@@ -145,7 +157,14 @@ def run_training(
         try:
             import_all(cfg.imports)
             return _run(
-                loaded, planned, rewards=rewards, stack=stack, aside=aside, home=home, watched=watched
+                loaded,
+                planned,
+                rewards=rewards,
+                stack=stack,
+                aside=aside,
+                home=home,
+                change=change,
+                watched=watched,
             )
         except Exception as e:
             # to run.log alone: the caller shows it to people
@@ -207,6 +226,7 @@ def _run(
     stack: ExitStack,
     aside: Path | None,
     home: Path,
+    change: bool,
     watched: Callable[[Watch], object],
 ) -> int:
     """home: the run directory of the trainer, where this process is one beside it."""
@@ -215,14 +235,13 @@ def _run(
     from whet.stages import run_all
     from whet.track.curve import plot
     from whet.track.display import Display
-    from whet.track.manifest import describe
     from whet.track.record import RunDirectory
     from whet.track.show import report
 
     cfg = loaded.config
     directory = RunDirectory(Path(cfg.run_dir), loaded.names, dumps=places.templates(cfg))
     stack.callback(directory.close)
-    start, state = goes_on(loaded, directory.path)
+    start, state, changes = goes_on(loaded, directory.path, change=change)
     stages = [(p.name, p.total_steps or 0) for p in planned]
     display = Display(stages, quiet="console" not in cfg.track.trackers)
     stack.callback(display.close)
@@ -230,7 +249,8 @@ def _run(
     if is_finished(loaded, directory.path, state):
         display.close()
         display.message(
-            f"{directory.path} holds a finished run; to run anew, give another run_dir, or checkpoint.resume=fresh"
+            f"{directory.path} holds a finished run; more train.steps go on with it, another run_dir or "
+            "checkpoint.resume=fresh runs anew"
         )
         display.show(report(directory.path, curve=directory.path / "curve.png"))
         _, uploads = open_saver(cfg, directory.path)
@@ -241,16 +261,14 @@ def _run(
     for made in rewards:
         made.load_models()
     stop = stack.enter_context(stop_on_ctrl_c(display.message))
-    text = yaml.safe_dump(dump(loaded.as_given, exclude_unset=True), sort_keys=False, allow_unicode=True)
-    directory.write_config(text)
-    directory.write_manifest(describe(config=text, seed=cfg.seed, data_files=data_files(loaded)))
+    note_start(loaded, directory, state, changes, goes_on=start is not None)
     if directory.path == home:
         directory.truncate_to(state["stage"], state["step"])
     if aside:
         display.message(f"the run that was here is now {aside}")
     if start:
         display.message(f"going on from {start}")
-    watch = stack.enter_context(Watch())
+    watch = stack.enter_context(Watch(limit_s=hang_s(loaded)))
     watched(watch)
     shared = open_shared(
         loaded,
@@ -261,6 +279,7 @@ def _run(
         stop=stop,
         watch=watch,
         resumed=(state["stage"], state["step"]) if start else None,
+        change=change,
         **openers,
     )
     gc.collect()
@@ -289,6 +308,13 @@ def _run(
         return INTERRUPTED
     display.show(report(directory.path, curve=plot(directory.path)))
     return OK
+
+
+def hang_s(loaded: Loaded) -> float:
+    """How long this process may be silent (`deadlines.silence`)."""
+    c = loaded.config.checkpoint
+    copies_s = DEADLINE_S if c.upload_to or c.upload_exports_to else 0.0
+    return silence(loaded.config, loaded.stages, least_s=copies_s)
 
 
 def join_cluster(
@@ -373,17 +399,49 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
     return out
 
 
-def goes_on(loaded: Loaded, run_dir: Path) -> tuple[Path | None, Json]:
-    """The checkpoint to go on from, if any, and its state. Raises CheckpointError before anything is written over."""
-    from whet.stages import check_config, fingerprint
-
+def goes_on(loaded: Loaded, run_dir: Path, *, change: bool) -> tuple[Path | None, Json, list[Change]]:
+    """The checkpoint to go on from, if any, its state, and which numbers have changed since. Raises CheckpointError
+    before anything is written over."""
     start = find_start(loaded, run_dir, checkpoint.newest(run_dir / "checkpoints"))
     if start is None:
-        return None, {"stage": 0, "step": -1, "done": False}
+        return None, {"stage": 0, "step": -1, "done": False}, []
     state = checkpoint.read_state(start)
-    check_config(start, state["config"], fingerprint(loaded.as_given))
+    place = state["stage_name"], state["step"]
+    changes = taken(start, state["config"], loaded.as_given, at=place, change=change)
     checkpoint.check_contents(start, state, loaded.config.checkpoint.load)
-    return start, state
+    return start, state, changes
+
+
+def note_start(
+    loaded: Loaded, directory: RunDirectory, state: Json, changes: list[Change], *, goes_on: bool
+) -> None:
+    """config.yaml and manifest.json, of a run that goes on with what has changed since."""
+    from whet.track import history
+    from whet.track.manifest import describe
+
+    cfg = loaded.config
+    text = yaml.safe_dump(dump(loaded.as_given, exclude_unset=True), sort_keys=False, allow_unicode=True)
+    described = describe(config=text, seed=cfg.seed, data_files=data_files(loaded))
+    if goes_on:
+        history.compare_machines(directory, described)
+        changes = [*changes, *history.since_last_start(directory.path, loaded.as_given)]
+        history.write_down(directory, changes, state)
+        set_aside_export(loaded, directory.path, state)
+    directory.write_config(text)
+    directory.write_manifest(described)
+
+
+def set_aside_export(loaded: Loaded, run_dir: Path, state: Json) -> None:
+    """A stage that was done and has another length now: what it wrote at its former end is named by its step."""
+    own = run_dir / "export" / state["stage_name"]
+    if own.is_dir() and state["done"] and not is_done(loaded, state):
+        os.replace(own, own.with_name(f"{own.name}-step-{state['step']:06d}"))
+
+
+def may_go_on(cfg: Config) -> bool:
+    """There is a checkpoint to go on from."""
+    resume = cfg.checkpoint.resume
+    return resume not in RESUME or (resume == "auto" and bool(checkpoint.all_in(places.checkpoints(cfg))))
 
 
 def find_start(loaded: Loaded, run_dir: Path, newest: Path | None) -> Path | None:
@@ -410,7 +468,12 @@ def is_finished(loaded: Loaded, run_dir: Path, state: Json) -> bool:
     """Whether the last stage is done and exported: a kill can fall between its last checkpoint and its export."""
     export = run_dir / "export" / loaded.names[-1]
     exported = export.is_dir() or not loaded.stages[-1].checkpoint.export
-    return bool(state["done"]) and state["stage"] == len(loaded.stages) - 1 and exported
+    return is_done(loaded, state) and state["stage"] == len(loaded.stages) - 1 and exported
+
+
+def is_done(loaded: Loaded, state: Json) -> bool:
+    """Whether a checkpoint stands at the end of its stage, which may have another length by now."""
+    return bool(state["done"]) and not longer(state["config"], loaded.as_given, state["stage_name"])
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:

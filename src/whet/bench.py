@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whet import environment
-from whet.api import Stop, join_cluster, reward_sets, run_loop
+from whet.api import Stop, hang_s, join_cluster, reward_sets, run_loop
 from whet.config.load import Loaded, load
 from whet.config.parts.parallel import Parallel
 from whet.config.plan import Plan, plans
@@ -111,8 +111,9 @@ def _bench(
         directory=directory,
         display=display,
         stop=Stop(),
-        watch=stack.enter_context(Watch()),
+        watch=stack.enter_context(Watch(limit_s=hang_s(loaded))),
         resumed=None,
+        change=False,
         **openers,
     )
     for tracker in shared.trackers:

@@ -62,17 +62,32 @@ Dialect = Annotated[
 
 
 @app.command()
-def train(file: File, overrides: Overrides = None, dialect: Dialect = None) -> None:
+def train(
+    file: File,
+    overrides: Overrides = None,
+    dialect: Dialect = None,
+    change: Annotated[
+        bool,
+        typer.Option(
+            "--change", help="Go on with other settings, also such that change numbers: a branch of the run."
+        ),
+    ] = False,
+) -> None:
     """Train as the config says; go on where its run directory stands.
 
+    A run may go on with other limits, micro-batches, layouts, records, evaluations and more steps. With --change also
+    with other learning rates, losses, data, rewards: manifest.json and `whet show` tell from which step on.
+
+    \b
     Example: whet train examples/first_run.yaml seed=1 run_dir=runs/seed1
+    Example: whet train examples/first_run.yaml --change stages.rl.train.optimizer.lr=1e-4
     """
     from whet.api import run_training
     from whet.config.load import load
 
     loaded = load(file, overrides or (), dialect=dialect)
     _say(loaded)
-    raise typer.Exit(run_training(loaded))
+    raise typer.Exit(run_training(loaded, change=change))
 
 
 @app.command()

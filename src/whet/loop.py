@@ -104,7 +104,7 @@ async def train_step(run: Run, *, beside: Coroutine[Any, Any, None] | None = Non
     await run.wait(
         publish(run.policy, run.engine, through=run.sampler, due=due, finish=not run.interrupts, out=run.out),
         "the weight sync",
-        timeout_s=run.sync_s,
+        within=run.sync_deadline,
     )
     run.explored_at_sync = run.explored if due else run.explored_at_sync
     # from here engine.version == policy.version, save with rollout.sync_every > 1
@@ -211,7 +211,9 @@ async def free(run: Run) -> Metrics:
     run.buffer.begin(run.policy.version)
     while not run.buffer.ready:
         await run.wait(
-            run.buffer.news(run.buffer.changes), "a group of rollouts", timeout_s=run.longest_group_s
+            run.buffer.news(run.buffer.changes),
+            "a group of rollouts",
+            within=run.group_deadline,
         )
         if run.buffer.unused > run.cfg.algorithm.max_refills * run.buffer.groups_per_step:
             raise unfilled(run, run.buffer.unused + run.buffer.there)

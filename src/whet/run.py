@@ -25,6 +25,8 @@ from whet.buffer.buffer import Buffer
 from whet.buffer.queue import ExplorerQueue, TrainerQueue
 from whet.buffer.rounds import Rounds
 from whet.buffer.stores import Store
+from whet.config import deadlines
+from whet.config.deadlines import Deadline
 from whet.config.plan import Plan
 from whet.config.schema import Config
 from whet.data.experts import Experts
@@ -39,6 +41,7 @@ from whet.storage.uploads import Uploads
 from whet.sync.exchange import Publisher
 from whet.track.batches import to_table
 from whet.track.display import Display
+from whet.track.history import other_rows
 from whet.track.record import RunDirectory
 from whet.track.timeline import EXPLORING, STEPS, WAITS, Together
 from whet.track.trackers import ShowsText, Tracker
@@ -117,7 +120,7 @@ class Run:
     stop: StopFlag
     watch: Watch
     fingerprint: Json
-    """What a checkpoint must agree with: the resolved config."""
+    """What a checkpoint remembers of the config."""
 
     explorers: Explorers = field(init=False)
     """They ask by themselves where the schedule is free."""
@@ -212,10 +215,9 @@ class Run:
         return counts.get("asked", 0) // self.plan.group_size
 
     @property
-    def sync_s(self) -> float:
-        """Longest time of a weight sync: rollouts in flight end, then the weights go over."""
-        cfg = self.cfg
-        return cfg.rollout.timeout_s + (cfg.sync.timeout_s if cfg.rollout.replicas else 0.0)
+    def sync_deadline(self) -> Deadline:
+        """Longest time of a weight sync."""
+        return deadlines.sync(self.cfg)
 
     @property
     def interrupts(self) -> bool:
@@ -223,11 +225,11 @@ class Run:
         return self.plan.mode == "free" and self.cfg.rollout.partial
 
     @property
-    def longest_group_s(self) -> float:
+    def group_deadline(self) -> Deadline:
         """After so long a task must have become a group, or something hangs."""
-        cfg, times = self.cfg, 2 if "baseline" in self.algorithm.needs else 1
-        played_s = (1 + cfg.rollout.retries) * cfg.rollout.timeout_s
-        return times * (played_s + cfg.guard.timeout_s * len(self.rewards.weights)) + 60.0
+        times = 2 if "baseline" in self.algorithm.needs else 1
+        judges = len(self.rewards.weights)
+        return deadlines.group(self.cfg, judges=judges, times=times, leased=bool(self.stores))
 
     @property
     def eval_due(self) -> bool:
@@ -338,9 +340,7 @@ class Run:
                 self.watch.beat(what)
             return now
 
-        # a dead explorer's tasks are asked again when its lease is over
-        timeout_s = self.longest_group_s + (self.cfg.buffer.lease_s if self.stores else 0.0)
-        return await self.wait(groups, what, timeout_s=timeout_s, progress=progress)
+        return await self.wait(groups, what, within=self.group_deadline, progress=progress)
 
     def may_stop(self) -> bool:
         """Somebody asked to stop, and what there is now may be saved; else the step is finished first."""
@@ -376,16 +376,23 @@ class Run:
         awaitable: Awaitable[T],
         what: str,
         *,
-        timeout_s: float | None = None,
+        within: Deadline | None = None,
         progress: Callable[[], object] = lambda: None,
     ) -> T:
         """Wait with an owner and a deadline (rollout.timeout_s): a stall is logged with stacks, then ends the run.
         progress: as `guard.watch.wait` has it."""
         owner = f"stage {self.name!r}, step {self.step + 1}"
         self.directory.timeline.at = self.name, self.step + 1
+        within = within or deadlines.rollout(self.cfg)
         with self.directory.timeline.span(what, WAITS):
-            timeout_s = timeout_s or self.cfg.rollout.timeout_s
-            return await wait(awaitable, owner=owner, what=what, timeout_s=timeout_s, progress=progress)
+            return await wait(
+                awaitable,
+                owner=owner,
+                what=what,
+                timeout_s=within.seconds,
+                progress=progress,
+                limit=within.keys,
+            )
 
     def reset_reference(self) -> None:
         """Every so many steps or epochs the reference becomes the policy of now; its optimizer may begin anew."""
@@ -555,9 +562,16 @@ class Run:
             "config": self.fingerprint,
         }
 
-    def restore(self, path: Path, state: Json) -> None:
-        """Go on where `state` was saved."""
-        checkpoint.load(path, self.engines(), wanted=self.cfg.checkpoint.load)
+    def restore(self, path: Path, state: Json, *, changed: bool = False) -> None:
+        """Go on where `state` was saved. changed: the user has changed numbers since; what the run before had no need
+        of begins anew."""
+        engines = self.engines()
+        copied = self.sampler is not None and changed and not (path / "sampler").is_dir()
+        if copied:
+            engines.pop("sampler")
+        checkpoint.load(path, engines, wanted=self.cfg.checkpoint.load)
+        if copied and self.sampler is not None:
+            self.sampler.copy_from(self.policy)
         self.step, self.kl_coef = state["step"], state["kl_coef"]
         self.resumed, self.scored = True, (state["step"], state.get("score"))
         self.value_scale = Scale(**state["value_scale"])
@@ -566,9 +580,10 @@ class Run:
         self.policy.version = state["version"]
         if self.sampler is not None:
             self.sampler.version = state["sampler_version"]
-        self.tasks.restore(state["tasks"])
-        if self.experts is not None:
-            self.experts.stream.restore(state["experts"])
+        rows = self.tasks.restore(state["tasks"], changed=changed)
+        if self.experts is not None and (state["experts"] or not changed):
+            rows += self.experts.stream.restore(state["experts"], changed=changed)
+        other_rows(self.directory, rows, self.name, self.step)
         if self.rounds is not None:
             self.rounds.restore(state["rounds"])
         self.explorers.again = self.buffer.restore(state["buffer"], state["sampler_version"])

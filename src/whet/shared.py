@@ -77,6 +77,8 @@ class Shared:
     stop: StopFlag
     watch: Watch
     version: int = 0
+    change: bool = False
+    """The run goes on with numbers that the user has changed."""
     rank_lines: RankLines | None = None
     """Starts the ranks of a stage; None: on this machine."""
 
@@ -91,6 +93,7 @@ def open_shared(
     stop: StopFlag,
     watch: Watch,
     resumed: tuple[int, int] | None,
+    change: bool = False,
     opener: Opener | None = None,
     rank_lines: RankLines | None = None,
 ) -> Shared:
@@ -163,6 +166,7 @@ def open_shared(
         display=display,
         stop=stop,
         watch=watch,
+        change=change,
         rank_lines=rank_lines,
     )
 

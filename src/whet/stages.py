@@ -23,12 +23,13 @@ from whet.buffer.replay import Replay
 from whet.buffer.rounds import Rounds
 from whet.buffer.stores import open_store
 from whet.config.evaluation import Asked, evaluates, judges
+from whet.config.footprint import out_of_memory
 from whet.config.mixing import experts_per_step
 from whet.config.plan import Plan
 from whet.config.plan import plan as make_plan
 from whet.config.recipes import Resolved, resolve
+from whet.config.resuming import fingerprint, played_by
 from whet.config.schema import Config
-from whet.config.secrets import dump
 from whet.data.chat import encode_response
 from whet.data.experts import Experts
 from whet.data.tasks import (
@@ -63,23 +64,9 @@ from whet.training.profile import Profiler
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.throughput import meter_of
 from whet.training.torch import MICRO_BATCH, FullKl, TorchEngine
-from whet.types import CheckpointError, Group, Json, Sampling, Task
+from whet.types import Group, Json, Sampling, Task, WhetError
 
 log = logging.getLogger(__name__)
-
-FREE_KEYS: Any = {
-    "run_dir": True,
-    "name": True,
-    "checkpoint": True,
-    "track": True,
-    "profile": True,
-    "guard": {"workers"},
-    "rollout": {"replicas"},
-    "cluster": True,
-    "train": {"parallel"},
-}
-"""Keys that may change between a checkpoint and the run that goes on from it; they touch no number (train.parallel:
-beyond rounding)."""
 
 
 async def run_all(shared: Shared, start: Path | None, state: Json) -> None:
@@ -104,18 +91,28 @@ async def run_all(shared: Shared, start: Path | None, state: Json) -> None:
 
 async def run_stage(shared: Shared, index: int, *, start: Path | None, state: Json) -> None:
     """One stage, from its beginning or from a checkpoint; its models and optimizers end with it."""
+    try:
+        await _run_stage(shared, index, start=start, state=state)
+    except (RuntimeError, MemoryError, WhetError) as error:
+        if not ran_out(error):
+            raise
+        name = f"stages.{shared.loaded.names[index]}." if shared.loaded.config.stages else ""
+        raise WhetError(out_of_memory(shared.plans[index], name, str(error))) from error
+
+
+async def _run_stage(shared: Shared, index: int, *, start: Path | None, state: Json) -> None:
     timeline = shared.directory.timeline
     timeline.at = shared.loaded.names[index], state["step"] if start else 0
     with timeline.span(OPEN_STAGE, STEPS):
         run = open_stage(shared, index)
         if start is not None:
-            run.restore(start, state)
+            run.restore(start, state, changed=shared.change)
     shared.display.stage(index, done=run.step, steps=run.plan.steps)
     if start is None or run.sampler is None:
         sampled, first = run.policy, sync(run.policy, run.engine, through=run.sampler, out=run.out)
     else:  # the sampler stands at the last sync, the policy has moved on
         sampled, first = run.sampler, sync(run.sampler, run.engine, out=run.out)
-    await run.wait(first, "the first weight sync", timeout_s=run.sync_s)
+    await run.wait(first, "the first weight sync", within=run.sync_deadline)
     run.tell("began", sampled.version)
     try:
         async for _ in steps(run):
@@ -135,6 +132,17 @@ async def run_stage(shared: Shared, index: int, *, start: Path | None, state: Js
     shared.version, shared.exact = run.policy.version, run.exact
     if run.cfg.checkpoint.export and not shared.stop.requested:
         run.export(final=True)
+
+
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "not enough memory")
+"""What allocators say: CUDA's, the one of the CPU, and ranks that hand on what theirs has said."""
+
+
+def ran_out(error: Exception) -> bool:
+    """Whether an error is that of an allocator, here or in a rank. What rewards say of theirs is another matter."""
+    said = f"{type(error).__name__}: {error}"
+    foreign = isinstance(error, WhetError) and not said.startswith("WhetError: rank ")
+    return isinstance(error, MemoryError) or (not foreign and any(words in said for words in OUT_OF_MEMORY))
 
 
 # ---------------------------------------------------------------- one stage
@@ -237,7 +245,7 @@ def _meet_explorers(run: Run) -> None:
     if run.plan.mode != "train":
         store = open_store(cfg.buffer.url, queue=queue_name(cfg, run.name), order=cfg.buffer.order)
         run.rounds = Rounds(store)
-        run.rounds.claim(run.fingerprint)
+        run.rounds.claim(played_by(run.fingerprint))
 
 
 def _profiler(shared: Shared, cfg: Config, name: str, *, ranks: Mapping[str, Ranks]) -> Profiler:
@@ -545,29 +553,3 @@ def rejection(group: Group, *, algorithm: Resolved, weights: Mapping[str, float]
     if len(group.rollouts) == 1 and (algorithm.compares or algorithm.pairs):
         return "alone"
     return uninformative(group, algorithm.groups, drop_uniform=algorithm.drop_uniform_groups, weights=weights)
-
-
-# ---------------------------------------------------------------- going on
-
-
-def fingerprint(cfg: Config) -> Json:
-    """What a checkpoint must agree with."""
-    return dump(cfg, exclude=FREE_KEYS)
-
-
-def check_config(path: Path, saved: Json, now: Json) -> None:
-    """Raise CheckpointError naming the keys in which this run's config differs from the checkpoint's."""
-    if keys := sorted(differences(saved, now)):
-        raise CheckpointError(
-            f"{path} was written by a run with another config; it differs in {', '.join(keys[:8])}. Go on with the "
-            "config of that run (config.yaml beside it), or start a new one in another run_dir"
-        )
-
-
-def differences(a: Json, b: Json, prefix: str = "") -> list[str]:
-    """Dotted keys at which two trees differ."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return [d for k in {*a, *b} for d in differences(a.get(k), b.get(k), f"{prefix}{k}.")]
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return [d for i, (x, y) in enumerate(zip(a, b)) for d in differences(x, y, f"{prefix}{i}.")]
-    return [] if a == b else [prefix.rstrip(".")]

@@ -299,7 +299,7 @@ class Buffer:
         self.asked(again, version)
         self.held, self.dropped = len(played) + len(again), state["dropped"]
         self.steps = state["steps"]
-        if self.replay is not None:
+        if self.replay is not None and state["replay"] is not None:  # else there was none before a branch
             self.replay.restore(state["replay"])
         return again
 

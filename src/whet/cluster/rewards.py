@@ -19,6 +19,7 @@ from typing import Any, Literal
 from whet.cluster.lines import Far
 from whet.cluster.nodes import place
 from whet.config.schema import Config
+from whet.guard import pulse
 from whet.guard.jail import Call, Result
 from whet.guard.line import Line, Lines, end, how_it_ended
 from whet.guard.nursery import Loader
@@ -166,6 +167,8 @@ class Hosts:
                     self._answered(at, *what)
                 elif kind == "failed":
                     self._refused(at, *what)
+                elif kind == "scored":
+                    pulse.beat("scoring")
         except (EOFError, OSError):
             why = how_it_ended(at.line)
         self._lost(number, at, why)

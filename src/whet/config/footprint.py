@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,9 @@ from whet.config import memory
 from whet.config.checks_parallel import ranks_of
 from whet.config.derived import IN_8_BITS, Plan
 from whet.config.hardware import cuda_bytes, ram_bytes
+from whet.config.keys import lookup
 from whet.config.memory import Cut, Lengths, Model, Parts, Phase, Setting
+from whet.config.resuming import class_of
 from whet.config.schema import Train
 from whet.config.sizes import DTYPE_BYTES, in_words, micro_tokens
 from whet.config.spread import Hosted, Part, Spread, part
@@ -269,9 +272,10 @@ def limit(plan: Plan) -> int:
     return ram_bytes() - memory.LIBRARIES
 
 
-def check_memory(plans: Sequence[Plan]) -> None:
-    """ConfigError with the largest contributors and what to change, if a stage cannot fit into the machine."""
-    said = [text for plan in plans for text in _too_large(plan)]
+def check_memory(plans: Sequence[Plan], *, going_on: bool = False) -> None:
+    """ConfigError with the largest contributors and what to change, if a stage cannot fit into the machine. going_on:
+    from a checkpoint, with which not everything may change."""
+    said = [text for plan in plans for text in _too_large(plan, going_on=going_on)]
     if said:
         raise ConfigError("\n".join(said))
 
@@ -293,13 +297,46 @@ def together(plan: Plan) -> list[tuple[str, list[Place]]]:
     return out + ([("a replica of stage", [replace(replica, count=1)])] if replica is not None else [])
 
 
-def _too_large(plan: Plan) -> Iterator[str]:
+def _too_large(plan: Plan, *, going_on: bool) -> Iterator[str]:
     for what, shared in together(plan):
         total, most = sum(place.count * place.most.total for place in shared), limit(plan)
         if plan.device == "cpu" and plan.memory_mb is None:
             most -= memory.LIBRARIES * (sum(place.count for place in shared) - 1)
         if total > most:
-            yield _refusal(plan, what, shared, most)
+            yield _refusal(plan, what, shared, most, going_on=going_on)
+
+
+_KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
+
+
+def _may_change(text: str) -> bool:
+    """Whether a piece of advice can be followed by a run that goes on from a checkpoint, without being another run."""
+    found = [
+        class_of(key.path) for name in _KEY.findall(text) if (key := lookup(name.split("."))) is not None
+    ]
+    return bool(found) and all(kind in ("free", "rounding") for kind in found)
+
+
+def out_of_memory(plan: Plan, stage: str, said: str) -> str:
+    """What to change when a stage has run out of memory: settings that a run may go on with, with values to try.
+
+    stage: what stands before a key of the stage, `stages.NAME.` or nothing. said: the allocator's own words.
+    """
+    train = plan.train
+    micro = micro_tokens(plan.device, plan.shape.hidden) if plan.shape else 0
+    if train.micro_rollouts is not None:
+        cut = [("train.micro_rollouts", train.micro_rollouts)]
+    else:
+        cut = [("train.micro_tokens", train.micro_tokens or micro)]
+    cut += [("train.micro_tokens_forward", train.micro_tokens_forward)] if train.micro_tokens_forward else []
+    cut += [("rollout.max_batch", plan.max_batch)] if plan.generates else []
+    tries = [f"{stage}{key}={now // 2} (now {now})" for key, now in cut if now > 1]
+    if not train.gradient_checkpointing:
+        tries.append(f"{stage}train.gradient_checkpointing=true (now false)")
+    return (
+        f"stage '{plan.name}' ran out of memory: {said.splitlines()[0]}. The same command goes on from the last "
+        f"checkpoint with one or more of: {', '.join(tries)}. They change memory and time; numbers by rounding alone"
+    )
 
 
 def _done(plan: Plan) -> Iterator[str]:
@@ -316,12 +353,13 @@ def _done(plan: Plan) -> Iterator[str]:
     yield from (key for key, is_made in made.items() if is_made)
 
 
-def _refusal(plan: Plan, what: str, shared: list[Place], most: int) -> str:
+def _refusal(plan: Plan, what: str, shared: list[Place], most: int, *, going_on: bool) -> str:
     total = sum(place.count * place.most.total for place in shared)
     worst = max(shared, key=lambda place: place.count * place.most.total)
     parts = sorted(worst.most.parts.items(), key=lambda item: -item[1])[:4]
     told = ", ".join(f"{name} {in_words(count)}" for name, count in parts if count)
-    change = "; or ".join(memory.advice(worst.most.parts, done=list(_done(plan))))
+    advised = memory.advice(worst.most.parts, done=list(_done(plan)), may=_may_change if going_on else None)
+    change = "; or ".join(advised) or "only machines with more, or another run_dir with a smaller model"
     where = "machine.memory_mb" if plan.memory_mb else "the GPU" if plan.device == "cuda" else "this machine"
     phase = worst.most.name
     if len(shared) > 1:

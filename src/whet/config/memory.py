@@ -10,7 +10,7 @@ V vocabulary, E experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -368,15 +368,19 @@ def largest(found: list[Phase]) -> Phase:
 Device = Literal["cpu", "cuda"]
 
 
-def advice(parts: Mapping[str, int], done: Collection[str] = ()) -> list[str]:
-    """What makes the largest contributors smaller, largest first. done: settings that are made already."""
+def advice(
+    parts: Mapping[str, int], done: Collection[str] = (), may: Callable[[str], bool] | None = None
+) -> list[str]:
+    """What makes the three largest contributors smaller, largest first. done: settings that are made already. may: says
+    of a piece of advice whether it can be followed; the next contributors take the place of those without any."""
     out: list[str] = []
-    for name, _ in sorted(parts.items(), key=lambda item: -item[1])[:3]:
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    for name, _ in ordered[:3] if may is None else ordered:
         found = next((texts for start, texts in _ADVICE.items() if name.startswith(start)), ())
-        left = " or ".join(text for text in found if not text.startswith(tuple(done)))
-        if left and left not in out:
+        texts = [text for text in found if not text.startswith(tuple(done)) and (may is None or may(text))]
+        if (left := " or ".join(texts)) and left not in out:
             out.append(left)
-    return out
+    return out[:3]
 
 
 _ADVICE = {

@@ -17,6 +17,7 @@ from whet.config.schema import Data, Source
 from whet.data.chat import Prompt, encode_history, encode_prompts, encode_texts
 from whet.data.columns import PER_ROW, Fields, named, parse, used
 from whet.data.rows import Rows, read_rows
+from whet.guard import pulse
 from whet.types import ConfigError, DataError, Task
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ def _prepare(work: _Work) -> Prepared:
     found: set[str] = set()
     for begin, end in pairwise([*range(0, len(rows), BATCH_ROWS), len(rows)]):
         batch = _batch(work, rows, begin, end, found=found)
+        pulse.beat(f"reading {rows.name}")
         numbers += [i for i, _, _ in batch]
         lengths += [len(ids) for _, _, ids in batch]
         pieces.append(np.fromiter(chain.from_iterable(ids for _, _, ids in batch), dtype=np.int32))

@@ -20,6 +20,7 @@ from whet.data.chat import encode_history, encode_response
 from whet.data.columns import parse, used
 from whet.data.prepare import BATCH_ROWS, Prepared, Turns, fit, prepare, prompt_key
 from whet.data.rows import read_rows
+from whet.guard import pulse
 from whet.types import CheckpointError, ConfigError, DataError, Json, Rollout, Task
 
 if TYPE_CHECKING:
@@ -99,11 +100,15 @@ class TaskStream:
 
     def at(self, uid: int) -> Task:
         """The task of this number, whatever was drawn before; the stream goes on behind it."""
+        self._stand_at(uid)
+        return self._draw()
+
+    def _stand_at(self, uid: int) -> None:
+        """After so many tasks of this data."""
         if uid < self.drawn:
             self._drawn_S[:] = 0
         while self.drawn < uid:
             self._drawn_S[self._next_source()] += 1
-        return self._draw()
 
     def state(self) -> dict[str, Json]:
         """Where the stream stands, as JSON: a stream of the same data, so restored, draws the same tasks."""
@@ -111,21 +116,30 @@ class TaskStream:
         digests = [s.digest for s in self._sources]
         return {"seed": self._seed, "sources": names, "digests": digests, "drawn": self._drawn_S.tolist()}
 
-    def restore(self, state: dict[str, Json]) -> None:
-        """Go on where `state` was taken. Raises CheckpointError if seed or data are not the same."""
+    def restore(self, state: dict[str, Json], *, changed: bool = False) -> list[tuple[str, str, str]]:
+        """Go on where `state` was taken. Raises CheckpointError if seed or data are not the same. changed: they may be
+        others, and the stream goes on as if it had been theirs from the start. Returns the sources whose rows are
+        others: name, digests then and now."""
         here = self.state()
-        if changed := [k for k in ("seed", "sources") if state[k] != here[k]]:
+        if changed:
+            self._stand_at(sum(state["drawn"]))
+            was = dict(zip(state["sources"], state["digests"]))
+            both = [(n, was[n], d) for n, d in zip(here["sources"], here["digests"]) if n in was]
+            return [(name, old, new) for name, old, new in both if old != new]
+        if other := [k for k in ("seed", "sources") if state[k] != here[k]]:
             raise CheckpointError(
-                f"The task stream was saved with {changed[0]} {state[changed[0]]!r}, and this one has "
-                f"{here[changed[0]]!r}: it cannot go on."
+                f"The task stream was saved with {other[0]} {state[other[0]]!r}, and this one has "
+                f"{here[other[0]]!r}: it cannot go on. `whet train --change` goes on with these as a branch."
             )
         for name, old, new in zip(here["sources"], state["digests"], here["digests"]):
             if old != new:
                 raise CheckpointError(
                     f"Data source {name!r} is not what it was when the run was saved (rows, prompts, "
-                    "filters, tokenizer or answers have changed): restore the data, or start a new run."
+                    "filters, tokenizer or answers have changed): restore the data, or start a new run; or "
+                    "`whet train --change` goes on with what it is now, as a branch."
                 )
         self._drawn_S = np.array(state["drawn"], dtype=np.int64)
+        return []
 
     def _draw(self) -> Task:
         uid, s = self.drawn, self._next_source()
@@ -184,6 +198,7 @@ def texts(sources: Sequence[Source]) -> Iterator[str]:
     for source in sources:
         rows = read_rows(source)
         for begin in range(0, len(rows), BATCH_ROWS):
+            pulse.beat(f"reading {rows.name}")
             for i, row in enumerate(rows.slice(begin, begin + BATCH_ROWS, used(source)), begin):
                 f = parse(row, source, name=rows.name, chat=None, where=rows.where(i))
                 yield from [f.prompt] if isinstance(f.prompt, str) else [m.content for m in f.prompt]

@@ -23,7 +23,7 @@ from itertools import count
 from types import TracebackType
 from typing import Literal, cast, get_args
 
-from whet.guard import confine, frames, nursery
+from whet.guard import confine, frames, nursery, pulse
 from whet.types import ConfigError, WhetError
 
 log = logging.getLogger(__name__)
@@ -248,6 +248,7 @@ class Jail:
     def _finish(self, number: int, result: Result) -> None:
         if number == self._alone:
             self._alone, self._tries = None, 0
+        pulse.beat("scoring")
         pending = self._pending.pop(number)
         batch = pending.batch
         batch.results[pending.place] = result

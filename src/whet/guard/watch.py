@@ -8,10 +8,11 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TypeVar
 
-from whet.guard import stacks
+from whet.guard import pulse, stacks
 from whet.types import WhetError
 
 log = logging.getLogger(__name__)
@@ -29,11 +30,13 @@ async def wait(
     timeout_s: float,
     report_s: float = 60.0,
     progress: Callable[[], object] = lambda: None,
+    limit: str = "",
 ) -> T:
     """The result of `awaitable`; every `report_s` seconds the log says who waits for what, with all stacks.
 
     Raises WhetError after `timeout_s`, and cancels the awaitable, as it does when it is cancelled itself. progress:
-    what changes as long as the wait is not in vain; the time runs anew with every change.
+    what changes as long as the wait is not in vain; the time runs anew with every change. limit: the keys that the
+    deadline is made of, with their values, for the error.
     """
     start, last = time.monotonic(), progress()
     work = asyncio.ensure_future(awaitable)
@@ -43,8 +46,9 @@ async def wait(
                 start, last = time.monotonic(), now
             left_s = start + timeout_s - time.monotonic()
             if left_s <= 0:
+                made_of = f" {limit} set{'' if ',' in limit else 's'} this limit." if limit else ""
                 raise WhetError(
-                    f"{owner} waited {timeout_s:g} s for {what}, in vain. The log has the stacks."
+                    f"{owner} waited {timeout_s:g} s for {what}, in vain. The log has the stacks.{made_of}"
                 )
             await asyncio.wait({work}, timeout=min(report_s, left_s))
             if not work.done():
@@ -60,13 +64,14 @@ class Watch:
     """A thread that logs the stacks of all processes when no `beat` has come for `quiet_s` seconds: some call hangs.
 
     After `limit_s` it ends this process with exit code 1: the call will not come back, and no deadline of another
-    thread reaches into it. Time in which this process was stopped (Ctrl-Z, a closed laptop) does not count.
+    thread reaches into it. Time in which this process was stopped (Ctrl-Z, a closed laptop) does not count. As a
+    context manager it hears what says `pulse.beat`, too.
     """
 
     def __init__(self, quiet_s: float = 60.0, limit_s: float = 3600.0) -> None:
         self.quiet_s, self.limit_s = quiet_s, limit_s
         self._last = (time.monotonic(), START)
-        self._end = threading.Event()
+        self._end, self._hearing = threading.Event(), ExitStack()
         self._thread = threading.Thread(target=self._look, name="whet-watch", daemon=True)
         self._thread.start()
 
@@ -101,7 +106,8 @@ class Watch:
     def _give_up(self, quiet: float, what: str) -> None:
         message = (
             f"no sign of life since {quiet:.0f} s, in {what}: this process (pid {os.getpid()}) hangs and ends; "
-            "the same command goes on from the last checkpoint"
+            "the same command goes on from the last checkpoint. If it was only slow, raise machine.hang_s, which is "
+            f"{self.limit_s:g}"
         )
         log.error("%s\n%s", message, stacks.everyone())
         os.write(2, f"whet: {message}. The log has the stacks.\n".encode())
@@ -109,10 +115,12 @@ class Watch:
 
     def close(self) -> None:
         """End the thread."""
+        self._hearing.close()
         self._end.set()
         self._thread.join()
 
     def __enter__(self) -> Watch:
+        self._hearing.enter_context(pulse.heard_by(self.beat))
         return self
 
     def __exit__(

@@ -41,14 +41,14 @@ def serve(channel: socket.socket, functions: Mapping[str, Function], memory_mb: 
             number, body = frames.receive(channel)
         except EOFError:
             return
-        reply = run(functions, body)
+        reply = run(functions, body, memory_mb=memory_mb)
         if os.getpid() != me:  # foreign code forked, and its copy came back here
             os._exit(0)
         reply["fit"] = home.restore()
         channel.sendall(frames.pack(number, json.dumps(reply).encode()))
 
 
-def run(functions: Mapping[str, Function], body: bytes) -> dict[str, object]:
+def run(functions: Mapping[str, Function], body: bytes, *, memory_mb: int) -> dict[str, object]:
     """{"parts": {...}, "answer": ...} or {"failure": [kind, detail]} of one call."""
     name, key, arguments = json.loads(body)
     random.seed(key)
@@ -57,7 +57,7 @@ def run(functions: Mapping[str, Function], body: bytes) -> dict[str, object]:
     try:
         value = functions[name](**arguments)
     except MemoryError as error:
-        return {"failure": ["memory", describe(error)]}
+        return {"failure": ["memory", f"{describe(error)} (guard.memory_mb={memory_mb})"]}
     except BaseException as error:  # noqa: BLE001  foreign code: every way to fail is an answer
         return {"failure": ["raised", describe(error)]}
     try:

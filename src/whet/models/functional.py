@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
+from whet.guard import pulse
 from whet.models.attention import Attend
 from whet.models.float8 import recomputing
 from whet.models.kernels import Ops, load
@@ -133,6 +134,8 @@ def functional(model: Any, ops: Ops, *, family: Family, compile: bool = False) -
             )
         delta_UD: Tensor | None = None
         for layer in layers:
+            if compile:  # the first time takes long
+                pulse.beat("the layers")
             if base.layers[layer.number] is layer.module:
                 delta_UD, h_UD = within(layer.module, run, layer, delta_UD, h_UD)
         last = getattr(base.norm, "weight", None)

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from whet.guard import pulse
 from whet.models.regions import Region, Sizes
 from whet.types import CheckpointError, Json
 
@@ -146,6 +147,7 @@ class TensorFile:
         """A tensor, or a region of it. Errors: CheckpointError where the parts do not have all of it."""
         stored = self.tensors[name]
         region = region or Region.whole(stored.shape)
+        pulse.beat(f"reading {self.path.name}")
         out = torch.empty(region.here, dtype=stored.dtype)
         missing = out.numel()
         for wanted in region.boxes():
@@ -219,7 +221,9 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
 
 def write(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """One safetensors file."""
+    pulse.beat(f"writing {path.name}")
     save_file({name: _own(t) for name, t in tensors.items()}, path, metadata=metadata)
+    pulse.beat(f"writing {path.name}")
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from whet.guard import pulse
 from whet.models.attention import Attend, PackedAttention, register_hf_attention
 from whet.models.float8 import recomputing
 from whet.models.functional import STATIC_ROPE, rope_type
@@ -51,7 +52,7 @@ def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Ca
     base = model.get_decoder()
     products = nullcontext if compile else Everywhere
     blocks = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
-    forwards = [torch.compile(block.forward, dynamic=True) if compile else block.forward for block in blocks]
+    forwards = [_compiled(block.forward) if compile else block.forward for block in blocks]
 
     def hidden(
         token_ids_U: Tensor, position_U: Tensor, attend: Attend, *, checkpoint: bool = False
@@ -79,6 +80,16 @@ def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Ca
         return states_UD[:0] if nothing else states_UD
 
     return hidden
+
+
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    run = torch.compile(forward, dynamic=True)
+
+    def heard(*arguments: Any, **named: Any) -> Any:
+        pulse.beat("the layers")  # the first time takes long
+        return run(*arguments, **named)
+
+    return heard
 
 
 @dataclass(frozen=True)

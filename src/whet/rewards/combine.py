@@ -14,6 +14,7 @@ from typing import Protocol
 
 from whet import seeds
 from whet.config import schema
+from whet.guard import pulse
 from whet.guard.imports import import_all
 from whet.guard.jail import Call, Failure, Jail, Result
 from whet.rewards.bind import RewardFunction, bind, pack_rollout, pack_task
@@ -144,6 +145,7 @@ async def _judged(rollout: Rollout, results: Iterator[Result], rewards: RewardSe
         if name in rewards.models:
             await asyncio.sleep(0)  # a model holds the process: between two rollouts others may go on
             found[name] = rewards.models[name].score(rollout)
+            pulse.beat("scoring")
         else:
             found[name] = next(results)
     return _scored(rollout, found, rewards)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from whet.guard import pulse
 from whet.guard.jail import Call, Jail
 from whet.guard.line import picked_up
 from whet.guard.nursery import Loader
@@ -34,8 +35,8 @@ class Wanted:
 
 
 def serve(connection: Connection) -> None:
-    """Says ("ready", None), or ("refused", why); then ("beat", None), ("done", (number, results)) and
-    ("failed", (number, why)), to what it hears: (number, calls)."""
+    """Says ("ready", None), or ("refused", why); then ("beat", None) by the clock, ("scored", None) as it gets on,
+    ("done", (number, results)) and ("failed", (number, why)), to what it hears: (number, calls)."""
     try:
         wanted: Wanted = pickle.loads(connection.recv_bytes())
     except (EOFError, OSError):
@@ -47,7 +48,7 @@ def serve(connection: Connection) -> None:
         with suppress(OSError):
             connection.poll(None)  # until it has been heard
         return
-    with jail:
+    with jail, pulse.heard_by(lambda what: _say(connection, "scored", None)):
         _say(connection, "ready", None)
         asyncio.run(_answer(jail, connection))
 

@@ -68,8 +68,8 @@ class Pace:
     def said(self, limit_s: float) -> str:
         """The limit and where it comes from."""
         if limit_s == self.timeout_s:
-            return f"timeout_s={limit_s:g}"
-        return f"{limit_s:.3g} s, timeout_factor={self.factor:g} times the mean"
+            return f"rollout.timeout_s={limit_s:g}"
+        return f"{limit_s:.3g} s, rollout.timeout_factor={self.factor:g} times the mean"
 
     def finished(self, seconds: float) -> None:
         """One more rollout came to its end."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from whet.guard import pulse
 from whet.rollout.engine import WeightSource
 from whet.rollout.gate import Gate
 from whet.rollout.native import sampler
@@ -123,6 +124,7 @@ class HfEngine:
             await self.gate.step()
             with self.span("decode"):
                 token = self._next(reply, ends)
+            pulse.beat("decoding")
             if token in ends or (text is not None and text.push(token)):
                 return True
         return False

@@ -443,7 +443,10 @@ class Router:
                 "cluster.restarts; the run goes on from its last checkpoint"
             )
         await self._wait(
-            self._news.wait(), "an engine replica: none is left, one is being restarted", self.start_s
+            self._news.wait(),
+            "an engine replica: none is left, one is being restarted",
+            self.start_s,
+            limit=f"cluster.start_s={self.start_s:g}",
         )
 
     def _tell(self) -> None:
@@ -530,13 +533,14 @@ class Router:
             except Exception as error:  # noqa: BLE001  what it raises is why it is dropped
                 return error
             unanswered = 0 if answered else unanswered + 1
-        return _Late(f"its process has given no sign of life for {self.health_s:g} s, while it was to {what}")
+        silent = f"its process has given no sign of life for {self.health_s:g} s (cluster.health_s)"
+        return _Late(f"{silent}, while it was to {what}")
 
-    async def _wait(self, work: Awaitable[Any], what: str, timeout_s: float) -> Any:
+    async def _wait(self, work: Awaitable[Any], what: str, timeout_s: float, limit: str = "") -> Any:
         """The result within the deadline, or `_Late`."""
         task = asyncio.ensure_future(work)
         try:
-            return await wait(task, owner=OWNER, what=what, timeout_s=timeout_s)
+            return await wait(task, owner=OWNER, what=what, timeout_s=timeout_s, limit=limit)
         except WhetError as error:
             if task.done() and not task.cancelled() and task.exception() is error:
                 raise

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from whet.guard import pulse
 from whet.types import Json
 
 MANIFEST = "manifest.json"
@@ -34,5 +35,6 @@ def manifest(folder: Path) -> Json:
 
 
 def digest(path: Path) -> str:
+    pulse.beat(f"the SHA-256 of {path.name}")
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()

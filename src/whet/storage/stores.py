@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config.urls import is_remote, scheme
+from whet.guard import pulse
 from whet.storage.manifests import MANIFEST
 from whet.types import Json, WhetError
 
@@ -121,6 +122,7 @@ def send(folder: Path, url: str, name: str, manifest: Json) -> None:
     for file in manifest["files"]:
         fs.makedirs(f"{there}/{file}".rpartition("/")[0], exist_ok=True)
         fs.put_file(str(folder / file), f"{there}/{file}")
+        pulse.beat(f"uploading {file}")
         size = fs.info(f"{there}/{file}")["size"]
         if size != manifest["files"][file][0]:
             raise OSError(f"{file} has {size} bytes there, {manifest['files'][file][0]} were sent")

@@ -227,7 +227,8 @@ class Collective:
         if not self._wait([f"{prefix}/{r}" for r in others], patience):
             self.missing = [r for r in others if self._read(f"{prefix}/{r}") is None]
             raise self._failed(
-                f"{self._listed(self.missing)} did not come {what} within {self.timeout_s:g} s (since {patience.since})"
+                f"{self._listed(self.missing)} did not come {what} within {self.timeout_s:g} s "
+                f"(since {patience.since}); sync.timeout_s is the limit"
             )
 
     def _failed(self, what: str, error: Exception | None = None) -> WhetError:

@@ -117,4 +117,6 @@ class Patience:
 
     def error(self, what: str, state: str) -> WhetError:
         """what: that was waited for. state: what is there instead, or what to look at."""
-        return WhetError(f"{what} did not come within {self.seconds:g} s (since {self.since}); {state}")
+        return WhetError(
+            f"{what} did not come within {self.seconds:g} s (since {self.since}); {state}; sync.timeout_s is the limit"
+        )

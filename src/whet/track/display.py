@@ -16,6 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from whet.guard import pulse
 from whet.track.metrics import FAILED, HELD_OUT, LOSS, REWARD
 from whet.track.report import count, duration, printable
 from whet.types import Metrics
@@ -73,6 +74,7 @@ class Display:
     def phase(self, name: str) -> None:
         """What is being done now: generate, score, update, evaluate, save ..."""
         self._phase, self._phase_started = name, time.monotonic()
+        pulse.beat(name)
 
     def step(self, metrics: Metrics, timings: Metrics) -> None:
         """One more training step is done."""

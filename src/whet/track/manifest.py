@@ -35,6 +35,26 @@ def describe(*, config: str, seed: int, data_files: Sequence[Path] = ()) -> dict
     }
 
 
+def arithmetic(entry: Mapping[str, Json]) -> dict[str, Json]:
+    """What decides the bits of a start's numbers: its `arithmetic`, or what it knows of CPU and torch."""
+    own = entry.get("arithmetic")
+    return own or {"cpu": entry.get("cpu"), "torch": (entry.get("packages") or {}).get("torch")}
+
+
+def other_arithmetic(before: Mapping[str, Json], now: Mapping[str, Json]) -> str | None:
+    """In words, how the arithmetic of two starts differs; None: it does not, as far as both know."""
+    was, is_ = arithmetic(before), arithmetic(now)
+    told = [
+        f"{name} {was[name]!r} -> {is_[name]!r}" for name in is_ if name in was and was[name] != is_[name]
+    ]
+    if not told:
+        return None
+    return (
+        f"this start computes otherwise than the one before: {', '.join(told)}. Bits of its numbers may differ from "
+        "here on from those of a run that stayed where it was; nothing else does"
+    )
+
+
 _ENVIRONMENT = (
     "OMP_",
     "MKL_",

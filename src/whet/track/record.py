@@ -1,6 +1,6 @@
 """The run directory: everything a run writes, and how it is read back.
 
-    config.yaml      the config as resolved       manifest.json    versions, machine, hashes of each start
+    config.yaml      the config as resolved       manifest.json    versions, machine, hashes of each start; changes
     metrics.jsonl    what equal runs share        timings.jsonl    what differs: seconds, rates, memory
     rollouts/STAGE-step-000012.parquet            eval/STAGE-step-000012.parquet
     batches/STAGE-step-000012.parquet             checkpoints/    export/
@@ -107,8 +107,7 @@ class RunDirectory:
     def identity(self) -> str:
         """A name that no other run has and that stays while the run goes on: made of the first start in manifest.json,
         or of the path where no starts are written down (evaluation of a run)."""
-        manifest = self.path / "manifest.json"
-        started = json.loads(manifest.read_text())["starts"] if manifest.exists() else []
+        started = self._manifest().get("starts")
         first = started[0] if started else str(self.path.resolve())
         return hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:21]
 
@@ -116,11 +115,37 @@ class RunDirectory:
         """config.yaml, as resolved."""
         write_text(self.path / "config.yaml", text)
 
+    @property
+    def last_start(self) -> dict[str, Json]:
+        """What manifest.json says of the last start; nothing before the first."""
+        starts = self._manifest().get("starts")
+        return dict(starts[-1]) if starts else {}
+
     def write_manifest(self, entry: Mapping[str, Json]) -> None:
         """Add one start of the run (`describe`) to manifest.json; earlier starts stay."""
+        before = self._manifest()
+        write_json(
+            self.path / "manifest.json", {**before, "starts": [*before.get("starts", []), dict(entry)]}
+        )
+
+    def write_changes(
+        self, rows: Sequence[Mapping[str, Json]], *, since: tuple[int, int] | None = None
+    ) -> None:
+        """Add to manifest.json what changed when the run went on (`history.row`). Branches at `since`, number of the
+        stage and step, or later have gone with what was written after it."""
+        before = self._manifest()
+        old = before.get("changes", [])
+        gone = [
+            r for r in old if since and r["kind"] == "branch" and self._place(r["stage"], r["step"]) >= since
+        ]
+        kept = [r for r in old if r not in gone]
+        if rows or kept != old:
+            changes = [*kept, *map(dict, rows)]
+            write_json(self.path / "manifest.json", {**before, "changes": changes})
+
+    def _manifest(self) -> dict[str, Json]:
         path = self.path / "manifest.json"
-        before = json.loads(path.read_text())["starts"] if path.exists() else []
-        write_json(path, {"starts": [*before, dict(entry)]})
+        return json.loads(path.read_text()) if path.exists() else {}
 
     def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
         """One line in metrics.jsonl and, if there are any timings, one in timings.jsonl.

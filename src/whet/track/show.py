@@ -46,6 +46,8 @@ class Written:
     config: dict[str, Json]
     manifest: dict[str, Json]
     """The last start."""
+    changes: Lines
+    """What was changed when it went on."""
 
     @property
     def stages(self) -> list[str]:
@@ -61,13 +63,14 @@ def read(run_dir: Path) -> Written:
     if not (run_dir / "metrics.jsonl").exists():
         raise DataError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
     config, manifest = run_dir / "config.yaml", run_dir / "manifest.json"
-    starts = json.loads(manifest.read_text())["starts"] if manifest.exists() else [{}]
+    written = json.loads(manifest.read_text()) if manifest.exists() else {}
     return Written(
         path=run_dir,
         metrics=read_lines(run_dir / "metrics.jsonl"),
         timings=read_lines(run_dir / "timings.jsonl"),
         config=(yaml.safe_load(config.read_text()) or {}) if config.exists() else {},
-        manifest=starts[-1],
+        manifest=written.get("starts", [{}])[-1],
+        changes=written.get("changes", []),
     )
 
 
@@ -78,6 +81,8 @@ def summary(run_dir: Path) -> RenderableType:
     """State and config, a line a stage, evaluations, where the time went, failures, the newest numbers."""
     run = read(run_dir)
     sections = [
+        ("branches: numbers were changed", _changes(run, "branch")),
+        ("changes that touch no number", _changes(run, "free")),
         ("stages", _stages(run)),
         ("held-out", _evaluations(run)),
         ("seconds by phase", _phases(run)),
@@ -117,6 +122,16 @@ def _algorithms(config: dict[str, Json]) -> list[str]:
     """The algorithm's name in each stage."""
     common = config.get("algorithm", {}).get("name", Algorithm.model_fields["name"].default)
     return [s.get("algorithm", {}).get("name", common) for s in config.get("stages") or [{}]]
+
+
+def _changes(run: Written, kind: str) -> Table | None:
+    """What was changed when the run went on from a checkpoint."""
+    table = _table("stage", "after step", "key", "from", "to")
+    for row in (r for r in run.changes if r["kind"] == kind):
+        values = (shorten(json.dumps(row[name])) for name in ("old", "new"))
+        cells = (row["stage"], str(row["step"]), printable(row["key"]), *values)
+        table.add_row(*map(Text, cells))
+    return table if table.row_count else None
 
 
 def _stages(run: Written) -> Table:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from whet.config.schema import Profile
+from whet.guard import pulse
 from whet.guard.imports import import_all
 from whet.guard.line import picked_up
 from whet.models import kernels
@@ -230,6 +232,11 @@ class _Rank:
 
     # -- talk
 
+    def heard(self, what: str) -> None:
+        """A sign of life to the driver, from the thread that answers it: another's would come between its words."""
+        if threading.current_thread() is threading.main_thread():
+            self.say("beat", what)
+
     def say(self, *message: object) -> None:
         self.connection.send_bytes(pickle.dumps(message, protocol=5))
 
@@ -277,7 +284,7 @@ def serve(connection: Connection) -> None:
     except EOFError:
         return
     rank = _Rank(hello, connection)
-    with _joined(rank):
+    with _joined(rank), pulse.heard_by(rank.heard):
         rank.say("done", None, rank.notes.told(clock()))
         rank.run()
 

@@ -132,7 +132,7 @@ class Guard(Section):
 
 
 class Machine(Section):
-    """What the run may use of this machine."""
+    """What the run may use of this machine, and when it counts as hanging."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""
@@ -149,3 +149,7 @@ class Machine(Section):
     machine has."""
     kv_cache_mb: Positive | None = None
     """Memory of the rollout engine's KV cache. Default: what max_batch rows of full length need."""
+    hang_s: Above0 = 3600.0
+    """Seconds without anything got done (a token, a score, a micro-batch, a tensor or file read or written) after which
+    this process counts as hanging: it writes all stacks into run.log and ends, and the same command goes on. Never
+    before the longest of the run's own time-outs is over; longer than the largest file takes to be written or read."""

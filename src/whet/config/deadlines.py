@@ -1,0 +1,60 @@
+"""How long a run waits for what, and by which keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from whet.config.schema import Config
+from whet.config.tree import get
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """The longest time of a wait."""
+
+    seconds: float
+    keys: str
+    """What it is made of: `rollout.timeout_s=600, ...`."""
+
+
+def rollout(cfg: Config) -> Deadline:
+    """One rollout."""
+    return Deadline(cfg.rollout.timeout_s, _said(cfg, "rollout.timeout_s"))
+
+
+def sync(cfg: Config) -> Deadline:
+    """A weight sync: rollouts in flight end, then the weights go over."""
+    if not cfg.rollout.replicas:
+        return rollout(cfg)
+    keys = _said(cfg, "rollout.timeout_s", "sync.timeout_s")
+    return Deadline(cfg.rollout.timeout_s + cfg.sync.timeout_s, keys)
+
+
+def group(cfg: Config, *, judges: int, times: int = 1, leased: bool = False) -> Deadline:
+    """A task becomes a group: played, `times` over, and scored by `judges` rewards. leased: by explorers elsewhere; a
+    dead one's tasks are asked again when its lease is over."""
+    played_s = (1 + cfg.rollout.retries) * cfg.rollout.timeout_s
+    seconds = times * (played_s + cfg.guard.timeout_s * judges) + MARGIN_S
+    keys = ["rollout.timeout_s", "rollout.retries", "guard.timeout_s"] + ["buffer.lease_s"] * leased
+    return Deadline(seconds + (cfg.buffer.lease_s if leased else 0.0), _said(cfg, *keys))
+
+
+def silence(cfg: Config, stages: Sequence[Config], *, least_s: float = 0.0) -> float:
+    """How long a process may say nothing: machine.hang_s, but longer than any single wait may be."""
+    longest = [least_s, cfg.rollout.timeout_s + cfg.sync.timeout_s, cfg.cluster.start_s]
+    for c in stages:
+        longest += [
+            group(c, judges=len(c.rewards), times=2, leased=True).seconds,
+            c.train.parallel.timeout_s,
+        ]
+    return max(cfg.machine.hang_s, MARGIN_S + max(longest))
+
+
+MARGIN_S = 60.0
+"""For what nobody counts; and a time-out ends a wait before silence ends the process."""
+
+
+def _said(cfg: Config, *keys: str) -> str:
+    tree = cfg.model_dump(include={key.partition(".")[0] for key in keys})
+    return ", ".join(f"{key}={get(tree, tuple(key.split('.'))):g}" for key in keys)

@@ -1,0 +1,320 @@
+"""What may change between a checkpoint and the run that goes on from it (decision 019): every key has a class.
+
+identity: what the checkpoint holds could not be read, or would mean something else; refused.
+numbers: the run would be another from here on; refused unless the change is asked for, then a branch point of the run.
+free: touches no number; taken. `rounding` is free, too: sums are taken in another order, so bits may differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from whet.config.faults import shown
+from whet.config.keys import Key, dotted, is_list, keys, lookup
+from whet.config.keys import Path as At
+from whet.config.schema import Config, Section
+from whet.config.secrets import dump
+from whet.config.tree import get, stage_names, stage_tree
+from whet.types import CheckpointError, Json
+
+Class = Literal["identity", "numbers", "rounding", "free"]
+
+CLASSES: Mapping[Class, str] = {
+    "identity": """
+        mode
+        model.path model.scratch model.dtype model.overrides model.trust_remote_code
+        model.lora.rank model.lora.alpha model.lora.rslora model.lora.targets model.lora.rank_pattern
+        model.lora.alpha_pattern model.lora.modules_to_save model.lora.init model.lora.pissa_iterations model.lora.path
+        tokenizer.path tokenizer.build tokenizer.vocab_size
+        critic.path critic.head critic.overrides
+        critic.lora.rank critic.lora.alpha critic.lora.rslora critic.lora.targets critic.lora.rank_pattern
+        critic.lora.alpha_pattern critic.lora.modules_to_save critic.lora.init critic.lora.pissa_iterations
+        critic.lora.path critic.optimizer.kind critic.optimizer.state
+        train.trainable train.precision.master_weights train.optimizer.kind train.optimizer.state
+        stages.*.name""",
+    "numbers": """
+        seed imports data algorithm rewards
+        model.lora.dropout tokenizer.chat_template tokenizer.chat_arguments
+        critic.lora.dropout critic.warmup_steps critic.minibatches critic.passes critic.clip_value critic.aggregation
+        critic.normalize_decay
+        critic.optimizer.lr critic.optimizer.groups critic.optimizer.betas critic.optimizer.eps
+        critic.optimizer.momentum critic.optimizer.weight_decay critic.optimizer.decay_all critic.optimizer.grad_clip
+        critic.optimizer.schedule
+        reference
+        rollout.engine rollout.quantization rollout.group_size rollout.sampling rollout.sync_every
+        rollout.max_staleness rollout.schedule rollout.partial rollout.spare_tasks
+        buffer.replay buffer.url buffer.order sync.driven_by sync.dtype
+        train.steps train.epochs train.drop_last train.tasks_per_step train.minibatches train.passes
+        train.shuffle_passes train.router_aux_coef train.temperature
+        train.precision.compute train.precision.float8 train.precision.reduce train.precision.loss_scale
+        train.precision.loss_scale_steps
+        train.optimizer.lr train.optimizer.groups train.optimizer.betas train.optimizer.eps train.optimizer.momentum
+        train.optimizer.weight_decay train.optimizer.decay_all train.optimizer.grad_clip train.optimizer.schedule
+        eval.every
+        stages.*.algorithm stages.*.data stages.*.rewards stages.*.rollout stages.*.buffer stages.*.train
+        stages.*.critic stages.*.reference stages.*.eval""",
+    "rounding": """
+        critic.micro_tokens critic.micro_rollouts critic.gradient_checkpointing critic.optimizer.implementation
+        rollout.replicas rollout.max_batch
+        train.micro_tokens train.micro_rollouts train.micro_tokens_forward train.micro_rollouts_forward
+        train.share_prompts train.gradient_checkpointing train.offload train.compile train.optimizer.implementation
+        train.parallel.dp_replicate train.parallel.dp_shard train.parallel.tp train.parallel.cp train.parallel.pp
+        train.parallel.pipeline_chunks train.parallel.ep train.parallel.apart
+        machine.device machine.threads machine.exact machine.kernels machine.kv_cache_mb""",
+    "free": """
+        name run_dir checkpoint track profile guard cluster
+        rollout.retries rollout.timeout_s rollout.timeout_factor
+        buffer.lease_s buffer.explorer sync.method sync.content sync.timeout_s sync.keep
+        train.parallel.reshard_after_forward train.parallel.wrap_min_parameters train.parallel.prefetch
+        train.parallel.timeout_s train.max_skipped_steps
+        eval.at_start eval.at_end eval.samples eval.sampling eval.sources eval.success eval.reward eval.log_samples
+        eval.offline
+        machine.memory_mb machine.hang_s""",
+}
+"""Every key of the schema lies in one row, by itself or by its section. What stands in a stage is of the class that it
+has in the base config."""
+
+LENGTH = ("train.steps", "train.epochs")
+SOURCES = (("data", "train"), ("data", "expert"), ("data", "eval"))
+"""What a tokenizer of `tokenizer.build` is made of: its tokens would be others."""
+MOST_TOLD = 8
+"""Changes that an error lists."""
+
+
+def _no_schedule_ends(stage: Json) -> bool:
+    """No learning rate or weight decay of a stage is a function of its length."""
+    schedules = [get(stage, (whose, "optimizer", "schedule")) or {} for whose in ("train", "critic")]
+    return not any(
+        s.get("weight_decay_end") is not None
+        or (
+            s.get("total_steps") is None
+            and (s.get("kind") in ("linear", "cosine", "wsd") or s.get("warmup_fraction"))
+        )
+        for s in schedules
+    )
+
+
+def _every_step_syncs(stage: Json) -> bool:
+    """An evaluation needs the present weights, which are synced anyway."""
+    return (get(stage, ("rollout", "sync_every")) or 1) == 1
+
+
+FREE_WHERE: Mapping[str, Callable[[Json], bool]] = {
+    **dict.fromkeys(LENGTH, _no_schedule_ends),
+    "eval.every": _every_step_syncs,
+}
+"""Keys of the row `numbers` that touch none in a stage of which this is true."""
+
+
+@cache
+def _rows() -> dict[str, Class]:
+    return {key: kind for kind, row in CLASSES.items() for key in row.split()}
+
+
+@cache
+def class_of(path: tuple[str, ...]) -> Class:
+    """The class of a key of the schema (a star where names or places stand); of a section the strictest in it."""
+    named = [".".join(path[:n]) for n in range(1, len(path) + 1)]
+    if found := [_rows()[name] for name in named if name in _rows()]:
+        return found[0]
+    inner = {class_of(key.path) for key in keys().values() if key.path[:-1] == path}
+    return next(kind for kind in CLASSES if kind in inner)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that is not what it was."""
+
+    at: At
+    """Its path, without a stage."""
+    old: Json
+    new: Json
+    kind: Class
+    stage: str | None = None
+    """The stage that it differs in; None: all, or the run."""
+
+    @property
+    def key(self) -> str:
+        """As an override has it."""
+        return dotted(self.at) if self.stage is None else f"stages.{self.stage}.{dotted(self.at)}"
+
+    def __str__(self) -> str:
+        return f"{self.key}: {shown(self.old)} -> {shown(self.new)}"
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def fingerprint(cfg: Config) -> Json:
+    """What a checkpoint remembers of a config: all that is not free, so equal runs write equal bytes."""
+    return _kept(dump(cfg), ())
+
+
+def played_by(printed: Json) -> Json:
+    """A fingerprint without what may change in a resume: whoever has the same plays the same rollouts."""
+    return _without(printed, {tuple(key.split(".")) for key in FREE_WHERE}, ())
+
+
+def _without(tree: Json, keys: set[tuple[str, ...]], at: At) -> Json:
+    if not isinstance(tree, dict):
+        return [_without(each, keys, ()) for each in tree] if at == ("stages",) else tree
+    return {k: _without(v, keys, (*at, k)) for k, v in tree.items() if (*at, k) not in keys}
+
+
+def _kept(tree: Json, at: At) -> Json:
+    if isinstance(tree, list):
+        return [_kept(value, (*at, n)) for n, value in enumerate(tree)]
+    if not isinstance(tree, dict):
+        return tree
+    known = {name: lookup((*at, name)) for name in tree}
+    return {
+        name: _kept(value, (*at, name))
+        for name, value in tree.items()
+        if (key := known[name]) is None or class_of(key.path) in ("identity", "numbers")
+    }
+
+
+def changes(old: Json, new: Json) -> list[Change]:
+    """What differs between two configs as plain values, stage by stage, once where all stages agree.
+
+    What one of them does not have has its default; keys that the schema does not know are of another version of whet,
+    and are passed over. A stage that only one of them has is one change, of `stages`.
+    """
+    was, now = _stages(old), _stages(new)
+    both = [name for name in now if name in was]
+    found = [replace(c, stage=name) for name in both for c in _differences(was[name], now[name], ())]
+    kinds = {n: _kind(c, now[c.stage]) for n, c in enumerate(found) if c.stage is not None}
+    found = [replace(c, kind=kinds[n]) for n, c in enumerate(found)]
+    alike: dict[str, list[Change]] = {}
+    for change in found:
+        alike.setdefault(repr((change.at, change.old, change.new, change.kind)), []).append(change)
+    out = [
+        each
+        for same in alike.values()
+        for each in ([replace(same[0], stage=None)] if len(same) == len(both) else same)
+    ]
+    if list(was) != list(now):
+        out.append(Change(("stages",), list(was), list(now), "numbers"))
+    return out
+
+
+def _stages(tree: Json) -> dict[str, Json]:
+    """Each stage's whole config by its name."""
+    names = stage_names(tree) or ["main"]
+    return dict(zip(names, (stage_tree(tree, stage) for stage in tree.get("stages") or [{}])))
+
+
+def _differences(old: Json, new: Json, at: At) -> Iterator[Change]:
+    if old == new:
+        return
+    key = lookup(at)
+    section = not at or (key is not None and key.section is not None)
+    if section and isinstance(old, dict) and isinstance(new, dict):
+        for name in dict.fromkeys([*new, *old]):
+            if name != "stages" and (inner := lookup((*at, name))) is not None:
+                default = _default(inner)
+                yield from _differences(old.get(name, default), new.get(name, default), (*at, name))
+    elif (
+        section
+        and key
+        and is_list(key)
+        and isinstance(old, list)
+        and isinstance(new, list)
+        and len(old) == len(new)
+    ):
+        for n, (a, b) in enumerate(zip(old, new)):
+            yield from _differences(a, b, (*at, n))
+    else:
+        assert key is not None
+        yield Change(at, old, new, class_of(key.path))
+
+
+def _default(key: Key) -> Json:
+    """As plain values; null where there is none."""
+
+    def plain(value: Any) -> Json:
+        assert isinstance(value, Section)
+        return value.model_dump(mode="json")
+
+    return json.loads(json.dumps(key.default, default=plain))
+
+
+def _kind(change: Change, stage: Json) -> Class:
+    """The class of a change in a stage that is now like this."""
+    free = FREE_WHERE.get(dotted(change.at))
+    if free is not None and free(stage):
+        return "free"
+    if change.at[:2] in SOURCES and get(stage, ("tokenizer", "build")) is not None:
+        return "identity"
+    return change.kind
+
+
+# ---------------------------------------------------------------- going on
+
+
+def taken(path: Path, saved: Json, cfg: Config, *, at: tuple[str, int], change: bool) -> list[Change]:
+    """The changes since the checkpoint `path` that touch numbers; CheckpointError for those that may not be made.
+
+    saved: the `fingerprint` it was written with. at: stage and step where it stands. change: the user asked for them.
+    """
+    now = fingerprint(cfg)
+    found = [c for c in changes(saved, now) if _remembered(c)]  # an older version remembered more
+    _check_length(path, now, at)
+    refused = [c for c in found if c.kind == "identity" or (c.kind == "numbers" and not change)]
+    if refused:
+        raise CheckpointError(_refusal(path, refused))
+    return found
+
+
+def _remembered(change: Change) -> bool:
+    """It is of a key that is in a fingerprint."""
+    return change.kind in ("identity", "numbers") or dotted(change.at) in FREE_WHERE
+
+
+def _check_length(path: Path, now: Json, at: tuple[str, int]) -> None:
+    stage, step = at
+    steps = get(_stages(now).get(stage), ("train", "steps"))
+    if steps is not None and steps < step:
+        raise CheckpointError(
+            f"{path} stands at step {step} of stage {stage!r}, and train.steps={steps} ends before it: give at least "
+            f"{step}, or go back with checkpoint.resume=PATH of an older checkpoint"
+        )
+
+
+def _refusal(path: Path, refused: Sequence[Change]) -> str:
+    """Which keys may not change so, and what to do about each class."""
+    parts = [f"{path} was written by a run with another config"]
+    held = [c for c in refused if c.kind == "identity"]
+    if held:
+        parts.append(
+            f"what it holds cannot be read any more, or would mean something else, with {_listed(held)}: give the old "
+            "value, or start a new run in another run_dir"
+        )
+    if other := [c for c in refused if c.kind == "numbers"]:
+        parts.append(
+            f"the run would be another from here on with {_listed(other)}: `whet train --change` (in Python "
+            "change=True) goes on so, as a branch that manifest.json tells of; or give the old value, which "
+            "config.yaml of that run has"
+        )
+    return "; ".join(parts)
+
+
+def _listed(changes: Sequence[Change]) -> str:
+    more = f" and {len(changes) - MOST_TOLD} more" if len(changes) > MOST_TOLD else ""
+    return ", ".join(map(str, changes[:MOST_TOLD])) + more
+
+
+def free_changes(before: Json, cfg: Config) -> list[Change]:
+    """The changes since the last start of the run, whose config.yaml is `before`, that touch no number."""
+    return [c for c in changes(before, dump(cfg)) if not _remembered(c)]
+
+
+def longer(saved: Json, cfg: Config, stage: str) -> bool:
+    """A stage has another length than when a checkpoint was written with the fingerprint `saved`."""
+    found = changes(saved, fingerprint(cfg))
+    return any(dotted(c.at) in LENGTH for c in found if c.stage in (None, stage))

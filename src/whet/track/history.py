@@ -1,0 +1,71 @@
+"""What was changed when a run went on from a checkpoint: told in run.log, kept in manifest.json under `changes`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from whet.config.resuming import Change, free_changes
+from whet.config.schema import Config
+from whet.track.manifest import other_arithmetic
+from whet.track.record import RunDirectory
+from whet.types import Json
+
+log = logging.getLogger(__name__)
+
+
+def since_last_start(run_dir: Path, cfg: Config) -> list[Change]:
+    """The free keys in which a config differs from the config.yaml of the run's last start."""
+    file = run_dir / "config.yaml"
+    try:
+        before = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        log.warning("%s cannot be read, so what has changed since is not told: %s", file, error)
+        return []
+    return free_changes(before, cfg) if isinstance(before, dict) else []
+
+
+def write_down(directory: RunDirectory, found: Sequence[Change], state: Json) -> None:
+    """Changes with which the run goes on from a checkpoint in this state. One that was made at a later place, or here
+    and is made again, is no more part of the run."""
+    place = state["stage_name"], state["step"]
+    for change in found:
+        log.info("going on with %s%s", change, said_of(change, place))
+    directory.write_changes([row(change, *place) for change in found], since=(state["stage"], state["step"]))
+
+
+def said_of(change: Change, place: tuple[str, int]) -> str:
+    """What a change does to the numbers of the run."""
+    if change.kind == "numbers":
+        return f": a branch of the run, from step {place[1]} of stage {place[0]!r}"
+    if change.kind == "rounding":
+        return "; sums are taken in another order, so bits may differ from here on"
+    return ""
+
+
+def row(change: Change, stage: str, step: int) -> dict[str, Json]:
+    """As manifest.json has it."""
+    kind = "branch" if change.kind == "numbers" else "free"
+    return {
+        "stage": stage, "step": step, "key": change.key, "old": change.old, "new": change.new, "kind": kind
+    }  # fmt: skip
+
+
+def other_rows(
+    directory: RunDirectory, sources: Sequence[tuple[str, str, str]], stage: str, step: int
+) -> None:
+    """Files of the same name that hold other rows than before: a branch, like another key. sources: name, digests."""
+    if sources:
+        where = {"stage": stage, "step": step, "kind": "branch"}
+        directory.write_changes(
+            [{**where, "key": f"rows of {n!r}", "old": a, "new": b} for n, a, b in sources]
+        )
+
+
+def compare_machines(directory: RunDirectory, now: Mapping[str, Json]) -> None:
+    """A run that goes on elsewhere: whether the bits of its numbers may differ, and why."""
+    if (before := directory.last_start) and (told := other_arithmetic(before, now)):
+        log.warning("%s", told)

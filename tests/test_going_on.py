@@ -1,0 +1,398 @@
+"""What may change when a run goes on: every key has a class, advice can be followed, changes are told and kept."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import whet
+from whet import checkpoint
+from whet.cli import app
+from whet.config import resuming
+from whet.config.footprint import check_memory
+from whet.config.keys import keys
+from whet.config.load import load
+from whet.config.plan import plans
+from whet.config.resuming import CLASSES, changes, class_of, fingerprint
+from whet.config.secrets import dump
+from whet.track import manifest, show
+from whet.training.torch import TorchEngine
+from whet.types import CheckpointError, ConfigError, Task, WhetError
+
+ROOT = Path(__file__).parents[1]
+CONFIG: dict[str, Any] = {
+    "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 32, "max_positions": 32}},
+    "tokenizer": {"build": "chars"},
+    "data": {"max_prompt_tokens": 8, "train": [{"path": "tests/data/words.jsonl"}]},
+    "rewards": {"letters": {"function": "tests/resume/rewards.py:shared_letters"}},
+    "rollout": {"group_size": 2, "sampling": {"max_tokens": 4}},
+    "train": {"steps": 3, "tasks_per_step": 4, "optimizer": {"lr": 1e-2}},
+    "checkpoint": {"every": 1, "keep": None, "export": False},
+    "machine": {"threads": 1},
+    "track": {"trackers": ["jsonl"]},
+}
+
+Train = Callable[..., whet.Result]
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def train(run_dir: Path, *overrides: str, **more: Any) -> whet.Result:
+    return whet.train(overrides=[f"run_dir={run_dir}", *overrides], **{**CONFIG, **more})
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that CONFIG is. Not to be written to."""
+    path = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        train(path)
+    return path
+
+
+def moved(run_dir: Path, to: Path) -> Path:
+    """A copy that does not know that it was made elsewhere."""
+    shutil.copytree(run_dir, to)
+    config = to / "config.yaml"
+    config.write_text(config.read_text().replace(str(run_dir), str(to)))
+    return to
+
+
+@pytest.fixture
+def stopped(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the run as it was after two steps."""
+    run_dir = moved(finished, tmp_path / "run")
+    shutil.rmtree(checkpoint.all_in(run_dir / "checkpoints")[2])
+    return run_dir
+
+
+def metrics(run_dir: Path) -> bytes:
+    return (run_dir / "metrics.jsonl").read_bytes()
+
+
+def history(run_dir: Path) -> list[dict[str, Any]]:
+    return json.loads((run_dir / "manifest.json").read_text()).get("changes", [])
+
+
+def config(*overrides: str, **more: Any) -> Any:
+    return load(None, overrides, {**CONFIG, **more}).config
+
+
+def told(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
+    """Changes between two configs: their classes by key."""
+    return {c.key: c.kind for c in changes(dump(config(*old)), dump(config(*new)))}
+
+
+# ---------------------------------------------------------------- classes
+
+
+def test_every_key_belongs_to_exactly_one_class() -> None:
+    rows = [(key, kind) for kind, row in CLASSES.items() for key in row.split()]
+    known = {".".join(path) for path in keys()}
+    assert [key for key, _ in rows if key not in known] == []
+    for leaf in (key for key in keys().values() if key.section is None):
+        above = {".".join(leaf.path[:n]) for n in range(1, len(leaf.path) + 1)}
+        found = [kind for key, kind in rows if key in above]
+        assert len(found) == 1, f"{'.'.join(leaf.path)}: {found}; give it one class in config/resuming.py"
+        assert class_of(leaf.path) == found[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        ("model.scratch.layers=2", "identity"),
+        ("train.optimizer.kind=sgd", "identity"),
+        ("train.optimizer.lr=0.5", "numbers"),
+        ("algorithm.entropy_coef=0.1", "numbers"),
+        ("train.micro_tokens=32", "rounding"),
+        ("train.gradient_checkpointing=true", "rounding"),
+        ("machine.threads=2", "rounding"),
+        ("rollout.timeout_s=5", "free"),
+        ("guard.memory_mb=5", "free"),
+        ("sync.timeout_s=5", "free"),
+        ("eval.samples=2", "free"),
+        ("checkpoint.keep=7", "free"),
+        ("track.rollouts_every=3", "free"),
+        ("machine.memory_mb=9999", "free"),
+    ],
+)
+def test_the_class_of_a_change(key: str, kind: str) -> None:
+    assert list(told((), (key,)).values()) == [kind]
+
+
+def test_more_steps_are_free_where_no_schedule_ends_with_them() -> None:
+    cosine = "train.optimizer.schedule.kind=cosine"
+    assert told((), ("train.steps=9",)) == {"train.steps": "free"}
+    assert told((cosine,), (cosine, "train.steps=9")) == {"train.steps": "numbers"}
+    ends = (cosine, "train.optimizer.schedule.total_steps=6")
+    assert told(ends, (*ends, "train.steps=9")) == {"train.steps": "free"}
+
+
+def test_evaluations_are_free_where_they_do_not_bring_weight_syncs_along() -> None:
+    rarely = "rollout.sync_every=2"
+    assert told((), ("eval.every=2",)) == {"eval.every": "free"}
+    assert told((rarely,), (rarely, "eval.every=2")) == {"eval.every": "numbers"}
+
+
+def test_rows_are_what_a_built_tokenizer_is_made_of() -> None:
+    other = "data.train=[{path: other.jsonl}]"
+    read = ("tokenizer={path: x}", "model={path: x}")
+    assert told((), (other,)) == {"data.train[0].path": "identity"}
+    one, two = dump(config()), dump(config(other))
+    for tree in (one, two):
+        tree["tokenizer"] |= {"build": None, "path": "x"}
+    assert [c.kind for c in changes(one, two)] == ["numbers"], read
+
+
+def test_a_stage_is_compared_as_it_is_resolved() -> None:
+    base = {**CONFIG, "stages": [{"name": "a"}, {"name": "b", "train": {"steps": 5}}]}
+    other = {**CONFIG, "stages": [{"name": "a", "train": {"steps": 3}}, {"name": "b", "train": {"steps": 6}}]}
+    found = changes(dump(load(None, (), base).config), dump(load(None, (), other).config))
+    assert [(c.key, c.old, c.new, c.kind) for c in found] == [("stages.b.train.steps", 5, 6, "free")]
+    everywhere = changes(dump(load(None, (), base).config), dump(load(None, ("seed=3",), base).config))
+    assert [c.key for c in everywhere] == ["seed"], "once, not by stage"
+
+
+def test_keys_of_another_version_are_no_change() -> None:
+    """A checkpoint of an older version lacks new keys, which then have their defaults, and may have some that are gone;
+    it remembers free keys, too."""
+    old = fingerprint(config())
+    del old["train"]["temperature"], old["reference"], old["data"]["train"][0]["weight"]
+    old |= {"abandoned": {"key": 3}, "guard": {"timeout_s": 4.0}}
+    old["train"]["abandoned"], old["train"]["micro_tokens"] = True, 7
+    assert resuming.taken(Path("c"), old, config(), at=("main", 1), change=False) == []
+    with pytest.raises(CheckpointError, match=r"train\.temperature: null -> 0\.5"):
+        resuming.taken(Path("c"), old, config("train.temperature=0.5"), at=("main", 1), change=False)
+
+
+# ---------------------------------------------------------------- going on
+
+
+def test_what_the_checkpoint_holds_may_not_mean_something_else(stopped: Path) -> None:
+    for change in (False, True):
+        with pytest.raises(CheckpointError) as caught:
+            train(stopped, "model.scratch.ffn_size=64", change=change)
+        said = str(caught.value)
+        assert "model.scratch.ffn_size: 32 -> 64: give the old value, or start a new run" in said
+        assert "--change" not in said
+
+
+def test_other_numbers_are_a_branch_that_has_to_be_asked_for(
+    stopped: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CheckpointError, match=r"train\.optimizer\.lr: 0\.01 -> 0\.05: `whet train --change`"):
+        train(stopped, "train.optimizer.lr=0.05", "data.seed=4")
+    assert history(stopped) == [], "nothing is written down of what was refused"
+    train(stopped, "train.optimizer.lr=0.05", "data.seed=4", change=True)
+    where = {"stage": "main", "step": 2, "kind": "branch"}
+    assert history(stopped) == [
+        {**where, "key": "data.seed", "old": None, "new": 4},
+        {**where, "key": "train.optimizer.lr", "old": 0.01, "new": 0.05},
+    ]
+    lines = metrics(stopped).splitlines(), metrics(finished).splitlines()
+    assert [a == b for a, b in zip(*lines)] == [True, True, False]
+    Console(width=120).print(show.summary(stopped))
+    assert re.search(r"main +2 +train\.optimizer\.lr +0\.01 +0\.05", capsys.readouterr().out)
+    train(stopped, "train.optimizer.lr=0.05", "data.seed=4")  # it is the config of the run now
+
+
+def test_a_branch_goes_with_what_was_written_after_it(stopped: Path, finished: Path) -> None:
+    train(stopped, "train.optimizer.lr=0.05", change=True)
+    first = checkpoint.all_in(stopped / "checkpoints")[0]
+    train(stopped, f"checkpoint.resume={first}")
+    assert [row for row in history(stopped) if row["kind"] == "branch"] == []
+    assert metrics(stopped) == metrics(finished)
+
+
+def test_other_rows_are_a_branch_too(tmp_path: Path) -> None:
+    data, run_dir = tmp_path / "words.jsonl", tmp_path / "run"
+    lines = Path("tests/data/words.jsonl").read_text().splitlines()
+    data.write_text("\n".join(lines))
+    source = f"data.train=[{{path: {data}}}]"
+    train(run_dir, source)
+    shutil.rmtree(checkpoint.all_in(run_dir / "checkpoints")[2])
+    data.write_text("\n".join([*lines[1:], lines[0]]))
+    with pytest.raises(CheckpointError, match=r"'words' is not what it was .* --change"):
+        train(run_dir, source)
+    train(run_dir, source, change=True)
+    assert [(row["step"], row["key"]) for row in history(run_dir)] == [(2, "rows of 'words'")]
+
+
+def test_free_keys_are_taken_and_told_and_change_no_bit(stopped: Path, finished: Path) -> None:
+    free = ("rollout.timeout_s=77", "guard.timeout_s=8", "checkpoint.every=5", "train.micro_tokens=400")
+    train(stopped, *free, change=True)  # which makes no branch of them
+    assert metrics(stopped) == metrics(finished)
+    log = (stopped / "run.log").read_text()
+    assert "going on with rollout.timeout_s: 600.0 -> 77.0\n" in log
+    assert (
+        "going on with train.micro_tokens: null -> 400; sums are taken in another order, so bits may differ"
+        in log
+    )
+    assert {(r["step"], r["key"], r["old"], r["new"], r["kind"]) for r in history(stopped)} >= {
+        (2, "guard.timeout_s", 10.0, 8.0, "free"),
+        (2, "checkpoint.every", 1, 5, "free"),
+    }
+
+
+def test_more_steps_go_on_with_a_finished_run(finished: Path, tmp_path: Path) -> None:
+    """They make the run that had them from its start; what was exported at the former end keeps the step's name."""
+    run_dir = moved(finished, tmp_path / "run")
+    train(run_dir, "checkpoint.export=true")
+    train(run_dir, "checkpoint.export=true", "train.steps=5")
+    train(tmp_path / "whole", "train.steps=5")
+    assert metrics(run_dir) == metrics(tmp_path / "whole")
+    assert {p.name for p in (run_dir / "export").iterdir()} == {"main", "main-step-000003"}
+    with pytest.raises(
+        CheckpointError, match=r"stands at step 5 of stage 'main', and train\.steps=4 ends before"
+    ):
+        train(run_dir, "train.steps=4")
+
+
+def test_the_command_line_takes_a_change(stopped: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG))
+    command = ["train", str(file), f"run_dir={stopped}", "seed=5"]
+    refused = CliRunner().invoke(app, command)
+    assert isinstance(refused.exception, CheckpointError)
+    assert CliRunner().invoke(app, [*command, "--change"]).exit_code == 0
+    assert [row["key"] for row in history(stopped)] == ["seed"]
+
+
+# ---------------------------------------------------------------- advice
+
+
+def out_of_memory(monkeypatch: pytest.MonkeyPatch, *, above: int) -> None:
+    """A machine that has no room for micro-batches of more tokens than this, from the second step on."""
+    whole = TorchEngine.update
+
+    def update(self: TorchEngine, batch: Any, loss: Any) -> Any:
+        if self.version >= 1 and self.cut.max_tokens > above and not self.cut.checkpoint:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
+        return whole(self, batch, loss)
+
+    monkeypatch.setattr(TorchEngine, "update", update)
+
+
+def test_the_advice_after_running_out_of_memory_can_be_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out_of_memory(monkeypatch, above=300)
+    run_dir = tmp_path / "run"
+    with pytest.raises(WhetError, match="stage 'main' ran out of memory: CUDA out of memory") as caught:
+        train(run_dir, "train.micro_tokens=512")
+    advised = re.findall(r"([\w.]+=\w+) \(now (\w+)\)", str(caught.value))
+    assert [key for key, _ in advised] == [
+        "train.micro_tokens=256",
+        "rollout.max_batch=128",
+        "train.gradient_checkpointing=true",
+    ]
+    assert dict(advised)["train.micro_tokens=256"] == "512"
+    for number, (override, _) in enumerate(advised):
+        copy = tmp_path / f"copy-{number}"
+        shutil.copytree(run_dir, copy)
+        given = ["train.micro_tokens=512", override]
+        if "max_batch" in override:  # it is for sampling, and does not help here; it is taken nevertheless
+            with pytest.raises(WhetError, match="ran out of memory"):
+                train(copy, *given)
+        else:
+            assert train(copy, *given).finished
+        assert override.partition("=")[0] in [row["key"] for row in history(copy)]
+
+
+def test_the_memory_plan_advises_a_run_that_goes_on_only_what_it_may_do() -> None:
+    wide = "model.scratch={hidden_size: 512, heads: 8, layers: 12, max_positions: 64}"
+    planned = plans(load(None, (wide, "machine.memory_mb=100"), CONFIG))
+    with pytest.raises(ConfigError, match=r"model\.lora"):
+        check_memory(planned)
+    with pytest.raises(ConfigError) as caught:
+        check_memory(planned, going_on=True)
+    advice = str(caught.value).partition("Smaller: ")[2]
+    named = [
+        path
+        for path in keys()
+        if ".".join(path) in advice.replace(",", " ").split() or ".".join(path) in advice
+    ]
+    leaves = [path for path in named if keys()[path].section is None and len(path) > 1]
+    assert leaves
+    assert {class_of(path) for path in leaves} <= {"free", "rounding"}
+
+
+def patient(response: str, task: Task) -> float:
+    """A judge that needs longer than the first limit."""
+    import time
+
+    time.sleep(0.3)
+    return float(len(response))
+
+
+def test_the_advice_after_a_time_out_can_be_followed(tmp_path: Path) -> None:
+    """All that a step could not score ends the run, naming the key; with more time the same command goes on."""
+    run_dir, quick = tmp_path / "run", ["train.steps=1", "train.tasks_per_step=1"]
+    with pytest.raises(WhetError, match=r"no result in 0\.05 s \(guard\.timeout_s\)"):
+        train(run_dir, *quick, "guard.timeout_s=0.05", rewards=patient)
+    assert train(run_dir, *quick, "guard.timeout_s=20", rewards=patient).finished
+
+
+def test_a_wait_that_was_in_vain_names_its_keys_and_the_run_goes_on_with_others(
+    stopped: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from whet.run import Run
+
+    whole = Run.wait
+
+    async def never(self: Run, awaitable: Any, what: str, **how: Any) -> Any:
+        if what == "room" and self.cfg.rollout.timeout_s < 1:
+            import asyncio
+
+            awaitable.close()
+            awaitable = asyncio.sleep(60)
+        return await whole(self, awaitable, what, **how)
+
+    monkeypatch.setattr(Run, "wait", never)
+    with pytest.raises(
+        WhetError, match=r"waited 0\.1 s for room, in vain.* rollout\.timeout_s=0\.1 sets this limit"
+    ):
+        train(stopped, "rollout.timeout_s=0.1")
+    train(stopped, "rollout.timeout_s=50")
+    assert metrics(stopped) == metrics(finished)
+    keys_told = [(row["key"], row["old"], row["new"]) for row in history(stopped)]
+    assert ("rollout.timeout_s", 0.1, 50.0) in keys_told, "from the last start, not from the checkpoint"
+
+
+# ---------------------------------------------------------------- another machine
+
+
+def test_another_arithmetic_is_told_where_the_run_goes_on(stopped: Path) -> None:
+    path = stopped / "manifest.json"
+    text = json.loads(path.read_text())
+    text["starts"][-1]["cpu"] = "Another CPU"
+    path.write_text(json.dumps(text))
+    train(stopped)
+    (line,) = [x for x in (stopped / "run.log").read_text().splitlines() if "computes otherwise" in x]
+    assert "cpu 'Another CPU' -> " in line
+    assert "Bits of its numbers may differ from here on" in line
+
+
+def test_what_computes_is_compared_as_far_as_both_starts_tell() -> None:
+    old = {"cpu": "A", "packages": {"torch": "2.13.0", "rich": "1"}}
+    assert manifest.other_arithmetic(old, {"cpu": "A", "packages": {"torch": "2.13.0", "rich": "2"}}) is None
+    assert "torch '2.13.0' -> '2.14.0'" in str(
+        manifest.other_arithmetic(old, {"cpu": "A", "packages": {"torch": "2.14.0"}})
+    )
+    now = {**old, "arithmetic": {"cpu": "A", "instructions": "avx512"}}
+    assert manifest.other_arithmetic(old, now) is None, "the old start does not know its instruction set"
+    other = {**old, "arithmetic": {"cpu": "A", "instructions": "avx2"}}
+    assert "instructions 'avx512' -> 'avx2'" in str(manifest.other_arithmetic(now, other))

@@ -1,0 +1,151 @@
+"""Whatever takes long says that it gets on; what says nothing for machine.hang_s is ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import whet
+from tiny import tiny_model
+from whet import api
+from whet.config.load import load
+from whet.config.schema import Source
+from whet.data.tasks import texts
+from whet.guard import pulse
+from whet.guard.jail import Call, Jail
+from whet.guard.watch import Watch
+from whet.models.tensor_files import opened, write
+from whet.rollout.hf import HfEngine
+from whet.types import Sampling
+
+ROOT = Path(__file__).parents[1]
+JUDGED = """
+import asyncio, sys, time
+from whet.guard.jail import Call, Jail
+from whet.guard.watch import Watch
+
+def judge(n):
+    time.sleep(float(sys.argv[1]))
+    return 1.0
+
+with Jail({"judge": lambda: judge}, timeout_s=60.0) as jail, Watch(quiet_s=0.4, limit_s=0.8):
+    calls = [Call(function="judge", arguments='{"n": 0}') for _ in range(int(sys.argv[2]))]
+    print(sum(r.parts["score"] for r in asyncio.run(jail.call_many(calls))))
+"""
+
+
+@pytest.fixture
+def heard() -> Iterator[Counter[str]]:
+    found: Counter[str] = Counter()
+    with pulse.heard_by(lambda what: found.update([what])):
+        yield found
+
+
+def judged(seconds: float, calls: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", JUDGED, str(seconds), str(calls)],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_a_slow_judge_that_gets_on_is_no_hang() -> None:
+    """It takes more than the limit for all, and less for each."""
+    done = judged(0.1, 12)
+    assert (done.returncode, done.stdout.strip()) == (0, "12.0"), done.stderr
+
+
+def test_a_judge_that_is_stuck_ends_the_run_which_names_the_key() -> None:
+    done = judged(50.0, 1)
+    assert done.returncode == 1
+    assert "hangs and ends; the same command goes on from the last checkpoint" in done.stderr
+    assert "If it was only slow, raise machine.hang_s, which is 0.8" in done.stderr
+
+
+def one(n: int) -> float:
+    return float(n)
+
+
+def test_every_score_is_heard(heard: Counter[str]) -> None:
+    with Jail({"one": lambda: one}) as jail:
+        asyncio.run(jail.call_many([Call(function="one", arguments=f'{{"n": {n}}}') for n in range(5)]))
+    assert heard["scoring"] == 5
+
+
+def test_every_token_of_the_reference_engine_is_heard(heard: Counter[str]) -> None:
+    engine = HfEngine(tiny_model(layers=1), end_token_ids=[], max_context=32)
+    asyncio.run(engine.generate([5, 6, 7], Sampling(max_tokens=4, key=1, ignore_eos=True)))
+    assert heard["decoding"] == 4
+
+
+def test_rows_and_tensors_are_heard(heard: Counter[str], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(ROOT)
+    assert list(texts([Source(path="tests/data/words.jsonl")]))
+    write({"a": torch.zeros(3), "b": torch.zeros(2)}, tmp_path / "some.safetensors")
+    with opened(tmp_path / "some.safetensors") as file:
+        assert [len(file.read(name)) for name in "ab"] == [3, 2]
+    assert heard["reading words"] == 1
+    assert heard["writing some.safetensors"] == 2
+    assert heard["reading some.safetensors"] == 2
+
+
+def test_a_watch_hears_what_is_said_while_it_watches() -> None:
+    with Watch() as watch:
+        pulse.beat("the work")
+        assert watch.last()[0] == "the work"
+    pulse.beat("more")
+    assert watch.last()[0] == "the work"
+
+
+def test_the_watch_waits_longer_than_any_single_wait_may_take() -> None:
+    """A judge that may take two hours is ended by its own time-out, which costs one score and not the run."""
+    tree = {"tokenizer": {"build": "chars"}, "model": {"scratch": {}}, "train": {"steps": 1}}
+    tree |= {"data": {"train": [{"path": "x.jsonl"}]}, "rewards": {"r": {"function": "exact"}}}
+    assert api.hang_s(load(None, (), tree)) == 3600.0
+    assert api.hang_s(load(None, ("machine.hang_s=9000",), tree)) == 9000.0
+    assert api.hang_s(load(None, ("guard.timeout_s=7200",), tree)) > 7200.0
+    assert api.hang_s(load(None, ("rollout.timeout_s=7200", "rollout.retries=1"), tree)) > 14400.0
+
+
+def test_a_whole_run_is_heard_in_all_that_it_does(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(ROOT)
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(Watch, "beat", lambda self, what: found.update([what.split(" ")[0]]))
+    whet.train(
+        run_dir=str(tmp_path / "run"),
+        model={"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 32, "max_positions": 32}},
+        tokenizer={"build": "chars"},
+        data={
+            "max_prompt_tokens": 8,
+            "train": [{"path": "tests/data/words.jsonl"}],
+            "eval": [{"path": "tests/data/held_out.jsonl", "limit": 3}],
+        },
+        rewards={"letters": {"function": "tests/resume/rewards.py:shared_letters"}},
+        rollout={"engine": "hf", "group_size": 2, "sampling": {"max_tokens": 4}},
+        train={"steps": 1, "tasks_per_step": 2},
+        eval={"every": 1},
+        machine={"threads": 1},
+        track={"trackers": ["jsonl"]},
+    )
+    assert set(found) >= {
+        "reading",
+        "load",
+        "decoding",
+        "scoring",
+        "a",
+        "evaluate",
+        "writing",
+        "the",
+        "save",
+        "export",
+    }
+    assert found["decoding"] > 4
+    assert found["scoring"] >= 4 + 3
