@@ -428,6 +428,7 @@ CASES: dict[str, Case] = {
     "train.micro_tokens_forward": ("", 20),
     "train.micro_rollouts_forward": ("", 1),
     "train.share_prompts": ("", False),
+    "train.skip_zero_weight": ("", False),
     "train.gradient_checkpointing": ("", True),
     "train.compile": ("", True),
     "train.precision.compute": ("", "bfloat16"),

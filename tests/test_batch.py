@@ -84,7 +84,7 @@ def test_select_keeps_every_field_of_the_rows() -> None:
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
 def test_split_is_a_partition_into_whole_groups(parts: int) -> None:
     batch = pack(groups(10))
-    pieces = split(batch, parts)
+    pieces = [select(batch, rows) for rows in split(batch, parts)]
     assert len(pieces) == parts
     assert joined(pieces) == joined([batch])
     sizes = [int(p.group_R[-1]) + 1 for p in pieces]

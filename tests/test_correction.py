@@ -290,7 +290,11 @@ def test_the_order_of_groups_does_not_matter(seed: int) -> None:
     values["group_R"] = torch.cat([p.group_R + g for g, p in enumerate(turned)])
     other, other_stats = correct(Batch(**values), 2, cfg=cfg)
     assert other_stats == pytest.approx(stats, rel=1e-12)
-    back = [by_rollout(p, p.correction_N) for p in split(other, 4)[::-1] if p.correction_N is not None]
+    back = [
+        by_rollout(p, p.correction_N)
+        for p in (select(other, rows) for rows in split(other, 4)[::-1])
+        if p.correction_N is not None
+    ]
     assert whole.correction_N is not None
     flat = [row for rows in back for row in rows]
     assert flat == [pytest.approx(row, rel=1e-12) for row in by_rollout(whole, whole.correction_N)]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from whet.algos.skipping import Skipping
 from whet.batch import Batch, Loss
 from whet.buffer.buffer import Buffer
 from whet.config.deadlines import Deadline
@@ -120,7 +121,7 @@ def toy(*, keep: float = 1.0, chunk: int = TASKS, max_staleness: int = 0, seed: 
         cfg=Config(), plan=SimpleNamespace(tasks_per_step=chunk, critic=None, critic_warmup_steps=0), name="toy",
         tasks=Stream(), engine=engine, sampler=None, sync_due=True, ledger=ledger,
         policy=Counting(), reference=None, critic=None, algorithm=algorithm, play=play, recompute_old=False,
-        interrupts=False, out=None,
+        interrupts=False, out=None, skipping=Skipping(),
         rewards=RewardSet({}, None), experts=None, kl_coef=0.0, step=0, trained=[], played=[],
         buffer=Buffer(
             groups_per_step=TASKS, group_size=SIZE, max_staleness=max_staleness,

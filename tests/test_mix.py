@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import whet
-from whet.batch import pack, split
+from whet.batch import pack, select, split
 from whet.config.describe import arithmetic
 from whet.config.load import load
 from whet.config.plan import Plan, plans
@@ -87,7 +87,7 @@ def test_every_minibatch_has_its_share(own: int, given_: int, parts: int) -> Non
     batch = mark(pack(spread(groups(own, version=3), groups(given_, version=-1))))
     assert batch.expert_R is not None
     assert int(batch.expert_R.sum()) == given_
-    for part in split(batch, parts):
+    for part in (select(batch, rows) for rows in split(batch, parts)):
         assert part.expert_R is not None
         assert abs(int(part.expert_R.sum()) - given_ / parts) < 1
         if min(own, given_) >= parts:

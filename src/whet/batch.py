@@ -58,6 +58,9 @@ class Batch:
     """float32: how many times a rollout counts in the loss (resampling). None: once."""
     weight_N: Tensor | None = None
     """float32: what one token's loss counts; the loss of the (mini)batch is sum(loss_N * weight_N)."""
+    skipped_R: Tensor | None = None
+    """bool: it has no part in the gradient, so the policy's update leaves it out, and models that had not been asked
+    about it by then never are: their log-probs are not a number. None: none is."""
 
     @property
     def rollouts(self) -> int:
@@ -143,6 +146,8 @@ def _all_or_none(numbers: list[float | None]) -> Tensor | None:
 
 def select(batch: Batch, rows: Tensor) -> Batch:
     """The given rollouts (ascending numbers) as a batch of their own, with every field that is set."""
+    if len(rows) == batch.rollouts:
+        return batch
     rows = rows.to(batch.length_R.device)
     at_N = tokens_of(batch, rows)
     values = {f.name: getattr(batch, f.name) for f in fields(batch)}
@@ -163,11 +168,24 @@ def tokens_of(batch: Batch, rows: Tensor) -> Tensor:
     return moved_R.repeat_interleave(length_R) + torch.arange(int(length_R.sum()), device=rows.device)
 
 
-def split(batch: Batch, parts: int) -> list[Batch]:
-    """Cut into `parts` minibatches of whole groups, in order; sizes differ by at most one group."""
+def split(batch: Batch, parts: int, *, place_G: Tensor | None = None) -> list[Tensor]:
+    """Numbers of the rollouts of `parts` minibatches of whole groups, in order or in that of the groups' places; sizes
+    differ by at most one group."""
     groups = int(batch.group_R[-1]) + 1
     parts = min(parts, groups)
-    if parts == 1:
-        return [batch]
-    part_R = batch.group_R * parts // groups
-    return [select(batch, torch.nonzero(part_R == p).flatten()) for p in range(parts)]
+    place_R = batch.group_R if place_G is None else place_G.to(batch.group_R.device)[batch.group_R]
+    part_R = place_R * parts // groups
+    return [torch.nonzero(part_R == p).flatten() for p in range(parts)]
+
+
+def computed(batch: Batch) -> Batch:
+    """The rollouts that are not skipped."""
+    return batch if batch.skipped_R is None else select(batch, torch.nonzero(~batch.skipped_R).flatten())
+
+
+def among_skipped(batch: Batch, x_N: Tensor) -> Tensor:
+    """[N] what was said of the tokens of `computed(batch)`; not a number at the sampled tokens of skipped rollouts."""
+    if batch.skipped_R is None:
+        return x_N
+    out_N = torch.where(batch.mask_N, torch.nan, 0.0).to(x_N)
+    return out_N.masked_scatter(~batch.skipped_R[batch.row_N].to(x_N.device), x_N)

@@ -16,8 +16,10 @@ from whet import seeds
 from whet.algos.demonstration import without_experts
 from whet.algos.groups import with_baseline
 from whet.algos.preference import kl_zero
-from whet.batch import Batch, pack
+from whet.algos.skipping import skip, without_effect
+from whet.batch import Batch, among_skipped, computed, pack, select
 from whet.buffer.rounds import Rounds
+from whet.config.schema import Train
 from whet.evaluate import accuracy, evaluate
 from whet.held_out import held_out
 from whet.placement import Jobs, at_once
@@ -116,29 +118,50 @@ async def train_step(run: Run, *, beside: Coroutine[Any, Any, None] | None = Non
 def learn(run: Run, groups: list[Group]) -> tuple[Batch, list[Metrics], Metrics]:
     """The batch as it was trained on, the numbers of each optimizer step, and those of the off-policy correction."""
     batch = pack(groups) if run.experts is None else run.experts.among(groups)
-    with run.phase("log-probs"):
-        batch = look(run, batch)
-    batch, corrected = run.algorithm.correct(batch, run.policy.version)
-    batch = run.algorithm.resample(
-        batch, seeds.key(run.cfg.seed, "resample", run.name, run.step), run.buffer.groups_per_step
-    )
-    batch = run.algorithm.advantage(batch, run.kl_coef)
+    corrected: Metrics = {}
+    if run.skipping.before_models:  # no model is asked about what teaches nothing
+        batch = judge(run, batch)
+        with run.phase("log-probs"):
+            batch = look(run, batch)
+    else:
+        with run.phase("log-probs"):
+            batch = look(run, batch)
+        batch, corrected = run.algorithm.correct(batch, run.policy.version)
+        batch = judge(run, batch)
     with run.phase("update"):
         return batch, update(run, batch), corrected
 
 
+def judge(run: Run, batch: Batch) -> Batch:
+    """The batch with counts, advantages, and what is skipped. Minibatches are dealt as if nothing were."""
+    stream = seeds.key(run.cfg.seed, "resample", run.name, run.step)
+    batch = run.algorithm.resample(batch, stream, run.buffer.groups_per_step)
+    batch = run.algorithm.advantage(batch, run.kl_coef)
+    if run.skipping.skips == "nothing":
+        return batch
+    weight_N = run.algorithm.weights(batch, run.step + 1)
+    without_R = without_effect(batch, weight_N, skips=run.skipping.skips)
+    return skip(batch, without_R, minibatches(run, batch, run.cfg.train))
+
+
+def minibatches(run: Run, batch: Batch, train: Train) -> list[Tensor]:
+    """Numbers of the rollouts of each optimizer step."""
+    return list(passes(batch, train, stream=seeds.key(run.cfg.seed, "minibatches", run.name, run.step)))
+
+
 def look(run: Run, batch: Batch) -> Batch:
-    """What the models say of the batch before the step: old and reference log-probs, values."""
+    """What the models say before the step of all that is not skipped: old and reference log-probs, values."""
     asked: Jobs[Tensor] = {}
+    seen = computed(batch)
     if run.algorithm.kind == "online" and run.recompute_old:
-        asked["logp_old_N"] = run.policy, partial(run.policy.forward, batch, "logprobs")
+        asked["logp_old_N"] = run.policy, partial(run.policy.forward, seen, "logprobs")
     if run.reference is not None:
-        asked["logp_ref_N"] = run.reference, partial(run.reference.forward, batch, "logprobs")
+        asked["logp_ref_N"] = run.reference, partial(run.reference.forward, seen, "logprobs")
     if "collision" in run.algorithm.needs:
-        asked["collision_N"] = run.policy, partial(run.policy.forward, batch, "collision")
+        asked["collision_N"] = run.policy, partial(run.policy.forward, seen, "collision")
     if run.critic is not None:
-        asked["value_N"] = run.critic, partial(run.critic.forward, batch, "values")
-    said = at_once(asked)
+        asked["value_N"] = run.critic, partial(run.critic.forward, seen, "values")
+    said = {name: among_skipped(batch, x_N) for name, x_N in at_once(asked).items()}
     if run.algorithm.kind == "online":
         said.setdefault("logp_old_N", batch.logp_sample_N)
     if "value_N" in said:
@@ -152,22 +175,22 @@ def update(run: Run, batch: Batch) -> list[Metrics]:
     """Every optimizer step of the policy, and of the critic: the policy's first, or at once where they are apart. While
     the critic warms up, the policy waits."""
     jobs: Jobs[list[Metrics]] = {}
-    stream = seeds.key(run.cfg.seed, "minibatches", run.name, run.step)
     if run.step >= run.plan.critic_warmup_steps:
-        parts = passes(batch, run.cfg.train, stream=stream)
-        jobs["policy"] = run.policy, lambda: [update_policy(run, part) for part in parts]
+        parts = minibatches(run, batch, run.cfg.train)
+        jobs["policy"] = run.policy, lambda: [update_policy(run, select(batch, rows)) for rows in parts]
     if run.critic is not None and run.plan.critic is not None:
-        sampled = passes(without_experts(batch), run.plan.critic, stream=stream)
-        jobs["critic"] = run.critic, lambda: [update_critic(run, part) for part in sampled]
+        own = without_experts(batch)
+        dealt = minibatches(run, own, run.plan.critic)
+        jobs["critic"] = run.critic, lambda: [update_critic(run, select(own, rows)) for rows in dealt]
     return [numbers for steps in at_once(jobs).values() for numbers in steps]
 
 
 def update_policy(run: Run, minibatch: Batch) -> Metrics:
-    """One optimizer step of the policy."""
+    """One optimizer step of the policy. Denominators count the whole minibatch, what is skipped with it."""
     algorithm = run.algorithm
     weighted = replace(minibatch, weight_N=algorithm.weights(minibatch, run.step + 1))
     loss = algorithm.loss_of(weighted, run.policy.forward)  # sees the whole minibatch before it is cut
-    return {f"train/{k}": v for k, v in run.policy.update(weighted, loss).items()}
+    return {f"train/{k}": v for k, v in run.policy.update(computed(weighted), loss).items()}
 
 
 def update_critic(run: Run, minibatch: Batch) -> Metrics:

@@ -20,7 +20,8 @@ import torch
 from whet import checkpoint
 from whet.algos.critic import Scale
 from whet.algos.recipes import Algorithm
-from whet.batch import Batch
+from whet.algos.skipping import Skipping, shares
+from whet.batch import Batch, computed
 from whet.buffer.buffer import Buffer
 from whet.buffer.queue import ExplorerQueue, TrainerQueue
 from whet.buffer.rounds import Rounds
@@ -96,6 +97,7 @@ class Run:
     ledger: Ledger
 
     algorithm: Algorithm
+    skipping: Skipping
     policy: TorchEngine
     reference: TorchEngine | None
     critic: TorchEngine | None
@@ -426,8 +428,10 @@ class Run:
             out["train/staleness_mean"] = float(behind_M.double().mean())
         if self.buffer.replay is not None:
             out["train/replayed_groups"] = float(self.buffer.reused)
-        if batch.logp_ref_N is not None and batch.logp_old_N is not None:
-            gap = (batch.logp_old_N - batch.logp_ref_N)[batch.mask_N]
+        out |= shares(batch)
+        seen = computed(batch)
+        if seen.logp_ref_N is not None and seen.logp_old_N is not None:
+            gap = (seen.logp_old_N - seen.logp_ref_N)[seen.mask_N]
             out["train/kl_reference_nats"] = float(gap.double().mean())
         if self.algorithm.kl_coef:
             out["train/kl_coef"] = self.kl_coef

@@ -16,6 +16,7 @@ from whet import seeds
 from whet.algos.groups import refine, uninformative
 from whet.algos.recipes import Algorithm
 from whet.algos.recipes import build as build_algorithm
+from whet.algos.skipping import skipping
 from whet.buffer.buffer import Buffer
 from whet.buffer.priority import priority
 from whet.buffer.queue import TrainerQueue
@@ -209,6 +210,7 @@ def open_stage(shared: Shared, index: int, *, explores: bool = False) -> Run:
         buffer=_buffer(cfg, plan, ledger, shared.stop),
         ledger=ledger,
         algorithm=algorithm,
+        skipping=skipping(plan.algorithm, cfg.train),
         policy=policy,
         reference=_reference(shared, cfg, policy, ranks=ranks)
         if algorithm.needs_reference and trains
@@ -268,6 +270,8 @@ def _join(run: Run, shared: Shared, *, trains: bool) -> None:
     """Tell the models of each other, and of who watches them. trains: not a process that only explores."""
     if run.algorithm.full_kl_coef and run.reference is not None:
         run.policy.full_kl = FullKl(run.algorithm.full_kl_coef, run.reference)
+    if trains and run.skipping.why:
+        log.info("stage %s: rollouts whose weight in the gradient is 0: %s", run.name, run.skipping.why)
     if trains:
         run.meter = meter_of(
             run.policy, run.critic, train=run.cfg.train, of_critic=run.plan.critic, devices=run.trainers

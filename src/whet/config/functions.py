@@ -18,6 +18,10 @@ Need = Literal["critic", "reference", "baseline", "collision", "kl_zero", "old"]
 """What must be at hand beside rewards: values, reference log-probs, the greedy reply's reward, the sum of p^2, KTO's
 reference point, log-probs of the policy before the step."""
 
+Skips = Literal["nothing", "no weight", "no advantage"]
+"""Rollouts that have no part in a loss's gradient, whatever the policy says of them, nor in that of other rollouts:
+nothing (it looks across rollouts), those that weigh 0, or also those whose advantage is 0 at every token."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage:
@@ -54,6 +58,9 @@ class Loss:
     """One number a pair of replies, averaged over pairs."""
     whole_replies: bool = False
     """One number a reply, averaged over replies."""
+    skips: Skips = "nothing"
+    skips_if: Mapping[str, object] = field(default_factory=dict)
+    """Settings under which it skips what has no advantage; under others it learns from that, too."""
 
     @property
     def settings(self) -> frozenset[str]:
@@ -103,25 +110,36 @@ LOSSES: dict[str, Loss] = {
     "ppo": Loss(
         reads=frozenset({"fallback_to_policy_gradient"}),
         defaults={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "sequence_mask_delta": None},
+        skips="no advantage",
     ),
-    "gspo": Loss(defaults={"clip_low": 3e-4, "clip_high": 4e-4, "gspo_form": "sequence"}),
-    "geo_mean": Loss(defaults={"clip_low": 0.4, "clip_high": 0.4}),
-    "cispo": Loss(reads=frozenset({"cispo_mask"}), defaults={"clip_low": 1.0, "clip_high": 4.0}),
-    "sapo": Loss(reads=frozenset({"tau_pos", "tau_neg", "sapo_detach"})),
+    "gspo": Loss(
+        defaults={"clip_low": 3e-4, "clip_high": 4e-4, "gspo_form": "sequence"}, skips="no advantage"
+    ),
+    "geo_mean": Loss(defaults={"clip_low": 0.4, "clip_high": 0.4}, skips="no advantage"),
+    "cispo": Loss(
+        reads=frozenset({"cispo_mask"}),
+        defaults={"clip_low": 1.0, "clip_high": 4.0},
+        skips="no advantage",
+    ),
+    "sapo": Loss(reads=frozenset({"tau_pos", "tau_neg", "sapo_detach"}), skips="no advantage"),
     "clip_cov": Loss(
         reads=frozenset({"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"}),
         defaults={"clip_low": 0.2, "clip_high": 0.2},
     ),
     "kl_cov": Loss(reads=frozenset({"kl_cov_ratio", "ppo_kl_coef"})),
-    "dppo": Loss(reads=frozenset({"dppo_divergence", "dppo_delta_low", "dppo_delta_high"}), anchor="sampled"),
-    "aipo": Loss(reads=frozenset({"aipo_rho"})),
-    "sppo": Loss(reads=frozenset({"sppo_epsilon"})),
-    "importance_sampling": Loss(),
-    "rollout_is": Loss(defaults={"clip_low": 0.2, "clip_high": 0.2}, anchor="sampled"),
-    "reinforce": Loss(ratio=False),
-    "gpg": Loss(ratio=False),
-    "opmd": Loss(reads=frozenset({"tau"}), anchor="none"),
-    "topr": Loss(reads=frozenset({"topr_threshold"})),
+    "dppo": Loss(
+        reads=frozenset({"dppo_divergence", "dppo_delta_low", "dppo_delta_high"}),
+        anchor="sampled",
+        skips="no advantage",
+    ),
+    "aipo": Loss(reads=frozenset({"aipo_rho"}), skips="no advantage"),
+    "sppo": Loss(reads=frozenset({"sppo_epsilon"}), skips="no advantage"),
+    "importance_sampling": Loss(skips="no advantage"),
+    "rollout_is": Loss(defaults={"clip_low": 0.2, "clip_high": 0.2}, anchor="sampled", skips="no advantage"),
+    "reinforce": Loss(ratio=False, skips="no advantage"),
+    "gpg": Loss(ratio=False, skips="no advantage"),
+    "opmd": Loss(reads=frozenset({"tau"}), anchor="none", skips="no advantage"),
+    "topr": Loss(reads=frozenset({"topr_threshold"}), skips="no advantage"),
     "rec": Loss(
         reads=frozenset(
             {
@@ -135,11 +153,13 @@ LOSSES: dict[str, Loss] = {
             }
         ),
         defaults={"clip_low": 0.2, "clip_high": 0.2},
+        skips="no advantage",
+        skips_if={"rec_regularizer": "none"},
     ),
-    "cross_entropy": Loss(anchor="none"),
-    "sft": Loss(kind="demonstrations", ratio=False),
-    "sft_is": Loss(kind="demonstrations", ratio=False),
-    "sft_phi": Loss(kind="demonstrations", reads=frozenset({"phi_cutoff"}), ratio=False),
+    "cross_entropy": Loss(anchor="none", skips="no weight"),
+    "sft": Loss(kind="demonstrations", ratio=False, skips="no weight"),
+    "sft_is": Loss(kind="demonstrations", ratio=False, skips="no weight"),
+    "sft_phi": Loss(kind="demonstrations", reads=frozenset({"phi_cutoff"}), ratio=False, skips="no weight"),
     "dpo": Loss(
         kind="preferences",
         reads=frozenset({"label_smoothing", "pair_loss"}),
@@ -163,6 +183,7 @@ LOSSES: dict[str, Loss] = {
         needs=frozenset({"reference", "kl_zero"}),
         ratio=False,
         whole_replies=True,
+        skips="no weight",
     ),
 }
 

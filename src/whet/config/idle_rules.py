@@ -384,6 +384,7 @@ EVAL = (
 )
 
 TRAIN = (
+    Rule(("train.skip_zero_weight",), ONLINE, "every reply in the data teaches something ({kind})"),
     Rule(
         ("train.shuffle_passes",),
         {"any": [{"key": "train.minibatches", "above": 1}, {"key": "critic.minibatches", "above": 1}]},

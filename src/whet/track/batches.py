@@ -13,6 +13,8 @@ from whet.batch import Batch
 from whet.types import Group
 
 _REDUNDANT = ("row_N",)
+_SAID = ("logp_old_N", "logp_ref_N")
+"""What models said of tokens before the step: null at those of skipped rollouts, where none was asked."""
 
 
 def to_table(batch: Batch, groups: Sequence[Group]) -> pa.Table:
@@ -30,8 +32,16 @@ def to_table(batch: Batch, groups: Sequence[Group]) -> pa.Table:
         tensor = getattr(batch, field.name)
         if not isinstance(tensor, Tensor) or field.name in _REDUNDANT:
             continue
-        flat = pa.array(tensor.detach().cpu().numpy())
+        values = tensor.detach().cpu()
+        nowhere = _nowhere(batch, values) if field.name in _SAID else None
+        flat = pa.array(values.numpy(), mask=nowhere)
         columns[field.name] = (
             pa.ListArray.from_arrays(pa.array(offsets), flat) if field.name.endswith("_N") else flat
         )
     return pa.table(columns)
+
+
+def _nowhere(batch: Batch, said_N: Tensor) -> np.ndarray | None:
+    if batch.skipped_R is None:
+        return None
+    return (batch.skipped_R[batch.row_N].cpu() & said_N.isnan()).numpy()

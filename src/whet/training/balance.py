@@ -228,7 +228,7 @@ class _Cutter:
     def dealt(self, cut: list[Rows], most: int) -> Dealt:
         """Costliest first, and filled up to `most` with what has no weight."""
         rows = [torch.tensor(part) for part in sorted(cut, key=self.cost.of, reverse=True)]
-        micros = [self.batch if len(r) == self.batch.rollouts else select(self.batch, r) for r in rows]
+        micros = [select(self.batch, r) for r in rows]
         idle = [self.idle()] * (most - len(cut)) if len(cut) < most else []
         return Dealt((*micros, *idle), tuple(rows), len(rows))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from whet.batch import Batch
+from whet.batch import Batch, computed
 from whet.config.schema import Train
 from whet.training.torch import TorchEngine
 from whet.training.work import Work, batch_flops, work_of
@@ -59,10 +59,10 @@ class Meter:
     devices: int = 1
 
     def flops(self, batch: Batch, *, policy_learns: bool) -> float:
-        """All passes of policy and critic over a step's batch."""
+        """All passes of policy and critic over a step's batch; the policy's skip what is skipped."""
         out = 0.0
         if policy_learns:
-            out += self.passes * batch_flops(self.policy, batch, shared=self.shared)
+            out += self.passes * batch_flops(self.policy, computed(batch), shared=self.shared)
         if self.critic is not None:
             out += self.critic_passes * batch_flops(self.critic, batch, shared=self.shared)
         return out

@@ -92,7 +92,8 @@ class Track(Section):
     rollouts_every: Count = 1
     """Write every rollout of each n-th step to rollouts/STAGE-step-N.parquet. 0: none."""
     batches_every: Count = 0
-    """Write what each n-th step trained on, token by token, to batches/STAGE-step-N.parquet. 0: none."""
+    """Write what each n-th step trained on, token by token, to batches/STAGE-step-N.parquet; null
+    is what no model was asked of a rollout that was skipped. 0: none."""
     rollouts_dir: str | None = None
     """Folder of these rollouts. Default: `rollouts` in run_dir, which else is a link to it."""
     eval_dir: str | None = None

@@ -127,6 +127,10 @@ class Train(Section):
     """Cut those by number of rollouts instead."""
     share_prompts: bool = True
     """Compute a group's prompt once instead of once a rollout; equal gradients."""
+    skip_zero_weight: bool = True
+    """Leave rollouts out of log-probs and update whose weight in the gradient is 0, as in a group with equal rewards;
+    equal gradients. Statistics of the update are then over the others; of the policy's own at least one an optimizer
+    step is computed. What loss, KL, entropy or router could read is computed, and run.log says why."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more time."""
     offload: tuple[Literal["optimizer", "activations", "critic", "reference", "policy"], ...] = ()

@@ -1,0 +1,117 @@
+"""Rollouts that have no part in the gradient, and when they need not be computed.
+
+Shape letters: N tokens, R rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from whet.algos.correction import is_on
+from whet.algos.segments import need, sampled_R
+from whet.batch import Batch
+from whet.config.functions import LOSSES, Skips
+from whet.config.recipes import Resolved
+from whet.config.schema import Train
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipping:
+    """What a stage may skip, and why not more."""
+
+    skips: Skips = "nothing"
+    before_models: bool = False
+    """Rewards alone say what is skipped: advantages come before any model is asked about a rollout."""
+    why: str = ""
+    """What reads rollouts that have no part in the gradient, or might. Empty: nothing does."""
+
+
+def skipping(r: Resolved, train: Train) -> Skipping:
+    """What a stage may skip."""
+    if r.kind != "online" or not train.skip_zero_weight:
+        return Skipping()
+    if why := _reads_all(r, train):
+        return Skipping(why=f"no rollout is skipped: {why}")
+    whys, skips = [], LOSSES[r.loss].skips
+    if why := _reads_zero(r):
+        skips = "no weight"
+        whys.append(f"rollouts without advantage are not skipped: {why}")
+    if why := _asks_first(r):
+        whys.append(f"log-probs and values are computed of all rollouts: {why}")
+    return Skipping(skips=skips, before_models=not _asks_first(r), why="; ".join(whys))
+
+
+def _reads_all(r: Resolved, train: Train) -> str:
+    """What looks across rollouts, or may."""
+    if r.loss not in LOSSES:
+        return f"the loss {r.loss} may read it"
+    if LOSSES[r.loss].skips == "nothing":
+        return f"the loss {r.loss} looks at the whole minibatch"
+    return "train.router_aux_coef is a term over all tokens" if train.router_aux_coef > 0 else ""
+
+
+def _reads_zero(r: Resolved) -> str:
+    """What learns from rollouts whatever their advantage."""
+    loss = LOSSES[r.loss]
+    if loss.skips != "no advantage":
+        return f"the loss {r.loss} learns from them"
+    terms = {
+        **{key: r.settings[key] != value for key, value in loss.skips_if.items()},
+        "kl.coef": r.kl.coef > 0,
+        "entropy_coef": r.entropy_coef != 0,
+        "positive_nll_coef": r.positive_nll_coef > 0,
+    }
+    return ", ".join(f"algorithm.{key} is on" for key, on in terms.items() if on)
+
+
+def _asks_first(r: Resolved) -> str:
+    """What asks models about every rollout before it is known what it teaches."""
+    if is_on(r.correction):
+        return "algorithm.correction compares them"
+    if r.reward_kl.coef > 0:
+        return "algorithm.reward_kl takes its KL off the rewards"
+    asks = ":" in r.advantage or r.needs & {"critic", "collision", "old"}
+    return f"the advantage {r.advantage} reads them, or may" if asks else ""
+
+
+def without_effect(batch: Batch, weight_N: Tensor, *, skips: Skips) -> Tensor:
+    """[R] bool: the rollout has no part in the gradient. weight_N: as for one minibatch; only where it is 0 matters."""
+    if skips == "nothing":
+        return torch.zeros_like(batch.stopped_R)
+    acts_N = batch.mask_N & (weight_N != 0)
+    if skips == "no advantage":
+        pushes_N = need(batch.adv_N, "batch.adv_N") != 0
+        if batch.correction_N is not None:
+            pushes_N &= batch.correction_N != 0
+        if batch.expert_R is not None:
+            pushes_N |= batch.expert_R[batch.row_N]
+        acts_N &= pushes_N
+    return batch.sum_R(acts_N.long()) == 0
+
+
+def skip(batch: Batch, without_R: Tensor, minibatches: Iterable[Tensor]) -> Batch:
+    """The batch with `skipped_R`: those without effect, save the first of each minibatch that would have none left of
+    the policy's own. Its gradient of 0 is the optimizer step's, and its log-probs are compared with the engine's."""
+    skipped_R = without_R.clone()
+    own_R = batch.sum_R((batch.version_N >= 0).long()) > 0
+    for rows in minibatches:
+        own = rows[own_R[rows]]
+        some = own if len(own) else rows
+        if bool(skipped_R[some].all()):
+            skipped_R[some[0]] = False
+    return replace(batch, skipped_R=skipped_R)
+
+
+def shares(batch: Batch) -> dict[str, float]:
+    """Of the step's rollouts and sampled tokens, how much was skipped; nothing where nothing may be."""
+    if batch.skipped_R is None:
+        return {}
+    tokens_R = sampled_R(batch)
+    return {
+        "train/skipped_rollouts_share": float(batch.skipped_R.double().mean()),
+        "train/skipped_tokens_share": int(tokens_R[batch.skipped_R].sum()) / max(int(tokens_R.sum()), 1),
+    }
