@@ -33,6 +33,7 @@ from whet.cluster.nodes import (
     end_actor,
     environment_of,
     first_line,
+    logs,
     node_id,
     place,
 )
@@ -392,7 +393,7 @@ def _all_at_once(start: Any, names: Sequence[str], *, start_s: float) -> list[Re
     except TimeoutError:
         raise ConfigError(
             f"{len(names)} engine processes were not up within cluster.start_s={start_s:g} s; their logs are in "
-            "/tmp/ray/session_latest/logs. Raise cluster.start_s if they only load slowly"
+            f"{logs()}. Raise cluster.start_s if they only load slowly"
         ) from None
 
 
