@@ -24,7 +24,7 @@ import whet
 from whet import checkpoint
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.secrets import is_secret
+from whet.config.secrets import is_secret, learn
 from whet.stages import fingerprint
 from whet.track import places
 from whet.types import CheckpointError, ConfigError, Task, WhetError
@@ -476,10 +476,11 @@ def test_another_secret_is_the_same_config_and_another_variable_is_not() -> None
 def test_a_secret_in_a_log_line_is_struck_out(tmp_path: Path) -> None:
     from whet.track.log import close_logging, setup_logging
 
-    setup_logging(tmp_path, level="info", secrets=["sk-veryverysecret"])
+    learn({"guard": {"env": ENV}})
+    setup_logging(tmp_path, level="info")
     logging.getLogger("whet.test").info("the judge said: bad key sk-veryverysecret")
     close_logging()
-    assert "bad key (redacted)" in (tmp_path / "run.log").read_text()
+    assert "bad key <redacted:guard.env.JUDGE_KEY>" in (tmp_path / "run.log").read_text()
 
 
 @pytest.mark.parametrize(

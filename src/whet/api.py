@@ -21,10 +21,10 @@ import yaml
 from whet import checkpoint, environment
 from whet.config.checks_run import TIME
 from whet.config.footprint import check_memory
-from whet.config.load import Loaded, load
+from whet.config.load import Loaded, learn_secrets, load
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config
-from whet.config.secrets import dump, secrets_of
+from whet.config.secrets import for_people
 from whet.config.sources import rewards_by_source
 from whet.config.urls import scheme
 from whet.guard import stacks
@@ -32,6 +32,7 @@ from whet.guard.imports import import_all
 from whet.guard.jail import Jail
 from whet.guard.watch import Watch
 from whet.rewards.combine import RewardSet
+from whet.secrets import guarded_output
 from whet.storage.manifests import place_of
 from whet.storage.paths import brought_here
 from whet.track import places
@@ -124,6 +125,14 @@ def run_training(
 
     watched: is given what sees whether the run gets on, once it has begun.
     """
+    with guarded_output():
+        learn_secrets(loaded)
+        return _run_training(loaded, functions or {}, watched)
+
+
+def _run_training(
+    loaded: Loaded, functions: Mapping[str, RewardFunction], watched: Callable[[Watch], object]
+) -> int:
     planned = plans(loaded)  # refuses what cannot work, before anything is written
     check_memory(planned)
     loaded = brought_here(settled(loaded))
@@ -138,10 +147,9 @@ def run_training(
     with ExitStack() as stack:
         aside = enter(cfg, stack)
         stack.enter_context(stacks.kept(home, who_is(cfg)))
-        secrets = secrets_of(cfg)
-        setup_logging(run_dir, level=cfg.track.log_level, secrets=secrets)
+        setup_logging(run_dir, level=cfg.track.log_level)
         stack.callback(close_logging)
-        rewards = reward_sets(loaded, functions or {}, stack)  # forks: before torch and its threads are there
+        rewards = reward_sets(loaded, functions, stack)  # forks: before torch and its threads are there
         try:
             import_all(cfg.imports)
             return _run(
@@ -149,7 +157,7 @@ def run_training(
             )
         except Exception as e:
             # to run.log alone: the caller shows it to people
-            setup_logging(run_dir, level=cfg.track.log_level, secrets=secrets)
+            setup_logging(run_dir, level=cfg.track.log_level)
             log.error("the run ended: %s", e, exc_info=None if isinstance(e, WhetError) else e)
             raise
 
@@ -226,7 +234,7 @@ def _run(
     stages = [(p.name, p.total_steps or 0) for p in planned]
     display = Display(stages, quiet="console" not in cfg.track.trackers)
     stack.callback(display.close)
-    setup_logging(directory.path, level=cfg.track.log_level, show=display.message, secrets=secrets_of(cfg))
+    setup_logging(directory.path, level=cfg.track.log_level, show=display.message)
     if is_finished(loaded, directory.path, state):
         display.close()
         display.message(
@@ -241,7 +249,7 @@ def _run(
     for made in rewards:
         made.load_models()
     stop = stack.enter_context(stop_on_ctrl_c(display.message))
-    text = yaml.safe_dump(dump(loaded.as_given, exclude_unset=True), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(for_people(loaded.as_given, loaded.written), sort_keys=False, allow_unicode=True)
     directory.write_config(text)
     directory.write_manifest(describe(config=text, seed=cfg.seed, data_files=data_files(loaded)))
     if directory.path == home:

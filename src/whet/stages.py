@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,7 @@ from whet.config.plan import Plan
 from whet.config.plan import plan as make_plan
 from whet.config.recipes import Resolved, resolve
 from whet.config.schema import Config
-from whet.config.secrets import dump
+from whet.config.secrets import dump, hidden
 from whet.data.chat import encode_response
 from whet.data.experts import Experts
 from whet.data.tasks import (
@@ -53,6 +54,7 @@ from whet.models.trainable import choose
 from whet.placement import engine_of, open_ranks
 from whet.rollout.episode import Pace, play_groups, to_sampling
 from whet.run import Run, StopFlag
+from whet.secrets import REDACTED, redact_tree
 from whet.shared import Shared, decoder_of, end_tokens
 from whet.sync.exchange import Publisher, publisher_of
 from whet.sync.files import Files
@@ -557,6 +559,7 @@ def fingerprint(cfg: Config) -> Json:
 
 def check_config(path: Path, saved: Json, now: Json) -> None:
     """Raise CheckpointError naming the keys in which this run's config differs from the checkpoint's."""
+    saved, now = hidden(saved), redact_tree(now)
     if keys := sorted(differences(saved, now)):
         raise CheckpointError(
             f"{path} was written by a run with another config; it differs in {', '.join(keys[:8])}. Go on with the "
@@ -570,4 +573,15 @@ def differences(a: Json, b: Json, prefix: str = "") -> list[str]:
         return [d for k in {*a, *b} for d in differences(a.get(k), b.get(k), f"{prefix}{k}.")]
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         return [d for i, (x, y) in enumerate(zip(a, b)) for d in differences(x, y, f"{prefix}{i}.")]
-    return [] if a == b else [prefix.rstrip(".")]
+    return [] if a == b or agree(a, b) else [prefix.rstrip(".")]
+
+
+def agree(a: Json, b: Json) -> bool:
+    """Whether two texts are equal but for secrets, which one process may know and another not."""
+    if not isinstance(a, str) or not isinstance(b, str):
+        return False
+    return any(
+        REDACTED.search(struck) is not None
+        and re.fullmatch(".*".join(map(re.escape, REDACTED.split(struck))), other, re.DOTALL) is not None
+        for struck, other in ((a, b), (b, a))
+    )

@@ -24,7 +24,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from whet import environment
+from whet import environment, secrets
 from whet.cluster.nodes import (
     Room,
     answered,
@@ -116,6 +116,7 @@ class EngineActor:
     that they are answered whatever the engine does."""
 
     def __init__(self, spec: Spec) -> None:
+        secrets.guard_output()
         die_with(spec.driver if spec.node == node_id() else None)
         if spec.node == node_id() and spec.stacks is not None:
             stacks.listen("engine", spec.stacks)

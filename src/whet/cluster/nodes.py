@@ -224,7 +224,8 @@ def disconnect() -> None:
 
 def logs() -> str:
     """The folder, on this machine, of what the cluster's processes print."""
-    return str(ray._private.worker._global_node.get_logs_dir_path())
+    node: Any = ray._private.worker._global_node
+    return str(node.get_logs_dir_path())
 
 
 # ---------------------------------------------------------------- processes

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from whet.guard import stacks
+from whet.secrets import redact
 from whet.types import WhetError
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class Watch:
             "the same command goes on from the last checkpoint"
         )
         log.error("%s\n%s", message, stacks.everyone())
-        os.write(2, f"whet: {message}. The log has the stacks.\n".encode())
+        os.write(2, redact(f"whet: {message}. The log has the stacks.\n").encode())
         os._exit(1)
 
     def close(self) -> None:
