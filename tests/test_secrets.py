@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
 import io
 import json
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -159,10 +161,15 @@ def whet(monkeypatch: pytest.MonkeyPatch) -> Whet:
             patch.setattr(sys, "argv", ["whet", *arguments])
             patch.setattr(sys, "stdout", sys.stdout)
             patch.setattr(sys, "stderr", sys.stderr)
-            with pytest.raises(SystemExit) as end:
+            try:
                 cli.main()
+            except SystemExit as end:
+                code = int(end.code or 0)
+            except Exception:
+                sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+                code = 1
             assert PLANTED["override"] not in str(sys.argv), "trackers write it down"
-        return int(end.value.code or 0)
+        return code
 
     return run
 
@@ -308,7 +315,7 @@ def test_an_environments_exception_and_its_group_in_a_store(tmp_path: Path) -> N
         async def step(self, message: Message) -> Any:
             raise NotImplementedError
 
-    task = Task(uid=1, source="s", prompt="a", token_ids=(1, 2), answer="b")
+    task = Task(uid=0, source="s", prompt="a", token_ids=(1, 2), answer="b")
     played = play_groups(
         ScriptedEngine([]), [task], group_size=1, sampling=Sampling(max_tokens=4), seed=0, purpose="t",
         decode=str, end_token_ids=[0], timeout_s=5.0, make_env=lambda task: Broken(),
@@ -483,5 +490,35 @@ def test_the_search_finds_what_is_planted(kind: str, tmp_path: Path) -> None:
 
 def test_every_form_that_the_search_knows_is_struck() -> None:
     secrets.learn("it", NEEDLE)
-    for needle in needles(NEEDLE):
-        assert secrets.redact(f"a {needle.decode()} b") == "a <redacted:it> b"
+    for n in range(3):
+        code = base64.b64encode(b"x" * n + NEEDLE.encode() + b"y")
+        assert seen({"code": code}, {"it": NEEDLE})
+        assert "<redacted:it>" in secrets.redact(code.decode())
+        assert seen({"code": secrets.redact(code.decode()).encode()}, {"it": NEEDLE}) == []
+    for form in (NEEDLE, NEEDLE[::-1], quote(NEEDLE, safe=""), NEEDLE.encode().hex()):
+        assert secrets.redact(f"a {form} b") == "a <redacted:it> b"
+
+
+def test_a_programs_own_traceback_after_a_run_has_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run called from Python prints as long as it runs; what it raises is shown by the interpreter."""
+    secrets.learn("it", NEEDLE)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    before = sys.stderr
+
+    def run() -> None:
+        with secrets.guarded_output():
+            print("within", NEEDLE, file=sys.stderr)
+            sys.stderr.buffer.write(f"bytes {NEEDLE}\n".encode())
+            raise ZeroDivisionError(NEEDLE)
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        run()
+    assert sys.stderr is before
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    said = capsys.readouterr().err
+    assert "within <redacted:it>" in said
+    assert "bytes <redacted:it>" in said
+    assert "ZeroDivisionError: <redacted:it>" in said
+    assert NEEDLE not in said

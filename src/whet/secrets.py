@@ -15,9 +15,11 @@ import json
 import os
 import re
 import sys
+import traceback
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from html import escape
+from types import TracebackType
 from typing import Any
 from urllib.parse import quote, quote_plus
 
@@ -242,14 +244,22 @@ def redacting(stream: Any) -> Any:
 
 @contextmanager
 def guarded_output() -> Generator[None]:
-    """The same, as long as the block runs."""
+    """The same, as long as the block runs; the traceback of what it raises is shown later, by the interpreter."""
     before = sys.stdout, sys.stderr
     guard_output()
     ours = sys.stdout, sys.stderr
     try:
         yield
+    except BaseException:
+        if sys.excepthook is sys.__excepthook__:
+            sys.excepthook = _show
+        raise
     finally:
         if sys.stdout is ours[0]:
             sys.stdout = before[0]
         if sys.stderr is ours[1]:
             sys.stderr = before[1]
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
