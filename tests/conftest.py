@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from remote_places import moto, own_hub, s3  # noqa: F401  fixtures
+from whet import secrets
 from whet.environment import prepare
 from whet.track.log import close_logging
 
@@ -17,6 +18,13 @@ settings.register_profile("wander", derandomize=False, deadline=None, print_blob
 settings.load_profile("same")
 
 prepare(None, exact=True)
+
+
+@pytest.fixture(autouse=True)
+def _own_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test lets this process know strikes nothing out of another one's texts."""
+    for name, value in (("_known", {}), ("_forms", {}), ("_pattern", None)):
+        monkeypatch.setattr(secrets, name, value)
 
 
 @pytest.fixture(autouse=True)

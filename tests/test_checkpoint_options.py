@@ -25,7 +25,7 @@ from whet import checkpoint
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.resuming import free_changes
-from whet.config.secrets import dump, is_secret
+from whet.config.secrets import dump, is_secret, learn
 from whet.track import places
 from whet.types import CheckpointError, ConfigError, Task, WhetError
 
@@ -469,18 +469,19 @@ def test_another_secret_is_no_change_and_another_variable_is_one() -> None:
         return load(None, (), {**CONFIG, "guard": {"env": env}}).config
 
     before = dump(config(JUDGE_KEY="a", PLACE="b"))
-    assert free_changes(before, config(JUDGE_KEY="c", PLACE="b")) == []
-    assert [c.key for c in free_changes(before, config(JUDGE_KEY="a", PLACE="c"))] == ["guard.env"]
+    assert free_changes(before, dump(config(JUDGE_KEY="c", PLACE="b"))) == []
+    assert [c.key for c in free_changes(before, dump(config(JUDGE_KEY="a", PLACE="c")))] == ["guard.env"]
     assert before["guard"]["env"] == {"JUDGE_KEY": "***", "PLACE": "b"}
 
 
 def test_a_secret_in_a_log_line_is_struck_out(tmp_path: Path) -> None:
     from whet.track.log import close_logging, setup_logging
 
-    setup_logging(tmp_path, level="info", secrets=["sk-veryverysecret"])
+    learn({"guard": {"env": ENV}})
+    setup_logging(tmp_path, level="info")
     logging.getLogger("whet.test").info("the judge said: bad key sk-veryverysecret")
     close_logging()
-    assert "bad key (redacted)" in (tmp_path / "run.log").read_text()
+    assert "bad key <redacted:guard.env.JUDGE_KEY>" in (tmp_path / "run.log").read_text()
 
 
 @pytest.mark.parametrize(

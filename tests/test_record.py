@@ -501,8 +501,8 @@ def test_secrets_reach_neither_manifest_nor_log(tmp_path: Path, monkeypatch: pyt
     for place in (json.dumps(entry), text, "\n".join(shown)):
         assert "verysecret" not in place
         assert "opensesame" not in place
-    assert "login with (redacted)" in text
-    assert "bad password (redacted)" in text
+    assert "login with <redacted:HF_TOKEN>" in text
+    assert "bad password <redacted:WHET_DB_PASSWORD>" in text
     assert "Traceback" in text
     assert "not at this level" not in text
     assert "after" not in text

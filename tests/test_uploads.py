@@ -173,7 +173,7 @@ def test_what_fails_is_said_and_tried_again_with_the_next(
         assert time.monotonic() < until
         time.sleep(0.01)
     assert faulty.calls == 3
-    assert "(redacted)" in caplog.text
+    assert "<redacted:AWS_SECRET_ACCESS_KEY>" in caplog.text
     assert SECRET not in caplog.text
     faulty.fails = False
     copies.checkpoint(made(tmp_path / "c", 2))

@@ -23,11 +23,11 @@ from whet.config.checks_run import TIME
 from whet.config.choices import RESUME
 from whet.config.deadlines import silence
 from whet.config.footprint import check_memory
-from whet.config.load import Loaded, load
+from whet.config.load import Loaded, learn_secrets, load
 from whet.config.plan import Plan, plans
 from whet.config.resuming import Change, longer, taken
 from whet.config.schema import Config
-from whet.config.secrets import dump, secrets_of
+from whet.config.secrets import for_people
 from whet.config.sources import rewards_by_source
 from whet.config.urls import scheme
 from whet.guard import stacks
@@ -35,6 +35,7 @@ from whet.guard.imports import import_all
 from whet.guard.jail import Jail
 from whet.guard.watch import Watch
 from whet.rewards.combine import RewardSet
+from whet.secrets import guarded_output
 from whet.storage.manifests import place_of
 from whet.storage.paths import brought_here
 from whet.storage.uploads import DEADLINE_S
@@ -135,6 +136,18 @@ def run_training(
     change: going on from a checkpoint, settings that touch numbers may be others; a branch of the run.
     watched: is given what sees whether the run gets on, once it has begun.
     """
+    with guarded_output():
+        learn_secrets(loaded)
+        return _run_training(loaded, functions or {}, watched, change=change)
+
+
+def _run_training(
+    loaded: Loaded,
+    functions: Mapping[str, RewardFunction],
+    watched: Callable[[Watch], object],
+    *,
+    change: bool,
+) -> int:
     planned = plans(loaded)  # refuses what cannot work, before anything is written
     loaded = settled(loaded)
     check_memory(planned, going_on=may_go_on(loaded.config))
@@ -150,10 +163,9 @@ def run_training(
     with ExitStack() as stack:
         aside = enter(cfg, stack)
         stack.enter_context(stacks.kept(home, who_is(cfg)))
-        secrets = secrets_of(cfg)
-        setup_logging(run_dir, level=cfg.track.log_level, secrets=secrets)
+        setup_logging(run_dir, level=cfg.track.log_level)
         stack.callback(close_logging)
-        rewards = reward_sets(loaded, functions or {}, stack)  # forks: before torch and its threads are there
+        rewards = reward_sets(loaded, functions, stack)  # forks: before torch and its threads are there
         try:
             import_all(cfg.imports)
             return _run(
@@ -168,7 +180,7 @@ def run_training(
             )
         except Exception as e:
             # to run.log alone: the caller shows it to people
-            setup_logging(run_dir, level=cfg.track.log_level, secrets=secrets)
+            setup_logging(run_dir, level=cfg.track.log_level)
             log.error("the run ended: %s", e, exc_info=None if isinstance(e, WhetError) else e)
             raise
 
@@ -245,7 +257,7 @@ def _run(
     stages = [(p.name, p.total_steps or 0) for p in planned]
     display = Display(stages, quiet="console" not in cfg.track.trackers)
     stack.callback(display.close)
-    setup_logging(directory.path, level=cfg.track.log_level, show=display.message, secrets=secrets_of(cfg))
+    setup_logging(directory.path, level=cfg.track.log_level, show=display.message)
     if is_finished(loaded, directory.path, state):
         display.close()
         display.message(
@@ -420,11 +432,12 @@ def note_start(
     from whet.track.manifest import describe
 
     cfg = loaded.config
-    text = yaml.safe_dump(dump(loaded.as_given, exclude_unset=True), sort_keys=False, allow_unicode=True)
+    shown = for_people(loaded.as_given, loaded.written)
+    text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
     described = describe(config=text, seed=cfg.seed, data_files=data_files(loaded))
     if goes_on:
         history.compare_machines(directory, described)
-        changes = [*changes, *history.since_last_start(directory.path, loaded.as_given)]
+        changes = [*changes, *history.since_last_start(directory.path, shown)]
         history.write_down(directory, changes, state)
         set_aside_export(loaded, directory.path, state)
     directory.write_config(text)

@@ -17,7 +17,6 @@ from whet.config.load import Loaded, load
 from whet.config.parts.parallel import Parallel
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config
-from whet.config.secrets import secrets_of
 from whet.guard import stacks
 from whet.guard.imports import import_all
 from whet.guard.watch import Watch
@@ -68,7 +67,7 @@ def judge_checkpoints(loaded: Loaded) -> list[dict[str, Json]]:
     with ExitStack() as stack:
         stack.enter_context(RunLock(out))
         stack.enter_context(stacks.kept(out, "eval"))
-        setup_logging(out, level=cfg.track.log_level, secrets=secrets_of(cfg))
+        setup_logging(out, level=cfg.track.log_level)
         stack.callback(close_logging)
         rewards = reward_sets(loaded, {}, stack)
         import_all(cfg.imports)

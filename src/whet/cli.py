@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Optional
 
 import typer
 
+from whet import secrets
 from whet.types import ConfigError, WhetError
 
 if TYPE_CHECKING:
@@ -496,8 +497,12 @@ def gsm8k(
 
 def main() -> None:
     """Entry point: an error the user can mend is one message, not a traceback. Exit code 2: nothing was run."""
+    arguments = sys.argv[1:]
+    secrets.learn_overrides(arguments)
+    sys.argv[1:] = map(secrets.redact, arguments)  # trackers write it down
+    secrets.guard_output()
     try:
-        app()
+        app(arguments)
     except ConfigError as e:
         typer.echo(f"whet: {e}", err=True)
         sys.exit(2)

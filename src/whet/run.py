@@ -38,6 +38,7 @@ from whet.guard.ledger import Ledger
 from whet.guard.watch import Watch, wait
 from whet.rewards.combine import RewardSet, check_failures
 from whet.rollout.engine import RolloutEngine
+from whet.secrets import redact_tree
 from whet.storage.uploads import Uploads
 from whet.sync.exchange import Publisher
 from whet.track.batches import to_table
@@ -563,7 +564,7 @@ class Run:
             "buffer": self.buffer.state(),
             "rounds": self.rounds.state() if self.rounds else None,
             "ledger": self.ledger.state(),
-            "config": self.fingerprint,
+            "config": redact_tree(self.fingerprint),
         }
 
     def restore(self, path: Path, state: Json, *, changed: bool = False) -> None:

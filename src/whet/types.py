@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from whet.secrets import redact
+
 FinishReason = Literal["stop", "length", "abort"]
 """`stop`: an end token or stop string; `length`: the token limit; `abort`: given up (deadline, error)."""
 
@@ -125,6 +127,11 @@ class Rollout:
     answer: str | None = None
     """The final answer a reward extracted from the reply, for majority voting."""
     error: str | None = None
+    """Why it has no reward; foreign code's words, without the secrets that are known."""
+
+    def __post_init__(self) -> None:
+        if self.error is not None:
+            object.__setattr__(self, "error", redact(self.error))
 
     @property
     def tokens(self) -> int:
@@ -151,7 +158,11 @@ class Group:
 
 
 class WhetError(Exception):
-    """Something the user can mend: what was given, what was expected, what to do. Exit code 2 before a run, 1 in it."""
+    """Something the user can mend: what was given, what was expected, what to do. Exit code 2 before a run, 1 in it.
+    Secrets that are known are struck out of it."""
+
+    def __init__(self, *said: object) -> None:
+        super().__init__(*(redact(part) if isinstance(part, str) else part for part in said))
 
 
 class ConfigError(WhetError):

@@ -24,7 +24,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from whet import environment
+from whet import environment, secrets
 from whet.cluster.nodes import (
     Room,
     answered,
@@ -33,6 +33,7 @@ from whet.cluster.nodes import (
     end_actor,
     environment_of,
     first_line,
+    logs,
     node_id,
     place,
 )
@@ -115,6 +116,7 @@ class EngineActor:
     that they are answered whatever the engine does."""
 
     def __init__(self, spec: Spec) -> None:
+        secrets.guard_output()
         die_with(spec.driver if spec.node == node_id() else None)
         if spec.node == node_id() and spec.stacks is not None:
             stacks.listen("engine", spec.stacks)
@@ -392,7 +394,7 @@ def _all_at_once(start: Any, names: Sequence[str], *, start_s: float) -> list[Re
     except TimeoutError:
         raise ConfigError(
             f"{len(names)} engine processes were not up within cluster.start_s={start_s:g} s; their logs are in "
-            "/tmp/ray/session_latest/logs. Raise cluster.start_s if they only load slowly"
+            f"{logs()}. Raise cluster.start_s if they only load slowly"
         ) from None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import psutil
 
 from whet.guard.processes import LOOK_S, process
+from whet.secrets import redact
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def watched() -> Head | None:
 def give_up(message: str) -> None:
     """Say why, and end this process and all that it has started: most of them would not notice."""
     log.error("%s", message)
-    os.write(2, f"whet: {message}\n".encode())
+    os.write(2, redact(f"whet: {message}\n").encode())
     for child in psutil.Process().children(recursive=True):
         child.kill()
     os._exit(1)

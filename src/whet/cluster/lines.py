@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -24,6 +24,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from whet import secrets
 from whet.cluster.nodes import answered, end_actor, environment_of, first_line, node_id
 from whet.guard import stacks
 from whet.guard.hangs import UNSEEN
@@ -67,9 +68,12 @@ class Host:
         node: str,
         driver: tuple[int, int],
         stacks_at: str | None,
+        known: Mapping[str, str],
     ) -> None:
         """folder: where files of the user's are found. paths: where modules are. node, driver: the driver's. stacks_at:
-        where processes on its machine write their stacks."""
+        where processes on its machine write their stacks. known: the driver's secrets, which nobody may print."""
+        secrets.learn_all(known)
+        secrets.guard_output()
         die_with(None)
         sys.path += [path for path in paths if path not in sys.path]
         if folder is not None:
@@ -301,6 +305,7 @@ class Far:
             node=self.own,
             driver=driver,
             stacks_at=stacks.folder(),
+            known=secrets.known(),
         )
 
     @contextmanager

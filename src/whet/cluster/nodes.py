@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from whet.cluster import head
+from whet.cluster import head, private
 from whet.guard import stacks
 from whet.guard.processes import kill
 from whet.types import ConfigError
@@ -43,7 +43,8 @@ _own_head: list[head.Head | None] = []
 def connect(
     address: str | None, model: PreTrainedModel | int | None, *, gpus: Sequence[str] | None = None
 ) -> None:
-    """Attach to the cluster at `address`, or start one here that ends with this process.
+    """Attach to the cluster at `address`, or start one here that ends with this process and that only this machine
+    reaches.
 
     model: whose weights its object store has to hold, or their bytes; None leaves its size to Ray. gpus: names of those
     that a cluster started here may use; None: all.
@@ -58,14 +59,16 @@ def connect(
     logging.getLogger("ray").setLevel(logging.WARNING)
     with _own_signals(), visible(gpus if address is None else None):
         if address is None:
-            # Its ports are open to the machine's network; Ray asks everyone for the token in ~/.ray by itself.
-            ray.init(
-                "local",
-                include_dashboard=False,
-                num_cpus=_cores(),
-                object_store_memory=_store_bytes(model),
-                **quiet,
-            )
+            private.token()
+            with private.loopback():
+                ray.init(
+                    "local",
+                    include_dashboard=False,
+                    num_cpus=_cores(),
+                    object_store_memory=_store_bytes(model),
+                    _temp_dir=str(private.sessions()),
+                    **quiet,
+                )
             _own_head.append(head.watched())
             return
         _reach(address)
@@ -217,6 +220,12 @@ def disconnect() -> None:
     if ray.is_initialized():
         with _own_signals():
             ray.shutdown()
+
+
+def logs() -> str:
+    """The folder, on this machine, of what the cluster's processes print."""
+    node: Any = ray._private.worker._global_node
+    return str(node.get_logs_dir_path())
 
 
 # ---------------------------------------------------------------- processes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from whet.config.recipes import resolve
 from whet.config.schema import Config, Profile
-from whet.config.secrets import MASK, is_secret, masked_url
+from whet.config.secrets import MASK, is_secret, left_out, masked_url
 from whet.config.tree import leaves
 from whet.config.urls import is_remote, url_problems
 from whet.tables import near
@@ -60,6 +60,12 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
             )
         elif not name or "=" in name or "\0" in name + value:
             yield "guard.env", f"{name!r} cannot name an environment variable with the value given"
+    for key in left_out(cfg):
+        yield (
+            key,
+            "a secret was left out here when a run's config.yaml was written; give it again, best as a reference: "
+            f"{key}='${{oc.env:NAME}}'",
+        )
     for given in cfg.imports:
         if given.endswith(".py") and not Path(given).is_file():
             yield "imports", f"{given!r}: no such file"

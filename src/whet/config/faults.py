@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from whet.config.keys import Path, did_you_mean, distance, dotted, lookup
 from whet.config.parse import scalar
 from whet.config.tree import get, stage_names
+from whet.secrets import redact
 from whet.types import Json
 
 
@@ -109,7 +110,7 @@ def _parts(annotation: Any) -> list[Any]:
 
 def shown(value: Json) -> str:
     """A value as it stands in a config, cut where it is long."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = redact(json.dumps(value, ensure_ascii=False))  # whole: a part of a secret is not recognised
     return text if len(text) <= 60 else text[:57] + "..."
 
 

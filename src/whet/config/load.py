@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from whet.config import keys, tree
+from whet.config import keys, secrets, tree
 from whet.config.dialects.here import fitted
 from whet.config.dialects.idle import at_hand, idle, noted, without
 from whet.config.dialects.recognise import recognise
@@ -31,6 +31,7 @@ from whet.config.draft import Draft
 from whet.config.faults import faults, listing, named, shown
 from whet.config.parse import parse, plain
 from whet.config.schema import Config
+from whet.secrets import learn_overrides
 from whet.types import ConfigError, Json
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
@@ -82,6 +83,8 @@ def load(
     """
     draft = _read(Path(path)) if path is not None else Draft()
     what = str(path or "the config")
+    secrets.learn(draft.tree, everywhere=True)
+    learn_overrides(overrides)
     kind = recognise(draft.tree or overridden({}, {}, overrides).tree, dialect)
     translation = None
     if kind != NATIVE:
@@ -121,7 +124,11 @@ def _finished(draft: Draft) -> Config | None:
     for name, info in Config.model_fields.items():
         if isinstance(info.default, str) and "${" in info.default:
             draft.tree = {name: info.default, **draft.tree}
+    secrets.learn(draft.tree)
+    written = draft.tree
     draft.interpolate()
+    secrets.learn(draft.tree)
+    secrets.learn_references(written, draft.tree)
     return draft.validate()
 
 
@@ -142,6 +149,13 @@ def _translated(draft: Draft, kind: str, overrides: Sequence[str]) -> tuple[Draf
     else:
         out.problems.append((foreign.origins[("whet",)], "whet: expected a section of native keys"))
     return out, made
+
+
+def learn_secrets(loaded: Loaded) -> None:
+    """Let this process know the secrets of a config that another one has loaded."""
+    resolved = loaded.as_given.model_dump(mode="json", exclude_unset=True)
+    secrets.learn(resolved)
+    secrets.learn_references(loaded.written, resolved)
 
 
 def stage_names(config: Config) -> tuple[str, ...]:

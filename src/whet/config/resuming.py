@@ -8,6 +8,7 @@ free: touches no number; taken. `rounding` is free, too: sums are taken in anoth
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,8 +19,9 @@ from whet.config.faults import shown
 from whet.config.keys import Key, dotted, is_list, keys, lookup
 from whet.config.keys import Path as At
 from whet.config.schema import Config, Section
-from whet.config.secrets import dump
+from whet.config.secrets import dump, hidden
 from whet.config.tree import get, stage_names, stage_tree
+from whet.secrets import REDACTED, redact_tree
 from whet.types import CheckpointError, Json
 
 Class = Literal["identity", "numbers", "rounding", "free"]
@@ -185,7 +187,7 @@ def changes(old: Json, new: Json) -> list[Change]:
     What one of them does not have has its default; keys that the schema does not know are of another version of whet,
     and are passed over. A stage that only one of them has is one change, of `stages`.
     """
-    was, now = _stages(old), _stages(new)
+    was, now = _stages(redact_tree(hidden(old))), _stages(redact_tree(hidden(new)))
     both = [name for name in now if name in was]
     found = [replace(c, stage=name) for name in both for c in _differences(was[name], now[name], ())]
     kinds = {n: _kind(c, now[c.stage]) for n, c in enumerate(found) if c.stage is not None}
@@ -210,7 +212,7 @@ def _stages(tree: Json) -> dict[str, Json]:
 
 
 def _differences(old: Json, new: Json, at: At) -> Iterator[Change]:
-    if old == new:
+    if old == new or _agree(old, new):
         return
     key = lookup(at)
     section = not at or (key is not None and key.section is not None)
@@ -232,6 +234,17 @@ def _differences(old: Json, new: Json, at: At) -> Iterator[Change]:
     else:
         assert key is not None
         yield Change(at, old, new, class_of(key.path))
+
+
+def _agree(a: Json, b: Json) -> bool:
+    """Whether two texts are equal but for secrets, which one process may know and another not."""
+    if not isinstance(a, str) or not isinstance(b, str):
+        return False
+    return any(
+        REDACTED.search(struck) is not None
+        and re.fullmatch(".*".join(map(re.escape, REDACTED.split(struck))), other, re.DOTALL) is not None
+        for struck, other in ((a, b), (b, a))
+    )
 
 
 def _default(key: Key) -> Json:
@@ -309,9 +322,9 @@ def _listed(changes: Sequence[Change]) -> str:
     return ", ".join(map(str, changes[:MOST_TOLD])) + more
 
 
-def free_changes(before: Json, cfg: Config) -> list[Change]:
-    """The changes since the last start of the run, whose config.yaml is `before`, that touch no number."""
-    return [c for c in changes(before, dump(cfg)) if not _remembered(c)]
+def free_changes(before: Json, now: Json) -> list[Change]:
+    """The changes between two starts of a run, by what config.yaml has of each, that touch no number."""
+    return [c for c in changes(before, now) if not _remembered(c)]
 
 
 def longer(saved: Json, cfg: Config, stage: str) -> bool:

@@ -1,50 +1,171 @@
-"""What must not be written down: values that belong to names like API_KEY."""
+"""What of a config must not be written down: by the names of its keys, in its URLs, and where it comes from.
+
+A secret is best left out of the config: `${oc.env:NAME}` stays as it is in config.yaml, so that file can be used again.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from whet import secrets
+from whet.config.keys import Path, dotted
 from whet.config.schema import Config
+from whet.config.tree import get, leaves
+from whet.secrets import is_secret as is_secret
 from whet.types import Json
 
 MASK = "***"
 """Stands where a secret was, in config.yaml and in everything else that is made of a config."""
+DIGEST = "sha256:"
+"""Stands before the digest of a variable that may be one: another value is another config."""
 
-_SECRET = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_FREE = ("arguments", "params", "reward_kwargs", "monitor_args")
+"""Sections of any keys, which mean what the function makes of them."""
+_DATA = ("rows",)
+"""What is trained on is no setting."""
+_FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*'?([^,}']+)")
 
 
-def is_secret(name: str) -> bool:
-    """Whether an environment variable, or an argument, of this name looks like it holds a secret."""
-    return _SECRET.search(name) is not None
+@dataclass
+class _Hidden:
+    """A walk through a config that takes note of what it hides."""
 
+    variables: str | None = None
+    """What to put in the place of variables of reward processes whose names tell nothing. None: they stay."""
+    found: list[tuple[Path, str]] = field(default_factory=list)
+    """(path, secret)"""
 
-_PASSWORD = re.compile(r"(://[^/@:]*:)(?P<user>[^@]*)(?=@)|((?:^|[?&])password=)(?P<query>[^&]*)")
+    def of(
+        self, value: Json, path: Path = (), *, name: str = "", free: bool = False, sure: bool = False
+    ) -> Json:
+        """The same, hidden. name: of the key it is below. free: it is below a section of any keys. sure: it is below a
+        name that means a secret."""
+        if isinstance(value, dict):
+            if path[-2:] == ("guard", "env"):
+                return {k: self.variable(v, (*path, k), str(k)) for k, v in value.items()}
+            return {
+                k: v if k in _DATA else self.of(v, (*path, k), name=str(k),
+                    free=free or k in _FREE, sure=sure or (free and secrets.is_sure(str(k))))
+                for k, v in value.items()
+            }  # fmt: skip
+        if isinstance(value, list | tuple):
+            return [self.of(v, (*path, n), name=name, free=free, sure=sure) for n, v in enumerate(value)]
+        if free and isinstance(value, int | float) and not isinstance(value, bool) and sure:
+            return self.hide(path, str(value))
+        if not isinstance(value, str) or not value:
+            return value
+        if sure or (free and secrets.holds_secret(name, value)):
+            return self.hide(path, value)
+        self.found += [(path, value[start:end]) for start, end in secrets.in_urls(value)]
+        return secrets.without(value, MASK)
+
+    def variable(self, value: Json, path: Path, name: str) -> Json:
+        """Of the reward processes. All of them may be secrets."""
+        if not isinstance(value, str):
+            return value
+        if secrets.is_secret(name):
+            return self.hide(path, value)
+        self.found.append((path, value))
+        if self.variables is None or not secrets.may_be_secret(value) or value.startswith(DIGEST):
+            return secrets.without(value, MASK)
+        digest = hashlib.sha256(f"whet guard.env {name}={value}".encode()).hexdigest()
+        return self.variables.format(digest=digest)
+
+    def hide(self, path: Path, value: str) -> str:
+        self.found.append((path, value))
+        return MASK
 
 
 def masked_url(url: str) -> str:
-    """The same with its password struck out, be it before the host or a parameter."""
-    return _PASSWORD.sub(lambda m: f"{m[1] or m[3]}{MASK}", url)
+    """The same with its passwords struck out, be they before the host or parameters."""
+    return secrets.without(url, MASK)
 
 
-def masked(env: Mapping[str, str]) -> dict[str, str]:
-    """The same with the values of secrets struck out."""
-    return {name: MASK if is_secret(name) else value for name, value in env.items()}
+def learn(tree: Json, *, everywhere: bool = False) -> None:
+    """Let this process know the secrets of a config, given as plain values. everywhere: it may be another system's."""
+    walk = _Hidden()
+    walk.of(tree, free=everywhere)
+    for path, value in walk.found:
+        if value == MASK:
+            continue
+        if path[-3:-1] == ("guard", "env") and not secrets.is_secret(str(path[-1])):
+            secrets.guess(dotted(path), value)
+        else:
+            secrets.learn(dotted(path), value)
 
 
-def secrets_of(cfg: Config) -> list[str]:
-    """The secret values that a config holds."""
-    passwords = [m["user"] or m["query"] for m in _PASSWORD.finditer(cfg.buffer.url)]
-    return [value for name, value in cfg.guard.env.items() if is_secret(name)] + [p for p in passwords if p]
+def learn_references(written: Json, resolved: Json) -> None:
+    """The same of what was taken from variables with the name of a secret, whatever key it stands at."""
+    for path, text in leaves(written):
+        named = _FROM_ENVIRONMENT.findall(text) if isinstance(text, str) else []
+        value = get(resolved, path)
+        if isinstance(value, str) and any(map(secrets.is_secret, named)):
+            secrets.learn(dotted(path), value)
 
 
 def dump(cfg: Config, *, exclude: Any = None, exclude_unset: bool = False) -> dict[str, Json]:
-    """A config as plain values that may be written down. A changed secret changes nothing in it."""
-    tree = cfg.model_dump(mode="json", exclude=exclude, exclude_unset=exclude_unset)
-    guard = tree.get("guard", {})
-    if "env" in guard:
-        guard["env"] = masked(guard["env"])
-    if url := tree.get("buffer", {}).get("url"):
-        tree["buffer"]["url"] = masked_url(url)
-    return tree
+    """A config as plain values that may be written down. A changed secret changes nothing in it, another variable of
+    the reward processes does."""
+    return hidden(cfg.model_dump(mode="json", exclude=exclude, exclude_unset=exclude_unset))
+
+
+def hidden(tree: dict[str, Json]) -> dict[str, Json]:
+    """Plain values of a config without its secrets. What is hidden already stays so."""
+    found: dict[str, Json] = _Hidden(variables=DIGEST + "{digest:.16}").of(tree)
+    return found
+
+
+def for_people(cfg: Config, written: Mapping[str, Json]) -> Json:
+    """The same for config.yaml: a secret that was given by reference stays that, what else is known is struck out."""
+    walk, tree = _Hidden(variables=MASK), cfg.model_dump(mode="json", exclude_unset=True)
+    return _referring(secrets.redact_tree(walk.of(tree)), tree, written)
+
+
+def _referring(shown: Json, tree: Json, written: Json) -> Json:
+    """With references as they were written, where something is hidden."""
+    if isinstance(shown, dict) and isinstance(written, dict):
+        return {k: _referring(v, get(tree, (k,)), written.get(k)) for k, v in shown.items()}
+    if isinstance(shown, list) and isinstance(written, list):
+        return [_referring(v, t, w) for v, t, w in zip(shown, tree, written, strict=True)]
+    is_reference = isinstance(written, str) and _FROM_ENVIRONMENT.search(written) is not None
+    return written if is_reference and shown != tree else shown
+
+
+def left_out(cfg: Config) -> list[str]:
+    """Keys at which there is no secret but what stands for one in a run's config.yaml."""
+    walk = _Hidden()
+    tree = cfg.model_dump(mode="json", exclude_unset=True)
+    walk.of(tree)
+    struck = [path for path, value in leaves(tree) if isinstance(value, str) and "<redacted:" in value]
+    masked = [
+        p
+        for p, value in walk.found
+        if value == MASK and p[:1] != ("buffer",) and p[-3:-1] != ("guard", "env")
+    ]
+    return [dotted(path) for path in dict.fromkeys([*masked, *struck])]
+
+
+def by_environment(tree: dict[str, Json]) -> tuple[dict[str, Json], dict[str, str]]:
+    """A config whose secrets are references to variables, and these: what may go into a file for another process."""
+    walk = _Hidden()
+    walk.of(tree)
+    quoted = [
+        path for path, value in leaves(tree) if isinstance(value, str) and secrets.redact(value) != value
+    ]
+    variables: dict[str, str] = {}
+    for number, path in enumerate(dict.fromkeys([*(path for path, _ in walk.found), *quoted])):
+        variables[f"WHET_SECRET_{number}"] = str(get(tree, path))
+        tree = _put(tree, path, f"${{oc.env:WHET_SECRET_{number}}}")
+    return tree, variables
+
+
+def _put(tree: Any, path: Path, value: Json) -> Any:
+    if not path:
+        return value
+    copy: Any = list(tree) if isinstance(tree, list) else dict(tree)
+    copy[path[0]] = _put(copy[path[0]], path[1:], value)
+    return copy

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Literal, cast, get_args
 
 from whet.guard import confine, frames, nursery, pulse
+from whet.secrets import redact
 from whet.types import ConfigError, WhetError
 
 log = logging.getLogger(__name__)
@@ -340,11 +341,13 @@ class Jail:
 def read_result(body: bytes) -> Result:
     """A worker's answer, not trusted: whatever is not a set of finite numbers is a failure."""
     reply = json.loads(body)
-    output, dropped = reply["output"], reply["dropped"]
+    output, dropped = redact(reply["output"]), reply["dropped"]
     match reply:
         case {"failure": [str(kind), str(detail)]} if kind in get_args(FailureKind):
-            failure = Failure(cast(FailureKind, kind), detail)
+            failure = Failure(cast(FailureKind, kind), redact(detail))
         case {"parts": dict(parts), "answer": str() | None as answer} if all(map(_is_finite, parts.values())):
+            parts = {redact(name): value for name, value in parts.items()}
+            answer = answer and redact(answer)
             return Result(parts=parts, answer=answer, output=output, dropped_bytes=dropped)
         case _:
             failure = Failure("output", "on the channel of results: values that no reward can have")

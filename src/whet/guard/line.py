@@ -8,6 +8,7 @@ started it, however that ends.
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import shutil
 import signal
@@ -18,11 +19,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
+from whet import secrets
 from whet.guard import stacks
 from whet.guard.processes import die_with, state
 
@@ -122,6 +124,8 @@ class LocalLine:
                 start_new_session=True,
             )
         self.connection = Connection(ours.detach())
+        with suppress(OSError):  # it has ended: `died` says so
+            self.connection.send_bytes(json.dumps(secrets.known()).encode())
 
     def died(self) -> str | None:
         code = self.process.poll()
@@ -211,7 +215,8 @@ def how_it_ended(line: Line) -> str:
 
 
 def picked_up(arguments: Sequence[str]) -> Connection:
-    """The other end of a line, in the process that it leads to; its stack goes to a file when asked for."""
+    """The other end of a line, in the process that it leads to; its stack goes to a file when asked for, and it prints
+    none of the secrets that the process at the other end knows."""
     fd, path, parent, tied, who, folder = arguments
     if tied == "1":
         die_with(None)
@@ -221,7 +226,11 @@ def picked_up(arguments: Sequence[str]) -> Connection:
     faulthandler.register(signal.SIGUSR1, file, all_threads=True)
     os.replace(file.name, path)  # who finds it may send the signal
     stacks.announce(who, Path(path), folder or None)
-    return Connection(int(fd))
+    connection = Connection(int(fd))
+    with suppress(EOFError, OSError):  # nobody asks any more: whoever listens hears it
+        secrets.learn_all(json.loads(connection.recv_bytes()))
+    secrets.guard_output()
+    return connection
 
 
 def _end_with(parent: int) -> None:

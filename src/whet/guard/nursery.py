@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from whet.guard import confine, frames, stacks, worker
+from whet.secrets import redact
 from whet.types import WhetError
 
 Loader = Callable[[], worker.Function]
@@ -97,7 +98,7 @@ def fork(body: Callable[[], None]) -> int:
     except (BrokenPipeError, ConnectionResetError):
         code = 0  # the run has ended, and nobody listens
     except BaseException:  # noqa: BLE001  nothing may unwind into the copied frames of the parent
-        traceback.print_exc(file=sys.__stderr__)
+        print(redact(traceback.format_exc()), file=sys.__stderr__, end="")
     finally:
         os._exit(code)
 

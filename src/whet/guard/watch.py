@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from whet.guard import pulse, stacks
+from whet.secrets import redact
 from whet.types import WhetError
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class Watch:
             f"{self.limit_s:g}"
         )
         log.error("%s\n%s", message, stacks.everyone())
-        os.write(2, f"whet: {message}. The log has the stacks.\n".encode())
+        os.write(2, redact(f"whet: {message}. The log has the stacks.\n").encode())
         os._exit(1)
 
     def close(self) -> None:

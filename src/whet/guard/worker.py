@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from whet.guard import confine, frames
+from whet.secrets import redact
 
 Function = Callable[..., object]
 """Foreign code: takes the keyword arguments of a call, returns a number or a dict of numbers. The dict may
@@ -106,7 +107,7 @@ def finite(value: object, where: str = "") -> float:
 def describe(error: BaseException, *, name: bool = True) -> str:
     """'ValueError: text (file.py:3)', bounded, whatever the exception's own methods do."""
     try:
-        text = str(error)[:_MAX_DETAIL]
+        text = redact(str(error))[:_MAX_DETAIL]
     except BaseException:  # noqa: BLE001  foreign __str__
         text = "(its text cannot be made)"
     if not name:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 
+from whet.config.secrets import by_environment
 from whet.rehearsal.findings import Finding, fails, works
 from whet.rehearsal.shrink import check
 from whet.track.record import read_lines
@@ -88,8 +89,9 @@ def _bytes(folder: Path, name: str) -> bytes:
 def _start(tree: dict[str, Json], folder: Path, name: str) -> subprocess.Popen[bytes]:
     """`whet train` on the small config, in a process group of its own so that it ends with all its children."""
     file = folder / f"{name}.yaml"
+    open_tree, variables = by_environment(tree)  # no secret goes into a file
     file.write_text(
-        yaml.safe_dump(tree | {"run_dir": str(folder / name)}, sort_keys=False, allow_unicode=True)
+        yaml.safe_dump(open_tree | {"run_dir": str(folder / name)}, sort_keys=False, allow_unicode=True)
     )
     with (folder / f"{name}.txt").open("wb") as out:
         return subprocess.Popen(
@@ -97,6 +99,7 @@ def _start(tree: dict[str, Json], folder: Path, name: str) -> subprocess.Popen[b
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
+            env=os.environ | variables,
             start_new_session=True,
         )
 

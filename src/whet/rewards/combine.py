@@ -14,6 +14,7 @@ from typing import Protocol
 
 from whet import seeds
 from whet.config import schema
+from whet.config.secrets import learn
 from whet.guard import pulse
 from whet.guard.imports import import_all
 from whet.guard.jail import Call, Failure, Jail, Result
@@ -103,10 +104,12 @@ class RewardSet:
 def _prepare(env: Mapping[str, str], imports: Sequence[str]) -> None:
     """What reward processes begin with."""
     os.environ.update(env)
+    learn({"guard": {"env": dict(env)}})
     import_all(imports)
 
 
 def _load(name: str, reward: schema.Reward, given: RewardFunction | None) -> Callable[..., object]:
+    learn({"rewards": {name: {"arguments": reward.arguments}}})
     function = given
     if function is None:
         what = f"reward {name!r}: function"

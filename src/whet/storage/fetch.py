@@ -27,8 +27,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO
 
-from whet.config.secrets import is_secret
 from whet.config.urls import scheme
+from whet.secrets import learn_environment, learn_urls, redact, redacting
 from whet.storage import hub, stores
 from whet.storage.manifests import oldest_first, place_of
 from whet.track.files import atomic_folder, tidy
@@ -137,10 +137,9 @@ def naming(url: str) -> Iterator[None]:
 
 
 def struck(text: str) -> str:
-    """The same without the values of environment variables whose names are secrets'."""
-    for value in (v for k, v in os.environ.items() if is_secret(k) and len(v) >= 8):
-        text = text.replace(value, "(redacted)")
-    return text
+    """The same without secrets, those of the present environment too."""
+    learn_environment()
+    return redact(text)
 
 
 @contextmanager
@@ -184,6 +183,10 @@ def _end_with_parent() -> None:
 
 def main() -> None:
     asked = json.loads(sys.stdin.readline())
+    learn_environment()
+    for url in (*asked["urls"], *asked["checkpoints"]):
+        learn_urls("URL", url)
+    sys.stderr = redacting(sys.stderr)  # standard output is the answer
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         paths = {url: str(fetch(url, cache())) for url in asked["urls"]}

@@ -9,7 +9,6 @@ from pathlib import Path
 import yaml
 
 from whet.config.resuming import Change, free_changes
-from whet.config.schema import Config
 from whet.track.manifest import other_arithmetic
 from whet.track.record import RunDirectory
 from whet.types import Json
@@ -17,15 +16,15 @@ from whet.types import Json
 log = logging.getLogger(__name__)
 
 
-def since_last_start(run_dir: Path, cfg: Config) -> list[Change]:
-    """The free keys in which a config differs from the config.yaml of the run's last start."""
+def since_last_start(run_dir: Path, now: Json) -> list[Change]:
+    """The free keys in which a config, as config.yaml will have it, differs from that of the run's last start."""
     file = run_dir / "config.yaml"
     try:
         before = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         log.warning("%s cannot be read, so what has changed since is not told: %s", file, error)
         return []
-    return free_changes(before, cfg) if isinstance(before, dict) else []
+    return free_changes(before, now) if isinstance(before, dict) else []
 
 
 def write_down(directory: RunDirectory, found: Sequence[Change], state: Json) -> None:

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from whet.config.secrets import is_secret
+from whet.secrets import learn_environment, redact
 from whet.track.files import file_error
 
 
 class _Strike(logging.Filter):
-    """Strikes secrets out of a message before it is written: these, and secret environment variables'."""
-
-    def __init__(self, secrets: Sequence[str]) -> None:
-        super().__init__()
-        known = [*secrets, *(v for k, v in os.environ.items() if is_secret(k))]
-        self._secrets = [v for v in known if len(v) >= 8]
+    """Strikes the secrets that are known out of a message before it is written."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
         if record.exc_info:
             text += "\n" + logging.Formatter().formatException(record.exc_info)
             record.exc_info = record.exc_text = None
-        for secret in self._secrets:
-            text = text.replace(secret, "(redacted)")
-        record.msg, record.args = text, None
+        record.msg, record.args = redact(text), None
         return True
 
 
@@ -54,13 +46,12 @@ class _Shown(logging.Handler):
         self._show(self.format(record))
 
 
-def setup_logging(
-    run_dir: Path, *, level: str, show: Callable[[str], None] | None = None, secrets: Sequence[str] = ()
-) -> None:
+def setup_logging(run_dir: Path, *, level: str, show: Callable[[str], None] | None = None) -> None:
     """Send the loggers of `whet` to run.log, and warnings (at level debug: everything) to `show`, if given.
 
-    A second call replaces the first. Times are UTC; `secrets` and values of secret environment variables never appear.
+    A second call replaces the first. Times are UTC; no secret that is known appears, nor one of the environment.
     """
+    learn_environment()
     close_logging()
     logger = logging.getLogger("whet")
     try:
@@ -75,7 +66,7 @@ def setup_logging(
         handlers[1].setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
         handlers[1].setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     for handler in handlers:
-        handler.addFilter(_Strike(secrets))
+        handler.addFilter(_Strike())
         logger.addHandler(handler)
     logger.setLevel(level.upper())
     logger.propagate = False

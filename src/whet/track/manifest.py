@@ -13,7 +13,8 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from whet.config.secrets import is_secret
+from whet import secrets
+from whet.secrets import is_secret
 from whet.types import DataError, Json
 
 
@@ -69,8 +70,8 @@ _ENVIRONMENT = (
 
 
 def redact(environment: Mapping[str, str]) -> dict[str, str]:
-    """The same with the values of names that look like secrets struck out."""
-    return {k: "(redacted)" if is_secret(k) else v for k, v in environment.items()}
+    """The same with the values of names that look like secrets struck out, and what is known to be one elsewhere."""
+    return {k: "(redacted)" if is_secret(k) else secrets.redact(v) for k, v in environment.items()}
 
 
 def file_sha256(path: Path) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from whet.config.secrets import dump
 from whet.config.tree import leaves
+from whet.secrets import redact_tree
 from whet.track.sinks import Sinks
 from whet.types import ConfigError, Json, Metrics
 
@@ -44,7 +45,7 @@ class Wandb:
                 tags=list(cfg.track.tags),
                 id=sinks.record.identity,
                 resume="allow",
-                config=dump(cfg),
+                config=redact_tree(dump(cfg)),
                 dir=str(sinks.record.path),
                 **_given(sinks, "wandb"),
             )
@@ -86,7 +87,7 @@ class SwanLab:
                 experiment_name=cfg.name,
                 id=sinks.record.identity,
                 resume="allow",
-                config=dump(cfg),
+                config=redact_tree(dump(cfg)),
                 logdir=str(sinks.record.path / "swanlab"),
                 **{name: label for name, label in labels.items() if label},
                 **_given(sinks, "swanlab"),
@@ -140,7 +141,7 @@ class Mlflow:
         }
         run = client.create_run(experiment, run_name=cfg.name, tags={k: v for k, v in tags.items() if v})
         entities = self._mlflow.entities
-        params = [entities.Param(name, value) for name, value in _flat(dump(cfg))]
+        params = [entities.Param(name, value) for name, value in _flat(redact_tree(dump(cfg)))]
         for start in range(0, len(params), _AT_ONCE):
             client.log_batch(run.info.run_id, params=params[start : start + _AT_ONCE])
         return str(run.info.run_id)

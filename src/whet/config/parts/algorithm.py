@@ -197,4 +197,5 @@ class Reward(Section):
     model: RewardModel | None = None
     """A reward model, in place of a function. It reads in the main process, one rollout at a time."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments given to the function on every call."""
+    """Keyword arguments given to the function on every call. What is a secret by its key (api_key, token, password ...)
+    or in a URL is written nowhere; best given as `api_key: "${oc.env:JUDGE_KEY}"`."""

@@ -13,7 +13,7 @@ class Cluster(Section):
 
     address: str | None = None
     """host:port of the head of a running Ray cluster, or auto for the one on this machine. Default: one is started here
-    and ends with the run."""
+    that only this machine reaches and that ends with the run."""
     placement: Literal["pack", "spread"] = "pack"
     """pack: processes of a kind on as few machines as they fit; spread: on as many as there are."""
     ranks: bool = False

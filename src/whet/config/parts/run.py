@@ -120,8 +120,9 @@ class Guard(Section):
     workers: Positive = 1
     """Reward processes."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the reward processes, over those of the run. Values of names like API_KEY or TOKEN are
-    written nowhere; best taken from the run's own environment: `JUDGE_KEY: "${oc.env:JUDGE_KEY}"`."""
+    """Environment variables of the reward processes, over those of the run. Values of names like API_KEY or TOKEN, and
+    others of 8 characters or more that are no word, number or path, are written nowhere; best taken from the run's own
+    environment: `JUDGE_KEY: "${oc.env:JUDGE_KEY}"`, which stays so in config.yaml."""
     timeout_s: Above0 = 10.0
     """Longest time for one reward call; then its process is killed and the rollout marked unscored."""
     memory_mb: Positive = 2048

@@ -1,0 +1,75 @@
+"""A cluster that is started for one run on one machine: nobody else reaches it, or reads what it writes.
+
+Ray by itself listens on all interfaces, keeps its sessions where everyone may write, and its token where everyone may
+read.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ray._private import ray_constants
+
+from whet.types import ConfigError
+
+LOOPBACK_ONLY = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+"""Ray reads it as: whether other machines may be a part. All its processes listen on loopback where it is 0."""
+
+
+@contextmanager
+def loopback() -> Generator[None]:
+    """What Ray starts inside listens on 127.0.0.1 alone."""
+    before, others = os.environ.get(LOOPBACK_ONLY), ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[LOOPBACK_ONLY] = "0"  # of its processes
+    ray_constants.ENABLE_RAY_CLUSTER = False  # of this one, where Ray has read it already
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = others
+        os.environ.pop(LOOPBACK_ONLY)
+        os.environ.update({} if before is None else {LOOPBACK_ONLY: before})
+
+
+def sessions() -> Path:
+    """Where this user's sessions go, in a folder that nobody else may enter. ConfigError where it is another's."""
+    # short: a socket's path in it has to fit 107 bytes
+    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"whet-ray-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        seen = folder.lstat()
+        if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid():
+            raise ConfigError(
+                f"{folder} is not a folder of yours, and a cluster's sessions go there: remove it, or set RAY_TMPDIR "
+                "to a folder of your own"
+            )
+        folder.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}, where a cluster's sessions go, cannot be made: {error.strerror}; set RAY_TMPDIR to a folder "
+            "of your own"
+        ) from error
+    return folder / "ray"  # Ray opens it to everyone: the folder above it is what keeps them out
+
+
+def token() -> None:
+    """See that Ray's token is there and that nobody else may read it. ConfigError where that cannot be."""
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_MODE", "token") != "token":
+        return
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+        except FileExistsError:
+            path.chmod(0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}, the token of Ray's clusters, cannot be written for your eyes only: {error.strerror}; set "
+            "RAY_AUTH_TOKEN to a text of your own, 32 characters or more"
+        ) from error

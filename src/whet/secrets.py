@@ -1,0 +1,265 @@
+"""Secrets that this process knows, and texts without them.
+
+What is known comes from the config (`config.secrets`), from the environment, and from the process that started this one
+(`guard.line`). Text of foreign code (exceptions, what a reward says) goes through `redact` where it comes in, errors
+where they are made, and all that is printed or logged where it goes out; so no file, store or tracker gets to see one.
+
+A value of fewer than SHORTEST characters is not struck out of texts: it would take parts of words with it. Where its
+place is known (a key of the config), it is hidden whatever its length.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from html import escape
+from types import TracebackType
+from typing import Any
+from urllib.parse import quote, quote_plus
+
+SHORTEST = 6
+"""Characters of a secret that a config names as such."""
+SHORTEST_GUESSED = 8
+"""Of one that only the name of an environment variable tells."""
+
+_SURE = (
+    r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|BEARER|AUTH(?!OR(?!I))|DSN$|CONNECTION_?STRING|(^|_)(PWD|PASS|SAS|PAT)($|_)"
+    r"|(API|ACCESS|PRIVATE|SIGNING|ENCRYPTION|ACCOUNT)[_-]?KEY"
+)
+_LIKELY = r"TOKEN(?!IZ)|(?<!SSL)KEY"
+_sure = re.compile(_SURE, re.IGNORECASE)
+_likely = re.compile(_LIKELY, re.IGNORECASE)
+_LOOK = {"TOKEN": r"[\w./+=:~-]{8,}", "KEY": r"(?=.*\d)[\w./+=:~-]{8,}"}
+"""What a value looks like that is meant by such a name, and not a special token or the key of a column."""
+_URL = re.compile(
+    r"(?P<head>://)(?:(?P<user>[^/?#@:\s]*)(?P<colon>:(?!\d*(?:[/?#\s]|$))(?P<password>[^\s@]*(?:@[^\s@/?#]*)*))?(?=@))?"
+    r"|(?P<query>[?&;](?P<name>[\w.-]+)=)(?P<value>[^&;#\s]*)"
+)
+_NAMELESS = re.compile(r"(?=.*\d)[\w.~%+=-]{16,}")
+"""A user of a URL that is rather a token."""
+
+
+def is_secret(name: str) -> bool:
+    """Whether an environment variable, or a parameter of a URL, of this name looks like it holds a secret."""
+    return _sure.search(name) is not None or _likely.search(name) is not None
+
+
+def is_sure(name: str) -> bool:
+    """Whether a name means a secret whatever the value looks like."""
+    return _sure.search(name) is not None
+
+
+def holds_secret(name: str, value: str) -> bool:
+    """Whether an argument holds a secret: 'api_key' does, 'stop_token: </answer>' and 'key: question' do not."""
+    if is_sure(name):
+        return True
+    found = _likely.search(name)
+    return found is not None and re.fullmatch(_LOOK[found[0].upper()], value) is not None
+
+
+def in_urls(text: str) -> Iterator[tuple[int, int]]:
+    """Where secrets stand in the URLs of a text: passwords, tokens in the place of a user, parameters."""
+    if "://" not in text:
+        return
+    for m in _URL.finditer(text):
+        if m["query"]:
+            if m["value"] and (is_secret(m["name"]) or m["name"].lower() in ("sig", "signature", "pwd")):
+                yield m.span("value")
+            continue
+        if m["user"] and _NAMELESS.fullmatch(m["user"]):
+            yield m.span("user")
+        if m["password"]:
+            yield m.span("password")
+
+
+def without(text: str, mask: str) -> str:
+    """The same with the secrets of its URLs replaced."""
+    for start, end in reversed(list(in_urls(text))):
+        text = text[:start] + mask + text[end:]
+    return text
+
+
+# ---------------------------------------------------------------- what is known
+
+REDACTED = re.compile(r"<redacted:[^>]*>")
+"""What `redact` puts in the place of a secret."""
+
+_known: dict[str, str] = {}
+"""Names by value."""
+_forms: dict[str, str] = {}
+"""Names by every form that a value may take in a text."""
+_pattern: re.Pattern[str] | None = None
+
+
+def learn(name: str, value: str) -> None:
+    """From now on `redact` replaces this value, in whatever form it comes, by <redacted:NAME>."""
+    global _pattern
+    if len(value) < SHORTEST or value in _known or "<redacted:" in value or "${" in value:
+        return
+    _known[value] = name
+    _scheme, _, token = value.partition(" ")  # Bearer TOKEN
+    parts = {value, *(part.strip() for part in (*value.splitlines(), token) if may_be_secret(part.strip()))}
+    for part in parts:
+        for form in forms(part):
+            _forms.setdefault(form, name)
+    _pattern = None
+
+
+def guess(name: str, value: str) -> None:
+    """Learn what only a name tells, if it may be one."""
+    if may_be_secret(value):
+        learn(name, value)
+
+
+def may_be_secret(value: str) -> bool:
+    """Whether a value is more than a word, a number, or a path that is there."""
+    is_word = value.isalpha() and len(value) < 2 * SHORTEST_GUESSED
+    is_number = re.fullmatch(r"[\d.,:\s]+", value) is not None
+    return len(value) >= SHORTEST_GUESSED and not is_word and not is_number and not _is_path(value)
+
+
+def _is_path(value: str) -> bool:
+    """A folder or file that is there, or the end of one that is not yet."""
+    return value.startswith("/") and os.path.isdir(os.path.dirname(value)) and os.path.dirname(value) != "/"
+
+
+def learn_environment(env: Mapping[str, str] | None = None) -> None:
+    """Learn secret variables, and what secrets URLs in the others have. None: of this process."""
+    for name, value in (os.environ if env is None else env).items():
+        if is_secret(name):
+            guess(name, value)
+        learn_urls(name, value)
+
+
+def learn_urls(name: str, text: str) -> None:
+    """Learn the secrets of the URLs in a text."""
+    for start, end in in_urls(text):
+        learn(name, text[start:end])
+
+
+def learn_overrides(texts: Iterable[str]) -> None:
+    """Learn the secrets of `key.path=value`, be it a value that a config can have or not."""
+    for text in texts:
+        key, _, value = (part.strip().strip("'\"") for part in text.partition("="))
+        name = re.split(r"[.\[\]]", key)[-1]
+        if holds_secret(name, value) or (".env." in key and is_secret(name)):
+            learn(key, value)
+        learn_urls(key, value)
+
+
+def known() -> dict[str, str]:
+    """All that is known, names by value: for a process that this one starts, and nobody else."""
+    return dict(_known)
+
+
+def learn_all(names: Mapping[str, str]) -> None:
+    """What `known` says elsewhere."""
+    for value, name in names.items():
+        learn(name, value)
+
+
+def forms(value: str) -> set[str]:
+    """How a text may quote a value: as it is, escaped for a URL, JSON, Python or HTML, in base64 and hex, reversed."""
+    raw = value.encode("utf-8", "surrogateescape")
+    urls = {quote(raw), quote(raw, safe=""), quote_plus(raw)}
+    found = {value, value[::-1], raw.hex(), raw.hex().upper(), escape(value), repr(value)[1:-1]}
+    found |= urls | {re.sub("%..", lambda m: m[0].lower(), url) for url in urls}
+    found |= {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
+    for before in range(3):  # it may begin at any of the three bytes that four characters stand for
+        text = base64.b64encode(b"\0" * before + raw).decode()
+        inner = text[-(-before * 8 // 6) : (before + len(raw)) * 8 // 6]
+        found |= {inner, inner.replace("+", "-").replace("/", "_")}
+    return {form for form in found if len(form) >= SHORTEST}
+
+
+def redact(text: str) -> str:
+    """The same with every secret that is known replaced by <redacted:NAME>."""
+    global _pattern
+    if not _forms:
+        return text
+    if _pattern is None:
+        _pattern = re.compile("|".join(re.escape(form) for form in sorted(_forms, key=len, reverse=True)))
+    return _pattern.sub(lambda m: f"<redacted:{_forms[m[0]]}>", text)
+
+
+def redact_tree(tree: Any) -> Any:
+    """Plain values with all their texts redacted, keys too."""
+    if isinstance(tree, dict):
+        return {redact(k) if isinstance(k, str) else k: redact_tree(v) for k, v in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [redact_tree(v) for v in tree]
+    return redact(tree) if isinstance(tree, str) else tree
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+class _Redacting:
+    """A stream that prints no secret."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: Any) -> int:
+        if isinstance(text, str):
+            self._stream.write(redact(text))
+        else:
+            raw = bytes(text)
+            self._stream.write(
+                redact(raw.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
+            )
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    @property
+    def buffer(self) -> Any:
+        return _Redacting(self._stream.buffer)
+
+    def __iter__(self) -> Any:
+        return iter(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def guard_output() -> None:
+    """For the rest of this process: learn the environment's secrets, and print none, in tracebacks neither."""
+    learn_environment()
+    sys.stdout, sys.stderr = redacting(sys.stdout), redacting(sys.stderr)
+
+
+def redacting(stream: Any) -> Any:
+    """The same stream, which prints no secret."""
+    return stream if stream is None or isinstance(stream, _Redacting) else _Redacting(stream)
+
+
+@contextmanager
+def guarded_output() -> Generator[None]:
+    """The same, as long as the block runs; the traceback of what it raises is shown later, by the interpreter."""
+    before = sys.stdout, sys.stderr
+    guard_output()
+    ours = sys.stdout, sys.stderr
+    try:
+        yield
+    except BaseException:
+        if sys.excepthook is sys.__excepthook__:
+            sys.excepthook = _show
+        raise
+    finally:
+        if sys.stdout is ours[0]:
+            sys.stdout = before[0]
+        if sys.stderr is ours[1]:
+            sys.stderr = before[1]
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))

@@ -1,0 +1,519 @@
+"""No secret that a run is given stands in what it leaves behind or prints, whoever says it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import io
+import json
+import os
+import sqlite3
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from matplotlib.image import imsave
+
+from searching import files, needles, seen
+from whet import cli, secrets
+from whet.buffer.stores import Scored, open_store
+from whet.config.load import load
+from whet.config.plan import plans
+from whet.config.resuming import changes, fingerprint
+from whet.config.secrets import by_environment, dump, for_people, learn
+from whet.types import ConfigError, Message, Sampling, Task, WhetError
+
+ROOT = Path(__file__).parents[1]
+MINE = "tests/secretive.py"
+
+PLANTED = {
+    "guard.env": "sk-judge/one+0001",
+    "guard.env of a plain name": "https://hooks.example/T0001/B0002",
+    "argument by oc.env": "ref-3c9f0003",
+    "argument by oc.env of a plain key": "hdr-3c9f0004",
+    "plain api_key": 'pl"ain 0005 kéy',
+    "userinfo of a URL": "user-pw-0006",
+    "token in the place of a user": "ghp_abcdefgh000007",
+    "parameter of a URL": "q-3c9f0008",
+    "password in buffer.url": "dbpw-0009",
+    "sslpassword in buffer.url": "sslpw-0010",
+    "header": "bearer-3c9f0011",
+    "list of keys": "list-3c9f0012",
+    "below credentials": "deep-3c9f0013",
+    "password that is a number": "2026001499",
+    "tracker": "http-pw-0015",
+    "override": "over-3c9f0016",
+    "environment variable printed at import": "imp-3c9f0017",
+    "proxy in the environment": "proxy-pw-0018",
+    "HF_TOKEN": "hf_3c9f0019abcd",
+    "AWS_SECRET_ACCESS_KEY": "aws/3c9f+0020",
+    "user's loss": "loss-3c9f0021",
+    "encoded by a reward": "enc-3c9f0022/+?",
+    "cut in the midst": "cut-3c9f0023-cut-3c9f0023",
+}
+
+STORE = f"://me:{PLANTED['password in buffer.url']}@127.0.0.1:1/db?sslpassword={PLANTED['sslpassword in buffer.url']}"
+
+VARIABLES = {
+    "JUDGE_KEY": PLANTED["guard.env"],
+    "MY_TOKEN": PLANTED["argument by oc.env"],
+    "HEADER_TOKEN": PLANTED["argument by oc.env of a plain key"],
+    "SAID_AT_IMPORT_TOKEN": PLANTED["environment variable printed at import"],
+    "EXAMPLE_PROXY": f"http://me:{PLANTED['proxy in the environment']}@proxy:3128",
+    "HF_TOKEN": PLANTED["HF_TOKEN"],
+    "AWS_SECRET_ACCESS_KEY": PLANTED["AWS_SECRET_ACCESS_KEY"],
+    "LOSS_TOKEN": PLANTED["user's loss"],
+}
+
+
+def config(run_dir: Path, **over: Any) -> dict[str, Any]:
+    quoting = f"{MINE}:quoting"
+    return {
+        "run_dir": str(run_dir),
+        "model": {
+            "scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 32, "max_positions": 32}
+        },
+        "tokenizer": {"build": "chars"},
+        "imports": [MINE],
+        "data": {
+            "max_prompt_tokens": 8,
+            "exclude_eval": False,
+            "train": [
+                {"path": "tests/data/words.jsonl", "name": "told"},
+                {"path": "tests/data/words.jsonl", "name": "refused"},
+            ],
+            "eval": [{"path": "tests/data/words.jsonl", "limit": 2}],
+        },
+        "rewards": {
+            "telling": {"function": f"{MINE}:telling"},
+            "judging": {"function": f"{MINE}:judging", "weight": 0.0},
+            "quoting": {
+                "function": quoting,
+                "arguments": {
+                    "api_key": "${oc.env:MY_TOKEN}",
+                    "header": "Bearer ${oc.env:HEADER_TOKEN}",
+                    "url": f"https://me:{PLANTED['userinfo of a URL']}@judge/v1?q=1",
+                },
+            },
+            "plain": {
+                "function": quoting,
+                "arguments": {
+                    "api_key": PLANTED["plain api_key"],
+                    "url": f"https://{PLANTED['token in the place of a user']}@judge/v1",
+                    "hook": f"https://judge/v1?access_token={PLANTED['parameter of a URL']}&x=1",
+                    "headers": {"Authorization": f"Bearer {PLANTED['header']}"},
+                },
+            },
+            "deep": {
+                "function": quoting,
+                "arguments": {
+                    "api_keys": [PLANTED["list of keys"]],
+                    "credentials": {"who": "somebody", "what": PLANTED["below credentials"]},
+                    "password": int(PLANTED["password that is a number"]),
+                },
+            },
+            "over": {"function": quoting, "arguments": {}},
+            "encoding": {
+                "function": f"{MINE}:encoding",
+                "arguments": {"api_key": PLANTED["encoded by a reward"]},
+            },
+            "cutting": {"function": f"{MINE}:cutting", "arguments": {"api_key": PLANTED["cut in the midst"]}},
+        },
+        "guard": {
+            "env": {"JUDGE_KEY": "${oc.env:JUDGE_KEY}", "PLAIN": PLANTED["guard.env of a plain name"]},
+            "max_failure_rate": 1.0,
+        },
+        "rollout": {"group_size": 2, "sampling": {"max_tokens": 4}},
+        "train": {"steps": 2, "tasks_per_step": 4, "optimizer": {"lr": 1e-2}},
+        "eval": {"every": 1, "log_samples": 2},
+        "checkpoint": {"every": 1},
+        "machine": {"threads": 1},
+        "track": {
+            "trackers": ["console", "jsonl", "tensorboard"],
+            "log_level": "debug",
+            "batches_every": 1,
+            "rollouts_dump": f"{run_dir}/dumped/{{stage}}-{{step}}.parquet",
+        },
+    } | over
+
+
+Whet = Callable[..., int]
+
+
+@pytest.fixture
+def whet(monkeypatch: pytest.MonkeyPatch) -> Whet:
+    """`whet(...)`: the command line in this process, with the variables that hold secrets. Returns the exit code."""
+    monkeypatch.chdir(ROOT)
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+
+    def run(*arguments: str) -> int:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["whet", *arguments])
+            patch.setattr(sys, "stdout", sys.stdout)
+            patch.setattr(sys, "stderr", sys.stderr)
+            try:
+                cli.main()
+            except SystemExit as end:
+                code = int(end.code or 0)
+            except Exception:
+                sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+                code = 1
+            assert PLANTED["override"] not in str(sys.argv), "trackers write it down"
+        return code
+
+    return run
+
+
+def write(path: Path, tree: dict[str, Any]) -> str:
+    path.write_text(yaml.safe_dump(tree, allow_unicode=True))
+    return str(path)
+
+
+OVERRIDE = f"rewards.over.arguments.api_key={PLANTED['override']}"
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> dict[str, Any]:
+    """A config whose rewards judge one source each, so that a step has both scored and refused rollouts."""
+    tree = config(tmp_path / "run")
+    others = [name for name in tree["rewards"] if name != "telling"]
+    told, refused = tree["data"]["train"]
+    tree["data"]["train"] = [told | {"rewards": ["telling"]}, refused | {"rewards": others}]
+    return tree
+
+
+def test_no_secret_stands_in_what_a_run_leaves_or_prints(
+    whet: Whet, half: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = write(tmp_path / "given.yaml", half)
+    assert whet("train", given, OVERRIDE) == 0, capfd.readouterr()
+    for arguments in (("show", str(tmp_path / "run")), ("show", str(tmp_path / "run"), "--step", "1")):
+        assert whet(*arguments) == 0
+    printed = capfd.readouterr()
+    places = files(tmp_path / "run") | {"stdout": printed.out.encode(), "stderr": printed.err.encode()}
+    kinds = {Path(place).suffix for place in places}
+    assert kinds >= {".yaml", ".json", ".jsonl", ".parquet", ".log", ".png", ".safetensors"}
+    errors = pq.read_table(next((tmp_path / "run/rollouts").glob("*.parquet")))["error"].to_pylist()
+    assert any("<redacted:" in error for error in errors if error), errors
+    assert "imported with <redacted:SAID_AT_IMPORT_TOKEN>" in printed.out
+    assert "imported with <redacted:SAID_AT_IMPORT_TOKEN>" in printed.err
+    assert seen(places, PLANTED) == [], f"{len(places)} places"
+
+
+@pytest.mark.parametrize("how", ["loss", "rows", "data path", "override", "type", "yaml", "check", "store"])
+def test_no_secret_stands_in_the_words_of_a_run_that_fails(
+    how: str, whet: Whet, half: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    half["rewards"] = {"format": {"function": "format", "arguments": {"pattern": "a"}}}
+    half["data"]["train"] = [{"path": "tests/data/words.jsonl"}]
+    key = PLANTED["plain api_key"]
+    overrides = []
+    if how == "loss":
+        half["algorithm"] = {"loss": f"{MINE}:loss", "drop_uniform_groups": False}
+    elif how == "rows":
+        half["data"]["train"] = [{"function": f"{MINE}:rows", "arguments": {"api_key": key}}]
+    elif how == "data path":
+        half["data"]["train"] = [{"path": f"s3://AKID:{PLANTED['userinfo of a URL']}@pail/x"}]
+    elif how == "override":
+        overrides = [f"rewards.none.of.these.api_key={PLANTED['override']}", OVERRIDE + "]"]
+    elif how == "type":
+        half["guard"]["env"] = [{"api_key": key + "x" * 60}]
+    elif how == "check":
+        half["mode"], half["buffer"] = "train", {"url": f"oracle{STORE}"}
+    elif how == "store":
+        half["mode"], half["buffer"] = "train", {"url": f"postgresql{STORE}"}
+    given = write(tmp_path / "given.yaml", half)
+    if how == "yaml":
+        Path(given).write_text(f"rewards: {{a: {{arguments: {{api_key: {PLANTED['override']}\n x: [")
+    assert whet("train", given, *overrides) in (1, 2)
+    printed = capfd.readouterr()
+    assert "whet: " in printed.err or "Error" in printed.err
+    run = files(tmp_path / "run") if (tmp_path / "run").exists() else {}
+    places = run | {"stdout": printed.out.encode(), "stderr": printed.err.encode()}
+    assert seen(places, PLANTED) == [], printed.err
+
+
+def test_a_run_goes_on_with_another_key_and_not_with_another_setting(
+    whet: Whet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+
+    def printed(tree: Any = None, **variables: str) -> Any:
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            return fingerprint(load(None, [OVERRIDE], tree or config(tmp_path)).config)
+
+    saved = json.loads(json.dumps(secrets.redact_tree(printed())))
+    assert seen({"state": json.dumps(saved).encode()}, PLANTED) == []
+    assert changes(saved, printed()) == []
+    assert changes(saved, printed(MY_TOKEN="another-3c9f", HEADER_TOKEN="another-3c9e")) == []
+    header = config(tmp_path)
+    header["rewards"]["quoting"]["arguments"]["header"] = "Basic ${oc.env:HEADER_TOKEN}"
+    assert [c.key for c in changes(saved, printed(header))] == ["rewards.quoting.arguments"]
+
+
+def test_a_config_keeps_its_references_and_can_be_read_again(
+    whet: Whet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    loaded = load(None, [OVERRIDE], config(tmp_path))
+    text = yaml.safe_dump(for_people(loaded.config, loaded.written), allow_unicode=True)
+    assert seen({"config.yaml": text.encode()}, PLANTED) == []
+    again = yaml.safe_load(text)
+    assert again["guard"]["env"]["JUDGE_KEY"] == "${oc.env:JUDGE_KEY}"
+    assert again["rewards"]["quoting"]["arguments"]["api_key"] == "${oc.env:MY_TOKEN}"
+    assert again["rewards"]["quoting"]["arguments"]["header"] == "Bearer ${oc.env:HEADER_TOKEN}"
+    assert again["rewards"]["deep"]["arguments"]["credentials"] == {"who": "***", "what": "***"}
+    with pytest.raises(ConfigError) as caught:
+        plans(load(None, (), again))
+    for key in ("rewards.over.arguments.api_key", "rewards.deep.arguments.password", "guard.env.PLAIN"):
+        assert key in str(caught.value), "what was left out is not given to a reward as it stands"
+    assert "rewards.quoting.arguments.api_key" not in str(caught.value)
+
+
+def test_a_file_for_another_process_refers_to_its_environment() -> None:
+    tree = {
+        "guard": {"env": {"JUDGE_KEY": "sk-3c9f0001", "PLACE": "here"}},
+        "rewards": {"a": {"arguments": {"api_key": "sk-3c9f0002", "url": "https://u:pw-0003@h/x", "n": 1}}},
+    }
+    lent, variables = by_environment(tree)
+    assert "3c9f" not in json.dumps(lent)
+    assert "pw-0003" not in json.dumps(lent)
+    assert lent["rewards"]["a"]["arguments"]["n"] == 1
+    assert set(variables.values()) == {"sk-3c9f0001", "here", "sk-3c9f0002", "https://u:pw-0003@h/x"}
+    assert tree["guard"]["env"]["JUDGE_KEY"] == "sk-3c9f0001", "the tree stays as it was"
+
+
+def test_an_environments_exception_and_its_group_in_a_store(tmp_path: Path) -> None:
+    from whet.rollout.episode import play_groups
+    from whet.rollout.scripted import ScriptedEngine
+
+    learn({"guard": {"env": {"JUDGE_KEY": PLANTED["guard.env"]}}})
+
+    class Broken:
+        async def first(self) -> list[Message]:
+            raise RuntimeError(f"no entry with {PLANTED['guard.env']}")
+
+        async def step(self, message: Message) -> Any:
+            raise NotImplementedError
+
+    task = Task(uid=0, source="s", prompt="a", token_ids=(1, 2), answer="b")
+    played = play_groups(
+        ScriptedEngine([]), [task], group_size=1, sampling=Sampling(max_tokens=4), seed=0, purpose="t",
+        decode=str, end_token_ids=[0], timeout_s=5.0, make_env=lambda task: Broken(),
+        encode_messages=lambda messages: [],
+    )  # fmt: skip
+    (group,) = asyncio.run(played)
+    assert group.rollouts[0].error == "RuntimeError: no entry with <redacted:guard.env.JUDGE_KEY>"
+    for kind in ("sqlite", "files"):
+        store = open_store(f"{kind}:///{tmp_path}/{kind}", queue="q", order="arrival")
+        (place,) = store.reserve("e", 1, capacity=4, rollouts=1, lease_s=60.0)
+        store.put([Scored(place, group)])
+    places = files(tmp_path)
+    assert any(b"redacted" in data for data in places.values())
+    assert seen(places, PLANTED) == []
+
+
+def test_a_tracker_is_sent_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from whet.track.record import RunDirectory
+    from whet.track.remote import Wandb
+    from whet.track.sinks import Sinks
+
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    tree = config(tmp_path, buffer={"url": f"postgresql{STORE}"})
+    tree["track"]["arguments"] = {"mlflow": {"tracking_uri": f"http://me:{PLANTED['tracker']}@tracker/api"}}
+    cfg = load(None, [OVERRIDE], tree).config
+    record = RunDirectory(tmp_path, ["main"])
+    Wandb(Sinks(cfg, record, None))
+    record.close()
+    sent = wandb.init.call_args.kwargs["config"]
+    assert sent["guard"]["env"]["JUDGE_KEY"] == "***"
+    assert seen({"sent": json.dumps(sent).encode()}, PLANTED) == []
+
+
+def test_a_rank_prints_none_of_the_drivers_secrets(capfd: pytest.CaptureFixture[str]) -> None:
+    from secretive import printing
+    from test_train_torch import CUT, weighted
+    from tiny import tiny_model
+    from whet.config.schema import Optimizer
+    from whet.models.mesh import Dims
+    from whet.training.ranks import RankGroup, Ranks
+
+    os.environ["LOSS_TOKEN"] = PLANTED["user's loss"]
+    secrets.learn("rewards.a.arguments.api_key", "sk-of-the-config-1234")
+    try:
+        ranks = Ranks(Dims(dp_replicate=1), timeout_s=60.0)
+        sgd = Optimizer(kind="sgd", lr=0.02)
+        many = RankGroup(ranks, "policy", tiny_model(), cut=CUT, optimizer=sgd, total_steps=4)
+        with pytest.raises(WhetError, match=r"ZeroDivisionError: <redacted:rewards\.a\.arguments\.api_key>"):
+            many.update(weighted(), printing)
+    finally:
+        os.environ.pop("LOSS_TOKEN")
+    said = capfd.readouterr().err
+    assert "<redacted:LOSS_TOKEN> <redacted:rewards.a.arguments.api_key>" in said
+    assert seen({"stderr": said.encode()}, PLANTED | {"known": "sk-of-the-config-1234"}) == []
+
+
+# ---------------------------------------------------------------- what is a secret
+
+
+@pytest.mark.parametrize(
+    ("url", "hidden"),
+    [
+        ("postgresql://me:geheim@host/db?x=1", "postgresql://me:***@host/db?x=1"),
+        ("https://judge/v1?api_key=abc&n=1#top", "https://judge/v1?api_key=***&n=1#top"),
+        ("https://ghp_abcdefgh000007@host/x", "https://***@host/x"),
+        ("redis://:p@ss:w@host:1/0", "redis://:***@host:1/0"),
+        ("s3://AKIDVERYSECRETID1:a/b+c@pail/x", "s3://***:***@pail/x"),
+        ("http://host:8000/mail@b?sslkey=/a", "http://host:8000/mail@b?sslkey=/a"),
+        ("https://git@host/x", "https://git@host/x"),
+        ("hf://org/name@revision", "hf://org/name@revision"),
+    ],
+)
+def test_secrets_of_urls(url: str, hidden: str) -> None:
+    assert secrets.without(url, "***") == hidden
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_one"),
+    [
+        ("api_key", "x", True),
+        ("apiKey", "x", True),
+        ("Authorization", "Bearer x", True),
+        ("token", "hf_abcdefgh", True),
+        ("key", "sk-12345678", True),
+        ("key", "final_answer", False),
+        ("stop_token", "</answer>", False),
+        ("tokenizer", "gpt2-large", False),
+        ("author", "somebody", False),
+        ("max_tokens", "12", False),
+    ],
+)
+def test_arguments_that_are_secrets(name: str, value: str, is_one: bool) -> None:
+    assert secrets.holds_secret(name, value) is is_one
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RAY_AUTH_MODE", "disabled"), ("GPG_KEY", "12345678"), ("HF_TOKEN", "short1"), ("X", "sk-3c9f0001")],
+)
+def test_variables_that_are_none(name: str, value: str) -> None:
+    secrets.learn_environment({name: value})
+    assert secrets.redact(f"it is {value}") == f"it is {value}"
+
+
+def test_data_is_not_taken_for_settings() -> None:
+    rows = [{"prompt": "a", "api_key": "sk-3c9f0001", "url": "https://u:password@h/"}]
+    cfg = load(None, (), {"data": {"train": [{"rows": rows}]}, "tokenizer": {"build": "chars"}}).config
+    assert dump(cfg)["data"]["train"][0]["rows"] == rows
+
+
+# ---------------------------------------------------------------- the search itself
+
+NEEDLE = "n33dle/of+the-search"
+
+
+def _sqlite(text: str, folder: Path) -> bytes:
+    with sqlite3.connect(folder / "db") as db:
+        db.execute("create table t (a text)")
+        db.execute("insert into t values (?)", (text,))
+    return (folder / "db").read_bytes()
+
+
+def _png(text: str, folder: Path) -> bytes:
+    imsave(folder / "p.png", [[0.0, 1.0]], metadata={"Description": text})
+    return (folder / "p.png").read_bytes()
+
+
+def _written(write: Callable[[Any], Any]) -> bytes:
+    out = io.BytesIO()
+    write(out)
+    return out.getvalue()
+
+
+def _zip(text: str, out: Any) -> None:
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("inner.txt", text)
+
+
+def _arrow(text: str, out: Any) -> None:
+    table = pa.table({"a": [text]})
+    with pa.ipc.new_stream(out, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as stream:
+        stream.write_table(table)
+
+
+FORMATS: dict[str, Callable[[str, Path], bytes]] = {
+    "text": lambda text, folder: text.encode(),
+    "jsonl": lambda text, folder: json.dumps({"a": text}).encode(),
+    "gz": lambda text, folder: gzip.compress(text.encode()),
+    "zip": lambda text, folder: _written(lambda out: _zip(text, out)),
+    "parquet": lambda text, folder: _written(
+        lambda out: pq.write_table(pa.table({"a": [text]}), out, compression="zstd")
+    ),
+    "arrow": lambda text, folder: _written(lambda out: _arrow(text, out)),
+    "sqlite": _sqlite,
+    "png": _png,
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_search_finds_what_is_planted(kind: str, tmp_path: Path) -> None:
+    """The control: whatever the format and the code."""
+    for needle in needles(NEEDLE):
+        (tmp_path / "db").unlink(missing_ok=True)
+        data = FORMATS[kind](f"before {needle.decode()} after", tmp_path)
+        assert seen({"file": data}, {"it": NEEDLE}) == [("file", "it")], needle
+    (tmp_path / "db").unlink(missing_ok=True)
+    assert seen({"file": FORMATS[kind]("nothing", tmp_path)}, {"it": NEEDLE}) == []
+
+
+def test_every_form_that_the_search_knows_is_struck() -> None:
+    secrets.learn("it", NEEDLE)
+    for n in range(3):
+        code = base64.b64encode(b"x" * n + NEEDLE.encode() + b"y")
+        assert seen({"code": code}, {"it": NEEDLE})
+        assert "<redacted:it>" in secrets.redact(code.decode())
+        assert seen({"code": secrets.redact(code.decode()).encode()}, {"it": NEEDLE}) == []
+    for form in (NEEDLE, NEEDLE[::-1], quote(NEEDLE, safe=""), NEEDLE.encode().hex()):
+        assert secrets.redact(f"a {form} b") == "a <redacted:it> b"
+
+
+def test_a_programs_own_traceback_after_a_run_has_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run called from Python prints as long as it runs; what it raises is shown by the interpreter."""
+    secrets.learn("it", NEEDLE)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    before = sys.stderr
+
+    def run() -> None:
+        with secrets.guarded_output():
+            print("within", NEEDLE, file=sys.stderr)
+            sys.stderr.buffer.write(f"bytes {NEEDLE}\n".encode())
+            raise ZeroDivisionError(NEEDLE)
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        run()
+    assert sys.stderr is before
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    said = capsys.readouterr().err
+    assert "within <redacted:it>" in said
+    assert "bytes <redacted:it>" in said
+    assert "ZeroDivisionError: <redacted:it>" in said
+    assert NEEDLE not in said
