@@ -378,11 +378,11 @@ def test_a_wait_that_was_in_vain_names_its_keys_and_the_run_goes_on_with_others(
 def test_another_arithmetic_is_told_where_the_run_goes_on(stopped: Path) -> None:
     path = stopped / "manifest.json"
     text = json.loads(path.read_text())
-    text["starts"][-1]["cpu"] = "Another CPU"
+    text["starts"][-1]["arithmetic"]["digest"] = "0"
     path.write_text(json.dumps(text))
     train(stopped)
     (line,) = [x for x in (stopped / "run.log").read_text().splitlines() if "computes otherwise" in x]
-    assert "cpu 'Another CPU' -> " in line
+    assert "digest '0' -> " in line
     assert "Bits of its numbers may differ from here on" in line
 
 

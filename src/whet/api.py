@@ -24,7 +24,7 @@ from whet.config.choices import RESUME
 from whet.config.deadlines import silence
 from whet.config.footprint import check_memory
 from whet.config.load import Loaded, learn_secrets, load
-from whet.config.plan import Plan, plans
+from whet.config.plan import Plan, dtype_on, plans
 from whet.config.resuming import Change, longer, taken
 from whet.config.schema import Config
 from whet.config.secrets import for_people
@@ -428,13 +428,17 @@ def note_start(
     loaded: Loaded, directory: RunDirectory, state: Json, changes: list[Change], *, goes_on: bool
 ) -> None:
     """config.yaml and manifest.json, of a run that goes on with what has changed since."""
+    from whet.models.arithmetic import facts
+    from whet.shared import pick_device
     from whet.track import history
     from whet.track.manifest import describe
 
     cfg = loaded.config
+    device = pick_device(cfg).type
+    bits = facts(device, kernels=cfg.machine.kernels, float32=dtype_on(cfg, device) == "float32")
     shown = for_people(loaded.as_given, loaded.written)
     text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
-    described = describe(config=text, seed=cfg.seed, data_files=data_files(loaded))
+    described = describe(config=text, seed=cfg.seed, data_files=data_files(loaded), bits=bits)
     if goes_on:
         history.compare_machines(directory, described)
         changes = [*changes, *history.since_last_start(directory.path, shown)]

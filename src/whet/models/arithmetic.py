@@ -6,15 +6,19 @@ kernels make of fixed numbers. The manifest keeps it, and a run that goes on els
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import torch
 import xxhash
 from torch import Tensor
 
-from whet.models import kernels, products
+from whet.models import products
 from whet.models.attention import PackedAttention, Segments
+from whet.models.kernels import Ops, load
+from whet.track.manifest import cpu_name
 
 VERSION = 1
 """Of the arithmetic: raise it with every change of bits, and take PORTABLE anew."""
@@ -46,20 +50,32 @@ class Arithmetic:
 
 
 @cache
-def arithmetic(ops: kernels.Ops) -> Arithmetic:
+def arithmetic(ops: Ops) -> Arithmetic:
     """What float32 is computed with here, on a CPU; some milliseconds at the first call."""
     return Arithmetic(products.chosen().name, ops.name, _digest(ops))
 
 
+def facts(
+    device: str, *, kernels: Literal["auto", "torch", "compiled"], float32: bool
+) -> dict[str, str | None]:
+    """What decides the bits of a run's numbers, for the manifest: not the CPU, where the arithmetic is portable."""
+    told: dict[str, str | None] = {"torch": torch.__version__, "machine": platform.machine()}
+    if device != "cpu":
+        return told | {"device": torch.cuda.get_device_name()}
+    found = arithmetic(load(kernels))
+    told |= {"kernels": found.kernels, "digest": found.digest}
+    return told if found.portable and float32 else told | {"cpu": cpu_name()}
+
+
 @torch.no_grad()
-def _digest(ops: kernels.Ops) -> str:
+def _digest(ops: Ops) -> str:
     found = xxhash.xxh3_64()
     for tensor in _results(ops):
         found.update(tensor.contiguous().numpy().data)
     return found.hexdigest()
 
 
-def _results(ops: kernels.Ops) -> list[Tensor]:
+def _results(ops: Ops) -> list[Tensor]:
     """Odd sizes, more terms than a chain has, a window and a shared prefix: what could round otherwise."""
     x_ND, w_FD, v_FD = _numbers(37, 320), _numbers(70, 320), _numbers(320) + 1.0
     y_NF = products.linear(x_ND, w_FD)

@@ -12,14 +12,22 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 
 from whet import secrets
 from whet.secrets import is_secret
 from whet.types import DataError, Json
 
 
-def describe(*, config: str, seed: int, data_files: Sequence[Path] = ()) -> dict[str, Json]:
-    """One entry of manifest.json: what ran, where, on what. `config` is the text of config.yaml."""
+def describe(
+    *,
+    config: str,
+    seed: int,
+    data_files: Sequence[Path] = (),
+    bits: Mapping[str, Json] = MappingProxyType({}),
+) -> dict[str, Json]:
+    """One entry of manifest.json: what ran, where, on what. `config` is the text of config.yaml; bits: what decides
+    those of its numbers (`models.arithmetic.facts`)."""
     return {
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "config_sha256": hashlib.sha256(config.encode()).hexdigest(),
@@ -29,6 +37,7 @@ def describe(*, config: str, seed: int, data_files: Sequence[Path] = ()) -> dict
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "cpu": cpu_name(),
+        "arithmetic": dict(bits),
         "cores": os.cpu_count(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
