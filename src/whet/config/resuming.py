@@ -64,7 +64,8 @@ CLASSES: Mapping[Class, str] = {
         critic.micro_tokens critic.micro_rollouts critic.gradient_checkpointing critic.optimizer.implementation
         rollout.replicas rollout.max_batch
         train.micro_tokens train.micro_rollouts train.micro_tokens_forward train.micro_rollouts_forward
-        train.share_prompts train.gradient_checkpointing train.offload train.compile train.optimizer.implementation
+        train.share_prompts train.skip_zero_weight train.gradient_checkpointing train.offload train.compile
+        train.optimizer.implementation
         train.parallel.dp_replicate train.parallel.dp_shard train.parallel.tp train.parallel.cp train.parallel.pp
         train.parallel.pipeline_chunks train.parallel.ep train.parallel.apart
         machine.device machine.threads machine.exact machine.kernels machine.kv_cache_mb""",
