@@ -79,7 +79,10 @@ def _hint(value: Json, path: Path) -> str:
 
 
 def _text_hint(value: str, wanted: set[Any], choices: list[str]) -> str:
-    number = scalar(value.strip().replace("_", "").replace(",", ""))
+    try:
+        number = scalar(value.strip().replace("_", "").replace(",", ""))
+    except ValueError:  # a number that no key could take
+        return ""
     if isinstance(number, int | float) and not isinstance(number, bool) and wanted & {int, float}:
         bare = int(number) if int in wanted and float(number).is_integer() else number
         return f"; this is text: write {bare} without quotes (from the environment: ${{oc.decode:...}})"
