@@ -16,6 +16,9 @@ from whet.config.parse import scalar
 from whet.config.tree import get, stage_names
 from whet.types import Json
 
+MOST_TOLD = 100
+"""Problems of one config that are told one by one: to find a near name for each of many takes long."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -28,9 +31,13 @@ class Fault:
 def faults(tree: Json, error: ValidationError) -> list[Fault]:
     """What pydantic found in these plain values, one fault a key, in the order of the schema."""
     found: dict[Path, Fault] = {}
-    for detail in error.errors(include_url=False, include_context=False):
+    details = error.errors(include_url=False, include_context=False)
+    for detail in details[:MOST_TOLD]:
         fault = _fault(tree, detail)
         found.setdefault(fault.path, fault)
+    if len(details) > MOST_TOLD:
+        path = details[MOST_TOLD]["loc"]
+        found.setdefault(path, Fault(path, f"and {len(details) - MOST_TOLD} more problems from here on"))
     return list(found.values())
 
 

@@ -13,9 +13,9 @@ from whet.config.keys import Path
 from whet.config.tree import leaves, merge
 from whet.types import Json
 
-MOST_REFERENCES = 2_000
+MOST_REFERENCES = 1_000
 """In one config: reading one takes a millisecond."""
-MOST_FOLLOWED = 10_000
+MOST_FOLLOWED = 3_000
 """Values taken through references."""
 _TOO_MANY = f"stands for references that stand for references again: more than {MOST_FOLLOWED} values in all"
 
@@ -28,7 +28,9 @@ def interpolate(tree: dict[str, Json], defaults: dict[str, Json]) -> tuple[dict[
     wrong: dict[Path, str] = {}
     referring = [path for path, v in leaves(tree) if isinstance(v, str) and "${" in v]
     if len(referring) > MOST_REFERENCES:
-        return tree, {referring[0]: f"the first of {len(referring)} references; at most {MOST_REFERENCES} are read"}
+        return tree, {
+            referring[0]: f"the first of {len(referring)} references; at most {MOST_REFERENCES} are read"
+        }
     if not any(isinstance(v, str) and ("${" in v or v == "???") for _, v in leaves(tree)):
         return tree, wrong
     readable = _readable(tree, (), wrong)
@@ -60,7 +62,9 @@ def _counting(node: Any, left: _Left) -> Any:
     """The same config, whose every following of a reference is counted. OmegaConf makes its nodes itself and has no
     place for a count, so their class is changed once they are made."""
     if isinstance(node, DictConfig | ListConfig):
-        object.__setattr__(node, "__class__", _CountingDict if isinstance(node, DictConfig) else _CountingList)
+        object.__setattr__(
+            node, "__class__", _CountingDict if isinstance(node, DictConfig) else _CountingList
+        )
         node.__dict__["_left"] = left
         inside = node._content
         if not isinstance(inside, dict | list):  # null or a reference
@@ -86,7 +90,11 @@ class _CountingList(ListConfig):
 
 def _size(node: Any) -> int:
     """Values in a node; a long text counts for several."""
-    inside = node._content if isinstance(node, DictConfig | ListConfig) else getattr(node, "_value", lambda: None)()
+    inside = (
+        node._content
+        if isinstance(node, DictConfig | ListConfig)
+        else getattr(node, "_value", lambda: None)()
+    )
     if isinstance(inside, dict | list):
         return 1 + sum(map(_size, inside.values() if isinstance(inside, dict) else inside))
     return 1 + (len(inside) // 100 if isinstance(inside, str) else 0)

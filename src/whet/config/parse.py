@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date, time
 from math import isinf
@@ -17,7 +17,7 @@ from pathlib import PurePath
 import yaml
 
 from whet.config.keys import Path, dotted
-from whet.inputs import MOST_DEPTH, depth, too_deep
+from whet.inputs import MOST_DEPTH, too_deep
 from whet.types import ConfigError, Json
 
 _NULL = {"", "~", "null", "Null", "NULL"}
@@ -27,6 +27,7 @@ _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
 _LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _TAGGED = re.compile(r"(&\S+\s+)?!")
 _MOST_VALUES = 100_000
 _MOST_DIGITS = 19
@@ -74,7 +75,9 @@ def _whole(text: str) -> int:
     short = len(text) <= 2 * _MOST_DIGITS + 10  # octal has more digits; a long one takes time to read
     number = (int(text, 0) if text[:2] in ("0o", "0x") else int(text)) if short else 2**64
     if not _fits(number):
-        raise ValueError(f"{text[:20]}{'...' * (len(text) > 20)} is a whole number beyond 64 bits; quote it if it is text")
+        raise ValueError(
+            f"{text[:20]}{'...' * (len(text) > 20)} is a whole number beyond 64 bits; quote it if it is text"
+        )
     return number
 
 
@@ -84,8 +87,14 @@ def _fits(number: int) -> bool:
 
 def plain(value: object, path: Path = ()) -> Json:
     """Values from Python as JSON has them: mappings, lists, text, numbers; paths and dates become text."""
+    if isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
+        raise ConfigError(f"{dotted(path)}: holds half of a surrogate pair, which is no text")
+    if isinstance(value, int) and not _fits(value):
+        raise ConfigError(f"{dotted(path)}: a whole number beyond 64 bits; give it as text if it is text")
     if value is None or isinstance(value, str | int | float):
         return value
+    if len(path) > MOST_DEPTH:
+        raise ConfigError(f"{dotted(path[:3])}...: {too_deep()}")
     if isinstance(value, Mapping):
         return {str(k): plain(v, (*path, str(k))) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -117,7 +126,9 @@ def _yaml(text: str) -> Parsed:
         return out
     except yaml.reader.ReaderError as e:
         line = text.count("\n", 0, e.position) + 1
-        out.problems.append((line, f"not valid YAML: the character U+{_code(e.character):04X} is not allowed: {e.reason}"))
+        out.problems.append(
+            (line, f"not valid YAML: the character U+{_code(e.character):04X} is not allowed: {e.reason}")
+        )
         return out
     except UnicodeEncodeError as e:
         out.problems.append((text.count("\n", 0, e.start) + 1, "not text: it holds half of a surrogate pair"))
@@ -138,9 +149,9 @@ def _too_much(text: str) -> tuple[int, str] | None:
     before anything is built of them."""
     levels = values = 0
     for event in yaml.parse(text, Loader=_LOADER):
-        line = event.start_mark.line + 1
         levels += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         values += isinstance(event, yaml.NodeEvent)
+        line = event.start_mark.line + 1 if event.start_mark else 1
         if levels > MOST_DEPTH:
             return line, too_deep()
         if values > 2 * _MOST_VALUES:  # keys are counted, too
@@ -153,7 +164,9 @@ def _value(node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tuple
     line = node.start_mark.line + 1
     out.lines.setdefault(path, line)
     if len(out.lines) > _MOST_VALUES:
-        out.problems = [(line, f"more than {_MOST_VALUES} values; is an alias inside an alias inside an alias?")]
+        out.problems = [
+            (line, f"more than {_MOST_VALUES} values; is an alias inside an alias inside an alias?")
+        ]
         raise _TooManyValues
     if node in inside:
         out.problems.append((line, f"{dotted(path)}: contains itself through an alias"))
@@ -209,20 +222,19 @@ _PAIR = re.compile(r"\s*([A-Za-z0-9_.\"'\- ]+?)\s*=")
 def _toml(text: str) -> Parsed:
     out = Parsed()
     try:
-        tree = plain(tomllib.loads(text, parse_float=_toml_float))
+        tree = tomllib.loads(text, parse_float=_toml_float)
     except RecursionError:
         out.problems.append((1, too_deep()))
         return out
-    except (ConfigError, ValueError) as e:  # tomllib's own error is one
+    except ValueError as e:  # tomllib's own error is one
         at = re.search(r"line (\d+)", str(e))
         out.problems.append((int(at[1]) if at else text.count("\n") + 1, f"not valid TOML: {e}"))
         return out
     _toml_lines(text, out)
-    if depth(tree) > MOST_DEPTH:
-        out.problems.append((1, too_deep()))
-    else:
-        out.tree = tree
-        out.problems += [(_line_of(path, out), f"{dotted(path)}: {said}") for path, said in _beyond(tree, ())]
+    try:
+        out.tree = plain(tree)
+    except ConfigError as e:
+        out.problems.append((_line_of(str(e).partition(":")[0], out), str(e)))
     return out
 
 
@@ -230,17 +242,8 @@ def _toml_float(text: str) -> float:
     return float(scalar(text.replace("_", "")) if "n" not in text else text)
 
 
-def _beyond(value: Json, path: Path) -> Iterator[tuple[Path, str]]:
-    """Whole numbers beyond 64 bits, by their paths."""
-    if isinstance(value, dict | list):
-        for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _beyond(inside, (*path, key))
-    elif isinstance(value, int) and not _fits(value):
-        yield path, "a whole number beyond 64 bits; quote it if it is text"
-
-
-def _line_of(path: Path, parsed: Parsed) -> int:
-    return next((parsed.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in parsed.lines), 1)
+def _line_of(key: str, parsed: Parsed) -> int:
+    return next((line for path, line in parsed.lines.items() if dotted(path) == key), 1)
 
 
 def _toml_lines(text: str, out: Parsed) -> None:

@@ -110,7 +110,7 @@ def _wide(name: str, given: list[object]) -> bool:
     return formats and any(isinstance(v, str) and _WIDTH.search(v) for v in given[:1])
 
 
-def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _bounded(name: str, function: Any) -> Callable[..., Any]:
     """A filter or test that is charged for what it is given and what it gives."""
 
     @wraps(function)
@@ -215,8 +215,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             finalize=_weighed,
             optimized=False,
         )
-        filters: dict[str, Callable[..., Any]] = {**self.filters, "tojson": _tojson}
-        self.filters = {name: _bounded(name, function) for name, function in filters.items()}
+        self.filters = {name: _bounded(name, f) for name, f in {**self.filters, "tojson": _tojson}.items()}
         self.filters |= {TURNS: _turns, WEIGHED: _weighed}
         self.tests = {name: _bounded(name, test) for name, test in self.tests.items()}
         del self.globals["lipsum"]  # random text
