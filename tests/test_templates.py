@@ -45,7 +45,8 @@ FEATURES = """
 {% if loop.last %}{% break %}{% endif %}
 {% endfor %}
 {{ ns.seen }}{{ messages[::-1] | map(attribute='role') | join(',') }}{{ tools is none }}
-{{ 'é' in messages[-1].content }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ (3 * 7) ** 2 % 5 }}
+{{ 'é' in messages[-1].content }}
+{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ (3 * 7) ** 2 % 5 }}
 {{ dict(a=1) | tojson }}
 {% for x in [[1, [2]]] recursive %}{{ x if x is number else loop(x) }}{% endfor %}
 """
