@@ -21,7 +21,7 @@ CHAIN = (
 RELATIVE = "rewards:\n" + "\n".join(f"  k{n}: '{f'${{.k{n + 1}}}' * 3}'" for n in range(12)) + "\n  k12: x"
 
 TEXTS: dict[str, tuple[str | bytes, str]] = {
-    "brackets": ("seed: 1\na: " + "[" * 100_000, r"c.yaml:2: lists and mappings nest more than 100 levels deep"),
+    "brackets": ("seed: 1\na: " + "[" * 100_000, r"c.yaml:2: lists and mappings nest more than 50 levels deep"),
     "braces": ("{a: " * 100_000, r"c.yaml:1: lists and mappings nest"),
     "dashes": ("- " * 100_000, r"c.yaml:1: lists and mappings nest"),
     "indents": ("\n".join(" " * n + "a:" for n in range(500)), r"c.yaml:\d+: lists and mappings nest"),
@@ -64,7 +64,7 @@ def test_what_yaml_cannot_mean_is_refused_at_its_line(name: str, tmp_path: Path)
     ("text", "says"),
     [
         ("a = " + "[" * 5000, r"c.toml:\d+: (lists and mappings nest|not valid TOML)"),
-        ("a = " + "[" * 200 + "]" * 200, r"c.toml:1: a.*: lists and mappings nest more than 100 levels deep"),
+        ("a = " + "[" * 200 + "]" * 200, r"c.toml:1: a.*: lists and mappings nest more than 50 levels deep"),
         ("seed = 1\n[train]\nsteps = " + "9" * 50, r"c.toml:3: train.steps: a whole number beyond 64 bits"),
         ("seed = " + "9" * 5000, r"c.toml:1: not valid TOML"),
         ("seed = 1e9999", r"c.toml:1: not valid TOML: 1e9999 is beyond 64-bit floating point"),
@@ -102,7 +102,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
 
 def test_an_override_is_read_within_the_same_limits() -> None:
     for value, says in (
-        ("[" * 100_000, "nest more than 100 levels"),
+        ("[" * 100_000, "nest more than 50 levels"),
         ("9" * 5000, "beyond 64 bits"),
         ("\udcff", "half of a surrogate pair"),
     ):
@@ -115,7 +115,7 @@ def test_values_from_python_are_read_within_the_same_limits() -> None:
     endless.append(endless)
     for value, says in (
         (10**5000, "beyond 64 bits"),
-        (endless, "nest more than 100 levels"),
+        (endless, "nest more than 50 levels"),
         ("\ud800", "surrogate"),
     ):
         with pytest.raises(ConfigError, match=says):

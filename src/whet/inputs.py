@@ -20,7 +20,7 @@ MOST_JSON_BYTES = 512 * MIB
 """Of a JSON file that is read whole: config.json, tokenizer.json, the head of a safetensors file."""
 MOST_ROW_BYTES = 64 * MIB
 """Of one line of a .jsonl file."""
-MOST_DEPTH = 100
+MOST_DEPTH = 50
 """Lists and mappings inside one another, in JSON and in YAML."""
 
 _KINDS = {

@@ -13,11 +13,46 @@ EXTREME: Sequence[Any] = (
     "", " ", "banana", "-1", "1e999", "\u0000", "\ud800", "é" * 50, "x" * 5000, "${seed}", "${", "../../x", "null",
     [], {}, [[]], [None], {"a": {}}, {"": 1}, [1, "a", None], [{}] * 20,
 )  # fmt: skip
+DEEP = (b"- ", b"[", b"{a: ", b"? ", b'{"a": ')
 SPLICES = (
-    b"{", b"}", b"[", b"]", b"[" * 200, b"{" * 50, b"- " * 3000, b":", b"\n", b"\t", b"\0", b"\xff\xfe", b"\xef\xbb\xbf",
-    b"&a", b"*a", b"<<: ", b"!!python/object ", b"${", b"${a.b}", b"}}", b"{{", b"{%", b"%}", b"9" * 5000, b"1e999", b"-1",
-    b"\\ud800", b'"', b"'", b"#", b"|", b"---\n", b"null", b"~", b"? ", b"\x85", b"a" * 3000,
-)  # fmt: skip
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b"[" * 200,
+    b"{" * 50,
+    b"- " * 3000,
+    b":",
+    b"\n",
+    b"\t",
+    b"\0",
+    b"\xff\xfe",
+    b"\xef\xbb\xbf",
+    b"&a",
+    b"*a",
+    b"<<: ",
+    b"!!python/object ",
+    b"${",
+    b"${a.b}",
+    b"}}",
+    b"{{",
+    b"{%",
+    b"%}",
+    b"9" * 5000,
+    b"1e999",
+    b"-1",
+    b"\\ud800",
+    b'"',
+    b"'",
+    b"#",
+    b"|",
+    b"---\n",
+    b"null",
+    b"~",
+    b"? ",
+    b"\x85",
+    b"a" * 3000,
+)
 
 
 def damaged(random: Random, data: bytes) -> bytes:
@@ -47,6 +82,13 @@ def _splice(random: Random, out: bytearray) -> None:
     out[at:at] = random.choice(SPLICES)
 
 
+def _deepen(random: Random, out: bytearray) -> None:
+    """What opens a level, many times, at the beginning of a line."""
+    lines = bytes(out).splitlines(keepends=True)
+    line = random.randrange(len(lines) + 1)
+    out[:] = b"".join([*lines[:line], random.choice(DEEP) * random.choice((60, 3000, 50_000)), *lines[line:]])
+
+
 def _repeat(random: Random, out: bytearray) -> None:
     at = random.randrange(len(out) + 1)
     out[at:at] = out[at : at + random.choice((1, 10, 100))] * random.choice((1, 2, 30))
@@ -59,7 +101,17 @@ def _swap_words(random: Random, out: bytearray) -> None:
     out[:] = b" ".join(words)
 
 
-_BYTES: Sequence[Callable[[Random, bytearray], None]] = (_flip, _flip, _cut, _drop, _splice, _splice, _repeat, _swap_words)
+_BYTES: Sequence[Callable[[Random, bytearray], None]] = (
+    _flip,
+    _flip,
+    _cut,
+    _drop,
+    _splice,
+    _splice,
+    _repeat,
+    _swap_words,
+    _deepen,
+)
 
 
 def changed(random: Random, tree: Any) -> Any:

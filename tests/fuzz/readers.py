@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import yaml
-from fuzz.mutate import as_json, changed, containers, damaged
 
+from fuzz.mutate import as_json, changed, containers, damaged
 from whet import checkpoint
 from whet.config.load import load
 from whet.config.plan import plans
@@ -76,7 +77,23 @@ def _mistyped(random: Random, tree: Any) -> Any:
     """A number's place taken by text or a list."""
     tree = json.loads(json.dumps(tree))
     numbers = [(h, k) for h, k in containers(tree) if type(h[k]) in (int, float) and isinstance(h, dict)]
-    holder, key = random.choice([at for at in numbers if at[1] in ("steps", "seed", "group_size", "tasks_per_step", "hidden_size", "layers", "heads", "max_prompt_tokens")])
+    holder, key = random.choice(
+        [
+            at
+            for at in numbers
+            if at[1]
+            in (
+                "steps",
+                "seed",
+                "group_size",
+                "tasks_per_step",
+                "hidden_size",
+                "layers",
+                "heads",
+                "max_prompt_tokens",
+            )
+        ]
+    )
     holder[key] = random.choice(("banana", [1], {"a": 1}, True))
     return tree
 
@@ -97,19 +114,29 @@ def tokenizer() -> Any:
 @cache
 def rows() -> list[dict[str, Any]]:
     plain = [json.loads(line) for line in (ROOT / "tests/data/words.jsonl").read_text().splitlines()[:6]]
-    chats = [{"prompt": [{"role": "user", "content": "a"}], "answer": n, "response": "b", "more": {"x": [n, 0.5]}} for n in range(3)]
-    return [*plain, *chats]
+    chats = [
+        {"prompt": [{"role": "user", "content": "a"}], "answer": n, "response": "b", "more": {"x": [n, 0.5]}}
+        for n in range(3)
+    ]
+    return [{**row, "number": n + 1} for n, row in enumerate([*plain, *chats])]
 
 
 def _data(random: Random) -> Case:
     kind = random.choice(("jsonl", "jsonl", "json", "csv", "parquet"))
     wrong = kind in ("jsonl", "json") and random.random() < 0.2
     if wrong:
-        made = [*rows()[:2], {**rows()[2], "prompt": random.choice((5, None, [], {}, "", True, ["a"], [{"role": "user"}]))}]
+        made = [
+            *rows()[:2],
+            {**rows()[2], "prompt": random.choice((5, None, [], {}, "", True, ["a"], [{"role": "user"}]))},
+        ]
     else:
         made = changed(random, rows()) if random.random() < 0.5 and kind != "parquet" else rows()[:6]
     data = _table(kind, made)
-    return Case({f"data.{kind}": data if wrong or made != rows()[:6] else damaged(random, data)}, f"data.{kind}", wrong)
+    return Case(
+        {f"data.{kind}": data if wrong or made != rows()[:6] else damaged(random, data)},
+        f"data.{kind}",
+        wrong,
+    )
 
 
 def _table(kind: str, made: list[Any]) -> bytes:
@@ -122,12 +149,23 @@ def _table(kind: str, made: list[Any]) -> bytes:
         pq.write_table(pa.Table.from_pylist(made), sink)
         return sink.getvalue().to_pybytes()
     plain = [r if isinstance(r, dict) else {} for r in made]
-    return "\n".join(["prompt,answer,difficulty", *(f'"{r.get("prompt")}",{r.get("answer")},{n}' for n, r in enumerate(plain))]).encode("utf-8", "replace")
+    return "\n".join(
+        [
+            "prompt,answer,difficulty",
+            *(f'"{r.get("prompt")}",{r.get("answer")},{n}' for n, r in enumerate(plain)),
+        ]
+    ).encode("utf-8", "replace")
 
 
 def _read_data(folder: Path) -> object:
     source = Source(path=str(next(folder.iterdir())), name="data")
-    stream = TaskStream([source], Data(train=(source,), max_prompt_tokens=100_000), tokenizer=tokenizer(), seed=0, max_response_tokens=100_000)
+    stream = TaskStream(
+        [source],
+        Data(train=(source,), max_prompt_tokens=100_000),
+        tokenizer=tokenizer(),
+        seed=0,
+        max_response_tokens=100_000,
+    )
     return stream.next(3)
 
 
@@ -147,7 +185,17 @@ def model_folder() -> dict[str, bytes]:
 
 
 def _model(random: Random) -> Case:
-    name = random.choice(("config.json", "config.json", "tokenizer.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", "generation_config.json"))
+    name = random.choice(
+        (
+            "config.json",
+            "config.json",
+            "tokenizer.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "model.safetensors",
+            "generation_config.json",
+        )
+    )
     return Case({**model_folder(), name: _damaged_file(random, name, model_folder()[name])}, name)
 
 
@@ -167,7 +215,15 @@ def _damaged_file(random: Random, name: str, data: bytes) -> bytes:
 def _read_model(folder: Path) -> object:
     found = load_tokenizer(TokenizerConfig(), model_path=str(folder))
     encode_prompt(found, (Message("user", "abc"),)) if found.chat_template else encode_prompt(found, "abc")
-    return build(Model(path=str(folder)), vocab_size=len(found), eos_token_id=1, pad_token_id=0, seed=0, device="cpu", dtype=torch.float32)
+    return build(
+        Model(path=str(folder)),
+        vocab_size=len(found),
+        eos_token_id=1,
+        pad_token_id=0,
+        seed=0,
+        device="cpu",
+        dtype=torch.float32,
+    )
 
 
 # ---------------------------------------------------------------- checkpoint
@@ -176,7 +232,9 @@ def _read_model(folder: Path) -> object:
 class _Engine:
     def save(self, path: Path, *, moments: bool) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        tensor_files.write({"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5)}, path / "model.safetensors")
+        tensor_files.write(
+            {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5)}, path / "model.safetensors"
+        )
 
     def load(self, path: Path) -> None:
         with tensor_files.opened(path / "model.safetensors") as file:
@@ -214,26 +272,77 @@ def _read_checkpoint(folder: Path) -> object:
 
 # ---------------------------------------------------------------- template
 
-TEMPLATES = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
-    "{%- for message in messages %}\n{{- '<|im_start|>' + message['role'] + '\\n' + message.content | trim + '<|im_end|>\\n' }}\n{%- endfor %}",
-    "{% set ns = namespace(n=0, s='') %}{% for m in messages if m.role != 'system' %}{% set ns.n = ns.n + 1 %}{% set ns.s = ns.s ~ m.content %}{% endfor %}{{ ns.s * ns.n }}",
-    "{% macro f(x, n) %}{% if n > 0 %}{{ f(x ~ x, n - 1) }}{% else %}{{ x }}{% endif %}{% endmacro %}{{ f('a', 3) }}",
-    "{{ messages | map(attribute='content') | join(', ') | replace('h', 'hh') | indent(2) | center(40) }}{{ '%5d' % 3 }}{{ messages | tojson(indent=2) }}",
-    "{% for x in range(10) %}{% for y in range(x * 10) %}{{ loop.index ** 2 }}{% endfor %}{% endfor %}",
-)  # fmt: skip
+TEMPLATES = """
+{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}
+{% if add_generation_prompt %}<assistant>{% endif %}
+=====
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message.content | trim + '<|im_end|>\\n' }}
+{%- endfor %}
+=====
+{% set ns = namespace(n=0, s='') %}
+{% for m in messages if m.role != 'system' %}{% set ns.n = ns.n + 1 %}{% set ns.s = ns.s ~ m.content %}{% endfor %}
+{{ ns.s * ns.n }}
+=====
+{% macro f(x, n) %}{% if n > 0 %}{{ f(x ~ x, n - 1) }}{% else %}{{ x }}{% endif %}{% endmacro %}{{ f('a', 3) }}
+=====
+{{ messages | map(attribute='content') | join(', ') | replace('h', 'hh') | indent(2) | center(40) }}
+{{ '%5d' % 3 }}{{ messages | tojson(indent=2) }}
+=====
+{% for x in range(10) %}{% for y in range(x + 10) %}{{ loop.index ** 2 }}{% endfor %}{% endfor %}
+""".strip().split("\n=====\n")
+NUMBERS = ("0", "-1", "3", "99999", "99999", "9999999999", "1e9")
 TOKENS = (
-    "{% for i in range(99999) %}", "{% endfor %}", "{{ messages }}", "* 99999999", "** 999999", "| list", "~", "+", "9" * 12,
-    "| join", ".replace('a', 'aa' * 9999)", "{% set ns.s = ns.s ~ ns.s %}", "{{ f(f, f) }}", "(", ")", "[", "]", "{{", "}}",
-    "{%", "%}", "loop(messages)", "recursive", "self", ".__class__", "| attr('x')", "messages[99]", "none", "'", '"', "\\",
-    "| tojson(indent=99999999)", ".ljust(999999999)", "|sum", "-1", "{% include 'x' %}", "{% call f() %}", "{% raw %}", "ns",
-)  # fmt: skip
+    "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range(9) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}",
+    "{% endfor %}",
+    "{{ messages }}",
+    "* 99999999",
+    "** 999999",
+    "| list",
+    "~",
+    "+",
+    "9" * 12,
+    "| join",
+    ".replace('a', 'aa' * 9999)",
+    "{% set ns.s = ns.s ~ ns.s %}",
+    "{{ f(f, f) }}",
+    "(",
+    ")",
+    "[",
+    "]",
+    "{{",
+    "}}",
+    "{%",
+    "%}",
+    "loop(messages)",
+    "recursive",
+    "self",
+    ".__class__",
+    "| attr('x')",
+    "messages[99]",
+    "none",
+    "'",
+    '"',
+    "\\",
+    "| tojson(indent=99999999)",
+    ".ljust(999999999)",
+    "|sum",
+    "-1",
+    "{% include 'x' %}",
+    "{% call f() %}",
+    "{% raw %}",
+    "ns",
+)
 
 
 def _template(random: Random) -> Case:
     text = random.choice(TEMPLATES)
     for _ in range(random.choice((1, 1, 2, 3, 5))):
-        if random.random() < 0.3:
+        how = random.random()
+        if how < 0.2:
+            text = re.sub(r"\d+", lambda _: random.choice(NUMBERS), text)
+        elif how < 0.4:
             text = damaged(random, text.encode()).decode("utf-8", "replace")
         else:
             at = random.randrange(len(text) + 1)
@@ -242,7 +351,11 @@ def _template(random: Random) -> Case:
 
 
 def _read_template(folder: Path) -> object:
-    messages = [Message("system", "s"), Message("user", "hello {{ x }}"), Message("assistant", "<think>a</think>b")]
+    messages = [
+        Message("system", "s"),
+        Message("user", "hello {{ x }}"),
+        Message("assistant", "<think>a</think>b"),
+    ]
     return render(tokenizer(), messages, template=str(folder / "template"))
 
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from random import Random
 
 from fuzz.readers import FUZZERS, Case
-
 from whet.types import WhetError
 
 CPU_S = 10.0
@@ -59,9 +58,7 @@ def run(fuzzer: str, numbers: Sequence[int], *, cpu_s: float = CPU_S) -> tuple[C
     return counts, [minimised(fault, cpu_s=cpu_s) for fault in faults.values()]
 
 
-def verdicts(
-    fuzzer: str, cases: Sequence[tuple[int, Case]], *, cpu_s: float
-) -> Iterator[tuple[int, str]]:
+def verdicts(fuzzer: str, cases: Sequence[tuple[int, Case]], *, cpu_s: float) -> Iterator[tuple[int, str]]:
     """(number, verdict) of each case. One child reads them one after another; where it dies, the next goes on."""
     left = list(cases)
     while left:
@@ -75,27 +72,42 @@ def _child(fuzzer: str, cases: Sequence[Case], cpu_s: float) -> Iterator[str]:
     out, into = os.pipe()
     sys.stdout.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking where threads are; the child needs none
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of forking where threads are; the child needs none
         pid = os.fork()
     if pid == 0:
         os.close(out)
         _judge_all(fuzzer, cases, into, cpu_s)
     os.close(into)
-    with os.fdopen(out) as lines:
-        given = 0
-        for line in lines:
-            given += 1
-            yield line.rstrip("\n")
-    _, status = os.waitpid(pid, 0)
+    given = 0
+    try:
+        with os.fdopen(out) as lines:
+            for line in lines:
+                given += 1
+                yield line.rstrip("\n")
+    finally:
+        if given < len(cases) and not _ended(pid):
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
     if given < len(cases):
         yield _death(status)
+
+
+def _ended(pid: int) -> bool:
+    """Whether a child is dead, or about to be: it has closed its end of the pipe. It is not waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
 def _death(status: int) -> str:
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if number in (signal.SIGPROF, signal.SIGALRM):
         return "did not come to an end"
-    return f"died of {signal.Signals(number).name}" if number else f"exited with {os.waitstatus_to_exitcode(status)}"
+    return (
+        f"died of {signal.Signals(number).name}"
+        if number
+        else f"exited with {os.waitstatus_to_exitcode(status)}"
+    )
 
 
 def _judge_all(fuzzer: str, cases: Sequence[Case], into: int, cpu_s: float) -> None:
@@ -153,7 +165,9 @@ def minimised(fault: Fault, *, cpu_s: float, tries: int = 40) -> Fault:
         at = 0
         while at < len(data) and tries:
             tries -= 1
-            shorter = replace(fault.case, files={**fault.case.files, fault.case.touched: data[:at] + data[at + size :]})
+            shorter = replace(
+                fault.case, files={**fault.case.files, fault.case.touched: data[:at] + data[at + size :]}
+            )
             (_, what), *_ = verdicts(fault.fuzzer, [(0, shorter)], cpu_s=cpu_s)
             if what == fault.what:
                 fault, data = replace(fault, case=shorter), data[:at] + data[at + size :]
@@ -169,7 +183,9 @@ def main() -> None:
     os.chdir(Path(__file__).parents[2])
     wrong = False
     for fuzzer in FUZZERS if name == "all" else [name]:
-        counts, faults = run(fuzzer, range(int(first[0]) if first else 0, (int(first[0]) if first else 0) + int(count)))
+        counts, faults = run(
+            fuzzer, range(int(first[0]) if first else 0, (int(first[0]) if first else 0) + int(count))
+        )
         print(fuzzer, dict(counts), flush=True)
         print("\n".join(map(str, faults)), flush=True)
         wrong = wrong or bool(faults)

@@ -261,9 +261,14 @@ def check_files(folder: Path, overrides: Mapping[str, Json]) -> None:
     """ConfigError where config.json asks for a model several times as large as the files: to make it would fill the
     memory before anything could be compared. Families that are not known are reckoned as if they were of a known one.
     """
-    asked = folder_shape(folder, overrides)
+    config = read_json_object(folder / "config.json", ConfigError) | dict(overrides)
+    try:
+        wanted = sum(prod(size) for _, size in _tensors(Shape(**config_sizes(config))))
+    except ValueError as e:
+        raise ConfigError(f"model.path: {folder}/config.json: {e}") from e
+    except KeyError:  # of no decoder: who reads it says so
+        return
     held = parameters_in(folder)
-    wanted = sum(prod(size) for _, size in _tensors(asked))
     if held and wanted > 4 * held + 2**20:
         raise ConfigError(
             f"model.path={folder}: config.json (with model.overrides) asks for about {wanted:.3g} parameters, the "
