@@ -8,6 +8,7 @@ too much memory, or a wrong input that was read. A case follows from the fuzzer'
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import resource
@@ -47,7 +48,9 @@ def case(fuzzer: str, number: int) -> Case:
     return FUZZERS[fuzzer].make(Random(f"{fuzzer} {number}"))
 
 
-def run(fuzzer: str, numbers: Sequence[int], *, cpu_s: float = CPU_S) -> tuple[Counter[str], list[Fault]]:
+def run(
+    fuzzer: str, numbers: Sequence[int], *, cpu_s: float = CPU_S, tries: int = 40
+) -> tuple[Counter[str], list[Fault]]:
     """(how many were right and refused, the faults, one of each kind made small)."""
     counts: Counter[str] = Counter()
     faults: dict[str, Fault] = {}
@@ -55,7 +58,7 @@ def run(fuzzer: str, numbers: Sequence[int], *, cpu_s: float = CPU_S) -> tuple[C
         counts[what if what in (RIGHT, REFUSED) else "fault"] += 1
         if what not in (RIGHT, REFUSED):
             faults.setdefault(what, Fault(fuzzer, number, what, case(fuzzer, number)))
-    return counts, [minimised(fault, cpu_s=cpu_s) for fault in faults.values()]
+    return counts, [minimised(fault, cpu_s=cpu_s, tries=tries) for fault in faults.values()]
 
 
 def verdicts(fuzzer: str, cases: Sequence[tuple[int, Case]], *, cpu_s: float) -> Iterator[tuple[int, str]]:
@@ -117,6 +120,7 @@ def _judge_all(fuzzer: str, cases: Sequence[Case], into: int, cpu_s: float) -> N
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
+        faulthandler.disable()
         logging.disable(logging.CRITICAL)
         warnings.simplefilter("ignore")
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -157,9 +161,9 @@ def judge(fuzzer: str, one: Case) -> str:
     return "wrong, but was read" if one.wrong else RIGHT
 
 
-def minimised(fault: Fault, *, cpu_s: float, tries: int = 40) -> Fault:
+def minimised(fault: Fault, *, cpu_s: float, tries: int) -> Fault:
     """The same fault with less of the damaged file: parts are left out as long as it stays."""
-    data, size = fault.case.files[fault.case.touched], 0
+    data = fault.case.files[fault.case.touched]
     size = len(data) // 2
     while size and tries:
         at = 0
