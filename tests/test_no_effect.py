@@ -53,4 +53,4 @@ def test_a_decay_with_staleness_is_refused_where_no_rollout_is_stale(older: str)
     assert not [key for key, _ in problems(decay, older) if "staleness_decay" in key]
     ((key, why),) = [p for p in problems(decay) if "staleness_decay" in p[0]]
     assert key == "algorithm.correction.staleness_decay"
-    assert "has no effect: every rollout is sampled by the weights that it is trained on" in why
+    assert "has no effect: no rollout is older than the weights that learn" in why

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whet.config.conditions import NEVER, Condition
+from whet.config.conditions import NEVER, STALE, Condition
 from whet.config.learning import READS
 
 
@@ -38,16 +38,6 @@ RANKED: Condition = {
         {"key": "train.parallel.apart", "given": True},
     ]
 }
-STALE: Condition = {
-    "any": [
-        {"key": "rollout.max_staleness", "above": 0},
-        {"key": "rollout.sync_every", "above": 1},
-        {"key": "rollout.schedule", "is": "free"},
-        {"key": "buffer.replay.share", "above": 0},
-        {"key": "buffer.replay.queue", "is": True},
-    ]
-}
-"""Rollouts may be of older weights than those that are trained."""
 IN_CLUSTER: dict[str, Condition] = {
     "replicas": {"key": "rollout.replicas", "above": 0},
     "ranks": {"key": "cluster.ranks", "is": True},
@@ -148,12 +138,7 @@ ALGORITHM = (
         "{advantage} is whitened by itself",
     ),
     Rule(("algorithm.whiten_ddof",), {"condition": "whiten"}, "algorithm.whiten is false"),
-    Rule(
-        ("algorithm.correction.staleness_decay",),
-        STALE,
-        "every rollout is sampled by the weights that it is trained on (rollout.max_staleness is 0, sync_every 1, "
-        "schedule fixed, buffer.replay off)",
-    ),
+    Rule(("algorithm.correction.staleness_decay",), STALE, "no rollout is older than the weights that learn"),
     Rule(
         ("algorithm.resample_power",),
         {"key": "algorithm.resample", "is": "pow"},
