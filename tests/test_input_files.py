@@ -84,7 +84,7 @@ BOMB = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
         ("tokenizer.json", {"added_tokens": [{"id": 10**12, "content": "x"}]}, "an added token has the id 1000"),
         ("tokenizer.json", {"model": None}, "Cannot read a tokenizer"),
         ("tokenizer_config.json", {"model_max_length": "null"}, "Cannot read a tokenizer"),
-        ("tokenizer_config.json", {"unk_token": ""}, "Cannot read a tokenizer|holds no tokenizer|end-of-text"),
+        ("tokenizer_config.json", {"unk_token": ""}, "Cannot read a tokenizer.*RecursionError"),
     ],
 )  # fmt: skip
 def test_a_tokenizer_that_is_damaged_or_does_harm_is_refused(

@@ -74,9 +74,9 @@ def _load(folder: str | None) -> PreTrainedTokenizerFast:
         # tokenizer.json says all; AutoTokenizer would put a family's own splitting over a tokenizer built from data
         kind = PreTrainedTokenizerFast if (path / "tokenizer.json").is_file() else AutoTokenizer
         tokenizer = kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        tokenizer(
-            ["a", ""], add_special_tokens=False
-        )  # what is wrong with it shows here, not in the first prompt
+        # what is wrong with it shows here, not in the first prompt
+        tokenizer(["a", ""], add_special_tokens=False)
+        _ = len(tokenizer), tokenizer.all_special_ids, tokenizer.eos_token_id, tokenizer.unk_token_id
     except Exception as e:  # foreign code reading foreign files: it can fail in any way
         told = str(e) if isinstance(e, OSError | ValueError) else f"{type(e).__name__}: {e}"
         raise ConfigError(f"Cannot read a tokenizer from {path}: {told}") from e
