@@ -233,7 +233,7 @@ def test_reasoning_gym_mistakes_are_named(task, params, says):
             '{"prompt": ["\\ud83d"]}',
             "a.jsonl, line 1: column prompt.0 holds half of a surrogate pair",
         ),
-        ("a.jsonl", "[" * 100_000, "a.jsonl, line 1: not JSON"),
+        ("a.jsonl", "[" * 100_000, "a.jsonl, line 1: lists and mappings nest more than 50 levels"),
         ("a.jsonl", "\n", "is empty: no rows in .*a.jsonl"),
         ("a.json", '{"rows": []}', "an object whose 'data' is one; found a dict"),
         ("a.json", "[1]", "a.json, row 1: a row must be"),

@@ -301,7 +301,7 @@ def misshaped(path: Path) -> None:
     [
         (no_folder, ConfigError, "no such folder"),
         (no_config, ConfigError, "no config.json"),
-        (broken_config, ConfigError, "is no config"),
+        (broken_config, ConfigError, "config.json: not JSON"),
         (unknown_family, ConfigError, "nosuch"),
         (remote_code, ConfigError, "trust_remote_code"),
         (only_pickle, CheckpointError, "only pytorch_model.bin, which is pickle and never opened"),

@@ -117,6 +117,7 @@ def _model(cfg: Config) -> Iterator[Problem]:
         key, _, text = str(e).partition(": ")
         yield (key, text) if key.startswith("model.") else ("model.path", str(e))
         return
+    yield from _stop_tokens(cfg, found.vocab_size if found else None)
     reply = max(cfg.rollout.sampling.max_tokens, reply_tokens(cfg))
     longest = cfg.data.max_prompt_tokens + reply
     longest = min(longest, cfg.data.max_total_tokens or longest)
@@ -129,6 +130,19 @@ def _model(cfg: Config) -> Iterator[Problem]:
             f"{longest}, but "
             f"{limit} is {found.max_positions}; {fix} one of the two",
         )
+
+
+def _stop_tokens(cfg: Config, vocab_size: int | None) -> Iterator[Problem]:
+    """End tokens that no model can sample. vocab_size: None where it is not known."""
+    asked = {key: how.sampling for key, how in all_asked(cfg).items()}
+    for key, sampling in {"rollout": cfg.rollout.sampling, **asked}.items():
+        beyond = [i for i in sampling.stop_token_ids if not 0 <= i < (vocab_size or 2**31)]
+        if beyond and (key == "rollout" or sampling.stop_token_ids != cfg.rollout.sampling.stop_token_ids):
+            yield (
+                f"{key}.sampling.stop_token_ids",
+                f"{', '.join(map(str, beyond))} can never be sampled: the vocabulary has the tokens 0 to "
+                f"{vocab_size - 1 if vocab_size else '...'}; leave it out or correct it",
+            )
 
 
 def _batch(cfg: Config) -> Iterator[Problem]:

@@ -19,6 +19,16 @@ from whet.types import Json
 Condition = Mapping[str, Any]
 
 NEVER: Condition = {"any": []}
+STALE: Condition = {
+    "any": [
+        {"key": "rollout.max_staleness", "above": 0},
+        {"key": "rollout.sync_every", "above": 1},
+        {"key": "rollout.schedule", "is": "free"},
+        {"key": "buffer.replay.share", "above": 0},
+        {"key": "buffer.replay.queue", "is": True},
+    ]
+}
+"""Rollouts may be of older weights than those that are trained."""
 
 TESTS: dict[str, Callable[[Any, Any], bool]] = {
     "is": lambda value, wanted: value == wanted,

@@ -17,6 +17,9 @@ from whet.config.tree import get, stage_names
 from whet.secrets import redact
 from whet.types import Json
 
+MOST_TOLD = 100
+"""Problems of one config that are told one by one: to find a near name for each of many takes long."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -29,9 +32,13 @@ class Fault:
 def faults(tree: Json, error: ValidationError) -> list[Fault]:
     """What pydantic found in these plain values, one fault a key, in the order of the schema."""
     found: dict[Path, Fault] = {}
-    for detail in error.errors(include_url=False, include_context=False):
+    details = error.errors(include_url=False, include_context=False)
+    for detail in details[:MOST_TOLD]:
         fault = _fault(tree, detail)
         found.setdefault(fault.path, fault)
+    if len(details) > MOST_TOLD:
+        path = details[MOST_TOLD]["loc"]
+        found.setdefault(path, Fault(path, f"and {len(details) - MOST_TOLD} more problems from here on"))
     return list(found.values())
 
 
@@ -80,7 +87,10 @@ def _hint(value: Json, path: Path) -> str:
 
 
 def _text_hint(value: str, wanted: set[Any], choices: list[str]) -> str:
-    number = scalar(value.strip().replace("_", "").replace(",", ""))
+    try:
+        number = scalar(value.strip().replace("_", "").replace(",", ""))
+    except ValueError:  # a number that no key could take
+        return ""
     if isinstance(number, int | float) and not isinstance(number, bool) and wanted & {int, float}:
         bare = int(number) if int in wanted and float(number).is_integer() else number
         return f"; this is text: write {bare} without quotes (from the environment: ${{oc.decode:...}})"

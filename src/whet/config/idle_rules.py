@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whet.config.conditions import NEVER, Condition
+from whet.config.conditions import NEVER, STALE, Condition
 from whet.config.learning import READS
 
 
@@ -138,6 +138,7 @@ ALGORITHM = (
         "{advantage} is whitened by itself",
     ),
     Rule(("algorithm.whiten_ddof",), {"condition": "whiten"}, "algorithm.whiten is false"),
+    Rule(("algorithm.correction.staleness_decay",), STALE, "no rollout is older than the weights that learn"),
     Rule(
         ("algorithm.resample_power",),
         {"key": "algorithm.resample", "is": "pow"},

@@ -31,6 +31,7 @@ from whet.config.draft import Draft
 from whet.config.faults import faults, listing, named, shown
 from whet.config.parse import parse, plain
 from whet.config.schema import Config
+from whet.inputs import MOST_CONFIG_BYTES, read_text
 from whet.secrets import learn_overrides
 from whet.types import ConfigError, Json
 
@@ -184,10 +185,7 @@ def _read(file: Path) -> Draft:
     """The draft of a file, with the line of every key."""
     if file.suffix not in SUFFIXES:
         raise ConfigError(f"{file}: a config file ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}.")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{file}: cannot read the config: {e}.") from e
+    text = read_text(file, ConfigError, most=MOST_CONFIG_BYTES)
     parsed = parse(text, toml=file.suffix == ".toml")
     problems = [(f"{file}:{line}", said) for line, said in parsed.problems]
     if not isinstance(parsed.tree, dict):

@@ -11,11 +11,13 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date, time
+from math import isinf
 from pathlib import PurePath
 
 import yaml
 
 from whet.config.keys import Path, dotted
+from whet.inputs import MOST_DEPTH, too_deep
 from whet.types import ConfigError, Json
 
 _NULL = {"", "~", "null", "Null", "NULL"}
@@ -25,8 +27,15 @@ _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
 _LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _TAGGED = re.compile(r"(&\S+\s+)?!")
 _MOST_VALUES = 100_000
+_MOST_DIGITS = 19
+"""Of a whole number: what 64 bits hold."""
+
+
+class _TooManyValues(Exception):
+    """Aliases have blown a small file up."""
 
 
 @dataclass
@@ -45,22 +54,47 @@ def parse(text: str, *, toml: bool = False) -> Parsed:
 
 
 def scalar(text: str) -> Json:
-    """An unquoted YAML scalar by the core rules: null, boolean, number, or the text itself."""
+    """An unquoted YAML scalar by the core rules: null, boolean, number, or the text itself.
+
+    ValueError for a number beyond 64 bits; infinity is written .inf."""
     if text in _NULL:
         return None
     if text in _BOOL:
         return _BOOL[text]
     if _INT.fullmatch(text):
-        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        return _whole(text)
     if _FLOAT.fullmatch(text):
-        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        if isinf(number) and "inf" not in text.lower():
+            raise ValueError(f"{text[:40]} is beyond 64-bit floating point; infinity is written .inf")
+        return number
     return text
+
+
+def _whole(text: str) -> int:
+    short = len(text) <= 2 * _MOST_DIGITS + 10  # octal has more digits; a long one takes time to read
+    number = (int(text, 0) if text[:2] in ("0o", "0x") else int(text)) if short else 2**64
+    if not _fits(number):
+        raise ValueError(
+            f"{text[:20]}{'...' * (len(text) > 20)} is a whole number beyond 64 bits; quote it if it is text"
+        )
+    return number
+
+
+def _fits(number: int) -> bool:
+    return -(2**63) <= number < 2**64
 
 
 def plain(value: object, path: Path = ()) -> Json:
     """Values from Python as JSON has them: mappings, lists, text, numbers; paths and dates become text."""
+    if isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
+        raise ConfigError(f"{dotted(path)}: holds half of a surrogate pair, which is no text")
+    if isinstance(value, int) and not _fits(value):
+        raise ConfigError(f"{dotted(path)}: a whole number beyond 64 bits; give it as text if it is text")
     if value is None or isinstance(value, str | int | float):
         return value
+    if len(path) > MOST_DEPTH:
+        raise ConfigError(f"{dotted(path[:3])}...: {too_deep()}")
     if isinstance(value, Mapping):
         return {str(k): plain(v, (*path, str(k))) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -79,6 +113,9 @@ def plain(value: object, path: Path = ()) -> Json:
 def _yaml(text: str) -> Parsed:
     out = Parsed()
     try:
+        if too_much := _too_much(text):
+            out.problems.append(too_much)
+            return out
         node = yaml.compose(text, Loader=_LOADER)
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
@@ -87,11 +124,39 @@ def _yaml(text: str) -> Parsed:
             said += "; the line has a tab, and YAML indents with spaces"
         out.problems.append((mark.line + 1 if mark else 1, f"not valid YAML: {said}"))
         return out
-    except yaml.YAMLError as e:
-        out.problems.append((1, f"not valid YAML: {e}"))
+    except yaml.reader.ReaderError as e:
+        line = text.count("\n", 0, e.position) + 1
+        out.problems.append(
+            (line, f"not valid YAML: the character U+{_code(e.character):04X} is not allowed: {e.reason}")
+        )
         return out
-    out.tree = {} if node is None else _value(node, (), out, text=text, inside=())
+    except UnicodeEncodeError as e:
+        out.problems.append((text.count("\n", 0, e.start) + 1, "not text: it holds half of a surrogate pair"))
+        return out
+    try:
+        out.tree = {} if node is None else _value(node, (), out, text=text, inside=())
+    except _TooManyValues:
+        out.tree = None
     return out
+
+
+def _code(character: str | bytes | int) -> int:
+    return character if isinstance(character, int) else ord(character)
+
+
+def _too_much(text: str) -> tuple[int, str] | None:
+    """(line, what is wrong) of text that nests too deep or holds too much; told from its events, which come one by one,
+    before anything is built of them."""
+    levels = values = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        levels += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        values += isinstance(event, yaml.NodeEvent)
+        line = event.start_mark.line + 1 if event.start_mark else 1
+        if levels > MOST_DEPTH:
+            return line, too_deep()
+        if values > 2 * _MOST_VALUES:  # keys are counted, too
+            return line, f"more than {_MOST_VALUES} values"
+    return None
 
 
 def _value(node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tuple[yaml.Node, ...]) -> Json:
@@ -99,9 +164,10 @@ def _value(node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tuple
     line = node.start_mark.line + 1
     out.lines.setdefault(path, line)
     if len(out.lines) > _MOST_VALUES:
-        raise ConfigError(
-            f"line {line}: more than {_MOST_VALUES} values; is an alias inside an alias inside an alias?"
-        )
+        out.problems = [
+            (line, f"more than {_MOST_VALUES} values; is an alias inside an alias inside an alias?")
+        ]
+        raise _TooManyValues
     if node in inside:
         out.problems.append((line, f"{dotted(path)}: contains itself through an alias"))
         return None
@@ -117,7 +183,11 @@ def _value(node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tuple
             _value(child, (*path, n), out, text=text, inside=inside) for n, child in enumerate(node.value)
         ]
     quoted = isinstance(node, yaml.ScalarNode) and node.style
-    return node.value if quoted else scalar(node.value)
+    try:
+        return node.value if quoted else scalar(node.value)
+    except ValueError as e:
+        out.problems.append((line, f"{dotted(path)}: {e}"))
+        return None
 
 
 def _mapping(node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tuple[yaml.Node, ...]) -> Json:
@@ -152,13 +222,28 @@ _PAIR = re.compile(r"\s*([A-Za-z0-9_.\"'\- ]+?)\s*=")
 def _toml(text: str) -> Parsed:
     out = Parsed()
     try:
-        out.tree = plain(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as e:
+        tree = tomllib.loads(text, parse_float=_toml_float)
+    except RecursionError:
+        out.problems.append((1, too_deep()))
+        return out
+    except ValueError as e:  # tomllib's own error is one
         at = re.search(r"line (\d+)", str(e))
         out.problems.append((int(at[1]) if at else text.count("\n") + 1, f"not valid TOML: {e}"))
         return out
     _toml_lines(text, out)
+    try:
+        out.tree = plain(tree)
+    except ConfigError as e:
+        out.problems.append((_line_of(str(e).partition(":")[0], out), str(e)))
     return out
+
+
+def _toml_float(text: str) -> float:
+    return float(scalar(text.replace("_", "")) if "n" not in text else text)
+
+
+def _line_of(key: str, parsed: Parsed) -> int:
+    return next((line for path, line in parsed.lines.items() if dotted(path) == key), 1)
 
 
 def _toml_lines(text: str, out: Parsed) -> None:

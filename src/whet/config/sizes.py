@@ -5,14 +5,16 @@ Reads config.json and the heads of safetensors files; no weights, no torch.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from operator import index
 from pathlib import Path
+from typing import Any
 
 from whet.config.schema import Model, Scratch, Tokenizer
+from whet.inputs import MOST_JSON_BYTES, check_regular, parse_json, read_json_object
 from whet.types import ConfigError, Json
 
 PAGE_TOKENS = 16
@@ -20,6 +22,10 @@ PAGE_TOKENS = 16
 MOMENT_BYTES = 8
 """Adam's two moments of one parameter, float32."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+MOST_SIZE = 2**31 - 1
+"""Of any dimension of a model."""
+MOST_LAYERS = 10_000
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe")
 """Architectures whose tensors are known without their files."""
@@ -184,10 +190,14 @@ def _vocab_size(tokenizer: Tokenizer) -> int | None:
     file = Path(tokenizer.path or "").expanduser() / "tokenizer.json"
     if tokenizer.path is None or not file.is_file():
         return None
-    found = _json(file)
-    ids = {token["id"] for token in found.get("added_tokens", ())}
-    vocab = found.get("model", {}).get("vocab", ())
-    return max([*ids, *(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))], default=-1) + 1
+    found = read_json_object(file, ConfigError)
+    try:
+        ids = {int(token["id"]) for token in found.get("added_tokens", ())}
+        vocab = found.get("model", {}).get("vocab", ())
+        known = map(int, vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
+        return max([*ids, *known], default=-1) + 1
+    except (TypeError, KeyError, ValueError, AttributeError) as e:
+        raise ConfigError(f"{file} is no tokenizer: {type(e).__name__}: {e}") from e
 
 
 def folder_shape(folder: Path, overrides: Mapping[str, Json]) -> Shape:
@@ -196,9 +206,11 @@ def folder_shape(folder: Path, overrides: Mapping[str, Json]) -> Shape:
         raise ConfigError(
             f"model.path: {folder} holds no config.json; give the folder of a Hugging Face model"
         )
-    config = _json(folder / "config.json") | dict(overrides)
+    config = read_json_object(folder / "config.json", ConfigError) | dict(overrides)
     try:
         sizes = config_sizes(config)
+    except ValueError as e:
+        raise ConfigError(f"model.path: {folder}/config.json: {e}") from e
     except KeyError as e:
         raise ConfigError(
             f"model.path: {folder}/config.json has no {e}: not a text decoder of a known kind"
@@ -209,35 +221,59 @@ def folder_shape(folder: Path, overrides: Mapping[str, Json]) -> Shape:
 
 def config_sizes(config: Mapping[str, Json]) -> dict[str, Json]:
     """The sizes of a Hugging Face text config, by the names of `Shape`. KeyError for one of no decoder."""
-    heads = config["num_attention_heads"]
+    heads = _size(config, "num_attention_heads")
     family = config.get("model_type", "")
-    hidden = config.get("hidden_size") or heads * config["head_dim"]
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
-    ffn = config.get("intermediate_size") or 4 * hidden
+    if not isinstance(family, str):
+        raise ValueError(f"model_type is {family!r}, expected a name")
+    hidden = _size_or(config, "hidden_size", None) or heads * _size(config, "head_dim")
+    experts = _size_or(config, "num_experts", 0) or _size_or(config, "num_local_experts", 0)
+    ffn = _size_or(config, "intermediate_size", 4 * hidden)
     return {
         "family": family,
         "hidden": hidden,
-        "layers": config["num_hidden_layers"],
+        "layers": _size(config, "num_hidden_layers", most=MOST_LAYERS),
         "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or hidden // heads,
-        "ffn": config.get("moe_intermediate_size") or ffn if experts else ffn,
+        "kv_heads": _size_or(config, "num_key_value_heads", heads),
+        "head_dim": _size_or(config, "head_dim", max(1, hidden // heads)),
+        "ffn": _size_or(config, "moe_intermediate_size", ffn) if experts else ffn,
         "experts": experts,
-        "experts_per_token": config.get("num_experts_per_tok") or 0,
-        "tied": config.get("tie_word_embeddings", family == "gemma"),
-        "max_positions": config.get("max_position_embeddings"),
-        "vocab_size": config.get("vocab_size"),
+        "experts_per_token": _size_or(config, "num_experts_per_tok", 0),
+        "tied": bool(config.get("tie_word_embeddings", family == "gemma")),
+        "max_positions": _size_or(config, "max_position_embeddings", None),
+        "vocab_size": _size_or(config, "vocab_size", None),
     }
 
 
-def _json(file: Path) -> dict[str, Json]:
+def _size(config: Mapping[str, Json], key: str, *, most: int = MOST_SIZE) -> int:
+    """A size that must be there. KeyError where it is not, ValueError where it is no size."""
+    value = config[key]
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ValueError(f"{key} is {repr(value)[:40]}, expected a whole number from 1 to {most}")
+    return value
+
+
+def _size_or(config: Mapping[str, Json], key: str, default: Any) -> Any:
+    """A size that may be absent, null or 0."""
+    return _size(config, key) if config.get(key) else default
+
+
+def check_files(folder: Path, overrides: Mapping[str, Json]) -> None:
+    """ConfigError where config.json asks for a model several times as large as the files: to make it would fill the
+    memory before anything could be compared. Families that are not known are reckoned as if they were of a known one.
+    """
+    config = read_json_object(folder / "config.json", ConfigError) | dict(overrides)
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"{file} cannot be read as JSON: {e}") from e
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} holds no JSON object")
-    return found
+        wanted = sum(prod(size) for _, size in _tensors(Shape(**config_sizes(config))))
+    except ValueError as e:
+        raise ConfigError(f"model.path: {folder}/config.json: {e}") from e
+    except KeyError:  # of no decoder: who reads it says so
+        return
+    held = parameters_in(folder)
+    if held and wanted > 4 * held + 2**20:
+        raise ConfigError(
+            f"model.path={folder}: config.json (with model.overrides) asks for about {wanted:.3g} parameters, the "
+            f"files hold {held:.3g}; they are not of one model"
+        )
 
 
 def parameters_in(folder: Path) -> int:
@@ -249,10 +285,24 @@ def _headers(folder: Path) -> dict[str, tuple[int, ...]]:
     """Tensors in the safetensors files, by their heads (8 bytes of length, then JSON)."""
     found: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as f:
-            size = struct.unpack("<Q", f.read(8).ljust(8, b"\0"))[0]
-            if size > file.stat().st_size:
-                raise ConfigError(f"model.path: {file} is damaged or incomplete; copy it again")
-            head = json.loads(f.read(size) or b"{}")
-        found |= {name: tuple(tensor["shape"]) for name, tensor in head.items() if name != "__metadata__"}
+        found |= _head(file)
     return found
+
+
+def _head(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name. ConfigError for a file that does not begin as a safetensors file does."""
+    check_regular(file, ConfigError)
+    damaged = f"model.path: {file} is damaged or incomplete; copy it again"
+    with file.open("rb") as f:
+        size = struct.unpack("<Q", f.read(8).ljust(8, b"\0"))[0]
+        if size > min(file.stat().st_size, MOST_JSON_BYTES):
+            raise ConfigError(damaged)
+        head = parse_json(f.read(size) or b"{}", str(file), ConfigError)
+    try:
+        return {
+            name: tuple(map(index, tensor["shape"]))
+            for name, tensor in head.items()
+            if name != "__metadata__"
+        }
+    except (AttributeError, TypeError, KeyError) as e:
+        raise ConfigError(damaged) from e

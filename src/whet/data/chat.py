@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from jinja2.exceptions import TemplateError
 
+from whet.data.templates import rendered
+from whet.inputs import MOST_CONFIG_BYTES, read_text
 from whet.types import ConfigError, DataError, Json, Message
 
 if TYPE_CHECKING:
@@ -28,11 +31,11 @@ def read_template(value: str) -> str:
     if "{" in value:
         return value
     path = Path(value).expanduser()
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(
             f"tokenizer.chat_template {value!r} is neither Jinja text (no '{{' in it) nor a file."
         )
-    return path.read_text(encoding="utf-8")
+    return read_text(path, ConfigError, most=MOST_CONFIG_BYTES)
 
 
 def with_arguments(template: str, arguments: Mapping[str, Json]) -> str:
@@ -211,19 +214,28 @@ def encode_turn(
 def render(tokenizer: Tokenizer, messages: Sequence[Message], *, template: str | None = None) -> str:
     """The conversation as text, ending with the header of the assistant's turn."""
     jinja = read_template(template) if template is not None else tokenizer.chat_template
-    if jinja is None:
+    if isinstance(jinja, dict):
+        jinja = jinja.get("default")
+    if not isinstance(jinja, str):
         raise ConfigError(
             f"The tokenizer {tokenizer.name_or_path!r} has no chat template, and the prompt is chat "
             "messages. Give one in tokenizer.chat_template (Jinja text or a file), or give prompts as "
             "plain text."
         )
     plain = [{"role": m.role, "content": m.content} for m in messages]
+    given = {**tokenizer.special_tokens_map, "messages": plain, "tools": None, "documents": None}
     try:
-        text = tokenizer.apply_chat_template(
-            plain, chat_template=jinja, add_generation_prompt=True, tokenize=False
-        )
-    except TemplateError as e:
-        roles = ", ".join(m.role for m in messages)
-        raise DataError(f"The chat template refuses the messages ({roles}): {e}") from e
-    assert isinstance(text, str)
+        text = rendered(jinja, **given, add_generation_prompt=True)
+        text.encode()  # half a surrogate pair is no text
+    except Exception as e:  # a template is foreign code: it can fail in any way
+        roles = ", ".join(m.role for m in messages[:6]) + (", ..." if len(messages) > 6 else "")
+        raise DataError(f"The chat template refuses the messages ({roles}): {_said(e)}") from e
     return text
+
+
+def _said(error: Exception) -> str:
+    """What went wrong in a template, and in which line of it."""
+    at = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == "<template>"]
+    line = getattr(error, "lineno", None) or (at[-1] if at else None)
+    text = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+    return f"{text[:500]} (line {line} of the template)" if line else text[:500]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,6 +12,7 @@ from whet.data.parts import Row
 from whet.types import ConfigError, DataError, Json, Message
 
 _ABSENT = object()
+_LARGEST = sys.float_info.max
 
 _COLUMNS = (
     "prompt",
@@ -206,7 +207,10 @@ def _own(row: Row, column: str | None) -> str | None:
 
 def _number(row: Row, column: str) -> float:
     value = _required(row, column)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if (
+        not number or not -_LARGEST <= value <= _LARGEST
+    ):  # a whole number can be too large for a float; NaN is neither
         raise DataError(_wrong(column, value, "a finite number"))
     return float(value)
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from whet.data.parts import ArrowPart, ListPart, Part, Row, as_row, describe, loads
+from whet.inputs import MIB, MOST_JSON_BYTES, MOST_ROW_BYTES, check_regular, read_bytes, read_json_object
 from whet.tables import near
 from whet.types import DataError
 
@@ -95,7 +96,7 @@ def _saved_splits(folder: Path) -> dict[str, Path] | None:
         return {p.name: p for p in sorted(folder.iterdir()) if p.is_dir()}
     if not (folder / "state.json").exists():
         return None
-    state = loads((folder / "state.json").read_bytes(), str(folder / "state.json"))
+    state = read_json_object(folder / "state.json", DataError)
     return {str(state.get("_split") or "train"): folder}
 
 
@@ -161,13 +162,18 @@ def _read_file(file: Path, limit: int | None) -> Part:
         return _hf_folder(file, limit)
     if file.suffix not in READERS:
         raise DataError(f"{file}: cannot tell its format from {file.suffix!r}; known: {', '.join(READERS)}.")
-    return READERS[file.suffix](file, limit)
+    check_regular(file, DataError)
+    try:
+        return READERS[file.suffix](file, limit)
+    except OSError as e:
+        raise DataError(f"{file}: cannot be read: {e.strerror or e}") from e
 
 
 def _parquet(file: Path, limit: int | None) -> Part:
     try:
         table = pq.ParquetFile(file, memory_map=True).read()
-    except (pa.ArrowException, OSError) as e:
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
         raise DataError(f"{file}: not a readable parquet file: {e}") from e
     return _arrow(str(file), table, limit)
 
@@ -176,7 +182,11 @@ def _jsonl(file: Path, limit: int | None) -> Part:
     rows: list[Row] = []
     numbers: list[int] = []
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(lambda: lines.readline(MOST_ROW_BYTES + 1), b""), 1):
+            if len(line) > MOST_ROW_BYTES:
+                raise DataError(
+                    f"{file}, line {number}: has more than {MOST_ROW_BYTES // MIB} MiB; .jsonl has one row a line"
+                )
             if len(rows) == limit:
                 break
             if line.strip():
@@ -186,7 +196,7 @@ def _jsonl(file: Path, limit: int | None) -> Part:
 
 
 def _json(file: Path, limit: int | None) -> Part:
-    value = loads(file.read_bytes(), str(file))
+    value = loads(read_bytes(file, DataError, most=MOST_JSON_BYTES), str(file))
     if isinstance(value, dict) and "data" in value:
         value = value["data"]
     if not isinstance(value, list):
@@ -243,8 +253,13 @@ def _hf_folder(folder: Path, limit: int | None) -> Part:
             f"{folder} was saved by the `datasets` package, which is not installed: "
             'pip install "whet[datasets]", or save it as parquet.'
         ) from e
-    dataset: Any = datasets.load_from_disk(str(folder))
-    return _arrow(str(folder), dataset.with_format("arrow")[:], limit)
+    try:
+        dataset: Any = datasets.load_from_disk(str(folder))
+        table = dataset.with_format("arrow")[:]
+        table.validate(full=True)
+    except Exception as e:  # foreign code reading foreign files: it can fail in any way
+        raise DataError(f"{folder}: the `datasets` package cannot read it: {type(e).__name__}: {e}") from e
+    return _arrow(str(folder), table, limit)
 
 
 def _arrow(origin: str, table: pa.Table, limit: int | None) -> Part:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
+from whet.inputs import parse_json
 from whet.types import DataError, Json
 
 Row = dict[str, Json]
@@ -135,13 +136,7 @@ class Rows:
 
 def loads(text: bytes, where: str) -> Json:
     """JSON from a file. Raises DataError that names `where`."""
-    try:
-        value = json.loads(text.rstrip())
-    except json.JSONDecodeError as e:
-        line = f"line {e.lineno}, " if b"\n" in text.strip() else ""
-        raise DataError(f"{where}: not JSON: {e.msg} at {line}column {e.colno}") from e
-    except (ValueError, RecursionError) as e:
-        raise DataError(f"{where}: not JSON: {e}") from e
+    value = parse_json(text, where, DataError)
     if b"\\ud" in text.lower() and (fault := flaw(value)) is not None:
         raise DataError(f"{where}: {fault}")
     return value

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Core
 
 from whet.config.schema import Tokenizer as TokenizerConfig
 from whet.data.chat import read_template, with_arguments
+from whet.data.tokenizer_files import check_files
 from whet.tables import near
 from whet.types import ConfigError, DataError
 
@@ -68,11 +69,20 @@ def _load(folder: str | None) -> PreTrainedTokenizerFast:
             f"No folder {path} (model.path or tokenizer.path){near(path.name, names)}. Models are read from "
             "local folders only: download it first."
         )
+    check_files(path)
     try:
         # tokenizer.json says all; AutoTokenizer would put a family's own splitting over a tokenizer built from data
         kind = PreTrainedTokenizerFast if (path / "tokenizer.json").is_file() else AutoTokenizer
         tokenizer = kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as e:
+        # what is wrong with it shows here, not in the first prompt
+        tokenizer(["a", ""], add_special_tokens=False)
+        _ = len(tokenizer), tokenizer.all_special_ids, tokenizer.eos_token_id, tokenizer.unk_token_id
+    except Exception as e:  # foreign code reading foreign files: it can fail in any way
+        told = str(e) if isinstance(e, OSError | ValueError) else f"{type(e).__name__}: {e}"
+        raise ConfigError(f"Cannot read a tokenizer from {path}: {told}") from e
+    except BaseException as e:
+        if type(e).__name__ != "PanicException":  # of the tokenizers package, whose code is Rust
+            raise
         raise ConfigError(f"Cannot read a tokenizer from {path}: {e}") from e
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(

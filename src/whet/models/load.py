@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from transformers import (
 
 from whet import seeds
 from whet.config import schema
+from whet.config.sizes import check_files
+from whet.inputs import check_regular, read_json_object
 from whet.track.files import atomic_folder
 from whet.types import CheckpointError, ConfigError
 
@@ -159,6 +160,7 @@ def _load(
     path: Path, *, overrides: dict[str, Any], dtype: torch.dtype, head: str | None = None
 ) -> PreTrainedModel:
     _check_folder(path)
+    check_files(path, overrides)
     config = _read_config(path, overrides)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -171,8 +173,8 @@ def _load(
             ignore_mismatched_sizes=True,  # reported below with all the others
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"model.path={path}: transformers cannot load it: {error}") from error
+    except Exception as error:  # foreign code reading foreign files: it can fail in any way
+        raise CheckpointError(f"model.path={path}: transformers cannot load it: {_told(error)}") from error
     model, report = loaded
     found = {
         kind: {key if isinstance(key, str) else key[0] for key in report[f"{kind}_keys"]}
@@ -192,6 +194,11 @@ def _load(
     return model
 
 
+def _told(error: Exception) -> str:
+    """What foreign code says, with the kind of its error where that is no message for people."""
+    return str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+
+
 def _check_folder(path: Path) -> None:
     if not path.is_dir():
         raise ConfigError(
@@ -207,22 +214,25 @@ def _check_folder(path: Path) -> None:
         )
         raise CheckpointError(f"model.path={path}: needs *.safetensors files, found {hint}")
     for file in files:
+        check_regular(file, CheckpointError)
         try:
             with safe_open(file, framework="pt"):
                 pass
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is damaged or incomplete ({error}); copy it again") from error
 
 
 def _read_config(path: Path, overrides: dict[str, Any]) -> PreTrainedConfig:
     try:
-        raw = json.loads((path / "config.json").read_text())
+        raw = read_json_object(path / "config.json", ConfigError)
         config, unused = AutoConfig.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, return_unused_kwargs=True, **overrides
         )
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # as above
         raise ConfigError(
-            f"model.path={path}: config.json (with model.overrides) is no config: {error}"
+            f"model.path={path}: config.json (with model.overrides) is no config: {_told(error)}"
         ) from error
     unused = {name: value for name, value in unused.items() if name in overrides}
     if unused:

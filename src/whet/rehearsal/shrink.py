@@ -14,6 +14,7 @@ from whet.config.load import Loaded, stage_configs
 from whet.config.recipes import resolve
 from whet.config.schema import Config, Model
 from whet.config.tree import STAGE_SECTIONS
+from whet.inputs import read_json_object
 from whet.rehearsal.findings import Finding, left_open
 from whet.types import ConfigError, Json
 
@@ -85,7 +86,7 @@ def family(model: Model) -> str:
     if model.scratch is not None:
         return model.scratch.architecture
     file = Path(model.path or "").expanduser() / "config.json"
-    said = json.loads(file.read_text(encoding="utf-8")).get("model_type", "") if file.is_file() else ""
+    said = read_json_object(file, ConfigError).get("model_type", "") if file.is_file() else ""
     name = re.sub(r"[^a-z0-9]", "", (said or Path(model.path or "").name).lower())
     if "qwen25" in name:
         return "qwen2"

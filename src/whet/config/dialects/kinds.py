@@ -48,7 +48,10 @@ def _flag(value: Json, row: Key) -> tuple[Json, str]:
 
 
 def _number(value: Json, row: Key) -> tuple[Json, str]:
-    read = scalar(value.strip()) if isinstance(value, str) else value
+    try:
+        read = scalar(value.strip()) if isinstance(value, str) else value
+    except ValueError as e:
+        return value, str(e)
     if isinstance(read, int | float) and not isinstance(read, bool):
         return read, ""
     if value is None or not _strict(row) or isinstance(value, list):

@@ -1,0 +1,300 @@
+"""Chat templates, rendered within limits: a template is a program from outside, and may loop or grow without end.
+
+Jinja's sandbox keeps a template from reaching Python's insides. It does not keep it from running for hours or filling
+the memory, so here every loop, call, filter and operator is charged for what it works on, and a template that has used
+up MOST_WORK, or makes a text of more than MOST_TEXT characters, is refused. The count is of work, not of seconds: the
+same template is refused on every machine, or on none. What is in reach of a template is what transformers puts there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from functools import lru_cache, wraps
+from math import prod
+from typing import Any
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+from whet.types import Json
+
+MOST_WORK = 200_000_000
+"""Of one rendering, in characters worked on: a second or a few. What else is done counts as so many characters:"""
+TURN, ENTRY, CALL = 20, 100, 2000
+"""A turn of a loop (and as much for each node of its body), an entry of a list that is looked at, a call."""
+MOST_TEXT = 20_000_000
+"""Characters, or entries of lists, of any one value."""
+MOST_BITS = 4096
+"""Of a whole number."""
+
+_GROWING = frozenset(
+    ("replace", "join", "format", "format_map", "center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch",
+     "slice", "tojson", "wordwrap", "round", "range", "strftime_now", "truncate")
+)  # fmt: skip
+"""Functions and filters whose result may have the product of the sizes of what they are given."""
+_WIDTH = re.compile(r"\d{6}|\*")
+
+
+class TooMuch(SecurityError):
+    """A template went over a limit."""
+
+
+_spent = threading.local()
+
+
+def _charge(work: int) -> None:
+    _spent.work = getattr(_spent, "work", 0) + work
+    if _spent.work > MOST_WORK:
+        raise TooMuch(
+            f"it has not come to an end after the work of {MOST_WORK} characters: does it loop without end?"
+        )
+
+
+def _weigh(value: object) -> int:
+    """Characters and entries in a value, charged while they are counted."""
+    if isinstance(value, str):
+        size = len(value)
+    elif isinstance(value, int):
+        size = value.bit_length() // 8
+    else:
+        return _weigh_inside(value)
+    _charge(size + ENTRY)
+    if size > MOST_TEXT:
+        raise TooMuch(f"it makes a text of more than {MOST_TEXT} characters")
+    return size + 1
+
+
+def _weigh_inside(value: object) -> int:
+    size, inside = 0, [value]
+    while inside:
+        one = inside.pop()
+        here = 1
+        if isinstance(one, list | tuple | set | frozenset):
+            inside += one
+            here += len(one)
+        elif isinstance(one, dict):
+            inside += [*one.keys(), *one.values()]
+            here += 2 * len(one)
+        _charge(here * ENTRY)
+        size += len(one) if isinstance(one, str) else 1
+        if size > MOST_TEXT:
+            raise TooMuch(f"it makes a value of more than {MOST_TEXT} characters and entries")
+    return size
+
+
+def _admit(name: str, given: Iterable[object]) -> None:
+    """Charge for what a function or filter is given, and foresee what it may make of it."""
+    given = list(given)
+    _charge(CALL)
+    weights = [_weigh(v) for v in given]
+    if name not in _GROWING:
+        return
+    sizes = [abs(v) if isinstance(v, int) else w for v, w in zip(given, weights)]
+    if prod(max(1, s) for s in sizes) > 100 * MOST_TEXT or _wide(name, given):
+        raise TooMuch(f"{name} would make a text of more than {MOST_TEXT} characters")
+
+
+def _wide(name: str, given: list[object]) -> bool:
+    """Whether a format asks for a width that is far too large."""
+    formats = name in ("format", "format_map", "strftime_now", "%")
+    return formats and any(isinstance(v, str) and _WIDTH.search(v) for v in given[:1])
+
+
+def _bounded(name: str, function: Any) -> Callable[..., Any]:
+    """A filter or test that is charged for what it is given and what it gives."""
+
+    @wraps(function)
+    def charged(*args: Any, **kwargs: Any) -> Any:
+        _admit(name, (*args, *kwargs.values()))
+        made = function(*args, **kwargs)
+        _weigh(made)
+        return made
+
+    return charged
+
+
+def _turns(items: Any, body: int) -> Any:
+    """The items of a loop, each charged for its turn."""
+    if hasattr(items, "__len__"):
+        _charge(len(items) * TURN * body)
+        return items
+    return _one_by_one(items, body)
+
+
+def _one_by_one(items: Iterable[Any], body: int) -> Iterator[Any]:
+    for item in items:
+        _charge(TURN * body)
+        yield item
+
+
+def _weighed(value: Any) -> Any:
+    _weigh(value)
+    return value
+
+
+TURNS, WEIGHED = "the turns of a loop", "a weighed value"
+"""Filters that no template can name."""
+
+
+class _Charged(NodeTransformer):
+    """Puts the charges for loops, comparisons and concatenation into a template."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        self.generic_visit(node)
+        body = sum(1 for _ in node.find_all(nodes.Node))
+        node.iter = nodes.Filter(node.iter, TURNS, [nodes.Const(body)], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+        self.generic_visit(node)
+        node.expr = _weighed_node(node.expr)
+        for operand in node.ops:
+            operand.expr = _weighed_node(operand.expr)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Concat:
+        self.generic_visit(node)
+        node.nodes = [_weighed_node(part) for part in node.nodes]
+        return node
+
+
+def _weighed_node(node: nodes.Expr) -> nodes.Expr:
+    return nodes.Filter(node, WEIGHED, [], [], None, None, lineno=node.lineno)
+
+
+class _Generation(Extension):
+    """{% generation %} marks what the assistant says; the text is as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(Namespace):
+    """What outlives a turn of a loop: weighed, and without names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may call a name `self`
+        self, given = args[0], dict(*args[1:], **kwargs)
+        for name, value in given.items():
+            _check_kept(name, value)
+        Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_kept(name, value)
+        Namespace.__setitem__(self, name, value)
+
+
+def _check_kept(name: object, value: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace takes no name that begins with an underscore: {name!r}")
+    _weigh(value)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The surroundings that transformers gives to chat templates, with every operation charged."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, loopcontrols],
+            finalize=_weighed,
+            optimized=False,
+        )
+        self.filters = {name: _bounded(name, f) for name, f in {**self.filters, "tojson": _tojson}.items()}
+        self.filters |= {TURNS: _turns, WEIGHED: _weighed}
+        self.tests = {name: _bounded(name, test) for name, test in self.tests.items()}
+        del self.globals["lipsum"]  # random text
+        self.globals |= {
+            "raise_exception": _raise,
+            "strftime_now": strftime_now,
+            "namespace": _Namespace,
+            "dict": _dict,
+        }
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        return _Charged().visit(super()._parse(source, name, filename))  # type: ignore[no-any-return]
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        _check_operation(operator, left, right)
+        return _weighed(super().call_binop(context, operator, left, right))
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
+        own = () if isinstance(function, Macro) else (getattr(method, "__self__", None),)
+        _admit(getattr(function, "__name__", ""), (*own, *args, *kwargs.values()))
+        return _weighed(super().call(context, function, *args, **kwargs))
+
+
+def _check_operation(operator: str, left: Any, right: Any) -> None:
+    """Refuse what would take long or much before it is computed."""
+    weights = _weigh(left), _weigh(right)
+    whole = [v for v in (left, right) if isinstance(v, int)]
+    if operator == "%":
+        too_much = isinstance(left, str) and _wide("%", [left])
+    elif len(whole) == 2:
+        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+        too_much = operator != "+" and bits > MOST_BITS
+    else:
+        too_much = operator == "*" and len(whole) == 1 and abs(whole[0]) * max(weights) > MOST_TEXT
+    if too_much:
+        raise TooMuch(f"the result of {operator} would be too large")
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
+
+
+def _tojson(
+    value: Json,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+@lru_cache(maxsize=64)
+def _compiled(template: str) -> Template:
+    return _Environment().from_string(template)
+
+
+def rendered(template: str, **variables: Any) -> str:
+    """What a chat template makes of its variables.
+
+    Errors: TemplateError for one that is malformed, refuses what it is given, or goes over a limit; it may raise
+    anything else that its expressions do.
+    """
+    _spent.work = 0
+    parts, size = [], 0
+    for part in _compiled(template).generate(**variables):
+        parts.append(part)
+        size += len(part)
+        if size > MOST_TEXT:
+            raise TooMuch(f"it makes a text of more than {MOST_TEXT} characters")
+    return "".join(parts)

@@ -1,0 +1,122 @@
+"""What comes in from outside, read within limits that have names: regular files of bounded size, JSON of bounded depth.
+
+A FIFO would be waited for without end, a device read without end, and what nests too deep breaks whoever walks it. All
+of that is refused here, before it is read, by an error that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from pathlib import Path
+
+from whet.types import Json, WhetError
+
+MIB = 2**20
+MOST_CONFIG_BYTES = 4 * MIB
+"""Of a config file, of a chat template."""
+MOST_JSON_BYTES = 512 * MIB
+"""Of a JSON file that is read whole: config.json, tokenizer.json, the head of a safetensors file."""
+MOST_ROW_BYTES = 64 * MIB
+"""Of one line of a .jsonl file."""
+MOST_DEPTH = 50
+"""Lists and mappings inside one another, in JSON and in YAML."""
+
+_KINDS = {
+    stat.S_ISDIR: "a folder",
+    stat.S_ISFIFO: "a FIFO (a named pipe)",
+    stat.S_ISSOCK: "a socket",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+}
+_FAR = re.compile(rb"[0-9][eE]\+?[0-9]{3}")
+
+
+def check_regular(path: Path, error: type[WhetError]) -> None:
+    """Raise `error` where there is something else than a regular file, or nothing."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as e:
+        raise error(f"{path}: cannot be read: {_why(e)}") from e
+    for test, kind in _KINDS.items():
+        if test(mode):
+            raise error(f"{path} is {kind}; expected a file")
+
+
+def read_bytes(path: Path, error: type[WhetError], *, most: int) -> bytes:
+    """A whole file. Raises `error` for one that is none, cannot be read, or has more than `most` bytes."""
+    check_regular(path, error)
+    try:
+        with path.open("rb") as file:
+            found = file.read(most + 1)
+    except OSError as e:
+        raise error(f"{path}: cannot be read: {_why(e)}") from e
+    if len(found) > most:
+        raise error(f"{path} has more than {most / MIB:g} MiB; is it the right file?")
+    return found
+
+
+def read_text(path: Path, error: type[WhetError], *, most: int) -> str:
+    """A whole file of UTF-8 text, without the byte order mark that some editors put first."""
+    found = read_bytes(path, error, most=most)
+    try:
+        return found.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        line = found.count(b"\n", 0, e.start) + 1
+        raise error(f"{path}:{line}: not UTF-8 text ({e.reason}); save it as UTF-8") from e
+
+
+def read_json(path: Path, error: type[WhetError], *, most: int = MOST_JSON_BYTES) -> Json:
+    """The value in a JSON file."""
+    return parse_json(read_bytes(path, error, most=most), str(path), error)
+
+
+def read_json_object(path: Path, error: type[WhetError]) -> dict[str, Json]:
+    """The object in a JSON file."""
+    found = read_json(path, error)
+    if not isinstance(found, dict):
+        raise error(f"{path} holds no JSON object")
+    return found
+
+
+def parse_json(text: bytes, where: str, error: type[WhetError]) -> Json:
+    """JSON of at most MOST_DEPTH levels. Raises `error` that names `where`."""
+    try:
+        value = json.loads(text.rstrip())
+    except json.JSONDecodeError as e:
+        line = f"line {e.lineno}, " if b"\n" in text.strip() else ""
+        raise error(f"{where}: not JSON: {e.msg} at {line}column {e.colno}") from e
+    except RecursionError as e:
+        raise error(f"{where}: {too_deep()}") from e
+    except ValueError as e:
+        raise error(f"{where}: not JSON: {e}") from e
+    if text.count(b"[") + text.count(b"{") > MOST_DEPTH and depth(value) > MOST_DEPTH:
+        raise error(f"{where}: {too_deep()}")
+    if _FAR.search(text) and _has_infinity(value) and b"Infinity" not in text:
+        raise error(f"{where}: a number in it is too large for 64-bit floating point")
+    return value
+
+
+def too_deep() -> str:
+    return f"lists and mappings nest more than {MOST_DEPTH} levels deep"
+
+
+def depth(value: Json) -> int:
+    """Lists and mappings inside one another; counted without recursion."""
+    levels, here = 0, [value]
+    while inside := [v for v in here if isinstance(v, list | dict)]:
+        levels += 1
+        here = [w for v in inside for w in (v.values() if isinstance(v, dict) else v)]
+    return levels
+
+
+def _has_infinity(value: Json) -> bool:
+    """For values that are known not to nest too deep."""
+    if isinstance(value, list | dict):
+        return any(map(_has_infinity, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, float) and value in (float("inf"), float("-inf"))
+
+
+def _why(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,368 @@
+"""What is fuzzed: each reader with its good inputs, made on the spot, and what it is asked to read."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from tempfile import mkdtemp
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import yaml
+
+from fuzz.mutate import as_json, changed, containers, damaged
+from whet import checkpoint
+from whet.config.load import load
+from whet.config.plan import plans
+from whet.config.schema import Data, Model, Source
+from whet.config.schema import Tokenizer as TokenizerConfig
+from whet.data.chat import encode_prompt, render
+from whet.data.tasks import TaskStream
+from whet.data.tokenizer import load_tokenizer
+from whet.models import tensor_files
+from whet.models.load import build, export
+from whet.types import Message
+
+ROOT = Path(__file__).parents[2]
+Files = Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Files to be read together."""
+
+    files: Files
+    touched: str
+    """The one that is damaged."""
+    wrong: bool = False
+    """Whether it cannot be right, so that it has to be refused."""
+
+
+@dataclass(frozen=True)
+class Fuzzer:
+    make: Callable[[Random], Case]
+    read: Callable[[Path], object]
+    """Of a folder with the files of a case. WhetError: refused."""
+
+
+# ---------------------------------------------------------------- config
+
+
+@cache
+def configs() -> dict[str, bytes]:
+    found = [p for d in ("examples", "tests/dialects") for p in sorted((ROOT / d).iterdir())]
+    return {p.name: p.read_bytes() for p in found if p.suffix in (".yaml", ".toml")}
+
+
+def _config(random: Random) -> Case:
+    name = random.choice(sorted(configs()))
+    text = configs()[name]
+    if name.endswith(".toml") or random.random() < 0.5:
+        return Case({"config" + Path(name).suffix: damaged(random, text)}, "config" + Path(name).suffix)
+    tree = yaml.safe_load(text)
+    if name in ("first_run.yaml", "gsm8k.yaml", "async_ray.yaml") and random.random() < 0.3:
+        return Case({"config.yaml": as_json(_mistyped(random, tree))}, "config.yaml", wrong=True)
+    return Case({"config.yaml": as_json(changed(random, tree))}, "config.yaml")
+
+
+def _mistyped(random: Random, tree: Any) -> Any:
+    """A number's place taken by text or a list."""
+    tree = json.loads(json.dumps(tree))
+    numbers = [(h, k) for h, k in containers(tree) if type(h[k]) in (int, float) and isinstance(h, dict)]
+    holder, key = random.choice(
+        [
+            at
+            for at in numbers
+            if at[1]
+            in (
+                "steps",
+                "seed",
+                "group_size",
+                "tasks_per_step",
+                "hidden_size",
+                "layers",
+                "heads",
+                "max_prompt_tokens",
+            )
+        ]
+    )
+    holder[key] = random.choice(("banana", [1], {"a": 1}, True))
+    return tree
+
+
+def _read_config(folder: Path) -> object:
+    return plans(load(next(folder.iterdir())))
+
+
+# ---------------------------------------------------------------- data
+
+
+@cache
+def tokenizer() -> Any:
+    texts = ["".join(map(chr, range(32, 127)))]
+    return load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=texts)
+
+
+@cache
+def rows() -> list[dict[str, Any]]:
+    plain = [json.loads(line) for line in (ROOT / "tests/data/words.jsonl").read_text().splitlines()[:6]]
+    chats = [
+        {"prompt": [{"role": "user", "content": "a"}], "answer": n, "response": "b", "more": {"x": [n, 0.5]}}
+        for n in range(3)
+    ]
+    return [{**row, "number": n + 1} for n, row in enumerate([*plain, *chats])]
+
+
+def _data(random: Random) -> Case:
+    kind = random.choice(("jsonl", "jsonl", "json", "csv", "parquet"))
+    wrong = kind in ("jsonl", "json") and random.random() < 0.2
+    if wrong:
+        made = [
+            *rows()[:2],
+            {**rows()[2], "prompt": random.choice((5, None, [], {}, "", True, ["a"], [{"role": "user"}]))},
+        ]
+    else:
+        made = changed(random, rows()) if random.random() < 0.5 and kind != "parquet" else rows()[:6]
+    data = _table(kind, made)
+    return Case(
+        {f"data.{kind}": data if wrong or made != rows()[:6] else damaged(random, data)},
+        f"data.{kind}",
+        wrong,
+    )
+
+
+def _table(kind: str, made: list[Any]) -> bytes:
+    if kind == "jsonl":
+        return b"\n".join(map(as_json, made))
+    if kind == "json":
+        return as_json(made)
+    if kind == "parquet":
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist(made), sink)
+        return sink.getvalue().to_pybytes()
+    plain = [r if isinstance(r, dict) else {} for r in made]
+    return "\n".join(
+        [
+            "prompt,answer,difficulty",
+            *(f'"{r.get("prompt")}",{r.get("answer")},{n}' for n, r in enumerate(plain)),
+        ]
+    ).encode("utf-8", "replace")
+
+
+def _read_data(folder: Path) -> object:
+    source = Source(path=str(next(folder.iterdir())), name="data")
+    stream = TaskStream(
+        [source],
+        Data(train=(source,), max_prompt_tokens=100_000),
+        tokenizer=tokenizer(),
+        seed=0,
+        max_response_tokens=100_000,
+    )
+    return stream.next(3)
+
+
+# ---------------------------------------------------------------- model folder
+
+
+@cache
+def model_folder() -> dict[str, bytes]:
+    from tiny import tiny_model
+
+    folder = Path(mkdtemp(prefix="whet-fuzz-"))
+    words = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=["abcdefgh <>"])
+    export(tiny_model(layers=1), words, folder / "m")
+    files = {p.name: p.read_bytes() for p in (folder / "m").iterdir()}
+    shutil.rmtree(folder)
+    return files
+
+
+def _model(random: Random) -> Case:
+    name = random.choice(
+        (
+            "config.json",
+            "config.json",
+            "tokenizer.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "model.safetensors",
+            "generation_config.json",
+        )
+    )
+    return Case({**model_folder(), name: _damaged_file(random, name, model_folder()[name])}, name)
+
+
+def _damaged_file(random: Random, name: str, data: bytes) -> bytes:
+    if name.endswith(".json") and random.random() < 0.75:
+        return as_json(changed(random, json.loads(data)))
+    if name.endswith(".safetensors") and random.random() < 0.75:
+        size = int.from_bytes(data[:8], "little")
+        head = as_json(changed(random, json.loads(data[8 : 8 + size])))
+        length = random.choice((len(head), len(head), len(head), 0, 2**40, 2**63, len(head) - 1))
+        return length.to_bytes(8, "little") + head + data[8 + size :]
+    if name.endswith(".safetensors"):  # the head, not the numbers: any number may be right
+        return damaged(random, data[:2000]) + data[2000:]
+    return damaged(random, data)
+
+
+def _read_model(folder: Path) -> object:
+    found = load_tokenizer(TokenizerConfig(), model_path=str(folder))
+    encode_prompt(found, (Message("user", "abc"),)) if found.chat_template else encode_prompt(found, "abc")
+    return build(
+        Model(path=str(folder)),
+        vocab_size=len(found),
+        eos_token_id=1,
+        pad_token_id=0,
+        seed=0,
+        device="cpu",
+        dtype=torch.float32,
+    )
+
+
+# ---------------------------------------------------------------- checkpoint
+
+
+class _Engine:
+    def save(self, path: Path, *, moments: bool) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        tensor_files.write(
+            {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5)}, path / "model.safetensors"
+        )
+
+    def load(self, path: Path) -> None:
+        with tensor_files.opened(path / "model.safetensors") as file:
+            for name in file.tensors:
+                file.read(name)
+
+    def forget(self) -> None:
+        pass
+
+
+@cache
+def checkpoint_files() -> dict[str, bytes]:
+    folder = Path(mkdtemp(prefix="whet-fuzz-"))
+    state = {"stage": 0, "stage_name": "main", "step": 1, "contents": ["model"], "drawn": [1, 2]}
+    checkpoint.save(folder, {"policy": _Engine()}, state, keep=1)
+    (made,) = checkpoint.all_in(folder)
+    files = {str(p.relative_to(made)): p.read_bytes() for p in made.rglob("*") if p.is_file()}
+    shutil.rmtree(folder)
+    return files
+
+
+def _checkpoint(random: Random) -> Case:
+    name = random.choice(sorted(checkpoint_files()))
+    before = checkpoint_files()[name]
+    after = _damaged_file(random, name, before)
+    return Case({**checkpoint_files(), name: after}, name, wrong=name != "manifest.json" and after != before)
+
+
+def _read_checkpoint(folder: Path) -> object:
+    state = checkpoint.read_state(folder)
+    checkpoint.check_contents(folder, state, ["model"])
+    checkpoint.load(folder, {"policy": _Engine()}, wanted=["model"])
+    return state
+
+
+# ---------------------------------------------------------------- template
+
+TEMPLATES = """
+{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}
+{% if add_generation_prompt %}<assistant>{% endif %}
+=====
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message.content | trim + '<|im_end|>\\n' }}
+{%- endfor %}
+=====
+{% set ns = namespace(n=0, s='') %}
+{% for m in messages if m.role != 'system' %}{% set ns.n = ns.n + 1 %}{% set ns.s = ns.s ~ m.content %}{% endfor %}
+{{ ns.s * ns.n }}
+=====
+{% macro f(x, n) %}{% if n > 0 %}{{ f(x ~ x, n - 1) }}{% else %}{{ x }}{% endif %}{% endmacro %}{{ f('a', 3) }}
+=====
+{{ messages | map(attribute='content') | join(', ') | replace('h', 'hh') | indent(2) | center(40) }}
+{{ '%5d' % 3 }}{{ messages | tojson(indent=2) }}
+=====
+{% for x in range(10) %}{% for y in range(x + 10) %}{{ loop.index ** 2 }}{% endfor %}{% endfor %}
+""".strip().split("\n=====\n")
+NUMBERS = ("0", "-1", "3", "99999", "99999", "9999999999", "1e9")
+TOKENS = (
+    "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range(9) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}",
+    "{% endfor %}",
+    "{{ messages }}",
+    "* 99999999",
+    "** 999999",
+    "| list",
+    "~",
+    "+",
+    "9" * 12,
+    "| join",
+    ".replace('a', 'aa' * 9999)",
+    "{% set ns.s = ns.s ~ ns.s %}",
+    "{{ f(f, f) }}",
+    "(",
+    ")",
+    "[",
+    "]",
+    "{{",
+    "}}",
+    "{%",
+    "%}",
+    "loop(messages)",
+    "recursive",
+    "self",
+    ".__class__",
+    "| attr('x')",
+    "messages[99]",
+    "none",
+    "'",
+    '"',
+    "\\",
+    "| tojson(indent=99999999)",
+    ".ljust(999999999)",
+    "|sum",
+    "-1",
+    "{% include 'x' %}",
+    "{% call f() %}",
+    "{% raw %}",
+    "ns",
+)
+
+
+def _template(random: Random) -> Case:
+    text = random.choice(TEMPLATES)
+    for _ in range(random.choice((1, 1, 2, 3, 5))):
+        how = random.random()
+        if how < 0.2:
+            text = re.sub(r"\d+", lambda _: random.choice(NUMBERS), text)
+        elif how < 0.4:
+            text = damaged(random, text.encode()).decode("utf-8", "replace")
+        else:
+            at = random.randrange(len(text) + 1)
+            text = text[:at] + random.choice(TOKENS) + text[at + random.choice((0, 0, 1, 4)) :]
+    return Case({"template": text.encode()}, "template")
+
+
+def _read_template(folder: Path) -> object:
+    messages = [
+        Message("system", "s"),
+        Message("user", "hello {{ x }}"),
+        Message("assistant", "<think>a</think>b"),
+    ]
+    return render(tokenizer(), messages, template=str(folder / "template"))
+
+
+FUZZERS: dict[str, Fuzzer] = {
+    "config": Fuzzer(_config, _read_config),
+    "data": Fuzzer(_data, _read_data),
+    "model": Fuzzer(_model, _read_model),
+    "checkpoint": Fuzzer(_checkpoint, _read_checkpoint),
+    "template": Fuzzer(_template, _read_template),
+}

@@ -1,0 +1,122 @@
+"""No text of a config crashes, hangs or fills the memory: each ends in a ConfigError that names file and line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from whet.config.load import load
+from whet.types import ConfigError
+
+LAUGHS = "\n".join(
+    [f"k{n}: &k{n} [{', '.join([f'*k{n - 1}'] * 9)}]" if n else "k0: &k0 [lol]" for n in range(12)]
+)
+CHAIN = (
+    "run_dir: ${rewards.k0}\nrewards:\n"
+    + "\n".join(f"  k{n}: '{f'${{rewards.k{n + 1}}}' * 3}'" for n in range(12))
+    + "\n  k12: x"
+)
+RELATIVE = "rewards:\n" + "\n".join(f"  k{n}: '{f'${{.k{n + 1}}}' * 3}'" for n in range(12)) + "\n  k12: x"
+
+TEXTS: dict[str, tuple[str | bytes, str]] = {
+    "brackets": ("seed: 1\na: " + "[" * 100_000, r"c.yaml:2: lists and mappings nest more than 50 levels deep"),
+    "braces": ("{a: " * 100_000, r"c.yaml:1: lists and mappings nest"),
+    "dashes": ("- " * 100_000, r"c.yaml:1: lists and mappings nest"),
+    "indents": ("\n".join(" " * n + "a:" for n in range(500)), r"c.yaml:\d+: lists and mappings nest"),
+    "an alias bomb": (LAUGHS, r"c.yaml:\d+: more than 100000 values"),
+    "a long list": ("a: [" + "1, " * 300_000 + "]", r"c.yaml:1: more than 100000 values"),
+    "an alias to itself": ("a: &a [*a]", r"c.yaml:1: a\[0\]: contains itself"),
+    "a merge key": ("a: &a {b: 1}\ntrain:\n  <<: *a", r"c.yaml:3: <<: merging is not in YAML 1.2"),
+    "a key given twice": ("seed: 1\nseed: 2", r"c.yaml:2: seed: given twice, in lines 1 and 2"),
+    "a whole number of many digits": ("train:\n  steps: " + "9" * 5000, r"c.yaml:2: train.steps: 9+\.\.\. is a whole"),
+    "a whole number beyond 64 bits": ("seed: 99999999999999999999", r"c.yaml:1: seed: .*beyond 64 bits"),
+    "a hexadecimal number of many digits": ("seed: 0x" + "f" * 9999, r"c.yaml:1: seed: .*beyond 64 bits"),
+    "a float beyond 64 bits": ("seed: 1e999999", r"c.yaml:1: seed: 1e999999 is beyond 64-bit floating point"),
+    "a quoted number of many digits": (f"seed: '{'9' * 5000}'", r'c.yaml:1: seed: got "9+\.\.\., expected'),
+    "NUL": ("seed: 1\na: \0", r"c.yaml:2: .*U\+0000 is not allowed"),
+    "half of a surrogate pair": ('a: "\\ud800"', r"c.yaml:1: not valid YAML"),
+    "UTF-16": ("seed: 1".encode("utf-16"), r"c.yaml:1: not UTF-8 text"),
+    "Latin-1": ("seed: 1\nrun_dir: f\u00fcr".encode("latin-1"), r"c.yaml:2: not UTF-8 text"),
+    "binary garbage": (bytes(range(128)) * 10, r"c.yaml:1: not valid YAML"),
+    "nothing but a text": ("hello", r"c.yaml:1: a config is a mapping of keys"),
+    "two documents": ("a: 1\n---\nb: 2", r"c.yaml:2: not valid YAML: but found another document"),
+    "a large file": (b"#" * (5 * 2**20), r"c.yaml has more than 4 MiB"),
+    "references to references": (CHAIN, r"c.yaml:1: run_dir: .*stands for references that stand for references"),
+    "relative references": (RELATIVE, r"c.yaml:2: rewards.k0: .*stands for references that stand for references"),
+    "nested references": ("run_dir: " + "${oc.env:X," * 300 + "a" + "}" * 300, r"c.yaml:1: run_dir: .*nest too deep"),
+    "many references": ("".join(f"k{n}: ${{seed}}\n" for n in range(3000)), "the first of 3001 references"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_what_yaml_cannot_mean_is_refused_at_its_line(name: str, tmp_path: Path) -> None:
+    text, says = TEXTS[name]
+    file = tmp_path / "c.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=says) as caught:
+        load(file)
+    assert len(str(caught.value)) < 30_000
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a = " + "[" * 5000, r"c.toml:\d+: (lists and mappings nest|not valid TOML)"),
+        ("a = " + "[" * 200 + "]" * 200, r"c.toml:1: a.*: lists and mappings nest more than 50 levels deep"),
+        ("seed = 1\n[train]\nsteps = " + "9" * 50, r"c.toml:3: train.steps: a whole number beyond 64 bits"),
+        ("seed = " + "9" * 5000, r"c.toml:1: not valid TOML"),
+        ("seed = 1e9999", r"c.toml:1: not valid TOML: 1e9999 is beyond 64-bit floating point"),
+        ("seed = \0", r"c.toml:1: not valid TOML"),
+    ],
+)
+def test_what_toml_cannot_mean_is_refused_at_its_line(text: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        load(file)
+
+
+def test_a_config_is_a_regular_file(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo.yaml"
+    os.mkfifo(fifo)
+    (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+    (tmp_path / "folder.yaml").mkdir()
+    for name, says in (
+        ("fifo.yaml", r"is a FIFO"),
+        ("zero.yaml", "is a device"),
+        ("folder.yaml", "is a folder"),
+        ("none.yaml", "cannot be read: No such file"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{name}:? {says}"):
+            load(tmp_path / name)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_bytes(b"\xef\xbb\xbfseeed: 1")
+    with pytest.raises(ConfigError, match=r"c.yaml:1: seeed: unknown key; did you mean seed"):
+        load(file)
+
+
+def test_an_override_is_read_within_the_same_limits() -> None:
+    for value, says in (
+        ("[" * 100_000, "nest more than 50 levels"),
+        ("9" * 5000, "beyond 64 bits"),
+        ("\udcff", "half of a surrogate pair"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            load(None, [f"run_dir={value}"])
+
+
+def test_values_from_python_are_read_within_the_same_limits() -> None:
+    endless: list[object] = []
+    endless.append(endless)
+    for value, says in (
+        (10**5000, "beyond 64 bits"),
+        (endless, "nest more than 50 levels"),
+        ("\ud800", "surrogate"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            load(None, [], {"seed": value})

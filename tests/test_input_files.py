@@ -1,0 +1,128 @@
+"""Data files and model folders that are not what they should be end in an error that names the file, and soon."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuzz.readers import model_folder
+from whet.config.schema import Model, Source
+from whet.config.schema import Tokenizer as TokenizerConfig
+from whet.data import files
+from whet.data.columns import parse
+from whet.data.rows import read_rows
+from whet.data.tokenizer import load_tokenizer
+from whet.models.load import build
+from whet.types import CheckpointError, ConfigError, DataError
+
+
+def test_a_data_file_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.jsonl")
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    for name, says in (("fifo.jsonl", "is a FIFO"), ("zero.json", "is a device")):
+        with pytest.raises(DataError, match=rf"{name} {says}.*expected a file"):
+            read_rows(Source(path=str(tmp_path / name)))
+
+
+def test_a_line_without_end_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MOST_ROW_BYTES", 2**20)
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a"}\n' + b" " * 2**21)
+    with pytest.raises(DataError, match=r"a.jsonl, line 2: has more than 1 MiB"):
+        read_rows(Source(path=str(tmp_path / "a.jsonl")))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"prompt": ' + "[" * 60 + "]" * 60 + "}", "line 1: lists and mappings nest more than 50 levels"),
+        ('{"answer": 1e999}', "line 1: a number in it is too large for 64-bit"),
+        ('{"answer": ' + "9" * 5000 + "}", "line 1: not JSON: Exceeds the limit"),
+    ],
+)
+def test_rows_are_read_within_limits(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(DataError, match=says):
+        read_rows(Source(path=str(tmp_path / "a.jsonl")))
+
+
+def test_a_difficulty_too_large_for_a_float_is_named() -> None:
+    source = Source(path="a.jsonl", difficulty="hard")
+    with pytest.raises(
+        DataError, match=r"a.jsonl, line 1: column 'hard' holds int .*expected a finite number"
+    ):
+        parse({"prompt": "a", "hard": 10**400}, source, name="a", chat=None, where="a.jsonl, line 1")
+
+
+# ---------------------------------------------------------------- model folders
+
+
+def folder(tmp_path: Path, name: str, change: Callable[[Any], object]) -> Path:
+    """A good model folder with one JSON file changed."""
+    for file, data in model_folder().items():
+        (tmp_path / file).write_bytes(data)
+    tree = json.loads(model_folder()[name])
+    change(tree)
+    (tmp_path / name).write_text(json.dumps(tree))
+    return tmp_path
+
+
+BOMB = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("tokenizer.json", {"normalizer": {"type": "Sequence", "normalizers": [BOMB] * 4}}, "1e.12 characters of one"),
+        ("tokenizer.json", {"normalizer": {**BOMB, "pattern": {"Regex": ""}}}, "characters of one"),
+        ("tokenizer.json", {"decoder": {"type": "Sequence", "decoders": [BOMB, BOMB]}}, "its decoder can make"),
+        ("tokenizer.json", {"added_tokens": [{"id": 10**12, "content": "x"}]}, "an added token has the id 1000"),
+        ("tokenizer.json", {"model": None}, "Cannot read a tokenizer"),
+        ("tokenizer_config.json", {"model_max_length": "null"}, "Cannot read a tokenizer"),
+        ("tokenizer_config.json", {"unk_token": ""}, "Cannot read a tokenizer.*RecursionError"),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_is_damaged_or_does_harm_is_refused(
+    name: str, change: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    path = folder(tmp_path, name, lambda tree: tree.update(change))
+    if change == {"unk_token": ""}:
+        config = path / "tokenizer_config.json"
+        config.write_text('{"extra_special_tokens": ["<s>"], "unk_token": ""}')
+    with pytest.raises(ConfigError, match=says):
+        load_tokenizer(TokenizerConfig(), model_path=str(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"vocab_size": 10**8}, r"asks for about 3.2e\+09 parameters, the files hold"),
+        ({"vocab_size": 10**12}, "vocab_size is 1000000000000, expected a whole number from 1 to"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers is 1000000000, expected a whole number from 1 to 10000",
+        ),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1, expected a whole number"),
+        ({"hidden_size": "32"}, "hidden_size is '32', expected a whole number"),
+        ({"pad_token_id": 9999}, "cannot load it: AssertionError"),
+    ],
+)
+def test_a_config_json_of_another_or_no_model_is_refused_before_memory_is_taken(
+    change: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    path = folder(tmp_path, "config.json", lambda tree: tree.update(change))
+    with pytest.raises((ConfigError, CheckpointError), match=says):
+        build(
+            Model(path=str(path)),
+            vocab_size=5,
+            eos_token_id=1,
+            pad_token_id=0,
+            seed=0,
+            device="cpu",
+            dtype=torch.float32,
+        )
