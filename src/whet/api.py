@@ -25,7 +25,7 @@ from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config
 from whet.config.secrets import dump, secrets_of
-from whet.config.sources import rewards_by_source
+from whet.config.sources import rewards_by_source, verifiers
 from whet.config.urls import scheme
 from whet.guard import stacks
 from whet.guard.imports import import_all
@@ -364,6 +364,7 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
                 functions,
                 seed=cfg.seed,
                 imports=cfg.imports,
+                verifiers=verifiers(loaded.stages),
                 device=cfg.machine.device,
                 open_jail=jail_of(loaded.config),
             )

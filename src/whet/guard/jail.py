@@ -28,9 +28,11 @@ from whet.types import ConfigError, WhetError
 
 log = logging.getLogger(__name__)
 
-FailureKind = Literal["raised", "timeout", "crashed", "memory", "processes", "bad_value", "output"]
-"""`raised`: an exception; `crashed`: the process ended; `memory`, `processes`: the limit was met;
-`bad_value`: no finite number; `output`: bytes on the channel of results."""
+FailureKind = Literal[
+    "raised", "timeout", "crashed", "memory", "resources", "processes", "bad_value", "output"
+]
+"""`raised`: an exception; `crashed`: the process ended; `memory`, `processes`: the limit was met; `resources`: that of
+files, threads or space on the disk; `bad_value`: no finite number; `output`: bytes on the channel of results."""
 
 _LOAD_S = 300.0
 _CONNECT_S = 10.0
@@ -123,7 +125,7 @@ class Jail:
             )
         if word := confine.missing():
             log.warning("rewards are guarded only in part: %s", word)
-        self.functions = frozenset(functions)
+        self.functions = {name: place for place, name in enumerate(functions)}
         self.workers, self.timeout_s, self.patience_s = workers, timeout_s, patience_s
         self._numbers = count(1)
         self._pending: dict[int, _Pending] = {}
@@ -195,12 +197,13 @@ class Jail:
                 f"the jail has no function {call.function!r}; it has {', '.join(sorted(self.functions))}"
             )
         timeout_s = self.timeout_s if call.timeout_s is None else call.timeout_s
-        body = f"[{json.dumps(call.function)},{call.key},{call.arguments}]".encode()
+        body = f"[{call.key},{call.arguments}]".encode()
         if len(body) > frames.MAX_CALL_BYTES // 2:
             raise WhetError(
                 f"arguments of {len(body)} bytes for {call.function!r}; half of {frames.MAX_CALL_BYTES} fit"
             )
-        return number, frames.pack(number, nursery.TIMEOUT.pack(timeout_s) + body)
+        head = nursery.CALL.pack(timeout_s, self.functions[call.function])
+        return number, frames.pack(number, head + body)
 
     def _send(self) -> None:
         if self._sender is None or self._sender.done():
