@@ -10,7 +10,7 @@ import ast
 import hashlib
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -108,7 +108,7 @@ def digest(name: str) -> str:
         if file is not None and module not in found:
             found[module] = file.read_bytes()
             if file.name != "__init__.py":  # a folder's own file imports all that is in it
-                todo += _imported(found[module], module)
+                todo += _imported(module, file)
     text = b"".join(b"%s\n%s\n" % (module.encode(), found[module]) for module in sorted(found))
     return hashlib.sha256(text).hexdigest()[:16]
 
@@ -122,14 +122,16 @@ def _file(module: str) -> Path | None:
     return next((file for file in (at.with_suffix(".py"), at / "__init__.py") if file.is_file()), None)
 
 
-def _imported(source: bytes, module: str) -> Iterator[str]:
+@cache
+def _imported(module: str, file: Path) -> tuple[str, ...]:
     """Modules that it names, wherever in its text, and what may be modules."""
-    for node in ast.walk(ast.parse(source)):
+    found: list[str] = []
+    for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = importlib.util.resolve_name(
                 "." * node.level + (node.module or ""), module.rpartition(".")[0]
             )
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return tuple(found)
