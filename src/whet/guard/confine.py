@@ -50,9 +50,9 @@ def die_with(parent: int) -> None:
 
 
 def outlive() -> None:
-    """Take `die_with` back."""
+    """Take `die_with` back. When the parent ends, this process goes on even if it was stopped, and can see it."""
     if _LINUX:
-        _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
 
 @contextlib.contextmanager

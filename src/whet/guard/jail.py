@@ -342,15 +342,22 @@ class Jail:
 def read_result(body: bytes) -> Result:
     """A worker's answer, not trusted: whatever is not a set of finite numbers is a failure."""
     reply = json.loads(body)
-    output, dropped = reply["output"], reply["dropped"]
+    output, dropped = plain(reply["output"]), reply["dropped"]
     match reply:
         case {"failure": [str(kind), str(detail)]} if kind in get_args(FailureKind):
-            failure = Failure(cast(FailureKind, kind), detail)
+            failure = Failure(cast(FailureKind, kind), plain(detail).replace("\n", "\\n"))
         case {"parts": dict(parts), "answer": str() | None as answer} if all(map(_is_finite, parts.values())):
             return Result(parts=parts, answer=answer, output=output, dropped_bytes=dropped)
         case _:
             failure = Failure("output", "on the channel of results: values that no reward can have")
     return Result(failure=failure, output=output, dropped_bytes=dropped)
+
+
+def plain(text: str) -> str:
+    """Text that a terminal only shows: what would command it stands there as Python writes it, as \\x1b."""
+    if text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def _is_finite(value: object) -> bool:

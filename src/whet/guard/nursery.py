@@ -123,7 +123,7 @@ def keep(
     confine.die_with(run)
     stacks.listen("reward-keeper")
     functions, problem = _load(loaders, prepare)
-    confine.outlive()  # the signal would also come when only the thread that forked this process ends
+    confine.outlive()  # SIGKILL would also come when only the thread that forked this process ends
     control.sendall(frames.pack(0, json.dumps(problem).encode()))
     while not problem:
         ours, theirs = socket.socketpair()
