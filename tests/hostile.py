@@ -50,6 +50,8 @@ def surroundings(value):
         "threads": threading.active_count(),
         "recursion": sys.getrecursionlimit(),
         "alarm": signal.getitimer(signal.ITIMER_REAL)[0],
+        "handlers": float(signal.getsignal(signal.SIGALRM) is signal.SIG_DFL),
+        "sum": sum([1.0]),
     }
 
 
@@ -357,6 +359,7 @@ def forges_nonsense(value):
 
 def leaks_files(value, kept=[]):  # noqa: B006
     """More open files than a process may have, after some calls; none of them is to blame."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (250, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     kept += [open(os.devnull) for _ in range(100)]  # noqa: SIM115
     return value
 

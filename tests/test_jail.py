@@ -92,6 +92,7 @@ def test_the_mess_a_call_leaves_is_gone_before_the_next(beast):
         assert messy.parts == {"score": 1.0}
         assert [after.parts, again.parts] == [c.parts for c in clean]
         assert after.parts["folder"] == after.parts["environment"] == after.parts["threads"] == 1.0
+        assert after.parts["sum"] == after.parts["handlers"] == 1.0
         assert after.output == again.output == "still heard\n"
         assert not daemons()
 
