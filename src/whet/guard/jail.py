@@ -179,9 +179,12 @@ class Jail:
         """The results of all calls, in order. WhetError if the jail is closed or cannot be kept alive."""
         if not calls:
             return []
-        messages = [self._message(next(self._numbers), call) for call in calls]
+        # those of one function together: each process has one, and goes on without a pause
+        first = {call.function: place for place, call in reversed([*enumerate(calls)])}
+        order = sorted(range(len(calls)), key=lambda place: first[calls[place].function])
+        messages = [(place, *self._message(next(self._numbers), calls[place])) for place in order]
         batch = _Batch(asyncio.get_running_loop().create_future(), len(calls), [Result()] * len(calls))
-        for place, (number, message) in enumerate(messages):
+        for place, number, message in messages:
             self._pending[number] = _Pending(message, batch, place)
             self._unsent.append(number)
         if self._pump is None or self._pump.done():

@@ -46,7 +46,7 @@ _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errn
 """Errors of a process that has used up what it may have: another one may have it still."""
 _WATCHED = (builtins, math, random, json, frames)
 """Modules that every call relies on; with this one."""
-_SIGNALS = (signal.SIGALRM, signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
+_SIGNALS = (signal.SIGALRM, signal.SIGCHLD)
 """Those whose handlers code sets for a while, and may forget."""
 
 
