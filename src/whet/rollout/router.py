@@ -19,7 +19,7 @@ from typing import Any, Literal
 from whet.guard.watch import wait
 from whet.rollout.engine import WeightSource
 from whet.rollout.gate import Gate
-from whet.rollout.replica import Replica, Work
+from whet.rollout.replica import Replica, Work, trace
 from whet.rollout.requests import RequestError
 from whet.rollout.scale import Wish
 from whet.types import Completion, Sampling, WhetError
@@ -273,7 +273,7 @@ class Router:
         again = replica.let_go()
         self.dropped.append((replica.name, why))
         log.warning("replica %s dropped: %s; requests to be asked elsewhere: %d", replica.name, why, again)
-        _trace(replica.name, error)
+        trace(replica.name, error)
         self._spawn(self._end(replica))
         if self.restart is not None and not leaving and self._gate.closed is None:
             self._bringing(replica.name, self._bring(replica.name))
@@ -394,7 +394,7 @@ class Router:
                     "others that cannot be had for this reason; whet scale asks again",
                     name, reason, len(self.replicas),
                 )  # fmt: skip
-                _trace(name, error)
+                trace(name, error)
         else:
             log.info("replica %s has joined and serves version %d", name, self.target)
 
@@ -406,7 +406,7 @@ class Router:
                 await self.join(await self._made(name))
             except Exception as error:  # noqa: BLE001  an engine is foreign code: it does not take the run with it
                 log.warning("replica %s could not be replaced: %s: %s", name, type(error).__name__, error)
-                _trace(name, error)
+                trace(name, error)
                 continue
             log.warning("replica %s serves again; restarts left: %d", name, self.left[name])
             return
@@ -588,12 +588,6 @@ class Router:
             replica.rest()
         elif replica.asked and quiet_s >= self.health_s:
             self.drop(replica, f"it has {replica.load} requests and has not got on for {quiet_s:.1f} s")
-
-
-def _trace(name: str, error: BaseException | None) -> None:
-    """Where an error of a replica came from, into the log alone. An error of ours says what is wrong by itself."""
-    if error is not None and error.__traceback__ is not None and not isinstance(error, WhetError):
-        log.info("what replica %s raised:", name, exc_info=error)
 
 
 def number_of(name: str) -> int:
