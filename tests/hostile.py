@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
+import errno
 import math
 import os
 import random
@@ -20,6 +22,8 @@ import threading
 import time
 
 import numpy as np
+
+from whet.guard import worker
 
 MARK = "whet-hostile-daemon"
 """Command line of every process that the zoo leaves behind."""
@@ -46,6 +50,8 @@ def surroundings(value):
         "threads": threading.active_count(),
         "recursion": sys.getrecursionlimit(),
         "alarm": signal.getitimer(signal.ITIMER_REAL)[0],
+        "handlers": float(signal.getsignal(signal.SIGALRM) is signal.SIG_DFL),
+        "sum": sum([1.0]),
     }
 
 
@@ -351,7 +357,49 @@ def forges_nonsense(value):
     return value
 
 
+def leaks_files(value, kept=[]):  # noqa: B006
+    """More open files than a process may have, after some calls; none of them is to blame."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (250, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    kept += [open(os.devnull) for _ in range(100)]  # noqa: SIM115
+    return value
+
+
+def needs_files(value):
+    return [open(os.devnull) for _ in range(10**6)]
+
+
+def says_the_disk_is_full(value):
+    try:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise ValueError("it cannot be written") from error
+
+
+def patches_what_all_use(value):
+    builtins.sum = lambda *_: 7.0
+    math.isfinite = lambda x: True
+    worker.describe = None
+    sys.modules["json"] = None
+    return value
+
+
+def leaves_a_handler(value):
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(5))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    return value
+
+
+def speaks_to_the_terminal(value):
+    """A title, colours, and a line that looks like the run's; then the same in what it raises."""
+    said = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\rstep 9 reward 1.000\n"
+    print(said)
+    raise ValueError(said)
+
+
 ZOO = {
+    needs_files: ("resources", "Too many open files"),
+    says_the_disk_is_full: ("resources", "it cannot be written"),
+    speaks_to_the_terminal: ("raised", r"\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\rstep 9 reward 1.000\n"),
     raises: ("raised", "ValueError: no reward today (hostile.py:"),
     raises_group: ("raised", "ExceptionGroup"),
     raises_unspeakable: ("raised", "Unspeakable: (its text cannot be made)"),
@@ -398,6 +446,8 @@ ZOO = {
 """Those that fail, with kind and a piece of the detail."""
 
 MESSY = [
+    patches_what_all_use,
+    leaves_a_handler,
     prints_100_mb,
     prints_binary,
     fork_bomb,

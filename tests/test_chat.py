@@ -41,6 +41,27 @@ def test_messages_are_rendered_with_the_reply_header(tokenizer):
     assert encode_prompt(tokenizer, "2+2?", chat=True) == tokens(tokenizer, "<user>2+2?<eos><assistant>")
 
 
+@pytest.mark.parametrize(
+    "escape",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ '{0.__class__.__mro__}'.format(messages).missing.x }}",
+        "{{ cycler.__init__.__globals__.os.mkdir('PLACE') }}",
+        "{% for f in [raise_exception] %}{{ f.__globals__['__builtins__']['open']('PLACE', 'w') }}{% endfor %}",
+    ],
+)
+def test_a_chat_template_of_a_model_reaches_nothing_but_the_messages(tokenizer, escape, tmp_path):
+    place = tmp_path / "made"
+    with pytest.raises(DataError, match="The chat template refuses the messages"):
+        encode_prompt(tokenizer, (USER,), template=escape.replace("PLACE", str(place)))
+    assert not place.exists()
+    (said,) = [Message("user", "{{ 7 * 7 }} {0.__class__}")]
+    assert tokenizer.decode(encode_prompt(tokenizer, (said,))).startswith(
+        "<user>{{ 7 * 7 }} {0.__class__}<eos>"
+    )
+
+
 def test_plain_text_is_encoded_as_it_is(tokenizer):
     assert tokenizer.decode(encode_prompt(tokenizer, "word> \n")) == "word> \n"
 

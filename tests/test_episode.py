@@ -12,7 +12,7 @@ import pytest
 
 from whet.config.schema import SamplingConfig
 from whet.envs.env import EnvStep
-from whet.rollout.episode import play_groups, to_sampling
+from whet.rollout.episode import Pace, play_groups, to_sampling
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import rollout_key
 from whet.types import Completion, Group, Message, Rollout, Sampling, Task
@@ -175,8 +175,8 @@ def test_one_that_hangs_or_raises_aborts_alone() -> None:
     errors = [g.rollouts[0].error for g in groups]
     assert errors[0] is errors[4] is None
     assert errors[1] == "no end within rollout.timeout_s=0.05"
-    assert errors[2] == "RuntimeError: out of cheese"
-    assert errors[3] == "TimeoutError: the engine's own"
+    assert errors[2].startswith("RuntimeError: out of cheese (test_episode.py:")
+    assert errors[3].startswith("TimeoutError: the engine's own (test_episode.py:")
     assert groups[1].rollouts[0].token_ids == [51, 61]
     assert groups[1].rollouts[0].tokens == 0
 
@@ -319,8 +319,23 @@ def test_an_environment_that_fails_keeps_the_finished_turns() -> None:
     )
     flat(r)
     assert r.finish_reason == "abort"
-    assert r.error == "after turn 2: ValueError: the world ended"
+    assert r.error is not None
+    assert r.error.startswith("after turn 2: ValueError: the world ended (test_episode.py:")
     assert (r.tokens, r.text, r.reward) == (4, "101 301", 0.5)
+
+
+def test_the_traceback_of_an_environment_stands_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
+    pace = Pace(timeout_s=5.0)
+    with caplog.at_level("INFO", "whet"):
+        for _ in range(2):
+            one(
+                ScriptedEngine(count_up, end_token_ids=[END]),
+                make_env=lambda t: Countdown(9, fail_at=2),
+                encode_messages=encode,
+                pace=pace,
+            )
+    assert caplog.text.count("aborted: after turn 2: ValueError: the world ended") == 2
+    assert caplog.text.count('raise ValueError("the world ended")') == 1
 
 
 def test_an_environment_needs_an_encoder() -> None:

@@ -7,6 +7,7 @@ import errno
 import json
 import multiprocessing
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -91,6 +92,7 @@ def test_the_mess_a_call_leaves_is_gone_before_the_next(beast):
         assert messy.parts == {"score": 1.0}
         assert [after.parts, again.parts] == [c.parts for c in clean]
         assert after.parts["folder"] == after.parts["environment"] == after.parts["threads"] == 1.0
+        assert after.parts["sum"] == after.parts["handlers"] == 1.0
         assert after.output == again.output == "still heard\n"
         assert not daemons()
 
@@ -120,6 +122,48 @@ def test_who_meets_a_hoarders_full_memory_is_run_again_in_a_new_process():
     with make(hostile.hoards, memory_mb=300, timeout_s=30.0) as jail:
         results = ask(jail, *[hostile.hoards] * 20)
     assert [r.parts.get("score") for r in results] == [float(i) for i in range(20)]
+
+
+def test_a_reward_that_leaks_files_goes_on_in_new_processes():
+    with make(hostile.leaks_files, timeout_s=30.0) as jail:
+        results = ask(jail, *[hostile.leaks_files] * 30)
+    assert [r.parts.get("score") for r in results] == [float(i) for i in range(30)]
+
+
+def test_what_a_reward_changes_in_its_process_reaches_no_other_reward_and_no_later_call():
+    def looks(value):
+        return {"score": sum([value]), "json": float(sys.modules["json"] is json)}
+
+    def patches(value):
+        found = looks(value)
+        hostile.patches_what_all_use(value)
+        return found
+
+    with make(patches, looks) as jail:
+        results = ask(jail, "looks", "patches", "patches", "looks", "innocent", "patches")
+    assert [r.parts["score"] for r in results] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert all(r.parts.get("json", 1.0) == 1.0 for r in results)
+
+
+def test_what_a_reward_writes_reaches_neither_the_terminal_nor_a_file_of_the_run(tmp_path):
+    """Whichever numbers of files it inherits: it holds none that it could write to."""
+    theirs, ours = pty.openpty()
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        os.set_inheritable(ours, True)
+        with make(hostile.scribbles_on_channels, hostile.speaks_to_the_terminal) as jail:
+            ask(jail, hostile.scribbles_on_channels, hostile.speaks_to_the_terminal)
+        assert file.tell() == os.fstat(file.fileno()).st_size == 0
+    os.set_blocking(theirs, False)
+    with pytest.raises(BlockingIOError):
+        os.read(theirs, 1)
+    os.close(theirs)
+    os.close(ours)
+
+
+def test_what_a_reward_printed_is_kept_as_text_that_commands_no_terminal():
+    with make(hostile.speaks_to_the_terminal) as jail:
+        result = ask(jail, hostile.speaks_to_the_terminal)[0]
+    assert result.output == "\\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\u202e\\rstep 9 reward 1.000\n\n"
 
 
 def test_values_of_many_kinds_of_number_are_taken():
@@ -216,7 +260,8 @@ def test_a_stopped_nursery_is_noticed_and_replaced():
         assert [r.parts["score"] for r in ask(jail, nap, nap)] == [0.0, 1.0]
 
 
-def test_nobody_outlives_a_killed_run_though_the_keeper_was_stopped():
+@pytest.mark.parametrize("both", [False, True])
+def test_nobody_outlives_a_killed_run_though_the_keeper_was_stopped(both):
     ours, theirs = multiprocessing.Pipe()
 
     def run():
@@ -228,8 +273,10 @@ def test_nobody_outlives_a_killed_run_though_the_keeper_was_stopped():
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     keeper, nursery = ours.recv()
-    os.kill(keeper, signal.SIGSTOP)
-    assert eventually(lambda: state_of(keeper) == "T")
+    stopped = (keeper, nursery)[: 1 + both]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    assert eventually(lambda: {state_of(pid) for pid in stopped} == {"T"})
     process.kill()
     process.join()
     assert eventually(lambda: {state(pid) for pid in (keeper, nursery)} <= {"", "Z"})

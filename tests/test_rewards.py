@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import reasoning_gym
@@ -190,11 +191,12 @@ def gym_task() -> Task:
 
 def test_reasoning_gym_pays_for_exactly_1_only():
     """spell_backward gives an over-long reply five times 1/5, minus 0.2: its own score is 0.8, ours 0."""
-    assert pay("reasoning_gym", gym_task(), "olleh", " olleh\n", "ollehx", "olle", "") == [1, 1, 0, 0, 0]
-    raw = pay("reasoning_gym", gym_task(), "olleh", "ollehx", "oxxxx", exact=False)
+    pay_gym = partial(pay, "reasoning_gym", gym_task(), verifiers="spell_backward")
+    assert pay_gym("olleh", " olleh\n", "ollehx", "olle", "") == [1, 1, 0, 0, 0]
+    raw = pay_gym("olleh", "ollehx", "oxxxx", exact=False)
     assert raw == pytest.approx([1.0, 0.8, 0.2])
     answers = "x<answer>no</answer><answer>olleh</answer>", "olleh"
-    assert pay("reasoning_gym", gym_task(), *answers, pattern="<answer>(.*?)</answer>") == [1, 0]
+    assert pay_gym(*answers, pattern="<answer>(.*?)</answer>") == [1, 0]
 
 
 def test_rows_the_package_makes_are_judged_by_their_own_verifier():
@@ -203,12 +205,13 @@ def test_rows_the_package_makes_are_judged_by_their_own_verifier():
         t = task(entry["answer"], extra={"entry": entry})
         if name == "countdown":
             t = task(extra={"entry": {**entry, "answer": entry["metadata"]["expression"]}})
-        assert pay("reasoning_gym", t, t.extra["entry"]["answer"], "wrong") == [1, 0], name
+        assert pay("reasoning_gym", t, t.extra["entry"]["answer"], "wrong", verifiers=name) == [1, 0], name
 
 
 @pytest.mark.parametrize("name", ["exact", "choice", "number", "math", "reasoning_gym"])
 def test_a_task_without_what_the_reward_needs_is_unscored_with_its_number(name):
-    (error,) = pay(name, task(), "1")
+    arguments = {"verifiers": ["chain_sum"]} if name == "reasoning_gym" else {}
+    (error,) = pay(name, task(), "1", **arguments)
     assert error.startswith("reward r: raised ValueError: task 4 of 'test'")
 
 
@@ -230,6 +233,7 @@ def test_equal_answers_are_found_in_an_equal_form():
         )
         return [r.answer for r in g.rollouts]
 
+    spelling = Reward(function="reasoning_gym", arguments={"verifiers": ["spell_backward"]})
     number, choice, exact, math = (Reward(function=f) for f in ("number", "choice", "exact", "math"))
     assert answers(number, task("5"), "#### 1,000.50", "#### $1000.5", "#### -0", "5") == [
         "1000.5",
@@ -240,7 +244,7 @@ def test_equal_answers_are_found_in_an_equal_form():
     assert answers(choice, task("A"), "(b)", "answer is B", "no") == ["B", "B", None]
     assert answers(exact, task("x"), " y\n") == ["y"]
     assert answers(math, task("1"), r"\boxed{0.5}", r"so \boxed{\frac{2}{4}}", "?") == ["1/2", "1/2", None]
-    assert answers(Reward(function="reasoning_gym"), gym_task(), " olle\n") == ["olle"]
+    assert answers(spelling, gym_task(), " olle\n") == ["olle"]
 
 
 # ---------------------------------------------------------------- binding

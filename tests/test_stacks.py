@@ -120,6 +120,37 @@ def test_a_process_at_the_end_of_a_line_is_asked_through_its_own_file(tmp_path: 
         assert stacks.others() == ""
 
 
+STARTS_IN_A_THREAD = """
+import sys, threading, time
+from pathlib import Path
+from whet.guard.line import LocalLine
+
+folder = Path(sys.argv[1])
+made = []
+thread = threading.Thread(target=lambda: made.append(LocalLine("whet.rewards.host", 0, folder=folder, threads=1)))
+thread.start()
+thread.join()
+while not (folder / "stack-0").exists():
+    time.sleep(0.01)
+print(made[0].process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_stopped_process_that_a_thread_has_started_ends_with_the_process_of_the_thread(
+    tmp_path: Path,
+) -> None:
+    child = Child(STARTS_IN_A_THREAD, str(tmp_path))
+    try:
+        pid = int(child.await_line())
+        assert state(pid) not in ("", "Z"), "it does not end with the thread"
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: state(pid) == "T")
+    finally:
+        child.close()
+    until(lambda: state(pid) in ("", "Z"))
+
+
 def test_a_process_that_only_starts_is_not_ended_by_being_asked(tmp_path: Path) -> None:
     (tmp_path / "slow_to_start.py").write_text("import time\ntime.sleep(600)\n")
     sys.path.insert(0, str(tmp_path))

@@ -28,7 +28,7 @@ from whet.config.plan import Plan, dtype_on, plans
 from whet.config.resuming import Change, longer, taken
 from whet.config.schema import Config
 from whet.config.secrets import for_people
-from whet.config.sources import rewards_by_source
+from whet.config.sources import rewards_by_source, verifiers
 from whet.config.urls import scheme
 from whet.guard import stacks
 from whet.guard.imports import import_all
@@ -402,6 +402,7 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
                 functions,
                 seed=cfg.seed,
                 imports=cfg.imports,
+                verifiers=verifiers(loaded.stages),
                 device=cfg.machine.device,
                 open_jail=jail_of(loaded.config),
             )

@@ -17,6 +17,7 @@ from whet.config.load import Loaded, load
 from whet.config.parts.parallel import Parallel
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config
+from whet.config.sources import verifiers
 from whet.guard import stacks
 from whet.guard.imports import import_all
 from whet.guard.watch import Watch
@@ -40,7 +41,10 @@ def judge_file(loaded: Loaded, *, whole: bool) -> Judged:
     check(loaded, whole=whole)
     loaded = brought_here(loaded)
     offline, cfg = check(loaded, whole=whole), loaded.config
-    with RewardSet.from_config(cfg.rewards, cfg.guard, seed=cfg.seed, imports=cfg.imports) as rewards:
+    named = verifiers([cfg])
+    with RewardSet.from_config(
+        cfg.rewards, cfg.guard, seed=cfg.seed, imports=cfg.imports, verifiers=named
+    ) as rewards:
         return judge(cfg, offline, rewards)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from whet.config.evaluation import reward_weights
 from whet.config.schema import Config, Data, Source
@@ -15,6 +15,16 @@ def rewards_by_source(data: Data) -> dict[str, tuple[str, ...]]:
     """The rewards that judge a source, by its name; sources that leave it open are not in it."""
     named = [source for part in PARTS for source in getattr(data, part)]
     return {s.name: s.rewards for s in named if s.name is not None and s.rewards is not None}
+
+
+def verifiers(stages: Sequence[Config]) -> tuple[str, ...]:
+    """Names of the reasoning-gym datasets that the stages have tasks made of."""
+    sources = [s for cfg in stages for part in PARTS for s in getattr(cfg.data, part)]
+    made = [s.reasoning_gym for s in sources if s.reasoning_gym is not None]
+    parts = [spec for one in made if one.task == "composite" for spec in one.params.get("datasets", ())]
+    names = [one.task for one in made if one.task != "composite"]
+    names += [spec["name"] for spec in parts if isinstance(spec, dict) and "name" in spec]
+    return tuple(dict.fromkeys(names))
 
 
 def source_problems(cfg: Config) -> Iterator[tuple[str, str]]:

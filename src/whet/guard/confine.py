@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import resource
 import signal
@@ -14,6 +15,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
+from typing import Literal
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
@@ -48,9 +50,9 @@ def die_with(parent: int) -> None:
 
 
 def outlive() -> None:
-    """Take `die_with` back."""
+    """Take `die_with` back. When the parent ends, this process goes on even if it was stopped, and can see it."""
     if _LINUX:
-        _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
 
 @contextlib.contextmanager
@@ -110,17 +112,28 @@ def _nothing(number: int, frame: object) -> None:
     pass
 
 
-def shut(keep: set[int]) -> None:
+def shut(keep: set[int], files: Literal["keep", "read", "close"] = "keep") -> None:
     """Replace inherited pipes, sockets and the like by /dev/null, but for stdout, stderr and `keep`.
 
-    Replaced, not closed: inherited Python objects still own the numbers, and would close what took them next.
+    files: what becomes of files and devices: all stay, or those that cannot be written, or none. A terminal is one that
+    can. Replaced, not closed: inherited Python objects still own the numbers, and would close what took them next.
     """
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     for fd in [int(name) for name in os.listdir("/dev/fd")]:
-        if fd > 2 and fd not in keep and _is_channel(fd):
-            os.dup2(null, fd, inheritable=False)
+        if fd <= 2 or fd in keep:
+            continue
+        if files == "close" or _is_channel(fd) or (files == "read" and _is_written(fd)):
+            with contextlib.suppress(OSError):  # the number of the directory just listed
+                os.dup2(null, fd, inheritable=False)
     os.close(null)
+
+
+def _is_written(fd: int) -> bool:
+    try:
+        return os.isatty(fd) or fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+    except OSError:
+        return False
 
 
 def _is_channel(fd: int) -> bool:

@@ -29,9 +29,11 @@ from whet.types import ConfigError, WhetError
 
 log = logging.getLogger(__name__)
 
-FailureKind = Literal["raised", "timeout", "crashed", "memory", "processes", "bad_value", "output"]
-"""`raised`: an exception; `crashed`: the process ended; `memory`, `processes`: the limit was met;
-`bad_value`: no finite number; `output`: bytes on the channel of results."""
+FailureKind = Literal[
+    "raised", "timeout", "crashed", "memory", "resources", "processes", "bad_value", "output"
+]
+"""`raised`: an exception; `crashed`: the process ended; `memory`, `processes`: the limit was met; `resources`: that of
+files, threads or space on the disk; `bad_value`: no finite number; `output`: bytes on the channel of results."""
 
 _LOAD_S = 300.0
 _CONNECT_S = 10.0
@@ -124,7 +126,7 @@ class Jail:
             )
         if word := confine.missing():
             log.warning("rewards are guarded only in part: %s", word)
-        self.functions = frozenset(functions)
+        self.functions = {name: place for place, name in enumerate(functions)}
         self.workers, self.timeout_s, self.patience_s = workers, timeout_s, patience_s
         self._numbers = count(1)
         self._pending: dict[int, _Pending] = {}
@@ -178,9 +180,12 @@ class Jail:
         """The results of all calls, in order. WhetError if the jail is closed or cannot be kept alive."""
         if not calls:
             return []
-        messages = [self._message(next(self._numbers), call) for call in calls]
+        # those of one function together: each process has one, and goes on without a pause
+        first = {call.function: place for place, call in reversed([*enumerate(calls)])}
+        order = sorted(range(len(calls)), key=lambda place: first[calls[place].function])
+        messages = [(place, *self._message(next(self._numbers), calls[place])) for place in order]
         batch = _Batch(asyncio.get_running_loop().create_future(), len(calls), [Result()] * len(calls))
-        for place, (number, message) in enumerate(messages):
+        for place, number, message in messages:
             self._pending[number] = _Pending(message, batch, place)
             self._unsent.append(number)
         if self._pump is None or self._pump.done():
@@ -196,12 +201,13 @@ class Jail:
                 f"the jail has no function {call.function!r}; it has {', '.join(sorted(self.functions))}"
             )
         timeout_s = self.timeout_s if call.timeout_s is None else call.timeout_s
-        body = f"[{json.dumps(call.function)},{call.key},{call.arguments}]".encode()
+        body = f"[{call.key},{call.arguments}]".encode()
         if len(body) > frames.MAX_CALL_BYTES // 2:
             raise WhetError(
                 f"arguments of {len(body)} bytes for {call.function!r}; half of {frames.MAX_CALL_BYTES} fit"
             )
-        return number, frames.pack(number, nursery.TIMEOUT.pack(timeout_s) + body)
+        head = nursery.CALL.pack(timeout_s, self.functions[call.function])
+        return number, frames.pack(number, head + body)
 
     def _send(self) -> None:
         if self._sender is None or self._sender.done():
@@ -341,10 +347,10 @@ class Jail:
 def read_result(body: bytes) -> Result:
     """A worker's answer, not trusted: whatever is not a set of finite numbers is a failure."""
     reply = json.loads(body)
-    output, dropped = redact(reply["output"]), reply["dropped"]
+    output, dropped = plain(redact(reply["output"])), reply["dropped"]
     match reply:
         case {"failure": [str(kind), str(detail)]} if kind in get_args(FailureKind):
-            failure = Failure(cast(FailureKind, kind), redact(detail))
+            failure = Failure(cast(FailureKind, kind), plain(redact(detail)).replace("\n", "\\n"))
         case {"parts": dict(parts), "answer": str() | None as answer} if all(map(_is_finite, parts.values())):
             parts = {redact(name): value for name, value in parts.items()}
             answer = answer and redact(answer)
@@ -352,6 +358,13 @@ def read_result(body: bytes) -> Result:
         case _:
             failure = Failure("output", "on the channel of results: values that no reward can have")
     return Result(failure=failure, output=output, dropped_bytes=dropped)
+
+
+def plain(text: str) -> str:
+    """Text that a terminal only shows: what would command it stands there as Python writes it, as \\x1b."""
+    if text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def _is_finite(value: object) -> bool:

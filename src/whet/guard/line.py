@@ -26,7 +26,7 @@ from typing import Protocol
 
 from whet import secrets
 from whet.guard import stacks
-from whet.guard.processes import die_with, state
+from whet.guard.processes import die_with, state, wake_with_parent
 
 LOOPBACK = "127.0.0.1"
 
@@ -220,6 +220,8 @@ def picked_up(arguments: Sequence[str]) -> Connection:
     fd, path, parent, tied, who, folder = arguments
     if tied == "1":
         die_with(None)
+    else:
+        wake_with_parent()
     threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
     file = open(f"{path}.new", "w")  # noqa: SIM115  # as long as the process lives
     faulthandler.enable(file)

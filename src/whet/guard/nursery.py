@@ -19,21 +19,21 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from whet.guard import confine, frames, stacks, worker
+from whet.guard import confine, frames, sandbox, stacks, worker
 from whet.secrets import redact
 from whet.types import WhetError
 
-Loader = Callable[[], worker.Function]
+Loader = Callable[[], worker.Function | worker.Guarded]
 """Makes the foreign function; runs in the keeper, so nothing of it needs to be pickled."""
 
 KILL = b"k"
 """Run to keeper: the nursery does not answer, replace it."""
-TIMEOUT = struct.Struct("!d")
-"""Head of a call's body: its timeout in seconds. The rest is for the worker."""
+CALL = struct.Struct("!dI")
+"""Head of a call's body: its timeout in seconds, and which function, by its place. The rest is for the worker."""
 
 _TICK_S = 0.1
 _BEAT_S = 1.0
@@ -46,6 +46,7 @@ class Limits:
     """What all workers of a jail may use."""
 
     workers: int
+    """At work at once. Each has one function, so idle ones of others may stand beside them."""
     memory_mb: int
     max_output_bytes: int
 
@@ -56,6 +57,7 @@ class Work:
 
     number: int
     timeout_s: float
+    function: int
     body: bytes
     alone: bool = False
     """Run it in a new worker: it has ended a used one, which may have been another call's doing."""
@@ -66,6 +68,7 @@ class Worker:
     """A reward process, seen from the nursery."""
 
     pid: int
+    function: int
     channel: socket.socket
     output: int
     work: Work | None = None
@@ -117,11 +120,11 @@ def keep(
     """
     confine.detach()
     confine.adopt_orphans()
-    confine.shut({control.fileno()})
+    confine.shut({control.fileno()}, files="read")
     confine.die_with(run)
     stacks.listen("reward-keeper")
     functions, problem = _load(loaders, prepare)
-    confine.outlive()  # the signal would also come when only the thread that forked this process ends
+    confine.outlive()  # SIGKILL would also come when only the thread that forked this process ends
     control.sendall(frames.pack(0, json.dumps(problem).encode()))
     while not problem:
         ours, theirs = socket.socketpair()
@@ -137,22 +140,22 @@ def keep(
         confine.sweep(set(), {})
 
 
-def _load(
-    loaders: Mapping[str, Loader], prepare: Callable[[], None]
-) -> tuple[dict[str, worker.Function], str]:
-    """The functions, and '' or what went wrong."""
-    functions = {}
+def _load(loaders: Mapping[str, Loader], prepare: Callable[[], None]) -> tuple[list[worker.Guarded], str]:
+    """The functions in their order, and '' or what went wrong."""
+    functions = []
     try:
         prepare()
     except WhetError as error:
-        return {}, str(error)
+        return [], str(error)
     for name, load in loaders.items():
         try:
-            functions[name] = load()
+            found = load()
         except WhetError as error:
-            return {}, str(error)
+            return [], str(error)
         except BaseException as error:  # noqa: BLE001  foreign code: importing it can do anything
-            return {}, f"reward {name!r}: loading it raised {worker.describe(error)}"
+            return [], f"reward {name!r}: loading it raised {worker.describe(error)}"
+        functions.append(found if isinstance(found, worker.Guarded) else worker.Guarded(found))
+    sandbox.readable()  # found once, here, for all workers
     return functions, ""
 
 
@@ -172,7 +175,7 @@ def _watch(control: socket.socket, alive: int, *, run: int, nursery: int) -> str
 
 
 def _nursery(
-    run: socket.socket, life: int, keeper: int, *, functions: Mapping[str, worker.Function], limits: Limits
+    run: socket.socket, life: int, keeper: int, *, functions: Sequence[worker.Guarded], limits: Limits
 ) -> None:
     os.setsid()
     confine.die_with(keeper)
@@ -188,7 +191,7 @@ def _nursery(
 class Nursery:
     """Hands calls to workers in order of arrival, and answers every one exactly once."""
 
-    def __init__(self, run: socket.socket, functions: Mapping[str, worker.Function], limits: Limits) -> None:
+    def __init__(self, run: socket.socket, functions: Sequence[worker.Guarded], limits: Limits) -> None:
         self.run, self.functions, self.limits = run, functions, limits
         self.queue: deque[Work] = deque()
         self.workers: list[Worker] = []
@@ -234,7 +237,8 @@ class Nursery:
         self.open = bool(data)
         self.inbox += data
         for number, body in frames.unpack(self.inbox, frames.MAX_CALL_BYTES):
-            self.queue.append(Work(number, TIMEOUT.unpack_from(body)[0], body[TIMEOUT.size :]))
+            timeout_s, function = CALL.unpack_from(body)
+            self.queue.append(Work(number, timeout_s, function, body[CALL.size :]))
 
     def flush(self) -> None:
         """Send answers: gathered while calls are quick, so that the run wakes seldom; at once at the end."""
@@ -259,19 +263,21 @@ class Nursery:
     # ------------------------------------------------------------ workers
 
     def dispatch(self) -> None:
-        """Give waiting calls to idle workers; fork workers as needed, up to the limit."""
-        while self.queue:
-            idle = [w for w in self.workers if not w.work]
-            if self.queue[0].alone and len(self.workers) == self.limits.workers and idle:
+        """Give waiting calls to idle workers of their function; fork workers as needed, up to the limit."""
+        while self.queue and len(self.busy()) < self.limits.workers:
+            work = self.queue[0]
+            idle = [w for w in self.workers if not w.work and w.function == work.function]
+            if work.alone and idle:
                 self.end(idle.pop())
-            if not idle or self.queue[0].alone:
-                if len(self.workers) == self.limits.workers:
-                    return
+            if work.alone or not idle:
                 try:
-                    idle = [self.spawn()]
+                    idle = [self.spawn(work.function)]
                 except OSError as error:  # no memory is left, or no process number
                     if self.busy():
-                        return  # those that are there take it
+                        return  # it is tried again when one of them is done
+                    if self.workers:
+                        self.end(self.workers[-1])  # an idle one of another function makes room
+                        continue
                     self.refuse(self.queue.popleft(), f"no process can be made for it: {error}")
                     continue
             self.start(idle[0], self.queue.popleft())
@@ -289,14 +295,19 @@ class Nursery:
             self.end(w)
             self.queue.appendleft(work)
 
-    def spawn(self) -> Worker:
+    def spawn(self, function: int) -> Worker:
         ours, theirs = socket.socketpair()
         ours.settimeout(_BEAT_S)
-        out, into = os.pipe()
+        try:
+            out, into = os.pipe()
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
         os.set_blocking(out, False)
         nursery = os.getpid()
         try:
-            pid = fork(partial(self.become_worker, theirs, into, nursery))
+            pid = fork(partial(self.become_worker, function, theirs, into, nursery))
         except OSError:
             ours.close()
             os.close(out)
@@ -304,20 +315,22 @@ class Nursery:
         finally:
             theirs.close()
             os.close(into)
-        w = Worker(pid, ours, out)
+        w = Worker(pid, function, ours, out)
         self.selector.register(ours, selectors.EVENT_READ, partial(self.hear, w))
         self.selector.register(out, selectors.EVENT_READ, partial(self.hear_output, w))
         self.workers.append(w)
         return w
 
-    def become_worker(self, channel: socket.socket, into: int, nursery: int) -> None:
+    def become_worker(self, function: int, channel: socket.socket, into: int, nursery: int) -> None:
         os.setsid()
         confine.die_with(nursery)
         os.dup2(into, 1)
         os.dup2(into, 2)
-        confine.shut({channel.fileno()})
-        stacks.listen("reward")
-        worker.serve(channel, self.functions, self.limits.memory_mb)
+        guarded = self.functions[function]
+        confine.shut({channel.fileno()}, files="close" if guarded.confined else "keep")
+        if not guarded.confined:  # else it has no file that it may write to, not even of its stacks
+            stacks.listen("reward")
+        worker.serve(channel, guarded, self.limits.memory_mb)
 
     def hear(self, w: Worker) -> None:
         """A worker answered, wrote nonsense, or ended."""
@@ -340,10 +353,11 @@ class Nursery:
         work = w.work
         assert work is not None
         w.served += 1
-        if w.served > 1 and not work.alone and out_of_memory(reply):  # perhaps another call has filled it
+        spent = out_of_resources(reply)
+        if w.served > 1 and not work.alone and spent:  # perhaps another call has used them up
             return self.retry(w)
         self.answer(w, work, reply)
-        if not fit:
+        if spent or not fit or self.functions[w.function].once:
             self.end(w)
         return None
 
@@ -445,6 +459,6 @@ def read_reply(messages: list[tuple[int, bytes]], w: Worker) -> tuple[dict[str, 
     return reply, reply.pop("fit", False) is True
 
 
-def out_of_memory(reply: dict[str, object]) -> bool:
+def out_of_resources(reply: dict[str, object]) -> bool:
     failure = reply.get("failure")
-    return isinstance(failure, list) and failure[:1] == ["memory"]
+    return isinstance(failure, list) and failure[:1] in (["memory"], ["resources"])

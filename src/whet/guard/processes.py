@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
 LOOK_S = 1.0
 """Seconds between two looks at whether the other process still lives."""
 
@@ -35,10 +36,15 @@ def state(pid: int) -> str:
 def die_with(other: tuple[int, int] | None) -> None:
     """End this process when its parent ends (even if this one is stopped), or the other process of this machine."""
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if other is not None:
         threading.Thread(target=_follow, args=(other,), name="whet-follow", daemon=True).start()
+
+
+def wake_with_parent() -> None:
+    """Stopped or not, this process runs when the thread that started it ends, and may look whether its parent has."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def _follow(other: tuple[int, int]) -> None:

@@ -6,6 +6,8 @@ bounds its time, counts its processes, and checks its messages.
 
 from __future__ import annotations
 
+import builtins
+import errno
 import json
 import math
 import os
@@ -13,54 +15,88 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
 
-from whet.guard import confine, frames
+from whet.guard import confine, frames, sandbox
 from whet.secrets import redact
 
 Function = Callable[..., object]
 """Foreign code: takes the keyword arguments of a call, returns a number or a dict of numbers. The dict may
 hold the answer found in the reply, too, as text under "answer"."""
 
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """A function and what its process may do."""
+
+    call: Function
+    confined: bool = False
+    """It runs in a `sandbox`. Where the system has none, it runs without; who cannot have that asks before."""
+    once: bool = False
+    """Its process ends after one call: what a reply has changed there judges no other reply."""
+
+
 _MAX_PARTS = 256
 _MAX_DETAIL = 400
 _MAX_ANSWER = 2000
+_SPARE_FILES = 256
+"""Files that calls may leave open before their process is replaced."""
+_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})
+"""Errors of a process that has used up what it may have: another one may have it still."""
+_WATCHED = (builtins, math, random, json, frames)
+"""Modules that every call relies on; with this one."""
+_SIGNALS = (signal.SIGALRM, signal.SIGCHLD)
+"""Those whose handlers code sets for a while, and may forget."""
 
 
-def serve(channel: socket.socket, functions: Mapping[str, Function], memory_mb: int) -> None:
+def serve(channel: socket.socket, function: Guarded, memory_mb: int) -> None:
     """Answer calls from `channel` until it closes. Stdout and stderr already lead to the nursery."""
     me = os.getpid()
     os.register_at_fork(
         after_in_child=channel.close
     )  # else a child keeps the channel open when this process dies
     confine.adopt_orphans()
-    confine.scope_signals()
     confine.limit(memory_mb)
+    refused = shut_in(function)
     home = Home()
     while True:
         try:
             number, body = frames.receive(channel)
         except EOFError:
             return
-        reply = run(functions, body, memory_mb=memory_mb)
+        reply = refused or run(function.call, body, memory_mb=memory_mb)
         if os.getpid() != me:  # foreign code forked, and its copy came back here
             os._exit(0)
         reply["fit"] = home.restore()
         channel.sendall(frames.pack(number, json.dumps(reply).encode()))
 
 
-def run(functions: Mapping[str, Function], body: bytes, *, memory_mb: int) -> dict[str, object]:
+def shut_in(function: Guarded) -> dict[str, object] | None:
+    """Confine this process as far as the function asks for it. The answer to every call, if that fails."""
+    if not function.confined or sandbox.lacking():
+        confine.scope_signals()
+        return None
+    try:
+        sandbox.enter()
+    except OSError as error:
+        return {"failure": ["crashed", f"its process could not be confined: {error}"]}
+    return None
+
+
+def run(function: Function, body: bytes, *, memory_mb: int) -> dict[str, object]:
     """{"parts": {...}, "answer": ...} or {"failure": [kind, detail]} of one call."""
-    name, key, arguments = json.loads(body)
+    key, arguments = json.loads(body)
     random.seed(key)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(key & 0xFFFFFFFF)
     try:
-        value = functions[name](**arguments)
-    except MemoryError as error:
-        return {"failure": ["memory", f"{describe(error)} (guard.memory_mb={memory_mb})"]}
+        value = function(**arguments)
     except BaseException as error:  # noqa: BLE001  foreign code: every way to fail is an answer
-        return {"failure": ["raised", describe(error)]}
+        kind = kind_of(error)
+        limit = f" (guard.memory_mb={memory_mb})" if kind == "memory" else ""
+        return {"failure": [kind, f"{describe(error)}{limit}"]}
     try:
         answer = None
         if type(value) is dict and "answer" in value:
@@ -69,6 +105,26 @@ def run(functions: Mapping[str, Function], body: bytes, *, memory_mb: int) -> di
         return {"parts": parts(value), "answer": answer}
     except BaseException as error:  # noqa: BLE001  a value is foreign code, too: __float__, .item(), __len__
         return {"failure": ["bad_value", describe(error, name=False)]}
+
+
+def kind_of(error: BaseException) -> str:
+    """`memory` or `resources` if the process has no more of them, though others may say so for it; else `raised`."""
+    for cause in _causes(error):
+        if isinstance(cause, MemoryError):
+            return "memory"
+        if isinstance(cause, OSError) and cause.errno in _SHORT:
+            return "resources"
+        if type(cause) is RuntimeError and cause.args == ("can't start new thread",):
+            return "resources"
+    return "raised"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    for _ in range(10):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def parts(value: object) -> dict[str, float]:
@@ -128,11 +184,16 @@ class Home:
         sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
         self.streams = (sys.stdin, sys.stdout, sys.stderr)
         self.pipe = os.fstat(1).st_ino
-        self.folder = os.open(".", os.O_RDONLY | os.O_CLOEXEC)
+        self.folder = os.open(
+            ".", getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC
+        )  # to come back to, not to read
         self.environment = os.environb.copy()  # as bytes: compared after every call
         self.mask = os.umask(0)
         os.umask(self.mask)
         self.recursion = sys.getrecursionlimit()
+        self.handlers = {n: signal.getsignal(n) for n in _SIGNALS}
+        self.modules = [(m, dict(vars(m))) for m in (*_WATCHED, sys.modules[__name__])]
+        self.files = _lowest_free(self.folder)
 
     def restore(self) -> bool:
         """Undo what a call changed. False: it left something that only the end of this process undoes."""
@@ -147,10 +208,39 @@ class Home:
             os.umask(self.mask)
             signal.setitimer(signal.ITIMER_REAL, 0)
             sys.setrecursionlimit(self.recursion)
+            for number, handler in self.handlers.items():
+                if signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
             same_output = os.fstat(1).st_ino == os.fstat(2).st_ino == self.pipe
+            few_files = _lowest_free(self.folder) < self.files + _SPARE_FILES
+            intact = _still(self.modules)
         except BaseException:  # noqa: BLE001  foreign stream objects; a closed file; a folder that is gone
             return False
-        return same_output and len(sys._current_frames()) == 1 and not _has_children()
+        alone = len(sys._current_frames()) == 1 and not _has_children()
+        return same_output and few_files and intact and alone
+
+
+def _lowest_free(fd: int) -> int:
+    """The number that the next file gets."""
+    found = os.dup(fd)
+    os.close(found)
+    return found
+
+
+def _still(modules: list[tuple[ModuleType, dict[str, object]]]) -> bool:
+    """Whether all that the modules had is there; they may have more, for others import their parts.
+
+    Written without builtins, which are among what is looked at.
+    """
+    for module, before in modules:
+        now = module.__dict__
+        if sys.modules.get(module.__name__) is not module:
+            return False
+        if now != before:
+            for name in before:
+                if name not in now or now[name] is not before[name]:
+                    return False
+    return True
 
 
 def _has_children() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from whet.config.load import Loaded
 from whet.config.schema import Config, Source
+from whet.config.sources import verifiers
 from whet.data.tasks import TaskStream, texts
 from whet.data.tokenizer import load_tokenizer
 from whet.rehearsal.findings import Finding, fails, left_open, works
@@ -53,12 +54,13 @@ def probe(loaded: Loaded) -> Probed:
                 if seen[known]:
                     out.lost[f"{name}/{part}/{n}"] = seen[known]
     tried: set[str] = set()
+    named = verifiers(loaded.stages)
     for name, cfg in zip(loaded.names, loaded.stages):
         for reward in cfg.rewards:
             known = repr((reward, cfg.rewards[reward]))
             if known not in tried:
                 tried.add(known)
-                out.findings += _reward(out, cfg, reward, out.tasks.get(name, []))
+                out.findings += _reward(out, cfg, reward, out.tasks.get(name, []), named)
     return out
 
 
@@ -105,8 +107,11 @@ def _lengths(stream: TaskStream, tasks: list[Task], *, real: bool, limit: int) -
 # ---------------------------------------------------------------- rewards
 
 
-def _reward(out: Probed, cfg: Config, name: str, tasks: list[Task]) -> Iterator[Finding]:
-    """Call one reward on replies that a policy might give: the answer itself, nothing, and nonsense."""
+def _reward(
+    out: Probed, cfg: Config, name: str, tasks: list[Task], named: Sequence[str]
+) -> Iterator[Finding]:
+    """Call one reward on replies that a policy might give: the answer itself, nothing, and nonsense. named: the
+    verifiers that the config's sources are judged by."""
     reward = cfg.rewards[name]
     what = f"rewards.{name} ({reward.function or 'a model'})"
     if reward.model is not None and not (Path(reward.model.path).expanduser() / "config.json").is_file():
@@ -115,7 +120,11 @@ def _reward(out: Probed, cfg: Config, name: str, tasks: list[Task]) -> Iterator[
         return
     try:
         with RewardSet.from_config(
-            {name: cfg.rewards[name]}, cfg.guard, seed=cfg.seed, imports=cfg.imports
+            {name: cfg.rewards[name]},
+            cfg.guard,
+            seed=cfg.seed,
+            imports=cfg.imports,
+            verifiers=named,
         ) as rewards:
             if not tasks:
                 out.untried.add(name)

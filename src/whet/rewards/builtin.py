@@ -19,6 +19,9 @@ BUILTIN = {
 }
 """Where each lives, as text: imported where rewards run, so sympy and the like never enter the run itself."""
 
+EXECUTES = {BUILTIN["reasoning_gym"]: "whet.rewards.gym:unread"}
+"""Of a reward that may run code found in a reply or a row: what says, of its arguments, which part does, or ''."""
+
 _NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _LETTER = r"\(?\s*([A-Za-z])\s*\)?(?![A-Za-z0-9])"
 

@@ -15,14 +15,18 @@ from typing import Protocol
 from whet import seeds
 from whet.config import schema
 from whet.config.secrets import learn
-from whet.guard import pulse
+from whet.guard import pulse, sandbox
 from whet.guard.imports import import_all
 from whet.guard.jail import Call, Failure, Jail, Result
+from whet.guard.worker import Guarded
 from whet.rewards.bind import RewardFunction, bind, pack_rollout, pack_task
-from whet.rewards.builtin import BUILTIN
+from whet.rewards.builtin import BUILTIN, EXECUTES
 from whet.rewards.model import ModelReward
 from whet.tables import find, load_object
-from whet.types import DataError, Group, Rollout, Task, WhetError
+from whet.types import ConfigError, DataError, Group, Rollout, Task, WhetError
+
+_OURS = "whet."
+"""Begins the places of rewards that are built in: they judge what a model wrote, often by other people's libraries."""
 
 
 class Judge(Protocol):
@@ -57,19 +61,25 @@ class RewardSet:
         *,
         seed: int = 0,
         imports: Sequence[str] = (),
+        verifiers: Sequence[str] = (),
         device: str = "auto",
         open_jail: Callable[..., Judge] = Jail,
     ) -> RewardSet:
         """Start the jail with all functions loaded. ConfigError if one cannot be loaded or called so.
 
         Models are left on disk until `load_models` or the first score: the jail forks before torch is there.
-        `imports`: code of the user's that is imported there before them.
+        `imports`: code of the user's that is imported there before them. `verifiers`: those of reasoning-gym that may
+        judge, where the reward's `arguments` do not say; see `config.sources.verifiers`.
         `objects` gives functions by the name of their reward, in place of what its `function` names.
         `open_jail` takes what `Jail` takes.
         """
         objects = objects or {}
         models = {n: ModelReward(n, r.model, device) for n, r in rewards.items() if r.model is not None}
-        loaders = {n: partial(_load, n, r, objects.get(n)) for n, r in rewards.items() if n not in models}
+        loaders = {
+            n: partial(_load, n, r, objects.get(n), verifiers, guard.confine)
+            for n, r in rewards.items()
+            if n not in models
+        }
         weights = {name: reward.weight for name, reward in rewards.items()}
         jail = None
         if loaders:
@@ -108,15 +118,25 @@ def _prepare(env: Mapping[str, str], imports: Sequence[str]) -> None:
     import_all(imports)
 
 
-def _load(name: str, reward: schema.Reward, given: RewardFunction | None) -> Callable[..., object]:
+def _load(
+    name: str, reward: schema.Reward, given: RewardFunction | None, verifiers: Sequence[str], confine: str
+) -> Guarded:
+    """The function, and what its process may do. ConfigError if it needs a sandbox, and this system has none."""
     learn({"rewards": {name: {"arguments": reward.arguments}}})
-    function = given
-    if function is None:
-        what = f"reward {name!r}: function"
-        table: Mapping[str, str | RewardFunction] = BUILTIN
-        found = find(table, reward.function or "", what=what)
-        function = load_object(found, what=what) if isinstance(found, str) else found
-    return bind(function, reward.arguments, name=name)
+    what, spec = f"reward {name!r}: function", reward.function or ""
+    place = "" if given else spec if ":" in spec else find(BUILTIN, spec, what=what)
+    arguments, executes = reward.arguments, ""
+    if place in EXECUTES:
+        arguments = {"verifiers": list(verifiers), **arguments}
+        try:
+            executes = load_object(EXECUTES[place], what=what)(arguments)
+        except ConfigError as error:
+            raise ConfigError(f"reward {name!r}: {error}") from None
+    call = bind(given or load_object(place, what=what), arguments, name=name)
+    asked = "guard.confine=all" if confine == "all" else executes
+    if asked and (why := sandbox.lacking()):
+        raise ConfigError(f"reward {name!r}: {asked}; so it runs only in a sandbox, and there is none: {why}")
+    return Guarded(call, confined=bool(asked) or place.startswith(_OURS), once=bool(executes))
 
 
 async def score(groups: Sequence[Group], rewards: RewardSet) -> list[Group]:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from whet.config.schema import SamplingConfig
 from whet.envs.env import Env
+from whet.guard.worker import describe
 from whet.rollout.engine import RolloutEngine
 from whet.rollout.requests import Decode, ends_of
 from whet.seeds import rollout_key
-from whet.types import Completion, FinishReason, Group, Message, Rollout, Sampling, Task
+from whet.types import Completion, FinishReason, Group, Message, Rollout, Sampling, Task, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,8 @@ class Pace:
     factor: float | None = None
     count: int = field(default=0, repr=False)
     seconds: float = field(default=0.0, repr=False)
+    told: set[tuple[str, ...]] = field(default_factory=set, repr=False)
+    """Kinds of errors, with their places, whose traceback stands in the log."""
 
     @property
     def limit_s(self) -> float:
@@ -70,6 +74,15 @@ class Pace:
         if limit_s == self.timeout_s:
             return f"rollout.timeout_s={limit_s:g}"
         return f"{limit_s:.3g} s, rollout.timeout_factor={self.factor:g} times the mean"
+
+    def untold(self, error: Exception) -> Exception | None:
+        """The error if its traceback is still to be written down: once for each place that it comes from."""
+        frames = traceback.extract_tb(error.__traceback__)
+        place = (type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames[-1:]))
+        if isinstance(error, WhetError) or place in self.told:
+            return None
+        self.told.add(place)
+        return error
 
     def finished(self, seconds: float) -> None:
         """One more rollout came to its end."""
@@ -200,12 +213,18 @@ async def _finish(episode: Episode, play: Play) -> Rollout:
         async with asyncio.timeout(limit_s) as clock:
             reason = await _turns(episode, play)
         play.pace.finished(time.monotonic() - start)
-    except Exception as caught:  # noqa: BLE001  engines and environments are foreign code: one rollout, not the run
+    except Exception as caught:  # engines and environments are foreign code: one rollout, not the run
         late = isinstance(caught, TimeoutError) and clock.expired()
-        said = f"no end within {play.pace.said(limit_s)}" if late else f"{type(caught).__name__}: {caught}"
+        said = f"no end within {play.pace.said(limit_s)}" if late else raised(caught)
         error = f"after turn {len(episode.replies)}: {said}" if episode.replies else said
-        log.info("rollout %d of task %d aborted: %s", episode.index, episode.task.uid, error)
+        trace = None if late else play.pace.untold(caught)
+        log.info("rollout %d of task %d aborted: %s", episode.index, episode.task.uid, error, exc_info=trace)
     return episode.rollout(reason, decode=play.decode, error=error)
+
+
+def raised(error: Exception) -> str:
+    """'ValueError: text (env.py:12)'; without the place where the error is ours, and says itself what is wrong."""
+    return f"{type(error).__name__}: {error}" if isinstance(error, WhetError) else describe(error)
 
 
 async def _turns(episode: Episode, play: Play) -> FinishReason:

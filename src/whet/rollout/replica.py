@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from whet.rollout.engine import RolloutEngine
-from whet.types import Completion
+from whet.types import Completion, WhetError
+
+log = logging.getLogger(__name__)
 
 State = Literal["joining", "serving", "leaving", "gone"]
 """joining: gets its weights; leaving: ends what it has been asked; gone: dropped or closed, never asked again."""
@@ -111,3 +114,9 @@ class Replica:
             self.seen = number
             self.rest()
         return time.monotonic() - self.since
+
+
+def trace(name: str, error: BaseException | None) -> None:
+    """Where an error of a replica came from, into the log alone. An error of ours says what is wrong by itself."""
+    if error is not None and error.__traceback__ is not None and not isinstance(error, WhetError):
+        log.info("what replica %s raised:", name, exc_info=error)

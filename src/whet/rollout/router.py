@@ -19,7 +19,7 @@ from typing import Any, Literal
 from whet.guard.watch import wait
 from whet.rollout.engine import WeightSource
 from whet.rollout.gate import Gate
-from whet.rollout.replica import Replica, Work
+from whet.rollout.replica import Replica, Work, trace
 from whet.rollout.requests import RequestError
 from whet.rollout.scale import Wish
 from whet.types import Completion, Sampling, WhetError
@@ -262,8 +262,9 @@ class Router:
             self.left[name] = self.restarts
             self._bringing(name, self._grow(name))
 
-    def drop(self, replica: Replica, why: str) -> None:
-        """Never ask it again. What it was asked is asked elsewhere, and another takes its place if one may."""
+    def drop(self, replica: Replica, why: str, error: BaseException | None = None) -> None:
+        """Never ask it again. What it was asked is asked elsewhere, and another takes its place if one may. error: its
+        traceback goes to the log."""
         if replica.state == "gone":
             return
         leaving, replica.state = replica.state == "leaving", "gone"
@@ -272,6 +273,7 @@ class Router:
         again = replica.let_go()
         self.dropped.append((replica.name, why))
         log.warning("replica %s dropped: %s; requests to be asked elsewhere: %d", replica.name, why, again)
+        trace(replica.name, error)
         self._spawn(self._end(replica))
         if self.restart is not None and not leaving and self._gate.closed is None:
             self._bringing(replica.name, self._bring(replica.name))
@@ -300,7 +302,7 @@ class Router:
         if isinstance(error, RequestError):
             raise error
         if error is not None:
-            self.drop(replica, f"it raised {type(error).__name__}: {error}")
+            self.drop(replica, f"it raised {type(error).__name__}: {error}", error)
             return None
         done = work.result()
         versions, n = set(done.versions), len(done.token_ids)
@@ -392,6 +394,7 @@ class Router:
                     "others that cannot be had for this reason; whet scale asks again",
                     name, reason, len(self.replicas),
                 )  # fmt: skip
+                trace(name, error)
         else:
             log.info("replica %s has joined and serves version %d", name, self.target)
 
@@ -403,6 +406,7 @@ class Router:
                 await self.join(await self._made(name))
             except Exception as error:  # noqa: BLE001  an engine is foreign code: it does not take the run with it
                 log.warning("replica %s could not be replaced: %s: %s", name, type(error).__name__, error)
+                trace(name, error)
                 continue
             log.warning("replica %s serves again; restarts left: %d", name, self.left[name])
             return
@@ -484,7 +488,8 @@ class Router:
             raise refused[0]
         for replica, error in zip(replicas, errors):
             if error is not None:
-                self.drop(replica, f"version {version} could not be loaded: {type(error).__name__}: {error}")
+                why = f"version {version} could not be loaded: {type(error).__name__}: {error}"
+                self.drop(replica, why, error)
             elif replica.engine.version != version:
                 self.drop(replica, f"after version {version} was loaded it is at {replica.engine.version}")
 
@@ -494,7 +499,7 @@ class Router:
         errors = await asyncio.gather(*(self._try(r, do, what, timeout_s=timeout_s) for r in replicas))
         for replica, error in zip(replicas, errors):
             if error is not None:
-                self.drop(replica, f"it could not {what}: {type(error).__name__}: {error}")
+                self.drop(replica, f"it could not {what}: {type(error).__name__}: {error}", error)
 
     async def _try(
         self, replica: Replica, do: Callable[[Replica], Awaitable[None]], what: str, *, timeout_s: float
@@ -579,7 +584,7 @@ class Router:
         try:
             quiet_s = await replica.quiet_s(timeout_s=self.health_s / LOOKS)
         except Exception as error:  # noqa: BLE001  what it raises is why it is dropped
-            self.drop(replica, f"it does not answer: {type(error).__name__}: {error}")
+            self.drop(replica, f"it does not answer: {type(error).__name__}: {error}", error)
             return
         if seen != replica.seen:
             self.beat("sampling")

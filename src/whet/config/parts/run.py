@@ -118,7 +118,10 @@ class Guard(Section):
     """What keeps foreign code (rewards) from hurting a run."""
 
     workers: Positive = 1
-    """Reward processes."""
+    """Reward processes at work at once. Each has one function; idle ones of others may stand beside them."""
+    confine: Literal["builtin", "all"] = "builtin"
+    """Which rewards run in a sandbox, where they can open no file but Python's own, write none, and start no program,
+    process or connection: those built in, wherever the system can (Linux with Landlock and seccomp), or yours, too."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the reward processes, over those of the run. Values of names like API_KEY or TOKEN, and
     others of 8 characters or more that are no word, number or path, are written nowhere; best taken from the run's own

@@ -1,0 +1,200 @@
+"""Nothing that judges a reply runs what is written in it, or in the row: code in all places, and nothing happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+import payloads
+import whet.rewards.math
+from test_rewards import group, task
+from whet.config.schema import Config, Data, Guard, Reward
+from whet.config.sources import verifiers
+from whet.guard import sandbox
+from whet.guard.jail import Call, Jail
+from whet.guard.worker import Guarded
+from whet.rewards import answer_line, builtin, gym, tagged, trinity, verl
+from whet.rewards.combine import RewardSet, score
+from whet.rewards.gym_read import READ
+from whet.types import ConfigError
+
+needs_sandbox = pytest.mark.skipif(bool(sandbox.lacking()), reason=f"no sandbox here: {sandbox.lacking()}")
+
+EVALUATE = [name for name in payloads.VERIFIERS if name not in READ]
+OTHERS = {
+    "exact": {},
+    "choice": {},
+    "number": {"flexible": True},
+    "format": {"pattern": ".*"},
+    "overlong": {"max_tokens": 100, "buffer": 20},
+    "math": {},
+    "whet.rewards.tagged:single_choice": {},
+    "whet.rewards.answer_line:direct_math": {},
+    "whet.rewards.verl:compute_score": {},
+    "whet.rewards.trinity:math_reward": {},
+    "whet.rewards.trinity:math_boxed_reward": {"with_think": True},
+    "whet.rewards.trinity:format_reward": {},
+    "whet.rewards.trinity:countdown_reward": {},
+}
+
+
+def judge(groups, rewards: dict[str, Reward], objects=None) -> list:
+    with RewardSet.from_config(rewards, Guard(timeout_s=60.0), objects) as made:
+        return [r for g in asyncio.run(score(groups, made)) for r in g.rollouts]
+
+
+def replies_to(name: str, entry: dict, code: str):
+    """The row as it is with the code as a reply, and the code in the row with the answer as a reply."""
+    yield group(task(entry["answer"], extra={"entry": entry}), code, f"[{code}]")
+    for row in payloads.poisoned(entry, code):
+        yield group(task(row["answer"], extra={"entry": row}), "[1]")
+
+
+@needs_sandbox
+def test_code_in_a_reply_or_a_row_is_run_by_no_reward_that_is_built_in(tmp_path):
+    with payloads.listening() as server:
+        codes = payloads.codes(tmp_path, server.getsockname()[1])
+        replies = [text for code in codes.values() for text in payloads.texts(code)]
+        answers = {"5": replies, codes["system"]: replies[:4]}
+        groups = [group(replace(task(answer), source="math_dapo"), *said) for answer, said in answers.items()]
+        judge(groups, {name: Reward(function=name, arguments=given) for name, given in OTHERS.items()})
+        assert not payloads.fired(tmp_path, server)
+
+
+@needs_sandbox
+def test_code_that_a_verifier_evaluates_can_do_nothing_and_the_verifier_still_judges(tmp_path, rows):
+    with payloads.listening() as server:
+        codes = payloads.codes(tmp_path, server.getsockname()[1])
+        attempts = [
+            g
+            for at, name in enumerate(EVALUATE)
+            for g in replies_to(name, rows[name], [*codes.values()][at % len(codes)])
+        ]
+        right = [group(task("", extra={"entry": rows["spiral_matrix"]}), rows["spiral_matrix"]["answer"])]
+        reward = {"r": Reward(function="reasoning_gym", arguments={"verifiers": EVALUATE})}
+        judged = judge(attempts + right, reward)
+        assert not payloads.fired(tmp_path, server)
+    assert judged[-1].reward == 1.0
+
+
+def test_the_same_code_runs_where_nothing_confines_it(tmp_path, rows):
+    """What makes the silence of the others mean something: a reward of the user's own is free."""
+
+    def free(response, task):
+        return gym._verifier("string_insertion")(response, task.extra["entry"])
+
+    with payloads.listening() as server:
+        codes = payloads.codes(tmp_path, server.getsockname()[1])
+        free_group = group(task("", extra={"entry": rows["string_insertion"]}), *codes.values())
+        judge([free_group], {"r": Reward(function="free")}, {"r": free})
+        assert payloads.fired(tmp_path, server) == set(codes)
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict]:
+    return payloads.entries(payloads.VERIFIERS)
+
+
+def compiled(names: list[str], rows: dict, code: str) -> dict[str, float]:
+    """How often each verifier has had Python compile the code: as the reply, and in the row."""
+    seen: list[str] = []
+    sys.addaudithook(lambda event, args: seen.append(name) if event == "compile" and named(args[0]) else None)
+
+    def named(source) -> bool:
+        return payloads.MARK in (source.decode() if isinstance(source, bytes) else str(source))
+
+    for name in names:
+        for row in (rows[name], *payloads.poisoned(rows[name], code)):
+            for reply in (code, f"[{code}]", row["answer"], "[1]"):
+                with contextlib.suppress(Exception):
+                    gym._verifier(name)(reply, row)
+    return {"score": 0.0, **{name: float(seen.count(name)) for name in names}}
+
+
+def test_the_verifiers_that_were_read_compile_nothing_and_all_others_do(rows, tmp_path):
+    code = payloads.codes(tmp_path, 1)["written"]
+    arguments = json.dumps({"names": payloads.VERIFIERS, "rows": rows, "code": code})
+    with Jail({"compiled": lambda: Guarded(compiled, confined=True)}, timeout_s=300.0) as jail:
+        (result,) = asyncio.run(jail.call_many([Call(function="compiled", arguments=arguments)]))
+    assert result.failure is None
+    found = {name for name, count in result.parts.items() if count}
+    assert not found & set(READ)
+    if not sandbox.lacking():
+        assert found == set(EVALUATE)
+
+
+def test_what_was_read_is_what_is_installed_and_another_source_is_not_taken_for_it(monkeypatch):
+    assert {name: gym.digest(name) for name in READ} == READ
+    assert not gym.unread({"verifiers": [*READ]})
+    monkeypatch.setitem(READ, "chain_sum", "0" * 16)
+    assert gym.unread({"verifiers": ["spell_backward", "chain_sum"]}).startswith("chain_sum of reasoning-gym")
+
+
+def test_a_verifier_that_may_run_code_is_refused_at_the_start_where_no_sandbox_is(monkeypatch):
+    monkeypatch.setattr(sandbox, "lacking", lambda: "no Landlock")
+    judge([], {"r": Reward(function="reasoning_gym", arguments={"verifiers": "spell_backward"})})
+    with pytest.raises(
+        ConfigError, match=r"countdown of reasoning-gym .* evaluate text .* there is none: no Landlock"
+    ):
+        judge([], {"r": Reward(function="reasoning_gym", arguments={"verifiers": ["lcm", "countdown"]})})
+
+
+def test_a_row_never_chooses_its_verifier(rows):
+    t = task("", extra={"entry": rows["countdown"]})
+    (judged,) = judge(
+        [group(t, "1")], {"r": Reward(function="reasoning_gym", arguments={"verifiers": "chain_sum"})}
+    )
+    assert judged.reward is None
+    assert "asks for the verifier 'countdown', and the config allows chain_sum" in judged.error
+    with pytest.raises(ConfigError, match="not for the rows to say"):
+        judge([group(t, "1")], {"r": Reward(function="reasoning_gym")})
+    with pytest.raises(ConfigError, match="'chainsum' is none of reasoning-gym's; did you mean 'chain_sum'"):
+        judge([], {"r": Reward(function="reasoning_gym", arguments={"verifiers": "chainsum"})})
+
+
+def test_the_verifiers_are_those_of_the_sources_that_reasoning_gym_makes():
+    mixed = {
+        "task": "composite",
+        "params": {"datasets": [{"name": "gcd", "weight": 1}, {"name": "lcm", "weight": 1}]},
+    }
+    data = {
+        "train": ({"reasoning_gym": {"task": "chain_sum"}}, {"path": "x"}),
+        "eval": ({"reasoning_gym": mixed},),
+    }
+    cfg = Config.model_construct(data=Data(**data))
+    assert verifiers([cfg, cfg]) == ("chain_sum", "gcd", "lcm")
+
+
+@needs_sandbox
+def test_a_reward_of_ones_own_is_confined_when_the_config_asks_for_it(tmp_path):
+    def writes(response, task):
+        (tmp_path / response).touch()
+        return 1.0
+
+    for confine, done in (("builtin", 1.0), ("all", None)):
+        guard = Guard(confine=confine)
+        with RewardSet.from_config({"r": Reward(function="mine")}, guard, {"r": writes}) as made:
+            (g,) = asyncio.run(score([group(task(), confine)], made))
+        assert g.rollouts[0].reward == done
+    assert [path.name for path in tmp_path.iterdir()] == ["builtin"]
+    assert "PermissionError" in g.rollouts[0].error
+
+
+def test_every_reward_that_is_built_in_is_tried_here():
+    modules = [answer_line, builtin, whet.rewards.math, tagged, trinity, verl]
+    there = {
+        f"{m.__name__}:{name}"
+        for m in modules
+        for name, f in vars(m).items()
+        if not name.startswith("_")
+        and inspect.isfunction(f)
+        and f.__module__ == m.__name__
+        and [*inspect.signature(f).parameters][:2] == ["response", "task"]
+    }
+    assert there == {builtin.BUILTIN.get(name, name) for name in OTHERS}
