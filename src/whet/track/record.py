@@ -7,6 +7,7 @@
     run.log          tensorboard/STAGE/           lock             pid and host of the run
     timeline.json    what was done when (`whet show RUN --timeline`)
     dumps.jsonl      files that were written elsewhere (track.rollouts_dump ...), by step and SHA-256
+    uploads.json     checkpoints that were copied elsewhere (checkpoint.upload_to)
 
 Two runs with equal config and seed write equal bytes into metrics.jsonl, rollouts/ and eval/, so `cmp` proves
 that a resumed run is the unbroken one. JSON has no NaN: a number that is not finite is written as null and
