@@ -122,6 +122,7 @@ def _finished(draft: Draft) -> Config | None:
         if isinstance(info.default, str) and "${" in info.default:
             draft.tree = {name: info.default, **draft.tree}
     draft.interpolate()
+    draft.find_homes()
     return draft.validate()
 
 
