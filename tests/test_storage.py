@@ -39,7 +39,7 @@ def test_where_no_home_is_known_the_cache_must_be_named(monkeypatch: pytest.Monk
     for name in ("WHET_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    with pytest.raises(WhetError, match="no home folder is known here .* set WHET_CACHE"):
+    with pytest.raises(WhetError, match=r"no home folder is known here .* set WHET_CACHE"):
         fetch.cache()
     monkeypatch.setenv("WHET_CACHE", "/some/where")
     assert fetch.cache() == Path("/some/where")

@@ -7,7 +7,6 @@ bounds its time, counts its processes, and checks its messages.
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import signal
@@ -16,14 +15,15 @@ import sys
 from collections.abc import Callable, Mapping
 
 from whet.guard import confine, frames
+from whet.guard.foreign import number, said, words
 
 Function = Callable[..., object]
 """Foreign code: takes the keyword arguments of a call, returns a number or a dict of numbers. The dict may
 hold the answer found in the reply, too, as text under "answer"."""
 
+MAX_ANSWER = 2000
+"""Characters of an answer."""
 _MAX_PARTS = 256
-_MAX_DETAIL = 400
-_MAX_ANSWER = 2000
 
 
 def serve(channel: socket.socket, functions: Mapping[str, Function], memory_mb: int) -> None:
@@ -38,14 +38,14 @@ def serve(channel: socket.socket, functions: Mapping[str, Function], memory_mb: 
     home = Home()
     while True:
         try:
-            number, body = frames.receive(channel)
+            call, body = frames.receive(channel)
         except EOFError:
             return
         reply = run(functions, body)
         if os.getpid() != me:  # foreign code forked, and its copy came back here
             os._exit(0)
         reply["fit"] = home.restore()
-        channel.sendall(frames.pack(number, json.dumps(reply).encode()))
+        channel.sendall(frames.pack(call, json.dumps(reply).encode()))
 
 
 def run(functions: Mapping[str, Function], body: bytes) -> dict[str, object]:
@@ -73,42 +73,27 @@ def run(functions: Mapping[str, Function], body: bytes) -> dict[str, object]:
 def parts(value: object) -> dict[str, float]:
     """The checked value of a reward: a number is {"score": number}. ValueError says what else it was."""
     if not isinstance(value, dict):
-        return {"score": finite(value)}
+        return {"score": number(value)}
     if len(value) > _MAX_PARTS:
         raise ValueError(f"a dict of {len(value)} entries, at most {_MAX_PARTS} are allowed")
     for key in value:
         if type(key) is not str or len(key) > 100:
             raise ValueError(f"a dict with a key of type {type(key).__name__}; keys are short str")
-    return {key: finite(entry, f" at {key!r}") for key, entry in value.items()}
+    return {key: number(entry, f" at {key!r}") for key, entry in value.items()}
 
 
 def text(answer: object) -> str | None:
-    """The answer a reward found in the reply, if any, cut to a bounded length. ValueError on a non-str."""
+    """The answer a reward found in the reply, if any, of bounded length. ValueError on a non-str."""
     if answer is None:
         return None
     if type(answer) is not str:
         raise ValueError(f"{type(answer).__name__} at 'answer'; expected str")
-    return answer[:_MAX_ANSWER]
-
-
-def finite(value: object, where: str = "") -> float:
-    """A finite float of a bool, int, float or one-element numpy or torch value."""
-    if hasattr(value, "item"):
-        value = value.item()
-    if not isinstance(value, bool | int | float):
-        raise ValueError(f"{type(value).__name__}{where}; expected a finite number or a dict of them")
-    out = float(value)
-    if not math.isfinite(out):
-        raise ValueError(f"{out}{where}; expected a finite number")
-    return out
+    return words(answer, MAX_ANSWER)
 
 
 def describe(error: BaseException, *, name: bool = True) -> str:
     """'ValueError: text (file.py:3)', bounded, whatever the exception's own methods do."""
-    try:
-        text = str(error)[:_MAX_DETAIL]
-    except BaseException:  # noqa: BLE001  foreign __str__
-        text = "(its text cannot be made)"
+    text = said(error)
     if not name:
         return text
     trace = error.__traceback__

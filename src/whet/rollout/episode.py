@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from whet.config.schema import SamplingConfig
 from whet.envs.env import Env
+from whet.guard.foreign import number, said, words
 from whet.rollout.engine import RolloutEngine
 from whet.rollout.requests import Decode, ends_of
 from whet.seeds import rollout_key
@@ -202,8 +203,9 @@ async def _finish(episode: Episode, play: Play) -> Rollout:
         play.pace.finished(time.monotonic() - start)
     except Exception as caught:  # noqa: BLE001  engines and environments are foreign code: one rollout, not the run
         late = isinstance(caught, TimeoutError) and clock.expired()
-        said = f"no end within {play.pace.said(limit_s)}" if late else f"{type(caught).__name__}: {caught}"
-        error = f"after turn {len(episode.replies)}: {said}" if episode.replies else said
+        kind = words(type(caught).__name__, 100)
+        why = f"no end within {play.pace.said(limit_s)}" if late else f"{kind}: {said(caught)}"
+        error = f"after turn {len(episode.replies)}: {why}" if episode.replies else why
         log.info("rollout %d of task %d aborted: %s", episode.index, episode.task.uid, error)
     return episode.rollout(reason, decode=play.decode, error=error)
 
@@ -219,7 +221,10 @@ async def _turns(episode: Episode, play: Play) -> FinishReason:
         reason = await _reply(episode, play)
         step = await env.step(Message("assistant", play.decode(episode.replies[-1])))
         if step.reward is not None:
-            episode.reward = (episode.reward or 0.0) + step.reward
+            given = number(step.reward, " from the environment")
+            episode.reward = number(
+                (episode.reward or 0.0) + given, " as the sum of the environment's rewards"
+            )
         if step.done or reason == "length":
             return reason
         answer = play.encode_messages(step.messages)
