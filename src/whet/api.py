@@ -222,11 +222,11 @@ def _run(
     cfg = loaded.config
     directory = RunDirectory(Path(cfg.run_dir), loaded.names, dumps=places.templates(cfg))
     stack.callback(directory.close)
-    start, state = goes_on(loaded, directory.path)
     stages = [(p.name, p.total_steps or 0) for p in planned]
     display = Display(stages, quiet="console" not in cfg.track.trackers)
     stack.callback(display.close)
     setup_logging(directory.path, level=cfg.track.log_level, show=display.message, secrets=secrets_of(cfg))
+    start, state = goes_on(loaded, directory.path)
     if is_finished(loaded, directory.path, state):
         display.close()
         display.message(
@@ -237,6 +237,9 @@ def _run(
         uploads.missing(*written(directory.path, state))
         uploads.finish()
         return OK
+    if start and "record" in state and start.resolve().parent == (directory.path / "checkpoints").resolve():
+        with checkpoint.reading(start / checkpoint.STATE):
+            directory.check(state["record"], start, at=(state["stage"], state["step"]))
     openers = join_cluster(loaded, planned, rewards, stack)
     for made in rewards:
         made.load_models()
@@ -377,20 +380,22 @@ def goes_on(loaded: Loaded, run_dir: Path) -> tuple[Path | None, Json]:
     """The checkpoint to go on from, if any, and its state. Raises CheckpointError before anything is written over."""
     from whet.stages import check_config, fingerprint
 
-    start = find_start(loaded, run_dir, checkpoint.newest(run_dir / "checkpoints"))
-    if start is None:
+    found = find_start(loaded, run_dir)
+    if found is None:
         return None, {"stage": 0, "step": -1, "done": False}
-    state = checkpoint.read_state(start)
-    check_config(start, state["config"], fingerprint(loaded.as_given))
-    checkpoint.check_contents(start, state, loaded.config.checkpoint.load)
+    start, state = found
+    with checkpoint.reading(start / checkpoint.STATE):
+        check_config(start, state["config"], fingerprint(loaded.as_given))
+        checkpoint.check_contents(start, state, loaded.config.checkpoint.load)
     return start, state
 
 
-def find_start(loaded: Loaded, run_dir: Path, newest: Path | None) -> Path | None:
-    """The checkpoint to go on from, as checkpoint.resume says."""
-    resume = loaded.config.checkpoint.resume
+def find_start(loaded: Loaded, run_dir: Path) -> tuple[Path, Json] | None:
+    """The checkpoint to go on from, as checkpoint.resume says, and its state. A damaged one that the user has named is
+    refused; without a name the newest that is whole is taken."""
+    resume, saved = loaded.config.checkpoint.resume, run_dir / "checkpoints"
     if resume == "auto":
-        return newest
+        return checkpoint.newest_whole(saved)
     if resume in ("never", "fresh"):
         if places.holds_run(loaded.config):
             raise CheckpointError(
@@ -398,12 +403,13 @@ def find_start(loaded: Loaded, run_dir: Path, newest: Path | None) -> Path | Non
                 "checkpoint.resume=fresh, which moves that run aside"
             )
         return None
+    checkpoint.newest(saved)  # mends what a kill left half-done
     path = Path(resume)
     if not path.is_dir():
         raise CheckpointError(
             f"checkpoint.resume={resume}: no such folder (auto, never and fresh are the other values)"
         )
-    return path
+    return path, checkpoint.read_state(path)
 
 
 def is_finished(loaded: Loaded, run_dir: Path, state: Json) -> bool:

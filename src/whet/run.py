@@ -553,11 +553,16 @@ class Run:
             "rounds": self.rounds.state() if self.rounds else None,
             "ledger": self.ledger.state(),
             "config": self.fingerprint,
+            "record": self.directory.held(),
         }
 
     def restore(self, path: Path, state: Json) -> None:
-        """Go on where `state` was saved."""
+        """Go on where `state` was saved. Raises CheckpointError if it does not hold what that takes."""
         checkpoint.load(path, self.engines(), wanted=self.cfg.checkpoint.load)
+        with checkpoint.reading(path / checkpoint.STATE):
+            self._restore(state)
+
+    def _restore(self, state: Json) -> None:
         self.step, self.kl_coef = state["step"], state["kl_coef"]
         self.resumed, self.scored = True, (state["step"], state.get("score"))
         self.value_scale = Scale(**state["value_scale"])
