@@ -17,6 +17,7 @@ from whet.config import schema
 from whet.data.chat import encode_prompts, encode_texts, read_template
 from whet.guard.foreign import number
 from whet.guard.jail import Failure, Result
+from whet.guard.weights import check_weights
 from whet.types import CheckpointError, ConfigError, Rollout, WhetError
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ def _load(cfg: schema.RewardModel, device: str) -> Loaded:
 def _read(path: Path, dtype: Any) -> Any:
     from transformers import AutoModelForSequenceClassification
 
+    check_weights(path, key="path")
     try:
         read: Any = AutoModelForSequenceClassification.from_pretrained(
             path,
