@@ -20,6 +20,7 @@ import whet
 import whet.models.exports
 from whet import checkpoint
 from whet.cli import main
+from whet.models.optim import Optimizer
 from whet.track import files
 from whet.track.files import RunLock
 from whet.types import CheckpointError, ConfigError, Task, WhetError
@@ -300,6 +301,43 @@ def test_a_state_of_anything_is_one_clear_error(
     assert code == 1
     assert "Traceback" not in out
     assert "state.json" in out or "another config" in out
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def overflowing(monkeypatch: pytest.MonkeyPatch, updates: set[int]) -> None:
+    """These optimizer steps, counted from 0, have a gradient that is not finite."""
+    clip = Optimizer.clip
+    monkeypatch.setattr(
+        Optimizer, "clip", lambda own: float("inf") if own.step_count in updates else clip(own)
+    )
+
+
+def test_rollouts_whose_update_was_skipped_are_not_booked_as_trained(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overflowing(monkeypatch, {0, 1, 2})
+    keys = ("train.minibatches=2", "algorithm.drop_uniform_groups=false", "machine.exact=off")
+    code, out = train(tmp_path / "run", *keys)
+    assert code == 0, out
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lost, learned = "ledger/rejected/skipped_update_rollouts", "ledger/trained_rollouts"
+    booked = [(line.get(lost, 0), line.get(learned, 0)) for line in lines if "train/loss" in line]
+    assert booked == [(8, 0), (4, 4), (0, 8)]
+    said = " ".join(out.split())
+    assert "step 1: the norm of the gradient was not finite in 2 of 2 optimizer steps" in said
+    assert "1 of 2 optimizer steps, which were skipped; 2 of 4 groups were not trained on" in said
+
+
+def test_updates_that_are_skipped_again_and_again_end_the_run(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overflowing(monkeypatch, set(range(100)))
+    keys = ("algorithm.drop_uniform_groups=false", "train.max_skipped_steps=1", "machine.exact=off")
+    code, out = train(tmp_path / "run", *keys)
+    assert code == 1
+    assert "optimizer step 2: the norm of the gradient is inf." in " ".join(out.split())
 
 
 # ---------------------------------------------------------------- the record

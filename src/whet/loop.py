@@ -108,7 +108,8 @@ async def train_step(run: Run, *, beside: Coroutine[Any, Any, None] | None = Non
     )
     run.explored_at_sync = run.explored if due else run.explored_at_sync
     # from here engine.version == policy.version, save with rollout.sync_every > 1
-    await run.buffer.trained(groups)  # frees room: the next tasks may start
+    # frees room: the next tasks may start
+    await run.buffer.trained(groups, skipped=[groups[n].task.uid for n in run.skipped])
     run.played = run.buffer.leave()
     return measure(run, without_experts(batch), groups, updates=updates) | corrected
 
@@ -153,13 +154,18 @@ def update(run: Run, batch: Batch) -> list[Metrics]:
     the critic warms up, the policy waits."""
     jobs: Jobs[list[Metrics]] = {}
     stream = seeds.key(run.cfg.seed, "minibatches", run.name, run.step)
+    sampled = without_experts(batch)
     if run.step >= run.plan.critic_warmup_steps:
         parts = passes(batch, run.cfg.train, stream=stream)
         jobs["policy"] = run.policy, lambda: [update_policy(run, part) for part in parts]
     if run.critic is not None and run.plan.critic is not None:
-        sampled = passes(without_experts(batch), run.plan.critic, stream=stream)
-        jobs["critic"] = run.critic, lambda: [update_critic(run, part) for part in sampled]
-    return [numbers for steps in at_once(jobs).values() for numbers in steps]
+        own = passes(sampled, run.plan.critic, stream=stream)
+        jobs["critic"] = run.critic, lambda: [update_critic(run, part) for part in own]
+    done = at_once(jobs)
+    learner, train = ("policy", run.cfg.train) if "policy" in jobs else ("critic", run.plan.critic)
+    assert train is not None
+    run.note_skipped(batch if learner == "policy" else sampled, done[learner], train=train, stream=stream)
+    return [numbers for steps in done.values() for numbers in steps]
 
 
 def update_policy(run: Run, minibatch: Batch) -> Metrics:

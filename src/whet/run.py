@@ -26,7 +26,7 @@ from whet.buffer.queue import ExplorerQueue, TrainerQueue
 from whet.buffer.rounds import Rounds
 from whet.buffer.stores import Store
 from whet.config.plan import Plan
-from whet.config.schema import Config
+from whet.config.schema import Config, Train
 from whet.data.experts import Experts
 from whet.data.tasks import TaskStream
 from whet.evaluate import Ask, Play, shown
@@ -42,6 +42,7 @@ from whet.track.display import Display
 from whet.track.record import RunDirectory
 from whet.track.timeline import EXPLORING, STEPS, WAITS, Together
 from whet.track.trackers import ShowsText, Tracker
+from whet.training.passes import members
 from whet.training.profile import Profiler
 from whet.training.ranks import Ranks
 from whet.training.throughput import Meter
@@ -135,6 +136,8 @@ class Run:
     kl_coef: float = 0.0
     value_scale: Scale = field(default_factory=Scale)
     """Units in which the critic predicts returns; one scale for a whole step."""
+    skipped: Sequence[int] = ()
+    """Numbers of the groups of the step at hand from which nothing was learned: their updates were skipped."""
     trained: pa.Table | None = None
     """What the step at hand trained on, if it is to be written down."""
     played: list[Group] = field(default_factory=list)
@@ -409,6 +412,29 @@ class Run:
             log.warning("%s; the run goes on as 'close'", message)
             self.exact = False
             self.display.exactness("close")
+
+    def note_skipped(self, batch: Batch, steps: Sequence[Metrics], *, train: Train, stream: int) -> None:
+        """Find the groups that only such updates had whose gradient was not finite: nothing was learned from them.
+        batch: what the updates `steps` were cut from."""
+        taken = [not any(v for k, v in said.items() if k.endswith("/skipped_steps")) for said in steps]
+        self.skipped = ()
+        if all(taken):
+            return
+        cut = zip(members(batch, train, stream=stream), taken, strict=True)
+        learned = {group for groups, is_taken in cut if is_taken for group in groups}
+        own_R = batch.group_R if batch.expert_R is None else batch.group_R[~batch.expert_R]
+        own = sorted(set(own_R.tolist()))
+        self.skipped = tuple(n for n, group in enumerate(own) if group not in learned)
+        log.warning(
+            "step %d: the norm of the gradient was not finite in %d of %d optimizer steps, which were skipped; %d of "
+            "%d groups were not trained on (more than train.max_skipped_steps=%d in a row end the run)",
+            self.step + 1,
+            taken.count(False),
+            len(taken),
+            len(self.skipped),
+            len(own),
+            self.cfg.train.max_skipped_steps,
+        )
 
     def after_step(self, batch: Batch, groups: list[Group]) -> Metrics:
         """Numbers of the whole batch; the KL controller moves."""

@@ -511,11 +511,14 @@ class TorchEngine:
             self.skipped_in_a_row = 0
         else:
             self.optimizer.skip()
-            self.skipped_in_a_row += 1
+            # a loss scale that is too large says nothing of the data: it halves until it is not
+            self.skipped_in_a_row += scale is None or scale.scale < 1.0
             if self.skipped_in_a_row > self.max_skipped:
                 raise WhetError(
-                    f"the gradient was not finite in {self.skipped_in_a_row} optimizer steps in a row; "
-                    "lower train.optimizer.lr, or look at the rewards of the last rollouts"
+                    f"optimizer step {self.optimizer.step_count}: the norm of the gradient is {norm}. It was not "
+                    f"finite in {self.skipped_in_a_row} optimizer steps in a row, and train.max_skipped_steps is "
+                    f"{self.max_skipped}; go on from an older checkpoint with a lower train.optimizer.lr, or look at "
+                    "the rewards of the last rollouts"
                 )
         self.optimizer.zero_grad()
         return {"lr": lr, "skipped_steps": float(not finite), **scaled} | (
