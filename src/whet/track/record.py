@@ -208,7 +208,7 @@ class RunDirectory:
         """Of what is there: lines, bytes and SHA-256 of metrics.jsonl, and the size of each step's files."""
         metrics = self.path / METRICS
         self._sha, self._bytes, self._line_count = hashlib.sha256(), 0, 0
-        if metrics.exists():
+        if metrics.is_file():
             self._account(metrics.read_bytes())
         self._files = {
             f"{folder.name}/{path.name}": path.stat().st_size

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from whet import seeds
-from whet.batch import Batch, select
+from whet.batch import Batch, select, split
 from whet.config.schema import Train
 
 
@@ -17,30 +17,32 @@ def passes(batch: Batch, train: Train, *, stream: int) -> Iterator[Batch]:
 
     stream: seeds.key of the step; with `shuffle_passes` it and the number of the pass decide who learns with whom.
     """
-    for part_R in _dealt(batch, train, stream=stream):
-        parts = int(part_R.max()) + 1
-        yield from (
-            [batch]
-            if parts == 1
-            else [select(batch, torch.nonzero(part_R == p).flatten()) for p in range(parts)]
-        )
+    parts = min(train.minibatches, int(batch.group_R[-1]) + 1)
+    for number in range(train.passes):
+        if train.shuffle_passes:
+            yield from deal(batch, parts, stream=seeds.key(stream, number))
+        else:
+            yield from split(batch, parts)
+
+
+def deal(batch: Batch, parts: int, *, stream: int) -> list[Batch]:
+    """`split` after shuffling the groups. Inside a minibatch they keep their order: a gradient is a sum."""
+    part_R = _dealt(batch, parts, stream=stream)
+    return [select(batch, torch.nonzero(part_R == p).flatten()) for p in range(parts)]
+
+
+def _dealt(batch: Batch, parts: int, *, stream: int | None) -> Tensor:
+    """[R] number of the minibatch that each rollout is in; stream None: in order, as `split` has it."""
+    groups = int(batch.group_R[-1]) + 1
+    if stream is None:
+        return batch.group_R * parts // groups
+    place_G = torch.from_numpy(seeds.permutation(stream, groups)).to(batch.group_R.device)
+    return place_G[batch.group_R] * parts // groups
 
 
 def members(batch: Batch, train: Train, *, stream: int) -> Iterator[set[int]]:
-    """The numbers in `batch` of the groups of each of these minibatches."""
-    for part_R in _dealt(batch, train, stream=stream):
-        for part in range(int(part_R.max()) + 1):
-            yield set(batch.group_R[part_R == part].tolist())
-
-
-def _dealt(batch: Batch, train: Train, *, stream: int) -> Iterator[Tensor]:
-    """[R] number of the minibatch of each rollout, for every pass. Inside a minibatch groups keep their order: a
-    gradient is a sum."""
-    groups = int(batch.group_R[-1]) + 1
-    parts = min(train.minibatches, groups)
+    """The numbers in `batch` of the groups of each minibatch of `passes`."""
+    parts = min(train.minibatches, int(batch.group_R[-1]) + 1)
     for number in range(train.passes):
-        place_R = batch.group_R
-        if train.shuffle_passes:
-            place_G = torch.from_numpy(seeds.permutation(seeds.key(stream, number), groups))
-            place_R = place_G.to(place_R.device)[place_R]
-        yield place_R * parts // groups
+        part_R = _dealt(batch, parts, stream=seeds.key(stream, number) if train.shuffle_passes else None)
+        yield from (set(batch.group_R[part_R == part].tolist()) for part in range(parts))
