@@ -34,7 +34,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from whet.track.dumps import batch_file, files, parquet_bytes, prompt_text, rows_of
-from whet.track.files import file_error, sync_path, tidy, write_bytes, write_json, write_text
+from whet.track.files import drop_unfinished, file_error, sync_path, tidy, write_bytes, write_json, write_text
 from whet.track.timeline import Timeline
 from whet.types import ConfigError, DataError, Json, Metrics, Rollout, WhetError
 
@@ -103,6 +103,8 @@ class RunDirectory:
                 folder.mkdir(parents=True, exist_ok=True)
             for folder in (path, path / "export", *self._folders()):
                 tidy(folder)
+            if (path / DUMPS).exists():
+                drop_unfinished(Path(line["path"]) for _, line in _lines(path / DUMPS))
             self._begin_account()
             self._metrics = io.FileIO(path / METRICS, "a")
             self._timings = io.FileIO(path / "timings.jsonl", "a")
