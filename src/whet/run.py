@@ -426,14 +426,8 @@ class Run:
         own = sorted(set(own_R.tolist()))
         self.skipped = tuple(n for n, group in enumerate(own) if group not in learned)
         log.warning(
-            "step %d: the norm of the gradient was not finite in %d of %d optimizer steps, which were skipped; %d of "
-            "%d groups were not trained on (more than train.max_skipped_steps=%d in a row end the run)",
-            self.step + 1,
-            taken.count(False),
-            len(taken),
-            len(self.skipped),
-            len(own),
-            self.cfg.train.max_skipped_steps,
+            f"step {self.step + 1}: the norm of the gradient was not finite in {taken.count(False)} of {len(taken)} "
+            f"optimizer steps, which were skipped; {len(self.skipped)} of {len(own)} groups were not trained on"
         )
 
     def after_step(self, batch: Batch, groups: list[Group]) -> Metrics:
