@@ -237,9 +237,7 @@ def _run(
         uploads.missing(*written(directory.path, state))
         uploads.finish()
         return OK
-    if start and "record" in state and start.resolve().parent == (directory.path / "checkpoints").resolve():
-        with checkpoint.reading(start / checkpoint.STATE):
-            directory.check(state["record"], start, at=(state["stage"], state["step"]))
+    check_record(directory, start, state)
     openers = join_cluster(loaded, planned, rewards, stack)
     for made in rewards:
         made.load_models()
@@ -388,6 +386,13 @@ def goes_on(loaded: Loaded, run_dir: Path) -> tuple[Path | None, Json]:
         check_config(start, state["config"], fingerprint(loaded.as_given))
         checkpoint.check_contents(start, state, loaded.config.checkpoint.load)
     return start, state
+
+
+def check_record(directory: Any, start: Path | None, state: Json) -> None:
+    """Hold the record to what the checkpoint says of it, where it is one of this run directory's own."""
+    if start and "record" in state and start.resolve().parent == (directory.path / "checkpoints").resolve():
+        with checkpoint.reading(start / checkpoint.STATE):
+            directory.check(state["record"], start, at=(state["stage"], state["step"]))
 
 
 def find_start(loaded: Loaded, run_dir: Path) -> tuple[Path, Json] | None:
