@@ -233,7 +233,7 @@ def _run(
             f"{directory.path} holds a finished run; to run anew, give another run_dir, or checkpoint.resume=fresh"
         )
         display.show(report(directory.path, curve=directory.path / "curve.png"))
-        _, uploads = open_saver(cfg, directory.path)
+        uploads = open_saver(cfg, directory.path)[1]
         uploads.missing(*written(directory.path, state))
         uploads.finish()
         return OK
@@ -251,8 +251,7 @@ def _run(
         display.message(f"the run that was here is now {aside}")
     if start:
         display.message(f"going on from {start}")
-    watch = stack.enter_context(Watch())
-    watched(watch)
+    watched(watch := stack.enter_context(Watch()))
     shared = open_shared(
         loaded,
         planned,
