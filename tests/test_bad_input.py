@@ -20,6 +20,7 @@ import whet
 import whet.models.exports
 from whet import checkpoint
 from whet.cli import main
+from whet.models.optim import Optimizer
 from whet.track import files
 from whet.track.files import RunLock
 from whet.types import CheckpointError, ConfigError, Task, WhetError
@@ -203,18 +204,176 @@ def test_no_damage_to_a_checkpoint_is_read(finished: Path, tmp_path: Path, damag
     checkpoint.read_state(before)
 
 
-def test_the_advice_for_a_damaged_checkpoint_leads_to_the_same_run(
+def test_a_damaged_checkpoint_that_was_named_is_refused_and_the_advice_leads_to_the_same_run(
     finished: Path, train: Run, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)
-    cut(run_dir / "checkpoints/0-main-000003/state.json")
-    code, out = train(run_dir)
+    newest = run_dir / "checkpoints/0-main-000003"
+    cut(newest / "state.json")
+    code, out = train(run_dir, f"checkpoint.resume={newest}")
     assert code == 1
     advised = out.partition("checkpoint.resume=")[2].split()[0]
     code, out = train(run_dir, f"checkpoint.resume={advised}")
     assert code == 0, out
     assert_same_run(finished, run_dir)
+
+
+def test_without_a_name_the_run_goes_on_from_the_one_before_and_says_what_is_lost(
+    finished: Path, train: Run, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    (run_dir / "checkpoints/0-main-000003/policy/model.safetensors").unlink()
+    code, out = train(run_dir)
+    said = " ".join(out.split())
+    assert code == 0, out
+    assert "0-main-000003: policy/model.safetensors is missing" in said
+    assert "0-main-000002 instead: 1 steps are lost and trained again" in said
+    assert_same_run(finished, run_dir)
+    for path in checkpoint.all_in(run_dir / "checkpoints"):
+        flip(path / "policy/model.safetensors")
+    code, out = train(run_dir)
+    assert code == 1
+    assert "0-main-000003: policy/model.safetensors has changed" in out
+
+
+SIZE = [10, "0" * 64]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        [],
+        None,
+        {"files": {}},
+        {"files": [["state.json", 1]]},
+        {"files": {"state.json": "x"}},
+        {"files": {"state.json": [10]}},
+        {"files": {"state.json": SIZE, "../../other": SIZE}},
+        {"files": {"state.json": SIZE, "/etc/passwd": SIZE}},
+        {"files": {"state.json": [10**400, "0"]}},
+        "[" * 100_000,
+        '{"files": ' + "9" * 10_000 + "}",
+    ],
+)
+def test_a_manifest_of_anything_is_a_damaged_checkpoint(finished: Path, tmp_path: Path, said: Any) -> None:
+    path = tmp_path / "0-main-000003"
+    shutil.copytree(finished / "checkpoints/0-main-000003", path)
+    (path / "manifest.json").write_text(said if isinstance(said, str) else json.dumps(said))
+    with pytest.raises(checkpoint.Damaged, match="0-main-000003"):
+        checkpoint.read_state(path)
+
+
+def test_a_manifest_that_does_not_list_what_is_there_is_a_damaged_checkpoint(
+    finished: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "0-main-000003"
+    shutil.copytree(finished / "checkpoints/0-main-000003", path)
+    said = json.loads((path / "manifest.json").read_text())
+    del said["files"]["policy/model.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(said))
+    with pytest.raises(checkpoint.Damaged, match=r"does not list policy/model.safetensors, which is there"):
+        checkpoint.read_state(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "three"},
+        {"record": 3},
+        {"config": None},
+        {"tasks": {"deep": [[]]}},
+        {"buffer": []},
+        {"value_scale": {"mean": 1}},
+        {"ledger": "x"},
+    ],
+)
+def test_a_state_of_anything_is_one_clear_error(
+    change: dict[str, Any], stopped: Path, train: Run, tmp_path: Path
+) -> None:
+    path = stopped / "checkpoints/0-main-000002"
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(state | change))
+    (path / "manifest.json").write_text(json.dumps(checkpoint.manifest(path)))
+    code, out = train(stopped, f"checkpoint.resume={path}")
+    assert code == 1
+    assert "Traceback" not in out
+    assert "state.json" in out or "another config" in out
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def overflowing(monkeypatch: pytest.MonkeyPatch, updates: set[int]) -> None:
+    """These optimizer steps, counted from 0, have a gradient that is not finite."""
+    clip = Optimizer.clip
+    monkeypatch.setattr(
+        Optimizer, "clip", lambda own: float("inf") if own.step_count in updates else clip(own)
+    )
+
+
+def test_rollouts_whose_update_was_skipped_are_not_booked_as_trained(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overflowing(monkeypatch, {0, 1, 2})
+    keys = ("train.minibatches=2", "algorithm.drop_uniform_groups=false", "machine.exact=off")
+    code, out = train(tmp_path / "run", *keys)
+    assert code == 0, out
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lost, learned = "ledger/rejected/skipped_update_rollouts", "ledger/trained_rollouts"
+    booked = [(line.get(lost, 0), line.get(learned, 0)) for line in lines if "train/loss" in line]
+    assert booked == [(8, 0), (4, 4), (0, 8)]
+    said = " ".join(out.split())
+    assert "step 1: the norm of the gradient was not finite in 2 of 2 optimizer steps" in said
+    assert "1 of 2 optimizer steps, which were skipped; 2 of 4 groups were not trained on" in said
+
+
+def test_updates_that_are_skipped_again_and_again_end_the_run(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overflowing(monkeypatch, set(range(100)))
+    keys = ("algorithm.drop_uniform_groups=false", "train.max_skipped_steps=1", "machine.exact=off")
+    code, out = train(tmp_path / "run", *keys)
+    assert code == 1
+    assert "optimizer step 2: the norm of the gradient is inf." in " ".join(out.split())
+
+
+# ---------------------------------------------------------------- the record
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, cut, empty])
+def test_a_run_does_not_go_on_over_a_record_with_a_hole(
+    damage: Any, stopped: Path, train: Run, tmp_path: Path
+) -> None:
+    damage(stopped / "metrics.jsonl")
+    code, out = train(stopped)
+    said = " ".join(out.split())
+    assert code == 1
+    assert (
+        f"{stopped}/metrics.jsonl is damaged: when {stopped}/checkpoints/0-main-000002 was written it began with"
+        in said
+    )
+    advised = said.partition("checkpoint.resume=")[2].split()[0]
+    assert train(tmp_path / "other", f"checkpoint.resume={advised}")[0] == 0
+
+
+def test_a_record_that_was_written_twice_is_mended_and_files_that_are_gone_are_named(
+    finished: Path, stopped: Path, train: Run
+) -> None:
+    metrics = stopped / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes() * 2)
+    (stopped / "rollouts/main-step-000001.parquet").unlink()
+    cut(stopped / "rollouts/main-step-000002.parquet")
+    code, out = train(stopped)
+    said = " ".join(out.split())
+    assert code == 0, out
+    assert "lines of steps that it has already are dropped" in said
+    assert (
+        "no longer whole: rollouts/main-step-000001.parquet, rollouts/main-step-000002.parquet, which" in said
+    )
+    assert metrics.read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
 
 def test_a_run_that_went_back_drops_the_later_checkpoints(finished: Path, tmp_path: Path) -> None:

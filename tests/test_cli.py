@@ -73,6 +73,45 @@ def test_help_and_mistakes_are_answered_before_anything_heavy_is_imported() -> N
     assert done.stderr.count("whet: ") == sum(code == 2 for code in QUICK.values())
 
 
+NOBODY = (
+    """
+import pwd, sys
+def unknown(*_): raise KeyError("getpwuid(): uid not found")
+pwd.getpwuid = pwd.getpwnam = unknown
+"""
+    + ASK
+)
+
+
+def test_a_user_without_a_home_needs_none() -> None:
+    """Where a container runs under a number that is no user's, Python's Path.home raises RuntimeError."""
+    env = {k: v for k, v in os.environ.items() if k not in ("HOME", "USER", "LOGNAME", "XDG_CACHE_HOME")}
+    plan = ["plan", "tests/resume/config.yaml"]
+    lines = [
+        ["--help"],
+        plan,
+        [*plan, 'data.train=[{path: "~/mine.jsonl"}]'],
+        [*plan, "model.path=~her/model"],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", NOBODY % json.dumps(HEAVY), json.dumps(lines)],
+        cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line[2:]) for line in done.stdout.splitlines() if line.startswith("@ ")]
+    assert answers == [[code, []] for code in (0, 0, 2, 2)]
+    said = " ".join(done.stderr.split())
+    assert 'data.train[0].path: "~/mine.jsonl": HOME is not set, and the system has no home' in said
+    assert 'model.path: "~her/model": no such user; give the whole path' in said
+
+
+def test_the_package_itself_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "whet", "--version"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout.startswith("whet ")) == (0, True)
+
+
 # ---------------------------------------------------------------- help and its examples
 
 

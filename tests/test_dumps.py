@@ -129,6 +129,22 @@ def test_dumps_of_a_resumed_run_are_those_of_the_unbroken_one(tmp_path: Path, at
     assert contents(tmp_path / "dump-broken") == contents(tmp_path / "dump-whole")
 
 
+def test_what_a_kill_left_of_a_dump_is_removed_at_the_next_start_and_nothing_else(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run", ["rl"], dumps=templates(tmp_path / "dump"))
+    write(directory, 0)
+    directory.close()
+    before = contents(tmp_path / "dump")
+    folder = tmp_path / "dump" / "rollouts"
+    (folder / ".0.jsonl.new-ab12cd34").write_text("half")
+    others = [folder / ".other.jsonl.new-ab12cd34", folder / ".0.jsonl"]
+    for other in others:
+        other.write_text("somebody else's")
+    RunDirectory(tmp_path / "run", ["rl"], dumps=templates(tmp_path / "dump")).close()
+    for other in others:
+        other.unlink()
+    assert contents(tmp_path / "dump") == before
+
+
 def test_what_another_has_written_is_not_deleted(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run", ["rl"], dumps=templates(tmp_path / "dump"))
     write(directory, 1)

@@ -338,6 +338,28 @@ def test_the_traceback_of_an_environment_stands_in_the_log_once(caplog: pytest.L
     assert caplog.text.count('raise ValueError("the world ended")') == 1
 
 
+class Excess(Countdown):
+    """Pays more than a float32 holds, then raises what no file can hold."""
+
+    async def step(self, reply: Message) -> EnvStep:
+        if self.left == 1:
+            return EnvStep(reward=1e39)
+        raise ValueError("\ud83d" + "x" * 1000)
+
+
+@pytest.mark.parametrize(
+    ("turns", "said"),
+    [(1, "ValueError: 1e+39 from the environment; expected a"), (2, "ValueError: \\ud83dxxx")],
+)
+def test_what_an_environment_says_is_made_fit_to_be_written_down(turns: int, said: str) -> None:
+    engine = ScriptedEngine(count_up, end_token_ids=[END])
+    r = one(engine, make_env=lambda t: Excess(turns), encode_messages=encode)
+    assert r.reward is None
+    assert r.error is not None
+    assert r.error.startswith(f"after turn 1: {said}")
+    assert len(r.error) < 500
+
+
 def test_an_environment_needs_an_encoder() -> None:
     with pytest.raises(ValueError, match="encode_messages"):
         one(ScriptedEngine(count_up), make_env=lambda t: Countdown(1))

@@ -65,6 +65,10 @@ class Toy(SimpleNamespace):
     sync_deadline, explored = Deadline(20.0, ""), 0
     rounds = None
     explorers = SimpleNamespace(pop_again=list)
+    skipped = ()
+
+    def note_skipped(self, *_: Any, **__: Any) -> None:
+        pass
 
     def phase(self, name: str) -> Any:
         return nullcontext()

@@ -296,9 +296,78 @@ def misshaped(path: Path) -> None:
     rewrite(path, lambda held: held.update({"model.norm.weight": torch.zeros(5)}))
 
 
+class Ran:
+    """Unpickled, it leaves a file."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("ran").absolute(),)
+
+
+def sharded(path: Path, **changed: Any) -> None:
+    """Cut into files with an index, of which some entries are then changed."""
+    open_model(path).save_pretrained(path, max_shard_size="20kB")
+    (path / "model.safetensors").unlink()
+    index = path / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    said["weight_map"] |= {"model.norm.weight": changed["norm"]} if "norm" in changed else {}
+    index.write_text(json.dumps(changed.get("index", said)))
+
+
+def pickled(path: Path) -> None:
+    torch.save(Ran(), path)
+
+
+def index_leads_out(path: Path) -> None:
+    pickled(path.parent / "outside.bin")
+    sharded(path, norm="../outside.bin")
+
+
+def index_leads_out_to_tensors(path: Path) -> None:
+    sharded(path, norm="../outside.safetensors")
+
+
+def index_names_a_pickle(path: Path) -> None:
+    pickled(path / "inside.bin")
+    sharded(path, norm="inside.bin")
+
+
+def index_is_absolute(path: Path) -> None:
+    sharded(path, norm="/etc/passwd.safetensors")
+
+
+def index_of_nothing(path: Path) -> None:
+    sharded(path, index=[])
+
+
+def index_lacks_a_file(path: Path) -> None:
+    sharded(path, norm="other.safetensors")
+
+
+def config_names_a_pickle(path: Path) -> None:
+    pickled(path / "adapter_model.bin")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"transformers_weights": "adapter_model.bin"}))
+
+
+def adapters(path: Path) -> None:
+    (path / "adapter_config.json").write_text("{}")
+
+
 @pytest.mark.parametrize(
     ("damage", "error", "words"),
     [
+        (
+            index_leads_out,
+            CheckpointError,
+            r"names '../outside.bin'; only \*.safetensors files of the folder",
+        ),
+        (index_leads_out_to_tensors, CheckpointError, "names '../outside.safetensors'; only"),
+        (index_names_a_pickle, CheckpointError, "names 'inside.bin'; only"),
+        (index_is_absolute, CheckpointError, "names '/etc/passwd.safetensors'; only"),
+        (index_of_nothing, CheckpointError, "index.json holds no JSON object"),
+        (index_lacks_a_file, CheckpointError, "names other.safetensors, which is not there"),
+        (config_names_a_pickle, CheckpointError, "names 'adapter_model.bin' as transformers_weights; only"),
+        (adapters, CheckpointError, "adapters as model.lora.path"),
         (no_folder, ConfigError, "no such folder"),
         (no_config, ConfigError, "no config.json"),
         (broken_config, ConfigError, "config.json: not JSON"),
@@ -321,6 +390,20 @@ def test_bad_folders_say_what_is_wrong(
     with pytest.raises(error, match=words):
         open_model(tmp_path / "m")
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_of_links_into_a_cache_and_one_in_parts_are_opened(tmp_path: Path) -> None:
+    export(tiny_model(), None, tmp_path / "m")
+    sharded(tmp_path / "m")
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots/main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted((tmp_path / "m").iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert len(list(snapshot.glob("*.safetensors"))) > 1
+    for (name, a), b in zip(tiny_model().named_parameters(), open_model(snapshot).parameters()):
+        assert torch.equal(a, b), name
 
 
 # ---------------------------------------------------------------- environment

@@ -226,6 +226,35 @@ time.sleep(60)
         run.stdout.close()
 
 
+HOLDER = """
+import sys
+from pathlib import Path
+from whet.track.files import RunLock
+RunLock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_lock_file_that_is_deleted_lets_nobody_in(tmp_path: Path, replaced: bool) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "held\n"
+        (tmp_path / "lock").unlink()
+        if replaced:
+            (tmp_path / "lock").write_text("")
+        with pytest.raises(WhetError, match="is in use by another process"):
+            files.RunLock(tmp_path)
+        run.kill()
+    files.RunLock(tmp_path).release()
+
+
 # ---------------------------------------------------------------- numbers
 
 

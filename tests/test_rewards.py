@@ -11,14 +11,18 @@ from functools import partial
 
 import pytest
 import reasoning_gym
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import whet.rewards.math  # noqa: F401  imported here once, or every test's jail would import sympy anew
+from whet.buffer import groups
 from whet.config.schema import Guard, Reward
 from whet.rewards import builtin
 from whet.rewards.bind import bind, pack_rollout, pack_task
 from whet.rewards.combine import RewardSet, check_failures, score
+from whet.track.metrics import summarise
+from whet.track.record import RunDirectory
 from whet.types import ConfigError, DataError, Group, Message, Rollout, Task, WhetError
 
 
@@ -411,3 +415,65 @@ def test_too_many_failures_end_the_run_with_the_commonest_cause():
     check_failures([Group(t, rollouts)], at)
     with pytest.raises(WhetError, match=r"3 of 5 rollouts.*2 times\): reward b: raised KeyError"):
         check_failures([Group(t, rollouts)], RewardSet({}, None, max_failure_rate=0.59))
+
+
+# ---------------------------------------------------------------- what files and float32 cannot hold
+
+
+class Odd(Exception):
+    def __str__(self) -> str:
+        return "half a character: \ud83d" + "x" * 1000
+
+
+def odd(response, task):
+    """What the reply asks for."""
+    if response == "raises":
+        raise Odd
+    return {
+        "answer": {"score": 1.0, "answer": "\udc80" + "y" * 3000},
+        "name": {"score": 1.0, "\ud800": 0.5},
+        "twins": {"score": 1.0, "\ud800": 0.5, "\\ud800": 0.25},
+        "float32": 1e39,
+        "float64": -1e308,
+        "int": 1 << 1000,
+        "part": {"score": 1.0, "other": 1e308},
+        "most": 1e12,
+    }[response]
+
+
+def test_no_text_and_no_number_of_a_reward_ends_the_run_at_its_record(tmp_path):
+    """Half a surrogate pair, or a number whose square overflows, came back at every restart."""
+    replies = ("raises", "answer", "name", "twins", "float32", "float64", "int", "part", "most")
+    (judged,) = run([group(task("a"), *replies)], {"odd": Reward(function="object:odd")}, {"odd": odd})
+    by = dict(zip(replies, judged.rollouts))
+    assert by["raises"].error.startswith("reward odd: raised Odd: half a character: \\ud83dxxx")
+    assert len(by["raises"].error) < 600
+    assert by["answer"].answer.startswith("\\udc80yyy")
+    assert by["answer"].answer.endswith(" ... (3006 characters)")
+    assert by["name"].reward_parts == {"odd": 1.0, "odd/\\ud800": 0.5}
+    assert "keys are the same" in by["twins"].error
+    for name, what in {
+        "float32": "1e+39; expected a finite number between -1e+12 and 1e+12",
+        "float64": "-1e+308;",
+        "int": "1.0715086071862673e+301;",
+        "part": "1e+308 at 'other';",
+    }.items():
+        assert by[name].reward is None
+        assert by[name].error.startswith(f"reward odd: bad_value: {what}")
+    assert by["most"].reward == 1e12
+    dumps = {"rollouts": f"{tmp_path}/{{step}}.jsonl", "eval": f"{tmp_path}/{{step}}.parquet"}
+    directory = RunDirectory(tmp_path / "run", ["main"], dumps=dumps)
+    rollouts = [r for r in judged.rollouts for _ in range(100)]
+    directory.log("main", 1, metrics=summarise([Group(judged.task, tuple(rollouts))]), timings={})
+    directory.write_rollouts("main", 1, judged.rollouts)
+    directory.write_eval("main", 1, judged.rollouts)
+    directory.close()
+    assert groups.decode(groups.encode(judged)) == judged
+    assert torch.tensor([r.reward or 0.0 for r in rollouts]).square().sum().isfinite()
+
+
+def test_a_weighted_sum_that_is_too_large_leaves_the_rollout_unscored():
+    weighted = {"big": Reward(function="object:big", weight=1e30)}
+    (judged,) = run([group(task("a"), "b")], weighted, {"big": lambda response, task: 1e10})
+    assert judged.rollouts[0].reward is None
+    assert judged.rollouts[0].error.startswith("rewards: bad_value: 1e+40 as the weighted sum; expected")

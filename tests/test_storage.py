@@ -35,6 +35,16 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+def test_where_no_home_is_known_the_cache_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WHET_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(WhetError, match=r"no home folder is known here .* set WHET_CACHE"):
+        fetch.cache()
+    monkeypatch.setenv("WHET_CACHE", "/some/where")
+    assert fetch.cache() == Path("/some/where")
+
+
 # ---------------------------------------------------------------- fetched
 
 

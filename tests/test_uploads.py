@@ -259,16 +259,64 @@ def test_as_many_stay_there_as_told_and_the_best(tmp_path: Path, there: tuple[Pa
     assert [p.name[-1] for p in checkpoint.all_in(tmp_path / "c")] == ["2", "3", "4"]
 
 
-def test_a_run_that_goes_back_removes_there_what_it_left(tmp_path: Path, there: tuple[Path, str]) -> None:
-    copies = Uploads([there[1]])
+def test_a_run_that_goes_back_leaves_there_what_it_left_and_says_so(
+    tmp_path: Path, there: tuple[Path, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    record = tmp_path / "uploads.json"
+    copies = Uploads([there[1]], record=record)
     for step in (1, 2, 5):
         copies.checkpoint(made(tmp_path / "c", step))
     copies.finish()
     shutil.rmtree(tmp_path / "c/0-main-000005")
-    again = Uploads([there[1]])
+    again = Uploads([there[1]], record=record, keep=1)
     again.checkpoint(made(tmp_path / "c", 3))
     again.finish()
-    assert stores.children(there[1]) == ["0-main-000001", "0-main-000002", "0-main-000003"]
+    assert stores.children(there[1]) == ["0-main-000003", "0-main-000005"]
+    assert f"{there[1]} holds 0-main-000005, from before this run went back" in caplog.text
+
+
+@pytest.mark.parametrize("keep", [None, 1])
+def test_a_restart_removes_nothing_there(keep: int | None, tmp_path: Path, there: tuple[Path, str]) -> None:
+    """The older best is offered again first; all that is later there, but no longer here, was taken for left behind."""
+    saver = Saver(tmp_path / "c", keep=Keep(1, best=1))
+    first = Uploads([there[1]], record=tmp_path / "uploads.json")
+    for step, score in enumerate((0.1, 0.9, 0.3, 0.2), start=1):
+        saver.save({}, {"stage": 0, "stage_name": "main", "step": step, "score": score})
+        first.checkpoint(checkpoint.all_in(tmp_path / "c")[-1])
+        assert first.finish() == []
+        first = Uploads([there[1]], record=tmp_path / "uploads.json")
+    assert [p.name[-1] for p in checkpoint.all_in(tmp_path / "c")] == ["2", "4"]
+    names = stores.children(there[1])
+    assert [name[-1] for name in names] == ["1", "2", "3", "4"]
+    again = Uploads([there[1]], keep=keep, best=saver.best, record=tmp_path / "uploads.json")
+    again.missing(checkpoint.all_in(tmp_path / "c"), [])
+    assert again.finish() == []
+    assert stores.children(there[1]) == names
+
+
+def test_only_copies_that_the_run_made_itself_are_ever_removed(
+    tmp_path: Path, there: tuple[Path, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    other = Uploads([there[1]])
+    other.checkpoint(made(tmp_path / "other", 1))
+    other.finish()
+    record = tmp_path / "uploads.json"
+    for step in (2, 3, 4):
+        copies = Uploads([there[1]], keep=1, record=record)
+        copies.checkpoint(made(tmp_path / "c", step))
+        copies.finish()
+        if step == 3:  # somebody else's now stands where this run's was
+            stores.send(
+                other_one := made(tmp_path / "other", 3, 0.5), there[1], other_one.name, manifest(other_one)
+            )
+    assert stores.children(there[1]) == ["0-main-000001", "0-main-000003", "0-main-000004"]
+    assert "0-main-000003 is no longer what this run copied there" in caplog.text
+    assert list(json.loads(record.read_text())[there[1]]) == ["0-main-000004"]
+    record.write_text("[1")
+    copies = Uploads([there[1]], keep=1, record=record)
+    copies.checkpoint(made(tmp_path / "c", 5))
+    copies.finish()
+    assert "0-main-000004" in stores.children(there[1]), "what is forgotten stays"
 
 
 # ---------------------------------------------------------------- killed

@@ -253,11 +253,11 @@ def _run(
     cfg = loaded.config
     directory = RunDirectory(Path(cfg.run_dir), loaded.names, dumps=places.templates(cfg))
     stack.callback(directory.close)
-    start, state, changes = goes_on(loaded, directory.path, change=change)
     stages = [(p.name, p.total_steps or 0) for p in planned]
     display = Display(stages, quiet="console" not in cfg.track.trackers)
     stack.callback(display.close)
     setup_logging(directory.path, level=cfg.track.log_level, show=display.message)
+    start, state, changes = goes_on(loaded, directory.path, change=change)
     if is_finished(loaded, directory.path, state):
         display.close()
         display.message(
@@ -265,10 +265,11 @@ def _run(
             "checkpoint.resume=fresh runs anew"
         )
         display.show(report(directory.path, curve=directory.path / "curve.png"))
-        _, uploads = open_saver(cfg, directory.path)
+        uploads = open_saver(cfg, directory.path)[1]
         uploads.missing(*written(directory.path, state))
         uploads.finish()
         return OK
+    check_record(directory, start, state)
     openers = join_cluster(loaded, planned, rewards, stack)
     for made in rewards:
         made.load_models()
@@ -280,8 +281,7 @@ def _run(
         display.message(f"the run that was here is now {aside}")
     if start:
         display.message(f"going on from {start}")
-    watch = stack.enter_context(Watch(limit_s=hang_s(loaded)))
-    watched(watch)
+    watched(watch := stack.enter_context(Watch(limit_s=hang_s(loaded))))
     shared = open_shared(
         loaded,
         planned,
@@ -415,13 +415,14 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
 def goes_on(loaded: Loaded, run_dir: Path, *, change: bool) -> tuple[Path | None, Json, list[Change]]:
     """The checkpoint to go on from, if any, its state, and which numbers have changed since. Raises CheckpointError
     before anything is written over."""
-    start = find_start(loaded, run_dir, checkpoint.newest(run_dir / "checkpoints"))
-    if start is None:
+    found = find_start(loaded, run_dir)
+    if found is None:
         return None, {"stage": 0, "step": -1, "done": False}, []
-    state = checkpoint.read_state(start)
-    place = state["stage_name"], state["step"]
-    changes = taken(start, state["config"], loaded.as_given, at=place, change=change)
-    checkpoint.check_contents(start, state, loaded.config.checkpoint.load)
+    start, state = found
+    with checkpoint.reading(start / checkpoint.STATE):
+        place = state["stage_name"], state["step"]
+        changes = taken(start, state["config"], loaded.as_given, at=place, change=change)
+        checkpoint.check_contents(start, state, loaded.config.checkpoint.load)
     return start, state, changes
 
 
@@ -462,11 +463,19 @@ def may_go_on(cfg: Config) -> bool:
     return resume not in RESUME or (resume == "auto" and bool(checkpoint.all_in(places.checkpoints(cfg))))
 
 
-def find_start(loaded: Loaded, run_dir: Path, newest: Path | None) -> Path | None:
-    """The checkpoint to go on from, as checkpoint.resume says."""
-    resume = loaded.config.checkpoint.resume
+def check_record(directory: Any, start: Path | None, state: Json) -> None:
+    """Hold the record to what the checkpoint says of it, where it is one of this run directory's own."""
+    if start and "record" in state and start.resolve().parent == (directory.path / "checkpoints").resolve():
+        with checkpoint.reading(start / checkpoint.STATE):
+            directory.check(state["record"], start, at=(state["stage"], state["step"]))
+
+
+def find_start(loaded: Loaded, run_dir: Path) -> tuple[Path, Json] | None:
+    """The checkpoint to go on from, as checkpoint.resume says, and its state. A damaged one that the user has named is
+    refused; without a name the newest that is whole is taken."""
+    resume, saved = loaded.config.checkpoint.resume, run_dir / "checkpoints"
     if resume == "auto":
-        return newest
+        return checkpoint.newest_whole(saved)
     if resume in ("never", "fresh"):
         if places.holds_run(loaded.config):
             raise CheckpointError(
@@ -474,12 +483,13 @@ def find_start(loaded: Loaded, run_dir: Path, newest: Path | None) -> Path | Non
                 "checkpoint.resume=fresh, which moves that run aside"
             )
         return None
+    checkpoint.newest(saved)  # mends what a kill left half-done
     path = Path(resume)
     if not path.is_dir():
         raise CheckpointError(
             f"checkpoint.resume={resume}: no such folder (auto, never and fresh are the other values)"
         )
-    return path
+    return path, checkpoint.read_state(path)
 
 
 def is_finished(loaded: Loaded, run_dir: Path, state: Json) -> bool:

@@ -12,11 +12,12 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Protocol
 
 from whet.storage.manifests import MANIFEST, digest, manifest, oldest_first, place_of
@@ -26,6 +27,8 @@ from whet.types import CheckpointError, Json, WhetError
 log = logging.getLogger(__name__)
 
 ALL = ("model", "optimizer")
+
+STATE = "state.json"
 
 SCORE = "score"
 """In state.json: the number by which the best are kept, if the step was evaluated."""
@@ -101,7 +104,7 @@ def write(root: Path, writers: Mapping[str, Writer], state: Json) -> Path:
         with atomic_folder(path) as folder:
             for name, writer in writers.items():
                 writer(folder / name)
-            write_json(folder / "state.json", state, durable=False)
+            write_json(folder / STATE, state, durable=False)
             write_json(folder / MANIFEST, manifest(folder), durable=False)
     except WhetError as e:
         raise CheckpointError(str(e)) from e
@@ -125,9 +128,10 @@ def prune(root: Path, path: Path, keep: Keep, *, spare: Collection[Path] = ()) -
 def score_of(path: Path) -> float | None:
     """The score that a checkpoint was saved with; None if it has none, or cannot be read."""
     try:
-        return json.loads((path / "state.json").read_text()).get(SCORE)
-    except (OSError, ValueError, AttributeError):
+        score = json.loads((path / STATE).read_text()).get(SCORE)
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
+    return score if isinstance(score, int | float) else None
 
 
 class Saver:
@@ -226,42 +230,106 @@ def newest(root: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def newest_whole(root: Path) -> tuple[Path, Json] | None:
+    """The newest checkpoint that is undamaged, and its state. Those after it that are damaged are named in the log, and
+    stay until the run has saved another one. Raises CheckpointError if there are some and all are damaged."""
+    first: Damaged | None = None
+    found = all_in(root) if newest(root) is not None else []
+    for path in reversed(found):
+        try:
+            state = read_state(path)
+        except Damaged as e:
+            log.warning("%s", e)
+            first = first or e
+            continue
+        if first is not None:
+            log.warning("going on from %s instead: %s", path, _lost(path, found[-1]))
+        return path, state
+    if first is not None:
+        raise first
+    return None
+
+
+def _lost(path: Path, last: Path) -> str:
+    """What is lost by going on from `path` and not from `last`."""
+    (stage, step), (last_stage, last_step) = place_of(path.name) or (0, 0), place_of(last.name) or (0, 0)
+    if stage == last_stage:
+        return f"{last_step - step} steps are lost and trained again"
+    return f"all after step {step} of stage {stage} is lost and trained again"
+
+
+class Damaged(CheckpointError):
+    """A checkpoint that is not what was written."""
+
+
 def read_state(path: Path) -> Json:
-    """The state of a checkpoint whose every file is as it was written. Raises CheckpointError naming the first
-    that is not."""
-    older = [p for p in all_in(path.parent) if p < path]
-    instead = (
-        f"checkpoint.resume={older[-1]} lets train go on from the one before, which export takes, too"
-        if older
-        else "give a checkpoint's folder"
-    )
-    advice = f"{instead}; or start anew in another run_dir"
+    """The state of a checkpoint whose every file is as it was written. Raises Damaged, a CheckpointError, naming the
+    first that is not."""
     try:
-        files = json.loads((path / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as e:
-        raise CheckpointError(f"{path} is not a whole checkpoint (manifest.json: {e}); {advice}") from e
-    for name, (size, expected) in files.items():
+        return _state_of(path)
+    except Damaged as e:
+        older = [p for p in all_in(path.parent) if p < path]
+        instead = (
+            f"checkpoint.resume={older[-1]} lets train go on from the one before, which export takes, too"
+            if older
+            else "give a checkpoint's folder"
+        )
+        raise Damaged(f"{e}; {instead}; or start anew in another run_dir") from e
+
+
+def _state_of(path: Path) -> Json:
+    for name, (size, expected) in _listed(path).items():
         file = path / name
         if not file.is_file():
-            raise CheckpointError(f"{path}: {name} is missing; {advice}")
+            raise Damaged(f"{path}: {name} is missing")
         if file.stat().st_size != size:
-            raise CheckpointError(
-                f"{path}: {name} has {file.stat().st_size} bytes, {size} were written; {advice}"
-            )
+            raise Damaged(f"{path}: {name} has {file.stat().st_size} bytes, {size} were written")
         if digest(file) != expected:
-            raise CheckpointError(
-                f"{path}: {name} has changed since it was written (its SHA-256 differs); {advice}"
-            )
-    return json.loads((path / "state.json").read_text())
+            raise Damaged(f"{path}: {name} has changed since it was written (its SHA-256 differs)")
+    state = _json(path, STATE)
+    kinds = {"stage": int, "stage_name": str, "step": int}
+    if not isinstance(state, dict) or any(type(state.get(key)) is not kind for key, kind in kinds.items()):
+        raise Damaged(f"{path}: {STATE} does not say what stage and step it is of")
+    return state
+
+
+def _listed(path: Path) -> dict[str, tuple[int, str]]:
+    """Size and digest by name, as the manifest says: of every file that is there, and of the state at least."""
+    said = _json(path, MANIFEST)
+    files = said.get("files") if isinstance(said, dict) else None
+    if not isinstance(files, dict) or STATE not in files:
+        raise Damaged(f"{path} is not a whole checkpoint ({MANIFEST}: it does not list {STATE})")
+    for name, about in files.items():
+        match about:
+            case [int(), str()] if not PurePath(name).is_absolute() and ".." not in PurePath(name).parts:
+                pass
+            case _:
+                raise Damaged(
+                    f"{path} is not a whole checkpoint ({MANIFEST}: {name[:100]!r} is no [size, SHA-256])"
+                )
+    there = {str(p.relative_to(path)) for p in path.rglob("*") if p.suffix in (".json", ".safetensors")}
+    if strangers := sorted(there - files.keys() - {MANIFEST}):
+        raise Damaged(
+            f"{path} is not a whole checkpoint ({MANIFEST}: it does not list {strangers[0]}, which is there)"
+        )
+    return {name: (size, expected) for name, (size, expected) in files.items()}
+
+
+def _json(path: Path, name: str) -> Json:
+    try:
+        return json.loads((path / name).read_text())
+    except (OSError, ValueError, RecursionError) as e:
+        raise Damaged(f"{path} is not a whole checkpoint ({name}: {e})") from e
 
 
 def glance(root: Path) -> Json:
     """Where the newest checkpoint says that the run stands, taken on trust; not done if there is none to read."""
     found = all_in(root)
     try:
-        return json.loads((found[-1] / "state.json").read_text()) if found else {"done": False}
-    except (OSError, ValueError):
-        return {"done": False}
+        state = json.loads((found[-1] / STATE).read_text()) if found else None
+    except (OSError, ValueError, RecursionError):
+        state = None
+    return state if isinstance(state, dict) and {"stage", "done"} <= state.keys() else {"done": False}
 
 
 def check_contents(path: Path, state: Json, wanted: Collection[str]) -> None:
@@ -274,6 +342,18 @@ def check_contents(path: Path, state: Json, wanted: Collection[str]) -> None:
         )
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What a file holds may be anything: where that breaks off reading it, it is a CheckpointError that names it."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as e:
+        raise CheckpointError(
+            f"{path}: cannot be read ({type(e).__name__}: {e}); it is damaged, or another version of whet "
+            "wrote it; use an older checkpoint"
+        ) from e
+
+
 def load(path: Path, engines: Mapping[str, Saved], *, wanted: Collection[str] = ALL) -> None:
     """Fill the engines from a checkpoint that `read_state` has approved.
 
@@ -284,6 +364,7 @@ def load(path: Path, engines: Mapping[str, Saved], *, wanted: Collection[str] = 
     for name, engine in engines.items():
         if not (path / name).is_dir():
             raise CheckpointError(f"{path} has no {name!r}: it was written by a run without one")
-        engine.load(path / name)
+        with reading(path / name):
+            engine.load(path / name)
         if "optimizer" not in wanted and exists(path / name / "optimizer.safetensors"):
             engine.forget()

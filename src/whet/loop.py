@@ -110,7 +110,8 @@ async def train_step(run: Run, *, beside: Coroutine[Any, Any, None] | None = Non
     )
     run.explored_at_sync = run.explored if due else run.explored_at_sync
     # from here engine.version == policy.version, save with rollout.sync_every > 1
-    await run.buffer.trained(groups)  # frees room: the next tasks may start
+    # frees room: the next tasks may start
+    await run.buffer.trained(groups, skipped=[groups[n].task.uid for n in run.skipped])
     run.played = run.buffer.leave()
     return measure(run, without_experts(batch), groups, updates=updates) | corrected
 
@@ -182,7 +183,12 @@ def update(run: Run, batch: Batch) -> list[Metrics]:
         own = without_experts(batch)
         dealt = minibatches(run, own, run.plan.critic)
         jobs["critic"] = run.critic, lambda: [update_critic(run, select(own, rows)) for rows in dealt]
-    return [numbers for steps in at_once(jobs).values() for numbers in steps]
+    done = at_once(jobs)
+    if "policy" in done:
+        run.note_skipped(batch, parts, done["policy"])
+    else:
+        run.note_skipped(own, dealt, done["critic"])
+    return [numbers for steps in done.values() for numbers in steps]
 
 
 def update_policy(run: Run, minibatch: Batch) -> Metrics:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 import torch
+from torch import Tensor
 
 from whet import checkpoint
 from whet.algos.critic import Scale
@@ -141,6 +142,8 @@ class Run:
     kl_coef: float = 0.0
     value_scale: Scale = field(default_factory=Scale)
     """Units in which the critic predicts returns; one scale for a whole step."""
+    skipped: Sequence[int] = ()
+    """Numbers of the groups of the step at hand from which nothing was learned: their updates were skipped."""
     trained: pa.Table | None = None
     """What the step at hand trained on, if it is to be written down."""
     played: list[Group] = field(default_factory=list)
@@ -420,6 +423,23 @@ class Run:
             self.exact = False
             self.display.exactness("close")
 
+    def note_skipped(self, batch: Batch, parts: Sequence[Tensor], steps: Sequence[Metrics]) -> None:
+        """Find the groups that only such updates had whose gradient was not finite: nothing was learned from them.
+        parts: numbers of the rollouts of `batch` that each of the updates `steps` had."""
+        taken = [not any(v for k, v in said.items() if k.endswith("/skipped_steps")) for said in steps]
+        self.skipped = ()
+        if all(taken):
+            return
+        dealt = zip(parts, taken, strict=True)
+        learned = {group for rows, is_taken in dealt if is_taken for group in batch.group_R[rows].tolist()}
+        own_R = batch.group_R if batch.expert_R is None else batch.group_R[~batch.expert_R]
+        own = sorted(set(own_R.tolist()))
+        self.skipped = tuple(n for n, group in enumerate(own) if group not in learned)
+        log.warning(
+            f"step {self.step + 1}: the norm of the gradient was not finite in {taken.count(False)} of {len(taken)} "
+            f"optimizer steps, which were skipped; {len(self.skipped)} of {len(own)} groups were not trained on"
+        )
+
     def after_step(self, batch: Batch, groups: list[Group]) -> Metrics:
         """Numbers of the whole batch; the KL controller moves."""
         assert batch.adv_N is not None
@@ -565,11 +585,12 @@ class Run:
             "rounds": self.rounds.state() if self.rounds else None,
             "ledger": self.ledger.state(),
             "config": redact_tree(self.fingerprint),
+            "record": self.directory.held(),
         }
 
     def restore(self, path: Path, state: Json, *, changed: bool = False) -> None:
         """Go on where `state` was saved. changed: the user has changed numbers since; what the run before had no need
-        of begins anew."""
+        of begins anew. Raises CheckpointError if it does not hold what that takes."""
         engines = self.engines()
         copied = self.sampler is not None and changed and not (path / "sampler").is_dir()
         if copied:
@@ -577,6 +598,10 @@ class Run:
         checkpoint.load(path, engines, wanted=self.cfg.checkpoint.load)
         if copied and self.sampler is not None:
             self.sampler.copy_from(self.policy)
+        with checkpoint.reading(path / checkpoint.STATE):
+            self._restore(state, changed=changed)
+
+    def _restore(self, state: Json, *, changed: bool) -> None:
         self.step, self.kl_coef = state["step"], state["kl_coef"]
         self.resumed, self.scored = True, (state["step"], state.get("score"))
         self.value_scale = Scale(**state["value_scale"])

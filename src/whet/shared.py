@@ -182,6 +182,7 @@ def open_saver(cfg: Config, run_dir: Path) -> tuple[Saver, Uploads]:
         last_only=c.upload == "last",
         keep=c.upload_keep,
         best=lambda: saver.best(),
+        record=run_dir / "uploads.json",
     )
     named = (
         [Path(c.resume)] if c.resume not in RESUME else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
@@ -24,6 +24,9 @@ Reject = Callable[[Group], str | None]
 
 Refine = Callable[[Group], tuple[Group, dict[str, int]]]
 """A scored group as it is trained on, and how many rollouts left it, by reason. A pure function."""
+
+SKIPPED = "skipped_update"
+"""Reason booked for groups whose updates were all skipped, for their gradient was not finite."""
 
 STALE = "stale"
 """Reason booked for groups that are older than max_staleness allows, or would be once they are finished."""
@@ -259,10 +262,13 @@ class Buffer:
                 f"is at version {version} and takes at most {self.max_staleness} older"
             )
 
-    async def trained(self, groups: list[Group]) -> None:
-        """The step is done: its groups leave, the next tasks may start."""
+    async def trained(self, groups: list[Group], *, skipped: Collection[int] = ()) -> None:
+        """The step is done: its groups leave, the next tasks may start. skipped: task uids of groups whose updates were
+        skipped, so that nothing was learned from them."""
         fresh = [g for g in groups if g.task.uid in self.played]
-        self.ledger.trained(sum(len(g.rollouts) for g in fresh))
+        self.ledger.trained(sum(len(g.rollouts) for g in fresh if g.task.uid not in skipped))
+        if lost := sum(len(g.rollouts) for g in fresh if g.task.uid in skipped):
+            self.ledger.rejected(lost, SKIPPED)
         self.left += [self.played.pop(g.task.uid) for g in fresh]
         self.held -= len(fresh)
         if self.replay is not None and self.queue is None:

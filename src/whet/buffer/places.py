@@ -287,12 +287,13 @@ class Places:
         if not self.ages[version]:
             del self.ages[version]
 
-    def trained(self, step: int) -> int:
-        """The step is done: its places give their room back. Their groups stay until `done`. Returns how many."""
+    def trained(self, step: int, *, skipped: Json = ()) -> int:
+        """The step is done: its places give their room back. Their groups stay until `done`. Returns how many. skipped:
+        uids of those from which nothing was learned."""
         uids = [uid for uid in self.steps.get(step, []) if self.open[uid].state == "taken"]
         for uid in uids:
             self.open[uid].state = "trained"
-            self.ledger["trained"] += self.open[uid].rollouts
+            self.ledger["rejected/skipped_update" if uid in skipped else "trained"] += self.open[uid].rollouts
         self.held -= len(uids)
         self.edits += bool(uids)
         return len(uids)

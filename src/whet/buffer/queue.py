@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
-from whet.buffer.buffer import Refine, Reject, as_it_is, sorted_out
+from whet.buffer.buffer import SKIPPED, Refine, Reject, as_it_is, sorted_out
 from whet.buffer.replay import Replay
 from whet.buffer.stores import Scored, Store, until
 from whet.guard.ledger import Ledger
@@ -124,17 +124,17 @@ class TrainerQueue:
             raise Stopped
         return self.store.take(self.groups_per_step, step=self.step + 1, oldest=oldest)
 
-    async def trained(self, groups: list[Group]) -> None:
-        """The step is done: its room is free."""
+    async def trained(self, groups: list[Group], *, skipped: Collection[int] = ()) -> None:
+        """The step is done: its room is free. skipped: task uids of groups whose updates were skipped."""
         if self.replay is None:
-            await asyncio.to_thread(self.store.trained, self.step)
+            await asyncio.to_thread(self.store.trained, self.step, skipped)
             self.left = groups
         else:
             self.left = [group for group in groups if group.task.uid in self.fresh]
             self._book_left(self.replay, self.step)
-            await asyncio.to_thread(
-                self._end, self.step, [(group.task.uid, "trained") for group in self.left]
-            )
+            uids = [group.task.uid for group in self.left]
+            ends = [(uid, f"rejected/{SKIPPED}" if uid in skipped else "trained") for uid in uids]
+            await asyncio.to_thread(self._end, self.step, ends)
         self.ledger.settle(await asyncio.to_thread(self.store.ledger))
 
     def leave(self) -> list[Group]:

@@ -27,7 +27,7 @@ import asyncio
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -170,9 +170,10 @@ class Store:
             return None
         return [checked(data, uid=uid, checksum=crc, where=self._log.where) for uid, crc, data in found]
 
-    def trained(self, step: int) -> int:
-        """The step's update is made: its room is free. Its groups are kept until `done`."""
-        return int(self._do("trained", {"step": step}))
+    def trained(self, step: int, skipped: Collection[int] = ()) -> int:
+        """The step's update is made: its room is free. Its groups are kept until `done`. skipped: uids of groups whose
+        updates were skipped."""
+        return int(self._do("trained", {"step": step, **({"skipped": list(skipped)} if skipped else {})}))
 
     def done(self, step: int) -> int:
         """A checkpoint that will be kept holds everything up to this step. Call it at a resume, too."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +17,8 @@ from whet.config.parse import parse
 from whet.config.schema import Config
 from whet.config.tree import get, leaves, merge, origin, path_of, stage_names, stage_tree
 from whet.types import Json
+
+_HOME = re.compile(r"~[^/\s]*(?=/)")
 
 
 @dataclass
@@ -77,6 +81,18 @@ class Draft:
         for path, said in wrong.items():
             self.broken.add(path)
             self._tell(path, f"{named(path, written)}: {shown(get(written, path))}: {said}")
+
+    def find_homes(self) -> None:
+        """Refuse paths below a home folder that is not known here: whoever opens one could not say where it is."""
+        for path, value in leaves(self.tree):
+            home = _HOME.match(value) if isinstance(value, str) and "sampling" not in path else None
+            if home and os.path.expanduser(home[0]) == home[0]:
+                why = (
+                    "HOME is not set, and the system has no home for this user"
+                    if home[0] == "~"
+                    else "no such user"
+                )
+                self._tell(path, f"{named(path, self.tree)}: {shown(value)}: {why}; give the whole path")
 
     def validate(self) -> Config | None:
         """The Config; or None, with the problems of the base, then those that appear in a stage."""

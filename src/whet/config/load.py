@@ -130,6 +130,7 @@ def _finished(draft: Draft) -> Config | None:
     draft.interpolate()
     secrets.learn(draft.tree)
     secrets.learn_references(written, draft.tree)
+    draft.find_homes()
     return draft.validate()
 
 

@@ -23,7 +23,8 @@ from itertools import count
 from types import TracebackType
 from typing import Literal, cast, get_args
 
-from whet.guard import confine, frames, nursery, pulse
+from whet.guard import confine, foreign, frames, nursery, pulse
+from whet.guard.worker import MAX_ANSWER
 from whet.secrets import redact
 from whet.types import ConfigError, WhetError
 
@@ -33,8 +34,11 @@ FailureKind = Literal[
     "raised", "timeout", "crashed", "memory", "resources", "processes", "bad_value", "output"
 ]
 """`raised`: an exception; `crashed`: the process ended; `memory`, `processes`: the limit was met; `resources`: that of
-files, threads or space on the disk; `bad_value`: no finite number; `output`: bytes on the channel of results."""
+files, threads or space on the disk; `bad_value`: no finite number, or one that is too large; `output`: bytes on the
+channel of results."""
 
+_MOST_DETAIL = 1000
+_MOST_NAME = 200
 _LOAD_S = 300.0
 _CONNECT_S = 10.0
 _CLOSE_S = 5.0
@@ -345,30 +349,38 @@ class Jail:
 
 
 def read_result(body: bytes) -> Result:
-    """A worker's answer, not trusted: whatever is not a set of finite numbers is a failure."""
+    """A worker's answer, not trusted: whatever is not a set of finite numbers is a failure, and text is made fit."""
     reply = json.loads(body)
-    output, dropped = plain(redact(reply["output"])), reply["dropped"]
+    output, dropped = foreign.plain(redact(reply["output"])), reply["dropped"]
     match reply:
         case {"failure": [str(kind), str(detail)]} if kind in get_args(FailureKind):
-            failure = Failure(cast(FailureKind, kind), plain(redact(detail)).replace("\n", "\\n"))
-        case {"parts": dict(parts), "answer": str() | None as answer} if all(map(_is_finite, parts.values())):
-            parts = {redact(name): value for name, value in parts.items()}
-            answer = answer and redact(answer)
-            return Result(parts=parts, answer=answer, output=output, dropped_bytes=dropped)
+            failure = Failure(
+                cast(FailureKind, kind), foreign.words(detail, _MOST_DETAIL).replace("\n", "\\n")
+            )
+        case {"parts": dict(parts), "answer": str() | None as answer} if _all_floats(parts):
+            try:
+                named = _named(parts)
+            except ValueError as error:
+                failure = Failure("bad_value", str(error))
+            else:
+                answer = None if answer is None else foreign.words(answer, MAX_ANSWER)
+                return Result(parts=named, answer=answer, output=output, dropped_bytes=dropped)
         case _:
             failure = Failure("output", "on the channel of results: values that no reward can have")
     return Result(failure=failure, output=output, dropped_bytes=dropped)
 
 
-def plain(text: str) -> str:
-    """Text that a terminal only shows: what would command it stands there as Python writes it, as \\x1b."""
-    if text.replace("\n", "").replace("\t", "").isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+def _all_floats(parts: Mapping[str, object]) -> bool:
+    return all(type(value) is float and math.isfinite(value) for value in parts.values())
 
 
-def _is_finite(value: object) -> bool:
-    return type(value) is float and math.isfinite(value)
+def _named(parts: Mapping[str, float]) -> dict[str, float]:
+    """Parts by names that can be written down. ValueError on one that is too large, or on two with one name."""
+    pairs = [(foreign.words(key, _MOST_NAME), value) for key, value in parts.items()]
+    out = {name: foreign.number(value, f" at {name!r}") for name, value in pairs}
+    if len(out) < len(pairs):
+        raise ValueError("two entries of a dict whose keys are the same once they can be written down")
+    return out
 
 
 def _receive_socket(control: socket.socket) -> socket.socket:

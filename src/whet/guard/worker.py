@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
-from whet.guard import confine, frames, sandbox
-from whet.secrets import redact
+from whet.guard import confine, foreign, frames, sandbox
+from whet.guard.foreign import number, said, words
 
 Function = Callable[..., object]
 """Foreign code: takes the keyword arguments of a call, returns a number or a dict of numbers. The dict may
@@ -38,14 +38,14 @@ class Guarded:
     """Its process ends after one call: what a reply has changed there judges no other reply."""
 
 
+MAX_ANSWER = 2000
+"""Characters of an answer."""
 _MAX_PARTS = 256
-_MAX_DETAIL = 400
-_MAX_ANSWER = 2000
 _SPARE_FILES = 256
 """Files that calls may leave open before their process is replaced."""
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})
 """Errors of a process that has used up what it may have: another one may have it still."""
-_WATCHED = (builtins, math, random, json, frames)
+_WATCHED = (builtins, math, random, json, foreign, frames)
 """Modules that every call relies on; with this one."""
 _SIGNALS = (signal.SIGALRM, signal.SIGCHLD)
 """Those whose handlers code sets for a while, and may forget."""
@@ -63,14 +63,14 @@ def serve(channel: socket.socket, function: Guarded, memory_mb: int) -> None:
     home = Home()
     while True:
         try:
-            number, body = frames.receive(channel)
+            call, body = frames.receive(channel)
         except EOFError:
             return
         reply = refused or run(function.call, body, memory_mb=memory_mb)
         if os.getpid() != me:  # foreign code forked, and its copy came back here
             os._exit(0)
         reply["fit"] = home.restore()
-        channel.sendall(frames.pack(number, json.dumps(reply).encode()))
+        channel.sendall(frames.pack(call, json.dumps(reply).encode()))
 
 
 def shut_in(function: Guarded) -> dict[str, object] | None:
@@ -130,42 +130,27 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def parts(value: object) -> dict[str, float]:
     """The checked value of a reward: a number is {"score": number}. ValueError says what else it was."""
     if not isinstance(value, dict):
-        return {"score": finite(value)}
+        return {"score": number(value)}
     if len(value) > _MAX_PARTS:
         raise ValueError(f"a dict of {len(value)} entries, at most {_MAX_PARTS} are allowed")
     for key in value:
         if type(key) is not str or len(key) > 100:
             raise ValueError(f"a dict with a key of type {type(key).__name__}; keys are short str")
-    return {key: finite(entry, f" at {key!r}") for key, entry in value.items()}
+    return {key: number(entry, f" at {key!r}") for key, entry in value.items()}
 
 
 def text(answer: object) -> str | None:
-    """The answer a reward found in the reply, if any, cut to a bounded length. ValueError on a non-str."""
+    """The answer a reward found in the reply, if any, of bounded length. ValueError on a non-str."""
     if answer is None:
         return None
     if type(answer) is not str:
         raise ValueError(f"{type(answer).__name__} at 'answer'; expected str")
-    return answer[:_MAX_ANSWER]
-
-
-def finite(value: object, where: str = "") -> float:
-    """A finite float of a bool, int, float or one-element numpy or torch value."""
-    if hasattr(value, "item"):
-        value = value.item()
-    if not isinstance(value, bool | int | float):
-        raise ValueError(f"{type(value).__name__}{where}; expected a finite number or a dict of them")
-    out = float(value)
-    if not math.isfinite(out):
-        raise ValueError(f"{out}{where}; expected a finite number")
-    return out
+    return words(answer, MAX_ANSWER)
 
 
 def describe(error: BaseException, *, name: bool = True) -> str:
     """'ValueError: text (file.py:3)', bounded, whatever the exception's own methods do."""
-    try:
-        text = redact(str(error))[:_MAX_DETAIL]
-    except BaseException:  # noqa: BLE001  foreign __str__
-        text = "(its text cannot be made)"
+    text = said(error)
     if not name:
         return text
     trace = error.__traceback__

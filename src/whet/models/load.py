@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -22,7 +22,8 @@ from transformers import (
 from whet import seeds
 from whet.config import schema
 from whet.config.sizes import check_files
-from whet.inputs import check_regular, read_json_object
+from whet.guard.weights import check_weights
+from whet.inputs import read_json_object
 from whet.track.files import atomic_folder
 from whet.types import CheckpointError, ConfigError
 
@@ -162,6 +163,7 @@ def _load(
     _check_folder(path)
     check_files(path, overrides)
     config = _read_config(path, overrides)
+    check_weights(path, key="model.path", named=getattr(config, "transformers_weights", None))
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -206,20 +208,6 @@ def _check_folder(path: Path) -> None:
         )
     if not (path / "config.json").is_file():
         raise ConfigError(f"model.path={path}: no config.json in it; give the folder that holds it")
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        pickles = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-        hint = (
-            f"only {', '.join(pickles)}, which is pickle and never opened; convert it" if pickles else "none"
-        )
-        raise CheckpointError(f"model.path={path}: needs *.safetensors files, found {hint}")
-    for file in files:
-        check_regular(file, CheckpointError)
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} is damaged or incomplete ({error}); copy it again") from error
 
 
 def _read_config(path: Path, overrides: dict[str, Any]) -> PreTrainedConfig:

@@ -12,6 +12,7 @@ distributed checkpoints: docs/decisions/011.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+_PART = re.compile(r"[\w.-]+\.safetensors")
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -190,26 +192,51 @@ def _found(path: Path, stack: ExitStack) -> TensorFile:
             stored = {key: _whole(key, s.get_dtype(), s.get_shape()) for key, s in slices.items()}
             return TensorFile(path, handle.metadata() or {}, stored, [handle])
         said = json.loads(beside.read_text())
-        files = [path.with_name(str(name)) for name in said["files"]]
+        if odd := [name for name in said["files"] if not _PART.fullmatch(name)]:
+            raise ValueError(f"{str(odd[0])[:100]!r} is no file of parts")
+        files = [path.with_name(name) for name in said["files"]]
         if absent := [file.name for file in files if not file.is_file()]:
             raise CheckpointError(f"{beside}: its part {absent[0]} is missing; use an older checkpoint")
         handles = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
-        stored = {name: _parts(name, about) for name, about in said["tensors"].items()}
+        stored = {name: _parts(name, about, len(files)) for name, about in said["tensors"].items()}
         return TensorFile(beside, dict(said["metadata"]), stored, handles)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as e:
+    except (
+        OSError,
+        SafetensorError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as e:
         raise _damaged(path if whole else beside, e) from e
 
 
+def _dtype(name: str, of: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ValueError(f"{of} is of dtype {str(name)[:20]}; known: {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
 def _whole(key: str, dtype: str, shape: Sequence[int]) -> _Stored:
-    return _Stored(_DTYPES[dtype], tuple(shape), [(0, key, (0,) * len(shape), tuple(shape))])
+    return _Stored(_dtype(dtype, key), tuple(shape), [(0, key, (0,) * len(shape), tuple(shape))])
 
 
-def _parts(name: str, about: Mapping[str, Any]) -> _Stored:
-    shape, boxes = tuple(about["shape"]), []
+def _parts(name: str, about: Mapping[str, Any], files: int) -> _Stored:
+    dtype, shape, boxes = _dtype(about["dtype"], name), _sizes(about["shape"]), []
     for number, start, size in about["parts"]:
-        piece = Piece(name, _DTYPES[about["dtype"]], shape, tuple(start), tuple(size))
+        piece = Piece(name, dtype, shape, _sizes(start), _sizes(size))
+        ends = [at + n for at, n in zip(piece.start, piece.size, strict=True)]
+        if not 0 <= number < files or any(end > most for end, most in zip(ends, shape, strict=True)):
+            raise ValueError(f"a part of {name} lies outside of it, or in none of the {files} files")
         boxes.append((int(number), piece.key, piece.start, piece.size))
-    return _Stored(_DTYPES[about["dtype"]], shape, boxes)
+    return _Stored(dtype, shape, boxes)
+
+
+def _sizes(said: Sequence[Any]) -> Sizes:
+    if not all(type(n) is int and 0 <= n < 2**63 for n in said):
+        raise ValueError(f"{str(said)[:100]} is no shape")
+    return tuple(said)
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:

@@ -16,6 +16,7 @@ from whet import seeds
 from whet.config import schema
 from whet.config.secrets import learn
 from whet.guard import pulse, sandbox
+from whet.guard.foreign import number
 from whet.guard.imports import import_all
 from whet.guard.jail import Call, Failure, Jail, Result
 from whet.guard.worker import Guarded
@@ -209,6 +210,10 @@ def _scored(rollout: Rollout, results: dict[str, Result], rewards: RewardSet) ->
             return rollout.scored(None, {}, f"reward {name}: {failure}")
         parts |= {name if key == "score" else f"{name}/{key}": value for key, value in result.parts.items()}
         total += rewards.weights[name] * result.parts["score"]
+    try:
+        total = number(total, " as the weighted sum")
+    except ValueError as error:
+        return rollout.scored(None, {}, f"rewards: bad_value: {error}")
     answer = next((r.answer for r in results.values() if r.answer is not None), rollout.answer)
     return replace(rollout.scored(total, {**rollout.reward_parts, **parts}), answer=answer)
 

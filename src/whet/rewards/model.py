@@ -6,7 +6,6 @@ rollouts of a step nor an interruption changes a bit of it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +15,9 @@ from jinja2.exceptions import TemplateError
 
 from whet.config import schema
 from whet.data.chat import encode_prompts, encode_texts, read_template
+from whet.guard.foreign import number
 from whet.guard.jail import Failure, Result
+from whet.guard.weights import check_weights
 from whet.types import CheckpointError, ConfigError, Rollout, WhetError
 
 if TYPE_CHECKING:
@@ -75,10 +76,11 @@ class ModelReward:
             return _failed("the conversation is empty")
         if max(token_ids) >= loaded.vocab_size:
             return _failed(f"a token is none of its {loaded.vocab_size}; reads=text uses its own tokenizer")
-        value = _logit(loaded.model, token_ids)
-        return (
-            Result(parts={"score": value, **parts}) if math.isfinite(value) else _failed(f"it says {value}")
-        )
+        try:
+            value = number(_logit(loaded.model, token_ids))
+        except ValueError as error:
+            return _failed(f"it says {error}")
+        return Result(parts={"score": value, **parts})
 
     def _tokens(self, rollout: Rollout) -> list[int]:
         """What the model reads of a rollout."""
@@ -154,6 +156,7 @@ def _load(cfg: schema.RewardModel, device: str) -> Loaded:
 def _read(path: Path, dtype: Any) -> Any:
     from transformers import AutoModelForSequenceClassification
 
+    check_weights(path, key="path")
     try:
         read: Any = AutoModelForSequenceClassification.from_pretrained(
             path,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from whet.config.schema import SamplingConfig
 from whet.envs.env import Env
+from whet.guard.foreign import number
 from whet.guard.worker import describe
 from whet.rollout.engine import RolloutEngine
 from whet.rollout.requests import Decode, ends_of
@@ -238,7 +239,10 @@ async def _turns(episode: Episode, play: Play) -> FinishReason:
         reason = await _reply(episode, play)
         step = await env.step(Message("assistant", play.decode(episode.replies[-1])))
         if step.reward is not None:
-            episode.reward = (episode.reward or 0.0) + step.reward
+            given = number(step.reward, " from the environment")
+            episode.reward = number(
+                (episode.reward or 0.0) + given, " as the sum of the environment's rewards"
+            )
         if step.done or reason == "length":
             return reason
         answer = play.encode_messages(step.messages)

@@ -44,7 +44,13 @@ LOOK_S = 0.2
 def cache() -> Path:
     """Where fetched files are kept."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("WHET_CACHE") or Path(home) / "whet").expanduser()
+    path = os.path.expanduser(os.environ.get("WHET_CACHE") or f"{home}/whet")
+    if path.startswith("~"):
+        raise WhetError(
+            f"fetched files are kept in {path}, and no home folder is known here (HOME is not set); set WHET_CACHE to "
+            "a folder for them"
+        )
+    return Path(path)
 
 
 def fetched(urls: Sequence[str], *, checkpoints: Sequence[str] = ()) -> dict[str, str]:

@@ -3,10 +3,14 @@
 A run never waits for one but at its end. What fails is tried again: a few times at once, then with the next one, and
 with the next start of the run, which asks each place what it holds. A copy's manifest comes last, so half a copy is
 never taken for a whole one.
+
+Nothing is removed there but what the run copied there itself, by name, when a later checkpoint has been copied and
+`keep` says that it goes. `record` (RUN/uploads.json) has what was copied where, by name and SHA-256 of its manifest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import threading
@@ -17,6 +21,7 @@ from pathlib import Path
 
 from whet.storage.fetch import naming, store_of
 from whet.storage.manifests import MANIFEST, manifest, oldest_first, place_of
+from whet.track.files import write_json
 from whet.types import Json, WhetError
 
 log = logging.getLogger(__name__)
@@ -38,6 +43,8 @@ class Copy:
     folder: Path
     url: str
     export: bool = False
+    new: bool = True
+    """It has just been made: older ones may go. A copy of what an earlier start has left removes nothing."""
 
     @property
     def name(self) -> str:
@@ -59,10 +66,13 @@ class Uploads:
         last_only: bool = False,
         keep: int | None = None,
         best: Callable[[], Collection[str]] = tuple,
+        record: Path | None = None,
     ) -> None:
-        """keep: how many of the newest checkpoints stay there (None: all), beside those whose names `best` says."""
+        """keep: how many of the newest checkpoints stay there (None: all), beside those whose names `best` says.
+        record: file that remembers what was copied where; None: it is forgotten when the run ends."""
         self.checkpoints_to, self.exports_to = tuple(checkpoints_to), tuple(exports_to)
         self.last_only, self.keep, self.best = last_only, keep, best
+        self.copied = Copied(record)
         self._waiting: list[Copy] = []
         self._failed: list[Copy] = []
         self._held: dict[tuple[str, bool], Copy] = {}
@@ -87,7 +97,7 @@ class Uploads:
         Of exports the hub holds one alone, so the newest is offered to it.
         """
         for path in checkpoints:
-            self.checkpoint(path)
+            self._offer([Copy(path, url, new=False) for url in self.checkpoints_to])
         for path in exports:
             urls = [u for u in self.exports_to if path == exports[-1] or not u.startswith("hf://")]
             self._offer([Copy(path, url, export=True) for url in urls])
@@ -194,25 +204,84 @@ class Uploads:
             size = sum(size for size, _ in own["files"].values())
             log.info("uploaded %s: %.1f MB in %.1f s", copy, size / 1e6, time.monotonic() - start)
         if not copy.export:
-            self._thin(copy)
+            self.copied.add(copy, own)
+            if copy.new:
+                self._thin(copy)
 
     def _thin(self, copy: Copy) -> None:
-        """Remove there what is later than this checkpoint and not here (the run has gone back), and, where only some
-        stay, what is neither of the newest nor of the best."""
-        store, here = store_of(copy.url), {p.name for p in copy.folder.parent.iterdir()}
-        there = oldest_first(store.children(copy.url))
-        upto = [name for name in there if _at(name) <= _at(copy.name)]
-        gone = [name for name in there[len(upto) :] if name not in here]
-        if self.keep is not None:
-            gone += set(upto[: -self.keep]) - set(self.best())
-        for name in gone:
-            store.remove(copy.url, name)
+        """Remove there, of this run's own copies up to this one, what is neither of the newest nor of the best."""
+        own = oldest_first(self.copied.names(copy.url))
+        later = [name for name in own if _at(name) > _at(copy.name)]
+        if later:
+            log.warning(
+                "%s holds %s, from before this run went back to an older checkpoint; they stay until the run comes "
+                "to them again, or you remove them",
+                copy.url,
+                ", ".join(later),
+            )
+        if self.keep is None:
+            return
+        best, store = set(self.best()), store_of(copy.url)
+        upto = [name for name in own if name not in later]
+        for name in upto[: -self.keep]:
+            if name in best:
+                continue
+            found = store.said(copy.url, name)
+            if found is not None and self.copied.is_own(copy.url, name, found):
+                store.remove(copy.url, name)
+                log.info("removed %s/%s, which upload_keep=%d no longer keeps", copy.url, name, self.keep)
+            elif found is not None:
+                log.warning("%s/%s is no longer what this run copied there; it stays", copy.url, name)
+            self.copied.drop(copy.url, name)
+
+
+class Copied:
+    """What a run has copied where, kept in a file: nothing else there may be removed."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._there: dict[str, dict[str, str]] = {}
+        """URL: digest of the manifest by name."""
+        if path is None or not path.exists():
+            return
+        try:
+            found = json.loads(path.read_text())
+            self._there = {url: {str(n): str(d) for n, d in own.items()} for url, own in found.items()}
+        except (ValueError, AttributeError, RecursionError) as e:
+            log.warning("%s cannot be read (%s); copies made before now stay where they are", path, e)
+
+    def names(self, url: str) -> list[str]:
+        return list(self._there.get(url, ()))
+
+    def is_own(self, url: str, name: str, manifest: Json) -> bool:
+        """Whether the manifest that is there is the one that was copied."""
+        return self._there.get(url, {}).get(name) == _fingerprint(manifest)
+
+    def add(self, copy: Copy, manifest: Json) -> None:
+        """A copy is there."""
+        digest = _fingerprint(manifest)
+        if self._there.setdefault(copy.url, {}).get(copy.name) != digest:
+            self._there[copy.url][copy.name] = digest
+            self._write()
+
+    def drop(self, url: str, name: str) -> None:
+        """It is there no longer, or no longer the run's."""
+        del self._there[url][name]
+        self._write()
+
+    def _write(self) -> None:
+        if self.path is not None:
+            write_json(self.path, self._there)
 
 
 def _manifest_of(folder: Path) -> Json:
     """A checkpoint's own manifest; one is made for an export, which has none."""
     own = folder / MANIFEST
     return json.loads(own.read_text()) if own.exists() else manifest(folder)
+
+
+def _fingerprint(manifest: Json) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _at(name: str) -> tuple[int, int]:

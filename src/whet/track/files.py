@@ -13,7 +13,7 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -147,6 +147,17 @@ def tidy(folder: Path) -> None:
             left.unlink()
 
 
+def drop_unfinished(paths: Iterable[Path]) -> None:
+    """Remove what a kill left of `write_bytes` of these files. Only for files that nobody is writing."""
+    names: dict[Path, set[str]] = {}
+    for path in paths:
+        names.setdefault(path.parent, set()).add(path.name)
+    for folder, own in names.items():
+        for left in folder.glob(".*.new-*"):
+            if left.name[1:].rpartition(".new-")[0] in own and left.is_file():
+                left.unlink()
+
+
 def sync_path(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -157,38 +168,42 @@ def sync_path(path: Path) -> None:
 
 
 class RunLock:
-    """One writer in a run directory: an flock on `RUN/lock`, with the holder's pid and host inside.
+    """One writer in a run directory: an flock on the directory itself and on `RUN/lock`, with the holder's pid and host
+    inside.
 
-    The kernel drops the lock with its process, so a dead run never blocks. A forked child closes its copy,
-    or it would hold the lock of a dead parent. Raises WhetError naming the holder if the directory is in use.
+    The kernel drops the locks with their process, so a dead run never blocks. A forked child closes its copies,
+    or it would hold the locks of a dead parent. Who deletes the file lets nobody in: the directory is locked, too, save
+    on file systems that lock only files (NFS). Raises WhetError naming the holder if the directory is in use.
     """
 
     _held: ClassVar[set[int]] = set()
 
     def __init__(self, run_dir: Path) -> None:
         path = run_dir / "lock"
+        self._handles: list[int] = []
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._handles.append(os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            self._handles.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+            _lock_folder(self._handles[0])
+            fcntl.flock(self._handles[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._handles[1], 0)
+            os.pwrite(self._handles[1], f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
         except OSError as e:
-            raise file_error(e, path) from e
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
-        except OSError as e:
-            os.close(self._handle)
-            if e.errno in (errno.EAGAIN, errno.EACCES):
+            for handle in self._handles:
+                os.close(handle)
+            if e.errno == errno.EAGAIN or (e.errno == errno.EACCES and len(self._handles) == 2):
                 raise WhetError(_in_use(run_dir)) from e
             raise file_error(e, path) from e
-        RunLock._held.add(self._handle)
+        RunLock._held.update(self._handles)
 
     def release(self) -> None:
         """Let others in. Safe to call twice."""
-        if self._handle in RunLock._held:
-            RunLock._held.discard(self._handle)
-            os.ftruncate(self._handle, 0)
-            os.close(self._handle)
+        if self._handles[0] in RunLock._held:
+            RunLock._held.difference_update(self._handles)
+            os.ftruncate(self._handles[1], 0)
+            for handle in self._handles:
+                os.close(handle)
 
     def __enter__(self) -> RunLock:
         return self
@@ -206,6 +221,24 @@ class RunLock:
 
 
 os.register_at_fork(after_in_child=RunLock._after_fork)
+
+
+def _lock_folder(handle: int) -> None:
+    """Lock a folder that is open, where its file system can do that. BlockingIOError if another process has."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as e:
+        if e.errno not in (
+            errno.EBADF,
+            errno.EINVAL,
+            errno.EISDIR,
+            errno.ENOLCK,
+            errno.ENOTSUP,
+            errno.ENOSYS,
+        ):
+            raise
 
 
 def holder(run_dir: Path) -> tuple[int, str] | None:

@@ -7,6 +7,7 @@
     run.log          tensorboard/STAGE/           lock             pid and host of the run
     timeline.json    what was done when (`whet show RUN --timeline`)
     dumps.jsonl      files that were written elsewhere (track.rollouts_dump ...), by step and SHA-256
+    uploads.json     checkpoints that were copied elsewhere (checkpoint.upload_to)
 
 Two runs with equal config and seed write equal bytes into metrics.jsonl, rollouts/ and eval/, so `cmp` proves
 that a resumed run is the unbroken one. JSON has no NaN: a number that is not finite is written as null and
@@ -19,6 +20,7 @@ import errno
 import hashlib
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -32,11 +34,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from whet.track.dumps import batch_file, files, parquet_bytes, prompt_text, rows_of
-from whet.track.files import file_error, sync_path, tidy, write_bytes, write_json, write_text
+from whet.track.files import drop_unfinished, file_error, sync_path, tidy, write_bytes, write_json, write_text
 from whet.track.timeline import Timeline
 from whet.types import ConfigError, DataError, Json, Metrics, Rollout, WhetError
 
+log = logging.getLogger(__name__)
+
 NONFINITE = "track/nonfinite_count"
+
+METRICS = "metrics.jsonl"
 
 DUMPS = "dumps.jsonl"
 
@@ -97,7 +103,10 @@ class RunDirectory:
                 folder.mkdir(parents=True, exist_ok=True)
             for folder in (path, path / "export", *self._folders()):
                 tidy(folder)
-            self._metrics = io.FileIO(path / "metrics.jsonl", "a")
+            if (path / DUMPS).exists():
+                drop_unfinished(Path(line["path"]) for _, line in _lines(path / DUMPS))
+            self._begin_account()
+            self._metrics = io.FileIO(path / METRICS, "a")
             self._timings = io.FileIO(path / "timings.jsonl", "a")
         except OSError as e:
             raise file_error(e, path) from e
@@ -152,7 +161,9 @@ class RunDirectory:
 
         Only numbers that equal runs share belong in `metrics`; seconds, rates and memory are `timings`.
         """
-        _append(self._metrics.fileno(), self.path / "metrics.jsonl", line_of(stage, step, metrics))
+        line = line_of(stage, step, metrics)
+        _append(self._metrics.fileno(), self.path / METRICS, line)
+        self._account(line)
         if timings:
             _append(self._timings.fileno(), self.path / "timings.jsonl", line_of(stage, step, timings))
 
@@ -215,7 +226,65 @@ class RunDirectory:
         path = self.path / folder / file_name(stage, step)
         write_bytes(path, data, durable=False)
         self._unsynced.append(path)
+        self._files[f"{folder}/{path.name}"] = len(data)
         return path
+
+    # -- what a checkpoint is told of the record, and holds it to
+
+    def _begin_account(self) -> None:
+        """Of what is there: lines, bytes and SHA-256 of metrics.jsonl, and the size of each step's files."""
+        metrics = self.path / METRICS
+        self._sha, self._bytes, self._line_count = hashlib.sha256(), 0, 0
+        if metrics.is_file():
+            self._account(metrics.read_bytes())
+        self._files = {
+            f"{folder.name}/{path.name}": path.stat().st_size
+            for folder in self._folders()
+            for _, _, path in list_steps(folder)
+        }
+
+    def _account(self, data: bytes) -> None:
+        self._sha.update(data)
+        self._bytes += len(data)
+        self._line_count += data.count(b"\n")
+
+    def held(self) -> Json:
+        """What the record holds now, for a checkpoint: a run that goes on from it must find it so."""
+        return {
+            METRICS: {"lines": self._line_count, "bytes": self._bytes, "sha256": self._sha.hexdigest()},
+            "files": dict(sorted(self._files.items())),
+        }
+
+    def check(self, held: Json, checkpoint: Path, *, at: tuple[int, int]) -> None:
+        """Compare the record with what it held when a checkpoint was written. at: stage and step of it. WhetError if
+        metrics.jsonl does not begin with the lines of then. Those that came after them go; if they are of the same
+        steps the log says so, and which files are missing."""
+        wanted, data = held[METRICS], (self.path / METRICS).read_bytes()
+        begin, after = data[: wanted["bytes"]], data[wanted["bytes"] :]
+        if hashlib.sha256(begin).hexdigest() != wanted["sha256"]:
+            lines = data.count(b"\n")
+            raise WhetError(
+                f"{self.path / METRICS} is damaged: when {checkpoint} was written it began with {wanted['lines']} "
+                f"lines, now it has {'others' if lines >= wanted['lines'] else lines}; a run that goes on would leave "
+                f"a record with a hole. Put the file back as it was, or go on in another run_dir with "
+                f"checkpoint.resume={checkpoint}"
+            )
+        write_bytes(self.path / METRICS, begin)
+        places = (self._place(line["stage"], line["step"]) for _, line in _parsed(after, self.path / METRICS))
+        if doubled := sum(place <= at for place in places):
+            log.warning("%s: %d lines of steps that it has already are dropped", self.path / METRICS, doubled)
+        self._tell_missing(held["files"], checkpoint)
+
+    def _tell_missing(self, files: Mapping[str, int], checkpoint: Path) -> None:
+        there = {n: (self.path / n).stat().st_size for n in files if (self.path / n).is_file()}
+        if gone := [name for name, size in files.items() if there.get(name) != size]:
+            log.warning(
+                "the record of this run is no longer whole: %s%s, which %s knows of, are missing or have another size; "
+                "the run goes on without them",
+                ", ".join(gone[:3]),
+                f" and {len(gone) - 3} more" if len(gone) > 3 else "",
+                checkpoint,
+            )
 
     def sync(self) -> None:
         """Bring all that was written onto the disk. Call before a checkpoint, which relies on it."""
@@ -243,14 +312,16 @@ class RunDirectory:
             for stage, at, path in list_steps(folder)
             if self._place(stage, at) > limit
         ]
-        metrics, timings = (self._kept(name, limit) for name in ("metrics.jsonl", "timings.jsonl"))
+        metrics, timings = (self._kept(name, limit) for name in (METRICS, "timings.jsonl"))
         for path in late:
             path.unlink()
+            self._files.pop(f"{path.parent.name}/{path.name}", None)
             path.with_suffix(".jsonl").unlink(missing_ok=True)
         self._truncate_dumps(limit)
-        self._metrics = self._rewrite(self._metrics, "metrics.jsonl", metrics)
+        self._metrics = self._rewrite(self._metrics, METRICS, metrics)
         self._timings = self._rewrite(self._timings, "timings.jsonl", timings)
         self.timeline.keep(lambda stage, at: self._place(stage, at) <= limit)
+        self._begin_account()
 
     def _truncate_dumps(self, limit: tuple[int, int]) -> None:
         """Delete the dumps that are later, unless something else has been written over them."""
@@ -378,7 +449,11 @@ def _append(handle: int, path: Path, data: bytes) -> None:
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Json]]]:
     """(bytes, parsed) of each whole line; only the last may be broken, else the file was tampered with."""
-    raw = path.read_bytes().splitlines(keepends=True)
+    return _parsed(path.read_bytes(), path)
+
+
+def _parsed(data: bytes, path: Path) -> Iterator[tuple[bytes, dict[str, Json]]]:
+    raw = data.splitlines(keepends=True)
     for number, line in enumerate(raw, start=1):
         try:
             value = json.loads(line)

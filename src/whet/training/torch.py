@@ -207,7 +207,8 @@ class TorchEngine:
         own = {name: local(p) for name, p in self._named()}
         with opened(path / "model.safetensors") as file:
             regions = {n: self.across.region(n, file.shape(n)) for n in own.keys() & file.tensors.keys()}
-            strange = {n for n in file.tensors.keys() - own.keys() if not self.parallel.elsewhere(n)}
+            strange = {n for n in regions if not file.dtype(n).is_floating_point}
+            strange |= {n for n in file.tensors.keys() - own.keys() if not self.parallel.elsewhere(n)}
             odd = {n for n, p in own.items() if n not in regions or regions[n].here != p.shape} | strange
             if odd:
                 raise CheckpointError(
@@ -224,6 +225,10 @@ class TorchEngine:
         """What lies here of the optimizer's state, read slice by slice."""
         with opened(path) as file:
             counts = json.loads(file.metadata["counts"])
+            if odd := [key for key in ("steps", "skipped") if type(counts[key]) is not int]:
+                raise CheckpointError(
+                    f"{path}: its count of {odd[0]} is {counts[odd[0]]!r}, expected a whole number"
+                )
             state = {
                 name: file.read(name, self.across.region(name, file.shape(name)))
                 for name in file.tensors
@@ -506,11 +511,14 @@ class TorchEngine:
             self.skipped_in_a_row = 0
         else:
             self.optimizer.skip()
-            self.skipped_in_a_row += 1
+            # a loss scale that is too large says nothing of the data: it halves until it is not
+            self.skipped_in_a_row += scale is None or scale.scale < 1.0
             if self.skipped_in_a_row > self.max_skipped:
                 raise WhetError(
-                    f"the gradient was not finite in {self.skipped_in_a_row} optimizer steps in a row; "
-                    "lower train.optimizer.lr, or look at the rewards of the last rollouts"
+                    f"optimizer step {self.optimizer.step_count}: the norm of the gradient is {norm}. It was not "
+                    f"finite in {self.skipped_in_a_row} optimizer steps in a row, and train.max_skipped_steps is "
+                    f"{self.max_skipped}; go on from an older checkpoint with a lower train.optimizer.lr, or look at "
+                    "the rewards of the last rollouts"
                 )
         self.optimizer.zero_grad()
         return {"lr": lr, "skipped_steps": float(not finite), **scaled} | (

@@ -68,7 +68,8 @@ class Checkpoint(Section):
     upload: Literal["all", "last"] = "all"
     """Copy every one as it is written, or at the end of the run the last one alone."""
     upload_keep: Positive | None = None
-    """How many of the newest checkpoints stay there, beside those of the best evaluations. null: all."""
+    """How many of the newest checkpoints stay there, beside those of the best evaluations. null: all. Only copies that
+    this run has made itself (uploads.json) are ever removed, and only when a later checkpoint has been copied."""
 
 
 class Track(Section):

@@ -159,5 +159,6 @@ class Train(Section):
     temperature: Above0 | None = None
     """What the trainer divides logits by. Default: rollout.sampling.temperature, so that what is trained is what was
     sampled."""
-    max_skipped_steps: Count = 10
-    """Non-finite gradients skip their optimizer step and are counted; more than this many in a row end the run."""
+    max_skipped_steps: Count = 5
+    """Non-finite gradients skip their optimizer step and are counted, and rollouts that only such steps had are booked
+    as not trained on; more than this many in a row end the run. With float16, from when its loss scale is down to 1."""

@@ -1,0 +1,62 @@
+"""What foreign code says, as a run can hold it: the one door for its text and its numbers.
+
+Behind it every text is valid Unicode and of bounded length, and every number is small enough for the statistics of a
+group: JSON, parquet, trackers and float32 tensors take them all.
+"""
+
+from __future__ import annotations
+
+import math
+
+from whet.secrets import redact
+
+LARGEST = 1e12
+"""Of a reward's size. Batches are float32, which ends at 3e38: squares of such numbers still add up, over all rollouts
+of a step and over all parameters of a gradient."""
+
+MOST_SAID = 400
+"""Characters of an exception's text."""
+
+
+def plain(text: str) -> str:
+    """Text that files take and a terminal only shows: lone surrogates, and what would command a terminal, stand there
+    as Python writes them, as \\ud800 and \\x1b."""
+    if text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def words(text: str, most: int) -> str:
+    """`plain` text of at most `most` characters, without secrets; what is cut off is counted at the end."""
+    safe = plain(redact(text))
+    if len(safe) <= most:
+        return safe
+    note = f" ... ({len(safe)} characters)"
+    return safe[: most - len(note)] + note
+
+
+def said(error: BaseException) -> str:
+    """The text of an exception, whatever its own methods do."""
+    try:
+        return words(str(error), MOST_SAID)
+    except BaseException:  # noqa: BLE001  foreign __str__
+        return "(its text cannot be made)"
+
+
+def number(value: object, where: str = "") -> float:
+    """A finite float of at most LARGEST in size, of a bool, int, float or one-element numpy or torch value. ValueError
+    says what else it was."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, bool | int | float):
+        raise ValueError(f"{type(value).__name__}{where}; expected a finite number or a dict of them")
+    try:
+        out = float(value)
+    except OverflowError as error:
+        raise ValueError(f"an int too large for a float{where}; expected {_EXPECTED}") from error
+    if not math.isfinite(out) or abs(out) > LARGEST:
+        raise ValueError(f"{out}{where}; expected {_EXPECTED}")
+    return out
+
+
+_EXPECTED = f"a finite number between {-LARGEST:g} and {LARGEST:g}"
