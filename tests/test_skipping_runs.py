@@ -79,6 +79,7 @@ def stage(policy: Door, *, skip: bool, reference: Door | None = None, **keys: An
         algorithm=algorithm, skipping=skipping(resolve(cfg), train), recompute_old=True, critic=None,
         policy=policy.engine, reference=reference and reference.engine, phase=lambda name: nullcontext(),
         plan=SimpleNamespace(critic=None, critic_warmup_steps=0), buffer=SimpleNamespace(groups_per_step=6),
+        note_skipped=lambda *_: None,
     )  # fmt: skip
 
 

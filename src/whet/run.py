@@ -16,7 +16,6 @@ from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 import torch
-from torch import Tensor
 
 from whet import checkpoint
 from whet.algos.critic import Scale
@@ -48,6 +47,7 @@ from whet.track.history import other_rows
 from whet.track.record import RunDirectory
 from whet.track.timeline import EXPLORING, STEPS, WAITS, Together
 from whet.track.trackers import ShowsText, Tracker
+from whet.training.passes import untaught
 from whet.training.profile import Profiler
 from whet.training.ranks import Ranks
 from whet.training.throughput import Meter
@@ -391,14 +391,8 @@ class Run:
         self.directory.timeline.at = self.name, self.step + 1
         within = within or deadlines.rollout(self.cfg)
         with self.directory.timeline.span(what, WAITS):
-            return await wait(
-                awaitable,
-                owner=owner,
-                what=what,
-                timeout_s=within.seconds,
-                progress=progress,
-                limit=within.keys,
-            )
+            limits: dict[str, Any] = {"timeout_s": within.seconds, "limit": within.keys}
+            return await wait(awaitable, owner=owner, what=what, progress=progress, **limits)
 
     def reset_reference(self) -> None:
         """Every so many steps or epochs the reference becomes the policy of now; its optimizer may begin anew."""
@@ -423,22 +417,11 @@ class Run:
             self.exact = False
             self.display.exactness("close")
 
-    def note_skipped(self, batch: Batch, parts: Sequence[Tensor], steps: Sequence[Metrics]) -> None:
-        """Find the groups that only such updates had whose gradient was not finite: nothing was learned from them.
-        parts: numbers of the rollouts of `batch` that each of the updates `steps` had."""
-        taken = [not any(v for k, v in said.items() if k.endswith("/skipped_steps")) for said in steps]
-        self.skipped = ()
-        if all(taken):
-            return
-        dealt = zip(parts, taken, strict=True)
-        learned = {group for rows, is_taken in dealt if is_taken for group in batch.group_R[rows].tolist()}
-        own_R = batch.group_R if batch.expert_R is None else batch.group_R[~batch.expert_R]
-        own = sorted(set(own_R.tolist()))
-        self.skipped = tuple(n for n, group in enumerate(own) if group not in learned)
-        log.warning(
-            f"step {self.step + 1}: the norm of the gradient was not finite in {taken.count(False)} of {len(taken)} "
-            f"optimizer steps, which were skipped; {len(self.skipped)} of {len(own)} groups were not trained on"
-        )
+    def note_skipped(self, batch: Batch, parts: Sequence[torch.Tensor], steps: Sequence[Metrics]) -> None:
+        """Find the groups of which nothing was learned; see `untaught`."""
+        self.skipped, told = untaught(batch, parts, steps)
+        if told:
+            log.warning("step %d: %s", self.step + 1, told)
 
     def after_step(self, batch: Batch, groups: list[Group]) -> Metrics:
         """Numbers of the whole batch; the KL controller moves."""
@@ -542,16 +525,11 @@ class Run:
 
     def engines(self) -> dict[str, TorchEngine]:
         """What a checkpoint holds. A reference that came from a folder is read from there again."""
-        out = {"policy": self.policy}
-        if self.critic is not None:
-            out["critic"] = self.critic
         cfg = self.cfg.reference
         own = cfg.path is None or cfg.reset_every > 0 or cfg.reset_every_epochs > 0
-        if self.reference is not None and own:
-            out["reference"] = self.reference
-        if self.sampler is not None:
-            out["sampler"] = self.sampler
-        return out
+        held = {"policy": self.policy, "critic": self.critic, "sampler": self.sampler}
+        held["reference"] = self.reference if own else None
+        return {name: engine for name, engine in held.items() if engine is not None}
 
     def save(self) -> None:
         """The whole run to disk. What was written down so far is brought there first."""

@@ -263,8 +263,7 @@ class Router:
             self._bringing(name, self._grow(name))
 
     def drop(self, replica: Replica, why: str, error: BaseException | None = None) -> None:
-        """Never ask it again. What it was asked is asked elsewhere, and another takes its place if one may. error: its
-        traceback goes to the log."""
+        """Ask it no more. What it was asked is asked elsewhere; another takes its place if one may."""
         if replica.state == "gone":
             return
         leaving, replica.state = replica.state == "leaving", "gone"
@@ -446,12 +445,11 @@ class Router:
                 f"no engine replica is left and none will come ({last}). Mend what ended them, or raise "
                 "cluster.restarts; the run goes on from its last checkpoint"
             )
-        await self._wait(
-            self._news.wait(),
+        what, limit = (
             "an engine replica: none is left, one is being restarted",
-            self.start_s,
-            limit=f"cluster.start_s={self.start_s:g}",
+            f"cluster.start_s={self.start_s:g}",
         )
+        await self._wait(self._news.wait(), what, self.start_s, limit=limit)
 
     def _tell(self) -> None:
         """Whoever waits for a replica looks again."""
@@ -528,9 +526,7 @@ class Router:
     async def _silent(self, replica: Replica, what: str) -> Exception:
         """Returns the error of a replica that is stopped, or lost, in the middle of something else than sampling."""
         unanswered = 0
-        while (
-            unanswered < LOOKS
-        ):  # counted in looks: time in which this process was stopped is not the replica's
+        while unanswered < LOOKS:  # in looks: time in which this process was stopped is not the replica's
             if not unanswered:
                 await asyncio.sleep(self.health_s / LOOKS)
             try:

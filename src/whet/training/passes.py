@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from whet import seeds
 from whet.batch import Batch, split
 from whet.config.schema import Train
+from whet.types import Metrics
 
 
 def passes(batch: Batch, train: Train, *, stream: int) -> Iterator[Tensor]:
@@ -29,3 +30,21 @@ def deal(batch: Batch, parts: int, *, stream: int) -> list[Tensor]:
     """`split` after shuffling the groups. Inside a minibatch they keep their order: a gradient is a sum."""
     groups = int(batch.group_R[-1]) + 1
     return split(batch, parts, place_G=torch.from_numpy(seeds.permutation(stream, groups)))
+
+
+def untaught(
+    batch: Batch, parts: Sequence[Tensor], steps: Sequence[Metrics]
+) -> tuple[tuple[int, ...], str | None]:
+    """(numbers, among the sampled groups, of those that only such updates had whose gradient was not finite; that in
+    words). parts: numbers of the rollouts of `batch` that each of the updates `steps` had."""
+    taken = [not any(v for k, v in told.items() if k.endswith("/skipped_steps")) for told in steps]
+    if all(taken):
+        return (), None
+    learned = {g for rows, ok in zip(parts, taken, strict=True) if ok for g in batch.group_R[rows].tolist()}
+    own_R = batch.group_R if batch.expert_R is None else batch.group_R[~batch.expert_R]
+    own = sorted(set(own_R.tolist()))
+    lost = tuple(n for n, group in enumerate(own) if group not in learned)
+    return lost, (
+        f"the norm of the gradient was not finite in {taken.count(False)} of {len(taken)} optimizer steps, which were "
+        f"skipped; {len(lost)} of {len(own)} groups were not trained on"
+    )
