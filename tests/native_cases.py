@@ -494,6 +494,7 @@ CASES: dict[str, Case] = {
     "guard.workers": ("", 2),
     "guard.env": ("rewards.r.function='rows.py:environment'", {"MARK": "2"}),
     "guard.timeout_s": ("", 5.0),
+    "guard.confine": ("", "all"),
     "guard.memory_mb": ("", 1024),
     "guard.max_output_bytes": ("", 128),
     "machine.threads": ("", 2),

@@ -256,7 +256,7 @@ def test_the_plan_asks_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     ("url", "said"),
     [
         ("ftp://host/x", "ftp:// is not known"),
-        ("s3://me:password@pail/x", "holds a password"),
+        ("s3://me:p4ss-w0rd@pail/x", "holds a password"),
         ("hf://org", "expected hf://ORG/NAME"),
         ("gs://pail/x", "gs:// needs gcsfs, which is not installed"),
     ],

@@ -83,7 +83,13 @@ def updates(step: int, *overrides: str) -> list[tuple[str, int]]:
         patch.setattr(loop, "update_policy", learner("policy"))
         patch.setattr(loop, "update_critic", learner("critic"))
         run: Any = SimpleNamespace(
-            cfg=cfg, plan=plan(cfg), name="main", step=step, policy=None, critic=learner
+            note_skipped=lambda *_: None,
+            cfg=cfg,
+            plan=plan(cfg),
+            name="main",
+            step=step,
+            policy=None,
+            critic=learner,
         )
         loop.update(run, ragged(3, groups=16))
     return seen

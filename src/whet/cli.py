@@ -100,11 +100,15 @@ def plan(
         Optional[Path],  # noqa: UP045
         typer.Option("--simulate", help="Run directory: how fast would it be, going by that run's times?"),
     ] = None,
+    arithmetic: Annotated[
+        bool, typer.Option("--arithmetic", help="Try which bits float32 has on this CPU, too: some seconds.")
+    ] = False,
 ) -> None:
     """Print everything that follows from a config, without loading a model.
 
     \b
     Example: whet plan examples/first_run.yaml stages.rl.train.tasks_per_step=32
+    Example: whet plan examples/first_run.yaml --arithmetic
     Example: whet plan examples/gsm8k.yaml rollout.max_staleness=2 rollout.schedule=free --simulate runs/gsm8k
     """
     from rich.console import Console
@@ -117,7 +121,7 @@ def plan(
     _say(loaded)
     planned = plans(loaded)
     Console().print(describe(planned))
-    if planned[0].device == "cpu":
+    if arithmetic:
         _say_arithmetic(loaded.config.machine.kernels, exact=loaded.config.machine.exact != "off")
     check_memory(planned)
     if like is not None:
@@ -132,7 +136,7 @@ def plan(
 
 
 def _say_arithmetic(kind: Literal["auto", "torch", "compiled"], *, exact: bool) -> None:
-    """Which bits float32 has here: the one part of a plan that has to be tried."""
+    """Which bits float32 has here: what has to be tried, with torch."""
     from whet import environment
 
     environment.prepare(None, exact)

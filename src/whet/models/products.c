@@ -120,10 +120,14 @@ INLINE void transpose_8(const float *q, i64 q_j, i64 K, float *to, i64 lanes) {
 }
 #endif
 
-/* Columns j0 .. j0 + n - 1 of q into [K][lanes]; the lanes behind them are 0. */
-static void pack_panel(const Product *a, i64 k0, i64 K, i64 j0, i64 n, i64 lanes, float *to) {
-    const float *q = a->q + k0 * a->q_k + j0 * a->q_j;
-    i64 j = 0;
+/* Lanes of a panel of n columns, at most `most`: no wider than they need. */
+INLINE i64 panel_lanes(i64 n, i64 most) { return n <= W ? W : n <= LANES ? LANES : most; }
+
+/* The panel from column `at` of the J columns from j0, into [K][lanes]; lanes without a column are 0. */
+static void pack_panel(const Product *a, i64 k0, i64 K, i64 j0, i64 J, i64 at, i64 wide, float *panels) {
+    i64 n = MIN(wide, J - at), lanes = panel_lanes(n, wide), j = 0;
+    const float *q = a->q + k0 * a->q_k + (j0 + at) * a->q_j;
+    float *to = panels + at * K;
     if (a->q_j == 1) {
         for (i64 k = 0; k < K; k++) memcpy(to + k * lanes, q + k * a->q_k, sizeof(float) * n);
         j = n;
@@ -149,16 +153,14 @@ static void pack_strip(const Product *a, i64 i0, i64 I, i64 k0, i64 K, float *to
 
 /* ---- the whole ----------------------------------------------------------------------------------------------- */
 
-/* Lanes of a panel of n columns, at most `most`: no wider than they need. */
-INLINE i64 panel_lanes(i64 n, i64 most) { return n <= W ? W : n <= LANES ? LANES : most; }
-
 INLINE void multiply_tile(const float *p, i64 p_i, i64 p_k, const float *panel, i64 lanes, i64 K, float *sums, i64 rows) {
     (lanes == W ? tile_1 : lanes == LANES ? tile_2 : tile_few)(p, p_i, p_k, panel, K, sums, rows);
 }
 
-/* Rows i0 .. of one strip times all panels (of `wide` lanes each, the last one perhaps of fewer). */
-static void multiply_strip(const Product *a, const float *panels, i64 wide, i64 i0, i64 I, i64 j0, i64 J, i64 k0, i64 K,
-                           int first) {
+/* `most` rows from i0 times all panels (of `wide` lanes each, the last one perhaps of fewer). */
+static void multiply_strip(const Product *a, const float *panels, i64 wide, i64 i0, i64 most, i64 j0, i64 J, i64 k0,
+                           i64 K, int first) {
+    i64 I = MIN(most, a->I - i0);
     float packed[STRIP * TERMS] __attribute__((aligned(64))), sums[ROWS * LANES] __attribute__((aligned(64)));
     int pack = J > MANY_PANELS * LANES && I > ROWS;
     if (pack) pack_strip(a, i0, I, k0, K, packed);
@@ -181,15 +183,17 @@ static int multiply(const Product *a, int add, int threads) {
     for (i64 j0 = 0; j0 < a->J; j0 += WIDE)
         for (i64 k0 = 0; k0 < a->K; k0 += TERMS) {
             i64 J = MIN(WIDE, a->J - j0), K = MIN(TERMS, a->K - k0);
-            int share = threads > 1 && J * K > 1 << 14;
-            _Pragma("omp parallel for schedule(static) num_threads(threads) if (share)")
-            for (i64 j = 0; j < J; j += wide) {
-                i64 n = MIN(wide, J - j);
-                pack_panel(a, k0, K, j0 + j, n, panel_lanes(n, wide), panels + j * K);
-            }
-            _Pragma("omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)")
-            for (i64 s = 0; s < strips; s++)
-                multiply_strip(a, panels, wide, s * strip, MIN(strip, a->I - s * strip), j0, J, k0, K, k0 == 0 && !add);
+            int first = k0 == 0 && !add;
+            if (threads > 1 && J * K > 1 << 14) {
+                _Pragma("omp parallel for schedule(static) num_threads(threads)")
+                for (i64 j = 0; j < J; j += wide) pack_panel(a, k0, K, j0, J, j, wide, panels);
+            } else
+                for (i64 j = 0; j < J; j += wide) pack_panel(a, k0, K, j0, J, j, wide, panels);
+            if (threads > 1) { /* even a team of one costs microseconds */
+                _Pragma("omp parallel for schedule(dynamic) num_threads(threads)")
+                for (i64 s = 0; s < strips; s++) multiply_strip(a, panels, wide, s * strip, strip, j0, J, k0, K, first);
+            } else
+                for (i64 s = 0; s < strips; s++) multiply_strip(a, panels, wide, s * strip, strip, j0, J, k0, K, first);
         }
     free(panels);
     return 0;
@@ -208,6 +212,11 @@ int whet_product(const float *a, i64 a_i, i64 a_k, const float *b, i64 b_k, i64 
     Product rows = {a, a_i, a_k, b, b_k, b_j, out, out_i, out_j, I, J, K};
     Product columns = {b, b_j, b_k, a, a_k, a_i, out, out_j, out_i, J, I, K};
     return multiply(I >= J || I <= FEW ? &rows : &columns, add, threads);
+}
+
+/* y = x w^T for rows that are dense. */
+int whet_linear(const float *x, i64 x_i, const float *w, i64 w_j, float *y, i64 I, i64 J, i64 K, int threads) {
+    return whet_product(x, x_i, 1, w, 1, w_j, y, J, 1, I, J, K, 0, threads);
 }
 
 /* out[j] = the sum over i of x[i][j], in blocks of TERMS rows: what `whet_product` gives for a row of ones. */

@@ -46,6 +46,13 @@ class Products:
     reason: str
     multiply: Multiply
 
+    def linear(self, x: Tensor, weight: Tensor, y: Tensor) -> None:
+        """y = x W^T. The way of most products, so a short one."""
+        if isinstance(self.multiply, _Compiled) and x.stride(1) == weight.stride(1) == 1:
+            self.multiply.linear(x, weight, y)
+        else:
+            self.multiply(x, weight.t(), y, False)
+
 
 @cache
 def chosen() -> Products:
@@ -60,6 +67,10 @@ def chosen() -> Products:
         return Products("torch", False, f"{why}; oneDNN's products do not keep the law here", _by_torch)
     operand: list[Any] = [c_void_p, c_int64, c_int64]
     lib.whet_product.argtypes = [*operand, *operand, *operand, c_int64, c_int64, c_int64, c_int, c_int]
+    lib.whet_linear.argtypes = [
+        *(c_void_p, c_int64, c_void_p, c_int64, c_void_p),
+        *(c_int64, c_int64, c_int64, c_int),
+    ]
     lib.whet_column_sums.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64]
     compiled = _Compiled(lib)
     return Products("compiled", _obeys(compiled), how, compiled)
@@ -83,7 +94,7 @@ def product(a_IK: Tensor, b_KJ: Tensor, *, out: Tensor | None = None, add: bool 
     if out is None:
         out = a_IK.new_empty(a_IK.shape[0], b_KJ.shape[1])
     if _ours(a_IK, b_KJ) and out.dtype == torch.float32:
-        chosen().multiply(a_IK.detach(), b_KJ.detach(), out, add)
+        chosen().multiply(a_IK, b_KJ, out, add)
     elif a_IK.dtype == out.dtype:
         _by_torch(a_IK, b_KJ, out, add)
     else:
@@ -114,15 +125,15 @@ class Everywhere(TorchFunctionMode):
 
 
 def _ours(*tensors: Tensor) -> bool:
-    """Plain float32 on a CPU, and nothing else asks to be told of products (a compiler, float8)."""
-    return (
-        all(
-            type(t) in (Tensor, nn.Parameter) and t.dtype is torch.float32 and t.device.type == "cpu"
-            for t in tensors
-        )
-        and not torch._C._len_torch_function_stack()
-        and not torch.compiler.is_compiling()
-    )
+    """Plain float32 on a CPU, and nothing else asks to be told of products (a compiler, float8, autocast)."""
+    for t in tensors:
+        if t.dtype is not torch.float32 or not t.is_cpu or type(t) not in _PLAIN:
+            return False
+    asked = torch._C._len_torch_function_stack() or torch.is_autocast_enabled("cpu")
+    return not asked and not torch.compiler.is_compiling()
+
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -131,8 +142,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise ValueError(
             f"linear: x is {tuple(x.shape)}, the weight {tuple(weight.shape)}: inner sizes differ"
         )
-    y = rows.new_empty(len(rows), len(weight))
-    chosen().multiply(rows.detach(), weight.detach().t(), y, False)
+    y = torch.empty(len(rows), len(weight), dtype=torch.float32)
+    chosen().linear(rows, weight, y)
     if bias is not None:
         y += bias
     return y if x.ndim == 2 else y.view(*x.shape[:-1], len(weight))
@@ -166,11 +177,22 @@ class _Compiled:
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
         size, threads = (a.shape[0], b.shape[1], a.shape[1]), torch.get_num_threads()
-        operands = (x for t in (a, b, out) for x in (t.data_ptr(), *t.stride()))
+        operands = (a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride(), out.data_ptr(), *out.stride())
         if self.lib.whet_product(*operands, *size, add, threads):
-            raise WhetError("a matrix product could not get scratch memory; make the micro-batch smaller")
+            raise _no_memory()
+
+    def linear(self, x: Tensor, weight: Tensor, y: Tensor) -> None:
+        (rows, terms), columns, threads = x.shape, weight.shape[0], torch.get_num_threads()
+        operands = (x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0), y.data_ptr())
+        if self.lib.whet_linear(*operands, rows, columns, terms, threads):
+            raise _no_memory()
 
 
+def _no_memory() -> WhetError:
+    return WhetError("a matrix product could not get scratch memory; make the micro-batch smaller")
+
+
+@torch.no_grad()
 def _onednn(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     """Chain by chain. oneDNN takes another road for a single row."""
     rows = a.shape[0]
@@ -183,6 +205,7 @@ def _onednn(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
         out.zero_()
 
 
+@torch.no_grad()
 def _by_torch(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
 
