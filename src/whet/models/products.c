@@ -200,7 +200,8 @@ static int multiply(const Product *a, int add, int threads) {
 }
 
 /* out (+)= a b for [I, K] and [K, J] of any strides. Returns 0, or 1 where memory ran out. What lies along the lanes is
-   packed, so it is the smaller operand; but a lane each would waste most lanes on very few rows. */
+   packed, K J or K I elements; with rows there, I J results are turned, one by one, at twice the cost. But a lane each
+   would waste most lanes on very few rows. */
 int whet_product(const float *a, i64 a_i, i64 a_k, const float *b, i64 b_k, i64 b_j, float *out, i64 out_i, i64 out_j,
                  i64 I, i64 J, i64 K, int add, int threads) {
     if (!I || !J) return 0;
@@ -211,7 +212,7 @@ int whet_product(const float *a, i64 a_i, i64 a_k, const float *b, i64 b_k, i64 
     if (2.0 * I * J * K < 1 << 18) threads = 1;
     Product rows = {a, a_i, a_k, b, b_k, b_j, out, out_i, out_j, I, J, K};
     Product columns = {b, b_j, b_k, a, a_k, a_i, out, out_j, out_i, J, I, K};
-    return multiply(I >= J || I <= FEW ? &rows : &columns, add, threads);
+    return multiply(I <= FEW || K * (J - I) <= 2 * I * J ? &rows : &columns, add, threads);
 }
 
 /* y = x w^T for rows that are dense. */
