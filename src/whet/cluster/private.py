@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ray._private import ray_constants
 
+from whet.track.files import own_folder
 from whet.types import ConfigError
 
 LOOPBACK_ONLY = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
@@ -40,18 +40,10 @@ def sessions() -> Path:
     # short: a socket's path in it has to fit 107 bytes
     folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"whet-ray-{os.getuid()}"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        seen = folder.lstat()
-        if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid():
-            raise ConfigError(
-                f"{folder} is not a folder of yours, and a cluster's sessions go there: remove it, or set RAY_TMPDIR "
-                "to a folder of your own"
-            )
-        folder.chmod(0o700)
+        own_folder(folder)
     except OSError as error:
         raise ConfigError(
-            f"{folder}, where a cluster's sessions go, cannot be made: {error.strerror}; set RAY_TMPDIR to a folder "
-            "of your own"
+            f"{folder}, where a cluster's sessions go: {error.strerror}; or set RAY_TMPDIR to a folder of your own"
         ) from error
     return folder / "ray"  # Ray opens it to everyone: the folder above it is what keeps them out
 
@@ -60,7 +52,13 @@ def token() -> None:
     """See that Ray's token is there and that nobody else may read it. ConfigError where that cannot be."""
     if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_MODE", "token") != "token":
         return
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    try:
+        path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    except RuntimeError as error:
+        raise ConfigError(
+            "Ray keeps the token of its clusters in the home folder, and none is known here: set HOME, or "
+            "RAY_AUTH_TOKEN_PATH to a file of your own"
+        ) from error
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:

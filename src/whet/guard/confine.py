@@ -49,12 +49,6 @@ def die_with(parent: int) -> None:
             os._exit(1)
 
 
-def outlive() -> None:
-    """Take `die_with` back. When the parent ends, this process goes on even if it was stopped, and can see it."""
-    if _LINUX:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
-
-
 @contextlib.contextmanager
 def process_end(pid: int) -> Iterator[list[int]]:
     """File descriptors that become readable when process `pid` ends: one, or none on systems without such.

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from whet.guard import confine, frames, sandbox, stacks, worker
+from whet.guard.processes import wake_with_parent
 from whet.secrets import redact
 from whet.types import WhetError
 
@@ -124,7 +125,7 @@ def keep(
     confine.die_with(run)
     stacks.listen("reward-keeper")
     functions, problem = _load(loaders, prepare)
-    confine.outlive()  # SIGKILL would also come when only the thread that forked this process ends
+    wake_with_parent()  # SIGKILL would also come when only the thread that forked this process ends
     control.sendall(frames.pack(0, json.dumps(problem).encode()))
     while not problem:
         ours, theirs = socket.socketpair()

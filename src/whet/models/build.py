@@ -13,7 +13,6 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import tempfile
 from functools import cache
@@ -21,6 +20,8 @@ from importlib import resources
 from pathlib import Path
 
 import torch
+
+from whet.track.files import own_folder
 
 _SOURCES = ("kernels.c", "products.c")
 _HEADERS = ("vectors.h",)
@@ -115,21 +116,17 @@ def cache_dir() -> Path:
     """A folder of this user's, where libraries are kept: what lies in it is loaded as code.
 
     $XDG_CACHE_HOME/whet or ~/.cache/whet; where there is no home folder, or none that can be written, one of this
-    user's in the folder for temporary files. Raises OSError where that one is not this user's alone.
+    user's in the folder for temporary files (`library` says which was taken). Raises OSError where that one is not this
+    user's alone.
     """
+    return _home_cache() or own_folder(Path(tempfile.gettempdir()) / f"whet-{os.getuid()}")
+
+
+def _home_cache() -> Path | None:
     given = os.environ.get("XDG_CACHE_HOME")
     try:
         folder = (Path(given) if given else Path.home() / ".cache") / "whet"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(folder, os.W_OK):
-            return folder
-    except (RuntimeError, OSError):  # no home: no $HOME, and no entry in the list of users
-        pass
-    folder = Path(tempfile.gettempdir()) / f"whet-{os.getuid()}"
-    folder.mkdir(exist_ok=True, mode=0o700)
-    seen = folder.lstat()
-    if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o022:
-        raise PermissionError(
-            f"{folder} is not a folder of this user's alone; remove it, or set XDG_CACHE_HOME"
-        )
-    return folder
+    except (RuntimeError, OSError):  # RuntimeError: no $HOME, and no entry in the list of users
+        return None
+    return folder if os.access(folder, os.W_OK) else None

@@ -1,4 +1,4 @@
-/* CPU kernels of whet: what lies between the matrix products. fp32, no headers but libc's and OpenMP's.
+/* CPU kernels of whet: what lies between the matrix products. fp32, no headers but the compiler's and libc's.
 
    The law of this file: a row (a token, a head) is computed in an order that depends on that row's own data alone.
    Sums run over 16 lanes by absolute index and are folded in one fixed tree; products accumulate one term after the
@@ -99,7 +99,9 @@ INLINE vf vtanh(vf x) {
 static double log_of(double x) {
     uint64_t bits;
     memcpy(&bits, &x, sizeof bits);
-    if (!(x >= 2.2250738585072014e-308) || bits >= 0x7ff0000000000000u) return x > 0 ? x < 1 ? -INFINITY : x : x == 0 ? -INFINITY : NAN;
+    if (!(x >= 0)) return NAN;
+    if (x < 2.2250738585072014e-308) return -INFINITY;
+    if (isinf(x)) return x;
     int64_t e = (int64_t)(bits >> 52) - 1023;
     bits = (bits & 0x000fffffffffffffu) | 0x3ff0000000000000u;
     double m;

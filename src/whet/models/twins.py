@@ -2,7 +2,7 @@
 
 They are the reference the kernels are tested against, the fallback where no compiler is at hand, and what
 runs on CUDA. On CPU the attention twins keep the exactness recipe of whet: explicit products in place of
-SDPA, key width a multiple of 16, P@V summed over fixed blocks of 256 keys, at least two query rows, so that
+SDPA, key width a multiple of 16, P@V summed over fixed blocks of 256 keys, at least four query rows, so that
 with MKL_CBWR=AUTO,STRICT a token's result is the same in a packed batch and in a decode step. One thing they
 cannot promise: torch computes the last elements of a tensor, or of a thread's share of it, with a scalar exp
 or tanh that rounds otherwise, so the activation (and a soft-cap) is row-invariant only for widths of a

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -156,6 +157,18 @@ def drop_unfinished(paths: Iterable[Path]) -> None:
         for left in folder.glob(".*.new-*"):
             if left.name[1:].rpartition(".new-")[0] in own and left.is_file():
                 left.unlink()
+
+
+def own_folder(path: Path) -> Path:
+    """`path`, a folder that nobody else may enter, made where it is missing: for places where everyone may write.
+    Raises PermissionError where it is another user's, a link, or others could write to it; OSError where it cannot be
+    made."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    seen = path.lstat()
+    if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, f"{path} is not a folder of yours alone; remove it")
+    path.chmod(0o700)
+    return path
 
 
 def sync_path(path: Path) -> None:
