@@ -104,7 +104,7 @@ def oracle(batch: Batch, family: str) -> dict[str, torch.Tensor]:
 CUT = Cut(entropy_grad=True)
 
 
-def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float) -> None:
+def assert_near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float) -> None:
     assert a.keys() == b.keys()
     for name in a:
         scale = float(b[name].abs().max()) + 1e-9
@@ -114,7 +114,7 @@ def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: flo
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_equals_plain_autograd(family: str) -> None:
     batch = weighted()
-    close(gradients(CUT, batch, family)[0], oracle(batch, family), 2e-4)
+    assert_near(gradients(CUT, batch, family)[0], oracle(batch, family), 2e-4)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_gradient_does_not_depend_on_the_cut(cut: Cut) -> None:
     batch = weighted()
     whole, numbers = gradients(CUT, batch)
     other, others = gradients(cut, batch)
-    close(other, whole, 2e-5)
+    assert_near(other, whole, 2e-5)
     assert others == pytest.approx(numbers, rel=1e-4, abs=1e-6)
 
 
@@ -146,7 +146,7 @@ def test_gradient_does_not_depend_on_the_order_of_groups() -> None:
             batch, adv_N=batch.reward_R[batch.row_N] - 1.0, weight_N=batch.mask_N / batch.mask_N.sum()
         )
 
-    close(gradients(CUT, ordered(groups))[0], gradients(CUT, ordered(groups[::-1]))[0], 2e-5)
+    assert_near(gradients(CUT, ordered(groups))[0], gradients(CUT, ordered(groups[::-1]))[0], 2e-5)
 
 
 def test_forward_is_the_log_prob_at_the_temperature() -> None:

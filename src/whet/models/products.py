@@ -53,6 +53,12 @@ class Products:
         else:
             self.multiply(x, weight.t(), y, False)
 
+    def column_sums(self, x: Tensor) -> Tensor:
+        """[J] of [I, J]: what the product with a row of ones gives."""
+        if isinstance(self.multiply, _Compiled):
+            return self.multiply.column_sums(x)
+        return product(x.new_ones(1, len(x)), x).squeeze(0)
+
 
 @cache
 def chosen() -> Products:
@@ -105,14 +111,7 @@ def product(a_IK: Tensor, b_KJ: Tensor, *, out: Tensor | None = None, add: bool 
 
 def column_sums(x_IJ: Tensor) -> Tensor:
     """[J] sums over the rows, by the law."""
-    if not _ours(x_IJ):
-        return x_IJ.sum(0)
-    found = chosen()
-    if not isinstance(found.multiply, _Compiled):
-        return product(x_IJ.new_ones(1, len(x_IJ)), x_IJ).squeeze(0)
-    x_IJ, out_J = _dense_rows(x_IJ.detach()), x_IJ.new_empty(x_IJ.shape[1])
-    found.multiply.lib.whet_column_sums(x_IJ.data_ptr(), x_IJ.stride(0), out_J.data_ptr(), *x_IJ.shape)
-    return out_J
+    return chosen().column_sums(x_IJ) if _ours(x_IJ) else x_IJ.sum(0)
 
 
 class Everywhere(TorchFunctionMode):
@@ -187,6 +186,12 @@ class _Compiled:
         if self.lib.whet_linear(*operands, rows, columns, terms, threads):
             raise _no_memory()
 
+    def column_sums(self, x: Tensor) -> Tensor:
+        x = x.detach() if x.stride(1) == 1 else x.detach().contiguous()
+        out = x.new_empty(x.shape[1])
+        self.lib.whet_column_sums(x.data_ptr(), x.stride(0), out.data_ptr(), *x.shape)
+        return out
+
 
 def _no_memory() -> WhetError:
     return WhetError("a matrix product could not get scratch memory; make the micro-batch smaller")
@@ -208,10 +213,6 @@ def _onednn(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
 @torch.no_grad()
 def _by_torch(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
-
-
-def _dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @torch.no_grad()
