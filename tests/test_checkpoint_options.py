@@ -21,6 +21,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 import whet
+from tiny import RUN
 from whet import checkpoint
 from whet.config.load import load
 from whet.config.plan import plans
@@ -30,18 +31,7 @@ from whet.track import places
 from whet.types import CheckpointError, ConfigError, Task, WhetError
 
 ROOT = Path(__file__).parents[1]
-CONFIG: dict[str, Any] = {
-    "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 32, "max_positions": 32}},
-    "tokenizer": {"build": "chars"},
-    "data": {"max_prompt_tokens": 8, "train": [{"path": "tests/data/words.jsonl"}]},
-    "rewards": {"letters": {"function": "tests/resume/rewards.py:shared_letters"}},
-    "rollout": {"group_size": 2, "sampling": {"max_tokens": 4}},
-    "train": {"steps": 3, "tasks_per_step": 4, "optimizer": {"lr": 1e-2}},
-    "checkpoint": {"every": 1, "export": False},
-    "machine": {"threads": 1},
-    "guard": {"workers": 1},
-    "track": {"trackers": ["jsonl"]},
-}
+CONFIG = RUN | {"checkpoint": {"every": 1, "export": False}, "guard": {"workers": 1}}
 
 Train = Callable[..., whet.Result]
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import whet
+from tiny import RUN
 from whet import checkpoint
 from whet.cli import app
 from whet.config import resuming
@@ -29,17 +30,7 @@ from whet.training.torch import TorchEngine
 from whet.types import CheckpointError, ConfigError, Task, WhetError
 
 ROOT = Path(__file__).parents[1]
-CONFIG: dict[str, Any] = {
-    "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 32, "max_positions": 32}},
-    "tokenizer": {"build": "chars"},
-    "data": {"max_prompt_tokens": 8, "train": [{"path": "tests/data/words.jsonl"}]},
-    "rewards": {"letters": {"function": "tests/resume/rewards.py:shared_letters"}},
-    "rollout": {"group_size": 2, "sampling": {"max_tokens": 4}},
-    "train": {"steps": 3, "tasks_per_step": 4, "optimizer": {"lr": 1e-2}},
-    "checkpoint": {"every": 1, "keep": None, "export": False},
-    "machine": {"threads": 1},
-    "track": {"trackers": ["jsonl"]},
-}
+CONFIG = RUN | {"checkpoint": {"every": 1, "keep": None, "export": False}}
 
 Train = Callable[..., whet.Result]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from test_timeline import TINY
-from test_train_torch import close, gradients, pg_loss, weighted
+from test_train_torch import assert_near, gradients, pg_loss, weighted
 from tiny import tiny_model
 from whet.config.load import load
 from whet.config.plan import plans
@@ -364,7 +364,7 @@ def test_compiled_layers_give_equal_gradients(
         monkeypatch.setattr("whet.models.functional.known_family", lambda model, config: None)
     plain, _ = gradients(Cut(checkpoint=checkpoint), weighted())
     compiled, _ = gradients(Cut(checkpoint=checkpoint, compile=True), weighted())
-    close(compiled, plain, 2e-6)
+    assert_near(compiled, plain, 2e-6)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import whet
 from test_learning import SETUP, learn
-from test_train_torch import close, pg_loss, random_groups, weighted
+from test_train_torch import assert_near, pg_loss, random_groups, weighted
 from tiny import tiny_model
 from whet.algos.recipes import build
 from whet.algos.skipping import skipping
@@ -120,11 +120,11 @@ def test_gradients_moments_and_weights_are_those_of_all_rollouts(
     (one, batch), (all_of_it, whole) = both(uniform, **keys)
     assert len(one.gradients) == len(all_of_it.gradients) > 0
     for mine, theirs in zip(one.gradients, all_of_it.gradients, strict=True):
-        close(mine, theirs, 2e-5)
+        assert_near(mine, theirs, 2e-5)
     assert one.engine.optimizer is not None
     assert all_of_it.engine.optimizer is not None
     moments, wanted = one.engine.optimizer.state(), all_of_it.engine.optimizer.state()
-    close({n: x.float() for n, x in moments.items()}, {n: x.float() for n, x in wanted.items()}, 4e-5)
+    assert_near({n: x.float() for n, x in moments.items()}, {n: x.float() for n, x in wanted.items()}, 4e-5)
     assert one.engine.optimizer.counts() == all_of_it.engine.optimizer.counts()
     assert torch.equal(batch.adv_N, whole.adv_N)  # type: ignore[arg-type]
     assert batch.skipped_R is not None
@@ -200,7 +200,7 @@ def test_ranks_that_have_nothing_left_keep_step() -> None:
         told = [e.update(one_left, pg_loss) for e in (alone, many)]
         assert told[0] == pytest.approx(told[1], rel=1e-4, abs=1e-6)
         weights = [{n: p.detach() for n, p in e.module.named_parameters()} for e in (alone, many)]
-        close(weights[1], weights[0], 1e-5)
+        assert_near(weights[1], weights[0], 1e-5)
     finally:
         ranks.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
 
@@ -10,6 +12,17 @@ from whet.models.load import build
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe")
 VOCAB = 61
+RUN: dict[str, Any] = {
+    "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 32, "max_positions": 32}},
+    "tokenizer": {"build": "chars"},
+    "data": {"max_prompt_tokens": 8, "train": [{"path": "tests/data/words.jsonl"}]},
+    "rewards": {"letters": {"function": "tests/resume/rewards.py:shared_letters"}},
+    "rollout": {"group_size": 2, "sampling": {"max_tokens": 4}},
+    "train": {"steps": 3, "tasks_per_step": 4, "optimizer": {"lr": 1e-2}},
+    "machine": {"threads": 1},
+    "track": {"trackers": ["jsonl"]},
+}
+"""A run of a few seconds, from the root of the checkout. Not to be written to."""
 
 
 def tiny_model(family: str = "qwen3", *, seed: int = 0, layers: int = 2, std: float = 0.1) -> PreTrainedModel:

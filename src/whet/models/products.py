@@ -126,7 +126,7 @@ class Everywhere(TorchFunctionMode):
 def _ours(*tensors: Tensor) -> bool:
     """Plain float32 on a CPU, and nothing else asks to be told of products (a compiler, float8, autocast)."""
     for t in tensors:
-        if t.dtype is not torch.float32 or not t.is_cpu or type(t) not in _PLAIN:
+        if type(t) not in _PLAIN or t.dtype is not torch.float32 or not t.is_cpu:
             return False
     asked = torch._C._len_torch_function_stack() or torch.is_autocast_enabled("cpu")
     return not asked and not torch.compiler.is_compiling()
