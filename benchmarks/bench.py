@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import floor
+
 HERE = Path(__file__).parent
 TRL = HERE.parent / ".bench-venv" / "bin" / "python"
 CASES = ("S/32", "S/128", "M/32", "M/128", "L/32", "S/32/512", "S/128/512", "M/32/512")
@@ -50,8 +52,12 @@ def compare(name: str, folder: Path, *, repeats: int) -> dict[str, Any]:
         return {k: statistics.median(r[k] for r in runs) for k in runs[0] if isinstance(runs[0][k], float)}
 
     pairs = [t["step_s"] / o["step_s"] for o, t in zip(ours, theirs)]
+    speed, whose = floor.rate(case)
     return {
         "case": name,
+        "floor_s": floor.floor_s(case, generated=medians(ours)["tokens_per_step"], rate=speed),
+        "gflops": speed / 1e9,
+        "fastest_products": whose,
         "whet": medians(ours),
         "trl": medians(theirs),
         "faster": statistics.median(pairs),
@@ -65,8 +71,10 @@ def row(r: dict[str, Any]) -> str:
         return f"{x['step_s']:.3f} | {split} | {x['generated_tokens_per_s']:,.0f} | {x['peak_rss_mb']:,.0f}"
 
     low, high = r["faster_range"]
+    over = r["whet"]["step_s"] / r["floor_s"]
+    times = f"{r['floor_s']:.3f} ({r['gflops']:.0f}, {r['fastest_products']}) | {over:.2f}"
     ours, theirs = cells(r["whet"], "update_s"), cells(r["trl"], "loss_backward_s")
-    return f"| {r['case']} | {ours} | {theirs} | **{r['faster']:.2f}x** ({low:.2f}-{high:.2f}) |"
+    return f"| {r['case']} | {ours} | {theirs} | **{r['faster']:.2f}x** ({low:.2f}-{high:.2f}) | {times} |"
 
 
 def main() -> None:
@@ -78,9 +86,10 @@ def main() -> None:
     args = parser.parse_args()
     split = "generate + update + rest"
     print(
-        f"| case | whet s/step | {split} | tokens/s | MB | TRL s/step | {split} | tokens/s | MB | whet is faster |"
+        f"| case | whet s/step | {split} | tokens/s | MB | TRL s/step | {split} | tokens/s | MB | whet is faster "
+        "| floor s (GFLOP/s) | whet over floor |"
     )
-    print("|---" * 10 + "|")
+    print("|---" * 12 + "|")
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for name in args.cases:

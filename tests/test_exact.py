@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Literal
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from tiny import FAMILIES, VOCAB, tiny_model
-from whet.models import kernels
+from whet.models import kernels, products
 from whet.models.exact import ExactReport, self_test
 from whet.models.forward import decoder
 
@@ -53,6 +55,23 @@ for name in ("torch", "auto"):
         out[f"{kind}/{name}"] = (report.exact, report.tokens, report.mismatches)
 print(json.dumps(out))
 """
+
+
+@pytest.mark.skipif(not products.chosen().lawful, reason="nothing here keeps the law of the products")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["torch", "auto"])
+def test_half_precision_is_exact(kind: Literal["torch", "auto"], dtype: torch.dtype) -> None:
+    """As on a CPU that does not multiply it itself; tiny models, whose feed-forward widths are multiples of 16."""
+    ops, threads = kernels.load(kind), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1 if kind == "torch" else 2)
+        with patch.object(products, "widens", lambda dtype: dtype in products.HALF):
+            for family in FAMILIES:
+                module = tiny_model(family).to(dtype)  # type: ignore[arg-type]
+                report = self_test(decoder(module, ops), ops, vocab_size=VOCAB, seed=1, temperature=0.9)
+                assert report.exact, f"{family}: {report}"
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="row-independent products need MKL")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from whet.models import build, kernels
 from whet.models.kernels import Ops
+from whet.models.segments import Segments
 from whet.types import ConfigError, WhetError
 
 
@@ -292,11 +293,48 @@ def test_weight_gradients_do_not_know_the_threads(ops: Ops) -> None:
         torch.set_num_threads(before)
 
 
-def test_other_dtypes_go_to_the_twin() -> None:
-    ops = kernels.load("auto")
-    x, w = normal(4, 16), normal(16)
-    assert ops.rms_norm(x, w, 0.0).dtype == torch.float64
-    assert ops.rms_norm(x.bfloat16(), w.bfloat16(), 0.0).dtype == torch.bfloat16
+def test_float64_goes_to_the_twin() -> None:
+    assert kernels.load("auto").rms_norm(normal(4, 16), normal(16), 0.0).dtype == torch.float64
+
+
+SEGMENTS = Segments(*(torch.tensor(n) for n in ([0, 9, 14], [9, 5, 8], [0, 0, 0], [0, 9, 9])))
+IN_HALF: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    "rms_norm": (lambda ops, x, w: ops.rms_norm(x, w[0], 1e-5, offset=1.0), (5, 40)),
+    "add_rms_norm": (lambda ops, x, w: ops.add_rms_norm(x, x * 0.5, w[0], eps=1e-5)[0], (5, 40)),
+    "rope": (lambda ops, x, _: ops.norm_rope(x, None, 0.0, cos_ND=ANGLE.cos(), sin_ND=ANGLE.sin()), (22, 3, 16)),
+    "norm_rope": (
+        lambda ops, x, w: ops.norm_rope(x, w[0, 0], 1e-5, cos_ND=ANGLE.cos(), sin_ND=ANGLE.sin()),
+        (22, 3, 16),
+    ),
+    "silu": (lambda ops, x, y: ops.glu(x, y, act="silu"), (5, 39)),
+    "gelu": (lambda ops, x, y: ops.glu(x, y, act="gelu_tanh"), (5, 39)),
+    "attention": (
+        lambda ops, x, y: ops.attend_packed(x, y, y * 0.5, SEGMENTS, scale=0.25, window=None, softcap=None),
+        (22, 2, 16),
+    ),
+}  # fmt: skip
+ANGLE = torch.arange(22.0)[:, None] * torch.arange(1.0, 17.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", IN_HALF)
+def test_half_precision_is_computed_in_float32_and_rounded(ops: Ops, name: str, dtype: torch.dtype) -> None:
+    """What a value is rounded to is at most the last bit away from float64's, also in gradients; twins round a normed
+    head once more."""
+    run, shape = IN_HALF[name]
+    x, y = normal(*shape).to(dtype), normal(*shape, seed=1).to(dtype)
+    outs = []
+    for cast in (dtype, torch.float64):
+        leaves = [t.to(cast).requires_grad_() for t in (x, y)]
+        out = run(ops, *leaves)
+        dy = normal(*out.shape, seed=2).to(dtype).to(cast)
+        outs.append(
+            [out, *(g for g in torch.autograd.grad(out, leaves, dy, allow_unused=True) if g is not None)]
+        )
+    eps = torch.finfo(dtype).eps
+    for found, wanted in zip(*outs):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), wanted, rtol=2 * eps, atol=4 * eps)
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def shape_of(family: str) -> Shape:
     return with_tensors(**config_sizes(tiny_model(family).config.to_dict()))
 
 
-KINDS = [("compiled", torch.float32), ("torch", torch.float32), ("torch", torch.bfloat16)]
+KINDS = list(itertools.product(("compiled", "torch"), (torch.float32, torch.bfloat16)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -221,6 +221,8 @@ def test_phases_by_hand():
     # 8 rollouts in groups of 2: two pages of the prompt are shared, one page each holds reply tokens 33..35
     page = 2 * 16 * 1 * 2 * 8 * 4
     assert found["sampling"]["KV cache"] == (4 * 2 + 8 * 1) * page
+    half = planned("tokenizer.vocab_size=50", "model.dtype=bfloat16")
+    assert peaks(half)["sampling"]["KV cache"] == (4 * 2 + 8 * 1) * page, "float32 on a CPU"
     assert found["sampling"]["rollouts"] == 8 * 36 * memory.ROLLOUT_BYTES
     assert found["optimizer step of the policy"]["gradients of the policy"] == 4 * count
     # one micro-batch: 4 prompts of 32 and 8 replies of 4, less the last tokens
@@ -511,16 +513,19 @@ def test_adapters_alone_have_gradients_to_cut():
     assert lora["gathered layers"] == plain["gathered layers"]
 
 
-def test_products_in_half_precision_are_counted_on_a_cpu():
+def test_products_in_half_precision_are_counted_where_a_cpu_multiplies_it(monkeypatch):
+    monkeypatch.setattr(footprint, "multiplies_half", lambda dtype: dtype == "bfloat16")
     few = ["tokenizer.vocab_size=50", "train.micro_rollouts=null"]
     name = "products in half precision"
     half = peaks(planned(*few, "model.dtype=bfloat16"))["update of the policy"][name]
-    # q, k, v, o; gate, up; down; the output layer. Replies of 4 stay on a page; one micro-batch
-    count = (17 + 2) * 4 + 54 + 2 * 1 + (3 * 4 + 6)
+    # q, k, v, o; gate, up; down; the output layer; one micro-batch
+    count = (17 + 2) * 4 + 3 * 4
     assert half == count * memory.PRODUCT_BYTES
     assert name not in peaks(planned(*few))["update of the policy"]
     cuda = planned(*few, "model.dtype=bfloat16", "machine.device=cuda")
     assert name not in peaks(cuda)["update of the policy"]
+    float16 = planned(*few, "model.dtype=float16")
+    assert name not in peaks(float16)["update of the policy"], "it is widened, as it is on any other CPU"
     shape = planned(*few).shape
     many = [Cut(n, n) for n in range(200)]
     most = memory.products_bytes(Setting(shape=shape, dtype="float16", compiled=False), cuts=many)

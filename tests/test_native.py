@@ -243,6 +243,9 @@ def test_a_full_cache_makes_requests_wait() -> None:
     assert len(spy.prefills) > 5
     # k and v, layers, heads, head size, tokens, bytes
     assert e.runner.page_bytes == 2 * 2 * 2 * 16 * 16 * 4
+    half = engine(tiny_model().bfloat16()).runner
+    assert half.cache is not None
+    assert half.page_bytes == half.cache.nbytes // half.cache.pages == e.runner.page_bytes, "float32 on a CPU"
 
 
 def test_a_group_larger_than_the_batch_is_cut() -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from whet.config import describe as describing
 from whet.config.describe import arithmetic, facts, notes
 from whet.config.evaluation import eval_sampling
 from whet.config.footprint import phases
@@ -564,3 +565,30 @@ def test_a_reference_that_is_reset_is_saved_wherever_it_came_from(tmp_path: Path
 def test_a_regularizer_without_weight_is_refused() -> None:
     said = refused("algorithm.name=rec", "algorithm.rec_regularizer=k2")
     assert "algorithm.rec_regularizer: k2 adds nothing at rec_regularizer_coef=0" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "units", "said"),
+    [
+        (
+            ["model.dtype=float32"],
+            ["bfloat16"],
+            "model.dtype=bfloat16 would be faster: this CPU multiplies it itself",
+        ),
+        (["model.dtype=float32", "model.scratch.hidden_size=64"], ["bfloat16"], None),
+        (["model.dtype=float32"], [], None),
+        (["model.dtype=bfloat16"], ["bfloat16"], None),
+        (
+            ["model.dtype=float16"],
+            ["bfloat16"],
+            "computed in float32 and rounded: this CPU has no units for it",
+        ),
+        (["train.precision.compute=bfloat16"], [], "is slower than float32 here"),
+        (["train.precision.compute=bfloat16"], ["bfloat16"], None),
+    ],
+)
+def test_the_plan_says_which_dtype_this_cpu_is_fast_in(monkeypatch, overrides, units, said):
+    monkeypatch.setattr(describing, "multiplies_half", lambda dtype: dtype in units)
+    wide = ["model.scratch.hidden_size=512", "model.scratch.heads=8", "machine.device=cpu"]
+    told = facts(made(*wide, *overrides))["machine"]
+    assert said in told if said else told.endswith(("float32", "bfloat16"))

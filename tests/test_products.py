@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,14 +17,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from whet.config import hardware
 from whet.models import build, kernels, products
 from whet.models.arithmetic import PORTABLE, arithmetic
-from whet.models.products import Everywhere, column_sums, lawful, linear, product
+from whet.models.products import HALF, Everywhere, column_sums, lawful, linear, product
 
 COMPILED = pytest.mark.skipif(
     products.chosen().name != "compiled" or not products.chosen().lawful,
     reason="no C compiler, or a processor without fused multiply-add",
 )
+WIDENED = patch.object(products, "widens", lambda dtype: dtype in HALF)
+"""As on a CPU that does not multiply half precision itself."""
 SIZES = st.sampled_from((1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 31, 33, 48, 70))
 
 
@@ -143,8 +148,83 @@ def test_modules_that_are_not_ours_multiply_by_the_same_law() -> None:
     assert layer.weight.grad is not None
 
 
+@COMPILED
+@settings(max_examples=30)
+@given(
+    SIZES,
+    SIZES,
+    st.sampled_from((1, 3, 64, 256, 257, 300, 600)),
+    st.sampled_from(("rows", "columns", "neither")),
+    st.sampled_from(HALF),
+)
+def test_half_precision_is_the_law_of_the_same_numbers_rounded_once(
+    rows: int, columns: int, terms: int, dense: str, dtype: torch.dtype
+) -> None:
+    a, b = numbers(rows, terms).to(dtype), numbers(terms, columns, seed=1).to(dtype)
+    wanted = lawful(a.float(), b.float())
+    if dense == "neither":
+        a, b = a.repeat_interleave(2, 1)[:, ::2], b.repeat_interleave(2, 1)[:, ::2]
+    else:
+        a, b = strided(a, dense == "columns"), strided(b, dense == "columns")
+    with WIDENED:
+        assert torch.equal(product(a, b), wanted.to(dtype))
+        assert torch.equal(product(a, b, out=torch.empty(rows, columns)), wanted), "not rounded at all"
+        assert torch.equal(linear(a, b.t()), wanted.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision_where_there_is_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    if not products._obeys(products._onednn):
+        pytest.skip("oneDNN's products do not keep the law here, so they are never taken")
+    x, weight = numbers(50, 300).to(dtype), numbers(70, 300, seed=1).to(dtype)
+    other = products.Products("onednn", True, "", products._onednn)
+    monkeypatch.setattr(products, "chosen", lambda: other)
+    with WIDENED:
+        assert torch.equal(linear(x, weight), lawful(x.float(), weight.float().t()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_gradients_in_half_precision_are_rounded_once(dtype: torch.dtype) -> None:
+    given = [t.to(dtype) for t in (numbers(4, 9, 20), numbers(33, 20, seed=1), numbers(33, seed=2))]
+    found, wanted = [], []
+    with WIDENED:
+        for cast, multiply, out in ((dtype, linear, found), (torch.float64, F.linear, wanted)):
+            leaves = [t.to(cast, copy=True).requires_grad_() for t in given]
+            y = multiply(*leaves)
+            dy = numbers(*y.shape, seed=3).to(dtype).to(cast)
+            out += [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+    for one, two in zip(found, wanted):
+        assert one.dtype == dtype
+        torch.testing.assert_close(
+            one.double(), two, rtol=torch.finfo(dtype).eps, atol=1e-2 * torch.finfo(dtype).eps
+        )
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows_agree", "widened"),
+    [("fma avx512f", True, True), ("fma avx512_bf16", True, False), ("fma amx_bf16", False, True)],
+)
+def test_a_cpu_that_multiplies_bfloat16_itself_does_if_its_rows_agree(
+    monkeypatch: pytest.MonkeyPatch, flags: str, rows_agree: bool, widened: bool
+) -> None:
+    def by_place(x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x.float(), weight.float()) + (len(x) > 3) * 1e-3
+
+    monkeypatch.setattr(hardware, "_cpu_flags", lambda: frozenset(flags.split()))
+    here = SimpleNamespace(
+        linear=by_place if not rows_agree else lambda x, w: products.linear(x.float(), w.float())
+    )
+    monkeypatch.setattr(products, "F", here)
+    assert products.widens.__wrapped__(torch.bfloat16) == widened
+    assert products.widens.__wrapped__(torch.float16), "which neither of these multiplies"
+    assert not products.widens.__wrapped__(torch.float64)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_are_torchs(dtype: torch.dtype) -> None:
+def test_other_dtypes_are_torchs(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(products, "widens", lambda _: False)
     x, weight = numbers(5, 20).to(dtype), numbers(33, 20, seed=1).to(dtype)
     assert torch.equal(linear(x, weight), F.linear(x, weight))
     assert torch.equal(product(x, weight.t()), x @ weight.t())

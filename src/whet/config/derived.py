@@ -11,7 +11,7 @@ from whet.config.learns import Learns
 from whet.config.parts.lora import Lora
 from whet.config.recipes import Resolved
 from whet.config.schema import Config, Optimizer, SamplingConfig, Train
-from whet.config.sizes import Shape
+from whet.config.sizes import Shape, cache_dtype
 from whet.types import ConfigError
 
 IN_8_BITS = "weights in 8 bits"
@@ -178,13 +178,20 @@ class Plan:
         return self.algorithm.kind == "online" or self.judges
 
     @property
+    def cache_dtype(self) -> str:
+        """Of the KV cache."""
+        return cache_dtype(self.device, self.dtype)
+
+    @property
     def kv_cache_bytes(self) -> int | None:
         """What max_batch rows of full length need, or the user's limit."""
         if self.shape is None or not self.generates:
             return None if self.generates else 0
         if self.kv_cache_mb is not None:
             return self.kv_cache_mb * 2**20
-        return self.shape.kv_bytes(rows=self.max_batch, tokens=self.max_sequence_tokens, dtype=self.dtype)
+        return self.shape.kv_bytes(
+            rows=self.max_batch, tokens=self.max_sequence_tokens, dtype=self.cache_dtype
+        )
 
     @property
     def quantized_bytes(self) -> int:

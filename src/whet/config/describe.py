@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from whet.config import footprint
 from whet.config.derived import Plan
+from whet.config.hardware import multiplies_half
 from whet.config.memory import largest
 from whet.config.sizes import in_words as size
 
@@ -50,9 +51,27 @@ def facts(plan: Plan) -> dict[str, str]:
         "memory": _memory(plan),
         "KV cache": _kv_cache(plan),
         "disk": _disk(plan),
-        "machine": f"{plan.threads} CPU threads, {plan.dtype}"
-        + (" (bfloat16 on CUDA)" if plan.dtype_open else ""),
+        "machine": _machine(plan),
     }
+
+
+_WIDE = 512
+"""Hidden size from which products take most of a step."""
+
+
+def _machine(plan: Plan) -> str:
+    told = f"{plan.threads} CPU threads, {plan.dtype}" + (" (bfloat16 on CUDA)" if plan.dtype_open else "")
+    if plan.device != "cpu":
+        return told
+    wide = plan.shape is not None and plan.shape.hidden >= _WIDE
+    computed = plan.train.precision.compute
+    if computed and not multiplies_half(computed):
+        return f"{told}; train.precision.compute={computed} is slower than float32 here: this CPU has no units for it"
+    if plan.dtype != "float32" and not multiplies_half(plan.dtype):
+        return f"{told}, computed in float32 and rounded: this CPU has no units for it"
+    if plan.dtype == "float32" and wide and not computed and multiplies_half("bfloat16"):
+        return f"{told}; model.dtype=bfloat16 would be faster: this CPU multiplies it itself"
+    return told
 
 
 def arithmetic(plan: Plan) -> str:

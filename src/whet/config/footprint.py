@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from whet.config import memory
 from whet.config.checks_parallel import ranks_of
 from whet.config.derived import IN_8_BITS, Plan
-from whet.config.hardware import cuda_bytes, ram_bytes
+from whet.config.hardware import cuda_bytes, multiplies_half, ram_bytes
 from whet.config.keys import lookup
 from whet.config.memory import Cut, Lengths, Model, Parts, Phase, Setting
 from whet.config.resuming import class_of
@@ -69,7 +69,7 @@ def phases(plan: Plan) -> list[Phase]:
 
 def _setting(plan: Plan) -> Setting:
     assert plan.shape is not None
-    return Setting(shape=plan.shape, dtype=plan.dtype, compiled=plan.compiled and plan.dtype == "float32")
+    return Setting(shape=plan.shape, dtype=plan.dtype, compiled=plan.compiled, cpu=plan.device == "cpu")
 
 
 def _driver_phases(plan: Plan, *, cache: int, sampling: int, rollouts: int) -> list[Phase]:
@@ -111,8 +111,8 @@ def _phases_along(plan: Plan, group: str, at: int) -> list[Phase]:
     out, forward = [], None
     for name, train, lora, trainable, minibatches in sections:
         p = part(plan.shape, spread, lora=lora, trainable=trainable, at=at)
-        compiled = plan.compiled and plan.dtype == "float32" and not spread.modules
-        setting = Setting(shape=p.shape, dtype=plan.dtype, compiled=compiled)
+        compiled = plan.compiled and not spread.modules
+        setting = Setting(shape=p.shape, dtype=plan.dtype, compiled=compiled, cpu=plan.device == "cpu")
         cut, forward = _cuts(plan, train, lengths, minibatches=minibatches, spread=spread)
         head = name == "policy" and last
         model = memory.learner(name, p.learns, train, setting=setting, cut=cut, forward=forward, head=head)
@@ -143,7 +143,8 @@ def _products(
     plan: Plan, setting: Setting, *, sampled: Lengths | None = None, cuts: Sequence[Cut] = ()
 ) -> Parts:
     """What the library for products in half precision keeps on a CPU."""
-    count = memory.products_bytes(setting, sampled=sampled, cuts=cuts) if plan.device == "cpu" else 0
+    library = plan.device == "cpu" and multiplies_half(plan.dtype)
+    count = memory.products_bytes(setting, sampled=sampled, cuts=cuts) if library else 0
     return {"products in half precision": count} if count else {}
 
 
@@ -253,9 +254,9 @@ def _sampling(plan: Plan, setting: Setting, lengths: Lengths) -> tuple[int, int]
     rows = plan.max_batch if plan.judges else min(plan.max_batch, asked)
     cache = plan.kv_cache_bytes
     if plan.device == "cpu":  # pages that are never written to take no memory
-        own = memory.touched_cache(setting.shape, lengths, rows=min(rows, asked), dtype=plan.dtype)
+        own = memory.touched_cache(setting.shape, lengths, rows=min(rows, asked), dtype=plan.cache_dtype)
         evaluated = Lengths(prompt=lengths.prompt, reply=plan.reply_tokens, group=1)
-        judged = memory.touched_cache(setting.shape, evaluated, rows=rows, dtype=plan.dtype)
+        judged = memory.touched_cache(setting.shape, evaluated, rows=rows, dtype=plan.cache_dtype)
         cache = min(cache, max(own, judged if plan.judges else 0))
     return cache, memory.sampling_bytes(setting, prompt=lengths.prompt, rows=rows)
 

@@ -82,3 +82,25 @@ def _torch_has_cuda() -> bool:
         return "+cpu" not in version("torch")
     except PackageNotFoundError:
         return False
+
+
+_UNITS = {
+    "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
+    "float16": ("avx512_fp16", "amx_fp16"),
+}
+"""Names in /proc/cpuinfo of what multiplies a dtype (bf16: of Arm's, whose float16 sums in float16)."""
+
+
+def multiplies_half(dtype: str) -> bool:
+    """The CPU multiplies matrices of this dtype itself, faster than float32; false where it cannot be known."""
+    return bool(_cpu_flags().intersection(_UNITS.get(dtype, ())))
+
+
+@cache
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # no Linux
+        return frozenset()
+    found = (line for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(found, ":").split(":", 1)[1].split())

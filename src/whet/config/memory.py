@@ -2,7 +2,8 @@
 
 Counted is what the code keeps, tensor by tensor, not what a sample of runs took: `benchmarks/memory.py` holds the sums
 against measured peaks. Lengths are the limits (prompts and replies as long as allowed), so a run takes at most this;
-with one exception: in half precision on a CPU, lengths that vary bring more products (see `products_bytes`).
+with one exception: where a CPU multiplies half precision itself, lengths that vary bring more products (see
+`products_bytes`).
 
 Letters: U tokens to compute, A sampled tokens, D hidden, F feed-forward width, Q and K width of all query, key heads,
 V vocabulary, E experts of a token.
@@ -29,15 +30,16 @@ PREFILL_TOKENS = 4096
 ROLLOUT_BYTES = 200
 """Python's lists, for each token of a step's rollouts."""
 LIBRARIES = 600 << 20
-"""Python with torch, transformers and all else that a run imports, on a CPU; they are no part of a phase."""
+"""Python with torch, transformers and all else that a run imports, and the scratch of a matrix product (2 MiB at most),
+on a CPU; they are no part of a phase."""
 
 PRODUCT_BYTES = 290 << 10
 """What oneDNN keeps of a product in half precision on a CPU, for every new size of the matrices: a description of
 252 KiB and the code that it compiled. Measured (torch 2.13, AMX)."""
 PRODUCTS = 1024
 """It keeps those that were used last; see ONEDNN_PRIMITIVE_CACHE_CAPACITY."""
-_TEST_ROWS, _TEST_ATTENTION = 17, 54
-"""Numbers of rows, and sizes of attention's products, in the test at the start (`models.exact`)."""
+_TEST_ROWS = 17
+"""Numbers of rows in the test at the start (`models.exact`)."""
 
 _FLOAT32 = 4
 
@@ -72,6 +74,12 @@ class Setting:
     dtype: str
     compiled: bool
     """The C kernels, which keep less for the backward pass than torch's operations do."""
+    cpu: bool = True
+
+    @property
+    def widened(self) -> bool:
+        """Numbers of half precision become float32 while something is computed with them: on a CPU."""
+        return self.cpu and self.dtype != "float32"
 
     @property
     def bytes(self) -> int:
@@ -235,23 +243,24 @@ def layer_bytes(s: Setting) -> int:
     normed = q + k if shape.head_norms else 0
     heads = shape.heads + shape.kv_heads if shape.head_norms else 0
     if s.compiled:
-        plain = 4 * shape.hidden + 2 * q + 2 * k + normed + shape.heads
-        return _FLOAT32 * plain + _feed_forward(s, each=3)
+        plain = 4 * shape.hidden + 2 * q + 2 * k + normed
+        return s.bytes * plain + _FLOAT32 * shape.heads + _feed_forward(s, each=3 * s.bytes)
     attention = s.bytes * (2 * q + 2 * k) + _FLOAT32 * shape.heads
     if s.dtype == "float32":
         norms = _FLOAT32 * (6 * shape.hidden + 2 + 2 * normed + heads)
     else:  # computed in float32: the wide input and the scaled one
         norms = 20 * shape.hidden + 8 + 8 * normed + _FLOAT32 * heads
-    return norms + attention + _feed_forward(s, each=4)
+    # gate, up and the activated gate, which torch keeps too, and what they make
+    return norms + attention + _feed_forward(s, each=3 * (_FLOAT32 if s.widened else s.bytes) + s.bytes)
 
 
 def _feed_forward(s: Setting, *, each: int) -> int:
-    """Gate, up, what they make; torch keeps the activated gate too (each=4)."""
+    """each: bytes kept for each number of its width."""
     shape = s.shape
     if not shape.experts:
-        return s.bytes * each * shape.ffn
+        return each * shape.ffn
     routing = _FLOAT32 * shape.experts + 36 * shape.experts_per_token
-    return s.bytes * shape.experts_per_token * (2 * shape.hidden + each * shape.ffn) + routing
+    return shape.experts_per_token * (2 * s.bytes * shape.hidden + each * shape.ffn) + routing
 
 
 def live_bytes(s: Setting) -> int:
@@ -260,7 +269,10 @@ def live_bytes(s: Setting) -> int:
     wide = shape.experts_per_token if shape.experts else 1
     q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     widest = max(wide * (3 * shape.ffn + (shape.hidden if shape.experts else 0)), 3 * q + 3 * k)
-    return s.bytes * (3 * shape.hidden + widest) + (0 if s.dtype == "float32" else 8 * shape.hidden)
+    plain = s.bytes * (3 * shape.hidden + widest)
+    if s.dtype == "float32":
+        return plain
+    return plain + _FLOAT32 * (widest if s.widened else 2 * shape.hidden)
 
 
 def logits_bytes(s: Setting, rows: int) -> int:
@@ -334,18 +346,18 @@ def sampling_bytes(s: Setting, *, prompt: int, rows: int) -> int:
 
 
 def products_bytes(s: Setting, *, sampled: Lengths | None = None, cuts: Sequence[Cut] = ()) -> int:
-    """What oneDNN keeps to compute products in half precision on a CPU: sampling rollouts of these lengths, after the
-    test at the start; learning from micro-batches like these. It keeps something for every number of rows that
-    matrices are multiplied with, up to `PRODUCTS` where lengths vary (300 MB); 0 in float32, which goes another way."""
+    """What oneDNN keeps to compute products in half precision on a CPU that multiplies it itself: sampling rollouts of
+    these lengths, after the test at the start; learning from micro-batches like these. It keeps something for every
+    number of rows that matrices are multiplied with, up to `PRODUCTS` where lengths vary (300 MB); 0 in float32, which
+    goes another way, as half precision does on any other CPU."""
     if s.dtype == "float32":
         return 0
     matrices = len({size[-2:] for size in s.shape.tensors.values() if len(size) > 1})
     count = 0
-    if sampled is not None:  # prefill and decode; attention over as many widths as a reply goes through
-        widths = sampled.reply // PAGE_TOKENS + 1
-        count = (_TEST_ROWS + 2) * matrices + _TEST_ATTENTION + 2 * widths
+    if sampled is not None:  # prefill and decode
+        count = (_TEST_ROWS + 2) * matrices
     for _ in {(c.tokens, c.sampled) for c in cuts}:  # forward, and two gradients of each in the backward pass
-        count += 3 * matrices + 6
+        count += 3 * matrices
     return min(count, PRODUCTS) * PRODUCT_BYTES
 
 

@@ -226,7 +226,7 @@ def _misfits(plan: Plan, *, rehearsal: bool = False) -> Iterator[Problem]:
     if not rehearsal:
         yield from checks_precision.misfits(plan)
     if plan.generates and plan.kv_cache_mb is not None and plan.shape is not None:
-        one = plan.shape.kv_bytes(rows=1, tokens=plan.max_sequence_tokens, dtype=plan.dtype)
+        one = plan.shape.kv_bytes(rows=1, tokens=plan.max_sequence_tokens, dtype=plan.cache_dtype)
         if one > plan.kv_cache_mb * 2**20:
             yield (
                 "machine.kv_cache_mb",

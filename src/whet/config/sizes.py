@@ -77,12 +77,17 @@ class Shape:
         return sum(map(prod, taken)), sum(prod(size) + 4 * prod(size[:-1]) for size in taken)
 
     def kv_bytes(self, *, rows: int, tokens: int, dtype: str) -> int:
-        """KV cache of so many rows of so many tokens, in whole pages."""
+        """KV cache of so many rows of so many tokens, in whole pages. dtype: of the cache."""
         return rows * -(-tokens // PAGE_TOKENS) * self.page_bytes(dtype)
 
     def page_bytes(self, dtype: str) -> int:
         """One page of the KV cache, all layers."""
         return PAGE_TOKENS * 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+
+def cache_dtype(device: str, dtype: str) -> str:
+    """Of the KV cache of a model of this dtype: on a CPU attention is computed in float32."""
+    return "float32" if device == "cpu" else dtype
 
 
 def shape(model: Model, tokenizer: Tokenizer) -> Shape | None:

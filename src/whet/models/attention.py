@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from whet.models.kernels import Ops
 from whet.models.segments import Segments
-from whet.models.twins import PAGE
+from whet.models.twins import PAGE, cache_dtype
 
 __all__ = [
     "PAGE",
@@ -77,9 +77,11 @@ class KvCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> KvCache:
-        """An empty cache (zeros: memory that nothing has written must hold finite numbers)."""
-        k = _zeros((layers, pages, kv_heads, head_dim, PAGE), dtype=dtype, device=torch.device(device))
-        v = _zeros((layers, pages, kv_heads, PAGE, head_dim), dtype=dtype, device=torch.device(device))
+        """An empty cache for a model of this dtype. Zeros: memory that nothing has written must hold finite numbers."""
+        device = torch.device(device)
+        dtype = cache_dtype(dtype, device)
+        k = _zeros((layers, pages, kv_heads, head_dim, PAGE), dtype=dtype, device=device)
+        v = _zeros((layers, pages, kv_heads, PAGE, head_dim), dtype=dtype, device=device)
         return cls(k, v, ops)
 
     @property

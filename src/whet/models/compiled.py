@@ -1,8 +1,10 @@
-"""The compiled kernels as torch functions: fp32 tensors on the CPU go to C, everything else to the twin.
+"""The compiled kernels as torch functions: float32 and half precision on the CPU go to C, everything else to the twin.
 
 Semantics, shapes and errors stand at the twins of the same name. Calls release the interpreter's lock.
-Functions with a gradient are `autograd.Function`s; without gradient their `compute` is called directly. They have no
-`setup_context`: with one, torch looks into the signature at every call, which costs small models 4 % of an update.
+In half precision a kernel computes with the same numbers in float32 and rounds what it gives, once; what is kept for
+the backward pass stays in half precision. Functions with a gradient are `autograd.Function`s; without gradient their
+`compute` is called directly. They have no `setup_context`: with one, torch looks into the signature at every call,
+which costs small models 4 % of an update.
 """
 
 from __future__ import annotations
@@ -92,8 +94,24 @@ def _lib() -> ctypes.CDLL:
     return lib
 
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def _native(*tensors: Tensor) -> bool:
+    return all(t.dtype in _DTYPES and t.device.type == "cpu" for t in tensors)
+
+
+def _float32(*tensors: Tensor) -> bool:
     return all(t.dtype is torch.float32 and t.device.type == "cpu" for t in tensors)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.float32 else x.float()
+
+
+def _as(like: Tensor, x: Tensor) -> Tensor:
+    """x in the dtype of `like`."""
+    return x if like.dtype is torch.float32 else x.to(like.dtype)
 
 
 def _call(function: type[Function], *args: Any) -> Any:
@@ -105,8 +123,14 @@ def _ptr(x: Tensor | None) -> int | None:
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """The same tensor where its last dimension is dense (views of a fused projection), else a copy."""
+    """float32; the same tensor where its last dimension is dense (views of a fused projection), else a copy."""
+    x = _wide(x)
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _dense(x: Tensor) -> Tensor:
+    """float32, contiguous."""
+    return _wide(x).contiguous()
 
 
 class _RmsNorm(Function):
@@ -116,15 +140,15 @@ class _RmsNorm(Function):
     def compute(
         x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float
     ) -> tuple[Tensor, Tensor | None]:
-        x, weight = x.contiguous(), weight.contiguous()
-        out = torch.empty_like(x)
-        total = None if residual is None else torch.empty_like(x)
+        rows_x, weight = _dense(x), _dense(weight)
+        out = torch.empty_like(rows_x)
+        total = None if residual is None else torch.empty_like(rows_x)
         residual = None if residual is None else residual.contiguous()
         width = x.shape[-1]
-        pointers = (_ptr(x), _ptr(residual), _ptr(weight), _ptr(out), _ptr(total))
+        pointers = (_ptr(rows_x), _ptr(residual), _ptr(weight), _ptr(out), _ptr(total))
         rows = x.numel() // max(width, 1)
         _lib().whet_rms_norm(*pointers, rows, width, eps, offset, torch.get_num_threads())
-        return out, total
+        return _as(x, out), total
 
     @staticmethod
     def forward(
@@ -142,13 +166,15 @@ class _RmsNorm(Function):
         x, weight = ctx.saved_tensors
         if dy is None:
             return more, more, None, None, None
-        x, weight, dy = x.contiguous(), weight.contiguous(), dy.contiguous()
+        given = x, weight
+        x, weight, dy = _dense(x), _dense(weight), _dense(dy)
         more = None if more is None else more.contiguous()
         width = x.shape[-1]
         rows = x.numel() // max(width, 1)
         dx, dw, part = torch.empty_like(x), torch.empty_like(weight), _parts(rows, width)
         pointers = [t if t is None else t.data_ptr() for t in (x, weight, dy, more, dx, dw, part)]
         _lib().whet_rms_norm_backward(*pointers, rows, width, ctx.eps, ctx.offset, torch.get_num_threads())
+        dx, dw = _as(given[0], dx), _as(given[1], dw)
         return dx, dx if ctx.needs_input_grad[1] else None, dw, None, None
 
 
@@ -165,9 +191,11 @@ def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0)
 def add_rms_norm(
     x_ND: Tensor, residual_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    if not _native(x_ND, residual_ND, weight_D):
-        return twins.add_rms_norm(x_ND, residual_ND, weight_D, eps, offset=offset)
-    return _call(_RmsNorm, x_ND, residual_ND, weight_D, eps, offset)
+    if _float32(x_ND, residual_ND, weight_D):
+        found: tuple[Tensor, Tensor] = _call(_RmsNorm, x_ND, residual_ND, weight_D, eps, offset)
+        return found
+    sum_ND = x_ND + residual_ND  # rounded, as the residual that goes on is
+    return rms_norm(sum_ND, weight_D, eps, offset=offset), sum_ND
 
 
 class _NormRope(Function):
@@ -175,12 +203,12 @@ class _NormRope(Function):
     def compute(
         x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, offset: float
     ) -> Tensor:
-        x, cos, sin = _dense_rows(x), cos.contiguous(), sin.contiguous()
-        weight = None if weight is None else weight.contiguous()
+        heads, cos, sin = _dense_rows(x), _dense(cos), _dense(sin)
+        weight = None if weight is None else _dense(weight)
         out = torch.empty(x.shape)
-        head = (_ptr(x), x.stride(0), x.stride(1), _ptr(weight), _ptr(cos), _ptr(sin), _ptr(out))
+        head = (_ptr(heads), heads.stride(0), heads.stride(1), _ptr(weight), _ptr(cos), _ptr(sin), _ptr(out))
         _lib().whet_norm_rope(*head, *x.shape, eps, offset, torch.get_num_threads())
-        return out
+        return _as(x, out)
 
     @staticmethod
     def forward(
@@ -194,14 +222,15 @@ class _NormRope(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         *normed, cos, sin = ctx.saved_tensors
-        x, weight = (_dense_rows(normed[0]), normed[1].contiguous()) if normed else (dy, None)
-        dy, cos, sin = dy.contiguous(), cos.contiguous(), sin.contiguous()
+        given, dy, cos, sin = dy, _dense(dy), _dense(cos), _dense(sin)
+        x, weight = (_dense_rows(normed[0]), _dense(normed[1])) if normed else (dy, None)
         dx = torch.empty(dy.shape)
         dw = None if weight is None else torch.empty_like(weight)
         part = None if weight is None else _parts(dy.shape[0], dy.shape[2])
         head = (_ptr(x), x.stride(0), x.stride(1), *(_ptr(t) for t in (weight, cos, sin, dy, dx, dw, part)))
         _lib().whet_norm_rope_backward(*head, *dy.shape, ctx.eps, ctx.offset, torch.get_num_threads())
-        return dx, dw, None, None, None, None
+        dw = dw if dw is None else _as(normed[1], dw)
+        return _as(given, dx), dw, None, None, None, None
 
 
 def norm_rope(
@@ -226,11 +255,11 @@ def norm_rope(
 class _Glu(Function):
     @staticmethod
     def compute(gate: Tensor, up: Tensor, act: int) -> Tensor:
-        gate, up = _dense_rows(gate), _dense_rows(up)
+        left, right = _dense_rows(gate), _dense_rows(up)
         out = torch.empty(gate.shape)
-        head = (_ptr(gate), gate.stride(0), _ptr(up), up.stride(0), _ptr(out))
+        head = (_ptr(left), left.stride(0), _ptr(right), right.stride(0), _ptr(out))
         _lib().whet_glu(*head, *gate.shape, act, torch.get_num_threads())
-        return out
+        return _as(gate, out)
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, act: int) -> Tensor:
@@ -242,11 +271,11 @@ class _Glu(Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = (_dense_rows(t) for t in ctx.saved_tensors)
-        dout = dout.contiguous()
+        given, dout = dout, _dense(dout)
         dgate, dup = torch.empty(gate.shape), torch.empty(gate.shape)
         head = (_ptr(gate), gate.stride(0), _ptr(up), up.stride(0), _ptr(dout), _ptr(dgate), _ptr(dup))
         _lib().whet_glu_backward(*head, *gate.shape, ctx.act, torch.get_num_threads())
-        return dgate, dup, None
+        return _as(given, dgate), _as(given, dup), None
 
 
 def glu(gate_NF: Tensor, up_NF: Tensor, *, act: Literal["silu", "gelu_tanh"]) -> Tensor:
@@ -266,7 +295,7 @@ def _rows_and_targets(logits: Tensor, targets: Tensor) -> None:
 
 
 def logprobs(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    if not _native(logits_NV):
+    if not _float32(logits_NV):
         return twins.logprobs(logits_NV, targets_N)
     _rows_and_targets(logits_NV, targets_N)
     logits, targets = logits_NV.contiguous(), targets_N.contiguous()
@@ -285,7 +314,7 @@ def logprobs_backward(
     dentropy_N: Tensor | None,
 ) -> None:
     given = [logp_N, entropy_N, dlogp_N, *([] if dentropy_N is None else [dentropy_N])]
-    if not _native(logits_NV, *given) or not logits_NV.is_contiguous():
+    if not _float32(logits_NV, *given) or not logits_NV.is_contiguous():
         twins.logprobs_backward(logits_NV, targets_N, logp_N, entropy_N, dlogp_N, dentropy_N)
         return
     _rows_and_targets(logits_NV, targets_N)
@@ -295,7 +324,7 @@ def logprobs_backward(
 
 
 def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    if not _native(logits_BV):
+    if not _float32(logits_BV):
         return twins.sample(logits_BV, uniform_B)
     logits, uniform = logits_BV.contiguous(), uniform_B.to(torch.float64).contiguous()
     rows, vocabulary = logits.shape
@@ -345,11 +374,11 @@ class _AttendPacked(Function):
     def compute(
         q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int, cap: float
     ) -> tuple[Tensor, Tensor]:
-        q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
+        given, q, k, v = q, _dense_rows(q), _dense_rows(k), _dense_rows(v)
         out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
         what = _describe(q, k, v, segments=segments, scale=scale, window=window, cap=cap)
         _memory(_lib().whet_attend_packed(ctypes.byref(what), _ptr(out), _ptr(lse)))
-        return out, lse
+        return _as(given, out), lse
 
     @staticmethod
     def forward(
@@ -366,12 +395,13 @@ class _AttendPacked(Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        q, k, v, dout = _dense_rows(q), _dense_rows(k), _dense_rows(v), dout.contiguous()
+        given, q, k, v = q, _dense_rows(q), _dense_rows(k), _dense_rows(v)
+        out, dout = _dense(out), _dense(dout)
         dq, dk, dv = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
         what = _describe(q, k, v, segments=ctx.segments, scale=ctx.scale, window=ctx.window, cap=ctx.cap)
         grads = _Grads(*(_ptr(t) for t in (out, lse, dout, dq, dk, dv)))
         _memory(_lib().whet_attend_packed_backward(ctypes.byref(what), ctypes.byref(grads)))
-        return dq, dk, dv, None, None, None, None
+        return *(_as(given, t) for t in (dq, dk, dv)), None, None, None, None
 
 
 def attend_packed(
@@ -406,7 +436,7 @@ def attend_cached(
     softcap: float | None,
 ) -> Tensor:
     rows, heads, size = q_BHD.shape
-    if not _native(q_BHD, k_pages, v_pages) or size % 16:
+    if not _native(q_BHD) or not _float32(k_pages, v_pages) or size % 16:
         return twins.attend_cached(
             q_BHD,
             k_pages,
@@ -425,13 +455,13 @@ def attend_cached(
         *(_ptr(table), _ptr(keys), rows, table.shape[1], torch.get_num_threads()),
     )
     _memory(_lib().whet_attend_cached(ctypes.byref(what), _ptr(out)))
-    return out
+    return _as(q_BHD, out)
 
 
 def write_kv(
     k_pages: Tensor, v_pages: Tensor, k_NKD: Tensor, *, v_NKD: Tensor, page_N: Tensor, slot_N: Tensor
 ) -> None:
-    if not _native(k_pages, v_pages, k_NKD, v_NKD):
+    if not _float32(k_pages, v_pages) or not _native(k_NKD, v_NKD):
         twins.write_kv(k_pages, v_pages, k_NKD, v_NKD=v_NKD, page_N=page_N, slot_N=slot_N)
         return
     k, v = _dense_rows(k_NKD), _dense_rows(v_NKD)

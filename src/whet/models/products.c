@@ -3,7 +3,10 @@
    The law of this file: an element's bits depend on its row of a and its column of b alone. It is the sum, in order, of
    the sums over TERMS terms each; each of these is one chain of fused multiply-adds from 0, k ascending. Vectors, tiles,
    packing, threads, and which of the two operands lies along the lanes are free: none of them changes the chain. So rows
-   agree however many there are, and processors of any vector width agree with one another. */
+   agree however many there are, and processors of any vector width agree with one another.
+
+   Either operand may be bfloat16, which is the upper half of a float32: its numbers are widened where they are packed, so
+   the product is that of the same numbers in float32. */
 
 #include "vectors.h"
 
@@ -24,16 +27,44 @@
 #define FEW_VECTORS 4
 #define MANY_PANELS 16 /* panels that use a strip before it is worth packing */
 
-/* p: broadcast, element (i, k) at p[i p_i + k p_k]; q: along the lanes, element (k, j) at q[k q_k + j q_j]. */
+/* A matrix of float32 or of bfloat16: the element (i, k) is number i by_i + k by_k. */
 typedef struct {
-    const float *p;
-    i64 p_i, p_k;
-    const float *q;
-    i64 q_k, q_j;
+    const void *data;
+    i64 by_i, by_k;
+    int half;
+} Matrix;
+
+/* p: [I, K], broadcast; q: [J, K], along the lanes. */
+typedef struct {
+    Matrix p, q;
     float *out;
     i64 out_i, out_j;
     i64 I, J, K;
 } Product;
+
+/* ---- bfloat16 ------------------------------------------------------------------------------------------------ */
+
+INLINE float widened(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* n numbers that lie one after the other, from number `at` on, as float32. */
+INLINE void read_dense(const Matrix *m, i64 at, i64 n, float *to) {
+    if (!m->half) {
+        memcpy(to, (const float *)m->data + at, sizeof(float) * n);
+        return;
+    }
+    const uint16_t *from = (const uint16_t *)m->data + at;
+    for (i64 i = 0; i < n; i++) to[i] = widened(from[i]);
+}
+
+INLINE float read_one(const Matrix *m, i64 i, i64 k) {
+    i64 at = i * m->by_i + k * m->by_k;
+    return m->half ? widened(((const uint16_t *)m->data)[at]) : ((const float *)m->data)[at];
+}
 
 /* ---- one tile ------------------------------------------------------------------------------------------------ */
 
@@ -126,29 +157,58 @@ INLINE i64 panel_lanes(i64 n, i64 most) { return n <= W ? W : n <= LANES ? LANES
 /* The panel from column `at` of the J columns from j0, into [K][lanes]; lanes without a column are 0. */
 static void pack_panel(const Product *a, i64 k0, i64 K, i64 j0, i64 J, i64 at, i64 wide, float *panels) {
     i64 n = MIN(wide, J - at), lanes = panel_lanes(n, wide), j = 0;
-    const float *q = a->q + k0 * a->q_k + (j0 + at) * a->q_j;
+    const Matrix *q = &a->q;
+    i64 from = (j0 + at) * q->by_i + k0 * q->by_k;
     float *to = panels + at * K;
-    if (a->q_j == 1) {
-        for (i64 k = 0; k < K; k++) memcpy(to + k * lanes, q + k * a->q_k, sizeof(float) * n);
+    if (q->by_i == 1) {
+        for (i64 k = 0; k < K; k++) read_dense(q, from + k * q->by_k, n, to + k * lanes);
         j = n;
     }
 #if defined(__AVX__)
-    if (a->q_k == 1) for (; j + 8 <= n; j += 8) transpose_8(q + j * a->q_j, a->q_j, K, to + j, lanes);
+    if (q->by_k == 1)
+        for (; j + 8 <= n; j += 8) {
+            if (!q->half) {
+                transpose_8((const float *)q->data + from + j * q->by_i, q->by_i, K, to + j, lanes);
+                continue;
+            }
+            float wide_8[8 * TERMS] __attribute__((aligned(64)));
+            for (i64 l = 0; l < 8; l++) read_dense(q, from + (j + l) * q->by_i, K, wide_8 + l * TERMS);
+            transpose_8(wide_8, TERMS, K, to + j, lanes);
+        }
 #endif
-    for (; j < n; j++) for (i64 k = 0; k < K; k++) to[k * lanes + j] = q[k * a->q_k + j * a->q_j];
+    for (; j < n; j++) for (i64 k = 0; k < K; k++) to[k * lanes + j] = read_one(q, j0 + at + j, k0 + k);
     for (i64 k = 0; n < lanes && k < K; k++) memset(to + k * lanes + n, 0, sizeof(float) * (lanes - n));
 }
 
-/* Rows of p in groups of ROWS: [I / ROWS][K][ROWS]. */
-static void pack_strip(const Product *a, i64 i0, i64 I, i64 k0, i64 K, float *to) {
+/* Rows of p as they are read: number (i, k) at data[i by_i + k by_k]. */
+typedef struct {
+    const float *data;
+    i64 by_i, by_k;
+} Strip;
+
+/* Rows in groups of ROWS: [I / ROWS][K][ROWS]. */
+static void pack_strip(const Strip *from, i64 I, i64 K, float *to) {
     for (i64 i = 0; i < I; i += ROWS, to += ROWS * K) {
-        const float *p = a->p + (i0 + i) * a->p_i + k0 * a->p_k;
-        i64 rows = MIN(ROWS, I - i);
+        const float *p = from->data + i * from->by_i;
+        i64 rows = MIN(ROWS, I - i), by_i = from->by_i, by_k = from->by_k;
         if (rows == ROWS)
-            for (i64 k = 0; k < K; k++) UNROLL for (int r = 0; r < ROWS; r++) to[k * ROWS + r] = p[r * a->p_i + k * a->p_k];
+            for (i64 k = 0; k < K; k++) UNROLL for (int r = 0; r < ROWS; r++) to[k * ROWS + r] = p[r * by_i + k * by_k];
         else
-            for (i64 k = 0; k < K; k++) for (i64 r = 0; r < rows; r++) to[k * ROWS + r] = p[r * a->p_i + k * a->p_k];
+            for (i64 k = 0; k < K; k++) for (i64 r = 0; r < rows; r++) to[k * ROWS + r] = p[r * by_i + k * by_k];
     }
+}
+
+/* I rows of bfloat16 from i0, as float32, in the order in which they lie. */
+static Strip widen_strip(const Matrix *p, i64 i0, i64 I, i64 k0, i64 K, float *to) {
+    i64 from = i0 * p->by_i + k0 * p->by_k;
+    if (p->by_i == 1) {
+        for (i64 k = 0; k < K; k++) read_dense(p, from + k * p->by_k, I, to + k * I);
+        return (Strip){to, 1, I};
+    }
+    for (i64 i = 0; i < I; i++)
+        if (p->by_k == 1) read_dense(p, from + i * p->by_i, K, to + i * K);
+        else for (i64 k = 0; k < K; k++) to[i * K + k] = read_one(p, i0 + i, k0 + k);
+    return (Strip){to, K, 1};
 }
 
 /* ---- the whole ----------------------------------------------------------------------------------------------- */
@@ -162,14 +222,17 @@ static void multiply_strip(const Product *a, const float *panels, i64 wide, i64 
                            i64 K, int first) {
     i64 I = MIN(most, a->I - i0);
     float packed[STRIP * TERMS] __attribute__((aligned(64))), sums[ROWS * LANES] __attribute__((aligned(64)));
-    int pack = J > MANY_PANELS * LANES && I > ROWS;
-    if (pack) pack_strip(a, i0, I, k0, K, packed);
+    const Matrix *m = &a->p;
+    int pack = !m->half && J > MANY_PANELS * LANES && I > ROWS;
+    Strip strip = {(const float *)m->data + i0 * m->by_i + k0 * m->by_k, m->by_i, m->by_k};
+    if (m->half) strip = widen_strip(m, i0, I, k0, K, packed);
+    if (pack) pack_strip(&strip, I, K, packed);
     for (i64 j = 0; j < J; j += wide) {
         i64 n = MIN(wide, J - j), lanes = panel_lanes(n, wide), step = lanes == W && !pack ? ROWS_1 : ROWS;
         for (i64 i = 0; i < I; i += step) {
             i64 rows = MIN(step, I - i);
-            const float *p = pack ? packed + i * K : a->p + (i0 + i) * a->p_i + k0 * a->p_k;
-            multiply_tile(p, pack ? 1 : a->p_i, pack ? ROWS : a->p_k, panels + j * K, lanes, K, sums, rows);
+            const float *p = pack ? packed + i * K : strip.data + i * strip.by_i;
+            multiply_tile(p, pack ? 1 : strip.by_i, pack ? ROWS : strip.by_k, panels + j * K, lanes, K, sums, rows);
             put(sums, lanes, a->out + (i0 + i) * a->out_i + (j0 + j) * a->out_j, a->out_i, a->out_j, rows, n, first);
         }
     }
@@ -201,23 +264,24 @@ static int multiply(const Product *a, int add, int threads) {
 
 /* out (+)= a b for [I, K] and [K, J] of any strides. Returns 0, or 1 where memory ran out. What lies along the lanes is
    packed, K J or K I elements; with rows there, I J results are turned, one by one, at twice the cost. But a lane each
-   would waste most lanes on very few rows. */
-int whet_product(const float *a, i64 a_i, i64 a_k, const float *b, i64 b_k, i64 b_j, float *out, i64 out_i, i64 out_j,
-                 i64 I, i64 J, i64 K, int add, int threads) {
+   would waste most lanes on very few rows. halves: 1 where a is bfloat16, plus 2 where b is. */
+int whet_product(const void *a, i64 a_i, i64 a_k, const void *b, i64 b_k, i64 b_j, float *out, i64 out_i, i64 out_j,
+                 i64 I, i64 J, i64 K, int halves, int add, int threads) {
     if (!I || !J) return 0;
     if (!K) {
         for (i64 i = 0; !add && i < I; i++) for (i64 j = 0; j < J; j++) out[i * out_i + j * out_j] = 0;
         return 0;
     }
     if (2.0 * I * J * K < 1 << 18) threads = 1;
-    Product rows = {a, a_i, a_k, b, b_k, b_j, out, out_i, out_j, I, J, K};
-    Product columns = {b, b_j, b_k, a, a_k, a_i, out, out_j, out_i, J, I, K};
+    Matrix left = {a, a_i, a_k, halves & 1}, right = {b, b_j, b_k, halves & 2};
+    Product rows = {left, right, out, out_i, out_j, I, J, K};
+    Product columns = {right, left, out, out_j, out_i, J, I, K};
     return multiply(I <= FEW || K * (J - I) <= 2 * I * J ? &rows : &columns, add, threads);
 }
 
 /* y = x w^T for rows that are dense. */
-int whet_linear(const float *x, i64 x_i, const float *w, i64 w_j, float *y, i64 I, i64 J, i64 K, int threads) {
-    return whet_product(x, x_i, 1, w, 1, w_j, y, J, 1, I, J, K, 0, threads);
+int whet_linear(const void *x, i64 x_i, const void *w, i64 w_j, float *y, i64 I, i64 J, i64 K, int halves, int threads) {
+    return whet_product(x, x_i, 1, w, 1, w_j, y, J, 1, I, J, K, halves, 0, threads);
 }
 
 /* out[j] = the sum over i of x[i][j], in blocks of TERMS rows: what `whet_product` gives for a row of ones. */

@@ -7,6 +7,10 @@ width. `products.c` computes so, at the speed of the libraries. Where there is n
 terms each do, if they prove it at the first use; where they do not, products are torch's, and the start-up self-test
 says what that means for a run. Other devices and dtypes are torch's own.
 
+In half precision the law is the same: the numbers are widened to float32, multiplied, and the result is rounded once.
+On a CPU that multiplies the dtype itself (AVX512_BF16, AMX) oneDNN's products are faster, and their rows agree as well:
+it is tried at the first use. Elsewhere oneDNN widens, too, and takes two to seven times as long as this does.
+
 Shape letters: I, K rows and columns of the left factor, J columns of the right one.
 """
 
@@ -25,19 +29,22 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from whet.config.hardware import multiplies_half
 from whet.models.build import BuildError, library
 from whet.types import WhetError
 
 TERMS = 256
 """Terms of a chain; TERMS of products.c."""
+HALF = (torch.bfloat16, torch.float16)
 
 Multiply = Callable[[Tensor, Tensor, Tensor, bool], None]
-"""(a_IK, b_KJ, out_IJ, add): out = a b, or out += a b, for any strides."""
+"""(a_IK, b_KJ, out_IJ, add): out = a b, or out += a b, for any strides. The factors may be of half precision; out is
+float32."""
 
 
 @dataclass(frozen=True)
 class Products:
-    """What multiplies float32 matrices in this process."""
+    """What multiplies matrices on this process's CPU."""
 
     name: str
     """compiled, onednn, torch."""
@@ -47,7 +54,7 @@ class Products:
     multiply: Multiply
 
     def linear(self, x: Tensor, weight: Tensor, y: Tensor) -> None:
-        """y = x W^T. The way of most products, so a short one."""
+        """y = x W^T. The way of most products, so a short one. y: float32."""
         if isinstance(self.multiply, _Compiled) and x.stride(1) == weight.stride(1) == 1:
             self.multiply.linear(x, weight, y)
         else:
@@ -72,11 +79,9 @@ def chosen() -> Products:
             return Products("onednn", True, why, _onednn)
         return Products("torch", False, f"{why}; oneDNN's products do not keep the law here", _by_torch)
     operand: list[Any] = [c_void_p, c_int64, c_int64]
-    lib.whet_product.argtypes = [*operand, *operand, *operand, c_int64, c_int64, c_int64, c_int, c_int]
-    lib.whet_linear.argtypes = [
-        *(c_void_p, c_int64, c_void_p, c_int64, c_void_p),
-        *(c_int64, c_int64, c_int64, c_int),
-    ]
+    sizes: list[Any] = [c_int64, c_int64, c_int64]
+    lib.whet_product.argtypes = [*operand, *operand, *operand, *sizes, c_int, c_int, c_int]
+    lib.whet_linear.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p, *sizes, c_int, c_int]
     lib.whet_column_sums.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64]
     compiled = _Compiled(lib)
     return Products("compiled", _obeys(compiled), how, compiled)
@@ -99,19 +104,20 @@ def product(a_IK: Tensor, b_KJ: Tensor, *, out: Tensor | None = None, add: bool 
     """a b, without gradient, into `out` where given; `add`: to what stands there."""
     if out is None:
         out = a_IK.new_empty(a_IK.shape[0], b_KJ.shape[1])
-    if _ours(a_IK, b_KJ) and out.dtype == torch.float32:
-        chosen().multiply(a_IK, b_KJ, out, add)
-    elif a_IK.dtype == out.dtype:
-        _by_torch(a_IK, b_KJ, out, add)
+    multiply = chosen().multiply if _ours(a_IK, b_KJ) else _by_torch
+    exact = torch.float32 if multiply is not _by_torch else a_IK.dtype
+    if out.dtype == exact:
+        multiply(a_IK, b_KJ, out, add)
     else:
-        found = torch.mm(a_IK, b_KJ)
+        found = torch.empty(out.shape, dtype=exact, device=out.device)
+        multiply(a_IK, b_KJ, found, False)
         out.add_(found) if add else out.copy_(found)
     return out
 
 
 def column_sums(x_IJ: Tensor) -> Tensor:
     """[J] sums over the rows, by the law."""
-    return chosen().column_sums(x_IJ) if _ours(x_IJ) else x_IJ.sum(0)
+    return chosen().column_sums(x_IJ.float()).to(x_IJ.dtype) if _ours(x_IJ) else x_IJ.sum(0)
 
 
 class Everywhere(TorchFunctionMode):
@@ -124,15 +130,40 @@ class Everywhere(TorchFunctionMode):
 
 
 def _ours(*tensors: Tensor) -> bool:
-    """Plain float32 on a CPU, and nothing else asks to be told of products (a compiler, float8, autocast)."""
+    """Plain tensors of one dtype on a CPU, float32 or one that the CPU does not multiply itself; and nothing else asks
+    to be told of products (a compiler, float8, autocast)."""
     for t in tensors:
-        if type(t) not in _PLAIN or t.dtype is not torch.float32 or not t.is_cpu:
+        if type(t) not in _PLAIN or not t.is_cpu or t.dtype is not tensors[0].dtype:
             return False
+    if tensors[0].dtype is not torch.float32 and not widens(tensors[0].dtype):
+        return False
     asked = torch._C._len_torch_function_stack() or torch.is_autocast_enabled("cpu")
     return not asked and not torch.compiler.is_compiling()
 
 
 _PLAIN = (Tensor, nn.Parameter)
+
+
+@cache
+def widens(dtype: torch.dtype) -> bool:
+    """Products of this dtype on this CPU are those of float32, rounded: it is of half precision, and the CPU does not
+    multiply it itself, or its rows do not agree when it does."""
+    if dtype not in HALF:
+        return False
+    multiplied = multiplies_half(str(dtype).removeprefix("torch."))
+    return not (multiplied and _rows_agree(dtype))
+
+
+@torch.no_grad()
+def _rows_agree(dtype: torch.dtype) -> bool:
+    """Of torch's products, for 1 to 65 rows and more terms than one chain has."""
+    generator = torch.Generator().manual_seed(7)
+    for terms, columns in ((64, 40), (600, 256), (1024, 1000)):
+        x, weight = (torch.randn(n, terms, generator=generator).to(dtype) for n in (65, columns))
+        whole = F.linear(x, weight)
+        if any(not torch.equal(F.linear(x[:n], weight), whole[:n]) for n in (1, 2, 3, 4, 7, 16, 33)):
+            return False
+    return True
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -145,6 +176,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     chosen().linear(rows, weight, y)
     if bias is not None:
         y += bias
+    if x.dtype is not torch.float32:
+        y = y.to(x.dtype)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], len(weight))
 
 
@@ -175,15 +208,17 @@ class _Compiled:
     lib: ctypes.CDLL
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+        a, b, halves = _read(a, b)
         size, threads = (a.shape[0], b.shape[1], a.shape[1]), torch.get_num_threads()
         operands = (a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride(), out.data_ptr(), *out.stride())
-        if self.lib.whet_product(*operands, *size, add, threads):
+        if self.lib.whet_product(*operands, *size, halves, add, threads):
             raise _no_memory()
 
     def linear(self, x: Tensor, weight: Tensor, y: Tensor) -> None:
+        x, weight, halves = _read(x, weight)
         (rows, terms), columns, threads = x.shape, weight.shape[0], torch.get_num_threads()
         operands = (x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0), y.data_ptr())
-        if self.lib.whet_linear(*operands, rows, columns, terms, threads):
+        if self.lib.whet_linear(*operands, rows, columns, terms, halves, threads):
             raise _no_memory()
 
     def column_sums(self, x: Tensor) -> Tensor:
@@ -193,6 +228,13 @@ class _Compiled:
         return out
 
 
+def _read(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, int]:
+    """The factors as products.c reads them, and which of them it has to widen: float16 it does not know."""
+    if a.dtype is torch.float32:
+        return a, b, 0
+    return (a, b, 3) if a.dtype is torch.bfloat16 else (a.float(), b.float(), 0)
+
+
 def _no_memory() -> WhetError:
     return WhetError("a matrix product could not get scratch memory; make the micro-batch smaller")
 
@@ -200,7 +242,7 @@ def _no_memory() -> WhetError:
 @torch.no_grad()
 def _onednn(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     """Chain by chain. oneDNN takes another road for a single row."""
-    rows = a.shape[0]
+    a, b, rows = a.float(), b.float(), a.shape[0]
     left, right = (F.pad(a, (0, 0, 0, 1)) if rows == 1 else a), b.t()
     for k in range(0, a.shape[1], TERMS):
         parts = (left[:, k : k + TERMS].contiguous(), right[:, k : k + TERMS].contiguous())

@@ -41,6 +41,15 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+def _half_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Of the KV cache of a model of this dtype: on a CPU float32, as its attention computes."""
+    return torch.float32 if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
     """x * rsqrt(mean(x^2) + eps) * (offset + weight) over the last dimension (Gemma: offset 1)."""
     x = _wide(x_ND)
@@ -75,7 +84,8 @@ def norm_rope(
 
 def glu(gate_NF: Tensor, up_NF: Tensor, *, act: Literal["silu", "gelu_tanh"]) -> Tensor:
     """act(gate) * up."""
-    return (F.silu(gate_NF) if act == "silu" else F.gelu(gate_NF, approximate="tanh")) * up_NF
+    gate, up = (gate_NF.float(), up_NF.float()) if _half_on_cpu(gate_NF) else (gate_NF, up_NF)
+    return ((F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")) * up).to(gate_NF.dtype)
 
 
 def logprobs(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,8 +155,11 @@ def attend_packed(
     """Causal attention of a packed batch; see `Segments` for who sees whom.
 
     On CUDA in half precision without a soft-cap it is torch's `varlen_attn` (written from its documentation,
-    not run here), else SDPA per bucket; on CPU the explicit products of the module's docstring.
+    not run here), else SDPA per bucket; on CPU the explicit products of the module's docstring, of float32.
     """
+    if _half_on_cpu(q_NHD):
+        q, k, v = q_NHD.float(), k_NKD.float(), v_NKD.float()
+        return attend_packed(q, k, v, segments, scale=scale, window=window, softcap=softcap).to(q_NHD.dtype)
     half = q_NHD.is_cuda and q_NHD.dtype in (torch.bfloat16, torch.float16)
     if half and softcap is None and {"window_size", "scale", "enable_gqa"} <= _VARLEN:
         return _attend_varlen(q_NHD, k_NKD, v_NKD, segments=segments, scale=scale, window=window)
@@ -297,6 +310,6 @@ def attend_cached(
     v = v_pages[pages_BP].permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, size)
     back_BW = keys_B[:, None].to(q_BHD.device) - 1 - torch.arange(k.shape[-1], device=q_BHD.device)
     mask = (back_BW >= 0) if window is None else (back_BW >= 0) & (back_BW < window)
-    q = q_BHD.reshape(batch, kv_heads, -1, size)
+    q = q_BHD.to(k.dtype).reshape(batch, kv_heads, -1, size)
     out = _weigh(q, k, v, mask=mask[:, None, None], scale=scale, cap=softcap)
-    return out.reshape(batch, heads, size)
+    return out.reshape(batch, heads, size).to(q_BHD.dtype)

@@ -23,6 +23,7 @@ from whet.models.attention import PAGE, CachedAttention, KvCache, PackedAttentio
 from whet.models.forward import Decoder, decoder
 from whet.models.kernels import Ops
 from whet.models.logprobs import logits
+from whet.models.twins import cache_dtype
 from whet.rollout.native import sampler
 from whet.rollout.native.graphs import CannotCapture, CudaGraphs, FixedShapeStep, Recorder
 from whet.rollout.native.sampler import Filters
@@ -134,8 +135,10 @@ class Runner:
     @property
     def page_bytes(self) -> int:
         """Memory of one page of the cache, all layers."""
-        d = self.decoder
-        return 2 * d.layers * d.kv_heads * d.head_dim * PAGE * d.head.linear.weight.element_size()
+        d, weight = self.decoder, self.decoder.head.linear.weight
+        return (
+            2 * d.layers * d.kv_heads * d.head_dim * PAGE * cache_dtype(weight.dtype, weight.device).itemsize
+        )
 
     def allocate(self) -> None:
         """Take memory for the cache: the scheduler's pages, and one for padded rows to write into."""
