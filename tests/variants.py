@@ -1,0 +1,82 @@
+"""The tests of everything that computes, under switches that stand for other machines; part of `make sweep`.
+
+    python tests/variants.py [NAME ...]
+
+Each variant is an environment, or what `as_another_machine` changes in the process of the tests. A variant is green or
+its failures are printed; what it cannot hold says so by its own test.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+VARIANTS: dict[str, dict[str, str]] = {
+    "narrow vectors": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    "no AVX in torch": {"ATEN_CPU_CAPABILITY": "default"},
+    "MKL's rows disagree": {"MKL_CBWR": "COMPATIBLE"},
+    "no oneDNN": {"WHET_VARIANT": "no oneDNN"},
+    "no compiler": {"CC": "none"},
+    "compiler with arguments": {"CC": "env gcc"},
+    "half as wide": {"CC": "gcc -DWHET_WIDTH=4"},
+    "no entry for the user": {"WHET_VARIANT": "no entry for the user", "HOME": ""},
+}
+FILES = (
+    "attention",
+    "exact",
+    "exact_engines",
+    "forward",
+    "kernels",
+    "lora",
+    "native",
+    "native_graphs",
+    "placement",
+    "precision",
+    "products",
+    "quantised",
+    "rollout_contract",
+    "same_run",
+    "skipping",
+    "skipping_runs",
+    "timeline",
+    "train_torch",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """As a plugin of the tests: change what no variable of the environment can."""
+    kind = os.environ.get("WHET_VARIANT")
+    if kind == "no oneDNN":
+        import torch
+
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    if kind == "no entry for the user":
+        patch.object(pwd, "getpwuid", side_effect=KeyError("getpwuid(): uid not found")).start()
+        os.environ.pop("HOME", None)
+
+
+def run(name: str) -> bool:
+    here = Path(__file__).parent
+    with tempfile.TemporaryDirectory() as cache:
+        env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache, "PYTHONPATH": str(here)}
+        files = [str(here / f"test_{file}.py") for file in FILES]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "variants", "-n", "2", *files]
+        done = subprocess.run(command, env=env | VARIANTS[name], capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    print(f"{name}: {lines[-1] if lines else done.stderr}", flush=True)
+    for line in lines:
+        if line.startswith(("FAILED", "ERROR")):
+            print(f"  {line}", flush=True)
+    return done.returncode == 0
+
+
+if __name__ == "__main__":
+    failed = [name for name in sys.argv[1:] or VARIANTS if not run(name)]
+    sys.exit(bool(failed))
