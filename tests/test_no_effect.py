@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import whet
 from batches import logp_now, ragged
 from tiny import tiny_model
 from whet.algos.losses import LOSSES
@@ -21,6 +22,7 @@ from whet.config.recipes import resolve
 from whet.config.schema import Algorithm
 from whet.data.tokenizer import build
 from whet.models.load import export
+from whet.types import ConfigError
 
 BASE: dict[str, Any] = {
     "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2}},
@@ -50,6 +52,17 @@ def test_an_end_token_beyond_the_vocabulary_of_a_folder_is_refused(tmp_path: Pat
     assert problems("rollout.sampling.stop_token_ids=[60]", **model) == []
     ((key, why),) = problems("rollout.sampling.stop_token_ids=[61]", **model)
     assert (key, "the tokens 0 to 60" in why) == ("rollout.sampling.stop_token_ids", True)
+
+
+def test_an_end_token_beyond_a_built_vocabulary_ends_the_run_before_it_trains(tmp_path: Path) -> None:
+    """What is in the data decides how many tokens there are; the plan knows only the most."""
+    assert problems("rollout.sampling.stop_token_ids=[99]") == []
+    small = BASE | {"rollout": {"group_size": 2, "sampling": {"max_tokens": 2, "stop_token_ids": [99]}}}
+    with pytest.raises(
+        ConfigError, match=r"stop_token_ids: 99 can never be sampled: .* the tokens 0 to \d\d;"
+    ):
+        whet.train(**copy.deepcopy(small), run_dir=str(tmp_path / "run"))
+    assert not (tmp_path / "run/metrics.jsonl").read_text()
 
 
 @pytest.mark.parametrize(

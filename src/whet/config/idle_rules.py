@@ -10,7 +10,6 @@ from whet.config.conditions import NEVER, STALE, Condition, Rule, under
 from whet.config.learning import READS
 from whet.config.ratio_rules import RATIO
 
-
 ONLINE: Condition = {"condition": "kind", "is": "online"}
 EVALUATES: Condition = {"condition": "evaluates"}
 JUDGES: Condition = {"condition": "judges"}
