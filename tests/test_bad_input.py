@@ -340,6 +340,18 @@ def test_updates_that_are_skipped_again_and_again_end_the_run(
     assert "optimizer step 2: the norm of the gradient is inf." in " ".join(out.split())
 
 
+def test_a_run_of_which_every_update_was_skipped_is_an_error(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overflowing(monkeypatch, set(range(100)))
+    keys = ("algorithm.drop_uniform_groups=false", "train.max_skipped_steps=50", "machine.exact=off")
+    for _ in range(2):  # again: the same answer, not that of a finished run
+        code, out = train(tmp_path / "run", *keys)
+        assert code == 1, out
+        assert "nothing was learned: every update was skipped" in " ".join(out.split())
+        assert "Traceback" not in out
+
+
 # ---------------------------------------------------------------- the record
 
 

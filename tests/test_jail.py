@@ -11,12 +11,14 @@ import pty
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 import hostile
+from whet import secrets
 from whet.guard import confine
 from whet.guard.jail import Call, Failure, Jail
 from whet.guard.processes import state
@@ -199,7 +201,7 @@ def test_a_worker_cannot_signal_the_processes_that_guard_it():
         os.kill(os.getppid(), signal.SIGKILL)
 
     landlocked = subprocess.run(
-        [sys.executable, "-c", "from whet.guard import confine; print(confine.scope_signals())"],
+        [sys.executable, "-c", "from whet.guard import sandbox; print(sandbox.scope_signals())"],
         capture_output=True,
         text=True,
         check=True,
@@ -455,3 +457,50 @@ def test_a_fork_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             )
         room.touch()
         assert [r.failure for r in ask(jail, "innocent", "innocent")] == [None, None]
+
+
+def leaves_files(value: float) -> float:
+    """What it leaves in the folder for temporary files is named in its output."""
+    _, path = tempfile.mkstemp()
+    by_a_program = subprocess.run(["mktemp"], capture_output=True, text=True, check=True)
+    print(path, by_a_program.stdout.strip())
+    return 1.0
+
+
+def leaves_files_and_ends(value: float) -> float:
+    _, path = tempfile.mkstemp()
+    print(path, flush=True)
+    os._exit(3)
+
+
+def test_temporary_files_are_removed_with_their_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with make(leaves_files, leaves_files_and_ends) as jail:
+        ended, alive = ask(jail, leaves_files_and_ends, leaves_files)
+        (gone,), left = (Path(line) for line in ended.output.split()), alive.output.split()
+        assert gone.is_relative_to(tmp_path)
+        assert eventually(lambda: not gone.exists())
+        assert len(left) == 2
+        assert all(Path(file).is_relative_to(tmp_path) and Path(file).exists() for file in left)
+    assert eventually(lambda: not any(tmp_path.iterdir()))
+
+
+def writes_past_python(value: float) -> float:
+    """By the numbers of the files, and by a program."""
+    secret = os.environ["SERVICE_TOKEN"]
+    os.write(1, f"one {secret}\n".encode())
+    os.write(2, f"two {secret}\n".encode())
+    subprocess.run(["sh", "-c", "echo three $SERVICE_TOKEN; echo four $SERVICE_TOKEN >&2"], check=True)
+    return 1.0
+
+
+def test_what_is_written_past_python_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVICE_TOKEN", "hunter2-hunter2")
+    secrets.learn_environment()
+    with make(writes_past_python) as jail:
+        (result,) = ask(jail, writes_past_python)
+    struck = "<redacted:SERVICE_TOKEN>"
+    assert result.output.split() == ["one", struck, "two", struck, "three", struck, "four", struck]

@@ -367,10 +367,11 @@ def test_parts_of_parts_are_hidden_where_they_are_refused(
     key: str, hidden: dict[str, Json], shown: dict[str, Json]
 ) -> None:
     path = ("algorithm", *key.split("."))
-    for tree, visible in ((hidden, False), (shown, True)):
-        said = problems({"algorithm": tree})
+    for algorithm, visible in ((hidden, False), (shown, True)):
+        tree: dict[str, Json] = {"algorithm": algorithm, "train": {"passes": 2}}
+        said = problems(tree)
         assert bool(said) != visible, said
-        cfg = Config.model_validate_json(json.dumps({"algorithm": tree}))
+        cfg = Config.model_validate_json(json.dumps(tree))
         known = named(cfg, resolve(Algorithm(name=cfg.algorithm.name)))
         condition = visible_when(path)
         assert condition is not None

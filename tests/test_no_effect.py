@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import whet
+from batches import logp_now, ragged
 from tiny import tiny_model
+from whet.algos.losses import LOSSES
+from whet.batch import Outputs
+from whet.config import functions, ratio_rules
 from whet.config.checks import hard_problems, unused
 from whet.config.load import load
+from whet.config.recipes import resolve
+from whet.config.schema import Algorithm
 from whet.data.tokenizer import build
 from whet.models.load import export
+from whet.types import ConfigError
 
 BASE: dict[str, Any] = {
     "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2}},
@@ -44,6 +54,17 @@ def test_an_end_token_beyond_the_vocabulary_of_a_folder_is_refused(tmp_path: Pat
     assert (key, "the tokens 0 to 60" in why) == ("rollout.sampling.stop_token_ids", True)
 
 
+def test_an_end_token_beyond_a_built_vocabulary_ends_the_run_before_it_trains(tmp_path: Path) -> None:
+    """What is in the data decides how many tokens there are; the plan knows only the most."""
+    assert problems("rollout.sampling.stop_token_ids=[99]") == []
+    small = BASE | {"rollout": {"group_size": 2, "sampling": {"max_tokens": 2, "stop_token_ids": [99]}}}
+    with pytest.raises(
+        ConfigError, match=r"stop_token_ids: 99 can never be sampled: .* the tokens 0 to \d\d;"
+    ):
+        whet.train(**copy.deepcopy(small), run_dir=str(tmp_path / "run"))
+    assert not (tmp_path / "run/metrics.jsonl").read_text()
+
+
 @pytest.mark.parametrize(
     "older",
     ["rollout.max_staleness=1", "rollout.sync_every=2", "rollout.schedule=free", "buffer.replay.share=0.5"],
@@ -54,3 +75,114 @@ def test_a_decay_with_staleness_is_refused_where_no_rollout_is_stale(older: str)
     ((key, why),) = [p for p in problems(decay) if "staleness_decay" in p[0]]
     assert key == "algorithm.correction.staleness_decay"
     assert "has no effect: no rollout is older than the weights that learn" in why
+
+
+# ---------------------------------------------------------------- what acts on a ratio that is always 1
+
+BY_RATIO = {key for rule in ratio_rules.RATIO for key in rule.keys}
+OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
+    "clip_low": (0.01, {}),
+    "clip_high": (0.01, {}),
+    "dual_clip": (1.01, {}),
+    "sequence_mask_delta": (0.001, {}),
+    "fallback_to_policy_gradient": (True, {}),
+    "gspo_form": ("token", {}),
+    "cispo_mask": (True, {"clip_high": 0.01}),
+    "tau": (2.0, {}),
+    "tau_pos": (2.0, {}),
+    "tau_neg": (2.0, {}),
+    "sapo_detach": (True, {}),
+    "clip_cov_ratio": (0.9, {"clip_cov_lb": -5.0}),
+    "clip_cov_lb": (-5.0, {"clip_cov_ratio": 0.9}),
+    "clip_cov_ub": (0.0, {"clip_cov_ratio": 0.9, "clip_cov_lb": -5.0}),
+    "kl_cov_ratio": (0.9, {}),
+    "ppo_kl_coef": (0.1, {"kl_cov_ratio": 0.5}),
+    "aipo_rho": (1.001, {}),
+    "sppo_epsilon": (0.001, {}),
+    "topr_threshold": (0.9, {}),
+    "rec_clip_mode": ("two-side", {"clip_low": 0.01, "clip_high": 0.01}),
+    "rec_ring_low": (0.02, {"rec_clip_mode": "ring", "clip_low": 0.01}),
+    "rec_ring_high": (0.02, {"rec_clip_mode": "ring", "clip_high": 0.01}),
+    "rec_weight": ("advantage", {}),
+    "rec_temperature": (0.3, {"rec_weight": "advantage"}),
+    "rec_regularizer": ("forward-kl", {"rec_regularizer_coef": 0.5}),
+    "rec_regularizer_coef": (0.5, {"rec_regularizer": "forward-kl"}),
+}
+"""Another value of each setting of a loss with a ratio, and what gives it a meaning."""
+
+WITH_RATIO = [
+    (name, key)
+    for name, row in functions.LOSSES.items()
+    if row.kind == "online" and row.ratio and row.anchor == "old"
+    for key in sorted(row.settings)
+]
+
+
+@pytest.mark.parametrize(("loss", "key"), WITH_RATIO)
+def test_what_is_refused_where_the_ratio_is_1_is_what_changes_nothing_there(loss: str, key: str) -> None:
+    settings = resolve(Algorithm(loss=loss)).settings
+    reads = functions.LOSSES[loss].settings
+    value, context = OTHER[key]
+    batch = ragged(3)
+    now = logp_now(batch)
+    batch = replace(batch, adv_N=torch.linspace(-2, 2, len(now), dtype=now.dtype), logp_old_N=now.detach())
+
+    def answer(given: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Loss, gradient and statistics, without those that are 0."""
+        keys = {name: settings[name] for name in reads} | context | given
+        said = LOSSES[loss](batch, Outputs(logp_N=now), **keys)
+        (grad,) = torch.autograd.grad(said.loss_N.sum(), now)
+        return {"loss": said.loss_N, "gradient": grad} | {k: x for k, x in said.stats.items() if x.any()}
+
+    one, two = answer({}), answer({key: value})
+    same = one.keys() == two.keys() and all(torch.equal(x, two[name]) for name, x in one.items())
+    assert same == (f"algorithm.{key}" in BY_RATIO)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("clip_low=0.1", "clip_high=0.1", "dual_clip=3.0", "sequence_mask_delta=0.1"),
+        *("name=cispo algorithm.cispo_mask=true", "name=aipo algorithm.aipo_rho=2.0"),
+        *("name=gspo algorithm.clip_low=0.001", "name=rec algorithm.rec_clip_mode=two-side"),
+    ],
+)
+@pytest.mark.parametrize(
+    "moves",
+    [
+        *("train.minibatches=2", "train.passes=2", "algorithm.old_logprobs=sampled"),
+        *("model.lora.dropout=0.1", "train.micro_tokens_forward=64", "train.micro_rollouts_forward=4"),
+        "train.compile=true",
+    ],
+)
+def test_a_bound_of_the_ratio_is_refused_where_the_ratio_is_1(setting: str, moves: str) -> None:
+    given = f"algorithm.{setting}".split()
+    assert problems(*given, moves) == []
+    ((key, why),) = problems(*given, "rollout.max_staleness=1")
+    assert key == given[-1].partition("=")[0]
+    assert "has no effect: a batch makes one optimizer step (train.minibatches=1, train.passes=1)" in why
+
+
+def test_a_bound_that_holds_at_1_or_is_of_the_engines_log_probs_is_read() -> None:
+    assert problems("algorithm.name=aipo", "algorithm.aipo_rho=0.5") == []
+    assert problems("algorithm.loss=rollout_is", "algorithm.clip_low=0.1") == []
+
+
+def test_a_recipe_or_a_document_may_have_a_clip_that_nothing_meets(tmp_path: Path) -> None:
+    assert problems("algorithm.name=dapo") == []
+    export(tiny_model(layers=1), build("chars", 61, ["abc"]), tmp_path)
+    file = tmp_path / "verl.yaml"
+    file.write_text(
+        "data: {train_files: tests/data/words.jsonl, train_batch_size: 8}\n"
+        "algorithm: {adv_estimator: grpo}\n"
+        f"actor_rollout_ref: {{model: {{path: {tmp_path}}}, actor: {{ppo_mini_batch_size: 8}}, rollout: {{n: 2}}}}\n"
+        "custom_reward_function: {path: tests/dialects/verl_reward.py, name: share_of_a}\n"
+        "trainer: {total_training_steps: 1, logger: [console], n_gpus_per_node: 1}\n"
+    )
+    for given in ([], ["actor_rollout_ref.actor.clip_ratio=0.1"]):
+        loaded = load(file, [*given, "whet.train.micro_rollouts_forward=null"])
+        assert loaded.translation is not None
+        assert unused(loaded.written, loaded.stages) == []
+        assert not {"clip_low", "clip_high", "dual_clip"} & loaded.written["algorithm"].keys()
+        notes = " ".join(line.note for line in loaded.translation.lines)
+        assert ("algorithm.clip_low has no effect" in notes) == bool(given)

@@ -437,7 +437,16 @@ STAGED = {
 
 def test_a_key_of_the_base_may_serve_one_stage_alone():
     first, second = plans(
-        load(None, ["rollout.group_size=4", "algorithm.clip_high=0.3", "data.train.0.response=r"], STAGED)
+        load(
+            None,
+            [
+                "rollout.group_size=4",
+                "algorithm.clip_high=0.3",
+                "train.passes=2",
+                "data.train.0.response=r",
+            ],
+            STAGED,
+        )
     )
     assert (first.group_size, second.group_size) == (1, 4)
     assert second.algorithm.settings["clip_high"] == 0.3

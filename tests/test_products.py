@@ -294,3 +294,18 @@ def test_without_a_home_libraries_are_kept_where_only_this_user_writes(
     folder.symlink_to(tmp_path)
     with pytest.raises(PermissionError, match="is not a folder of yours"):
         build.cache_dir()
+
+
+def test_a_library_in_a_cache_that_cannot_be_written_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = Path(build.library()[1].rpartition(", ")[2])
+    folder = tmp_path / "home/whet"
+    folder.mkdir(parents=True)
+    shutil.copy(built, folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent))
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(build.os, "access", lambda path, mode: mode != os.W_OK)  # root may write all
+    monkeypatch.setattr(build, "_compile", lambda *_, **__: pytest.fail("it was built already"))
+    assert build.library.__wrapped__()[1].endswith(f", {folder / built.name}")
+    assert build._place("other.so") == tmp_path / f"whet-{os.getuid()}" / "other.so"

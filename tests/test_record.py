@@ -12,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from whet.buffer import files as queue_files
+from whet.storage import fetch
 from whet.track import files, manifest, record
 from whet.track.log import setup_logging
 from whet.types import CheckpointError, ConfigError, DataError, Message, Rollout, Task, WhetError
@@ -253,6 +256,30 @@ def test_a_lock_file_that_is_deleted_lets_nobody_in(tmp_path: Path, replaced: bo
             files.RunLock(tmp_path)
         run.kill()
     files.RunLock(tmp_path).release()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("kind", ["store", "fetch"])
+def test_a_shared_lock_whose_file_is_deleted_lets_nobody_in(
+    kind: str, replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_files, "BUSY_S", 0.0)
+    monkeypatch.setattr(fetch, "LOCK_S", 0.0)
+
+    def entered() -> AbstractContextManager[object]:
+        if kind == "fetch":
+            return fetch._alone(tmp_path)
+        return queue_files.FilesLog(tmp_path, queue="q").turn()
+
+    with entered():
+        (path,) = [*tmp_path.rglob("lock"), *tmp_path.rglob(".lock")]
+        path.unlink()
+        if replaced:
+            path.write_text("")
+        with pytest.raises(WhetError, match=r"has held it|was held by another"), entered():
+            pass
+    with entered():
+        pass
 
 
 # ---------------------------------------------------------------- numbers

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +18,7 @@ from whet.cli import app
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Config, Model
+from whet.guard.processes import kill, process
 from whet.rehearsal.probe import probe
 from whet.rehearsal.rehearse import rehearse
 from whet.rehearsal.shrink import STEPS, check, family, shrink
@@ -162,3 +168,51 @@ def test_the_command_exits_with_what_it_found(tmp_path):
     }
     assert not (tmp_path / "real").exists(), "a rehearsal writes nothing where the run will"
     assert isinstance(load(small(tmp_path)).config, Config)
+
+
+STARTER = """
+import sys
+from pathlib import Path
+from whet.rehearsal import trial
+print(trial._start({}, Path(sys.argv[1]), "small").pid, flush=True)
+sys.stdin.read()
+"""
+SLEEPER = """
+import sys, types
+
+def main():
+    import pathlib, time
+    pathlib.Path({began!r}).touch()
+    time.sleep(600)
+
+sys.modules["whet.cli"] = types.ModuleType("whet.cli")
+sys.modules["whet.cli"].main = main
+"""
+
+
+def test_the_small_run_does_not_outlive_the_rehearsal(tmp_path: Path) -> None:
+    began = tmp_path / "began"
+    (tmp_path / "sitecustomize.py").write_text(SLEEPER.format(began=str(began)))
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTER, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as starter:
+        assert starter.stdout is not None
+        child = process(int(starter.stdout.readline()))
+        try:
+            eventually(began.exists)
+            starter.kill()
+            starter.wait()
+            eventually(lambda: process(child[0]) != child)
+        finally:
+            kill(child)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

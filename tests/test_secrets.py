@@ -8,7 +8,9 @@ import gzip
 import io
 import json
 import os
+import pickle
 import sqlite3
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -24,12 +26,16 @@ import yaml
 from matplotlib.image import imsave
 
 from searching import files, needles, seen
+from tiny import tiny_model
 from whet import cli, secrets
 from whet.buffer.stores import Scored, open_store
+from whet.cluster import engines
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.resuming import changes, fingerprint
+from whet.config.schema import Config
 from whet.config.secrets import by_environment, dump, for_people, learn
+from whet.data.tokenizer import build
 from whet.types import ConfigError, Message, Sampling, Task, WhetError
 
 ROOT = Path(__file__).parents[1]
@@ -518,3 +524,40 @@ def test_a_programs_own_traceback_after_a_run_has_none(
     assert "bytes <redacted:it>" in said
     assert "ZeroDivisionError: <redacted:it>" in said
     assert NEEDLE not in said
+
+
+ENGINE = """
+import pickle, sys
+from whet.cluster import engines
+spec = pickle.loads(sys.stdin.buffer.read())
+engines.guarded(spec)
+print(sys.argv[1])
+print(sys.argv[1], file=sys.stderr)
+raise RuntimeError(sys.argv[1])
+"""
+
+
+def test_an_engine_elsewhere_prints_none_of_the_configs_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ray starts one: with what it is made from, and an environment of its own."""
+    monkeypatch.setattr(engines, "node_id", lambda: "here")  # Ray itself is not asked
+    key = "sk-9f8e7d6c5b4a3f2e1d0c"
+    cfg = Config.model_validate({"rollout": {"replicas": 1}})
+    secrets.learn("rewards.judge.arguments.api_key", key)
+    spec = engines.spec_of(
+        [MagicMock(max_batch=2, max_sequence_tokens=8)],
+        tiny_model(layers=1),
+        cfg=cfg,
+        tokenizer=build("chars", 61, ["abc"]),
+        threads=1,
+    )
+    assert key not in repr(spec)
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE, key],
+        input=pickle.dumps(spec),
+        env={k: v for k, v in os.environ.items() if key not in v},
+        capture_output=True,
+        check=False,
+    )
+    said = (done.stdout + done.stderr).decode()
+    assert said.count("<redacted:rewards.judge.arguments.api_key>") == 3, said
+    assert key not in said

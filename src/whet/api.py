@@ -33,6 +33,7 @@ from whet.config.urls import scheme
 from whet.guard import stacks
 from whet.guard.imports import import_all
 from whet.guard.jail import Jail
+from whet.guard.ledger import Ledger
 from whet.guard.watch import Watch
 from whet.rewards.combine import RewardSet
 from whet.secrets import guarded_output
@@ -45,6 +46,7 @@ from whet.track.log import close_logging, setup_logging
 from whet.types import CheckpointError, ConfigError, Json, Metrics, WhetError
 
 if TYPE_CHECKING:
+    from whet.track.display import Display
     from whet.track.record import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -243,7 +245,7 @@ def _run(
 ) -> int:
     """home: the run directory of the trainer, where this process is one beside it."""
     from whet.apart import run_beside
-    from whet.shared import open_saver, open_shared
+    from whet.shared import open_shared
     from whet.stages import run_all
     from whet.track.curve import plot
     from whet.track.display import Display
@@ -260,14 +262,7 @@ def _run(
     start, state, changes = goes_on(loaded, directory.path, change=change)
     if is_finished(loaded, directory.path, state):
         display.close()
-        display.message(
-            f"{directory.path} holds a finished run; more train.steps go on with it, another run_dir or "
-            "checkpoint.resume=fresh runs anew"
-        )
-        display.show(report(directory.path, curve=directory.path / "curve.png"))
-        uploads = open_saver(cfg, directory.path)[1]
-        uploads.missing(*written(directory.path, state))
-        uploads.finish()
+        _show_finished(cfg, directory, display, state)
         return OK
     check_record(directory, start, state)
     openers = join_cluster(loaded, planned, rewards, stack)
@@ -320,6 +315,24 @@ def _run(
         return INTERRUPTED
     display.show(report(directory.path, curve=plot(directory.path)))
     return OK
+
+
+def _show_finished(cfg: Config, directory: RunDirectory, display: Display, state: Json) -> None:
+    """Say that the run is finished, show it, and upload what has not been."""
+    from whet.shared import open_saver
+    from whet.track.show import report
+
+    with checkpoint.reading(directory.path / checkpoint.STATE):
+        ledger = Ledger.from_state(state["ledger"])
+    ledger.check_learned()
+    display.message(
+        f"{directory.path} holds a finished run; more train.steps go on with it, another run_dir or "
+        "checkpoint.resume=fresh runs anew"
+    )
+    display.show(report(directory.path, curve=directory.path / "curve.png"))
+    uploads = open_saver(cfg, directory.path)[1]
+    uploads.missing(*written(directory.path, state))
+    uploads.finish()
 
 
 def hang_s(loaded: Loaded) -> float:

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.checkpoint import Keep, Saver
+from whet.config.checks import check_stop_tokens
 from whet.config.checks_parallel import world
 from whet.config.checks_sync import has_adapters
 from whet.config.choices import RESUME
@@ -120,6 +121,7 @@ def open_shared(
         device=device,
         dtype=getattr(torch, dtype_on(cfg, device.type)),
     )
+    check_stop_tokens(loaded.stages, model.get_output_embeddings().out_features)
     if cfg.model.lora is not None and has_adapters(cfg):
         attach(model, cfg.model.lora, seed=cfg.seed)
     ops = kernels.load(cfg.machine.kernels)

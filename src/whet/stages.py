@@ -122,6 +122,8 @@ async def _run_stage(shared: Shared, index: int, *, start: Path | None, state: J
         if run.ranks:
             run.saver.wait()  # they may still be writing
         run.profiler.close()
+        if not run.stopping:
+            run.ledger.check_learned()
         if run.ends:
             run.tell("finished", run.policy.version)
     finally:

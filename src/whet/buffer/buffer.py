@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 from whet.buffer.replay import Replay, replayed
-from whet.guard.ledger import Ledger
+from whet.guard.ledger import SKIPPED, Ledger
 from whet.track.metrics import reason_of
 from whet.types import Group, Json, Rollout, Task, WhetError
 
@@ -24,9 +24,6 @@ Reject = Callable[[Group], str | None]
 
 Refine = Callable[[Group], tuple[Group, dict[str, int]]]
 """A scored group as it is trained on, and how many rollouts left it, by reason. A pure function."""
-
-SKIPPED = "skipped_update"
-"""Reason booked for groups whose updates were all skipped, for their gradient was not finite."""
 
 STALE = "stale"
 """Reason booked for groups that are older than max_staleness allows, or would be once they are finished."""

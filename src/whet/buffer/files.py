@@ -1,4 +1,5 @@
-"""A store's log in a folder that several machines may see. A turn holds an flock; the kernel drops it with its process.
+"""A store's log in a folder that several machines may see. A turn holds an flock on the folder and on the file
+`lock`; the kernel drops them with their process.
 
 QUEUE/lock                who may write; the holder's pid and host inside
 QUEUE/current             number N of the last snapshot, replaced in one rename
@@ -13,19 +14,18 @@ which is written anew with the next put. So what is read is always whole.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
 import socket
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from whet.buffer.logs import News, Turn
-from whet.track.files import file_error, sync_path, write_bytes
+from whet.track.files import file_error, lock, lock_opened, sync_path, write_bytes
 from whet.types import Json, WhetError
 
 BUSY_S = 60.0
@@ -47,9 +47,8 @@ class FilesLog:
     def turn(self) -> Iterator[Turn]:
         try:
             (self._folder / "groups").mkdir(parents=True, exist_ok=True)
-            lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                self._wait_for(lock)
+            with lock_opened(self._folder / "lock") as handles:
+                self._wait_for(handles)
                 turn = _FilesTurn(self._folder, self.where, self._read)
                 try:
                     turn.read_on()
@@ -57,8 +56,6 @@ class FilesLog:
                 finally:
                     turn.close()
                 self._read = turn.read
-            finally:
-                os.close(lock)
         except BaseException as e:
             self._read = None
             if isinstance(e, OSError):
@@ -68,24 +65,24 @@ class FilesLog:
                 raise WhetError(f"{self.where}: {advice}") from e
             raise
 
-    def _wait_for(self, lock: int) -> None:
+    def _wait_for(self, handles: Sequence[int]) -> None:
         end = time.monotonic() + BUSY_S
         while True:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(handles)
                 break
             except OSError as e:
                 if e.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
             if time.monotonic() > end:
-                holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
+                holder = os.pread(handles[1], 200, 0).decode(errors="replace").strip()
                 raise WhetError(
                     f"{self.where}: process {holder or 'unknown'} has held it for {BUSY_S:.0f} s; find and end it (a "
                     "stopped one holds its lock)"
                 )
             time.sleep(0.002)
         holder = f"{os.getpid()} on {socket.gethostname()}".ljust(80) + "\n"
-        os.pwrite(lock, holder.encode(), 0)
+        os.pwrite(handles[1], holder.encode(), 0)
 
     def close(self) -> None:
         self._read = None

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Collection
 from functools import partial
 
-from whet.buffer.buffer import SKIPPED, Refine, Reject, as_it_is, sorted_out
+from whet.buffer.buffer import Refine, Reject, as_it_is, sorted_out
 from whet.buffer.replay import Replay
 from whet.buffer.stores import Scored, Store, until
-from whet.guard.ledger import Ledger
+from whet.guard.ledger import SKIPPED, Ledger
 from whet.types import Group, Json, Stopped, Task, WhetError
 
 POLL_S = 0.05

@@ -11,8 +11,8 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -98,6 +98,8 @@ class Spec:
     """Its adapters, where weights come without them merged."""
     stacks: str | None
     """Where processes on the driver's machine write their stacks when one of them hangs."""
+    known: Mapping[str, str] = field(repr=False)
+    """The driver's secrets, which nobody may print."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,18 @@ class Hello:
     exact: bool
 
 
+def guarded(spec: Spec) -> None:
+    """From now on nothing that this process prints holds a secret, of its environment or of the driver's config."""
+    secrets.learn_all(spec.known)
+    secrets.guard_output()
+
+
 class EngineActor:
     """An engine, as Ray calls it. All methods run on one event loop; those of the group `watch` on one of their own, so
     that they are answered whatever the engine does."""
 
     def __init__(self, spec: Spec) -> None:
-        secrets.guard_output()
+        guarded(spec)
         die_with(spec.driver if spec.node == node_id() else None)
         if spec.node == node_id() and spec.stacks is not None:
             stacks.listen("engine", spec.stacks)
@@ -495,4 +503,5 @@ def spec_of(
         driver=process(os.getpid()),
         lora=_blank(cfg.model.lora) if content_of(cfg) == "adapters" else None,
         stacks=stacks.folder(),
+        known=secrets.known(),
     )

@@ -117,7 +117,7 @@ def _model(cfg: Config) -> Iterator[Problem]:
         key, _, text = str(e).partition(": ")
         yield (key, text) if key.startswith("model.") else ("model.path", str(e))
         return
-    yield from _stop_tokens(cfg, found.vocab_size if found else None)
+    yield from stop_tokens(cfg, found.vocab_size if found else None)
     reply = max(cfg.rollout.sampling.max_tokens, reply_tokens(cfg))
     longest = cfg.data.max_prompt_tokens + reply
     longest = min(longest, cfg.data.max_total_tokens or longest)
@@ -132,7 +132,15 @@ def _model(cfg: Config) -> Iterator[Problem]:
         )
 
 
-def _stop_tokens(cfg: Config, vocab_size: int | None) -> Iterator[Problem]:
+def check_stop_tokens(stages: Sequence[Config], vocab_size: int) -> None:
+    """ConfigError for end tokens that the model at hand cannot sample: of a tokenizer that is built from the data the
+    plan knows the largest size alone."""
+    found = dict.fromkeys(problem for cfg in stages for problem in stop_tokens(cfg, vocab_size))
+    if found:
+        raise ConfigError("; ".join(f"{key}: {why}" for key, why in found))
+
+
+def stop_tokens(cfg: Config, vocab_size: int | None) -> Iterator[Problem]:
     """End tokens that no model can sample. vocab_size: None where it is not known."""
     asked = {key: how.sampling for key, how in all_asked(cfg).items()}
     for key, sampling in {"rollout": cfg.rollout.sampling, **asked}.items():

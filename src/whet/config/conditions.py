@@ -11,6 +11,7 @@ in it), "longer" (a list of more entries than this). Without a test it must be t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from whet.config.schema import Config
@@ -29,6 +30,21 @@ STALE: Condition = {
     ]
 }
 """Rollouts may be of older weights than those that are trained."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Keys that something reads only under a condition."""
+
+    keys: tuple[str, ...]
+    read_when: Condition
+    why: str
+    """Why nothing reads them otherwise."""
+
+
+def under(section: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names)
+
 
 TESTS: dict[str, Callable[[Any, Any], bool]] = {
     "is": lambda value, wanted: value == wanted,

@@ -6,21 +6,9 @@ or any name. The reason may name values: {cfg.data.order}, {kind} and other name
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from whet.config.conditions import NEVER, STALE, Condition
+from whet.config.conditions import NEVER, STALE, Condition, Rule, under
 from whet.config.learning import READS
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Keys that something reads only under a condition."""
-
-    keys: tuple[str, ...]
-    read_when: Condition
-    why: str
-    """Why nothing reads them otherwise."""
-
+from whet.config.ratio_rules import RATIO
 
 ONLINE: Condition = {"condition": "kind", "is": "online"}
 EVALUATES: Condition = {"condition": "evaluates"}
@@ -49,10 +37,6 @@ IN_CLUSTER: dict[str, Condition] = {
 def in_cluster(*parts: str) -> Condition:
     """One of these parts of the run lives in the cluster."""
     return {"any": [IN_CLUSTER[part] for part in parts]}
-
-
-def under(section: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"{section}.{name}" for name in names)
 
 
 MODELS = (
@@ -584,6 +568,7 @@ PARALLEL = (
 RULES: tuple[Rule, ...] = (
     *MODELS,
     *ALGORITHM,
+    *RATIO,
     *SAMPLING,
     *DATA,
     *EVAL,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from whet.config.conditions import Condition
+from whet.config.conditions import Condition, Rule, under
 from whet.config.functions import ADVANTAGES, LOSSES, SETTINGS, Advantage, Loss
-from whet.config.idle_rules import ONLINE, Rule, under
+from whet.config.idle_rules import ONLINE
 from whet.config.recipes import ONLINE as ONLINE_KEYS
 
 WHOLE = tuple(name for name, row in LOSSES.items() if row.pairs or row.whole_replies)

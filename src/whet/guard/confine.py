@@ -17,9 +17,7 @@ import time
 from collections.abc import Iterator
 from typing import Literal
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
-_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
-_LANDLOCK_SCOPE_SIGNAL = 1 << 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SWEEP_S = 2.0
 
 _LINUX = sys.platform == "linux"
@@ -63,20 +61,6 @@ def process_end(pid: int) -> Iterator[list[int]]:
         yield [fd]
     finally:
         os.close(fd)
-
-
-def scope_signals() -> bool:
-    """From now on this process can signal only itself and its descendants (Landlock, Linux >= 6.12)."""
-    if not _LINUX or _libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, 1) < 6:
-        return False
-    rules = (ctypes.c_uint64 * 3)(0, 0, _LANDLOCK_SCOPE_SIGNAL)
-    ruleset = _libc.syscall(_LANDLOCK_CREATE_RULESET, rules, ctypes.sizeof(rules), 0)
-    if ruleset < 0:
-        return False
-    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    done = _libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0) == 0
-    os.close(ruleset)
-    return bool(done)
 
 
 def limit(memory_mb: int) -> None:

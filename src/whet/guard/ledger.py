@@ -7,6 +7,9 @@ from collections.abc import Mapping
 
 from whet.types import Json, Metrics, WhetError
 
+SKIPPED = "skipped_update"
+"""Reason booked for groups whose updates were all skipped, for their gradient was not finite."""
+
 
 class Ledger:
     """Counts rollouts, over the run and since the last `end_step`. A reason is a short fixed word."""
@@ -61,6 +64,16 @@ class Ledger:
             counts = ", ".join(f"{account} {n}" for account, n in sorted(self._total.items()))
             raise WhetError(
                 f"rollouts do not add up: {counts}; so {self.pending} are pending{where}. This is a bug."
+            )
+
+    def check_learned(self) -> None:
+        """WhetError if every update was skipped: rollouts were booked so, and none as trained on."""
+        lost = self._total[f"rejected/{SKIPPED}"]
+        if lost and not self._total["trained"]:
+            raise WhetError(
+                f"nothing was learned: every update was skipped, for its gradient was not finite, and {lost} rollouts "
+                "taught nothing; the weights are those from before. Look at the rewards and the loss in metrics.jsonl, "
+                "and at model.dtype and train.precision; another run_dir or checkpoint.resume=fresh runs anew"
             )
 
     def end_step(self) -> Metrics:

@@ -12,10 +12,12 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import struct
 import sys
+import tempfile
 import time
 import traceback
 from collections import deque
@@ -131,7 +133,8 @@ def keep(
         ours, theirs = socket.socketpair()
         alive, life = os.pipe()
         keeper = os.getpid()
-        pid = fork(partial(_nursery, theirs, life, keeper, functions=functions, limits=limits))
+        folder = tempfile.mkdtemp(prefix="whet-rewards-")
+        pid = fork(partial(_nursery, theirs, life, keeper, functions, limits, folder))
         theirs.close()
         os.close(life)
         socket.send_fds(control, [b"n"], [ours.fileno()])
@@ -139,6 +142,7 @@ def keep(
         problem = _watch(control, alive, run=run, nursery=pid)
         os.close(alive)
         confine.sweep(set(), {})
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _load(loaders: Mapping[str, Loader], prepare: Callable[[], None]) -> tuple[list[worker.Guarded], str]:
@@ -176,7 +180,12 @@ def _watch(control: socket.socket, alive: int, *, run: int, nursery: int) -> str
 
 
 def _nursery(
-    run: socket.socket, life: int, keeper: int, *, functions: Sequence[worker.Guarded], limits: Limits
+    run: socket.socket,
+    life: int,
+    keeper: int,
+    functions: Sequence[worker.Guarded],
+    limits: Limits,
+    folder: str,
 ) -> None:
     os.setsid()
     confine.die_with(keeper)
@@ -184,7 +193,7 @@ def _nursery(
     confine.shut({run.fileno(), life})
     stacks.listen("reward-nursery")
     try:
-        Nursery(run, functions, limits).live()
+        Nursery(run, functions, limits, folder).live()
     finally:
         confine.send(keeper, signal.SIGCONT)  # one that was stopped must see that the run has ended
 
@@ -192,8 +201,10 @@ def _nursery(
 class Nursery:
     """Hands calls to workers in order of arrival, and answers every one exactly once."""
 
-    def __init__(self, run: socket.socket, functions: Sequence[worker.Guarded], limits: Limits) -> None:
-        self.run, self.functions, self.limits = run, functions, limits
+    def __init__(
+        self, run: socket.socket, functions: Sequence[worker.Guarded], limits: Limits, folder: str
+    ) -> None:
+        self.run, self.functions, self.limits, self.folder = run, functions, limits, folder
         self.queue: deque[Work] = deque()
         self.workers: list[Worker] = []
         self.inbox = bytearray()
@@ -331,7 +342,18 @@ class Nursery:
         confine.shut({channel.fileno()}, files="close" if guarded.confined else "keep")
         if not guarded.confined:  # else it has no file that it may write to, not even of its stacks
             stacks.listen("reward")
+            self.settle()
         worker.serve(channel, guarded, self.limits.memory_mb)
+
+    def settle(self) -> None:
+        """Temporary files of this process go into a folder of its own, which is removed with it."""
+        folder = self.temporary(os.getpid())
+        os.mkdir(folder, 0o700)
+        os.environ["TMPDIR"] = folder
+        tempfile.tempdir = None  # it is looked up again
+
+    def temporary(self, pid: int) -> str:
+        return os.path.join(self.folder, str(pid))
 
     def hear(self, w: Worker) -> None:
         """A worker answered, wrote nonsense, or ended."""
@@ -427,6 +449,7 @@ class Nursery:
         os.close(w.output)
         confine.sweep({other.pid for other in self.workers}, self.exits)
         self.exits.pop(w.pid, None)
+        shutil.rmtree(self.temporary(w.pid), ignore_errors=True)
 
     def tick(self) -> None:
         """Enforce deadlines; now and then count processes and tell the run that this process lives."""

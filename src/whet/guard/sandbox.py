@@ -15,6 +15,7 @@ import struct
 import sys
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -23,7 +24,7 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _READ_FILE, _READ_DIR, _WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
 _FILES_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15}
 """Kinds of access to files that an ABI of Landlock knows; from 5 on there are 16."""
-_ALL_TCP, _ALL_SCOPES = 3, 3
+_ALL_TCP, _ALL_SCOPES, _SCOPE_SIGNALS = 3, 3, 2
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _FILTER = 22, 38, 2
 _CAPSET_VERSION, _CAPSET_KEPT = 0x20080522, 0b110
 """Kept are those by which files of other users are read; Landlock says which files."""
@@ -88,6 +89,20 @@ def enter() -> None:
     _restrict_calls()
 
 
+def scope_signals() -> bool:
+    """From now on this process can signal only itself and its descendants (Landlock, Linux >= 6.12). False: not
+    here."""
+    if sys.platform != "linux" or _abi() < 6:
+        return False
+    try:
+        _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+        with _ruleset(0, 0, _SCOPE_SIGNALS):
+            pass
+    except OSError:
+        return False
+    return True
+
+
 def _check(result: int, what: str) -> int:
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
@@ -122,14 +137,25 @@ def readable() -> tuple[Path, ...]:
 def _restrict_files() -> None:
     abi = _abi()
     handled = (1 << _FILES_BY_ABI.get(abi, 16)) - 1
-    attributes = (ctypes.c_uint64 * 3)(handled, _ALL_TCP if abi >= 4 else 0, _ALL_SCOPES if abi >= 6 else 0)
+    with _ruleset(handled, _ALL_TCP if abi >= 4 else 0, _ALL_SCOPES if abi >= 6 else 0) as ruleset:
+        for path in readable():
+            _allow(ruleset, path, _READ_FILE | (_READ_DIR if path.is_dir() else 0))
+        _allow(ruleset, Path(os.devnull), _READ_FILE | _WRITE_FILE)
+
+
+@contextmanager
+def _ruleset(files: int, tcp: int, scopes: int) -> Iterator[int]:
+    """Rules of Landlock for these kinds of access. What is allowed is added inside; this process has them from then
+    on."""
+    abi = _abi()
     size = 8 if abi < 4 else 16 if abi < 6 else 24
+    attributes = (ctypes.c_uint64 * 3)(files, tcp, scopes)
     ruleset = _check(_libc.syscall(_CREATE_RULESET, attributes, size, 0), "Landlock")
-    for path in readable():
-        _allow(ruleset, path, _READ_FILE | (_READ_DIR if path.is_dir() else 0))
-    _allow(ruleset, Path(os.devnull), _READ_FILE | _WRITE_FILE)
-    _check(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
-    os.close(ruleset)
+    try:
+        yield ruleset
+        _check(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
+    finally:
+        os.close(ruleset)
 
 
 def _allow(ruleset: int, path: Path, access: int) -> None:

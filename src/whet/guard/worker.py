@@ -76,7 +76,7 @@ def serve(channel: socket.socket, function: Guarded, memory_mb: int) -> None:
 def shut_in(function: Guarded) -> dict[str, object] | None:
     """Confine this process as far as the function asks for it. The answer to every call, if that fails."""
     if not function.confined or sandbox.lacking():
-        confine.scope_signals()
+        sandbox.scope_signals()
         return None
     try:
         sandbox.enter()

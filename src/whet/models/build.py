@@ -49,7 +49,7 @@ def library() -> tuple[ctypes.CDLL, str]:
     stated = (*_FLAGS, *compiler, version, _cpu(), str(gomp))
     name = hashlib.sha256(b"\0".join([*sources.values(), *(s.encode() for s in stated)]))
     try:
-        target = cache_dir() / f"kernels-{name.hexdigest()[:20]}.so"
+        target = _place(f"kernels-{name.hexdigest()[:20]}.so")
         if not target.exists():
             _compile(compiler, sources, target, gomp=gomp)
         lib = ctypes.CDLL(str(target))
@@ -112,6 +112,14 @@ def _cpu() -> str:
     )
 
 
+def _place(name: str) -> Path:
+    """Where a library is, or will be: one in the home's cache is used there, even if nothing can be written to it."""
+    home = _home_cache()
+    if home is not None and (home / name).is_file():
+        return home / name
+    return cache_dir() / name
+
+
 def cache_dir() -> Path:
     """A folder of this user's, where libraries are kept: what lies in it is loaded as code.
 
@@ -119,7 +127,10 @@ def cache_dir() -> Path:
     user's in the folder for temporary files (`library` says which was taken). Raises OSError where that one is not this
     user's alone.
     """
-    return _home_cache() or own_folder(Path(tempfile.gettempdir()) / f"whet-{os.getuid()}")
+    home = _home_cache()
+    if home is not None and os.access(home, os.W_OK):
+        return home
+    return own_folder(Path(tempfile.gettempdir()) / f"whet-{os.getuid()}")
 
 
 def _home_cache() -> Path | None:
@@ -129,4 +140,4 @@ def _home_cache() -> Path | None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except (RuntimeError, OSError):  # RuntimeError: no $HOME, and no entry in the list of users
         return None
-    return folder if os.access(folder, os.W_OK) else None
+    return folder

@@ -95,10 +95,10 @@ class VocabularyEmbedding(nn.Module):
 class VocabularyHead(nn.Module):
     """This rank's rows of an output layer; gives their logits."""
 
-    def __init__(self, linear: nn.Linear, vocabulary: Vocabulary) -> None:
+    def __init__(self, layer: nn.Linear, vocabulary: Vocabulary) -> None:
         super().__init__()
-        self.weight, self.bias, self.vocabulary = linear.weight, linear.bias, vocabulary
-        self.in_features, self.out_features = linear.in_features, len(linear.weight)
+        self.weight, self.bias, self.vocabulary = layer.weight, layer.bias, vocabulary
+        self.in_features, self.out_features = layer.in_features, len(layer.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)

@@ -23,6 +23,15 @@ from whet.types import Json
 TIMEOUT_S = 300.0
 """Longest time for one process."""
 
+_CHILD = """
+import sys
+from whet.guard.confine import die_with
+die_with(int(sys.argv.pop(1)))
+from whet.cli import main
+main()
+"""
+"""The command line, ended with the process that started it."""
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -95,7 +104,7 @@ def _start(tree: dict[str, Json], folder: Path, name: str) -> subprocess.Popen[b
     )
     with (folder / f"{name}.txt").open("wb") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "whet.cli", "train", str(file), "--dialect", "native"],
+            [sys.executable, "-c", _CHILD, str(os.getpid()), "train", str(file), "--dialect", "native"],
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -12,7 +12,6 @@ output): network libraries start threads, and a run forks its reward processes b
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -25,13 +24,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import IO
 
 from whet.config.urls import scheme
 from whet.secrets import learn_environment, learn_urls, redact, redacting
 from whet.storage import hub, stores
 from whet.storage.manifests import oldest_first, place_of
-from whet.track.files import atomic_folder, tidy
+from whet.track.files import atomic_folder, lock, lock_opened, tidy
 from whet.types import Json, WhetError
 
 LOCK_S = 6 * 3600.0
@@ -152,27 +150,28 @@ def struck(text: str) -> str:
 def _alone(home: Path) -> Iterator[None]:
     """One process at a time; the lock ends with its process. Who waits for it says so, and not for ever."""
     home.mkdir(parents=True, exist_ok=True)
-    with open(home / ".lock", "a") as file:
+    path = home / ".lock"
+    with lock_opened(path) as handles:
         since = said = time.monotonic()
-        while not _locked(file):
+        while not _locked(handles):
             waited_s = time.monotonic() - since
             if waited_s >= LOCK_S:
                 raise WhetError(
-                    f"{file.name} was held by another process that fetches for {waited_s:.0f} s; end that one, or wait "
+                    f"{path} was held by another process that fetches for {waited_s:.0f} s; end that one, or wait "
                     "until it is done, then run again"
                 )
             if time.monotonic() - said >= SAY_S:
                 said = time.monotonic()
                 sys.stderr.write(
-                    f"waiting for another process that fetches ({file.name}) since {waited_s:.0f} s\n"
+                    f"waiting for another process that fetches ({path}) since {waited_s:.0f} s\n"
                 )
             time.sleep(LOOK_S)
         yield
 
 
-def _locked(file: IO[str]) -> bool:
+def _locked(handles: Sequence[int]) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(handles)
     except BlockingIOError:
         return False
     return True

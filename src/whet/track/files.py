@@ -14,7 +14,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -196,16 +196,14 @@ class RunLock:
         self._handles: list[int] = []
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            self._handles.append(os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            self._handles.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
-            _lock_folder(self._handles[0])
-            fcntl.flock(self._handles[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._handles = lock_handles(path)
+            lock(self._handles)
             os.ftruncate(self._handles[1], 0)
             os.pwrite(self._handles[1], f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
         except OSError as e:
             for handle in self._handles:
                 os.close(handle)
-            if e.errno == errno.EAGAIN or (e.errno == errno.EACCES and len(self._handles) == 2):
+            if e.errno == errno.EAGAIN or (e.errno == errno.EACCES and self._handles):
                 raise WhetError(_in_use(run_dir)) from e
             raise file_error(e, path) from e
         RunLock._held.update(self._handles)
@@ -234,6 +232,37 @@ class RunLock:
 
 
 os.register_at_fork(after_in_child=RunLock._after_fork)
+
+
+def lock_handles(path: Path) -> list[int]:
+    """A lock file and the folder around it, opened for `lock`. Who closes them lets others in.
+
+    The folder is locked, too, for a file can be deleted while its lock is held, and another made in its place.
+    """
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return [folder, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)]
+    except OSError:
+        os.close(folder)
+        raise
+
+
+def lock(handles: Sequence[int]) -> None:
+    """Lock what `lock_handles` opened. BlockingIOError if another process has."""
+    folder, file = handles
+    _lock_folder(folder)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@contextmanager
+def lock_opened(path: Path) -> Iterator[list[int]]:
+    """The handles of a lock as long as it lasts; leaving lets others in."""
+    handles = lock_handles(path)
+    try:
+        yield handles
+    finally:
+        for handle in handles:
+            os.close(handle)
 
 
 def _lock_folder(handle: int) -> None:

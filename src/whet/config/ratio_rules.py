@@ -1,0 +1,60 @@
+"""Settings that act on a loss's ratio alone: they do nothing where it is always 1.
+
+The policy before the step is the policy of the first optimizer step. With one optimizer step a batch the ratio to it is
+1 at every token, whatever the rollouts are of: no bound is reached, no weight is another than 1.
+"""
+
+from __future__ import annotations
+
+from whet.config.conditions import Condition, Rule, under
+from whet.config.functions import LOSSES
+
+MOVES: Condition = {
+    "any": [
+        {"key": "train.minibatches", "above": 1},
+        {"key": "train.passes", "above": 1},
+        # the ratio is to what sampled
+        {"key": "algorithm.old_logprobs", "is": "sampled"},
+        {"condition": "loss", "in": [name for name, row in LOSSES.items() if row.anchor == "sampled"]},
+        # the policy learns otherwise than it is asked: features dropped, micro-batches or kernels that round
+        # in another way
+        {"key": "model.lora.dropout", "above": 0},
+        {"key": "train.micro_tokens_forward", "given": True},
+        {"key": "train.micro_rollouts_forward", "given": True},
+        {"key": "train.compile"},
+        {"condition": "own_function"},
+    ]
+}
+"""The loss may see a ratio other than 1."""
+
+WHY = (
+    "a batch makes one optimizer step (train.minibatches=1, train.passes=1), so the ratio of the policy to the one "
+    "before the step is 1 everywhere"
+)
+
+
+RATIO = (
+    Rule(
+        under(
+            "algorithm",
+            "clip_low",
+            "clip_high",
+            "dual_clip",
+            "sequence_mask_delta",
+            "fallback_to_policy_gradient",
+            "cispo_mask",
+            "sppo_epsilon",
+            "topr_threshold",
+            "ppo_kl_coef",
+            "rec_clip_mode",
+            "rec_ring_low",
+            "rec_ring_high",
+        ),
+        MOVES,
+        WHY,
+    ),
+    # a cap below 1 holds at once
+    Rule(
+        ("algorithm.aipo_rho",), {"any": [MOVES, {"not": {"key": "algorithm.aipo_rho", "above": 1.0}}]}, WHY
+    ),
+)
