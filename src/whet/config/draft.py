@@ -96,7 +96,10 @@ class Draft:
                     if isinstance(e, FileNotFoundError | NotADirectoryError):
                         continue
                     why = e.strerror if isinstance(e, OSError) else str(e)
-                    self._tell(path, f"{named(path, self.tree)}: {shown(value)} cannot be looked for: {why}; give another path")
+                    self._tell(
+                        path,
+                        f"{named(path, self.tree)}: {shown(value)} cannot be looked for: {why}; give another path",
+                    )
 
     def find_homes(self) -> None:
         """Refuse paths below a home folder that is not known here: whoever opens one could not say where it is."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from whet.data.parquet import read_parquet
 from whet.data.parts import ArrowPart, ListPart, Part, Row, as_row, describe, loads
 from whet.inputs import MIB, MOST_JSON_BYTES, MOST_ROW_BYTES, check_regular, read_bytes, read_json_object
 from whet.tables import near
@@ -170,12 +170,7 @@ def _read_file(file: Path, limit: int | None) -> Part:
 
 
 def _parquet(file: Path, limit: int | None) -> Part:
-    try:
-        table = pq.ParquetFile(file, memory_map=True).read()
-        table.validate(full=True)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
-        raise DataError(f"{file}: not a readable parquet file: {e}") from e
-    return _arrow(str(file), table, limit)
+    return _arrow(str(file), read_parquet(file), limit)
 
 
 def _jsonl(file: Path, limit: int | None) -> Part:
