@@ -107,6 +107,35 @@ def test_a_parquet_file_without_the_rows_that_it_promises_is_refused(tmp_path: P
         read_rows(Source(path=str(tmp_path / "a.parquet")))
 
 
+@pytest.mark.parametrize(
+    ("values", "kind", "path"),
+    [
+        ([0.5, None, float("nan")], pa.float64(), "x"),
+        ([1.0, 2.0, float("inf")], pa.float16(), "x"),
+        ([[1.0], [], [0.0, float("-inf")]], pa.list_(pa.float32()), "x.1"),
+        ([{"a": 1.0}, None, {"a": float("nan")}], pa.struct({"a": pa.float64()}), "x.a"),
+        ([1.0, 1.0, float("nan")], pa.dictionary(pa.int32(), pa.float64()), "x"),
+    ],
+)
+def test_numbers_that_json_has_not_are_refused_in_every_format(
+    values: list[Any], kind: pa.DataType, path: str, tmp_path: Path
+) -> None:
+    table = pa.table({"prompt": ["a", "b", "c"], "x": pa.array(values, kind)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    with pytest.raises(
+        DataError, match=rf"a.parquet, row 3: column {path} holds -?(nan|inf), which is no JSON"
+    ):
+        read_rows(Source(path=str(tmp_path / "a.parquet")))
+    pq.write_table(table.slice(0, 2), tmp_path / "a.parquet")
+    assert len(read_rows(Source(path=str(tmp_path / "a.parquet")))) == 2
+
+
+def test_rows_of_the_config_are_looked_at_too() -> None:
+    rows = [{"prompt": "a"}, {"prompt": "b", "x": [float("nan")]}]
+    with pytest.raises(DataError, match=r"data.rows, row 2: column x.0 holds nan, which is no JSON value"):
+        read_rows(Source(rows=tuple(rows)))
+
+
 def test_a_difficulty_too_large_for_a_float_is_named() -> None:
     source = Source(path="a.jsonl", difficulty="hard")
     with pytest.raises(
