@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from fuzz import readers
+from fuzz import checkpoints, readers
+from fuzz.case import Case
 from fuzz.readers import FUZZERS
-from fuzz.run import Case, case, judge, run, verdicts
+from fuzz.run import case, judge, run, verdicts
 from whet.config import draft, parse
 from whet.config.draft import Draft
 from whet.data import columns, files, templates
@@ -47,7 +48,7 @@ def test_what_is_not_damaged_is_read(fuzzer: str, tmp_path: Path) -> None:
         "config": {"config.yaml": (ROOT / "examples/first_run.yaml").read_bytes()},
         "data": {"data.jsonl": (ROOT / "tests/data/words.jsonl").read_bytes()},
         "model": readers.model_folder(),
-        "checkpoint": readers.checkpoint_files(),
+        "checkpoint": checkpoints.files(),
         "template": {"template": readers.TEMPLATES[0].encode()},
     }[fuzzer]
     assert judge(fuzzer, Case(good, next(iter(good)))) == "right"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -18,8 +16,9 @@ import pyarrow.parquet as pq
 import torch
 import yaml
 
+from fuzz import checkpoints
+from fuzz.case import Case, Fuzzer
 from fuzz.mutate import as_json, changed, containers, damaged
-from whet import checkpoint
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Data, Model, Source
@@ -27,30 +26,10 @@ from whet.config.schema import Tokenizer as TokenizerConfig
 from whet.data.chat import encode_prompt, render
 from whet.data.tasks import TaskStream
 from whet.data.tokenizer import load_tokenizer
-from whet.models import tensor_files
 from whet.models.load import build, export
 from whet.types import Message
 
 ROOT = Path(__file__).parents[2]
-Files = Mapping[str, bytes]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Files to be read together."""
-
-    files: Files
-    touched: str
-    """The one that is damaged."""
-    wrong: bool = False
-    """Whether it cannot be right, so that it has to be refused."""
-
-
-@dataclass(frozen=True)
-class Fuzzer:
-    make: Callable[[Random], Case]
-    read: Callable[[Path], object]
-    """Of a folder with the files of a case. WhetError: refused."""
 
 
 # ---------------------------------------------------------------- config
@@ -229,45 +208,8 @@ def _read_model(folder: Path) -> object:
 # ---------------------------------------------------------------- checkpoint
 
 
-class _Engine:
-    def save(self, path: Path, *, moments: bool) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        tensor_files.write(
-            {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5)}, path / "model.safetensors"
-        )
-
-    def load(self, path: Path) -> None:
-        with tensor_files.opened(path / "model.safetensors") as file:
-            for name in file.tensors:
-                file.read(name)
-
-    def forget(self) -> None:
-        pass
-
-
-@cache
-def checkpoint_files() -> dict[str, bytes]:
-    folder = Path(mkdtemp(prefix="whet-fuzz-"))
-    state = {"stage": 0, "stage_name": "main", "step": 1, "contents": ["model"], "drawn": [1, 2]}
-    checkpoint.save(folder, {"policy": _Engine()}, state, keep=1)
-    (made,) = checkpoint.all_in(folder)
-    files = {str(p.relative_to(made)): p.read_bytes() for p in made.rglob("*") if p.is_file()}
-    shutil.rmtree(folder)
-    return files
-
-
 def _checkpoint(random: Random) -> Case:
-    name = random.choice(sorted(checkpoint_files()))
-    before = checkpoint_files()[name]
-    after = _damaged_file(random, name, before)
-    return Case({**checkpoint_files(), name: after}, name, wrong=name != "manifest.json" and after != before)
-
-
-def _read_checkpoint(folder: Path) -> object:
-    state = checkpoint.read_state(folder)
-    checkpoint.check_contents(folder, state, ["model"])
-    checkpoint.load(folder, {"policy": _Engine()}, wanted=["model"])
-    return state
+    return checkpoints.make(random, _damaged_file)
 
 
 # ---------------------------------------------------------------- template
@@ -363,6 +305,6 @@ FUZZERS: dict[str, Fuzzer] = {
     "config": Fuzzer(_config, _read_config),
     "data": Fuzzer(_data, _read_data),
     "model": Fuzzer(_model, _read_model),
-    "checkpoint": Fuzzer(_checkpoint, _read_checkpoint),
+    "checkpoint": Fuzzer(_checkpoint, checkpoints.read),
     "template": Fuzzer(_template, _read_template),
 }

@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from fuzz.readers import FUZZERS, Case
+from fuzz.case import Case
+from fuzz.readers import FUZZERS
 from whet.types import WhetError
 
 CPU_S = 10.0
