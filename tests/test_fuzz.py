@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fuzz import checkpoints, readers
+from fuzz import checkpoints, readers, runs
 from fuzz.case import Case
 from fuzz.readers import FUZZERS
 from fuzz.run import case, judge, run, verdicts
@@ -21,7 +21,9 @@ from whet.data import columns, files, templates
 from whet.models import load
 
 ROOT = Path(__file__).parents[1]
-CASES = {"config": 20, "data": 40, "checkpoint": 30, "template": 40, "model": 20}
+CASES = {
+    "config": 20, "data": 40, "checkpoint": 30, "template": 40, "model": 20, "run": 30, "adapter": 8, "judge": 8
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +52,9 @@ def test_what_is_not_damaged_is_read(fuzzer: str, tmp_path: Path) -> None:
         "model": readers.model_folder(),
         "checkpoint": checkpoints.files(),
         "template": {"template": readers.TEMPLATES[0].encode()},
+        "run": runs.run_files(),
+        "adapter": runs.adapter_files(),
+        "judge": runs.judge_files(),
     }[fuzzer]
     assert judge(fuzzer, Case(good, next(iter(good)))) == "right"
 

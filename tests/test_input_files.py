@@ -83,6 +83,18 @@ def test_a_small_parquet_file_does_not_fill_the_memory(
         read_rows(Source(path=str(tmp_path / "a.parquet")))
 
 
+def test_a_row_of_a_parquet_file_is_not_larger_than_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "MOST_ROW_BYTES", 2**20)
+    rows = [{"prompt": "a"}, {"prompt": "b" * 2**21}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(
+        DataError, match=r"a.parquet, row 2 of row group 0: has more than 1 MiB; is it one row"
+    ):
+        read_rows(Source(path=str(tmp_path / "a.parquet")))
+
+
 def test_rows_of_many_groups_and_batches_are_those_that_were_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 import yaml
 
-from fuzz import checkpoints
+from fuzz import checkpoints, runs
 from fuzz.case import Case, Fuzzer
 from fuzz.mutate import as_json, changed, containers, damaged
 from whet.config.load import load
@@ -100,22 +100,48 @@ def rows() -> list[dict[str, Any]]:
     return [{**row, "number": n + 1} for n, row in enumerate([*plain, *chats])]
 
 
+WRONG_PROMPTS = (5, None, [], {}, "", True, ["a"], [{"role": "user"}])
+WRONG_TEXTS = ('"x": NaN', '"x": [-Infinity]', '"prompt": "c"', '"x": {"a": 1, "a": 1}', '"x": 1e999')
+"""Of members of a row."""
+
+
 def _data(random: Random) -> Case:
     kind = random.choice(("jsonl", "jsonl", "json", "csv", "parquet"))
-    wrong = kind in ("jsonl", "json") and random.random() < 0.2
-    if wrong:
-        made = [
-            *rows()[:2],
-            {**rows()[2], "prompt": random.choice((5, None, [], {}, "", True, ["a"], [{"role": "user"}]))},
-        ]
-    else:
-        made = changed(random, rows()) if random.random() < 0.5 and kind != "parquet" else rows()[:6]
+    name = f"data.{kind}"
+    if kind in ("jsonl", "json") and random.random() < 0.2:
+        row = {**rows()[2], "prompt": random.choice(WRONG_PROMPTS)}
+        if random.random() < 0.5:
+            data = _table(kind, [*rows()[:2], row])
+        else:
+            data = _table(kind, rows()[:3]).replace(
+                b"{", b"{" + random.choice(WRONG_TEXTS).encode() + b", ", 1
+            )
+        return Case({name: data}, name, wrong=True)
+    if kind == "parquet":
+        return Case({name: _parquet(random)}, name)
+    made = changed(random, rows()) if random.random() < 0.5 else rows()[:6]
     data = _table(kind, made)
-    return Case(
-        {f"data.{kind}": data if wrong or made != rows()[:6] else damaged(random, data)},
-        f"data.{kind}",
-        wrong,
-    )
+    return Case({name: data if made != rows()[:6] else damaged(random, data)}, name)
+
+
+def _parquet(random: Random) -> bytes:
+    """Bytes damaged, other values in any nesting, or few bytes that stand for many."""
+    how = random.random()
+    if how < 0.5:
+        return damaged(random, _table("parquet", rows()[:6]))
+    if how < 0.97:
+        try:
+            return _table("parquet", changed(random, rows()[random.choice((0, 6)) :]))
+        except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError):
+            return damaged(random, _table("parquet", rows()[:6]))
+    many, long = random.choice(((10**6, 10**4), (10**8, 10)))
+    if long == 10:
+        column = pa.ListArray.from_arrays(pa.array([0, many], pa.int32()), pa.nulls(many, pa.int64()))
+    else:
+        column = pa.DictionaryArray.from_arrays(pa.array([0] * many, pa.int32()), pa.array(["x" * long]))
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"prompt": column}), sink, store_schema=False)
+    return bytes(sink.getvalue().to_pybytes())
 
 
 def _table(kind: str, made: list[Any]) -> bytes:
@@ -175,7 +201,37 @@ def _model(random: Random) -> Case:
             "generation_config.json",
         )
     )
+    if name == "tokenizer.json" and random.random() < 0.1:
+        return Case({**model_folder(), name: _with_expression(random)}, name)
     return Case({**model_folder(), name: _damaged_file(random, name, model_folder()[name])}, name)
+
+
+EXPRESSIONS = (
+    "(a+)+$",
+    "(a|a)*b",
+    "(?:a*)*c",
+    "a{1,99999}",
+    "(",
+    "",
+    "[\\s\\S]",
+    "\\p{Han}",
+    "(?=a)",
+    "((((a*)*)*)*)*$",
+)
+
+
+def _with_expression(random: Random) -> bytes:
+    """A tokenizer that cuts or replaces by an expression of its own."""
+    tree, pattern = json.loads(model_folder()["tokenizer.json"]), {"Regex": random.choice(EXPRESSIONS)}
+    if random.random() < 0.5:
+        tree["normalizer"] = {
+            "type": "Replace",
+            "pattern": pattern,
+            "content": random.choice(("", "a", "aa")),
+        }
+    else:
+        tree["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    return as_json(tree)
 
 
 def _damaged_file(random: Random, name: str, data: bytes) -> bytes:
@@ -193,7 +249,8 @@ def _damaged_file(random: Random, name: str, data: bytes) -> bytes:
 
 def _read_model(folder: Path) -> object:
     found = load_tokenizer(TokenizerConfig(), model_path=str(folder))
-    encode_prompt(found, (Message("user", "abc"),)) if found.chat_template else encode_prompt(found, "abc")
+    text = "abc" + "a" * 40 + "b"
+    encode_prompt(found, (Message("user", text),)) if found.chat_template else encode_prompt(found, text)
     return build(
         Model(path=str(folder)),
         vocab_size=len(found),
@@ -307,4 +364,7 @@ FUZZERS: dict[str, Fuzzer] = {
     "model": Fuzzer(_model, _read_model),
     "checkpoint": Fuzzer(_checkpoint, checkpoints.read),
     "template": Fuzzer(_template, _read_template),
+    "run": Fuzzer(lambda random: runs.make_run(random, _damaged_file), runs.read_run),
+    "adapter": Fuzzer(lambda random: runs.make_adapter(random, _damaged_file), runs.read_adapter),
+    "judge": Fuzzer(lambda random: runs.make_judge(random, _damaged_file), runs.read_judge),
 }

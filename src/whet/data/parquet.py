@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from whet.inputs import MIB, check_regular
+from whet.inputs import MIB, MOST_ROW_BYTES, check_regular
 from whet.types import DataError
 
 ROOM = 2**30
@@ -51,8 +51,19 @@ def _groups(opened: pq.ParquetFile, file: Path, most: int) -> Iterator[pa.Table]
         for batch in opened.iter_batches(rows, row_groups=[number]):
             taken += batch.nbytes
             _check(taken, file, most)
+            _check_rows(batch, sum(map(len, batches)), file, number)
             batches.append(batch)
         yield pa.Table.from_batches(batches, schema=opened.schema_arrow).combine_chunks()
+
+
+def _check_rows(batch: pa.RecordBatch, before: int, file: Path, group: int) -> None:
+    """In Python a row takes many times what it takes in Arrow."""
+    for n in range(len(batch)) if batch.nbytes > MOST_ROW_BYTES else ():
+        if batch.slice(n, 1).nbytes > MOST_ROW_BYTES:
+            raise DataError(
+                f"{file}, row {before + n + 1} of row group {group}: has more than {MOST_ROW_BYTES // MIB} MiB; is it "
+                "one row?"
+            )
 
 
 def _widest(chunk: pq.ColumnChunkMetaData) -> int:

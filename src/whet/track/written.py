@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from whet.config.parse import parse
 from whet.data.parquet import read_parquet
-from whet.inputs import MOST_CONFIG_BYTES, MOST_JSON_BYTES, parse_json, read_bytes, read_text
+from whet.inputs import MOST_CONFIG_BYTES, MOST_JSON_BYTES, check_regular, parse_json, read_bytes, read_text
 from whet.types import DataError, Json
 
 STAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -69,7 +69,8 @@ def read_lines(path: Path) -> list[dict[str, Json]]:
 
 def lines(path: Path) -> Iterator[tuple[bytes, dict[str, Json]]]:
     """(bytes, parsed) of each whole line; only the last may be broken, else the file was tampered with."""
-    return parsed(read_bytes(path, DataError, most=16 * MOST_JSON_BYTES), path)
+    check_regular(path, DataError)
+    return parsed(path.read_bytes(), path)
 
 
 def parsed(data: bytes, path: Path) -> Iterator[tuple[bytes, dict[str, Json]]]:
