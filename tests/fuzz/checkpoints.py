@@ -183,11 +183,17 @@ def sealed(found: dict[str, bytes]) -> dict[str, bytes]:
 def make(random: Random, damage: Callable[[Random, str, bytes], bytes]) -> Case:
     good = random.choice((files, files, files_in_parts))()
     name = random.choice(sorted(good))
-    after = damage(random, name, good[name])
+    after = _flipped(random, good[name]) if random.random() < 0.3 else damage(random, name, good[name])
     found = {**good, name: after}
     if name != MANIFEST and random.random() < 0.5:
         return Case(sealed(found), name)
     return Case(found, name, wrong=name != MANIFEST and after != good[name])
+
+
+def _flipped(random: Random, data: bytes) -> bytes:
+    """One bit, wherever: as long as before."""
+    at, bit = random.randrange(len(data)), 1 << random.randrange(8)
+    return data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :]
 
 
 class ReadAsSomethingElse(AssertionError):

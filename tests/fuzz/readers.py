@@ -129,16 +129,27 @@ def _parquet(random: Random) -> bytes:
     how = random.random()
     if how < 0.5:
         return damaged(random, _table("parquet", rows()[:6]))
-    if how < 0.97:
+    if how < 0.99:
         try:
             return _table("parquet", changed(random, rows()[random.choice((0, 6)) :]))
         except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError):
             return damaged(random, _table("parquet", rows()[:6]))
-    many, long = random.choice(((10**6, 10**4), (10**8, 10)))
-    if long == 10:
-        column = pa.ListArray.from_arrays(pa.array([0, many], pa.int32()), pa.nulls(many, pa.int64()))
-    else:
-        column = pa.DictionaryArray.from_arrays(pa.array([0] * many, pa.int32()), pa.array(["x" * long]))
+    return random.choice((_one_text_many_times, _one_list_of_nothing))()
+
+
+@cache
+def _one_text_many_times() -> bytes:
+    return _in_parquet(
+        pa.DictionaryArray.from_arrays(pa.array([0] * 10**6, pa.int32()), pa.array(["x" * 10**4]))
+    )
+
+
+@cache
+def _one_list_of_nothing() -> bytes:
+    return _in_parquet(pa.ListArray.from_arrays(pa.array([0, 10**8], pa.int32()), pa.nulls(10**8, pa.int8())))
+
+
+def _in_parquet(column: pa.Array) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"prompt": column}), sink, store_schema=False)
     return bytes(sink.getvalue().to_pybytes())

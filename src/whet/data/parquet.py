@@ -47,11 +47,11 @@ def _groups(opened: pq.ParquetFile, file: Path, most: int) -> Iterator[pa.Table]
         columns = [group.column(n) for n in range(group.num_columns)]
         _check(taken + sum(map(_least, columns, map(opened.schema.column, range(len(columns))))), file, most)
         rows = max(1, min(MOST_ROWS, most // (4 * max(map(_widest, columns), default=1))))
-        batches = []
+        batches: list[pa.RecordBatch] = []
         for batch in opened.iter_batches(rows, row_groups=[number]):
             taken += batch.nbytes
             _check(taken, file, most)
-            _check_rows(batch, sum(map(len, batches)), file, number)
+            _check_rows(batch, sum(b.num_rows for b in batches), file, number)
             batches.append(batch)
         yield pa.Table.from_batches(batches, schema=opened.schema_arrow).combine_chunks()
 
