@@ -66,7 +66,7 @@ def config(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def run(args: argparse.Namespace, folder: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """(timings, metrics) of every step; `reward_s` of a timing: CPU seconds of the reward processes."""
     import whet.run
-    from whet.track.record import read_lines
+    from whet.track.written import read_lines
 
     whet.run.clock = time.process_time
     rewards: list[float] = []

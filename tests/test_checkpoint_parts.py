@@ -36,7 +36,7 @@ from whet.models.mesh import Dims
 from whet.models.regions import Region
 from whet.models.tensor_files import assigned, index, opened, part_file, pieces, write
 from whet.track.files import write_json
-from whet.track.record import read_lines
+from whet.track.written import read_lines
 from whet.training import parts
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine

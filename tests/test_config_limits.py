@@ -120,3 +120,17 @@ def test_values_from_python_are_read_within_the_same_limits() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             load(None, [], {"seed": value})
+
+
+@pytest.mark.parametrize(
+    "key", ["model.path", "tokenizer.path", "tokenizer.chat_template", "run_dir", "checkpoint.resume"]
+)
+def test_a_path_that_no_system_call_takes_is_refused_by_its_key(key: str) -> None:
+    for wrong, why in (("b" * 300, "File name too long"), ('"x\\0y"', "embedded null byte")):
+        with pytest.raises(ConfigError, match=rf"{key}: .* cannot be looked for: {why}; give another path"):
+            load(None, [f"{key}={wrong}"])
+
+
+def test_a_path_in_a_list_is_refused_by_its_place() -> None:
+    with pytest.raises(ConfigError, match=r"data.train\[0\].path\[1\]: .* File name too long"):
+        load(None, ["data.train=[{path: [a.jsonl, " + "b" * 300 + "]}]"])

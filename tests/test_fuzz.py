@@ -11,16 +11,19 @@ from typing import Any
 
 import pytest
 
-from fuzz import readers
+from fuzz import checkpoints, readers, runs
+from fuzz.case import Case
 from fuzz.readers import FUZZERS
-from fuzz.run import Case, case, judge, run, verdicts
+from fuzz.run import case, judge, run, verdicts
 from whet.config import draft, parse
 from whet.config.draft import Draft
 from whet.data import columns, files, templates
 from whet.models import load
 
 ROOT = Path(__file__).parents[1]
-CASES = {"config": 20, "data": 40, "checkpoint": 30, "template": 40, "model": 20}
+CASES = {
+    "config": 20, "data": 40, "checkpoint": 30, "template": 40, "model": 20, "run": 30, "adapter": 8, "judge": 8
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +50,11 @@ def test_what_is_not_damaged_is_read(fuzzer: str, tmp_path: Path) -> None:
         "config": {"config.yaml": (ROOT / "examples/first_run.yaml").read_bytes()},
         "data": {"data.jsonl": (ROOT / "tests/data/words.jsonl").read_bytes()},
         "model": readers.model_folder(),
-        "checkpoint": readers.checkpoint_files(),
+        "checkpoint": checkpoints.files(),
         "template": {"template": readers.TEMPLATES[0].encode()},
+        "run": runs.run_files(),
+        "adapter": runs.adapter_files(),
+        "judge": runs.judge_files(),
     }[fuzzer]
     assert judge(fuzzer, Case(good, next(iter(good)))) == "right"
 
@@ -123,7 +129,7 @@ PLANTED: dict[Plant, tuple[str, int, str]] = {
     recursion_in_c_on_what_nests_deep: ("config", 55, "died of SIGSEGV"),
     a_wrong_type_that_is_read: ("data", 0, "wrong, but was read"),
     a_template_without_a_limit: ("template", 100, "did not come to an end"),
-    checksums_that_are_not_compared: ("checkpoint", 120, "KeyError"),
+    checksums_that_are_not_compared: ("checkpoint", 0, "wrong, but was read"),
 }
 """The fuzzer that finds it, the first of the fifty cases in which it does, as what."""
 

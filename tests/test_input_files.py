@@ -8,13 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from fuzz.readers import model_folder
 from whet.config.schema import Model, Source
 from whet.config.schema import Tokenizer as TokenizerConfig
-from whet.data import files
+from whet.data import files, parquet, timed
+from whet.data.chat import encode_texts
 from whet.data.columns import parse
 from whet.data.rows import read_rows
 from whet.data.tokenizer import load_tokenizer
@@ -43,12 +46,106 @@ def test_a_line_without_end_is_not_read_whole(tmp_path: Path, monkeypatch: pytes
         ('{"prompt": ' + "[" * 60 + "]" * 60 + "}", "line 1: lists and mappings nest more than 50 levels"),
         ('{"answer": 1e999}', "line 1: a number in it is too large for 64-bit"),
         ('{"answer": ' + "9" * 5000 + "}", "line 1: not JSON: Exceeds the limit"),
+        ('{"answer": NaN}', "line 1: not JSON: NaN is no JSON value; write null, or leave it out"),
+        ('{"x": [1, -Infinity]}', "line 1: not JSON: -Infinity is no JSON value"),
+        ('{"answer": 1, "answer": 2}', "line 1: not JSON: the key 'answer' is given twice in one object"),
+        ('{"x": {"a": 1, "b": 2, "a": 1}}', "line 1: not JSON: the key 'a' is given twice"),
     ],
 )
 def test_rows_are_read_within_limits(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(DataError, match=says):
         read_rows(Source(path=str(tmp_path / "a.jsonl")))
+
+
+def test_half_of_a_surrogate_pair_in_the_bytes_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a\xed\xa0\x80"}')
+    with pytest.raises(
+        DataError, match=r"line 1: not JSON: .utf-8. codec can.t decode byte 0xed in position 13"
+    ):
+        read_rows(Source(path=str(tmp_path / "a.jsonl")))
+
+
+LONG = pa.DictionaryArray.from_arrays(pa.array([0] * 5_000, pa.int32()), pa.array(["x" * 10_000]))
+NULLS = pa.ListArray.from_arrays(pa.array([0, 10_000_000], pa.int32()), pa.nulls(10_000_000, pa.int8()))
+
+
+@pytest.mark.parametrize("column", [LONG, NULLS], ids=["one text many times", "one list of nothing"])
+def test_a_small_parquet_file_does_not_fill_the_memory(
+    column: pa.Array, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "ROOM", 2**24)
+    pq.write_table(pa.table({"prompt": column}), tmp_path / "a.parquet", store_schema=False)
+    assert (tmp_path / "a.parquet").stat().st_size < 1000
+    with pytest.raises(
+        DataError, match=r"a.parquet: its rows take more than 16 MiB in memory, \d+ times the file"
+    ):
+        read_rows(Source(path=str(tmp_path / "a.parquet")))
+
+
+def test_a_row_of_a_parquet_file_is_not_larger_than_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "MOST_ROW_BYTES", 2**20)
+    rows = [{"prompt": "a"}, {"prompt": "b" * 2**21}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(
+        DataError, match=r"a.parquet, row 2 of row group 0: has more than 1 MiB; is it one row"
+    ):
+        read_rows(Source(path=str(tmp_path / "a.parquet")))
+
+
+def test_rows_of_many_groups_and_batches_are_those_that_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "MOST_ROWS", 7)
+    rows = [{"prompt": [{"role": "user", "content": str(n)}], "answer": n} for n in range(50)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=20)
+    found = read_rows(Source(path=str(tmp_path / "a.parquet")))
+    assert found.slice(0, 50) == rows
+
+
+def test_a_parquet_file_without_the_rows_that_it_promises_is_refused(tmp_path: Path) -> None:
+    pq.write_table(
+        pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "a.parquet", store_schema=False
+    )
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    at = data.index(b"prompt") + len(b"prompt")
+    while data[at : at + 2] != b"\x16\x00":  # num_rows, a number of 64 bits: 0
+        at += 1
+    data[at + 1] = 2 * 9
+    (tmp_path / "a.parquet").write_bytes(data)
+    with pytest.raises(DataError, match=r"a.parquet: holds 0 rows, and says that it has 9; copy it again"):
+        read_rows(Source(path=str(tmp_path / "a.parquet")))
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "path"),
+    [
+        ([0.5, None, float("nan")], pa.float64(), "x"),
+        ([1.0, 2.0, float("inf")], pa.float16(), "x"),
+        ([[1.0], [], [0.0, float("-inf")]], pa.list_(pa.float32()), "x.1"),
+        ([{"a": 1.0}, None, {"a": float("nan")}], pa.struct({"a": pa.float64()}), "x.a"),
+        ([1.0, 1.0, float("nan")], pa.dictionary(pa.int32(), pa.float64()), "x"),
+    ],
+)
+def test_numbers_that_json_has_not_are_refused_in_every_format(
+    values: list[Any], kind: pa.DataType, path: str, tmp_path: Path
+) -> None:
+    table = pa.table({"prompt": ["a", "b", "c"], "x": pa.array(values, kind)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    with pytest.raises(
+        DataError, match=rf"a.parquet, row 3: column {path} holds -?(nan|inf), which is no JSON"
+    ):
+        read_rows(Source(path=str(tmp_path / "a.parquet")))
+    pq.write_table(table.slice(0, 2), tmp_path / "a.parquet")
+    assert len(read_rows(Source(path=str(tmp_path / "a.parquet")))) == 2
+
+
+def test_rows_of_the_config_are_looked_at_too() -> None:
+    rows = [{"prompt": "a"}, {"prompt": "b", "x": [float("nan")]}]
+    with pytest.raises(DataError, match=r"data.rows, row 2: column x.0 holds nan, which is no JSON value"):
+        read_rows(Source(rows=tuple(rows)))
 
 
 def test_a_difficulty_too_large_for_a_float_is_named() -> None:
@@ -96,6 +193,34 @@ def test_a_tokenizer_that_is_damaged_or_does_harm_is_refused(
         config.write_text('{"extra_special_tokens": ["<s>"], "unk_token": ""}')
     with pytest.raises(ConfigError, match=says):
         load_tokenizer(TokenizerConfig(), model_path=str(path))
+
+
+TRIES = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            ("a" * 22 + "b") * 8,
+            r"has not come to an end after 0 s with 1 texts, the longest of 184 characters",
+        ),
+        ("a" * 40 + "b", "gives up: .*retry-limit.*An expression in its tokenizer.json"),
+    ],
+)
+@pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
+def test_an_expression_that_tries_too_many_ways_is_named(
+    place: str, text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = (
+        TRIES if place == "pre_tokenizer" else {"type": "Replace", "pattern": TRIES["pattern"], "content": ""}
+    )
+    path = folder(tmp_path, "tokenizer.json", lambda tree: tree.update({place: step}))
+    found = load_tokenizer(TokenizerConfig(), model_path=str(path))
+    if "come to an end" in says:
+        monkeypatch.setattr(timed, "PATIENCE_S", 0.05)
+    with pytest.raises(ConfigError, match=rf"The tokenizer '{path}' {says}"):
+        encode_texts(found, [text])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -335,6 +337,41 @@ def test_exported_adapters_open_in_peft_and_here(tmp_path: Path, lora: Lora) -> 
     ):
         with pytest.raises((ConfigError, CheckpointError), match=said):
             attach(tiny_model(), other.model_copy(update={"path": str(tmp_path / "a")}), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ([], "adapter_config.json holds no JSON object"),
+        ({"r": "4"}, "were made with {'r': '4'}; set rank"),
+        ({"alpha_pattern": {"q_proj": 99}}, "were made with {'alpha_pattern': {'q_proj': 99}}; set rank"),
+        ({"use_dora": True}, "were made with {'use_dora': True}"),
+        (
+            {"peft_type": "IA3"},
+            "were made with {'peft_type': 'IA3'}.*of other kinds than LoRA cannot be read",
+        ),
+        ("[" * 100_000, "nest more than 50 levels"),
+        ('{"r": 4, "r": 8}', "the key 'r' is given twice"),
+    ],
+)
+def test_adapters_that_mean_something_else_are_refused(tmp_path: Path, told: Any, said: str) -> None:
+    lora = Lora(rank=4)
+    export_adapter(with_adapters(lora), tmp_path / "a", cfg=lora, base=None)
+    file = tmp_path / "a/adapter_config.json"
+    if isinstance(told, dict):
+        told = {**json.loads(file.read_text()), **told}
+    file.write_text(told if isinstance(told, str) else json.dumps(told))
+    with pytest.raises((ConfigError, CheckpointError), match=f"model.lora.path=.*{said}"):
+        attach(tiny_model(), lora.model_copy(update={"path": str(tmp_path / "a")}), seed=0)
+
+
+def test_adapters_of_whole_numbers_are_refused(tmp_path: Path) -> None:
+    lora = Lora(rank=4)
+    export_adapter(with_adapters(lora), tmp_path / "a", cfg=lora, base=None)
+    file = tmp_path / "a/adapter_model.safetensors"
+    save_file({name: t.to(torch.int8) for name, t in load_file(file).items()}, file)
+    with pytest.raises(CheckpointError, match=r"is of torch.int8, expected floating-point numbers"):
+        attach(tiny_model(), lora.model_copy(update={"path": str(tmp_path / "a")}), seed=0)
 
 
 def replace_targets(lora: Lora) -> Lora:

@@ -32,7 +32,7 @@ from whet.models import kernels
 from whet.models.mesh import Dims
 from whet.placement import Jobs, at_once
 from whet.run import Run
-from whet.track.record import read_lines
+from whet.track.written import read_lines
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
 from whet.types import ConfigError, Metrics, WhetError

@@ -20,7 +20,7 @@ from whet.config.memory import Lengths
 from whet.config.plan import plans
 from whet.config.schema import Profile, Train
 from whet.models import kernels
-from whet.track.record import read_lines
+from whet.track.written import read_lines
 from whet.training import profile
 from whet.training.cut import Cut
 from whet.training.profile import Profiler, schedule, window

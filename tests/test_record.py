@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from whet.buffer import files as queue_files
 from whet.storage import fetch
-from whet.track import files, manifest, record
+from whet.track import files, manifest, record, written
 from whet.track.log import setup_logging
 from whet.types import CheckpointError, ConfigError, DataError, Message, Rollout, Task, WhetError
 
@@ -294,7 +294,7 @@ def test_numbers_are_read_back_to_the_bit(tmp_path: Path) -> None:
             numbers[f"n/{len(numbers)}"] = x
     directory = record.RunDirectory(tmp_path, ["s"])
     directory.log("s", 3, metrics=numbers, timings={})
-    [line] = record.read_lines(tmp_path / "metrics.jsonl")
+    [line] = written.read_lines(tmp_path / "metrics.jsonl")
     assert {k: struct.pack("d", v) for k, v in line.items() if k in numbers} == {
         k: struct.pack("d", v) for k, v in numbers.items()
     }
@@ -396,7 +396,7 @@ def test_a_resumed_record_equals_the_unbroken_one(tmp_path: Path, at: int, lost:
     stage, step = PLACES[at]
     resumed = record.RunDirectory(tmp_path / "broken", ["sft-1", "grpo"])
     resumed.truncate_to(["sft-1", "grpo"].index(stage), step)
-    kept = [(x["stage"], x["step"]) for x in record.read_lines(tmp_path / "broken" / "timings.jsonl")]
+    kept = [(x["stage"], x["step"]) for x in written.read_lines(tmp_path / "broken" / "timings.jsonl")]
     assert kept == PLACES[: at + 1]
     for place in PLACES[at + 1 :]:
         write_step(resumed, *place)
@@ -421,7 +421,7 @@ def test_lines_of_an_unknown_stage_are_not_dropped_in_silence(tmp_path: Path) ->
 def test_a_broken_line_in_the_middle_is_reported(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"stage": "s", "step": 1}\n{"st\n{"stage": "s", "step": 3}\n')
     with pytest.raises(DataError, match="line 2 is not JSON"):
-        record.read_lines(tmp_path / "metrics.jsonl")
+        written.read_lines(tmp_path / "metrics.jsonl")
 
 
 def test_sync_reaches_every_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,7 +472,7 @@ def test_rollouts_are_read_back_exactly(tmp_path: Path) -> None:
         "s", 12, [original, failed], advantages=[0.2, None]
     )
     assert path.name == "s-step-000012.parquet"
-    first, second = record.read_rollouts(path)
+    first, second = written.read_rollouts(path)
     for name in (
         "token_ids",
         "mask",
@@ -506,14 +506,14 @@ def test_equal_rollouts_give_equal_bytes_and_different_ones_do_not() -> None:
 
 def test_a_file_that_is_no_parquet_is_reported(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_bytes(b"no")
-    with pytest.raises(DataError, match=r"cannot read .*x.parquet"):
-        record.read_rollouts(tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"x.parquet: not a readable parquet file"):
+        written.read_rollouts(tmp_path / "x.parquet")
 
 
 def test_groups_of_steps_are_listed_by_number_even_with_dashes_in_the_stage(tmp_path: Path) -> None:
     for name in ("a-step-b-step-000002.parquet", "a-step-b-step-1000000.parquet", "junk.parquet"):
         (tmp_path / name).write_text("")
-    assert [(s, n) for s, n, _ in record.list_steps(tmp_path)] == [("a-step-b", 2), ("a-step-b", 1000000)]
+    assert [(s, n) for s, n, _ in written.list_steps(tmp_path)] == [("a-step-b", 2), ("a-step-b", 1000000)]
 
 
 # ---------------------------------------------------------------- manifest and log

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -264,6 +265,27 @@ def test_folders_that_are_no_reward_models(judge, tmp_path):
     tokenizer.save_pretrained(tmp_path / "plain")
     with pytest.raises(ConfigError, match=no_template):
         ask([group()], judge, tokenizer=str(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"num_hidden_layers": 10**9},
+            r"num_hidden_layers is 1000000000, expected a whole number from 1 to 10000",
+        ),
+        ({"vocab_size": 10**8}, r"asks for about .* parameters, the files hold"),
+        ({"id2label": 5}, "transformers cannot load it as a classifier: .*Error"),
+        ({"rope_parameters": []}, "transformers cannot load it as a classifier: .*Error"),
+        ({"pad_token_id": 9999}, "transformers cannot load it as a classifier: .*Error"),
+    ],
+)
+def test_a_damaged_config_json_is_named(judge, tmp_path, change, said):
+    shutil.copytree(judge, tmp_path / "rm")
+    file = tmp_path / "rm/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises((ConfigError, CheckpointError), match=rf"rewards\.rm\.model: path.*{said}"):
+        ask([group()], tmp_path / "rm")
 
 
 # ---------------------------------------------------------------- configs and runs

@@ -23,8 +23,9 @@ from rich.console import Console
 from whet.config.load import load
 from whet.config.schema import Config, Track
 from whet.track import curve, display, metrics, report
-from whet.track.record import RunDirectory, read_lines
+from whet.track.record import RunDirectory
 from whet.track.trackers import first_new_step, open_trackers
+from whet.track.written import read_lines
 from whet.types import ConfigError, FinishReason, Group, Rollout, Task, WhetError
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -21,10 +22,11 @@ from whet.config.dialects.tables import dialect
 from whet.config.dialects.translate import translate
 from whet.config.dialects.verl import ALIASES, VERL_EVAL, VERL_MEGATRON, VERL_PPO, VERL_SFT
 from whet.config.keys import lookup
+from whet.config.load import load
 from whet.config.parse import parse
 from whet.config.recipes import resolve
 from whet.config.schedules import factor
-from whet.config.tree import path_of
+from whet.config.tree import merge, path_of
 from whet.rewards.verl import compute_score
 from whet.types import ConfigError, Json, Task
 
@@ -787,3 +789,23 @@ def test_rewards_by_source(source: str, reply: str, answer: str, score: float) -
 def test_a_source_without_a_rule_is_named() -> None:
     with pytest.raises(ValueError, match="no rule for data source 'codecontests'"):
         compute_score("x", task("codecontests", "x"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("actor_rollout_ref.model.override_config.model_config", [1]),
+        ("actor_rollout_ref.model.override_config.model_config", "x"),
+        ("critic.model.override_config", [1]),
+        ("critic.model.override_config.model_config", [1]),
+        ("critic.model.override_config.moe_config", "x"),
+    ],
+)
+def test_a_section_that_is_none_is_refused_by_its_key(key: str, value: Json, tmp_path: Path) -> None:
+    tree: Json = value
+    for part in reversed(key.split(".")):
+        tree = {part: tree}
+    whole = merge({"algorithm": {"adv_estimator": "gae"}, "data": {"train_files": "a.parquet"}}, tree)
+    (tmp_path / "verl.yaml").write_text(json.dumps(whole))
+    with pytest.raises(ConfigError, match=r"override_config.*sections? of keys"):
+        load(tmp_path / "verl.yaml", dialect="verl")

@@ -67,7 +67,7 @@ class Result:
     @property
     def metrics(self) -> list[dict[str, Json]]:
         """Every line of metrics.jsonl."""
-        from whet.track.record import read_lines
+        from whet.track.written import read_lines
 
         return read_lines(self.run_dir / "metrics.jsonl")
 

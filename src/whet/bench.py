@@ -95,7 +95,8 @@ def _bench(
     from whet import checkpoint
     from whet.shared import open_shared
     from whet.track.display import Display
-    from whet.track.record import RunDirectory, read_lines
+    from whet.track.record import RunDirectory
+    from whet.track.written import read_lines
 
     root = out.parent / "checkpoints"
     found = checkpoint.all_in(root) if root.is_dir() else []

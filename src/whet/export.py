@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import yaml
-
 from whet import checkpoint
 from whet.config.load import Loaded, load
 from whet.config.plan import dtype_on
@@ -18,6 +16,7 @@ from whet.config.urls import is_remote, url_problems
 from whet.storage.fetch import fetched, naming, store_of
 from whet.storage.manifests import manifest, place_of
 from whet.storage.paths import brought_here
+from whet.track.written import read_config
 from whet.types import CheckpointError, ConfigError
 
 Form = Literal["merged", "adapter"]
@@ -97,9 +96,14 @@ def _run_of(path: Path, target: str) -> Path:
 
 def _form_of(path: Path) -> Form:
     """What the checkpoint's run exports; a checkpoint does not hold it."""
-    file = path.absolute().parent.parent / "config.yaml"
-    written = yaml.safe_load(file.read_text()) if file.is_file() else {}
-    return written.get("checkpoint", {}).get("export_as", "merged")
+    run_dir = path.absolute().parent.parent
+    match read_config(run_dir).get("checkpoint", {}).get("export_as", "merged"):
+        case "merged" | "adapter" as form:
+            return form
+        case other:
+            raise ConfigError(
+                f"{run_dir}/config.yaml: checkpoint.export_as is {str(other)[:60]!r}, expected merged or adapter"
+            )
 
 
 def with_form(cfg: Config, form: Form) -> Config:

@@ -68,8 +68,8 @@ def read_text(path: Path, error: type[WhetError], *, most: int) -> str:
 
 
 def read_json(path: Path, error: type[WhetError], *, most: int = MOST_JSON_BYTES) -> Json:
-    """The value in a JSON file."""
-    return parse_json(read_bytes(path, error, most=most), str(path), error)
+    """The value in a JSON file of a model or a run."""
+    return parse_json(read_bytes(path, error, most=most), str(path), error, constants=True)
 
 
 def read_json_object(path: Path, error: type[WhetError]) -> dict[str, Json]:
@@ -80,10 +80,12 @@ def read_json_object(path: Path, error: type[WhetError]) -> dict[str, Json]:
     return found
 
 
-def parse_json(text: bytes, where: str, error: type[WhetError]) -> Json:
-    """JSON of at most MOST_DEPTH levels. Raises `error` that names `where`."""
+def parse_json(text: bytes, where: str, error: type[WhetError], *, constants: bool = False) -> Json:
+    """JSON of at most MOST_DEPTH levels, each key once in its object. Raises `error` that names `where`.
+
+    constants: NaN and Infinity are taken, which are no JSON but stand in the files of some models."""
     try:
-        value = json.loads(text.rstrip())
+        value = _DECODERS[constants].decode(text.decode(json.detect_encoding(text)).rstrip())
     except json.JSONDecodeError as e:
         line = f"line {e.lineno}, " if b"\n" in text.strip() else ""
         raise error(f"{where}: not JSON: {e.msg} at {line}column {e.colno}") from e
@@ -96,6 +98,26 @@ def parse_json(text: bytes, where: str, error: type[WhetError]) -> Json:
     if _FAR.search(text) and _has_infinity(value) and b"Infinity" not in text:
         raise error(f"{where}: a number in it is too large for 64-bit floating point")
     return value
+
+
+def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    """An object; a key that is given twice says two things, and none may be chosen."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:100]!r} is given twice in one object; keep one")
+    return found
+
+
+def _no_number(name: str) -> Json:
+    raise ValueError(f"{name} is no JSON value; write null, or leave it out")
+
+
+_DECODERS = {
+    False: json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_number),
+    True: json.JSONDecoder(object_pairs_hook=_object),
+}
 
 
 def too_deep() -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -18,8 +16,9 @@ import pyarrow.parquet as pq
 import torch
 import yaml
 
+from fuzz import checkpoints, runs
+from fuzz.case import Case, Fuzzer
 from fuzz.mutate import as_json, changed, containers, damaged
-from whet import checkpoint
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Data, Model, Source
@@ -27,30 +26,10 @@ from whet.config.schema import Tokenizer as TokenizerConfig
 from whet.data.chat import encode_prompt, render
 from whet.data.tasks import TaskStream
 from whet.data.tokenizer import load_tokenizer
-from whet.models import tensor_files
 from whet.models.load import build, export
 from whet.types import Message
 
 ROOT = Path(__file__).parents[2]
-Files = Mapping[str, bytes]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Files to be read together."""
-
-    files: Files
-    touched: str
-    """The one that is damaged."""
-    wrong: bool = False
-    """Whether it cannot be right, so that it has to be refused."""
-
-
-@dataclass(frozen=True)
-class Fuzzer:
-    make: Callable[[Random], Case]
-    read: Callable[[Path], object]
-    """Of a folder with the files of a case. WhetError: refused."""
 
 
 # ---------------------------------------------------------------- config
@@ -121,22 +100,59 @@ def rows() -> list[dict[str, Any]]:
     return [{**row, "number": n + 1} for n, row in enumerate([*plain, *chats])]
 
 
+WRONG_PROMPTS = (5, None, [], {}, "", True, ["a"], [{"role": "user"}])
+WRONG_TEXTS = ('"x": NaN', '"x": [-Infinity]', '"prompt": "c"', '"x": {"a": 1, "a": 1}', '"x": 1e999')
+"""Of members of a row."""
+
+
 def _data(random: Random) -> Case:
     kind = random.choice(("jsonl", "jsonl", "json", "csv", "parquet"))
-    wrong = kind in ("jsonl", "json") and random.random() < 0.2
-    if wrong:
-        made = [
-            *rows()[:2],
-            {**rows()[2], "prompt": random.choice((5, None, [], {}, "", True, ["a"], [{"role": "user"}]))},
-        ]
-    else:
-        made = changed(random, rows()) if random.random() < 0.5 and kind != "parquet" else rows()[:6]
+    name = f"data.{kind}"
+    if kind in ("jsonl", "json") and random.random() < 0.2:
+        row = {**rows()[2], "prompt": random.choice(WRONG_PROMPTS)}
+        if random.random() < 0.5:
+            data = _table(kind, [*rows()[:2], row])
+        else:
+            data = _table(kind, rows()[:3]).replace(
+                b"{", b"{" + random.choice(WRONG_TEXTS).encode() + b", ", 1
+            )
+        return Case({name: data}, name, wrong=True)
+    if kind == "parquet":
+        return Case({name: _parquet(random)}, name)
+    made = changed(random, rows()) if random.random() < 0.5 else rows()[:6]
     data = _table(kind, made)
-    return Case(
-        {f"data.{kind}": data if wrong or made != rows()[:6] else damaged(random, data)},
-        f"data.{kind}",
-        wrong,
+    return Case({name: data if made != rows()[:6] else damaged(random, data)}, name)
+
+
+def _parquet(random: Random) -> bytes:
+    """Bytes damaged, other values in any nesting, or few bytes that stand for many."""
+    how = random.random()
+    if how < 0.5:
+        return damaged(random, _table("parquet", rows()[:6]))
+    if how < 0.99:
+        try:
+            return _table("parquet", changed(random, rows()[random.choice((0, 6)) :]))
+        except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError):
+            return damaged(random, _table("parquet", rows()[:6]))
+    return random.choice((_one_text_many_times, _one_list_of_nothing))()
+
+
+@cache
+def _one_text_many_times() -> bytes:
+    return _in_parquet(
+        pa.DictionaryArray.from_arrays(pa.array([0] * 10**6, pa.int32()), pa.array(["x" * 10**4]))
     )
+
+
+@cache
+def _one_list_of_nothing() -> bytes:
+    return _in_parquet(pa.ListArray.from_arrays(pa.array([0, 10**8], pa.int32()), pa.nulls(10**8, pa.int8())))
+
+
+def _in_parquet(column: pa.Array) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"prompt": column}), sink, store_schema=False)
+    return bytes(sink.getvalue().to_pybytes())
 
 
 def _table(kind: str, made: list[Any]) -> bytes:
@@ -196,7 +212,37 @@ def _model(random: Random) -> Case:
             "generation_config.json",
         )
     )
+    if name == "tokenizer.json" and random.random() < 0.1:
+        return Case({**model_folder(), name: _with_expression(random)}, name)
     return Case({**model_folder(), name: _damaged_file(random, name, model_folder()[name])}, name)
+
+
+EXPRESSIONS = (
+    "(a+)+$",
+    "(a|a)*b",
+    "(?:a*)*c",
+    "a{1,99999}",
+    "(",
+    "",
+    "[\\s\\S]",
+    "\\p{Han}",
+    "(?=a)",
+    "((((a*)*)*)*)*$",
+)
+
+
+def _with_expression(random: Random) -> bytes:
+    """A tokenizer that cuts or replaces by an expression of its own."""
+    tree, pattern = json.loads(model_folder()["tokenizer.json"]), {"Regex": random.choice(EXPRESSIONS)}
+    if random.random() < 0.5:
+        tree["normalizer"] = {
+            "type": "Replace",
+            "pattern": pattern,
+            "content": random.choice(("", "a", "aa")),
+        }
+    else:
+        tree["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    return as_json(tree)
 
 
 def _damaged_file(random: Random, name: str, data: bytes) -> bytes:
@@ -214,7 +260,8 @@ def _damaged_file(random: Random, name: str, data: bytes) -> bytes:
 
 def _read_model(folder: Path) -> object:
     found = load_tokenizer(TokenizerConfig(), model_path=str(folder))
-    encode_prompt(found, (Message("user", "abc"),)) if found.chat_template else encode_prompt(found, "abc")
+    text = "abc" + "a" * 40 + "b"
+    encode_prompt(found, (Message("user", text),)) if found.chat_template else encode_prompt(found, text)
     return build(
         Model(path=str(folder)),
         vocab_size=len(found),
@@ -229,45 +276,8 @@ def _read_model(folder: Path) -> object:
 # ---------------------------------------------------------------- checkpoint
 
 
-class _Engine:
-    def save(self, path: Path, *, moments: bool) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        tensor_files.write(
-            {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5)}, path / "model.safetensors"
-        )
-
-    def load(self, path: Path) -> None:
-        with tensor_files.opened(path / "model.safetensors") as file:
-            for name in file.tensors:
-                file.read(name)
-
-    def forget(self) -> None:
-        pass
-
-
-@cache
-def checkpoint_files() -> dict[str, bytes]:
-    folder = Path(mkdtemp(prefix="whet-fuzz-"))
-    state = {"stage": 0, "stage_name": "main", "step": 1, "contents": ["model"], "drawn": [1, 2]}
-    checkpoint.save(folder, {"policy": _Engine()}, state, keep=1)
-    (made,) = checkpoint.all_in(folder)
-    files = {str(p.relative_to(made)): p.read_bytes() for p in made.rglob("*") if p.is_file()}
-    shutil.rmtree(folder)
-    return files
-
-
 def _checkpoint(random: Random) -> Case:
-    name = random.choice(sorted(checkpoint_files()))
-    before = checkpoint_files()[name]
-    after = _damaged_file(random, name, before)
-    return Case({**checkpoint_files(), name: after}, name, wrong=name != "manifest.json" and after != before)
-
-
-def _read_checkpoint(folder: Path) -> object:
-    state = checkpoint.read_state(folder)
-    checkpoint.check_contents(folder, state, ["model"])
-    checkpoint.load(folder, {"policy": _Engine()}, wanted=["model"])
-    return state
+    return checkpoints.make(random, _damaged_file)
 
 
 # ---------------------------------------------------------------- template
@@ -363,6 +373,9 @@ FUZZERS: dict[str, Fuzzer] = {
     "config": Fuzzer(_config, _read_config),
     "data": Fuzzer(_data, _read_data),
     "model": Fuzzer(_model, _read_model),
-    "checkpoint": Fuzzer(_checkpoint, _read_checkpoint),
+    "checkpoint": Fuzzer(_checkpoint, checkpoints.read),
     "template": Fuzzer(_template, _read_template),
+    "run": Fuzzer(lambda random: runs.make_run(random, _damaged_file), runs.read_run),
+    "adapter": Fuzzer(lambda random: runs.make_adapter(random, _damaged_file), runs.read_adapter),
+    "judge": Fuzzer(lambda random: runs.make_judge(random, _damaged_file), runs.read_judge),
 }

@@ -24,11 +24,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from fuzz.readers import FUZZERS, Case
+from fuzz.case import Case
+from fuzz.readers import FUZZERS
 from whet.types import WhetError
 
 CPU_S = 10.0
 MEMORY = 3 * 2**30
+PIECE = 500
+"""Cases that one process makes, before it says how far it is."""
 RIGHT, REFUSED = "right", "refused"
 
 
@@ -182,17 +185,23 @@ def minimised(fault: Fault, *, cpu_s: float, tries: int) -> Fault:
 
 
 def main() -> None:
-    """NAME COUNT [FIRST]: exits with 1 where there is a fault."""
+    """NAME COUNT [FIRST]: says every few hundred cases how far it is; exits with 1 where there is a fault."""
     name, count, *first = sys.argv[1:]
+    begin = int(first[0]) if first else 0
     os.chdir(Path(__file__).parents[2])
     wrong = False
     for fuzzer in FUZZERS if name == "all" else [name]:
-        counts, faults = run(
-            fuzzer, range(int(first[0]) if first else 0, (int(first[0]) if first else 0) + int(count))
-        )
-        print(fuzzer, dict(counts), flush=True)
-        print("\n".join(map(str, faults)), flush=True)
-        wrong = wrong or bool(faults)
+        sums: Counter[str] = Counter()
+        for at in range(begin, begin + int(count), PIECE):
+            counts, faults = run(fuzzer, range(at, min(at + PIECE, begin + int(count))))
+            sums += counts
+            print(
+                f"{fuzzer}, to {min(at + PIECE, begin + int(count))}: {dict(sums)}",
+                *faults,
+                sep="\n",
+                flush=True,
+            )
+            wrong = wrong or bool(faults)
     sys.exit(wrong)
 
 

@@ -18,6 +18,8 @@ from whet.config.schema import Config
 from whet.config.tree import get, leaves, merge, origin, path_of, stage_names, stage_tree
 from whet.types import Json
 
+_PLACE = re.compile(r"path|run_dir|resume|chat_template|tokenizer")
+"""Keys whose text is a place on this machine."""
 _HOME = re.compile(r"~[^/\s]*(?=/)")
 
 
@@ -81,6 +83,23 @@ class Draft:
         for path, said in wrong.items():
             self.broken.add(path)
             self._tell(path, f"{named(path, written)}: {shown(get(written, path))}: {said}")
+
+    def find_places(self) -> None:
+        """Refuse paths that no system call takes, and those that may not be looked at: whoever asks whether a file is
+        there expects yes or no."""
+        for path, value in leaves(self.tree):
+            name = next((part for part in reversed(path) if isinstance(part, str)), "")
+            if isinstance(value, str) and _PLACE.fullmatch(name) and "{" not in value and "://" not in value:
+                try:
+                    os.stat(os.path.expanduser(value))
+                except (OSError, ValueError) as e:
+                    if isinstance(e, FileNotFoundError | NotADirectoryError):
+                        continue
+                    why = e.strerror if isinstance(e, OSError) else str(e)
+                    self._tell(
+                        path,
+                        f"{named(path, self.tree)}: {shown(value)} cannot be looked for: {why}; give another path",
+                    )
 
     def find_homes(self) -> None:
         """Refuse paths below a home folder that is not known here: whoever opens one could not say where it is."""

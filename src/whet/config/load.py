@@ -131,6 +131,7 @@ def _finished(draft: Draft) -> Config | None:
     secrets.learn(draft.tree)
     secrets.learn_references(written, draft.tree)
     draft.find_homes()
+    draft.find_places()
     return draft.validate()
 
 

@@ -262,7 +262,7 @@ def _size_or(config: Mapping[str, Json], key: str, default: Any) -> Any:
     return _size(config, key) if config.get(key) else default
 
 
-def check_files(folder: Path, overrides: Mapping[str, Json]) -> None:
+def check_files(folder: Path, overrides: Mapping[str, Json], *, key: str = "model.path") -> None:
     """ConfigError where config.json asks for a model several times as large as the files: to make it would fill the
     memory before anything could be compared. Families that are not known are reckoned as if they were of a known one.
     """
@@ -270,13 +270,13 @@ def check_files(folder: Path, overrides: Mapping[str, Json]) -> None:
     try:
         wanted = sum(prod(size) for _, size in _tensors(Shape(**config_sizes(config))))
     except ValueError as e:
-        raise ConfigError(f"model.path: {folder}/config.json: {e}") from e
+        raise ConfigError(f"{key}: {folder}/config.json: {e}") from e
     except KeyError:  # of no decoder: who reads it says so
         return
     held = parameters_in(folder)
     if held and wanted > 4 * held + 2**20:
         raise ConfigError(
-            f"model.path={folder}: config.json (with model.overrides) asks for about {wanted:.3g} parameters, the "
+            f"{key}={folder}: config.json (with model.overrides) asks for about {wanted:.3g} parameters, the "
             f"files hold {held:.3g}; they are not of one model"
         )
 
@@ -297,7 +297,7 @@ def _headers(folder: Path) -> dict[str, tuple[int, ...]]:
 def _head(file: Path) -> dict[str, tuple[int, ...]]:
     """Shapes by name. ConfigError for a file that does not begin as a safetensors file does."""
     check_regular(file, ConfigError)
-    damaged = f"model.path: {file} is damaged or incomplete; copy it again"
+    damaged = f"{file} is damaged or incomplete; copy it again"
     with file.open("rb") as f:
         size = struct.unpack("<Q", f.read(8).ljust(8, b"\0"))[0]
         if size > min(file.stat().st_size, MOST_JSON_BYTES):

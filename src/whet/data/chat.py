@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from jinja2.exceptions import TemplateError
 
 from whet.data.templates import rendered
+from whet.data.timed import encoded
 from whet.inputs import MOST_CONFIG_BYTES, read_text
 from whet.types import ConfigError, DataError, Json, Message
 
@@ -122,8 +123,9 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Texts as they stand: nothing put before or after."""
     if not texts:
         return []
-    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
-    return encoded["input_ids"]
+    found = encoded(tokenizer, texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    ids: list[list[int]] = found["input_ids"]
+    return ids
 
 
 def encode_response(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
-from whet.data.parts import ArrowPart, ListPart, Part, Row, as_row, describe, loads
+from whet.data.parquet import read_parquet
+from whet.data.parts import ArrowPart, ListPart, Part, Row, as_row, describe, flaw, loads
 from whet.inputs import MIB, MOST_JSON_BYTES, MOST_ROW_BYTES, check_regular, read_bytes, read_json_object
 from whet.tables import near
 from whet.types import DataError
@@ -170,12 +171,7 @@ def _read_file(file: Path, limit: int | None) -> Part:
 
 
 def _parquet(file: Path, limit: int | None) -> Part:
-    try:
-        table = pq.ParquetFile(file, memory_map=True).read()
-        table.validate(full=True)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
-        raise DataError(f"{file}: not a readable parquet file: {e}") from e
-    return _arrow(str(file), table, limit)
+    return _arrow(str(file), read_parquet(file), limit)
 
 
 def _jsonl(file: Path, limit: int | None) -> Part:
@@ -270,7 +266,25 @@ def _arrow(origin: str, table: pa.Table, limit: int | None) -> Part:
                 f"{origin}: column {column.name!r} holds {kind}, which is no JSON value. Drop or convert "
                 "it, or give the rows through a `function`."
             )
-    return ArrowPart(origin, table.slice(0, limit))
+    part = ArrowPart(origin, table.slice(0, limit))
+    for column in part.table.schema.names:
+        if any(map(_has_strange_number, part.table.column(column).chunks)):
+            faults = (flaw(row) for i in range(len(part)) for row in part.slice(i, i + 1, [column]))
+            number, fault = next((n, said) for n, said in enumerate(faults, 1) if said)
+            raise DataError(f"{origin}, row {number}: {fault}")
+    return part
+
+
+def _has_strange_number(values: pa.Array) -> bool:
+    """NaN or infinity, at whatever depth: JSON has neither, and what a run keeps of its tasks is JSON."""
+    kind = values.type
+    if pa.types.is_struct(kind):
+        return any(map(_has_strange_number, values.flatten()))
+    if pa.types.is_dictionary(kind):
+        return _has_strange_number(values.dictionary.take(values.indices))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _has_strange_number(values.flatten())
+    return pa.types.is_floating(kind) and pc.all(pc.is_finite(values)).as_py() is False
 
 
 def _not_json(kind: pa.DataType) -> str | None:

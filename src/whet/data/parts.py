@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Protocol
 
 import pyarrow as pa
@@ -145,7 +146,7 @@ def loads(text: bytes, where: str) -> Json:
 def json_copy(value: Json, where: str) -> Json:
     """What becomes of a value that is written as JSON and read back."""
     try:
-        return json.loads(json.dumps(value))
+        return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as e:
         raise DataError(f"{where} cannot be written as JSON: {e}") from e
 
@@ -158,6 +159,8 @@ def as_row(value: Json, where: str) -> Row:
 
 def flaw(value: object, path: str = "") -> str | None:
     """'column x.0 holds a set' for the first value inside that is not JSON (or not Unicode), else None."""
+    if type(value) is float and not isfinite(value):
+        return f"column {path.lstrip('.')} holds {value}, which is no JSON value; write null, or leave it out"
     if value is None or type(value) in (int, float, bool):
         return None
     if type(value) is str:

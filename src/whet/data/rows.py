@@ -30,6 +30,8 @@ def read_rows(source: Source) -> Rows:
     if source.reasoning_gym is not None:
         name, parts = source.reasoning_gym.task, iter([_reasoning_gym(source.reasoning_gym, most)])
     elif source.rows is not None:
+        for i, row in enumerate(source.rows[:most], 1):
+            _check_row(row, f"data.rows, row {i}")
         name, parts = "rows", iter([ListPart("data.rows", list(source.rows[:most]))])
     elif source.function is not None:
         name, parts = source.function.rpartition(":")[2], iter([_function(source, most)])

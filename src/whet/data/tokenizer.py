@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Core
 
 from whet.config.schema import Tokenizer as TokenizerConfig
 from whet.data.chat import read_template, with_arguments
+from whet.data.timed import encoded
 from whet.data.tokenizer_files import check_files
 from whet.tables import near
 from whet.types import ConfigError, DataError
@@ -75,7 +76,7 @@ def _load(folder: str | None) -> PreTrainedTokenizerFast:
         kind = PreTrainedTokenizerFast if (path / "tokenizer.json").is_file() else AutoTokenizer
         tokenizer = kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         # what is wrong with it shows here, not in the first prompt
-        tokenizer(["a", ""], add_special_tokens=False)
+        encoded(tokenizer, ["a", ""], add_special_tokens=False)
         _ = len(tokenizer), tokenizer.all_special_ids, tokenizer.eos_token_id, tokenizer.unk_token_id
     except Exception as e:  # foreign code reading foreign files: it can fail in any way
         told = str(e) if isinstance(e, OSError | ValueError) else f"{type(e).__name__}: {e}"

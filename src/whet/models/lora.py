@@ -14,7 +14,6 @@ Shape letters: U rows, I in features, O out features, K rank.
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -30,6 +28,7 @@ from transformers import PreTrainedModel
 
 from whet import seeds
 from whet.config.schema import Lora
+from whet.inputs import check_regular, read_json_object
 from whet.models.dropout import Noise
 from whet.models.products import column_sums, linear, product
 from whet.track.files import atomic_folder
@@ -221,14 +220,29 @@ def _whole(model: PreTrainedModel, endings: Iterable[str]) -> dict[str, nn.Modul
 def _fill(model: PreTrainedModel, folder: Path, cfg: Lora, *, key: str) -> None:
     """Adapters and whole modules from a folder of peft's."""
     try:
-        told = json.loads((folder / "adapter_config.json").read_text())
+        told = read_json_object(folder / "adapter_config.json", CheckpointError)
+        check_regular(folder / _FILE, CheckpointError)
         found = load_file(folder / _FILE)
-    except (OSError, ValueError, SafetensorError) as error:
+    except Exception as error:  # foreign code reading foreign files: it can fail in any way
         raise CheckpointError(f"{key}.path={folder}: cannot be read: {error}") from error
-    ours = {"r": cfg.rank, "lora_alpha": cfg.alpha, "use_rslora": cfg.rslora}
-    if odd := {name: told.get(name) for name, value in ours.items() if told.get(name) != value}:
+    ours = {
+        "peft_type": "LORA",
+        "r": cfg.rank,
+        "lora_alpha": cfg.alpha,
+        "use_rslora": cfg.rslora,
+        "alpha_pattern": dict(cfg.alpha_pattern),
+        "use_dora": False,
+    }
+    may_lack = {"peft_type": "LORA", "use_rslora": False, "alpha_pattern": {}, "use_dora": False}
+    theirs = {name: told.get(name, may_lack.get(name)) for name in ours}
+    if odd := {name: theirs[name] for name, value in ours.items() if theirs[name] != value}:
         raise ConfigError(
-            f"{key}.path={folder}: its adapters were made with {odd}; set rank, alpha, rslora so"
+            f"{key}.path={folder}: its adapters were made with {str(odd)[:200]}; set rank, alpha, rslora and "
+            "alpha_pattern so; adapters of other kinds than LoRA cannot be read"
+        )
+    if odd_type := sorted(name for name, t in found.items() if not t.dtype.is_floating_point):
+        raise CheckpointError(
+            f"{key}.path={folder}: {odd_type[0]} is of {found[odd_type[0]].dtype}, expected floating-point numbers"
         )
     own = dict(_as_peft(model, cfg))
     if wrong := sorted(n for n in found.keys() | own.keys() if _shape(found, n) != _shape(own, n)):

@@ -17,7 +17,7 @@ import yaml
 from whet.config.secrets import by_environment
 from whet.rehearsal.findings import Finding, fails, works
 from whet.rehearsal.shrink import check
-from whet.track.record import read_lines
+from whet.track.written import read_lines
 from whet.types import Json
 
 TIMEOUT_S = 300.0

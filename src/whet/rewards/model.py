@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2.exceptions import TemplateError
 
 from whet.config import schema
+from whet.config.sizes import check_files
 from whet.data.chat import encode_prompts, encode_texts, read_template
 from whet.guard.foreign import number
 from whet.guard.jail import Failure, Result
@@ -138,9 +139,8 @@ def _load(cfg: schema.RewardModel, device: str) -> Loaded:
     dtype = cfg.dtype or ("float32" if device == "cpu" else "bfloat16")
     with torch.random.fork_rng(devices=[]):
         model = _read(path, getattr(torch, dtype)).to(device).eval()
-    embedding: Any = model.get_input_embeddings()
     positions: int | None = getattr(model.config, "max_position_embeddings", None)
-    rows = len(embedding.weight)
+    rows = len(model.get_input_embeddings().weight)
     if tokenizer is not None and len(tokenizer) > rows:
         raise ConfigError(
             f"path={path}: its tokenizer has {len(tokenizer)} tokens, its embedding {rows} rows; give tokenizer, the "
@@ -156,6 +156,7 @@ def _load(cfg: schema.RewardModel, device: str) -> Loaded:
 def _read(path: Path, dtype: Any) -> Any:
     from transformers import AutoModelForSequenceClassification
 
+    check_files(path, {}, key="path")
     check_weights(path, key="path")
     try:
         read: Any = AutoModelForSequenceClassification.from_pretrained(
@@ -167,8 +168,10 @@ def _read(path: Path, dtype: Any) -> Any:
             ignore_mismatched_sizes=True,  # reported below with all the others
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"path={path}: transformers cannot load it as a classifier: {error}") from error
+        _ = len(read[0].get_input_embeddings().weight)
+    except Exception as error:  # foreign code reading foreign files: it can fail in any way
+        told = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"path={path}: transformers cannot load it as a classifier: {told}") from error
     model, report = read
     if model.config.num_labels != 1:
         raise ConfigError(

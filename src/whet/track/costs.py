@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from pathlib import Path
 from statistics import mean, median
 
-import yaml
 from rich.table import Table
 
 from whet.config.plan import Plan
 from whet.config.schema import Rollout
 from whet.simulate import Costs, Schedule, Simulated, bound_s, simulate, ways
-from whet.track.record import list_steps, read_lines, read_rollouts
+from whet.track.written import list_steps, read_config, read_lines, read_rollouts
 from whet.types import DataError
 
 TRAINING = ("time/log-probs_s", "time/update_s")
+READ = (*TRAINING, "time/generate_s", "time/score_s")
 
 
 def measured(run_dir: Path, stage: str, *, slots: int) -> Costs:
@@ -24,8 +25,7 @@ def measured(run_dir: Path, stage: str, *, slots: int) -> Costs:
     A rollout's seconds are its tokens times what one decode step took: of each step, the seconds of generating by the
     tokens of its longest rollout. Slots: rollouts that are decoded at once.
     """
-    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    if (config.get("rollout") or {}).get("schedule") == "free":
+    if read_config(run_dir).get("rollout", {}).get("schedule") == "free":
         raise DataError(
             f"{run_dir}: its schedule was free, so the seconds of a step's rollouts are not known; --simulate needs "
             "the times of a run with rollout.schedule=fixed"
@@ -38,6 +38,10 @@ def measured(run_dir: Path, stage: str, *, slots: int) -> Costs:
         raise DataError(
             f"{run_dir}: no step of stage {stage!r} has both timings and rollouts. --simulate needs a run that was "
             "trained a few steps with track.rollouts_every=1"
+        )
+    if odd := [n for n in both if not all(0 <= timings[n].get(name, 0) < inf for name in READ)]:
+        raise DataError(
+            f"{run_dir}/timings.jsonl: seconds of step {odd[0]} of stage {stage!r} are no numbers >= 0"
         )
     per_token = median(timings[n]["time/generate_s"] / max(lengths[n]) for n in both)
     return Costs(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from whet.track.files import write_bytes
 from whet.track.metrics import HELD_OUT, LOSS, REWARD
-from whet.track.record import read_lines
+from whet.track.written import read_lines
 from whet.types import WhetError
 
 if TYPE_CHECKING:

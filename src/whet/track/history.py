@@ -6,25 +6,23 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import yaml
-
 from whet.config.resuming import Change, free_changes
 from whet.track.manifest import other_arithmetic
 from whet.track.record import RunDirectory
-from whet.types import Json
+from whet.track.written import read_config
+from whet.types import DataError, Json
 
 log = logging.getLogger(__name__)
 
 
 def since_last_start(run_dir: Path, now: Json) -> list[Change]:
     """The free keys in which a config, as config.yaml will have it, differs from that of the run's last start."""
-    file = run_dir / "config.yaml"
     try:
-        before = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        log.warning("%s cannot be read, so what has changed since is not told: %s", file, error)
+        before = read_config(run_dir)
+    except DataError as error:
+        log.warning("what has changed since the last start is not told: %s", error)
         return []
-    return free_changes(before, now) if isinstance(before, dict) else []
+    return free_changes(before, now) if before else []
 
 
 def write_down(directory: RunDirectory, found: Sequence[Change], state: Json) -> None:

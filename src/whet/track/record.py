@@ -23,7 +23,6 @@ import json
 import logging
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -31,11 +30,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from whet.track.dumps import batch_file, files, parquet_bytes, prompt_text, rows_of
 from whet.track.files import drop_unfinished, file_error, sync_path, tidy, write_bytes, write_json, write_text
 from whet.track.timeline import Timeline
+from whet.track.written import ROLLOUTS, STAGE, lines, list_steps, parsed, read_manifest
 from whet.types import ConfigError, DataError, Json, Metrics, Rollout, WhetError
 
 log = logging.getLogger(__name__)
@@ -49,31 +48,6 @@ DUMPS = "dumps.jsonl"
 STEPS = ("rollouts", "eval", "batches")
 """Folders with a file for each step that was written down."""
 
-ROLLOUTS = pa.schema(
-    [
-        ("uid", pa.int64()),
-        ("index", pa.int32()),
-        ("source", pa.string()),
-        ("prompt", pa.string()),
-        ("answer", pa.string()),
-        ("text", pa.string()),
-        ("extracted", pa.string()),
-        ("reward", pa.float64()),
-        ("reward_parts", pa.map_(pa.string(), pa.float64())),
-        ("advantage", pa.float64()),
-        ("finish_reason", pa.string()),
-        ("error", pa.string()),
-        ("token_ids", pa.list_(pa.int32())),
-        ("mask", pa.list_(pa.int8())),
-        ("logprobs", pa.list_(pa.float32())),
-        ("sample_logprobs", pa.list_(pa.float32())),
-        ("versions", pa.list_(pa.int32())),
-    ]
-)
-"""Columns of a rollout file. `prompt` is for people: messages as 'role: content' lines; the exact prompt is
-in `token_ids`, where `mask` is 0. `answer` is the task's, as JSON; `extracted` is what a reward took from the
-reply. `advantage` is the mean over the sampled tokens."""
-
 
 class RunDirectory:
     """Writes a run's record. Open it under the run's lock; one a process.
@@ -83,7 +57,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, stages: Sequence[str], *, dumps: Mapping[str, str] | None = None) -> None:
-        bad = [s for s in stages if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", s)]
+        bad = [s for s in stages if not STAGE.fullmatch(s)]
         if bad or len(set(stages)) != len(stages):
             raise ConfigError(
                 f"stage names {list(stages)}: each must be there once and be made of letters, digits, "
@@ -104,7 +78,7 @@ class RunDirectory:
             for folder in (path, path / "export", *self._folders()):
                 tidy(folder)
             if (path / DUMPS).exists():
-                drop_unfinished(Path(line["path"]) for _, line in _lines(path / DUMPS))
+                drop_unfinished(Path(line["path"]) for line in _dumped(path))
             self._begin_account()
             self._metrics = io.FileIO(path / METRICS, "a")
             self._timings = io.FileIO(path / "timings.jsonl", "a")
@@ -153,8 +127,7 @@ class RunDirectory:
             write_json(self.path / "manifest.json", {**before, "changes": changes})
 
     def _manifest(self) -> dict[str, Json]:
-        path = self.path / "manifest.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        return read_manifest(self.path)
 
     def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
         """One line in metrics.jsonl and, if there are any timings, one in timings.jsonl.
@@ -262,15 +235,15 @@ class RunDirectory:
         wanted, data = held[METRICS], (self.path / METRICS).read_bytes()
         begin, after = data[: wanted["bytes"]], data[wanted["bytes"] :]
         if hashlib.sha256(begin).hexdigest() != wanted["sha256"]:
-            lines = data.count(b"\n")
+            count = data.count(b"\n")
             raise WhetError(
                 f"{self.path / METRICS} is damaged: when {checkpoint} was written it began with {wanted['lines']} "
-                f"lines, now it has {'others' if lines >= wanted['lines'] else lines}; a run that goes on would leave "
+                f"lines, now it has {'others' if count >= wanted['lines'] else count}; a run that goes on would leave "
                 f"a record with a hole. Put the file back as it was, or go on in another run_dir with "
                 f"checkpoint.resume={checkpoint}"
             )
         write_bytes(self.path / METRICS, begin)
-        places = (self._place(line["stage"], line["step"]) for _, line in _parsed(after, self.path / METRICS))
+        places = (self._place(line["stage"], line["step"]) for _, line in parsed(after, self.path / METRICS))
         if doubled := sum(place <= at for place in places):
             log.warning("%s: %d lines of steps that it has already are dropped", self.path / METRICS, doubled)
         self._tell_missing(held["files"], checkpoint)
@@ -327,7 +300,7 @@ class RunDirectory:
         """Delete the dumps that are later, unless something else has been written over them."""
         if not (self.path / DUMPS).exists():
             return
-        for _, line in _lines(self.path / DUMPS):
+        for line in _dumped(self.path):
             path = Path(line["path"])
             is_late = self._place(line["stage"], line["step"]) > limit
             if is_late and path.is_file() and _digest(path.read_bytes()) == line["sha256"]:
@@ -335,8 +308,9 @@ class RunDirectory:
         write_bytes(self.path / DUMPS, self._kept(DUMPS, limit))
 
     def _kept(self, name: str, limit: tuple[int, int]) -> bytes:
-        lines = _lines(self.path / name)
-        return b"".join(raw for raw, line in lines if self._place(line["stage"], line["step"]) <= limit)
+        return b"".join(
+            raw for raw, line in lines(self.path / name) if self._place(line["stage"], line["step"]) <= limit
+        )
 
     def _rewrite(self, file: io.FileIO, name: str, data: bytes) -> io.FileIO:
         write_bytes(self.path / name, data)
@@ -400,33 +374,6 @@ def _column(values: list[Json], kind: pa.DataType) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), type=kind)
 
 
-def read_rollouts(path: Path) -> list[dict[str, Json]]:
-    """The rows of a rollout or evaluation file; `answer` parsed and `reward_parts` a dict."""
-    try:
-        rows = pq.read_table(path).to_pylist(maps_as_pydicts="strict")
-    except (OSError, pa.ArrowException) as e:
-        raise DataError(f"cannot read {path}: {e}") from e
-    for row in rows:
-        row["answer"] = json.loads(row["answer"])
-    return rows
-
-
-def read_lines(path: Path) -> list[dict[str, Json]]:
-    """The lines of metrics.jsonl or timings.jsonl, null as NaN; without a last line that was cut short."""
-    lines = _lines(path) if path.exists() else ()
-    return [{k: math.nan if v is None else v for k, v in line.items()} for _, line in lines]
-
-
-def list_steps(folder: Path) -> list[tuple[str, int, Path]]:
-    """(stage, step, path) of the rollout files in a folder, by stage name and step."""
-    found = []
-    for path in folder.glob("*.parquet"):
-        stage, mark, step = path.stem.rpartition("-step-")
-        if mark and step.isdigit():
-            found.append((stage, int(step), path))
-    return sorted(found)
-
-
 def file_name(stage: str, step: int) -> str:
     return f"{stage}-step-{step:06d}.parquet"
 
@@ -447,19 +394,11 @@ def _append(handle: int, path: Path, data: bytes) -> None:
         raise file_error(e, path) from e
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Json]]]:
-    """(bytes, parsed) of each whole line; only the last may be broken, else the file was tampered with."""
-    return _parsed(path.read_bytes(), path)
-
-
-def _parsed(data: bytes, path: Path) -> Iterator[tuple[bytes, dict[str, Json]]]:
-    raw = data.splitlines(keepends=True)
-    for number, line in enumerate(raw, start=1):
-        try:
-            value = json.loads(line)
-        except ValueError as e:
-            if number == len(raw):
-                return
-            raise DataError(f"{path} line {number} is not JSON: {e}") from e
-        if line.endswith(b"\n"):
-            yield line, value
+def _dumped(run_dir: Path) -> Iterator[dict[str, Json]]:
+    """The lines of dumps.jsonl."""
+    for _, line in lines(run_dir / DUMPS):
+        if not isinstance(line.get("path"), str) or not isinstance(line.get("sha256"), str):
+            raise DataError(
+                f"{run_dir / DUMPS}: {str(line)[:100]} names no file and its SHA-256; is it damaged?"
+            )
+        yield line

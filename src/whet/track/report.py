@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -100,7 +101,7 @@ def share(number: float | None) -> Text:
 
 def duration(seconds: float | None) -> str:
     """0:31, 2:05:09; '-' where it is not known."""
-    if seconds is None:
+    if seconds is None or not isfinite(seconds):
         return "-"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -9,18 +9,19 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
-import yaml
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
 from whet.config.schema import Algorithm, Eval
+from whet.config.tree import get
+from whet.data.tokenizer_files import check_files
 from whet.track.files import is_running
 from whet.track.metrics import FAILED, HELD_OUT, REWARD
-from whet.track.record import list_steps, read_lines, read_rollouts
 from whet.track.report import (
     Example,
     StageReport,
@@ -31,6 +32,7 @@ from whet.track.report import (
     share,
     shorten,
 )
+from whet.track.written import list_steps, read_config, read_lines, read_manifest, read_rollouts
 from whet.types import DataError, Json
 
 Lines = list[dict[str, Json]]
@@ -59,18 +61,17 @@ class Written:
 
 
 def read(run_dir: Path) -> Written:
-    """Raises DataError if this is no run directory."""
+    """Raises DataError if this is no run directory, or a file in it is not what a run writes."""
     if not (run_dir / "metrics.jsonl").exists():
         raise DataError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
-    config, manifest = run_dir / "config.yaml", run_dir / "manifest.json"
-    written = json.loads(manifest.read_text()) if manifest.exists() else {}
+    manifest = read_manifest(run_dir)
     return Written(
         path=run_dir,
         metrics=read_lines(run_dir / "metrics.jsonl"),
         timings=read_lines(run_dir / "timings.jsonl"),
-        config=(yaml.safe_load(config.read_text()) or {}) if config.exists() else {},
-        manifest=written.get("starts", [{}])[-1],
-        changes=written.get("changes", []),
+        config=read_config(run_dir),
+        manifest=manifest.get("starts", [{}])[-1],
+        changes=manifest.get("changes", []),
     )
 
 
@@ -101,12 +102,13 @@ def _head(run: Written) -> Table:
     state = {True: "running", False: "not running", None: "running on another host, or killed there"}
     config, manifest = run.config, run.manifest
     model = config.get("model", {})
-    scratch = model.get("scratch") or {}
     packages, named = manifest.get("packages", {}), ("whet", "torch", "transformers")
     rows = {
         "run": f"{run.path}, {state[is_running(run.path)]}",
-        "model": model.get("path") or f"from scratch, {scratch.get('architecture', 'qwen3')}",
-        "algorithm": " then ".join(_algorithms(config)),
+        "model": str(
+            model.get("path") or f"from scratch, {get(model, ('scratch', 'architecture')) or 'qwen3'}"
+        ),
+        "algorithm": " then ".join(map(str, _algorithms(config))),
         "seed": str(config.get("seed", 0)),
         "started": str(manifest.get("started_utc", "?")),
         "machine": ", ".join(str(manifest.get(name, "?")) for name in ("host", "cpu")),
@@ -118,7 +120,7 @@ def _head(run: Written) -> Table:
     return table
 
 
-def _algorithms(config: dict[str, Json]) -> list[str]:
+def _algorithms(config: dict[str, Json]) -> list[Json]:
     """The algorithm's name in each stage."""
     common = config.get("algorithm", {}).get("name", Algorithm.model_fields["name"].default)
     return [s.get("algorithm", {}).get("name", common) for s in config.get("stages") or [{}]]
@@ -194,7 +196,7 @@ def _phases(run: Written) -> Table | None:
         cells = [
             f"{by_stage[s]:.1f} ({by_stage[s] / totals[s]:.0%})" if totals[s] else "-" for s in run.stages
         ]
-        table.add_row(phase, *cells)
+        table.add_row(Text(printable(phase)), *cells)
     return table
 
 
@@ -203,9 +205,8 @@ def _failures(run: Written) -> Table | None:
     for line in run.metrics:
         for name, number in line.items():
             if name.startswith("rollout/failed/"):
-                failed[line["stage"], name.removeprefix("rollout/failed/").removesuffix("_count")] += int(
-                    number
-                )
+                reason = name.removeprefix("rollout/failed/").removesuffix("_count")
+                failed[line["stage"], reason] += int(number) if isfinite(number) else 0
     asked = {s: sum(x.get("rollout/count", 0) for x in run.of(s, FAILED)) for s in run.stages}
     if not failed:
         return None
@@ -241,7 +242,7 @@ def _newest(run: Written) -> Table | None:
 def _table(*titles: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0), show_header=any(titles))
     for place, title in enumerate(titles):
-        table.add_column(title, justify="left" if place == 0 else "right" if any(titles) else "left")
+        table.add_column(Text(title), justify="left" if place == 0 else "right" if any(titles) else "left")
     return table
 
 
@@ -256,12 +257,12 @@ def report(run_dir: Path, *, curve: Path | None = None, examples: int = 3) -> Re
 
 
 def _stage_report(run: Written, stage: str) -> StageReport:
-    held_out = [x[HELD_OUT] for x in run.of(stage, HELD_OUT)]
+    held_out, tokens = [x[HELD_OUT] for x in run.of(stage, HELD_OUT)], "rollout/tokens_sum"
     return StageReport(
         name=stage,
         steps=max(x["step"] for x in run.of(stage)),
         seconds=seconds_of(run, stage),
-        tokens=int(sum(x["rollout/tokens_sum"] for x in run.of(stage, "rollout/tokens_sum"))),
+        tokens=int(sum(n for x in run.of(stage, tokens) if isfinite(n := x[tokens]))),
         held_out_start=held_out[0] if held_out else None,
         held_out_end=held_out[-1] if held_out else None,
     )
@@ -296,9 +297,9 @@ def _example(before: dict[str, Json], after: dict[str, Json], config: dict[str, 
 
 
 def _passes(row: dict[str, Json], config: dict[str, Json]) -> bool:
-    rule = config.get("eval", {})
+    least = config.get("eval", {}).get("success", Eval.model_fields["success"].default)
     value = row["reward"]  # of a held-out reply: by what eval.reward names
-    return value is not None and value >= rule.get("success", Eval.model_fields["success"].default)
+    return isinstance(least, int | float) and value is not None and value >= least
 
 
 def _answer(answer: Json) -> str:
@@ -346,7 +347,7 @@ def _rollout(row: dict[str, Json]) -> RenderableType:
         (f" · {printable(row['source'])} · ", "dim"),
         (reward, "green" if judged is not None and judged > 0 else "red"),
         (f" · advantage {row['advantage']:+.3f}" if row["advantage"] is not None else "", "dim"),
-        (f" · {sum(row['mask'])} tokens · {row['finish_reason']}", "dim"),
+        (f" · {sum(row['mask'])} tokens · {printable(row['finish_reason'])}", "dim"),
     )
     lines = [head, Text.assemble((printable(row["prompt"]), "dim"), (printable(row["text"]), "cyan"))]
     if row["answer"] is not None:
@@ -368,7 +369,7 @@ def _tokens(row: dict[str, Json], tokenizer: Tokenizer | None) -> Table:
         table.add_column(title, justify="left" if title == "text" else "right")
     columns = zip(row["token_ids"], row["mask"], row["logprobs"], row["sample_logprobs"], row["versions"])
     for place, (token, mask, logprob, sample_logprob, version) in enumerate(columns):
-        text = repr(tokenizer.decode([token], skip_special_tokens=False)) if tokenizer else ""
+        text = repr(tokenizer.decode([token], skip_special_tokens=False)) if tokenizer and token >= 0 else ""
         recorded = (f"{logprob:.4f}", f"{sample_logprob:.4f}", str(version)) if mask else ("", "", "")
         table.add_row(str(place), str(token), Text(text), *recorded, style="" if mask else "dim")
     return table
@@ -377,4 +378,12 @@ def _tokens(row: dict[str, Json], tokenizer: Tokenizer | None) -> Table:
 def _tokenizer(run_dir: Path) -> Tokenizer | None:
     """The tokenizer of the run's own exports or checkpoints, if it has written one yet."""
     found = sorted(run_dir.rglob("tokenizer.json"))
-    return Tokenizer.from_file(str(found[-1])) if found else None
+    if not found:
+        return None
+    check_files(found[-1].parent)
+    try:
+        return Tokenizer.from_file(str(found[-1]))
+    except Exception as e:  # foreign code: it can fail in any way
+        raise DataError(
+            f"{found[-1]}: not a readable tokenizer: {e}; remove it, or export the run again"
+        ) from e

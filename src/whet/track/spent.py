@@ -337,11 +337,11 @@ def _crews(processes: Sequence[Process]) -> Table:
         some = [p for p in processes if p.of == of]
         if not of or len(some) <= MOST_LINES:
             for p in some:
-                table.add_row(printable(p.name), "", *_numbers([p]))
+                table.add_row(Text(printable(p.name)), "", *_numbers([p]))
             continue
-        table.add_row(printable(f"{of} ({len(some)})"), Text("mean", "dim"), *_numbers(some))
+        table.add_row(Text(printable(f"{of} ({len(some)})")), Text("mean", "dim"), *_numbers(some))
         for which, p in (("least", min(some, key=_busy)), ("most", max(some, key=_busy))):
-            table.add_row(f"  {printable(p.name)}", Text(which, "dim"), *_numbers([p]))
+            table.add_row(Text(f"  {printable(p.name)}"), Text(which, "dim"), *_numbers([p]))
     return table
 
 
@@ -349,14 +349,14 @@ def _busy(process: Process) -> float:
     return process.busy
 
 
-def _numbers(some: Sequence[Process]) -> list[str]:
+def _numbers(some: Sequence[Process]) -> list[str | Text]:
     """Means over the processes; of their steps the extremes and the median over all."""
     shares = [share for p in some for share in p.steps] or [0.0]
     return [
         f"{mean(p.busy_s for p in some):.3f}",
         f"{mean(p.wait_s for p in some):.3f}",
         *(f"{x:.1%}" for x in (mean(p.busy for p in some), min(shares), median(shares), max(shares))),
-        printable(some[0].mostly) if len(some) == 1 else "",
+        Text(printable(some[0].mostly)) if len(some) == 1 else "",
     ]
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from whet.inputs import parse_json
 from whet.track.files import file_error, write_bytes
 from whet.types import DataError, Json
 
@@ -283,6 +284,8 @@ def read(path: Path) -> list[Span]:
         if _is_head(e):
             lanes[e["pid"], e["tid"]] = e["args"]["name"], e["args"].get("of", "")
             continue
+        if (e["pid"], e["tid"]) not in lanes:
+            raise DataError(f"{path}: {e['name'][:100]!r} is on a lane that has no name; is a line missing?")
         lane, of = lanes[e["pid"], e["tid"]]
         start_ns, length_ns, args = e["ts"] * 1000, e["dur"] * 1000, e["args"]
         spans.append(
@@ -310,14 +313,35 @@ def _events(path: Path) -> Iterator[dict[str, Json]]:
         if line in (b"[", b"]", b""):
             continue
         try:
-            event = json.loads(line)
-        except ValueError as e:
+            event = parse_json(line, "", DataError)
+        except DataError as e:
             if number == len(lines):
                 return
-            raise DataError(f"{path} line {number} is not JSON: {e}") from e
-        if not isinstance(event, dict):
+            raise DataError(f"{path} line {number} is not JSON{str(e).removeprefix(': not JSON')}") from e
+        if not _is_event(event):
             raise DataError(f"{path} line {number} is no event of a timeline")
         yield event
+
+
+def _is_event(event: Json) -> bool:
+    """Whether a line is one that `Timeline` writes."""
+    match event:
+        case {"ph": "M", "pid": int(), "tid": int(), "args": {"name": str(), **more}}:
+            return isinstance(more.get("of", ""), str)
+        case {
+            "ph": "X",
+            "name": str(),
+            "cat": "phase" | "wait" | "work" | "part" | "asked",
+            "ts": int() as start,
+            "dur": int() as length,
+            "pid": int(),
+            "tid": int(),
+            "args": {"stage": str(), "step": int(), **more},
+        }:
+            numbers = (start, length, more.get("pieces", 1), more.get("busy_us", 0))
+            return all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+        case _:
+            return False
 
 
 def _is_head(event: dict[str, Json]) -> bool:

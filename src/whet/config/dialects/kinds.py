@@ -32,6 +32,9 @@ def understood(value: Json, row: Key, *, default: Json, nulls: Sequence[str]) ->
         return None, ""
     if isinstance(value, dict) and isinstance(default, str | int | float):
         return value, f"got {shown(value)}, expected one value, like {shown(default)}"
+    is_section = isinstance(default, dict) and not row.name.endswith("*")  # else the value of an open name
+    if is_section and _strict(row) and not isinstance(value, dict | None):
+        return value, f"got {shown(value)}, expected a section of keys"
     if isinstance(default, bool):
         return _flag(value, row)
     if isinstance(default, int | float):

@@ -131,7 +131,11 @@ def _called(file: Reading, row: Key) -> Iterator[_Write]:
 
 def _told(file: Reading, rows: Sequence[Key], said: str) -> tuple[str, str]:
     """A function's complaint with the place of the first given key that it names, or that the function reads."""
-    names = [r.name for r in file.of.rows if re.search(rf"(?<![\w.]){re.escape(r.name)}(?![\w.]\w)", said)]
+    names = [
+        r.name
+        for r in file.of.rows
+        if r.name in said and re.search(rf"(?<![\w.]){re.escape(r.name)}(?![\w.]\w)", said)
+    ]
     given = [name for name in (*names, *(r.name for r in rows)) if name in file.given]
     return file.place(given[0]) if given else "", said if names else f"{(given or [rows[0].name])[0]}: {said}"
 

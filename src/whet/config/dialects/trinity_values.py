@@ -80,11 +80,11 @@ def entries(values: Values, key: str) -> list[dict[str, Json]]:
 
 def entry(values: Values, key: str, name: str) -> dict[str, Json]:
     """One section of the user's name, by dotted names inside it. ConfigError without it."""
-    found = (values.get(key) or {}).get(name)
+    given = values.get(key)
+    there: dict[str, Json] = given if isinstance(given, dict) else {}
+    found = there.get(name)
     if not isinstance(found, dict):
-        raise ConfigError(
-            f"{key}.{name}: must be given; there are: {', '.join(values.get(key) or {}) or 'none'}."
-        )
+        raise ConfigError(f"{key}.{name}: must be given; there are: {', '.join(there) or 'none'}.")
     return {dotted(path): v for path, v in leaves(found)}
 
 

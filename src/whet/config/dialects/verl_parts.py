@@ -161,7 +161,9 @@ def trainable(v: Values) -> Native:
 
 def _without_sections(config: dict[str, Json]) -> dict[str, Json]:
     """Megatron's form of overrides made flat; a moe_config that switches nothing on goes."""
-    inner, moe = config.get("model_config") or {}, config.get("moe_config") or {}
+    inner, moe = (config.get(name) or {} for name in ("model_config", "moe_config"))
+    if not isinstance(inner, dict) or not isinstance(moe, dict):
+        raise ConfigError("critic.model.override_config: model_config and moe_config are sections of keys")
     if any(moe.values()):
         raise Unbuilt(
             "critic.model.override_config.moe_config: a critic of which only a part learns is coming, not built yet"

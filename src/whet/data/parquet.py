@@ -1,0 +1,86 @@
+"""Parquet files, read within a limit of memory: a few hundred bytes of one can stand for terabytes.
+
+A value that is repeated is written once and counted, so neither the size of a file nor what it says of itself bounds
+what comes of it. It is read in batches of rows, and what they take is added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from whet.inputs import MIB, MOST_ROW_BYTES, check_regular
+from whet.types import DataError
+
+ROOM = 2**30
+"""Bytes that the rows of any file may take in memory;"""
+MOST_GROWTH = 1000
+"""or so many for each byte of the file, if that is more."""
+MOST_ROWS = 65_536
+"""Of one batch."""
+
+
+def read_parquet(file: Path) -> pa.Table:
+    """All rows of a parquet file. Raises DataError for one that is damaged, or too large in memory."""
+    check_regular(file, DataError)
+    try:
+        most = max(ROOM, MOST_GROWTH * file.stat().st_size)
+        opened = pq.ParquetFile(file, memory_map=True)
+        table = pa.concat_tables([opened.schema_arrow.empty_table(), *_groups(opened, file, most)])
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
+        raise DataError(f"{file}: not a readable parquet file: {e}") from e
+    if table.num_rows != opened.metadata.num_rows:
+        raise DataError(
+            f"{file}: holds {table.num_rows} rows, and says that it has {opened.metadata.num_rows}; copy it again"
+        )
+    return table
+
+
+def _groups(opened: pq.ParquetFile, file: Path, most: int) -> Iterator[pa.Table]:
+    taken = 0
+    for number in range(opened.num_row_groups):
+        group = opened.metadata.row_group(number)
+        columns = [group.column(n) for n in range(group.num_columns)]
+        _check(taken + sum(map(_least, columns, map(opened.schema.column, range(len(columns))))), file, most)
+        rows = max(1, min(MOST_ROWS, most // (4 * max(map(_widest, columns), default=1))))
+        batches: list[pa.RecordBatch] = []
+        for batch in opened.iter_batches(rows, row_groups=[number]):
+            taken += batch.nbytes
+            _check(taken, file, most)
+            _check_rows(batch, sum(b.num_rows for b in batches), file, number)
+            batches.append(batch)
+        yield pa.Table.from_batches(batches, schema=opened.schema_arrow).combine_chunks()
+
+
+def _check_rows(batch: pa.RecordBatch, before: int, file: Path, group: int) -> None:
+    """In Python a row takes many times what it takes in Arrow."""
+    for n in range(len(batch)) if batch.nbytes > MOST_ROW_BYTES else ():
+        if batch.slice(n, 1).nbytes > MOST_ROW_BYTES:
+            raise DataError(
+                f"{file}, row {before + n + 1} of row group {group}: has more than {MOST_ROW_BYTES // MIB} MiB; is it "
+                "one row?"
+            )
+
+
+def _widest(chunk: pq.ColumnChunkMetaData) -> int:
+    """Bytes that a value may have. Each is written once at least, and writers repeat none of more than a MiB; but what
+    is packed so well that it must be repetition may all be one value."""
+    size = max(1, chunk.total_uncompressed_size)
+    return size if size > 64 * chunk.total_compressed_size else max(size // 64, min(size, MIB))
+
+
+def _least(chunk: pq.ColumnChunkMetaData, column: pq.ColumnSchema) -> int:
+    """Bytes that a column of a row group takes at least. Lists in a row are read with it, however many they hold."""
+    return max(chunk.total_uncompressed_size, 4 * chunk.num_values if column.max_repetition_level else 0)
+
+
+def _check(size: int, file: Path, most: int) -> None:
+    if size > most:
+        raise DataError(
+            f"{file}: its rows take more than {most // MIB} MiB in memory, {most // max(1, file.stat().st_size)} times "
+            "the file; it is damaged, or made to do harm. If it is right, write it as several files"
+        )

@@ -1,0 +1,192 @@
+"""What a run wrote, read back. A disk or a person may have changed it: each file is what a run writes, or is named.
+
+Nothing that comes from here surprises who shows it: lines have their stage and step, numbers are numbers, rows have all
+columns. Only a line at the end may be cut short, by a kill, and is left out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+
+from whet.config.parse import parse
+from whet.data.parquet import read_parquet
+from whet.inputs import MOST_CONFIG_BYTES, MOST_JSON_BYTES, check_regular, parse_json, read_bytes, read_text
+from whet.types import DataError, Json
+
+STAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+"""What a stage may be called: files are named by it."""
+
+ROLLOUTS = pa.schema(
+    [
+        ("uid", pa.int64()),
+        ("index", pa.int32()),
+        ("source", pa.string()),
+        ("prompt", pa.string()),
+        ("answer", pa.string()),
+        ("text", pa.string()),
+        ("extracted", pa.string()),
+        ("reward", pa.float64()),
+        ("reward_parts", pa.map_(pa.string(), pa.float64())),
+        ("advantage", pa.float64()),
+        ("finish_reason", pa.string()),
+        ("error", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("mask", pa.list_(pa.int8())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("sample_logprobs", pa.list_(pa.float32())),
+        ("versions", pa.list_(pa.int32())),
+    ]
+)
+"""Columns of a rollout file. `prompt` is for people: messages as 'role: content' lines; the exact prompt is
+in `token_ids`, where `mask` is 0. `answer` is the task's, as JSON; `extracted` is what a reward took from the
+reply. `advantage` is the mean over the sampled tokens."""
+
+_MAY_BE_NULL = ("extracted", "reward", "advantage", "error")
+_PER_TOKEN = ("token_ids", "mask", "logprobs", "sample_logprobs", "versions")
+_BY = "; is it of another program, or damaged?"
+
+
+# ---------------------------------------------------------------- lines
+
+
+def read_lines(path: Path) -> list[dict[str, Json]]:
+    """The lines of metrics.jsonl or timings.jsonl, null as NaN; without a last line that was cut short."""
+    found = []
+    for number, (_, line) in enumerate(lines(path) if path.exists() else (), start=1):
+        numbers = {k: math.nan if v is None else v for k, v in line.items()}
+        if odd := [k for k, v in numbers.items() if k not in ("stage", "step") and not _is_number(v)]:
+            raise DataError(
+                f"{path} line {number}: {odd[0][:100]!r} is {str(line[odd[0]])[:60]!r}, expected a number{_BY}"
+            )
+        found.append(numbers)
+    return found
+
+
+def lines(path: Path) -> Iterator[tuple[bytes, dict[str, Json]]]:
+    """(bytes, parsed) of each whole line; only the last may be broken, else the file was tampered with."""
+    check_regular(path, DataError)
+    return parsed(path.read_bytes(), path)
+
+
+def parsed(data: bytes, path: Path) -> Iterator[tuple[bytes, dict[str, Json]]]:
+    """`lines` of what was read from a file."""
+    raw = data.splitlines(keepends=True)
+    for number, line in enumerate(raw, start=1):
+        try:
+            value = parse_json(line, "", DataError)
+        except DataError as e:
+            if number == len(raw) and not line.endswith(b"\n"):
+                return
+            raise DataError(f"{path} line {number} is not JSON{str(e).removeprefix(': not JSON')}") from e
+        if not isinstance(value, dict) or not _is_place(value.get("stage"), value.get("step")):
+            raise DataError(f"{path} line {number} does not say what stage and step it is of{_BY}")
+        if line.endswith(b"\n"):
+            yield line, value
+
+
+def _is_place(stage: Json, step: Json) -> bool:
+    named = isinstance(stage, str) and STAGE.fullmatch(stage) is not None
+    return named and type(step) is int and 0 <= step < 2**63
+
+
+def _is_number(value: Json) -> bool:
+    """One that a float can hold; NaN is one."""
+    return type(value) is float or (type(value) is int and abs(value) < 2**64)
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+def read_rollouts(path: Path) -> list[dict[str, Json]]:
+    """The rows of a rollout or evaluation file; `answer` parsed and `reward_parts` a dict."""
+    table = read_parquet(path)
+    if not table.schema.equals(ROLLOUTS):
+        odd = [f.name for f in ROLLOUTS if f not in list(table.schema)] or ["more columns than a run writes"]
+        raise DataError(f"{path} is no file of rollouts: {', '.join(odd)}{_BY}")
+    try:
+        rows: list[dict[str, Json]] = table.to_pylist(maps_as_pydicts="strict")
+    except (KeyError, ValueError) as e:  # a map has a key twice, or none
+        raise DataError(f"{path}: reward_parts cannot be read: {e}") from e
+    for number, row in enumerate(rows, start=1):
+        lists = [row[name] for name in _PER_TOKEN]
+        empty = [name for name, value in row.items() if value is None and name not in _MAY_BE_NULL]
+        empty += [name for name, values in zip(_PER_TOKEN, lists) if values is not None and None in values]
+        if empty or None in row["reward_parts"].values():
+            raise DataError(f"{path}, row {number}: {(empty or ['reward_parts'])[0]} is null{_BY}")
+        if len(set(map(len, lists))) > 1:
+            raise DataError(f"{path}, row {number}: {', '.join(_PER_TOKEN)} differ in length{_BY}")
+        row["answer"] = parse_json(
+            row["answer"].encode(), f"{path}, row {number}, answer", DataError, constants=True
+        )
+    return rows
+
+
+def list_steps(folder: Path) -> list[tuple[str, int, Path]]:
+    """(stage, step, path) of the rollout files in a folder, by stage name and step."""
+    found = []
+    for path in folder.glob("*.parquet"):
+        stage, mark, step = path.stem.rpartition("-step-")
+        if mark and step.isascii() and step.isdigit():
+            found.append((stage, int(step), path))
+    return sorted(found)
+
+
+# ---------------------------------------------------------------- config and manifest
+
+
+def read_config(run_dir: Path) -> dict[str, Json]:
+    """config.yaml as plain values, {} where there is none. Every section is a mapping, and each of the stages."""
+    path = run_dir / "config.yaml"
+    if not path.exists():
+        return {}
+    found = parse(read_text(path, DataError, most=MOST_CONFIG_BYTES))
+    for line, said in found.problems:
+        raise DataError(f"{path}:{line}: {said}")
+    return _config(found.tree, str(path))
+
+
+def _config(tree: Json, where: str) -> dict[str, Json]:
+    if not isinstance(tree, dict):
+        raise DataError(f"{where}: expected the sections of a config{_BY}")
+    out = {k: v for k, v in tree.items() if v is not None}
+    for name in ("model", "algorithm", "eval", "rollout", "checkpoint"):
+        if not isinstance(out.get(name, {}), dict):
+            raise DataError(f"{where}: {name} is {str(out[name])[:60]!r}, expected a section{_BY}")
+    stages = out.get("stages", [])
+    if not isinstance(stages, list):
+        raise DataError(f"{where}: stages is {str(stages)[:60]!r}, expected a list{_BY}")
+    return {**out, "stages": [_config(stage, f"{where}: stages[{n}]") for n, stage in enumerate(stages)]}
+
+
+def read_manifest(run_dir: Path) -> dict[str, Json]:
+    """manifest.json, {} where there is none: `starts`, each an object, and `changes`, each with all that is told."""
+    path = run_dir / "manifest.json"
+    if not path.exists():
+        return {}
+    found = parse_json(read_bytes(path, DataError, most=MOST_JSON_BYTES), str(path), DataError)
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds no JSON object{_BY}")
+    for name, entry in (("starts", _is_start), ("changes", _is_change)):
+        values = found.get(name, [])
+        if not isinstance(values, list) or (name == "starts" and name in found and not values):
+            raise DataError(f"{path}: {name} is {str(values)[:60]!r}, expected a list{_BY}")
+        for number, value in enumerate(values):
+            if not entry(value):
+                raise DataError(f"{path}: {name}[{number}] is {str(value)[:60]!r}, which no run writes{_BY}")
+    return found
+
+
+def _is_start(value: Json) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("packages", {}), dict)
+
+
+def _is_change(value: Json) -> bool:
+    if not isinstance(value, dict) or not {"key", "kind", "old", "new"} <= value.keys():
+        return False
+    texts = isinstance(value["key"], str) and isinstance(value["kind"], str)
+    return texts and _is_place(value.get("stage"), value.get("step"))
