@@ -3,10 +3,13 @@
 Property tests draw the same examples everywhere; `pytest --hypothesis-profile=wander` draws others every time.
 """
 
+import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
+from matplotlib.figure import Figure
 
 from remote_places import moto, own_hub, s3  # noqa: F401  fixtures
 from whet import secrets
@@ -31,3 +34,15 @@ def _own_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 def _own_loggers() -> Iterator[None]:
     yield
     close_logging()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_runs() -> Iterator[None]:
+    """Runs within this process search no garbage among the million objects of pytest, wait for no disk, and draw an
+    empty picture. Those in processes of their own do it all."""
+    idle = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("whet.api.gc", idle)
+        patch.setattr("whet.track.curve._figure", lambda found: Figure(figsize=(1, 1), dpi=20))
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield

@@ -6,17 +6,29 @@ only from tests: its server starts with the first child and ends with pytest.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+from whet.guard import line
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["whet.cli", "whet.stages", "whet.shared", "whet.sync.collective", "whet.sync.files", "processes"]
-)
+    [
+        "whet.cli", "whet.stages", "whet.shared", "whet.training.rank", "whet.sync.collective", "whet.sync.files",
+        "matplotlib.backends.backend_agg", "pyarrow.parquet", "processes",
+    ]
+)  # fmt: skip
 ROOT = Path(__file__).parents[1]
 
 
@@ -38,6 +50,99 @@ def said(function: Callable[..., object], *arguments: str, timeout_s: float) -> 
         text = out.read_text()
         assert process.exitcode == 0, text[-3000:]
         return text
+
+
+class _Forked:
+    """What `subprocess.Popen` is to a new interpreter, for a process that is forked."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self.process = FORKS.Process(target=function, args=arguments)
+        self.process.start()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Started(_Forked):
+    """`whet WORDS...` under way, in a session of its own; or `code` in its place, WORDS being its arguments."""
+
+    def __init__(
+        self,
+        *words: str,
+        said: Path | str = os.devnull,
+        code: str = "from whet.cli import main; main()",
+        cwd: Path = ROOT,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """said: the file that what it prints is appended to."""
+        self.said = Path(said)
+        super().__init__(_started, words, code, str(said), str(cwd), dict(os.environ if env is None else env))
+
+    def text(self) -> str:
+        return self.said.read_text(errors="replace")
+
+
+def _started(words: tuple[str, ...], code: str, out: str, cwd: str, env: dict[str, str]) -> None:
+    _settled(env)
+    os.chdir(cwd)
+    handle = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    sys.argv = ["whet", *words]
+    try:
+        exec(code, {"__name__": "__main__"})
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _settled(env: dict[str, str]) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
+
+
+def near(count: int, threads: int) -> line.Local:
+    """Ranks of this machine: `open_lines` of `Ranks`. They end with pytest, not with a thread of it."""
+    with _ONE_PATCH, mock.patch.object(line, "subprocess", SimpleNamespace(Popen=_Rank, DEVNULL=None)):
+        return line.Local(count, threads, module="whet.training.rank")
+
+
+_ONE_PATCH = threading.Lock()
+
+
+class _Rank(_Forked):
+    def __init__(
+        self, command: list[str], *, pass_fds: list[int], env: Mapping[str, str], **_: object
+    ) -> None:
+        with Connection(os.dup(pass_fds[0])) as connection:
+            super().__init__(_rank, connection, command[3:], dict(env))
+
+
+def _rank(connection: Connection, told: list[str], env: dict[str, str]) -> None:
+    from whet.training.rank import serve
+
+    _settled(env)
+    _, file, _, *others = told
+    serve(line.picked_up([str(os.dup(connection.fileno())), file, str(os.getppid()), *others]))
 
 
 def _redirected(function: Callable[..., object], arguments: tuple[str, ...], out: str) -> None:

@@ -7,10 +7,9 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 import yaml
 
 import whet
+from forked import Started
 from whet import loop, stages
 from whet.apart import Weights
 from whet.api import Stop, run_training
@@ -75,16 +75,17 @@ class Processes:
     def __init__(self, folder: Path, **sections: Any) -> None:
         self.folder, self.config = folder, folder / "run.yaml"
         self.config.write_text(yaml.safe_dump(tree(folder, **sections)))
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.running: dict[str, Started] = {}
+        self.seen: set[psutil.Process] = set()
+        """What they started, as far as it was met."""
 
     def start(self, name: str) -> None:
         mode = [f"mode={name}"] if name in ("train", "bench") else ["mode=explore", f"buffer.explorer={name}"]
-        command = [sys.executable, "-m", "whet.cli", "train", str(self.config), *mode]
-        log = open(self.folder / f"{name}.log", "ab")  # noqa: SIM115  as long as the process
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        self.running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+        log = self.folder / f"{name}.log"
+        self.running[name] = Started("train", str(self.config), *mode, said=log)
 
     def kill(self, name: str) -> None:
+        self.look()
         self.running[name].send_signal(signal.SIGKILL)
         self.running.pop(name).wait(30)
 
@@ -98,6 +99,12 @@ class Processes:
         for name in list(self.running):
             self.kill(name)
 
+    def look(self) -> None:
+        """At who is there."""
+        for process in self.running.values():
+            with suppress(psutil.NoSuchProcess):
+                self.seen.update(psutil.Process(process.pid).children(recursive=True))
+
     @property
     def steps(self) -> int:
         path = self.folder / "run/metrics.jsonl"
@@ -107,6 +114,7 @@ class Processes:
         end = time.monotonic() + within
         while not reached():
             assert time.monotonic() < end, "not reached in time"
+            self.look()
             for name, process in self.running.items():
                 assert process.poll() in (None, 0), self.said(name)
             time.sleep(0.05)
@@ -147,8 +155,8 @@ def test_everybody_may_be_killed(processes: Processes) -> None:
     seen = [json.loads(line)["step"] for line in benched]
     assert seen == sorted(set(seen))
     assert seen[-1] == STEPS
-    left = [p for p in psutil.process_iter(["cmdline"]) if str(processes.config) in (p.info["cmdline"] or [])]
-    assert not left
+    assert len(processes.seen) >= 6, "each has processes for its rewards"
+    assert psutil.wait_procs(processes.seen, timeout=10)[1] == [], "nobody is left behind"
 
 
 def test_a_trainer_that_waits_for_explorers_ends_at_ctrl_c(

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import whet
+from forked import Started
 from test_checkpoint_options import CONFIG, LAST, WEIGHTS, refused, same, steps_of
 from tiny import tiny_model
 from whet import checkpoint
@@ -208,8 +209,8 @@ main()
 
 
 @pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[bytes]]]:
-    processes: list[subprocess.Popen[bytes]] = []
+def started() -> Iterator[list[Started]]:
+    processes: list[Started] = []
     yield processes
     for process in processes:
         process.kill()
@@ -217,14 +218,12 @@ def started() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def test_killed_while_it_saves_in_the_background_it_goes_on_from_the_one_before(
-    unbroken: Path, tmp_path: Path, started: list[subprocess.Popen[bytes]]
+    unbroken: Path, tmp_path: Path, started: list[Started]
 ) -> None:
     run_dir, config = tmp_path / "run", tmp_path / "config.yaml"
     own = {"run_dir": str(run_dir), "checkpoint": {**CONFIG["checkpoint"], "background": True, "keep": None}}
     config.write_text(yaml.safe_dump({**CONFIG, **own}))
-    command = [sys.executable, "-c", SLOW, "train", str(config)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = Started("train", str(config), code=SLOW)
     started.append(process)
     root, until = run_dir / "checkpoints", time.monotonic() + 90
     while not list(root.glob(".0-main-000002.new-*/policy/model.safetensors")):

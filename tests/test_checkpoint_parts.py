@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from forked import Started, near
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
 from whet import checkpoint
@@ -68,7 +66,7 @@ FILES = ("model.safetensors", "optimizer.safetensors")
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Ranks]:
     """Two ranks; each engine says its layout."""
-    found = Ranks(Dims(dp_shard=2), timeout_s=120.0)
+    found = Ranks(Dims(dp_shard=2), timeout_s=120.0, open_lines=near)
     yield found
     found.close()
 
@@ -168,7 +166,7 @@ def test_ranks_share_the_writing(pool: Ranks, tmp_path: Path, layout: str) -> No
 
 
 def test_a_rank_that_is_killed_while_it_writes_leaves_the_older_checkpoint(tmp_path: Path) -> None:
-    with closing(Ranks(Dims(dp_shard=2), timeout_s=120.0)) as pool:
+    with closing(Ranks(Dims(dp_shard=2), timeout_s=120.0, open_lines=near)) as pool:
         many = on(pool, tiny_model)
         saver = Saver(tmp_path, keep=Keep(2), background=True)
         state = {"stage": 0, "stage_name": "main", "step": 1}
@@ -346,20 +344,11 @@ def test_a_run_killed_while_ranks_write_leaves_the_checkpoint_before(tmp_path: P
     assert (run_dir / "checkpoints" / "0-main-000003" / "policy" / "model.safetensors").is_file()
 
 
-def start(run_dir: Path, *overrides: str) -> subprocess.Popen[bytes]:
+def start(run_dir: Path, *overrides: str) -> Started:
     path = run_dir.parent / "config.json"
     path.write_text(json.dumps(RUN))
-    command = [
-        str(Path(sys.executable).parent / "whet"),
-        "train",
-        str(path),
-        f"run_dir={run_dir}",
-        *overrides,
-    ]
-    with open(run_dir.parent / f"{run_dir.name}.log", "ab") as log:
-        return subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log
-        )
+    log = run_dir.parent / f"{run_dir.name}.log"
+    return Started("train", str(path), f"run_dir={run_dir}", *overrides, said=log)
 
 
 def test_a_rank_that_never_ends_writing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

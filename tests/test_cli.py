@@ -15,6 +15,7 @@ import psutil
 import pytest
 import typer.main
 
+from forked import Started
 from whet import api, checkpoint, cli
 
 ROOT = Path(__file__).parents[1]
@@ -178,19 +179,13 @@ def lines_of(count: int) -> Callable[[Path], bool]:
     return lambda d: (d / metrics).exists() and (d / metrics).read_bytes().count(b"\n") >= count
 
 
-def start(run_dir: Path, when: Callable[[Path], bool]) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+def start(run_dir: Path, when: Callable[[Path], bool]) -> tuple[Started, list[psutil.Process]]:
     """A run in its own process group, as a shell makes it, and its descendants once `when` has come true."""
-    process = subprocess.Popen(
-        [
-            sys.executable, "-m", "whet.cli", "train", "tests/resume/config.yaml", f"run_dir={run_dir}",
-            "track.trackers=[console, jsonl]",
-        ],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
-    )  # fmt: skip
+    words = ["train", "tests/resume/config.yaml", f"run_dir={run_dir}", "track.trackers=[console, jsonl]"]
+    process = Started(*words, said=run_dir.with_suffix(".said"))
     deadline = time.monotonic() + 60
     while not when(run_dir):
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.text()
         assert time.monotonic() < deadline, "the run does not get on"
         time.sleep(0.005)
     children = psutil.Process(process.pid).children(recursive=True)
@@ -216,8 +211,8 @@ def test_told_to_stop_it_stops_in_order_and_leaves_no_process(
 ) -> None:
     process, children = start(tmp_path / "run", when)
     send(process.pid)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == api.INTERRUPTED, out
+    code, out = process.wait(60), process.text()
+    assert code == api.INTERRUPTED, out
     assert "Traceback" not in out
     saved = checkpoint.newest(tmp_path / "run" / "checkpoints")
     if when is START:
@@ -234,5 +229,5 @@ def test_told_to_stop_it_stops_in_order_and_leaves_no_process(
 def test_killed_it_leaves_no_process(tmp_path: Path) -> None:
     process, children = start(tmp_path / "run", lines_of(2))
     process.kill()
-    process.communicate(timeout=10)
+    process.wait(10)
     assert_gone(children, within_s=5)

@@ -26,6 +26,7 @@ import yaml
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 pytest.importorskip("ray")
 
+from forked import Started
 from native_cases import CLUSTER
 from test_lanes import picture
 from whet.cluster import engines as cluster
@@ -108,7 +109,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 # ---------------------------------------------------------------- a run and what it leaves
 
 
-RUNS: list[subprocess.Popen[bytes]] = []
+RUNS: list[Started] = []
 
 
 @pytest.fixture(autouse=True)
@@ -121,15 +122,12 @@ def _no_run_is_left() -> Iterator[None]:
         run.wait()
 
 
-def start(run_dir: Path, tree: dict[str, Any]) -> subprocess.Popen[bytes]:
+def start(run_dir: Path, tree: dict[str, Any]) -> Started:
     run_dir.mkdir(exist_ok=True)
     file = run_dir / "given.yaml"
     (run_dir / "held.py").write_text(HELD.format(hold=str(run_dir / "hold")))
     file.write_text(yaml.safe_dump({**tree, "run_dir": str(run_dir / "run")}))
-    whet = Path(sys.executable).with_name("whet")
-    with (run_dir / "said").open("ab") as said:
-        command = [str(whet), "train", str(file)]
-        RUNS.append(subprocess.Popen(command, stdout=said, stderr=said, env=ENV, cwd=run_dir))
+    RUNS.append(Started("train", str(file), said=run_dir / "said", cwd=run_dir))
     return RUNS[-1]
 
 
@@ -137,7 +135,7 @@ def with_replicas(count: int, **settings: Any) -> dict[str, Any]:
     return {**BASE, "rollout": {**BASE["rollout"], "replicas": count}, "cluster": settings}
 
 
-def finish(run: subprocess.Popen[bytes], run_dir: Path) -> None:
+def finish(run: Started, run_dir: Path) -> None:
     code = run.wait(WITHIN_S)
     assert code == 0, (run_dir / "said").read_text()[-3000:]
 
@@ -370,7 +368,7 @@ def test_tokens_weights_and_errors_travel(opened: tuple[cluster.Router, NativeEn
     asyncio.run(asyncio.wait_for(story(), 60))
 
 
-@pytest.mark.parametrize("method", ["object_store", "collective"])
+@pytest.mark.parametrize("method", ["object_store", pytest.param("collective", marks=pytest.mark.sweep)])
 def test_adapters_reach_replicas_that_live_die_and_come(address: str, method: str) -> None:
     """One is killed at the moment of a sync: the other one has the version, and so has the one that takes its place."""
     tree = with_replicas(2, address=address) | {"model": {**BASE["model"], "lora": {"rank": 2}}}

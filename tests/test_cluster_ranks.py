@@ -32,6 +32,7 @@ pytest.importorskip("ray")
 from ray.cluster_utils import Cluster
 
 from far_losses import killed, sleepy
+from forked import Started, near
 from test_apart import tree as apart_tree
 from test_lanes import picture
 from test_train_torch import CUT, pg_loss, weighted
@@ -100,12 +101,12 @@ def until(reached: Callable[[], object], what: str, within_s: float = 120.0) -> 
 def test_far_ranks_are_local_ranks_to_the_bit(address: str, tmp_path: Path) -> None:
     """A step, the log-probs, the files they save and read. Then one is killed: it is named, and all end."""
     model = tiny_model()
-    near = Ranks(TWO, timeout_s=120.0)
+    here = Ranks(TWO, timeout_s=120.0, open_lines=near)
     far = Ranks(TWO, timeout_s=120.0, open_lines=lines(address, model))
     assert not far.lines.near
     timeline = Timeline(tmp_path / "timeline.json")
     far.show_on(timeline, micro_batches=True)
-    one, two = (RankGroup(r, "policy", copy.deepcopy(model), cut=CUT, **LEARNING) for r in (near, far))
+    one, two = (RankGroup(r, "policy", copy.deepcopy(model), cut=CUT, **LEARNING) for r in (here, far))
     batch = weighted()
     said = [group.update(batch, pg_loss) for group in (one, two)]
     assert said[0] == said[1]
@@ -119,7 +120,7 @@ def test_far_ranks_are_local_ranks_to_the_bit(address: str, tmp_path: Path) -> N
     assert same[0]
     assert same[1:] == ([], [])
     assert torch.equal(one.forward(batch, "logprobs"), two.forward(batch, "logprobs"))
-    near.close()
+    here.close()
     for lane in far.lanes:  # this is one machine, and its clock is one
         assert lane.trip_ns is not None
         assert abs(lane.ahead_ns) <= lane.trip_ns / 2 + 1
@@ -189,15 +190,13 @@ def test_far_ranks_end_with_a_driver_that_is_killed(address: str) -> None:
 # ---------------------------------------------------------------- whole runs
 
 
-def start(folder: Path, tree: dict[str, Any]) -> subprocess.Popen[bytes]:
+def start(folder: Path, tree: dict[str, Any]) -> Started:
     folder.mkdir(exist_ok=True)
     (folder / "given.yaml").write_text(yaml.safe_dump({**tree, "run_dir": str(folder / "run")}))
-    command = [sys.executable, "-m", "whet.cli", "train", str(folder / "given.yaml")]
-    with (folder / "said").open("wb") as said:
-        return subprocess.Popen(command, stdout=said, stderr=said, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return Started("train", str(folder / "given.yaml"), said=folder / "said")
 
 
-def finish(run: subprocess.Popen[bytes], folder: Path, within_s: float = 300.0) -> list[dict[str, Any]]:
+def finish(run: Started, folder: Path, within_s: float = 300.0) -> list[dict[str, Any]]:
     try:
         assert run.wait(within_s) == 0, (folder / "said").read_text()[-3000:]
     finally:

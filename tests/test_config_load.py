@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from whet.config import interpolate
 from whet.config import keys as schema_keys
 from whet.config.faults import faults
 from whet.config.keys import FOREIGN, did_you_mean, distance, dotted, keys, lookup, suggest
@@ -303,6 +304,25 @@ def test_references(tmp_path, monkeypatch):
     assert cfg.run_dir == "runs/y"
     assert cfg.critic.optimizer.model_dump() == cfg.train.optimizer.model_dump()
     assert cfg.rewards["r"].arguments == {"text": "cost ${x}"}
+
+
+def test_references_lead_through_sections_and_no_other_is_read(monkeypatch):
+    """OmegaConf takes long to read; what it is not given stays as it was written."""
+    monkeypatch.setenv("WORD", "from outside")
+    tree = {"a": "${b.c}", "b": {"c": "${d.e[1]}/${oc.env:WORD}", "u": 1}, "z": {"n": None, "l": [1.5, True]}}
+    defaults = {"d": {"e": ["x", "${f}"]}, "f": "${g}", "g": 7, "y": {"left": "out"}}
+    given, create = [], interpolate.OmegaConf.create
+    monkeypatch.setattr(interpolate.OmegaConf, "create", lambda tree: given.append(tree) or create(tree))
+    expected = {"a": "7/from outside", "b": {"c": "7/from outside", "u": 1}, "z": tree["z"]}
+    assert interpolate.interpolate(tree, defaults) == (expected, {})
+    assert given[-1].keys() == {"a", "b", "d", "f", "g"}
+    for nested in ("${y.${k}}", "${.k}", "${oc.select:y.left}"):  # OmegaConf alone knows where these lead
+        found, wrong = interpolate.interpolate({"a": nested, "k": "left", "z": 1}, defaults)
+        assert (found["a"], wrong) == ("out" if "y" in nested else "left", {})
+        assert given[-1].keys() == {"a", "k", "z", *defaults}
+    for said in ("${nowhere.x}", "???"):
+        found, wrong = interpolate.interpolate({"b": {"c": said}, "z": 1}, defaults)
+        assert (found, wrong.keys()) == ({"b": {"c": None}, "z": 1}, {("b", "c")})
 
 
 def test_defaults_referred_to_do_not_count_as_set(tmp_path):

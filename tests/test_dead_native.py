@@ -123,7 +123,11 @@ def test_equal_configs_leave_equal_records(watcher: Watcher) -> None:
     assert len([name for name in first if name.endswith((".parquet", "metrics.jsonl", ".safetensors"))]) >= 5
 
 
-@pytest.mark.parametrize("name", CASES)
+COMPILES = pytest.param("train.compile", marks=pytest.mark.sweep)
+"""As torch's compiler has C++ of its own written and compiled; test_precision.py has it trace the same layers."""
+
+
+@pytest.mark.parametrize("name", [COMPILES if name == "train.compile" else name for name in CASES])
 def test_a_key_has_an_effect(watcher: Watcher, name: str) -> None:
     context, value = CASES[name]
     without = watcher.record(tree_of(watcher, context))

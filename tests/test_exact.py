@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tiny import FAMILIES, VOCAB, tiny_model
+from whet import environment
 from whet.models import kernels, products
 from whet.models.exact import ExactReport, self_test
 from whet.models.forward import decoder
@@ -140,6 +142,14 @@ def test_nan_is_a_mismatch_not_a_match() -> None:
     ops = replace(OPS, logprobs=broken)
     report = self_test(decoder(tiny_model(), ops), ops, vocab_size=VOCAB, seed=0)
     assert report.mismatches == report.tokens
+
+
+def test_no_garbage_is_searched_around_imports_alone() -> None:
+    for on in (True, False, True):
+        (gc.enable if on else gc.disable)()
+        with environment.importing():
+            assert not gc.isenabled()
+        assert gc.isenabled() == on
 
 
 def test_words() -> None:

@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import kills
 
 
+@pytest.mark.sweep  # of one kind; test_apart.py, test_rounds.py, test_cluster.py and test_ranks_run.py kill, too
 def test_a_few_kills_of_a_trainer_and_two_explorers(tmp_path: Path) -> None:
     hits, wrong = kills.sweep("apart", 4, seed=4, steps=40, folder=tmp_path)
     assert wrong == []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from test_timeline import TINY
-from tiny import FAMILIES, VOCAB, tiny_model
+from tiny import FAMILIES, FEW, VOCAB, tiny_model
 from whet.api import run_training
 from whet.batch import Batch, pack
 from whet.config import footprint, hardware, memory
@@ -97,7 +97,7 @@ def shape_of(family: str) -> Shape:
 KINDS = list(itertools.product(("compiled", "torch"), (torch.float32, torch.bfloat16)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 @pytest.mark.parametrize(("kind", "dtype"), KINDS, ids=lambda x: str(x).removeprefix("torch."))
 def test_what_a_layer_keeps_is_what_autograd_keeps(family, kind, dtype):
     name = str(dtype).removeprefix("torch.")

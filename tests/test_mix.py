@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import filecmp
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import whet
+from forked import Started
 from whet.batch import pack, select, split
 from whet.config.describe import arithmetic
 from whet.config.load import load
@@ -270,13 +268,10 @@ def resumable(run_dir: Path) -> dict[str, Any]:
     )
 
 
-def start(run_dir: Path) -> subprocess.Popen[bytes]:
+def start(run_dir: Path) -> Started:
     config = run_dir.with_suffix(".yaml")
     config.write_text(yaml.safe_dump(resumable(run_dir)))
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "whet.cli", "train", str(config)], cwd=ROOT, env=environment
-    )
+    return Started("train", str(config))
 
 
 def test_a_killed_mix_goes_on_to_the_same_end(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from test_native import ask, engine, long_jobs, mixed_jobs, run, trained_logprobs
-from tiny import FAMILIES, VOCAB, tiny_model
+from tiny import FAMILIES, FEW, VOCAB, tiny_model
 from whet.config.schema import Model, Scratch
 from whet.models import kernels
 from whet.models.attention import KvCache
@@ -122,7 +122,7 @@ def exact_model(family: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("kind", ["torch", "auto"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_fixed_and_variable_shapes_agree_bit_for_bit(family: str, kind: str) -> None:
     module, ops = exact_model(family), kernels.load(kind)  # type: ignore[arg-type]
     jobs = mixed_jobs(40)
@@ -501,7 +501,7 @@ def test_a_capture_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("recorder", [None, Again()])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_a_bfloat16_model_end_to_end(family: str, recorder: Again | None) -> None:
     module = tiny_model(family).to(torch.bfloat16)  # type: ignore[arg-type]
     jobs = mixed_jobs(20)

@@ -9,9 +9,6 @@ import asyncio
 import json
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -25,6 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import whet
+from forked import Started
 from test_loop import SIZE, TASKS, Toy, toy
 from test_staleness import run as small_run
 from whet.config.deadlines import Deadline
@@ -276,42 +274,29 @@ def test_a_free_run_learns_and_balances(tmp_path: Path) -> None:
 FREE_RUN = """
 import sys, whet
 from test_staleness import ROWS, share_of_a
-if __name__ == "__main__":
-    whet.train(
-        run_dir=sys.argv[1],
-        model={"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "head_dim": 16}},
-        tokenizer={"build": "chars"},
-        data={"train": [{"rows": ROWS}]},
-        rollout={"group_size": 4, "sampling": {"max_tokens": 6}, "max_staleness": 2, "schedule": "free"},
-        train={"steps": 60, "tasks_per_step": 2, "optimizer": {"lr": 1e-3}},
-        machine={"threads": 1},
-        checkpoint={"every": 3},
-        track={"trackers": ["jsonl"]},
-        rewards={"a": share_of_a},
-    )
+whet.train(
+    run_dir=sys.argv[1],
+    model={"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "head_dim": 16}},
+    tokenizer={"build": "chars"},
+    data={"train": [{"rows": ROWS}]},
+    rollout={"group_size": 4, "sampling": {"max_tokens": 6}, "max_staleness": 2, "schedule": "free"},
+    train={"steps": 40, "tasks_per_step": 2, "optimizer": {"lr": 1e-3}},
+    machine={"threads": 1},
+    checkpoint={"every": 3},
+    track={"trackers": ["jsonl"]},
+    rewards={"a": share_of_a},
+)
 """
 
 
 def test_a_free_run_killed_at_random_goes_on_and_balances(tmp_path: Path) -> None:
     """Which groups a step takes depends on time, so the resumed run is another; but no task is lost or booked twice."""
-    script, run_dir = tmp_path / "run.py", tmp_path / "run"
-    script.write_text(FREE_RUN)
+    run_dir, said = tmp_path / "run", tmp_path / "said"
     rng = random.Random(7)
-    path = [str(Path(__file__).parent), *sys.path]
+    children: set[psutil.Process] = set()
     for kill in range(4):
-        process = subprocess.Popen(
-            [sys.executable, str(script), str(run_dir)],
-            env={
-                "PYTHONPATH": ":".join(p for p in path if p),
-                "OMP_NUM_THREADS": "1",
-                "PATH": "/usr/bin:/bin",
-            },
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        process = Started(str(run_dir), code=FREE_RUN, said=said)
         if kill < 3:
-            saved = len(list((run_dir / "checkpoints").glob("*"))) if run_dir.exists() else 0
             lines = run_dir / "metrics.jsonl"
             before = lines.stat().st_size if lines.exists() else 0
             deadline = time.monotonic() + 60
@@ -319,19 +304,16 @@ def test_a_free_run_killed_at_random_goes_on_and_balances(tmp_path: Path) -> Non
                 if lines.exists() and lines.stat().st_size > before + rng.randrange(500, 9000):
                     break
                 time.sleep(0.02)
-            process.send_signal(signal.SIGKILL)
+            children.update(psutil.Process(process.pid).children(recursive=True))
+            process.kill()
             process.wait(30)
-            assert saved >= 0
         else:
-            _, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors
+            assert process.wait(120) == 0, process.text()[-3000:]
     found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in found if "train/loss" in line] == list(range(1, 61))
+    assert [line["step"] for line in found if "train/loss" in line] == list(range(1, 41))
     assert found[-1]["ledger/pending_rollouts"] == 0
-    children = [
-        p for p in psutil.process_iter(["cmdline"]) if str(run_dir) in " ".join(p.info["cmdline"] or [])
-    ]
-    assert not children, "a process was left behind"
+    assert children, "rewards run in processes of their own"
+    assert psutil.wait_procs(children, timeout=10)[1] == [], "a process was left behind"
 
 
 def test_settings_that_do_nothing_are_refused(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from layouts import Case, Learner, batch, compare, error
 from spawned import spawn
 from whet.models.mesh import Dims
@@ -21,8 +23,8 @@ TWO = {
     ),
     "pp": (Dims(pp=2), [replace(SEPARATE, layers=3), replace(TIED, micro=40), replace(ADAPTED, micro=40)]),
 }
-FOUR = {
-    "tp+cp": (Dims(tp=2, cp=2), [replace(MOE, aux=0.1)]),
+FOUR = {"tp+cp": (Dims(tp=2, cp=2), [replace(MOE, aux=0.1)])}
+MORE = {
     "tp+pp": (Dims(tp=2, pp=2), [replace(TIED, micro=40)]),
     "cp+ep": (Dims(cp=2, dp_shard=2, ep=2), [replace(MOE, aux=0.1, checkpoint=True)]),
     "cp4": (Dims(cp=4), [Case()]),
@@ -51,6 +53,11 @@ def test_two_ranks() -> None:
 
 def test_four_ranks() -> None:
     check(FOUR, 4)
+
+
+@pytest.mark.sweep
+def test_more_layouts_of_four_ranks() -> None:
+    check(MORE, 4)
 
 
 def forgetful() -> float:

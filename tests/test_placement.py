@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from forked import near
 from test_ranks_run import BASE, given
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
@@ -43,8 +43,7 @@ LEARNS: dict[str, Any] = {"optimizer": Optimizer(kind="sgd", lr=0.02), "total_st
 @pytest.fixture(scope="module")
 def two() -> Iterator[tuple[RankGroup, RankGroup]]:
     """A policy that learns and a reference of other weights, in a process each."""
-    with ThreadPoolExecutor() as both:
-        pools = list(both.map(lambda whose: Ranks(Dims(), whose=whose, timeout_s=120.0), ("", "critic")))
+    pools = [Ranks(Dims(), whose=whose, timeout_s=120.0, open_lines=near) for whose in ("", "critic")]
     yield (
         RankGroup(pools[0], "policy", tiny_model(), cut=CUT, **LEARNS),
         RankGroup(pools[1], "reference", tiny_model(seed=9).requires_grad_(False), cut=CUT),
@@ -137,6 +136,7 @@ def test_a_run_with_models_apart_writes_what_it_writes_together(
     """Values, both updates, a reference that becomes the policy, checkpoints; though the critic's rank is killed in the
     third step, and the run goes on with all models in one place."""
     how = ["train.steps=3", "reference.reset_every=1", "critic.minibatches=4"]
+    monkeypatch.setattr("whet.training.ranks.Local", lambda count, threads, **_: near(count, threads))
     ended(tmp_path / "together", *how)
     how += ["profile.steps=[1]", "train.parallel.apart=[critic,reference]"]
     learn, pids = loop.update_critic, list[int]()

@@ -357,8 +357,8 @@ def test_weights_that_rest_are_fetched_for_their_work(monkeypatch: pytest.Monkey
 def test_compiled_layers_give_equal_gradients(
     known: bool, checkpoint: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Traced and differentiated by torch's compiler, without the C++ that it would write (test_dead_native.py runs a
-    training with that)."""
+    """Traced and differentiated by torch's compiler, without the C++ that it would write (the sweep runs a
+    training with that: test_dead_native.py)."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     if not known:
         monkeypatch.setattr("whet.models.functional.known_family", lambda model, config: None)

@@ -17,7 +17,7 @@ from test_native import Spy as Steps
 from test_native import ask, at_step, engine, group, prompts, run, trained_logprobs
 from test_native_graphs import Again
 from test_plan import BASE, made, refused
-from tiny import FAMILIES, tiny_model
+from tiny import FEW, tiny_model
 from whet.config.checks_sync import content_of
 from whet.config.footprint import places
 from whet.config.load import load
@@ -118,7 +118,7 @@ def test_nothing_but_a_product_takes_them() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_sampled_log_probs_are_those_of_the_quantised_model(family: str, kind: eight.Kind) -> None:
     """To the bit those of the engine's own module, and near those of a model that has the same weights, dequantised,
     and activations that are not rounded."""

@@ -43,7 +43,7 @@ ROUNDING = {"gradients": 3e-6, "metrics": 3e-6, "weights": 1e-6, "log-probs": 2e
 """Of float32: one process is as far from float64 (grid.own_rounding)."""
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.sweep)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     pool = grid.started(request.param)
     yield pool

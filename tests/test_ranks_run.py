@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,7 +15,9 @@ import pytest
 import torch
 
 import whet.placement
+from forked import Started, near
 from test_lanes import picture
+from whet.api import train
 from whet.config import checks_parallel
 from whet.config.load import load
 from whet.config.parts.parallel import Parallel
@@ -27,7 +26,6 @@ from whet.track import spent
 from whet.track.timeline import read
 from whet.types import ConfigError, Json
 
-ROOT = Path(__file__).parents[1]
 BASE: Json = {
     "model": {"scratch": {"hidden_size": 16, "layers": 2, "heads": 2, "max_positions": 64}},
     "tokenizer": {"build": "chars"},
@@ -135,25 +133,20 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], said: str) -
         plans(given(*overrides))
 
 
-def start(run_dir: Path) -> subprocess.Popen[bytes]:
+def start(run_dir: Path) -> Started:
     path = run_dir.parent / "config.json"
     path.write_text(json.dumps(BASE))
-    command = [
-        str(Path(sys.executable).parent / "whet"),
-        "train",
-        str(path),
-        f"run_dir={run_dir}",
-        "train.parallel.dp_shard=2",
-    ]
-    with open(run_dir.parent / f"{run_dir.name}.log", "ab") as log:
-        return subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log
-        )
+    log = run_dir.parent / f"{run_dir.name}.log"
+    return Started("train", str(path), f"run_dir={run_dir}", "train.parallel.dp_shard=2", said=log)
 
 
-def test_a_killed_run_on_ranks_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_a_killed_run_on_ranks_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert start(whole).wait(240) == 0, (tmp_path / "whole.log").read_text()[-3000:]
+    with monkeypatch.context() as patch:
+        patch.setattr("whet.training.ranks.Local", lambda count, threads, **_: near(count, threads))
+        train(overrides=[f"run_dir={whole}", "train.parallel.dp_shard=2"], **BASE)
     process = start(broken)
     until = time.monotonic() + 240
     while not list(broken.glob("checkpoints/*-000002")):

@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+from forked import Started
 from whet.cli import app
 from whet.config.load import load
 from whet.config.plan import plans
@@ -132,6 +134,19 @@ def test_what_the_real_run_takes_is_arithmetic(tmp_path):
     assert "512 rollouts of at most 5120 tokens a step = 2.62e+06 tokens" in found["main: work"]
 
 
+def forked(command, *, stdout, env, **_):
+    """A process of a trial; test_a_run_that_ends_is_told_with_its_cause has a new interpreter."""
+    return Started(*command[3:], said=stdout.name, env=env, cwd=Path.cwd())
+
+
+@pytest.fixture
+def forks(monkeypatch):
+    """Trials start at once."""
+    own = vars(subprocess) | {"Popen": forked}
+    monkeypatch.setattr("whet.rehearsal.trial.subprocess", SimpleNamespace(**own))
+
+
+@pytest.mark.usefixtures("forks")
 def test_a_file_for_64_gpus_is_rehearsed_and_what_is_not_built_is_named(tmp_path):
     said = list[str]()
     found = rehearse(ROOT / "tests" / "dialects" / "verl_64_gpus.yaml", say=said.append)
@@ -158,6 +173,7 @@ def test_a_run_that_ends_is_told_with_its_cause(tmp_path):
     assert "nowhere" in found.said
 
 
+@pytest.mark.usefixtures("forks")
 def test_the_command_exits_with_what_it_found(tmp_path):
     out = tmp_path / "found.json"
     result = CliRunner().invoke(app, ["rehearse", str(small(tmp_path)), "-o", str(out)])

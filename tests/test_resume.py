@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import filecmp
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from forked import Started, whet
+
+DRIVER = Path(__file__).parent / "resume/driver.py"
 SAME = ("metrics.jsonl", "rollouts", "eval", "batches", "checkpoints", "export")
 """What two equal runs write byte for byte."""
 
 
 def drive(run_dir: Path, *, kills: int, seed: int) -> dict[str, object]:
-    done = subprocess.run(
-        [sys.executable, "tests/resume/driver.py", str(run_dir), str(kills), str(seed)],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    said = run_dir.with_suffix(".said")
+    driver = Started(str(run_dir), str(kills), str(seed), code=DRIVER.read_text(), said=said)
+    try:
+        assert driver.wait(300) == 0, driver.text()[-3000:]
+    finally:
+        driver.kill()
+    return json.loads(driver.text().splitlines()[-1])
 
 
 def files(run_dir: Path) -> list[str]:
@@ -49,12 +49,13 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.sweep  # killed and the same says it, too
 def test_twice_the_same(unbroken: Path, tmp_path: Path) -> None:
     drive(tmp_path / "run", kills=0, seed=0)
     assert_equal(unbroken, tmp_path / "run")
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.sweep) for n in (2, 3))])
 def test_killed_at_random_moments(unbroken: Path, tmp_path: Path, seed: int) -> None:
     report = drive(tmp_path / "run", kills=8, seed=seed)
     assert report["kills"], "the run ended before the first kill"
@@ -63,39 +64,27 @@ def test_killed_at_random_moments(unbroken: Path, tmp_path: Path, seed: int) -> 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(unbroken: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "whet.cli", "train", "tests/resume/config.yaml"]
-    command += [f"run_dir={run_dir}", "track.trackers=[console]"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    command = ["train", "tests/resume/config.yaml", f"run_dir={run_dir}", "track.trackers=[console]"]
+    process = Started(*command, said=tmp_path / "first")
     wait_for(run_dir / "metrics.jsonl", lines=3, process=process)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, out
+    code, out = process.wait(60), process.text()
+    assert code == 130, out
     assert "saved" in out
     assert list((run_dir / "checkpoints").iterdir())
-    again = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert again.returncode == 0, again.stderr
-    assert "going on from" in again.stdout
+    assert "going on from" in whet(*command)
     for name in ("metrics.jsonl", "rollouts", "eval", "batches", "export"):
         assert [f for f in files(run_dir) if f.startswith(name)] == [
             f for f in files(unbroken) if f.startswith(name)
         ]
     equal = [f for f in files(unbroken) if not f.startswith("checkpoints")]
     assert filecmp.cmpfiles(unbroken, run_dir, equal, shallow=False)[1:] == ([], [])
-    finished = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert finished.returncode == 0
-    assert "finished run" in finished.stdout
+    assert "finished run" in whet(*command)
 
 
-def wait_for(path: Path, *, lines: int, process: subprocess.Popen[str]) -> None:
+def wait_for(path: Path, *, lines: int, process: Started) -> None:
     deadline = time.monotonic() + 60
     while not path.exists() or path.read_bytes().count(b"\n") < lines:
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.text()
         assert time.monotonic() < deadline, "the run does not get on"
         time.sleep(0.01)

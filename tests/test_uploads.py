@@ -21,6 +21,7 @@ import yaml
 
 import whet
 from fake_hub import Hub
+from forked import Started
 from remote_places import SECRET
 from test_checkpoint_options import CONFIG, same
 from whet import checkpoint
@@ -323,8 +324,8 @@ def test_only_copies_that_the_run_made_itself_are_ever_removed(
 
 
 @pytest.fixture
-def killed() -> Iterator[list[subprocess.Popen[bytes]]]:
-    started: list[subprocess.Popen[bytes]] = []
+def killed() -> Iterator[list[Started]]:
+    started: list[Started] = []
     yield started
     for process in started:
         process.kill()
@@ -348,7 +349,7 @@ main()
 
 
 def test_a_run_killed_while_it_copies_sends_what_is_missing_when_it_goes_on(
-    tmp_path: Path, there: tuple[Path, str], killed: list[subprocess.Popen[bytes]]
+    tmp_path: Path, there: tuple[Path, str], killed: list[Started]
 ) -> None:
     config, run_dir = tmp_path / "config.yaml", tmp_path / "run"
     own = {
@@ -356,11 +357,7 @@ def test_a_run_killed_while_it_copies_sends_what_is_missing_when_it_goes_on(
         "run_dir": str(run_dir),
     }
     config.write_text(yaml.safe_dump({**CONFIG, **own}))
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, "train", str(config)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = Started("train", str(config), code=SLOW)
     killed.append(process)
     until = time.monotonic() + 90
     while not list(there[0].glob("0-*/policy/*")):

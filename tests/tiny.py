@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -11,6 +12,11 @@ from whet.config.schema import Model, Scratch
 from whet.models.load import build
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe")
+FEW = [
+    each if each in ("qwen3", "qwen3_moe") else pytest.param(each, marks=pytest.mark.sweep)
+    for each in FAMILIES
+]
+"""For what does not depend on the family: one of dense layers and one of experts; the others in the sweep."""
 VOCAB = 61
 RUN: dict[str, Any] = {
     "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 32, "max_positions": 32}},

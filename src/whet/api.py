@@ -244,13 +244,14 @@ def _run(
     watched: Callable[[Watch], object],
 ) -> int:
     """home: the run directory of the trainer, where this process is one beside it."""
-    from whet.apart import run_beside
-    from whet.shared import open_shared
-    from whet.stages import run_all
-    from whet.track.curve import plot
-    from whet.track.display import Display
-    from whet.track.record import RunDirectory
-    from whet.track.show import report
+    with environment.importing():
+        from whet.apart import run_beside
+        from whet.shared import open_shared
+        from whet.stages import run_all
+        from whet.track.curve import plot
+        from whet.track.display import Display
+        from whet.track.record import RunDirectory
+        from whet.track.show import report
 
     cfg = loaded.config
     directory = RunDirectory(Path(cfg.run_dir), loaded.names, dumps=places.templates(cfg))

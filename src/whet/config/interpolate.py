@@ -35,10 +35,37 @@ def interpolate(tree: dict[str, Json], defaults: dict[str, Json]) -> tuple[dict[
         return tree, wrong
     readable = _readable(tree, (), wrong)
     left = _Left(MOST_FOLLOWED)
-    out = _resolved(readable, _counting(OmegaConf.create(merge(defaults, readable)), left), (), wrong)
+    read = _reached(merge(defaults, readable), {path[0] for path in referring} | _missing(readable))
+    some = {k: v for k, v in readable.items() if k in read}
+    out = readable | _resolved(some, _counting(OmegaConf.create(read), left), (), wrong)
     if left.values < 0:
         wrong = {next(path for path, said in wrong.items() if "TooManyReferences" in said): _TOO_MANY}
     return out, wrong
+
+
+_PLAIN = re.compile(r"\$\{(?:oc\.env:[^${}]*|([A-Za-z_]\w*)[\w.\[\]]*)\}")
+"""A variable of the environment, or a place in the config, given from its root."""
+
+
+def _missing(tree: dict[str, Json]) -> set[str | int]:
+    return {path[0] for path, v in leaves(tree) if v == "???"}
+
+
+def _reached(tree: dict[str, Json], names: set[Any]) -> dict[str, Json]:
+    """The sections that are named and all that their references lead to: OmegaConf takes long to read a whole config.
+    The whole tree, where it would take OmegaConf to tell."""
+    read: dict[str, Json] = {}
+    while names:
+        name = names.pop()
+        if name in read or name not in tree:
+            continue
+        read[name] = tree[name]
+        for _, text in leaves({name: tree[name]}):
+            if isinstance(text, str) and "${" in text:
+                if "${" in _PLAIN.sub("", text):
+                    return tree
+                names |= set(_PLAIN.findall(text)) - {""}
+    return read
 
 
 @dataclass

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +34,7 @@ def describe(
         "config_sha256": hashlib.sha256(config.encode()).hexdigest(),
         "seed": seed,
         "data_sha256": {str(path): file_sha256(path) for path in data_files},
-        "packages": package_versions(),
+        "packages": dict(package_versions()),
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "cpu": cpu_name(),
@@ -91,8 +92,9 @@ def file_sha256(path: Path) -> str:
         raise DataError(f"cannot read {path}: {e.strerror or e}") from e
 
 
-def package_versions() -> dict[str, str]:
-    """Versions of whet and of everything it asks for that is installed here."""
+@cache
+def package_versions() -> Mapping[str, str]:
+    """Versions of whet and of everything it asks for that is installed here, as the process found them."""
     found = {}
     for asked in ["whet", *(metadata.requires("whet") or ())]:
         name = re.split(r"[^A-Za-z0-9_.-]", asked, maxsplit=1)[0]
