@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from grid import BIG, Layout, Way, error, pair, started
 from test_router_loss import assert_close
@@ -22,6 +22,7 @@ from whet.models.lora import learned
 from whet.models.mesh import Dims
 from whet.training.ranks import Ranks
 from whet.training.torch import TorchEngine
+from whet.types import CheckpointError
 
 MUON = Optimizer(kind="muon", lr=0.01, weight_decay=0.1, groups={"mlp": {"lr_factor": 0.5}})  # type: ignore[dict-item]
 INT8 = Optimizer(state="int8", lr=1e-3, eps=1e-3, weight_decay=0.1, grad_clip=0.5)
@@ -124,3 +125,37 @@ def test_weights_that_rest_on_the_host_learn_the_same(ranks: Ranks) -> None:
         for engine in (one, many):
             engine.update(weighted(), pg_loss)
         assert_close(weights(many), weights(one), 2e-5)
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def odd_counts(path: Path) -> None:
+    """Whole, but what it says is none of what is expected."""
+    save_file(load_file(path), path, {"counts": "[1]"})
+
+
+def odd_shapes(path: Path) -> None:
+    save_file({name: torch.zeros(()) for name in load_file(path)}, path.with_name("model.safetensors"))
+
+
+@pytest.mark.parametrize("damage", [gone, cut_short, odd_counts, odd_shapes])
+def test_a_damaged_checkpoint_is_the_same_clear_error_on_ranks(tmp_path: Path, damage: Any) -> None:
+    pool = started(2)
+    try:
+        one, many = pair(pool, SHARD, Way(CUT), model=tiny_model(), optimizer=BIG, total_steps=2)
+        one.update(weighted(), pg_loss)
+        one.save(tmp_path)
+        damage(tmp_path / "optimizer.safetensors")
+        for engine in (one, many):
+            with pytest.raises(CheckpointError) as found:
+                engine.load(tmp_path)
+            assert str(tmp_path) in str(found.value)
+            assert "Traceback" not in str(found.value)
+    finally:
+        pool.close()

@@ -360,7 +360,7 @@ def test_a_run_learns(tmp_path: Path) -> None:
             "sampling": {"max_tokens": 5, "ignore_eos": True},
             "quantization": "float8",
         },
-        train={"steps": 16, "tasks_per_step": 8, "optimizer": {"lr": 1e-2}},
+        train={"steps": 16, "tasks_per_step": 8, "optimizer": {"lr": 1e-2}, "micro_tokens_forward": 4096},
         algorithm={"clip_low": 1e-4, "clip_high": 1e-4, "correction": {"weight": "token", "high": 2.0}},
     )
     rewards = [m["reward/mean"] for m in result.metrics]

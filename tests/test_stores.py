@@ -1,5 +1,6 @@
 """One contract for every store: bounded, ordered, nothing lost, nothing twice, whoever dies when."""
 
+import asyncio
 import json
 import math
 import os
@@ -22,9 +23,11 @@ from store_worker import group, uids_of
 from whet.buffer import files, stores
 from whet.buffer.groups import decode, encode, from_json, to_json
 from whet.buffer.places import Places
+from whet.buffer.queue import TrainerQueue
 from whet.buffer.stores import Scored, Store
 from whet.config.schema import Buffer, Config, Guard
 from whet.config.secrets import dump, learn
+from whet.guard.ledger import Ledger
 from whet.secrets import redact
 from whet.types import ConfigError, Group, Message, Rollout, Task, WhetError
 
@@ -155,6 +158,24 @@ def test_room_is_bounded_and_comes_back(url, queue):
     assert reserve(store, 3, capacity=4) == []
     store.trained(1)
     assert reserve(store, 3, capacity=4) == [5, 6]
+    store.check()
+
+
+def test_groups_whose_update_was_skipped_are_booked_so_and_give_their_room_back(url, queue):
+    store = open_store(url, queue=queue, order="arrival")
+    fill(store, 3)
+    ledger = Ledger()
+    trainer = TrainerQueue(store, ledger=ledger, groups_per_step=3, max_staleness=1, stopping=lambda: False)
+
+    async def step() -> None:
+        await trainer.trained(await trainer.take(1), skipped=[0, 2])
+
+    asyncio.run(step())
+    said = {"asked": 6, "trained": 2, "rejected/skipped_update": 4, "pending": 0}
+    assert store.ledger() == said
+    assert ledger.state()["total"] == {k: n for k, n in said.items() if n}
+    assert store.held() == 0
+    store.done(1)
     store.check()
 
 

@@ -41,7 +41,7 @@ from whet.storage.manifests import place_of
 from whet.storage.paths import brought_here
 from whet.storage.uploads import DEADLINE_S
 from whet.track import places
-from whet.track.files import RunLock
+from whet.track.files import RunLock, reading
 from whet.track.log import close_logging, setup_logging
 from whet.types import CheckpointError, ConfigError, Json, Metrics, WhetError
 
@@ -323,7 +323,7 @@ def _show_finished(cfg: Config, directory: RunDirectory, display: Display, state
     from whet.shared import open_saver
     from whet.track.show import report
 
-    with checkpoint.reading(directory.path / checkpoint.STATE):
+    with reading(directory.path / checkpoint.STATE):
         ledger = Ledger.from_state(state["ledger"])
     ledger.check_learned()
     display.message(
@@ -433,7 +433,7 @@ def goes_on(loaded: Loaded, run_dir: Path, *, change: bool) -> tuple[Path | None
     if found is None:
         return None, {"stage": 0, "step": -1, "done": False}, []
     start, state = found
-    with checkpoint.reading(start / checkpoint.STATE):
+    with reading(start / checkpoint.STATE):
         place = state["stage_name"], state["step"]
         changes = taken(start, state["config"], loaded.as_given, at=place, change=change)
         checkpoint.check_contents(start, state, loaded.config.checkpoint.load)
@@ -480,7 +480,7 @@ def may_go_on(cfg: Config) -> bool:
 def check_record(directory: Any, start: Path | None, state: Json) -> None:
     """Hold the record to what the checkpoint says of it, where it is one of this run directory's own."""
     if start and "record" in state and start.resolve().parent == (directory.path / "checkpoints").resolve():
-        with checkpoint.reading(start / checkpoint.STATE):
+        with reading(start / checkpoint.STATE):
             directory.check(state["record"], start, at=(state["stage"], state["step"]))
 
 

@@ -12,9 +12,8 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
@@ -342,18 +341,6 @@ def check_contents(path: Path, state: Json, wanted: Collection[str]) -> None:
         )
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """What a file holds may be anything: where that breaks off reading it, it is a CheckpointError that names it."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as e:
-        raise CheckpointError(
-            f"{path}: cannot be read ({type(e).__name__}: {e}); it is damaged, or another version of whet "
-            "wrote it; use an older checkpoint"
-        ) from e
-
-
 def load(path: Path, engines: Mapping[str, Saved], *, wanted: Collection[str] = ALL) -> None:
     """Fill the engines from a checkpoint that `read_state` has approved.
 
@@ -364,7 +351,6 @@ def load(path: Path, engines: Mapping[str, Saved], *, wanted: Collection[str] = 
     for name, engine in engines.items():
         if not (path / name).is_dir():
             raise CheckpointError(f"{path} has no {name!r}: it was written by a run without one")
-        with reading(path / name):
-            engine.load(path / name)
+        engine.load(path / name)
         if "optimizer" not in wanted and exists(path / name / "optimizer.safetensors"):
             engine.forget()

@@ -43,6 +43,7 @@ from whet.storage.uploads import Uploads
 from whet.sync.exchange import Publisher
 from whet.track.batches import to_table
 from whet.track.display import Display
+from whet.track.files import reading
 from whet.track.history import other_rows
 from whet.track.record import RunDirectory
 from whet.track.timeline import EXPLORING, STEPS, WAITS, Together
@@ -576,7 +577,7 @@ class Run:
         checkpoint.load(path, engines, wanted=self.cfg.checkpoint.load)
         if copied and self.sampler is not None:
             self.sampler.copy_from(self.policy)
-        with checkpoint.reading(path / checkpoint.STATE):
+        with reading(path / checkpoint.STATE):
             self._restore(state, changed=changed)
 
     def _restore(self, state: Json, *, changed: bool) -> None:

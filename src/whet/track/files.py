@@ -171,6 +171,22 @@ def own_folder(path: Path) -> Path:
     return path
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What a file holds may be anything: where that breaks off reading it, it is a CheckpointError that names it.
+
+    Put it around what takes values out of the file, not around what is done with them: a mistake of whet's own is no
+    damage.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as e:
+        raise CheckpointError(
+            f"{path}: cannot be read ({type(e).__name__}: {e}); it is damaged, or another version of whet "
+            "wrote it; use an older checkpoint"
+        ) from e
+
+
 def sync_path(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -38,7 +38,8 @@ from whet.models.parallel import Parallel
 from whet.models.precision import computing
 from whet.models.router import Balance, gates, hook, uses
 from whet.models.sharded import Alone, DataParallel, local, within
-from whet.models.tensor_files import Piece, opened, pieces, write
+from whet.models.tensor_files import Piece, TensorFile, opened, pieces, write
+from whet.track.files import reading
 from whet.training.balance import Dealt, deal, together
 from whet.training.cut import Cut
 from whet.training.sums import Sums
@@ -206,7 +207,8 @@ class TorchEngine:
         """Read what `save` wrote, in place. Raises CheckpointError if it is damaged or of another model."""
         own = {name: local(p) for name, p in self._named()}
         with opened(path / "model.safetensors") as file:
-            regions = {n: self.across.region(n, file.shape(n)) for n in own.keys() & file.tensors.keys()}
+            with reading(file.path):  # its shapes may be any
+                regions = {n: self.across.region(n, file.shape(n)) for n in own.keys() & file.tensors.keys()}
             strange = {n for n in regions if not file.dtype(n).is_floating_point}
             strange |= {n for n in file.tensors.keys() - own.keys() if not self.parallel.elsewhere(n)}
             odd = {n for n, p in own.items() if n not in regions or regions[n].here != p.shape} | strange
@@ -224,18 +226,13 @@ class TorchEngine:
     def _load_moments(self, optimizer: Optimizer, path: Path) -> None:
         """What lies here of the optimizer's state, read slice by slice."""
         with opened(path) as file:
-            counts = json.loads(file.metadata["counts"])
-            if odd := [key for key in ("steps", "skipped") if type(counts[key]) is not int]:
-                raise CheckpointError(
-                    f"{path}: its count of {odd[0]} is {counts[odd[0]]!r}, expected a whole number"
-                )
-            state = {
-                name: file.read(name, self.across.region(name, file.shape(name)))
-                for name in file.tensors
-                if name.partition(".")[2] in optimizer.parameters
-            }
-        optimizer.restore(state, counts["steps"], loss_scale=counts.get("loss_scale"))
-        self.skipped_in_a_row = counts["skipped"]
+            with reading(file.path):
+                steps, skipped, scale = _counts(file)
+                own = [name for name in file.tensors if name.partition(".")[2] in optimizer.parameters]
+                regions = {name: self.across.region(name, file.shape(name)) for name in own}
+            state = {name: file.read(name, region) for name, region in regions.items()}
+        optimizer.restore(state, steps, loss_scale=scale)
+        self.skipped_in_a_row = skipped
 
     def pieces(self, *, moments: bool) -> dict[str, tuple[list[Piece], dict[str, str] | None]]:
         """What lies here of all that `save` writes: the pieces of each file, and its metadata."""
@@ -524,6 +521,19 @@ class TorchEngine:
         return {"lr": lr, "skipped_steps": float(not finite), **scaled} | (
             {"grad_norm": norm} if finite else {}
         )
+
+
+def _counts(file: TensorFile) -> tuple[int, int, tuple[float, int] | None]:
+    """Optimizer steps, how many of them were skipped last, and the loss scale with the steps it has held."""
+    counts = json.loads(file.metadata["counts"])
+    if odd := [key for key in ("steps", "skipped") if type(counts[key]) is not int]:
+        raise CheckpointError(
+            f"{file.path}: its count of {odd[0]} is {counts[odd[0]]!r}, expected a whole number"
+        )
+    if (given := counts.get("loss_scale")) is None:
+        return counts["steps"], counts["skipped"], None
+    scale, held = given
+    return counts["steps"], counts["skipped"], (float(scale), int(held))
 
 
 def _predicting(batch: Batch, share: Share, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
