@@ -83,6 +83,17 @@ def test_a_small_parquet_file_does_not_fill_the_memory(
         read_rows(Source(path=str(tmp_path / "a.parquet")))
 
 
+def test_a_parquet_file_whose_schema_was_changed_does_not_end_the_process(tmp_path: Path) -> None:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), sink, store_schema=False)
+    optional, required = b"%\x02\x18\x06prompt", b"%\x00\x18\x06prompt"
+    data = bytes(sink.getvalue().to_pybytes())
+    assert optional in data
+    (tmp_path / "a.parquet").write_bytes(data.replace(optional, required))
+    with pytest.raises(DataError, match=r"a.parquet: not a readable parquet file: .*histogram size mismatch"):
+        read_rows(Source(path=str(tmp_path / "a.parquet")))
+
+
 def test_a_row_of_a_parquet_file_is_not_larger_than_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from rich.console import Console, RenderableType
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from whet.track import files, manifest, show
+from whet.track import costs, files, manifest, show, spent
 from whet.track.record import RunDirectory
 from whet.types import DataError, Rollout, Task
 
@@ -194,3 +196,117 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         show.rollouts(tmp_path, 1, stage="sft")
     with pytest.raises(DataError, match="has no task 77"):
         show.rollouts(tmp_path, 1, uid=77)
+
+
+# ---------------------------------------------------------------- a record that is no record
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("metrics.jsonl", "no\n{}\n", r"metrics.jsonl line 1 is not JSON"),
+        ("metrics.jsonl", "\x00\xff\n", r"metrics.jsonl line 1 is not JSON"),
+        ("metrics.jsonl", '{"step": 1}\n', r"metrics.jsonl line 1 does not say what stage and step it is of"),
+        ("metrics.jsonl", '{"stage": "[/x]", "step": 1}\n', "line 1 does not say what stage"),
+        ("metrics.jsonl", '{"stage": "s", "step": true}\n', "line 1 does not say what stage"),
+        ("metrics.jsonl", '{"stage": "s", "step": 1, "a": "b"}\n', "line 1: 'a' is 'b', expected a number"),
+        ("metrics.jsonl", f'{{"stage": "s", "step": 1, "a": {10**400}}}\n', "line 1: 'a' is '1000"),
+        ("metrics.jsonl", '{"stage": "s", "step": 1, "a": 1, "a": 2}\n', "line 1 is not JSON.*given twice"),
+        ("timings.jsonl", "[" * 100_000 + "\n", "line 1 is not JSON.*nest more than 50 levels"),
+        ("config.yaml", "a: [", r"config.yaml:\d: not valid YAML"),
+        ("config.yaml", "[1]", "config.yaml: expected the sections of a config"),
+        ("config.yaml", "model: [1]", r"config.yaml: model is '\[1\]', expected a section"),
+        ("config.yaml", "stages: {a: 1}", "config.yaml: stages is .* expected a list"),
+        (
+            "config.yaml",
+            "stages: [{algorithm: grpo}]",
+            r"stages\[0\]: algorithm is 'grpo', expected a section",
+        ),
+        ("manifest.json", "[]", "manifest.json holds no JSON object"),
+        ("manifest.json", '{"starts": []}', r"manifest.json: starts is '\[\]', expected a list"),
+        ("manifest.json", '{"starts": [{"packages": 1}]}', r"starts\[0\] is .*, which no run writes"),
+        ("manifest.json", '{"changes": [{"stage": "s"}]}', r"changes\[0\] is .*, which no run writes"),
+    ],
+)
+def test_a_damaged_record_is_named(name: str, text: str, says: str, tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / name).write_text(text, encoding="latin-1")
+    with pytest.raises(DataError, match=rf"{tmp_path}.*{says}"):
+        show.summary(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("[]", "line 2 is no event of a timeline"),
+        ('{"ph": "M", "pid": 1}', "line 2 is no event"),
+        (
+            '{"ph": "X", "name": "a", "cat": "b", "ts": 0, "dur": 1, "pid": 1, "tid": 0, "args": {}}',
+            "is no event",
+        ),
+        (
+            '{"ph": "X", "name": "a", "cat": "work", "ts": 0, "dur": -1, "pid": 1, "tid": 0, '
+            '"args": {"stage": "s", "step": 1}}',
+            "is no event",
+        ),
+        (
+            '{"ph": "X", "name": "a", "cat": "work", "ts": 0, "dur": 1, "pid": 7, "tid": 0, '
+            '"args": {"stage": "s", "step": 1}}',
+            "'a' is on a lane that has no name",
+        ),
+    ],
+)
+def test_a_damaged_timeline_is_named(line: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "timeline.json").write_text(f"[\n{line},\n{line}\n]\n")
+    with pytest.raises(DataError, match=f"timeline.json.*{says}"):
+        spent.show(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "says"),
+    [
+        ("answer", "no json", "row 1, answer: not JSON"),
+        ("prompt", None, "row 1: prompt is null"),
+        ("mask", [None, 1], "row 1: mask is null"),
+        ("logprobs", [0.5], "row 1: token_ids, mask, .* differ in length"),
+        ("reward_parts", [("a", None)], "row 1: reward_parts is null"),
+        ("reward_parts", [("a", 1.0), ("a", 2.0)], "reward_parts cannot be read"),
+    ],
+)
+def test_rollouts_that_no_run_writes_are_named(column: str, value: object, says: str, tmp_path: Path) -> None:
+    make(tmp_path)
+    (file,) = tmp_path.glob("rollouts/grpo-step-000001.parquet")
+    table = pq.read_table(file)
+    rows = table.to_pylist()
+    rows[0][column] = value
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), file)
+    with pytest.raises(DataError, match=rf"grpo-step-000001.parquet.*{says}"):
+        show.rollouts(tmp_path, 1)
+
+
+def test_a_file_of_other_columns_is_no_file_of_rollouts(tmp_path: Path) -> None:
+    make(tmp_path)
+    (file,) = tmp_path.glob("rollouts/grpo-step-000001.parquet")
+    pq.write_table(pq.read_table(file).drop_columns(["mask"]), file)
+    with pytest.raises(
+        DataError, match=r"is no file of rollouts: mask; is it of another program, or damaged"
+    ):
+        show.rollouts(tmp_path, 1)
+
+
+def test_seconds_that_are_none_are_not_simulated(tmp_path: Path) -> None:
+    make(tmp_path)
+    file = tmp_path / "timings.jsonl"
+    file.write_text(file.read_text().replace('"time/update_s": 3.0', '"time/update_s": null'))
+    with pytest.raises(
+        DataError, match=r"timings.jsonl: seconds of step 2 of stage 'grpo' are no numbers >= 0"
+    ):
+        costs.measured(tmp_path, "grpo", slots=2)
+
+
+def test_a_tokenizer_that_is_damaged_is_named(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export/tokenizer.json").write_text('{"model": 5}')
+    with pytest.raises(DataError, match=r"export/tokenizer.json: not a readable tokenizer"):
+        show.rollouts(tmp_path, 1, tokens=True)

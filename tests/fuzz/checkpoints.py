@@ -211,12 +211,12 @@ def read(folder: Path) -> object:
         tasks.restore(state["tasks"])
         waiting.restore(state["buffer"])
         ledger = Ledger.from_state(state["ledger"])
-    _same("tasks", tasks.state(), state["tasks"])
-    _same("ledger", ledger.state(), state["ledger"])
-    _same("buffer", waiting.state(), state["buffer"])
     _same("state", state, json.loads((folder / STATE).read_bytes()))
     if (folder / STATE).read_bytes() == files()[STATE]:
         _same("state", state, _state())
+        _same("tasks", tasks.state(), state["tasks"])
+        _same("ledger", ledger.state(), state["ledger"])
+        _same("buffer", waiting.state(), state["buffer"])
     _same_tensors(dict(engine().module.named_parameters()), folder, MODEL)
     assert engine().optimizer is not None
     _same_tensors(engine().optimizer.state(), folder, MOMENTS)

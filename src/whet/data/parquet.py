@@ -29,6 +29,7 @@ def read_parquet(file: Path) -> pa.Table:
     try:
         most = max(ROOM, MOST_GROWTH * file.stat().st_size)
         opened = pq.ParquetFile(file, memory_map=True)
+        opened.scan_contents()  # in little memory; to ask a damaged group what it holds would end the process
         table = pa.concat_tables([opened.schema_arrow.empty_table(), *_groups(opened, file, most)])
         table.validate(full=True)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as e:

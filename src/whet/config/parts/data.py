@@ -30,7 +30,8 @@ class Source(Section):
     name: str | None = None
     """Label of this source in metrics. Default: the file's stem or the task's name."""
     path: str | tuple[str, ...] | None = None
-    """File, folder, glob or list of them: parquet, jsonl, json, csv, or a Hugging Face dataset folder. Local only."""
+    """File, folder, glob or list of them: parquet, jsonl, json, csv, or a Hugging Face dataset folder. Local only.
+    Refused are NaN and infinity, which are no JSON, and an object that has a key twice."""
     subset: str | None = None
     """Configuration of a dataset folder: its subfolder of that name."""
     split: str | tuple[str, ...] | None = None
