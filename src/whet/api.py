@@ -252,7 +252,6 @@ def _run(
         from whet.track.display import Display
         from whet.track.record import RunDirectory
         from whet.track.show import report
-
     cfg = loaded.config
     directory = RunDirectory(Path(cfg.run_dir), loaded.names, dumps=places.templates(cfg))
     stack.callback(directory.close)
