@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -300,7 +301,9 @@ def test_a_process_at_the_end_of_a_line_that_is_a_run_itself_writes_into_one_fil
         try:
             line.connection.send_bytes(str(tmp_path / "run").encode())
             assert line.connection.recv_bytes() == b"there"
-            said = stacks.others()
+            with patch.object(os, "kill", wraps=os.kill) as asked:
+                said = stacks.others()
+            assert asked.call_count == 1, "it would write twice, perhaps"
             assert f"process {line.process.pid}, as_a_run-0:" in said
             assert f"process {line.process.pid}, explorer-one:" in said
             assert said.count("in deep_inside") == 2

@@ -188,9 +188,9 @@ def _tidy(where: Path) -> None:
 def others() -> str:
     """The stacks of all other processes of this run on this machine, and of those that do not answer, why."""
     asked = [other for other in _others() if other.lives]
-    for other in asked:
+    for pid in {other.process[0] for other in asked}:  # once, also where it goes by two names
         with suppress(OSError):  # it has just ended, or is another user's
-            os.kill(other.process[0], signal.SIGUSR1)
+            os.kill(pid, signal.SIGUSR1)
     until = time.monotonic() + ANSWER_S
     sizes: list[int] = []
     while time.monotonic() < until:  # until all have written, and nobody writes any more
