@@ -6,8 +6,9 @@ PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # The CPU build of torch, where pip can see one (see README, "Two commands"); TORCH=torch==2.13.0 takes the default build.
 TORCH  ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
 
-# Tests of the same kind as those of `make test`, with more seeds, layouts and families; then ten thousand damaged inputs
-# for each reader of what comes from outside. Hours; SWEEP=100 is a taste of the second.
+# Tests of the same kind as those of `make test`, with more seeds, layouts and families; those of everything that computes
+# under switches that stand for other machines; ten thousand damaged inputs for each reader of what comes from outside.
+# Hours; SWEEP=100 is a taste of the last.
 SWEEP  ?= 10000
 
 .PHONY: demo test sweep check format docs bits bench bench-learn bench-train clean
@@ -20,6 +21,7 @@ test: $(VENV)/.installed-dev
 
 sweep: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sweep --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python tests/variants.py
 	OMP_NUM_THREADS=1 PYTHONPATH=tests nice -n 10 $(BIN)/python -m fuzz.run all $(SWEEP)
 
 check: $(VENV)/.installed-dev
