@@ -116,7 +116,7 @@ def _seeded(tokenizer, run_seed, data_seed):
         ("hard", "row 2: column 'level' holds str 'hard'; expected a finite number"),
         (True, "row 2: column 'level' holds bool True"),
         (None, "row 2: column 'level' holds NoneType None"),
-        (float("nan"), "row 2: column 'level' holds float nan"),
+        (float("nan"), "row 2: column level holds nan, which is no JSON value"),
     ],
 )
 def test_difficulties_that_are_no_numbers_are_named(value, says, tokenizer):

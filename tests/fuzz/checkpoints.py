@@ -29,6 +29,7 @@ from whet.guard.ledger import Ledger
 from whet.models import kernels, tensor_files
 from whet.models.regions import Region
 from whet.models.tensor_files import Piece
+from whet.track.files import reading
 from whet.training.cut import Cut
 from whet.training.torch import TorchEngine
 from whet.types import Rollout, Task
@@ -204,10 +205,10 @@ def read(folder: Path) -> object:
     """As a run that goes on does. What is read must be what the files say, to an eye of their own; and where the files
     are as they were written, what was written."""
     state = checkpoint.read_state(folder)
-    with checkpoint.reading(folder / STATE):
-        checkpoint.check_contents(folder, state, ["model", "optimizer"])
-        checkpoint.load(folder, {"policy": engine()})
-        tasks, waiting = stream(), buffer()
+    checkpoint.check_contents(folder, state, ["model", "optimizer"])
+    checkpoint.load(folder, {"policy": engine()})
+    tasks, waiting = stream(), buffer()
+    with reading(folder / STATE):
         tasks.restore(state["tasks"])
         waiting.restore(state["buffer"])
         ledger = Ledger.from_state(state["ledger"])
