@@ -21,11 +21,11 @@
 #endif
 #define VECTORS 2
 #define LANES (VECTORS * W)
-#define STRIP 192 /* rows of a block that stays in the second cache: STRIP x TERMS floats; a multiple of ROWS */
+#define STRIP 48 /* rows of a block that stays in the second cache beside a panel; a multiple of ROWS. Measured: more are slower */
 #define WIDE 1024 /* columns packed at a time */
 #define FEW 3 /* rows that are not worth a lane each: their panels are FEW_VECTORS wide, for more chains at once */
 #define FEW_VECTORS 4
-#define MANY_PANELS 16 /* panels that use a strip before it is worth packing */
+#define MANY_PANELS 8 /* panels that use a strip before it is worth packing */
 
 /* A matrix of float32 or of bfloat16: the element (i, k) is number i by_i + k by_k. */
 typedef struct {
@@ -126,29 +126,57 @@ static void put(const float *sums, i64 ld, float *out, i64 out_i, i64 out_j, i64
 /* ---- packing ------------------------------------------------------------------------------------------------- */
 
 #if defined(__AVX__)
+/* Eight numbers of each of eight rows, the last of them read again where there are fewer; out[k]: number k of all. */
+INLINE void transposed_8(const float *q, i64 by_row, const int rows, __m256 out[8]) {
+    __m256 r[8], t[8];
+    UNROLL for (int l = 0; l < 8; l++) r[l] = _mm256_loadu_ps(q + MIN(l, rows - 1) * by_row);
+    UNROLL for (int l = 0; l < 8; l += 2) {
+        t[l] = _mm256_unpacklo_ps(r[l], r[l + 1]);
+        t[l + 1] = _mm256_unpackhi_ps(r[l], r[l + 1]);
+    }
+    UNROLL for (int l = 0; l < 8; l += 4) {
+        r[l] = _mm256_shuffle_ps(t[l], t[l + 2], 0x44);
+        r[l + 1] = _mm256_shuffle_ps(t[l], t[l + 2], 0xee);
+        r[l + 2] = _mm256_shuffle_ps(t[l + 1], t[l + 3], 0x44);
+        r[l + 3] = _mm256_shuffle_ps(t[l + 1], t[l + 3], 0xee);
+    }
+    UNROLL for (int l = 0; l < 4; l++) {
+        out[l] = _mm256_permute2f128_ps(r[l], r[l + 4], 0x20);
+        out[l + 4] = _mm256_permute2f128_ps(r[l], r[l + 4], 0x31);
+    }
+}
+
 /* Eight columns, each dense along k, into [K][8] of a panel whose rows are `lanes` apart. */
 INLINE void transpose_8(const float *q, i64 q_j, i64 K, float *to, i64 lanes) {
     i64 k = 0;
     for (; k + 8 <= K; k += 8) {
-        __m256 r[8], t[8];
-        UNROLL for (int l = 0; l < 8; l++) r[l] = _mm256_loadu_ps(q + l * q_j + k);
-        UNROLL for (int l = 0; l < 8; l += 2) {
-            t[l] = _mm256_unpacklo_ps(r[l], r[l + 1]);
-            t[l + 1] = _mm256_unpackhi_ps(r[l], r[l + 1]);
-        }
-        UNROLL for (int l = 0; l < 8; l += 4) {
-            r[l] = _mm256_shuffle_ps(t[l], t[l + 2], 0x44);
-            r[l + 1] = _mm256_shuffle_ps(t[l], t[l + 2], 0xee);
-            r[l + 2] = _mm256_shuffle_ps(t[l + 1], t[l + 3], 0x44);
-            r[l + 3] = _mm256_shuffle_ps(t[l + 1], t[l + 3], 0xee);
-        }
-        UNROLL for (int l = 0; l < 4; l++) {
-            _mm256_storeu_ps(to + (k + l) * lanes, _mm256_permute2f128_ps(r[l], r[l + 4], 0x20));
-            _mm256_storeu_ps(to + (k + l + 4) * lanes, _mm256_permute2f128_ps(r[l], r[l + 4], 0x31));
-        }
+        __m256 turned[8];
+        transposed_8(q + k, q_j, 8, turned);
+        UNROLL for (int l = 0; l < 8; l++) _mm256_storeu_ps(to + (k + l) * lanes, turned[l]);
     }
     for (; k < K; k++) for (int l = 0; l < 8; l++) to[k * lanes + l] = q[l * q_j + k];
 }
+
+#define OVER (ROWS > 8 ? 16 - ROWS : 8 - ROWS) /* numbers that a store of whole vectors writes behind a group's end */
+
+/* The first numbers of ROWS rows, each dense along k, into [k][ROWS]: returns how many. Each store writes behind the
+   group of its k, and what comes next overwrites it. */
+INLINE i64 pack_dense(const float *p, i64 p_i, i64 K, float *to) {
+    i64 k = 0;
+    for (; k + 8 <= K; k += 8) {
+        __m256 low[8], high[8];
+        transposed_8(p + k, p_i, MIN(ROWS, 8), low);
+        if (ROWS > 8) transposed_8(p + 8 * p_i + k, p_i, MAX(ROWS - 8, 1), high);
+        UNROLL for (int l = 0; l < 8; l++) {
+            _mm256_storeu_ps(to + (k + l) * ROWS, low[l]);
+            if (ROWS > 8) _mm256_storeu_ps(to + (k + l) * ROWS + 8, high[l]);
+        }
+    }
+    return k;
+}
+#else
+#define OVER 0
+INLINE i64 pack_dense(const float *p, i64 p_i, i64 K, float *to) { return 0; }
 #endif
 
 /* Lanes of a panel of n columns, at most `most`: no wider than they need. */
@@ -191,8 +219,11 @@ static void pack_strip(const Strip *from, i64 I, i64 K, float *to) {
     for (i64 i = 0; i < I; i += ROWS, to += ROWS * K) {
         const float *p = from->data + i * from->by_i;
         i64 rows = MIN(ROWS, I - i), by_i = from->by_i, by_k = from->by_k;
-        if (rows == ROWS)
-            for (i64 k = 0; k < K; k++) UNROLL for (int r = 0; r < ROWS; r++) to[k * ROWS + r] = p[r * by_i + k * by_k];
+        if (rows == ROWS && by_i == 1)
+            for (i64 k = 0; k < K; k++) memcpy(to + k * ROWS, p + k * by_k, sizeof(float) * ROWS);
+        else if (rows == ROWS)
+            for (i64 k = by_k == 1 ? pack_dense(p, by_i, K, to) : 0; k < K; k++)
+                UNROLL for (int r = 0; r < ROWS; r++) to[k * ROWS + r] = p[r * by_i + k * by_k];
         else
             for (i64 k = 0; k < K; k++) for (i64 r = 0; r < rows; r++) to[k * ROWS + r] = p[r * by_i + k * by_k];
     }
@@ -221,7 +252,7 @@ INLINE void multiply_tile(const float *p, i64 p_i, i64 p_k, const float *panel, 
 static void multiply_strip(const Product *a, const float *panels, i64 wide, i64 i0, i64 most, i64 j0, i64 J, i64 k0,
                            i64 K, int first) {
     i64 I = MIN(most, a->I - i0);
-    float packed[STRIP * TERMS] __attribute__((aligned(64))), sums[ROWS * LANES] __attribute__((aligned(64)));
+    float packed[STRIP * TERMS + OVER] __attribute__((aligned(64))), sums[ROWS * LANES] __attribute__((aligned(64)));
     const Matrix *m = &a->p;
     int pack = !m->half && J > MANY_PANELS * LANES && I > ROWS;
     Strip strip = {(const float *)m->data + i0 * m->by_i + k0 * m->by_k, m->by_i, m->by_k};
