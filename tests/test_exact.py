@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tiny import FAMILIES, VOCAB, tiny_model
 from whet import environment
-from whet.models import kernels, products
+from whet.models import kernels, products, twins
 from whet.models.exact import ExactReport, self_test
 from whet.models.forward import decoder
 
@@ -64,6 +64,10 @@ print(json.dumps(out))
 @pytest.mark.parametrize("kind", ["torch", "auto"])
 def test_half_precision_is_exact(kind: Literal["torch", "auto"], dtype: torch.dtype) -> None:
     """As on a CPU that does not multiply it itself; tiny models, whose feed-forward widths are multiples of 16."""
+    if kind == "torch" and not _attention_agrees():
+        pytest.skip(
+            "rows of torch's products do not agree here, and the attention of the twins is made of them"
+        )
     ops, threads = kernels.load(kind), torch.get_num_threads()
     try:
         torch.set_num_threads(1 if kind == "torch" else 2)
@@ -74,6 +78,19 @@ def test_half_precision_is_exact(kind: Literal["torch", "auto"], dtype: torch.dt
                 assert report.exact, f"{family}: {report}"
     finally:
         torch.set_num_threads(threads)
+
+
+def _attention_agrees() -> bool:
+    """Scores of heads of 16 with few and many keys, and the sums over as many."""
+    generator = torch.Generator().manual_seed(3)
+    for inner, columns in ((16, 16), (16, 128), (128, 16)):
+        a, b = (torch.randn(2, *size, generator=generator) for size in ((65, inner), (inner, columns)))
+        whole = twins._product(a, b)
+        if any(
+            not torch.equal(twins._product(a[:, :n], b), whole[:, :n]) for n in (1, 2, 3, 4, 5, 7, 16, 33)
+        ):
+            return False
+    return True
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="row-independent products need MKL")

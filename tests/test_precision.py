@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from whet.models.adam8 import Adam8, packed, unpacked
 from whet.models.offload import kept_on_host
 from whet.models.optim import Optimizer as Opt
 from whet.models.precision import LARGEST, LossScale
+from whet.models.sharded import DataParallel
 from whet.training import torch as engines
 from whet.training.cut import Cut
 from whet.training.torch import TorchEngine
@@ -445,3 +447,18 @@ def test_the_norm_sums_large_tensors_some_rows_at_a_time(monkeypatch):
     assert float(precision.total_norm(grads)) == pytest.approx(exact, rel=1e-15)
     assert max(seen) == 10
     assert sum(seen) == 35 + 40 + 24 + 1
+
+
+def test_one_rank_adds_the_norm_up_in_the_order_of_one_process():
+    """Or the last bit of grad_norm says where a model was trained."""
+    alone = SimpleNamespace(add=lambda x: x)
+    one_rank: Any = SimpleNamespace(
+        mesh=SimpleNamespace(device_type="cpu"),
+        parallel=SimpleNamespace(counts=lambda name: True, experts=(), tp=alone, pp=alone),
+        sharded={},
+        shards=1,
+    )
+    torch.manual_seed(0)
+    for _ in range(50):
+        grads = {str(n): torch.randn(5, n + 1) for n in range(40)}
+        assert torch.equal(DataParallel.norm(one_rank, grads), precision.total_norm(grads.values()))

@@ -66,11 +66,18 @@ def computing(precision: Precision, device: torch.device, plain: Sequence[nn.Mod
 @torch.no_grad()
 def total_norm(grads: Iterable[Tensor]) -> Tensor:
     """The norm of all together, float64: so it does not depend on how they are cut beyond their own rounding."""
-    squares = [square_sum(g) for g in grads]
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
+    return sum_of_squares(grads).sqrt()
 
 
-def square_sum(g: Tensor) -> Tensor:
+@torch.no_grad()
+def sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
+    """Of all their numbers, float64. One rank and the engine of one process add up in the same order, so they have the
+    same bits."""
+    squares = [_square_sum(g) for g in grads]
+    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+
+
+def _square_sum(g: Tensor) -> Tensor:
     """Sum of squares, float64; of a large tensor some rows at a time, for on a CPU torch first makes a float64 copy of
     what it is given."""
     blocks = (g,) if g.numel() <= _NORMED else g.split(max(1, _NORMED * len(g) // g.numel()))

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from whet.models.collectives import Peers
 from whet.models.lora import adapted
-from whet.models.precision import square_sum, total_norm
+from whet.models.precision import sum_of_squares, total_norm
 from whet.models.regions import Region
 
 if TYPE_CHECKING:
@@ -271,11 +271,11 @@ class DataParallel:
         import torch.distributed as dist
 
         device = torch.device(self.mesh.device_type)
-        squares = torch.zeros(2, dtype=torch.float64, device=device)
-        for name, g in gradients.items():
-            if self.parallel.counts(name):
-                apart = name in self.sharded or name in self.parallel.experts
-                squares[int(apart)] += square_sum(g).to(device)
+        counted = {n: g for n, g in gradients.items() if self.parallel.counts(n)}
+        apart = {n for n in counted if n in self.sharded or n in self.parallel.experts}
+        whole = sum_of_squares(g for n, g in counted.items() if n not in apart)
+        parts = sum_of_squares(g for n, g in counted.items() if n in apart)
+        squares = torch.stack([whole.to(device), parts.to(device)])
         if self.shards > 1:
             dist.all_reduce(squares[1:], group=self.shard_group)
         return self.parallel.pp.add(self.parallel.tp.add(squares.sum())).sqrt()
