@@ -135,6 +135,12 @@ def test_loading_weights_alone_begins_with_new_moments_where_the_schedule_was(
     assert first == [read["train/lr"] for read in whet.Result(finished, True).metrics]
 
 
+@pytest.mark.parametrize("held", [None, "model", ["model", 1], [["model"]]])
+def test_a_state_that_does_not_say_what_is_held_is_named(held: Any, tmp_path: Path) -> None:
+    with pytest.raises(checkpoint.Damaged, match=r"state\.json does not say what the checkpoint holds"):
+        checkpoint.check_contents(tmp_path, {"contents": held}, ("model",))
+
+
 @pytest.mark.parametrize("key", ["contents", "load"])
 def test_without_the_model_nothing_can_go_on(key: str) -> None:
     assert "no run goes on" in refused(f"checkpoint.{key}=[optimizer]")

@@ -333,9 +333,12 @@ def glance(root: Path) -> Json:
 
 def check_contents(path: Path, state: Json, wanted: Collection[str]) -> None:
     """Raise CheckpointError if a checkpoint lacks what `checkpoint.load` wants of it."""
-    if missing := [part for part in wanted if part not in state["contents"]]:
+    held = state.get("contents")
+    if not isinstance(held, list) or not all(isinstance(part, str) for part in held):
+        raise Damaged(f"{path}: {STATE} does not say what the checkpoint holds")
+    if missing := [part for part in wanted if part not in held]:
         raise CheckpointError(
-            f"{path} holds no {', '.join(missing)} (checkpoint.contents was {', '.join(state['contents'])}), so the "
+            f"{path} holds no {', '.join(missing)} (checkpoint.contents was {', '.join(held)}), so the "
             "run cannot go on as if it had never stopped; checkpoint.load=[model] goes on with moments that begin "
             "at zero"
         )
