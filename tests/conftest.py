@@ -3,6 +3,7 @@
 Property tests draw the same examples everywhere; `pytest --hypothesis-profile=wander` draws others every time.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -21,6 +22,13 @@ settings.register_profile("wander", derandomize=False, deadline=None, print_blob
 settings.load_profile("same")
 
 prepare(None, exact=True)
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """A million objects of modules and tests stay until the end: nobody looks through them for garbage."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

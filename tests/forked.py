@@ -134,7 +134,7 @@ class _Rank(_Forked):
         self, command: list[str], *, pass_fds: list[int], env: Mapping[str, str], **_: object
     ) -> None:
         with Connection(os.dup(pass_fds[0])) as connection:
-            super().__init__(_rank, connection, command[3:], dict(env))
+            super().__init__(_rank, connection, command[4:], dict(env))
 
 
 def _rank(connection: Connection, told: list[str], env: dict[str, str]) -> None:

@@ -137,28 +137,28 @@ def test_far_ranks_are_local_ranks_to_the_bit(address: str, tmp_path: Path) -> N
     until(lambda: not alive(there), "the end of all")
 
 
-def test_a_far_rank_that_hangs_shows_where(address: str) -> None:
-    """Then its actor is killed under it: that is told, too."""
+@pytest.mark.parametrize("how", ["hangs", pytest.param("its actor is killed", marks=pytest.mark.sweep)])
+def test_a_far_rank_that_is_lost_is_named(address: str, how: str) -> None:
+    """With where it is, if it hangs."""
     model = tiny_model()
-    hangs = (
-        r"(?s)^rank 1 of 2 hangs in sleepy .*; rank 0 waits for it in .*nothing was heard for 3 s.*in sleepy"
-    )
-    for loss, said in ((sleepy, hangs), (None, "rank 1 of 2 died .lost with")):
-        ranks = Ranks(TWO, timeout_s=120.0, open_lines=lines(address, model))
-        group = RankGroup(ranks, "policy", model, cut=CUT, **LEARNING)
-        there = members(ranks)
-        told = stacks.everyone()  # of processes on another machine, through the actors beside them
-        for number, line in enumerate(ranks.lines.lines):
-            assert f"process {line.where.process[0]}, rank-{number}:\n" in told  # type: ignore[attr-defined]
-        assert told.count("in recv_bytes") >= 2
-        if loss is None:
-            os.kill(ranks.lines.lines[1].where.actor[0], signal.SIGKILL)  # type: ignore[attr-defined]
-        else:
-            ranks.timeout_s = 3.0
-        with pytest.raises(WhetError, match=said):
-            group.update(weighted(), loss or pg_loss)
-        until(lambda: not alive(there), "the end of all")  # noqa: B023
-        assert list(stacks.far()) == [""]
+    ranks = Ranks(TWO, timeout_s=120.0, open_lines=lines(address, model))
+    group = RankGroup(ranks, "policy", model, cut=CUT, **LEARNING)
+    there = members(ranks)
+    told = stacks.everyone()  # of processes on another machine, through the actors beside them
+    for number, line in enumerate(ranks.lines.lines):
+        assert f"process {line.where.process[0]}, rank-{number}:\n" in told  # type: ignore[attr-defined]
+    assert told.count("in recv_bytes") >= 2
+    if how == "hangs":
+        ranks.timeout_s = 3.0
+        loss = sleepy
+        said = r"(?s)^rank 1 of 2 hangs in sleepy .*; rank 0 waits for it in .*nothing was heard for 3 s.*in sleepy"
+    else:
+        os.kill(ranks.lines.lines[1].where.actor[0], signal.SIGKILL)  # type: ignore[attr-defined]
+        loss, said = pg_loss, "rank 1 of 2 died .lost with"
+    with pytest.raises(WhetError, match=said):
+        group.update(weighted(), loss)
+    until(lambda: not alive(there), "the end of all")
+    assert list(stacks.far()) == [""]
 
 
 DRIVER = """

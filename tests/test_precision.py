@@ -355,7 +355,10 @@ def test_weights_that_rest_are_fetched_for_their_work(monkeypatch: pytest.Monkey
 # ---------------------------------------------------------------- compilation
 
 
-@pytest.mark.parametrize(("known", "checkpoint"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("known", "checkpoint"),
+    [pytest.param(True, False, marks=pytest.mark.sweep), (True, True), (False, False)],
+)
 def test_compiled_layers_give_equal_gradients(
     known: bool, checkpoint: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

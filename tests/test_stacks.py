@@ -40,17 +40,14 @@ with stacks.kept(Path(sys.argv[1]), "explorer-one"):
     deep_inside()
 """
 RUN = """
-import sys
 from pathlib import Path
 from whet.guard import stacks
-from whet.guard.line import picked_up
 
 def deep_inside(connection):
     connection.send_bytes(b"there")
     connection.poll(None)
 
-if __name__ == "__main__":
-    connection = picked_up(sys.argv[1:])
+def serve(connection):
     with stacks.kept(Path(connection.recv_bytes().decode()), "explorer-one"):
         deep_inside(connection)
 """

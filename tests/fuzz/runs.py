@@ -83,15 +83,17 @@ def _other_rows(random: Random, data: bytes) -> bytes:
     """Rows with other values, or other columns."""
     table = pq.read_table(io.BytesIO(data))
     rows = changed(random, table.to_pylist())
-    parts = [row.get("reward_parts") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    parts = (
+        [row.get("reward_parts") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    )
     if any(isinstance(pairs, list) and None in pairs for pairs in parts):  # Arrow would end the process
         return damaged(random, data)
     try:
         made = pa.Table.from_pylist(rows, schema=table.schema if random.random() < 0.7 else None)
+        sink = pa.BufferOutputStream()
+        pq.write_table(made, sink)
     except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError):
         return damaged(random, data)
-    sink = pa.BufferOutputStream()
-    pq.write_table(made, sink)
     return bytes(sink.getvalue().to_pybytes())
 
 

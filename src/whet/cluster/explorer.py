@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pickle
-import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from whet.api import run_training
-from whet.guard.line import picked_up
 from whet.guard.watch import START, Watch
 from whet.types import WhetError
 
@@ -49,7 +47,3 @@ def _beat(connection: Connection, watches: list[Watch], over: threading.Event) -
             connection.send_bytes(pickle.dumps(("beat", now)))
     except OSError:
         pass  # nobody asks any more
-
-
-if __name__ == "__main__":
-    serve(picked_up(sys.argv[1:]))

@@ -1,7 +1,7 @@
 """Processes that work for this one: for each a connection and the process behind it. `Local` are of this machine;
 `whet.cluster.lines` has those on other machines, with the same process at the other end.
 
-Such a process is a module that is run with four arguments, and gives them to `picked_up`. It ends with the process that
+What such a process does is `serve(connection)` of a module, called by `guard.begin`. It ends with the process that
 started it, however that ends.
 """
 
@@ -95,7 +95,7 @@ class LocalLine:
     address = LOOPBACK
 
     def __init__(self, module: str, number: int, *, folder: Path, threads: int, gpu: int = 0) -> None:
-        """module: what is run. folder: for the file of its stack."""
+        """module: whose `serve` is called. folder: for the file of its stack."""
         self.gpu, self.file = gpu, folder / f"stack-{number}"
         ours, theirs = socket.socketpair()
         env = os.environ | {
@@ -116,7 +116,7 @@ class LocalLine:
         with theirs:
             # a session of its own: Ctrl-C is the driver's to answer
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *told],
+                [sys.executable, "-m", "whet.guard.begin", module, *told],
                 pass_fds=[theirs.fileno()],
                 env=env,
                 stdin=subprocess.DEVNULL,

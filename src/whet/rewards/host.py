@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +16,6 @@ from typing import Any
 
 from whet.guard import pulse
 from whet.guard.jail import Call, Jail
-from whet.guard.line import picked_up
 from whet.guard.nursery import Loader
 from whet.types import ConfigError, WhetError
 
@@ -94,7 +92,3 @@ async def _beat(connection: Connection) -> None:
 def _say(connection: Connection, kind: str, what: object) -> None:
     with suppress(OSError):  # nobody asks any more: who hears the connection ends by that
         connection.send_bytes(pickle.dumps((kind, what), protocol=5))
-
-
-if __name__ == "__main__":
-    serve(picked_up(sys.argv[1:]))

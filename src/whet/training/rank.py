@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,7 +28,6 @@ from transformers import PreTrainedModel
 from whet.config.schema import Profile
 from whet.guard import pulse
 from whet.guard.imports import import_all
-from whet.guard.line import picked_up
 from whet.models import kernels
 from whet.models.lora import adapted, learned, refresh
 from whet.models.mesh import Dims, expert_mesh, make_mesh
@@ -355,7 +353,3 @@ def _filled(role: Role, device: torch.device | str) -> PreTrainedModel:
     for layer in adapted(model).values():
         layer.effective = None
     return model
-
-
-if __name__ == "__main__":
-    serve(picked_up(sys.argv[1:]))
