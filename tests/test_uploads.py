@@ -237,6 +237,21 @@ def test_a_folder_that_is_gone_is_no_reason_to_wait(
     assert "the folder is gone" in caplog.text
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"files": 1}', "[" * 100_000, "\udcff"])
+def test_a_damaged_manifest_there_is_a_copy_to_be_made_again(
+    text: str, tmp_path: Path, there: tuple[Path, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = made(tmp_path / "c", 1)
+    for _ in range(2):
+        copies = Uploads([there[1]])
+        copies.checkpoint(path)
+        assert copies.finish() == []
+        found = there[0] / path.name / MANIFEST
+        assert json.loads(found.read_text()) == json.loads((path / MANIFEST).read_text())
+        found.write_text(text, errors="surrogateescape")
+    assert "taken for one that is not whole" in caplog.text
+
+
 # ---------------------------------------------------------------- thinned there
 
 

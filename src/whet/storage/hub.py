@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from whet.storage.manifests import MANIFEST
+from whet.storage.manifests import MANIFEST, parsed
 from whet.storage.stores import Listing
 from whet.types import Json, WhetError
 
@@ -112,7 +112,7 @@ def said(url: str, name: str) -> Json:
             )
         except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
             return None
-        return json.loads(Path(file).read_text())
+        return parsed(Path(file).read_bytes(), f"{url}/{name}/{MANIFEST}")
 
 
 def send(folder: Path, url: str, name: str, manifest: Json) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from whet.guard import pulse
-from whet.types import Json
+from whet.inputs import parse_json
+from whet.types import DataError, Json
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 """Lists every other file of its folder. Written last, so a folder without one is no whole one."""
@@ -32,6 +36,18 @@ def manifest(folder: Path) -> Json:
     """Size and digest of each file of a folder, its own manifest left out."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST)
     return {"format": 1, "files": {str(p.relative_to(folder)): [p.stat().st_size, digest(p)] for p in files}}
+
+
+def parsed(text: bytes, where: str) -> Json:
+    """A manifest that was found at `where`. None for a damaged one, with a warning: the folder is not a whole one."""
+    try:
+        found = parse_json(text, where, DataError)
+        if isinstance(found, dict) and isinstance(found.get("files"), dict):
+            return found
+        log.warning("%s lists no files; the folder is taken for one that is not whole", where)
+    except DataError as e:
+        log.warning("%s; the folder is taken for one that is not whole", e)
+    return None
 
 
 def digest(path: Path) -> str:

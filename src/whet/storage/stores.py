@@ -14,7 +14,7 @@ from typing import Any
 
 from whet.config.urls import is_remote, scheme
 from whet.guard import pulse
-from whet.storage.manifests import MANIFEST
+from whet.storage.manifests import MANIFEST, parsed
 from whet.types import Json, WhetError
 
 _MAGIC = "*?["
@@ -109,7 +109,7 @@ def said(url: str, name: str) -> Json:
     """The manifest of a folder there; None if the folder is not a whole one."""
     fs, path = connect(url)
     file = f"{path}/{name}/{MANIFEST}"
-    return json.loads(fs.cat_file(file)) if fs.exists(file) else None
+    return parsed(fs.cat_file(file), f"{url}/{name}/{MANIFEST}") if fs.exists(file) else None
 
 
 def send(folder: Path, url: str, name: str, manifest: Json) -> None:
