@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from random import Random
 from typing import Any
@@ -116,12 +118,24 @@ _BYTES: Sequence[Callable[[Random, bytearray], None]] = (
 
 def changed(random: Random, tree: Any) -> Any:
     """One to three changes of the values: exchanged, deleted, nested, copied elsewhere."""
-    tree = deepcopy(tree)
-    for _ in range(random.choice((1, 1, 2, 3))):
-        places = list(containers(tree))
-        if places:
-            _change(random, *random.choice(places), tree)
-    return tree
+    with _room():
+        tree = deepcopy(tree)
+        for _ in range(random.choice((1, 1, 2, 3))):
+            places = list(containers(tree))
+            if places:
+                _change(random, *random.choice(places), tree)
+        return tree
+
+
+@contextmanager
+def _room() -> Iterator[None]:
+    """For what nests 400 levels deep, three times over."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def containers(tree: Any) -> Any:
@@ -160,4 +174,5 @@ def _nested(value: Any, levels: int) -> Any:
 
 def as_json(tree: Any) -> bytes:
     """JSON, which is YAML, too; half of a surrogate pair stays an escape."""
-    return json.dumps(tree).encode()
+    with _room():
+        return json.dumps(tree).encode()
