@@ -264,20 +264,21 @@ def test_what_a_form_hides_is_what_the_checks_refuse(tree: dict[str, Json]) -> N
         return
     known = named(cfg, algorithm)
     own = {key for rule in SETTING_RULES for key in rule.keys}
-    idle = list(checks._idle(cfg))
-    for key in LEAVES:
-        name = ".".join(key.path)
-        if key.path[0] == "stages" or ("*" in key.path and key.path[0] not in ("data", "rewards")):
-            continue
-        if key.path[:2] == ("model", "scratch") and cfg.model.scratch is None:
-            continue
-        if any(f"{name}.".startswith(f"{k}.") for k in own):
-            continue
-        condition = visible_when(key.path)
-        shown = condition is None or met(condition, cfg, known)
-        with mock.patch.object(checks, "_idle", return_value=idle):  # worked out once for all keys
+    with mock.patch.object(
+        checks, "_idle", return_value=list(checks._idle(cfg))
+    ):  # worked out once for all keys
+        for key in LEAVES:
+            name = ".".join(key.path)
+            if key.path[0] == "stages" or ("*" in key.path and key.path[0] not in ("data", "rewards")):
+                continue
+            if key.path[:2] == ("model", "scratch") and cfg.model.scratch is None:
+                continue
+            if any(f"{name}.".startswith(f"{k}.") for k in own):
+                continue
+            condition = visible_when(key.path)
+            shown = condition is None or met(condition, cfg, known)
             found = unused(plain(given_one(key)), [cfg])
-        assert shown == (not found), (name, found)
+            assert shown == (not found), (name, found)
 
 
 def plain(tree: Any) -> dict[str, Json]:
