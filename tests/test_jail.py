@@ -132,6 +132,18 @@ def test_a_reward_that_leaks_files_goes_on_in_new_processes():
     assert [r.parts.get("score") for r in results] == [float(i) for i in range(30)]
 
 
+def test_a_process_with_many_files_left_open_is_replaced_before_they_run_out():
+    """After 256 of them: no call has failed for want of files."""
+
+    def leaks(value, kept=[]):  # noqa: B006
+        kept += [open(os.devnull) for _ in range(200)]  # noqa: SIM115
+        return {"score": os.getpid()}
+
+    with make(leaks, workers=1) as jail:
+        results = ask(jail, *[leaks] * 4)
+    assert len({r.parts["score"] for r in results}) == 2, "two calls each"
+
+
 def test_what_a_reward_changes_in_its_process_reaches_no_other_reward_and_no_later_call():
     def looks(value):
         return {"score": sum([value]), "json": float(sys.modules["json"] is json)}
