@@ -9,28 +9,33 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import whet
+from fuzz.readers import tokenizer
+from test_reward_model import rollout
 from tiny import tiny_model
 from whet import api
 from whet.config.load import load
-from whet.config.schema import Source
-from whet.data.tasks import texts
+from whet.config.schema import Data, Source
+from whet.data import prepare
+from whet.data.tasks import TaskStream, texts
 from whet.guard import pulse
-from whet.guard.jail import Call, Jail
+from whet.guard.jail import Call, Jail, Result
 from whet.guard.watch import Watch
 from whet.models.tensor_files import opened, write
+from whet.rewards.combine import RewardSet, score
 from whet.rollout.hf import HfEngine
-from whet.types import Sampling
+from whet.types import Group, Sampling
 
 ROOT = Path(__file__).parents[1]
 JUDGED = """
 import asyncio, sys, time
-from whet.guard.jail import Call, Jail
+from whet.guard.jail import Call, Jail, Result
 from whet.guard.watch import Watch
 
 def judge(n):
@@ -78,6 +83,22 @@ def test_every_score_is_heard(heard: Counter[str]) -> None:
     with Jail({"one": lambda: one}) as jail:
         asyncio.run(jail.call_many([Call(function="one", arguments=f'{{"n": {n}}}') for n in range(5)]))
     assert heard["scoring"] == 5
+
+
+def test_every_score_of_a_reward_model_is_heard(heard: Counter[str]) -> None:
+    model: Any = SimpleNamespace(score=lambda rollout: Result(parts={"score": 1.0}))
+    rollouts = tuple(rollout("1+2=", "3", index) for index in range(3))
+    rewards = RewardSet({"rm": 1.0}, None, models={"rm": model})
+    asyncio.run(score([Group(rollouts[0].task, rollouts)], rewards))
+    assert heard["scoring"] == 3
+
+
+def test_rows_that_are_tokenised_are_heard(heard: Counter[str], monkeypatch: Any) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(prepare, "BATCH_ROWS", 10)
+    source = Source(path="tests/data/words.jsonl", name="words", limit=25)
+    TaskStream([source], Data(train=(source,)), tokenizer=tokenizer(), seed=0)
+    assert heard["reading words"] == 3
 
 
 def test_every_token_of_the_reference_engine_is_heard(heard: Counter[str]) -> None:
