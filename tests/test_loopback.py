@@ -106,6 +106,11 @@ def test_a_folder_of_sessions_that_is_anothers_is_refused(
     (tmp_path / f"whet-ray-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="is not a folder of yours"):
         private.sessions()
+    (tmp_path / f"whet-ray-{os.getuid()}").unlink()
+    (tmp_path / f"whet-ray-{os.getuid()}").mkdir()
+    (tmp_path / f"whet-ray-{os.getuid()}").chmod(0o777)
+    with pytest.raises(ConfigError, match="is not a folder of yours"):
+        private.sessions()
 
 
 def test_ranks_listen_on_loopback() -> None:
