@@ -239,6 +239,7 @@ def test_a_cluster_of_its_own_goes_down_with_a_killed_driver(tmp_path: Path) -> 
     run.wait()
     until(lambda: gone(engines(tmp_path)), "the end of the engine", 20.0)
     AGENTS.extend(who for who, command in members if "Agent" in command)
+    assert AGENTS
     until(lambda: gone([who for who, _ in members if who not in AGENTS]), "the end of everyone else", 60.0)
 
 
@@ -457,4 +458,6 @@ def test_settings_that_cannot_be(tree: dict[str, Any], said: str) -> None:
 
 
 def test_the_agents_of_the_cluster_that_went_down_have_ended() -> None:
+    if not AGENTS:
+        pytest.skip("no cluster of its own has been killed")
     until(lambda: gone(AGENTS), "the end of Ray's agents", 90.0)

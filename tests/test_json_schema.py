@@ -264,9 +264,8 @@ def test_what_a_form_hides_is_what_the_checks_refuse(tree: dict[str, Json]) -> N
         return
     known = named(cfg, algorithm)
     own = {key for rule in SETTING_RULES for key in rule.keys}
-    with mock.patch.object(
-        checks, "_idle", return_value=list(checks._idle(cfg))
-    ):  # worked out once for all keys
+    idle = list(checks._idle(cfg))  # worked out once for all keys
+    with mock.patch.object(checks, "_idle", return_value=idle):
         for key in LEAVES:
             name = ".".join(key.path)
             if key.path[0] == "stages" or ("*" in key.path and key.path[0] not in ("data", "rewards")):

@@ -103,12 +103,13 @@ def test_a_folder_of_sessions_that_is_anothers_is_refused(
 
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / f"whet-ray-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    folder = tmp_path / f"whet-ray-{os.getuid()}"
+    folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="is not a folder of yours"):
         private.sessions()
-    (tmp_path / f"whet-ray-{os.getuid()}").unlink()
-    (tmp_path / f"whet-ray-{os.getuid()}").mkdir()
-    (tmp_path / f"whet-ray-{os.getuid()}").chmod(0o777)
+    folder.unlink()
+    folder.mkdir()
+    folder.chmod(0o777)
     with pytest.raises(ConfigError, match="is not a folder of yours"):
         private.sessions()
 

@@ -35,7 +35,7 @@ from whet.types import Group, Sampling
 ROOT = Path(__file__).parents[1]
 JUDGED = """
 import asyncio, sys, time
-from whet.guard.jail import Call, Jail, Result
+from whet.guard.jail import Call, Jail
 from whet.guard.watch import Watch
 
 def judge(n):
