@@ -93,15 +93,11 @@ def test_a_config_is_a_regular_file(tmp_path: Path) -> None:
             load(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "at"), [("c.yaml", b"seeed: 1", ":1"), ("c.toml", b"seeed = 1", "")]
-)
-def test_a_byte_order_mark_is_no_part_of_the_first_key(
-    name: str, text: bytes, at: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "text"), [("c.yaml", b"seeed: 1"), ("c.toml", b"seeed = 1")])
+def test_a_byte_order_mark_is_no_part_of_the_first_key(name: str, text: bytes, tmp_path: Path) -> None:
     file = tmp_path / name
     file.write_bytes(b"\xef\xbb\xbf" + text)
-    with pytest.raises(ConfigError, match=rf"{name}{at}: seeed: unknown key; did you mean seed"):
+    with pytest.raises(ConfigError, match=rf"{name}:1: seeed: unknown key; did you mean seed"):
         load(file)
 
 
