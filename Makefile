@@ -41,7 +41,7 @@ format: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m whet.config.docs > docs/config.md
-	$(BIN)/python -m whet.config.dialects.docs docs
+	$(BIN)/python -m whet.dialects.docs docs
 
 bits: $(VENV)/.installed
 	$(BIN)/python benchmarks/bits.py

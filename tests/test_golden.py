@@ -1,7 +1,7 @@
 """What every config file of the examples and of the dialects' tests resolves to, defaults filled in, as it was kept.
 
-A rebuilding that changes no meaning changes none of these files. `python tests/test_golden.py` writes them anew: read the
-difference, and say in the commit why it is meant.
+A rebuilding that changes no meaning changes none of these files. `python tests/test_golden.py` writes them anew: read
+the difference, and say in the commit why it is meant.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from whet.config import hardware, load
-from whet.config.dialects import idle
 from whet.config.schema import Config
+from whet.dialects import idle
 from whet.types import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +28,10 @@ FILES = [
 ENVIRONMENT = {
     "HOME": "/home/user",
     **dict.fromkeys(("MODEL", "MODEL_PATH", "VERL_TEST", "WORK"), "/given"),
-    **{f"TRINITY_{name}": "/given" for name in ("CHECKPOINT_ROOT_DIR", "DATASET_PATH", "SFT_DATASET_PATH", "TASKSET_PATH")},
+    **{
+        f"TRINITY_{name}": "/given"
+        for name in ("CHECKPOINT_ROOT_DIR", "DATASET_PATH", "SFT_DATASET_PATH", "TASKSET_PATH")
+    },
     "REWARD": "/given/reward.py:score",
 }
 DATASET = "train.train_policy.dataset.name"
@@ -74,7 +77,10 @@ def test_the_defaults_are_what_was_kept() -> None:
 
 
 def test_nothing_is_kept_of_what_is_gone() -> None:
-    assert {path.name for path in KEPT.iterdir()} == {"defaults.yaml", *(f"{path.name}.yaml" for path in FILES)}
+    assert {path.name for path in KEPT.iterdir()} == {
+        "defaults.yaml",
+        *(f"{path.name}.yaml" for path in FILES),
+    }
 
 
 def defaults() -> str:

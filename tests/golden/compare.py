@@ -2,10 +2,11 @@
 
     python tests/golden/compare.py BASE [--only NAME]      `make golden BASE=<commit>` runs it
 
-Needs: git, and what `make test` needs. Takes: about eight minutes on two CPU cores. Each case runs twice, by the source of
-BASE and by that of the working tree, with the config files of BASE, so that files of before still mean the same. What is
-compared is decoded: every number of metrics.jsonl, every column of every row of the rollouts and of the evaluation, every
-tensor of the exports. Names that were changed on purpose stand in renames.tsv. Exit code 1 where anything differs.
+Needs: git, and what `make test` needs. Takes: about eight minutes on two CPU cores. Each case runs twice, by the source
+of BASE and by that of the working tree, with the config files of BASE, so that files of before still mean the same.
+What is compared is decoded: every number of metrics.jsonl, every column of every row of the rollouts and of the
+evaluation, every tensor of the exports. Names that were changed on purpose stand in renames.tsv. Exit code
+1 where anything differs.
 """
 
 from __future__ import annotations
@@ -29,21 +30,6 @@ from safetensors.torch import load_file
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FEW = ("stages.0.train.steps=6", "stages.1.train.steps=6", "stages.0.eval.every=3", "stages.1.eval.every=3")
-TINY = (
-    "model.scratch.hidden_size=32",
-    "model.scratch.layers=1",
-    "model.scratch.heads=2",
-    "tokenizer.build=chars",
-    "data.max_prompt_tokens=8",
-    "data.train.0.path=tests/data/words.jsonl",
-    "rewards.letters.function=tests/resume/rewards.py:shared_letters",
-    "rollout.group_size=4",
-    "rollout.sampling.max_tokens=4",
-    "train.steps=3",
-    "train.tasks_per_step=4",
-    "train.optimizer.lr=1e-2",
-    "track.trackers=[jsonl]",
-)
 CASES: dict[str, tuple[str, ...]] = {
     "first_run": ("examples/first_run.yaml", *FEW),
     "verl": ("examples/from_verl.yaml", "trainer.total_epochs=1"),
@@ -51,15 +37,30 @@ CASES: dict[str, tuple[str, ...]] = {
     "cosmos": ("examples/from_cosmos.toml", "train.max_num_steps=4"),
     "trinity": ("examples/from_trinity.yaml", "buffer.total_steps=4"),
     "recipes": ("tests/resume/config.yaml",),
-    "lora": (*TINY, "algorithm.name=grpo", "model.lora.rank=4"),
-    "8 bits": (*TINY, "algorithm.name=grpo", "rollout.quantization=int8", "algorithm.correction.weight=token"),
-    "experts": (*TINY, "algorithm.name=gspo", "model.scratch.architecture=qwen3_moe"),
-    "critic": (*TINY, "algorithm.name=ppo", "algorithm.kl.coef=0.01", "train.minibatches=2"),
-    "ranks": (*TINY, "algorithm.name=ppo", "train.parallel.dp_shard=2"),
-    "replicas": (*TINY, "algorithm.name=grpo", "rollout.replicas=2"),
-    "overlapped": (*TINY, "algorithm.name=dapo", "algorithm.max_refills=50", "rollout.max_staleness=1"),
+    "lora": ("tests/golden/tiny.yaml", "algorithm.name=grpo", "model.lora.rank=4"),
+    "8 bits": (
+        "tests/golden/tiny.yaml",
+        "algorithm.name=grpo",
+        "rollout.quantization=int8",
+        "algorithm.correction.weight=token",
+    ),
+    "experts": ("tests/golden/tiny.yaml", "algorithm.name=gspo", "model.scratch.architecture=qwen3_moe"),
+    "critic": (
+        "tests/golden/tiny.yaml",
+        "algorithm.name=ppo",
+        "algorithm.kl.coef=0.01",
+        "train.minibatches=2",
+    ),
+    "ranks": ("tests/golden/tiny.yaml", "algorithm.name=ppo", "train.parallel.dp_shard=2"),
+    "replicas": ("tests/golden/tiny.yaml", "algorithm.name=grpo", "rollout.replicas=2"),
+    "overlapped": (
+        "tests/golden/tiny.yaml",
+        "algorithm.name=dapo",
+        "algorithm.max_refills=50",
+        "rollout.max_staleness=1",
+    ),
 }
-"""By name: a file of the commit, or none, and overrides."""
+"""By name: a file, of BASE where it has it, and overrides."""
 MODEL = "runs/first_run/export/sft"
 """What the files of other systems train: the model that the first case leaves behind."""
 
@@ -68,12 +69,13 @@ Decoded = dict[str, Any]
 
 def run(tree: Path, configs: Path, case: str, out: Path) -> None:
     """One case by the source of a tree, from the folder of the configs. SystemExit if it fails."""
-    given = CASES[case]
-    native = not given[0].startswith("examples/from_")
+    file, *given = CASES[case]
+    native = not file.startswith("examples/from_")
     target = f"run_dir={out}" if native else f"whet.run_dir={out}"
+    at = configs / file if (configs / file).exists() else ROOT / file
     threads = "machine.threads=1" if native else "whet.machine.threads=1"
     done = subprocess.run(
-        [sys.executable, "-m", "whet.cli", "train", *given, target, threads],
+        [sys.executable, "-m", "whet.cli", "train", str(at), *given, target, threads],
         env=os.environ | {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"},
         cwd=configs, capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
@@ -139,7 +141,9 @@ def main() -> None:
     names, wrong = renames(), 0
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "base"
-        subprocess.run(["git", "-C", ROOT, "worktree", "add", "--quiet", "--detach", base, said.base], check=True)
+        subprocess.run(
+            ["git", "-C", ROOT, "worktree", "add", "--quiet", "--detach", base, said.base], check=True
+        )
         try:
             for case in [said.only] if said.only else CASES:
                 wrong += one(case, base, Path(folder), names)
@@ -160,7 +164,9 @@ def one(case: str, base: Path, folder: Path, names: Mapping[str, str]) -> int:
         shutil.rmtree(out)
     was = {renamed(what, names): value for what, value in found[0].items()}
     said = differences(was, found[1])
-    print(f"{case:12} {len(was):6} values, {len(said)} differ, {time.monotonic() - started:.0f} s", flush=True)
+    print(
+        f"{case:12} {len(was):6} values, {len(said)} differ, {time.monotonic() - started:.0f} s", flush=True
+    )
     for text in said[:20]:
         print(f"    {text}")
     return len(said)

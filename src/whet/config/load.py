@@ -21,16 +21,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from whet.config import keys, secrets, tree
-from whet.config.dialects.here import fitted
-from whet.config.dialects.idle import at_hand, idle, noted, without
-from whet.config.dialects.recognise import recognise
-from whet.config.dialects.style import overridden
-from whet.config.dialects.tables import NATIVE, dialect
-from whet.config.dialects.translate import Translation, translate
 from whet.config.draft import Draft
 from whet.config.faults import faults, listing, named, shown
 from whet.config.parse import parse, plain
 from whet.config.schema import Config
+from whet.dialects.here import fitted
+from whet.dialects.idle import at_hand, idle, noted, without
+from whet.dialects.recognise import recognise
+from whet.dialects.style import overridden
+from whet.dialects.tables import NATIVE, dialect
+from whet.dialects.translate import Translation, translate
 from whet.inputs import MOST_CONFIG_BYTES, read_text
 from whet.secrets import learn_overrides
 from whet.types import ConfigError, Json
