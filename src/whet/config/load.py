@@ -27,9 +27,10 @@ from whet.config.parse import parse, plain
 from whet.config.schema import Config
 from whet.dialects.here import fitted
 from whet.dialects.idle import at_hand, idle, noted, without
+from whet.dialects.match import given_keys
 from whet.dialects.recognise import recognise
 from whet.dialects.style import overridden
-from whet.dialects.tables import NATIVE, dialect
+from whet.dialects.tables import NATIVE, dialect, version_of
 from whet.dialects.translate import Translation, translate
 from whet.inputs import MOST_CONFIG_BYTES, read_text
 from whet.secrets import learn_overrides
@@ -79,7 +80,8 @@ def load(
 ) -> Loaded:
     """Read, translate, merge, resolve and validate. Raises one ConfigError that lists every problem.
 
-    dialect: what the file is written for (native, verl, skyrl, cosmos, trinity); recognised if not given.
+    dialect: what the file is written for (native, verl, skyrl, cosmos, trinity; verl@0.9 is a version); recognised if
+    not given.
     rehearsal: engines and features that are not built yet are no problem; they stay in `translation.unbuilt`.
     """
     draft = _read(Path(path)) if path is not None else Draft()
@@ -89,7 +91,7 @@ def load(
     kind = recognise(draft.tree or overridden({}, {}, overrides).tree, dialect)
     translation = None
     if kind != NATIVE:
-        draft, translation = _translated(draft, kind, overrides)
+        draft, translation = _translated(draft, kind, overrides, dialect)
         draft.problems += () if rehearsal else translation.unbuilt
         what += f", a {kind} file"
         if draft.problems:
@@ -135,12 +137,15 @@ def _finished(draft: Draft) -> Config | None:
     return draft.validate()
 
 
-def _translated(draft: Draft, kind: str, overrides: Sequence[str]) -> tuple[Draft, Translation]:
+def _translated(
+    draft: Draft, kind: str, overrides: Sequence[str], wanted: str | None
+) -> tuple[Draft, Translation]:
     """A foreign file in native keys, its own section of native keys over them."""
     theirs = [text for text in overrides if not text.startswith("whet.")]
     foreign = overridden(draft.tree, draft.origins, theirs)
     native = foreign.tree.pop("whet", {})
-    made = at_hand(translate(foreign.tree, dialect(kind), origins=foreign.origins))
+    version = version_of(kind, given_keys(foreign.tree, dialect(kind)), wanted)
+    made = at_hand(translate(foreign.tree, dialect(kind, version), origins=foreign.origins))
     out = Draft(
         tree=made.tree,
         origins=dict(made.origins),

@@ -81,6 +81,11 @@ def _part(key: str, below: Iterable[str]) -> str:
     return key if typo else "<name>" if "<name>" in below else "*"
 
 
+def given_keys(tree: Json, of: Dialect) -> list[str]:
+    """The keys of the rows that a file gives."""
+    return [found.row.key for found in read(tree, of) if found.row is not None]
+
+
 # ---------------------------------------------------------------- near misses
 
 

@@ -25,7 +25,8 @@ def summary(made: Translation) -> str:
     given = [line for line in made.lines if line.given]
     numbers = ", ".join(f"{count} {status}" for status, count in counts(given).items()) or "none"
     unset = len(made.lines) - len(given)
-    head = f"{made.dialect} file: {len(given)} keys given ({numbers}), {unset} defaults of its document count"
+    as_what = f", read as {made.version}" if made.version else ""
+    head = f"{made.dialect} file{as_what}: {len(given)} keys given ({numbers}), {unset} defaults of its document count"
     return "\n".join([head, *(f"  {text}" for text in notes(made))])
 
 

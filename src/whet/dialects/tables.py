@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from whet.config.tree import STAGE_SECTIONS
 from whet.dialects import row as table_rows
 from whet.dialects.row import Native, Row, Status, Values
+from whet.dialects.versions import DOCUMENTS, VERSIONS, at_version, best, covers, version_named
 from whet.types import ConfigError
 
 INHERITED = (
@@ -93,6 +94,9 @@ class Dialect:
     nulls: tuple[str, ...] = ()
     inner: str = ""
     has_stages: bool = False
+    system: str = ""
+    version: str = ""
+    """The release whose lines these are."""
 
     @functools.cached_property
     def by_parts(self) -> dict[Parts, Row]:
@@ -125,6 +129,12 @@ class Dialect:
         inside = {name for name, sections in fed.items() if sections <= set(STAGE_SECTIONS)}
         return frozenset(inside) if self.has_stages else frozenset()
 
+    def newer(self, row: Row) -> str:
+        """'since 0.7.0', 'until 0.6.0' for a key that this version has not; else ''."""
+        if not self.version or covers(row, self.version, VERSIONS[self.system]):
+            return ""
+        return " ".join(f"{word} {at}" for word, at in (("since", row.since), ("until", row.until)) if at)
+
     def row(self, key: str) -> Row | None:
         return self.by_parts.get(parts(key))
 
@@ -140,28 +150,32 @@ def joined(cut: Parts) -> str:
 
 
 @functools.cache
-def table(name: str) -> tuple[Row, ...]:
-    """The rows of one table of `TABLES`. Those of keys that a stage may give follow from the lines of the file."""
+def table(name: str, version: str = "") -> tuple[Row, ...]:
+    """The rows of one table of `TABLES`, as a version has them; '' is the document's.
+
+    Those of keys that a stage may give follow from the lines of the file.
+    """
     system, file = TABLES[name]
-    rows = {row.key: row for row in table_rows.rows(system) if row.file == file}
+    lines = at_version(table_rows.rows(system), version or DOCUMENTS[system], VERSIONS[system])
+    rows = {row.key: row for row in lines if row.file == file}
     sections = FILES[name].stages if name in FILES else ()
-    for row in table_rows.rows(system) if sections else ():
+    for row in lines if sections else ():
         if row.key.split(".")[0] in sections:
             rows.setdefault(f"stages[].{row.key}", _in_a_stage(row))
     return tuple(rows.values())
 
 
 @functools.cache
-def dialect(name: str) -> Dialect:
-    """A kind of file by its name in `FILES`."""
+def dialect(name: str, version: str = "") -> Dialect:
+    """A kind of file by its name in `FILES`, as a version has it; '' is the document's."""
     file = FILES[name]
     rows: dict[str, Row] = {}
     for each in (*file.tables, *file.optional):
         own = _BORROWED.get((name, each))
-        for row in table(each):
+        for row in table(each, version):
             if own is None or not row.key.startswith(own):
                 rows.setdefault(row.key, row)
-    main = {row.key for each in file.tables for row in table(each)}
+    main = {row.key for each in file.tables for row in table(each, version)}
     system = TABLES[file.tables[0]][0]
     return Dialect(
         name=name,
@@ -173,6 +187,8 @@ def dialect(name: str) -> Dialect:
         nulls=file.nulls,
         inner=file.inner,
         has_stages=bool(file.stages),
+        system=system,
+        version=version or DOCUMENTS[system],
     )
 
 
@@ -196,8 +212,23 @@ def function(system: str, name: str) -> Function:
     return found
 
 
+def version_of(kind: str, given: Iterable[str], wanted: str | None = None) -> str:
+    """The version that a file with these keys is read as. wanted: `verl@0.9` says it. Raises ConfigError."""
+    system = TABLES[FILES[kind].tables[0]][0]
+    if wanted and "@" in wanted:
+        return version_named(system, wanted.partition("@")[2])
+    keys = set(given)
+    spans: dict[str, list[Row]] = {}
+    for row in table_rows.rows(system):
+        if row.key in keys:
+            spans.setdefault(row.key, []).append(row)
+    return best(spans.values(), system)
+
+
 def named(wanted: str) -> tuple[str, ...]:
-    """The kinds of file that a name on the command line means: `verl` is all of verl's. Raises ConfigError."""
+    """The kinds of file that a name on the command line means: `verl` and `verl@0.9` are all of verl's. Raises
+    ConfigError."""
+    wanted = wanted.partition("@")[0]
     found = tuple(name for name in FILES if name == wanted or name.startswith(f"{wanted}-"))
     if not found and wanted != NATIVE:
         raise ConfigError(

@@ -46,6 +46,8 @@ class Translation:
     """A foreign file in native keys."""
 
     dialect: str
+    version: str
+    """The release that the file is read as."""
     tree: dict[str, Json]
     lines: tuple[Line, ...]
     problems: tuple[tuple[str, str], ...]
@@ -87,6 +89,7 @@ def translate(tree: Mapping[str, Json], dialect: Dialect, *, origins: Mapping[Pa
     chosen = _chosen(file, writes)
     return Translation(
         dialect=dialect.name,
+        version=dialect.version,
         tree=nested({path_of(w.native, ()): _escaped(w.value) for w in chosen}),
         lines=tuple(_lines(file, chosen)),
         problems=tuple(dict.fromkeys(file.problems)),
@@ -251,7 +254,9 @@ def _lines(file: Reading, chosen: Sequence[_Write]) -> Iterator[Line]:
         for found in founds:
             if not found.is_section or isinstance(found.value, list):
                 native = tuple(fed.pop(dotted(found.path), fed.pop(name, whole)))
-                note = found.note or _read_as(file, found)
+                newer = file.of.newer(row)
+                told = f"{file.of.system} {file.of.version} has it not ({newer})" if newer else ""
+                note = "; ".join(filter(None, (found.note or _read_as(file, found), told)))
                 yield Line(dotted(found.path), found.value, True, row.status, native, note, row.what)
     for name, natives in fed.items():
         row = rows[name]

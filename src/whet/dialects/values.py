@@ -14,6 +14,7 @@ from whet.dialects.kinds import same, understood
 from whet.dialects.match import Found, meant, read
 from whet.dialects.row import Row
 from whet.dialects.tables import Dialect, joined, parts
+from whet.dialects.versions import VERSION
 from whet.types import Json
 
 
@@ -137,6 +138,7 @@ def _refers(value: Json) -> bool:
 
 def _fill(out: Reading, present: Json) -> None:
     """The value of every row: what is given, else the document's default."""
+    out.values[VERSION] = out.of.version
     for row in out.of.rows:
         cut = parts(row.key)
         if cut[-1] == "*":

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from whet.config.faults import shown
 from whet.config.tree import STAGE_SECTIONS, get, leaves, merge
 from whet.dialects.row import NotSupportedYet, Values
-from whet.dialects.tables import dialect
+from whet.dialects.tables import Dialect, dialect
 from whet.dialects.translate import Translation, translate
+from whet.dialects.versions import VERSION
 from whet.types import ConfigError, Json
 
 DEFAULT_ALGORITHM = "ppo"
@@ -20,14 +21,15 @@ def stages(values: Values) -> Mapping[str, Json]:
     given = [stage for stage in values["stages"] or [] if isinstance(stage, dict)]
     if not given:
         return {}
-    whole = whole_file(values)
-    alone = translate(whole, dialect("trinity"), origins={})
-    told = _told(alone)
+    of = dialect("trinity", values.get(VERSION, ""))
+    whole = whole_file(values, of)
+    alone = translate(whole, of, origins={})
+    told = _told(alone, of)
     problems: list[str] = []
     unbuilt: list[str] = []
     trees: list[dict[str, Json]] = []
     for n, stage in enumerate(given):
-        done = translate(inherited(whole, stage), dialect("trinity"), origins={})
+        done = translate(inherited(whole, stage), of, origins={})
         said = [text for _, text in done.problems if text not in told and "unknown key" not in text]
         said += [] if stage.get("stage_name") else ["stage_name: must be given."]
         trees.append(done.tree)
@@ -66,10 +68,10 @@ def inherited(whole: Mapping[str, Json], stage: Mapping[str, Json]) -> dict[str,
     return merged
 
 
-def whole_file(values: Values) -> dict[str, Json]:
+def whole_file(values: Values, of: Dialect) -> dict[str, Json]:
     """The global file again, as a tree of all that is not its default."""
     out: dict[str, Json] = {}
-    for row in dialect("trinity").rows:
+    for row in of.rows:
         if row.key in values and values[row.key] != row.default and not row.key.startswith("stages"):
             *above, last = row.key.split(".")
             inner: Json = values[row.key] if last == "*" else {last: values[row.key]}
@@ -79,9 +81,8 @@ def whole_file(values: Values) -> dict[str, Json]:
     return out
 
 
-def _told(alone: Translation) -> set[str]:
+def _told(alone: Translation, of: Dialect) -> set[str]:
     """What is wrong with the global file by itself: the stages need not say it again."""
-    of = dialect("trinity")
     found = {text for _, text in (*alone.problems, *alone.unbuilt)}
     rows = {text: of.row(text.partition(":")[0]) for text in found}
     return {text for text, row in rows.items() if row is None or row.function not in of.of_stages}
