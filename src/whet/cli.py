@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Optional
@@ -47,10 +48,35 @@ def whet(
     """
 
 
+class UnusedChoice(StrEnum):
+    """What becomes of a key that nothing reads."""
+
+    refuse = "refuse"
+    warn = "warn"
+
+
 File = Annotated[Path, typer.Argument(help="Config file, YAML or TOML.", show_default=False)]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045  (typer reads this annotation at run time)
     typer.Argument(help="Values put over the file: key.path=value ...", show_default=False),
+]
+
+Gpus = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        "--gpus", help="For machines that are not here: GPUs of each, and how many: 8x2.", show_default=False
+    ),
+]
+Mem = Annotated[
+    Optional[float],  # noqa: UP045
+    typer.Option("--mem", help="GiB of one of these GPUs. Default: 80.", show_default=False),
+]
+
+UnusedKeys = Annotated[
+    UnusedChoice,
+    typer.Option(
+        "--unused", help="Keys that nothing reads: refuse them, or leave them out with a note each (sweeps)."
+    ),
 ]
 
 Dialect = Annotated[
@@ -73,6 +99,7 @@ def train(
             "--change", help="Go on with other settings, also such that change numbers: a branch of the run."
         ),
     ] = False,
+    unused: UnusedKeys = UnusedChoice.refuse,
 ) -> None:
     """Train as the config says; go on where its run directory stands.
 
@@ -81,12 +108,13 @@ def train(
 
     \b
     Example: whet train examples/first_run.yaml seed=1 run_dir=runs/seed1
+    Example: whet train examples/first_run.yaml --unused warn algorithm.kl.estimator=k1
     Example: whet train examples/first_run.yaml --change stages.rl.train.optimizer.lr=1e-4
     """
     from whet.api import run_training
     from whet.config.load import load
 
-    loaded = load(file, overrides or (), dialect=dialect)
+    loaded = load(file, overrides or (), dialect=dialect, unused=unused.value)
     _say(loaded)
     raise typer.Exit(run_training(loaded, change=change))
 
@@ -103,27 +131,34 @@ def plan(
     arithmetic: Annotated[
         bool, typer.Option("--arithmetic", help="Try which bits float32 has on this CPU, too: some seconds.")
     ] = False,
+    gpus: Gpus = None,
+    mem: Mem = None,
+    unused: UnusedKeys = UnusedChoice.refuse,
 ) -> None:
     """Print everything that follows from a config, without loading a model.
 
     \b
     Example: whet plan examples/first_run.yaml stages.rl.train.tasks_per_step=32
     Example: whet plan examples/first_run.yaml --arithmetic
+    Example: whet plan examples/from_verl.yaml --gpus 8x2 --mem 80 trainer.n_gpus_per_node=8 trainer.nnodes=2
     Example: whet plan examples/gsm8k.yaml rollout.max_staleness=2 rollout.schedule=free --simulate runs/gsm8k
     """
     from rich.console import Console
 
     from whet.config.footprint import check_memory
+    from whet.config.hardware import as_if, machines
     from whet.config.load import load
     from whet.config.plan import describe, plans
 
-    loaded = load(file, overrides or (), dialect=dialect)
-    _say(loaded)
-    planned = plans(loaded)
-    Console().print(describe(planned))
-    if arithmetic:
-        _say_arithmetic(loaded.config.machine.kernels, exact=loaded.config.machine.exact != "off")
-    check_memory(planned)
+    with as_if(machines(gpus, mem) if gpus else None):
+        loaded = load(file, overrides or (), dialect=dialect, here=gpus is None, unused=unused.value)
+        _say(loaded)
+        planned = plans(loaded, here=False)
+        _say_missing(loaded)
+        Console().print(describe(planned))
+        if arithmetic:
+            _say_arithmetic(loaded.config.machine.kernels, exact=loaded.config.machine.exact != "off")
+        check_memory(planned)
     if like is not None:
         from whet.track.costs import measured, predictions, schedule_of
 
@@ -301,6 +336,16 @@ def _say(loaded: Loaded) -> None:
 
     if loaded.translation:
         typer.echo(summary(loaded.translation), err=True)
+    for note in loaded.notes:
+        typer.echo(f"note: {note}", err=True)
+
+
+def _say_missing(loaded: Loaded) -> None:
+    """What this machine lacks for the run: a note, for the run may be for another one."""
+    from whet.config.plan import missing
+
+    for text in missing(loaded):
+        typer.echo(f"note: {text}", err=True)
 
 
 @app.command()
@@ -318,21 +363,31 @@ def convert(
         typer.Option(help="Markdown file with what became of every key.", show_default=False),
     ] = None,
     dialect: Dialect = None,
+    gpus: Gpus = None,
+    mem: Mem = None,
 ) -> None:
     """Write a config of another system in whet's own keys, with where each line came from.
+
+    The layout is that of the file, or fits the machines of --gpus.
 
     \b
     Example: whet convert examples/from_skyrl.yaml
     Example: whet convert examples/from_skyrl.yaml -o native.yaml --report report.md
+    Example: whet convert examples/from_skyrl.yaml --gpus 8x2 --mem 80
     """
+    from whet.config.hardware import ENOUGH, as_if, machines
     from whet.config.load import load
     from whet.config.plan import plans
     from whet.dialects.convert import native_yaml
     from whet.dialects.report import markdown
 
-    loaded = load(file, overrides or (), dialect=dialect)
-    plans(loaded)
+    given = machines(gpus, mem) if gpus else None
+    with as_if(given):
+        loaded = load(file, overrides or (), dialect=dialect, here=False)
+    with as_if(given or (ENOUGH if loaded.translation else None)):
+        plans(loaded, here=False)
     _say(loaded)
+    _say_missing(loaded)
     if output:
         output.write_text(native_yaml(loaded), encoding="utf-8")
     else:

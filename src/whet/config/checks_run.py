@@ -224,7 +224,8 @@ def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
         if name in cfg.track.trackers and importlib.util.find_spec(name) is None:
             yield (
                 "track.trackers",
-                f"names {name}, which is not installed; pip install 'whet[{name}]', or take it off the list",
+                f"names {name}, which is not installed; pip install 'whet[{name}]', or go without it: "
+                f"track.trackers=[{','.join(one for one in cfg.track.trackers if one != name)}]",
             )
 
 

@@ -16,11 +16,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from whet.config import keys, secrets, tree
+from whet.config import hardware, keys, secrets, tree
+from whet.config.checks import unused as unused_keys
 from whet.config.draft import Draft
 from whet.config.faults import faults, listing, named, shown
 from whet.config.parse import parse, plain
@@ -36,6 +37,7 @@ from whet.inputs import MOST_CONFIG_BYTES, read_text
 from whet.secrets import learn_overrides
 from whet.types import ConfigError, Json
 
+Unused = Literal["refuse", "warn"]
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 
 
@@ -54,6 +56,8 @@ class Loaded:
     """Native keys as given, references in them; of a translated file, the keys that are read."""
     translation: Translation | None = None
     """What became of a foreign file's keys."""
+    notes: tuple[str, ...] = ()
+    """Keys that were left out, since nothing reads them, and why."""
     given: Config | None = None
     """The config before remote paths became those of their copies here; None: it has none."""
 
@@ -77,11 +81,16 @@ def load(
     dialect: str | None = None,
     *,
     rehearsal: bool = False,
+    here: bool = True,
+    unused: Unused = "refuse",
 ) -> Loaded:
     """Read, translate, merge, resolve and validate. Raises one ConfigError that lists every problem.
 
     dialect: what the file is written for (native, verl, skyrl, cosmos, trinity; verl@0.9 is a version); recognised if
     not given.
+    here: a foreign file is fitted to this machine, its devices and packages; else it keeps its own layout and trackers,
+    unless machines are said (`hardware.as_if`), which then count.
+    unused: keys that nothing reads are an error of the plan ('refuse'), or left out with a note each ('warn').
     rehearsal: engines and features that are not built yet are no problem; they stay in `translation.unbuilt`.
     """
     draft = _read(Path(path)) if path is not None else Draft()
@@ -91,7 +100,7 @@ def load(
     kind = recognise(draft.tree or overridden({}, {}, overrides).tree, dialect)
     translation = None
     if kind != NATIVE:
-        draft, translation = _translated(draft, kind, overrides, dialect)
+        draft, translation = _translated(draft, kind, overrides, dialect, here=here)
         draft.problems += () if rehearsal else translation.unbuilt
         what += f", a {kind} file"
         if draft.problems:
@@ -101,13 +110,22 @@ def load(
         draft.put((), plain(values), "values")
     for override in overrides:
         draft.override(override)
-    if translation is not None and not draft.problems:
+    if translation is not None and not draft.problems and (here or hardware.elsewhere()):
         translation = fitted(draft, translation)
     written, config = draft.tree, _finished(draft)
     if config is not None and translation is not None and not draft.problems:
         unread = idle(config, stage_configs(config), translation)
         translation = replace(translation, lines=tuple(noted(line, unread) for line in translation.lines))
         draft.tree = written = without(written, unread)
+        config = _finished(draft)
+    notes: tuple[str, ...] = ()
+    if config is not None and unused == "warn" and not draft.problems:
+        given = config.model_dump(mode="json", exclude_unset=True)
+        idle_keys = dict(unused_keys(given, stage_configs(config)))
+        notes = tuple(
+            f"{named(path, given)}: {why.replace('; leave it out', '')}" for path, why in idle_keys.items()
+        )
+        draft.tree = written = without(written, idle_keys)
         config = _finished(draft)
     if draft.problems or config is None:
         raise ConfigError(listing(draft.problems, what))
@@ -119,6 +137,7 @@ def load(
         origins=draft.origins,
         written=written,
         translation=translation,
+        notes=notes,
     )
 
 
@@ -138,14 +157,15 @@ def _finished(draft: Draft) -> Config | None:
 
 
 def _translated(
-    draft: Draft, kind: str, overrides: Sequence[str], wanted: str | None
+    draft: Draft, kind: str, overrides: Sequence[str], wanted: str | None, *, here: bool
 ) -> tuple[Draft, Translation]:
     """A foreign file in native keys, its own section of native keys over them."""
     theirs = [text for text in overrides if not text.startswith("whet.")]
     foreign = overridden(draft.tree, draft.origins, theirs)
     native = foreign.tree.pop("whet", {})
     version = version_of(kind, given_keys(foreign.tree, dialect(kind)), wanted)
-    made = at_hand(translate(foreign.tree, dialect(kind, version), origins=foreign.origins))
+    made = translate(foreign.tree, dialect(kind, version), origins=foreign.origins)
+    made = at_hand(made) if here else made
     out = Draft(
         tree=made.tree,
         origins=dict(made.origins),
