@@ -83,14 +83,14 @@ def named(cfg: Config, algorithm: Resolved) -> dict[str, Json]:
     return {name: value(cfg, algorithm) for name, (_, value) in NAMED.items()}
 
 
-def idle(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
-    """(key or section, with * for any name or number; why nothing reads it) in one stage."""
+def idle(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str, bool]]:
+    """(key or section, with * for any name or number; why nothing reads it; whether its default passes) in a stage."""
     known = named(cfg, algorithm)
     words: Mapping[str, Any] = {"cfg": cfg, **known}
     for rule in RULES:
         if not met(rule.read_when, cfg, known):
             for key in rule.keys:
-                yield key, rule.why.format_map(words)
+                yield key, rule.why.format_map(words), rule.default_passes
 
 
 def _spares_std(algorithm: Resolved) -> bool:

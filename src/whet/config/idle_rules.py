@@ -6,11 +6,11 @@ or any name. The reason may name values: {cfg.data.order}, {kind} and other name
 
 from __future__ import annotations
 
-from whet.config.conditions import NEVER, STALE, Condition, Rule, under
+from whet.config.conditions import NEVER, ONLINE, STALE, Condition, Rule, under
 from whet.config.learning import READS
 from whet.config.ratio_rules import RATIO
+from whet.config.setting_rules import SETTING_RULES
 
-ONLINE: Condition = {"condition": "kind", "is": "online"}
 EVALUATES: Condition = {"condition": "evaluates"}
 JUDGES: Condition = {"condition": "judges"}
 SAMPLES: Condition = {"condition": "samples"}
@@ -567,6 +567,7 @@ PARALLEL = (
 
 RULES: tuple[Rule, ...] = (
     *MODELS,
+    *SETTING_RULES,
     *ALGORITHM,
     *RATIO,
     *SAMPLING,
