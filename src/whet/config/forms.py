@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from whet.config import choices, functions, hints
+from whet.config import choices, functions, hints, trackers
 from whet.config.conditions import Condition
 from whet.config.constraints import CONSTRAINTS, error
 from whet.config.idle import NAMED
@@ -135,6 +135,7 @@ CHOICES: dict[str, list[Json]] = {
     "algorithm.advantage": _functions(functions.ADVANTAGES, choices.ADVANTAGES),
     "algorithm.loss": _functions(functions.LOSSES, choices.LOSSES),
     "rewards.*.function": _lines(choices.REWARDS),
+    "track.trackers": _lines({name: row.about for name, row in trackers.TRACKERS.items()}),
     "checkpoint.resume": _lines(choices.RESUME),
 }
 """Names that a key knows without being limited to them."""

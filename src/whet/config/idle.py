@@ -16,6 +16,7 @@ from whet.config.functions import ADVANTAGES, LOSSES
 from whet.config.idle_rules import RULES
 from whet.config.recipes import Resolved
 from whet.config.schema import Config
+from whet.config.trackers import lists_runs
 from whet.types import Json
 
 NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
@@ -63,6 +64,10 @@ NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
     "mixes": (
         "Demonstrations stand among the own rollouts: algorithm.mix, or the recipe's.",
         lambda cfg, algorithm: algorithm.mix is not None,
+    ),
+    "lists_runs": (
+        "track.trackers names wandb, mlflow, swanlab or a class of yours.",
+        lambda cfg, algorithm: lists_runs(cfg),
     ),
     "evaluates": ("There are held-out tasks and they are asked.", lambda cfg, algorithm: evaluates(cfg)),
     "judges": ("The replies to held-out tasks are judged by rewards.", lambda cfg, algorithm: judges(cfg)),
