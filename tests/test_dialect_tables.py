@@ -136,4 +136,4 @@ def test_the_list_of_keys_needs_no_torch():
     assert done.returncode == 0, done.stderr
     listed = json.loads(done.stdout)
     assert len(listed) == len(the_rows())
-    assert set(listed[0]) == {"dialect", "key", "status", "native", "reason"}
+    assert set(listed[0]) == {"dialect", "key", "since", "until", "status", "native", "reason"}

@@ -608,7 +608,15 @@ def test_the_commands(tmp_path, toy, monkeypatch):
         run.invoke(cli.app, ["keys", "--json", "--dialect", "toy", "--status", "refused"]).output
     )
     assert listed == [
-        {"dialect": "toy", "key": "net.trust", "status": "refused", "native": [], "reason": TOY[15].reason}
+        {
+            "dialect": "toy",
+            "key": "net.trust",
+            "since": "",
+            "until": "",
+            "status": "refused",
+            "native": [],
+            "reason": TOY[15].reason,
+        }
     ]
     shown = run.invoke(cli.app, ["keys", "--dialect", "toy"]).output
     assert "net.trust" in shown
@@ -712,3 +720,33 @@ def test_spans_of_a_key_follow_each_other(system):
     for key, found in spans.items():
         found.sort()
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(found)), key
+
+
+def test_a_foreign_key_is_added_by_one_line_of_its_table(tmp_path, monkeypatch):
+    """It is read, checked, listed and documented; nothing else of whet knows of it."""
+    from whet.dialects import docs, listing
+
+    line = dict.fromkeys(table_rows.COLUMNS, "") | {
+        "file": "ppo", "key": "trainer.brand_new", "type": "int>=0", "default": "0", "status": "mapped",
+        "native": "seed", "since": "0.9.0", "reason": "The seed of all.",
+    }  # fmt: skip
+    lines = table_rows.lines
+    monkeypatch.setattr(table_rows, "lines", lambda system: (*lines(system), line))
+    caches = (table_rows.rows, tables.every_line, tables.table, tables.dialect)
+    for cached in caches:
+        cached.cache_clear()
+    try:
+        tree = "actor_rollout_ref: {model: {path: m}}\ndata: {train_files: a.parquet}\ntrainer: {brand_new: %s}\n"
+        made = load(written(tmp_path, tree % 7), dialect="verl", here=False)
+        assert made.config.seed == 7
+        assert made.where("seed").endswith("trainer.brand_new")
+        with pytest.raises(ConfigError, match=r"trainer\.brand_new: got -1, expected a whole number >= 0"):
+            load(written(tmp_path, tree % -1), dialect="verl")
+        assert any(row["key"] == "trainer.brand_new" for row in listing.listed("verl-ppo", "mapped"))
+        assert "| `trainer.brand_new` since 0.9.0 | `0` | mapped | `seed` | The seed of all. |" in docs.page(
+            "from_verl.md"
+        )
+    finally:
+        monkeypatch.undo()
+        for cached in caches:
+            cached.cache_clear()

@@ -155,14 +155,18 @@ def table(name: str, version: str = "") -> tuple[Row, ...]:
 
     Those of keys that a stage may give follow from the lines of the file.
     """
+    system = TABLES[name][0]
+    return at_version(every_line(name), version or DOCUMENTS[system], VERSIONS[system])
+
+
+@functools.cache
+def every_line(name: str) -> tuple[Row, ...]:
+    """The same of all versions: a key may have several."""
     system, file = TABLES[name]
-    lines = at_version(table_rows.rows(system), version or DOCUMENTS[system], VERSIONS[system])
-    rows = {row.key: row for row in lines if row.file == file}
-    sections = FILES[name].stages if name in FILES else ()
-    for row in lines if sections else ():
-        if row.key.split(".")[0] in sections:
-            rows.setdefault(f"stages[].{row.key}", _in_a_stage(row))
-    return tuple(rows.values())
+    rows = [row for row in table_rows.rows(system) if row.file == file]
+    sections, own = FILES[name].stages if name in FILES else (), {row.key for row in rows}
+    inside = [row for row in table_rows.rows(system) if row.key.split(".")[0] in sections]
+    return (*rows, *(_in_a_stage(row) for row in inside if f"stages[].{row.key}" not in own))
 
 
 @functools.cache
@@ -201,7 +205,10 @@ def _in_a_stage(row: Row) -> Row:
     reason = INHERITED if writes else row.reason
     status: Status = "translated" if writes else "derived"
     native = ("stages",) if writes else ()
-    return Row(key=key, status=status, default=None, native=native, function="stages.stages", reason=reason)
+    return Row(
+        key=key, since=row.since, until=row.until, status=status, default=None, native=native, reason=reason,
+        function="stages.stages",
+    )  # fmt: skip
 
 
 @functools.cache
