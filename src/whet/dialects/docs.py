@@ -19,7 +19,7 @@ PAGES = {
         "verl",
         ("verl-ppo", "verl-megatron-optim", "verl-eval", "verl-sft", "verl-generation"),
     ),
-    "from_skyrl.md": ("SkyRL", ("skyrl",)),
+    "from_skyrl.md": ("SkyRL", ("skyrl", "skyrl-sft")),
     "from_cosmos.md": ("Cosmos-RL", ("cosmos-grpo", "cosmos-sft")),
     "from_trinity.md": ("Trinity-RFT", ("trinity", "trinity-verl")),
 }
@@ -53,7 +53,7 @@ def page(name: str) -> str:
     parts = [INTRO.format(system=system, first=tables[0]), "## Counts\n", _counts(tables)]
     for each in tables:
         parts += [f"## {each}\n", *_sections(every_line(each))]
-    renamed = aliases(TABLES[tables[0]][0])
+    renamed = aliases(TABLES[tables[0]][0], [TABLES[each][1] for each in tables])
     if renamed:
         rows = [f"| `{old}` | `{new}` | {cell(note)} |" for old, (new, note) in renamed.items()]
         parts += ["## Other names\n", "| in the file | read as | |", "|---|---|---|", *rows, ""]

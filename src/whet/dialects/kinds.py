@@ -45,6 +45,9 @@ KINDS: dict[str, tuple[Callable[[Json], bool], str]] = {
     "int": (_is_int, "a whole number"),
     "number": (_is_number, "a number"),
     "share": (lambda value: _is_number(value) and 0 < value <= 1, "a share above 0 and at most 1"),
+    "any": (lambda value: True, "anything"),
+    "list": (lambda value: isinstance(value, list), "a list"),
+    "section": (lambda value: isinstance(value, dict), "a section"),
     "text": (lambda value: isinstance(value, str), "a text"),
     "path": (
         lambda value: isinstance(value, str) and value != "" and not is_remote(value),

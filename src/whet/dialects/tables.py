@@ -33,6 +33,7 @@ TABLES = {
     "verl-sft": ("verl", "sft"),
     "verl-generation": ("verl", "generation"),
     "skyrl": ("skyrl", ""),
+    "skyrl-sft": ("skyrl", "sft"),
     "cosmos-grpo": ("cosmos", "grpo"),
     "cosmos-sft": ("cosmos", "sft"),
     "trinity": ("trinity", ""),
@@ -64,6 +65,7 @@ FILES = {
     "verl-sft": _File(tables=("verl-sft",)),
     "verl-generation": _File(tables=("verl-generation",)),
     "skyrl": _File(tables=("skyrl",)),
+    "skyrl-sft": _File(tables=("skyrl-sft",)),
     "cosmos-grpo": _File(tables=("cosmos-grpo",), sign=("train.train_policy.type", ("grpo", ""))),
     "cosmos-sft": _File(tables=("cosmos-sft", "cosmos-grpo"), sign=("train.train_policy.type", ("sft",))),
     "trinity": _File(
@@ -186,7 +188,7 @@ def dialect(name: str, version: str = "") -> Dialect:
         rows=tuple(rows.values()),
         functions=functools.partial(function, system),
         optional=frozenset(rows.keys() - main),
-        aliases=table_rows.aliases(system),
+        aliases=table_rows.aliases(system, kinds_of(name)),
         sign=file.sign,
         nulls=file.nulls,
         inner=file.inner,
@@ -220,16 +222,18 @@ def function(system: str, name: str) -> Function:
 
 
 def version_of(kind: str, given: Iterable[str], wanted: str | None = None) -> str:
-    """The version that a file with these keys is read as. wanted: `verl@0.9` says it. Raises ConfigError."""
+    """The version that a file with these keys (names that it uses) is read as. wanted: `verl@0.9` says it. Raises
+    ConfigError."""
     system = TABLES[FILES[kind].tables[0]][0]
     if wanted and "@" in wanted:
         return version_named(system, wanted.partition("@")[2])
-    keys = set(given)
-    spans: dict[str, list[Row]] = {}
-    for row in table_rows.rows(system):
-        if row.key in keys:
-            spans.setdefault(row.key, []).append(row)
-    return best(spans.values(), system)
+    known = table_rows.spans(system, kinds_of(kind))
+    return best([known[key] for key in dict.fromkeys(given) if key in known], system)
+
+
+def kinds_of(name: str) -> tuple[str, ...]:
+    """The `file` column of the lines that a kind of file reads."""
+    return tuple(TABLES[each][1] for each in (*FILES[name].tables, *FILES[name].optional))
 
 
 def named(wanted: str) -> tuple[str, ...]:

@@ -284,7 +284,7 @@ def _lines(file: Reading, chosen: Sequence[_Write]) -> Iterator[Line]:
         for found in founds:
             if not found.is_section or isinstance(found.value, list):
                 native = tuple(fed.pop(dotted(found.path), fed.pop(name, whole)))
-                newer = file.of.newer(row)
+                newer = "" if found.alias else file.of.newer(row)
                 told = f"{file.of.system} {file.of.version} has it not ({newer})" if newer else ""
                 note = "; ".join(filter(None, (found.note or _read_as(file, found), told)))
                 yield Line(dotted(found.path), found.value, True, row.status, native, note, row.what)
