@@ -173,11 +173,15 @@ def distillation(values: Values) -> dict[str, Json]:
     if is_sft(values) or values[POLICY + "variant"] == "dapo":
         why = "is of RL jobs" if is_sft(values) else "pays no rewards, and dapo would drop every group"
         raise ConfigError(f"{at}enable=true {why}; leave it out, or take variant grpo or gspo.")
-    for key, off in (("kl_discount_factor", 0), ("include_prompt", False), ("top_k", 0)):
-        if values[at + key] != off and not (key == "top_k" and values[at + key] < 0):
-            raise NotSupportedYet(
-                f"{at}{key}={values[at + key]} is coming, not built yet: today single sampled tokens are judged ({off})"
-            )
+    beyond = {
+        "kl_discount_factor": values[at + "kl_discount_factor"] != 0,
+        "include_prompt": values[at + "include_prompt"],
+        "top_k": values[at + "top_k"] > 0,
+    }
+    for key in (key for key, is_asked in beyond.items() if is_asked):
+        raise NotSupportedYet(
+            f"{at}{key}={values[at + key]} is coming, not built yet; today each sampled token is judged by itself"
+        )
     if values[POLICY + "kl_beta"] != 0:
         raise NotSupportedYet(
             f"{POLICY}kl_beta beside {at}enable is coming, not built yet: a teacher and a reference; set it 0."
