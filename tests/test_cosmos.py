@@ -240,18 +240,21 @@ def test_weight_syncs_and_what_the_trainer_divides_by() -> None:
 
 
 def test_a_data_set_is_a_file_a_folder_or_a_function(tmp_path: Path) -> None:
-    at = "data.train.0."
+    at, order = "data.train.0.", {"data.order": "shuffle"}
     file = values(p_dataset__name="x/a.parquet", p_response_column_name="a")
-    assert data(file) == {at + "path": "x/a.parquet", at + "prompt": "q", at + "answer": "a"}
+    assert data(file) == order | {at + "path": "x/a.parquet", at + "prompt": "q", at + "answer": "a"}
+    assert data(file | {POLICY + "dataloader_shuffle": False})["data.order"] == "sequential"
     folder = values(p_dataset__name="gsm8k", p_dataset__subset="main", p_dataset__split=["train", "test"])
-    assert data(folder) == {
+    assert data(folder) == order | {
         at + "path": "gsm8k", at + "subset": "main", at + "split": ["train", "test"], at + "prompt": "q",
     }  # fmt: skip
     with pytest.raises(NotSupportedYet, match="parts of a split"):
         data(values(p_dataset__name="gsm8k", p_dataset__split="train[:10%]"))
     function = values(p_dataset__name="a.py:rows", p_dataset__split="pool", p_prompt_column_name="")
     function["custom"] = {"count": 3}
-    assert data(function) == {at + "function": "a.py:rows", at + "arguments": {"count": 3, "split": "pool"}}
+    assert data(function) == order | {
+        at + "function": "a.py:rows", at + "arguments": {"count": 3, "split": "pool"},
+    }  # fmt: skip
     for wrong in ({"p_dataset__name": ""}, {"p_prompt_column_name": ""}, {"p_dataset__split": "test"}):
         with pytest.raises(ConfigError, match="train_policy"):
             data(values(**wrong))
@@ -264,7 +267,8 @@ def test_the_split_of_a_folder_is_found_as_file_or_folder(tmp_path: Path) -> Non
     found = values(
         p_dataset__name=str(tmp_path), p_dataset__subset="main", p_dataset__split=["train", "test"]
     )
-    source = {key.removeprefix("data.train.0."): value for key, value in data(found).items()}
+    at = "data.train.0."
+    source = {key.removeprefix(at): value for key, value in data(found).items() if key.startswith(at)}
     assert len(read_rows(Source.model_validate_json(json.dumps(source)))) == 3
 
 
@@ -401,11 +405,13 @@ def test_sft_validation_measures_the_loss_and_samples_nothing() -> None:
 
 
 def test_conversations_are_read_whole() -> None:
-    at = "data.train.0."
+    at, order = "data.train.0.", {"data.order": "shuffle"}
     file = values("sft", p_dataset__name="a.jsonl", p_system_prompt="s")
-    assert data(file) == {at + "path": "a.jsonl", at + "messages": "conversations", at + "system": "s"}
+    assert data(file) == order | {
+        at + "path": "a.jsonl", at + "messages": "conversations", at + "system": "s",
+    }  # fmt: skip
     function = values("sft", p_dataset__name="a.py:rows", p_conversation_column_name="")
-    assert data(function) == {at + "function": "a.py:rows"}, "rows of prompt and response"
+    assert data(function) == order | {at + "function": "a.py:rows"}, "rows of prompt and response"
 
 
 # ---------------------------------------------------------------- model, files

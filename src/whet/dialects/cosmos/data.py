@@ -32,17 +32,13 @@ A_QUARTER, A_TENTH = 0.25, 0.1
 
 
 def data(values: Values) -> dict[str, Json]:
-    """The training source, without the rows that validation takes from it."""
+    """The training source without the rows that validation takes from it, shuffled in every epoch or as it stands."""
     source = _source(values, POLICY + "dataset")
     source |= _columns(values, source)
     if _is_shared(values):
         source |= _held_out(values, source)[0]
-    return {f"data.train.0.{key}": value for key, value in source.items()}
-
-
-def order(values: Values) -> dict[str, Json]:
-    """Rows shuffled in every epoch, or as they stand."""
-    return {"data.order": "shuffle" if values[POLICY + "dataloader_shuffle"] else "sequential"}
+    order = "shuffle" if values[POLICY + "dataloader_shuffle"] else "sequential"
+    return {f"data.train.0.{key}": value for key, value in source.items()} | {"data.order": order}
 
 
 def _is_shared(values: Values) -> bool:

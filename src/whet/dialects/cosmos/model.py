@@ -10,18 +10,19 @@ from whet.dialects.row import NotSupportedYet, Values
 from whet.types import ConfigError, Json
 
 LORA = "policy.lora."
-DEFAULTS: dict[str, Json] = {
-    "r": 8,
-    "lora_alpha": 8.0,
-    "lora_dropout": 0.0,
-    "target_modules": "all-linear",
-    "use_rslora": False,
-    "modules_to_save": [],
-    "alpha_pattern": {},
-    "r_pattern": {},
-    "init_lora_weights": True,
+ADAPTERS: dict[str, tuple[str, Json]] = {
+    "r": ("rank", 8),
+    "lora_alpha": ("alpha", 8.0),
+    "lora_dropout": ("dropout", 0.0),
+    "target_modules": ("targets", "all-linear"),
+    "use_rslora": ("rslora", False),
+    "modules_to_save": ("modules_to_save", []),
+    "alpha_pattern": ("alpha_pattern", {}),
+    "r_pattern": ("rank_pattern", {}),
+    "init_lora_weights": ("init", True),
 }
-"""The document's, where the section stands; a null of target_modules leaves the choice to the backend."""
+"""Native names, and the document's defaults where the section stands; a null of target_modules leaves the choice to the
+backend."""
 
 INITS = ("gaussian", "orthogonal", "olora", "pissa")
 
@@ -72,33 +73,28 @@ def float8(values: Values) -> dict[str, Json]:
 
 def adapters(values: Values) -> dict[str, Json]:
     """The section, filled in; nothing where there is none."""
-    given = {name: values[LORA + name] for name in DEFAULTS}
+    given = {name: values[LORA + name] for name in ADAPTERS}
     if values["policy.lora"] is None and all(value is None for value in given.values()):
         return {}
-    full = {name: DEFAULTS[name] if value is None else value for name, value in given.items()}
-    targets = full["target_modules"]
+    out = {
+        native: default if given[name] is None else given[name]
+        for name, (native, default) in ADAPTERS.items()
+    }
+    targets = out["targets"]
     if not targets or (isinstance(targets, str) and targets != "all-linear"):
         raise ConfigError(f"{LORA}target_modules={targets!r}: expected a list of names, or 'all-linear'.")
-    return {
-        "model.lora.rank": full["r"],
-        "model.lora.alpha": full["lora_alpha"],
-        "model.lora.dropout": full["lora_dropout"],
-        "model.lora.targets": "all-linear" if "all-linear" in targets else targets,
-        "model.lora.rslora": full["use_rslora"],
-        "model.lora.modules_to_save": full["modules_to_save"],
-        "model.lora.alpha_pattern": full["alpha_pattern"],
-        "model.lora.rank_pattern": full["r_pattern"],
-        **_init(full["init_lora_weights"]),
-    }
+    if "all-linear" in targets:
+        out["targets"] = "all-linear"
+    return {f"model.lora.{native}": value for native, value in (out | _init(out["init"])).items()}
 
 
 def _init(value: Json) -> dict[str, Json]:
     """peft's names; pissa_niter_N is the fast pissa, of N rounds."""
     key = f"{LORA}init_lora_weights"
     if isinstance(value, bool):
-        return {"model.lora.init": "default" if value else "random"}
+        return {"init": "default" if value else "random"}
     if isinstance(value, str) and (rounds := re.fullmatch(r"pissa_niter_([1-9]\d*)", value)):
-        return {"model.lora.init": "pissa", "model.lora.pissa_iterations": int(rounds[1])}
+        return {"init": "pissa", "pissa_iterations": int(rounds[1])}
     if value in ("eva", "loftq"):
         raise NotSupportedYet(
             f"{key}={value} is coming, not built yet; today: true, false, {', '.join(INITS)}"
@@ -107,7 +103,7 @@ def _init(value: Json) -> dict[str, Json]:
         raise ConfigError(
             f"{key}: got {shown(value)}, expected true, false, {', '.join(INITS)} or pissa_niter_N"
         )
-    return {"model.lora.init": value}
+    return {"init": value}
 
 
 def trainable(values: Values) -> dict[str, Json]:

@@ -110,16 +110,15 @@ def _shards(values: Values) -> int:
 
 
 def layout(values: Values) -> dict[str, Json]:
-    """How one copy of the policy lies on its devices; and the engines."""
+    """How one copy of the policy lies on its devices; and the engines.
+
+    default of resharding: after all layers (Cosmos: but the last), and never in pipelines.
+    """
     sizes = {dim: values[f"{MESH}{dim}_size"] for dim in ("tp", "cp", "pp", "ep")}
     engines = 1 if is_sft(values) else values["rollout.parallelism.n_init_replicas"]
-    return Layout(engines=engines, **sizes).natives()
-
-
-def reshard(values: Values) -> dict[str, Json]:
-    """default: after all layers (Cosmos: but the last), and never in pipelines."""
-    known = {"always": True, "never": False, "default": values[MESH + "pp_size"] == 1}
-    return {f"{PARALLEL}.reshard_after_forward": known[values["train.fsdp_reshard_after_forward"]]}
+    reshards = {"always": True, "never": False, "default": sizes["pp"] == 1}
+    reshard = {f"{PARALLEL}.reshard_after_forward": reshards[values["train.fsdp_reshard_after_forward"]]}
+    return Layout(engines=engines, **sizes).natives() | reshard
 
 
 def length(values: Values) -> dict[str, Json]:
