@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from whet.config.keys import Path, distance, lookup
+from whet.dialects.kinds import holds_one
 from whet.dialects.row import Row
 from whet.dialects.tables import FILES, Dialect, Parts, dialect, joined, parts
 from whet.types import Json
@@ -63,8 +64,8 @@ def _walk(
 
 
 def _holds_one(row: Row) -> bool:
-    """Whether it is the key of a text or number, which no section can be given for."""
-    return isinstance(row.default, str | int | float) and "${" not in str(row.default)
+    """Whether nothing but one value can be given for its key; what a reference stands for is not known yet."""
+    return holds_one(row, row.default) and "${" not in str(row.default)
 
 
 def _entries(value: Json, below: Iterable[str] | None) -> Iterator[tuple[str | int, str, Json]]:
