@@ -40,6 +40,7 @@ def _is_layers(value: Json) -> bool:
 
 
 KINDS: dict[str, tuple[Callable[[Json], bool], str]] = {
+    "any": (lambda value: True, "anything"),
     "null": (lambda value: value is None, "null"),
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "int": (_is_int, "a whole number"),

@@ -4,7 +4,8 @@ A key that a file leaves out has the default of its row, so a file with two keys
 columns, tab-separated, one line a key (and span of versions):
 
     file      the kind of file that has the key (`ppo`, `sft`); empty where the system has one kind
-    key       dotted, as the system spells it; `[]` any entry of a list, `<name>` any name, a last `*` any keys below
+    key       dotted, as the system spells it; `[]` any entry of a list, `<name>` any name, a last `*` any keys below;
+              `a.{b,c}.d` are two keys, with the same line
     since     the first version that has it so; empty: the first that whet reads
     until     the first version that has it no more, or otherwise; empty: it is there still
     type      what a value must be (`kinds.py`); empty: the kind of its default
@@ -23,6 +24,7 @@ from __future__ import annotations
 import csv
 import functools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -85,7 +87,17 @@ COLUMNS = (
 def lines(system: str) -> tuple[dict[str, str], ...]:
     """The lines of a system's table as they stand."""
     text = files(__package__).joinpath(f"{system}.tsv").read_text(encoding="utf-8")
-    return tuple(csv.DictReader(text.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
+    told = csv.DictReader(text.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE)
+    return tuple({**line, "key": key} for line in told for key in spelled(line["key"]))
+
+
+def spelled(key: str) -> list[str]:
+    """`a.{b,c}.d` -> a.b.d, a.c.d; a key without braces is itself."""
+    found = re.search(r"\{([^{}]*)\}", key)
+    if found is None:
+        return [key]
+    choices = [key[: found.start()] + one + key[found.end() :] for one in found[1].split(",")]
+    return [name for choice in choices for name in spelled(choice)]
 
 
 @functools.cache
