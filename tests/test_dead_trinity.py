@@ -150,6 +150,11 @@ CONTEXTS: dict[str, Tree] = {
     f"{REF}.log_prob_micro_batch_size_per_gpu": ROLLOUTS,
     f"{CRITIC}.ppo_micro_batch_size_per_gpu": PPO_ROLLOUTS,
     f"{CRITIC}.forward_micro_batch_size_per_gpu": PPO_ROLLOUTS,
+    f"{CRITIC}.ppo_micro_batch_size": PPO_ROLLOUTS,
+    f"{CRITIC}.forward_micro_batch_size": PPO_ROLLOUTS,
+    f"{EXPERIENCES}.data_selector.selector_type": SFT,
+    f"{EXPERIENCES}.data_selector.seed": put(SFT, f"{EXPERIENCES}.data_selector.selector_type", "shuffle"),
+    f"{EXPERIENCES}.data_selector.feature_keys": SFT,
     f"{CRITIC}.optim.min_lr_ratio": PPO_COSINE,
     f"{VERL_TRAINER}.max_critic_ckpt_to_keep": PPO,
     "monitor.monitor_args.*": base(**{"monitor.monitor_type": "swanlab"}),
@@ -248,6 +253,9 @@ REPLACED: dict[str, Json] = {
     "data_processor.experience_pipeline.save_input": False,
     "explorer.rollout_model.enable_thinking": False,
     f"{CRITIC}.forward_micro_batch_size_per_gpu": 2,
+    f"{CRITIC}.forward_micro_batch_size": 2,
+    f"{EXPERIENCES}.data_selector.selector_type": "shuffle",
+    f"{EXPERIENCES}.data_selector.feature_keys": ["rate"],
 }
 """Other values than `another` finds."""
 
