@@ -110,7 +110,20 @@ ADAPTS = base(**{"explorer.dynamic_timeout.enable": True})
 
 EIGHT = base(**{"cluster.gpu_per_node": 9})
 
+MEGATRON = base(**{"cluster.gpu_per_node": 9, "trainer.trainer_strategy": "megatron"})
+
 CONTEXTS: dict[str, Tree] = {
+    **{
+        f"{ACTOR}.megatron.{key}": MEGATRON
+        for key in (
+            *(
+                f"{size}_parallel_size"
+                for size in ("tensor_model", "pipeline_model", "context", "expert_model")
+            ),
+            "param_offload",
+            "optimizer_offload",
+        )
+    },
     "explorer.name": EXPLORES,
     "synchronizer.sync_timeout": EXPLORES,
     "explorer.dynamic_timeout.ratio": ADAPTS,

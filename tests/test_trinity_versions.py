@@ -203,6 +203,7 @@ def test_keys_of_what_is_switched_off_rest() -> None:
         "data_processor.task_pipeline.num_process": 8,
         "algorithm.optimizer.lr_decay_style": "cosine",
         f"{ACTOR}.megatron.tensor_model_parallel_size": 4,
+        f"{ACTOR}.megatron.of_mine": 4,
         f"{CRITIC}.load_weight": False,
     }
     assert not read("0.4.0", given).unbuilt
@@ -214,3 +215,34 @@ def test_keys_of_what_is_switched_off_rest() -> None:
     }
     said = {text.partition(":")[0] for _, text in read("0.4.0", given | on).unbuilt}
     assert said >= given.keys() - {f"{ACTOR}.megatron.tensor_model_parallel_size"}
+
+
+def test_megatrons_sizes_schedule_and_weight_decay() -> None:
+    """9 - 1 = 8 GPUs = 2 tensor * 2 pipeline * 2 data-parallel ranks. The warm-up begins where the cosine ends, at
+    min_lr_ratio of lr; norms and biases are spared."""
+    given: dict[str, Json] = {
+        "cluster.gpu_per_node": 9,
+        "trainer.trainer_strategy": "megatron",
+        f"{ACTOR}.megatron.tensor_model_parallel_size": 2,
+        f"{ACTOR}.megatron.pipeline_model_parallel_size": 2,
+        "algorithm.optimizer.lr_scheduler_type": "cosine",
+        "algorithm.optimizer.min_lr_ratio": 0.25,
+        "algorithm.optimizer.lr_warmup_steps": 3,
+    }
+    assert native("0.5.2", "train.parallel", given) == {"dp_shard": 2, "tp": 2, "pp": 2}
+    optimizer = native("0.5.2", "train.optimizer", given)
+    assert optimizer["schedule"] == {
+        "kind": "cosine",
+        "unit": "train_step",
+        "min_factor": 0.25,
+        "warmup_steps": 3,
+        "warmup_ends": "start",
+        "warmup_start": 0.25,
+    }
+    assert optimizer["decay_all"] is False
+    newer = {key.replace(f"{ACTOR}.megatron", "trainer.megatron"): value for key, value in given.items()}
+    assert read("0.6.0", newer).tree == read("0.6.0", given).tree
+    assert (
+        "must divide the 8 of the trainer"
+        in read("0.5.2", given | {f"{ACTOR}.megatron.pipeline_model_parallel_size": 3}).problems[0][1]
+    )

@@ -14,6 +14,7 @@ from whet.dialects.trinity.values import (
     at_least,
     entries,
     given,
+    is_megatron,
     known_as,
     online,
     preset,
@@ -244,7 +245,7 @@ OPTIMIZER = "algorithm.optimizer"
 
 def optimizer(values: Values) -> Native:
     """AdamW of the policy: `algorithm.optimizer` over the veRL section's `actor.optim`, and the clipping."""
-    floor = 0.01 if at_least(values, "0.5.2") else 0.0
+    floor, megatron = 0.01 if at_least(values, "0.5.2") else 0.0, is_megatron(values)
 
     def both(name: str, default: Json, theirs: Json = None) -> Json:
         return agreed(values, {f"{OPTIMIZER}.{name}": default, f"{ACTOR}.optim.{name}": theirs or default})
@@ -254,31 +255,42 @@ def optimizer(values: Values) -> Native:
         clips[f"{OPTIMIZER}.clip_grad"] = 1.0
     decay, kind = both("weight_decay", 0.01), given(values[f"{OPTIMIZER}.optimizer_type"])
     # Megatron's sgd has a momentum, torch's, which FSDP takes from 0.4.1 on, has none
-    momentum: Native = {"momentum": 0.0 if at_least(values, "0.4.1") else 0.9} if kind == "sgd" else {}
+    plain = at_least(values, "0.4.1") and not megatron
+    momentum: Native = {"momentum": 0.0 if plain else 0.9} if kind == "sgd" else {}
     out = {
         "kind": "sgd" if kind == "sgd" else "adamw",
         **momentum,
         "lr": both("lr", 1e-6),
         "betas": both("betas", [0.9, 0.999]),
         "weight_decay": decay,
-        "decay_all": bool(decay),
+        "decay_all": bool(decay) and not megatron,  # Megatron spares norms and biases
         "grad_clip": agreed(values, clips),
     }
+    own_style = megatron and not at_least(values, "0.4.1")  # lr_decay_style, constant
     shape = schedule(
-        both("warmup_style", "constant"),
+        "constant" if own_style else both("warmup_style", "constant"),
         ratio=both("lr_warmup_steps_ratio", 0.0),
-        floor=both("min_lr_ratio", floor, 0.0),
+        floor=0.0 if own_style else both("min_lr_ratio", floor, 0.0),
         steps=both("lr_warmup_steps", -1),
+        megatron=megatron,
     )
     out |= {f"schedule.{key}": value for key, value in shape.items()}
     return {f"train.optimizer.{key}": value for key, value in out.items()}
 
 
-def schedule(style: Json, *, ratio: Json, floor: Json, steps: Json) -> Native:
-    """Warm-up s / W in training steps, so that the first moves nothing; then constant, or cosine, which has a floor."""
+def schedule(style: Json, *, ratio: Json, floor: Json, steps: Json, megatron: bool = False) -> Native:
+    """Warm-up s / W in training steps, so that the first moves nothing; then constant, or cosine, which has a floor.
+
+    Megatron begins its warm-up at the floor, and takes the ratio also where the steps are 0.
+    """
     out: Native = {"kind": style or "constant", "unit": "train_step"}
     if floor and style == "cosine":
         out["min_factor"] = floor
+    warm: Native = {}
     if steps > 0:
-        return out | {"warmup_steps": steps, "warmup_ends": "start"}
-    return out | ({"warmup_fraction": ratio, "warmup_ends": "start"} if ratio and steps < 0 else {})
+        warm = {"warmup_steps": steps, "warmup_ends": "start"}
+    elif ratio and (steps < 0 or megatron):
+        warm = {"warmup_fraction": ratio, "warmup_ends": "start"}
+    if warm and floor and megatron:
+        warm["warmup_start"] = floor
+    return out | warm

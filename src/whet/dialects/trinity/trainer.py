@@ -21,6 +21,7 @@ from whet.dialects.trinity.values import (
     at_least,
     entries,
     given,
+    is_megatron,
     known_as,
     preset,
     text,
@@ -44,11 +45,6 @@ def has_reference(values: Values) -> bool:
     return base.kind == "dpo" or base.advantage == "on_policy_distill" or bool(kl(values))
 
 
-def is_megatron(values: Values) -> bool:
-    """Whether Megatron-LM trains, which says what its keys mean."""
-    return values["trainer.trainer_strategy"] == "megatron"
-
-
 def is_remote(values: Values) -> bool:
     """Whether Tinker trains."""
     return values["model.tinker.enable"] is True
@@ -68,13 +64,14 @@ def critic(values: Values) -> Native:
         "lr": values[f"{optim}.lr"],
         **({"betas": values[f"{optim}.betas"]} if has_critic(values) else {}),
         "weight_decay": decay,
-        "decay_all": bool(decay),
+        "decay_all": bool(decay) and not is_megatron(values),
         "grad_clip": values["trainer.grad_clip"] if own == 1.0 else own,
         "schedule": schedule(
             agreed(values, styles),
             ratio=values[f"{optim}.lr_warmup_steps_ratio"],
             floor=given(values[f"{optim}.min_lr_ratio"]),
             steps=values[f"{optim}.lr_warmup_steps"],
+            megatron=is_megatron(values),
         ),
     }
     return {
@@ -180,6 +177,8 @@ def offload(values: Values) -> Native:
     """What lies in the host's memory while it rests: one list for the policy, its critic and its reference."""
 
     def rests(section: str, what: str) -> bool:
+        if is_megatron(values):
+            return bool(values[f"{ACTOR}.megatron.{what}"] or values[f"trainer.{what}"])
         keys = (f"{section}.fsdp_config", "trainer")
         return any(values[f"{key}.{name}"] for key in keys for name in (what, "offload_policy"))
 
@@ -199,6 +198,8 @@ def offload(values: Values) -> Native:
 def layout(values: Values) -> Native:
     """The trainer's GPUs are those that the explorer's engines leave over; the actor's layout serves all models."""
     left, cp = max(trainers(values), 0), sequence_ranks(values)
+    if is_megatron(values):
+        return _megatron(values, left)
     if left % cp:
         raise ConfigError(
             f"trainer.ulysses_sequence_parallel_size: {cp} must divide the {left} GPUs of the trainer "
@@ -206,6 +207,22 @@ def layout(values: Values) -> Native:
         )
     copies, shards = groups(values[f"{FSDP}.fsdp_size"], left // cp or 1, key=f"{FSDP}.fsdp_size")
     return Layout(dp_replicate=copies, dp_shard=shards, cp=cp).natives()
+
+
+def _megatron(values: Values, left: int) -> Native:
+    """Megatron's sizes; what they leave over are data-parallel ranks, which share the optimizer's state."""
+    sizes = {
+        dim: values[f"{ACTOR}.megatron.{kind}_parallel_size"]
+        for dim, kind in (("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context"))
+    }
+    model = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    if left % model:
+        raise ConfigError(
+            f"{ACTOR}.megatron: tensor, pipeline and context parallel sizes make {model} GPUs, which must divide the "
+            f"{left} of the trainer."
+        )
+    ep = values[f"{ACTOR}.megatron.expert_model_parallel_size"]
+    return Layout(dp_shard=left // model or 1, ep=ep, **sizes).natives()
 
 
 def sequence_ranks(values: Values) -> int:
@@ -217,6 +234,8 @@ def sequence_ranks(values: Values) -> int:
 
 def sharding(values: Values) -> Native:
     """How FSDP gathers what it has cut. Without forward_prefetch nothing is gathered ahead."""
+    if is_megatron(values):
+        return {}
     return {
         f"{PARALLEL}.reshard_after_forward": bool(values[f"{FSDP}.reshard_after_forward"]),
         f"{PARALLEL}.prefetch": int(values[f"{FSDP}.forward_prefetch"]),

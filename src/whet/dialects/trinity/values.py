@@ -177,6 +177,11 @@ def online(values: Values) -> bool:
     return preset(values).kind == "online"
 
 
+def is_megatron(values: Values) -> bool:
+    """Whether Megatron-LM trains there, which says what its keys mean."""
+    return "megatron" in (values["trainer.trainer_strategy"], values[f"{ACTOR}.strategy"])
+
+
 def repeat_times(values: Values) -> int:
     """Rollouts of a task. The numbers of Trinity's presets never count, for its field is 1 and never null."""
     times: int = values["algorithm.repeat_times"] or 1
