@@ -636,7 +636,7 @@ def test_keys_of_one_feature_are_refused_together():
     made = translate({"parts": [{"name": "a"}, {"name": "b"}], "lora": {"r": 4}}, ON, origins=at)
     assert made.problems == ()
     assert dict(made.unbuilt) == {
-        "f:1": 'coming, not built yet: parts; 2 keys ask for it: parts[0].name="a", parts[1].name="b" (f:2)',
+        "f:1": 'parts[0].name: got "a"; coming, not built yet: parts; also asked for by parts[1].name="b" (f:2)',
         "f:3": "lora.r: got 4; coming, not built yet: LoRA (accepted today: 8)",
     }
 

@@ -40,14 +40,13 @@ def _is_layers(value: Json) -> bool:
 
 
 KINDS: dict[str, tuple[Callable[[Json], bool], str]] = {
+    "any": (lambda value: True, "anything"),
     "null": (lambda value: value is None, "null"),
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "int": (_is_int, "a whole number"),
     "number": (_is_number, "a number"),
     "share": (lambda value: _is_number(value) and 0 < value <= 1, "a share above 0 and at most 1"),
-    "any": (lambda value: True, "anything"),
     "list": (lambda value: isinstance(value, list), "a list"),
-    "section": (lambda value: isinstance(value, dict), "a section"),
     "text": (lambda value: isinstance(value, str), "a text"),
     "texts": (
         lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),

@@ -53,7 +53,7 @@ def _walk(
     if alias:
         new = parts(alias[0])
         note = f"{joined(cut)} is read as {alias[0]}" + (f": {alias[1]}" if alias[1] else "")
-        yield from _walk(value, of, at=at, path=new, cut=new, note=note, name=joined(cut))
+        yield from _walk(value, of, at=at, path=_placed(new, path, cut), cut=new, note=note, name=joined(cut))
         return
     unknown = below is None and (row is None or (_holds_one(row) and isinstance(value, dict)))
     inside = list(_entries(value, below)) if unknown or below is not None else []
@@ -61,6 +61,12 @@ def _walk(
         yield here
     for key, part, inner in inside:
         yield from _walk(inner, of, at=(*at, key), path=(*path, key), cut=(*cut, part), note=note, name=name)
+
+
+def _placed(new: Parts, path: Path, cut: Parts) -> Path:
+    """A present name with the numbers and names that stand in the other one's path."""
+    own = [name for name, part in zip(path, cut) if part in ("[]", "<name>")]
+    return tuple(own.pop(0) if part in ("[]", "<name>") and own else part for part in new)
 
 
 def _holds_one(row: Row) -> bool:

@@ -188,7 +188,7 @@ def dialect(name: str, version: str = "") -> Dialect:
         rows=tuple(rows.values()),
         functions=functools.partial(function, system),
         optional=frozenset(rows.keys() - main),
-        aliases=table_rows.aliases(system, kinds_of(name)),
+        aliases=_aliases(system, kinds_of(name), file.stages),
         sign=file.sign,
         nulls=file.nulls,
         inner=file.inner,
@@ -196,6 +196,13 @@ def dialect(name: str, version: str = "") -> Dialect:
         system=system,
         version=version or DOCUMENTS[system],
     )
+
+
+def _aliases(system: str, files: tuple[str, ...], stages: tuple[str, ...]) -> dict[str, tuple[str, str]]:
+    """Other names of keys, those that a stage gives among them."""
+    told = table_rows.aliases(system, files)
+    inside = {key: value for key, value in told.items() if key.split(".")[0] in stages}
+    return told | {f"stages[].{key}": (f"stages[].{new}", note) for key, (new, note) in inside.items()}
 
 
 def _in_a_stage(row: Row) -> Row:

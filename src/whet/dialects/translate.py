@@ -193,11 +193,10 @@ def _by_feature(missing: Sequence[Missing]) -> Iterator[tuple[str, str]]:
         if len(ones) == 1:
             yield ones[0].place, ones[0].text
             continue
-        asks = [
-            f"{one.key}={one.value}" + (f" ({one.place})" if n and one.place else "")
-            for n, one in enumerate(ones)
-        ]
-        yield ones[0].place, f"coming, not built yet: {area}; {len(ones)} keys ask for it: {', '.join(asks)}"
+        first, *others = ones
+        asks = [f"{one.key}={one.value}" + (f" ({one.place})" if one.place else "") for one in others]
+        text = f"{first.key}: got {first.value}; coming, not built yet: {area}; also asked for by {', '.join(asks)}"
+        yield first.place, text
 
 
 def _is_inside(key: str, section: str) -> bool:
