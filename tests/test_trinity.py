@@ -37,6 +37,7 @@ from whet.dialects.trinity.values import (
     REF,
     TASKSET,
     VERL_TRAINER,
+    repeat_times,
 )
 from whet.dialects.values import nested
 from whet.models.load import build, export
@@ -115,16 +116,9 @@ def test_a_step_explores_tasks_times_repeats() -> None:
         data.batch(grpo(buffer__batch_size=32, algorithm__repeat_times=8, buffer__train_batch_size=96))
 
 
-def test_a_task_is_asked_once_where_the_file_does_not_say(tmp_path: Path) -> None:
-    """So it is in every release; a run whose algorithm compares replies is then refused by the plan."""
-    for given in (grpo(buffer__batch_size=3), values(buffer__batch_size=3)):
-        assert data.batch(given)["rollout.group_size"] == 1
-    tree = small()
-    del tree["algorithm"]["repeat_times"]
-    file = tmp_path / "grpo.yaml"
-    file.write_text(json.dumps(tree))
-    with pytest.raises(ConfigError, match="nothing to compare a rollout with"):
-        plans(load(str(file), dialect="trinity"))
+def test_a_preset_says_how_often_a_task_is_repeated() -> None:
+    assert data.batch(grpo(buffer__batch_size=3))["rollout.group_size"] == 2
+    assert data.batch(values(buffer__batch_size=3))["rollout.group_size"] == 1, "ppo, the default algorithm"
 
 
 def test_a_file_of_replies_is_read_by_train_batch_size() -> None:
@@ -291,30 +285,31 @@ def test_advantages_with_their_arguments(name: str, given: dict[str, Json], want
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe", "advantage", "loss"),
+    ("kind", "recipe", "advantage", "loss", "times"),
     [
-        ("ppo", "ppo", "gae", "ppo"),
-        ("reinforceplusplus", "reinforce_pp", "reinforce_plus_plus", "ppo"),
-        ("opmd", "opmd", "opmd", "opmd"),
-        ("asymre", "asymre", "asymre", "opmd"),
-        ("topr", "topr", "reinforce", "topr"),
-        ("cispo", "cispo", "grpo", "cispo"),
-        ("gspo", "gspo", "grpo", "gspo"),
-        ("sapo", "sapo", "grpo", "sapo"),
-        ("sppo", "sppo", "opmd", "sppo"),
-        ("rec", "rec", "rec", "rec"),
-        ("raft", "raft", "none", "cross_entropy"),
-        ("multi_step_grpo", "step_wise_grpo", "step_wise_grpo", "ppo"),
-        ("on_policy_distill", "distill", "distill", "ppo"),
-        ("mix", "mix", "grpo", "ppo"),
-        ("mix_chord", "mix_chord", "grpo", "ppo"),
+        ("ppo", "ppo", "gae", "ppo", 1),
+        ("reinforceplusplus", "reinforce_pp", "reinforce_plus_plus", "ppo", 2),
+        ("opmd", "opmd", "opmd", "opmd", 2),
+        ("asymre", "asymre", "asymre", "opmd", 2),
+        ("topr", "topr", "reinforce", "topr", 2),
+        ("cispo", "cispo", "grpo", "cispo", 2),
+        ("gspo", "gspo", "grpo", "gspo", 2),
+        ("sapo", "sapo", "grpo", "sapo", 2),
+        ("sppo", "sppo", "opmd", "sppo", 2),
+        ("rec", "rec", "rec", "rec", 2),
+        ("raft", "raft", "none", "cross_entropy", 1),
+        ("multi_step_grpo", "step_wise_grpo", "step_wise_grpo", "ppo", 8),
+        ("on_policy_distill", "distill", "distill", "ppo", 8),
+        ("mix", "mix", "grpo", "ppo", 8),
+        ("mix_chord", "mix_chord", "grpo", "ppo", 8),
     ],
 )
-def test_presets(kind: str, recipe: str, advantage: str, loss: str) -> None:
+def test_presets(kind: str, recipe: str, advantage: str, loss: str, times: int) -> None:
     given = values(algorithm__algorithm_type=kind)
     assert losses.recipe(given) == {"algorithm.name": recipe}
     assert learn.advantage(given)["algorithm.advantage"] == advantage
     assert losses.policy_loss(given)["algorithm.loss"] == loss
+    assert repeat_times(given) == times
 
 
 @pytest.mark.parametrize(
@@ -437,7 +432,6 @@ def chord(**given: Json) -> dict[str, Json]:
         **{
             "algorithm__algorithm_type": "mix_chord",
             "algorithm.sample_strategy_args.*": {"expert_data_ratio": 0.2},
-            "algorithm__repeat_times": 8,
             "buffer__batch_size": 32,
             "buffer__train_batch_size": 320,
             "buffer.trainer_input.auxiliary_buffers": {

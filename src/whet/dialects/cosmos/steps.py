@@ -20,8 +20,6 @@ SHAPES = {"linear": "linear", "cosine": "cosine", "sqrt": "minus_sqrt"}
 """Shapes of the decay."""
 MILLION = 1_000_000
 """Steps that the schedule of an RL job counts with in 0.3.7 to 0.4.0, however long the run is."""
-TORCH_EPS = 1e-8
-
 
 # ---------------------------------------------------------------- batches and layout
 
@@ -138,7 +136,7 @@ def optimizer(values: Values) -> dict[str, Json]:
         OPTIMIZER + "kind": "adamw" if name.startswith("AdamW") else "adam",
         OPTIMIZER + "state": "int8" if name.endswith("8bit") else "float32",
         OPTIMIZER + "implementation": "loop" if way == "for-loop" else way,
-        OPTIMIZER + "eps": values["train.epsilon"] if since(values, "0.4.0") else TORCH_EPS,
+        OPTIMIZER + "eps": values["train.epsilon"],
         OPTIMIZER + "decay_all": True,
         OPTIMIZER + "grad_clip": clip if clip > 0 else None,
         **_rates(values),

@@ -280,7 +280,7 @@ def secrets(values: Values) -> Native:
     at = "data_processor.task_pipeline.operators"
     for n, own in enumerate(entries(values, at)):
         if text(own, "args.api_key") is not None:
-            raise NotSupportedYet(f"{at}[{n}].args.api_key: data services are coming, not built yet.")
+            raise ConfigError(f"{at}[{n}].args.api_key: secrets stay out of configs: leave it out.")
     return {}
 
 

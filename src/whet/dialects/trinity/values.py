@@ -119,6 +119,7 @@ class Preset:
     loss: str = "ppo"
     kl_loss: str = "k2"
     entropy: str = "default"
+    repeat_times: int = 2
     kind: Literal["online", "sft", "dpo"] = "online"
     in_trainer: bool = False
     """Advantages are computed in the trainer, so a KL penalty in the rewards has an effect."""
@@ -130,10 +131,10 @@ class Preset:
 
 
 PRESETS: dict[str, Preset] = {
-    "ppo": Preset(recipe="ppo", advantage="ppo", in_trainer=True),
+    "ppo": Preset(recipe="ppo", advantage="ppo", repeat_times=1, in_trainer=True),
     "grpo": Preset(recipe="grpo", advantage="grpo"),
     "grpo_verl": Preset(recipe="grpo", advantage="grpo", in_trainer=True),
-    "dapo": Preset(recipe="grpo", advantage="grpo", kl_loss="none"),
+    "dapo": Preset(recipe="grpo", advantage="grpo", kl_loss="none", repeat_times=16),
     "rloo": Preset(recipe="rloo", advantage="rloo", in_trainer=True),
     "reinforceplusplus": Preset(recipe="reinforce_pp", advantage="reinforceplusplus", in_trainer=True),
     "opmd": Preset(recipe="opmd", advantage="opmd", loss="opmd"),
@@ -144,14 +145,21 @@ PRESETS: dict[str, Preset] = {
     "sapo": Preset(recipe="sapo", advantage="grpo", loss="sapo"),
     "sppo": Preset(recipe="sppo", advantage="opmd", loss="sppo", kl_loss="none", entropy="none"),
     "rec": Preset(recipe="rec", advantage="rec", loss="rec"),
-    "raft": Preset(recipe="raft", loss="sft", kl_loss="none", entropy="none"),
-    "multi_step_grpo": Preset(recipe="step_wise_grpo", advantage="step_wise_grpo"),
+    "raft": Preset(recipe="raft", loss="sft", kl_loss="none", entropy="none", repeat_times=1),
+    "multi_step_grpo": Preset(recipe="step_wise_grpo", advantage="step_wise_grpo", repeat_times=8),
     "on_policy_distill": Preset(
-        recipe="distill", advantage="on_policy_distill", kl_loss="none", entropy="none", in_trainer=True
+        recipe="distill",
+        advantage="on_policy_distill",
+        kl_loss="none",
+        entropy="none",
+        repeat_times=8,
+        in_trainer=True,
     ),
-    "mix": Preset(recipe="mix", advantage="grpo", loss="mix", entropy="mix"),
-    "mix_chord": Preset(recipe="mix_chord", advantage="grpo", loss="mix_chord", entropy="mix"),
-    "sft": Preset(recipe="sft", loss="sft", kl_loss="none", entropy="none", kind="sft"),
+    "mix": Preset(recipe="mix", advantage="grpo", loss="mix", entropy="mix", repeat_times=8),
+    "mix_chord": Preset(
+        recipe="mix_chord", advantage="grpo", loss="mix_chord", entropy="mix", repeat_times=8
+    ),
+    "sft": Preset(recipe="sft", loss="sft", kl_loss="none", entropy="none", repeat_times=1, kind="sft"),
     "dpo": Preset(recipe="dpo", loss="dpo", kl_loss="none", kind="dpo"),
 }
 
@@ -183,6 +191,6 @@ def is_megatron(values: Values) -> bool:
 
 
 def repeat_times(values: Values) -> int:
-    """Rollouts of a task. The numbers of Trinity's presets never count, for its field is 1 and never null."""
-    times: int = values["algorithm.repeat_times"] or 1
+    """Rollouts of a task: the preset's where the file does not say."""
+    times: int = values["algorithm.repeat_times"] or preset(values).repeat_times
     return times
