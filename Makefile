@@ -11,7 +11,9 @@ TORCH  ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
 # Hours; SWEEP=100 is a taste of the last.
 SWEEP  ?= 10000
 
-.PHONY: demo test sweep check format docs bits bench bench-learn bench-train clean
+# `make golden BASE=<commit>`: a dozen runs by that commit and by the working tree, compared number by number.
+
+.PHONY: demo test sweep golden check format docs bits bench bench-learn bench-train clean
 
 demo: $(VENV)/.installed
 	$(BIN)/whet train examples/first_run.yaml
@@ -23,6 +25,9 @@ sweep: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sweep --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python tests/variants.py
 	OMP_NUM_THREADS=1 PYTHONPATH=tests nice -n 10 $(BIN)/python -m fuzz.run all $(SWEEP)
+
+golden: $(VENV)/.installed-dev
+	$(BIN)/python tests/golden/compare.py $(BASE)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests examples benchmarks
@@ -36,7 +41,7 @@ format: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m whet.config.docs > docs/config.md
-	$(BIN)/python -m whet.config.dialects.docs docs
+	$(BIN)/python -m whet.dialects.docs docs
 
 bits: $(VENV)/.installed
 	$(BIN)/python benchmarks/bits.py

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from whet.config.dialects.cosmos_loss import (
+from whet.dialects.cosmos.loss import (
     ALL,
     aggregation,
     algorithm,
@@ -18,8 +18,8 @@ from whet.config.dialects.cosmos_loss import (
     prefixes,
     reference,
 )
-from whet.config.dialects.key import Unbuilt
-from whet.config.dialects.tables import dialect
+from whet.dialects.row import NotSupportedYet
+from whet.dialects.tables import dialect
 from whet.types import ConfigError
 
 POLICY = "train.train_policy."
@@ -27,7 +27,7 @@ POLICY = "train.train_policy."
 
 def values(kind: str = "grpo", **given: Any) -> dict[str, Any]:
     """A file's values; names are those of train.train_policy."""
-    out = {row.name: row.default for row in dialect(f"cosmos-{kind}").rows}
+    out = {row.key: row.default for row in dialect(f"cosmos-{kind}").rows}
     for name, value in given.items():
         assert POLICY + name in out, name
         out[POLICY + name] = value
@@ -57,7 +57,7 @@ def test_groups_are_dropped_by_a_part_of_the_reward() -> None:
     assert by not in algorithm(values(**both | {"variant": "grpo"}, filter_reward_metric="gsm8k")), (
         "nothing is dropped"
     )
-    with pytest.raises(Unbuilt, match="'format' is not in reward_function"):
+    with pytest.raises(NotSupportedYet, match="'format' is not in reward_function"):
         algorithm(values(**both, filter_reward_metric="format"))
 
 
@@ -67,7 +67,7 @@ def test_the_ratio_is_bounded_on_two_sides_or_from_above() -> None:
     assert clipping(values(epsilon_low=-1, epsilon_high=-1.0)) == {low: 1.0, high: 1e9, cap: 3.0}, "open"
     assert clipping(values(variant="gspo", epsilon_low=3e-4)) == {low: 3e-4, high: 0.2}, "no dual clip"
     assert clipping(values(aipo_rho=4.0)) == {"algorithm.loss": "aipo", "algorithm.aipo_rho": 4.0}
-    with pytest.raises(Unbuilt, match="gspo"):
+    with pytest.raises(NotSupportedYet, match="gspo"):
         clipping(values(variant="gspo", aipo_rho=4.0))
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from whet.config import hardware
-from whet.config.dialects import here
-from whet.config.dialects.key import Key
-from whet.config.dialects.tables import table
-from whet.config.dialects.values import nested
 from whet.config.load import load
 from whet.config.schema import Config
 from whet.config.tree import path_of
+from whet.dialects import here
+from whet.dialects.row import Row
+from whet.dialects.tables import table
+from whet.dialects.values import nested
 from whet.types import ConfigError
 
 POLICY, MESH = "train.train_policy.", "policy.parallelism."
@@ -179,21 +179,21 @@ REFUSED = {"train.fp8.fp8_recipe", "train.fsdp_reduce_dtype", POLICY + "type", M
 """Keys of which every other value is refused: there is one RL algorithm with variants, one replica."""
 
 
-def the_rows(kind: str) -> list[Key]:
+def the_rows(kind: str) -> list[Row]:
     return [row for row in table(f"cosmos-{kind}") if row.status in ("mapped", "translated")]
 
 
-def another(row: Key) -> Any:
+def another(row: Row) -> Any:
     """A value of the same kind that is not the default."""
-    if row.name in OTHER:
-        return OTHER[row.name]
+    if row.key in OTHER:
+        return OTHER[row.key]
     if isinstance(row.default, bool):
         return not row.default
     if isinstance(row.default, int):
         return row.default + 1
     if isinstance(row.default, float):
         return row.default * 2 if row.default else 0.25
-    assert isinstance(row.default, str), f"{row.name}: say in OTHER what another value of it is"
+    assert isinstance(row.default, str), f"{row.key}: say in OTHER what another value of it is"
     return "another"
 
 
@@ -210,25 +210,25 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(here, "find_spec", lambda name: True)
 
 
-def context(row: Key, kind: str) -> dict[str, Any]:
-    of_validation = VALIDATES if row.name.startswith("validation.") else {}
-    return BASE[kind] | CONTEXTS.get(row.name, of_validation)
+def context(row: Row, kind: str) -> dict[str, Any]:
+    of_validation = VALIDATES if row.key.startswith("validation.") else {}
+    return BASE[kind] | CONTEXTS.get(row.key, of_validation)
 
 
 @pytest.mark.parametrize(
     ("kind", "row"),
-    [pytest.param(kind, row, id=f"{kind}-{row.name}") for kind in BASE for row in the_rows(kind)],
+    [pytest.param(kind, row, id=f"{kind}-{row.key}") for kind in BASE for row in the_rows(kind)],
 )
-def test_another_value_of_a_key_changes_the_native_config(tmp_path: Path, kind: str, row: Key) -> None:
+def test_another_value_of_a_key_changes_the_native_config(tmp_path: Path, kind: str, row: Row) -> None:
     around = context(row, kind)
-    default = {} if row.default in (None, "") else {row.name: row.default}
+    default = {} if row.default in (None, "") else {row.key: row.default}
     before = read(tmp_path, kind, default | around)
-    changed = around | {row.name: another(row)}
+    changed = around | {row.key: another(row)}
     assert changed != default | around
-    if row.name not in REFUSED:
+    if row.key not in REFUSED:
         assert read(tmp_path, kind, changed) != before
         return
-    with pytest.raises(ConfigError, match=row.name):
+    with pytest.raises(ConfigError, match=row.key):
         read(tmp_path, kind, changed)
 
 
@@ -241,5 +241,5 @@ def test_workers_of_an_sft_job_count(tmp_path: Path, key: str) -> None:
 
 
 def test_the_small_tables_of_this_test_name_keys() -> None:
-    names = {row.name for kind in BASE for row in the_rows(kind)}
+    names = {row.key for kind in BASE for row in the_rows(kind)}
     assert names >= CONTEXTS.keys() | OTHER.keys() | REFUSED

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from whet.config import hardware
-from whet.config.dialects import here
-from whet.config.dialects.skyrl import SKYRL
 from whet.config.load import load
 from whet.config.schema import Config
+from whet.dialects import here
+from whet.dialects.tables import table
 from whet.types import ConfigError, Json
 
 FILE = Path(__file__).parent / "dialects" / "skyrl_document.yaml"
-ROWS = {row.name: row for row in SKYRL if row.status in ("mapped", "translated")}
+ROWS = {row.key: row for row in table("skyrl") if row.status in ("mapped", "translated")}
 A, P = "trainer.algorithm", "trainer.placement"
 
 GAE = [f"{A}.advantage_estimator=gae", "trainer.critic.model.path=m"]

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from whet.config.dialects.key import Key
-from whet.config.dialects.tables import dialect, parts, table
-from whet.config.dialects.translate import Translation, translate
-from whet.config.dialects.trinity_stages import inherited
-from whet.config.dialects.trinity_values import (
+from whet.config.tree import merge
+from whet.dialects.row import Row
+from whet.dialects.tables import dialect, parts
+from whet.dialects.translate import Translation, translate
+from whet.dialects.trinity.stages import inherited
+from whet.dialects.trinity.values import (
     ACTOR,
     CRITIC,
     EVAL_TASKSETS,
@@ -21,7 +22,6 @@ from whet.config.dialects.trinity_values import (
     TASKSET,
     VERL_TRAINER,
 )
-from whet.config.tree import merge
 from whet.types import Json
 
 Tree = dict[str, Any]
@@ -251,22 +251,17 @@ REPLACED: dict[str, Json] = {
 }
 """Other values than `another` finds."""
 
-ROWS = [
-    row
-    for name in ("trinity", "trinity-verl")
-    for row in table(name)
-    if row.status in ("mapped", "translated")
-]
+ROWS = [row for row in dialect("trinity").rows if row.status in ("mapped", "translated")]
 
 
-def is_section(row: Key) -> bool:
+def is_section(row: Row) -> bool:
     of = dialect("trinity")
-    return parts(row.name) in of.below and row.name not in REPLACED
+    return parts(row.key) in of.below and row.key not in REPLACED
 
 
-def another(row: Key) -> Json:
+def another(row: Row) -> Json:
     """Another value of the right kind."""
-    name, default = row.name, row.default
+    name, default = row.key, row.default
     if name in REPLACED:
         return REPLACED[name]
     if isinstance(default, bool):
@@ -305,15 +300,15 @@ def context_of(name: str) -> Tree:
     return CONTEXTS[name] if name in CONTEXTS else FILES[name]
 
 
-def context(row: Key) -> str:
+def context(row: Row) -> str:
     """The name of a small file in which the key means something."""
-    if row.name in CONTEXTS:
-        return row.name
-    if row.name.startswith((f"{CRITIC}.", f"{VERL_TRAINER}.critic")):
+    if row.key in CONTEXTS:
+        return row.key
+    if row.key.startswith((f"{CRITIC}.", f"{VERL_TRAINER}.critic")):
         return "ppo"
-    if row.name.startswith(f"{EXPERIENCES}.format."):
+    if row.key.startswith(f"{EXPERIENCES}.format."):
         return "plain"
-    return "mix_plain" if row.name.startswith(f"{AUXILIARY}.format.") else ""
+    return "mix_plain" if row.key.startswith(f"{AUXILIARY}.format.") else ""
 
 
 def read(tree: Tree) -> Translation:
@@ -327,16 +322,16 @@ def told(made: Translation, name: str) -> bool:
     return wanted in said
 
 
-def named(row: Key) -> str:
-    return row.name
+def named(row: Row) -> str:
+    return row.key
 
 
-OF_FILES = [row for row in ROWS if not row.name.startswith("stages") and not is_section(row)]
-OF_STAGES = [row for row in ROWS if row.name.startswith(STAGE) and not is_section(row)]
+OF_FILES = [row for row in ROWS if not row.key.startswith("stages") and not is_section(row)]
+OF_STAGES = [row for row in ROWS if row.key.startswith(STAGE) and not is_section(row)]
 
 
 @pytest.mark.parametrize("row", OF_FILES, ids=named)
-def test_another_value_changes_the_config_or_is_refused(row: Key) -> None:
+def test_another_value_changes_the_config_or_is_refused(row: Row) -> None:
     check(row)
 
 
@@ -344,15 +339,15 @@ def test_what_a_stage_gives_reaches_the_row_of_the_file() -> None:
     """A stage is translated as a file of its own, so its keys are as alive as that file's."""
     of, small = dialect("trinity"), base()
     for row in OF_STAGES:
-        name = row.name.removeprefix(STAGE)
+        name = row.key.removeprefix(STAGE)
         if name in ("stage_name", "mode", "algorithm.algorithm_type"):
             continue
         own = of.row(name)
         assert own is not None
-        assert own.status in ("mapped", "translated"), row.name
+        assert own.status in ("mapped", "translated"), row.key
         value = another(own)
         stage = with_value({}, name, value)
-        assert inherited(small, stage | {"stage_name": "first"}) == merge(small, stage), row.name
+        assert inherited(small, stage | {"stage_name": "first"}) == merge(small, stage), row.key
 
 
 @functools.cache
@@ -364,14 +359,14 @@ def alone(name: str) -> Translation:
     return made
 
 
-def check(row: Key) -> None:
+def check(row: Row) -> None:
     before, value = alone(context(row)), another(row)
-    after = read(with_value(context_of(context(row)), row.name, value))
+    after = read(with_value(context_of(context(row)), row.key, value))
     assert not [text for _, text in after.problems if "unknown key" in text]
     if after.problems or after.unbuilt:
-        assert told(after, row.name), (row.name, value, after.problems, after.unbuilt)
+        assert told(after, row.key), (row.key, value, after.problems, after.unbuilt)
     else:
-        assert after.tree != before.tree, f"{row.name}={value!r} changes nothing"
+        assert after.tree != before.tree, f"{row.key}={value!r} changes nothing"
 
 
 def with_value(tree: Tree, name: str, value: Json) -> Tree:

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from whet.config.dialects.key import Key
-from whet.config.dialects.tables import Dialect, dialect, parts, table
-from whet.config.dialects.translate import Translation, translate
+from whet.dialects.row import Row
+from whet.dialects.tables import Dialect, dialect, parts, table
+from whet.dialects.translate import Translation, translate
 from whet.types import Json
 
 A, R, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
@@ -243,12 +243,12 @@ ROWS = [
 ]
 
 
-def another(row: Key, of: Dialect) -> Json:
+def another(row: Row, of: Dialect) -> Json:
     """Another value than the default, of the same kind. A section that is no section must be refused."""
-    if row.name in OTHER:
-        return OTHER[row.name]
+    if row.key in OTHER:
+        return OTHER[row.key]
     default = row.default
-    if parts(row.name) in of.below:
+    if parts(row.key) in of.below:
         return 3
     if isinstance(default, str) and default.startswith("${"):
         default = of.row(default[2:-1]).default if default.count("${") == 1 else None  # type: ignore[union-attr]
@@ -260,7 +260,7 @@ def another(row: Key, of: Dialect) -> Json:
         return f"{default}x"
     return (
         4
-        if any(word in row.name for word in ("size", "steps", "keep", "factor", "seed", "clip_ratio"))
+        if any(word in row.key for word in ("size", "steps", "keep", "factor", "seed", "clip_ratio"))
         else "other"
     )
 
@@ -287,18 +287,18 @@ def said(made: Translation) -> set[str]:
     return {text for _, text in (*made.problems, *made.unbuilt)}
 
 
-@pytest.mark.parametrize(("name", "row"), ROWS, ids=[f"{name}:{row.name}" for name, row in ROWS])
-def test_no_key_is_dead(name: str, row: Key) -> None:
+@pytest.mark.parametrize(("name", "row"), ROWS, ids=[f"{name}:{row.key}" for name, row in ROWS])
+def test_no_key_is_dead(name: str, row: Row) -> None:
     kind = "verl-ppo" if name == "verl-megatron-optim" else name
     own = MEGATRON if name == "verl-megatron-optim" else {}
-    given = {**own, **CONTEXTS.get(row.name, {})} if kind == "verl-ppo" else SFT_CONTEXTS.get(row.name, {})
+    given = {**own, **CONTEXTS.get(row.key, {})} if kind == "verl-ppo" else SFT_CONTEXTS.get(row.key, {})
     base = translated(kind, json.dumps(given))
     assert not said(base), "the context itself is a file that works"
-    changed = translated(kind, json.dumps({**given, row.name: another(row, dialect(kind))}))
-    refused = any(row.name.removesuffix(".*") in text for text in said(changed))
+    changed = translated(kind, json.dumps({**given, row.key: another(row, dialect(kind))}))
+    refused = any(row.key.removesuffix(".*") in text for text in said(changed))
     assert refused or (not said(changed) and changed.tree != base.tree), said(changed)
 
 
 def test_every_context_belongs_to_a_key() -> None:
-    names = {row.name for _, row in ROWS}
+    names = {row.key for _, row in ROWS}
     assert (CONTEXTS.keys() | SFT_CONTEXTS.keys() | OTHER.keys()) <= names

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 
 from whet.config import hardware
-from whet.config.dialects import here, layout, skyrl_rules, verl_rules
-from whet.config.dialects.key import Unbuilt
-from whet.config.dialects.tables import dialect
 from whet.config.load import Loaded, load
 from whet.config.plan import plans
+from whet.dialects import here, layout
+from whet.dialects.row import NotSupportedYet
+from whet.dialects.skyrl import rules as skyrl_rules
+from whet.dialects.tables import dialect
+from whet.dialects.translate import translate
+from whet.dialects.verl import rules as verl_rules
 from whet.rehearsal.shrink import check, shrink
-from whet.types import ConfigError
+from whet.types import ConfigError, Json
 
 ACTOR, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.ref."
 MODEL, CRITIC = "actor_rollout_ref.model.", "critic.model."
@@ -23,7 +26,7 @@ PARAM, OPTIMIZER = "fsdp_config.param_offload", "fsdp_config.optimizer_offload"
 
 
 def values(kind: str, **given: Any) -> dict[str, Any]:
-    out = {row.name: row.default for row in dialect(kind).rows}
+    out = {row.key: row.default for row in dialect(kind).rows}
     return out | given
 
 
@@ -37,7 +40,7 @@ def test_verl_models_rest_where_there_are_any() -> None:
     assert verl({}) == []
     assert verl(alone | {ACTOR + PARAM: True}) == ["policy"]
     assert verl(alone | {ACTOR + "fsdp_config.offload_policy": True}) == ["optimizer", "policy"]
-    with pytest.raises(Unbuilt, match=r"grad_offload=True without param_offload"):
+    with pytest.raises(NotSupportedYet, match=r"grad_offload=True without param_offload"):
         verl(alone | {ACTOR + "fsdp_config.grad_offload": True})
     assert verl(alone | {ACTOR + OPTIMIZER: True, MODEL + "enable_activation_offload": True}) == [
         "activations",
@@ -53,7 +56,7 @@ def test_policy_and_critic_of_verl_do_it_alike() -> None:
     both = {ACTOR + OPTIMIZER: True, CRITIC + OPTIMIZER: True}
     assert verl(both) == ["optimizer"]
     for key in both:
-        with pytest.raises(Unbuilt, match=r"critic\.model\.fsdp_config\.optimizer_offload"):
+        with pytest.raises(NotSupportedYet, match=r"critic\.model\.fsdp_config\.optimizer_offload"):
             verl({key: True})
 
 
@@ -64,7 +67,7 @@ def test_a_sequence_is_shared_by_the_ranks_of_all_models_of_skyrl() -> None:
     sizes = {f"trainer.{role}.sequence_parallel_size": 2 for role in ("policy", "ref")}
     assert ranks({}) == 1
     assert ranks(sizes) == 2
-    with pytest.raises(Unbuilt, match=r"trainer\.ref\.sequence_parallel_size=1"):
+    with pytest.raises(NotSupportedYet, match=r"trainer\.ref\.sequence_parallel_size=1"):
         ranks({"trainer.policy.sequence_parallel_size": 2})
 
 
@@ -209,11 +212,18 @@ def test_a_file_for_64_gpus_fits_every_machine(monkeypatch: pytest.MonkeyPatch) 
 
 def test_classes_and_groups_that_fsdp_has_and_whet_has_not() -> None:
     key = "actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
-    check_layers = layout.decoder_layers(key)
-    assert check_layers({key: None}) == {}
-    assert check_layers({key: ["Qwen2DecoderLayer"]}) == {}
-    with pytest.raises(Unbuilt, match=r"transformer_layer_cls_to_wrap: .LlamaMLP."):
-        check_layers({key: ["LlamaMLP"]})
+    at = key.split(".")
+
+    def said(value: Json) -> list[str]:
+        tree: Json = value
+        for part in reversed(at):
+            tree = {part: tree}
+        return [text for _, text in translate(tree, dialect("verl-ppo"), origins={}).unbuilt]
+
+    for fine in (None, "Qwen2DecoderLayer", ["Qwen2DecoderLayer"]):
+        assert said(fine) == []
+    (text,) = said(["LlamaMLP"])
+    assert text.startswith(f'{key}: got ["LlamaMLP"]; coming, not built yet: wrapping other layers')
     assert layout.groups(-1, 8, key="k") == layout.groups(16, 8, key="k") == (1, 8)
     assert layout.groups(2, 8, key="k") == (4, 2)
     with pytest.raises(ConfigError, match="k=3 must divide the 8"):

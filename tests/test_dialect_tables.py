@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from whet.config.dialects import docs
-from whet.config.dialects.match import read, suggest
-from whet.config.dialects.recognise import recognise
-from whet.config.dialects.tables import FILES, TABLES, dialect, joined, parts, table
-from whet.config.dialects.translate import translate
 from whet.config.keys import lookup
+from whet.dialects import docs
+from whet.dialects.kinds import accepts
+from whet.dialects.match import read, suggest
+from whet.dialects.recognise import recognise
+from whet.dialects.tables import FILES, TABLES, dialect, function, joined, parts, table
+from whet.dialects.translate import translate
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,14 +30,16 @@ def the_rows(names=TABLES):
 def test_a_table_is_well_formed(name):
     rows = table(name)
     assert rows, "an empty table"
-    assert [n for n, count in Counter(row.name for row in rows).items() if count > 1] == []
+    assert [n for n, count in Counter(row.key for row in rows).items() if count > 1] == []
     for row in rows:
-        assert row.status == "mapped" or row.reason, row.name
-        if row.status in ("mapped", "translated", "derived"):
-            assert (row.translate is None) == (row.status == "mapped"), row.name
+        assert row.status == "mapped" or row.what, row.key
+        assert (row.status == "translated") <= (row.function != ""), row.key
+        for name_of in filter(None, (row.function, row.when)):
+            assert callable(function(TABLES[name][0], name_of)), row.key
+        assert accepts(row.type or "null", None) in (True, False), "the type is one that is known"
         for native in row.native if row.status in ("mapped", "translated") else ():
             assert lookup(tuple(native.removesuffix(".*").split("."))), (
-                f"{row.name} feeds {native}, which is no key"
+                f"{row.key} feeds {native}, which is no key"
             )
 
 
@@ -50,7 +53,7 @@ def test_other_names_lead_to_keys(name):
 @pytest.mark.parametrize("page", docs.PAGES)
 def test_few_keys_are_inert_or_refused(page):
     rows = [row for name in docs.PAGES[page][1] for row in table(name)]
-    idle = [row.name for row in rows if row.status in ("inert", "refused")]
+    idle = [row.key for row in rows if row.status in ("inert", "refused")]
     assert len(idle) < 0.05 * len(rows), idle
 
 
@@ -65,8 +68,8 @@ def test_defaults_do_not_contradict_each_other(name):
 def test_a_file_of_all_keys_is_recognised_and_has_none_unknown(name):
     of, tree = dialect(name), {}
     for row in of.rows:
-        if parts(row.name) not in of.below and row.name not in of.optional:
-            put(tree, parts(row.name), row.default)
+        if parts(row.key) not in of.below and row.key not in of.optional:
+            put(tree, parts(row.key), row.default)
     if of.sign[0]:
         put(tree, parts(of.sign[0]), of.sign[1][0])
     assert [found.cut for found in read(tree, of) if found.row is None and not found.is_section] == []
@@ -77,11 +80,11 @@ def test_a_file_of_all_keys_is_recognised_and_has_none_unknown(name):
 def test_1000_typos_are_refused_and_the_right_key_comes_first():
     draw, right = random.Random(7), 0
     closed = [
-        (name, parts(row.name))
+        (name, parts(row.key))
         for name in FILES
         for row in dialect(name).rows
         if "*"
-        not in dialect(name).below[parts(row.name)[:-1]]  # beside an open name nothing is a typo for sure
+        not in dialect(name).below[parts(row.key)[:-1]]  # beside an open name nothing is a typo for sure
     ]
     for name, key in draw.sample(closed, 1000):
         of, wrong = dialect(name), key

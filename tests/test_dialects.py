@@ -2,41 +2,74 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import json
 import subprocess
 import sys
-import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from whet import cli
-from whet.config.dialects import tables
-from whet.config.dialects.convert import native_yaml, scalar
-from whet.config.dialects.key import (
-    coming,
-    derived,
-    engine,
-    inert,
-    mapped,
-    refused,
-    translated,
-)
-from whet.config.dialects.kinds import same
-from whet.config.dialects.match import suggest
-from whet.config.dialects.recognise import recognise
-from whet.config.dialects.report import counts, markdown, summary
-from whet.config.dialects.style import overridden
-from whet.config.dialects.tables import TABLES, Dialect
-from whet.config.dialects.translate import translate
 from whet.config.load import load
 from whet.config.parse import parse
 from whet.config.plan import plans
+from whet.dialects import row as table_rows
+from whet.dialects import tables
+from whet.dialects.convert import native_yaml, scalar
+from whet.dialects.kinds import same
+from whet.dialects.match import suggest
+from whet.dialects.recognise import recognise
+from whet.dialects.report import counts, markdown, summary
+from whet.dialects.row import Row
+from whet.dialects.style import overridden
+from whet.dialects.tables import TABLES, Dialect
+from whet.dialects.translate import translate
 from whet.types import ConfigError
 
 ROOT = Path(__file__).parent.parent
+
+
+# ---------------------------------------------------------------- rows as a table would have them
+
+FUNCTIONS = {}
+
+
+def mapped(key, native, *, default):
+    return Row(key=key, status="mapped", default=default, native=(native,))
+
+
+def translated(key, function, *native, default, reason=""):
+    FUNCTIONS[function.__name__] = function
+    return Row(
+        key=key,
+        status="translated",
+        default=default,
+        native=native,
+        function=function.__name__,
+        reason=reason,
+    )
+
+
+def derived(key, function, *, default, reason):
+    return replace(translated(key, function, default=default, reason=reason), status="derived")
+
+
+def coming(key, area, *, default, harmless=()):
+    return Row(key=key, status="coming", default=default, area=area, harmless=harmless)
+
+
+def engine(key, area, *, default, reason):
+    return Row(key=key, status="engine", default=default, area=area, reason=reason)
+
+
+def inert(key, reason, *, default):
+    return Row(key=key, status="inert", default=default, reason=reason)
+
+
+def refused(key, reason, *, default):
+    return Row(key=key, status="refused", default=default, reason=reason)
 
 
 # ---------------------------------------------------------------- a dialect of our own
@@ -105,10 +138,10 @@ TOY = (
     coming("extra.<name>.path", "buffers", default=""),
     mapped("label", "name", default="toy"),
 )
-ALIASES = {"loop.learning_rate": "loop.lr", "loop.batch": ("loop.prompts", "renamed in 2")}
 ON = Dialect(
     name="toy",
     rows=TOY,
+    functions=FUNCTIONS.__getitem__,
     aliases={"loop.learning_rate": ("loop.lr", ""), "loop.batch": ("loop.prompts", "renamed in 2")},
     nulls=("None",),
 )
@@ -117,11 +150,17 @@ ON = Dialect(
 @pytest.fixture
 def toy(monkeypatch):
     """The toy dialect among the real ones."""
-    module = types.ModuleType("whet.config.dialects.toy")
-    module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
-    module.TOY, module.ALIASES = TOY, ALIASES
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(tables.TABLES, "toy", ("toy", "TOY"))
+    rows, aliases, function = table_rows.rows, table_rows.aliases, tables.function
+    monkeypatch.setattr(table_rows, "rows", lambda system: TOY if system == "toy" else rows(system))
+    monkeypatch.setattr(
+        table_rows, "aliases", lambda system: ON.aliases if system == "toy" else aliases(system)
+    )
+    monkeypatch.setattr(
+        tables,
+        "function",
+        lambda system, name: FUNCTIONS[name] if system == "toy" else function(system, name),
+    )
+    monkeypatch.setitem(tables.TABLES, "toy", ("toy", ""))
     monkeypatch.setitem(tables.FILES, "toy", tables._File(tables=("toy",), nulls=("None",)))
 
 
@@ -183,7 +222,7 @@ def test_each_function_is_called_once():
         translated("a", count, "seed", default=1, reason=""),
         translated("b", count, "seed", default=2, reason=""),
     )
-    made = translate({"a": 5}, Dialect(name="two", rows=rows), origins={})
+    made = translate({"a": 5}, Dialect(name="two", rows=rows, functions=FUNCTIONS.__getitem__), origins={})
     assert made.tree == {"seed": 7}
     assert calls == [{"a": 5, "b": 2}]
 
@@ -229,7 +268,7 @@ def test_a_section_that_was_a_file_of_its_own_refers_to_itself():
         mapped("box.in.b", "rollout.group_size", default="${in.a}"),
         mapped("box.in.c", "seed", default=0),
     )
-    of = Dialect(name="boxed", rows=rows, inner="box")
+    of = Dialect(name="boxed", rows=rows, functions=FUNCTIONS.__getitem__, inner="box")
     assert translate({}, of, origins={}).tree == {"train": {"steps": 3}, "rollout": {"group_size": 3}}
     made = translate({"box": {"in": {"a": 5, "c": "${in.b}"}}}, of, origins={})
     assert made.tree == {"train": {"steps": 5}, "rollout": {"group_size": 5}, "seed": 5}
@@ -241,7 +280,7 @@ def test_optional_tables_count_only_where_given():
         mapped("b", "seed", default=2),
         mapped("c", "train.steps", default=4),
     )
-    of = Dialect(name="some", rows=rows, optional=frozenset({"b", "c"}))
+    of = Dialect(name="some", rows=rows, functions=FUNCTIONS.__getitem__, optional=frozenset({"b", "c"}))
     assert translate({}, of, origins={}).tree == {"seed": 1}
     assert translate({"b": 3}, of, origins={}).tree == {"seed": 3}
 
@@ -253,7 +292,9 @@ def test_entries_of_a_list_feed_entries_of_a_list():
         mapped("s[].name", "stages.*.name", default=None),
     )
     made = translate(
-        {"s": [{"name": "a", "steps": 2}, {"name": "b"}]}, Dialect(name="l", rows=rows), origins={}
+        {"s": [{"name": "a", "steps": 2}, {"name": "b"}]},
+        Dialect(name="l", rows=rows, functions=FUNCTIONS.__getitem__),
+        origins={},
     )
     assert made.tree == {"stages": [{"train": {"steps": 2}, "name": "a"}, {"name": "b"}]}
 
@@ -490,7 +531,7 @@ def test_native_files_do_not_import_the_tables():
     modules = sorted({module for module, _ in TABLES.values()})
     code = (
         "import sys; from whet.config.load import load; load('examples/first_run.yaml');"
-        f"sys.exit(any(f'whet.config.dialects.{{m}}' in sys.modules for m in {modules}))"
+        f"sys.exit(any(f'whet.dialects.{{m}}' in sys.modules for m in {modules}))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
 

@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import whet
-from whet.config.dialects.tables import dialect
-from whet.config.dialects.translate import translate
 from whet.config.load import load
 from whet.config.plan import plans
+from whet.dialects.tables import dialect
+from whet.dialects.translate import translate
 from whet.track.dumps import encoded, files, rows_of
 from whet.track.record import RunDirectory
 from whet.types import ConfigError, Message, Rollout, Task

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from whet.config.dialects import skyrl_parts as parts
-from whet.config.dialects import skyrl_rules as rules
-from whet.config.dialects.key import Unbuilt, Values
-from whet.config.dialects.skyrl import ALIASES, SKYRL
 from whet.config.load import Loaded
 from whet.config.load import load as load_config
 from whet.config.parse import parse
+from whet.dialects.row import NotSupportedYet, Values
+from whet.dialects.skyrl import parts, rules
+from whet.dialects.tables import dialect
 from whet.types import ConfigError, Json
 
 HERE = Path(__file__).parent / "dialects"
 DOCUMENT = dict(line.split("\t") for line in (HERE / "skyrl.keys.txt").read_text().splitlines())
-ROWS = {row.name: row for row in SKYRL}
+SKYRL = dialect("skyrl")
+ROWS = {row.key: row for row in SKYRL.rows}
 
 
 def values(**given: Json) -> Values:
@@ -65,24 +65,24 @@ def test_every_key_of_the_document_has_a_row_with_its_default() -> None:
 
 
 def test_names_are_unique_and_newer_names_lead_to_rows() -> None:
-    assert len(ROWS) == len(SKYRL)
-    assert set(ALIASES.values()) <= ROWS.keys()
-    assert not ALIASES.keys() & ROWS.keys()
+    assert len(ROWS) == len(SKYRL.rows)
+    assert {new for new, _ in SKYRL.aliases.values()} <= ROWS.keys()
+    assert not SKYRL.aliases.keys() & ROWS.keys()
 
 
 def test_statuses() -> None:
     counts = Counter(ROWS[name].status for name in DOCUMENT)
     assert counts == {
         "translated": 75,
-        "coming": 3,
-        "derived": 21,
+        "coming": 7,
+        "derived": 17,
         "mapped": 16,
         "engine": 13,
         "inert": 2,
     }
-    few = sum(row.status in ("inert", "refused") for row in SKYRL)
-    assert few < 0.05 * len(SKYRL)
-    assert all(row.reason for row in SKYRL if row.status != "mapped")
+    few = sum(row.status in ("inert", "refused") for row in ROWS.values())
+    assert few < 0.05 * len(ROWS)
+    assert all(row.what for row in ROWS.values() if row.status != "mapped")
 
 
 def test_every_native_key_that_a_function_gives_is_declared() -> None:
@@ -93,11 +93,11 @@ def test_every_native_key_that_a_function_gives_is_declared() -> None:
         trainer__algorithm__advantage_batch_normalize=True,
         generator__model_dtype="float32",
     )
-    for row in SKYRL:
-        if row.translate is not None and row.status == "translated":
-            together = {n.removesuffix(".*") for r in SKYRL if r.translate is row.translate for n in r.native}
-            given = {key for v in (gae, dual) for key in row.translate(v)}
-            assert all(any(key == n or key.startswith(f"{n}.") for n in together) for key in given), row.name
+    for row in ROWS.values():
+        if row.function and row.status == "translated":
+            together = {n.removesuffix(".*") for r in SKYRL.by_function[row.function] for n in r.native}
+            given = {key for v in (gae, dual) for key in SKYRL.functions(row.function)(v)}
+            assert all(any(key == n or key.startswith(f"{n}.") for n in together) for key in given), row.key
 
 
 # ---------------------------------------------------------------- batch sizes
@@ -220,7 +220,7 @@ def test_who_has_gpus_of_its_own(
 
 def test_engines() -> None:
     assert parts.rollout_engine(values()) == {"rollout.engine": "native"}
-    with pytest.raises(Unbuilt, match="coming"):
+    with pytest.raises(NotSupportedYet, match="coming"):
         parts.rollout_engine(values(generator__run_engines_locally=False))
     assert "remote engines only" in refusal(parts.rollout_engine, generator__backend="sglang")
     assert "expected one of vllm, sglang" in refusal(parts.rollout_engine, generator__backend="hf")

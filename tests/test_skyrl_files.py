@@ -14,18 +14,18 @@ from safetensors.torch import load_file, save_file
 
 import whet
 from whet.config import schema
-from whet.config.dialects.skyrl import SKYRL
 from whet.config.load import Loaded
 from whet.config.load import load as load_config
 from whet.config.parse import parse
 from whet.config.plan import plans
 from whet.config.tree import leaves
 from whet.data.tokenizer import load_tokenizer
+from whet.dialects.tables import table
 from whet.models.load import build, export
 from whet.types import ConfigError
 
 HERE = Path(__file__).parent / "dialects"
-ROWS = {row.name: row for row in SKYRL}
+ROWS = {row.key: row for row in table("skyrl")}
 
 
 def load(name: str, *overrides: str) -> Loaded:

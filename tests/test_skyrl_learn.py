@@ -8,10 +8,10 @@ from transformers import get_scheduler
 
 from test_skyrl import load, refusal, values
 from whet.config import schema
-from whet.config.dialects import skyrl_learn as learn
-from whet.config.dialects.key import Unbuilt
 from whet.config.recipes import resolve
 from whet.config.schedules import factor
+from whet.dialects.row import NotSupportedYet
+from whet.dialects.skyrl import learn
 from whet.types import Json
 
 # ---------------------------------------------------------------- algorithm
@@ -145,12 +145,12 @@ def test_groups_and_entropy() -> None:
     assert learn.groups(values()) == {}
     assert learn.groups(values(**zero)) == {"algorithm.groups.unfinished": "zero"}
     assert learn.groups(values(**mask)) == {"algorithm.groups.unfinished": "mask"}
-    with pytest.raises(Unbuilt):
+    with pytest.raises(NotSupportedYet):
         learn.groups(values(**zero, **mask))
     dynamic = KL + "dynamic_sampling__"
     filtered = learn.groups(values(**{dynamic + "type": "filter"}))
     assert filtered == {"algorithm.drop_uniform_groups": True, "algorithm.max_refills": 29}
-    with pytest.raises(Unbuilt):
+    with pytest.raises(NotSupportedYet):
         learn.groups(values(**{dynamic + "type": "replace"}))
     assert learn.entropy(values()) == {}
     assert learn.entropy(values(**{KL + "use_entropy_loss": True})) == {
@@ -222,7 +222,7 @@ def test_schedules_are_those_of_transformers() -> None:
             optimizer.step()
             theirs.step()
     no_warmup = values(**{given + "scheduler": "inverse_sqrt"})
-    with pytest.raises(Unbuilt):
+    with pytest.raises(NotSupportedYet):
         learn.policy_optimizer(no_warmup)
 
 

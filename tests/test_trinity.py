@@ -15,29 +15,22 @@ import pytest
 import torch
 
 import whet
-from whet.config.dialects import trinity_advantage as advantages
-from whet.config.dialects import trinity_algorithm as learn
-from whet.config.dialects import trinity_data as data
-from whet.config.dialects import trinity_loss as losses
-from whet.config.dialects import trinity_mix as mix
-from whet.config.dialects import trinity_monitor as monitor
-from whet.config.dialects import trinity_replies as replies
-from whet.config.dialects import trinity_rewards as judging
-from whet.config.dialects import trinity_run as run
-from whet.config.dialects import trinity_sync as sync
-from whet.config.dialects import trinity_trainer as trainer
-from whet.config.dialects.key import Unbuilt
-from whet.config.dialects.tables import dialect
-from whet.config.dialects.translate import Translation, translate
-from whet.config.dialects.trinity import TRINITY, TRINITY_VERL
-from whet.config.dialects.trinity_presets import repeat_times
-from whet.config.dialects.trinity_rewards import INPUT
-from whet.config.dialects.trinity_values import ACTOR, CRITIC, EXPERIENCES, MODEL, REF, TASKSET, VERL_TRAINER
 from whet.config.load import load
 from whet.config.parse import parse
 from whet.config.plan import plans
 from whet.config.schema import Model, Scratch, Tokenizer
 from whet.data.tokenizer import load_tokenizer
+from whet.dialects.row import NotSupportedYet
+from whet.dialects.tables import dialect
+from whet.dialects.translate import Translation, translate
+from whet.dialects.trinity import advantage as advantages
+from whet.dialects.trinity import algorithm as learn
+from whet.dialects.trinity import data, mix, monitor, replies, run, sync, trainer
+from whet.dialects.trinity import loss as losses
+from whet.dialects.trinity import rewards as judging
+from whet.dialects.trinity.presets import repeat_times
+from whet.dialects.trinity.rewards import INPUT
+from whet.dialects.trinity.values import ACTOR, CRITIC, EXPERIENCES, MODEL, REF, TASKSET, VERL_TRAINER
 from whet.models.load import build, export
 from whet.types import ConfigError, Json
 
@@ -48,7 +41,7 @@ PLAIN_CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 def values(**given: Json) -> dict[str, Json]:
     """The document's defaults, with values put over them; `__` stands for a dot."""
-    out = {row.name: row.default for row in (*TRINITY, *TRINITY_VERL)}
+    out = {row.key: row.default for row in dialect("trinity").rows}
     for name, value in given.items():
         name = name.replace("__", ".")
         assert name in out, name
@@ -73,17 +66,16 @@ def names(file: str) -> list[str]:
 
 
 def test_every_key_of_the_document_has_a_row_and_a_reason() -> None:
-    for file, table, count in (("trinity", TRINITY, 216), ("trinity_verl", TRINITY_VERL, 96)):
-        known = {row.name: row for row in table}
-        assert len(known) == len(table), "no key twice"
+    for file, count in (("trinity", 216), ("trinity_verl", 96)):
+        known = {row.key: row for row in dialect("trinity").rows}
         assert len(names(file)) == count
         assert not set(names(file)) - known.keys()
-        assert all(row.reason for row in table if row.status != "mapped")
+        assert all(row.what for row in known.values() if row.status != "mapped")
 
 
 def test_few_keys_are_inert_or_refused() -> None:
-    for file, table in (("trinity", TRINITY), ("trinity_verl", TRINITY_VERL)):
-        known = {row.name: row.status for row in table}
+    known = {row.key: row.status for row in dialect("trinity").rows}
+    for file in ("trinity", "trinity_verl"):
         counts = Counter(known[name] for name in names(file))
         assert counts["inert"] + counts["refused"] < 0.05 * len(names(file)), counts
 
@@ -96,7 +88,7 @@ def test_a_step_explores_tasks_times_repeats() -> None:
     for size in (None, 256):
         given = grpo(buffer__batch_size=32, algorithm__repeat_times=8, buffer__train_batch_size=size)
         assert data.batch(given) == want
-    with pytest.raises(Unbuilt, match=r"buffer.train_batch_size: 96 is not .* 32 \* 8 = 256"):
+    with pytest.raises(NotSupportedYet, match=r"buffer.train_batch_size: 96 is not .* 32 \* 8 = 256"):
         data.batch(grpo(buffer__batch_size=32, algorithm__repeat_times=8, buffer__train_batch_size=96))
 
 
@@ -403,7 +395,7 @@ def test_operators_before_the_advantage() -> None:
         "algorithm.groups.min_std_ddof": 0,
     }
     for steps in ((flat, low), (low, low), ({"name": "data_juicer"},)):
-        with pytest.raises(Unbuilt, match="coming"):
+        with pytest.raises(NotSupportedYet, match="coming"):
             advantages.operators(pipeline(*steps))
     with pytest.raises(ConfigError, match="has no such argument"):
         advantages.operators(pipeline({"name": "reward_filter", "args": {"treshold": 1}}))
@@ -435,7 +427,7 @@ def test_a_mix_counts_tasks_where_trinity_counts_experiences() -> None:
     assert told["data.expert.0.messages"] == "talk"
     assert told["data.learn_turns"] == "last"
     with pytest.raises(
-        Unbuilt, match=r"of 256 experiences 52 are demonstrations .* and 204 are not .* 32 \* 8"
+        NotSupportedYet, match=r"of 256 experiences 52 are demonstrations .* and 204 are not .* 32 \* 8"
     ):
         data.batch(chord(buffer__train_batch_size=256))
     with pytest.raises(ConfigError, match=r"auxiliary_buffers\.sft_dataset: must be given"):
@@ -465,16 +457,16 @@ def test_terms_beside_a_mix_keep_their_weight() -> None:
     assert learn.kl(chord(algorithm__algorithm_type="mix"))["algorithm.kl.coef"] == pytest.approx(0.001 / 0.9)
     bonus = {"algorithm.entropy_loss_fn_args.*": {"entropy_coef": 0.09}}
     assert learn.entropy(chord(**bonus)) == {"algorithm.entropy_coef": pytest.approx(0.1)}
-    with pytest.raises(Unbuilt, match="a mu that changes"):
+    with pytest.raises(NotSupportedYet, match="a mu that changes"):
         learn.kl(chord(**{"algorithm.policy_loss_fn_args.*": {"mu_peak": 0.5}}))
-    with pytest.raises(Unbuilt, match="over the demonstrations too"):
+    with pytest.raises(NotSupportedYet, match="over the demonstrations too"):
         learn.entropy(chord(**bonus, algorithm__entropy_loss_fn="default"))
 
 
 def test_sample_strategies() -> None:
     assert mix.staleness(grpo(algorithm__sample_strategy="staleness_control")) == {}
     bound = {"algorithm.sample_strategy_args.*": {"max_staleness": 2}, "synchronizer.sync_interval": 4}
-    with pytest.raises(Unbuilt, match="max_staleness: 2"):
+    with pytest.raises(NotSupportedYet, match="max_staleness: 2"):
         mix.staleness(grpo(algorithm__sample_strategy="staleness_control", **bound))
     with pytest.raises(ConfigError, match="does not go with algorithm_type grpo"):
         mix.staleness(grpo(algorithm__sample_strategy="mix"))
@@ -512,7 +504,7 @@ def test_dpo_has_one_kl() -> None:
     dpo = {"algorithm__algorithm_type": "dpo"}
     assert learn.kl(values(**dpo)) == {}
     assert losses.policy_loss(values(**dpo)) == {"algorithm.beta": 0.1, "algorithm.label_smoothing": 0.0}
-    with pytest.raises(Unbuilt, match="holds its own KL"):
+    with pytest.raises(NotSupportedYet, match="holds its own KL"):
         learn.kl(values(**dpo, algorithm__kl_loss_fn="k2"))
 
 
@@ -601,7 +593,7 @@ def test_checkpoints() -> None:
     assert trainer.keep(values(**{f"{VERL_TRAINER}.remove_previous_ckpt_in_save": True})) == {
         "checkpoint.keep": 1
     }
-    with pytest.raises(Unbuilt, match="a checkpoint holds both"):
+    with pytest.raises(NotSupportedYet, match="a checkpoint holds both"):
         trainer.keep(values(**{f"{VERL_TRAINER}.max_actor_ckpt_to_keep": 2}))
 
 
@@ -621,7 +613,7 @@ def test_parts_of_a_checkpoint() -> None:
         "checkpoint.load": ["model"],
     }
     assert trainer.export(values(**given, trainer__save_interval=3))["checkpoint.export_every"] == 3
-    with pytest.raises(Unbuilt, match="without extra"):
+    with pytest.raises(NotSupportedYet, match="without extra"):
         trainer.contents(values(**{f"{key}.load_contents": ["model"]}))
     with pytest.raises(ConfigError, match="has no model"):
         trainer.contents(values(**{f"{key}.save_contents": ["extra"]}))
@@ -705,7 +697,7 @@ def test_orders_of_tasks() -> None:
     easy = grpo(**path, **{f"{at}.selector_type": "offline_easy2hard", f"{at}.feature_keys": ["rate"]})
     told = data.tasks(easy)
     assert (told["data.order"], told["data.train.0.difficulty"]) == ("hard_first", "rate")
-    with pytest.raises(Unbuilt, match="random is coming"):
+    with pytest.raises(NotSupportedYet, match="random is coming"):
         data.tasks(grpo(**path, **{f"{at}.selector_type": "random"}))
 
 
@@ -736,7 +728,7 @@ def test_the_queue_is_recorded() -> None:
     assert replies.queue(grpo(**{f"{EXPERIENCES}.path": "sqlite:///gsm8k.db"})) == {
         "track.rollouts_dir": "gsm8k"
     }
-    with pytest.raises(Unbuilt, match="sql is coming"):
+    with pytest.raises(NotSupportedYet, match="sql is coming"):
         replies.queue(grpo(**{f"{EXPERIENCES}.storage_type": "sql"}))
 
 
@@ -756,11 +748,11 @@ def test_rewards_by_name_or_file() -> None:
         }
     )
     assert judging.rewards(steps)["rewards.math_boxed_reward"]["arguments"] == {"with_think": True}
-    with pytest.raises(Unbuilt, match="rm_gallery_reward, a reward model"):
+    with pytest.raises(NotSupportedYet, match="rm_gallery_reward, a reward model"):
         judging.rewards(grpo(buffer__explorer_input__default_reward_fn_type="rm_gallery_reward"))
     with pytest.raises(ConfigError, match="did you mean math_reward"):
         judging.rewards(grpo(buffer__explorer_input__default_reward_fn_type="math_rewrd"))
-    with pytest.raises(Unbuilt, match="workflow of several turns"):
+    with pytest.raises(NotSupportedYet, match="workflow of several turns"):
         judging.rewards(grpo(buffer__explorer_input__default_workflow_type="alfworld_workflow"))
     with pytest.raises(ConfigError, match="must be given"):
         judging.rewards(grpo())
@@ -845,7 +837,7 @@ def test_the_teacher_is_the_first_auxiliary_model() -> None:
     assert run.teacher(given) == {"reference.path": "big"}
     with pytest.raises(ConfigError, match="must be given"):
         run.teacher(values(algorithm__algorithm_type="on_policy_distill"))
-    with pytest.raises(Unbuilt, match="models beside the policy"):
+    with pytest.raises(NotSupportedYet, match="models beside the policy"):
         run.teacher(grpo(explorer__auxiliary_models=models))
     assert run.environment(values(explorer__env_vars={"A": 1})) == {"guard.env": {"A": "1"}}
 

@@ -6,21 +6,17 @@ from typing import Any
 
 import pytest
 
-from whet.config.dialects import trinity_data as data
-from whet.config.dialects import trinity_mix as mix
-from whet.config.dialects import trinity_replay as replays
-from whet.config.dialects import trinity_replies as replies
-from whet.config.dialects import trinity_sync as sync
-from whet.config.dialects import trinity_trainer as trainer
-from whet.config.dialects.key import Unbuilt
-from whet.config.dialects.trinity import TRINITY, TRINITY_VERL
-from whet.config.dialects.trinity_values import ACTOR, CRITIC, EXPERIENCES, REF
+from whet.dialects.row import NotSupportedYet
+from whet.dialects.tables import dialect
+from whet.dialects.trinity import data, mix, replies, sync, trainer
+from whet.dialects.trinity import replay as replays
+from whet.dialects.trinity.values import ACTOR, CRITIC, EXPERIENCES, REF
 from whet.types import ConfigError, Json
 
 
 def values(**given: Json) -> dict[str, Json]:
     """The document's defaults, with values put over them; `__` stands for a dot."""
-    out = {row.name: row.default for row in (*TRINITY, *TRINITY_VERL)}
+    out = {row.key: row.default for row in dialect("trinity").rows}
     return out | {name.replace("__", "."): value for name, value in given.items()}
 
 
@@ -41,7 +37,7 @@ def test_an_explorer_runs_ahead_by_the_offset() -> None:
     assert sync.ahead(grpo()) == {"rollout.max_staleness": 0}
     assert sync.ahead(grpo(synchronizer__sync_offset=2)) == {"rollout.max_staleness": 2}
     assert mix.staleness(bounded(3, sync_offset=2)) == {}, "step 3 has version 0, and 3 - 3 is the oldest"
-    with pytest.raises(Unbuilt, match="max_staleness: 2"):
+    with pytest.raises(NotSupportedYet, match="max_staleness: 2"):
         mix.staleness(bounded(2, sync_offset=2))
 
 
@@ -70,7 +66,7 @@ def test_the_other_styles_run_ahead_as_far_as_staleness_control_says(
     assert mix.staleness(bounded(5, sync_style=style, sync_interval=2)) == {}
     unbound = grpo(synchronizer__sync_style=style, synchronizer__sync_interval=2)
     assert sync.ahead(unbound) == free | {"rollout.max_staleness": 2}
-    with pytest.raises(Unbuilt, match=r"sample_strategy_args\.max_staleness: 1 .*write 2 at least"):
+    with pytest.raises(NotSupportedYet, match=r"sample_strategy_args\.max_staleness: 1 .*write 2 at least"):
         sync.ahead(bounded(1, sync_style=style, sync_interval=2))
     with pytest.raises(ConfigError, match=r"synchronizer\.sync_offset"):
         sync.ahead(bounded(5, sync_style=style, sync_offset=1))
@@ -87,7 +83,7 @@ def test_processes_of_their_own_meet_in_the_database_of_the_buffer() -> None:
         )
         assert sql == {"buffer.url": "sqlite:///a.db", "buffer.order": "newest"}
         for elsewhere in ({}, {f"{EXPERIENCES}.path": "mysql://user@host/rows"}):
-            with pytest.raises(Unbuilt, match=r"experience_buffer\.path"):
+            with pytest.raises(NotSupportedYet, match=r"experience_buffer\.path"):
                 replies.queue(grpo(mode=mode, **elsewhere))
         assert sync.ahead(grpo(mode=mode, synchronizer__sync_offset=1)) == {"rollout.max_staleness": 1}
         newest = {f"{EXPERIENCES}.storage_type": "sql"}
@@ -122,7 +118,7 @@ def test_a_step_that_ends_before_all_its_tasks() -> None:
         "rollout.group_size": 4,
         "rollout.spare_tasks": 2,
     }
-    with pytest.raises(Unbuilt, match="write 24"):
+    with pytest.raises(NotSupportedYet, match="write 24"):
         data.batch(given)
     with pytest.raises(ConfigError, match="sync_style: fixed"):
         data.batch(given | {"synchronizer.sync_style": "fixed", "buffer.train_batch_size": 24})
@@ -138,7 +134,7 @@ def test_memory_of_the_host_and_ranks_of_a_sequence() -> None:
     assert trainer.offload(grpo(**told)) == {"train.offload": ["optimizer", "reference"]}
     none = grpo(algorithm__kl_loss_fn="none", **told)
     assert trainer.offload(none) == {"train.offload": ["optimizer"]}
-    with pytest.raises(Unbuilt, match=r"critic\.model\.fsdp_config\.optimizer_offload"):
+    with pytest.raises(NotSupportedYet, match=r"critic\.model\.fsdp_config\.optimizer_offload"):
         trainer.offload(values(algorithm__algorithm_type="ppo", **told))
     critic: dict[str, Json] = {
         f"{CRITIC}.model.fsdp_config.{name}_offload": True for name in ("param", "optimizer")
@@ -198,14 +194,19 @@ def test_one_queue_of_fresh_and_used_experiences() -> None:
 @pytest.mark.parametrize(
     ("tree", "given", "error", "said"),
     [
-        (grpo(), {}, Unbuilt, "sync_style: fixed is coming"),
+        (grpo(), {}, NotSupportedYet, "sync_style: fixed is coming"),
         (
             grpo(synchronizer__sync_style="fully_async"),
             {"reuse_cooldown_time": 0},
-            Unbuilt,
+            NotSupportedYet,
             "how old they may be",
         ),
-        (grpo(mode="train", **{f"{EXPERIENCES}.storage_type": "sql"}), {}, Unbuilt, "storage_type: sql"),
+        (
+            grpo(mode="train", **{f"{EXPERIENCES}.storage_type": "sql"}),
+            {},
+            NotSupportedYet,
+            "storage_type: sql",
+        ),
         (grpo(mode="train"), {"reuse_cooldown_time": -1}, ConfigError, "0 or more, or null"),
         (grpo(mode="train"), {"priority_fn": "linear_decai"}, ConfigError, "did you mean 'linear_decay'"),
         (grpo(mode="train"), {"priority_fn_args": {"sigma": 1.0}}, ConfigError, "sigma: no such argument"),

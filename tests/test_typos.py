@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from test_dialect_tables import put, typo
-from whet.config.dialects.match import read, suggest
-from whet.config.dialects.tables import FILES, dialect, joined, parts
 from whet.config.keys import dotted, is_list, keys, lookup
 from whet.config.keys import suggest as suggest_native
 from whet.config.load import load
+from whet.dialects.match import read, suggest
+from whet.dialects.tables import FILES, dialect, joined, parts
 from whet.types import ConfigError
 
 SHARE = 0.95
@@ -61,7 +61,7 @@ def test_typos_of_native_keys_are_refused_by_name() -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_typos_of_every_dialect_are_refused_and_lead_to_the_right_key(name: str) -> None:
     draw, of, right = random.Random(name), dialect(name), 0
-    closed = [cut for row in of.rows if "*" not in of.below[(cut := parts(row.name))[:-1]]]
+    closed = [cut for row in of.rows if "*" not in of.below[(cut := parts(row.key))[:-1]]]
     for _ in range(250):
         key = wrong = draw.choice(closed)
         while wrong in of.by_parts or wrong in of.below or joined(wrong) in of.aliases:

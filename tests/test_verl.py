@@ -11,34 +11,24 @@ from typing import Any
 import pytest
 
 from whet.config import schema
-from whet.config.dialects import verl_algorithm as algorithm
-from whet.config.dialects import verl_loop as loop
-from whet.config.dialects import verl_parts as parts
-from whet.config.dialects import verl_reward_model as judged
-from whet.config.dialects import verl_rules as rules
-from whet.config.dialects import verl_sft as sft
-from whet.config.dialects.key import Unbuilt, Values
-from whet.config.dialects.tables import dialect
-from whet.config.dialects.translate import translate
-from whet.config.dialects.verl import ALIASES, VERL_EVAL, VERL_MEGATRON, VERL_PPO, VERL_SFT
 from whet.config.keys import lookup
 from whet.config.load import load
 from whet.config.parse import parse
 from whet.config.recipes import resolve
 from whet.config.schedules import factor
 from whet.config.tree import merge, path_of
+from whet.dialects.row import NotSupportedYet, Values, aliases
+from whet.dialects.tables import dialect, table
+from whet.dialects.translate import translate
+from whet.dialects.verl import algorithm, loop, parts, rules, sft
+from whet.dialects.verl import reward_model as judged
 from whet.rewards.verl import compute_score
 from whet.types import ConfigError, Json, Task
 
 HERE = Path(__file__).parent / "dialects"
-TABLES = {
-    "verl-ppo": VERL_PPO,
-    "verl-megatron-optim": VERL_MEGATRON,
-    "verl-eval": VERL_EVAL,
-    "verl-sft": VERL_SFT,
-}
-ROWS = {row.name: row for row in VERL_PPO}
-SFT = {row.name: row for row in VERL_SFT}
+TABLES = {name: table(name) for name in ("verl-ppo", "verl-megatron-optim", "verl-eval", "verl-sft")}
+ROWS = {row.key: row for row in table("verl-ppo")}
+SFT = {row.key: row for row in table("verl-sft")}
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
 
@@ -50,7 +40,7 @@ def document(name: str) -> dict[str, str]:
 
 def values(given: dict[str, Json] | None = None, table: str = "verl-ppo") -> Values:
     """All values of a file that sets these, references in the defaults resolved."""
-    rows = {row.name: row for row in dialect(table).rows}
+    rows = {row.key: row for row in dialect(table).rows}
     flat = {name: row.default for name, row in rows.items()} | (given or {})
 
     def resolved(value: Json) -> Json:
@@ -80,7 +70,7 @@ OTHERWISE = {
     ("name", "count"), [("verl-ppo", 200), ("verl-megatron-optim", 30), ("verl-eval", 7), ("verl-sft", 20)]
 )
 def test_every_key_of_the_document_has_a_row_with_its_default(name: str, count: int) -> None:
-    wanted, rows = document(name), {row.name: row for row in TABLES[name]}
+    wanted, rows = document(name), {row.key: row for row in TABLES[name]}
     assert len(wanted) == count
     assert not wanted.keys() - rows.keys()
     assert len(rows) == len(TABLES[name]), "names are unique"
@@ -94,25 +84,25 @@ def test_every_key_of_the_document_has_a_row_with_its_default(name: str, count: 
 
 def test_statuses() -> None:
     counts = {
-        name: Counter(row.status for row in rows if row.name in document(name))
+        name: Counter(row.status for row in rows if row.key in document(name))
         for name, rows in TABLES.items()
     }
     few = sum(c["inert"] + c["refused"] for c in counts.values())
     assert few < 0.05 * 257
-    assert sum(row.status in ("inert", "refused") for row in VERL_PPO) < 0.05 * len(VERL_PPO)
+    assert sum(row.status in ("inert", "refused") for row in table("verl-ppo")) < 0.05 * len(ROWS)
     assert counts["verl-eval"] == {"mapped": 3, "translated": 4}
     assert counts["verl-ppo"]["translated"] + counts["verl-ppo"]["mapped"] > 120
     assert counts["verl-megatron-optim"]["coming"] == 0
-    assert all(row.reason for rows in TABLES.values() for row in rows if row.status != "mapped")
+    assert all(row.what for rows in TABLES.values() for row in rows if row.status != "mapped")
 
 
 def test_native_keys_exist_and_aliases_lead_to_rows() -> None:
-    for row in (*VERL_PPO, *VERL_MEGATRON, *VERL_EVAL, *VERL_SFT):
+    for row in (row for rows in TABLES.values() for row in rows):
         for native in row.native if row.status in ("mapped", "translated") else ():
-            assert lookup(path_of(native, ())) is not None, (row.name, native)
-    targets = {new if isinstance(new, str) else new[0] for new in ALIASES.values()}
-    assert targets <= ROWS.keys() | SFT.keys()
-    assert not ALIASES.keys() & ROWS.keys()
+            assert lookup(path_of(native, ())) is not None, (row.key, native)
+    other = aliases("verl")
+    assert {new for new, _ in other.values()} <= ROWS.keys() | SFT.keys()
+    assert not other.keys() & ROWS.keys()
 
 
 # ---------------------------------------------------------------- batch sizes
@@ -274,7 +264,7 @@ def test_advantages(estimator: str, n: int, native: dict[str, Json]) -> None:
 def test_advantages_that_are_refused() -> None:
     assert "expected one of gae" in refusal(algorithm.advantage, {"algorithm.adv_estimator": "grpoo"})
     assert "raise" in refusal(algorithm.advantage, {"algorithm.adv_estimator": "grpo_passk"})
-    with pytest.raises(Unbuilt, match="SPIN and SPPO"):
+    with pytest.raises(NotSupportedYet, match="SPIN and SPPO"):
         algorithm.advantage(values({"algorithm.adv_estimator": None}))
     dr = {"algorithm.adv_estimator": "grpo", R + "n": 2, "algorithm.norm_adv_by_std_in_grpo": False}
     assert algorithm.advantage(values(dr))["algorithm.normalize_std"] is False

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 import whet
 from whet.cli import app
 from whet.config import schema
-from whet.config.dialects.tables import dialect
-from whet.config.dialects.translate import translate
 from whet.config.load import load
 from whet.config.parse import parse
 from whet.config.plan import plans
 from whet.data.tokenizer import load_tokenizer
+from whet.dialects.tables import dialect
+from whet.dialects.translate import translate
 from whet.models.load import build, export
 from whet.types import ConfigError, Json
 

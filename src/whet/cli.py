@@ -297,7 +297,7 @@ def _judge_file(file: Path, overrides: Sequence[str], replies: Path | None, *, d
 
 def _say(loaded: Loaded) -> None:
     """What became of a foreign file's keys, on stderr."""
-    from whet.config.dialects.report import summary
+    from whet.dialects.report import summary
 
     if loaded.translation:
         typer.echo(summary(loaded.translation), err=True)
@@ -325,10 +325,10 @@ def convert(
     Example: whet convert examples/from_skyrl.yaml
     Example: whet convert examples/from_skyrl.yaml -o native.yaml --report report.md
     """
-    from whet.config.dialects.convert import native_yaml
-    from whet.config.dialects.report import markdown
     from whet.config.load import load
     from whet.config.plan import plans
+    from whet.dialects.convert import native_yaml
+    from whet.dialects.report import markdown
 
     loaded = load(file, overrides or (), dialect=dialect)
     plans(loaded)
@@ -366,7 +366,7 @@ def keys(
     if algorithms:
         _list_algorithms(as_json, alone=dialect is None and status is None)
         return
-    from whet.config.dialects.listing import as_table, listed
+    from whet.dialects.listing import as_table, listed
 
     found = listed(dialect, status)
     if as_json:

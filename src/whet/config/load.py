@@ -21,16 +21,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from whet.config import keys, secrets, tree
-from whet.config.dialects.here import fitted
-from whet.config.dialects.idle import at_hand, idle, noted, without
-from whet.config.dialects.recognise import recognise
-from whet.config.dialects.style import overridden
-from whet.config.dialects.tables import NATIVE, dialect
-from whet.config.dialects.translate import Translation, translate
 from whet.config.draft import Draft
 from whet.config.faults import faults, listing, named, shown
 from whet.config.parse import parse, plain
 from whet.config.schema import Config
+from whet.dialects.here import fitted
+from whet.dialects.idle import at_hand, idle, noted, without
+from whet.dialects.match import given_keys
+from whet.dialects.recognise import recognise
+from whet.dialects.style import overridden
+from whet.dialects.tables import NATIVE, dialect, version_of
+from whet.dialects.translate import Translation, translate
 from whet.inputs import MOST_CONFIG_BYTES, read_text
 from whet.secrets import learn_overrides
 from whet.types import ConfigError, Json
@@ -79,7 +80,8 @@ def load(
 ) -> Loaded:
     """Read, translate, merge, resolve and validate. Raises one ConfigError that lists every problem.
 
-    dialect: what the file is written for (native, verl, skyrl, cosmos, trinity); recognised if not given.
+    dialect: what the file is written for (native, verl, skyrl, cosmos, trinity; verl@0.9 is a version); recognised if
+    not given.
     rehearsal: engines and features that are not built yet are no problem; they stay in `translation.unbuilt`.
     """
     draft = _read(Path(path)) if path is not None else Draft()
@@ -89,7 +91,7 @@ def load(
     kind = recognise(draft.tree or overridden({}, {}, overrides).tree, dialect)
     translation = None
     if kind != NATIVE:
-        draft, translation = _translated(draft, kind, overrides)
+        draft, translation = _translated(draft, kind, overrides, dialect)
         draft.problems += () if rehearsal else translation.unbuilt
         what += f", a {kind} file"
         if draft.problems:
@@ -135,12 +137,15 @@ def _finished(draft: Draft) -> Config | None:
     return draft.validate()
 
 
-def _translated(draft: Draft, kind: str, overrides: Sequence[str]) -> tuple[Draft, Translation]:
+def _translated(
+    draft: Draft, kind: str, overrides: Sequence[str], wanted: str | None
+) -> tuple[Draft, Translation]:
     """A foreign file in native keys, its own section of native keys over them."""
     theirs = [text for text in overrides if not text.startswith("whet.")]
     foreign = overridden(draft.tree, draft.origins, theirs)
     native = foreign.tree.pop("whet", {})
-    made = at_hand(translate(foreign.tree, dialect(kind), origins=foreign.origins))
+    version = version_of(kind, given_keys(foreign.tree, dialect(kind)), wanted)
+    made = at_hand(translate(foreign.tree, dialect(kind, version), origins=foreign.origins))
     out = Draft(
         tree=made.tree,
         origins=dict(made.origins),

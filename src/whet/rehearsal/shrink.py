@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from whet.config.checks import unused
-from whet.config.dialects.idle import without
 from whet.config.load import Loaded, stage_configs
 from whet.config.recipes import resolve
 from whet.config.schema import Config, Model
 from whet.config.tree import STAGE_SECTIONS
+from whet.dialects.idle import without
 from whet.inputs import read_json_object
 from whet.rehearsal.findings import Finding, left_open
 from whet.types import ConfigError, Json

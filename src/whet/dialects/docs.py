@@ -1,0 +1,101 @@
+"""docs/from_*.md, made from the dialects' tables: `python -m whet.dialects.docs [FOLDER]`."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+from whet.config.faults import shown
+from whet.dialects.report import cell
+from whet.dialects.row import Row, Status, aliases
+from whet.dialects.tables import TABLES, table
+
+PAGES = {
+    "from_verl.md": (
+        "verl",
+        ("verl-ppo", "verl-megatron-optim", "verl-eval", "verl-sft", "verl-generation"),
+    ),
+    "from_skyrl.md": ("SkyRL", ("skyrl",)),
+    "from_cosmos.md": ("Cosmos-RL", ("cosmos-grpo", "cosmos-sft")),
+    "from_trinity.md": ("Trinity-RFT", ("trinity", "trinity-verl")),
+}
+"""Page -> (the system, its tables)."""
+
+INTRO = """\
+# From {system}
+
+Made from the tables in `src/whet/dialects` by `make docs`; `whet keys --dialect {first}` prints the same.
+
+`whet train FILE` runs a {system} config as it is, `whet convert FILE` writes it as a native one. Every key of
+{system}'s documents has one of these statuses:
+
+| status | what happens |
+|---|---|
+| mapped | The value goes over to one native key of the same meaning. |
+| translated | Native keys are computed from it and others. |
+| derived | It follows from other keys; a value that says otherwise is refused. |
+| engine | It is an option of an inference or training engine that is not there yet: only the default is accepted. |
+| coming | Its feature is not built yet: a value that would switch it on is refused. |
+| inert | It cannot matter here, for the reason given. |
+| refused | It is never done here; the reason says what to write instead. |
+
+An unknown key is refused. A key that is left out has the default of its document, given below.
+"""
+
+
+def page(name: str) -> str:
+    """One page of `PAGES`."""
+    system, tables = PAGES[name]
+    parts = [INTRO.format(system=system, first=tables[0]), "## Counts\n", _counts(tables)]
+    for each in tables:
+        parts += [f"## {each}\n", *_sections(table(each))]
+    renamed = aliases(TABLES[tables[0]][0])
+    if renamed:
+        rows = [f"| `{old}` | `{new}` | {cell(note)} |" for old, (new, note) in renamed.items()]
+        parts += ["## Other names\n", "| in the file | read as | |", "|---|---|---|", *rows, ""]
+    return "\n".join(parts)
+
+
+def _counts(tables: Sequence[str]) -> str:
+    statuses = get_args(Status)
+    rows = [f"| table | keys | {' | '.join(statuses)} |", "|---" * (len(statuses) + 2) + "|"]
+    for name in tables:
+        found = Counter(row.status for row in table(name))
+        numbers = " | ".join(str(found[status]) for status in statuses)
+        rows.append(f"| {name} | {len(table(name))} | {numbers} |")
+    return "\n".join([*rows, ""])
+
+
+def _sections(rows: Sequence[Row]) -> Iterator[str]:
+    """A table for each section, its keys in the order of the code."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(".".join(row.key.split(".")[:-1][:2]), []).append(row)
+    for section, keys in found.items():
+        yield f"### `{section}`\n" if section else "### Top level\n"
+        yield "\n".join(
+            [
+                "| key | default | status | native | what happens |",
+                "|---|---|---|---|---|",
+                *map(_row, keys),
+                "",
+            ]
+        )
+
+
+def _row(row: Row) -> str:
+    native = ", ".join(f"`{name}`" for name in row.native)
+    return f"| `{row.key}` | `{cell(shown(row.default))}` | {row.status} | {native} | {cell(row.what)} |"
+
+
+def main(folder: Path) -> None:
+    """Write every page into a folder."""
+    for name in PAGES:
+        (folder / name).write_text(page(name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs"))

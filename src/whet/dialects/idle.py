@@ -1,0 +1,71 @@
+"""Keys of a foreign file that nothing reads in this run: they are left out, and the report says so.
+
+Such a file often has the settings of a critic or an evaluation that its run does not use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+
+from whet.config.checks import unused
+from whet.config.checks_run import REMOTE
+from whet.config.keys import Path
+from whet.config.schema import Config
+from whet.config.tree import get, merge, origin, path_of
+from whet.dialects.translate import Line, Translation
+from whet.types import Json
+
+
+def idle(config: Config, stages: Sequence[Config], made: Translation) -> dict[Path, str]:
+    """The translated native keys that no stage reads, and why. A file for `whet eval` has no stages."""
+    if config.eval.offline is not None:
+        return {}
+    given = config.model_dump(mode="json", exclude_unset=True)
+    return {path: why for path, why in unused(given, stages) if origin(made.origins, path)}
+
+
+def without(tree: Json, paths: Mapping[Path, str]) -> Json:
+    """The tree without the values at these paths, and without sections and lists that this leaves empty."""
+    if isinstance(tree, list):
+        kept = [(n, value) for n, value in enumerate(tree) if (n,) not in paths]
+        return [without(value, _inside(paths, n)) for n, value in kept]
+    if not isinstance(tree, dict):
+        return tree
+    rest = {key: without(value, _inside(paths, key)) for key, value in tree.items() if (key,) not in paths}
+    return {key: value for key, value in rest.items() if value not in ({}, []) or tree[key] == value}
+
+
+def noted(line: Line, paths: Mapping[Path, str]) -> Line:
+    """A line without the native keys that were left out; where the key is given, it says which."""
+    out = {native: why for native in line.native if (why := _why(path_of(native, ()), paths))}
+    if not out:
+        return line
+    said = "; ".join(f"{native} {why.removesuffix('; leave it out')}" for native, why in out.items())
+    note = "; ".join(text for text in (line.note, said if line.given else "") if text)
+    return replace(line, native=tuple(n for n in line.native if n not in out), note=note)
+
+
+def at_hand(made: Translation) -> Translation:
+    """Without the trackers that a document's default names and that are not installed here; the report says so.
+
+    A file that asks for one by itself is refused by the plan.
+    """
+    at = ("track", "trackers")
+    wanted = get(made.tree, at)
+    missing = [name for name in wanted or () if name in REMOTE and find_spec(name) is None]
+    if not missing or not made.origins.get(at, "").startswith("default of "):
+        return made
+    kept = [name for name in wanted if name not in missing]
+    said = f"{', '.join(missing)} is not installed here, so nothing is sent to it"
+    lines = (replace(x, note=said) if "track.trackers" in x.native and not x.given else x for x in made.lines)
+    return replace(made, tree=merge(made.tree, {"track": {"trackers": kept}}), lines=tuple(lines))
+
+
+def _inside(paths: Mapping[Path, str], key: str | int) -> dict[Path, str]:
+    return {path[1:]: why for path, why in paths.items() if path[0] == key and len(path) > 1}
+
+
+def _why(native: Path, paths: Mapping[Path, str]) -> str:
+    return next((why for path, why in paths.items() if path[: len(native)] == native), "")

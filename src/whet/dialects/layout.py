@@ -1,0 +1,108 @@
+"""How a foreign file spreads its models over devices, as native keys: ranks that train together, and engines.
+
+The sizes are those of the file's machine. `here.fitted` makes them those of this one before a run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from whet.config.faults import shown
+from whet.dialects.row import NotSupportedYet, Values
+from whet.types import ConfigError, Json
+
+DIMS = ("pp", "tp", "cp", "dp_shard", "dp_replicate", "ep")
+"""Of train.parallel. Where there are fewer devices, the first of them keep theirs: they are what a model needs."""
+
+PARALLEL = "train.parallel"
+REPLICAS = "rollout.replicas"
+RANKS = "cluster.ranks"
+APART = f"{PARALLEL}.apart"
+
+FITTED = "No number changes; with fewer devices than these the work is spread over what is here."
+"""For people: of every size of a layout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes as a file has them."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    engines: int = 1
+    """Inference engines; a single one is the trainer's own."""
+    nodes: int = 1
+    """Machines."""
+
+    def natives(self) -> dict[str, Json]:
+        """Those above 1, which is the native size of all."""
+        sizes = {f"{PARALLEL}.{dim}": getattr(self, dim) for dim in DIMS} | {REPLICAS: self.engines}
+        out: dict[str, Json] = {key: size for key, size in sizes.items() if size > 1}
+        return out | ({RANKS: True} if self.nodes > 1 else {})
+
+
+def native(size: str) -> str:
+    """The native key that a size of a layout feeds."""
+    return {"engines": REPLICAS, "nodes": RANKS}.get(size, f"{PARALLEL}.{size}")
+
+
+def groups(size: int, ranks: int, *, key: str) -> tuple[int, int]:
+    """(dp_replicate, dp_shard) of FSDP over so many ranks, in groups of `size`; -1 and too large ones: one group."""
+    if size < -1 or size == 0:
+        raise ConfigError(f"{key}={size}: expected -1 (all devices) or how many share one copy")
+    if size == -1 or size >= ranks:
+        return 1, ranks
+    if ranks % size:
+        raise ConfigError(f"{key}={size} must divide the {ranks} data-parallel ranks")
+    return ranks // size, size
+
+
+def resharded(v: Values, key: str) -> bool:
+    """reshard_after_forward: yes, no, or (not built) into groups of another size."""
+    value = v[key]
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        raise NotSupportedYet(
+            f"{key}={value}: resharding to another group is coming, not built yet; today: true, false"
+        )
+    raise ConfigError(f"{key}: got {shown(value)}, expected true or false")
+
+
+def decoder_layers(key: str) -> Callable[[Values], Mapping[str, Json]]:
+    """A check that what FSDP wraps is a model's decoder layers, which are wrapped here."""
+
+    def check(v: Values) -> Mapping[str, Json]:
+        value = v[key]
+        names = value if isinstance(value, list) else [] if value is None else [value]
+        for name in names:
+            if not isinstance(name, str) or not re.fullmatch(r"\w+DecoderLayer", name):
+                raise NotSupportedYet(
+                    f"{key}: {shown(name)} is coming, not built yet; today every decoder layer (...DecoderLayer) is "
+                    "wrapped by itself: leave it out"
+                )
+        return {}
+
+    return check
+
+
+def like(
+    key: str, other: str, *, there: Callable[[Values], object]
+) -> Callable[[Values], Mapping[str, Json]]:
+    """A check that a model beside the policy, where there is one, is spread as the policy is."""
+
+    def check(v: Values) -> Mapping[str, Json]:
+        if there(v) and v[key] is not None and v[key] != v[other]:
+            raise NotSupportedYet(
+                f"{key}={shown(v[key])} beside {other}={shown(v[other])} is coming, not built yet: one way for all "
+                "models"
+            )
+        return {}
+
+    return check

@@ -1,0 +1,46 @@
+"""`whet keys`: the keys of all dialects, one object each."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from whet.dialects.row import Status
+from whet.dialects.tables import TABLES, table
+from whet.types import ConfigError
+
+
+def listed(dialect: str | None = None, status: str | None = None) -> list[dict[str, Any]]:
+    """Objects with `dialect`, `key`, `status`, `native` and `reason`, in the order of the tables."""
+    names = [n for n in TABLES if dialect is None or n == dialect or n.startswith(f"{dialect}-")]
+    if not names:
+        raise ConfigError(
+            f"--dialect {dialect}: expected verl, skyrl, cosmos, trinity or one of {', '.join(TABLES)}"
+        )
+    if status is not None and status not in get_args(Status):
+        raise ConfigError(f"--status {status}: expected one of {', '.join(get_args(Status))}")
+    return [
+        {
+            "dialect": name,
+            "key": row.key,
+            "status": row.status,
+            "native": list(row.native),
+            "reason": row.what,
+        }
+        for name in names
+        for row in table(name)
+        if status is None or row.status == status
+    ]
+
+
+def as_table(found: list[dict[str, Any]]) -> None:
+    """Print them for people."""
+    # `whet keys --json` needs no table.
+    from rich.console import Console
+    from rich.table import Table
+
+    view = Table(pad_edge=False, show_lines=False)
+    for head in ("key", "status", "native", "what happens"):
+        view.add_column(head, overflow="fold")
+    for row in found:
+        view.add_row(row["key"], row["status"], ", ".join(row["native"]), row["reason"])
+    Console().print(view)

@@ -1,0 +1,159 @@
+"""Which row of a dialect's table each value of a file belongs to, and what an unknown key was meant to be."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from whet.config.keys import Path, distance, lookup
+from whet.dialects.row import Row
+from whet.dialects.tables import FILES, Dialect, Parts, dialect, joined, parts
+from whet.types import Json
+
+FARTHEST = 2
+"""Letters that a typo changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One value of a file."""
+
+    at: Path
+    """Where it stands in the file."""
+    path: Path
+    """The same under present names."""
+    cut: Parts
+    """The same in the spelling of the rows' names."""
+    value: Json
+    row: Row | None
+    """None: no row knows it, or it is a section that has no row of its own."""
+    is_section: bool = False
+    """It is a section or a list of sections; what is in it is found by itself."""
+    note: str = ""
+    """The other name that the file uses."""
+
+
+def read(tree: Json, of: Dialect) -> list[Found]:
+    """Every value of a file with its row. Sections are gone through; what an open dict holds is taken whole."""
+    return [found for found in _walk(tree, of, at=(), path=(), cut=(), note="") if found.at]
+
+
+def _walk(value: Json, of: Dialect, *, at: Path, path: Path, cut: Parts, note: str) -> Iterator[Found]:
+    row, below = of.by_parts.get(cut), of.below.get(cut)
+    here = Found(at=at, path=path, cut=cut, value=value, row=row, is_section=below is not None, note=note)
+    alias = of.aliases.get(joined(cut)) if row is None and below is None else None
+    if alias:
+        new = parts(alias[0])
+        note = f"{joined(cut)} is read as {alias[0]}" + (f": {alias[1]}" if alias[1] else "")
+        yield from _walk(value, of, at=at, path=new, cut=new, note=note)
+        return
+    unknown = below is None and (row is None or (_holds_one(row) and isinstance(value, dict)))
+    inside = list(_entries(value, below)) if unknown or below is not None else []
+    if not (unknown and inside):
+        yield here
+    for key, part, inner in inside:
+        yield from _walk(inner, of, at=(*at, key), path=(*path, key), cut=(*cut, part), note=note)
+
+
+def _holds_one(row: Row) -> bool:
+    """Whether it is the key of a text or number, which no section can be given for."""
+    return isinstance(row.default, str | int | float) and "${" not in str(row.default)
+
+
+def _entries(value: Json, below: Iterable[str] | None) -> Iterator[tuple[str | int, str, Json]]:
+    """What a section holds: (key, its part in the rows' names, value). `below` is None for an unknown one."""
+    if isinstance(value, list) and ("[]" in below if below is not None else any(map(_is_section, value))):
+        yield from ((n, "[]", inner) for n, inner in enumerate(value))
+    elif isinstance(value, dict) and "[]" not in (below or ()):
+        yield from ((key, _part(key, below or ()), inner) for key, inner in value.items())
+
+
+def _is_section(value: Json) -> bool:
+    return isinstance(value, dict)
+
+
+def _part(key: str, below: Iterable[str]) -> str:
+    """The part that a key of a section matches; a typo of a known name does not count as a name of the user's."""
+    if key in below or not {"<name>", "*"} & set(below):
+        return key
+    typo = any(len(name) > 3 and _distance(key, name) <= (1 if len(name) < 8 else FARTHEST) for name in below)
+    return key if typo else "<name>" if "<name>" in below else "*"
+
+
+def given_keys(tree: Json, of: Dialect) -> list[str]:
+    """The keys of the rows that a file gives."""
+    return [found.row.key for found in read(tree, of) if found.row is not None]
+
+
+# ---------------------------------------------------------------- near misses
+
+
+def meant(cut: Parts, of: Dialect) -> str:
+    """What an unknown key was meant to be, as the end of a sentence: '; did you mean ...?'."""
+    near = suggest(cut, of)
+    if near:
+        return f"; did you mean {' or '.join(near)}?" + elsewhere(cut, of)
+    known = [name for name in of.below.get(_known(cut, of), ()) if name not in ("[]", "<name>", "*")]
+    return elsewhere(cut, of) or (f"; known here: {', '.join(known)}" if known else "")
+
+
+def suggest(cut: Parts, of: Dialect) -> list[str]:
+    """At most two keys of the dialect, the nearest first; empty if none is near.
+
+    A typo anywhere in the key first, then the same name in another section, then nearly the same name.
+    """
+    for n in range(len(cut), len(_known(cut, of)), -1):
+        near = [
+            (letters, order, name)
+            for order, name in enumerate(of.by_parts)
+            if (letters := _letters(cut[:n], name)) <= FARTHEST
+        ]
+        near = [entry for entry in near if not {"*", "<name>"} & set(entry[2])] or near
+        if near:
+            best = min(near)[0]
+            return [joined(name).removesuffix(".*") for letters, _, name in near if letters == best][:2]
+    for most in (0, 1, FARTHEST):
+        ends = [
+            name for name in of.by_parts if _distance(cut[-1], name[-1]) <= (most if len(name[-1]) > 3 else 0)
+        ]
+        if ends:
+            return [joined(name) for name in sorted(ends, key=lambda name: -_shared(cut, name))][:2]
+    return []
+
+
+@functools.cache
+def _distance(a: str, b: str) -> int:
+    """Parts repeat from key to key."""
+    return distance(a, b)
+
+
+def _known(cut: Parts, of: Dialect) -> Parts:
+    """The longest beginning that is a section of the dialect."""
+    return next(cut[:n] for n in range(len(cut) - 1, -1, -1) if cut[:n] in of.below)
+
+
+def _letters(cut: Parts, name: Parts) -> int:
+    """Letters to change to make a key of it, part by part; more than `FARTHEST` is far."""
+    if len(cut) != len(name):
+        return FARTHEST + 1
+    total = 0
+    for mine, other in zip(cut, name):
+        if mine != other and other not in ("<name>", "*"):
+            total += _distance(mine, other)
+        if total > FARTHEST:
+            break
+    return total
+
+
+def _shared(cut: Parts, name: Parts) -> int:
+    """Parts that two keys have in common."""
+    return len(set(cut) & set(name))
+
+
+def elsewhere(cut: Parts, of: Dialect) -> str:
+    """Who else knows a key by this name: other dialects, or whet itself."""
+    owners = [name for name in FILES if name != of.name and cut in dialect(name).by_parts]
+    if lookup(cut):
+        owners.append("whet (a native key: write it below `whet:` in the file, or whet.KEY=VALUE)")
+    return f"; it is a key of {', '.join(owners)}" if owners else ""

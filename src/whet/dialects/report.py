@@ -1,0 +1,62 @@
+"""What became of a foreign file's keys: a few lines before a run, or the whole list as markdown."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import get_args
+
+from whet.config.faults import shown
+from whet.dialects.row import Status
+from whet.dialects.translate import Line, Translation
+
+MATTERS = ("stands in", "trust_remote_code", "loopback")
+"""Words of a reason that a user should read before the run: an engine replaced, a default made safe."""
+
+
+def counts(lines: Sequence[Line]) -> dict[Status, int]:
+    """How many keys have each status, in the order of the statuses; those that do not occur are left out."""
+    found = Counter(line.status for line in lines)
+    return {status: found[status] for status in get_args(Status) if found[status]}
+
+
+def summary(made: Translation) -> str:
+    """The report before a run: counts, and what a user should know."""
+    given = [line for line in made.lines if line.given]
+    numbers = ", ".join(f"{count} {status}" for status, count in counts(given).items()) or "none"
+    unset = len(made.lines) - len(given)
+    as_what = f", read as {made.version}" if made.version else ""
+    head = f"{made.dialect} file{as_what}: {len(given)} keys given ({numbers}), {unset} defaults of its document count"
+    return "\n".join([head, *(f"  {text}" for text in notes(made))])
+
+
+def notes(made: Translation) -> Iterator[str]:
+    """Other names, texts read as numbers, keys that nothing reads here, engines that another one stands in for."""
+    for line in made.lines:
+        if line.note:
+            yield f"{line.key}: {line.note}"
+        if any(word in line.reason for word in MATTERS):
+            yield f"{line.key}={shown(line.value)}: {line.reason}"
+
+
+def markdown(made: Translation, title: str) -> str:
+    """Every key given, then every default that counts."""
+    parts = [f"# {title}\n", summary(made).replace("\n  ", "\n- ") + "\n"]
+    for head, given in (("Given", True), ("Defaults of the document that count", False)):
+        lines = [line for line in made.lines if line.given == given]
+        rows = ["| key | value | status | native | what happens |", "|---|---|---|---|---|"]
+        rows += [_row(line) for line in lines]
+        if lines:
+            parts.append("\n".join([f"## {head}\n", *rows, ""]))
+    return "\n".join(parts)
+
+
+def _row(line: Line) -> str:
+    native = ", ".join(f"`{name}`" for name in line.native)
+    said = "; ".join(text for text in (line.note, line.reason) if text)
+    return f"| `{line.key}` | `{cell(shown(line.value))}` | {line.status} | {native} | {cell(said)} |"
+
+
+def cell(text: str) -> str:
+    """One line that a table cell can hold."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,116 @@
+"""One row of a system's table: what a foreign key means here, as its TSV says it.
+
+A key that a file leaves out has the default of its row, so a file with two keys means here what it means there. The
+columns, tab-separated, one line a key (and span of versions):
+
+    file      the kind of file that has the key (`ppo`, `sft`); empty where the system has one kind
+    key       dotted, as the system spells it; `[]` any entry of a list, `<name>` any name, a last `*` any keys below
+    since     the first version that has it so; empty: the first that whet reads
+    until     the first version that has it no more, or otherwise; empty: it is there still
+    type      what a value must be (`kinds.py`); empty: the kind of its default
+    default   JSON
+    harmless  JSON: of `coming`, `inert` and `refused`, values beside the default that change nothing here
+    status    see `Status`
+    native    the native keys that it feeds, split by `;`; of an alias the present key
+    function  of `translated` and `derived`: `module.function` in the system's package, called once for all its rows
+    when      `module.function` from values to true: the row counts only then, and rests else
+    area      of `coming` and `engine`: the feature or the engine that is not there
+    reason    for people: how it is translated, why it cannot matter, what to write instead
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Literal, get_args
+
+from whet.types import ConfigError, Json
+
+Status = Literal["mapped", "translated", "derived", "engine", "coming", "inert", "refused"]
+"""mapped: the same meaning under another name. translated: a function computes native keys from it and others. derived:
+it follows from other keys here, and a value of its type that says otherwise is refused. engine: for vLLM, SGLang,
+DeepSpeed or Megatron. coming: its feature is not built. inert: it cannot matter here. refused: never done here."""
+
+ALIAS = "alias"
+"""The status of a line that is no row: another name of a key."""
+
+Values = Mapping[str, Json]
+"""All values of a foreign file by dotted key, defaults filled in."""
+
+Native = Mapping[str, Json]
+"""Values by dotted native key (`data.train.0.path`)."""
+
+NOTHING: Native = {}
+"""What a function gives that only checks."""
+
+
+class NotSupportedYet(ConfigError):
+    """A value that asks for an engine or a feature that is not built yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one foreign key means. The fields are the columns."""
+
+    key: str
+    status: Status
+    default: Json
+    file: str = ""
+    since: str = ""
+    until: str = ""
+    type: str = ""
+    harmless: tuple[Json, ...] = ()
+    native: tuple[str, ...] = ()
+    function: str = ""
+    when: str = ""
+    area: str = ""
+    reason: str = ""
+
+    @property
+    def what(self) -> str:
+        """What happens with the key, for people: the reason, or the feature that is not there."""
+        return ": ".join(filter(None, (self.area, self.reason)))
+
+
+COLUMNS = (
+    "file key since until type default harmless status native function when area reason".split()  # noqa: SIM905
+)
+
+
+@functools.cache
+def lines(system: str) -> tuple[dict[str, str], ...]:
+    """The lines of a system's table as they stand."""
+    text = files(__package__).joinpath(f"{system}.tsv").read_text(encoding="utf-8")
+    return tuple(csv.DictReader(text.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+@functools.cache
+def rows(system: str) -> tuple[Row, ...]:
+    """The rows of a system's table, in its order."""
+    return tuple(row(line) for line in lines(system) if line["status"] != ALIAS)
+
+
+def row(line: Mapping[str, str]) -> Row:
+    """One line as a row."""
+    status = line["status"]
+    if status not in get_args(Status):
+        raise ValueError(f"{line['key']}: status {status}, expected one of {', '.join(get_args(Status))}")
+    plain = {name: line[name] for name in COLUMNS if name not in ("default", "harmless", "status", "native")}
+    return Row(
+        **plain,
+        status=status,  # type: ignore[arg-type]
+        default=json.loads(line["default"] or "null"),
+        harmless=tuple(json.loads(line["harmless"] or "[]")),
+        native=tuple(filter(None, line["native"].split(";"))),
+    )
+
+
+def aliases(system: str) -> dict[str, tuple[str, str]]:
+    """Other names of a system's keys: the newer or deprecated name -> (the present one, a note)."""
+    return {
+        line["key"]: (line["native"], line["reason"]) for line in lines(system) if line["status"] == ALIAS
+    }

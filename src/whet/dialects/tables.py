@@ -1,0 +1,237 @@
+"""The systems' tables by kind of file. They are long and are read only when a foreign file or `whet keys` asks."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from whet.config.tree import STAGE_SECTIONS
+from whet.dialects import row as table_rows
+from whet.dialects.row import Native, Row, Status, Values
+from whet.dialects.versions import DOCUMENTS, VERSIONS, at_version, best, covers, version_named
+from whet.types import ConfigError
+
+INHERITED = (
+    "what a stage leaves out is the global one; with another algorithm_type only its optimizer is inherited"
+)
+
+Parts = tuple[str, ...]
+"""A key cut at its dots; `[]` (any entry of a list), `<name>` (any name) and `*` (anything below) are parts."""
+
+Function = Callable[[Values], Native]
+"""The foreign values to native ones, by dotted native key. Raises ConfigError in the foreign system's own words,
+`NotSupportedYet` for what that system has and whet has not yet."""
+
+NATIVE = "native"
+
+TABLES = {
+    "verl-ppo": ("verl", "ppo"),
+    "verl-megatron-optim": ("verl", "megatron-optim"),
+    "verl-eval": ("verl", "eval"),
+    "verl-sft": ("verl", "sft"),
+    "verl-generation": ("verl", "generation"),
+    "skyrl": ("skyrl", ""),
+    "cosmos-grpo": ("cosmos", "grpo"),
+    "cosmos-sft": ("cosmos", "sft"),
+    "trinity": ("trinity", ""),
+    "trinity-verl": ("trinity", "verl"),
+}
+"""Each table's system, and the `file` of its lines there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    """A kind of config file: the tables whose keys it may carry, the first that knows a key wins."""
+
+    tables: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    """Tables whose keys mean something only where a file gives them."""
+    sign: tuple[str, Parts] = ("", ())
+    """A key and the values of it that this kind of file has ('' where it is left out)."""
+    nulls: tuple[str, ...] = ()
+    """Texts that mean null where null is the default."""
+    inner: str = ""
+    """A section that was a file of its own: references in it may start inside it."""
+    stages: tuple[str, ...] = ()
+    """Sections that an entry of `stages` may give for itself: their rows stand below `stages[]`, too."""
+
+
+FILES = {
+    "verl-ppo": _File(tables=("verl-ppo",), optional=("verl-megatron-optim",)),
+    "verl-eval": _File(tables=("verl-eval",)),
+    "verl-sft": _File(tables=("verl-sft",)),
+    "verl-generation": _File(tables=("verl-generation",)),
+    "skyrl": _File(tables=("skyrl",)),
+    "cosmos-grpo": _File(tables=("cosmos-grpo",), sign=("train.train_policy.type", ("grpo", ""))),
+    "cosmos-sft": _File(tables=("cosmos-sft", "cosmos-grpo"), sign=("train.train_policy.type", ("sft",))),
+    "trinity": _File(
+        tables=("trinity", "trinity-verl"),
+        nulls=("None", "null"),
+        inner="trainer.trainer_config",
+        stages=("algorithm", "buffer", "data_processor", "explorer", "trainer"),
+    ),
+}
+
+_BORROWED = {("cosmos-sft", "cosmos-grpo"): "train.train_policy."}
+"""The section of the second table that is the first one's own: nothing below it is borrowed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dialect:
+    """The keys of one kind of file."""
+
+    name: str
+    rows: tuple[Row, ...]
+    functions: Callable[[str], Function]
+    """A function of the rows by its name."""
+    optional: frozenset[str] = frozenset()
+    """Keys of rows that are left alone unless the file gives them."""
+    aliases: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Newer or deprecated name -> (present name, note)."""
+    sign: tuple[str, Parts] = ("", ())
+    nulls: tuple[str, ...] = ()
+    inner: str = ""
+    has_stages: bool = False
+    system: str = ""
+    version: str = ""
+    """The release whose lines these are."""
+
+    @functools.cached_property
+    def by_parts(self) -> dict[Parts, Row]:
+        """Rows by the parts of their keys."""
+        return {parts(row.key): row for row in self.rows}
+
+    @functools.cached_property
+    def below(self) -> dict[Parts, dict[str, None]]:
+        """The parts that may follow each section's, in the table's order."""
+        found: dict[Parts, dict[str, None]] = {}
+        for row in self.rows:
+            cut = parts(row.key)
+            for n, part in enumerate(cut):
+                found.setdefault(cut[:n], {})[part] = None
+        return found
+
+    @functools.cached_property
+    def by_function(self) -> dict[str, tuple[Row, ...]]:
+        """The rows that each function serves."""
+        names = dict.fromkeys(row.function for row in self.rows if row.function)
+        return {name: tuple(row for row in self.rows if row.function == name) for name in names}
+
+    @functools.cached_property
+    def of_stages(self) -> frozenset[str]:
+        """Functions that each stage answers for itself, where a file has stages."""
+        fed = {
+            name: {native.split(".")[0] for row in rows for native in row.native}
+            for name, rows in self.by_function.items()
+        }
+        inside = {name for name, sections in fed.items() if sections <= set(STAGE_SECTIONS)}
+        return frozenset(inside) if self.has_stages else frozenset()
+
+    def newer(self, row: Row) -> str:
+        """'since 0.7.0', 'until 0.6.0' for a key that this version has not; else ''."""
+        if not self.version or covers(row, self.version, VERSIONS[self.system]):
+            return ""
+        return " ".join(f"{word} {at}" for word, at in (("since", row.since), ("until", row.until)) if at)
+
+    def row(self, key: str) -> Row | None:
+        return self.by_parts.get(parts(key))
+
+
+def parts(name: str) -> Parts:
+    """`stages[].algorithm.lr` -> ('stages', '[]', 'algorithm', 'lr')."""
+    return tuple(name.replace("[]", ".[]").split("."))
+
+
+def joined(cut: Parts) -> str:
+    """The parts as one dotted name again."""
+    return ".".join(cut).replace(".[]", "[]")
+
+
+@functools.cache
+def table(name: str, version: str = "") -> tuple[Row, ...]:
+    """The rows of one table of `TABLES`, as a version has them; '' is the document's.
+
+    Those of keys that a stage may give follow from the lines of the file.
+    """
+    system, file = TABLES[name]
+    lines = at_version(table_rows.rows(system), version or DOCUMENTS[system], VERSIONS[system])
+    rows = {row.key: row for row in lines if row.file == file}
+    sections = FILES[name].stages if name in FILES else ()
+    for row in lines if sections else ():
+        if row.key.split(".")[0] in sections:
+            rows.setdefault(f"stages[].{row.key}", _in_a_stage(row))
+    return tuple(rows.values())
+
+
+@functools.cache
+def dialect(name: str, version: str = "") -> Dialect:
+    """A kind of file by its name in `FILES`, as a version has it; '' is the document's."""
+    file = FILES[name]
+    rows: dict[str, Row] = {}
+    for each in (*file.tables, *file.optional):
+        own = _BORROWED.get((name, each))
+        for row in table(each, version):
+            if own is None or not row.key.startswith(own):
+                rows.setdefault(row.key, row)
+    main = {row.key for each in file.tables for row in table(each, version)}
+    system = TABLES[file.tables[0]][0]
+    return Dialect(
+        name=name,
+        rows=tuple(rows.values()),
+        functions=functools.partial(function, system),
+        optional=frozenset(rows.keys() - main),
+        aliases=table_rows.aliases(system),
+        sign=file.sign,
+        nulls=file.nulls,
+        inner=file.inner,
+        has_stages=bool(file.stages),
+        system=system,
+        version=version or DOCUMENTS[system],
+    )
+
+
+def _in_a_stage(row: Row) -> Row:
+    """The row of a key in a stage, which is judged as a file of its own: what does something does it by way of it."""
+    key = f"stages[].{row.key}"
+    if row.status in ("engine", "coming"):
+        return replace(row, key=key)
+    writes = row.status in ("mapped", "translated")
+    reason = INHERITED if writes else row.reason
+    status: Status = "translated" if writes else "derived"
+    native = ("stages",) if writes else ()
+    return Row(key=key, status=status, default=None, native=native, function="stages.stages", reason=reason)
+
+
+@functools.cache
+def function(system: str, name: str) -> Function:
+    """`module.function` of a system's package."""
+    module, _, attribute = name.rpartition(".")
+    found: Function = getattr(importlib.import_module(f"{__package__}.{system}.{module}"), attribute)
+    return found
+
+
+def version_of(kind: str, given: Iterable[str], wanted: str | None = None) -> str:
+    """The version that a file with these keys is read as. wanted: `verl@0.9` says it. Raises ConfigError."""
+    system = TABLES[FILES[kind].tables[0]][0]
+    if wanted and "@" in wanted:
+        return version_named(system, wanted.partition("@")[2])
+    keys = set(given)
+    spans: dict[str, list[Row]] = {}
+    for row in table_rows.rows(system):
+        if row.key in keys:
+            spans.setdefault(row.key, []).append(row)
+    return best(spans.values(), system)
+
+
+def named(wanted: str) -> tuple[str, ...]:
+    """The kinds of file that a name on the command line means: `verl` and `verl@0.9` are all of verl's. Raises
+    ConfigError."""
+    wanted = wanted.partition("@")[0]
+    found = tuple(name for name in FILES if name == wanted or name.startswith(f"{wanted}-"))
+    if not found and wanted != NATIVE:
+        raise ConfigError(
+            f"--dialect {wanted}: expected {NATIVE}, verl, skyrl, cosmos or trinity, or one of {', '.join(FILES)}"
+        )
+    return found

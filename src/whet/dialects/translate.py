@@ -1,0 +1,273 @@
+"""A foreign file -> native keys, with a line for everything that happened and the place of everything given.
+
+The file's references are resolved with the defaults of its document in view. Then every row of the table has its say:
+rows that are mapped or translated write native keys, the others accept what changes nothing and refuse the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from whet.config.faults import shown
+from whet.config.keys import Path, dotted
+from whet.config.schema import Config
+from whet.config.tree import get, path_of
+from whet.dialects.kinds import accepts, expected, same, understood
+from whet.dialects.match import Found
+from whet.dialects.row import NotSupportedYet, Row, Status
+from whet.dialects.tables import Dialect, parts
+from whet.dialects.values import Reading, nested, reading
+from whet.types import ConfigError, Json
+
+WRITES: tuple[Status, ...] = ("mapped", "translated")
+
+
+@dataclass(frozen=True)
+class Line:
+    """What became of one key."""
+
+    key: str
+    value: Json
+    given: bool
+    """In the file or an override; else it is the document's default."""
+    status: Status
+    native: tuple[str, ...] = ()
+    """Native keys that it feeds."""
+    note: str = ""
+    """What a user should know: another name, a text read as a number, nothing reads it here."""
+    reason: str = ""
+    """The table's."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A foreign file in native keys."""
+
+    dialect: str
+    version: str
+    """The release that the file is read as."""
+    tree: dict[str, Json]
+    lines: tuple[Line, ...]
+    problems: tuple[tuple[str, str], ...]
+    """(place, text)"""
+    unbuilt: tuple[tuple[str, str], ...]
+    """(place, text) of given values that ask for an engine or a feature that is not built yet: problems to a run, not
+    to a rehearsal."""
+    origins: Mapping[Path, str]
+    """Native path -> 'file.yaml:12 foreign.key', or 'default of foreign.key'."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Write:
+    """One native key that a row wants to write."""
+
+    native: str
+    value: Json
+    key: str
+    """The foreign key it comes from."""
+    given: bool
+    place: str
+
+
+def translate(tree: Mapping[str, Json], dialect: Dialect, *, origins: Mapping[Path, str]) -> Translation:
+    """The native keys of a foreign file. What is wrong stands in `problems`; nothing is raised."""
+    file = reading(dict(tree), dialect, origins=origins)
+    writes, done = list[_Write](), set[str]()
+    for row in dialect.rows:
+        if file.broken or (row.key in dialect.optional and row.key not in file.given):
+            continue
+        if row.function:
+            if row.function not in done and (row.status != "derived" or row.key in file.given):
+                done.add(row.function)
+                writes += _called(file, row.function)
+        elif row.status == "mapped":
+            writes += _mapped(file, row)
+        else:
+            _check(file, row)
+    chosen = _chosen(file, writes)
+    return Translation(
+        dialect=dialect.name,
+        version=dialect.version,
+        tree=nested({path_of(w.native, ()): _escaped(w.value) for w in chosen}),
+        lines=tuple(_lines(file, chosen)),
+        problems=tuple(dict.fromkeys(file.problems)),
+        unbuilt=tuple(dict.fromkeys(file.unbuilt)),
+        origins={path_of(w.native, ()): _origin(w, dialect) for w in chosen},
+    )
+
+
+# ---------------------------------------------------------------- rows
+
+
+def _mapped(file: Reading, row: Row) -> Iterator[_Write]:
+    """The value goes over as it is; an entry of a list to the entry with the same number."""
+    cut = parts(row.key)
+    if cut in file.of.below:
+        return
+    if not {"[]", "<name>"} & set(cut):
+        yield _write(file, row.native[0], file.values[row.key], rows=[row])
+        return
+    for found in file.given.get(row.key, ()):
+        native = row.native[0]
+        for part, pattern in zip(found.path, cut):
+            if pattern in ("[]", "<name>"):
+                native = native.replace("*", str(part), 1)
+        place = file.places[found.at]
+        yield _Write(native=native, value=found.value, key=dotted(found.path), given=True, place=place)
+
+
+def _called(file: Reading, function: str) -> Iterator[_Write]:
+    """Run a function once for all its rows. Where a file has stages, each of them answers for its own sections."""
+    if function in file.of.of_stages and file.values["stages"]:
+        return
+    rows = file.of.by_function[function]
+    try:
+        native = file.of.functions(function)(file.values)
+    except ConfigError as e:
+        told = file.unbuilt if isinstance(e, NotSupportedYet) else file.problems
+        told.append(_told(file, rows, str(e)))
+        return
+    for key, value in native.items():
+        yield _write(file, key, value, rows=[r for r in rows if _declares(r, key)] or rows)
+
+
+def _told(file: Reading, rows: Sequence[Row], said: str) -> tuple[str, str]:
+    """A function's complaint with the place of the first given key that it names, or that the function reads."""
+    names = [
+        r.key
+        for r in file.of.rows
+        if r.key in said and re.search(rf"(?<![\w.]){re.escape(r.key)}(?![\w.]\w)", said)
+    ]
+    given = [name for name in (*names, *(r.key for r in rows)) if name in file.given]
+    return file.place(given[0]) if given else "", said if names else f"{(given or [rows[0].key])[0]}: {said}"
+
+
+def _declares(row: Row, native: str) -> bool:
+    return any(native == key or native.startswith(f"{key}.") for key in row.native)
+
+
+def _write(file: Reading, native: str, value: Json, *, rows: Sequence[Row]) -> _Write:
+    """A native key; its source is the first of the rows that the file gives another value than the default."""
+    there = [row.key for row in rows if row.key in file.given]
+    told = (name for name in there if not same(file.values.get(name), file.defaults.get(name)))
+    given = next(told, there[0] if there else "")
+    return _Write(
+        native=native, value=value, key=given or rows[0].key, given=bool(given), place=file.place(given)
+    )
+
+
+def _check(file: Reading, row: Row) -> None:
+    """A row that does nothing here accepts its default, harmless values, and those of its type."""
+    if row.key not in file.given or (row.when and not file.of.functions(row.when)(file.values)):
+        return
+    accepted = row.harmless if "equal:" in row.type else (file.defaults[row.key], *row.harmless)
+    plain = not {"[]", "<name>", "*"} & set(parts(row.key))
+    for found in file.given.get(row.key, ()):
+        value = file.values[row.key] if plain else found.value
+        is_filled = isinstance(found.value, list) or (row.default is None and found.value)
+        if found.is_section and not is_filled:
+            continue  # what is in it is judged by its own rows
+        if not any(same(value, ok) for ok in accepted) and not _of_its_type(file, row, value):
+            text = f"{dotted(found.path)}: got {shown(found.value)}; {_refusal(row, accepted)}"
+            unbuilt = row.status in ("coming", "engine")
+            (file.unbuilt if unbuilt else file.problems).append((file.places[found.at], text))
+
+
+def _of_its_type(file: Reading, row: Row, value: Json) -> bool:
+    """Whether a value is of the row's type, `equal:` held against the other key."""
+    if not row.type:
+        return False
+    others = [kind.removeprefix("equal:") for kind in row.type.split("|") if kind.startswith("equal:")]
+    plain = "|".join(kind for kind in row.type.split("|") if not kind.startswith("equal:"))
+    return (plain != "" and accepts(plain, value)) or any(same(value, file.values[other]) for other in others)
+
+
+def _refusal(row: Row, accepted: Sequence[Json]) -> str:
+    """Why a value is refused, and which would not be."""
+    ok = ", ".join([*dict.fromkeys(map(shown, accepted)), *([expected(row.type)] if row.type else [])])
+    why = {
+        "coming": f"coming, not built yet: {row.area or row.reason}",
+        "engine": f"coming with {row.area}: {row.reason}",
+        "inert": f"it cannot matter here: {row.reason}",
+    }.get(row.status, row.reason)
+    return f"{why} (accepted today: {ok})" if len(ok) < 200 else why
+
+
+# ---------------------------------------------------------------- writing
+
+
+def _chosen(file: Reading, writes: Iterable[_Write]) -> list[_Write]:
+    """One write for each native key: what is given beats a default; two given values that differ are a problem."""
+    best: dict[str, _Write] = {}
+    for write in writes:
+        other = best.get(write.native)
+        if other is None or (write.given and not other.given):
+            best[write.native] = write
+        elif write.given and other.given and not same(write.value, other.value):
+            text = (
+                f"{write.key} asks for {write.native}={shown(write.value)}, {other.key}"
+                f"{f' ({other.place})' if other.place else ''} for {shown(other.value)}; keep one of them"
+            )
+            file.problems.append((write.place, text))
+    defaults = Config().model_dump(mode="json")
+    return [w for w in best.values() if _says_something(w, get(defaults, path_of(w.native, ())))]
+
+
+def _says_something(write: _Write, default: Json) -> bool:
+    """Whether a native key must be written: not for a null or a default that is also the native one."""
+    return not same(write.value, default) or (write.given and write.value is not None)
+
+
+def _origin(write: _Write, of: Dialect) -> str:
+    if not write.given:
+        return f"default of {write.key} ({of.name})"
+    return (
+        write.place
+        if write.place.startswith("override ") or not write.place
+        else f"{write.place} {write.key}"
+    )
+
+
+def _escaped(value: Json) -> Json:
+    """Text that has `${` in it stands for itself."""
+    if isinstance(value, dict):
+        return {k: _escaped(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(v) for v in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
+# ---------------------------------------------------------------- report
+
+
+def _lines(file: Reading, chosen: Sequence[_Write]) -> Iterator[Line]:
+    """One line for each key given, then one for each default that writes a native key."""
+    fed: dict[str, list[str]] = {}
+    for write in chosen:
+        fed.setdefault(write.key, []).append(write.native)
+    rows = {row.key: row for row in file.of.rows}
+    for name, founds in file.given.items():
+        row = rows[name]
+        whole = row.native if row.status in WRITES else ()
+        for found in founds:
+            if not found.is_section or isinstance(found.value, list):
+                native = tuple(fed.pop(dotted(found.path), fed.pop(name, whole)))
+                newer = file.of.newer(row)
+                told = f"{file.of.system} {file.of.version} has it not ({newer})" if newer else ""
+                note = "; ".join(filter(None, (found.note or _read_as(file, found), told)))
+                yield Line(dotted(found.path), found.value, True, row.status, native, note, row.what)
+    for name, natives in fed.items():
+        row = rows[name]
+        yield Line(name, file.values[name], False, row.status, tuple(natives), "", row.what)
+
+
+def _read_as(file: Reading, found: Found) -> str:
+    """A note where the system reads a text as something else."""
+    if found.row is None or not isinstance(found.value, str):
+        return ""
+    value, _ = understood(
+        found.value, found.row, default=file.defaults.get(found.row.key), nulls=file.of.nulls
+    )
+    return "" if isinstance(value, str) else f"the text {shown(found.value)} is read as {shown(value)}"

@@ -1,0 +1,88 @@
+"""Trinity-RFT's `stages`: each is a file of its own, the global one with the stage's keys put over it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from whet.config.faults import shown
+from whet.config.tree import STAGE_SECTIONS, get, leaves, merge
+from whet.dialects.row import NotSupportedYet, Values
+from whet.dialects.tables import Dialect, dialect
+from whet.dialects.translate import Translation, translate
+from whet.dialects.versions import VERSION
+from whet.types import ConfigError, Json
+
+DEFAULT_ALGORITHM = "ppo"
+
+
+def stages(values: Values) -> Mapping[str, Json]:
+    """Every stage's own native sections. A key that a stage leaves out is the global one's, as the document says;
+    Trinity's code replaces whole sections."""
+    given = [stage for stage in values["stages"] or [] if isinstance(stage, dict)]
+    if not given:
+        return {}
+    of = dialect("trinity", values.get(VERSION, ""))
+    whole = whole_file(values, of)
+    alone = translate(whole, of, origins={})
+    told = _told(alone, of)
+    problems: list[str] = []
+    unbuilt: list[str] = []
+    trees: list[dict[str, Json]] = []
+    for n, stage in enumerate(given):
+        done = translate(inherited(whole, stage), of, origins={})
+        said = [text for _, text in done.problems if text not in told and "unknown key" not in text]
+        said += [] if stage.get("stage_name") else ["stage_name: must be given."]
+        trees.append(done.tree)
+        said += _own_way(alone.tree, done.tree)
+        problems += [f"stages[{n}]: {text}" for text in said]
+        unbuilt += [f"stages[{n}]: {text}" for _, text in done.unbuilt if text not in told]
+    if problems:
+        raise ConfigError("; ".join(problems + unbuilt))
+    if unbuilt:
+        raise NotSupportedYet("; ".join(unbuilt))
+    out: dict[str, Json] = {}
+    for n, (stage, tree) in enumerate(zip(given, trees)):
+        out[f"stages.{n}.name"] = stage["stage_name"]
+        out |= {f"stages.{n}.{key}": value for key, value in tree.items() if key in STAGE_SECTIONS}
+    return out
+
+
+def _own_way(alone: Mapping[str, Json], tree: Mapping[str, Json]) -> list[str]:
+    """What a stage asks for that is one for all."""
+    shared = {key: value for key, value in tree.items() if key not in STAGE_SECTIONS}
+    return [
+        f"it asks for {'.'.join(map(str, path))}={shown(value)}, which is one for all stages."
+        for path, value in leaves(shared)
+        if get(dict(alone), path) != value
+    ]
+
+
+def inherited(whole: Mapping[str, Json], stage: Mapping[str, Json]) -> dict[str, Json]:
+    """The file of one stage. One with another algorithm_type inherits the optimizer, not the other's functions."""
+    own = {key: value for key, value in stage.items() if key != "stage_name" and value is not None}
+    before = dict(whole.get("algorithm") or {})
+    kind = (own.get("algorithm") or {}).get("algorithm_type")
+    if kind not in (None, before.get("algorithm_type", DEFAULT_ALGORITHM)):
+        before = {key: value for key, value in before.items() if key == "optimizer"}
+    merged: dict[str, Json] = merge({**whole, "algorithm": before}, own)
+    return merged
+
+
+def whole_file(values: Values, of: Dialect) -> dict[str, Json]:
+    """The global file again, as a tree of all that is not its default."""
+    out: dict[str, Json] = {}
+    for row in of.rows:
+        if row.key in values and values[row.key] != row.default and not row.key.startswith("stages"):
+            *above, last = row.key.split(".")
+            inner: Json = values[row.key] if last == "*" else {last: values[row.key]}
+            for part in reversed(above):
+                inner = {part: inner}
+            out = merge(out, inner)
+    return out
+
+
+def _told(alone: Translation, of: Dialect) -> set[str]:
+    """What is wrong with the global file by itself: the stages need not say it again."""
+    found = {text for _, text in (*alone.problems, *alone.unbuilt)}
+    rows = {text: of.row(text.partition(":")[0]) for text in found}
+    return {text for text, row in rows.items() if row is None or row.function not in of.of_stages}

@@ -1,0 +1,49 @@
+"""Values of a foreign file, read with their kind: a wrong one is refused by its key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from whet.config.faults import shown
+from whet.dialects.row import NotSupportedYet, Values
+from whet.types import ConfigError
+
+T = TypeVar("T")
+
+
+def whole(v: Values, key: str, *, least: int | None = 1) -> int:
+    """A whole number, of at least `least`."""
+    value = v[key]
+    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        bound = "" if least is None else f" >= {least}"
+        raise ConfigError(f"{key}: got {shown(value)}, expected a whole number{bound}")
+    return value
+
+
+def number(v: Values, key: str) -> float:
+    """Any number."""
+    value = v[key]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{key}: got {shown(value)}, expected a number")
+    return value
+
+
+def flag(v: Values, key: str) -> bool:
+    """true or false."""
+    value = v[key]
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key}: got {shown(value)}, expected true or false")
+    return value
+
+
+def choose(v: Values, key: str, known: Mapping[str, T | None]) -> T:
+    """What a choice stands for. A name that is known but not built yet stands for None, and raises NotSupportedYet."""
+    value = v[key]
+    if not isinstance(value, str) or value not in known:
+        raise ConfigError(f"{key}: got {shown(value)}, expected one of {', '.join(known)}")
+    meaning = known[value]
+    if meaning is None:
+        built = ", ".join(name for name, there in known.items() if there is not None)
+        raise NotSupportedYet(f"{key}={value} is coming, not built yet; today: {built}")
+    return meaning

@@ -1,0 +1,207 @@
+"""What a foreign file says: the value of every key of its dialect, as that system reads it, and where it was given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from whet.config.faults import shown
+from whet.config.interpolate import interpolate
+from whet.config.keys import Path, dotted
+from whet.config.tree import get, leaves, merge, origin
+from whet.dialects.kinds import same, understood
+from whet.dialects.match import Found, meant, read
+from whet.dialects.row import Row
+from whet.dialects.tables import Dialect, joined, parts
+from whet.dialects.versions import VERSION
+from whet.types import Json
+
+
+@dataclass
+class Reading:
+    """A foreign file, key by key."""
+
+    of: Dialect
+    defaults: dict[str, Json] = field(default_factory=dict)
+    """The document's, references resolved with the file's values in view."""
+    values: dict[str, Json] = field(default_factory=dict)
+    """What is given, else the default."""
+    given: dict[str, list[Found]] = field(default_factory=dict)
+    """By the name of the row; more than one for entries of a list."""
+    places: dict[Path, str] = field(default_factory=dict)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    """(place, text)"""
+    unbuilt: list[tuple[str, str]] = field(default_factory=list)
+    """The same, of values that ask for what is not built yet."""
+    broken: bool = False
+    """A reference failed, so values are missing and nothing more can be said about them."""
+
+    def place(self, name: str) -> str:
+        """Where a key was given; '' if it was not."""
+        found = self.given.get(name)
+        return self.places.get(found[0].at, "") if found else ""
+
+
+def reading(tree: dict[str, Json], of: Dialect, *, origins: Mapping[Path, str]) -> Reading:
+    """Read a file. Unknown keys, references that fail and values that cannot be meant are problems."""
+    out = Reading(of=of)
+    defaults = nested({parts(row.key): row.default for row in out.of.rows if _is_plain(row, out.of)})
+    full, wrong = interpolate(_rebased(_filled(defaults, tree), out.of.inner), {})
+    written = {path for path, _ in leaves(tree)}
+    for path, said in wrong.items():
+        row = out.of.row(dotted(path))
+        if path in written:
+            out.broken = True
+            out.problems.append((origin(origins, path), f"{dotted(path)}: {said}"))
+        elif row and row.status in ("mapped", "translated", "derived"):
+            out.problems.append(("", f"{dotted(path)}: its default, {shown(row.default)}: {said}"))
+    out.defaults = _defaults(out.of, full, tree)
+    present: dict[Path, Json] = {}
+    for one in read(_taken(tree, full), out.of):
+        out.places[one.at] = origin(origins, one.at)
+        problem = _misplaced(one, out.of) or _twice(one, present)
+        if problem:
+            out.problems.append((out.places[one.at], problem))
+        elif one.path not in present:
+            present[one.path] = _understood(out, one)
+            if one.row is not None:
+                out.given.setdefault(one.row.key, []).append(one)
+    above = {path[:n] for path in present for n in range(1, len(path))}
+    _fill(out, nested({path: value for path, value in present.items() if path not in above}))
+    return out
+
+
+def _misplaced(one: Found, of: Dialect) -> str:
+    """What is wrong with a key that no row knows, or with a section that is none; or ''."""
+    if not one.is_section:
+        return "" if one.row else f"{joined(one.cut)}: unknown key{meant(one.cut, of)}"
+    many = "[]" in of.below[one.cut]
+    if one.value is None or isinstance(one.value, list if many else dict):
+        return ""
+    wanted = "a list of sections" if many else f"a section (keys: {', '.join(of.below[one.cut])})"
+    return f"{joined(one.cut)}: got {shown(one.value)}, expected {wanted}"
+
+
+def _twice(one: Found, present: Mapping[Path, Json]) -> str:
+    """What is wrong with a key that the file has under two names, or ''."""
+    if one.path not in present or one.is_section or same(present[one.path], one.value):
+        return ""
+    said = f"{dotted(one.path)}: given twice, as {shown(present[one.path])} and {shown(one.value)}"
+    return f"{said}; {one.note or 'keep one'}"
+
+
+def _understood(out: Reading, one: Found) -> Json:
+    """The value as that system reads it. What cannot be meant is a problem, and the default stands in for it."""
+    if one.row is None or one.is_section:
+        return one.value
+    default = out.defaults.get(one.row.key)
+    value, problem = understood(one.value, one.row, default=default, nulls=out.of.nulls)
+    if problem:
+        out.problems.append((out.places[one.at], f"{dotted(one.path)}: {problem}"))
+        return default
+    return value
+
+
+def _is_plain(row: Row, of: Dialect) -> bool:
+    """Whether it is the key of one value: no section, no entry of a list, no open name."""
+    cut = parts(row.key)
+    return cut not in of.below and not {"[]", "<name>", "*"} & set(cut)
+
+
+def _defaults(of: Dialect, full: Json, tree: Json) -> dict[str, Json]:
+    """Every row's default, references resolved with the file's values in view. Those of plain keys that the file leaves
+    out are resolved in `full` already."""
+    out = {row.key: row.default for row in of.rows}
+    again: dict[str, Json] = {}
+    for row in of.rows:
+        if _refers(row.default):
+            cut = parts(row.key)
+            if _is_plain(row, of) and not _has(tree, cut):
+                out[row.key] = get(full, cut)
+            else:
+                again[row.key] = row.default
+    texts = _rebased(nested({parts(name): text for name, text in again.items()}), of.inner)
+    resolved, _ = interpolate({"_": texts}, full)
+    return out | {name: get(resolved, ("_", *parts(name))) for name in again}
+
+
+def _has(tree: Json, cut: Path) -> bool:
+    """Whether a file gives a key, be it null."""
+    above = get(tree, cut[:-1]) if len(cut) > 1 else tree
+    return isinstance(above, dict) and cut[-1] in above
+
+
+def _refers(value: Json) -> bool:
+    return any(isinstance(text, str) and "${" in text for _, text in leaves(value))
+
+
+def _fill(out: Reading, present: Json) -> None:
+    """The value of every row: what is given, else the document's default."""
+    out.values[VERSION] = out.of.version
+    for row in out.of.rows:
+        cut = parts(row.key)
+        if cut[-1] == "*":
+            inside, known = get(present, cut[:-1]), out.of.below[cut[:-1]]
+            inside = inside if isinstance(inside, dict) else {}  # no section: told by _misplaced
+            out.values[row.key] = {k: v for k, v in inside.items() if k not in known} or row.default
+        elif not {"[]", "<name>"} & set(cut):
+            given = row.key in out.given
+            out.values[row.key] = get(present, cut) if given else out.defaults[row.key]
+
+
+def _filled(defaults: Json, tree: Json) -> Json:
+    """The file over the defaults; a section that is null or empty keeps its defaults."""
+    if isinstance(defaults, dict) and defaults and (tree is None or isinstance(tree, dict)):
+        tree = tree or {}
+        own = {k: v for k, v in tree.items() if k not in defaults}
+        return {**{k: _filled(v, tree[k]) if k in tree else v for k, v in defaults.items()}, **own}
+    return tree
+
+
+def _taken(tree: Json, full: Json) -> Json:
+    """What the file has, references resolved."""
+    if isinstance(tree, dict) and isinstance(full, dict):
+        return {k: _taken(v, full.get(k)) for k, v in tree.items()}
+    if isinstance(tree, list) and isinstance(full, list):
+        return [_taken(v, w) for v, w in zip(tree, full)]
+    return full if tree is not None else None
+
+
+def _rebased(tree: Json, inner: str) -> Json:
+    """References inside a section that was a file of its own, made to start at the top."""
+    section = get(tree, parts(inner)) if inner else None
+    names = [name for name in section if name not in tree] if isinstance(section, dict) else []
+    if not names:
+        return tree
+    start = re.compile(rf"\$\{{(?=(?:{'|'.join(map(re.escape, names))})\b)")
+
+    def moved(value: Json) -> Json:
+        if isinstance(value, dict):
+            return {k: moved(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [moved(v) for v in value]
+        return start.sub(f"${{{inner}.", value) if isinstance(value, str) else value
+
+    return merge(tree, nested({parts(inner): moved(section)}))
+
+
+def nested(flat: Mapping[Path, Json]) -> dict[str, Json]:
+    """Values by path as one tree; numbers in a path make lists, in their order."""
+    out: dict[str | int, Json] = {}
+    for path, value in flat.items():
+        around = out
+        for part in path[:-1]:
+            inner = around.get(part)
+            around[part] = dict(inner) if isinstance(inner, dict) else {}
+            around = around[part]
+        around[path[-1]] = merge(around.get(path[-1]), value)
+    listed: dict[str, Json] = _listed(out)
+    return listed
+
+
+def _listed(value: Json) -> Json:
+    if not isinstance(value, dict):
+        return value
+    inner = {k: _listed(v) for k, v in value.items()}
+    return [inner[k] for k in sorted(inner)] if inner and all(isinstance(k, int) for k in inner) else inner

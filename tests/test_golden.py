@@ -1,0 +1,101 @@
+"""What every config file of the examples and of the dialects' tests resolves to, defaults filled in, as it was kept.
+
+A rebuilding that changes no meaning changes none of these files. `python tests/test_golden.py` writes them anew: read
+the difference, and say in the commit why it is meant.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from whet.config import hardware, load
+from whet.config.schema import Config
+from whet.dialects import idle
+from whet.types import ConfigError
+
+ROOT = Path(__file__).parents[1]
+KEPT = Path(__file__).parent / "golden" / "translations"
+FILES = [
+    path.relative_to(ROOT)
+    for folder in ("examples", "tests/dialects", "tests/resume")
+    for path in sorted((ROOT / folder).iterdir())
+    if path.suffix in (".yaml", ".toml")
+]
+ENVIRONMENT = {
+    "HOME": "/home/user",
+    **dict.fromkeys(("MODEL", "MODEL_PATH", "VERL_TEST", "WORK"), "/given"),
+    **{
+        f"TRINITY_{name}": "/given"
+        for name in ("CHECKPOINT_ROOT_DIR", "DATASET_PATH", "SFT_DATASET_PATH", "TASKSET_PATH")
+    },
+    "REWARD": "/given/reward.py:score",
+}
+DATASET = "train.train_policy.dataset.name"
+
+
+def resolved(path: Path) -> str:
+    """The leaves of each stage's config that are not the schema's default; of a file that is refused, what is said."""
+    given = (f"{DATASET}=here/rows.jsonl",) if path.name in ("cosmos_letters.toml", "cosmos_sft.toml") else ()
+    try:
+        loaded = load.load(path, given, rehearsal=True)
+    except ConfigError as e:
+        return yaml.safe_dump({"refused": str(e).splitlines()}, width=110)
+    stages = dict(zip(loaded.names, (config.model_dump(mode="json") for config in loaded.stages)))
+    defaults = Config().model_dump(mode="json")
+    told = {name: changed(tree, defaults) for name, tree in stages.items()}
+    return yaml.safe_dump(told, sort_keys=True, allow_unicode=True, width=110)
+
+
+def changed(value: Any, default: Any) -> Any:
+    """The leaves that are not the default's, in their sections."""
+    if not isinstance(value, dict) or not isinstance(default, dict):
+        return value
+    return {key: changed(each, default.get(key)) for key, each in value.items() if each != default.get(key)}
+
+
+def as_on_any_machine(patch: pytest.MonkeyPatch) -> None:
+    """No GPU, no tracker of others, and an environment that is nobody's."""
+    patch.chdir(ROOT)
+    patch.setattr(hardware, "cuda_count", lambda: 0)
+    patch.setattr(idle, "find_spec", lambda name: None)
+    for name, value in ENVIRONMENT.items():
+        patch.setenv(name, value)
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_a_file_resolves_to_what_was_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_any_machine(monkeypatch)
+    assert resolved(path) == (KEPT / f"{path.name}.yaml").read_text(encoding="utf-8")
+
+
+def test_the_defaults_are_what_was_kept() -> None:
+    assert defaults() == (KEPT / "defaults.yaml").read_text(encoding="utf-8")
+
+
+def test_nothing_is_kept_of_what_is_gone() -> None:
+    assert {path.name for path in KEPT.iterdir()} == {
+        "defaults.yaml",
+        *(f"{path.name}.yaml" for path in FILES),
+    }
+
+
+def defaults() -> str:
+    """Every native key with its default."""
+    return yaml.safe_dump(Config().model_dump(mode="json"), sort_keys=True, width=110)
+
+
+def keep() -> None:
+    """Write all of them anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        as_on_any_machine(patch)
+        (KEPT / "defaults.yaml").write_text(defaults(), encoding="utf-8")
+        for path in FILES:
+            (KEPT / f"{path.name}.yaml").write_text(resolved(path), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    keep()
