@@ -1,47 +1,37 @@
 """A launch script of verl, SkyRL, cosmos-rl or Trinity-RFT -> the trainer it starts, with all its words.
 
-The script is read, never run. Understood (`shell/`): comments, quotes, here-documents; assignments, arrays (by
-number and by key), export, declare, local; all of `${...}` but `${x@Q}` and `${!prefix*}`; `$((...))`, `{a,b}`,
-`~`, IFS; `[ ]`, `[[ ]]` but `=~` and extended patterns; if, case, for, while, until, functions, getopts, shift,
-set, read of a here-string, eval and `bash -c` of a known text; pipes, redirections, subshells, `&`. `set -e` ends
-nothing here.
-
-A variable without a value is an error if it arrives in the launch. So is what only running would tell, as the
-output of a program; a few have a stand-in (date, nproc, hostname ...), which is noted. Where such a thing decides,
-both ways are looked at: what differs between them is not known from there on. A way that ends the script is not
-taken, and files are taken not to be there; both are noted.
+The script is run by bash, in a sandbox in which it changes nothing (`shell.py`): no program runs but those that make
+text of text, and those that would run are noted. Every other command is taken to succeed and to print nothing. Where
+such a thing, or a variable that is not set, arrives in the launch, that is an error: a second run with other answers
+tells.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 
 from whet.dialects.launch import Found, System, system_of, unwrapped
-from whet.dialects.shell.builtins import Left, Return
-from whet.dialects.shell.expand import Exit
-from whet.dialects.shell.grammar import parse
-from whet.dialects.shell.run import run, substitute
-from whet.dialects.shell.state import (
-    Event,
-    Field,
-    Note,
-    Start,
-    State,
-    Unknown,
-    Variable,
-    Written,
-    holds_marks,
-)
+from whet.dialects.shell import Noted, Ran, Script
+from whet.inputs import read_text
 from whet.types import ConfigError
 
 MOST_BYTES = 2**20
 _MOST_NAMED = 8
-_MOST_PROBLEMS = 20
 _NOTHING: Mapping[str, str] = MappingProxyType({})
-_FILE = re.compile(r"\S+\.(toml|yaml|yml|json)")
+_OTHER = "1"
+"""What programs that are not run print in the second run; a number, since it may be counted with."""
+_FIRST_MARK = 91_610_000
+_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)(:?[-=+?])?")
+_SET = r"\b{0}(\+?=|\[)|\b(for|read|local|declare|select|getopts)\b[^\n;]*\b{0}\b|-[nz] *\"?\$\{{?{0}\b"
+_SAID = re.compile(r": line (?P<line>\d+): (?P<text>(?:(?P<name>\w+): )?.*)")
+_QUIET = re.compile(
+    r"mkdir|sleep|pip3?|wait|ray|export|wget|curl|git|pkill|killall|kill|rm|mv|cp|touch|chmod|tee|find|clear|nvidia-smi"
+)
+"""Programs of which it need not be told that they are not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +40,7 @@ class Argument:
 
     text: str
     line: int
-    """Where it was written; 0: given to the script as an argument."""
+    """Where it is written; 0: given to the script as an argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,213 +60,265 @@ class Launch:
     others: tuple[Argument, ...]
     """The words for launchers and wrappers (uv run, torchrun, srun), one by one; all words of cosmos-rl and trinity."""
     line: int
+    file: str
+    """The script that holds the line: the one given, or one that it runs."""
+    folder: str
+    """Where the command would run."""
     environment: Mapping[str, str]
     """Variables that the script exports or gives to the command."""
+    written: Mapping[str, str]
+    """Files that the script writes: path -> text."""
     notes: tuple[tuple[int, str], ...]
     """(line, what was skipped or taken for granted)"""
 
 
-def read_script(
-    text: str,
-    arguments: Sequence[str] = (),
-    environment: Mapping[str, str] = _NOTHING,
-    *,
-    name: str = "",
-    exists: Callable[[str], bool] = lambda path: False,
-) -> Launch:
-    """The last command of a script that starts a trainer. ConfigError with lines where it cannot be told.
-
-    `name` is the script's own path ($0); `exists` answers `[ -f path ]`, where no file is taken to be there otherwise.
-    Nothing else is looked up: HOME, USER and PWD, too, are what `environment` says."""
-    text = _checked(text, arguments)
-    state = _state(arguments, environment, name, exists)
-    ended = None
-    try:
-        run(parse(text), state)
-    except Exit as e:
-        ended = e
-    except (Return, Left):
-        pass
-    except RecursionError:
-        raise ConfigError("line 1: the script nests too deep to be read") from None
-    return _launch(state, environment, ended)
-
-
-def _checked(text: str, arguments: Sequence[str]) -> str:
-    if len(text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
-        raise ConfigError(
-            f"line 1: the script has more than {MOST_BYTES // 2**20} MiB; a launch script is short"
-        )
-    for n, line in enumerate(text.split("\n"), 1):
-        if "\0" in line or holds_marks(line):
-            raise ConfigError(f"line {n}: holds a character that no script has; is it a text file?")
-    if any("\0" in argument or holds_marks(argument) for argument in arguments):
-        raise ConfigError("an argument holds a character that no argument has (U+0000, or from U+100000 on)")
-    return text.removeprefix("\ufeff").replace("\r\n", "\n")
-
-
-def _state(
-    arguments: Sequence[str], environment: Mapping[str, str], name: str, exists: Callable[[str], bool]
-) -> State:
-    given = {k: Variable(v, exported=True) for k, v in environment.items() if not holds_marks(v)}
-    state = State(name, given, [Field(a, 0) for a in arguments], "", exists, substitute)
-    cwd = environment.get("PWD", "")
-    state.cwd = cwd or state.granted(".", 1, "the folder that the script is started in")
-    state.name = name or state.granted("script.sh", 1, "$0, the path of the script")
-    return state
-
-
-# ---------------------------------------------------------------- which start
-
-
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    start: Start
+    noted: Noted
     found: Found
     system: System
     by_module: bool
-    at: int
-    """Among the events."""
+
+    @property
+    def own_words(self) -> tuple[str, ...]:
+        return self.noted.words[self.found.args :]
 
 
-def _launch(state: State, environment: Mapping[str, str], ended: Exit | None) -> Launch:
-    found = list(_candidates(state))
-    known = [c for c in found if c.system] or found
-    if not known:
-        raise ConfigError(_nothing(state, ended))
-    last = known[-1]
-    notes = _notes(state.events[: last.at], last, known[:-1], state)
-    return _Builder(last, state, environment, notes).launch()
+def read_script(
+    script: Path | str,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] = _NOTHING,
+    *,
+    folder: Path | str = ".",
+    trust: bool = False,
+) -> Launch:
+    """The last command of a script (a file, or its text) that starts a trainer. ConfigError where it cannot be told.
+
+    `folder` is where it is started. `trust`: its shell has no sandbox, for systems that have none.
+    """
+    folder = Path(folder).resolve()
+    text = script if isinstance(script, str) else read_text(folder / script, ConfigError, most=MOST_BYTES)
+    if len(text) > MOST_BYTES or any("\0" in one for one in (text, *arguments)):
+        raise ConfigError("a launch script is a text of at most 1 MiB, without NUL characters")
+    plain = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    asked = Script(
+        path="" if isinstance(script, str) or plain != text else str(script),
+        text=plain,
+        arguments=tuple(arguments),
+        environment=environment,
+        folder=str(folder),
+        trust=trust,
+    )
+    ran = asked.run()
+    started = _all(asked, ran)
+    candidates = _candidates(started)
+    if not candidates:
+        raise ConfigError(_nothing(ran, started))
+    known = [one for one in candidates if one.system]
+    last = (known or candidates)[-1]
+    lines = _Lines(plain, last.noted, arguments)
+    notes = _notes(ran, started, candidates, last)
+    notes += _check(asked, plain, last, started, lines)
+    return _launch(last, ran, lines, notes)
 
 
-def _candidates(state: State) -> list[_Candidate]:
-    out = []
-    for at, event in enumerate(state.events):
-        if not isinstance(event, Start):
+def _all(asked: Script, ran: Ran) -> list[Noted]:
+    """What was started, what a launcher's `bash -c TEXT` starts among it."""
+    out: list[Noted] = []
+    for one in ran.noted:
+        found = unwrapped(one.words) if one.kind == "start" else None
+        if found is None or isinstance(found, Found):
+            out.append(one)
             continue
-        shown = [state.unknowns.shown(field.text) for field in event.fields]
-        found = unwrapped(shown)
-        if isinstance(found, Found) and (of := system_of(found.module, shown[found.args :])):
-            out.append(_Candidate(event, found, of[0], of[1], at))
+        given = dict(asked.environment) | dict(one.environment)
+        inner = replace(
+            asked, path="", text=one.words[found.at], arguments=one.words[found.at + 2 :], environment=given
+        ).run()
+        for each in inner.noted:
+            out.append(
+                replace(each, line=one.line, file=one.file, environment={**one.environment, **each.environment})
+            )
     return out
 
 
-def _nothing(state: State, ended: Exit | None) -> str:
-    seen = [event for event in state.events if isinstance(event, Start)]
-    said = [
-        f"`{' '.join(state.unknowns.named(f.text) for f in start.fields)[:80]}` in line {start.line}"
-        for start in seen[:_MOST_NAMED]
-    ]
-    others = [event for event in state.events if isinstance(event, Note) and event.text.endswith("not read")]
-    said += [f"{event.text} (line {event.line})" for event in others[:_MOST_NAMED]]
-    problem = f"line {ended.line}: {ended.why}. " if ended else ""
+def _candidates(started: Sequence[Noted]) -> list[_Candidate]:
+    out = []
+    for one in started:
+        found = unwrapped(one.words) if one.kind == "start" else None
+        if isinstance(found, Found) and (of := system_of(found.module, one.words[found.args :])):
+            out.append(_Candidate(one, found, of[0], of[1]))
+    return out
+
+
+# ---------------------------------------------------------------- what is told
+
+
+def _nothing(ran: Ran, started: Sequence[Noted]) -> str:
+    said = [f"`{' '.join(one.words)[:80]}` in line {one.line}" for one in started if one.kind == "start"]
+    problem = ""
+    if ran.ended == "time":
+        problem = "it was stopped after its time: does it wait for something? "
+    elif ran.ended:
+        problem = "it was stopped because it started too many processes. "
+    elif told := [found for found in map(_SAID.search, ran.error.splitlines()) if found]:
+        name = told[-1]["name"]
+        how = f"; give it as {name}=value before the script or as an argument" if name else ""
+        problem = f"line {told[-1]['line']}: {told[-1]['text']}{how}. "
+    elif ran.status:
+        problem = f"it ended with status {ran.status}. "
     return (
-        f"{problem}the script starts no trainer of verl, SkyRL, cosmos-rl or Trinity-RFT that is known here; "
-        f"found {', '.join(said) if said else 'no command that starts Python'}. "
-        "Give the script that holds the launch itself, with the arguments and NAME=value it needs."
+        f"{problem}The script starts no trainer of verl, SkyRL, cosmos-rl or Trinity-RFT that is known here; "
+        f"found {', '.join(said[:_MOST_NAMED]) if said else 'no command that starts a program'}. "
+        "Give the script that holds the launch itself, with the arguments and NAME=value that it needs"
     )
 
 
 def _notes(
-    events: Sequence[Event], last: _Candidate, earlier: Sequence[_Candidate], state: State
+    ran: Ran, started: Sequence[Noted], candidates: Sequence[_Candidate], last: _Candidate
 ) -> list[tuple[int, str]]:
-    notes = [(event.line, event.text) for event in events if isinstance(event, Note)]
-    others = [other.start for other in (*earlier, last)]
-    for event in events:
-        if isinstance(event, Start) and event not in others:
-            said = " ".join(map(state.unknowns.named, event.texts))
-            notes.append((event.line, f"`{said[:100]}` is not run"))
-    for other in earlier:
-        notes.append((other.start.line, f"starts {other.found.module}, too; the last launch counts"))
+    notes = []
+    launches = [one.noted for one in candidates]
+    for one in started:
+        said = " ".join(one.words)[:100]
+        if one.kind == "cd":
+            notes.append((one.line, f"`cd {said}`: there is no such folder here; the script goes on where it is"))
+        elif one.kind == "source":
+            notes.append((one.line, f"`{said}` cannot be read: what it sets is not known"))
+        elif one not in launches and not _QUIET.fullmatch(one.words[0].rpartition("/")[2]):
+            notes.append((one.line, f"`{said}` is not run"))
+    for other in candidates:
+        if other is not last:
+            notes.append((other.noted.line, f"starts {other.found.module}, too; the last launch counts"))
     if not last.by_module:
         why = "by its overrides" if last.system else "of no known system"
-        notes.append((last.start.line, f"{last.found.module} is taken for a trainer {why}"))
-    for event in events:
-        if isinstance(event, Written):
-            path = state.unknowns.shown(event.path)
-            if any(path in state.unknowns.shown(field.text) for field in last.start.fields):
-                notes.append(
-                    (event.line, f"the script writes {path}, which the launch reads: it is not written")
-                )
+        notes.append((last.noted.line, f"{last.found.module} is taken for a trainer {why}"))
+    if ran.ended:
+        notes.append((last.noted.line, "the script did not end by itself and was stopped after this"))
     return notes
 
 
-# ---------------------------------------------------------------- the launch, word by word
+# ---------------------------------------------------------------- what arrives in the launch
 
 
-class _Builder:
-    def __init__(
-        self,
-        candidate: _Candidate,
-        state: State,
-        environment: Mapping[str, str],
-        notes: list[tuple[int, str]],
-    ) -> None:
-        self.candidate, self.state, self.given = candidate, state, environment
-        self.notes = notes
-        self.problems: list[str] = []
+def _check(
+    asked: Script, text: str, last: _Candidate, started: Sequence[Noted], lines: _Lines
+) -> list[tuple[int, str]]:
+    """Run it again with other answers: words that change with them are not known. Returns notes."""
+    marks = {name: str(_FIRST_MARK + n) for n, name in enumerate(_unset(text, asked.environment))}
+    piped = [one for one in started if one.piped and one.kind == "start" and one is not last.noted]
+    if not marks and not piped:
+        return []
+    other = replace(asked, environment={**asked.environment, **marks})
+    again = [one for one in _candidates(_all(other, other.run(output=_OTHER))) if one.found.module]
+    again = [one for one in again if one.system] or again
+    if not again or again[-1].found.module != last.found.module:
+        return [(last.noted.line, "with other answers of the programs that are not run it starts something else")]
+    words = list(again[-1].own_words)
+    notes, dropped = [], set(marks.values()) - set(last.own_words)
+    for name, mark in marks.items():
+        if mark in words:
+            notes.append((last.noted.line, f"${name} is not set: the word is left out"))
+    words = [word for word in words if word not in dropped]
+    problems = [_problem(mine, theirs, marks, piped, lines) for mine, theirs in zip(last.own_words, words) if mine != theirs]
+    if len(words) != len(last.own_words) and not problems:
+        problems = [f"line {last.noted.line}: how many words it has depends on {_suspects(marks, piped)}"]
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return notes
 
-    def launch(self) -> Launch:
-        start, found = self.candidate.start, self.candidate.found
-        if start.doubt:
-            self.problems.append(
-                f"line {start.line}: which trainer is started is not known: {start.doubt}; keep one of them"
-            )
-        words = [self.word(field) for field in start.fields]
-        others = [words[n] for n in found.others if n < len(words)]
-        named, rest = _config(words[found.args :], self.candidate.system)
-        own = self.candidate.system in ("cosmos", "trinity")
-        environment = self.environment()
-        if self.problems:
-            raise ConfigError("\n".join(dict.fromkeys(self.problems[:_MOST_PROBLEMS])))
-        return Launch(
-            self.candidate.system,
-            found.module,
-            named.get("name"),
-            named.get("path"),
-            named.get("file"),
-            () if own else tuple(rest),
-            tuple(others + rest if own else others),
-            start.line,
-            MappingProxyType(environment),
-            tuple(sorted(set(self.notes))),
+
+def _problem(mine: str, theirs: str, marks: Mapping[str, str], piped: Sequence[Noted], lines: _Lines) -> str:
+    shown, needed = theirs, []
+    for name, mark in marks.items():
+        if mark in theirs:
+            shown, needed = shown.replace(mark, f"${{{name}}}"), [*needed, name]
+    at = lines.of(mine)
+    if needed:
+        return (
+            f"line {at}: `{shown[:160]}` needs ${needed[0]}, which is not set; "
+            f"give it as {needed[0]}=value before the script or as an argument"
         )
-
-    def word(self, field: Field) -> Argument:
-        state = self.state
-        for unknown in state.unknowns.of(field.text):
-            if unknown.kind == "granted":
-                shown = unknown.shown or "nothing"
-                self.notes.append((unknown.line, f"{unknown.why}: taken to be `{shown}`"))
-            else:
-                self.problems.append(self._problem(field, unknown))
-        return Argument(state.unknowns.shown(field.text), field.line)
-
-    def _problem(self, field: Field, unknown: Unknown) -> str:
-        said = self.state.unknowns.named(field.text)[:160]
-        if unknown.kind == "refused":
-            return (
-                f"line {field.line}: `{said}` is not known: line {unknown.line}: {unknown.why}. "
-                "Write its value into the script, or give it as a variable that the script reads"
-            )
-        sourced = self.state.sourced
-        where = f" (line {sourced[0]} reads a file that may set it)" if sourced else ""
-        how = (
-            f"give the script its argument {unknown.name}"
-            if unknown.name.isdigit()
-            else f"give it as {unknown.name}=value before the script or as an argument"
-        )
-        return f"line {field.line}: `{said}` needs ${unknown.name}, which is not set{where}; {how}"
-
-    def environment(self) -> dict[str, str]:
-        start, unknowns = self.candidate.start, self.state.unknowns
-        made = {k: v for k, v in start.environment.items() if self.given.get(k) != v}
-        made |= self.candidate.found.environment
-        return {k: unknowns.shown(v) for k, v in made.items() if _tells(unknowns.of(v))}
+    return (
+        f"line {at}: `{mine[:160]}` is not known: it depends on {_suspects(marks, piped)}. "
+        "Write its value into the script, or give it as a variable that the script reads"
+    )
 
 
-def _tells(unknown: Sequence[Unknown]) -> bool:
-    return all(u.kind == "granted" for u in unknown)
+def _suspects(marks: Mapping[str, str], piped: Sequence[Noted]) -> str:
+    said = [f"the output of `{' '.join(one.words)[:60]}` (line {one.line}), which is not run" for one in piped]
+    said += [f"${name}, which is not set" for name in marks]
+    return " or ".join(said[:_MOST_NAMED])
+
+
+def _unset(text: str, environment: Mapping[str, str]) -> list[str]:
+    """Variables that a script takes as they come: it neither sets them, nor has a default, nor tests for them."""
+    code = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#"))
+    uses: dict[str, list[str]] = {}
+    for name, operator in _VARIABLE.findall(code):
+        uses.setdefault(name, []).append(operator)
+    return [
+        name
+        for name, operators in uses.items()
+        if name not in environment and not any(operators) and not name.startswith("BASH")
+        and name not in _OWN and not re.search(_SET.format(name), code)
+    ]
+
+
+_TEXT_OWN = """
+PWD OLDPWD UID EUID PPID RANDOM SECONDS LINENO HOSTNAME HOSTTYPE OSTYPE MACHTYPE IFS OPTARG OPTIND SHLVL PATH FUNCNAME
+EPOCHSECONDS EPOCHREALTIME PIPESTATUS REPLY SHELL TERM GROUPS DIRSTACK OPTERR PS4
+"""
+_OWN = set(_TEXT_OWN.split())
+"""Variables that bash itself sets."""
+
+
+class _Lines:
+    """Where the words of a launch are written: as far as the text of the script tells."""
+
+    def __init__(self, text: str, launch: Noted, given: Sequence[str]) -> None:
+        self.lines, self.start, self.given = text.split("\n"), launch.line, given
+        self.end = launch.line
+        while self.end < len(self.lines) and self.lines[self.end - 1].endswith("\\"):
+            self.end += 1
+
+    def of(self, word: str) -> int:
+        """The last line up to the launch's end that has the word's key, or the word; else the launch's."""
+        if word in self.given:
+            return 0
+        key, equals, _ = word.partition("=")
+        after = "=" if equals else r"(?![\w.=])"
+        asked = re.compile(rf"(?<![\w.]){re.escape(key)}{after}") if key else None
+        for n in range(self.end, 0, -1):
+            line = self.lines[n - 1] if n <= len(self.lines) else ""
+            if asked and asked.search(line) and not line.lstrip().startswith("#"):
+                return n
+        return self.start
+
+
+def _launch(
+    last: _Candidate, ran: Ran, lines: _Lines, notes: Sequence[tuple[int, str]]
+) -> Launch:
+    words = [Argument(word, lines.of(word)) for word in last.own_words]
+    others = [
+        Argument(last.noted.words[n], last.noted.line) for n in last.found.others if n < len(last.noted.words)
+    ]
+    named, rest = _config(words, last.system)
+    own = last.system in ("cosmos", "trinity")
+    return Launch(
+        last.system,
+        last.found.module,
+        named.get("name"),
+        named.get("path"),
+        named.get("file"),
+        () if own else tuple(rest),
+        tuple(others + rest if own else others),
+        last.noted.line,
+        last.noted.file,
+        last.noted.folder,
+        MappingProxyType({**last.noted.environment, **last.found.environment}),
+        MappingProxyType(dict(ran.written)),
+        tuple(sorted(set(notes))),
+    )
 
 
 def _config(words: Sequence[Argument], system: System) -> tuple[dict[str, str], list[Argument]]:
