@@ -47,10 +47,14 @@ def whet(
     """
 
 
-File = Annotated[Path, typer.Argument(help="Config file, YAML or TOML.", show_default=False)]
+File = Annotated[
+    Path, typer.Argument(help="Config file, YAML or TOML, or launch script (.sh).", show_default=False)
+]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045  (typer reads this annotation at run time)
-    typer.Argument(help="Values put over the file: key.path=value ...", show_default=False),
+    typer.Argument(
+        help="Values put over the file: key.path=value ...; the arguments of a script.", show_default=False
+    ),
 ]
 
 Dialect = Annotated[
@@ -58,6 +62,14 @@ Dialect = Annotated[
     typer.Option(
         help="What the file is written for: native, verl, skyrl, cosmos, trinity. Default: what its keys say.",
         show_default=False,
+    ),
+]
+
+TrustScript = Annotated[
+    bool,
+    typer.Option(
+        "--trust-script",
+        help="Run the shell of a launch script (.sh) without a sandbox: for scripts of your own, where there is none.",
     ),
 ]
 
@@ -73,6 +85,7 @@ def train(
             "--change", help="Go on with other settings, also such that change numbers: a branch of the run."
         ),
     ] = False,
+    trust_script: TrustScript = False,
 ) -> None:
     """Train as the config says; go on where its run directory stands.
 
@@ -81,12 +94,13 @@ def train(
 
     \b
     Example: whet train examples/first_run.yaml seed=1 run_dir=runs/seed1
+    Example: MODEL=models/chat whet train run.sh trainer.total_epochs=1
     Example: whet train examples/first_run.yaml --change stages.rl.train.optimizer.lr=1e-4
     """
     from whet.api import run_training
     from whet.config.load import load
 
-    loaded = load(file, overrides or (), dialect=dialect)
+    loaded = load(file, overrides or (), dialect=dialect, trust_script=trust_script)
     _say(loaded)
     raise typer.Exit(run_training(loaded, change=change))
 
@@ -103,12 +117,14 @@ def plan(
     arithmetic: Annotated[
         bool, typer.Option("--arithmetic", help="Try which bits float32 has on this CPU, too: some seconds.")
     ] = False,
+    trust_script: TrustScript = False,
 ) -> None:
     """Print everything that follows from a config, without loading a model.
 
     \b
     Example: whet plan examples/first_run.yaml stages.rl.train.tasks_per_step=32
     Example: whet plan examples/first_run.yaml --arithmetic
+    Example: whet plan run_qwen3_8b.sh
     Example: whet plan examples/gsm8k.yaml rollout.max_staleness=2 rollout.schedule=free --simulate runs/gsm8k
     """
     from rich.console import Console
@@ -117,7 +133,7 @@ def plan(
     from whet.config.load import load
     from whet.config.plan import describe, plans
 
-    loaded = load(file, overrides or (), dialect=dialect)
+    loaded = load(file, overrides or (), dialect=dialect, trust_script=trust_script)
     _say(loaded)
     planned = plans(loaded)
     Console().print(describe(planned))
@@ -156,6 +172,7 @@ def rehearse(
         Optional[Path],  # noqa: UP045
         typer.Option("-o", "--output", help="JSON file for what was found.", show_default=False),
     ] = None,
+    trust_script: TrustScript = False,
 ) -> None:
     """Try a run small on this machine, whatever machine it is written for: about a minute or two.
 
@@ -165,12 +182,19 @@ def rehearse(
     \b
     Example: whet rehearse examples/from_verl.yaml
     Example: whet rehearse big_run.yaml trainer.nnodes=8 -o found.json
+    Example: DATA_DIR=data whet rehearse run_qwen3_8b.sh
     """
     from rich.console import Console
 
     from whet.rehearsal.rehearse import rehearse as try_small
 
-    found = try_small(file, overrides or (), dialect, say=lambda what: typer.echo(f"{what} ...", err=True))
+    found = try_small(
+        file,
+        overrides or (),
+        dialect,
+        trust_script=trust_script,
+        say=lambda what: typer.echo(f"{what} ...", err=True),
+    )
     Console().print(found)
     if output:
         output.write_text(found.to_json() + "\n", encoding="utf-8")
@@ -300,7 +324,9 @@ def _say(loaded: Loaded) -> None:
     from whet.dialects.report import summary
 
     if loaded.translation:
-        typer.echo(summary(loaded.translation), err=True)
+        typer.echo(
+            "\n".join([summary(loaded.translation), *(f"  {note}" for note in loaded.notes)]), err=True
+        )
 
 
 @app.command()
@@ -318,19 +344,21 @@ def convert(
         typer.Option(help="Markdown file with what became of every key.", show_default=False),
     ] = None,
     dialect: Dialect = None,
+    trust_script: TrustScript = False,
 ) -> None:
     """Write a config of another system in whet's own keys, with where each line came from.
 
     \b
     Example: whet convert examples/from_skyrl.yaml
     Example: whet convert examples/from_skyrl.yaml -o native.yaml --report report.md
+    Example: MODEL=models/chat whet convert run.sh trainer.total_epochs=1
     """
     from whet.config.load import load
     from whet.config.plan import plans
     from whet.dialects.convert import native_yaml
     from whet.dialects.report import markdown
 
-    loaded = load(file, overrides or (), dialect=dialect)
+    loaded = load(file, overrides or (), dialect=dialect, trust_script=trust_script)
     plans(loaded)
     _say(loaded)
     if output:

@@ -61,7 +61,7 @@ class Launch:
     """The words for launchers and wrappers (uv run, torchrun, srun), one by one; all words of cosmos-rl and trinity."""
     line: int
     file: str
-    """The script that holds the line: the one given, or one that it runs."""
+    """'' for the script given; else the one, which it runs, that holds the line."""
     folder: str
     """Where the command would run."""
     environment: Mapping[str, str]
@@ -113,10 +113,10 @@ def read_script(
     started = _all(asked, ran)
     candidates = _candidates(started)
     if not candidates:
-        raise ConfigError(_nothing(ran, started))
-    known = [one for one in candidates if one.system]
-    last = (known or candidates)[-1]
-    lines = _Lines(plain, last.noted, arguments)
+        raise ConfigError(_nothing(ran, started, plain))
+    last = ([one for one in candidates if one.system] or candidates)[-1]
+    inner = Path(folder, last.noted.file)
+    lines = _Lines(inner.read_text(errors="replace") if inner.is_file() else plain, last.noted, arguments)
     notes = _notes(ran, started, candidates, last)
     notes += _check(asked, plain, last, started, lines)
     return _launch(last, ran, lines, notes)
@@ -136,7 +136,9 @@ def _all(asked: Script, ran: Ran) -> list[Noted]:
         ).run()
         for each in inner.noted:
             out.append(
-                replace(each, line=one.line, file=one.file, environment={**one.environment, **each.environment})
+                replace(
+                    each, line=one.line, file=one.file, environment={**one.environment, **each.environment}
+                )
             )
     return out
 
@@ -145,7 +147,11 @@ def _candidates(started: Sequence[Noted]) -> list[_Candidate]:
     out = []
     for one in started:
         found = unwrapped(one.words) if one.kind == "start" else None
-        if isinstance(found, Found) and (of := system_of(found.module, one.words[found.args :])):
+        if (
+            isinstance(found, Found)
+            and found.starts
+            and (of := system_of(found.module, one.words[found.args :]))
+        ):
             out.append(_Candidate(one, found, of[0], of[1]))
     return out
 
@@ -153,7 +159,7 @@ def _candidates(started: Sequence[Noted]) -> list[_Candidate]:
 # ---------------------------------------------------------------- what is told
 
 
-def _nothing(ran: Ran, started: Sequence[Noted]) -> str:
+def _nothing(ran: Ran, started: Sequence[Noted], text: str) -> str:
     said = [f"`{' '.join(one.words)[:80]}` in line {one.line}" for one in started if one.kind == "start"]
     problem = ""
     if ran.ended == "time":
@@ -162,10 +168,12 @@ def _nothing(ran: Ran, started: Sequence[Noted]) -> str:
         problem = "it was stopped because it started too many processes. "
     elif told := [found for found in map(_SAID.search, ran.error.splitlines()) if found]:
         name = told[-1]["name"]
-        how = f"; give it as {name}=value before the script or as an argument" if name else ""
+        needed = name and (told[-1]["text"].endswith("unbound variable") or f"{{{name}:?" in text)
+        how = f"; give it as {name}=value before the script or as an argument" if needed else ""
         problem = f"line {told[-1]['line']}: {told[-1]['text']}{how}. "
     elif ran.status:
-        problem = f"it ended with status {ran.status}. "
+        lines = ran.printed.strip().splitlines()[-3:]
+        problem = f"it ended with status {ran.status}{': ' if lines else ''}{' '.join(lines)[:300]}. "
     return (
         f"{problem}The script starts no trainer of verl, SkyRL, cosmos-rl or Trinity-RFT that is known here; "
         f"found {', '.join(said[:_MOST_NAMED]) if said else 'no command that starts a program'}. "
@@ -181,7 +189,11 @@ def _notes(
     for one in started:
         said = " ".join(one.words)[:100]
         if one.kind == "cd":
-            notes.append((one.line, f"`cd {said}`: there is no such folder here; the script goes on where it is"))
+            notes.append(
+                (one.line, f"`cd {said}`: there is no such folder here; the script goes on where it is")
+            )
+        elif one.kind == "probe":
+            notes.append((one.line, f"`{said}` is taken to fail"))
         elif one.kind == "source":
             notes.append((one.line, f"`{said}` cannot be read: what it sets is not known"))
         elif one not in launches and not _QUIET.fullmatch(one.words[0].rpartition("/")[2]):
@@ -212,14 +224,20 @@ def _check(
     again = [one for one in _candidates(_all(other, other.run(output=_OTHER))) if one.found.module]
     again = [one for one in again if one.system] or again
     if not again or again[-1].found.module != last.found.module:
-        return [(last.noted.line, "with other answers of the programs that are not run it starts something else")]
+        return [
+            (last.noted.line, "with other answers of the programs that are not run it starts something else")
+        ]
     words = list(again[-1].own_words)
     notes, dropped = [], set(marks.values()) - set(last.own_words)
     for name, mark in marks.items():
         if mark in words:
             notes.append((last.noted.line, f"${name} is not set: the word is left out"))
     words = [word for word in words if word not in dropped]
-    problems = [_problem(mine, theirs, marks, piped, lines) for mine, theirs in zip(last.own_words, words) if mine != theirs]
+    problems = [
+        _problem(mine, theirs, marks, piped, lines)
+        for mine, theirs in zip(last.own_words, words)
+        if mine != theirs
+    ]
     if len(words) != len(last.own_words) and not problems:
         problems = [f"line {last.noted.line}: how many words it has depends on {_suspects(marks, piped)}"]
     if problems:
@@ -228,10 +246,9 @@ def _check(
 
 
 def _problem(mine: str, theirs: str, marks: Mapping[str, str], piped: Sequence[Noted], lines: _Lines) -> str:
-    shown, needed = theirs, []
-    for name, mark in marks.items():
-        if mark in theirs:
-            shown, needed = shown.replace(mark, f"${{{name}}}"), [*needed, name]
+    shown, needed = theirs, [name for name, mark in marks.items() if mark in theirs]
+    for name in needed:
+        shown = shown.replace(marks[name], f"${{{name}}}")
     at = lines.of(mine)
     if needed:
         return (
@@ -245,7 +262,9 @@ def _problem(mine: str, theirs: str, marks: Mapping[str, str], piped: Sequence[N
 
 
 def _suspects(marks: Mapping[str, str], piped: Sequence[Noted]) -> str:
-    said = [f"the output of `{' '.join(one.words)[:60]}` (line {one.line}), which is not run" for one in piped]
+    said = [
+        f"the output of `{' '.join(one.words)[:60]}` (line {one.line}), which is not run" for one in piped
+    ]
     said += [f"${name}, which is not set" for name in marks]
     return " or ".join(said[:_MOST_NAMED])
 
@@ -259,8 +278,11 @@ def _unset(text: str, environment: Mapping[str, str]) -> list[str]:
     return [
         name
         for name, operators in uses.items()
-        if name not in environment and not any(operators) and not name.startswith("BASH")
-        and name not in _OWN and not re.search(_SET.format(name), code)
+        if name not in environment
+        and not any(operators)
+        and not name.startswith("BASH")
+        and name not in _OWN
+        and not re.search(_SET.format(name), code)
     ]
 
 
@@ -295,9 +317,7 @@ class _Lines:
         return self.start
 
 
-def _launch(
-    last: _Candidate, ran: Ran, lines: _Lines, notes: Sequence[tuple[int, str]]
-) -> Launch:
+def _launch(last: _Candidate, ran: Ran, lines: _Lines, notes: Sequence[tuple[int, str]]) -> Launch:
     words = [Argument(word, lines.of(word)) for word in last.own_words]
     others = [
         Argument(last.noted.words[n], last.noted.line) for n in last.found.others if n < len(last.noted.words)

@@ -15,9 +15,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from whet.types import ConfigError
 
@@ -29,7 +30,8 @@ _TOOLS = _TEXT_TOOLS.split()
 _ENDS_AFTER_SLEEPS = 1000
 _MOST_RUNS = 6
 _LOST = re.compile(
-    r"line \d+: (?:exec: )?(?P<name>[^\s:]+): (?:No such file or directory|Permission denied|not found|cannot execute.*)"
+    r"line \d+: (?:exec: )?(?P<name>[^\s:]+): "
+    r"(?:No such file or directory|Permission denied|not found|cannot execute.*)"
 )
 """What bash says of a program, or a file to be sourced, that it did not reach."""
 _NAME = re.compile(r"[\w./+@%-]+")
@@ -43,14 +45,15 @@ __whet_note() {
     while [[ ${BASH_SOURCE[at]-} == PRELUDE ]]; do (( at += 1 )); done
     [[ -p /dev/fd/1 ]] && piped=1
     {
-        printf '%s\0' "$1" "${BASH_LINENO[at - 1]}" "${BASH_SOURCE[at]-}" "$PWD" "$piped" "$(($# - 1))" "${@:2}"
+        printf '%s\0' "$1" "${BASH_LINENO[-2]}" "${BASH_LINENO[at - 1]}" "${BASH_SOURCE[at]-}"
+        printf '%s\0' "$PWD" "$piped" "$(($# - 1))" "${@:2}"
         for name in $(compgen -e); do printf '%s=%s\0' "$name" "${!name-}"; done
     } > NOTES/"$EPOCHREALTIME.$BASHPID.$RANDOM"
     return "$piped"
 }
 command_not_found_handle() {
+    case "$*" in npu-smi*|rocm-smi*|*torch_npu*) __whet_note probe "$@" || :; return 1 ;; esac
     __whet_note start "$@" || printf '%s' OUTPUT
-    case "$*" in npu-smi*|rocm-smi*|*torch_npu*) return 1 ;; esac
     return STATUS
 }
 __whet_other() {
@@ -63,6 +66,7 @@ __whet_other() {
         command_not_found_handle "$@"
     fi
 }
+ulimit() { :; }
 sh() { bash "$@"; }
 dash() { bash "$@"; }
 zsh() { bash "$@"; }
@@ -84,10 +88,13 @@ class Noted:
     """A command that bash came to."""
 
     kind: str
-    """start, or cd and source of what is not there."""
+    """start; probe for a device that is taken not to be there; cd and source of what is not there."""
     words: tuple[str, ...]
     line: int
+    top: int
+    """The line of the script given that led there."""
     file: str
+    """'' for the script given."""
     folder: str
     piped: bool
     """Another program, or the script itself, reads what it prints."""
@@ -101,6 +108,8 @@ class Ran:
     noted: tuple[Noted, ...]
     error: str
     """What bash and the tools said."""
+    printed: str
+    """What the script itself said."""
     status: int
     ended: str
     """Why it was stopped: 'time' or 'processes'; '' if it ended by itself."""
@@ -148,27 +157,34 @@ def _run(script: Script, output: str, status: int, lost: set[str], replaced: boo
         notes = at / "notes"
         notes.mkdir()
         programs = _tools(at / "tools", bash)
-        (at / "prelude").write_text(_prelude(notes, output, status, lost) + _EXEC * replaced, encoding="utf-8")
+        (at / "prelude").write_text(
+            _prelude(notes, output, status, lost) + _EXEC * replaced, encoding="utf-8"
+        )
         path = script.path
         if not path:
             path = str(at / "script.sh")
             Path(path).write_text(script.text, encoding="utf-8", errors="surrogateescape")
         request = {
             "words": [bash, path, *script.arguments],
-            "environment": _environment(script) | {"PATH": str(at / "tools"), "BASH_ENV": str(at / "prelude")},
+            "environment": _environment(script)
+            | {"PATH": str(at / "tools"), "BASH_ENV": str(at / "prelude")},
             "folder": str(notes),
             "programs": programs,
             "confined": not script.trust,
         }
         outcome = _asked(request, script.folder)
-        found = [
-            _noted(one.read_bytes(), script.environment) for one in sorted(notes.iterdir(), key=lambda p: p.name)
-        ]
+        files = sorted(notes.iterdir(), key=lambda one: one.name)  # they are named by the time
+        noted = [_noted(one.read_bytes(), script.environment, path) for one in files]
+    found = [one for one in noted if one]
+    if not any(one.file for one in found):
+        found.sort(key=lambda one: one.top)  # of two in the background either may come first
     error = outcome["error"].replace(path, script.path or "the script")
-    return Ran(tuple(n for n in found if n), error, outcome["status"], outcome["ended"], outcome["written"])
+    return Ran(
+        tuple(found), error, outcome["printed"], outcome["status"], outcome["ended"], outcome["written"]
+    )
 
 
-def _asked(request: Mapping[str, object], folder: str) -> dict[str, object]:
+def _asked(request: Mapping[str, object], folder: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "whet.guard.enclosed"],
         input=json.dumps(request),
@@ -178,8 +194,10 @@ def _asked(request: Mapping[str, object], folder: str) -> dict[str, object]:
         check=False,
     )
     if done.returncode:
-        raise ConfigError(f"the script could not be read: {done.stderr.strip()[-1000:] or 'its process was killed'}")
-    outcome: dict[str, object] = json.loads(done.stdout)
+        raise ConfigError(
+            f"the script could not be read: {done.stderr.strip()[-1000:] or 'its process was killed'}"
+        )
+    outcome: dict[str, Any] = json.loads(done.stdout)
     if why := outcome["refused"]:
         raise ConfigError(
             f"a launch script is run by bash in a sandbox, and there is none here: {why}. --trust-script runs it "
@@ -224,14 +242,23 @@ def _prelude(notes: Path, output: str, status: int, lost: set[str]) -> str:
     return text
 
 
-def _noted(data: bytes, given: Mapping[str, str]) -> Noted | None:
+def _noted(data: bytes, given: Mapping[str, str], script: str) -> Noted | None:
     """None for one that bash did not write to its end."""
     parts = os.fsdecode(data).split("\0")
-    if len(parts) < 6 or parts[-1]:
+    if len(parts) < 7 or parts[-1]:
         return None
-    kind, line, file, folder, piped, count = parts[:6]
-    end = 6 + int(count)
+    kind, top, line, file, folder, piped, count = parts[:7]
+    end = 7 + int(count)
     pairs = dict(pair.partition("=")[::2] for pair in parts[end:-1])
     own = {"PATH", "BASH_ENV", "SHLVL", "PWD", "OLDPWD", "_", "LC_MESSAGES"}
     made = {k: v for k, v in pairs.items() if k not in own and given.get(k) != v}
-    return Noted(kind, tuple(parts[6:end]), int(line or 0), file, folder, piped == "1", made)
+    return Noted(
+        kind,
+        tuple(parts[7:end]),
+        int(line or 0),
+        int(top or 0),
+        "" if file == script else file,
+        folder,
+        piped == "1",
+        made,
+    )

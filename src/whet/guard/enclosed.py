@@ -1,4 +1,4 @@
-"""Runs a shell so that it can do no harm, and says what it wrote: a process of its own, `python -m whet.guard.enclosed`.
+"""Runs a shell so that it can do no harm, and says what it wrote: `python -m whet.guard.enclosed`.
 
 Standard input is a `Request` as JSON, standard output the `Outcome`. The shell and all below it read any file, start
 the named programs alone, open no connection, signal nobody. Files that they write seem to be there for them, and are
@@ -16,6 +16,7 @@ import select
 import socket
 import struct
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +26,10 @@ from whet.guard import confine, sandbox
 _MOST_WRITTEN = 2**20
 _MOST_FILES = 64
 _MOST_ERROR = 2**16
+_MOST_PRINTED = 2000
 _POLL_S = 0.02
+_LEFT_S = 3.0
+"""For what is still under way when it has ended."""
 _RECEIVE, _ANSWER, _GIVE_FILE = 0xC0502100, 0xC0182101, 0x40182103
 """ioctl(2) of seccomp_unotify(2)."""
 _GO_ON, _AND_ANSWER = 1, 2
@@ -60,6 +64,8 @@ class Outcome:
     """Why it was killed: 'time' or 'processes'."""
     error: str = ""
     """The end of its standard error."""
+    printed: str = ""
+    """The end of its standard output."""
     written: dict[str, str] = field(default_factory=dict)
     """Path -> text."""
 
@@ -78,28 +84,37 @@ def run(request: Request) -> Outcome:
     confine.die_with(os.getppid())
     confine.adopt_orphans()
     ours, theirs = socket.socketpair()
+    # no pipe: the shell tells by that whether another program reads
+    printed = tempfile.TemporaryFile()  # noqa: SIM115
     read, write = os.pipe()
     if not (child := os.fork()):
-        _become(request, theirs, write)
+        _become(request, theirs, printed.fileno(), write)
     theirs.close()
     os.close(write)
     outcome, files, exits = Outcome(), _Files(request.folder), dict[int, int]()
-    error = b""
+    error, left = b"", False
     try:
         listener = _listener(ours) if request.confined else -1
         os.set_blocking(read, False)
         end = time.monotonic() + request.seconds
-        while child not in exits and not outcome.ended:
+        while not outcome.ended and (child not in exits or confine.children(os.getpid())):
             ready = select.select([read] + [listener] * (listener >= 0), [], [], _POLL_S)[0]
             if listener in ready:
                 files.answer(listener)
             error = (error + _available(read))[-_MOST_ERROR:] if read in ready else error
             confine.reap(exits)
+            if child in exits:
+                end = min(end, time.monotonic() + _LEFT_S) if not left else end
+                left = True
             outcome.ended = _why(end, request.processes)
     finally:
         confine.sweep(set(), exits)
     outcome.status = exits.get(child, -1)
     outcome.error = (error + _available(read))[-_MOST_ERROR:].decode("utf-8", "replace")
+    size = os.fstat(printed.fileno()).st_size
+    outcome.printed = os.pread(printed.fileno(), _MOST_PRINTED, max(size - _MOST_PRINTED, 0)).decode(
+        "utf-8", "replace"
+    )
     outcome.written = files.texts()
     return outcome
 
@@ -122,13 +137,13 @@ def _listener(ours: socket.socket) -> int:
     return found[0] if found else -1
 
 
-def _become(request: Request, ours: socket.socket, error: int) -> None:
+def _become(request: Request, ours: socket.socket, output: int, error: int) -> None:
     """In the child: give up what is not needed, then run the program. Does not return."""
     status = 126
     try:
         confine.die_with(os.getppid())
         null = os.open(os.devnull, os.O_RDWR)
-        for at, source in enumerate((null, null, error)):
+        for at, source in enumerate((null, output, error)):
             os.dup2(source, at)
         os.setsid()
         for kind, most in (
@@ -146,7 +161,7 @@ def _become(request: Request, ours: socket.socket, error: int) -> None:
             sandbox.enter_programs(programs, Path(request.folder), lambda fd: _hand_over(ours, fd))
         os.closerange(3, 256)
         os.execve(request.words[0], request.words, request.environment)
-    except BaseException as e:
+    except BaseException as e:  # noqa: BLE001  (nothing is above)
         os.write(2, f"{type(e).__name__}: {e}\n".encode())
     finally:
         os._exit(status)
