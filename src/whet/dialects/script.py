@@ -22,7 +22,7 @@ from whet.types import ConfigError
 MOST_BYTES = 2**20
 _MOST_NAMED = 8
 _NOTHING: Mapping[str, str] = MappingProxyType({})
-_OTHER = "1"
+_OTHER = "1\n"
 """What programs that are not run print in the second run; a number, since it may be counted with."""
 _FIRST_MARK = 91_610_000
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)(:?[-=+?])?")
@@ -163,7 +163,7 @@ def _nothing(ran: Ran, started: Sequence[Noted], text: str) -> str:
     said = [f"`{' '.join(one.words)[:80]}` in line {one.line}" for one in started if one.kind == "start"]
     problem = ""
     if ran.ended == "time":
-        problem = "it was stopped after its time: does it wait for something? "
+        problem = "it was stopped after some seconds: does it wait for something? "
     elif ran.ended:
         problem = "it was stopped because it started too many processes. "
     elif told := [found for found in map(_SAID.search, ran.error.splitlines()) if found]:

@@ -27,7 +27,7 @@ awk basename cat comm cut date dirname expr false fold grep egrep fgrep head hos
 printf readlink realpath rev sed seq sort stat tac tail tee test tr true uname uniq wc whoami xxd
 """
 _TOOLS = _TEXT_TOOLS.split()
-_ENDS_AFTER_SLEEPS = 1000
+_ENDS_AFTER_SLEEPS = 200
 _MOST_RUNS = 6
 _LOST = re.compile(
     r"line \d+: (?:exec: )?(?P<name>[^\s:]+): "

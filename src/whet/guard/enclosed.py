@@ -8,11 +8,13 @@ in memory: their texts are part of the outcome. Whatever is left at the end is k
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import resource
 import select
+import signal
 import socket
 import struct
 import sys
@@ -26,6 +28,8 @@ from whet.guard import confine, sandbox
 _MOST_WRITTEN = 2**20
 _MOST_FILES = 64
 _MOST_ERROR = 2**16
+_MOST_FORKS = 2000
+"""Processes in all: one after the other is begun, so few of them are there at a time."""
 _MOST_PRINTED = 2000
 _POLL_S = 0.02
 _LEFT_S = 3.0
@@ -33,6 +37,7 @@ _LEFT_S = 3.0
 _RECEIVE, _ANSWER, _GIVE_FILE = 0xC0502100, 0xC0182101, 0x40182103
 """ioctl(2) of seccomp_unotify(2)."""
 _GO_ON, _AND_ANSWER = 1, 2
+_FORKS = set(sandbox.numbers(sandbox.FORKING).values()) if not sandbox.lacking() else set()
 _KEPT = os.O_ACCMODE | os.O_APPEND | os.O_TRUNC
 
 
@@ -49,7 +54,6 @@ class Request:
     confined: bool = True
     seconds: int = 15
     cpu_seconds: int = 10
-    processes: int = 64
     memory_mb: int = 512
 
 
@@ -91,8 +95,9 @@ def run(request: Request) -> Outcome:
         _become(request, theirs, printed.fileno(), write)
     theirs.close()
     os.close(write)
-    outcome, files, exits = Outcome(), _Files(request.folder), dict[int, int]()
+    outcome, asked, exits = Outcome(), _Answers(request.folder), dict[int, int]()
     error, left = b"", False
+    listener = -1
     try:
         listener = _listener(ours) if request.confined else -1
         os.set_blocking(read, False)
@@ -100,29 +105,27 @@ def run(request: Request) -> Outcome:
         while not outcome.ended and (child not in exits or confine.children(os.getpid())):
             ready = select.select([read] + [listener] * (listener >= 0), [], [], _POLL_S)[0]
             if listener in ready:
-                files.answer(listener)
+                asked.answer(listener)
             error = (error + _available(read))[-_MOST_ERROR:] if read in ready else error
             confine.reap(exits)
             if child in exits:
                 end = min(end, time.monotonic() + _LEFT_S) if not left else end
                 left = True
-            outcome.ended = _why(end, request.processes)
+            outcome.ended = "processes" if asked.forks > _MOST_FORKS else "time" * (time.monotonic() > end)
     finally:
+        if listener >= 0:
+            os.close(listener)  # from here on nothing can be begun
         confine.sweep(set(), exits)
     outcome.status = exits.get(child, -1)
+    if outcome.status in (-signal.SIGKILL, -signal.SIGXCPU):
+        outcome.ended = outcome.ended or "time"
     outcome.error = (error + _available(read))[-_MOST_ERROR:].decode("utf-8", "replace")
     size = os.fstat(printed.fileno()).st_size
     outcome.printed = os.pread(printed.fileno(), _MOST_PRINTED, max(size - _MOST_PRINTED, 0)).decode(
         "utf-8", "replace"
     )
-    outcome.written = files.texts()
+    outcome.written = asked.texts()
     return outcome
-
-
-def _why(end: float, processes: int) -> str:
-    if time.monotonic() > end:
-        return "time"
-    return "processes" if len(confine.descendants(os.getpid())) > processes else ""
 
 
 def _available(fd: int) -> bytes:
@@ -171,20 +174,28 @@ def _hand_over(ours: socket.socket, fd: int) -> None:
     socket.send_fds(ours, [b"."], [fd])
 
 
-class _Files:
-    """Answers what files are opened for writing: each path has one in memory."""
+class _Answers:
+    """What the sandbox asks: each path that is written has a file in memory, and processes are counted."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder + "/"
         self.fds: dict[str, int] = {}
+        self.forks = 0
 
     def answer(self, listener: int) -> None:
         """Take one question and answer it. Who asked may be gone by now."""
-        asked = bytearray(80)
+        question = bytearray(80)
         with contextlib.suppress(OSError):
-            fcntl.ioctl(listener, _RECEIVE, asked)
-            number, pid, _, call, _, _, *arguments = struct.unpack("=QIIiIQ6Q", asked)
+            fcntl.ioctl(listener, _RECEIVE, question)
+            number, pid, _, call, _, _, *arguments = struct.unpack("=QIIiIQ6Q", question)
             opens_at = call == sandbox.numbers(sandbox.OPENING)["openat"]
+            if call in _FORKS:
+                self.forks += 1
+                refused = -errno.EAGAIN if self.forks > _MOST_FORKS else 0
+                fcntl.ioctl(
+                    listener, _ANSWER, struct.pack("=QqiI", number, 0, refused, _GO_ON * (not refused))
+                )
+                return
             base, path, flags = arguments[:3] if opens_at else (0, *arguments[:2])
             named = _path(pid, _signed(base) if opens_at else -100, path)
             if named.startswith(("/dev/", "/proc/", self.folder)):

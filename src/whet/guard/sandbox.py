@@ -60,6 +60,7 @@ _BY_ARGUMENT = (
 _CAPSET = "capset 126 91"
 _SECCOMP = "seccomp 317 277"
 OPENING = "open 2 -, openat 257 56"
+FORKING = "clone 56 220, fork 57 -, vfork 58 -"
 _FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _OF_PROGRAMS = ("execve", "fork", "vfork")
 """What a process needs that starts programs; Landlock says which."""
@@ -95,8 +96,9 @@ def enter() -> None:
 def enter_programs(programs: Sequence[Path], folder: Path, hand_over: Callable[[int], None]) -> None:
     """Confine this process and all below it, which may read any file and start these programs alone, for good.
 
-    Files are written in `folder` alone. `hand_over` is given a descriptor on which the kernel asks another process what
-    becomes of each file that is opened for writing (`seccomp_unotify(2)`). OSError where the system refuses.
+    Files are written in `folder` alone. `hand_over` is given a descriptor on which the kernel asks another process
+    about each file that is opened for writing and each process that is begun (`seccomp_unotify(2)`). OSError where the
+    system refuses.
     """
     _give_up_privileges()
     writes = _WRITE_FILE | _MAKE_FILE | (_TRUNCATE if _abi() >= 3 else 0)
@@ -217,8 +219,10 @@ def numbers(table: str) -> dict[str, int]:
 
 
 def _asking_steps() -> Iterator[Step]:
-    """The filter that asks where a file is opened for writing."""
+    """The filter that asks where a file is opened for writing, or a process begun."""
     yield (_LOAD, 0, 0, _NUMBER)
+    for number in numbers(FORKING).values():
+        yield from _answer((_EQUAL, 0, 1, number), _ASK)
     known = numbers(OPENING)
     for name, n in (("open", 1), ("openat", 2)):
         if name in known:
