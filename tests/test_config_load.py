@@ -440,7 +440,6 @@ def test_stages_of_a_config_made_in_python():
             "weights by reference); did you mean 'native'?",
         ),
         ("rollout: {sampling: {stop: '#'}}", 'write a list: ["#"]'),
-        ("track: {trackers: [consol]}", "track.trackers: got [\"consol\"], expected a list (each: 'console'"),
         (
             "data: {train: [{path: 5}]}",
             "data.train[0].path: got 5, expected text or a list (each: text) or null",

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batches import by_rollout, doubles, logp_now, make_batch, micro_batches, ragged
+from unread import check_algorithm
 from whet.algos.correction import correct, kept
 from whet.algos.losses import regularized, reinforce
 from whet.algos.recipes import build
@@ -385,10 +386,14 @@ def test_kept_without_a_correction_is_the_batch() -> None:
 @pytest.mark.parametrize(
     ("name", "correction", "why"),
     [
-        ("sft", {"weight": "token"}, "given, not sampled"),
+        ("sft", {"weight": "token"}, "the replies are in the data"),
         ("grpo", {"high": 2.0}, "correction.weight is not given"),
         ("grpo", {"normalize": True}, "correction.weight is not given"),
-        ("grpo", {"weight": "token", "outside": "mask"}, "has no effect without a bound"),
+        (
+            "grpo",
+            {"weight": "token", "outside": "mask"},
+            "neither algorithm.correction.low nor high is given",
+        ),
         ("grpo", {"weight": "token", "denominator": "all"}, "nothing is masked or rejected"),
         ("grpo", {"weight": "token", "low": 3.0, "high": 2.0}, r"low=3.0 is above high=2.0"),
         ("grpo", {"reject": [{"over": "sum"}]}, r"reject\[0\] has no bound"),
@@ -399,7 +404,7 @@ def test_what_cannot_work_or_has_no_effect_is_refused(
     name: str, correction: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(ConfigError, match=why):
-        resolve(schema.Algorithm(name=name, correction=section(**correction)))
+        check_algorithm(name, correction=correction)
 
 
 def test_the_engines_own_logprobs_cannot_correct_themselves() -> None:

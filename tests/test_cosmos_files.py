@@ -148,15 +148,15 @@ def test_an_sft_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Pat
         run_dir=str(tmp_path / "native"), model={"path": str(model), "dtype": "float32"},
         data={
             "max_prompt_tokens": 24, "max_total_tokens": 24, "overlong": "filter", "exclude_eval": False,
-            "train": [{"name": "chats", "path": str(pairs), "skip": 4}],
-            "eval": [{"name": "chats", "path": str(pairs), "limit": 4}],
+            "train": [{"name": "chats", "path": str(pairs), "limit": -4}],
+            "eval": [{"name": "chats", "path": str(pairs), "skip": -4}],
         },
         eval={"every": 5, "at_start": False},
         algorithm={"name": "sft"}, rollout={"sampling": {"max_tokens": 24}},
         train={
             "steps": 15, "tasks_per_step": 16, "micro_rollouts": 4,
             "optimizer": {
-                "lr": 1e-2, "eps": 1e-6, "grad_clip": None,
+                "lr": 1e-2, "grad_clip": None,
                 "schedule": {"unit": "train_step", "warmup_steps": 3, "warmup_ends": "peak"},
             },
         },

@@ -6,20 +6,22 @@ from typing import Any
 
 import pytest
 
-from whet.dialects.cosmos.loss import (
+from whet.dialects.cosmos.algorithm import (
     ALL,
     aggregation,
     algorithm,
     clipping,
-    decoupled,
-    entropy,
-    likelihood,
+    distillation,
+    engine_probabilities,
+    far_from_policy,
     normalize,
-    prefixes,
     reference,
+    terms,
+    trainer,
 )
 from whet.dialects.row import NotSupportedYet
 from whet.dialects.tables import dialect
+from whet.dialects.translate import translate
 from whet.types import ConfigError
 
 POLICY = "train.train_policy."
@@ -41,10 +43,9 @@ def test_variants() -> None:
     for most, refills in ((4, 3), (-1, ALL)):
         given = values(variant="dapo", on_policy=True, max_retry_for_on_policy=most)
         assert algorithm(given) == {"algorithm.name": "dapo", "algorithm.max_refills": refills}
-    with pytest.raises(ConfigError, match="variant='ppo'"):
-        algorithm(values(variant="ppo"))
-    with pytest.raises(ConfigError, match="type='sft'"):
-        algorithm(values(type="sft"))
+    for key, wrong in (("variant", "ppo"), ("type", "sft")):
+        found = translate({"train": {"train_policy": {key: wrong}}}, dialect("cosmos-grpo"), origins={})
+        assert any(f"{POLICY}{key}: got" in text for _, text in found.problems)
 
 
 def test_groups_are_dropped_by_a_part_of_the_reward() -> None:
@@ -79,30 +80,28 @@ def test_means_and_advantages() -> None:
     assert aggregation(values(loss_type="seq-mean-token-mean", **constant)) == {
         mean: "seq-mean-token-sum-norm", "algorithm.norm_tokens": 100,
     }  # fmt: skip
-    for wrong in (constant, {"loss_type": "mean"}):
-        with pytest.raises(ConfigError, match="loss_type"):
-            aggregation(values(**wrong))
+    with pytest.raises(ConfigError, match="loss_type"):
+        aggregation(values(**constant))
     assert normalize(values()) == {"algorithm.std_ddof": 0}
     assert normalize(values(unbiased_advantage=True)) == {"algorithm.normalize_std": False}
 
 
 def test_terms_that_zero_or_less_switches_off() -> None:
-    assert entropy(values(entropy_coeff=0.01)) == {
+    assert terms(values(entropy_coeff=0.01)) == {
         "algorithm.entropy_coef": 0.01, "algorithm.entropy_aggregation": "token-mean",
     }  # fmt: skip
-    assert likelihood(values(positive_nll_coef=0.5)) == {"algorithm.positive_nll_coef": 0.5}
-    assert prefixes(values(min_filter_prefix_tokens=3)) == {"algorithm.groups.min_shared_prefix": 3}
+    assert terms(values(positive_nll_coef=0.5)) == {"algorithm.positive_nll_coef": 0.5}
+    assert terms(values(min_filter_prefix_tokens=3)) == {"algorithm.groups.min_shared_prefix": 3}
     for off in (-1, 0):
-        assert entropy(values(entropy_coeff=off)) == likelihood(values(positive_nll_coef=off)) == {}
-        assert prefixes(values(min_filter_prefix_tokens=off)) == {}
-    assert likelihood(values()) == prefixes(values()) == {}
+        assert terms(values(entropy_coeff=off, positive_nll_coef=off, min_filter_prefix_tokens=off)) == {}
+    assert terms(values()) == {}
 
 
 def test_the_decoupled_loss_masks_above_its_cap_and_keeps_the_count() -> None:
     at = "algorithm.correction."
-    assert decoupled(values(behav_imp_weight_cap=2.0)) == {}, "read with use_decoupled_loss alone"
-    assert decoupled(values(use_decoupled_loss=True)) == {at + "weight": "token"}
-    assert decoupled(values(use_decoupled_loss=True, behav_imp_weight_cap=2.0)) == {
+    assert engine_probabilities(values(behav_imp_weight_cap=2.0)) == {}, "read with use_decoupled_loss alone"
+    assert engine_probabilities(values(use_decoupled_loss=True)) == {at + "weight": "token"}
+    assert engine_probabilities(values(use_decoupled_loss=True, behav_imp_weight_cap=2.0)) == {
         at + "weight": "token", at + "high": 2.0, at + "outside": "mask", at + "denominator": "all",
     }  # fmt: skip
 
@@ -117,3 +116,45 @@ def test_the_reference_is_reset_with_its_optimizer() -> None:
     assert reference(values(kl_beta=0.1, unbiased_kl_estimate=True)) == {
         "algorithm.kl.estimator": "unbiased_k3"
     }
+
+
+def test_the_engine_s_log_probs_are_the_ratio_s_denominator() -> None:
+    given = values(use_rollout_logprobs_for_loss=True)
+    assert engine_probabilities(given) == {"algorithm.old_logprobs": "sampled"}
+    with pytest.raises(ConfigError, match="give one of them"):
+        engine_probabilities(given | {POLICY + "use_decoupled_loss": True})
+
+
+def test_replies_far_from_the_policy_learn_nothing() -> None:
+    assert far_from_policy(values()) == {}
+    assert far_from_policy(values(off_policy_masking_delta=0.1)) == {"algorithm.sequence_mask_delta": 0.1}
+    for beside in ({"variant": "gspo"}, {"aipo_rho": 2.0}, {"use_decoupled_loss": True}):
+        with pytest.raises(NotSupportedYet, match="off_policy_masking_delta"):
+            far_from_policy(values(off_policy_masking_delta=0.1, **beside))
+
+
+def test_a_teacher_in_place_of_rewards() -> None:
+    on = {"distillation.enable": True, "distillation.model_name_or_path": "teacher"}
+    assert distillation(values()) == {}
+    assert distillation(values() | on | {"distillation.kl_penalty_coef": 0.5}) == {
+        "algorithm.advantage": "distill", "algorithm.distill_coef": 0.5, "reference.path": "teacher",
+    }  # fmt: skip
+    assert distillation(values() | on | {"distillation.top_k": -1}) == distillation(values() | on)
+    for key, value in (("kl_discount_factor", 0.5), ("include_prompt", True), ("top_k", 10)):
+        with pytest.raises(NotSupportedYet, match=key):
+            distillation(values() | on | {f"distillation.{key}": value})
+    with pytest.raises(NotSupportedYet, match="kl_beta"):
+        distillation(values(kl_beta=0.1) | on)
+    for wrong in (values("sft"), values(variant="dapo")):
+        with pytest.raises(ConfigError, match=r"distillation\.enable"):
+            distillation(wrong | on)
+
+
+def test_trainers_of_other_models_are_coming() -> None:
+    assert trainer(values()) == trainer(values("sft")) == {}
+    told = (("diffusion_nft", "diffusion"), ("grpo_vla", "vision-language-action"), ("mine", "of your own"))
+    for name, what in told:
+        with pytest.raises(NotSupportedYet, match=what):
+            trainer(values(trainer_type=name))
+    with pytest.raises(NotSupportedYet, match="without a reference"):
+        trainer(values("sft", trainer_type="dpo"))

@@ -12,15 +12,40 @@ from whet.config.load import load
 from whet.config.schema import Config
 from whet.dialects import here
 from whet.dialects.tables import table
+from whet.dialects.versions import VERSIONS, covers
 from whet.types import ConfigError, Json
 
 FILE = Path(__file__).parent / "dialects" / "skyrl_document.yaml"
-ROWS = {row.key: row for row in table("skyrl") if row.status in ("mapped", "translated")}
 A, P = "trainer.algorithm", "trainer.placement"
+
+FILES = {version: table("skyrl", version) for version in VERSIONS["skyrl"]}
+NEWEST = {
+    row.key: version
+    for version, rows in FILES.items()
+    for row in rows
+    if covers(row, version, VERSIONS["skyrl"])
+}
+NEWEST |= {
+    **dict.fromkeys((f"{A}.normalize_reward", f"{A}.use_kl_estimator_k3", f"{A}.use_abs_kl"), "doc"),
+    "generator.backend": "doc",
+    **{f"generator.{kind}sampling_params.repetition_penalty": "train-0.4" for kind in ("", "eval_")},
+}
+"""Key -> the newest version that has it, and in which it counts."""
+ROWS = {
+    row.key: row
+    for version, rows in FILES.items()
+    for row in rows
+    if NEWEST.get(row.key, "main") == version and row.status in ("mapped", "translated")
+}
 
 GAE = [f"{A}.advantage_estimator=gae", "trainer.critic.model.path=m"]
 REWARD_KL = [f"{A}.use_kl_loss=false", f"{A}.use_kl_in_reward=true"]
 OFF = f"{A}.off_policy_correction"
+MEGATRON = "trainer.policy.megatron_config"
+MEGATRON_RUN = ["trainer.strategy=megatron", f"{P}.colocate_all=false", f"{P}.colocate_policy_ref=false"]
+EIGHT = [f"{P}.policy_num_gpus_per_node=8"]
+PROFILER = "trainer.policy.torch_profiler_config"
+ASYNC = "trainer.fully_async.enabled=true"
 
 CONTEXTS: dict[str, list[str]] = {
     "trainer.critic": GAE,
@@ -40,7 +65,6 @@ CONTEXTS: dict[str, list[str]] = {
     f"{A}.entropy_loss_coef": [f"{A}.use_entropy_loss=true"],
     f"{A}.use_tis": [f"{A}.tis_imp_ratio_cap=2.0"],
     f"{A}.tis_imp_ratio_cap": [f"{A}.use_tis=true", f"{A}.tis_imp_ratio_cap=2.0"],
-    f"{A}.max_seq_len": [f"{A}.loss_reduction=seq_mean_token_sum_norm"],
     f"{A}.dynamic_sampling.max": [f"{A}.dynamic_sampling.type=filter"],
     f"{OFF}.token_tis": [f"{OFF}.tis_ratio_type=token"],
     f"{OFF}.sequence_tis": [f"{OFF}.tis_ratio_type=sequence"],
@@ -60,10 +84,63 @@ CONTEXTS: dict[str, list[str]] = {
     f"{P}.colocate_policy_ref": [f"{P}.colocate_all=false"],
     "trainer.placement.policy_num": [f"{P}.colocate_all=false", f"{P}.colocate_policy_ref=false"],
     "trainer.micro_": ["generator.n_samples_per_prompt=8"],
+    "deepspeed_config.train.gradient_clipping": [*GAE, "trainer.strategy=deepspeed"],
+    f"{A}.dynamic_sampling.min": [
+        f"{A}.dynamic_sampling.type=replace",
+        f"{A}.dynamic_sampling.min_replace_ratio=0",
+    ],
+    f"{MEGATRON}.": [*MEGATRON_RUN, *EIGHT],
+    f"{MEGATRON}.lora_config": [
+        *MEGATRON_RUN,
+        "trainer.policy.model.lora.rank=8",
+        f"{MEGATRON}.lora_config.lora_type=canonical_lora",
+    ],
+    f"{MEGATRON}.optimizer_config_kwargs.optimizer_cpu_offload": [
+        *MEGATRON_RUN,
+        "trainer.policy.optimizer_config.offload_after_step=false",
+    ],
+    f"{PROFILER}.": [f"{PROFILER}.enable=true", f"{PROFILER}.repeat=2", f"{PROFILER}.save_path=traces"],
+    f"{PROFILER}.enable": [],
+    "trainer.fully_async.max": [ASYNC],
+    "trainer.fully_async.sample": [
+        ASYNC,
+        f"{A}.zero_variance_filter=true",
+        f"{A}.loss_reduction=sequence_mean",
+        f"{A}.use_kl_loss=false",
+    ],
+    "generator.chat_template.source": [
+        "generator.chat_template.name_or_path=t.jinja",
+        "generator.chat_template.source=file",
+    ],
+    f"{A}.kl_estimator_type": [f"{A}.use_kl_estimator_k3=false"],
+    "generator.chat_template.name": ["generator.chat_template.source=file"],
+    f"{A}.max_seq_len": [f"{A}.loss_reduction=seq_mean_token_sum_norm", f"{A}.max_seq_len=9"],
+    "generator.inference_engine_data": [f"{P}.colocate_all=false"],
 }
 """By the beginning of a key, the longest that fits: what must be on for it to be read."""
 
 OTHERS: dict[str, Json] = {
+    "deepspeed_config.train.gradient_clipping": 2.0,
+    "generator.chat_template.name_or_path": "t.jinja",
+    "generator.chat_template.source": "name",
+    "generator.chat_template_kwargs": {"enable_thinking": False},
+    "trainer.rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "trainer.rope_theta": 5.0,
+    f"{MEGATRON}.model_config_kwargs": {"rope_theta": 5.0},
+    f"{MEGATRON}.lora_config.lora_type": "lora",
+    "trainer.policy.fsdp_config.mixed_precision.param_dtype": "fp32",
+    **{f"generator.{kind}.stop": ["x"] for kind in ("sampling_params", "eval_sampling_params")},
+    **{
+        f"generator.{kind}.additional_kwargs": {"min_tokens": 2}
+        for kind in ("sampling_params", "eval_sampling_params")
+    },
+    f"{PROFILER}.ranks": [0, 1],
+    f"{PROFILER}.save_path": "elsewhere",
+    "trainer.max_training_steps": 7,
+    "trainer.max_tokens_per_microbatch": 4096,
+    "trainer.tags": ["a"],
+    "trainer.num_logger_eval_samples": 4,
+    f"{A}.dynamic_sampling.min_replace_ratio": 0.5,
     "data.train_data": ["other.parquet"],
     "data.val_data": ["other.parquet"],
     "environment.env_class": "mine.py:score",
@@ -95,7 +172,10 @@ OTHERS: dict[str, Json] = {
     f"{A}.gamma": 0.9,
     f"{A}.lambd": 0.9,
     f"{A}.ppo_loss_type": "dual_clip",
-    f"{A}.loss_reduction": "token_mean",
+    f"{A}.loss_reduction": "sequence_mean",
+    "trainer.ref.fsdp_config.cpu_offload": False,
+    f"{PROFILER}.repeat": 3,
+    **{f"generator.{kind}sampling_params.repetition_penalty": 1.2 for kind in ("", "eval_")},
     f"{A}.kl_estimator_type": "k2",
     f"{A}.kl_ctrl.type": "adaptive",
     f"{A}.temperature": 0.7,
@@ -157,14 +237,15 @@ def home(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_another_value_changes_the_native_config_or_is_refused_by_name(name: str) -> None:
     context = CONTEXTS.get(max(filter(name.startswith, CONTEXTS), key=len, default=""), [])
-    before = load(FILE, context, dialect="skyrl").config
-    assert outcome([*context, override(name, another(name))], refused=name) != before
+    as_version = f"skyrl@{NEWEST.get(name, 'main')}"
+    before = load(FILE, context, dialect=as_version).config
+    assert outcome([*context, override(name, another(name))], as_version, refused=name) != before
 
 
-def outcome(overrides: list[str], *, refused: str) -> Config | None:
+def outcome(overrides: list[str], as_version: str, *, refused: str) -> Config | None:
     """The native config; None if it is refused, and then the message must name the key."""
     try:
-        return load(FILE, overrides, dialect="skyrl").config
+        return load(FILE, overrides, dialect=as_version).config
     except ConfigError as e:
         said = str(e)
     assert refused in said

@@ -110,7 +110,20 @@ ADAPTS = base(**{"explorer.dynamic_timeout.enable": True})
 
 EIGHT = base(**{"cluster.gpu_per_node": 9})
 
+MEGATRON = base(**{"cluster.gpu_per_node": 9, "trainer.trainer_strategy": "megatron"})
+
 CONTEXTS: dict[str, Tree] = {
+    **{
+        f"{ACTOR}.megatron.{key}": MEGATRON
+        for key in (
+            *(
+                f"{size}_parallel_size"
+                for size in ("tensor_model", "pipeline_model", "context", "expert_model")
+            ),
+            "param_offload",
+            "optimizer_offload",
+        )
+    },
     "explorer.name": EXPLORES,
     "synchronizer.sync_timeout": EXPLORES,
     "explorer.dynamic_timeout.ratio": ADAPTS,
@@ -150,6 +163,11 @@ CONTEXTS: dict[str, Tree] = {
     f"{REF}.log_prob_micro_batch_size_per_gpu": ROLLOUTS,
     f"{CRITIC}.ppo_micro_batch_size_per_gpu": PPO_ROLLOUTS,
     f"{CRITIC}.forward_micro_batch_size_per_gpu": PPO_ROLLOUTS,
+    f"{CRITIC}.ppo_micro_batch_size": PPO_ROLLOUTS,
+    f"{CRITIC}.forward_micro_batch_size": PPO_ROLLOUTS,
+    f"{EXPERIENCES}.data_selector.selector_type": SFT,
+    f"{EXPERIENCES}.data_selector.seed": put(SFT, f"{EXPERIENCES}.data_selector.selector_type", "shuffle"),
+    f"{EXPERIENCES}.data_selector.feature_keys": SFT,
     f"{CRITIC}.optim.min_lr_ratio": PPO_COSINE,
     f"{VERL_TRAINER}.max_critic_ckpt_to_keep": PPO,
     "monitor.monitor_args.*": base(**{"monitor.monitor_type": "swanlab"}),
@@ -248,6 +266,9 @@ REPLACED: dict[str, Json] = {
     "data_processor.experience_pipeline.save_input": False,
     "explorer.rollout_model.enable_thinking": False,
     f"{CRITIC}.forward_micro_batch_size_per_gpu": 2,
+    f"{CRITIC}.forward_micro_batch_size": 2,
+    f"{EXPERIENCES}.data_selector.selector_type": "shuffle",
+    f"{EXPERIENCES}.data_selector.feature_keys": ["rate"],
 }
 """Other values than `another` finds."""
 

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from whet import cli
 from whet.config import hardware
 from whet.config.load import Loaded, load
+from whet.config.parse import parse
 from whet.config.plan import plans
 from whet.dialects import here, layout
 from whet.dialects.row import NotSupportedYet
-from whet.dialects.skyrl import rules as skyrl_rules
+from whet.dialects.skyrl import devices as skyrl_devices
 from whet.dialects.tables import dialect
 from whet.dialects.translate import translate
 from whet.dialects.verl import rules as verl_rules
@@ -62,13 +65,12 @@ def test_policy_and_critic_of_verl_do_it_alike() -> None:
 
 def test_a_sequence_is_shared_by_the_ranks_of_all_models_of_skyrl() -> None:
     def ranks(given: dict[str, Any]) -> Any:
-        return skyrl_rules.layout(values("skyrl") | given).get("train.parallel.cp", 1)
+        return skyrl_devices.layout(values("skyrl") | given).get("train.parallel.cp", 1)
 
     sizes = {f"trainer.{role}.sequence_parallel_size": 2 for role in ("policy", "ref")}
     assert ranks({}) == 1
     assert ranks(sizes) == 2
-    with pytest.raises(NotSupportedYet, match=r"trainer\.ref\.sequence_parallel_size=1"):
-        ranks({"trainer.policy.sequence_parallel_size": 2})
+    assert ranks({"trainer.policy.sequence_parallel_size": 2}) == 2, "the policy's layout serves all models"
 
 
 @pytest.fixture
@@ -228,3 +230,62 @@ def test_classes_and_groups_that_fsdp_has_and_whet_has_not() -> None:
     assert layout.groups(2, 8, key="k") == (4, 2)
     with pytest.raises(ConfigError, match="k=3 must divide the 8"):
         layout.groups(3, 8, key="k")
+
+
+# ---------------------------------------------------------------- machines that are not here
+
+LARGE = [
+    "trainer.micro_train_batch_size_per_gpu=8", "trainer.micro_forward_batch_size_per_gpu=8",
+    "trainer.placement.policy_num_gpus_per_node=8", "trainer.placement.policy_num_nodes=2",
+    "trainer.placement.ref_num_gpus_per_node=8", "trainer.placement.ref_num_nodes=2",
+    "generator.num_inference_engines=16", "trainer.logger=wandb",
+]  # fmt: skip
+
+
+def said(*words: str) -> Any:
+    return CliRunner().invoke(cli.app, [*words, *LARGE])
+
+
+def test_a_converted_file_keeps_its_layout_and_its_trackers(tmp_path: Path) -> None:
+    done = said("convert", "examples/from_skyrl.yaml", "-o", str(tmp_path / "n.yaml"))
+    assert done.exit_code == 0, done.output
+    tree = parse((tmp_path / "n.yaml").read_text()).tree
+    assert tree["train"]["parallel"]["dp_shard"] == 16
+    assert tree["rollout"]["replicas"] == 16
+    assert tree["cluster"]["ranks"] is True
+    assert "wandb" in tree["track"]["trackers"]
+    assert "note: track.trackers: names wandb, which is not installed" in done.output
+    assert "none is here" not in done.output
+
+
+@pytest.mark.parametrize(("gpus", "shards", "replicas"), [("8x2", 16, 16), ("4", 4, 4), ("0", 1, None)])
+def test_it_fits_the_machines_that_are_said(
+    gpus: str, shards: int | None, replicas: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(here, "find_spec", lambda name: object())
+    done = said("convert", "examples/from_skyrl.yaml", "--gpus", gpus, "-o", str(tmp_path / "n.yaml"))
+    assert done.exit_code == 0, done.output
+    tree = parse((tmp_path / "n.yaml").read_text()).tree
+    assert tree["train"].get("parallel", {}).get("dp_shard") == shards
+    assert tree["rollout"].get("replicas") == replicas
+    assert tree.get("cluster", {}).get("ranks") == (True if gpus == "8x2" else None)
+    assert hardware.elsewhere() is None
+
+
+def test_a_plan_is_for_the_machines_that_are_said(tmp_path: Path) -> None:
+    """What takes 20 GiB in training fits a GPU of 40 GiB, and not one of 1 GiB."""
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "model: {scratch: {hidden_size: 1024, layers: 8, ffn_size: 4096}}\ntokenizer: {build: chars}\n"
+        "data: {train: [{path: tests/data/words.jsonl}]}\nrewards: {a: {function: exact}}\ntrain: {steps: 1}\n"
+    )
+    run = CliRunner()
+    fits = run.invoke(cli.app, ["plan", str(path), "--gpus", "1", "--mem", "40"])
+    assert fits.exit_code == 0, fits.output
+    with pytest.raises(ConfigError, match="the GPU has 1 GiB"):
+        run.invoke(cli.app, ["plan", str(path), "--gpus", "1", "--mem", "1"], catch_exceptions=False)
+    for wrong in ("2x", "x2", "8x0", "-1", "many"):
+        with pytest.raises(ConfigError, match="expected GPUs of a machine"):
+            hardware.machines(wrong, None)
+    with pytest.raises(ConfigError, match="expected GiB of one GPU"):
+        hardware.machines("8", -1.0)

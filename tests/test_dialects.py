@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from whet.config.load import load
 from whet.config.parse import parse
 from whet.config.plan import plans
 from whet.dialects import row as table_rows
-from whet.dialects import tables
+from whet.dialects import tables, versions
 from whet.dialects.convert import native_yaml, scalar
 from whet.dialects.kinds import same
 from whet.dialects.match import suggest
@@ -150,10 +151,13 @@ ON = Dialect(
 @pytest.fixture
 def toy(monkeypatch):
     """The toy dialect among the real ones."""
-    rows, aliases, function = table_rows.rows, table_rows.aliases, tables.function
+    rows, aliases, spans, function = table_rows.rows, table_rows.aliases, table_rows.spans, tables.function
     monkeypatch.setattr(table_rows, "rows", lambda system: TOY if system == "toy" else rows(system))
     monkeypatch.setattr(
-        table_rows, "aliases", lambda system: ON.aliases if system == "toy" else aliases(system)
+        table_rows, "aliases", lambda system, files: ON.aliases if system == "toy" else aliases(system, files)
+    )
+    monkeypatch.setattr(
+        table_rows, "spans", lambda system, files: {} if system == "toy" else spans(system, files)
     )
     monkeypatch.setattr(
         tables,
@@ -161,6 +165,8 @@ def toy(monkeypatch):
         lambda system, name: FUNCTIONS[name] if system == "toy" else function(system, name),
     )
     monkeypatch.setitem(tables.TABLES, "toy", ("toy", ""))
+    monkeypatch.setitem(versions.VERSIONS, "toy", ("1", "2"))
+    monkeypatch.setitem(versions.DOCUMENTS, "toy", "1")
     monkeypatch.setitem(tables.FILES, "toy", tables._File(tables=("toy",), nulls=("None",)))
 
 
@@ -312,7 +318,7 @@ def test_entries_of_a_list_feed_entries_of_a_list():
         ("net: {swap: 8}", "net.swap: got 8; coming with vllm: host memory"),
         ("net: {trust: true}", "net.trust: got true; trust_remote_code is never on; vendor the code"),
         ("net: {trust: 0}", "net.trust: got 0"),
-        ("parts: [{name: x}]", 'parts: got [{"name": "x"}]; coming'),
+        ("parts: [{name: x}]", 'parts[0].name: got "x"; coming'),
         ("extra: {mine: {path: x}}", 'extra.mine.path: got "x"; coming'),
         ("loop: {prompts: 10, mini: 4}", "loop.prompts=10 must be divisible by loop.mini=4"),
         ("loop: 3", "loop: got 3, expected a section (keys: prompts, mini"),
@@ -583,7 +589,7 @@ def test_scalars_read_back_as_they_are(value):
 def test_the_report(tmp_path, toy):
     made = load(written(tmp_path, FILE + "looks: 5\n")).translation
     assert counts([line for line in made.lines if line.given]) == {"mapped": 4, "translated": 2}
-    assert summary(made).startswith("toy file: 6 keys given (4 mapped, 2 translated)")
+    assert summary(made).startswith("toy file, read as 1: 6 keys given (4 mapped, 2 translated)")
     page = markdown(made, "t")
     assert "| `loop.prompts` | `4` | translated | `train.tasks_per_step`" in page
     assert '| `label` | `"toy"` | mapped | `name` |' in page
@@ -600,15 +606,150 @@ def test_the_commands(tmp_path, toy, monkeypatch):
     assert "| `loop.steps` | `7` |" in report.read_text()
     done = run.invoke(cli.app, ["plan", str(path), "--dialect", "toy"])
     assert done.exit_code == 0
-    assert "toy file: 5 keys given" in done.output
+    assert "toy file, read as 1: 5 keys given" in done.output
     listed = json.loads(
         run.invoke(cli.app, ["keys", "--json", "--dialect", "toy", "--status", "refused"]).output
     )
     assert listed == [
-        {"dialect": "toy", "key": "net.trust", "status": "refused", "native": [], "reason": TOY[15].reason}
+        {
+            "dialect": "toy",
+            "key": "net.trust",
+            "since": "",
+            "until": "",
+            "status": "refused",
+            "native": [],
+            "reason": TOY[15].reason,
+        }
     ]
     shown = run.invoke(cli.app, ["keys", "--dialect", "toy"]).output
     assert "net.trust" in shown
     assert "vendor" in shown
     with pytest.raises(ConfigError, match="--status oops: expected one of mapped"):
         run.invoke(cli.app, ["keys", "--status", "oops"], catch_exceptions=False)
+
+
+# ---------------------------------------------------------------- who is named
+
+
+def test_keys_of_one_feature_are_refused_together():
+    at = {("parts", 0, "name"): "f:1", ("parts", 1, "name"): "f:2", ("lora", "r"): "f:3"}
+    made = translate({"parts": [{"name": "a"}, {"name": "b"}], "lora": {"r": 4}}, ON, origins=at)
+    assert made.problems == ()
+    assert dict(made.unbuilt) == {
+        "f:1": 'parts[0].name: got "a"; coming, not built yet: parts; also asked for by parts[1].name="b" (f:2)',
+        "f:3": "lora.r: got 4; coming, not built yet: LoRA (accepted today: 8)",
+    }
+
+
+def test_an_override_is_not_blamed_for_anothers_fault():
+    """The complaint names a key that only the default sets; the key that is given plays no part in it."""
+
+    def fits(v):
+        raise ConfigError("width.depth=3 must be even")
+
+    rows = (
+        translated("width.depth", fits, "seed", default=3),
+        translated("width.other", fits, "seed", default=1),
+    )
+    of = Dialect(name="two", rows=rows, functions=FUNCTIONS.__getitem__)
+    made = translate({"width": {"other": 2}}, of, origins={("width", "other"): "override width.other=2"})
+    assert made.problems == (("", "width.depth=3 must be even"),)
+
+
+# ---------------------------------------------------------------- versions of a system
+
+
+def lined(key, default, *, since="", until=""):
+    return Row(key=key, status="mapped", default=default, native=("seed",), since=since, until=until)
+
+
+RELEASES = ("1.0", "1.1", "2.0", "main")
+
+
+@pytest.mark.parametrize(("version", "default"), [("1.0", 1), ("1.1", 1), ("2.0", 2), ("main", 2)])
+def test_a_key_has_the_line_of_its_version(version, default):
+    rows = (lined("a", 1, until="2.0"), lined("a", 2, since="2.0"))
+    assert [row.default for row in versions.at_version(rows, version, RELEASES)] == [default]
+
+
+def test_a_key_of_no_span_has_the_nearest_line():
+    rows = (lined("a", 1, until="1.1"), lined("a", 2, since="main"))
+    assert [versions.at_version(rows, at, RELEASES)[0].default for at in RELEASES] == [1, 1, 2, 2]
+
+
+def test_a_file_is_read_as_the_version_that_has_its_keys(tmp_path, toy, monkeypatch):
+    monkeypatch.setitem(versions.VERSIONS, "toy", RELEASES)
+    monkeypatch.setitem(versions.DOCUMENTS, "toy", "1.0")
+    old, new = [table_rows.Span("", "2.0")], [table_rows.Span("1.1", "")]
+    assert versions.best([], "toy") == "1.0", "nothing tells: the document's"
+    assert versions.best([[table_rows.Span("", "")]], "toy") == "1.0"
+    assert versions.best([new], "toy") == "main"
+    assert versions.best([old, new], "toy") == "1.1", "the only one that has both"
+    assert versions.version_named("toy", "1") == "1.1"
+    with pytest.raises(ConfigError, match=r"toy@3: expected one of 1\.0, 1\.1, 2\.0, main"):
+        versions.version_named("toy", "3")
+
+
+def test_a_version_may_be_said_and_what_it_has_not_is_told(tmp_path):
+    path = written(tmp_path, "actor_rollout_ref: {model: {path: m}}\ndata: {train_files: a.parquet}\n")
+    assert load(path, dialect="verl").translation.version == versions.DOCUMENTS["verl"]
+    said = load(path, dialect="verl@0.9", here=False).translation
+    assert said.version == "0.9.0"
+    assert summary(said).startswith("verl-ppo file, read as 0.9.0")
+    with pytest.raises(ConfigError, match=r"--dialect verl@7: expected one of 0\.4\.0"):
+        load(path, dialect="verl@7")
+    of = Dialect(
+        name="t",
+        rows=(lined("a", 1, since="0.9.0"),),
+        functions=FUNCTIONS.__getitem__,
+        system="verl",
+        version="0.4.0",
+    )
+    (line,) = translate({"a": 5}, of, origins={}).lines
+    assert line.note == "verl 0.4.0 has it not (since 0.9.0)"
+    assert versions.since({versions.VERSION: "0.9.0"}, "verl", "0.7.1")
+    assert not versions.since({}, "verl", "0.7.1")
+
+
+@pytest.mark.parametrize("system", ["verl", "skyrl", "cosmos", "trinity"])
+def test_spans_of_a_key_follow_each_other(system):
+    """Unique by key and since, each from before its end, none over another."""
+    releases, spans = versions.VERSIONS[system], {}
+    for row in table_rows.rows(system):
+        first = releases.index(row.since) if row.since else 0
+        end = releases.index(row.until) if row.until else len(releases)
+        assert first <= end, row
+        spans.setdefault((row.file, row.key), []).append((first, max(end, first)))
+    for key, found in spans.items():
+        found.sort()
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(found)), key
+
+
+def test_a_foreign_key_is_added_by_one_line_of_its_table(tmp_path, monkeypatch):
+    """It is read, checked, listed and documented; nothing else of whet knows of it."""
+    from whet.dialects import docs, listing
+
+    line = dict.fromkeys(table_rows.COLUMNS, "") | {
+        "file": "ppo", "key": "trainer.brand_new", "type": "int>=0", "default": "0", "status": "mapped",
+        "native": "seed", "since": "0.9.0", "reason": "The seed of all.",
+    }  # fmt: skip
+    lines = table_rows.lines
+    monkeypatch.setattr(table_rows, "lines", lambda system: (*lines(system), line))
+    caches = (table_rows.rows, tables.every_line, tables.table, tables.dialect)
+    for cached in caches:
+        cached.cache_clear()
+    try:
+        tree = "actor_rollout_ref: {model: {path: m}}\ndata: {train_files: a.parquet}\ntrainer: {brand_new: %s}\n"
+        made = load(written(tmp_path, tree % 7), dialect="verl", here=False)
+        assert made.config.seed == 7
+        assert made.where("seed").endswith("trainer.brand_new")
+        with pytest.raises(ConfigError, match=r"trainer\.brand_new: got -1, expected a whole number >= 0"):
+            load(written(tmp_path, tree % -1), dialect="verl")
+        assert any(row["key"] == "trainer.brand_new" for row in listing.listed("verl-ppo", "mapped"))
+        assert "| `trainer.brand_new` since 0.9.0 | `0` | mapped | `seed` | The seed of all. |" in docs.page(
+            "from_verl.md"
+        )
+    finally:
+        monkeypatch.undo()
+        for cached in caches:
+            cached.cache_clear()

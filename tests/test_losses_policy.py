@@ -13,6 +13,7 @@ from torch import Tensor
 from batches import doubles, logp_now, make_batch, micro_batches, ragged
 from test_train_torch import random_groups
 from tiny import tiny_model
+from unread import check_algorithm
 from whet.algos.aggregate import weights
 from whet.algos.clipped import bernoulli_kl
 from whet.algos.covariance import clip_cov_over, largest, luck_N
@@ -497,17 +498,17 @@ def test_who_needs_log_probs_before_the_step() -> None:
 @pytest.mark.parametrize(
     ("name", "keys", "why"),
     [
-        ("rec", {"rec_ring_low": 0.7}, "rec_clip_mode=one-side"),
-        ("rec", {"rec_temperature": 2.0}, "rec_weight=none"),
-        ("rec", {"rec_regularizer_coef": 0.1}, "rec_regularizer=none"),
-        ("rec", {"rec_clip_mode": "none", "clip_low": 0.1}, "rec_clip_mode=none"),
+        ("rec", {"rec_ring_low": 0.7}, "rec_clip_mode is not ring"),
+        ("rec", {"rec_temperature": 2.0}, "rec_weight is not advantage"),
+        ("rec", {"rec_regularizer_coef": 0.1}, "rec_regularizer is none"),
+        ("rec", {"rec_clip_mode": "none", "clip_low": 0.1}, "rec_clip_mode is none"),
         ("grpo", {"fallback_to_policy_gradient": True, "clip_high": 0.1}, "fallback_to_policy_gradient"),
-        ("grpo", {"entropy_aggregation": "token-mean"}, "entropy_coef=0"),
-        ("sft", {"positive_nll_coef": 0.1}, "learns from demonstrations"),
-        ("grpo", {"aipo_rho": 3.0}, "aipo_rho=3.0 has no effect"),
-        ("gspo", {"dual_clip": 3.0}, "dual_clip=3.0 has no effect"),
+        ("grpo", {"entropy_aggregation": "token-mean"}, "entropy_coef is 0"),
+        ("sft", {"positive_nll_coef": 0.1}, "the replies are in the data .demonstrations"),
+        ("grpo", {"aipo_rho": 3.0}, "aipo_rho: has no effect"),
+        ("gspo", {"dual_clip": 3.0}, "dual_clip: has no effect"),
     ],
 )
 def test_keys_without_an_effect_are_refused(name: str, keys: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        made(name, **keys)
+        check_algorithm(name, **keys)

@@ -18,6 +18,7 @@ from whet.batch import Outputs
 from whet.config import functions, ratio_rules
 from whet.config.checks import hard_problems, unused
 from whet.config.load import load
+from whet.config.plan import plans
 from whet.config.recipes import resolve
 from whet.config.schema import Algorithm
 from whet.data.tokenizer import build
@@ -186,3 +187,36 @@ def test_a_recipe_or_a_document_may_have_a_clip_that_nothing_meets(tmp_path: Pat
         assert not {"clip_low", "clip_high", "dual_clip"} & loaded.written["algorithm"].keys()
         notes = " ".join(line.note for line in loaded.translation.lines)
         assert ("algorithm.clip_low has no effect" in notes) == bool(given)
+
+
+# ---------------------------------------------------------------- for sweeps
+
+
+def test_what_nothing_reads_may_be_left_out_with_a_note() -> None:
+    swept = ["algorithm.dual_clip=3.0", "algorithm.beta=0.3", "algorithm.kl.estimator=k1", "train.steps=2"]
+    loaded = load(None, swept, copy.deepcopy(BASE), unused="warn")
+    assert plans(loaded)[0].steps == 2
+    notes = {key: why for key, _, why in (note.partition(": ") for note in loaded.notes)}
+    assert notes.keys() == {"algorithm.beta", "algorithm.dual_clip", "algorithm.kl.estimator"}
+    assert notes["algorithm.beta"] == "has no effect: advantage=grpo and loss=ppo do not read it"
+    plain = load(None, ["train.steps=2"], copy.deepcopy(BASE))
+    assert loaded.config == plain.config
+    assert loaded.written == plain.written
+    with pytest.raises(ConfigError, match=r"algorithm\.beta: has no effect"):
+        plans(load(None, swept, copy.deepcopy(BASE)))
+
+
+def test_what_nothing_reads_in_a_stage_is_left_out_there() -> None:
+    stages = {"stages": [{"name": "a", "algorithm": {"name": "sft", "dual_clip": 3.0}}, {"name": "b"}]}
+    loaded = load(None, [], copy.deepcopy(BASE) | stages, unused="warn")
+    assert loaded.notes == (
+        "stages[0] ('a').algorithm.dual_clip: has no effect: advantage=none and loss=sft do not read it",
+    )
+    assert loaded.written["stages"][0] == {"name": "a", "algorithm": {"name": "sft"}}
+
+
+def test_other_faults_are_no_notes() -> None:
+    with pytest.raises(ConfigError, match=r"train\.setps"):
+        load(None, ["train.setps=2"], copy.deepcopy(BASE), unused="warn")
+    with pytest.raises(ConfigError, match="divi"):
+        plans(load(None, ["train.minibatches=7"], copy.deepcopy(BASE), unused="warn"))

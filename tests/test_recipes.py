@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from batches import by_rollout, doubles, logp_now, make_batch, pair_batch, ragged
+from unread import check_algorithm
 from whet.algos.advantages import ADVANTAGES, grpo, token_rewards, whiten
 from whet.algos.aggregate import AGGREGATIONS
 from whet.algos.losses import LOSSES
@@ -121,34 +122,38 @@ def test_who_needs_a_reference() -> None:
         ("grop", {}, "did you mean 'grpo'"),
         ("grpo", {"advantage": "gea"}, "did you mean 'gae'"),
         ("grpo", {"loss": "pop"}, "did you mean 'ppo'"),
-        ("rloo", {"clip_low": 0.1}, "clip_low=0.1 has no effect"),
-        ("rloo", {"dual_clip": 3.0}, "dual_clip=3.0 has no effect"),
-        ("rloo", {"normalize_std": True}, "normalize_std=True has no effect"),
-        ("grpo", {"lam": 0.95}, "lam=0.95 has no effect"),
-        ("grpo", {"gamma": 0.0}, "gamma=0.0 has no effect"),
-        ("reinforce", {"lam": 0.95}, "lam=0.95 has no effect"),
-        ("grpo", {"norm_tokens": 5}, "norm_tokens=5 has no effect"),
-        ("grpo", {"beta": 0.5}, "beta=0.5 has no effect"),
-        ("sft", {"max_refills": 3}, "max_refills=3 has no effect"),
-        ("sft", {"whiten": True}, "whiten=True has no effect"),
-        ("sft", {"drop_uniform_groups": True}, "drop_uniform_groups=True has no effect"),
-        ("sft", {"old_logprobs": "recompute"}, "old_logprobs='recompute' has no effect"),
-        ("sft", {"advantage": "grpo"}, "advantage='grpo' has no effect"),
+        ("rloo", {"clip_low": 0.1}, "algorithm.clip_low: has no effect"),
+        ("rloo", {"dual_clip": 3.0}, "algorithm.dual_clip: has no effect"),
+        ("rloo", {"normalize_std": True}, "algorithm.normalize_std: has no effect"),
+        ("grpo", {"lam": 0.95}, "algorithm.lam: has no effect"),
+        ("grpo", {"gamma": 0.0}, "algorithm.gamma: has no effect"),
+        ("reinforce", {"lam": 0.95}, "algorithm.lam: has no effect"),
+        ("grpo", {"norm_tokens": 5}, "algorithm.norm_tokens: has no effect"),
+        ("grpo", {"beta": 0.5}, "algorithm.beta: has no effect"),
+        ("sft", {"max_refills": 3}, "algorithm.max_refills: has no effect"),
+        ("sft", {"whiten": True}, "algorithm.whiten: has no effect"),
+        ("sft", {"drop_uniform_groups": True}, "algorithm.drop_uniform_groups: has no effect"),
+        ("sft", {"old_logprobs": "recompute"}, "algorithm.old_logprobs: has no effect"),
+        ("sft", {"advantage": "grpo"}, "algorithm.advantage: has no effect"),
         ("grpo", {"loss": "dpo"}, "set algorithm.name to one of dpo"),
         ("grpo", {"loss": "sft"}, "set algorithm.name to one of sft"),
         ("dpo", {"loss": "ppo"}, "learns from online data"),
-        ("dpo", {"aggregation": "token-mean"}, "one number a pair"),
-        ("dpo", {"entropy_coef": 0.1}, "one number a pair"),
+        ("dpo", {"aggregation": "token-mean"}, "one number a pair or a reply"),
+        ("dpo", {"entropy_coef": 0.1}, "one number a pair or a reply"),
         ("dpo", {"kl": {"coef": 0.1}}, "no place for a KL"),
-        ("dpo", {"reward_kl": {"coef": 0.1}}, "no place for a KL"),
-        ("sft", {"reward_kl": {"coef": 0.1}}, "reads no rewards"),
-        ("ppo", {"kl": {"coef": 0.1}, "reward_kl": {"target": 0.1}}, "reward_kl.coef > 0"),
-        ("ppo", {"reward_kl": {"coef": 0.1, "horizon": 5}}, "horizon has no effect"),
+        ("dpo", {"reward_kl": {"coef": 0.1}}, "reward_kl.coef: has no effect: the replies are in the data"),
+        ("sft", {"reward_kl": {"coef": 0.1}}, "reward_kl.coef: has no effect: the replies are in the data"),
+        ("ppo", {"kl": {"coef": 0.1}, "reward_kl": {"target": 0.1}}, "algorithm.reward_kl.coef is 0"),
+        (
+            "ppo",
+            {"reward_kl": {"coef": 0.1, "horizon": 5}},
+            "horizon: has no effect: algorithm.reward_kl.target",
+        ),
     ],
 )
 def test_what_cannot_work_or_has_no_effect_is_refused(name: str, keys: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        resolve(schema.Algorithm.model_validate({"name": name, **keys}))
+        check_algorithm(name, **keys)
 
 
 def test_defaults_written_out_are_no_error() -> None:

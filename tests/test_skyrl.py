@@ -12,8 +12,11 @@ from whet.config.load import Loaded
 from whet.config.load import load as load_config
 from whet.config.parse import parse
 from whet.dialects.row import NotSupportedYet, Values
-from whet.dialects.skyrl import parts, rules
-from whet.dialects.tables import dialect
+from whet.dialects.skyrl import devices, run
+from whet.dialects.tables import dialect, parts, table
+from whet.dialects.translate import translate
+from whet.dialects.values import nested
+from whet.dialects.versions import VERSION
 from whet.types import ConfigError, Json
 
 HERE = Path(__file__).parent / "dialects"
@@ -22,28 +25,38 @@ SKYRL = dialect("skyrl")
 ROWS = {row.key: row for row in SKYRL.rows}
 
 
-def values(**given: Json) -> Values:
-    """All values of a file that sets these; `__` stands for a dot."""
+def values(version: str = "doc", **given: Json) -> Values:
+    """All values of a file of a version that sets these; `__` stands for a dot."""
+    rows = {row.key: row for row in table("skyrl", version)}
     written = {k.replace("__", "."): v for k, v in given.items()}
-    assert written.keys() <= ROWS.keys()
-    flat = {name: written.get(name, row.default) for name, row in ROWS.items()}
+    assert written.keys() <= rows.keys()
+    flat = {name: written.get(name, row.default) for name, row in rows.items()}
     limits = {
         "generator.max_input_length": flat["trainer.max_prompt_length"],
         "generator.eval_sampling_params.max_generate_length": flat[
             "generator.sampling_params.max_generate_length"
         ],
     }
-    return flat | {name: limit for name, limit in limits.items() if name not in written}
+    referring = {name: limit for name, limit in limits.items() if "${" in str(flat[name])}
+    return flat | referring | {VERSION: version}
 
 
-def load(name: str, *overrides: str) -> Loaded:
-    return load_config(HERE / name, overrides, dialect="skyrl")
+def load(name: str, *overrides: str, version: str = "doc") -> Loaded:
+    return load_config(HERE / name, overrides, dialect=f"skyrl@{version}")
 
 
 def refusal(function: Any, **given: Json) -> str:
     with pytest.raises(ConfigError) as e:
         function(values(**given))
     return str(e.value)
+
+
+def said(**given: Json) -> str:
+    """Everything that is said against a file that sets these."""
+    assert {k.replace("__", ".") for k in given} <= ROWS.keys()
+    tree = nested({parts(k.replace("__", ".")): v for k, v in given.items()})
+    made = translate(tree, SKYRL, origins={})
+    return "\n".join(text for _, text in (*made.problems, *made.unbuilt))
 
 
 # ---------------------------------------------------------------- the table
@@ -66,19 +79,18 @@ def test_every_key_of_the_document_has_a_row_with_its_default() -> None:
 
 def test_names_are_unique_and_newer_names_lead_to_rows() -> None:
     assert len(ROWS) == len(SKYRL.rows)
-    assert {new for new, _ in SKYRL.aliases.values()} <= ROWS.keys()
+    for new, _ in SKYRL.aliases.values():
+        assert new in ROWS or parts(new) in SKYRL.below, new
     assert not SKYRL.aliases.keys() & ROWS.keys()
 
 
 def test_statuses() -> None:
     counts = Counter(ROWS[name].status for name in DOCUMENT)
     assert counts == {
-        "translated": 75,
-        "coming": 7,
-        "derived": 17,
-        "mapped": 16,
-        "engine": 13,
-        "inert": 2,
+        "translated": 76,
+        "coming": 5,
+        "derived": 36,
+        "mapped": 13,
     }
     few = sum(row.status in ("inert", "refused") for row in ROWS.values())
     assert few < 0.05 * len(ROWS)
@@ -113,7 +125,7 @@ def test_batches_that_do_not_divide_evenly_among_ranks_run_as_there() -> None:
         trainer__micro_train_batch_size_per_gpu=2,
         trainer__placement__policy_num_gpus_per_node=8,
     )
-    assert parts.batches(v)["train.minibatches"] == 4
+    assert run.batches(v)["train.minibatches"] == 4
 
 
 def test_batches_by_hand() -> None:
@@ -125,7 +137,7 @@ def test_batches_by_hand() -> None:
         generator__n_samples_per_prompt=4,
     )
     # 8 prompts * 4 = 32 rollouts, on 4 ranks 8 each, in micro-batches of 2
-    assert parts.batches(v) == {
+    assert run.batches(v) == {
         "train.tasks_per_step": 32,
         "train.minibatches": 4,
         "train.micro_rollouts": 2,
@@ -134,7 +146,7 @@ def test_batches_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "words"),
     [
         (
             {"trainer__train_batch_size": 128},
@@ -152,44 +164,44 @@ def test_batches_by_hand() -> None:
         ({"trainer__micro_train_batch_size_per_gpu": 7}, "must divide the mini batch of a rank, 320 = "),
         ({"trainer__policy__sequence_parallel_size": 3}, "must divide the 4 GPUs of the policy"),
         ({"trainer__train_batch_size": 0}, "trainer.train_batch_size: got 0, expected a whole number >= 1"),
-        ({"trainer__micro_forward_batch_size_per_gpu": "8"}, 'got "8", expected a whole number >= 1'),
+        ({"trainer__micro_forward_batch_size_per_gpu": "x"}, 'got "x", expected a whole number >= 1'),
     ],
 )
-def test_batches_that_skyrl_refuses(given: dict[str, Json], said: str) -> None:
-    assert said in refusal(parts.batches, **given)
+def test_batches_that_skyrl_refuses(given: dict[str, Json], words: str) -> None:
+    assert words in said(**given)
 
 
 def test_ranks_of_sequence_parallel_groups_count_once() -> None:
     v = values(trainer__placement__policy_num_nodes=2, trainer__policy__sequence_parallel_size=4)
-    assert rules.data_parallel(v, "policy") == 2
+    assert devices.data_parallel(v, "policy") == 2
 
 
 def test_a_critic_is_checked_only_where_it_learns() -> None:
     odd = {"trainer__critic_mini_batch_size": 300}
-    assert parts.batches(values(**odd))["train.minibatches"] == 4
+    assert run.batches(values(**odd))["train.minibatches"] == 4
     gae = {"trainer__algorithm__advantage_estimator": "gae", "trainer__critic__model__path": "m"}
-    assert "trainer.critic_mini_batch_size=300 must divide" in refusal(parts.batches, **odd, **gae)
+    assert "trainer.critic_mini_batch_size=300 must divide" in refusal(run.batches, **odd, **gae)
     small = values(trainer__critic_mini_batch_size=128, **gae)
-    assert parts.batches(small)["critic.minibatches"] == 8
+    assert run.batches(small)["critic.minibatches"] == 8
 
 
 # ---------------------------------------------------------------- placement and engine
 
 
 def test_placement() -> None:
-    assert rules.check_placement(values()) == {}
+    devices.check_placement(values())
     eight = {f"trainer__placement__{role}_num_gpus_per_node": 8 for role in ("policy", "ref")}
-    assert "the policy's 8 GPUs" in refusal(rules.check_placement, **eight)
+    assert "the policy's 8 GPUs" in refusal(devices.check_placement, **eight)
     engines = {"generator__num_inference_engines": 2}
-    assert rules.check_placement(values(**eight, **engines)) == {}
+    devices.check_placement(values(**eight, **engines))
     alone = engines | {"trainer__placement__policy_num_gpus_per_node": 8}
-    assert "the ref has 4 GPUs" in refusal(rules.check_placement, **alone)
-    assert rules.check_placement(values(**alone, trainer__algorithm__use_kl_loss=False)) == {}
+    assert "the ref has 4 GPUs" in refusal(devices.check_placement, **alone)
+    devices.check_placement(values(**alone, trainer__algorithm__use_kl_loss=False))
     apart = alone | {"trainer__placement__colocate_all": False}
     assert "policy_num_gpus_per_node=8 must equal ref_num_gpus_per_node=4" in refusal(
-        rules.check_placement, **apart
+        devices.check_placement, **apart
     )
-    assert rules.check_placement(values(**apart, trainer__placement__colocate_policy_ref=False)) == {}
+    devices.check_placement(values(**apart, trainer__placement__colocate_policy_ref=False))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +219,7 @@ def test_placement() -> None:
 def test_who_has_gpus_of_its_own(
     all_: bool, policy_ref: bool, estimator: str, kl: bool, wanted: list[str]
 ) -> None:
-    found = rules.apart(
+    found = devices.apart(
         values(
             trainer__placement__colocate_all=all_,
             trainer__placement__colocate_policy_ref=policy_ref,
@@ -219,33 +231,31 @@ def test_who_has_gpus_of_its_own(
 
 
 def test_engines() -> None:
-    assert parts.rollout_engine(values()) == {"rollout.engine": "native"}
+    assert run.rollout_engine(values()) == {"rollout.engine": "native"}
     with pytest.raises(NotSupportedYet, match="coming"):
-        parts.rollout_engine(values(generator__run_engines_locally=False))
-    assert "remote engines only" in refusal(parts.rollout_engine, generator__backend="sglang")
-    assert "expected one of vllm, sglang" in refusal(parts.rollout_engine, generator__backend="hf")
-    assert rules.check_engine_mode(values(generator__batched=False)) == {}
+        run.rollout_engine(values(generator__run_engines_locally=False))
+    assert "remote engines only" in refusal(run.rollout_engine, generator__backend="sglang")
+    assert "expected one of vllm, sglang" in said(generator__backend="hf")
+    assert run.check_engine_mode(values(generator__batched=False)) == {}
     blocking = {"generator__async_engine": False, "generator__batched": False}
-    assert "needs generator.batched=true" in refusal(rules.check_engine_mode, **blocking)
-    assert "at most 1" in refusal(rules.check_engine_memory, generator__gpu_memory_utilization=1.5)
-    assert "expected one of nccl, gloo" in refusal(
-        rules.check_update_group, generator__weight_sync_backend="mpi"
-    )
+    assert "needs generator.batched=true" in refusal(run.check_engine_mode, **blocking)
+    assert "at most 1" in said(generator__gpu_memory_utilization=1.5)
+    assert "expected one of nccl, gloo, delta" in said(generator__weight_sync_backend="mpi")
     assert "must equal trainer.max_prompt_length=512" in refusal(
-        rules.check_input_length, generator__max_input_length=600
+        run.check_input_length, generator__max_input_length=600
     )
     longer = values(generator__max_input_length=600, generator__max_turns=2)
-    assert rules.check_input_length(longer) == {}
+    assert run.check_input_length(longer) == {}
     shorter: dict[str, Json] = {"generator__max_input_length": 60, "generator__max_turns": 2}
-    assert "must be at least" in refusal(rules.check_input_length, **shorter)
-    assert rules.check_update_group(values(generator__override_existing_update_group=True)) == {}
+    assert "must be at least" in refusal(run.check_input_length, **shorter)
+    assert not said(generator__override_existing_update_group=True)
 
 
 def test_dtype_is_the_derived_one_unless_float32_is_asked_for() -> None:
-    assert parts.dtype(values()) == {}
-    assert parts.dtype(values(generator__model_dtype="float32")) == {"model.dtype": "float32"}
-    assert parts.dtype(values(trainer__bf16=False)) == {"model.dtype": "float32"}
-    assert "coming" in refusal(parts.dtype, generator__model_dtype="float16")
+    assert devices.dtype(values()) == {}
+    assert devices.dtype(values(generator__model_dtype="float32")) == {"model.dtype": "float32"}
+    assert devices.dtype(values(trainer__bf16=False)) == {"model.dtype": "float32"}
+    assert "coming" in refusal(devices.dtype, generator__model_dtype="float16")
 
 
 # ---------------------------------------------------------------- sampling and data
@@ -253,49 +263,47 @@ def test_dtype_is_the_derived_one_unless_float32_is_asked_for() -> None:
 
 def test_sampling() -> None:
     given = {"generator__sampling_params__top_k": 20, "generator__sampling_params__max_generate_length": 64}
-    assert parts.training_sampling(values(**given)) == {
+    assert run.training_sampling(values(**given)) == {
         "rollout.sampling.max_tokens": 64,
         "rollout.sampling.temperature": 1.0,
         "rollout.sampling.top_p": 1.0,
         "rollout.sampling.min_p": 0.0,
         "rollout.sampling.top_k": 20,
     }
-    assert parts.training_sampling(values())["rollout.sampling.top_k"] == 0
-    more = parts.training_sampling(
-        values(**{"generator.sampling_params.*": {"stop": ["x"], "min_tokens": 2}})
-    )
+    assert run.training_sampling(values())["rollout.sampling.top_k"] == 0
+    more = run.training_sampling(values(**{"generator.sampling_params.*": {"stop": ["x"], "min_tokens": 2}}))
     assert (more["rollout.sampling.stop"], more["rollout.sampling.min_tokens"]) == (["x"], 2)
     assert "best_of is handed on to vLLM" in refusal(
-        parts.training_sampling, **{"generator.sampling_params.*": {"best_of": 2}}
+        run.training_sampling, **{"generator.sampling_params.*": {"best_of": 2}}
     )
-    assert "write -1" in refusal(parts.training_sampling, generator__sampling_params__top_k=0)
+    assert "write -1" in refusal(run.training_sampling, generator__sampling_params__top_k=0)
 
 
 def test_data() -> None:
     two = values(data__train_data=["a.parquet", "b.parquet"])
-    assert parts.training_data(two) == {
+    assert run.training_data(two) == {
         "data.train.0.path": ["a.parquet", "b.parquet"],
         "data.train.0.answer": "reward_spec.ground_truth",
     }
     mine = values(data__train_data="a.parquet", environment__env_class="mine.py:score")
-    assert parts.training_data(mine) == {"data.train.0.path": ["a.parquet"]}
-    assert parts.environment(mine) == {"rewards.score.function": "mine.py:score"}
-    assert parts.environment(values()) == {"rewards.gsm8k.function": "number"}
-    assert "expected a list of files" in refusal(parts.training_data, data__train_data=[])
-    assert "only gsm8k" in refusal(parts.environment, environment__env_class="search")
+    assert run.training_data(mine) == {"data.train.0.path": ["a.parquet"]}
+    assert run.environment(mine) == {"rewards.score.function": "mine.py:score"}
+    assert run.environment(values()) == {"rewards.gsm8k.function": "number"}
+    assert "expected a list of files" in refusal(run.training_data, data__train_data=[])
+    assert "only gsm8k" in refusal(run.environment, environment__env_class="search")
 
 
 def test_evaluation() -> None:
-    on = parts.evaluation(
+    on = run.evaluation(
         values(data__val_data=["v/a.parquet", "v/b.parquet"], trainer__eval_before_train=False)
     )
     assert [on[f"data.eval.{n}.name"] for n in (0, 1)] == ["a", "b"]
     assert (on["eval.every"], on["eval.at_start"], on["eval.at_end"]) == (5, False, True)
     assert (on["eval.samples"], on["eval.sampling.max_tokens"], on["data.exclude_eval"]) == (1, 1024, False)
-    same = parts.evaluation(values(data__val_data=["x/a.parquet", "y/a.parquet"]))
+    same = run.evaluation(values(data__val_data=["x/a.parquet", "y/a.parquet"]))
     assert [same[f"data.eval.{n}.name"] for n in (0, 1)] == ["x/a.parquet", "y/a.parquet"]
-    assert parts.evaluation(values(trainer__eval_interval=-1)) == {}
-    assert parts.evaluation(values(data__val_data=None)) == {}
+    assert run.evaluation(values(trainer__eval_interval=-1)) == {}
+    assert run.evaluation(values(data__val_data=None)) == {}
 
 
 # ---------------------------------------------------------------- checkpoints and tracking
@@ -308,34 +316,34 @@ def test_evaluation() -> None:
 def test_resume_modes(mode: str | None, native: str) -> None:
     path = native if mode == "from_path" else None
     given = values(trainer__resume_mode=mode, trainer__resume_path=path)
-    assert parts.resume(given) == {"checkpoint.resume": native}
+    assert run.resume(given) == {"checkpoint.resume": native}
 
 
 def test_resume_that_does_not_fit() -> None:
-    assert "needs trainer.resume_path" in refusal(parts.resume, trainer__resume_mode="from_path")
-    assert "only with trainer.resume_mode=from_path" in refusal(parts.resume, trainer__resume_path="c")
-    assert "expected one of none, latest, from_path" in refusal(parts.resume, trainer__resume_mode="auto")
+    assert "needs trainer.resume_path" in refusal(run.resume, trainer__resume_mode="from_path")
+    assert "only with trainer.resume_mode=from_path" in refusal(run.resume, trainer__resume_path="c")
+    assert "expected null or one of none, latest, from_path" in said(trainer__resume_mode="auto")
 
 
 def test_checkpoints_exports_and_trackers() -> None:
-    assert parts.checkpoints(values()) == {"checkpoint.every": 10, "checkpoint.keep": None}
+    assert run.checkpoints(values()) == {"checkpoint.every": 10, "checkpoint.keep": None}
     few = values(trainer__ckpt_interval=-1, trainer__max_ckpts_to_keep=2)
-    assert parts.checkpoints(few) == {"checkpoint.every": 0, "checkpoint.keep": 2}
-    assert "must not be 0" in refusal(parts.checkpoints, trainer__max_ckpts_to_keep=0)
-    assert parts.export(values()) == {"checkpoint.export": False}
+    assert run.checkpoints(few) == {"checkpoint.every": 0, "checkpoint.keep": 2}
+    assert "must not be 0" in refusal(run.checkpoints, trainer__max_ckpts_to_keep=0)
+    assert run.export(values()) == {"checkpoint.export": False}
     exports = values(trainer__hf_save_interval=5, trainer__export_path="out/", trainer__run_name="a")
-    assert parts.export(exports) == {
+    assert run.export(exports) == {
         "checkpoint.export": True,
         "checkpoint.export_every": 5,
         "checkpoint.export_dir": "out/skyrl/a",
     }
-    assert parts.trackers(values()) == {"track.trackers": ["wandb", "jsonl"]}
+    assert run.trackers(values()) == {"track.trackers": ["wandb", "jsonl"]}
     both = values(trainer__logger=["console", "mlflow", "tensorboard"])
-    assert parts.trackers(both) == {"track.trackers": ["console", "mlflow", "tensorboard", "jsonl"]}
-    assert "coming" in refusal(parts.trackers, trainer__logger="vemlp_wandb")
-    assert parts.dump(values(trainer__dump_data_batch=True, trainer__export_path="out")) == {
+    assert run.trackers(both) == {"track.trackers": ["console", "mlflow", "tensorboard", "jsonl"]}
+    assert "coming" in refusal(run.trackers, trainer__logger="vemlp_wandb")
+    assert run.dump(values(trainer__dump_data_batch=True, trainer__export_path="out")) == {
         "track.batches_every": 1,
         "track.batches_dump": "out/dumped_data/global_step_{step}_training_input.parquet",
         "track.eval_dump": "out/dumped_eval/global_step_{step}_eval_results/{source}.jsonl",
     }
-    assert parts.dump(values(trainer__dump_eval_results=False)) == {}
+    assert run.dump(values(trainer__dump_eval_results=False)) == {}

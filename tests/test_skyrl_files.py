@@ -81,7 +81,6 @@ def test_a_ppo_file_in_newer_names() -> None:
         "trainer.critic.optimizer_config.lr=1e-4",
         "generator.vllm_v1_disable_multiproc=false",
         "generator.batched=false",
-        "environment.max_env_workers=0",
         "environment.skyrl_gym={max_env_workers: 4, text2sql: {db_path: sql}}",
     ],
 )
@@ -93,7 +92,6 @@ def test_what_changes_nothing_is_accepted(override: str) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "trainer.strategy=deepspeed",
         "trainer.algorithm.zero_variance_filter=true",
         "generator.max_turns=4",
         "generator.run_engines_locally=false",

@@ -181,11 +181,25 @@ def test_a_share_parts_the_rows_in_two(rows, share):
     assert abs(len(held) - share * rows) <= 1
 
 
+@given(rows=st.integers(2, 30), held=st.integers(1, 30))
+def test_negative_numbers_count_from_the_end_as_in_a_slice(rows, held):
+    given_rows = tuple({"prompt": str(i)} for i in range(rows))
+    last = read_rows(Source(rows=given_rows, skip=-held))
+    assert last.slice(0, len(last)) == list(given_rows[-held:])
+    if held < rows:
+        others = read_rows(Source(rows=given_rows, limit=-held))
+        assert others.slice(0, len(others)) == list(given_rows[:-held])
+        both = read_rows(Source(rows=given_rows, skip=-held - 1, limit=-held))
+        assert both.slice(0, len(both)) == [given_rows[-held - 1]]
+
+
 def test_nothing_left_is_said():
     with pytest.raises(DataError, match=r"is empty: no rows in data.rows but the 2 that skip=5 leaves out"):
         read_rows(Source(rows=({"prompt": "a"}, {"prompt": "b"}), skip=5))
     with pytest.raises(DataError, match=r"is empty: no rows in data.rows but the 1 that skip=0.5 leaves out"):
         read_rows(Source(rows=({"prompt": "a"},), skip=0.5))
+    with pytest.raises(DataError, match=r"but the 1 that skip=0, limit=-2 leaves out"):
+        read_rows(Source(rows=({"prompt": "a"},), limit=-2))
 
 
 # ---------------------------------------------------------------- dataset classes

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import whet
+from tiny import RUN
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Config, Guard, Track
@@ -334,3 +336,53 @@ def test_labels_that_nobody_reads_are_refused(override: str) -> None:
 def test_labels_are_read_where_a_tracker_is_named(wandb: SimpleNamespace) -> None:
     overrides = ["track.trackers=[wandb]", "track.project=x", "track.arguments.wandb.mode=offline"]
     assert plans(load("examples/first_run.yaml", overrides))
+
+
+# ---------------------------------------------------------------- a tracker of the user's
+
+
+MINE = """
+class Lines:
+    def __init__(self, sinks, *, ends="!"):
+        self.file = open(sinks.record.path / "mine.txt", "a")
+        self.ends = ends
+
+    def log(self, stage, step, *, metrics, timings):
+        print(stage, step, metrics["reward/mean"], end=self.ends, file=self.file)
+
+    def close(self):
+        print("closed", file=self.file)
+        self.file.close()
+
+class Deaf:
+    def __init__(self, sinks): ...
+"""
+
+
+def test_a_class_of_yours_is_a_tracker_by_its_name_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    name = f"{tmp_path / 'mine.py'}:Lines"
+    track = {"trackers": ["jsonl", name], "arguments": {name: {"ends": ";\n"}}, "project": "read by it"}
+    run = whet.train(**(RUN | {"track": track, "run_dir": str(tmp_path / "run")}))
+    numbers = [
+        json.loads(line)["reward/mean"] for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
+    want = "".join(f"main {step} {number};\n" for step, number in enumerate(numbers, 1))
+    assert (run.run_dir / "mine.txt").read_text() == want + "closed\n"
+
+
+def test_what_is_no_tracker_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    assert "'consol' is not known; did you mean 'console'?" in refused("track.trackers=[consol]")
+    assert "track.arguments.wandv: no tracker of track.trackers" in refused(
+        "track.arguments.wandv.mode=offline"
+    )
+    for name, arguments, said in (
+        ("Deaf", {}, "expected a class with the methods log and close"),
+        ("Lines", {"begin": "x"}, r"called as Lines\(sinks, begin=...\)"),
+        ("Lins", {}, "did you mean 'Lines'"),
+    ):
+        at = f"{tmp_path / 'mine.py'}:{name}"
+        track = {"trackers": ["jsonl", at], "arguments": {at: arguments} if arguments else {}}
+        with pytest.raises(ConfigError, match=said):
+            whet.train(**(RUN | {"track": track, "run_dir": str(tmp_path / name)}))

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from whet.dialects.row import NotSupportedYet
+from whet.dialects.kinds import accepts
+from whet.dialects.row import NotSupportedYet, Row
 from whet.dialects.tables import dialect
-from whet.dialects.trinity import data, mix, replies, sync, trainer
-from whet.dialects.trinity import replay as replays
+from whet.dialects.trinity import data, run, trainer
 from whet.dialects.trinity.values import ACTOR, CRITIC, EXPERIENCES, REF
 from whet.types import ConfigError, Json
 
@@ -27,6 +27,21 @@ def grpo(**given: Json) -> dict[str, Json]:
 CONTROL: dict[str, Json] = {"algorithm__sample_strategy": "staleness_control"}
 
 
+def row_of(key: str) -> Row:
+    row = dialect("trinity").row(key)
+    assert row is not None
+    return row
+
+
+def test_kinds_of_the_replay_buffers_values() -> None:
+    cooldown, priority = (row_of(f"{QUEUE}.{key}").type for key in ("reuse_cooldown_time", "priority_fn"))
+    assert accepts(cooldown, 0)
+    assert accepts(cooldown, None)
+    assert not accepts(cooldown, -1)
+    assert accepts(priority, "decay_limit_randomization")
+    assert not accepts(priority, "linear_decai")
+
+
 def bounded(most: int, **given: Json) -> dict[str, Json]:
     """staleness_control with synchronizer keys."""
     told = {f"synchronizer__{key}": value for key, value in given.items()}
@@ -34,11 +49,11 @@ def bounded(most: int, **given: Json) -> dict[str, Json]:
 
 
 def test_an_explorer_runs_ahead_by_the_offset() -> None:
-    assert sync.ahead(grpo()) == {"rollout.max_staleness": 0}
-    assert sync.ahead(grpo(synchronizer__sync_offset=2)) == {"rollout.max_staleness": 2}
-    assert mix.staleness(bounded(3, sync_offset=2)) == {}, "step 3 has version 0, and 3 - 3 is the oldest"
+    assert run.ahead(grpo()) == {"rollout.max_staleness": 0}
+    assert run.ahead(grpo(synchronizer__sync_offset=2)) == {"rollout.max_staleness": 2}
+    assert data.staleness(bounded(3, sync_offset=2)) == {}, "step 3 has version 0, and 3 - 3 is the oldest"
     with pytest.raises(NotSupportedYet, match="max_staleness: 2"):
-        mix.staleness(bounded(2, sync_offset=2))
+        data.staleness(bounded(2, sync_offset=2))
 
 
 @pytest.mark.parametrize(
@@ -62,48 +77,48 @@ def test_the_other_styles_run_ahead_as_far_as_staleness_control_says(
         "rollout.max_staleness": 3,
         "sync.driven_by": by,
     }
-    assert sync.ahead(bounded(5, sync_style=style, sync_interval=2)) == free
-    assert mix.staleness(bounded(5, sync_style=style, sync_interval=2)) == {}
+    assert run.ahead(bounded(5, sync_style=style, sync_interval=2)) == free
+    assert data.staleness(bounded(5, sync_style=style, sync_interval=2)) == {}
     unbound = grpo(synchronizer__sync_style=style, synchronizer__sync_interval=2)
-    assert sync.ahead(unbound) == free | {"rollout.max_staleness": 2}
+    assert run.ahead(unbound) == free | {"rollout.max_staleness": 2}
     with pytest.raises(NotSupportedYet, match=r"sample_strategy_args\.max_staleness: 1 .*write 2 at least"):
-        sync.ahead(bounded(1, sync_style=style, sync_interval=2))
+        run.ahead(bounded(1, sync_style=style, sync_interval=2))
     with pytest.raises(ConfigError, match=r"synchronizer\.sync_offset"):
-        sync.ahead(bounded(5, sync_style=style, sync_offset=1))
+        run.ahead(bounded(5, sync_style=style, sync_offset=1))
 
 
 def test_processes_of_their_own_meet_in_the_database_of_the_buffer() -> None:
     at: dict[str, Json] = {f"{EXPERIENCES}.path": "sqlite:///gsm8k.db"}
     for mode in ("explore", "train"):
-        assert replies.queue(grpo(mode=mode, **at)) == {"buffer.url": "sqlite:///gsm8k.db"}
+        assert data.queue(grpo(mode=mode, **at)) == {"buffer.url": "sqlite:///gsm8k.db"}
         by_trainer = grpo(mode=mode, **at, synchronizer__sync_style="trainer_driven")
-        assert replies.queue(by_trainer)["buffer.order"] == "arrival"
-        sql = replies.queue(
+        assert data.queue(by_trainer)["buffer.order"] == "arrival"
+        sql = data.queue(
             grpo(mode=mode, **{f"{EXPERIENCES}.storage_type": "sql", f"{EXPERIENCES}.path": "a.db"})
         )
         assert sql == {"buffer.url": "sqlite:///a.db", "buffer.order": "newest"}
         for elsewhere in ({}, {f"{EXPERIENCES}.path": "mysql://user@host/rows"}):
             with pytest.raises(NotSupportedYet, match=r"experience_buffer\.path"):
-                replies.queue(grpo(mode=mode, **elsewhere))
-        assert sync.ahead(grpo(mode=mode, synchronizer__sync_offset=1)) == {"rollout.max_staleness": 1}
+                data.queue(grpo(mode=mode, **elsewhere))
+        assert run.ahead(grpo(mode=mode, synchronizer__sync_offset=1)) == {"rollout.max_staleness": 1}
         newest = {f"{EXPERIENCES}.storage_type": "sql"}
-        assert sync.ahead(grpo(mode=mode, synchronizer__sync_offset=1, **newest)) == {
+        assert run.ahead(grpo(mode=mode, synchronizer__sync_offset=1, **newest)) == {
             "rollout.schedule": "free",
             "rollout.partial": False,
             "rollout.max_staleness": 1,
         }
-    assert sync.who(grpo(mode="explore", explorer__name="second")) == {"buffer.explorer": "second"}
-    assert sync.who(grpo(explorer__name="second")) == {}
-    assert sync.patience(grpo(mode="bench", synchronizer__sync_timeout=60)) == {"sync.timeout_s": 60}
-    assert sync.patience(grpo(synchronizer__sync_timeout=60)) == {}
+    assert run.who(grpo(mode="explore", explorer__name="second")) == {"buffer.explorer": "second"}
+    assert run.who(grpo(explorer__name="second")) == {}
+    assert run.patience(grpo(mode="bench", synchronizer__sync_timeout=60)) == {"sync.timeout_s": 60}
+    assert run.patience(grpo(synchronizer__sync_timeout=60)) == {}
 
 
 def test_failed_rollouts_are_repeated_and_limits_follow_the_mean() -> None:
-    assert sync.again(grpo()) == {"rollout.retries": 2}
+    assert run.again(grpo()) == {"rollout.retries": 2}
     enabled = grpo(explorer__max_retry_times=0, **{"explorer.dynamic_timeout.enable": True})
-    assert sync.again(enabled) == {"rollout.retries": 0, "rollout.timeout_factor": 3.0}
-    with pytest.raises(ConfigError, match=r"dynamic_timeout\.ratio"):
-        sync.again(grpo(**{"explorer.dynamic_timeout.ratio": 0}))
+    assert run.again(enabled) == {"rollout.retries": 0, "rollout.timeout_factor": 3.0}
+    assert accepts(row_of("explorer.dynamic_timeout.ratio").type, 0.5)
+    assert not accepts(row_of("explorer.dynamic_timeout.ratio").type, 0)
 
 
 def test_a_step_that_ends_before_all_its_tasks() -> None:
@@ -134,8 +149,10 @@ def test_memory_of_the_host_and_ranks_of_a_sequence() -> None:
     assert trainer.offload(grpo(**told)) == {"train.offload": ["optimizer", "reference"]}
     none = grpo(algorithm__kl_loss_fn="none", **told)
     assert trainer.offload(none) == {"train.offload": ["optimizer"]}
-    with pytest.raises(NotSupportedYet, match=r"critic\.model\.fsdp_config\.optimizer_offload"):
-        trainer.offload(values(algorithm__algorithm_type="ppo", **told))
+    actors = trainer.offload(values(algorithm__algorithm_type="ppo", **told))
+    assert actors == {"train.offload": ["optimizer", "reference"]}, (
+        "the actor's key counts for both optimizers"
+    )
     critic: dict[str, Json] = {
         f"{CRITIC}.model.fsdp_config.{name}_offload": True for name in ("param", "optimizer")
     }
@@ -167,18 +184,18 @@ def test_one_queue_of_fresh_and_used_experiences() -> None:
         priority_fn="decay_limit_randomization",
         priority_fn_args={"use_count_limit": 0, "sigma": 0.25},
     )
-    assert replays.replay(given) == {
+    assert run.replay(given) == {
         "buffer.replay.queue": True,
         "buffer.replay.capacity": 10000,
         "buffer.replay.cooldown_s": 1.5,
-        "buffer.replay.priority": replays.CONTROLLED,
+        "buffer.replay.priority": run.CONTROLLED,
         "buffer.replay.decay": 2.0,
         "buffer.replay.sigma": 0.25,
         "buffer.replay.use_limit": None,
         "buffer.replay.max_staleness": 6,
     }
     alone = replaying(grpo(mode="train"), priority_fn_args={"decay": 0.5}) | {f"{EXPERIENCES}.capacity": 40}
-    assert replays.replay(alone) == {
+    assert run.replay(alone) == {
         "buffer.replay.queue": True,
         "buffer.replay.capacity": 40,
         "buffer.replay.cooldown_steps": None,
@@ -186,9 +203,9 @@ def test_one_queue_of_fresh_and_used_experiences() -> None:
         "buffer.replay.decay": 0.5,
     }
     for mode in ("explore", "bench"):
-        assert replays.replay(alone | {"mode": mode}) == {}
-    assert replays.replay(alone | {f"{QUEUE}.enable": False}) == {}
-    assert replays.replay(alone | {"algorithm.algorithm_type": "sft"}) == {}
+        assert run.replay(alone | {"mode": mode}) == {}
+    assert run.replay(alone | {f"{QUEUE}.enable": False}) == {}
+    assert run.replay(alone | {"algorithm.algorithm_type": "sft"}) == {}
 
 
 @pytest.mark.parametrize(
@@ -207,8 +224,6 @@ def test_one_queue_of_fresh_and_used_experiences() -> None:
             NotSupportedYet,
             "storage_type: sql",
         ),
-        (grpo(mode="train"), {"reuse_cooldown_time": -1}, ConfigError, "0 or more, or null"),
-        (grpo(mode="train"), {"priority_fn": "linear_decai"}, ConfigError, "did you mean 'linear_decay'"),
         (grpo(mode="train"), {"priority_fn_args": {"sigma": 1.0}}, ConfigError, "sigma: no such argument"),
     ],
 )
@@ -216,4 +231,4 @@ def test_a_replay_buffer_that_cannot_be(
     tree: dict[str, Json], given: dict[str, Json], error: Any, said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        replays.replay(replaying(tree, **given))
+        run.replay(replaying(tree, **given))

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
@@ -84,6 +84,7 @@ def train(
     rewards: Mapping[str, RewardFunction | Mapping[str, Any]] | RewardFunction | None = None,
     overrides: Sequence[str] = (),
     change: bool = False,
+    unused: Literal["refuse", "warn"] = "refuse",
     **sections: Any,
 ) -> Result:
     """Train as a config file says, with `sections` (`train={"steps": 50}`, `seed=1` ...), then `overrides` put over it.
@@ -91,6 +92,7 @@ def train(
     rewards: one function of yours, or several by name, in place of the file's; each is called as `f(response, task)`
     in a worker process.
     change: a run that goes on may have other settings that change its numbers (`whet train --change`).
+    unused: keys that nothing reads are refused, or left out with a note each (`whet train --unused warn`).
     Raises ConfigError before anything is run, WhetError if the run cannot go on.
     """
     if isinstance(config, Mapping):
@@ -109,7 +111,7 @@ def train(
         sections["rewards"] = {
             name: {"function": f"object:{name}"} if callable(r) else r for name, r in rewards.items()
         }
-    loaded = load(config, overrides, sections)
+    loaded = load(config, overrides, sections, unused=unused)
     if rewards is not None:
         loaded = only_rewards(loaded, rewards)
     loaded = settled(loaded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Optional
@@ -47,6 +48,13 @@ def whet(
     """
 
 
+class UnusedChoice(StrEnum):
+    """What becomes of a key that nothing reads."""
+
+    refuse = "refuse"
+    warn = "warn"
+
+
 File = Annotated[
     Path, typer.Argument(help="Config file, YAML or TOML, or launch script (.sh).", show_default=False)
 ]
@@ -54,6 +62,24 @@ Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045  (typer reads this annotation at run time)
     typer.Argument(
         help="Values put over the file: key.path=value ...; the arguments of a script.", show_default=False
+    ),
+]
+
+Gpus = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        "--gpus", help="For machines that are not here: GPUs of each, and how many: 8x2.", show_default=False
+    ),
+]
+Mem = Annotated[
+    Optional[float],  # noqa: UP045
+    typer.Option("--mem", help="GiB of one of these GPUs. Default: 80.", show_default=False),
+]
+
+UnusedKeys = Annotated[
+    UnusedChoice,
+    typer.Option(
+        "--unused", help="Keys that nothing reads: refuse them, or leave them out with a note each (sweeps)."
     ),
 ]
 
@@ -85,6 +111,7 @@ def train(
             "--change", help="Go on with other settings, also such that change numbers: a branch of the run."
         ),
     ] = False,
+    unused: UnusedKeys = UnusedChoice.refuse,
     trust_script: TrustScript = False,
 ) -> None:
     """Train as the config says; go on where its run directory stands.
@@ -94,13 +121,14 @@ def train(
 
     \b
     Example: whet train examples/first_run.yaml seed=1 run_dir=runs/seed1
-    Example: MODEL=models/chat whet train run.sh trainer.total_epochs=1
+    Example: whet train examples/first_run.yaml --unused warn algorithm.kl.estimator=k1
+    Example: whet train examples/from_verl.sh trainer.total_epochs=5
     Example: whet train examples/first_run.yaml --change stages.rl.train.optimizer.lr=1e-4
     """
     from whet.api import run_training
     from whet.config.load import load
 
-    loaded = load(file, overrides or (), dialect=dialect, trust_script=trust_script)
+    loaded = load(file, overrides or (), dialect=dialect, trust_script=trust_script, unused=unused.value)
     _say(loaded)
     raise typer.Exit(run_training(loaded, change=change))
 
@@ -117,6 +145,9 @@ def plan(
     arithmetic: Annotated[
         bool, typer.Option("--arithmetic", help="Try which bits float32 has on this CPU, too: some seconds.")
     ] = False,
+    gpus: Gpus = None,
+    mem: Mem = None,
+    unused: UnusedKeys = UnusedChoice.refuse,
     trust_script: TrustScript = False,
 ) -> None:
     """Print everything that follows from a config, without loading a model.
@@ -124,22 +155,33 @@ def plan(
     \b
     Example: whet plan examples/first_run.yaml stages.rl.train.tasks_per_step=32
     Example: whet plan examples/first_run.yaml --arithmetic
-    Example: whet plan run_qwen3_8b.sh
+    Example: whet plan examples/from_verl.yaml --gpus 8x2 --mem 80 trainer.n_gpus_per_node=8 trainer.nnodes=2
+    Example: whet plan examples/from_verl.sh trainer.total_epochs=5
     Example: whet plan examples/gsm8k.yaml rollout.max_staleness=2 rollout.schedule=free --simulate runs/gsm8k
     """
     from rich.console import Console
 
     from whet.config.footprint import check_memory
+    from whet.config.hardware import as_if, machines
     from whet.config.load import load
     from whet.config.plan import describe, plans
 
-    loaded = load(file, overrides or (), dialect=dialect, trust_script=trust_script)
-    _say(loaded)
-    planned = plans(loaded)
-    Console().print(describe(planned))
-    if arithmetic:
-        _say_arithmetic(loaded.config.machine.kernels, exact=loaded.config.machine.exact != "off")
-    check_memory(planned)
+    with as_if(machines(gpus, mem) if gpus else None):
+        loaded = load(
+            file,
+            overrides or (),
+            dialect=dialect,
+            trust_script=trust_script,
+            here=gpus is None,
+            unused=unused.value,
+        )
+        _say(loaded)
+        planned = plans(loaded, here=False)
+        _say_missing(loaded)
+        Console().print(describe(planned))
+        if arithmetic:
+            _say_arithmetic(loaded.config.machine.kernels, exact=loaded.config.machine.exact != "off")
+        check_memory(planned)
     if like is not None:
         from whet.track.costs import measured, predictions, schedule_of
 
@@ -181,20 +223,17 @@ def rehearse(
 
     \b
     Example: whet rehearse examples/from_verl.yaml
+    Example: whet rehearse examples/from_verl.sh
     Example: whet rehearse big_run.yaml trainer.nnodes=8 -o found.json
-    Example: DATA_DIR=data whet rehearse run_qwen3_8b.sh
     """
     from rich.console import Console
 
     from whet.rehearsal.rehearse import rehearse as try_small
 
-    found = try_small(
-        file,
-        overrides or (),
-        dialect,
-        trust_script=trust_script,
-        say=lambda what: typer.echo(f"{what} ...", err=True),
-    )
+    def say(what: str) -> None:
+        typer.echo(f"{what} ...", err=True)
+
+    found = try_small(file, overrides or (), dialect, say=say, trust_script=trust_script)
     Console().print(found)
     if output:
         output.write_text(found.to_json() + "\n", encoding="utf-8")
@@ -324,9 +363,17 @@ def _say(loaded: Loaded) -> None:
     from whet.dialects.report import summary
 
     if loaded.translation:
-        typer.echo(
-            "\n".join([summary(loaded.translation), *(f"  {note}" for note in loaded.notes)]), err=True
-        )
+        typer.echo(summary(loaded.translation), err=True)
+    for note in loaded.notes:
+        typer.echo(f"note: {note}", err=True)
+
+
+def _say_missing(loaded: Loaded) -> None:
+    """What this machine lacks for the run: a note, for the run may be for another one."""
+    from whet.config.plan import missing
+
+    for text in missing(loaded):
+        typer.echo(f"note: {text}", err=True)
 
 
 @app.command()
@@ -344,23 +391,33 @@ def convert(
         typer.Option(help="Markdown file with what became of every key.", show_default=False),
     ] = None,
     dialect: Dialect = None,
+    gpus: Gpus = None,
+    mem: Mem = None,
     trust_script: TrustScript = False,
 ) -> None:
     """Write a config of another system in whet's own keys, with where each line came from.
 
+    The layout is that of the file, or fits the machines of --gpus.
+
     \b
     Example: whet convert examples/from_skyrl.yaml
+    Example: whet convert examples/from_verl.sh trainer.total_epochs=5
     Example: whet convert examples/from_skyrl.yaml -o native.yaml --report report.md
-    Example: MODEL=models/chat whet convert run.sh trainer.total_epochs=1
+    Example: whet convert examples/from_skyrl.yaml --gpus 8x2 --mem 80
     """
+    from whet.config.hardware import ENOUGH, as_if, machines
     from whet.config.load import load
     from whet.config.plan import plans
     from whet.dialects.convert import native_yaml
     from whet.dialects.report import markdown
 
-    loaded = load(file, overrides or (), dialect=dialect, trust_script=trust_script)
-    plans(loaded)
+    given = machines(gpus, mem) if gpus else None
+    with as_if(given):
+        loaded = load(file, overrides or (), dialect=dialect, trust_script=trust_script, here=False)
+    with as_if(given or (ENOUGH if loaded.translation else None)):
+        plans(loaded, here=False)
     _say(loaded)
+    _say_missing(loaded)
     if output:
         output.write_text(native_yaml(loaded), encoding="utf-8")
     else:

@@ -24,7 +24,7 @@ from whet.algos.whitening import bounded
 from whet.batch import Batch, LossFn
 from whet.config import schema
 from whet.config.functions import Need
-from whet.config.recipes import SETTINGS, Kind, Resolved, refuse_unused, resolve
+from whet.config.recipes import SETTINGS, Kind, Resolved, refuse_unread, resolve
 from whet.tables import find
 from whet.types import ConfigError, Metrics, WhetError
 
@@ -83,7 +83,8 @@ def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> A
     r = resolve(cfg)
     advantage = find(ADVANTAGES, r.advantage, what="advantage")
     loss = find(LOSSES, r.loss, what="loss")
-    refuse_unused(cfg, r, _keywords(advantage) | _keywords(loss))
+    if ":" in r.advantage + r.loss:
+        refuse_unread(cfg, _keywords(advantage) | _keywords(loss))
     in_reward = r.reward_kl.coef > 0
     if in_reward and "reward_N" not in _keywords(advantage):
         raise ConfigError(

@@ -17,7 +17,7 @@ from whet.config import (
 )
 from whet.config.evaluation import all_asked, eval_problems, reply_tokens
 from whet.config.idle import idle
-from whet.config.keys import Path, dotted
+from whet.config.keys import Path, dotted, lookup
 from whet.config.learning import train_problems
 from whet.config.mixing import given_problems
 from whet.config.recipes import RECIPES, Resolved, resolve
@@ -271,18 +271,37 @@ def _replaced(path: Path, tree: Mapping[str, Json], stage: Mapping[str, Json]) -
     return path[0] == "algorithm" and renamed not in (None, get(dict(tree), ("algorithm", "name")) or "grpo")
 
 
-def _idle(cfg: Config) -> Iterator[tuple[list[str], str]]:
-    """(parts of a key, why nothing reads it) in one stage; none where the algorithm's keys do not fit together."""
+def _idle(cfg: Config) -> Iterator[tuple[list[str], str, bool]]:
+    """(parts of a key, why nothing reads it, whether its default passes) in one stage; none where the algorithm's keys
+    do not fit together."""
     algorithm, problems = _algorithm(cfg.algorithm)
     if algorithm is not None and not problems:
-        yield from ((key.split("."), why) for key, why in idle(cfg, algorithm))
+        yield from ((key.split("."), why, passes) for key, why, passes in idle(cfg, algorithm))
 
 
-def _why_idle(path: Path, value: Json, rules: Sequence[tuple[list[str], str]]) -> str:
-    """Why a set value has no effect, or ''. null and empty sections say nothing and are left alone."""
-    if value is None or value in ({}, []) or not path:
+def _is_default(path: Path, value: Json) -> bool:
+    """Whether a value is the schema's own."""
+    key = lookup(path)
+    return key is not None and bool(value == key.default)
+
+
+def _asks_for_a_section(path: Path) -> bool:
+    """Whether a section is null until it is given."""
+    key = lookup(path)
+    return key is not None and key.section is not None and key.default is None
+
+
+def _why_idle(path: Path, value: Json, rules: Sequence[tuple[list[str], str, bool]]) -> str:
+    """Why a set value has no effect, or ''.
+
+    null and what is empty say nothing and are left alone, but for an empty section in place of none: it asks for the
+    section's defaults.
+    """
+    if value is None or not path or value == [] or (value == {} and not _asks_for_a_section(path)):
         return ""
-    for parts, why in rules:
+    for parts, why, default_passes in rules:
+        if default_passes and (value is False or _is_default(path, value)):
+            continue
         if len(path) >= len(parts) and all(p in ("*", str(at)) for p, at in zip(parts, path)):
             return f"has no effect: {why}; leave it out"
     return ""

@@ -10,15 +10,13 @@ from pathlib import Path
 from whet.config.recipes import resolve
 from whet.config.schema import Config, Profile
 from whet.config.secrets import MASK, is_secret, left_out, masked_url
+from whet.config.trackers import TRACKERS, Row, unknown
 from whet.config.tree import leaves
 from whet.config.urls import is_remote, url_problems
 from whet.tables import near
 
 TIME = "{time}"
 """In run_dir, and in folders that are named after it: the moment of the run's first start."""
-
-REMOTE = ("wandb", "mlflow", "swanlab")
-"""Trackers that list a run under a project, and may send it away."""
 
 _OWNERS = {
     "project": "track.project",
@@ -220,35 +218,35 @@ def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
     """(key, which package is missing) of this machine; a rehearsal sends nothing and does without."""
     if cfg.rollout.replicas and importlib.util.find_spec("ray") is None:
         yield "rollout.replicas", "needs ray, which is not installed; pip install 'whet[ray]', or set it to 0"
-    for name in (*REMOTE, "tensorboard"):
-        if name in cfg.track.trackers and importlib.util.find_spec(name) is None:
+    for name in cfg.track.trackers:
+        package = TRACKERS[name].package if name in TRACKERS else ""
+        if package and importlib.util.find_spec(package) is None:
             yield (
                 "track.trackers",
-                f"names {name}, which is not installed; pip install 'whet[{name}]', or take it off the list",
+                f"names {name}, which is not installed; pip install 'whet[{name}]', or go without it: "
+                f"track.trackers=[{','.join(one for one in cfg.track.trackers if one != name)}]",
             )
 
 
 def _trackers(cfg: Config) -> Iterator[tuple[str, str]]:
     track = cfg.track
+    yield from unknown(cfg)
     for name, arguments in track.arguments.items():
-        at = f"track.arguments.{name}"
-        if name not in REMOTE:
-            yield at, f"no tracker that takes arguments{near(name, REMOTE)}; known: {', '.join(REMOTE)}"
+        at, row = f"track.arguments.{name}", TRACKERS.get(name, Row(about="yours", takes=None))
+        if name not in TRACKERS and name not in track.trackers:
+            yield at, f"no tracker of track.trackers{near(name, track.trackers)}"
             continue
         for key in arguments:
             if is_secret(key):
                 yield (
                     f"{at}.{key}",
-                    f"secrets stay out of configs: {name} reads them from the environment, e.g. "
-                    f"{_SECRETS[name]}",
+                    f"secrets stay out of configs: {name} reads them from the environment"
+                    + (f", e.g. {row.secret}" if row.secret else ""),
                 )
-            elif key in _OWNERS:
+            elif key in _OWNERS and row.lists_runs:
                 yield f"{at}.{key}", f"is made of {_OWNERS[key]}; leave it out"
-            elif name == "mlflow" and key != "tracking_uri":
-                yield f"{at}.{key}", "mlflow takes tracking_uri only"
-
-
-_SECRETS = {"wandb": "WANDB_API_KEY", "mlflow": "MLFLOW_TRACKING_PASSWORD", "swanlab": "SWANLAB_API_KEY"}
+            elif row.takes is not None and key not in row.takes:
+                yield f"{at}.{key}", f"{name} takes {', '.join(row.takes) or 'no arguments'} only"
 
 
 def _apart(cfg: Config) -> Iterator[tuple[str, str]]:

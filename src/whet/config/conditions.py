@@ -20,6 +20,7 @@ from whet.types import Json
 Condition = Mapping[str, Any]
 
 NEVER: Condition = {"any": []}
+ONLINE: Condition = {"condition": "kind", "is": "online"}
 STALE: Condition = {
     "any": [
         {"key": "rollout.max_staleness", "above": 0},
@@ -40,6 +41,8 @@ class Rule:
     read_when: Condition
     why: str
     """Why nothing reads them otherwise."""
+    default_passes: bool = False
+    """Their defaults, and false, may stand there though nothing reads them."""
 
 
 def under(section: str, *names: str) -> tuple[str, ...]:

@@ -135,7 +135,6 @@ ALGORITHM = (
         "algorithm.rec_regularizer algorithm.rec_regularizer_coef",
         ("algorithm.name=rec", "algorithm.rec_regularizer=k2"),
     ),
-    Constraint("algorithm.advantage algorithm.name", ("algorithm.name=sft", "algorithm.advantage=grpo")),
     Constraint(
         "algorithm.advantage_low algorithm.advantage_high",
         ("algorithm.advantage_low=1.0", "algorithm.advantage_high=0.0"),

@@ -1,4 +1,4 @@
-"""What cannot work, or would have no effect, in the section about off-policy correction."""
+"""What cannot work in the section about off-policy correction."""
 
 from __future__ import annotations
 
@@ -8,23 +8,8 @@ from whet.types import ConfigError
 KEY = "algorithm.correction"
 
 
-def check_correction(c: Correction, *, samples: bool, old_logprobs: str) -> None:
-    """Raise ConfigError. `samples`: the policy's own rollouts are what is learned from."""
-    if c == Correction():
-        return
-    if not samples:
-        raise ConfigError(f"{KEY} has no effect: the replies were given, not sampled; leave it out.")
-    bounds = c.low is not None or c.high is not None
-    if c.weight is None and (bounds or c.normalize or c.outside == "mask"):
-        raise ConfigError(
-            f"{KEY}.weight is not given, so there is nothing to bound or normalize: set it to token."
-        )
-    if c.outside == "mask" and not bounds:
-        raise ConfigError(f"{KEY}.outside='mask' has no effect without a bound: set {KEY}.low or {KEY}.high.")
-    if c.denominator == "all" and not (c.reject or c.outside == "mask"):
-        raise ConfigError(
-            f"{KEY}.denominator='all' has no effect: nothing is masked or rejected; leave it out."
-        )
+def check_correction(c: Correction, *, old_logprobs: str) -> None:
+    """Raise ConfigError."""
     if old_logprobs == "sampled" and (c.weight or c.reject):
         raise ConfigError(
             "algorithm.old_logprobs='sampled' takes the engine's log-probs for the trainer's, so every ratio that "

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from whet.config import choices, functions, hints
+from whet.config import choices, functions, hints, trackers
 from whet.config.conditions import Condition
 from whet.config.constraints import CONSTRAINTS, error
 from whet.config.idle import NAMED
@@ -20,7 +20,6 @@ from whet.config.idle_rules import RULES
 from whet.config.keys import Key, keys
 from whet.config.recipe_table import RECIPES
 from whet.config.schema import Config
-from whet.config.setting_rules import SETTING_RULES
 from whet.config.tree import STAGE_SECTIONS
 from whet.types import Json
 
@@ -49,7 +48,7 @@ def schema() -> Node:
 def visible_when(path: Sequence[str]) -> Condition | None:
     """When something reads a key: all rules on it and on the sections around it. None: always."""
     above = {".".join(path[:n]) for n in range(1, len(path) + 1)}
-    found = [rule.read_when for rule in (*RULES, *SETTING_RULES) if above & set(rule.keys)]
+    found = [rule.read_when for rule in RULES if above & set(rule.keys)]
     return None if not found else found[0] if len(found) == 1 else {"all": found}
 
 
@@ -136,6 +135,7 @@ CHOICES: dict[str, list[Json]] = {
     "algorithm.advantage": _functions(functions.ADVANTAGES, choices.ADVANTAGES),
     "algorithm.loss": _functions(functions.LOSSES, choices.LOSSES),
     "rewards.*.function": _lines(choices.REWARDS),
+    "track.trackers": _lines({name: row.about for name, row in trackers.TRACKERS.items()}),
     "checkpoint.resume": _lines(choices.RESUME),
 }
 """Names that a key knows without being limited to them."""

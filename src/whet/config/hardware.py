@@ -1,14 +1,18 @@
-"""What this machine has, asked without torch: memory of the CPU's side, CUDA devices."""
+"""What this machine has, or others are said to have, asked without torch: memory of the CPU's side, CUDA devices."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from whet.types import ConfigError
 
 _CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -20,18 +24,74 @@ def ram_bytes() -> int:
     return min([whole, *(int(limit) for limit in limits if limit.isdigit())])
 
 
-@cache
+@dataclass(frozen=True)
+class Machines:
+    """Machines that are not here, for which a run is planned or a file converted."""
+
+    gpus: int
+    """Of each."""
+    count: int = 1
+    gpu_bytes: int = 80 << 30
+
+
+ENOUGH = Machines(gpus=2**16)
+"""A machine for whatever layout a file has."""
+
+_elsewhere: list[Machines] = []
+
+
+@contextmanager
+def as_if(machines: Machines | None) -> Iterator[None]:
+    """Answer for these machines in place of this one; None: for this one."""
+    if machines is None:
+        yield
+        return
+    _elsewhere.append(machines)
+    try:
+        yield
+    finally:
+        _elsewhere.pop()
+
+
+def elsewhere() -> Machines | None:
+    """The machines that stand in for this one, if there are any."""
+    return _elsewhere[-1] if _elsewhere else None
+
+
+def machines(gpus: str, gigabytes: float | None) -> Machines:
+    """`8x2`, 80 -> two machines with 8 GPUs of 80 GiB each. Raises ConfigError."""
+    said = re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", gpus)
+    if said is None or said[2] == "0":
+        raise ConfigError(f"--gpus {gpus}: expected GPUs of a machine, and machines: 8, or 8x2")
+    if gigabytes is not None and not 0 < gigabytes < 1e6:
+        raise ConfigError(f"--mem {gigabytes}: expected GiB of one GPU: 80")
+    return Machines(int(said[1]), int(said[2] or 1), int((gigabytes or 80) * 2**30))
+
+
 def cuda_bytes() -> int | None:
     """Memory of the CUDA device that a run takes, the first visible one; None: there is none, or torch has no CUDA."""
+    other = elsewhere()
+    if other is not None:
+        return other.gpu_bytes if other.gpus else None
+    return _cuda_bytes()
+
+
+@cache
+def _cuda_bytes() -> int | None:
     with _nvml() as nvml:
         if nvml is None:
             return None
         return _device_bytes(nvml, os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
 
 
-@cache
 def cuda_count() -> int:
     """CUDA devices that a run may use."""
+    other = elsewhere()
+    return other.gpus * other.count if other is not None else _cuda_count()
+
+
+@cache
+def _cuda_count() -> int:
     if cuda_bytes() is None:
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

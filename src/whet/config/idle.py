@@ -16,6 +16,7 @@ from whet.config.functions import ADVANTAGES, LOSSES
 from whet.config.idle_rules import RULES
 from whet.config.recipes import Resolved
 from whet.config.schema import Config
+from whet.config.trackers import lists_runs
 from whet.types import Json
 
 NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
@@ -64,6 +65,10 @@ NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
         "Demonstrations stand among the own rollouts: algorithm.mix, or the recipe's.",
         lambda cfg, algorithm: algorithm.mix is not None,
     ),
+    "lists_runs": (
+        "track.trackers names wandb, mlflow, swanlab or a class of yours.",
+        lambda cfg, algorithm: lists_runs(cfg),
+    ),
     "evaluates": ("There are held-out tasks and they are asked.", lambda cfg, algorithm: evaluates(cfg)),
     "judges": ("The replies to held-out tasks are judged by rewards.", lambda cfg, algorithm: judges(cfg)),
     "profiles": (
@@ -83,14 +88,14 @@ def named(cfg: Config, algorithm: Resolved) -> dict[str, Json]:
     return {name: value(cfg, algorithm) for name, (_, value) in NAMED.items()}
 
 
-def idle(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
-    """(key or section, with * for any name or number; why nothing reads it) in one stage."""
+def idle(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str, bool]]:
+    """(key or section, with * for any name or number; why nothing reads it; whether its default passes) in a stage."""
     known = named(cfg, algorithm)
     words: Mapping[str, Any] = {"cfg": cfg, **known}
     for rule in RULES:
         if not met(rule.read_when, cfg, known):
             for key in rule.keys:
-                yield key, rule.why.format_map(words)
+                yield key, rule.why.format_map(words), rule.default_passes
 
 
 def _spares_std(algorithm: Resolved) -> bool:

@@ -6,16 +6,16 @@ or any name. The reason may name values: {cfg.data.order}, {kind} and other name
 
 from __future__ import annotations
 
-from whet.config.conditions import NEVER, STALE, Condition, Rule, under
+from whet.config.conditions import NEVER, ONLINE, STALE, Condition, Rule, under
 from whet.config.learning import READS
 from whet.config.ratio_rules import RATIO
+from whet.config.setting_rules import SETTING_RULES
+from whet.config.trackers import TRACKERS
 
-ONLINE: Condition = {"condition": "kind", "is": "online"}
 EVALUATES: Condition = {"condition": "evaluates"}
 JUDGES: Condition = {"condition": "judges"}
 SAMPLES: Condition = {"condition": "samples"}
 MIXES: Condition = {"condition": "mixes"}
-REMOTE: Condition = {"key": "track.trackers", "holds": ["wandb", "mlflow", "swanlab"]}
 RANKED: Condition = {
     "any": [
         *(
@@ -492,7 +492,7 @@ RUN = (
     ),
     Rule(
         under("track", "project", "group", "tags"),
-        REMOTE,
+        {"condition": "lists_runs"},
         "only wandb, mlflow, swanlab read it, and track.trackers names none of them",
     ),
     *(
@@ -501,7 +501,7 @@ RUN = (
             {"key": "track.trackers", "holds": [name]},
             f"track.trackers does not name {name}",
         )
-        for name in REMOTE["holds"]
+        for name in TRACKERS
     ),
     Rule(
         under("profile", "warmup", "tools", "ranks", "shapes", "stack", "allocations", "dir"),
@@ -567,6 +567,7 @@ PARALLEL = (
 
 RULES: tuple[Rule, ...] = (
     *MODELS,
+    *SETTING_RULES,
     *ALGORITHM,
     *RATIO,
     *SAMPLING,

@@ -17,11 +17,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from whet.config import keys, secrets, tree
+from whet.config import hardware, keys, secrets, tree
+from whet.config.checks import unused as unused_keys
 from whet.config.draft import Draft
 from whet.config.faults import faults, listing, named, shown
 from whet.config.parse import parse, plain
@@ -38,6 +39,7 @@ from whet.inputs import MOST_CONFIG_BYTES, read_text
 from whet.secrets import learn_overrides
 from whet.types import ConfigError, Json
 
+Unused = Literal["refuse", "warn"]
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 SCRIPT = ".sh"
 
@@ -58,7 +60,7 @@ class Loaded:
     translation: Translation | None = None
     """What became of a foreign file's keys."""
     notes: tuple[str, ...] = ()
-    """What was taken for granted in a launch script, with its lines."""
+    """Keys that were left out, since nothing reads them, and why; what was taken for granted in a launch script."""
     given: Config | None = None
     """The config before remote paths became those of their copies here; None: it has none."""
 
@@ -82,32 +84,35 @@ def load(
     dialect: str | None = None,
     *,
     rehearsal: bool = False,
+    here: bool = True,
+    unused: Unused = "refuse",
     trust_script: bool = False,
 ) -> Loaded:
     """Read, translate, merge, resolve and validate. Raises one ConfigError that lists every problem.
 
     dialect: what the file is written for (native, verl, skyrl, cosmos, trinity; verl@0.9 is a version); recognised if
     not given.
+    here: a foreign file is fitted to this machine, its devices and packages; else it keeps its own layout and trackers,
+    unless machines are said (`hardware.as_if`), which then count.
+    unused: keys that nothing reads are an error of the plan ('refuse'), or left out with a note each ('warn').
     rehearsal: engines and features that are not built yet are no problem; they stay in `translation.unbuilt`.
     trust_script: the shell of a launch script runs without a sandbox.
 
     A launch script (.sh) is config, too: `overrides` are then its arguments, but for those that begin with `whet.`.
     """
-    notes: tuple[str, ...] = ()
+    draft, notes = Draft(), tuple[str, ...]()
     if path is not None and Path(path).suffix == SCRIPT:
-        theirs = [text for text in overrides if not text.startswith("whet.")]
+        draft, dialect, notes = _launched(Path(path), overrides, dialect, trust=trust_script)
         overrides = [text for text in overrides if text.startswith("whet.")]
-        learn_overrides(theirs)
-        draft, dialect, notes = _launched(Path(path), theirs, dialect, trust=trust_script)
-    else:
-        draft = _read(Path(path)) if path is not None else Draft()
+    elif path is not None:
+        draft = _read(Path(path))
     what = str(path or "the config")
     secrets.learn(draft.tree, everywhere=True)
     learn_overrides(overrides)
     kind = recognise(draft.tree or overridden({}, {}, overrides).tree, dialect)
     translation = None
     if kind != NATIVE:
-        draft, translation = _translated(draft, kind, overrides, dialect)
+        draft, translation = _translated(draft, kind, overrides, dialect, here=here)
         draft.problems += () if rehearsal else translation.unbuilt
         what += f", a {kind} file"
         if draft.problems:
@@ -117,13 +122,21 @@ def load(
         draft.put((), plain(values), "values")
     for override in overrides:
         draft.override(override)
-    if translation is not None and not draft.problems:
+    if translation is not None and not draft.problems and (here or hardware.elsewhere()):
         translation = fitted(draft, translation)
     written, config = draft.tree, _finished(draft)
     if config is not None and translation is not None and not draft.problems:
         unread = idle(config, stage_configs(config), translation)
         translation = replace(translation, lines=tuple(noted(line, unread) for line in translation.lines))
         draft.tree = written = without(written, unread)
+        config = _finished(draft)
+    if config is not None and unused == "warn" and not draft.problems:
+        given = config.model_dump(mode="json", exclude_unset=True)
+        idle_keys = dict(unused_keys(given, stage_configs(config)))
+        notes += tuple(
+            f"{named(path, given)}: {why.replace('; leave it out', '')}" for path, why in idle_keys.items()
+        )
+        draft.tree = written = without(written, idle_keys)
         config = _finished(draft)
     if draft.problems or config is None:
         raise ConfigError(listing(draft.problems, what))
@@ -155,14 +168,15 @@ def _finished(draft: Draft) -> Config | None:
 
 
 def _translated(
-    draft: Draft, kind: str, overrides: Sequence[str], wanted: str | None
+    draft: Draft, kind: str, overrides: Sequence[str], wanted: str | None, *, here: bool
 ) -> tuple[Draft, Translation]:
     """A foreign file in native keys, its own section of native keys over them."""
     theirs = [text for text in overrides if not text.startswith("whet.")]
     foreign = overridden(draft.tree, draft.origins, theirs)
     native = foreign.tree.pop("whet", {})
     version = version_of(kind, given_keys(foreign.tree, dialect(kind)), wanted)
-    made = at_hand(translate(foreign.tree, dialect(kind, version), origins=foreign.origins))
+    made = translate(foreign.tree, dialect(kind, version), origins=foreign.origins)
+    made = at_hand(made) if here else made
     out = Draft(
         tree=made.tree,
         origins=dict(made.origins),
@@ -206,9 +220,11 @@ def _stage(base: dict[str, Json], number: int, stage: dict[str, Json]) -> Config
 
 
 def _launched(
-    script: Path, arguments: Sequence[str], dialect: str | None, *, trust: bool
+    script: Path, overrides: Sequence[str], dialect: str | None, *, trust: bool
 ) -> tuple[Draft, str, tuple[str, ...]]:
     """(the foreign tree that a launch script stands for, its kind of file, notes)"""
+    arguments = [text for text in overrides if not text.startswith("whet.")]
+    learn_overrides(arguments)
     started = launched(script, arguments, os.environ, dialect=dialect, trust=trust)
     draft = _read(started.file, started.text) if started.file else Draft()
     made = overridden(draft.tree, draft.origins, started.overrides, started.places)

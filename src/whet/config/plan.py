@@ -49,12 +49,17 @@ def plan(cfg: Config, *, rows: int | None = None, name: str = "main") -> Plan:
 
 
 def plans(
-    run: Loaded | Config, *, rows: Mapping[str, int] | None = None, rehearsal: bool = False
+    run: Loaded | Config,
+    *,
+    rows: Mapping[str, int] | None = None,
+    rehearsal: bool = False,
+    here: bool = True,
 ) -> tuple[Plan, ...]:
     """The plans of all stages, or one ConfigError with every problem of every stage.
 
     Beside what cannot work, keys are refused that were set and can have no effect. With a `Loaded` each has
     its file and line. rows: training rows of one epoch, by stage name. rehearsal: trackers need not be installed.
+    here: the run is for this machine, so its packages must be installed; `missing` names them otherwise.
     """
     loaded = run if isinstance(run, Loaded) else None
     config = run.config if isinstance(run, Loaded) else run
@@ -64,10 +69,15 @@ def plans(
     def refuse(problems: Iterable[Problem]) -> None:
         _refuse([(loaded.where(key) if loaded else "", text) for key, text in problems], what)
 
-    refuse(_problems(config, stages, rehearsal=rehearsal))
+    refuse(_problems(config, stages, here=here and not rehearsal))
     derived = [_derive(cfg, rows=(rows or {}).get(name), name=name) for name, cfg in zip(names, stages)]
     refuse(_told(config, [list(_misfits(p, rehearsal=rehearsal)) for p in derived]))
     return tuple(derived)
+
+
+def missing(run: Loaded) -> list[str]:
+    """What the run needs and this machine has not installed, for a plan of a run elsewhere."""
+    return list(dict.fromkeys(f"{key}: {text}" for cfg in run.stages for key, text in not_installed(cfg)))
 
 
 def _refuse(problems: Sequence[tuple[str, str]], what: str) -> None:
@@ -76,9 +86,9 @@ def _refuse(problems: Sequence[tuple[str, str]], what: str) -> None:
         raise ConfigError(listing(problems, what))
 
 
-def _problems(config: Config, stages: Sequence[Config], *, rehearsal: bool) -> Iterator[Problem]:
+def _problems(config: Config, stages: Sequence[Config], *, here: bool) -> Iterator[Problem]:
     """What cannot work in each stage, what stages cannot differ in, and what has no effect."""
-    missing = [[] if rehearsal else list(not_installed(cfg)) for cfg in stages]
+    missing = [list(not_installed(cfg)) if here else [] for cfg in stages]
     yield from _told(config, [[*hard_problems(cfg), *gone] for cfg, gone in zip(stages, missing)])
     names = [stage.name for stage in config.stages]
     for n, name in enumerate(names):

@@ -1,17 +1,21 @@
-"""When each part of an algorithm is read: from the tables of its functions, so that a form can hide the others.
+"""When each part of an algorithm is read: from the tables of its functions, beside what one setting says of another.
 
-`recipes.resolve` refuses such a key once its value is not the default (a stage may reset what the base config says);
-its error gives the reason. Conditions are those of `idle.NAMED`.
+A default that is written out passes: a stage may reset what the base config says, and a file may name all settings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from whet.config.conditions import Condition, Rule, under
+from whet.config.conditions import ONLINE, Condition, Rule, under
 from whet.config.functions import ADVANTAGES, LOSSES, SETTINGS, Advantage, Loss
-from whet.config.idle_rules import ONLINE
-from whet.config.recipes import ONLINE as ONLINE_KEYS
+
+OF_ROLLOUTS = (
+    *("advantage", "mix", "correction", "reward_kl", "positive_nll_coef", "whiten", "whiten_ddof"),
+    *("advantage_low", "advantage_high", "resample", "resample_power", "refill", "old_logprobs"),
+    *("drop_uniform_groups", "max_refills"),
+)
+"""Parts of `algorithm` that only mean something where the policy samples."""
 
 WHOLE = tuple(name for name, row in LOSSES.items() if row.pairs or row.whole_replies)
 """Losses that are one number a pair or a reply."""
@@ -43,41 +47,92 @@ def _of_loss(loss: str, condition: Condition) -> Condition:
     return {"any": [{"not": {"condition": "loss", "is": loss}}, condition]}
 
 
-def _rule(keys: tuple[str, ...], read_when: Condition) -> Rule:
-    return Rule(under("algorithm", *keys), read_when, "")
+def _rule(keys: tuple[str, ...], read_when: Condition, why: str) -> Rule:
+    return Rule(under("algorithm", *keys), read_when, why, default_passes=True)
 
-
-OWN_RATIO = _of_loss("ppo", {"not": {"key": "algorithm.fallback_to_policy_gradient"}})
 
 SETTING_RULES: tuple[Rule, ...] = (
-    *(_rule((setting,), _readers(setting)) for setting in sorted(SETTINGS)),
-    _rule((*sorted(ONLINE_KEYS), "advantage", "mix", "correction", "reward_kl", "positive_nll_coef"), ONLINE),
-    _rule(
-        ("norm_tokens",), {"condition": "aggregation", "in": ["seq-mean-token-sum-norm", "token-sum-norm"]}
-    ),
-    _rule(("aggregation", "entropy_coef", "kl"), BY_TOKEN),
-    _rule(("entropy_aggregation",), {"not": {"key": "algorithm.entropy_coef", "is": 0.0}}),
-    _rule(("sequence_mask_delta", "clip_low", "clip_high"), OWN_RATIO),
-    _rule(
-        ("clip_low", "clip_high"), _of_loss("rec", {"not": {"key": "algorithm.rec_clip_mode", "is": "none"}})
+    _rule(OF_ROLLOUTS, ONLINE, "the replies are in the data ({kind})"),
+    *(
+        _rule((setting,), _readers(setting), "advantage={advantage} and loss={loss} do not read it")
+        for setting in sorted(SETTINGS)
     ),
     _rule(
-        ("rec_ring_low", "rec_ring_high"), _of_loss("rec", {"key": "algorithm.rec_clip_mode", "is": "ring"})
+        ("norm_tokens",),
+        {"condition": "aggregation", "in": ["seq-mean-token-sum-norm", "token-sum-norm"]},
+        "aggregation={aggregation} divides by no fixed length",
     ),
-    _rule(("rec_temperature",), _of_loss("rec", {"key": "algorithm.rec_weight", "is": "advantage"})),
+    _rule(
+        ("aggregation", "entropy_coef"),
+        BY_TOKEN,
+        "the loss {loss} is one number a pair or a reply, and their mean is taken",
+    ),
+    _rule(
+        ("kl", "reward_kl"),
+        BY_TOKEN,
+        "the loss {loss} is about whole replies and has no place for a KL at every token (how far dpo and kto may go "
+        "from the reference is algorithm.beta)",
+    ),
+    _rule(
+        ("entropy_aggregation",),
+        {"not": {"key": "algorithm.entropy_coef", "is": 0.0}},
+        "algorithm.entropy_coef is 0",
+    ),
+    _rule(
+        ("sequence_mask_delta", "clip_low", "clip_high"),
+        _of_loss("ppo", {"not": {"key": "algorithm.fallback_to_policy_gradient"}}),
+        "algorithm.fallback_to_policy_gradient is true",
+    ),
+    _rule(
+        ("clip_low", "clip_high"),
+        _of_loss("rec", {"not": {"key": "algorithm.rec_clip_mode", "is": "none"}}),
+        "algorithm.rec_clip_mode is none",
+    ),
+    _rule(
+        ("rec_ring_low", "rec_ring_high"),
+        _of_loss("rec", {"key": "algorithm.rec_clip_mode", "is": "ring"}),
+        "algorithm.rec_clip_mode is not ring",
+    ),
+    _rule(
+        ("rec_temperature",),
+        _of_loss("rec", {"key": "algorithm.rec_weight", "is": "advantage"}),
+        "algorithm.rec_weight is not advantage",
+    ),
     _rule(
         ("rec_regularizer_coef",),
         _of_loss("rec", {"not": {"key": "algorithm.rec_regularizer", "is": "none"}}),
+        "algorithm.rec_regularizer is none",
     ),
     _rule(
         ("label_smoothing",),
         _of_loss("dpo", {"key": "algorithm.pair_loss", "in": ["sigmoid", "robust"]}),
+        "algorithm.pair_loss={cfg.algorithm.pair_loss} has none: set it to sigmoid or robust",
     ),
-    _rule(("reward_kl.target",), {"key": "algorithm.reward_kl.coef", "above": 0}),
-    _rule(("reward_kl.horizon",), {"key": "algorithm.reward_kl.target", "given": True}),
-    _rule(("mix.mu_decay_steps",), {"key": "algorithm.mix.mu_valley", "given": True}),
-    _rule(tuple(f"correction.{key}" for key in ("low", "high", "normalize", "outside")), WEIGHTED),
-    _rule(("correction.outside",), BOUNDED),
+    _rule(
+        ("reward_kl.target",),
+        {"key": "algorithm.reward_kl.coef", "above": 0},
+        "it steers the weight from where it starts, and algorithm.reward_kl.coef is 0",
+    ),
+    _rule(
+        ("reward_kl.horizon",),
+        {"key": "algorithm.reward_kl.target", "given": True},
+        "algorithm.reward_kl.target is not given",
+    ),
+    _rule(
+        ("mix.mu_decay_steps",),
+        {"key": "algorithm.mix.mu_valley", "given": True},
+        "mix.mu_valley, where mu falls to, is not given",
+    ),
+    _rule(
+        tuple(f"correction.{key}" for key in ("low", "high", "normalize", "outside")),
+        WEIGHTED,
+        "algorithm.correction.weight is not given, so there is nothing to bound or normalize",
+    ),
+    _rule(
+        ("correction.outside",),
+        BOUNDED,
+        "neither algorithm.correction.low nor high is given, so nothing is outside",
+    ),
     _rule(
         ("correction.denominator",),
         {
@@ -86,5 +141,6 @@ SETTING_RULES: tuple[Rule, ...] = (
                 {"key": "algorithm.correction.outside", "is": "mask"},
             ]
         },
+        "nothing is masked or rejected",
     ),
 )

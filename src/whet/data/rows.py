@@ -39,21 +39,38 @@ def read_rows(source: Source) -> Rows:
         files = find_files(source.path, subset=source.subset, split=source.split)
         name, parts = stem(source.path, files), read_files(files, most)
     every = Rows(source.name or name, tuple(parts))
-    begin = _count(source.skip, len(every))
-    end = len(every) if source.limit is None else begin + _count(source.limit, len(every))
+    begin = _place(source.skip, len(every))
+    end = _end(source.limit, begin, len(every))
     rows = every if begin == 0 and end >= len(every) else every.cut(begin, end)
     if not len(rows):
         where = ", ".join(p.origin for p in every.parts)
-        skipped = f" but the {len(every)} that skip={source.skip} leaves out" if len(every) else ""
+        left = f"skip={source.skip}" + ("" if source.limit is None else f", limit={source.limit}")
+        skipped = f" but the {len(every)} that {left} leaves out" if len(every) else ""
         raise DataError(f"Data source {rows.name!r} is empty: no rows in {where}{skipped}.")
     return rows
 
 
 def _most(source: Source) -> int | None:
-    """Rows that have to be read; None: all, for a share is of all."""
-    if isinstance(source.skip, float) or not isinstance(source.limit, int):
+    """Rows that have to be read; None: all, for a share is of all, and a negative number counts from the end."""
+    if (
+        isinstance(source.skip, float)
+        or not isinstance(source.limit, int)
+        or min(source.skip, source.limit) < 0
+    ):
         return None
     return source.skip + source.limit
+
+
+def _place(skip: float, rows: int) -> int:
+    """The first row that is used."""
+    return max(rows + int(skip), 0) if skip < 0 else _count(skip, rows)
+
+
+def _end(limit: float | None, begin: int, rows: int) -> int:
+    """The row after the last one that is used."""
+    if limit is None or limit < 0:
+        return max(rows + int(limit or 0), begin)
+    return begin + _count(limit, rows)
 
 
 def _count(amount: float, rows: int) -> int:

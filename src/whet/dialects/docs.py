@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import get_args
 
 from whet.config.faults import shown
+from whet.dialects.listing import span
 from whet.dialects.report import cell
 from whet.dialects.row import Row, Status, aliases
-from whet.dialects.tables import TABLES, table
+from whet.dialects.tables import TABLES, every_line
 
 PAGES = {
     "from_verl.md": (
         "verl",
         ("verl-ppo", "verl-megatron-optim", "verl-eval", "verl-sft", "verl-generation"),
     ),
-    "from_skyrl.md": ("SkyRL", ("skyrl",)),
+    "from_skyrl.md": ("SkyRL", ("skyrl", "skyrl-sft")),
     "from_cosmos.md": ("Cosmos-RL", ("cosmos-grpo", "cosmos-sft")),
     "from_trinity.md": ("Trinity-RFT", ("trinity", "trinity-verl")),
 }
@@ -51,8 +52,8 @@ def page(name: str) -> str:
     system, tables = PAGES[name]
     parts = [INTRO.format(system=system, first=tables[0]), "## Counts\n", _counts(tables)]
     for each in tables:
-        parts += [f"## {each}\n", *_sections(table(each))]
-    renamed = aliases(TABLES[tables[0]][0])
+        parts += [f"## {each}\n", *_sections(every_line(each))]
+    renamed = aliases(TABLES[tables[0]][0], [TABLES[each][1] for each in tables])
     if renamed:
         rows = [f"| `{old}` | `{new}` | {cell(note)} |" for old, (new, note) in renamed.items()]
         parts += ["## Other names\n", "| in the file | read as | |", "|---|---|---|", *rows, ""]
@@ -63,9 +64,9 @@ def _counts(tables: Sequence[str]) -> str:
     statuses = get_args(Status)
     rows = [f"| table | keys | {' | '.join(statuses)} |", "|---" * (len(statuses) + 2) + "|"]
     for name in tables:
-        found = Counter(row.status for row in table(name))
+        found = Counter(row.status for row in every_line(name))
         numbers = " | ".join(str(found[status]) for status in statuses)
-        rows.append(f"| {name} | {len(table(name))} | {numbers} |")
+        rows.append(f"| {name} | {len({row.key for row in every_line(name)})} | {numbers} |")
     return "\n".join([*rows, ""])
 
 
@@ -88,7 +89,8 @@ def _sections(rows: Sequence[Row]) -> Iterator[str]:
 
 def _row(row: Row) -> str:
     native = ", ".join(f"`{name}`" for name in row.native)
-    return f"| `{row.key}` | `{cell(shown(row.default))}` | {row.status} | {native} | {cell(row.what)} |"
+    key = f"`{row.key}`" + (f" {span(row.since, row.until)}" if row.since or row.until else "")
+    return f"| {key} | `{cell(shown(row.default))}` | {row.status} | {native} | {cell(row.what)} |"
 
 
 def main(folder: Path) -> None:

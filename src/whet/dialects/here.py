@@ -70,7 +70,8 @@ def _changes(tree: dict[str, Json], at: Path, found: Mapping[Path, Json]) -> Cha
                 told = f"{native(dim)} is {size}, not {asked[dim]}: it needs GPUs, and {here}"
                 out[_path(at, native(dim))] = (size, told)
         out |= _engines(_path(at, native("engines")), found, devices, here)
-        if (path := _path(at, native("nodes"))) in found:
+        several = (machines := hardware.elsewhere()) is not None and machines.count > 1
+        if (path := _path(at, native("nodes"))) in found and not several:
             out[path] = (None, "one machine: the cluster is not named (cluster.address)")
         out |= _together(_path(at, APART), found, sizes, devices)
     ranks = math.prod(size for dim, size in sizes.items() if dim != "ep")

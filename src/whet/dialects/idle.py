@@ -10,9 +10,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from whet.config.checks import unused
-from whet.config.checks_run import REMOTE
 from whet.config.keys import Path
 from whet.config.schema import Config
+from whet.config.trackers import LISTS
 from whet.config.tree import get, merge, origin, path_of
 from whet.dialects.translate import Line, Translation
 from whet.types import Json
@@ -54,7 +54,7 @@ def at_hand(made: Translation) -> Translation:
     """
     at = ("track", "trackers")
     wanted = get(made.tree, at)
-    missing = [name for name in wanted or () if name in REMOTE and find_spec(name) is None]
+    missing = [name for name in wanted or () if name in LISTS and find_spec(name) is None]
     if not missing or not made.origins.get(at, "").startswith("default of "):
         return made
     kept = [name for name in wanted if name not in missing]

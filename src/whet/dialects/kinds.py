@@ -40,12 +40,24 @@ def _is_layers(value: Json) -> bool:
 
 
 KINDS: dict[str, tuple[Callable[[Json], bool], str]] = {
+    "any": (lambda value: True, "anything"),
     "null": (lambda value: value is None, "null"),
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "int": (_is_int, "a whole number"),
     "number": (_is_number, "a number"),
     "share": (lambda value: _is_number(value) and 0 < value <= 1, "a share above 0 and at most 1"),
+    "list": (lambda value: isinstance(value, list), "a list"),
     "text": (lambda value: isinstance(value, str), "a text"),
+    "texts": (
+        lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+        "a list of texts",
+    ),
+    "section": (lambda value: isinstance(value, dict), "a section of keys"),
+    "numbers": (
+        lambda value: isinstance(value, list) and all(map(_is_number, value)),
+        "a list of numbers",
+    ),
+    "ints": (lambda value: isinstance(value, list) and all(map(_is_int, value)), "a list of whole numbers"),
     "path": (
         lambda value: isinstance(value, str) and value != "" and not is_remote(value),
         "a path on this machine",
@@ -100,7 +112,7 @@ def understood(value: Json, row: Row, *, default: Json, nulls: Sequence[str]) ->
     """
     if isinstance(value, str) and value in nulls and default is None:
         return None, ""
-    if isinstance(value, dict) and isinstance(default, str | int | float):
+    if isinstance(value, dict) and holds_one(row, default):
         return value, f"got {shown(value)}, expected one value, like {shown(default)}"
     if row.type and _strict(row):
         return _typed(value, row.type)
@@ -112,6 +124,11 @@ def understood(value: Json, row: Row, *, default: Json, nulls: Sequence[str]) ->
     if isinstance(default, int | float):
         return _number(value, row)
     return value, ""
+
+
+def holds_one(row: Row, default: Json) -> bool:
+    """Whether it is the key of a text or number, which no section can be given for."""
+    return isinstance(default, str | int | float) and "section" not in row.type.split("|")
 
 
 def _typed(value: Json, kind: str) -> tuple[Json, str]:

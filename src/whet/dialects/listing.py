@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from whet.dialects.row import Status
-from whet.dialects.tables import TABLES, table
+from whet.dialects.tables import TABLES, every_line
 from whet.types import ConfigError
 
 
 def listed(dialect: str | None = None, status: str | None = None) -> list[dict[str, Any]]:
-    """Objects with `dialect`, `key`, `status`, `native` and `reason`, in the order of the tables."""
+    """Objects with `dialect`, `key`, `since`, `until`, `status`, `native` and `reason`, in the order of the tables."""
     names = [n for n in TABLES if dialect is None or n == dialect or n.startswith(f"{dialect}-")]
     if not names:
         raise ConfigError(
@@ -22,14 +22,21 @@ def listed(dialect: str | None = None, status: str | None = None) -> list[dict[s
         {
             "dialect": name,
             "key": row.key,
+            "since": row.since,
+            "until": row.until,
             "status": row.status,
             "native": list(row.native),
             "reason": row.what,
         }
         for name in names
-        for row in table(name)
+        for row in every_line(name)
         if status is None or row.status == status
     ]
+
+
+def span(since: str, until: str) -> str:
+    """The versions of a line in words; '' for all."""
+    return " ".join(f"{word} {at}" for word, at in (("since", since), ("until", until)) if at)
 
 
 def as_table(found: list[dict[str, Any]]) -> None:
@@ -39,8 +46,14 @@ def as_table(found: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     view = Table(pad_edge=False, show_lines=False)
-    for head in ("key", "status", "native", "what happens"):
+    for head in ("key", "versions", "status", "native", "what happens"):
         view.add_column(head, overflow="fold")
     for row in found:
-        view.add_row(row["key"], row["status"], ", ".join(row["native"]), row["reason"])
+        view.add_row(
+            row["key"],
+            span(row["since"], row["until"]),
+            row["status"],
+            ", ".join(row["native"]),
+            row["reason"],
+        )
     Console().print(view)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from whet.config.keys import Path, distance, lookup
+from whet.dialects.kinds import holds_one
 from whet.dialects.row import Row
 from whet.dialects.tables import FILES, Dialect, Parts, dialect, joined, parts
 from whet.types import Json
@@ -31,34 +32,46 @@ class Found:
     is_section: bool = False
     """It is a section or a list of sections; what is in it is found by itself."""
     note: str = ""
-    """The other name that the file uses."""
+    """For people: that the file uses another name."""
+    alias: str = ""
+    """That name."""
 
 
 def read(tree: Json, of: Dialect) -> list[Found]:
     """Every value of a file with its row. Sections are gone through; what an open dict holds is taken whole."""
-    return [found for found in _walk(tree, of, at=(), path=(), cut=(), note="") if found.at]
+    return [found for found in _walk(tree, of, at=(), path=(), cut=()) if found.at]
 
 
-def _walk(value: Json, of: Dialect, *, at: Path, path: Path, cut: Parts, note: str) -> Iterator[Found]:
+def _walk(
+    value: Json, of: Dialect, *, at: Path, path: Path, cut: Parts, note: str = "", name: str = ""
+) -> Iterator[Found]:
     row, below = of.by_parts.get(cut), of.below.get(cut)
-    here = Found(at=at, path=path, cut=cut, value=value, row=row, is_section=below is not None, note=note)
+    here = Found(
+        at=at, path=path, cut=cut, value=value, row=row, is_section=below is not None, note=note, alias=name
+    )
     alias = of.aliases.get(joined(cut)) if row is None and below is None else None
     if alias:
         new = parts(alias[0])
         note = f"{joined(cut)} is read as {alias[0]}" + (f": {alias[1]}" if alias[1] else "")
-        yield from _walk(value, of, at=at, path=new, cut=new, note=note)
+        yield from _walk(value, of, at=at, path=_placed(new, path, cut), cut=new, note=note, name=joined(cut))
         return
     unknown = below is None and (row is None or (_holds_one(row) and isinstance(value, dict)))
     inside = list(_entries(value, below)) if unknown or below is not None else []
     if not (unknown and inside):
         yield here
     for key, part, inner in inside:
-        yield from _walk(inner, of, at=(*at, key), path=(*path, key), cut=(*cut, part), note=note)
+        yield from _walk(inner, of, at=(*at, key), path=(*path, key), cut=(*cut, part), note=note, name=name)
+
+
+def _placed(new: Parts, path: Path, cut: Parts) -> Path:
+    """A present name with the numbers and names that stand in the other one's path."""
+    own = [name for name, part in zip(path, cut) if part in ("[]", "<name>")]
+    return tuple(own.pop(0) if part in ("[]", "<name>") and own else part for part in new)
 
 
 def _holds_one(row: Row) -> bool:
-    """Whether it is the key of a text or number, which no section can be given for."""
-    return isinstance(row.default, str | int | float) and "${" not in str(row.default)
+    """Whether nothing but one value can be given for its key; what a reference stands for is not known yet."""
+    return holds_one(row, row.default) and "${" not in str(row.default)
 
 
 def _entries(value: Json, below: Iterable[str] | None) -> Iterator[tuple[str | int, str, Json]]:
@@ -82,8 +95,8 @@ def _part(key: str, below: Iterable[str]) -> str:
 
 
 def given_keys(tree: Json, of: Dialect) -> list[str]:
-    """The keys of the rows that a file gives."""
-    return [found.row.key for found in read(tree, of) if found.row is not None]
+    """The keys of the rows that a file gives, by the names that it uses."""
+    return [found.alias or found.row.key for found in read(tree, of) if found.row is not None]
 
 
 # ---------------------------------------------------------------- near misses

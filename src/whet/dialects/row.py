@@ -6,7 +6,8 @@ columns, tab-separated, one line a key (and span of versions):
     file      the kind of file that has the key (`ppo`, `sft`); empty where the system has one kind
     key       dotted, as the system spells it; `[]` any entry of a list, `<name>` any name, a last `*` any keys below
     since     the first version that has it so; empty: the first that whet reads
-    until     the first version that has it no more, or otherwise; empty: it is there still
+    until     the first version that has it no more, or otherwise; empty: it is there still. The same as `since`: a
+              line for the versions before, which have not the key but behave as if it had this default
     type      what a value must be (`kinds.py`); empty: the kind of its default
     default   JSON
     harmless  JSON: of `coming`, `inert` and `refused`, values beside the default that change nothing here
@@ -23,10 +24,10 @@ from __future__ import annotations
 import csv
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from whet.types import ConfigError, Json
 
@@ -46,6 +47,13 @@ Native = Mapping[str, Json]
 
 NOTHING: Native = {}
 """What a function gives that only checks."""
+
+
+class Span(NamedTuple):
+    """Versions: `since` inclusive, `until` exclusive, '' without an end."""
+
+    since: str
+    until: str
 
 
 class NotSupportedYet(ConfigError):
@@ -109,8 +117,20 @@ def row(line: Mapping[str, str]) -> Row:
     )
 
 
-def aliases(system: str) -> dict[str, tuple[str, str]]:
-    """Other names of a system's keys: the newer or deprecated name -> (the present one, a note)."""
+def aliases(system: str, files: Collection[str]) -> dict[str, tuple[str, str]]:
+    """Other names of the keys in kinds of file: the newer or deprecated name -> (the present one, a note). Those
+    without a `file` are of all kinds."""
     return {
-        line["key"]: (line["native"], line["reason"]) for line in lines(system) if line["status"] == ALIAS
+        line["key"]: (line["native"], line["reason"])
+        for line in lines(system)
+        if line["status"] == ALIAS and line["file"] in ("", *files)
     }
+
+
+def spans(system: str, files: Collection[str]) -> dict[str, list[Span]]:
+    """The versions that have each key or other name in kinds of file."""
+    found: dict[str, list[Span]] = {}
+    for line in lines(system):
+        if line["file"] in ("", *files):
+            found.setdefault(line["key"], []).append(Span(line["since"], line["until"]))
+    return found

@@ -33,6 +33,7 @@ TABLES = {
     "verl-sft": ("verl", "sft"),
     "verl-generation": ("verl", "generation"),
     "skyrl": ("skyrl", ""),
+    "skyrl-sft": ("skyrl", "sft"),
     "cosmos-grpo": ("cosmos", "grpo"),
     "cosmos-sft": ("cosmos", "sft"),
     "trinity": ("trinity", ""),
@@ -64,6 +65,7 @@ FILES = {
     "verl-sft": _File(tables=("verl-sft",)),
     "verl-generation": _File(tables=("verl-generation",)),
     "skyrl": _File(tables=("skyrl",)),
+    "skyrl-sft": _File(tables=("skyrl-sft",)),
     "cosmos-grpo": _File(tables=("cosmos-grpo",), sign=("train.train_policy.type", ("grpo", ""))),
     "cosmos-sft": _File(tables=("cosmos-sft", "cosmos-grpo"), sign=("train.train_policy.type", ("sft",))),
     "trinity": _File(
@@ -155,14 +157,18 @@ def table(name: str, version: str = "") -> tuple[Row, ...]:
 
     Those of keys that a stage may give follow from the lines of the file.
     """
+    system = TABLES[name][0]
+    return at_version(every_line(name), version or DOCUMENTS[system], VERSIONS[system])
+
+
+@functools.cache
+def every_line(name: str) -> tuple[Row, ...]:
+    """The same of all versions: a key may have several."""
     system, file = TABLES[name]
-    lines = at_version(table_rows.rows(system), version or DOCUMENTS[system], VERSIONS[system])
-    rows = {row.key: row for row in lines if row.file == file}
-    sections = FILES[name].stages if name in FILES else ()
-    for row in lines if sections else ():
-        if row.key.split(".")[0] in sections:
-            rows.setdefault(f"stages[].{row.key}", _in_a_stage(row))
-    return tuple(rows.values())
+    rows = [row for row in table_rows.rows(system) if row.file == file]
+    sections, own = FILES[name].stages if name in FILES else (), {row.key for row in rows}
+    inside = [row for row in table_rows.rows(system) if row.key.split(".")[0] in sections]
+    return (*rows, *(_in_a_stage(row) for row in inside if f"stages[].{row.key}" not in own))
 
 
 @functools.cache
@@ -182,7 +188,7 @@ def dialect(name: str, version: str = "") -> Dialect:
         rows=tuple(rows.values()),
         functions=functools.partial(function, system),
         optional=frozenset(rows.keys() - main),
-        aliases=table_rows.aliases(system),
+        aliases=_aliases(system, kinds_of(name), file.stages),
         sign=file.sign,
         nulls=file.nulls,
         inner=file.inner,
@@ -190,6 +196,13 @@ def dialect(name: str, version: str = "") -> Dialect:
         system=system,
         version=version or DOCUMENTS[system],
     )
+
+
+def _aliases(system: str, files: tuple[str, ...], stages: tuple[str, ...]) -> dict[str, tuple[str, str]]:
+    """Other names of keys, those that a stage gives among them."""
+    told = table_rows.aliases(system, files)
+    inside = {key: value for key, value in told.items() if key.split(".")[0] in stages}
+    return told | {f"stages[].{key}": (f"stages[].{new}", note) for key, (new, note) in inside.items()}
 
 
 def _in_a_stage(row: Row) -> Row:
@@ -201,7 +214,10 @@ def _in_a_stage(row: Row) -> Row:
     reason = INHERITED if writes else row.reason
     status: Status = "translated" if writes else "derived"
     native = ("stages",) if writes else ()
-    return Row(key=key, status=status, default=None, native=native, function="stages.stages", reason=reason)
+    return Row(
+        key=key, since=row.since, until=row.until, status=status, default=None, native=native, reason=reason,
+        function="stages.stages",
+    )  # fmt: skip
 
 
 @functools.cache
@@ -213,16 +229,18 @@ def function(system: str, name: str) -> Function:
 
 
 def version_of(kind: str, given: Iterable[str], wanted: str | None = None) -> str:
-    """The version that a file with these keys is read as. wanted: `verl@0.9` says it. Raises ConfigError."""
+    """The version that a file with these keys (names that it uses) is read as. wanted: `verl@0.9` says it. Raises
+    ConfigError."""
     system = TABLES[FILES[kind].tables[0]][0]
     if wanted and "@" in wanted:
         return version_named(system, wanted.partition("@")[2])
-    keys = set(given)
-    spans: dict[str, list[Row]] = {}
-    for row in table_rows.rows(system):
-        if row.key in keys:
-            spans.setdefault(row.key, []).append(row)
-    return best(spans.values(), system)
+    known = table_rows.spans(system, kinds_of(kind))
+    return best([known[key] for key in dict.fromkeys(given) if key in known], system)
+
+
+def kinds_of(name: str) -> tuple[str, ...]:
+    """The `file` column of the lines that a kind of file reads."""
+    return tuple(TABLES[each][1] for each in (*FILES[name].tables, *FILES[name].optional))
 
 
 def named(wanted: str) -> tuple[str, ...]:

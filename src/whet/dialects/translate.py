@@ -18,7 +18,7 @@ from whet.dialects.kinds import accepts, expected, same, understood
 from whet.dialects.match import Found
 from whet.dialects.row import NotSupportedYet, Row, Status
 from whet.dialects.tables import Dialect, parts
-from whet.dialects.values import Reading, nested, reading
+from whet.dialects.values import Missing, Reading, nested, reading
 from whet.types import ConfigError, Json
 
 WRITES: tuple[Status, ...] = ("mapped", "translated")
@@ -93,7 +93,7 @@ def translate(tree: Mapping[str, Json], dialect: Dialect, *, origins: Mapping[Pa
         tree=nested({path_of(w.native, ()): _escaped(w.value) for w in chosen}),
         lines=tuple(_lines(file, chosen)),
         problems=tuple(dict.fromkeys(file.problems)),
-        unbuilt=tuple(dict.fromkeys(file.unbuilt)),
+        unbuilt=tuple(_by_feature(file.unbuilt)),
         origins={path_of(w.native, ()): _origin(w, dialect) for w in chosen},
     )
 
@@ -126,21 +126,25 @@ def _called(file: Reading, function: str) -> Iterator[_Write]:
     try:
         native = file.of.functions(function)(file.values)
     except ConfigError as e:
-        told = file.unbuilt if isinstance(e, NotSupportedYet) else file.problems
-        told.append(_told(file, rows, str(e)))
+        place, text = _told(file, rows, str(e))
+        if isinstance(e, NotSupportedYet):
+            file.unbuilt.append(Missing(place, text))
+        else:
+            file.problems.append((place, text))
         return
     for key, value in native.items():
         yield _write(file, key, value, rows=[r for r in rows if _declares(r, key)] or rows)
 
 
 def _told(file: Reading, rows: Sequence[Row], said: str) -> tuple[str, str]:
-    """A function's complaint with the place of the first given key that it names, or that the function reads."""
+    """A function's complaint with the place of the first given key that it names; where it names none, of the first
+    that the function reads. What is not named is not blamed."""
     names = [
         r.key
         for r in file.of.rows
         if r.key in said and re.search(rf"(?<![\w.]){re.escape(r.key)}(?![\w.]\w)", said)
     ]
-    given = [name for name in (*names, *(r.key for r in rows)) if name in file.given]
+    given = [name for name in names or (r.key for r in rows) if name in file.given]
     return file.place(given[0]) if given else "", said if names else f"{(given or [rows[0].key])[0]}: {said}"
 
 
@@ -171,8 +175,33 @@ def _check(file: Reading, row: Row) -> None:
             continue  # what is in it is judged by its own rows
         if not any(same(value, ok) for ok in accepted) and not _of_its_type(file, row, value):
             text = f"{dotted(found.path)}: got {shown(found.value)}; {_refusal(row, accepted)}"
-            unbuilt = row.status in ("coming", "engine")
-            (file.unbuilt if unbuilt else file.problems).append((file.places[found.at], text))
+            if row.status in ("coming", "engine"):
+                key, value = dotted(found.path), shown(found.value)
+                file.unbuilt.append(Missing(file.places[found.at], text, row.area, key, value))
+            else:
+                file.problems.append((file.places[found.at], text))
+
+
+def _by_feature(missing: Sequence[Missing]) -> Iterator[tuple[str, str]]:
+    """(place, text), one for each feature that is asked for, however many keys ask for it."""
+    asked: dict[str, list[Missing]] = {}
+    for one in dict.fromkeys(missing):
+        asked.setdefault(one.area or one.text, []).append(one)
+    for area, all_of_it in asked.items():
+        above = tuple(one.key for one in all_of_it if one.key)
+        ones = [one for one in all_of_it if not any(_is_inside(key, one.key) for key in above)]
+        if len(ones) == 1:
+            yield ones[0].place, ones[0].text
+            continue
+        first, *others = ones
+        asks = [f"{one.key}={one.value}" + (f" ({one.place})" if one.place else "") for one in others]
+        text = f"{first.key}: got {first.value}; coming, not built yet: {area}; also asked for by {', '.join(asks)}"
+        yield first.place, text
+
+
+def _is_inside(key: str, section: str) -> bool:
+    """Whether a section's own value need not be told, for a key in it is."""
+    return key.startswith((f"{section}.", f"{section}["))
 
 
 def _of_its_type(file: Reading, row: Row, value: Json) -> bool:
@@ -254,7 +283,7 @@ def _lines(file: Reading, chosen: Sequence[_Write]) -> Iterator[Line]:
         for found in founds:
             if not found.is_section or isinstance(found.value, list):
                 native = tuple(fed.pop(dotted(found.path), fed.pop(name, whole)))
-                newer = file.of.newer(row)
+                newer = "" if found.alias else file.of.newer(row)
                 told = f"{file.of.system} {file.of.version} has it not ({newer})" if newer else ""
                 note = "; ".join(filter(None, (found.note or _read_as(file, found), told)))
                 yield Line(dotted(found.path), found.value, True, row.status, native, note, row.what)

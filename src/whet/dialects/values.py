@@ -18,6 +18,19 @@ from whet.dialects.versions import VERSION
 from whet.types import Json
 
 
+@dataclass(frozen=True)
+class Missing:
+    """A value that asks for what is not built yet."""
+
+    place: str
+    text: str
+    area: str = ""
+    """The feature, by its name in the table."""
+    key: str = ""
+    """What asks for it, and with which value."""
+    value: str = ""
+
+
 @dataclass
 class Reading:
     """A foreign file, key by key."""
@@ -32,8 +45,7 @@ class Reading:
     places: dict[Path, str] = field(default_factory=dict)
     problems: list[tuple[str, str]] = field(default_factory=list)
     """(place, text)"""
-    unbuilt: list[tuple[str, str]] = field(default_factory=list)
-    """The same, of values that ask for what is not built yet."""
+    unbuilt: list[Missing] = field(default_factory=list)
     broken: bool = False
     """A reference failed, so values are missing and nothing more can be said about them."""
 
@@ -138,7 +150,8 @@ def _refers(value: Json) -> bool:
 
 def _fill(out: Reading, present: Json) -> None:
     """The value of every row: what is given, else the document's default."""
-    out.values[VERSION] = out.of.version
+    if out.of.version:
+        out.values[VERSION] = out.of.version
     for row in out.of.rows:
         cut = parts(row.key)
         if cut[-1] == "*":

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from whet.dialects.row import Row, Values
+from whet.dialects.row import Row, Span, Values
 from whet.types import ConfigError
 
 VERSIONS: dict[str, tuple[str, ...]] = {
     "verl": ("0.4.0", "0.4.1", "0.5.0", "0.6.0", "0.6.1", "0.7.0", "0.7.1", "0.8.0", "0.9.0", "main"),
-    "skyrl": ("train-0.1", "train-0.2", "train-0.3", "train-0.4", "0.1", "0.2", "0.3", "main"),
+    "skyrl": ("doc", "train-0.1", "train-0.2", "train-0.3", "train-0.4", "0.1", "0.2", "0.3", "main"),
     "cosmos": ("0.3.6", "0.3.7", "0.3.8", "0.3.9", "0.4.0", "0.4.1", "0.4.2", "0.4.3", "0.4.4"),
     "trinity": ("0.4.0", "0.4.1", "0.5.0", "0.5.1", "0.5.2", "0.6.0"),
 }
-"""Releases that were read, oldest first. main: verl of 22 August 2026 (1dda039), SkyRL of 21 August 2026 (a956457)."""
+"""Releases that were read, oldest first. main: verl of 22 August 2026 (1dda039), SkyRL of 21 August 2026 (a956457).
+doc: SkyRL of 26 June 2025 (bafdbb5), from which its document is."""
 
-DOCUMENTS = {"verl": "0.4.0", "skyrl": "train-0.1", "cosmos": "0.3.6", "trinity": "0.4.0"}
+DOCUMENTS = {"verl": "0.4.0", "skyrl": "doc", "cosmos": "0.3.6", "trinity": "0.4.0"}
 """The version of each system's configuration reference."""
 
 
@@ -34,7 +35,7 @@ def since(values: Values, system: str, version: str) -> bool:
     return versions.index(values.get(VERSION, DOCUMENTS[system])) >= versions.index(version)
 
 
-def covers(row: Row, version: str, versions: Sequence[str]) -> bool:
+def covers(row: Row | Span, version: str, versions: Sequence[str]) -> bool:
     """Whether a version lies in a line's span: from `since` on, before `until`."""
     at = versions.index(version)
     return (not row.since or versions.index(row.since) <= at) and (
@@ -58,12 +59,14 @@ def _distance(row: Row, version: str, versions: Sequence[str]) -> int:
     return max(first - at, at - end + 1, 0)
 
 
-def best(given: Iterable[Sequence[Row]], system: str) -> str:
-    """The version that has most of a file's keys, each given as its lines."""
+def best(given: Iterable[Sequence[Span]], system: str) -> str:
+    """The version that has most of a file's keys, each given as its spans."""
     versions, document = VERSIONS[system], DOCUMENTS[system]
-    lines = [spans for spans in given if any(row.since or row.until for row in spans)]
+    lines = [spans for spans in given if any(any(span) for span in spans)]
     order = [document, *(version for version in reversed(versions) if version != document)]
-    return max(order, key=lambda version: sum(any(covers(r, version, versions) for r in s) for s in lines))
+    return max(
+        order, key=lambda version: sum(any(covers(span, version, versions) for span in s) for s in lines)
+    )
 
 
 def version_named(system: str, text: str) -> str:

@@ -43,6 +43,12 @@ def math_boxed_reward(
     return {**judged, "score": float(judged["score"]) - format_score_coef}
 
 
+def math_dapo_reward(response: str, task: Task) -> Verdict:
+    """1 for the right result, else -1, as from 0.6.0 on; before, it was the plain reward `math`."""
+    judged = math(response, task)
+    return {**judged, "score": 1.0 if float(judged["score"]) >= 0.5 else -1.0}
+
+
 def format_reward(response: str, task: Task) -> float:
     """0.1 if a line begins <think>, and <answer> follows, each tag in a line of its own; else -0.1."""
     form = r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"

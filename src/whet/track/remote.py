@@ -26,14 +26,10 @@ _AT_ONCE = 100
 _LONGEST = 500
 
 
-def _given(sinks: Sinks, name: str) -> dict[str, Json]:
-    return sinks.cfg.track.arguments.get(name, {})
-
-
 class Wandb:
     """A run of a W&B project; its own files lie in RUN/wandb. `mode: offline` sends nothing."""
 
-    def __init__(self, sinks: Sinks) -> None:
+    def __init__(self, sinks: Sinks, **given: Json) -> None:
         import wandb
 
         cfg = sinks.cfg
@@ -47,7 +43,7 @@ class Wandb:
                 resume="allow",
                 config=redact_tree(dump(cfg)),
                 dir=str(sinks.record.path),
-                **_given(sinks, "wandb"),
+                **given,
             )
         except (wandb.errors.Error, TypeError) as e:
             raise _refused("wandb", "mode: offline", e) from e
@@ -76,7 +72,7 @@ class Wandb:
 class SwanLab:
     """An experiment of a SwanLab project; its own files lie in RUN/swanlab. `mode: offline` sends nothing."""
 
-    def __init__(self, sinks: Sinks) -> None:
+    def __init__(self, sinks: Sinks, **given: Json) -> None:
         import swanlab
 
         cfg = sinks.cfg
@@ -90,7 +86,7 @@ class SwanLab:
                 config=redact_tree(dump(cfg)),
                 logdir=str(sinks.record.path / "swanlab"),
                 **{name: label for name, label in labels.items() if label},
-                **_given(sinks, "swanlab"),
+                **given,
             )
         except (OSError, RuntimeError, TypeError, ValueError) as e:
             raise _refused("swanlab", "mode: offline", e) from e
@@ -111,12 +107,12 @@ class SwanLab:
 class Mlflow:
     """A run of an MLflow experiment: on the server of tracking_uri or MLFLOW_TRACKING_URI, else in RUN/mlflow.db."""
 
-    def __init__(self, sinks: Sinks) -> None:
+    def __init__(self, sinks: Sinks, tracking_uri: str | None = None) -> None:
         import mlflow
 
         self._mlflow, self._prefix = mlflow, sinks.prefix
         local = sinks.record.path.resolve()
-        uri = _given(sinks, "mlflow").get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         artifacts = None if uri else (local / "mlflow").as_uri()
         uri = uri or f"sqlite:///{local}/mlflow.db"
         try:

@@ -1,4 +1,4 @@
-"""Where numbers go: a tracker is a class with two methods, `TRACKERS` names the ones there are.
+"""Where numbers go: a tracker is a class with two methods, `config.trackers` names the ones there are.
 
 The console is none of them: people are shown phases and waiting too (`display.Display`), not only numbers.
 """
@@ -6,13 +6,13 @@ The console is none of them: people are shown phases and waiting too (`display.D
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from whet.config.schema import Config
-from whet.tables import find
+from whet.config.trackers import TRACKERS
+from whet.tables import load_object
 from whet.track.record import RunDirectory
-from whet.track.remote import Mlflow, SwanLab, Wandb
 from whet.track.sinks import Sinks
 from whet.types import ConfigError, Json, Metrics
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
+@runtime_checkable
 class Tracker(Protocol):
     def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
         """Numbers of a step: `metrics` are equal in equal runs, `timings` (seconds, memory) are not."""
@@ -106,13 +107,18 @@ def open_trackers(
     """
     sinks = Sinks(cfg, record, resumed)
     wanted = [name for name in dict.fromkeys(["jsonl", *cfg.track.trackers]) if name != "console"]
-    return [find(TRACKERS, name, what="track.trackers")(sinks) for name in wanted]
+    return [_made(name, sinks) for name in wanted]
 
 
-TRACKERS: dict[str, Callable[[Sinks], Tracker]] = {
-    "jsonl": Jsonl,
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "mlflow": Mlflow,
-    "swanlab": SwanLab,
-}
+def _made(name: str, sinks: Sinks) -> Tracker:
+    """A tracker by its name in `config.trackers`, or a class of the user's, with its arguments."""
+    at = TRACKERS[name].at if name in TRACKERS else name
+    given = sinks.cfg.track.arguments.get(name, {})
+    try:
+        made = load_object(at, what="track.trackers")(sinks, **given)
+    except TypeError as e:
+        asked = ", ".join(["sinks", *(f"{key}=..." for key in given)])
+        raise ConfigError(f"track.trackers {name}: called as {at.rpartition(':')[2]}({asked}): {e}") from e
+    if not isinstance(made, Tracker):
+        raise ConfigError(f"track.trackers {name}: expected a class with the methods log and close")
+    return made

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Negative = Annotated[int, Field(le=-1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]

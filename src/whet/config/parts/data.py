@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from whet.config.parts.base import Above0, Count, Positive, Section
+from whet.config.parts.base import Above0, Count, Negative, Positive, Section
 
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 
@@ -77,11 +77,12 @@ class Source(Section):
     `response` nor in the text that rewards see."""
     rewards: tuple[str, ...] | None = None
     """Which of the run's `rewards` judge this source; needs a `name`. Default: all."""
-    skip: Count | Share = 0
-    """Leave out the first so many rows. A number below 1 is a share of all rows: at least one, and never the last."""
-    limit: Positive | Share | None = None
+    skip: int | Share = 0
+    """Leave out the first so many rows. A number below 1 is a share of all rows: at least one, and never the last. A
+    negative number counts from the end, as in a slice: -10 leaves out all but the last ten."""
+    limit: Positive | Negative | Share | None = None
     """Use only the first so many of the others. A share is counted as in `skip`: limit 0.1 of one source and skip 0.1
-    of another part the same rows in two."""
+    of another part the same rows in two. Negative: all of them but the last so many."""
 
 
 class Data(Section):

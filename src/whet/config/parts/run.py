@@ -75,12 +75,10 @@ class Checkpoint(Section):
 class Track(Section):
     """What is written down."""
 
-    trackers: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"], ...] = (
-        "console",
-        "jsonl",
-    )
-    """Where numbers go. jsonl is always written; console is the live display. The last three are packages of their
-    own and may send numbers and the config to a server."""
+    trackers: tuple[str, ...] = ("console", "jsonl")
+    """Where numbers go: console, jsonl, tensorboard, wandb, mlflow, swanlab, or a class of yours as
+    'package.module:Class'. jsonl is always written; console is the live display. wandb, mlflow and swanlab are packages
+    of their own and may send numbers and the config to a server."""
     project: str = "whet"
     """Where W&B and SwanLab (project) and MLflow (experiment) list the run, under its `name`."""
     group: str | None = None
@@ -88,8 +86,9 @@ class Track(Section):
     tags: tuple[str, ...] = ()
     """Words by which runs are found there."""
     arguments: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """By tracker: more arguments of wandb.init or swanlab.init (`wandb: {mode: offline}`), or mlflow's tracking_uri.
-    Never secrets: the trackers read them from the environment (WANDB_API_KEY, MLFLOW_TRACKING_PASSWORD ...)."""
+    """By tracker: more arguments of wandb.init or swanlab.init (`wandb: {mode: offline}`), mlflow's tracking_uri, or
+    what a class of yours takes by keyword. Never secrets: the trackers read them from the environment (WANDB_API_KEY,
+    MLFLOW_TRACKING_PASSWORD ...)."""
     rollouts_every: Count = 1
     """Write every rollout of each n-th step to rollouts/STAGE-step-N.parquet. 0: none."""
     batches_every: Count = 0

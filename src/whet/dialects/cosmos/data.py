@@ -6,18 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from whet.config.urls import is_remote
-from whet.dialects.cosmos.values import (
-    POLICY,
-    at_revision,
-    is_sft,
-    number,
-    text,
-    texts,
-    weights,
-    whole,
-)
+from whet.dialects.cosmos.values import POLICY, at_revision, is_sft, since, texts, weights
 from whet.dialects.row import NotSupportedYet, Values
-from whet.dialects.typed import flag
 from whet.types import ConfigError, Json
 
 FILES = (".parquet", ".jsonl", ".json", ".csv")
@@ -34,60 +24,64 @@ REWARDS: dict[str, dict[str, Json]] = {
 }
 """Cosmos's reward components as native ones."""
 
+A_QUARTER, A_TENTH = 0.25, 0.1
+"""What is held out unless the file says how much: of a data set that it names, and of a script's."""
+
 
 # ---------------------------------------------------------------- data sets
 
 
 def data(values: Values) -> dict[str, Json]:
-    """The training source, without the rows that validation takes from it."""
-    rows = held_out(values)
-    source = _training(values) | ({} if rows is None else {"skip": rows})
-    return {f"data.train.0.{key}": value for key, value in source.items()}
+    """The training source without the rows that validation takes from it, shuffled in every epoch or as it stands."""
+    source = _source(values, POLICY + "dataset")
+    source |= _columns(values, source)
+    if _is_shared(values):
+        source |= _held_out(values, source)[0]
+    order = "shuffle" if values[POLICY + "dataloader_shuffle"] else "sequential"
+    return {f"data.train.0.{key}": value for key, value in source.items()} | {"data.order": order}
 
 
-def order(values: Values) -> dict[str, Json]:
-    """Rows shuffled in every epoch, or as they stand."""
-    return {"data.order": "shuffle" if flag(values, POLICY + "dataloader_shuffle") else "sequential"}
+def _is_shared(values: Values) -> bool:
+    """Whether validation takes rows of the training set. RL jobs do from 0.4.0 on; before, if they say how many."""
+    own = not values["validation.enable"] or values["validation.dataset.name"]
+    says = is_sft(values) or since(values, "0.4.0") or values[POLICY + "dataset.test_size"] is not None
+    return not own and says
 
 
-def held_out(values: Values) -> int | float | None:
-    """The first rows of the training set, a number or a share, that validation asks where it has no set of its own.
+def _held_out(values: Values, source: Mapping[str, Json]) -> tuple[dict[str, Json], dict[str, Json]]:
+    """The rows for training and for validation, where they share a data set.
 
-    An SFT job holds out a tenth unless it says otherwise; an RL job only what it says.
+    Of a data set that the file names the last rows are held out, of a script's the first.
     """
-    if not values["validation.enable"] or values["validation.dataset.name"]:
-        return None
-    if values[POLICY + "dataset.test_size"] is None:
-        return 0.1 if is_sft(values) else None
-    return _test_size(values, POLICY + "dataset.test_size")
+    is_file = "path" in source
+    size = _test_size(values, POLICY + "dataset.test_size", otherwise=A_QUARTER if is_file else A_TENTH)
+    if not is_file:
+        return {"skip": size}, {"limit": size}
+    kept = round(1 - size, 12) if isinstance(size, float) else -size
+    return {"limit": kept}, {"skip": kept}
 
 
-def _test_size(values: Values, key: str) -> int | float:
+def _test_size(values: Values, key: str, *, otherwise: float) -> int | float:
     """An int counts rows, a float is a share of them; at least one row."""
-    size = number(values, key)
-    if size < 0 or (isinstance(size, float) and size >= 1):
+    size: int | float = otherwise if values[key] is None else values[key]
+    if isinstance(size, float) and size >= 1:
         raise ConfigError(f"{key}={size}: a share from 0.0 to below 1.0, or a whole number of rows.")
     return size or 1
 
 
-def _training(values: Values) -> dict[str, Json]:
-    source = _source(values, POLICY + "dataset")
-    return source | _columns(values, source)
-
-
 def _source(values: Values, at: str) -> dict[str, Json]:
     """What `load_dataset(name, subset, split=split)` would read, from this machine alone."""
-    name, subset = (text(values, f"{at}.{key}") for key in ("name", "subset"))
+    name, subset = (values[f"{at}.{key}"] or "" for key in ("name", "subset"))
+    splits = texts(values, f"{at}.split")
     name = at_revision(values, name, f"{at}.revision", kind="datasets/")
-    splits: list[Json] = [*texts(values, f"{at}.split")]
-    split = splits[0] if len(splits) == 1 else splits
+    split: Json = splits[0] if len(splits) == 1 else splits
     if not name:
         raise ConfigError(
             f"{at}.name is empty: give a local file or folder. A data set that a launch script would pass is named as "
             "'file.py:function', a function that returns the rows."
         )
     if ":" in name and not is_remote(name):
-        arguments = values["custom"] | _without_empty({"subset": subset, "split": split})
+        arguments = (values["custom"] or {}) | _without_empty({"subset": subset, "split": split})
         return {"function": name} | _without_empty({"arguments": arguments})
     if name.endswith(FILES):
         if subset or splits not in ([], ["train"]):
@@ -95,7 +89,7 @@ def _source(values: Values, at: str) -> dict[str, Json]:
                 f"{at}: {name} is one file and has no subset, and no split but 'train'; leave them out."
             )
         return {"path": name}
-    if any("[" in str(each) for each in splits):
+    if any("[" in each for each in splits):
         raise NotSupportedYet(
             f"{at}.split={split!r}: parts of a split are coming; name whole ones, or put whet.data.train on top."
         )
@@ -109,12 +103,13 @@ def _without_empty(given: Mapping[str, Json]) -> dict[str, Json]:
 def _columns(values: Values, source: Mapping[str, Json]) -> dict[str, Json]:
     """The columns by name; rows of a function have native ones unless the file says otherwise."""
     if is_sft(values):
-        column, system = (text(values, POLICY + k) for k in ("conversation_column_name", "system_prompt"))
-        return _without_empty({"messages": column, "system": system})
-    prompt, answer = (text(values, POLICY + k) for k in ("prompt_column_name", "response_column_name"))
-    if not prompt and "path" in source:
+        columns = {"messages": "conversation_column_name", "system": "system_prompt"}
+    else:
+        columns = {"prompt": "prompt_column_name", "answer": "response_column_name"}
+    named = _without_empty({native: values[POLICY + key] for native, key in columns.items()})
+    if not is_sft(values) and "prompt" not in named and "path" in source:
         raise ConfigError(f"{POLICY}prompt_column_name is empty: it is required with a data set of columns.")
-    return _without_empty({"prompt": prompt, "answer": answer})
+    return named
 
 
 # ---------------------------------------------------------------- rewards
@@ -136,9 +131,8 @@ def rewards(values: Values) -> dict[str, Json]:
     judging = weights(values, "validation.reward_function") if values["validation.enable"] else {}
     out: dict[str, Json] = {}
     for name in mine | judging:
-        at = f"rewards.{short(name)}."
         entry = _reward(name, values) | {"weight": _weight(name, mine.get(name, 0.0), values)}
-        out |= {at + key: value for key, value in entry.items()}
+        out |= {f"rewards.{short(name)}.{key}": value for key, value in entry.items()}
     return out
 
 
@@ -155,8 +149,7 @@ def _reward(name: str, values: Values) -> dict[str, Any]:
         )
     if name != "overlong":
         return REWARDS.get(name, {"function": name})
-    buffer = whole(values, POLICY + "overlong_reward.buffer_length")
-    longest = whole(values, "rollout.max_response_length")
+    buffer, longest = values[POLICY + "overlong_reward.buffer_length"], values["rollout.max_response_length"]
     if not 0 < buffer <= longest:
         raise ConfigError(
             f"{POLICY}overlong_reward.buffer_length={buffer} must be above 0 and at most "
@@ -167,7 +160,8 @@ def _reward(name: str, values: Values) -> dict[str, Any]:
 
 def _weight(name: str, weight: float, values: Values) -> float:
     """The penalty ends at -1 here, at -penalty_factor in Cosmos."""
-    return weight * (number(values, POLICY + "overlong_reward.penalty_factor") if name == "overlong" else 1)
+    factor: float = values[POLICY + "overlong_reward.penalty_factor"] if name == "overlong" else 1
+    return weight * factor
 
 
 # ---------------------------------------------------------------- validation
@@ -185,42 +179,41 @@ def validation(values: Values) -> dict[str, Json]:
     """Evaluation every freq steps and at the end; an SFT job measures the loss of the held-out replies."""
     if not values["validation.enable"]:
         return {}
-    out = {f"data.eval.0.{key}": value for key, value in _held_out_source(values).items()}
+    if values["validation.freq"] < 1:
+        raise ConfigError(f"validation.freq={values['validation.freq']}: expected at least 1 step.")
+    out = {f"data.eval.0.{key}": value for key, value in _validation_source(values).items()}
     out |= {
         "data.exclude_eval": False,
-        "eval.every": whole(values, "validation.freq", least=1),
+        "eval.every": values["validation.freq"],
         "eval.at_start": values["validation.val_before_train"],
     }
     return out if is_sft(values) else out | _asked(values) | _judge(values)
 
 
-def _held_out_source(values: Values) -> dict[str, Json]:
-    """validation.dataset, or the first rows of the training set."""
-    rows = held_out(values)
-    if rows is not None:
-        return _training(values) | {"limit": rows}
-    source = _source(values, "validation.dataset")
+def _validation_source(values: Values) -> dict[str, Json]:
+    """validation.dataset, or what is held out of the training set."""
+    source = _source(values, POLICY + "dataset" if _is_shared(values) else "validation.dataset")
+    source |= _columns(values, source)
+    if _is_shared(values):
+        return source | _held_out(values, source)[1]
     most = "validation.dataset.test_size"
-    limit = {} if values[most] is None else {"limit": _test_size(values, most)}
-    return source | _columns(values, source) | limit
+    return source | ({} if values[most] is None else {"limit": _test_size(values, most, otherwise=0)})
 
 
 def _asked(values: Values) -> dict[str, Json]:
     """How held-out prompts are asked."""
-    used = {key: _first(values, f"validation.{key}", other) for key, other in TRAINING.items()}
+    used = {
+        key: values[other] if values[f"validation.{key}"] is None else values[f"validation.{key}"]
+        for key, other in TRAINING.items()
+    }
     return {
         "eval.samples": values["validation.n_generation"],
         "eval.sampling.temperature": values["validation.temperature"],
-        "eval.sampling.top_k": max(whole(values, used["top_k"]), 0),
-        "eval.sampling.top_p": values[used["top_p"]],
+        "eval.sampling.top_k": max(used["top_k"], 0),
+        "eval.sampling.top_p": used["top_p"],
         "eval.sampling.repetition_penalty": values["validation.repetition_penalty"],
-        "eval.sampling.max_tokens": values[used["max_response_length"]],
+        "eval.sampling.max_tokens": used["max_response_length"],
     }
-
-
-def _first(values: Values, key: str, other: str) -> str:
-    """The key, or the other one where it is null."""
-    return other if values[key] is None else key
 
 
 def _judge(values: Values) -> dict[str, Json]:

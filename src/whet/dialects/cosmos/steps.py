@@ -6,10 +6,11 @@ replicas together.
 
 from __future__ import annotations
 
-from whet.dialects.cosmos.values import MESH, POLICY, is_sft, number, text, whole
+import re
+
+from whet.dialects.cosmos.values import MESH, POLICY, is_sft, since
 from whet.dialects.layout import PARALLEL, Layout
 from whet.dialects.row import NotSupportedYet, Values
-from whet.dialects.typed import choose
 from whet.types import ConfigError, Json
 
 OPTIMIZER = "train.optimizer."
@@ -17,21 +18,26 @@ SCHEDULE = "train.optimizer.schedule."
 RESPONSES = "train.train_batch_per_replica"
 SHAPES = {"linear": "linear", "cosine": "cosine", "sqrt": "minus_sqrt"}
 """Shapes of the decay."""
+MILLION = 1_000_000
+"""Steps that the schedule of an RL job counts with in 0.3.7 to 0.4.0, however long the run is."""
+TORCH_EPS = 1e-8
+
+
+# ---------------------------------------------------------------- batches and layout
 
 
 def batch(values: Values) -> dict[str, Json]:
     """Tasks of a step, its optimizer steps, the rollouts of one forward pass, and over which ranks they are spread.
     ConfigError if they do not divide."""
     sizes = _sft_batch(values) if is_sft(values) else _rl_batch(values)
-    copies = whole(values, MESH + "n_init_replicas", least=1)
-    copies *= whole(values, MESH + "dp_replicate_size", least=1)
+    copies = values[MESH + "n_init_replicas"] * values[MESH + "dp_replicate_size"]
     return sizes | Layout(dp_replicate=copies, dp_shard=_shards(values)).natives()
 
 
 def _rl_batch(values: Values) -> dict[str, Json]:
     """One replica trains on train_batch_per_replica responses; its ranks take equal shares in mini-batches."""
-    responses, group = whole(values, RESPONSES, least=1), whole(values, "rollout.n_generation", least=1)
-    shards, mini_batch = _shards(values), max(whole(values, POLICY + "mini_batch"), 1)
+    responses, group = values[RESPONSES], values["rollout.n_generation"]
+    shards, mini_batch = _shards(values), max(values[POLICY + "mini_batch"], 1)
     if values[MESH + "dp_replicate_size"] != 1:
         raise ConfigError(
             f"{MESH}dp_replicate_size must be 1 in an RL job: n_init_replicas is the number of copies."
@@ -41,169 +47,173 @@ def _rl_batch(values: Values) -> dict[str, Json]:
             f"train.train_batch_per_replica={responses} must be divisible by dp_shard_size*mini_batch="
             f"{shards}*{mini_batch}."
         )
-    everyone = responses * whole(values, MESH + "n_init_replicas", least=1)
+    everyone = responses * values[MESH + "n_init_replicas"]
     if everyone % group:
         raise NotSupportedYet(
             f"train.train_batch_per_replica={responses} x n_init_replicas={everyone // responses} must be a multiple "
             f"of rollout.n_generation={group}: a step here trains on whole groups. Steps over parts of a group are "
             f"coming; until then set train_batch_per_replica to {-(-responses // group) * group}."
         )
-    _check_updates(values, responses // shards, tasks=everyone // group)
-    return {
-        "train.tasks_per_step": everyone // group,
-        "train.minibatches": updates(values),
-        **_micro(values),
-    }
+    updates = _updates(values, responses // shards, tasks=everyone // group)
+    return {"train.tasks_per_step": everyone // group, "train.minibatches": updates, **_micro(values)}
 
 
-def updates(values: Values) -> int:
-    """Optimizer steps of one pass: each rank cuts its responses in chunks of batch_size_per_optimize."""
-    if is_sft(values):
-        return 1
-    chunk = whole(values, POLICY + "batch_size_per_optimize", null=0)
-    responses = whole(values, RESPONSES, least=1) // _shards(values)
-    return max(responses // chunk, 1) if chunk > 0 else 1
+def _updates(values: Values, responses: int, *, tasks: int) -> int:
+    """Optimizer steps of one pass: each rank cuts its responses in chunks of batch_size_per_optimize.
 
-
-def _check_updates(values: Values, responses: int, *, tasks: int) -> None:
-    """The chunks must be equal, and of whole groups."""
-    chunk, count = values[POLICY + "batch_size_per_optimize"], updates(values)
+    The chunks must be equal, and of whole groups.
+    """
+    chunk = values[POLICY + "batch_size_per_optimize"] or 0
+    count = max(responses // chunk, 1) if chunk > 0 else 1
     if count > 1 and (responses % chunk or tasks % count):
         raise NotSupportedYet(
             f"{POLICY}batch_size_per_optimize={chunk} must divide the {responses} responses of a rank "
             f"(train_batch_per_replica / dp_shard_size), and the {tasks} prompts of a step must divide by the number "
             "of optimizer steps: unequal ones and parts of groups are coming."
         )
+    return count
 
 
 def _micro(values: Values) -> dict[str, Json]:
     """Cuts of the batch for memory: by tokens if a budget is given, else by responses (0 or less: not at all)."""
-    budget = whole(values, POLICY + "max_token_len_per_mini_batch", null=0)
+    budget = values[POLICY + "max_token_len_per_mini_batch"] or 0
     if budget > 0:
-        return {"train.micro_tokens": budget * whole(values, MESH + "cp_size", least=1)}
-    mini_batch = whole(values, POLICY + "mini_batch")
+        return {"train.micro_tokens": budget * values[MESH + "cp_size"]}
+    mini_batch = values[POLICY + "mini_batch"]
     return {"train.micro_rollouts": mini_batch if mini_batch > 0 else values[RESPONSES]}
 
 
 def _sft_batch(values: Values) -> dict[str, Json]:
     """Every data-parallel worker trains on train_batch_per_replica conversations."""
-    rows, mini_batch = whole(values, RESPONSES, least=1), whole(values, POLICY + "mini_batch", least=1)
+    rows, mini_batch = values[RESPONSES], values[POLICY + "mini_batch"]
     if rows % mini_batch:
         raise ConfigError(
             f"train.train_batch_per_replica={rows} must be divisible by {POLICY}mini_batch={mini_batch}."
         )
-    workers = _shards(values)
-    for key in ("dp_replicate_size", "n_init_replicas"):
-        workers *= whole(values, MESH + key, least=1)
-    return {"train.tasks_per_step": rows * workers, "train.micro_rollouts": mini_batch}
+    workers = _shards(values) * values[MESH + "dp_replicate_size"] * values[MESH + "n_init_replicas"]
+    drop = values[POLICY + "dataloader_drop_last"] or (
+        since(values, "0.4.3") and values[MESH + "pp_size"] > 1
+    )
+    return {
+        "train.tasks_per_step": rows * workers,
+        "train.micro_rollouts": mini_batch,
+        "train.drop_last": drop and since(values, "0.3.9"),
+    }
 
 
 def _shards(values: Values) -> int:
-    """dp_shard_size; -1 asks for the GPUs that are left, and there is one device."""
-    shards = whole(values, MESH + "dp_shard_size")
-    if shards == 0 or shards < -1:
-        raise ConfigError(f"{MESH}dp_shard_size={shards}: it must be at least 1, or -1.")
+    """dp_shard_size; -1 asks for the GPUs that are left, which Cosmos's launcher counts as 1."""
+    shards: int = values[MESH + "dp_shard_size"]
+    if shards == 0:
+        raise ConfigError(f"{MESH}dp_shard_size=0: it must be at least 1, or -1.")
     return max(shards, 1)
 
 
 def layout(values: Values) -> dict[str, Json]:
-    """How one copy of the policy lies on its devices; and the engines."""
-    sizes = {dim: whole(values, f"{MESH}{dim}_size", least=1) for dim in ("tp", "cp", "pp", "ep")}
-    engines = 1 if is_sft(values) else whole(values, "rollout.parallelism.n_init_replicas", least=1)
-    return Layout(engines=engines, **sizes).natives()
+    """How one copy of the policy lies on its devices; and the engines.
 
-
-def reshard(values: Values) -> dict[str, Json]:
-    """default: after all layers (Cosmos: but the last), and never in pipelines."""
-    known = {"always": True, "never": False, "default": values[MESH + "pp_size"] == 1}
-    return {f"{PARALLEL}.reshard_after_forward": choose(values, "train.fsdp_reshard_after_forward", known)}
-
-
-# ---------------------------------------------------------------- length of a run
+    default of resharding: after all layers (Cosmos: but the last), and never in pipelines.
+    """
+    sizes = {dim: values[f"{MESH}{dim}_size"] for dim in ("tp", "cp", "pp", "ep")}
+    engines = 1 if is_sft(values) else values["rollout.parallelism.n_init_replicas"]
+    reshards = {"always": True, "never": False, "default": sizes["pp"] == 1}
+    reshard = {f"{PARALLEL}.reshard_after_forward": reshards[values["train.fsdp_reshard_after_forward"]]}
+    return Layout(engines=engines, **sizes).natives() | reshard
 
 
 def length(values: Values) -> dict[str, Json]:
     """The epochs, and max_num_steps if it is given: whichever ends first."""
-    steps = total_steps(values)
-    epochs: dict[str, Json] = {"train.epochs": whole(values, "train.epoch", least=1)}
-    return epochs if steps is None else epochs | {"train.steps": steps}
+    steps = values["train.max_num_steps"]
+    return {"train.epochs": values["train.epoch"]} | ({} if steps is None else {"train.steps": steps})
 
 
-def total_steps(values: Values) -> int | None:
-    """max_num_steps; None where the epochs decide."""
-    key = "train.max_num_steps"
-    return None if values[key] is None else whole(values, key, least=1)
-
-
-# ---------------------------------------------------------------- optimizer
+# ---------------------------------------------------------------- optimizer and schedule
 
 
 def optimizer(values: Values) -> dict[str, Json]:
-    """torch's, the decay on all parameters; a list of rates stands for parts of a model, and there is one part."""
-    rates = values["train.optm_lr"]
-    rates = rates if isinstance(rates, list) else [rates]
-    kinds = {"AdamW": "adamw", "Adam": "adam", "AdamW8bit": "adamw", "Adam8bit": "adam"}
-    ways = {"fused": "fused", "foreach": "foreach", "for-loop": "loop"}
-    if len(rates) != 1:
-        raise NotSupportedYet(
-            f"train.optm_lr has {len(rates)} values, and the model is one part: give one value (models of several "
-            "parts are coming)."
-        )
-    clip = number(values, "train.optm_grad_norm_clip")
+    """torch's, with weight decay on all parameters."""
+    name, way = values["train.optm_name"], values["train.optm_impl"]
+    clip = values["train.optm_grad_norm_clip"]
     return {
-        OPTIMIZER + "kind": choose(values, "train.optm_name", kinds),
-        OPTIMIZER + "state": "int8" if str(values["train.optm_name"]).endswith("8bit") else "float32",
-        OPTIMIZER + "implementation": choose(values, "train.optm_impl", ways),
-        OPTIMIZER + "lr": rates[0],
+        OPTIMIZER + "kind": "adamw" if name.startswith("AdamW") else "adam",
+        OPTIMIZER + "state": "int8" if name.endswith("8bit") else "float32",
+        OPTIMIZER + "implementation": "loop" if way == "for-loop" else way,
+        OPTIMIZER + "eps": values["train.epsilon"] if since(values, "0.4.0") else TORCH_EPS,
         OPTIMIZER + "decay_all": True,
         OPTIMIZER + "grad_clip": clip if clip > 0 else None,
+        **_rates(values),
     }
+
+
+def _rates(values: Values) -> dict[str, Json]:
+    """One rate; or one for each module by its path, the deepest first, and `global` for all others."""
+    given = values["train.optm_lr"]
+    if isinstance(given, list) and len(given) != 1:
+        raise NotSupportedYet(
+            f"train.optm_lr has {len(given)} values, and the model is one part: give one value (models of several "
+            "parts are coming)."
+        )
+    rates = given if isinstance(given, dict) else {"global": given[0] if isinstance(given, list) else given}
+    if not all(isinstance(x, int | float) and not isinstance(x, bool) and x >= 0 for x in rates.values()):
+        raise ConfigError(f"train.optm_lr={given!r}: expected a number, or numbers by module, of at least 0.")
+    rest = rates.get("global", 0)
+    if "global" not in rates or (rest == 0 and len(rates) > 1):
+        raise ConfigError(
+            f"train.optm_lr={given!r}: give `global`, the rate of all other parameters, above 0."
+        )
+    modules = sorted((path for path in rates if path != "global"), key=lambda path: -path.count("."))
+    groups = {rf"^{re.escape(path)}(\.|$)": {"lr_factor": rates[path] / rest} for path in modules}
+    return {OPTIMIZER + "lr": rest} | ({OPTIMIZER + "groups": groups} if groups else {})
 
 
 def schedule(values: Values) -> dict[str, Json]:
     """Warm-up, plateau and decay, in training steps."""
-    shape, ramp = text(values, "train.optm_decay_type"), {SCHEDULE + "unit": "train_step"} | _warmup(values)
-    if shape.lower() in ("", "none", "null"):
-        return {SCHEDULE + "kind": "constant"} | ramp
-    if shape not in SHAPES:
-        raise ConfigError(f"train.optm_decay_type={shape!r}: {', '.join(SHAPES)} or none.")
-    share = _decay_share(values)
-    if share == 0:
-        return {SCHEDULE + "kind": "constant"} | ramp
-    return ramp | {
+    total = _scheduled_steps(values)
+    ramp = {SCHEDULE + "unit": "train_step"} | _warmup(values, total)
+    shape, share = values["train.optm_decay_type"], _decay_share(values, total)
+    if shape in (None, "none") or share == 0:
+        return ramp | {SCHEDULE + "kind": "constant"}
+    decay = {
         SCHEDULE + "kind": "wsd",
         SCHEDULE + "decay_shape": SHAPES[shape],
         SCHEDULE + "decay_fraction": share,
         SCHEDULE + "min_factor": values["train.optm_min_lr_factor"],
     }
+    return ramp | decay | ({SCHEDULE + "total_steps": MILLION} if total == MILLION else {})
 
 
-def _warmup(values: Values) -> dict[str, Json]:
+def _scheduled_steps(values: Values) -> int | None:
+    """The steps that a share is of; None where the epochs decide."""
+    if not is_sft(values) and since(values, "0.3.7") and not since(values, "0.4.1"):
+        return MILLION
+    steps: int | None = values["train.max_num_steps"]
+    return steps
+
+
+def _warmup(values: Values, total: int | None) -> dict[str, Json]:
     """A whole number counts steps, a float up to 1.0 is a share of all; the last of them is at the peak.
 
-    With optm_warmup_start_factor (newer versions) the first one is at that factor, else one step above 0.
+    The first is one step above 0; from 0.4.2 on, and where it is given, at optm_warmup_start_factor.
     """
-    length, total = number(values, "train.optm_warmup_steps"), total_steps(values)
+    length, start = values["train.optm_warmup_steps"], values["train.optm_warmup_start_factor"]
     is_share = isinstance(length, float) and length <= 1.0
-    steps = int(length) if total is None else min(int(length), total)
-    out: dict[str, Json] = (
-        {SCHEDULE + "warmup_fraction": length} if is_share else {SCHEDULE + "warmup_steps": steps}
-    )
-    if values["train.optm_warmup_start_factor"] is None:
-        return out | {SCHEDULE + "warmup_ends": "peak"}
-    start = number(values, "train.optm_warmup_start_factor")
-    return out | {SCHEDULE + "warmup_ends": "both", SCHEDULE + "warmup_start": start}
+    if is_share and total != MILLION:
+        out: dict[str, Json] = {SCHEDULE + "warmup_fraction": length}
+    else:
+        steps = int(length * MILLION) if is_share else int(length)
+        out = {SCHEDULE + "warmup_steps": steps if total is None else min(steps, total)}
+    if start or since(values, "0.4.2"):
+        return out | {SCHEDULE + "warmup_ends": "both", SCHEDULE + "warmup_start": start}
+    return out | {SCHEDULE + "warmup_ends": "peak"}
 
 
-def _decay_share(values: Values) -> float:
+def _decay_share(values: Values, total: int | None) -> float:
     """The decay as a share of all steps; where they are known half a step up, so that rounding down gives Cosmos's.
 
     Null: all that the warm-up leaves.
     """
-    if values["train.optm_decay_ratio"] is None:
-        return 1.0
-    share, total = number(values, "train.optm_decay_ratio"), total_steps(values)
-    if total is None:
-        return share
+    share = values["train.optm_decay_ratio"]
+    if share is None or total is None:
+        return 1.0 if share is None else float(share)
     steps = round(share * total)
     return min((steps + 0.5) / total, 1.0) if steps else 0.0

@@ -1,36 +1,192 @@
-"""Trinity-RFT's `algorithm` section: KL, entropy, the policy's optimizer, and the rows of all of it."""
+"""Trinity-RFT's `algorithm` section beside its loss: advantages, operators before them, KL, entropy, the optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from whet.dialects.row import NotSupportedYet, Values
-from whet.dialects.trinity.mix import outside_mu
-from whet.dialects.trinity.presets import preset
-from whet.dialects.trinity.values import ACTOR as VERL
-from whet.dialects.trinity.values import agreed, arguments, known_as, text
-from whet.dialects.typed import choose
+from whet.dialects.trinity.loss import outside_mu
+from whet.dialects.trinity.values import (
+    ACTOR,
+    Native,
+    agreed,
+    arguments,
+    at_least,
+    entries,
+    given,
+    is_megatron,
+    known_as,
+    online,
+    preset,
+    text,
+)
 from whet.types import ConfigError, Json
 
-OPTIMIZER = "algorithm.optimizer"
-KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3")
+# ---------------------------------------------------------------- advantages
+
+KEY = "algorithm.advantage_fn"
+
+_GROUPS: Native = {"epsilon": 1e-6, "std_threshold": None, "std_cal_level": "group"}
+
+ADVANTAGES: dict[str, Native] = {
+    "ppo": {"gamma": 1.0, "lam": 1.0},
+    "grpo": {**_GROUPS, "duplicate_experiences": False, "rank_penalty": None},
+    "grpo_verl": {"epsilon": 1e-6},
+    "step_wise_grpo": {**_GROUPS, "enable_step_norm": False},
+    "opmd": {"opmd_baseline": "mean", "tau": 1.0},
+    "asymre": {"baseline_shift": -0.1},
+    "rec": {"epsilon": 1e-6, "std_normalize": False, "drop": None},
+    "rloo": {},
+    "remax": {},
+    "reinforce": {},
+    "reinforceplusplus": {"gamma": 1.0},
+    "on_policy_distill": {"kl_coef": 1.0},
+    "none": {},
+}
+"""The advantages with their arguments and defaults."""
+
+_NEEDS = {"duplicate_experiences": "std_threshold", "epsilon": "std_normalize"}
+"""Arguments that only another one makes count; the second of rec."""
+
+NEWER = ("clipb", "clipv", "gigpo", "jsd")
+_NATIVE = {
+    "ppo": "gae",
+    "grpo_verl": "grpo",
+    "reinforceplusplus": "reinforce_plus_plus",
+    "on_policy_distill": "distill",
+}
+_ARGUMENTS = {
+    "gamma": "gamma",
+    "lam": "lam",
+    "kl_coef": "distill_coef",
+    "baseline_shift": "baseline_shift",
+    "epsilon": "std_epsilon",
+    "opmd_baseline": "opmd_baseline",
+    "std_normalize": "normalize_std",
+    "std_threshold": "groups.min_std",
+    "rank_penalty": "rank_penalty",
+    "enable_step_norm": "divide_by_turns",
+    "drop": "resample",
+}
+"""Arguments by their native names; those that are null or false by default are left out at it."""
+_OF_ONE = {"ppo": "ppo", "on_policy_distill": "on_policy_distill"}
+"""Advantages that only one algorithm_type has the models for."""
+
+
+def advantage(values: Values) -> Native:
+    """advantage_fn with its arguments."""
+    base = preset(values)
+    if base.kind != "online":
+        if text(values, KEY) not in (None, "none"):
+            raise ConfigError(
+                f"{KEY}: {values[KEY]} has no effect: {base.kind} learns from a file, without advantages; leave it out."
+            )
+        return {}
+    name = text(values, KEY) or base.advantage
+    known_as(name, ADVANTAGES, key=KEY, coming=NEWER)
+    kind = values["algorithm.algorithm_type"]
+    for only, owner in _OF_ONE.items():
+        if (name == only) != (kind == owner):
+            model = "a critic" if only == "ppo" else "a teacher"
+            raise ConfigError(
+                f"{KEY}: {name} does not go with algorithm_type {kind}: the advantage {only} needs {model}, which only "
+                f"the algorithm {owner} has. Leave advantage_fn out, or change algorithm_type."
+            )
+    needs = {own: other for own, other in _NEEDS.items() if other in ADVANTAGES[name]}
+    return {
+        "algorithm.advantage": _NATIVE.get(name, name),
+        **_settings(name, arguments(values, f"{KEY}_args", ADVANTAGES[name], needs=needs)),
+    }
+
+
+def _settings(name: str, given: Mapping[str, Json]) -> Native:
+    """An advantage's arguments in native keys."""
+    told = {
+        _ARGUMENTS[key]: value
+        for key, value in given.items()
+        if key in _ARGUMENTS and value is not None and (value is not False or key == "std_normalize")
+    }
+    if name == "opmd" and given["opmd_baseline"] != "mean":
+        told["tau"] = given["tau"]
+    elif name == "opmd" and given["tau"] != 1.0:
+        raise ConfigError(f"{KEY}_args.tau: has no effect with opmd_baseline: mean; leave it out.")
+    if name == "rec" and given["std_normalize"]:
+        told["std_ddof"] = 0
+    elif name == "rec":
+        told.pop("std_epsilon")
+    if given.get("duplicate_experiences"):
+        told["refill"] = "copy"
+    if given.get("std_cal_level", "group") != "group":
+        if name != "grpo":
+            raise NotSupportedYet(
+                f"{KEY}_args.std_cal_level: {given['std_cal_level']} with {name} is coming, not built yet; here: group."
+            )
+        told["std_scope"] = given["std_cal_level"]
+    return {f"algorithm.{key}": value for key, value in told.items()}
+
+
+# ---------------------------------------------------------------- operators
+
+OPERATORS = "data_processor.experience_pipeline.operators"
+_GROUP = "algorithm.groups"
+FILTERS: dict[str, Native] = {
+    "invalid_reward_filter": {},
+    "mask_response_truncated": {f"{_GROUP}.unfinished": "mask"},
+    "reward_filter": {f"{_GROUP}.min_reward": 0.0},
+    "reward_std_filter": {f"{_GROUP}.min_std": 0.0, f"{_GROUP}.min_std_ddof": 0},
+}
+"""Operators of the experience pipeline that exist here, in the order in which whet applies them; threshold is the value
+of the first key of a filter. A reward that is missing or NaN leaves its rollout unscored in any case."""
+
+COMING_OPERATORS = (
+    "data_juicer",
+    "reward_shaping_mapper",
+    "pass_rate_calculator",
+    "dapo_dynamic_sampling",
+)
+
+
+def operators(values: Values) -> Native:
+    """The experience pipeline: rollouts below a reward, and groups with too little spread, are left out."""
+    out: Native = {}
+    order, before = list(FILTERS), -1
+    for n, own in enumerate(entries(values, OPERATORS)):
+        at, name = f"{OPERATORS}[{n}]", str(own.get("name") or "")
+        known_as(name, FILTERS, key=f"{at}.name", coming=COMING_OPERATORS)
+        has = ["threshold"] if name in ("reward_filter", "reward_std_filter") else []
+        for key in own:
+            if key not in ("name", "args", *(f"args.{argument}" for argument in has)):
+                raise ConfigError(
+                    f"{at}.{key}: {name} has no such argument; it has: {', '.join(has) or 'none'}."
+                )
+        if has and order.index(name) <= before:
+            raise NotSupportedYet(
+                f"{at}.name: {name} once more, or after reward_std_filter, is coming, not built yet; here: each "
+                f"once, in the order {', '.join(order)}."
+            )
+        before = max(before, order.index(name))
+        told = dict(FILTERS[name])
+        if "args.threshold" in own:
+            told[next(iter(told))] = own["args.threshold"]
+        out |= told
+    return out if online(values) else {}
+
 
 # ---------------------------------------------------------------- KL and entropy
 
 
-def kl(values: Values) -> Mapping[str, Json]:
+def kl(values: Values) -> Native:
     """KL to the reference: in the loss (kl_loss_fn), and in the rewards (kl_penalty_fn)."""
     return {**_kl_loss(values), **_kl_penalty(values)}
 
 
-def _kl_loss(values: Values) -> dict[str, Json]:
+def _kl_loss(values: Values) -> Native:
     base, key = preset(values), "algorithm.kl_loss_fn"
-    name = _estimator(values, key, base.kl_loss)
-    known: dict[str, Json] = {"kl_coef": 0.001, "adaptive": False}
-    given = arguments(values, f"{key}_args", known)
-    if given["adaptive"]:
+    name = given(values[key]) or base.kl_loss
+    told = arguments(values, f"{key}_args", {"kl_coef": 0.001, "adaptive": False})
+    if told["adaptive"]:
         raise ConfigError(f"{key}_args.adaptive: has no effect in the loss; use kl_penalty_fn.")
-    if name is None or given["kl_coef"] == 0:
+    if name == "none" or told["kl_coef"] == 0:
         return {}
     if base.kind == "dpo":
         raise NotSupportedYet(
@@ -41,47 +197,35 @@ def _kl_loss(values: Values) -> dict[str, Json]:
         raise ConfigError(
             f"{key}: {name} has no policy to compare with: the reference is the teacher. Leave it out."
         )
-    coef = outside_mu(values, given["kl_coef"], key=f"{key}_args.kl_coef")
+    coef = outside_mu(values, told["kl_coef"], key=f"{key}_args.kl_coef")
     return {"algorithm.kl.coef": coef, "algorithm.kl.estimator": name}
 
 
-def _kl_penalty(values: Values) -> dict[str, Json]:
+def _kl_penalty(values: Values) -> Native:
     key = "algorithm.kl_penalty_fn"
-    name = _estimator(values, key, "none")
-    known: dict[str, Json] = {"adaptive": False, "kl_coef": 0.001, "target_kl": None, "horizon": None}
-    given = arguments(values, f"{key}_args", known)
-    if name is None or given["kl_coef"] == 0:
+    name = given(values[key]) or "none"
+    told = arguments(
+        values, f"{key}_args", {"adaptive": False, "kl_coef": 0.001, "target_kl": None, "horizon": None}
+    )
+    if name == "none" or told["kl_coef"] == 0:
         return {}
     if not preset(values).in_trainer:
         raise ConfigError(
-            f"{key}: {text(values, key)} has no effect with algorithm_type {values['algorithm.algorithm_type']}: its "
-            'advantages are computed before the penalty. Write "none", or use kl_loss_fn.'
+            f"{key}: {name} has no effect with algorithm_type {values['algorithm.algorithm_type']}: its advantages are "
+            'computed before the penalty. Write "none", or use kl_loss_fn.'
         )
-    out: dict[str, Json] = {
-        "algorithm.reward_kl.coef": given["kl_coef"],
-        "algorithm.reward_kl.estimator": "k3" if name == "corrected_k3" else name,
-    }
-    if not given["adaptive"]:
-        return out
-    if given["target_kl"] is None or given["horizon"] is None:
-        raise ConfigError(f"{key}_args: adaptive needs target_kl and horizon.")
-    return out | {
-        "algorithm.reward_kl.target": given["target_kl"],
-        "algorithm.reward_kl.horizon": given["horizon"],
-    }
+    out = {"coef": told["kl_coef"], "estimator": "k3" if name == "corrected_k3" else name}
+    if told["adaptive"]:
+        if told["target_kl"] is None or told["horizon"] is None:
+            raise ConfigError(f"{key}_args: adaptive needs target_kl and horizon.")
+        out |= {"target": told["target_kl"], "horizon": told["horizon"]}
+    return {f"algorithm.reward_kl.{key}": value for key, value in out.items()}
 
 
-def _estimator(values: Values, key: str, default: str) -> str | None:
-    name = text(values, key) or default
-    known_as(name, dict.fromkeys(("none", *KL_ESTIMATORS)), key=key)
-    return None if name == "none" else name
-
-
-def entropy(values: Values) -> Mapping[str, Json]:
+def entropy(values: Values) -> Native:
     """entropy_loss_fn and its coefficient, 0 where it is not given. mix leaves demonstrations out, as whet does."""
     base, key = preset(values), "algorithm.entropy_loss_fn"
-    name = text(values, key) or base.entropy
-    known_as(name, dict.fromkeys(("default", "mix", "none")), key=key)
+    name = given(values[key]) or base.entropy
     coef = arguments(values, f"{key}_args", {"entropy_coef": 0.0})["entropy_coef"]
     if name == "mix" and not base.mixes:
         raise ConfigError(f"{key}: mix is for the algorithms mix and mix_chord; write default.")
@@ -96,43 +240,57 @@ def entropy(values: Values) -> Mapping[str, Json]:
 
 # ---------------------------------------------------------------- the policy's optimizer
 
+OPTIMIZER = "algorithm.optimizer"
 
-def optimizer(values: Values) -> Mapping[str, Json]:
+
+def optimizer(values: Values) -> Native:
     """AdamW of the policy: `algorithm.optimizer` over the veRL section's `actor.optim`, and the clipping."""
-    theirs = f"{VERL}.optim"
+    floor, megatron = 0.01 if at_least(values, "0.5.2") else 0.0, is_megatron(values)
 
-    def both(name: str, default: Json) -> Json:
-        return agreed(values, {f"{OPTIMIZER}.{name}": default, f"{theirs}.{name}": default})
+    def both(name: str, default: Json, theirs: Json = None) -> Json:
+        return agreed(values, {f"{OPTIMIZER}.{name}": default, f"{ACTOR}.optim.{name}": theirs or default})
 
-    shape = schedule(
-        str(both("warmup_style", "constant")),
-        ratio=both("lr_warmup_steps_ratio", 0.0),
-        floor=both("min_lr_ratio", 0.0),
-        steps=both("lr_warmup_steps", -1),
-    )
-    decay = both("weight_decay", 0.01)
-    kind = choose(values, f"{OPTIMIZER}.optimizer_type", {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"})
-    return {
-        "train.optimizer.kind": kind,
-        **({"train.optimizer.momentum": 0.9} if kind == "sgd" else {}),
-        "train.optimizer.lr": both("lr", 1e-6),
-        "train.optimizer.betas": both("betas", [0.9, 0.999]),
-        "train.optimizer.weight_decay": decay,
-        "train.optimizer.decay_all": bool(decay),
-        "train.optimizer.grad_clip": agreed(values, {"trainer.grad_clip": 1.0, f"{VERL}.grad_clip": 1.0}),
-        **{f"train.optimizer.schedule.{key}": value for key, value in shape.items()},
+    clips: Native = {"trainer.grad_clip": 1.0, f"{ACTOR}.grad_clip": 1.0}
+    if at_least(values, "0.6.0"):
+        clips[f"{OPTIMIZER}.clip_grad"] = 1.0
+    decay, kind = both("weight_decay", 0.01), given(values[f"{OPTIMIZER}.optimizer_type"])
+    # Megatron's sgd has a momentum, torch's, which FSDP takes from 0.4.1 on, has none
+    plain = at_least(values, "0.4.1") and not megatron
+    momentum: Native = {"momentum": 0.0 if plain else 0.9} if kind == "sgd" else {}
+    out = {
+        "kind": "sgd" if kind == "sgd" else "adamw",
+        **momentum,
+        "lr": both("lr", 1e-6),
+        "betas": both("betas", [0.9, 0.999]),
+        "weight_decay": decay,
+        "decay_all": bool(decay) and not megatron,  # Megatron spares norms and biases
+        "grad_clip": agreed(values, clips),
     }
+    own_style = megatron and not at_least(values, "0.4.1")  # lr_decay_style, constant
+    shape = schedule(
+        "constant" if own_style else both("warmup_style", "constant"),
+        ratio=both("lr_warmup_steps_ratio", 0.0),
+        floor=0.0 if own_style else both("min_lr_ratio", floor, 0.0),
+        steps=both("lr_warmup_steps", -1),
+        megatron=megatron,
+    )
+    out |= {f"schedule.{key}": value for key, value in shape.items()}
+    return {f"train.optimizer.{key}": value for key, value in out.items()}
 
 
-def schedule(style: str, *, ratio: Json, floor: Json, steps: Json = -1) -> dict[str, Json]:
-    """Warm-up s / W in training steps, so that the first moves nothing; then constant, or cosine, which has a floor."""
-    known_as(style, dict.fromkeys(("constant", "cosine")), key="warmup_style")
-    out: dict[str, Json] = {"kind": style, "unit": "train_step"}
-    if floor:
+def schedule(style: Json, *, ratio: Json, floor: Json, steps: Json, megatron: bool = False) -> Native:
+    """Warm-up s / W in training steps, so that the first moves nothing; then constant, or cosine, which has a floor.
+
+    Megatron begins its warm-up at the floor, and takes the ratio also where the steps are 0.
+    """
+    out: Native = {"kind": style or "constant", "unit": "train_step"}
+    if floor and style == "cosine":
         out["min_factor"] = floor
-    if isinstance(steps, int) and steps > 0:
-        return out | {"warmup_steps": steps, "warmup_ends": "start"}
-    return out | ({"warmup_fraction": ratio, "warmup_ends": "start"} if ratio and steps < 0 else {})
-
-
-# ---------------------------------------------------------------- rows
+    warm: Native = {}
+    if steps > 0:
+        warm = {"warmup_steps": steps, "warmup_ends": "start"}
+    elif ratio and (steps < 0 or megatron):
+        warm = {"warmup_fraction": ratio, "warmup_ends": "start"}
+    if warm and floor and megatron:
+        warm["warmup_start"] = floor
+    return out | warm

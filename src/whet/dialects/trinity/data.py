@@ -1,42 +1,48 @@
-"""What Trinity-RFT's `buffer` section means: batch sizes, the length of a run, tasksets, sampling, token limits."""
+"""What Trinity-RFT's `buffer` section means: batch sizes, the length of a run, tasksets, files of replies, sampling."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fractions import Fraction
 from math import ceil
+from pathlib import Path
 
 from whet.dialects.row import NotSupportedYet, Values
-from whet.dialects.trinity.mix import step
-from whet.dialects.trinity.presets import online, preset, repeat_times
-from whet.dialects.trinity.replies import Own, rows_of, system
-from whet.dialects.trinity.rewards import taskset, workflow_of
+from whet.dialects.trinity.algorithm import OPERATORS
+from whet.dialects.trinity.loss import STRATEGY, step, strategy, weight
+from whet.dialects.trinity.rewards import workflow
 from whet.dialects.trinity.values import (
+    AUXILIARY,
     EVAL_TASKSETS,
+    EXPERIENCES,
     TASKSET,
-    count,
+    Native,
+    Own,
+    at_least,
     entries,
     given,
+    inside,
     known_as,
+    online,
+    preset,
+    repeat_times,
     text,
-    whole,
 )
-from whet.types import ConfigError, Json
+from whet.types import ConfigError
 
 ENGINE = "explorer.rollout_model"
 RATIO = "explorer.over_rollout.ratio"
 
 # ---------------------------------------------------------------- how much
 
-MODES = ("both", "train", "explore", "bench", "serve")
+MODES = ("both", "train", "explore", "bench", "colocate", "serve")
 
 
-def mode(values: Values) -> Mapping[str, Json]:
+def mode(values: Values) -> Native:
     """The processes of a run. What learns from a file does not explore: there it is train, in one process."""
     wanted, name = str(values["mode"]), values["algorithm.algorithm_type"]
-    known_as(wanted, dict.fromkeys(MODES[:4]), key="mode", coming=MODES[4:])
+    known_as(wanted, dict.fromkeys(MODES[:5]), key="mode", coming=MODES[5:])
     if online(values):
-        return {"mode": wanted}
+        return {"mode": "both" if wanted == "colocate" else wanted}
     if wanted == "bench":
         raise NotSupportedYet(
             f"mode: bench with {name} is coming, not built yet; `whet eval` evaluates its exports."
@@ -46,29 +52,40 @@ def mode(values: Values) -> Mapping[str, Json]:
     return {}
 
 
+def benches(values: Values) -> bool:
+    """Whether checkpoints are evaluated, and nothing else."""
+    return str(values["mode"]) == "bench"
+
+
 def apart(values: Values) -> bool:
     """Whether explorers and trainer are processes of their own, which meet in a store."""
     return online(values) and str(values["mode"]) in ("train", "explore")
 
 
-def batch(values: Values) -> Mapping[str, Json]:
+def has_services(values: Values) -> bool:
+    """Whether an operator asks Data-Juicer."""
+    named = [own.get("name") for own in entries(values, OPERATORS)]
+    return bool(values["data_processor.task_pipeline.operators"]) or "data_juicer" in named
+
+
+def batch(values: Values) -> Native:
     """buffer.batch_size counts tasks, buffer.train_batch_size experiences: batch_size * repeat_times of them a step."""
-    base, size = preset(values), whole(values, "buffer.train_batch_size")
+    base, size = preset(values), values["buffer.train_batch_size"]
     if base.kind != "online":
         if size is None:
             raise ConfigError(
                 f"buffer.train_batch_size: {values['algorithm.algorithm_type']} needs it: the examples of one step."
             )
         return {"train.tasks_per_step": _divided(values, size)}
-    tasks, times = count(values, "buffer.batch_size"), repeat_times(values)
+    tasks, times = values["buffer.batch_size"], repeat_times(values)
     if base.mixes:
-        own, experts = step(values, size or tasks * times)
+        own, experts = step(values)
         _divided(values, own * times + experts)
         return {"train.tasks_per_step": own + experts, "rollout.group_size": times}
-    spare = spared(values, tasks)
-    if spare:
-        return _with_spare(values, tasks - spare, spare=spare)
-    if size is not None and size != tasks * times:
+    need = _needed(values, tasks)
+    if need < tasks:
+        return _with_spare(values, need, spare=tasks - need)
+    if size not in (None, tasks * times):
         raise NotSupportedYet(
             f"buffer.train_batch_size: {size} is not buffer.batch_size * algorithm.repeat_times = {tasks} * {times} = "
             f"{tasks * times}: training on more or fewer experiences than a step explores is coming, not built yet."
@@ -77,18 +94,18 @@ def batch(values: Values) -> Mapping[str, Json]:
     return {"train.tasks_per_step": tasks, "rollout.group_size": times}
 
 
-def spared(values: Values, tasks: int) -> int:
-    """Tasks that a step does not wait for: it has enough with ceil((1 - ratio) * batch_size)."""
+def _needed(values: Values, tasks: int) -> int:
+    """Tasks that a step waits for: it has enough with ceil((1 - ratio) * batch_size)."""
     ratio = values[RATIO]
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio < 1:
+    if not 0 <= ratio < 1:
         raise ConfigError(f"{RATIO}: got {ratio!r}, expected a number from 0, below 1.")
-    return tasks - ceil((1 - Fraction(str(ratio))) * tasks)
+    return ceil((1 - Fraction(str(ratio))) * tasks)
 
 
-def _with_spare(values: Values, need: int, *, spare: int) -> dict[str, Json]:
+def _with_spare(values: Values, need: int, *, spare: int) -> Native:
     """A step of the tasks that are needed, with more of them asked than that."""
-    size, times = whole(values, "buffer.train_batch_size"), repeat_times(values)
-    if str(values["synchronizer.sync_style"]) == "fixed":
+    size, times = values["buffer.train_batch_size"], repeat_times(values)
+    if values["synchronizer.sync_style"] == "fixed":
         raise ConfigError(
             f"{RATIO}: {values[RATIO]} does not go with synchronizer.sync_style: fixed; write 0, or another style."
         )
@@ -101,22 +118,25 @@ def _with_spare(values: Values, need: int, *, spare: int) -> dict[str, Json]:
     return {"train.tasks_per_step": need, "rollout.group_size": times, "rollout.spare_tasks": spare}
 
 
+_OF_AN_ENGINE = ("engine_num", "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
+
+
 def trainers(values: Values) -> int:
     """GPUs that the explorer leaves to the trainer; 0 or less: the file does not say."""
-    nodes = whole(values, "cluster.node_num") or 1
-    engines = count(values, f"{ENGINE}.engine_num") * count(values, f"{ENGINE}.tensor_parallel_size")
-    for n, own in enumerate(entries(values, "explorer.auxiliary_models")):
-        named = {f"explorer.auxiliary_models[{n}].{key}": value for key, value in own.items()}
-        sizes = (f"explorer.auxiliary_models[{n}].{key}" for key in ("engine_num", "tensor_parallel_size"))
-        first, second = (count(named, key) if key in named else 1 for key in sizes)
-        engines += first * second
-    each = whole(values, "cluster.gpu_per_node", least=0) or 0
-    return nodes * each - (engines if online(values) else 0)
+    engines = 0
+    for own in (inside(values, ENGINE), *entries(values, "explorer.auxiliary_models")):
+        sizes = [own.get(key) or 1 for key in _OF_AN_ENGINE]
+        engines += sizes[0] * sizes[1] * sizes[2] * sizes[3]
+    nodes, each = values["cluster.node_num"] or 1, values["cluster.gpu_per_node"] or 0
+    left: int = nodes * each - (engines if online(values) else 0)
+    return left
 
 
 def _divided(values: Values, size: int) -> int:
-    """Trinity's rule: the trainer's GPUs divide train_batch_size."""
+    """Trinity's rule: the trainer's GPUs divide train_batch_size; from 0.5.2 on those that share a sequence are one."""
     left = trainers(values)
+    if left > 0 and at_least(values, "0.5.2"):
+        left = max(left // values["trainer.ulysses_sequence_parallel_size"], 1)
     if left > 0 and size % left:
         raise ConfigError(
             f"buffer.train_batch_size: {size} must be divisible by the number of GPUs of the trainer, {left} "
@@ -126,53 +146,84 @@ def _divided(values: Values, size: int) -> int:
     return size
 
 
-def length(values: Values) -> Mapping[str, Json]:
+def length(values: Values) -> Native:
     """Steps of the explorer or of the trainer, whichever ends first; else passes over the taskset."""
-    steps = [
-        n for key in ("buffer.total_steps", "trainer.total_steps") if (n := whole(values, key)) is not None
-    ]
+    steps = [n for key in ("buffer.total_steps", "trainer.total_steps") if (n := values[key])]
+    if values["buffer.total_steps"] == 0 and at_least(values, "0.5.2"):
+        raise ConfigError("buffer.total_steps: 0 is no step at all from 0.5.2 on; write how many, or null.")
     return {"train.steps": min(steps)} if steps else {"train.epochs": values["buffer.total_epochs"]}
 
 
-# ---------------------------------------------------------------- tasksets
+# ---------------------------------------------------------------- sources
+
+SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
+
+
+def rows_of(own: Own, what: str, *, at: str) -> Native:
+    """Where the rows are: a file, or a split (and subset) of a dataset folder. Nothing is downloaded."""
+    path, split, subset = given(own.get("path")), str(own.get("split") or "train"), text(own, "subset_name")
+    if path is None:
+        raise ConfigError(f"{what}.path: must be given: a dataset folder, or a file ({', '.join(SUFFIXES)}).")
+    if Path(str(path)).suffix not in SUFFIXES:
+        return {f"{at}.path": path, f"{at}.split": split, **({f"{at}.subset": subset} if subset else {})}
+    for key, value, only in (("split", split, "train"), ("subset_name", subset, None)):
+        if value != only:
+            raise ConfigError(f"{what}.{key}: {path} is one file, whose only split is train, not {value!r}.")
+    return {f"{at}.path": path}
+
+
+def _system(own: Own, *, at: str) -> Native:
+    """The system message: of the row (system_prompt_key), else of them all."""
+    column, message = text(own, "format.system_prompt_key"), text(own, "format.system_prompt")
+    if column:
+        return {f"{at}.system_column": column}
+    return {f"{at}.system": message} if message else {}
+
 
 ORDERS = {"sequential": "sequential", "shuffle": "shuffle", "offline_easy2hard": "hard_first"}
 """Trinity's easy2hard puts the largest feature first: there it means easy, here hard."""
 
 
-def tasks(values: Values) -> Mapping[str, Json]:
+def _order(own: Own, at: str) -> Native:
+    """A selector: the order of the rows. A seed means something to shuffle alone."""
+    kind, features = str(given(own["selector_type"]) or "sequential"), own["feature_keys"] or []
+    known_as(kind, ORDERS, key=f"{at}.selector_type", coming=("random", "difficulty_based"))
+    if kind != "offline_easy2hard":
+        if features:
+            raise ConfigError(f"{at}.feature_keys: has no effect with selector_type: {kind}; leave it out.")
+        return {"data.order": ORDERS[kind], "data.seed": own["seed"]}
+    if not isinstance(features, list) or len(features) != 1:
+        raise NotSupportedYet(
+            f"{at}.feature_keys: {features} is coming, not built yet; here: one column of numbers."
+        )
+    return {"data.order": ORDERS[kind], "data.seed": own["seed"], "data.train.0.difficulty": features[0]}
+
+
+# ---------------------------------------------------------------- tasksets
+
+
+def tasks(values: Values) -> Native:
     """The training taskset: files, columns, one user message a task, in the order of the file."""
     if not online(values):
         return {}
-    own = taskset(values)
-    workflow_of(values, own, TASKSET)
-    times = given(own.get("repeat_times"))
-    if times is not None and times != repeat_times(values):
+    own = inside(values, TASKSET)
+    named, times = workflow(values, own, TASKSET), own["repeat_times"]
+    if times not in (None, repeat_times(values)):
         raise ConfigError(
             f"{TASKSET}.repeat_times: {times} is not algorithm.repeat_times = {repeat_times(values)}, which is what "
             "Trinity uses for training; leave it out."
         )
-    source = _source(own, TASKSET, at="data.train.0")
-    return {"data.train.0.name": "taskset_0", **source, "data.chat": True, **_order(own)}
+    masks = "math_boxed" in named and at_least(values, "0.6.0")  # truncated replies, from then on
+    return {
+        "data.train.0.name": "taskset_0",
+        **_source(own, TASKSET, at="data.train.0"),
+        "data.chat": True,
+        **_order(inside(values, f"{TASKSET}.task_selector"), f"{TASKSET}.task_selector"),
+        **({"algorithm.groups.unfinished": "mask"} if masks else {}),
+    }
 
 
-def _order(own: Own) -> dict[str, Json]:
-    """task_selector: the order of the tasks. A seed means something to shuffle alone."""
-    at, kind = f"{TASKSET}.task_selector", str(given(own.get("task_selector.selector_type")) or "sequential")
-    known_as(kind, ORDERS, key=f"{at}.selector_type", coming=("random", "difficulty_based"))
-    features, seed = own.get("task_selector.feature_keys") or [], own["task_selector.seed"]
-    if kind != "offline_easy2hard":
-        if features:
-            raise ConfigError(f"{at}.feature_keys: has no effect with selector_type: {kind}; leave it out.")
-        return {"data.order": ORDERS[kind], "data.seed": seed}
-    if len(features) != 1:
-        raise NotSupportedYet(
-            f"{at}.feature_keys: {features} is coming, not built yet; here: one column of numbers."
-        )
-    return {"data.order": ORDERS[kind], "data.seed": seed, "data.train.0.difficulty": features[0]}
-
-
-def _source(own: Own, what: str, *, at: str) -> dict[str, Json]:
+def _source(own: Own, what: str, *, at: str) -> Native:
     storage = str(own.get("storage_type") or "file")
     if storage == "queue":
         raise ConfigError(f"{what}.storage_type: tasks cannot come from a queue; here: file.")
@@ -183,47 +234,176 @@ def _source(own: Own, what: str, *, at: str) -> dict[str, Json]:
         f"{at}.prompt": own.get("format.prompt_key") or "prompt",
         f"{at}.answer": own.get("format.response_key") or "response",
         **({f"{at}.name": name} if name else {}),
-        **system(own, at=at),
+        **_system(own, at=at),
         **({f"{at}.reply_prefix": prefix} if prefix else {}),
     }
 
 
-def evaluation(values: Values) -> Mapping[str, Json]:
+def evaluation(values: Values) -> Native:
     """Evaluation tasksets, which the explorer asks when the weights are synchronized, each in its own way."""
     sets = entries(values, EVAL_TASKSETS)
     if not sets or not online(values):
         return {}
-    out: dict[str, Json] = {}
+    out: Native = {}
     for n, own in enumerate(sets):
         what, name = f"{EVAL_TASKSETS}[{n}]", own.get("name") or f"eval_taskset_{n}"
-        workflow_of(values, own, what)
+        workflow(values, own, what)
         out |= _source(own, what, at=f"data.eval.{n}") | {f"data.eval.{n}.name": name}
-    times = [whole(own, "repeat_times") or 1 for own in sets]
+    times = [own.get("repeat_times") or 1 for own in sets]
     sampled = [_sampled(values, own) for own in sets]
     out |= {"eval.samples": times[0]} | {f"eval.sampling.{key}": value for key, value in sampled[0].items()}
-    special: dict[str, Json] = {}
+    special: Native = {}
     for n in range(len(sets)):
-        other: dict[str, Json] = {} if times[n] == times[0] else {"samples": times[n]}
+        other: Native = {} if times[n] == times[0] else {"samples": times[n]}
         if sampled[n] != sampled[0]:
             other["sampling"] = {"max_tokens": limits(values)[1], **sampled[n]}
         special |= {out[f"data.eval.{n}.name"]: other} if other else {}
-    interval = count(values, "synchronizer.sync_interval")
-    every = max(count(values, "explorer.eval_interval") // interval, 1) * interval
+    interval = values["synchronizer.sync_interval"]
     return out | {
         "data.exclude_eval": False,
-        "eval.every": every,
+        "eval.every": max(values["explorer.eval_interval"] // interval, 1) * interval,
         "eval.at_start": values["explorer.eval_on_startup"],
         "eval.at_end": False,
         **({"eval.sources": special} if special else {}),
     }
 
 
+# ---------------------------------------------------------------- files of replies
+
+FORMAT: Native = {
+    "prompt_type": "messages",
+    "prompt_key": "prompt",
+    "response_key": "response",
+    "messages_key": "message",
+    "chosen_key": "chosen",
+    "rejected_key": "rejected",
+}
+"""Columns with the document's names."""
+
+
+def demonstrations(values: Values) -> Native:
+    """trainer_input.experience_buffer: the file that sft and dpo read, in the order that its data_selector says."""
+    kind = preset(values).kind
+    if kind == "online":
+        return {}
+    selector, own = f"{EXPERIENCES}.data_selector", inside(values, EXPERIENCES)
+    order = _order(inside(values, selector), selector)
+    if order["data.order"] == "sequential":
+        del order["data.seed"]
+    return {
+        **_replies(own, EXPERIENCES, at="data.train.0", pairs=kind == "dpo"),
+        **({"data.learn_turns": _turns(own)} if kind == "sft" else {}),
+        "data.chat": True,
+        **order,
+    }
+
+
+def mixed(values: Values) -> Native:
+    """algorithm.mix, and the rows of the demonstrations."""
+    if not preset(values).mixes:
+        return {}
+    name, buffers = str(strategy(values)[1]["sft_dataset_name"]), values[AUXILIARY]
+    buffers = buffers if isinstance(buffers, dict) else {}
+    if not isinstance(buffers.get(name), dict):
+        raise ConfigError(f"{AUXILIARY}.{name}: must be given; there are: {', '.join(buffers) or 'none'}.")
+    (own,) = entries({name: [buffers[name]]}, name)
+    return {
+        "data.learn_turns": _turns(own),
+        **{f"algorithm.mix.{key}": value for key, value in weight(values).items()},
+        **_replies(own, f"{AUXILIARY}.{name}", at="data.expert.0"),
+    }
+
+
+def _turns(own: Own) -> str:
+    return "all" if own.get("format.enable_concatenated_multi_turn") else "last"
+
+
+def _replies(own: Own, what: str, *, at: str, pairs: bool = False) -> Native:
+    """A file of prompts with replies (or pairs of them), or of whole conversations."""
+    storage = str(own.get("storage_type") or "queue")
+    known_as(storage, {"file": 1, "queue": 1}, key=f"{what}.storage_type", coming=("sql",))
+    form = {key: given(own.get(f"format.{key}")) or default for key, default in FORMAT.items()}
+    talk = form["prompt_type"] == "messages"
+    if pairs:
+        columns = {
+            "prompt": form["messages_key" if talk else "prompt_key"],
+            "response": form["chosen_key"],
+            "rejected": form["rejected_key"],
+        }
+    elif talk:
+        columns = {"messages": form["messages_key"]}
+    else:
+        columns = {"prompt": form["prompt_key"], "response": form["response_key"]}
+    return {
+        **rows_of(own, what, at=at),
+        **({f"{at}.name": own["name"]} if given(own.get("name")) else {}),
+        **{f"{at}.{key}": value for key, value in columns.items()},
+        **({} if talk else _system(own, at=at)),
+    }
+
+
+# ---------------------------------------------------------------- the queue
+
+
+def queue(values: Values) -> Native:
+    """The buffer between explorer and trainer: in memory. Its backup is the record of the rollouts.
+
+    Explorers and a trainer of their own meet in its database.
+    """
+    if not online(values):
+        return {}
+    storage, path = str(values[f"{EXPERIENCES}.storage_type"]), text(values, f"{EXPERIENCES}.path")
+    if apart(values):
+        return _store(values, storage, path)
+    if storage == "sql":
+        raise NotSupportedYet(
+            f"{EXPERIENCES}.storage_type: sql is coming, not built yet, with mode: both; here: queue, in "
+            "memory, or mode: train and mode: explore in two processes."
+        )
+    known_as(storage, {"queue": 1, "file": 1}, key=f"{EXPERIENCES}.storage_type")
+    if path is None or values["data_processor.experience_pipeline.input_save_path"]:
+        return {}
+    plain = path.removeprefix("sqlite:///")
+    if "://" in plain:
+        raise NotSupportedYet(
+            f"{EXPERIENCES}.path: {path}: a database server is coming, not built yet; here: a file."
+        )
+    return {"track.rollouts_dir": str(Path(plain).with_suffix(""))}
+
+
+def in_rounds(values: Values) -> bool:
+    """Explorers go in step with the trainer: the step says which version of the weights plays which task. Not where a
+    step takes what happens to be newest, or of the highest priority."""
+    used = values[f"{EXPERIENCES}.replay_buffer.enable"] or values[f"{EXPERIENCES}.storage_type"] == "sql"
+    return values["synchronizer.sync_style"] == "fixed" and not used
+
+
+def _store(values: Values, storage: str, path: str | None) -> Native:
+    """sql gives the newest rows that nobody has read, a queue the oldest."""
+    orders = {"queue": "arrival", "sql": "newest"}
+    known_as(storage, orders, key=f"{EXPERIENCES}.storage_type")
+    if path is None:
+        raise NotSupportedYet(
+            f"{EXPERIENCES}.path: mode: {values['mode']} needs a database that explorers and trainer both see: "
+            "sqlite:///PATH or postgresql://USER@HOST/DATABASE; a queue in memory between processes is coming, not "
+            "built yet."
+        )
+    path = path if "://" in path else f"sqlite:///{path}"
+    known_as(
+        path.partition("://")[0],
+        dict.fromkeys(("sqlite", "postgresql", "files")),
+        key=f"{EXPERIENCES}.path",
+        coming=("mysql",),
+    )
+    return {"buffer.url": path} | ({} if in_rounds(values) else {"buffer.order": orders[storage]})
+
+
 # ---------------------------------------------------------------- sampling
 
 
-def _sampled(values: Values, own: Own) -> dict[str, Json]:
+def _sampled(values: Values, own: Own) -> Native:
     """vLLM's sampling arguments of a taskset, the model's where it gives none; top_k -1 is off."""
-    out: dict[str, Json] = {}
+    out: Native = {}
     for key in ("temperature", "top_p", "top_k"):
         value = given(own.get(f"rollout_args.{key}"))
         out[key] = values[f"model.{key}"] if value is None else value
@@ -232,22 +412,19 @@ def _sampled(values: Values, own: Own) -> dict[str, Json]:
     return out if longest is None else out | {"max_tokens": longest}
 
 
-def sampling(values: Values) -> Mapping[str, Json]:
+def sampling(values: Values) -> Native:
     """How training samples; the trainer divides by the same temperature."""
-    own = {key: value for key, value in taskset(values).items() if key != "rollout_args.max_tokens"}
+    own = {key: v for key, v in inside(values, TASKSET).items() if key != "rollout_args.max_tokens"}
     return {
         **{f"rollout.sampling.{key}": value for key, value in _sampled(values, own).items()},
-        "rollout.sampling.repetition_penalty": values["model.repetition_penalty"],
-        "rollout.sampling.min_tokens": min(
-            count(values, "model.min_response_tokens", least=0), limits(values)[1]
-        ),
+        "rollout.sampling.min_tokens": min(values["model.min_response_tokens"], limits(values)[1]),
     }
 
 
 def limits(values: Values) -> tuple[int, int]:
     """(prompt, response) in tokens: of the two and their sum max_model_len, two decide."""
     both, prompt, response = (
-        whole(values, f"model.{key}") for key in ("max_model_len", "max_prompt_tokens", "max_response_tokens")
+        values[f"model.{key}"] for key in ("max_model_len", "max_prompt_tokens", "max_response_tokens")
     )
     if both is None and (prompt is None or response is None):
         raise ConfigError(
@@ -255,9 +432,9 @@ def limits(values: Values) -> tuple[int, int]:
             "sum it is."
         )
     if prompt is None:
-        prompt = (both or 0) // 2 if response is None else (both or 0) - response
+        prompt = both // 2 if response is None else both - response
     if response is None:
-        response = (both or 0) - prompt
+        response = both - prompt
     if prompt < 1 or response < 1 or (both is not None and prompt + response > both):
         raise ConfigError(
             f"model.max_model_len: max_prompt_tokens + max_response_tokens must not exceed it, and leave both at "
@@ -266,20 +443,45 @@ def limits(values: Values) -> tuple[int, int]:
     return prompt, response
 
 
-def token_limits(values: Values) -> Mapping[str, Json]:
+def token_limits(values: Values) -> Native:
     """Longest prompt and reply. Trinity trains on no token of a prompt that it had to cut, so here it is left out.
 
     Given replies are bounded together with their prompt, and never cut.
     """
     prompt, response = limits(values)
     if not online(values):
-        both = whole(values, "model.max_model_len") or prompt + response
+        both = values["model.max_model_len"] or prompt + response
         total = ("data.max_total_tokens", "data.max_prompt_tokens", "rollout.sampling.max_tokens")
         return {**dict.fromkeys(total, both), "data.overlong": "error"}
-    own = given(values.get(f"{TASKSET}.rollout_args.max_tokens"))
-    cut = values["model.enable_prompt_truncation"]
     return {
         "data.max_prompt_tokens": prompt,
-        "data.overlong": "filter" if cut else "error",
-        "rollout.sampling.max_tokens": response if own is None else own,
+        "data.overlong": "filter" if values["model.enable_prompt_truncation"] else "error",
+        "rollout.sampling.max_tokens": values[f"{TASKSET}.rollout_args.max_tokens"] or response,
     }
+
+
+# ---------------------------------------------------------------- staleness
+
+
+def staleness(values: Values) -> Native:
+    """staleness_control: with sync_style fixed no rollout of step s is older than version s - interval - offset."""
+    most = bound(values)
+    if most is None or values["synchronizer.sync_style"] != "fixed":
+        return {}
+    oldest = values["synchronizer.sync_interval"] + values["synchronizer.sync_offset"]
+    if most < oldest:
+        raise NotSupportedYet(
+            f"{STRATEGY}_args.max_staleness: {most} is coming, not built yet: a step's rollouts are up to "
+            f"sync_interval + sync_offset = {oldest} versions old with sync_style: fixed, and none is left out for it."
+        )
+    return {}
+
+
+def bound(values: Values) -> int | None:
+    """The age that staleness_control admits; None: any. Step s takes versions from s - it on, with 0.6.0 one more."""
+    most = strategy(values)[1].get("max_staleness")
+    if most is None or most in ("inf", float("inf")):
+        return None
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise ConfigError(f"{STRATEGY}_args.max_staleness: got {most!r}, expected a whole number >= 1.")
+    return most + at_least(values, "0.6.0")

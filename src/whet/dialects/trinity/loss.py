@@ -1,18 +1,29 @@
-"""Trinity-RFT's policy losses with their arguments, and how token losses become one number."""
+"""Trinity-RFT's policy losses with their arguments, how token losses become one number, and mixes of own rollouts with
+demonstrations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
+from fractions import Fraction
 
 from whet.dialects.row import NotSupportedYet, Values
-from whet.dialects.trinity.presets import Preset, preset
-from whet.dialects.trinity.values import arguments, known_as, text
+from whet.dialects.trinity.values import (
+    CONFIG,
+    Native,
+    arguments,
+    known_as,
+    number,
+    preset,
+    repeat_times,
+    text,
+)
 from whet.types import ConfigError, Json
 
 KEY = "algorithm.policy_loss_fn"
 ARGS = f"{KEY}_args"
+BYPASS = f"{CONFIG}.algorithm.rollout_correction.bypass_mode"
 Given = Mapping[str, Json]
-Native = dict[str, Json]
 
 AGGREGATIONS = {
     "token-mean": "token-mean",
@@ -21,8 +32,8 @@ AGGREGATIONS = {
     "seq-mean-token-sum-norm": "token-sum-norm",
 }
 
-_CLIP: dict[str, Json] = {"clip_range": 0.2, "clip_range_low": None, "clip_range_high": None}
-_AGG: dict[str, Json] = {"loss_agg_mode": "token-mean"}
+_CLIP: Native = {"clip_range": 0.2, "clip_range_low": None, "clip_range_high": None}
+_AGG: Native = {"loss_agg_mode": "token-mean"}
 _BOOKS = dict.fromkeys(
     (
         "use_dynamic_bsz",
@@ -34,9 +45,9 @@ _BOOKS = dict.fromkeys(
     )
 )
 """What Trinity's mixed losses count with; here the counts are those of the batch itself."""
-_MIX: dict[str, Json] = {**_CLIP, **_AGG, "sft_loss_agg_mode": None, "grpo_loss_agg_mode": None, **_BOOKS}
+_MIX: Native = {**_CLIP, **_AGG, "sft_loss_agg_mode": None, "grpo_loss_agg_mode": None, **_BOOKS}
 
-LOSSES: dict[str, dict[str, Json]] = {
+LOSSES: dict[str, Native] = {
     "ppo": {
         **_CLIP,
         **_AGG,
@@ -91,8 +102,30 @@ LOSSES: dict[str, dict[str, Json]] = {
 }
 """The losses with their arguments and defaults."""
 
+_NEEDS = {
+    "delta_sequence_masking": "enable_sequence_masking",
+    "mask_clip_range_low": "enable_mask_clip",
+    "mask_clip_range_high": "enable_mask_clip",
+}
+"""Arguments that only another one makes count."""
+
+_NATIVE: dict[str, dict[str, str]] = {
+    "gspo": {"clip_range_low": "clip_low", "clip_range_high": "clip_high"},
+    "cispo": {
+        "clip_range_low": "clip_low",
+        "clip_range_high": "clip_high",
+        "enable_mask_clip": "cispo_mask",
+    },
+    "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg"},
+    "sppo": {"epsilon": "sppo_epsilon"},
+    "topr": {"advantage_threshold": "topr_threshold"},
+    "importance_sampling": {},
+}
+"""Arguments of the simple losses by their native names."""
+
 COMING = ("sft_phi_normalized",)
 OF_FILES = ("sft", "sft_is", "sft_phi")
+_NEVER_ONLINE = ("sft_is", "sft_phi", "dpo", "mix", "mix_chord")
 
 
 def loss_name(values: Values) -> str:
@@ -100,13 +133,8 @@ def loss_name(values: Values) -> str:
     base = preset(values)
     name = text(values, KEY) or base.loss
     known_as(name, LOSSES, key=KEY, coming=COMING)
-    if base.kind == "online":
-        fits = (
-            name == base.loss if base.mixes else name not in ("sft_is", "sft_phi", "dpo", "mix", "mix_chord")
-        )
-    else:
-        fits = name in OF_FILES if base.kind == "sft" else name == "dpo"
-    if not fits:
+    fits = {"online": name not in _NEVER_ONLINE, "sft": name in OF_FILES, "dpo": name == "dpo"}[base.kind]
+    if not (name == base.loss if base.mixes else fits):
         raise ConfigError(
             f"{KEY}: {name} does not go with algorithm_type {values['algorithm.algorithm_type']}."
         )
@@ -115,17 +143,22 @@ def loss_name(values: Values) -> str:
 
 def given_arguments(values: Values) -> Given:
     """The arguments of the policy loss, defaults filled in."""
-    return arguments(values, ARGS, LOSSES[loss_name(values)])
+    return arguments(values, ARGS, LOSSES[loss_name(values)], needs=_NEEDS)
 
 
-def recipe(values: Values) -> Mapping[str, Json]:
+def recipe(values: Values) -> Native:
     """algorithm_type: the native recipe. The losses of sft have one each."""
     base = preset(values)
     return {"algorithm.name": loss_name(values) if base.kind == "sft" else base.recipe}
 
 
-def policy_loss(values: Values) -> Mapping[str, Json]:
-    """policy_loss_fn with its arguments. The ratio is to the engine's own log-probs, as in Trinity."""
+def recomputes(values: Values) -> bool:
+    """Whether the trainer computes the log-probs before a step again: the ratio is to them, else to the engine's."""
+    return not values[BYPASS]
+
+
+def policy_loss(values: Values) -> Native:
+    """policy_loss_fn with its arguments."""
     base, name, given = preset(values), loss_name(values), given_arguments(values)
     if name == "dpo":
         return {"algorithm.beta": given["beta"], "algorithm.label_smoothing": given["label_smoothing"]}
@@ -134,13 +167,13 @@ def policy_loss(values: Values) -> Mapping[str, Json]:
         return out | ({"algorithm.phi_cutoff": given["cutoff_prob"]} if name == "sft_phi" else {})
     return {
         **out,
-        **{f"algorithm.{key}": value for key, value in _settings(values, base, name, given).items()},
-        "algorithm.old_logprobs": "sampled",
+        **{f"algorithm.{key}": value for key, value in _settings(values, name, given).items()},
+        "algorithm.old_logprobs": "recompute" if recomputes(values) else "sampled",
     }
 
 
-def _settings(values: Values, base: Preset, name: str, given: Given) -> Native:
-    if base.mixes:
+def _settings(values: Values, name: str, given: Given) -> Native:
+    if preset(values).mixes:
         return {"loss": "ppo", **_clip(given), "dual_clip": 3.0}
     if name == "ppo":
         return _ppo(values[f"{ARGS}.*"] or {}, given)
@@ -148,7 +181,26 @@ def _settings(values: Values, base: Preset, name: str, given: Given) -> Native:
         return _opmd(values, given)
     if name == "sft":
         return {"loss": "cross_entropy"}
-    return {"loss": name, **_OTHERS[name](given)}
+    if name == "rec":
+        return {"loss": "rec", **_rec(given)}
+    out: Native = {"loss": name, **{native: given[theirs] for theirs, native in _NATIVE[name].items()}}
+    if name == "gspo":
+        both = (
+            {} if given["clip_range"] is None else dict.fromkeys(_NATIVE[name].values(), given["clip_range"])
+        )
+        return {**out, "gspo_form": "token", **both}
+    if name == "sapo" and number(given["tau_neg"], f"{ARGS}.tau_neg") < number(
+        given["tau_pos"], f"{ARGS}.tau_pos"
+    ):
+        raise ConfigError(f"{ARGS}.tau_neg: {given['tau_neg']} is less than tau_pos {given['tau_pos']}.")
+    for end in ("low", "high") if out.get("cispo_mask") else ():
+        clip, mask = given[f"clip_range_{end}"], given[f"mask_clip_range_{end}"]
+        if mask != clip:
+            raise NotSupportedYet(
+                f"{ARGS}.mask_clip_range_{end}: {mask} beside clip_range_{end} {clip} is coming, not built yet: the "
+                "mask has the bounds of the clip."
+            )
+    return out
 
 
 def _clip(given: Given) -> Native:
@@ -156,21 +208,17 @@ def _clip(given: Given) -> Native:
     return {"clip_low": both if low is None else low, "clip_high": both if high is None else high}
 
 
-def _ppo(said: Mapping[str, Json], given: Given) -> Native:
+def _ppo(said: Given, given: Given) -> Native:
     out: Native = {"loss": "ppo", "dual_clip": given["clip_ratio_c"]}
-    if given["fallback_to_policy_gradient"]:
-        out["fallback_to_policy_gradient"] = True
-        clips = [key for key in (*_CLIP, "enable_sequence_masking") if said.get(key)]
-        if clips:
-            raise ConfigError(
-                f"{ARGS}.{clips[0]}: has no effect with fallback_to_policy_gradient; leave it out."
-            )
-        return out
-    if given["enable_sequence_masking"]:
-        out["sequence_mask_delta"] = given["delta_sequence_masking"]
-    elif given["delta_sequence_masking"] != LOSSES["ppo"]["delta_sequence_masking"]:
-        raise ConfigError(f"{ARGS}.delta_sequence_masking: has no effect without enable_sequence_masking.")
-    return out | _clip(given)
+    if not given["fallback_to_policy_gradient"]:
+        masks = given["enable_sequence_masking"]
+        return (
+            out | _clip(given) | ({"sequence_mask_delta": given["delta_sequence_masking"]} if masks else {})
+        )
+    clips = [key for key in (*_CLIP, "enable_sequence_masking") if said.get(key)]
+    if clips:
+        raise ConfigError(f"{ARGS}.{clips[0]}: has no effect with fallback_to_policy_gradient; leave it out.")
+    return out | {"fallback_to_policy_gradient": True}
 
 
 def _opmd(values: Values, given: Given) -> Native:
@@ -187,74 +235,128 @@ def _opmd(values: Values, given: Given) -> Native:
     return {"loss": "opmd", "tau": given["tau"]}
 
 
-def _cispo(given: Given) -> Native:
-    out: Native = {"clip_low": given["clip_range_low"], "clip_high": given["clip_range_high"]}
-    for end in ("low", "high"):
-        key = f"mask_clip_range_{end}"
-        if given["enable_mask_clip"] and given[key] != given[f"clip_range_{end}"]:
-            raise NotSupportedYet(
-                f"{ARGS}.{key}: {given[key]} beside clip_range_{end} {given[f'clip_range_{end}']} is coming, not built "
-                "yet: the mask has the bounds of the clip."
-            )
-        if not given["enable_mask_clip"] and given[key] != LOSSES["cispo"][key]:
-            raise ConfigError(f"{ARGS}.{key}: has no effect without enable_mask_clip.")
-    return out | {"cispo_mask": given["enable_mask_clip"]}
-
-
-def _sapo(given: Given) -> Native:
-    if given["tau_neg"] < given["tau_pos"]:
-        raise ConfigError(f"{ARGS}.tau_neg: {given['tau_neg']} is less than tau_pos {given['tau_pos']}.")
-    return {"tau_pos": given["tau_pos"], "tau_neg": given["tau_neg"]}
-
-
 def _rec(given: Given) -> Native:
     """What the modes do not read is left out unless it was changed; then whet says that it has no effect."""
-    known = LOSSES["rec"]
+    clips, ring, regular = (
+        given["clip_mode"] != "none",
+        given["clip_mode"] == "ring",
+        given["regularizer_coef"],
+    )
     own: Native = {"rec_clip_mode": given["clip_mode"], "rec_weight": given["weight"]}
-    own["rec_regularizer"] = given["regularizer"] if given["regularizer_coef"] else "none"
+    own["rec_regularizer"] = given["regularizer"] if regular else "none"
     for theirs, native, read in (
-        ("epsilon_low", "clip_low", given["clip_mode"] != "none"),
-        ("epsilon_high", "clip_high", given["clip_mode"] != "none"),
-        ("epsilon_low_prime", "rec_ring_low", given["clip_mode"] == "ring"),
-        ("epsilon_high_prime", "rec_ring_high", given["clip_mode"] == "ring"),
+        ("epsilon_low", "clip_low", clips),
+        ("epsilon_high", "clip_high", clips),
+        ("epsilon_low_prime", "rec_ring_low", ring),
+        ("epsilon_high_prime", "rec_ring_high", ring),
         ("temp", "rec_temperature", given["weight"] == "advantage"),
         ("regularizer_coef", "rec_regularizer_coef", own["rec_regularizer"] != "none"),
     ):
-        if read or given[theirs] != known[theirs]:
+        if read or given[theirs] != LOSSES["rec"][theirs]:
             own[native] = given[theirs]
     return own
-
-
-def _gspo(given: Given) -> Native:
-    both = given["clip_range"]
-    low, high = (given["clip_range_low"], given["clip_range_high"]) if both is None else (both, both)
-    return {"gspo_form": "token", "clip_low": low, "clip_high": high}
-
-
-_OTHERS: dict[str, Callable[[Given], Native]] = {
-    "gspo": _gspo,
-    "cispo": _cispo,
-    "sapo": _sapo,
-    "rec": _rec,
-    "sppo": lambda given: {"sppo_epsilon": given["epsilon"]},
-    "topr": lambda given: {"topr_threshold": given["advantage_threshold"]},
-    "importance_sampling": lambda given: {},
-}
 
 
 def _aggregation(values: Values, name: str, given: Given) -> Json:
     """loss_agg_mode, of the file or of the loss; the two parts of a mix must have the same."""
     mode = text(values, "algorithm.loss_agg_mode") or given.get("loss_agg_mode", "token-mean")
-    if not given.get("use_token_level_loss", True) or (
-        name == "rec" and given["clip_mode"] == "gspo-one-side"
-    ):
+    one_sided = name == "rec" and given["clip_mode"] == "gspo-one-side"
+    if one_sided or not given.get("use_token_level_loss", True):
         mode = "seq-mean-token-mean"
-    own = {part: given.get(f"{part}_loss_agg_mode") or mode for part in ("sft", "grpo")}
-    if own["sft"] != own["grpo"]:
+    sft, grpo = (given.get(f"{part}_loss_agg_mode") or mode for part in ("sft", "grpo"))
+    if sft != grpo:
         raise NotSupportedYet(
-            f"{ARGS}.sft_loss_agg_mode: {own['sft']} beside {own['grpo']} for the policy's loss is coming, not built "
-            "yet; here: one for both."
+            f"{ARGS}.sft_loss_agg_mode: {sft} beside {grpo} for the policy's loss is coming, not built yet; here: one "
+            "for both."
         )
-    mode = own["grpo"]
-    known_as(str(mode), AGGREGATIONS, key="algorithm.loss_agg_mode")
-    return AGGREGATIONS[str(mode)]
+    known_as(str(grpo), AGGREGATIONS, key="algorithm.loss_agg_mode")
+    return AGGREGATIONS[str(grpo)]
+
+
+# ---------------------------------------------------------------- mixes
+
+STRATEGY = "algorithm.sample_strategy"
+STRATEGIES: dict[str, Native] = {
+    "default": {},
+    "warmup": {},
+    "staleness_control": {"max_staleness": None},
+    "mix": {"expert_data_ratio": 0.5, "sft_dataset_name": "sft_dataset"},
+}
+"""Ways to draw a batch, with their arguments; warmup is default's older name."""
+
+
+def strategy(values: Values) -> tuple[str, Native]:
+    """sample_strategy with its arguments. Raises ConfigError where it cannot go with algorithm_type."""
+    mixes = preset(values).mixes
+    name = text(values, STRATEGY) or ("mix" if mixes else "default")
+    known_as(name, STRATEGIES, key=STRATEGY)
+    if (name == "mix") != mixes:
+        raise ConfigError(
+            f"{STRATEGY}: {name} does not go with algorithm_type {values['algorithm.algorithm_type']}: the algorithms "
+            "mix and mix_chord, and only they, learn from demonstrations among rollouts. Leave it out."
+        )
+    return name, arguments(values, f"{STRATEGY}_args", STRATEGIES[name])
+
+
+def step(values: Values) -> tuple[int, int]:
+    """(own tasks, demonstrations) of a step of train_batch_size experiences: ceil(ratio * size) are demonstrations."""
+    tasks, times = values["buffer.batch_size"], repeat_times(values)
+    size = values["buffer.train_batch_size"] or tasks * times
+    ratio = number(strategy(values)[1].get("expert_data_ratio", 0), f"{STRATEGY}_args.expert_data_ratio")
+    experts = math.ceil(Fraction(str(ratio)) * size)
+    if size - experts != tasks * times:
+        raise NotSupportedYet(
+            f"buffer.train_batch_size: of {size} experiences {experts} are demonstrations "
+            f"(algorithm.sample_strategy_args.expert_data_ratio) and {size - experts} are not buffer.batch_size * "
+            f"algorithm.repeat_times = {tasks} * {times} = {tasks * times}: training on more or "
+            "fewer than a step explores is coming, not built yet."
+        )
+    return tasks, experts
+
+
+def weight(values: Values) -> Native:
+    """algorithm.mix: how many demonstrations, and what they weigh."""
+    given = given_arguments(values)
+    own, experts = step(values)
+    size = own * repeat_times(values) + experts
+    for key, here in (
+        ("train_batch_size_expert", experts),
+        ("train_batch_size_usual", size - experts),
+        ("ppo_mini_batch_size", size),
+    ):
+        if given[key] not in (None, here):
+            raise ConfigError(f"{ARGS}.{key}: {given[key]} is not {here}, which is what a step has here.")
+    out: Native = {"expert_ratio": share(experts, own + experts), "loss": "sft"}
+    if preset(values).loss == "mix":
+        return out | {"mu": given["mu"]}
+    out |= {"mu": given["mu_peak"], "mu_warmup_steps": given["mu_warmup_steps"]}
+    out |= {"loss": "sft_phi"} if given["enable_phi_function"] else {}
+    if given["mu_valley"] != given["mu_peak"]:
+        out |= {"mu_valley": given["mu_valley"]}
+        out |= {"mu_decay_steps": given["mu_decay_steps"]} if given["mu_decay_steps"] else {}
+    return out
+
+
+def share(part: int, whole: int) -> float:
+    """A decimal of at most six digits that, times `whole` and rounded up, is `part`."""
+    return math.floor(10**6 * part / whole) / 10**6
+
+
+def outside_mu(values: Values, coef: Json, *, key: str) -> Json:
+    """A term that Trinity adds to the mixed loss as it is, and whet inside the policy's part, which has 1 - mu."""
+    base = preset(values)
+    if not base.mixes or not coef:
+        return coef
+    given = given_arguments(values)
+    if base.loss == "mix_chord" and (given["mu_valley"] != given["mu_peak"] or given["mu_warmup_steps"]):
+        raise NotSupportedYet(
+            f"{key}: {coef} beside a mu that changes (mu_warmup_steps, mu_valley) is coming, not built yet: here the "
+            "term moves with mu. Set its coefficient to 0."
+        )
+    name = "mu" if base.loss == "mix" else "mu_peak"
+    mu = number(given[name], f"{ARGS}.{name}")
+    if mu == 1:
+        raise ConfigError(
+            f"{key}: {coef} has no effect with mu 1, where the policy's own loss has no weight."
+        )
+    return number(coef, key) / (1 - mu)

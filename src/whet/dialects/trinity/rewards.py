@@ -6,12 +6,20 @@ from collections.abc import Collection, Mapping, Sequence
 
 from whet.config.keys import distance
 from whet.dialects.row import NotSupportedYet, Values
-from whet.dialects.trinity.presets import online, preset
-from whet.dialects.trinity.replies import Own, inside
-from whet.dialects.trinity.values import EVAL_TASKSETS, TASKSET, entries, text
-from whet.types import ConfigError, Json
-
-INPUT = "buffer.explorer_input"
+from whet.dialects.trinity.values import (
+    EVAL_TASKSETS,
+    INPUT,
+    TASKSET,
+    Native,
+    Own,
+    at_least,
+    entries,
+    inside,
+    online,
+    preset,
+    text,
+)
+from whet.types import ConfigError
 
 ONE_TURN: dict[str, str | None] = {
     "simple_workflow": None,
@@ -42,19 +50,17 @@ REWARDS: dict[str, str] = {
 _OVERLONG = ("enable_overlong_penalty", "penalty_factor", "max_response_length", "cache_length")
 _BOXED = ("with_think", "format_score_coef")
 
-
-def _refuse_typo(name: str, known: Collection[str], *, at: str) -> None:
-    """ConfigError for a name that is a known one, save a letter or two."""
-    meant = [one for one in known if distance(name, one) <= 2]
-    if meant:
-        raise ConfigError(f"{at}: {name} is not known; did you mean {meant[0]}?")
+# ---------------------------------------------------------------- names
 
 
-def workflow(values: Values, own: Own, what: str, *, general: str) -> str:
-    """The workflow of a taskset. NotSupportedYet unless it is one turn."""
+def workflow(values: Values, own: Own, what: str) -> str:
+    """The workflow of a taskset: its own, or the general one of training or of evaluation. NotSupportedYet unless it is
+    one turn."""
     at, name = f"{what}.default_workflow_type", text(own, "default_workflow_type")
     if name is None:
-        at, name = general, text(values, general) or "simple_workflow"
+        evaluates = what != TASKSET and text(values, f"{INPUT}.default_eval_workflow_type")
+        at = f"{INPUT}.default_eval_workflow_type" if evaluates else f"{INPUT}.default_workflow_type"
+        name = text(values, at) or "simple_workflow"
     if name in WORKFLOWS:
         return name
     _refuse_typo(name, WORKFLOWS, at=at)
@@ -64,21 +70,12 @@ def workflow(values: Values, own: Own, what: str, *, general: str) -> str:
     )
 
 
-def workflow_of(values: Values, own: Own, what: str) -> str:
-    """The same, with the general one of training or of evaluation."""
-    general = f"{INPUT}.default_workflow_type"
-    if what != TASKSET and text(values, f"{INPUT}.default_eval_workflow_type"):
-        general = f"{INPUT}.default_eval_workflow_type"
-    return workflow(values, own, what, general=general)
-
-
-def _named(values: Values, own: Own, what: str) -> str | None:
+def _reward(values: Values, own: Own, what: str) -> str | None:
     """The reward of a taskset: its own, the general one, or its workflow's."""
-    at = f"{what}.default_reward_fn_type"
-    name = text(own, "default_reward_fn_type")
+    at, name = f"{what}.default_reward_fn_type", text(own, "default_reward_fn_type")
     if name is None:
         at = f"{INPUT}.default_reward_fn_type"
-        name = text(values, at) or WORKFLOWS[workflow_of(values, own, what)]
+        name = text(values, at) or WORKFLOWS[workflow(values, own, what)]
     if name is None and preset(values).advantage == "on_policy_distill":
         return None
     if name is None:
@@ -94,26 +91,36 @@ def _named(values: Values, own: Own, what: str) -> str | None:
     )
 
 
-def judged(values: Values, own: Own, what: str) -> dict[str, dict[str, Json]]:
+def _refuse_typo(name: str, known: Collection[str], *, at: str) -> None:
+    """ConfigError for a name that is a known one, save a letter or two."""
+    meant = [one for one in known if distance(name, one) <= 2]
+    if meant:
+        raise ConfigError(f"{at}: {name} is not known; did you mean {meant[0]}?")
+
+
+# ---------------------------------------------------------------- one taskset
+
+
+def _judged(values: Values, own: Own, what: str) -> dict[str, Native]:
     """The rewards of a taskset by label, as the native section has them."""
-    name = _named(values, own, what)
-    if name is None:
-        _no_arguments(_section(own, "reward_fn_args"), f"{what}.reward_fn_args", ())
-        return {}
+    name = _reward(values, own, what)
     given, steps = _section(own, "reward_fn_args"), _section(own, "workflow_args")
-    _no_arguments(steps, f"{what}.workflow_args", _BOXED if name == "math_boxed_reward" else ())
-    label = name.rpartition(":")[2]
-    reward: dict[str, Json] = {"function": REWARDS.get(name, name)}
+    known = {"math_dapo_reward": _OVERLONG}.get(name or "", ())
+    if name is None or name in REWARDS:
+        _only(given, f"{what}.reward_fn_args", known)
+    if name is None:
+        return {}
+    _only(steps, f"{what}.workflow_args", _BOXED if name == "math_boxed_reward" else ())
+    reward: Native = {"function": REWARDS.get(name, name)}
     if name == "math_dapo_reward":
-        _no_arguments(given, f"{what}.reward_fn_args", _OVERLONG)
-        return {label: reward, **_overlong(given, what)}
-    if name in REWARDS:
-        _no_arguments(given, f"{what}.reward_fn_args", ())
+        if at_least(values, "0.6.0"):  # 1 or -1, before 1 or 0
+            reward["function"] = f"{TRINITY}:math_dapo_reward"
+        return {name: reward, **_overlong(given, what)}
     arguments = {**given, **steps}
-    return {label: {**reward, "arguments": arguments} if arguments else reward}
+    return {name.rpartition(":")[2]: {**reward, "arguments": arguments} if arguments else reward}
 
 
-def _section(own: Own, name: str) -> dict[str, Json]:
+def _section(own: Own, name: str) -> Own:
     """A section of the user's arguments, whole."""
     whole = own.get(name)
     if isinstance(whole, dict):
@@ -121,7 +128,8 @@ def _section(own: Own, name: str) -> dict[str, Json]:
     return {key.removeprefix(f"{name}."): value for key, value in own.items() if key.startswith(f"{name}.")}
 
 
-def _no_arguments(given: Mapping[str, Json], at: str, known: Sequence[str]) -> None:
+def _only(given: Own, at: str, known: Sequence[str]) -> None:
+    """NotSupportedYet for arguments that nothing here reads."""
     if given.get("use_base"):
         raise NotSupportedYet(f"{at}: use_base, prompts without the chat template, is coming, not built yet.")
     for name in given:
@@ -131,7 +139,7 @@ def _no_arguments(given: Mapping[str, Json], at: str, known: Sequence[str]) -> N
             )
 
 
-def _overlong(given: Mapping[str, Json], what: str) -> dict[str, dict[str, Json]]:
+def _overlong(given: Own, what: str) -> dict[str, Native]:
     """DAPO's penalty for long replies, a reward of its own."""
     at = f"{what}.reward_fn_args"
     factor, longest, cache = (given.get(key) for key in _OVERLONG[1:])
@@ -141,33 +149,24 @@ def _overlong(given: Mapping[str, Json], what: str) -> dict[str, dict[str, Json]
         return {}
     if factor is None or longest is None or cache is None:
         raise ConfigError(f"{at}: enable_overlong_penalty needs {', '.join(_OVERLONG[1:])}.")
-    section = {
-        "function": "overlong",
-        "weight": factor,
-        "arguments": {"max_tokens": longest, "buffer": cache},
-    }
-    return {"overlong": section}
+    arguments = {"max_tokens": longest, "buffer": cache}
+    return {"overlong": {"function": "overlong", "weight": factor, "arguments": arguments}}
 
 
-# ---------------------------------------------------------------- who is judged by what
+# ---------------------------------------------------------------- all of them
 
 
-def taskset(values: Values) -> dict[str, Json]:
-    """The training taskset by the names inside it."""
-    return inside(values, TASKSET)
-
-
-def rewards(values: Values) -> Mapping[str, Json]:
+def rewards(values: Values) -> Native:
     """The rewards of training, and at weight 0 those that only evaluation has. A source that is not judged by all of
     them names its own."""
     if not online(values):
         return {}
-    told = [judged(values, taskset(values), TASKSET)]
+    told = [_judged(values, inside(values, TASKSET), TASKSET)]
     told += [
-        judged(values, own, f"{EVAL_TASKSETS}[{n}]") for n, own in enumerate(entries(values, EVAL_TASKSETS))
+        _judged(values, own, f"{EVAL_TASKSETS}[{n}]") for n, own in enumerate(entries(values, EVAL_TASKSETS))
     ]
     every, names = _labelled(told)
-    out: dict[str, Json] = {}
+    out: Native = {}
     for label, reward in every.items():
         out[f"rewards.{label}"] = reward if label in names[0] else {**reward, "weight": 0.0}
     if all(own == names[0] for own in names[1:]):
@@ -177,18 +176,16 @@ def rewards(values: Values) -> Mapping[str, Json]:
     return {**out, "eval.reward": weights, **{f"{at}.rewards": own for at, own in zip(sources, names) if own}}
 
 
-def _labelled(
-    told: Sequence[Mapping[str, dict[str, Json]]],
-) -> tuple[dict[str, dict[str, Json]], list[list[str]]]:
+def _labelled(told: Sequence[Mapping[str, Native]]) -> tuple[dict[str, Native], list[list[str]]]:
     """(all rewards by label, the labels of each taskset). Two rewards of one name get labels of their own."""
-    every: dict[str, dict[str, Json]] = {}
+    every: dict[str, Native] = {}
     names: list[list[str]] = []
     for rewards in told:
         names.append([])
         for name, reward in rewards.items():
-            label, number = name, 2
+            label, count = name, 2
             while every.get(label, reward) != reward:
-                label, number = f"{name}_{number}", number + 1
+                label, count = f"{name}_{count}", count + 1
             every[label] = reward
             names[-1].append(label)
     return every, names

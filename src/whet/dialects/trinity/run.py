@@ -1,61 +1,54 @@
-"""Trinity-RFT's global keys, its models and machines, explorer and trainer."""
+"""Trinity-RFT's global keys, models, explorer beside its trainer, replay buffer, monitor and log."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from pathlib import Path
 
 from whet.dialects.layout import Layout
 from whet.dialects.row import NotSupportedYet, Values
-from whet.dialects.trinity.presets import online, preset, repeat_times
-from whet.dialects.trinity.replies import template
-from whet.dialects.trinity.values import MODEL as VERL_MODEL
+from whet.dialects.trinity.data import apart, bound, in_rounds
 from whet.dialects.trinity.values import (
-    count,
+    CRITIC,
+    EXPERIENCES,
+    MODEL,
+    Native,
+    arguments,
     entries,
     given,
-    known_as,
+    online,
+    preset,
+    repeat_times,
     text,
-    whole,
 )
-from whet.types import ConfigError, Json
+from whet.tables import near
+from whet.types import ConfigError
 
-# ---------------------------------------------------------------- the run and its folder
+# ---------------------------------------------------------------- the run and its models
 
 
-def run(values: Values) -> Mapping[str, Json]:
+def run(values: Values) -> Native:
     """<checkpoint_root_dir>/<project>/<name>, as the document says; a group, where one is given, before the name."""
     name, group = str(values["name"]), text(values, "group")
-    folder = [
-        text(values, "checkpoint_root_dir") or "./checkpoints",
-        str(values["project"]),
-        *([group] if group else []),
-    ]
-    return {"name": name, "run_dir": "/".join([*folder, name])}
+    root = text(values, "checkpoint_root_dir") or "./checkpoints"
+    return {"name": name, "run_dir": "/".join(filter(None, (root, str(values["project"]), group, name)))}
 
 
-# ---------------------------------------------------------------- model
-
-
-def model(values: Values) -> Mapping[str, Json]:
+def model(values: Values) -> Native:
     """The folder of the policy and what is put over its config.json."""
     path = text(values, "model.model_path")
     if path is None:
         raise ConfigError("model.model_path: must be given: the folder of a Hugging Face model.")
     rope = {
-        key: values[f"model.{key}"]
-        for key in ("rope_scaling", "rope_theta")
-        if given(values[f"model.{key}"]) is not None
+        key: own for key in ("rope_scaling", "rope_theta") if given(own := values[f"model.{key}"]) is not None
     }
-    override = values[f"{VERL_MODEL}.override_config"]
-    if not isinstance(override, dict | None):
-        raise ConfigError(f"{VERL_MODEL}.override_config: got {override!r}, expected keys of config.json.")
-    over = {**(override or {}), **rope}
+    over = {**(values[f"{MODEL}.override_config"] or {}), **rope}
     return {"model.path": path, **({"model.overrides": over} if over else {})}
 
 
-def chat_template(values: Values) -> Mapping[str, Json]:
+def chat_template(values: Values) -> Native:
     """The file wins over the text; the template of a file of replies, or of the engine, stands for a missing one."""
-    own = template(values) or text(values, "explorer.rollout_model.chat_template")
+    of_replies = None if online(values) else text(values, f"{EXPERIENCES}.format.chat_template")
+    own = of_replies or text(values, "explorer.rollout_model.chat_template")
     whole = text(values, "model.chat_template_path") or text(values, "model.custom_chat_template")
     if own and whole and own != whole:
         raise NotSupportedYet(
@@ -65,16 +58,23 @@ def chat_template(values: Values) -> Mapping[str, Json]:
     return {"tokenizer.chat_template": own or whole} if own or whole else {}
 
 
-def libraries(values: Values) -> Mapping[str, Json]:
+def thinking(values: Values) -> Native:
+    """enable_thinking is a variable of the chat template, given where the file gives it."""
+    own = "explorer.rollout_model" if online(values) else f"{EXPERIENCES}.format"
+    told = [values[f"{at}.enable_thinking"] for at in (own, "model")]
+    value = next((one for one in told if one is not None), None)
+    return {} if value is None else {"tokenizer.chat_arguments": {"enable_thinking": value}}
+
+
+def libraries(values: Values) -> Native:
     """Modules to import before the models, the critic's too."""
-    named = [values[f"{VERL_MODEL}.external_lib"]]
-    if preset(values).recipe == "ppo":
-        named.append(values["trainer.trainer_config.critic.model.external_lib"])
+    keys = [MODEL, f"{CRITIC}.model"] if preset(values).recipe == "ppo" else [MODEL]
+    named = [values[f"{key}.external_lib"] for key in keys]
     every = [lib for one in named if given(one) for lib in (one if isinstance(one, list) else [one])]
     return {"imports": list(dict.fromkeys(every))} if every else {}
 
 
-def teacher(values: Values) -> Mapping[str, Json]:
+def teacher(values: Values) -> Native:
     """The first auxiliary model, which on_policy_distill learns from. Others are for workflows of several models."""
     key = "explorer.auxiliary_models"
     models, distills = entries(values, key), preset(values).advantage == "on_policy_distill"
@@ -94,37 +94,18 @@ def teacher(values: Values) -> Mapping[str, Json]:
     return {"reference.path": path}
 
 
-# ---------------------------------------------------------------- explorer
+# ---------------------------------------------------------------- the explorer and its trainer
 
 
-def engine_type(values: Values) -> Mapping[str, Json]:
-    """The embedded engine stands in for vLLM."""
-    known = dict.fromkeys(("vllm", "vllm_async", "sglang"))
-    name = str(values["explorer.rollout_model.engine_type"])
-    known_as(name, known, key="explorer.rollout_model.engine_type", coming=("tinker", "external"))
-    return {}
-
-
-def at_once(values: Values) -> Mapping[str, Json]:
+def at_once(values: Values) -> Native:
     """Each of engine_num * runner_per_model runners has a task in hand, with all its repeats."""
-    engines = count(values, "explorer.rollout_model.engine_num")
-    runners = engines * count(values, "explorer.runner_per_model")
-    out: dict[str, Json] = {"rollout.max_batch": runners * repeat_times(values)}
+    engines = values["explorer.rollout_model.engine_num"]
+    runners = engines * values["explorer.runner_per_model"]
+    out: Native = {"rollout.max_batch": runners * repeat_times(values)}
     return out | (Layout(engines=engines).natives() if online(values) else {})
 
 
-def timeout(values: Values) -> Mapping[str, Json]:
-    """Seconds of one attempt."""
-    return {"rollout.timeout_s": values["explorer.max_timeout"]}
-
-
-def runs_of_a_runner(values: Values) -> Mapping[str, Json]:
-    """How a task's repeats are shared out."""
-    whole(values, "explorer.max_repeat_times_per_runner")
-    return {}
-
-
-def environment(values: Values) -> Mapping[str, Json]:
+def environment(values: Values) -> Native:
     """Variables of the reward processes; there are no others that run code of the user's."""
     key = "explorer.env_vars"
     found = values[key] or {}
@@ -133,4 +114,184 @@ def environment(values: Values) -> Mapping[str, Json]:
     return {"guard.env": {name: str(value) for name, value in found.items()}} if found else {}
 
 
-# ---------------------------------------------------------------- rows
+AHEAD = ("dynamic_by_explorer", "dynamic_by_trainer", "explorer_driven", "trainer_driven", "fully_async")
+BY_EXPLORER = ("dynamic_by_explorer", "explorer_driven")
+
+
+def ahead(values: Values) -> Native:
+    """How far exploring is ahead of training.
+
+    fixed: sync_offset steps. In the other styles as far as staleness_control lets it be: rollouts of step s have
+    version s - max_staleness at least, of which sync_interval steps lie between two syncs. Without it, as far as one
+    more interval: here exploring has a bound, there it has none but the queue.
+    """
+    style, offset = values["synchronizer.sync_style"], values["synchronizer.sync_offset"]
+    if not online(values):
+        return {}
+    if style == "fixed":
+        free: Native = {"rollout.schedule": "free", "rollout.partial": False}
+        return (free if apart(values) and not in_rounds(values) else {}) | {"rollout.max_staleness": offset}
+    if offset:
+        raise ConfigError(
+            f"synchronizer.sync_offset: {offset} has no meaning with sync_style: {style}; write 0."
+        )
+    most, interval = bound(values), values["synchronizer.sync_interval"]
+    if most is not None and most < interval:
+        raise NotSupportedYet(
+            f"algorithm.sample_strategy_args.max_staleness: {most} is coming, not built yet: with sync_style: {style} "
+            f"rollouts are up to sync_interval = {interval} versions old; write {interval} at least."
+        )
+    return {
+        "rollout.schedule": "free",
+        "rollout.partial": style == "fully_async",
+        "rollout.max_staleness": interval if most is None else most - interval,
+        "sync.driven_by": "explorer" if style in BY_EXPLORER else "trainer",
+    }
+
+
+def sync_interval(values: Values) -> Native:
+    """Steps between weight syncs: rollouts are up to so many versions old, less one."""
+    return {"rollout.sync_every": values["synchronizer.sync_interval"]} if online(values) else {}
+
+
+def patience(values: Values) -> Native:
+    """Seconds that processes of their own wait for one another's weights."""
+    waits = online(values) and values["mode"] not in ("both", "colocate")
+    return {"sync.timeout_s": values["synchronizer.sync_timeout"]} if waits else {}
+
+
+def again(values: Values) -> Native:
+    """Further attempts at a rollout that failed, and a limit that follows the mean of those that did not."""
+    if not online(values):
+        return {}
+    at = "explorer.dynamic_timeout"
+    limit = {"rollout.timeout_factor": values[f"{at}.ratio"]} if values[f"{at}.enable"] else {}
+    return {"rollout.retries": values["explorer.max_retry_times"], **limit}
+
+
+def who(values: Values) -> Native:
+    """The name by which a store knows this explorer."""
+    return {"buffer.explorer": str(values["explorer.name"])} if values["mode"] == "explore" else {}
+
+
+# ---------------------------------------------------------------- the replay buffer
+
+REPLAY = f"{EXPERIENCES}.replay_buffer"
+CONTROLLED = "linear_decay_use_count_control_randomization"
+"""As the document has it; decay_limit_randomization in the code."""
+
+
+def replay(values: Values) -> Native:
+    """Fresh and used experiences in one queue, from which steps are drawn by priority. It is the trainer's: an explorer
+    and a bench take no notice of it."""
+    if not values[f"{REPLAY}.enable"] or not online(values) or values["mode"] in ("explore", "bench"):
+        return {}
+    _possible(values)
+    oldest, seconds = bound(values), values[f"{REPLAY}.reuse_cooldown_time"]
+    controlled = values[f"{REPLAY}.priority_fn"] != "linear_decay"
+    defaults: Native = {"decay": 2.0} | ({"use_count_limit": 3, "sigma": 0.0} if controlled else {})
+    told = arguments(values, f"{REPLAY}.priority_fn_args", defaults)
+    out: Native = {
+        "queue": True,
+        "capacity": values[f"{EXPERIENCES}.capacity"],
+        "priority": CONTROLLED if controlled else "linear_decay",
+        "decay": told["decay"],
+        **({"cooldown_steps": None} if seconds is None else {"cooldown_s": seconds}),  # null: nothing twice
+    }
+    if controlled:
+        limit = told["use_count_limit"]
+        unlimited = isinstance(limit, int | float) and limit <= 0
+        out |= {"sigma": told["sigma"], "use_limit": None if unlimited else limit}
+    if oldest is not None:  # step s takes versions from s - it on, and the trainer is at version s - 1 then
+        out["max_staleness"] = oldest - 1
+    return {f"buffer.replay.{key}": value for key, value in out.items()}
+
+
+def _possible(values: Values) -> None:
+    storage, style = values[f"{EXPERIENCES}.storage_type"], values["synchronizer.sync_style"]
+    if storage == "sql":
+        raise NotSupportedYet(
+            f"{REPLAY}.enable: true with storage_type: sql, where rows that were read are read again, newest first, is "
+            "coming, not built yet; here: storage_type: queue."
+        )
+    if style == "fixed" and not apart(values):
+        raise NotSupportedYet(
+            f"{REPLAY}.enable: true with mode: both and sync_style: fixed is coming, not built yet: here a step waits "
+            "for its own tasks then, and nothing is drawn in their place; write another sync_style "
+            f"({', '.join(AHEAD)}), mode: train and mode: explore, or whet.buffer.replay.share for a share of them."
+        )
+    if style != "fixed" and values[f"{REPLAY}.reuse_cooldown_time"] is not None and bound(values) is None:
+        raise NotSupportedYet(
+            f"{REPLAY}.reuse_cooldown_time: rollouts that wait behind any number of steps of used ones are coming, not "
+            f"built yet: with sync_style: {style} say how old they may be. Write algorithm.sample_strategy: "
+            "staleness_control, with max_staleness above sync_interval by the steps that a rollout takes (2 at least)."
+        )
+
+
+# ---------------------------------------------------------------- monitor and log
+
+ARGS = "monitor.monitor_args"
+
+TRACKERS: dict[str, tuple[str, ...]] = {
+    "tensorboard": (),
+    "wandb": ("base_url",),
+    "mlflow": ("uri",),
+    "swanlab": ("workspace", "mode", "description", "tags", "reinit", "settings"),
+}
+"""Trackers with the arguments that each takes from a file."""
+
+_NATIVE = {"base_url": "wandb.settings.base_url", "uri": "mlflow.tracking_uri"}
+_SECRETS = {
+    "api_key": "WANDB_API_KEY or SWANLAB_API_KEY",
+    "username": "MLFLOW_TRACKING_USERNAME",
+    "password": "MLFLOW_TRACKING_PASSWORD",
+}
+
+
+def monitor(values: Values) -> Native:
+    """The tracker, beside the console and metrics.jsonl, with its project, group and arguments; one that it does not
+    have is refused."""
+    kind, group = values["monitor.monitor_type"], text(values, "group")
+    out: Native = {"track.trackers": ["console", "jsonl", kind]}
+    if kind != "tensorboard":
+        out |= {"track.project": str(values["project"])} | ({"track.group": group} if group else {})
+    told = {"base_url": values[f"{ARGS}.base_url"]} | (values[f"{ARGS}.*"] or {})
+    if kind == "mlflow" or values[f"{ARGS}.uri"] != "http://localhost:5000":
+        told["uri"] = values[f"{ARGS}.uri"]
+    told = {key: value for key, value in told.items() if given(value) is not None}
+    for key in told:
+        if key not in TRACKERS[kind]:
+            known = ", ".join(TRACKERS[kind]) or "none"
+            raise ConfigError(
+                f"{ARGS}.{key}: {kind} takes no such argument{near(key, TRACKERS[kind])}; it takes: {known}."
+            )
+    tags = told.pop("tags", None)
+    out |= {f"track.arguments.{_NATIVE.get(key, f'{kind}.{key}')}": value for key, value in told.items()}
+    return out | ({"track.tags": tags} if tags else {})
+
+
+def secrets(values: Values) -> Native:
+    """Refuses keys and passwords without showing them."""
+    for name, variable in _SECRETS.items():
+        if text(values, f"{ARGS}.{name}") is not None:
+            raise ConfigError(
+                f"{ARGS}.{name}: secrets stay out of configs: leave it out and set {variable} in the environment."
+            )
+    at = "data_processor.task_pipeline.operators"
+    for n, own in enumerate(entries(values, at)):
+        if text(own, "args.api_key") is not None:
+            raise NotSupportedYet(f"{at}[{n}].args.api_key: data services are coming, not built yet.")
+    return {}
+
+
+def log_level(values: Values) -> Native:
+    """DEBUG is debug."""
+    return {"track.log_level": str(values["log.level"]).lower()}
+
+
+def record(values: Values) -> Native:
+    """save_input: the record of the rollouts, and where."""
+    at = "data_processor.experience_pipeline"
+    path = text(values, f"{at}.input_save_path")
+    folder = {"track.rollouts_dir": str(Path(path).with_suffix(""))} if path else {}
+    return {"track.rollouts_every": 1 if values[f"{at}.save_input"] else 0, **folder}

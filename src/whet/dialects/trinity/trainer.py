@@ -1,263 +1,297 @@
-"""Trinity-RFT's `trainer` and its veRL section: the critic, memory, checkpoints; the embedded trainer stands in."""
+"""Trinity-RFT's `trainer` and its veRL section: the critic, memory, devices, adapters, checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from math import ceil
 
+from whet.dialects.layout import PARALLEL, RANKS, Layout, groups
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.algorithm import kl, schedule
-from whet.dialects.trinity.data import limits
-from whet.dialects.trinity.presets import preset
+from whet.dialects.trinity.data import limits, trainers
+from whet.dialects.trinity.loss import AGGREGATIONS
 from whet.dialects.trinity.values import (
     ACTOR,
     CRITIC,
     MODEL,
     REF,
     VERL_TRAINER,
+    Native,
     agreed,
-    count,
+    at_least,
+    entries,
     given,
+    is_megatron,
     known_as,
+    preset,
     text,
-    whole,
 )
-from whet.dialects.typed import flag
 from whet.dialects.uploads import place
 from whet.types import ConfigError, Json
+
+FSDP = f"{ACTOR}.fsdp_config"
+
+# ---------------------------------------------------------------- what is there
+
+
+def has_critic(values: Values) -> bool:
+    """Whether the algorithm has a value model."""
+    return preset(values).recipe == "ppo"
+
+
+def has_reference(values: Values) -> bool:
+    """Whether the algorithm compares with another model."""
+    base = preset(values)
+    return base.kind == "dpo" or base.advantage == "on_policy_distill" or bool(kl(values))
+
+
+def is_remote(values: Values) -> bool:
+    """Whether Tinker trains."""
+    return values["model.tinker.enable"] is True
+
 
 # ---------------------------------------------------------------- what is trained
 
 
-def critic(values: Values) -> Mapping[str, Json]:
+def critic(values: Values) -> Native:
     """The value model of ppo: where it starts, its optimizer, its clipping, its passes, its warm-up alone."""
     path, policy = text(values, "model.critic_model_path"), text(values, "model.model_path")
-    own, optim = values[f"{CRITIC}.grad_clip"], f"{CRITIC}.optim"
-    over = values[f"{CRITIC}.model.override_config"] or {}
-    if not values[f"{CRITIC}.cliprange_value"]:
-        raise ConfigError(
-            f"{CRITIC}.cliprange_value: 0 would hold every value where it was; write 0.5, the default."
-        )
+    own, optim, passes = values[f"{CRITIC}.grad_clip"], f"{CRITIC}.optim", values[f"{CRITIC}.ppo_epochs"]
+    over, mode = values[f"{CRITIC}.model.override_config"] or {}, given(values[f"{CRITIC}.loss_agg_mode"])
+    styles: Native = {f"{optim}.warmup_style": "constant", f"{optim}.lr_scheduler_type": "constant"}
+    decay = values[f"{optim}.weight_decay"]
     optimizer = {
         "lr": values[f"{optim}.lr"],
-        **({"betas": values[f"{optim}.betas"]} if preset(values).recipe == "ppo" else {}),
-        "weight_decay": values[f"{optim}.weight_decay"],
-        "decay_all": bool(values[f"{optim}.weight_decay"]),
+        **({"betas": values[f"{optim}.betas"]} if has_critic(values) else {}),
+        "weight_decay": decay,
+        "decay_all": bool(decay) and not is_megatron(values),
         "grad_clip": values["trainer.grad_clip"] if own == 1.0 else own,
         "schedule": schedule(
-            str(values[f"{optim}.warmup_style"]),
+            agreed(values, styles),
             ratio=values[f"{optim}.lr_warmup_steps_ratio"],
             floor=given(values[f"{optim}.min_lr_ratio"]),
             steps=values[f"{optim}.lr_warmup_steps"],
+            megatron=is_megatron(values),
         ),
     }
-    passes = whole(values, f"{CRITIC}.ppo_epochs")
-    own_passes = passes is not None and passes != values[f"{ACTOR}.ppo_epochs"]
     return {
         **({"critic.path": path or policy} if over or path not in (None, policy) else {}),
         **({"critic.overrides": over} if over else {}),
-        **({"critic.passes": passes} if own_passes else {}),
-        "critic.gradient_checkpointing": values[f"{CRITIC}.model.enable_gradient_checkpointing"],
-        "critic.clip_value": values[f"{CRITIC}.cliprange_value"],
-        "critic.warmup_steps": values[f"{VERL_TRAINER}.critic_warmup"],
+        **({"critic.passes": passes} if passes not in (None, values[f"{ACTOR}.ppo_epochs"]) else {}),
+        **({"critic.aggregation": AGGREGATIONS[mode]} if mode else {}),
         "critic.optimizer": optimizer,
     }
 
 
-def like_the_actor(values: Values) -> Mapping[str, Json]:
+def like_the_actor(values: Values) -> Native:
     """What actor and critic have in common here must be given alike."""
     theirs, own = f"{CRITIC}.shuffle", f"{ACTOR}.shuffle"
-    if preset(values).recipe == "ppo" and values[theirs] not in (None, values[own]):
+    if has_critic(values) and values[theirs] not in (None, values[own]):
         raise NotSupportedYet(
             f"{theirs}: {values[theirs]} is not the actor's {values[own]}: its own is coming, not built yet."
         )
     return {}
 
 
-def passes(values: Values) -> Mapping[str, Json]:
-    """ppo_epochs and memory for time."""
+def lora(values: Values) -> Native:
+    """The one adapter that is trained. Its names are the engine's business there, and one engine has one here."""
+    key = "model.lora_configs"
+    if not values[key]:
+        return {}
+    if len(values[key]) > 1:
+        raise ConfigError(f"{key}: got {len(values[key])} entries, expected at most one, as in Trinity")
+    own = {name: value for entry in entries(values, key) for name, value in entry.items() if given(value)}
+    targets = own.get("target_modules", "all-linear")
     return {
-        "train.passes": values[f"{ACTOR}.ppo_epochs"],
-        "train.shuffle_passes": values[f"{ACTOR}.shuffle"],
-        "train.gradient_checkpointing": values[f"{MODEL}.enable_gradient_checkpointing"],
+        "model.lora.rank": own.get("lora_rank", 32),
+        "model.lora.alpha": own.get("lora_alpha", 32),
+        "model.lora.targets": "all-linear" if targets == ["all-linear"] else targets,
+        "model.lora.path": own.get("path"),
     }
-
-
-def overwritten(values: Values) -> Mapping[str, Json]:
-    """Steps that Trinity puts in itself: its own number, or none."""
-    wanted = given(values.get("trainer.total_steps"))
-    for key in (
-        f"{ACTOR}.optim.total_training_steps",
-        f"{CRITIC}.optim.total_training_steps",
-        f"{VERL_TRAINER}.total_training_steps",
-    ):
-        if values[key] not in (None, -1, wanted):
-            raise ConfigError(
-                f"{key}: {values[key]} would be overwritten; write trainer.total_steps: {values[key]}."
-            )
-    return {}
 
 
 # ---------------------------------------------------------------- memory
 
 
-def micro(values: Values) -> Mapping[str, Json]:
-    """Cuts into micro-batches: of the policy, the critic, forwards without gradient. They never change a gradient.
-
-    A budget of tokens counts where it differs from its default; it holds twice max_model_len at least.
-    """
-    with_critic = preset(values).recipe == "ppo"
+def micro(values: Values) -> Native:
+    """Cuts into micro-batches: of the policy, the critic, forwards without gradient. They never change a gradient."""
     dynamic = agreed(values, {"trainer.use_dynamic_bsz": True, f"{ACTOR}.use_dynamic_bsz": True})
     of_ref, of_critic = (
         dynamic if values[key] is None else values[key]
         for key in (f"{REF}.log_prob_use_dynamic_bsz", f"{CRITIC}.use_dynamic_bsz")
     )
-    if with_critic and of_ref != of_critic:
-        raise NotSupportedYet(
-            f"{CRITIC}.use_dynamic_bsz: {of_critic} beside {REF}.log_prob_use_dynamic_bsz: {of_ref} is coming, not "
-            "built yet: forwards without gradient are cut in one way."
-        )
-    cuts = (_tokens if dynamic else _rollouts)(values, actor=True)
-    forward = (_tokens if of_ref else _rollouts)(values, forward=True, critic=with_critic)
-    own = (_tokens if of_critic else _rollouts)(values, critic=True) if with_critic else None
-    out: dict[str, Json] = {f"train.{_kind(dynamic)}": cuts}
-    if forward is not None and (_kind(of_ref), forward) != (_kind(dynamic), cuts):
-        out[f"train.{_kind(of_ref)}_forward"] = forward
-    if own is not None and (_kind(of_critic), own) != (_kind(dynamic), cuts):
-        out[f"critic.{_kind(of_critic)}"] = own
+    tokens = _tokens(values) if any((dynamic, of_ref, of_critic)) else {}
+    rollouts = _rollouts(values)
+    policys, forward, critics = (
+        ("micro_tokens", tokens[who]) if by_tokens else ("micro_rollouts", rollouts[who])
+        for who, by_tokens in (("actor", dynamic), ("forward", of_ref), ("critic", of_critic))
+    )
+    out: Native = {f"train.{policys[0]}": policys[1]}
+    if forward[1] is not None and forward != policys:
+        out[f"train.{forward[0]}_forward"] = forward[1]
+    if has_critic(values) and critics[1] is not None and critics != policys:
+        out[f"critic.{critics[0]}"] = critics[1]
     return out
 
 
-def _kind(dynamic: Json) -> str:
-    return "micro_tokens" if dynamic else "micro_rollouts"
-
-
-def _tokens(
-    values: Values, *, actor: bool = False, forward: bool = False, critic: bool = False
-) -> int | None:
-    """A budget of tokens: that of one model; of forwards the smaller one; None where the policy's stands for it.
+def _tokens(values: Values) -> dict[str, int | None]:
+    """Budgets of tokens, which hold twice max_model_len at least; None where the policy's stands for it.
 
     A budget that is its default, or the one it refers to, binds nobody: trainer.max_token_len_per_gpu does.
     """
-    width = count(values, "trainer.ulysses_sequence_parallel_size")
-    floor = ceil(2 * sum(limits(values)) / width)
+    floor = ceil(2 * sum(limits(values)) / values["trainer.ulysses_sequence_parallel_size"])
 
     def told(key: str, default: Json) -> int | None:
-        size = whole(values, key)
-        return None if size in (None, default) else max(size or floor, floor)
+        size = values[key]
+        return None if size in (None, default) else max(size, floor)
 
     policys, critics = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{CRITIC}.ppo_max_token_len_per_gpu"
-    if actor:
-        own = max(whole(values, "trainer.max_token_len_per_gpu") or floor, floor)
-        return told(policys, 16384) or own
-    trained = told(critics, 32768) if critic else None
-    if not forward:
-        return trained
-    of_ref = told(f"{REF}.log_prob_max_token_len_per_gpu", values[policys])
-    of_critic = told(f"{CRITIC}.forward_max_token_len_per_gpu", values[critics]) or trained
-    return min((size for size in (of_ref, of_critic if critic else None) if size), default=None)
-
-
-def _rollouts(values: Values, *, actor: bool = False, forward: bool = False, critic: bool = False) -> int:
-    """Rollouts of a micro-batch; pairs of dpo are two."""
-    times = 2 if preset(values).kind == "dpo" else 1
-    if actor:
-        return times * (
-            whole(values, f"{ACTOR}.ppo_micro_batch_size")
-            or count(values, f"{ACTOR}.ppo_micro_batch_size_per_gpu")
-        )
-    trained = count(values, f"{CRITIC}.ppo_micro_batch_size_per_gpu")
-    if not forward:
-        return trained
-    of_ref = times * (
-        whole(values, f"{REF}.log_prob_micro_batch_size")
-        or count(values, f"{REF}.log_prob_micro_batch_size_per_gpu")
-    )
-    of_critic = whole(values, f"{CRITIC}.forward_micro_batch_size_per_gpu") or trained
-    return min(of_ref, of_critic) if critic else of_ref
-
-
-def offload(values: Values) -> Mapping[str, Json]:
-    """What lies in the host's memory while it rests: one list for the policy, its critic and its reference."""
-    ppo, at = preset(values).recipe == "ppo", {"actor": ACTOR, "critic": f"{CRITIC}.model", "ref": REF}
-    # FSDP2's offload_policy: weights, gradients and the optimizer's state
-    every = {who: flag(values, f"{section}.fsdp_config.offload_policy") for who, section in at.items()}
-    weights = {
-        who: every[who] or values[f"{section}.fsdp_config.param_offload"] for who, section in at.items()
+    trained = told(critics, 32768)
+    forward = [told(f"{REF}.log_prob_max_token_len_per_gpu", values[policys])]
+    if has_critic(values):
+        forward.append(told(f"{CRITIC}.forward_max_token_len_per_gpu", values[critics]) or trained)
+    return {
+        "actor": told(policys, 16384) or max(values["trainer.max_token_len_per_gpu"] or floor, floor),
+        "forward": min((size for size in forward if size), default=None),
+        "critic": trained,
     }
-    of_actor, of_critic = (f"{at[who]}.fsdp_config.optimizer_offload" for who in ("actor", "critic"))
-    moments, other = (every[who] or values[key] for who, key in (("actor", of_actor), ("critic", of_critic)))
-    if ppo and other != moments:
-        raise NotSupportedYet(
-            f"{of_critic}, or {at['critic']}.fsdp_config.offload_policy: {other} beside {of_actor}: {moments} is "
-            "coming, not built yet: the optimizers of policy and critic rest in one place. Give both the same value."
-        )
+
+
+def _rollouts(values: Values) -> dict[str, int | None]:
+    """Rollouts of a micro-batch, by the key of all GPUs or of each; pairs of dpo are two."""
+    times = 2 if preset(values).kind == "dpo" else 1
+
+    def told(key: str) -> int | None:
+        size: int | None = values[key] or values[f"{key}_per_gpu"]
+        return size
+
+    trained = told(f"{CRITIC}.ppo_micro_batch_size") or 1
+    forward = times * (told(f"{REF}.log_prob_micro_batch_size") or 1)
+    if has_critic(values):
+        forward = min(forward, told(f"{CRITIC}.forward_micro_batch_size") or trained)
+    actors = times * (told(f"{ACTOR}.ppo_micro_batch_size") or 1)
+    return {"actor": actors, "forward": forward, "critic": trained}
+
+
+def offload(values: Values) -> Native:
+    """What lies in the host's memory while it rests: one list for the policy, its critic and its reference."""
+
+    def rests(section: str, what: str) -> bool:
+        if is_megatron(values):
+            return bool(values[f"{ACTOR}.megatron.{what}"] or values[f"trainer.{what}"])
+        keys = (f"{section}.fsdp_config", "trainer")
+        return any(values[f"{key}.{name}"] for key in keys for name in (what, "offload_policy"))
+
     there = {
-        "optimizer": moments,
+        "optimizer": rests(ACTOR, "optimizer_offload"),
         "activations": values[f"{MODEL}.enable_activation_offload"],
-        "critic": ppo and weights["critic"],
-        "reference": weights["ref"] and has_reference(values),
-        "policy": weights["actor"],
+        "critic": has_critic(values) and rests(f"{CRITIC}.model", "param_offload"),
+        "reference": rests(REF, "param_offload") and has_reference(values),
+        "policy": rests(ACTOR, "param_offload"),
     }
     return {"train.offload": [name for name, wanted in there.items() if wanted]}
 
 
-def has_reference(values: Values) -> bool:
-    base = preset(values)
-    return base.kind == "dpo" or base.advantage == "on_policy_distill" or bool(kl(values))
+# ---------------------------------------------------------------- devices
+
+
+def layout(values: Values) -> Native:
+    """The trainer's GPUs are those that the explorer's engines leave over; the actor's layout serves all models."""
+    left, cp = max(trainers(values), 0), sequence_ranks(values)
+    if is_megatron(values):
+        return _megatron(values, left)
+    if left % cp:
+        raise ConfigError(
+            f"trainer.ulysses_sequence_parallel_size: {cp} must divide the {left} GPUs of the trainer "
+            "(cluster.node_num * cluster.gpu_per_node, less those of the engines)."
+        )
+    copies, shards = groups(values[f"{FSDP}.fsdp_size"], left // cp or 1, key=f"{FSDP}.fsdp_size")
+    return Layout(dp_replicate=copies, dp_shard=shards, cp=cp).natives()
+
+
+def _megatron(values: Values, left: int) -> Native:
+    """Megatron's sizes; what they leave over are data-parallel ranks, which share the optimizer's state."""
+    sizes = {
+        dim: values[f"{ACTOR}.megatron.{kind}_parallel_size"]
+        for dim, kind in (("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context"))
+    }
+    model = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    if left % model:
+        raise ConfigError(
+            f"{ACTOR}.megatron: tensor, pipeline and context parallel sizes make {model} GPUs, which must divide the "
+            f"{left} of the trainer."
+        )
+    ep = values[f"{ACTOR}.megatron.expert_model_parallel_size"]
+    return Layout(dp_shard=left // model or 1, ep=ep, **sizes).natives()
 
 
 def sequence_ranks(values: Values) -> int:
     """Ulysses: ranks that share one sequence, the same for every model."""
-    keys: dict[str, Json] = {
-        "trainer.ulysses_sequence_parallel_size": 1,
-        f"{ACTOR}.ulysses_sequence_parallel_size": 1,
-        f"{REF}.ulysses_sequence_parallel_size": 1,
-    }
-    if preset(values).recipe == "ppo":
-        keys[f"{CRITIC}.ulysses_sequence_parallel_size"] = 1
-    sizes = {key: whole(values, key) or 1 for key in keys}
-    shared = agreed(sizes, keys)
-    assert isinstance(shared, int)
+    keys = ("trainer.ulysses_sequence_parallel_size", f"{ACTOR}.ulysses_sequence_parallel_size")
+    shared: int = agreed(values, dict.fromkeys(keys, 1))
     return shared
+
+
+def sharding(values: Values) -> Native:
+    """How FSDP gathers what it has cut. Without forward_prefetch nothing is gathered ahead."""
+    if is_megatron(values):
+        return {}
+    return {
+        f"{PARALLEL}.reshard_after_forward": bool(values[f"{FSDP}.reshard_after_forward"]),
+        f"{PARALLEL}.prefetch": int(values[f"{FSDP}.forward_prefetch"]),
+    }
+
+
+def machines(values: Values) -> Native:
+    """Several machines: the ranks live in a Ray cluster."""
+    return {RANKS: True} if (values["cluster.node_num"] or 1) > 1 else {}
+
+
+def address(values: Values) -> Native:
+    """A running Ray cluster; auto: one that is started where it is needed."""
+    found = given(values["cluster.ray_address"])
+    if found in (None, "auto", "local"):
+        return {}
+    if not isinstance(found, str) or not re.fullmatch(r"(ray://)?[^/\s]+:\d+", found):
+        raise ConfigError(f"cluster.ray_address: got {found!r}, expected auto or host:port.")
+    if found.startswith("ray://"):
+        raise NotSupportedYet(
+            f"cluster.ray_address: {found}: Ray's client is coming, not built yet; here: host:port of the head."
+        )
+    return {"cluster.address": found}
 
 
 # ---------------------------------------------------------------- checkpoints
 
 
-def copies(values: Values) -> Mapping[str, Json]:
+def copies(values: Values) -> Native:
     """Another place for checkpoints."""
     path = text(values, f"{VERL_TRAINER}.default_hdfs_dir")
     return {"checkpoint.upload_to": [place(path)]} if path else {}
 
 
-def resume(values: Values) -> Mapping[str, Json]:
+def resume(values: Values) -> Native:
     """resume_mode where it is set, else continue_from_checkpoint."""
-    at = f"{VERL_TRAINER}.resume_mode"
-    kind, path = text(values, at) or "auto", text(values, f"{VERL_TRAINER}.resume_from_path")
-    if kind == "resume_path":
-        if path is None:
-            raise ConfigError(
-                f"{VERL_TRAINER}.resume_from_path: must be given with resume_mode: resume_path."
-            )
-        return {"checkpoint.resume": path}
-    if path is not None:
-        raise ConfigError(
-            f"{VERL_TRAINER}.resume_from_path: has no effect with resume_mode: {kind}; write resume_path."
-        )
-    known_as(kind, dict.fromkeys(("auto", "disable", "resume_path")), key=at)
+    kind = text(values, f"{VERL_TRAINER}.resume_mode") or "auto"
+    key = f"{VERL_TRAINER}.resume_from_path"
+    path = text(values, key)
+    if kind == "resume_path" and path is None:
+        raise ConfigError(f"{key}: must be given with resume_mode: resume_path.")
+    if kind != "resume_path" and path is not None:
+        raise ConfigError(f"{key}: has no effect with resume_mode: {kind}; write resume_path.")
     goes_on = kind == "auto" and values["continue_from_checkpoint"]
-    return {"checkpoint.resume": "auto" if goes_on else "fresh"}
+    return {"checkpoint.resume": path or ("auto" if goes_on else "fresh")}
 
 
-def keep(values: Values) -> Mapping[str, Json]:
+def keep(values: Values) -> Native:
     """Actor and critic are saved together, so they are kept alike."""
-    actor, of_critic = (
-        given(values[f"{VERL_TRAINER}.max_{who}_ckpt_to_keep"]) for who in ("actor", "critic")
-    )
+    both = values["trainer.max_checkpoints_to_keep"]
+    actor, of_critic = (values[f"{VERL_TRAINER}.max_{who}_ckpt_to_keep"] for who in ("actor", "critic"))
     if values[f"{VERL_TRAINER}.remove_previous_ckpt_in_save"]:
         return {"checkpoint.keep": 1}
-    if preset(values).recipe == "ppo" and actor != of_critic:
+    if both is not None and (both or at_least(values, "0.6.0")):
+        return {"checkpoint.keep": both or None}
+    if has_critic(values) and actor != of_critic:
         raise NotSupportedYet(
             f"{VERL_TRAINER}.max_critic_ckpt_to_keep: {of_critic} is not max_actor_ckpt_to_keep = {actor}: a "
             "checkpoint holds both; other numbers are coming, not built yet."
@@ -265,11 +299,9 @@ def keep(values: Values) -> Mapping[str, Json]:
     return {"checkpoint.keep": actor}
 
 
-def export(values: Values) -> Mapping[str, Json]:
+def export(values: Values) -> Native:
     """Hugging Face folders: at the end, with every checkpoint, or none."""
-    key = "trainer.save_hf_checkpoint"
-    wanted, every = str(values[key]), values["trainer.save_interval"]
-    known_as(wanted, dict.fromkeys(("last", "always", "never")), key=key)
+    wanted, every = values["trainer.save_hf_checkpoint"], values["trainer.save_interval"]
     always = wanted == "always" or "hf_model" in _contents(values, "save")
     return {
         "checkpoint.export": always or wanted == "last",
@@ -277,7 +309,7 @@ def export(values: Values) -> Mapping[str, Json]:
     }
 
 
-def _contents(values: Values, what: str) -> list[Json]:
+def _contents(values: Values, what: str) -> list[str]:
     key = f"{ACTOR}.checkpoint.{what}_contents"
     parts = values[key] or []
     if not isinstance(parts, list | tuple):
@@ -289,7 +321,7 @@ def _contents(values: Values, what: str) -> list[Json]:
     return list(parts)
 
 
-def contents(values: Values) -> Mapping[str, Json]:
+def contents(values: Values) -> Native:
     """What a checkpoint holds, and what is read of it. `extra`, the run's place, is in every one."""
     saved, loaded = _contents(values, "save"), _contents(values, "load")
     if "extra" not in loaded:
@@ -301,4 +333,5 @@ def contents(values: Values) -> Mapping[str, Json]:
     return {
         "checkpoint.contents": [part for part in both if part in saved],
         "checkpoint.load": [part for part in both if part in loaded],
+        **({"checkpoint.background": True} if values[f"{ACTOR}.checkpoint.async_save"] else {}),
     }

@@ -1,25 +1,41 @@
-"""Reading a Trinity-RFT file's values: its empty texts, its open dicts and lists, the names of its functions."""
+"""Reading a Trinity-RFT file's values, and what its algorithm_type stands for."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
-from whet.config.faults import shown
 from whet.config.keys import dotted
 from whet.config.tree import leaves
 from whet.dialects.row import NotSupportedYet, Values
+from whet.dialects.versions import since
 from whet.tables import near
 from whet.types import ConfigError, Json
 
-TASKSET = "buffer.explorer_input.taskset"
-EVAL_TASKSETS = "buffer.explorer_input.eval_tasksets"
+Native = dict[str, Json]
+Own = Mapping[str, Json]
+"""One buffer, taskset or model of a list, by dotted names inside it."""
+
+INPUT = "buffer.explorer_input"
+TASKSET = f"{INPUT}.taskset"
+EVAL_TASKSETS = f"{INPUT}.eval_tasksets"
 EXPERIENCES = "buffer.trainer_input.experience_buffer"
+AUXILIARY = "buffer.trainer_input.auxiliary_buffers"
 CONFIG = "trainer.trainer_config"
 MODEL = f"{CONFIG}.actor_rollout_ref.model"
 ACTOR = f"{CONFIG}.actor_rollout_ref.actor"
 REF = f"{CONFIG}.actor_rollout_ref.ref"
 CRITIC = f"{CONFIG}.critic"
 VERL_TRAINER = f"{CONFIG}.trainer"
+
+# ---------------------------------------------------------------- values
+
+
+def at_least(values: Values, version: str) -> bool:
+    """Whether a file is read as this release or a newer one."""
+    return since(values, "trinity", version)
 
 
 def given(value: Json) -> Json:
@@ -33,48 +49,39 @@ def text(values: Values, key: str) -> str | None:
     return None if value is None else str(value)
 
 
-def whole(values: Values, key: str, *, least: int = 1) -> int | None:
-    """A whole number, or None where the file says null. ConfigError for anything else."""
-    value = given(values.get(key))
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{key}: got {shown(value)}, expected a whole number >= {least}.")
-    return value
-
-
-def count(values: Values, key: str, *, least: int = 1) -> int:
-    """A whole number that must be there."""
-    number = whole(values, key, least=least)
-    if number is None:
-        raise ConfigError(f"{key}: got null, expected a whole number >= {least}.")
-    return number
-
-
-def arguments(values: Values, key: str, defaults: Mapping[str, Json]) -> dict[str, Json]:
-    """The arguments of a function of Trinity's, defaults filled in. ConfigError for one that it does not have."""
+def arguments(
+    values: Values, key: str, defaults: Mapping[str, Json], *, needs: Mapping[str, str] | None = None
+) -> Native:
+    """The arguments of a function of Trinity's, defaults filled in. ConfigError for one that it does not have, or that
+    has no effect without the one that it needs."""
     found = values[f"{key}.*"] or {}
     for name in found:
         if name not in defaults:
             raise ConfigError(
                 f"{key}.{name}: no such argument{near(name, defaults)}; there are: {', '.join(defaults) or 'none'}."
             )
-    return {**defaults, **{k: v for k, v in found.items() if v is not None}}
+    out = {**defaults, **{k: v for k, v in found.items() if v is not None}}
+    for name, other in (needs or {}).items():
+        if name in out and out[name] != defaults[name] and out[other] in (None, False):
+            raise ConfigError(f"{key}.{name}: has no effect without {other}; leave it out.")
+    return out
 
 
-def entries(values: Values, key: str) -> list[dict[str, Json]]:
+def number(value: Json, key: str) -> float:
+    """A number in a dict of arguments, whose kinds no row says."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{key}: got {value!r}, expected a number.")
+    return value
+
+
+def entries(values: Values, key: str) -> list[Native]:
     """The entries of a list of sections, each by dotted names inside it."""
     return [{dotted(path): v for path, v in leaves(entry)} for entry in values.get(key) or []]
 
 
-def entry(values: Values, key: str, name: str) -> dict[str, Json]:
-    """One section of the user's name, by dotted names inside it. ConfigError without it."""
-    given = values.get(key)
-    there: dict[str, Json] = given if isinstance(given, dict) else {}
-    found = there.get(name)
-    if not isinstance(found, dict):
-        raise ConfigError(f"{key}.{name}: must be given; there are: {', '.join(there) or 'none'}.")
-    return {dotted(path): v for path, v in leaves(found)}
+def inside(values: Values, section: str) -> Native:
+    """The values of a section, by the names inside it."""
+    return {key.removeprefix(f"{section}."): v for key, v in values.items() if key.startswith(f"{section}.")}
 
 
 def agreed(values: Values, defaults: Mapping[str, Json]) -> Json:
@@ -99,6 +106,83 @@ def known_as(name: str, known: Mapping[str, object], *, key: str, coming: Collec
         raise ConfigError(f"{key}: {name} is not known{near(name, known)}; here: {', '.join(known)}.")
 
 
-def accepted(values: Values) -> Mapping[str, Json]:
-    """Nothing is asked for."""
-    return {}
+# ---------------------------------------------------------------- algorithm_type
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """What an algorithm_type stands for where its functions are not named."""
+
+    recipe: str
+    """The native recipe."""
+    advantage: str = "none"
+    loss: str = "ppo"
+    kl_loss: str = "k2"
+    entropy: str = "default"
+    kind: Literal["online", "sft", "dpo"] = "online"
+    in_trainer: bool = False
+    """Advantages are computed in the trainer, so a KL penalty in the rewards has an effect."""
+
+    @property
+    def mixes(self) -> bool:
+        """Demonstrations stand among the own rollouts."""
+        return self.loss in ("mix", "mix_chord")
+
+
+PRESETS: dict[str, Preset] = {
+    "ppo": Preset(recipe="ppo", advantage="ppo", in_trainer=True),
+    "grpo": Preset(recipe="grpo", advantage="grpo"),
+    "grpo_verl": Preset(recipe="grpo", advantage="grpo", in_trainer=True),
+    "dapo": Preset(recipe="grpo", advantage="grpo", kl_loss="none"),
+    "rloo": Preset(recipe="rloo", advantage="rloo", in_trainer=True),
+    "reinforceplusplus": Preset(recipe="reinforce_pp", advantage="reinforceplusplus", in_trainer=True),
+    "opmd": Preset(recipe="opmd", advantage="opmd", loss="opmd"),
+    "asymre": Preset(recipe="asymre", advantage="asymre", loss="opmd", kl_loss="none", entropy="none"),
+    "topr": Preset(recipe="topr", advantage="reinforce", loss="topr"),
+    "cispo": Preset(recipe="cispo", advantage="grpo", loss="cispo"),
+    "gspo": Preset(recipe="gspo", advantage="grpo", loss="gspo"),
+    "sapo": Preset(recipe="sapo", advantage="grpo", loss="sapo"),
+    "sppo": Preset(recipe="sppo", advantage="opmd", loss="sppo", kl_loss="none", entropy="none"),
+    "rec": Preset(recipe="rec", advantage="rec", loss="rec"),
+    "raft": Preset(recipe="raft", loss="sft", kl_loss="none", entropy="none"),
+    "multi_step_grpo": Preset(recipe="step_wise_grpo", advantage="step_wise_grpo"),
+    "on_policy_distill": Preset(
+        recipe="distill", advantage="on_policy_distill", kl_loss="none", entropy="none", in_trainer=True
+    ),
+    "mix": Preset(recipe="mix", advantage="grpo", loss="mix", entropy="mix"),
+    "mix_chord": Preset(recipe="mix_chord", advantage="grpo", loss="mix_chord", entropy="mix"),
+    "sft": Preset(recipe="sft", loss="sft", kl_loss="none", entropy="none", kind="sft"),
+    "dpo": Preset(recipe="dpo", loss="dpo", kl_loss="none", kind="dpo"),
+}
+
+NEWER = ("cpt", "gigpo", "jsd")
+"""Those of versions after the document that are not built."""
+
+
+def preset(values: Values) -> Preset:
+    """The preset of algorithm.algorithm_type. NotSupportedYet for a newer one, ConfigError for an unknown one."""
+    name = str(values["algorithm.algorithm_type"])
+    if name in PRESETS:
+        return PRESETS[name]
+    known = f"here: {', '.join(PRESETS)}"
+    if name in NEWER:
+        raise NotSupportedYet(
+            f"algorithm.algorithm_type: {name}, of a newer version, is coming, not built yet; {known}."
+        )
+    raise ConfigError(f"algorithm.algorithm_type: {name!r} is not known{near(name, PRESETS)}; {known}.")
+
+
+def online(values: Values) -> bool:
+    """Whether the policy learns from its own rollouts, and not from a file."""
+    return preset(values).kind == "online"
+
+
+def is_megatron(values: Values) -> bool:
+    """Whether Megatron-LM trains there, which says what its keys mean."""
+    return "megatron" in (values["trainer.trainer_strategy"], values[f"{ACTOR}.strategy"])
+
+
+def repeat_times(values: Values) -> int:
+    """Rollouts of a task. The numbers of Trinity's presets never count, for its field is 1 and never null."""
+    times: int = values["algorithm.repeat_times"] or 1
+    return times

@@ -1,0 +1,81 @@
+"""The trackers that come with whet, by name, read without importing any of them: one row adds one.
+
+A tracker of yours is a class, named in `track.trackers` as 'package.module:Class' or 'path/to/file.py:Class'. It is
+called with `Sinks` (the config, the run directory, where the run goes on from) and its `track.arguments`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from whet.config.schema import Config
+from whet.tables import near
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What a config may say of a tracker."""
+
+    about: str
+    at: str = ""
+    """Its class, as 'module:name'. '' for the console, which the run shows itself."""
+    package: str = ""
+    """What must be installed."""
+    lists_runs: bool = False
+    """It lists runs of many machines under a project, and may send numbers and the config away."""
+    takes: tuple[str, ...] | None = ()
+    """Arguments that it has in `track.arguments`; None: those of its package's own init."""
+    secret: str = ""
+    """The environment variable of its key."""
+
+
+TRACKERS: Mapping[str, Row] = {
+    "console": Row(about="The live display; without it a line a step."),
+    "jsonl": Row(about="metrics.jsonl and timings.jsonl; always written.", at="whet.track.trackers:Jsonl"),
+    "tensorboard": Row(
+        about="Event files in RUN/tensorboard.", at="whet.track.trackers:TensorBoard", package="tensorboard"
+    ),
+    "wandb": Row(
+        about="Weights & Biases.",
+        at="whet.track.remote:Wandb",
+        package="wandb",
+        lists_runs=True,
+        takes=None,
+        secret="WANDB_API_KEY",
+    ),
+    "mlflow": Row(
+        about="An MLflow server, or RUN/mlflow.db.",
+        at="whet.track.remote:Mlflow",
+        package="mlflow",
+        lists_runs=True,
+        takes=("tracking_uri",),
+        secret="MLFLOW_TRACKING_PASSWORD",
+    ),
+    "swanlab": Row(
+        about="SwanLab.",
+        at="whet.track.remote:SwanLab",
+        package="swanlab",
+        lists_runs=True,
+        takes=None,
+        secret="SWANLAB_API_KEY",
+    ),
+}
+
+LISTS = tuple(name for name, row in TRACKERS.items() if row.lists_runs)
+
+
+def unknown(cfg: Config) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong) for names that are no tracker."""
+    for name in cfg.track.trackers:
+        if name not in TRACKERS and ":" not in name:
+            yield (
+                "track.trackers",
+                f"{name!r} is not known{near(name, TRACKERS)}; known: {', '.join(TRACKERS)}, or a class of yours as "
+                "'package.module:Class' or 'path/to/file.py:Class'",
+            )
+
+
+def lists_runs(cfg: Config) -> bool:
+    """A tracker reads project, group and tags: one of those in `LISTS`, or a class of yours may."""
+    return any(name in LISTS or ":" in name for name in cfg.track.trackers)

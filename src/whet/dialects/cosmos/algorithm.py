@@ -1,0 +1,193 @@
+"""Cosmos-RL: the algorithm; variants of GRPO, their loss, what is weighed and left out, the reference, a teacher."""
+
+from __future__ import annotations
+
+from whet.dialects.cosmos.data import short
+from whet.dialects.cosmos.values import POLICY, at_revision, is_sft, weights
+from whet.dialects.row import NotSupportedYet, Values
+from whet.types import ConfigError, Json
+
+ALL = 1_000_000
+"""As good as no limit."""
+
+OPEN_LOW, OPEN_HIGH = 1.0, 1e9
+"""Widths of a clip that leave the ratio's lower and upper side open."""
+
+DIFFUSION, ACTIONS = "diffusion models", "vision-language-action models"
+ELSEWHERE = {
+    **dict.fromkeys(("diffusers_sft", "diffusion_nft", "diffusion_nft_rollout"), DIFFUSION),
+    **dict.fromkeys(("grpo_vla", "grpo_pi05", "pi_sft", "cosmos_policy", "vla"), ACTIONS),
+    **dict.fromkeys(("gym_pg", "gym"), "policies that are no language models"),
+    "dpo": "preference pairs without a reference",
+}
+"""Cosmos's other trainers and rollout backends: what they are for."""
+
+
+def algorithm(values: Values) -> dict[str, Json]:
+    """The recipe: grpo, gspo, dapo (which drops groups of equal rewards), or sft."""
+    if is_sft(values):
+        return {"algorithm.name": "sft"}
+    variant = values[POLICY + "variant"]
+    return {"algorithm.name": variant} | (_dropping(values) if variant == "dapo" else {})
+
+
+def trainer(values: Values) -> dict[str, Json]:
+    """The trainers of language models alone."""
+    return _here(values, POLICY + "trainer_type", ("sft",) if is_sft(values) else ("grpo",))
+
+
+def backend(values: Values) -> dict[str, Json]:
+    """The embedded engine stands in for vLLM and TensorRT-LLM: what is sampled has the same law."""
+    return _here(values, "rollout.backend", ("vllm", "vllm_async", "trtllm"))
+
+
+def _here(values: Values, key: str, known: tuple[str, ...]) -> dict[str, Json]:
+    name = values[key]
+    if name not in known:
+        what = ELSEWHERE.get(name, "code of your own")
+        raise NotSupportedYet(f"{key}={name} is coming, not built yet: {what}; today: {', '.join(known)}")
+    return {}
+
+
+def _dropping(values: Values) -> dict[str, Json]:
+    """Groups whose rewards are all equal are dropped; more prompts are asked for, up to a bound on-policy."""
+    metric, trained = (
+        list(weights(values, POLICY + key)) for key in ("filter_reward_metric", "reward_function")
+    )
+    for name in metric:
+        if name not in trained:
+            raise NotSupportedYet(
+                f"{POLICY}filter_reward_metric: {name!r} is not in reward_function; dropping by what is not part of "
+                "the reward is coming."
+            )
+    parts = {"algorithm.groups.uniform_by": [short(name) for name in metric]}
+    most = values[POLICY + "max_retry_for_on_policy"]
+    bound = {"algorithm.max_refills": most - 1 if most > 0 else ALL} if values[POLICY + "on_policy"] else {}
+    return (parts if metric and set(metric) != set(trained) else {}) | bound
+
+
+def clipping(values: Values) -> dict[str, Json]:
+    """How far the ratio may go: two sides and a cap for negative advantages (not gspo), or one side (aipo_rho)."""
+    gspo = values[POLICY + "variant"] == "gspo"
+    if values[POLICY + "aipo_rho"] is not None:
+        if gspo:
+            raise NotSupportedYet(f"{POLICY}aipo_rho with variant='gspo' is coming; use grpo or dapo.")
+        return {"algorithm.loss": "aipo", "algorithm.aipo_rho": values[POLICY + "aipo_rho"]}
+    low, high = values[POLICY + "epsilon_low"], values[POLICY + "epsilon_high"]
+    bounds = {
+        "algorithm.clip_low": low if low >= 0 else OPEN_LOW,
+        "algorithm.clip_high": high if high >= 0 else OPEN_HIGH,
+    }
+    return bounds | ({} if gspo else {"algorithm.dual_clip": values[POLICY + "lower_bound_ratio"]})
+
+
+def far_from_policy(values: Values) -> dict[str, Json]:
+    """Replies that the policy has moved away from learn nothing from negative advantages, in the clipped loss."""
+    key = POLICY + "off_policy_masking_delta"
+    if values[key] is None:
+        return {}
+    clipped = values[POLICY + "variant"] != "gspo" and values[POLICY + "aipo_rho"] is None
+    if not clipped or values[POLICY + "use_decoupled_loss"]:
+        raise NotSupportedYet(
+            f"{key} with gspo, aipo_rho or use_decoupled_loss is coming, not built yet; today: grpo and dapo."
+        )
+    return {"algorithm.sequence_mask_delta": values[key]}
+
+
+def aggregation(values: Values) -> dict[str, Json]:
+    """How token losses become one number; a constant in place of the length makes it Dr. GRPO's."""
+    kind, constant = values[POLICY + "loss_type"], values[POLICY + "unbiased_loss_max_tokens"] or 0
+    if constant <= 0:
+        return {"algorithm.aggregation": kind}
+    if kind != "seq-mean-token-mean":
+        raise ConfigError(
+            f"{POLICY}unbiased_loss_max_tokens={constant} stands in the denominator of "
+            f"loss_type='seq-mean-token-mean' only, and loss_type is {kind!r}."
+        )
+    return {"algorithm.aggregation": "seq-mean-token-sum-norm", "algorithm.norm_tokens": constant}
+
+
+def normalize(values: Values) -> dict[str, Json]:
+    """Unbiased advantages are not divided by the group's standard deviation (the document's text has it inverted)."""
+    if values[POLICY + "unbiased_advantage"]:
+        return {"algorithm.normalize_std": False}
+    return {"algorithm.std_ddof": 0}
+
+
+def terms(values: Values) -> dict[str, Json]:
+    """What is above 0 to be on: the entropy bonus, the likelihood of replies that were paid, shared prefixes."""
+    entropy, likelihood = values[POLICY + "entropy_coeff"], values[POLICY + "positive_nll_coef"] or 0
+    prefix = values[POLICY + "min_filter_prefix_tokens"] or 0
+    out: dict[str, Json] = {}
+    if entropy > 0:
+        out |= {"algorithm.entropy_coef": entropy, "algorithm.entropy_aggregation": "token-mean"}
+    if likelihood > 0:
+        out["algorithm.positive_nll_coef"] = likelihood
+    return out | ({"algorithm.groups.min_shared_prefix": prefix} if prefix > 0 else {})
+
+
+def engine_probabilities(values: Values) -> dict[str, Json]:
+    """The engine's log-probs: as the ratio's denominator, or as weights of the losses; above the cap those are 0."""
+    sampled = values[POLICY + "use_rollout_logprobs_for_loss"]
+    if sampled and values[POLICY + "use_decoupled_loss"]:
+        raise ConfigError(f"{POLICY}use_rollout_logprobs_for_loss and use_decoupled_loss: give one of them.")
+    if not values[POLICY + "use_decoupled_loss"]:
+        return {"algorithm.old_logprobs": "sampled"} if sampled else {}
+    at, cap = "algorithm.correction.", values[POLICY + "behav_imp_weight_cap"]
+    masked = {at + "high": cap, at + "outside": "mask", at + "denominator": "all"}
+    return {at + "weight": "token"} | ({} if cap is None else masked)
+
+
+# ---------------------------------------------------------------- reference and teacher
+
+
+def reference(values: Values) -> dict[str, Json]:
+    """Where there is one: its estimator, and how often the policy becomes the reference."""
+    if values[POLICY + "kl_beta"] == 0:
+        return {}
+    every = values[POLICY + "reference_reset_interval"] or 0
+    unbiased = {"algorithm.kl.estimator": "unbiased_k3"} if values[POLICY + "unbiased_kl_estimate"] else {}
+    if every <= 0:
+        return unbiased
+    return unbiased | {
+        "reference.reset_every": every,
+        "reference.reset_optimizer": values[POLICY + "reset_optimizer_with_reference"],
+    }
+
+
+def distills(values: Values) -> bool:
+    """Whether a teacher judges the tokens."""
+    return values["distillation.enable"] is True
+
+
+def pays(values: Values) -> bool:
+    """Whether rewards are what is learned from."""
+    return not distills(values)
+
+
+def distillation(values: Values) -> dict[str, Json]:
+    """A teacher in place of rewards: every token learns how much likelier the teacher finds it."""
+    if not distills(values):
+        return {}
+    at = "distillation."
+    if is_sft(values) or values[POLICY + "variant"] == "dapo":
+        why = "is of RL jobs" if is_sft(values) else "pays no rewards, and dapo would drop every group"
+        raise ConfigError(f"{at}enable=true {why}; leave it out, or take variant grpo or gspo.")
+    beyond = {
+        "kl_discount_factor": values[at + "kl_discount_factor"] != 0,
+        "include_prompt": values[at + "include_prompt"],
+        "top_k": values[at + "top_k"] > 0,
+    }
+    for key in (key for key, is_asked in beyond.items() if is_asked):
+        raise NotSupportedYet(
+            f"{at}{key}={values[at + key]} is coming, not built yet; today each sampled token is judged by itself"
+        )
+    if values[POLICY + "kl_beta"] != 0:
+        raise NotSupportedYet(
+            f"{POLICY}kl_beta beside {at}enable is coming, not built yet: a teacher and a reference; set it 0."
+        )
+    return {
+        "algorithm.advantage": "distill",
+        "algorithm.distill_coef": values[at + "kl_penalty_coef"],
+        "reference.path": at_revision(values, values[at + "model_name_or_path"], at + "model_revision"),
+    }

@@ -1,0 +1,229 @@
+"""Which models there are, and on which devices: SkyRL's rules of placement, and the layout as native keys.
+
+Letters as there: P GPUs of a model, dp = ranks with data of their own. Nothing here depends on this machine: the rules
+are about the file, and `here` fits its layout to what there is.
+"""
+
+from __future__ import annotations
+
+import math
+
+from whet.dialects import versions
+from whet.dialects.layout import APART, PARALLEL, Layout, groups
+from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.types import ConfigError, Json
+
+A, PLACE, POLICY = "trainer.algorithm", "trainer.placement", "trainer.policy"
+FSDP = f"{POLICY}.fsdp_config"
+PROFILER = f"{POLICY}.torch_profiler_config"
+
+
+def since(v: Values, version: str) -> bool:
+    """Whether a file is read as this release of SkyRL or a newer one."""
+    return versions.since(v, "skyrl", version)
+
+
+# ---------------------------------------------------------------- what is there
+
+
+def has_critic(v: Values) -> bool:
+    """Whether a critic learns: only gae reads one."""
+    return v[f"{A}.advantage_estimator"] == "gae"
+
+
+def has_reference(v: Values) -> bool:
+    """Whether SkyRL starts a reference."""
+    return bool(v[f"{A}.use_kl_loss"] or v[f"{A}.use_kl_in_reward"])
+
+
+def compares(v: Values) -> bool:
+    """Whether a KL to the reference counts for anything."""
+    return bool((v[f"{A}.use_kl_in_reward"] or kl_learns(v)) and v[f"{A}.kl_loss_coef"] > 0)
+
+
+def kl_learns(v: Values) -> bool:
+    """Whether the KL of the loss has a gradient: from train-0.1 to 0.1 it was computed without one."""
+    return bool(v[f"{A}.use_kl_loss"]) and (since(v, "0.2") or not since(v, "train-0.1"))
+
+
+def is_megatron(v: Values) -> bool:
+    return v["trainer.strategy"] == "megatron"
+
+
+def is_megatron_reference(v: Values) -> bool:
+    return is_megatron(v) and has_reference(v)
+
+
+def is_deepspeed(v: Values) -> bool:
+    return v["trainer.strategy"] == "deepspeed"
+
+
+def is_fsdp(v: Values) -> bool:
+    return v["trainer.strategy"] in ("fsdp", "fsdp2")
+
+
+def asks_servers(v: Values) -> bool:
+    """Whether replies come from inference servers that somebody else has started."""
+    return not v["generator.run_engines_locally"]
+
+
+def serves(v: Values) -> bool:
+    """Whether the engines are reachable over HTTP while the run goes on."""
+    return bool(v["generator.enable_http_endpoint"])
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def gpus(v: Values, role: str) -> int:
+    """P of policy, critic or ref."""
+    P: int = v[f"{PLACE}.{role}_num_nodes"] * v[f"{PLACE}.{role}_num_gpus_per_node"]
+    return P
+
+
+def data_parallel(v: Values, role: str) -> int:
+    """dp = P / the ranks that share a sequence or the weights, which must divide P."""
+    P, keys = gpus(v, role), [f"trainer.{role}.sequence_parallel_size"]
+    if is_megatron(v) and role == "policy":
+        keys = [f"{POLICY}.megatron_config.{kind}_parallel_size" for kind in MEGATRON.values()]
+    size = math.prod(v[key] for key in keys)
+    if P % size:
+        told = " * ".join(f"{key}={v[key]}" for key in keys)
+        raise ConfigError(f"{told} must divide the {P} GPUs of the {role} ({PLACE}.{role}_num_*)")
+    return P // size
+
+
+MEGATRON = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context"}
+"""Sizes of Megatron by their native names."""
+
+
+def layout(v: Values) -> Native:
+    """The policy's layout serves all models; the engines take turns with them, or have GPUs of their own."""
+    check_placement(v)
+    dp = data_parallel(v, "policy")
+    engines = v["generator.num_inference_engines"] * v["generator.inference_engine_data_parallel_size"]
+    nodes = v[f"{PLACE}.policy_num_nodes"]
+    if is_megatron(v):
+        at = f"{POLICY}.megatron_config"
+        sizes = {dim: v[f"{at}.{kind}_parallel_size"] for dim, kind in MEGATRON.items()}
+        ep = math.gcd(v[f"{at}.expert_model_parallel_size"], dp)  # Megatron's may span tp, too
+        return Layout(dp_shard=dp, ep=ep, engines=engines, nodes=nodes, **sizes).natives()
+    copies, shards = groups(v[f"{FSDP}.fsdp_size"], dp, key=f"{FSDP}.fsdp_size")
+    cp = v[f"{POLICY}.sequence_parallel_size"]
+    return Layout(dp_replicate=copies, dp_shard=shards, cp=cp, engines=engines, nodes=nodes).natives()
+
+
+def check_placement(v: Values) -> None:
+    """Who shares GPUs with whom must fit, as SkyRL asserts."""
+    P, engines = gpus(v, "policy"), v["generator.num_inference_engines"]
+    kinds = ("tensor", "pipeline", "data")
+    each = math.prod(v[f"generator.inference_engine_{kind}_parallel_size"] for kind in kinds)
+    others = [("ref", has_reference(v)), ("critic", has_critic(v))]
+    if v[f"{PLACE}.colocate_all"] and v["generator.run_engines_locally"]:
+        if engines * each != P:
+            raise ConfigError(
+                f"trainer.placement.colocate_all: the policy's {P} GPUs (policy_num_nodes * policy_num_gpus_per_node) "
+                f"must equal generator.num_inference_engines={engines} * the {each} GPUs of each "
+                "(generator.inference_engine_tensor_parallel_size and the others like it)"
+            )
+        for role, there in others:
+            if there and gpus(v, role) != P:
+                raise ConfigError(
+                    f"trainer.placement.colocate_all: the {role} has {gpus(v, role)} GPUs ({role}_num_nodes * "
+                    f"{role}_num_gpus_per_node), the policy {P}; they must be equal"
+                )
+    elif v[f"{PLACE}.colocate_policy_ref"] and has_reference(v):
+        for size in ("nodes", "gpus_per_node"):
+            mine, other = (v[f"{PLACE}.{role}_num_{size}"] for role in ("policy", "ref"))
+            if mine != other:
+                raise ConfigError(
+                    f"trainer.placement.colocate_policy_ref: policy_num_{size}={mine} must equal ref_num_{size}={other}"
+                )
+
+
+def apart(v: Values) -> Native:
+    """Models with GPUs of their own: without colocate_all the critic always, the reference unless
+    colocate_policy_ref."""
+    check_placement(v)
+    if v[f"{PLACE}.colocate_all"]:
+        return NOTHING
+    alone = compares(v) and not v[f"{PLACE}.colocate_policy_ref"]
+    names = [*(["critic"] if has_critic(v) else []), *(["reference"] if alone else [])]
+    return {APART: names} if names else NOTHING
+
+
+# ---------------------------------------------------------------- memory
+
+
+def sharding(v: Values) -> Native:
+    """How FSDP gathers what it has cut. Resharding to a smaller group frees as much as it can, here all."""
+    return {
+        f"{PARALLEL}.reshard_after_forward": bool(v[f"{FSDP}.reshard_after_forward"]),
+        f"{PARALLEL}.wrap_min_parameters": v[f"{FSDP}.wrap_policy.min_num_params"],
+    }
+
+
+def offload(v: Values) -> Native:
+    """cpu_offload: weights and moments, always. offload_after_step: moments, where engines share the GPUs."""
+    rests = v[f"{PLACE}.colocate_all"] and v[f"{POLICY}.optimizer_config.offload_after_step"]
+    by_megatron = f"{POLICY}.megatron_config.optimizer_config_kwargs.optimizer_cpu_offload"
+    names = {
+        "optimizer": v[f"{FSDP}.cpu_offload"] or rests or (is_megatron(v) and v[by_megatron]),
+        "critic": has_critic(v) and v["trainer.critic.fsdp_config.cpu_offload"],
+        "reference": compares(v) and v["trainer.ref.fsdp_config.cpu_offload"],
+        "policy": v[f"{FSDP}.cpu_offload"],
+    }
+    return {"train.offload": [name for name, wanted in names.items() if wanted]}
+
+
+# ---------------------------------------------------------------- looking inside
+
+
+def profile(v: Values) -> Native:
+    """Snapshots of CUDA's allocator, of the first steps; torch's profiler by its own schedule, once if without end."""
+    out: dict[str, Json] = {}
+    tools, steps = list[str](), list[int]()
+    if v[f"{PROFILER}.enable"]:
+        tools, steps = ["torch"], _recorded(v)
+        out = {
+            "profile.warmup": v[f"{PROFILER}.warmup"],
+            "profile.ranks": v[f"{PROFILER}.ranks"],
+            "profile.shapes": v[f"{PROFILER}.record_shapes"],
+            "profile.stack": v[f"{PROFILER}.with_stack"],
+            "profile.allocations": v[f"{PROFILER}.profile_memory"],
+            "profile.dir": v[f"{PROFILER}.save_path"],
+        }
+    if v[f"{POLICY}.record_memory"]:
+        tools, steps = [*tools, "memory"], sorted({*steps, 1, 2, 3})
+    return out | {"profile.tools": tools, "profile.steps": steps} if tools else NOTHING
+
+
+def _recorded(v: Values) -> list[int]:
+    """The steps, from 1, that torch.profiler.schedule records."""
+    first, wait, warmup, active, repeat = (
+        v[f"{PROFILER}.{name}"] for name in ("skip_first", "wait", "warmup", "active", "repeat")
+    )
+    cycle = wait + warmup + active
+    starts = [first + n * cycle + wait + warmup for n in range(min(max(repeat, 1), MOST_CYCLES))]
+    return [start + n + 1 for start in starts for n in range(min(active, MOST_CYCLES))]
+
+
+MOST_CYCLES = 1000
+"""Windows, and steps of one, that are written down; traces of more fill a disk."""
+
+
+# ---------------------------------------------------------------- weights on their way to the engines
+
+
+def dtype(v: Values) -> Native:
+    """bfloat16 where the device is fast at it (CUDA), which is what whet derives; float32 if asked for."""
+    own = f"{FSDP}.mixed_precision.param_dtype"
+    if v["generator.model_dtype"] == "float16":
+        raise NotSupportedYet(
+            "generator.model_dtype=float16 is coming, not built yet; today: bfloat16, float32"
+        )
+    if is_fsdp(v) and v[own] in ("fp16", "float16"):
+        raise NotSupportedYet(f"{own}={v[own]} is coming, not built yet; today: bf16, fp32")
+    full = is_fsdp(v) and v[own] in ("fp32", "float32")
+    narrow = v["generator.model_dtype"] == "bfloat16" and v["trainer.bf16"] and not full
+    return {} if narrow else {"model.dtype": "float32"}

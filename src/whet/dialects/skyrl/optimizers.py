@@ -1,0 +1,200 @@
+"""SkyRL's values of optimizers, critic, overrides of models and adapters as native ones."""
+
+from __future__ import annotations
+
+from whet.config.faults import shown
+from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.skyrl.devices import POLICY, A, has_critic, is_deepspeed, is_megatron, since
+from whet.dialects.typed import choose
+from whet.types import ConfigError, Json
+
+DECAY = 0.99
+"""How fast the statistics of normalize_reward fade; SkyRL's document names no rate."""
+
+# ---------------------------------------------------------------- optimizers
+
+POLYNOMIAL_END = 1e-7
+"""Learning rate at which transformers' polynomial schedule ends; its power is 1."""
+
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_restarts": "cosine",  # of one cycle, transformers' default
+    "polynomial": "linear",
+    "inverse_sqrt": "inverse_sqrt",
+    **dict.fromkeys(("cosine_with_min_lr", "warmup_stable_decay", "reduce_lr_on_plateau")),
+}
+
+
+def policy_optimizer(v: Values) -> Native:
+    """All of the policy's optimizer, what the trainer divides logits by, and which parameters stay as they are.
+
+    Megatron had betas of its own until 0.3."""
+    out = dict(_optimizer(v, "policy", "train.optimizer"))
+    if is_megatron(v):
+        if not since(v, "0.3"):
+            out["train.optimizer.betas"] = [0.9, 0.999]
+        if v[f"{POLICY}.megatron_config.freeze_moe_router"]:
+            out["train.trainable"] = {r"mlp\.gate\.": False}
+    if v[f"{A}.temperature"] is not None:
+        out["train.temperature"] = v[f"{A}.temperature"]
+    return out
+
+
+def critic(v: Values) -> Native:
+    """The whole critic, where one learns (gae)."""
+    if not has_critic(v):
+        return NOTHING
+    if not v["trainer.critic.model.path"]:
+        raise ConfigError(
+            f"trainer.critic.model.path must be given for {A}.advantage_estimator=gae: "
+            "the folder that the value model starts from (usually trainer.policy.model.path)"
+        )
+    normalizes = v[f"{A}.normalize_reward"] and not since(v, "train-0.1")
+    out = {
+        "critic.path": v["trainer.critic.model.path"],
+        "critic.head": v[f"{A}.value_head_prefix"],
+        "critic.clip_value": v[f"{A}.value_clip"],
+        "critic.aggregation": "seq-mean-token-mean",
+        "critic.normalize_decay": DECAY if normalizes else None,
+        **_optimizer(v, "critic", "critic.optimizer"),
+    }
+    return out | dict(own_overrides(v, "critic", "critic"))
+
+
+def own_overrides(v: Values, role: str, native: str) -> Native:
+    """What is put over a model's config.json beside the policy's; natively it is the policy's by default."""
+    own = v[f"trainer.{role}.model_config_kwargs"]
+    return {f"{native}.overrides": own} if own or (own is not None and policy_overrides(v)) else {}
+
+
+def policy_overrides(v: Values) -> Native:
+    """What is put over the policy's config.json; the keys of rotary embeddings are those of older versions."""
+    rope = {name: v[f"trainer.{name}"] for name in ("rope_scaling", "rope_theta")}
+    by_megatron = v[f"{POLICY}.megatron_config.model_config_kwargs"] if is_megatron(v) else {}
+    given = {
+        **{name: value for name, value in rope.items() if value},
+        **(v[f"{POLICY}.model_config_kwargs"] or {}),
+        **(by_megatron or {}),
+    }
+    return {"model.overrides": given} if given else {}
+
+
+def _optimizer(v: Values, role: str, optimizer: str) -> Native:
+    """A norm of 0 or less is no clipping. torch decays all parameters; DeepSpeed's and Megatron's spare norms and
+    biases, and DeepSpeed has a norm of its own where none is given, and for the critic."""
+    given = f"trainer.{role}.optimizer_config"
+    norm = v[f"{given}.max_grad_norm"]
+    if is_deepspeed(v) and (norm <= 0 or role == "critic"):
+        norm = v["deepspeed_config.train.gradient_clipping"]
+    out: dict[str, Json] = {
+        f"{optimizer}.lr": v[f"{given}.lr"],
+        f"{optimizer}.betas": v[f"{given}.adam_betas"],
+        f"{optimizer}.weight_decay": v[f"{given}.weight_decay"],
+        f"{optimizer}.grad_clip": norm if norm > 0 else None,
+    }
+    if v[f"{given}.weight_decay"] > 0 and not is_deepspeed(v) and not is_megatron(v):
+        out[f"{optimizer}.decay_all"] = True
+    return out | {f"{optimizer}.schedule.{key}": value for key, value in _schedule(v, given).items()}
+
+
+def _schedule(v: Values, given: str) -> Native:
+    """transformers' schedules, in optimizer steps; the first step of a warm-up moves nothing, as there."""
+    warmup, name, lr = v[f"{given}.num_warmup_steps"], v[f"{given}.scheduler"], v[f"{given}.lr"]
+    warmup = v["trainer.num_warmup_steps"] if warmup is None else warmup
+    kind = choose(v, f"{given}.scheduler", SCHEDULES)
+    _check_schedule(v, f"{given}.scheduler", kind)
+    out: dict[str, Json] = {"kind": kind, "warmup_steps": warmup}
+    if name == "constant":
+        out["warmup_steps"] = 0
+    elif warmup:
+        out["warmup_ends"] = "start"
+    if name == "polynomial":
+        if lr <= POLYNOMIAL_END:
+            raise ConfigError(
+                f"{given}.scheduler=polynomial ends at {POLYNOMIAL_END}, so {given}.lr must be above it"
+            )
+        out["min_factor"] = POLYNOMIAL_END / lr
+    if name == "inverse_sqrt" and not warmup:
+        raise NotSupportedYet(
+            f"{given}.scheduler=inverse_sqrt without {given}.num_warmup_steps is not built yet (coming)"
+        )
+    return out
+
+
+def _check_schedule(v: Values, key: str, kind: str) -> None:
+    """Megatron has no other schedule; and until train-0.4 the others ended too early, after as many optimizer steps as
+    there are training steps."""
+    if is_megatron(v) and v[key] != "constant_with_warmup":
+        raise ConfigError(
+            f"{key}={v[key]}: with trainer.strategy=megatron SkyRL has constant_with_warmup alone"
+        )
+    minibatches = v["trainer.train_batch_size"] // v["trainer.policy_mini_batch_size"]
+    several = minibatches * v["trainer.update_epochs_per_batch"]
+    early = since(v, "train-0.1") and not since(v, "train-0.4")
+    if early and kind in ("linear", "cosine") and several > 1:
+        raise ConfigError(
+            f"{key}={v[key]}: SkyRL before train-0.4 has its end after 1/{several} of the {several} optimizer steps a "
+            "training step; give one optimizer step a training step, or read the file as a newer version "
+            "(--dialect skyrl@train-0.4), where it ends with the run"
+        )
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def policy_adapts(v: Values) -> bool:
+    """Whether low-rank adapters of the policy learn."""
+    return bool(v["trainer.policy.model.lora.rank"])
+
+
+def critic_adapts(v: Values) -> bool:
+    return bool(v["trainer.critic.model.lora.rank"])
+
+
+def policy_lora(v: Values) -> Native:
+    return _lora(v, "policy", "model.lora")
+
+
+def critic_lora(v: Values) -> Native:
+    return _lora(v, "critic", "critic.lora")
+
+
+ALL = "all-linear"
+INITS = {"kaiming": "default", "gaussian": "gaussian", "xavier": None, "zero": None}
+
+
+def _lora(v: Values, role: str, native: str) -> Native:
+    """rank 0 trains the whole model. Megatron's own adapters are of fused layers (queries, keys and values share
+    one)."""
+    at = f"trainer.{role}.model.lora"
+    if v[f"{at}.rank"] == 0:
+        return NOTHING
+    fused = f"{POLICY}.megatron_config.lora_config.lora_type"
+    if is_megatron(v) and v[fused] != "canonical_lora":
+        raise NotSupportedYet(
+            f"{fused}={shown(v[fused])}: adapters of Megatron's fused layers are coming, not built yet; today: "
+            "canonical_lora, one for each matrix, as with trainer.strategy=fsdp"
+        )
+    return {
+        f"{native}.rank": v[f"{at}.rank"],
+        f"{native}.alpha": v[f"{at}.alpha"],
+        f"{native}.dropout": v[f"{at}.dropout"],
+        f"{native}.targets": _targets(v, role, f"{at}.target_modules"),
+        f"{native}.init": choose(v, f"{at}.init_method", INITS),
+    }
+
+
+def _targets(v: Values, role: str, key: str) -> Json:
+    """all-linear, names, or a regular expression; the older key is the policy's."""
+    own, older = v[key], v["trainer.target_modules"] if role == "policy" else ALL
+    if own != ALL and older not in (ALL, own):
+        raise ConfigError(
+            f"trainer.target_modules={shown(older)} is the older name of {key}={shown(own)}; keep one"
+        )
+    given = older if own == ALL else own
+    if isinstance(given, list) and not all(isinstance(name, str) for name in given):
+        raise ConfigError(f"{key}: got {shown(given)}, expected a text or a list of texts")
+    return given

@@ -1,0 +1,321 @@
+"""SkyRL's values of data, batches, sampling, engines, checkpoints and records as native ones.
+
+Each function takes all values of a file and gives the native keys of one matter.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from whet.config.faults import shown
+from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.skyrl.devices import PLACE, POLICY, data_parallel, has_critic, is_megatron, since
+from whet.dialects.skyrl.learn import input_length
+from whet.dialects.typed import choose
+from whet.types import ConfigError, Json
+
+# ---------------------------------------------------------------- data and rewards
+
+
+def training_data(v: Values) -> Native:
+    """All files one after the other, as one source: every row counts the same."""
+    return {"data.train.0.path": _files(v, "data.train_data")} | dict(_columns(v, "data.train.0"))
+
+
+def evaluates(v: Values) -> bool:
+    """Whether the file evaluates: an interval above 0 and something to evaluate on."""
+    return v["trainer.eval_interval"] > 0 and bool(v["data.val_data"])
+
+
+def evaluation(v: Values) -> Native:
+    """Each file is a source of its own; nothing at all where eval_interval or val_data switch it off."""
+    if not evaluates(v):
+        return NOTHING
+    files, shown_samples = _files(v, "data.val_data"), v["trainer.num_logger_eval_samples"]
+    stems = [PurePath(f).stem for f in files]
+    out: dict[str, Json] = {}
+    for n, (file, stem) in enumerate(zip(files, stems)):
+        name, at = stem if stems.count(stem) == 1 else file, f"data.eval.{n}"
+        out |= {f"{at}.name": name, f"{at}.path": file, **_columns(v, at)}
+    return out | {
+        "data.exclude_eval": False,
+        "eval.every": v["trainer.eval_interval"],
+        "eval.at_start": v["trainer.eval_before_train"],
+        "eval.at_end": True,
+        "eval.samples": v["generator.eval_n_samples_per_prompt"],
+        **({"eval.log_samples": shown_samples} if shown_samples > 0 else {}),
+        **_sampling(v, EVAL, "eval.sampling"),
+        **_unset(v),
+    }
+
+
+EVAL, TRAIN = "generator.eval_sampling_params", "generator.sampling_params"
+
+
+def _unset(v: Values) -> Native:
+    """From 0.1 on a section that is left out is greedy and as long as in training; one that is given in part has
+    defaults of its own."""
+    if not since(v, "0.1") or v[EVAL]:
+        return NOTHING
+    return {"eval.sampling.temperature": 0.0, "eval.sampling.max_tokens": v[f"{TRAIN}.max_generate_length"]}
+
+
+def environment(v: Values) -> Native:
+    """gsm8k only judges the reply's number; other environments are coming, or a function of yours judges."""
+    name = v["environment.env_class"]
+    if name == "gsm8k":
+        return {"rewards.gsm8k.function": "number"}
+    if ":" in name:
+        return {"rewards.score.function": name}
+    raise NotSupportedYet(
+        f"environment.env_class={shown(name)}: only gsm8k is built in today, other environments are coming (several "
+        "turns and tools). One that judges a single reply can be a reward function: "
+        "environment.env_class=path/to/file.py:name"
+    )
+
+
+def _columns(v: Values, source: str) -> Native:
+    """gsm8k reads its answer from reward_spec; a function of yours is given all columns."""
+    return {f"{source}.answer": "reward_spec.ground_truth"} if v["environment.env_class"] == "gsm8k" else {}
+
+
+def _files(v: Values, key: str) -> list[str]:
+    value = v[key]
+    files = [value] if isinstance(value, str) else value
+    if not files or not all(isinstance(f, str) for f in files):
+        raise ConfigError(f"{key}: got {shown(value)}, expected a list of files")
+    return list(files)
+
+
+# ---------------------------------------------------------------- steps and batches
+
+
+def prompt_limit(v: Values) -> Native:
+    """The last tokens of a longer prompt are kept, so that what asks for the reply survives."""
+    return {"data.max_prompt_tokens": v["trainer.max_prompt_length"], "data.overlong": "truncate_left"}
+
+
+def epochs(v: Values) -> Native:
+    """Passes over the rows, each without the last, short batch."""
+    return {"train.epochs": v["trainer.epochs"], "train.drop_last": True}
+
+
+def batches(v: Values) -> Native:
+    """B prompts a step in B / mini optimizer steps; micro-batches as large as those of one of SkyRL's GPUs."""
+    for role in ("policy", "critic") if has_critic(v) else ("policy",):
+        _check_mini_batch(v, role)
+    B, tokens = v["trainer.train_batch_size"], v["trainer.max_tokens_per_microbatch"]
+    out = {"train.tasks_per_step": B, "train.minibatches": B // v["trainer.policy_mini_batch_size"]}
+    if tokens > 0:
+        out |= {"train.micro_tokens": tokens, "train.micro_tokens_forward": tokens}
+    else:
+        out |= {
+            "train.micro_rollouts": v["trainer.micro_train_batch_size_per_gpu"],
+            "train.micro_rollouts_forward": v["trainer.micro_forward_batch_size_per_gpu"],
+        }
+    if has_critic(v):
+        out["critic.minibatches"] = B // v["trainer.critic_mini_batch_size"]
+    return out
+
+
+def _check_mini_batch(v: Values, role: str) -> None:
+    """B >= mini, mini | B, m = mini k / dp >= 1, micro | m, m | B k / dp; k rollouts of a prompt.
+
+    Divisions are rounded down, as there. Where they round, SkyRL's optimizer steps are smaller and more than its
+    document says; here they are as it says.
+    """
+    B, k = v["trainer.train_batch_size"], v["generator.n_samples_per_prompt"]
+    key, dp = f"trainer.{role}_mini_batch_size", data_parallel(v, role)
+    mini, micro = v[key], v["trainer.micro_train_batch_size_per_gpu"]
+    if mini > B:
+        raise ConfigError(f"trainer.train_batch_size={B} must be at least {key}={mini}")
+    if B % mini:
+        raise ConfigError(f"{key}={mini} must divide trainer.train_batch_size={B}")
+    own, batch = mini * k // dp, B * k // dp
+    rank = f"{key}={mini} * generator.n_samples_per_prompt={k} / {dp} ranks of the {role}"
+    if own == 0:
+        raise ConfigError(f"{rank} leaves a rank no rollout ({PLACE}.{role}_num_*)")
+    if own % micro and v["trainer.max_tokens_per_microbatch"] <= 0:
+        raise ConfigError(
+            f"trainer.micro_train_batch_size_per_gpu={micro} must divide the mini batch of a rank, {own} = {rank}"
+        )
+    if batch % own:
+        raise ConfigError(f"a rank's mini batch, {own} = {rank}, must divide its batch of {batch} rollouts")
+
+
+def check_input_length(v: Values) -> Native:
+    """With one turn the input is the prompt, with several it grows from there."""
+    longest, prompt = input_length(v), v["trainer.max_prompt_length"]
+    if v["generator.max_turns"] > 1:
+        if longest < prompt:
+            raise ConfigError(
+                f"generator.max_input_length={longest} must be at least trainer.max_prompt_length={prompt}"
+            )
+    elif longest != prompt:
+        raise ConfigError(
+            f"generator.max_input_length={longest} must equal trainer.max_prompt_length={prompt} when "
+            "generator.max_turns=1"
+        )
+    return NOTHING
+
+
+def several_turns(v: Values) -> bool:
+    return bool(v["generator.max_turns"] > 1)
+
+
+def is_asynchronous(v: Values) -> bool:
+    """Whether prompts are played while a step is trained. Before 0.3 only the program that was started said so."""
+    return bool(v["trainer.fully_async.enabled"])
+
+
+def ahead(v: Values) -> Native:
+    """Rollouts are started as there is room, and go on under new weights."""
+    if not is_asynchronous(v):
+        return NOTHING
+    return {"rollout.schedule": "free", "rollout.max_staleness": v["trainer.fully_async.max_staleness_steps"]}
+
+
+# ---------------------------------------------------------------- sampling and engines
+
+
+def training_sampling(v: Values) -> Native:
+    """Sampling of training rollouts."""
+    return _sampling(v, TRAIN, "rollout.sampling")
+
+
+PASSED = ("repetition_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
+"""Parameters of vLLM that are the same here, name and meaning."""
+
+
+def _sampling(v: Values, given: str, native: str) -> Native:
+    """One section of sampling parameters; top_k -1 is off, which is 0 here."""
+    top_k = v[f"{given}.top_k"]
+    more = {**(v[f"{given}.*"] or {}), **(v[f"{given}.additional_kwargs"] or {})}
+    more |= {"stop": v[f"{given}.stop"]} if v[f"{given}.stop"] is not None else {}
+    penalty = v[f"{given}.repetition_penalty"]
+    more |= {"repetition_penalty": penalty} if penalty != 1 and not since(v, "0.1") else {}
+    if top_k == 0:
+        raise ConfigError(f"{given}.top_k=0 keeps no token; write -1 for no limit")
+    if strange := sorted(more.keys() - set(PASSED) - {"logprobs"}):
+        raise NotSupportedYet(
+            f"{given}: {strange[0]} is handed on to vLLM, which is coming; of such parameters these work today: "
+            f"{', '.join(PASSED)}"
+        )
+    return {
+        f"{native}.max_tokens": v[f"{given}.max_generate_length"],
+        f"{native}.temperature": v[f"{given}.temperature"],
+        f"{native}.top_p": v[f"{given}.top_p"],
+        f"{native}.min_p": v[f"{given}.min_p"],
+        f"{native}.top_k": max(top_k, 0),
+        **{f"{native}.{name}": more[name] for name in PASSED if more.get(name) is not None},
+    }
+
+
+def rollout_engine(v: Values) -> Native:
+    """The embedded engine stands in for one that the trainer would start; SkyRL's rules for engines hold."""
+    if not v["generator.run_engines_locally"]:
+        raise NotSupportedYet(
+            "generator.run_engines_locally=false: inference servers are not built yet (coming); today the engine "
+            "runs in the trainer's process: leave the key out"
+        )
+    if v["generator.backend"] == "sglang" and not since(v, "train-0.1"):
+        raise ConfigError(
+            "generator.backend=sglang is for remote engines only (generator.run_engines_locally=false)"
+        )
+    return {"rollout.engine": "native"}
+
+
+def check_engine_mode(v: Values) -> Native:
+    """A blocking engine gets all prompts of a step in one call."""
+    if v["generator.async_engine"] is False and not v["generator.batched"]:
+        raise ConfigError("generator.async_engine=false needs generator.batched=true")
+    return NOTHING
+
+
+BUILT_IN_TEMPLATES = ("qwen3_with_thinking", "qwen3_without_thinking")
+
+
+def chat_template(v: Values) -> Native:
+    """A template from a file; those that SkyRL has by name keep the thinking of earlier turns or not."""
+    at = "generator.chat_template"
+    name, kwargs = v[f"{at}.name_or_path"], v["generator.chat_template_kwargs"]
+    out: dict[str, Json] = {"tokenizer.chat_arguments": kwargs} if kwargs else {}
+    if name is None:
+        return out
+    if v[f"{at}.source"] == "file":
+        return out | {"tokenizer.chat_template": name}
+    if name in BUILT_IN_TEMPLATES:
+        raise NotSupportedYet(
+            f"{at}.name_or_path={name}: SkyRL's own templates are coming (several turns and tools); today: "
+            f"{at}.source=file with the path of a Jinja template"
+        )
+    raise ConfigError(
+        f"{at}.name_or_path={shown(name)}: expected one of {', '.join(BUILT_IN_TEMPLATES)}, or a path with "
+        f"{at}.source=file"
+    )
+
+
+# ---------------------------------------------------------------- checkpoints and tracking
+
+
+def resume(v: Values) -> Native:
+    """latest goes on where the directory stands; from_path at resume_path; null and none begin anew."""
+    mode, path = v["trainer.resume_mode"], v["trainer.resume_path"]
+    if mode == "from_path":
+        if path is None:
+            raise ConfigError(
+                "trainer.resume_mode=from_path needs trainer.resume_path, a checkpoint's folder"
+            )
+        return {"checkpoint.resume": path}
+    if path is not None:
+        raise ConfigError(
+            f"trainer.resume_path is read only with trainer.resume_mode=from_path, not {shown(mode)}"
+        )
+    return {"checkpoint.resume": "auto" if mode == "latest" else "fresh"}
+
+
+def checkpoints(v: Values) -> Native:
+    """How often, and how many of the newest stay; an interval of 0 or less: only the last. From 0.2 on every epoch
+    ends with one, too."""
+    keep, every = v["trainer.max_ckpts_to_keep"], v["trainer.ckpt_interval"]
+    if keep == 0:
+        raise ConfigError("trainer.max_ckpts_to_keep must not be 0: -1 keeps all, N the newest N")
+    out = {"checkpoint.every": max(every, 0), "checkpoint.keep": keep if keep > 0 else None}
+    out |= {"checkpoint.every_epochs": 1} if every > 0 and since(v, "0.2") else {}
+    in_background = is_megatron(v) and v[f"{POLICY}.megatron_config.async_dist_ckpt_save"]
+    return out | ({"checkpoint.background": True} if in_background else {})
+
+
+def export(v: Values) -> Native:
+    """Every so many steps and at the end, below export_path/project/run; 0 and below: never."""
+    every = v["trainer.hf_save_interval"]
+    if every <= 0:
+        return {"checkpoint.export": False}
+    own = PurePath(v["trainer.export_path"]) / v["trainer.project_name"] / v["trainer.run_name"]
+    return {"checkpoint.export": True, "checkpoint.export_every": every, "checkpoint.export_dir": str(own)}
+
+
+TRACKERS = {
+    **{name: name for name in ("console", "wandb", "tensorboard", "mlflow", "swanlab")},
+    "vemlp_wandb": None,
+}
+
+
+def trackers(v: Values) -> Native:
+    """Those that are named, and jsonl always; words by which W&B finds the run."""
+    given, tags = v["trainer.logger"], v["trainer.tags"]
+    names = given if isinstance(given, list) else [given]
+    chosen = [choose({"trainer.logger": name}, "trainer.logger", TRACKERS) for name in names]
+    return {"track.trackers": [*dict.fromkeys(chosen), "jsonl"], **({"track.tags": tags} if tags else {})}
+
+
+def dump(v: Values) -> Native:
+    """Every step's batch, token by token, and every evaluation, at their places below export_path."""
+    root, out = PurePath(v["trainer.export_path"]), dict[str, Json]()
+    if v["trainer.dump_data_batch"]:
+        name = "global_step_{step}_training_input.parquet"
+        out |= {"track.batches_every": 1, "track.batches_dump": str(root / "dumped_data" / name)}
+    if v["trainer.dump_eval_results"]:
+        folder = root / "dumped_eval" / "global_step_{step}_eval_results"
+        out["track.eval_dump"] = str(folder / "{source}.jsonl")
+    return out

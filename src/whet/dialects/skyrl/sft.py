@@ -1,0 +1,228 @@
+"""SkyRL's SFT file. Half of its keys are those of trainer.policy, and SkyRL itself makes an RL config of it: so do we,
+and ask the RL file's functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from whet.config.faults import shown
+from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.skyrl import devices, optimizers
+from whet.dialects.tables import table
+from whet.dialects.typed import choose
+from whet.dialects.versions import VERSION
+from whet.types import ConfigError, Json
+
+POLICY = (
+    "model.",
+    "optimizer_config.",
+    "megatron_config.",
+    "fsdp_config.",
+    "torch_profiler_config.",
+    "sequence_parallel_size",
+    "model_config_kwargs",
+    "use_torch_compile",
+    "record_memory",
+)
+"""Beginnings of keys that stand below trainer.policy in an RL file."""
+
+
+def as_rl(v: Values) -> Values:
+    """The RL file that SkyRL makes of it: no reference, no engine, a step is one optimizer step."""
+    rl = {row.key: row.default for row in table("skyrl", v[VERSION])}
+    rl |= {f"trainer.policy.{key}": value for key, value in v.items() if key.startswith(POLICY)}
+    at = "trainer.placement.policy_num"
+    return rl | {
+        VERSION: v[VERSION],
+        "trainer.strategy": v["strategy"],
+        f"{at}_nodes": v["placement.num_nodes"],
+        f"{at}_gpus_per_node": v["placement.num_gpus_per_node"],
+        "trainer.placement.colocate_all": False,
+        "trainer.algorithm.use_kl_loss": False,
+        "trainer.train_batch_size": 1,
+        "trainer.policy_mini_batch_size": 1,
+    }
+
+
+def _asked(function: Callable[[Values], Native]) -> Callable[[Values], Native]:
+    """A function of the RL file; what it says names the keys of this one."""
+
+    def of_sft(v: Values) -> Native:
+        try:
+            return function(as_rl(v))
+        except ConfigError as e:
+            said = str(e).replace("trainer.placement.policy_num", "placement.num")
+            raise type(e)(said.replace("trainer.policy.", "").replace("trainer.", "")) from None
+
+    return of_sft
+
+
+optimizer = _asked(optimizers.policy_optimizer)
+overrides = _asked(optimizers.policy_overrides)
+lora = _asked(optimizers.policy_lora)
+layout = _asked(devices.layout)
+sharding = _asked(devices.sharding)
+profile = _asked(devices.profile)
+
+
+def offload(v: Values) -> Native:
+    """cpu_offload: weights and moments. Moments that rest after a step make room for engines, and there are none."""
+    return devices.offload(as_rl(v))
+
+
+def is_megatron(v: Values) -> bool:
+    return devices.is_megatron(as_rl(v))
+
+
+# ---------------------------------------------------------------- data
+
+SPLIT = re.compile(r"([\w.-]+)(?:\[(\d*)(%?):(\d*)(%?)\])?")
+DEFAULT = (["yahma/alpaca-cleaned"], ["train[:100]"])
+
+
+def training_data(v: Values) -> Native:
+    """Each dataset is a source; their batches are mixed by weight, in equal parts if none is given."""
+    paths, splits = _named(v, "train_dataset", "dataset")
+    if paths is None:
+        paths, splits = DEFAULT[0], splits or DEFAULT[1]
+    weights = v["train_dataset_weights"] or [None] * len(paths)
+    if len(weights) != len(paths):
+        raise ConfigError(f"train_dataset_weights: expected one for each of the {len(paths)} train_datasets")
+    out = _sources(v, "data.train", "train_dataset", paths, splits)
+    out |= {f"data.train.{n}.weight": weight for n, weight in enumerate(weights) if weight is not None}
+    known = {"random": "shuffle", "sequential": "sequential", "custom": None}
+    turns = "all" if v["train_on_what"] == "all_assistant_messages" else "last"
+    return out | {
+        "data.order": choose(v, "sampler", known),
+        "data.learn_turns": turns,
+        "algorithm.name": "sft",
+    }
+
+
+def evaluation(v: Values) -> Native:
+    """The loss on other datasets, every so many steps and after the last."""
+    (paths, splits), names = _named(v, "eval_dataset", "eval_dataset"), v["eval_dataset_names"]
+    if not paths:
+        if v["eval_interval"] > 0 or v["eval_before_train"]:
+            raise ConfigError("eval_interval and eval_before_train need eval_datasets")
+        return NOTHING
+    out = _sources(v, "data.eval", "eval_dataset", paths, splits or ["validation"])
+    names = names or [path.replace("/", "_") for path in paths]
+    out |= {f"data.eval.{n}.name": name for n, name in enumerate(names)}
+    return out | {
+        "data.exclude_eval": False,
+        "eval.every": v["eval_interval"],
+        "eval.at_start": v["eval_before_train"],
+        "eval.at_end": True,
+    }
+
+
+def _named(v: Values, newer: str, older: str) -> tuple[Json, Json]:
+    """Paths and splits, by lists or by the older keys of one."""
+    paths, splits = v[f"{newer}s"], v[f"{newer}_splits"]
+    if paths is None and v[f"{older}_name"] is not None:
+        own = v[f"{older}_split"]
+        return [v[f"{older}_name"]], splits or ([own] if own is not None else None)
+    return paths, splits
+
+
+def _sources(v: Values, native: str, key: str, paths: Json, splits: Json) -> dict[str, Json]:
+    """A source for each path, with the rows of its split: `train`, `train[:100]`, `train[5%:10%]`."""
+    for name, texts in ((f"{key}s", paths), (f"{key}_splits", splits)):
+        if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+            raise ConfigError(f"{name}: got {shown(texts)}, expected a list of texts")
+    if len(splits) != len(paths):
+        raise ConfigError(f"{key}_splits: expected one for each of the {len(paths)} {key}s")
+    out: dict[str, Json] = {}
+    for n, (path, split) in enumerate(zip(paths, splits)):
+        at = f"{native}.{n}"
+        columns = {"messages": v["messages_key"], "system_column": v["system_key"]}
+        part = {"path": path, **columns, **_split(split, f"{key}_splits")}
+        out |= {f"{at}.{name}": value for name, value in part.items()}
+    return out
+
+
+def _split(text: str, key: str) -> dict[str, Json]:
+    """A split of the datasets library. A share is of all rows; natively `limit` is, too."""
+    found = SPLIT.fullmatch(text)
+    if found is None or (found[3] != found[5] and found[2] and found[4]):
+        raise NotSupportedYet(
+            f"{key}: {shown(text)} is coming, not built yet; today: NAME, NAME[:100], NAME[5%:10%]"
+        )
+    name, low, _, high, percent = found.groups()
+    scale = 100 if percent or found[3] else 1
+    first, last = int(low or 0) / scale, int(high) / scale if high else None
+    part = {"skip": first} | ({"limit": last - first} if last is not None else {})
+    kept = {key: value if scale > 1 else int(value) for key, value in part.items() if value}
+    return {"split": name, **{key: value for key, value in kept.items() if value != 1 or scale == 1}}
+
+
+# ---------------------------------------------------------------- steps
+
+NO_LIMIT = 131072
+"""Tokens of the longest row where max_length is null, which truncates nothing; a longer one is an error here."""
+
+
+def steps(v: Values) -> Native:
+    """num_steps, or so many epochs; max_training_steps ends both."""
+    most = [n for n in (v["num_steps"], v["max_training_steps"]) if n is not None]
+    if v["num_steps"] is None and v["num_epochs"] is None:
+        raise ConfigError("num_steps and num_epochs are both null: give one of them")
+    epochs = {"train.epochs": v["num_epochs"]} if v["num_steps"] is None else {}
+    return epochs | ({"train.steps": min(most)} if most else {})
+
+
+def batch(v: Values) -> Native:
+    """Rows of a step, and of one forward and backward; packed by tokens where use_sequence_packing says so."""
+    out = {"train.tasks_per_step": v["batch_size"]}
+    tokens = v["max_tokens_per_microbatch"] or v["max_length"]
+    if not v["use_sequence_packing"]:
+        return out | {"train.micro_rollouts": v["micro_train_batch_size_per_gpu"]}
+    if tokens is None:
+        raise ConfigError("use_sequence_packing needs max_length")
+    return out | {"train.micro_tokens": tokens}
+
+
+def lengths(v: Values) -> Native:
+    """Prompt and reply together, cut at the end; each alone may be as long."""
+    most = v["max_length"] or NO_LIMIT
+    keys = ("data.max_total_tokens", "data.max_prompt_tokens", "rollout.sampling.max_tokens")
+    return {**dict.fromkeys(keys, most), "data.overlong": "truncate_right" if v["max_length"] else "error"}
+
+
+# ---------------------------------------------------------------- records
+
+
+def checkpoints(v: Values) -> Native:
+    """In ckpt_path, none without; exports beside them or in export_path."""
+    keep, path, every = v["max_ckpts_to_keep"], v["ckpt_path"], v["hf_save_interval"]
+    if keep == 0:
+        raise ConfigError("max_ckpts_to_keep must not be 0: -1 keeps all, N the newest N")
+    out: dict[str, Json] = {
+        "checkpoint.every": max(v["ckpt_interval"], 0) if path else 0,
+        "checkpoint.keep": keep if keep > 0 else None,
+        "checkpoint.background": is_megatron(v) and v["megatron_config.async_dist_ckpt_save"],
+        "checkpoint.resume": {"": "fresh", "latest": "auto"}.get(v["resume_from"], v["resume_from"]),
+        "checkpoint.export": every > 0,
+    }
+    out |= {"run_dir": path} if path else {}
+    if every > 0:
+        out["checkpoint.export_every"] = every
+        out |= {"checkpoint.export_dir": v["export_path"]} if v["export_path"] else {}
+    return out
+
+
+def trackers(v: Values) -> Native:
+    """The one that is named, and jsonl always; words by which W&B finds the run."""
+    return {"track.trackers": [v["logger"], "jsonl"], **({"track.tags": v["tags"]} if v["tags"] else {})}
+
+
+def dtype(v: Values) -> Native:
+    """As the policy's of an RL file."""
+    return devices.dtype(as_rl(v))
+
+
+def adapts(v: Values) -> bool:
+    """Whether low-rank adapters learn."""
+    return bool(v["model.lora.rank"])

@@ -1,0 +1,248 @@
+"""Trinity-RFT's releases: renamed keys, other defaults, other meanings, and keys that change no number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from whet.config.tree import get, merge
+from whet.dialects.tables import dialect
+from whet.dialects.translate import Translation, translate
+from whet.dialects.trinity.values import ACTOR, CRITIC, EXPERIENCES, REF, TASKSET, VERL_TRAINER
+from whet.dialects.values import nested
+from whet.dialects.versions import VERSIONS
+from whet.rewards.trinity import math_dapo_reward
+from whet.types import Json, Task
+
+SMALL: dict[str, Json] = {
+    "algorithm.algorithm_type": "grpo",
+    "algorithm.repeat_times": 4,
+    "model.model_path": "m",
+    "model.max_prompt_tokens": 8,
+    "model.max_response_tokens": 5,
+    "buffer.batch_size": 8,
+    f"{TASKSET}.path": "words.jsonl",
+    "buffer.explorer_input.default_reward_fn_type": "letters.py:share",
+}
+
+
+def read(version: str, given: dict[str, Json] | None = None, **more: Json) -> Translation:
+    """A small file with these keys, read as a release."""
+    trees = [
+        nested({tuple(key.split(".")): v for key, v in one.items()}) for one in (SMALL, given or {}, more)
+    ]
+    tree: dict[str, Json] = {}
+    for each in trees:
+        tree = merge(tree, each)
+    return translate(tree, dialect("trinity", version), origins={})
+
+
+def native(version: str, key: str, given: dict[str, Json]) -> Any:
+    made = read(version, given)
+    assert not made.problems, made.problems
+    assert not made.unbuilt, made.unbuilt
+    return get(made.tree, tuple(key.split(".")))
+
+
+COSINE: dict[str, Json] = {"algorithm.optimizer.lr_scheduler_type": "cosine"}
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "by_version"),
+    [
+        # cosine ends at 0, from 0.5.2 on at a hundredth of lr
+        ("train.optimizer.schedule.min_factor", COSINE, {"0.4.1": None, "0.5.1": None, "0.5.2": 0.01}),
+        # Megatron's momentum at first, then torch's SGD, which has none
+        (
+            "train.optimizer.momentum",
+            {"algorithm.optimizer.optimizer_type": "sgd"},
+            {"0.4.0": 0.9, "0.4.1": 0.0, "0.6.0": 0.0},
+        ),
+        ("checkpoint.keep", {"trainer.max_checkpoints_to_keep": 3}, {"0.4.1": 3, "0.6.0": 3}),
+        ("checkpoint.keep", {"trainer.max_checkpoints_to_keep": None}, {"0.4.1": 5, "0.5.2": 5}),
+        ("checkpoint.keep", {}, {"0.4.0": 5, "0.6.0": None}),
+        (
+            "algorithm.old_logprobs",
+            {"trainer.trainer_config.algorithm.rollout_correction.bypass_mode": False},
+            {"0.5.2": "recompute"},
+        ),
+        ("algorithm.old_logprobs", {"algorithm.bypass_old_logprobs": False}, {"0.6.0": "recompute"}),
+        ("train.optimizer.grad_clip", {"algorithm.optimizer.clip_grad": 0.5}, {"0.6.0": 0.5}),
+        (
+            "algorithm.groups.unfinished",
+            {f"{TASKSET}.default_workflow_type": "math_boxed_workflow"},
+            {"0.5.2": None, "0.6.0": "mask"},
+        ),
+        (
+            "rewards.math_dapo_reward.function",
+            {f"{TASKSET}.default_reward_fn_type": "math_dapo_reward"},
+            {"0.5.2": "math", "0.6.0": "whet.rewards.trinity:math_dapo_reward"},
+        ),
+        ("tokenizer.chat_arguments", {"model.enable_thinking": False}, {"0.5.2": {"enable_thinking": False}}),
+        (
+            "data.order",
+            {f"{TASKSET}.data_selector.selector_type": "shuffle"},
+            {"0.4.0": "shuffle", "0.6.0": "shuffle"},
+        ),
+        ("algorithm.name", {"algorithm.algorithm_type": "dapo"}, {"0.6.0": "grpo"}),
+        ("algorithm.kl", {"algorithm.algorithm_type": "dapo"}, {"0.6.0": None}),
+        ("mode", {"mode": "colocate"}, {"0.5.0": "both"}),
+    ],
+)
+def test_what_a_key_means_in_each_release(
+    key: str, given: dict[str, Json], by_version: dict[str, Json]
+) -> None:
+    assert {version: native(version, key, given) for version in by_version} == by_version
+
+
+def test_staleness_admits_one_version_more_from_0_6_0_on() -> None:
+    """Step s takes versions from s - 5 on; 0.6.0: from s - 6 on. One of them comes from the interval of 1."""
+    given: dict[str, Json] = {
+        "synchronizer.sync_style": "trainer_driven",
+        "algorithm.sample_strategy": "staleness_control",
+        "algorithm.sample_strategy_args.max_staleness": 5,
+    }
+    assert native("0.5.2", "rollout.max_staleness", given) == 4
+    assert native("0.6.0", "rollout.max_staleness", given) == 5
+
+
+def test_gpus_that_share_a_sequence_are_one_from_0_5_2_on() -> None:
+    """9 - 1 = 8 GPUs of the trainer; 4 tasks * 3 replies = 12 do not divide among 8, but among 8 / 4 = 2."""
+    given: dict[str, Json] = {
+        "cluster.gpu_per_node": 9,
+        "trainer.ulysses_sequence_parallel_size": 4,
+        "buffer.batch_size": 4,
+        "algorithm.repeat_times": 3,
+    }
+    assert "divisible by the number of GPUs of the trainer, 8" in read("0.5.1", given).problems[0][1]
+    assert not read("0.5.2", given).problems
+
+
+def test_dapos_reward_from_0_6_0_on() -> None:
+    assert math_dapo_reward(r"\boxed{7}", Task(uid="t", prompt="?", answer="7", source="s"))["score"] == 1.0
+    assert math_dapo_reward(r"\boxed{8}", Task(uid="t", prompt="?", answer="7", source="s"))["score"] == -1.0
+
+
+def test_a_key_that_nothing_reads_any_more_is_refused() -> None:
+    given: dict[str, Json] = {f"{CRITIC}.optim.warmup_style": "cosine"}
+    assert not read("0.4.0", given).problems
+    ((_, said),) = read("0.4.1", given).problems
+    assert "write lr_scheduler_type" in said
+    ppo: dict[str, Json] = {
+        "algorithm.algorithm_type": "ppo",
+        f"{CRITIC}.optim.lr_scheduler_type": "cosine",
+    }
+    assert native("0.4.1", "critic.optimizer.schedule.kind", ppo) == "cosine"
+
+
+def test_the_flat_veRL_section_of_0_6_0_is_the_nested_one() -> None:
+    flat: dict[str, Json] = {
+        "trainer.trainer_config.actor.ppo_epochs": 3,
+        "trainer.trainer_config.model.enable_gradient_checkpointing": False,
+        "trainer.trainer_config.actor.fsdp_config.seed": 7,
+        "trainer.trainer_config.rollout.name": "vllm",
+        "trainer.trainer_config.critic.fsdp.param_offload": True,
+    }
+    assert native("0.6.0", "train.passes", flat) == 3
+    assert native("0.6.0", "train.gradient_checkpointing", flat) is False
+    offloads = {"algorithm.algorithm_type": "ppo", **flat}
+    assert native("0.6.0", "train.offload", offloads) == ["critic"]
+
+
+def test_other_names_in_a_stage() -> None:
+    stage: Json = {"stage_name": "one", "algorithm": {"optimizer": {"lr_scheduler_type": "cosine"}}}
+    made = read("0.5.2", stages=[stage])
+    assert not made.problems
+    assert made.tree["stages"][0]["train"]["optimizer"]["schedule"]["kind"] == "cosine"
+
+
+@pytest.mark.parametrize("version", VERSIONS["trinity"])
+def test_keys_of_memory_speed_and_placement_are_accepted(version: str) -> None:
+    given: dict[str, Json] = {
+        "ray_namespace": "mine",
+        "trainer.name": "t",
+        "trainer.save_strategy": "single_node",
+        "explorer.rollout_model.gpu_memory_utilization": 0.35,
+        "explorer.rollout_model.enforce_eager": True,
+        "explorer.rollout_model.use_v1": False,
+        "explorer.rollout_model.enable_openai_api": True,
+        "explorer.rollout_model.weight_sync_buffer_size": 64,
+        "model.max_cpu_loras": 3,
+        "monitor.detailed_stats": True,
+        f"{EXPERIENCES}.max_read_timeout": 77.5,
+        f"{ACTOR}.fsdp_config.use_torch_compile": False,
+        f"{ACTOR}.profiler.tool": "nsys",
+        f"{REF}.fsdp_config.fsdp_size": 2,
+        f"{REF}.fsdp_config.reshard_after_forward": False,
+        f"{VERL_TRAINER}.balance_batch": False,
+        "trainer.trainer_config.reward_model.enable": True,
+        "buffer.explorer_output.path": "anywhere",
+        "cluster.trainer_gpu_num": 8,
+    }
+    made = read(version, given)
+    assert not made.problems, made.problems
+    assert not made.unbuilt, made.unbuilt
+    assert made.tree == read(version).tree
+
+
+def test_a_wrong_kind_of_such_a_value_is_told() -> None:
+    made = read(
+        "0.4.0", {"explorer.rollout_model.gpu_memory_utilization": 1.5, "explorer.concurrent_mode": "x"}
+    )
+    assert [text.partition(":")[0] for _, text in made.problems] == [
+        "explorer.rollout_model.gpu_memory_utilization",
+        "explorer.concurrent_mode",
+    ]
+
+
+def test_keys_of_what_is_switched_off_rest() -> None:
+    given: dict[str, Json] = {
+        "model.tinker.rank": 16,
+        "service.data_juicer.port": 5005,
+        "data_processor.task_pipeline.num_process": 8,
+        "algorithm.optimizer.lr_decay_style": "cosine",
+        f"{ACTOR}.megatron.tensor_model_parallel_size": 4,
+        f"{ACTOR}.megatron.of_mine": 4,
+        f"{CRITIC}.load_weight": False,
+    }
+    assert not read("0.4.0", given).unbuilt
+    on: dict[str, Json] = {
+        "model.tinker.enable": True,
+        "data_processor.task_pipeline.operators": [{"name": "x"}],
+        "trainer.trainer_strategy": "megatron",
+        "algorithm.algorithm_type": "ppo",
+    }
+    said = {text.partition(":")[0] for _, text in read("0.4.0", given | on).unbuilt}
+    assert said >= given.keys() - {f"{ACTOR}.megatron.tensor_model_parallel_size"}
+
+
+def test_megatrons_sizes_schedule_and_weight_decay() -> None:
+    """9 - 1 = 8 GPUs = 2 tensor * 2 pipeline * 2 data-parallel ranks. The warm-up begins where the cosine ends, at
+    min_lr_ratio of lr; norms and biases are spared."""
+    given: dict[str, Json] = {
+        "cluster.gpu_per_node": 9,
+        "trainer.trainer_strategy": "megatron",
+        f"{ACTOR}.megatron.tensor_model_parallel_size": 2,
+        f"{ACTOR}.megatron.pipeline_model_parallel_size": 2,
+        "algorithm.optimizer.lr_scheduler_type": "cosine",
+        "algorithm.optimizer.min_lr_ratio": 0.25,
+        "algorithm.optimizer.lr_warmup_steps": 3,
+    }
+    assert native("0.5.2", "train.parallel", given) == {"dp_shard": 2, "tp": 2, "pp": 2}
+    optimizer = native("0.5.2", "train.optimizer", given)
+    assert optimizer["schedule"] == {
+        "kind": "cosine",
+        "unit": "train_step",
+        "min_factor": 0.25,
+        "warmup_steps": 3,
+        "warmup_ends": "start",
+        "warmup_start": 0.25,
+    }
+    assert optimizer["decay_all"] is False
+    newer = {key.replace(f"{ACTOR}.megatron", "trainer.megatron"): value for key, value in given.items()}
+    assert read("0.6.0", newer).tree == read("0.6.0", given).tree
+    assert (
+        "must divide the 8 of the trainer"
+        in read("0.5.2", given | {f"{ACTOR}.megatron.pipeline_model_parallel_size": 3}).problems[0][1]
+    )
