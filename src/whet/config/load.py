@@ -13,6 +13,7 @@ Relative paths in a config mean: relative to the directory in which the command 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from whet.config.parse import parse, plain
 from whet.config.schema import Config
 from whet.dialects.here import fitted
 from whet.dialects.idle import at_hand, idle, noted, without
+from whet.dialects.launched import launched
 from whet.dialects.match import given_keys
 from whet.dialects.recognise import recognise
 from whet.dialects.style import overridden
@@ -39,6 +41,7 @@ from whet.types import ConfigError, Json
 
 Unused = Literal["refuse", "warn"]
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+SCRIPT = ".sh"
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Loaded:
     translation: Translation | None = None
     """What became of a foreign file's keys."""
     notes: tuple[str, ...] = ()
-    """Keys that were left out, since nothing reads them, and why."""
+    """Keys that were left out, since nothing reads them, and why; what was taken for granted in a launch script."""
     given: Config | None = None
     """The config before remote paths became those of their copies here; None: it has none."""
 
@@ -83,6 +86,7 @@ def load(
     rehearsal: bool = False,
     here: bool = True,
     unused: Unused = "refuse",
+    trust_script: bool = False,
 ) -> Loaded:
     """Read, translate, merge, resolve and validate. Raises one ConfigError that lists every problem.
 
@@ -92,8 +96,16 @@ def load(
     unless machines are said (`hardware.as_if`), which then count.
     unused: keys that nothing reads are an error of the plan ('refuse'), or left out with a note each ('warn').
     rehearsal: engines and features that are not built yet are no problem; they stay in `translation.unbuilt`.
+    trust_script: the shell of a launch script runs without a sandbox.
+
+    A launch script (.sh) is config, too: `overrides` are then its arguments, but for those that begin with `whet.`.
     """
-    draft = _read(Path(path)) if path is not None else Draft()
+    draft, notes = Draft(), tuple[str, ...]()
+    if path is not None and Path(path).suffix == SCRIPT:
+        draft, dialect, notes = _launched(Path(path), overrides, dialect, trust=trust_script)
+        overrides = [text for text in overrides if text.startswith("whet.")]
+    elif path is not None:
+        draft = _read(Path(path))
     what = str(path or "the config")
     secrets.learn(draft.tree, everywhere=True)
     learn_overrides(overrides)
@@ -118,11 +130,10 @@ def load(
         translation = replace(translation, lines=tuple(noted(line, unread) for line in translation.lines))
         draft.tree = written = without(written, unread)
         config = _finished(draft)
-    notes: tuple[str, ...] = ()
     if config is not None and unused == "warn" and not draft.problems:
         given = config.model_dump(mode="json", exclude_unset=True)
         idle_keys = dict(unused_keys(given, stage_configs(config)))
-        notes = tuple(
+        notes += tuple(
             f"{named(path, given)}: {why.replace('; leave it out', '')}" for path, why in idle_keys.items()
         )
         draft.tree = written = without(written, idle_keys)
@@ -208,11 +219,38 @@ def _stage(base: dict[str, Json], number: int, stage: dict[str, Json]) -> Config
         raise ConfigError(listing(said, "the config")) from e
 
 
-def _read(file: Path) -> Draft:
-    """The draft of a file, with the line of every key."""
+def _launched(
+    script: Path, overrides: Sequence[str], dialect: str | None, *, trust: bool
+) -> tuple[Draft, str, tuple[str, ...]]:
+    """(the foreign tree that a launch script stands for, its kind of file, notes)"""
+    arguments = [text for text in overrides if not text.startswith("whet.")]
+    learn_overrides(arguments)
+    started = launched(script, arguments, os.environ, dialect=dialect, trust=trust)
+    draft = _read(started.file, started.text) if started.file else Draft()
+    made = overridden(draft.tree, draft.origins, started.overrides, started.places)
+    problems = [*draft.problems, *started.problems, *made.problems]
+    kind = recognise(made.tree, started.dialect)
+    if kind == NATIVE:
+        raise ConfigError(
+            f"{script}: nothing says for which system its launch is written; say it: --dialect verl, skyrl, cosmos or "
+            "trinity"
+        )
+    version = (started.dialect or "").partition("@")[2]
+    return (
+        Draft(tree=made.tree, origins=made.origins, problems=problems),
+        f"{kind}@{version}" if version else kind,
+        started.notes,
+    )
+
+
+def _read(file: Path, text: str | None = None) -> Draft:
+    """The draft of a file, with the line of every key. `text`: what it will hold."""
     if file.suffix not in SUFFIXES:
-        raise ConfigError(f"{file}: a config file ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}.")
-    text = read_text(file, ConfigError, most=MOST_CONFIG_BYTES)
+        raise ConfigError(
+            f"{file}: a config file ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, a launch script in {SCRIPT}."
+        )
+    if text is None:
+        text = read_text(file, ConfigError, most=MOST_CONFIG_BYTES)
     parsed = parse(text, toml=file.suffix == ".toml")
     problems = [(f"{file}:{line}", said) for line, said in parsed.problems]
     if not isinstance(parsed.tree, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from whet.config.keys import Path
 from whet.config.parse import parse
@@ -26,9 +27,11 @@ class Tree:
     origins: dict[Path, str] = field(default_factory=dict)
     problems: list[tuple[str, str]] = field(default_factory=list)
 
-    def override(self, text: str) -> None:
-        """Apply one override. `a=` is the empty text, `~a` takes the key out (its default counts again)."""
-        source = f"override {text}"
+    def override(self, text: str, source: str = "") -> None:
+        """Apply one override. `a=` is the empty text, `~a` takes the key out (its default counts again).
+
+        source: where it is written, if not on the command line."""
+        source = source or f"override {text}"
         said = _OVERRIDE.fullmatch(text.strip())
         if said is None or (said["sign"] != "~" and not said["equals"]):
             self.problems.append((source, "expected key.path=value, +key.path=value or ~key.path"))
@@ -71,11 +74,16 @@ class Tree:
             self.origins.setdefault(path[:n], source)
 
 
-def overridden(tree: Mapping[str, Json], origins: Mapping[Path, str], overrides: Sequence[str]) -> Tree:
-    """A copy of the file's values with the overrides put over them."""
+def overridden(
+    tree: Mapping[str, Json],
+    origins: Mapping[Path, str],
+    overrides: Sequence[str],
+    places: Sequence[str] = (),
+) -> Tree:
+    """A copy of the file's values with the overrides put over them. places: where each is written."""
     copy = Tree(tree=_copied(dict(tree)), origins=dict(origins))
-    for text in overrides:
-        copy.override(text)
+    for text, place in zip_longest(overrides, places, fillvalue=""):
+        copy.override(text, place)
     return copy
 
 

@@ -14,14 +14,15 @@ import platform
 import struct
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_READ_FILE, _READ_DIR, _WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
+_EXECUTE, _READ_FILE, _READ_DIR, _WRITE_FILE = 1, 1 << 2, 1 << 3, 1 << 1
+_MAKE_FILE, _TRUNCATE = 1 << 8, 1 << 14
 _FILES_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15}
 """Kinds of access to files that an ABI of Landlock knows; from 5 on there are 16."""
 _ALL_TCP, _ALL_SCOPES, _SCOPE_SIGNALS = 3, 3, 2
@@ -57,8 +58,14 @@ _BY_ARGUMENT = (
     "clone 56 220, kill 62 129, tgkill 234 131, prlimit64 302 261, fcntl 72 25, ioctl 16 29, sendto 44 206"
 )
 _CAPSET = "capset 126 91"
+_SECCOMP = "seccomp 317 277"
+OPENING = "open 2 -, openat 257 56"
+FORKING = "clone 56 220, fork 57 -, vfork 58 -"
+_FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_OF_PROGRAMS = ("execve", "fork", "vfork")
+"""What a process needs that starts programs; Landlock says which."""
 
-_CLONE_THREAD = 0x10000
+_CLONE_THREAD, _CLONE_NAMESPACES = 0x10000, 0x7E020000
 _OWNERS = (8, 15), (0x8901, 0x8902)
 """F_SETOWN and F_SETOWN_EX of fcntl, FIOSETOWN and SIOCSPGRP of ioctl: they have signals sent to others."""
 
@@ -81,12 +88,31 @@ def lacking() -> str:
 
 def enter() -> None:
     """Confine this process, for good. OSError where the system refuses."""
+    _give_up_privileges()
+    _restrict_files([(path, _READ_FILE | (_READ_DIR if path.is_dir() else 0)) for path in readable()])
+    _load_filter(_steps(os.getpid()))
+
+
+def enter_programs(programs: Sequence[Path], folder: Path, hand_over: Callable[[int], None]) -> None:
+    """Confine this process and all below it, which may read any file and start these programs alone, for good.
+
+    Files are written in `folder` alone. `hand_over` is given a descriptor on which the kernel asks another process
+    about each file that is opened for writing and each process that is begun (`seccomp_unotify(2)`). OSError where the
+    system refuses.
+    """
+    _give_up_privileges()
+    writes = _WRITE_FILE | _MAKE_FILE | (_TRUNCATE if _abi() >= 3 else 0)
+    executed = [(path, _EXECUTE) for path in programs]
+    _restrict_files([(Path("/"), _READ_FILE | _READ_DIR), (folder, writes), *executed])
+    hand_over(_load_filter(_asking_steps(), asks=True))
+    _load_filter(_steps(os.getpid(), programs=True))
+
+
+def _give_up_privileges() -> None:
     if why := lacking():
         raise OSError(errno.ENOSYS, why)
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     _drop_privileges()
-    _restrict_files()
-    _restrict_calls()
 
 
 def scope_signals() -> bool:
@@ -118,7 +144,7 @@ def _drop_privileges() -> None:
     had = int(status.partition("CapPrm:")[2].split()[0], 16) & _CAPSET_KEPT
     header = (ctypes.c_uint32 * 2)(_CAPSET_VERSION, 0)
     data = (ctypes.c_uint32 * 6)(had, had, 0, 0, 0, 0)
-    _check(_libc.syscall(_numbers(_CAPSET)["capset"], header, data), "capset")
+    _check(_libc.syscall(numbers(_CAPSET)["capset"], header, data), "capset")
 
 
 # ---------------------------------------------------------------- files
@@ -134,12 +160,12 @@ def readable() -> tuple[Path, ...]:
     return tuple(sorted(p for p in found if p.exists() and not found & set(p.parents)))
 
 
-def _restrict_files() -> None:
+def _restrict_files(allowed: Iterable[tuple[Path, int]]) -> None:
     abi = _abi()
     handled = (1 << _FILES_BY_ABI.get(abi, 16)) - 1
     with _ruleset(handled, _ALL_TCP if abi >= 4 else 0, _ALL_SCOPES if abi >= 6 else 0) as ruleset:
-        for path in readable():
-            _allow(ruleset, path, _READ_FILE | (_READ_DIR if path.is_dir() else 0))
+        for path, access in allowed:
+            _allow(ruleset, path, access)
         _allow(ruleset, Path(os.devnull), _READ_FILE | _WRITE_FILE)
 
 
@@ -168,7 +194,8 @@ def _allow(ruleset: int, path: Path, access: int) -> None:
 # ---------------------------------------------------------------- system calls
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_OF, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_ALLOW, _KILL, _ERRNO, _ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
+_SET_FILTER, _NEW_LISTENER = 1, 8
 _NUMBER, _MACHINE = 0, 4
 """Where a filter finds the number of the call and the machine; the arguments, 64 bits each, come behind."""
 
@@ -176,21 +203,40 @@ Step = tuple[int, int, int, int]
 """Code, steps to skip if it holds, steps to skip if not, operand."""
 
 
-def _restrict_calls() -> None:
-    steps = [*_steps(os.getpid())]
-    program = b"".join(struct.pack("=HBBI", *step) for step in steps)
-    held = ctypes.create_string_buffer(program, len(program))
-    head = ctypes.create_string_buffer(struct.pack("@HP", len(steps), ctypes.addressof(held)))
-    _check(_libc.prctl(_PR_SET_SECCOMP, _FILTER, head, 0, 0), "seccomp")
+def _load_filter(steps: Iterable[Step], *, asks: bool = False) -> int:
+    """From now on this filter, too, decides on each call. `asks`: the descriptor by which it asks."""
+    packed = [struct.pack("=HBBI", *step) for step in steps]
+    held = ctypes.create_string_buffer(b"".join(packed), 8 * len(packed))
+    head = ctypes.create_string_buffer(struct.pack("@HP", len(packed), ctypes.addressof(held)))
+    flags = _NEW_LISTENER if asks else 0
+    return _check(_libc.syscall(numbers(_SECCOMP)["seccomp"], _SET_FILTER, flags, head), "seccomp")
 
 
-def _numbers(table: str) -> dict[str, int]:
+def numbers(table: str) -> dict[str, int]:
     column = 1 + list(_MACHINES).index(platform.machine())
     rows = [entry.split() for entry in table.split(",")]
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
 
-def _steps(pid: int) -> Iterator[Step]:
+def _asking_steps() -> Iterator[Step]:
+    """The filter that asks where a file is opened for writing, or a process begun."""
+    yield (_LOAD, 0, 0, _NUMBER)
+    for number in numbers(FORKING).values():
+        yield from _answer((_EQUAL, 0, 1, number), _ASK)
+    known = numbers(OPENING)
+    for name, n in (("open", 1), ("openat", 2)):
+        if name in known:
+            yield (_EQUAL, 0, 4, known[name])
+            yield from ((_LOAD, 0, 0, _argument(n)), (_ANY_OF, 0, 1, _FOR_WRITING))
+            yield from ((_RETURN, 0, 0, _ASK), (_RETURN, 0, 0, _ALLOW))
+    yield (_RETURN, 0, 0, _ALLOW)
+
+
+def _argument(n: int) -> int:
+    return 16 + 8 * n
+
+
+def _steps(pid: int, *, programs: bool = False) -> Iterator[Step]:
     """The filter: what it does not name is allowed."""
     refused = _ERRNO | errno.EPERM
     yield from (
@@ -202,12 +248,13 @@ def _steps(pid: int) -> Iterator[Step]:
     for number in _NEW_ALLOWED:
         yield from _answer((_EQUAL, 0, 1, number), _ALLOW)
     yield from _answer((_AT_LEAST, 0, 1, _NEW), _ERRNO | errno.ENOSYS)
-    for number in _numbers(_DENIED).values():
-        yield from _answer((_EQUAL, 0, 1, number), refused)
-    numbers = _numbers(_BY_ARGUMENT)
-    for name, argument, tests in _conditions(pid):
+    for name, number in numbers(_DENIED).items():
+        if not (programs and name in _OF_PROGRAMS):
+            yield from _answer((_EQUAL, 0, 1, number), refused)
+    known = numbers(_BY_ARGUMENT)
+    for name, argument, tests in _conditions(pid, programs=programs):
         inner = [(_LOAD, 0, 0, argument), *tests, (_RETURN, 0, 0, refused), (_RETURN, 0, 0, _ALLOW)]
-        yield (_EQUAL, 0, len(inner), numbers[name])
+        yield (_EQUAL, 0, len(inner), known[name])
         yield from inner
     yield (_RETURN, 0, 0, _ALLOW)
 
@@ -216,18 +263,15 @@ def _answer(test: Step, answer: int) -> tuple[Step, Step]:
     return test, (_RETURN, 0, 0, answer)
 
 
-def _conditions(pid: int) -> Iterator[tuple[str, int, list[Step]]]:
+def _conditions(pid: int, *, programs: bool) -> Iterator[tuple[str, int, list[Step]]]:
     """(call, where the argument is, tests). A test goes on to refuse, or skips that."""
-
-    def argument(n: int) -> int:
-        return 16 + 8 * n
-
     own = [(_EQUAL, 1, 0, pid)]
-    yield "clone", argument(0), [(_ANY_OF, 1, 0, _CLONE_THREAD)]  # a thread, no process
-    yield "kill", argument(0), own
-    yield "tgkill", argument(0), own
-    yield "prlimit64", argument(0), [(_EQUAL, 2, 0, 0), (_EQUAL, 1, 0, pid)]
-    yield "fcntl", argument(1), [(_EQUAL, 1, 0, _OWNERS[0][0]), (_EQUAL, 0, 1, _OWNERS[0][1])]
-    yield "ioctl", argument(1), [(_EQUAL, 1, 0, _OWNERS[1][0]), (_EQUAL, 0, 1, _OWNERS[1][1])]
+    threads, processes = (_ANY_OF, 1, 0, _CLONE_THREAD), (_ANY_OF, 0, 1, _CLONE_NAMESPACES)
+    yield "clone", _argument(0), [processes if programs else threads]
+    yield "kill", _argument(0), own
+    yield "tgkill", _argument(0), own
+    yield "prlimit64", _argument(0), [(_EQUAL, 2, 0, 0), (_EQUAL, 1, 0, pid)]
+    yield "fcntl", _argument(1), [(_EQUAL, 1, 0, _OWNERS[0][0]), (_EQUAL, 0, 1, _OWNERS[0][1])]
+    yield "ioctl", _argument(1), [(_EQUAL, 1, 0, _OWNERS[1][0]), (_EQUAL, 0, 1, _OWNERS[1][1])]
     # an address is given, in either half of the pointer
-    yield "sendto", argument(4), [(_EQUAL, 0, 2, 0), (_LOAD, 0, 0, argument(4) + 4), (_EQUAL, 1, 0, 0)]
+    yield "sendto", _argument(4), [(_EQUAL, 0, 2, 0), (_LOAD, 0, 0, _argument(4) + 4), (_EQUAL, 1, 0, 0)]

@@ -66,14 +66,20 @@ class Rehearsal:
 
 
 def rehearse(
-    file: Path, overrides: Sequence[str] = (), dialect: str | None = None, *, say: Callable[[str], None]
+    file: Path,
+    overrides: Sequence[str] = (),
+    dialect: str | None = None,
+    *,
+    say: Callable[[str], None],
+    trust_script: bool = False,
 ) -> Rehearsal:
     """Read the config, probe data and rewards, train the small run, kill it, resume it. `say`: progress, a line each.
 
+    trust_script: see `load`.
     Raises ConfigError for a config that no machine could run: every problem at once, as `whet train` would.
     """
     say("reading the config")
-    loaded = load(file, overrides, dialect=dialect, rehearsal=True)
+    loaded = load(file, overrides, dialect=dialect, rehearsal=True, trust_script=trust_script)
     planned = plans(loaded, rehearsal=True)
     findings = [*_open(loaded), works("config", f"read; the batch arithmetic of {_stages(loaded)} holds")]
     findings += _tried(loaded, planned, say)
@@ -115,7 +121,8 @@ def _stages(loaded: Loaded) -> str:
 
 
 def _open(loaded: Loaded) -> Iterator[Finding]:
-    """Engines and features that the file asks for and that are not built yet."""
+    """Engines and features that the file asks for and that are not built yet; what a launch script left open."""
+    yield from (left_open("the launch script", note) for note in loaded.notes)
     for place, text in loaded.translation.unbuilt if loaded.translation else ():
         key, _, said = text.partition(": ")
         yield left_open(key, f"{said} ({place})" if place else said)

@@ -1,0 +1,171 @@
+"""A launch script as config: the file that its trainer would read, and the overrides put over it, with their places."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from whet.config.faults import shown
+from whet.dialects.script import Argument, Launch, read_script
+from whet.dialects.tables import FILES, named
+from whet.types import ConfigError
+
+_VERL = (
+    (re.compile(r".*\bmain_eval"), "verl-eval"),
+    (re.compile(r".*\bmain_generation\w*"), "verl-generation"),
+    (re.compile(r".*\b\w*sft_trainer\w*"), "verl-sft"),
+)
+_MEGATRON = "ppo_megatron_trainer"
+_CHOICES: Mapping[str, Mapping[str, str]] = {
+    "model_engine": {"megatron": f"defaults=[{_MEGATRON}]", "dp": "", "fsdp": ""},
+    "actor": {"megatron_actor": f"defaults=[{_MEGATRON}]", "dp_actor": ""},
+    "engine": {"fsdp": ""},
+    "optim": {"fsdp": ""},
+    "model": {"hf_model": ""},
+}
+"""Hydra's choice of a file for a section: those that verl has -> the override that says the same, '' where a file
+leaves it out."""
+_CHOICE = re.compile(r"[+]*(?P<group>[\w/]+)(?P<at>@[\w.]+)?=(?P<name>\w*)")
+_WHOLE = ("ppo_trainer", "sft_trainer", "sft_trainer_engine", "evaluation", "generation")
+"""verl's own files, whose values are in the tables."""
+_FLAG = re.compile(r"--?[A-Za-z]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """What a launch asks for."""
+
+    dialect: str | None
+    """The kind of file; None where the keys have to tell."""
+    file: Path | None
+    """The config file that the trainer reads."""
+    text: str | None
+    """Its text, where the script itself writes it."""
+    overrides: tuple[str, ...]
+    places: tuple[str, ...]
+    """Where each is written."""
+    problems: tuple[tuple[str, str], ...]
+    """(place, text)"""
+    notes: tuple[str, ...]
+
+
+def launched(
+    script: Path,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    dialect: str | None = None,
+    trust: bool = False,
+) -> Started:
+    """Read a launch script. `dialect` is what the user says the launch is written for. Raises ConfigError."""
+    try:
+        launch = read_script(script, arguments, environment, trust=trust)
+        kind = _kind(launch, dialect)
+    except ConfigError as e:
+        raise ConfigError(f"{script}: {e}") from e
+
+    def place(word: Argument) -> str:
+        return f"{launch.file or script}:{word.line}" if word.line else f"argument {word.text}"
+
+    file, text, base = _file(launch, script)
+    overrides, problems = [(one, place(Argument("", launch.line))) for one in base], []
+    notes = [f"{script}:{line}: {said}" for line, said in launch.notes]
+    for word in _own(launch, notes, script):
+        choice = _CHOICE.fullmatch(word.text)
+        if choice and choice["group"] in _CHOICES and (choice["at"] or "." not in choice["group"]):
+            said = _CHOICES[choice["group"]].get(choice["name"])
+            if said is None:
+                known = ", ".join(_CHOICES[choice["group"]])
+                problems.append(
+                    (
+                        place(word),
+                        f"{word.text}: Hydra's file {shown(choice['name'])} is not read; known: {known}",
+                    )
+                )
+            elif said:
+                overrides.append((said, place(word)))
+        elif choice and choice["at"]:
+            problems.append(
+                (
+                    place(word),
+                    f"{word.text}: Hydra's choice of a file is not read; give the keys of it one by one",
+                )
+            )
+        else:
+            overrides.append((word.text, place(word)))
+    return Started(
+        dialect=kind,
+        file=file,
+        text=text,
+        overrides=tuple(text for text, _ in overrides),
+        places=tuple(place for _, place in overrides),
+        problems=tuple(problems),
+        notes=tuple(notes),
+    )
+
+
+def _kind(launch: Launch, wanted: str | None) -> str | None:
+    """The kind of file by what is started; what the user says wins, and may say a version alone."""
+    kind = _by_module(launch)
+    if wanted and kind in named(wanted):
+        return f"{kind}@{wanted.partition('@')[2]}" if "@" in wanted else kind
+    if wanted is None and kind is not None and kind not in FILES and kind not in ("cosmos", "trinity"):
+        raise ConfigError(f"line {launch.line}: {launch.module}: a {kind} config is coming, not built yet")
+    return wanted or kind
+
+
+def _by_module(launch: Launch) -> str | None:
+    last = launch.module.rpartition(".")[2]
+    if launch.system == "verl":
+        return next((kind for module, kind in _VERL if module.fullmatch(launch.module)), "verl-ppo")
+    if launch.system == "skyrl":
+        return "skyrl-sft" if "sft" in last else "skyrl"
+    return launch.system or None
+
+
+def _own(launch: Launch, notes: list[str], script: Path) -> list[Argument]:
+    """The overrides, without flags and what follows them."""
+    kept: list[Argument] = []
+    dropped = ""
+    for word in launch.overrides:
+        if _FLAG.match(word.text):
+            dropped = word.text
+            notes.append(
+                f"{script}:{word.line or launch.line}: {word.text} is a flag, no key; it is left out"
+            )
+        elif dropped and "=" not in dropped and "=" not in word.text:
+            dropped = ""
+        elif word.text.strip():
+            dropped = ""
+            kept.append(word)
+    return kept
+
+
+def _file(launch: Launch, script: Path) -> tuple[Path | None, str | None, list[str]]:
+    """(the config file, its text where the script writes it, overrides that say what verl's own file says)"""
+    if launch.system in ("cosmos", "trinity"):
+        if launch.config_file is None:
+            raise ConfigError(
+                f"{script}:{launch.line}: {launch.module} has no --config; expected --config FILE"
+            )
+        file = Path(launch.folder, launch.config_file)
+        return file, launch.written.get(str(file)), []
+    name = launch.config_name
+    if name is None:
+        return None, None, []
+    name = name.removesuffix(".yaml")
+    around = dict.fromkeys([Path(launch.folder), script.resolve().parent])
+    tried = [Path(at, launch.config_path or ".", f"{name}.yaml") for at in around]
+    for file in tried:
+        if file.is_file():
+            return file, None, []
+    if launch.system == "verl" and name.endswith("megatron_trainer"):
+        return None, None, [f"defaults=[{_MEGATRON}]"]
+    if launch.system == "verl" and name in _WHOLE:
+        return None, None, []
+    raise ConfigError(
+        f"{script}:{launch.line}: there is no config file {name}.yaml here; looked for {', '.join(map(str, tried))}. "
+        "Start whet in the folder that the script is started in, or give --config-path"
+    )

@@ -1,0 +1,183 @@
+"""Launch scripts as configs: the same keys in a file say the same, and a refused key names its place in the script."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from whet.cli import app
+from whet.config.load import Loaded, load
+from whet.guard import sandbox
+from whet.types import ConfigError
+
+ROOT = Path(__file__).parents[1]
+FILES = ROOT / "tests/dialects"
+WHY = sandbox.lacking() or ("" if shutil.which("bash") else "no bash")
+pytestmark = pytest.mark.skipif(bool(WHY), reason=f"no launch script can be read here: {WHY}")
+
+VERL = """set -x
+MODEL=${MODEL:-models/chat}
+DATA=(
+    data.train_files="['$HOME/a.parquet','b.parquet']"
+    data.val_files=\\'held.parquet\\'
+    data.train_batch_size=16
+)
+export HYDRA_FULL_ERROR=1
+nohup python3 -m verl.trainer.main_ppo --config-path=config \\
+    algorithm.adv_estimator=grpo \\
+    "${DATA[@]}" \\
+    actor_rollout_ref.model.path=$MODEL \\
+    actor_rollout_ref.actor.optim.lr=3e-4 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16 \\
+    actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \\
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16 \\
+    trainer.logger='["console"]' trainer.n_gpus_per_node=1 trainer.nnodes=1 \\
+    trainer.default_hdfs_dir=null trainer.total_epochs=15 $@ 2>&1 | tee run.log
+"""
+VERL_FILE = """
+data: {train_files: [/home/me/a.parquet, b.parquet], val_files: held.parquet, train_batch_size: 16}
+algorithm: {adv_estimator: grpo}
+actor_rollout_ref:
+  model: {path: models/chat}
+  actor: {optim: {lr: 3e-4}, ppo_mini_batch_size: 16, ppo_micro_batch_size_per_gpu: 16}
+  rollout: {n: 8, name: vllm, tensor_model_parallel_size: 1, log_prob_micro_batch_size_per_gpu: 16}
+trainer: {logger: [console], n_gpus_per_node: 1, nnodes: 1, default_hdfs_dir: null, total_epochs: 2}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("MODEL", raising=False)
+
+
+def script(text: str, *arguments: str, dialect: str | None = None) -> Loaded:
+    Path("run.sh").write_text(text)
+    return load("run.sh", arguments, dialect=dialect)
+
+
+def refused(text: str, *arguments: str, dialect: str | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        script(text, *arguments, dialect=dialect)
+    return str(caught.value)
+
+
+def file(text: str, name: str = "run.yaml", dialect: str | None = None) -> Loaded:
+    Path(name).write_text(text)
+    return load(name, dialect=dialect)
+
+
+def test_verl_says_what_the_same_keys_in_a_file_say(monkeypatch: pytest.MonkeyPatch):
+    loaded = script(VERL, "trainer.total_epochs=2")
+    assert loaded.config == file(VERL_FILE).config
+    assert loaded.where("train.optimizer.lr") == "run.sh:13 actor_rollout_ref.actor.optim.lr"
+    assert "run.sh:4 data.train_files" in loaded.origins.values()
+    assert script(VERL, "trainer.total_epochs=2", "whet.seed=7").config.seed == 7
+    monkeypatch.setenv("MODEL", "models/other")
+    assert script(VERL).config.model.path == "models/other"
+
+
+def test_a_refused_key_names_its_line():
+    assert "run.sh:13: " in refused(VERL.replace("optim.lr=3e-4", "optim.lrr=3e-4"))
+    assert "argument trainer.epoch=3" in refused(VERL, "trainer.epoch=3")
+    said = refused(VERL.replace("optim.lr=3e-4", "optim.lr=fast"))
+    assert "run.sh:13: actor_rollout_ref.actor.optim.lr" in said
+    assert "run.sh: line 12: `actor_rollout_ref.model.path=${MODEL}` needs $MODEL" in refused(
+        VERL.replace("MODEL=${MODEL:-models/chat}", "")
+    )
+
+
+def test_hydra_s_files():
+    megatron = VERL.replace(
+        "main_ppo --config-path=config", "main_ppo --config-name=ppo_megatron_trainer.yaml"
+    )
+    sizes = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1"
+    assert script(megatron, sizes).config == script(VERL, "model_engine=megatron", sizes).config
+    assert "run.sh:9: there is no config file mine.yaml here; looked for" in refused(
+        VERL.replace("=config ", "=conf --config-name mine ")
+    )
+    Path("conf").mkdir()
+    Path("conf/mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {seed_: 1, save_freq: 7}\n")
+    named = VERL.replace("=config ", "=conf --config-name mine ")
+    assert "conf/mine.yaml:2: trainer.seed_" in refused(named)
+    Path("conf/mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {save_freq: 7}\n")
+    assert script(named).where("checkpoint.every").endswith("conf/mine.yaml:2 trainer.save_freq")
+    said = refused(VERL, "actor@actor_rollout_ref.actor=veomni_actor", "model_engine=veomni", "+ray@r.s=x")
+    assert "is not read; known: megatron_actor, dp_actor" in said
+    assert "argument model_engine=veomni" in said
+    assert "give the keys of it one by one" in said
+
+
+def test_the_kind_is_that_of_what_is_started():
+    sft = "torchrun -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=m data.train_files=a.parquet"
+    assert script(sft).translation.dialect == "verl-sft"  # type: ignore[union-attr]
+    loaded = script(VERL, dialect="verl@0.4")
+    assert loaded.translation is not None
+    assert (loaded.translation.dialect, loaded.translation.version[:3]) == ("verl-ppo", "0.4")
+    assert "a skyrl-sft config is coming" in refused("uv run -m skyrl.train.main_sft strategy=fsdp")
+    assert "say it: --dialect" in refused("python train.py seed=1 run_dir=x")
+
+
+def test_skyrl_says_what_the_same_keys_in_a_file_say():
+    text = (ROOT / "examples/from_skyrl.yaml").read_text()
+    launch = (
+        "DATA='tests/data'\nuv run --isolated --extra vllm -m skyrl.train.entrypoints.main_base --env_variant x \\\n"
+        "  data.train_data=\"['$DATA/words.jsonl']\" data.val_data=\"['$DATA/held_out.jsonl']\" \\\n"
+        '  trainer.policy.model.path="runs/first_run/export/sft" \\\n'
+        "  trainer.policy.optimizer_config='{lr: 3.0e-4, adam_betas: [0.9, 0.99]}' \\\n"
+        "  trainer.policy.optimizer_config.weight_decay=0.0 trainer.policy.optimizer_config.num_warmup_steps=5 \\\n"
+        "  trainer.algorithm.advantage_estimator=grpo trainer.algorithm.use_kl_loss=true \\\n"
+        "  trainer.algorithm.kl_loss_coef=0.001 trainer.placement.colocate_all=true \\\n"
+        "  trainer.placement.policy_num_gpus_per_node=1 trainer.placement.ref_num_gpus_per_node=1 \\\n"
+        "  trainer.epochs=8 trainer.train_batch_size=16 trainer.policy_mini_batch_size=16 \\\n"
+        "  trainer.micro_train_batch_size_per_gpu=64 trainer.micro_forward_batch_size_per_gpu=64 \\\n"
+        "  trainer.max_prompt_length=16 trainer.eval_interval=20 trainer.ckpt_path=runs/from_skyrl \\\n"
+        "  trainer.export_path=runs/from_skyrl_exports trainer.logger=console generator.backend=vllm \\\n"
+        "  generator.num_inference_engines=1 generator.inference_engine_tensor_parallel_size=1 \\\n"
+        "  generator.n_samples_per_prompt=8 generator.sampling_params.max_generate_length=7 \\\n"
+        "  generator.eval_sampling_params.temperature=0.0 environment.env_class=whet.rewards.builtin:exact $@"
+    )
+    loaded = script(launch)
+    assert loaded.config == file(text).config
+    assert loaded.where("train.optimizer.lr") == "run.sh:5 trainer.policy.optimizer_config.lr"
+    assert "run.sh:2: --env_variant is a flag, no key; it is left out" in loaded.notes
+    assert "argument trainer.policy.modl.path=x" in refused(launch, "trainer.policy.modl.path=x")
+
+
+def test_trinity_s_file_is_read_and_so_is_one_that_the_script_writes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MODEL_PATH", "models/tiny")
+    text = (FILES / "trinity_letters.yaml").read_text()
+    expected = file(text, "plain.yaml").config
+    Path("conf").mkdir()
+    Path("conf/run.yaml").write_text(text)
+    loaded = script("ray start --head\ncd conf\nexport A=1\ntrinity run --config run.yaml\n")
+    assert loaded.config == expected
+    assert loaded.where("train.optimizer.lr").split()[0].endswith("conf/run.yaml:9")
+    written = f"cat > new.yaml <<'EOF'\n{text}EOF\ntrinity run --config new.yaml"
+    assert script(written).config == expected
+    assert not Path("new.yaml").exists()
+    assert "run.sh:1: trinity run has no --config" in refused("trinity run --dlc")
+
+
+def test_cosmos_s_file_is_read():
+    shutil.copy(FILES / "cosmos_64_gpus.toml", "run.toml")
+    loaded = script("C=run.toml\ncosmos-rl --config $C --policy 2 tools/data.py", "whet.seed=3")
+    assert loaded.config == load("run.toml", ["whet.seed=3"]).config
+    assert "gone.toml" in refused("cosmos-rl --config gone.toml")
+
+
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch):
+    Path("run.sh").write_text("python3 prepare.py\n" + VERL)
+    done = CliRunner().invoke(app, ["convert", "run.sh", "trainer.total_epochs=1", "-o", "native.yaml"])
+    assert done.exit_code == 0, done.output
+    assert "run.sh:1: `python3 prepare.py` is not run" in done.output
+    assert load("native.yaml").config == load("run.sh", ["trainer.total_epochs=1"]).config
+    done = CliRunner().invoke(app, ["convert", "--trust-script", "run.sh", "trainer.total_epochs=1"])
+    assert done.exit_code == 0, done.output
+    assert Path("run.log").exists()
