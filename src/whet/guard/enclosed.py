@@ -28,7 +28,7 @@ from whet.guard import confine, sandbox
 _MOST_WRITTEN = 2**20
 _MOST_FILES = 64
 _MOST_ERROR = 2**16
-_MOST_FORKS = 2000
+_MOST_FORKS = 500
 """Processes in all: one after the other is begun, so few of them are there at a time."""
 _MOST_PRINTED = 2000
 _POLL_S = 0.02
