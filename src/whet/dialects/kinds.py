@@ -40,12 +40,14 @@ def _is_layers(value: Json) -> bool:
 
 
 KINDS: dict[str, tuple[Callable[[Json], bool], str]] = {
+    "any": (lambda value: True, "any value"),
     "null": (lambda value: value is None, "null"),
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "int": (_is_int, "a whole number"),
     "number": (_is_number, "a number"),
     "share": (lambda value: _is_number(value) and 0 < value <= 1, "a share above 0 and at most 1"),
     "text": (lambda value: isinstance(value, str), "a text"),
+    "list": (lambda value: isinstance(value, list), "a list"),
     "path": (
         lambda value: isinstance(value, str) and value != "" and not is_remote(value),
         "a path on this machine",
