@@ -23,6 +23,8 @@ OPTIM = (A + "optim.", "critic.optim.")
 LORA = (M, "critic.model.", "model.")
 
 Given = dict[str, Json]
+CORRECTION_ = "algorithm.rollout_correction."
+IS, RS = "algorithm.rollout_is", "algorithm.rollout_correction.rollout_rs"
 
 OTHER: Given = {
     "data.truncation": "left",
@@ -60,7 +62,6 @@ OTHER: Given = {
     RM + "model.input_tokenizer": None,
     "custom_reward_function.reward_kwargs": {"a": 1},
     "trainer.logger": ["tensorboard"],
-    "trainer.resume_mode": "disable",
     "trainer.device": "cpu",
     "trainer.nnodes": 2,
     A + "ulysses_sequence_parallel_size": 2,
@@ -72,6 +73,50 @@ OTHER: Given = {
     },
     "trainer.n_gpus_per_node": 4,
     "optim.lr_scheduler": "wsd",
+    A + "fsdp_config.model_dtype": "bf16",
+    A + "fsdp_config.dtype": "float32",
+    A + "megatron.dtype": "float32",
+    A + "megatron.virtual_pipeline_model_parallel_size": 2,
+    R + "quantization": "fp8",
+    R + "n_gpus_per_node": 4,
+    "model_engine": "megatron",
+    "global_profiler.steps": [2],
+    "global_profiler.tool": "torch",
+    IS + "_level": "sequence",
+    IS + "_mode": "mask",
+    IS + "_threshold": 3.0,
+    IS + "_threshold_lower": 0.2,
+    IS + "_veto_threshold": 1e-3,
+    RS + "_threshold_lower": 0.2,
+    CORRECTION_ + "rollout_token_veto_threshold": 1e-3,
+    CORRECTION_ + "bypass_mode": True,
+    "trainer.v1.trainer_mode": "colocate_async",
+    "trainer.resume_mode": "disable",
+    "trainer.checkpoint.save_contents": ["model", "extra"],
+    "trainer.checkpoint.load_contents": ["model", "extra"],
+    "engine.model_dtype": "bf16",
+    "engine.dtype": "fp32",
+    "engine.fsdp_size": 2,
+    **{
+        f"engine.{kind}_parallel_size": 2
+        for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
+    },
+    **{
+        f"optim.{key}": value
+        for key, value in {
+            "optimizer": "sgd",
+            "warmup_style": "cosine",
+            "lr_scheduler_type": "cosine",
+            "min_lr_ratio": 0.5,
+            "lr_warmup_steps": 7,
+            "lr_decay_steps": 7,
+            "lr_decay_style": "linear",
+            "min_lr": 1e-7,
+            "lr_warmup_init": 1e-7,
+            "lr_wsd_decay_style": "cosine",
+            "lr_wsd_decay_steps": 7,
+        }.items()
+    },
     "optim.betas": [0.9, 0.99],
     A + "optim.betas": [0.9, 0.99],
     "model.fsdp_config.model_dtype": "bf16",
@@ -125,7 +170,54 @@ VALIDATION: Given = {R + "val_kwargs.do_sample": True, R + "val_kwargs.temperatu
 CORRECTION = "algorithm.rollout_correction."
 MULTI_TURN: Given = {"data.multiturn.enable": True}
 
+ENGINES: Given = {"model.path": "policy", "optim.lr_scheduler_type": "constant"}
+FIRST: Given = {IS: True, IS + "_threshold": 2.0, IS + "_veto_threshold": None}
+FULLY: Given = {
+    "data.train_batch_size": 0,
+    "actor_rollout_ref.hybrid_engine": False,
+    R + "n": 8,
+    "algorithm.adv_estimator": "grpo",
+    "rollout.total_rollout_steps": 10_000,
+}
+APART: Given = {"actor_rollout_ref.hybrid_engine": False, "rollout.nnodes": 4}
+OWN: Given = {R + "nnodes": 4}
+
 CONTEXTS: dict[str, Given] = {
+    REF + "model.path": IN_LOSS,
+    "rollout.nnodes": APART,
+    "rollout.n_gpus_per_node": APART,
+    R + "nnodes": OWN,
+    R + "n_gpus_per_node": OWN,
+    A + "megatron.dtype": MEGATRON,
+    A + "megatron.virtual_pipeline_model_parallel_size": {
+        R + "n": 8,
+        A + "ppo_micro_batch_size_per_gpu": 1,
+        A + "megatron.pipeline_model_parallel_size": 2,
+    },
+    **{A + f"megatron.{key}_offload": MEGATRON for key in ("param", "grad", "optimizer")},
+    IS: {**FIRST, IS: False},
+    **{f"{IS}{key}": FIRST for key in ("_level", "_threshold", "_veto_threshold")},
+    IS + "_mode": {**FIRST, IS + "_threshold": 3.0},
+    IS + "_threshold_lower": {**FIRST, IS + "_mode": "mask"},
+    RS + "_threshold_lower": {RS: "token", RS + "_threshold": 2.0},
+    **{
+        f"async_training.{key}": FULLY
+        for key in (
+            "partial_rollout",
+            "require_batches",
+            "staleness_threshold",
+            "trigger_parameter_sync_step",
+            "use_rollout_log_probs",
+            "compute_prox_log_prob",
+        )
+    },
+    "rollout.total_rollout_steps": FULLY,
+    "trainer.v1.sampler.max_off_policy_threshold": {"trainer.v1.trainer_mode": "colocate_async"},
+    "global_profiler.steps": {"global_profiler.tool": "torch"},
+    "global_profiler.tool": {"global_profiler.steps": [1]},
+    "global_profiler.save_path": {"global_profiler.tool": "torch", "global_profiler.steps": [1]},
+    M + "lora_adapter_path": {M + "lora_rank": 8},
+    "critic.model.lora_adapter_path": {"critic.model.lora_rank": 8},
     "data.custom_cls.path": {"data.custom_cls.name": "Rows"},
     "data.custom_cls.name": {"data.custom_cls.path": "rows.py", "data.custom_cls.name": "Rows"},
     "custom_reward_function.name": {"custom_reward_function.path": "mine.py"},
@@ -232,7 +324,45 @@ place."""
 SFT_CONTEXTS: dict[str, Given] = {
     **CONTEXTS,
     "data.val_files": {"trainer.test_freq": 5},
-    "trainer.resume_path": {},
+    "data.val_max_samples": {"trainer.test_freq": 5},
+    "trainer.resume_from_path": {},
+    "trainer.save_freq": {},
+    **dict.fromkeys(
+        (
+            *(f"data.{key}" for key in ("shuffle", "use_dynamic_bsz")),
+            *(f"engine.{key}" for key in ("model_dtype", "dtype", "fsdp_size")),
+            *(
+                f"optim.{key}"
+                for key in (
+                    "optimizer",
+                    "warmup_style",
+                    "lr_scheduler_type",
+                    "lr_warmup_steps",
+                    "zero_indexed_step",
+                )
+            ),
+        ),
+        ENGINES,
+    ),
+    "data.max_token_len_per_gpu": {**ENGINES, "data.use_dynamic_bsz": True},
+    **{f"optim.{key}": {**ENGINES, "optim.warmup_style": "cosine"} for key in ("min_lr_ratio", "num_cycles")},
+    **{
+        key: {**ENGINES, "model.strategy": "megatron"}
+        for key in (
+            *(f"engine.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")),
+            "engine.expert_model_parallel_size",
+            *(f"optim.{key}" for key in ("lr_decay_steps", "lr_decay_style", "lr_warmup_init", "min_lr")),
+        )
+    },
+    **{
+        f"optim.{key}": {
+            **ENGINES,
+            "model.strategy": "megatron",
+            "optim.lr_decay_style": "WSD",
+            "optim.lr_wsd_decay_steps": 5,
+        }
+        for key in ("lr_wsd_decay_style", "lr_wsd_decay_steps")
+    },
 }
 
 ROWS = [

@@ -75,7 +75,7 @@ def reading(tree: dict[str, Json], of: Dialect, *, origins: Mapping[Path, str]) 
         problem = _misplaced(one, out.of) or _twice(one, present)
         if problem:
             out.problems.append((out.places[one.at], problem))
-        elif one.path not in present:
+        elif present.get(one.path) is None:
             present[one.path] = _understood(out, one)
             if one.row is not None:
                 out.given.setdefault(one.row.key, []).append(one)
@@ -97,8 +97,8 @@ def _misplaced(one: Found, of: Dialect) -> str:
 
 def _twice(one: Found, present: Mapping[Path, Json]) -> str:
     """What is wrong with a key that the file has under two names, or ''."""
-    if one.path not in present or one.is_section or same(present[one.path], one.value):
-        return ""
+    if one.is_section or same(present.get(one.path), one.value) or None in (present.get(one.path), one.value):
+        return ""  # null beside another name counts as left out
     said = f"{dotted(one.path)}: given twice, as {shown(present[one.path])} and {shown(one.value)}"
     return f"{said}; {one.note or 'keep one'}"
 
@@ -123,13 +123,13 @@ def _is_plain(row: Row, of: Dialect) -> bool:
 
 def _defaults(of: Dialect, full: Json, tree: Json) -> dict[str, Json]:
     """Every row's default, references resolved with the file's values in view. Those of plain keys that the file leaves
-    out are resolved in `full` already."""
+    out are resolved in `full` already, unless the file has something else in their section's place."""
     out = {row.key: row.default for row in of.rows}
     again: dict[str, Json] = {}
     for row in of.rows:
         if _refers(row.default):
             cut = parts(row.key)
-            if _is_plain(row, of) and not _has(tree, cut):
+            if _is_plain(row, of) and not _has(tree, cut) and _has(full, cut):
                 out[row.key] = get(full, cut)
             else:
                 again[row.key] = row.default

@@ -5,24 +5,19 @@ from __future__ import annotations
 import math
 
 from whet.config.faults import shown
-from whet.dialects.row import NotSupportedYet, Values
-from whet.dialects.typed import choose, flag, number, whole
-from whet.dialects.verl.rules import (
-    ACTOR,
-    ANY,
-    CRITIC,
-    NOTHING,
-    ROLLOUT,
-    UNBOUNDED,
-    Native,
-    has_critic,
-    responses,
-)
+from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.typed import choose
+from whet.dialects.verl.roles import ACTOR, CRITIC, ROLLOUT, has_critic
+from whet.dialects.verl.sizes import is_fully_async, responses
+from whet.dialects.versions import since
 from whet.types import ConfigError, Json
+
+UNBOUNDED = 1_000_000
+"""Refills of a step where there is no limit."""
 
 # ---------------------------------------------------------------- advantages
 
-ESTIMATORS: dict[str, tuple[str, str | None]] = {
+ESTIMATORS: dict[str, tuple[str, str | None] | None] = {
     "gae": ("ppo", None),
     "grpo": ("grpo", None),
     "reinforce_plus_plus": ("reinforce_pp", None),
@@ -38,6 +33,7 @@ ESTIMATORS: dict[str, tuple[str, str | None]] = {
     "rloo_vectorized": ("rloo", None),
     "optimal_token_baseline": ("optimal_token_baseline", None),
     "tir_optimal_token_baseline": ("optimal_token_baseline", "tir_optimal_token_baseline"),
+    "gdpo": None,
 }
 """Recipe and, where it is not the recipe's, advantage of every estimator."""
 
@@ -70,8 +66,8 @@ def advantage(v: Values) -> Native:
     if own is not None:
         out["algorithm.advantage"] = own
     if estimator in BY_STD:
-        out["algorithm.normalize_std"] = flag(v, "algorithm.norm_adv_by_std_in_grpo")
-    if estimator == "grpo_vectorized":
+        out["algorithm.normalize_std"] = v["algorithm.norm_adv_by_std_in_grpo"]
+    if estimator == "grpo_vectorized" and not since(v, "verl", "0.8.0"):
         out["algorithm.std_floor"] = 1e-3
     if estimator == "rloo":
         out["algorithm.single_rollout"] = "raw"
@@ -81,31 +77,31 @@ def advantage(v: Values) -> Native:
 def discount(v: Values) -> Native:
     """gamma and lam, where an estimator discounts: lam in gae, gamma also in reinforce_plus_plus."""
     estimator = v["algorithm.adv_estimator"]
-    gamma, lam = number(v, "algorithm.gamma"), number(v, "algorithm.lam")
+    gamma = v["algorithm.gamma"]
     if estimator == "gae":
-        return {"algorithm.gamma": gamma, "algorithm.lam": lam}
+        return {"algorithm.gamma": gamma, "algorithm.lam": v["algorithm.lam"]}
     return {"algorithm.gamma": gamma} if estimator == "reinforce_plus_plus" else NOTHING
 
 
 def resampling(v: Values) -> Native:
     """PF-PPO draws the rollouts of a step anew by their scores; read with gae, as there."""
-    if not flag(v, "algorithm.use_pf_ppo") or not has_critic(v):
+    if not v["algorithm.use_pf_ppo"] or not has_critic(v):
         return NOTHING
-    known = {"pow": "pow", "max_min": "max_min", "max_random": "max_random"}
-    how = choose(v, "algorithm.pf_ppo.reweight_method", known)
-    power = {"algorithm.resample_power": number(v, "algorithm.pf_ppo.weight_pow")} if how == "pow" else {}
+    how = v["algorithm.pf_ppo.reweight_method"]
+    power = {"algorithm.resample_power": v["algorithm.pf_ppo.weight_pow"]} if how == "pow" else {}
     return {"algorithm.resample": how, **power}
 
 
 def dynamic_sampling(v: Values) -> Native:
     """DAPO drops groups whose scores are all equal and asks for more; acc is the score without the length penalty."""
     at = "algorithm.filter_groups"
-    if not flag(v, f"{at}.enable"):
+    if not v[f"{at}.enable"]:
         return NOTHING
-    known = {"seq_reward": False, "seq_final_reward": False, "acc": True, "score": True}
-    by_score = choose(v, f"{at}.metric", known)
-    most = whole(v, f"{at}.max_num_gen_batches", least=ANY)
-    penalised = bool(v["reward_model.overlong_buffer.enable"])
+    if v[f"{at}.metric"] is None:
+        raise ConfigError(f"{at}.metric: got null, expected one of acc, score, seq_reward, seq_final_reward")
+    by_score = v[f"{at}.metric"] in ("acc", "score")
+    most = v[f"{at}.max_num_gen_batches"]
+    penalised = v["reward_model.overlong_buffer.enable"]
     return {
         "algorithm.drop_uniform_groups": True,
         "algorithm.max_refills": most - 1 if most > 0 else UNBOUNDED,
@@ -115,7 +111,7 @@ def dynamic_sampling(v: Values) -> Native:
 
 # ---------------------------------------------------------------- policy losses
 
-LOSSES: dict[str, str] = {
+LOSSES: dict[str, str | None] = {
     "vanilla": "ppo",
     "gspo": "gspo",
     "sapo": "sapo",
@@ -127,6 +123,7 @@ LOSSES: dict[str, str] = {
     "geo_mean": "geo_mean",
     "cispo": "cispo",
     "bypass_mode": "ppo",
+    **dict.fromkeys(("rollout_correction", "dppo_tv", "dppo_kl", "dro")),
 }
 
 CLIPPED = ("ppo", "gspo", "geo_mean", "clip_cov", "cispo")
@@ -164,38 +161,37 @@ def loss(v: Values) -> Native:
 
 
 NORM = "seq-mean-token-sum-norm"
-AGGREGATIONS = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
-AGGREGATIONS[NORM] = "token-sum-norm"
+
+
+def aggregation(v: Values, key: str) -> str:
+    """Until 0.7.1 seq-mean-token-sum-norm took no mean over sequences, despite its name."""
+    mode: str = v[key]
+    return "token-sum-norm" if mode == NORM and not since(v, "verl", "0.7.1") else mode
 
 
 def reduction(v: Values) -> Native:
-    """Counts are those of the whole mini batch (verl's present rule), so no cut of it changes the gradient.
-
-    Despite its name seq-mean-token-sum-norm takes no mean over sequences there.
-    """
-    mode = choose(v, f"{ACTOR}.loss_agg_mode", AGGREGATIONS)
+    """Counts are those of the whole mini batch (verl's present rule), so no cut of it changes the gradient."""
+    mode = aggregation(v, f"{ACTOR}.loss_agg_mode")
     if loss_of(v) in BY_SEQUENCE:
-        own = mode == "token-mean" and number(v, f"{ACTOR}.entropy_coeff") != 0
+        own = mode == "token-mean" and v[f"{ACTOR}.entropy_coeff"] != 0
         return {
             "algorithm.aggregation": "seq-mean-token-mean",
             **({"algorithm.entropy_aggregation": "token-mean"} if own else {}),
         }
-    if mode != "token-sum-norm":
+    if not mode.endswith("-norm"):
         return {"algorithm.aggregation": mode}
-    width = v[f"{ACTOR}.loss_scale_factor"] or whole(v, "data.max_response_length")
+    width = v[f"{ACTOR}.loss_scale_factor"] or v["data.max_response_length"]
     return {"algorithm.aggregation": mode, "algorithm.norm_tokens": width}
 
 
 def value_reduction(v: Values) -> Native:
-    """The critic's own, by the same names; its norm is always the longest response."""
+    """The critic's own, by the same names; its norm is the longest response, and since 0.9.0 a factor of its own."""
     if not has_critic(v):
         return NOTHING
-    key = f"{CRITIC}.loss_agg_mode"
-    mode = choose(v, key, AGGREGATIONS)
-    if mode == "token-sum-norm" and reduction(v).get("algorithm.norm_tokens") not in (
-        None,
-        v["data.max_response_length"],
-    ):
+    key, longest = f"{CRITIC}.loss_agg_mode", v["data.max_response_length"]
+    mode = aggregation(v, key)
+    width = (v[f"{CRITIC}.loss_scale_factor"] or longest) if since(v, "verl", "0.9.0") else longest
+    if mode.endswith("-norm") and reduction(v).get("algorithm.norm_tokens") not in (None, width):
         raise NotSupportedYet(
             f"{key}={NORM} with {ACTOR}.loss_scale_factor={v[f'{ACTOR}.loss_scale_factor']}: a norm of the critic's "
             "own is coming, not built yet; leave loss_scale_factor out"
@@ -221,46 +217,39 @@ IN_REWARD: dict[str, str | None] = {**KL, "full": None}
 def kl(v: Values) -> Native:
     """In the loss, in the reward, or in both, each with its own estimator and weight."""
     out: dict[str, Json] = {}
-    if flag(v, f"{ACTOR}.use_kl_loss"):
-        out["algorithm.kl.coef"] = number(v, f"{ACTOR}.kl_loss_coef")
+    if v[f"{ACTOR}.use_kl_loss"]:
+        out["algorithm.kl.coef"] = v[f"{ACTOR}.kl_loss_coef"]
         out["algorithm.kl.estimator"] = choose(v, f"{ACTOR}.kl_loss_type", IN_LOSS)
-    return out | _kl_in_reward(v) if flag(v, "algorithm.use_kl_in_reward") else out
+    return out | _kl_in_reward(v) if v["algorithm.use_kl_in_reward"] else out
 
 
 def _kl_in_reward(v: Values) -> dict[str, Json]:
-    at = "algorithm.kl_ctrl"
+    at, native = "algorithm.kl_ctrl", "algorithm.reward_kl"
     out: dict[str, Json] = {
-        "algorithm.reward_kl.coef": number(v, f"{at}.kl_coef"),
-        "algorithm.reward_kl.estimator": choose(v, "algorithm.kl_penalty", IN_REWARD),
+        f"{native}.coef": v[f"{at}.kl_coef"],
+        f"{native}.estimator": choose(v, "algorithm.kl_penalty", IN_REWARD),
     }
-    if choose(v, f"{at}.type", {"fixed": "fixed", "adaptive": "adaptive"}) == "fixed":
+    if v[f"{at}.type"] == "fixed":
         return out
-    horizon = whole(v, f"{at}.horizon")
-    return out | {
-        "algorithm.reward_kl.target": number(v, f"{at}.target_kl"),
-        "algorithm.reward_kl.horizon": horizon,
-    }
+    if v[f"{at}.horizon"] < 1:
+        raise ConfigError(f"{at}.horizon: got {v[f'{at}.horizon']}, expected a whole number >= 1")
+    return out | {f"{native}.target": v[f"{at}.target_kl"], f"{native}.horizon": v[f"{at}.horizon"]}
 
 
 # ---------------------------------------------------------------- off-policy correction (newer verl)
 
 CORRECTION = "algorithm.rollout_correction"
 LEVELS = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
+OLD_LEVELS = {"token": "token", "sequence": "sum", "geometric": "mean"}
+"""Of rejection by the ratio until 0.7.1."""
 
 
 def correction(v: Values) -> Native:
     """What is done about the engine's log-probs differing from the trainer's."""
-    out: dict[str, Json] = {}
-    weight = v[f"{CORRECTION}.rollout_is"]
-    if weight is not None:
-        known = {"token": "token", "sequence": "sequence"}
-        out["algorithm.correction.weight"] = choose(v, f"{CORRECTION}.rollout_is", known)
-        out["algorithm.correction.high"] = number(v, f"{CORRECTION}.rollout_is_threshold")
-        out["algorithm.correction.normalize"] = flag(v, f"{CORRECTION}.rollout_is_batch_normalize")
-    tests = _tests(v)
-    if tests:
-        out["algorithm.correction.reject"] = tests
-    if flag(v, f"{CORRECTION}.bypass_mode") or v[f"{ACTOR}.policy_loss.loss_mode"] == "bypass_mode":
+    weight, tests = _weight(v), _tests(v)
+    if v["algorithm.rollout_is_threshold"] is not None:
+        weight, tests = _first_form(v)
+    if _bypasses(v):
         choose(v, f"{CORRECTION}.loss_type", {"ppo_clip": "ppo", "reinforce": None})
         if tests:
             raise NotSupportedYet(
@@ -268,14 +257,79 @@ def correction(v: Values) -> Native:
                 "learning is coming, not built yet"
             )
         return {"algorithm.old_logprobs": "sampled"}
-    return out
+    return weight | ({"algorithm.correction.reject": tests} if tests else {})
+
+
+def _bypasses(v: Values) -> bool:
+    """Whether the ratio's denominator is the engine's log-prob. The fully asynchronous trainer does so by itself."""
+    if v[f"{CORRECTION}.use_policy_gradient"]:
+        raise NotSupportedYet(
+            f"{CORRECTION}.use_policy_gradient=True: REINFORCE without a ratio is coming, not built yet"
+        )
+    said = v[f"{CORRECTION}.bypass_mode"]
+    if said is None and is_fully_async(v):
+        said = v["async_training.use_rollout_log_probs"] and not v["async_training.compute_prox_log_prob"]
+    asked = v[f"{ACTOR}.policy_loss.loss_mode"] == "bypass_mode" or v[f"{ACTOR}.use_rollout_log_probs"]
+    return bool(said or asked)
+
+
+def _weight(v: Values) -> dict[str, Json]:
+    """A bound 'low_high' (since 0.8.0) makes weights outside of it 0; a number is the largest weight."""
+    at, native = f"{CORRECTION}.rollout_is", "algorithm.correction"
+    if v[at] is None:
+        return {}
+    bound = v[f"{at}_threshold"]
+    low, _, high = bound.rpartition("_") if isinstance(bound, str) else ("", "", bound)
+    bounds = [_number(text, key=f"{at}_threshold") for text in (low, high) if text != ""]
+    out: dict[str, Json] = {f"{native}.weight": v[at], f"{native}.high": bounds[-1]}
+    if len(bounds) == 2:
+        out |= {f"{native}.low": bounds[0], f"{native}.outside": "mask"}
+    return out | {f"{native}.normalize": v[f"{at}_batch_normalize"]}
+
+
+def _number(text: Json, *, key: str) -> float:
+    """A bound of a ratio or a divergence."""
+    if isinstance(text, str):
+        try:
+            text = float(text)
+        except ValueError:
+            text = None
+    if isinstance(text, bool) or not isinstance(text, int | float) or not 0 < text < math.inf:
+        raise ConfigError(f"{key}: got {shown(text)}, expected a number above 0")
+    return text
+
+
+def _first_form(v: Values) -> tuple[dict[str, Json], list[Json]]:
+    """0.6.0: rollout_is switches it on, rollout_is_mode says whether weights or tokens go that are out of bounds."""
+    at = "algorithm.rollout_is"
+    key = f"{at}_threshold"
+    high, low = _number(v[key], key=key), v[f"{at}_threshold_lower"]
+    low = 1.0 / high if low is None else _number(low, key=f"{key}_lower")
+    level = choose(v, f"{at}_level", {"token": "token", "sequence": "sequence", "geometric": "geometric"})
+    mode = choose(v, f"{at}_mode", {"truncate": "truncate", "mask": "mask"})
+    if not v[at]:
+        return {}, []
+    out: dict[str, Json] = {"algorithm.correction.weight": level, "algorithm.correction.high": high}
+    if mode == "mask":
+        out |= {"algorithm.correction.low": low, "algorithm.correction.outside": "mask"}
+    return out, _veto(v, f"{at}_veto_threshold")
+
+
+def _veto(v: Values, key: str) -> list[Json]:
+    """A rollout goes for one token with a smaller ratio than this."""
+    if v[key] is None:
+        return []
+    return [{"statistic": "ratio", "over": "max", "low": _number(v[key], key=key)}]
 
 
 def _tests(v: Values) -> list[Json]:
     """rollout_rs is one mode or several behind commas, and so are their bounds."""
     key = f"{CORRECTION}.rollout_rs"
+    veto = _veto(v, f"{CORRECTION}.rollout_token_veto_threshold")
     if v[key] is None:
-        return []
+        return veto
+    if str(v[key]) in OLD_LEVELS:
+        return [_old_test(v, key), *veto]
     modes = [name.strip() for name in str(v[key]).split(",")]
     bounds = [text.strip() for text in str(v[f"{key}_threshold"]).split(",")]
     bounds = bounds * len(modes) if len(bounds) == 1 else bounds
@@ -286,17 +340,26 @@ def _tests(v: Values) -> list[Json]:
     return [_test(mode, bound, key=key) for mode, bound in zip(modes, bounds)]
 
 
+def _old_test(v: Values, key: str) -> dict[str, Json]:
+    """0.6.1 and 0.7.0: by the ratio, between a bound and its inverse; without one that of rollout_is."""
+    high, low = v[f"{key}_threshold"], v[f"{key}_threshold_lower"]
+    high = _number(v[f"{CORRECTION}.rollout_is_threshold"] if high is None else high, key=f"{key}_threshold")
+    low = 1.0 / high if low is None else _number(low, key=f"{key}_threshold_lower")
+    return {"statistic": "ratio", "over": OLD_LEVELS[v[key]], "high": high, "low": low}
+
+
 def _test(mode: str, bound: str, *, key: str) -> dict[str, Json]:
     """k1 has a lower and an upper bound of the ratio ('0.5_2', '2' being 1/2 to 2), k2 and k3 an upper one."""
     level, _, kind = mode.rpartition("_")
     if level not in LEVELS or kind not in ("k1", "k2", "k3") or (level, kind) == ("seq_max", "k1"):
         raise ConfigError(f"{key}: {shown(mode)} is none of {', '.join(LEVELS)} with _k1, _k2 or _k3")
-    try:
-        numbers = [float(text) for text in bound.split("_")]
-    except ValueError:
-        numbers = []
-    if not 1 <= len(numbers) <= (2 if kind == "k1" else 1) or not all(0 < n < math.inf for n in numbers):
+    texts = bound.split("_")
+    if len(texts) > (2 if kind == "k1" else 1):
         raise ConfigError(f"{key}_threshold: got {shown(bound)} for {mode}, expected a number above 0")
-    statistic = "ratio" if kind == "k1" else kind
-    out: dict[str, Json] = {"statistic": statistic, "over": LEVELS[level], "high": numbers[-1]}
+    numbers = [_number(text, key=f"{key}_threshold") for text in texts]
+    out: dict[str, Json] = {
+        "statistic": "ratio" if kind == "k1" else kind,
+        "over": LEVELS[level],
+        "high": numbers[-1],
+    }
     return out | ({"low": numbers[0] if len(numbers) == 2 else 1.0 / numbers[0]} if kind == "k1" else {})

@@ -1,160 +1,58 @@
-"""verl's optimizers, schedules, checkpoints and trainer as native keys."""
+"""verl's trainer as native keys: its length, who goes ahead of whom, checkpoints, records and profiles."""
 
 from __future__ import annotations
 
+import math
 from pathlib import PurePath
 
 from whet.config.faults import shown
-from whet.dialects.row import NotSupportedYet, Values
-from whet.dialects.typed import choose, flag, number, whole
+from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.typed import choose
 from whet.dialects.uploads import place
-from whet.dialects.verl.rules import (
-    ACTOR,
-    ANY,
-    CRITIC,
-    MODEL,
-    NOTHING,
-    Native,
-    anywhere,
-    has_critic,
-    has_reward_model,
-    is_megatron,
-    local,
-    texts,
-)
+from whet.dialects.verl.roles import ACTOR, CRITIC, REF, anywhere, has_critic, local, texts
+from whet.dialects.verl.sizes import is_fully_async, mini_batches, prompts
 from whet.types import ConfigError, Json
 
-# ---------------------------------------------------------------- optimizers
-
-
-def actor_optimizer(v: Values) -> Native:
-    return _optimizer(v, ACTOR, native="train.optimizer")
-
-
-def critic_optimizer(v: Values) -> Native:
-    return _optimizer(v, CRITIC, native="critic.optimizer")
-
-
-def _optimizer(v: Values, role: str, *, native: str) -> Native:
-    """AdamW and its schedule, which moves once a training step, by FSDP's keys or Megatron's."""
-    at = f"{role}.optim"
-    megatron = is_megatron(v)
-    schedule = _megatron_schedule(v, at) if megatron else _fsdp_schedule(v, at)
-    return {
-        **_kind(v, f"{at}.optimizer", native),
-        f"{native}.weight_decay": v[f"{at}.weight_decay"],
-        f"{native}.decay_all": not megatron,
-        f"{native}.betas": v.get(f"{at}.betas", [0.9, 0.999]),
-        f"{native}.grad_clip": number(v, f"{at}.clip_grad" if megatron else f"{role}.grad_clip") or None,
-        f"{native}.schedule.unit": "train_step",
-        f"{native}.schedule.warmup_ends": "start",
-        **{f"{native}.schedule.{key}": value for key, value in {**schedule, **_warmup(v, at)}.items()},
-        **_length(v, f"{native}.schedule", schedule),
-    }
-
-
-def _kind(v: Values, key: str, native: str) -> Native:
-    """FSDP has AdamW alone; Megatron's adam is AdamW, too, and its sgd has a momentum that no key of verl sets."""
-    kinds = {"adam": "adamw", "sgd": "sgd"} if is_megatron(v) else {"adam": "adamw", "AdamW": "adamw"}
-    kind = choose({key: v.get(key, "adam")}, key, kinds)
-    return {f"{native}.kind": kind, **({f"{native}.momentum": 0.9} if kind == "sgd" else {})}
-
-
-def _warmup(v: Values, at: str) -> Native:
-    """Steps, or else a share of all. Megatron takes the share also at 0 steps."""
-    steps, ratio = v[f"{at}.lr_warmup_steps"], number(v, f"{at}.lr_warmup_steps_ratio")
-    if steps is not None and whole(v, f"{at}.lr_warmup_steps", least=ANY) >= (1 if is_megatron(v) else 0):
-        return {"warmup_steps": steps}
-    return {"warmup_fraction": ratio} if ratio else NOTHING
-
-
-def _length(v: Values, at: str, schedule: Native) -> Native:
-    """verl's schedule is as long as total_training_steps says, even if epochs end before or the critic begins alone."""
-    steps = v["trainer.total_training_steps"]
-    if steps is None or "total_steps" in schedule or _warmup_steps(v, at) >= steps:
-        return NOTHING
-    return {f"{at}.total_steps": steps}
-
-
-def _warmup_steps(v: Values, at: str) -> int:
-    role = ACTOR if at.startswith("train.") else CRITIC
-    return _warmup(v, f"{role}.optim").get("warmup_steps") or 0
-
-
-def _fsdp_schedule(v: Values, at: str) -> Native:
-    """A cosine also warms up from its floor, not from 0."""
-    kind = choose(v, f"{at}.warmup_style", {"constant": "constant", "cosine": "cosine"})
-    if kind == "constant":
-        return {"kind": kind}
-    low = number(v, f"{at}.min_lr_ratio") if v[f"{at}.min_lr_ratio"] is not None else 0.0
-    return {"kind": kind, "min_factor": low, "warmup_start": low, "cycles": number(v, f"{at}.num_cycles")}
-
-
-MEGATRON_STYLES = {
-    "constant": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "inverse_square_root": "inverse_sqrt",
-    "inverse-square-root": "inverse_sqrt",
-    "WSD": "wsd",
-}
-
-
-def _megatron_schedule(v: Values, at: str) -> Native:
-    """Megatron warms up from lr_warmup_init to lr, and goes down to min_lr by the step lr_decay_steps."""
-    key, lr = f"{at}.lr_decay_style", number(v, f"{at}.lr")
-    kind = choose({key: _style(v, at)}, key, MEGATRON_STYLES)
-    shares = {key: number(v, f"{at}.{key}") for key in ("min_lr", "lr_warmup_init")}
-    for key, value in shares.items():
-        if not 0 <= value <= lr:
-            raise ConfigError(f"{at}.{key}={value} must be between 0 and {at}.lr={lr}")
-    low, start = (value / lr if lr else 0.0 for value in shares.values())
-    out: dict[str, Json] = {"kind": kind, "warmup_start": start}
-    if v[f"{at}.lr_decay_steps"] not in (None, -1):
-        out["total_steps"] = whole(v, f"{at}.lr_decay_steps")
-    if kind == "wsd":
-        out |= _stable_then_down(v, at)
-    return out if out["kind"] == "constant" else out | {"min_factor": low}
-
-
-def _style(v: Values, at: str) -> Json:
-    """lr_decay_style; the document lets warmup_style name the same thing."""
-    style, other = v[f"{at}.lr_decay_style"], v[f"{at}.warmup_style"]
-    if other != "cosine" or style == other:
-        return style
-    if style != "linear":
-        raise ConfigError(f"{at}.warmup_style=cosine and {at}.lr_decay_style={shown(style)} differ; keep one")
-    return other
-
-
-def _stable_then_down(v: Values, at: str) -> Native:
-    """The decay's shape and steps, which must be given; a decay that is constant is none."""
-    shapes = {name: name for name in ("exponential", "linear", "cosine", "minus_sqrt", "constant")}
-    shape = choose(v, f"{at}.lr_wsd_decay_style", shapes)
-    if shape == "constant":
-        return {"kind": "constant"}
-    if v[f"{at}.lr_wsd_decay_steps"] is None:
-        raise ConfigError(f"{at}.lr_decay_style=WSD needs {at}.lr_wsd_decay_steps, the steps of the decay")
-    return {"decay_shape": shape, "decay_steps": whole(v, f"{at}.lr_wsd_decay_steps")}
-
-
-# ---------------------------------------------------------------- the trainer
+# ---------------------------------------------------------------- length and order
 
 
 def length(v: Values) -> Native:
     """Epochs of full batches; total_training_steps, where it is given, ends the run in the midst of them."""
     steps = v["trainer.total_training_steps"]
-    out: dict[str, Json] = {"train.epochs": whole(v, "trainer.total_epochs"), "train.drop_last": True}
-    return out if steps is None else out | {"train.steps": whole(v, "trainer.total_training_steps")}
+    out: dict[str, Json] = {"train.epochs": v["trainer.total_epochs"], "train.drop_last": True}
+    return out if steps is None else out | {"train.steps": steps}
 
 
-def imports(v: Values) -> Native:
-    """Modules that are imported before a model is built; the misspelling external_libs counts, too."""
-    keys = [f"{MODEL}.external_lib", f"{MODEL}.external_libs"]
-    keys += ["critic.model.external_lib"] if has_critic(v) else []
-    keys += ["reward_model.model.external_lib"] if has_reward_model(v) else []
-    names = [name for key in keys if v[key] is not None for name in texts(v, key)]
-    return {"imports": list(dict.fromkeys(names))} if names else NOTHING
+def schedule(v: Values) -> Native:
+    """Who is ahead of whom: in turn; a step ahead with engines of their own (one step off); or asynchronously."""
+    if is_fully_async(v):
+        return _fully_async(v)
+    mode, apart = v["trainer.v1.trainer_mode"], not v["actor_rollout_ref.hybrid_engine"]
+    if mode == "separate_async":
+        each = v["trainer.v1.separate_async.parameter_sync_step"] * v[f"{ACTOR}.ppo_mini_batch_size"]
+        if prompts(v) != each:
+            raise ConfigError(
+                f"data.train_batch_size={prompts(v)} must be trainer.v1.separate_async.parameter_sync_step * "
+                f"{ACTOR}.ppo_mini_batch_size = {each}"
+            )
+    if mode != "sync":
+        most = max(v["trainer.v1.sampler.max_off_policy_threshold"], 1)
+        return {"rollout.schedule": "free", "rollout.max_staleness": most}
+    return {"rollout.max_staleness": 1} if apart else NOTHING
+
+
+def _fully_async(v: Values) -> Native:
+    """Weights go over every trigger_parameter_sync_step steps, for which (1 + staleness_threshold) times as many
+    rollouts may be asked; total_rollout_steps counts tasks."""
+    every, tasks = v["async_training.trigger_parameter_sync_step"], v["rollout.total_rollout_steps"]
+    ahead = math.ceil((1 + v["async_training.staleness_threshold"]) * every) - 1
+    out: dict[str, Json] = {
+        "rollout.schedule": "free",
+        "rollout.max_staleness": max(ahead, 1),
+        "rollout.sync_every": every,
+        "rollout.partial": v["async_training.partial_rollout"],
+    }
+    return out if tasks is None else out | {"train.steps": max(tasks // prompts(v), 1)}
 
 
 def run_directory(v: Values) -> Native:
@@ -170,7 +68,7 @@ CONTENTS = (*PARTS, "extra", "hf_model")
 
 def checkpoints(v: Values) -> Native:
     """Every save_freq steps, and always at the end. hf_model asks for an export beside each."""
-    every = max(whole(v, "trainer.save_freq", least=ANY), 0)
+    every = max(v["trainer.save_freq"], 0)
     saved = _contents(v, f"{ACTOR}.checkpoint.save_contents")
     loaded = _contents(v, f"{ACTOR}.checkpoint.load_contents")
     if "extra" not in loaded:
@@ -187,14 +85,13 @@ def checkpoints(v: Values) -> Native:
         "checkpoint.load": [part for part in PARTS if part in loaded],
         "checkpoint.export": "hf_model" in saved,
         "checkpoint.export_every": every if "hf_model" in saved else 0,
+        **({"checkpoint.background": True} if v[f"{ACTOR}.checkpoint.async_save"] else {}),
     }
 
 
 def _kept(v: Values) -> int | None:
-    if flag(v, "trainer.remove_previous_ckpt_in_save"):
-        return 1
-    keep = v["trainer.max_actor_ckpt_to_keep"]
-    return None if keep is None else whole(v, "trainer.max_actor_ckpt_to_keep")
+    keep: int | None = v["trainer.max_actor_ckpt_to_keep"]
+    return 1 if v["trainer.remove_previous_ckpt_in_save"] else keep
 
 
 def _contents(v: Values, key: str) -> list[str]:
@@ -237,12 +134,10 @@ def _check_critic(v: Values, saved: list[str], loaded: list[str]) -> None:
 
 def resume(v: Values) -> Native:
     """auto goes on where the directory stands, disable moves what is there aside, resume_path names a checkpoint."""
-    modes = {"auto": "auto", "disable": "fresh", "resume_path": "resume_path"}
-    mode = choose(v, "trainer.resume_mode", modes)
-    path = v["trainer.resume_from_path"] or None
+    mode = v["trainer.resume_mode"]
     if mode != "resume_path":
-        return {"checkpoint.resume": mode}
-    if path is None:
+        return {"checkpoint.resume": "fresh" if mode == "disable" else mode}
+    if not v["trainer.resume_from_path"]:
         raise ConfigError(
             "trainer.resume_mode=resume_path needs trainer.resume_from_path, a checkpoint's folder"
         )
@@ -252,7 +147,7 @@ def resume(v: Values) -> Native:
 TRACKERS: dict[str, str | None] = {
     **{name: name for name in ("console", "tensorboard", "wandb", "mlflow", "swanlab")},
     "file": "jsonl",
-    **dict.fromkeys(("vemlp_wandb", "clearml", "trackio")),
+    **dict.fromkeys(("vemlp_wandb", "clearml", "trackio", "tracking")),
 }
 
 
@@ -290,3 +185,51 @@ def copies(v: Values) -> Native:
     if given in (None, DOCUMENTED.replace("${trainer.experiment_name}", str(v["trainer.experiment_name"]))):
         return NOTHING
     return {"checkpoint.upload_to": [place(anywhere(v, "trainer.default_hdfs_dir"))]}
+
+
+# ---------------------------------------------------------------- profiles
+
+TOOLS = {"nsys": "nsys", "torch": "torch", "npu": "torch", "torch_memory": "memory"}
+
+
+def profile(v: Values) -> Native:
+    """The training steps that are recorded: those of global_profiler, or those that hold the optimizer steps which the
+    actor's or the reference's profiler would record."""
+    steps, folders = set(v["global_profiler.steps"] or []), dict[str, Json]()
+    tool = v["global_profiler.tool"]
+    if steps and tool in TOOLS:
+        return {
+            "profile.steps": sorted(steps),
+            "profile.tools": [TOOLS[tool]],
+            "profile.dir": v["global_profiler.save_path"],
+        }
+    steps = set()
+    for role in (ACTOR, REF):
+        at = f"{role}.profile"
+        if v[f"{at}.use_profile"]:
+            steps |= _training_steps(v, at)
+            folders |= {f"{at}.save_path": path for path in [v[f"{at}.save_path"]] if path}
+    if not steps:
+        return NOTHING
+    if len(set(folders.values())) > 1:
+        raise ConfigError(f"{', '.join(folders)}: one folder holds all traces of a run; write the same")
+    return {
+        "profile.steps": sorted(steps),
+        "profile.shapes": True,
+        "profile.stack": True,
+        "profile.dir": next(iter(folders.values()), None),
+    }
+
+
+def _training_steps(v: Values, at: str) -> set[int]:
+    """The training steps of a role's optimizer steps, which verl counts from 0."""
+    first, end = v[f"{at}.step_start"], v[f"{at}.step_end"]
+    if not 0 <= first < end <= first + 1000:
+        raise ConfigError(
+            f"{at}: step_start={first} must be at least 0, and step_end={end} larger, by at most 1000"
+        )
+    ranks = v[f"{at}.profile_ranks"]
+    if ranks is not None and 0 not in (ranks if isinstance(ranks, list) else [ranks]):
+        raise ConfigError(f"{at}.profile_ranks={ranks}: rank 0 is recorded; write [0]")
+    each = mini_batches(v, ACTOR) * v[f"{ACTOR}.ppo_epochs"]
+    return {step // each + 1 for step in range(first, end)}

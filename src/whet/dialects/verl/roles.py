@@ -1,45 +1,287 @@
-"""verl's keys of what its base files say of every role: Megatron's layout, profiles, kernels, the reward model."""
+"""verl's models as native keys: policy, reference, critic, their adapters and dtypes; and who is there at all."""
 
 from __future__ import annotations
 
-from whet.dialects.row import Values
-from whet.dialects.typed import flag, whole
-from whet.dialects.verl.rules import (
-    ACTOR,
-    ANY,
-    NOTHING,
-    REF,
-    Native,
-    mini_batches,
-)
+from whet.config.faults import shown
+from whet.config.urls import is_remote
+from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.typed import choose
 from whet.types import ConfigError, Json
 
+ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+CRITIC = "critic"
+FSDP = f"{ACTOR}.fsdp_config"
+MEGATRON = f"{ACTOR}.megatron"
 
-def profile(v: Values) -> Native:
-    """The training steps that hold the optimizer steps which verl's profiler would record."""
-    steps, folders = set[int](), dict[str, Json]()
-    for role in (ACTOR, REF):
-        at = f"{role}.profile"
-        if not flag(v, f"{at}.use_profile"):
-            continue
-        first, end = (whole(v, f"{at}.{key}", least=ANY) for key in ("step_start", "step_end"))
-        if not 0 <= first < end <= first + 1000:
-            raise ConfigError(
-                f"{at}: step_start={first} must be at least 0, and step_end={end} larger, by at most 1000"
-            )
-        ranks = v[f"{at}.profile_ranks"]
-        if ranks is not None and 0 not in (ranks if isinstance(ranks, list) else [ranks]):
-            raise ConfigError(f"{at}.profile_ranks={ranks}: the one process here is rank 0; write [0]")
-        each = mini_batches(v, ACTOR) * whole(v, f"{ACTOR}.ppo_epochs")
-        steps |= {step // each + 1 for step in range(first, end)}
-        folders |= {f"{at}.save_path": path for path in [v[f"{at}.save_path"]] if path}
-    if not steps:
-        return NOTHING
-    if len(set(folders.values())) > 1:
-        raise ConfigError(f"{', '.join(folders)}: one folder holds all traces of a run; write the same")
+# ---------------------------------------------------------------- values
+
+
+def texts(v: Values, key: str) -> list[str]:
+    """One text, or a list of them."""
+    given = v[key] if isinstance(v[key], list) else [v[key]]
+    if not given or not all(isinstance(one, str) and one for one in given):
+        raise ConfigError(f"{key}: got {shown(v[key])}, expected a text or a list of texts")
+    return given
+
+
+def anywhere(v: Values, key: str) -> str:
+    """A path that is read: on this machine, or a URL."""
+    if not isinstance(v[key], str) or not v[key]:
+        raise ConfigError(f"{key}: got {shown(v[key])}, expected a path")
+    path: str = v[key]
+    return path
+
+
+def local(v: Values, key: str) -> str:
+    """A path on this machine."""
+    path = anywhere(v, key)
+    if is_remote(path):
+        raise ConfigError(f"{key}={path}: expected a path on this machine")
+    return path
+
+
+# ---------------------------------------------------------------- who is there
+
+FAMILIES = {
+    **dict.fromkeys(("fsdp", "fsdp2"), "fsdp"),
+    "megatron": "megatron",
+    **dict.fromkeys(("veomni", "torchtitan", "automodel", "mindspeed", "fsdp_turbo")),
+}
+"""Of strategies; None: engines of others, which are not built."""
+
+MODEL_ENGINES = {"dp": "fsdp", "megatron": "megatron", **dict.fromkeys(("veomni", "torchtitan", "mindspeed"))}
+
+MEGATRON_SIZES = tuple(
+    f"{MEGATRON}.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")
+)
+
+
+def is_megatron(v: Values) -> bool:
+    """Whether the optimizer keys are Megatron's: by the strategy, by Hydra's base file or group, or by its sizes, which
+    only that base file has."""
+    base = v["defaults"] or []
+    return (
+        choose(v, f"{ACTOR}.strategy", FAMILIES) == "megatron"
+        or choose(v, "model_engine", MODEL_ENGINES) == "megatron"
+        or "ppo_megatron_trainer" in (base if isinstance(base, list) else [base])
+        or any(v[name] > 1 for name in MEGATRON_SIZES)
+    )
+
+
+def has_critic(v: Values) -> bool:
+    """Only gae reads values, so only then a critic learns."""
+    return bool(v["algorithm.adv_estimator"] == "gae")
+
+
+def has_reference(v: Values) -> bool:
+    """Whether a KL to the reference is taken at all."""
+    return bool(v[f"{ACTOR}.use_kl_loss"] or v["algorithm.use_kl_in_reward"])
+
+
+def has_reward_model(v: Values) -> bool:
+    return bool(v["reward_model.enable"])
+
+
+def has_turns(v: Values) -> bool:
+    return bool(v[f"{ROLLOUT}.multi_turn.enable"])
+
+
+def same_family(v: Values) -> Native:
+    """Actor and critic are both FSDP's or both Megatron's."""
+    mine, other = (choose(v, f"{role}.strategy", FAMILIES) for role in (ACTOR, CRITIC))
+    if has_critic(v) and mine != other:
+        raise ConfigError(
+            f"critic.strategy={v['critic.strategy']} must be of the family of {ACTOR}.strategy={v[f'{ACTOR}.strategy']}"
+        )
+    return NOTHING
+
+
+def critic_there(v: Values) -> Native:
+    """critic.enable says what adv_estimator says."""
+    if v["critic.enable"] not in (None, has_critic(v)):
+        raise ConfigError(
+            f"critic.enable={shown(v['critic.enable'])}: a critic learns with algorithm.adv_estimator=gae alone, not "
+            f"with {v['algorithm.adv_estimator']}; leave it out"
+        )
+    return NOTHING
+
+
+BASES = ("ppo_trainer", "ppo_megatron_trainer", "_self_")
+
+
+def hydra_defaults(v: Values) -> Native:
+    """The file that this one starts from: verl's own, whose values stand in the table."""
+    given = v["defaults"] if isinstance(v["defaults"], list) else [v["defaults"]]
+    if other := [name for name in given if name not in BASES]:
+        raise ConfigError(
+            f"defaults: {shown(other[0])} is not read (ppo_trainer and ppo_megatron_trainer are what a file leaves "
+            "out); give one file with everything in it"
+        )
+    return NOTHING
+
+
+# ---------------------------------------------------------------- weights
+
+
+def imports(v: Values) -> Native:
+    """Modules that are imported before a model is built; the misspelling external_libs counts, too."""
+    keys = [f"{MODEL}.external_lib", f"{MODEL}.external_libs"]
+    keys += ["critic.model.external_lib"] if has_critic(v) else []
+    keys += ["reward_model.model.external_lib"] if has_reward_model(v) else []
+    names = [name for key in keys if v[key] is not None for name in texts(v, key)]
+    return {"imports": list(dict.fromkeys(names))} if names else NOTHING
+
+
+def policy(v: Values) -> Native:
+    """Its folder, and what stands over its config: flat fields (FSDP's form) and those of model_config (Megatron's)."""
+    at = f"{MODEL}.override_config"
+    flat, nested = v.get(f"{at}.*") or {}, v[f"{at}.model_config"] or {}
+    for key in flat.keys() & nested.keys():
+        if flat[key] != nested[key]:
+            raise ConfigError(f"{at}: {key} stands in it twice, keep one")
+    frozen = v[f"{at}.moe_config.freeze_moe_router"]
     return {
-        "profile.steps": sorted(steps),
-        "profile.shapes": True,
-        "profile.stack": True,
-        "profile.dir": next(iter(folders.values()), None),
+        "model.path": anywhere(v, f"{MODEL}.path"),
+        "model.overrides": {**nested, **flat},
+        **({"train.trainable": {r"\.mlp\.gate\.": False}} if frozen else {}),
     }
+
+
+def reference(v: Values) -> Native:
+    """ref.model is a section with a path."""
+    given = v[f"{REF}.model.path"]
+    return {"reference.path": given} if has_reference(v) and given is not None else NOTHING
+
+
+def critic(v: Values) -> Native:
+    """Where the value model's weights start, with its own overrides in both forms: empty is none."""
+    if not has_critic(v):
+        return NOTHING
+    config = v["critic.model.override_config"] or {}
+    return {"critic.path": anywhere(v, "critic.model.path"), "critic.overrides": _without_sections(config)}
+
+
+def _without_sections(config: dict[str, Json]) -> dict[str, Json]:
+    """Megatron's form of overrides made flat; a moe_config that switches nothing on goes."""
+    inner, moe = (config.get(name) or {} for name in ("model_config", "moe_config"))
+    if not isinstance(inner, dict) or not isinstance(moe, dict):
+        raise ConfigError("critic.model.override_config: model_config and moe_config are sections of keys")
+    if any(moe.values()):
+        raise NotSupportedYet(
+            "critic.model.override_config.moe_config: a critic of which only a part learns is coming, not built yet"
+        )
+    rest = {key: value for key, value in config.items() if key not in ("model_config", "moe_config")}
+    return {**rest, **inner}
+
+
+def critic_tokenizer(v: Values) -> Native:
+    """Policy and critic read the same tokens, so the critic's tokenizer is the policy's."""
+    key = "critic.model.tokenizer_path"
+    same = (
+        None,
+        v[f"{MODEL}.path"],
+        v["critic.model.path"],
+        v["data.tokenizer"],
+        v[f"{MODEL}.tokenizer_path"],
+    )
+    if has_critic(v) and v[key] not in same:
+        raise ConfigError(
+            f"{key}={shown(v[key])} must be the policy's tokenizer, {shown(v[f'{MODEL}.path'])}"
+        )
+    return NOTHING
+
+
+def policy_lora(v: Values) -> Native:
+    return _lora(v, MODEL, native="model.lora")
+
+
+def critic_lora(v: Values) -> Native:
+    return _lora(v, "critic.model", native="critic.lora")
+
+
+def sft_lora(v: Values) -> Native:
+    return _lora(v, "model", native="model.lora")
+
+
+def _lora(v: Values, model: str, *, native: str) -> Native:
+    """Rank 0 trains the whole model."""
+    rank, path = v[f"{model}.lora_rank"], v[f"{model}.lora_adapter_path"]
+    if rank == 0 and path is None:
+        return NOTHING
+    if rank == 0:
+        raise ConfigError(f"{model}.lora_adapter_path={path} needs {model}.lora_rank, that of these adapters")
+    targets = v[f"{model}.target_modules"]
+    out: dict[str, Json] = {
+        f"{native}.rank": rank,
+        f"{native}.alpha": v[f"{model}.lora_alpha"],
+        f"{native}.targets": targets if isinstance(targets, str) else texts(v, f"{model}.target_modules"),
+    }
+    return out if path is None else out | {f"{native}.path": path}
+
+
+# ---------------------------------------------------------------- dtypes and memory
+
+
+def dtype(v: Values) -> Native:
+    """One dtype for engine and trainer. bfloat16 is left to the device (float32 on a CPU), with master weights unless
+    the parameters themselves are to be bfloat16."""
+    trained = f"{MEGATRON if is_megatron(v) else FSDP}.dtype"
+    mine, sampled = v[trained], v[f"{ROLLOUT}.dtype"]
+    if sampled == "float16" != mine or mine == "float16" != sampled:
+        raise NotSupportedYet(
+            f"{ROLLOUT}.dtype={sampled} beside {trained}={mine} is coming, not built yet: float16 is that of both"
+        )
+    if v[f"{FSDP}.model_dtype"] in ("bf16", "bfloat16") and not is_megatron(v):
+        return {"model.dtype": "bfloat16", "train.precision.master_weights": False}
+    wanted = mine if mine != "bfloat16" else sampled
+    return {} if wanted == "bfloat16" else {"model.dtype": wanted}
+
+
+def offloaded(v: Values) -> Native:
+    """What rests in the host's memory. FSDP2's offload_policy: weights, gradients and the optimizer's state."""
+    mine, other = f"{ACTOR}.fsdp_config", "critic.model.fsdp_config"
+    if is_megatron(v):
+        mine, other = MEGATRON, "critic.megatron"
+    names = [
+        *_alike(
+            v, "activations", f"{MODEL}.enable_activation_offload", "critic.model.enable_activation_offload"
+        ),
+        *_alike(v, "optimizer", f"{mine}.optimizer_offload", f"{other}.optimizer_offload"),
+    ]
+    compares = (v[f"{ACTOR}.use_kl_loss"] and v[f"{ACTOR}.kl_loss_coef"]) or (
+        v["algorithm.use_kl_in_reward"] and v["algorithm.kl_ctrl.kl_coef"]
+    )
+    rests = {
+        "critic": has_critic(v) and _rests(v, other),
+        "reference": bool(compares) and _rests(v, mine.replace(ACTOR, REF)),
+        "policy": _rests(v, mine),
+    }
+    if v[f"{mine}.grad_offload"] and not rests["policy"]:
+        raise NotSupportedYet(
+            f"{mine}.grad_offload=True without param_offload is coming, not built yet: gradients are where their "
+            "weights are"
+        )
+    return {"train.offload": [*names, *(name for name, there in rests.items() if there)]}
+
+
+def _rests(v: Values, at: str) -> bool:
+    """Whether a role's weights lie in the host's memory."""
+    return bool(v.get(f"{at}.param_offload") or v.get(f"{at}.offload_policy"))
+
+
+def _alike(v: Values, name: str, *keys: str) -> list[str]:
+    """What policy and critic do alike: their activations, or their optimizers' state."""
+    policies = [f"{key.rpartition('.')[0]}.offload_policy" for key in keys]
+    wanted = [bool(v[key] or (name == "optimizer" and v.get(too))) for key, too in zip(keys, policies)]
+    if has_critic(v) and wanted[0] != wanted[1]:
+        told = [
+            f"{key} or {too}" if too in v and name == "optimizer" else key for key, too in zip(keys, policies)
+        ]
+        raise NotSupportedYet(
+            f"{told[1]}: {wanted[1]} beside {told[0]}: {wanted[0]} is coming, not built yet: here policy and critic do "
+            "it alike; give both the same value"
+        )
+    return [name] if wanted[0] else []

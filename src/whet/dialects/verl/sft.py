@@ -4,34 +4,61 @@ from __future__ import annotations
 
 import math
 
-from whet.dialects.layout import PARALLEL, Layout
-from whet.dialects.row import Values
-from whet.dialects.typed import choose, flag, number, whole
-from whet.dialects.verl.parts import rows
-from whet.dialects.verl.rules import ANY, NOTHING, Native, anywhere, texts
+from whet.dialects.layout import PARALLEL, Layout, groups
+from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.typed import choose
+from whet.dialects.verl import optimizer as ppo
+from whet.dialects.verl.data import rows
+from whet.dialects.verl.loop import CONTENTS, PARTS
+from whet.dialects.verl.roles import anywhere, texts
 from whet.types import ConfigError, Json
 
 _FSDP = "model.fsdp_config"
 
 
+def over_engines(v: Values) -> bool:
+    """Whether the file is of the trainer over engines (the only one since 0.7.1): its model has a path."""
+    return v["model.path"] is not None and v["model.partial_pretrain"] in (None, UNGIVEN)
+
+
+UNGIVEN = "~/models/gemma-1.1-7b-it"
+"""The older file's model, which is another than that of any run."""
+
+
+def is_megatron(v: Values) -> bool:
+    return bool(choose(v, "model.strategy", STRATEGIES) == "megatron")
+
+
+STRATEGIES = {
+    **dict.fromkeys(("fsdp", "fsdp2"), "fsdp"),
+    "megatron": "megatron",
+    **dict.fromkeys(("veomni", "torchtitan", "automodel", "mindspeed")),
+}
+
+
 def recipe(v: Values) -> Native:
     """Supervised fine-tuning from a folder; prompts go through the chat template as the words of a user."""
-    return {"algorithm.name": "sft", "model.path": anywhere(v, "model.partial_pretrain"), "data.chat": True}
+    key = "model.path" if over_engines(v) else "model.partial_pretrain"
+    return {"algorithm.name": "sft", "model.path": anywhere(v, key), "data.chat": True}
+
+
+def has_turns(v: Values) -> bool:
+    """Whether rows are conversations, as they always are over engines."""
+    return bool(v["data.multiturn.enable"] or over_engines(v))
 
 
 def data(v: Values) -> Native:
     """All files one after the other, or a dataset class of yours over them."""
-    turns = flag(v, "data.multiturn.enable")
     return {
-        **rows(v, "data.train_files", "data.train.0"),
+        **rows(v, "train", "data.train.0"),
         **_columns(v, "data.train.0"),
-        **({"data.learn_turns": "all"} if turns else {}),
+        **({"data.learn_turns": "all"} if has_turns(v) else {}),
     }
 
 
 def _columns(v: Values, native: str) -> Native:
     """A column of conversations, or one of prompts and one of replies; keys into a column's dict become dots."""
-    if flag(v, "data.multiturn.enable"):
+    if has_turns(v):
         return {f"{native}.messages": v["data.multiturn.messages_key"]}
     return {f"{native}.{which}": _column(v, which) for which in ("prompt", "response")}
 
@@ -46,23 +73,27 @@ def imports(v: Values) -> Native:
     return {"imports": texts(v, "model.external_lib")} if v["model.external_lib"] is not None else NOTHING
 
 
+def order(v: Values) -> Native:
+    """The older trainer always shuffles."""
+    return {} if v["data.shuffle"] or not over_engines(v) else {"data.order": "sequential"}
+
+
 def lengths(v: Values) -> Native:
     """max_length is of prompt and reply together; each alone may be as long."""
-    known = {"error": "error", "left": "truncate_left", "right": "truncate_right"}
-    most = whole(v, "data.max_length", least=2)
+    most, cut = v["data.max_length"], v["data.truncation"]
     return {
         "data.max_total_tokens": most,
         "data.max_prompt_tokens": most,
         "rollout.sampling.max_tokens": most,
-        "data.overlong": choose(v, "data.truncation", known),
+        "data.overlong": cut if cut == "error" else f"truncate_{cut}",
     }
 
 
 def batch(v: Values) -> Native:
-    """B sequences a step; a pass has micro_batch_size_per_gpu of them, which must divide a rank's share."""
-    B, W = whole(v, "data.train_batch_size"), whole(v, "trainer.nnodes") * whole(v, "trainer.n_gpus_per_node")
-    sp, each = whole(v, "ulysses_sequence_parallel_size"), whole(v, "data.micro_batch_size_per_gpu")
-    if sp > 1 and not flag(v, "use_remove_padding"):
+    """B sequences a step; a pass has micro_batch_size_per_gpu of them, which must divide a rank's share; over engines
+    it may have so many tokens."""
+    B, W, sp = v["data.train_batch_size"], _world(v), v["ulysses_sequence_parallel_size"]
+    if sp > 1 and not (v["use_remove_padding"] or v["model.use_remove_padding"]):
         raise ConfigError(
             f"ulysses_sequence_parallel_size={sp}: sequence parallelism needs use_remove_padding=True"
         )
@@ -70,11 +101,13 @@ def batch(v: Values) -> Native:
         raise ConfigError(
             f"ulysses_sequence_parallel_size={sp} must divide the {W} devices (trainer.n_gpus_per_node)"
         )
-    dp = W // sp
+    dp = _ranks(v)
     if B % dp:
         raise ConfigError(f"data.train_batch_size={B} must be divisible by the {dp} data-parallel ranks")
-    if v["data.micro_batch_size"] is not None:
-        each = max(1, whole(v, "data.micro_batch_size") // dp)
+    if over_engines(v) and v["data.use_dynamic_bsz"]:
+        return {"train.tasks_per_step": B, "train.micro_tokens": v["data.max_token_len_per_gpu"]}
+    each, together = v["data.micro_batch_size_per_gpu"], v["data.micro_batch_size"]
+    each = each if together is None else max(1, together // dp)
     if B // dp % each:
         raise ConfigError(
             f"data.micro_batch_size_per_gpu={each} must divide data.train_batch_size={B} / {dp} ranks = {B // dp}"
@@ -82,35 +115,66 @@ def batch(v: Values) -> Native:
     return {"train.tasks_per_step": B, "train.micro_rollouts": each}
 
 
+def _world(v: Values) -> int:
+    return int(v["trainer.nnodes"] * v["trainer.n_gpus_per_node"])
+
+
+_SIZES = tuple(f"engine.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
+
+
+def _ranks(v: Values) -> int:
+    """Data-parallel ranks."""
+    shared = math.prod(v[key] for key in _SIZES) if is_megatron(v) else v["ulysses_sequence_parallel_size"]
+    return max(_world(v) // int(shared), 1)
+
+
 def layout(v: Values) -> Native:
-    """FSDP over all devices, Ulysses inside; `batch` has its rules."""
-    cp = whole(v, "ulysses_sequence_parallel_size")
-    nodes, each = whole(v, "trainer.nnodes"), whole(v, "trainer.n_gpus_per_node")
-    return Layout(dp_shard=max(nodes * each // cp, 1), cp=cp, nodes=nodes).natives()
+    """FSDP over all devices, Ulysses inside, or Megatron's sizes; `batch` has their rules."""
+    dp, nodes = _ranks(v), v["trainer.nnodes"]
+    if is_megatron(v):
+        tp, pp, cp = (v[key] for key in _SIZES)
+        ep = v["engine.expert_model_parallel_size"]
+        return Layout(dp_shard=dp, tp=tp, pp=pp, cp=cp, ep=ep, nodes=nodes).natives()
+    copies, shards = groups(v["engine.fsdp_size"], dp, key="engine.fsdp_size")
+    cp = v["ulysses_sequence_parallel_size"]
+    return Layout(dp_replicate=copies, dp_shard=shards, cp=cp, nodes=nodes).natives()
 
 
 def sharding(v: Values) -> Native:
     """The smallest layers that FSDP gathers by themselves."""
-    least = whole(v, f"{_FSDP}.wrap_policy.min_num_params", least=0)
-    return {f"{PARALLEL}.wrap_min_parameters": least}
+    return {f"{PARALLEL}.wrap_min_parameters": v[f"{_FSDP}.wrap_policy.min_num_params"]}
 
 
 def offload(v: Values) -> Native:
-    """FSDP's CPUOffload: cpu_offload switches it on, offload_params says that it does something."""
-    wanted = flag(v, f"{_FSDP}.cpu_offload") and flag(v, f"{_FSDP}.offload_params")
-    return {"train.offload": ["optimizer", "policy"] if wanted else []}
+    """FSDP's CPUOffload: cpu_offload switches it on, offload_params says that it does something; engines have a key for
+    each part."""
+    both = (v[f"{_FSDP}.cpu_offload"] and v[f"{_FSDP}.offload_params"]) or v["engine.offload_policy"]
+    wanted = {
+        "activations": v["model.enable_activation_offload"],
+        "optimizer": both or v["engine.optimizer_offload"],
+        "policy": both or v["engine.param_offload"],
+    }
+    return {"train.offload": [name for name, there in wanted.items() if there]}
 
 
 def optimizer(v: Values) -> Native:
     """AdamW over all parameters; a linear warm-up whose first step moves nothing, then half a cosine, or a stable part
-    and half a cosine in the last tenth of what is left."""
+    and half a cosine in the last tenth of what is left. Over engines as in verl's PPO."""
+    if over_engines(v):
+        named = {"optim.warmup_style": v["optim.warmup_style"] or v["optim.lr_scheduler_type"]}
+        ratio = {"optim.lr_warmup_steps_ratio": v["optim.warmup_steps_ratio"]}
+        every = {**v, **named, **ratio}
+        return ppo.settings(
+            every, "optim", native="train.optimizer", megatron=is_megatron(v), clip=v["optim.clip_grad"]
+        )
     at = "train.optimizer"
     kind = choose(v, "optim.lr_scheduler", {"cosine": "cosine", "wsd": "wsd"})
     return {
         f"{at}.decay_all": True,
         f"{at}.betas": v["optim.betas"],
+        f"{at}.grad_clip": v["optim.clip_grad"],
         f"{at}.schedule.kind": kind,
-        f"{at}.schedule.warmup_fraction": number(v, "optim.warmup_steps_ratio"),
+        f"{at}.schedule.warmup_fraction": v["optim.warmup_steps_ratio"],
         f"{at}.schedule.warmup_ends": "start",
         f"{at}.schedule.total_steps": v["trainer.total_training_steps"],
         **({f"{at}.schedule.{key}": value for key, value in _decay(v).items()} if kind == "wsd" else {}),
@@ -119,48 +183,81 @@ def optimizer(v: Values) -> Native:
 
 def _decay(v: Values) -> Native:
     """Of N steps and W of warm-up the last (N - W) - floor(0.9 (N - W)). Without N its share, rounded otherwise."""
-    ratio, steps = number(v, "optim.warmup_steps_ratio"), v["trainer.total_training_steps"]
+    ratio, steps = v["optim.warmup_steps_ratio"], v["trainer.total_training_steps"]
     if steps is None:
         return {"decay_shape": "cosine", "decay_fraction": round(0.1 * (1.0 - ratio), 12)}
     rest = steps - math.floor(ratio * steps)
     return {"decay_shape": "cosine", "decay_steps": rest - math.floor(0.9 * rest) or None}
 
 
+DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": None}
+
+
 def dtype(v: Values) -> Native:
-    """Of the parameters; verl computes in bfloat16 whatever it is, whet in the same dtype."""
-    known = {"fp32": "float32", "bf16": "bfloat16", "fp16": None}
-    return {"model.dtype": choose(v, "model.fsdp_config.model_dtype", known)}
+    """Of the parameters; verl computes in bfloat16 whatever it is, whet in the same dtype. Over engines bfloat16 is
+    left to the device, with master weights unless the parameters themselves are to be bfloat16."""
+    if not over_engines(v):
+        return {"model.dtype": choose(v, f"{_FSDP}.model_dtype", DTYPES)}
+    if choose(v, "engine.model_dtype", DTYPES) == "bfloat16" and not is_megatron(v):
+        return {"model.dtype": "bfloat16", "train.precision.master_weights": False}
+    return {} if choose(v, "engine.dtype", DTYPES) == "bfloat16" else {"model.dtype": "float32"}
 
 
 def checkpoints(v: Values) -> Native:
-    """verl's SFT checkpoints are Hugging Face folders, so each is exported."""
-    every, keep = max(whole(v, "trainer.save_freq", least=ANY), 0), v["trainer.max_ckpt_to_keep"]
+    """The older trainer's checkpoints are Hugging Face folders, so each is exported; else the contents say so."""
+    every, epochs = v["trainer.save_freq"], v["trainer.save_freq"] == "after_each_epoch"
+    every = 0 if epochs else max(every, 0)
+    saved, loaded = _contents(v, "save_contents"), _contents(v, "load_contents")
+    if "extra" not in loaded:
+        raise NotSupportedYet(
+            f"trainer.checkpoint.load_contents={loaded}: to go on without schedule, data position and random state "
+            "(extra) is coming, not built yet"
+        )
+    exports = not over_engines(v) or "hf_model" in saved
     out: dict[str, Json] = {
         "checkpoint.every": every,
-        "checkpoint.keep": None if keep is None else whole(v, "trainer.max_ckpt_to_keep"),
-        "checkpoint.export": True,
-        "checkpoint.export_every": every,
+        "checkpoint.keep": v["trainer.max_ckpt_to_keep"],
+        "checkpoint.contents": [part for part in PARTS if part in saved],
+        "checkpoint.load": [part for part in PARTS if part in loaded],
+        "checkpoint.export": exports,
+        "checkpoint.export_every": every if exports else 0,
     }
-    resume = v["trainer.resume_path"]
-    return out | ({"checkpoint.resume": anywhere(v, "trainer.resume_path")} if resume else {})
+    if epochs:
+        out["checkpoint.every_epochs"] = 1
+    mode, path = v["trainer.resume_mode"], v["trainer.resume_from_path"]
+    if mode == "disable":
+        return out | {"checkpoint.resume": "fresh"}
+    if mode == "resume_path" and not path:
+        raise ConfigError(
+            "trainer.resume_mode=resume_path needs trainer.resume_from_path, a checkpoint's folder"
+        )
+    return out | ({"checkpoint.resume": anywhere(v, "trainer.resume_from_path")} if path else {})
+
+
+def _contents(v: Values, which: str) -> list[str]:
+    key = f"trainer.checkpoint.{which}"
+    given = texts(v, key)
+    if unknown := sorted(set(given) - set(CONTENTS)):
+        raise ConfigError(f"{key}: {', '.join(unknown)} is not one of {', '.join(CONTENTS)}")
+    if "model" not in given:
+        raise ConfigError(f"{key}={given} has no model, and no run can go on without its weights")
+    return given
 
 
 def validation(v: Values) -> Native:
     """The loss on held-out demonstrations, every test_freq steps and after the last; 0 and less: none."""
-    every = whole(v, "trainer.test_freq", least=ANY)
-    if every <= 0:
+    every = v["trainer.test_freq"]
+    if v["data.val_files"] is None or (every != "after_each_epoch" and every <= 0):
         return NOTHING
+    if every == "after_each_epoch":
+        raise NotSupportedYet(
+            "trainer.test_freq=after_each_epoch: evaluation by epochs is coming, not built yet"
+        )
     return {
-        **rows(v, "data.val_files", "data.eval.0"),
+        **rows(v, "val", "data.eval.0"),
         **_columns(v, "data.eval.0"),
         "data.exclude_eval": False,
         "eval.every": every,
         "eval.at_start": False,
         "eval.at_end": True,
     }
-
-
-_WSD = (
-    "cosine, or wsd: stable, then a cosine in the last tenth after the warm-up (in steps, to the step, with "
-)
-_WSD += "total_training_steps; else by its share)."

@@ -1,0 +1,238 @@
+"""verl's data, rewards and rollouts as native keys. Each function takes all values of a file and gives one matter."""
+
+from __future__ import annotations
+
+from whet.config.faults import shown
+from whet.config.urls import is_remote
+from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.typed import choose
+from whet.dialects.verl.roles import MODEL, ROLLOUT, anywhere, has_reward_model, local, texts
+from whet.dialects.verl.sizes import prompts, responses
+from whet.dialects.versions import since
+from whet.types import ConfigError, Json
+
+
+def nothing(v: Values) -> Native:
+    """A section: its keys count, each for itself."""
+    return NOTHING
+
+
+# ---------------------------------------------------------------- data
+
+
+def training(v: Values) -> Native:
+    """All files one after the other, as one source in verl's columns; or a dataset class of yours over them."""
+    return _source(v, "train", "data.train.0")
+
+
+def _source(v: Values, which: str, native: str) -> Native:
+    return {
+        **rows(v, which, native),
+        f"{native}.prompt": v["data.prompt_key"],
+        f"{native}.answer": "reward_model.ground_truth",
+        f"{native}.label": v["data.reward_fn_key"],
+    }
+
+
+def rows(v: Values, which: str, native: str) -> Native:
+    """Where the rows come from: files, or what a class of yours makes of them; and how many of them."""
+    key, most = f"data.{which}_files", v[f"data.{which}_max_samples"]
+    files = texts(v, key)
+    given = files if len(files) > 1 else files[0]
+    some: Native = {f"{native}.limit": most} if most > 0 else NOTHING
+    if v["data.custom_cls.path"] is None:
+        return {f"{native}.path": given, **some}
+    if remote := [path for path in files if is_remote(path)]:
+        raise ConfigError(
+            f"{key}: {remote[0]}: a class of yours is given paths of this machine; copy the file here"
+        )
+    if not isinstance(v["data.custom_cls.name"], str):
+        raise ConfigError("data.custom_cls.path needs data.custom_cls.name, the class in that file")
+    function = f"{local(v, 'data.custom_cls.path')}:{v['data.custom_cls.name']}"
+    return {f"{native}.function": function, f"{native}.arguments": {"data_files": given}, **some}
+
+
+def overlong(v: Values) -> Native:
+    """filter_overlong_prompts drops what truncation would cut or refuse."""
+    cut = v["data.truncation"]
+    if v["data.filter_overlong_prompts"]:
+        return {"data.overlong": "filter"}
+    return {"data.overlong": cut if cut == "error" else f"truncate_{cut}"}
+
+
+def order(v: Values) -> Native:
+    return {"data.order": "shuffle" if v["data.shuffle"] else "sequential"}
+
+
+def validates(v: Values) -> bool:
+    """Whether verl would validate at any time."""
+    return bool(v["trainer.test_freq"] > 0 or v["trainer.val_before_train"])
+
+
+def validation(v: Values) -> Native:
+    """Every test_freq steps and after the last, if it is above 0; before the first if val_before_train."""
+    if not validates(v):
+        return NOTHING
+    every = v["trainer.test_freq"]
+    out = {
+        **_source(v, "val", "data.eval.0"),
+        "data.exclude_eval": False,
+        "eval.every": max(every, 0),
+        "eval.at_start": v["trainer.val_before_train"],
+        "eval.at_end": every > 0,
+    }
+    at = f"{ROLLOUT}.val_kwargs"
+    if not v[f"{at}.do_sample"] or v[f"{at}.temperature"] == 0:
+        return out | {"eval.samples": 1}
+    chosen = {f"eval.sampling.{key}": value for key, value in _sampling(v, at).items()}
+    return out | {"eval.samples": v[f"{at}.n"]} | chosen
+
+
+def replies(v: Values) -> Native:
+    """Replies in a file (main_eval), judged without a model by `whet eval FILE`; the answer stands in a dict."""
+    return {
+        "eval.offline.path": anywhere(v, "data.path"),
+        "eval.offline.answer": f"{v['data.reward_model_key']}.ground_truth",
+    }
+
+
+def generation(v: Values) -> Native:
+    """main_generation: the table is there so that such a file is known for what it is."""
+    raise NotSupportedYet(
+        f"data.output_path={v['data.output_path']}: writing a model's replies to a file of prompts, without training "
+        "is coming, not built yet"
+    )
+
+
+# ---------------------------------------------------------------- rewards
+
+
+def judge(v: Values) -> Native:
+    """A function of yours, or verl's table by data source."""
+    if v["custom_reward_function.path"] is None:
+        return {"rewards.score.function": "whet.rewards.verl:compute_score"}
+    path, name = local(v, "custom_reward_function.path"), v["custom_reward_function.name"] or "compute_score"
+    return {"rewards.score.function": f"{path}:{name}"}
+
+
+MANAGERS: dict[str, str | None] = {
+    **dict.fromkeys(("naive", "dapo", "rate_limited", "remote"), "naive"),
+    "prime": "prime",
+    **dict.fromkeys(("batch", "gdpo", "diffusion", "visual")),
+}
+
+
+def rewards(v: Values) -> Native:
+    """What judges, and how: `prime` gives several processes, and each call 300 s.
+
+    Beside a reward model verl asks a function of yours in validation alone; here it is measured in training, too.
+    """
+    out: dict[str, Json] = {}
+    if has_reward_model(v):
+        if v["custom_reward_function.path"] is None:
+            return out
+        out |= {"rewards.score.weight": 0.0} | ({"eval.reward": "score"} if validates(v) else {})
+    out |= judge(v)
+    if arguments := v["custom_reward_function.reward_kwargs"]:
+        out["rewards.score.arguments"] = arguments
+    manager = "reward_model.reward_manager"
+    if v[manager] is not None and choose(v, manager, MANAGERS) == "prime":
+        out |= {"guard.workers": 4, "guard.timeout_s": 300.0}
+    return out
+
+
+def overlong_penalty(v: Values) -> Native:
+    """DAPO's soft penalty: 0 up to `len` tokens before the limit, from there in a line to -penalty_factor at it."""
+    at = "reward_model.overlong_buffer"
+    if not v[f"{at}.enable"]:
+        return NOTHING
+    if has_reward_model(v):
+        raise ConfigError(
+            f"{at}.enable=True: beside a reward model verl pays its score alone; set it to False"
+        )
+    if not v[f"{at}.len"] or v[f"{at}.penalty_factor"] is None:
+        raise ConfigError(f"{at}.enable=True needs {at}.len, a whole number >= 1, and {at}.penalty_factor")
+    return {
+        "rewards.overlong.function": "overlong",
+        "rewards.overlong.weight": v[f"{at}.penalty_factor"],
+        "rewards.overlong.arguments": {
+            "max_tokens": v["data.max_response_length"],
+            "buffer": v[f"{at}.len"],
+        },
+    }
+
+
+def reward_model(v: Values) -> Native:
+    """Its score alone, weight 1. Without an input_tokenizer it is given the policy's tokens; else the conversation in
+    its own template, cut at the right as there."""
+    if not has_reward_model(v):
+        return NOTHING
+    at, native = "reward_model", "rewards.rm.model"
+    if since(v, "verl", "0.7.1") and v["custom_reward_function.path"] is not None:
+        raise NotSupportedYet(
+            "reward_model.enable=True beside custom_reward_function.path: a reward model that a function asks over the "
+            "network is coming, not built yet"
+        )
+    out: Native = {f"{native}.path": anywhere(v, f"{at}.model.path")}
+    limit, decoder = v[f"{at}.max_length"], v[f"{at}.model.input_tokenizer"]
+    if decoder is None and limit is not None:
+        raise ConfigError(
+            f"{at}.max_length={limit} is read where {at}.model.input_tokenizer is given; leave it out"
+        )
+    if decoder is None:
+        return {**out, f"{native}.reads": "tokens"}
+    if decoder not in (v[f"{MODEL}.path"], v["data.tokenizer"]):
+        raise ConfigError(
+            f"{at}.model.input_tokenizer={shown(decoder)}: it decodes the policy's tokens, so it is the policy's own: "
+            f"{v[f'{MODEL}.path']}, or null where both models share tokens and template"
+        )
+    most = limit or v["data.max_prompt_length"] + v["data.max_response_length"]
+    return {**out, f"{native}.max_tokens": most, f"{native}.overlong": "truncate_right"}
+
+
+def reward_model_code(v: Values) -> Native:
+    key = "reward_model.model.trust_remote_code"
+    if v[key] and has_reward_model(v):
+        raise ConfigError(f"{key}=True: code that comes with a model is never run; leave it out")
+    return NOTHING
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+def engine(v: Values) -> Native:
+    """The embedded engine stands in for all of them."""
+    known = dict.fromkeys(("vllm", "sglang", "sglang_async", "hf"), "native") | {"trtllm": None}
+    return {"rollout.engine": choose(v, f"{ROLLOUT}.name", known)}
+
+
+def quantization(v: Values) -> Native:
+    """Weights of the engine in 8 bits, made anew at each sync."""
+    key = f"{ROLLOUT}.quantization"
+    return (
+        {} if v[key] is None else {"rollout.quantization": choose(v, key, {"fp8": "float8", "torchao": None})}
+    )
+
+
+def concurrency(v: Values) -> Native:
+    """Never more rows of cache than a step has rollouts."""
+    return {"rollout.max_batch": min(v[f"{ROLLOUT}.max_num_seqs"], prompts(v) * responses(v))}
+
+
+def sampling(v: Values) -> Native:
+    """n responses by the sampling keys; do_sample=False is one greedy response, whatever they say."""
+    out: dict[str, Json] = {"rollout.group_size": responses(v)}
+    greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    chosen = _sampling(v, ROLLOUT) if v[f"{ROLLOUT}.do_sample"] else greedy
+    if v[f"{ROLLOUT}.repetition_penalty"] != 1 and not since(v, "verl", "0.7.0"):
+        chosen["repetition_penalty"] = v[f"{ROLLOUT}.repetition_penalty"]
+    return out | {f"rollout.sampling.{key}": value for key, value in chosen.items()}
+
+
+def _sampling(v: Values, at: str) -> dict[str, Json]:
+    """-1 (vLLM) and 0 (hf) both mean no top_k."""
+    return {
+        "temperature": v[f"{at}.temperature"],
+        "top_k": max(v[f"{at}.top_k"], 0),
+        "top_p": v[f"{at}.top_p"],
+    }

@@ -1,0 +1,284 @@
+"""verl's sizes as native keys: batches, the devices that share them, and how passes are cut for memory.
+
+verl's own rules, which sizes must divide which, are answered in its words. Letters as there: B prompts of a step, n
+responses of a prompt, W devices (nodes times devices of a node), sp devices that share one sequence, dp = W / sp ranks.
+The rules are about the file and the machine it names, not about this one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+
+from whet.dialects.layout import PARALLEL, Layout, groups, resharded
+from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.verl.roles import (
+    ACTOR,
+    CRITIC,
+    FSDP,
+    MEGATRON,
+    MEGATRON_SIZES,
+    MODEL,
+    REF,
+    ROLLOUT,
+    has_critic,
+    has_reference,
+    is_megatron,
+)
+from whet.types import ConfigError, Json
+
+# ---------------------------------------------------------------- devices
+
+
+def responses(v: Values) -> int:
+    """n: responses of a prompt; greedy decoding gives one."""
+    n: int = v[f"{ROLLOUT}.n"]
+    return n if v[f"{ROLLOUT}.do_sample"] else 1
+
+
+def longest(v: Values) -> int:
+    """Tokens of the longest sequence, prompt and response."""
+    most: int = v["data.max_prompt_length"] + v["data.max_response_length"]
+    return most
+
+
+def world(v: Values) -> int:
+    """W: devices of the machine that the file is for."""
+    W: int = v["trainer.nnodes"] * v["trainer.n_gpus_per_node"]
+    return W
+
+
+def ranks(v: Values, role: str) -> int:
+    """dp = W / (tensor, pipeline, context or sequence parallel sizes), which must divide W."""
+    keys = MEGATRON_SIZES if is_megatron(v) else (f"{role}.ulysses_sequence_parallel_size",)
+    sizes = {name: v[name] for name in keys}
+    W, shared = world(v), math.prod(sizes.values())
+    if W % shared:
+        told = " * ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        raise ConfigError(f"trainer.nnodes * trainer.n_gpus_per_node = {W} must be divisible by {told}")
+    return W // shared
+
+
+def check_parallel(v: Values) -> Native:
+    """Devices must divide as verl asserts."""
+    sides = [(ACTOR, MODEL), (REF, MODEL), *([(CRITIC, "critic.model")] if has_critic(v) else [])]
+    for role, model in () if is_megatron(v) else sides:
+        key, packed = f"{role}.ulysses_sequence_parallel_size", f"{model}.use_remove_padding"
+        if v[key] > 1 and not v[packed]:
+            raise ConfigError(f"{key}={v[key]}: sequence parallelism needs {packed}=True")
+    W, tp = world(v), v[f"{ROLLOUT}.tensor_model_parallel_size"]
+    if v["actor_rollout_ref.hybrid_engine"] and W > 1 and W % tp:
+        raise ConfigError(
+            f"trainer.nnodes * trainer.n_gpus_per_node = {W} must be divisible by "
+            f"{ROLLOUT}.tensor_model_parallel_size={tp}"
+        )
+    return NOTHING
+
+
+def layout(v: Values) -> Native:
+    """The actor's layout serves all models. Its W devices hold W / tp engines, which take turns with training, or
+    engines have devices of their own."""
+    check_parallel(v)
+    dp, nodes = ranks(v, ACTOR), v["trainer.nnodes"]
+    engines = max(_engine_devices(v) // v[f"{ROLLOUT}.tensor_model_parallel_size"], 1)
+    if is_megatron(v):
+        tp, pp, cp = (v[name] for name in MEGATRON_SIZES)
+        ep, chunks = v[f"{MEGATRON}.expert_model_parallel_size"], v[f"{MEGATRON}.{CHUNKS}"]
+        made = Layout(dp_shard=dp, tp=tp, pp=pp, cp=cp, ep=ep, engines=engines, nodes=nodes).natives()
+        return made | ({f"{PARALLEL}.pipeline_chunks": chunks} if pp > 1 and chunks else {})
+    copies, shards = groups(v[f"{FSDP}.fsdp_size"], dp, key=f"{FSDP}.fsdp_size")
+    cp = v[f"{ACTOR}.ulysses_sequence_parallel_size"]
+    return Layout(dp_replicate=copies, dp_shard=shards, cp=cp, engines=engines, nodes=nodes).natives()
+
+
+CHUNKS = "virtual_pipeline_model_parallel_size"
+
+
+def _engine_devices(v: Values) -> int:
+    """Those of the trainer, unless the engines have devices of their own (rollout.nnodes of the asynchronous trainers,
+    actor_rollout_ref.rollout.nnodes since 0.7.1)."""
+    if v[f"{ROLLOUT}.nnodes"]:
+        return int(v[f"{ROLLOUT}.nnodes"] * v[f"{ROLLOUT}.n_gpus_per_node"])
+    if not v["actor_rollout_ref.hybrid_engine"]:
+        return int(v["rollout.nnodes"] * v["rollout.n_gpus_per_node"])
+    return world(v)
+
+
+def sharding(v: Values) -> Native:
+    """How FSDP gathers what it has cut. Without forward_prefetch nothing is gathered ahead."""
+    if is_megatron(v):
+        return NOTHING
+    return {
+        f"{PARALLEL}.wrap_min_parameters": v[f"{FSDP}.wrap_policy.min_num_params"],
+        f"{PARALLEL}.reshard_after_forward": resharded(v, f"{FSDP}.reshard_after_forward"),
+        f"{PARALLEL}.prefetch": int(v[f"{FSDP}.forward_prefetch"]),
+    }
+
+
+# ---------------------------------------------------------------- batches
+
+
+def is_fully_async(v: Values) -> bool:
+    """verl's fully asynchronous trainer has no batch of prompts: train_batch_size is 0."""
+    return bool(v["data.train_batch_size"] == 0 and not v["actor_rollout_ref.hybrid_engine"])
+
+
+def prompts(v: Values) -> int:
+    """B: prompts of a step."""
+    if is_fully_async(v):
+        return int(v["async_training.require_batches"] * v[f"{ACTOR}.ppo_mini_batch_size"])
+    B: int = v["data.train_batch_size"]
+    if B < 1:
+        raise ConfigError("data.train_batch_size: got 0, expected a whole number >= 1")
+    return B
+
+
+def mini_batches(v: Values, role: str) -> int:
+    """B / ppo_mini_batch_size, after verl's rules for the sizes of a step."""
+    key = f"{role}.ppo_mini_batch_size"
+    B, mini, n, dynamic = prompts(v), v[key], responses(v), v[f"{role}.use_dynamic_bsz"]
+    if mini > B and dynamic:
+        return 1
+    if mini > B:
+        raise ConfigError(f"data.train_batch_size={B} must be at least {key}={mini}")
+    if B % mini:
+        raise ConfigError(
+            f"{key}={mini} must divide data.train_batch_size={B}: a smaller last mini batch would count too much"
+        )
+    if not dynamic:
+        _check_shares(v, role, of_step=B * n, of_mini=mini * n)
+    return B // int(mini)
+
+
+def _check_shares(v: Values, role: str, *, of_step: int, of_mini: int) -> None:
+    """Sequences of a step and of a mini batch, over the devices of the file's machine."""
+    W, dp = world(v), ranks(v, role)
+    if of_step % (dp if is_megatron(v) else W):
+        raise ConfigError(
+            f"data.train_batch_size * {ROLLOUT}.n = {of_step} must be divisible by trainer.nnodes * "
+            f"trainer.n_gpus_per_node = {W} (default of a node: 8)"
+        )
+    share, told = of_mini // dp, f"{role}.ppo_mini_batch_size * {ROLLOUT}.n / {dp} ranks = {of_mini}/{dp}"
+    if share < 1:
+        raise ConfigError(
+            f"{told} leaves a rank without a sequence: raise ppo_mini_batch_size or use fewer devices"
+        )
+    key = f"{role}.ppo_micro_batch_size"
+    micro = micro_batch(v, key, of=role)
+    if v[key] and v[f"{role}.ppo_mini_batch_size"] % v[key]:
+        raise ConfigError(
+            f"{key}={v[key]} must divide {role}.ppo_mini_batch_size={v[f'{role}.ppo_mini_batch_size']}"
+        )
+    if micro and share % micro:
+        raise ConfigError(f"{key}_per_gpu={micro} must divide {told}")
+
+
+def batches(v: Values) -> Native:
+    """A step of B prompts in B / ppo_mini_batch_size optimizer steps, ppo_epochs times over; the critic's where they
+    are others."""
+    minis, passes = mini_batches(v, ACTOR), v[f"{ACTOR}.ppo_epochs"]
+    out: dict[str, Json] = {
+        "train.tasks_per_step": prompts(v),
+        "train.minibatches": minis,
+        "train.passes": passes,
+    }
+    if has_critic(v):
+        own_minis, own_passes = mini_batches(v, CRITIC), v[f"{CRITIC}.ppo_epochs"]
+        out |= {"critic.minibatches": own_minis} if own_minis != minis else {}
+        out |= {"critic.passes": own_passes} if own_passes != passes else {}
+    return out
+
+
+def shuffling(v: Values) -> Native:
+    """Another order of the rollouts in every pass, by the run's seed, in whole groups, for policy and critic alike."""
+    wanted = v[f"{ACTOR}.shuffle"]
+    if wanted and v[f"{ACTOR}.data_loader_seed"] is None:
+        raise ConfigError(f"{ACTOR}.shuffle=True: data_loader_seed must be set, too, as verl asks")
+    if has_critic(v) and v[f"{CRITIC}.shuffle"] != wanted:
+        raise NotSupportedYet(
+            f"{CRITIC}.shuffle={v[f'{CRITIC}.shuffle']}: another choice than {ACTOR}.shuffle={wanted} is coming, not "
+            "built yet"
+        )
+    return {"train.shuffle_passes": wanted}
+
+
+# ---------------------------------------------------------------- how passes are cut for memory
+
+PER_GPU = {
+    f"{ACTOR}.ppo_micro_batch_size": 8,
+    f"{REF}.log_prob_micro_batch_size": 16,
+    f"{ROLLOUT}.log_prob_micro_batch_size": 16,
+}
+"""The document's defaults of `KEY_per_gpu`: a global size that is given stands over them."""
+
+
+def micro_batch(v: Values, key: str, *, of: str) -> int | None:
+    """Sequences of one pass on one device: KEY_per_gpu, or the older KEY over all devices, never both."""
+    together, each = v[key], v[f"{key}_per_gpu"]
+    if together is None:
+        return None if each is None else int(each)
+    if each is not None and each != PER_GPU.get(key):
+        name = PurePath(key).suffix.lstrip(".")
+        raise ConfigError(
+            f"[{of}] You have set both '{key}' AND '{key}_per_gpu'. Please remove '{key}', because only "
+            f"'*_{name}_per_gpu' is supported"
+        )
+    dp = ranks(v, ACTOR if of in (REF, ROLLOUT) else of)
+    if together < dp:
+        raise ConfigError(
+            f"{key}={together} must be at least the {dp} data-parallel ranks (one sequence each)"
+        )
+    return int(together) // dp
+
+
+_LEARNING = ("ppo_micro_batch_size", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")
+_SCORING = ("log_prob_micro_batch_size", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu")
+_VALUING = ("forward_micro_batch_size", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
+
+
+def _scoring(v: Values) -> Iterator[tuple[str, tuple[str, str, str]]]:
+    """(role, keys of its cut) of every kind of pass without gradient that this run makes."""
+    yield ROLLOUT, _SCORING
+    if has_reference(v):
+        yield REF, _SCORING
+    if has_critic(v):
+        yield CRITIC, _VALUING
+
+
+def cut(v: Values) -> Native:
+    """How passes are cut: the policy's and the critic's own, and for all without gradient the smallest that any of
+    them asks for. It changes memory and speed, never a number."""
+    mine = _asked(v, ACTOR, *_LEARNING)
+    if mine is None:
+        key = f"{ACTOR}.ppo_micro_batch_size"
+        raise ConfigError(f"[{ACTOR}] Please set at least one of '{key}' or '{key}_per_gpu'")
+    critic = _asked(v, CRITIC, *_LEARNING) if has_critic(v) else None
+    asked = [size for role, keys in _scoring(v) if (size := _asked(v, role, *keys))]
+    return {
+        f"train.micro_{mine[0]}": mine[1],
+        **({f"critic.micro_{critic[0]}": critic[1]} if critic else {}),
+        **({f"train.micro_{kind}_forward": most for kind, most in [_smallest(v, asked)]} if asked else {}),
+    }
+
+
+def _smallest(v: Values, asked: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    """Where some count sequences and some tokens, a sequence is taken to be as long as can be."""
+    tokens = [size for kind, size in asked if kind == "tokens"]
+    rollouts = [size for kind, size in asked if kind == "rollouts"]
+    if not rollouts:
+        return "tokens", min(tokens)
+    return "rollouts", min([*rollouts, *(size // longest(v) for size in tokens)])
+
+
+def _asked(v: Values, role: str, sequences: str, dynamic: str, tokens: str) -> tuple[str, int] | None:
+    """('rollouts', how many) or ('tokens', how many) in one pass of a role; None: it does not say."""
+    if not v[f"{role}.{dynamic}"]:
+        micro = micro_batch(v, f"{role}.{sequences}", of=role)
+        return None if micro is None else ("rollouts", micro)
+    most = v[f"{role}.{tokens}"]
+    if most < longest(v):
+        raise ConfigError(
+            f"{role}.{tokens}={most} must be at least data.max_prompt_length + data.max_response_length = {longest(v)}"
+        )
+    return "tokens", most

@@ -1,0 +1,222 @@
+"""verl's keys by release: renamed ones, changed defaults, changed meanings, features that are switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from whet.config import schema
+from whet.config.schedules import factor
+from whet.dialects.tables import dialect, version_of
+from whet.dialects.translate import Translation, translate
+from whet.types import Json
+
+A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+
+
+def made(given: Mapping[str, Json], version: str, kind: str = "verl-ppo") -> Translation:
+    """A file with these dotted keys, as a release reads it."""
+    tree: dict[str, Json] = {}
+    for key, value in given.items():
+        *above, last = key.split(".")
+        around = tree
+        for part in above:
+            around = around.setdefault(part, {})
+        around[last] = value
+    return translate(tree, dialect(kind, version), origins={})
+
+
+def told(given: Mapping[str, Json], version: str, kind: str = "verl-ppo") -> list[str]:
+    found = made(given, version, kind)
+    return [text for _, text in (*found.problems, *found.unbuilt)]
+
+
+FITS: dict[str, Json] = {
+    A + "ppo_micro_batch_size_per_gpu": 8,
+    R + "log_prob_micro_batch_size_per_gpu": 8,
+    "critic.ppo_micro_batch_size_per_gpu": 8,
+}
+"""What newer releases leave open."""
+
+
+def test_renamed_keys_mean_the_same() -> None:
+    own = {"path": "mine.py", "name": "f", "reward_kwargs": {"a": 1}}
+    older = made({**FITS, "custom_reward_function": own}, "0.6.0")
+    newer = made({**FITS, "reward.custom_reward_function": own}, "0.9.0")
+    assert older.tree["rewards"] == newer.tree["rewards"]
+    prime = made({**FITS, "reward.reward_manager.name": "prime"}, "0.8.0")
+    assert prime.tree["guard"] == {"workers": 4, "timeout_s": 300.0}
+    buffer = {"enable": True, "len": 8, "penalty_factor": 0.5}
+    for key, version in (
+        ("reward_model.overlong_buffer", "0.4.0"),
+        ("reward.reward_kwargs.overlong_buffer_cfg", "0.9.0"),
+    ):
+        assert made({**FITS, key: buffer}, version).tree["rewards"]["overlong"]["weight"] == 0.5
+    assert made({**FITS, "critic.fsdp.param_offload": True}, "0.8.0").tree["train"]["offload"] == ["critic"]
+
+
+def test_a_default_is_that_of_the_release() -> None:
+    assert "gradient_checkpointing" not in made({}, "0.4.0").tree["train"]
+    assert made(FITS, "0.5.0").tree["train"]["gradient_checkpointing"] is True
+    assert made(FITS, "0.4.0").tree["eval"]["every"] == 2
+    assert "every" not in made(FITS, "0.5.0").tree["eval"], "test_freq is -1"
+    assert "Please set at least one of" in " ".join(told({}, "0.5.0"))
+    megatron: dict[str, Json] = {**FITS, A + "strategy": "megatron", "critic.strategy": "megatron"}
+    megatron[A + "optim.clip_grad"] = 1.0
+    kinds = {version: _schedule(megatron, version).kind for version in ("0.4.1", "0.5.0")}
+    assert kinds == {"0.4.1": "linear", "0.5.0": "constant"}
+
+
+def _schedule(given: Mapping[str, Json], version: str) -> schema.Schedule:
+    return schema.Schedule(**made(given, version).tree["train"]["optimizer"]["schedule"])
+
+
+@pytest.mark.parametrize(
+    ("version", "mode"),
+    [("0.4.0", "token-sum-norm"), ("0.7.0", "token-sum-norm"), ("0.7.1", "seq-mean-token-sum-norm")],
+)
+def test_the_norm_divides_by_the_rollouts_since_0_7_1(version: str, mode: str) -> None:
+    """Two rollouts of 3 and 5 tokens with a loss of 1 each, 10 tokens at most: 8 / 10, later 8 / 2 / 10."""
+    given = {**FITS, A + "loss_agg_mode": "seq-mean-token-sum-norm", "data.max_response_length": 10}
+    found = made(given, version).tree["algorithm"]
+    assert (found["aggregation"], found["norm_tokens"]) == (mode, 10)
+    weight = {"token-sum-norm": 1 / 10, "seq-mean-token-sum-norm": 1 / 2 / 10}[mode]
+    assert (3 + 5) * weight == pytest.approx(0.8 if mode == "token-sum-norm" else 0.4)
+
+
+def test_no_warm_up_steps_mean_the_ratio_since_0_8_0() -> None:
+    given = {**FITS, A + "optim.lr_warmup_steps": 0, A + "optim.lr_warmup_steps_ratio": 0.5}
+    older, newer = _schedule(given, "0.7.1"), _schedule(given, "0.8.0")
+    assert [factor(older, step, 4) for step in range(4)] == [1.0, 1.0, 1.0, 1.0]
+    assert [factor(newer, step, 4) for step in range(4)] == [0.0, 0.5, 1.0, 1.0]
+    shifted = _schedule({**given, A + "optim.zero_indexed_step": False}, "0.8.0")
+    assert [factor(shifted, step, 4) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
+
+
+def test_gradients_are_clipped_by_the_optimizers_key_since_0_8_0() -> None:
+    given = {**FITS, A + "grad_clip": 0.5, A + "optim.clip_grad": 0.25}
+    clips = {v: made(given, v).tree["train"]["optimizer"]["grad_clip"] for v in ("0.7.1", "0.8.0")}
+    assert clips == {"0.7.1": 0.5, "0.8.0": 0.25}
+
+
+def test_off_policy_correction_by_release() -> None:
+    grpo: dict[str, Json] = {**FITS, "algorithm.adv_estimator": "grpo", R + "n": 2}
+
+    def correction(version: str, **given: Json) -> Json:
+        at = {f"algorithm.{key}": value for key, value in given.items()}
+        assert told({**grpo, **at}, version) == []
+        return made({**grpo, **at}, version).tree["algorithm"]["correction"]
+
+    veto = {"statistic": "ratio", "over": "max", "low": 1e-4}
+    first = correction("0.6.0", rollout_is=True, rollout_is_threshold=2.0, rollout_is_mode="mask")
+    assert first == {"weight": "token", "low": 0.5, "high": 2.0, "outside": "mask", "reject": [veto]}
+    second = correction("0.7.0", rollout_correction={"rollout_rs": "geometric", "rollout_rs_threshold": 4.0})
+    assert second == {"reject": [{"statistic": "ratio", "over": "mean", "high": 4.0, "low": 0.25}]}
+    bounded = {"rollout_is": "token", "rollout_is_threshold": "0.5_5"}
+    third = correction("0.8.0", rollout_correction=bounded)
+    assert third == {"weight": "token", "low": 0.5, "high": 5.0, "outside": "mask"}
+
+
+def test_the_asynchronous_trainers() -> None:
+    apart: dict[str, Json] = {
+        **FITS,
+        "actor_rollout_ref.hybrid_engine": False,
+        "algorithm.adv_estimator": "grpo",
+        "rollout.nnodes": 1,
+        "rollout.n_gpus_per_node": 4,
+        R + "n": 8,
+    }
+    one_off = made(apart, "0.7.0").tree["rollout"]
+    assert (one_off["max_staleness"], one_off["replicas"]) == (1, 2)
+    fully = {
+        **apart,
+        "data.train_batch_size": 0,
+        A + "ppo_mini_batch_size": 32,
+        "async_training.require_batches": 2,
+        "async_training.trigger_parameter_sync_step": 4,
+        "async_training.staleness_threshold": 0.5,
+        "rollout.total_rollout_steps": 6400,
+    }
+    assert told(fully, "0.7.1") == []
+    tree = made(fully, "0.7.1").tree
+    # a step is 2 * 32 tasks, so 6400 tasks are 100 steps; 1.5 * 4 steps may be asked for
+    assert (tree["train"]["tasks_per_step"], tree["train"]["minibatches"], tree["train"]["steps"]) == (
+        64,
+        2,
+        100,
+    )
+    rollout = tree["rollout"]
+    assert (rollout["schedule"], rollout["sync_every"], rollout["max_staleness"]) == ("free", 4, 5)
+    assert tree["algorithm"]["old_logprobs"] == "sampled"
+
+
+def test_supervised_fine_tuning_over_engines() -> None:
+    given: dict[str, Json] = {
+        "model.path": "m",
+        "optim.lr_scheduler_type": "cosine",
+        "optim.lr_warmup_steps_ratio": 0.1,
+        "optim.min_lr_ratio": 0.2,
+        "data.messages_key": "talk",
+        "data.max_token_len_per_gpu": 4096,
+        "engine.ulysses_sequence_parallel_size": 1,
+    }
+    assert told(given, "0.9.0", "verl-sft") == []
+    tree = made(given, "0.9.0", "verl-sft").tree
+    assert (tree["model"]["path"], tree["train"]["micro_tokens"]) == ("m", 4096)
+    assert tree["data"]["train"][0]["messages"] == "talk"
+    schedule = tree["train"]["optimizer"]["schedule"]
+    assert (schedule["kind"], schedule["min_factor"], schedule["warmup_fraction"]) == ("cosine", 0.2, 0.1)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {R + "multi_turn": {"max_assistant_turns": 3, "format": "qwen"}},
+        {"distillation": {"n_gpus_per_node": 4}},
+        {A + "fsdp_config.qat": {"mode": "w8a8"}},
+        {"actor_rollout_ref.model.mtp": {"num_layers": 2}},
+        {"reward.reward_model.rollout": {"name": "vllm"}},
+        {A + "megatron.override_transformer_config": {"moe_aux_loss_coeff": 0.1}},
+    ],
+)
+def test_keys_of_a_feature_that_is_off_rest(given: dict[str, Json]) -> None:
+    assert told({**FITS, **given}, "0.9.0") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "area"),
+    [
+        ({R + "multi_turn.enable": True}, "several turns and tools"),
+        ({"distillation.enabled": True}, "distillation"),
+        ({A + "fsdp_config.qat.enable": True}, "quantised training"),
+        ({"actor_rollout_ref.model.mtp.enable": True}, "multi-token prediction"),
+        ({A + "strategy": "veomni"}, "coming, not built yet"),
+    ],
+)
+def test_a_feature_that_is_not_there_is_named(given: dict[str, Json], area: str) -> None:
+    assert area in " ".join(told({**FITS, **given}, "0.9.0"))
+
+
+def test_keys_that_change_memory_or_speed_alone_are_accepted() -> None:
+    given: dict[str, Json] = {
+        R + "mode": "async",
+        R + "enforce_eager": False,
+        R + "free_cache_engine": False,
+        R + "checkpoint_engine.backend": "nccl",
+        R + "agent.num_workers": 4,
+        R + "prometheus.enable": True,
+        A + "use_torch_compile": False,
+        A + "fsdp_config.use_orig_params": True,
+        A + "profiler.enable": True,
+        "transfer_queue.enable": True,
+        "actor_rollout_ref.nccl_timeout": 7200,
+        "ray_kwargs.ray_init.num_cpus": 4,
+    }
+    assert told({**FITS, **given}, "0.9.0") == []
+
+
+def test_a_release_is_known_by_its_keys() -> None:
+    assert version_of("verl-ppo", ["data.train_files"]) == "0.4.0"
+    assert version_of("verl-ppo", ["data.train_files", "skip.<name>.enable"]) == "main"
+    assert version_of("verl-ppo", ["algorithm.rollout_is_mode"]) == "0.6.0"
