@@ -102,6 +102,7 @@ CONTEXTS: dict[str, list[str]] = {
     f"{PROFILER}.": [f"{PROFILER}.enable=true", f"{PROFILER}.repeat=2", f"{PROFILER}.save_path=traces"],
     f"{PROFILER}.enable": [],
     "trainer.fully_async.max": [ASYNC],
+    f"{A}.overlong_buffer_penalty": [f"{A}.overlong_buffer_len=64"],
     "trainer.fully_async.sample": [
         ASYNC,
         f"{A}.zero_variance_filter=true",
@@ -137,6 +138,7 @@ OTHERS: dict[str, Json] = {
     f"{PROFILER}.ranks": [0, 1],
     f"{PROFILER}.save_path": "elsewhere",
     "trainer.max_training_steps": 7,
+    f"{A}.overlong_buffer_len": 64,
     "trainer.max_tokens_per_microbatch": 4096,
     "trainer.tags": ["a"],
     "trainer.num_logger_eval_samples": 4,

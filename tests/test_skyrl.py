@@ -45,9 +45,9 @@ def load(name: str, *overrides: str, version: str = "doc") -> Loaded:
     return load_config(HERE / name, overrides, dialect=f"skyrl@{version}")
 
 
-def refusal(function: Any, **given: Json) -> str:
+def refusal(function: Any, version: str = "doc", **given: Json) -> str:
     with pytest.raises(ConfigError) as e:
-        function(values(**given))
+        function(values(version, **given))
     return str(e.value)
 
 

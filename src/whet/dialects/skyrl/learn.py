@@ -91,7 +91,7 @@ def filter_counts(v: Values) -> bool:
     they count in a mean over tokens, or where KL and entropy would learn from them."""
     no_advantage = v[f"{A}.advantage_estimator"] in ("grpo", "rloo", "maxrl")
     alone = not compares(v) and not v[f"{A}.use_entropy_loss"] and not v[f"{A}.advantage_batch_normalize"]
-    by_sequence = dict(reduction(v))["algorithm.aggregation"] != "token-mean"
+    by_sequence = aggregation(v) != "token-mean"
     return not (fills_up(v) or (no_advantage and alone and by_sequence))
 
 
@@ -209,18 +209,21 @@ REDUCTIONS = {
 def reduction(v: Values) -> Native:
     """How token losses become one number. Until 0.2 token_mean was a mean over micro-batches of their means over
     tokens: of micro-batches of one sequence that is a mean over sequences."""
-    kind, alone = v[f"{A}.loss_reduction"], v["trainer.micro_train_batch_size_per_gpu"] == 1
-    if kind == "token_mean_legacy" and not alone:
+    if v[f"{A}.loss_reduction"] == "token_mean_legacy" and v["trainer.micro_train_batch_size_per_gpu"] > 1:
         raise ConfigError(
             f"{A}.loss_reduction=token_mean_legacy depends on how the batch is cut into micro-batches; here a cut "
             "never changes a gradient: write token_mean, which is the same without a cut"
         )
+    mode = aggregation(v)
+    is_normed = mode == "seq-mean-token-sum-norm"
+    return {"algorithm.aggregation": mode, **({"algorithm.norm_tokens": _longest(v)} if is_normed else {})}
+
+
+def aggregation(v: Values) -> str:
+    """The native name of a reduction, as the version has it."""
+    kind, alone = v[f"{A}.loss_reduction"], v["trainer.micro_train_batch_size_per_gpu"] == 1
     by_cut = kind == "token_mean_legacy" or (kind == "token_mean" and not since(v, "0.2"))
-    mode = "seq-mean-token-mean" if alone and by_cut and since(v, "train-0.1") else REDUCTIONS[kind]
-    out: dict[str, Json] = {"algorithm.aggregation": mode}
-    if mode == "seq-mean-token-sum-norm":
-        out["algorithm.norm_tokens"] = _longest(v)
-    return out
+    return "seq-mean-token-mean" if alone and by_cut and since(v, "train-0.1") else REDUCTIONS[kind]
 
 
 def _longest(v: Values) -> int:
@@ -237,9 +240,9 @@ def _longest(v: Values) -> int:
 
 
 def input_length(v: Values) -> int:
-    """The longest input of a turn; null is the prompt's limit."""
-    length: int = v["generator.max_input_length"] or v["trainer.max_prompt_length"]
-    return length
+    """The longest input of a turn; null is the prompt's limit, and so is a reference to a wrong one."""
+    own, prompt = v["generator.max_input_length"], v["trainer.max_prompt_length"]
+    return own if isinstance(own, int) else int(prompt)
 
 
 # ---------------------------------------------------------------- off-policy correction

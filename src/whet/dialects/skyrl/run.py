@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from whet.config.faults import shown
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
-from whet.dialects.skyrl.devices import PLACE, POLICY, data_parallel, has_critic, is_megatron, since
+from whet.dialects.skyrl.devices import PLACE, POLICY, A, data_parallel, has_critic, is_megatron, since
 from whet.dialects.skyrl.learn import input_length
 from whet.dialects.typed import choose
 from whet.types import ConfigError, Json
@@ -64,14 +64,30 @@ def environment(v: Values) -> Native:
     """gsm8k only judges the reply's number; other environments are coming, or a function of yours judges."""
     name = v["environment.env_class"]
     if name == "gsm8k":
-        return {"rewards.gsm8k.function": "number"}
+        return {"rewards.gsm8k.function": "number", **_overlong(v, "gsm8k")}
     if ":" in name:
-        return {"rewards.score.function": name}
+        return {"rewards.score.function": name, **_overlong(v, "score")}
     raise NotSupportedYet(
         f"environment.env_class={shown(name)}: only gsm8k is built in today, other environments are coming (several "
         "turns and tools). One that judges a single reply can be a reward function: "
         "environment.env_class=path/to/file.py:name"
     )
+
+
+def _overlong(v: Values, judge: str) -> Native:
+    """The soft penalty of long replies of SkyRL's DAPO example; evaluations are judged without it."""
+    at, most = f"{A}.overlong_buffer", v[f"{TRAIN}.max_generate_length"]
+    buffer = v[f"{at}_len"]
+    if buffer is None:
+        return NOTHING
+    if buffer > most:
+        raise ConfigError(f"{at}_len={buffer} must be at most {TRAIN}.max_generate_length={most}")
+    return {
+        "rewards.overlong.function": "overlong",
+        "rewards.overlong.weight": v[f"{at}_penalty_factor"],
+        "rewards.overlong.arguments": {"max_tokens": most, "buffer": buffer},
+        "eval.reward": judge,
+    }
 
 
 def _columns(v: Values, source: str) -> Native:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from pathlib import PurePath
 
 from whet.config.faults import shown
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
@@ -137,8 +138,11 @@ def _sources(v: Values, native: str, key: str, paths: Json, splits: Json) -> dic
     out: dict[str, Json] = {}
     for n, (path, split) in enumerate(zip(paths, splits)):
         at = f"{native}.{n}"
-        columns = {"messages": v["messages_key"], "system_column": v["system_key"]}
+        columns = {"messages": v["messages_key"]}
+        columns |= {"system_column": v["system_key"]} if v["system_key"] != "system" else {}
         part = {"path": path, **columns, **_split(split, f"{key}_splits")}
+        if PurePath(path).suffix and part["split"] == "train":  # a single file is all of it train
+            del part["split"]
         out |= {f"{at}.{name}": value for name, value in part.items()}
     return out
 

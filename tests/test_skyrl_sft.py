@@ -1,0 +1,147 @@
+"""SkyRL's SFT file, which SkyRL itself makes an RL config of: it is recognised, translated and runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import whet
+from whet.config import schema
+from whet.config.load import Loaded
+from whet.config.load import load as load_config
+from whet.data.tokenizer import load_tokenizer
+from whet.dialects.recognise import recognise
+from whet.dialects.skyrl import sft
+from whet.dialects.tables import table
+from whet.dialects.values import nested
+from whet.dialects.versions import VERSION
+from whet.models.load import build, export
+from whet.types import ConfigError, Json
+
+
+def values(version: str = "main", **given: Json) -> dict[str, Json]:
+    """All values of a file of a version that sets these; `__` stands for a dot."""
+    rows = {row.key: row.default for row in table("skyrl-sft", version)}
+    written = {k.replace("__", "."): v for k, v in given.items()}
+    assert written.keys() <= rows.keys()
+    return {**rows, **written, VERSION: version}
+
+
+FILE = {
+    "strategy": "fsdp",
+    "model": {"path": "model"},
+    "train_datasets": ["rows.jsonl"],
+    "train_dataset_splits": ["train[:16]"],
+    "num_steps": 3,
+    "batch_size": 4,
+    "max_length": 32,
+    "ckpt_path": "ckpts",
+}
+
+
+def load(folder: Path, tree: Json, *overrides: str) -> Loaded:
+    file = folder / "sft.json"
+    file.write_text(json.dumps(tree))
+    return load_config(file, overrides, dialect="skyrl")
+
+
+def test_a_file_is_recognised_and_translated(tmp_path: Path) -> None:
+    assert recognise(FILE) == recognise(FILE, "skyrl") == "skyrl-sft"
+    cfg = load(tmp_path, FILE).config
+    assert (cfg.algorithm.name, cfg.model.path, cfg.run_dir) == ("sft", "model", "ckpts")
+    assert (cfg.data.train[0].path, cfg.data.train[0].messages) == ("rows.jsonl", "messages")
+    assert (cfg.data.train[0].split, cfg.data.train[0].limit, cfg.data.learn_turns) == (None, 16, "last")
+    assert (cfg.train.steps, cfg.train.tasks_per_step, cfg.train.micro_rollouts) == (3, 4, 2)
+    assert (cfg.data.max_total_tokens, cfg.data.overlong) == (32, "truncate_right")
+    assert (cfg.train.optimizer.lr, cfg.train.optimizer.decay_all) == (1e-6, True)
+
+
+def test_lengths_and_steps_by_the_version() -> None:
+    assert sft.lengths(values("0.2"))["data.max_total_tokens"] == 512
+    assert sft.lengths(values("0.3"))["data.overlong"] == "error"
+    assert sft.steps(values("0.2", num_epochs=None)) == {"train.steps": 10}
+    assert sft.steps(values("0.3")) == {"train.epochs": 1}
+    assert sft.steps(values("0.3", num_steps=9, max_training_steps=4)) == {"train.steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("train", {"split": "train"}),
+        ("train[:100]", {"split": "train", "limit": 100}),
+        ("train[20:100]", {"split": "train", "skip": 20, "limit": 80}),
+        ("train[95%:]", {"split": "train", "skip": 0.95}),
+        ("train[5%:15%]", {"split": "train", "skip": 0.05, "limit": 0.1}),
+        ("train[:100%]", {"split": "train"}),
+    ],
+)
+def test_splits(text: str, part: dict[str, Json]) -> None:
+    found = sft.training_data(values(train_datasets=["a"], train_dataset_splits=[text]))
+    mine = {
+        key.removeprefix("data.train.0."): value
+        for key, value in found.items()
+        if key.startswith("data.train.0.")
+    }
+    assert {key: value for key, value in mine.items() if key in ("split", "skip", "limit")} == pytest.approx(
+        part
+    )
+
+
+def test_several_datasets_and_older_names() -> None:
+    two = values(
+        train_datasets=["a", "b"], train_dataset_splits=["train", "train"], train_dataset_weights=[0.7, 0.3]
+    )
+    found = sft.training_data(two)
+    assert [found[f"data.train.{n}.weight"] for n in (0, 1)] == [0.7, 0.3]
+    assert sft.training_data(values(dataset_name="a", dataset_split="test"))["data.train.0.split"] == "test"
+    evaluated = sft.evaluation(values(eval_dataset_name="org/a", eval_interval=5, eval_dataset_split="test"))
+    assert (evaluated["data.eval.0.path"], evaluated["data.eval.0.name"]) == ("org/a", "org_a")
+    assert evaluated["eval.every"] == 5
+
+
+def test_the_layout_is_that_of_the_policy() -> None:
+    """Four GPUs, two by two for tensors and pipelines: one data-parallel rank."""
+    assert sft.layout(values()) == {"train.parallel.tp": 2, "train.parallel.pp": 2}
+    assert sft.layout(values(strategy="fsdp")) == {"train.parallel.dp_shard": 4}
+    with pytest.raises(
+        ConfigError, match=r"^megatron_config\.tensor_model.* 3 GPUs of the policy \(placement\.num"
+    ):
+        sft.layout(values(placement__num_gpus_per_node=3))
+
+
+def test_adapters_and_a_canonical_one_for_megatron() -> None:
+    assert sft.lora(values(strategy="fsdp", model__lora__rank=8))["model.lora.rank"] == 8
+    with pytest.raises(ConfigError, match=r"^megatron_config\.lora_config\.lora_type"):
+        sft.lora(values(model__lora__rank=8))
+
+
+def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b" * n}]}
+        for n in range(1, 9)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tokenizer = load_tokenizer(schema.Tokenizer(build="chars"), model_path=None, texts=["ab"])
+    model = build(
+        schema.Model(
+            scratch=schema.Scratch(hidden_size=32, layers=1, heads=2, ffn_size=64, max_positions=64)
+        ),
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=0,
+        device="cpu",
+        dtype=torch.float32,
+    )
+    export(model, tokenizer, tmp_path / "model")
+    tree = {**FILE, "train_dataset_splits": ["train"], "optimizer_config": {"lr": 1e-2}}
+    file = tmp_path / "sft.json"
+    file.write_text(json.dumps(nested({(key,): value for key, value in tree.items()})))
+    result = whet.train(file)
+    losses = [line["train/loss"] for line in result.metrics]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]

@@ -1,0 +1,276 @@
+"""SkyRL's releases: a file is read as one of them, by its names, defaults and meanings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from test_skyrl import refusal, values
+from whet.config.load import Loaded
+from whet.config.load import load as load_config
+from whet.dialects.row import NotSupportedYet
+from whet.dialects.skyrl import devices, learn, optimizers, run
+from whet.dialects.tables import version_of
+from whet.types import ConfigError, Json
+
+A = "trainer__algorithm__"
+
+
+def load(folder: Path, tree: Json, *overrides: str, dialect: str = "skyrl") -> Loaded:
+    file = folder / "file.json"
+    file.write_text(json.dumps(tree))
+    return load_config(file, overrides, dialect=dialect)
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/user")
+
+
+# ---------------------------------------------------------------- which one
+
+
+@pytest.mark.parametrize(
+    ("keys", "version"),
+    [
+        (["trainer.epochs"], "doc"),
+        (["trainer.num_warmup_steps", "trainer.algorithm.ppo_loss_type"], "doc"),
+        (["trainer.algorithm.policy_loss_type", "trainer.algorithm.use_kl_estimator_k3"], "train-0.3"),
+        (["trainer.algorithm.policy_loss_type", "generator.num_inference_engines"], "train-0.4"),
+        (["trainer.algorithm.policy_loss_type", "generator.inference_engine.num_engines"], "main"),
+        (["generator.inference_engine.remote_urls"], "0.2"),
+    ],
+)
+def test_a_version_is_known_by_the_names_of_keys(keys: list[str], version: str) -> None:
+    assert version_of("skyrl", keys) == version
+
+
+def test_a_renamed_key_is_one_key(tmp_path: Path) -> None:
+    older = {"generator": {"num_inference_engines": 1, "inference_engine_tensor_parallel_size": 8}}
+    newer = {"generator": {"inference_engine": {"num_engines": 1, "tensor_parallel_size": 8}}}
+    eight = {"placement": {f"{role}_num_gpus_per_node": 8 for role in ("policy", "ref")}}
+    both = [
+        load(tmp_path, {**tree, "trainer": {**eight, "logger": "console"}}, dialect="skyrl@0.2")
+        for tree in (older, newer)
+    ]
+    assert both[0].config == both[1].config
+    notes = [line.note for line in both[0].translation.lines if "num_inference" in line.key]
+    assert notes == ["skyrl 0.2 has it not (until 0.1)"]
+
+
+# ---------------------------------------------------------------- defaults
+
+
+def test_defaults_are_those_of_the_version() -> None:
+    gpus = [
+        values(v)["trainer.placement.policy_num_gpus_per_node"] for v in ("doc", "train-0.3", "train-0.4")
+    ]
+    assert gpus == [4, 4, 1]
+    assert learn.policy_loss(values("0.3", **{A + "ppo_loss_type": "cispo"}))["algorithm.clip_high"] == 5.0
+    assert learn.policy_loss(values("main", **{A + "ppo_loss_type": "cispo"}))["algorithm.clip_high"] == 4.0
+
+
+def test_evaluation_samples_by_the_version(tmp_path: Path) -> None:
+    def sampling(version: str, given: Json = None) -> tuple[float, int]:
+        eval_ = {} if given is None else {"eval_sampling_params": given}
+        tree = {"generator": {"sampling_params": {"max_generate_length": 64}, **eval_}}
+        logger = {"trainer": {"logger": "console"}}
+        found = load(tmp_path, {**tree, **logger}, dialect=f"skyrl@{version}").config.eval.sampling
+        assert found is not None
+        return found.temperature, found.max_tokens
+
+    assert sampling("doc") == (1.0, 64)
+    assert sampling("train-0.1") == sampling("train-0.4", {"top_p": 0.9}) == (0.0, 64)
+    assert sampling("0.1") == (0.0, 64), "a section that is left out"
+    assert sampling("0.1", {"top_p": 0.9}) == (1.0, 1024), "a section given in part has defaults of its own"
+
+
+# ---------------------------------------------------------------- meanings
+
+
+def test_the_kl_of_the_loss_had_no_gradient_for_a_while() -> None:
+    counts = {v: bool(learn.kl(values(v))) for v in ("doc", "train-0.1", "0.1", "0.2", "main")}
+    assert counts == {"doc": True, "train-0.1": False, "0.1": False, "0.2": True, "main": True}
+    in_reward: dict[str, Json] = {A + "use_kl_loss": False, A + "use_kl_in_reward": True}
+    assert learn.kl(values("train-0.3", **in_reward))["algorithm.reward_kl.coef"] == 0.001
+
+
+def test_a_mean_over_tokens_of_micro_batches_of_one_is_one_over_sequences() -> None:
+    """Losses 1, 1 | 4 of two sequences: each alone (1 + 4) / 2 = 2.5, together (1 + 1 + 4) / 3 = 2."""
+    losses = [[1.0, 1.0], [4.0]]
+    alone = sum(sum(one) / len(one) for one in losses) / len(losses)
+    together = sum(map(sum, losses)) / sum(map(len, losses))
+    assert (alone, together) == (2.5, 2.0)
+    modes = {
+        (v, micro): learn.reduction(values(v, trainer__micro_train_batch_size_per_gpu=micro))
+        for v in ("train-0.1", "0.1", "0.2")
+        for micro in (1, 2)
+    }
+    by_sequence = [
+        key for key, mode in modes.items() if mode["algorithm.aggregation"] == "seq-mean-token-mean"
+    ]
+    assert by_sequence == [("train-0.1", 1), ("0.1", 1)]
+    assert learn.reduction(values("doc"))["algorithm.aggregation"] == "seq-mean-token-mean"
+    legacy = learn.reduction(values("0.2", **{A + "loss_reduction": "token_mean_legacy"}))
+    assert legacy["algorithm.aggregation"] == "seq-mean-token-mean"
+
+
+def test_max_seq_len_was_overwritten_and_must_be_given_now() -> None:
+    norm: dict[str, Json] = {A + "loss_reduction": "seq_mean_token_sum_norm"}
+    given = {
+        v: learn.reduction(values(v, **norm, **{A + "max_seq_len": 9})) for v in ("train-0.4", "0.1", "main")
+    }
+    assert [found["algorithm.norm_tokens"] for found in given.values()] == [512 + 1024, 9, 9]
+    assert learn.reduction(values("0.1", **norm))["algorithm.norm_tokens"] == 512 + 1024
+    assert "must be given" in refusal(learn.reduction, version="0.2", **norm)
+
+
+def test_schedules_ended_too_early_until_train_04() -> None:
+    falling: dict[str, Json] = {"trainer__policy__optimizer_config__scheduler": "cosine"}
+    assert "after 1/4 of the 4 optimizer steps" in refusal(
+        optimizers.policy_optimizer, version="train-0.3", **falling
+    )
+    once = values("train-0.3", **falling, trainer__policy_mini_batch_size=1024)
+    newer = values("train-0.4", **falling)
+    for v in (once, newer):
+        assert optimizers.policy_optimizer(v)["train.optimizer.schedule.kind"] == "cosine"
+
+
+def test_what_masks_leave_out_counts_in_averages_from_02_on() -> None:
+    mask: dict[str, Json] = {A + "off_policy_correction__sequence_mask_metric": "product"}
+    denominators = [
+        learn.correction(values(v, **mask))["algorithm.correction.denominator"]
+        for v in ("train-0.4", "0.1", "0.2")
+    ]
+    assert denominators == ["kept", "kept", "all"]
+    outliers: dict[str, Json] = {A + "off_policy_correction__outlier_token_is_threshold_low": 0.1}
+    assert learn.correction(values("train-0.4", **outliers)) == {}, "read with another correction alone"
+    assert "algorithm.correction.reject" in learn.correction(values("0.1", **outliers))
+
+
+def test_a_repetition_penalty_is_not_handed_on_from_01() -> None:
+    more: dict[str, Json] = {"generator__sampling_params__repetition_penalty": 1.2}
+    key = "rollout.sampling.repetition_penalty"
+    assert run.training_sampling(values("train-0.4", **more))[key] == 1.2
+    assert key not in run.training_sampling(values("0.1", **more))
+
+
+def test_normalised_rewards_checkpoints_and_engines_by_version() -> None:
+    gae: dict[str, Json] = {A + "advantage_estimator": "gae", "trainer__critic__model__path": "m"}
+    assert [optimizers.critic(values(v, **gae))["critic.normalize_decay"] for v in ("doc", "train-0.1")] == [
+        0.99,
+        None,
+    ]
+    assert [run.checkpoints(values(v)).get("checkpoint.every_epochs") for v in ("0.1", "0.2")] == [None, 1]
+    assert "remote engines only" in refusal(run.rollout_engine, generator__backend="sglang")
+    assert run.rollout_engine(values("train-0.1", generator__backend="sglang"))
+
+
+# ---------------------------------------------------------------- Megatron, DeepSpeed, asynchronous
+
+
+def test_megatron_is_a_layout() -> None:
+    at = "trainer__policy__megatron_config__"
+    given = {
+        "trainer__strategy": "megatron",
+        "trainer__placement__colocate_all": False,
+        "trainer__placement__policy_num_gpus_per_node": 16,
+        "trainer__placement__ref_num_gpus_per_node": 16,
+        at + "tensor_model_parallel_size": 2,
+        at + "pipeline_model_parallel_size": 2,
+        at + "expert_model_parallel_size": 4,
+    }
+    v = values("main", **given)
+    assert devices.layout(v) == {
+        "train.parallel.pp": 2,
+        "train.parallel.tp": 2,
+        "train.parallel.dp_shard": 4,
+        "train.parallel.ep": 4,
+    }
+    made = optimizers.policy_optimizer(
+        values("0.2", **given, trainer__policy__optimizer_config__adam_betas=[0.8, 0.9])
+    )
+    assert made["train.optimizer.betas"] == [0.9, 0.999], "its own until 0.3"
+    assert "train.optimizer.decay_all" not in made
+    frozen = optimizers.policy_optimizer(values("main", **given, **{at + "freeze_moe_router": True}))
+    assert frozen["train.trainable"] == {r"mlp\.gate\.": False}
+    with pytest.raises(NotSupportedYet, match="canonical_lora"):
+        optimizers.policy_lora(values("main", **given, trainer__policy__model__lora__rank=8))
+    assert "constant_with_warmup alone" in refusal(
+        optimizers.policy_optimizer,
+        version="main",
+        **given,
+        trainer__policy__optimizer_config__scheduler="cosine",
+    )
+
+
+def test_deepspeed_clips_by_its_own_norm_where_none_is_given() -> None:
+    given: dict[str, Json] = {
+        "trainer__strategy": "deepspeed",
+        "deepspeed_config__train__gradient_clipping": 3.0,
+        "trainer__policy__optimizer_config__max_grad_norm": 0,
+    }
+    assert optimizers.policy_optimizer(values(**given))["train.optimizer.grad_clip"] == 3.0
+
+
+def test_an_asynchronous_run_is_the_free_schedule() -> None:
+    given: dict[str, Json] = {"trainer__fully_async__enabled": True}
+    assert run.ahead(values("main", **given)) == {"rollout.schedule": "free", "rollout.max_staleness": 4}
+    full = values(
+        "main", **given, **{A + "zero_variance_filter": True}, trainer__fully_async__sample_full_batch=True
+    )
+    assert learn.groups(full) == {"algorithm.drop_uniform_groups": True}
+    assert run.ahead(values("main")) == {}
+
+
+# ---------------------------------------------------------------- keys that rest, and keys of memory
+
+
+@pytest.mark.parametrize(
+    ("version", "key", "value"),
+    [
+        ("main", "trainer.policy.megatron_config.transformer_config_kwargs", {"num_layers": 3}),
+        ("main", "trainer.policy.megatron_config.mtp_num_layers", 1),
+        ("main", "generator.inference_engine.external_server_urls", ["http://127.0.0.1:1"]),
+        ("main", "trainer.policy.model.lora.exclude_modules", ["lm_head"]),
+        ("main", "generator.step_wise_trajectories", True),
+        ("train-0.3", "deepspeed_config.train.zero_optimization.zero_quantized_weights", True),
+        ("main", "generator.inference_engine.engine_init_kwargs", {"max_model_len": 4096}),
+        ("main", "generator.inference_engine.enforce_eager", True),
+        ("main", "trainer.critic.sequence_parallel_size", 2),
+        ("main", "trainer.ref.fsdp_config.fsdp_size", 2),
+        ("main", "generator.inference_engine.offload_kv_for_weight_sync", True),
+        ("main", "trainer.logprobs_chunk_size", None),
+    ],
+)
+def test_keys_that_rest_and_keys_of_memory_change_nothing(
+    version: str, key: str, value: Json, tmp_path: Path
+) -> None:
+    plain = {"trainer": {"logger": "console"}}
+    with_it, without = (
+        load(tmp_path, plain, *more, dialect=f"skyrl@{version}").config
+        for more in ([f"{key}={json.dumps(value)}"], [])
+    )
+    assert with_it == without
+
+
+def test_a_filter_that_would_change_numbers_is_refused(tmp_path: Path) -> None:
+    filtered = "trainer.algorithm.zero_variance_filter=true"
+    plain = {"trainer": {"logger": "console", "algorithm": {"use_kl_loss": False}}}
+    with pytest.raises(ConfigError, match="zero_variance_filter"):
+        load(tmp_path, plain, filtered, dialect="skyrl@main")
+    by_sequence = [filtered, "trainer.algorithm.loss_reduction=sequence_mean"]
+    assert load(tmp_path, plain, *by_sequence, dialect="skyrl@main")
+
+
+def test_the_penalty_of_long_replies_of_dapo() -> None:
+    given: dict[str, Json] = {A + "overlong_buffer_len": 256, A + "overlong_buffer_penalty_factor": 0.5}
+    assert run.environment(values("main", **given)) == {
+        "rewards.gsm8k.function": "number",
+        "rewards.overlong.function": "overlong",
+        "rewards.overlong.weight": 0.5,
+        "rewards.overlong.arguments": {"max_tokens": 1024, "buffer": 256},
+        "eval.reward": "gsm8k",
+    }
