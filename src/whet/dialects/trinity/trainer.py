@@ -83,16 +83,6 @@ def critic(values: Values) -> Native:
     }
 
 
-def like_the_actor(values: Values) -> Native:
-    """What actor and critic have in common here must be given alike."""
-    theirs, own = f"{CRITIC}.shuffle", f"{ACTOR}.shuffle"
-    if has_critic(values) and values[theirs] not in (None, values[own]):
-        raise NotSupportedYet(
-            f"{theirs}: {values[theirs]} is not the actor's {values[own]}: its own is coming, not built yet."
-        )
-    return {}
-
-
 def lora(values: Values) -> Native:
     """The one adapter that is trained. Its names are the engine's business there, and one engine has one here."""
     key = "model.lora_configs"
