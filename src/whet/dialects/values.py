@@ -63,7 +63,7 @@ def reading(tree: dict[str, Json], of: Dialect, *, origins: Mapping[Path, str]) 
         problem = _misplaced(one, out.of) or _twice(one, present)
         if problem:
             out.problems.append((out.places[one.at], problem))
-        elif one.path not in present:
+        elif present.get(one.path) is None:
             present[one.path] = _understood(out, one)
             if one.row is not None:
                 out.given.setdefault(one.row.key, []).append(one)
@@ -84,8 +84,9 @@ def _misplaced(one: Found, of: Dialect) -> str:
 
 
 def _twice(one: Found, present: Mapping[Path, Json]) -> str:
-    """What is wrong with a key that the file has under two names, or ''."""
-    if one.path not in present or one.is_section or same(present[one.path], one.value):
+    """What is wrong with a key that the file has under two names, or ''; null under one of them says nothing."""
+    told = present.get(one.path)
+    if told is None or one.value is None or one.is_section or same(told, one.value):
         return ""
     said = f"{dotted(one.path)}: given twice, as {shown(present[one.path])} and {shown(one.value)}"
     return f"{said}; {one.note or 'keep one'}"
