@@ -246,3 +246,17 @@ def test_megatrons_sizes_schedule_and_weight_decay() -> None:
         "must divide the 8 of the trainer"
         in read("0.5.2", given | {f"{ACTOR}.megatron.pipeline_model_parallel_size": 3}).problems[0][1]
     )
+
+
+def test_a_critic_with_an_order_of_its_own() -> None:
+    shuffled: dict[str, Json] = {f"{CRITIC}.shuffle": True}
+    ppo: dict[str, Json] = {"algorithm.algorithm_type": "ppo"}
+    assert not read("0.4.0", shuffled).unbuilt, "grpo has no critic"
+    assert "order of its own" in read("0.4.0", shuffled | ppo).unbuilt[0][1]
+    assert not read("0.4.0", shuffled | ppo | {f"{ACTOR}.shuffle": True}).unbuilt
+
+
+def test_null_under_another_name_says_nothing() -> None:
+    both: dict[str, Json] = {"algorithm.optimizer.warmup_style": None, **COSINE}
+    for given in (both, dict(reversed(both.items()))):
+        assert native("0.5.2", "train.optimizer.schedule.kind", given) == "cosine"

@@ -96,9 +96,10 @@ def _misplaced(one: Found, of: Dialect) -> str:
 
 
 def _twice(one: Found, present: Mapping[Path, Json]) -> str:
-    """What is wrong with a key that the file has under two names, or ''."""
-    if one.is_section or same(present.get(one.path), one.value) or None in (present.get(one.path), one.value):
-        return ""  # null beside another name counts as left out
+    """What is wrong with a key that the file has under two names, or ''; null under one of them says nothing."""
+    told = present.get(one.path)
+    if told is None or one.value is None or one.is_section or same(told, one.value):
+        return ""
     said = f"{dotted(one.path)}: given twice, as {shown(present[one.path])} and {shown(one.value)}"
     return f"{said}; {one.note or 'keep one'}"
 

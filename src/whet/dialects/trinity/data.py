@@ -70,7 +70,7 @@ def has_services(values: Values) -> bool:
 
 def batch(values: Values) -> Native:
     """buffer.batch_size counts tasks, buffer.train_batch_size experiences: batch_size * repeat_times of them a step."""
-    base, size = preset(values), values["buffer.train_batch_size"]
+    base, size = preset(values), values["buffer.train_batch_size"] or None
     if base.kind != "online":
         if size is None:
             raise ConfigError(

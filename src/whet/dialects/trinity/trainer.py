@@ -59,13 +59,17 @@ def critic(values: Values) -> Native:
     own, optim, passes = values[f"{CRITIC}.grad_clip"], f"{CRITIC}.optim", values[f"{CRITIC}.ppo_epochs"]
     over, mode = values[f"{CRITIC}.model.override_config"] or {}, given(values[f"{CRITIC}.loss_agg_mode"])
     styles: Native = {f"{optim}.warmup_style": "constant", f"{optim}.lr_scheduler_type": "constant"}
-    decay = values[f"{optim}.weight_decay"]
+    decay, clip = values[f"{optim}.weight_decay"], values[f"{CRITIC}.cliprange_value"]
+    if has_critic(values) and not clip:
+        raise ConfigError(
+            f"{CRITIC}.cliprange_value: 0 would hold every value where it was; write 0.5, the default."
+        )
     optimizer = {
         "lr": values[f"{optim}.lr"],
         **({"betas": values[f"{optim}.betas"]} if has_critic(values) else {}),
         "weight_decay": decay,
         "decay_all": bool(decay) and not is_megatron(values),
-        "grad_clip": values["trainer.grad_clip"] if own == 1.0 else own,
+        "grad_clip": values["trainer.grad_clip"] if own in (None, 1.0) else own,
         "schedule": schedule(
             agreed(values, styles),
             ratio=values[f"{optim}.lr_warmup_steps_ratio"],
@@ -79,18 +83,9 @@ def critic(values: Values) -> Native:
         **({"critic.overrides": over} if over else {}),
         **({"critic.passes": passes} if passes not in (None, values[f"{ACTOR}.ppo_epochs"]) else {}),
         **({"critic.aggregation": AGGREGATIONS[mode]} if mode else {}),
+        **({"critic.clip_value": clip} if clip else {}),
         "critic.optimizer": optimizer,
     }
-
-
-def like_the_actor(values: Values) -> Native:
-    """What actor and critic have in common here must be given alike."""
-    theirs, own = f"{CRITIC}.shuffle", f"{ACTOR}.shuffle"
-    if has_critic(values) and values[theirs] not in (None, values[own]):
-        raise NotSupportedYet(
-            f"{theirs}: {values[theirs]} is not the actor's {values[own]}: its own is coming, not built yet."
-        )
-    return {}
 
 
 def lora(values: Values) -> Native:
