@@ -663,6 +663,17 @@ def lined(key, default, *, since="", until=""):
     return Row(key=key, status="mapped", default=default, native=("seed",), since=since, until=until)
 
 
+VERL = """
+data: {train_files: a.parquet, val_files: b.parquet}
+actor_rollout_ref:
+  model: {path: m}
+  actor: {ppo_micro_batch_size_per_gpu: 8}
+  ref: {log_prob_micro_batch_size_per_gpu: 8}
+  rollout: {name: vllm, log_prob_micro_batch_size_per_gpu: 8}
+critic: {ppo_micro_batch_size_per_gpu: 8, model: {path: m}}
+"""
+"""What every release of verl needs."""
+
 RELEASES = ("1.0", "1.1", "2.0", "main")
 
 
@@ -691,7 +702,7 @@ def test_a_file_is_read_as_the_version_that_has_its_keys(tmp_path, toy, monkeypa
 
 
 def test_a_version_may_be_said_and_what_it_has_not_is_told(tmp_path):
-    path = written(tmp_path, "actor_rollout_ref: {model: {path: m}}\ndata: {train_files: a.parquet}\n")
+    path = written(tmp_path, VERL)
     assert load(path, dialect="verl").translation.version == versions.DOCUMENTS["verl"]
     said = load(path, dialect="verl@0.9", here=False).translation
     assert said.version == "0.9.0"
@@ -739,7 +750,7 @@ def test_a_foreign_key_is_added_by_one_line_of_its_table(tmp_path, monkeypatch):
     for cached in caches:
         cached.cache_clear()
     try:
-        tree = "actor_rollout_ref: {model: {path: m}}\ndata: {train_files: a.parquet}\ntrainer: {brand_new: %s}\n"
+        tree = VERL + "trainer: {brand_new: %s}\n"
         made = load(written(tmp_path, tree % 7), dialect="verl", here=False)
         assert made.config.seed == 7
         assert made.where("seed").endswith("trainer.brand_new")

@@ -120,7 +120,10 @@ def test_the_kind_is_that_of_what_is_started():
     loaded = script(VERL, dialect="verl@0.4")
     assert loaded.translation is not None
     assert (loaded.translation.dialect, loaded.translation.version[:3]) == ("verl-ppo", "0.4")
-    assert "a skyrl-sft config is coming" in refused("uv run -m skyrl.train.main_sft strategy=fsdp")
+    sft = "uv run -m skyrl.train.main_sft model.path=m dataset_name=rows.jsonl num_steps=3"
+    assert "skyrl-sft file" in refused(sft, "no_such_key=1")
+    ahead = "uv run -m skyrl.train.fully_async.main_async trainer.policy.model.path=m"
+    assert script(f"{ahead} trainer.fully_async.max_staleness_steps=2").config.rollout.schedule == "free"
     assert "say it: --dialect" in refused("python train.py seed=1 run_dir=x")
 
 
@@ -138,8 +141,9 @@ def test_skyrl_says_what_the_same_keys_in_a_file_say():
         "  trainer.epochs=8 trainer.train_batch_size=16 trainer.policy_mini_batch_size=16 \\\n"
         "  trainer.micro_train_batch_size_per_gpu=64 trainer.micro_forward_batch_size_per_gpu=64 \\\n"
         "  trainer.max_prompt_length=16 trainer.eval_interval=20 trainer.ckpt_path=runs/from_skyrl \\\n"
-        "  trainer.export_path=runs/from_skyrl_exports trainer.logger=console generator.backend=vllm \\\n"
-        "  generator.num_inference_engines=1 generator.inference_engine_tensor_parallel_size=1 \\\n"
+        "  trainer.export_path=runs/from_skyrl_exports trainer.logger=console \\\n"
+        "  generator.inference_engine.backend=vllm generator.inference_engine.num_engines=1 \\\n"
+        "  generator.eval_sampling_params.max_generate_length=7 generator.inference_engine.tensor_parallel_size=1 \\\n"
         "  generator.n_samples_per_prompt=8 generator.sampling_params.max_generate_length=7 \\\n"
         "  generator.eval_sampling_params.temperature=0.0 environment.env_class=whet.rewards.builtin:exact $@"
     )

@@ -19,7 +19,7 @@ LAYERS: list[set[str]] = [
     {"training", "rollout"},
     {"sync", "checkpoint", "evaluate", "held_out", "offline"},
     {"loop", "run", "explorers", "stages", "placement", "shared", "apart"},
-    {"__main__", "cli", "api", "bench", "export", "rehearsal", "cluster", "web"},
+    {"__main__", "cli", "options", "api", "bench", "export", "rehearsal", "cluster", "web"},
 ]
 """By first name below `whet`; `whet/__init__.py` is of the last layer."""
 

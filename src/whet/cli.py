@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Optional
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Optional
 import typer
 
 from whet import secrets
+from whet.options import Dialect, File, Gpus, Mem, Overrides, TrustScript, UnusedChoice, UnusedKeys
 from whet.types import ConfigError, WhetError
 
 if TYPE_CHECKING:
@@ -46,58 +46,6 @@ def whet(
 
     Start with: whet train examples/first_run.yaml
     """
-
-
-class UnusedChoice(StrEnum):
-    """What becomes of a key that nothing reads."""
-
-    refuse = "refuse"
-    warn = "warn"
-
-
-File = Annotated[
-    Path, typer.Argument(help="Config file, YAML or TOML, or launch script (.sh).", show_default=False)
-]
-Overrides = Annotated[
-    Optional[list[str]],  # noqa: UP045  (typer reads this annotation at run time)
-    typer.Argument(
-        help="Values put over the file: key.path=value ...; the arguments of a script.", show_default=False
-    ),
-]
-
-Gpus = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(
-        "--gpus", help="For machines that are not here: GPUs of each, and how many: 8x2.", show_default=False
-    ),
-]
-Mem = Annotated[
-    Optional[float],  # noqa: UP045
-    typer.Option("--mem", help="GiB of one of these GPUs. Default: 80.", show_default=False),
-]
-
-UnusedKeys = Annotated[
-    UnusedChoice,
-    typer.Option(
-        "--unused", help="Keys that nothing reads: refuse them, or leave them out with a note each (sweeps)."
-    ),
-]
-
-Dialect = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(
-        help="What the file is written for: native, verl, skyrl, cosmos, trinity. Default: what its keys say.",
-        show_default=False,
-    ),
-]
-
-TrustScript = Annotated[
-    bool,
-    typer.Option(
-        "--trust-script",
-        help="Run the shell of a launch script (.sh) without a sandbox: for scripts of your own, where there is none.",
-    ),
-]
 
 
 @app.command()

@@ -17,6 +17,9 @@ _VERL = (
     (re.compile(r".*\bmain_generation\w*"), "verl-generation"),
     (re.compile(r".*\b\w*sft_trainer\w*"), "verl-sft"),
 )
+_ASYNC = "trainer.fully_async.enabled=true"
+"""What SkyRL's other entry point says, before it became a key."""
+
 _MEGATRON = "ppo_megatron_trainer"
 _CHOICES: Mapping[str, Mapping[str, str]] = {
     "model_engine": {"megatron": f"defaults=[{_MEGATRON}]", "dp": "", "fsdp": ""},
@@ -152,6 +155,8 @@ def _file(launch: Launch, script: Path) -> tuple[Path | None, str | None, list[s
             )
         file = Path(launch.folder, launch.config_file)
         return file, launch.written.get(str(file)), []
+    if launch.system == "skyrl" and "fully_async" in launch.module:
+        return None, None, [_ASYNC]
     name = launch.config_name
     if name is None:
         return None, None, []

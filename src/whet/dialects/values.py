@@ -70,18 +70,28 @@ def reading(tree: dict[str, Json], of: Dialect, *, origins: Mapping[Path, str]) 
             out.problems.append(("", f"{dotted(path)}: its default, {shown(row.default)}: {said}"))
     out.defaults = _defaults(out.of, full, tree)
     present: dict[Path, Json] = {}
+    first: dict[Path, Found] = {}
     for one in read(_taken(tree, full), out.of):
         out.places[one.at] = origin(origins, one.at)
-        problem = _misplaced(one, out.of) or _twice(one, present)
+        before = first.get(one.path)
+        rank = 0 if before is None or one.is_section else _overrides(out, one.at) - _overrides(out, before.at)
+        problem = _misplaced(one, out.of) or ("" if rank else _twice(one, present))
         if problem:
             out.problems.append((out.places[one.at], problem))
-        elif present.get(one.path) is None:
+        elif rank > 0 or (rank == 0 and present.get(one.path) is None):
+            first[one.path] = one
             present[one.path] = _understood(out, one)
             if one.row is not None:
-                out.given.setdefault(one.row.key, []).append(one)
+                given = [other for other in out.given.get(one.row.key, ()) if other.path != one.path]
+                out.given[one.row.key] = [*given, one]
     above = {path[:n] for path in present for n in range(1, len(path))}
     _fill(out, nested({path: value for path, value in present.items() if path not in above}))
     return out
+
+
+def _overrides(out: Reading, at: Path) -> int:
+    """1 for a value of the command line, which wins over the file's, be it under another name."""
+    return int(out.places[at].startswith("override "))
 
 
 def _misplaced(one: Found, of: Dialect) -> str:
