@@ -92,11 +92,7 @@ Dialect = Annotated[
 ]
 
 TrustScript = Annotated[
-    bool,
-    typer.Option(
-        "--trust-script",
-        help="Run the shell of a launch script (.sh) without a sandbox: for scripts of your own, where there is none.",
-    ),
+    bool, typer.Option("--trust-script", help="Let the shell of a launch script run without a sandbox.")
 ]
 
 
