@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from whet.cli import app
@@ -73,6 +77,15 @@ def file(text: str, name: str = "run.yaml", dialect: str | None = None) -> Loade
     return load(name, dialect=dialect)
 
 
+def flat(value: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """The values of a file by dotted key."""
+    if not isinstance(value, dict):
+        yield key[1:], value
+        return
+    for name, inner in value.items():
+        yield from flat(inner, f"{key}.{name}")
+
+
 def test_verl_says_what_the_same_keys_in_a_file_say(monkeypatch: pytest.MonkeyPatch):
     loaded = script(VERL, "trainer.total_epochs=2")
     assert loaded.config == file(VERL_FILE).config
@@ -120,8 +133,8 @@ def test_the_kind_is_that_of_what_is_started():
     loaded = script(VERL, dialect="verl@0.4")
     assert loaded.translation is not None
     assert (loaded.translation.dialect, loaded.translation.version[:3]) == ("verl-ppo", "0.4")
-    sft = "uv run -m skyrl.train.main_sft model.path=m dataset_name=rows.jsonl num_steps=3"
-    assert "skyrl-sft file" in refused(sft, "no_such_key=1")
+    sft = "uv run -m skyrl.train.main_sft model.path=m train_datasets=[a.jsonl] train_dataset_splits=[train]"
+    assert script(sft).translation.dialect == "skyrl-sft"  # type: ignore[union-attr]
     ahead = "uv run -m skyrl.train.fully_async.main_async trainer.policy.model.path=m"
     assert script(f"{ahead} trainer.fully_async.max_staleness_steps=2").config.rollout.schedule == "free"
     assert "say it: --dialect" in refused("python train.py seed=1 run_dir=x")
@@ -129,28 +142,16 @@ def test_the_kind_is_that_of_what_is_started():
 
 def test_skyrl_says_what_the_same_keys_in_a_file_say():
     text = (ROOT / "examples/from_skyrl.yaml").read_text()
-    launch = (
-        "DATA='tests/data'\nuv run --isolated --extra vllm -m skyrl.train.entrypoints.main_base --env_variant x \\\n"
-        "  data.train_data=\"['$DATA/words.jsonl']\" data.val_data=\"['$DATA/held_out.jsonl']\" \\\n"
-        '  trainer.policy.model.path="runs/first_run/export/sft" \\\n'
-        "  trainer.policy.optimizer_config='{lr: 3.0e-4, adam_betas: [0.9, 0.99]}' \\\n"
-        "  trainer.policy.optimizer_config.weight_decay=0.0 trainer.policy.optimizer_config.num_warmup_steps=5 \\\n"
-        "  trainer.algorithm.advantage_estimator=grpo trainer.algorithm.use_kl_loss=true \\\n"
-        "  trainer.algorithm.kl_loss_coef=0.001 trainer.placement.colocate_all=true \\\n"
-        "  trainer.placement.policy_num_gpus_per_node=1 trainer.placement.ref_num_gpus_per_node=1 \\\n"
-        "  trainer.epochs=8 trainer.train_batch_size=16 trainer.policy_mini_batch_size=16 \\\n"
-        "  trainer.micro_train_batch_size_per_gpu=64 trainer.micro_forward_batch_size_per_gpu=64 \\\n"
-        "  trainer.max_prompt_length=16 trainer.eval_interval=20 trainer.ckpt_path=runs/from_skyrl \\\n"
-        "  trainer.export_path=runs/from_skyrl_exports trainer.logger=console \\\n"
-        "  generator.inference_engine.backend=vllm generator.inference_engine.num_engines=1 \\\n"
-        "  generator.eval_sampling_params.max_generate_length=7 generator.inference_engine.tensor_parallel_size=1 \\\n"
-        "  generator.n_samples_per_prompt=8 generator.sampling_params.max_generate_length=7 \\\n"
-        "  generator.eval_sampling_params.temperature=0.0 environment.env_class=whet.rewards.builtin:exact $@"
+    given = list(flat(yaml.safe_load(text)))
+    said = [f"{key}={shlex.quote(json.dumps(value))}" for key, value in given]
+    launch = "uv run --extra vllm -m skyrl.train.entrypoints.main_base --env_variant x \\\n" + " \\\n".join(
+        [*said, '"$@"']
     )
     loaded = script(launch)
     assert loaded.config == file(text).config
-    assert loaded.where("train.optimizer.lr") == "run.sh:5 trainer.policy.optimizer_config.lr"
-    assert "run.sh:2: --env_variant is a flag, no key; it is left out" in loaded.notes
+    line = 2 + next(n for n, (key, _) in enumerate(given) if key.endswith(".lr"))
+    assert loaded.where("train.optimizer.lr") == f"run.sh:{line} trainer.policy.optimizer_config.lr"
+    assert "run.sh:1: --env_variant is a flag, no key; it is left out" in loaded.notes
     assert "argument trainer.policy.modl.path=x" in refused(launch, "trainer.policy.modl.path=x")
 
 
