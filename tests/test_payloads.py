@@ -39,6 +39,7 @@ OTHERS = {
     "whet.rewards.verl:compute_score": {},
     "whet.rewards.trinity:math_reward": {},
     "whet.rewards.trinity:math_boxed_reward": {"with_think": True},
+    "whet.rewards.trinity:math_dapo_reward": {},
     "whet.rewards.trinity:format_reward": {},
     "whet.rewards.trinity:countdown_reward": {},
 }

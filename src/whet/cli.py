@@ -103,7 +103,7 @@ def plan(
     \b
     Example: whet plan examples/first_run.yaml stages.rl.train.tasks_per_step=32
     Example: whet plan examples/first_run.yaml --arithmetic
-    Example: whet plan examples/from_verl.yaml --gpus 8x2 --mem 80 trainer.n_gpus_per_node=8 trainer.nnodes=2
+    Example: whet plan examples/from_verl.yaml --gpus 8 --mem 80 trainer.n_gpus_per_node=2
     Example: whet plan examples/from_verl.sh trainer.total_epochs=5
     Example: whet plan examples/gsm8k.yaml rollout.max_staleness=2 rollout.schedule=free --simulate runs/gsm8k
     """
