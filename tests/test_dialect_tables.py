@@ -16,6 +16,7 @@ from whet.dialects import docs
 from whet.dialects.kinds import accepts
 from whet.dialects.match import read, suggest
 from whet.dialects.recognise import recognise
+from whet.dialects.row import rows, unbuilt
 from whet.dialects.tables import FILES, TABLES, dialect, every_line, function, joined, parts, table
 from whet.dialects.translate import translate
 
@@ -122,6 +123,12 @@ def typo(cut, draw):
     return (*cut[:at], text, *cut[at + 1 :])
 
 
+@pytest.mark.parametrize("system", ["verl", "skyrl", "cosmos", "trinity"])
+def test_values_that_are_not_built_are_those_of_keys(system):
+    keys = {row.key for row in rows(system)}
+    assert [key for key in unbuilt(system) if key not in keys] == []
+
+
 @pytest.mark.parametrize("name", docs.PAGES)
 def test_the_committed_page_is_the_generated_one(name):
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == docs.page(name), "run: make docs"
@@ -136,4 +143,4 @@ def test_the_list_of_keys_needs_no_torch():
     assert done.returncode == 0, done.stderr
     listed = json.loads(done.stdout)
     assert len(listed) == sum(len(every_line(name)) for name in TABLES)
-    assert set(listed[0]) == {"dialect", "key", "since", "until", "status", "native", "reason"}
+    assert set(listed[0]) == {"dialect", "key", "since", "until", "status", "native", "reason", "unbuilt"}

@@ -619,6 +619,7 @@ def test_the_commands(tmp_path, toy, monkeypatch):
             "status": "refused",
             "native": [],
             "reason": TOY[15].reason,
+            "unbuilt": [],
         }
     ]
     shown = run.invoke(cli.app, ["keys", "--dialect", "toy"]).output

@@ -11,7 +11,7 @@ from typing import get_args
 from whet.config.faults import shown
 from whet.dialects.listing import span
 from whet.dialects.report import cell
-from whet.dialects.row import Row, Status, aliases
+from whet.dialects.row import Row, Status, aliases, unbuilt
 from whet.dialects.tables import TABLES, every_line
 
 PAGES = {
@@ -52,7 +52,7 @@ def page(name: str) -> str:
     system, tables = PAGES[name]
     parts = [INTRO.format(system=system, first=tables[0]), "## Counts\n", _counts(tables)]
     for each in tables:
-        parts += [f"## {each}\n", *_sections(every_line(each))]
+        parts += [f"## {each}\n", *_sections(every_line(each), TABLES[each][0])]
     renamed = aliases(TABLES[tables[0]][0], [TABLES[each][1] for each in tables])
     if renamed:
         rows = [f"| `{old}` | `{new}` | {cell(note)} |" for old, (new, note) in renamed.items()]
@@ -70,7 +70,7 @@ def _counts(tables: Sequence[str]) -> str:
     return "\n".join([*rows, ""])
 
 
-def _sections(rows: Sequence[Row]) -> Iterator[str]:
+def _sections(rows: Sequence[Row], system: str) -> Iterator[str]:
     """A table for each section, its keys in the order of the code."""
     found: dict[str, list[Row]] = {}
     for row in rows:
@@ -81,16 +81,22 @@ def _sections(rows: Sequence[Row]) -> Iterator[str]:
             [
                 "| key | default | status | native | what happens |",
                 "|---|---|---|---|---|",
-                *map(_row, keys),
+                *(_row(row, system) for row in keys),
                 "",
             ]
         )
 
 
-def _row(row: Row) -> str:
+def _row(row: Row, system: str) -> str:
     native = ", ".join(f"`{name}`" for name in row.native)
     key = f"`{row.key}`" + (f" {span(row.since, row.until)}" if row.since or row.until else "")
-    return f"| {key} | `{cell(shown(row.default))}` | {row.status} | {native} | {cell(row.what)} |"
+    return f"| {key} | `{cell(shown(row.default))}` | {row.status} | {native} | {cell(_what(row, system))} |"
+
+
+def _what(row: Row, system: str) -> str:
+    """What happens, and the documented values that are refused."""
+    values = unbuilt(system).get(row.key, ())
+    return row.what + (f" Not built: {'; '.join(values)}." if values else "")
 
 
 def main(folder: Path) -> None:

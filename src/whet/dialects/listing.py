@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from whet.dialects.row import Status
+from whet.dialects.row import Status, unbuilt
 from whet.dialects.tables import TABLES, every_line
 from whet.types import ConfigError
 
 
 def listed(dialect: str | None = None, status: str | None = None) -> list[dict[str, Any]]:
-    """Objects with `dialect`, `key`, `since`, `until`, `status`, `native` and `reason`, in the order of the tables."""
+    """Objects with `dialect`, `key`, `since`, `until`, `status`, `native`, `reason` and `unbuilt` (documented
+    values that are refused), in the order of the tables."""
     names = [n for n in TABLES if dialect is None or n == dialect or n.startswith(f"{dialect}-")]
     if not names:
         raise ConfigError(
@@ -27,6 +28,7 @@ def listed(dialect: str | None = None, status: str | None = None) -> list[dict[s
             "status": row.status,
             "native": list(row.native),
             "reason": row.what,
+            "unbuilt": list(unbuilt(TABLES[name][0]).get(row.key, ())),
         }
         for name in names
         for row in every_line(name)
@@ -46,7 +48,7 @@ def as_table(found: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     view = Table(pad_edge=False, show_lines=False)
-    for head in ("key", "versions", "status", "native", "what happens"):
+    for head in ("key", "versions", "status", "native", "what happens", "values not built"):
         view.add_column(head, overflow="fold")
     for row in found:
         view.add_row(
@@ -55,5 +57,6 @@ def as_table(found: list[dict[str, Any]]) -> None:
             row["status"],
             ", ".join(row["native"]),
             row["reason"],
+            "; ".join(row["unbuilt"]),
         )
     Console().print(view)

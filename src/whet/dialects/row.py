@@ -92,8 +92,24 @@ COLUMNS = (
 @functools.cache
 def lines(system: str) -> tuple[dict[str, str], ...]:
     """The lines of a system's table as they stand."""
-    text = files(__package__).joinpath(f"{system}.tsv").read_text(encoding="utf-8")
+    return _read(f"{system}.tsv")
+
+
+def _read(name: str) -> tuple[dict[str, str], ...]:
+    text = files(__package__).joinpath(name).read_text(encoding="utf-8")
     return tuple(csv.DictReader(text.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+@functools.cache
+def unbuilt(system: str) -> dict[str, tuple[str, ...]]:
+    """By key: its documented values that are refused though the key is read, each with the reason. For people; the
+    functions refuse them."""
+    found: dict[str, tuple[str, ...]] = {}
+    for line in _read("unbuilt.tsv"):
+        if line["system"] == system:
+            said = f"{line['value']}: {line['reason']}"
+            found[line["key"]] = (*found.get(line["key"], ()), said)
+    return found
 
 
 @functools.cache
