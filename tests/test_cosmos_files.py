@@ -156,7 +156,7 @@ def test_an_sft_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Pat
         train={
             "steps": 15, "tasks_per_step": 16, "micro_rollouts": 4,
             "optimizer": {
-                "lr": 1e-2, "grad_clip": None,
+                "lr": 1e-2, "eps": 1e-6, "grad_clip": None,
                 "schedule": {"unit": "train_step", "warmup_steps": 3, "warmup_ends": "peak"},
             },
         },
