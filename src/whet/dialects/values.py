@@ -172,6 +172,16 @@ def _fill(out: Reading, present: Json) -> None:
         elif not {"[]", "<name>"} & set(cut):
             given = row.key in out.given
             out.values[row.key] = get(present, cut) if given else out.defaults[row.key]
+    for row in out.of.rows:
+        if row.type and _refers(row.default) and row.key in out.values and row.key not in out.given:
+            out.values[row.key] = _read_or_own(out, row)
+
+
+def _read_or_own(out: Reading, row: Row) -> Json:
+    """The value that a default refers to, if it can be meant here; else what stands in for it where it was given."""
+    value, problem = understood(out.values[row.key], row, default=out.defaults[row.key], nulls=out.of.nulls)
+    named = str(row.default).removeprefix("${").removesuffix("}")
+    return out.values.get(named) if problem else value
 
 
 def _filled(defaults: Json, tree: Json) -> Json:

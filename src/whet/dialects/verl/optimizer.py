@@ -5,12 +5,13 @@ from __future__ import annotations
 from whet.config.faults import shown
 from whet.dialects.row import NOTHING, Native, Values
 from whet.dialects.typed import choose
-from whet.dialects.verl.roles import ACTOR, CRITIC, is_megatron
+from whet.dialects.verl.roles import ACTOR, CRITIC, check_engine, is_megatron
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
 
 
 def actor(v: Values) -> Native:
+    check_engine(v)
     return settings(
         v, f"{ACTOR}.optim", native="train.optimizer", megatron=is_megatron(v), clip=_clip(v, ACTOR)
     )

@@ -59,16 +59,24 @@ MEGATRON_SIZES = tuple(
 )
 
 
+_MEGATRON_BASES = ("ppo_megatron_trainer", "actor=megatron_actor", "model_engine=megatron")
+
+
 def is_megatron(v: Values) -> bool:
     """Whether the optimizer keys are Megatron's: by the strategy, by Hydra's base file or group, or by its sizes, which
     only that base file has."""
-    base = v["defaults"] or []
     return (
-        choose(v, f"{ACTOR}.strategy", FAMILIES) == "megatron"
-        or choose(v, "model_engine", MODEL_ENGINES) == "megatron"
-        or "ppo_megatron_trainer" in (base if isinstance(base, list) else [base])
+        v[f"{ACTOR}.strategy"] == "megatron"
+        or v["model_engine"] == "megatron"
+        or any(name in _MEGATRON_BASES for name in bases(v))
         or any(v[name] > 1 for name in MEGATRON_SIZES)
     )
+
+
+def check_engine(v: Values) -> None:
+    """What trains must be known and built."""
+    choose(v, f"{ACTOR}.strategy", FAMILIES)
+    choose(v, "model_engine", MODEL_ENGINES)
 
 
 def has_critic(v: Values) -> bool:
@@ -109,17 +117,42 @@ def critic_there(v: Values) -> Native:
     return NOTHING
 
 
-BASES = ("ppo_trainer", "ppo_megatron_trainer", "_self_")
+BASES = ("ppo_trainer", "ppo_megatron_trainer", "legacy_reward_impl", "_self_")
+
+PARTS_OF_BASES = {
+    **dict.fromkeys(("actor", "ref", "critic", "reward_model"), ("dp_", "megatron_", "${model_engine}_")),
+    **dict.fromkeys(("engine", "optim", "model_engine"), ("fsdp", "dp", "megatron")),
+    **{name: (name,) for name in ("rollout", "reward", "profiler", "npu_profile", "rollout_correction")},
+    "data": ("legacy_data",),
+    "model": ("hf_model",),
+    "algorithm": ("rollout_correction",),
+}
+"""Hydra's groups of verl's own files, and how the names in them begin."""
+
+
+def bases(v: Values) -> list[str]:
+    """What Hydra's list names: files, and `GROUP=NAME` of parts."""
+    given = v["defaults"] or []
+    given = given if isinstance(given, list) else [given]
+    names = []
+    for one in given:
+        pairs = one.items() if isinstance(one, dict) else [("", one)]
+        for group, name in pairs:
+            names.append(
+                f"{str(group).removeprefix('override ').partition('@')[0]}={name}" if group else str(name)
+            )
+    return names
 
 
 def hydra_defaults(v: Values) -> Native:
-    """The file that this one starts from: verl's own, whose values stand in the table."""
-    given = v["defaults"] if isinstance(v["defaults"], list) else [v["defaults"]]
-    if other := [name for name in given if name not in BASES]:
-        raise ConfigError(
-            f"defaults: {shown(other[0])} is not read (ppo_trainer and ppo_megatron_trainer are what a file leaves "
-            "out); give one file with everything in it"
-        )
+    """The files that this one starts from: verl's own, whose values stand in the table."""
+    for name in bases(v):
+        group, _, part = name.partition("=")
+        if name not in BASES and not part.startswith(PARTS_OF_BASES.get(group, ())):
+            raise ConfigError(
+                f"defaults: {shown(name)} is not read (verl's own files and groups are what a file leaves out); give "
+                "one file with everything in it"
+            )
     return NOTHING
 
 

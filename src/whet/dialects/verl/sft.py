@@ -26,14 +26,7 @@ UNGIVEN = "~/models/gemma-1.1-7b-it"
 
 
 def is_megatron(v: Values) -> bool:
-    return bool(choose(v, "model.strategy", STRATEGIES) == "megatron")
-
-
-STRATEGIES = {
-    **dict.fromkeys(("fsdp", "fsdp2"), "fsdp"),
-    "megatron": "megatron",
-    **dict.fromkeys(("veomni", "torchtitan", "automodel", "mindspeed")),
-}
+    return bool(v["model.strategy"] == "megatron")
 
 
 def recipe(v: Values) -> Native:
