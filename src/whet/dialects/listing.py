@@ -47,16 +47,18 @@ def as_table(found: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    columns = {
+        "key": [row["key"] for row in found],
+        "versions": [span(row["since"], row["until"]) for row in found],
+        "status": [row["status"] for row in found],
+        "native": [", ".join(row["native"]) for row in found],
+        "what happens": [row["reason"] for row in found],
+        "values not built": ["; ".join(row["unbuilt"]) for row in found],
+    }
+    told = {head: cells for head, cells in columns.items() if any(cells)}
     view = Table(pad_edge=False, show_lines=False)
-    for head in ("key", "versions", "status", "native", "what happens", "values not built"):
+    for head in told:
         view.add_column(head, overflow="fold")
-    for row in found:
-        view.add_row(
-            row["key"],
-            span(row["since"], row["until"]),
-            row["status"],
-            ", ".join(row["native"]),
-            row["reason"],
-            "; ".join(row["unbuilt"]),
-        )
+    for cells in zip(*told.values()):
+        view.add_row(*cells)
     Console().print(view)
