@@ -90,9 +90,7 @@ def test_evaluation_samples_by_the_version(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- meanings
 
 
-def test_the_kl_of_the_loss_had_no_gradient_for_a_while() -> None:
-    counts = {v: bool(learn.kl(values(v))) for v in ("doc", "train-0.1", "0.1", "0.2", "main")}
-    assert counts == {"doc": True, "train-0.1": False, "0.1": False, "0.2": True, "main": True}
+def test_the_kl_may_be_in_the_reward() -> None:
     in_reward: dict[str, Json] = {A + "use_kl_loss": False, A + "use_kl_in_reward": True}
     assert learn.kl(values("train-0.3", **in_reward))["algorithm.reward_kl.coef"] == 0.001
 
@@ -127,15 +125,20 @@ def test_max_seq_len_was_overwritten_and_must_be_given_now() -> None:
     assert "must be given" in refusal(learn.reduction, version="0.2", **norm)
 
 
-def test_schedules_ended_too_early_until_train_04() -> None:
-    falling: dict[str, Json] = {"trainer__policy__optimizer_config__scheduler": "cosine"}
-    assert "after 1/4 of the 4 optimizer steps" in refusal(
-        optimizers.policy_optimizer, version="train-0.3", **falling
-    )
-    once = values("train-0.3", **falling, trainer__policy_mini_batch_size=1024)
-    newer = values("train-0.4", **falling)
-    for v in (once, newer):
-        assert optimizers.policy_optimizer(v)["train.optimizer.schedule.kind"] == "cosine"
+@pytest.mark.parametrize("version", ["doc", "train-0.3", "main"])
+def test_a_schedule_ends_with_the_run_in_every_release(version: str) -> None:
+    """Until train-0.4 SkyRL itself had its end too early, with several optimizer steps a training step."""
+    falling = values(version, trainer__policy__optimizer_config__scheduler="cosine")
+    found = optimizers.policy_optimizer(falling)
+    assert found["train.optimizer.schedule.kind"] == "cosine"
+    assert "train.optimizer.schedule.total_steps" not in found
+
+
+@pytest.mark.parametrize("version", ["doc", "train-0.3", "0.1", "main"])
+def test_the_kl_of_the_loss_counts_in_every_release(version: str) -> None:
+    """From train-0.1 to 0.1 SkyRL itself computed it without a gradient."""
+    given = values(version, trainer__algorithm__use_kl_loss=True, trainer__algorithm__kl_loss_coef=0.01)
+    assert learn.kl(given)["algorithm.kl.coef"] == 0.01
 
 
 def test_what_masks_leave_out_counts_in_averages_from_02_on() -> None:
@@ -150,11 +153,11 @@ def test_what_masks_leave_out_counts_in_averages_from_02_on() -> None:
     assert "algorithm.correction.reject" in learn.correction(values("0.1", **outliers))
 
 
-def test_a_repetition_penalty_is_not_handed_on_from_01() -> None:
-    more: dict[str, Json] = {"generator__sampling_params__repetition_penalty": 1.2}
-    key = "rollout.sampling.repetition_penalty"
-    assert run.training_sampling(values("train-0.4", **more))[key] == 1.2
-    assert key not in run.training_sampling(values("0.1", **more))
+@pytest.mark.parametrize("version", ["train-0.2", "0.1", "main"])
+def test_a_repetition_penalty_is_read_in_every_release(version: str) -> None:
+    """From 0.1 on SkyRL itself loses it on the way to the engine."""
+    given = values(version, generator__sampling_params__repetition_penalty=1.2)
+    assert run.training_sampling(given)["rollout.sampling.repetition_penalty"] == 1.2
 
 
 def test_normalised_rewards_checkpoints_and_engines_by_version() -> None:

@@ -83,7 +83,6 @@ def sync(values: Values) -> dict[str, Json]:
     if on_policy and every != 1:
         raise ConfigError(f"train.sync_weight_interval={every} must be 1 when {POLICY}on_policy is true.")
     in_turn = on_policy or values["mode"] != "disaggregated"
-    in_turn = in_turn or (since(values, "0.3.9") and not since(values, "0.4.0"))
     ahead = 0 if in_turn else values[POLICY + "allowed_outdated_steps"]
     if since(values, "0.4.0"):
         ahead = max(ahead - (every - 1), 0)

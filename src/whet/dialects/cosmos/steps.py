@@ -18,8 +18,6 @@ SCHEDULE = "train.optimizer.schedule."
 RESPONSES = "train.train_batch_per_replica"
 SHAPES = {"linear": "linear", "cosine": "cosine", "sqrt": "minus_sqrt"}
 """Shapes of the decay."""
-MILLION = 1_000_000
-"""Steps that the schedule of an RL job counts with in 0.3.7 to 0.4.0, however long the run is."""
 
 # ---------------------------------------------------------------- batches and layout
 
@@ -166,7 +164,7 @@ def _rates(values: Values) -> dict[str, Json]:
 
 def schedule(values: Values) -> dict[str, Json]:
     """Warm-up, plateau and decay, in training steps."""
-    total = _scheduled_steps(values)
+    total: int | None = values["train.max_num_steps"]
     ramp = {SCHEDULE + "unit": "train_step"} | _warmup(values, total)
     shape, share = values["train.optm_decay_type"], _decay_share(values, total)
     if shape in (None, "none") or share == 0:
@@ -177,15 +175,7 @@ def schedule(values: Values) -> dict[str, Json]:
         SCHEDULE + "decay_fraction": share,
         SCHEDULE + "min_factor": values["train.optm_min_lr_factor"],
     }
-    return ramp | decay | ({SCHEDULE + "total_steps": MILLION} if total == MILLION else {})
-
-
-def _scheduled_steps(values: Values) -> int | None:
-    """The steps that a share is of; None where the epochs decide."""
-    if not is_sft(values) and since(values, "0.3.7") and not since(values, "0.4.1"):
-        return MILLION
-    steps: int | None = values["train.max_num_steps"]
-    return steps
+    return ramp | decay
 
 
 def _warmup(values: Values, total: int | None) -> dict[str, Json]:
@@ -195,11 +185,10 @@ def _warmup(values: Values, total: int | None) -> dict[str, Json]:
     """
     length, start = values["train.optm_warmup_steps"], values["train.optm_warmup_start_factor"]
     is_share = isinstance(length, float) and length <= 1.0
-    if is_share and total != MILLION:
+    if is_share:
         out: dict[str, Json] = {SCHEDULE + "warmup_fraction": length}
     else:
-        steps = int(length * MILLION) if is_share else int(length)
-        out = {SCHEDULE + "warmup_steps": steps if total is None else min(steps, total)}
+        out = {SCHEDULE + "warmup_steps": int(length) if total is None else min(int(length), total)}
     if start or since(values, "0.4.2"):
         return out | {SCHEDULE + "warmup_ends": "both", SCHEDULE + "warmup_start": start}
     return out | {SCHEDULE + "warmup_ends": "peak"}

@@ -38,12 +38,7 @@ def has_reference(v: Values) -> bool:
 
 def compares(v: Values) -> bool:
     """Whether a KL to the reference counts for anything."""
-    return bool((v[f"{A}.use_kl_in_reward"] or kl_learns(v)) and v[f"{A}.kl_loss_coef"] > 0)
-
-
-def kl_learns(v: Values) -> bool:
-    """Whether the KL of the loss has a gradient: from train-0.1 to 0.1 it was computed without one."""
-    return bool(v[f"{A}.use_kl_loss"]) and (since(v, "0.2") or not since(v, "train-0.1"))
+    return bool(has_reference(v) and v[f"{A}.kl_loss_coef"] > 0)
 
 
 def is_megatron(v: Values) -> bool:

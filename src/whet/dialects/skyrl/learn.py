@@ -11,7 +11,6 @@ from whet.dialects.skyrl.devices import (
     A,
     compares,
     has_reference,
-    kl_learns,
     since,
 )
 from whet.dialects.skyrl.optimizers import own_overrides
@@ -103,7 +102,7 @@ def kl(v: Values) -> Native:
     in_loss, in_reward, coef = v[f"{A}.use_kl_loss"], v[f"{A}.use_kl_in_reward"], v[f"{A}.kl_loss_coef"]
     if in_loss and in_reward:
         raise ConfigError(f"{A}.use_kl_in_reward and {A}.use_kl_loss exclude each other: set one false")
-    if coef == 0 or not (kl_learns(v) or in_reward):
+    if coef == 0 or not (in_loss or in_reward):
         return NOTHING
     section = "kl" if in_loss else "reward_kl"
     out = {f"algorithm.{section}.coef": coef, f"algorithm.{section}.estimator": _estimator(v)}

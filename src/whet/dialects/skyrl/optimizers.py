@@ -105,7 +105,7 @@ def _schedule(v: Values, given: str) -> Native:
     warmup, name, lr = v[f"{given}.num_warmup_steps"], v[f"{given}.scheduler"], v[f"{given}.lr"]
     warmup = v["trainer.num_warmup_steps"] if warmup is None else warmup
     kind = choose(v, f"{given}.scheduler", SCHEDULES)
-    _check_schedule(v, f"{given}.scheduler", kind)
+    _check_schedule(v, f"{given}.scheduler")
     out: dict[str, Json] = {"kind": kind, "warmup_steps": warmup}
     if name == "constant":
         out["warmup_steps"] = 0
@@ -124,21 +124,11 @@ def _schedule(v: Values, given: str) -> Native:
     return out
 
 
-def _check_schedule(v: Values, key: str, kind: str) -> None:
-    """Megatron has no other schedule; and until train-0.4 the others ended too early, after as many optimizer steps as
-    there are training steps."""
+def _check_schedule(v: Values, key: str) -> None:
+    """Megatron has no other schedule."""
     if is_megatron(v) and v[key] != "constant_with_warmup":
         raise ConfigError(
             f"{key}={v[key]}: with trainer.strategy=megatron SkyRL has constant_with_warmup alone"
-        )
-    minibatches = v["trainer.train_batch_size"] // v["trainer.policy_mini_batch_size"]
-    several = minibatches * v["trainer.update_epochs_per_batch"]
-    early = since(v, "train-0.1") and not since(v, "train-0.4")
-    if early and kind in ("linear", "cosine") and several > 1:
-        raise ConfigError(
-            f"{key}={v[key]}: SkyRL before train-0.4 has its end after 1/{several} of the {several} optimizer steps a "
-            "training step; give one optimizer step a training step, or read the file as a newer version "
-            "(--dialect skyrl@train-0.4), where it ends with the run"
         )
 
 

@@ -209,7 +209,7 @@ def _sampling(v: Values, given: str, native: str) -> Native:
     more = {**(v[f"{given}.*"] or {}), **(v[f"{given}.additional_kwargs"] or {})}
     more |= {"stop": v[f"{given}.stop"]} if v[f"{given}.stop"] is not None else {}
     penalty = v[f"{given}.repetition_penalty"]
-    more |= {"repetition_penalty": penalty} if penalty != 1 and not since(v, "0.1") else {}
+    more |= {"repetition_penalty": penalty} if penalty != 1 else {}
     if top_k == 0:
         raise ConfigError(f"{given}.top_k=0 keeps no token; write -1 for no limit")
     if strange := sorted(more.keys() - set(PASSED) - {"logprobs"}):

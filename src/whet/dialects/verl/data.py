@@ -224,7 +224,7 @@ def sampling(v: Values) -> Native:
     out: dict[str, Json] = {"rollout.group_size": responses(v)}
     greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
     chosen = _sampling(v, ROLLOUT) if v[f"{ROLLOUT}.do_sample"] else greedy
-    if v[f"{ROLLOUT}.repetition_penalty"] != 1 and not since(v, "verl", "0.7.0"):
+    if v[f"{ROLLOUT}.repetition_penalty"] != 1:
         chosen["repetition_penalty"] = v[f"{ROLLOUT}.repetition_penalty"]
     return out | {f"rollout.sampling.{key}": value for key, value in chosen.items()}
 
