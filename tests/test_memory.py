@@ -393,12 +393,12 @@ def test_memory_of_the_gpu(library, visible, gib, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert hardware.cuda_bytes.__wrapped__() == (None if gib is None else gib << 30)
+    assert hardware._cuda_bytes.__wrapped__() == (None if gib is None else gib << 30)
 
 
 def test_a_torch_without_cuda_has_no_gpu(monkeypatch):
     monkeypatch.setattr(hardware, "version", lambda name: "2.13.0+cpu")
-    assert hardware.cuda_bytes.__wrapped__() is None
+    assert hardware._cuda_bytes.__wrapped__() is None
 
 
 def test_the_first_example_is_small(monkeypatch):

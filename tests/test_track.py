@@ -21,6 +21,7 @@ import pytest
 from rich.console import Console
 
 from whet.config.load import load
+from whet.config.plan import plans
 from whet.config.schema import Config, Track
 from whet.track import curve, display, metrics, report
 from whet.track.record import RunDirectory
@@ -180,8 +181,8 @@ def test_jsonl_is_always_written_and_once(tmp_path: Path) -> None:
 
 
 def test_an_unknown_tracker_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"got .*tensorbord.*'tensorboard'"):
-        load(None, ["track.trackers=[tensorbord]"])
+    with pytest.raises(ConfigError, match=r"'tensorbord' is not known; did you mean 'tensorboard'"):
+        plans(load(None, ["track.trackers=[tensorbord]"]))
 
 
 def test_a_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
