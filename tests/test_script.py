@@ -361,3 +361,21 @@ def test_limits_cannot_be_raised_and_nothing_is_inherited():
             f"{START} a=$A${{A:-kept}}"
         )
         assert words(script) == ["a=kept"]
+
+
+def test_no_secret_of_the_environment_is_noted_beside_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed leaves its notes behind; the script itself may still use the secret."""
+    raw: list[bytes] = []
+    noted = shell._noted
+    monkeypatch.setattr(shell, "_noted", lambda data, *more: raw.append(data) or noted(data, *more))
+    text = "export GIVEN=1\npython3 -m verl.trainer.main_ppo a.b=${#WANDB_API_KEY}\n"
+    launch = read_script(text, (), {"WANDB_API_KEY": "k" * 40, "PLAIN": "p" * 40})
+    assert launch.overrides[-1].text == "a.b=40"
+    assert launch.environment == {"GIVEN": "1"}
+    assert raw
+    assert all(b"p" * 40 in data and b"k" * 40 not in data for data in raw)
+
+
+def test_who_is_told_a_key_is_in_no_note() -> None:
+    launch = read_script("wandb login abcdef\npython3 plot.py\npython3 -m verl.trainer.main_ppo a.b=1\n")
+    assert [said for _, said in launch.notes] == ["`python3 plot.py` is not run"]

@@ -5,7 +5,6 @@ The sizes are those of the file's machine. `here.fitted` makes them those of thi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -20,9 +19,6 @@ PARALLEL = "train.parallel"
 REPLICAS = "rollout.replicas"
 RANKS = "cluster.ranks"
 APART = f"{PARALLEL}.apart"
-
-FITTED = "No number changes; with fewer devices than these the work is spread over what is here."
-"""For people: of every size of a layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,23 +69,6 @@ def resharded(v: Values, key: str) -> bool:
             f"{key}={value}: resharding to another group is coming, not built yet; today: true, false"
         )
     raise ConfigError(f"{key}: got {shown(value)}, expected true or false")
-
-
-def decoder_layers(key: str) -> Callable[[Values], Mapping[str, Json]]:
-    """A check that what FSDP wraps is a model's decoder layers, which are wrapped here."""
-
-    def check(v: Values) -> Mapping[str, Json]:
-        value = v[key]
-        names = value if isinstance(value, list) else [] if value is None else [value]
-        for name in names:
-            if not isinstance(name, str) or not re.fullmatch(r"\w+DecoderLayer", name):
-                raise NotSupportedYet(
-                    f"{key}: {shown(name)} is coming, not built yet; today every decoder layer (...DecoderLayer) is "
-                    "wrapped by itself: leave it out"
-                )
-        return {}
-
-    return check
 
 
 def like(

@@ -32,6 +32,8 @@ _QUIET = re.compile(
     r"mkdir|sleep|pip3?|wait|ray|export|wget|curl|git|pkill|killall|kill|rm|mv|cp|touch|chmod|tee|find|clear|nvidia-smi"
 )
 """Programs of which it need not be told that they are not run."""
+_GIVEN_KEYS = re.compile(r"wandb|hf|huggingface-cli")
+"""Programs with secrets among their words: those are shown nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,11 @@ def _candidates(started: Sequence[Noted]) -> list[_Candidate]:
 
 
 def _nothing(ran: Ran, started: Sequence[Noted], text: str) -> str:
-    said = [f"`{' '.join(one.words)[:80]}` in line {one.line}" for one in started if one.kind == "start"]
+    said = [
+        f"`{' '.join(one.words)[:80]}` in line {one.line}"
+        for one in started
+        if one.kind == "start" and not _is(one, _GIVEN_KEYS)
+    ]
     problem = ""
     if ran.ended == "time":
         problem = "it was stopped after some seconds: does it wait for something? "
@@ -181,6 +187,10 @@ def _nothing(ran: Ran, started: Sequence[Noted], text: str) -> str:
     )
 
 
+def _is(one: Noted, programs: re.Pattern[str]) -> bool:
+    return programs.fullmatch(one.words[0].rpartition("/")[2]) is not None
+
+
 def _notes(
     ran: Ran, started: Sequence[Noted], candidates: Sequence[_Candidate], last: _Candidate
 ) -> list[tuple[int, str]]:
@@ -196,7 +206,7 @@ def _notes(
             notes.append((one.line, f"`{said}` is taken to fail"))
         elif one.kind == "source":
             notes.append((one.line, f"`{said}` cannot be read: what it sets is not known"))
-        elif one not in launches and not _QUIET.fullmatch(one.words[0].rpartition("/")[2]):
+        elif one not in launches and not (_is(one, _QUIET) or _is(one, _GIVEN_KEYS)):
             notes.append((one.line, f"`{said}` is not run"))
     for other in candidates:
         if other is not last:

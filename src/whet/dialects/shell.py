@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from whet.secrets import is_secret
 from whet.types import ConfigError
 
 _TEXT_TOOLS = """
@@ -47,7 +48,9 @@ __whet_note() {
     {
         printf '%s\0' "$1" "${BASH_LINENO[-2]}" "${BASH_LINENO[at - 1]}" "${BASH_SOURCE[at]-}"
         printf '%s\0' "$PWD" "$piped" "$(($# - 1))" "${@:2}"
-        for name in $(compgen -e); do printf '%s=%s\0' "$name" "${!name-}"; done
+        for name in $(compgen -e); do
+            case $name in SECRETS) ;; *) printf '%s=%s\0' "$name" "${!name-}" ;; esac
+        done
     } > NOTES/"$EPOCHREALTIME.$BASHPID.$RANDOM"
     return "$piped"
 }
@@ -158,7 +161,7 @@ def _run(script: Script, output: str, status: int, lost: set[str], replaced: boo
         notes.mkdir()
         programs = _tools(at / "tools", bash)
         (at / "prelude").write_text(
-            _prelude(notes, output, status, lost) + _EXEC * replaced, encoding="utf-8"
+            _prelude(notes, output, status, lost, script.environment) + _EXEC * replaced, encoding="utf-8"
         )
         path = script.path
         if not path:
@@ -226,10 +229,13 @@ def _environment(script: Script) -> dict[str, str]:
     return left | {"LC_MESSAGES": "C"}
 
 
-def _prelude(notes: Path, output: str, status: int, lost: set[str]) -> str:
+def _prelude(notes: Path, output: str, status: int, lost: set[str], environment: Mapping[str, str]) -> str:
+    """What bash reads first. Secrets of the environment are in no note: a killed run leaves its notes behind."""
     text = _PRELUDE.replace("PRELUDE", shlex.quote(str(notes.parent / "prelude")))
     text = text.replace("NOTES", shlex.quote(str(notes))).replace("OUTPUT", shlex.quote(output))
     text = text.replace("STATUS", str(status)).replace("SLEEPS", str(_ENDS_AFTER_SLEEPS))
+    hidden = [name for name in environment if is_secret(name) and name.isidentifier()]
+    text = text.replace("SECRETS", "|".join(hidden) or "''")
     names = sorted(name for name in lost if _NAME.fullmatch(name))
     for name in {*names, *(name.rpartition("/")[2] for name in names)}:
         if "/" in name:

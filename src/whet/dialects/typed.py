@@ -29,14 +29,6 @@ def number(v: Values, key: str) -> float:
     return value
 
 
-def flag(v: Values, key: str) -> bool:
-    """true or false."""
-    value = v[key]
-    if not isinstance(value, bool):
-        raise ConfigError(f"{key}: got {shown(value)}, expected true or false")
-    return value
-
-
 def choose(v: Values, key: str, known: Mapping[str, T | None]) -> T:
     """What a choice stands for. A name that is known but not built yet stands for None, and raises NotSupportedYet."""
     value = v[key]

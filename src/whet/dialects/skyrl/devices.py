@@ -62,11 +62,6 @@ def asks_servers(v: Values) -> bool:
     return not v["generator.run_engines_locally"]
 
 
-def serves(v: Values) -> bool:
-    """Whether the engines are reachable over HTTP while the run goes on."""
-    return bool(v["generator.enable_http_endpoint"])
-
-
 # ---------------------------------------------------------------- sizes
 
 
