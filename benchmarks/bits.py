@@ -35,7 +35,7 @@ def digest(environment: dict[str, str]) -> str:
     """Of what the demo's first steps write, in a process with this environment."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        short = [f"stages.{stage}.{key}" for stage in (0, 1) for key in ("train.steps=6", "eval.every=0")]
+        short = [f"stages.{stage}.{key}" for stage in (0, 1) for key in ("train.steps=6", "eval.interval=0")]
         command = [sys.executable, "-m", "whet.cli", "train", str(DEMO), f"run_dir={run}", *short]
         env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
         done = subprocess.run(

@@ -73,14 +73,16 @@ def tree(folder: Path, steps: int) -> dict[str, Any]:
         "run_dir": str(folder / "run"),
         "name": "kills",
         "seed": 3,
-        "model": {"scratch": {"hidden_size": 16, "layers": 1, "heads": 2, "head_dim": 8}},
+        "model": {
+            "scratch": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+        },
         "tokenizer": {"build": "chars"},
         "data": {"train": [{"rows": rows}]},
         "rewards": {"letters": {"function": "slow.py:letters"}},
         "guard": {"timeout_s": 120, "workers": 1},
         "rollout": {"group_size": 4, "sampling": {"max_tokens": 12}},
         "train": {"steps": steps, "tasks_per_step": 4, "optimizer": {"lr": 1e-2}},
-        "checkpoint": {"every": 2, "export": False},
+        "checkpoint": {"interval": 2, "export": False},
         "track": {"trackers": ["jsonl"]},
         "machine": {"threads": 1},
     }
@@ -135,12 +137,16 @@ class Site:
             # all of them end well before WAIT_S: a hit is decided by the run, whatever it was doing
             given["rollout"] |= {"replicas": 2, "timeout_s": WAIT_S / 2}
             given["sync"] = {"timeout_s": WAIT_S / 4}
-            given["cluster"] = {"address": self.address, "health_s": self.patience_s / 4, "restarts": 1000}
-            given["cluster"] |= {"start_s": WAIT_S / 2}
+            given["cluster"] = {
+                "address": self.address,
+                "health_timeout_s": self.patience_s / 4,
+                "restarts": 1000,
+            }
+            given["cluster"] |= {"start_timeout_s": WAIT_S / 2}
         elif self.kind == "ranks":
             given["train"] |= {"parallel": {"dp_shard": 2, "timeout_s": self.patience_s}}
         else:
-            schedule = {"schedule": "free"} if self.kind == "apart" else {}
+            schedule = {"schedule": "async"} if self.kind == "apart" else {}
             given["rollout"] |= {"max_staleness": 2} | schedule
             given["buffer"] = {"url": f"sqlite:///{self.folder}/groups.db", "lease_s": 2.0}
             given["sync"] = {"timeout_s": WAIT_S}
@@ -155,7 +161,9 @@ class Site:
         return ["trainer", "one", "two"] if self.kind in APART else ["driver"]
 
     def start(self, name: str) -> None:
-        how = {"driver": [], "trainer": ["mode=train"]}.get(name, ["mode=explore", f"buffer.explorer={name}"])
+        how = {"driver": [], "trainer": ["mode=train"]}.get(
+            name, ["mode=explore", f"buffer.explorer_name={name}"]
+        )
         command = [sys.executable, "-m", "whet.cli", "train", str(self.config), *how]
         env = os.environ | {"OMP_NUM_THREADS": "1", "WHET_KILLS": self.mark}
         with (self.folder / f"{name}.said").open("ab") as said:

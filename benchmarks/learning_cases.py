@@ -118,8 +118,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "grpo_passk": {"why": "of rewards 0 and 1 it learns only where one reply of the group alone is right"},
     "remax": {"steps": 72, "why": "fewer steps: a greedy rollout a task"},
     "raft": {"algorithm": {"groups": {"min_reward": 1.0}}, "why": "groups.min_reward=1, as its note says"},
-    "mix": {"algorithm": {"mix": {"expert_ratio": 0.2}}, "why": "4 demonstrations beside 16 tasks"},
-    "mix_chord": {"algorithm": {"mix": {"expert_ratio": 0.2}}, "why": "4 demonstrations beside 16 tasks"},
+    "mix": {"algorithm": {"mix": {"demonstration_ratio": 0.2}}, "why": "4 demonstrations beside 16 tasks"},
+    "mix_chord": {
+        "algorithm": {"mix": {"demonstration_ratio": 0.2}},
+        "why": "4 demonstrations beside 16 tasks",
+    },
     "distill": {"why": "from a teacher that has imitated right demonstrations; rewards are only measured"},
     "cross_entropy": {
         "algorithm": {"advantage": "reward", "groups": {"min_reward": 1.0}},
@@ -186,16 +189,22 @@ def common(seed: int) -> dict[str, Any]:
         "rollout": {"sampling": {"max_tokens": LENGTH + 2}},
         "machine": {"threads": 1},
         "track": {"trackers": ["jsonl"]},
-        "checkpoint": {"every": 0},
+        "checkpoint": {"interval": 0},
     }
 
 
 def imitation(seed: int, *, part: str, right_share: float, steps: int) -> dict[str, Any]:
     """The model that all runs of a seed start from, or the teacher that `distill` learns from."""
-    shape = {"hidden_size": 64, "layers": 2, "heads": 4, "ffn_size": 192, "max_positions": 32}
-    schedule = {"kind": "cosine", "warmup_steps": 10}
+    shape = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 192,
+        "max_position_embeddings": 32,
+    }
+    schedule = {"type": "cosine", "warmup_steps": 10}
     out = common(seed) | {
-        "checkpoint": {"every": 0, "resume": "fresh"},
+        "checkpoint": {"interval": 0, "resume": "fresh"},
         "model": {"scratch": shape},
         "tokenizer": {"build": "chars"},
         "algorithm": {"name": "sft"},
@@ -223,8 +232,8 @@ def run(case: Case, seed: int, *, start: str, teacher: str) -> dict[str, Any]:
     if case.kind == "online":
         own = 128 // GROUP_SIZE // halves
         train |= {"tasks_per_step": own, "minibatches": 3 - halves}
-        out["rollout"] |= {"group_size": GROUP_SIZE, "sync_every": case.staleness + 1}
-        out["track"] = out["track"] | {"rollouts_every": 0}
+        out["rollout"] |= {"group_size": GROUP_SIZE, "sync_interval": case.staleness + 1}
+        out["track"] = out["track"] | {"rollouts_interval": 0}
         data["train"] = [source("tasks", part="pool")]
         if RECIPES[case.recipe].expert_loss:  # four demonstrations beside the sixteen tasks
             train["tasks_per_step"] = own + 4
@@ -240,5 +249,5 @@ def run(case: Case, seed: int, *, start: str, teacher: str) -> dict[str, Any]:
         "train": train,
         "eval": {"every": steps // LOOKS, "sampling": {"temperature": 1.0}},
     }
-    out["checkpoint"] = {"every": 0, "export": False}
+    out["checkpoint"] = {"interval": 0, "export": False}
     return out

@@ -48,7 +48,7 @@ def case(
     vocab = scratch.pop("vocab", 64)
     base = {
         "model": {
-            "scratch": {"max_positions": prompt + reply, **scratch},
+            "scratch": {"max_position_embeddings": prompt + reply, **scratch},
             "overrides": {"vocab_size": vocab},
         },
         "tokenizer": {"build": "chars", "vocab_size": vocab},
@@ -56,7 +56,7 @@ def case(
         "rewards": {"right": {"function": "exact"}},
         "rollout": {
             "group_size": group,
-            "max_batch": tasks * group,
+            "max_num_seqs": tasks * group,
             "sampling": {"max_tokens": reply, "ignore_eos": True},
         },
         "train": {"steps": 2, "tasks_per_step": tasks, "optimizer": {"lr": 1e-4}},
@@ -73,8 +73,22 @@ def trained(**more: Any) -> dict[str, Any]:
     return {"steps": 2, "tasks_per_step": 2, **more}
 
 
-SMALL = {"architecture": "qwen3", "hidden_size": 256, "layers": 4, "heads": 8, "kv_heads": 4, "head_dim": 32}
-WIDE = {"architecture": "llama", "hidden_size": 512, "layers": 6, "heads": 8, "kv_heads": 2, "ffn_size": 2048}
+SMALL = {
+    "architecture": "qwen3",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
+WIDE = {
+    "architecture": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 2048,
+}
 
 MIXTURE = {**SMALL, "architecture": "qwen3_moe", "experts": 8}
 SHARD = {"dp_shard": 2}
@@ -89,7 +103,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         reply=64,
         tasks=2,
         group=8,
-        train={"steps": 2, "tasks_per_step": 2, "gradient_checkpointing": True, "micro_tokens": 4096},
+        train={"steps": 2, "tasks_per_step": 2, "gradient_checkpointing": True, "micro_batch_tokens": 4096},
     ),
     "grpo wide, reference": lambda: case(
         scratch={**WIDE}, prompt=64, reply=64, tasks=2, group=8, algorithm={"kl": {"coef": 0.1}}
@@ -109,9 +123,9 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
             scratch={**WIDE}, prompt=64, reply=32, tasks=2, group=4, train=trained(optimizer=optimizer)
         )
         for name, optimizer in (
-            ("sgd", {"lr": 1e-4, "kind": "sgd"}),
-            ("muon", {"lr": 1e-4, "kind": "muon"}),
-            ("8-bit adamw", {"lr": 1e-4, "state": "int8"}),
+            ("sgd", {"lr": 1e-4, "name": "sgd"}),
+            ("muon", {"lr": 1e-4, "name": "muon"}),
+            ("8-bit adamw", {"lr": 1e-4, "state_dtype": "int8"}),
         )
     },
     "bfloat16": lambda: case(
@@ -180,7 +194,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         reply=32,
         tasks=4,
         group=8,
-        train={"steps": 2, "tasks_per_step": 4, "share_prompts": False, "micro_tokens": 4096},
+        train={"steps": 2, "tasks_per_step": 4, "share_prompts": False, "micro_batch_tokens": 4096},
     ),
 }
 
@@ -358,7 +372,7 @@ def warm_up(dtype: str) -> None:
     from whet.api import run_training
     from whet.config.load import load
 
-    tiny = {"architecture": "qwen3", "hidden_size": 32, "layers": 1, "heads": 2}
+    tiny = {"architecture": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     with tempfile.TemporaryDirectory() as folder:
         values = case(scratch=tiny, prompt=8, reply=4, tasks=2, group=2)
         values["model"]["dtype"] = dtype

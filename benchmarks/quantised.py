@@ -43,10 +43,10 @@ def main() -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     scratch = Scratch(
         hidden_size=args.hidden,
-        ffn_size=args.ffn,
+        intermediate_size=args.ffn,
         layers=args.layers,
         heads=args.hidden // 64,
-        max_positions=4096,
+        max_position_embeddings=4096,
     )
     model = build(
         Model(scratch=scratch),
@@ -68,7 +68,7 @@ def main() -> None:
             kernels.load("auto"),
             end_token_ids=[1],
             max_context=256,
-            max_batch=args.rows,
+            max_num_seqs=args.rows,
             quantization=kind,
         )
         asyncio.run(sample(engine, args.rows, 2))

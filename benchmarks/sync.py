@@ -52,7 +52,11 @@ def made(given: str, *, lora: bool) -> PreTrainedModel:
     hidden, x, layers = given.partition("x")
     scratch = x and hidden.isdigit() and layers.isdigit()
     cfg = (
-        Model(scratch=Scratch(hidden_size=int(hidden), layers=int(layers), heads=8, head_dim=64))
+        Model(
+            scratch=Scratch(
+                hidden_size=int(hidden), num_hidden_layers=int(layers), num_attention_heads=8, head_dim=64
+            )
+        )
         if scratch
         else Model(path=given)
     )

@@ -46,7 +46,7 @@ def make_case(shape: str, device: str) -> dict[str, Any]:
         }
         for _ in range(sizes["groups"])
     ]
-    return {"shape": shape, "device": device, "groups": groups, "micro_tokens": sizes["micro"]}
+    return {"shape": shape, "device": device, "groups": groups, "micro_batch_tokens": sizes["micro"]}
 
 
 def make_model(case: dict[str, Any], dtype: torch.dtype) -> Any:

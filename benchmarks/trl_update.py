@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, case: dict[str, Any], folder: str) -> dict[str
     device = case["device"]
     batch = {name: x.to(device) for name, x in padded(case).items()}
     rows, width = len(batch["advantages"]), batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
-    at_once = max(case["micro_tokens"] // width, 1)
+    at_once = max(case["micro_batch_tokens"] // width, 1)
     while rows % at_once:
         at_once -= 1
     half = torch.bfloat16 if device == "cuda" else torch.float32

@@ -32,13 +32,13 @@ def config(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rows.write_text("".join(json.dumps(row) + "\n" for row in json.loads(args.prompts.read_text())))
     longest = max(len(json.loads(line)["prompt"]) for line in rows.read_text().splitlines())
     here = Path(__file__).parent
-    linear = {"kind": "linear", "warmup_steps": 4, "min_factor": 0.1}
+    linear = {"type": "linear", "warmup_steps": 4, "min_lr_ratio": 0.1}
     values: dict[str, Any] = {
         "seed": args.seed,
         "run_dir": str(folder / "run"),
         "model": {"path": str(args.model)},
         "data": {"train": [{"path": str(rows), "name": "case"}], "max_prompt_tokens": max(longest, 16)},
-        "algorithm": {"name": "grpo", "aggregation": "token-mean", "std_epsilon": 1e-4},
+        "algorithm": {"name": "grpo", "loss_agg_mode": "token-mean", "std_epsilon": 1e-4},
         "rewards": {"reward": {"function": f"{here}/reward.py:digits" if args.kind == "speed" else "exact"}},
         "rollout": {"group_size": GROUP, "sampling": {"max_tokens": args.max_tokens}},
         "train": {
@@ -51,7 +51,7 @@ def config(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 "schedule": linear if args.kind == "learn" else {},
             },
         },
-        "checkpoint": {"every": 0, "export": False},
+        "checkpoint": {"interval": 0, "export": False},
         "track": {"trackers": ["jsonl"]},
         "machine": {"threads": args.threads, "kernels": args.kernels},
     }

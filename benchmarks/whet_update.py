@@ -91,7 +91,7 @@ def engine_of(case: dict[str, Any], variant: Variant, dtype: Any) -> Any:
         make_model(case, dtype),
         kernels.load("auto"),
         cut=Cut(
-            max_tokens=case["micro_tokens"],
+            max_tokens=case["micro_batch_tokens"],
             share_prompts=variant.shared,
             checkpoint=variant.checkpoint,
             compile=variant.compile,

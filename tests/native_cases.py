@@ -13,7 +13,15 @@ from whet.types import Json
 ROWS = [row(n) for n in range(8)]
 
 BASE: dict[str, Json] = {
-    "model": {"scratch": {"hidden_size": 16, "layers": 1, "heads": 2, "max_positions": 64, "init_std": 0.5}},
+    "model": {
+        "scratch": {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 64,
+            "initializer_range": 0.5,
+        }
+    },
     "tokenizer": {"build": "chars"},
     "data": {"train": [{"path": "a.jsonl"}], "max_prompt_tokens": 32},
     "rewards": {"r": {"function": "object:r"}},
@@ -21,7 +29,7 @@ BASE: dict[str, Json] = {
     "train": {"steps": 2, "tasks_per_step": 2, "optimizer": {"lr": 0.01}},
     "checkpoint": {"export": False},
     "track": {"trackers": ["jsonl"]},
-    "machine": {"exact": "off"},
+    "machine": {"logprob_parity": "off"},
 }
 
 # ---------------------------------------------------------------- contexts
@@ -32,27 +40,27 @@ PPO = "algorithm.name=ppo; critic.optimizer.lr=0.01"
 GIVEN = "rewards={}; rollout={sampling: {max_tokens: 4}}"
 SFT, DPO, KTO = (f"algorithm.name={name}; {GIVEN}" for name in ("sft", "dpo", "kto"))
 EVAL = "data.eval=[{path: held.jsonl, name: held}]; data.exclude_eval=false"
-MIX = "algorithm.name=mix; algorithm.mix.expert_ratio=0.5; data.expert=[{path: a.jsonl}]"
-MOVED = "train.passes=3; train.optimizer.lr=0.05; rollout.group_size=4"
+MIX = "algorithm.name=mix; algorithm.mix.demonstration_ratio=0.5; data.demonstrations=[{path: a.jsonl}]"
+MOVED = "train.update_epochs=3; train.optimizer.lr=0.05; rollout.group_size=4"
 """Ratios move away from 1 within a step."""
 REC = f"algorithm.name=rec; {MOVED}"
 SCHEDULE = "train.steps=4"
 LONG = "data.max_prompt_tokens=3; data.overlong=truncate_right"
-MOE = "model.scratch.architecture=qwen3_moe; model.scratch.experts=4"
+MOE = "model.scratch.architecture=qwen3_moe; model.scratch.num_experts=4"
 TURN = "{{ m.content }}{{ mark }}{{ eos_token if m.role == 'assistant' }}"
 CHAT = f'data.chat=true; tokenizer.chat_template="{{% for m in messages %}}{TURN}{{% endfor %}}"'
 SECOND = "rewards.s={function: 'object:s', arguments: {salt: x}}"
-HALF = "rewards.r.function='rows.py:half'; guard.max_failure_rate=1.0"
+HALF = "rewards.r.function='rows.py:half'; reward_workers.max_failure_rate=1.0"
 JUDGED = "rewards={r: {model: {path: JUDGE_C}}}"
 """Its tokens are words, the policy's characters."""
 GYM = "reasoning_gym: {task: spell_backward, size: 6}"
-ROOM = "data.max_prompt_tokens=300; model.scratch.max_positions=512"
+ROOM = "data.max_prompt_tokens=300; model.scratch.max_position_embeddings=512"
 REMOTE = "track.trackers=[wandb]"
 REPLAY = "buffer.replay.share=0.5; train.steps=6"
-FREE = "rollout.max_staleness=4; rollout.schedule=free; train.steps=4"
+FREE = "rollout.max_staleness=4; rollout.schedule=async; train.steps=4"
 CONTROLLED = "linear_decay_use_count_control_randomization"
 BEST = (
-    f"{EVAL}; eval.every=1; eval.samples=4; eval.sampling.temperature=1.0; train.steps=4; train.optimizer.lr=0.05; "
+    f"{EVAL}; eval.interval=1; eval.samples=4; eval.sampling.temperature=1.0; train.steps=4; train.optimizer.lr=0.05; "
     "checkpoint.keep=1; checkpoint.keep_best.metric=eval/held/reward_mean"
 )
 
@@ -79,19 +87,19 @@ def optimizer(at: str, context: str) -> dict[str, Case]:
         f"{at}.decay_all": (f"{context}; {at}.weight_decay=0.5", True),
         f"{at}.grad_clip": (f"{context}; {at}.eps=0.1", 1e-4),
         f"{s}.kind": (f"{context}; {SCHEDULE}", "linear"),
-        f"{s}.unit": (f"{cosine}; train.passes=2", "train_step"),
+        f"{s}.unit": (f"{cosine}; train.update_epochs=2", "train_step"),
         f"{s}.warmup_steps": (f"{context}; {SCHEDULE}", 2),
-        f"{s}.warmup_fraction": (f"{context}; {SCHEDULE}", 0.5),
-        f"{s}.warmup_start": (f"{context}; {s}.warmup_steps=2", 0.5),
+        f"{s}.warmup_ratio": (f"{context}; {SCHEDULE}", 0.5),
+        f"{s}.warmup_start_ratio": (f"{context}; {s}.warmup_steps=2", 0.5),
         f"{s}.warmup_ends": (f"{context}; {s}.warmup_steps=2", "peak"),
-        f"{s}.min_factor": (cosine, 0.5),
+        f"{s}.min_lr_ratio": (cosine, 0.5),
         f"{s}.total_steps": (cosine, 2),
         f"{s}.cycles": (cosine, 1.5),
         f"{s}.decay_steps": (wsd, 2),
-        f"{s}.decay_fraction": (f"{context}; {SCHEDULE}; {s}.kind=wsd", 0.7),
-        f"{s}.decay_shape": (wsd, "minus_sqrt"),
+        f"{s}.decay_ratio": (f"{context}; {SCHEDULE}; {s}.kind=wsd", 0.7),
+        f"{s}.decay_type": (wsd, "minus_sqrt"),
         f"{s}.weight_decay_end": (f"{context}; {at}.weight_decay=0.5", 0.1),
-        f"{s}.weight_decay_shape": (f"{context}; {SCHEDULE}; {s}.weight_decay_end=0.9", "cosine"),
+        f"{s}.weight_decay_type": (f"{context}; {SCHEDULE}; {s}.weight_decay_end=0.9", "cosine"),
     }
 
 
@@ -161,7 +169,7 @@ def source(part: str, context: str, other: str = "") -> dict[str, Case]:
         f"{at}.difficulty": (f"{context}; {order}; {first}.difficulty=hard", "hard2"),
         f"{at}.template": (context, "0{prompt}"),
         f"{at}.system": (f"{context}; {CHAT}", "1+1"),
-        f"{at}.system_column": (f"{context}; {CHAT}; {first}.system='2'", "answer"),
+        f"{at}.system_prompt_column": (f"{context}; {CHAT}; {first}.system='2'", "answer"),
         f"{at}.reply_prefix": (context, "1"),
         f"{at}.rewards": (
             f"{context}; rewards.s={{function: 'object:s', arguments: {{salt: x}}}}; {first}.name=n",
@@ -180,17 +188,17 @@ CASES: dict[str, Case] = {
     "model.path": (OTHERS, "B"),
     "model.scratch.architecture": ("", "llama"),
     "model.scratch.hidden_size": ("", 32),
-    "model.scratch.layers": ("", 2),
-    "model.scratch.heads": ("", 1),
-    "model.scratch.kv_heads": ("", 1),
+    "model.scratch.num_hidden_layers": ("", 2),
+    "model.scratch.num_attention_heads": ("", 1),
+    "model.scratch.num_key_value_heads": ("", 1),
     "model.scratch.head_dim": ("", 4),
-    "model.scratch.ffn_size": ("", 24),
-    "model.scratch.max_positions": ("checkpoint.export=true", 72),
+    "model.scratch.intermediate_size": ("", 24),
+    "model.scratch.max_position_embeddings": ("checkpoint.export=true", 72),
     "model.scratch.rope_theta": ("", 50.0),
-    "model.scratch.tie_embeddings": ("", False),
-    "model.scratch.init_std": ("", 0.2),
-    "model.scratch.experts": (MOE, 3),
-    "model.scratch.experts_per_token": (MOE, 1),
+    "model.scratch.tie_word_embeddings": ("", False),
+    "model.scratch.initializer_range": ("", 0.2),
+    "model.scratch.num_experts": (MOE, 3),
+    "model.scratch.num_experts_per_tok": (MOE, 1),
     "model.scratch.sliding_window": ("model.scratch.architecture=mistral", 2),
     "model.dtype": ("", "bfloat16"),
     "model.overrides": ("", {"rms_norm_eps": 0.1}),
@@ -199,18 +207,18 @@ CASES: dict[str, Case] = {
     "tokenizer.build": ("", "words"),
     "tokenizer.vocab_size": ("tokenizer.build=words", 8),
     "tokenizer.chat_template": (CHAT, "{% for m in messages %}1{{ m.content }}{% endfor %}"),
-    "tokenizer.chat_arguments": (CHAT, {"mark": "+"}),
+    "tokenizer.chat_template_kwargs": (CHAT, {"mark": "+"}),
     "critic.path": (PPO, "A"),
     **lora("critic.lora", PPO),
     "critic.warmup_steps": (PPO, 1),
     "critic.minibatches": (PPO, 2),
-    "critic.passes": (PPO, 2),
-    "critic.micro_tokens": (PPO, 20),
-    "critic.micro_rollouts": (PPO, 1),
+    "critic.update_epochs": (PPO, 2),
+    "critic.micro_batch_tokens": (PPO, 20),
+    "critic.micro_batch_rollouts": (PPO, 1),
     "critic.gradient_checkpointing": (PPO, True),
     "critic.overrides": (f"{PPO}; critic.path=A", {"rms_norm_eps": 0.1}),
-    "critic.clip_value": (f"{PPO}; train.passes=3", 1e-5),
-    "critic.aggregation": (PPO, "token-sum"),
+    "critic.value_clip": (f"{PPO}; train.update_epochs=3", 1e-5),
+    "critic.loss_agg_mode": (PPO, "token-sum"),
     "critic.normalize_decay": (PPO, 0.5),
     **optimizer("critic.optimizer", PPO),
     "reference.path": (f"{REFERENCE}; {OTHERS}", "B"),
@@ -218,9 +226,9 @@ CASES: dict[str, Case] = {
         f"{REFERENCE}; {OTHERS}; reference.path=B",
         {"rms_norm_eps": 0.1},
     ),
-    "reference.reset_every": (REFERENCE, 1),
-    "reference.reset_every_epochs": (f"{REFERENCE}; data.train.0.limit=2", 1),
-    "reference.reset_optimizer": (f"{REFERENCE}; reference.reset_every=1", True),
+    "reference.reset_interval": (REFERENCE, 1),
+    "reference.reset_interval_epochs": (f"{REFERENCE}; data.train.0.limit=2", 1),
+    "reference.reset_optimizer": (f"{REFERENCE}; reference.reset_interval=1", True),
     **source("train", ""),
     **source("eval", EVAL, f"{EVAL}"),
     **source("expert", MIX),
@@ -235,8 +243,8 @@ CASES: dict[str, Case] = {
     "algorithm.name": ("", "rloo"),
     "algorithm.advantage": ("", "rloo"),
     "algorithm.loss": ("", "reinforce"),
-    "algorithm.aggregation": ("", "token-sum"),
-    "algorithm.norm_tokens": ("algorithm.aggregation=token-sum-norm", 3),
+    "algorithm.loss_agg_mode": ("", "token-sum"),
+    "algorithm.norm_tokens": ("algorithm.loss_agg_mode=token-sum-norm", 3),
     "algorithm.whiten": ("", True),
     "algorithm.entropy_coef": ("", 0.1),
     "algorithm.kl.coef": ("", 0.1),
@@ -245,17 +253,17 @@ CASES: dict[str, Case] = {
     "algorithm.reward_kl.estimator": ("algorithm.reward_kl.coef=0.1", "k2"),
     "algorithm.reward_kl.target": ("algorithm.reward_kl.coef=0.1", 0.5),
     "algorithm.reward_kl.horizon": ("algorithm.reward_kl={coef: 0.1, target: 0.5}", 5),
-    "algorithm.correction.weight": ("rollout.sync_every=2", "token"),
-    "algorithm.correction.low": ("rollout.sync_every=2; algorithm.correction.weight=token", 0.999),
-    "algorithm.correction.high": ("rollout.sync_every=2; algorithm.correction.weight=token", 1.001),
+    "algorithm.correction.weight": ("rollout.sync_interval=2", "token"),
+    "algorithm.correction.low": ("rollout.sync_interval=2; algorithm.correction.weight=token", 0.999),
+    "algorithm.correction.high": ("rollout.sync_interval=2; algorithm.correction.weight=token", 1.001),
     "algorithm.correction.outside": (
-        "rollout.sync_every=2; algorithm.correction={weight: token, low: 0.999, high: 1.001}",
+        "rollout.sync_interval=2; algorithm.correction={weight: token, low: 0.999, high: 1.001}",
         "mask",
     ),
-    "algorithm.correction.normalize": ("rollout.sync_every=2; algorithm.correction.weight=token", True),
-    "algorithm.correction.staleness_decay": ("rollout.sync_every=2", 0.5),
+    "algorithm.correction.normalize": ("rollout.sync_interval=2; algorithm.correction.weight=token", True),
+    "algorithm.correction.staleness_decay": ("rollout.sync_interval=2", 0.5),
     "algorithm.correction.denominator": (
-        "rollout.sync_every=2; algorithm.correction={weight: token, high: 1.0, outside: mask}",
+        "rollout.sync_interval=2; algorithm.correction={weight: token, high: 1.0, outside: mask}",
         "all",
     ),
     "algorithm.correction.reject.*.statistic": ("CORRECT={over: mean, high: 0.999}", "k2"),
@@ -263,13 +271,13 @@ CASES: dict[str, Case] = {
     "algorithm.correction.reject.*.low": ("CORRECT={high: 2.0}", 0.999),
     "algorithm.correction.reject.*.high": ("CORRECT={low: 0.1}", 0.999),
     "algorithm.old_logprobs": ("train.temperature=0.7", "sampled"),
-    "algorithm.drop_uniform_groups": (
+    "algorithm.dynamic_sampling": (
         "rewards={f: {function: format, arguments: {pattern: '[0-9]'}}}; rollout.group_size=3",
         True,
     ),
     "algorithm.refill": (
         "rewards={f: {function: format, arguments: {pattern: '[0-9]'}}}; rollout.group_size=3; "
-        "algorithm.drop_uniform_groups=true; train.tasks_per_step=4",
+        "algorithm.dynamic_sampling=true; train.tasks_per_step=4",
         "copy",
     ),
     "algorithm.std_floor": ("", 0.9),
@@ -277,7 +285,7 @@ CASES: dict[str, Case] = {
     "algorithm.std_scope": ("", "batch"),
     "algorithm.rank_penalty": ("rollout.group_size=4", 0.5),
     "algorithm.single_rollout": (
-        "algorithm.name=rloo; rewards.r.function='rows.py:half'; guard.max_failure_rate=1.0; train.tasks_per_step=4",
+        "algorithm.name=rloo; rewards.r.function='rows.py:half'; reward_workers.max_failure_rate=1.0; train.tasks_per_step=4",
         "raw",
     ),
     "algorithm.opmd_baseline": ("algorithm.name=opmd", "logavgexp"),
@@ -294,7 +302,7 @@ CASES: dict[str, Case] = {
     "algorithm.advantage_high": ("", 0.1),
     "algorithm.resample": ("", "pow"),
     "algorithm.resample_power": ("algorithm.resample=pow; rollout.group_size=4", 9.0),
-    "algorithm.groups.unfinished": ("", "zero"),
+    "algorithm.groups.truncated": ("", "zero"),
     "algorithm.groups.min_reward": ("rollout.group_size=4", 0.2),
     "algorithm.groups.keep_best": ("rollout.group_size=4", 2),
     "algorithm.groups.keep_worst": ("rollout.group_size=4", 2),
@@ -305,7 +313,7 @@ CASES: dict[str, Case] = {
     "algorithm.groups.min_std": ("", 0.3),
     "algorithm.groups.min_std_ddof": ("algorithm.groups.min_std=0.15; rollout.group_size=2", 0),
     "algorithm.groups.uniform_by": (
-        "algorithm.drop_uniform_groups=true; rewards.f={function: format, arguments: {pattern: '[0-9]'}}; "
+        "algorithm.dynamic_sampling=true; rewards.f={function: format, arguments: {pattern: '[0-9]'}}; "
         "rollout.group_size=3",
         ["f"],
     ),
@@ -313,7 +321,10 @@ CASES: dict[str, Case] = {
     "algorithm.clip_high": (MOVED, 0.01),
     "algorithm.dual_clip": (f"{MOVED}; train.optimizer.lr=0.3", 1.01),
     "algorithm.sequence_mask_delta": (MOVED, 0.001),
-    "algorithm.fallback_to_policy_gradient": ("rollout.sync_every=2; algorithm.old_logprobs=sampled", True),
+    "algorithm.fallback_to_policy_gradient": (
+        "rollout.sync_interval=2; algorithm.old_logprobs=sampled",
+        True,
+    ),
     "algorithm.gspo_form": (
         f"algorithm.name=gspo; algorithm.advantage=gae; algorithm.lam=0.5; {MOVED}",
         "token",
@@ -362,8 +373,8 @@ CASES: dict[str, Case] = {
         0.5,
     ),
     "algorithm.positive_nll_coef": ("", 0.3),
-    "algorithm.entropy_aggregation": ("algorithm.entropy_coef=0.1", "token-mean"),
-    "algorithm.mix.expert_ratio": (f"{MIX}; train.tasks_per_step=4", 0.25),
+    "algorithm.entropy_agg_mode": ("algorithm.entropy_coef=0.1", "token-mean"),
+    "algorithm.mix.demonstration_ratio": (f"{MIX}; train.tasks_per_step=4", 0.25),
     "algorithm.mix.loss": (MIX, "sft_is"),
     "algorithm.mix.mu": (MIX, 0.5),
     "algorithm.mix.mu_warmup_steps": (MIX, 3),
@@ -381,7 +392,7 @@ CASES: dict[str, Case] = {
     "rewards.*.weight": (SECOND, 0.3),
     "rewards.*.arguments": ("", {"salt": "y"}),
     "rewards.*.model.path": (JUDGED, "JUDGE_A"),
-    "rewards.*.model.reads": (JUDGED, "tokens"),
+    "rewards.*.model.input": (JUDGED, "tokens"),
     "rewards.*.model.tokenizer": (JUDGED, "A"),
     "rewards.*.model.chat_template": (
         f"{CHAT}; {JUDGED}",
@@ -396,7 +407,7 @@ CASES: dict[str, Case] = {
     "rollout.engine": ("", "hf"),
     "rollout.group_size": ("", 3),
     **sampling("rollout.sampling", ""),
-    "rollout.max_batch": ("", 2),
+    "rollout.max_num_seqs": ("", 2),
     "rollout.quantization": ("", "int8"),
     "buffer.replay.queue": (FREE, True),
     "buffer.replay.cooldown_s": (f"{FREE}; buffer.replay.queue=true; buffer.replay.decay=-10", 1e9),
@@ -408,11 +419,11 @@ CASES: dict[str, Case] = {
     "buffer.replay.sigma": (f"{REPLAY}; buffer.replay.priority={CONTROLLED}", 50.0),
     "buffer.replay.cooldown_steps": (REPLAY, 2),
     "buffer.replay.max_staleness": (REPLAY, 0),
-    "rollout.sync_every": ("", 2),
+    "rollout.sync_interval": ("", 2),
     "rollout.max_staleness": ("", 1),
     "rollout.schedule": ("rollout.max_staleness=1", "free"),
-    "rollout.partial": ("rollout.max_staleness=1; rollout.schedule=free", False),
-    "rollout.spare_tasks": ("rollout.max_staleness=1; rollout.schedule=free", 1),
+    "rollout.partial_rollout": ("rollout.max_staleness=1; rollout.schedule=async", False),
+    "rollout.spare_tasks": ("rollout.max_staleness=1; rollout.schedule=async", 1),
     "rollout.retries": ("", 1),
     "rollout.timeout_factor": ("", 50.0),
     "rollout.timeout_s": ("", 30.0),
@@ -421,28 +432,28 @@ CASES: dict[str, Case] = {
     "train.drop_last": ("train.tasks_per_step=3; train.epochs=1.5; train.steps=null", True),
     "train.tasks_per_step": ("", 3),
     "train.minibatches": ("", 2),
-    "train.passes": ("", 2),
-    "train.shuffle_passes": ("train.minibatches=2; train.passes=2", True),
-    "train.micro_tokens": ("", 20),
-    "train.micro_rollouts": ("", 1),
-    "train.micro_tokens_forward": ("", 20),
-    "train.micro_rollouts_forward": ("", 1),
+    "train.update_epochs": ("", 2),
+    "train.shuffle_minibatches": ("train.minibatches=2; train.update_epochs=2", True),
+    "train.micro_batch_tokens": ("", 20),
+    "train.micro_batch_rollouts": ("", 1),
+    "train.forward_micro_batch_tokens": ("", 20),
+    "train.forward_micro_batch_rollouts": ("", 1),
     "train.share_prompts": ("", False),
     "train.skip_zero_weight": ("", False),
     "train.gradient_checkpointing": ("", True),
     "train.compile": ("", True),
     "train.precision.compute": ("", "bfloat16"),
     "train.precision.float8": ("model.scratch.hidden_size=32", "rowwise"),
-    "train.precision.reduce": ("model.dtype=bfloat16; train.micro_rollouts=1", "float32"),
+    "train.precision.reduce": ("model.dtype=bfloat16; train.micro_batch_rollouts=1", "float32"),
     "train.precision.master_weights": ("model.dtype=bfloat16", False),
     "train.precision.loss_scale": ("model.dtype=float16", 1024.0),
     "train.precision.loss_scale_steps": ("model.dtype=float16", 1),
     "train.trainable": ("", {"norm": False}),
-    "train.router_aux_coef": (MOE, 0.1),
+    "train.router_aux_loss_coef": (MOE, 0.1),
     "train.temperature": ("", 0.5),
     "train.max_skipped_steps": ("", 3),
     **optimizer("train.optimizer", ""),
-    "eval.every": (EVAL, 1),
+    "eval.interval": (EVAL, 1),
     "eval.at_start": (EVAL, False),
     "eval.at_end": (EVAL, False),
     "eval.samples": (f"{EVAL}; eval.sampling.temperature=1.0", 2),
@@ -454,21 +465,21 @@ CASES: dict[str, Case] = {
     "eval.success": (EVAL, 0.3),
     "eval.reward": (f"{EVAL}; {SECOND}", "s"),
     "eval.log_samples": (EVAL, 2),
-    "checkpoint.every": ("", 1),
-    "checkpoint.every_epochs": ("data.train.0.limit=2; train.steps=3", 1),
-    "checkpoint.keep": ("checkpoint.every=1", 1),
+    "checkpoint.interval": ("", 1),
+    "checkpoint.interval_epochs": ("data.train.0.limit=2; train.steps=3", 1),
+    "checkpoint.keep": ("checkpoint.interval=1", 1),
     "checkpoint.dir": ("", "saved"),
-    "checkpoint.background": ("checkpoint.every=1", True),
+    "checkpoint.async_save": ("checkpoint.interval=1", True),
     "checkpoint.keep_best.metric": (f"{BEST}; checkpoint.keep_best.count=1", "eval/held/tokens_mean"),
     "checkpoint.keep_best.goal": (BEST, "min"),
     "checkpoint.keep_best.count": (BEST, 3),
     "checkpoint.upload_to": ("", ["file://there"]),
     "checkpoint.upload_exports_to": ("checkpoint.export=true", ["file://there"]),
-    "checkpoint.upload": ("checkpoint.upload_to=['file://there']; checkpoint.every=1", "last"),
-    "checkpoint.upload_keep": ("checkpoint.upload_to=['file://there']; checkpoint.every=1", 1),
-    "checkpoint.contents": ("", ["model"]),
+    "checkpoint.upload": ("checkpoint.upload_to=['file://there']; checkpoint.interval=1", "last"),
+    "checkpoint.upload_keep": ("checkpoint.upload_to=['file://there']; checkpoint.interval=1", 1),
+    "checkpoint.save_contents": ("", ["model"]),
     "checkpoint.export": ("", True),
-    "checkpoint.export_every": ("", 1),
+    "checkpoint.export_interval": ("", 1),
     "checkpoint.export_as": ("checkpoint.export=true; model.lora.rank=2", "adapter"),
     "checkpoint.export_dir": ("checkpoint.export=true", "given_away"),
     "track.trackers": ("", ["jsonl", "tensorboard"]),
@@ -476,42 +487,42 @@ CASES: dict[str, Case] = {
     "track.group": (REMOTE, "together"),
     "track.tags": (REMOTE, ["good"]),
     "track.arguments": (REMOTE, {"wandb": {"entity": "team"}}),
-    "track.rollouts_every": ("", 2),
-    "track.batches_every": ("", 1),
+    "track.rollouts_interval": ("", 2),
+    "track.batches_interval": ("", 1),
     "track.rollouts_dir": ("", "played"),
     "track.eval_dir": (EVAL, "judged"),
     "track.rollouts_dump": ("", "dump/{step}.jsonl"),
     "track.eval_dump": (EVAL, "dump/{stage}/{source}-{step}.parquet"),
-    "track.batches_dump": ("track.batches_every=1", "dump/{step}.parquet"),
+    "track.batches_dump": ("track.batches_interval=1", "dump/{step}.parquet"),
     "track.log_level": ("", "debug"),
     "track.micro_batches": ("", True),
     "profile.steps": ("", [2]),
     "profile.warmup": ("profile.steps=[2]", 0),
-    "profile.shapes": ("profile.steps=[2]", True),
-    "profile.stack": ("profile.steps=[2]", True),
-    "profile.allocations": ("profile.steps=[2]", True),
+    "profile.record_shapes": ("profile.steps=[2]", True),
+    "profile.with_stack": ("profile.steps=[2]", True),
+    "profile.profile_memory": ("profile.steps=[2]", True),
     "profile.dir": ("profile.steps=[2]", "traces"),
-    "guard.workers": ("", 2),
-    "guard.env": ("rewards.r.function='rows.py:environment'", {"MARK": "2"}),
-    "guard.timeout_s": ("", 5.0),
-    "guard.confine": ("", "all"),
-    "guard.memory_mb": ("", 1024),
-    "guard.max_output_bytes": ("", 128),
+    "reward_workers.count": ("", 2),
+    "reward_workers.env": ("rewards.r.function='rows.py:environment'", {"MARK": "2"}),
+    "reward_workers.timeout_s": ("", 5.0),
+    "reward_workers.sandbox": ("", "all"),
+    "reward_workers.memory_mb": ("", 1024),
+    "reward_workers.max_output_bytes": ("", 128),
     "machine.threads": ("", 2),
-    "machine.exact": ("", "auto"),
+    "machine.logprob_parity": ("", "auto"),
     "machine.kernels": ("", "torch"),
     "machine.kv_cache_mb": ("", 8),
-    "machine.hang_s": ("", 7200.0),
+    "machine.watchdog_timeout_s": ("", 7200.0),
     "stages.*.name": ("stages=[{name: one}]", "two"),
     "stages.*.algorithm": ("stages=[{name: one}]", {"loss": "reinforce"}),
     "stages.*.data": ("stages=[{name: one}]", {"order": "sequential"}),
     "stages.*.rewards": ("stages=[{name: one}]", {"r": {"arguments": {"salt": "z"}}}),
-    "stages.*.rollout": ("stages=[{name: one}]", {"sync_every": 2}),
+    "stages.*.rollout": ("stages=[{name: one}]", {"sync_interval": 2}),
     "stages.*.buffer": ("stages=[{name: one}]; train.steps=3", {"replay": {"share": 0.5}}),
-    "stages.*.train": ("stages=[{name: one}]", {"passes": 2}),
-    "stages.*.critic": (f"{PPO}; stages=[{{name: one}}]", {"passes": 2}),
-    "stages.*.reference": (f"{REFERENCE}; stages=[{{name: one}}]", {"reset_every": 1}),
-    "stages.*.eval": (f"{EVAL}; stages=[{{name: one}}]", {"every": 1}),
+    "stages.*.train": ("stages=[{name: one}]", {"update_epochs": 2}),
+    "stages.*.critic": (f"{PPO}; stages=[{{name: one}}]", {"update_epochs": 2}),
+    "stages.*.reference": (f"{REFERENCE}; stages=[{{name: one}}]", {"reset_interval": 1}),
+    "stages.*.eval": (f"{EVAL}; stages=[{{name: one}}]", {"interval": 1}),
 }
 
 REFUSED: dict[str, tuple[str, Any, str]] = {
@@ -519,7 +530,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "data.eval.*.weight": (EVAL, 2.0, "evaluation takes every row once"),
     "data.eval.*.difficulty": (EVAL, "hard", "in the order of the file"),
     **{
-        f"data.expert.*.{key}": (MIX, value, said)
+        f"data.demonstrations.*.{key}": (MIX, value, said)
         for key, value, said in (
             ("answer", "answer2", "only prompt and response are read"),
             ("rejected", "rejected2", "only prompt and response are read"),
@@ -538,14 +549,14 @@ CASES = {name: case for name, case in CASES.items() if name not in REFUSED}
 
 ENDS: dict[str, tuple[str, Any, str]] = {
     "algorithm.max_refills": (
-        "algorithm.drop_uniform_groups=true; rewards={f: {function: format, arguments: {pattern: '^$'}}}",
+        "algorithm.dynamic_sampling=true; rewards={f: {function: format, arguments: {pattern: '^$'}}}",
         3,
         "of 8 tasks",
     ),
-    "guard.max_failure_rate": (
+    "reward_workers.max_failure_rate": (
         "rewards.r.function='rows.py:half'; rollout.group_size=8",
         0.0,
-        "guard.max_failure_rate 0 allows",
+        "reward_workers.max_failure_rate 0 allows",
     ),
     "machine.memory_mb": ("model.scratch.hidden_size=256", 1, "machine.memory_mb has 1 MiB"),
     "checkpoint.resume": ("", "nowhere", "checkpoint.resume=nowhere: no such folder"),
@@ -559,7 +570,7 @@ OFFLINE: dict[str, Any] = {
 
 CLUSTER = (
     "rollout.replicas", "cluster.address", "cluster.placement", "cluster.cpus", "cluster.gpus", "cluster.restarts",
-    "cluster.health_s", "cluster.start_s",
+    "cluster.health_timeout_s", "cluster.start_timeout_s",
 )  # fmt: skip
 
 PARTS = ("cluster.ranks", "cluster.reward_hosts", "cluster.explorers")
@@ -568,19 +579,19 @@ RANKS = tuple(
     f"train.parallel.{name}"
     for name in (
         "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "pipeline_chunks", "reshard_after_forward",
-        "wrap_min_parameters", "prefetch", "apart", "timeout_s",
+        "wrap_min_num_params", "prefetch", "apart", "timeout_s",
     )
 )  # fmt: skip
 
 APART = (
-    "mode", "buffer.url", "buffer.order", "buffer.lease_s", "buffer.explorer", "sync.dtype", "sync.timeout_s",
+    "mode", "buffer.url", "buffer.order", "buffer.lease_s", "buffer.explorer_name", "sync.dtype", "sync.timeout_s",
     "sync.keep", "sync.method", "sync.content", "sync.driven_by",
 )  # fmt: skip
 
 BELOW: dict[str, str] = {
     "critic.head": "weights with a head are refused without it",
     "algorithm.divide_by_turns": "episodes of one turn are divided by 1",
-    "checkpoint.load": "what is read when a run goes on",
+    "checkpoint.load_contents": "what is read when a run goes on",
     **dict.fromkeys(RANKS, "processes start for it: test_ranks_run.py has a test of each"),
     "profile.ranks": "ranks start for it: test_profile.py",
     "checkpoint.sharded": "ranks start for it: test_checkpoint_parts.py",

@@ -196,7 +196,7 @@ class Watcher:
             (whet.models.kernels, "load", (0,)),
             (whet.track.display, "Display", ("quiet",)),
             (whet.shared, "self_test", ("seed",)),
-            (whet.shared, "NativeEngine", ("max_batch", "max_context", "cache_mb")),
+            (whet.shared, "NativeEngine", ("max_num_seqs", "max_context", "cache_mb")),
             (whet.shared, "HfEngine", ("max_context",)),
             (whet.shared, "Saver", ("background",)),
             (whet.placement, "TorchEngine", ("cut", "max_skipped")),
@@ -223,9 +223,7 @@ class Watcher:
         return noted
 
     def _rewards(self, rewards: Any, guard: Any, objects: Any = None, **given: Any) -> RewardSet:
-        limits = (
-            f"{guard.workers} {guard.confine} {guard.timeout_s} {guard.memory_mb} {guard.max_output_bytes}"
-        )
+        limits = f"{reward_workers.count} {reward_workers.sandbox} {reward_workers.timeout_s} {reward_workers.memory_mb} {reward_workers.max_output_bytes}"
         self.told.append(f"rewards: {limits}")
         key = repr((rewards, guard, sorted(objects or ()), given))
         if key not in self.sets:

@@ -21,11 +21,19 @@ from whet.types import ConfigError, WhetError
 
 ROOT = Path(__file__).parents[1]
 SETUP: dict[str, Any] = {
-    "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 64, "max_positions": 64}},
+    "model": {
+        "scratch": {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "max_position_embeddings": 64,
+        }
+    },
     "tokenizer": {"build": "chars"},
     "machine": {"threads": 1},
     "track": {"trackers": ["jsonl"]},
-    "checkpoint": {"every": 0, "export": False},
+    "checkpoint": {"interval": 0, "export": False},
     "data": {"max_prompt_tokens": 8, "train": [{"path": str(ROOT / "tests/data/words.jsonl")}]},
     "rollout": {"group_size": 4, "sampling": {"max_tokens": 5, "ignore_eos": True}},
     "train": {"steps": 14, "tasks_per_step": 8, "optimizer": {"lr": 1e-2}},
@@ -68,7 +76,7 @@ def test_reward_rises(tmp_path: Path, algorithm: dict[str, Any]) -> None:
 
 
 def test_a_student_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
-    learn(tmp_path / "run", {"name": "grpo"}, checkpoint={"every": 0, "export": True})
+    learn(tmp_path / "run", {"name": "grpo"}, checkpoint={"interval": 0, "export": True})
     teacher = next((tmp_path / "run").glob("export/*/config.json")).parent
     metrics = learn(
         tmp_path / "student",
@@ -170,7 +178,14 @@ def replace_head(made: Any) -> Any:
 # ---------------------------------------------------------------- what cannot work, or has no effect
 
 BASE: dict[str, Any] = {
-    "model": {"scratch": {"hidden_size": 32, "layers": 2, "heads": 4, "max_positions": 512}},
+    "model": {
+        "scratch": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 512,
+        }
+    },
     "tokenizer": {"build": "chars", "vocab_size": 50},
     "data": {"train": [{"path": "a.jsonl"}], "max_prompt_tokens": 64},
     "rewards": {"acc": {"function": "exact"}},
@@ -186,8 +201,8 @@ BASE: dict[str, Any] = {
         (["groups.keep_best=8"], "are all of them"),
         (["groups.keep_best=5", "groups.keep_worst=3"], "are all of them"),
         (["groups.keep_worst=1"], "compares several"),
-        (["groups.uniform_by=[fmt]", "drop_uniform_groups=true"], "'fmt' is not among rewards: acc"),
-        (["groups.uniform_by=[acc]"], "has no effect: algorithm.drop_uniform_groups is false"),
+        (["groups.uniform_by=[fmt]", "dynamic_sampling=true"], "'fmt' is not among rewards: acc"),
+        (["groups.uniform_by=[acc]"], "has no effect: algorithm.dynamic_sampling is false"),
         (["groups.min_std_ddof=0"], "has no effect: algorithm.groups.min_std is not given"),
         (["whiten_ddof=0"], "has no effect: algorithm.whiten is false"),
         (["resample_power=3.0"], "has no effect: only resample=pow reads it"),
@@ -235,7 +250,7 @@ def test_a_greedy_policy_has_nothing_to_compare_with_its_greedy_reply() -> None:
 def test_stages_that_read_data_do_not_refine_it() -> None:
     """Groups of a stage that samples are not those of the stage before it that does not."""
     stages = [{"name": "a", "algorithm": {"name": "sft"}}, {"name": "b"}]
-    overrides = ["algorithm.groups.unfinished=drop"]
+    overrides = ["algorithm.groups.truncated=drop"]
     first, second = plans(load(None, overrides, {**BASE, "stages": stages}))
     assert (first.algorithm.groups.unfinished, second.algorithm.groups.unfinished) == ("keep", "drop")
 

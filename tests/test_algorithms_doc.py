@@ -114,7 +114,7 @@ def test_every_key_about_groups_has_a_row_with_code_that_exists() -> None:
     rows = table("Groups and counts", 0)
     assert {name.partition("=")[0] for name in rows} == set(schema.Groups.model_fields)
     assert {f"unfinished={value}" for value in choices(schema.Groups, "unfinished")} - {
-        "unfinished=keep"
+        "truncated=keep"
     } <= rows.keys()
     assert all(inspect.isfunction(named(code)) for row in rows.values() for code in code_of(row))
 
@@ -170,7 +170,7 @@ def test_a_listed_recipe_is_what_it_resolves_to() -> None:
 def test_a_recipe_in_words() -> None:
     recipes = of("recipe")
     assert in_words(recipes["dapo"]).startswith(
-        "grpo + ppo, token-mean; clip_high=0.28; drop_uniform_groups=true\n"
+        "grpo + ppo, token-mean; clip_high=0.28; dynamic_sampling=true\n"
     )
     assert "; whiten=true; needs critic\n" in in_words(recipes["ppo"])
     assert "; learns from preferences; needs reference\n" in in_words(recipes["dpo"])

@@ -50,7 +50,9 @@ def tree(folder: Path, **sections: Any) -> dict[str, Any]:
     return {
         "run_dir": str(folder / "run"),
         "name": "apart",
-        "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "head_dim": 16}},
+        "model": {
+            "scratch": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+        },
         "tokenizer": {"build": "chars"},
         "data": {
             "train": [{"rows": ROWS}],
@@ -58,13 +60,13 @@ def tree(folder: Path, **sections: Any) -> dict[str, Any]:
             "exclude_eval": False,
         },
         "rewards": {"a": {"function": "format", "arguments": {"pattern": "a"}}},
-        "rollout": {"group_size": 4, "sampling": {"max_tokens": 8}, "max_staleness": 2, "schedule": "free"},
+        "rollout": {"group_size": 4, "sampling": {"max_tokens": 8}, "max_staleness": 2, "schedule": "async"},
         "buffer": {"url": f"sqlite:///{folder}/groups.db", "lease_s": 5.0},
         "sync": {"timeout_s": 60.0},
         "train": {"steps": STEPS, "tasks_per_step": 2, "optimizer": {"lr": 1e-3}},
         "eval": {"at_start": False},
         "machine": {"threads": 1},
-        "checkpoint": {"every": 5, "export": False},
+        "checkpoint": {"interval": 5, "export": False},
         "track": {"trackers": ["jsonl"]},
     } | sections
 
@@ -80,7 +82,11 @@ class Processes:
         """What they started, as far as it was met."""
 
     def start(self, name: str) -> None:
-        mode = [f"mode={name}"] if name in ("train", "bench") else ["mode=explore", f"buffer.explorer={name}"]
+        mode = (
+            [f"mode={name}"]
+            if name in ("train", "bench")
+            else ["mode=explore", f"buffer.explorer_name={name}"]
+        )
         log = self.folder / f"{name}.log"
         self.running[name] = Started("train", str(self.config), *mode, said=log)
 
@@ -193,10 +199,10 @@ def test_an_explorer_without_a_trainer_says_whom_it_waited_for(tmp_path: Path) -
 
 def test_a_bench_without_a_trainer_says_what_it_waited_for(tmp_path: Path) -> None:
     with pytest.raises(WhetError, match=r"no new checkpoint in .*run/checkpoints for 0\.3 s"):
-        whet.train(**tree(tmp_path, mode="bench", sync={"timeout_s": 0.3}))
+        whet.train(**tree(tmp_path, mode="eval", sync={"timeout_s": 0.3}))
 
 
-SCRATCH = {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "head_dim": 16}}
+SCRATCH = {"scratch": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}}
 
 
 def apart(**sections: Any) -> dict[str, Any]:
@@ -204,7 +210,7 @@ def apart(**sections: Any) -> dict[str, Any]:
 
 
 def replicas(**sync: Any) -> dict[str, Any]:
-    machine = {"threads": 1, "device": "cpu", "exact": "on"}
+    machine = {"threads": 1, "device": "cpu", "logprob_parity": "on"}
     return {"mode": "both", "buffer": {}, "rollout": {"replicas": 2}, "sync": sync, "machine": machine}
 
 
@@ -215,11 +221,11 @@ def replicas(**sync: Any) -> dict[str, Any]:
         ({"mode": "explore", "run_dir": "runs/{time}"}, r"run_dir: \{time\} in it is another moment"),
         (
             {"mode": "train", "rollout": {}, "buffer": {"url": "files:///q", "order": "newest"}},
-            r"buffer\.order: has no effect: mode=train, rollout\.schedule=fixed: groups are trained on in the order",
+            r"buffer\.order: has no effect: mode=train, rollout\.schedule=deterministic: groups are trained on in the order",
         ),
         (
             {"mode": "train", "rollout": {}, "buffer": {"url": "files:///q", "replay": {"queue": True}}},
-            r"buffer\.replay\.queue: with rollout\.schedule=fixed a step waits for its own tasks",
+            r"buffer\.replay\.queue: with rollout\.schedule=deterministic a step waits for its own tasks",
         ),
         ({"mode": "explore", "buffer": {"url": "files:///q", "explorer": "a/b"}}, "becomes a folder's name"),
         ({"mode": "both"}, r"buffer\.url.* with mode=both one process explores and trains"),
@@ -256,7 +262,7 @@ def replicas(**sync: Any) -> dict[str, Any]:
         ),
         (
             {"mode": "both", "buffer": {}, "rollout": {}, "sync": {"driven_by": "explorer"}},
-            r"sync\.driven_by.*rollout\.schedule=fixed: the step says",
+            r"sync\.driven_by.*rollout\.schedule=deterministic: the step says",
         ),
     ],
 )
@@ -383,8 +389,8 @@ def test_whose_steps_say_when_weights_go_over(
         "group_size": 2,
         "sampling": {"max_tokens": 4},
         "max_staleness": 2,
-        "schedule": "free",
-        "sync_every": 3,
+        "schedule": "async",
+        "sync_interval": 3,
     }
     train = {"steps": 8, "tasks_per_step": 2, "optimizer": {"lr": 1e-3}}
     given = {

@@ -28,13 +28,13 @@ from whet.types import CheckpointError, ConfigError, Task, WhetError
 ROOT = Path(__file__).parents[1]
 BROKEN = "tests/broken"
 CONFIG = """
-model: {scratch: {hidden_size: 32, layers: 1, heads: 2, ffn_size: 32, max_positions: 32}}
+model: {scratch: {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 32, max_position_embeddings: 32}}
 tokenizer: {build: chars}
 data: {max_prompt_tokens: 8, train: [{path: tests/data/words.jsonl}]}
 rewards: {right: {function: exact}}
 rollout: {group_size: 2, sampling: {max_tokens: 4}}
 train: {steps: 3, tasks_per_step: 4, optimizer: {lr: 1e-2}}
-checkpoint: {every: 1}
+checkpoint: {interval: 1}
 machine: {threads: 1}
 guard: {workers: 1}
 """
@@ -318,7 +318,7 @@ def test_rollouts_whose_update_was_skipped_are_not_booked_as_trained(
     train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overflowing(monkeypatch, {0, 1, 2})
-    keys = ("train.minibatches=2", "algorithm.drop_uniform_groups=false", "machine.exact=off")
+    keys = ("train.minibatches=2", "algorithm.dynamic_sampling=false", "machine.logprob_parity=off")
     code, out = train(tmp_path / "run", *keys)
     assert code == 0, out
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -334,7 +334,7 @@ def test_updates_that_are_skipped_again_and_again_end_the_run(
     train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overflowing(monkeypatch, set(range(100)))
-    keys = ("algorithm.drop_uniform_groups=false", "train.max_skipped_steps=1", "machine.exact=off")
+    keys = ("algorithm.dynamic_sampling=false", "train.max_skipped_steps=1", "machine.logprob_parity=off")
     code, out = train(tmp_path / "run", *keys)
     assert code == 1
     assert "optimizer step 2: the norm of the gradient is inf." in " ".join(out.split())
@@ -344,7 +344,7 @@ def test_a_run_of_which_every_update_was_skipped_is_an_error(
     train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overflowing(monkeypatch, set(range(100)))
-    keys = ("algorithm.drop_uniform_groups=false", "train.max_skipped_steps=50", "machine.exact=off")
+    keys = ("algorithm.dynamic_sampling=false", "train.max_skipped_steps=50", "machine.logprob_parity=off")
     for _ in range(2):  # again: the same answer, not that of a finished run
         code, out = train(tmp_path / "run", *keys)
         assert code == 1, out
@@ -437,7 +437,7 @@ def test_other_data_is_refused(stopped: Path, config: Path, train: Run, tmp_path
     lines = Path(ROOT / "tests/data/words.jsonl").read_text().splitlines()
     data = tmp_path / "words.jsonl"
     data.write_text("\n".join(lines[:-1]))
-    config.write_text(CONFIG.replace("checkpoint: {every: 1}", "checkpoint: {every: 2}"))
+    config.write_text(CONFIG.replace("checkpoint: {interval: 1}", "checkpoint: {interval: 2}"))
     source = f"data.train=[{{path: {data}}}]"
     assert train(tmp_path / "run", source)[0] == 0
     for late in ("checkpoints/0-main-000003", "export"):
@@ -518,12 +518,20 @@ def test_a_log_that_cannot_be_written_is_no_traceback(
 # ---------------------------------------------------------------- rewards, and calls from Python
 
 SECTIONS: dict[str, Any] = {
-    "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 32, "max_positions": 32}},
+    "model": {
+        "scratch": {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "max_position_embeddings": 32,
+        }
+    },
     "tokenizer": {"build": "chars"},
     "data": {"max_prompt_tokens": 8, "train": [{"path": str(ROOT / "tests/data/words.jsonl")}]},
     "rollout": {"group_size": 2, "sampling": {"max_tokens": 4}},
     "train": {"steps": 2, "tasks_per_step": 4},
-    "checkpoint": {"every": 0, "export": False},
+    "checkpoint": {"interval": 0, "export": False},
     "machine": {"threads": 1},
     "guard": {"workers": 1},
     "track": {"trackers": ["jsonl"]},

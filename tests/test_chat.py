@@ -203,7 +203,7 @@ THINKS = (
 
 
 def with_arguments(arguments, template=THINKS):
-    cfg = Tokenizer(build="chars", chat_template=template, chat_arguments=arguments)
+    cfg = Tokenizer(build="chars", chat_template=template, chat_template_kwargs=arguments)
     return load_tokenizer(cfg, model_path=None, texts=[LETTERS])
 
 
@@ -254,7 +254,7 @@ def test_arguments_change_nothing_else_in_the_template(template):
 
 def test_an_argument_that_no_template_reads_is_refused():
     with pytest.raises(
-        ConfigError, match=r"tokenizer.chat_arguments.enable_thoughts: the chat template has no"
+        ConfigError, match=r"tokenizer.chat_template_kwargs.enable_thoughts: the chat template has no"
     ):
         with_arguments({"enable_thoughts": False})
     with pytest.raises(ConfigError, match=r"'style\.mood' cannot be the name of a variable"):

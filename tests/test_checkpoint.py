@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 EVALUATED = {
     **CONFIG,
     "data": {**CONFIG["data"], "eval": [{"path": "tests/data/held_out.jsonl"}], "exclude_eval": False},
-    "eval": {"every": 1},
+    "eval": {"interval": 1},
     "train": {**CONFIG["train"], "steps": 6},
 }
 
@@ -96,7 +96,7 @@ def test_the_newest_and_the_best_stay(
 def test_a_run_keeps_the_best_of_its_evaluations(tmp_path: Path, goal: str, pick: Callable[..., Any]) -> None:
     """Though checkpoints are otherwise written at the end alone."""
     metric = "eval/held_out/reward_mean"
-    keys = ("checkpoint.every=0", "checkpoint.keep=1", f"checkpoint.keep_best.metric={metric}")
+    keys = ("checkpoint.interval=0", "checkpoint.keep=1", f"checkpoint.keep_best.metric={metric}")
     run_dir = train(tmp_path / "run", *keys, f"checkpoint.keep_best.goal={goal}", **EVALUATED)
     judged = {line["step"]: line[metric] for line in whet.Result(run_dir, True).metrics if metric in line}
     assert len(set(judged.values())) > 2
@@ -130,7 +130,7 @@ def test_the_checkpoint_that_was_named_to_go_on_from_stays(unbroken: Path, tmp_p
 
 
 def test_a_run_that_saves_in_the_background_is_the_same_run(unbroken: Path, tmp_path: Path) -> None:
-    run_dir = train(tmp_path / "run", "checkpoint.background=true", "checkpoint.keep=null")
+    run_dir = train(tmp_path / "run", "checkpoint.async_save=true", "checkpoint.keep=null")
     names = [str(p.relative_to(unbroken)) for p in (unbroken / "checkpoints").rglob("*") if p.is_file()]
     same(unbroken, run_dir, "metrics.jsonl", *names)
 
@@ -182,7 +182,7 @@ def test_a_failure_is_raised_at_the_next_save_or_at_the_end(
     saver.close()
     monkeypatch.setattr(checkpoint, "write", full)
     with pytest.raises(CheckpointError, match="disk is full"):
-        train(tmp_path / "run", "checkpoint.background=true", "checkpoint.every=0")
+        train(tmp_path / "run", "checkpoint.async_save=true", "checkpoint.interval=0")
 
 
 def test_what_cannot_be_copied_is_refused(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_what_cannot_be_copied_is_refused(tmp_path: Path) -> None:
         pass
 
     saver = Saver(tmp_path, keep=Keep(), background=True)
-    with pytest.raises(CheckpointError, match=r"policy cannot be copied .* checkpoint.background=false"):
+    with pytest.raises(CheckpointError, match=r"policy cannot be copied .* checkpoint.async_save=false"):
         saver.save({"policy": Spread()}, place(1))  # type: ignore[dict-item]
     saver.close()
 
@@ -221,7 +221,7 @@ def test_killed_while_it_saves_in_the_background_it_goes_on_from_the_one_before(
     unbroken: Path, tmp_path: Path, started: list[Started]
 ) -> None:
     run_dir, config = tmp_path / "run", tmp_path / "config.yaml"
-    own = {"run_dir": str(run_dir), "checkpoint": {**CONFIG["checkpoint"], "background": True, "keep": None}}
+    own = {"run_dir": str(run_dir), "checkpoint": {**CONFIG["checkpoint"], "async_save": True, "keep": None}}
     config.write_text(yaml.safe_dump({**CONFIG, **own}))
     process = Started("train", str(config), code=SLOW)
     started.append(process)
@@ -236,7 +236,7 @@ def test_killed_while_it_saves_in_the_background_it_goes_on_from_the_one_before(
     assert [p.name for p in checkpoint.all_in(root)] == ["0-main-000001"]
     assert checkpoint.read_state(root / "0-main-000001")["step"] == 1
     assert lines >= 2, "the second step had been written down"
-    train(run_dir, "checkpoint.background=true", "checkpoint.keep=null")
+    train(run_dir, "checkpoint.async_save=true", "checkpoint.keep=null")
     names = [str(p.relative_to(unbroken)) for p in (unbroken / "checkpoints").rglob("*") if p.is_file()]
     same(unbroken, run_dir, "metrics.jsonl", *names)
     assert not list(root.glob(".*")), "nothing half-done is left"

@@ -31,7 +31,7 @@ from whet.track import places
 from whet.types import CheckpointError, ConfigError, Task, WhetError
 
 ROOT = Path(__file__).parents[1]
-CONFIG = RUN | {"checkpoint": {"every": 1, "export": False}, "guard": {"workers": 1}}
+CONFIG = RUN | {"checkpoint": {"interval": 1, "export": False}, "guard": {"workers": 1}}
 
 Train = Callable[..., whet.Result]
 
@@ -105,7 +105,7 @@ def test_without_the_optimizer_a_checkpoint_is_small_and_goes_on_only_when_asked
     finished: Path, train: Train, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    train(run_dir, "checkpoint.contents=[model]", "checkpoint.keep=null")
+    train(run_dir, "checkpoint.save_contents=[model]", "checkpoint.keep=null")
     same(finished, run_dir, "metrics.jsonl", WEIGHTS)
     whole, small = (r / LAST / "policy/optimizer.safetensors" for r in (finished, run_dir))
     assert small.stat().st_size < 200 < whole.stat().st_size
@@ -115,7 +115,7 @@ def test_without_the_optimizer_a_checkpoint_is_small_and_goes_on_only_when_asked
     with pytest.raises(CheckpointError, match=r"holds no optimizer.*checkpoint\.load=\[model\]"):
         train(run_dir)
     assert (run_dir / "metrics.jsonl").read_bytes() == before
-    assert train(run_dir, "checkpoint.load=[model]").finished
+    assert train(run_dir, "checkpoint.load_contents=[model]").finished
     assert steps_of(run_dir)[-1] == 3
 
 
@@ -125,7 +125,7 @@ def test_loading_weights_alone_begins_with_new_moments_where_the_schedule_was(
     a, b = (stopped(finished, tmp_path / name, 2) for name in "ab")
     train(a)
     same(finished, a, "metrics.jsonl", WEIGHTS, f"{LAST}/policy/optimizer.safetensors")
-    train(b, "checkpoint.load=[model]")
+    train(b, "checkpoint.load_contents=[model]")
     assert not filecmp.cmp(finished / WEIGHTS, b / WEIGHTS, shallow=False)
     with safe_open(b / LAST / "policy/optimizer.safetensors", "np") as file:
         counts = json.loads(file.metadata()["counts"])
@@ -147,8 +147,8 @@ def test_without_the_model_nothing_can_go_on(key: str) -> None:
 
 
 def test_load_is_refused_where_nothing_is_loaded() -> None:
-    said = refused("checkpoint.resume=never", "checkpoint.load=[model]")
-    assert "checkpoint.load[0]: has no effect: checkpoint.resume=never reads no checkpoint" in said
+    said = refused("checkpoint.resume=never", "checkpoint.load_contents=[model]")
+    assert "checkpoint.load_contents[0]: has no effect: checkpoint.resume=never reads no checkpoint" in said
 
 
 # ---------------------------------------------------------------- exports
@@ -158,7 +158,7 @@ def test_exports_on_the_way_are_the_policy_of_their_step(train: Train, tmp_path:
     run_dir = tmp_path / "run"
     train(
         run_dir,
-        "checkpoint.export_every=2",
+        "checkpoint.export_interval=2",
         "checkpoint.export=true",
         "train.steps=4",
         "checkpoint.keep=null",
@@ -173,7 +173,7 @@ def test_exports_on_the_way_are_the_policy_of_their_step(train: Train, tmp_path:
 def test_the_last_step_is_exported_as_one_of_them_where_the_stage_is_not(
     train: Train, tmp_path: Path
 ) -> None:
-    train(tmp_path / "run", "checkpoint.export_every=3")
+    train(tmp_path / "run", "checkpoint.export_interval=3")
     assert [p.name for p in (tmp_path / "run/export").iterdir()] == ["main-step-000003"]
 
 
@@ -188,9 +188,9 @@ def test_a_disk_that_is_full_at_an_export_leaves_no_half_of_one_and_the_run_goes
     with monkeypatch.context() as patch:
         patch.setattr("whet.track.files._take_place", full)
         with pytest.raises(CheckpointError, match="the disk is full"):
-            train(run_dir, "checkpoint.export_every=1")
+            train(run_dir, "checkpoint.export_interval=1")
     assert list((run_dir / "export").iterdir()) == []
-    train(run_dir, "checkpoint.export_every=1")
+    train(run_dir, "checkpoint.export_interval=1")
     assert len(list((run_dir / "export").iterdir())) == 3
     same(finished, run_dir, "metrics.jsonl", WEIGHTS)
 
@@ -270,7 +270,7 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(train: Train, tmp_path:
         (["run_dir=a-{time}-{time}"], "once"),
         (["run_dir=a-{seed}"], "no other braces"),
         (["track.eval_dir=x"], "nothing to evaluate"),
-        (["track.rollouts_dir=x", "track.rollouts_every=0"], "no rollouts are written"),
+        (["track.rollouts_dir=x", "track.rollouts_interval=0"], "no rollouts are written"),
         (["checkpoint.export_dir=x"], "nothing is exported"),
     ],
 )
@@ -389,7 +389,7 @@ def test_only_directories_of_the_pattern_count(tmp_path: Path) -> None:
 
 def test_batches_hold_what_was_trained_on_token_by_token(train: Train, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    train(run_dir, "track.batches_every=2", "train.steps=4")
+    train(run_dir, "track.batches_interval=2", "train.steps=4")
     assert [p.name for p in sorted((run_dir / "batches").iterdir())] == [
         "main-step-000002.parquet",
         "main-step-000004.parquet",
@@ -421,11 +421,11 @@ def test_batches_that_a_resumed_run_will_write_again_are_dropped(
     finished: Path, train: Train, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    train(run_dir, "track.batches_every=1", "checkpoint.keep=null")
+    train(run_dir, "track.batches_interval=1", "checkpoint.keep=null")
     whole = {p.name: p.read_bytes() for p in (run_dir / "batches").iterdir()}
     for path in checkpoint.all_in(run_dir / "checkpoints")[1:]:
         shutil.rmtree(path)
-    train(run_dir, "track.batches_every=2", "checkpoint.keep=null")
+    train(run_dir, "track.batches_interval=2", "checkpoint.keep=null")
     assert sorted(p.name for p in (run_dir / "batches").iterdir()) == [
         "main-step-000001.parquet",
         "main-step-000002.parquet",
@@ -466,7 +466,9 @@ def test_another_secret_is_no_change_and_another_variable_is_one() -> None:
 
     before = dump(config(JUDGE_KEY="a", PLACE="b"))
     assert free_changes(before, dump(config(JUDGE_KEY="c", PLACE="b"))) == []
-    assert [c.key for c in free_changes(before, dump(config(JUDGE_KEY="a", PLACE="c")))] == ["guard.env"]
+    assert [c.key for c in free_changes(before, dump(config(JUDGE_KEY="a", PLACE="c")))] == [
+        "reward_workers.env"
+    ]
     assert before["guard"]["env"] == {"JUDGE_KEY": "***", "PLACE": "b"}
 
 
@@ -477,15 +479,15 @@ def test_a_secret_in_a_log_line_is_struck_out(tmp_path: Path) -> None:
     setup_logging(tmp_path, level="info")
     logging.getLogger("whet.test").info("the judge said: bad key sk-veryverysecret")
     close_logging()
-    assert "bad key <redacted:guard.env.JUDGE_KEY>" in (tmp_path / "run.log").read_text()
+    assert "bad key <redacted:reward_workers.env.JUDGE_KEY>" in (tmp_path / "run.log").read_text()
 
 
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"JUDGE_KEY": "***"}, r"guard.env.JUDGE_KEY='${oc.env:JUDGE_KEY}'"),
+        ({"JUDGE_KEY": "***"}, r"reward_workers.env.JUDGE_KEY='${oc.env:JUDGE_KEY}'"),
         ({"A=B": "x"}, "cannot name an environment variable"),
-        ({"A": 8000}, "guard.env"),
+        ({"A": 8000}, "reward_workers.env"),
     ],
 )
 def test_variables_that_cannot_be(env: dict[str, Any], said: str) -> None:

@@ -50,13 +50,20 @@ LAYOUTS = {
 }
 ROOT = Path(__file__).parents[1]
 RUN: dict[str, Any] = {
-    "model": {"scratch": {"hidden_size": 16, "layers": 2, "heads": 2, "max_positions": 64}},
+    "model": {
+        "scratch": {
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 64,
+        }
+    },
     "tokenizer": {"build": "chars"},
     "data": {"max_prompt_tokens": 16, "train": [{"path": "tests/data/words.jsonl"}]},
     "rewards": {"letters": {"function": "tests/resume/rewards.py:shared_letters"}},
     "rollout": {"group_size": 4, "sampling": {"max_tokens": 6}},
     "train": {"steps": 3, "tasks_per_step": 4, "optimizer": {"lr": 1e-3}, "parallel": {"dp_shard": 2}},
-    "checkpoint": {"every": 1, "export": False},
+    "checkpoint": {"interval": 1, "export": False},
     "track": {"trackers": ["jsonl"]},
     "machine": {"threads": 1},
 }
@@ -319,7 +326,7 @@ def test_ranks_that_do_not_have_it_all_are_found_out() -> None:
 
 def test_a_run_killed_while_ranks_write_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(run_dir, "checkpoint.sharded=true", "checkpoint.background=true")
+    process = start(run_dir, "checkpoint.sharded=true", "checkpoint.async_save=true")
     until = time.monotonic() + 240
     while not list(run_dir.glob("checkpoints/.*-000002.new-*")):
         assert process.poll() is None, (tmp_path / "run.log").read_text()[-3000:]

@@ -50,14 +50,22 @@ from whet.types import Completion, ConfigError, Sampling, WhetError
 
 BASE: dict[str, Any] = {
     "seed": 3,
-    "model": {"scratch": {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}},
+    "model": {
+        "scratch": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+        }
+    },
     "tokenizer": {"build": "chars"},
     "data": {"max_prompt_tokens": 16, "train": [{"path": str(Path("tests/data/words.jsonl").absolute())}]},
     "rewards": {"letters": {"function": "held.py:letters"}},
     "guard": {"timeout_s": 300},
     "rollout": {"group_size": 4, "sampling": {"max_tokens": 24}},
     "train": {"steps": 12, "tasks_per_step": 8, "optimizer": {"lr": 1e-2}},
-    "checkpoint": {"every": 2},
+    "checkpoint": {"interval": 2},
     "track": {"trackers": ["jsonl"]},
     "machine": {"threads": 1},
 }
@@ -178,7 +186,7 @@ def test_the_same_run_whatever_is_killed(
 ) -> None:
     """A replica killed, one stopped, then the driver killed; the run that goes on ends as the unbroken one, though
     replicas join and leave it."""
-    tree = with_replicas(2, address=address, health_s=2.0)
+    tree = with_replicas(2, address=address, health_timeout_s=2.0)
     run = start(tmp_path, tree)
     hold = tmp_path / "hold"
     until(lambda: steps(tmp_path) >= 2, "two steps")
@@ -275,8 +283,8 @@ TOLD: dict[str, tuple[Any, Callable[[dict[str, Any]], Any]]] = {
     "cluster.cpus": (2, lambda told: (told["bundle"]["CPU"], told["spec"].threads)),
     "cluster.gpus": (0.5, lambda told: told["bundle"].get("GPU")),
     "cluster.restarts": (7, lambda told: told["router"].restarts),
-    "cluster.health_s": (5.0, lambda told: told["router"].health_s),
-    "cluster.start_s": (11.0, lambda told: (told["router"].start_s, told["start_s"])),
+    "cluster.health_timeout_s": (5.0, lambda told: told["router"].health_timeout_s),
+    "cluster.start_timeout_s": (11.0, lambda told: (told["router"].start_timeout_s, told["start_timeout_s"])),
 }
 """For each key of CLUSTER another value, and what it changes."""
 
@@ -421,12 +429,14 @@ def test_what_does_not_fit_is_said_at_once(address: str) -> None:
     try:
         said = r"replicas=4: each needs 1 CPU on one machine, and the 1 machine\(s\) have 3 CPU, which is room for 3"
         with pytest.raises(ConfigError, match=said):
-            cluster.place({"CPU": 1.0}, 4, strategy="pack", start_s=60)
+            cluster.place({"CPU": 1.0}, 4, strategy="pack", start_timeout_s=60)
         with pytest.raises(ConfigError, match=r"0 GPU, which is room for 0\. Lower rollout.replicas"):
-            cluster.place({"CPU": 1.0, "GPU": 0.5}, 1, strategy="spread", start_s=60)
-        cluster.place({"CPU": 2.0}, 1, strategy="spread", start_s=60)
-        with pytest.raises(ConfigError, match=r"within cluster.start_s=0.5 s, others use the cluster"):
-            cluster.place({"CPU": 1.0}, 2, strategy="pack", start_s=0.5)
+            cluster.place({"CPU": 1.0, "GPU": 0.5}, 1, strategy="spread", start_timeout_s=60)
+        cluster.place({"CPU": 2.0}, 1, strategy="spread", start_timeout_s=60)
+        with pytest.raises(
+            ConfigError, match=r"within cluster.start_timeout_s=0.5 s, others use the cluster"
+        ):
+            cluster.place({"CPU": 1.0}, 2, strategy="pack", start_timeout_s=0.5)
     finally:
         cluster.disconnect()
 
@@ -448,7 +458,10 @@ def test_a_cluster_that_cannot_be_reached(given: str, said: str) -> None:
     ("tree", "said"),
     [
         ({**BASE, "cluster": {"cpus": 2}}, "rollout.replicas is 0, and neither ranks"),
-        (with_replicas(1, health_s=700.0), r"cluster.health_s.*700 is not below rollout.timeout_s \(600\)"),
+        (
+            with_replicas(1, health_timeout_s=700.0),
+            r"cluster.health_timeout_s.*700 is not below rollout.timeout_s \(600\)",
+        ),
         ({**BASE, "rollout": {"replicas": 1, "engine": "hf"}}, "runs in the trainer's process only"),
     ],
 )

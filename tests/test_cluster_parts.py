@@ -65,7 +65,7 @@ TREE: dict[str, Any] = {
     "data": {"train": [{"rows": [{"prompt": "a", "answer": "b"}]}]},
     "rewards": {"a": {"function": "format", "arguments": {"pattern": "a"}}},
 }
-APART = {"mode": "train", "rollout": {"schedule": "free"}, "buffer": {"url": "sqlite:///a.db"}}
+APART = {"mode": "train", "rollout": {"schedule": "async"}, "buffer": {"url": "sqlite:///a.db"}}
 RANKED = {"train": {"tasks_per_step": 4, "parallel": {"dp_replicate": 2, "tp": 2}}}
 
 
@@ -96,7 +96,7 @@ def test_an_evaluation_asks_for_what_it_starts() -> None:
 
 def test_ranks_of_models_apart_need_room_too() -> None:
     tree = {**TREE, "algorithm": {"name": "ppo"}, "cluster": {"ranks": True}}
-    loaded = load(None, ("train.parallel.dp_shard=2", "train.parallel.apart=[critic]"), tree)
+    loaded = load(None, ("train.parallel.dp_shard=2", "train.parallel.separate_ranks=[critic]"), tree)
     found = parts(loaded, cuda=True)
     assert [(part.asked, part.count) for part in found] == [
         ("cluster.ranks: 2 ranks of the policy", 2),
@@ -112,7 +112,7 @@ def test_a_cluster_started_here_has_the_gpus_that_are_left(
     """The run's process and its ranks have the first of them."""
     monkeypatch.setenv(nodes.GPUS, "3,4,5,6,7")
     tree = {**TREE, "algorithm": {"name": "ppo"}, "rollout": {"replicas": 1}}
-    apart = "train.parallel.apart=[critic]"
+    apart = "train.parallel.separate_ranks=[critic]"
 
     def left(*overrides: str) -> list[str] | None:
         loaded = load(None, overrides, tree)
@@ -135,8 +135,8 @@ def test_a_cluster_started_here_has_the_gpus_that_are_left(
     [
         ("cluster.ranks=true", {}, "train.parallel has no ranks"),
         ("cluster.explorers=1", {}, "only a trainer by itself .mode=train. has explorers"),
-        ("cluster.health_s=2", {"cluster": {"reward_hosts": 1}}, "rollout.replicas is 0"),
-        ("cluster.cpus=2", {"cluster": {"reward_hosts": 1}}, "guard.workers"),
+        ("cluster.health_timeout_s=2", {"cluster": {"reward_hosts": 1}}, "rollout.replicas is 0"),
+        ("cluster.cpus=2", {"cluster": {"reward_hosts": 1}}, "reward_workers.count"),
         ("cluster.restarts=2", {**RANKED, "cluster": {"ranks": True}}, "a rank that has died ends the run"),
     ],
 )
@@ -164,7 +164,7 @@ def judged(tmp_path: Path) -> Iterator[tuple[RewardSet, Hosts]]:
 
     def opened(functions: Any, **options: Any) -> Hosts:
         lines = partial(Local, 2, 1, module=host.MODULE)
-        return Hosts(functions, open_lines=lines, start_s=60.0, restarts=1, **options)
+        return Hosts(functions, open_lines=lines, start_timeout_s=60.0, restarts=1, **options)
 
     rewards = {"slow": Reward(function=f"{tmp_path}/slow.py:slow")}
     with RewardSet.from_config(rewards, Guard(workers=2), open_jail=opened) as made:
@@ -246,7 +246,7 @@ def test_a_lost_host_is_replaced_and_its_calls_are_asked_again(judged: tuple[Rew
 def test_a_reward_that_cannot_be_loaded_or_travel_is_said() -> None:
     def opened(functions: Any, **options: Any) -> Hosts:
         lines = partial(Local, 1, 1, module=host.MODULE)
-        return Hosts(functions, open_lines=lines, start_s=60.0, restarts=1, **options)
+        return Hosts(functions, open_lines=lines, start_timeout_s=60.0, restarts=1, **options)
 
     absent = RewardSet.from_config({"r": Reward(function="no_such.py:f")}, Guard(), open_jail=opened)
     with absent, pytest.raises(ConfigError, match=r"reward host 0 did not start.*no_such"):

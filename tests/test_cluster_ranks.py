@@ -51,7 +51,7 @@ from whet.types import WhetError
 
 TESTS = Path(__file__).parent
 TWO = Dims(dp_replicate=2)
-LEARNING: dict[str, Any] = {"optimizer": Optimizer(kind="sgd", lr=0.02), "total_steps": 4, "seed": 3}
+LEARNING: dict[str, Any] = {"optimizer": Optimizer(name="sgd", lr=0.02), "total_steps": 4, "seed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def lines(address: str, model: Any) -> Any:
     values = {
         "model": {"scratch": {"hidden_size": 16}},
         "train": {"parallel": {"dp_replicate": 2}},
-        "cluster": {"ranks": True, "address": address, "start_s": 300},
+        "cluster": {"ranks": True, "address": address, "start_timeout_s": 300},
         "data": {"train": [{"rows": [{"prompt": "a", "answer": "b"}]}]},
         "rewards": {"a": {"function": "format", "arguments": {"pattern": "a"}}},
         "tokenizer": {"build": "chars"},
@@ -208,7 +208,9 @@ def test_ranks_and_rewards_in_the_cluster_change_no_number(address: str, tmp_pat
     disconnect()  # one driver at a time has this room
     tree = {
         "seed": 3,
-        "model": {"scratch": {"hidden_size": 16, "layers": 1, "heads": 2, "head_dim": 8}},
+        "model": {
+            "scratch": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+        },
         "tokenizer": {"build": "chars"},
         "data": {"max_prompt_tokens": 16, "train": [{"path": str(TESTS / "data/words.jsonl")}]},
         "rewards": {"shared": {"function": f"{TESTS}/resume/rewards.py:shared_letters"}},
@@ -223,7 +225,7 @@ def test_ranks_and_rewards_in_the_cluster_change_no_number(address: str, tmp_pat
         "track": {"trackers": ["jsonl"]},
         "machine": {"threads": 2},
     }
-    far = {"address": address, "ranks": True, "reward_hosts": 1, "start_s": 200.0}
+    far = {"address": address, "ranks": True, "reward_hosts": 1, "start_timeout_s": 200.0}
     runs = {"near": tree, "far": {**tree, "cluster": far}}
     lines = {name: finish(start(tmp_path / name, given), tmp_path / name) for name, given in runs.items()}
     assert lines["near"] == lines["far"]
@@ -231,7 +233,7 @@ def test_ranks_and_rewards_in_the_cluster_change_no_number(address: str, tmp_pat
 
 def test_a_killed_explorer_is_replaced_under_its_name(address: str, tmp_path: Path) -> None:
     disconnect()
-    sections = {"mode": "train", "cluster": {"address": address, "explorers": 2, "start_s": 200.0}}
+    sections = {"mode": "train", "cluster": {"address": address, "explorers": 2, "start_timeout_s": 200.0}}
     tree = apart_tree(tmp_path, **sections) | {"sync": {"timeout_s": 200.0}}
     tree["train"]["steps"] = 40
     run = start(tmp_path, tree)

@@ -99,7 +99,7 @@ def test_json_is_read_as_json(value):
 
 
 def test_duplicate_keys_are_refused_with_both_lines(tmp_path):
-    path = write(tmp_path, "seed: 1\ntrain:\n  steps: 2\n  passes: 1\n  steps: 3\nseed: 2\n")
+    path = write(tmp_path, "seed: 1\ntrain:\n  steps: 2\n  update_epochs: 1\n  steps: 3\nseed: 2\n")
     said = refused(path)
     assert f"{path}:5: train.steps: given twice, in lines 3 and 5" in said
     assert f"{path}:6: seed: given twice, in lines 1 and 6" in said
@@ -160,7 +160,7 @@ def test_values_and_lines(tmp_path):
         "    - path: x.parquet\n"
         "    - {path: y.parquet,\n"
         "       limit: 3}\n"
-        "machine: {exact: off}\n",
+        "machine: {logprob_parity: off}\n",
     )
     loaded = load(path)
     cfg = loaded.config
@@ -171,8 +171,8 @@ def test_values_and_lines(tmp_path):
     assert loaded.where("train.optimizer.lr") == f"{path}:4"
     assert loaded.where("data.train[1].limit") == f"{path}:9"
     assert loaded.where("data.train.1.limit") == f"{path}:9"
-    assert loaded.where("train.passes") == f"{path}:2", "the section of a key that is not given"
-    assert loaded.where("eval.every") == ""
+    assert loaded.where("train.update_epochs") == f"{path}:2", "the section of a key that is not given"
+    assert loaded.where("eval.interval") == ""
 
 
 def test_toml_says_the_same_as_yaml(tmp_path):
@@ -213,7 +213,7 @@ def test_overrides_reach_everything(tmp_path):
     path = write(
         tmp_path,
         "data: {eval: [{path: a}, {path: b, limit: 5}]}\n"
-        "stages:\n  - {name: sft, train: {steps: 1, passes: 2}}\n  - {name: rl}\n",
+        "stages:\n  - {name: sft, train: {steps: 1, update_epochs: 2}}\n  - {name: rl}\n",
     )
     loaded = load(
         path,
@@ -222,7 +222,7 @@ def test_overrides_reach_everything(tmp_path):
             "data.eval.0.limit=10",
             "data.eval[1].limit=",
             "stages.sft.train.steps=7",
-            "stages.1.eval.every=3",
+            "stages.1.eval.interval=3",
             "data.train=[{path: c, system: 'a=b'}]",
             "rewards.acc={function: exact}",
             "rewards.acc.arguments.deep.er=[1, 2]",
@@ -236,7 +236,7 @@ def test_overrides_reach_everything(tmp_path):
     assert loaded.stages[0].train.steps == 7
     assert loaded.stages[0].train.passes == 2
     assert loaded.stages[1].eval.every == 3
-    assert cfg.data.train[0].system == "a=b", "only the first = parts key and value"
+    assert cfg.data.train[0].system_prompt == "a=b", "only the first = parts key and value"
     assert cfg.rewards["acc"].arguments == {"deep": {"er": [1, 2]}}
     assert cfg.rollout.sampling.stop == ("###", "8")
     assert loaded.where("train.optimizer.lr") == "override train.optimizer.lr=2e-5"
@@ -244,11 +244,11 @@ def test_overrides_reach_everything(tmp_path):
 
 
 def test_the_last_word_counts(tmp_path):
-    path = write(tmp_path, "seed: 1\ntrain: {steps: 1, passes: 4}\n")
+    path = write(tmp_path, "seed: 1\ntrain: {steps: 1, update_epochs: 4}\n")
     loaded = load(path, ["seed=3", "seed=4"], {"seed": 2, "train": {"steps": 2}})
     assert (loaded.config.seed, loaded.config.train.steps, loaded.config.train.passes) == (4, 2, 4)
     assert loaded.where("train.steps") == "values"
-    assert loaded.where("train.passes") == f"{path}:2"
+    assert loaded.where("train.update_epochs") == f"{path}:2"
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ def test_stages_of_a_config_made_in_python():
             'eval.at_start: got "yes", expected true or false (evaluate before the first step); '
             "write true without quotes",
         ),
-        ("machine: {exact: true}", "machine.exact: got true, expected 'auto', 'on' or 'off'"),
+        ("machine: {exact: true}", "machine.logprob_parity: got true, expected 'auto', 'on' or 'off'"),
         (
             "rollout: {engine: natve}",
             "expected 'native' or 'hf' (native: embedded, continuous batching, the trainer's "

@@ -416,7 +416,7 @@ def test_a_run_learns_every_reply_and_measures_every_held_out_one(tmp_path):
     source = {"path": str(tmp_path / "c.jsonl"), "messages": "m"}
     result = whet.train(
         run_dir=str(tmp_path / "run"),
-        model={"scratch": {"hidden_size": 16, "layers": 1, "heads": 2}},
+        model={"scratch": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}},
         tokenizer={"build": "chars"},
         algorithm={"name": "sft"},
         train={"steps": 1, "tasks_per_step": 3},

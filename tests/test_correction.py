@@ -349,7 +349,7 @@ def test_only_the_policy_term_is_weighted() -> None:
 def test_what_rejection_does_to_the_denominators() -> None:
     def weights(denominator: str) -> list[list[float]]:
         cfg = schema.Algorithm(
-            aggregation="seq-mean-token-mean",
+            loss_agg_mode="seq-mean-token-mean",
             correction=section(reject=[{"high": 2.5}], denominator=denominator),
         )
         algorithm = build(cfg, critic=schema.Critic(), max_tokens=8)

@@ -70,7 +70,7 @@ def test_a_critic_in_units_of_its_returns_learns(tmp_path: Path) -> None:
         tmp_path,
         {"name": "ppo"},
         train={"steps": 30, "tasks_per_step": 8, "optimizer": {"lr": 1e-2}},
-        critic={"normalize_decay": 0.9, "aggregation": "seq-mean-token-mean", "optimizer": {"lr": 1e-2}},
+        critic={"normalize_decay": 0.9, "loss_agg_mode": "seq-mean-token-mean", "optimizer": {"lr": 1e-2}},
     )
     assert (lines[0]["critic/scale_mean"], lines[0]["critic/scale_std"]) == (0.0, 1.0), "nothing seen yet"
     assert lines[1]["critic/scale_mean"] == pytest.approx(lines[0]["reward/mean"], abs=0.02)
@@ -84,14 +84,14 @@ def test_reset_of_the_reference_may_begin_the_optimizer_anew(tmp_path: Path) -> 
         train = STEPS | {"steps": 4}
         return [m["train/loss"] for m in learn(tmp_path / name, algorithm, train=train, reference=reference)]
 
-    kept, anew = losses("kept", reset_every=2), losses("anew", reset_every=2, reset_optimizer=True)
+    kept, anew = losses("kept", reset_interval=2), losses("anew", reset_interval=2, reset_optimizer=True)
     assert kept[:3] == anew[:3], "the same until a step was taken with other moments"
     assert kept[3] != anew[3]
 
 
 def test_a_forgotten_optimizer_steps_as_a_new_one_at_its_place_in_the_schedule() -> None:
     def engine(seed: int) -> TorchEngine:
-        optimizer = Optimizer(lr=1e-2, schedule=Schedule(kind="linear"))
+        optimizer = Optimizer(lr=1e-2, schedule=Schedule(type="linear"))
         return TorchEngine(tiny_model(seed=seed), OPS, cut=Cut(), optimizer=optimizer, total_steps=4)
 
     batch = weighted()
@@ -104,7 +104,7 @@ def test_a_forgotten_optimizer_steps_as_a_new_one_at_its_place_in_the_schedule()
     new.optimizer.step_count = 2
     old.forget()
     assert old.optimizer.step_count == 2
-    assert old.optimizer.state() == {}
+    assert old.optimizer.state_dtype() == {}
     a, b = old.update(batch, pg_loss), new.update(batch, pg_loss)
     assert a == b
     assert a["lr"] == pytest.approx(0.5e-2), "half of four steps are done"
@@ -112,5 +112,5 @@ def test_a_forgotten_optimizer_steps_as_a_new_one_at_its_place_in_the_schedule()
 
 
 def test_a_reset_that_never_comes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"reference\.reset_optimizer.*reset_every is 0"):
+    with pytest.raises(ConfigError, match=r"reference\.reset_optimizer.*reset_interval is 0"):
         learn(tmp_path, {"name": "grpo", "kl": {"coef": 0.1}}, reference={"reset_optimizer": True})

@@ -116,7 +116,7 @@ def test_few_keys_are_inert_or_refused_and_each_says_why() -> None:
 def test_a_step_is_the_responses_of_all_replicas_in_whole_groups() -> None:
     given = values(t_train_batch_per_replica=64, m_n_init_replicas=2, m_dp_shard_size=4, p_mini_batch=4)
     ranks = {"train.parallel.dp_replicate": 2, "train.parallel.dp_shard": 4}
-    sizes = {"train.tasks_per_step": 8, "train.minibatches": 1, "train.micro_rollouts": 4}
+    sizes = {"train.tasks_per_step": 8, "train.minibatches": 1, "train.micro_batch_rollouts": 4}
     assert batch(given) == sizes | ranks
     chunks = values(
         t_train_batch_per_replica=64, m_dp_shard_size=4, p_batch_size_per_optimize=8, p_mini_batch=4
@@ -124,12 +124,12 @@ def test_a_step_is_the_responses_of_all_replicas_in_whole_groups() -> None:
     assert batch(chunks)["train.minibatches"] == 2, "16 responses of a rank, 8 in each optimizer step"
     assert batch(values(t_train_batch_per_replica=32, m_dp_shard_size=-1))["train.tasks_per_step"] == 2
     budget = values(t_train_batch_per_replica=32, p_max_token_len_per_mini_batch=1000, m_cp_size=2)
-    assert batch(budget)["train.micro_tokens"] == 2000
-    assert "train.micro_rollouts" not in batch(budget)
+    assert batch(budget)["train.micro_batch_tokens"] == 2000
+    assert "train.micro_batch_rollouts" not in batch(budget)
     whole = values(t_train_batch_per_replica=32, p_mini_batch=0)
-    assert batch(whole)["train.micro_rollouts"] == 32
+    assert batch(whole)["train.micro_batch_rollouts"] == 32
     assert batch(values("sft", m_dp_shard_size=4, m_dp_replicate_size=2)) == {
-        "train.tasks_per_step": 64, "train.micro_rollouts": 2, "train.drop_last": False, **ranks,
+        "train.tasks_per_step": 64, "train.micro_batch_rollouts": 2, "train.drop_last": False, **ranks,
     }  # fmt: skip
 
 
@@ -197,11 +197,11 @@ def test_the_learning_rate_is_cosmos_own_at_every_step(
 
 
 def test_a_run_of_unknown_length_keeps_its_fractions() -> None:
-    flat = {SCHEDULE + "kind": "constant", SCHEDULE + "unit": "train_step", SCHEDULE + "warmup_ends": "peak"}
-    assert schedule(values(t_optm_warmup_steps=0.1)) == flat | {SCHEDULE + "warmup_fraction": 0.1}
+    flat = {SCHEDULE + "type": "constant", SCHEDULE + "unit": "train_step", SCHEDULE + "warmup_ends": "peak"}
+    assert schedule(values(t_optm_warmup_steps=0.1)) == flat | {SCHEDULE + "warmup_ratio": 0.1}
     assert schedule(values(t_optm_warmup_steps=7, t_max_num_steps=5)) == flat | {SCHEDULE + "warmup_steps": 5}
     decay = values(t_optm_decay_type="linear", t_optm_decay_ratio=0.4)
-    assert schedule(decay)[SCHEDULE + "decay_fraction"] == 0.4
+    assert schedule(decay)[SCHEDULE + "decay_ratio"] == 0.4
     assert refused("grpo", "train.optm_decay_type", "exponential")
 
 
@@ -210,7 +210,7 @@ def test_length_and_optimizer() -> None:
     assert length(values(t_epoch=3, t_max_num_steps=7)) == {"train.epochs": 3, "train.steps": 7}
     at = "train.optimizer."
     assert optimizer(values(t_optm_lr=[2e-6], t_optm_grad_norm_clip=0.0)) == {
-        at + "kind": "adamw", at + "state": "float32", at + "implementation": "fused", at + "lr": 2e-6,
+        at + "name": "adamw", at + "state_dtype": "float32", at + "implementation": "fused", at + "lr": 2e-6,
         at + "eps": 1e-6, at + "decay_all": True, at + "grad_clip": None,
     }  # fmt: skip
     assert optimizer(values(t_optm_name="Adam"))[at + "kind"] == "adam"
@@ -224,10 +224,10 @@ def test_length_and_optimizer() -> None:
 
 def test_weight_syncs_and_what_the_trainer_divides_by() -> None:
     at = "rollout."
-    assert sync(values(t_sync_weight_interval=3)) == {at + "sync_every": 3, at + "max_staleness": 4}
-    assert sync(values(p_allowed_outdated_steps=2)) == {at + "sync_every": 1, at + "max_staleness": 2}
+    assert sync(values(t_sync_weight_interval=3)) == {at + "sync_interval": 3, at + "max_staleness": 4}
+    assert sync(values(p_allowed_outdated_steps=2)) == {at + "sync_interval": 1, at + "max_staleness": 2}
     for in_turn in ({POLICY + "on_policy": True}, {"mode": "colocated"}):
-        assert sync(values() | in_turn) == {at + "sync_every": 1, at + "max_staleness": 0}
+        assert sync(values() | in_turn) == {at + "sync_interval": 1, at + "max_staleness": 0}
     assert refused("grpo", POLICY + "allowed_outdated_steps", -1)
     assert sync(values("sft", t_sync_weight_interval=3)) == {}
     with pytest.raises(ConfigError, match="on_policy"):
@@ -337,7 +337,7 @@ def test_validation_is_evaluation_with_sampling_of_its_own() -> None:
         v_reward_function="lib/mine.py:score", r_sampling_config__top_k=7, r_sampling_config__top_p=0.9,
     )  # fmt: skip
     out = validation(given)
-    assert (out["data.eval.0.path"], out["data.eval.0.prompt"], out["eval.every"]) == ("b.jsonl", "q", 5)
+    assert (out["data.eval.0.path"], out["data.eval.0.prompt"], out["eval.interval"]) == ("b.jsonl", "q", 5)
     assert [out[f"eval.sampling.{k}"] for k in ("temperature", "top_k", "top_p", "max_tokens")] == [
         0.6,
         7,
@@ -400,7 +400,7 @@ def test_sft_validation_measures_the_loss_and_samples_nothing() -> None:
     )
     assert validation(given) == {
         "data.eval.0.path": "b.jsonl", "data.eval.0.messages": "chat",
-        "data.exclude_eval": False, "eval.every": 4, "eval.at_start": False,
+        "data.exclude_eval": False, "eval.interval": 4, "eval.at_start": False,
     }  # fmt: skip
 
 
@@ -459,7 +459,7 @@ def test_model_lengths_and_seed() -> None:
         r_multi_turn_config__custom_chat_template_path="a.jinja", r_multi_turn_config__enable_thinking=True
     )
     assert chat(turns) == {
-        "tokenizer.chat_template": "a.jinja", "tokenizer.chat_arguments": {"enable_thinking": True},
+        "tokenizer.chat_template": "a.jinja", "tokenizer.chat_template_kwargs": {"enable_thinking": True},
     }  # fmt: skip
     assert chat(values()) == {}, "the template's own default"
     assert sampling(values())["rollout.sampling.top_k"] == 0
@@ -483,17 +483,17 @@ def test_files_and_trackers() -> None:
         "never",
         "x/y",
     ]
-    assert checkpoint(values()) == {"checkpoint.every": 0, "checkpoint.export": False}
+    assert checkpoint(values()) == {"checkpoint.interval": 0, "checkpoint.export": False}
     assert checkpoint(values(c_enable_checkpoint=True, c_max_keep=-1)) == {
-        "checkpoint.every": 20, "checkpoint.keep": None, "checkpoint.export": True, "checkpoint.export_every": 20,
-        "checkpoint.background": True,
+        "checkpoint.interval": 20, "checkpoint.keep": None, "checkpoint.export": True, "checkpoint.export_interval": 20,
+        "checkpoint.async_save": True,
     }  # fmt: skip
     weights_only = values(
         c_enable_checkpoint=True, c_export_safetensors=False, c_save_freq_in_epoch=2, c_save_mode="sync"
     )
     assert checkpoint(weights_only) == {
-        "checkpoint.every": 0, "checkpoint.every_epochs": 2, "checkpoint.keep": 5, "checkpoint.export": False,
-        "checkpoint.background": False,
+        "checkpoint.interval": 0, "checkpoint.interval_epochs": 2, "checkpoint.keep": 5, "checkpoint.export": False,
+        "checkpoint.async_save": False,
     }  # fmt: skip
     assert refused("grpo", "train.ckpt.save_mode", "later")
     for wrong in ({"c_max_keep": 0}, {"c_save_freq": 0}):

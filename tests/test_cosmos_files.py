@@ -35,7 +35,7 @@ def test_a_file_for_many_gpus_is_read_and_products_in_4_bits_are_refused() -> No
         16,
         128,
     )
-    assert (config.seed, config.data.seed, config.checkpoint.export_every) == (42, None, 30000)
+    assert (config.seed, config.data.seed, config.checkpoint.export_interval) == (42, None, 30000)
 
 
 def test_the_example_is_right() -> None:
@@ -70,7 +70,13 @@ def model_folder(folder: Path, kind: str) -> Path:
     """A tiny model with a tokenizer of letters."""
     texts = ["abcdefghijklmnopqrstuvwxyz>"]
     tokenizer = load_tokenizer(Tokenizer(build=kind), model_path=None, texts=texts)  # type: ignore[arg-type]
-    scratch = Scratch(hidden_size=32, layers=1, heads=2, ffn_size=64, max_positions=64)
+    scratch = Scratch(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
     model = build(
         Model(scratch=scratch), vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id, seed=1, device="cpu", dtype=torch.float32,
@@ -101,22 +107,22 @@ def test_an_rl_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Path
             "max_prompt_tokens": 12, "max_total_tokens": 13, "overlong": "filter", "train": [{"path": str(WORDS)}],
         },
         algorithm={
-            "name": "grpo", "aggregation": "seq-mean-token-mean", "clip_high": 0.28, "dual_clip": 3.0,
+            "name": "grpo", "loss_agg_mode": "seq-mean-token-mean", "clip_high": 0.28, "dual_clip": 3.0,
             "std_ddof": 0, "kl": {"coef": 0.001},
         },
         rewards={"share_of_a": {"function": reward}},
         rollout={"group_size": 4, "sampling": {"max_tokens": 5}},
         train={
-            "steps": 12, "tasks_per_step": 8, "minibatches": 2, "passes": 2, "micro_rollouts": 8,
+            "steps": 12, "tasks_per_step": 8, "minibatches": 2, "update_epochs": 2, "micro_batch_rollouts": 8,
             "optimizer": {
                 "lr": 1e-2,
                 "schedule": {
-                    "kind": "wsd", "unit": "train_step", "warmup_steps": 3, "warmup_ends": "peak",
-                    "decay_fraction": 1.0, "min_factor": 0.5,
+                    "type": "wsd", "unit": "train_step", "warmup_steps": 3, "warmup_ends": "peak",
+                    "decay_ratio": 1.0, "min_lr_ratio": 0.5,
                 },
             },
         },
-        checkpoint={"every": 0, "export": False}, machine={"threads": 1},
+        checkpoint={"interval": 0, "export": False}, machine={"threads": 1},
     )  # fmt: skip
     assert metrics(tmp_path / "foreign/first") == metrics(tmp_path / "native")
     paid = [m["reward/mean"] for m in native.metrics]
@@ -151,16 +157,16 @@ def test_an_sft_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Pat
             "train": [{"name": "chats", "path": str(pairs), "limit": -4}],
             "eval": [{"name": "chats", "path": str(pairs), "skip": -4}],
         },
-        eval={"every": 5, "at_start": False},
+        eval={"interval": 5, "at_start": False},
         algorithm={"name": "sft"}, rollout={"sampling": {"max_tokens": 24}},
         train={
-            "steps": 15, "tasks_per_step": 16, "micro_rollouts": 4,
+            "steps": 15, "tasks_per_step": 16, "micro_batch_rollouts": 4,
             "optimizer": {
                 "lr": 1e-2, "eps": 1e-6, "grad_clip": None,
                 "schedule": {"unit": "train_step", "warmup_steps": 3, "warmup_ends": "peak"},
             },
         },
-        checkpoint={"every": 0, "export": False}, machine={"threads": 1},
+        checkpoint={"interval": 0, "export": False}, machine={"threads": 1},
     )  # fmt: skip
     (foreign,) = (tmp_path / "foreign").iterdir()  # named after the moment of its start
     assert metrics(foreign) == metrics(tmp_path / "native")

@@ -73,7 +73,7 @@ def test_the_ratio_is_bounded_on_two_sides_or_from_above() -> None:
 
 
 def test_means_and_advantages() -> None:
-    mean = "algorithm.aggregation"
+    mean = "algorithm.loss_agg_mode"
     for kind in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"):
         assert aggregation(values(loss_type=kind)) == {mean: kind}
     constant = {"unbiased_loss_max_tokens": 100}
@@ -88,7 +88,7 @@ def test_means_and_advantages() -> None:
 
 def test_terms_that_zero_or_less_switches_off() -> None:
     assert terms(values(entropy_coeff=0.01)) == {
-        "algorithm.entropy_coef": 0.01, "algorithm.entropy_aggregation": "token-mean",
+        "algorithm.entropy_coef": 0.01, "algorithm.entropy_agg_mode": "token-mean",
     }  # fmt: skip
     assert terms(values(positive_nll_coef=0.5)) == {"algorithm.positive_nll_coef": 0.5}
     assert terms(values(min_filter_prefix_tokens=3)) == {"algorithm.groups.min_shared_prefix": 3}
@@ -109,7 +109,7 @@ def test_the_decoupled_loss_masks_above_its_cap_and_keeps_the_count() -> None:
 def test_the_reference_is_reset_with_its_optimizer() -> None:
     every = {"reference_reset_interval": 5}
     assert reference(values(**every)) == {}, "no KL, no reference"
-    reset = {"reference.reset_every": 5, "reference.reset_optimizer": True}
+    reset = {"reference.reset_interval": 5, "reference.reset_optimizer": True}
     assert reference(values(**every, kl_beta=0.1)) == reset
     kept = values(**every, kl_beta=0.1, reset_optimizer_with_reference=False)
     assert reference(kept) == reset | {"reference.reset_optimizer": False}

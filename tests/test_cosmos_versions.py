@@ -105,7 +105,7 @@ def test_a_share_is_of_the_runs_own_steps_in_every_release() -> None:
     """From 0.3.7 to 0.4.0 Cosmos itself took it of a million."""
     for version in ("0.3.6", "0.4.0", "0.4.1"):
         found = schedule(values(version, t_optm_warmup_steps=0.1))
-        assert found[SCHEDULE + "warmup_fraction"] == 0.1
+        assert found[SCHEDULE + "warmup_ratio"] == 0.1
         assert SCHEDULE + "total_steps" not in found
 
 
@@ -118,7 +118,7 @@ def test_epsilon_reaches_adam_in_every_release() -> None:
 def test_rates_by_module() -> None:
     out = optimizer(values("0.4.2", t_optm_lr={"global": 1e-6, "model.embed": 2e-6, "model.layers.3": 0.0}))
     assert out["train.optimizer.lr"] == 1e-6
-    assert list(out["train.optimizer.groups"].items()) == [
+    assert list(out["train.optimizer.param_groups"].items()) == [
         (r"^model\.layers\.3(\.|$)", {"lr_factor": 0.0}),
         (r"^model\.embed(\.|$)", {"lr_factor": 2.0}),
     ]
@@ -135,7 +135,7 @@ def test_rates_by_module() -> None:
 def test_how_far_rollouts_are_ahead(version: str, every: int, ahead: int) -> None:
     """From 0.4.0 on the four steps bound the age of the weights: with syncs every 3 steps it is 2 + (3 - 1)."""
     given = values(version, t_sync_weight_interval=every, p_allowed_outdated_steps=4)
-    assert sync(given) == {"rollout.sync_every": every, "rollout.max_staleness": ahead}
+    assert sync(given) == {"rollout.sync_interval": every, "rollout.max_staleness": ahead}
 
 
 def test_seeds_of_the_data() -> None:
@@ -158,7 +158,7 @@ def test_the_last_step_is_exported(version: str, kind: str, saves: bool, exports
     """With export_safetensors=false."""
     given = values(version, kind, c_enable_checkpoint=saves, c_export_safetensors=False)
     assert checkpoint(given)["checkpoint.export"] is exports
-    assert checkpoint(given).get("checkpoint.export_every", 0) == 0
+    assert checkpoint(given).get("checkpoint.export_interval", 0) == 0
 
 
 def test_an_sft_job_leaves_out_the_last_rows_of_an_epoch_from_0_3_9_on() -> None:

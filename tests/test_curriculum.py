@@ -148,7 +148,7 @@ def test_rows_left_out_do_not_shift_the_difficulties(tokenizer):
 
 
 BASE = {
-    "model": {"scratch": {"hidden_size": 32, "layers": 2, "heads": 4}},
+    "model": {"scratch": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}},
     "tokenizer": {"build": "chars"},
     "rewards": {"acc": {"function": "exact"}},
     "train": {"steps": 1},

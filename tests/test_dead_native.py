@@ -66,7 +66,7 @@ def with_head(model: Path, to: Path) -> None:
 
 def tree_of(watcher: Watcher, context: str, *changes: tuple[str, Any]) -> dict[str, Json]:
     """BASE with overrides, 'key=value; key=value', and changes put over it."""
-    context = context.replace("CORRECT=", "rollout.sync_every=2; algorithm.correction.reject.0=")
+    context = context.replace("CORRECT=", "rollout.sync_interval=2; algorithm.correction.reject.0=")
     tree = copy.deepcopy(BASE)
     pairs = [part.partition("=") for part in context.split("; ") if part]
     for path, value in [*((place(key.strip()), yaml.safe_load(text)) for key, _, text in pairs), *changes]:
@@ -100,7 +100,7 @@ def filled(value: Any, folder: Path) -> Any:
 
 def place(name: str) -> str:
     """The key with its stars filled in: the first of a list, or a name that contexts use."""
-    for section, given in (("rewards", "r"), ("sources", "held"), ("optimizer.groups", "norm")):
+    for section, given in (("rewards", "r"), ("sources", "held"), ("optimizer.param_groups", "norm")):
         name = name.replace(f"{section}.*", f"{section}.{given}")
     return name.replace("*", "0")
 
@@ -163,7 +163,7 @@ def test_the_head_of_a_critic_that_was_trained_before(watcher: Watcher) -> None:
 
 
 def test_what_is_read_when_a_run_goes_on(watcher: Watcher) -> None:
-    tree = tree_of(watcher, "checkpoint.every=1; checkpoint.keep=3; train.steps=3")
+    tree = tree_of(watcher, "checkpoint.interval=1; checkpoint.keep=3; train.steps=3")
     whole, part = (
         watcher.resumed(tree, {"checkpoint": {"load": load}}) for load in (["model", "optimizer"], ["model"])
     )
@@ -205,5 +205,5 @@ def test_a_key_about_replies_that_were_written_elsewhere(
 def test_nothing_is_left_out() -> None:
     assert {name.rpartition(".")[2] for name in BELOW if name.startswith("eval.offline.")} == set(OFFLINE)
     assert BELOW.keys() - {f"eval.offline.{key}" for key in OFFLINE} - {*APART, *CLUSTER, *PARTS, *RANKS} == {
-        "critic.head", "checkpoint.load", "algorithm.divide_by_turns", "checkpoint.sharded", "profile.ranks",
+        "critic.head", "checkpoint.load_contents", "algorithm.divide_by_turns", "checkpoint.sharded", "profile.ranks",
     }  # fmt: skip

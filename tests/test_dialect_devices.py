@@ -153,11 +153,11 @@ def test_models_are_apart_where_there_are_gpus_for_all(
     file.write_text(json.dumps({"trainer": given, "data": {"train_data": [f"{tmp_path}/rows.parquet"]}}))
     overrides = ["trainer.critic.model.path=m", *([] if gpus else ["whet.machine.device=cpu"])]
     loaded = load(file, overrides, dialect="skyrl")
-    assert loaded.config.train.parallel.apart == (("critic",) if apart else ())
+    assert loaded.config.train.parallel.separate_ranks == (("critic",) if apart else ())
     assert ("critic where the policy is: apart they need" in notes(loaded)) != apart
     assert load(
-        file, [*overrides, "whet.train.parallel.apart=[critic]"], dialect="skyrl"
-    ).config.train.parallel.apart
+        file, [*overrides, "whet.train.parallel.separate_ranks=[critic]"], dialect="skyrl"
+    ).config.train.parallel.separate_ranks
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_a_plan_is_for_the_machines_that_are_said(tmp_path: Path) -> None:
     """What takes 20 GiB in training fits a GPU of 40 GiB, and not one of 1 GiB."""
     path = tmp_path / "c.yaml"
     path.write_text(
-        "model: {scratch: {hidden_size: 1024, layers: 8, ffn_size: 4096}}\ntokenizer: {build: chars}\n"
+        "model: {scratch: {hidden_size: 1024, num_hidden_layers: 8, intermediate_size: 4096}}\ntokenizer: {build: chars}\n"
         "data: {train: [{path: tests/data/words.jsonl}]}\nrewards: {a: {function: exact}}\ntrain: {steps: 1}\n"
     )
     run = CliRunner()

@@ -114,7 +114,7 @@ TOY = (
     derived("loop.copies", agrees, default="${net.n}", reason="what net.n is"),
     mapped("loop.lr", "train.optimizer.lr", default=1e-6),
     mapped("loop.rate", "train.optimizer.lr", default=1e-6),
-    mapped("loop.clip", "train.optimizer.grad_clip", default=None),
+    mapped("loop.clip", "train.optimizer.max_grad_norm", default=None),
     mapped("loop.save", "train.gradient_checkpointing", default=False),
     mapped("loop.vf_lr", "critic.optimizer.lr", default=2e-5),
     coming("loop.fsdp", "sharded training", default=False, harmless=(None,)),
@@ -130,7 +130,7 @@ TOY = (
     mapped("net.over.layers", "model.overrides.num_hidden_layers", default=None),
     translated("files", files, "data.train", default=["a.jsonl"], reason="each a source"),
     translated("held_out", held_out, "data.eval", default="", reason="one source"),
-    mapped("looks", "eval.every", default=0),
+    mapped("looks", "eval.interval", default=0),
     translated("judge", reward, "rewards", default="exact", reason="a function"),
     translated("judge_args.*", reward, "rewards", default={}, reason="its arguments"),
     coming("parts", "parts", default=[]),
@@ -481,7 +481,7 @@ def test_keys_that_nothing_reads_are_left_out_with_a_word(tmp_path, toy):
     assert "eval" not in loaded.config.model_fields_set
     lines = {line.key: line for line in loaded.translation.lines}
     assert lines["looks"].native == ()
-    assert "eval.every has no effect: there is nothing to evaluate" in lines["looks"].note
+    assert "eval.interval has no effect: there is nothing to evaluate" in lines["looks"].note
     assert (lines["loop.vf_lr"].native, lines["loop.vf_lr"].note) == ((), ""), "a default is no news"
     given = load(written(tmp_path, FILE + "looks: 5\n"), ["loop.vf_lr=1e-4"]).translation.lines
     assert any("has no critic" in line.note for line in given if line.key == "loop.vf_lr")
@@ -495,7 +495,7 @@ def test_native_keys_stand_below_whet(tmp_path, toy):
     loaded = load(path, ["whet.machine.device=cpu"])
     assert (loaded.config.guard.timeout_s, loaded.config.train.optimizer.lr) == (3.5, 0.5)
     assert loaded.config.machine.device == "cpu"
-    assert loaded.where("guard.timeout_s") == f"{path}:9"
+    assert loaded.where("reward_workers.timeout_s") == f"{path}:9"
     with pytest.raises(ConfigError, match="unknown key"):
         load(path, ["whet.machine.devise=cpu"])
     with pytest.raises(ConfigError, match=rf"{path}:8: whet: expected a section of native keys"):

@@ -23,7 +23,7 @@ CONFIG = """
 name: dumps
 seed: 3
 model:
-  scratch: {hidden_size: 32, layers: 2, heads: 4, kv_heads: 2, head_dim: 16, max_positions: 64}
+  scratch: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, max_position_embeddings: 64}
 tokenizer: {build: chars}
 data: {max_prompt_tokens: 16, train: [{path: tests/data/words.jsonl, limit: 16}]}
 rewards: {letters: {function: "tests/resume/rewards.py:shared_letters"}}
@@ -171,14 +171,14 @@ def test_stages_must_not_write_over_each_other(tmp_path: Path) -> None:
         ("track.rollouts_dump='d/{step}.pkl'", "ends in .jsonl or .parquet"),
         ("track.rollouts_dump='d/{sttep}.jsonl'", "no other braces"),
         ("track.rollouts_dump='{time}/{step}.jsonl'", "only where run_dir has it"),
-        ("track.batches_every=1 track.batches_dump='{source}-{step}.jsonl'", "no other braces"),
+        ("track.batches_interval=1 track.batches_dump='{source}-{step}.jsonl'", "no other braces"),
         (
-            "track.batches_every=1 track.batches_dump='{step}.jsonl' track.rollouts_dump='{step}.jsonl'",
+            "track.batches_interval=1 track.batches_dump='{step}.jsonl' track.rollouts_dump='{step}.jsonl'",
             "part them",
         ),
         ("track.batches_dump='{step}.jsonl'", "no batches are written"),
         ("track.eval_dump='{step}.jsonl'", "nothing to evaluate"),
-        ("track.rollouts_every=0 track.rollouts_dump='{step}.jsonl'", "no rollouts are written"),
+        ("track.rollouts_interval=0 track.rollouts_dump='{step}.jsonl'", "no rollouts are written"),
     ],
 )
 def test_a_path_that_cannot_be_meant_is_refused(

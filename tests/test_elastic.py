@@ -129,7 +129,7 @@ def test_one_that_cannot_be_had_is_told_and_the_run_goes_on(caplog: pytest.LogCa
 
 def test_a_router_that_is_closed_ends_those_that_leave_and_those_that_come() -> None:
     async def story() -> None:
-        crew = Crew(2, health_s=30.0)
+        crew = Crew(2, health_timeout_s=30.0)
         crew.engines[1].fault, crew.engines[0].fault = "hang-generate", "hang-generate"
         flying = asyncio.create_task(ask(crew.router, jobs(6)))
         await until(lambda: all(r.asked for r in crew.router.replicas.values()))
@@ -231,14 +231,16 @@ def test_checkpoints_are_evaluated_on_replicas_too(tmp_path: Path, monkeypatch: 
     rows = [{"prompt": f"copy {n}", "answer": "ab"[n % 2]} for n in range(6)]
     whet.train(
         run_dir=str(tmp_path),
-        model={"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "head_dim": 16}},
+        model={
+            "scratch": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+        },
         tokenizer={"build": "chars"},
         data={"train": [{"rows": rows}], "eval": [{"rows": rows, "name": "held"}], "exclude_eval": False},
         rewards={"a": {"function": "format", "arguments": {"pattern": "a"}}},
         rollout={"group_size": 4, "sampling": {"max_tokens": 6}},
         train={"steps": 2, "tasks_per_step": 2, "optimizer": {"lr": 1e-2}},
         eval={"at_start": False, "samples": 3, "sampling": {"temperature": 1.0}},
-        checkpoint={"every": 1, "keep": 2, "export": False},
+        checkpoint={"interval": 1, "keep": 2, "export": False},
         machine={"threads": 1},
         track={"trackers": ["jsonl"]},
     )

@@ -155,7 +155,14 @@ def test_hundreds_of_replies_are_no_matter() -> None:
 # ---------------------------------------------------------------- who is asked how, judged by what
 
 BASE: dict[str, Json] = {
-    "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 32}},
+    "model": {
+        "scratch": {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+        }
+    },
     "tokenizer": {"build": "chars"},
     "data": {
         "train": [{"rows": [{"prompt": "a", "answer": "b"}], "name": "toy"}],
@@ -264,7 +271,7 @@ def _rollout(task: Task, index: int) -> Rollout:
 
 def test_tasks_asked_alike_go_together_and_come_back_in_order() -> None:
     cfg = Config.model_validate(
-        {"eval": {"reward": {"long": 2.0}, "sources": {"b": {"samples": 3}}}, "rollout": {"max_batch": 6}}
+        {"eval": {"reward": {"long": 2.0}, "sources": {"b": {"samples": 3}}}, "rollout": {"max_num_seqs": 6}}
     )
     tasks = [Task(uid=uid, source="b" if uid % 2 else "a", prompt="") for uid in range(10)]
     groups, calls = run_evaluation(cfg, tasks)

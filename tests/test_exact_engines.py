@@ -31,7 +31,7 @@ def play(model: object, *, temperature: float) -> list[Group]:
         kernels.load("auto"),
         end_token_ids={1},
         max_context=96,
-        max_batch=40,
+        max_num_seqs=40,
     )
     gen = torch.Generator().manual_seed(0)
     tasks = []
@@ -64,7 +64,7 @@ def test_sampled_and_trained_log_probs_are_equal_bit_for_bit(family: str) -> Non
 def test_what_is_sampled_does_not_depend_on_who_else_is_in_the_batch() -> None:
     model = tiny_model()
     whole = play(model, temperature=1.0)
-    engine = NativeEngine(model, kernels.load("auto"), end_token_ids={1}, max_context=96, max_batch=3)
+    engine = NativeEngine(model, kernels.load("auto"), end_token_ids={1}, max_context=96, max_num_seqs=3)
     for group in whole[::7]:
         alone = asyncio.run(
             play_groups(

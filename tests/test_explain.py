@@ -95,7 +95,7 @@ def test_it_prints():
         ("train.stesp", "did you mean train.steps?"),
         ("", "is not a key"),
         ("algorithm.name=dapoo", "did you mean 'dapo'"),
-        ("machine.exact=onn", "expected 'auto', 'on' or 'off'"),
+        ("machine.logprob_parity=onn", "expected 'auto', 'on' or 'off'"),
         ("train.steps=0", "got 0, expected a whole number >= 1"),
         ("train=3", "train is a section"),
     ],
@@ -107,6 +107,6 @@ def test_what_cannot_be_explained(asked, said):
 
 
 def test_a_value_that_a_key_can_have():
-    assert explain("machine.exact=off").value == (("value", "off is allowed"),)
+    assert explain("machine.logprob_parity=off").value == (("value", "off is allowed"),)
     assert explain("train.optimizer.betas=[0.9, 0.95]").value
     assert explain("train.steps=null").value

@@ -30,7 +30,7 @@ TREE: dict[str, Any] = {
     "tokenizer": {"build": "chars"},
     "data": {"train": [{"rows": [{"prompt": "a", "answer": "b"}]}]},
     "rewards": {"a": {"function": "format", "arguments": {"pattern": "a"}}},
-    "rollout": {"schedule": "free", "timeout_s": 30.0},
+    "rollout": {"schedule": "async", "timeout_s": 30.0},
     "sync": {"timeout_s": 40.0},
     "buffer": {"url": "sqlite:///a.db"},
     "cluster": {"explorers": 1},

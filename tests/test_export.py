@@ -20,7 +20,7 @@ from whet.export import export_checkpoint
 from whet.types import CheckpointError, ConfigError
 
 ROOT = Path(__file__).parents[1]
-EVERY = ("checkpoint.export=true", "checkpoint.export_every=1", "checkpoint.keep=null")
+EVERY = ("checkpoint.export=true", "checkpoint.export_interval=1", "checkpoint.keep=null")
 
 
 def run(run_dir: Path, *overrides: str, **more: Any) -> Path:

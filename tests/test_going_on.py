@@ -30,7 +30,7 @@ from whet.training.torch import TorchEngine
 from whet.types import CheckpointError, ConfigError, Task, WhetError
 
 ROOT = Path(__file__).parents[1]
-CONFIG = RUN | {"checkpoint": {"every": 1, "keep": None, "export": False}}
+CONFIG = RUN | {"checkpoint": {"interval": 1, "keep": None, "export": False}}
 
 Train = Callable[..., whet.Result]
 
@@ -104,19 +104,19 @@ def test_every_key_belongs_to_exactly_one_class() -> None:
 @pytest.mark.parametrize(
     ("key", "kind"),
     [
-        ("model.scratch.layers=2", "identity"),
-        ("train.optimizer.kind=sgd", "identity"),
+        ("model.scratch.num_hidden_layers=2", "identity"),
+        ("train.optimizer.name=sgd", "identity"),
         ("train.optimizer.lr=0.5", "numbers"),
         ("algorithm.entropy_coef=0.1", "numbers"),
-        ("train.micro_tokens=32", "rounding"),
+        ("train.micro_batch_tokens=32", "rounding"),
         ("train.gradient_checkpointing=true", "rounding"),
         ("machine.threads=2", "rounding"),
         ("rollout.timeout_s=5", "free"),
-        ("guard.memory_mb=5", "free"),
+        ("reward_workers.memory_mb=5", "free"),
         ("sync.timeout_s=5", "free"),
         ("eval.samples=2", "free"),
         ("checkpoint.keep=7", "free"),
-        ("track.rollouts_every=3", "free"),
+        ("track.rollouts_interval=3", "free"),
         ("machine.memory_mb=9999", "free"),
     ],
 )
@@ -125,7 +125,7 @@ def test_the_class_of_a_change(key: str, kind: str) -> None:
 
 
 def test_more_steps_are_free_where_no_schedule_ends_with_them() -> None:
-    cosine = "train.optimizer.schedule.kind=cosine"
+    cosine = "train.optimizer.schedule.type=cosine"
     assert told((), ("train.steps=9",)) == {"train.steps": "free"}
     assert told((cosine,), (cosine, "train.steps=9")) == {"train.steps": "numbers"}
     ends = (cosine, "train.optimizer.schedule.total_steps=6")
@@ -133,9 +133,9 @@ def test_more_steps_are_free_where_no_schedule_ends_with_them() -> None:
 
 
 def test_evaluations_are_free_where_they_do_not_bring_weight_syncs_along() -> None:
-    rarely = "rollout.sync_every=2"
-    assert told((), ("eval.every=2",)) == {"eval.every": "free"}
-    assert told((rarely,), (rarely, "eval.every=2")) == {"eval.every": "numbers"}
+    rarely = "rollout.sync_interval=2"
+    assert told((), ("eval.interval=2",)) == {"eval.interval": "free"}
+    assert told((rarely,), (rarely, "eval.interval=2")) == {"eval.interval": "numbers"}
 
 
 def test_rows_are_what_a_built_tokenizer_is_made_of() -> None:
@@ -163,7 +163,7 @@ def test_keys_of_another_version_are_no_change() -> None:
     old = fingerprint(config())
     del old["train"]["temperature"], old["reference"], old["data"]["train"][0]["weight"]
     old |= {"abandoned": {"key": 3}, "guard": {"timeout_s": 4.0}}
-    old["train"]["abandoned"], old["train"]["micro_tokens"] = True, 7
+    old["train"]["abandoned"], old["train"]["micro_batch_tokens"] = True, 7
     assert resuming.taken(Path("c"), old, config(), at=("main", 1), change=False) == []
     with pytest.raises(CheckpointError, match=r"train\.temperature: null -> 0\.5"):
         resuming.taken(Path("c"), old, config("train.temperature=0.5"), at=("main", 1), change=False)
@@ -175,9 +175,9 @@ def test_keys_of_another_version_are_no_change() -> None:
 def test_what_the_checkpoint_holds_may_not_mean_something_else(stopped: Path) -> None:
     for change in (False, True):
         with pytest.raises(CheckpointError) as caught:
-            train(stopped, "model.scratch.ffn_size=64", change=change)
+            train(stopped, "model.scratch.intermediate_size=64", change=change)
         said = str(caught.value)
-        assert "model.scratch.ffn_size: 32 -> 64: give the old value, or start a new run" in said
+        assert "model.scratch.intermediate_size: 32 -> 64: give the old value, or start a new run" in said
         assert "--change" not in said
 
 
@@ -223,18 +223,23 @@ def test_other_rows_are_a_branch_too(tmp_path: Path) -> None:
 
 
 def test_free_keys_are_taken_and_told_and_change_no_bit(stopped: Path, finished: Path) -> None:
-    free = ("rollout.timeout_s=77", "guard.timeout_s=8", "checkpoint.every=5", "train.micro_tokens=400")
+    free = (
+        "rollout.timeout_s=77",
+        "reward_workers.timeout_s=8",
+        "checkpoint.interval=5",
+        "train.micro_batch_tokens=400",
+    )
     train(stopped, *free, change=True)  # which makes no branch of them
     assert metrics(stopped) == metrics(finished)
     log = (stopped / "run.log").read_text()
     assert "going on with rollout.timeout_s: 600.0 -> 77.0\n" in log
     assert (
-        "going on with train.micro_tokens: null -> 400; sums are taken in another order, so bits may differ"
+        "going on with train.micro_batch_tokens: null -> 400; sums are taken in another order, so bits may differ"
         in log
     )
     assert {(r["step"], r["key"], r["old"], r["new"], r["kind"]) for r in history(stopped)} >= {
-        (2, "guard.timeout_s", 10.0, 8.0, "free"),
-        (2, "checkpoint.every", 1, 5, "free"),
+        (2, "reward_workers.timeout_s", 10.0, 8.0, "free"),
+        (2, "checkpoint.interval", 1, 5, "free"),
     }
 
 
@@ -283,19 +288,19 @@ def test_the_advice_after_running_out_of_memory_can_be_followed(
     out_of_memory(monkeypatch, above=300)
     run_dir = tmp_path / "run"
     with pytest.raises(WhetError, match="stage 'main' ran out of memory: CUDA out of memory") as caught:
-        train(run_dir, "train.micro_tokens=512")
+        train(run_dir, "train.micro_batch_tokens=512")
     advised = re.findall(r"([\w.]+=\w+) \(now (\w+)\)", str(caught.value))
     assert [key for key, _ in advised] == [
-        "train.micro_tokens=256",
-        "rollout.max_batch=128",
+        "train.micro_batch_tokens=256",
+        "rollout.max_num_seqs=128",
         "train.gradient_checkpointing=true",
     ]
-    assert dict(advised)["train.micro_tokens=256"] == "512"
+    assert dict(advised)["train.micro_batch_tokens=256"] == "512"
     for number, (override, _) in enumerate(advised):
         copy = tmp_path / f"copy-{number}"
         shutil.copytree(run_dir, copy)
-        given = ["train.micro_tokens=512", override]
-        if "max_batch" in override:  # it is for sampling, and does not help here; it is taken nevertheless
+        given = ["train.micro_batch_tokens=512", override]
+        if "max_num_seqs" in override:  # it is for sampling, and does not help here; it is taken nevertheless
             with pytest.raises(WhetError, match="ran out of memory"):
                 train(copy, *given)
         else:
@@ -304,7 +309,7 @@ def test_the_advice_after_running_out_of_memory_can_be_followed(
 
 
 def test_the_memory_plan_advises_a_run_that_goes_on_only_what_it_may_do() -> None:
-    wide = "model.scratch={hidden_size: 512, heads: 8, layers: 12, max_positions: 64}"
+    wide = "model.scratch={hidden_size: 512, num_attention_heads: 8, num_hidden_layers: 12, max_position_embeddings: 64}"
     planned = plans(load(None, (wide, "machine.memory_mb=100"), CONFIG))
     with pytest.raises(ConfigError, match=r"model\.lora"):
         check_memory(planned)
@@ -333,8 +338,8 @@ def test_the_advice_after_a_time_out_can_be_followed(tmp_path: Path) -> None:
     """All that a step could not score ends the run, naming the key; with more time the same command goes on."""
     run_dir, quick = tmp_path / "run", ["train.steps=1", "train.tasks_per_step=1"]
     with pytest.raises(WhetError, match=r"no result in 0\.05 s \(guard\.timeout_s\)"):
-        train(run_dir, *quick, "guard.timeout_s=0.05", rewards=patient)
-    assert train(run_dir, *quick, "guard.timeout_s=20", rewards=patient).finished
+        train(run_dir, *quick, "reward_workers.timeout_s=0.05", rewards=patient)
+    assert train(run_dir, *quick, "reward_workers.timeout_s=20", rewards=patient).finished
 
 
 def test_a_wait_that_was_in_vain_names_its_keys_and_the_run_goes_on_with_others(

@@ -66,14 +66,14 @@ def test_by_default_nothing_happens() -> None:
 
 def test_unfinished_rollouts() -> None:
     given = group(rollout(0, reward=1.0, reason="length"), rollout(1, reward=1.0), rollout(2, reason="abort"))
-    zeroed, dropped = refine(given, Groups(unfinished="zero"))
+    zeroed, dropped = refine(given, Groups(truncated="zero"))
     assert [r.reward for r in zeroed.rollouts] == [0.0, 1.0, 0.0]
     assert [r.mask for r in zeroed.rollouts] == [r.mask for r in given.rollouts]
     assert dropped == {}
-    found = refine(given, Groups(unfinished="drop"))
+    found = refine(given, Groups(truncated="drop"))
     assert (kept(found), found[1]) == ([1], {"unfinished": 2})
     # The mask is one of the loss alone: the rollout stays, with its reward.
-    assert refine(given, Groups(unfinished="mask")) == (given, {})
+    assert refine(given, Groups(truncated="mask")) == (given, {})
 
 
 def test_a_floor_for_rewards_is_itself_allowed() -> None:
@@ -105,10 +105,10 @@ def test_rules_follow_one_another() -> None:
         rollout(0, reward=9.0, reason="length"), rollout(1, reward=2.0), rollout(2, reward=1.0),
         rollout(3, reward=-1.0),
     )  # fmt: skip
-    found = refine(given, Groups(unfinished="drop", min_reward=0.0, keep_best=1))
+    found = refine(given, Groups(truncated="drop", min_reward=0.0, keep_best=1))
     assert (kept(found), found[1]) == ([1], {"unfinished": 1, "low_reward": 1, "rank": 1})
     # The zeroed reward is what the others are compared with.
-    assert kept(refine(given, Groups(unfinished="zero", keep_best=1))) == [1]
+    assert kept(refine(given, Groups(truncated="zero", keep_best=1))) == [1]
 
 
 # ---------------------------------------------------------------- groups

@@ -126,7 +126,7 @@ def test_too_long_replies_are_left_out_and_counted(caplog: pytest.LogCaptureFixt
 
 CONFIG = """
 seed: 3
-model: {scratch: {hidden_size: 32, layers: 1, heads: 2, max_positions: 64}}
+model: {scratch: {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, max_position_embeddings: 64}}
 tokenizer: {build: chars}
 data:
   max_prompt_tokens: 16
@@ -134,19 +134,19 @@ data:
   eval: [{path: PLACE/held_out.jsonl, name: words}, {path: PLACE/held_out.jsonl, name: more, limit: 3}]
 rewards: {right: {function: exact}}
 rollout: {group_size: 4, sampling: {max_tokens: 8}}
-checkpoint: {every: 2, export: false, keep: 9}
+checkpoint: {interval: 2, export: false, keep: 9}
 track: {trackers: [jsonl]}
 machine: {threads: 1}
 stages:
   - name: sft
     algorithm: {name: sft}
     train: {steps: 4, tasks_per_step: 4, optimizer: {lr: 3e-3}}
-    eval: {every: 2}
+    eval: {interval: 2}
   - name: rl
     algorithm: {name: reinforce}
     train: {steps: 4, tasks_per_step: 4, optimizer: {lr: 1e-3}}
     eval:
-      every: 2
+      interval: 2
       sampling: {temperature: 1.0}
       sources: {more: {samples: 4}}
       log_samples: 5

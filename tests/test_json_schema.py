@@ -127,8 +127,8 @@ def test_beginners_see_about_sixty_keys_that_exist() -> None:
 
 
 def test_units() -> None:
-    assert hints.unit("guard.timeout_s") == "s"
-    assert hints.unit("guard.memory_mb") == "MiB"
+    assert hints.unit("reward_workers.timeout_s") == "s"
+    assert hints.unit("reward_workers.memory_mb") == "MiB"
     assert hints.unit("data.max_prompt_tokens") == "tokens"
     assert hints.unit("algorithm.reward_kl.target") == "nats"
     assert hints.unit("name") is None
@@ -163,9 +163,9 @@ def test_the_recipes_say_enough_to_know_the_named_conditions() -> None:
             resolved.loss,
         )
         assert sets["aggregation"] == resolved.aggregation
-        assert (sets["whiten"], sets["drop_uniform_groups"]) == (
+        assert (sets["whiten"], sets["dynamic_sampling"]) == (
             resolved.whiten,
-            resolved.drop_uniform_groups,
+            resolved.dynamic_sampling,
         )
 
 
@@ -218,12 +218,12 @@ def random_config() -> st.SearchStrategy[dict[str, Json]]:
 
     schedule = maybe(
         kind=["constant", "linear", "cosine", "wsd"], warmup_steps=[0, 3], decay_steps=[2],
-        decay_shape=["cosine"], weight_decay_end=[0.0, 0.1], warmup_fraction=[0.1],
+        decay_type=["cosine"], weight_decay_end=[0.0, 0.1], warmup_ratio=[0.1],
     )  # fmt: skip
     row = {"rows": [{"prompt": "1+1="}]}
     sections = {
         "algorithm": maybe(
-            name=list(RECIPES), normalize_std=[True, False], whiten=[True], drop_uniform_groups=[True],
+            name=list(RECIPES), normalize_std=[True, False], whiten=[True], dynamic_sampling=[True],
             kl=[{"coef": 0.1}], reward_kl=[{"coef": 0.1}], resample=["pow"], groups=[{"min_std": 0.1}],
         ),
         "data": maybe(
@@ -235,10 +235,10 @@ def random_config() -> st.SearchStrategy[dict[str, Json]]:
             lambda train, s: {**train, "optimizer": {"schedule": s}}, maybe(minibatches=[1, 2]), schedule
         ),
         "critic": st.builds(lambda critic, s: {**critic, "optimizer": {"schedule": s}}, maybe(path=["x"]), schedule),
-        "reference": maybe(path=["x"], reset_every=[0, 2]),
+        "reference": maybe(path=["x"], reset_interval=[0, 2]),
         "rollout": maybe(engine=["hf"]),
         "checkpoint": maybe(resume=["never", "auto"], export=[False]),
-        "track": maybe(trackers=[["jsonl"], ["wandb"]], rollouts_every=[0]),
+        "track": maybe(trackers=[["jsonl"], ["wandb"]], rollouts_interval=[0]),
         "tokenizer": maybe(build=["chars"]),
         "model": maybe(scratch=[{"architecture": "mistral"}, {"architecture": "qwen3_moe"}, {}]),
     }  # fmt: skip
@@ -287,7 +287,7 @@ def plain(tree: Any) -> dict[str, Json]:
 def changed(key: Key) -> Json:
     """Another value of a key of `algorithm` than its default."""
     special = {
-        "advantage": "rloo", "loss": "reinforce", "mix": {"mu": 0.5}, "aggregation": "token-sum",
+        "advantage": "rloo", "loss": "reinforce", "mix": {"mu": 0.5}, "loss_agg_mode": "token-sum",
         "dual_clip": 3.0, "advantage_low": -1.0, "beta": 0.3, "label_smoothing": 0.1,
     }  # fmt: skip
     if key.path[-1] in special:
@@ -352,8 +352,8 @@ def test_settings_that_a_form_hides_are_refused_and_others_are_not_called_idle(r
             {"reward_kl": {"coef": 0.1, "horizon": 5}},
             {"reward_kl": {"coef": 0.1, "target": 0.1, "horizon": 5}},
         ),
-        ("entropy_aggregation", {"entropy_aggregation": "token-mean"},
-         {"entropy_aggregation": "token-mean", "entropy_coef": 0.01}),
+        ("entropy_agg_mode", {"entropy_agg_mode": "token-mean"},
+         {"entropy_agg_mode": "token-mean", "entropy_coef": 0.01}),
         ("clip_low", {"fallback_to_policy_gradient": True, "clip_low": 0.1}, {"clip_low": 0.1}),
         ("rec_ring_low", {"name": "rec", "rec_ring_low": 0.5},
          {"name": "rec", "rec_ring_low": 0.5, "rec_clip_mode": "ring"}),
@@ -371,7 +371,7 @@ def test_parts_of_parts_are_hidden_where_they_are_refused(
 ) -> None:
     path = ("algorithm", *key.split("."))
     for algorithm, visible in ((hidden, False), (shown, True)):
-        tree: dict[str, Json] = {"algorithm": algorithm, "train": {"passes": 2}}
+        tree: dict[str, Json] = {"algorithm": algorithm, "train": {"update_epochs": 2}}
         said = problems(tree)
         assert bool(said) != visible, said
         cfg = Config.model_validate_json(json.dumps(tree))

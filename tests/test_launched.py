@@ -120,7 +120,7 @@ def test_hydra_s_files():
     named = VERL.replace("=config ", "=conf --config-name mine ")
     assert "conf/mine.yaml:2: trainer.seed_" in refused(named)
     Path("conf/mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {save_freq: 7}\n")
-    assert script(named).where("checkpoint.every").endswith("conf/mine.yaml:2 trainer.save_freq")
+    assert script(named).where("checkpoint.interval").endswith("conf/mine.yaml:2 trainer.save_freq")
     said = refused(VERL, "actor@actor_rollout_ref.actor=veomni_actor", "model_engine=veomni", "+ray@r.s=x")
     assert "is not read; known: megatron_actor, dp_actor" in said
     assert "argument model_engine=veomni" in said

@@ -11,11 +11,19 @@ import whet
 
 ROOT = Path(__file__).parents[1]
 SETUP: dict[str, Any] = {
-    "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 64, "max_positions": 64}},
+    "model": {
+        "scratch": {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "max_position_embeddings": 64,
+        }
+    },
     "tokenizer": {"build": "chars"},
     "machine": {"threads": 1},
     "track": {"trackers": ["jsonl"]},
-    "checkpoint": {"every": 0, "export": False},
+    "checkpoint": {"interval": 0, "export": False},
 }
 
 
@@ -74,7 +82,13 @@ def test_a_strong_kl_keeps_the_policy_where_it_was(tmp_path: Path, key: str, est
 
 
 def test_several_optimizer_steps_on_a_batch(tmp_path: Path) -> None:
-    train = {"steps": 12, "tasks_per_step": 8, "minibatches": 2, "passes": 2, "optimizer": {"lr": 5e-3}}
+    train = {
+        "steps": 12,
+        "tasks_per_step": 8,
+        "minibatches": 2,
+        "update_epochs": 2,
+        "optimizer": {"lr": 5e-3},
+    }
     metrics = learn(tmp_path, {"name": "grpo"}, train=train)
     assert metrics[-1]["reward/mean"] > 0.7
     assert metrics[-1]["train/clip_frac"] > 0, "with several updates a batch the clip must bite somewhere"

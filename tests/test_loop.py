@@ -22,7 +22,7 @@ from whet.config.deadlines import Deadline
 from whet.config.schema import Config
 from whet.guard.ledger import Ledger
 from whet.guard.watch import wait
-from whet.loop import alternate, explore_step
+from whet.loop import explore_step, synchronous
 from whet.rewards.combine import RewardSet
 from whet.rollout.episode import play_groups
 from whet.rollout.scripted import ScriptedEngine
@@ -151,7 +151,7 @@ def scored_put(buffer: Buffer) -> Any:
 
 async def steps(run: Toy, count: int) -> None:
     for _ in range(count):
-        await alternate(run)
+        await synchronous(run)
         run.step += 1
         run.buffer.check()
 

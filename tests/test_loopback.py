@@ -117,7 +117,7 @@ def test_a_folder_of_sessions_that_is_anothers_is_refused(
 def test_ranks_listen_on_loopback() -> None:
     ranks = Ranks(Dims(dp_replicate=2), timeout_s=60.0)
     many = RankGroup(
-        ranks, "policy", tiny_model(), cut=CUT, optimizer=Optimizer(kind="sgd", lr=0.02), total_steps=4
+        ranks, "policy", tiny_model(), cut=CUT, optimizer=Optimizer(name="sgd", lr=0.02), total_steps=4
     )
     many.update(weighted(), pg_loss)  # gloo listens by now
     seen = own()

@@ -396,9 +396,9 @@ SETUP: dict[str, Any] = {
             "hidden_size": 32,
             "layers": 1,
             "heads": 2,
-            "ffn_size": 64,
-            "max_positions": 64,
-            "init_std": 0.2,
+            "intermediate_size": 64,
+            "max_position_embeddings": 64,
+            "initializer_range": 0.2,
         },
         "lora": {"rank": 8},
     },
@@ -409,7 +409,7 @@ SETUP: dict[str, Any] = {
     "rollout": {"group_size": 4, "sampling": {"max_tokens": 5, "ignore_eos": True}},
     "train": {"steps": 6, "tasks_per_step": 4, "optimizer": {"lr": 3e-2}},
     "algorithm": {"name": "grpo", "kl": {"coef": 0.01}},
-    "checkpoint": {"every": 2, "keep": None},
+    "checkpoint": {"interval": 2, "keep": None},
 }
 
 
@@ -435,7 +435,7 @@ def test_errors_name_the_section_that_was_given(tmp_path: Path) -> None:
 
 def test_a_run_learns_and_keeps_adapters_only(tmp_path: Path) -> None:
     train = {"steps": 40, "tasks_per_step": 8}
-    result = run(tmp_path / "run", {"train": train, "checkpoint": {"every": 0, "keep": 1}})
+    result = run(tmp_path / "run", {"train": train, "checkpoint": {"interval": 0, "keep": 1}})
     lines = [m for m in result.metrics if "reward/mean" in m]
     rewards = [m["reward/mean"] for m in lines]
     assert sum(rewards[:3]) / 3 < 0.3
@@ -456,12 +456,12 @@ RESUMED: dict[str, dict[str, Any]] = {
     "lora": {"model": {"lora": {"init": "pissa", "dropout": 0.1}}, "train": {"minibatches": 2}},
     "muon": {
         "model": {"lora": None},
-        "train": {"optimizer": {"kind": "muon", "lr": 1e-2}, "trainable": {"norm": False}},
+        "train": {"optimizer": {"name": "muon", "lr": 1e-2}, "trainable": {"norm": False}},
     },
-    "lora muon stale": {"train": {"optimizer": {"kind": "muon"}}, "rollout": {"sync_every": 3}},
+    "lora muon stale": {"train": {"optimizer": {"name": "muon"}}, "rollout": {"sync_interval": 3}},
     "critic": {
         "algorithm": {"name": "ppo"},
-        "critic": {"lora": {"rank": 4}, "optimizer": {"lr": 1e-2, "kind": "sgd", "momentum": 0.9}},
+        "critic": {"lora": {"rank": 4}, "optimizer": {"lr": 1e-2, "name": "sgd", "momentum": 0.9}},
     },
 }
 
@@ -490,7 +490,7 @@ def test_going_on_is_never_having_stopped(tmp_path: Path, name: str) -> None:
 def test_the_reference_of_a_stage_is_the_policy_at_its_start(tmp_path: Path) -> None:
     """The second stage begins with adapters that do something; what it compares with is not the bare base."""
     more = {"stages": [{"name": "one"}, {"name": "two"}], "train": {"steps": 3}}
-    lines = run(tmp_path / "run", more | {"checkpoint": {"every": 0, "export": False, "keep": 1}}).metrics
+    lines = run(tmp_path / "run", more | {"checkpoint": {"interval": 0, "export": False, "keep": 1}}).metrics
     gaps = [m["train/kl_reference_nats"] for m in lines if "train/kl_reference_nats" in m]
     assert [gap == 0.0 for gap in gaps] == [True, False, False] * 2, gaps
 
@@ -567,7 +567,7 @@ def test_the_plan_counts_what_the_model_has() -> None:
     assert "learn" in facts(p)["parameters"]
     [p] = planned(model={"lora": {"init": "pissa"}}, tokenizer={"vocab_size": 50})
     assert p.memory["reference"] == (adapters + adapted) * 4
-    [p] = planned(model={"lora": None}, train={"optimizer": {"kind": "muon"}}, tokenizer={"vocab_size": 50})
+    [p] = planned(model={"lora": None}, train={"optimizer": {"name": "muon"}}, tokenizer={"vocab_size": 50})
     assert p.memory["policy with gradients and Muon"] == base * 8 + adapted * 4 + (base - adapted) * 8
 
 
@@ -590,7 +590,7 @@ def test_the_plan_knows_what_gets_adapters(family: str, lora: Lora) -> None:
     choose(model, rules)
     assert told.learned == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert told.adapted == sum(layer.weight.numel() for layer in adapted(model).values())
-    engine = TorchEngine(model, kernels.load("auto"), cut=Cut(), optimizer=Optimizer(kind="muon"))
+    engine = TorchEngine(model, kernels.load("auto"), cut=Cut(), optimizer=Optimizer(name="muon"))
     assert engine.optimizer is not None
     assert told.hidden == sum(p.numel() for p, o in engine.optimizer.owner.items() if isinstance(o, Muon))
 
@@ -612,10 +612,10 @@ ADAPTER_ONLY = {"export_as": "adapter"}
         ({"model": {"lora": {"pissa_iterations": 2}}}, "only init=pissa reads it"),
         ({"train": {"trainable": {"[": True}}}, r"train\.trainable: '\[' is no regular expression"),
         ({"train": {"optimizer": {"groups": {"*": {}}}}}, r"train\.optimizer\.groups: '\*' is no regular"),
-        ({"train": {"optimizer": {"momentum": 0.9}}}, "momentum: has no effect: kind=adamw does not read it"),
+        ({"train": {"optimizer": {"momentum": 0.9}}}, "momentum: has no effect: name=adamw does not read it"),
         (
-            {"train": {"optimizer": {"kind": "sgd", "eps": 1e-6}}},
-            "eps: has no effect: kind=sgd does not read it",
+            {"train": {"optimizer": {"name": "sgd", "eps": 1e-6}}},
+            "eps: has no effect: name=sgd does not read it",
         ),
         ({"critic": {"lora": {"rank": 2}}}, "critic.* has no effect"),
     ],

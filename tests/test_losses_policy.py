@@ -453,7 +453,7 @@ def gradients(algorithm: Algorithm, batch: Batch, cut: Cut) -> tuple[dict[str, T
         ("gspo", {"clip_low": 0.02, "clip_high": 0.02}),
         ("kl_cov", {"kl_cov_ratio": 0.2}),
         ("clip_cov", {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0}),
-        ("grpo", {"positive_nll_coef": 0.3, "entropy_coef": 0.2, "entropy_aggregation": "token-mean"}),
+        ("grpo", {"positive_nll_coef": 0.3, "entropy_coef": 0.2, "entropy_agg_mode": "token-mean"}),
     ],
 )
 def test_the_engines_cuts_change_no_gradient(name: str, keys: dict[str, Any]) -> None:
@@ -503,7 +503,7 @@ def test_who_needs_log_probs_before_the_step() -> None:
         ("rec", {"rec_regularizer_coef": 0.1}, "rec_regularizer is none"),
         ("rec", {"rec_clip_mode": "none", "clip_low": 0.1}, "rec_clip_mode is none"),
         ("grpo", {"fallback_to_policy_gradient": True, "clip_high": 0.1}, "fallback_to_policy_gradient"),
-        ("grpo", {"entropy_aggregation": "token-mean"}, "entropy_coef is 0"),
+        ("grpo", {"entropy_agg_mode": "token-mean"}, "entropy_coef is 0"),
         ("sft", {"positive_nll_coef": 0.1}, "the replies are in the data .demonstrations"),
         ("grpo", {"aipo_rho": 3.0}, "aipo_rho: has no effect"),
         ("gspo", {"dual_clip": 3.0}, "dual_clip: has no effect"),

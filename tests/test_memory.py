@@ -134,11 +134,12 @@ def full_batch(lengths: Lengths, groups: int) -> Batch:
     ("given", "share", "whole"),
     [
         *itertools.product(
-            [{"micro_tokens": n} for n in (5, 20, 33, 47, 60, 100, 1000)] + [{"micro_rollouts": 3}],
+            [{"micro_batch_tokens": n} for n in (5, 20, 33, 47, 60, 100, 1000)]
+            + [{"micro_batch_rollouts": 3}],
             [True, False],
             [False],
         ),
-        ({"micro_tokens": 60}, True, True),
+        ({"micro_batch_tokens": 60}, True, True),
     ],
 )
 def test_the_largest_micro_batch_is_the_trainers(given, share, whole):
@@ -146,7 +147,7 @@ def test_the_largest_micro_batch_is_the_trainers(given, share, whole):
     rollouts = groups * lengths.group
     train = Train(share_prompts=share, **given)
     told = memory.cut(train, lengths, rollouts=rollouts, default_tokens=9, whole_groups=whole)
-    limits = Limits(train.micro_tokens, train.micro_rollouts, shared=share, whole_groups=whole)
+    limits = Limits(train.micro_batch_tokens, train.micro_batch_rollouts, shared=share, whole_groups=whole)
     micros = deal(full_batch(lengths, groups), 1, limits)[0].micros
     computed = [len(layout(m, share_prompts=share).token_ids_U) for m in micros]
     if share and told.tokens != max(computed):  # groups were torn: pieces of several may come together
@@ -159,7 +160,7 @@ def test_the_largest_micro_batch_is_the_trainers(given, share, whole):
 def test_forwards_have_their_own_cut_or_the_updates():
     lengths, learning = Lengths(prompt=6, reply=5, group=4), Cut(7, 7)
     assert memory.forward_cut(Train(), learning, lengths, rollouts=8) is learning
-    own = memory.forward_cut(Train(micro_rollouts_forward=8), learning, lengths, rollouts=8)
+    own = memory.forward_cut(Train(forward_micro_batch_rollouts=8), learning, lengths, rollouts=8)
     assert own == Cut(2 * 6 + 8 * 4, 8 * 5)
 
 
@@ -209,7 +210,7 @@ def peaks(plan: Plan) -> dict[str, dict[str, int]]:
 
 
 def test_phases_by_hand():
-    plan = planned("tokenizer.vocab_size=50", "train.micro_rollouts=null", "machine.kernels=compiled")
+    plan = planned("tokenizer.vocab_size=50", "train.micro_batch_rollouts=null", "machine.kernels=compiled")
     # embedding 50*16; a layer: q, k, v, o 4*16*16, two head norms 8, feed-forward 3*16*48, two norms 16; last norm 16
     count = 50 * 16 + 4 * 16 * 16 + 2 * 8 + 3 * 16 * 48 + 2 * 16 + 16
     found = peaks(plan)
@@ -241,15 +242,18 @@ def test_phases_by_hand():
 @pytest.mark.parametrize(
     ("overrides", "larger"),
     [
-        (["train.micro_rollouts=2"], ["train.micro_rollouts=8"]),
-        (["train.gradient_checkpointing=true", "model.scratch.layers=6"], ["model.scratch.layers=6"]),
-        (["model.lora.rank=2", "train.micro_rollouts=1"], ["train.micro_rollouts=1"]),
+        (["train.micro_batch_rollouts=2"], ["train.micro_batch_rollouts=8"]),
+        (
+            ["train.gradient_checkpointing=true", "model.scratch.num_hidden_layers=6"],
+            ["model.scratch.num_hidden_layers=6"],
+        ),
+        (["model.lora.rank=2", "train.micro_batch_rollouts=1"], ["train.micro_batch_rollouts=1"]),
         ([], ["algorithm.kl.coef=0.1"]),
-        ([], ["rollout.sync_every=2"]),
+        ([], ["rollout.sync_interval=2"]),
         ([], ["algorithm.name=ppo"]),
-        ([], ["train.share_prompts=false", "train.micro_rollouts=8"]),
-        (["train.optimizer.kind=sgd"], []),
-        ([], ["rollout.max_batch=512", "data.eval=[{path: x}]", "rewards.r.function=exact"]),
+        ([], ["train.share_prompts=false", "train.micro_batch_rollouts=8"]),
+        (["train.optimizer.name=sgd"], []),
+        ([], ["rollout.max_num_seqs=512", "data.eval=[{path: x}]", "rewards.r.function=exact"]),
     ],
 )
 def test_what_makes_it_larger(overrides, larger):
@@ -270,7 +274,7 @@ def test_state_of_8_bits_and_without_masters():
     half = ("model.dtype=bfloat16", "tokenizer.vocab_size=50")
     plain, small, bare, wide = (
         peaks(planned(*half, *more))
-        for more in ((), ("train.optimizer.state=int8",), ("train.precision.master_weights=false",),
+        for more in ((), ("train.optimizer.state_dtype=int8",), ("train.precision.master_weights=false",),
                      ("train.precision.reduce=float32",))
     )  # fmt: skip
     count = plain["sampling"]["policy"] // 2
@@ -292,7 +296,7 @@ def test_on_cuda_the_whole_cache_is_taken():
 
 
 def test_what_cannot_fit_is_refused_with_its_largest_parts_and_what_to_change():
-    wide = "model.scratch={hidden_size: 512, heads: 8, layers: 12, max_positions: 64}"
+    wide = "model.scratch={hidden_size: 512, num_attention_heads: 8, num_hidden_layers: 12, max_position_embeddings: 64}"
     with pytest.raises(ConfigError) as caught:
         footprint.check_memory([planned(wide, "machine.memory_mb=100")])
     said = str(caught.value)
@@ -422,7 +426,7 @@ LAYER = 4 * 16 * 16 + 2 * 8 + 3 * 16 * 48 + 2 * 16
 
 
 def test_a_rank_by_hand():
-    few = ["tokenizer.vocab_size=50", "model.scratch.layers=4"]
+    few = ["tokenizer.vocab_size=50", "model.scratch.num_hidden_layers=4"]
     ends = 50 * 16 + 16
     whole = 4 * (4 * LAYER + ends)
     assert rank_held(*few, "train.parallel.dp_replicate=2")["policy"] == whole
@@ -434,7 +438,7 @@ def test_a_rank_by_hand():
     matrices = 4 * (4 * 16 * 16 + 3 * 16 * 48) + 50 * 16
     by_tp = rank_held(*few, "train.parallel.tp=2")
     assert by_tp["policy"] == 4 * (4 * LAYER + ends - matrices // 2)
-    stages = rank_held(*few, "train.parallel.pp=2", "train.micro_rollouts=8")
+    stages = rank_held(*few, "train.parallel.pp=2", "train.micro_batch_rollouts=8")
     assert stages["policy"] == 4 * (2 * LAYER + ends)  # the last has the embedding, too: it is tied
 
 
@@ -454,7 +458,7 @@ def test_the_tensors_of_a_rank_are_those_of_its_module():
 
 
 def test_what_is_together_has_to_fit():
-    wide = ["model.scratch.hidden_size=256", "model.scratch.layers=8", "train.parallel.dp_shard=2"]
+    wide = ["model.scratch.hidden_size=256", "model.scratch.num_hidden_layers=8", "train.parallel.dp_shard=2"]
     plan = planned(*wide)
     (_, shared), *_ = footprint.together(plan)
     assert [(p.name, p.count) for p in shared] == [("this process", 1), ("each rank", 2)]
@@ -490,9 +494,11 @@ def rank_update(*overrides: str) -> list[dict[str, int]]:
 
 
 def test_the_first_of_a_pipeline_keeps_as_many_micro_batches_as_there_are_ranks():
-    few = ["tokenizer.vocab_size=50", "model.scratch.layers=4", "machine.kernels=compiled"]
-    assert "policy" in rank_held(*few, "train.parallel.pp=2", "train.micro_rollouts=2")
-    alone, several = (rank_update(*few, "train.parallel.pp=2", f"train.micro_rollouts={n}") for n in (8, 2))
+    few = ["tokenizer.vocab_size=50", "model.scratch.num_hidden_layers=4", "machine.kernels=compiled"]
+    assert "policy" in rank_held(*few, "train.parallel.pp=2", "train.micro_batch_rollouts=2")
+    alone, several = (
+        rank_update(*few, "train.parallel.pp=2", f"train.micro_batch_rollouts={n}") for n in (8, 2)
+    )
     # one micro-batch of everything: the last rank has most, with norm and output layer
     assert alone[0]["policy"] == 4 * (2 * LAYER + 50 * 16 + 16)
     assert alone[0]["output layer"] > 0
@@ -515,7 +521,7 @@ def test_adapters_alone_have_gradients_to_cut():
 
 def test_products_in_half_precision_are_counted_where_a_cpu_multiplies_it(monkeypatch):
     monkeypatch.setattr(footprint, "multiplies_half", lambda dtype: dtype == "bfloat16")
-    few = ["tokenizer.vocab_size=50", "train.micro_rollouts=null"]
+    few = ["tokenizer.vocab_size=50", "train.micro_batch_rollouts=null"]
     name = "products in half precision"
     half = peaks(planned(*few, "model.dtype=bfloat16"))["update of the policy"][name]
     # q, k, v, o; gate, up; down; the output layer; one micro-batch
@@ -535,13 +541,13 @@ def test_products_in_half_precision_are_counted_where_a_cpu_multiplies_it(monkey
 def test_advice_leaves_out_what_is_done():
     parts = {"optimizer of the policy": 3, "policy": 2, "gathered layers": 1}
     assert memory.advice(parts) == [
-        "model.lora, whose adapters need little optimizer state or train.optimizer.kind=sgd",
+        "model.lora, whose adapters need little optimizer state or train.optimizer.name=sgd",
         "a smaller model or model.dtype=bfloat16",
         "train.parallel.reshard_after_forward=true or a larger train.parallel.tp",
     ]
-    done = ("model.lora", "model.dtype=bfloat16", "train.optimizer.kind=sgd")
+    done = ("model.lora", "model.dtype=bfloat16", "train.optimizer.name=sgd")
     assert memory.advice(parts, done)[0] == "a smaller model"
-    wide = "model.scratch={hidden_size: 512, heads: 8, layers: 12, max_positions: 64}"
+    wide = "model.scratch={hidden_size: 512, num_attention_heads: 8, num_hidden_layers: 12, max_position_embeddings: 64}"
     with pytest.raises(ConfigError) as caught:
         footprint.check_memory(
             [planned(wide, "machine.memory_mb=50", "model.dtype=bfloat16", "model.lora.rank=2")]

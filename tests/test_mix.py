@@ -23,7 +23,13 @@ from whet.data.experts import mark, spread
 from whet.types import ConfigError, Group, Rollout, Task
 
 ROOT = Path(__file__).parents[1]
-SCRATCH = {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 64, "max_positions": 64}
+SCRATCH = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
 TASKS = [{"prompt": f"{c}>"} for c in "abcdefgh"]
 ALL_A = [{"prompt": f"{c}>", "response": "aaaa"} for c in "abcdefgh"]
 SETUP: dict[str, Any] = {
@@ -31,7 +37,7 @@ SETUP: dict[str, Any] = {
     "tokenizer": {"build": "chars"},
     "machine": {"threads": 1},
     "track": {"trackers": ["jsonl"]},
-    "checkpoint": {"every": 0, "export": False},
+    "checkpoint": {"interval": 0, "export": False},
     "rollout": {"group_size": 4, "sampling": {"max_tokens": 5}},
     "data": {
         "max_prompt_tokens": 8,
@@ -96,7 +102,7 @@ def test_every_minibatch_has_its_share(own: int, given_: int, parts: int) -> Non
     ("tasks", "ratio", "experts"), [(8, 0.5, 4), (8, 0.3, 3), (30, 0.1, 3), (40, 0.2, 8), (10, 0.01, 1)]
 )
 def test_how_many_demonstrations_a_step_has(tasks: int, ratio: float, experts: int) -> None:
-    plan = planned([f"train.tasks_per_step={tasks}", f"algorithm.mix.expert_ratio={ratio}"])
+    plan = planned([f"train.tasks_per_step={tasks}", f"algorithm.mix.demonstration_ratio={ratio}"])
     assert plan.experts_per_step == experts
     assert plan.own_tasks_per_step == tasks - experts
     assert plan.rollouts_per_step == 4 * (tasks - experts) + experts
@@ -115,16 +121,16 @@ def test_epochs_count_the_tasks_that_are_asked() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("data.expert=[]", "data.expert: algorithm.name=mix mixes demonstrations"),
-        ("algorithm.mix.expert_ratio=0.95", "needs at least one of both"),
-        ("algorithm.mix.expert_ratio=1.0", "> 0 and < 1"),
+        ("data.demonstrations=[]", "data.demonstrations: algorithm.name=mix mixes demonstrations"),
+        ("algorithm.mix.demonstration_ratio=0.95", "needs at least one of both"),
+        ("algorithm.mix.demonstration_ratio=1.0", "> 0 and < 1"),
         ("algorithm.mix.mu=0.0", "would count nothing"),
         ("algorithm.mix.mu_decay_steps=5", "mu_decay_steps: has no effect"),
         ("algorithm.phi_cutoff=0.5", "no effect"),
-        ("algorithm.name=grpo", r"data.expert\[0\].name: has no effect"),
-        ("data.expert.0.weight=2.0", "nothing to mix"),
-        ("data.expert.0.rejected=worse", "only prompt and response are read"),
-        ("data.expert.0.path=x.jsonl", "exactly one of path"),
+        ("algorithm.name=grpo", r"data.demonstrations\[0\].name: has no effect"),
+        ("data.demonstrations.0.weight=2.0", "nothing to mix"),
+        ("data.demonstrations.0.rejected=worse", "only prompt and response are read"),
+        ("data.demonstrations.0.path=x.jsonl", "exactly one of path"),
     ],
 )
 def test_what_cannot_work_or_has_no_effect_is_refused(override: str, said: str) -> None:
@@ -134,9 +140,9 @@ def test_what_cannot_work_or_has_no_effect_is_refused(override: str, said: str) 
 
 def test_minibatches_need_both_and_keep_them() -> None:
     with pytest.raises(ConfigError, match=r"each of train\.minibatches=4 needs at least one of both"):
-        planned(["train.minibatches=4", "algorithm.mix.expert_ratio=0.25"])
+        planned(["train.minibatches=4", "algorithm.mix.demonstration_ratio=0.25"])
     with pytest.raises(ConfigError, match="shuffling would undo that"):
-        planned(["train.minibatches=2", "train.passes=2", "train.shuffle_passes=true"])
+        planned(["train.minibatches=2", "train.update_epochs=2", "train.shuffle_minibatches=true"])
     assert planned(["train.minibatches=4"]).experts_per_step == 4
 
 
@@ -158,8 +164,8 @@ DISTILL: dict[str, Any] = {"data": {"max_prompt_tokens": 8, "train": [{"rows": T
     ("override", "said"),
     [
         ("reference.path=null", "give the teacher's folder"),
-        ("reference.reset_every=3", "in the teacher's place"),
-        ("algorithm.drop_uniform_groups=true", "every group is uniform"),
+        ("reference.reset_interval=3", "in the teacher's place"),
+        ("algorithm.dynamic_sampling=true", "every group is uniform"),
     ],
 )
 def test_a_student_needs_its_teacher(override: str, said: str) -> None:
@@ -220,8 +226,14 @@ def test_the_weight_is_in_the_metrics_and_in_the_loss(tmp_path: Path) -> None:
 
 def test_several_minibatches_and_a_critic(tmp_path: Path) -> None:
     """A critic, whitening, an entropy bonus and several optimizer steps; the engine's log-probs still agree."""
-    algorithm = {"name": "ppo", "mix": {"expert_ratio": 0.5, "mu": 0.3}, "entropy_coef": 0.001}
-    train = {"steps": 12, "tasks_per_step": 8, "minibatches": 2, "passes": 2, "optimizer": {"lr": 5e-3}}
+    algorithm = {"name": "ppo", "mix": {"demonstration_ratio": 0.5, "mu": 0.3}, "entropy_coef": 0.001}
+    train = {
+        "steps": 12,
+        "tasks_per_step": 8,
+        "minibatches": 2,
+        "update_epochs": 2,
+        "optimizer": {"lr": 5e-3},
+    }
     critic = {"optimizer": {"lr": 1e-2}}
     metrics = run(tmp_path, rewards=share_of_b, algorithm=algorithm, train=train, critic=critic)
     assert metrics[-1]["train/expert_nll_nats"] < metrics[0]["train/expert_nll_nats"]
@@ -231,7 +243,7 @@ def test_several_minibatches_and_a_critic(tmp_path: Path) -> None:
 
 def test_a_student_learns_from_its_teacher_on_its_own_replies(tmp_path: Path) -> None:
     data = {"max_prompt_tokens": 8, "train": [{"rows": ALL_A}]}
-    sft = SETUP | {"data": data, "algorithm": {"name": "sft"}, "checkpoint": {"every": 0, "export": True}}
+    sft = SETUP | {"data": data, "algorithm": {"name": "sft"}, "checkpoint": {"interval": 0, "export": True}}
     del sft["rewards"]
     sft["rollout"] = {"sampling": {"max_tokens": 5}}
     train = {"steps": 25, "tasks_per_step": 8, "optimizer": {"lr": 5e-3}}
@@ -264,7 +276,7 @@ def resumable(run_dir: Path) -> dict[str, Any]:
         rewards={"letters": {"function": f"{ROOT}/tests/resume/rewards.py:shared_letters"}},
         rollout={"group_size": 4, "sampling": {"max_tokens": 8}},
         train={"steps": 14, "tasks_per_step": 6, "minibatches": 2, "optimizer": {"lr": 2e-3}},
-        checkpoint={"every": 2, "export": False},
+        checkpoint={"interval": 2, "export": False},
     )
 
 

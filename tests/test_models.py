@@ -38,7 +38,7 @@ def open_model(path: Path, *, vocab_size: int = VOCAB, **values: Any) -> PreTrai
 
 def scratch(**values: Any) -> PreTrainedModel:
     return build(
-        Model(scratch=Scratch(**({"hidden_size": 32, "layers": 1} | values))),
+        Model(scratch=Scratch(**({"hidden_size": 32, "num_hidden_layers": 1} | values))),
         vocab_size=VOCAB,
         eos_token_id=1,
         pad_token_id=0,
@@ -85,8 +85,21 @@ def test_scratch_leaves_the_global_random_state_alone() -> None:
 
 
 def test_scratch_sizes_are_those_asked_for() -> None:
-    sizes: dict[str, Any] = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 40}
-    model = scratch(architecture="qwen3", layers=2, rope_theta=500.0, init_std=0.3, max_positions=99, **sizes)
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 40,
+    }
+    model = scratch(
+        architecture="qwen3",
+        layers=2,
+        rope_theta=500.0,
+        initializer_range=0.3,
+        max_position_embeddings=99,
+        **sizes,
+    )
     layer = model.model.layers[1]
     assert layer.self_attn.q_proj.weight.shape == (32, 64)
     assert layer.self_attn.k_proj.weight.shape == (16, 64)
@@ -107,7 +120,7 @@ def test_defaults_of_unset_sizes() -> None:
 
 
 def test_mixture_sizes() -> None:
-    model = scratch(architecture="qwen3_moe", experts=6, experts_per_token=3, ffn_size=24)
+    model = scratch(architecture="qwen3_moe", experts=6, num_experts_per_tok=3, intermediate_size=24)
     block = model.model.layers[0].mlp
     assert block.experts.gate_up_proj.shape == (6, 48, 32)
     assert (block.gate.top_k, block.gate.norm_topk_prob) == (3, True)
@@ -127,7 +140,7 @@ def test_models_are_in_evaluation_mode_and_stay_deterministic() -> None:
 
 def test_bfloat16_keeps_rotary_frequencies_in_float32() -> None:
     model = build(
-        Model(scratch=Scratch(hidden_size=32, layers=1)),
+        Model(scratch=Scratch(hidden_size=32, num_hidden_layers=1)),
         vocab_size=VOCAB,
         eos_token_id=1,
         pad_token_id=0,
@@ -144,12 +157,15 @@ def test_bfloat16_keeps_rotary_frequencies_in_float32() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"heads": 4, "kv_heads": 3}, "kv_heads .3. must divide heads .4."),
-        ({"hidden_size": 30, "heads": 4}, "give head_dim"),
+        ({"heads": 4, "num_key_value_heads": 3}, "num_key_value_heads .3. must divide heads .4."),
+        ({"hidden_size": 30, "num_attention_heads": 4}, "give head_dim"),
         ({"head_dim": 7}, "must be even"),
         ({"sliding_window": 8}, "for architecture 'mistral' only"),
-        ({"architecture": "qwen3_moe", "experts": 2, "experts_per_token": 3}, "is more than experts"),
-        ({"architecture": "llama", "hidden_size": 30, "heads": 4, "head_dim": 8}, "refuses these sizes"),
+        ({"architecture": "qwen3_moe", "experts": 2, "num_experts_per_tok": 3}, "is more than experts"),
+        (
+            {"architecture": "llama", "hidden_size": 30, "num_attention_heads": 4, "head_dim": 8},
+            "refuses these sizes",
+        ),
     ],
 )
 def test_impossible_sizes_are_refused(values: dict[str, Any], words: str) -> None:

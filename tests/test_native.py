@@ -158,7 +158,7 @@ def test_alone_or_with_fifty_others_in_any_order_bit_for_bit() -> None:
     jobs = mixed_jobs(51)
     alone = [run(ask(engine(module), [job]))[0] for job in jobs]
     for seed, options in enumerate(
-        [{}, {"max_batch": 5, "prefill_tokens": 30}, {"cache_mb": 1, "max_batch": 9}]
+        [{}, {"max_num_seqs": 5, "prefill_tokens": 30}, {"cache_mb": 1, "max_num_seqs": 9}]
     ):
         order = list(range(len(jobs)))
         random.Random(seed).shuffle(order)
@@ -182,7 +182,7 @@ def test_arriving_late_changes_nothing() -> None:
                 await asyncio.sleep(0)
         return list(await asyncio.gather(*tasks))
 
-    assert run(trickle(engine(module, max_batch=7))) == expected
+    assert run(trickle(engine(module, max_num_seqs=7))) == expected
 
 
 def test_the_key_decides() -> None:
@@ -222,7 +222,7 @@ def test_a_whole_step_is_prefilled_at_once_within_the_bound() -> None:
 
 
 def test_finished_rows_leave_and_waiting_ones_join() -> None:
-    e = engine(max_batch=4)
+    e = engine(max_num_seqs=4)
     spy = Spy(e)
     jobs = [(p, Sampling(key=i, max_tokens=3 + i, ignore_eos=True)) for i, p in enumerate(prompts([4] * 8))]
     done = run(ask(e, jobs))
@@ -236,7 +236,7 @@ def test_a_full_cache_makes_requests_wait() -> None:
     module = tiny_model()
     e = engine(module)
     roomy = run(ask(e, mixed_jobs(30)))
-    tight = engine(module, max_batch=64)
+    tight = engine(module, max_num_seqs=64)
     tight.scheduler.pages = Pages(5, 16)  # 80 tokens in all
     spy = Spy(tight)
     assert run(ask(tight, mixed_jobs(30))) == roomy
@@ -251,14 +251,14 @@ def test_a_full_cache_makes_requests_wait() -> None:
 def test_a_group_larger_than_the_batch_is_cut() -> None:
     module = tiny_model()
     jobs = group(prompts([20])[0], 11, max_tokens=6)
-    e = engine(module, max_batch=4)
+    e = engine(module, max_num_seqs=4)
     spy = Spy(e)
     assert run(ask(e, jobs)) == run(ask(engine(module), jobs))
     assert [len(a.requests) for prefill in spy.prefills for a in prefill] == [4, 4, 3]
 
 
 def test_what_can_never_fit_is_refused() -> None:
-    e = engine(cache_mb=1, max_context=4096, max_batch=1)
+    e = engine(cache_mb=1, max_context=4096, max_num_seqs=1)
     pages = e.scheduler.pages.count
     assert pages == (1 << 20) // e.runner.page_bytes == 128
     with pytest.raises(WhetError, match=r"need 129 pages of 16 tokens, the KV cache has 128"):
@@ -287,14 +287,14 @@ def request(prompt: tuple[int, ...], max_tokens: int) -> Request:
         st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=25
     ),
     count=st.integers(5, 14),
-    max_batch=st.integers(1, 6),
+    max_num_seqs=st.integers(1, 6),
     seed=st.integers(0, 99),
 )
 def test_pages_are_never_lost_or_shared_wrongly(
-    work: list[tuple[int, int, int]], count: int, max_batch: int, seed: int
+    work: list[tuple[int, int, int]], count: int, max_num_seqs: int, seed: int
 ) -> None:
     """Random requests and endings: a page is free, or used as often as it stands in tables; all served."""
-    s = Scheduler(Pages(count, 16), max_batch=max_batch, prefill_tokens=64)
+    s = Scheduler(Pages(count, 16), max_num_seqs=max_num_seqs, prefill_tokens=64)
     draw = random.Random(seed)
     todo = [request((token,) * length, more) for token, length, more in work]
     served: list[Request] = []
@@ -309,7 +309,7 @@ def test_pages_are_never_lost_or_shared_wrongly(
         elif s.running and draw.random() < 0.6:
             s.release(draw.choice(list(s.running)))
         tables = list(s.running.values())
-        assert len(tables) <= max_batch
+        assert len(tables) <= max_num_seqs
         for page in range(count):
             uses = sum(page in table for table in tables)
             assert s.pages.uses[page] == uses
@@ -326,7 +326,7 @@ def test_pages_are_never_lost_or_shared_wrongly(
 
 
 def test_nobody_overtakes() -> None:
-    s = Scheduler(Pages(4, 16), max_batch=8, prefill_tokens=64)
+    s = Scheduler(Pages(4, 16), max_num_seqs=8, prefill_tokens=64)
     small, big, late = request((1,), 16), request((2,), 60), request((3,), 16)
     s.add([small, big, late])
     assert [a.requests for a in s.admit()] == [[small]]  # `big` needs all four pages; `late` waits behind it
@@ -662,7 +662,7 @@ def test_close_ends_every_wait_with_a_reason() -> None:
             await e.generate([5], Sampling())
         assert all_free(e)
 
-    run(story(engine(max_batch=4)))
+    run(story(engine(max_num_seqs=4)))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0), Sampling(top_p=0.9)])

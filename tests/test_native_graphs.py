@@ -97,17 +97,17 @@ def test_buckets_rise_hold_everyone_and_pad_little(most: int) -> None:
 
 
 def exact_model(family: str) -> PreTrainedModel:
-    """ffn_size is a multiple of 32: with other widths the PyTorch twins are not row-invariant."""
+    """intermediate_size is a multiple of 32: with other widths the PyTorch twins are not row-invariant."""
     scratch = Scratch(
         architecture=family,  # type: ignore[arg-type]
         hidden_size=32,
         layers=2,
         heads=4,
-        kv_heads=2,
+        num_key_value_heads=2,
         head_dim=16,
-        ffn_size=64,
+        intermediate_size=64,
         experts=4,
-        init_std=0.1,
+        initializer_range=0.1,
         sliding_window=8 if family == "mistral" else None,
     )
     return build(
@@ -127,7 +127,7 @@ def test_fixed_and_variable_shapes_agree_bit_for_bit(family: str, kind: str) -> 
     module, ops = exact_model(family), kernels.load(kind)  # type: ignore[arg-type]
     jobs = mixed_jobs(40)
     random.Random(family).shuffle(jobs)
-    options: dict[str, Any] = {"end_token_ids": [1], "max_context": 90, "max_batch": 13}
+    options: dict[str, Any] = {"end_token_ids": [1], "max_context": 90, "max_num_seqs": 13}
     free = NativeEngine(module, ops, **options)
     padded = NativeEngine(module, ops, **options, recorder=Again())
     assert run(ask(padded, jobs)) == run(ask(free, jobs))
@@ -139,7 +139,7 @@ def test_fixed_and_variable_shapes_agree_bit_for_bit(family: str, kind: str) -> 
 
 
 def lone_step(
-    *, max_batch: int = 8, max_pages: int = 4, recorder: graphs.Recorder | None = None
+    *, max_num_seqs: int = 8, max_pages: int = 4, recorder: graphs.Recorder | None = None
 ) -> FixedShapeStep:
     """Over a cache of random numbers with pages 0 .. 23 and the scratch page 24."""
     module, ops = exact_model("qwen3"), kernels.load("torch")
@@ -157,7 +157,7 @@ def lone_step(
         ops=ops,
         recorder=recorder or Again(),
         scratch=24,
-        max_batch=max_batch,
+        max_num_seqs=max_num_seqs,
         max_pages=max_pages,
     )
 
@@ -205,7 +205,7 @@ def test_padded_rows_write_into_no_page_of_a_full_cache() -> None:
     jobs = [
         ([2 + (i + n) % 50 for i in range(n)], Sampling(max_tokens=reply, ignore_eos=True)) for n in lengths
     ]
-    options: dict[str, Any] = {"max_context": 352, "max_batch": 8, "cache_mb": 1}
+    options: dict[str, Any] = {"max_context": 352, "max_num_seqs": 8, "cache_mb": 1}
     padded = engine(module, **options, recorder=Again())
     assert padded.scheduler.pages.count == sum(-(-(n + reply - 1) // 16) for n in lengths) == 128
     assert run(ask(padded, jobs)) == run(ask(engine(module, **options), jobs))
@@ -214,7 +214,7 @@ def test_padded_rows_write_into_no_page_of_a_full_cache() -> None:
 
 def test_each_pair_of_smallest_buckets_is_recorded_once() -> None:
     recorder = Again()
-    e = engine(max_batch=11, max_context=100, recorder=recorder)
+    e = engine(max_num_seqs=11, max_context=100, recorder=recorder)
     step, seen = fixed(e), []
     call = FixedShapeStep.__call__
 
@@ -284,7 +284,7 @@ def _owner(step: FixedShapeStep, name: str) -> dict[str, Any]:
 def test_another_module_another_cache_and_moved_weights_make_new_graphs() -> None:
     module, other = tiny_model(), tiny_model(seed=5)
     recorder = Again()
-    e = engine(module, max_batch=4, recorder=recorder)
+    e = engine(module, max_num_seqs=4, recorder=recorder)
     jobs = long_jobs()[:4]
 
     async def story() -> None:
@@ -393,7 +393,9 @@ def meta_step(module: PreTrainedModel) -> FixedShapeStep:
         dtype=made.head.linear.weight.dtype,
         device="meta",
     )
-    return FixedShapeStep(moved, made, cache, ops=ops, recorder=Strict(), scratch=8, max_batch=8, max_pages=4)
+    return FixedShapeStep(
+        moved, made, cache, ops=ops, recorder=Strict(), scratch=8, max_num_seqs=8, max_pages=4
+    )
 
 
 def test_a_model_that_asks_the_host_is_refused_once_and_computed_all_the_same(
@@ -519,7 +521,7 @@ def test_weights_that_diverged_leave_nothing_in_the_cache(kind: str) -> None:
     module = tiny_model()
     good = copy.deepcopy(module)
     ops = kernels.load(kind)  # type: ignore[arg-type]
-    e = NativeEngine(module, ops, end_token_ids=[1], max_context=48, max_batch=1)
+    e = NativeEngine(module, ops, end_token_ids=[1], max_context=48, max_num_seqs=1)
     with torch.no_grad():
         module.model.embed_tokens.weight.fill_(float("nan"))
 

@@ -26,7 +26,7 @@ from whet.models.load import export
 from whet.types import ConfigError
 
 BASE: dict[str, Any] = {
-    "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2}},
+    "model": {"scratch": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}},
     "tokenizer": {"build": "chars", "vocab_size": 100},
     "data": {"train": [{"path": "tests/data/words.jsonl"}]},
     "rewards": {"right": {"function": "exact"}},
@@ -68,7 +68,12 @@ def test_an_end_token_beyond_a_built_vocabulary_ends_the_run_before_it_trains(tm
 
 @pytest.mark.parametrize(
     "older",
-    ["rollout.max_staleness=1", "rollout.sync_every=2", "rollout.schedule=free", "buffer.replay.share=0.5"],
+    [
+        "rollout.max_staleness=1",
+        "rollout.sync_interval=2",
+        "rollout.schedule=async",
+        "buffer.replay.share=0.5",
+    ],
 )
 def test_a_decay_with_staleness_is_refused_where_no_rollout_is_stale(older: str) -> None:
     decay = "algorithm.correction.staleness_decay=0.5"
@@ -151,8 +156,12 @@ def test_what_is_refused_where_the_ratio_is_1_is_what_changes_nothing_there(loss
 @pytest.mark.parametrize(
     "moves",
     [
-        *("train.minibatches=2", "train.passes=2", "algorithm.old_logprobs=sampled"),
-        *("model.lora.dropout=0.1", "train.micro_tokens_forward=64", "train.micro_rollouts_forward=4"),
+        *("train.minibatches=2", "train.update_epochs=2", "algorithm.old_logprobs=sampled"),
+        *(
+            "model.lora.dropout=0.1",
+            "train.forward_micro_batch_tokens=64",
+            "train.forward_micro_batch_rollouts=4",
+        ),
         "train.compile=true",
     ],
 )
@@ -161,7 +170,9 @@ def test_a_bound_of_the_ratio_is_refused_where_the_ratio_is_1(setting: str, move
     assert problems(*given, moves) == []
     ((key, why),) = problems(*given, "rollout.max_staleness=1")
     assert key == given[-1].partition("=")[0]
-    assert "has no effect: a batch makes one optimizer step (train.minibatches=1, train.passes=1)" in why
+    assert (
+        "has no effect: a batch makes one optimizer step (train.minibatches=1, train.update_epochs=1)" in why
+    )
 
 
 def test_a_bound_that_holds_at_1_or_is_of_the_engines_log_probs_is_read() -> None:
@@ -181,7 +192,7 @@ def test_a_recipe_or_a_document_may_have_a_clip_that_nothing_meets(tmp_path: Pat
         "trainer: {total_training_steps: 1, logger: [console], n_gpus_per_node: 1}\n"
     )
     for given in ([], ["actor_rollout_ref.actor.clip_ratio=0.1"]):
-        loaded = load(file, [*given, "whet.train.micro_rollouts_forward=null"])
+        loaded = load(file, [*given, "whet.train.forward_micro_batch_rollouts=null"])
         assert loaded.translation is not None
         assert unused(loaded.written, loaded.stages) == []
         assert not {"clip_low", "clip_high", "dual_clip"} & loaded.written["algorithm"].keys()

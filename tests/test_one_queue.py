@@ -54,7 +54,7 @@ def make(
 
 def queued(replay: Replay, *, steps: int, **options: Any) -> Toy:
     """A free run whose steps come from this queue; `run.reused` are the used groups of each step."""
-    run = flow("free", steps=steps, max_staleness=replay.fresh_staleness, **options)
+    run = flow("asynchronous", steps=steps, max_staleness=replay.fresh_staleness, **options)
     run.buffer.replay, run.buffer.share, run.reused = replay, None, []
     after = run.after_step
 
@@ -131,7 +131,7 @@ def test_a_queue_goes_on_from_its_state() -> None:
         return drawn
 
     def new() -> Any:
-        run = flow("free", steps=8, max_staleness=2)
+        run = flow("asynchronous", steps=8, max_staleness=2)
         return type(run.buffer)(
             groups_per_step=2, group_size=2, max_staleness=2, reject=lambda g: None, ledger=Ledger(),
             replay=make(CONTROLLED, sigma=4.0, capacity=6, fresh_staleness=2),
@@ -233,7 +233,7 @@ def test_a_trainer_that_waits_for_fresh_groups_can_be_stopped() -> None:
 
 # ---------------------------------------------------------------- whole runs
 
-FREE = ROLLOUT | {"max_staleness": 4, "schedule": "free"}
+FREE = ROLLOUT | {"max_staleness": 4, "schedule": "async"}
 
 
 def newest_last(entry: Entry) -> float:
@@ -267,9 +267,9 @@ def test_a_run_with_one_queue(tmp_path: Path) -> None:
     ("rollout", "replay", "said"),
     [
         (
-            {"max_staleness": 0, "schedule": "fixed"},
+            {"max_staleness": 0, "schedule": "deterministic"},
             {},
-            r"buffer\.replay\.queue: with rollout\.schedule=fixed",
+            r"buffer\.replay\.queue: with rollout\.schedule=deterministic",
         ),
         ({}, {"capacity": 1}, r"buffer\.replay\.capacity: 1 groups are less"),
         ({}, {"share": 0.5}, r"buffer\.replay\.share: .*queue=true"),

@@ -50,7 +50,7 @@ def test_decay_of_all_parameters() -> None:
 def test_every_step_has_the_decay_and_the_rate_of_its_place() -> None:
     """Two optimizer steps a training step. Without a gradient AdamW only decays: p becomes p * (1 - lr * wd)."""
     p = nn.Parameter(torch.ones(2, 2))
-    schedule = Schedule(kind="linear", unit="train_step", weight_decay_end=0.0)
+    schedule = Schedule(type="linear", unit="train_step", weight_decay_end=0.0)
     cfg = Optimizer(lr=0.1, weight_decay=0.4, schedule=schedule)
     optimizer = Opt([("w", p)], cfg, total_steps=8, updates_per_step=2)
     want, seen = 1.0, []
@@ -66,7 +66,7 @@ def test_every_step_has_the_decay_and_the_rate_of_its_place() -> None:
 
 
 def test_a_skipped_step_moves_the_schedule() -> None:
-    optimizer = Opt(_named(torch.float32), Optimizer(lr=1.0, schedule=Schedule(kind="linear")), total_steps=4)
+    optimizer = Opt(_named(torch.float32), Optimizer(lr=1.0, schedule=Schedule(type="linear")), total_steps=4)
     optimizer.skip()
     assert optimizer.lr == 0.75
 
@@ -99,7 +99,7 @@ def test_bfloat16_moves_by_its_master() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_comes_back_to_the_bit(dtype: torch.dtype) -> None:
-    schedule = Schedule(kind="cosine", unit="train_step", weight_decay_end=0.5)
+    schedule = Schedule(type="cosine", unit="train_step", weight_decay_end=0.5)
     cfg = Optimizer(lr=0.01, weight_decay=0.1, decay_all=True, schedule=schedule)
     one, two = _named(dtype), _named(dtype)
     a, b = (Opt(named, cfg, total_steps=9, updates_per_step=2) for named in (one, two))

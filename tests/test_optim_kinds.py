@@ -142,7 +142,7 @@ def test_muon_is_that_of_torch_up_to_its_bfloat16() -> None:
 
 def test_muon_takes_the_matrices_inside() -> None:
     engine = TorchEngine(
-        tiny_model("qwen3_moe"), kernels.load("auto"), cut=Cut(), optimizer=Optimizer(kind="muon", lr=0.1)
+        tiny_model("qwen3_moe"), kernels.load("auto"), cut=Cut(), optimizer=Optimizer(name="muon", lr=0.1)
     )
     assert engine.optimizer is not None
     taken = {n for n, p in engine.optimizer.masters.items() if isinstance(engine.optimizer.owner[p], Muon)}
@@ -183,7 +183,7 @@ def test_a_group_without_parameters_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "muon"])
 def test_state_comes_back_to_the_bit(kind: Any, dtype: torch.dtype) -> None:
-    cfg = Optimizer(kind=kind, lr=0.01, weight_decay=0.1, momentum=0.9, schedule=Schedule(kind="cosine"))
+    cfg = Optimizer(kind=kind, lr=0.01, weight_decay=0.1, momentum=0.9, schedule=Schedule(type="cosine"))
     a, one = make(cfg, dtype)
     b, two = make(cfg, dtype)
     walk(a, range(3))

@@ -24,14 +24,14 @@ from whet.training.ranks import Ranks
 from whet.training.torch import TorchEngine
 from whet.types import CheckpointError
 
-MUON = Optimizer(kind="muon", lr=0.01, weight_decay=0.1, groups={"mlp": {"lr_factor": 0.5}})  # type: ignore[dict-item]
-INT8 = Optimizer(state="int8", lr=1e-3, eps=1e-3, weight_decay=0.1, grad_clip=0.5)
+MUON = Optimizer(name="muon", lr=0.01, weight_decay=0.1, groups={"mlp": {"lr_factor": 0.5}})  # type: ignore[dict-item]
+INT8 = Optimizer(state_dtype="int8", lr=1e-3, eps=1e-3, weight_decay=0.1, grad_clip=0.5)
 SHARD, TENSOR, CONTEXT = Layout(Dims(dp_shard=2)), Layout(Dims(tp=2)), Layout(Dims(cp=2))
 CASES: dict[str, tuple[Layout, str, Optimizer]] = {
     "muon": (SHARD, "qwen3_moe", MUON),
     "muon, parts of rows": (TENSOR, "qwen3", MUON),
     "int8": (SHARD, "qwen3", INT8),
-    "int8, parts of rows, decay in the gradient": (TENSOR, "gemma", INT8.model_copy(update={"kind": "adam"})),
+    "int8, parts of rows, decay in the gradient": (TENSOR, "gemma", INT8.model_copy(update={"name": "adam"})),
 }
 
 

@@ -42,7 +42,12 @@ def flow(mode: str, *, steps: int, handler: Any = None, **options: Any) -> Toy:
     rollout = run.cfg.rollout.model_copy(update={"max_staleness": run.buffer.max_staleness})
     run.cfg = run.cfg.model_copy(update={"rollout": rollout})
     run.buffer.spare = spare
-    run.hands, run.judging, run.interrupts, run.group_deadline = None, [], mode == "free", Deadline(5.0, "")
+    run.hands, run.judging, run.interrupts, run.group_deadline = (
+        None,
+        [],
+        mode == "asynchronous",
+        Deadline(5.0, ""),
+    )
     run.explorers = Explorers(run.buffer, partial(draw, run), partial(explore, run))
     for name in ("meanwhile", "work", "give_up_stale", "judged", "close"):
         setattr(run, name, getattr(Run, name).__get__(run))
@@ -85,7 +90,7 @@ def slow_one(slow: set[int], *, seconds: float = 60.0) -> Any:
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 @pytest.mark.parametrize("keep", [1.0, 0.4])
 def test_weights_follow_from_the_step_alone(ahead: int, keep: float) -> None:
-    run = flow("overlap", steps=12, max_staleness=ahead, keep=keep)
+    run = flow("overlapped", steps=12, max_staleness=ahead, keep=keep)
     run.cfg = run.cfg.model_copy(
         update={"algorithm": run.cfg.algorithm.model_copy(update={"max_refills": 1000})}
     )
@@ -111,7 +116,7 @@ def test_exploring_really_goes_on_while_a_step_is_trained() -> None:
             sampled.set()
         return [7, 1]
 
-    run = flow("overlap", steps=2, max_staleness=1, handler=reply)
+    run = flow("overlapped", steps=2, max_staleness=1, handler=reply)
     update = run.policy.update
 
     def waits(batch: Any, loss: Any) -> Any:
@@ -124,7 +129,7 @@ def test_exploring_really_goes_on_while_a_step_is_trained() -> None:
 
 
 def test_an_error_of_the_explorers_ends_the_step() -> None:
-    run = flow("overlap", steps=9, max_staleness=1)
+    run = flow("overlapped", steps=9, max_staleness=1)
     score_calls = iter(range(100))
 
     def judged(groups: Any) -> None:
@@ -149,7 +154,9 @@ def test_whatever_the_delays_nothing_is_lost_or_stale(seed: int) -> None:
         await asyncio.sleep(rng.lognormvariate(-7.0, 1.5))
         return [7, 1]
 
-    run = flow("free", steps=25, max_staleness=ahead, spare=spare, keep=keep, handler=reply, seed=seed)
+    run = flow(
+        "asynchronous", steps=25, max_staleness=ahead, spare=spare, keep=keep, handler=reply, seed=seed
+    )
     run.cfg = run.cfg.model_copy(
         update={"algorithm": run.cfg.algorithm.model_copy(update={"max_refills": 1000})}
     )
@@ -164,7 +171,7 @@ def test_whatever_the_delays_nothing_is_lost_or_stale(seed: int) -> None:
 
 def test_a_rollout_that_never_ends_delays_no_step() -> None:
     """Its group is given up after max_staleness versions, its room comes back, and its request is cancelled."""
-    run = flow("free", steps=10, max_staleness=2, handler=slow_one({5}))
+    run = flow("asynchronous", steps=10, max_staleness=2, handler=slow_one({5}))
     times = go(run)
     assert sum(times) < 30
     assert len(run.trained) == 10 * TASKS * SIZE
@@ -174,20 +181,20 @@ def test_a_rollout_that_never_ends_delays_no_step() -> None:
 
 
 def test_spare_tasks_let_an_on_policy_step_go_on() -> None:
-    run = flow("free", steps=4, max_staleness=0, spare=1, handler=slow_one({5, 60, 100}))
+    run = flow("asynchronous", steps=4, max_staleness=0, spare=1, handler=slow_one({5, 60, 100}))
     assert sum(go(run)) < 30
     assert [seen for _, seen in run.policy.trained] == [[0], [1], [2], [3]], "still on-policy"
 
 
 def test_interrupted_rollouts_go_on_under_the_new_weights() -> None:
     """ScriptedEngine keeps requests in flight over a sync: nobody is asked twice, nobody is lost."""
-    run = flow("free", steps=6, max_staleness=3, handler=slow_one({3, 40}, seconds=0.2))
+    run = flow("asynchronous", steps=6, max_staleness=3, handler=slow_one({3, 40}, seconds=0.2))
     go(run)
     assert len(run.trained) == 6 * TASKS * SIZE
 
 
 def test_an_error_of_a_free_explorer_reaches_the_trainer() -> None:
-    run = flow("free", steps=5, max_staleness=1)
+    run = flow("asynchronous", steps=5, max_staleness=1)
 
     async def broken(groups: Any, asked: int) -> None:
         raise WhetError("the disk is full")
@@ -199,15 +206,15 @@ def test_an_error_of_a_free_explorer_reaches_the_trainer() -> None:
 
 def test_a_free_step_that_cannot_be_filled_says_so() -> None:
     with pytest.raises(WhetError, match=r"could not be filled: of \d+ tasks only 0 gave a group"):
-        go(flow("free", steps=5, max_staleness=1, keep=0.0))
+        go(flow("asynchronous", steps=5, max_staleness=1, keep=0.0))
 
 
 def test_what_was_under_way_is_asked_again_after_a_resume() -> None:
-    run = flow("free", steps=8, max_staleness=2, handler=slow_one({1}))
+    run = flow("asynchronous", steps=8, max_staleness=2, handler=slow_one({1}))
 
     async def half() -> Any:
         for _ in range(2):
-            await MODES["free"](run)
+            await MODES["asynchronous"](run)
             run.step += 1
         state = json.loads(json.dumps(run.buffer.state())), run.ledger.state(), run.tasks.drawn
         await run.close()
@@ -215,7 +222,7 @@ def test_what_was_under_way_is_asked_again_after_a_resume() -> None:
 
     buffer, ledger, drawn = asyncio.run(half())
     assert 0 in [task["uid"] for task in buffer["under_way"]]
-    after = flow("free", steps=8, max_staleness=2)
+    after = flow("asynchronous", steps=8, max_staleness=2)
     after.explorers.again = after.buffer.restore(buffer, 2)
     after.ledger = after.buffer.ledger = type(after.ledger).from_state(ledger)
     after.tasks.drawn, after.step, after.policy.version, after.engine.version = drawn, 2, 2, 2
@@ -254,15 +261,15 @@ def test_a_run_ahead_of_itself(tmp_path: Path) -> None:
 
 
 def test_ahead_and_synced_less_often(tmp_path: Path) -> None:
-    result = small_run(tmp_path, rollout=ROLLOUT | {"max_staleness": 1, "sync_every": 2})
+    result = small_run(tmp_path, rollout=ROLLOUT | {"max_staleness": 1, "sync_interval": 2})
     assert versions(result) == [{0}, {0}, {0}, {2}, {2}, {4}]
 
 
 def test_a_free_run_learns_and_balances(tmp_path: Path) -> None:
     result = small_run(
         tmp_path,
-        rollout=ROLLOUT | {"max_staleness": 2, "schedule": "free", "spare_tasks": 2, "retries": 1},
-        eval={"every": 3, "at_start": True, "at_end": True},
+        rollout=ROLLOUT | {"max_staleness": 2, "schedule": "async", "spare_tasks": 2, "retries": 1},
+        eval={"interval": 3, "at_start": True, "at_end": True},
     )
     lines = [line for line in result.metrics if "train/loss" in line]
     assert len(lines) == 6
@@ -276,13 +283,13 @@ import sys, whet
 from test_staleness import ROWS, share_of_a
 whet.train(
     run_dir=sys.argv[1],
-    model={"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "head_dim": 16}},
+    model={"scratch": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}},
     tokenizer={"build": "chars"},
     data={"train": [{"rows": ROWS}]},
-    rollout={"group_size": 4, "sampling": {"max_tokens": 6}, "max_staleness": 2, "schedule": "free"},
+    rollout={"group_size": 4, "sampling": {"max_tokens": 6}, "max_staleness": 2, "schedule": "async"},
     train={"steps": 40, "tasks_per_step": 2, "optimizer": {"lr": 1e-3}},
     machine={"threads": 1},
-    checkpoint={"every": 3},
+    checkpoint={"interval": 3},
     track={"trackers": ["jsonl"]},
     rewards={"a": share_of_a},
 )
@@ -319,7 +326,7 @@ def test_a_free_run_killed_at_random_goes_on_and_balances(tmp_path: Path) -> Non
 def test_settings_that_do_nothing_are_refused(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path)
     for given, said in (
-        ({"partial": False}, r"rollout\.partial"),
+        ({"partial_rollout": False}, r"rollout\.partial"),
         ({"spare_tasks": 2}, r"rollout\.spare_tasks"),
     ):
         with pytest.raises(whet.ConfigError, match=said):
@@ -350,7 +357,7 @@ def test_replay_needs_to_know_the_step_before(tmp_path: Path) -> None:
 def test_a_free_run_may_replay(tmp_path: Path) -> None:
     result = small_run(
         tmp_path,
-        rollout=ROLLOUT | {"max_staleness": 2, "schedule": "free"},
+        rollout=ROLLOUT | {"max_staleness": 2, "schedule": "async"},
         buffer={"replay": {"share": 0.5}},
     )
     lines = [line for line in result.metrics if "train/loss" in line]

@@ -37,7 +37,7 @@ from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
 from whet.types import ConfigError, Metrics, WhetError
 
-LEARNS: dict[str, Any] = {"optimizer": Optimizer(kind="sgd", lr=0.02), "total_steps": 4}
+LEARNS: dict[str, Any] = {"optimizer": Optimizer(name="sgd", lr=0.02), "total_steps": 4}
 
 
 @pytest.fixture(scope="module")
@@ -135,10 +135,10 @@ def test_a_run_with_models_apart_writes_what_it_writes_together(
 ) -> None:
     """Values, both updates, a reference that becomes the policy, checkpoints; though the critic's rank is killed in the
     third step, and the run goes on with all models in one place."""
-    how = ["train.steps=3", "reference.reset_every=1", "critic.minibatches=4"]
+    how = ["train.steps=3", "reference.reset_interval=1", "critic.minibatches=4"]
     monkeypatch.setattr("whet.training.ranks.Local", lambda count, threads, **_: near(count, threads))
     ended(tmp_path / "together", *how)
-    how += ["profile.steps=[1]", "train.parallel.apart=[critic,reference]"]
+    how += ["profile.steps=[1]", "train.parallel.separate_ranks=[critic,reference]"]
     learn, pids = loop.update_critic, list[int]()
 
     def killing(run: Run, part: Batch) -> Metrics:
@@ -181,13 +181,13 @@ KL_FULL = ["algorithm.kl.estimator=full"]
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["algorithm.name=grpo", "critic={}", "train.parallel.apart=[critic]"], "algorithm.name=grpo has none"),
-        (["algorithm.kl.coef=0", "train.parallel.apart=[reference]"], "names the reference"),
-        ([*KL_FULL, "train.parallel.apart=[reference]"], "reads it in every micro-batch of the policy"),
-        (["train.parallel.apart=[critic,critic]"], "names critic twice"),
-        (["train.parallel.apart=[policy]"], "critic"),
-        (["train.parallel.apart=[critic]", "train.parallel.dp_shard=-1"], "dp_shard=-1"),
-        (["train.parallel.apart=[critic]", "profile.steps=[1]", "profile.ranks=[1]"], "1 is none of the 1 ranks"),
+        (["algorithm.name=grpo", "critic={}", "train.parallel.separate_ranks=[critic]"], "algorithm.name=grpo has none"),
+        (["algorithm.kl.coef=0", "train.parallel.separate_ranks=[reference]"], "names the reference"),
+        ([*KL_FULL, "train.parallel.separate_ranks=[reference]"], "reads it in every micro-batch of the policy"),
+        (["train.parallel.separate_ranks=[critic,critic]"], "names critic twice"),
+        (["train.parallel.separate_ranks=[policy]"], "critic"),
+        (["train.parallel.separate_ranks=[critic]", "train.parallel.dp_shard=-1"], "dp_shard=-1"),
+        (["train.parallel.separate_ranks=[critic]", "profile.steps=[1]", "profile.ranks=[1]"], "1 is none of the 1 ranks"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_apart_is_refused(overrides: list[str], said: str) -> None:
@@ -199,7 +199,7 @@ def test_what_cannot_be_apart_is_refused(overrides: list[str], said: str) -> Non
 def test_memory_of_a_model_apart_is_counted_where_it_is(ranks: int) -> None:
     def phases(*apart: str) -> dict[str, tuple[int, set[str]]]:
         (plan,) = plans(
-            given(f"train.parallel.dp_shard={ranks}", f"train.parallel.apart=[{','.join(apart)}]")
+            given(f"train.parallel.dp_shard={ranks}", f"train.parallel.separate_ranks=[{','.join(apart)}]")
         )
         return {p.name: (p.count, {name for phase in p.phases for name in phase.parts}) for p in places(plan)}
 
@@ -214,14 +214,14 @@ def test_memory_of_a_model_apart_is_counted_where_it_is(ranks: int) -> None:
 
 
 def test_gpus_of_each_group_follow_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = Parallel(dp_shard=2, tp=2, apart=("reference", "critic"))
+    p = Parallel(dp_shard=2, tp=2, separate_ranks=("reference", "critic"))
     assert checks_parallel.ranks_of(p) == {"policy": 4, "critic": 4, "reference": 4}
     assert [checks_parallel.first_gpu(p, group) for group in checks_parallel.ranks_of(p)] == [0, 4, 8]
-    alone = Parallel(apart=("critic",))
+    alone = Parallel(separate_ranks=("critic",))
     assert checks_parallel.ranks_of(alone) == {"critic": 1}
     assert checks_parallel.first_gpu(alone, "critic") == 1, "the run's own process has the first"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
-    said = r"4 ranks of the critic \(train.parallel.apart\) need a GPU each, beside 4 for other models, and there are 7"
+    said = r"4 ranks of the critic \(train.parallel.separate_ranks\) need a GPU each, beside 4 for other models, and there are 7"
     with pytest.raises(ConfigError, match=said):
         Ranks(Dims(dp_shard=4), whose="critic", first_gpu=4, device="cuda")
     lines = Local(2, 1, module="whet.training.rank", first_gpu=4)

@@ -26,7 +26,14 @@ from whet.types import ConfigError
 ROOT = Path(__file__).parent.parent
 
 BASE: dict = {
-    "model": {"scratch": {"hidden_size": 32, "layers": 2, "heads": 4, "max_positions": 512}},
+    "model": {
+        "scratch": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 512,
+        }
+    },
     "tokenizer": {"build": "chars", "vocab_size": 50},
     "data": {"train": [{"path": "a.jsonl"}], "max_prompt_tokens": 64},
     "rewards": {"acc": {"function": "exact"}},
@@ -48,7 +55,9 @@ def refused(*overrides: str, **sections) -> str:
 
 
 def test_batch_arithmetic_of_grpo():
-    p = made("train.tasks_per_step=12", "rollout.group_size=6", "train.minibatches=4", "train.passes=2")
+    p = made(
+        "train.tasks_per_step=12", "rollout.group_size=6", "train.minibatches=4", "train.update_epochs=2"
+    )
     assert (p.rollouts_per_step, p.tasks_per_minibatch, p.rollouts_per_minibatch) == (72, 3, 18)
     assert (p.updates_per_step, p.steps, p.optimizer_steps) == (8, 10, 80)
 
@@ -98,7 +107,7 @@ def test_drop_last_leaves_out_what_does_not_fill_a_step():
 def test_warm_up():
     assert made().warmup_steps == 0
     assert made("train.optimizer.schedule.warmup_steps=3").warmup_steps == 3
-    assert made("train.optimizer.schedule.warmup_fraction=0.25", "train.minibatches=2").warmup_steps == 5
+    assert made("train.optimizer.schedule.warmup_ratio=0.25", "train.minibatches=2").warmup_steps == 5
     long = made("train.optimizer.schedule.warmup_steps=11")
     assert long.warmup_steps == 11, "a short trial run is no error"
     assert any("11 steps is longer than the stage (10)" in note for note in notes([long]))
@@ -106,8 +115,8 @@ def test_warm_up():
 
 
 def test_a_schedule_that_counts_training_steps():
-    by_step = "train.optimizer.schedule={unit: train_step, warmup_fraction: 0.25}"
-    p = made(by_step, "train.minibatches=2", "train.passes=3")
+    by_step = "train.optimizer.schedule={unit: train_step, warmup_ratio: 0.25}"
+    p = made(by_step, "train.minibatches=2", "train.update_epochs=3")
     assert (p.optimizer_steps, p.schedule_steps, p.warmup_steps) == (60, 10, 2)
     assert "the first 2 training steps warm up" in facts(p)["optimizer steps"]
 
@@ -120,21 +129,27 @@ def test_critic_warm_up_takes_steps_from_the_policy():
 
 
 def test_the_critic_trains_as_the_policy_unless_told():
-    both = ["algorithm.name=ppo", "train={steps: 10, minibatches: 2, passes: 3, micro_tokens: 100}"]
+    both = [
+        "algorithm.name=ppo",
+        "train={steps: 10, minibatches: 2, update_epochs: 3, micro_batch_tokens: 100}",
+    ]
     same = made(*both, "train.gradient_checkpointing=true").critic
     assert same is not None
-    assert (same.minibatches, same.passes, same.micro_tokens, same.gradient_checkpointing) == (
+    assert (same.minibatches, same.passes, same.micro_batch_tokens, same.gradient_checkpointing) == (
         2,
         3,
         100,
         True,
     )
     assert same.optimizer.lr == 1e-5, "its own"
-    p = made(*both, "critic={minibatches: 8, passes: 1, micro_rollouts: 4, gradient_checkpointing: true}")
+    p = made(
+        *both,
+        "critic={minibatches: 8, update_epochs: 1, micro_batch_rollouts: 4, gradient_checkpointing: true}",
+    )
     own = p.critic
     assert own is not None
     assert (own.minibatches, own.passes, own.gradient_checkpointing) == (8, 1, True)
-    assert (own.micro_tokens, own.micro_rollouts) == (None, 4), "one cut replaces the other"
+    assert (own.micro_batch_tokens, own.micro_batch_rollouts) == (None, 4), "one cut replaces the other"
     assert (p.updates_per_step, p.critic_updates_per_step) == (6, 8)
     assert arithmetic(p).endswith("3 passes; critic 8 minibatches, 1 pass")
     assert not made(
@@ -189,17 +204,19 @@ def test_the_longer_limit_of_training_and_evaluation_counts():
 
 ARCHITECTURES = {
     "llama": {},
-    "qwen2": {"kv_heads": 2},
-    "qwen3": {"kv_heads": 2, "head_dim": 16, "ffn_size": 40},
-    "mistral": {"tie_embeddings": False, "sliding_window": 8},
-    "gemma": {"head_dim": 16, "kv_heads": 1},
-    "qwen3_moe": {"experts": 4, "ffn_size": 24, "kv_heads": 2},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 40},
+    "mistral": {"tie_word_embeddings": False, "sliding_window": 8},
+    "gemma": {"head_dim": 16, "num_key_value_heads": 1},
+    "qwen3_moe": {"experts": 4, "intermediate_size": 24, "num_key_value_heads": 2},
 }
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_parameters_are_those_of_the_modules(name):
-    cfg = Scratch(architecture=name, hidden_size=32, layers=2, heads=4, **ARCHITECTURES[name])
+    cfg = Scratch(
+        architecture=name, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **ARCHITECTURES[name]
+    )
     shape = scratch_shape(cfg, vocab_size=50)
     config = AutoConfig.for_model(
         name,
@@ -209,8 +226,8 @@ def test_parameters_are_those_of_the_modules(name):
         num_attention_heads=4,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        intermediate_size=cfg.ffn_size or 96,
-        tie_word_embeddings=cfg.tie_embeddings,
+        intermediate_size=cfg.intermediate_size or 96,
+        tie_word_embeddings=cfg.tie_word_embeddings,
         pad_token_id=None,
         **({"moe_intermediate_size": 24, "num_experts": 4} if name == "qwen3_moe" else {}),
     )
@@ -222,7 +239,7 @@ def test_parameters_are_those_of_the_modules(name):
 def test_memory_and_disk_by_hand():
     # embeddings 50*32; a layer: q, k, v, o 4*32*32, two head norms 8, feed-forward 3*32*96, two norms 32
     count = 50 * 32 + 2 * (4 * 32 * 32 + 2 * 8 + 3 * 32 * 96 + 2 * 32) + 32
-    p = made("rollout.sampling.max_tokens=100", "rollout.max_batch=5")
+    p = made("rollout.sampling.max_tokens=100", "rollout.max_num_seqs=5")
     assert p.shape is not None
     assert p.shape.parameters == count
     pages = -(-(64 + 100) // 16)
@@ -276,17 +293,17 @@ def test_a_model_that_is_elsewhere_can_be_planned():
     [
         (["model={path: x}"], "model: give either path"),
         (["train.steps=null"], "neither is given"),
-        (["train.micro_tokens=8", "train.micro_rollouts=2"], "give train.micro_tokens or train.micro"),
+        (["train.micro_batch_tokens=8", "train.micro_batch_rollouts=2"], "give train.micro_batch_tokens or train.micro"),
         (["train.minibatches=5"], "5 does not divide train.tasks_per_step=16; nearest that work: "
          "train.minibatches=4 or 8, or train.tasks_per_step=15 or 20"),
         (["algorithm.name=ppo", "critic.minibatches=3"], "critic.minibatches: 3 does not divide "
          "train.tasks_per_step=16; nearest that work: critic.minibatches=2 or 4"),
-        (["train.micro_tokens_forward=8", "train.micro_rollouts_forward=2"], "give train.micro_tokens_forward or"),
-        (["algorithm.name=ppo", "critic.micro_tokens=8", "critic.micro_rollouts=2"], "give critic.micro_tokens or"),
+        (["train.forward_micro_batch_tokens=8", "train.forward_micro_batch_rollouts=2"], "give train.forward_micro_batch_tokens or"),
+        (["algorithm.name=ppo", "critic.micro_batch_tokens=8", "critic.micro_batch_rollouts=2"], "give critic.micro_batch_tokens or"),
         (["train.drop_last=true", "data.train=[{path: a}, {path: b}]"], "train.drop_last: 2 sources are mixed"),
-        (["train.optimizer.schedule={kind: linear, warmup_steps: 5, total_steps: 5}"], "5 steps of warm-up leave "
+        (["train.optimizer.schedule={type: linear, warmup_steps: 5, total_steps: 5}"], "5 steps of warm-up leave "
          "nothing of total_steps=5"),
-        (["train.optimizer.schedule={kind: wsd, warmup_steps: 2, decay_steps: 4, total_steps: 5}"], "4 steps of decay "
+        (["train.optimizer.schedule={type: wsd, warmup_steps: 2, decay_steps: 4, total_steps: 5}"], "4 steps of decay "
          "after 2 of warm-up are more than total_steps=5"),
         (["train.tasks_per_step=2", "train.minibatches=3"], "train.minibatches=2, or train.tasks_per_step=3"),
         (["tokenizer.build=null"], "tokenizer: a model from scratch brings none"),
@@ -298,13 +315,13 @@ def test_a_model_that_is_elsewhere_can_be_planned():
         (["data.train.0.path=null"], "given: none"),
         (["data.train.0.arguments={a: 1}"], "arguments are for function only"),
         (["data.train.0.template=hello"], "has no {prompt} in it"),
-        (["model.scratch.kv_heads=3"], "3 does not divide heads=4; these do: 1, 2, 4"),
-        (["model.scratch.heads=5"], "heads=5 does not divide hidden_size=32; give head_dim"),
+        (["model.scratch.num_key_value_heads=3"], "3 does not divide heads=4; these do: 1, 2, 4"),
+        (["model.scratch.num_attention_heads=5"], "num_attention_heads=5 does not divide hidden_size=32; give head_dim"),
         (["model.scratch.head_dim=7"], "7 is odd"),
-        (["model.scratch.architecture=qwen3_moe", "model.scratch.experts_per_token=9"], "9 is more than "
+        (["model.scratch.architecture=qwen3_moe", "model.scratch.num_experts_per_tok=9"], "9 is more than "
          "experts=8"),
-        (["model.scratch.max_positions=200"], "64 prompt tokens + 256 reply tokens "
-         "(sampling.max_tokens) = 320, but model.scratch.max_positions is 200"),
+        (["model.scratch.max_position_embeddings=200"], "64 prompt tokens + 256 reply tokens "
+         "(sampling.max_tokens) = 320, but model.scratch.max_position_embeddings is 200"),
         (["rollout.group_size=1"], "1 leaves advantage=grpo nothing to compare"),
         (["rollout.group_size=1", "algorithm.name=rloo"], "1 leaves advantage=rloo nothing to compare"),
         (["rollout.sampling.temperature=0"], "all 8 rollouts of a task would be the same"),
@@ -315,8 +332,8 @@ def test_a_model_that_is_elsewhere_can_be_planned():
         (["eval.samples=4", "data.eval=[{path: b}]"], "4 greedy replies to a task are all the same"),
         (["rewards.acc.weight=0"], "every weight is 0"),
         (["data.eval=[{path: b}]", "eval={at_start: false, at_end: false}"], "data.eval: is never used"),
-        (["train.optimizer.schedule={kind: linear, warmup_steps: 2, warmup_fraction: 0.1}"], "not both"),
-        (["machine.kv_cache_mb=1", "model.scratch.hidden_size=2048", "model.scratch.layers=8"], "1 MiB "
+        (["train.optimizer.schedule={type: linear, warmup_steps: 2, warmup_ratio: 0.1}"], "not both"),
+        (["machine.kv_cache_mb=1", "model.scratch.hidden_size=2048", "model.scratch.num_hidden_layers=8"], "1 MiB "
          "does not hold one rollout of 320 tokens, which takes 40 MiB"),
         (["algorithm.name=ppo", "critic.warmup_steps=10"], "leave none of train.steps=10"),
     ],
@@ -371,7 +388,7 @@ def test_all_problems_stand_in_one_message_with_their_lines(tmp_path):
     ("overrides", "key"),
     [
         (["critic.optimizer.lr=1e-4"], "critic.optimizer.lr"),
-        (["reference.reset_every=3"], "reference.reset_every"),
+        (["reference.reset_interval=3"], "reference.reset_interval"),
         (["algorithm.kl.estimator=k1"], "algorithm.kl.estimator"),
         (["algorithm.reward_kl.estimator=k2"], "algorithm.reward_kl.estimator"),
         (["reference.reset_optimizer=true", "algorithm.kl.coef=0.1"], "reference.reset_optimizer"),
@@ -379,26 +396,26 @@ def test_all_problems_stand_in_one_message_with_their_lines(tmp_path):
         (["algorithm.beta=0.3"], "algorithm.beta"),
         (["data.train.0.rejected=r"], "data.train[0].rejected"),
         (["data.train.0.response=r"], "data.train[0].response"),
-        (["eval.every=3"], "eval.every"),
+        (["eval.interval=3"], "eval.interval"),
         (["data.exclude_eval=true"], "data.exclude_eval"),
         (["data.eval=[{path: b, weight: 2}]"], "data.eval[0].weight"),
-        (["model.scratch.experts=4"], "model.scratch.experts"),
+        (["model.scratch.num_experts=4"], "model.scratch.num_experts"),
         (["model.scratch.sliding_window=4"], "model.scratch.sliding_window"),
-        (["train.optimizer.schedule.decay_fraction=0.2"], "train.optimizer.schedule.decay_fraction"),
-        (["train.optimizer.schedule.min_factor=0.2"], "train.optimizer.schedule.min_factor"),
-        (["train.optimizer.schedule={kind: linear, cycles: 1.0}"], "train.optimizer.schedule.cycles"),
-        (["train.optimizer.schedule={kind: wsd, cycles: 1.0}"], "train.optimizer.schedule.cycles"),
-        (["train.optimizer.schedule={kind: inverse_sqrt, decay_shape: cosine}"],
-         "train.optimizer.schedule.decay_shape"),
-        (["train.optimizer.schedule={kind: wsd, decay_steps: 2, decay_fraction: 0.5}"],
-         "train.optimizer.schedule.decay_fraction"),
+        (["train.optimizer.schedule.decay_ratio=0.2"], "train.optimizer.schedule.decay_ratio"),
+        (["train.optimizer.schedule.min_lr_ratio=0.2"], "train.optimizer.schedule.min_lr_ratio"),
+        (["train.optimizer.schedule={type: linear, num_cycles: 1.0}"], "train.optimizer.schedule.num_cycles"),
+        (["train.optimizer.schedule={type: wsd, num_cycles: 1.0}"], "train.optimizer.schedule.num_cycles"),
+        (["train.optimizer.schedule={type: inverse_sqrt, decay_type: cosine}"],
+         "train.optimizer.schedule.decay_type"),
+        (["train.optimizer.schedule={type: wsd, decay_steps: 2, decay_ratio: 0.5}"],
+         "train.optimizer.schedule.decay_ratio"),
         (["train.optimizer.schedule.total_steps=7"], "train.optimizer.schedule.total_steps"),
         (["train.optimizer.schedule.warmup_ends=peak"], "train.optimizer.schedule.warmup_ends"),
-        (["train.optimizer.schedule.warmup_start=0.5"], "train.optimizer.schedule.warmup_start"),
+        (["train.optimizer.schedule.warmup_start_ratio=0.5"], "train.optimizer.schedule.warmup_start_ratio"),
         (["train.optimizer.schedule.unit=train_step"], "train.optimizer.schedule.unit"),
-        (["train.optimizer.schedule.weight_decay_shape=cosine"], "train.optimizer.schedule.weight_decay_shape"),
+        (["train.optimizer.schedule.weight_decay_type=cosine"], "train.optimizer.schedule.weight_decay_type"),
         (["train.optimizer.decay_all=true"], "train.optimizer.decay_all"),
-        (["train.shuffle_passes=true"], "train.shuffle_passes"),
+        (["train.shuffle_minibatches=true"], "train.shuffle_minibatches"),
         (["algorithm.name=ppo", "critic.overrides={a: 1}"], "critic.overrides.a"),
         (["algorithm.name=ppo", "critic.optimizer.schedule.unit=train_step"], "critic.optimizer.schedule.unit"),
         (["algorithm.name=dpo", "reference.overrides={a: 1}"], "reference.overrides.a"),
@@ -406,8 +423,8 @@ def test_all_problems_stand_in_one_message_with_their_lines(tmp_path):
         (["algorithm.name=sft"], "rewards.acc.function"),
         (["algorithm.name=sft", "rollout.group_size=4"], "rollout.group_size"),
         (["algorithm.name=sft", "rollout.sampling.temperature=0.5"], "rollout.sampling.temperature"),
-        (["algorithm.name=sft", "guard.workers=2"], "guard.workers"),
-        (["algorithm.name=dpo", "rollout.max_batch=2"], "rollout.max_batch"),
+        (["algorithm.name=sft", "reward_workers.count=2"], "reward_workers.count"),
+        (["algorithm.name=dpo", "rollout.max_num_seqs=2"], "rollout.max_num_seqs"),
         (["model={path: x}", "tokenizer={vocab_size: 5}"], "tokenizer.vocab_size"),
     ],
 )  # fmt: skip
@@ -442,7 +459,7 @@ def test_a_key_of_the_base_may_serve_one_stage_alone():
             [
                 "rollout.group_size=4",
                 "algorithm.clip_high=0.3",
-                "train.passes=2",
+                "train.update_epochs=2",
                 "data.train.0.response=r",
             ],
             STAGED,
@@ -455,12 +472,12 @@ def test_a_key_of_the_base_may_serve_one_stage_alone():
 
 def test_a_key_of_a_stage_must_serve_that_stage():
     with pytest.raises(ConfigError) as caught:
-        plans(load(None, ["stages.sft.rollout.group_size=4", "critic.clip_value=0.3"], STAGED))
+        plans(load(None, ["stages.sft.rollout.group_size=4", "critic.value_clip=0.3"], STAGED))
     assert (
         "override stages.sft.rollout.group_size=4: stages[0] ('sft').rollout.group_size: has no effect"
         in str(caught.value)
     )
-    assert "override critic.clip_value=0.3: critic.clip_value: has no effect" in str(caught.value)
+    assert "override critic.value_clip=0.3: critic.value_clip: has no effect" in str(caught.value)
 
 
 def test_an_override_that_every_stage_hides_is_refused():
@@ -471,7 +488,7 @@ def test_an_override_that_every_stage_hides_is_refused():
 
 def test_problems_of_all_stages_are_told_once_and_of_one_by_its_name():
     with pytest.raises(ConfigError) as caught:
-        plans(load(None, ["model.scratch.heads=3", "stages.rl.train.minibatches=3"], STAGED))
+        plans(load(None, ["model.scratch.num_attention_heads=3", "stages.rl.train.minibatches=3"], STAGED))
     said = str(caught.value)
     assert said.count("does not divide hidden_size") == 1
     assert "stages[1] ('rl').train.minibatches: 3 does not divide" in said
@@ -537,7 +554,7 @@ def test_every_example_loads_plans_and_prints(path, monkeypatch):
 def test_every_recipe_plans(name):
     kind = RECIPES[name].kind
     values = {k: v for k, v in BASE.items() if k != "rewards" or kind == "online"}
-    expert = "data.expert=[{path: b}]"
+    expert = "data.demonstrations=[{path: b}]"
     needs = {"distill": "reference.path=teacher", "mix": expert, "mix_chord": expert}
     more = [needs[name]] if name in needs else []
     found = plans(load(None, [f"algorithm.name={name}", *more], values))
@@ -562,7 +579,7 @@ def test_reward_models_take_memory(tmp_path: Path) -> None:
 def test_a_reference_that_is_reset_is_saved_wherever_it_came_from(tmp_path: Path) -> None:
     at_kl = ["algorithm.kl.coef=0.1"]
     fixed = made(*at_kl, "reference.path=somewhere")
-    reset = made(*at_kl, "reference.path=somewhere", "reference.reset_every=3")
+    reset = made(*at_kl, "reference.path=somewhere", "reference.reset_interval=3")
     assert (fixed.reference_saved, reset.reference_saved, made(*at_kl).reference_saved) == (False, True, True)
     assert fixed.checkpoint_bytes is not None
     assert reset.checkpoint_bytes is not None
@@ -598,6 +615,6 @@ def test_a_regularizer_without_weight_is_refused() -> None:
 )
 def test_the_plan_says_which_dtype_this_cpu_is_fast_in(monkeypatch, overrides, units, said):
     monkeypatch.setattr(describing, "multiplies_half", lambda dtype: dtype in units)
-    wide = ["model.scratch.hidden_size=512", "model.scratch.heads=8", "machine.device=cpu"]
+    wide = ["model.scratch.hidden_size=512", "model.scratch.num_attention_heads=8", "machine.device=cpu"]
     told = facts(made(*wide, *overrides))["machine"]
     assert said in told if said else told.endswith(("float32", "bfloat16"))

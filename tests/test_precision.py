@@ -157,7 +157,7 @@ def test_without_masters_small_steps_are_lost() -> None:
             p.grad = torch.ones_like(p)
             optimizer.clip()
             optimizer.step()
-        return float(p.detach()[0, 0]), optimizer.state()["exp_avg.w"].dtype
+        return float(p.detach()[0, 0]), optimizer.state_dtype()["exp_avg.w"].dtype
 
     assert moved(Precision(master_weights=False)) == (1.0, torch.bfloat16)
     assert moved(Precision()) == (pytest.approx(0.99, abs=4e-3), torch.float32)
@@ -265,7 +265,7 @@ def test_8_bits_come_back_to_the_bit_and_spare_one_dimension() -> None:
     def made() -> tuple[Opt, dict[str, nn.Parameter]]:
         gen = torch.Generator().manual_seed(0)
         named = {n: nn.Parameter(torch.randn(s, generator=gen)) for n, s in (("w", (7, 300)), ("b", (7,)))}
-        return Opt(named.items(), Optimizer(lr=0.01, state="int8"), total_steps=9), named
+        return Opt(named.items(), Optimizer(lr=0.01, state_dtype="int8"), total_steps=9), named
 
     def walk(optimizer: Opt, steps: range) -> None:
         for step in steps:
@@ -338,7 +338,7 @@ def test_the_whole_state_moves_and_steps_are_equal(kind: Any, monkeypatch: pytes
         return self
 
     monkeypatch.setattr(Tensor, "to", to)
-    state = {t.data_ptr() for t in away.optimizer.state().values()}
+    state = {t.data_ptr() for t in away.optimizer.state_dtype().values()}
     away.optimizer.place(torch.device("cpu"))
     assert moved == state
 
@@ -393,12 +393,12 @@ def test_compiled_layers_give_equal_gradients(
         ),
         (["train.precision.float8=rowwise", "model.lora.rank=2"], "adapters are too small for it"),
         (["train.precision.float8=rowwise", "train.compile=true"], "torch.compile does not see through it"),
-        (["train.precision.float8=tensorwise", "machine.exact=on"], "machine.exact=on asks for equal ones"),
-        (["train.router_aux_coef=0.1"], "this model has none"),
+        (["train.precision.float8=tensorwise", "machine.logprob_parity=on"], "machine.logprob_parity=on asks for equal ones"),
+        (["train.router_aux_loss_coef=0.1"], "this model has none"),
         (["train.precision.compute=bfloat16", "model.dtype=bfloat16"], "and these are bfloat16"),
         (["train.precision.compute=bfloat16", "model.lora.rank=2"], "adapters compute in the dtype"),
-        (["train.precision.compute=bfloat16", "machine.exact=on"], "machine.exact=on asks for equal ones"),
-        (["train.compile=true", "machine.exact=on"], "machine.exact=on asks for equal ones"),
+        (["train.precision.compute=bfloat16", "machine.logprob_parity=on"], "machine.logprob_parity=on asks for equal ones"),
+        (["train.compile=true", "machine.logprob_parity=on"], "machine.logprob_parity=on asks for equal ones"),
         (["train.precision.reduce=float32"], "changes nothing: parameters are float32"),
         (["train.precision.master_weights=false"], "changes nothing: parameters are float32"),
         (
@@ -411,10 +411,10 @@ def test_compiled_layers_give_equal_gradients(
         ),
         (["train.precision.master_weights=false", "model.dtype=float16"], "needs its masters"),
         (["train.precision.loss_scale=2.0", "model.dtype=bfloat16"], "nothing is float16"),
-        (["train.optimizer.kind=sgd", "train.optimizer.state=int8"], "kind=sgd does not read it"),
+        (["train.optimizer.name=sgd", "train.optimizer.state_dtype=int8"], "name=sgd does not read it"),
         (
-            ["train.optimizer.state=int8", "train.optimizer.implementation=loop"],
-            "state=int8 has a step of its own",
+            ["train.optimizer.state_dtype=int8", "train.optimizer.implementation=loop"],
+            "state_dtype=int8 has a step of its own",
         ),
     ],
 )  # fmt: skip

@@ -343,11 +343,19 @@ def test_only_dpo_and_kto_look_at_the_reference() -> None:
 ROWS = [{"prompt": f"{c}>", "response": f"{c}a", "rejected": f"{c}b"} for c in "abcdefgh"]
 LABELLED = [{"prompt": f"{c}>", "response": f"{c}{x}", "good": x == "a"} for c in "abcdefgh" for x in "ab"]
 SETUP: dict[str, Any] = {
-    "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 64, "max_positions": 64}},
+    "model": {
+        "scratch": {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "max_position_embeddings": 64,
+        }
+    },
     "tokenizer": {"build": "chars"},
     "machine": {"threads": 1},
     "track": {"trackers": ["jsonl"]},
-    "checkpoint": {"every": 0, "export": False},
+    "checkpoint": {"interval": 0, "export": False},
     "rollout": {"sampling": {"max_tokens": 8}},
 }
 
@@ -368,7 +376,7 @@ def sections(name: str, **algorithm: Any) -> dict[str, Any]:
         ("simpo", {"label_smoothing": 0.1}, "no effect"),
         ("orpo", {"beta": 0.2}, "no effect"),
         ("kto", {"target_margin": 0.2}, "no effect"),
-        ("kto", {"aggregation": "token-mean"}, "one number a pair or a reply"),
+        ("kto", {"loss_agg_mode": "token-mean"}, "one number a pair or a reply"),
         ("simpo", {"entropy_coef": 0.1}, "one number a pair or a reply"),
         ("kto", {"kl": {"coef": 0.1}}, "no place for a KL"),
         ("simpo", {"kl": {"coef": 0.1}}, "no place for a KL"),
@@ -391,7 +399,7 @@ def test_only_what_looks_at_a_reference_loads_one() -> None:
     }
     assert needs == {"dpo": True, "kto": True, "simpo": False, "orpo": False}
     with pytest.raises(ConfigError, match="no reference is needed"):
-        plans(load(None, ["reference.reset_every=2"], sections("simpo")))
+        plans(load(None, ["reference.reset_interval=2"], sections("simpo")))
 
 
 def test_a_column_that_nothing_reads_is_refused() -> None:

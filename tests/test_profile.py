@@ -82,7 +82,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_steps_asked_for_are_in_the_traces_and_no_others(tmp_path):
-    cfg = Profile(steps=(2, 3, 6, 8), shapes=True, warmup=2)
+    cfg = Profile(steps=(2, 3, 6, 8), record_shapes=True, warmup=2)
     run_steps(Profiler(cfg, tmp_path, stage="rl", device=CPU), range(1, 10))
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "rl-step-000006.json.gz",
@@ -97,13 +97,15 @@ def test_the_steps_asked_for_are_in_the_traces_and_no_others(tmp_path):
 
 
 def test_a_resumed_run_records_what_is_still_ahead(tmp_path):
-    run_steps(Profiler(Profile(steps=(2, 5), shapes=True), tmp_path, stage="s", device=CPU), range(4, 8))
+    run_steps(
+        Profiler(Profile(steps=(2, 5), record_shapes=True), tmp_path, stage="s", device=CPU), range(4, 8)
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["s-step-000005.json.gz"]
     assert traced(tmp_path / "s-step-000005.json.gz")["products"] == [[5, 15]]
 
 
 def test_a_run_stopped_inside_a_window_writes_what_it_has(tmp_path):
-    cfg = Profile(steps=(2, 3, 4), shapes=True)
+    cfg = Profile(steps=(2, 3, 4), record_shapes=True)
     run_steps(Profiler(cfg, tmp_path, stage="s", device=CPU), range(1, 4))
     assert traced(tmp_path / "s-steps-000002-000003.json.gz")["products"] == [[2, 12], [3, 13]]
 
@@ -169,9 +171,9 @@ BASE = {**TINY, "rewards": {"r": {"function": "exact"}}}
         (["profile={steps: [1], tools: []}"], "profile.tools: [] records nothing"),
         (["profile={steps: [1], tools: [nsys]}", "machine.device=cpu"], "profile.tools: nsys: only CUDA has"),
         (["profile={steps: [1], tools: [torch, nsys]}"], "profile.tools: torch and nsys both read the GPU"),
-        (["profile.shapes=true"], "profile.shapes: has no effect: profile.steps is empty"),
+        (["profile.record_shapes=true"], "profile.record_shapes: has no effect: profile.steps is empty"),
         (["profile={steps: [4]}"], "profile.steps[0]: has no effect: the stage has 3 steps, fewer than"),
-        (["profile={steps: [2], tools: [memory], stack: true}"], "profile.stack: has no effect: profile.tools does"),
+        (["profile={steps: [2], tools: [memory], with_stack: true}"], "profile.with_stack: has no effect: profile.tools does"),
         (["profile={steps: [0]}"], "profile.steps: got [0], expected"),
         (["profile.step=3"], "did you mean profile.steps"),
     ],
@@ -293,7 +295,7 @@ def test_a_meter_of_cuda(monkeypatch):
     engine = TorchEngine(tiny_model(), kernels.load("torch"), cut=Cut())
     engine.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    found = meter_of(engine, engine, train=Train(passes=2), of_critic=Train(passes=3))
+    found = meter_of(engine, engine, train=Train(update_epochs=2), of_critic=Train(update_epochs=3))
     assert found is not None
     assert (found.peak, found.passes, found.critic_passes) == (67e12, 2, 3)
     assert found.critic is not None

@@ -1,4 +1,4 @@
-"""Whatever takes long says that it gets on; what says nothing for machine.hang_s is ended."""
+"""Whatever takes long says that it gets on; what says nothing for machine.watchdog_timeout_s is ended."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_judge_that_is_stuck_ends_the_run_which_names_the_key() -> None:
     done = judged(50.0, 1)
     assert done.returncode == 1
     assert "hangs and ends; the same command goes on from the last checkpoint" in done.stderr
-    assert "If it was only slow, raise machine.hang_s, which is 0.8" in done.stderr
+    assert "If it was only slow, raise machine.watchdog_timeout_s, which is 0.8" in done.stderr
 
 
 def one(n: int) -> float:
@@ -130,10 +130,10 @@ def test_the_watch_waits_longer_than_any_single_wait_may_take() -> None:
     """A judge that may take two hours is ended by its own time-out, which costs one score and not the run."""
     tree = {"tokenizer": {"build": "chars"}, "model": {"scratch": {}}, "train": {"steps": 1}}
     tree |= {"data": {"train": [{"path": "x.jsonl"}]}, "rewards": {"r": {"function": "exact"}}}
-    assert api.hang_s(load(None, (), tree)) == 3600.0
-    assert api.hang_s(load(None, ("machine.hang_s=9000",), tree)) == 9000.0
-    assert api.hang_s(load(None, ("guard.timeout_s=7200",), tree)) > 7200.0
-    assert api.hang_s(load(None, ("rollout.timeout_s=7200", "rollout.retries=1"), tree)) > 14400.0
+    assert api.watchdog_timeout_s(load(None, (), tree)) == 3600.0
+    assert api.watchdog_timeout_s(load(None, ("machine.watchdog_timeout_s=9000",), tree)) == 9000.0
+    assert api.watchdog_timeout_s(load(None, ("reward_workers.timeout_s=7200",), tree)) > 7200.0
+    assert api.watchdog_timeout_s(load(None, ("rollout.timeout_s=7200", "rollout.retries=1"), tree)) > 14400.0
 
 
 def test_a_whole_run_is_heard_in_all_that_it_does(tmp_path: Path, monkeypatch: Any) -> None:
@@ -142,7 +142,15 @@ def test_a_whole_run_is_heard_in_all_that_it_does(tmp_path: Path, monkeypatch: A
     monkeypatch.setattr(Watch, "beat", lambda self, what: found.update([what.split(" ")[0]]))
     whet.train(
         run_dir=str(tmp_path / "run"),
-        model={"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 32, "max_positions": 32}},
+        model={
+            "scratch": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "intermediate_size": 32,
+                "max_position_embeddings": 32,
+            }
+        },
         tokenizer={"build": "chars"},
         data={
             "max_prompt_tokens": 8,
@@ -152,7 +160,7 @@ def test_a_whole_run_is_heard_in_all_that_it_does(tmp_path: Path, monkeypatch: A
         rewards={"letters": {"function": "tests/resume/rewards.py:shared_letters"}},
         rollout={"engine": "hf", "group_size": 2, "sampling": {"max_tokens": 4}},
         train={"steps": 1, "tasks_per_step": 2},
-        eval={"every": 1},
+        eval={"interval": 1},
         machine={"threads": 1},
         track={"trackers": ["jsonl"]},
     )

@@ -304,7 +304,7 @@ def test_matrices_that_do_not_fit_are_told(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("machine.exact=on", "machine.exact=on asks for equal ones"),
+        ("machine.logprob_parity=on", "machine.logprob_parity=on asks for equal ones"),
         ("rollout.engine=hf", "rollout.engine=hf samples with the weights as they are"),
         (
             "rollout.replicas=1; model.lora={rank: 2}; sync.content=adapters",
@@ -360,7 +360,12 @@ def test_a_run_learns(tmp_path: Path) -> None:
             "sampling": {"max_tokens": 5, "ignore_eos": True},
             "quantization": "float8",
         },
-        train={"steps": 16, "tasks_per_step": 8, "optimizer": {"lr": 1e-2}, "micro_tokens_forward": 4096},
+        train={
+            "steps": 16,
+            "tasks_per_step": 8,
+            "optimizer": {"lr": 1e-2},
+            "forward_micro_batch_tokens": 4096,
+        },
         algorithm={"clip_low": 1e-4, "clip_high": 1e-4, "correction": {"weight": "token", "high": 2.0}},
     )
     rewards = [m["reward/mean"] for m in result.metrics]

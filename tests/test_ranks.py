@@ -26,7 +26,7 @@ from whet.models.mesh import Dims
 from whet.training.ranks import RankGroup, Ranks
 from whet.types import ConfigError, WhetError
 
-SGD = Optimizer(kind="sgd", lr=0.02)
+SGD = Optimizer(name="sgd", lr=0.02)
 
 
 def learning() -> dict[str, Any]:

@@ -27,7 +27,7 @@ from whet.track.timeline import read
 from whet.types import ConfigError, Json
 
 BASE: Json = {
-    "model": {"scratch": {"hidden_size": 16, "layers": 2, "heads": 2, "max_positions": 64}},
+    "model": {"scratch": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}},
     "tokenizer": {"build": "chars"},
     "data": {"max_prompt_tokens": 16, "train": [{"path": "tests/data/words.jsonl"}]},
     "rewards": {"letters": {"function": "tests/resume/rewards.py:shared_letters"}},
@@ -35,7 +35,7 @@ BASE: Json = {
     "algorithm": {"name": "ppo", "kl": {"coef": 0.01}},
     "critic": {"optimizer": {"lr": 1e-3}},
     "train": {"steps": 4, "tasks_per_step": 4, "minibatches": 2, "optimizer": {"lr": 1e-3}},
-    "checkpoint": {"every": 1},
+    "checkpoint": {"interval": 1},
     "track": {"trackers": ["jsonl"]},
     "machine": {"threads": 1},
 }  # fmt: skip
@@ -67,7 +67,7 @@ def test_one_process_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
     "override",
     [
         "dp_replicate=4", "dp_shard=4", "tp=2", "cp=2", "pp=2", "reshard_after_forward=false",
-        "wrap_min_parameters=100", "prefetch=2", "timeout_s=5", "apart=[critic]",
+        "wrap_min_num_params=100", "prefetch=2", "timeout_s=5", "separate_ranks=[critic]",
     ],
 )  # fmt: skip
 def test_each_key_changes_what_is_started(monkeypatch: pytest.MonkeyPatch, override: str) -> None:
@@ -77,14 +77,20 @@ def test_each_key_changes_what_is_started(monkeypatch: pytest.MonkeyPatch, overr
 
 
 def test_experts_and_parts_of_a_pipeline_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    mixture = ("model.scratch.architecture=qwen3_moe", "model.scratch.experts=4", "train.parallel.dp_shard=2")
+    mixture = (
+        "model.scratch.architecture=qwen3_moe",
+        "model.scratch.num_experts=4",
+        "train.parallel.dp_shard=2",
+    )
     assert asked(monkeypatch, *mixture)["dims"].ep == 1
     assert asked(monkeypatch, *mixture, "train.parallel.ep=2")["dims"].ep == 2
     seen: list[int] = []
     monkeypatch.setattr(whet.placement, "RankGroup", lambda *args, chunks, **how: seen.append(chunks))
     for chunks in (1, 2):
         cfg = given(
-            "model.scratch.layers=4", "train.parallel.pp=2", f"train.parallel.pipeline_chunks={chunks}"
+            "model.scratch.num_hidden_layers=4",
+            "train.parallel.pp=2",
+            f"train.parallel.pipeline_chunks={chunks}",
         )
         whet.placement.engine_of(None, cfg.stages[0], "policy", None, ranks={"policy": True})  # type: ignore[arg-type,dict-item]
     assert seen == [1, 2]
@@ -117,7 +123,7 @@ def test_all_gpus_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
         (["train.parallel.dp_shard=-1"], "trains on the CPU; give the number of ranks"),
         (["train.parallel.dp_shard=0"], "0: at least 1"),
         (["train.parallel.dp_replicate=16"], "16 ranks would share the 8 rollouts"),
-        (["train.parallel.dp_replicate=2", "machine.exact=on"], "measured, not proved"),
+        (["train.parallel.dp_replicate=2", "machine.logprob_parity=on"], "measured, not proved"),
         (["train.parallel.dp_replicate=2", "train.parallel.prefetch=2"], "no tensor is cut"),
         (["train.parallel.timeout_s=5"], "no ranks"),
         (

@@ -87,7 +87,7 @@ def test_a_recipe_as_it_is() -> None:
     r = resolve(given("dapo"))
     assert (r.advantage, r.loss, r.aggregation) == ("grpo", "ppo", "token-mean")
     assert (r.settings["clip_low"], r.settings["clip_high"], r.settings["dual_clip"]) == (0.2, 0.28, None)
-    assert r.drop_uniform_groups
+    assert r.dynamic_sampling
     assert r.settings["normalize_std"]
     assert not r.needs_critic
     assert not r.needs_reference
@@ -95,14 +95,12 @@ def test_a_recipe_as_it_is() -> None:
 
 def test_the_users_keys_win() -> None:
     r = resolve(
-        given(
-            "dapo", clip_high=0.4, dual_clip=3.0, drop_uniform_groups=False, normalize_std=False, whiten=True
-        )
+        given("dapo", clip_high=0.4, dual_clip=3.0, dynamic_sampling=False, normalize_std=False, whiten=True)
     )
     assert (r.settings["clip_low"], r.settings["clip_high"], r.settings["dual_clip"]) == (0.2, 0.4, 3.0)
-    assert (r.drop_uniform_groups, r.settings["normalize_std"], r.whiten) == (False, False, True)
+    assert (r.dynamic_sampling, r.settings["normalize_std"], r.whiten) == (False, False, True)
     r = resolve(
-        given("grpo", advantage="gae", gamma=0.9, aggregation="seq-mean-token-sum-norm", norm_tokens=7)
+        given("grpo", advantage="gae", gamma=0.9, loss_agg_mode="seq-mean-token-sum-norm", norm_tokens=7)
     )
     assert (r.needs_critic, r.settings["gamma"], r.norm_tokens) == (True, 0.9, 7)
     assert not resolve(given("ppo", advantage="rloo")).needs_critic
@@ -132,13 +130,13 @@ def test_who_needs_a_reference() -> None:
         ("grpo", {"beta": 0.5}, "algorithm.beta: has no effect"),
         ("sft", {"max_refills": 3}, "algorithm.max_refills: has no effect"),
         ("sft", {"whiten": True}, "algorithm.whiten: has no effect"),
-        ("sft", {"drop_uniform_groups": True}, "algorithm.drop_uniform_groups: has no effect"),
+        ("sft", {"dynamic_sampling": True}, "algorithm.dynamic_sampling: has no effect"),
         ("sft", {"old_logprobs": "recompute"}, "algorithm.old_logprobs: has no effect"),
         ("sft", {"advantage": "grpo"}, "algorithm.advantage: has no effect"),
         ("grpo", {"loss": "dpo"}, "set algorithm.name to one of dpo"),
         ("grpo", {"loss": "sft"}, "set algorithm.name to one of sft"),
         ("dpo", {"loss": "ppo"}, "learns from online data"),
-        ("dpo", {"aggregation": "token-mean"}, "one number a pair or a reply"),
+        ("dpo", {"loss_agg_mode": "token-mean"}, "one number a pair or a reply"),
         ("dpo", {"entropy_coef": 0.1}, "one number a pair or a reply"),
         ("dpo", {"kl": {"coef": 0.1}}, "no place for a KL"),
         ("dpo", {"reward_kl": {"coef": 0.1}}, "reward_kl.coef: has no effect: the replies are in the data"),
@@ -171,7 +169,7 @@ def test_what_the_step_is_told() -> None:
     assert {n for n in RECIPES if made(n).needs_critic} == {"ppo"}
     assert {n for n in RECIPES if made(n).value_loss is not None} == {"ppo"}
     assert {n for n in RECIPES if made(n).whole_groups} == {"dpo", "simpo", "orpo"}
-    assert {n for n in RECIPES if made(n).drop_uniform_groups} == {"dapo"}
+    assert {n for n in RECIPES if made(n).dynamic_sampling} == {"dapo"}
     by_themselves = {"asymre", "dppo", "gpg", "opmd", "opo", "raft", "reinforce", "remax", "rloo"}
     online = {n for n, recipe in RECIPES.items() if recipe.kind == "online"}
     assert {n for n in online if not made(n).needs_old(False)} == by_themselves

@@ -94,7 +94,7 @@ def test_the_small_run_keeps_what_matters_and_shrinks_the_rest(tmp_path):
     assert cfg.model.scratch is not None
     assert cfg.model.scratch.architecture == "qwen2"
     assert (cfg.train.steps, cfg.train.tasks_per_step, cfg.train.minibatches) == (STEPS, 4, 2)
-    assert cfg.algorithm.drop_uniform_groups is False, "random weights would never fill a step"
+    assert cfg.algorithm.dynamic_sampling is False, "random weights would never fill a step"
     plans(cfg)
 
 

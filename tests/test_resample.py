@@ -162,7 +162,7 @@ def made(**keys: Any) -> Any:
 
 
 def test_masked_rollouts_give_no_loss_but_count_in_the_mean() -> None:
-    algorithm = made(groups={"unfinished": "mask"}, normalize_std=False)
+    algorithm = made(groups={"truncated": "mask"}, normalize_std=False)
     batch = make_batch([["pa", "pa"]], [1.0, 0.0])
     batch = replace(batch, stopped_R=torch.tensor([True, False]), logp_old_N=batch.logp_sample_N)
     batch = algorithm.advantage(algorithm.resample(batch, 5, 1), 0.0)

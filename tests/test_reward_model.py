@@ -131,10 +131,10 @@ def test_a_reply_that_was_begun_for_the_policy_goes_on_from_there(judge):
 
 def test_tokens_are_the_rollouts_own(judge):
     r = rollout(CHAT, "not looked at", ids=(9, 12, 10, 11))
-    (found,) = ask([Group(r.task, (r,))], judge, reads="tokens")
+    (found,) = ask([Group(r.task, (r,))], judge, input="tokens")
     assert found.reward == pytest.approx(by_hand(judge, [9, 12, 10, 11]), abs=1e-6)
     strange = replace(r, token_ids=[9, 12, 10, 9999])
-    (found,) = ask([Group(r.task, (strange,))], judge, reads="tokens")
+    (found,) = ask([Group(r.task, (strange,))], judge, input="tokens")
     assert (found.reward, "a token is none of its" in (found.error or "")) == (None, True)
 
 
@@ -295,13 +295,20 @@ def config(tmp_path: Path, judge: Path, name: str = "run", **reward: object) -> 
     rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(8)]
     tree = {
         "run_dir": str(tmp_path / name),
-        "model": {"scratch": {"hidden_size": 16, "layers": 1, "heads": 2, "max_positions": 64}},
+        "model": {
+            "scratch": {
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "max_position_embeddings": 64,
+            }
+        },
         "tokenizer": {"build": "chars"},
         "data": {"train": [{"rows": rows}], "max_prompt_tokens": 16},
         "rewards": {"rm": {"model": {"path": str(judge)}} | reward},
         "rollout": {"group_size": 8, "sampling": {"max_tokens": 6}},
         "train": {"steps": 20, "tasks_per_step": 4, "optimizer": {"lr": 0.02}},
-        "checkpoint": {"every": 2, "keep": 20, "export": False},
+        "checkpoint": {"interval": 2, "keep": 20, "export": False},
         "track": {"trackers": ["jsonl"]},
     }
     file = tmp_path / f"{name}.yaml"
@@ -316,12 +323,12 @@ def config(tmp_path: Path, judge: Path, name: str = "run", **reward: object) -> 
         ({"model": None}, r"rewards\.rm: give either function or model\.path .*; neither is given"),
         ({"arguments": {"a": 1}}, r"rewards\.rm\.arguments: only a function is called with them"),
         (
-            {"model": {"path": "p", "reads": "tokens", "tokenizer": "t"}},
-            r"rm\.model\.tokenizer: .*reads=tokens",
+            {"model": {"path": "p", "input": "tokens", "tokenizer": "t"}},
+            r"rm\.model\.tokenizer: .*input=tokens",
         ),
         (
-            {"model": {"path": "p", "reads": "tokens", "chat_template": "{}"}},
-            r"rm\.model\.chat_template: .*reads=tokens",
+            {"model": {"path": "p", "input": "tokens", "chat_template": "{}"}},
+            r"rm\.model\.chat_template: .*input=tokens",
         ),
         (
             {"model": {"path": "p", "chat_template": "gone.jinja"}},

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import whet.rewards.math  # noqa: F401  imported here once, or every test's jail would import sympy anew
 from whet.buffer import groups
-from whet.config.schema import Guard, Reward
+from whet.config.schema import Reward, RewardWorkers
 from whet.rewards import builtin
 from whet.rewards.bind import bind, pack_rollout, pack_task
 from whet.rewards.combine import RewardSet, check_failures, score
@@ -49,7 +49,7 @@ def group(t: Task, *texts: str) -> Group:
 
 
 def run(groups, rewards: dict[str, Reward], objects=None, **guard):
-    with RewardSet.from_config(rewards, Guard(**guard), objects) as made:
+    with RewardSet.from_config(rewards, RewardWorkers(**guard), objects) as made:
         return asyncio.run(score(groups, made))
 
 
@@ -313,9 +313,11 @@ def test_errors_of_loading_reach_the_config(tmp_path):
     }
     for function, match in cases.items():
         with pytest.raises(ConfigError, match=match):
-            RewardSet.from_config({"mine": Reward(function=function)}, Guard())
+            RewardSet.from_config({"mine": Reward(function=function)}, RewardWorkers())
     with pytest.raises(ConfigError, match="no argument 'ignorecase'"):
-        RewardSet.from_config({"e": Reward(function="exact", arguments={"ignorecase": True})}, Guard())
+        RewardSet.from_config(
+            {"e": Reward(function="exact", arguments={"ignorecase": True})}, RewardWorkers()
+        )
 
 
 # ---------------------------------------------------------------- combining
@@ -391,7 +393,7 @@ def test_user_code_is_imported_where_rewards_run_and_not_here(tmp_path, monkeypa
 
 def test_no_rewards_need_no_process():
     groups = [group(task(), "x")]
-    with RewardSet.from_config({}, Guard()) as none:
+    with RewardSet.from_config({}, RewardWorkers()) as none:
         assert none.jail is None
         assert asyncio.run(score(groups, none)) == groups
 

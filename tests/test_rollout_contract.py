@@ -41,9 +41,17 @@ def letters(token_ids: list[int]) -> str:
 
 
 def module() -> PreTrainedModel:
-    """ffn_size is a multiple of 32: silu of torch rounds the last numbers of a tensor differently, so that
+    """intermediate_size is a multiple of 32: silu of torch rounds the last numbers of a tensor differently, so that
     with the PyTorch twins other widths are not exact."""
-    scratch = Scratch(hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_size=64, init_std=0.1)
+    scratch = Scratch(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        initializer_range=0.1,
+    )
     return build(
         Model(scratch=scratch),
         vocab_size=VOCAB,

@@ -238,11 +238,11 @@ def outcome(run: Path) -> dict[str, Any]:
 def sections(*, ahead: int, every: int) -> dict[str, Any]:
     sampling = {"group_size": 4, "sampling": {"max_tokens": 8}}
     return {
-        "rollout": sampling | {"max_staleness": ahead, "sync_every": every},
+        "rollout": sampling | {"max_staleness": ahead, "sync_interval": every},
         "train": {"steps": STEPS, "tasks_per_step": 4, "optimizer": {"lr": 1e-2}},
-        "checkpoint": {"every": 3},
-        "eval": {"every": 4, "at_start": True},
-        "track": {"trackers": ["jsonl"], "rollouts_every": 1},
+        "checkpoint": {"interval": 3},
+        "eval": {"interval": 4, "at_start": True},
+        "track": {"trackers": ["jsonl"], "rollouts_interval": 1},
     }
 
 

@@ -29,7 +29,7 @@ from whet.types import Completion, Sampling, WhetError
 
 T = TypeVar("T")
 HEALTH_S = 0.2
-QUICK: dict[str, Any] = {"health_s": HEALTH_S, "load_s": 0.3, "start_s": 2.0}
+QUICK: dict[str, Any] = {"health_timeout_s": HEALTH_S, "load_s": 0.3, "start_timeout_s": 2.0}
 WEIGHTS = WeightSource(module="weights")
 
 
@@ -317,7 +317,9 @@ def test_a_restart_that_never_ends_is_not_waited_for_for_ever() -> None:
 
     async def story() -> None:
         engine = Faulty()
-        router = Router([Replica("only", engine)], restart=never, restarts=2, **{**QUICK, "start_s": 0.1})
+        router = Router(
+            [Replica("only", engine)], restart=never, restarts=2, **{**QUICK, "start_timeout_s": 0.1}
+        )
         engine.fault = "raise-generate"
         with pytest.raises(WhetError, match=r"0\.1 s for an engine replica|none will come"):
             await ask(router, jobs(1))
@@ -375,14 +377,22 @@ def test_close_ends_every_wait_with_a_reason() -> None:
 
 
 def module() -> PreTrainedModel:
-    """ffn_size is a multiple of 32, so that the PyTorch kernels are exact, too."""
-    scratch = Scratch(hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_size=64, init_std=0.3)
+    """intermediate_size is a multiple of 32, so that the PyTorch kernels are exact, too."""
+    scratch = Scratch(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        initializer_range=0.3,
+    )
     ids: dict[str, Any] = {"vocab_size": VOCAB, "eos_token_id": 1, "pad_token_id": 0}
     return build(Model(scratch=scratch), **ids, seed=0, device="cpu", dtype=torch.float32)
 
 
 def native() -> NativeEngine:
-    return NativeEngine(module(), kernels.load("auto"), end_token_ids=[1], max_context=64, max_batch=8)
+    return NativeEngine(module(), kernels.load("auto"), end_token_ids=[1], max_context=64, max_num_seqs=8)
 
 
 @pytest.mark.parametrize("fault", ["raise-generate", "hang-generate"])
@@ -394,7 +404,7 @@ def test_native_engines_give_the_tokens_of_an_undisturbed_run(fault: str) -> Non
         return await ask(native(), work)
 
     async def disturbed() -> list[Completion]:
-        crew = Crew(3, lambda: Faulty(native()), health_s=1.0, load_s=10.0, start_s=10.0)
+        crew = Crew(3, lambda: Faulty(native()), health_timeout_s=1.0, load_s=10.0, start_timeout_s=10.0)
         crew.engines[0].fault, crew.engines[0].after = fault, 3
         done = await ask(crew.router, work)
         assert len(crew.router.dropped) == 1

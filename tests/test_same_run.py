@@ -26,17 +26,17 @@ name: same
 seed: 0
 model: {path: WORK/model}
 data: {max_prompt_tokens: 12, train: [{path: WORK/words.jsonl}]}
-algorithm: {name: grpo, aggregation: token-mean, normalize_std: false, clip_low: 0.2, clip_high: 0.28, dual_clip: 3.0}
+algorithm: {name: grpo, loss_agg_mode: token-mean, normalize_std: false, clip_low: 0.2, clip_high: 0.28, dual_clip: 3.0}
 rewards: {score: {function: "WORK/reward.py:score"}}
 rollout: {group_size: 4, sampling: {max_tokens: 5}}
 train:
   epochs: 2
   drop_last: true
   tasks_per_step: 8
-  passes: 2
-  micro_rollouts: 4
+  update_epochs: 2
+  micro_batch_rollouts: 4
   optimizer: {lr: 1.0e-2, grad_clip: 0.5}
-checkpoint: {every: 0}
+checkpoint: {interval: 0}
 """
 
 VERL = """
@@ -209,7 +209,7 @@ FILES = {
 
 
 SHARED = {
-    "advantage_low", "advantage_high", "aggregation", "correction", "drop_uniform_groups", "entropy_coef", "groups",
+    "advantage_low", "advantage_high", "aggregation", "correction", "dynamic_sampling", "entropy_coef", "groups",
     "kl", "kind", "loss", "mix", "positive_nll_coef", "refill", "resample", "reward_kl", "settings", "whiten",
 }  # fmt: skip
 """What makes an algorithm. Not its name and advantage: Trinity-RFT can say GRPO without the deviation as rec only."""
@@ -226,8 +226,8 @@ def learning(config: Config) -> dict[str, Any]:
         "steps": (made.total_steps, made.tasks_per_step, made.group_size, made.minibatches, made.passes),
         "sampling": config.rollout.sampling,
         "temperature": config.train.temperature or config.rollout.sampling.temperature,
-        "micro": (config.train.micro_rollouts, config.train.micro_tokens),
-        "optimizer": made.optimizer.model_copy(update={"schedule": made.optimizer.schedule.kind}),
+        "micro": (config.train.micro_batch_rollouts, config.train.micro_batch_tokens),
+        "optimizer": made.optimizer.model_copy(update={"schedule": made.optimizer.schedule.type}),
         "warmup": made.optimizer.schedule.warmup_steps or 0,
         "rewards": config.rewards,
     }
@@ -253,7 +253,15 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer = load_tokenizer(Tokenizer(build="chars"), model_path=None, texts=["abcdefgh"])
     model = build(
-        Model(scratch=Scratch(hidden_size=32, layers=1, heads=2, ffn_size=64, max_positions=64)),
+        Model(
+            scratch=Scratch(
+                hidden_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                intermediate_size=64,
+                max_position_embeddings=64,
+            )
+        ),
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -267,7 +275,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-MORE = ["machine.threads=1", "track.trackers=[jsonl]", "checkpoint.export=true", "machine.exact=on"]
+MORE = ["machine.threads=1", "track.trackers=[jsonl]", "checkpoint.export=true", "machine.logprob_parity=on"]
 """What the other systems leave to the machine, and the weights to compare."""
 
 

@@ -24,28 +24,28 @@ def test_constant() -> None:
 
 
 def test_linear() -> None:
-    schedule = Schedule(kind="linear", warmup_steps=2, min_factor=0.1)
+    schedule = Schedule(type="linear", warmup_steps=2, min_lr_ratio=0.1)
     assert curve(schedule, 6) == pytest.approx([1 / 3, 2 / 3, 1.0, 0.775, 0.55, 0.325, 0.1])
 
 
 def test_cosine() -> None:
     half = math.sqrt(0.5)
     want = [1.0, (1 + half) / 2, 0.5, (1 - half) / 2, 0.0]
-    assert curve(Schedule(kind="cosine"), 4) == pytest.approx(want)
+    assert curve(Schedule(type="cosine"), 4) == pytest.approx(want)
 
 
 def test_cosine_with_a_whole_wave_comes_back() -> None:
-    assert curve(Schedule(kind="cosine", cycles=1.0, min_factor=0.2), 4) == pytest.approx(
+    assert curve(Schedule(type="cosine", num_cycles=1.0, min_lr_ratio=0.2), 4) == pytest.approx(
         [1, 0.6, 0.2, 0.6, 1]
     )
 
 
 def test_inverse_sqrt() -> None:
-    schedule = Schedule(kind="inverse_sqrt", warmup_steps=4, warmup_ends="start", min_factor=0.45)
+    schedule = Schedule(type="inverse_sqrt", warmup_steps=4, warmup_ends="start", min_lr_ratio=0.45)
     assert curve(schedule, 40, range(5)) == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
     assert factor(schedule, 16, 40) == pytest.approx(0.5), "sqrt(4/16)"
     assert factor(schedule, 36, 40) == pytest.approx(0.45), "sqrt(4/36) is below the floor"
-    bare = Schedule(kind="inverse_sqrt")
+    bare = Schedule(type="inverse_sqrt")
     assert curve(bare, 40, range(5)) == pytest.approx([1, 1, math.sqrt(1 / 2), math.sqrt(1 / 3), 0.5])
 
 
@@ -59,19 +59,19 @@ def test_inverse_sqrt() -> None:
     ],
 )
 def test_wsd_is_flat_then_falls(shape: str, want: list[float]) -> None:
-    schedule = Schedule(kind="wsd", decay_steps=4, decay_shape=shape, min_factor=0.5)  # type: ignore[arg-type]
+    schedule = Schedule(type="wsd", decay_steps=4, decay_type=shape, min_lr_ratio=0.5)  # type: ignore[arg-type]
     assert curve(schedule, 10) == pytest.approx([1.0] * 6 + [0.5 + 0.5 * g for g in want])
 
 
 def test_the_length_of_a_decay_as_a_fraction_of_all_steps() -> None:
-    schedule = Schedule(kind="wsd", warmup_steps=5, warmup_ends="peak", decay_fraction=0.45, min_factor=0.2)
+    schedule = Schedule(type="wsd", warmup_steps=5, warmup_ends="peak", decay_ratio=0.45, min_lr_ratio=0.2)
     assert curve(schedule, 10, range(5, 11)) == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2]), (
         "floor(4.5) steps"
     )
 
 
 def test_the_decay_takes_no_more_than_the_warm_up_leaves() -> None:
-    schedule = Schedule(kind="wsd", decay_fraction=1.0, warmup_steps=4, warmup_ends="peak")
+    schedule = Schedule(type="wsd", decay_ratio=1.0, warmup_steps=4, warmup_ends="peak")
     assert curve(schedule, 8) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
 
 
@@ -86,7 +86,7 @@ def test_the_decay_takes_no_more_than_the_warm_up_leaves() -> None:
 )
 @pytest.mark.parametrize("start", [0.0, 0.4])
 def test_the_ends_of_the_warm_up(ends: str, want: list[float], start: float) -> None:
-    schedule = Schedule(warmup_steps=4, warmup_ends=ends, warmup_start=start)  # type: ignore[arg-type]
+    schedule = Schedule(warmup_steps=4, warmup_ends=ends, warmup_start_ratio=start)  # type: ignore[arg-type]
     assert curve(schedule, 9, range(5)) == pytest.approx([start + (1 - start) * w for w in want])
 
 
@@ -95,10 +95,10 @@ def test_a_warm_up_of_one_step_that_is_both_ends_is_at_the_peak() -> None:
 
 
 def test_a_schedule_may_end_before_the_stage_and_counts_its_fractions_by_its_own_length() -> None:
-    schedule = Schedule(kind="linear", total_steps=5, warmup_fraction=0.2, min_factor=0.1)
+    schedule = Schedule(type="linear", total_steps=5, warmup_ratio=0.2, min_lr_ratio=0.1)
     assert warmup_steps(schedule, 100) == 1
     assert curve(schedule, 8) == pytest.approx([0.5, 1.0, 0.775, 0.55, 0.325, 0.1, 0.1, 0.1, 0.1])
-    assert warmup_steps(Schedule(warmup_fraction=0.2), 100) == 20
+    assert warmup_steps(Schedule(warmup_ratio=0.2), 100) == 20
 
 
 def test_the_unit_is_the_optimizer_step_or_the_training_step() -> None:
@@ -109,7 +109,7 @@ def test_the_unit_is_the_optimizer_step_or_the_training_step() -> None:
 
 def test_weight_decay_goes_to_its_end() -> None:
     def ramp(shape: str, end: float | None, steps: range) -> list[float]:
-        schedule = Schedule(weight_decay_end=end, weight_decay_shape=shape)  # type: ignore[arg-type]
+        schedule = Schedule(weight_decay_end=end, weight_decay_type=shape)  # type: ignore[arg-type]
         return [weight_decay(Optimizer(weight_decay=0.1, schedule=schedule), s, 4) for s in steps]
 
     assert ramp("linear", None, range(3)) == [0.1, 0.1, 0.1]
@@ -191,7 +191,7 @@ def agree(schedule: Schedule, total: int, want: list[float]) -> None:
 def test_verl_cosine(lengths: tuple[int, int], f: float, c: float) -> None:
     N, W = lengths
     ours = Schedule(
-        kind="cosine", warmup_steps=W, warmup_ends="start", warmup_start=f, min_factor=f, cycles=c
+        type="cosine", warmup_steps=W, warmup_ends="start", warmup_start_ratio=f, min_lr_ratio=f, cycles=c
     )
     agree(ours, N, [verl_cosine(s, W=W, N=N, f=f, c=c) for s in range(N)])
 
@@ -201,26 +201,26 @@ def test_verl_wsd(lengths: tuple[int, int], f: float, c: float, ratio: float) ->
     N, W = lengths
     decay = N - W - math.floor(ratio * (N - W))
     ours = Schedule(
-        kind="wsd",
+        type="wsd",
         warmup_steps=W,
         warmup_ends="start",
         decay_steps=decay,
-        decay_shape="cosine",
+        decay_type="cosine",
         cycles=c,
-        min_factor=f,
+        min_lr_ratio=f,
     )
     agree(ours, N, [verl_wsd(s, W=W, N=N, f=f, c=c, ratio=ratio) for s in range(N)])
 
 
 STYLES = {
-    "constant": {"kind": "constant"},
-    "linear": {"kind": "linear"},
-    "cosine": {"kind": "cosine"},
-    "inverse-square-root": {"kind": "inverse_sqrt"},
-    "WSD linear": {"kind": "wsd", "decay_shape": "linear"},
-    "WSD cosine": {"kind": "wsd", "decay_shape": "cosine"},
-    "WSD exponential": {"kind": "wsd", "decay_shape": "exponential"},
-    "WSD minus_sqrt": {"kind": "wsd", "decay_shape": "minus_sqrt"},
+    "constant": {"type": "constant"},
+    "linear": {"type": "linear"},
+    "cosine": {"type": "cosine"},
+    "inverse-square-root": {"type": "inverse_sqrt"},
+    "WSD linear": {"type": "wsd", "decay_type": "linear"},
+    "WSD cosine": {"type": "wsd", "decay_type": "cosine"},
+    "WSD exponential": {"type": "wsd", "decay_type": "exponential"},
+    "WSD minus_sqrt": {"type": "wsd", "decay_type": "minus_sqrt"},
 }
 
 
@@ -232,7 +232,7 @@ def test_megatron(style: str, lengths: tuple[int, int], data: st.DataObject) -> 
     K = data.draw(st.integers(1, D - W))
     lr, low, init = 2e-3, data.draw(FACTORS) * 2e-3, data.draw(FACTORS) * 2e-3
     ours = Schedule(
-        **STYLES[style], warmup_steps=W, warmup_ends="start", warmup_start=init / lr, min_factor=low / lr,
+        **STYLES[style], warmup_steps=W, warmup_ends="start", warmup_start_ratio=init / lr, min_lr_ratio=low / lr,
         total_steps=D, decay_steps=K,
     )  # fmt: skip
     want = [megatron(s, style=style, W=W, D=D, K=K, lr=lr, init=init, low=low) / lr for s in range(D + 5)]
@@ -244,8 +244,8 @@ def test_cosmos(lengths: tuple[int, int], f: float, shape: str, data: st.DataObj
     T, w = lengths
     d = data.draw(st.integers(1, T - w))
     ours = Schedule(
-        kind="wsd", warmup_steps=w, warmup_ends="peak", decay_steps=d, min_factor=f,
-        decay_shape="minus_sqrt" if shape == "sqrt" else shape,  # type: ignore[arg-type]
+        type="wsd", warmup_steps=w, warmup_ends="peak", decay_steps=d, min_lr_ratio=f,
+        decay_type="minus_sqrt" if shape == "sqrt" else shape,  # type: ignore[arg-type]
     )  # fmt: skip
     agree(ours, T, [cosmos(k, w=w, d=d, T=T, shape=shape, f=f) for k in range(T)])
 
@@ -271,7 +271,7 @@ def test_every_factor_is_between_floor_and_peak(
 ) -> None:
     """Also where the warm-up is longer than the stage, and after its end."""
     ours = Schedule(
-        kind=kind, warmup_steps=warmup, warmup_ends=ends, warmup_start=start, min_factor=low  # type: ignore[arg-type]
+        kind=kind, warmup_steps=warmup, warmup_ends=ends, warmup_start_ratio=start, min_lr_ratio=low  # type: ignore[arg-type]
     )  # fmt: skip
     for step in range(total + 20):
         least = start if step < warmup else low

@@ -42,8 +42,8 @@ ROOT = Path(__file__).parents[1]
 MINE = "tests/secretive.py"
 
 PLANTED = {
-    "guard.env": "sk-judge/one+0001",
-    "guard.env of a plain name": "https://hooks.example/T0001/B0002",
+    "reward_workers.env": "sk-judge/one+0001",
+    "reward_workers.env of a plain name": "https://hooks.example/T0001/B0002",
     "argument by oc.env": "ref-3c9f0003",
     "argument by oc.env of a plain key": "hdr-3c9f0004",
     "plain api_key": 'pl"ain 0005 kéy',
@@ -70,7 +70,7 @@ PLANTED = {
 STORE = f"://me:{PLANTED['password in buffer.url']}@127.0.0.1:1/db?sslpassword={PLANTED['sslpassword in buffer.url']}"
 
 VARIABLES = {
-    "JUDGE_KEY": PLANTED["guard.env"],
+    "JUDGE_KEY": PLANTED["reward_workers.env"],
     "MY_TOKEN": PLANTED["argument by oc.env"],
     "HEADER_TOKEN": PLANTED["argument by oc.env of a plain key"],
     "SAID_AT_IMPORT_TOKEN": PLANTED["environment variable printed at import"],
@@ -86,7 +86,13 @@ def config(run_dir: Path, **over: Any) -> dict[str, Any]:
     return {
         "run_dir": str(run_dir),
         "model": {
-            "scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 32, "max_positions": 32}
+            "scratch": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "intermediate_size": 32,
+                "max_position_embeddings": 32,
+            }
         },
         "tokenizer": {"build": "chars"},
         "imports": [MINE],
@@ -135,18 +141,21 @@ def config(run_dir: Path, **over: Any) -> dict[str, Any]:
             "cutting": {"function": f"{MINE}:cutting", "arguments": {"api_key": PLANTED["cut in the midst"]}},
         },
         "guard": {
-            "env": {"JUDGE_KEY": "${oc.env:JUDGE_KEY}", "PLAIN": PLANTED["guard.env of a plain name"]},
+            "env": {
+                "JUDGE_KEY": "${oc.env:JUDGE_KEY}",
+                "PLAIN": PLANTED["reward_workers.env of a plain name"],
+            },
             "max_failure_rate": 1.0,
         },
         "rollout": {"group_size": 2, "sampling": {"max_tokens": 4}},
         "train": {"steps": 2, "tasks_per_step": 4, "optimizer": {"lr": 1e-2}},
-        "eval": {"every": 1, "log_samples": 2},
-        "checkpoint": {"every": 1},
+        "eval": {"interval": 1, "log_samples": 2},
+        "checkpoint": {"interval": 1},
         "machine": {"threads": 1},
         "track": {
             "trackers": ["console", "jsonl", "tensorboard"],
             "log_level": "debug",
-            "batches_every": 1,
+            "batches_interval": 1,
             "rollouts_dump": f"{run_dir}/dumped/{{stage}}-{{step}}.parquet",
         },
     } | over
@@ -224,7 +233,7 @@ def test_no_secret_stands_in_the_words_of_a_run_that_fails(
     key = PLANTED["plain api_key"]
     overrides = []
     if how == "loss":
-        half["algorithm"] = {"loss": f"{MINE}:loss", "drop_uniform_groups": False}
+        half["algorithm"] = {"loss": f"{MINE}:loss", "dynamic_sampling": False}
     elif how == "rows":
         half["data"]["train"] = [{"function": f"{MINE}:rows", "arguments": {"api_key": key}}]
     elif how == "data path":
@@ -284,7 +293,11 @@ def test_a_config_keeps_its_references_and_can_be_read_again(
     assert again["rewards"]["deep"]["arguments"]["credentials"] == {"who": "***", "what": "***"}
     with pytest.raises(ConfigError) as caught:
         plans(load(None, (), again))
-    for key in ("rewards.over.arguments.api_key", "rewards.deep.arguments.password", "guard.env.PLAIN"):
+    for key in (
+        "rewards.over.arguments.api_key",
+        "rewards.deep.arguments.password",
+        "reward_workers.env.PLAIN",
+    ):
         assert key in str(caught.value), "what was left out is not given to a reward as it stands"
     assert "rewards.quoting.arguments.api_key" not in str(caught.value)
 
@@ -306,11 +319,11 @@ def test_an_environments_exception_and_its_group_in_a_store(tmp_path: Path) -> N
     from whet.rollout.episode import play_groups
     from whet.rollout.scripted import ScriptedEngine
 
-    learn({"guard": {"env": {"JUDGE_KEY": PLANTED["guard.env"]}}})
+    learn({"guard": {"env": {"JUDGE_KEY": PLANTED["reward_workers.env"]}}})
 
     class Broken:
         async def first(self) -> list[Message]:
-            raise RuntimeError(f"no entry with {PLANTED['guard.env']}")
+            raise RuntimeError(f"no entry with {PLANTED['reward_workers.env']}")
 
         async def step(self, message: Message) -> Any:
             raise NotImplementedError
@@ -324,7 +337,7 @@ def test_an_environments_exception_and_its_group_in_a_store(tmp_path: Path) -> N
     (group,) = asyncio.run(played)
     error = group.rollouts[0].error
     assert error is not None
-    assert error.startswith("RuntimeError: no entry with <redacted:guard.env.JUDGE_KEY> (")
+    assert error.startswith("RuntimeError: no entry with <redacted:reward_workers.env.JUDGE_KEY> (")
     for kind in ("sqlite", "files"):
         store = open_store(f"{kind}:///{tmp_path}/{kind}", queue="q", order="arrival")
         (place,) = store.reserve("e", 1, capacity=4, rollouts=1, lease_s=60.0)
@@ -366,7 +379,7 @@ def test_a_rank_prints_none_of_the_drivers_secrets(capfd: pytest.CaptureFixture[
     secrets.learn("rewards.a.arguments.api_key", "sk-of-the-config-1234")
     try:
         ranks = Ranks(Dims(dp_replicate=1), timeout_s=60.0)
-        sgd = Optimizer(kind="sgd", lr=0.02)
+        sgd = Optimizer(name="sgd", lr=0.02)
         many = RankGroup(ranks, "policy", tiny_model(), cut=CUT, optimizer=sgd, total_steps=4)
         with pytest.raises(WhetError, match=r"ZeroDivisionError: <redacted:rewards\.a\.arguments\.api_key>"):
             many.update(weighted(), printing)
@@ -544,7 +557,7 @@ def test_an_engine_elsewhere_prints_none_of_the_configs_secrets(monkeypatch: pyt
     cfg = Config.model_validate({"rollout": {"replicas": 1}})
     secrets.learn("rewards.judge.arguments.api_key", key)
     spec = engines.spec_of(
-        [MagicMock(max_batch=2, max_sequence_tokens=8)],
+        [MagicMock(max_num_seqs=2, max_sequence_tokens=8)],
         tiny_model(layers=1),
         cfg=cfg,
         tokenizer=build("chars", 61, ["abc"]),

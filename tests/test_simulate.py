@@ -15,7 +15,7 @@ from whet.track.costs import measured
 from whet.types import DataError
 
 COSTS = Costs(rollout_s=[2.0], train_s=3.0, sync_s=0.5, score_s=0.25, slots=4)
-IN_TURN = Schedule(mode="alternate", groups_per_step=4, group_size=2, steps=10)
+IN_TURN = Schedule(mode="synchronous", groups_per_step=4, group_size=2, steps=10)
 
 
 def test_in_turn_by_hand() -> None:
@@ -29,37 +29,41 @@ def test_in_turn_by_hand() -> None:
 
 def test_ahead_by_hand() -> None:
     """One round of 5 s first; then nine steps of 5 s (exploring is the slower side) and a last one of 3 s."""
-    found = simulate(COSTS, replace(IN_TURN, mode="overlap", max_staleness=1))
+    found = simulate(COSTS, replace(IN_TURN, mode="overlapped", max_staleness=1))
     assert found.seconds == pytest.approx(5 + 9 * 5 + 3 + 10 * 0.5)
 
 
 def test_free_by_hand() -> None:
     """One rollout a group, one group a step, one place: a rollout ends every 2 s, training takes 1 s beside it."""
     costs = Costs(rollout_s=[2.0], train_s=1.0, slots=1)
-    found = simulate(costs, Schedule(mode="free", groups_per_step=1, group_size=1, max_staleness=1, steps=6))
+    found = simulate(
+        costs, Schedule(mode="asynchronous", groups_per_step=1, group_size=1, max_staleness=1, steps=6)
+    )
     assert found.seconds == pytest.approx(6 * 2 + 1)
     assert found.given_up == 0
-    on_policy = simulate(costs, Schedule(mode="free", groups_per_step=1, group_size=1, steps=6))
+    on_policy = simulate(costs, Schedule(mode="asynchronous", groups_per_step=1, group_size=1, steps=6))
     assert on_policy.seconds == pytest.approx(6 * 3)
 
 
 def test_a_straggler_is_given_up() -> None:
     """A rollout that never ends holds its place until it is too old; in turn, the step waits for it."""
     costs = Costs(rollout_s=[1.0] * 29 + [1e9], train_s=1.0, slots=64)
-    schedule = Schedule(mode="free", groups_per_step=4, group_size=1, max_staleness=2, spare=4, steps=100)
+    schedule = Schedule(
+        mode="asynchronous", groups_per_step=4, group_size=1, max_staleness=2, spare=4, steps=100
+    )
     found = simulate(costs, schedule)
     assert found.step_s < 5
     assert found.given_up > 0
-    assert simulate(costs, replace(schedule, mode="alternate", spare=0)).step_s > 1e6
+    assert simulate(costs, replace(schedule, mode="synchronous", spare=0)).step_s > 1e6
 
 
-@pytest.mark.parametrize("mode", ["alternate", "overlap", "free"])
+@pytest.mark.parametrize("mode", ["synchronous", "overlapped", "asynchronous"])
 @pytest.mark.parametrize("seed", range(5))
 def test_never_faster_than_the_slower_side(mode: Mode, seed: int) -> None:
     lengths = [0.1 * 1.1**n for n in range(40)]
     costs = Costs(rollout_s=lengths, train_s=0.7, sync_s=0.1, slots=16)
     schedule = Schedule(
-        mode=mode, groups_per_step=8, group_size=4, max_staleness=mode != "alternate", steps=100
+        mode=mode, groups_per_step=8, group_size=4, max_staleness=mode != "synchronous", steps=100
     )
     found = simulate(costs, schedule, seed=seed)
     assert found.trainer_busy <= 1
@@ -72,11 +76,13 @@ def test_more_staleness_is_never_slower_by_much() -> None:
     lengths = [0.1 * 1.1**n for n in range(40)]
     costs = Costs(rollout_s=lengths, train_s=1.0, slots=64)
     times = [
-        simulate(costs, Schedule(mode="free", groups_per_step=8, group_size=4, max_staleness=k)).step_s
+        simulate(
+            costs, Schedule(mode="asynchronous", groups_per_step=8, group_size=4, max_staleness=k)
+        ).step_s
         for k in (0, 1, 2, 4)
     ]
     assert times == sorted(times, reverse=True)
-    assert {way.max_staleness for way in ways(IN_TURN) if way.mode == "free"} == {1, 2, 4}
+    assert {way.max_staleness for way in ways(IN_TURN) if way.mode == "asynchronous"} == {1, 2, 4}
 
 
 def test_costs_of_a_run_and_the_command(tmp_path: Path) -> None:

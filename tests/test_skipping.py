@@ -141,9 +141,9 @@ def test_what_reads_a_rollout_is_named(algorithm: dict[str, Any], skips: str, be
 def test_the_key_and_the_router_turn_it_off() -> None:
     grpo = resolve(schema.Algorithm(name="grpo"))
     assert skipping(grpo, schema.Train(skip_zero_weight=False)).skips == "nothing"
-    router = skipping(grpo, schema.Train(router_aux_coef=0.1))
+    router = skipping(grpo, schema.Train(router_aux_loss_coef=0.1))
     assert router.skips == "nothing"
-    assert "train.router_aux_coef" in router.why
+    assert "train.router_aux_loss_coef" in router.why
 
 
 # ---------------------------------------------------------------- the same gradient

@@ -41,7 +41,7 @@ class Door:
     """A policy or reference that counts the tokens that go through its decoder, and keeps each step's gradients."""
 
     def __init__(self, *, learns: bool = True, optimizer: schema.Optimizer | None = None) -> None:
-        chosen = optimizer or schema.Optimizer(kind="adamw", lr=1e-3, weight_decay=0.1)
+        chosen = optimizer or schema.Optimizer(name="adamw", lr=1e-3, weight_decay=0.1)
         how: dict[str, Any] = {"optimizer": chosen, "total_steps": 8} if learns else {}
         self.engine = TorchEngine(tiny_model(), kernels.load("auto"), cut=CUT, **how)
         self.tokens, self.gradients = 0, []
@@ -98,7 +98,7 @@ def needed(rollout: Rollout) -> int:
     return max(n for n, m in enumerate(rollout.mask) if m)
 
 
-PARTS = {"train": {"minibatches": 3, "passes": 2}}
+PARTS = {"train": {"minibatches": 3, "update_epochs": 2}}
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ PARTS = {"train": {"minibatches": 3, "passes": 2}}
         ({1, 4}, {}),
         ({0, 1, 2, 5}, PARTS),
         ({0, 1, 2, 3, 4, 5}, PARTS),
-        ({0, 1, 2, 3, 4, 5}, {"train": {"minibatches": 2, "passes": 2, "shuffle_passes": True}}),
-        ({0, 1, 2}, {"loss": "cispo", "aggregation": "token-mean"}),
+        ({0, 1, 2, 3, 4, 5}, {"train": {"minibatches": 2, "update_epochs": 2, "shuffle_minibatches": True}}),
+        ({0, 1, 2}, {"loss": "cispo", "loss_agg_mode": "token-mean"}),
         ({0, 1, 2}, {"loss": "gspo", "clip_low": 0.2, "clip_high": 0.2, "advantage": "rloo"}),
         ({0, 3}, {"correction": {"weight": "token", "high": 2.0}}),
         ({0, 3}, {"name": "optimal_token_baseline"}),
@@ -124,7 +124,7 @@ def test_gradients_moments_and_weights_are_those_of_all_rollouts(
         assert_near(mine, theirs, 2e-5)
     assert one.engine.optimizer is not None
     assert all_of_it.engine.optimizer is not None
-    moments, wanted = one.engine.optimizer.state(), all_of_it.engine.optimizer.state()
+    moments, wanted = one.engine.optimizer.state_dtype(), all_of_it.engine.optimizer.state_dtype()
     assert_near({n: x.float() for n, x in moments.items()}, {n: x.float() for n, x in wanted.items()}, 4e-5)
     assert one.engine.optimizer.counts() == all_of_it.engine.optimizer.counts()
     assert torch.equal(batch.adv_N, whole.adv_N)  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ def test_reference_and_old_log_probs_of_masked_rollouts_cost_nothing() -> None:
     groups = rewarded({0, 1})
     cut_short = replace(groups[3].rollouts[0], finish_reason="length")
     groups[3] = Group(groups[3].task, (cut_short, *groups[3].rollouts[1:]))
-    keys = {"kl": {"coef": 0.1}, "groups": {"unfinished": "mask"}}
+    keys = {"kl": {"coef": 0.1}, "groups": {"truncated": "mask"}}
     batch, _, _ = learn_step(stage(policy, skip=True, reference=reference, **keys), groups)
     tokens = sum(needed(r) for g in groups for r in g.rollouts) - needed(cut_short)
     assert batch.logp_ref_N is not None
@@ -191,7 +191,7 @@ def test_ranks_that_have_nothing_left_keep_step() -> None:
     batch = weighted()
     one_left = computed(replace(batch, skipped_R=torch.arange(batch.rollouts) != 4))
     assert one_left.rollouts == 1
-    optimizer = schema.Optimizer(kind="sgd", lr=0.02)
+    optimizer = schema.Optimizer(name="sgd", lr=0.02)
     alone = TorchEngine(tiny_model(), kernels.load("auto"), cut=CUT, optimizer=optimizer, total_steps=4)
     ranks = Ranks(Dims(dp_shard=2), timeout_s=60.0, open_lines=near)
     try:
@@ -220,7 +220,7 @@ RUN: dict[str, Any] = {
     "rollout": {"group_size": 4, "sampling": {"max_tokens": 5, "ignore_eos": True}},
     "train": {"steps": 3, "tasks_per_step": 8, "minibatches": 2, "optimizer": {"lr": 1e-2}},
     "algorithm": {"name": "grpo", "old_logprobs": "recompute"},
-    "track": {"trackers": ["jsonl"], "batches_every": 1},
+    "track": {"trackers": ["jsonl"], "batches_interval": 1},
 }
 
 

@@ -140,8 +140,8 @@ def test_batches_by_hand() -> None:
     assert run.batches(v) == {
         "train.tasks_per_step": 32,
         "train.minibatches": 4,
-        "train.micro_rollouts": 2,
-        "train.micro_rollouts_forward": 4,
+        "train.micro_batch_rollouts": 2,
+        "train.forward_micro_batch_rollouts": 4,
     }
 
 
@@ -227,7 +227,7 @@ def test_who_has_gpus_of_its_own(
             trainer__algorithm__use_kl_loss=kl,
         )
     )
-    assert found.get("train.parallel.apart", []) == wanted
+    assert found.get("train.parallel.separate_ranks", []) == wanted
 
 
 def test_engines() -> None:
@@ -298,7 +298,7 @@ def test_evaluation() -> None:
         values(data__val_data=["v/a.parquet", "v/b.parquet"], trainer__eval_before_train=False)
     )
     assert [on[f"data.eval.{n}.name"] for n in (0, 1)] == ["a", "b"]
-    assert (on["eval.every"], on["eval.at_start"], on["eval.at_end"]) == (5, False, True)
+    assert (on["eval.interval"], on["eval.at_start"], on["eval.at_end"]) == (5, False, True)
     assert (on["eval.samples"], on["eval.sampling.max_tokens"], on["data.exclude_eval"]) == (1, 1024, False)
     same = run.evaluation(values(data__val_data=["x/a.parquet", "y/a.parquet"]))
     assert [same[f"data.eval.{n}.name"] for n in (0, 1)] == ["x/a.parquet", "y/a.parquet"]
@@ -326,15 +326,15 @@ def test_resume_that_does_not_fit() -> None:
 
 
 def test_checkpoints_exports_and_trackers() -> None:
-    assert run.checkpoints(values()) == {"checkpoint.every": 10, "checkpoint.keep": None}
+    assert run.checkpoints(values()) == {"checkpoint.interval": 10, "checkpoint.keep": None}
     few = values(trainer__ckpt_interval=-1, trainer__max_ckpts_to_keep=2)
-    assert run.checkpoints(few) == {"checkpoint.every": 0, "checkpoint.keep": 2}
+    assert run.checkpoints(few) == {"checkpoint.interval": 0, "checkpoint.keep": 2}
     assert "must not be 0" in refusal(run.checkpoints, trainer__max_ckpts_to_keep=0)
     assert run.export(values()) == {"checkpoint.export": False}
     exports = values(trainer__hf_save_interval=5, trainer__export_path="out/", trainer__run_name="a")
     assert run.export(exports) == {
         "checkpoint.export": True,
-        "checkpoint.export_every": 5,
+        "checkpoint.export_interval": 5,
         "checkpoint.export_dir": "out/skyrl/a",
     }
     assert run.trackers(values()) == {"track.trackers": ["wandb", "jsonl"]}
@@ -342,7 +342,7 @@ def test_checkpoints_exports_and_trackers() -> None:
     assert run.trackers(both) == {"track.trackers": ["console", "mlflow", "tensorboard", "jsonl"]}
     assert "coming" in refusal(run.trackers, trainer__logger="vemlp_wandb")
     assert run.dump(values(trainer__dump_data_batch=True, trainer__export_path="out")) == {
-        "track.batches_every": 1,
+        "track.batches_interval": 1,
         "track.batches_dump": "out/dumped_data/global_step_{step}_training_input.parquet",
         "track.eval_dump": "out/dumped_eval/global_step_{step}_eval_results/{source}.jsonl",
     }

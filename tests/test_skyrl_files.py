@@ -52,14 +52,14 @@ def test_a_ppo_file_in_newer_names() -> None:
     assert (cfg.algorithm.name, cfg.algorithm.lam, cfg.algorithm.dual_clip) == ("ppo", 0.95, 3.0)
     assert (cfg.algorithm.kl.coef, cfg.algorithm.reward_kl.estimator) == (0.0, "k1")
     assert cfg.algorithm.aggregation == "token-mean"
-    assert (cfg.critic.path, cfg.critic.clip_value, cfg.critic.optimizer.lr) == ("models/chat", None, 5e-6)
+    assert (cfg.critic.path, cfg.critic.value_clip, cfg.critic.optimizer.lr) == ("models/chat", None, 5e-6)
     assert cfg.critic.optimizer.schedule == schema.Schedule(
-        kind="cosine", warmup_steps=20, warmup_ends="start"
+        type="cosine", warmup_steps=20, warmup_ends="start"
     )
     assert cfg.train.optimizer.schedule.warmup_steps == 10
-    assert cfg.train.optimizer.grad_clip is None
-    assert (cfg.train.minibatches, cfg.train.micro_rollouts, cfg.rollout.sampling.top_k) == (2, 8, 50)
-    assert cfg.checkpoint == schema.Checkpoint(every=0, keep=3, resume="fresh", export=False)
+    assert cfg.train.optimizer.max_grad_norm is None
+    assert (cfg.train.minibatches, cfg.train.micro_batch_rollouts, cfg.rollout.sampling.top_k) == (2, 8, 50)
+    assert cfg.checkpoint == schema.Checkpoint(interval=0, keep=3, resume="fresh", export=False)
     assert cfg.track.trackers == ("console", "tensorboard", "jsonl")
 
 
@@ -134,7 +134,13 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tokenizer = load_tokenizer(schema.Tokenizer(build="chars"), model_path=None, texts=["abcdefghijk"])
     model = build(
         schema.Model(
-            scratch=schema.Scratch(hidden_size=32, layers=1, heads=2, ffn_size=64, max_positions=64)
+            scratch=schema.Scratch(
+                hidden_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                intermediate_size=64,
+                max_position_embeddings=64,
+            )
         ),
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
@@ -166,21 +172,21 @@ def test_a_run_equals_the_native_one_to_the_bit(work: Path) -> None:
         },
         "algorithm": {
             "name": "grpo",
-            "aggregation": "seq-mean-token-mean",
+            "loss_agg_mode": "seq-mean-token-mean",
             "clip_high": 0.28,
             "kl": {"coef": 0.01, "estimator": "k3"},
         },
         "rewards": {"score": {"function": f"{work}/reward.py:score"}},
-        "rollout": {"group_size": 4, "max_batch": 64, "sampling": {"max_tokens": 5}},
+        "rollout": {"group_size": 4, "max_num_seqs": 64, "sampling": {"max_tokens": 5}},
         "train": {
             "epochs": 4,
             "tasks_per_step": 8,
             "minibatches": 2,
-            "micro_rollouts": 8,
+            "micro_batch_rollouts": 8,
             "optimizer": {"lr": 1e-2, "grad_clip": 0.5},
         },
-        "eval": {"every": 10},
-        "checkpoint": {"every": 0, "export": False},
+        "eval": {"interval": 10},
+        "checkpoint": {"interval": 0, "export": False},
         "run_dir": str(work / "native"),
     }
     here = whet.train(HERE / "skyrl_letters.yaml")

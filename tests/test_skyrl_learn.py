@@ -89,9 +89,9 @@ def test_losses_and_reductions() -> None:
     kl_cov = values(**{KL + "ppo_loss_type": "kl_cov"})
     assert learn.policy_loss(kl_cov)["algorithm.kl_cov_ratio"] == 0.2
     assert "expected one of regular, dual_clip" in said(**{KL + "ppo_loss_type": "vanilla"})
-    assert learn.reduction(values()) == {"algorithm.aggregation": "seq-mean-token-mean"}
+    assert learn.reduction(values()) == {"algorithm.loss_agg_mode": "seq-mean-token-mean"}
     assert learn.reduction(values(**{KL + "loss_reduction": "seq_mean_token_sum_norm"})) == {
-        "algorithm.aggregation": "seq-mean-token-sum-norm",
+        "algorithm.loss_agg_mode": "seq-mean-token-sum-norm",
         "algorithm.norm_tokens": 512 + 1024,
     }
     assert "write token_mean" in refusal(
@@ -145,19 +145,19 @@ def test_corrections() -> None:
 def test_groups_and_entropy() -> None:
     zero, mask = {"generator__zero_reward_on_non_stop": True}, {"generator__apply_overlong_filtering": True}
     assert learn.groups(values()) == {}
-    assert learn.groups(values(**zero)) == {"algorithm.groups.unfinished": "zero"}
-    assert learn.groups(values(**mask)) == {"algorithm.groups.unfinished": "mask"}
+    assert learn.groups(values(**zero)) == {"algorithm.groups.truncated": "zero"}
+    assert learn.groups(values(**mask)) == {"algorithm.groups.truncated": "mask"}
     with pytest.raises(NotSupportedYet):
         learn.groups(values(**zero, **mask))
     dynamic = KL + "dynamic_sampling__"
     filtered = learn.groups(values(**{dynamic + "type": "filter"}))
-    assert filtered == {"algorithm.drop_uniform_groups": True, "algorithm.max_refills": 29}
+    assert filtered == {"algorithm.dynamic_sampling": True, "algorithm.max_refills": 29}
     with pytest.raises(NotSupportedYet):
         learn.groups(values(**{dynamic + "type": "replace"}))
     assert learn.entropy(values()) == {}
     assert learn.entropy(values(**{KL + "use_entropy_loss": True})) == {
         "algorithm.entropy_coef": 0.01,
-        "algorithm.entropy_aggregation": "token-mean",
+        "algorithm.entropy_agg_mode": "token-mean",
     }
 
 
@@ -168,7 +168,7 @@ def test_an_adaptive_kl_and_a_reference_by_epochs() -> None:
     steered = learn.kl(values(**adaptive, **in_reward))
     assert (steered["algorithm.reward_kl.target"], steered["algorithm.reward_kl.horizon"]) == (0.2, 10000)
     by_epoch: dict[str, Json] = {"trainer__update_ref_every_epoch": True}
-    assert learn.reference(values(**by_epoch)) == {"reference.reset_every_epochs": 1}
+    assert learn.reference(values(**by_epoch)) == {"reference.reset_interval_epochs": 1}
     assert learn.reference(values(**by_epoch, **{KL + "use_kl_loss": False})) == {}
 
 
@@ -183,9 +183,9 @@ def test_optimizers() -> None:
     }
     assert optimizers.policy_optimizer(values(trainer__num_warmup_steps=7)) == {
         **terms,
-        "train.optimizer.grad_clip": 1.0,
+        "train.optimizer.max_grad_norm": 1.0,
         "train.optimizer.decay_all": True,
-        "train.optimizer.schedule.kind": "constant",
+        "train.optimizer.schedule.type": "constant",
         "train.optimizer.schedule.warmup_steps": 7,
         "train.optimizer.schedule.warmup_ends": "start",
     }
@@ -199,8 +199,8 @@ def test_optimizers() -> None:
     assert optimizers.policy_optimizer(own) == {
         **terms,
         "train.optimizer.weight_decay": 0.0,
-        "train.optimizer.grad_clip": None,
-        "train.optimizer.schedule.kind": "cosine",
+        "train.optimizer.max_grad_norm": None,
+        "train.optimizer.schedule.type": "cosine",
         "train.optimizer.schedule.warmup_steps": 3,
         "train.optimizer.schedule.warmup_ends": "start",
     }
@@ -248,15 +248,15 @@ def test_critic() -> None:
     assert optimizers.critic(values(**learning, **gae)) == {
         "critic.path": "m",
         "critic.head": "value_head",
-        "critic.clip_value": None,
-        "critic.aggregation": "seq-mean-token-mean",
+        "critic.value_clip": None,
+        "critic.loss_agg_mode": "seq-mean-token-mean",
         "critic.normalize_decay": 0.99,
         "critic.optimizer.lr": 3e-6,
         "critic.optimizer.betas": [0.9, 0.999],
         "critic.optimizer.weight_decay": 0.01,
-        "critic.optimizer.grad_clip": 1.0,
+        "critic.optimizer.max_grad_norm": 1.0,
         "critic.optimizer.decay_all": True,
-        "critic.optimizer.schedule.kind": "constant",
+        "critic.optimizer.schedule.type": "constant",
         "critic.optimizer.schedule.warmup_steps": 5,
         "critic.optimizer.schedule.warmup_ends": "start",
     }

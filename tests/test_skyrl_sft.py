@@ -54,7 +54,7 @@ def test_a_file_is_recognised_and_translated(tmp_path: Path) -> None:
     assert (cfg.algorithm.name, cfg.model.path, cfg.run_dir) == ("sft", "model", "ckpts")
     assert (cfg.data.train[0].path, cfg.data.train[0].messages) == ("rows.jsonl", "messages")
     assert (cfg.data.train[0].split, cfg.data.train[0].limit, cfg.data.learn_turns) == (None, 16, "last")
-    assert (cfg.train.steps, cfg.train.tasks_per_step, cfg.train.micro_rollouts) == (3, 4, 2)
+    assert (cfg.train.steps, cfg.train.tasks_per_step, cfg.train.micro_batch_rollouts) == (3, 4, 2)
     assert (cfg.data.max_total_tokens, cfg.data.overlong) == (32, "truncate_right")
     assert (cfg.train.optimizer.lr, cfg.train.optimizer.decay_all) == (1e-6, True)
 
@@ -99,7 +99,7 @@ def test_several_datasets_and_older_names() -> None:
     assert sft.training_data(values(dataset_name="a", dataset_split="test"))["data.train.0.split"] == "test"
     evaluated = sft.evaluation(values(eval_dataset_name="org/a", eval_interval=5, eval_dataset_split="test"))
     assert (evaluated["data.eval.0.path"], evaluated["data.eval.0.name"]) == ("org/a", "org_a")
-    assert evaluated["eval.every"] == 5
+    assert evaluated["eval.interval"] == 5
 
 
 def test_the_layout_is_that_of_the_policy() -> None:
@@ -128,7 +128,13 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(schema.Tokenizer(build="chars"), model_path=None, texts=["ab"])
     model = build(
         schema.Model(
-            scratch=schema.Scratch(hidden_size=32, layers=1, heads=2, ffn_size=64, max_positions=64)
+            scratch=schema.Scratch(
+                hidden_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                intermediate_size=64,
+                max_position_embeddings=64,
+            )
         ),
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,

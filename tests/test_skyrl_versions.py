@@ -107,12 +107,12 @@ def test_a_mean_over_tokens_of_micro_batches_of_one_is_one_over_sequences() -> N
         for micro in (1, 2)
     }
     by_sequence = [
-        key for key, mode in modes.items() if mode["algorithm.aggregation"] == "seq-mean-token-mean"
+        key for key, mode in modes.items() if mode["algorithm.loss_agg_mode"] == "seq-mean-token-mean"
     ]
     assert by_sequence == [("train-0.1", 1), ("0.1", 1)]
-    assert learn.reduction(values("doc"))["algorithm.aggregation"] == "seq-mean-token-mean"
+    assert learn.reduction(values("doc"))["algorithm.loss_agg_mode"] == "seq-mean-token-mean"
     legacy = learn.reduction(values("0.2", **{A + "loss_reduction": "token_mean_legacy"}))
-    assert legacy["algorithm.aggregation"] == "seq-mean-token-mean"
+    assert legacy["algorithm.loss_agg_mode"] == "seq-mean-token-mean"
 
 
 def test_max_seq_len_was_overwritten_and_must_be_given_now() -> None:
@@ -130,7 +130,7 @@ def test_a_schedule_ends_with_the_run_in_every_release(version: str) -> None:
     """Until train-0.4 SkyRL itself had its end too early, with several optimizer steps a training step."""
     falling = values(version, trainer__policy__optimizer_config__scheduler="cosine")
     found = optimizers.policy_optimizer(falling)
-    assert found["train.optimizer.schedule.kind"] == "cosine"
+    assert found["train.optimizer.schedule.type"] == "cosine"
     assert "train.optimizer.schedule.total_steps" not in found
 
 
@@ -166,7 +166,7 @@ def test_normalised_rewards_checkpoints_and_engines_by_version() -> None:
         0.99,
         None,
     ]
-    assert [run.checkpoints(values(v)).get("checkpoint.every_epochs") for v in ("0.1", "0.2")] == [None, 1]
+    assert [run.checkpoints(values(v)).get("checkpoint.interval_epochs") for v in ("0.1", "0.2")] == [None, 1]
     assert "remote engines only" in refusal(run.rollout_engine, generator__backend="sglang")
     assert run.rollout_engine(values("train-0.1", generator__backend="sglang"))
 
@@ -215,16 +215,16 @@ def test_deepspeed_clips_by_its_own_norm_where_none_is_given() -> None:
         "deepspeed_config__train__gradient_clipping": 3.0,
         "trainer__policy__optimizer_config__max_grad_norm": 0,
     }
-    assert optimizers.policy_optimizer(values(**given))["train.optimizer.grad_clip"] == 3.0
+    assert optimizers.policy_optimizer(values(**given))["train.optimizer.max_grad_norm"] == 3.0
 
 
 def test_an_asynchronous_run_is_the_free_schedule() -> None:
     given: dict[str, Json] = {"trainer__fully_async__enabled": True}
-    assert run.ahead(values("main", **given)) == {"rollout.schedule": "free", "rollout.max_staleness": 4}
+    assert run.ahead(values("main", **given)) == {"rollout.schedule": "async", "rollout.max_staleness": 4}
     full = values(
         "main", **given, **{A + "zero_variance_filter": True}, trainer__fully_async__sample_full_batch=True
     )
-    assert learn.groups(full) == {"algorithm.drop_uniform_groups": True}
+    assert learn.groups(full) == {"algorithm.dynamic_sampling": True}
     assert run.ahead(values("main")) == {}
 
 

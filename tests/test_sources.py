@@ -291,14 +291,14 @@ def test_rows_without_a_label_have_the_sources(tokenizer):
 
 def test_a_rows_own_system_message_stands_over_the_sources(tokenizer):
     rows = ({"prompt": "a", "sys": "own"}, {"prompt": "b"}, {"prompt": "c", "sys": None})
-    given = [t.prompt for t in tasks_of(tokenizer, *rows, system_column="sys", system="all")]
+    given = [t.prompt for t in tasks_of(tokenizer, *rows, system_prompt_column="sys", system="all")]
     assert [p[0] for p in given] == [Message("system", s) for s in ("own", "all", "all")]
-    given = [t.prompt for t in tasks_of(tokenizer, *rows, system_column="sys")]
+    given = [t.prompt for t in tasks_of(tokenizer, *rows, system_prompt_column="sys")]
     assert given == [(Message("system", "own"), Message("user", "a")), "b", "c"]
-    with pytest.raises(DataError, match=r"no row has a text in column 'system' \(system_column\)"):
-        tasks_of(tokenizer, *rows, system_column="system")
+    with pytest.raises(DataError, match=r"no row has a text in column 'system' \(system_prompt_column\)"):
+        tasks_of(tokenizer, *rows, system_prompt_column="system")
     with pytest.raises(DataError, match="row 1: column 'sys' holds int 3; expected text"):
-        tasks_of(tokenizer, {"prompt": "a", "sys": 3}, system_column="sys")
+        tasks_of(tokenizer, {"prompt": "a", "sys": 3}, system_prompt_column="sys")
 
 
 def test_the_beginning_of_the_reply_is_given_and_not_learned(tokenizer):
@@ -366,7 +366,7 @@ def test_a_reward_that_does_not_judge_a_source_is_not_called():
 
 
 BASE = {
-    "model": {"scratch": {"hidden_size": 32, "layers": 2, "heads": 4}},
+    "model": {"scratch": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}},
     "tokenizer": {"build": "chars"},
     "rewards": {
         "acc": {"function": "exact"},
@@ -453,10 +453,10 @@ def test_a_total_limit_makes_room_for_short_positions():
         "algorithm": {"name": "sft"},
         "data": {"train": [{"path": "a"}], "max_prompt_tokens": 512},
     }
-    sections["model"] = {"scratch": {**BASE["model"]["scratch"], "max_positions": 512}}
+    sections["model"] = {"scratch": {**BASE["model"]["scratch"], "max_position_embeddings": 512}}
     sections["rollout"] = {"sampling": {"max_tokens": 512}}
     del sections["rewards"]
-    with pytest.raises(ConfigError, match=r"= 1024, but model\.scratch\.max_positions is 512"):
+    with pytest.raises(ConfigError, match=r"= 1024, but model\.scratch\.max_position_embeddings is 512"):
         plans(load(None, (), sections))
     assert plans(load(None, ("data.max_total_tokens=512",), sections))
 
@@ -470,7 +470,9 @@ def test_what_a_source_with_everything_reads(tmp_path, tokenizer):
         "z": 1,
     }
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
-    source = Source(path=str(tmp_path / "a.parquet"), messages="m", system_column="x.y", difficulty="d")
+    source = Source(
+        path=str(tmp_path / "a.parquet"), messages="m", system_prompt_column="x.y", difficulty="d"
+    )
     data = Data(train=(source,), order="easy_first")
     (task,) = islice(TaskStream(data.train, data, tokenizer=tokenizer, seed=0).next(1), 1)
     assert task.prompt == (Message("system", "s"), Message("user", "q"))

@@ -21,7 +21,9 @@ def share_of_a(response: str, task: Task) -> float:
 def run(tmp_path: Path, **sections: Any) -> Any:
     tree: dict[str, Any] = {
         "run_dir": str(tmp_path / "run"),
-        "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "head_dim": 16}},
+        "model": {
+            "scratch": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+        },
         "tokenizer": {"build": "chars"},
         "data": {
             "train": [{"rows": ROWS}],
@@ -30,7 +32,7 @@ def run(tmp_path: Path, **sections: Any) -> Any:
         },
         "rollout": {"group_size": 4, "sampling": {"max_tokens": 4}},
         "train": {"steps": 6, "tasks_per_step": 2, "optimizer": {"lr": 1e-2}},
-        "eval": {"at_start": False, "at_end": False, "every": 0},
+        "eval": {"at_start": False, "at_end": False, "interval": 0},
         "machine": {"threads": 1},
         "track": {"trackers": ["jsonl"]},
     }
@@ -53,7 +55,7 @@ def versions(result: Any) -> list[set[int]]:
 
 
 def test_between_syncs_tokens_come_from_the_last_synced_version(tmp_path: Path) -> None:
-    result = run(tmp_path, rollout={"group_size": 4, "sampling": {"max_tokens": 4}, "sync_every": 3})
+    result = run(tmp_path, rollout={"group_size": 4, "sampling": {"max_tokens": 4}, "sync_interval": 3})
     assert versions(result) == [{0}, {0}, {0}, {3}, {3}, {3}]
     lines = [line for line in result.metrics if "train/loss" in line]
     assert [line["train/staleness_mean"] for line in lines] == [0, 1, 2, 0, 1, 2]
@@ -67,8 +69,8 @@ def test_between_syncs_tokens_come_from_the_last_synced_version(tmp_path: Path) 
 def test_an_evaluation_has_the_present_weights(tmp_path: Path) -> None:
     result = run(
         tmp_path,
-        rollout={"group_size": 4, "sampling": {"max_tokens": 4}, "sync_every": 100},
-        eval={"every": 2, "at_start": False, "at_end": False},
+        rollout={"group_size": 4, "sampling": {"max_tokens": 4}, "sync_interval": 100},
+        eval={"interval": 2, "at_start": False, "at_end": False},
     )
     assert versions(result) == [{0}, {0}, {2}, {2}, {4}, {4}]
 

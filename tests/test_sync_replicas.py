@@ -376,7 +376,7 @@ def test_a_replica_that_is_stopped_in_a_broadcast_is_ended_and_the_others_go_on(
     replicas = [Replica(one.label, h, progress=h.progress, end=h.end) for one, h in zip(there, handles)]
 
     async def story() -> None:
-        router = Router(replicas, ship=out.ship, health_s=0.4, load_s=3600.0, version=-1)
+        router = Router(replicas, ship=out.ship, health_timeout_s=0.4, load_s=3600.0, version=-1)
         for version in (1, 2):
             learn(policy, version)
             await router.load_weights(WeightSource(module=policy), version)

@@ -339,7 +339,14 @@ def test_covered_time(spans, covered_ms):
 # ---------------------------------------------------------------- a run
 
 TINY = {
-    "model": {"scratch": {"hidden_size": 16, "layers": 1, "heads": 2, "max_positions": 64}},
+    "model": {
+        "scratch": {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 64,
+        }
+    },
     "tokenizer": {"build": "chars"},
     "data": {
         "train": [{"rows": [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]}],
@@ -347,7 +354,7 @@ TINY = {
     },
     "rollout": {"group_size": 2, "sampling": {"max_tokens": 4}},
     "algorithm": {"name": "grpo", "kl": {"coef": 0.1}},
-    "train": {"steps": 3, "tasks_per_step": 4, "micro_rollouts": 2},
+    "train": {"steps": 3, "tasks_per_step": 4, "micro_batch_rollouts": 2},
     "track": {"trackers": ["jsonl"]},
     "checkpoint": {"export": False},
 }

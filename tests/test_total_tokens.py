@@ -1,4 +1,4 @@
-"""`data.max_total_tokens` ends rollouts, and `checkpoint.every_epochs` saves at the end of epochs."""
+"""`data.max_total_tokens` ends rollouts, and `checkpoint.interval_epochs` saves at the end of epochs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_an_environment_says_counts_too() -> None:
 
 
 BASE: dict[str, Any] = {
-    "model": {"scratch": {"hidden_size": 16, "layers": 1, "heads": 2, "max_positions": 24}},
+    "model": {"scratch": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 24}},
     "tokenizer": {"build": "chars"},
     "data": {
         "train": [{"rows": [{"prompt": f"{n}>", "answer": "a"} for n in range(10)]}], "max_prompt_tokens": 8,
@@ -78,7 +78,7 @@ BASE: dict[str, Any] = {
     "rewards": {"right": {"function": "exact"}},
     "rollout": {"group_size": 2, "sampling": {"max_tokens": 16}},
     "train": {"epochs": 2, "tasks_per_step": 4},
-    "checkpoint": {"every": 0, "every_epochs": 1, "keep": None, "export": False},
+    "checkpoint": {"interval": 0, "interval_epochs": 1, "keep": None, "export": False},
     "machine": {"threads": 1},
 }  # fmt: skip
 
@@ -98,7 +98,7 @@ def test_the_plan_makes_room_for_the_total_alone() -> None:
 @pytest.mark.parametrize(("epochs", "saved"), [(1, [3, 5]), (2, [5]), (0, [5])])
 def test_checkpoints_at_the_end_of_epochs(tmp_path: Path, epochs: int, saved: list[int]) -> None:
     """Ten rows, four tasks a step: the first epoch is over in step 3, the second in step 5, the last."""
-    run = {**BASE, "checkpoint": BASE["checkpoint"] | {"every_epochs": epochs}}
+    run = {**BASE, "checkpoint": BASE["checkpoint"] | {"interval_epochs": epochs}}
     done = whet.train(run_dir=str(tmp_path / "run"), **run)
     assert [m["step"] for m in done.metrics][-1] == 5
     assert sorted(int(p.name.rpartition("-")[2]) for p in (tmp_path / "run/checkpoints").iterdir()) == saved

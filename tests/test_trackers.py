@@ -247,7 +247,7 @@ def test_mlflow_writes_beside_the_run_where_no_server_is_given(
     assert mlflow.experiments == {"reading": ("0", (tmp_path / "mlflow").as_uri())}
     assert run.name == "letters"
     assert run.tags == {"whet_id": run.tags["whet_id"], "group": "g", "tags": "a, b"}
-    assert run.params["guard.env.JUDGE_KEY"] == "***"
+    assert run.params["reward_workers.env.JUDGE_KEY"] == "***"
     assert run.params["train.optimizer.lr"] == str(Config().train.optimizer.lr)
     assert [m for m in run.metrics if not math.isnan(m[1])] == [
         ("eval/pass_at_8", 0.5, 4),

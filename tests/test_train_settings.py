@@ -96,7 +96,7 @@ def updates(step: int, *overrides: str) -> list[tuple[str, int]]:
 
 
 def test_the_critic_has_its_own_minibatches_and_passes() -> None:
-    own = ["train.minibatches=2", "train.passes=2", "critic.minibatches=4", "critic.passes=1"]
+    own = ["train.minibatches=2", "train.update_epochs=2", "critic.minibatches=4", "critic.update_epochs=1"]
     assert updates(0, *own) == [("policy", 8)] * 4 + [("critic", 4)] * 4
     assert updates(0, "train.minibatches=4") == [("policy", 4)] * 4 + [("critic", 4)] * 4
 
@@ -146,14 +146,21 @@ def share_of_a(response: str, task: whet.Task) -> float:
 
 def trained(tmp_path: Path, name: str, **sections: Any) -> list[dict[str, Any]]:
     values: dict[str, Any] = {
-        "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "max_positions": 64}},
+        "model": {
+            "scratch": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "max_position_embeddings": 64,
+            }
+        },
         "tokenizer": {"build": "chars"},
         "data": {"max_prompt_tokens": 8, "train": [{"path": str(ROOT / "tests/data/words.jsonl")}]},
         "rollout": {"group_size": 4, "sampling": {"max_tokens": 5}},
         "algorithm": {"name": "ppo", "kl": {"coef": 0.01}},
         "machine": {"threads": 1},
         "track": {"trackers": ["jsonl"]},
-        "checkpoint": {"every": 0, "export": False},
+        "checkpoint": {"interval": 0, "export": False},
     }
     result = whet.train(rewards=share_of_a, run_dir=str(tmp_path / name), **(values | sections))
     assert result.finished
@@ -162,13 +169,13 @@ def trained(tmp_path: Path, name: str, **sections: Any) -> list[dict[str, Any]]:
 
 def test_no_cut_changes_a_number(tmp_path: Path) -> None:
     train = {"steps": 3, "tasks_per_step": 8, "minibatches": 2, "optimizer": {"lr": 3e-3}}
-    critic = {"passes": 2, "optimizer": {"lr": 3e-3}}
+    critic = {"update_epochs": 2, "optimizer": {"lr": 3e-3}}
     plain = trained(tmp_path, "plain", train=train, critic=critic)
     cut = trained(
         tmp_path,
         "cut",
-        train=train | {"micro_tokens_forward": 20, "micro_rollouts": 5},
-        critic=critic | {"micro_tokens": 30, "gradient_checkpointing": True},
+        train=train | {"forward_micro_batch_tokens": 20, "micro_batch_rollouts": 5},
+        critic=critic | {"micro_batch_tokens": 30, "gradient_checkpointing": True},
     )
     assert len(plain) == len(cut) == 3
     for a, b in zip(plain, cut, strict=True):
@@ -179,7 +186,7 @@ def test_no_cut_changes_a_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize("unit", ["train_step", "optimizer_step"])
 def test_the_schedules_run_over_the_steps_of_the_stage(tmp_path: Path, unit: str) -> None:
     """Three steps; two updates of the policy in each, four of the critic. What is written down is their mean."""
-    optimizer = {"lr": 1e-2, "schedule": {"kind": "linear", "unit": unit}}
+    optimizer = {"lr": 1e-2, "schedule": {"type": "linear", "unit": unit}}
     metrics = trained(
         tmp_path,
         unit,
@@ -199,7 +206,7 @@ def test_shuffled_passes_are_other_minibatches(tmp_path: Path) -> None:
     """The first step plays the same rollouts; who learns with whom is another matter, and the seed decides it."""
     train = {"steps": 1, "tasks_per_step": 8, "minibatches": 4, "optimizer": {"lr": 1e-2}}
     as_they_came = trained(tmp_path, "a", train=train)[0]
-    shuffled, again = (trained(tmp_path, n, train=train | {"shuffle_passes": True})[0] for n in "bc")
+    shuffled, again = (trained(tmp_path, n, train=train | {"shuffle_minibatches": True})[0] for n in "bc")
     assert shuffled["reward/mean"] == as_they_came["reward/mean"]
     assert shuffled["train/grad_norm"] != as_they_came["train/grad_norm"]
     assert shuffled["train/grad_norm"] == again["train/grad_norm"]

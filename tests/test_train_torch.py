@@ -194,7 +194,7 @@ def test_without_a_cut_of_its_own_a_forward_is_cut_as_the_update() -> None:
 
 
 def test_the_learning_rate_of_a_training_step() -> None:
-    schedule = Schedule(kind="linear", unit="train_step")
+    schedule = Schedule(type="linear", unit="train_step")
     made = TorchEngine(
         tiny_model(), kernels.load("auto"), cut=CUT, optimizer=Optimizer(lr=1e-3, schedule=schedule),
         total_steps=8, updates_per_step=2,
@@ -204,7 +204,7 @@ def test_the_learning_rate_of_a_training_step() -> None:
 
 
 def test_a_cut_of_the_config() -> None:
-    train = Train(micro_tokens=100, micro_rollouts_forward=3, gradient_checkpointing=True)
+    train = Train(micro_batch_tokens=100, forward_micro_batch_rollouts=3, gradient_checkpointing=True)
     cut = Cut.of(train, tiny_model(), whole_groups=True, entropy_grad=False, temperature=0.5)
     assert (cut.max_tokens, cut.max_rollouts, cut.forward_tokens, cut.forward_rollouts) == (
         100,

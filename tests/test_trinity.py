@@ -204,7 +204,7 @@ def test_grpo_is_trinitys() -> None:
     assert losses.recipe(given) == {"algorithm.name": "grpo"}
     assert learn.advantage(given) == {"algorithm.advantage": "grpo", "algorithm.std_epsilon": 1e-6}
     assert losses.policy_loss(given) == {
-        "algorithm.aggregation": "token-mean",
+        "algorithm.loss_agg_mode": "token-mean",
         "algorithm.loss": "ppo",
         "algorithm.clip_low": 0.2,
         "algorithm.clip_high": 0.2,
@@ -318,7 +318,12 @@ def test_presets(kind: str, recipe: str, advantage: str, loss: str, times: int) 
         (
             "gspo",
             {},
-            {"gspo_form": "token", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq-mean-token-mean"},
+            {
+                "gspo_form": "token",
+                "clip_low": 3e-4,
+                "clip_high": 4e-4,
+                "loss_agg_mode": "seq-mean-token-mean",
+            },
         ),
         ("cispo", {"enable_mask_clip": True}, {"clip_low": 1.0, "clip_high": 0.28, "cispo_mask": True}),
         ("sapo", {"tau_neg": 1.2}, {"tau_pos": 1.0, "tau_neg": 1.2}),
@@ -329,7 +334,7 @@ def test_presets(kind: str, recipe: str, advantage: str, loss: str, times: int) 
         (
             "rec",
             {"clip_mode": "gspo-one-side"},
-            {"rec_clip_mode": "gspo-one-side", "aggregation": "seq-mean-token-mean"},
+            {"rec_clip_mode": "gspo-one-side", "loss_agg_mode": "seq-mean-token-mean"},
         ),
         ("rec", {"clip_mode": "ring", "epsilon_low_prime": 0.7}, {"rec_ring_low": 0.7, "rec_ring_high": 2.0}),
         (
@@ -342,7 +347,7 @@ def test_presets(kind: str, recipe: str, advantage: str, loss: str, times: int) 
             {"fallback_to_policy_gradient": True},
             {"fallback_to_policy_gradient": True, "dual_clip": 3.0},
         ),
-        ("grpo", {"loss_agg_mode": "seq-mean-token-sum-norm"}, {"aggregation": "token-sum-norm"}),
+        ("grpo", {"loss_agg_mode": "seq-mean-token-sum-norm"}, {"loss_agg_mode": "token-sum-norm"}),
     ],
 )
 def test_losses_with_their_arguments(kind: str, args: dict[str, Json], want: dict[str, Json]) -> None:
@@ -445,8 +450,8 @@ def chord(**given: Json) -> dict[str, Json]:
 def test_a_mix_counts_tasks_where_trinity_counts_experiences() -> None:
     assert data.batch(chord()) == {"train.tasks_per_step": 96, "rollout.group_size": 8}
     told = data.mixed(chord())
-    assert math.ceil(Fraction(str(told["algorithm.mix.expert_ratio"])) * 96) == 64
-    assert told["data.expert.0.messages"] == "talk"
+    assert math.ceil(Fraction(str(told["algorithm.mix.demonstration_ratio"])) * 96) == 64
+    assert told["data.demonstrations.0.messages"] == "talk"
     assert told["data.learn_turns"] == "last"
     with pytest.raises(
         NotSupportedYet, match=r"of 256 experiences 52 are demonstrations .* and 204 are not .* 32 \* 8"
@@ -540,14 +545,14 @@ def test_the_policys_optimizer_comes_from_either_section() -> None:
     assert of_algorithm["train.optimizer.lr"] == 5e-6
     assert of_algorithm["train.optimizer.weight_decay"] == 0.01
     assert of_algorithm["train.optimizer.decay_all"] is True, "torch decays every parameter"
-    assert of_algorithm["train.optimizer.grad_clip"] == 0.5
+    assert of_algorithm["train.optimizer.max_grad_norm"] == 0.5
     with pytest.raises(ConfigError, match="these are one setting"):
         learn.optimizer(values(algorithm__optimizer__lr=5e-6, **{f"{ACTOR}.optim.lr": 4e-6}))
 
 
 def test_warm_up_in_training_steps() -> None:
     ratio = learn.optimizer(values(**{f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1}))
-    assert ratio["train.optimizer.schedule.warmup_fraction"] == 0.1
+    assert ratio["train.optimizer.schedule.warmup_ratio"] == 0.1
     steps = learn.optimizer(values(algorithm__optimizer__lr_warmup_steps=5, **{f"{ACTOR}.ppo_epochs": 3}))
     assert steps["train.optimizer.schedule.warmup_steps"] == 5
     assert steps["train.optimizer.schedule.unit"] == "train_step"
@@ -555,8 +560,8 @@ def test_warm_up_in_training_steps() -> None:
     cosine = learn.optimizer(
         values(algorithm__optimizer__warmup_style="cosine", **{f"{ACTOR}.optim.min_lr_ratio": 0.2})
     )
-    assert cosine["train.optimizer.schedule.kind"] == "cosine"
-    assert cosine["train.optimizer.schedule.min_factor"] == 0.2
+    assert cosine["train.optimizer.schedule.type"] == "cosine"
+    assert cosine["train.optimizer.schedule.min_lr_ratio"] == 0.2
 
 
 def test_the_critic_starts_as_the_policy_unless_it_has_a_folder() -> None:
@@ -567,7 +572,7 @@ def test_the_critic_starts_as_the_policy_unless_it_has_a_folder() -> None:
     assert trainer.critic(values(model__model_path="m", model__critic_model_path="v"))["critic.path"] == "v"
     over = trainer.critic(values(model__model_path="m", **{f"{CRITIC}.model.override_config": {"a": 1}}))
     assert (over["critic.path"], over["critic.overrides"]) == ("m", {"a": 1})
-    assert trainer.critic(values(**{f"{CRITIC}.ppo_epochs": 4}))["critic.passes"] == 4
+    assert trainer.critic(values(**{f"{CRITIC}.ppo_epochs": 4}))["critic.update_epochs"] == 4
     with pytest.raises(ConfigError, match="would hold every value"):
         trainer.critic(values(**{f"{CRITIC}.cliprange_value": 0.0}))
 
@@ -575,30 +580,38 @@ def test_the_critic_starts_as_the_policy_unless_it_has_a_folder() -> None:
 def test_budgets_of_each_model() -> None:
     """Each holds twice max_model_len = 2 * 30 at least; a critic there is in ppo alone."""
     sizes: dict[str, Json] = {"model__max_prompt_tokens": 10, "model__max_response_tokens": 20}
-    assert trainer.micro(grpo(**sizes)) == {"train.micro_tokens": 60}
-    assert trainer.micro(grpo(**sizes, trainer__max_token_len_per_gpu=500)) == {"train.micro_tokens": 500}
-    assert trainer.micro(grpo(**sizes, trainer__max_token_len_per_gpu=40)) == {"train.micro_tokens": 60}
+    assert trainer.micro(grpo(**sizes)) == {"train.micro_batch_tokens": 60}
+    assert trainer.micro(grpo(**sizes, trainer__max_token_len_per_gpu=500)) == {
+        "train.micro_batch_tokens": 500
+    }
+    assert trainer.micro(grpo(**sizes, trainer__max_token_len_per_gpu=40)) == {"train.micro_batch_tokens": 60}
     ref = {f"{REF}.log_prob_max_token_len_per_gpu": 80}
-    assert trainer.micro(grpo(**sizes, **ref)) == {"train.micro_tokens": 60, "train.micro_tokens_forward": 80}
+    assert trainer.micro(grpo(**sizes, **ref)) == {
+        "train.micro_batch_tokens": 60,
+        "train.forward_micro_batch_tokens": 80,
+    }
     own = {f"{CRITIC}.ppo_max_token_len_per_gpu": 70}
-    assert trainer.micro(grpo(**sizes, **own)) == {"train.micro_tokens": 60}
+    assert trainer.micro(grpo(**sizes, **own)) == {"train.micro_batch_tokens": 60}
     assert trainer.micro(values(**sizes, **own, **ref)) == {
-        "train.micro_tokens": 60,
-        "train.micro_tokens_forward": 70,
-        "critic.micro_tokens": 70,
+        "train.micro_batch_tokens": 60,
+        "train.forward_micro_batch_tokens": 70,
+        "critic.micro_batch_tokens": 70,
     }
 
 
 def test_micro_batches_by_rollouts() -> None:
     given: dict[str, Json] = {"trainer__use_dynamic_bsz": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 3}
-    assert trainer.micro(grpo(**given)) == {"train.micro_rollouts": 3, "train.micro_rollouts_forward": 4}
+    assert trainer.micro(grpo(**given)) == {
+        "train.micro_batch_rollouts": 3,
+        "train.forward_micro_batch_rollouts": 4,
+    }
     pairs = values(**given, algorithm__algorithm_type="dpo")
-    assert trainer.micro(pairs) == {"train.micro_rollouts": 6, "train.micro_rollouts_forward": 8}
+    assert trainer.micro(pairs) == {"train.micro_batch_rollouts": 6, "train.forward_micro_batch_rollouts": 8}
     with_critic = values(**given, **{f"{CRITIC}.forward_micro_batch_size_per_gpu": 2})
     assert trainer.micro(with_critic) == {
-        "train.micro_rollouts": 3,
-        "train.micro_rollouts_forward": 2,
-        "critic.micro_rollouts": 8,
+        "train.micro_batch_rollouts": 3,
+        "train.forward_micro_batch_rollouts": 2,
+        "critic.micro_batch_rollouts": 8,
     }
 
 
@@ -623,17 +636,17 @@ def test_checkpoints() -> None:
 )
 def test_hugging_face_folders(wanted: str, at_end: bool, every: int) -> None:
     given = values(trainer__save_hf_checkpoint=wanted, trainer__save_interval=7)
-    assert trainer.export(given) == {"checkpoint.export": at_end, "checkpoint.export_every": every}
+    assert trainer.export(given) == {"checkpoint.export": at_end, "checkpoint.export_interval": every}
 
 
 def test_parts_of_a_checkpoint() -> None:
     key = f"{ACTOR}.checkpoint"
     given = {f"{key}.save_contents": ["model", "hf_model"], f"{key}.load_contents": ["model", "extra"]}
     assert trainer.contents(values(**given)) == {
-        "checkpoint.contents": ["model"],
-        "checkpoint.load": ["model"],
+        "checkpoint.save_contents": ["model"],
+        "checkpoint.load_contents": ["model"],
     }
-    assert trainer.export(values(**given, trainer__save_interval=3))["checkpoint.export_every"] == 3
+    assert trainer.export(values(**given, trainer__save_interval=3))["checkpoint.export_interval"] == 3
     with pytest.raises(NotSupportedYet, match="without extra"):
         trainer.contents(values(**{f"{key}.load_contents": ["model"]}))
     with pytest.raises(ConfigError, match="has no model"):
@@ -654,7 +667,7 @@ def test_run_and_model() -> None:
     none = values(model__custom_chat_template="None", model__chat_template_path="None")
     assert run.chat_template(none) == {}
     assert run.at_once(grpo(explorer__rollout_model__engine_num=2, algorithm__repeat_times=8)) == {
-        "rollout.max_batch": 128,
+        "rollout.max_num_seqs": 128,
         "rollout.replicas": 2,
     }
 
@@ -662,10 +675,10 @@ def test_run_and_model() -> None:
 def test_weights_go_over_every_so_many_steps() -> None:
     """An evaluation every 50 // 20 * 20 = 40 steps: Trinity evaluates with weights that were just handed over."""
     given = grpo(synchronizer__sync_interval=20, explorer__eval_interval=50)
-    assert run.sync_interval(given) == {"rollout.sync_every": 20}
+    assert run.sync_interval(given) == {"rollout.sync_interval": 20}
     assert run.sync_interval(values(algorithm__algorithm_type="sft", synchronizer__sync_interval=20)) == {}
     given[EVALS] = [{"path": "e.jsonl", "default_reward_fn_type": "math_reward"}]
-    assert data.evaluation(given | SIZES)["eval.every"] == 40
+    assert data.evaluation(given | SIZES)["eval.interval"] == 40
     assert "expected one of fixed, dynamic_by_explorer" in refused({"synchronizer.sync_style": "fixd"})
 
 
@@ -675,7 +688,7 @@ def test_weights_go_over_every_so_many_steps() -> None:
         ("both", "grpo", {"mode": "both"}),
         ("train", "grpo", {"mode": "train"}),
         ("explore", "grpo", {"mode": "explore"}),
-        ("bench", "grpo", {"mode": "bench"}),
+        ("bench", "grpo", {"mode": "eval"}),
         ("train", "sft", {}),
         ("both", "dpo", None),
         ("explore", "sft", None),
@@ -739,7 +752,7 @@ def test_files_of_replies() -> None:
     }
     told = data.demonstrations(values(algorithm__algorithm_type="sft", **path, **plain))
     assert told["data.train.0.prompt"] == "prompt"
-    assert told["data.train.0.system_column"] == "about"
+    assert told["data.train.0.system_prompt_column"] == "about"
     limits = data.token_limits(values(algorithm__algorithm_type="sft", **SIZES))
     assert limits["data.max_total_tokens"] == limits["data.max_prompt_tokens"] == 30
 
@@ -812,7 +825,7 @@ def test_evaluation_tasksets_are_asked_each_in_its_own_way() -> None:
         model__temperature=0.7,
     )
     told = data.evaluation(given | SIZES)
-    assert (told["eval.every"], told["eval.samples"], told["eval.sampling.temperature"]) == (7, 4, 0.1)
+    assert (told["eval.interval"], told["eval.samples"], told["eval.sampling.temperature"]) == (7, 4, 0.1)
     assert [told[f"data.eval.{n}.name"] for n in (0, 1)] == ["eval_taskset_0", "hard"]
     assert told["data.eval.0.answer"] == "response"
     sampling = {"temperature": 0.7, "top_p": 1.0, "top_k": 7, "max_tokens": 20}
@@ -857,7 +870,7 @@ def test_the_teacher_is_the_first_auxiliary_model() -> None:
         run.teacher(values(algorithm__algorithm_type="on_policy_distill"))
     with pytest.raises(NotSupportedYet, match="models beside the policy"):
         run.teacher(grpo(explorer__auxiliary_models=models))
-    assert run.environment(values(explorer__env_vars={"A": 1})) == {"guard.env": {"A": "1"}}
+    assert run.environment(values(explorer__env_vars={"A": 1})) == {"reward_workers.env": {"A": "1"}}
 
 
 # ---------------------------------------------------------------- stages
@@ -908,7 +921,7 @@ def test_a_stage_inherits_key_by_key() -> None:
 def test_a_stage_may_not_change_what_is_one_for_all() -> None:
     stages = [{"stage_name": "a"}, {"stage_name": "b", "trainer": {"save_interval": 5}}]
     (problem,) = translated(small(stages=stages)).problems
-    assert "stages[1]: it asks for checkpoint.every=5" in problem[1]
+    assert "stages[1]: it asks for checkpoint.interval=5" in problem[1]
     (problem,) = translated(small(stages=[{"stage_name": "a", "buffer": {"batchsize": 5}}])).problems
     assert "did you mean stages[].buffer.batch_size" in problem[1]
     (problem,) = translated(small(stages=[{"mode": "train"}])).problems
@@ -988,7 +1001,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trinity") / "model"
     tokenizer = load_tokenizer(Tokenizer(build="chars"), model_path=None, texts=["abcde>"])
     tokenizer.chat_template = PLAIN_CHAT
-    sizes = Scratch(hidden_size=32, layers=1, heads=2, ffn_size=64, max_positions=64)
+    sizes = Scratch(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
     model = build(
         Model(scratch=sizes),
         vocab_size=len(tokenizer),

@@ -72,8 +72,8 @@ def test_the_other_styles_run_ahead_as_far_as_staleness_control_says(
     """A sync every 2 steps and max_staleness 5: step s takes versions s - 5 on, which are 4 older than its own, s - 1;
     one of the 4 comes from the interval. Without a bound they run one interval ahead."""
     free = {
-        "rollout.schedule": "free",
-        "rollout.partial": partial,
+        "rollout.schedule": "async",
+        "rollout.partial_rollout": partial,
         "rollout.max_staleness": 3,
         "sync.driven_by": by,
     }
@@ -103,13 +103,13 @@ def test_processes_of_their_own_meet_in_the_database_of_the_buffer() -> None:
         assert run.ahead(grpo(mode=mode, synchronizer__sync_offset=1)) == {"rollout.max_staleness": 1}
         newest = {f"{EXPERIENCES}.storage_type": "sql"}
         assert run.ahead(grpo(mode=mode, synchronizer__sync_offset=1, **newest)) == {
-            "rollout.schedule": "free",
-            "rollout.partial": False,
+            "rollout.schedule": "async",
+            "rollout.partial_rollout": False,
             "rollout.max_staleness": 1,
         }
-    assert run.who(grpo(mode="explore", explorer__name="second")) == {"buffer.explorer": "second"}
+    assert run.who(grpo(mode="explore", explorer__name="second")) == {"buffer.explorer_name": "second"}
     assert run.who(grpo(explorer__name="second")) == {}
-    assert run.patience(grpo(mode="bench", synchronizer__sync_timeout=60)) == {"sync.timeout_s": 60}
+    assert run.patience(grpo(mode="eval", synchronizer__sync_timeout=60)) == {"sync.timeout_s": 60}
     assert run.patience(grpo(synchronizer__sync_timeout=60)) == {}
 
 

@@ -52,7 +52,7 @@ COSINE: dict[str, Json] = {"algorithm.optimizer.lr_scheduler_type": "cosine"}
     ("key", "given", "by_version"),
     [
         # cosine ends at 0, from 0.5.2 on at a hundredth of lr
-        ("train.optimizer.schedule.min_factor", COSINE, {"0.4.1": None, "0.5.1": None, "0.5.2": 0.01}),
+        ("train.optimizer.schedule.min_lr_ratio", COSINE, {"0.4.1": None, "0.5.1": None, "0.5.2": 0.01}),
         # Megatron's momentum at first, then torch's SGD, which has none
         (
             "train.optimizer.momentum",
@@ -68,9 +68,9 @@ COSINE: dict[str, Json] = {"algorithm.optimizer.lr_scheduler_type": "cosine"}
             {"0.5.2": "recompute"},
         ),
         ("algorithm.old_logprobs", {"algorithm.bypass_old_logprobs": False}, {"0.6.0": "recompute"}),
-        ("train.optimizer.grad_clip", {"algorithm.optimizer.clip_grad": 0.5}, {"0.6.0": 0.5}),
+        ("train.optimizer.max_grad_norm", {"algorithm.optimizer.clip_grad": 0.5}, {"0.6.0": 0.5}),
         (
-            "algorithm.groups.unfinished",
+            "algorithm.groups.truncated",
             {f"{TASKSET}.default_workflow_type": "math_boxed_workflow"},
             {"0.5.2": None, "0.6.0": "mask"},
         ),
@@ -79,7 +79,11 @@ COSINE: dict[str, Json] = {"algorithm.optimizer.lr_scheduler_type": "cosine"}
             {f"{TASKSET}.default_reward_fn_type": "math_dapo_reward"},
             {"0.5.2": "math", "0.6.0": "whet.rewards.trinity:math_dapo_reward"},
         ),
-        ("tokenizer.chat_arguments", {"model.enable_thinking": False}, {"0.5.2": {"enable_thinking": False}}),
+        (
+            "tokenizer.chat_template_kwargs",
+            {"model.enable_thinking": False},
+            {"0.5.2": {"enable_thinking": False}},
+        ),
         (
             "data.order",
             {f"{TASKSET}.data_selector.selector_type": "shuffle"},
@@ -133,7 +137,7 @@ def test_a_key_that_nothing_reads_any_more_is_refused() -> None:
         "algorithm.algorithm_type": "ppo",
         f"{CRITIC}.optim.lr_scheduler_type": "cosine",
     }
-    assert native("0.4.1", "critic.optimizer.schedule.kind", ppo) == "cosine"
+    assert native("0.4.1", "critic.optimizer.schedule.type", ppo) == "cosine"
 
 
 def test_the_flat_veRL_section_of_0_6_0_is_the_nested_one() -> None:
@@ -144,7 +148,7 @@ def test_the_flat_veRL_section_of_0_6_0_is_the_nested_one() -> None:
         "trainer.trainer_config.rollout.name": "vllm",
         "trainer.trainer_config.critic.fsdp.param_offload": True,
     }
-    assert native("0.6.0", "train.passes", flat) == 3
+    assert native("0.6.0", "train.update_epochs", flat) == 3
     assert native("0.6.0", "train.gradient_checkpointing", flat) is False
     offloads = {"algorithm.algorithm_type": "ppo", **flat}
     assert native("0.6.0", "train.offload", offloads) == ["critic"]
@@ -232,12 +236,12 @@ def test_megatrons_sizes_schedule_and_weight_decay() -> None:
     assert native("0.5.2", "train.parallel", given) == {"dp_shard": 2, "tp": 2, "pp": 2}
     optimizer = native("0.5.2", "train.optimizer", given)
     assert optimizer["schedule"] == {
-        "kind": "cosine",
+        "type": "cosine",
         "unit": "train_step",
-        "min_factor": 0.25,
+        "min_lr_ratio": 0.25,
         "warmup_steps": 3,
         "warmup_ends": "start",
-        "warmup_start": 0.25,
+        "warmup_start_ratio": 0.25,
     }
     assert optimizer["decay_all"] is False
     newer = {key.replace(f"{ACTOR}.megatron", "trainer.megatron"): value for key, value in given.items()}
@@ -259,4 +263,4 @@ def test_a_critic_with_an_order_of_its_own() -> None:
 def test_null_under_another_name_says_nothing() -> None:
     both: dict[str, Json] = {"algorithm.optimizer.warmup_style": None, **COSINE}
     for given in (both, dict(reversed(both.items()))):
-        assert native("0.5.2", "train.optimizer.schedule.kind", given) == "cosine"
+        assert native("0.5.2", "train.optimizer.schedule.type", given) == "cosine"

@@ -117,9 +117,12 @@ def test_the_hub_gets_checkpoints_as_folders_and_the_newest_export_at_its_root(
         "upload_to": ["hf://org/saved"],
         "upload_exports_to": ["hf://org/tiny"],
         "export": True,
-        "export_every": 2,
+        "export_interval": 2,
     }
-    own = {"checkpoint": {"every": 1, "keep": None, "upload_keep": 2, **to}, "run_dir": str(tmp_path / "run")}
+    own = {
+        "checkpoint": {"interval": 1, "keep": None, "upload_keep": 2, **to},
+        "run_dir": str(tmp_path / "run"),
+    }
     config.write_text(yaml.safe_dump({**CONFIG, **own}))
     own_hub.failing = 1
     env = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
@@ -258,7 +261,11 @@ def test_a_damaged_manifest_there_is_a_copy_to_be_made_again(
 def test_the_last_alone(tmp_path: Path, there: tuple[Path, str]) -> None:
     to = [f"checkpoint.upload_to=[{there[1]}]", f"checkpoint.upload_exports_to=[{there[1]}/models]"]
     train(
-        tmp_path / "run", *to, "checkpoint.upload=last", "checkpoint.export=true", "checkpoint.export_every=1"
+        tmp_path / "run",
+        *to,
+        "checkpoint.upload=last",
+        "checkpoint.export=true",
+        "checkpoint.export_interval=1",
     )
     assert stores.children(there[1]) == ["0-main-000003"]
     assert stores.children(f"{there[1]}/models") == ["main"]
@@ -368,7 +375,7 @@ def test_a_run_killed_while_it_copies_sends_what_is_missing_when_it_goes_on(
 ) -> None:
     config, run_dir = tmp_path / "config.yaml", tmp_path / "run"
     own = {
-        "checkpoint": {"every": 1, "keep": 3, "export": False, "upload_to": [there[1]]},
+        "checkpoint": {"interval": 1, "keep": 3, "export": False, "upload_to": [there[1]]},
         "run_dir": str(run_dir),
     }
     config.write_text(yaml.safe_dump({**CONFIG, **own}))

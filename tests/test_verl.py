@@ -119,8 +119,12 @@ SMALL: dict[str, Json] = {
 
 def test_batches_by_hand() -> None:
     # 8 prompts in two mini batches of 4; 4 * 4 responses on 2 ranks are 8 each, two passes of 4
-    assert parts_batches(SMALL) == {"train.tasks_per_step": 8, "train.minibatches": 2, "train.passes": 1}
-    assert parts_batches(SMALL | {A + "ppo_epochs": 3})["train.passes"] == 3
+    assert parts_batches(SMALL) == {
+        "train.tasks_per_step": 8,
+        "train.minibatches": 2,
+        "train.update_epochs": 1,
+    }
+    assert parts_batches(SMALL | {A + "ppo_epochs": 3})["train.update_epochs"] == 3
 
 
 def parts_batches(given: dict[str, Json]) -> Any:
@@ -157,7 +161,7 @@ def test_a_critic_shares_the_actors_batches() -> None:
     assert parts_batches(gae) == parts_batches(SMALL)
     assert parts_batches(SMALL | {"critic.ppo_mini_batch_size": 8}) == parts_batches(SMALL), "no critic"
     own = gae | {"critic.ppo_mini_batch_size": 8, "critic.ppo_epochs": 3}
-    assert parts_batches(own) == {**parts_batches(SMALL), "critic.minibatches": 1, "critic.passes": 3}
+    assert parts_batches(own) == {**parts_batches(SMALL), "critic.minibatches": 1, "critic.update_epochs": 3}
     assert "critic.ppo_mini_batch_size=3 must divide" in refusal(
         sizes.batches, gae | {"critic.ppo_mini_batch_size": 3}
     )
@@ -165,11 +169,11 @@ def test_a_critic_shares_the_actors_batches() -> None:
 
 def test_shuffled_passes() -> None:
     shuffle: dict[str, Json] = {A + "shuffle": True, A + "data_loader_seed": 1}
-    assert sizes.shuffling(values(shuffle)) == {"train.shuffle_passes": True}
+    assert sizes.shuffling(values(shuffle)) == {"train.shuffle_minibatches": True}
     assert "data_loader_seed must be set" in refusal(sizes.shuffling, {A + "shuffle": True})
     assert "is coming" in refusal(sizes.shuffling, shuffle | {"critic.shuffle": False})
     alone = shuffle | {"critic.shuffle": False, "algorithm.adv_estimator": "grpo"}
-    assert sizes.shuffling(values(alone)) == {"train.shuffle_passes": True}
+    assert sizes.shuffling(values(alone)) == {"train.shuffle_minibatches": True}
 
 
 def test_devices() -> None:
@@ -206,7 +210,7 @@ def test_passes_with_gradient_have_cuts_of_their_own_those_without_the_smallest(
     assert found(older) == (4, 16)
     dynamic = {A + "use_dynamic_bsz": True}
     assert sizes.cut(values(dynamic | {"algorithm.adv_estimator": "grpo"})) == {
-        "train.micro_tokens": 16384, "train.micro_tokens_forward": 16384,
+        "train.micro_batch_tokens": 16384, "train.forward_micro_batch_tokens": 16384,
     }  # fmt: skip
     # 16 sequences; 8192 tokens of the reference are 8 of at most 1024 tokens
     mixed: dict[str, Json] = {A + "use_kl_loss": True, "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True}
@@ -219,11 +223,11 @@ def test_passes_with_gradient_have_cuts_of_their_own_those_without_the_smallest(
 def test_a_critic_has_its_own_cut() -> None:
     given = {"critic.ppo_micro_batch_size_per_gpu": 2, "critic.forward_micro_batch_size_per_gpu": 4}
     assert sizes.cut(values(given)) == {
-        "train.micro_rollouts": 8, "critic.micro_rollouts": 2, "train.micro_rollouts_forward": 4,
+        "train.micro_batch_rollouts": 8, "critic.micro_batch_rollouts": 2, "train.forward_micro_batch_rollouts": 4,
     }  # fmt: skip
     dynamic = {"critic.use_dynamic_bsz": True}
-    assert sizes.cut(values(dynamic))["critic.micro_tokens"] == 32768
-    assert "critic.micro_rollouts" not in sizes.cut(values()), "null: the policy's"
+    assert sizes.cut(values(dynamic))["critic.micro_batch_tokens"] == 32768
+    assert "critic.micro_batch_rollouts" not in sizes.cut(values()), "null: the policy's"
 
 
 # ---------------------------------------------------------------- algorithm
@@ -311,11 +315,11 @@ def test_aggregations() -> None:
     assert tuple(algorithm.reduction(values(norm)).values()) == ("token-sum-norm", 512)
     assert tuple(algorithm.reduction(values(norm | {A + "loss_scale_factor": 7})).values())[1] == 7
     gspo = {LOSS + "loss_mode": "gspo"}
-    assert algorithm.reduction(values(gspo)) == {"algorithm.aggregation": "seq-mean-token-mean"}
+    assert algorithm.reduction(values(gspo)) == {"algorithm.loss_agg_mode": "seq-mean-token-mean"}
     entropy = algorithm.reduction(values(gspo | {A + "entropy_coeff": 0.01}))
-    assert entropy["algorithm.entropy_aggregation"] == "token-mean", "verl's loss_agg_mode rules the entropy"
-    assert algorithm.value_reduction(values()) == {"critic.aggregation": "token-mean"}
-    assert algorithm.value_reduction(values(norm)) == {"critic.aggregation": "token-sum-norm"}
+    assert entropy["algorithm.entropy_agg_mode"] == "token-mean", "verl's loss_agg_mode rules the entropy"
+    assert algorithm.value_reduction(values()) == {"critic.loss_agg_mode": "token-mean"}
+    assert algorithm.value_reduction(values(norm)) == {"critic.loss_agg_mode": "token-sum-norm"}
     assert algorithm.value_reduction(values(norm | {"algorithm.adv_estimator": "grpo"})) == {}
     assert "coming" in refusal(algorithm.value_reduction, norm | {A + "loss_scale_factor": 7})
 
@@ -422,7 +426,7 @@ STEP = {"unit": "train_step", "warmup_ends": "start"}
 
 def test_schedules() -> None:
     assert schedule({A + "optim.lr_warmup_steps": 3, A + "ppo_mini_batch_size": 512}) == {
-        **STEP, "kind": "constant", "warmup_steps": 3,
+        **STEP, "type": "constant", "warmup_steps": 3,
     }  # fmt: skip
     ratio: dict[str, Json] = {
         A + "optim.lr_warmup_steps_ratio": 0.1,
@@ -431,7 +435,7 @@ def test_schedules() -> None:
         A + "optim.num_cycles": 1.5,
     }
     assert schedule(ratio) == {
-        **STEP, "kind": "cosine", "warmup_fraction": 0.1, "warmup_start": 0.2, "min_factor": 0.2, "cycles": 1.5,
+        **STEP, "type": "cosine", "warmup_ratio": 0.1, "warmup_start_ratio": 0.2, "min_lr_ratio": 0.2, "num_cycles": 1.5,
     }  # fmt: skip
     assert (
         schedule({A + "optim.lr_warmup_steps": 0, A + "optim.lr_warmup_steps_ratio": 0.1})["warmup_steps"]
@@ -463,20 +467,20 @@ MEGATRON: dict[str, Json] = {A + "strategy": "megatron", A + "optim.lr": 1e-5}
 
 def test_megatron_schedules() -> None:
     assert schedule(MEGATRON | {A + "optim.min_lr": 1e-6, A + "optim.lr_warmup_init": 5e-6}) == {
-        **STEP, "kind": "linear", "min_factor": pytest.approx(0.1), "warmup_start": 0.5,
+        **STEP, "type": "linear", "min_lr_ratio": pytest.approx(0.1), "warmup_start_ratio": 0.5,
     }  # fmt: skip
     made = optimizer.actor(values(MEGATRON | {A + "optim.clip_grad": 0}))
-    assert made["train.optimizer.grad_clip"] is None
+    assert made["train.optimizer.max_grad_norm"] is None
     assert made["train.optimizer.decay_all"] is False, "Megatron spares norms and biases"
     zero = MEGATRON | {A + "optim.lr_warmup_steps": 0, A + "optim.lr_warmup_steps_ratio": 0.1}
-    assert schedule(zero)["warmup_fraction"] == 0.1
+    assert schedule(zero)["warmup_ratio"] == 0.1
     assert schedule(MEGATRON | {A + "optim.lr_decay_steps": 7})["total_steps"] == 7
     for style in ("inverse_square_root", "inverse-square-root"):
         assert schedule(MEGATRON | {A + "optim.lr_decay_style": style})["kind"] == "inverse_sqrt"
     assert schedule(MEGATRON | {A + "optim.warmup_style": "cosine"})["kind"] == "cosine"
     wsd = MEGATRON | {A + "optim.lr_decay_style": "WSD", A + "optim.lr_wsd_decay_steps": 5}
     found = schedule(wsd)
-    assert (found["kind"], found["decay_shape"], found["decay_steps"]) == ("wsd", "exponential", 5)
+    assert (found["kind"], found["decay_type"], found["decay_steps"]) == ("wsd", "exponential", 5)
     assert schedule(wsd | {A + "optim.lr_wsd_decay_style": "constant"})["kind"] == "constant"
 
 
@@ -505,7 +509,7 @@ def test_sampling() -> None:
     }  # fmt: skip
     greedy = data.sampling(values({R + "n": 5, R + "do_sample": False, R + "top_p": 0.5}))
     assert tuple(greedy.values()) == (1, 0.0, 0, 1.0)
-    assert data.concurrency(values({"data.train_batch_size": 16, R + "n": 4})) == {"rollout.max_batch": 64}
+    assert data.concurrency(values({"data.train_batch_size": 16, R + "n": 4})) == {"rollout.max_num_seqs": 64}
     assert "coming" in refusal(data.engine, {R + "name": "trtllm"})
 
 
@@ -516,7 +520,7 @@ def test_validation() -> None:
     assert tuple(start[f"eval.{key}"] for key in keys) == (0, True, False, 1)
     sampled = {R + "val_kwargs.do_sample": True, R + "val_kwargs.temperature": 0.6, R + "val_kwargs.n": 4}
     found = data.validation(values(sampled))
-    assert (found["eval.every"], found["eval.samples"], found["eval.sampling.temperature"]) == (2, 4, 0.6)
+    assert (found["eval.interval"], found["eval.samples"], found["eval.sampling.temperature"]) == (2, 4, 0.6)
     assert found["eval.sampling.top_k"] == 0
     assert found["data.eval.0.label"] == "data_source"
 
@@ -532,7 +536,7 @@ def test_data_and_rewards() -> None:
     assert data.rewards(values())["rewards.score.function"] == "whet.rewards.verl:compute_score"
     own = {"custom_reward_function.path": "a/b.py", "custom_reward_function.name": "f"}
     assert data.rewards(values(own))["rewards.score.function"] == "a/b.py:f"
-    assert data.rewards(values({"reward_model.reward_manager": "prime"}))["guard.timeout_s"] == 300.0
+    assert data.rewards(values({"reward_model.reward_manager": "prime"}))["reward_workers.timeout_s"] == 300.0
     mine: dict[str, Json] = {"data.custom_cls.path": "a/d.py", "data.custom_cls.name": "Rows"}
     made = data.training(values(mine | {"data.train_files": "a.parquet"}))
     assert made["data.train.0.function"] == "a/d.py:Rows"
@@ -637,7 +641,7 @@ def test_dapo() -> None:
 
 
 def kept(given: dict[str, Json]) -> tuple[Json, ...]:
-    """every, keep, contents, load, export, export_every."""
+    """every, keep, contents, load, export, export_interval."""
     return tuple(loop.checkpoints(values(given)).values())
 
 
@@ -646,7 +650,10 @@ BOTH = ["model", "optimizer"]
 
 def test_checkpoints() -> None:
     assert kept({}) == (0, None, BOTH, BOTH, False, 0)
-    every: dict[str, Json] = {"trainer.save_freq": 5, A + "checkpoint.contents": [*BOTH, "extra", "hf_model"]}
+    every: dict[str, Json] = {
+        "trainer.save_freq": 5,
+        A + "checkpoint.save_contents": [*BOTH, "extra", "hf_model"],
+    }
     assert kept(every) == (5, None, BOTH, BOTH, True, 5)
     assert kept(every | {"trainer.remove_previous_ckpt_in_save": True})[1] == 1
     assert kept(every | {"trainer.max_actor_ckpt_to_keep": 3, "trainer.max_critic_ckpt_to_keep": 3})[1] == 3
@@ -667,7 +674,7 @@ def test_checkpoints() -> None:
         ({"trainer.max_critic_ckpt_to_keep": 3}, "policy and critic lie in one checkpoint"),
         (
             {
-                A + "checkpoint.contents": ["model", "extra"],
+                A + "checkpoint.save_contents": ["model", "extra"],
                 A + "checkpoint.save_contents": [*BOTH, "hf_model"],
             },
             "differ; keep one",
@@ -720,7 +727,10 @@ def verl_wsd(s: int, W: int, N: int) -> float:
 
 def test_sft_batches_and_columns() -> None:
     given = {"data.train_batch_size": 32, "trainer.n_gpus_per_node": 4}
-    assert sft.batch(values(given, "verl-sft")) == {"train.tasks_per_step": 32, "train.micro_rollouts": 4}
+    assert sft.batch(values(given, "verl-sft")) == {
+        "train.tasks_per_step": 32,
+        "train.micro_batch_rollouts": 4,
+    }
     assert "divisible by the 5 data" in refusal(sft.batch, given | {"trainer.n_gpus_per_node": 5}, "verl-sft")
     assert "must divide" in refusal(sft.batch, given | {"data.micro_batch_size_per_gpu": 3}, "verl-sft")
     inside = {"data.prompt_key": "extra_info", "data.prompt_dict_keys": ["question"]}
@@ -747,7 +757,7 @@ def test_sft_validation() -> None:
     assert sft.validation(values({}, "verl-sft")) == {}
     made = sft.validation(values({"trainer.test_freq": 4, "data.val_files": "v.parquet"}, "verl-sft"))
     assert (made["data.eval.0.path"], made["data.eval.0.response"]) == ("v.parquet", "answer")
-    assert (made["eval.every"], made["eval.at_start"], made["eval.at_end"]) == (4, False, True)
+    assert (made["eval.interval"], made["eval.at_start"], made["eval.at_end"]) == (4, False, True)
 
 
 # ---------------------------------------------------------------- rewards by data source

@@ -64,7 +64,13 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     model = build(
         schema.Model(
-            scratch=schema.Scratch(hidden_size=32, layers=1, heads=2, ffn_size=64, max_positions=64)
+            scratch=schema.Scratch(
+                hidden_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                intermediate_size=64,
+                max_position_embeddings=64,
+            )
         ),
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
@@ -121,7 +127,11 @@ def test_a_critic_learns_beside_the_policy(work: Path) -> None:
     loaded = load(HERE / "verl_letters.yaml", overrides)
     assert plans(loaded)[0].needs_critic
     config = loaded.config
-    assert (config.algorithm.name, config.algorithm.lam, config.critic.micro_rollouts) == ("ppo", 0.95, 2)
+    assert (config.algorithm.name, config.algorithm.lam, config.critic.micro_batch_rollouts) == (
+        "ppo",
+        0.95,
+        2,
+    )
     assert (config.critic.optimizer.lr, config.critic.warmup_steps, config.train.steps) == (1e-3, 1, 2)
     assert (config.critic.path, config.critic.optimizer.weight_decay) == (f"{work}/model", 0.01)
 
@@ -154,8 +164,8 @@ def test_an_sft_file(work: Path) -> None:
     config, optimizer = loaded.config, loaded.config.train.optimizer
     assert (config.algorithm.name, config.data.chat, config.data.train[0].prompt) == ("sft", True, "q")
     assert (optimizer.lr, optimizer.betas, optimizer.weight_decay) == (1e-2, (0.9, 0.95), 0.01)
-    assert (optimizer.schedule.kind, optimizer.schedule.warmup_fraction) == ("cosine", 0.1)
-    assert (config.train.tasks_per_step, config.train.micro_rollouts, config.train.epochs) == (8, 8, 3)
+    assert (optimizer.schedule.type, optimizer.schedule.warmup_ratio) == ("cosine", 0.1)
+    assert (config.train.tasks_per_step, config.train.micro_batch_rollouts, config.train.epochs) == (8, 8, 3)
     assert (config.model.dtype, config.seed, config.run_dir) == ("float32", 1, f"{work}/sft")
     assert (config.data.max_total_tokens, config.eval.every, config.data.eval[0].prompt) == (24, 5, "q")
     assert plans(loaded, rows={"main": 30})[0].steps == 9, "3 full batches of 8 in each of 3 epochs"
@@ -165,7 +175,7 @@ SCRATCH = """
 whet:
   model:
     path: null
-    scratch: {hidden_size: 32, layers: 1, heads: 2, ffn_size: 64, max_positions: 64}
+    scratch: {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 64, max_position_embeddings: 64}
   tokenizer: {build: chars}
 """
 

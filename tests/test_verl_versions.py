@@ -147,7 +147,7 @@ def test_the_asynchronous_trainers() -> None:
         100,
     )
     rollout = tree["rollout"]
-    assert (rollout["schedule"], rollout["sync_every"], rollout["max_staleness"]) == ("free", 4, 5)
+    assert (rollout["schedule"], rollout["sync_interval"], rollout["max_staleness"]) == ("free", 4, 5)
     assert tree["algorithm"]["old_logprobs"] == "sampled"
 
 
@@ -163,10 +163,10 @@ def test_supervised_fine_tuning_over_engines() -> None:
     }
     assert told(given, "0.9.0", "verl-sft") == []
     tree = made(given, "0.9.0", "verl-sft").tree
-    assert (tree["model"]["path"], tree["train"]["micro_tokens"]) == ("m", 4096)
+    assert (tree["model"]["path"], tree["train"]["micro_batch_tokens"]) == ("m", 4096)
     assert tree["data"]["train"][0]["messages"] == "talk"
     schedule = tree["train"]["optimizer"]["schedule"]
-    assert (schedule["kind"], schedule["min_factor"], schedule["warmup_fraction"]) == ("cosine", 0.2, 0.1)
+    assert (schedule["kind"], schedule["min_lr_ratio"], schedule["warmup_ratio"]) == ("cosine", 0.2, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,15 @@ FEW = [
 """For what does not depend on the family: one of dense layers and one of experts; the others in the sweep."""
 VOCAB = 61
 RUN: dict[str, Any] = {
-    "model": {"scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "ffn_size": 32, "max_positions": 32}},
+    "model": {
+        "scratch": {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "max_position_embeddings": 32,
+        }
+    },
     "tokenizer": {"build": "chars"},
     "data": {"max_prompt_tokens": 8, "train": [{"path": "tests/data/words.jsonl"}]},
     "rewards": {"letters": {"function": "tests/resume/rewards.py:shared_letters"}},
@@ -37,11 +45,11 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, layers: int = 2, std: fl
         hidden_size=32,
         layers=layers,
         heads=4,
-        kv_heads=2,
+        num_key_value_heads=2,
         head_dim=16,
-        ffn_size=48,
+        intermediate_size=48,
         experts=4,
-        init_std=std,
+        initializer_range=std,
         sliding_window=8 if family == "mistral" else None,
     )
     return build(

@@ -14,7 +14,7 @@ from whet.types import ConfigError
 
 def check_algorithm(name: str, **keys: Any) -> None:
     """Raise ConfigError as a plan would for `algorithm: {name: ..., keys...}`; several optimizer steps a batch."""
-    tree = {"algorithm": {"name": name, **keys}, "train": {"passes": 2}}
+    tree = {"algorithm": {"name": name, **keys}, "train": {"update_epochs": 2}}
     cfg = Config.model_validate_json(json.dumps(tree))
     resolve(cfg.algorithm)
     if said := [f"{dotted(path)}: {why}" for path, why in unused({"algorithm": tree["algorithm"]}, [cfg])]:

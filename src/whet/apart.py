@@ -66,13 +66,13 @@ async def explore_stage(shared: Shared, index: int, home: Path) -> None:
     shared.directory.timeline.at = name, 0
     queue = ExplorerQueue(
         store,
-        owner=cfg.buffer.explorer,
+        owner=cfg.buffer.explorer_name,
         groups_per_step=run.plan.own_tasks_per_step,
         group_size=run.plan.group_size,
-        max_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_every - 1,
+        max_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_interval - 1,
         spare=cfg.rollout.spare_tasks,
         lease_s=cfg.buffer.lease_s,
-        version=None if cfg.rollout.schedule == "free" else lambda: engine.version,
+        version=None if cfg.rollout.schedule == "async" else lambda: engine.version,
         **grouping(cfg, run.plan),
     )
     run.buffer = queue  # type: ignore[assignment]
@@ -101,7 +101,7 @@ class Weights:
         adapters = content_of(run.cfg) == "adapters"
         # the engine's own: what is under adapters is here already
         module = run.policy.module if adapters else None
-        self.receiver = Receiver(self.transport, name=run.cfg.buffer.explorer, module=module)
+        self.receiver = Receiver(self.transport, name=run.cfg.buffer.explorer_name, module=module)
 
     def reached(self, version: int) -> bool:
         """The engine has this version or a newer one."""
@@ -114,7 +114,7 @@ class Weights:
         if newest is None or self.reached(newest):
             return False
         try:
-            await self.receiver.load(run.engine, newest, finish=not run.cfg.rollout.partial)
+            await self.receiver.load(run.engine, newest, finish=not run.cfg.rollout.partial_rollout)
         except WhetError as error:
             if self.transport.newest() == newest or run.engine.version != self.receiver.version:
                 raise
@@ -144,7 +144,7 @@ async def begun(run: Run, store: Store, weights: Weights) -> bool:
             since, seen = time.monotonic(), newest
         if time.monotonic() - since > patience_s:
             raise WhetError(
-                f"explorer {run.cfg.buffer.explorer!r} waited {patience_s:g} s for the trainer to begin stage "
+                f"explorer {run.cfg.buffer.explorer_name!r} waited {patience_s:g} s for the trainer to begin stage "
                 f"{run.name!r}: nothing new in {weights.transport.root}, "
                 f"{'nothing' if first is None else f'but version {first} announced'} in buffer.url. Is "
                 "`whet train FILE mode=train` running, with the same name, run_dir and buffer.url? "
@@ -196,7 +196,7 @@ class Idle:
         lives, patience_s = is_running(self.home), self.run.cfg.sync.timeout_s
         who = {True: "it runs", False: "its process is dead", None: "it is on another machine"}[lives]
         what = (
-            f"explorer {self.run.cfg.buffer.explorer!r} has waited {now - self.since:.0f} s for the trainer to take "
+            f"explorer {self.run.cfg.buffer.explorer_name!r} has waited {now - self.since:.0f} s for the trainer to take "
             f"rollouts of stage {self.run.name!r}, since weights version {self.run.engine.version}: {who}"  # type: ignore[union-attr]
         )
         if now - self.since > patience_s and not lives:

@@ -161,7 +161,7 @@ def _run_training(
     cfg = loaded.config
     if any(scheme(url) == "hf" for url in (*cfg.checkpoint.upload_to, *cfg.checkpoint.upload_exports_to)):
         os.environ.setdefault("HF_HUB_OFFLINE", "0")  # the one thing that a run asks the hub for by name
-    environment.prepare(planned[0].threads, cfg.machine.exact != "off")
+    environment.prepare(planned[0].threads, cfg.machine.logprob_parity != "off")
     environment.keep_memory()
     run_dir = Path(cfg.run_dir)
     with ExitStack() as stack:
@@ -231,7 +231,7 @@ def enter(cfg: Config, stack: ExitStack) -> Path | None:
 
 def who_is(cfg: Config) -> str:
     """What this process is called among those of its run."""
-    return {"explore": f"explorer-{cfg.buffer.explorer}", "bench": "bench"}.get(cfg.mode, "trainer")
+    return {"explore": f"explorer-{cfg.buffer.explorer_name}", "eval": "bench"}.get(cfg.mode, "trainer")
 
 
 def _run(
@@ -278,7 +278,7 @@ def _run(
         display.message(f"the run that was here is now {aside}")
     if start:
         display.message(f"going on from {start}")
-    watched(watch := stack.enter_context(Watch(limit_s=hang_s(loaded))))
+    watched(watch := stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded))))
     shared = open_shared(
         loaded,
         planned,
@@ -337,7 +337,7 @@ def _show_finished(cfg: Config, directory: RunDirectory, display: Display, state
     uploads.finish()
 
 
-def hang_s(loaded: Loaded) -> float:
+def watchdog_timeout_s(loaded: Loaded) -> float:
     """How long this process may be silent (`deadlines.silence`)."""
     c = loaded.config.checkpoint
     copies_s = DEADLINE_S if c.upload_to or c.upload_exports_to else 0.0
@@ -408,12 +408,12 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
     made: list[tuple[Any, RewardSet]] = []
     out = []
     for cfg in loaded.stages:
-        wanted = (cfg.rewards, cfg.guard)
+        wanted = (cfg.rewards, cfg.reward_workers)
         found = next((made_set for key, made_set in made if key == wanted), None)
         if found is None:
             found = RewardSet.from_config(
                 cfg.rewards,
-                cfg.guard,
+                cfg.reward_workers,
                 functions,
                 seed=cfg.seed,
                 imports=cfg.imports,
@@ -437,7 +437,7 @@ def goes_on(loaded: Loaded, run_dir: Path, *, change: bool) -> tuple[Path | None
     with reading(start / checkpoint.STATE):
         place = state["stage_name"], state["step"]
         changes = taken(start, state["config"], loaded.as_given, at=place, change=change)
-        checkpoint.check_contents(start, state, loaded.config.checkpoint.load)
+        checkpoint.check_contents(start, state, loaded.config.checkpoint.load_contents)
     return start, state, changes
 
 
@@ -532,7 +532,7 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 def data_files(loaded: Loaded) -> list[Path]:
     """Files named by the config, for the manifest's hashes; folders and patterns are left to their readers."""
-    sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.expert, *c.data.eval)]
+    sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.demonstrations, *c.data.eval)]
     named = [p for s in sources if s.path for p in ([s.path] if isinstance(s.path, str) else s.path)]
     return sorted({Path(p) for p in named if Path(p).is_file()})
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whet import environment
-from whet.api import Stop, hang_s, join_cluster, reward_sets, run_loop
+from whet.api import Stop, join_cluster, reward_sets, run_loop, watchdog_timeout_s
 from whet.config.load import Loaded, load
 from whet.config.parts.parallel import Parallel
 from whet.config.plan import Plan, plans
@@ -43,7 +43,7 @@ def judge_file(loaded: Loaded, *, whole: bool) -> Judged:
     offline, cfg = check(loaded, whole=whole), loaded.config
     named = verifiers([cfg])
     with RewardSet.from_config(
-        cfg.rewards, cfg.guard, seed=cfg.seed, imports=cfg.imports, verifiers=named
+        cfg.rewards, cfg.reward_workers, seed=cfg.seed, imports=cfg.imports, verifiers=named
     ) as rewards:
         return judge(cfg, offline, rewards)
 
@@ -66,7 +66,7 @@ def judge_checkpoints(loaded: Loaded) -> list[dict[str, Json]]:
     cfg = loaded.config
     if not any(plan.evaluates for plan in planned):
         raise ConfigError("there is nothing to evaluate: data.eval is empty, or evaluation is off")
-    environment.prepare(planned[0].threads, cfg.machine.exact != "off")
+    environment.prepare(planned[0].threads, cfg.machine.logprob_parity != "off")
     out = Path(cfg.run_dir) / FOLDER
     with ExitStack() as stack:
         stack.enter_context(RunLock(out))
@@ -115,7 +115,7 @@ def _bench(
         directory=directory,
         display=display,
         stop=Stop(),
-        watch=stack.enter_context(Watch(limit_s=hang_s(loaded))),
+        watch=stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded))),
         resumed=None,
         change=False,
         **openers,

@@ -165,8 +165,8 @@ class Saver:
             return
         if strangers := [name for name, e in engines.items() if not hasattr(e, "capture")]:
             raise CheckpointError(
-                f"checkpoint.background=true, but {', '.join(strangers)} cannot be copied while it goes on (it is "
-                "spread over several processes); leave checkpoint.background=false"
+                f"checkpoint.async_save=true, but {', '.join(strangers)} cannot be copied while it goes on (it is "
+                "spread over several processes); leave checkpoint.async_save=false"
             )
         state = json.loads(json.dumps(state))  # a copy: the run's own lists go on changing
         captured = {name: engine.capture(moments=moments) for name, engine in engines.items()}
@@ -332,14 +332,14 @@ def glance(root: Path) -> Json:
 
 
 def check_contents(path: Path, state: Json, wanted: Collection[str]) -> None:
-    """Raise CheckpointError if a checkpoint lacks what `checkpoint.load` wants of it."""
+    """Raise CheckpointError if a checkpoint lacks what `checkpoint.load_contents` wants of it."""
     held = state.get("contents")
     if not isinstance(held, list) or not all(isinstance(part, str) for part in held):
         raise Damaged(f"{path}: {STATE} does not say what the checkpoint holds")
     if missing := [part for part in wanted if part not in held]:
         raise CheckpointError(
-            f"{path} holds no {', '.join(missing)} (checkpoint.contents was {', '.join(held)}), so the "
-            "run cannot go on as if it had never stopped; checkpoint.load=[model] goes on with moments that begin "
+            f"{path} holds no {', '.join(missing)} (checkpoint.save_contents was {', '.join(held)}), so the "
+            "run cannot go on as if it had never stopped; checkpoint.load_contents=[model] goes on with moments that begin "
             "at zero"
         )
 

@@ -105,7 +105,7 @@ def plan(
     Example: whet plan examples/first_run.yaml --arithmetic
     Example: whet plan examples/from_verl.yaml --gpus 8 --mem 80 trainer.n_gpus_per_node=2
     Example: whet plan examples/from_verl.sh trainer.total_epochs=5
-    Example: whet plan examples/gsm8k.yaml rollout.max_staleness=2 rollout.schedule=free --simulate runs/gsm8k
+    Example: whet plan examples/gsm8k.yaml rollout.max_staleness=2 rollout.schedule=async --simulate runs/gsm8k
     """
     from rich.console import Console
 
@@ -128,14 +128,16 @@ def plan(
         _say_missing(loaded)
         Console().print(describe(planned))
         if arithmetic:
-            _say_arithmetic(loaded.config.machine.kernels, exact=loaded.config.machine.exact != "off")
+            _say_arithmetic(
+                loaded.config.machine.kernels, exact=loaded.config.machine.logprob_parity != "off"
+            )
         check_memory(planned)
     if like is not None:
         from whet.track.costs import measured, predictions, schedule_of
 
         for stage, planned_stage in zip(loaded.stages, planned):
             if planned_stage.algorithm.kind == "online":
-                slots = planned_stage.max_batch * max(1, stage.rollout.replicas)
+                slots = planned_stage.max_num_seqs * max(1, stage.rollout.replicas)
                 costs = measured(like, planned_stage.name, slots=slots)
                 schedule = schedule_of(planned_stage, stage.rollout)
                 Console().print(predictions(costs, schedule, stage=planned_stage.name))

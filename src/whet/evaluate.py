@@ -26,7 +26,7 @@ async def evaluate(ask: Ask, tasks: Sequence[Task], rewards: RewardSet, *, cfg: 
     """Ask the present policy every held-out task as its source says, and judge the replies; in the order of the tasks.
 
     As many tasks together as the engine decodes rollouts at once. A reply's reward is the sum that `eval.reward`
-    names. Raises WhetError if more of them cannot be scored than guard.max_failure_rate allows.
+    names. Raises WhetError if more of them cannot be scored than reward_workers.max_failure_rate allows.
     """
     judge = replace(rewards, weights=reward_weights(cfg))
     alike: dict[Asked, list[Task]] = defaultdict(list)
@@ -34,7 +34,7 @@ async def evaluate(ask: Ask, tasks: Sequence[Task], rewards: RewardSet, *, cfg: 
         alike[asked(cfg, task.source)].append(task)
     done: dict[int, Group] = {}
     for how, members in alike.items():
-        at_once = max(1, cfg.rollout.max_batch // how.samples)
+        at_once = max(1, cfg.rollout.max_num_seqs // how.samples)
         for begin in range(0, len(members), at_once):
             part = await score(await ask(members[begin : begin + at_once], how), judge)
             check_failures(part, rewards)

@@ -126,7 +126,7 @@ def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None) -> No
     from whet.training.torch import TorchEngine
 
     cfg = loaded.config
-    sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.expert, *c.data.eval)]
+    sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.demonstrations, *c.data.eval)]
     tokenizer = load_tokenizer(cfg.tokenizer, model_path=cfg.model.path, texts=texts(sources))
     model = build(
         cfg.model,

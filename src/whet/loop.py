@@ -109,7 +109,7 @@ async def train_step(run: Run, *, beside: Coroutine[Any, Any, None] | None = Non
         within=run.sync_deadline,
     )
     run.explored_at_sync = run.explored if due else run.explored_at_sync
-    # from here engine.version == policy.version, save with rollout.sync_every > 1
+    # from here engine.version == policy.version, save with rollout.sync_interval > 1
     # frees room: the next tasks may start
     await run.buffer.trained(groups, skipped=[groups[n].task.uid for n in run.skipped])
     run.played = run.buffer.leave()
@@ -219,13 +219,13 @@ def measure(run: Run, batch: Batch, groups: list[Group], *, updates: list[Metric
 # ---------------------------------------------------------------- modes
 
 
-async def alternate(run: Run) -> Metrics:
+async def synchronous(run: Run) -> Metrics:
     """On-policy: explore until a step is full, then train."""
     await fill(run, steps=1)
     return await train_step(run)
 
 
-async def overlap(run: Run) -> Metrics:
+async def overlapped(run: Run) -> Metrics:
     """Train while the rollouts of later steps are sampled. Which weights sample which task follows from the step alone,
     never from who was faster: the run is the same on every machine, and after every resume."""
     ahead, left = run.cfg.rollout.max_staleness, run.plan.steps - run.step
@@ -233,7 +233,7 @@ async def overlap(run: Run) -> Metrics:
     return await train_step(run, beside=fill(run, steps=min(ahead, left - 1)))
 
 
-async def free(run: Run) -> Metrics:
+async def asynchronous(run: Run) -> Metrics:
     """Train on whatever groups are finished first; explorers ask whenever there is room. No step waits for the last
     rollout."""
     run.explorers.start(left=run.plan.steps - run.step)
@@ -275,11 +275,16 @@ def unfilled(run: Run, asked: int) -> WhetError:
         f"step {run.step + 1} could not be filled: of {asked} tasks only {len(run.buffer.waiting)} gave a "
         f"group that can be trained on, and {run.buffer.groups_per_step} are needed. Rewards that are all "
         "equal in a group teach nothing: use easier or harder tasks, a larger rollout.group_size, or set "
-        "algorithm.drop_uniform_groups=false"
+        "algorithm.dynamic_sampling=false"
     )
 
 
-MODES = {"alternate": alternate, "overlap": overlap, "free": free, "train": train_only}
+MODES = {
+    "synchronous": synchronous,
+    "overlapped": overlapped,
+    "asynchronous": asynchronous,
+    "train": train_only,
+}
 
 
 async def steps(run: Run) -> AsyncIterator[Metrics]:

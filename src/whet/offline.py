@@ -20,7 +20,16 @@ from whet.evaluate import accuracy
 from whet.rewards.combine import RewardSet, check_failures, score
 from whet.types import ConfigError, DataError, Group, Json, Metrics, Rollout, Task
 
-READS = ("name", "seed", "imports", "rewards", "guard", "eval.offline", "eval.success", "eval.reward")
+READS = (
+    "name",
+    "seed",
+    "imports",
+    "rewards",
+    "reward_workers",
+    "eval.offline",
+    "eval.success",
+    "eval.reward",
+)
 """Keys that matter where no model is asked."""
 
 AT_ONCE = 1024
@@ -72,7 +81,7 @@ def _idle(loaded: Loaded) -> Iterator[tuple[str, str]]:
 
 def judge(cfg: Config, offline: Offline, rewards: RewardSet) -> Judged:
     """Score every reply of the file. Raises DataError for a row that cannot be read, WhetError if more replies
-    cannot be scored than guard.max_failure_rate allows."""
+    cannot be scored than reward_workers.max_failure_rate allows."""
     judging = replace(rewards, weights=reward_weights(cfg))
     groups = list(read(offline))
     done: list[Group] = []

@@ -94,7 +94,7 @@ def _started(shared: Shared, cfg: Config, plan: Plan, whose: str) -> Ranks:
         whose=own,
         first_gpu=first_gpu(p, whose),
         sharding=Sharding(
-            reshard=p.reshard_after_forward, prefetch=p.prefetch, min_parameters=p.wrap_min_parameters
+            reshard=p.reshard_after_forward, prefetch=p.prefetch, min_parameters=p.wrap_min_num_params
         ),
         device=shared.model.device.type,
         threads=max(1, plan.threads // processes),

@@ -190,7 +190,7 @@ class Run:
     @property
     def samples_older(self) -> bool:
         """Rollouts may come from other weights than those before the step at hand: older ones, or cast."""
-        in_turn = self.plan.mode == "alternate" and self.sampler is None
+        in_turn = self.plan.mode == "synchronous" and self.sampler is None
         cast = self.out is not None and self.out.dtype is not None
         return not in_turn or cast or self.buffer.replay is not None
 
@@ -203,13 +203,13 @@ class Run:
     def sync_due(self) -> bool:
         """Whether the step at hand ends in a weight sync: every so many, at the end, and before an evaluation."""
         done = self.step + 1
-        judged = self._due(self.cfg.eval.every, after=1)
+        judged = self._due(self.cfg.eval.interval, after=1)
         if done == self.plan.steps or judged:
             return True
-        if self.cfg.sync.driven_by == "explorer" and self.plan.mode in ("free", "train"):
-            groups = self.cfg.rollout.sync_every * self.buffer.groups_per_step
+        if self.cfg.sync.driven_by == "explorer" and self.plan.mode in ("asynchronous", "train"):
+            groups = self.cfg.rollout.sync_interval * self.buffer.groups_per_step
             return self.explored - self.explored_at_sync >= groups
-        return self._due(self.cfg.rollout.sync_every, after=1)
+        return self._due(self.cfg.rollout.sync_interval, after=1)
 
     @property
     def explored(self) -> int:
@@ -229,7 +229,7 @@ class Run:
     @property
     def interrupts(self) -> bool:
         """A weight sync does not wait for rollouts in flight: they go on under the new weights."""
-        return self.plan.mode == "free" and self.cfg.rollout.partial
+        return self.plan.mode == "asynchronous" and self.cfg.rollout.partial_rollout
 
     @property
     def group_deadline(self) -> Deadline:
@@ -240,12 +240,12 @@ class Run:
 
     @property
     def eval_due(self) -> bool:
-        return (self.cfg.eval.at_end and self.ends) or self._due(self.cfg.eval.every)
+        return (self.cfg.eval.at_end and self.ends) or self._due(self.cfg.eval.interval)
 
     @property
     def checkpoint_due(self) -> bool:
         cfg = self.cfg.checkpoint
-        due = self._due(cfg.every) or self._epochs_due(cfg.every_epochs)
+        due = self._due(cfg.interval) or self._epochs_due(cfg.interval_epochs)
         best = self.saver.is_best(self.score, at=(self.index, self.step))
         return self.stopping or self.ends or due or best
 
@@ -259,7 +259,7 @@ class Run:
     def export_due(self) -> bool:
         """The last step's is the stage's own, which `run_stage` writes."""
         cfg = self.cfg.checkpoint
-        return self._due(cfg.export_every) and not (self.ends and cfg.export)
+        return self._due(cfg.export_interval) and not (self.ends and cfg.export)
 
     @property
     def ends(self) -> bool:
@@ -299,7 +299,7 @@ class Run:
 
     def exploring(self, name: str) -> AbstractContextManager[None]:
         """A part of exploring: a phase of the step, or, where the trainer trains meanwhile, beside its phases."""
-        if self.plan.mode == "alternate":
+        if self.plan.mode == "synchronous":
             return self.phase(name)
         self.watch.beat(name)
         return self.together.span(name, self._explored)
@@ -325,7 +325,7 @@ class Run:
 
     async def work(self, job: Callable[[], T]) -> T:
         """The result of what computes for long: here, or in a thread where rollouts are sampled meanwhile."""
-        if self.plan.mode == "alternate":
+        if self.plan.mode == "synchronous":
             return job()
         if self.hands is None:
             self.hands = ThreadPoolExecutor(1, thread_name_prefix="whet-trainer")
@@ -363,7 +363,7 @@ class Run:
         those of a round by the trainer."""
         if isinstance(self.buffer, ExplorerQueue) and self.buffer.version is not None:
             return
-        if self.plan.mode == "free":
+        if self.plan.mode == "asynchronous":
             self.judging += groups
             if len(self.judging) < self.buffer.groups_per_step:
                 return
@@ -372,10 +372,10 @@ class Run:
 
     async def give_up_stale(self) -> None:
         """Before a new version: explorers end what could not be trained on in time, at the last step all there is."""
-        if self.plan.mode == "free" and self.step + 1 == self.plan.steps:
+        if self.plan.mode == "asynchronous" and self.step + 1 == self.plan.steps:
             await self.explorers.close()
             await self.buffer.give_up_stale(sys.maxsize)
-        elif self.plan.mode == "free":
+        elif self.plan.mode == "asynchronous":
             await self.explorers.give_up(self.policy.version + 1)
 
     async def wait(
@@ -398,7 +398,7 @@ class Run:
     def reset_reference(self) -> None:
         """Every so many steps or epochs the reference becomes the policy of now; its optimizer may begin anew."""
         cfg = self.cfg.reference
-        due = self._due(cfg.reset_every) or self._epochs_due(cfg.reset_every_epochs)
+        due = self._due(cfg.reset_interval) or self._epochs_due(cfg.reset_interval_epochs)
         if self.reference is not None and due:
             self.reference.copy_from(self.policy)
             if cfg.reset_optimizer:
@@ -412,8 +412,8 @@ class Run:
                 f"step {self.step + 1}: {share:.2%} of the sampled log-probs differ from the trainer's, by at most "
                 f"{numbers['train/mismatch_max_nats']:.2e} nats, though the self-test said 'exact'"
             )
-            if self.cfg.machine.exact == "on":
-                raise WhetError(message + "; machine.exact=on forbids that")
+            if self.cfg.machine.logprob_parity == "on":
+                raise WhetError(message + "; machine.logprob_parity=on forbids that")
             log.warning("%s; the run goes on as 'close'", message)
             self.exact = False
             self.display.exactness("close")
@@ -444,7 +444,9 @@ class Run:
         if (decay := self.cfg.critic.normalize_decay) is not None and batch.return_N is not None:
             out |= {"critic/scale_mean": self.value_scale.mean, "critic/scale_std": self.value_scale.std}
             self.value_scale = self.value_scale.seen(batch.return_N, batch.mask_N, decay=decay)
-        self.trained = to_table(batch, groups) if self._due(self.cfg.track.batches_every, after=1) else None
+        self.trained = (
+            to_table(batch, groups) if self._due(self.cfg.track.batches_interval, after=1) else None
+        )
         if self.meter is not None:
             self.flops = self.meter.flops(batch, policy_learns=self.step >= self.plan.critic_warmup_steps)
         if self.algorithm.mu is not None:
@@ -461,7 +463,7 @@ class Run:
         rollouts = [r for g in self.played for r in g.rollouts]
         if self.trained is not None:
             self.directory.write_batch(self.name, self.step, self.trained)
-        if self._due(self.cfg.track.rollouts_every) and self.algorithm.kind == "online":
+        if self._due(self.cfg.track.rollouts_interval) and self.algorithm.kind == "online":
             advantages = [self.advantages.get((r.task.uid, r.index)) for r in rollouts]
             self.directory.write_rollouts(self.name, self.step, rollouts, advantages=advantages)
         self.buffer.check()
@@ -527,7 +529,7 @@ class Run:
     def engines(self) -> dict[str, TorchEngine]:
         """What a checkpoint holds. A reference that came from a folder is read from there again."""
         cfg = self.cfg.reference
-        own = cfg.path is None or cfg.reset_every > 0 or cfg.reset_every_epochs > 0
+        own = cfg.path is None or cfg.reset_interval > 0 or cfg.reset_interval_epochs > 0
         held = {"policy": self.policy, "critic": self.critic, "sampler": self.sampler}
         held["reference"] = self.reference if own else None
         return {name: engine for name, engine in held.items() if engine is not None}
@@ -574,7 +576,7 @@ class Run:
         copied = self.sampler is not None and changed and not (path / "sampler").is_dir()
         if copied:
             engines.pop("sampler")
-        checkpoint.load(path, engines, wanted=self.cfg.checkpoint.load)
+        checkpoint.load(path, engines, wanted=self.cfg.checkpoint.load_contents)
         if copied and self.sampler is not None:
             self.sampler.copy_from(self.policy)
         with reading(path / checkpoint.STATE):

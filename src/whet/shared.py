@@ -109,7 +109,7 @@ def open_shared(
     # or every new tensor would be written once more
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     display.phase("read data")
-    sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.expert, *c.data.eval)]
+    sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.demonstrations, *c.data.eval)]
     tokenizer = load_tokenizer(cfg.tokenizer, model_path=cfg.model.path, texts=texts(sources))
     display.phase("load model")
     model = build_model(
@@ -192,8 +192,8 @@ def open_saver(cfg: Config, run_dir: Path) -> tuple[Saver, Uploads]:
     saver = Saver(
         root,
         keep=keep,
-        contents=c.contents,
-        background=c.background,
+        contents=c.save_contents,
+        background=c.async_save,
         after=uploads.checkpoint,
         spare=lambda: [*uploads.spare(), *named],
     )
@@ -211,7 +211,7 @@ def pick_device(cfg: Config) -> torch.device:
 def prove_exact(cfg: Config, plans: Sequence[Plan], model: PreTrainedModel, *, ops: kernels.Ops) -> bool:
     """Whether sampled log-probs equal the trainer's bit for bit, tried on the model itself."""
     log.info("kernels: %s (%s)", ops.name, ops.reason)
-    if cfg.machine.exact == "off" or cfg.rollout.engine != "native":
+    if cfg.machine.logprob_parity == "off" or cfg.rollout.engine != "native":
         return False
     longest = max(p.max_sequence_tokens for p in plans if p.generates)
     report = self_test(
@@ -224,9 +224,9 @@ def prove_exact(cfg: Config, plans: Sequence[Plan], model: PreTrainedModel, *, o
         long_prompt=max(1, min(270, longest - 24)),
     )
     log.info("sampling against training: %s", report)
-    if cfg.machine.exact == "on" and not report.exact:
+    if cfg.machine.logprob_parity == "on" and not report.exact:
         raise ConfigError(
-            f"machine.exact=on, but the self-test says {report}; set machine.exact=auto to go on"
+            f"machine.logprob_parity=on, but the self-test says {report}; set machine.logprob_parity=auto to go on"
         )
     return report.exact
 
@@ -254,7 +254,7 @@ def open_engine(
         ops,
         end_token_ids=ends,
         decode=decoder_of(tokenizer),
-        max_batch=max(p.max_batch for p in sampling),
+        max_num_seqs=max(p.max_num_seqs for p in sampling),
         max_context=max_context,
         cache_mb=cfg.machine.kv_cache_mb,
         quantization=cfg.rollout.quantization,

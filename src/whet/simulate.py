@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Mode = Literal["alternate", "overlap", "free"]
+Mode = Literal["synchronous", "overlapped", "asynchronous"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Simulated:
 def simulate(costs: Costs, schedule: Schedule, *, seed: int = 0) -> Simulated:
     """The whole schedule, from the first task asked to the last step trained."""
     rng = random.Random(seed)
-    return (_free if schedule.mode == "free" else _in_rounds)(costs, schedule, rng)
+    return (_free if schedule.mode == "asynchronous" else _in_rounds)(costs, schedule, rng)
 
 
 def bound_s(costs: Costs, schedule: Schedule) -> float:
@@ -83,9 +83,9 @@ def bound_s(costs: Costs, schedule: Schedule) -> float:
 
 def ways(schedule: Schedule) -> list[Schedule]:
     """The schedule itself and the others that one may think of instead of it."""
-    others = [replace(schedule, mode="alternate", max_staleness=0, spare=0)]
-    others.append(replace(schedule, mode="overlap", max_staleness=1, spare=0))
-    others += [replace(schedule, mode="free", max_staleness=ahead, spare=0) for ahead in (1, 2, 4)]
+    others = [replace(schedule, mode="synchronous", max_staleness=0, spare=0)]
+    others.append(replace(schedule, mode="overlapped", max_staleness=1, spare=0))
+    others += [replace(schedule, mode="asynchronous", max_staleness=ahead, spare=0) for ahead in (1, 2, 4)]
     return [schedule, *(other for other in others if other != schedule)]
 
 
@@ -107,7 +107,7 @@ def _in_rounds(costs: Costs, schedule: Schedule, rng: random.Random) -> Simulate
             heapq.heapreplace(ends, ends[0] + length)
         return max(ends) + costs.score_s * schedule.groups_per_step
 
-    ahead = min(schedule.max_staleness, schedule.steps) if schedule.mode == "overlap" else 0
+    ahead = min(schedule.max_staleness, schedule.steps) if schedule.mode == "overlapped" else 0
     seconds = sum(explored_s() for _ in range(ahead))
     for step in range(schedule.steps):
         if ahead == 0:

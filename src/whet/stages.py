@@ -297,7 +297,7 @@ def _buffer(cfg: Config, plan: Plan, ledger: Ledger, stop: StopFlag) -> Buffer:
             TrainerQueue(
                 store,
                 groups_per_step=plan.own_tasks_per_step,
-                max_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_every - 1,
+                max_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_interval - 1,
                 ledger=ledger,
                 stopping=lambda: stop.requested,
                 replay=_replay(cfg, plan),
@@ -306,8 +306,8 @@ def _buffer(cfg: Config, plan: Plan, ledger: Ledger, stop: StopFlag) -> Buffer:
     return Buffer(
         groups_per_step=plan.own_tasks_per_step,
         group_size=plan.group_size,
-        max_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_every - 1,
-        spare=cfg.rollout.spare_tasks if plan.mode == "free" else 0,
+        max_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_interval - 1,
+        spare=cfg.rollout.spare_tasks if plan.mode == "asynchronous" else 0,
         **grouping(cfg, plan),
         replay=_replay(cfg, plan),
         share=None if cfg.buffer.replay.queue else cfg.buffer.replay.share,
@@ -328,7 +328,7 @@ def _replay(cfg: Config, plan: Plan) -> Replay | None:
         cooldown_steps=wanted.cooldown_steps,
         cooldown_s=wanted.cooldown_s,
         max_staleness=wanted.max_staleness,
-        fresh_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_every - 1,
+        fresh_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_interval - 1,
         seed=seeds.key(cfg.seed, "replay", plan.name),
     )
 
@@ -537,7 +537,7 @@ def _experts(
     """The demonstrations of a mix, in an order of their own; None where there is no mix."""
     if count == 0:
         return None
-    data = cfg.data.model_copy(update={"train": cfg.data.expert})
+    data = cfg.data.model_copy(update={"train": cfg.data.demonstrations})
     sft = replace(algorithm, kind="demonstrations")
     stream = TaskStream(
         data.train,
@@ -558,4 +558,4 @@ def rejection(group: Group, *, algorithm: Resolved, weights: Mapping[str, float]
     rollout left alone where rollouts of a group are compared. weights: of the rewards by name."""
     if len(group.rollouts) == 1 and (algorithm.compares or algorithm.pairs):
         return "alone"
-    return uninformative(group, algorithm.groups, drop_uniform=algorithm.drop_uniform_groups, weights=weights)
+    return uninformative(group, algorithm.groups, drop_uniform=algorithm.dynamic_sampling, weights=weights)

@@ -206,7 +206,7 @@ def read(folder: Path) -> object:
     are as they were written, what was written."""
     state = checkpoint.read_state(folder)
     checkpoint.check_contents(folder, state, ["model", "optimizer"])
-    checkpoint.load(folder, {"policy": engine()})
+    checkpoint.load_contents(folder, {"policy": engine()})
     tasks, waiting = stream(), buffer()
     with reading(folder / STATE):
         tasks.restore(state["tasks"])
@@ -220,7 +220,7 @@ def read(folder: Path) -> object:
         _same("buffer", waiting.state(), state["buffer"])
     _same_tensors(dict(engine().module.named_parameters()), folder, MODEL)
     assert engine().optimizer is not None
-    _same_tensors(engine().optimizer.state(), folder, MOMENTS)
+    _same_tensors(engine().optimizer.state_dtype(), folder, MOMENTS)
     return state
 
 

@@ -18,7 +18,7 @@ Dropped = dict[str, int]
 
 def refine(group: Group, cfg: Groups) -> tuple[Group, Dropped]:
     """The group as it is trained on, and how many rollouts left it. All rollouts must have been scored."""
-    if cfg.unfinished == "zero":
+    if cfg.truncated == "zero":
         group = replace(group, rollouts=tuple(_zero_unfinished(r) for r in group.rollouts))
     dropped: Dropped = {}
     for reason, rule in _rules(cfg):
@@ -59,7 +59,7 @@ Rule = Callable[[Sequence[Rollout]], tuple[Rollout, ...]]
 def _rules(cfg: Groups) -> list[tuple[str, Rule]]:
     """What takes rollouts out of a group, in order, by the reason that is booked."""
     rules: list[tuple[str, Rule]] = []
-    if cfg.unfinished == "drop":
+    if cfg.truncated == "drop":
         rules.append(("unfinished", lambda rollouts: tuple(r for r in rollouts if r.finish_reason == "stop")))
     if (least := cfg.min_reward) is not None:
         rules.append(("low_reward", lambda rollouts: tuple(r for r in rollouts if _reward(r) >= least)))

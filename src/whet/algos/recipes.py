@@ -52,7 +52,7 @@ class Algorithm:
     """The loss asks for the gradient of the entropy."""
     whole_groups: bool
     """The loss joins rollouts of a group: never cut one between micro-batches."""
-    drop_uniform_groups: bool
+    dynamic_sampling: bool
     kl_coef: float
     """First weight of the KL in the reward (0: none there)."""
     full_kl_coef: float
@@ -117,7 +117,7 @@ def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> A
         needs_old=partial(_needs_old, r, uses_old),
         entropy_grad=r.entropy_coef != 0,
         whole_groups=r.kind == "preferences",
-        drop_uniform_groups=r.drop_uniform_groups,
+        dynamic_sampling=r.dynamic_sampling,
         kl_coef=r.reward_kl.coef,
         full_kl_coef=r.kl.coef if r.kl.estimator == "full" else 0.0,
         next_kl_coef=partial(_next_kl_coef, r.reward_kl),
@@ -128,8 +128,8 @@ def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> A
         loss_of=partial(_loss_of, r, policy, whole),
         weights=partial(_weights, r, norm_tokens=norm_tokens),
         mu=partial(mu_at, r.mix) if r.mix else None,
-        value_loss=partial(value_loss, clip=critic.clip_value) if r.needs_critic else None,
-        value_weights=partial(weights, mode=critic.aggregation, norm_tokens=norm_tokens),
+        value_loss=partial(value_loss, clip=critic.value_clip) if r.needs_critic else None,
+        value_weights=partial(weights, mode=critic.loss_agg_mode, norm_tokens=norm_tokens),
     )
 
 
@@ -193,7 +193,7 @@ def _resampled(r: Resolved, batch: Batch, stream: int, groups: int) -> Batch:
         stream=stream,
         power=r.resample_power,
         groups=groups if r.refill == "copy" else 0,
-        finished_only=r.groups.unfinished == "mask",
+        finished_only=r.groups.truncated == "mask",
     )
     return replace(batch, count_R=None if count_R is None else among_experts(batch, count_R))
 
@@ -221,7 +221,7 @@ def _needs_old(r: Resolved, uses_old: bool, exact: bool) -> bool:
 def _weights(r: Resolved, batch: Batch, step: int, *, norm_tokens: int) -> Tensor:
     """What a token counts; rejected ones leave the denominators where the correction says so."""
     counted = kept(batch) if r.correction.denominator == "kept" else batch
-    plain = partial(weights, mode=r.aggregation, norm_tokens=norm_tokens)
+    plain = partial(weights, mode=r.loss_agg_mode, norm_tokens=norm_tokens)
     return mixed_weights(counted, weights=plain, mu=mu_at(r.mix, step)) if r.mix else plain(counted)
 
 

@@ -51,7 +51,7 @@ def _reads_all(r: Resolved, train: Train) -> str:
         return f"the loss {r.loss} may read it"
     if LOSSES[r.loss].skips == "nothing":
         return f"the loss {r.loss} looks at the whole minibatch"
-    return "train.router_aux_coef is a term over all tokens" if train.router_aux_coef > 0 else ""
+    return "train.router_aux_loss_coef is a term over all tokens" if train.router_aux_loss_coef > 0 else ""
 
 
 def _reads_zero(r: Resolved) -> str:

@@ -78,7 +78,7 @@ class Spec:
     tokenizer: dict[str, bytes]
     """The files of its folder; read for stop strings."""
     end_token_ids: tuple[int, ...]
-    max_batch: int
+    max_num_seqs: int
     max_context: int
     cache_mb: int | None
     quantization: Literal["float8", "int8"] | None
@@ -146,7 +146,7 @@ class EngineActor:
             self.ops,
             end_token_ids=spec.end_token_ids,
             decode=decoder_of(_tokenizer(spec.tokenizer)),
-            max_batch=spec.max_batch,
+            max_num_seqs=spec.max_num_seqs,
             max_context=spec.max_context,
             cache_mb=spec.cache_mb,
             quantization=spec.quantization,
@@ -338,16 +338,16 @@ def open_replicas(
     connect(settings.address, model)
     try:
         bundle = {"CPU": float(settings.cpus)} | ({"GPU": gpus} if gpus else {})
-        group = place(bundle, count, strategy=settings.placement, start_s=settings.start_s)
+        group = place(bundle, count, strategy=settings.placement, start_timeout_s=settings.start_timeout_s)
         spec = spec_of(plans, model, cfg=cfg, tokenizer=tokenizer, threads=settings.cpus)
         shipper = Shipper(cfg, in_store(ray.put, ray.get), device=spec.device)
         if cfg.sync.method == "collective":
             shipper.host = _reached_at
-        room = Room(group, bundle, count, settings.placement, settings.start_s)
+        room = Room(group, bundle, count, settings.placement, settings.start_timeout_s)
         start = partial(start_replica, spec=spec, room=room, timeline=timeline)
         names = [f"engine-{n}" for n in range(count)]
         watch.beat(f"the start of {count} engine processes")
-        replicas = _all_at_once(start, names, start_s=settings.start_s)
+        replicas = _all_at_once(start, names, start_timeout_s=settings.start_timeout_s)
     except BaseException:
         disconnect()
         raise
@@ -358,10 +358,10 @@ def open_replicas(
         restart=partial(start, alike=own if exact else None),
         restarts=settings.restarts,
         ship=shipper.ship,
-        rows=spec.max_batch,
-        health_s=settings.health_s,
+        rows=spec.max_num_seqs,
+        health_timeout_s=settings.health_timeout_s,
         load_s=within_s(cfg),
-        start_s=settings.start_s,
+        start_timeout_s=settings.start_timeout_s,
         version=UNLOADED,
         exact=exact,
         wish=partial(wish, Path(cfg.run_dir)),
@@ -390,19 +390,19 @@ def agree(hellos: Sequence[Hello], own: tuple[str, ...]) -> bool:
     return all(h.exact and h.computes == own for h in hellos)
 
 
-def _all_at_once(start: Any, names: Sequence[str], *, start_s: float) -> list[Replica]:
+def _all_at_once(start: Any, names: Sequence[str], *, start_timeout_s: float) -> list[Replica]:
     async def all_of_them() -> list[Replica]:
         return list(await asyncio.gather(*(start(name) for name in names)))
 
     async def bounded() -> list[Replica]:
-        return await asyncio.wait_for(all_of_them(), start_s)
+        return await asyncio.wait_for(all_of_them(), start_timeout_s)
 
     try:
         return asyncio.run(bounded())
     except TimeoutError:
         raise ConfigError(
-            f"{len(names)} engine processes were not up within cluster.start_s={start_s:g} s; their logs are in "
-            f"{logs()}. Raise cluster.start_s if they only load slowly"
+            f"{len(names)} engine processes were not up within cluster.start_timeout_s={start_timeout_s:g} s; their logs are in "
+            f"{logs()}. Raise cluster.start_timeout_s if they only load slowly"
         ) from None
 
 
@@ -431,7 +431,7 @@ async def start_replica(
         await end()
         raise WhetError(
             f"{name} would compute by {' / '.join(hello.computes)}, all others by {' / '.join(alike)}: its last bits "
-            "would differ, and this run is exact; give it a machine of the same kind, or set machine.exact=off"
+            "would differ, and this run is exact; give it a machine of the same kind, or set machine.logprob_parity=off"
         )
     near = hello.node == node_id()
     engine.lane = Lane(timeline, f"replica {name}", of=REPLICAS, near=near, waits="wait for requests")
@@ -489,13 +489,13 @@ def spec_of(
         device="cuda" if model.device.type == "cuda" else "cpu",
         tokenizer=files,
         end_token_ids=tuple(sorted(end_tokens(model, tokenizer))),
-        max_batch=max(p.max_batch for p in sampling),
+        max_num_seqs=max(p.max_num_seqs for p in sampling),
         max_context=max(p.max_sequence_tokens for p in sampling),
         cache_mb=cfg.machine.kv_cache_mb,
         quantization=cfg.rollout.quantization,
         kernels=cfg.machine.kernels,
         threads=threads,
-        prove=cfg.machine.exact != "off" and cfg.rollout.quantization is None,
+        prove=cfg.machine.logprob_parity != "off" and cfg.rollout.quantization is None,
         seed=cfg.seed,
         imports=cfg.imports,
         folder=os.getcwd(),

@@ -145,7 +145,7 @@ def explorer_of(loaded: Loaded, name: str) -> Loaded:
     """The trainer's config as an explorer's."""
 
     def changed(cfg: Config) -> Config:
-        buffer = cfg.buffer.model_copy(update={"explorer": name})
+        buffer = cfg.buffer.model_copy(update={"explorer_name": name})
         rollout = cfg.rollout.model_copy(update={"replicas": 0})
         track = cfg.track.model_copy(update={"trackers": ["jsonl"]})
         update = {
@@ -168,8 +168,10 @@ def open_crew(loaded: Loaded, *, cuda: bool) -> Crew:
     gpus = c.gpus if c.gpus is not None else float(cuda)
     bundle = {"CPU": float(c.cpus)} | ({"GPU": gpus} if gpus else {})
     asked = f"cluster.explorers={c.explorers}"
-    group = place(bundle, c.explorers, strategy=c.placement, start_s=c.start_s, asked=asked)
-    lines = Far(c.explorers, c.cpus, module=MODULE, group=group, folder=os.getcwd(), start_s=c.start_s)
+    group = place(bundle, c.explorers, strategy=c.placement, start_timeout_s=c.start_timeout_s, asked=asked)
+    lines = Far(
+        c.explorers, c.cpus, module=MODULE, group=group, folder=os.getcwd(), start_timeout_s=c.start_timeout_s
+    )
     patience_s = max(map(patience_of, loaded.stages))
     return Crew(loaded, lines, restarts=c.restarts, patience_s=patience_s)
 

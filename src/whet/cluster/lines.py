@@ -249,11 +249,11 @@ class Far:
         module: str,
         group: PlacementGroup,
         folder: str | None,
-        start_s: float,
+        start_timeout_s: float,
     ) -> None:
         """Raises ConfigError if they are not up in time."""
         self.module, self.group, self.own = module, group, node_id()
-        self.threads, self.folder, self.start_s = threads, folder, start_s
+        self.threads, self.folder, self.start_timeout_s = threads, folder, start_timeout_s
         self.lines: list[RayLine] = []
         actors = [self._actor(number) for number in range(count)]
         places = self._up(actors)
@@ -274,13 +274,13 @@ class Far:
 
     def _up(self, actors: Sequence[Any]) -> list[Where]:
         try:
-            return list(ray.get([a.where.remote() for a in actors], timeout=self.start_s))
+            return list(ray.get([a.where.remote() for a in actors], timeout=self.start_timeout_s))
         except RayError as error:
             for actor in actors:
                 ray.kill(actor)
             raise ConfigError(
-                f"{len(actors)} processes of {self.module} were not up within cluster.start_s={self.start_s:g} s: "
-                f"{first_line(error)}. Raise cluster.start_s if they only load slowly"
+                f"{len(actors)} processes of {self.module} were not up within cluster.start_timeout_s={self.start_timeout_s:g} s: "
+                f"{first_line(error)}. Raise cluster.start_timeout_s if they only load slowly"
             ) from None
 
     def _actor(self, number: int) -> Any:

@@ -143,11 +143,11 @@ def place(
     count: int,
     *,
     strategy: Literal["pack", "spread"],
-    start_s: float,
+    start_timeout_s: float,
     asked: str | None = None,
     beside: int = 0,
 ) -> PlacementGroup:
-    """Room for `count` replicas. Raises ConfigError at once if there will never be, else after `start_s`.
+    """Room for `count` replicas. Raises ConfigError at once if there will never be, else after `start_timeout_s`.
 
     asked: by what, for the message; default rollout.replicas. beside: how many of this run have a place already.
     """
@@ -164,11 +164,11 @@ def place(
         )
     group = placement_group([dict(bundle) for _ in range(count)], strategy=strategy.upper())
     try:
-        ray.get(group.ready(), timeout=start_s)
+        ray.get(group.ready(), timeout=start_timeout_s)
     except GetTimeoutError:
         remove_placement_group(group)  # or it would take the room as soon as there is some
         raise ConfigError(
-            f"{asked}: no room was free for {count} times {needs} within cluster.start_s={start_s:g} s, "
+            f"{asked}: no room was free for {count} times {needs} within cluster.start_timeout_s={start_timeout_s:g} s, "
             f"others use the cluster ({there} in all). {advice}"
         ) from None
     return group
@@ -185,7 +185,7 @@ class Room:
     count: int
     """How many there are at the start."""
     strategy: Literal["pack", "spread"]
-    start_s: float
+    start_timeout_s: float
     later: set[str] = field(default_factory=set)
     """Those that came later."""
 
@@ -194,7 +194,11 @@ class Room:
         number = int(name.rpartition("-")[2])
         if number < self.count:
             return self.group, number
-        how = {"strategy": self.strategy, "start_s": self.start_s / 2, "asked": f"whet scale, {name}"}
+        how = {
+            "strategy": self.strategy,
+            "start_timeout_s": self.start_timeout_s / 2,
+            "asked": f"whet scale, {name}",
+        }
         how |= {"beside": self.count + len(self.later - {name})}
         placing = asyncio.ensure_future(asyncio.to_thread(place, self.bundle, 1, **how))  # type: ignore[arg-type]
         try:

@@ -50,8 +50,8 @@ def parts(loaded: Loaded, *, cuda: bool) -> list[Part]:
     )
     sets: list[object] = []  # as `api.reward_sets` makes them
     for stage in loaded.stages:
-        if (stage.rewards, stage.guard) not in sets:
-            sets.append((stage.rewards, stage.guard))
+        if (stage.rewards, stage.reward_workers) not in sets:
+            sets.append((stage.rewards, stage.reward_workers))
     found = [
         Part(f"rollout.replicas={cfg.rollout.replicas}", engine, cfg.rollout.replicas),
         Part(f"cluster.explorers={c.explorers}", engine, c.explorers),
@@ -62,7 +62,7 @@ def parts(loaded: Loaded, *, cuda: bool) -> list[Part]:
         ),
         Part(
             f"cluster.reward_hosts={c.reward_hosts}",
-            {"CPU": float(cfg.guard.workers)},
+            {"CPU": float(cfg.reward_workers.count)},
             c.reward_hosts * len(sets),
         ),
     ]
@@ -148,9 +148,15 @@ def rank_lines(cfg: Config, model: PreTrainedModel) -> OpenLines:
         c = cfg.cluster
         bundle = rank_bundle(cfg, cuda=model.device.type == "cuda")
         group = place(
-            bundle, count, strategy=c.placement, start_s=c.start_s, asked=f"cluster.ranks: {count} ranks"
+            bundle,
+            count,
+            strategy=c.placement,
+            start_timeout_s=c.start_timeout_s,
+            asked=f"cluster.ranks: {count} ranks",
         )
         folder = os.getcwd() if cfg.imports else None
-        return Far(count, c.cpus, module=ranks.MODULE, group=group, folder=folder, start_s=c.start_s)
+        return Far(
+            count, c.cpus, module=ranks.MODULE, group=group, folder=folder, start_timeout_s=c.start_timeout_s
+        )
 
     return start

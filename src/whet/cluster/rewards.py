@@ -64,7 +64,7 @@ class Hosts:
         functions: Mapping[str, Loader],
         *,
         open_lines: Callable[[], Lines],
-        start_s: float,
+        start_timeout_s: float,
         restarts: int,
         patience_s: float = PATIENCE_S,
         **options: Any,
@@ -78,7 +78,7 @@ class Hosts:
                 f"cluster.reward_hosts: a reward cannot be taken to another process ({error}); give it by name, as "
                 "rewards.NAME.function='package.module:function' or 'file.py:function'"
             ) from error
-        self._open_lines, self._start_s, self._restarts = open_lines, start_s, restarts
+        self._open_lines, self._start_s, self._restarts = open_lines, start_timeout_s, restarts
         self._patience_s = patience_s
         self._lines: Lines | None = None
         self._hosts: list[_Host] = []
@@ -243,7 +243,7 @@ class Hosts:
         except (EOFError, OSError):
             kind, what = "ended", ""
         if kind != "ready":
-            silent = f"it said nothing for cluster.start_s={self._start_s:g} s"
+            silent = f"it said nothing for cluster.start_timeout_s={self._start_s:g} s"
             said = what or (how_it_ended(line) if kind == "ended" else silent)
             raise ConfigError(f"reward host {number} did not start: {said}")
 
@@ -259,12 +259,27 @@ def hosts_of(cfg: Config) -> Callable[..., Hosts]:
     c = cfg.cluster
 
     def open_lines() -> Far:
-        bundle = {"CPU": float(cfg.guard.workers)}
+        bundle = {"CPU": float(cfg.reward_workers.count)}
         asked = f"cluster.reward_hosts={c.reward_hosts}"
-        group = place(bundle, c.reward_hosts, strategy=c.placement, start_s=c.start_s, asked=asked)
-        return Far(c.reward_hosts, 1, module=host.MODULE, group=group, folder=os.getcwd(), start_s=c.start_s)
+        group = place(
+            bundle, c.reward_hosts, strategy=c.placement, start_timeout_s=c.start_timeout_s, asked=asked
+        )
+        return Far(
+            c.reward_hosts,
+            1,
+            module=host.MODULE,
+            group=group,
+            folder=os.getcwd(),
+            start_timeout_s=c.start_timeout_s,
+        )
 
     def made(functions: Mapping[str, Loader], **options: Any) -> Hosts:
-        return Hosts(functions, open_lines=open_lines, start_s=c.start_s, restarts=c.restarts, **options)
+        return Hosts(
+            functions,
+            open_lines=open_lines,
+            start_timeout_s=c.start_timeout_s,
+            restarts=c.restarts,
+            **options,
+        )
 
     return made

@@ -17,7 +17,7 @@ HEADS = {
     "recipe": "Recipes: algorithm.name",
     "advantage": "Advantages: algorithm.advantage",
     "loss": "Losses: algorithm.loss",
-    "aggregation": "How token losses become one number: algorithm.aggregation",
+    "aggregation": "How token losses become one number: algorithm.loss_agg_mode",
     "kl": "KL estimators: algorithm.kl.estimator (in the loss), algorithm.reward_kl.estimator (off the reward)",
     "correction": "Off-policy correction: algorithm.correction",
 }
@@ -32,7 +32,7 @@ def listed() -> list[Entry]:
     rows += [{"what": "advantage", "name": name, **_function(row)} for name, row in ADVANTAGES.items()]
     rows += [{"what": "loss", "name": name, **_function(row)} for name, row in LOSSES.items()]
     rows += [
-        {"what": "aggregation", "name": name, "keys": ["algorithm.aggregation"]}
+        {"what": "aggregation", "name": name, "keys": ["algorithm.loss_agg_mode"]}
         for name in get_args(Aggregation)
     ]
     rows.append({"what": "aggregation", "name": "pair-mean", "keys": []})
@@ -47,15 +47,15 @@ def _recipe(r: Recipe) -> Entry:
     settings = dict(r.settings)
     if r.whiten:
         settings["whiten"] = True
-    if r.drop_uniform_groups:
-        settings["drop_uniform_groups"] = True
+    if r.dynamic_sampling:
+        settings["dynamic_sampling"] = True
     if r.expert_loss:
         settings["mix.loss"] = r.expert_loss
     return {
         "learns_from": r.kind,
         "advantage": r.advantage,
         "loss": r.loss,
-        "aggregation": r.aggregation,
+        "loss_agg_mode": r.loss_agg_mode,
         "settings": settings,
         "needs": sorted(ADVANTAGES[r.advantage].needs | LOSSES[r.loss].needs),
         "source": r.source,
@@ -115,7 +115,7 @@ def as_tables(found: list[Entry]) -> None:
 def in_words(entry: Entry) -> str:
     """What an object says beside its name, on one or two lines."""
     if entry["what"] == "recipe":
-        parts = [f"{entry['advantage']} + {entry['loss']}, {entry['aggregation']}"]
+        parts = [f"{entry['advantage']} + {entry['loss']}, {entry['loss_agg_mode']}"]
         parts += [f"{key}={json.dumps(value)}" for key, value in entry["settings"].items()]
         parts += [f"learns from {entry['learns_from']}"] * (entry["learns_from"] != "online")
         parts += [f"needs {', '.join(entry['needs'])}"] * bool(entry["needs"])

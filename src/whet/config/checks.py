@@ -94,23 +94,31 @@ def _structure(cfg: Config) -> Iterator[Problem]:
 def _model(cfg: Config) -> Iterator[Problem]:
     s = cfg.model.scratch
     if s is not None:
-        kv_heads = s.kv_heads or s.heads
-        if s.heads % kv_heads:
-            good = ", ".join(str(d) for d in range(1, s.heads + 1) if s.heads % d == 0)
-            yield "model.scratch.kv_heads", f"{kv_heads} does not divide heads={s.heads}; these do: {good}"
-        if s.head_dim is None and s.hidden_size % s.heads:
+        num_key_value_heads = s.num_key_value_heads or s.num_attention_heads
+        if s.num_attention_heads % num_key_value_heads:
+            good = ", ".join(
+                str(d) for d in range(1, s.num_attention_heads + 1) if s.num_attention_heads % d == 0
+            )
+            yield (
+                "model.scratch.num_key_value_heads",
+                f"{num_key_value_heads} does not divide heads={s.num_attention_heads}; these do: {good}",
+            )
+        if s.head_dim is None and s.hidden_size % s.num_attention_heads:
             yield (
                 "model.scratch",
-                f"heads={s.heads} does not divide hidden_size={s.hidden_size}; give head_dim",
+                f"num_attention_heads={s.num_attention_heads} does not divide hidden_size={s.hidden_size}; give head_dim",
             )
-        head_dim = s.head_dim or s.hidden_size // s.heads
+        head_dim = s.head_dim or s.hidden_size // s.num_attention_heads
         if head_dim % 2:
             yield (
                 "model.scratch.head_dim",
                 f"{head_dim} is odd; rotary positions turn pairs, so it must be even",
             )
-        if s.architecture == "qwen3_moe" and s.experts_per_token > s.experts:
-            yield "model.scratch.experts_per_token", f"{s.experts_per_token} is more than experts={s.experts}"
+        if s.architecture == "qwen3_moe" and s.num_experts_per_tok > s.num_experts:
+            yield (
+                "model.scratch.num_experts_per_tok",
+                f"{s.num_experts_per_tok} is more than experts={s.num_experts}",
+            )
     try:
         found = shape(cfg.model, cfg.tokenizer)
     except ConfigError as e:
@@ -122,7 +130,7 @@ def _model(cfg: Config) -> Iterator[Problem]:
     longest = cfg.data.max_prompt_tokens + reply
     longest = min(longest, cfg.data.max_total_tokens or longest)
     if found and found.max_positions and longest > found.max_positions:
-        limit = "model.scratch.max_positions" if s else "the model's max_position_embeddings"
+        limit = "model.scratch.max_position_embeddings" if s else "the model's max_position_embeddings"
         fix = f"raise {limit} or lower" if s else "lower"
         yield (
             "data.max_prompt_tokens",
@@ -184,9 +192,9 @@ def _learning(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
             f"1 leaves advantage={name} nothing to compare a rollout with, every advantage would be 0: set "
             "it to 2 or more (8 is usual), or use algorithm.name=reinforce or ppo",
         )
-    if size == 1 and algorithm.drop_uniform_groups:
+    if size == 1 and algorithm.dynamic_sampling:
         yield (
-            "algorithm.drop_uniform_groups",
+            "algorithm.dynamic_sampling",
             "drops every group of one rollout: raise rollout.group_size or set it false",
         )
     if size > 1 and cfg.rollout.sampling.temperature == 0:
@@ -194,19 +202,19 @@ def _learning(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
             "rollout.sampling.temperature",
             f"0 is greedy: all {size} rollouts of a task would be the same; set it above 0 (1.0 is usual)",
         )
-    updates = cfg.train.minibatches * cfg.train.passes
+    updates = cfg.train.minibatches * cfg.train.update_epochs
     if not algorithm.ratio and updates > 1:
         yield (
             "algorithm.loss",
             f"{algorithm.loss} has no ratio to the policy that sampled, so it is right for one optimizer step "
-            f"a batch, and train.minibatches={cfg.train.minibatches} x train.passes={cfg.train.passes} make "
+            f"a batch, and train.minibatches={cfg.train.minibatches} x train.update_epochs={cfg.train.update_epochs} make "
             f"{updates}; set algorithm.loss=ppo, or both to 1",
         )
     if algorithm.settings["fallback_to_policy_gradient"] and updates > 1:
         yield (
             "algorithm.fallback_to_policy_gradient",
             f"compares the policy with itself, so it is right for one optimizer step a batch, and there are {updates} "
-            "(train.minibatches x train.passes): leave it out, or set both to 1",
+            "(train.minibatches x train.update_epochs): leave it out, or set both to 1",
         )
     if algorithm.needs_critic and cfg.train.steps and cfg.critic.warmup_steps >= cfg.train.steps:
         yield (
@@ -224,9 +232,9 @@ def _rewards(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
         )
     else:
         yield from eval_problems(cfg)
-    if cfg.machine.exact == "on" and cfg.rollout.engine != "native":
+    if cfg.machine.logprob_parity == "on" and cfg.rollout.engine != "native":
         yield (
-            "machine.exact",
+            "machine.logprob_parity",
             f"on needs rollout.engine=native; {cfg.rollout.engine} computes in another order",
         )
     reads = algorithm.kind == "online" and algorithm.judged

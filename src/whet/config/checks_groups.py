@@ -30,7 +30,7 @@ def _advantage(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
             f"0 is greedy, and so is the reply that advantage={algorithm.advantage} compares with: set it above 0",
         )
     if algorithm.mix is not None:
-        for key, off in (("resample", "none"), ("refill", "ask")):
+        for key, off in (("resample", "none"), ("refill", "sample")):
             if getattr(algorithm, key) != off:
                 yield (
                     f"algorithm.{key}",

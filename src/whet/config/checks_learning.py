@@ -28,7 +28,7 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
         )
     yield from _patterns("train.trainable", cfg.train.trainable)
     for at, optimizer in (("train", cfg.train.optimizer), ("critic", cfg.critic.optimizer)):
-        yield from _patterns(f"{at}.optimizer.groups", optimizer.groups)
+        yield from _patterns(f"{at}.optimizer.param_groups", optimizer.param_groups)
 
 
 def _lora(at: str, lora: Lora) -> Iterator[tuple[str, str]]:

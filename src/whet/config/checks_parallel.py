@@ -25,17 +25,17 @@ def ranks_of(p: Parallel) -> dict[str, int]:
     """Ranks by the model that they are named after; who is not named is with the policy. Without `policy` that is
     trained in the run's own process."""
     ranks = world(p)
-    return ({"policy": ranks} if ranks > 1 else {}) | dict.fromkeys(sorted(set(p.apart)), ranks)
+    return ({"policy": ranks} if ranks > 1 else {}) | dict.fromkeys(sorted(set(p.separate_ranks)), ranks)
 
 
 def first_gpu(p: Parallel, whose: str) -> int:
     """The GPU of the first rank of a model's own. The policy's come first, on ranks or not."""
-    return world(p) * ["policy", *sorted(set(p.apart))].index(whose)
+    return world(p) * ["policy", *sorted(set(p.separate_ranks))].index(whose)
 
 
 def local_gpus(p: Parallel) -> int:
     """GPUs of this machine that a run and its ranks take."""
-    return world(p) * (1 + len(set(p.apart)))
+    return world(p) * (1 + len(set(p.separate_ranks)))
 
 
 def problems(cfg: Config) -> Iterator[tuple[str, str]]:
@@ -61,9 +61,9 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
             f"dp_replicate * dp_shard = {ranks} ranks would share the {rollouts} rollouts of a minibatch "
             "(tasks_per_step / minibatches * group_size); use fewer ranks or larger minibatches",
         )
-    if cfg.machine.exact == "on":
+    if cfg.machine.logprob_parity == "on":
         yield (
-            "machine.exact",
+            "machine.logprob_parity",
             "on: with train.parallel sampling and training are in other processes, and their equality is measured, "
             "not proved; use auto",
         )
@@ -107,7 +107,7 @@ def _sizes(cfg: Config) -> Iterator[tuple[str, str]]:
 
 def placement(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) of models with ranks of their own."""
-    key, apart = "train.parallel.apart", cfg.train.parallel.apart
+    key, apart = "train.parallel.separate_ranks", cfg.train.parallel.separate_ranks
     there = {"critic": algorithm.needs_critic, "reference": algorithm.needs_reference}
     for name in sorted(set(apart)):
         if not there[name]:
@@ -143,9 +143,9 @@ def _left(cfg: Config) -> Iterator[tuple[str, str]]:
 def _cut(cfg: Config) -> Iterator[tuple[str, str]]:
     """What needs whole tensors, or moves them itself."""
     ref = cfg.reference
-    if cfg.model.lora and ref.path and (ref.reset_every or ref.reset_every_epochs):
+    if cfg.model.lora and ref.path and (ref.reset_interval or ref.reset_interval_epochs):
         yield (
             "reference.path",
-            "a reference of another folder cannot become a policy with adapters (reference.reset_every) where "
+            "a reference of another folder cannot become a policy with adapters (reference.reset_interval) where "
             "dp_shard or tp of train.parallel cut both; leave the path out or use dp_replicate",
         )

@@ -41,15 +41,17 @@ def problems(cfg: Config) -> Iterator[Problem]:
     if p.float8 and train.compile:
         yield "train.precision.float8", "torch.compile does not see through it; leave one of the two out"
     other = {"precision.compute": p.compute, "precision.float8": p.float8, "compile": train.compile}
-    if cfg.machine.exact == "on" and (key := next((key for key, given in other.items() if given), None)):
+    if cfg.machine.logprob_parity == "on" and (
+        key := next((key for key, given in other.items() if given), None)
+    ):
         yield (
             f"train.{key}",
-            "makes trained log-probs differ from sampled ones, and machine.exact=on asks for equal ones",
+            "makes trained log-probs differ from sampled ones, and machine.logprob_parity=on asks for equal ones",
         )
-    if cfg.machine.exact == "on" and cfg.rollout.quantization:
+    if cfg.machine.logprob_parity == "on" and cfg.rollout.quantization:
         yield (
             "rollout.quantization",
-            "makes sampled log-probs differ from trained ones, and machine.exact=on asks for equal ones",
+            "makes sampled log-probs differ from trained ones, and machine.logprob_parity=on asks for equal ones",
         )
     if "policy" in train.offload and world(train.parallel) == 1:
         yield (
@@ -86,9 +88,9 @@ def misfits(plan: Plan) -> Iterator[Problem]:
             )
         elif given and plan.learns is not None and not plan.learns.own:
             yield f"train.precision.{name}", "changes nothing: adapters are float32 always; leave it out"
-    if train.router_aux_coef and plan.shape is not None and not plan.shape.experts:
+    if train.router_aux_loss_coef and plan.shape is not None and not plan.shape.experts:
         yield (
-            "train.router_aux_coef",
+            "train.router_aux_loss_coef",
             "balances the routers of a mixture of experts, and this model has none; leave it 0",
         )
     if train.compile and (missing := _no_compiler(plan.device)):

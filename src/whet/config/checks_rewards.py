@@ -23,12 +23,12 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
 
 def _model(model: RewardModel) -> Iterator[tuple[str, str]]:
     template = model.chat_template
-    if model.reads == "tokens":
+    if model.input == "tokens":
         for key in ("tokenizer", "chat_template"):
             if getattr(model, key) is not None:
                 yield (
                     key,
-                    "the model is given the policy's own tokens (reads=tokens); leave it out, or reads=text",
+                    "the model is given the policy's own tokens (input=tokens); leave it out, or input=text",
                 )
     elif template and "{" not in template and not Path(template).expanduser().is_file():
         yield (

@@ -43,21 +43,21 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     yield from _profile(cfg)
     yield from _apart(cfg)
     yield from _replay(cfg)
-    if cfg.rollout.replicas and cfg.cluster.health_s >= cfg.rollout.timeout_s:
+    if cfg.rollout.replicas and cfg.cluster.health_timeout_s >= cfg.rollout.timeout_s:
         yield (
-            "cluster.health_s",
-            f"{cfg.cluster.health_s:g} is not below rollout.timeout_s ({cfg.rollout.timeout_s:g}): what a hanging "
+            "cluster.health_timeout_s",
+            f"{cfg.cluster.health_timeout_s:g} is not below rollout.timeout_s ({cfg.rollout.timeout_s:g}): what a hanging "
             "replica was asked would have failed before it is asked elsewhere",
         )
-    for name, value in cfg.guard.env.items():
+    for name, value in cfg.reward_workers.env.items():
         if value == MASK:
             yield (
-                f"guard.env.{name}",
+                f"reward_workers.env.{name}",
                 f"{MASK} stands where a run's config.yaml leaves a secret out; take the value from the environment: "
-                f"guard.env.{name}='${{oc.env:{name}}}'",
+                f"reward_workers.env.{name}='${{oc.env:{name}}}'",
             )
         elif not name or "=" in name or "\0" in name + value:
-            yield "guard.env", f"{name!r} cannot name an environment variable with the value given"
+            yield "reward_workers.env", f"{name!r} cannot name an environment variable with the value given"
     for key in left_out(cfg):
         yield (
             key,
@@ -72,13 +72,13 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
 
 
 def _replay(cfg: Config) -> Iterator[tuple[str, str]]:
-    replay, free = cfg.buffer.replay, cfg.rollout.schedule == "free"
+    replay, free = cfg.buffer.replay, cfg.rollout.schedule == "async"
     if replay.queue:
         if not free:
             yield (
                 "buffer.replay.queue",
-                "with rollout.schedule=fixed a step waits for its own tasks, so nothing can be drawn before they are "
-                "there; set rollout.schedule=free, or take buffer.replay.share",
+                "with rollout.schedule=deterministic a step waits for its own tasks, so nothing can be drawn before they are "
+                "there; set rollout.schedule=async, or take buffer.replay.share",
             )
         if replay.capacity < cfg.train.tasks_per_step:
             yield (
@@ -93,7 +93,7 @@ def _replay(cfg: Config) -> Iterator[tuple[str, str]]:
         yield (
             "buffer.replay.share",
             "what is drawn again is known once the step before is done, so it goes with rollout.max_staleness=0, or "
-            "mode=both and rollout.schedule=free",
+            "mode=both and rollout.schedule=async",
         )
     if replay.share and replay.cooldown_steps is None:
         yield (
@@ -104,12 +104,12 @@ def _replay(cfg: Config) -> Iterator[tuple[str, str]]:
 
 def _checkpoint(cfg: Config) -> Iterator[tuple[str, str]]:
     c = cfg.checkpoint
-    for key, parts in (("contents", c.contents), ("load", c.load)):
+    for key, parts in (("save_contents", c.save_contents), ("load_contents", c.load_contents)):
         if "model" not in parts:
             yield (
                 f"checkpoint.{key}",
                 f"{list(parts)} has no model, and without its weights no run goes on; add it (a run always ends with "
-                "a checkpoint, checkpoint.every=0 writes no other)",
+                "a checkpoint, checkpoint.interval=0 writes no other)",
             )
     for key in ("upload_to", "upload_exports_to"):
         for url in getattr(c, key):
@@ -258,9 +258,9 @@ def _apart(cfg: Config) -> Iterator[tuple[str, str]]:
             "run_dir",
             f"{TIME} in it is another moment in every process; with mode={cfg.mode} give one folder to all",
         )
-    if cfg.mode == "bench":
+    if cfg.mode == "eval":
         if not cfg.data.eval:
-            yield "data.eval", "mode=bench evaluates checkpoints, and there is nothing to evaluate on"
+            yield "data.eval", "mode=eval evaluates checkpoints, and there is nothing to evaluate on"
         return
     if resolve(cfg.algorithm).kind != "online":
         return
@@ -276,13 +276,13 @@ def _apart(cfg: Config) -> Iterator[tuple[str, str]]:
             f"{masked_url(cfg.buffer.url)!r} is not a store; give sqlite:///PATH, files:///PATH or "
             "postgresql://USER@HOST/DATABASE (four slashes before a path from the root)",
         )
-    if resolve(cfg.algorithm).refill == "copy" and cfg.rollout.schedule == "free":
+    if resolve(cfg.algorithm).refill == "copy" and cfg.rollout.schedule == "async":
         yield (
             "algorithm.refill",
-            "copy needs to know a step's tasks: set rollout.schedule=fixed, or mode=both",
+            "copy needs to know a step's tasks: set rollout.schedule=deterministic, or mode=both",
         )
-    if not re.fullmatch(r"\w[\w.-]*", cfg.buffer.explorer):
+    if not re.fullmatch(r"\w[\w.-]*", cfg.buffer.explorer_name):
         yield (
-            "buffer.explorer",
-            f"{cfg.buffer.explorer!r} becomes a folder's name: letters, digits, _ . and - are safe",
+            "buffer.explorer_name",
+            f"{cfg.buffer.explorer_name!r} becomes a folder's name: letters, digits, _ . and - are safe",
         )

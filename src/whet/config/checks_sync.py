@@ -35,10 +35,10 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
             "out, or use sync.content=full",
         )
     apart = cfg.mode == "train" or (cfg.mode == "both" and cfg.rollout.replicas)
-    if cfg.machine.exact == "on" and apart and sync.dtype != "auto":
+    if cfg.machine.logprob_parity == "on" and apart and sync.dtype != "auto":
         yield (
             "sync.dtype",
-            f"{sync.dtype}: machine.exact=on wants rollouts of the very weights that are trained; use auto",
+            f"{sync.dtype}: machine.logprob_parity=on wants rollouts of the very weights that are trained; use auto",
         )
 
 

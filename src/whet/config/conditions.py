@@ -24,8 +24,8 @@ ONLINE: Condition = {"condition": "kind", "is": "online"}
 STALE: Condition = {
     "any": [
         {"key": "rollout.max_staleness", "above": 0},
-        {"key": "rollout.sync_every", "above": 1},
-        {"key": "rollout.schedule", "is": "free"},
+        {"key": "rollout.sync_interval", "above": 1},
+        {"key": "rollout.schedule", "is": "async"},
         {"key": "buffer.replay.share", "above": 0},
         {"key": "buffer.replay.queue", "is": True},
     ]

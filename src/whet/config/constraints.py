@@ -44,8 +44,8 @@ def error(rule: Constraint) -> str:
 def _at_schedule(at: str, *algorithm: str) -> tuple[Constraint, ...]:
     return (
         Constraint(
-            f"{at}.warmup_steps {at}.warmup_fraction",
-            (*algorithm, f"{at}.warmup_steps=5", f"{at}.warmup_fraction=0.1"),
+            f"{at}.warmup_steps {at}.warmup_ratio",
+            (*algorithm, f"{at}.warmup_steps=5", f"{at}.warmup_ratio=0.1"),
         ),
         Constraint(
             f"{at}.warmup_steps {at}.total_steps",
@@ -85,15 +85,18 @@ def _source(part: str, *given: str) -> tuple[Constraint, ...]:
 
 MODELS = (
     Constraint("model.path model.scratch", ("model.path=folder",)),
-    Constraint("model.scratch.kv_heads model.scratch.heads", ("model.scratch.kv_heads=3",)),
     Constraint(
-        "model.scratch.heads model.scratch.hidden_size model.scratch.head_dim",
+        "model.scratch.num_key_value_heads model.scratch.num_attention_heads",
+        ("model.scratch.num_key_value_heads=3",),
+    ),
+    Constraint(
+        "model.scratch.num_attention_heads model.scratch.hidden_size model.scratch.head_dim",
         ("model.scratch.hidden_size=30",),
     ),
     Constraint("model.scratch.head_dim", ("model.scratch.head_dim=7",)),
     Constraint(
-        "model.scratch.experts_per_token model.scratch.experts",
-        ("model.scratch.architecture=qwen3_moe", "model.scratch.experts_per_token=9"),
+        "model.scratch.num_experts_per_tok model.scratch.num_experts",
+        ("model.scratch.architecture=qwen3_moe", "model.scratch.num_experts_per_tok=9"),
     ),
     Constraint("tokenizer.path tokenizer.build", ("tokenizer.path=folder",)),
     Constraint("tokenizer.build tokenizer.path model.path", ("tokenizer.build=null",)),
@@ -102,13 +105,13 @@ MODELS = (
 
 DATA = (
     Constraint(
-        "data.max_prompt_tokens rollout.sampling.max_tokens model.scratch.max_positions",
-        ("model.scratch.max_positions=512",),
+        "data.max_prompt_tokens rollout.sampling.max_tokens model.scratch.max_position_embeddings",
+        ("model.scratch.max_position_embeddings=512",),
     ),
     Constraint("data.train", ("data.train=[]",)),
     *_source("train"),
     *_source("eval"),
-    *_source("expert", "algorithm.name=mix"),
+    *_source("demonstrations", "algorithm.name=mix"),
     Constraint(
         "data.train.*.rewards rewards.*", ("data.train=[{path: a.jsonl, name: a, rewards: [style]}]",)
     ),
@@ -117,10 +120,10 @@ DATA = (
     ),
     Constraint("data.train.*.difficulty data.order", ("data.order=easy_first",)),
     Constraint(
-        "data.eval eval.every eval.at_start eval.at_end",
+        "data.eval eval.interval eval.at_start eval.at_end",
         ("data.eval=[{path: test.jsonl}]", "eval.at_start=false", "eval.at_end=false"),
     ),
-    Constraint("data.expert algorithm.mix algorithm.name", ("algorithm.name=mix",)),
+    Constraint("data.demonstrations algorithm.mix algorithm.name", ("algorithm.name=mix",)),
     Constraint("eval.reward rewards.*", ("data.eval=[{path: test.jsonl}]", "eval.reward=style")),
     Constraint(
         "eval.samples eval.sampling.temperature", ("data.eval=[{path: test.jsonl}]", "eval.samples=4")
@@ -152,18 +155,18 @@ ALGORITHM = (
         ("algorithm.old_logprobs=sampled", "algorithm.correction.weight=token"),
     ),
     Constraint(
-        "algorithm.loss algorithm.name train.minibatches train.passes",
-        ("algorithm.name=rloo", "train.passes=2"),
+        "algorithm.loss algorithm.name train.minibatches train.update_epochs",
+        ("algorithm.name=rloo", "train.update_epochs=2"),
     ),
     Constraint(
-        "algorithm.fallback_to_policy_gradient train.minibatches train.passes",
-        ("algorithm.fallback_to_policy_gradient=true", "train.passes=2"),
+        "algorithm.fallback_to_policy_gradient train.minibatches train.update_epochs",
+        ("algorithm.fallback_to_policy_gradient=true", "train.update_epochs=2"),
     ),
     Constraint(
-        "algorithm.mix.expert_ratio train.tasks_per_step train.minibatches",
+        "algorithm.mix.demonstration_ratio train.tasks_per_step train.minibatches",
         (
-            "algorithm={name: mix, mix: {expert_ratio: 0.01}}",
-            "data.expert=[{path: given.jsonl}]",
+            "algorithm={name: mix, mix: {demonstration_ratio: 0.01}}",
+            "data.demonstrations=[{path: given.jsonl}]",
             "train.minibatches=2",
         ),
     ),
@@ -186,8 +189,11 @@ SAMPLING = (
         "rollout.sampling.ignore_eos rollout.sampling.stop rollout.sampling.stop_token_ids",
         ("rollout.sampling.ignore_eos=true", "rollout.sampling.stop=['.']"),
     ),
-    Constraint("machine.exact rollout.engine", ("machine.exact=on", "rollout.engine=hf")),
-    Constraint("rollout.quantization machine.exact", ("machine.exact=on", "rollout.quantization=int8")),
+    Constraint("machine.logprob_parity rollout.engine", ("machine.logprob_parity=on", "rollout.engine=hf")),
+    Constraint(
+        "rollout.quantization machine.logprob_parity",
+        ("machine.logprob_parity=on", "rollout.quantization=int8"),
+    ),
 )
 
 PPO = "algorithm.name=ppo"
@@ -196,17 +202,18 @@ TRAIN = (
     Constraint("train.steps train.epochs", ("train.steps=null",)),
     Constraint("train.minibatches train.tasks_per_step", ("train.minibatches=3",)),
     Constraint(
-        "train.micro_tokens train.micro_rollouts", ("train.micro_tokens=512", "train.micro_rollouts=2")
+        "train.micro_batch_tokens train.micro_batch_rollouts",
+        ("train.micro_batch_tokens=512", "train.micro_batch_rollouts=2"),
     ),
     Constraint(
-        "train.micro_tokens_forward train.micro_rollouts_forward",
-        ("train.micro_tokens_forward=512", "train.micro_rollouts_forward=2"),
+        "train.forward_micro_batch_tokens train.forward_micro_batch_rollouts",
+        ("train.forward_micro_batch_tokens=512", "train.forward_micro_batch_rollouts=2"),
     ),
     Constraint("train.drop_last data.train", ("train.drop_last=true", "data.train=[{path: a}, {path: b}]")),
     *_at_schedule("train.optimizer.schedule"),
     Constraint(
-        "critic.micro_tokens critic.micro_rollouts",
-        (PPO, "critic.micro_tokens=512", "critic.micro_rollouts=2"),
+        "critic.micro_batch_tokens critic.micro_batch_rollouts",
+        (PPO, "critic.micro_batch_tokens=512", "critic.micro_batch_rollouts=2"),
     ),
     Constraint("critic.minibatches train.tasks_per_step", (PPO, "critic.minibatches=3")),
     Constraint("critic.warmup_steps train.steps", (PPO, "critic.warmup_steps=100")),
@@ -214,8 +221,8 @@ TRAIN = (
 )
 
 RUN = (
-    Constraint("checkpoint.contents", ("checkpoint.contents=[optimizer]",)),
-    Constraint("checkpoint.load", ("checkpoint.load=[optimizer]",)),
+    Constraint("checkpoint.save_contents", ("checkpoint.save_contents=[optimizer]",)),
+    Constraint("checkpoint.load_contents", ("checkpoint.load_contents=[optimizer]",)),
     Constraint("checkpoint.dir run_dir", ("checkpoint.dir=runs",)),
     Constraint("checkpoint.export_dir run_dir", ("checkpoint.export_dir=runs",)),
     Constraint("track.rollouts_dir track.eval_dir", ("track.rollouts_dir=all", "track.eval_dir=all")),

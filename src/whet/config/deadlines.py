@@ -35,20 +35,20 @@ def group(cfg: Config, *, judges: int, times: int = 1, leased: bool = False) -> 
     """A task becomes a group: played, `times` over, and scored by `judges` rewards. leased: by explorers elsewhere; a
     dead one's tasks are asked again when its lease is over."""
     played_s = (1 + cfg.rollout.retries) * cfg.rollout.timeout_s
-    seconds = times * (played_s + cfg.guard.timeout_s * judges) + MARGIN_S
-    keys = ["rollout.timeout_s", "rollout.retries", "guard.timeout_s"] + ["buffer.lease_s"] * leased
+    seconds = times * (played_s + cfg.reward_workers.timeout_s * judges) + MARGIN_S
+    keys = ["rollout.timeout_s", "rollout.retries", "reward_workers.timeout_s"] + ["buffer.lease_s"] * leased
     return Deadline(seconds + (cfg.buffer.lease_s if leased else 0.0), _said(cfg, *keys))
 
 
 def silence(cfg: Config, stages: Sequence[Config], *, least_s: float = 0.0) -> float:
-    """How long a process may say nothing: machine.hang_s, but longer than any single wait may be."""
-    longest = [least_s, cfg.rollout.timeout_s + cfg.sync.timeout_s, cfg.cluster.start_s]
+    """How long a process may say nothing: machine.watchdog_timeout_s, but longer than any single wait may be."""
+    longest = [least_s, cfg.rollout.timeout_s + cfg.sync.timeout_s, cfg.cluster.start_timeout_s]
     for c in stages:
         longest += [
             group(c, judges=len(c.rewards), times=2, leased=True).seconds,
             c.train.parallel.timeout_s,
         ]
-    return max(cfg.machine.hang_s, MARGIN_S + max(longest))
+    return max(cfg.machine.watchdog_timeout_s, MARGIN_S + max(longest))
 
 
 MARGIN_S = 60.0

@@ -47,7 +47,7 @@ class Plan:
     """Training's alone."""
     total_tokens: int | None
     """The user's limit for both together."""
-    max_batch: int
+    max_num_seqs: int
     eval_sampling: SamplingConfig
     """Greedy with the training limits, and `eval.sampling` put over it key by key."""
     evaluates: bool
@@ -61,7 +61,7 @@ class Plan:
     """What it trains on, as far as that can be told without torch."""
     compiled: bool
     """The C kernels are wanted, where they can be used."""
-    mode: Literal["alternate", "overlap", "free", "train"]
+    mode: Literal["synchronous", "overlapped", "asynchronous", "train"]
     """How exploring and training take turns."""
     replicas: int
     """Engines in processes of their own; 0: one in the trainer's."""
@@ -136,7 +136,7 @@ class Plan:
     @property
     def critic_updates_per_step(self) -> int:
         """Optimizer steps of the critic in one training step."""
-        return self.critic.minibatches * self.critic.passes if self.critic else 0
+        return self.critic.minibatches * self.critic.update_epochs if self.critic else 0
 
     @property
     def critic_optimizer_steps(self) -> int:
@@ -184,13 +184,13 @@ class Plan:
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """What max_batch rows of full length need, or the user's limit."""
+        """What max_num_seqs rows of full length need, or the user's limit."""
         if self.shape is None or not self.generates:
             return None if self.generates else 0
         if self.kv_cache_mb is not None:
             return self.kv_cache_mb * 2**20
         return self.shape.kv_bytes(
-            rows=self.max_batch, tokens=self.max_sequence_tokens, dtype=self.cache_dtype
+            rows=self.max_num_seqs, tokens=self.max_sequence_tokens, dtype=self.cache_dtype
         )
 
     @property
@@ -260,7 +260,7 @@ class Plan:
 
 def with_state(model: str, optimizer: Optimizer) -> str:
     """'policy with gradients and Adam'."""
-    kind = {"adam": "Adam", "adamw": "Adam", "sgd": "SGD", "muon": "Muon"}[optimizer.kind]
+    kind = {"adam": "Adam", "adamw": "Adam", "sgd": "SGD", "muon": "Muon"}[optimizer.name]
     return f"{model} with gradients and {kind}"
 
 
@@ -269,9 +269,12 @@ def for_critic(cfg: Config) -> Train:
     critic = cfg.critic
     own = {
         k: v
-        for k in ("minibatches", "passes", "gradient_checkpointing")
+        for k in ("minibatches", "update_epochs", "gradient_checkpointing")
         if (v := getattr(critic, k)) is not None
     }
-    if critic.micro_tokens or critic.micro_rollouts:
-        own |= {"micro_tokens": critic.micro_tokens, "micro_rollouts": critic.micro_rollouts}
-    return cfg.train.model_copy(update=own | {"optimizer": critic.optimizer, "router_aux_coef": 0.0})
+    if critic.micro_batch_tokens or critic.micro_batch_rollouts:
+        own |= {
+            "micro_batch_tokens": critic.micro_batch_tokens,
+            "micro_batch_rollouts": critic.micro_batch_rollouts,
+        }
+    return cfg.train.model_copy(update=own | {"optimizer": critic.optimizer, "router_aux_loss_coef": 0.0})

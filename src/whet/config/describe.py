@@ -36,7 +36,7 @@ def facts(plan: Plan) -> dict[str, str]:
     known = plan.total_steps is not None
     a = plan.algorithm
     return {
-        "algorithm": f"{a.name}: advantage {a.advantage}, loss {a.loss}, {a.aggregation}",
+        "algorithm": f"{a.name}: advantage {a.advantage}, loss {a.loss}, {a.loss_agg_mode}",
         "source": a.source,
         "steps": f"{plan.steps}" if known else "epochs x rows / tasks per step; the rows are not read yet",
         "batch": arithmetic(plan),
@@ -86,8 +86,8 @@ def arithmetic(plan: Plan) -> str:
     if plan.passes > 1:
         out += f", {plan.passes} passes"
     critic = plan.critic
-    if critic and (critic.minibatches, critic.passes) != (plan.minibatches, plan.passes):
-        out += f"; critic {_many(critic.minibatches, 'minibatch')}, {_many(critic.passes, 'pass')}"
+    if critic and (critic.minibatches, critic.update_epochs) != (plan.minibatches, plan.passes):
+        out += f"; critic {_many(critic.minibatches, 'minibatch')}, {_many(critic.update_epochs, 'pass')}"
     return out
 
 
@@ -157,7 +157,7 @@ def _kv_cache(plan: Plan) -> str:
         return "none: nothing is sampled"
     if plan.kv_cache_mb is not None:
         return f"{size(plan.kv_cache_mb * 2**20)} (machine.kv_cache_mb)"
-    rows = f"{plan.max_batch} rows x {plan.max_sequence_tokens} tokens in pages of 16"
+    rows = f"{plan.max_num_seqs} rows x {plan.max_sequence_tokens} tokens in pages of 16"
     return rows if total is None else f"{rows} = {size(total)}"
 
 

@@ -22,7 +22,7 @@ class Asked:
 
 def evaluates(cfg: Config) -> bool:
     """Whether a stage ever evaluates."""
-    return bool(cfg.data.eval) and (cfg.eval.every > 0 or cfg.eval.at_start or cfg.eval.at_end)
+    return bool(cfg.data.eval) and (cfg.eval.interval > 0 or cfg.eval.at_start or cfg.eval.at_end)
 
 
 def judges(cfg: Config) -> bool:
@@ -80,7 +80,7 @@ def eval_problems(cfg: Config) -> Iterator[tuple[str, str]]:
                 f"or {key}.samples to 1",
             )
     if cfg.data.eval and not evaluates(cfg):
-        yield "data.eval", "is never used: eval.every is 0 and at_start and at_end are false"
+        yield "data.eval", "is never used: eval.interval is 0 and at_start and at_end are false"
     for n, source in enumerate(cfg.data.eval):
         if judges(cfg) and source.rewards and not reward_weights(cfg).keys() & set(source.rewards):
             judging = ", ".join(reward_weights(cfg))

@@ -14,7 +14,7 @@ from whet.config.keys import lookup
 from whet.config.memory import Cut, Lengths, Model, Parts, Phase, Setting
 from whet.config.resuming import class_of
 from whet.config.schema import Train
-from whet.config.sizes import DTYPE_BYTES, in_words, micro_tokens
+from whet.config.sizes import DTYPE_BYTES, in_words, micro_batch_tokens
 from whet.config.spread import Hosted, Part, Spread, part
 from whet.config.spread import rank_phases as spread_phases
 from whet.types import ConfigError
@@ -56,7 +56,7 @@ def phases(plan: Plan) -> list[Phase]:
     rollouts = tokens * memory.ROLLOUT_BYTES
     if Spread.of(plan.train.parallel).ranks > 1:
         return _driver_phases(plan, cache=cache, sampling=sampling, rollouts=rollouts)
-    models = [m for m in _models(plan, setting, lengths) if m.name not in plan.train.parallel.apart]
+    models = [m for m in _models(plan, setting, lengths) if m.name not in plan.train.parallel.separate_ranks]
     cuts = [c for m in models for c in (m.cut, m.cut.second) if c is not None]
     return memory.phases(
         models,
@@ -122,9 +122,9 @@ def _phases_along(plan: Plan, group: str, at: int) -> list[Phase]:
         alone = memory.learner(
             name, learned, train, setting=setting, cut=cut, forward=forward, head=name == "policy"
         )
-        if group == (name if name in parallel.apart else "policy"):
+        if group == (name if name in parallel.separate_ranks else "policy"):
             out.append(_hosted(model, p, size, spread, file=max(alone.state, p.whole * size)))
-        beside = group == ("reference" if "reference" in parallel.apart else "policy")
+        beside = group == ("reference" if "reference" in parallel.separate_ranks else "policy")
         if name == "policy" and plan.needs_reference and beside:
             still = Model(
                 name="reference",
@@ -177,7 +177,7 @@ def _cuts(plan: Plan, train: Train, lengths: Lengths, *, minibatches: int, sprea
     """A rank's largest micro-batches, with gradients and without."""
     assert plan.shape is not None
     rollouts, each = plan.rollouts_per_step // minibatches, plan.rollouts_per_step
-    default = micro_tokens(plan.device, plan.shape.hidden)
+    default = micro_batch_tokens(plan.device, plan.shape.hidden)
     pairs = plan.algorithm.kind == "preferences"
     cut = memory.cut(
         train, lengths, rollouts=-(-rollouts // spread.dp), default_tokens=default, whole_groups=pairs
@@ -218,7 +218,7 @@ def _lengths(plan: Plan) -> Lengths:
 def _models(plan: Plan, setting: Setting, lengths: Lengths) -> list[Model]:
     assert plan.learns is not None
     rollouts = plan.rollouts_per_minibatch
-    default = micro_tokens(plan.device, setting.shape.hidden)
+    default = micro_batch_tokens(plan.device, setting.shape.hidden)
     pairs = plan.algorithm.kind == "preferences"
     cut = memory.cut(plan.train, lengths, rollouts=rollouts, default_tokens=default, whole_groups=pairs)
     forward = memory.forward_cut(plan.train, cut, lengths, rollouts=plan.rollouts_per_step)
@@ -251,7 +251,7 @@ def _sampling(plan: Plan, setting: Setting, lengths: Lengths) -> tuple[int, int]
     """(KV cache, what prefill and decoding take beside it)."""
     assert plan.kv_cache_bytes is not None
     asked = plan.own_tasks_per_step * plan.group_size if plan.algorithm.kind == "online" else 0
-    rows = plan.max_batch if plan.judges else min(plan.max_batch, asked)
+    rows = plan.max_num_seqs if plan.judges else min(plan.max_num_seqs, asked)
     cache = plan.kv_cache_bytes
     if plan.device == "cpu":  # pages that are never written to take no memory
         own = memory.touched_cache(setting.shape, lengths, rows=min(rows, asked), dtype=plan.cache_dtype)
@@ -324,13 +324,17 @@ def out_of_memory(plan: Plan, stage: str, said: str) -> str:
     stage: what stands before a key of the stage, `stages.NAME.` or nothing. said: the allocator's own words.
     """
     train = plan.train
-    micro = micro_tokens(plan.device, plan.shape.hidden) if plan.shape else 0
-    if train.micro_rollouts is not None:
-        cut = [("train.micro_rollouts", train.micro_rollouts)]
+    micro = micro_batch_tokens(plan.device, plan.shape.hidden) if plan.shape else 0
+    if train.micro_batch_rollouts is not None:
+        cut = [("train.micro_batch_rollouts", train.micro_batch_rollouts)]
     else:
-        cut = [("train.micro_tokens", train.micro_tokens or micro)]
-    cut += [("train.micro_tokens_forward", train.micro_tokens_forward)] if train.micro_tokens_forward else []
-    cut += [("rollout.max_batch", plan.max_batch)] if plan.generates else []
+        cut = [("train.micro_batch_tokens", train.micro_batch_tokens or micro)]
+    cut += (
+        [("train.forward_micro_batch_tokens", train.forward_micro_batch_tokens)]
+        if train.forward_micro_batch_tokens
+        else []
+    )
+    cut += [("rollout.max_num_seqs", plan.max_num_seqs)] if plan.generates else []
     tries = [f"{stage}{key}={now // 2} (now {now})" for key, now in cut if now > 1]
     if not train.gradient_checkpointing:
         tries.append(f"{stage}train.gradient_checkpointing=true (now false)")
@@ -347,7 +351,7 @@ def _done(plan: Plan) -> Iterator[str]:
         "model.dtype=bfloat16": plan.dtype != "float32",
         "model.lora": plan.lora is not None,
         "critic.lora": plan.critic_lora is not None,
-        "train.optimizer.kind=sgd": plan.train.optimizer.kind == "sgd",
+        "train.optimizer.name=sgd": plan.train.optimizer.name == "sgd",
         "train.gradient_checkpointing": plan.train.gradient_checkpointing,
         "train.parallel.reshard_after_forward": layout.reshard_after_forward,
     }

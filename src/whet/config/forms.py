@@ -107,9 +107,9 @@ def _recipes() -> list[Json]:
             "sets": {
                 **{
                     key: getattr(row, key)
-                    for key in ("kind", "advantage", "loss", "aggregation", "expert_loss")
+                    for key in ("kind", "advantage", "loss", "loss_agg_mode", "expert_loss")
                 },
-                **{key: getattr(row, key) for key in ("whiten", "drop_uniform_groups")},
+                **{key: getattr(row, key) for key in ("whiten", "dynamic_sampling")},
                 **row.settings,
             },
         }

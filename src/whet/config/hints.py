@@ -65,24 +65,24 @@ UNITS = {
     "train.tasks_per_step": "tasks",
     "train.minibatches": "optimizer steps",
     "critic.minibatches": "optimizer steps",
-    "train.passes": "passes",
-    "critic.passes": "passes",
+    "train.update_epochs": "epochs",
+    "critic.update_epochs": "epochs",
     "train.optimizer.schedule.total_steps": "steps of unit",
-    "eval.every": "steps",
+    "eval.interval": "steps",
     "eval.samples": "replies",
     "eval.sources.*.samples": "replies",
     "eval.log_samples": "tasks",
     "eval.offline.limit": "rows",
     "eval.success": "reward",
-    "checkpoint.every": "steps",
+    "checkpoint.interval": "steps",
     "checkpoint.keep": "checkpoints",
     "rollout.group_size": "rollouts",
-    "rollout.max_batch": "rollouts",
-    "model.scratch.max_positions": "tokens",
+    "rollout.max_num_seqs": "rollouts",
+    "model.scratch.max_position_embeddings": "tokens",
     "model.scratch.sliding_window": "tokens",
     "tokenizer.vocab_size": "tokens",
     "machine.threads": "threads",
-    "guard.workers": "processes",
+    "reward_workers.count": "processes",
     "algorithm.reward_kl.target": "nats",
     "algorithm.reward_kl.horizon": "rollouts",
     "algorithm.sequence_mask_delta": "nats",
@@ -98,14 +98,18 @@ UNITS = {
     "algorithm.mix.mu": "fraction",
     "algorithm.label_smoothing": "fraction",
     "train.max_skipped_steps": "optimizer steps",
-    **{f"data.{part}.*.{key}": "rows" for part in ("train", "expert", "eval") for key in ("skip", "limit")},
-    **{f"data.{part}.*.reasoning_gym.size": "tasks" for part in ("train", "expert", "eval")},
+    **{
+        f"data.{part}.*.{key}": "rows"
+        for part in ("train", "demonstrations", "eval")
+        for key in ("skip", "limit")
+    },
+    **{f"data.{part}.*.reasoning_gym.size": "tasks" for part in ("train", "demonstrations", "eval")},
 }
 """Units that no name shows."""
 
 BEGINNER = frozenset({
     "name", "seed", "run_dir", "model.path", "model.scratch.architecture", "model.scratch.hidden_size",
-    "model.scratch.layers", "model.scratch.heads", "tokenizer.path", "tokenizer.build", "data.train.*.name",
+    "model.scratch.num_hidden_layers", "model.scratch.num_attention_heads", "tokenizer.path", "tokenizer.build", "data.train.*.name",
     "data.train.*.path", "data.train.*.split", "data.train.*.prompt", "data.train.*.answer",
     "data.train.*.response", "data.train.*.rejected", "data.train.*.messages", "data.train.*.weight",
     "data.train.*.limit", "data.train.*.reasoning_gym.task", "data.train.*.reasoning_gym.size",
@@ -116,10 +120,10 @@ BEGINNER = frozenset({
     "algorithm.entropy_coef", "algorithm.beta", "algorithm.clip_low", "algorithm.clip_high",
     "rewards.*.function", "rewards.*.weight", "rewards.*.arguments", "rollout.engine", "rollout.group_size",
     "rollout.sampling.temperature", "rollout.sampling.max_tokens", "train.steps", "train.epochs",
-    "train.tasks_per_step", "train.minibatches", "train.passes", "train.optimizer.lr",
-    "train.optimizer.weight_decay", "train.optimizer.grad_clip", "train.optimizer.schedule.kind",
+    "train.tasks_per_step", "train.minibatches", "train.update_epochs", "train.optimizer.lr",
+    "train.optimizer.weight_decay", "train.optimizer.max_grad_norm", "train.optimizer.schedule.type",
     "train.optimizer.schedule.warmup_steps", "train.gradient_checkpointing", "critic.optimizer.lr",
-    "reference.path", "eval.every", "eval.samples", "checkpoint.every", "checkpoint.keep",
+    "reference.path", "eval.interval", "eval.samples", "checkpoint.interval", "checkpoint.keep",
     "checkpoint.resume", "track.trackers", "track.project", "machine.device", "stages.*.name",
 })  # fmt: skip
 """Keys that a first form shows; all others are for experts."""

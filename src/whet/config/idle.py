@@ -38,14 +38,14 @@ NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
         "algorithm.advantage or algorithm.loss is a function of yours (it may read any setting).",
         lambda cfg, algorithm: ":" in algorithm.advantage + algorithm.loss,
     ),
-    "aggregation": (
-        "algorithm.aggregation, or that of the recipe.",
-        lambda cfg, algorithm: algorithm.aggregation,
+    "loss_agg_mode": (
+        "algorithm.loss_agg_mode, or that of the recipe.",
+        lambda cfg, algorithm: algorithm.loss_agg_mode,
     ),
     "whiten": ("algorithm.whiten, or that of the recipe.", lambda cfg, algorithm: algorithm.whiten),
-    "drop_uniform_groups": (
-        "algorithm.drop_uniform_groups, or that of the recipe.",
-        lambda cfg, algorithm: algorithm.drop_uniform_groups,
+    "dynamic_sampling": (
+        "algorithm.dynamic_sampling, or that of the recipe.",
+        lambda cfg, algorithm: algorithm.dynamic_sampling,
     ),
     "divides_by_std": (
         "The advantage divides by a standard deviation, or may: algorithm.normalize_std, the recipe's or its own "

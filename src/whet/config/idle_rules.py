@@ -23,7 +23,7 @@ RANKED: Condition = {
             for dim in ("dp_replicate", "dp_shard", "tp", "cp", "pp")
         ),
         {"key": "train.parallel.dp_shard", "is": -1},
-        {"key": "train.parallel.apart", "given": True},
+        {"key": "train.parallel.separate_ranks", "given": True},
     ]
 }
 IN_CLUSTER: dict[str, Condition] = {
@@ -54,11 +54,11 @@ MODELS = (
         ("reference.reset_optimizer",),
         {
             "any": [
-                {"key": "reference.reset_every", "above": 0},
-                {"key": "reference.reset_every_epochs", "above": 0},
+                {"key": "reference.reset_interval", "above": 0},
+                {"key": "reference.reset_interval_epochs", "above": 0},
             ]
         },
-        "reference.reset_every is 0 (as is reset_every_epochs), so the reference is never reset",
+        "reference.reset_interval is 0 (as is reset_interval_epochs), so the reference is never reset",
     ),
     Rule(
         ("critic.overrides", "critic.head"),
@@ -76,7 +76,7 @@ MODELS = (
         "only a tokenizer that is built (tokenizer.build) has a size to choose",
     ),
     Rule(
-        under("model.scratch", "experts", "experts_per_token"),
+        under("model.scratch", "num_experts", "num_experts_per_tok"),
         {"key": "model.scratch.architecture", "is": "qwen3_moe"},
         "only architecture=qwen3_moe has experts",
     ),
@@ -135,20 +135,20 @@ ALGORITHM = (
     ),
     Rule(
         ("algorithm.groups.uniform_by",),
-        {"condition": "drop_uniform_groups"},
-        "algorithm.drop_uniform_groups is false",
+        {"condition": "dynamic_sampling"},
+        "algorithm.dynamic_sampling is false",
     ),
 )
 
 SAMPLING = (
     Rule(
-        under("rollout", "group_size", "sync_every", "max_staleness", "schedule"),
+        under("rollout", "group_size", "sync_interval", "max_staleness", "schedule"),
         ONLINE,
         "the replies are in the data ({kind})",
     ),
     Rule(
-        under("rollout", "partial", "spare_tasks"),
-        {"key": "rollout.schedule", "is": "free"},
+        under("rollout", "partial_rollout", "spare_tasks"),
+        {"key": "rollout.schedule", "is": "async"},
         "rollout.schedule={cfg.rollout.schedule}: a step waits for its rollouts",
     ),
     Rule(
@@ -158,7 +158,7 @@ SAMPLING = (
     ),
     Rule(
         ("buffer.order",),
-        {"all": [{"not": {"key": "mode", "is": "both"}}, {"key": "rollout.schedule", "is": "free"}]},
+        {"all": [{"not": {"key": "mode", "is": "both"}}, {"key": "rollout.schedule", "is": "async"}]},
         "mode={cfg.mode}, rollout.schedule={cfg.rollout.schedule}: groups are trained on in the order of their tasks",
     ),
     Rule(
@@ -173,7 +173,7 @@ SAMPLING = (
     ),
     Rule(
         ("sync.driven_by",),
-        {"all": [ONLINE, {"key": "rollout.schedule", "is": "free"}]},
+        {"all": [ONLINE, {"key": "rollout.schedule", "is": "async"}]},
         "rollout.schedule={cfg.rollout.schedule}: the step says which weights play it",
     ),
     Rule(("buffer.replay",), ONLINE, "the replies are in the data ({kind})"),
@@ -216,22 +216,22 @@ SAMPLING = (
         {"not": {"key": "buffer.replay.priority", "is": "linear_decay"}},
         "buffer.replay.priority=linear_decay takes no notice of it",
     ),
-    Rule(("buffer.explorer",), {"key": "mode", "is": "explore"}, "mode={cfg.mode} is no explorer"),
+    Rule(("buffer.explorer_name",), {"key": "mode", "is": "explore"}, "mode={cfg.mode} is no explorer"),
     Rule(
         under("rollout", "retries", "timeout_factor"),
         SAMPLES,
         "nothing is sampled: {kind}, and no evaluation",
     ),
-    Rule(("track.rollouts_every",), ONLINE, "no rollouts are sampled ({kind})"),
+    Rule(("track.rollouts_interval",), ONLINE, "no rollouts are sampled ({kind})"),
     Rule(
         under("rollout.sampling", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
         ONLINE,
         "nothing is sampled in training ({kind})",
     ),
-    Rule(("rewards", "guard"), SAMPLES, "nothing is judged: {kind}, and no evaluation"),
+    Rule(("rewards", "reward_workers"), SAMPLES, "nothing is judged: {kind}, and no evaluation"),
     Rule(
         (
-            *under("rollout", "engine", "max_batch"),
+            *under("rollout", "engine", "max_num_seqs"),
             *under("rollout.sampling", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
         ),
         SAMPLES,
@@ -259,7 +259,7 @@ SAMPLING = (
     Rule(
         under("cluster", "cpus"),
         in_cluster("replicas", "ranks", "explorers"),
-        "the reward hosts have guard.workers",
+        "the reward hosts have reward_workers.count",
     ),
     Rule(
         ("cluster.restarts",),
@@ -267,7 +267,7 @@ SAMPLING = (
         "a rank that has died ends the run, which goes on from its last checkpoint",
     ),
     Rule(
-        ("cluster.health_s",),
+        ("cluster.health_timeout_s",),
         {"key": "rollout.replicas", "above": 0},
         "rollout.replicas is 0, so the one engine lives in the trainer's process",
     ),
@@ -301,14 +301,18 @@ DATA = (
         {"not": ONLINE},
         "only demonstrations (sft), preferences (dpo) and labels (kto) read it",
     ),
-    Rule(("data.expert",), MIXES, "algorithm.name={cfg.algorithm.name} has no mix (mix and mix_chord have)"),
     Rule(
-        ("data.expert.*.weight",),
-        {"key": "data.expert", "longer": 1},
+        ("data.demonstrations",),
+        MIXES,
+        "algorithm.name={cfg.algorithm.name} has no mix (mix and mix_chord have)",
+    ),
+    Rule(
+        ("data.demonstrations.*.weight",),
+        {"key": "data.demonstrations", "longer": 1},
         "there is one source, so there is nothing to mix",
     ),
     Rule(
-        under("data.expert.*", "answer", "rejected", "desirable", "label"),
+        under("data.demonstrations.*", "answer", "rejected", "desirable", "label"),
         NEVER,
         "of a demonstration only prompt and response are read",
     ),
@@ -328,17 +332,17 @@ DATA = (
         "data.order=sequential draws nothing by chance",
     ),
     Rule(
-        ("data.train.*.difficulty", "data.expert.*.difficulty"),
+        ("data.train.*.difficulty", "data.demonstrations.*.difficulty"),
         {"key": "data.order", "in": ["easy_first", "hard_first"]},
         "data.order={cfg.data.order} does not go by it",
     ),
     Rule(("data.eval.*.difficulty",), NEVER, "held-out rows come in the order of the file"),
     Rule(
         ("data.learn_turns",),
-        {"any": [{"condition": "kind", "is": "demonstrations"}, {"key": "data.expert", "longer": 0}]},
+        {"any": [{"condition": "kind", "is": "demonstrations"}, {"key": "data.demonstrations", "longer": 0}]},
         "only demonstrations (sft) have several replies to learn, not {kind}",
     ),
-    Rule(("data.expert.*.rewards",), NEVER, "demonstrations are not judged"),
+    Rule(("data.demonstrations.*.rewards",), NEVER, "demonstrations are not judged"),
     Rule(
         ("data.train.*.rewards",),
         ONLINE,
@@ -371,7 +375,7 @@ EVAL = (
 TRAIN = (
     Rule(("train.skip_zero_weight",), ONLINE, "every reply in the data teaches something ({kind})"),
     Rule(
-        ("train.shuffle_passes",),
+        ("train.shuffle_minibatches",),
         {"any": [{"key": "train.minibatches", "above": 1}, {"key": "critic.minibatches", "above": 1}]},
         "every pass has one minibatch, with all groups in it",
     ),
@@ -393,7 +397,7 @@ def optimizer_rules(at: str) -> tuple[Rule, ...]:
     s = f"{at}.schedule"
     ends: Condition = {"key": f"{s}.weight_decay_end", "given": True}
     changes: Condition = {"not": {"key": f"{s}.kind", "is": "constant"}}
-    fraction: Condition = {"key": f"{s}.warmup_fraction", "above": 0}
+    fraction: Condition = {"key": f"{s}.warmup_ratio", "above": 0}
     warms_up: Condition = {"any": [{"key": f"{s}.warmup_steps", "above": 0}, fraction]}
     by_kind = tuple(
         Rule(
@@ -401,7 +405,7 @@ def optimizer_rules(at: str) -> tuple[Rule, ...]:
             {"key": f"{s}.kind", "in": [kind for kind, read in READS.items() if key in read]},
             f"kind={{cfg.{s}.kind}} does not read it",
         )
-        for key in ("min_factor", "cycles", "decay_steps", "decay_fraction", "decay_shape")
+        for key in ("min_lr_ratio", "num_cycles", "decay_steps", "decay_ratio", "decay_type")
     )
     kind = f"kind={{cfg.{at}.kind}} does not read it"
     return (
@@ -425,18 +429,18 @@ def optimizer_rules(at: str) -> tuple[Rule, ...]:
         ),
         *by_kind,
         Rule(
-            (f"{s}.decay_fraction",),
+            (f"{s}.decay_ratio",),
             {"key": f"{s}.decay_steps", "given": False},
             "decay_steps says how long the decay is",
         ),
         Rule(
             (f"{s}.cycles",),
-            {"any": [{"key": f"{s}.kind", "is": "cosine"}, {"key": f"{s}.decay_shape", "is": "cosine"}]},
-            f"decay_shape={{cfg.{s}.decay_shape}} has no waves",
+            {"any": [{"key": f"{s}.kind", "is": "cosine"}, {"key": f"{s}.decay_type", "is": "cosine"}]},
+            f"decay_type={{cfg.{s}.decay_type}} has no waves",
         ),
         Rule((f"{s}.total_steps",), {"any": [changes, fraction]}, "a constant schedule has no end"),
-        Rule(under(s, "warmup_start", "warmup_ends"), warms_up, "there is no warm-up"),
-        Rule((f"{s}.weight_decay_shape",), ends, "weight_decay_end is null: weight decay stays as it is"),
+        Rule(under(s, "warmup_start_ratio", "warmup_ends"), warms_up, "there is no warm-up"),
+        Rule((f"{s}.weight_decay_type",), ends, "weight_decay_end is null: weight decay stays as it is"),
         Rule((f"{s}.unit",), {"any": [changes, warms_up, ends]}, "nothing changes with the steps"),
     )
 
@@ -460,19 +464,19 @@ RUN = (
         "model.lora is null, so there are no adapters",
     ),
     Rule(
-        ("checkpoint.load",),
+        ("checkpoint.load_contents",),
         {"not": {"key": "checkpoint.resume", "in": ["never", "fresh"]}},
         "checkpoint.resume={cfg.checkpoint.resume} reads no checkpoint",
     ),
     Rule(
         under("checkpoint", "export_dir", "export_as"),
-        {"any": [{"key": "checkpoint.export"}, {"key": "checkpoint.export_every", "above": 0}]},
+        {"any": [{"key": "checkpoint.export"}, {"key": "checkpoint.export_interval", "above": 0}]},
         "nothing is exported",
     ),
     Rule(("checkpoint.keep_best",), EVALUATES, "nothing is evaluated"),
     Rule(
         ("checkpoint.upload_exports_to",),
-        {"any": [{"key": "checkpoint.export"}, {"key": "checkpoint.export_every", "above": 0}]},
+        {"any": [{"key": "checkpoint.export"}, {"key": "checkpoint.export_interval", "above": 0}]},
         "nothing is exported",
     ),
     Rule(
@@ -504,7 +508,7 @@ RUN = (
         for name in TRACKERS
     ),
     Rule(
-        under("profile", "warmup", "tools", "ranks", "shapes", "stack", "allocations", "dir"),
+        under("profile", "warmup", "tools", "ranks", "record_shapes", "with_stack", "profile_memory", "dir"),
         {"key": "profile.steps", "longer": 0},
         "profile.steps is empty, so nothing is recorded",
     ),
@@ -514,21 +518,21 @@ RUN = (
         "the stage has {cfg.train.steps} steps, fewer than profile.steps names",
     ),
     Rule(
-        under("profile", "warmup", "shapes", "stack", "allocations"),
+        under("profile", "warmup", "record_shapes", "with_stack", "profile_memory"),
         {"key": "profile.tools", "holds": ["torch"]},
         "profile.tools does not name torch",
     ),
     Rule(("track.rollouts_dir",), ONLINE, "no rollouts are sampled"),
-    Rule(("track.rollouts_dir",), {"key": "track.rollouts_every", "above": 0}, "no rollouts are written"),
+    Rule(("track.rollouts_dir",), {"key": "track.rollouts_interval", "above": 0}, "no rollouts are written"),
     Rule(under("track", "eval_dir", "eval_dump"), JUDGES, "there is nothing to evaluate"),
     Rule(("track.rollouts_dump",), ONLINE, "no rollouts are sampled"),
-    Rule(("track.rollouts_dump",), {"key": "track.rollouts_every", "above": 0}, "no rollouts are written"),
-    Rule(("track.batches_dump",), {"key": "track.batches_every", "above": 0}, "no batches are written"),
+    Rule(("track.rollouts_dump",), {"key": "track.rollouts_interval", "above": 0}, "no rollouts are written"),
+    Rule(("track.batches_dump",), {"key": "track.batches_interval", "above": 0}, "no batches are written"),
 )
 
 PARALLEL = (
     Rule(
-        under("train.parallel", "reshard_after_forward", "wrap_min_parameters", "prefetch"),
+        under("train.parallel", "reshard_after_forward", "wrap_min_num_params", "prefetch"),
         {
             "any": [
                 {"key": "train.parallel.dp_shard", "above": 1},
@@ -543,7 +547,7 @@ PARALLEL = (
         "train.parallel.pp is 1, so layers are not spread",
     ),
     Rule(
-        ("train.parallel.apart",),
+        ("train.parallel.separate_ranks",),
         {"any": [{"condition": "needs_critic"}, {"condition": "needs_reference"}]},
         "the policy is the only model",
     ),

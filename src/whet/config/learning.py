@@ -11,10 +11,10 @@ Said = tuple[str, str]
 
 READS = {
     "constant": (),
-    "linear": ("min_factor",),
-    "cosine": ("min_factor", "cycles"),
-    "inverse_sqrt": ("min_factor",),
-    "wsd": ("min_factor", "cycles", "decay_steps", "decay_fraction", "decay_shape"),
+    "linear": ("min_lr_ratio",),
+    "cosine": ("min_lr_ratio", "num_cycles"),
+    "inverse_sqrt": ("min_lr_ratio",),
+    "wsd": ("min_lr_ratio", "num_cycles", "decay_steps", "decay_ratio", "decay_type"),
 }
 """What each kind of schedule reads beside the warm-up and its length."""
 
@@ -34,9 +34,9 @@ def train_problems(cfg: Config) -> Iterator[Said]:
             "or give one source with a list of paths",
         )
     for one, other in (
-        ("train.micro_tokens", "train.micro_rollouts"),
-        ("train.micro_tokens_forward", "train.micro_rollouts_forward"),
-        ("critic.micro_tokens", "critic.micro_rollouts"),
+        ("train.micro_batch_tokens", "train.micro_batch_rollouts"),
+        ("train.forward_micro_batch_tokens", "train.forward_micro_batch_rollouts"),
+        ("critic.micro_batch_tokens", "critic.micro_batch_rollouts"),
     ):
         if _at(cfg, one) and _at(cfg, other):
             yield one, f"give {one} or {other}, not both"
@@ -66,8 +66,8 @@ def _minibatches(key: str, wanted: int, train: Train) -> Iterator[Said]:
 
 def _schedule(s: Schedule, at: str) -> Iterator[Said]:
     warmup = s.warmup_steps or 0
-    if s.warmup_steps is not None and s.warmup_fraction:
-        yield f"{at}.warmup_steps", "give warmup_steps or warmup_fraction, not both"
+    if s.warmup_steps is not None and s.warmup_ratio:
+        yield f"{at}.warmup_steps", "give warmup_steps or warmup_ratio, not both"
     if s.total_steps and warmup >= s.total_steps:
         yield (
             f"{at}.warmup_steps",

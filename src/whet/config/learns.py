@@ -53,10 +53,10 @@ class Learns:
     def _state_bytes(self, optimizer: Optimizer, dtype: str, *, masters: bool) -> int:
         kept = self.own * _FLOAT32 if masters and dtype != "float32" else 0
         one = _FLOAT32 if masters else DTYPE_BYTES[dtype]
-        two = 2 + 8 / _BLOCK if optimizer.state == "int8" else 2 * one
-        if optimizer.kind == "sgd":
+        two = 2 + 8 / _BLOCK if optimizer.state_dtype == "int8" else 2 * one
+        if optimizer.name == "sgd":
             return kept + (self.learned * one if optimizer.momentum else 0)
-        if optimizer.kind == "muon":
+        if optimizer.name == "muon":
             return kept + self.hidden * one + int((self.learned - self.hidden) * two)
         return kept + int(self.learned * two)
 

@@ -172,8 +172,8 @@ def phases(
 def cut(train: Train, lengths: Lengths, *, rollouts: int, default_tokens: int, whole_groups: bool) -> Cut:
     """The largest micro-batch of an update over `rollouts` rollouts at full length: they are made about equal."""
     rows = _rows(
-        train.micro_tokens or default_tokens,
-        train.micro_rollouts,
+        train.micro_batch_tokens or default_tokens,
+        train.micro_batch_rollouts,
         train.share_prompts,
         lengths=lengths,
         rollouts=rollouts,
@@ -201,11 +201,11 @@ def _number(things: int, each: int) -> int:
 
 def forward_cut(train: Train, learning: Cut, lengths: Lengths, *, rollouts: int) -> Cut:
     """The largest one without gradients: its own limits, or the update's."""
-    if not (train.micro_tokens_forward or train.micro_rollouts_forward):
+    if not (train.forward_micro_batch_tokens or train.forward_micro_batch_rollouts):
         return learning
     rows = _rows(
-        train.micro_tokens_forward or 0,
-        train.micro_rollouts_forward,
+        train.forward_micro_batch_tokens or 0,
+        train.forward_micro_batch_rollouts,
         train.share_prompts,
         lengths=lengths,
         rollouts=rollouts,
@@ -398,7 +398,7 @@ def advice(
 _ADVICE = {
     "products": ("model.dtype=float32",),
     "policy": ("a smaller model", "model.dtype=bfloat16"),
-    "optimizer": ("model.lora, whose adapters need little optimizer state", "train.optimizer.kind=sgd"),
+    "optimizer": ("model.lora, whose adapters need little optimizer state", "train.optimizer.name=sgd"),
     "gradients": ("model.lora, which leaves most without a gradient", "train.trainable, which can, too"),
     "reference": (
         "algorithm.kl.coef=0 where no reference is needed",
@@ -407,9 +407,9 @@ _ADVICE = {
     "whole tensors of one file": ("checkpoint.sharded=true",),
     "gathered layers": ("train.parallel.reshard_after_forward=true", "a larger train.parallel.tp"),
     "critic": ("an algorithm without a critic", "critic.lora"),
-    "sampler": ("rollout.sync_every=1, which samples from the policy itself",),
-    "KV cache": ("a lower rollout.max_batch or machine.kv_cache_mb",),
-    "activations": ("a lower train.micro_tokens", "train.gradient_checkpointing=true"),
-    "output layer": ("a lower train.micro_tokens",),
+    "sampler": ("rollout.sync_interval=1, which samples from the policy itself",),
+    "KV cache": ("a lower rollout.max_num_seqs or machine.kv_cache_mb",),
+    "activations": ("a lower train.micro_batch_tokens", "train.gradient_checkpointing=true"),
+    "output layer": ("a lower train.micro_batch_tokens",),
 }
 """What makes a part smaller, by how its name begins: one or the other."""

@@ -17,7 +17,7 @@ def experts_per_step(cfg: Config, algorithm: Resolved) -> int:
     """Demonstrations among the tasks of one step. The ratio is taken as it is written: 0.1 of 30 is 3, not 4."""
     if algorithm.mix is None:
         return 0
-    return math.ceil(Fraction(str(algorithm.mix.expert_ratio)) * cfg.train.tasks_per_step)
+    return math.ceil(Fraction(str(algorithm.mix.demonstration_ratio)) * cfg.train.tasks_per_step)
 
 
 def given_problems(cfg: Config, algorithm: Resolved) -> Iterator[Said]:
@@ -37,22 +37,22 @@ def given_problems(cfg: Config, algorithm: Resolved) -> Iterator[Said]:
 def _mix_problems(cfg: Config, experts: int) -> Iterator[Said]:
     train = cfg.train
     own = train.tasks_per_step - experts
-    if not cfg.data.expert:
+    if not cfg.data.demonstrations:
         yield (
-            "data.expert",
+            "data.demonstrations",
             f"algorithm.name={cfg.algorithm.name} mixes demonstrations among the policy's own rollouts: give their "
             "sources, with the columns prompt and response",
         )
     if min(own, experts) < train.minibatches:
         yield (
-            "algorithm.mix.expert_ratio",
+            "algorithm.mix.demonstration_ratio",
             f"of train.tasks_per_step={train.tasks_per_step} tasks {experts} are demonstrations and {own} the policy's "
             f"own; each of train.minibatches={train.minibatches} needs at least one of both: raise tasks_per_step, or "
             "choose a ratio nearer to 0.5",
         )
-    if train.shuffle_passes and train.minibatches > 1:
+    if train.shuffle_minibatches and train.minibatches > 1:
         yield (
-            "train.shuffle_passes",
+            "train.shuffle_minibatches",
             "a mix deals its demonstrations evenly to the minibatches, and shuffling would undo that: set it false",
         )
 
@@ -64,11 +64,11 @@ def _distill_problems(cfg: Config, algorithm: Resolved) -> Iterator[Said]:
             "distill learns from a teacher, and without a path the reference is the policy itself: give the teacher's "
             "folder",
         )
-    for key in ("reset_every", "reset_every_epochs"):
+    for key in ("reset_interval", "reset_interval_epochs"):
         if getattr(cfg.reference, key):
             yield f"reference.{key}", "would put the policy in the teacher's place: leave it out with distill"
-    if algorithm.drop_uniform_groups and not cfg.rewards:
+    if algorithm.dynamic_sampling and not cfg.rewards:
         yield (
-            "algorithm.drop_uniform_groups",
+            "algorithm.dynamic_sampling",
             "without rewards every group is uniform: set it false, or give rewards",
         )

@@ -135,7 +135,7 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
         ],
         experts_per_step=experts,
         minibatches=cfg.train.minibatches,
-        passes=cfg.train.passes,
+        passes=cfg.train.update_epochs,
         train=cfg.train,
         critic=for_critic(cfg) if algorithm.needs_critic else None,
         critic_warmup_steps=cfg.critic.warmup_steps if algorithm.needs_critic else 0,
@@ -144,7 +144,7 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
         reply_tokens=max(cfg.rollout.sampling.max_tokens, reply_tokens(cfg)),
         train_reply_tokens=cfg.rollout.sampling.max_tokens,
         total_tokens=cfg.data.max_total_tokens,
-        max_batch=cfg.rollout.max_batch,
+        max_num_seqs=cfg.rollout.max_num_seqs,
         eval_sampling=eval_sampling(cfg),
         evaluates=evaluates(cfg),
         judges=judges(cfg),
@@ -154,7 +154,7 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
         compiled=device == "cpu" and cfg.machine.kernels != "torch",
         mode=mode_of(cfg, algorithm.kind),
         replicas=cfg.rollout.replicas,
-        saves_parts=cfg.checkpoint.sharded or cfg.checkpoint.background,
+        saves_parts=cfg.checkpoint.sharded or cfg.checkpoint.async_save,
         ranks_apart=cfg.cluster.ranks,
         quantized=cfg.rollout.quantization is not None,
         samples_apart=_samples_apart(cfg, mode_of(cfg, algorithm.kind)),
@@ -176,20 +176,20 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
     )
 
 
-def mode_of(cfg: Config, kind: str) -> Literal["alternate", "overlap", "free", "train"]:
+def mode_of(cfg: Config, kind: str) -> Literal["synchronous", "overlapped", "asynchronous", "train"]:
     """How exploring and training take turns: a function of loop.MODES. kind: of the algorithm."""
-    if kind != "online" or cfg.mode == "bench":
-        return "alternate"
-    if cfg.mode == "explore" or cfg.rollout.schedule == "free":
-        return "train" if cfg.mode == "train" else "free"
-    return "overlap" if cfg.rollout.max_staleness else "alternate"
+    if kind != "online" or cfg.mode == "eval":
+        return "synchronous"
+    if cfg.mode == "explore" or cfg.rollout.schedule == "async":
+        return "train" if cfg.mode == "train" else "asynchronous"
+    return "overlapped" if cfg.rollout.max_staleness else "synchronous"
 
 
 def _samples_apart(cfg: Config, mode: str) -> bool:
     """Whether this process keeps the weights of the last sync beside those that are trained."""
     if cfg.mode == "both":
-        return cfg.rollout.sync_every > 1 or mode != "alternate"
-    return cfg.mode == "train" and cfg.rollout.sync_every > 1 and mode in ("alternate", "overlap")
+        return cfg.rollout.sync_interval > 1 or mode != "synchronous"
+    return cfg.mode == "train" and cfg.rollout.sync_interval > 1 and mode in ("synchronous", "overlapped")
 
 
 def _begins_as_base(cfg: Config) -> bool:
@@ -202,7 +202,7 @@ def _begins_as_base(cfg: Config) -> bool:
 
 def _resets(cfg: Config) -> bool:
     """The reference becomes the policy of a later step, so a checkpoint has to hold it."""
-    return cfg.reference.reset_every > 0 or cfg.reference.reset_every_epochs > 0
+    return cfg.reference.reset_interval > 0 or cfg.reference.reset_interval_epochs > 0
 
 
 def _judges(cfg: Config, device: str) -> dict[str, int]:

@@ -12,15 +12,15 @@ from whet.config.functions import LOSSES
 MOVES: Condition = {
     "any": [
         {"key": "train.minibatches", "above": 1},
-        {"key": "train.passes", "above": 1},
+        {"key": "train.update_epochs", "above": 1},
         # the ratio is to what sampled
         {"key": "algorithm.old_logprobs", "is": "sampled"},
         {"condition": "loss", "in": [name for name, row in LOSSES.items() if row.anchor == "sampled"]},
         # the policy learns otherwise than it is asked: features dropped, micro-batches or kernels that round
         # in another way
         {"key": "model.lora.dropout", "above": 0},
-        {"key": "train.micro_tokens_forward", "given": True},
-        {"key": "train.micro_rollouts_forward", "given": True},
+        {"key": "train.forward_micro_batch_tokens", "given": True},
+        {"key": "train.forward_micro_batch_rollouts", "given": True},
         {"key": "train.compile"},
         {"condition": "own_function"},
     ]
@@ -28,7 +28,7 @@ MOVES: Condition = {
 """The loss may see a ratio other than 1."""
 
 WHY = (
-    "a batch makes one optimizer step (train.minibatches=1, train.passes=1), so the ratio of the policy to the one "
+    "a batch makes one optimizer step (train.minibatches=1, train.update_epochs=1), so the ratio of the policy to the one "
     "before the step is 1 everywhere"
 )
 

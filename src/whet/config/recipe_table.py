@@ -18,11 +18,11 @@ class Recipe:
     kind: Kind = "online"
     advantage: str
     loss: str
-    aggregation: str
+    loss_agg_mode: str
     settings: Mapping[str, object] = field(default_factory=dict)
     """Keys of `algorithm` where this recipe departs from the defaults of its functions."""
     whiten: bool = False
-    drop_uniform_groups: bool = False
+    dynamic_sampling: bool = False
     expert_loss: str | None = None
     """Loss of the demonstrations among the own rollouts (algorithm.mix). None: there are none."""
     source: str
@@ -33,7 +33,7 @@ RECIPES: dict[str, Recipe] = {
     "grpo": Recipe(
         advantage="grpo",
         loss="ppo",
-        aggregation="seq-mean-token-mean",
+        loss_agg_mode="seq-mean-token-mean",
         source="arXiv:2402.03300 eq. 3",
         note="Reward against the group's mean, in units of its standard deviation; rollouts count the same. "
         "The paper adds kl.coef=0.04 with k3.",
@@ -41,7 +41,7 @@ RECIPES: dict[str, Recipe] = {
     "dr_grpo": Recipe(
         advantage="grpo",
         loss="ppo",
-        aggregation="seq-mean-token-sum-norm",
+        loss_agg_mode="seq-mean-token-sum-norm",
         settings={"normalize_std": False},
         source="arXiv:2503.20783 section 3.2",
         note="GRPO without its two biases: no division by the deviation, a constant instead of the length.",
@@ -49,16 +49,16 @@ RECIPES: dict[str, Recipe] = {
     "dapo": Recipe(
         advantage="grpo",
         loss="ppo",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         settings={"clip_high": 0.28},
-        drop_uniform_groups=True,
+        dynamic_sampling=True,
         source="arXiv:2503.14476 eq. 8",
         note="GRPO with clip-higher, dynamic sampling and token-level loss; add the reward 'overlong'.",
     ),
     "ppo": Recipe(
         advantage="gae",
         loss="ppo",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         whiten=True,
         source="arXiv:1707.06347 eq. 7; arXiv:1506.02438 eq. 16",
         note="A critic gives every token its own advantage.",
@@ -66,14 +66,14 @@ RECIPES: dict[str, Recipe] = {
     "gspo": Recipe(
         advantage="grpo",
         loss="gspo",
-        aggregation="seq-mean-token-mean",
+        loss_agg_mode="seq-mean-token-mean",
         source="arXiv:2507.18071",
         note="GRPO with the ratio and the clip of whole rollouts: the geometric mean of their tokens' ratios.",
     ),
     "gspo_token": Recipe(
         advantage="grpo",
         loss="gspo",
-        aggregation="seq-mean-token-mean",
+        loss_agg_mode="seq-mean-token-mean",
         settings={"gspo_form": "token"},
         source="arXiv:2507.18071 section 4.3",
         note="GSPO where tokens may have advantages of their own; with one a rollout it has GSPO's gradient.",
@@ -81,35 +81,35 @@ RECIPES: dict[str, Recipe] = {
     "cispo": Recipe(
         advantage="grpo",
         loss="cispo",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2506.13585 section 3.1",
         note="REINFORCE with a capped importance weight: every token keeps its gradient. The cap, 1 + clip_high, is 5.",
     ),
     "sapo": Recipe(
         advantage="grpo",
         loss="sapo",
-        aggregation="seq-mean-token-mean",
+        loss_agg_mode="seq-mean-token-mean",
         source="arXiv:2511.20347",
         note="GRPO with a soft gate in place of the clip, closing faster for negative advantages.",
     ),
     "gmpo": Recipe(
         advantage="grpo",
         loss="geo_mean",
-        aggregation="seq-mean-token-mean",
+        loss_agg_mode="seq-mean-token-mean",
         source="arXiv:2507.20673",
         note="GRPO with the geometric in place of the arithmetic mean of a rollout's ratios, and a wide clip.",
     ),
     "clip_cov": Recipe(
         advantage="grpo",
         loss="clip_cov",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2505.22617",
         note="GRPO that leaves out a few of the tokens that make the entropy fall.",
     ),
     "kl_cov": Recipe(
         advantage="grpo",
         loss="kl_cov",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2505.22617",
         note="GRPO without a clip that holds back the tokens that make the entropy fall most. For 7B parameters the "
         "paper has kl_cov_ratio=2e-3.",
@@ -117,49 +117,49 @@ RECIPES: dict[str, Recipe] = {
     "dppo": Recipe(
         advantage="grpo",
         loss="dppo",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2602.04879",
         note="GRPO with a trust region in probability in place of the ratio's clip, around the engine's log-probs.",
     ),
     "aipo": Recipe(
         advantage="grpo",
         loss="aipo",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2505.24034",
         note="GRPO with the ratio capped from above only, for rollouts of an older policy.",
     ),
     "importance_sampling": Recipe(
         advantage="grpo",
         loss="importance_sampling",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="Sutton and Barto 2018, section 13.4 with 5.5",
         note="The policy gradient with the token's ratio and no bound: for policies that stay close.",
     ),
     "sppo": Recipe(
         advantage="grpo",
         loss="sppo",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2108.05828",
         note="Softmax PPO: the logarithm of the ratio, inside a region that is symmetric in it.",
     ),
     "topr": Recipe(
         advantage="reinforce",
         loss="topr",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2503.14286",
         note="REINFORCE for rollouts of an older policy: good ones count fully, bad ones at most by their ratio.",
     ),
     "rec": Recipe(
         advantage="rec",
         loss="rec",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2509.24203",
         note="REINFORCE with a clip as a mask (rec_clip_mode); weights and regularizers as separate choices.",
     ),
     "rloo": Recipe(
         advantage="rloo",
         loss="reinforce",
-        aggregation="seq-mean-token-sum",
+        loss_agg_mode="seq-mean-token-sum",
         source="arXiv:2402.14740",
         note="REINFORCE with the mean of the group's other rollouts as the baseline. On-policy: set loss=ppo "
         "for more than one optimizer step a batch.",
@@ -167,14 +167,14 @@ RECIPES: dict[str, Recipe] = {
     "grpo_passk": Recipe(
         advantage="grpo_passk",
         loss="ppo",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2503.19595",
         note="Only the best reply of a group learns, by how far it leads the second: for pass@k.",
     ),
     "reinforce_pp": Recipe(
         advantage="reinforce_plus_plus",
         loss="ppo",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2501.03262",
         note="REINFORCE++: discounted returns on the scale of the batch, PPO's clip, no critic. The paper adds "
         "reward_kl with k1.",
@@ -182,56 +182,56 @@ RECIPES: dict[str, Recipe] = {
     "reinforce_pp_baseline": Recipe(
         advantage="reinforce_plus_plus_baseline",
         loss="ppo",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2501.03262",
         note="REINFORCE++ with the group's mean taken off first. The paper adds kl with k2.",
     ),
     "remax": Recipe(
         advantage="remax",
         loss="reinforce",
-        aggregation="seq-mean-token-sum",
+        loss_agg_mode="seq-mean-token-sum",
         source="arXiv:2310.10505",
         note="REINFORCE with the reward of the greedy reply to the same task as the baseline: one more rollout a task.",
     ),
     "opo": Recipe(
         advantage="opo",
         loss="reinforce",
-        aggregation="seq-mean-token-sum",
+        loss_agg_mode="seq-mean-token-sum",
         source="arXiv:2505.23585",
         note="REINFORCE with the group's mean weighted by length as the baseline; strictly on-policy.",
     ),
     "gpg": Recipe(
         advantage="gpg",
         loss="reinforce",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2504.02546",
         note="REINFORCE with the group's mean as the baseline, scaled up by the share of rollouts without reward.",
     ),
     "opmd": Recipe(
         advantage="opmd",
         loss="opmd",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2505.17826",
         note="Online policy mirror descent: the reward against the group's mean, the loss divided by 1 + tau.",
     ),
     "asymre": Recipe(
         advantage="asymre",
         loss="reinforce",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2506.20520",
         note="REINFORCE with a baseline below the group's mean, which keeps off-policy learning stable.",
     ),
     "maxrl": Recipe(
         advantage="maxrl",
         loss="ppo",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="SkyRL maxrl",
         note="Reward against the group's mean, in units of that mean: hard tasks count more. Rewards from 0 up.",
     ),
     "raft": Recipe(
         advantage="best",
         loss="reinforce",
-        aggregation="seq-mean-token-mean",
+        loss_agg_mode="seq-mean-token-mean",
         source="arXiv:2304.06767",
         note="Cross entropy of the group's best reply (best-of-n). With rewards of 0 and 1 set groups.min_reward above "
         "0, so that groups without a right reply teach nothing.",
@@ -239,21 +239,21 @@ RECIPES: dict[str, Recipe] = {
     "gigpo": Recipe(
         advantage="gigpo",
         loss="ppo",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2505.10978",
         note="GRPO over episodes and, weighted, over turns that start from the same state. The paper has gamma=0.95.",
     ),
     "step_wise_grpo": Recipe(
         advantage="step_wise_grpo",
         loss="ppo",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2505.17826",
         note="GRPO over episodes; every turn gets its episode's advantage.",
     ),
     "optimal_token_baseline": Recipe(
         advantage="optimal_token_baseline",
         loss="ppo",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="verl optimal_token_baseline",
         note="A baseline for every place of a reply: the group's mean return, weighted by variance. For replies of "
         "several turns advantage=tir_optimal_token_baseline.",
@@ -261,14 +261,14 @@ RECIPES: dict[str, Recipe] = {
     "distill": Recipe(
         advantage="distill",
         loss="ppo",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2306.13649",
         note="On-policy distillation: every token learns how much likelier the teacher (reference.path) finds it.",
     ),
     "reinforce": Recipe(
         advantage="reinforce",
         loss="reinforce",
-        aggregation="seq-mean-token-sum",
+        loss_agg_mode="seq-mean-token-sum",
         source="doi:10.1007/BF00992696 (Williams 1992)",
         note="Discounted return times the gradient of the log-probability, no baseline. REINFORCE++ "
         "(arXiv:2501.03262): whiten=true, loss=ppo, reward_kl.coef > 0.",
@@ -277,7 +277,7 @@ RECIPES: dict[str, Recipe] = {
         kind="demonstrations",
         advantage="none",
         loss="sft",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="maximum likelihood",
         note="Cross entropy of the tokens of given replies.",
     ),
@@ -285,7 +285,7 @@ RECIPES: dict[str, Recipe] = {
         kind="preferences",
         advantage="none",
         loss="dpo",
-        aggregation="pair-mean",
+        loss_agg_mode="pair-mean",
         source="arXiv:2305.18290 eq. 7",
         note="Prefer the chosen reply to the rejected one, by log-probability against the reference.",
     ),
@@ -293,7 +293,7 @@ RECIPES: dict[str, Recipe] = {
         kind="demonstrations",
         advantage="none",
         loss="sft_is",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2508.05629",
         note="SFT with each token weighted by its probability (DFT): unlikely tokens cannot dominate the gradient.",
     ),
@@ -301,7 +301,7 @@ RECIPES: dict[str, Recipe] = {
         kind="demonstrations",
         advantage="none",
         loss="sft_phi",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         source="arXiv:2508.11408",
         note="SFT with each token weighted by p (1 - p): what the policy is sure of, or finds impossible, counts "
         "least.",
@@ -310,7 +310,7 @@ RECIPES: dict[str, Recipe] = {
         kind="preferences",
         advantage="none",
         loss="simpo",
-        aggregation="pair-mean",
+        loss_agg_mode="pair-mean",
         source="arXiv:2405.14734 eq. 6",
         note="Prefer the chosen reply by its mean log-probability a token; no reference model.",
     ),
@@ -318,7 +318,7 @@ RECIPES: dict[str, Recipe] = {
         kind="preferences",
         advantage="none",
         loss="orpo",
-        aggregation="pair-mean",
+        loss_agg_mode="pair-mean",
         source="arXiv:2403.07691 eq. 6",
         note="SFT on the chosen reply with an odds-ratio term against the rejected one; no reference model.",
     ),
@@ -326,22 +326,22 @@ RECIPES: dict[str, Recipe] = {
         kind="labels",
         advantage="none",
         loss="kto",
-        aggregation="seq-mean-token-sum",
+        loss_agg_mode="seq-mean-token-sum",
         source="arXiv:2402.01306 eq. 8",
         note="Single replies, each marked as desirable or not; no pairs needed.",
     ),
     "mix": Recipe(
         advantage="grpo",
         loss="ppo",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         expert_loss="sft",
         source="Trinity-RFT's mix; arXiv:2508.11408 with a constant mu",
-        note="GRPO on own rollouts and SFT on demonstrations (data.expert) in one step, weights 1 - mu and mu.",
+        note="GRPO on own rollouts and SFT on demonstrations (data.demonstrations) in one step, weights 1 - mu and mu.",
     ),
     "mix_chord": Recipe(
         advantage="grpo",
         loss="ppo",
-        aggregation="token-mean",
+        loss_agg_mode="token-mean",
         expert_loss="sft_phi",
         source="arXiv:2508.11408 (CHORD-phi)",
         note="mix with phi-weighted demonstrations. CHORD-mu: mix.loss=sft, mix.mu=0.9, mix.mu_decay_steps=200, "

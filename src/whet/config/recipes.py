@@ -26,7 +26,7 @@ class Resolved:
     kind: Kind
     advantage: str
     loss: str
-    aggregation: str
+    loss_agg_mode: str
     norm_tokens: int | None
     settings: Mapping[str, object]
     """What advantage and loss are given, by the names in their signatures."""
@@ -36,14 +36,14 @@ class Resolved:
     advantage_high: float | None
     resample: str
     resample_power: float
-    refill: Literal["ask", "copy"]
+    refill: Literal["sample", "copy"]
     groups: Groups
     entropy_coef: float
     kl: Kl
     reward_kl: RewardKl
     correction: Correction
     old_logprobs: Literal["auto", "sampled", "recompute"]
-    drop_uniform_groups: bool
+    dynamic_sampling: bool
     max_refills: int
     needs: frozenset[Need]
     compares: bool
@@ -94,7 +94,7 @@ def resolve(cfg: Algorithm) -> Resolved:
         kind=recipe.kind,
         advantage=str(pick("advantage")),
         loss=str(pick("loss")),
-        aggregation=str(pick("aggregation")),
+        loss_agg_mode=str(pick("loss_agg_mode")),
         norm_tokens=cfg.norm_tokens,
         settings={key: open_keys.get(key) if value is None else value for key, value in mine.items()},
         whiten=bool(pick("whiten")),
@@ -110,7 +110,7 @@ def resolve(cfg: Algorithm) -> Resolved:
         reward_kl=cfg.reward_kl,
         correction=cfg.correction,
         old_logprobs=cfg.old_logprobs,
-        drop_uniform_groups=bool(pick("drop_uniform_groups")),
+        dynamic_sampling=bool(pick("dynamic_sampling")),
         max_refills=cfg.max_refills,
         needs=advantage.needs | loss.needs | _kl_needs(cfg),
         compares=advantage.compares and cfg.single_rollout == "zero",
@@ -118,7 +118,7 @@ def resolve(cfg: Algorithm) -> Resolved:
         ratio=loss.ratio or ":" in str(pick("loss")),
         anchor="old" if ":" in str(pick("loss")) else loss.anchor,
         positive_nll_coef=cfg.positive_nll_coef,
-        entropy_own_mean=cfg.entropy_aggregation == "token-mean",
+        entropy_own_mean=cfg.entropy_agg_mode == "token-mean",
         pairs=loss.pairs,
         whole_replies=loss.whole_replies,
         mix=_mix(cfg, recipe),

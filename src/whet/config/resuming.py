@@ -36,54 +36,54 @@ CLASSES: Mapping[Class, str] = {
         critic.path critic.head critic.overrides
         critic.lora.rank critic.lora.alpha critic.lora.rslora critic.lora.targets critic.lora.rank_pattern
         critic.lora.alpha_pattern critic.lora.modules_to_save critic.lora.init critic.lora.pissa_iterations
-        critic.lora.path critic.optimizer.kind critic.optimizer.state
-        train.trainable train.precision.master_weights train.optimizer.kind train.optimizer.state
+        critic.lora.path critic.optimizer.name critic.optimizer.state_dtype
+        train.trainable train.precision.master_weights train.optimizer.name train.optimizer.state_dtype
         stages.*.name""",
     "numbers": """
         seed imports data algorithm rewards
-        model.lora.dropout tokenizer.chat_template tokenizer.chat_arguments
-        critic.lora.dropout critic.warmup_steps critic.minibatches critic.passes critic.clip_value critic.aggregation
+        model.lora.dropout tokenizer.chat_template tokenizer.chat_template_kwargs
+        critic.lora.dropout critic.warmup_steps critic.minibatches critic.update_epochs critic.value_clip critic.loss_agg_mode
         critic.normalize_decay
-        critic.optimizer.lr critic.optimizer.groups critic.optimizer.betas critic.optimizer.eps
-        critic.optimizer.momentum critic.optimizer.weight_decay critic.optimizer.decay_all critic.optimizer.grad_clip
+        critic.optimizer.lr critic.optimizer.param_groups critic.optimizer.betas critic.optimizer.eps
+        critic.optimizer.momentum critic.optimizer.weight_decay critic.optimizer.decay_all critic.optimizer.max_grad_norm
         critic.optimizer.schedule
         reference
-        rollout.engine rollout.quantization rollout.group_size rollout.sampling rollout.sync_every
-        rollout.max_staleness rollout.schedule rollout.partial rollout.spare_tasks
+        rollout.engine rollout.quantization rollout.group_size rollout.sampling rollout.sync_interval
+        rollout.max_staleness rollout.schedule rollout.partial_rollout rollout.spare_tasks
         buffer.replay buffer.url buffer.order sync.driven_by sync.dtype
-        train.steps train.epochs train.drop_last train.tasks_per_step train.minibatches train.passes
-        train.shuffle_passes train.router_aux_coef train.temperature
+        train.steps train.epochs train.drop_last train.tasks_per_step train.minibatches train.update_epochs
+        train.shuffle_minibatches train.router_aux_loss_coef train.temperature
         train.precision.compute train.precision.float8 train.precision.reduce train.precision.loss_scale
         train.precision.loss_scale_steps
-        train.optimizer.lr train.optimizer.groups train.optimizer.betas train.optimizer.eps train.optimizer.momentum
-        train.optimizer.weight_decay train.optimizer.decay_all train.optimizer.grad_clip train.optimizer.schedule
-        eval.every
+        train.optimizer.lr train.optimizer.param_groups train.optimizer.betas train.optimizer.eps train.optimizer.momentum
+        train.optimizer.weight_decay train.optimizer.decay_all train.optimizer.max_grad_norm train.optimizer.schedule
+        eval.interval
         stages.*.algorithm stages.*.data stages.*.rewards stages.*.rollout stages.*.buffer stages.*.train
         stages.*.critic stages.*.reference stages.*.eval""",
     "rounding": """
-        critic.micro_tokens critic.micro_rollouts critic.gradient_checkpointing critic.optimizer.implementation
-        rollout.replicas rollout.max_batch
-        train.micro_tokens train.micro_rollouts train.micro_tokens_forward train.micro_rollouts_forward
+        critic.micro_batch_tokens critic.micro_batch_rollouts critic.gradient_checkpointing critic.optimizer.implementation
+        rollout.replicas rollout.max_num_seqs
+        train.micro_batch_tokens train.micro_batch_rollouts train.forward_micro_batch_tokens train.forward_micro_batch_rollouts
         train.share_prompts train.skip_zero_weight train.gradient_checkpointing train.offload train.compile
         train.optimizer.implementation
         train.parallel.dp_replicate train.parallel.dp_shard train.parallel.tp train.parallel.cp train.parallel.pp
-        train.parallel.pipeline_chunks train.parallel.ep train.parallel.apart
-        machine.device machine.threads machine.exact machine.kernels machine.kv_cache_mb""",
+        train.parallel.pipeline_chunks train.parallel.ep train.parallel.separate_ranks
+        machine.device machine.threads machine.logprob_parity machine.kernels machine.kv_cache_mb""",
     "free": """
-        name run_dir checkpoint track profile guard cluster
+        name run_dir checkpoint track profile reward_workers cluster
         rollout.retries rollout.timeout_s rollout.timeout_factor
-        buffer.lease_s buffer.explorer sync.method sync.content sync.timeout_s sync.keep
-        train.parallel.reshard_after_forward train.parallel.wrap_min_parameters train.parallel.prefetch
+        buffer.lease_s buffer.explorer_name sync.method sync.content sync.timeout_s sync.keep
+        train.parallel.reshard_after_forward train.parallel.wrap_min_num_params train.parallel.prefetch
         train.parallel.timeout_s train.max_skipped_steps
         eval.at_start eval.at_end eval.samples eval.sampling eval.sources eval.success eval.reward eval.log_samples
         eval.offline
-        machine.memory_mb machine.hang_s""",
+        machine.memory_mb machine.watchdog_timeout_s""",
 }
 """Every key of the schema lies in one row, by itself or by its section. What stands in a stage is of the class that it
 has in the base config."""
 
 LENGTH = ("train.steps", "train.epochs")
-SOURCES = (("data", "train"), ("data", "expert"), ("data", "eval"))
+SOURCES = (("data", "train"), ("data", "demonstrations"), ("data", "eval"))
 """What a tokenizer of `tokenizer.build` is made of: its tokens would be others."""
 MOST_TOLD = 8
 """Changes that an error lists."""
@@ -96,7 +96,7 @@ def _no_schedule_ends(stage: Json) -> bool:
         s.get("weight_decay_end") is not None
         or (
             s.get("total_steps") is None
-            and (s.get("kind") in ("linear", "cosine", "wsd") or s.get("warmup_fraction"))
+            and (s.get("type") in ("linear", "cosine", "wsd") or s.get("warmup_ratio"))
         )
         for s in schedules
     )
@@ -104,12 +104,12 @@ def _no_schedule_ends(stage: Json) -> bool:
 
 def _every_step_syncs(stage: Json) -> bool:
     """An evaluation needs the present weights, which are synced anyway."""
-    return (get(stage, ("rollout", "sync_every")) or 1) == 1
+    return (get(stage, ("rollout", "sync_interval")) or 1) == 1
 
 
 FREE_WHERE: Mapping[str, Callable[[Json], bool]] = {
     **dict.fromkeys(LENGTH, _no_schedule_ends),
-    "eval.every": _every_step_syncs,
+    "eval.interval": _every_step_syncs,
 }
 """Keys of the row `numbers` that touch none in a stage of which this is true."""
 

@@ -20,26 +20,28 @@ def warmup_steps(schedule: Schedule, total: int) -> int:
     """Steps of the warm-up in a stage of `total` steps."""
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps
-    return math.floor(schedule.warmup_fraction * (schedule.total_steps or total))
+    return math.floor(schedule.warmup_ratio * (schedule.total_steps or total))
 
 
 def factor(schedule: Schedule, step: int, total: int) -> float:
     """What the peak learning rate is multiplied with in step `step` (from 0) of a stage of `total`."""
-    warmup, end, low = warmup_steps(schedule, total), schedule.total_steps or total, schedule.min_factor
+    warmup, end, low = warmup_steps(schedule, total), schedule.total_steps or total, schedule.min_lr_ratio
     if step < warmup:
-        return schedule.warmup_start + (1.0 - schedule.warmup_start) * _ramp(schedule, step, warmup)
-    if schedule.kind == "constant":
+        return schedule.warmup_start_ratio + (1.0 - schedule.warmup_start_ratio) * _ramp(
+            schedule, step, warmup
+        )
+    if schedule.type == "constant":
         return 1.0
     if step > end:
         return low
-    if schedule.kind == "inverse_sqrt":
+    if schedule.type == "inverse_sqrt":
         return max(low, math.sqrt(max(warmup, 1) / max(step, 1)))
-    if schedule.kind == "wsd":
-        decay, shape = _decay_steps(schedule, end, warmup), schedule.decay_shape
+    if schedule.type == "wsd":
+        decay, shape = _decay_steps(schedule, end, warmup), schedule.decay_type
     else:
-        decay, shape = max(end - warmup, 1), schedule.kind
+        decay, shape = max(end - warmup, 1), schedule.type
     done = min(1.0, max(0.0, (step - (end - decay)) / decay))
-    return low + (1.0 - low) * _shape(shape, done, cycles=schedule.cycles)
+    return low + (1.0 - low) * _shape(shape, done, cycles=schedule.num_cycles)
 
 
 def weight_decay(optimizer: Optimizer, step: int, total: int) -> float:
@@ -48,7 +50,7 @@ def weight_decay(optimizer: Optimizer, step: int, total: int) -> float:
     if end is None:
         return start
     done = min(1.0, step / total)
-    if optimizer.schedule.weight_decay_shape == "cosine":
+    if optimizer.schedule.weight_decay_type == "cosine":
         done = 0.5 * (1.0 - math.cos(math.pi * done))
     return start + (end - start) * done
 
@@ -62,7 +64,7 @@ def _ramp(schedule: Schedule, step: int, warmup: int) -> float:
 
 
 def _decay_steps(schedule: Schedule, end: int, warmup: int) -> int:
-    steps = schedule.decay_steps or math.floor(schedule.decay_fraction * end)
+    steps = schedule.decay_steps or math.floor(schedule.decay_ratio * end)
     return max(1, min(steps, end - warmup))
 
 

@@ -28,7 +28,7 @@ from whet.config.parts.precision import Precision
 from whet.config.parts.profile import Profile
 from whet.config.parts.reward_model import RewardModel
 from whet.config.parts.rollout import Rollout, SamplingConfig
-from whet.config.parts.run import Checkpoint, Guard, Machine, Track
+from whet.config.parts.run import Checkpoint, Machine, RewardWorkers, Track
 from whet.config.parts.sync import Sync
 from whet.config.parts.train import CriticOptimizer, Optimizer, OptimizerGroup, Schedule, Train
 
@@ -44,7 +44,6 @@ __all__ = [
     "Data",
     "Eval",
     "Groups",
-    "Guard",
     "Kl",
     "Lora",
     "Machine",
@@ -61,6 +60,7 @@ __all__ = [
     "Reward",
     "RewardKl",
     "RewardModel",
+    "RewardWorkers",
     "Rollout",
     "SamplingConfig",
     "Schedule",
@@ -105,9 +105,9 @@ class Config(Section):
 
     name: str = "run"
     """Name of the run."""
-    mode: Literal["both", "train", "explore", "bench"] = "both"
+    mode: Literal["both", "train", "explore", "eval"] = "both"
     """both: explore and train in one process. Or one process each, with buffer.url and the same run_dir: train takes
-    groups from the buffer and publishes weights; explore (any number, each with its buffer.explorer) follows them;
+    groups from the buffer and publishes weights; explore (any number, each with its buffer.explorer_name) follows them;
     bench evaluates the run's checkpoints in their order. Each can be stopped, killed and started alone."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Every random number of the run is a function of this."""
@@ -147,7 +147,7 @@ class Config(Section):
     """Metrics and records."""
     profile: Profile = Field(default_factory=Profile)
     """Traces of single steps."""
-    guard: Guard = Field(default_factory=Guard)
+    reward_workers: RewardWorkers = Field(default_factory=RewardWorkers)
     """Limits for reward code."""
     cluster: Cluster = Field(default_factory=Cluster)
     """Engines in processes of their own."""

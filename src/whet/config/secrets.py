@@ -45,7 +45,7 @@ class _Hidden:
         """The same, hidden. name: of the key it is below. free: it is below a section of any keys. sure: it is below a
         name that means a secret."""
         if isinstance(value, dict):
-            if path[-2:] == ("guard", "env"):
+            if path[-2:] == ("reward_workers", "env"):
                 return {k: self.variable(v, (*path, k), str(k)) for k, v in value.items()}
             return {
                 k: v if k in _DATA else self.of(v, (*path, k), name=str(k),
@@ -72,7 +72,7 @@ class _Hidden:
         self.found.append((path, value))
         if self.variables is None or not secrets.may_be_secret(value) or value.startswith(DIGEST):
             return secrets.without(value, MASK)
-        digest = hashlib.sha256(f"whet guard.env {name}={value}".encode()).hexdigest()
+        digest = hashlib.sha256(f"whet reward_workers.env {name}={value}".encode()).hexdigest()
         return self.variables.format(digest=digest)
 
     def hide(self, path: Path, value: str) -> str:
@@ -92,7 +92,7 @@ def learn(tree: Json, *, everywhere: bool = False) -> None:
     for path, value in walk.found:
         if value == MASK:
             continue
-        if path[-3:-1] == ("guard", "env") and not secrets.is_secret(str(path[-1])):
+        if path[-3:-1] == ("reward_workers", "env") and not secrets.is_secret(str(path[-1])):
             secrets.guess(dotted(path), value)
         else:
             secrets.learn(dotted(path), value)
@@ -144,7 +144,7 @@ def left_out(cfg: Config) -> list[str]:
     masked = [
         p
         for p, value in walk.found
-        if value == MASK and p[:1] != ("buffer",) and p[-3:-1] != ("guard", "env")
+        if value == MASK and p[:1] != ("buffer",) and p[-3:-1] != ("reward_workers", "env")
     ]
     return [dotted(path) for path in dict.fromkeys([*masked, *struck])]
 

@@ -13,7 +13,7 @@ from whet.config.functions import ADVANTAGES, LOSSES, SETTINGS, Advantage, Loss
 OF_ROLLOUTS = (
     *("advantage", "mix", "correction", "reward_kl", "positive_nll_coef", "whiten", "whiten_ddof"),
     *("advantage_low", "advantage_high", "resample", "resample_power", "refill", "old_logprobs"),
-    *("drop_uniform_groups", "max_refills"),
+    *("dynamic_sampling", "max_refills"),
 )
 """Parts of `algorithm` that only mean something where the policy samples."""
 
@@ -59,11 +59,11 @@ SETTING_RULES: tuple[Rule, ...] = (
     ),
     _rule(
         ("norm_tokens",),
-        {"condition": "aggregation", "in": ["seq-mean-token-sum-norm", "token-sum-norm"]},
-        "aggregation={aggregation} divides by no fixed length",
+        {"condition": "loss_agg_mode", "in": ["seq-mean-token-sum-norm", "token-sum-norm"]},
+        "loss_agg_mode={loss_agg_mode} divides by no fixed length",
     ),
     _rule(
-        ("aggregation", "entropy_coef"),
+        ("loss_agg_mode", "entropy_coef"),
         BY_TOKEN,
         "the loss {loss} is one number a pair or a reply, and their mean is taken",
     ),
@@ -74,7 +74,7 @@ SETTING_RULES: tuple[Rule, ...] = (
         "from the reference is algorithm.beta)",
     ),
     _rule(
-        ("entropy_aggregation",),
+        ("entropy_agg_mode",),
         {"not": {"key": "algorithm.entropy_coef", "is": 0.0}},
         "algorithm.entropy_coef is 0",
     ),

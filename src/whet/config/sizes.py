@@ -106,15 +106,15 @@ def scratch_shape(cfg: Scratch, *, vocab_size: int | None) -> Shape:
     return with_tensors(
         family=cfg.architecture,
         hidden=cfg.hidden_size,
-        layers=cfg.layers,
-        heads=cfg.heads,
-        kv_heads=cfg.kv_heads or cfg.heads,
-        head_dim=cfg.head_dim or cfg.hidden_size // cfg.heads,
-        ffn=cfg.ffn_size or 3 * cfg.hidden_size,
-        experts=cfg.experts if mixture else 0,
-        experts_per_token=cfg.experts_per_token if mixture else 0,
-        tied=cfg.tie_embeddings,
-        max_positions=cfg.max_positions,
+        layers=cfg.num_hidden_layers,
+        heads=cfg.num_attention_heads,
+        kv_heads=cfg.num_key_value_heads or cfg.num_attention_heads,
+        head_dim=cfg.head_dim or cfg.hidden_size // cfg.num_attention_heads,
+        ffn=cfg.intermediate_size or 3 * cfg.hidden_size,
+        experts=cfg.num_experts if mixture else 0,
+        experts_per_token=cfg.num_experts_per_tok if mixture else 0,
+        tied=cfg.tie_word_embeddings,
+        max_positions=cfg.max_position_embeddings,
         vocab_size=vocab_size,
     )
 
@@ -161,8 +161,8 @@ def _feed_forward(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "mlp.down_proj.weight", (s.hidden, s.ffn)
 
 
-def micro_tokens(device: str, hidden_size: int) -> int:
-    """Default of train.micro_tokens: where larger micro-batches only take more memory.
+def micro_batch_tokens(device: str, hidden_size: int) -> int:
+    """Default of train.micro_batch_tokens: where larger micro-batches only take more memory.
 
     On a CPU 2^19 / width (4096 tokens at width 128, 1024 at 512), on CUDA 16384.
     """

@@ -8,7 +8,7 @@ from whet.config.evaluation import reward_weights
 from whet.config.schema import Config, Data, Source
 from whet.tables import near
 
-PARTS = ("train", "eval", "expert")
+PARTS = ("train", "eval", "demonstrations")
 
 
 def rewards_by_source(data: Data) -> dict[str, tuple[str, ...]]:
@@ -35,7 +35,7 @@ def source_problems(cfg: Config) -> Iterator[tuple[str, str]]:
             yield from ((f"data.{part}[{n}]", said) for said in _columns(source))
             yield from ((f"data.{part}[{n}].rewards", said) for said in _rewards(cfg, source, part))
     by_difficulty = cfg.data.order in ("easy_first", "hard_first")
-    for part in ("train", "expert") if by_difficulty else ():
+    for part in ("train", "demonstrations") if by_difficulty else ():
         for n, source in enumerate(getattr(cfg.data, part)):
             if source.difficulty is None:
                 at = f"data.{part}[{n}].difficulty"

@@ -48,7 +48,7 @@ def with_arguments(template: str, arguments: Mapping[str, Json]) -> str:
     for name in arguments:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise ConfigError(
-                f"tokenizer.chat_arguments.{name}: the chat template has no variable of that name, so it would "
+                f"tokenizer.chat_template_kwargs.{name}: the chat template has no variable of that name, so it would "
                 "have no effect; leave it out or correct it."
             )
     return "".join(map(_default, arguments.items())) + template
@@ -57,7 +57,7 @@ def with_arguments(template: str, arguments: Mapping[str, Json]) -> str:
 def _default(argument: tuple[str, Json]) -> str:
     name, value = argument
     if not name.isidentifier():
-        raise ConfigError(f"tokenizer.chat_arguments: {name!r} cannot be the name of a variable.")
+        raise ConfigError(f"tokenizer.chat_template_kwargs: {name!r} cannot be the name of a variable.")
     # Jinja writes numbers, texts, lists, maps, True and None as Python does, and drops the line end after a block
     return f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}\n"
 

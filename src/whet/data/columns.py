@@ -23,11 +23,11 @@ _COLUMNS = (
     "desirable",
     "label",
     "difficulty",
-    "system_column",
+    "system_prompt_column",
 )
 """Fields of a source that name columns."""
 
-PER_ROW = ("label", "system_column")
+PER_ROW = ("label", "system_prompt_column")
 """Those of them that a row may lack though they were named, since the source has a value for such rows."""
 
 
@@ -70,7 +70,7 @@ def parse(row: Row, source: Source, *, name: str, chat: bool | None, where: str)
 
 
 def _parse(row: Row, source: Source, *, name: str, chat: bool | None) -> Fields:
-    label, system = _own(row, source.label), _own(row, source.system_column)
+    label, system = _own(row, source.label), _own(row, source.system_prompt_column)
     asked: Prompt
     if source.messages is None:
         asked = _prompt(_required(row, source.prompt), source)
@@ -79,7 +79,10 @@ def _parse(row: Row, source: Source, *, name: str, chat: bool | None) -> Fields:
         *before, last = _conversation(_required(row, source.messages), source.messages)
         asked, response = tuple(before), last.content
     prompt = as_prompt(
-        asked, chat=chat, system=source.system if system is None else system, reply_prefix=source.reply_prefix
+        asked,
+        chat=chat,
+        system=source.system_prompt if system is None else system,
+        reply_prefix=source.reply_prefix,
     )
     columns = named(source)
     return Fields(
@@ -90,7 +93,9 @@ def _parse(row: Row, source: Source, *, name: str, chat: bool | None) -> Fields:
         rejected=_reply(_optional(row, source, "rejected"), source.rejected, asked=asked),
         difficulty=None if source.difficulty is None else _number(row, source.difficulty),
         extra={k: v for k, v in row.items() if k not in columns.values()} | _desirable(row, source),
-        found=frozenset(f for f, own in (("label", label), ("system_column", system)) if own is not None),
+        found=frozenset(
+            f for f, own in (("label", label), ("system_prompt_column", system)) if own is not None
+        ),
     )
 
 

@@ -47,12 +47,12 @@ def load_tokenizer(
     )
     if cfg.chat_template is not None:
         tokenizer.chat_template = read_template(cfg.chat_template)
-    if cfg.chat_arguments:
+    if cfg.chat_template_kwargs:
         if not isinstance(tokenizer.chat_template, str):
             raise ConfigError(
-                "tokenizer.chat_arguments: the tokenizer has no chat template that could read them."
+                "tokenizer.chat_template_kwargs: the tokenizer has no chat template that could read them."
             )
-        tokenizer.chat_template = with_arguments(tokenizer.chat_template, cfg.chat_arguments)
+        tokenizer.chat_template = with_arguments(tokenizer.chat_template, cfg.chat_template_kwargs)
     return tokenizer
 
 

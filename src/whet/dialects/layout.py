@@ -18,7 +18,7 @@ DIMS = ("pp", "tp", "cp", "dp_shard", "dp_replicate", "ep")
 PARALLEL = "train.parallel"
 REPLICAS = "rollout.replicas"
 RANKS = "cluster.ranks"
-APART = f"{PARALLEL}.apart"
+APART = f"{PARALLEL}.separate_ranks"
 
 
 @dataclass(frozen=True, kw_only=True)

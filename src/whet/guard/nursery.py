@@ -457,7 +457,7 @@ class Nursery:
         for w in self.busy():
             assert w.work is not None
             if now >= w.deadline:
-                self.fail(w, "timeout", f"no result in {w.work.timeout_s:g} s (guard.timeout_s)")
+                self.fail(w, "timeout", f"no result in {w.work.timeout_s:g} s (reward_workers.timeout_s)")
         if now < self.next_tick:
             return
         self.next_tick = now + _TICK_S

@@ -95,7 +95,7 @@ def run(function: Function, body: bytes, *, memory_mb: int) -> dict[str, object]
         value = function(**arguments)
     except BaseException as error:  # noqa: BLE001  foreign code: every way to fail is an answer
         kind = kind_of(error)
-        limit = f" (guard.memory_mb={memory_mb})" if kind == "memory" else ""
+        limit = f" (reward_workers.memory_mb={memory_mb})" if kind == "memory" else ""
         return {"failure": [kind, f"{describe(error)}{limit}"]}
     try:
         answer = None

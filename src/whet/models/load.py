@@ -236,44 +236,46 @@ def _read_config(path: Path, overrides: dict[str, Any]) -> PreTrainedConfig:
 def _scratch_config(cfg: schema.Model, *, vocab_size: int) -> PreTrainedConfig:
     scratch = cfg.scratch
     assert scratch is not None
-    kv_heads = scratch.kv_heads or scratch.heads
-    if scratch.heads % kv_heads:
-        raise ConfigError(f"model.scratch: kv_heads ({kv_heads}) must divide heads ({scratch.heads})")
-    if scratch.head_dim is None and scratch.hidden_size % scratch.heads:
+    num_key_value_heads = scratch.num_key_value_heads or scratch.num_attention_heads
+    if scratch.num_attention_heads % num_key_value_heads:
         raise ConfigError(
-            f"model.scratch: hidden_size ({scratch.hidden_size}) is no multiple of heads ({scratch.heads}); "
+            f"model.scratch: num_key_value_heads ({num_key_value_heads}) must divide heads ({scratch.num_attention_heads})"
+        )
+    if scratch.head_dim is None and scratch.hidden_size % scratch.num_attention_heads:
+        raise ConfigError(
+            f"model.scratch: hidden_size ({scratch.hidden_size}) is no multiple of heads ({scratch.num_attention_heads}); "
             "give head_dim"
         )
-    head_dim = scratch.head_dim or scratch.hidden_size // scratch.heads
+    head_dim = scratch.head_dim or scratch.hidden_size // scratch.num_attention_heads
     if head_dim % 2:
         raise ConfigError(f"model.scratch: head_dim ({head_dim}) must be even for rotary embeddings")
-    ffn_size = scratch.ffn_size or 3 * scratch.hidden_size
+    intermediate_size = scratch.intermediate_size or 3 * scratch.hidden_size
     values: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": scratch.hidden_size,
-        "num_hidden_layers": scratch.layers,
-        "num_attention_heads": scratch.heads,
-        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": scratch.num_hidden_layers,
+        "num_attention_heads": scratch.num_attention_heads,
+        "num_key_value_heads": num_key_value_heads,
         "head_dim": head_dim,
-        "intermediate_size": ffn_size,
-        "max_position_embeddings": scratch.max_positions,
+        "intermediate_size": intermediate_size,
+        "max_position_embeddings": scratch.max_position_embeddings,
         "rope_parameters": {"rope_type": "default", "rope_theta": scratch.rope_theta},
-        "tie_word_embeddings": scratch.tie_embeddings,
-        "initializer_range": scratch.init_std,
+        "tie_word_embeddings": scratch.tie_word_embeddings,
+        "initializer_range": scratch.initializer_range,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
     }
     if scratch.architecture == "qwen3_moe":
-        if scratch.experts_per_token > scratch.experts:
+        if scratch.num_experts_per_tok > scratch.num_experts:
             raise ConfigError(
-                f"model.scratch: experts_per_token ({scratch.experts_per_token}) is more than experts "
-                f"({scratch.experts})"
+                f"model.scratch: num_experts_per_tok ({scratch.num_experts_per_tok}) is more than experts "
+                f"({scratch.num_experts})"
             )
         values |= {
-            "moe_intermediate_size": ffn_size,
-            "num_experts": scratch.experts,
-            "num_experts_per_tok": scratch.experts_per_token,
+            "moe_intermediate_size": intermediate_size,
+            "num_experts": scratch.num_experts,
+            "num_experts_per_tok": scratch.num_experts_per_tok,
             "norm_topk_prob": True,
         }
     if scratch.architecture == "mistral":

@@ -72,16 +72,16 @@ class Optimizer:
         self.wide: dict[str, Tensor] = {}
         """Float32 gradients of parameters with a master, until the step."""
         self.loss_scale = loss_scale(precision, {p.dtype for p in self.parameters.values()})
-        inside = {n: p for n, p in self.masters.items() if cfg.kind == "muon" and n in hidden}
+        inside = {n: p for n, p in self.masters.items() if cfg.name == "muon" and n in hidden}
         rest = {n: p for n, p in self.masters.items() if n not in inside}
         wholes = Wholes(self.across, {p: name for name, p in self.masters.items()})
         self.inner: list[Inner] = [*_muon(inside, cfg, wholes), *_torch(rest, cfg, wholes)]
         self.owner = {p: inner for inner in self.inner for g in inner.param_groups for p in g["params"]}
         if odd := [
-            at for at in cfg.groups if not any(re.search(at, name) for name in (*self.masters, *others))
+            at for at in cfg.param_groups if not any(re.search(at, name) for name in (*self.masters, *others))
         ]:
             raise ConfigError(
-                f"optimizer.groups: {odd[0]!r} is found in the name of no parameter that learns"
+                f"optimizer.param_groups: {odd[0]!r} is found in the name of no parameter that learns"
             )
 
     @property
@@ -135,8 +135,8 @@ class Optimizer:
         if self.loss_scale is not None and grads:
             torch._foreach_mul_(grads, 1.0 / self.loss_scale.scale)
         value = float(self.across.norm(by_name))
-        if self.cfg.grad_clip is not None and math.isfinite(value) and value > self.cfg.grad_clip:
-            torch._foreach_mul_(grads, self.cfg.grad_clip / (value + 1e-6))
+        if self.cfg.max_grad_norm is not None and math.isfinite(value) and value > self.cfg.max_grad_norm:
+            torch._foreach_mul_(grads, self.cfg.max_grad_norm / (value + 1e-6))
         return value
 
     @torch.no_grad()
@@ -243,14 +243,14 @@ def _torch(
     groups = _groups(named, cfg)
     if not groups:
         return
-    if cfg.state == "int8":
-        yield Adam8(groups, betas=cfg.betas, eps=cfg.eps, decoupled=cfg.kind == "adamw", wholes=wholes)
+    if cfg.state_dtype == "int8":
+        yield Adam8(groups, betas=cfg.betas, eps=cfg.eps, decoupled=cfg.name == "adamw", wholes=wholes)
         return
     how = {"fused": cfg.implementation == "fused", "foreach": cfg.implementation == "foreach"}
-    if cfg.kind == "sgd":
+    if cfg.name == "sgd":
         yield torch.optim.SGD(groups, lr=cfg.lr, momentum=_or(cfg.momentum, 0.0), **how)
     else:
-        kind = torch.optim.Adam if cfg.kind == "adam" else torch.optim.AdamW
+        kind = torch.optim.Adam if cfg.name == "adam" else torch.optim.AdamW
         yield kind(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, **how)
 
 
@@ -268,7 +268,7 @@ def _groups(named: Mapping[str, nn.Parameter], cfg: OptimizerConfig) -> list[dic
 
 def _terms(name: str, p: nn.Parameter, cfg: OptimizerConfig) -> tuple[float, float | None]:
     """(factor, weight decay; None: the schedule's) of one parameter, by the first group that fits."""
-    group = next((g for at, g in cfg.groups.items() if re.search(at, name)), None)
+    group = next((g for at, g in cfg.param_groups.items() if re.search(at, name)), None)
     usual = None if p.ndim > 1 or cfg.decay_all else 0.0
     if group is None:
         return 1.0, usual

@@ -73,7 +73,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
     found = gates(model)
     if not found:
         raise ConfigError(
-            f"train.router_aux_coef: {type(model).__name__} has no routers to balance; leave it 0"
+            f"train.router_aux_loss_coef: {type(model).__name__} has no routers to balance; leave it 0"
         )
     return found
 

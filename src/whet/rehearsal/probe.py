@@ -46,7 +46,7 @@ def probe(loaded: Loaded) -> Probed:
     out = Probed()
     seen: dict[str, str] = {}
     for name, cfg in zip(loaded.names, loaded.stages):
-        for part in ("train", "expert", "eval"):
+        for part in ("train", "demonstrations", "eval"):
             for n, source in enumerate(getattr(cfg.data, part)):
                 known = repr((source, cfg.data.max_prompt_tokens, cfg.data.overlong))
                 if known not in seen:
@@ -121,7 +121,7 @@ def _reward(
     try:
         with RewardSet.from_config(
             {name: cfg.rewards[name]},
-            cfg.guard,
+            cfg.reward_workers,
             seed=cfg.seed,
             imports=cfg.imports,
             verifiers=named,

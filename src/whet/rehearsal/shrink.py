@@ -74,9 +74,9 @@ def what_changed(cfg: Config) -> Iterator[Finding]:
     said |= {"mode"} if cfg.mode != "both" else set()
     if said:
         yield left_open(", ".join(sorted(said)), "the rehearsal is one process on this machine")
-    if resolve(cfg.algorithm).drop_uniform_groups:
+    if resolve(cfg.algorithm).dynamic_sampling:
         yield left_open(
-            "algorithm.drop_uniform_groups",
+            "algorithm.dynamic_sampling",
             "off in the rehearsal: random weights give every reply the same reward",
         )
 
@@ -119,8 +119,8 @@ def _stage(cfg: Config, name: str, *, lost: Mapping[str, str], broken: set[str])
     tree["train"] = _train(cfg)
     tree["rollout"] = _rollout(cfg)
     tree["algorithm"] = _without(tree.get("algorithm", {}), "groups")
-    if resolve(cfg.algorithm).drop_uniform_groups:
-        tree["algorithm"]["drop_uniform_groups"] = False
+    if resolve(cfg.algorithm).dynamic_sampling:
+        tree["algorithm"]["dynamic_sampling"] = False
     kept = {n: r for n, r in tree.get("rewards", {}).items() if n not in broken}
     tree["rewards"] = kept if kept or not cfg.rewards else {"stand_in": {"function": "exact"}}
     if broken:  # nobody may name one that is left out
@@ -128,10 +128,10 @@ def _stage(cfg: Config, name: str, *, lost: Mapping[str, str], broken: set[str])
         for source in (s for part in tree["data"].values() if isinstance(part, list) for s in part):
             source.pop("rewards", None)
     tree["eval"] = _eval(tree.get("eval", {}))
-    tree["checkpoint"] = {"every": 1, "keep": STEPS}
+    tree["checkpoint"] = {"interval": 1, "keep": STEPS}
     tree["track"] = {"trackers": ["jsonl"]}
-    tree["guard"] = tree.get("guard", {}) | {"workers": 1, "max_failure_rate": 1.0}
-    tree["machine"] = {"exact": cfg.machine.exact}
+    tree["reward_workers"] = tree.get("reward_workers", {}) | {"count": 1, "max_failure_rate": 1.0}
+    tree["machine"] = {"logprob_parity": cfg.machine.logprob_parity}
     return {key: value for key, value in tree.items() if value != {} and key != "stages"}
 
 
@@ -139,16 +139,16 @@ def _model(cfg: Config) -> dict[str, Json]:
     longest = max(cfg.data.max_prompt_tokens + REPLY_TOKENS, 64)
     small: dict[str, Json] = {
         "hidden_size": 64,
-        "layers": 2,
-        "heads": 4,
-        "kv_heads": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "head_dim": 16,
-        "ffn_size": 128,
+        "intermediate_size": 128,
     }
     made = family(cfg.model)
     if made == "qwen3_moe":
-        small |= {"experts": 4, "experts_per_token": 2}
-    out: dict[str, Json] = {"scratch": small | {"architecture": made, "max_positions": longest}}
+        small |= {"num_experts": 4, "num_experts_per_tok": 2}
+    out: dict[str, Json] = {"scratch": small | {"architecture": made, "max_position_embeddings": longest}}
     return out | ({"dtype": cfg.model.dtype} if cfg.model.dtype else {})
 
 
@@ -161,7 +161,7 @@ def _tokenizer(cfg: Config) -> dict[str, Json]:
 
 def _data(cfg: Config, stage: str, lost: Mapping[str, str]) -> dict[str, Json]:
     tree = cfg.data.model_dump(mode="json", exclude_unset=True)
-    for part in ("train", "expert", "eval"):
+    for part in ("train", "demonstrations", "eval"):
         sources = tree.get(part) or []
         tree[part] = [
             made_up(n, part)
@@ -192,17 +192,27 @@ def made_up(number: int, part: str) -> dict[str, Json]:
 def _train(cfg: Config) -> dict[str, Json]:
     kept = cfg.train.model_dump(mode="json", exclude_unset=True)
     kept = _without(
-        kept, "epochs", "micro_tokens", "micro_rollouts", "micro_tokens_forward", "micro_rollouts_forward"
+        kept,
+        "epochs",
+        "micro_batch_tokens",
+        "micro_batch_rollouts",
+        "forward_micro_batch_tokens",
+        "forward_micro_batch_rollouts",
     )
     kept = _without(kept, *ELSEWHERE)
-    minibatches, passes = min(2, cfg.train.minibatches), min(2, cfg.train.passes)
+    minibatches, passes = min(2, cfg.train.minibatches), min(2, cfg.train.update_epochs)
     optimizer = _without(kept.get("optimizer", {}), "schedule")
-    small = {"steps": STEPS, "tasks_per_step": 2 * minibatches, "minibatches": minibatches, "passes": passes}
+    small = {
+        "steps": STEPS,
+        "tasks_per_step": 2 * minibatches,
+        "minibatches": minibatches,
+        "update_epochs": passes,
+    }
     return kept | small | {"optimizer": optimizer}
 
 
 def _rollout(cfg: Config) -> dict[str, Json]:
-    kept = _without(cfg.rollout.model_dump(mode="json", exclude_unset=True), "max_batch", "replicas")
+    kept = _without(cfg.rollout.model_dump(mode="json", exclude_unset=True), "max_num_seqs", "replicas")
     sampling = _short(kept.get("sampling", {}), cfg.rollout.sampling.max_tokens)
     return kept | {"group_size": min(cfg.rollout.group_size, 4), "sampling": sampling}
 
@@ -213,7 +223,7 @@ def _eval(tree: dict[str, Json]) -> dict[str, Json]:
         out["sampling"] = _short(tree["sampling"], tree["sampling"].get("max_tokens") or REPLY_TOKENS)
     if tree.get("samples"):
         out["samples"] = min(2, tree["samples"])
-    return out | {"every": 2}
+    return out | {"interval": 2}
 
 
 def _short(sampling: Mapping[str, Json], max_tokens: int) -> dict[str, Json]:

@@ -57,7 +57,7 @@ class RewardSet:
     @staticmethod
     def from_config(
         rewards: Mapping[str, schema.Reward],
-        guard: schema.Guard,
+        workers: schema.RewardWorkers,
         objects: Mapping[str, RewardFunction] | None = None,
         *,
         seed: int = 0,
@@ -77,7 +77,7 @@ class RewardSet:
         objects = objects or {}
         models = {n: ModelReward(n, r.model, device) for n, r in rewards.items() if r.model is not None}
         loaders = {
-            n: partial(_load, n, r, objects.get(n), verifiers, guard.confine)
+            n: partial(_load, n, r, objects.get(n), verifiers, workers.sandbox)
             for n, r in rewards.items()
             if n not in models
         }
@@ -86,13 +86,13 @@ class RewardSet:
         if loaders:
             jail = open_jail(
                 loaders,
-                workers=guard.workers,
-                timeout_s=guard.timeout_s,
-                memory_mb=guard.memory_mb,
-                max_output_bytes=guard.max_output_bytes,
-                prepare=partial(_prepare, guard.env, imports),
+                workers=workers.count,
+                timeout_s=workers.timeout_s,
+                memory_mb=workers.memory_mb,
+                max_output_bytes=workers.max_output_bytes,
+                prepare=partial(_prepare, workers.env, imports),
             )
-        return RewardSet(weights, jail, seed, guard.max_failure_rate, models=models)
+        return RewardSet(weights, jail, seed, workers.max_failure_rate, models=models)
 
     def load_models(self) -> None:
         """Read the models' weights. ConfigError or CheckpointError names the reward and its folder."""
@@ -115,7 +115,7 @@ class RewardSet:
 def _prepare(env: Mapping[str, str], imports: Sequence[str]) -> None:
     """What reward processes begin with."""
     os.environ.update(env)
-    learn({"guard": {"env": dict(env)}})
+    learn({"reward_workers": {"env": dict(env)}})
     import_all(imports)
 
 
@@ -134,7 +134,7 @@ def _load(
         except ConfigError as error:
             raise ConfigError(f"reward {name!r}: {error}") from None
     call = bind(given or load_object(place, what=what), arguments, name=name)
-    asked = "guard.confine=all" if confine == "all" else executes
+    asked = "reward_workers.sandbox=all" if confine == "all" else executes
     if asked and (why := sandbox.lacking()):
         raise ConfigError(f"reward {name!r}: {asked}; so it runs only in a sandbox, and there is none: {why}")
     return Guarded(call, confined=bool(asked) or place.startswith(_OURS), once=bool(executes))
@@ -219,12 +219,12 @@ def _scored(rollout: Rollout, results: dict[str, Result], rewards: RewardSet) ->
 
 
 def check_failures(groups: Sequence[Group], rewards: RewardSet) -> None:
-    """WhetError if more than `guard.max_failure_rate` of the rollouts are unscored; names the main cause."""
+    """WhetError if more than `reward_workers.max_failure_rate` of the rollouts are unscored; names the main cause."""
     errors = [r.error for g in groups for r in g.rollouts if r.error]
     total = sum(len(g.rollouts) for g in groups)
     if errors and len(errors) > rewards.max_failure_rate * total:
         cause, times = Counter(errors).most_common(1)[0]
         raise WhetError(
             f"{len(errors)} of {total} rollouts of this step could not be scored, more than "
-            f"guard.max_failure_rate {rewards.max_failure_rate:g} allows. Main cause ({times} times): {cause}"
+            f"reward_workers.max_failure_rate {rewards.max_failure_rate:g} allows. Main cause ({times} times): {cause}"
         )

@@ -76,7 +76,7 @@ class ModelReward:
         if not token_ids:
             return _failed("the conversation is empty")
         if max(token_ids) >= loaded.vocab_size:
-            return _failed(f"a token is none of its {loaded.vocab_size}; reads=text uses its own tokenizer")
+            return _failed(f"a token is none of its {loaded.vocab_size}; input=text uses its own tokenizer")
         try:
             value = number(_logit(loaded.model, token_ids))
         except ValueError as error:
@@ -129,7 +129,7 @@ def _load(cfg: schema.RewardModel, device: str) -> Loaded:
             f"path={path}: no folder with a config.json; reward models are read from local folders"
         )
     tokenizer = None
-    if cfg.reads == "text":
+    if cfg.input == "text":
         # tokenizers are for runs: a mistake in a config is answered before them
         from whet.data.tokenizer import load_tokenizer
 

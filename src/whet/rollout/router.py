@@ -59,9 +59,9 @@ class Router:
 
     restart: makes a new replica in the place of a dropped one, by name; `restarts`: how often, for each name.
     ship: turns new weights into what every replica can be given. rows: what a replica decodes at once; a prompt's
-    further requests go elsewhere when its replica has no row free. health_s: a replica that has work and does not get
+    further requests go elsewhere when its replica has no row free. health_timeout_s: a replica that has work and does not get
     on for so long is dropped, and one whose process gives no sign of life while it takes weights or moves; it has so
-    long to pause, too. load_s: to take new weights, as long as it lives. start_s: to be made, and the longest wait for
+    long to pause, too. load_s: to take new weights, as long as it lives. start_timeout_s: to be made, and the longest wait for
     one when none is left. exact: whether all of them compute as the trainer does, bit for bit. wish: how many a person
     asks for while the run goes on.
     """
@@ -74,16 +74,16 @@ class Router:
         restarts: int = 0,
         ship: Callable[[WeightSource, int], Shipment] = by_copy,
         rows: int = 256,
-        health_s: float = 60.0,
+        health_timeout_s: float = 60.0,
         load_s: float = 600.0,
-        start_s: float = 300.0,
+        start_timeout_s: float = 300.0,
         version: int = 0,
         exact: bool = True,
         wish: Callable[[], Wish | None] | None = None,
     ) -> None:
         self.version, self.exact = version, exact
         self.restart, self.restarts, self.ship, self.rows = restart, restarts, ship, rows
-        self.health_s, self.load_s, self.start_s = health_s, load_s, start_s
+        self.health_timeout_s, self.load_s, self.start_timeout_s = health_timeout_s, load_s, start_timeout_s
         self.replicas: dict[str, Replica] = {}
         """Those that serve, by name."""
         self.dropped: list[tuple[str, str]] = []
@@ -163,10 +163,10 @@ class Router:
         """See `RolloutEngine`. While requests finish, those of a replica that is lost finish elsewhere."""
         if finish and not self._kept:
             await self._gate.pause(True)
-            await self._each("pause", lambda r: r.engine.pause(True), timeout_s=self.health_s)
+            await self._each("pause", lambda r: r.engine.pause(True), timeout_s=self.health_timeout_s)
             return
         self._kept = not finish
-        limit_s = self.load_s if finish else self.health_s
+        limit_s = self.load_s if finish else self.health_timeout_s
         stopped = self._each("pause", lambda r: r.engine.pause(finish), timeout_s=limit_s)
         await asyncio.gather(self._gate.pause(finish), stopped)
 
@@ -426,7 +426,7 @@ class Router:
         assert self.restart is not None
         making = asyncio.ensure_future(self.restart(name))
         try:
-            replica: Replica = await self._wait(making, f"a new replica {name}", self.start_s)
+            replica: Replica = await self._wait(making, f"a new replica {name}", self.start_timeout_s)
         except BaseException:
             if making.done() and not making.cancelled() and making.exception() is None:
                 await self._end(making.result())
@@ -447,9 +447,9 @@ class Router:
             )
         what, limit = (
             "an engine replica: none is left, one is being restarted",
-            f"cluster.start_s={self.start_s:g}",
+            f"cluster.start_timeout_s={self.start_timeout_s:g}",
         )
-        await self._wait(self._news.wait(), what, self.start_s, limit=limit)
+        await self._wait(self._news.wait(), what, self.start_timeout_s, limit=limit)
 
     def _tell(self) -> None:
         """Whoever waits for a replica looks again."""
@@ -460,7 +460,7 @@ class Router:
         """End an engine that is not asked any more, dead or alive."""
         try:
             await self._wait(
-                (replica.end or replica.engine.close)(), f"the end of {replica.name}", self.start_s
+                (replica.end or replica.engine.close)(), f"the end of {replica.name}", self.start_timeout_s
             )
         except Exception as error:  # noqa: BLE001  it may be dead already
             log.info("replica %s did not end well: %s: %s", replica.name, type(error).__name__, error)
@@ -510,7 +510,7 @@ class Router:
 
     async def _done(self, replica: Replica, work: Awaitable[None], what: str, *, timeout_s: float) -> None:
         """Until the replica has done this. Raises what that raises; `_Late` after the deadline, or when its process has
-        given no sign of life for health_s."""
+        given no sign of life for health_timeout_s."""
         working = asyncio.ensure_future(self._wait(work, f"{replica.name} to {what}", timeout_s))
         silent = asyncio.ensure_future(self._silent(replica, what))
         try:
@@ -528,13 +528,13 @@ class Router:
         unanswered = 0
         while unanswered < LOOKS:  # in looks: time in which this process was stopped is not the replica's
             if not unanswered:
-                await asyncio.sleep(self.health_s / LOOKS)
+                await asyncio.sleep(self.health_timeout_s / LOOKS)
             try:
-                answered = await replica.answers(timeout_s=self.health_s / LOOKS)
+                answered = await replica.answers(timeout_s=self.health_timeout_s / LOOKS)
             except Exception as error:  # noqa: BLE001  what it raises is why it is dropped
                 return error
             unanswered = 0 if answered else unanswered + 1
-        silent = f"its process has given no sign of life for {self.health_s:g} s (cluster.health_s)"
+        silent = f"its process has given no sign of life for {self.health_timeout_s:g} s (cluster.health_timeout_s)"
         return _Late(f"{silent}, while it was to {what}")
 
     async def _wait(self, work: Awaitable[Any], what: str, timeout_s: float, limit: str = "") -> Any:
@@ -568,7 +568,7 @@ class Router:
         """Look at everyone who has work."""
         watched: set[Replica] = set()
         while True:
-            await asyncio.sleep(self.health_s / LOOKS)
+            await asyncio.sleep(self.health_timeout_s / LOOKS)
             watched |= {*self.replicas.values(), *self._leaving.values()}
             watched = {r for r in watched if r.state in ("serving", "leaving") and r.asked}
             if not watched:
@@ -578,7 +578,7 @@ class Router:
     async def _look(self, replica: Replica) -> None:
         seen = replica.seen
         try:
-            quiet_s = await replica.quiet_s(timeout_s=self.health_s / LOOKS)
+            quiet_s = await replica.quiet_s(timeout_s=self.health_timeout_s / LOOKS)
         except Exception as error:  # noqa: BLE001  what it raises is why it is dropped
             self.drop(replica, f"it does not answer: {type(error).__name__}: {error}", error)
             return
@@ -586,7 +586,7 @@ class Router:
             self.beat("sampling")
         if self._kept or not self._placed:
             replica.rest()
-        elif replica.asked and quiet_s >= self.health_s:
+        elif replica.asked and quiet_s >= self.health_timeout_s:
             self.drop(replica, f"it has {replica.load} requests and has not got on for {quiet_s:.1f} s")
 
 

@@ -25,10 +25,10 @@ def measured(run_dir: Path, stage: str, *, slots: int) -> Costs:
     A rollout's seconds are its tokens times what one decode step took: of each step, the seconds of generating by the
     tokens of its longest rollout. Slots: rollouts that are decoded at once.
     """
-    if read_config(run_dir).get("rollout", {}).get("schedule") == "free":
+    if read_config(run_dir).get("rollout", {}).get("schedule") == "async":
         raise DataError(
             f"{run_dir}: its schedule was free, so the seconds of a step's rollouts are not known; --simulate needs "
-            "the times of a run with rollout.schedule=fixed"
+            "the times of a run with rollout.schedule=deterministic"
         )
     lines = [line for line in read_lines(run_dir / "timings.jsonl") if line["stage"] == stage]
     timings = {n["step"]: n for n in lines if "time/update_s" in n and "time/generate_s" in n}
@@ -37,7 +37,7 @@ def measured(run_dir: Path, stage: str, *, slots: int) -> Costs:
     if not both:
         raise DataError(
             f"{run_dir}: no step of stage {stage!r} has both timings and rollouts. --simulate needs a run that was "
-            "trained a few steps with track.rollouts_every=1"
+            "trained a few steps with track.rollouts_interval=1"
         )
     if odd := [n for n in both if not all(0 <= timings[n].get(name, 0) < inf for name in READ)]:
         raise DataError(
@@ -62,7 +62,7 @@ def _lengths(folder: Path, stage: str) -> Iterator[tuple[int, list[int]]]:
 def schedule_of(plan: Plan, rollout: Rollout) -> Schedule:
     """The schedule of a stage."""
     return Schedule(
-        mode="free" if plan.mode == "train" else plan.mode,
+        mode="asynchronous" if plan.mode == "train" else plan.mode,
         groups_per_step=plan.own_tasks_per_step,
         group_size=plan.group_size,
         max_staleness=rollout.max_staleness,
@@ -84,7 +84,7 @@ def predictions(costs: Costs, schedule: Schedule, *, stage: str) -> Table:
 
 
 def _cells(way: Schedule, found: Simulated, *, bound: float) -> Sequence[str]:
-    name = {"alternate": "in turn", "overlap": "ahead", "free": "free"}[way.mode]
+    name = way.mode
     return (
         " ".join([name, *([str(way.max_staleness)] if way.max_staleness else []), *_spare(way)]),
         f"{found.step_s:.3g}",

@@ -159,4 +159,6 @@ def move_aside(cfg: Config) -> Path:
 def own(cfg: Config) -> Path:
     """Where this process writes: the run directory, or a folder of its own in it beside the trainer (see `apart`)."""
     home = Path(cfg.run_dir)
-    return {"explore": home / "explorers" / cfg.buffer.explorer, "bench": home / "bench"}.get(cfg.mode, home)
+    return {"explore": home / "explorers" / cfg.buffer.explorer_name, "eval": home / "bench"}.get(
+        cfg.mode, home
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel
 
 from whet.config.schema import Precision, Train
-from whet.config.sizes import micro_tokens
+from whet.config.sizes import micro_batch_tokens
 from whet.training.work import Work, work_of
 
 
@@ -75,12 +75,12 @@ class Cut:
         critic: bool = False,
     ) -> Cut:
         width = model.config.get_text_config().hidden_size
-        tokens = train.micro_tokens or micro_tokens(model.device.type, width)
+        tokens = train.micro_batch_tokens or micro_batch_tokens(model.device.type, width)
         return Cut(
-            max_tokens=None if train.micro_rollouts else tokens,
-            max_rollouts=train.micro_rollouts,
-            forward_tokens=train.micro_tokens_forward,
-            forward_rollouts=train.micro_rollouts_forward,
+            max_tokens=None if train.micro_batch_rollouts else tokens,
+            max_rollouts=train.micro_batch_rollouts,
+            forward_tokens=train.forward_micro_batch_tokens,
+            forward_rollouts=train.forward_micro_batch_rollouts,
             share_prompts=train.share_prompts,
             checkpoint=train.gradient_checkpointing,
             whole_groups=whole_groups,
@@ -89,6 +89,6 @@ class Cut:
             precision=train.precision,
             offload=train.offload,
             compile=train.compile,
-            router_aux=train.router_aux_coef,
+            router_aux=train.router_aux_loss_coef,
             work=work_of(model, output=not critic),
         )

@@ -15,12 +15,12 @@ from whet.types import Metrics
 
 def passes(batch: Batch, train: Train, *, stream: int) -> Iterator[Tensor]:
     """Numbers of the rollouts of `train.minibatches` minibatches of whole groups (a group each where there are fewer),
-    `train.passes` times over.
+    `train.update_epochs` times over.
 
-    stream: seeds.key of the step; with `shuffle_passes` it and the number of the pass decide who learns with whom.
+    stream: seeds.key of the step; with `shuffle_minibatches` it and the number of the pass decide who learns with whom.
     """
-    for number in range(train.passes):
-        if train.shuffle_passes:
+    for number in range(train.update_epochs):
+        if train.shuffle_minibatches:
             yield from deal(batch, train.minibatches, stream=seeds.key(stream, number))
         else:
             yield from split(batch, train.minibatches)

@@ -111,9 +111,9 @@ class Profiler:
             activities=activities,
             schedule=schedule(steps, warmup=self.cfg.warmup, first=first),
             on_trace_ready=lambda trace: trace.export_chrome_trace(str(self._file("json.gz"))),
-            record_shapes=self.cfg.shapes,
-            with_stack=self.cfg.stack,
-            profile_memory=self.cfg.allocations,
+            record_shapes=self.cfg.record_shapes,
+            with_stack=self.cfg.with_stack,
+            profile_memory=self.cfg.profile_memory,
         )
 
     def _file(self, suffix: str) -> Path:

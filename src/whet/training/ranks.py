@@ -73,7 +73,7 @@ class Ranks:
         a rank needs. open_lines: starts the processes, if not on this machine. Errors: ConfigError where there are
         fewer devices than ranks."""
         if device == "cuda" and open_lines is None and torch.cuda.device_count() < first_gpu + dims.world:
-            own = f" of the {whose} (train.parallel.apart)" if whose else ""
+            own = f" of the {whose} (train.parallel.separate_ranks)" if whose else ""
             before = f", beside {first_gpu} for other models" if first_gpu else ""
             raise ConfigError(
                 f"train.parallel: {dims.world} ranks{own} need a GPU each{before}, and there are "

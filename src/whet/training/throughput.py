@@ -89,6 +89,6 @@ def meter_of(
         policy=work_of(policy.module, output=True),
         critic=None if critic is None else work_of(critic.module, output=False),
         shared=train.share_prompts,
-        passes=train.passes,
-        critic_passes=of_critic.passes if of_critic else 0,
+        passes=train.update_epochs,
+        critic_passes=of_critic.update_epochs if of_critic else 0,
     )

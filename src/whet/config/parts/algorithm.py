@@ -25,7 +25,7 @@ class Algorithm(Section):
     """Advantage estimator by name, or 'package.module:name' of yours. Default: the recipe's."""
     loss: str | None = None
     """Loss by name, or 'package.module:name' of yours. Default: the recipe's."""
-    aggregation: Aggregation | None = None
+    loss_agg_mode: Aggregation | None = None
     """How token losses become one number; counts are global, so it does not depend on micro-batches."""
     norm_tokens: Positive | None = None
     """Constant of seq-mean-token-sum-norm (Dr. GRPO) and token-sum-norm. Default: rollout.sampling.max_tokens."""
@@ -42,7 +42,7 @@ class Algorithm(Section):
     old_logprobs: Literal["auto", "sampled", "recompute"] = "auto"
     """The ratio's denominator: the engine's own log-probs, or recomputed by the trainer before the update.
     auto: sampled in exact mode (they are equal bit for bit), else recompute."""
-    drop_uniform_groups: bool | None = None
+    dynamic_sampling: bool | None = None
     """Dynamic sampling (DAPO): drop groups whose rewards are all equal and ask for more. Default: the recipe's."""
     max_refills: Count = 10
     """Groups that were dropped or failed are asked for again: at most so many times tasks_per_step more tasks for one
@@ -95,7 +95,7 @@ class Algorithm(Section):
     """Exponent of resample=pow."""
     groups: Groups = Field(default_factory=Groups)
     """Which rollouts of a group are trained on, and as what."""
-    refill: Literal["ask", "copy"] = "ask"
+    refill: Literal["sample", "copy"] = "sample"
     """What stands for groups that were dropped: new tasks, or random copies of the step's other groups."""
 
     # -- policy losses
@@ -162,7 +162,7 @@ class Algorithm(Section):
     """rec: weight of the regularizer."""
     positive_nll_coef: NonNegative = 0.0
     """Added to any policy loss: this times the mean of -log pi over the tokens of rollouts with a reward above 0."""
-    entropy_aggregation: Literal["token-mean"] | None = None
+    entropy_agg_mode: Literal["token-mean"] | None = None
     """Mean of the entropy bonus: over the tokens, whatever the aggregation of the loss. Default: as the loss."""
 
     # -- demonstrations and preferences

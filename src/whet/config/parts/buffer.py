@@ -14,7 +14,7 @@ class Replay(Section):
 
     queue: bool = False
     """Fresh and used groups wait in one queue, and a step is drawn from it by priority as soon as it holds enough: a
-    step may be all used ones. For rollout.schedule=free. Fresh groups keep rollout.max_staleness, and in
+    step may be all used ones. For rollout.schedule=async. Fresh groups keep rollout.max_staleness, and in
     any so many steps on end a step's worth of them must have come, or training waits: give it room, 4 or more."""
     share: Fraction = 0.0
     """The part of a step's groups that were trained on before, rounded down. The first steps, when too few were, take
@@ -53,10 +53,10 @@ class Buffer(Section):
     machine), files:///PATH (a folder that all machines see) or postgresql://USER@HOST:PORT/DATABASE (the password in
     PGPASSWORD). Three slashes before a path from the working directory, four before one from the root."""
     order: Literal["arrival", "newest", "task"] = "arrival"
-    """rollout.schedule=free, what is trained on first: what came first; what came last; or the task that was asked
+    """rollout.schedule=async, what is trained on first: what came first; what came last; or the task that was asked
     first, waiting for it."""
     lease_s: Above0 = 300.0
     """Seconds after which an explorer that has not been heard of is given up and its tasks are asked of others."""
-    explorer: str = "explorer"
+    explorer_name: str = "explorer"
     """Name of this explorer; every explorer of a run has its own. One that begins anew under its name goes on at once
     with the tasks it had."""

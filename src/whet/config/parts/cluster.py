@@ -20,7 +20,7 @@ class Cluster(Section):
     """The ranks of train.parallel on any machines of the cluster, with a GPU each where the run is on CUDA. Those on
     several machines talk over the network between these. Without: processes of this machine."""
     reward_hosts: Count = 0
-    """Machines' worth of reward workers (guard.workers each, which are their CPUs, too), over which rollouts are spread
+    """Machines' worth of reward workers (reward_workers.count each, which are their CPUs, too), over which rollouts are spread
     to be judged; one that dies is replaced, and its rollouts are asked again. 0: the workers of this machine."""
     explorers: Count = 0
     """With mode=train: explorers (mode=explore) that this run starts, each with a copy of the model; one that dies or
@@ -32,8 +32,8 @@ class Cluster(Section):
     restarts: Count = 3
     """How often a replica that has died or hangs is replaced (and a reward host, and an explorer); its requests are
     asked again elsewhere, with the same tokens. 0: the run goes on with the others."""
-    health_s: Above0 = 60.0
+    health_timeout_s: Above0 = 60.0
     """Seconds that a replica may have work and not get on before it is dropped: more than its longest prefill or decode
     step takes. One that takes new weights has sync.timeout_s, but its process has to show that it lives as often."""
-    start_s: Above0 = 300.0
+    start_timeout_s: Above0 = 300.0
     """Longest wait for room in the cluster, for the replicas to be up, and for a new one when none is left."""

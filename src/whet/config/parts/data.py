@@ -68,9 +68,9 @@ class Source(Section):
     """Column of numbers, larger is harder: what `data.order` easy_first and hard_first go by."""
     template: str | None = None
     """Text put around a plain-text prompt, with {prompt} in it."""
-    system: str | None = None
+    system_prompt: str | None = None
     """System message put before the prompt; makes a chat of a plain-text prompt."""
-    system_column: str | None = None
+    system_prompt_column: str | None = None
     """Column of each row's own system message. A row without one has `system`."""
     reply_prefix: str | None = None
     """Text that every reply starts with. It is given, not sampled: part of the prompt's tokens, and neither in
@@ -90,7 +90,7 @@ class Data(Section):
 
     train: tuple[Source, ...] = ()
     """Sources of training tasks, mixed by weight."""
-    expert: tuple[Source, ...] = ()
+    demonstrations: tuple[Source, ...] = ()
     """Sources of demonstrations that stand among the policy's own rollouts (algorithm.mix), mixed by weight."""
     eval: tuple[Source, ...] = ()
     """Sources of held-out tasks; every metric is given per source."""

@@ -37,7 +37,7 @@ class Offline(Section):
 class Eval(Section):
     """Held-out evaluation."""
 
-    every: Count = 0
+    interval: Count = 0
     """Evaluate every so many steps. 0: only at start and end."""
     at_start: bool = True
     """Evaluate before the first step."""

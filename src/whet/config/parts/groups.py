@@ -10,7 +10,7 @@ from whet.config.parts.base import NonNegative, Positive, Section
 class Groups(Section):
     """What becomes of a scored group before it is trained on. In the order of the keys; by default nothing."""
 
-    unfinished: Literal["keep", "zero", "mask", "drop"] = "keep"
+    truncated: Literal["keep", "zero", "mask", "drop"] = "keep"
     """A rollout that did not end by itself (finish reason not 'stop'): keep it as it is; zero: its reward becomes 0;
     mask: its tokens give no loss, though its reward still counts in the group's mean; drop: it leaves the group."""
     min_reward: float | None = None
@@ -29,4 +29,4 @@ class Groups(Section):
     """Standard deviation of min_std: 1 divides by n - 1, 0 by n."""
     uniform_by: tuple[str, ...] = ()
     """Names of rewards whose weighted sum must differ within a group, in place of the whole reward, for
-    algorithm.drop_uniform_groups."""
+    algorithm.dynamic_sampling."""

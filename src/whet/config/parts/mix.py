@@ -10,9 +10,9 @@ from whet.config.parts.base import Count, Fraction, Section
 
 
 class Mix(Section):
-    """Learning from demonstrations (`data.expert`) and own rollouts in one step."""
+    """Learning from demonstrations (`data.demonstrations`) and own rollouts in one step."""
 
-    expert_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    demonstration_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Share of a step's tasks (train.tasks_per_step, rounded up) whose reply is a demonstration, one each."""
     loss: Literal["sft", "sft_is", "sft_phi"] | None = None
     """Loss of the demonstrations. Default: the recipe's (mix: sft; mix_chord: sft_phi)."""

@@ -19,27 +19,27 @@ class Scratch(Section):
     """Model family; decides the Hugging Face classes used for loading and export."""
     hidden_size: Positive = 128
     """Width of the residual stream."""
-    layers: Positive = 3
+    num_hidden_layers: Positive = 3
     """Number of decoder layers."""
-    heads: Positive = 4
+    num_attention_heads: Positive = 4
     """Query heads a layer."""
-    kv_heads: Positive | None = None
+    num_key_value_heads: Positive | None = None
     """Key/value heads a layer (grouped-query attention); must divide `heads`. Default: `heads`."""
     head_dim: Positive | None = None
     """Width of a head. Default: hidden_size / heads."""
-    ffn_size: Positive | None = None
+    intermediate_size: Positive | None = None
     """Width of the feed-forward layer (of one expert, in a mixture). Default: 3 x hidden_size."""
-    max_positions: Positive = 4096
+    max_position_embeddings: Positive = 4096
     """Longest sequence the model accepts, in tokens."""
     rope_theta: Above0 = 10000.0
     """Base of the rotary position embedding."""
-    tie_embeddings: bool = True
+    tie_word_embeddings: bool = True
     """Share the embedding with the output layer; halves the parameters of a tiny model."""
-    init_std: Above0 = 0.02
+    initializer_range: Above0 = 0.02
     """Standard deviation of the initial weights."""
-    experts: Positive = 8
+    num_experts: Positive = 8
     """Experts a layer (qwen3_moe only)."""
-    experts_per_token: Positive = 2
+    num_experts_per_tok: Positive = 2
     """Experts used for a token (qwen3_moe only)."""
     sliding_window: Positive | None = None
     """Attention window in tokens (mistral only). Default: full attention."""
@@ -75,7 +75,7 @@ class Tokenizer(Section):
     """Upper bound on the size of a built vocabulary."""
     chat_template: str | None = None
     """Jinja chat template: text, or the path of a file. Default: the tokenizer's own."""
-    chat_arguments: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, e.g. {enable_thinking: false}; an exported tokenizer has them as defaults."""
 
 
@@ -95,21 +95,21 @@ class Critic(Section):
     """Steps at the start in which only the critic learns."""
     minibatches: Positive | None = None
     """Optimizer steps of the critic a pass over the batch. Default: train.minibatches."""
-    passes: Positive | None = None
-    """Passes of the critic over each batch. Default: train.passes."""
-    micro_tokens: Positive | None = None
+    update_epochs: Positive | None = None
+    """Passes of the critic over each batch. Default: train.update_epochs."""
+    micro_batch_tokens: Positive | None = None
     """Most tokens in one forward and backward of the critic. Default: the policy's cut."""
-    micro_rollouts: Positive | None = None
+    micro_batch_rollouts: Positive | None = None
     """Cut its micro-batches by number of rollouts instead."""
     gradient_checkpointing: bool | None = None
     """Recompute the critic's activations in backward. Default: train.gradient_checkpointing."""
     overrides: dict[str, Any] | None = None
     """Values put over the config.json at `path`. Default: model.overrides."""
-    clip_value: Above0 | None = 0.5
+    value_clip: Above0 | None = 0.5
     """Values may move at most this far from their old ones, in units of what the critic predicts (reward units
     without normalize_decay). None: plain squared error."""
-    aggregation: Aggregation = "token-mean"
-    """How its token losses become one number, by the names of algorithm.aggregation."""
+    loss_agg_mode: Aggregation = "token-mean"
+    """How its token losses become one number, by the names of algorithm.loss_agg_mode."""
     normalize_decay: BelowOne | None = None
     """Let it predict returns in units of their running mean and standard deviation, in which a step's share fades by
     this every step (0.99 is usual; 0: only the last step counts). None: off."""
@@ -122,9 +122,9 @@ class Reference(Section):
     """A Hugging Face folder. Default: the policy as it was at the start of the stage."""
     overrides: dict[str, Any] | None = None
     """Values put over the config.json at `path`. Default: model.overrides."""
-    reset_every: Count = 0
+    reset_interval: Count = 0
     """Copy the policy into the reference every so many steps. 0: never."""
-    reset_every_epochs: Count = 0
+    reset_interval_epochs: Count = 0
     """Copy it after every so many passes over the training rows too, in the step that completes one. 0: not by
     epochs."""
     reset_optimizer: bool = False

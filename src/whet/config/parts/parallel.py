@@ -27,7 +27,7 @@ class Parallel(Section):
     """Context parallelism: ranks that share the tokens of a micro-batch. Divides the attention heads."""
     pp: Positive = 1
     """Pipeline parallelism: ranks that share the layers. Micro-batches flow through them one after the other (1F1B), so
-    a step should have several: train.micro_tokens or train.micro_rollouts cut them."""
+    a step should have several: train.micro_batch_tokens or train.micro_batch_rollouts cut them."""
     pipeline_chunks: Positive = 1
     """Parts of the layers on each rank of pp. More (the interleaved schedule): ranks wait less for each other and
     send more. pp * pipeline_chunks is at most the number of layers."""
@@ -37,12 +37,12 @@ class Parallel(Section):
     reshard_after_forward: bool = True
     """Free a layer's gathered tensors after its forward and gather them again for its backward. Without: more memory,
     less traffic."""
-    wrap_min_parameters: Count = 0
+    wrap_min_num_params: Count = 0
     """Layers with fewer parameters are not gathered by themselves but with the rest of the model, at once. Default:
     every layer by itself."""
     prefetch: Count = 1
     """Layers that are gathered ahead of the one at work."""
-    apart: tuple[Literal["critic", "reference"], ...] = ()
+    separate_ranks: tuple[Literal["critic", "reference"], ...] = ()
     """Models with ranks of their own, each as many as the policy has and laid out like those, with further GPUs; they
     compute while the others do. Also with all dims 1: one process for each. Default: all models share the policy's."""
     timeout_s: Above0 = 600.0

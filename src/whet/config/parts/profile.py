@@ -23,11 +23,11 @@ class Profile(Section):
     ranks: tuple[Count, ...] = (0,)
     """With train.parallel: the ranks that record, beside the process that samples; each writes files of its own,
     STAGE-rank-N-step-000012."""
-    shapes: bool = False
+    record_shapes: bool = False
     """torch: record the shapes of every operator's inputs."""
-    stack: bool = False
+    with_stack: bool = False
     """torch: record Python call stacks; traces become several times larger."""
-    allocations: bool = False
+    profile_memory: bool = False
     """torch: record every allocation."""
     dir: str | None = None
     """Folder of the traces. Default: `profile` in run_dir, which else is a link to it."""

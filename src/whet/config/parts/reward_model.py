@@ -12,7 +12,7 @@ class RewardModel(Section):
 
     path: str
     """A local Hugging Face folder of a sequence-classification model with one label (config.json, safetensors)."""
-    reads: Literal["text", "tokens"] = "text"
+    input: Literal["text", "tokens"] = "text"
     """What it is given. text: the prompt and the reply, written in its own chat template and tokenizer; a plain-text
     prompt is put before the reply as it stands. tokens: the rollout's own, of all turns, where it has the policy's
     tokenizer and template."""

@@ -53,25 +53,25 @@ class Rollout(Section):
     """Rollouts of one task."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling in training."""
-    max_batch: Positive = 256
+    max_num_seqs: Positive = 256
     """Rollouts decoded at once."""
-    sync_every: Positive = 1
-    """Steps between weight syncs. More than 1: rollouts come from a policy up to sync_every - 1 versions old, so think
+    sync_interval: Positive = 1
+    """Steps between weight syncs. More than 1: rollouts come from a policy up to sync_interval - 1 versions old, so think
     of algorithm.correction. An evaluation always has the present weights."""
     max_staleness: Count = 0
     """Steps that exploring may be ahead of training. 0: in turn, each step with its own weights. More: the rollouts of
     so many later steps are sampled while a step is trained, by a policy that is up to as many versions older (with
-    sync_every: as many more), so think of algorithm.correction. With mode=both a second copy of the weights is kept."""
-    schedule: Literal["fixed", "free"] = "fixed"
+    sync_interval: as many more), so think of algorithm.correction. With mode=both a second copy of the weights is kept."""
+    schedule: Literal["deterministic", "async"] = "deterministic"
     """fixed: which weights sample which task follows from the step alone, so the run is the same on every machine,
     after every resume and with explorers apart; a step waits for its slowest rollout. free: every task is asked as soon
     as there is room and a step takes the groups that are finished first; what would be older than max_staleness is
     given up and booked."""
-    partial: bool = True
-    """schedule=free: at a weight sync, rollouts in flight go on under the new weights, each token with its version.
+    partial_rollout: bool = True
+    """schedule=async: at a weight sync, rollouts in flight go on under the new weights, each token with its version.
     false: they are finished under the old ones first."""
     spare_tasks: Count = 0
-    """schedule=free: tasks asked beyond what the steps need, so that no step waits for the last ones."""
+    """schedule=async: tasks asked beyond what the steps need, so that no step waits for the last ones."""
     retries: Count = 0
     """How often a rollout that failed (an error, or no end in time) is asked again before it counts as failed."""
     timeout_s: Above0 = 600.0

@@ -24,15 +24,15 @@ class Best(Section):
 class Checkpoint(Section):
     """Saving and resuming: the whole run, to the bit."""
 
-    every: Count = 50
+    interval: Count = 50
     """Steps between checkpoints. 0: only at the end and on Ctrl-C."""
-    every_epochs: Count = 0
+    interval_epochs: Count = 0
     """Save after every so many passes over the training rows too, in the step that completes one. 0: not by epochs."""
     keep: Positive | None = 2
     """How many of the newest are kept. null: all."""
     keep_best: Best | None = None
     """Checkpoints of the best evaluations, kept beside the newest. null: none."""
-    background: bool = False
+    async_save: bool = False
     """Write checkpoints while the next steps go on: the state is copied first, so memory holds it twice meanwhile. The
     next save waits for the last one to be on the disk; what went wrong with it is raised there, or at the end."""
     sharded: bool = False
@@ -44,15 +44,15 @@ class Checkpoint(Section):
     resume: str = "auto"
     """auto: go on where the run directory stands; never: refuse one that holds a run; fresh: move what is there
     aside and begin anew; or a path of a checkpoint."""
-    contents: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
+    save_contents: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
     """What a checkpoint holds beside the run's place (step, data, schedule, buffer), which is always in it. Without the
     optimizer it takes about a third of the space, and a run goes on from it only with load=[model]."""
-    load: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
+    load_contents: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
     """What is read when a run goes on. [model]: the optimizer's moments begin at zero, its schedule where it was; the
     run is then no longer the unbroken one, bit for bit."""
     export: bool = True
     """Write a Hugging Face folder `export/STAGE` at the end of each stage."""
-    export_every: Count = 0
+    export_interval: Count = 0
     """Write one after every so many steps too, `export/STAGE-step-N`; all are kept. 0: none."""
     export_as: Literal["merged", "adapter"] = "merged"
     """With model.lora: the whole model with the adapters in its weights, or the adapters alone, as peft writes them."""
@@ -89,9 +89,9 @@ class Track(Section):
     """By tracker: more arguments of wandb.init or swanlab.init (`wandb: {mode: offline}`), mlflow's tracking_uri, or
     what a class of yours takes by keyword. Never secrets: the trackers read them from the environment (WANDB_API_KEY,
     MLFLOW_TRACKING_PASSWORD ...)."""
-    rollouts_every: Count = 1
+    rollouts_interval: Count = 1
     """Write every rollout of each n-th step to rollouts/STAGE-step-N.parquet. 0: none."""
-    batches_every: Count = 0
+    batches_interval: Count = 0
     """Write what each n-th step trained on, token by token, to batches/STAGE-step-N.parquet; null
     is what no model was asked of a rollout that was skipped. 0: none."""
     rollouts_dir: str | None = None
@@ -107,19 +107,19 @@ class Track(Section):
     """The same of the replies of evaluations; beside {source} the evaluation's numbers have a file, too,
     aggregated_results."""
     batches_dump: str | None = None
-    """The same of the batches of batches_every, a row for each rollout; without {source}."""
+    """The same of the batches of batches_interval, a row for each rollout; without {source}."""
     micro_batches: bool = False
     """Write every micro-batch into timeline.json too. Default: phases, waits, and what the engines do in them."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Level of run.log; the console shows warnings only, at debug everything."""
 
 
-class Guard(Section):
+class RewardWorkers(Section):
     """What keeps foreign code (rewards) from hurting a run."""
 
-    workers: Positive = 1
+    count: Positive = 1
     """Reward processes at work at once. Each has one function; idle ones of others may stand beside them."""
-    confine: Literal["builtin", "all"] = "builtin"
+    sandbox: Literal["builtin", "all"] = "builtin"
     """Which rewards run in a sandbox, where they can open no file but Python's own, write none, and start no program,
     process or connection: those built in, wherever the system can (Linux with Landlock and seccomp), or yours, too."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -143,7 +143,7 @@ class Machine(Section):
     """auto: CUDA where there is one."""
     threads: Positive | None = None
     """CPU threads of torch. Default: OMP_NUM_THREADS, else the cores this process may use."""
-    exact: Literal["auto", "on", "off"] = "auto"
+    logprob_parity: Literal["auto", "on", "off"] = "auto"
     """Sampled log-probs equal the trainer's bit for bit. auto: on CPU yes, and a self-test says whether it held;
     on: refuse to run if it does not hold."""
     kernels: Literal["auto", "torch", "compiled"] = "auto"
@@ -153,8 +153,8 @@ class Machine(Section):
     """Most that a stage may take by the memory plan, on the device it trains on, or nothing is run. Default: what the
     machine has."""
     kv_cache_mb: Positive | None = None
-    """Memory of the rollout engine's KV cache. Default: what max_batch rows of full length need."""
-    hang_s: Above0 = 3600.0
+    """Memory of the rollout engine's KV cache. Default: what max_num_seqs rows of full length need."""
+    watchdog_timeout_s: Above0 = 3600.0
     """Seconds without anything got done (a token, a score, a micro-batch, a tensor or file read or written) after which
     this process counts as hanging: it writes all stacks into run.log and ends, and the same command goes on. Never
     before the longest of the run's own time-outs is over; longer than the largest file takes to be written or read."""

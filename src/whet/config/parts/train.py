@@ -14,37 +14,37 @@ from whet.config.parts.precision import Precision
 class Schedule(Section):
     """Learning rate and weight decay over the steps of a stage. Numbers of steps are in `unit`, counted from 0."""
 
-    kind: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
-    """Shape after the warm-up. linear, cosine: down to min_factor at the end; inverse_sqrt: sqrt(warm-up / step);
+    type: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
+    """Shape after the warm-up. linear, cosine: down to min_lr_ratio at the end; inverse_sqrt: sqrt(warm-up / step);
     wsd: warm-up, stable, decay."""
     unit: Literal["optimizer_step", "train_step"] = "optimizer_step"
     """What a step of the schedule is: every optimizer step (SkyRL), or a training step with all its minibatches and
     passes (verl, Cosmos)."""
     warmup_steps: Count | None = None
-    """Linear warm-up from warmup_start to 1. Give this or warmup_fraction."""
-    warmup_fraction: Fraction = 0.0
+    """Linear warm-up from warmup_start_ratio to 1. Give this or warmup_ratio."""
+    warmup_ratio: Fraction = 0.0
     """Warm-up as a fraction of all steps, rounded down."""
-    warmup_start: Fraction = 0.0
+    warmup_start_ratio: Fraction = 0.0
     """Factor at which the warm-up starts."""
     warmup_ends: Literal["neither", "start", "peak", "both"] = "neither"
     """Which ends of the ramp are warm-up steps themselves. Way done in step s of W: neither (s+1)/(W+1), start s/W
-    (with warmup_start=0 the first step moves nothing), peak (s+1)/W, both s/(W-1)."""
-    min_factor: Fraction = 0.0
+    (with warmup_start_ratio=0 the first step moves nothing), peak (s+1)/W, both s/(W-1)."""
+    min_lr_ratio: Fraction = 0.0
     """Where linear, cosine and wsd end; inverse_sqrt does not go below."""
     total_steps: Positive | None = None
-    """Step at which the shape has ended, warm-up included; min_factor from there on. Default: all steps of the
+    """Step at which the shape has ended, warm-up included; min_lr_ratio from there on. Default: all steps of the
     stage."""
-    cycles: Above0 = 0.5
+    num_cycles: Above0 = 0.5
     """cosine: waves over the decay; 0.5 goes down once."""
     decay_steps: Positive | None = None
-    """wsd: the last steps, in which it decays. Give this or decay_fraction."""
-    decay_fraction: Fraction = 0.1
+    """wsd: the last steps, in which it decays. Give this or decay_ratio."""
+    decay_ratio: Fraction = 0.1
     """wsd: the same as a fraction of all steps, rounded down; at most what the warm-up leaves."""
-    decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    decay_type: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """wsd, q of the decay done: 1-q; (1+cos(2 pi cycles q))/2; 2*0.5^q-1; 1-sqrt(q)."""
     weight_decay_end: NonNegative | None = None
     """Weight decay at the end of the stage, where optimizer.weight_decay is at the start. Default: the same."""
-    weight_decay_shape: Literal["linear", "cosine"] = "linear"
+    weight_decay_type: Literal["linear", "cosine"] = "linear"
     """How weight decay gets there, x of all steps done: x; (1-cos(pi x))/2."""
 
 
@@ -62,20 +62,20 @@ class Optimizer(Section):
 
     lr: NonNegative = 1e-6
     """Peak learning rate."""
-    kind: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
     """adam: weight decay is added to the gradient, as in sgd; muon: momentum made orthogonal for the matrices inside
     the model, adamw for embeddings, output layer, value head, norms and biases."""
-    groups: dict[str, OptimizerGroup] = Field(default_factory=dict)
+    param_groups: dict[str, OptimizerGroup] = Field(default_factory=dict)
     """Parameters with another learning rate or weight decay, by a regular expression found in their names, such as
     `embed_tokens`; the first that fits counts."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     """Decay of the two moments of Adam."""
     eps: Above0 = 1e-8
     """Added to the square root of Adam's second moment."""
-    state: Literal["float32", "int8"] = "float32"
+    state_dtype: Literal["float32", "int8"] = "float32"
     """How Adam's moments are kept. int8: a byte an entry and a scale a block of 256, a quarter of the memory; rounded
     by chance, the same chance in every run."""
-    implementation: Literal["fused", "foreach", "loop"] = "fused"
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How torch computes a step; equal up to rounding. fused: one pass over the numbers, the fastest; foreach: an
     operation at a time over all tensors; loop: tensor by tensor."""
     momentum: BelowOne | None = None
@@ -84,7 +84,7 @@ class Optimizer(Section):
     """Weight decay; decoupled from the gradient in adamw and muon."""
     decay_all: bool = False
     """Decay parameters of one dimension (norms, biases) too, as torch does by itself. Default: they are spared."""
-    grad_clip: Above0 | None = 1.0
+    max_grad_norm: Above0 | None = 1.0
     """Largest gradient norm. None: the norm is measured only."""
     schedule: Schedule = Field(default_factory=Schedule)
     """Learning rate and weight decay over the steps."""
@@ -111,19 +111,19 @@ class Train(Section):
     """Tasks of one step (times rollout.group_size: rollouts of one step)."""
     minibatches: Positive = 1
     """Optimizer steps a pass over the batch; must divide tasks_per_step."""
-    passes: Positive = 1
+    update_epochs: Positive = 1
     """Passes over each batch (PPO epochs)."""
-    shuffle_passes: bool = False
+    shuffle_minibatches: bool = False
     """Deal the groups out to the minibatches anew in every pass, by the seed. Default: in the order they came."""
-    micro_tokens: Positive | None = None
+    micro_batch_tokens: Positive | None = None
     """Most tokens in one forward and backward. Changes memory and speed, never the gradient. Default: 2^19 /
     hidden size on a CPU, 16384 on CUDA."""
-    micro_rollouts: Positive | None = None
+    micro_batch_rollouts: Positive | None = None
     """Cut micro-batches by number of rollouts instead."""
-    micro_tokens_forward: Positive | None = None
+    forward_micro_batch_tokens: Positive | None = None
     """Most tokens in one forward without gradient (old and reference log-probs, values), of every model. Default: as
     in training."""
-    micro_rollouts_forward: Positive | None = None
+    forward_micro_batch_rollouts: Positive | None = None
     """Cut those by number of rollouts instead."""
     share_prompts: bool = True
     """Compute a group's prompt once instead of once a rollout; equal gradients."""
@@ -152,7 +152,7 @@ class Train(Section):
     `{mlp.gate: false}` keeps the routers of a mixture of experts. With model.lora: among what it leaves to learn."""
     optimizer: Optimizer = Field(default_factory=Optimizer)
     """The policy's optimizer."""
-    router_aux_coef: NonNegative = 0.0
+    router_aux_loss_coef: NonNegative = 0.0
     """Mixtures of experts: coefficient of the load-balancing term (Switch Transformer, as transformers computes it from
     `router_aux_loss_coef`), which pays for routers that prefer few experts; 0.001 is usual. It is one term for all
     tokens of a minibatch, and takes one more forward pass. Default: none, as in transformers' own models."""

@@ -98,13 +98,13 @@ def aggregation(values: Values) -> dict[str, Json]:
     """How token losses become one number; a constant in place of the length makes it Dr. GRPO's."""
     kind, constant = values[POLICY + "loss_type"], values[POLICY + "unbiased_loss_max_tokens"] or 0
     if constant <= 0:
-        return {"algorithm.aggregation": kind}
+        return {"algorithm.loss_agg_mode": kind}
     if kind != "seq-mean-token-mean":
         raise ConfigError(
             f"{POLICY}unbiased_loss_max_tokens={constant} stands in the denominator of "
             f"loss_type='seq-mean-token-mean' only, and loss_type is {kind!r}."
         )
-    return {"algorithm.aggregation": "seq-mean-token-sum-norm", "algorithm.norm_tokens": constant}
+    return {"algorithm.loss_agg_mode": "seq-mean-token-sum-norm", "algorithm.norm_tokens": constant}
 
 
 def normalize(values: Values) -> dict[str, Json]:
@@ -120,7 +120,7 @@ def terms(values: Values) -> dict[str, Json]:
     prefix = values[POLICY + "min_filter_prefix_tokens"] or 0
     out: dict[str, Json] = {}
     if entropy > 0:
-        out |= {"algorithm.entropy_coef": entropy, "algorithm.entropy_aggregation": "token-mean"}
+        out |= {"algorithm.entropy_coef": entropy, "algorithm.entropy_agg_mode": "token-mean"}
     if likelihood > 0:
         out["algorithm.positive_nll_coef"] = likelihood
     return out | ({"algorithm.groups.min_shared_prefix": prefix} if prefix > 0 else {})
@@ -150,7 +150,7 @@ def reference(values: Values) -> dict[str, Json]:
     if every <= 0:
         return unbiased
     return unbiased | {
-        "reference.reset_every": every,
+        "reference.reset_interval": every,
         "reference.reset_optimizer": values[POLICY + "reset_optimizer_with_reference"],
     }
 

@@ -103,7 +103,7 @@ def _without_empty(given: Mapping[str, Json]) -> dict[str, Json]:
 def _columns(values: Values, source: Mapping[str, Json]) -> dict[str, Json]:
     """The columns by name; rows of a function have native ones unless the file says otherwise."""
     if is_sft(values):
-        columns = {"messages": "conversation_column_name", "system": "system_prompt"}
+        columns = {"messages": "conversation_column_name", "system_prompt": "system_prompt"}
     else:
         columns = {"prompt": "prompt_column_name", "answer": "response_column_name"}
     named = _without_empty({native: values[POLICY + key] for native, key in columns.items()})
@@ -184,7 +184,7 @@ def validation(values: Values) -> dict[str, Json]:
     out = {f"data.eval.0.{key}": value for key, value in _validation_source(values).items()}
     out |= {
         "data.exclude_eval": False,
-        "eval.every": values["validation.freq"],
+        "eval.interval": values["validation.freq"],
         "eval.at_start": values["validation.val_before_train"],
     }
     return out if is_sft(values) else out | _asked(values) | _judge(values)

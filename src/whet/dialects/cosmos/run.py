@@ -86,7 +86,7 @@ def sync(values: Values) -> dict[str, Json]:
     ahead = 0 if in_turn else values[POLICY + "allowed_outdated_steps"]
     if since(values, "0.4.0"):
         ahead = max(ahead - (every - 1), 0)
-    return {"rollout.sync_every": every, "rollout.max_staleness": ahead}
+    return {"rollout.sync_interval": every, "rollout.max_staleness": ahead}
 
 
 def chat(values: Values) -> dict[str, Json]:
@@ -95,7 +95,7 @@ def chat(values: Values) -> dict[str, Json]:
     template = values[at + "custom_chat_template_path"]
     out: dict[str, Json] = {"tokenizer.chat_template": template} if template else {}
     thinks = values[at + "enable_thinking"] and not is_sft(values)
-    return out | ({"tokenizer.chat_arguments": {"enable_thinking": True}} if thinks else {})
+    return out | ({"tokenizer.chat_template_kwargs": {"enable_thinking": True}} if thinks else {})
 
 
 # ---------------------------------------------------------------- files and trackers
@@ -124,7 +124,7 @@ def checkpoint(values: Values) -> dict[str, Json]:
     at_end = saves if since(values, "0.4.2") else is_sft(values) if since(values, "0.3.7") else False
     out = {"checkpoint.export": at_end or (saves and exports)}
     if not saves:
-        return out | {"checkpoint.every": 0}
+        return out | {"checkpoint.interval": 0}
     every, epochs, keep = (values[at + key] for key in ("save_freq", "save_freq_in_epoch", "max_keep"))
     if every <= 0 and epochs <= 0:
         raise ConfigError(f"{at}save_freq={every} must be greater than 0 (or {at}save_freq_in_epoch).")
@@ -132,11 +132,11 @@ def checkpoint(values: Values) -> dict[str, Json]:
         raise ConfigError(f"{at}max_keep={keep}: at least 1, or -1 for all.")
     out |= {
         "checkpoint.keep": keep if keep > 0 else None,
-        "checkpoint.background": values[at + "save_mode"] == "async",
+        "checkpoint.async_save": values[at + "save_mode"] == "async",
     }
     if epochs > 0:
-        return out | {"checkpoint.every": 0, "checkpoint.every_epochs": epochs}
-    return out | {"checkpoint.every": every, "checkpoint.export_every": every if exports else 0}
+        return out | {"checkpoint.interval": 0, "checkpoint.interval_epochs": epochs}
+    return out | {"checkpoint.interval": every, "checkpoint.export_interval": every if exports else 0}
 
 
 def trackers(values: Values) -> dict[str, Json]:
@@ -186,8 +186,8 @@ def profile(values: Values) -> dict[str, Json]:
         "profile.steps": [wait + warmup + n for n in range(1, active + 1)],
         "profile.tools": tools,
         "profile.warmup": warmup,
-        "profile.shapes": values[SUB_PROFILER + "record_shape"],
-        "profile.allocations": values[SUB_PROFILER + "profile_memory"],
-        "profile.stack": values[SUB_PROFILER + "with_stack"],
+        "profile.record_shapes": values[SUB_PROFILER + "record_shape"],
+        "profile.profile_memory": values[SUB_PROFILER + "profile_memory"],
+        "profile.with_stack": values[SUB_PROFILER + "with_stack"],
         **({"profile.ranks": ranks} if ranks else {}),
     }

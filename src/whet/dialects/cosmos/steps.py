@@ -74,9 +74,9 @@ def _micro(values: Values) -> dict[str, Json]:
     """Cuts of the batch for memory: by tokens if a budget is given, else by responses (0 or less: not at all)."""
     budget = values[POLICY + "max_token_len_per_mini_batch"] or 0
     if budget > 0:
-        return {"train.micro_tokens": budget * values[MESH + "cp_size"]}
+        return {"train.micro_batch_tokens": budget * values[MESH + "cp_size"]}
     mini_batch = values[POLICY + "mini_batch"]
-    return {"train.micro_rollouts": mini_batch if mini_batch > 0 else values[RESPONSES]}
+    return {"train.micro_batch_rollouts": mini_batch if mini_batch > 0 else values[RESPONSES]}
 
 
 def _sft_batch(values: Values) -> dict[str, Json]:
@@ -92,7 +92,7 @@ def _sft_batch(values: Values) -> dict[str, Json]:
     )
     return {
         "train.tasks_per_step": rows * workers,
-        "train.micro_rollouts": mini_batch,
+        "train.micro_batch_rollouts": mini_batch,
         "train.drop_last": drop and since(values, "0.3.9"),
     }
 
@@ -131,12 +131,12 @@ def optimizer(values: Values) -> dict[str, Json]:
     name, way = values["train.optm_name"], values["train.optm_impl"]
     clip = values["train.optm_grad_norm_clip"]
     return {
-        OPTIMIZER + "kind": "adamw" if name.startswith("AdamW") else "adam",
-        OPTIMIZER + "state": "int8" if name.endswith("8bit") else "float32",
-        OPTIMIZER + "implementation": "loop" if way == "for-loop" else way,
+        OPTIMIZER + "name": "adamw" if name.startswith("AdamW") else "adam",
+        OPTIMIZER + "state_dtype": "int8" if name.endswith("8bit") else "float32",
+        OPTIMIZER + "implementation": "for-loop" if way == "for-loop" else way,
         OPTIMIZER + "eps": values["train.epsilon"],
         OPTIMIZER + "decay_all": True,
-        OPTIMIZER + "grad_clip": clip if clip > 0 else None,
+        OPTIMIZER + "max_grad_norm": clip if clip > 0 else None,
         **_rates(values),
     }
 
@@ -159,7 +159,7 @@ def _rates(values: Values) -> dict[str, Json]:
         )
     modules = sorted((path for path in rates if path != "global"), key=lambda path: -path.count("."))
     groups = {rf"^{re.escape(path)}(\.|$)": {"lr_factor": rates[path] / rest} for path in modules}
-    return {OPTIMIZER + "lr": rest} | ({OPTIMIZER + "groups": groups} if groups else {})
+    return {OPTIMIZER + "lr": rest} | ({OPTIMIZER + "param_groups": groups} if groups else {})
 
 
 def schedule(values: Values) -> dict[str, Json]:
@@ -168,12 +168,12 @@ def schedule(values: Values) -> dict[str, Json]:
     ramp = {SCHEDULE + "unit": "train_step"} | _warmup(values, total)
     shape, share = values["train.optm_decay_type"], _decay_share(values, total)
     if shape in (None, "none") or share == 0:
-        return ramp | {SCHEDULE + "kind": "constant"}
+        return ramp | {SCHEDULE + "type": "constant"}
     decay = {
-        SCHEDULE + "kind": "wsd",
-        SCHEDULE + "decay_shape": SHAPES[shape],
-        SCHEDULE + "decay_fraction": share,
-        SCHEDULE + "min_factor": values["train.optm_min_lr_factor"],
+        SCHEDULE + "type": "wsd",
+        SCHEDULE + "decay_type": SHAPES[shape],
+        SCHEDULE + "decay_ratio": share,
+        SCHEDULE + "min_lr_ratio": values["train.optm_min_lr_factor"],
     }
     return ramp | decay
 
@@ -186,11 +186,11 @@ def _warmup(values: Values, total: int | None) -> dict[str, Json]:
     length, start = values["train.optm_warmup_steps"], values["train.optm_warmup_start_factor"]
     is_share = isinstance(length, float) and length <= 1.0
     if is_share:
-        out: dict[str, Json] = {SCHEDULE + "warmup_fraction": length}
+        out: dict[str, Json] = {SCHEDULE + "warmup_ratio": length}
     else:
         out = {SCHEDULE + "warmup_steps": int(length) if total is None else min(int(length), total)}
     if start or since(values, "0.4.2"):
-        return out | {SCHEDULE + "warmup_ends": "both", SCHEDULE + "warmup_start": start}
+        return out | {SCHEDULE + "warmup_ends": "both", SCHEDULE + "warmup_start_ratio": start}
     return out | {SCHEDULE + "warmup_ends": "peak"}
 
 

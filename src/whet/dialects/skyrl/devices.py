@@ -149,7 +149,7 @@ def sharding(v: Values) -> Native:
     """How FSDP gathers what it has cut. Resharding to a smaller group frees as much as it can, here all."""
     return {
         f"{PARALLEL}.reshard_after_forward": bool(v[f"{FSDP}.reshard_after_forward"]),
-        f"{PARALLEL}.wrap_min_parameters": v[f"{FSDP}.wrap_policy.min_num_params"],
+        f"{PARALLEL}.wrap_min_num_params": v[f"{FSDP}.wrap_policy.min_num_params"],
     }
 
 
@@ -178,9 +178,9 @@ def profile(v: Values) -> Native:
         out = {
             "profile.warmup": v[f"{PROFILER}.warmup"],
             "profile.ranks": v[f"{PROFILER}.ranks"],
-            "profile.shapes": v[f"{PROFILER}.record_shapes"],
-            "profile.stack": v[f"{PROFILER}.with_stack"],
-            "profile.allocations": v[f"{PROFILER}.profile_memory"],
+            "profile.record_shapes": v[f"{PROFILER}.record_shapes"],
+            "profile.with_stack": v[f"{PROFILER}.with_stack"],
+            "profile.profile_memory": v[f"{PROFILER}.profile_memory"],
             "profile.dir": v[f"{PROFILER}.save_path"],
         }
     if v[f"{POLICY}.record_memory"]:

@@ -49,11 +49,11 @@ def groups(v: Values) -> Native:
                 "generator.apply_overlong_filtering and generator.zero_reward_on_non_stop together are not built yet "
                 "(coming): set one false"
             )
-        out["algorithm.groups.unfinished"] = "mask"
+        out["algorithm.groups.truncated"] = "mask"
     elif zero:
-        out["algorithm.groups.unfinished"] = "zero"
+        out["algorithm.groups.truncated"] = "zero"
     if fills_up(v):
-        out["algorithm.drop_uniform_groups"] = True
+        out["algorithm.dynamic_sampling"] = True
     return out | dict(_dynamic_sampling(v))
 
 
@@ -72,8 +72,8 @@ def _dynamic_sampling(v: Values) -> Native:
                 f"{at}.min_replace_ratio={share}: sampling a whole batch again where too few groups differ is "
                 "coming, not built yet; today: 0, which makes copies of those there are"
             )
-        return {"algorithm.drop_uniform_groups": True, "algorithm.refill": "copy"}
-    return {"algorithm.drop_uniform_groups": True, "algorithm.max_refills": most - 1 if most > 0 else 10**6}
+        return {"algorithm.dynamic_sampling": True, "algorithm.refill": "copy"}
+    return {"algorithm.dynamic_sampling": True, "algorithm.max_refills": most - 1 if most > 0 else 10**6}
 
 
 def fills_up(v: Values) -> bool:
@@ -131,7 +131,7 @@ def reference(v: Values) -> Native:
     out: dict[str, Json] = (
         {} if path is None else {"reference.path": path, **own_overrides(v, "ref", "reference")}
     )
-    return out | ({"reference.reset_every_epochs": 1} if v["trainer.update_ref_every_epoch"] else {})
+    return out | ({"reference.reset_interval_epochs": 1} if v["trainer.update_ref_every_epoch"] else {})
 
 
 def entropy(v: Values) -> Native:
@@ -139,7 +139,7 @@ def entropy(v: Values) -> Native:
     coef = v[f"{A}.entropy_loss_coef"]
     if not v[f"{A}.use_entropy_loss"] or coef == 0:
         return NOTHING
-    return {"algorithm.entropy_coef": coef, "algorithm.entropy_aggregation": "token-mean"}
+    return {"algorithm.entropy_coef": coef, "algorithm.entropy_agg_mode": "token-mean"}
 
 
 # ---------------------------------------------------------------- policy loss
@@ -215,7 +215,7 @@ def reduction(v: Values) -> Native:
         )
     mode = aggregation(v)
     is_normed = mode == "seq-mean-token-sum-norm"
-    return {"algorithm.aggregation": mode, **({"algorithm.norm_tokens": _longest(v)} if is_normed else {})}
+    return {"algorithm.loss_agg_mode": mode, **({"algorithm.norm_tokens": _longest(v)} if is_normed else {})}
 
 
 def aggregation(v: Values) -> str:

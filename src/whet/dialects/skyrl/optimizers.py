@@ -56,8 +56,8 @@ def critic(v: Values) -> Native:
     out = {
         "critic.path": v["trainer.critic.model.path"],
         "critic.head": v[f"{A}.value_head_prefix"],
-        "critic.clip_value": v[f"{A}.value_clip"],
-        "critic.aggregation": "seq-mean-token-mean",
+        "critic.value_clip": v[f"{A}.value_clip"],
+        "critic.loss_agg_mode": "seq-mean-token-mean",
         "critic.normalize_decay": DECAY if normalizes else None,
         **_optimizer(v, "critic", "critic.optimizer"),
     }
@@ -93,7 +93,7 @@ def _optimizer(v: Values, role: str, optimizer: str) -> Native:
         f"{optimizer}.lr": v[f"{given}.lr"],
         f"{optimizer}.betas": v[f"{given}.adam_betas"],
         f"{optimizer}.weight_decay": v[f"{given}.weight_decay"],
-        f"{optimizer}.grad_clip": norm if norm > 0 else None,
+        f"{optimizer}.max_grad_norm": norm if norm > 0 else None,
     }
     if v[f"{given}.weight_decay"] > 0 and not is_deepspeed(v) and not is_megatron(v):
         out[f"{optimizer}.decay_all"] = True
@@ -106,7 +106,7 @@ def _schedule(v: Values, given: str) -> Native:
     warmup = v["trainer.num_warmup_steps"] if warmup is None else warmup
     kind = choose(v, f"{given}.scheduler", SCHEDULES)
     _check_schedule(v, f"{given}.scheduler")
-    out: dict[str, Json] = {"kind": kind, "warmup_steps": warmup}
+    out: dict[str, Json] = {"type": kind, "warmup_steps": warmup}
     if name == "constant":
         out["warmup_steps"] = 0
     elif warmup:
@@ -116,7 +116,7 @@ def _schedule(v: Values, given: str) -> Native:
             raise ConfigError(
                 f"{given}.scheduler=polynomial ends at {POLYNOMIAL_END}, so {given}.lr must be above it"
             )
-        out["min_factor"] = POLYNOMIAL_END / lr
+        out["min_lr_ratio"] = POLYNOMIAL_END / lr
     if name == "inverse_sqrt" and not warmup:
         raise NotSupportedYet(
             f"{given}.scheduler=inverse_sqrt without {given}.num_warmup_steps is not built yet (coming)"

@@ -39,7 +39,7 @@ def evaluation(v: Values) -> Native:
         out |= {f"{at}.name": name, f"{at}.path": file, **_columns(v, at)}
     return out | {
         "data.exclude_eval": False,
-        "eval.every": v["trainer.eval_interval"],
+        "eval.interval": v["trainer.eval_interval"],
         "eval.at_start": v["trainer.eval_before_train"],
         "eval.at_end": True,
         "eval.samples": v["generator.eval_n_samples_per_prompt"],
@@ -123,11 +123,11 @@ def batches(v: Values) -> Native:
     B, tokens = v["trainer.train_batch_size"], v["trainer.max_tokens_per_microbatch"]
     out = {"train.tasks_per_step": B, "train.minibatches": B // v["trainer.policy_mini_batch_size"]}
     if tokens > 0:
-        out |= {"train.micro_tokens": tokens, "train.micro_tokens_forward": tokens}
+        out |= {"train.micro_batch_tokens": tokens, "train.forward_micro_batch_tokens": tokens}
     else:
         out |= {
-            "train.micro_rollouts": v["trainer.micro_train_batch_size_per_gpu"],
-            "train.micro_rollouts_forward": v["trainer.micro_forward_batch_size_per_gpu"],
+            "train.micro_batch_rollouts": v["trainer.micro_train_batch_size_per_gpu"],
+            "train.forward_micro_batch_rollouts": v["trainer.micro_forward_batch_size_per_gpu"],
         }
     if has_critic(v):
         out["critic.minibatches"] = B // v["trainer.critic_mini_batch_size"]
@@ -188,7 +188,10 @@ def ahead(v: Values) -> Native:
     """Rollouts are started as there is room, and go on under new weights."""
     if not is_asynchronous(v):
         return NOTHING
-    return {"rollout.schedule": "free", "rollout.max_staleness": v["trainer.fully_async.max_staleness_steps"]}
+    return {
+        "rollout.schedule": "async",
+        "rollout.max_staleness": v["trainer.fully_async.max_staleness_steps"],
+    }
 
 
 # ---------------------------------------------------------------- sampling and engines
@@ -255,7 +258,7 @@ def chat_template(v: Values) -> Native:
     """A template from a file; those that SkyRL has by name keep the thinking of earlier turns or not."""
     at = "generator.chat_template"
     name, kwargs = v[f"{at}.name_or_path"], v["generator.chat_template_kwargs"]
-    out: dict[str, Json] = {"tokenizer.chat_arguments": kwargs} if kwargs else {}
+    out: dict[str, Json] = {"tokenizer.chat_template_kwargs": kwargs} if kwargs else {}
     if name is None:
         return out
     if v[f"{at}.source"] == "file":
@@ -296,10 +299,10 @@ def checkpoints(v: Values) -> Native:
     keep, every = v["trainer.max_ckpts_to_keep"], v["trainer.ckpt_interval"]
     if keep == 0:
         raise ConfigError("trainer.max_ckpts_to_keep must not be 0: -1 keeps all, N the newest N")
-    out = {"checkpoint.every": max(every, 0), "checkpoint.keep": keep if keep > 0 else None}
-    out |= {"checkpoint.every_epochs": 1} if every > 0 and since(v, "0.2") else {}
+    out = {"checkpoint.interval": max(every, 0), "checkpoint.keep": keep if keep > 0 else None}
+    out |= {"checkpoint.interval_epochs": 1} if every > 0 and since(v, "0.2") else {}
     in_background = is_megatron(v) and v[f"{POLICY}.megatron_config.async_dist_ckpt_save"]
-    return out | ({"checkpoint.background": True} if in_background else {})
+    return out | ({"checkpoint.async_save": True} if in_background else {})
 
 
 def export(v: Values) -> Native:
@@ -308,7 +311,7 @@ def export(v: Values) -> Native:
     if every <= 0:
         return {"checkpoint.export": False}
     own = PurePath(v["trainer.export_path"]) / v["trainer.project_name"] / v["trainer.run_name"]
-    return {"checkpoint.export": True, "checkpoint.export_every": every, "checkpoint.export_dir": str(own)}
+    return {"checkpoint.export": True, "checkpoint.export_interval": every, "checkpoint.export_dir": str(own)}
 
 
 TRACKERS = {
@@ -330,7 +333,7 @@ def dump(v: Values) -> Native:
     root, out = PurePath(v["trainer.export_path"]), dict[str, Json]()
     if v["trainer.dump_data_batch"]:
         name = "global_step_{step}_training_input.parquet"
-        out |= {"track.batches_every": 1, "track.batches_dump": str(root / "dumped_data" / name)}
+        out |= {"track.batches_interval": 1, "track.batches_dump": str(root / "dumped_data" / name)}
     if v["trainer.dump_eval_results"]:
         folder = root / "dumped_eval" / "global_step_{step}_eval_results"
         out["track.eval_dump"] = str(folder / "{source}.jsonl")

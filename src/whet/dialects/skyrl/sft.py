@@ -113,7 +113,7 @@ def evaluation(v: Values) -> Native:
     out |= {f"data.eval.{n}.name": name for n, name in enumerate(names)}
     return out | {
         "data.exclude_eval": False,
-        "eval.every": v["eval_interval"],
+        "eval.interval": v["eval_interval"],
         "eval.at_start": v["eval_before_train"],
         "eval.at_end": True,
     }
@@ -139,7 +139,7 @@ def _sources(v: Values, native: str, key: str, paths: Json, splits: Json) -> dic
     for n, (path, split) in enumerate(zip(paths, splits)):
         at = f"{native}.{n}"
         columns = {"messages": v["messages_key"]}
-        columns |= {"system_column": v["system_key"]} if v["system_key"] != "system" else {}
+        columns |= {"system_prompt_column": v["system_key"]} if v["system_key"] != "system" else {}
         part = {"path": path, **columns, **_split(split, f"{key}_splits")}
         if PurePath(path).suffix and part["split"] == "train":  # a single file is all of it train
             del part["split"]
@@ -182,10 +182,10 @@ def batch(v: Values) -> Native:
     out = {"train.tasks_per_step": v["batch_size"]}
     tokens = v["max_tokens_per_microbatch"] or v["max_length"]
     if not v["use_sequence_packing"]:
-        return out | {"train.micro_rollouts": v["micro_train_batch_size_per_gpu"]}
+        return out | {"train.micro_batch_rollouts": v["micro_train_batch_size_per_gpu"]}
     if tokens is None:
         raise ConfigError("use_sequence_packing needs max_length")
-    return out | {"train.micro_tokens": tokens}
+    return out | {"train.micro_batch_tokens": tokens}
 
 
 def lengths(v: Values) -> Native:
@@ -204,15 +204,15 @@ def checkpoints(v: Values) -> Native:
     if keep == 0:
         raise ConfigError("max_ckpts_to_keep must not be 0: -1 keeps all, N the newest N")
     out: dict[str, Json] = {
-        "checkpoint.every": max(v["ckpt_interval"], 0) if path else 0,
+        "checkpoint.interval": max(v["ckpt_interval"], 0) if path else 0,
         "checkpoint.keep": keep if keep > 0 else None,
-        "checkpoint.background": is_megatron(v) and v["megatron_config.async_dist_ckpt_save"],
+        "checkpoint.async_save": is_megatron(v) and v["megatron_config.async_dist_ckpt_save"],
         "checkpoint.resume": {"": "fresh", "latest": "auto"}.get(v["resume_from"], v["resume_from"]),
         "checkpoint.export": every > 0,
     }
     out |= {"run_dir": path} if path else {}
     if every > 0:
-        out["checkpoint.export_every"] = every
+        out["checkpoint.export_interval"] = every
         out |= {"checkpoint.export_dir": v["export_path"]} if v["export_path"] else {}
     return out
 

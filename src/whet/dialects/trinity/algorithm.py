@@ -258,13 +258,13 @@ def optimizer(values: Values) -> Native:
     plain = at_least(values, "0.4.1") and not megatron
     momentum: Native = {"momentum": 0.0 if plain else 0.9} if kind == "sgd" else {}
     out = {
-        "kind": "sgd" if kind == "sgd" else "adamw",
+        "name": "sgd" if kind == "sgd" else "adamw",
         **momentum,
         "lr": both("lr", 1e-6),
         "betas": both("betas", [0.9, 0.999]),
         "weight_decay": decay,
         "decay_all": bool(decay) and not megatron,  # Megatron spares norms and biases
-        "grad_clip": agreed(values, clips),
+        "max_grad_norm": agreed(values, clips),
     }
     own_style = megatron and not at_least(values, "0.4.1")  # lr_decay_style, constant
     shape = schedule(
@@ -283,14 +283,14 @@ def schedule(style: Json, *, ratio: Json, floor: Json, steps: Json, megatron: bo
 
     Megatron begins its warm-up at the floor, and takes the ratio also where the steps are 0.
     """
-    out: Native = {"kind": style or "constant", "unit": "train_step"}
+    out: Native = {"type": style or "constant", "unit": "train_step"}
     if floor and style == "cosine":
-        out["min_factor"] = floor
+        out["min_lr_ratio"] = floor
     warm: Native = {}
     if steps > 0:
         warm = {"warmup_steps": steps, "warmup_ends": "start"}
     elif ratio and (steps < 0 or megatron):
-        warm = {"warmup_fraction": ratio, "warmup_ends": "start"}
+        warm = {"warmup_ratio": ratio, "warmup_ends": "start"}
     if warm and floor and megatron:
-        warm["warmup_start"] = floor
+        warm["warmup_start_ratio"] = floor
     return out | warm

@@ -45,7 +45,7 @@ def mode(values: Values) -> Native:
         return {"mode": "both" if wanted == "colocate" else wanted}
     if wanted == "bench":
         raise NotSupportedYet(
-            f"mode: bench with {name} is coming, not built yet; `whet eval` evaluates its exports."
+            f"mode: eval with {name} is coming, not built yet; `whet eval` evaluates its exports."
         )
     if wanted != "train":
         raise ConfigError(f"mode: {name} learns from a file and does not explore; write mode: train.")
@@ -176,7 +176,7 @@ def _system(own: Own, *, at: str) -> Native:
     """The system message: of the row (system_prompt_key), else of them all."""
     column, message = text(own, "format.system_prompt_key"), text(own, "format.system_prompt")
     if column:
-        return {f"{at}.system_column": column}
+        return {f"{at}.system_prompt_column": column}
     return {f"{at}.system": message} if message else {}
 
 
@@ -219,7 +219,7 @@ def tasks(values: Values) -> Native:
         **_source(own, TASKSET, at="data.train.0"),
         "data.chat": True,
         **_order(inside(values, f"{TASKSET}.task_selector"), f"{TASKSET}.task_selector"),
-        **({"algorithm.groups.unfinished": "mask"} if masks else {}),
+        **({"algorithm.groups.truncated": "mask"} if masks else {}),
     }
 
 
@@ -261,7 +261,7 @@ def evaluation(values: Values) -> Native:
     interval = values["synchronizer.sync_interval"]
     return out | {
         "data.exclude_eval": False,
-        "eval.every": max(values["explorer.eval_interval"] // interval, 1) * interval,
+        "eval.interval": max(values["explorer.eval_interval"] // interval, 1) * interval,
         "eval.at_start": values["explorer.eval_on_startup"],
         "eval.at_end": False,
         **({"eval.sources": special} if special else {}),
@@ -310,7 +310,7 @@ def mixed(values: Values) -> Native:
     return {
         "data.learn_turns": _turns(own),
         **{f"algorithm.mix.{key}": value for key, value in weight(values).items()},
-        **_replies(own, f"{AUXILIARY}.{name}", at="data.expert.0"),
+        **_replies(own, f"{AUXILIARY}.{name}", at="data.demonstrations.0"),
     }
 
 

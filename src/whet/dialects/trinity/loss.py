@@ -162,7 +162,7 @@ def policy_loss(values: Values) -> Native:
     base, name, given = preset(values), loss_name(values), given_arguments(values)
     if name == "dpo":
         return {"algorithm.beta": given["beta"], "algorithm.label_smoothing": given["label_smoothing"]}
-    out: Native = {"algorithm.aggregation": _aggregation(values, name, given)}
+    out: Native = {"algorithm.loss_agg_mode": _aggregation(values, name, given)}
     if base.kind == "sft":
         return out | ({"algorithm.phi_cutoff": given["cutoff_prob"]} if name == "sft_phi" else {})
     return {
@@ -326,7 +326,7 @@ def weight(values: Values) -> Native:
     ):
         if given[key] not in (None, here):
             raise ConfigError(f"{ARGS}.{key}: {given[key]} is not {here}, which is what a step has here.")
-    out: Native = {"expert_ratio": share(experts, own + experts), "loss": "sft"}
+    out: Native = {"demonstration_ratio": share(experts, own + experts), "loss": "sft"}
     if preset(values).loss == "mix":
         return out | {"mu": given["mu"]}
     out |= {"mu": given["mu_peak"], "mu_warmup_steps": given["mu_warmup_steps"]}

@@ -63,7 +63,7 @@ def thinking(values: Values) -> Native:
     own = "explorer.rollout_model" if online(values) else f"{EXPERIENCES}.format"
     told = [values[f"{at}.enable_thinking"] for at in (own, "model")]
     value = next((one for one in told if one is not None), None)
-    return {} if value is None else {"tokenizer.chat_arguments": {"enable_thinking": value}}
+    return {} if value is None else {"tokenizer.chat_template_kwargs": {"enable_thinking": value}}
 
 
 def libraries(values: Values) -> Native:
@@ -101,7 +101,7 @@ def at_once(values: Values) -> Native:
     """Each of engine_num * runner_per_model runners has a task in hand, with all its repeats."""
     engines = values["explorer.rollout_model.engine_num"]
     runners = engines * values["explorer.runner_per_model"]
-    out: Native = {"rollout.max_batch": runners * repeat_times(values)}
+    out: Native = {"rollout.max_num_seqs": runners * repeat_times(values)}
     return out | (Layout(engines=engines).natives() if online(values) else {})
 
 
@@ -111,7 +111,7 @@ def environment(values: Values) -> Native:
     found = values[key] or {}
     if not isinstance(found, dict):
         raise ConfigError(f"{key}: got {type(found).__name__}, expected names with values.")
-    return {"guard.env": {name: str(value) for name, value in found.items()}} if found else {}
+    return {"reward_workers.env": {name: str(value) for name, value in found.items()}} if found else {}
 
 
 AHEAD = ("dynamic_by_explorer", "dynamic_by_trainer", "explorer_driven", "trainer_driven", "fully_async")
@@ -129,7 +129,7 @@ def ahead(values: Values) -> Native:
     if not online(values):
         return {}
     if style == "fixed":
-        free: Native = {"rollout.schedule": "free", "rollout.partial": False}
+        free: Native = {"rollout.schedule": "async", "rollout.partial_rollout": False}
         return (free if apart(values) and not in_rounds(values) else {}) | {"rollout.max_staleness": offset}
     if offset:
         raise ConfigError(
@@ -142,8 +142,8 @@ def ahead(values: Values) -> Native:
             f"rollouts are up to sync_interval = {interval} versions old; write {interval} at least."
         )
     return {
-        "rollout.schedule": "free",
-        "rollout.partial": style == "fully_async",
+        "rollout.schedule": "async",
+        "rollout.partial_rollout": style == "fully_async",
         "rollout.max_staleness": interval if most is None else most - interval,
         "sync.driven_by": "explorer" if style in BY_EXPLORER else "trainer",
     }
@@ -151,7 +151,7 @@ def ahead(values: Values) -> Native:
 
 def sync_interval(values: Values) -> Native:
     """Steps between weight syncs: rollouts are up to so many versions old, less one."""
-    return {"rollout.sync_every": values["synchronizer.sync_interval"]} if online(values) else {}
+    return {"rollout.sync_interval": values["synchronizer.sync_interval"]} if online(values) else {}
 
 
 def patience(values: Values) -> Native:
@@ -171,7 +171,7 @@ def again(values: Values) -> Native:
 
 def who(values: Values) -> Native:
     """The name by which a store knows this explorer."""
-    return {"buffer.explorer": str(values["explorer.name"])} if values["mode"] == "explore" else {}
+    return {"buffer.explorer_name": str(values["explorer.name"])} if values["mode"] == "explore" else {}
 
 
 # ---------------------------------------------------------------- the replay buffer
@@ -294,4 +294,4 @@ def record(values: Values) -> Native:
     at = "data_processor.experience_pipeline"
     path = text(values, f"{at}.input_save_path")
     folder = {"track.rollouts_dir": str(Path(path).with_suffix(""))} if path else {}
-    return {"track.rollouts_every": 1 if values[f"{at}.save_input"] else 0, **folder}
+    return {"track.rollouts_interval": 1 if values[f"{at}.save_input"] else 0, **folder}

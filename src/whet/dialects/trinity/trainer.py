@@ -69,7 +69,7 @@ def critic(values: Values) -> Native:
         **({"betas": values[f"{optim}.betas"]} if has_critic(values) else {}),
         "weight_decay": decay,
         "decay_all": bool(decay) and not is_megatron(values),
-        "grad_clip": values["trainer.grad_clip"] if own in (None, 1.0) else own,
+        "max_grad_norm": values["trainer.grad_clip"] if own in (None, 1.0) else own,
         "schedule": schedule(
             agreed(values, styles),
             ratio=values[f"{optim}.lr_warmup_steps_ratio"],
@@ -81,9 +81,9 @@ def critic(values: Values) -> Native:
     return {
         **({"critic.path": path or policy} if over or path not in (None, policy) else {}),
         **({"critic.overrides": over} if over else {}),
-        **({"critic.passes": passes} if passes not in (None, values[f"{ACTOR}.ppo_epochs"]) else {}),
-        **({"critic.aggregation": AGGREGATIONS[mode]} if mode else {}),
-        **({"critic.clip_value": clip} if clip else {}),
+        **({"critic.update_epochs": passes} if passes not in (None, values[f"{ACTOR}.ppo_epochs"]) else {}),
+        **({"critic.loss_agg_mode": AGGREGATIONS[mode]} if mode else {}),
+        **({"critic.value_clip": clip} if clip else {}),
         "critic.optimizer": optimizer,
     }
 
@@ -118,7 +118,7 @@ def micro(values: Values) -> Native:
     tokens = _tokens(values) if any((dynamic, of_ref, of_critic)) else {}
     rollouts = _rollouts(values)
     policys, forward, critics = (
-        ("micro_tokens", tokens[who]) if by_tokens else ("micro_rollouts", rollouts[who])
+        ("micro_batch_tokens", tokens[who]) if by_tokens else ("micro_batch_rollouts", rollouts[who])
         for who, by_tokens in (("actor", dynamic), ("forward", of_ref), ("critic", of_critic))
     )
     out: Native = {f"train.{policys[0]}": policys[1]}
@@ -300,7 +300,7 @@ def export(values: Values) -> Native:
     always = wanted == "always" or "hf_model" in _contents(values, "save")
     return {
         "checkpoint.export": always or wanted == "last",
-        "checkpoint.export_every": every if always else 0,
+        "checkpoint.export_interval": every if always else 0,
     }
 
 
@@ -326,7 +326,7 @@ def contents(values: Values) -> Native:
         )
     both = ("model", "optimizer")
     return {
-        "checkpoint.contents": [part for part in both if part in saved],
-        "checkpoint.load": [part for part in both if part in loaded],
-        **({"checkpoint.background": True} if values[f"{ACTOR}.checkpoint.async_save"] else {}),
+        "checkpoint.save_contents": [part for part in both if part in saved],
+        "checkpoint.load_contents": [part for part in both if part in loaded],
+        **({"checkpoint.async_save": True} if values[f"{ACTOR}.checkpoint.async_save"] else {}),
     }

@@ -103,7 +103,7 @@ def dynamic_sampling(v: Values) -> Native:
     most = v[f"{at}.max_num_gen_batches"]
     penalised = v["reward_model.overlong_buffer.enable"]
     return {
-        "algorithm.drop_uniform_groups": True,
+        "algorithm.dynamic_sampling": True,
         "algorithm.max_refills": most - 1 if most > 0 else UNBOUNDED,
         **({"algorithm.groups.uniform_by": ["score"]} if by_score and penalised else {}),
     }
@@ -175,13 +175,13 @@ def reduction(v: Values) -> Native:
     if loss_of(v) in BY_SEQUENCE:
         own = mode == "token-mean" and v[f"{ACTOR}.entropy_coeff"] != 0
         return {
-            "algorithm.aggregation": "seq-mean-token-mean",
-            **({"algorithm.entropy_aggregation": "token-mean"} if own else {}),
+            "algorithm.loss_agg_mode": "seq-mean-token-mean",
+            **({"algorithm.entropy_agg_mode": "token-mean"} if own else {}),
         }
     if not mode.endswith("-norm"):
-        return {"algorithm.aggregation": mode}
+        return {"algorithm.loss_agg_mode": mode}
     width = v[f"{ACTOR}.loss_scale_factor"] or v["data.max_response_length"]
-    return {"algorithm.aggregation": mode, "algorithm.norm_tokens": width}
+    return {"algorithm.loss_agg_mode": mode, "algorithm.norm_tokens": width}
 
 
 def value_reduction(v: Values) -> Native:
@@ -196,7 +196,7 @@ def value_reduction(v: Values) -> Native:
             f"{key}={NORM} with {ACTOR}.loss_scale_factor={v[f'{ACTOR}.loss_scale_factor']}: a norm of the critic's "
             "own is coming, not built yet; leave loss_scale_factor out"
         )
-    return {"critic.aggregation": mode}
+    return {"critic.loss_agg_mode": mode}
 
 
 # ---------------------------------------------------------------- KL

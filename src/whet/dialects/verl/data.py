@@ -77,7 +77,7 @@ def validation(v: Values) -> Native:
     out = {
         **_source(v, "val", "data.eval.0"),
         "data.exclude_eval": False,
-        "eval.every": max(every, 0),
+        "eval.interval": max(every, 0),
         "eval.at_start": v["trainer.val_before_train"],
         "eval.at_end": every > 0,
     }
@@ -137,7 +137,7 @@ def rewards(v: Values) -> Native:
         out["rewards.score.arguments"] = arguments
     manager = "reward_model.reward_manager"
     if v[manager] is not None and choose(v, manager, MANAGERS) == "prime":
-        out |= {"guard.workers": 4, "guard.timeout_s": 300.0}
+        out |= {"reward_workers.count": 4, "reward_workers.timeout_s": 300.0}
     return out
 
 
@@ -216,7 +216,7 @@ def quantization(v: Values) -> Native:
 
 def concurrency(v: Values) -> Native:
     """Never more rows of cache than a step has rollouts."""
-    return {"rollout.max_batch": min(v[f"{ROLLOUT}.max_num_seqs"], prompts(v) * responses(v))}
+    return {"rollout.max_num_seqs": min(v[f"{ROLLOUT}.max_num_seqs"], prompts(v) * responses(v))}
 
 
 def sampling(v: Values) -> Native:

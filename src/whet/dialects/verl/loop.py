@@ -37,7 +37,7 @@ def schedule(v: Values) -> Native:
             )
     if mode != "sync":
         most = max(v["trainer.v1.sampler.max_off_policy_threshold"], 1)
-        return {"rollout.schedule": "free", "rollout.max_staleness": most}
+        return {"rollout.schedule": "async", "rollout.max_staleness": most}
     return {"rollout.max_staleness": 1} if apart else NOTHING
 
 
@@ -47,10 +47,10 @@ def _fully_async(v: Values) -> Native:
     every, tasks = v["async_training.trigger_parameter_sync_step"], v["rollout.total_rollout_steps"]
     ahead = math.ceil((1 + v["async_training.staleness_threshold"]) * every) - 1
     out: dict[str, Json] = {
-        "rollout.schedule": "free",
+        "rollout.schedule": "async",
         "rollout.max_staleness": max(ahead, 1),
-        "rollout.sync_every": every,
-        "rollout.partial": v["async_training.partial_rollout"],
+        "rollout.sync_interval": every,
+        "rollout.partial_rollout": v["async_training.partial_rollout"],
     }
     return out if tasks is None else out | {"train.steps": max(tasks // prompts(v), 1)}
 
@@ -79,13 +79,13 @@ def checkpoints(v: Values) -> Native:
     if has_critic(v):
         _check_critic(v, saved, loaded)
     return {
-        "checkpoint.every": every,
+        "checkpoint.interval": every,
         "checkpoint.keep": _kept(v),
-        "checkpoint.contents": [part for part in PARTS if part in saved],
-        "checkpoint.load": [part for part in PARTS if part in loaded],
+        "checkpoint.save_contents": [part for part in PARTS if part in saved],
+        "checkpoint.load_contents": [part for part in PARTS if part in loaded],
         "checkpoint.export": "hf_model" in saved,
-        "checkpoint.export_every": every if "hf_model" in saved else 0,
-        **({"checkpoint.background": True} if v[f"{ACTOR}.checkpoint.async_save"] else {}),
+        "checkpoint.export_interval": every if "hf_model" in saved else 0,
+        **({"checkpoint.async_save": True} if v[f"{ACTOR}.checkpoint.async_save"] else {}),
     }
 
 
@@ -215,8 +215,8 @@ def profile(v: Values) -> Native:
         raise ConfigError(f"{', '.join(folders)}: one folder holds all traces of a run; write the same")
     return {
         "profile.steps": sorted(steps),
-        "profile.shapes": True,
-        "profile.stack": True,
+        "profile.record_shapes": True,
+        "profile.with_stack": True,
         "profile.dir": next(iter(folders.values()), None),
     }
 

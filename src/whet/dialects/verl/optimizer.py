@@ -43,7 +43,7 @@ def settings(v: Values, at: str, *, native: str, megatron: bool, clip: Json) -> 
         f"{native}.weight_decay": v[f"{at}.weight_decay"],
         f"{native}.decay_all": not megatron,
         f"{native}.betas": v.get(f"{at}.betas", [0.9, 0.999]),
-        f"{native}.grad_clip": clip or None,
+        f"{native}.max_grad_norm": clip or None,
         f"{native}.schedule.unit": "train_step",
         f"{native}.schedule.warmup_ends": "start" if v.get(f"{at}.zero_indexed_step", True) else "peak",
         **{f"{native}.schedule.{key}": value for key, value in {**schedule, **warmup, **length}.items()},
@@ -54,7 +54,7 @@ def _kind(v: Values, key: str, native: str, *, megatron: bool) -> Native:
     """FSDP has AdamW alone; Megatron's adam is AdamW, too, and its sgd has a momentum that no key of verl sets."""
     kinds = {"adam": "adamw", "sgd": "sgd", "muon": None} if megatron else {"adam": "adamw", "AdamW": "adamw"}
     kind = choose({key: v.get(key, "adam")}, key, {**kinds, **({"AdamW": "adamw"} if megatron else {})})
-    return {f"{native}.kind": kind, **({f"{native}.momentum": 0.9} if kind == "sgd" else {})}
+    return {f"{native}.name": kind, **({f"{native}.momentum": 0.9} if kind == "sgd" else {})}
 
 
 def _warmup(v: Values, at: str, *, megatron: bool) -> Native:
@@ -63,15 +63,20 @@ def _warmup(v: Values, at: str, *, megatron: bool) -> Native:
     least = 1 if megatron or since(v, "verl", "0.8.0") else 0
     if steps is not None and steps >= least:
         return {"warmup_steps": steps}
-    return {"warmup_fraction": ratio} if ratio else NOTHING
+    return {"warmup_ratio": ratio} if ratio else NOTHING
 
 
 def _fsdp_schedule(v: Values, at: str) -> Native:
     """A cosine also warms up from its floor, not from 0."""
     if v[f"{at}.warmup_style"] in (None, "constant"):
-        return {"kind": "constant"}
+        return {"type": "constant"}
     low = v[f"{at}.min_lr_ratio"] or 0.0
-    return {"kind": "cosine", "min_factor": low, "warmup_start": low, "cycles": v[f"{at}.num_cycles"]}
+    return {
+        "type": "cosine",
+        "min_lr_ratio": low,
+        "warmup_start_ratio": low,
+        "num_cycles": v[f"{at}.num_cycles"],
+    }
 
 
 MEGATRON_STYLES = {
@@ -93,12 +98,12 @@ def _megatron_schedule(v: Values, at: str) -> Native:
         if not 0 <= value <= lr:
             raise ConfigError(f"{at}.{key}={value} must be between 0 and {at}.lr={lr}")
     low, start = (value / lr if lr else 0.0 for value in shares.values())
-    out: dict[str, Json] = {"kind": kind, "warmup_start": start}
+    out: dict[str, Json] = {"type": kind, "warmup_start_ratio": start}
     if v[f"{at}.lr_decay_steps"] not in (None, -1):
         out["total_steps"] = v[f"{at}.lr_decay_steps"]
     if kind == "wsd":
         out |= _stable_then_down(v, at)
-    return out if out["kind"] == "constant" else out | {"min_factor": low}
+    return out if out["type"] == "constant" else out | {"min_lr_ratio": low}
 
 
 def _style(v: Values, at: str) -> Json:
@@ -118,7 +123,7 @@ def _stable_then_down(v: Values, at: str) -> Native:
     """The decay's shape and steps, which must be given; a decay that is constant is none."""
     shape = choose(v, f"{at}.lr_wsd_decay_style", SHAPES)
     if shape == "constant":
-        return {"kind": "constant"}
+        return {"type": "constant"}
     if v[f"{at}.lr_wsd_decay_steps"] is None:
         raise ConfigError(f"{at}.lr_decay_style=WSD needs {at}.lr_wsd_decay_steps, the steps of the decay")
-    return {"decay_shape": shape, "decay_steps": v[f"{at}.lr_wsd_decay_steps"]}
+    return {"decay_type": shape, "decay_steps": v[f"{at}.lr_wsd_decay_steps"]}

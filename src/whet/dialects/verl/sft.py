@@ -98,14 +98,14 @@ def batch(v: Values) -> Native:
     if B % dp:
         raise ConfigError(f"data.train_batch_size={B} must be divisible by the {dp} data-parallel ranks")
     if over_engines(v) and v["data.use_dynamic_bsz"]:
-        return {"train.tasks_per_step": B, "train.micro_tokens": v["data.max_token_len_per_gpu"]}
+        return {"train.tasks_per_step": B, "train.micro_batch_tokens": v["data.max_token_len_per_gpu"]}
     each, together = v["data.micro_batch_size_per_gpu"], v["data.micro_batch_size"]
     each = each if together is None else max(1, together // dp)
     if B // dp % each:
         raise ConfigError(
             f"data.micro_batch_size_per_gpu={each} must divide data.train_batch_size={B} / {dp} ranks = {B // dp}"
         )
-    return {"train.tasks_per_step": B, "train.micro_rollouts": each}
+    return {"train.tasks_per_step": B, "train.micro_batch_rollouts": each}
 
 
 def _world(v: Values) -> int:
@@ -135,7 +135,7 @@ def layout(v: Values) -> Native:
 
 def sharding(v: Values) -> Native:
     """The smallest layers that FSDP gathers by themselves."""
-    return {f"{PARALLEL}.wrap_min_parameters": v[f"{_FSDP}.wrap_policy.min_num_params"]}
+    return {f"{PARALLEL}.wrap_min_num_params": v[f"{_FSDP}.wrap_policy.min_num_params"]}
 
 
 def offload(v: Values) -> Native:
@@ -165,9 +165,9 @@ def optimizer(v: Values) -> Native:
     return {
         f"{at}.decay_all": True,
         f"{at}.betas": v["optim.betas"],
-        f"{at}.grad_clip": v["optim.clip_grad"],
-        f"{at}.schedule.kind": kind,
-        f"{at}.schedule.warmup_fraction": v["optim.warmup_steps_ratio"],
+        f"{at}.max_grad_norm": v["optim.clip_grad"],
+        f"{at}.schedule.type": kind,
+        f"{at}.schedule.warmup_ratio": v["optim.warmup_steps_ratio"],
         f"{at}.schedule.warmup_ends": "start",
         f"{at}.schedule.total_steps": v["trainer.total_training_steps"],
         **({f"{at}.schedule.{key}": value for key, value in _decay(v).items()} if kind == "wsd" else {}),
@@ -178,9 +178,9 @@ def _decay(v: Values) -> Native:
     """Of N steps and W of warm-up the last (N - W) - floor(0.9 (N - W)). Without N its share, rounded otherwise."""
     ratio, steps = v["optim.warmup_steps_ratio"], v["trainer.total_training_steps"]
     if steps is None:
-        return {"decay_shape": "cosine", "decay_fraction": round(0.1 * (1.0 - ratio), 12)}
+        return {"decay_type": "cosine", "decay_ratio": round(0.1 * (1.0 - ratio), 12)}
     rest = steps - math.floor(ratio * steps)
-    return {"decay_shape": "cosine", "decay_steps": rest - math.floor(0.9 * rest) or None}
+    return {"decay_type": "cosine", "decay_steps": rest - math.floor(0.9 * rest) or None}
 
 
 DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": None}
@@ -199,7 +199,7 @@ def dtype(v: Values) -> Native:
 def checkpoints(v: Values) -> Native:
     """The older trainer's checkpoints are Hugging Face folders, so each is exported; else the contents say so."""
     every, epochs = v["trainer.save_freq"], v["trainer.save_freq"] == "after_each_epoch"
-    every = 0 if epochs else max(every, 0)
+    interval = 0 if epochs else max(every, 0)
     saved, loaded = _contents(v, "save_contents"), _contents(v, "load_contents")
     if "extra" not in loaded:
         raise NotSupportedYet(
@@ -208,15 +208,15 @@ def checkpoints(v: Values) -> Native:
         )
     exports = not over_engines(v) or "hf_model" in saved
     out: dict[str, Json] = {
-        "checkpoint.every": every,
+        "checkpoint.interval": every,
         "checkpoint.keep": v["trainer.max_ckpt_to_keep"],
-        "checkpoint.contents": [part for part in PARTS if part in saved],
-        "checkpoint.load": [part for part in PARTS if part in loaded],
+        "checkpoint.save_contents": [part for part in PARTS if part in saved],
+        "checkpoint.load_contents": [part for part in PARTS if part in loaded],
         "checkpoint.export": exports,
-        "checkpoint.export_every": every if exports else 0,
+        "checkpoint.export_interval": every if exports else 0,
     }
     if epochs:
-        out["checkpoint.every_epochs"] = 1
+        out["checkpoint.interval_epochs"] = 1
     mode, path = v["trainer.resume_mode"], v["trainer.resume_from_path"]
     if mode == "disable":
         return out | {"checkpoint.resume": "fresh"}
@@ -250,7 +250,7 @@ def validation(v: Values) -> Native:
         **rows(v, "val", "data.eval.0"),
         **_columns(v, "data.eval.0"),
         "data.exclude_eval": False,
-        "eval.every": every,
+        "eval.interval": every,
         "eval.at_start": False,
         "eval.at_end": True,
     }

@@ -110,7 +110,7 @@ def sharding(v: Values) -> Native:
     if is_megatron(v):
         return NOTHING
     return {
-        f"{PARALLEL}.wrap_min_parameters": v[f"{FSDP}.wrap_policy.min_num_params"],
+        f"{PARALLEL}.wrap_min_num_params": v[f"{FSDP}.wrap_policy.min_num_params"],
         f"{PARALLEL}.reshard_after_forward": resharded(v, f"{FSDP}.reshard_after_forward"),
         f"{PARALLEL}.prefetch": int(v[f"{FSDP}.forward_prefetch"]),
     }
@@ -181,12 +181,12 @@ def batches(v: Values) -> Native:
     out: dict[str, Json] = {
         "train.tasks_per_step": prompts(v),
         "train.minibatches": minis,
-        "train.passes": passes,
+        "train.update_epochs": passes,
     }
     if has_critic(v):
         own_minis, own_passes = mini_batches(v, CRITIC), v[f"{CRITIC}.ppo_epochs"]
         out |= {"critic.minibatches": own_minis} if own_minis != minis else {}
-        out |= {"critic.passes": own_passes} if own_passes != passes else {}
+        out |= {"critic.update_epochs": own_passes} if own_passes != passes else {}
     return out
 
 
@@ -200,7 +200,7 @@ def shuffling(v: Values) -> Native:
             f"{CRITIC}.shuffle={v[f'{CRITIC}.shuffle']}: another choice than {ACTOR}.shuffle={wanted} is coming, not "
             "built yet"
         )
-    return {"train.shuffle_passes": wanted}
+    return {"train.shuffle_minibatches": wanted}
 
 
 # ---------------------------------------------------------------- how passes are cut for memory

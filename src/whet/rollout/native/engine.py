@@ -36,7 +36,7 @@ class NativeEngine:
     """A `RolloutEngine` on the module it is given, by reference.
 
     end_token_ids: the model's own end tokens. decode: needed for stop strings only. max_context: the longest
-    rollout, prompt included, in tokens. cache_mb: memory of the KV cache; default: `max_batch` rows of
+    rollout, prompt included, in tokens. cache_mb: memory of the KV cache; default: `max_num_seqs` rows of
     `max_context` tokens. prefill_tokens: most prompt tokens computed at once. recorder: what captures decode
     steps; default: CUDA graphs on CUDA, nothing elsewhere. quantization: sample with a copy of the module's
     matrices in 8 bits, made anew from the weights of every version; the rest is the module's own.
@@ -51,7 +51,7 @@ class NativeEngine:
         *,
         end_token_ids: Collection[int],
         max_context: int,
-        max_batch: int = 256,
+        max_num_seqs: int = 256,
         cache_mb: int | None = None,
         prefill_tokens: int = 4096,
         decode: Decode | None = None,
@@ -64,12 +64,12 @@ class NativeEngine:
         self.quantized = quantization is not None
         module = merged(module) if self.quantized else module
         self.runner = Runner(
-            module, ops, max_batch=max_batch, columns=max_context, cache_mb=cache_mb, recorder=recorder
+            module, ops, max_num_seqs=max_num_seqs, columns=max_context, cache_mb=cache_mb, recorder=recorder
         )
         if quantization is not None:
             self._quantise(quantization)
         pages = Pages(self.runner.pages, PAGE)
-        self.scheduler = Scheduler(pages, max_batch=max_batch, prefill_tokens=prefill_tokens)
+        self.scheduler = Scheduler(pages, max_num_seqs=max_num_seqs, prefill_tokens=prefill_tokens)
         self.held: list[Request] = []
         """Came while the engine lets the others finish; they wait for the next version."""
         self.holding = False

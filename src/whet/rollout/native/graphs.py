@@ -116,7 +116,7 @@ class FixedShapeStep:
     """Hidden states of a decode step, in buckets. It lives as long as its decoder and its cache.
 
     scratch: the page that padded rows write into, no rollout's own; they stand at its first slot and see
-    only themselves. max_batch, max_pages: most rows, and most pages of a row.
+    only themselves. max_num_seqs, max_pages: most rows, and most pages of a row.
     """
 
     def __init__(
@@ -128,15 +128,15 @@ class FixedShapeStep:
         ops: Ops,
         recorder: Recorder,
         scratch: int,
-        max_batch: int,
+        max_num_seqs: int,
         max_pages: int,
     ) -> None:
         self.decoder, self.cache, self.ops = decoder, cache, ops
         self.recorder, self.scratch = recorder, scratch
-        self.row_buckets, self.page_buckets = row_buckets(max_batch), page_buckets(max_pages)
+        self.row_buckets, self.page_buckets = row_buckets(max_num_seqs), page_buckets(max_pages)
         device = cache.k.device
-        self.fed_2B = torch.zeros(2, max_batch, dtype=torch.int64, device=device)
-        self.table_BP = torch.zeros(max_batch, max_pages, dtype=torch.int32, device=device)
+        self.fed_2B = torch.zeros(2, max_num_seqs, dtype=torch.int64, device=device)
+        self.table_BP = torch.zeros(max_num_seqs, max_pages, dtype=torch.int32, device=device)
         self.graphs: dict[tuple[int, int], Callable[[], Tensor]] = {}
         """By (rows, pages), the last used last."""
         self.owned = [d for m in module.modules() for d in (m._parameters, m._buffers) if d]

@@ -99,27 +99,27 @@ class Runner:
         module: PreTrainedModel,
         ops: Ops,
         *,
-        max_batch: int,
+        max_num_seqs: int,
         columns: int,
         cache_mb: int | None,
         recorder: Recorder | None = None,
     ) -> None:
         self.ops, self.columns = ops, columns
         self.module, self.decoder = module, decoder(module, ops)
-        self.pages = max_batch * -(-columns // PAGE)
+        self.pages = max_num_seqs * -(-columns // PAGE)
         if cache_mb is not None:
             self.pages = min(self.pages, (cache_mb << 20) // self.page_bytes)
         if self.pages < 1:
             raise WhetError(f"cache_mb={cache_mb} holds no page of {self.page_bytes} bytes; raise it")
         self.device = self.decoder.head.linear.weight.device
         self.vocab = self.decoder.head.linear.out_features
-        self.table_SP = torch.zeros(max_batch, -(-columns // PAGE), dtype=torch.int32, device=self.device)
+        self.table_SP = torch.zeros(max_num_seqs, -(-columns // PAGE), dtype=torch.int32, device=self.device)
         self.recorder = recorder
         if recorder is None and self.device.type == "cuda":
             self.recorder = CudaGraphs(self.device)
         self.cache: KvCache | None = None
         self.fixed: FixedShapeStep | None = None
-        cells = max_batch * columns
+        cells = max_num_seqs * columns
         self.uniform = torch.empty(cells, dtype=torch.float64, device=self.device)
         self.token = torch.empty(cells, dtype=torch.int64, device=self.device)
         self.logp = torch.empty(cells, device=self.device)
@@ -169,7 +169,7 @@ class Runner:
                 ops=self.ops,
                 recorder=self.recorder,
                 scratch=self.pages,
-                max_batch=self.table_SP.shape[0],
+                max_num_seqs=self.table_SP.shape[0],
                 max_pages=self.table_SP.shape[1],
             )
 

@@ -97,8 +97,8 @@ class Pages:
 class Scheduler:
     """First come, first served, by history: the oldest goes next, with all who wait with equal tokens."""
 
-    def __init__(self, pages: Pages, *, max_batch: int, prefill_tokens: int) -> None:
-        self.pages, self.max_batch, self.prefill_tokens = pages, max_batch, prefill_tokens
+    def __init__(self, pages: Pages, *, max_num_seqs: int, prefill_tokens: int) -> None:
+        self.pages, self.max_num_seqs, self.prefill_tokens = pages, max_num_seqs, prefill_tokens
         self.waiting: dict[tuple[int, ...], list[Request]] = {}
         self.running: dict[Request, list[int]] = {}
         """The pages of each row."""
@@ -167,7 +167,7 @@ class Scheduler:
         full = len(history) // self.pages.size
         free = len(self.pages.free) - full
         fit = 0
-        for request in group[: self.max_batch - len(self.running)]:
+        for request in group[: self.max_num_seqs - len(self.running)]:
             free -= self.pages.needed(request.cached) - full
             if free < 0:
                 break
