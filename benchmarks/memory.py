@@ -90,7 +90,7 @@ WIDE = {
     "intermediate_size": 2048,
 }
 
-MIXTURE = {**SMALL, "architecture": "qwen3_moe", "experts": 8}
+MIXTURE = {**SMALL, "architecture": "qwen3_moe", "num_experts": 8}
 SHARD = {"dp_shard": 2}
 ADAPTERS = {"rank": 8, "init": "random"}
 """They do something from the first step on; with rewards of 0 none would learn to, and take its memory."""

@@ -84,9 +84,9 @@ WAYS: dict[str, Way] = {
     "checkpointing": Way(replace(CUT, max_tokens=30, checkpoint=True)),
     "offload": Way(replace(CUT, max_tokens=30, offload=("optimizer", "activations"))),
 }
-BIG = Optimizer(name="sgd", lr=1024.0, grad_clip=None)
+BIG = Optimizer(name="sgd", lr=1024.0, max_grad_norm=None)
 """Its one step shows the gradient: what the parameters moved by."""
-SGD = Optimizer(name="sgd", lr=0.02, momentum=0.9, grad_clip=0.5)
+SGD = Optimizer(name="sgd", lr=0.02, momentum=0.9, max_grad_norm=0.5)
 ADAM = Optimizer(lr=1e-3, eps=1e-3)
 STEPS = 3
 

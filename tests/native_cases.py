@@ -71,22 +71,25 @@ Case = tuple[str, Any]
 def optimizer(at: str, context: str) -> dict[str, Case]:
     """Keys of an optimizer and its schedule."""
     s = f"{at}.schedule"
-    cosine = f"{context}; {SCHEDULE}; {s}.kind=cosine"
-    wsd = f"{context}; {SCHEDULE}; {s}.kind=wsd; {s}.decay_steps=3"
+    cosine = f"{context}; {SCHEDULE}; {s}.type=cosine"
+    wsd = f"{context}; {SCHEDULE}; {s}.type=wsd; {s}.decay_steps=3"
     return {
-        f"{at}.kind": (context, "sgd"),
-        f"{at}.momentum": (f"{context}; {at}.kind=sgd", 0.9),
-        f"{at}.state": (context, "int8"),
+        f"{at}.name": (context, "sgd"),
+        f"{at}.momentum": (f"{context}; {at}.name=sgd", 0.9),
+        f"{at}.state_dtype": (context, "int8"),
         f"{at}.implementation": (f"{context}; {SCHEDULE}", "loop"),
-        f"{at}.groups.*.lr_factor": (f"{context}; {at}.groups={{norm: {{lr_factor: 0.5}}}}", 0.1),
-        f"{at}.groups.*.weight_decay": (f"{context}; {at}.groups={{norm: {{lr_factor: 0.5}}}}", 0.5),
+        f"{at}.param_groups.*.lr_factor": (f"{context}; {at}.param_groups={{norm: {{lr_factor: 0.5}}}}", 0.1),
+        f"{at}.param_groups.*.weight_decay": (
+            f"{context}; {at}.param_groups={{norm: {{lr_factor: 0.5}}}}",
+            0.5,
+        ),
         f"{at}.lr": (context, 0.02),
         f"{at}.betas": (context, [0.5, 0.5]),
         f"{at}.eps": (context, 0.1),
         f"{at}.weight_decay": (context, 0.5),
         f"{at}.decay_all": (f"{context}; {at}.weight_decay=0.5", True),
-        f"{at}.grad_clip": (f"{context}; {at}.eps=0.1", 1e-4),
-        f"{s}.kind": (f"{context}; {SCHEDULE}", "linear"),
+        f"{at}.max_grad_norm": (f"{context}; {at}.eps=0.1", 1e-4),
+        f"{s}.type": (f"{context}; {SCHEDULE}", "linear"),
         f"{s}.unit": (f"{cosine}; train.update_epochs=2", "train_step"),
         f"{s}.warmup_steps": (f"{context}; {SCHEDULE}", 2),
         f"{s}.warmup_ratio": (f"{context}; {SCHEDULE}", 0.5),
@@ -94,9 +97,9 @@ def optimizer(at: str, context: str) -> dict[str, Case]:
         f"{s}.warmup_ends": (f"{context}; {s}.warmup_steps=2", "peak"),
         f"{s}.min_lr_ratio": (cosine, 0.5),
         f"{s}.total_steps": (cosine, 2),
-        f"{s}.cycles": (cosine, 1.5),
+        f"{s}.num_cycles": (cosine, 1.5),
         f"{s}.decay_steps": (wsd, 2),
-        f"{s}.decay_ratio": (f"{context}; {SCHEDULE}; {s}.kind=wsd", 0.7),
+        f"{s}.decay_ratio": (f"{context}; {SCHEDULE}; {s}.type=wsd", 0.7),
         f"{s}.decay_type": (wsd, "minus_sqrt"),
         f"{s}.weight_decay_end": (f"{context}; {at}.weight_decay=0.5", 0.1),
         f"{s}.weight_decay_type": (f"{context}; {SCHEDULE}; {s}.weight_decay_end=0.9", "cosine"),
@@ -140,7 +143,7 @@ def sampling(at: str, context: str) -> dict[str, Case]:
 def source(part: str, context: str, other: str = "") -> dict[str, Case]:
     """Keys of a source. other: overrides under which the columns of replies are read."""
     at, first = f"data.{part}.*", f"data.{part}.0"
-    answers = ", response: answer" if part == "expert" else ""
+    answers = ", response: answer" if part == "demonstrations" else ""
     gym = f"{context}; {ROOM}; data.{part}=[{{{GYM}{answers}}}]; rollout.sampling.max_tokens={40 if answers else 4}"
     order = "data.order=easy_first; data.train.0.difficulty=hard"
     two = f"{context}; data.{part}=[{{path: a.jsonl}}, {{path: b.jsonl}}]"
@@ -160,16 +163,19 @@ def source(part: str, context: str, other: str = "") -> dict[str, Case]:
         f"{at}.rows": (f"{context}; data.{part}=[{{rows: ROWS}}]", ROWS[2:7]),
         f"{at}.weight": (two, 9.0),
         f"{at}.prompt": (context, "prompt2"),
-        f"{at}.messages": (f"{SFT}; {context}; {CHAT}" if part != "expert" else f"{context}; {CHAT}", "talk"),
+        f"{at}.messages": (
+            f"{SFT}; {context}; {CHAT}" if part != "demonstrations" else f"{context}; {CHAT}",
+            "talk",
+        ),
         f"{at}.answer": (context, "answer2"),
-        f"{at}.response": (f"{SFT}; {other}" if part != "expert" else context, "response2"),
+        f"{at}.response": (f"{SFT}; {other}" if part != "demonstrations" else context, "response2"),
         f"{at}.rejected": (f"{DPO}; {other}", "rejected2"),
         f"{at}.desirable": (labelled, "desirable2"),
         f"{at}.label": (context, "kind"),
         f"{at}.difficulty": (f"{context}; {order}; {first}.difficulty=hard", "hard2"),
         f"{at}.template": (context, "0{prompt}"),
-        f"{at}.system": (f"{context}; {CHAT}", "1+1"),
-        f"{at}.system_prompt_column": (f"{context}; {CHAT}; {first}.system='2'", "answer"),
+        f"{at}.system_prompt": (f"{context}; {CHAT}", "1+1"),
+        f"{at}.system_prompt_column": (f"{context}; {CHAT}; {first}.system_prompt='2'", "answer"),
         f"{at}.reply_prefix": (context, "1"),
         f"{at}.rewards": (
             f"{context}; rewards.s={{function: 'object:s', arguments: {{salt: x}}}}; {first}.name=n",
@@ -231,7 +237,7 @@ CASES: dict[str, Case] = {
     "reference.reset_optimizer": (f"{REFERENCE}; reference.reset_interval=1", True),
     **source("train", ""),
     **source("eval", EVAL, f"{EVAL}"),
-    **source("expert", MIX),
+    **source("demonstrations", MIX),
     "data.exclude_eval": ("data.eval=[{path: held.jsonl}]", False),
     "data.order": ("", "sequential"),
     "data.seed": ("", 5),
@@ -579,7 +585,7 @@ RANKS = tuple(
     f"train.parallel.{name}"
     for name in (
         "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "pipeline_chunks", "reshard_after_forward",
-        "wrap_min_num_params", "prefetch", "apart", "timeout_s",
+        "wrap_min_num_params", "prefetch", "separate_ranks", "timeout_s",
     )
 )  # fmt: skip
 

@@ -252,7 +252,7 @@ def test_stages_that_read_data_do_not_refine_it() -> None:
     stages = [{"name": "a", "algorithm": {"name": "sft"}}, {"name": "b"}]
     overrides = ["algorithm.groups.truncated=drop"]
     first, second = plans(load(None, overrides, {**BASE, "stages": stages}))
-    assert (first.algorithm.groups.unfinished, second.algorithm.groups.unfinished) == ("keep", "drop")
+    assert (first.algorithm.groups.truncated, second.algorithm.groups.truncated) == ("keep", "drop")
 
 
 def test_a_batch_remembers_its_baselines_and_counts_through_select() -> None:

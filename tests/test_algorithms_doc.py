@@ -71,7 +71,7 @@ def test_every_recipe_has_a_row_that_says_what_it_is_made_of() -> None:
         row = rows[name]
         assert re.split(r"[ ,;]", row["advantage"])[0] == recipe.advantage, name
         assert re.split(r"[ ,;]", row["loss"])[0] == recipe.loss, name
-        assert row["aggregation"] == recipe.aggregation, name
+        assert row["loss_agg_mode"] == recipe.loss_agg_mode, name
         for number in re.findall(r"arXiv:([\d.]+)", recipe.source):
             assert number in row["source"], f"{name}: its source {number} is not in its row"
 
@@ -152,10 +152,10 @@ def test_the_listing_has_every_name() -> None:
 def test_a_listed_recipe_is_what_it_resolves_to() -> None:
     for name, entry in of("recipe").items():
         made = resolve(schema.Algorithm(name=name))
-        assert (entry["advantage"], entry["loss"], entry["aggregation"]) == (
+        assert (entry["advantage"], entry["loss"], entry["loss_agg_mode"]) == (
             made.advantage,
             made.loss,
-            made.aggregation,
+            made.loss_agg_mode,
         )
         assert set(entry["needs"]) == made.needs
         for key, value in entry["settings"].items():

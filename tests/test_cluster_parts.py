@@ -26,7 +26,7 @@ from whet.cluster.parts import Part, check_room, gpus_left, parts
 from whet.cluster.rewards import Hosts
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import Guard, Reward
+from whet.config.schema import Reward, RewardWorkers
 from whet.guard.jail import Call, Result
 from whet.guard.line import Local, LocalLine
 from whet.guard.processes import process
@@ -167,7 +167,7 @@ def judged(tmp_path: Path) -> Iterator[tuple[RewardSet, Hosts]]:
         return Hosts(functions, open_lines=lines, start_timeout_s=60.0, restarts=1, **options)
 
     rewards = {"slow": Reward(function=f"{tmp_path}/slow.py:slow")}
-    with RewardSet.from_config(rewards, Guard(workers=2), open_jail=opened) as made:
+    with RewardSet.from_config(rewards, RewardWorkers(count=2), open_jail=opened) as made:
         assert isinstance(made.jail, Hosts)
         made.jail.open()
         yield made, made.jail
@@ -248,12 +248,15 @@ def test_a_reward_that_cannot_be_loaded_or_travel_is_said() -> None:
         lines = partial(Local, 1, 1, module=host.MODULE)
         return Hosts(functions, open_lines=lines, start_timeout_s=60.0, restarts=1, **options)
 
-    absent = RewardSet.from_config({"r": Reward(function="no_such.py:f")}, Guard(), open_jail=opened)
+    absent = RewardSet.from_config({"r": Reward(function="no_such.py:f")}, RewardWorkers(), open_jail=opened)
     with absent, pytest.raises(ConfigError, match=r"reward host 0 did not start.*no_such"):
         absent.jail.open()  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="cannot be taken to another process"):
         RewardSet.from_config(
-            {"r": Reward(function="object:r")}, Guard(), {"r": lambda response, task: 1.0}, open_jail=opened
+            {"r": Reward(function="object:r")},
+            RewardWorkers(),
+            {"r": lambda response, task: 1.0},
+            open_jail=opened,
         )
 
 

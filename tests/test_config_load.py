@@ -165,7 +165,7 @@ def test_values_and_lines(tmp_path):
     loaded = load(path)
     cfg = loaded.config
     assert cfg.train.optimizer.lr == 1e-6
-    assert cfg.machine.exact == "off"
+    assert cfg.machine.logprob_parity == "off"
     assert cfg.data.train[1].limit == 3
     assert cfg.run_dir == "runs/a"
     assert loaded.where("train.optimizer.lr") == f"{path}:4"
@@ -223,7 +223,7 @@ def test_overrides_reach_everything(tmp_path):
             "data.eval[1].limit=",
             "stages.sft.train.steps=7",
             "stages.1.eval.interval=3",
-            "data.train=[{path: c, system: 'a=b'}]",
+            "data.train=[{path: c, system_prompt: 'a=b'}]",
             "rewards.acc={function: exact}",
             "rewards.acc.arguments.deep.er=[1, 2]",
             "rollout.sampling.stop=['###', \"8\"]",
@@ -234,8 +234,8 @@ def test_overrides_reach_everything(tmp_path):
     assert [s.limit for s in cfg.data.eval] == [10, None]
     assert [s.path for s in cfg.data.eval] == ["a", "b"], "the rest of an entry stays"
     assert loaded.stages[0].train.steps == 7
-    assert loaded.stages[0].train.passes == 2
-    assert loaded.stages[1].eval.every == 3
+    assert loaded.stages[0].train.update_epochs == 2
+    assert loaded.stages[1].eval.interval == 3
     assert cfg.data.train[0].system_prompt == "a=b", "only the first = parts key and value"
     assert cfg.rewards["acc"].arguments == {"deep": {"er": [1, 2]}}
     assert cfg.rollout.sampling.stop == ("###", "8")
@@ -246,7 +246,7 @@ def test_overrides_reach_everything(tmp_path):
 def test_the_last_word_counts(tmp_path):
     path = write(tmp_path, "seed: 1\ntrain: {steps: 1, update_epochs: 4}\n")
     loaded = load(path, ["seed=3", "seed=4"], {"seed": 2, "train": {"steps": 2}})
-    assert (loaded.config.seed, loaded.config.train.steps, loaded.config.train.passes) == (4, 2, 4)
+    assert (loaded.config.seed, loaded.config.train.steps, loaded.config.train.update_epochs) == (4, 2, 4)
     assert loaded.where("train.steps") == "values"
     assert loaded.where("train.update_epochs") == f"{path}:2"
 
@@ -291,14 +291,14 @@ def test_references(tmp_path, monkeypatch):
     path = write(
         tmp_path,
         "name: x\n"
-        "eval: {every: '${train.tasks_per_step}'}\n"  # a default
+        "eval: {interval: '${train.tasks_per_step}'}\n"  # a default
         "train: {steps: '${oc.decode:${oc.env:WHET_TEST_STEPS}}'}\n"
         "model: {path: '${oc.env:WHET_TEST_NONE,models/m}'}\n"
         "critic: {optimizer: '${train.optimizer}'}\n"
         "rewards: {r: {function: f, arguments: {text: 'cost \\${x}'}}}\n",
     )
     cfg = load(path, ["name=y"]).config
-    assert cfg.eval.every == 16
+    assert cfg.eval.interval == 16
     assert cfg.train.steps == 12
     assert cfg.model.path == "models/m"
     assert cfg.run_dir == "runs/y"
@@ -326,9 +326,9 @@ def test_references_lead_through_sections_and_no_other_is_read(monkeypatch):
 
 
 def test_defaults_referred_to_do_not_count_as_set(tmp_path):
-    cfg = load(write(tmp_path, "eval: {every: '${train.tasks_per_step}'}\n")).config
+    cfg = load(write(tmp_path, "eval: {interval: '${train.tasks_per_step}'}\n")).config
     assert cfg.model_fields_set == {"eval", "run_dir"}
-    assert cfg.eval.model_fields_set == {"every"}
+    assert cfg.eval.model_fields_set == {"interval"}
 
 
 def test_references_that_fail_are_all_told(tmp_path):
@@ -433,7 +433,10 @@ def test_stages_of_a_config_made_in_python():
             'eval.at_start: got "yes", expected true or false (evaluate before the first step); '
             "write true without quotes",
         ),
-        ("machine: {exact: true}", "machine.logprob_parity: got true, expected 'auto', 'on' or 'off'"),
+        (
+            "machine: {logprob_parity: true}",
+            "machine.logprob_parity: got true, expected 'auto', 'on' or 'off'",
+        ),
         (
             "rollout: {engine: natve}",
             "expected 'native' or 'hf' (native: embedded, continuous batching, the trainer's "
@@ -459,7 +462,7 @@ def test_messages(tmp_path, line, said):
 
 
 def test_all_problems_stand_in_one_message_in_the_order_of_the_lines(tmp_path):
-    path = write(tmp_path, "sed: 1\ntrain: {stesp: 2, passes: x}\nlr: 3\nguard: {worker: 1}\n")
+    path = write(tmp_path, "sed: 1\ntrain: {stesp: 2, update_epochs: x}\nlr: 3\nreward_workers: {cound: 1}\n")
     lines = refused(path, ["foo=1"]).splitlines()
     assert lines[0] == f"6 problems in {path}:"
     assert [line.split(": ")[0].strip() for line in lines[1:]] == [

@@ -330,7 +330,7 @@ def test_a_missing_column_is_named_with_those_that_are_there(tmp_path, tokenizer
 
 def test_nested_columns_other_columns_and_the_system_text(tmp_path, tokenizer):
     row = {"chat": {"turns": talk("a", "b"), "id": 3}, "prompt": "other"}
-    source = written(tmp_path, row, messages="chat.turns", system="s")
+    source = written(tmp_path, row, messages="chat.turns", system_prompt="s")
     tasks, _ = stream(tokenizer, source)
     (task,) = tasks.next(1)
     assert task.prompt == (Message("system", "s"), Message("user", "a"))

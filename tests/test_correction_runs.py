@@ -104,7 +104,7 @@ def test_a_forgotten_optimizer_steps_as_a_new_one_at_its_place_in_the_schedule()
     new.optimizer.step_count = 2
     old.forget()
     assert old.optimizer.step_count == 2
-    assert old.optimizer.state_dtype() == {}
+    assert old.optimizer.state() == {}
     a, b = old.update(batch, pg_loss), new.update(batch, pg_loss)
     assert a == b
     assert a["lr"] == pytest.approx(0.5e-2), "half of four steps are done"

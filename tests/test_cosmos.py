@@ -211,9 +211,9 @@ def test_length_and_optimizer() -> None:
     at = "train.optimizer."
     assert optimizer(values(t_optm_lr=[2e-6], t_optm_grad_norm_clip=0.0)) == {
         at + "name": "adamw", at + "state_dtype": "float32", at + "implementation": "fused", at + "lr": 2e-6,
-        at + "eps": 1e-6, at + "decay_all": True, at + "grad_clip": None,
+        at + "eps": 1e-6, at + "decay_all": True, at + "max_grad_norm": None,
     }  # fmt: skip
-    assert optimizer(values(t_optm_name="Adam"))[at + "kind"] == "adam"
+    assert optimizer(values(t_optm_name="Adam"))[at + "name"] == "adam"
     small = optimizer(values(t_optm_name="Adam8bit", t_optm_impl="for-loop"))
     assert [small[at + key] for key in ("kind", "state", "implementation")] == ["adam", "int8", "loop"]
     with pytest.raises(NotSupportedYet, match="optm_"):
@@ -408,7 +408,7 @@ def test_conversations_are_read_whole() -> None:
     at, order = "data.train.0.", {"data.order": "shuffle"}
     file = values("sft", p_dataset__name="a.jsonl", p_system_prompt="s")
     assert data(file) == order | {
-        at + "path": "a.jsonl", at + "messages": "conversations", at + "system": "s",
+        at + "path": "a.jsonl", at + "messages": "conversations", at + "system_prompt": "s",
     }  # fmt: skip
     function = values("sft", p_dataset__name="a.py:rows", p_conversation_column_name="")
     assert data(function) == order | {at + "function": "a.py:rows"}, "rows of prompt and response"

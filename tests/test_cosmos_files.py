@@ -63,7 +63,7 @@ def test_names_of_older_versions_are_read_and_typos_are_not() -> None:
         "+train.enable_validation=true",
         "+train.train_policy.dataset.name=a.jsonl",
     ]
-    assert load(FILES / "cosmos_sft.toml", sections).config.eval.every == 3
+    assert load(FILES / "cosmos_sft.toml", sections).config.eval.interval == 3
 
 
 def model_folder(folder: Path, kind: str) -> Path:
@@ -162,7 +162,7 @@ def test_an_sft_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Pat
         train={
             "steps": 15, "tasks_per_step": 16, "micro_batch_rollouts": 4,
             "optimizer": {
-                "lr": 1e-2, "eps": 1e-6, "grad_clip": None,
+                "lr": 1e-2, "eps": 1e-6, "max_grad_norm": None,
                 "schedule": {"unit": "train_step", "warmup_steps": 3, "warmup_ends": "peak"},
             },
         },

@@ -125,7 +125,7 @@ def test_rates_by_module() -> None:
     for wrong in ({"model.embed": 1e-6}, {"global": 0.0, "a": 1e-6}, {"global": "x"}):
         assert said("0.4.2", {"train.optm_lr": wrong})
     written = made("0.4.2", {"train.optm_lr": {"global": 1e-6, "model.embed": 2e-6}})
-    assert written.tree["train"]["optimizer"]["groups"] == {r"^model\.embed(\.|$)": {"lr_factor": 2.0}}
+    assert written.tree["train"]["optimizer"]["param_groups"] == {r"^model\.embed(\.|$)": {"lr_factor": 2.0}}
 
 
 @pytest.mark.parametrize(

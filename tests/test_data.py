@@ -324,7 +324,7 @@ def test_template_and_system(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"prompt": "{x}"}])
     (plain,) = eval_tasks([Source(path=path, template="Q {y}: {prompt} A:")], Data(), tokenizer=tokenizer)
     assert plain.prompt == tokenizer.decode(plain.token_ids) == "Q {y}: {x} A:"
-    (chat,) = eval_tasks([Source(path=path, system="s")], Data(), tokenizer=tokenizer)
+    (chat,) = eval_tasks([Source(path=path, system_prompt="s")], Data(), tokenizer=tokenizer)
     assert chat.prompt == (Message("system", "s"), Message("user", "{x}"))
     (forced,) = eval_tasks([Source(path=path)], Data(chat=True), tokenizer=tokenizer)
     assert forced.prompt == (Message("user", "{x}"),)
@@ -475,7 +475,9 @@ def test_batches_of_rows_do_not_change_what_comes_out(tmp_path, tokenizer, monke
 
 
 def test_held_out_prompts_are_left_out_and_counted(tmp_path, tokenizer):
-    held = Source(path=write(tmp_path / "h.jsonl", [{"prompt": "a1"}, {"prompt": "a3"}]), system="other")
+    held = Source(
+        path=write(tmp_path / "h.jsonl", [{"prompt": "a1"}, {"prompt": "a3"}]), system_prompt="other"
+    )
     rows = [{"prompt": f"a{i}"} for i in range(5)]
     rows += [{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "a3"}]}]
     train = Source(path=write(tmp_path / "t.jsonl", rows))
@@ -540,7 +542,7 @@ def test_held_out_tasks_are_numbered_in_file_order(tmp_path, tokenizer):
 
 def test_texts_of_the_sources_are_all_a_built_tokenizer_needs(tmp_path):
     rows = [{"prompt": "q", "answer": "w", "response": "e", "rejected": "r"}, {"prompt": "t", "answer": 5}]
-    source = Source(path=write(tmp_path / "a.jsonl", rows), template="[{prompt}]", system="s")
+    source = Source(path=write(tmp_path / "a.jsonl", rows), template="[{prompt}]", system_prompt="s")
     assert list(texts([source])) == ["s", "[q]", "w", "e", "r", "s", "[t]"]
 
 

@@ -36,7 +36,7 @@ OTHER: Given = {
     A + "policy_loss.loss_mode": "gspo",
     A + "checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
     A + "checkpoint.load_contents": ["model", "extra"],
-    A + "checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
+    A + "checkpoint.contents": ["model", "optimizer", "extra", "hf_model"],
     "critic.loss_agg_mode": "seq-mean-token-mean",
     "critic.shuffle": True,
     "critic.model.override_config": {"a": 1},

@@ -193,7 +193,7 @@ def written(tmp_path, text, name="file.yaml"):
 
 def test_an_empty_file_means_the_defaults_of_its_document():
     assert native("{}") == {
-        "train": {"tasks_per_step": 8, "minibatches": 2, "steps": 10, "optimizer": {"grad_clip": None}},
+        "train": {"tasks_per_step": 8, "minibatches": 2, "steps": 10, "optimizer": {"max_grad_norm": None}},
         "critic": {"optimizer": {"lr": 2e-5}},
         "rollout": {"group_size": 4, "sampling": {"temperature": 0.5}},
         "model": {"path": "~/m"},
@@ -362,7 +362,7 @@ def test_values_mean_what_they_mean_there():
     assert native("loop: {lr: '1e-3'}")["train"]["optimizer"]["lr"] == 1e-3
     assert native("loop: {lr: 1e-3}")["train"]["optimizer"]["lr"] == 1e-3
     assert native("loop: {save: yes}")["train"]["gradient_checkpointing"] is True
-    assert native("loop: {clip: None}")["train"]["optimizer"]["grad_clip"] is None
+    assert native("loop: {clip: None}")["train"]["optimizer"]["max_grad_norm"] is None
     assert native("label: None")["name"] == "None"  # its default is a text
     made = translate({"loop": {"lr": "1e-3", "clip": "None"}}, ON, origins={})
     assert [line.note for line in made.lines if line.given] == [
@@ -487,13 +487,15 @@ def test_keys_that_nothing_reads_are_left_out_with_a_word(tmp_path, toy):
     assert any("has no critic" in line.note for line in given if line.key == "loop.vf_lr")
     plans(loaded)
     read_now = load(written(tmp_path, FILE + "looks: 5\nheld_out: y.jsonl\n"))
-    assert read_now.config.eval.every == 5
+    assert read_now.config.eval.interval == 5
 
 
 def test_native_keys_stand_below_whet(tmp_path, toy):
-    path = written(tmp_path, FILE + "whet:\n  guard: {timeout_s: 3.5}\n  train: {optimizer: {lr: 0.5}}\n")
+    path = written(
+        tmp_path, FILE + "whet:\n  reward_workers: {timeout_s: 3.5}\n  train: {optimizer: {lr: 0.5}}\n"
+    )
     loaded = load(path, ["whet.machine.device=cpu"])
-    assert (loaded.config.guard.timeout_s, loaded.config.train.optimizer.lr) == (3.5, 0.5)
+    assert (loaded.config.reward_workers.timeout_s, loaded.config.train.optimizer.lr) == (3.5, 0.5)
     assert loaded.config.machine.device == "cpu"
     assert loaded.where("reward_workers.timeout_s") == f"{path}:9"
     with pytest.raises(ConfigError, match="unknown key"):

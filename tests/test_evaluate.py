@@ -258,7 +258,7 @@ def run_evaluation(cfg: Config, tasks: list[Task]) -> tuple[list[Group], list[tu
         ]  # fmt: skip
 
     rewards = {"long": Reward(function="object:long"), "bad": Reward(function="object:bad")}
-    with RewardSet.from_config(rewards, cfg.guard, {"long": length, "bad": broken}) as judge:
+    with RewardSet.from_config(rewards, cfg.reward_workers, {"long": length, "bad": broken}) as judge:
         return asyncio.run(evaluate(ask, tasks, judge, cfg=cfg)), calls
 
 

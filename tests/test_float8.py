@@ -20,7 +20,7 @@ from whet.training.cut import Cut
 from whet.training.torch import TorchEngine
 from whet.types import ConfigError
 
-BIG = Optimizer(name="sgd", lr=1024.0, grad_clip=None)
+BIG = Optimizer(name="sgd", lr=1024.0, max_grad_norm=None)
 
 
 def rounded(x: torch.Tensor, kind: torch.dtype, scaling: Any, *, dim: int) -> torch.Tensor:

@@ -337,7 +337,7 @@ def patient(response: str, task: Task) -> float:
 def test_the_advice_after_a_time_out_can_be_followed(tmp_path: Path) -> None:
     """All that a step could not score ends the run, naming the key; with more time the same command goes on."""
     run_dir, quick = tmp_path / "run", ["train.steps=1", "train.tasks_per_step=1"]
-    with pytest.raises(WhetError, match=r"no result in 0\.05 s \(guard\.timeout_s\)"):
+    with pytest.raises(WhetError, match=r"no result in 0\.05 s \(reward_workers\.timeout_s\)"):
         train(run_dir, *quick, "reward_workers.timeout_s=0.05", rewards=patient)
     assert train(run_dir, *quick, "reward_workers.timeout_s=20", rewards=patient).finished
 

@@ -162,7 +162,7 @@ def test_the_recipes_say_enough_to_know_the_named_conditions() -> None:
             resolved.advantage,
             resolved.loss,
         )
-        assert sets["aggregation"] == resolved.aggregation
+        assert sets["loss_agg_mode"] == resolved.loss_agg_mode
         assert (sets["whiten"], sets["dynamic_sampling"]) == (
             resolved.whiten,
             resolved.dynamic_sampling,
@@ -230,7 +230,7 @@ def random_config() -> st.SearchStrategy[dict[str, Json]]:
             train=[[row], [row, row]], eval=[[], [row]], expert=[[row], [row, row]], order=["sequential"]
         ),
         "rewards": st.sampled_from([{}, {"r": {"function": "exact"}}]),
-        "eval": maybe(every=[0, 5], at_start=[False], at_end=[False]),
+        "eval": maybe(interval=[0, 5], at_start=[False], at_end=[False]),
         "train": st.builds(
             lambda train, s: {**train, "optimizer": {"schedule": s}}, maybe(minibatches=[1, 2]), schedule
         ),

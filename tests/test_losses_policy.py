@@ -461,7 +461,7 @@ def test_the_engines_cuts_change_no_gradient(name: str, keys: dict[str, Any]) ->
     batch = pack(random_groups(seed=3))
     batch = algorithm.advantage(replace(batch, logp_old_N=batch.logp_sample_N), 0.0)
     batch = replace(
-        batch, weight_N=weights(batch, resolve(schema.Algorithm(name=name)).aggregation, norm_tokens=8)
+        batch, weight_N=weights(batch, resolve(schema.Algorithm(name=name)).loss_agg_mode, norm_tokens=8)
     )
     grad = algorithm.entropy_grad
     whole, metrics = gradients(algorithm, batch, Cut(max_tokens=10_000, entropy_grad=grad))

@@ -120,7 +120,7 @@ def test_defaults_of_unset_sizes() -> None:
 
 
 def test_mixture_sizes() -> None:
-    model = scratch(architecture="qwen3_moe", experts=6, num_experts_per_tok=3, intermediate_size=24)
+    model = scratch(architecture="qwen3_moe", num_experts=6, num_experts_per_tok=3, intermediate_size=24)
     block = model.model.layers[0].mlp
     assert block.experts.gate_up_proj.shape == (6, 48, 32)
     assert (block.gate.top_k, block.gate.norm_topk_prob) == (3, True)
@@ -161,7 +161,7 @@ def test_bfloat16_keeps_rotary_frequencies_in_float32() -> None:
         ({"hidden_size": 30, "num_attention_heads": 4}, "give head_dim"),
         ({"head_dim": 7}, "must be even"),
         ({"sliding_window": 8}, "for architecture 'mistral' only"),
-        ({"architecture": "qwen3_moe", "experts": 2, "num_experts_per_tok": 3}, "is more than experts"),
+        ({"architecture": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 3}, "is more than experts"),
         (
             {"architecture": "llama", "hidden_size": 30, "num_attention_heads": 4, "head_dim": 8},
             "refuses these sizes",

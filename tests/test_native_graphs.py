@@ -101,12 +101,12 @@ def exact_model(family: str) -> PreTrainedModel:
     scratch = Scratch(
         architecture=family,  # type: ignore[arg-type]
         hidden_size=32,
-        layers=2,
-        heads=4,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
         intermediate_size=64,
-        experts=4,
+        num_experts=4,
         initializer_range=0.1,
         sliding_window=8 if family == "mistral" else None,
     )

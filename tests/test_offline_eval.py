@@ -64,7 +64,7 @@ def config(path: Path, tmp_path: Path, *overrides: str) -> Loaded:
 
 def judged(loaded: Loaded) -> Judged:
     offline = check(loaded, whole=True)
-    with RewardSet.from_config(loaded.config.rewards, loaded.config.guard) as rewards:
+    with RewardSet.from_config(loaded.config.rewards, loaded.config.reward_workers) as rewards:
         return judge(loaded.config, offline, rewards)
 
 

@@ -33,7 +33,7 @@ def test_first_step_by_hand() -> None:
     """AdamW's first step moves every weight by lr against the gradient's sign, after decaying matrices by lr*wd."""
     named = _named(torch.float32)
     w, b = (p.detach().clone() for _, p in named)
-    _step(Opt(named, Optimizer(lr=0.01, weight_decay=0.5, grad_clip=None), total_steps=10))
+    _step(Opt(named, Optimizer(lr=0.01, weight_decay=0.5, max_grad_norm=None), total_steps=10))
     assert torch.allclose(named[0][1], w * (1 - 0.01 * 0.5) - 0.01, atol=1e-6)
     assert torch.allclose(named[1][1], b - 0.01, atol=1e-6)
 
@@ -41,7 +41,7 @@ def test_first_step_by_hand() -> None:
 def test_decay_of_all_parameters() -> None:
     named = _named(torch.float32)
     w, b = (p.detach().clone() for _, p in named)
-    cfg = Optimizer(lr=0.01, weight_decay=0.5, decay_all=True, grad_clip=None)
+    cfg = Optimizer(lr=0.01, weight_decay=0.5, decay_all=True, max_grad_norm=None)
     _step(Opt(named, cfg, total_steps=10))
     assert torch.allclose(named[0][1], w * (1 - 0.01 * 0.5) - 0.01, atol=1e-6)
     assert torch.allclose(named[1][1], b * (1 - 0.01 * 0.5) - 0.01, atol=1e-6)
@@ -72,7 +72,7 @@ def test_a_skipped_step_moves_the_schedule() -> None:
 
 
 def test_without_a_limit_the_norm_is_measured_only() -> None:
-    optimizer = Opt(_named(torch.float32), Optimizer(grad_clip=None), total_steps=1)
+    optimizer = Opt(_named(torch.float32), Optimizer(max_grad_norm=None), total_steps=1)
     for p in optimizer.parameters.values():
         p.grad = torch.full_like(p, 2.0)
     assert optimizer.clip() == pytest.approx(6.0)
@@ -80,7 +80,7 @@ def test_without_a_limit_the_norm_is_measured_only() -> None:
 
 
 def test_clip_returns_the_norm_before() -> None:
-    optimizer = Opt(_named(torch.float32), Optimizer(grad_clip=1.0), total_steps=1)
+    optimizer = Opt(_named(torch.float32), Optimizer(max_grad_norm=1.0), total_steps=1)
     for p in optimizer.parameters.values():
         p.grad = torch.full_like(p, 2.0)
     assert optimizer.clip() == pytest.approx(6.0)  # nine entries of 2
@@ -91,7 +91,7 @@ def test_clip_returns_the_norm_before() -> None:
 def test_bfloat16_moves_by_its_master() -> None:
     """A step of 1e-5 is far below bfloat16's resolution at 1; two hundred of them must show."""
     p = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
-    optimizer = Opt([("w", p)], Optimizer(lr=1e-4, grad_clip=None), total_steps=1000)
+    optimizer = Opt([("w", p)], Optimizer(lr=1e-4, max_grad_norm=None), total_steps=1000)
     for _ in range(200):
         _step(optimizer)
     assert torch.allclose(p.float(), torch.full((4, 4), 0.98), atol=4e-3)

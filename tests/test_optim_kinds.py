@@ -89,7 +89,7 @@ def oracle(kind: str, *, lr: float, wd: float, momentum: float, steps: int) -> d
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "muon"])
 def test_steps_are_the_published_ones(kind: Any, momentum: float) -> None:
-    cfg = Optimizer(kind=kind, lr=0.05, weight_decay=0.3, momentum=momentum, grad_clip=None)
+    cfg = Optimizer(name=kind, lr=0.05, weight_decay=0.3, momentum=momentum, max_grad_norm=None)
     optimizer, weights = make(cfg)
     walk(optimizer, range(4))
     for name, want in oracle(kind, lr=0.05, wd=0.3, momentum=momentum, steps=4).items():
@@ -98,8 +98,8 @@ def test_steps_are_the_published_ones(kind: Any, momentum: float) -> None:
 
 def test_defaults_of_momentum() -> None:
     for kind, default in (("sgd", 0.0), ("muon", 0.95)):
-        a, mine = make(Optimizer(kind=kind, lr=0.1))  # type: ignore[arg-type]
-        b, given = make(Optimizer(kind=kind, lr=0.1, momentum=default))  # type: ignore[arg-type]
+        a, mine = make(Optimizer(name=kind, lr=0.1))  # type: ignore[arg-type]
+        b, given = make(Optimizer(name=kind, lr=0.1, momentum=default))  # type: ignore[arg-type]
         walk(a, range(3))
         walk(b, range(3))
         assert all(torch.equal(mine[n], given[n]) for n in mine)
@@ -160,7 +160,7 @@ def test_groups_have_their_own_terms() -> None:
         "tall": OptimizerGroup(lr_factor=0.0),
     }
     schedule = Schedule(weight_decay_end=0.0)
-    optimizer, weights = make(Optimizer(lr=0.1, weight_decay=0.4, groups=groups, schedule=schedule))
+    optimizer, weights = make(Optimizer(lr=0.1, weight_decay=0.4, param_groups=groups, schedule=schedule))
     before = {n: p.detach().clone() for n, p in weights.items()}
     kept = dict.fromkeys(SHAPES, 1.0)
     for step in range(2):
@@ -177,13 +177,13 @@ def test_groups_have_their_own_terms() -> None:
 
 def test_a_group_without_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.groups: 'attention'"):
-        make(Optimizer(groups={"attention": OptimizerGroup()}))
+        make(Optimizer(param_groups={"attention": OptimizerGroup()}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "muon"])
 def test_state_comes_back_to_the_bit(kind: Any, dtype: torch.dtype) -> None:
-    cfg = Optimizer(kind=kind, lr=0.01, weight_decay=0.1, momentum=0.9, schedule=Schedule(type="cosine"))
+    cfg = Optimizer(name=kind, lr=0.01, weight_decay=0.1, momentum=0.9, schedule=Schedule(type="cosine"))
     a, one = make(cfg, dtype)
     b, two = make(cfg, dtype)
     walk(a, range(3))

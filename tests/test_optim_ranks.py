@@ -24,8 +24,8 @@ from whet.training.ranks import Ranks
 from whet.training.torch import TorchEngine
 from whet.types import CheckpointError
 
-MUON = Optimizer(name="muon", lr=0.01, weight_decay=0.1, groups={"mlp": {"lr_factor": 0.5}})  # type: ignore[dict-item]
-INT8 = Optimizer(state_dtype="int8", lr=1e-3, eps=1e-3, weight_decay=0.1, grad_clip=0.5)
+MUON = Optimizer(name="muon", lr=0.01, weight_decay=0.1, param_groups={"mlp": {"lr_factor": 0.5}})  # type: ignore[dict-item]
+INT8 = Optimizer(state_dtype="int8", lr=1e-3, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
 SHARD, TENSOR, CONTEXT = Layout(Dims(dp_shard=2)), Layout(Dims(tp=2)), Layout(Dims(cp=2))
 CASES: dict[str, tuple[Layout, str, Optimizer]] = {
     "muon": (SHARD, "qwen3_moe", MUON),

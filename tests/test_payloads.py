@@ -14,7 +14,7 @@ import pytest
 import payloads
 import whet.rewards.math
 from test_rewards import group, task
-from whet.config.schema import Config, Data, Guard, Reward
+from whet.config.schema import Config, Data, Reward, RewardWorkers
 from whet.config.sources import verifiers
 from whet.guard import sandbox
 from whet.guard.jail import Call, Jail
@@ -46,7 +46,7 @@ OTHERS = {
 
 
 def judge(groups, rewards: dict[str, Reward], objects=None) -> list:
-    with RewardSet.from_config(rewards, Guard(timeout_s=60.0), objects) as made:
+    with RewardSet.from_config(rewards, RewardWorkers(timeout_s=60.0), objects) as made:
         return [r for g in asyncio.run(score(groups, made)) for r in g.rollouts]
 
 
@@ -179,7 +179,7 @@ def test_a_reward_of_ones_own_is_confined_when_the_config_asks_for_it(tmp_path):
         return 1.0
 
     for confine, done in (("builtin", 1.0), ("all", None)):
-        guard = Guard(confine=confine)
+        guard = RewardWorkers(sandbox=confine)
         with RewardSet.from_config({"r": Reward(function="mine")}, guard, {"r": writes}) as made:
             (g,) = asyncio.run(score([group(task(), confine)], made))
         assert g.rollouts[0].reward == done

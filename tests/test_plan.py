@@ -135,7 +135,7 @@ def test_the_critic_trains_as_the_policy_unless_told():
     ]
     same = made(*both, "train.gradient_checkpointing=true").critic
     assert same is not None
-    assert (same.minibatches, same.passes, same.micro_batch_tokens, same.gradient_checkpointing) == (
+    assert (same.minibatches, same.update_epochs, same.micro_batch_tokens, same.gradient_checkpointing) == (
         2,
         3,
         100,
@@ -148,7 +148,7 @@ def test_the_critic_trains_as_the_policy_unless_told():
     )
     own = p.critic
     assert own is not None
-    assert (own.minibatches, own.passes, own.gradient_checkpointing) == (8, 1, True)
+    assert (own.minibatches, own.update_epochs, own.gradient_checkpointing) == (8, 1, True)
     assert (own.micro_batch_tokens, own.micro_batch_rollouts) == (None, 4), "one cut replaces the other"
     assert (p.updates_per_step, p.critic_updates_per_step) == (6, 8)
     assert arithmetic(p).endswith("3 passes; critic 8 minibatches, 1 pass")
@@ -208,7 +208,7 @@ ARCHITECTURES = {
     "qwen3": {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 40},
     "mistral": {"tie_word_embeddings": False, "sliding_window": 8},
     "gemma": {"head_dim": 16, "num_key_value_heads": 1},
-    "qwen3_moe": {"experts": 4, "intermediate_size": 24, "num_key_value_heads": 2},
+    "qwen3_moe": {"num_experts": 4, "intermediate_size": 24, "num_key_value_heads": 2},
 }
 
 
@@ -359,7 +359,7 @@ def test_rewards_are_required_where_rollouts_are_judged():
 def test_all_problems_stand_in_one_message_with_their_lines(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
-        "model: {scratch: {heads: 3}}\n"
+        "model: {scratch: {num_attention_heads: 3}}\n"
         "data: {train: [{}]}\n"
         "train:\n  steps: 5\n  minibatches: 3\n"
         "rollout: {group_size: 1}\n"

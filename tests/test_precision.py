@@ -54,7 +54,7 @@ def test_float16_is_the_loop_written_by_hand() -> None:
         return (inputs @ w.t()).float().square().mean()
 
     p = nn.Parameter(start.clone())
-    cfg = Optimizer(lr=0.01, weight_decay=0.1, grad_clip=0.1)
+    cfg = Optimizer(lr=0.01, weight_decay=0.1, max_grad_norm=0.1)
     optimizer = Opt(
         [("w", p)], cfg, total_steps=9, precision=Precision(loss_scale=2.0**24, loss_scale_steps=2)
     )
@@ -140,7 +140,7 @@ def test_sums_in_float32_keep_what_bfloat16_loses() -> None:
 
     def summed(precision: Precision) -> float:
         p = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-        optimizer = Opt([("w", p)], Optimizer(grad_clip=None), total_steps=1, precision=precision)
+        optimizer = Opt([("w", p)], Optimizer(max_grad_norm=None), total_steps=1, precision=precision)
         for slope in [1.0] + [2.0**-9] * 256:
             optimizer.backward((p * slope).sum())
         return optimizer.clip()
@@ -152,12 +152,14 @@ def test_sums_in_float32_keep_what_bfloat16_loses() -> None:
 def test_without_masters_small_steps_are_lost() -> None:
     def moved(precision: Precision) -> tuple[float, torch.dtype]:
         p = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
-        optimizer = Opt([("w", p)], Optimizer(lr=1e-4, grad_clip=None), total_steps=99, precision=precision)
+        optimizer = Opt(
+            [("w", p)], Optimizer(lr=1e-4, max_grad_norm=None), total_steps=99, precision=precision
+        )
         for _ in range(99):
             p.grad = torch.ones_like(p)
             optimizer.clip()
             optimizer.step()
-        return float(p.detach()[0, 0]), optimizer.state_dtype()["exp_avg.w"].dtype
+        return float(p.detach()[0, 0]), optimizer.state()["exp_avg.w"].dtype
 
     assert moved(Precision(master_weights=False)) == (1.0, torch.bfloat16)
     assert moved(Precision()) == (pytest.approx(0.99, abs=4e-3), torch.float32)
@@ -200,7 +202,7 @@ def test_compute_dtype_is_autocast_around_the_layers() -> None:
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
 def test_implementations_are_equal_up_to_rounding(kind: Any) -> None:
     def trained(how: Any) -> dict[str, Tensor]:
-        cfg = Optimizer(kind=kind, lr=0.01, weight_decay=0.1, implementation=how)
+        cfg = Optimizer(name=kind, lr=0.01, weight_decay=0.1, implementation=how)
         engine = TorchEngine(tiny_model(), kernels.load("auto"), cut=Cut(), optimizer=cfg, total_steps=4)
         for _ in range(4):
             engine.update(weighted(), pg_loss)
@@ -240,7 +242,7 @@ def test_8_bits_track_adam_in_training(kind: Any) -> None:
         gen = torch.Generator().manual_seed(0)
         inputs, wanted = torch.randn(64, 48, generator=gen), torch.randn(64, 24, generator=gen)
         one, two = (nn.Parameter(torch.randn(s, generator=gen) * 0.1) for s in ((64, 48), (24, 64)))
-        cfg = Optimizer(kind=kind, lr=3e-3, weight_decay=0.01, state=state, grad_clip=None)
+        cfg = Optimizer(name=kind, lr=3e-3, weight_decay=0.01, state_dtype=state, max_grad_norm=None)
         optimizer = Opt([("one", one), ("two", two)], cfg, total_steps=200)
         losses = []
         for _ in range(200):
@@ -322,7 +324,7 @@ def test_the_whole_state_moves_and_steps_are_equal(kind: Any, monkeypatch: pytes
     def trained(offload: tuple[str, ...]) -> TorchEngine:
         engine = TorchEngine(
             tiny_model().bfloat16(), kernels.load("auto"), cut=Cut(offload=offload),
-            optimizer=Optimizer(kind=kind, lr=0.01, momentum=None if kind == "adamw" else 0.9), total_steps=4,
+            optimizer=Optimizer(name=kind, lr=0.01, momentum=None if kind == "adamw" else 0.9), total_steps=4,
         )  # fmt: skip
         for _ in range(2):
             engine.update(weighted(), pg_loss)
@@ -338,7 +340,7 @@ def test_the_whole_state_moves_and_steps_are_equal(kind: Any, monkeypatch: pytes
         return self
 
     monkeypatch.setattr(Tensor, "to", to)
-    state = {t.data_ptr() for t in away.optimizer.state_dtype().values()}
+    state = {t.data_ptr() for t in away.optimizer.state().values()}
     away.optimizer.place(torch.device("cpu"))
     assert moved == state
 

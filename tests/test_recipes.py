@@ -39,7 +39,7 @@ def test_recipes_name_parts_that_exist() -> None:
     for recipe in RECIPES.values():
         assert recipe.advantage in ADVANTAGES
         assert recipe.loss in LOSSES
-        assert recipe.aggregation in AGGREGATIONS
+        assert recipe.loss_agg_mode in AGGREGATIONS
         assert recipe.kind == functions.LOSSES[recipe.loss].kind
         read = functions.ADVANTAGES[recipe.advantage].settings | functions.LOSSES[recipe.loss].settings
         assert recipe.settings.keys() <= read
@@ -60,7 +60,7 @@ def test_tables_without_torch_tell_the_truth_about_the_functions() -> None:
     for row in (*functions.ADVANTAGES.values(), *functions.LOSSES.values()):
         assert all(schema.Algorithm.model_fields[key].default is None for key in row.defaults)
         assert all(schema.Algorithm.model_fields[key].default is not None for key in row.reads)
-    known = inspect.signature(schema.Algorithm).parameters["aggregation"].annotation
+    known = inspect.signature(schema.Algorithm).parameters["loss_agg_mode"].annotation
     assert all(repr(mode) in str(known) for mode in AGGREGATIONS if mode != "pair-mean")
 
 
@@ -85,7 +85,7 @@ def test_recipes_are_read_without_torch() -> None:
 
 def test_a_recipe_as_it_is() -> None:
     r = resolve(given("dapo"))
-    assert (r.advantage, r.loss, r.aggregation) == ("grpo", "ppo", "token-mean")
+    assert (r.advantage, r.loss, r.loss_agg_mode) == ("grpo", "ppo", "token-mean")
     assert (r.settings["clip_low"], r.settings["clip_high"], r.settings["dual_clip"]) == (0.2, 0.28, None)
     assert r.dynamic_sampling
     assert r.settings["normalize_std"]

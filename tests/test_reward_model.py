@@ -21,7 +21,7 @@ from transformers import (
 from whet import train
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import Guard, Reward, RewardModel
+from whet.config.schema import Reward, RewardModel, RewardWorkers
 from whet.data.tokenizer import build
 from whet.rehearsal.probe import probe
 from whet.rewards.combine import RewardSet, score
@@ -82,7 +82,7 @@ def group(prompt: str | tuple[Message, ...] = CHAT, texts: list[str] = REPLIES) 
 
 
 def scored(groups: list[Group], rewards: dict[str, Reward]) -> list[Rollout]:
-    with RewardSet.from_config(rewards, Guard(workers=1)) as made:
+    with RewardSet.from_config(rewards, RewardWorkers(count=1)) as made:
         return [r for g in asyncio.run(score(groups, made)) for r in g.rollouts]
 
 
@@ -190,7 +190,7 @@ def test_the_sum_is_weighted_and_every_part_is_kept(judge, tmp_path):
 
 def test_each_source_has_its_judges(judge):
     rewards = {"rm": Reward(model=RewardModel(path=str(judge))), "right": Reward(function="exact")}
-    with RewardSet.from_config(rewards, Guard(workers=1)) as made:
+    with RewardSet.from_config(rewards, RewardWorkers(count=1)) as made:
         chosen = replace(made, by_source={"s": ("right",)})
         elsewhere = Group(replace(group().task, source="t"), group().rollouts[:1])
         elsewhere = Group(elsewhere.task, tuple(replace(r, task=elsewhere.task) for r in elsewhere.rollouts))

@@ -191,7 +191,7 @@ def agree(schedule: Schedule, total: int, want: list[float]) -> None:
 def test_verl_cosine(lengths: tuple[int, int], f: float, c: float) -> None:
     N, W = lengths
     ours = Schedule(
-        type="cosine", warmup_steps=W, warmup_ends="start", warmup_start_ratio=f, min_lr_ratio=f, cycles=c
+        type="cosine", warmup_steps=W, warmup_ends="start", warmup_start_ratio=f, min_lr_ratio=f, num_cycles=c
     )
     agree(ours, N, [verl_cosine(s, W=W, N=N, f=f, c=c) for s in range(N)])
 
@@ -206,7 +206,7 @@ def test_verl_wsd(lengths: tuple[int, int], f: float, c: float, ratio: float) ->
         warmup_ends="start",
         decay_steps=decay,
         decay_type="cosine",
-        cycles=c,
+        num_cycles=c,
         min_lr_ratio=f,
     )
     agree(ours, N, [verl_wsd(s, W=W, N=N, f=f, c=c, ratio=ratio) for s in range(N)])
@@ -271,7 +271,7 @@ def test_every_factor_is_between_floor_and_peak(
 ) -> None:
     """Also where the warm-up is longer than the stage, and after its end."""
     ours = Schedule(
-        kind=kind, warmup_steps=warmup, warmup_ends=ends, warmup_start_ratio=start, min_lr_ratio=low  # type: ignore[arg-type]
+        type=kind, warmup_steps=warmup, warmup_ends=ends, warmup_start_ratio=start, min_lr_ratio=low  # type: ignore[arg-type]
     )  # fmt: skip
     for step in range(total + 20):
         least = start if step < warmup else low

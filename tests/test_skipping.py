@@ -160,7 +160,7 @@ UNIFORM = make_batch(
 
 
 def made(loss: str, advantage: str, aggregation: str) -> Algorithm | None:
-    keys = {"name": "grpo", "loss": loss, "advantage": advantage, "aggregation": aggregation}
+    keys = {"name": "grpo", "loss": loss, "advantage": advantage, "loss_agg_mode": aggregation}
     try:
         return build(schema.Algorithm.model_validate(keys), critic=schema.Critic(), max_tokens=8)
     except ConfigError:

@@ -124,7 +124,7 @@ def test_gradients_moments_and_weights_are_those_of_all_rollouts(
         assert_near(mine, theirs, 2e-5)
     assert one.engine.optimizer is not None
     assert all_of_it.engine.optimizer is not None
-    moments, wanted = one.engine.optimizer.state_dtype(), all_of_it.engine.optimizer.state_dtype()
+    moments, wanted = one.engine.optimizer.state(), all_of_it.engine.optimizer.state()
     assert_near({n: x.float() for n, x in moments.items()}, {n: x.float() for n, x in wanted.items()}, 4e-5)
     assert one.engine.optimizer.counts() == all_of_it.engine.optimizer.counts()
     assert torch.equal(batch.adv_N, whole.adv_N)  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def test_a_ppo_file_in_newer_names() -> None:
     plans(loaded)
     assert (cfg.algorithm.name, cfg.algorithm.lam, cfg.algorithm.dual_clip) == ("ppo", 0.95, 3.0)
     assert (cfg.algorithm.kl.coef, cfg.algorithm.reward_kl.estimator) == (0.0, "k1")
-    assert cfg.algorithm.aggregation == "token-mean"
+    assert cfg.algorithm.loss_agg_mode == "token-mean"
     assert (cfg.critic.path, cfg.critic.value_clip, cfg.critic.optimizer.lr) == ("models/chat", None, 5e-6)
     assert cfg.critic.optimizer.schedule == schema.Schedule(
         type="cosine", warmup_steps=20, warmup_ends="start"
@@ -183,7 +183,7 @@ def test_a_run_equals_the_native_one_to_the_bit(work: Path) -> None:
             "tasks_per_step": 8,
             "minibatches": 2,
             "micro_batch_rollouts": 8,
-            "optimizer": {"lr": 1e-2, "grad_clip": 0.5},
+            "optimizer": {"lr": 1e-2, "max_grad_norm": 0.5},
         },
         "eval": {"interval": 10},
         "checkpoint": {"interval": 0, "export": False},

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from whet.api import reward_sets
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import Data, Guard, Reward, Source, Tokenizer
+from whet.config.schema import Data, Reward, RewardWorkers, Source, Tokenizer
 from whet.config.sources import rewards_by_source
 from whet.data.rows import read_rows
 from whet.data.tasks import TaskStream, demonstration, eval_tasks
@@ -291,7 +291,7 @@ def test_rows_without_a_label_have_the_sources(tokenizer):
 
 def test_a_rows_own_system_message_stands_over_the_sources(tokenizer):
     rows = ({"prompt": "a", "sys": "own"}, {"prompt": "b"}, {"prompt": "c", "sys": None})
-    given = [t.prompt for t in tasks_of(tokenizer, *rows, system_prompt_column="sys", system="all")]
+    given = [t.prompt for t in tasks_of(tokenizer, *rows, system_prompt_column="sys", system_prompt="all")]
     assert [p[0] for p in given] == [Message("system", s) for s in ("own", "all", "all")]
     given = [t.prompt for t in tasks_of(tokenizer, *rows, system_prompt_column="sys")]
     assert given == [(Message("system", "own"), Message("user", "a")), "b", "c"]
@@ -346,7 +346,7 @@ def test_a_source_is_judged_by_its_own_rewards():
     rewards = {"exact": Reward(function="exact"), "long": Reward(function=f"{HERE}:length", weight=0.5)}
     train = Source(name="a", rewards=("long",)), Source(name="b")
     data = Data(train=train, eval=(Source(name="c", rewards=("exact",)),))
-    with RewardSet.from_config(rewards, Guard()) as every:
+    with RewardSet.from_config(rewards, RewardWorkers()) as every:
         made = replace(every, by_source=rewards_by_source(data))
         groups = [played("a", "ab", "x"), played("b", "ab"), played("cc", "ab"), played("c", "abc", "ab")]
         a, b, cc, c = asyncio.run(score(groups, made))
@@ -358,7 +358,7 @@ def test_a_source_is_judged_by_its_own_rewards():
 
 def test_a_reward_that_does_not_judge_a_source_is_not_called():
     rewards = {"exact": Reward(function="exact"), "never": Reward(function=f"{HERE}:never")}
-    with RewardSet.from_config(rewards, Guard()) as every:
+    with RewardSet.from_config(rewards, RewardWorkers()) as every:
         made = replace(every, by_source={"a": ("exact",)})
         a, b = asyncio.run(score([played("a", "ab"), played("b", "ab")], made))
     assert a.rollouts[0].reward == 1.0

@@ -38,7 +38,7 @@ def run(tmp_path: Path, **sections: Any) -> Any:
     }
     for name, section in sections.items():
         tree[name] = tree.get(name, {}) | section
-    if tree["eval"].get("every") == 0:
+    if tree["eval"].get("interval") == 0:
         tree["data"].pop("eval")
         tree["data"].pop("exclude_eval")
         tree.pop("eval")

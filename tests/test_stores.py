@@ -25,7 +25,7 @@ from whet.buffer.groups import decode, encode, from_json, to_json
 from whet.buffer.places import Places
 from whet.buffer.queue import TrainerQueue
 from whet.buffer.stores import Scored, Store
-from whet.config.schema import Buffer, Config, Guard
+from whet.config.schema import Buffer, Config, RewardWorkers
 from whet.config.secrets import dump, learn
 from whet.guard.ledger import Ledger
 from whet.secrets import redact
@@ -907,7 +907,7 @@ def test_a_password_in_the_config_is_not_written_down():
     cfg = Config.model_construct(buffer=Buffer(url="postgresql://me:geheim@host/db"))
     assert dump(cfg)["buffer"]["url"] == "postgresql://me:***@host/db"
     log = Config.model_construct(
-        guard=Guard(), buffer=Buffer(url="postgresql://host/db?user=me&password=geheim")
+        guard=RewardWorkers(), buffer=Buffer(url="postgresql://host/db?user=me&password=geheim")
     )
     learn(log.model_dump(mode="json"))
     assert "geheim" not in redact("no user me, password geheim"), "nor does it reach a log"

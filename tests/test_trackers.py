@@ -16,7 +16,7 @@ import whet
 from tiny import RUN
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import Config, Guard, Track
+from whet.config.schema import Config, RewardWorkers, Track
 from whet.track.record import RunDirectory
 from whet.track.trackers import Tracker, open_trackers
 from whet.types import ConfigError
@@ -152,7 +152,7 @@ def config(name: str, **track: Any) -> Config:
     return Config(
         name="letters",
         track=Track(trackers=(name,), project="reading", group="g", tags=("a", "b"), **track),  # type: ignore[arg-type]
-        guard=Guard(env={"JUDGE_KEY": "sk-12345678", "PLACE": "here"}),
+        reward_workers=RewardWorkers(env={"JUDGE_KEY": "sk-12345678", "PLACE": "here"}),
     )
 
 

@@ -220,7 +220,7 @@ def test_critic_learns_values() -> None:
     target_N = torch.where(batch.mask_N, batch.group_R[batch.row_N].float(), 0.0)
     critic = TorchEngine(
         tiny_model(), kernels.load("auto"), cut=Cut(), value_head=value_head(32, 0),
-        optimizer=Optimizer(lr=3e-3, grad_clip=None), total_steps=200,
+        optimizer=Optimizer(lr=3e-3, max_grad_norm=None), total_steps=200,
     )  # fmt: skip
 
     goal_R = torch.arange(4.0)

@@ -567,7 +567,7 @@ def test_warm_up_in_training_steps() -> None:
 def test_the_critic_starts_as_the_policy_unless_it_has_a_folder() -> None:
     same = trainer.critic(values(model__model_path="m", model__critic_model_path="m", trainer__grad_clip=0.3))
     assert "critic.path" not in same
-    assert same["critic.optimizer"]["grad_clip"] == 0.3
+    assert same["critic.optimizer"]["max_grad_norm"] == 0.3
     assert same["critic.optimizer"]["lr"] == 1e-5
     assert trainer.critic(values(model__model_path="m", model__critic_model_path="v"))["critic.path"] == "v"
     over = trainer.critic(values(model__model_path="m", **{f"{CRITIC}.model.override_config": {"a": 1}}))

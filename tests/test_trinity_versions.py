@@ -158,7 +158,7 @@ def test_other_names_in_a_stage() -> None:
     stage: Json = {"stage_name": "one", "algorithm": {"optimizer": {"lr_scheduler_type": "cosine"}}}
     made = read("0.5.2", stages=[stage])
     assert not made.problems
-    assert made.tree["stages"][0]["train"]["optimizer"]["schedule"]["kind"] == "cosine"
+    assert made.tree["stages"][0]["train"]["optimizer"]["schedule"]["type"] == "cosine"
 
 
 @pytest.mark.parametrize("version", VERSIONS["trinity"])

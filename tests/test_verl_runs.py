@@ -167,7 +167,7 @@ def test_an_sft_file(work: Path) -> None:
     assert (optimizer.schedule.type, optimizer.schedule.warmup_ratio) == ("cosine", 0.1)
     assert (config.train.tasks_per_step, config.train.micro_batch_rollouts, config.train.epochs) == (8, 8, 3)
     assert (config.model.dtype, config.seed, config.run_dir) == ("float32", 1, f"{work}/sft")
-    assert (config.data.max_total_tokens, config.eval.every, config.data.eval[0].prompt) == (24, 5, "q")
+    assert (config.data.max_total_tokens, config.eval.interval, config.data.eval[0].prompt) == (24, 5, "q")
     assert plans(loaded, rows={"main": 30})[0].steps == 9, "3 full batches of 8 in each of 3 epochs"
 
 

@@ -46,7 +46,7 @@ def test_renamed_keys_mean_the_same() -> None:
     newer = made({**FITS, "reward.custom_reward_function": own}, "0.9.0")
     assert older.tree["rewards"] == newer.tree["rewards"]
     prime = made({**FITS, "reward.reward_manager.name": "prime"}, "0.8.0")
-    assert prime.tree["guard"] == {"workers": 4, "timeout_s": 300.0}
+    assert prime.tree["reward_workers"] == {"count": 4, "timeout_s": 300.0}
     buffer = {"enable": True, "len": 8, "penalty_factor": 0.5}
     for key, version in (
         ("reward_model.overlong_buffer", "0.4.0"),
@@ -59,12 +59,12 @@ def test_renamed_keys_mean_the_same() -> None:
 def test_a_default_is_that_of_the_release() -> None:
     assert "gradient_checkpointing" not in made({}, "0.4.0").tree["train"]
     assert made(FITS, "0.5.0").tree["train"]["gradient_checkpointing"] is True
-    assert made(FITS, "0.4.0").tree["eval"]["every"] == 2
+    assert made(FITS, "0.4.0").tree["eval"]["interval"] == 2
     assert "every" not in made(FITS, "0.5.0").tree["eval"], "test_freq is -1"
     assert "Please set at least one of" in " ".join(told({}, "0.5.0"))
     megatron: dict[str, Json] = {**FITS, A + "strategy": "megatron", "critic.strategy": "megatron"}
     megatron[A + "optim.clip_grad"] = 1.0
-    kinds = {version: _schedule(megatron, version).kind for version in ("0.4.1", "0.5.0")}
+    kinds = {version: _schedule(megatron, version).type for version in ("0.4.1", "0.5.0")}
     assert kinds == {"0.4.1": "linear", "0.5.0": "constant"}
 
 
@@ -80,7 +80,7 @@ def test_the_norm_divides_by_the_rollouts_since_0_7_1(version: str, mode: str) -
     """Two rollouts of 3 and 5 tokens with a loss of 1 each, 10 tokens at most: 8 / 10, later 8 / 2 / 10."""
     given = {**FITS, A + "loss_agg_mode": "seq-mean-token-sum-norm", "data.max_response_length": 10}
     found = made(given, version).tree["algorithm"]
-    assert (found["aggregation"], found["norm_tokens"]) == (mode, 10)
+    assert (found["loss_agg_mode"], found["norm_tokens"]) == (mode, 10)
     weight = {"token-sum-norm": 1 / 10, "seq-mean-token-sum-norm": 1 / 2 / 10}[mode]
     assert (3 + 5) * weight == pytest.approx(0.8 if mode == "token-sum-norm" else 0.4)
 
@@ -96,7 +96,7 @@ def test_no_warm_up_steps_mean_the_ratio_since_0_8_0() -> None:
 
 def test_gradients_are_clipped_by_the_optimizers_key_since_0_8_0() -> None:
     given = {**FITS, A + "grad_clip": 0.5, A + "optim.clip_grad": 0.25}
-    clips = {v: made(given, v).tree["train"]["optimizer"]["grad_clip"] for v in ("0.7.1", "0.8.0")}
+    clips = {v: made(given, v).tree["train"]["optimizer"]["max_grad_norm"] for v in ("0.7.1", "0.8.0")}
     assert clips == {"0.7.1": 0.5, "0.8.0": 0.25}
 
 
@@ -147,7 +147,7 @@ def test_the_asynchronous_trainers() -> None:
         100,
     )
     rollout = tree["rollout"]
-    assert (rollout["schedule"], rollout["sync_interval"], rollout["max_staleness"]) == ("free", 4, 5)
+    assert (rollout["schedule"], rollout["sync_interval"], rollout["max_staleness"]) == ("async", 4, 5)
     assert tree["algorithm"]["old_logprobs"] == "sampled"
 
 
@@ -166,7 +166,7 @@ def test_supervised_fine_tuning_over_engines() -> None:
     assert (tree["model"]["path"], tree["train"]["micro_batch_tokens"]) == ("m", 4096)
     assert tree["data"]["train"][0]["messages"] == "talk"
     schedule = tree["train"]["optimizer"]["schedule"]
-    assert (schedule["kind"], schedule["min_lr_ratio"], schedule["warmup_ratio"]) == ("cosine", 0.2, 0.1)
+    assert (schedule["type"], schedule["min_lr_ratio"], schedule["warmup_ratio"]) == ("cosine", 0.2, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -43,12 +43,12 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, layers: int = 2, std: fl
     scratch = Scratch(
         architecture=family,  # type: ignore[arg-type]
         hidden_size=32,
-        layers=layers,
-        heads=4,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
         intermediate_size=48,
-        experts=4,
+        num_experts=4,
         initializer_range=std,
         sliding_window=8 if family == "mistral" else None,
     )

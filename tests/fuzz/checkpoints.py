@@ -206,7 +206,7 @@ def read(folder: Path) -> object:
     are as they were written, what was written."""
     state = checkpoint.read_state(folder)
     checkpoint.check_contents(folder, state, ["model", "optimizer"])
-    checkpoint.load_contents(folder, {"policy": engine()})
+    checkpoint.load(folder, {"policy": engine()})
     tasks, waiting = stream(), buffer()
     with reading(folder / STATE):
         tasks.restore(state["tasks"])

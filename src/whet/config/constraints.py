@@ -49,13 +49,13 @@ def _at_schedule(at: str, *algorithm: str) -> tuple[Constraint, ...]:
         ),
         Constraint(
             f"{at}.warmup_steps {at}.total_steps",
-            (*algorithm, f"{at}.kind=cosine", f"{at}.warmup_steps=9", f"{at}.total_steps=9"),
+            (*algorithm, f"{at}.type=cosine", f"{at}.warmup_steps=9", f"{at}.total_steps=9"),
         ),
         Constraint(
             f"{at}.decay_steps {at}.warmup_steps {at}.total_steps",
             (
                 *algorithm,
-                f"{at}.kind=wsd",
+                f"{at}.type=wsd",
                 f"{at}.warmup_steps=5",
                 f"{at}.decay_steps=6",
                 f"{at}.total_steps=9",

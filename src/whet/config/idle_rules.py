@@ -396,27 +396,27 @@ def optimizer_rules(at: str) -> tuple[Rule, ...]:
     """When the keys of an optimizer and of its schedule are read."""
     s = f"{at}.schedule"
     ends: Condition = {"key": f"{s}.weight_decay_end", "given": True}
-    changes: Condition = {"not": {"key": f"{s}.kind", "is": "constant"}}
+    changes: Condition = {"not": {"key": f"{s}.type", "is": "constant"}}
     fraction: Condition = {"key": f"{s}.warmup_ratio", "above": 0}
     warms_up: Condition = {"any": [{"key": f"{s}.warmup_steps", "above": 0}, fraction]}
     by_kind = tuple(
         Rule(
             (f"{s}.{key}",),
-            {"key": f"{s}.kind", "in": [kind for kind, read in READS.items() if key in read]},
-            f"kind={{cfg.{s}.kind}} does not read it",
+            {"key": f"{s}.type", "in": [kind for kind, read in READS.items() if key in read]},
+            f"type={{cfg.{s}.type}} does not read it",
         )
         for key in ("min_lr_ratio", "num_cycles", "decay_steps", "decay_ratio", "decay_type")
     )
-    kind = f"kind={{cfg.{at}.kind}} does not read it"
+    kind = f"name={{cfg.{at}.name}} does not read it"
     return (
-        Rule(under(at, "betas", "eps"), {"not": {"key": f"{at}.kind", "is": "sgd"}}, kind),
-        Rule((f"{at}.state",), {"not": {"key": f"{at}.kind", "is": "sgd"}}, kind),
+        Rule(under(at, "betas", "eps"), {"not": {"key": f"{at}.name", "is": "sgd"}}, kind),
+        Rule((f"{at}.state_dtype",), {"not": {"key": f"{at}.name", "is": "sgd"}}, kind),
         Rule(
             (f"{at}.implementation",),
-            {"key": f"{at}.state", "is": "float32"},
-            f"state={{cfg.{at}.state}} has a step of its own",
+            {"key": f"{at}.state_dtype", "is": "float32"},
+            f"state_dtype={{cfg.{at}.state_dtype}} has a step of its own",
         ),
-        Rule((f"{at}.momentum",), {"key": f"{at}.kind", "in": ["sgd", "muon"]}, kind),
+        Rule((f"{at}.momentum",), {"key": f"{at}.name", "in": ["sgd", "muon"]}, kind),
         Rule(
             (f"{at}.decay_all",),
             {
@@ -434,8 +434,8 @@ def optimizer_rules(at: str) -> tuple[Rule, ...]:
             "decay_steps says how long the decay is",
         ),
         Rule(
-            (f"{s}.cycles",),
-            {"any": [{"key": f"{s}.kind", "is": "cosine"}, {"key": f"{s}.decay_type", "is": "cosine"}]},
+            (f"{s}.num_cycles",),
+            {"any": [{"key": f"{s}.type", "is": "cosine"}, {"key": f"{s}.decay_type", "is": "cosine"}]},
             f"decay_type={{cfg.{s}.decay_type}} has no waves",
         ),
         Rule((f"{s}.total_steps",), {"any": [changes, fraction]}, "a constant schedule has no end"),

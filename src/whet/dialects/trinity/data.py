@@ -42,10 +42,10 @@ def mode(values: Values) -> Native:
     wanted, name = str(values["mode"]), values["algorithm.algorithm_type"]
     known_as(wanted, dict.fromkeys(MODES[:5]), key="mode", coming=MODES[5:])
     if online(values):
-        return {"mode": "both" if wanted == "colocate" else wanted}
+        return {"mode": {"colocate": "both", "bench": "eval"}.get(wanted, wanted)}
     if wanted == "bench":
         raise NotSupportedYet(
-            f"mode: eval with {name} is coming, not built yet; `whet eval` evaluates its exports."
+            f"mode: bench with {name} is coming, not built yet; `whet eval` evaluates its exports."
         )
     if wanted != "train":
         raise ConfigError(f"mode: {name} learns from a file and does not explore; write mode: train.")

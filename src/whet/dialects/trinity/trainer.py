@@ -123,7 +123,7 @@ def micro(values: Values) -> Native:
     )
     out: Native = {f"train.{policys[0]}": policys[1]}
     if forward[1] is not None and forward != policys:
-        out[f"train.{forward[0]}_forward"] = forward[1]
+        out[f"train.forward_{forward[0]}"] = forward[1]
     if has_critic(values) and critics[1] is not None and critics != policys:
         out[f"critic.{critics[0]}"] = critics[1]
     return out

@@ -199,7 +199,7 @@ def dtype(v: Values) -> Native:
 def checkpoints(v: Values) -> Native:
     """The older trainer's checkpoints are Hugging Face folders, so each is exported; else the contents say so."""
     every, epochs = v["trainer.save_freq"], v["trainer.save_freq"] == "after_each_epoch"
-    interval = 0 if epochs else max(every, 0)
+    every = 0 if epochs else max(every, 0)
     saved, loaded = _contents(v, "save_contents"), _contents(v, "load_contents")
     if "extra" not in loaded:
         raise NotSupportedYet(

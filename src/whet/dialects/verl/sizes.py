@@ -256,9 +256,13 @@ def cut(v: Values) -> Native:
     critic = _asked(v, CRITIC, *_LEARNING) if has_critic(v) else None
     asked = [size for role, keys in _scoring(v) if (size := _asked(v, role, *keys))]
     return {
-        f"train.micro_{mine[0]}": mine[1],
-        **({f"critic.micro_{critic[0]}": critic[1]} if critic else {}),
-        **({f"train.micro_{kind}_forward": most for kind, most in [_smallest(v, asked)]} if asked else {}),
+        f"train.micro_batch_{mine[0]}": mine[1],
+        **({f"critic.micro_batch_{critic[0]}": critic[1]} if critic else {}),
+        **(
+            {f"train.forward_micro_batch_{kind}": most for kind, most in [_smallest(v, asked)]}
+            if asked
+            else {}
+        ),
     }
 
 
