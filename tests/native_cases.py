@@ -291,7 +291,8 @@ CASES: dict[str, Case] = {
     "algorithm.std_scope": ("", "batch"),
     "algorithm.rank_penalty": ("rollout.group_size=4", 0.5),
     "algorithm.single_rollout": (
-        "algorithm.name=rloo; rewards.r.function='rows.py:half'; reward_workers.max_failure_rate=1.0; train.tasks_per_step=4",
+        "algorithm.name=rloo; rewards.r.function='rows.py:half'; reward_workers.max_failure_rate=1.0; "
+        "train.tasks_per_step=4",
         "raw",
     ),
     "algorithm.opmd_baseline": ("algorithm.name=opmd", "logavgexp"),

@@ -221,7 +221,7 @@ def replicas(**sync: Any) -> dict[str, Any]:
         ({"mode": "explore", "run_dir": "runs/{time}"}, r"run_dir: \{time\} in it is another moment"),
         (
             {"mode": "train", "rollout": {}, "buffer": {"url": "files:///q", "order": "newest"}},
-            r"buffer\.order: has no effect: mode=train, rollout\.schedule=deterministic: groups are trained on in the order",
+            r"buffer\.order: has no effect: mode=train, rollout\.schedule=deterministic: groups are trained on in",
         ),
         (
             {"mode": "train", "rollout": {}, "buffer": {"url": "files:///q", "replay": {"queue": True}}},

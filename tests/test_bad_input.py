@@ -28,7 +28,9 @@ from whet.types import CheckpointError, ConfigError, Task, WhetError
 ROOT = Path(__file__).parents[1]
 BROKEN = "tests/broken"
 CONFIG = """
-model: {scratch: {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 32, max_position_embeddings: 32}}
+model:
+  scratch:
+    {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 32, max_position_embeddings: 32}
 tokenizer: {build: chars}
 data: {max_prompt_tokens: 8, train: [{path: tests/data/words.jsonl}]}
 rewards: {right: {function: exact}}

@@ -274,8 +274,9 @@ def test_a_plan_is_for_the_machines_that_are_said(tmp_path: Path) -> None:
     """What takes 20 GiB in training fits a GPU of 40 GiB, and not one of 1 GiB."""
     path = tmp_path / "c.yaml"
     path.write_text(
-        "model: {scratch: {hidden_size: 1024, num_hidden_layers: 8, intermediate_size: 4096}}\ntokenizer: {build: chars}\n"
-        "data: {train: [{path: tests/data/words.jsonl}]}\nrewards: {a: {function: exact}}\ntrain: {steps: 1}\n"
+        "model: {scratch: {hidden_size: 1024, num_hidden_layers: 8, intermediate_size: 4096}}\ntokenizer: "
+        "{build: chars}\ndata: {train: [{path: tests/data/words.jsonl}]}\nrewards: {a: {function: exact}}\ntrain: "
+        "{steps: 1}\n"
     )
     run = CliRunner()
     fits = run.invoke(cli.app, ["plan", str(path), "--gpus", "1", "--mem", "40"])

@@ -23,7 +23,9 @@ CONFIG = """
 name: dumps
 seed: 3
 model:
-  scratch: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, max_position_embeddings: 64}
+  scratch:
+    {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16,
+     max_position_embeddings: 64}
 tokenizer: {build: chars}
 data: {max_prompt_tokens: 16, train: [{path: tests/data/words.jsonl, limit: 16}]}
 rewards: {letters: {function: "tests/resume/rewards.py:shared_letters"}}

@@ -41,7 +41,8 @@ def make(kind):
         return foreign(kind, vocab_size=101, intermediate_size=96, final_logit_softcapping=3.0)
     window = 8 if kind == "mistral" else None
     scratch = Scratch(
-        architecture=kind, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96, initializer_range=0.1,
+        architecture=kind, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=96, initializer_range=0.1,
         sliding_window=window,
     )
     return build(

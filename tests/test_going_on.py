@@ -309,7 +309,10 @@ def test_the_advice_after_running_out_of_memory_can_be_followed(
 
 
 def test_the_memory_plan_advises_a_run_that_goes_on_only_what_it_may_do() -> None:
-    wide = "model.scratch={hidden_size: 512, num_attention_heads: 8, num_hidden_layers: 12, max_position_embeddings: 64}"
+    wide = (
+        "model.scratch={hidden_size: 512, num_attention_heads: 8, num_hidden_layers: 12, "
+        "max_position_embeddings: 64}"
+    )
     planned = plans(load(None, (wide, "machine.memory_mb=100"), CONFIG))
     with pytest.raises(ConfigError, match=r"model\.lora"):
         check_memory(planned)

@@ -296,7 +296,10 @@ def test_on_cuda_the_whole_cache_is_taken():
 
 
 def test_what_cannot_fit_is_refused_with_its_largest_parts_and_what_to_change():
-    wide = "model.scratch={hidden_size: 512, num_attention_heads: 8, num_hidden_layers: 12, max_position_embeddings: 64}"
+    wide = (
+        "model.scratch={hidden_size: 512, num_attention_heads: 8, num_hidden_layers: 12, "
+        "max_position_embeddings: 64}"
+    )
     with pytest.raises(ConfigError) as caught:
         footprint.check_memory([planned(wide, "machine.memory_mb=100")])
     said = str(caught.value)
@@ -547,7 +550,10 @@ def test_advice_leaves_out_what_is_done():
     ]
     done = ("model.lora", "model.dtype=bfloat16", "train.optimizer.name=sgd")
     assert memory.advice(parts, done)[0] == "a smaller model"
-    wide = "model.scratch={hidden_size: 512, num_attention_heads: 8, num_hidden_layers: 12, max_position_embeddings: 64}"
+    wide = (
+        "model.scratch={hidden_size: 512, num_attention_heads: 8, num_hidden_layers: 12, "
+        "max_position_embeddings: 64}"
+    )
     with pytest.raises(ConfigError) as caught:
         footprint.check_memory(
             [planned(wide, "machine.memory_mb=50", "model.dtype=bfloat16", "model.lora.rank=2")]

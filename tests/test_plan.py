@@ -293,13 +293,15 @@ def test_a_model_that_is_elsewhere_can_be_planned():
     [
         (["model={path: x}"], "model: give either path"),
         (["train.steps=null"], "neither is given"),
-        (["train.micro_batch_tokens=8", "train.micro_batch_rollouts=2"], "give train.micro_batch_tokens or train.micro"),
+        (["train.micro_batch_tokens=8", "train.micro_batch_rollouts=2"], "give train.micro_batch_tokens or"),
         (["train.minibatches=5"], "5 does not divide train.tasks_per_step=16; nearest that work: "
          "train.minibatches=4 or 8, or train.tasks_per_step=15 or 20"),
         (["algorithm.name=ppo", "critic.minibatches=3"], "critic.minibatches: 3 does not divide "
          "train.tasks_per_step=16; nearest that work: critic.minibatches=2 or 4"),
-        (["train.forward_micro_batch_tokens=8", "train.forward_micro_batch_rollouts=2"], "give train.forward_micro_batch_tokens or"),
-        (["algorithm.name=ppo", "critic.micro_batch_tokens=8", "critic.micro_batch_rollouts=2"], "give critic.micro_batch_tokens or"),
+        (["train.forward_micro_batch_tokens=8", "train.forward_micro_batch_rollouts=2"],
+         "give train.forward_micro_batch_tokens or"),
+        (["algorithm.name=ppo", "critic.micro_batch_tokens=8", "critic.micro_batch_rollouts=2"],
+         "give critic.micro_batch_tokens or"),
         (["train.drop_last=true", "data.train=[{path: a}, {path: b}]"], "train.drop_last: 2 sources are mixed"),
         (["train.optimizer.schedule={type: linear, warmup_steps: 5, total_steps: 5}"], "5 steps of warm-up leave "
          "nothing of total_steps=5"),
@@ -316,7 +318,7 @@ def test_a_model_that_is_elsewhere_can_be_planned():
         (["data.train.0.arguments={a: 1}"], "arguments are for function only"),
         (["data.train.0.template=hello"], "has no {prompt} in it"),
         (["model.scratch.num_key_value_heads=3"], "3 does not divide heads=4; these do: 1, 2, 4"),
-        (["model.scratch.num_attention_heads=5"], "num_attention_heads=5 does not divide hidden_size=32; give head_dim"),
+        (["model.scratch.num_attention_heads=5"], "num_attention_heads=5 does not divide hidden_size=32; give"),
         (["model.scratch.head_dim=7"], "7 is odd"),
         (["model.scratch.architecture=qwen3_moe", "model.scratch.num_experts_per_tok=9"], "9 is more than "
          "experts=8"),

@@ -27,7 +27,14 @@ from whet.track.timeline import read
 from whet.types import ConfigError, Json
 
 BASE: Json = {
-    "model": {"scratch": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}},
+    "model": {
+        "scratch": {
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 64,
+        }
+    },
     "tokenizer": {"build": "chars"},
     "data": {"max_prompt_tokens": 16, "train": [{"path": "tests/data/words.jsonl"}]},
     "rewards": {"letters": {"function": "tests/resume/rewards.py:shared_letters"}},

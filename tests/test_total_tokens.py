@@ -69,7 +69,14 @@ def test_what_an_environment_says_counts_too() -> None:
 
 
 BASE: dict[str, Any] = {
-    "model": {"scratch": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 24}},
+    "model": {
+        "scratch": {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 24,
+        }
+    },
     "tokenizer": {"build": "chars"},
     "data": {
         "train": [{"rows": [{"prompt": f"{n}>", "answer": "a"} for n in range(10)]}], "max_prompt_tokens": 8,

@@ -435,7 +435,8 @@ def test_schedules() -> None:
         A + "optim.num_cycles": 1.5,
     }
     assert schedule(ratio) == {
-        **STEP, "type": "cosine", "warmup_ratio": 0.1, "warmup_start_ratio": 0.2, "min_lr_ratio": 0.2, "num_cycles": 1.5,
+        **STEP, "type": "cosine", "warmup_ratio": 0.1, "warmup_start_ratio": 0.2, "min_lr_ratio": 0.2,
+        "num_cycles": 1.5,
     }  # fmt: skip
     assert (
         schedule({A + "optim.lr_warmup_steps": 0, A + "optim.lr_warmup_steps_ratio": 0.1})["warmup_steps"]

@@ -175,7 +175,9 @@ SCRATCH = """
 whet:
   model:
     path: null
-    scratch: {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 64, max_position_embeddings: 64}
+    scratch:
+      {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 64,
+       max_position_embeddings: 64}
   tokenizer: {build: chars}
 """
 

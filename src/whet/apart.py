@@ -196,8 +196,8 @@ class Idle:
         lives, patience_s = is_running(self.home), self.run.cfg.sync.timeout_s
         who = {True: "it runs", False: "its process is dead", None: "it is on another machine"}[lives]
         what = (
-            f"explorer {self.run.cfg.buffer.explorer_name!r} has waited {now - self.since:.0f} s for the trainer to take "
-            f"rollouts of stage {self.run.name!r}, since weights version {self.run.engine.version}: {who}"  # type: ignore[union-attr]
+            f"explorer {self.run.cfg.buffer.explorer_name!r} has waited {now - self.since:.0f} s for the trainer to "
+            f"take rollouts of stage {self.run.name!r}, since weights version {self.run.engine.version}: {who}"  # type: ignore[union-attr]
         )
         if now - self.since > patience_s and not lives:
             raise WhetError(

@@ -338,9 +338,9 @@ def check_contents(path: Path, state: Json, wanted: Collection[str]) -> None:
         raise Damaged(f"{path}: {STATE} does not say what the checkpoint holds")
     if missing := [part for part in wanted if part not in held]:
         raise CheckpointError(
-            f"{path} holds no {', '.join(missing)} (checkpoint.save_contents was {', '.join(held)}), so the "
-            "run cannot go on as if it had never stopped; checkpoint.load_contents=[model] goes on with moments that begin "
-            "at zero"
+            f"{path} holds no {', '.join(missing)} (checkpoint.save_contents was {', '.join(held)}), so the run cannot "
+            "go on as if it had never stopped; checkpoint.load_contents=[model] goes on with moments that begin at "
+            "zero"
         )
 
 

@@ -401,8 +401,8 @@ def _all_at_once(start: Any, names: Sequence[str], *, start_timeout_s: float) ->
         return asyncio.run(bounded())
     except TimeoutError:
         raise ConfigError(
-            f"{len(names)} engine processes were not up within cluster.start_timeout_s={start_timeout_s:g} s; their logs are in "
-            f"{logs()}. Raise cluster.start_timeout_s if they only load slowly"
+            f"{len(names)} engine processes were not up within cluster.start_timeout_s={start_timeout_s:g} s; their "
+            f"logs are in {logs()}. Raise cluster.start_timeout_s if they only load slowly"
         ) from None
 
 

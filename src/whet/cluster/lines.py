@@ -279,8 +279,9 @@ class Far:
             for actor in actors:
                 ray.kill(actor)
             raise ConfigError(
-                f"{len(actors)} processes of {self.module} were not up within cluster.start_timeout_s={self.start_timeout_s:g} s: "
-                f"{first_line(error)}. Raise cluster.start_timeout_s if they only load slowly"
+                f"{len(actors)} processes of {self.module} were not up within "
+                f"cluster.start_timeout_s={self.start_timeout_s:g} s: {first_line(error)}. Raise "
+                "cluster.start_timeout_s if they only load slowly"
             ) from None
 
     def _actor(self, number: int) -> Any:

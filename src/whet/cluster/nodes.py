@@ -168,8 +168,8 @@ def place(
     except GetTimeoutError:
         remove_placement_group(group)  # or it would take the room as soon as there is some
         raise ConfigError(
-            f"{asked}: no room was free for {count} times {needs} within cluster.start_timeout_s={start_timeout_s:g} s, "
-            f"others use the cluster ({there} in all). {advice}"
+            f"{asked}: no room was free for {count} times {needs} within cluster.start_timeout_s={start_timeout_s:g} "
+            f"s, others use the cluster ({there} in all). {advice}"
         ) from None
     return group
 

@@ -106,7 +106,8 @@ def _model(cfg: Config) -> Iterator[Problem]:
         if s.head_dim is None and s.hidden_size % s.num_attention_heads:
             yield (
                 "model.scratch",
-                f"num_attention_heads={s.num_attention_heads} does not divide hidden_size={s.hidden_size}; give head_dim",
+                f"num_attention_heads={s.num_attention_heads} does not divide hidden_size={s.hidden_size}; give "
+                "head_dim",
             )
         head_dim = s.head_dim or s.hidden_size // s.num_attention_heads
         if head_dim % 2:
@@ -206,9 +207,9 @@ def _learning(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
     if not algorithm.ratio and updates > 1:
         yield (
             "algorithm.loss",
-            f"{algorithm.loss} has no ratio to the policy that sampled, so it is right for one optimizer step "
-            f"a batch, and train.minibatches={cfg.train.minibatches} x train.update_epochs={cfg.train.update_epochs} make "
-            f"{updates}; set algorithm.loss=ppo, or both to 1",
+            f"{algorithm.loss} has no ratio to the policy that sampled, so it is right for one optimizer step a "
+            f"batch, and train.minibatches={cfg.train.minibatches} x train.update_epochs={cfg.train.update_epochs} "
+            f"make {updates}; set algorithm.loss=ppo, or both to 1",
         )
     if algorithm.settings["fallback_to_policy_gradient"] and updates > 1:
         yield (

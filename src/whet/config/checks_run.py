@@ -46,8 +46,8 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     if cfg.rollout.replicas and cfg.cluster.health_timeout_s >= cfg.rollout.timeout_s:
         yield (
             "cluster.health_timeout_s",
-            f"{cfg.cluster.health_timeout_s:g} is not below rollout.timeout_s ({cfg.rollout.timeout_s:g}): what a hanging "
-            "replica was asked would have failed before it is asked elsewhere",
+            f"{cfg.cluster.health_timeout_s:g} is not below rollout.timeout_s ({cfg.rollout.timeout_s:g}): what a "
+            "hanging replica was asked would have failed before it is asked elsewhere",
         )
     for name, value in cfg.reward_workers.env.items():
         if value == MASK:
@@ -77,8 +77,8 @@ def _replay(cfg: Config) -> Iterator[tuple[str, str]]:
         if not free:
             yield (
                 "buffer.replay.queue",
-                "with rollout.schedule=deterministic a step waits for its own tasks, so nothing can be drawn before they are "
-                "there; set rollout.schedule=async, or take buffer.replay.share",
+                "with rollout.schedule=deterministic a step waits for its own tasks, so nothing can be drawn before "
+                "they are there; set rollout.schedule=async, or take buffer.replay.share",
             )
         if replay.capacity < cfg.train.tasks_per_step:
             yield (

@@ -109,8 +109,8 @@ UNITS = {
 
 BEGINNER = frozenset({
     "name", "seed", "run_dir", "model.path", "model.scratch.architecture", "model.scratch.hidden_size",
-    "model.scratch.num_hidden_layers", "model.scratch.num_attention_heads", "tokenizer.path", "tokenizer.build", "data.train.*.name",
-    "data.train.*.path", "data.train.*.split", "data.train.*.prompt", "data.train.*.answer",
+    "model.scratch.num_hidden_layers", "model.scratch.num_attention_heads", "tokenizer.path", "tokenizer.build",
+    "data.train.*.name", "data.train.*.path", "data.train.*.split", "data.train.*.prompt", "data.train.*.answer",
     "data.train.*.response", "data.train.*.rejected", "data.train.*.messages", "data.train.*.weight",
     "data.train.*.limit", "data.train.*.reasoning_gym.task", "data.train.*.reasoning_gym.size",
     "data.train.*.reasoning_gym.seed", "data.eval.*.name", "data.eval.*.path", "data.eval.*.split",

@@ -28,8 +28,8 @@ MOVES: Condition = {
 """The loss may see a ratio other than 1."""
 
 WHY = (
-    "a batch makes one optimizer step (train.minibatches=1, train.update_epochs=1), so the ratio of the policy to the one "
-    "before the step is 1 everywhere"
+    "a batch makes one optimizer step (train.minibatches=1, train.update_epochs=1), so the ratio of the policy to the "
+    "one before the step is 1 everywhere"
 )
 
 

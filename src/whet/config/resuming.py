@@ -42,11 +42,11 @@ CLASSES: Mapping[Class, str] = {
     "numbers": """
         seed imports data algorithm rewards
         model.lora.dropout tokenizer.chat_template tokenizer.chat_template_kwargs
-        critic.lora.dropout critic.warmup_steps critic.minibatches critic.update_epochs critic.value_clip critic.loss_agg_mode
-        critic.normalize_decay
+        critic.lora.dropout critic.warmup_steps critic.minibatches critic.update_epochs critic.value_clip
+        critic.loss_agg_mode critic.normalize_decay
         critic.optimizer.lr critic.optimizer.param_groups critic.optimizer.betas critic.optimizer.eps
-        critic.optimizer.momentum critic.optimizer.weight_decay critic.optimizer.decay_all critic.optimizer.max_grad_norm
-        critic.optimizer.schedule
+        critic.optimizer.momentum critic.optimizer.weight_decay critic.optimizer.decay_all
+        critic.optimizer.max_grad_norm critic.optimizer.schedule
         reference
         rollout.engine rollout.quantization rollout.group_size rollout.sampling rollout.sync_interval
         rollout.max_staleness rollout.schedule rollout.partial_rollout rollout.spare_tasks
@@ -55,16 +55,18 @@ CLASSES: Mapping[Class, str] = {
         train.shuffle_minibatches train.router_aux_loss_coef train.temperature
         train.precision.compute train.precision.float8 train.precision.reduce train.precision.loss_scale
         train.precision.loss_scale_steps
-        train.optimizer.lr train.optimizer.param_groups train.optimizer.betas train.optimizer.eps train.optimizer.momentum
-        train.optimizer.weight_decay train.optimizer.decay_all train.optimizer.max_grad_norm train.optimizer.schedule
+        train.optimizer.lr train.optimizer.param_groups train.optimizer.betas train.optimizer.eps
+        train.optimizer.momentum train.optimizer.weight_decay train.optimizer.decay_all train.optimizer.max_grad_norm
+        train.optimizer.schedule
         eval.interval
         stages.*.algorithm stages.*.data stages.*.rewards stages.*.rollout stages.*.buffer stages.*.train
         stages.*.critic stages.*.reference stages.*.eval""",
     "rounding": """
-        critic.micro_batch_tokens critic.micro_batch_rollouts critic.gradient_checkpointing critic.optimizer.implementation
-        rollout.replicas rollout.max_num_seqs
-        train.micro_batch_tokens train.micro_batch_rollouts train.forward_micro_batch_tokens train.forward_micro_batch_rollouts
-        train.share_prompts train.skip_zero_weight train.gradient_checkpointing train.offload train.compile
+        critic.micro_batch_tokens critic.micro_batch_rollouts critic.gradient_checkpointing
+        critic.optimizer.implementation rollout.replicas rollout.max_num_seqs
+        train.micro_batch_tokens train.micro_batch_rollouts train.forward_micro_batch_tokens
+        train.forward_micro_batch_rollouts train.share_prompts train.skip_zero_weight train.gradient_checkpointing
+        train.offload train.compile
         train.optimizer.implementation
         train.parallel.dp_replicate train.parallel.dp_shard train.parallel.tp train.parallel.cp train.parallel.pp
         train.parallel.pipeline_chunks train.parallel.ep train.parallel.separate_ranks

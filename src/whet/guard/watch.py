@@ -106,9 +106,9 @@ class Watch:
 
     def _give_up(self, quiet: float, what: str) -> None:
         message = (
-            f"no sign of life since {quiet:.0f} s, in {what}: this process (pid {os.getpid()}) hangs and ends; "
-            "the same command goes on from the last checkpoint. If it was only slow, raise machine.watchdog_timeout_s, which is "
-            f"{self.limit_s:g}"
+            f"no sign of life since {quiet:.0f} s, in {what}: this process (pid {os.getpid()}) hangs and ends; the "
+            "same command goes on from the last checkpoint. If it was only slow, raise machine.watchdog_timeout_s, "
+            f"which is {self.limit_s:g}"
         )
         log.error("%s\n%s", message, stacks.everyone())
         os.write(2, redact(f"whet: {message}. The log has the stacks.\n").encode())

@@ -239,12 +239,13 @@ def _scratch_config(cfg: schema.Model, *, vocab_size: int) -> PreTrainedConfig:
     num_key_value_heads = scratch.num_key_value_heads or scratch.num_attention_heads
     if scratch.num_attention_heads % num_key_value_heads:
         raise ConfigError(
-            f"model.scratch: num_key_value_heads ({num_key_value_heads}) must divide heads ({scratch.num_attention_heads})"
+            f"model.scratch: num_key_value_heads ({num_key_value_heads}) must divide heads "
+            f"({scratch.num_attention_heads})"
         )
     if scratch.head_dim is None and scratch.hidden_size % scratch.num_attention_heads:
         raise ConfigError(
-            f"model.scratch: hidden_size ({scratch.hidden_size}) is no multiple of heads ({scratch.num_attention_heads}); "
-            "give head_dim"
+            f"model.scratch: hidden_size ({scratch.hidden_size}) is no multiple of heads "
+            f"({scratch.num_attention_heads}); give head_dim"
         )
     head_dim = scratch.head_dim or scratch.hidden_size // scratch.num_attention_heads
     if head_dim % 2:

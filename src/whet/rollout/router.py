@@ -57,13 +57,13 @@ class Home:
 class Router:
     """See the module. Replicas are given at the start, or come with `join`; they go with `leave`; `scale` does both.
 
-    restart: makes a new replica in the place of a dropped one, by name; `restarts`: how often, for each name.
-    ship: turns new weights into what every replica can be given. rows: what a replica decodes at once; a prompt's
-    further requests go elsewhere when its replica has no row free. health_timeout_s: a replica that has work and does not get
+    restart: makes a new replica in the place of a dropped one, by name; `restarts`: how often, for each name. ship:
+    turns new weights into what every replica can be given. rows: what a replica decodes at once; a prompt's further
+    requests go elsewhere when its replica has no row free. health_timeout_s: a replica that has work and does not get
     on for so long is dropped, and one whose process gives no sign of life while it takes weights or moves; it has so
-    long to pause, too. load_s: to take new weights, as long as it lives. start_timeout_s: to be made, and the longest wait for
-    one when none is left. exact: whether all of them compute as the trainer does, bit for bit. wish: how many a person
-    asks for while the run goes on.
+    long to pause, too. load_s: to take new weights, as long as it lives. start_timeout_s: to be made, and the longest
+    wait for one when none is left. exact: whether all of them compute as the trainer does, bit for bit. wish: how many
+    a person asks for while the run goes on.
     """
 
     def __init__(

@@ -20,8 +20,8 @@ class Cluster(Section):
     """The ranks of train.parallel on any machines of the cluster, with a GPU each where the run is on CUDA. Those on
     several machines talk over the network between these. Without: processes of this machine."""
     reward_hosts: Count = 0
-    """Machines' worth of reward workers (reward_workers.count each, which are their CPUs, too), over which rollouts are spread
-    to be judged; one that dies is replaced, and its rollouts are asked again. 0: the workers of this machine."""
+    """Machines' worth of reward workers (reward_workers.count each, which are their CPUs, too), over which rollouts are
+    spread to be judged; one that dies is replaced, and its rollouts are asked again. 0: the workers of this machine."""
     explorers: Count = 0
     """With mode=train: explorers (mode=explore) that this run starts, each with a copy of the model; one that dies or
     hangs is replaced. They read the run's folder and write to buffer.url. 0: you start them."""

@@ -56,12 +56,13 @@ class Rollout(Section):
     max_num_seqs: Positive = 256
     """Rollouts decoded at once."""
     sync_interval: Positive = 1
-    """Steps between weight syncs. More than 1: rollouts come from a policy up to sync_interval - 1 versions old, so think
-    of algorithm.correction. An evaluation always has the present weights."""
+    """Steps between weight syncs. More than 1: rollouts come from a policy up to sync_interval - 1 versions old, so
+    think of algorithm.correction. An evaluation always has the present weights."""
     max_staleness: Count = 0
     """Steps that exploring may be ahead of training. 0: in turn, each step with its own weights. More: the rollouts of
     so many later steps are sampled while a step is trained, by a policy that is up to as many versions older (with
-    sync_interval: as many more), so think of algorithm.correction. With mode=both a second copy of the weights is kept."""
+    sync_interval: as many more), so think of algorithm.correction. With mode=both a second copy of the weights is
+    kept."""
     schedule: Literal["deterministic", "async"] = "deterministic"
     """fixed: which weights sample which task follows from the step alone, so the run is the same on every machine,
     after every resume and with explorers apart; a step waits for its slowest rollout. free: every task is asked as soon

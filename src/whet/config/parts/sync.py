@@ -20,8 +20,9 @@ class Sync(Section):
     frozen. adapters: those of model.lora, without the model under them; the receivers merge them and prove that they
     have the trainer's weights. Whoever comes new gets all. auto: adapters where there are any, else full."""
     driven_by: Literal["trainer", "explorer"] = "trainer"
-    """schedule=async: who says when new weights are due. trainer: every rollout.sync_interval steps of training. explorer:
-    once so many steps' worth of groups were asked of explorers since the last, at the end of the trainer's step."""
+    """schedule=async: who says when new weights are due. trainer: every rollout.sync_interval steps of training.
+    explorer: once so many steps' worth of groups were asked of explorers since the last, at the end of the trainer's
+    step."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What the numbers are cast to before they travel. auto: as they are, so nothing is lost. A narrower one is faster,
     and the rollouts then come from other weights than are trained."""
