@@ -136,7 +136,7 @@ def test_the_kind_is_that_of_what_is_started():
     sft = "uv run -m skyrl.train.main_sft model.path=m train_datasets=[a.jsonl] train_dataset_splits=[train]"
     assert script(sft).translation.dialect == "skyrl-sft"  # type: ignore[union-attr]
     ahead = "uv run -m skyrl.train.fully_async.main_async trainer.policy.model.path=m"
-    assert script(f"{ahead} trainer.fully_async.max_staleness_steps=2").config.rollout.schedule == "free"
+    assert script(f"{ahead} trainer.fully_async.max_staleness_steps=2").config.rollout.schedule == "async"
     assert "say it: --dialect" in refused("python train.py seed=1 run_dir=x")
 
 
