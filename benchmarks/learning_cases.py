@@ -237,7 +237,7 @@ def run(case: Case, seed: int, *, start: str, teacher: str) -> dict[str, Any]:
         data["train"] = [source("tasks", part="pool")]
         if RECIPES[case.recipe].expert_loss:  # four demonstrations beside the sixteen tasks
             train["tasks_per_step"] = own + 4
-            data["expert"] = [source("demonstrations", part="clean", right_share=1.0)]
+            data["demonstrations"] = [source("demonstrations", part="clean", right_share=1.0)]
     else:
         train["tasks_per_step"] = OFFLINE_ROWS
         clean = source("demonstrations", part="clean", right_share=1.0)
