@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from whet.algos.advantages import ADVANTAGES, token_rewards, whiten
@@ -24,8 +26,8 @@ from whet.algos.whitening import bounded
 from whet.batch import Batch, LossFn
 from whet.config import schema
 from whet.config.functions import Need
-from whet.config.recipes import SETTINGS, Kind, Resolved, refuse_unread, resolve
-from whet.tables import find
+from whet.config.recipes import Chosen, Kind, Resolved, resolve
+from whet.tables import find, near
 from whet.types import ConfigError, Metrics, WhetError
 
 T = TypeVar("T")
@@ -83,8 +85,6 @@ def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> A
     r = resolve(cfg)
     advantage = find(ADVANTAGES, r.advantage, what="advantage")
     loss = find(LOSSES, r.loss, what="loss")
-    if ":" in r.advantage + r.loss:
-        refuse_unread(cfg, _keywords(advantage) | _keywords(loss))
     in_reward = r.reward_kl.coef > 0
     if in_reward and "reward_N" not in _keywords(advantage):
         raise ConfigError(
@@ -99,7 +99,7 @@ def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> A
         or ":" in r.advantage
     )
     norm_tokens = r.norm_tokens or max_tokens
-    policy = _bind(loss, r, what="loss", positional=2)
+    policy = _bind(loss, r.settings["loss"], what="loss", positional=2)
     whole = partial(
         regularized,
         kl_coef=0.0 if r.kl.estimator == "full" else r.kl.coef,
@@ -123,7 +123,9 @@ def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> A
         next_kl_coef=partial(_next_kl_coef, r.reward_kl),
         correct=partial(correct, cfg=r.correction),
         resample=partial(_resampled, r),
-        advantage=partial(_with_advantage, r, _bind(advantage, r, what="advantage", positional=1)),
+        advantage=partial(
+            _with_advantage, r, _bind(advantage, r.settings["advantage"], what="advantage", positional=1)
+        ),
         loss=_with_experts(r, whole(policy, totals=None)),
         loss_of=partial(_loss_of, r, policy, whole),
         weights=partial(_weights, r, norm_tokens=norm_tokens),
@@ -139,8 +141,7 @@ def _loss_of(
     """The loss for the parts of one minibatch."""
     if r.loss in LOSSES_OVER:
         over = LOSSES_OVER[r.loss]
-        settings = {name: r.settings[name] for name in SETTINGS & _keywords(over)}
-        policy = over(own(minibatch), forward(minibatch, "logprobs"), **settings)
+        policy = over(own(minibatch), forward(minibatch, "logprobs"), **_taken(over, r.settings["loss"]))
     own_means = r.entropy_own_mean or r.positive_nll_coef > 0
     return _with_experts(r, whole(policy, totals=Totals.of(minibatch) if own_means else None))
 
@@ -149,8 +150,8 @@ def _with_experts(r: Resolved, policy: LossFn) -> LossFn:
     """The policy's loss, or that of a mix."""
     if r.mix is None:
         return policy
-    expert = LOSSES[str(r.mix.loss)]
-    return mixed(policy, partial(expert, **{name: r.settings[name] for name in SETTINGS & _keywords(expert)}))
+    expert = LOSSES[r.settings["mix.loss"].name]
+    return mixed(policy, partial(expert, **_taken(expert, r.settings["mix.loss"])))
 
 
 def _keywords(function: Callable[..., object]) -> set[str]:
@@ -158,20 +159,46 @@ def _keywords(function: Callable[..., object]) -> set[str]:
     return {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
 
 
-def _bind(function: Callable[..., T], r: Resolved, *, what: str, positional: int) -> Callable[..., T]:
-    """The function with the settings that its signature names. ConfigError if it asks for anything else."""
-    names = _keywords(function)
-    settings = {name: r.settings[name] for name in SETTINGS & names}
-    later = dict.fromkeys({"reward_N"} & names) if what == "advantage" else {}
+def _taken(function: Callable[..., object], chosen: Chosen) -> dict[str, Any]:
+    """The settings that a function's signature names."""
+    return {name: value for name, value in chosen.settings.items() if name in _keywords(function)}
+
+
+def _bind(function: Callable[..., T], chosen: Chosen, *, what: str, positional: int) -> Callable[..., T]:
+    """The function with its settings. ConfigError if it asks for anything else, or cannot take what is given."""
+    settings = _own_settings(function, chosen, what=what) if chosen.is_own else _taken(function, chosen)
+    later = dict.fromkeys({"reward_N"} & _keywords(function)) if what == "advantage" else {}
     try:
         inspect.signature(function).bind(*[None] * positional, **settings, **later)
     except TypeError as e:
         call = "f(batch, *, reward_N, ...)" if what == "advantage" else "f(batch, outputs, *, ...)"
         raise ConfigError(
-            f"{what} {getattr(r, what)!r} cannot be called as {call}: {e}. By keyword it may take: "
-            f"{', '.join(sorted(SETTINGS))}."
+            f"{what} {chosen.name!r} cannot be called as {call}: {e}. Its settings are its keyword arguments: give them "
+            f"as algorithm.{what}.NAME."
         ) from e
     return partial(function, **settings)
+
+
+def _own_settings(function: Callable[..., object], chosen: Chosen, *, what: str) -> dict[str, Any]:
+    """Settings of a user's function, held to the names and the annotations of its signature."""
+    hints = get_type_hints(function) if inspect.isfunction(function) else {}
+    takes = inspect.signature(function).parameters.values()
+    names = [p.name for p in takes if p.kind is p.KEYWORD_ONLY and p.name != "reward_N"]
+    out: dict[str, Any] = {}
+    for name, value in chosen.settings.items():
+        key = f"algorithm.{what}.{name}"
+        if name not in names:
+            raise ConfigError(
+                f"{key}: {chosen.name} has no setting {name!r}{near(name, names)}; its keyword-only arguments: "
+                f"{', '.join(names) or 'none'}."
+            )
+        try:
+            out[name] = TypeAdapter(hints.get(name, Any)).validate_json(json.dumps(value), strict=True)
+        except ValidationError as e:
+            raise ConfigError(
+                f"{key}={value!r}: {chosen.name} takes {hints[name]}: {e.errors()[0]['msg']}."
+            ) from e
+    return out
 
 
 def _with_advantage(r: Resolved, function: Callable[..., object], entire: Batch, kl_coef: float) -> Batch:

@@ -60,7 +60,7 @@ def _reads_zero(r: Resolved) -> str:
     if loss.skips != "no advantage":
         return f"the loss {r.loss} learns from them"
     terms = {
-        **{key: r.settings[key] != value for key, value in loss.skips_if.items()},
+        **{f"loss.{key}": r.settings["loss"].settings[key] != value for key, value in loss.skips_if.items()},
         "kl.coef": r.kl.coef > 0,
         "entropy_coef": r.entropy_coef != 0,
         "positive_nll_coef": r.positive_nll_coef > 0,

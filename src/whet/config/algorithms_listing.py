@@ -66,8 +66,7 @@ def _recipe(r: Recipe) -> Entry:
 def _function(row: Advantage | Loss) -> Entry:
     return {
         "learns_from": row.kind if isinstance(row, Loss) else "online",
-        "reads": sorted(row.settings),
-        "defaults": dict(row.defaults),
+        "settings": {name: field.default for name, field in row.settings.model_fields.items()},
         "needs": sorted(row.needs),
     }
 
@@ -121,11 +120,9 @@ def in_words(entry: Entry) -> str:
         parts += [f"needs {', '.join(entry['needs'])}"] * bool(entry["needs"])
         return f"{'; '.join(parts)}\n{entry['note']} [{entry['source']}]"
     if entry["what"] in ("advantage", "loss"):
-        keys = [
-            f"{k}={json.dumps(entry['defaults'][k])}" if k in entry["defaults"] else k for k in entry["reads"]
-        ]
+        keys = [f"{name}={json.dumps(value)}" for name, value in entry["settings"].items()]
         return "; ".join(
-            [f"reads {', '.join(keys)}"] * bool(keys)
+            [", ".join(keys)] * bool(keys)
             + [f"learns from {entry['learns_from']}"] * (entry["learns_from"] != "online")
             + [f"needs {', '.join(entry['needs'])}"] * bool(entry["needs"])
         )

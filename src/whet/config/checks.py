@@ -211,7 +211,7 @@ def _learning(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
             f"batch, and train.minibatches={cfg.train.minibatches} x train.update_epochs={cfg.train.update_epochs} "
             f"make {updates}; set algorithm.loss=ppo, or both to 1",
         )
-    if algorithm.settings["fallback_to_policy_gradient"] and updates > 1:
+    if algorithm.settings["loss"].settings.get("fallback_to_policy_gradient") and updates > 1:
         yield (
             "algorithm.fallback_to_policy_gradient",
             f"compares the policy with itself, so it is right for one optimizer step a batch, and there are {updates} "

@@ -2,6 +2,7 @@
 
     {"key": "algorithm.kl.coef", "above": 0}          a value of the config
     {"condition": "needs_critic"}                     something that follows from it, by name
+    {"condition": "loss.rec_weight", "is": "none"}    a setting of its advantage or loss, given or not; else null
     {"all": [...]}, {"any": [...]}, {"not": ...}      of other conditions
 
 A value passes a test: "is", "in" (one of), "above", "given" (not null, not empty), "holds" (a list with one of these
@@ -67,7 +68,7 @@ def met(condition: Condition, cfg: Config, named: Mapping[str, Json]) -> bool:
         return any(met(part, cfg, named) for part in condition["any"])
     if "not" in condition:
         return not met(condition["not"], cfg, named)
-    value = value_at(cfg, condition["key"]) if "key" in condition else named[condition["condition"]]
+    value = value_at(cfg, condition["key"]) if "key" in condition else named.get(condition["condition"])
     test = next((name for name in TESTS if name in condition), None)
     return TESTS[test](value, condition[test]) if test else bool(value)
 

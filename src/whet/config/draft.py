@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from whet.config.faults import faults, named, shown
 from whet.config.interpolate import interpolate
-from whet.config.keys import Path, did_you_mean, dotted, lookup
+from whet.config.keys import TABLES, Path, did_you_mean, dotted, lookup
 from whet.config.parse import parse
 from whet.config.renamed import present, renamed
 from whet.config.schema import Config
@@ -41,7 +41,7 @@ class Draft:
         """Merge a value in at a path; a list index in it must exist."""
         value, notes = renamed(value, path)
         self.renamed += notes
-        self.tree = _replaced(self.tree, path, value)
+        self.tree = _replaced(self.tree, path, value, ())
         if not isinstance(value, dict):
             self.origins = {at: s for at, s in self.origins.items() if at[: len(path)] != path}
         for at, _ in leaves(value, path):
@@ -87,7 +87,8 @@ class Draft:
                 return f"{dotted(path[:n])} has {len(around)} entries, counted from 0: there is no {part}"
             if isinstance(part, int) and not isinstance(around, list):
                 return f"{dotted(path[:n])} has no entries: there is no {part}"
-            if around is not None and not isinstance(around, dict | list):
+            is_table = _in_base(path[:n]) in TABLES and isinstance(around, str)
+            if around is not None and not is_table and not isinstance(around, dict | list):
                 return f"{dotted(path[:n])} is {shown(around)}, not a section"
         return ""
 
@@ -175,11 +176,18 @@ def _unknown(path: Path) -> Path:
     return ()
 
 
-def _replaced(tree: Json, path: Path, value: Json) -> Json:
-    """A copy of the tree with a value merged in at a path; missing sections are made."""
+def _replaced(tree: Json, path: Path, value: Json, at: Path) -> Json:
+    """A copy of the tree with a value merged in at a path; missing sections are made. at: where the tree stands."""
     if not path:
-        return merge(tree, value)
+        return merge(tree, value, _in_base(at))
     if isinstance(tree, list):
-        return [_replaced(v, path[1:], value) if n == path[0] else v for n, v in enumerate(tree)]
+        return [_replaced(v, path[1:], value, (*at, n)) if n == path[0] else v for n, v in enumerate(tree)]
+    if _in_base(at) in TABLES and (isinstance(tree, str) or path == ("name",)):
+        return merge(tree, {path[0]: value}, _in_base(at))
     inner = tree if isinstance(tree, dict) else {}
-    return {**inner, path[0]: _replaced(inner.get(path[0]), path[1:], value)}
+    return {**inner, path[0]: _replaced(inner.get(path[0]), path[1:], value, (*at, path[0]))}
+
+
+def _in_base(at: Path) -> Path:
+    """A path in a stage as it is in the base config."""
+    return at[2:] if at[:1] == ("stages",) else at

@@ -153,7 +153,11 @@ def _value(key: Key, value: str) -> tuple[tuple[str, str], ...]:
     if name in ("algorithm.advantage", "algorithm.loss") and ":" not in value:
         table = functions.ADVANTAGES if name == "algorithm.advantage" else functions.LOSSES
         row = _entry(cast(Mapping[str, Reads], table), value, name)
-        return (("reads", ", ".join(sorted(row.settings)) or "no keys of its own"),)
+        fields = row.settings.model_fields.items()
+        return tuple(
+            (n, f"{json.dumps(field.default)}  {first_sentence_of(field.description or '')}")
+            for n, field in fields
+        ) or (("settings", "none"),)
     if key.section:
         raise ConfigError(
             f"{name} is a section, it has no value of its own; `whet explain {name}` lists its keys"
@@ -168,8 +172,7 @@ def _value(key: Key, value: str) -> tuple[tuple[str, str], ...]:
 
 def _open_keys(recipe: recipes.Recipe) -> dict[str, object]:
     """The keys that a recipe's functions read and that are null unless given, with what null means."""
-    advantage, loss = functions.ADVANTAGES[recipe.advantage], functions.LOSSES[recipe.loss]
-    return {**advantage.defaults, **loss.defaults, **recipe.settings}
+    return dict(recipe.settings)
 
 
 def _entry(table: Mapping[str, T], name: str, key: str) -> T:

@@ -121,7 +121,12 @@ def _functions(
     table: Mapping[str, functions.Advantage] | Mapping[str, functions.Loss], about: Mapping[str, str]
 ) -> list[Json]:
     return [
-        {"name": name, "about": about[name], "reads": sorted(row.settings), "needs": sorted(row.needs)}
+        {
+            "name": name,
+            "about": about[name],
+            "settings": row.settings.model_json_schema()["properties"] if row.settings.model_fields else {},
+            "needs": sorted(row.needs),
+        }
         for name, row in table.items()
     ]
 

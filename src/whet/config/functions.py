@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from whet.config import settings
+from whet.config.parts.base import Section
+
 Kind = Literal["online", "demonstrations", "preferences", "labels"]
 """What is learned from: the policy's own rollouts, given replies, pairs of a better and a worse one, replies marked as
 desirable or not."""
@@ -27,19 +30,12 @@ nothing (it looks across rollouts), those that weigh 0, or also those whose adva
 class Advantage:
     """What an advantage reads."""
 
-    reads: frozenset[str] = frozenset()
-    """Keys of `algorithm` with a default of their own."""
-    defaults: Mapping[str, object] = field(default_factory=dict)
-    """Keys of `algorithm` that are null unless given, and what null means here (a recipe may say otherwise)."""
+    settings: type[Section] = settings.NoSettings
     needs: frozenset[Need] = frozenset()
     compares: bool = False
     """Rollouts of a task are compared with each other: a group of one teaches nothing."""
     judged: bool = True
     """It reads the rewards of rollouts; else a run needs none."""
-
-    @property
-    def settings(self) -> frozenset[str]:
-        return self.reads | self.defaults.keys()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +43,7 @@ class Loss:
     """What a loss reads, and what data it learns from."""
 
     kind: Kind = "online"
-    reads: frozenset[str] = frozenset()
-    defaults: Mapping[str, object] = field(default_factory=dict)
+    settings: type[Section] = settings.NoSettings
     needs: frozenset[Need] = frozenset()
     ratio: bool = True
     """It compares with the policy before the step, or need not, so more than one optimizer step a batch is right."""
@@ -62,132 +57,102 @@ class Loss:
     skips_if: Mapping[str, object] = field(default_factory=dict)
     """Settings under which it skips what has no advantage; under others it learns from that, too."""
 
-    @property
-    def settings(self) -> frozenset[str]:
-        return self.reads | self.defaults.keys()
-
 
 ADVANTAGES: dict[str, Advantage] = {
     "grpo": Advantage(
-        reads=frozenset({"std_epsilon", "std_ddof", "std_floor", "std_scope", "rank_penalty"}),
-        defaults={"normalize_std": True},
+        settings=settings.Grpo,
         compares=True,
     ),
-    "grpo_passk": Advantage(
-        reads=frozenset({"std_epsilon", "std_ddof"}), defaults={"normalize_std": True}, compares=True
-    ),
-    "rloo": Advantage(reads=frozenset({"single_rollout"}), compares=True),
-    "rec": Advantage(reads=frozenset({"std_epsilon"}), defaults={"normalize_std": False}, compares=True),
+    "grpo_passk": Advantage(settings=settings.GroupStd, compares=True),
+    "rloo": Advantage(settings=settings.Rloo, compares=True),
+    "rec": Advantage(settings=settings.RecAdvantage, compares=True),
     "opo": Advantage(compares=True),
     "gpg": Advantage(compares=True),
-    "opmd": Advantage(reads=frozenset({"opmd_baseline", "tau"}), compares=True),
-    "asymre": Advantage(reads=frozenset({"baseline_shift"}), compares=True),
-    "maxrl": Advantage(reads=frozenset({"std_epsilon"}), compares=True),
+    "opmd": Advantage(settings=settings.OpmdAdvantage, compares=True),
+    "asymre": Advantage(settings=settings.Asymre, compares=True),
+    "maxrl": Advantage(settings=settings.Maxrl, compares=True),
     "best": Advantage(compares=True),
-    "gae": Advantage(reads=frozenset({"gamma", "lam"}), needs=frozenset({"critic"})),
-    "reinforce": Advantage(reads=frozenset({"gamma"})),
-    "reinforce_plus_plus": Advantage(reads=frozenset({"gamma"})),
+    "gae": Advantage(settings=settings.Gae, needs=frozenset({"critic"})),
+    "reinforce": Advantage(
+        settings=settings.Discount,
+    ),
+    "reinforce_plus_plus": Advantage(
+        settings=settings.Discount,
+    ),
     "reinforce_plus_plus_baseline": Advantage(compares=True),
     "remax": Advantage(needs=frozenset({"baseline"})),
     "gigpo": Advantage(
-        reads=frozenset({"std_epsilon", "gamma", "turn_weight"}),
-        defaults={"normalize_std": True},
+        settings=settings.Gigpo,
         compares=True,
     ),
-    "step_wise_grpo": Advantage(
-        reads=frozenset({"std_epsilon", "std_ddof", "divide_by_turns"}), compares=True
-    ),
+    "step_wise_grpo": Advantage(settings=settings.StepWiseGrpo, compares=True),
     "optimal_token_baseline": Advantage(needs=frozenset({"collision", "old"}), compares=True),
     "tir_optimal_token_baseline": Advantage(needs=frozenset({"collision", "old"}), compares=True),
-    "distill": Advantage(
-        reads=frozenset({"distill_coef"}), needs=frozenset({"reference", "old"}), judged=False
-    ),
+    "distill": Advantage(settings=settings.Distill, needs=frozenset({"reference", "old"}), judged=False),
     "reward": Advantage(),
     "none": Advantage(),
 }
 
 LOSSES: dict[str, Loss] = {
     "ppo": Loss(
-        reads=frozenset({"fallback_to_policy_gradient"}),
-        defaults={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "sequence_mask_delta": None},
+        settings=settings.Ppo,
         skips="no advantage",
     ),
-    "gspo": Loss(
-        defaults={"clip_low": 3e-4, "clip_high": 4e-4, "gspo_form": "sequence"}, skips="no advantage"
-    ),
-    "geo_mean": Loss(defaults={"clip_low": 0.4, "clip_high": 0.4}, skips="no advantage"),
+    "gspo": Loss(settings=settings.Gspo, skips="no advantage"),
+    "geo_mean": Loss(settings=settings.GeoMean, skips="no advantage"),
     "cispo": Loss(
-        reads=frozenset({"cispo_mask"}),
-        defaults={"clip_low": 1.0, "clip_high": 4.0},
+        settings=settings.Cispo,
         skips="no advantage",
     ),
-    "sapo": Loss(reads=frozenset({"tau_pos", "tau_neg", "sapo_detach"}), skips="no advantage"),
+    "sapo": Loss(settings=settings.Sapo, skips="no advantage"),
     "clip_cov": Loss(
-        reads=frozenset({"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"}),
-        defaults={"clip_low": 0.2, "clip_high": 0.2},
+        settings=settings.ClipCov,
     ),
-    "kl_cov": Loss(reads=frozenset({"kl_cov_ratio", "ppo_kl_coef"})),
+    "kl_cov": Loss(
+        settings=settings.KlCov,
+    ),
     "dppo": Loss(
-        reads=frozenset({"dppo_divergence", "dppo_delta_low", "dppo_delta_high"}),
+        settings=settings.Dppo,
         anchor="sampled",
         skips="no advantage",
     ),
-    "aipo": Loss(reads=frozenset({"aipo_rho"}), skips="no advantage"),
-    "sppo": Loss(reads=frozenset({"sppo_epsilon"}), skips="no advantage"),
+    "aipo": Loss(settings=settings.Aipo, skips="no advantage"),
+    "sppo": Loss(settings=settings.Sppo, skips="no advantage"),
     "importance_sampling": Loss(skips="no advantage"),
-    "rollout_is": Loss(defaults={"clip_low": 0.2, "clip_high": 0.2}, anchor="sampled", skips="no advantage"),
+    "rollout_is": Loss(settings=settings.Clip, anchor="sampled", skips="no advantage"),
     "reinforce": Loss(ratio=False, skips="no advantage"),
     "gpg": Loss(ratio=False, skips="no advantage"),
-    "opmd": Loss(reads=frozenset({"tau"}), anchor="none", skips="no advantage"),
-    "topr": Loss(reads=frozenset({"topr_threshold"}), skips="no advantage"),
+    "opmd": Loss(settings=settings.Opmd, anchor="none", skips="no advantage"),
+    "topr": Loss(settings=settings.Topr, skips="no advantage"),
     "rec": Loss(
-        reads=frozenset(
-            {
-                "rec_clip_mode",
-                "rec_ring_low",
-                "rec_ring_high",
-                "rec_weight",
-                "rec_temperature",
-                "rec_regularizer",
-                "rec_regularizer_coef",
-            }
-        ),
-        defaults={"clip_low": 0.2, "clip_high": 0.2},
+        settings=settings.Rec,
         skips="no advantage",
         skips_if={"rec_regularizer": "none"},
     ),
     "cross_entropy": Loss(anchor="none", skips="no weight"),
     "sft": Loss(kind="demonstrations", ratio=False, skips="no weight"),
     "sft_is": Loss(kind="demonstrations", ratio=False, skips="no weight"),
-    "sft_phi": Loss(kind="demonstrations", reads=frozenset({"phi_cutoff"}), ratio=False, skips="no weight"),
+    "sft_phi": Loss(settings=settings.SftPhi, kind="demonstrations", ratio=False, skips="no weight"),
     "dpo": Loss(
+        settings=settings.Dpo,
         kind="preferences",
-        reads=frozenset({"label_smoothing", "pair_loss"}),
-        defaults={"beta": 0.1},
         needs=frozenset({"reference"}),
         ratio=False,
         pairs=True,
     ),
     "simpo": Loss(
+        settings=settings.Simpo,
         kind="preferences",
-        reads=frozenset({"target_margin"}),
-        defaults={"beta": 2.0},
         ratio=False,
         pairs=True,
     ),
-    "orpo": Loss(kind="preferences", reads=frozenset({"odds_weight"}), ratio=False, pairs=True),
+    "orpo": Loss(settings=settings.Orpo, kind="preferences", ratio=False, pairs=True),
     "kto": Loss(
+        settings=settings.Kto,
         kind="labels",
-        reads=frozenset({"desirable_weight", "undesirable_weight"}),
-        defaults={"beta": 0.1},
         needs=frozenset({"reference", "kl_zero"}),
         ratio=False,
         whole_replies=True,
         skips="no weight",
     ),
 }
-
-SETTINGS: frozenset[str] = frozenset().union(
-    *(row.settings for row in ADVANTAGES.values()), *(row.settings for row in LOSSES.values())
-)
-"""Keys that are given to advantages and losses, by the names in their signatures."""

@@ -12,9 +12,8 @@ from typing import Any
 
 from whet.config.conditions import met
 from whet.config.evaluation import evaluates, judges
-from whet.config.functions import ADVANTAGES, LOSSES
 from whet.config.idle_rules import RULES
-from whet.config.recipes import Resolved
+from whet.config.recipes import Resolved, unread_settings
 from whet.config.schema import Config
 from whet.config.trackers import lists_runs
 from whet.types import Json
@@ -47,15 +46,6 @@ NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
         "algorithm.dynamic_sampling, or that of the recipe.",
         lambda cfg, algorithm: algorithm.dynamic_sampling,
     ),
-    "divides_by_std": (
-        "The advantage divides by a standard deviation, or may: algorithm.normalize_std, the recipe's or its own "
-        "default, is not false where the advantage reads it.",
-        lambda cfg, algorithm: not _spares_std(algorithm),
-    ),
-    "loss_reads_tau": (
-        "The loss reads algorithm.tau, or is a function of yours.",
-        lambda cfg, algorithm: algorithm.loss not in LOSSES or "tau" in LOSSES[algorithm.loss].settings,
-    ),
     "needs_critic": ("The advantage needs a value model.", lambda cfg, algorithm: algorithm.needs_critic),
     "needs_reference": (
         "A KL term is on, or advantage or loss compares with a reference policy.",
@@ -84,21 +74,21 @@ NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
 
 
 def named(cfg: Config, algorithm: Resolved) -> dict[str, Json]:
-    """The value of every named condition in one stage."""
-    return {name: value(cfg, algorithm) for name, (_, value) in NAMED.items()}
+    """The value of every named condition in one stage, settings of its advantage and losses among them."""
+    settings = {
+        f"{part}.{name}": value
+        for part, chosen in algorithm.settings.items()
+        for name, value in chosen.settings.items()
+    }
+    return settings | {name: value(cfg, algorithm) for name, (_, value) in NAMED.items()}
 
 
 def idle(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str, bool]]:
     """(key or section, with * for any name or number; why nothing reads it; whether its default passes) in a stage."""
     known = named(cfg, algorithm)
     words: Mapping[str, Any] = {"cfg": cfg, **known}
+    yield from ((key, why, False) for key, why in unread_settings(cfg.algorithm))
     for rule in RULES:
         if not met(rule.read_when, cfg, known):
             for key in rule.keys:
                 yield key, rule.why.format_map(words), rule.default_passes
-
-
-def _spares_std(algorithm: Resolved) -> bool:
-    """Whether the advantage could divide by a deviation and was told not to."""
-    row = ADVANTAGES.get(algorithm.advantage)
-    return row is not None and "normalize_std" in row.settings and not algorithm.settings["normalize_std"]

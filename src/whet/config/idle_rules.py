@@ -96,19 +96,13 @@ ALGORITHM = (
     ),
     Rule(("algorithm.groups",), ONLINE, "the replies are in the data ({kind})"),
     Rule(
-        under("algorithm", "std_epsilon", "std_ddof", "std_floor", "std_scope"),
-        {"condition": "divides_by_std"},
+        under("algorithm.advantage", "std_epsilon", "std_ddof", "std_floor", "std_scope"),
+        {"not": {"condition": "advantage.normalize_std", "is": False}},
         "normalize_std is false, so nothing is divided by a deviation",
     ),
     Rule(
-        ("algorithm.tau",),
-        {
-            "any": [
-                {"not": {"condition": "advantage", "is": "opmd"}},
-                {"key": "algorithm.opmd_baseline", "is": "logavgexp"},
-                {"condition": "loss_reads_tau"},
-            ]
-        },
+        ("algorithm.advantage.tau",),
+        {"not": {"condition": "advantage.opmd_baseline", "is": "mean"}},
         "opmd_baseline is mean",
     ),
     Rule(

@@ -9,12 +9,13 @@ from __future__ import annotations
 import difflib
 import functools
 import types
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from whet.config.functions import ADVANTAGES, LOSSES, Advantage, Loss
 from whet.config.renamed import present
 from whet.config.schema import Config, Section
 
@@ -145,6 +146,33 @@ def _inner(annotation: Any) -> tuple[type[Section] | None, bool]:
     return None, False
 
 
+TABLES: dict[Path, Mapping[str, Advantage | Loss]] = {
+    ("algorithm", "advantage"): ADVANTAGES,
+    ("algorithm", "loss"): LOSSES,
+    ("algorithm", "mix", "loss"): {name: row for name, row in LOSSES.items() if row.kind == "demonstrations"},
+}
+"""Keys that hold a name or a table of settings, and the functions that have them."""
+
+
+@functools.cache
+def settings() -> dict[tuple[str, ...], Key]:
+    """Settings of advantages and losses by their path, `name` among them. Several functions may have one of a name: the
+    first one's stands here."""
+    found: dict[tuple[str, ...], Key] = {}
+    for above, table in TABLES.items():
+        path = tuple(map(str, above))
+        found[*path, "name"] = replace(keys()[path], path=(*path, "name"), annotation=str)
+        for row in table.values():
+            for name in row.settings.model_fields:
+                found.setdefault((*path, name), replace(setting(row.settings, name), path=(*path, name)))
+    return found
+
+
+def setting(section: type[Section], name: str) -> Key:
+    """A setting of a function as a key."""
+    return next(key for key in _walk(section, ()) if key.path == (name,))
+
+
 def lookup(path: Iterable[str | int]) -> Key | None:
     """The key at a path of a config; None if there is none. `stages.1.train.steps` is `train.steps`."""
     parts = tuple(str(p) for p in path)
@@ -157,7 +185,7 @@ def lookup(path: Iterable[str | int]) -> Key | None:
         elif (*found, "*") in keys() and (part.isdecimal() or not is_list(keys()[found])):
             found = (*found, "*")
         else:
-            return None
+            return settings().get(parts) if found in TABLES else None
     return keys().get(found)
 
 

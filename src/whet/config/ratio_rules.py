@@ -36,7 +36,7 @@ WHY = (
 RATIO = (
     Rule(
         under(
-            "algorithm",
+            "algorithm.loss",
             "clip_low",
             "clip_high",
             "dual_clip",
@@ -55,6 +55,8 @@ RATIO = (
     ),
     # a cap below 1 holds at once
     Rule(
-        ("algorithm.aipo_rho",), {"any": [MOVES, {"not": {"key": "algorithm.aipo_rho", "above": 1.0}}]}, WHY
+        ("algorithm.loss.aipo_rho",),
+        {"any": [MOVES, {"not": {"condition": "loss.aipo_rho", "above": 1.0}}]},
+        WHY,
     ),
 )

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal
+
+from pydantic import ValidationError
 
 from whet.config.correction import check_correction
-from whet.config.functions import ADVANTAGES, LOSSES, SETTINGS, Advantage, Kind, Loss, Need
+from whet.config.functions import ADVANTAGES, LOSSES, Advantage, Kind, Loss, Need
+from whet.config.keys import TABLES, setting, words
 from whet.config.recipe_table import RECIPES, Recipe
 from whet.config.schema import Algorithm, Correction, Groups, Kl, Mix, RewardKl
 from whet.tables import near
 from whet.types import ConfigError
 
-T = TypeVar("T", Advantage, Loss)
+FUNCTIONS = {".".join(map(str, path[1:])): table for path, table in TABLES.items()}
+"""What each part of an algorithm may be."""
 
-__all__ = ["RECIPES", "SETTINGS", "Kind", "Recipe", "Resolved", "refuse_unread", "resolve"]
+__all__ = ["RECIPES", "Chosen", "Kind", "Recipe", "Resolved", "resolve"]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An advantage or a loss with its settings."""
+
+    name: str
+    settings: Mapping[str, Any]
+    """All of them, by the names in its signature; of a function of the user's those that are given."""
+
+    @property
+    def is_own(self) -> bool:
+        """It is a function of the user's."""
+        return ":" in self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +45,11 @@ class Resolved:
     kind: Kind
     advantage: str
     loss: str
+    settings: Mapping[str, Chosen]
+    """By part: `advantage`, `loss`, and `mix.loss` where there is a mix."""
     loss_agg_mode: str
     norm_tokens: int | None
     mean_over_rollouts: int | None
-    settings: Mapping[str, object]
-    """What advantage and loss are given, by the names in their signatures."""
     whiten: bool
     whiten_ddof: int
     advantage_low: float | None
@@ -84,21 +103,20 @@ def resolve(cfg: Algorithm) -> Resolved:
         mine = getattr(cfg, key)
         return getattr(recipe, key) if mine is None else mine
 
-    advantage = _row(
-        str(pick("advantage")), ADVANTAGES, of_recipe=recipe.advantage, key="algorithm.advantage"
-    )
-    loss = _row(str(pick("loss")), LOSSES, of_recipe=recipe.loss, key="algorithm.loss")
-    open_keys = {**advantage.defaults, **loss.defaults, **recipe.settings}
-    mine = {key: getattr(cfg, key) for key in SETTINGS}
+    settings = {part: chosen for part, chosen, _ in _parts(cfg, recipe)}
+    for key, said in setting_problems(cfg):
+        raise ConfigError(f"{key}: {said}")
+    advantage = ADVANTAGES[recipe.advantage if settings["advantage"].is_own else settings["advantage"].name]
+    loss = LOSSES[recipe.loss if settings["loss"].is_own else settings["loss"].name]
     resolved = Resolved(
         name=cfg.name,
         kind=recipe.kind,
-        advantage=str(pick("advantage")),
-        loss=str(pick("loss")),
+        advantage=settings["advantage"].name,
+        loss=settings["loss"].name,
+        settings=settings,
         loss_agg_mode=str(pick("loss_agg_mode")),
         norm_tokens=cfg.norm_tokens,
         mean_over_rollouts=cfg.mean_over_rollouts,
-        settings={key: open_keys.get(key) if value is None else value for key, value in mine.items()},
         whiten=bool(pick("whiten")),
         whiten_ddof=cfg.whiten_ddof,
         advantage_low=cfg.advantage_low,
@@ -115,15 +133,15 @@ def resolve(cfg: Algorithm) -> Resolved:
         dynamic_sampling=bool(pick("dynamic_sampling")),
         max_refills=cfg.max_refills,
         needs=advantage.needs | loss.needs | _kl_needs(cfg),
-        compares=advantage.compares and cfg.single_rollout == "zero",
+        compares=advantage.compares and settings["advantage"].settings.get("single_rollout") != "raw",
         judged=advantage.judged,
-        ratio=loss.ratio or ":" in str(pick("loss")),
-        anchor="old" if ":" in str(pick("loss")) else loss.anchor,
+        ratio=loss.ratio or settings["loss"].is_own,
+        anchor="old" if settings["loss"].is_own else loss.anchor,
         positive_nll_coef=cfg.positive_nll_coef,
         entropy_own_mean=cfg.entropy_agg_mode == "token-mean",
         pairs=loss.pairs,
         whole_replies=loss.whole_replies,
-        mix=_mix(cfg, recipe),
+        mix=_mix(cfg, settings),
         source=recipe.source,
         note=recipe.note,
     )
@@ -132,32 +150,70 @@ def resolve(cfg: Algorithm) -> Resolved:
     return resolved
 
 
-def _mix(cfg: Algorithm, recipe: Recipe) -> Mix | None:
+def _mix(cfg: Algorithm, settings: Mapping[str, Chosen]) -> Mix | None:
     """What the user says of a mix, or nothing more than that there is one, with the loss of the demonstrations."""
-    if cfg.mix is None and recipe.expert_loss is None:
+    if "mix.loss" not in settings:
         return None
-    mix = cfg.mix or Mix()
-    return mix.model_copy(update={"loss": mix.loss or recipe.expert_loss or "sft"})
+    return (cfg.mix or Mix()).model_copy(update={"loss": settings["mix.loss"].name})
+
+
+# ---------------------------------------------------------------- advantages and losses with their settings
+
+
+def _parts(cfg: Algorithm, recipe: Recipe) -> Iterator[tuple[str, Chosen, Mapping[str, Any]]]:
+    """(part, what is chosen for it, settings that are given) of the advantage, the loss, and the loss of a mix."""
+    yield "advantage", *_chosen(cfg.advantage, recipe.advantage, recipe, part="advantage")
+    yield "loss", *_chosen(cfg.loss, recipe.loss, recipe, part="loss")
+    if cfg.mix is not None or recipe.expert_loss is not None:
+        own = recipe.expert_loss or "sft"
+        yield "mix.loss", *_chosen(cfg.mix.loss if cfg.mix else None, own, recipe, part="mix.loss")
+
+
+def _chosen(
+    given: str | dict[str, Any] | None, own: str, recipe: Recipe, *, part: str
+) -> tuple[Chosen, Mapping[str, Any]]:
+    """A name, or a table of settings with or without one. The recipe's settings are those of its own function."""
+    rest = {"name": given} if isinstance(given, str) else dict(given or {})
+    name = str(rest.pop("name", own))
+    if ":" in name:
+        return Chosen(name, rest), {}
+    fields = FUNCTIONS[part][_known(name, FUNCTIONS[part], key=f"algorithm.{part}")].settings.model_fields
+    of_recipe = {key: value for key, value in recipe.settings.items() if name == own and key in fields}
+    taken = {key: value for key, value in rest.items() if key in fields and value is not None}
+    defaults = {key: field.default for key, field in fields.items()}
+    return Chosen(name, defaults | of_recipe | taken), rest
+
+
+def setting_problems(cfg: Algorithm) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) of settings that no function has, and of values that their function cannot take."""
+    for part, chosen, given in _parts(cfg, RECIPES[_known(cfg.name, RECIPES, key="algorithm.name")]):
+        if chosen.is_own:
+            continue
+        section = FUNCTIONS[part][chosen.name].settings
+        known = {name for row in FUNCTIONS[part].values() for name in row.settings.model_fields}
+        for name in given.keys() - known:
+            has = ", ".join(section.model_fields) or "none"
+            yield f"algorithm.{part}.{name}", f"unknown setting{near(name, known)}; {chosen.name} has: {has}"
+        taken = {name: value for name, value in given.items() if name in section.model_fields}
+        try:
+            section.model_validate_json(json.dumps(taken))
+        except ValidationError as e:
+            for fault in e.errors(include_url=False, include_context=False):
+                name = str(fault["loc"][0])
+                wanted = words(setting(section, name).annotation)
+                yield f"algorithm.{part}.{name}", f"got {json.dumps(taken[name])}, expected {wanted}"
+
+
+def unread_settings(cfg: Algorithm) -> Iterator[tuple[str, str]]:
+    """(key, why nothing reads it) of settings that belong to other functions than the one that is chosen."""
+    for part, chosen, given in _parts(cfg, RECIPES[cfg.name]):
+        fields = () if chosen.is_own else FUNCTIONS[part][chosen.name].settings.model_fields
+        for name in () if chosen.is_own else given.keys() - fields:
+            yield f"algorithm.{part}.{name}", f"{part}={chosen.name} does not read it"
 
 
 def _kl_needs(cfg: Algorithm) -> frozenset[Need]:
     return frozenset({"reference"}) if max(cfg.kl.coef, cfg.reward_kl.coef) > 0 else frozenset()
-
-
-def _row(name: str, table: Mapping[str, T], *, of_recipe: str, key: str) -> T:
-    """A function's row; that of the recipe's own function stands for a function of the user's."""
-    return table[of_recipe if ":" in name else _known(name, table, key=key)]
-
-
-def refuse_unread(cfg: Algorithm, taken: Collection[str]) -> None:
-    """ConfigError for settings that were changed but that functions of the user's, which read `taken`, do not read."""
-    for key in sorted(SETTINGS - set(taken)):
-        value, default = getattr(cfg, key), Algorithm.model_fields[key].default
-        if value != default and value is not False:
-            raise ConfigError(
-                f"algorithm.{key}={value!r} has no effect: neither advantage nor loss takes it; leave it out (in a "
-                f"stage: reset it to {default!r})."
-            )
 
 
 def _known(name: str, table: Mapping[str, object], *, key: str) -> str:
@@ -179,8 +235,9 @@ def _check_parts(cfg: Algorithm, r: Resolved) -> None:
         )
     if r.mix is not None and r.mix.mu == 0 and not r.mix.mu_valley:
         raise ConfigError("algorithm.mix.mu=0: the demonstrations would count nothing; set it above 0.")
-    regularizer = cfg.rec_regularizer if r.loss == "rec" else "none"
-    if regularizer != "none" and r.settings["rec_regularizer_coef"] == 0:
+    settings = r.settings["loss"].settings
+    if settings.get("rec_regularizer", "none") != "none" and settings["rec_regularizer_coef"] == 0:
         raise ConfigError(
-            f"algorithm.rec_regularizer={regularizer} adds nothing at rec_regularizer_coef=0: give one above 0."
+            f"algorithm.loss.rec_regularizer={settings['rec_regularizer']} adds nothing at rec_regularizer_coef=0: give "
+            "one above 0."
         )

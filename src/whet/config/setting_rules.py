@@ -1,14 +1,12 @@
-"""When each part of an algorithm is read: from the tables of its functions, beside what one setting says of another.
+"""When each part of an algorithm is read, and what one setting of a loss says of another.
 
 A default that is written out passes: a stage may reset what the base config says, and a file may name all settings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from whet.config.conditions import ONLINE, Condition, Rule, under
-from whet.config.functions import ADVANTAGES, LOSSES, SETTINGS, Advantage, Loss
+from whet.config.functions import LOSSES
 
 OF_ROLLOUTS = (
     *("advantage", "mix", "correction", "reward_kl", "positive_nll_coef", "whiten", "whiten_ddof"),
@@ -30,33 +28,12 @@ BOUNDED: Condition = {
 }
 
 
-def _readers(setting: str) -> Condition:
-    """That advantage or loss reads a setting."""
-    losses = _who(LOSSES, setting)
-    named = {"advantage": _who(ADVANTAGES, setting), "loss": losses, "expert_loss": losses}
-    of_table = [{"condition": name, "in": who} for name, who in named.items() if who]
-    return {"any": [*of_table, {"condition": "own_function"}]}
-
-
-def _who(table: Mapping[str, Advantage] | Mapping[str, Loss], setting: str) -> list[str]:
-    return [name for name, row in table.items() if setting in row.settings]
-
-
-def _of_loss(loss: str, condition: Condition) -> Condition:
-    """A condition that matters with one loss only."""
-    return {"any": [{"not": {"condition": "loss", "is": loss}}, condition]}
-
-
 def _rule(keys: tuple[str, ...], read_when: Condition, why: str) -> Rule:
     return Rule(under("algorithm", *keys), read_when, why, default_passes=True)
 
 
 SETTING_RULES: tuple[Rule, ...] = (
     _rule(OF_ROLLOUTS, ONLINE, "the replies are in the data ({kind})"),
-    *(
-        _rule((setting,), _readers(setting), "advantage={advantage} and loss={loss} do not read it")
-        for setting in sorted(SETTINGS)
-    ),
     _rule(
         ("mean_over_rollouts",),
         {"condition": "loss_agg_mode", "is": "token-mean"},
@@ -76,7 +53,7 @@ SETTING_RULES: tuple[Rule, ...] = (
         ("kl", "reward_kl"),
         BY_TOKEN,
         "the loss {loss} is about whole replies and has no place for a KL at every token (how far dpo and kto may go "
-        "from the reference is algorithm.beta)",
+        "from the reference is algorithm.loss.beta)",
     ),
     _rule(
         ("entropy_agg_mode",),
@@ -84,34 +61,34 @@ SETTING_RULES: tuple[Rule, ...] = (
         "algorithm.entropy_coef is 0",
     ),
     _rule(
-        ("sequence_mask_delta", "clip_low", "clip_high"),
-        _of_loss("ppo", {"not": {"key": "algorithm.fallback_to_policy_gradient"}}),
-        "algorithm.fallback_to_policy_gradient is true",
+        under("loss", "sequence_mask_delta", "clip_low", "clip_high"),
+        {"not": {"condition": "loss.fallback_to_policy_gradient"}},
+        "algorithm.loss.fallback_to_policy_gradient is true",
     ),
     _rule(
-        ("clip_low", "clip_high"),
-        _of_loss("rec", {"not": {"key": "algorithm.rec_clip_mode", "is": "none"}}),
-        "algorithm.rec_clip_mode is none",
+        under("loss", "clip_low", "clip_high"),
+        {"not": {"condition": "loss.rec_clip_mode", "is": "none"}},
+        "algorithm.loss.rec_clip_mode is none",
     ),
     _rule(
-        ("rec_ring_low", "rec_ring_high"),
-        _of_loss("rec", {"key": "algorithm.rec_clip_mode", "is": "ring"}),
-        "algorithm.rec_clip_mode is not ring",
+        under("loss", "rec_ring_low", "rec_ring_high"),
+        {"condition": "loss.rec_clip_mode", "is": "ring"},
+        "algorithm.loss.rec_clip_mode is not ring",
     ),
     _rule(
-        ("rec_temperature",),
-        _of_loss("rec", {"key": "algorithm.rec_weight", "is": "advantage"}),
-        "algorithm.rec_weight is not advantage",
+        under("loss", "rec_temperature"),
+        {"condition": "loss.rec_weight", "is": "advantage"},
+        "algorithm.loss.rec_weight is not advantage",
     ),
     _rule(
-        ("rec_regularizer_coef",),
-        _of_loss("rec", {"not": {"key": "algorithm.rec_regularizer", "is": "none"}}),
-        "algorithm.rec_regularizer is none",
+        under("loss", "rec_regularizer_coef"),
+        {"not": {"condition": "loss.rec_regularizer", "is": "none"}},
+        "algorithm.loss.rec_regularizer is none",
     ),
     _rule(
-        ("label_smoothing",),
-        _of_loss("dpo", {"key": "algorithm.pair_loss", "in": ["sigmoid", "robust"]}),
-        "algorithm.pair_loss={cfg.algorithm.pair_loss} has none: set it to sigmoid or robust",
+        under("loss", "label_smoothing"),
+        {"condition": "loss.pair_loss", "in": ["sigmoid", "robust"]},
+        "the pair_loss of algorithm.loss has none: set it to sigmoid or robust",
     ),
     _rule(
         ("reward_kl.target",),

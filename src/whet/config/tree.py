@@ -6,18 +6,24 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from whet.config.keys import Path, lookup
+from whet.config.keys import TABLES, Path, lookup
 from whet.config.schema import Algorithm, Stage
 from whet.types import Json
 
 STAGE_SECTIONS = tuple(name for name in Stage.model_fields if name != "name")
 
 
-def merge(base: Json, over: Json) -> Json:
-    """Dicts merged key by key, all else replaced; neither is changed."""
+def merge(base: Json, over: Json, at: Path = ()) -> Json:
+    """Dicts merged key by key, all else replaced; neither is changed. at: their path in a config.
+
+    A table of an advantage's or a loss's settings is put over one of the same name; another name inherits nothing."""
+    if at in TABLES and isinstance(over, dict):
+        base = {"name": base} if isinstance(base, str) else base
+        if isinstance(base, dict) and over.get("name", base.get("name")) != base.get("name"):
+            return over
     if not isinstance(base, dict) or not isinstance(over, dict):
         return over
-    return {**base, **{k: merge(base[k], v) if k in base else v for k, v in over.items()}}
+    return {**base, **{k: merge(base[k], v, (*at, k)) if k in base else v for k, v in over.items()}}
 
 
 def leaves(tree: Json, path: Path = ()) -> Iterator[tuple[Path, Any]]:

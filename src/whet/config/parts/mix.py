@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -14,8 +14,9 @@ class Mix(Section):
 
     demonstration_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Share of a step's tasks (train.tasks_per_step, rounded up) whose reply is a demonstration, one each."""
-    loss: Literal["sft", "sft_is", "sft_phi"] | None = None
-    """Loss of the demonstrations. Default: the recipe's (mix: sft; mix_chord: sft_phi)."""
+    loss: str | dict[str, Any] | None = None
+    """Loss of the demonstrations: sft, sft_is, sft_phi, or a table of its settings, as algorithm.loss: {name: sft_phi,
+    phi_cutoff: 0.5}. Default: the recipe's (mix: sft; mix_chord: sft_phi)."""
     mu: Fraction = 0.1
     """Weight of the demonstrations' loss; the policy's, its KL and entropy terms included, has 1 - mu."""
     mu_warmup_steps: Count = 0

@@ -1,0 +1,319 @@
+"""Settings of advantages and losses: one section for each function, with the names in its signature.
+
+`algorithm.loss: {name: gspo, clip_low: 3e-4}` gives the function `gspo` of `whet.algos.losses` its `clip_low`. Readable
+without torch; a test holds every section to the signature of its function. A function of the user's has no section: its
+settings are those of its own signature.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from whet.config.parts.base import Above0, Fraction, NonNegative, Section
+
+Part = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+class NoSettings(Section):
+    """A function without settings."""
+
+
+# ---------------------------------------------------------------- advantages
+
+
+class Std(Section):
+    """Division by the standard deviation of a group's rewards."""
+
+    normalize_std: bool = True
+    """Divide by the group's standard deviation."""
+    std_epsilon: Above0 = 1e-6
+    """Added to the standard deviation."""
+
+
+class GroupStd(Std):
+    """The same, with its denominator."""
+
+    std_ddof: Literal[1, 0] = 1
+    """Denominator of the standard deviation: 1 is n - 1 (as verl, TRL, Trinity), 0 is n (as Cosmos-RL)."""
+
+
+class Grpo(GroupStd):
+    """Reward against the group's mean, in units of its standard deviation."""
+
+    std_floor: NonNegative = 0.0
+    """The standard deviation counts as at least this, before std_epsilon is added."""
+    std_scope: Literal["group", "batch"] = "group"
+    """The standard deviation of the group's rewards, or of all rewards of the batch."""
+    rank_penalty: Fraction = 0.0
+    """Lower the reward of the group's likelier replies, the likeliest by nearly this share, so that rare good replies
+    count more (arXiv:2506.02355). 0 is off."""
+
+
+class Rloo(Section):
+    """Reward against the mean of the group's other rewards."""
+
+    single_rollout: Literal["zero", "raw"] = "zero"
+    """The advantage of a rollout alone in its group: 0 (and its group is dropped), or its reward."""
+
+
+class RecAdvantage(Std):
+    """Reward against the group's mean (REC)."""
+
+    normalize_std: bool = False
+    """Divide by the group's standard deviation."""
+
+
+class OpmdAdvantage(Section):
+    """Reward against a baseline of the group (OPMD)."""
+
+    opmd_baseline: Literal["mean", "logavgexp"] = "mean"
+    """The group's mean reward, or tau log mean exp(reward / tau)."""
+    tau: Above0 = 1.0
+    """Temperature of logavgexp, in units of reward."""
+
+
+class Asymre(Section):
+    """Reward against the group's mean, shifted (AsymRE)."""
+
+    baseline_shift: float = -0.1
+    """Added to the group's mean; below 0 good replies count more than bad replies."""
+
+
+class Maxrl(Section):
+    """Reward against the group's mean, in units of that mean."""
+
+    std_epsilon: Above0 = 1e-6
+    """Added to the mean that is divided by."""
+
+
+class Discount(Section):
+    """A discount of later rewards."""
+
+    gamma: Fraction = 1.0
+    """Discount a token."""
+
+
+class Gae(Discount):
+    """Generalized advantage estimation (arXiv:1506.02438), with a critic."""
+
+    lam: Fraction = 1.0
+    """Lambda: 1 is the return less the value, 0 the one-step error."""
+
+
+class Gigpo(Std):
+    """GRPO over episodes, beside an advantage for each turn (GiGPO)."""
+
+    gamma: Fraction = 1.0
+    """Discount a turn (the paper: 0.95)."""
+    turn_weight: NonNegative = 1.0
+    """Weight of a turn's own advantage beside the episode's."""
+
+
+class StepWiseGrpo(Section):
+    """GRPO over the last turns, for all turns of an episode."""
+
+    std_epsilon: Above0 = 1e-6
+    """Added to the standard deviation."""
+    std_ddof: Literal[1, 0] = 1
+    """Denominator of the standard deviation: 1 is n - 1, 0 is n."""
+    divide_by_turns: bool = False
+    """Divide an episode's advantage by its number of turns."""
+
+
+class Distill(Section):
+    """On-policy distillation from the reference."""
+
+    distill_coef: Above0 = 1.0
+    """Factor on log teacher - log policy."""
+
+
+# ---------------------------------------------------------------- losses
+
+
+class Clip(Section):
+    """Bounds of the ratio of the policy to the policy before the step."""
+
+    clip_low: Above0 = 0.2
+    """Ratio clip below 1: 1 - clip_low; 1 or more leaves that side open."""
+    clip_high: Above0 = 0.2
+    """Ratio clip above 1: 1 + clip_high (clip-higher of DAPO: 0.28); 1e9 leaves that side open."""
+
+
+class Ppo(Clip):
+    """PPO's clipped objective (arXiv:1707.06347)."""
+
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
+    """Bound the loss of negative advantages at this multiple (arXiv:1912.09729). None: off."""
+    sequence_mask_delta: Above0 | None = None
+    """A rollout whose mean log pi_old/pi (nats a token) is above this learns nothing from negative advantages. None:
+    off."""
+    fallback_to_policy_gradient: bool = False
+    """Take the ratio against the policy itself, so that the gradient is that of -A log pi. Right for one optimizer step
+    a batch."""
+
+
+class Gspo(Section):
+    """Clipped ratios of whole sequences (arXiv:2507.18071)."""
+
+    clip_low: Above0 = 3e-4
+    """Ratio clip below 1: 1 - clip_low."""
+    clip_high: Above0 = 4e-4
+    """Ratio clip above 1: 1 + clip_high."""
+    gspo_form: Literal["sequence", "token"] = "sequence"
+    """Gradient through the rollout's mean log-ratio, or through each token's own log-prob (GSPO-token)."""
+
+
+class GeoMean(Section):
+    """Geometric means of ratios (GMPO, arXiv:2507.20673)."""
+
+    clip_low: Above0 = 0.4
+    """Clip of the log-ratio below 0: -clip_low."""
+    clip_high: Above0 = 0.4
+    """Clip of the log-ratio above 0: clip_high."""
+
+
+class Cispo(Section):
+    """Clipped importance weights with the gradient of log pi (arXiv:2506.13585)."""
+
+    clip_low: Above0 = 1.0
+    """Weight clip below 1: 1 - clip_low; 1 or more leaves that side open."""
+    clip_high: Above0 = 4.0
+    """Weight clip above 1: 1 + clip_high."""
+    cispo_mask: bool = False
+    """Tokens that PPO would clip count 0."""
+
+
+class Sapo(Section):
+    """A soft gate in place of a clip (SAPO, arXiv:2511.20347)."""
+
+    tau_pos: Above0 = 1.0
+    """Temperature of the gate where the advantage is positive; larger closes faster."""
+    tau_neg: Above0 = 1.05
+    """The same where it is not; a little larger keeps training steady."""
+    sapo_detach: bool = False
+    """Weigh log pi by the gate (Trinity) in place of differentiating it (the paper)."""
+
+
+class ClipCov(Clip):
+    """PPO without some tokens of high covariance (arXiv:2505.22617)."""
+
+    clip_cov_ratio: Part = 2e-4
+    """Share of the minibatch's tokens that are left out, at least one."""
+    clip_cov_lb: float = 1.0
+    """They are chosen among tokens with a larger covariance of advantage and log-prob than this."""
+    clip_cov_ub: float = 5.0
+    """And a smaller covariance than this."""
+
+
+class KlCov(Section):
+    """A KL penalty at tokens of high covariance (arXiv:2505.22617)."""
+
+    kl_cov_ratio: Part = 2e-4
+    """Share of the minibatch's tokens that are held back, those with the largest covariance; at least one."""
+    ppo_kl_coef: NonNegative = 1.0
+    """Weight of |log ratio| at those tokens; the paper's 1 (verl's configuration: 0.1)."""
+
+
+class Dppo(Section):
+    """Bounds on the divergence in place of the ratio (DPPO, arXiv:2602.04879)."""
+
+    dppo_divergence: Literal["binary_tv", "binary_kl"] = "binary_tv"
+    """How far the sampled token's probability has moved: its difference, or the KL of two Bernoulli laws."""
+    dppo_delta_low: Above0 = 0.15
+    """The farthest a token with negative advantage may have fallen (0.05 is usual for binary_kl, in nats)."""
+    dppo_delta_high: Above0 = 0.15
+    """The farthest a token with positive advantage may have risen."""
+
+
+class Aipo(Section):
+    """Capped importance weights (arXiv:2505.24034)."""
+
+    aipo_rho: Above0 = 4.0
+    """Cap of the ratio; the paper's range is 2 to 10."""
+
+
+class Sppo(Section):
+    """Tokens near a ratio of 1 alone."""
+
+    sppo_epsilon: Above0 = 0.3
+    """Tokens with a ratio outside 1 / (1 + e) .. 1 + e count 0."""
+
+
+class Opmd(Section):
+    """Online policy mirror descent."""
+
+    tau: Above0 = 1.0
+    """The loss is divided by 1 + this, in units of reward."""
+
+
+class Topr(Section):
+    """Tapered off-policy REINFORCE (arXiv:2503.14286)."""
+
+    topr_threshold: float = 0.0
+    """Tokens with an advantage above this count fully, others at most by their ratio."""
+
+
+class Rec(Clip):
+    """REINFORCE with clipped or weighted tokens (REC, arXiv:2509.24203)."""
+
+    rec_clip_mode: Literal["none", "one-side", "two-side", "ring", "gspo-one-side"] = "one-side"
+    """From which tokens is learned, by their ratio (docs/algorithms.md)."""
+    rec_ring_low: Above0 = 0.6
+    """ring: a ratio below 1 - this is learned from again where the advantage is positive."""
+    rec_ring_high: Above0 = 2.0
+    """ring: a ratio above 1 + this is learned from again where the advantage is negative."""
+    rec_weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"] = "none"
+    """Weight of a token: 1, its ratio, the rollout's, or exp(A / rec_temperature)."""
+    rec_temperature: Above0 = 1.0
+    """rec_weight=advantage: temperature."""
+    rec_regularizer: Literal["none", "k2", "forward-kl"] = "none"
+    """Added at every token: (log ratio)^2, or -log pi."""
+    rec_regularizer_coef: NonNegative = 0.0
+    """Weight of the regularizer."""
+
+
+class SftPhi(Section):
+    """Cross entropy without tokens that the policy knows (CHORD, arXiv:2508.11408)."""
+
+    phi_cutoff: Part = 1.0
+    """Tokens that the policy gives more than this probability teach nothing. 1: none is left out."""
+
+
+class Dpo(Section):
+    """Direct preference optimization (arXiv:2305.18290)."""
+
+    beta: Above0 = 0.1
+    """Inverse temperature."""
+    pair_loss: Literal["sigmoid", "robust", "hinge", "ipo"] = "sigmoid"
+    """Function of a pair's margin: DPO's own log-sigmoid, or that of robust DPO, SLiC (hinge) or IPO."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """sigmoid, robust: assumed share of flipped labels."""
+
+
+class Simpo(Section):
+    """Preferences without a reference (arXiv:2405.14734)."""
+
+    beta: Above0 = 2.0
+    """Scale of the rewards."""
+    target_margin: NonNegative = 1.0
+    """By how much the chosen reply's reward should be above the other's; half of beta is a good start."""
+
+
+class Orpo(Section):
+    """Cross entropy with an odds ratio (arXiv:2403.07691)."""
+
+    odds_weight: NonNegative = 0.1
+    """Weight of the odds ratio against the cross entropy of the chosen reply (the paper's lambda)."""
+
+
+class Kto(Section):
+    """Replies marked as desirable or not (arXiv:2402.01306)."""
+
+    beta: Above0 = 0.1
+    """Inverse temperature."""
+    desirable_weight: NonNegative = 1.0
+    """Weight of a desirable reply; raise the weight of the rarer kind so that both count about the same."""
+    undesirable_weight: NonNegative = 1.0
+    """Weight of an undesirable reply."""
