@@ -228,10 +228,10 @@ def test_refused(overrides: list[str], why: str) -> None:
     "overrides",
     [
         ["algorithm.name=remax", "rollout.group_size=1"],
-        ["algorithm.name=rloo", "algorithm.single_rollout=raw", "rollout.group_size=1"],
+        ["algorithm.name=rloo", "algorithm.advantage.single_rollout=raw", "rollout.group_size=1"],
         ["algorithm.name=raft", "algorithm.groups.min_reward=0.5"],
         ["algorithm.name=dapo", "algorithm.groups.uniform_by=[acc]", "algorithm.groups.min_std=0.1"],
-        ["algorithm.advantage=opmd", "algorithm.tau=2.0", "algorithm.opmd_baseline=logavgexp"],
+        ["algorithm.advantage=opmd", "algorithm.advantage.tau=2.0", "algorithm.advantage.opmd_baseline=logavgexp"],
         ["algorithm.whiten=true", "algorithm.whiten_ddof=0", "algorithm.advantage_high=5.0"],
         ["algorithm.name=distill", "reference.path=teacher"],
     ],

@@ -375,7 +375,7 @@ def test_stages_are_merged_over_the_base(tmp_path):
     assert [s.path for s in sft.data.train] == ["c"], "lists are replaced"
     assert [s.path for s in rl.data.train] == ["a", "b"]
     assert sft.algorithm == load(None, values={"algorithm": {"name": "sft"}}).config.algorithm
-    assert (rl.algorithm.clip_low, rl.algorithm.clip_high, rl.algorithm.kl.coef) == (0.1, 0.3, 0.1)
+    assert (rl.algorithm.loss.clip_low, rl.algorithm.loss.clip_high, rl.algorithm.kl.coef) == (0.1, 0.3, 0.1)
     assert sft.stages == rl.stages == ()
     assert stage_configs(loaded.config) == loaded.stages
     assert loaded.where("stages.rl.train.steps") == f"{path}:1", "inherited: the base's line"

@@ -67,7 +67,7 @@ def test_the_ratio_is_bounded_on_two_sides_or_from_above() -> None:
     assert clipping(values(epsilon_high=0.28)) == {low: 0.2, high: 0.28, cap: 3.0}
     assert clipping(values(epsilon_low=-1, epsilon_high=-1.0)) == {low: 1.0, high: 1e9, cap: 3.0}, "open"
     assert clipping(values(variant="gspo", epsilon_low=3e-4)) == {low: 3e-4, high: 0.2}, "no dual clip"
-    assert clipping(values(aipo_rho=4.0)) == {"algorithm.loss": "aipo", "algorithm.aipo_rho": 4.0}
+    assert clipping(values(aipo_rho=4.0)) == {"algorithm.loss": "aipo", "algorithm.loss.aipo_rho": 4.0}
     with pytest.raises(NotSupportedYet, match="gspo"):
         clipping(values(variant="gspo", aipo_rho=4.0))
 
@@ -82,8 +82,8 @@ def test_means_and_advantages() -> None:
     }  # fmt: skip
     with pytest.raises(ConfigError, match="loss_type"):
         aggregation(values(**constant))
-    assert normalize(values()) == {"algorithm.std_ddof": 0}
-    assert normalize(values(unbiased_advantage=True)) == {"algorithm.normalize_std": False}
+    assert normalize(values()) == {"algorithm.advantage.std_ddof": 0}
+    assert normalize(values(unbiased_advantage=True)) == {"algorithm.advantage.normalize_std": False}
 
 
 def test_terms_that_zero_or_less_switches_off() -> None:
@@ -127,7 +127,7 @@ def test_the_engine_s_log_probs_are_the_ratio_s_denominator() -> None:
 
 def test_replies_far_from_the_policy_learn_nothing() -> None:
     assert far_from_policy(values()) == {}
-    assert far_from_policy(values(off_policy_masking_delta=0.1)) == {"algorithm.sequence_mask_delta": 0.1}
+    assert far_from_policy(values(off_policy_masking_delta=0.1)) == {"algorithm.loss.sequence_mask_delta": 0.1}
     for beside in ({"variant": "gspo"}, {"aipo_rho": 2.0}, {"use_decoupled_loss": True}):
         with pytest.raises(NotSupportedYet, match="off_policy_masking_delta"):
             far_from_policy(values(off_policy_masking_delta=0.1, **beside))
@@ -137,7 +137,7 @@ def test_a_teacher_in_place_of_rewards() -> None:
     on = {"distillation.enable": True, "distillation.model_name_or_path": "teacher"}
     assert distillation(values()) == {}
     assert distillation(values() | on | {"distillation.kl_penalty_coef": 0.5}) == {
-        "algorithm.advantage": "distill", "algorithm.distill_coef": 0.5, "reference.path": "teacher",
+        "algorithm.advantage": "distill", "algorithm.advantage.distill_coef": 0.5, "reference.path": "teacher",
     }  # fmt: skip
     assert distillation(values() | on | {"distillation.top_k": -1}) == distillation(values() | on)
     for key, value in (("kl_discount_factor", 0.5), ("include_prompt", True), ("top_k", 10)):

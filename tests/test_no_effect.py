@@ -149,8 +149,8 @@ def test_what_is_refused_where_the_ratio_is_1_is_what_changes_nothing_there(loss
     "setting",
     [
         *("clip_low=0.1", "clip_high=0.1", "dual_clip=3.0", "sequence_mask_delta=0.1"),
-        *("name=cispo algorithm.cispo_mask=true", "name=aipo algorithm.aipo_rho=2.0"),
-        *("name=gspo algorithm.clip_low=0.001", "name=rec algorithm.rec_clip_mode=two-side"),
+        *("name=cispo algorithm.loss.cispo_mask=true", "name=aipo algorithm.loss.aipo_rho=2.0"),
+        *("name=gspo algorithm.loss.clip_low=0.001", "name=rec algorithm.loss.rec_clip_mode=two-side"),
     ],
 )
 @pytest.mark.parametrize(
@@ -176,8 +176,8 @@ def test_a_bound_of_the_ratio_is_refused_where_the_ratio_is_1(setting: str, move
 
 
 def test_a_bound_that_holds_at_1_or_is_of_the_engines_log_probs_is_read() -> None:
-    assert problems("algorithm.name=aipo", "algorithm.aipo_rho=0.5") == []
-    assert problems("algorithm.loss=rollout_is", "algorithm.clip_low=0.1") == []
+    assert problems("algorithm.name=aipo", "algorithm.loss.aipo_rho=0.5") == []
+    assert problems("algorithm.loss=rollout_is", "algorithm.loss.clip_low=0.1") == []
 
 
 def test_a_recipe_or_a_document_may_have_a_clip_that_nothing_meets(tmp_path: Path) -> None:
@@ -197,19 +197,19 @@ def test_a_recipe_or_a_document_may_have_a_clip_that_nothing_meets(tmp_path: Pat
         assert unused(loaded.written, loaded.stages) == []
         assert not {"clip_low", "clip_high", "dual_clip"} & loaded.written["algorithm"].keys()
         notes = " ".join(line.note for line in loaded.translation.lines)
-        assert ("algorithm.clip_low has no effect" in notes) == bool(given)
+        assert ("algorithm.loss.clip_low has no effect" in notes) == bool(given)
 
 
 # ---------------------------------------------------------------- for sweeps
 
 
 def test_what_nothing_reads_may_be_left_out_with_a_note() -> None:
-    swept = ["algorithm.dual_clip=3.0", "algorithm.beta=0.3", "algorithm.kl.estimator=k1", "train.steps=2"]
+    swept = ["algorithm.loss.dual_clip=3.0", "algorithm.loss.beta=0.3", "algorithm.kl.estimator=k1", "train.steps=2"]
     loaded = load(None, swept, copy.deepcopy(BASE), unused="warn")
     assert plans(loaded)[0].steps == 2
     notes = {key: why for key, _, why in (note.partition(": ") for note in loaded.notes)}
-    assert notes.keys() == {"algorithm.beta", "algorithm.dual_clip", "algorithm.kl.estimator"}
-    assert notes["algorithm.beta"] == "has no effect: advantage=grpo and loss=ppo do not read it"
+    assert notes.keys() == {"algorithm.loss.beta", "algorithm.loss.dual_clip", "algorithm.kl.estimator"}
+    assert notes["algorithm.loss.beta"] == "has no effect: advantage=grpo and loss=ppo do not read it"
     plain = load(None, ["train.steps=2"], copy.deepcopy(BASE))
     assert loaded.config == plain.config
     assert loaded.written == plain.written
@@ -221,7 +221,7 @@ def test_what_nothing_reads_in_a_stage_is_left_out_there() -> None:
     stages = {"stages": [{"name": "a", "algorithm": {"name": "sft", "dual_clip": 3.0}}, {"name": "b"}]}
     loaded = load(None, [], copy.deepcopy(BASE) | stages, unused="warn")
     assert loaded.notes == (
-        "stages[0] ('a').algorithm.dual_clip: has no effect: advantage=none and loss=sft do not read it",
+        "stages[0] ('a').algorithm.loss.dual_clip: has no effect: advantage=none and loss=sft do not read it",
     )
     assert loaded.written["stages"][0] == {"name": "a", "algorithm": {"name": "sft"}}
 

@@ -394,8 +394,8 @@ def test_all_problems_stand_in_one_message_with_their_lines(tmp_path):
         (["algorithm.kl.estimator=k1"], "algorithm.kl.estimator"),
         (["algorithm.reward_kl.estimator=k2"], "algorithm.reward_kl.estimator"),
         (["reference.reset_optimizer=true", "algorithm.kl.coef=0.1"], "reference.reset_optimizer"),
-        (["algorithm.lam=0.9"], "algorithm.lam"),
-        (["algorithm.beta=0.3"], "algorithm.beta"),
+        (["algorithm.advantage.lam=0.9"], "algorithm.advantage.lam"),
+        (["algorithm.loss.beta=0.3"], "algorithm.loss.beta"),
         (["data.train.0.rejected=r"], "data.train[0].rejected"),
         (["data.train.0.response=r"], "data.train[0].response"),
         (["eval.interval=3"], "eval.interval"),
@@ -460,7 +460,7 @@ def test_a_key_of_the_base_may_serve_one_stage_alone():
             None,
             [
                 "rollout.group_size=4",
-                "algorithm.clip_high=0.3",
+                "algorithm.loss.clip_high=0.3",
                 "train.update_epochs=2",
                 "data.train.0.response=r",
             ],
@@ -591,8 +591,8 @@ def test_a_reference_that_is_reset_is_saved_wherever_it_came_from(tmp_path: Path
 
 
 def test_a_regularizer_without_weight_is_refused() -> None:
-    said = refused("algorithm.name=rec", "algorithm.rec_regularizer=k2")
-    assert "algorithm.rec_regularizer: k2 adds nothing at rec_regularizer_coef=0" in said
+    said = refused("algorithm.name=rec", "algorithm.loss.rec_regularizer=k2")
+    assert "algorithm.loss.rec_regularizer: k2 adds nothing at rec_regularizer_coef=0" in said
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_every_loss_of_the_table_is_asked() -> None:
             {"name": "rec", "rec_regularizer": "k2", "rec_regularizer_coef": 0.1},
             "no weight",
             True,
-            "algorithm.rec_regularizer is on",
+            "algorithm.loss.rec_regularizer is on",
         ),
         ({"name": "clip_cov"}, "nothing", False, "clip_cov looks at the whole minibatch"),
         ({"name": "kl_cov"}, "nothing", False, "kl_cov looks at the whole minibatch"),

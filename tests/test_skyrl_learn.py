@@ -56,38 +56,38 @@ def test_advantages() -> None:
     gae = values(**settings, **{KL + "advantage_estimator": "gae"}, trainer__critic__model__path="m")
     assert learn.advantages(gae) == {
         "algorithm.name": "ppo",
-        "algorithm.gamma": 0.9,
-        "algorithm.lam": 0.95,
+        "algorithm.advantage.gamma": 0.9,
+        "algorithm.advantage.lam": 0.95,
         **whitened,
     }
-    assert learn.advantages(values(**{KL + "grpo_norm_by_std": False}))["algorithm.normalize_std"] is False
+    assert learn.advantages(values(**{KL + "grpo_norm_by_std": False}))["algorithm.advantage.normalize_std"] is False
     plus_plus: dict[str, Json] = {KL + "advantage_estimator": "reinforce++"}
     assert learn.advantages(values(**plus_plus)) == {
         "algorithm.name": "reinforce_pp",
-        "algorithm.gamma": 1.0,
+        "algorithm.advantage.gamma": 1.0,
     }
     twice = learn.advantages(values(**plus_plus, **{KL + "advantage_batch_normalize": True}))
-    assert twice == {"algorithm.name": "reinforce", "algorithm.gamma": 1.0, **whitened}
+    assert twice == {"algorithm.name": "reinforce", "algorithm.advantage.gamma": 1.0, **whitened}
     assert learn.advantages(values(**{KL + "advantage_estimator": "maxrl"})) == {"algorithm.name": "maxrl"}
     assert "expected one of grpo, gae" in said(**{KL + "advantage_estimator": "gra"})
 
 
 def test_losses_and_reductions() -> None:
-    plain = {"algorithm.loss": "ppo", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2}
+    plain = {"algorithm.loss": "ppo", "algorithm.loss.clip_low": 0.2, "algorithm.loss.clip_high": 0.2}
     assert learn.policy_loss(values(trainer__algorithm__clip_ratio_c=4.0)) == plain
     dual: dict[str, Json] = {KL + "ppo_loss_type": "dual_clip", KL + "clip_ratio_c": 4.0}
-    assert learn.policy_loss(values(**dual)) == plain | {"algorithm.dual_clip": 4.0}
+    assert learn.policy_loss(values(**dual)) == plain | {"algorithm.loss.dual_clip": 4.0}
     gspo = learn.policy_loss(values(**{KL + "ppo_loss_type": "gspo"}))
-    assert gspo == plain | {"algorithm.loss": "gspo", "algorithm.gspo_form": "token"}
+    assert gspo == plain | {"algorithm.loss": "gspo", "algorithm.loss.gspo_form": "token"}
     cispo = values(**{KL + "ppo_loss_type": "cispo", KL + "cispo__cispo_eps_clip_low": 0})
     assert learn.policy_loss(cispo) == {
         "algorithm.loss": "cispo",
-        "algorithm.clip_low": 1e-12,
-        "algorithm.clip_high": 5,
+        "algorithm.loss.clip_low": 1e-12,
+        "algorithm.loss.clip_high": 5,
     }
     assert torch.tensor(1 - 1e-12, dtype=torch.float32) == 1
     kl_cov = values(**{KL + "ppo_loss_type": "kl_cov"})
-    assert learn.policy_loss(kl_cov)["algorithm.kl_cov_ratio"] == 0.2
+    assert learn.policy_loss(kl_cov)["algorithm.loss.kl_cov_ratio"] == 0.2
     assert "expected one of regular, dual_clip" in said(**{KL + "ppo_loss_type": "vanilla"})
     assert learn.reduction(values()) == {"algorithm.loss_agg_mode": "seq-mean-token-mean"}
     assert learn.reduction(values(**{KL + "loss_reduction": "seq_mean_token_sum_norm"})) == {

@@ -202,13 +202,13 @@ def test_a_prompt_that_trinity_would_cut_is_left_out() -> None:
 def test_grpo_is_trinitys() -> None:
     given = grpo()
     assert losses.recipe(given) == {"algorithm.name": "grpo"}
-    assert learn.advantage(given) == {"algorithm.advantage": "grpo", "algorithm.std_epsilon": 1e-6}
+    assert learn.advantage(given) == {"algorithm.advantage": "grpo", "algorithm.advantage.std_epsilon": 1e-6}
     assert losses.policy_loss(given) == {
         "algorithm.loss_agg_mode": "token-mean",
         "algorithm.loss": "ppo",
-        "algorithm.clip_low": 0.2,
-        "algorithm.clip_high": 0.2,
-        "algorithm.dual_clip": 3.0,
+        "algorithm.loss.clip_low": 0.2,
+        "algorithm.loss.clip_high": 0.2,
+        "algorithm.loss.dual_clip": 3.0,
         "algorithm.old_logprobs": "sampled",
     }
     assert learn.kl(given) == {"algorithm.kl.coef": 0.001, "algorithm.kl.estimator": "k2"}
@@ -226,9 +226,9 @@ def test_arguments_of_functions() -> None:
         }
     )
     loss = losses.policy_loss(given)
-    assert (loss["algorithm.clip_low"], loss["algorithm.clip_high"]) == (0.1, 0.3)
+    assert (loss["algorithm.loss.clip_low"], loss["algorithm.loss.clip_high"]) == (0.1, 0.3)
     assert learn.entropy(given) == {"algorithm.entropy_coef": 0.01}
-    assert learn.advantage(given)["algorithm.std_epsilon"] == 1e-4
+    assert learn.advantage(given)["algorithm.advantage.std_epsilon"] == 1e-4
     assert learn.kl(given)["algorithm.kl.coef"] == 0.04
     assert learn.kl(given)["algorithm.kl.estimator"] == "low_var_kl"
     with pytest.raises(
@@ -366,7 +366,7 @@ def test_losses_of_files() -> None:
         algorithm__policy_loss_fn="sft_phi",
         **{"algorithm.policy_loss_fn_args.*": {"cutoff_prob": 0.9}},
     )
-    assert losses.policy_loss(phi)["algorithm.phi_cutoff"] == 0.9
+    assert losses.policy_loss(phi)["algorithm.loss.phi_cutoff"] == 0.9
 
 
 @pytest.mark.parametrize(
@@ -530,7 +530,7 @@ def test_kl_in_the_rewards_where_it_has_an_effect() -> None:
 def test_dpo_has_one_kl() -> None:
     dpo = {"algorithm__algorithm_type": "dpo"}
     assert learn.kl(values(**dpo)) == {}
-    assert losses.policy_loss(values(**dpo)) == {"algorithm.beta": 0.1, "algorithm.label_smoothing": 0.0}
+    assert losses.policy_loss(values(**dpo)) == {"algorithm.loss.beta": 0.1, "algorithm.loss.label_smoothing": 0.0}
     with pytest.raises(NotSupportedYet, match="holds its own KL"):
         learn.kl(values(**dpo, algorithm__kl_loss_fn="k2"))
 

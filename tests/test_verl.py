@@ -284,7 +284,7 @@ def test_advantages_that_are_refused() -> None:
     with pytest.raises(NotSupportedYet, match="SPIN and SPPO"):
         algorithm.advantage(values({"algorithm.adv_estimator": None}))
     dr = {"algorithm.adv_estimator": "grpo", R + "n": 2, "algorithm.norm_adv_by_std_in_grpo": False}
-    assert algorithm.advantage(values(dr))["algorithm.normalize_std"] is False
+    assert algorithm.advantage(values(dr))["algorithm.advantage.normalize_std"] is False
 
 
 LOSS = A + "policy_loss."

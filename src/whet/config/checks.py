@@ -20,7 +20,7 @@ from whet.config.idle import idle
 from whet.config.keys import Path, dotted, lookup
 from whet.config.learning import train_problems
 from whet.config.mixing import given_problems
-from whet.config.recipes import RECIPES, Resolved, resolve
+from whet.config.recipes import RECIPES, Resolved, resolve, setting_problems
 from whet.config.schema import Algorithm, Config
 from whet.config.sizes import shape
 from whet.config.sources import source_problems
@@ -56,6 +56,8 @@ def _algorithm(cfg: Algorithm) -> tuple[Resolved | None, list[Problem]]:
         at = re.match(r"algorithm[.\w]*", str(e))
         text = str(e)[at.end() :].lstrip(":= ") if at else str(e)
         recipe = resolve(Algorithm(name=cfg.name)) if cfg.name in RECIPES else None
+        if recipe and (wrong := list(setting_problems(cfg))):
+            return recipe, wrong
         return recipe, [(at[0] if at else "algorithm", text.rstrip("."))]
 
 
@@ -213,7 +215,7 @@ def _learning(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
         )
     if algorithm.settings["loss"].settings.get("fallback_to_policy_gradient") and updates > 1:
         yield (
-            "algorithm.fallback_to_policy_gradient",
+            "algorithm.loss.fallback_to_policy_gradient",
             f"compares the policy with itself, so it is right for one optimizer step a batch, and there are {updates} "
             "(train.minibatches x train.update_epochs): leave it out, or set both to 1",
         )

@@ -135,8 +135,8 @@ ALGORITHM = (
     Constraint("algorithm.advantage", ("algorithm.advantage=gea",)),
     Constraint("algorithm.loss algorithm.name", ("algorithm.loss=sft",)),
     Constraint(
-        "algorithm.rec_regularizer algorithm.rec_regularizer_coef",
-        ("algorithm.name=rec", "algorithm.rec_regularizer=k2"),
+        "algorithm.loss.rec_regularizer algorithm.loss.rec_regularizer_coef",
+        ("algorithm.name=rec", "algorithm.loss.rec_regularizer=k2"),
     ),
     Constraint(
         "algorithm.advantage_low algorithm.advantage_high",
@@ -159,8 +159,8 @@ ALGORITHM = (
         ("algorithm.name=rloo", "train.update_epochs=2"),
     ),
     Constraint(
-        "algorithm.fallback_to_policy_gradient train.minibatches train.update_epochs",
-        ("algorithm.fallback_to_policy_gradient=true", "train.update_epochs=2"),
+        "algorithm.loss.fallback_to_policy_gradient train.minibatches train.update_epochs",
+        ("algorithm.loss.fallback_to_policy_gradient=true", "train.update_epochs=2"),
     ),
     Constraint(
         "algorithm.mix.demonstration_ratio train.tasks_per_step train.minibatches",

@@ -153,11 +153,11 @@ def _value(key: Key, value: str) -> tuple[tuple[str, str], ...]:
     if name in ("algorithm.advantage", "algorithm.loss") and ":" not in value:
         table = functions.ADVANTAGES if name == "algorithm.advantage" else functions.LOSSES
         row = _entry(cast(Mapping[str, Reads], table), value, name)
-        fields = row.settings.model_fields.items()
-        return tuple(
-            (n, f"{json.dumps(field.default)}  {first_sentence_of(field.description or '')}")
-            for n, field in fields
-        ) or (("settings", "none"),)
+        told = (
+            (n, f"{json.dumps(field.default)}  {' '.join((field.description or '').split())}")
+            for n, field in row.settings.model_fields.items()
+        )
+        return tuple(told) or (("settings", "none"),)
     if key.section:
         raise ConfigError(
             f"{name} is a section, it has no value of its own; `whet explain {name}` lists its keys"

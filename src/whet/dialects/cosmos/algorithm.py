@@ -72,13 +72,13 @@ def clipping(values: Values) -> dict[str, Json]:
     if values[POLICY + "aipo_rho"] is not None:
         if gspo:
             raise NotSupportedYet(f"{POLICY}aipo_rho with variant='gspo' is coming; use grpo or dapo.")
-        return {"algorithm.loss": "aipo", "algorithm.aipo_rho": values[POLICY + "aipo_rho"]}
+        return {"algorithm.loss": "aipo", "algorithm.loss.aipo_rho": values[POLICY + "aipo_rho"]}
     low, high = values[POLICY + "epsilon_low"], values[POLICY + "epsilon_high"]
     bounds = {
-        "algorithm.clip_low": low if low >= 0 else OPEN_LOW,
-        "algorithm.clip_high": high if high >= 0 else OPEN_HIGH,
+        "algorithm.loss.clip_low": low if low >= 0 else OPEN_LOW,
+        "algorithm.loss.clip_high": high if high >= 0 else OPEN_HIGH,
     }
-    return bounds | ({} if gspo else {"algorithm.dual_clip": values[POLICY + "lower_bound_ratio"]})
+    return bounds | ({} if gspo else {"algorithm.loss.dual_clip": values[POLICY + "lower_bound_ratio"]})
 
 
 def far_from_policy(values: Values) -> dict[str, Json]:
@@ -91,7 +91,7 @@ def far_from_policy(values: Values) -> dict[str, Json]:
         raise NotSupportedYet(
             f"{key} with gspo, aipo_rho or use_decoupled_loss is coming, not built yet; today: grpo and dapo."
         )
-    return {"algorithm.sequence_mask_delta": values[key]}
+    return {"algorithm.loss.sequence_mask_delta": values[key]}
 
 
 def aggregation(values: Values) -> dict[str, Json]:
@@ -110,8 +110,8 @@ def aggregation(values: Values) -> dict[str, Json]:
 def normalize(values: Values) -> dict[str, Json]:
     """Unbiased advantages are not divided by the group's standard deviation (the document's text has it inverted)."""
     if values[POLICY + "unbiased_advantage"]:
-        return {"algorithm.normalize_std": False}
-    return {"algorithm.std_ddof": 0}
+        return {"algorithm.advantage.normalize_std": False}
+    return {"algorithm.advantage.std_ddof": 0}
 
 
 def terms(values: Values) -> dict[str, Json]:
@@ -188,6 +188,6 @@ def distillation(values: Values) -> dict[str, Json]:
         )
     return {
         "algorithm.advantage": "distill",
-        "algorithm.distill_coef": values[at + "kl_penalty_coef"],
+        "algorithm.advantage.distill_coef": values[at + "kl_penalty_coef"],
         "reference.path": at_revision(values, values[at + "model_name_or_path"], at + "model_revision"),
     }

@@ -27,11 +27,11 @@ def advantages(v: Values) -> Native:
     name = v[f"{A}.advantage_estimator"]
     out: dict[str, Json] = {"algorithm.name": ESTIMATORS[name]}
     if name == "grpo" and not v[f"{A}.grpo_norm_by_std"]:
-        out["algorithm.normalize_std"] = False
+        out["algorithm.advantage.normalize_std"] = False
     if name in ("gae", "reinforce++"):
-        out["algorithm.gamma"] = v[f"{A}.gamma"]
+        out["algorithm.advantage.gamma"] = v[f"{A}.gamma"]
     if name == "gae":
-        out["algorithm.lam"] = v[f"{A}.lambd"]
+        out["algorithm.advantage.lam"] = v[f"{A}.lambd"]
     if v[f"{A}.advantage_batch_normalize"]:
         out |= {"algorithm.whiten": True, "algorithm.whiten_ddof": 0}
         if name == "reinforce++":  # which is whitened by itself; twice is once, and the second time counts
@@ -186,11 +186,11 @@ def policy_loss(v: Values) -> Native:
     loss, reads = LOSSES[kind]
     out: dict[str, Json] = {"algorithm.loss": loss}
     out |= {f"algorithm.{ours}": v[f"{A}.{theirs}"] for ours, theirs in reads.items()}
-    for width in ("algorithm.clip_low", "algorithm.clip_high"):
+    for width in ("algorithm.loss.clip_low", "algorithm.loss.clip_high"):
         if out.get(width) == 0:
             out[width] = SMALLEST
     if kind == "gspo":
-        out["algorithm.gspo_form"] = "token"
+        out["algorithm.loss.gspo_form"] = "token"
     if kind == "cispo" and v[f"{A}.cispo.cispo_anchor"] == "rollout":
         out["algorithm.old_logprobs"] = "sampled"
     return out

@@ -66,21 +66,21 @@ def advantage(v: Values) -> Native:
     if own is not None:
         out["algorithm.advantage"] = own
     if estimator in BY_STD:
-        out["algorithm.normalize_std"] = v["algorithm.norm_adv_by_std_in_grpo"]
+        out["algorithm.advantage.normalize_std"] = v["algorithm.norm_adv_by_std_in_grpo"]
     if estimator == "grpo_vectorized" and not since(v, "verl", "0.8.0"):
-        out["algorithm.std_floor"] = 1e-3
+        out["algorithm.advantage.std_floor"] = 1e-3
     if estimator == "rloo":
-        out["algorithm.single_rollout"] = "raw"
+        out["algorithm.advantage.single_rollout"] = "raw"
     return out
 
 
 def discount(v: Values) -> Native:
     """gamma and lam, where an estimator discounts: lam in gae, gamma also in reinforce_plus_plus."""
     estimator = v["algorithm.adv_estimator"]
-    gamma = v["algorithm.gamma"]
+    gamma = v["algorithm.advantage.gamma"]
     if estimator == "gae":
-        return {"algorithm.gamma": gamma, "algorithm.lam": v["algorithm.lam"]}
-    return {"algorithm.gamma": gamma} if estimator == "reinforce_plus_plus" else NOTHING
+        return {"algorithm.advantage.gamma": gamma, "algorithm.advantage.lam": v["algorithm.advantage.lam"]}
+    return {"algorithm.advantage.gamma": gamma} if estimator == "reinforce_plus_plus" else NOTHING
 
 
 def resampling(v: Values) -> Native:
@@ -150,12 +150,12 @@ def loss(v: Values) -> Native:
     out: dict[str, Json] = {"algorithm.loss": name}
     if name in CLIPPED:
         ratio, low, high = (v[f"{ACTOR}.clip_ratio{side}"] for side in ("", "_low", "_high"))
-        out["algorithm.clip_low"] = ratio if low is None else low
-        out["algorithm.clip_high"] = ratio if high is None else high
+        out["algorithm.loss.clip_low"] = ratio if low is None else low
+        out["algorithm.loss.clip_high"] = ratio if high is None else high
     if name == "ppo":
-        out["algorithm.dual_clip"] = v[f"{ACTOR}.clip_ratio_c"]
+        out["algorithm.loss.dual_clip"] = v[f"{ACTOR}.clip_ratio_c"]
     elif name == "gspo":
-        out["algorithm.gspo_form"] = "token"
+        out["algorithm.loss.gspo_form"] = "token"
     out |= {f"algorithm.{to}": v[f"{ACTOR}.{key}"] for key, to in SETTINGS.get(name, {}).items()}
     return out
 
