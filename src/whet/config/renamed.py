@@ -9,12 +9,27 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.resources import files
 
+from whet.config.functions import ADVANTAGES, LOSSES, Advantage, Loss
+from whet.config.recipe_table import RECIPES
 from whet.types import Json
 
 Path = tuple[str | int, ...]
+
+PARTS: Mapping[str, Mapping[str, Advantage | Loss]] = {"loss": LOSSES, "advantage": ADVANTAGES}
+HOMES = {
+    name: [
+        part
+        for part, rows in PARTS.items()
+        if any(name in row.settings.model_fields for row in rows.values())
+    ]
+    for rows in PARTS.values()
+    for row in rows.values()
+    for name in row.settings.model_fields
+}
+"""By setting: the parts of an algorithm whose functions read it."""
 
 RELEASE = "names of whet 0.1, which this release reads for the last time"
 
@@ -46,6 +61,8 @@ def present(path: Sequence[str | int]) -> Path:
     """A path by present names."""
     out: Path = ()
     for part in path:
+        if _pattern(out) == ("algorithm",) and len(HOMES.get(str(part), ())) == 1:
+            out = (*out, HOMES[str(part)][0])
         out = (*out, _name(out, part))
     return out
 
@@ -54,11 +71,12 @@ def _renamed(value: Json, at: Path, notes: list[str]) -> Json:
     if isinstance(value, list):
         return [_renamed(v, (*at, n), notes) for n, v in enumerate(value)]
     if isinstance(value, dict):
-        return {
+        out = {
             name: _renamed(inner, (*at, name), notes)
             for key, inner in value.items()
             for name in (_name_beside(at, key, value, notes),)
         }
+        return _settings_moved(out, at, notes) if _pattern(at) == ("algorithm",) else out
     if not isinstance(value, str):
         return value
     _, values = table().get(_pattern(at), ("", {}))
@@ -66,6 +84,31 @@ def _renamed(value: Json, at: Path, notes: list[str]) -> Json:
         notes.append(f"{_dotted(at)}={value} is {_dotted(at)}={values[value]}")
         return values[value]
     return _REFERENCE.sub(lambda m: "${" + _dotted(present(m[1].split("."))) + "}", value)
+
+
+def _settings_moved(algorithm: dict[str, Json], at: Path, notes: list[str]) -> Json:
+    """Settings of advantages and losses, which were keys of `algorithm`, in the tables of the functions that read them;
+    one that none of them reads goes where another function would read it, and is refused there."""
+    out = dict(algorithm)
+    recipe = RECIPES.get(str(out.get("name", "grpo")), RECIPES["grpo"])
+    for name in [name for name in out if name in HOMES]:
+        value = out.pop(name)
+        reads = [
+            part for part in HOMES[name] if name in _fields(part, out.get(part) or getattr(recipe, part))
+        ]
+        for part in reads or HOMES[name][:1]:
+            given = out.get(part)
+            section = {"name": given} if isinstance(given, str) else dict(given or {})
+            out[part] = {**section, name: value}
+            notes.append(f"{_dotted((*at, name))} is {_dotted((*at, part, name))}")
+    return out
+
+
+def _fields(part: str, given: Json) -> Collection[str]:
+    """The settings of the function that stands for a part."""
+    name = given.get("name") if isinstance(given, dict) else given
+    row = PARTS[part].get(str(name))
+    return row.settings.model_fields if row is not None else ()
 
 
 def _name_beside(above: Path, key: str, section: Json, notes: list[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whet.config.faults import shown
-from whet.config.keys import Path, dotted
+from whet.config.keys import TABLES, Path, dotted
 from whet.config.schema import Config
 from whet.config.tree import get, path_of
 from whet.dialects.kinds import accepts, expected, same, understood
@@ -90,7 +90,7 @@ def translate(tree: Mapping[str, Json], dialect: Dialect, *, origins: Mapping[Pa
     return Translation(
         dialect=dialect.name,
         version=dialect.version,
-        tree=nested({path_of(w.native, ()): _escaped(w.value) for w in chosen}),
+        tree=_names_alone(nested({_path(w): _escaped(w.value) for w in chosen})),
         lines=tuple(_lines(file, chosen)),
         problems=tuple(dict.fromkeys(file.problems)),
         unbuilt=tuple(_by_feature(file.unbuilt)),
@@ -253,6 +253,25 @@ def _origin(write: _Write, of: Dialect) -> str:
         if write.place.startswith("override ") or not write.place
         else f"{write.place} {write.key}"
     )
+
+
+def _path(write: _Write) -> Path:
+    """Where a native key is written. A function's name stands in its table, beside its settings."""
+    path = path_of(write.native, ())
+    return (*path, "name") if path in TABLES and isinstance(write.value, str) else path
+
+
+def _names_alone(tree: dict[str, Json]) -> dict[str, Json]:
+    """Tables of a name and no settings become the name."""
+    for *above, last in map(list, TABLES):
+        section = get(tree, tuple(above))
+        if (
+            isinstance(section, dict)
+            and isinstance(section.get(last), dict)
+            and section[last].keys() == {"name"}
+        ):
+            section[last] = section[last]["name"]
+    return tree
 
 
 def _escaped(value: Json) -> Json:

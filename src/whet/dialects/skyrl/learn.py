@@ -185,7 +185,7 @@ def policy_loss(v: Values) -> Native:
     kind = v[f"{A}.ppo_loss_type"]
     loss, reads = LOSSES[kind]
     out: dict[str, Json] = {"algorithm.loss": loss}
-    out |= {f"algorithm.{ours}": v[f"{A}.{theirs}"] for ours, theirs in reads.items()}
+    out |= {f"algorithm.loss.{ours}": v[f"{A}.{theirs}"] for ours, theirs in reads.items()}
     for width in ("algorithm.loss.clip_low", "algorithm.loss.clip_high"):
         if out.get(width) == 0:
             out[width] = SMALLEST

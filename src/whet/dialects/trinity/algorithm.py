@@ -122,7 +122,7 @@ def _settings(name: str, given: Mapping[str, Json]) -> Native:
                 f"{KEY}_args.std_cal_level: {given['std_cal_level']} with {name} is coming, not built yet; here: group."
             )
         told["std_scope"] = given["std_cal_level"]
-    return {f"algorithm.{key}": value for key, value in told.items()}
+    return {f"algorithm.{'' if key == 'refill' else 'advantage.'}{key}": value for key, value in told.items()}
 
 
 # ---------------------------------------------------------------- operators

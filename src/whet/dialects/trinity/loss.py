@@ -161,13 +161,19 @@ def policy_loss(values: Values) -> Native:
     """policy_loss_fn with its arguments."""
     base, name, given = preset(values), loss_name(values), given_arguments(values)
     if name == "dpo":
-        return {"algorithm.loss.beta": given["beta"], "algorithm.loss.label_smoothing": given["label_smoothing"]}
+        return {
+            "algorithm.loss.beta": given["beta"],
+            "algorithm.loss.label_smoothing": given["label_smoothing"],
+        }
     out: Native = {"algorithm.loss_agg_mode": _aggregation(values, name, given)}
     if base.kind == "sft":
         return out | ({"algorithm.loss.phi_cutoff": given["cutoff_prob"]} if name == "sft_phi" else {})
     return {
         **out,
-        **{f"algorithm.{key}": value for key, value in _settings(values, name, given).items()},
+        **{
+            "algorithm.loss" if key == "loss" else f"algorithm.loss.{key}": value
+            for key, value in _settings(values, name, given).items()
+        },
         "algorithm.old_logprobs": "recompute" if recomputes(values) else "sampled",
     }
 

@@ -156,7 +156,7 @@ def loss(v: Values) -> Native:
         out["algorithm.loss.dual_clip"] = v[f"{ACTOR}.clip_ratio_c"]
     elif name == "gspo":
         out["algorithm.loss.gspo_form"] = "token"
-    out |= {f"algorithm.{to}": v[f"{ACTOR}.{key}"] for key, to in SETTINGS.get(name, {}).items()}
+    out |= {f"algorithm.loss.{to}": v[f"{ACTOR}.{key}"] for key, to in SETTINGS.get(name, {}).items()}
     return out
 
 
