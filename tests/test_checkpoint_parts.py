@@ -317,7 +317,7 @@ def test_without_a_manifest_parts_are_checked_too(saved: Path) -> None:
 
 
 def test_ranks_that_do_not_have_it_all_are_found_out() -> None:
-    with pytest.raises(CheckpointError, match=r"\['x'\] are not the whole tensor \(4 numbers too few\)"):
+    with pytest.raises(CheckpointError, match=r"\['x'\] do not cover the whole tensor \(4 numbers too few\)"):
         assigned([[piece for piece, _ in pieces("x", torch.ones(2, 2), HALVES[0]["x"])]])
 
 

@@ -161,10 +161,10 @@ def test_bfloat16_keeps_rotary_frequencies_in_float32() -> None:
         ({"hidden_size": 30, "num_attention_heads": 4}, "give head_dim"),
         ({"head_dim": 7}, "must be even"),
         ({"sliding_window": 8}, "for architecture 'mistral' only"),
-        ({"architecture": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 3}, "is more than experts"),
+        ({"architecture": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 3}, "exceeds experts"),
         (
             {"architecture": "llama", "hidden_size": 30, "num_attention_heads": 4, "head_dim": 8},
-            "refuses these sizes",
+            "rejects these sizes",
         ),
     ],
 )

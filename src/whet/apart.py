@@ -201,7 +201,7 @@ class Idle:
         )
         if now - self.since > patience_s and not lives:
             raise WhetError(
-                f"{what}. Start it again, then this explorer; sync.timeout_s={patience_s:g} is over"
+                f"{what}. Restart the trainer, then this explorer; sync.timeout_s={patience_s:g} is exceeded"
             )
         if now - self.said >= REPORT_S:
             self.said = now
@@ -252,7 +252,7 @@ async def bench_all(shared: Shared, home: Path) -> None:
         if time.monotonic() - since > patience_s:
             raise WhetError(
                 f"no new checkpoint in {home / 'checkpoints'} for {patience_s:g} s (sync.timeout_s), and its run is "
-                "not finished; is the trainer alive?"
+                "not finished; check that the trainer is running"
             )
         shared.watch.beat("waiting for a checkpoint")
         shared.display.phase("wait for a checkpoint")

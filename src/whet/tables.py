@@ -50,7 +50,7 @@ def load_object(spec: str, *, what: str) -> Callable:  # type: ignore[type-arg]
         raise ConfigError(f"{what} {spec!r}: {place!r} has no {name!r}{near(name, dir(module))}")
     found = getattr(module, name)
     if not callable(found):
-        raise ConfigError(f"{what} {spec!r} is {found!r}; a function or class is needed")
+        raise ConfigError(f"{what} {spec!r} is {found!r}; expected a function or class")
     return found
 
 

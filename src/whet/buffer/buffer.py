@@ -256,7 +256,7 @@ class Buffer:
         if seen and not (version - self.max_staleness <= min(seen) and max(seen) <= version):
             raise WhetError(
                 f"task {rollout.task.uid}: tokens of policy versions {min(seen)}..{max(seen)}, but the trainer "
-                f"is at version {version} and takes at most {self.max_staleness} older"
+                f"is at version {version} and accepts a staleness of at most {self.max_staleness}"
             )
 
     async def trained(self, groups: list[Group], *, skipped: Collection[int] = ()) -> None:

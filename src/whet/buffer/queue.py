@@ -75,7 +75,7 @@ class TrainerQueue:
                 raise WhetError(
                     f"task {group.task.uid}: tokens of policy version {newest}, but the trainer is at version "
                     f"{version}: the explorers follow another run's weights, or the trainer went back to an older "
-                    "checkpoint than the store knows of; start anew with an empty store"
+                    "checkpoint than the store expects; restart with an empty store"
                 )
 
     async def _draw(self, replay: Replay, oldest: int, version: int) -> list[Group]:

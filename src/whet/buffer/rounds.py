@@ -53,7 +53,7 @@ class Rounds:
         digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
         if self.store.noted(CONFIG) not in (None, digest):
             raise WhetError(
-                "buffer.url has rounds of a run with another config, and what they hold was played by that; give an "
+                "buffer.url has rounds of a run with another config, and their rollouts were sampled with it; give an "
                 "empty store, or the config and run_dir of that run"
             )
         self.store.note(CONFIG, digest)
@@ -80,17 +80,17 @@ class Rounds:
 
 def _check(groups: Sequence[Group], tasks: Sequence[Task], version: int) -> None:
     """WhetError unless these are the tasks, played by these weights."""
-    asked = f"tasks {tasks[0].uid} to {tasks[-1].uid} were asked of weights version {version}, but"
+    asked = f"tasks {tasks[0].uid} to {tasks[-1].uid} were requested with weights version {version}, but"
     played = {v for group in groups for rollout in group.rollouts for v in rollout.versions if v >= 0}
     if played - {version}:
         raise WhetError(
-            f"{asked} buffer.url has groups of versions {sorted(played)}: what is in it is another run's; start anew "
+            f"{asked} buffer.url has groups of versions {sorted(played)}, which belong to another run; restart "
             "with an empty store"
         )
     found = [(group.task.uid, group.task.token_ids) for group in groups]
     if found != [(task.uid, task.token_ids) for task in tasks]:
         raise WhetError(
-            f"{asked} what explorers played are tasks {found[0][0]} to {found[-1][0]}, or they have other prompts: "
-            "they read other data than the trainer, or the data have changed; let all read the same, and start anew "
+            f"{asked} the explorers sampled tasks {found[0][0]} to {found[-1][0]}, or tasks with other prompts: "
+            "they read other data than the trainer, or the data changed; give all the same data, and restart "
             "with an empty store"
         )

@@ -272,7 +272,7 @@ class Store:
     def _caught_up(self, turn: Turn) -> Places:
         if turn.newest < self._seen:
             raise WhetError(
-                f"{self._log.where} was emptied or replaced while it was in use; start the run's processes anew"
+                f"{self._log.where} was emptied or replaced while it was in use; restart the run's processes"
             )
         news = turn.news(self._seen)
         if news.snapshot is not None:
@@ -309,8 +309,8 @@ class Store:
     def _same_order(self, places: Places) -> Places:
         if places.order != self._order:
             raise WhetError(
-                f"{self._log.where} was made with buffer.order={places.order}, this process has {self._order}; "
-                "give all processes of a run the same"
+                f"{self._log.where} was created with buffer.order={places.order}, but this process has {self._order}; "
+                "set the same order for all processes of a run"
             )
         return places
 

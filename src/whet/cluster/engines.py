@@ -257,7 +257,7 @@ class RayEngine:
 
     async def load_weights(self, source: WeightSource, version: int) -> None:
         """See `RolloutEngine`. Raises WhetError where the replica's digest is not the one that was sent."""
-        assert isinstance(source.tensors, Shipped), "weights go to replicas by a Shipper"
+        assert isinstance(source.tensors, Shipped), "use a Shipper to send weights to replicas"
         await source.tensors.to(self)
         self.version = version
 
@@ -386,7 +386,7 @@ def agree(hellos: Sequence[Hello], own: tuple[str, ...]) -> bool:
     for hello in hellos:
         if hello.computes != own:
             pid, by = hello.process[0], " / ".join(hello.computes)
-            log.warning("engine process %d computes by %s, the trainer by %s", pid, by, " / ".join(own))
+            log.warning("engine process %d computes with %s, the trainer with %s", pid, by, " / ".join(own))
     return all(h.exact and h.computes == own for h in hellos)
 
 
@@ -401,7 +401,7 @@ def _all_at_once(start: Any, names: Sequence[str], *, start_timeout_s: float) ->
         return asyncio.run(bounded())
     except TimeoutError:
         raise ConfigError(
-            f"{len(names)} engine processes were not up within cluster.start_timeout_s={start_timeout_s:g} s; their "
+            f"{len(names)} engine processes did not start within cluster.start_timeout_s={start_timeout_s:g} s; their "
             f"logs are in {logs()}. Raise cluster.start_timeout_s if they only load slowly"
         ) from None
 
@@ -430,8 +430,8 @@ async def start_replica(
     if alike is not None and not (hello.exact and hello.computes == alike):
         await end()
         raise WhetError(
-            f"{name} would compute by {' / '.join(hello.computes)}, all others by {' / '.join(alike)}: its last bits "
-            "would differ, and this run is exact; give it a machine of the same kind, or set machine.logprob_parity=off"
+            f"{name} computes with {' / '.join(hello.computes)}, all others with {' / '.join(alike)}: its last bits "
+            "would differ, and this run is exact; use a machine of the same kind, or set machine.logprob_parity=off"
         )
     near = hello.node == node_id()
     engine.lane = Lane(timeline, f"replica {name}", of=REPLICAS, near=near, waits="wait for requests")

@@ -41,7 +41,7 @@ class Head:
             if process(self.who[0]) != self.who:
                 self.lost(
                     f"the head of this run's Ray cluster ({NAME}, process {self.who[0]}) has ended, and the cluster "
-                    "with it: this process ends, too; the same command goes on from the last checkpoint"
+                    "with it: this process ends, too; run the same command again to resume from the last checkpoint"
                 )
                 return
 

@@ -279,7 +279,7 @@ class Far:
             for actor in actors:
                 ray.kill(actor)
             raise ConfigError(
-                f"{len(actors)} processes of {self.module} were not up within "
+                f"{len(actors)} processes of {self.module} did not start within "
                 f"cluster.start_timeout_s={self.start_timeout_s:g} s: {first_line(error)}. Raise "
                 "cluster.start_timeout_s if they only load slowly"
             ) from None
@@ -332,7 +332,7 @@ class Far:
         except RayError as error:
             drop()
             raise WhetError(
-                f"{path} could not be taken to the machines of {self.module}: {first_line(error)}"
+                f"{path} could not be copied to the machines of {self.module}: {first_line(error)}"
             ) from error
         try:
             nodes = [line.where.node for line in self.lines]

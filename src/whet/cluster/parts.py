@@ -100,7 +100,7 @@ def gpus_left(loaded: Loaded, wanted: Sequence[Part]) -> list[str] | None:
         return here[own:]
     if c.address is None:
         log.warning(
-            "parts of the cluster need %g GPUs, this process and its ranks %d, and there are %d here: they share them",
+            "the cluster's processes need %g GPUs, this process and its ranks %d; this machine has %d: they share them",
             *(needed, own, len(here)),
         )
     return None
@@ -130,8 +130,8 @@ def no_room(wanted: Sequence[Part], machines: Sequence[Bundle], *, part: Part, d
     asked = "; ".join(f"{p.asked}: {p.count} times {words(p.bundle)}" for p in wanted)
     there = "; ".join(words({k: m.get(k, 0.0) for k in keys}) for m in machines)
     return (
-        f"the cluster has no room for all that is asked of it: {part.asked} finds room for {done} of {part.count}. "
-        f"Asked: {asked}. Its {len(machines)} machine(s) have {there}. Lower one of these, or cluster.cpus and "
+        f"the cluster has no room for all requested processes: only {done} of {part.count} fit for {part.asked}. "
+        f"Requested: {asked}. Its {len(machines)} machine(s) have {there}. Lower one of these, or cluster.cpus and "
         "cluster.gpus, or attach to a larger cluster (cluster.address)"
     )
 

@@ -27,9 +27,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def missing() -> str:
     """What this system cannot do for the jail, or ''."""
     if not _LINUX:
-        return "no prctl, no /proc: memory of rewards is not limited, and what they leave running may stay"
+        return (
+            "no prctl, no /proc: the memory of rewards is not limited, and their leftover processes may stay"
+        )
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-        return "/proc has no lists of children here: processes that rewards leave running may stay"
+        return "/proc has no lists of child processes here: leftover processes of rewards may stay"
     return ""
 
 

@@ -40,7 +40,7 @@ def said(error: BaseException) -> str:
     try:
         return words(str(error), MOST_SAID)
     except BaseException:  # noqa: BLE001  foreign __str__
-        return "(its text cannot be made)"
+        return "(its text cannot be read)"
 
 
 def number(value: object, where: str = "") -> float:

@@ -50,14 +50,14 @@ class Seen:
     def trouble(self) -> str | None:
         """What keeps it from running at all, if anything."""
         if self.state == UNSEEN:
-            return "cannot be reached: its machine, or the process beside it there, does not answer"
+            return "cannot be reached: its machine, or the actor process on that machine, does not answer"
         return _TROUBLE.get(self.state)
 
 
 _TROUBLE = {
     "T": "is stopped (SIGSTOP)",
     "t": "is stopped (by a debugger)",
-    "D": "waits inside the kernel, for a disk or a device",
+    "D": "waits in the kernel for a disk or a device",
     "Z": "has ended",
     "": "has ended",
 }

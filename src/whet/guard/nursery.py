@@ -290,7 +290,7 @@ class Nursery:
                     if self.workers:
                         self.end(self.workers[-1])  # an idle one of another function makes room
                         continue
-                    self.refuse(self.queue.popleft(), f"no process can be made for it: {error}")
+                    self.refuse(self.queue.popleft(), f"no process can be started for it: {error}")
                     continue
             self.start(idle[0], self.queue.popleft())
 
@@ -372,7 +372,7 @@ class Nursery:
                 return None
             reply, fit = read_reply(messages, w)
         except ValueError as error:
-            return self.fail(w, "output", f"on the channel of results: {error}")
+            return self.fail(w, "output", f"on the result channel: {error}")
         work = w.work
         assert work is not None
         w.served += 1
@@ -415,7 +415,7 @@ class Nursery:
             confine.reap(self.exits)
             time.sleep(0.0005)
         if w.pid not in self.exits:
-            return "the process closed its channel of results"
+            return "the process closed its result channel"
         code = self.exits[w.pid]
         if code >= 0:
             return f"the process exited with code {code}"
@@ -473,13 +473,13 @@ class Nursery:
 def read_reply(messages: list[tuple[int, bytes]], w: Worker) -> tuple[dict[str, object], bool]:
     """The answer to the call in flight, and whether the worker can take another. ValueError on all else."""
     if w.work is None or len(messages) > 1 or w.inbox or messages[0][0] != w.work.number:
-        raise ValueError("bytes that are no answer")
+        raise ValueError("bytes that are not an answer")
     try:
         reply = json.loads(messages[0][1])
     except RecursionError as error:
         raise ValueError("JSON nested too deeply") from error
     if not isinstance(reply, dict) or ("parts" in reply) == ("failure" in reply):
-        raise ValueError("JSON that is no answer")
+        raise ValueError("JSON that is not an answer")
     return reply, reply.pop("fit", False) is True
 
 

@@ -208,8 +208,8 @@ def others() -> str:
 
 
 STATES = {
-    "T": "it is stopped, by SIGSTOP or a debugger; SIGCONT lets it go on",
-    "D": "it waits inside the kernel, for a disk or a device",
+    "T": "it is stopped, by SIGSTOP or a debugger; send SIGCONT to resume it",
+    "D": "it waits in the kernel for a disk or a device",
     "Z": "it has ended",
     "": "it has ended",
 }

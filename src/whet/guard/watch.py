@@ -49,7 +49,7 @@ async def wait(
             if left_s <= 0:
                 made_of = f" {limit} set{'' if ',' in limit else 's'} this limit." if limit else ""
                 raise WhetError(
-                    f"{owner} waited {timeout_s:g} s for {what}, in vain. The log has the stacks.{made_of}"
+                    f"{owner} waited {timeout_s:g} s for {what} and timed out. The log has the stacks.{made_of}"
                 )
             await asyncio.wait({work}, timeout=min(report_s, left_s))
             if not work.done():
@@ -102,13 +102,13 @@ class Watch:
                 self._give_up(quiet, what)
             if min(quiet, now - reported) >= self.quiet_s:
                 reported = now
-                log.warning("no sign of life since %.1f s, in %s\n%s", quiet, what, stacks.everyone())
+                log.warning("no progress for %.1f s, in %s\n%s", quiet, what, stacks.everyone())
 
     def _give_up(self, quiet: float, what: str) -> None:
         message = (
-            f"no sign of life since {quiet:.0f} s, in {what}: this process (pid {os.getpid()}) hangs and ends; the "
-            "same command goes on from the last checkpoint. If it was only slow, raise machine.watchdog_timeout_s, "
-            f"which is {self.limit_s:g}"
+            f"no progress for {quiet:.0f} s, in {what}: this process (pid {os.getpid()}) hangs and ends; run the "
+            "same command again to resume from the last checkpoint. If it was only slow, raise "
+            f"machine.watchdog_timeout_s, which is {self.limit_s:g}"
         )
         log.error("%s\n%s", message, stacks.everyone())
         os.write(2, redact(f"whet: {message}. The log has the stacks.\n").encode())

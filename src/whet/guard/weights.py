@@ -24,8 +24,8 @@ def check_weights(folder: Path, *, key: str, named: Json = None) -> None:
     place = f"{key}={folder}"
     if (folder / "adapter_config.json").exists():
         raise CheckpointError(
-            f"{place}: holds adapter_config.json, so transformers would put adapters onto the model; give the model "
-            "alone, and the adapters as model.lora.path"
+            f"{place}: holds adapter_config.json, so transformers would add adapters to the model; give the model "
+            "without them, and the adapters as model.lora.path"
         )
     named = named or read_json_object(folder / "config.json", CheckpointError).get("transformers_weights")
     named = named or (_WHOLE if (folder / _WHOLE).is_file() else _INDEX)
@@ -56,7 +56,7 @@ def _check_index(folder: Path, name: str, place: str) -> None:
         if not _FILE.fullmatch(file):
             raise CheckpointError(f"{place}: {name} names {file!r}; {_ONLY}")
         if not (folder / file).is_file():
-            raise CheckpointError(f"{place}: {name} names {file}, which is not there; copy it, too")
+            raise CheckpointError(f"{place}: {name} names {file}, which is missing; copy it, too")
 
 
 def _check_file(file: Path) -> None:

@@ -228,11 +228,11 @@ def hf_attention(
     """
     if plan is None:
         raise ValueError(
-            "attn_implementation='whet' needs model(..., plan=attend): no attention plan was passed"
+            "attn_implementation='whet' needs model(..., plan=attend), but no attention plan was passed"
         )
     if dropout:
         raise ValueError(
-            f"attention dropout is {dropout}; set attention_dropout=0: whet attends without dropout"
+            f"attention dropout is {dropout}, which whet does not support; set attention_dropout=0"
         )
     q_NHD, k_NKD, v_NKD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     scale = q_NHD.shape[-1] ** -0.5 if scaling is None else scaling

@@ -67,7 +67,7 @@ def _compiler() -> list[str]:
     for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
         if found := shutil.which(command[0]):
             return [found, *command[1:]]
-    raise BuildError(f"no C compiler found (looked for {given[0] if given else 'cc, gcc, clang'})")
+    raise BuildError(f"no C compiler found (tried {given[0] if given else 'cc, gcc, clang'})")
 
 
 def _compile(compiler: list[str], sources: dict[str, bytes], target: Path, *, gomp: Path | None) -> None:

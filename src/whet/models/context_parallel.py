@@ -80,8 +80,8 @@ class Ulysses:
         ranks, heads, kv_heads = self.peers.size, q_NHD.shape[1], k_NKD.shape[1]
         if heads % ranks:
             raise ConfigError(
-                f"train.parallel.cp={ranks} does not divide the {heads} attention heads of a rank; each computes "
-                "equally many: choose another cp or tp"
+                f"train.parallel.cp={ranks} does not divide the {heads} attention heads of a rank; each needs the "
+                "same number: choose another cp or tp"
             )
         repeat = ranks // math.gcd(kv_heads, ranks)
         k_NKD, v_NKD = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (k_NKD, v_NKD))

@@ -82,7 +82,7 @@ def apply(model: PreTrainedModel, peers: Peers) -> dict[str, Cut]:
         own = dict(module.named_parameters())
         if own.keys() != {"gate_up_proj", "down_proj"}:
             raise ConfigError(
-                f"expert parallelism does not know {name} ({', '.join(own)}); set train.parallel.ep=1"
+                f"expert parallelism does not support {name} ({', '.join(own)}); set train.parallel.ep=1"
             )
         if len(own["down_proj"]) % peers.size:
             raise ConfigError(

@@ -68,9 +68,7 @@ def output_head(model: PreTrainedModel, config: Any) -> Head:
     """The output layer with what families put after it: a factor (Cohere), divisor (Granite), cap (Gemma)."""
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear | VocabularyHead):
-        raise ConfigError(
-            f"{type(model).__name__} has no linear output layer; whet trains causal language models"
-        )
+        raise ConfigError(f"{type(model).__name__} has no linear output layer; use a causal language model")
     divisor = getattr(config, "logits_scaling", None) or 1.0
     scale = (getattr(config, "logit_scale", None) or 1.0) / divisor
     return Head(linear, scale=scale, softcap=getattr(config, "final_logit_softcapping", None))

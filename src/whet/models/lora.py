@@ -184,8 +184,8 @@ def _own(name: str, layer: Any, *, head: nn.Module | None, dropout: float, key: 
     linear = layer.base_layer
     if type(linear) is not nn.Linear or linear is head:
         raise ConfigError(
-            f"{key}.targets: {name} cannot have an adapter; linear layers other than the output can, and "
-            f"{key}.modules_to_save trains a module in full"
+            f"{key}.targets: {name} cannot have an adapter; use linear layers other than the output layer, or "
+            f"train the full module with {key}.modules_to_save"
         )
     dtype = torch.promote_types(linear.weight.dtype, torch.float32)
     a, b = (part["default"].weight.detach().to(dtype) for part in (layer.lora_A, layer.lora_B))
@@ -206,8 +206,8 @@ def _check_names(model: PreTrainedModel, cfg: Lora, section: str) -> None:
             raise ConfigError(f"{section}.modules_to_save: no module's name ends with {ending!r}")
         if any(adapted(m) for m in found):
             raise ConfigError(
-                f"{section}.modules_to_save: {ending!r} has adapters, and a layer has these or learns in "
-                f"full; take it from one of the two lists ({section}.targets)"
+                f"{section}.modules_to_save: {ending!r} has adapters, but a layer either has adapters or is "
+                f"trained in full; remove it from this list or from {section}.targets"
             )
 
 
@@ -237,17 +237,17 @@ def _fill(model: PreTrainedModel, folder: Path, cfg: Lora, *, key: str) -> None:
     theirs = {name: told.get(name, may_lack.get(name)) for name in ours}
     if odd := {name: theirs[name] for name, value in ours.items() if theirs[name] != value}:
         raise ConfigError(
-            f"{key}.path={folder}: its adapters were made with {str(odd)[:200]}; set rank, alpha, rslora and "
-            "alpha_pattern so; adapters of other kinds than LoRA cannot be read"
+            f"{key}.path={folder}: its adapters use {str(odd)[:200]}; set the same rank, alpha, rslora and "
+            "alpha_pattern; adapter types other than LoRA cannot be read"
         )
     if odd_type := sorted(name for name, t in found.items() if not t.dtype.is_floating_point):
         raise CheckpointError(
-            f"{key}.path={folder}: {odd_type[0]} is of {found[odd_type[0]].dtype}, expected floating-point numbers"
+            f"{key}.path={folder}: {odd_type[0]} has dtype {found[odd_type[0]].dtype}, expected a floating-point dtype"
         )
     own = dict(_as_peft(model, cfg))
     if wrong := sorted(n for n in found.keys() | own.keys() if _shape(found, n) != _shape(own, n)):
         raise CheckpointError(
-            f"{key}.path={folder}: the adapters are of other layers; they differ in {wrong[:3]} ({len(wrong)} "
+            f"{key}.path={folder}: the adapters belong to other layers; they differ in {wrong[:3]} ({len(wrong)} "
             "tensors)"
         )
     with torch.no_grad():

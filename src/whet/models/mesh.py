@@ -39,7 +39,7 @@ class Dims:
 
     def __post_init__(self) -> None:
         if low := [f.name for f in fields(self) if getattr(self, f.name) < 1]:
-            raise ConfigError(f"train.parallel.{low[0]}={getattr(self, low[0])}: at least 1 is expected")
+            raise ConfigError(f"train.parallel.{low[0]}={getattr(self, low[0])}: expected at least 1")
         if self.dp_shard % self.ep:
             raise ConfigError(
                 f"train.parallel.ep={self.ep} does not divide dp_shard={self.dp_shard}: experts are spread over ranks "

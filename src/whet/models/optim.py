@@ -81,7 +81,7 @@ class Optimizer:
             at for at in cfg.param_groups if not any(re.search(at, name) for name in (*self.masters, *others))
         ]:
             raise ConfigError(
-                f"optimizer.param_groups: {odd[0]!r} is found in the name of no parameter that learns"
+                f"optimizer.param_groups: {odd[0]!r} occurs in no name of a trainable parameter"
             )
 
     @property
@@ -280,6 +280,6 @@ def _wanted(tensors: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
     if found is None or found.shape != like.shape:
         raise CheckpointError(
             f"optimizer state {name!r}: expected shape {tuple(like.shape)}, "
-            f"found {'nothing' if found is None else tuple(found.shape)}; the checkpoint is from another model"
+            f"found {'nothing' if found is None else tuple(found.shape)}; the checkpoint belongs to another model"
         )
     return found.to(like.device, like.dtype)

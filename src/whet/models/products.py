@@ -77,7 +77,7 @@ def chosen() -> Products:
         why = f"no compiled kernels: {error}"
         if _obeys(_onednn):
             return Products("onednn", True, why, _onednn)
-        return Products("torch", False, f"{why}; oneDNN's products do not keep the law here", _by_torch)
+        return Products("torch", False, f"{why}; oneDNN's products sum in another order here", _by_torch)
     operand: list[Any] = [c_void_p, c_int64, c_int64]
     sizes: list[Any] = [c_int64, c_int64, c_int64]
     lib.whet_product.argtypes = [*operand, *operand, *operand, *sizes, c_int, c_int, c_int]

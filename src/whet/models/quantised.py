@@ -76,8 +76,8 @@ def check_products(device: torch.device, kind: torch.dtype, *, key: str) -> None
                 else ("float8", "8.9 or more (L4, H100")
             )
             raise ConfigError(
-                f"{key}: {name} has no products in {what} ({str(error).splitlines()[0]}); it takes an NVIDIA GPU of "
-                f"compute capability {gpu} ...); leave it out"
+                f"{key}: {name} has no products in {what} ({str(error).splitlines()[0]}); use an NVIDIA GPU of "
+                f"compute capability {gpu} ...), or leave it out"
             ) from error
 
 
@@ -214,8 +214,8 @@ def follow(mine: nn.Module, model: Any) -> None:
                 continue
             if before.shape != parameter.shape:
                 raise WhetError(
-                    f"the new module's {name}.{key} is {tuple(parameter.shape)}, the engine was made for "
-                    f"{tuple(before.shape)}; make a new engine"
+                    f"the new module's {name}.{key} is {tuple(parameter.shape)}, but the engine was built for "
+                    f"{tuple(before.shape)}; create a new engine"
                 )
             if isinstance(before, Quantised):
                 before.copy_(parameter)

@@ -20,10 +20,12 @@ def choose(model: PreTrainedModel, rules: Mapping[str, bool]) -> None:
     for pattern in rules:
         if not any(re.search(pattern, name) for name in named):
             raise ConfigError(
-                f"train.trainable: {pattern!r} is found in the name of no parameter; those are called "
+                f"train.trainable: {pattern!r} occurs in no name of a parameter; examples of names: "
                 f"{', '.join(list(named)[:4])} ..."
             )
     for name, p in named.items():
         p.requires_grad_(next((learns for at, learns in rules.items() if re.search(at, name)), True))
     if not any(p.requires_grad for p in named.values()):
-        raise ConfigError(f"train.trainable: {dict(rules)} leaves nothing to learn; set a pattern true")
+        raise ConfigError(
+            f"train.trainable: {dict(rules)} leaves no parameter trainable; set a pattern to true"
+        )

@@ -138,7 +138,7 @@ def bad_logits(rows: int) -> WhetError:
     """The error of both samplers for rows from which nothing can be drawn."""
     return WhetError(
         f"cannot sample: in {rows} row(s) the logits are NaN, +inf or all -inf; the policy's weights have "
-        "most likely diverged (look at grad_norm and the learning rate)"
+        "most likely diverged (check grad_norm and the learning rate)"
     )
 
 

@@ -157,7 +157,7 @@ def probe(
         raise ConfigError(
             f"{type(model).__name__} cannot be packed: its logits differ from its own forward by {off:.2g} "
             f"standard deviations (allowed {allowed:g}), its keys have shapes {sorted(attend.shapes)}. "
-            "It uses something that packed attention cannot express; choose a decoder-only model with causal "
+            "It uses a feature that packed attention does not support; choose a decoder-only model with causal "
             "softmax attention"
         )
     return attend.layers, *attend.shapes.pop()

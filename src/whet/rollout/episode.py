@@ -175,7 +175,7 @@ async def play_groups(
     with the turns it had finished and the reason in `error`. It never takes others with it.
     """
     if make_env is not None and encode_messages is None:
-        raise ValueError("make_env needs encode_messages, to write what the environment says as tokens")
+        raise ValueError("make_env needs encode_messages, which encodes the environment's messages as tokens")
     play = Play(
         engine=engine,
         decode=decode,
@@ -196,7 +196,7 @@ async def play_groups(
             rollout = await _finish(start(task, index), play)
             if rollout.error is None or attempt == retries:
                 break
-            log.info("rollout %d of task %d is asked again", index, task.uid)
+            log.info("rollout %d of task %d is retried", index, task.uid)
         return rollout
 
     rollouts = await asyncio.gather(*(one(task, index) for task in tasks for index in range(group_size)))
@@ -216,7 +216,7 @@ async def _finish(episode: Episode, play: Play) -> Rollout:
         play.pace.finished(time.monotonic() - start)
     except Exception as caught:  # engines and environments are foreign code: one rollout, not the run
         late = isinstance(caught, TimeoutError) and clock.expired()
-        said = f"no end within {play.pace.said(limit_s)}" if late else raised(caught)
+        said = f"not finished within {play.pace.said(limit_s)}" if late else raised(caught)
         error = f"after turn {len(episode.replies)}: {said}" if episode.replies else said
         trace = None if late else play.pace.untold(caught)
         log.info("rollout %d of task %d aborted: %s", episode.index, episode.task.uid, error, exc_info=trace)

@@ -119,4 +119,4 @@ class Replica:
 def trace(name: str, error: BaseException | None) -> None:
     """Where an error of a replica came from, into the log alone. An error of ours says what is wrong by itself."""
     if error is not None and error.__traceback__ is not None and not isinstance(error, WhetError):
-        log.info("what replica %s raised:", name, exc_info=error)
+        log.info("traceback of replica %s:", name, exc_info=error)

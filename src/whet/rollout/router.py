@@ -229,7 +229,7 @@ class Router:
         replica = self._away(name)
         if replica is None:
             raise WhetError(
-                f"no replica {name!r} serves; there are {', '.join(sorted(self.replicas)) or 'none'}"
+                f"no replica {name!r} is serving; serving replicas: {', '.join(sorted(self.replicas)) or 'none'}"
             )
         replica.state = "leaving"
         self._leaving[name] = replica
@@ -249,7 +249,7 @@ class Router:
         there = sorted(
             {*self.replicas, *self._coming}, key=lambda name: (name not in self.replicas, number_of(name))
         )
-        log.info("replicas asked for: %d; there are %d", wanted, len(there))
+        log.info("replicas requested: %d; running: %d", wanted, len(there))
         self._refused.clear()
         for name in there[wanted:]:
             if name in self.replicas:
@@ -271,7 +271,9 @@ class Router:
             self._away(replica.name)
         again = replica.let_go()
         self.dropped.append((replica.name, why))
-        log.warning("replica %s dropped: %s; requests to be asked elsewhere: %d", replica.name, why, again)
+        log.warning(
+            "replica %s dropped: %s; requests to retry on other replicas: %d", replica.name, why, again
+        )
         trace(replica.name, error)
         self._spawn(self._end(replica))
         if self.restart is not None and not leaving and self._gate.closed is None:
@@ -307,10 +309,10 @@ class Router:
         versions, n = set(done.versions), len(done.token_ids)
         latest = max(self.version, self.target)
         if versions and not since <= min(versions) <= max(versions) <= latest:
-            self.drop(replica, f"its tokens are of version {sorted(versions)}, asked for {since} to {latest}")
+            self.drop(replica, f"its tokens have versions {sorted(versions)}, expected {since} to {latest}")
             return None
         if not n == len(done.versions) == len(done.logprobs) == len(done.sample_logprobs):
-            self.drop(replica, "its tokens, log-probs and versions are not equally many")
+            self.drop(replica, "its tokens, log-probs and versions differ in number")
             return None
         return done
 
@@ -350,7 +352,7 @@ class Router:
 
     def _serve(self, replica: Replica) -> None:
         if replica.name in self.replicas:
-            raise WhetError(f"there is a replica {replica.name!r} already")
+            raise WhetError(f"a replica {replica.name!r} already exists")
         replica.state, replica.order, replica.changed = "serving", self._orders, self._loaded
         self._orders += 1
         self.replicas[replica.name] = self._ordered[replica.order] = replica
@@ -389,13 +391,13 @@ class Router:
             if reason not in self._refused:
                 self._refused.add(reason)
                 log.warning(
-                    "replica %s was asked for and cannot be had: %s. The run goes on with %d, without this one and all "
-                    "others that cannot be had for this reason; whet scale asks again",
+                    "replica %s was requested and cannot start: %s. The run continues with %d, without this one and "
+                    "all others that fail for the same reason; whet scale requests them again",
                     name, reason, len(self.replicas),
                 )  # fmt: skip
                 trace(name, error)
         else:
-            log.info("replica %s has joined and serves version %d", name, self.target)
+            log.info("replica %s joined and serves version %d", name, self.target)
 
     async def _bring(self, name: str) -> None:
         """Another replica in the place of a dropped one, as long as there are restarts left."""
@@ -407,9 +409,9 @@ class Router:
                 log.warning("replica %s could not be replaced: %s: %s", name, type(error).__name__, error)
                 trace(name, error)
                 continue
-            log.warning("replica %s serves again; restarts left: %d", name, self.left[name])
+            log.warning("replica %s is serving again; restarts left: %d", name, self.left[name])
             return
-        log.error("replica %s is not replaced any more: it has used its %d restarts", name, self.restarts)
+        log.error("replica %s is not replaced: it has used all its %d restarts", name, self.restarts)
 
     def _bringing(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         """Make a replica beside all else."""
@@ -440,10 +442,10 @@ class Router:
         if self.replicas:
             return
         if not self._coming:
-            last = "; ".join(f"{name}: {why}" for name, why in self.dropped[-3:]) or "none was ever there"
+            last = "; ".join(f"{name}: {why}" for name, why in self.dropped[-3:]) or "no replica ever joined"
             raise WhetError(
-                f"no engine replica is left and none will come ({last}). Mend what ended them, or raise "
-                "cluster.restarts; the run goes on from its last checkpoint"
+                f"no engine replica is left and none is starting ({last}). Fix the cause, or raise "
+                "cluster.restarts; the run resumes from its last checkpoint"
             )
         what, limit = (
             "an engine replica: none is left, one is being restarted",
@@ -460,10 +462,12 @@ class Router:
         """End an engine that is not asked any more, dead or alive."""
         try:
             await self._wait(
-                (replica.end or replica.engine.close)(), f"the end of {replica.name}", self.start_timeout_s
+                (replica.end or replica.engine.close)(), f"{replica.name} to shut down", self.start_timeout_s
             )
         except Exception as error:  # noqa: BLE001  it may be dead already
-            log.info("replica %s did not end well: %s: %s", replica.name, type(error).__name__, error)
+            log.info(
+                "replica %s did not shut down cleanly: %s: %s", replica.name, type(error).__name__, error
+            )
 
     # -- all of them
 
@@ -489,7 +493,9 @@ class Router:
                 why = f"version {version} could not be loaded: {type(error).__name__}: {error}"
                 self.drop(replica, why, error)
             elif replica.engine.version != version:
-                self.drop(replica, f"after version {version} was loaded it is at {replica.engine.version}")
+                self.drop(
+                    replica, f"after loading version {version} it is at version {replica.engine.version}"
+                )
 
     async def _each(self, what: str, do: Callable[[Replica], Awaitable[None]], *, timeout_s: float) -> None:
         """Let every replica do something; one that cannot is dropped."""
@@ -534,8 +540,8 @@ class Router:
             except Exception as error:  # noqa: BLE001  what it raises is why it is dropped
                 return error
             unanswered = 0 if answered else unanswered + 1
-        silent = f"its process has given no sign of life for {self.health_timeout_s:g} s (cluster.health_timeout_s)"
-        return _Late(f"{silent}, while it was to {what}")
+        silent = f"its process has not responded for {self.health_timeout_s:g} s (cluster.health_timeout_s)"
+        return _Late(f"{silent}, during: {what}")
 
     async def _wait(self, work: Awaitable[Any], what: str, timeout_s: float, limit: str = "") -> Any:
         """The result within the deadline, or `_Late`."""
@@ -587,7 +593,7 @@ class Router:
         if self._kept or not self._placed:
             replica.rest()
         elif replica.asked and quiet_s >= self.health_timeout_s:
-            self.drop(replica, f"it has {replica.load} requests and has not got on for {quiet_s:.1f} s")
+            self.drop(replica, f"it has {replica.load} requests and has made no progress for {quiet_s:.1f} s")
 
 
 def number_of(name: str) -> int:

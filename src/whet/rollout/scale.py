@@ -36,12 +36,12 @@ def ask(run_dir: Path, count: int) -> None:
     who = holder(run_dir)
     if who is None or is_running(run_dir) is False:
         raise WhetError(
-            f"{run_dir}: nothing runs there, so nothing can be scaled; rollout.replicas says how many a run starts with"
+            f"{run_dir}: no run is active here, so there is nothing to scale; rollout.replicas sets the initial number"
         )
     if load(run_dir / "config.yaml").config.rollout.replicas == 0:
         raise WhetError(
-            f"{run_dir}: this run samples in its own process (rollout.replicas=0); stop it and start it again with "
-            "rollout.replicas=1 or more, it goes on where it was"
+            f"{run_dir}: this run samples in its own process (rollout.replicas=0); stop it and restart it with "
+            "rollout.replicas=1 or more; it resumes where it stopped"
         )
     pid, host = who
     write_json(

@@ -23,7 +23,7 @@ def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor | None]]
     came: set[str] = set()
     for name, tensor in tensors:
         if name in came:
-            raise WhetError(f"weight sync: {name!r} came twice")
+            raise WhetError(f"weight sync: {name!r} was received twice")
         if name not in wanted:
             raise WhetError(f"weight sync: {name!r} is not a parameter of {type(module).__name__}")
         came.add(name)
@@ -31,12 +31,12 @@ def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor | None]]
             continue
         if tensor.shape != wanted[name].shape:
             raise WhetError(
-                f"weight sync: {name!r} came as {tuple(tensor.shape)}, expected {tuple(wanted[name].shape)}"
+                f"weight sync: {name!r} has shape {tuple(tensor.shape)}, expected {tuple(wanted[name].shape)}"
             )
         wanted[name].copy_(tensor)
     missing = sorted(wanted.keys() - came)
     if missing:
         raise WhetError(
-            f"weight sync: {len(missing)} of {len(wanted)} parameters did not come: {', '.join(missing[:3])}"
+            f"weight sync: {len(missing)} of {len(wanted)} parameters were not received: {', '.join(missing[:3])}"
         )
     refresh(module)

@@ -44,9 +44,9 @@ def parsed(text: bytes, where: str) -> Json:
         found = parse_json(text, where, DataError)
         if isinstance(found, dict) and isinstance(found.get("files"), dict):
             return found
-        log.warning("%s lists no files; the folder is taken for one that is not whole", where)
+        log.warning("%s lists no files; the folder counts as incomplete", where)
     except DataError as e:
-        log.warning("%s; the folder is taken for one that is not whole", e)
+        log.warning("%s; the folder counts as incomplete", e)
     return None
 
 

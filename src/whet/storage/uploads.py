@@ -120,7 +120,7 @@ class Uploads:
             for url in self.checkpoints_to:
                 queue = [c for c in self._waiting if c.url == url and not c.export]
                 for left in queue[:-MOST_WAITING]:
-                    log.warning("uploads fall behind: %s is left out, for newer ones wait", left)
+                    log.warning("uploads fall behind: %s is skipped because newer checkpoints wait", left)
                     self._waiting.remove(left)
             self._start()
             self._changed.notify_all()
@@ -149,7 +149,7 @@ class Uploads:
         said = [str(copy) for copy in dict.fromkeys(left)]
         if said:
             log.error(
-                "NOT UPLOADED: %s. Everything is here on this machine; the same command tries again",
+                "NOT UPLOADED: %s. All files are on this machine; run the same command to retry",
                 "; ".join(said),
             )
         return said
@@ -175,7 +175,7 @@ class Uploads:
         """Whether a folder is there now, or need not be."""
         for pause_s in (*PAUSES_S, None):
             if not copy.folder.is_dir():
-                log.warning("%s: the folder is gone, so it is not uploaded", copy)
+                log.warning("%s: the folder no longer exists, so it is not uploaded", copy)
                 return True
             try:
                 with naming(copy.url):
@@ -183,9 +183,9 @@ class Uploads:
                 return True
             except WhetError as e:
                 again = (
-                    "trying again"
+                    "retrying"
                     if pause_s is not None
-                    else "the run goes on, and tries again with the next"
+                    else "the run continues and retries with the next upload"
                 )
                 log.warning("uploading %s failed (%s); %s", copy, e, again)
             if pause_s is not None and self._closed_within(pause_s):
@@ -214,8 +214,8 @@ class Uploads:
         later = [name for name in own if _at(name) > _at(copy.name)]
         if later:
             log.warning(
-                "%s holds %s, from before this run went back to an older checkpoint; they stay until the run comes "
-                "to them again, or you remove them",
+                "%s holds %s, from before this run resumed from an older checkpoint; they stay until the run reaches "
+                "these steps again, or you remove them",
                 copy.url,
                 ", ".join(later),
             )
@@ -231,7 +231,7 @@ class Uploads:
                 store.remove(copy.url, name)
                 log.info("removed %s/%s, which upload_keep=%d no longer keeps", copy.url, name, self.keep)
             elif found is not None:
-                log.warning("%s/%s is no longer what this run copied there; it stays", copy.url, name)
+                log.warning("%s/%s is not what this run uploaded; it is kept", copy.url, name)
             self.copied.drop(copy.url, name)
 
 
@@ -248,7 +248,7 @@ class Copied:
             found = json.loads(path.read_text())
             self._there = {url: {str(n): str(d) for n, d in own.items()} for url, own in found.items()}
         except (ValueError, AttributeError, RecursionError) as e:
-            log.warning("%s cannot be read (%s); copies made before now stay where they are", path, e)
+            log.warning("%s cannot be read (%s); earlier uploads are kept", path, e)
 
     def names(self, url: str) -> list[str]:
         return list(self._there.get(url, ()))

@@ -107,7 +107,7 @@ class Publisher:
             name, version, sent = receipt.receiver, receipt.version, self.digests.get(receipt.version)
             if receipt.error:
                 if (name, version) not in self.warned:
-                    log.warning("weights version %d was not taken by %s: %s", version, name, receipt.error)
+                    log.warning("weights version %d was not loaded by %s: %s", version, name, receipt.error)
                 self.warned.add((name, version))
             elif sent is not None and receipt.digest != sent:
                 raise _other(receipt, version, sent)
@@ -129,7 +129,7 @@ class Publisher:
             if patience.over:
                 raise patience.error(
                     f"the receipt of weights version {sent.version} from {', '.join(waiting)}",
-                    "are they alive?",
+                    "check that they are running",
                 )
             time.sleep(min(0.01, patience.left))
         missed = [a for name in self.held if (a := self.answers[name]).missed]
@@ -162,7 +162,7 @@ class Publisher:
             self.held[name] = None
             return True
         if answer.error:
-            raise WhetError(f"weights version {sent.version} was not taken by {name}: {answer.error}")
+            raise WhetError(f"weights version {sent.version} was not loaded by {name}: {answer.error}")
         if (answer.version, answer.digest) != (sent.version, sent.digest):
             raise _other(answer, sent.version, sent.digest)
         self.held[name] = sent
@@ -192,7 +192,7 @@ def publisher_of(cfg: Config, transport: Transport, *, timeout_s: float | None =
 def _other(receipt: Receipt, version: int, digest: str) -> WhetError:
     return WhetError(
         f"{receipt.receiver} confirms weights version {receipt.version} with digest {receipt.digest}; version "
-        f"{version} with {digest} was sent, so its rollouts would come from other weights, and the run stops"
+        f"{version} with digest {digest} was sent. Its rollouts would use other weights, so the run stops"
     )
 
 
@@ -242,10 +242,10 @@ class Receiver:
         self.held = self.version = None  # for as long as they may be a mix
         await engine.load_weights(WeightSource(tensors=self._proved(tensors, version)), version)
         if self.arrived is None:
-            raise WhetError(f"weights version {version}: the engine of {self.name} did not take its tensors")
+            raise WhetError(f"weights version {version}: the engine of {self.name} did not load its tensors")
         if engine.version != version:
             raise WhetError(
-                f"weights version {version}: the engine of {self.name} is at version {engine.version} after it"
+                f"weights version {version}: the engine of {self.name} is at version {engine.version} after loading it"
             )
         self.held, self.version = self.arrived, version
 
@@ -257,8 +257,8 @@ class Receiver:
         here = self.version
         if here is not None and (version < here or (version == here and not again)):
             raise WhetError(
-                f"weights version {version} for {self.name} came {'late' if version < here else 'twice'}: version "
-                f"{here} is here already"
+                f"weights version {version} for {self.name} arrived {'late' if version < here else 'twice'}: version "
+                f"{here} is already loaded"
             )
 
     def _stream(self, version: int, held: Manifest | None) -> Iterator[tuple[str, Tensor | None]]:
@@ -288,8 +288,8 @@ class Receiver:
         refresh(self.module)
         if told is not None and not torch.equal(told.cpu(), _merged_digest(self.module)):
             raise WhetError(
-                f"weights version {version}: the adapters of {self.name} do not make the trainer's weights; base "
-                "model, scale and device have to be the same on both sides, or use sync.content=full"
+                f"weights version {version}: the adapters of {self.name} do not reproduce the trainer's weights; base "
+                "model, scale and device must be the same on both sides, or use sync.content=full"
             )
 
 

@@ -22,7 +22,7 @@ def by_handle(*, timeout_s: float = 600.0, keep: int = 1) -> Parcels:
     """Raises ConfigError without CUDA."""
     if not torch.cuda.is_available():
         raise ConfigError(
-            "sync.method=ipc hands over CUDA memory, and torch finds no CUDA device here; use memory in one process, "
+            "sync.method=ipc shares CUDA memory, and torch finds no CUDA device here; use memory in one process, "
             "files or collective between processes"
         )
     return Parcels(_handles, _opened, timeout_s=timeout_s, keep=keep)
@@ -31,9 +31,7 @@ def by_handle(*, timeout_s: float = 600.0, keep: int = 1) -> Parcels:
 def _handles(tensors: list[Tensor]) -> list[dict[str, Any]]:
     for tensor in tensors:
         if tensor.device.type != "cuda":
-            raise WhetError(
-                f"sync.method=ipc: a tensor is on {tensor.device}; the policy has to be on the GPU"
-            )
+            raise WhetError(f"sync.method=ipc: a tensor is on {tensor.device}; put the policy on the GPU")
     torch.cuda.synchronize()  # the receivers' streams know nothing of this one
     return [_handle(tensor) for tensor in tensors]
 
@@ -76,6 +74,6 @@ def _device_of(uuid: str, name: str) -> int:
         if str(torch.cuda.get_device_properties(number).uuid) == uuid:
             return number
     raise WhetError(
-        f"sync.method=ipc: {name!r} lies on GPU {uuid}, which this process does not see; put engine and trainer on the "
+        f"sync.method=ipc: {name!r} is on GPU {uuid}, which is not visible here; put engine and trainer on the "
         "same GPU, or use collective"
     )

@@ -89,7 +89,7 @@ class Manifest:
         if found.digest != told:
             raise WhetError(
                 f"the manifest of weights version {found.version} is damaged: its entries' digest is "
-                f"{found.digest}, it says {told}"
+                f"{found.digest}, but it states {told}"
             )
         return found
 
@@ -126,7 +126,7 @@ def entry_of(name: str, tensor: Tensor) -> Entry:
     dtype = dtype_name(tensor)
     if dtype not in DTYPES:
         raise WhetError(
-            f"weight sync: {name!r} is of dtype {dtype}, which cannot travel; use {', '.join(DTYPES)}"
+            f"weight sync: {name!r} has dtype {dtype}, which cannot be sent; use {', '.join(DTYPES)}"
         )
     return Entry(name, tuple(tensor.shape), dtype, digest_of(tensor))
 
@@ -186,7 +186,7 @@ def checked(
                 break
             where = f"weights version {version}: {entry.name!r}"
             if entry.name in seen:
-                raise WhetError(f"{where} came twice")
+                raise WhetError(f"{where} was received twice")
             if tensor is None:
                 _check_held(where, entry, held)
             else:
@@ -204,7 +204,7 @@ def _check_held(where: str, entry: Entry, held: Manifest | None) -> None:
         )
     if not entry.same(held.named.get(entry.name)):
         raise Missed(
-            f"{where} was not sent because it has not changed, but this receiver holds another content of it, from "
+            f"{where} was not sent because it has not changed, but this receiver holds other values of it, from "
             f"version {held.version}"
         )
 
@@ -212,25 +212,23 @@ def _check_held(where: str, entry: Entry, held: Manifest | None) -> None:
 def _check_content(where: str, entry: Entry, tensor: Tensor) -> None:
     if tuple(tensor.shape) != entry.shape or dtype_name(tensor) != entry.dtype:
         raise WhetError(
-            f"{where} came as {dtype_name(tensor)} {tuple(tensor.shape)}, {entry.dtype} {entry.shape} was sent"
+            f"{where} was received as {dtype_name(tensor)} {tuple(tensor.shape)}, sent as {entry.dtype} {entry.shape}"
         )
     if (digest := digest_of(tensor)) != entry.digest:
-        raise WhetError(
-            f"{where} came with other bytes than were sent (digest {digest}, sent {entry.digest})"
-        )
+        raise WhetError(f"{where} has other bytes than were sent (digest {digest}, sent {entry.digest})")
 
 
 def _check_whole(version: int, manifest: Manifest, seen: Mapping[str, Entry]) -> None:
     if manifest.version != version:
         raise WhetError(
-            f"weights version {version} was asked for, version {manifest.version} by {manifest.by} came"
+            f"weights version {version} was requested, but version {manifest.version} by {manifest.by} was received"
         )
     if len(manifest.named) != len(manifest.entries):
-        raise WhetError(f"weights version {version}: its manifest names a tensor twice")
+        raise WhetError(f"weights version {version}: its manifest lists a tensor twice")
     if lost := [name for name in manifest.named if name not in seen]:
         raise WhetError(
-            f"weights version {version}: {len(lost)} of {len(manifest.entries)} tensors did not come: "
+            f"weights version {version}: {len(lost)} of {len(manifest.entries)} tensors were not received: "
             f"{', '.join(map(repr, lost[:3]))}"
         )
     if odd := [name for name, entry in seen.items() if entry != manifest.named.get(name)]:
-        raise WhetError(f"weights version {version}: {odd[0]!r} is not as its manifest says")
+        raise WhetError(f"weights version {version}: {odd[0]!r} does not match its manifest")

@@ -106,8 +106,8 @@ class Parcels:
             newest = self.newest()
             if newest is not None and version < newest:
                 raise WhetError(
-                    f"weights version {version} by {letter.manifest.by} came late: version {newest} is here already. "
-                    "If the trainer has gone back to a checkpoint, close this end and open another"
+                    f"weights version {version} by {letter.manifest.by} arrived late: version {newest} came first. "
+                    "If the trainer restarted from an older checkpoint, close this end and open a new one"
                 )
             self.letters[version] = letter
             for old in sorted(self.letters)[: -self.keep]:
@@ -121,12 +121,14 @@ class Parcels:
         for sender, names, reference, wanted in letter.needed(held):
             there = sender.manifest.named
             if strange := [n for n in names if n not in there]:
-                raise WhetError(f"weights version {version}: {strange[0]!r} came, but its manifest has none")
+                raise WhetError(
+                    f"weights version {version}: received {strange[0]!r}, which its manifest does not list"
+                )
             entries = [there[name] for name in names]
             tensors = self.unpack(reference, entries)
             if len(tensors) != len(entries):
                 raise WhetError(
-                    f"weights version {version}: {len(tensors)} tensors came for the {len(entries)} from {names[0]!r} "
+                    f"weights version {version}: got {len(tensors)} tensors for the {len(entries)} from {names[0]!r} "
                     f"to {names[-1]!r}"
                 )
             yield from ((named[n], tensor) for n, tensor in zip(names, tensors) if n in wanted)
@@ -153,11 +155,13 @@ class Parcels:
                 newest = self.newest()
                 if newest is not None and newest > version:
                     raise WhetError(
-                        f"weights version {version} is gone, the newest is {newest}; take that, or raise sync.keep"
+                        f"weights version {version} was deleted, the newest is {newest}; load that, or raise sync.keep"
                     )
                 if patience.over:
-                    state = "none has come yet" if newest is None else f"the newest is {newest}"
-                    raise patience.error(f"weights version {version}", f"{state}; is the trainer alive?")
+                    state = "none has arrived yet" if newest is None else f"the newest is {newest}"
+                    raise patience.error(
+                        f"weights version {version}", f"{state}; check that the trainer is running"
+                    )
                 self.arrived.wait(patience.left)
             return self.letters[version]
 

@@ -154,7 +154,7 @@ def check(receipt: Receipt, sent: Manifest) -> None:
     told = (receipt.version, receipt.digest)
     if told != (sent.version, sent.digest):
         raise WhetError(
-            f"weights version {sent.version}: {receipt.receiver} has (version, digest) {told}, sent "
+            f"weights version {sent.version}: {receipt.receiver} has (version, digest) {told}, but sent was "
             f"{(sent.version, sent.digest)}"
         )
 
@@ -192,7 +192,7 @@ class Broadcast:
             error = raised
         for answer in answers.values():
             if not answer.done():
-                _answer(answer, error or WhetError(f"weights version {self.version} were not sent"))
+                _answer(answer, error or WhetError(f"weights version {self.version} was not sent"))
 
     async def _all(self, answers: dict[Replicated, asyncio.Future[None]]) -> None:
         """Group after group, each without those that were lost in the one before."""
@@ -207,7 +207,7 @@ class Broadcast:
                 raise WhetError(f"weights version {self.version} could not be broadcast: {outcome[again[0]]}")
             if again:
                 lost = ", ".join(m.label for m in outcome if m not in again)
-                log.warning("weights version %d: the broadcast is made anew without %s", self.version, lost)
+                log.warning("weights version %d: the broadcast is repeated without %s", self.version, lost)
             left = again
 
     async def _attempt(
@@ -248,8 +248,8 @@ class Broadcast:
         self.shipper.store.close()  # for this one alone
         if self.sent is not None and letter.manifest.digest != self.sent.digest:
             raise WhetError(
-                f"weights version {self.version} is nowhere any more, as the trainer has learned since; "
-                f"{replica.label} is to come again"
+                f"weights version {self.version} is no longer available, because the trainer has updated since; "
+                f"{replica.label} has to rejoin"
             )
         await hand(letter, replica)
 
@@ -268,7 +268,7 @@ def _why(ask: asyncio.Future[Receipt], error: WhetError, *, lost: bool) -> BaseE
     """What became of a replica whose group failed with `error`; lost: it was missing there."""
     if not ask.done():
         ask.cancel()
-        return WhetError(f"it did not answer: {error}")
+        return WhetError(f"the replica did not answer: {error}")
     if lost:
         return ask.exception() or error
     own = ask.exception()
@@ -279,7 +279,7 @@ def _took(member: Replicated, ask: asyncio.Future[Receipt], manifest: Manifest) 
     """What keeps a replica from having the version, if anything."""
     if not ask.done():
         ask.cancel()
-        return WhetError(f"weights version {manifest.version} were sent, and it did not confirm them")
+        return WhetError(f"weights version {manifest.version} was sent, but the replica did not confirm it")
     if (error := ask.exception()) is not None:
         return error
     try:
@@ -344,18 +344,16 @@ class Inbox:
         """The version that is here, for another replica. Raises WhetError if there is none."""
         held = self.receiver.held
         if held is None:
-            raise WhetError(f"{self.receiver.name} has no whole version of the weights")
+            raise WhetError(f"{self.receiver.name} has no full version of the weights")
         if quantised(self.module):
-            raise WhetError(f"{self.receiver.name} has its weights in 8 bits alone")
+            raise WhetError(f"{self.receiver.name} has its weights only in 8 bits")
         named = with_adapters(self.module) if self.adapters else self.module.named_parameters()
         tensors = ((n, t.detach().to(DTYPES[held.named[n].dtype])) for n, t in named)
         sent = self.letters.send(held.version, tensors)
         letter = self.letters.letter(held.version)
         self.letters.close()
         if sent.digest != held.digest:
-            raise WhetError(
-                f"{self.receiver.name}: its weights are not those of version {held.version} any more"
-            )
+            raise WhetError(f"{self.receiver.name}: its weights no longer match version {held.version}")
         return letter
 
     def _seated(self, seat: Seat) -> Collective:

@@ -80,7 +80,7 @@ def split(flat: Tensor, entries: Sequence[Entry]) -> list[Tensor]:
     """The tensors of a flat buffer, as views of it. Raises WhetError if its length is not theirs."""
     if flat.numel() != flat_bytes(entries):
         raise WhetError(
-            f"weight sync: a buffer of {flat.numel()} bytes came for {entries[0].name!r} and {len(entries) - 1} more, "
+            f"weight sync: got a buffer of {flat.numel()} bytes for {entries[0].name!r} and {len(entries) - 1} more, "
             f"expected {flat_bytes(entries)}"
         )
     out, at = [], 0
@@ -118,5 +118,5 @@ class Patience:
     def error(self, what: str, state: str) -> WhetError:
         """what: that was waited for. state: what is there instead, or what to look at."""
         return WhetError(
-            f"{what} did not come within {self.seconds:g} s (since {self.since}); {state}; sync.timeout_s is the limit"
+            f"{what} did not arrive within sync.timeout_s={self.seconds:g} s (since {self.since}); {state}"
         )

@@ -62,5 +62,5 @@ async def hand_over(source: Policy, engine: RolloutEngine | None) -> None:
     if engine.version != source.version:
         raise WhetError(
             f"after the weight sync the engine is at version {engine.version}, the policy at {source.version}; "
-            "rollouts would come from stale weights, so the run stops"
+            "its rollouts would use stale weights, so the run stops"
         )

@@ -76,8 +76,8 @@ class Ranks:
             own = f" of the {whose} (train.parallel.separate_ranks)" if whose else ""
             before = f", beside {first_gpu} for other models" if first_gpu else ""
             raise ConfigError(
-                f"train.parallel: {dims.world} ranks{own} need a GPU each{before}, and there are "
-                f"{torch.cuda.device_count()} here"
+                f"train.parallel: {dims.world} ranks{own} need one GPU each{before}, but this machine has "
+                f"{torch.cuda.device_count()}"
             )
         from torch.distributed import TCPStore
 
@@ -115,7 +115,7 @@ class Ranks:
         """The answers of all ranks. each: arguments after the first, rank by rank. tensor: takes what they send."""
         with self.lock:
             if not self._end.alive:
-                raise WhetError(f"asked ranks that have been closed for {command}")
+                raise WhetError(f"the ranks are closed and cannot run {command}")
             said = f"{command} {arguments[0] if arguments else ''}".strip()
             for rank in range(self.dims.world):
                 self.doing[rank] = said
@@ -154,8 +154,8 @@ class Ranks:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             self.close()
             raise WhetError(
-                f"what is sent to the ranks ({self.doing[rank]}) cannot be taken to another process: {error}; losses "
-                "must be functions of a module, or functools.partial of such"
+                f"a message to the ranks ({self.doing[rank]}) cannot be pickled: {error}; losses "
+                "must be module-level functions, or functools.partial of such functions"
             ) from error
 
     def _answers(self, tensor: Callable[[Any, Tensor], object] | None) -> list[Any]:
@@ -168,7 +168,7 @@ class Ranks:
                 raise self._silent(answers)
             if self._stop in ready:
                 self.close()
-                raise WhetError(f"the ranks, {self._of_all()}, were given up while doing: {self.doing[0]}")
+                raise WhetError(f"the ranks, {self._of_all()}, were stopped while doing: {self.doing[0]}")
             heard = time.monotonic()
             for connection in ready:
                 rank = open_[connection]  # type: ignore[index]
@@ -230,7 +230,7 @@ class Ranks:
         with ThreadPoolExecutor(len(silent)) as at_once:
             seen = dict(zip(silent, at_once.map(self._seen, silent)))
         self.close()
-        since = f"nothing was heard for {self.timeout_s:g} s (train.parallel.timeout_s)"
+        since = f"no rank sent a message for {self.timeout_s:g} s (train.parallel.timeout_s)"
         return WhetError(blame(seen, since, kind="rank", of=self._of_all()))
 
     def _of_all(self) -> str:
@@ -279,13 +279,13 @@ class RankGroup:
         self.dims = dims or ranks.dims
         if self.dims.world != ranks.dims.world:
             raise ConfigError(
-                f"{role}: a layout of {self.dims.world} ranks, and there are {ranks.dims.world}"
+                f"{role}: its layout has {self.dims.world} ranks, but {ranks.dims.world} ranks are running"
             )
         self.ranks, self.role, self.cut, self.version = ranks, role, cut, 0
         self.sharded = sharded
         if sharded and not ranks.lines.near:
             raise ConfigError(
-                "checkpoint.sharded=true, but ranks on other machines do not see the checkpoint's folder; leave it out"
+                "checkpoint.sharded=true, but ranks on other machines do not see the checkpoint's folder; set it false"
             )
         self.device = next(model.parameters()).device
         self.drops = any(layer.dropout for layer in adapted(model).values())
@@ -395,7 +395,7 @@ class RankGroup:
     def place(self, device: Literal["gpu", "cpu"]) -> None:
         if (device == "gpu") != (self.device.type == "cuda"):
             raise WhetError(
-                "ranks keep their weights where they are; leave train.parallel at 1 to share a device"
+                "ranks cannot move their weights to another device; leave train.parallel at 1 to share a device"
             )
 
     def close(self) -> None:

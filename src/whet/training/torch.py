@@ -135,7 +135,7 @@ class TorchEngine:
     def forward_parts(self, dealt: Dealt, want: Literal["logprobs", "values", "collision"]) -> list[Tensor]:
         """The answers for each micro-batch."""
         if (want == "values") != (self.value_head is not None):
-            raise WhetError(f"asked a {'critic' if self.value_head else 'policy'} for {want}")
+            raise WhetError(f"a {'critic' if self.value_head else 'policy'} engine does not compute {want}")
         parts: list[Tensor] = []
         said = self._collisions if want == "collision" else self._said
         with self.span(f"forward {want}"), self._awake():
@@ -214,7 +214,7 @@ class TorchEngine:
             odd = {n for n, p in own.items() if n not in regions or regions[n].here != p.shape} | strange
             if odd:
                 raise CheckpointError(
-                    f"{path}: weights are of another model; they differ in {sorted(odd)[:3]} ({len(odd)} tensors)"
+                    f"{path}: weights belong to another model; they differ in {sorted(odd)[:3]} ({len(odd)} tensors)"
                 )
             with torch.no_grad():
                 for name, p in own.items():
@@ -514,7 +514,7 @@ class TorchEngine:
                 raise WhetError(
                     f"optimizer step {self.optimizer.step_count}: the norm of the gradient is {norm}. It was not "
                     f"finite in {self.skipped_in_a_row} optimizer steps in a row, and train.max_skipped_steps is "
-                    f"{self.max_skipped}; go on from an older checkpoint with a lower train.optimizer.lr, or look at "
+                    f"{self.max_skipped}; resume from an older checkpoint with a lower train.optimizer.lr, or check "
                     "the rewards of the last rollouts"
                 )
         self.optimizer.zero_grad()

@@ -178,8 +178,8 @@ class NativeEngine:
         log.info("sampling from weights in %s: %d matrices", kind, len(held(self.module)))
         if left:
             log.warning(
-                "rollout.quantization=%s: %d matrices stay as they are, e.g. %s: their sides are no multiples of 16, "
-                "or they are in modules of unknown kinds",
+                "rollout.quantization=%s: %d matrices are not quantised, e.g. %s: their sides are not multiples of 16, "
+                "or their modules are of unknown types",
                 kind,
                 len(left),
                 left[0],
