@@ -348,9 +348,12 @@ def test_exported_adapters_open_in_peft_and_here(tmp_path: Path, lora: Lora) -> 
     ("told", "said"),
     [
         ([], "adapter_config.json holds no JSON object"),
-        ({"r": "4"}, "were made with {'r': '4'}; set rank"),
-        ({"alpha_pattern": {"q_proj": 99}}, "were made with {'alpha_pattern': {'q_proj': 99}}; set rank"),
-        ({"use_dora": True}, "were made with {'use_dora': True}"),
+        ({"r": "4"}, "its adapters use {'r': '4'}; set the same rank"),
+        (
+            {"alpha_pattern": {"q_proj": 99}},
+            "its adapters use {'alpha_pattern': {'q_proj': 99}}; set the same rank",
+        ),
+        ({"use_dora": True}, "its adapters use {'use_dora': True}"),
         (
             {"peft_type": "IA3"},
             "its adapters use {'peft_type': 'IA3'}.*types other than LoRA cannot be read",

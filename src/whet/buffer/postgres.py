@@ -1,4 +1,4 @@
-"""A store's log in PostgreSQL. The only module that knows psycopg."""
+"""A store's log in PostgreSQL. Only this module imports psycopg."""
 
 from __future__ import annotations
 

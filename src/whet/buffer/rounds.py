@@ -1,8 +1,9 @@
-"""A fixed schedule over processes: the trainer asks explorers elsewhere in rounds, each of one version of the weights.
+"""A synchronous schedule over several processes: the trainer requests tasks from separate explorers in rounds, each
+with one version of the weights.
 
-The trainer's loop is the one of a single process, with its buffer; only who plays a task is another. A round is open
-until all its groups are there, and new weights wait for that, so which weights play which task follows from the step
-alone. Explorers share the tasks of a round among them, and whoever plays one, the group is the same.
+The trainer's loop is that of a single process, with its buffer; only the process that samples a task differs. A round
+is open until all its groups have arrived, and new weights wait for that, so the step alone determines which weights
+sample which task. Explorers share the tasks of a round; a group is the same whichever explorer samples it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Rounds:
     async def play(
         self, tasks: Sequence[Task], version: int, *, stopping: Callable[[], bool] = lambda: False
     ) -> list[Group]:
-        """The groups of tasks that follow one another, scored, played by weights of this version. Raises Stopped once
-        nobody waits for them any more (`stopping`): they may be asked again as they were."""
+        """The groups of consecutive tasks, scored, sampled with weights of this version. Raises Stopped once no caller
+        waits for them any more (`stopping`): the same tasks may be requested again."""
         first, upto = tasks[0].uid, tasks[-1].uid + 1
         await asyncio.to_thread(self.store.begin_round, first, upto, version=version)
         while (groups := await asyncio.to_thread(self._delivered, len(tasks))) is None:
@@ -49,7 +50,7 @@ class Rounds:
         return groups
 
     def claim(self, fingerprint: Json) -> None:
-        """What is in the store is this run's. WhetError if it is a run's with another config (its fingerprint)."""
+        """Mark the store as this run's. WhetError if it belongs to a run with another config (its fingerprint)."""
         digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
         if self.store.noted(CONFIG) not in (None, digest):
             raise WhetError(
@@ -73,7 +74,7 @@ class Rounds:
         return {"count": self.count}
 
     def restore(self, state: Json) -> None:
-        """Go on after those rounds."""
+        """Continue after those rounds."""
         self.count = self.saved = state["count"]
         self.store.done(self.count)
 

@@ -1,7 +1,6 @@
-"""Engine replicas: each a Ray actor with a model and a `NativeEngine` of its own; `RayEngine` is its handle here, a
-`RolloutEngine`, and `Router` makes one engine of them. Weights travel as `sync.replicas` says; the replica confirms
-their digest.
-"""
+"""Engine replicas: each is a Ray actor with its own model and `NativeEngine`; `RayEngine` is its handle in this
+process, a `RolloutEngine`, and `Router` combines them into one engine. `sync.replicas` transfers the weights; each
+replica confirms their digest."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Spec:
-    """What a replica is made from. Plain values: the model comes as its config, its weights by the first sync."""
+    """What a replica is built from. Plain values: the model is sent as its config, its weights with the first sync."""
 
     model: Json
     """config.json."""
@@ -104,7 +103,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Hello:
-    """What a replica says of itself."""
+    """A replica's description of itself."""
 
     process: tuple[int, int]
     node: str
@@ -382,7 +381,7 @@ UNLOADED = -1
 
 
 def agree(hellos: Sequence[Hello], own: tuple[str, ...]) -> bool:
-    """Whether all replicas compute as this process does: each is exact by itself, on equal kernels and processors."""
+    """Whether all replicas compute exactly as this process; they do so only with equal kernels and processors."""
     for hello in hellos:
         if hello.computes != own:
             pid, by = hello.process[0], " / ".join(hello.computes)

@@ -1,7 +1,6 @@
-"""Explorers in the cluster, beside a trainer in this process: each does what `whet train FILE mode=explore` does, and
-is replaced under its name when it dies or hangs. They find the trainer by its run directory and by the store of
-buffer.url.
-"""
+"""Explorers in the cluster, for a trainer in this process. Each does the work of `whet train FILE mode=explore` and is
+replaced under its name when it dies or hangs. Explorers find the trainer by its run directory and by the store at
+buffer.url."""
 
 from __future__ import annotations
 
@@ -45,7 +44,8 @@ class Crew:
     def __init__(
         self, loaded: Loaded, lines: Lines, *, restarts: int, patience_s: float, silence_s: float = SILENCE_S
     ) -> None:
-        """restarts: how often one is replaced. patience_s: how long one may not get on; silence_s: not even say so."""
+        """restarts: how often an explorer is replaced. patience_s: longest time without progress; silence_s: longest
+        time without a heartbeat."""
         self.loaded, self.lines, self.restarts = loaded, lines, restarts
         self.patience_s, self.silence_s = patience_s, silence_s
         self.lost: Future[None] = Future()

@@ -1,4 +1,4 @@
-"""The cluster: attach to one or start one, find room on its machines, end what runs there."""
+"""The cluster: attach to one or start one, reserve resources on its machines, end its processes."""
 
 from __future__ import annotations
 

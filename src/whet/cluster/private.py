@@ -1,7 +1,7 @@
-"""A cluster that is started for one run on one machine: nobody else reaches it, or reads what it writes.
+"""A private cluster for one run on one machine: no other user can connect to it or read its files.
 
-Ray by itself listens on all interfaces, keeps its sessions where everyone may write, and its token where everyone may
-read.
+By default Ray listens on all interfaces, keeps its sessions in a world-writable folder, and its token in a
+world-readable file.
 """
 
 from __future__ import annotations

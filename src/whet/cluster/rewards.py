@@ -1,6 +1,5 @@
-"""Reward workers on the machines of the cluster: one `Jail` in several places. Calls are spread over them; what one had
-when it died is asked of the others, with the same seeds, so the results are the same.
-"""
+"""Reward workers on the machines of the cluster: one `Jail` in several places. Calls are spread over the hosts. The
+calls of a host that died are retried on the others, with the same seeds, so the results are the same."""
 
 from __future__ import annotations
 

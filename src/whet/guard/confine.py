@@ -1,6 +1,6 @@
-"""What the operating system does for the jail: limits, signals, and finding every process below this one.
+"""The operating system's part of the jail: limits, signals, and finding every process below this one.
 
-Linux gives all of it. Elsewhere the calls here do nothing, and `missing` says in words what is lost.
+Linux supports all of it. On other systems the calls here do nothing, and `missing` describes what is lost.
 """
 
 from __future__ import annotations

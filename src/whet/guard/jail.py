@@ -1,7 +1,7 @@
-"""Calls into foreign code that can neither kill, stall nor poison the run.
+"""Calls of foreign code that cannot kill, stall or corrupt the run.
 
-A call runs in a process of its own kind (`guard/worker.py`) with limits on time, memory, output and
-processes. Whatever happens there, every call gets its own `Result`, and no other call loses one.
+A call runs in a separate process (`guard/worker.py`) with limits on time, memory, output and processes. Whatever
+happens there, every call gets its own `Result`, and no other call loses one.
 """
 
 from __future__ import annotations
@@ -102,11 +102,12 @@ class _Pending:
 
 
 class Jail:
-    """Foreign functions behind bars. Make it early: it forks, and its children keep what this process is now.
+    """Foreign functions in sandboxed processes. Create it early: it forks, and its children keep the current state of
+    this process.
 
-    `functions` maps a name to a loader: a function without arguments that returns the foreign function.
-    Loaders run in a child, so the foreign code is never imported here, and closures need no pickling.
-    ConfigError when one fails. Use it as a context manager, or `close` it: no process is left in any case.
+    `functions` maps a name to a loader: a function without arguments that returns the foreign function. Loaders run in
+    a child, so the foreign code is never imported here, and closures need no pickling. ConfigError when one fails. Use
+    it as a context manager, or `close` it: no process is left in any case.
     """
 
     def __init__(
@@ -120,7 +121,8 @@ class Jail:
         patience_s: float = 10.0,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """`patience_s`: longest silence of the nursery, which reports every second, before it is replaced.
+        """`patience_s`: longest time without a message from the forkserver (nursery), which reports every second,
+        before it is replaced.
 
         `prepare` runs in the child before the loaders do; a WhetError of it becomes a ConfigError here.
         """
@@ -328,7 +330,7 @@ class Jail:
     # ------------------------------------------------------------ end
 
     def close(self) -> None:
-        """End all processes of the jail. Calls under way raise WhetError."""
+        """End all processes of the jail. Running calls raise WhetError."""
         if self._closed:
             return
         self._closed = True
@@ -349,7 +351,7 @@ class Jail:
 
 
 def read_result(body: bytes) -> Result:
-    """A worker's answer, not trusted: whatever is not a set of finite numbers is a failure, and text is made fit."""
+    """A worker's answer, not trusted: anything but a set of finite numbers is a failure, and text is sanitised."""
     reply = json.loads(body)
     output, dropped = foreign.plain(redact(reply["output"])), reply["dropped"]
     match reply:

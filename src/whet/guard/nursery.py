@@ -1,9 +1,9 @@
-"""The processes between a run and its rewards: keeper -> nursery -> workers.
+"""The processes between a run and its rewards: supervisor (keeper) -> forkserver (nursery) -> workers.
 
-The keeper is forked from the run once, loads the foreign functions, forks the nursery, and forks it again if
-it dies. The nursery is single-threaded and runs no foreign code: it hands calls to workers, one at a time
-each, and kills and replaces what misbehaves. When the run ends, however it ends, both see their channel
-close and kill all.
+The supervisor is forked from the run once, loads the foreign functions, forks the forkserver, and forks it again if it
+dies. The forkserver is single-threaded and runs no foreign code: it hands calls to workers, one at a time each, and
+kills and replaces faulty workers. When the run ends, however it ends, both see their channel close and kill all
+processes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A reward process, seen from the nursery."""
+    """A reward process, seen from the forkserver."""
 
     pid: int
     function: int
@@ -117,9 +117,9 @@ def keep(
     limits: Limits,
     prepare: Callable[[], None],
 ) -> None:
-    """The keeper's life, below the process `run`. `prepare` is called before any loader.
+    """The supervisor's main function, below the process `run`. `prepare` is called before any loader.
 
-    It reports on `control` how loading went, then sends a channel for every nursery it forks.
+    It reports on `control` whether loading succeeded, then sends a channel for every forkserver that it forks.
     """
     confine.detach()
     confine.adopt_orphans()
@@ -218,7 +218,7 @@ class Nursery:
         run.setblocking(False)
 
     def live(self) -> None:
-        """Until the run closes its channel."""
+        """Run until the run closes its channel."""
         while self.open:
             self.dispatch()
             self.flush()
@@ -356,7 +356,7 @@ class Nursery:
         return os.path.join(self.folder, str(pid))
 
     def hear(self, w: Worker) -> None:
-        """A worker answered, wrote nonsense, or ended."""
+        """A worker answered, wrote invalid bytes, or ended."""
         if w not in self.workers:  # an earlier event of this round ended it
             return None
         try:
@@ -402,7 +402,7 @@ class Nursery:
                 w.dropped += max(0, len(data) - room)
 
     def ended(self, w: Worker) -> None:
-        """The channel of a worker closed. If it was a used one, the call is put to the test in a new one."""
+        """The channel of a worker closed. If the worker had served calls before, the call is retried in a new one."""
         how = self.exit_of(w)
         if w.work and w.served and not w.work.alone:
             self.retry(w)
@@ -429,7 +429,7 @@ class Nursery:
         self.end(w)
 
     def fail(self, w: Worker, kind: str, detail: str) -> None:
-        """End a worker, and lay it to the call it had, if any."""
+        """End a worker, and book the failure for its call, if any."""
         if w.work:
             self.answer(w, w.work, {"failure": [kind, detail]})
         self.end(w)

@@ -1,8 +1,8 @@
-"""A process that can do no harm, whatever code runs in it: Linux's Landlock and seccomp, both for good.
+"""A process in a permanent sandbox, whatever code runs in it: Linux's Landlock and seccomp.
 
-From `enter` on it reads what Python itself needs, and nothing else: not the home folder, not the data. It writes no
-file, opens no connection, starts no program and no process, and signals only itself. What it may still do: compute,
-print, and answer. Neither needs privileges; whoever has them loses them here.
+After `enter` it can read the files that Python itself needs, and nothing else: not the home folder, not the data. It
+cannot write a file, open a connection or start a program or process, and it can signal only itself. It can still
+compute, print, and answer. Neither mechanism needs privileges; a process that has privileges loses them here.
 """
 
 from __future__ import annotations

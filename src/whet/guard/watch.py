@@ -33,11 +33,11 @@ async def wait(
     progress: Callable[[], object] = lambda: None,
     limit: str = "",
 ) -> T:
-    """The result of `awaitable`; every `report_s` seconds the log says who waits for what, with all stacks.
+    """The result of `awaitable`; every `report_s` seconds the log names the wait and its owner, with all stacks.
 
-    Raises WhetError after `timeout_s`, and cancels the awaitable, as it does when it is cancelled itself. progress:
-    what changes as long as the wait is not in vain; the time runs anew with every change. limit: the keys that the
-    deadline is made of, with their values, for the error.
+    Raises WhetError after `timeout_s`, and cancels the awaitable, as it does when it is cancelled itself. progress: a
+    value that changes while work is done; every change restarts the timeout. limit: the keys that set the timeout, with
+    their values, for the error.
     """
     start, last = time.monotonic(), progress()
     work = asyncio.ensure_future(awaitable)
@@ -64,9 +64,9 @@ async def wait(
 class Watch:
     """A thread that logs the stacks of all processes when no `beat` has come for `quiet_s` seconds: some call hangs.
 
-    After `limit_s` it ends this process with exit code 1: the call will not come back, and no deadline of another
-    thread reaches into it. Time in which this process was stopped (Ctrl-Z, a closed laptop) does not count. As a
-    context manager it hears what says `pulse.beat`, too.
+    After `limit_s` it ends this process with exit code 1: the call will not return, and another thread cannot interrupt
+    it. Time in which this process was stopped (Ctrl-Z, a closed laptop) does not count. As a context manager it also
+    receives `pulse.beat`.
     """
 
     def __init__(self, quiet_s: float = 60.0, limit_s: float = 3600.0) -> None:

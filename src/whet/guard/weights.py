@@ -1,9 +1,9 @@
-"""Which files of a model's folder are opened: safetensors that lie in it, and nothing else.
+"""Restricts the opened files of a model's folder to the safetensors files in it.
 
-transformers joins whatever an index names to the folder's path, and reads what is no safetensors file by torch's own
-loader, which is pickle. So all that it would open is looked at before. A file may be a link that leads out of the
-folder, as each is in a hub cache (snapshots/ links into blobs/): its name says that it is read as safetensors, which
-runs no code whatever it holds. A name in an index may not.
+transformers joins whatever an index names to the folder's path, and reads files other than safetensors with torch's own
+loader, which is pickle. So all files that it would open are checked before. A file may be a link that leads out of the
+folder, as each is in a hub cache (snapshots/ links into blobs/): its name makes it be read as safetensors, which runs
+no code whatever it holds. A name in an index may not lead out of the folder.
 """
 
 from __future__ import annotations

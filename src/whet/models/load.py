@@ -237,13 +237,13 @@ def _scratch_config(cfg: schema.Model, *, vocab_size: int) -> PreTrainedConfig:
     num_key_value_heads = scratch.num_key_value_heads or scratch.num_attention_heads
     if scratch.num_attention_heads % num_key_value_heads:
         raise ConfigError(
-            f"model.scratch: num_key_value_heads ({num_key_value_heads}) must divide heads "
-            f"({scratch.num_attention_heads})"
+            f"model.scratch: num_key_value_heads ({num_key_value_heads}) must divide "
+            f"num_attention_heads ({scratch.num_attention_heads})"
         )
     if scratch.head_dim is None and scratch.hidden_size % scratch.num_attention_heads:
         raise ConfigError(
-            f"model.scratch: hidden_size ({scratch.hidden_size}) is not a multiple of heads "
-            f"({scratch.num_attention_heads}); give head_dim"
+            f"model.scratch: hidden_size ({scratch.hidden_size}) is not a multiple of "
+            f"num_attention_heads ({scratch.num_attention_heads}); give head_dim"
         )
     head_dim = scratch.head_dim or scratch.hidden_size // scratch.num_attention_heads
     if head_dim % 2:
@@ -268,8 +268,8 @@ def _scratch_config(cfg: schema.Model, *, vocab_size: int) -> PreTrainedConfig:
     if scratch.architecture == "qwen3_moe":
         if scratch.num_experts_per_tok > scratch.num_experts:
             raise ConfigError(
-                f"model.scratch: num_experts_per_tok ({scratch.num_experts_per_tok}) exceeds experts "
-                f"({scratch.num_experts})"
+                f"model.scratch: num_experts_per_tok ({scratch.num_experts_per_tok}) exceeds "
+                f"num_experts ({scratch.num_experts})"
             )
         values |= {
             "moe_intermediate_size": intermediate_size,

@@ -1,4 +1,4 @@
-"""What every engine checks in a request, and the rules by which a reply ends."""
+"""Request checks that all engines share, and the rules by which a reply ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Decode = Callable[[list[int]], str]
 
 
 class RequestError(WhetError):
-    """A request that no engine of the kind can ever serve: the fault is the caller's, not the engine's."""
+    """A request that no engine of this kind can ever serve: an error of the caller, not of the engine."""
 
 
 def check(

@@ -1,8 +1,8 @@
-"""Many engines as one: a `RolloutEngine` over replicas that may die, hang, come late and leave.
+"""Many engines as one: a `RolloutEngine` over replicas that may die, hang, join late and leave.
 
-What is sampled depends on the weights, the prompt and the request's key alone (`seeds`), so a request that was lost
-with its replica is asked again elsewhere and gives the same tokens. Who serves what is therefore free, and chosen for
-speed: the least loaded replica, but equal prompts go to one, where their prefill is shared.
+The sampled tokens depend only on the weights, the prompt and the request's key (`seeds`). A request that was lost with
+its replica is therefore retried on another replica and gives the same tokens. The router is free to choose a replica
+and chooses for speed: the least loaded one, but equal prompts go to the same replica, where their prefill is shared.
 """
 
 from __future__ import annotations
@@ -55,15 +55,17 @@ class Home:
 
 
 class Router:
-    """See the module. Replicas are given at the start, or come with `join`; they go with `leave`; `scale` does both.
+    """A `RolloutEngine` over replicas. Replicas are given at the start or added with `join`; `leave` removes one;
+    `scale` does both.
 
-    restart: makes a new replica in the place of a dropped one, by name; `restarts`: how often, for each name. ship:
-    turns new weights into what every replica can be given. rows: what a replica decodes at once; a prompt's further
-    requests go elsewhere when its replica has no row free. health_timeout_s: a replica that has work and does not get
-    on for so long is dropped, and one whose process gives no sign of life while it takes weights or moves; it has so
-    long to pause, too. load_s: to take new weights, as long as it lives. start_timeout_s: to be made, and the longest
-    wait for one when none is left. exact: whether all of them compute as the trainer does, bit for bit. wish: how many
-    a person asks for while the run goes on.
+    restart: starts a new replica to replace a dropped one, by name; `restarts`: how often, for each name. ship: turns
+    new weights into a form that every replica can be given. rows: how many sequences a replica decodes at once; further
+    requests with a prompt go to another replica when its replica has no free row. health_timeout_s: a replica that has
+    requests and makes no progress for this time is dropped, as is one whose process does not respond while it loads
+    weights or moves between devices; it is also the limit for a pause. load_s: limit for loading new weights while the
+    process responds. start_timeout_s: limit for starting a replica, and the longest wait for one when none is left.
+    exact: whether all replicas compute exactly as the trainer, bit for bit. wish: how many replicas a user requests
+    while the run is active.
     """
 
     def __init__(
@@ -129,8 +131,8 @@ class Router:
     # -- the seam
 
     async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
-        """See `RolloutEngine`. Raises RequestError for a request that can never be served, WhetError when no replica
-        is left and none comes."""
+        """See `RolloutEngine`. Raises RequestError for a request that can never be served, WhetError when no replica is
+        left and none is starting."""
         prompt = tuple(token_ids)
         async with self._gate.passing():
             while True:
@@ -142,8 +144,8 @@ class Router:
                 await self._gate.step()
 
     async def load_weights(self, source: WeightSource, version: int) -> None:
-        """A replica that fails or takes too long is dropped; when all refuse with one voice, the weights are at fault
-        and WhetError is raised. What is in flight goes on under the new weights."""
+        """A replica that fails or takes too long is dropped. When all replicas fail with the same error, the weights
+        are at fault and WhetError is raised. Requests in flight continue with the new weights."""
         if self._wish is not None and self._listener is None:
             self._listener = asyncio.get_running_loop().create_task(self._listen(self._wish))
         shipment = self.ship(source, version)
@@ -171,7 +173,7 @@ class Router:
         await asyncio.gather(self._gate.pause(finish), stopped)
 
     def resume(self) -> None:
-        """Go on without new weights."""
+        """Resume without new weights."""
         for replica in self.replicas.values():
             replica.engine.resume()  # type: ignore[attr-defined]  # of every engine in this package
         self._kept = False
@@ -204,8 +206,8 @@ class Router:
     # -- elastic
 
     async def join(self, replica: Replica) -> None:
-        """From the return on it serves, with the present weights. Raises what it raises, WhetError if it is late or
-        at another version; then it is ended."""
+        """When this returns, the replica serves with the current weights. Raises the replica's own error, or WhetError
+        if it is late or at another version; then the replica is shut down."""
         replica.state = "joining"
         try:
             loaded: Shipment | None = None
@@ -225,7 +227,7 @@ class Router:
         self._serve(replica)
 
     async def leave(self, name: str) -> None:
-        """Let it finish what it was asked, then end it. It is not replaced."""
+        """Let the replica finish its requests, then shut it down. It is not replaced."""
         replica = self._away(name)
         if replica is None:
             raise WhetError(
@@ -244,8 +246,8 @@ class Router:
         self._leaving.pop(name, None)
 
     def scale(self, wanted: int) -> None:
-        """Have so many replicas soon. The last ones leave when they have done what they were asked; new ones serve once
-        they have the present weights. One that cannot be had is told in the log, and the run goes on without it."""
+        """Set the number of replicas. Surplus replicas leave after they have finished their requests; new ones serve
+        once they have the current weights. One that cannot start is logged, and the run continues without it."""
         there = sorted(
             {*self.replicas, *self._coming}, key=lambda name: (name not in self.replicas, number_of(name))
         )
@@ -263,7 +265,7 @@ class Router:
             self._bringing(name, self._grow(name))
 
     def drop(self, replica: Replica, why: str, error: BaseException | None = None) -> None:
-        """Ask it no more. What it was asked is asked elsewhere; another takes its place if one may."""
+        """Stop using a replica. Its requests are retried on other replicas; it is replaced if restarts are left."""
         if replica.state == "gone":
             return
         leaving, replica.state = replica.state == "leaving", "gone"

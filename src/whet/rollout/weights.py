@@ -1,4 +1,4 @@
-"""Weights into an engine's module, tensor by tensor."""
+"""Loads weights into an engine's module, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from whet.types import WhetError
 
 @torch.no_grad()
 def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
-    """Copy every parameter in, in place. Each has to come exactly once, in its shape; tied ones by their
-    first name; into 8 bits where the module's are. None: this one stays as it is.
+    """Copy all parameters in place. Each must be given exactly once, in its shape; tied parameters by their first name;
+    they are converted to 8 bits where the module's are. None: this parameter stays unchanged.
 
     Raises WhetError otherwise; the module is then a mix of old and new weights and must not be sampled from.
     """

@@ -1,6 +1,6 @@
-"""The Hugging Face hub, and whatever speaks its language at HF_ENDPOINT: `hf://[datasets/]ORG/NAME[@REVISION][/PATH]`.
+"""The Hugging Face hub, and any server with the same API at HF_ENDPOINT: `hf://[datasets/]ORG/NAME[@REVISION][/PATH]`.
 
-The token comes from HF_TOKEN alone.
+The token is read from HF_TOKEN only.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _api() -> Any:
 
 
 def look(url: str) -> Listing:
-    """List what a URL stands for."""
+    """List the files of a URL."""
     from fnmatch import fnmatch
 
     repo = parse(url)

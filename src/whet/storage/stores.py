@@ -55,7 +55,7 @@ def connect(url: str) -> tuple[Any, str]:
 
 
 def look(url: str) -> Listing:
-    """List what a URL stands for: one file, a pattern, or a folder with all below it. WhetError if nothing is there."""
+    """List the files of a URL: one file, a pattern, or a folder with all below it. WhetError if it does not exist."""
     fs, path = connect(url)
     if any(sign in path for sign in _MAGIC):
         parts = path.split("/")

@@ -1,11 +1,11 @@
-"""Copies of checkpoints and exports in other places, made in the background after they were written here.
+"""Copies of checkpoints and exports in remote storage, made in the background after they were written locally.
 
-A run never waits for one but at its end. What fails is tried again: a few times at once, then with the next one, and
-with the next start of the run, which asks each place what it holds. A copy's manifest comes last, so half a copy is
-never taken for a whole one.
+A run waits for copies only at its end. A failed copy is retried: a few times at once, then with the next copy, and at
+the next start of the run, which checks what each place already holds. A copy's manifest is written last, so a partial
+copy is never taken for a complete one.
 
-Nothing is removed there but what the run copied there itself, by name, when a later checkpoint has been copied and
-`keep` says that it goes. `record` (RUN/uploads.json) has what was copied where, by name and SHA-256 of its manifest.
+whet removes there only folders that this run copied itself, by name, when a later checkpoint has been copied and `keep`
+excludes them. `record` (RUN/uploads.json) lists what was copied where, by name and SHA-256 of its manifest.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Copy:
 
 
 class Uploads:
-    """Makes the copies of one run, one after the other, in a thread of its own."""
+    """Makes the copies of one run, one after the other, in a separate thread."""
 
     def __init__(
         self,
@@ -131,8 +131,8 @@ class Uploads:
             self._thread.start()
 
     def finish(self, timeout_s: float = DEADLINE_S) -> list[str]:
-        """Wait for all copies, those that failed tried once more. What is not there after `timeout_s` is said in words,
-        in the log too; the same command copies it when it is run again."""
+        """Wait for all copies; failed ones are tried once more. Copies that are missing after `timeout_s` are returned
+        as text and logged; the same command copies them when it is run again."""
         until = time.monotonic() + timeout_s
         with self._changed:
             self._waiting += [c for c in (*self._failed, *self._held.values()) if c not in self._waiting]

@@ -38,8 +38,8 @@ _RECEIVER = re.compile(r"\w[\w.-]*")
 class Files:
     """A `Transport` through the folder `root`.
 
-    keep: versions that stay, the newest; a reader that is slower than so many finds its version gone. poll_s: time
-    between two looks for a version. There is one writer, whose `tidy` mends what a killed one left.
+    keep: number of newest versions that are kept; a slower reader finds its version deleted. poll_s: time between two
+    checks for a version. There is one writer; its `tidy` removes what a killed writer left.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Files:
         return [_read_receipt(path) for path in sorted((self.root / "confirmed").glob("[!.]*.json"))]
 
     def tidy(self) -> None:
-        """Remove what a killed writer left half-done, and answers that it got. Only for the one that writes."""
+        """Remove partial files of a killed writer, and answers that it got. Only for the writer."""
         if self.root.is_dir():
             tidy(self.root)
             shutil.rmtree(self.root / "confirmed", ignore_errors=True)

@@ -1,7 +1,8 @@
-"""Weights to another process on the same GPU by handle: nothing is copied, the engine reads the trainer's memory.
+"""Weights for another process on the same GPU by memory handle: nothing is copied, the engine reads the trainer's
+memory.
 
-The trainer must leave the weights as they are until every receiver has confirmed; a step too early is found by the
-digest. A handle is plain numbers and bytes, so a letter travels by whatever brings plain values.
+The trainer must not change the weights until every receiver has confirmed; the digest detects a step that comes too
+early. A handle is plain numbers and bytes, so a letter can be sent over any channel for plain values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Weights that travel as a letter: a manifest and a list of parcels, handed over by whoever has both ends.
+"""Weights that are sent as a letter: a manifest and a list of parcels, handed over by the process that has both ends.
 
-Three transports are this one with different parcels: the tensors themselves (same process), references into an object
-store (Ray's, put in by the caller), handles to memory of the same GPU.
+Three transports use this module with different parcels: the tensors themselves (same process), references into an
+object store (Ray's, filled by the caller), handles to memory of the same GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Unpack = Callable[[Any, Sequence[Entry]], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Letter:
-    """One version on its way."""
+    """One version that is being sent."""
 
     manifest: Manifest
     parcels: tuple[tuple[tuple[str, ...], Any], ...]
@@ -93,13 +93,14 @@ class Parcels:
         return manifest
 
     def letter(self, version: int) -> Letter:
-        """What to bring to the other side. KeyError: it is no longer kept."""
+        """The letter to hand to the other side. KeyError: it is no longer kept."""
         return self.letters[version]
 
     def accept(self, letter: Letter) -> None:
-        """Make a version receivable here; the oldest beyond `keep` go. Raises WhetError for one that is late.
+        """Make a version receivable in this process; the oldest beyond `keep` are deleted. Raises WhetError for a late
+        version.
 
-        The same version again takes the place of the first: it was sent whole for someone who lacked something.
+        The same version again replaces the first: it was sent in full for a receiver that lacked something.
         """
         version = letter.manifest.version
         with self.arrived:
@@ -167,8 +168,8 @@ class Parcels:
 
 
 def in_memory(*, copy: bool = False, timeout_s: float = 600.0, keep: int = 1) -> Parcels:
-    """Within one process. By reference, a version is gone as soon as the trainer steps on (its digest then tells); a
-    copy stays."""
+    """Within one process. By reference, a version is gone as soon as the trainer takes a step (its digest detects
+    this); a copy stays."""
 
     def pack(tensors: list[Tensor]) -> list[Tensor]:
         return [t.clone() for t in tensors] if copy else tensors

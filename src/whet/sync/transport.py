@@ -1,4 +1,4 @@
-"""The seam of weight sync: how tensors get from the trainer's process to an engine's."""
+"""The interface of weight sync: how tensors get from the trainer's process to an engine's."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _ALIGN = 16
 
 
 class Transport(Protocol):
-    """One way for weights to travel. The trainer holds one end, every engine process another."""
+    """One way to send weights. The trainer holds one end, every engine process another."""
 
     def send(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], *, held: Mapping[str, Entry] | None = None
     ) -> Manifest:
-        """Send one version, tensor by tensor. held: what all receivers have already, which stays behind."""
+        """Send one version, tensor by tensor. held: tensors that all receivers already have, which are not sent."""
 
     def receive(self, version: int, *, held: Manifest | None = None) -> Generator[Piece, None, Manifest]:
-        """The pieces of a version as they come, unchecked (see `manifest.checked`); returns its manifest.
+        """The pieces of a version as they arrive, unchecked (see `manifest.checked`); returns its manifest.
 
-        Waits for the version; raises WhetError naming it, its sender and the time waited if it does not come.
+        Waits for the version; raises WhetError naming it, its sender and the time waited if it does not arrive.
         """
 
     def newest(self) -> int | None:
@@ -102,7 +102,7 @@ def _padded(size: int) -> int:
 
 
 class Patience:
-    """A wait with a deadline, and its words."""
+    """A wait with a deadline, and its error."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.since, self.began = seconds, time.strftime("%H:%M:%S"), time.monotonic()

@@ -1,8 +1,9 @@
 """Many processes as one train engine: `Ranks` starts and watches them, `RankGroup` is a `TrainEngine` on them.
 
-The driver keeps the batch, the loop and, for the policy, a whole copy of the weights to sample from; ranks keep
-weights, gradients and optimizer state. A command goes to all ranks and is done when all have answered; a rank that
-dies, fails or stays silent too long ends them all, and the error says which it was, what it did, and where.
+The driver keeps the batch, the loop and, for the policy, a full copy of the weights to sample from; the ranks keep
+weights, gradients and optimizer state. A command goes to all ranks and is done when all have answered. When a rank
+dies, fails or sends no message for too long, all ranks are ended, and the error names the rank, its command and its
+stack.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _GRACE_S = 2.0
 
 
 class Ranks:
-    """The processes. Close them at the end; they also end with the driver's process."""
+    """The rank processes. Close them at the end; they also end with the driver's process."""
 
     def __init__(
         self,
@@ -68,10 +69,10 @@ class Ranks:
         imports: Sequence[str] = (),
         open_lines: OpenLines | None = None,
     ) -> None:
-        """whose: the model that they are named after, where the policy is elsewhere. first_gpu: of the first rank, the
-        others' follow. threads: of each rank. timeout_s: longest silence of all ranks. imports: code of the user's that
-        a rank needs. open_lines: starts the processes, if not on this machine. Errors: ConfigError where there are
-        fewer devices than ranks."""
+        """whose: the model that they are named after, where the policy is elsewhere. first_gpu: GPU of the first rank;
+        the others' follow. threads: of each rank. timeout_s: longest time without a message from any rank. imports:
+        user code that a rank needs. open_lines: starts the processes, if not on this machine. Errors: ConfigError where
+        there are fewer devices than ranks."""
         if device == "cuda" and open_lines is None and torch.cuda.device_count() < first_gpu + dims.world:
             own = f" of the {whose} (train.parallel.separate_ranks)" if whose else ""
             before = f", beside {first_gpu} for other models" if first_gpu else ""
@@ -112,7 +113,8 @@ class Ranks:
         each: Sequence[tuple[object, ...]] | None = None,
         tensor: Callable[[Any, Tensor], object] | None = None,
     ) -> list[Any]:
-        """The answers of all ranks. each: arguments after the first, rank by rank. tensor: takes what they send."""
+        """The answers of all ranks. each: arguments after the first, rank by rank. tensor: receives the tensors that
+        the ranks send."""
         with self.lock:
             if not self._end.alive:
                 raise WhetError(f"the ranks are closed and cannot run {command}")
@@ -134,11 +136,11 @@ class Ranks:
             self.ask("detail")
 
     def give_up(self) -> None:
-        """From another thread: who waits for the ranks ends them and raises WhetError, now or at the next `ask`."""
+        """To call from another thread: ends the ranks; the waiting caller gets WhetError, now or at the next `ask`."""
         self._stopper.send(None)
 
     def close(self) -> None:
-        """End the processes, and wait until they have."""
+        """End the processes and wait until they have ended."""
         self._end()
         for lane in self.lanes:
             lane.end()

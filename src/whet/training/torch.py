@@ -1,7 +1,7 @@
 """The train engine in plain PyTorch: one process, the module itself, packed sequences.
 
-A step's gradient is a sum over tokens with global weights (`Batch.weight_N`), so how it is cut into
-micro-batches changes memory and speed, never the result.
+A step's gradient is a sum over tokens with global weights (`Batch.weight_N`), so the split into micro-batches changes
+memory and speed, never the result.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class TorchEngine:
         return written
 
     def load(self, path: Path) -> None:
-        """Read what `save` wrote, in place. Raises CheckpointError if it is damaged or of another model."""
+        """Read the files of `save`, in place. Raises CheckpointError if they are damaged or belong to another model."""
         own = {name: local(p) for name, p in self._named()}
         with opened(path / "model.safetensors") as file:
             with reading(file.path):  # its shapes may be any
@@ -258,7 +258,7 @@ class TorchEngine:
         refresh(self.module)
 
     def forget(self) -> None:
-        """Begin the optimizer's moments anew; its schedule goes on."""
+        """Reset the optimizer's moments; its schedule continues."""
         assert self.optimizer is not None, "this engine was made without an optimizer"
         self.optimizer.forget()
 
