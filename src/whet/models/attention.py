@@ -1,8 +1,8 @@
 """Attention of packed batches and of decode steps, for whet's own models and for any transformers causal LM.
 
-A model calls `attend(layer, q_NHD, k_NKD, v_NKD, scale=, window=, softcap=)` and does not know which of the
-two it got: `PackedAttention` (training and prefill) or `CachedAttention` (one new token per live row). Both
-give a token the same bits.
+A model calls `attend(layer, q_NHD, k_NKD, v_NKD, scale=, window=, softcap=)` and does not depend on which of the two it
+got: `PackedAttention` (training and prefill) or `CachedAttention` (one new token per live row). Both give a token the
+same bits.
 
 Shape letters: N packed tokens, B live rows, H query heads, K key/value heads, D head size, P pages of a row.
 """
@@ -223,8 +223,8 @@ def hf_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [1, heads, N, D] in, ([1, N, heads, D], None) out.
 
-    `plan` is passed as a keyword of `model(...)` and travels through every layer, also when a layer is
-    recomputed in the backward pass. The mask is not read: the plan says who sees whom.
+    `plan` is passed as a keyword of `model(...)` through every layer, also when a layer is recomputed in the backward
+    pass. The mask is not read: the plan defines which tokens each token attends to.
     """
     if plan is None:
         raise ValueError(

@@ -35,7 +35,7 @@ _TIMEOUT_S = 300
 
 
 class BuildError(Exception):
-    """The kernels cannot be built here; the text says why, with the compiler's own words."""
+    """The kernels cannot be built here; the text gives the reason, with the compiler's output."""
 
 
 @cache

@@ -1,12 +1,13 @@
 """Context parallelism: the tokens of a packed batch are spread over ranks (DeepSpeed Ulysses, arXiv:2309.14509).
 
-Everything but attention works token by token, each rank on its own. For attention, an all-to-all turns "some tokens,
-all heads" into "all tokens, some heads", and another one back. The plan of who sees whom stays that of the whole
-packed batch, so shared prompts, windows and positions are what they are on one rank, and attention is spread evenly
-whatever the lengths. A parameter's gradient is the sum over the ranks.
+Everything but attention works token by token, each rank by itself. For attention, an all-to-all turns "some tokens, all
+heads" into "all tokens, some heads", and another one back. The attention plan is that of the full packed batch, so
+shared prompts, windows and positions are the same as on one rank, and attention is spread evenly for any lengths. A
+parameter's gradient is the sum over the ranks.
 
 Shape letters: U tokens of the packed batch, T those of this rank, N tokens of the batch, A sampled tokens, H query
-heads, K key/value heads, D head size, C ranks."""
+heads, K key/value heads, D head size, C ranks.
+"""
 
 from __future__ import annotations
 

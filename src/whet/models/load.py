@@ -43,10 +43,10 @@ def build(
 ) -> PreTrainedModel:
     """The model of `cfg.path` or `cfg.scratch`, in evaluation mode (no dropout), on `device` in `dtype`.
 
-    vocab_size: number of tokens of the tokenizer; a loaded embedding may be larger, not smaller. The two
-    token ids go into a scratch model's config. `seed` decides scratch weights, and nothing else does.
-    head: name of a value head that the folder may hold in place of the output layer; see `value_head`.
-    Errors: ConfigError for what cannot be right, CheckpointError for files that cannot be read.
+    vocab_size: number of tokens of the tokenizer; a loaded embedding may be larger, not smaller. The two token ids are
+    stored in a scratch model's config. Scratch weights depend on `seed` only. head: name of a value head that the
+    folder may hold in place of the output layer; see `value_head`. Errors: ConfigError for invalid settings,
+    CheckpointError for files that cannot be read.
     """
     if (cfg.path is None) == (cfg.scratch is None):
         raise ConfigError("model: give either `path` (a Hugging Face folder) or `scratch`")

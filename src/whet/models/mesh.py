@@ -1,8 +1,8 @@
-"""How many ranks do what: the dims of the layout, and the device mesh they span.
+"""The parallel layout: its dims, and the device mesh that they span.
 
-Dims stand from the outermost to the innermost, so neighbours talk most: pp (layers), dp_replicate (whole copies),
-dp_shard (copies whose tensors are cut), cp (tokens of a sequence), tp (columns and rows of a matrix). Experts have no
-dim of their own: ep ranks are neighbours along dp_shard, seen through a second mesh (`expert_mesh`) over the same
+Dims go from the outermost to the innermost, so neighbours communicate most: pp (layers), dp_replicate (full copies),
+dp_shard (copies whose tensors are sharded), cp (tokens of a sequence), tp (columns and rows of a matrix). Experts have
+no dim of their own: ep ranks are neighbours along dp_shard, seen through a second mesh (`expert_mesh`) over the same
 ranks.
 """
 
@@ -53,7 +53,7 @@ class Dims:
 
     @property
     def dp(self) -> int:
-        """Parts into which a batch is cut: ranks of one tp, cp and pp group have the same part."""
+        """Parts into which a batch is partitioned: ranks of one tp, cp and pp group have the same part."""
         return self.dp_replicate * self.dp_shard
 
     @property

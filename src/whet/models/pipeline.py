@@ -205,9 +205,9 @@ class _Post:
 
 
 def apply(model: PreTrainedModel, mesh: DeviceMesh, *, chunks: int = 1) -> Stage:
-    """Keep this rank's layers, in place. mesh: the whole one, of which `pp` is the first dim.
+    """Keep this rank's layers, in place. mesh: the full one, of which `pp` is the first dim.
 
-    Errors: ConfigError where the model is of no known family, or has fewer layers than parts.
+    Errors: ConfigError where the model's family is not supported, or it has fewer layers than parts.
     """
     peers = Peers.of(mesh["pp"])
     config, base = model.config.get_text_config(), model.get_decoder()

@@ -57,7 +57,7 @@ def watching() -> Iterator[list[Routed]]:
 
 @torch.compiler.disable
 def note(router: nn.Module, probability_UX: Tensor, expert_UE: Tensor) -> None:
-    """To be told by whoever computes a router."""
+    """Called by code that computes a router, with its result."""
     seen = _SEEN.get()
     if seen is not None:
         seen.append(Routed(router, probability_UX, expert_UE))
@@ -79,7 +79,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
 
 
 def hook(model: nn.Module) -> None:
-    """Let routers that are called as modules `note` what they decide."""
+    """Let routers that are called as modules `note` their choices."""
     for router in routers(model):
         if _noted not in router._forward_hooks.values():
             router.register_forward_hook(_noted)

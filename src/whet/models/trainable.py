@@ -1,4 +1,4 @@
-"""Which parameters learn, by their names."""
+"""Selects the trainable parameters by their names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whet.types import ConfigError
 def choose(model: PreTrainedModel, rules: Mapping[str, bool]) -> None:
     """Set what requires gradients: by the first pattern found in a parameter's name, and all others do.
 
-    Weights under adapters never do. Errors: ConfigError for a pattern that is found in no name, or if nothing is left.
+    Weights under adapters never do. Errors: ConfigError for a pattern that occurs in no name, or if nothing is left.
     """
     named = dict(learned(model))
     for pattern in rules:
