@@ -55,17 +55,15 @@ class Home:
 
 
 class Router:
-    """A `RolloutEngine` over replicas. Replicas are given at the start or added with `join`; `leave` removes one;
-    `scale` does both.
+    """A `RolloutEngine` over replicas, which are given at the start; `join` adds one, `leave` removes one.
 
-    restart: starts a new replica to replace a dropped one, by name; `restarts`: how often, for each name. ship: turns
-    new weights into a form that every replica can be given. rows: how many sequences a replica decodes at once; further
-    requests with a prompt go to another replica when its replica has no free row. health_timeout_s: a replica that has
-    requests and makes no progress for this time is dropped, as is one whose process does not respond while it loads
-    weights or moves between devices; it is also the limit for a pause. load_s: limit for loading new weights while the
-    process responds. start_timeout_s: limit for starting a replica, and the longest wait for one when none is left.
-    exact: whether all replicas compute exactly as the trainer, bit for bit. wish: how many replicas a user requests
-    while the run is active.
+    restart: starts a replacement of a dropped replica, by name; `restarts`: how often, for each name. ship: turns new
+    weights into a form that every replica can be given. rows: sequences that a replica decodes at once; further
+    requests with a prompt go to another replica when its replica has no free row. health_timeout_s: a replica that
+    makes no progress on its requests for this time is dropped, as is one whose process does not respond while it loads
+    weights or moves between devices; also the limit for a pause. load_s: limit for loading weights while the process
+    responds. start_timeout_s: limit for starting a replica, or waiting for one when none is left. exact: whether all
+    replicas compute as the trainer, bit for bit. wish: how many replicas a user requests.
     """
 
     def __init__(
@@ -273,9 +271,7 @@ class Router:
             self._away(replica.name)
         again = replica.let_go()
         self.dropped.append((replica.name, why))
-        log.warning(
-            "replica %s dropped: %s; requests to retry on other replicas: %d", replica.name, why, again
-        )
+        log.warning("replica %s dropped: %s; requests to retry: %d", replica.name, why, again)
         trace(replica.name, error)
         self._spawn(self._end(replica))
         if self.restart is not None and not leaving and self._gate.closed is None:
@@ -467,9 +463,7 @@ class Router:
                 (replica.end or replica.engine.close)(), f"{replica.name} to shut down", self.start_timeout_s
             )
         except Exception as error:  # noqa: BLE001  it may be dead already
-            log.info(
-                "replica %s did not shut down cleanly: %s: %s", replica.name, type(error).__name__, error
-            )
+            log.info("replica %s did not shut down: %s: %s", replica.name, type(error).__name__, error)
 
     # -- all of them
 
@@ -495,9 +489,7 @@ class Router:
                 why = f"version {version} could not be loaded: {type(error).__name__}: {error}"
                 self.drop(replica, why, error)
             elif replica.engine.version != version:
-                self.drop(
-                    replica, f"after loading version {version} it is at version {replica.engine.version}"
-                )
+                self.drop(replica, f"after loading version {version} it is at {replica.engine.version}")
 
     async def _each(self, what: str, do: Callable[[Replica], Awaitable[None]], *, timeout_s: float) -> None:
         """Let every replica do something; one that cannot is dropped."""
