@@ -166,7 +166,7 @@ def test_the_engine_s_collisions_are_those_of_its_distribution(cut: Cut) -> None
 def test_only_a_policy_has_collisions() -> None:
     critic = engine(Cut())
     critic = replace_head(critic)
-    with pytest.raises(WhetError, match="asked a critic for collision"):
+    with pytest.raises(WhetError, match="a critic engine does not compute collision"):
         critic.forward(pack(random_groups()), "collision")
 
 

@@ -362,7 +362,7 @@ def test_a_wait_that_was_in_vain_names_its_keys_and_the_run_goes_on_with_others(
 
     monkeypatch.setattr(Run, "wait", never)
     with pytest.raises(
-        WhetError, match=r"waited 0\.1 s for room, in vain.* rollout\.timeout_s=0\.1 sets this limit"
+        WhetError, match=r"waited 0\.1 s for room and timed out.* rollout\.timeout_s=0\.1 sets this limit"
     ):
         train(stopped, "rollout.timeout_s=0.1")
     train(stopped, "rollout.timeout_s=50")

@@ -348,12 +348,15 @@ def test_exported_adapters_open_in_peft_and_here(tmp_path: Path, lora: Lora) -> 
     ("told", "said"),
     [
         ([], "adapter_config.json holds no JSON object"),
-        ({"r": "4"}, "were made with {'r': '4'}; set rank"),
-        ({"alpha_pattern": {"q_proj": 99}}, "were made with {'alpha_pattern': {'q_proj': 99}}; set rank"),
-        ({"use_dora": True}, "were made with {'use_dora': True}"),
+        ({"r": "4"}, "its adapters use {'r': '4'}; set the same rank"),
+        (
+            {"alpha_pattern": {"q_proj": 99}},
+            "its adapters use {'alpha_pattern': {'q_proj': 99}}; set the same rank",
+        ),
+        ({"use_dora": True}, "its adapters use {'use_dora': True}"),
         (
             {"peft_type": "IA3"},
-            "were made with {'peft_type': 'IA3'}.*of other kinds than LoRA cannot be read",
+            "its adapters use {'peft_type': 'IA3'}.*types other than LoRA cannot be read",
         ),
         ("[" * 100_000, "nest more than 50 levels"),
         ('{"r": 4, "r": 8}', "the key 'r' is given twice"),
@@ -375,7 +378,7 @@ def test_adapters_of_whole_numbers_are_refused(tmp_path: Path) -> None:
     export_adapter(with_adapters(lora), tmp_path / "a", cfg=lora, base=None)
     file = tmp_path / "a/adapter_model.safetensors"
     save_file({name: t.to(torch.int8) for name, t in load_file(file).items()}, file)
-    with pytest.raises(CheckpointError, match=r"is of torch.int8, expected floating-point numbers"):
+    with pytest.raises(CheckpointError, match=r"has dtype torch.int8, expected a floating-point dtype"):
         attach(tiny_model(), lora.model_copy(update={"path": str(tmp_path / "a")}), seed=0)
 
 
@@ -536,7 +539,7 @@ def test_the_first_pattern_that_fits_counts() -> None:
     assert {n for n, p in lora.named_parameters() if p.requires_grad} == {
         n for n, _ in lora.named_parameters() if n.endswith("lora_B")
     }
-    for rules, said in (({"nowhere": True}, "'nowhere'"), ({".": False}, "nothing to learn")):
+    for rules, said in (({"nowhere": True}, "'nowhere'"), ({".": False}, "leaves no parameter trainable")):
         with pytest.raises(ConfigError, match=said):
             choose(model, rules)
 

@@ -221,7 +221,7 @@ def test_gpus_of_each_group_follow_the_others(monkeypatch: pytest.MonkeyPatch) -
     assert checks_parallel.ranks_of(alone) == {"critic": 1}
     assert checks_parallel.first_gpu(alone, "critic") == 1, "the run's own process has the first"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
-    said = r"4 ranks of the critic \(train.parallel.separate_ranks\) need a GPU each, beside 4 for other"
+    said = r"4 ranks of the critic \(train.parallel.separate_ranks\) need one GPU each, beside 4 for other"
     with pytest.raises(ConfigError, match=said):
         Ranks(Dims(dp_shard=4), whose="critic", first_gpu=4, device="cuda")
     lines = Local(2, 1, module="whet.training.rank", first_gpu=4)

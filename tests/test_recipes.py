@@ -333,7 +333,7 @@ def test_a_function_of_the_users_gets_the_settings_it_names(mine: str) -> None:
     ("keys", "why"),
     [
         ({"advantage": "greedy"}, "temperature.*By keyword it may take: .*clip_high, clip_low"),
-        ({"advantage": "number"}, "a function or class is needed"),
+        ({"advantage": "number"}, "expected a function or class"),
         ({"advantage": "absent"}, "has no 'absent'"),
         ({"advantage": "by_length", "reward_kl": {"coef": 0.1}}, "does not take reward_N"),
         ({"advantage": "by_length", "lam": 0.5}, "lam=0.5 has no effect"),
