@@ -534,7 +534,7 @@ CASES: dict[str, Case] = {
 
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "model.trust_remote_code": ("", True, "expected false"),
-    "data.eval.*.weight": (EVAL, 2.0, "evaluation takes every row once"),
+    "data.eval.*.weight": (EVAL, 2.0, "evaluation uses every row once"),
     "data.eval.*.difficulty": (EVAL, "hard", "in the order of the file"),
     **{
         f"data.demonstrations.*.{key}": (MIX, value, said)
@@ -543,7 +543,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
             ("rejected", "rejected2", "only prompt and response are read"),
             ("desirable", "desirable2", "only prompt and response are read"),
             ("label", "kind", "only prompt and response are read"),
-            ("rewards", ["r"], "not judged"),
+            ("rewards", ["r"], "not scored"),
         )
     },
     "machine.device": ("", "cuda", "torch finds no CUDA device"),

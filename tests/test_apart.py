@@ -229,7 +229,7 @@ def replicas(**sync: Any) -> dict[str, Any]:
         ),
         ({"mode": "explore", "buffer": {"url": "files:///q", "explorer": "a/b"}}, "becomes a folder's name"),
         ({"mode": "both"}, r"buffer\.url.* with mode=both one process explores and trains"),
-        ({"mode": "train", "buffer": {"url": "files:///q", "explorer": "x"}}, "mode=train is no explorer"),
+        ({"mode": "train", "buffer": {"url": "files:///q", "explorer": "x"}}, "mode=train is not an explorer"),
         ({"mode": "train", "buffer": {"url": "mysql://x"}}, "is not a store"),
         (
             {"mode": "both", "buffer": {}},

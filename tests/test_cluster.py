@@ -462,7 +462,7 @@ def test_a_cluster_that_cannot_be_reached(given: str, said: str) -> None:
             with_replicas(1, health_timeout_s=700.0),
             r"cluster.health_timeout_s.*700 is not below rollout.timeout_s \(600\)",
         ),
-        ({**BASE, "rollout": {"replicas": 1, "engine": "hf"}}, "runs in the trainer's process only"),
+        ({**BASE, "rollout": {"replicas": 1, "engine": "hf"}}, "runs only in the process of the trainer"),
     ],
 )
 def test_settings_that_cannot_be(tree: dict[str, Any], said: str) -> None:

@@ -128,7 +128,7 @@ def test_epochs_count_the_tasks_that_are_asked() -> None:
         ("algorithm.mix.mu_decay_steps=5", "mu_decay_steps: has no effect"),
         ("algorithm.phi_cutoff=0.5", "no effect"),
         ("algorithm.name=grpo", r"data.demonstrations\[0\].name: has no effect"),
-        ("data.demonstrations.0.weight=2.0", "nothing to mix"),
+        ("data.demonstrations.0.weight=2.0", "nothing is mixed"),
         ("data.demonstrations.0.rejected=worse", "only prompt and response are read"),
         ("data.demonstrations.0.path=x.jsonl", "exactly one of path"),
     ],

@@ -80,7 +80,7 @@ def test_a_decay_with_staleness_is_refused_where_no_rollout_is_stale(older: str)
     assert not [key for key, _ in problems(decay, older) if "staleness_decay" in key]
     ((key, why),) = [p for p in problems(decay) if "staleness_decay" in p[0]]
     assert key == "algorithm.correction.staleness_decay"
-    assert "has no effect: no rollout is older than the weights that learn" in why
+    assert "has no effect: every rollout comes from the current weights" in why
 
 
 # ---------------------------------------------------------------- what acts on a ratio that is always 1
@@ -171,7 +171,7 @@ def test_a_bound_of_the_ratio_is_refused_where_the_ratio_is_1(setting: str, move
     ((key, why),) = problems(*given, "rollout.max_staleness=1")
     assert key == given[-1].partition("=")[0]
     assert (
-        "has no effect: a batch makes one optimizer step (train.minibatches=1, train.update_epochs=1)" in why
+        "has no effect: a batch has one optimizer step (train.minibatches=1, train.update_epochs=1)" in why
     )
 
 

@@ -416,7 +416,7 @@ def test_compiled_layers_give_equal_gradients(
         (["train.optimizer.name=sgd", "train.optimizer.state_dtype=int8"], "name=sgd does not read it"),
         (
             ["train.optimizer.state_dtype=int8", "train.optimizer.implementation=loop"],
-            "state_dtype=int8 has a step of its own",
+            "state_dtype=int8 has a separate implementation",
         ),
     ],
 )  # fmt: skip

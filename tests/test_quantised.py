@@ -305,7 +305,7 @@ def test_matrices_that_do_not_fit_are_told(caplog: pytest.LogCaptureFixture) -> 
     ("given", "said"),
     [
         ("machine.logprob_parity=on", "machine.logprob_parity=on asks for equal ones"),
-        ("rollout.engine=hf", "rollout.engine=hf samples with the weights as they are"),
+        ("rollout.engine=hf", "rollout.engine=hf samples with the original weights"),
         (
             "rollout.replicas=1; model.lora={rank: 2}; sync.content=adapters",
             "engines keep no weights under them",

@@ -121,7 +121,7 @@ def test_all_gpus_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
             ["train.parallel.pp=2", "train.parallel.pipeline_chunks=2"],
             "2 layers cannot be spread over 4 parts",
         ),
-        (["train.parallel.pipeline_chunks=2"], "layers are not spread"),
+        (["train.parallel.pipeline_chunks=2"], "there is no pipeline"),
         (["train.parallel.ep=2"], "2 does not divide dp_shard=1"),
         (
             ["train.parallel.dp_shard=2", "train.parallel.ep=2"],
@@ -131,7 +131,7 @@ def test_all_gpus_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
         (["train.parallel.dp_shard=0"], "0: at least 1"),
         (["train.parallel.dp_replicate=16"], "16 ranks would share the 8 rollouts"),
         (["train.parallel.dp_replicate=2", "machine.logprob_parity=on"], "measured, not proved"),
-        (["train.parallel.dp_replicate=2", "train.parallel.prefetch=2"], "no tensor is cut"),
+        (["train.parallel.dp_replicate=2", "train.parallel.prefetch=2"], "no tensor is sharded"),
         (["train.parallel.timeout_s=5"], "no ranks"),
         (
             ["train.parallel.dp_shard=2", "train.parallel.ep=2", "train.compile=true"],
