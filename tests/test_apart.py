@@ -190,7 +190,7 @@ def test_an_explorer_without_a_trainer_says_whom_it_waited_for(tmp_path: Path) -
             **tree(
                 tmp_path,
                 mode="explore",
-                buffer={"url": f"files:///{tmp_path}/queue", "explorer": "three"},
+                buffer={"url": f"files:///{tmp_path}/queue", "explorer_name": "three"},
                 sync={"timeout_s": 0.3},
             )
         )
@@ -227,9 +227,9 @@ def replicas(**sync: Any) -> dict[str, Any]:
             {"mode": "train", "rollout": {}, "buffer": {"url": "files:///q", "replay": {"queue": True}}},
             r"buffer\.replay\.queue: with rollout\.schedule=deterministic a step waits for its own tasks",
         ),
-        ({"mode": "explore", "buffer": {"url": "files:///q", "explorer": "a/b"}}, "becomes a folder's name"),
+        ({"mode": "explore", "buffer": {"url": "files:///q", "explorer_name": "a/b"}}, "becomes a folder's name"),
         ({"mode": "both"}, r"buffer\.url.* with mode=both one process explores and trains"),
-        ({"mode": "train", "buffer": {"url": "files:///q", "explorer": "x"}}, "mode=train is not an explorer"),
+        ({"mode": "train", "buffer": {"url": "files:///q", "explorer_name": "x"}}, "mode=train is not an explorer"),
         ({"mode": "train", "buffer": {"url": "mysql://x"}}, "is not a store"),
         (
             {"mode": "both", "buffer": {}},
@@ -298,7 +298,7 @@ def test_every_key_of_the_sections_reaches_its_place(tmp_path: Path, monkeypatch
         renewed(queue, *args, **given)
 
     monkeypatch.setattr(ExplorerQueue, "__init__", noted)
-    apart = {"url": buffer["url"], "lease_s": 7.0, "explorer": "y"}
+    apart = {"url": buffer["url"], "lease_s": 7.0, "explorer_name": "y"}
     with pytest.raises(WhetError, match="waited"):
         whet.train(**tree(tmp_path, name="other", mode="explore", buffer=apart, sync={"timeout_s": 0.2}))
     assert leases == [7.0]

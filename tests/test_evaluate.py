@@ -218,7 +218,7 @@ def test_a_source_may_be_asked_in_its_own_way() -> None:
             r"data\.eval\[0\]\.rewards: none of them is among .*: right",
         ),
         ("eval.offline.path=r.parquet", "only `whet eval` reads it, training does not"),
-        ("data.eval.0.response=answer", "only stages that learn from given replies read them"),
+        ("data.eval.0.response=answer", "only stages that train on given replies read it"),
     ],
 )
 def test_what_cannot_work_is_refused(override: str, said: str) -> None:

@@ -42,7 +42,7 @@ SETUP: dict[str, Any] = {
     "data": {
         "max_prompt_tokens": 8,
         "train": [{"rows": TASKS}],
-        "expert": [{"name": "masters", "rows": ALL_A}],
+        "demonstrations": [{"name": "masters", "rows": ALL_A}],
     },
     "rewards": {"length": {"function": "exact"}},
 }
@@ -271,7 +271,7 @@ def resumable(run_dir: Path) -> dict[str, Any]:
     }
     return mix(
         run_dir=str(run_dir),
-        data={"max_prompt_tokens": 8, "train": [{"path": words}], "expert": [{"path": words}]},
+        data={"max_prompt_tokens": 8, "train": [{"path": words}], "demonstrations": [{"path": words}]},
         algorithm=algorithm,
         rewards={"letters": {"function": f"{ROOT}/tests/resume/rewards.py:shared_letters"}},
         rollout={"group_size": 4, "sampling": {"max_tokens": 8}},
