@@ -77,7 +77,7 @@ def optimizer(at: str, context: str) -> dict[str, Case]:
         f"{at}.name": (context, "sgd"),
         f"{at}.momentum": (f"{context}; {at}.name=sgd", 0.9),
         f"{at}.state_dtype": (context, "int8"),
-        f"{at}.implementation": (f"{context}; {SCHEDULE}", "loop"),
+        f"{at}.implementation": (f"{context}; {SCHEDULE}", "for-loop"),
         f"{at}.param_groups.*.lr_factor": (f"{context}; {at}.param_groups={{norm: {{lr_factor: 0.5}}}}", 0.1),
         f"{at}.param_groups.*.weight_decay": (
             f"{context}; {at}.param_groups={{norm: {{lr_factor: 0.5}}}}",

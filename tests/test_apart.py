@@ -217,8 +217,8 @@ def replicas(**sync: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"mode": "train", "buffer": {}}, r"buffer\.url: memory is in one process"),
-        ({"mode": "explore", "run_dir": "runs/{time}"}, r"run_dir: \{time\} in it is another moment"),
+        ({"mode": "train", "buffer": {}}, r"buffer\.url: memory is inside one process"),
+        ({"mode": "explore", "run_dir": "runs/{time}"}, r"run_dir: \{time\} differs between processes"),
         (
             {"mode": "train", "rollout": {}, "buffer": {"url": "files:///q", "order": "newest"}},
             r"buffer\.order: has no effect: mode=train, rollout\.schedule=deterministic: groups are trained on in",
@@ -246,7 +246,7 @@ def replicas(**sync: Any) -> dict[str, Any]:
         ),
         (
             replicas(method="ipc"),
-            r"sync\.method: ipc: it hands over memory of a GPU, and machine\.device is cpu",
+            r"sync\.method: ipc: needs memory of a GPU, but machine\.device is cpu",
         ),
         (
             apart(sync={"content": "adapters"}),
@@ -254,15 +254,15 @@ def replicas(**sync: Any) -> dict[str, Any]:
         ),
         (
             apart(sync={"content": "adapters", "dtype": "bfloat16"}, model={**SCRATCH, "lora": {"rank": 2}}),
-            r"sync\.dtype: bfloat16: adapters are proved",
+            r"sync\.dtype: bfloat16: adapters are sent unchanged",
         ),
         (
             replicas(dtype="bfloat16"),
-            r"sync\.dtype: bfloat16: machine\.exact=on wants rollouts of the very weights",
+            r"sync\.dtype: bfloat16: machine\.logprob_parity=on requires rollouts from exactly the trained weights",
         ),
         (
             {"mode": "both", "buffer": {}, "rollout": {}, "sync": {"driven_by": "explorer"}},
-            r"sync\.driven_by.*rollout\.schedule=deterministic: the step says",
+            r"sync\.driven_by.*rollout\.schedule=deterministic: the step determines",
         ),
     ],
 )

@@ -44,7 +44,7 @@ def test_an_end_token_beyond_the_vocabulary_is_refused() -> None:
     assert problems("rollout.sampling.stop_token_ids=[3, 99]") == []
     ((key, why),) = problems("rollout.sampling.stop_token_ids=[3, 100, 7000]")
     assert key == "rollout.sampling.stop_token_ids"
-    assert why.startswith("100, 7000 can never be sampled: the vocabulary has the tokens 0 to 99")
+    assert why.startswith("100, 7000 can never be sampled: the token ids of the vocabulary are 0 to 99")
 
 
 def test_an_end_token_beyond_the_vocabulary_of_a_folder_is_refused(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_an_end_token_beyond_the_vocabulary_of_a_folder_is_refused(tmp_path: Pat
     model = {"model": {"path": str(tmp_path / "m")}, "tokenizer": {}}
     assert problems("rollout.sampling.stop_token_ids=[60]", **model) == []
     ((key, why),) = problems("rollout.sampling.stop_token_ids=[61]", **model)
-    assert (key, "the tokens 0 to 60" in why) == ("rollout.sampling.stop_token_ids", True)
+    assert (key, "the token ids of the vocabulary are 0 to 60" in why) == ("rollout.sampling.stop_token_ids", True)
 
 
 def test_an_end_token_beyond_a_built_vocabulary_ends_the_run_before_it_trains(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_an_end_token_beyond_a_built_vocabulary_ends_the_run_before_it_trains(tm
     assert problems("rollout.sampling.stop_token_ids=[99]") == []
     small = BASE | {"rollout": {"group_size": 2, "sampling": {"max_tokens": 2, "stop_token_ids": [99]}}}
     with pytest.raises(
-        ConfigError, match=r"stop_token_ids: 99 can never be sampled: .* the tokens 0 to \d\d;"
+        ConfigError, match=r"stop_token_ids: 99 can never be sampled: .* are 0 to \d\d;"
     ):
         whet.train(**copy.deepcopy(small), run_dir=str(tmp_path / "run"))
     assert not (tmp_path / "run/metrics.jsonl").read_text()

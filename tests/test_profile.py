@@ -170,7 +170,7 @@ BASE = {**TINY, "rewards": {"r": {"function": "exact"}}}
     [
         (["profile={steps: [1], tools: []}"], "profile.tools: [] records nothing"),
         (["profile={steps: [1], tools: [nsys]}", "machine.device=cpu"], "profile.tools: nsys: only CUDA has"),
-        (["profile={steps: [1], tools: [torch, nsys]}"], "profile.tools: torch and nsys both read the GPU"),
+        (["profile={steps: [1], tools: [torch, nsys]}"], "profile.tools: torch and nsys both use CUPTI"),
         (["profile.record_shapes=true"], "profile.record_shapes: has no effect: profile.steps is empty"),
         (["profile={steps: [4]}"], "profile.steps[0]: has no effect: the stage has 3 steps, fewer than"),
         (["profile={steps: [2], tools: [memory], with_stack: true}"], "profile.with_stack: has no effect"),

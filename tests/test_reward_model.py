@@ -321,7 +321,7 @@ def config(tmp_path: Path, judge: Path, name: str = "run", **reward: object) -> 
     [
         ({"function": "exact"}, r"rewards\.rm: give either function or model\.path .*; both are given"),
         ({"model": None}, r"rewards\.rm: give either function or model\.path .*; neither is given"),
-        ({"arguments": {"a": 1}}, r"rewards\.rm\.arguments: only a function is called with them"),
+        ({"arguments": {"a": 1}}, r"rewards\.rm\.arguments: only a function has arguments"),
         (
             {"model": {"path": "p", "input": "tokens", "tokenizer": "t"}},
             r"rm\.model\.tokenizer: .*input=tokens",

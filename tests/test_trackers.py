@@ -374,7 +374,7 @@ def test_a_class_of_yours_is_a_tracker_by_its_name_alone(tmp_path: Path) -> None
 def test_what_is_no_tracker_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     assert "'consol' is not known; did you mean 'console'?" in refused("track.trackers=[consol]")
-    assert "track.arguments.wandv: no tracker of track.trackers" in refused(
+    assert "track.arguments.wandv: wandv is not in track.trackers" in refused(
         "track.arguments.wandv.mode=offline"
     )
     for name, arguments, said in (
