@@ -411,7 +411,7 @@ def test_stages_of_a_config_made_in_python():
     [
         (
             'train: {steps: "8"}',
-            'train.steps: got "8", expected a whole number >= 1 or null (training steps); this is '
+            'train.steps: got "8", expected a whole number >= 1 or null (training steps); the value is '
             "text: write 8 without quotes",
         ),
         (

@@ -516,9 +516,9 @@ def test_the_first_of_a_pipeline_keeps_as_many_micro_batches_as_there_are_ranks(
 def test_adapters_alone_have_gradients_to_cut():
     few = ["tokenizer.vocab_size=50", "train.parallel.dp_shard=2"]
     plain, lora = (rank_update(*few, *more)[1] for more in ((), ("model.lora.rank=2",)))
-    assert plain["gradients before they are cut"] == 4 * (2 * LAYER + 50 * 16 + 16)
+    assert plain["gradients before they are sharded"] == 4 * (2 * LAYER + 50 * 16 + 16)
     pairs = 2 * (4 * (16 + 16) + 3 * (16 + 48))  # q, k, v, o; gate, up, down
-    assert lora["gradients before they are cut"] == 4 * 2 * pairs
+    assert lora["gradients before they are sharded"] == 4 * 2 * pairs
     assert lora["gathered layers"] == plain["gathered layers"]
 
 

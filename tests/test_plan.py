@@ -304,7 +304,7 @@ def test_a_model_that_is_elsewhere_can_be_planned():
          "give critic.micro_batch_tokens or"),
         (["train.drop_last=true", "data.train=[{path: a}, {path: b}]"], "train.drop_last: 2 sources are mixed"),
         (["train.optimizer.schedule={type: linear, warmup_steps: 5, total_steps: 5}"], "5 steps of warm-up leave "
-         "nothing of total_steps=5"),
+         "no step of total_steps=5"),
         (["train.optimizer.schedule={type: wsd, warmup_steps: 2, decay_steps: 4, total_steps: 5}"], "4 steps of decay "
          "after 2 of warm-up are more than total_steps=5"),
         (["train.tasks_per_step=2", "train.minibatches=3"], "train.minibatches=2, or train.tasks_per_step=3"),
@@ -316,12 +316,12 @@ def test_a_model_that_is_elsewhere_can_be_planned():
          "function and rows; given: path, function"),
         (["data.train.0.path=null"], "given: none"),
         (["data.train.0.arguments={a: 1}"], "arguments are for function only"),
-        (["data.train.0.template=hello"], "has no {prompt} in it"),
+        (["data.train.0.template=hello"], "has no {prompt}, so every task"),
         (["model.scratch.num_key_value_heads=3"], "3 does not divide num_attention_heads=4; these do: 1, 2, 4"),
         (["model.scratch.num_attention_heads=5"], "num_attention_heads=5 does not divide hidden_size=32; give"),
         (["model.scratch.head_dim=7"], "7 is odd"),
         (["model.scratch.architecture=qwen3_moe", "model.scratch.num_experts_per_tok=9"], "9 is more than "
-         "experts=8"),
+         "num_experts=8"),
         (["model.scratch.max_position_embeddings=200"], "64 prompt tokens + 256 reply tokens "
          "(sampling.max_tokens) = 320, but model.scratch.max_position_embeddings is 200"),
         (["rollout.group_size=1"], "advantage=grpo compares the rollouts of a group"),

@@ -388,7 +388,7 @@ NAMED = {"path": "a", "name": "s", "rewards": ["acc"]}
             {},
             "rewards: 'ac' is not among rewards: acc, num, zero; did you mean 'acc'",
         ),
-        ({**NAMED, "rewards": []}, {}, "rewards: an empty list"),
+        ({**NAMED, "rewards": []}, {}, "rewards: is an empty list"),
         ({**NAMED, "name": None}, {}, "rewards: needs the name of the source"),
         ({**NAMED, "label": "x"}, {}, "rewards: cannot be combined with label=x"),
         ({**NAMED, "rewards": ["zero"]}, {}, "rewards: every weight of these rewards is 0"),

@@ -46,9 +46,9 @@ def _mix_problems(cfg: Config, experts: int) -> Iterator[Said]:
     if min(own, experts) < train.minibatches:
         yield (
             "algorithm.mix.demonstration_ratio",
-            f"train.tasks_per_step={train.tasks_per_step} has {experts} demonstrations and {own} own tasks, but each of "
-            f"train.minibatches={train.minibatches} needs at least one of both: raise tasks_per_step, or choose a ratio "
-            "closer to 0.5",
+            f"train.tasks_per_step={train.tasks_per_step} has {experts} demonstrations and {own} own tasks, but each "
+            f"of train.minibatches={train.minibatches} needs at least one of both: raise tasks_per_step, or choose a "
+            "ratio closer to 0.5",
         )
     if train.shuffle_minibatches and train.minibatches > 1:
         yield (
