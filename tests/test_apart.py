@@ -227,9 +227,15 @@ def replicas(**sync: Any) -> dict[str, Any]:
             {"mode": "train", "rollout": {}, "buffer": {"url": "files:///q", "replay": {"queue": True}}},
             r"buffer\.replay\.queue: with rollout\.schedule=deterministic a step waits for its own tasks",
         ),
-        ({"mode": "explore", "buffer": {"url": "files:///q", "explorer_name": "a/b"}}, "becomes a folder's name"),
+        (
+            {"mode": "explore", "buffer": {"url": "files:///q", "explorer_name": "a/b"}},
+            "becomes a folder's name",
+        ),
         ({"mode": "both"}, r"buffer\.url.* with mode=both one process explores and trains"),
-        ({"mode": "train", "buffer": {"url": "files:///q", "explorer_name": "x"}}, "mode=train is not an explorer"),
+        (
+            {"mode": "train", "buffer": {"url": "files:///q", "explorer_name": "x"}},
+            "mode=train is not an explorer",
+        ),
         ({"mode": "train", "buffer": {"url": "mysql://x"}}, "is not a store"),
         (
             {"mode": "both", "buffer": {}},

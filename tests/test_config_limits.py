@@ -45,7 +45,10 @@ TEXTS: dict[str, tuple[str | bytes, str]] = {
     "a large file": (b"#" * (5 * 2**20), r"c.yaml has more than 4 MiB"),
     "references to references": (CHAIN, r"c.yaml:1: run_dir: .*refers to nested references"),
     "relative references": (RELATIVE, r"c.yaml:2: rewards.k0: .*refers to nested references"),
-    "nested references": ("run_dir: " + "${oc.env:X," * 300 + "a" + "}" * 300, r"c.yaml:1: run_dir: .*nested too deeply"),
+    "nested references": (
+        "run_dir: " + "${oc.env:X," * 300 + "a" + "}" * 300,
+        r"c.yaml:1: run_dir: .*nested too deeply",
+    ),
     "many references": ("".join(f"k{n}: ${{seed}}\n" for n in range(3000)), "the first of 3001 references"),
 }  # fmt: skip
 

@@ -611,7 +611,10 @@ ADAPTER_ONLY = {"export_as": "adapter"}
         ({"model": {"lora": {"path": "nowhere"}}}, "has no adapter_model.safetensors"),
         ({"model": {"lora": {"pissa_iterations": 2}}}, "only init=pissa reads it"),
         ({"train": {"trainable": {"[": True}}}, r"train\.trainable: '\[' is not a regular expression"),
-        ({"train": {"optimizer": {"groups": {"*": {}}}}}, r"train\.optimizer\.param_groups: '\*' is not a regular"),
+        (
+            {"train": {"optimizer": {"groups": {"*": {}}}}},
+            r"train\.optimizer\.param_groups: '\*' is not a regular",
+        ),
         ({"train": {"optimizer": {"momentum": 0.9}}}, "momentum: has no effect: name=adamw does not read it"),
         (
             {"train": {"optimizer": {"name": "sgd", "eps": 1e-6}}},

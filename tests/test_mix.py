@@ -121,7 +121,10 @@ def test_epochs_count_the_tasks_that_are_asked() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("data.demonstrations=[]", "data.demonstrations: is empty, but algorithm.name=mix mixes demonstrations"),
+        (
+            "data.demonstrations=[]",
+            "data.demonstrations: is empty, but algorithm.name=mix mixes demonstrations",
+        ),
         ("algorithm.mix.demonstration_ratio=0.95", "needs at least one of both"),
         ("algorithm.mix.demonstration_ratio=1.0", "> 0 and < 1"),
         ("algorithm.mix.mu=0.0", "would count nothing"),
