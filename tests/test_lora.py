@@ -601,13 +601,16 @@ ADAPTER_ONLY = {"export_as": "adapter"}
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"model": {"lora": {"init": "pissa"}}, "checkpoint": ADAPTER_ONLY}, "export_as: adapter: after"),
+        (
+            {"model": {"lora": {"init": "pissa"}}, "checkpoint": ADAPTER_ONLY},
+            "export_as: adapter: model\.lora\.init=pissa changes",
+        ),
         (
             {"model": {"lora": None}, "checkpoint": ADAPTER_ONLY},
             "export_as: has no effect: model.lora is null",
         ),
         ({"model": {"lora": {"targets": "("}}}, r"model\.lora\.targets: '\(' is not a regular expression"),
-        ({"model": {"lora": {"targets": []}}}, r"model\.lora\.targets: names nothing"),
+        ({"model": {"lora": {"targets": []}}}, r"model\.lora\.targets: is empty"),
         ({"model": {"lora": {"path": "nowhere"}}}, "has no adapter_model.safetensors"),
         ({"model": {"lora": {"pissa_iterations": 2}}}, "only init=pissa reads it"),
         ({"train": {"trainable": {"[": True}}}, r"train\.trainable: '\[' is not a regular expression"),

@@ -320,7 +320,7 @@ def test_ranks_that_are_named_record_their_part(tmp_path: Path, monkeypatch: pyt
 
 def test_ranks_that_are_not_there_cannot_record() -> None:
     base = {**TINY, "rewards": {"r": {"function": "exact"}}}
-    with pytest.raises(ConfigError, match=r"profile\.ranks: 2 is none of the 2 ranks"):
+    with pytest.raises(ConfigError, match=r"profile\.ranks: 2 does not exist: a model has 2 ranks"):
         plans(load(None, ["train.parallel.dp_replicate=2", "profile.steps=[1]", "profile.ranks=[2]"], base))
     with pytest.raises(ConfigError, match="no ranks"):
         plans(load(None, ["profile.steps=[1]", "profile.ranks=[1]"], base))

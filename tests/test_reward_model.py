@@ -332,7 +332,7 @@ def config(tmp_path: Path, judge: Path, name: str = "run", **reward: object) -> 
         ),
         (
             {"model": {"path": "p", "chat_template": "gone.jinja"}},
-            r"rm\.model\.chat_template: 'gone.jinja' is no file",
+            r"rm\.model\.chat_template: 'gone.jinja' is neither a file",
         ),
     ],
 )

@@ -313,9 +313,9 @@ def test_a_missing_package_is_named_before_anything_runs(name: str, monkeypatch:
     [
         ("track.arguments.wandb.api_key=sk-123", "WANDB_API_KEY"),
         ("track.arguments.mlflow.password=x", "MLFLOW_TRACKING_PASSWORD"),
-        ("track.arguments.wandb.project=x", "is made of track.project"),
-        ("track.arguments.wandb.id=x", "is made of the run itself"),
-        ("track.arguments.mlflow.uri=http://x", "mlflow takes tracking_uri only"),
+        ("track.arguments.wandb.project=x", "is set from track.project"),
+        ("track.arguments.wandb.id=x", "is set from the run itself"),
+        ("track.arguments.mlflow.uri=http://x", "mlflow takes only tracking_uri"),
         ("track.arguments.wnadb.mode=offline", "did you mean 'wandb'"),
     ],
 )

@@ -207,7 +207,7 @@ def _dumps(cfg: Config) -> Iterator[tuple[str, str]]:
         for mark in marks:
             rest = rest.replace(mark, "")
         if "{" in rest or "}" in rest:
-            yield key, f"{text!r}: expected only {', '.join(marks)} in braces"
+            yield key, f"{text!r}: expected only {', '.join(marks)}, and no other braces"
         elif "{step}" not in text:
             yield (
                 key,
