@@ -603,7 +603,7 @@ ADAPTER_ONLY = {"export_as": "adapter"}
     [
         (
             {"model": {"lora": {"init": "pissa"}}, "checkpoint": ADAPTER_ONLY},
-            "export_as: adapter: model\.lora\.init=pissa changes",
+            r"export_as: adapter: model\.lora\.init=pissa changes",
         ),
         (
             {"model": {"lora": None}, "checkpoint": ADAPTER_ONLY},

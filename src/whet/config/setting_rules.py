@@ -111,7 +111,7 @@ SETTING_RULES: tuple[Rule, ...] = (
     _rule(
         ("reward_kl.target",),
         {"key": "algorithm.reward_kl.coef", "above": 0},
-        "algorithm.reward_kl.coef, the initial weight of the controller, is 0",
+        "algorithm.reward_kl.coef is 0, which is the initial weight of the controller",
     ),
     _rule(
         ("reward_kl.horizon",),
