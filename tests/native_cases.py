@@ -77,7 +77,7 @@ def optimizer(at: str, context: str) -> dict[str, Case]:
         f"{at}.name": (context, "sgd"),
         f"{at}.momentum": (f"{context}; {at}.name=sgd", 0.9),
         f"{at}.state_dtype": (context, "int8"),
-        f"{at}.implementation": (f"{context}; {SCHEDULE}", "loop"),
+        f"{at}.implementation": (f"{context}; {SCHEDULE}", "for-loop"),
         f"{at}.param_groups.*.lr_factor": (f"{context}; {at}.param_groups={{norm: {{lr_factor: 0.5}}}}", 0.1),
         f"{at}.param_groups.*.weight_decay": (
             f"{context}; {at}.param_groups={{norm: {{lr_factor: 0.5}}}}",
@@ -535,7 +535,7 @@ CASES: dict[str, Case] = {
 
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "model.trust_remote_code": ("", True, "expected false"),
-    "data.eval.*.weight": (EVAL, 2.0, "evaluation takes every row once"),
+    "data.eval.*.weight": (EVAL, 2.0, "evaluation uses every row once"),
     "data.eval.*.difficulty": (EVAL, "hard", "in the order of the file"),
     **{
         f"data.demonstrations.*.{key}": (MIX, value, said)
@@ -544,7 +544,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
             ("rejected", "rejected2", "only prompt and response are read"),
             ("desirable", "desirable2", "only prompt and response are read"),
             ("label", "kind", "only prompt and response are read"),
-            ("rewards", ["r"], "not judged"),
+            ("rewards", ["r"], "not scored"),
         )
     },
     "machine.device": ("", "cuda", "torch finds no CUDA device"),

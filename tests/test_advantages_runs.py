@@ -197,9 +197,9 @@ BASE: dict[str, Any] = {
     ("overrides", "why"),
     [
         (["advantage_low=1.0", "advantage_high=0.5"], "1.0 is above advantage_high=0.5"),
-        (["name=distill"], "learns from a teacher"),
-        (["groups.keep_best=8"], "are all of them"),
-        (["groups.keep_best=5", "groups.keep_worst=3"], "are all of them"),
+        (["name=distill"], "distill needs a teacher"),
+        (["groups.keep_best=8"], "keeps all"),
+        (["groups.keep_best=5", "groups.keep_worst=3"], "keeps all"),
         (["groups.keep_worst=1"], "compares several"),
         (["groups.uniform_by=[fmt]", "dynamic_sampling=true"], "'fmt' is not among rewards: acc"),
         (["groups.uniform_by=[acc]"], "has no effect: algorithm.dynamic_sampling is false"),
@@ -214,7 +214,7 @@ BASE: dict[str, Any] = {
         (["baseline_shift=-0.2"], "baseline_shift"),
         (["name=sft", "resample=pow"], "resample"),
         (["name=sft", "groups.keep_best=1"], "the replies are in the data"),
-        (["name=mix", "resample=pow"], "would draw demonstrations too"),
+        (["name=mix", "resample=pow"], "would also draw the demonstrations"),
         (["name=grpo", "groups.unfinished=sometimes"], "unfinished"),
     ],
 )
@@ -243,7 +243,7 @@ def test_accepted(overrides: list[str]) -> None:
 
 def test_a_greedy_policy_has_nothing_to_compare_with_its_greedy_reply() -> None:
     overrides = ["algorithm.name=remax", "rollout.sampling.temperature=0.0", "rollout.group_size=1"]
-    with pytest.raises(ConfigError, match="so is the reply that advantage=remax compares with"):
+    with pytest.raises(ConfigError, match="as is the baseline reply of advantage=remax"):
         plans(load(None, overrides, BASE))
 
 

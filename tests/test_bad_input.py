@@ -302,7 +302,7 @@ def test_a_state_of_anything_is_one_clear_error(
     code, out = train(stopped, f"checkpoint.resume={path}")
     assert code == 1
     assert "Traceback" not in out
-    assert "state.json" in out or "another config" in out
+    assert "state.json" in out or "a different config" in out
 
 
 # ---------------------------------------------------------------- gradients

@@ -260,13 +260,13 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(train: Train, tmp_path:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["run_dir=a/b", "checkpoint.dir=a"], "holds run_dir"),
-        (["run_dir=a/b", "checkpoint.dir=a/b"], "holds run_dir"),
+        (["run_dir=a/b", "checkpoint.dir=a"], "contains run_dir"),
+        (["run_dir=a/b", "checkpoint.dir=a/b"], "contains run_dir"),
         (
             ["track.rollouts_dir=x", "track.eval_dir=x", "data.eval=[{path: tests/data/held_out.jsonl}]"],
-            "part them",
+            "give two different folders",
         ),
-        (["run_dir=a", "checkpoint.dir=b/{time}"], "only where run_dir has it"),
+        (["run_dir=a", "checkpoint.dir=b/{time}"], "only if run_dir contains it"),
         (["run_dir=a-{time}-{time}"], "once"),
         (["run_dir=a-{seed}"], "no other braces"),
         (["track.eval_dir=x"], "nothing to evaluate"),
@@ -486,7 +486,7 @@ def test_a_secret_in_a_log_line_is_struck_out(tmp_path: Path) -> None:
     ("env", "said"),
     [
         ({"JUDGE_KEY": "***"}, r"reward_workers.env.JUDGE_KEY='${oc.env:JUDGE_KEY}'"),
-        ({"A=B": "x"}, "cannot name an environment variable"),
+        ({"A=B": "x"}, "cannot be an environment variable"),
         ({"A": 8000}, "reward_workers.env"),
     ],
 )

@@ -459,12 +459,12 @@ def test_a_cluster_that_cannot_be_reached(given: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
-        ({**BASE, "cluster": {"cpus": 2}}, "rollout.replicas is 0, and neither ranks"),
+        ({**BASE, "cluster": {"cpus": 2}}, "rollout.replicas is 0, and the cluster has neither ranks"),
         (
             with_replicas(1, health_timeout_s=700.0),
             r"cluster.health_timeout_s.*700 is not below rollout.timeout_s \(600\)",
         ),
-        ({**BASE, "rollout": {"replicas": 1, "engine": "hf"}}, "runs in the trainer's process only"),
+        ({**BASE, "rollout": {"replicas": 1, "engine": "hf"}}, "runs only in the process of the trainer"),
     ],
 )
 def test_settings_that_cannot_be(tree: dict[str, Any], said: str) -> None:

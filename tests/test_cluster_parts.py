@@ -134,10 +134,10 @@ def test_a_cluster_started_here_has_the_gpus_that_are_left(
     ("override", "given", "said"),
     [
         ("cluster.ranks=true", {}, "train.parallel has no ranks"),
-        ("cluster.explorers=1", {}, "only a trainer by itself .mode=train. has explorers"),
+        ("cluster.explorers=1", {}, "only a separate trainer .mode=train. starts explorers"),
         ("cluster.health_timeout_s=2", {"cluster": {"reward_hosts": 1}}, "rollout.replicas is 0"),
         ("cluster.cpus=2", {"cluster": {"reward_hosts": 1}}, "reward_workers.count"),
-        ("cluster.restarts=2", {**RANKED, "cluster": {"ranks": True}}, "a rank that has died ends the run"),
+        ("cluster.restarts=2", {**RANKED, "cluster": {"ranks": True}}, "a rank that died ends the run"),
     ],
 )
 def test_a_key_that_nothing_reads_is_refused(override: str, given: dict[str, Any], said: str) -> None:

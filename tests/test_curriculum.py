@@ -164,15 +164,15 @@ BASE = {
         ),
         (
             {"train": [{"path": "a.jsonl", "difficulty": "x"}]},
-            "data.train[0].difficulty: has no effect: data.order=shuffle does not go by it",
+            "data.train[0].difficulty: has no effect: data.order=shuffle does not read it",
         ),
         (
             {"train": [{"path": "a.jsonl"}], "order": "sequential", "seed": 3},
-            "data.seed: has no effect: data.order=sequential draws nothing by chance",
+            "data.seed: has no effect: data.order=sequential uses no random numbers",
         ),
         (
             {"train": [{"path": "a.jsonl"}], "eval": [{"path": "b.jsonl", "difficulty": "x"}]},
-            "difficulty: has no effect: held-out rows come in the order of the file",
+            "difficulty: has no effect: evaluation reads held-out rows in the order of the file",
         ),
     ],
 )

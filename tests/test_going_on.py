@@ -252,7 +252,7 @@ def test_more_steps_go_on_with_a_finished_run(finished: Path, tmp_path: Path) ->
     assert metrics(run_dir) == metrics(tmp_path / "whole")
     assert {p.name for p in (run_dir / "export").iterdir()} == {"main", "main-step-000003"}
     with pytest.raises(
-        CheckpointError, match=r"stands at step 5 of stage 'main', and train\.steps=4 ends before"
+        CheckpointError, match=r"is at step 5 of stage 'main', and train\.steps=4 ends before"
     ):
         train(run_dir, "train.steps=4")
 
@@ -318,7 +318,7 @@ def test_the_memory_plan_advises_a_run_that_goes_on_only_what_it_may_do() -> Non
         check_memory(planned)
     with pytest.raises(ConfigError) as caught:
         check_memory(planned, going_on=True)
-    advice = str(caught.value).partition("Smaller: ")[2]
+    advice = str(caught.value).partition("To reduce it: ")[2]
     named = [
         path
         for path in keys()

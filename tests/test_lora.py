@@ -567,7 +567,7 @@ def test_the_plan_counts_what_the_model_has() -> None:
     assert p.memory["policy with gradients and Adam"] == (base + adapted) * 4 + adapters * (4 + 4 + 8)
     assert p.memory["reference"] == adapters * 4
     assert p.checkpoint_bytes == adapters * (4 + 8) + adapters * 4
-    assert "learn" in facts(p)["parameters"]
+    assert "trained" in facts(p)["parameters"]
     [p] = planned(model={"lora": {"init": "pissa"}}, tokenizer={"vocab_size": 50})
     assert p.memory["reference"] == (adapters + adapted) * 4
     [p] = planned(model={"lora": None}, train={"optimizer": {"name": "muon"}}, tokenizer={"vocab_size": 50})
@@ -604,17 +604,23 @@ ADAPTER_ONLY = {"export_as": "adapter"}
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"model": {"lora": {"init": "pissa"}}, "checkpoint": ADAPTER_ONLY}, "export_as: adapter: after"),
+        (
+            {"model": {"lora": {"init": "pissa"}}, "checkpoint": ADAPTER_ONLY},
+            r"export_as: adapter: model\.lora\.init=pissa changes",
+        ),
         (
             {"model": {"lora": None}, "checkpoint": ADAPTER_ONLY},
             "export_as: has no effect: model.lora is null",
         ),
-        ({"model": {"lora": {"targets": "("}}}, r"model\.lora\.targets: '\(' is no regular expression"),
-        ({"model": {"lora": {"targets": []}}}, r"model\.lora\.targets: names nothing"),
-        ({"model": {"lora": {"path": "nowhere"}}}, "holds no adapter_model.safetensors"),
+        ({"model": {"lora": {"targets": "("}}}, r"model\.lora\.targets: '\(' is not a regular expression"),
+        ({"model": {"lora": {"targets": []}}}, r"model\.lora\.targets: is empty"),
+        ({"model": {"lora": {"path": "nowhere"}}}, "has no adapter_model.safetensors"),
         ({"model": {"lora": {"pissa_iterations": 2}}}, "only init=pissa reads it"),
-        ({"train": {"trainable": {"[": True}}}, r"train\.trainable: '\[' is no regular expression"),
-        ({"train": {"optimizer": {"groups": {"*": {}}}}}, r"train\.optimizer\.groups: '\*' is no regular"),
+        ({"train": {"trainable": {"[": True}}}, r"train\.trainable: '\[' is not a regular expression"),
+        (
+            {"train": {"optimizer": {"groups": {"*": {}}}}},
+            r"train\.optimizer\.param_groups: '\*' is not a regular",
+        ),
         ({"train": {"optimizer": {"momentum": 0.9}}}, "momentum: has no effect: name=adamw does not read it"),
         (
             {"train": {"optimizer": {"name": "sgd", "eps": 1e-6}}},

@@ -181,15 +181,27 @@ KL_FULL = ["algorithm.kl.estimator=full"]
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["algorithm.name=grpo", "critic={}", "train.parallel.separate_ranks=[critic]"], "name=grpo has none"),
-        (["algorithm.kl.coef=0", "train.parallel.separate_ranks=[reference]"], "names the reference"),
-        ([*KL_FULL, "train.parallel.separate_ranks=[reference]"], "reads it in every micro-batch of the policy"),
-        (["train.parallel.separate_ranks=[critic,critic]"], "names critic twice"),
+        (
+            ["algorithm.name=grpo", "critic={}", "train.parallel.separate_ranks=[critic]"],
+            "critic: this stage has no critic",
+        ),
+        (
+            ["algorithm.kl.coef=0", "train.parallel.separate_ranks=[reference]"],
+            "reference: this stage has no reference",
+        ),
+        (
+            [*KL_FULL, "train.parallel.separate_ranks=[reference]"],
+            "reads the reference in every micro-batch of the policy",
+        ),
+        (["train.parallel.separate_ranks=[critic,critic]"], "critic is listed twice"),
         (["train.parallel.separate_ranks=[policy]"], "critic"),
         (["train.parallel.separate_ranks=[critic]", "train.parallel.dp_shard=-1"], "dp_shard=-1"),
-        (["train.parallel.separate_ranks=[critic]", "profile.steps=[1]", "profile.ranks=[1]"], "1 is none of the 1"),
+        (
+            ["train.parallel.separate_ranks=[critic]", "profile.steps=[1]", "profile.ranks=[1]"],
+            "1 does not exist: a model has 1 ranks",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_apart_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         plans(given(*overrides))

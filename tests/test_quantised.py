@@ -304,11 +304,11 @@ def test_matrices_that_do_not_fit_are_told(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("machine.logprob_parity=on", "machine.logprob_parity=on asks for equal ones"),
-        ("rollout.engine=hf", "rollout.engine=hf samples with the weights as they are"),
+        ("machine.logprob_parity=on", "machine.logprob_parity=on requires equal ones"),
+        ("rollout.engine=hf", "rollout.engine=hf samples with the original weights"),
         (
             "rollout.replicas=1; model.lora={rank: 2}; sync.content=adapters",
-            "engines keep no weights under them",
+            "engines keep no original weights",
         ),
         ("stages=[{name: a, rollout: {quantization: int8}}]", "one engine serves the whole run"),
     ],

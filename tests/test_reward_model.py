@@ -321,7 +321,7 @@ def config(tmp_path: Path, judge: Path, name: str = "run", **reward: object) -> 
     [
         ({"function": "exact"}, r"rewards\.rm: give either function or model\.path .*; both are given"),
         ({"model": None}, r"rewards\.rm: give either function or model\.path .*; neither is given"),
-        ({"arguments": {"a": 1}}, r"rewards\.rm\.arguments: only a function is called with them"),
+        ({"arguments": {"a": 1}}, r"rewards\.rm\.arguments: only a function has arguments"),
         (
             {"model": {"path": "p", "input": "tokens", "tokenizer": "t"}},
             r"rm\.model\.tokenizer: .*input=tokens",
@@ -332,7 +332,7 @@ def config(tmp_path: Path, judge: Path, name: str = "run", **reward: object) -> 
         ),
         (
             {"model": {"path": "p", "chat_template": "gone.jinja"}},
-            r"rm\.model\.chat_template: 'gone.jinja' is no file",
+            r"rm\.model\.chat_template: 'gone.jinja' is neither a file",
         ),
     ],
 )

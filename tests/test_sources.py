@@ -388,14 +388,14 @@ NAMED = {"path": "a", "name": "s", "rewards": ["acc"]}
             {},
             "rewards: 'ac' is not among rewards: acc, num, zero; did you mean 'acc'",
         ),
-        ({**NAMED, "rewards": []}, {}, "rewards: an empty list"),
-        ({**NAMED, "name": None}, {}, "rewards: needs the source's name"),
-        ({**NAMED, "label": "x"}, {}, "rewards: cannot stand beside label=x"),
-        ({**NAMED, "rewards": ["zero"]}, {}, "rewards: every weight of these is 0"),
+        ({**NAMED, "rewards": []}, {}, "rewards: is an empty list"),
+        ({**NAMED, "name": None}, {}, "rewards: needs the name of the source"),
+        ({**NAMED, "label": "x"}, {}, "rewards: cannot be combined with label=x"),
+        ({**NAMED, "rewards": ["zero"]}, {}, "rewards: every weight of these rewards is 0"),
         (
             NAMED,
             {"data.eval": [{"path": "b", "name": "s"}]},
-            "rewards: another source called 's' has other rewards",
+            "rewards: another source named 's' has different rewards",
         ),
         (
             NAMED,
@@ -408,7 +408,7 @@ NAMED = {"path": "a", "name": "s", "rewards": ["acc"]}
         (
             {"path": "a", "messages": "m", "prompt": "p"},
             {},
-            ": messages holds whole conversations, prompt and ",
+            ": messages holds whole conversations with prompt and ",
         ),
         ({"path": "a", "messages": "m", "template": "{prompt}"}, {}, "leave template out"),
     ],
@@ -425,12 +425,12 @@ def test_sources_that_cannot_work(source, more, says):
         ({"data.learn_turns": "all"}, "data.learn_turns: has no effect: only demonstrations (sft)"),
         (
             {"data.max_total_tokens": 9},
-            "data.max_total_tokens: 9 leaves a prompt of max_prompt_tokens=1024 no token",
+            "data.max_total_tokens: 9 leaves no token for a reply after a prompt of max_prompt_tokens=1024",
         ),
         ({"data.max_total_tokens": 1}, "data.max_total_tokens"),
         (
             {"data.eval": [{"path": "b", "name": "e", "rewards": ["num"]}], "eval": {"reward": "acc"}},
-            "data.eval[0].rewards: none of them is in eval.reward, by which replies are judged: acc",
+            "data.eval[0].rewards: none of these rewards is in eval.reward, which scores the replies: acc",
         ),
     ],
 )

@@ -1,6 +1,6 @@
-"""When each part of an algorithm is read: from the tables of its functions, beside what one setting says of another.
+"""Conditions under which each part of an algorithm is read: from the tables of its functions, and between settings.
 
-A default that is written out passes: a stage may reset what the base config says, and a file may name all settings.
+A default that is written out passes: a stage may reset a value of the base config, and a file may list all settings.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ OF_ROLLOUTS = (
     *("advantage_low", "advantage_high", "resample", "resample_power", "refill", "old_logprobs"),
     *("dynamic_sampling", "max_refills"),
 )
-"""Parts of `algorithm` that only mean something where the policy samples."""
+"""Parts of `algorithm` that have a meaning only where the policy samples."""
 
 WHOLE = tuple(name for name, row in LOSSES.items() if row.pairs or row.whole_replies)
-"""Losses that are one number a pair or a reply."""
+"""Losses with one number per pair or per reply."""
 
 BY_TOKEN: Condition = {"not": {"condition": "loss", "in": list(WHOLE)}}
 WEIGHTED: Condition = {"key": "algorithm.correction.weight", "given": True}
@@ -31,7 +31,7 @@ BOUNDED: Condition = {
 
 
 def _readers(setting: str) -> Condition:
-    """That advantage or loss reads a setting."""
+    """The condition that the advantage or loss reads a setting."""
     losses = _who(LOSSES, setting)
     named = {"advantage": _who(ADVANTAGES, setting), "loss": losses, "expert_loss": losses}
     of_table = [{"condition": name, "in": who} for name, who in named.items() if who]
@@ -43,7 +43,7 @@ def _who(table: Mapping[str, Advantage] | Mapping[str, Loss], setting: str) -> l
 
 
 def _of_loss(loss: str, condition: Condition) -> Condition:
-    """A condition that matters with one loss only."""
+    """A condition that applies to one loss only."""
     return {"any": [{"not": {"condition": "loss", "is": loss}}, condition]}
 
 
@@ -70,13 +70,13 @@ SETTING_RULES: tuple[Rule, ...] = (
     _rule(
         ("loss_agg_mode", "entropy_coef"),
         BY_TOKEN,
-        "the loss {loss} is one number a pair or a reply, and their mean is taken",
+        "loss={loss} is one number per pair or per reply, and the mean of these is taken",
     ),
     _rule(
         ("kl", "reward_kl"),
         BY_TOKEN,
-        "the loss {loss} is about whole replies and has no place for a KL at every token (how far dpo and kto may go "
-        "from the reference is algorithm.beta)",
+        "loss={loss} is defined on whole replies and has no KL per token (dpo and kto bound the distance to the "
+        "reference by algorithm.beta)",
     ),
     _rule(
         ("entropy_agg_mode",),
@@ -111,12 +111,12 @@ SETTING_RULES: tuple[Rule, ...] = (
     _rule(
         ("label_smoothing",),
         _of_loss("dpo", {"key": "algorithm.pair_loss", "in": ["sigmoid", "robust"]}),
-        "algorithm.pair_loss={cfg.algorithm.pair_loss} has none: set it to sigmoid or robust",
+        "algorithm.pair_loss={cfg.algorithm.pair_loss} has no label smoothing: set it to sigmoid or robust",
     ),
     _rule(
         ("reward_kl.target",),
         {"key": "algorithm.reward_kl.coef", "above": 0},
-        "it steers the weight from where it starts, and algorithm.reward_kl.coef is 0",
+        "algorithm.reward_kl.coef is 0, which is the initial weight of the controller",
     ),
     _rule(
         ("reward_kl.horizon",),
@@ -126,7 +126,7 @@ SETTING_RULES: tuple[Rule, ...] = (
     _rule(
         ("mix.mu_decay_steps",),
         {"key": "algorithm.mix.mu_valley", "given": True},
-        "mix.mu_valley, where mu falls to, is not given",
+        "mix.mu_valley, the final value of mu, is not given",
     ),
     _rule(
         tuple(f"correction.{key}" for key in ("low", "high", "normalize", "outside")),
@@ -136,7 +136,7 @@ SETTING_RULES: tuple[Rule, ...] = (
     _rule(
         ("correction.outside",),
         BOUNDED,
-        "neither algorithm.correction.low nor high is given, so nothing is outside",
+        "neither algorithm.correction.low nor high is given, so no weight is outside the bounds",
     ),
     _rule(
         ("correction.denominator",),
