@@ -103,7 +103,7 @@ def test_a_greedy_reply_that_fails_takes_its_group_along(tmp_path: Path) -> None
         rewards=only_variety,
         run_dir=str(tmp_path / "run"),
         **{**SETUP, "algorithm": {"name": "remax"}, "train": {**SETUP["train"], "steps": 2}},
-        guard={"max_failure_rate": 1.0},
+        reward_workers={"max_failure_rate": 1.0},
     )
     for m in result.metrics:
         failed = {k: v for k, v in m.items() if k.startswith("ledger/failed/")}

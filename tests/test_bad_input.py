@@ -38,7 +38,7 @@ rollout: {group_size: 2, sampling: {max_tokens: 4}}
 train: {steps: 3, tasks_per_step: 4, optimizer: {lr: 1e-2}}
 checkpoint: {interval: 1}
 machine: {threads: 1}
-guard: {workers: 1}
+reward_workers: {count: 1}
 """
 
 Run = Callable[..., tuple[int, str]]
@@ -535,7 +535,7 @@ SECTIONS: dict[str, Any] = {
     "train": {"steps": 2, "tasks_per_step": 4},
     "checkpoint": {"interval": 0, "export": False},
     "machine": {"threads": 1},
-    "guard": {"workers": 1},
+    "reward_workers": {"count": 1},
     "track": {"trackers": ["jsonl"]},
 }
 

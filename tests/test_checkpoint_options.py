@@ -31,7 +31,7 @@ from whet.track import places
 from whet.types import CheckpointError, ConfigError, Task, WhetError
 
 ROOT = Path(__file__).parents[1]
-CONFIG = RUN | {"checkpoint": {"interval": 1, "export": False}, "guard": {"workers": 1}}
+CONFIG = RUN | {"checkpoint": {"interval": 1, "export": False}, "reward_workers": {"count": 1}}
 
 Train = Callable[..., whet.Result]
 
@@ -449,12 +449,17 @@ ENV = {"JUDGE_KEY": "sk-veryverysecret", "PLACE": "here"}
 
 def test_rewards_get_their_variables_and_no_secret_is_written(train: Train, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    train(run_dir, rewards=telling, guard={"env": ENV}, track={"trackers": ["jsonl"], "log_level": "debug"})
+    train(
+        run_dir,
+        rewards=telling,
+        reward_workers={"env": ENV},
+        track={"trackers": ["jsonl"], "log_level": "debug"},
+    )
     assert "JUDGE_KEY" not in os.environ
     assert all(line["reward/mean"] == 1.0 for line in whet.Result(run_dir, True).metrics)
     for path in run_dir.rglob("*"):
         assert not path.is_file() or b"veryverysecret" not in path.read_bytes(), path
-    assert yaml.safe_load((run_dir / "config.yaml").read_text())["guard"]["env"] == {
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["reward_workers"]["env"] == {
         "JUDGE_KEY": "***",
         "PLACE": "here",
     }
@@ -462,20 +467,20 @@ def test_rewards_get_their_variables_and_no_secret_is_written(train: Train, tmp_
 
 def test_another_secret_is_no_change_and_another_variable_is_one() -> None:
     def config(**env: str) -> Any:
-        return load(None, (), {**CONFIG, "guard": {"env": env}}).config
+        return load(None, (), {**CONFIG, "reward_workers": {"env": env}}).config
 
     before = dump(config(JUDGE_KEY="a", PLACE="b"))
     assert free_changes(before, dump(config(JUDGE_KEY="c", PLACE="b"))) == []
     assert [c.key for c in free_changes(before, dump(config(JUDGE_KEY="a", PLACE="c")))] == [
         "reward_workers.env"
     ]
-    assert before["guard"]["env"] == {"JUDGE_KEY": "***", "PLACE": "b"}
+    assert before["reward_workers"]["env"] == {"JUDGE_KEY": "***", "PLACE": "b"}
 
 
 def test_a_secret_in_a_log_line_is_struck_out(tmp_path: Path) -> None:
     from whet.track.log import close_logging, setup_logging
 
-    learn({"guard": {"env": ENV}})
+    learn({"reward_workers": {"env": ENV}})
     setup_logging(tmp_path, level="info")
     logging.getLogger("whet.test").info("the judge said: bad key sk-veryverysecret")
     close_logging()
@@ -491,7 +496,7 @@ def test_a_secret_in_a_log_line_is_struck_out(tmp_path: Path) -> None:
     ],
 )
 def test_variables_that_cannot_be(env: dict[str, Any], said: str) -> None:
-    assert said in refused(guard={"env": env})
+    assert said in refused(reward_workers={"env": env})
 
 
 @pytest.mark.parametrize("name", ["API_KEY", "hf_token", "DB_PASSWORD", "CLIENT_SECRET", "AUTHORIZATION"])
@@ -544,7 +549,7 @@ def test_an_import_that_fails_is_named_with_its_line(
         "rewards": {},
         "algorithm": {"name": "sft"},
         "rollout": {"sampling": {"max_tokens": 8}},
-        "guard": {},
+        "reward_workers": {},
     }  # fmt: skip
     with pytest.raises(ConfigError, match=rf"imports: .*mine\.py'.*{said}"):
         train(tmp_path / "run", f"imports=[{tmp_path / 'mine.py'}]", **sft)

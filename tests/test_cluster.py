@@ -62,7 +62,7 @@ BASE: dict[str, Any] = {
     "tokenizer": {"build": "chars"},
     "data": {"max_prompt_tokens": 16, "train": [{"path": str(Path("tests/data/words.jsonl").absolute())}]},
     "rewards": {"letters": {"function": "held.py:letters"}},
-    "guard": {"timeout_s": 300},
+    "reward_workers": {"timeout_s": 300},
     "rollout": {"group_size": 4, "sampling": {"max_tokens": 24}},
     "train": {"steps": 12, "tasks_per_step": 8, "optimizer": {"lr": 1e-2}},
     "checkpoint": {"interval": 2},

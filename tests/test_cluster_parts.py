@@ -73,7 +73,7 @@ RANKED = {"train": {"tasks_per_step": 4, "parallel": {"dp_replicate": 2, "tp": 2
     ("key", "value", "given", "wanted"),
     [
         ("cluster.ranks", "true", RANKED, ({"CPU": 1.0, "GPU": 1.0}, 4)),
-        ("cluster.reward_hosts", "3", {"guard": {"workers": 2}}, ({"CPU": 2.0}, 3)),
+        ("cluster.reward_hosts", "3", {"reward_workers": {"count": 2}}, ({"CPU": 2.0}, 3)),
         ("cluster.explorers", "2", APART, ({"CPU": 1.0, "GPU": 1.0}, 2)),
     ],
 )

@@ -162,7 +162,7 @@ def test_keys_of_another_version_are_no_change() -> None:
     it remembers free keys, too."""
     old = fingerprint(config())
     del old["train"]["temperature"], old["reference"], old["data"]["train"][0]["weight"]
-    old |= {"abandoned": {"key": 3}, "guard": {"timeout_s": 4.0}}
+    old |= {"abandoned": {"key": 3}, "reward_workers": {"timeout_s": 4.0}}
     old["train"]["abandoned"], old["train"]["micro_batch_tokens"] = True, 7
     assert resuming.taken(Path("c"), old, config(), at=("main", 1), change=False) == []
     with pytest.raises(CheckpointError, match=r"train\.temperature: null -> 0\.5"):

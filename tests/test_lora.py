@@ -397,8 +397,8 @@ SETUP: dict[str, Any] = {
     "model": {
         "scratch": {
             "hidden_size": 32,
-            "layers": 1,
-            "heads": 2,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
             "intermediate_size": 64,
             "max_position_embeddings": 64,
             "initializer_range": 0.2,

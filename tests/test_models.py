@@ -94,7 +94,7 @@ def test_scratch_sizes_are_those_asked_for() -> None:
     }
     model = scratch(
         architecture="qwen3",
-        layers=2,
+        num_hidden_layers=2,
         rope_theta=500.0,
         initializer_range=0.3,
         max_position_embeddings=99,
@@ -114,7 +114,7 @@ def test_scratch_sizes_are_those_asked_for() -> None:
 
 
 def test_defaults_of_unset_sizes() -> None:
-    layer = scratch(heads=4).model.layers[0]
+    layer = scratch(num_attention_heads=4).model.layers[0]
     assert layer.self_attn.k_proj.weight.shape == (32, 32)
     assert layer.mlp.up_proj.weight.shape == (96, 32)
 
@@ -158,7 +158,7 @@ def test_bfloat16_keeps_rotary_frequencies_in_float32() -> None:
     ("values", "words"),
     [
         (
-            {"heads": 4, "num_key_value_heads": 3},
+            {"num_attention_heads": 4, "num_key_value_heads": 3},
             "num_key_value_heads .3. must divide num_attention_heads .4.",
         ),
         ({"hidden_size": 30, "num_attention_heads": 4}, "give head_dim"),

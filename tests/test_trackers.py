@@ -170,7 +170,7 @@ def test_wandb_is_told_what_the_run_is_and_every_number(wandb: SimpleNamespace, 
     tracker.show("main", 4, ROWS)  # type: ignore[attr-defined]
     tracker.close()
     (given,) = wandb.inits
-    assert given["config"]["guard"]["env"] == {"JUDGE_KEY": "***", "PLACE": "here"}
+    assert given["config"]["reward_workers"]["env"] == {"JUDGE_KEY": "***", "PLACE": "here"}
     assert given["config"]["track"]["project"] == "reading"
     del given["config"]
     identity = given.pop("id")
@@ -222,7 +222,7 @@ def test_swanlab_is_told_what_the_run_is_and_every_number(swanlab: SimpleNamespa
     tracker.show("main", 4, ROWS)  # type: ignore[attr-defined]
     tracker.close()
     (given,) = swanlab.inits
-    assert given.pop("config")["guard"]["env"]["JUDGE_KEY"] == "***"
+    assert given.pop("config")["reward_workers"]["env"]["JUDGE_KEY"] == "***"
     assert len(given.pop("id")) == 21
     assert given == {
         "project": "reading", "experiment_name": "letters", "group": "g", "tags": ["a", "b"],

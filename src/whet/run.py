@@ -444,9 +444,8 @@ class Run:
         if (decay := self.cfg.critic.normalize_decay) is not None and batch.return_N is not None:
             out |= {"critic/scale_mean": self.value_scale.mean, "critic/scale_std": self.value_scale.std}
             self.value_scale = self.value_scale.seen(batch.return_N, batch.mask_N, decay=decay)
-        self.trained = (
-            to_table(batch, groups) if self._due(self.cfg.track.batches_interval, after=1) else None
-        )
+        due = self._due(self.cfg.track.batches_interval, after=1)
+        self.trained = to_table(batch, groups) if due else None
         if self.meter is not None:
             self.flops = self.meter.flops(batch, policy_learns=self.step >= self.plan.critic_warmup_steps)
         if self.algorithm.mu is not None:
