@@ -107,7 +107,7 @@ def assert_same_run(a: Path, b: Path) -> None:
         (f"path: {BROKEN}/cut.jsno", "No such data file: tests/broken/cut.jsno; did you mean 'cut.json' or"),
         (f"path: {BROKEN}/cut.jsonl", "cut.jsonl, line 2: not JSON: Expecting ',' delimiter at column 33"),
         (f"path: {BROKEN}/cut.json", "cut.json: not JSON: Expecting value at column 36"),
-        (f"path: {BROKEN}/cells.csv", "cells.csv, line 3: not as many cells as the 2 columns"),
+        (f"path: {BROKEN}/cells.csv", "cells.csv, line 3: the number of cells differs from the 2 columns"),
         (f"path: {BROKEN}/cut.parquet", "cut.parquet: not a readable parquet file"),
         (f"path: {BROKEN}/empty.jsonl", "'empty' is empty: no rows in tests/broken/empty.jsonl"),
         (f"path: {BROKEN}/texts.json", "texts.json, row 1: a row must be an object with named columns"),
@@ -153,7 +153,7 @@ def test_a_model_folder_without_its_tokenizer(finished: Path, train: Run, tmp_pa
     shutil.copytree(finished / "export" / "main", model)
     for file in model.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ConfigError, match=r"holds no tokenizer \(tokenizer.json\)"):
+    with pytest.raises(ConfigError, match=r"has no tokenizer \(tokenizer.json\)"):
         whet.data.tokenizer.load_tokenizer(whet.config.schema.Tokenizer(), model_path=str(model))
 
 
@@ -446,12 +446,12 @@ def test_other_data_is_refused(stopped: Path, config: Path, train: Run, tmp_path
         shutil.rmtree(tmp_path / "run" / late)
     data.write_text("\n".join(lines[1:]))
     code, out = train(tmp_path / "run", source)
-    assert (code, "'words' is not what it was when the run was saved" in out) == (1, True)
+    assert (code, "'words' has changed since the run was saved" in out) == (1, True)
 
 
 def test_an_old_run_may_not_be_written_over(finished: Path, train: Run) -> None:
     code, out = train(finished, "checkpoint.resume=never")
-    assert (code, "holds a run already and checkpoint.resume=never" in out) == (1, True)
+    assert (code, "already holds a run and checkpoint.resume=never" in out) == (1, True)
 
 
 # ---------------------------------------------------------------- the disk
@@ -548,7 +548,7 @@ SECTIONS: dict[str, Any] = {
         (f"{BROKEN}/functions.py:rasing", 2, "has no 'rasing'; did you mean 'raising'?"),
         (f"{BROKEN}/functions.py:number", 2, "a function or class is needed"),
         (f"{BROKEN}/functions.py:wrong_parameters", 2, "takes (x, y); expected (response, task, ...)"),
-        (f"{BROKEN}/functions.py:raising", 1, "8 of 8 rollouts of this step could not be scored"),
+        (f"{BROKEN}/functions.py:raising", 1, "8 of 8 rollouts of this step are unscored"),
     ],
 )
 def test_rewards_that_cannot_be_used(function: str, code: int, said: str, train: Run, tmp_path: Path) -> None:
@@ -560,11 +560,14 @@ def test_rewards_that_cannot_be_used(function: str, code: int, said: str, train:
 
 def test_calls_that_make_no_sense_are_refused_in_words() -> None:
     with pytest.raises(
-        ConfigError, match=r"expected a file; give sections by keyword: whet.train\(\*\*config\)"
+        ConfigError,
+        match=r"expected a file, got a mapping; give sections by keyword: whet.train\(\*\*config\)",
     ):
         whet.train(SECTIONS)  # type: ignore[arg-type]
     for rewards in ("exact", [len], 3):
-        with pytest.raises(ConfigError, match=r"rewards: got .*expected a function of yours"):
+        with pytest.raises(
+            ConfigError, match=r"rewards: got .*expected a function, or a mapping of functions"
+        ):
             whet.train(rewards=rewards, **SECTIONS)  # type: ignore[arg-type]
 
 

@@ -288,7 +288,7 @@ def test_never_refuses_what_holds_a_run_and_fresh_moves_it_aside(
     run_dir = tmp_path / "run"
     folders = [f"checkpoint.dir={tmp_path}/saved", f"track.rollouts_dir={run_dir}/mine"]
     train(run_dir, *folders)
-    with pytest.raises(CheckpointError, match=r"holds a run already.*checkpoint\.resume=fresh"):
+    with pytest.raises(CheckpointError, match=r"already holds a run.*checkpoint\.resume=fresh"):
         train(run_dir, "checkpoint.resume=never", *folders)
     (run_dir / "note.txt").write_text("the first")
     train(run_dir, "checkpoint.resume=fresh", "seed=5", *folders)

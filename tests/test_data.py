@@ -209,8 +209,8 @@ def test_reasoning_gym_rows_carry_what_the_verifier_needs(tokenizer):
         ("spell_backwards", {}, "did you mean 'spell_backward'"),
         ("spell_backward", {"word": 3}, "refuses params"),
         ("spell_backward", {"min_word_len": 5, "max_word_len": 3}, "max_word_len must be"),
-        ("spell_backward", {"seed": 3}, "stand beside `params`"),
-        ("arc_agi", {}, "scores an entry otherwise"),
+        ("spell_backward", {"seed": 3}, "must be given beside `params`"),
+        ("arc_agi", {}, "scores an entry differently"),
     ],
 )
 def test_reasoning_gym_mistakes_are_named(task, params, says):
@@ -237,8 +237,8 @@ def test_reasoning_gym_mistakes_are_named(task, params, says):
         ("a.jsonl", "\n", "is empty: no rows in .*a.jsonl"),
         ("a.json", '{"rows": []}', "an object whose 'data' is one; found a dict"),
         ("a.json", "[1]", "a.json, row 1: a row must be"),
-        ("a.csv", "prompt,answer\na,1\nb\n", "a.csv, line 3: not as many cells as the 2 columns"),
-        ("a.csv", "prompt,answer\na,1,2\n", "a.csv, line 2: not as many cells"),
+        ("a.csv", "prompt,answer\na,1\nb\n", "a.csv, line 3: the number of cells differs from the 2 columns"),
+        ("a.csv", "prompt,answer\na,1,2\n", "a.csv, line 2: the number of cells differs"),
         ("a.csv", 'prompt,answer\na,"1" x\n', "a.csv, line 2: malformed csv"),
         ("a.parquet", "no", "a.parquet: not a readable parquet file"),
         ("a.txt", "a", "cannot tell its format from '.txt'; known: .parquet"),
@@ -378,7 +378,7 @@ def test_an_empty_prompt_of_no_tokens_is_refused(tmp_path, tokenizer):
     tokenizer_without_markup = load_tokenizer(
         Tokenizer(build="chars", chat_template="{% if false %}{% endif %}"), model_path=None, texts=["x"]
     )
-    with pytest.raises(DataError, match="line 1: its prompt has no tokens"):
+    with pytest.raises(DataError, match="line 1: the prompt has no tokens"):
         stream(tokenizer_without_markup, Source(path=path))
 
 
@@ -428,7 +428,7 @@ def test_the_size_of_the_state_does_not_grow(tmp_path, tokenizer):
 def test_a_state_of_other_data_or_another_seed_is_refused(tmp_path, tokenizer):
     source = numbered(tmp_path, "a", 3)
     state = stream(tokenizer, source).state()
-    with pytest.raises(CheckpointError, match="saved with seed 0, and this one has 1"):
+    with pytest.raises(CheckpointError, match="saved with seed 0, but this one has 1"):
         stream(tokenizer, source, seed=1).restore(state)
     with pytest.raises(CheckpointError, match="saved with sources"):
         stream(tokenizer, source, numbered(tmp_path, "b", 2)).restore(state)
@@ -457,7 +457,7 @@ def test_the_mix_by_hand(tmp_path, tokenizer):
 
 def test_two_sources_of_one_name_are_refused(tmp_path, tokenizer):
     source = numbered(tmp_path, "a", 2)
-    with pytest.raises(ConfigError, match="Two data sources are called 'a'"):
+    with pytest.raises(ConfigError, match="Two data sources have the name 'a'"):
         stream(tokenizer, source, source)
     with pytest.raises(ConfigError, match=r"data\.train is empty"):
         stream(tokenizer)
@@ -644,7 +644,7 @@ def test_gsm8k_final_numbers(answer, number):
 
 
 def test_gsm8k_rows_without_the_published_columns_are_refused():
-    with pytest.raises(DataError, match="line 1: expected the texts 'question' and 'answer'; there are: q"):
+    with pytest.raises(DataError, match="line 1: expected the texts 'question' and 'answer'; columns: q"):
         verl_row({"q": "x"}, "train", 0, where="line 1")
 
 

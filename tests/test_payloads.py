@@ -152,8 +152,8 @@ def test_a_row_never_chooses_its_verifier(rows):
         [group(t, "1")], {"r": Reward(function="reasoning_gym", arguments={"verifiers": "chain_sum"})}
     )
     assert judged.reward is None
-    assert "asks for the verifier 'countdown', and the config allows chain_sum" in judged.error
-    with pytest.raises(ConfigError, match="not for the rows to say"):
+    assert "requests the verifier 'countdown', but the config allows chain_sum" in judged.error
+    with pytest.raises(ConfigError, match="the config must list the allowed verifiers"):
         judge([group(t, "1")], {"r": Reward(function="reasoning_gym")})
     with pytest.raises(ConfigError, match="'chainsum' is none of reasoning-gym's; did you mean 'chain_sum'"):
         judge([], {"r": Reward(function="reasoning_gym", arguments={"verifiers": "chainsum"})})

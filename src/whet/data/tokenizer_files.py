@@ -34,8 +34,8 @@ def _check_program(found: dict[str, Json], file: Path) -> None:
         growth = math.prod(map(_growth, _steps(found.get(part))))
         if growth > MOST_GROWTH:
             raise ConfigError(
-                f"{file}: its {part} can make {growth:.3g} characters of one, at most {MOST_GROWTH:g} are taken; the "
-                "file is damaged, or made to do harm"
+                f"{file}: its {part} can turn one character into {growth:.3g}, limit {MOST_GROWTH:g}; the "
+                "file is damaged or malicious"
             )
     tokens = found.get("added_tokens")
     for token in tokens if isinstance(tokens, list) else ():

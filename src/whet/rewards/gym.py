@@ -53,8 +53,8 @@ def reasoning_gym(
     name = entry["metadata"]["source_dataset"]
     if name not in _named(verifiers):
         raise ValueError(
-            f"task {task.uid} of {task.source!r} asks for the verifier {str(name)[:60]!r}, and the config allows "
-            f"{', '.join(_named(verifiers))}; name it in the reward's `arguments`, verifiers, if it may judge"
+            f"task {task.uid} of {task.source!r} requests the verifier {str(name)[:60]!r}, but the config allows "
+            f"{', '.join(_named(verifiers))}; to allow it, list it in the reward's `arguments`, verifiers"
         )
     found = [response] if pattern is None else [m.group(1) for m in re.finditer(pattern, response, re.DOTALL)]
     answer = found[-1].strip() if found else None
@@ -79,21 +79,21 @@ def unread(arguments: Mapping[str, Json]) -> str:
     names = _named(arguments.get("verifiers", ()))
     if not names:
         raise ConfigError(
-            "which verifiers may judge is not for the rows to say, and no data source is made by reasoning-gym; name "
+            "the config must list the allowed verifiers, because no data source is made by reasoning-gym; list "
             "them, as in `arguments: {verifiers: [spell_backward]}`"
         )
     for name in names:
         if name not in DATASETS or name == "composite":
             raise ConfigError(
-                f"verifiers: {name!r} is none of reasoning-gym's{near(name, DATASETS)}; a composite's are those of the "
-                "datasets that it is made of"
+                f"verifiers: {name!r} is not a verifier of reasoning-gym{near(name, DATASETS)}; for a composite, "
+                "list the verifiers of its datasets"
             )
     strangers = [name for name in names if name not in READ or digest(name) != READ[name]]
     if not strangers:
         return ""
     return (
-        f"{', '.join(strangers)} of reasoning-gym {version('reasoning-gym')} evaluate text as code, or may: nobody has "
-        "read them in this version"
+        f"{', '.join(strangers)} of reasoning-gym {version('reasoning-gym')} evaluate text as code, or may: "
+        "they were not reviewed in this version"
     )
 
 
