@@ -202,7 +202,7 @@ def test_no_damage_to_a_checkpoint_is_read(finished: Path, tmp_path: Path, damag
     with pytest.raises(CheckpointError) as caught:
         checkpoint.read_state(newest)
     assert str(newest) in str(caught.value)
-    assert f"checkpoint.resume={before} lets train go on from the one before" in str(caught.value)
+    assert f"checkpoint.resume={before} resumes from the previous checkpoint" in str(caught.value)
     checkpoint.read_state(before)
 
 
@@ -401,8 +401,8 @@ def test_a_run_that_went_back_drops_the_later_checkpoints(finished: Path, tmp_pa
     ("resume", "said"),
     [
         ("nowhere", "no such folder"),
-        ("", "is not a whole checkpoint"),
-        ("export/main", "is not a whole checkpoint"),
+        ("", "is not a complete checkpoint"),
+        ("export/main", "is not a complete checkpoint"),
     ],
 )
 def test_a_folder_that_is_no_checkpoint(
@@ -476,7 +476,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_the_same_command_goes_on(
     assert "the disk is full" in (run_dir / "run.log").read_text(), "the cause stands in run.log, too"
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["0-main-000001"]
     code, out = train(run_dir)
-    assert (code, "going on from" in out) == (0, True)
+    assert (code, "resuming from" in out) == (0, True)
     assert_same_run(finished, run_dir)
 
 

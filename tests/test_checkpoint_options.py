@@ -112,7 +112,7 @@ def test_without_the_optimizer_a_checkpoint_is_small_and_goes_on_only_when_asked
     for path in checkpoint.all_in(run_dir / "checkpoints")[2:]:
         shutil.rmtree(path)
     before = (run_dir / "metrics.jsonl").read_bytes()
-    with pytest.raises(CheckpointError, match=r"holds no optimizer.*checkpoint\.load=\[model\]"):
+    with pytest.raises(CheckpointError, match=r"has no optimizer.*checkpoint\.load=\[model\]"):
         train(run_dir)
     assert (run_dir / "metrics.jsonl").read_bytes() == before
     assert train(run_dir, "checkpoint.load_contents=[model]").finished
@@ -137,7 +137,7 @@ def test_loading_weights_alone_begins_with_new_moments_where_the_schedule_was(
 
 @pytest.mark.parametrize("held", [None, "model", ["model", 1], [["model"]]])
 def test_a_state_that_does_not_say_what_is_held_is_named(held: Any, tmp_path: Path) -> None:
-    with pytest.raises(checkpoint.Damaged, match=r"state\.json does not say what the checkpoint holds"):
+    with pytest.raises(checkpoint.Damaged, match=r"state\.json does not list the contents of the checkpoint"):
         checkpoint.check_contents(tmp_path, {"contents": held}, ("model",))
 
 

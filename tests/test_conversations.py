@@ -301,7 +301,7 @@ def test_both_replies_of_a_pair_follow_the_same_prompt(tmp_path, tokenizer):
     [
         (
             talk("a"),
-            r"line 1: column 'messages': the conversation has the roles user; expected .* end with an assistant message",
+            r"line 1: column 'messages': the conversation has the roles user; expected .* with an assistant message",
         ),
         (talk("a", "b", "c"), "the roles user, assistant, user; expected"),
         ([{"role": "assistant", "content": "b"}], "the roles assistant; expected"),

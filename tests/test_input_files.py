@@ -188,7 +188,7 @@ BOMB = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
-        ("tokenizer.json", {"normalizer": {"type": "Sequence", "normalizers": [BOMB] * 4}}, "turn one character into 1e.12"),
+        ("tokenizer.json", {"normalizer": {"type": "Sequence", "normalizers": [BOMB] * 4}}, "one character into 1e.12"),
         ("tokenizer.json", {"normalizer": {**BOMB, "pattern": {"Regex": ""}}}, "turn one character into"),
         ("tokenizer.json", {"decoder": {"type": "Sequence", "decoders": [BOMB, BOMB]}}, "its decoder can turn"),
         ("tokenizer.json", {"added_tokens": [{"id": 10**12, "content": "x"}]}, "an added token has the id 1000"),

@@ -86,7 +86,7 @@ def as_prompt(
     if reply_prefix:
         if prompt[-1].role == "assistant":
             raise DataError(
-                "The prompt already ends with the beginning of a reply, and the source's `reply_prefix` adds a second one; "
+                "The prompt already ends with the beginning of a reply, but the source has a `reply_prefix` too; "
                 "leave one out."
             )
         prompt = (*prompt, Message("assistant", reply_prefix))
