@@ -383,7 +383,7 @@ def test_a_record_that_was_written_twice_is_mended_and_files_that_are_gone_are_n
     code, out = train(stopped)
     said = " ".join(out.split())
     assert code == 0, out
-    assert "lines of steps that it has already are dropped" in said
+    assert "lines of steps that it already has are dropped" in said
     assert (
         "no longer whole: rollouts/main-step-000001.parquet, rollouts/main-step-000002.parquet, which" in said
     )

@@ -89,7 +89,7 @@ def test_chat_false_refuses_what_needs_a_template():
 
 
 def test_two_system_messages_are_refused():
-    with pytest.raises(DataError, match="a second one"):
+    with pytest.raises(DataError, match="already has a system message"):
         as_prompt((SYSTEM, USER), system="again")
 
 

@@ -233,7 +233,7 @@ def test_a_folder_of_another_run_is_left_alone(train: Train, tmp_path: Path) -> 
         train(tmp_path / "b", shared)
     assert sorted((tmp_path / "saved").rglob("*")) == before
     before = sorted((tmp_path / "a/rollouts").iterdir())
-    with pytest.raises(ConfigError, match="holds files of something else"):
+    with pytest.raises(ConfigError, match="has files of another origin"):
         train(tmp_path / "b", f"track.rollouts_dir={tmp_path}/a/rollouts")
     assert sorted((tmp_path / "a/rollouts").iterdir()) == before
 

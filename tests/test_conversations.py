@@ -324,7 +324,7 @@ def test_conversations_that_cannot_be_learned_are_named(messages, says, tmp_path
 
 
 def test_a_missing_column_is_named_with_those_that_are_there(tmp_path, tokenizer):
-    with pytest.raises(DataError, match="line 1: no column 'messages'; there are: conversation, id"):
+    with pytest.raises(DataError, match="line 1: no column 'messages'; columns: conversation, id"):
         stream(tokenizer, written(tmp_path, {"conversation": talk("a", "b"), "id": 1}))
 
 

@@ -125,7 +125,7 @@ def test_difficulties_that_are_no_numbers_are_named(value, says, tokenizer):
 
 
 def test_a_missing_column_of_difficulties_is_named(tokenizer):
-    with pytest.raises(DataError, match="row 1: no column 'hardness'; there are: prompt, level, n"):
+    with pytest.raises(DataError, match="row 1: no column 'hardness'; columns: prompt, level, n"):
         stream(tokenizer, source(difficulty="hardness"), order="easy_first")
     with pytest.raises(ConfigError, match="source 'a' has no column of difficulties"):
         stream(tokenizer, source(difficulty=None), order="easy_first").next(1)

@@ -260,7 +260,7 @@ def test_missing_files_are_named_with_near_ones(tmp_path):
     with pytest.raises(DataError, match="No such data file"):
         read_rows(Source(path=str(tmp_path / "*.csv")))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"holds no \.parquet"):
+    with pytest.raises(DataError, match=r"has no \.parquet"):
         read_rows(Source(path=str(tmp_path / "empty")))
 
 
@@ -339,12 +339,12 @@ def message(**kw):
 @pytest.mark.parametrize(
     ("row", "source", "says"),
     [
-        ({"q": "x", "z": 1}, {}, "line 2: no column 'prompt'; there are: q, z"),
-        ({"prompt": "x"}, {"answer": "solution"}, "line 2: no column 'solution'; there are: prompt"),
+        ({"q": "x", "z": 1}, {}, "line 2: no column 'prompt'; columns: q, z"),
+        ({"prompt": "x"}, {"answer": "solution"}, "line 2: no column 'solution'; columns: prompt"),
         (
             {"prompt": "x", "r": {"g": 1}},
             {"answer": "r.truth"},
-            "line 2: no column 'r.truth'; there are: r.g",
+            "line 2: no column 'r.truth'; columns: r.g",
         ),
         ({"prompt": 3}, {}, "line 2: column 'prompt' holds int 3; expected a text or a list"),
         ({"prompt": None}, {}, "line 2: column 'prompt' holds NoneType None"),
@@ -354,7 +354,7 @@ def message(**kw):
         (message(content=None), {}, "line 2: column 'prompt' holds dict"),
         (message(tool_calls=[1]), {}, "line 2: .*a message has tool_calls; only role and content"),
         (message(), {"template": "{prompt}"}, "line 2: .*the source's template is for plain text"),
-        (message(role="system"), {"system": "s"}, "line 2: .*a second one"),
+        (message(role="system"), {"system": "s"}, "line 2: .*already has a system message"),
         ({"prompt": "x", "response": 1}, {}, "line 2: column 'response' holds int 1; expected text, or"),
         ({"prompt": "x", "rejected": ["y"]}, {}, "line 2: column 'rejected' holds list"),
         (
@@ -581,7 +581,7 @@ def test_a_reply_over_the_limit_is_refused_or_cut(pair, tokenizer):
 
 def test_a_task_without_a_reply_is_refused(tmp_path, tokenizer):
     task = stream(tokenizer, numbered(tmp_path, "a", 1)).next(1)[0]
-    with pytest.raises(DataError, match="Task 0 of source 'a' has no response to learn from"):
+    with pytest.raises(DataError, match="Task 0 of source 'a' has no response to train on"):
         demonstration(task, tokenizer, 9)
     with pytest.raises(DataError, match="has no response"):
         preference_pair(task, tokenizer, 9)

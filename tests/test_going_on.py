@@ -380,9 +380,9 @@ def test_another_arithmetic_is_told_where_the_run_goes_on(stopped: Path) -> None
     text["starts"][-1]["arithmetic"]["digest"] = "0"
     path.write_text(json.dumps(text))
     train(stopped)
-    (line,) = [x for x in (stopped / "run.log").read_text().splitlines() if "computes otherwise" in x]
+    (line,) = [x for x in (stopped / "run.log").read_text().splitlines() if "computes differently" in x]
     assert "digest '0' -> " in line
-    assert "Bits of its numbers may differ from here on" in line
+    assert "From here on the bits of its results may differ" in line
 
 
 def test_what_computes_is_compared_as_far_as_both_starts_tell() -> None:

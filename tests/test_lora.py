@@ -347,7 +347,7 @@ def test_exported_adapters_open_in_peft_and_here(tmp_path: Path, lora: Lora) -> 
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        ([], "adapter_config.json holds no JSON object"),
+        ([], "adapter_config.json: expected a JSON object"),
         ({"r": "4"}, "were made with {'r': '4'}; set rank"),
         ({"alpha_pattern": {"q_proj": 99}}, "were made with {'alpha_pattern': {'q_proj': 99}}; set rank"),
         ({"use_dora": True}, "were made with {'use_dora': True}"),

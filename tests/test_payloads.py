@@ -155,7 +155,9 @@ def test_a_row_never_chooses_its_verifier(rows):
     assert "requests the verifier 'countdown', but the config allows chain_sum" in judged.error
     with pytest.raises(ConfigError, match="the config must list the allowed verifiers"):
         judge([group(t, "1")], {"r": Reward(function="reasoning_gym")})
-    with pytest.raises(ConfigError, match="'chainsum' is none of reasoning-gym's; did you mean 'chain_sum'"):
+    with pytest.raises(
+        ConfigError, match="'chainsum' is not a verifier of reasoning-gym; did you mean 'chain_sum'"
+    ):
         judge([], {"r": Reward(function="reasoning_gym", arguments={"verifiers": "chainsum"})})
 
 

@@ -68,7 +68,7 @@ def checkpoints(cfg: Config) -> Path:
 
 
 def holds_run(cfg: Config) -> bool:
-    """Whether this run has written down anything that one would miss."""
+    """Whether this run has written any records."""
     run_dir, saved = Path(cfg.run_dir).resolve(), checkpoints(cfg)
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size > 0:
@@ -106,12 +106,12 @@ def _claim(target: Path, run_dir: Path, key: str) -> None:
         return
     if owner.exists():
         raise ConfigError(
-            f"{key}={target} belongs to the run in {owner.read_text().strip()}; give each run a folder of its own (if "
+            f"{key}={target} belongs to the run in {owner.read_text().strip()}; give each run a separate folder (if "
             f"that run is now this one, write {run_dir} into {owner})"
         )
     if any(target.iterdir()):
         raise ConfigError(
-            f"{key}={target} holds files of something else; give each run a folder of its own (if they are this run's, "
+            f"{key}={target} has files of another origin; give each run a separate folder (if they are this run's, "
             f"write {run_dir} into {owner})"
         )
     write_text(owner, f"{run_dir}\n")
@@ -124,8 +124,8 @@ def _link(link: Path, target: Path, key: str) -> None:
         return
     if link.is_symlink() or link.exists():
         raise ConfigError(
-            f"{key}={target}, but this run has its files in {link.resolve()}; leave the key as it was, or move them "
-            f"to the new place and delete {link}"
+            f"{key}={target}, but this run has its files in {link.resolve()}; restore the key, or move the files "
+            f"to the new folder and delete {link}"
         )
     link.symlink_to(target)
 

@@ -50,7 +50,7 @@ STEPS = ("rollouts", "eval", "batches")
 
 
 class RunDirectory:
-    """Writes a run's record. Open it under the run's lock; one a process.
+    """Writes a run's record. Open it under the run's lock; one per process.
 
     `stages` are the names of the run's stages in order: resuming needs to know what is later than what. `dumps` are the
     path templates of what is written elsewhere, too, by `rollouts`, `eval` and `batches`.
@@ -60,8 +60,8 @@ class RunDirectory:
         bad = [s for s in stages if not STAGE.fullmatch(s)]
         if bad or len(set(stages)) != len(stages):
             raise ConfigError(
-                f"stage names {list(stages)}: each must be there once and be made of letters, digits, "
-                "'_', '.' and '-', because files are named by them"
+                f"stage names {list(stages)}: each must occur once and consist of letters, digits, "
+                "'_', '.' and '-', because file names contain them"
             )
         self.path = path
         self.stages = tuple(stages)
@@ -69,7 +69,7 @@ class RunDirectory:
         for kind, template in self._dumps.items():
             if len(stages) > 1 and "{stage}" not in template:
                 raise ConfigError(
-                    f"track.{kind}_dump={template!r}: put {{stage}} into it, or each stage writes over the one before"
+                    f"track.{kind}_dump={template!r}: add {{stage}}, or each stage overwrites the previous one"
                 )
         self._unsynced: list[Path] = []
         try:
@@ -238,22 +238,22 @@ class RunDirectory:
             count = data.count(b"\n")
             raise WhetError(
                 f"{self.path / METRICS} is damaged: when {checkpoint} was written it began with {wanted['lines']} "
-                f"lines, now it has {'others' if count >= wanted['lines'] else count}; a run that goes on would leave "
-                f"a record with a hole. Put the file back as it was, or go on in another run_dir with "
+                f"lines, now it has {'others' if count >= wanted['lines'] else count}, so a resumed run would have a "
+                f"gap in its record. Restore the file, or resume in another run_dir with "
                 f"checkpoint.resume={checkpoint}"
             )
         write_bytes(self.path / METRICS, begin)
         places = (self._place(line["stage"], line["step"]) for _, line in parsed(after, self.path / METRICS))
         if doubled := sum(place <= at for place in places):
-            log.warning("%s: %d lines of steps that it has already are dropped", self.path / METRICS, doubled)
+            log.warning("%s: %d lines of steps that it already has are dropped", self.path / METRICS, doubled)
         self._tell_missing(held["files"], checkpoint)
 
     def _tell_missing(self, files: Mapping[str, int], checkpoint: Path) -> None:
         there = {n: (self.path / n).stat().st_size for n in files if (self.path / n).is_file()}
         if gone := [name for name, size in files.items() if there.get(name) != size]:
             log.warning(
-                "the record of this run is no longer whole: %s%s, which %s knows of, are missing or have another size; "
-                "the run goes on without them",
+                "the record of this run is incomplete: %s%s, which %s lists, are missing or have another size; "
+                "the run continues without them",
                 ", ".join(gone[:3]),
                 f" and {len(gone) - 3} more" if len(gone) > 3 else "",
                 checkpoint,
@@ -399,6 +399,6 @@ def _dumped(run_dir: Path) -> Iterator[dict[str, Json]]:
     for _, line in lines(run_dir / DUMPS):
         if not isinstance(line.get("path"), str) or not isinstance(line.get("sha256"), str):
             raise DataError(
-                f"{run_dir / DUMPS}: {str(line)[:100]} names no file and its SHA-256; is it damaged?"
+                f"{run_dir / DUMPS}: {str(line)[:100]} does not name a file and its SHA-256; is it damaged?"
             )
         yield line
