@@ -310,7 +310,7 @@ def test_both_replies_of_a_pair_follow_the_same_prompt(tmp_path, tokenizer):
             "the roles user, assistant, assistant; .* no two assistant messages in a row",
         ),
         ([], "column 'messages' holds list"),
-        ("text", "column 'messages' holds str 'text'; expected a list of"),
+        ("text", "column 'messages' holds str 'text'; expected a non-empty list of"),
         (
             [{"from": "human", "value": "a"}],
             "column 'messages' holds dict .*expected messages whose role and content",

@@ -107,7 +107,7 @@ def test_a_dataset_folder_in_its_own_order(tmp_path):
     datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "dd"))
     assert read_rows(Source(path=str(tmp_path / "ds"))).slice(0, 9) == [ROWS[2], ROWS[0]]
     assert read_rows(Source(path=str(tmp_path / "dd" / "train"))).name == "train"
-    with pytest.raises(DataError, match="holds the splits train: name one"):
+    with pytest.raises(DataError, match="has the splits train; name one"):
         read_rows(Source(path=str(tmp_path / "dd")))
 
 
@@ -328,7 +328,7 @@ def test_template_and_system(tmp_path, tokenizer):
     assert chat.prompt == (Message("system", "s"), Message("user", "{x}"))
     (forced,) = eval_tasks([Source(path=path)], Data(chat=True), tokenizer=tokenizer)
     assert forced.prompt == (Message("user", "{x}"),)
-    with pytest.raises(ConfigError, match=r"no \{prompt\} in it"):
+    with pytest.raises(ConfigError, match=r"its template has no \{prompt\}"):
         eval_tasks([Source(path=path, template="Q")], Data(), tokenizer=tokenizer)
 
 
@@ -346,7 +346,11 @@ def message(**kw):
             {"answer": "r.truth"},
             "line 2: no column 'r.truth'; columns: r.g",
         ),
-        ({"prompt": 3}, {}, "line 2: column 'prompt' holds int 3; expected a text or a list"),
+        (
+            {"prompt": 3},
+            {},
+            "line 2: column 'prompt' holds int 3; expected a non-empty text or a non-empty list",
+        ),
         ({"prompt": None}, {}, "line 2: column 'prompt' holds NoneType None"),
         ({"prompt": ""}, {}, "line 2: column 'prompt' holds str ''"),
         ({"prompt": []}, {}, "line 2: column 'prompt' holds list"),
@@ -434,7 +438,7 @@ def test_a_state_of_other_data_or_another_seed_is_refused(tmp_path, tokenizer):
         stream(tokenizer, source, numbered(tmp_path, "b", 2)).restore(state)
     for rows in ([{"prompt": f"a{i}", "answer": 9} for i in range(3)], [{"prompt": "a0", "answer": 0}]):
         write(tmp_path / "a.jsonl", rows)
-        with pytest.raises(CheckpointError, match="'a' is not what it was"):
+        with pytest.raises(CheckpointError, match="'a' has changed since the run was saved"):
             stream(tokenizer, source).restore(state)
 
 

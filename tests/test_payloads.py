@@ -141,7 +141,8 @@ def test_a_verifier_that_may_run_code_is_refused_at_the_start_where_no_sandbox_i
     monkeypatch.setattr(sandbox, "lacking", lambda: "no Landlock")
     judge([], {"r": Reward(function="reasoning_gym", arguments={"verifiers": "spell_backward"})})
     with pytest.raises(
-        ConfigError, match=r"countdown of reasoning-gym .* evaluate text .* there is none: no Landlock"
+        ConfigError,
+        match=r"countdown of reasoning-gym .* evaluate text .* this system does not have: no Landlock",
     ):
         judge([], {"r": Reward(function="reasoning_gym", arguments={"verifiers": ["lcm", "countdown"]})})
 

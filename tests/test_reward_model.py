@@ -151,7 +151,7 @@ def test_another_tokenizer_and_template(judge, tmp_path):
         != ask([group()], judge, tokenizer=str(judge.parent / "judge"))[1].reward
     )
     with pytest.raises(
-        ConfigError, match=r"rewards\.rm\.model: .*its tokenizer has 32 tokens.* give tokenizer"
+        ConfigError, match=r"rewards\.rm\.model: .*its tokenizer has 32 tokens.* set tokenizer to"
     ):
         ask([group()], judge, tokenizer=str(words))
 
@@ -252,7 +252,7 @@ def test_folders_that_are_no_reward_models(judge, tmp_path):
         ask([group()], folder(tmp_path / "three", labels=3))
     config = LlamaConfig.from_pretrained(judge)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "lm")
-    with pytest.raises(CheckpointError, match=r"tensors are not those of its .*missing: score\.weight"):
+    with pytest.raises(CheckpointError, match=r"tensors do not match its .*missing: score\.weight"):
         ask([group()], tmp_path / "lm", tokenizer=str(judge))
     bare = tmp_path / "bare"
     bare.mkdir()

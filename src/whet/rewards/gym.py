@@ -92,7 +92,7 @@ def unread(arguments: Mapping[str, Json]) -> str:
     if not strangers:
         return ""
     return (
-        f"{', '.join(strangers)} of reasoning-gym {version('reasoning-gym')} evaluate text as code, or may: "
+        f"{', '.join(strangers)} of reasoning-gym {version('reasoning-gym')} may evaluate text as code: "
         "they were not reviewed in this version"
     )
 

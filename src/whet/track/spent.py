@@ -1,8 +1,8 @@
 """Where the time of a run went: `whet show RUN --timeline`, from the timeline.json of each of its processes.
 
 The bubble is the share of the processes' time in which one that could work waited: the driver where it samples or
-trains, and each trainer rank, engine replica, explorer and evaluation process while it is there and the run is open. A
-rank that waits for another rank in the middle of an update counts as working. The bubble of a single process is the time
+trains, and each trainer rank, engine replica, explorer and evaluation process while it is there and the run is open. A rank
+that waits for another rank in the middle of an update counts as working. The bubble of a single process is the time
 in which it computed nothing.
 """
 
