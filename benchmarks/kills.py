@@ -370,7 +370,7 @@ def unbalanced(lines: list[dict[str, Any]]) -> str:
     counted: Counter[str] = Counter()
     for line in lines:
         counted.update({k: v for k, v in line.items() if k.startswith("ledger/") and "pending" not in k})
-    asked = counted.pop("ledger/asked_rollouts", 0.0)
+    asked = counted.pop("ledger/requested_rollouts", 0.0)
     return "" if asked == counted.total() else f"{asked:g} rollouts asked, {counted.total():g} accounted for"
 
 

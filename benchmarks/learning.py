@@ -79,7 +79,7 @@ def curve(lines: Sequence[dict[str, Any]], *, greedy: bool = False) -> list[tupl
     ledger does not count."""
     asked, out = 0, []
     for line in lines:
-        new = int(line.get("ledger/asked_rollouts", 0))
+        new = int(line.get("ledger/requested_rollouts", 0))
         asked += new + (new // learning_cases.GROUP_SIZE if greedy else 0)
         if "eval/accuracy" in line:
             out.append((asked, round(line["eval/accuracy"], 4)))

@@ -97,8 +97,8 @@ def speed(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {
         "step_s": mean("time/step_s") + mean("reward_s"),
         "generate_s": mean("time/generate_s"),
-        "update_s": mean("time/log-probs_s") + mean("time/update_s"),
-        "rest_s": mean("time/rest_s") + mean("time/score_s") + mean("reward_s"),
+        "update_s": mean("time/logprobs_s") + mean("time/update_s"),
+        "rest_s": mean("time/other_s") + mean("time/reward_s") + mean("reward_s"),
         "generated_tokens_per_s": sum(kept_tokens) / sum(t["time/generate_s"] for t in kept),
         "tokens_per_step": sum(kept_tokens) / len(kept),
         "steps": [t["time/step_s"] + t["reward_s"] for t in timings],

@@ -250,6 +250,7 @@ CASES: dict[str, Case] = {
     "algorithm.advantage": ("", "rloo"),
     "algorithm.loss": ("", "reinforce"),
     "algorithm.loss_agg_mode": ("", "token-sum"),
+    "algorithm.mean_over_rollouts": ("algorithm.loss_agg_mode=token-mean", 3),
     "algorithm.norm_tokens": ("algorithm.loss_agg_mode=token-sum-norm", 3),
     "algorithm.whiten": ("", True),
     "algorithm.entropy_coef": ("", 0.1),

@@ -109,7 +109,7 @@ def test_a_greedy_reply_that_fails_takes_its_group_along(tmp_path: Path) -> None
         failed = {k: v for k, v in m.items() if k.startswith("ledger/failed/")}
         assert failed["ledger/failed/greedy_reply_rollouts"] > 0
         assert m["ledger/trained_rollouts"] > 0
-        assert m["ledger/asked_rollouts"] == m["ledger/trained_rollouts"] + sum(failed.values())
+        assert m["ledger/requested_rollouts"] == m["ledger/trained_rollouts"] + sum(failed.values())
 
 
 def test_dropped_groups_are_asked_for_again_or_copied(tmp_path: Path) -> None:
@@ -124,9 +124,9 @@ def test_dropped_groups_are_asked_for_again_or_copied(tmp_path: Path) -> None:
     asked, copied = run("ask"), run("copy")
     for m in asked:
         assert m["ledger/trained_rollouts"] == 32
-        assert m["ledger/asked_rollouts"] == 32 + m.get("ledger/rejected/uniform_rollouts", 0)
+        assert m["ledger/requested_rollouts"] == 32 + m.get("ledger/rejected/uniform_rollouts", 0)
     for m in copied:
-        assert m["ledger/asked_rollouts"] == 32
+        assert m["ledger/requested_rollouts"] == 32
         assert m["ledger/trained_rollouts"] + m["ledger/rejected/uniform_rollouts"] == 32
         assert 0 < m["ledger/trained_rollouts"] < 32
 

@@ -72,6 +72,21 @@ def test_weighted_sum_is_the_named_mean(seed: int) -> None:
         assert got == pytest.approx(mean, rel=1e-12, abs=1e-14), mode
 
 
+@pytest.mark.parametrize("block", [1, 2, 3, 100])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_mean_over_blocks_of_rollouts(seed: int, block: int) -> None:
+    """As SkyRL's token_mean_legacy normalizes: each block's losses by its tokens, then by the number of blocks."""
+    batch = ragged(seed)
+    x_N = torch.randn(batch.tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    rows: list[list[float]] = [[] for _ in range(batch.rollouts)]
+    for x, row, sampled in zip(x_N.tolist(), batch.row_N.tolist(), batch.mask_N.tolist()):
+        rows[row] += [x] if sampled else []
+    blocks = [[x for row in rows[n : n + block] for x in row] for n in range(0, len(rows), block)]
+    expected = sum(sum(x) / max(len(x), 1) for x in blocks) / len(blocks)
+    got = float((x_N * weights(batch, "token-mean", norm_tokens=7, block=block)).sum())
+    assert got == pytest.approx(expected, rel=1e-12, abs=1e-14)
+
+
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "prompt-mean"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_means_have_weights_that_sum_to_1(seed: int, mode: str) -> None:

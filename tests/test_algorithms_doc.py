@@ -233,8 +233,8 @@ def test_no_word_is_in_two_parts(bench: Any) -> None:
 def test_a_curve_counts_the_rollouts_before_each_evaluation(bench: Any) -> None:
     lines = [
         {"eval/accuracy": 0.25},
-        {"ledger/asked_rollouts": 128.0},
-        {"ledger/asked_rollouts": 64.0},
+        {"ledger/requested_rollouts": 128.0},
+        {"ledger/requested_rollouts": 64.0},
         {"eval/accuracy": 0.5},
     ]
     assert bench.curve(lines) == [(0, 0.25), (192, 0.5)]

@@ -139,19 +139,19 @@ def test_numbers_by_hand() -> None:
         {
             "correction/weight_mean": 1.75,
             "correction/weight_max": 2.5,
-            "correction/rejected_share": 0.25,
-            "correction/outside_share": 0.5,
-            "correction/effective_share": 49 / (4 * 16.5),
-            "correction/age_mean": 1.0,
+            "correction/rejected_frac": 0.25,
+            "correction/outside_frac": 0.5,
+            "correction/ess_frac": 49 / (4 * 16.5),
+            "correction/staleness_mean": 1.0,
         }
     )
 
 
 def test_equal_weights_are_fully_effective_and_none_not_at_all() -> None:
     batch = drifted(TWO, [0.0] * 4)
-    assert correct(batch, 0, cfg=section(weight="token"))[1]["correction/effective_share"] == 1.0
+    assert correct(batch, 0, cfg=section(weight="token"))[1]["correction/ess_frac"] == 1.0
     none = section(reject=[{"low": 5.0}])
-    assert correct(batch, 0, cfg=none)[1]["correction/effective_share"] == 0.0
+    assert correct(batch, 0, cfg=none)[1]["correction/ess_frac"] == 0.0
 
 
 # ---------------------------------------------------------------- against loops

@@ -33,9 +33,9 @@ def test_on_policy_every_weight_is_1(tmp_path: Path) -> None:
     corrected = learn(tmp_path / "corrected", {"name": "grpo", "correction": correction}, train=STEPS)
     for with_it, without in zip(corrected, plain, strict=True):
         assert with_it["correction/weight_mean"] == pytest.approx(1, abs=1e-6)
-        assert with_it["correction/effective_share"] == pytest.approx(1, abs=1e-6)
-        assert with_it["correction/rejected_share"] == with_it["correction/outside_share"] == 0
-        assert with_it["correction/age_mean"] == 0
+        assert with_it["correction/ess_frac"] == pytest.approx(1, abs=1e-6)
+        assert with_it["correction/rejected_frac"] == with_it["correction/outside_frac"] == 0
+        assert with_it["correction/staleness_mean"] == 0
         assert with_it["train/loss"] == pytest.approx(without["train/loss"], abs=1e-5)
         assert "correction/weight_mean" not in without
 
@@ -44,7 +44,7 @@ def test_what_is_rejected_teaches_nothing(tmp_path: Path) -> None:
     correction = {"reject": [{"low": 2.0}]}  # no token is that much likelier to the trainer
     algorithm = {"name": "grpo", "correction": correction, "kl": {"coef": 0.1}, "entropy_coef": 0.1}
     for line in learn(tmp_path, algorithm, train=STEPS):
-        assert line["correction/rejected_share"] == 1
+        assert line["correction/rejected_frac"] == 1
         assert line["train/loss"] == line["train/grad_norm"] == 0
         assert line["train/mismatch_perplexity_ratio"] == pytest.approx(1, abs=1e-5)
         assert line["train/mismatch_engine_perplexity"] > 1
@@ -57,7 +57,7 @@ def test_two_kls_at_once(tmp_path: Path) -> None:
         "reward_kl": {"coef": 0.2, "target": 0.01, "horizon": 100},
     }
     lines = learn(tmp_path, algorithm, train=STEPS | {"steps": 3})
-    assert all("train/kl_ref_nats" in line for line in lines), "the term in the loss"
+    assert all("train/kl_loss_nats" in line for line in lines), "the term in the loss"
     weights = [line["train/kl_coef"] for line in lines]
     assert weights[0] == 0.2
     assert weights[1] == pytest.approx(0.2 * (1 - 0.2 * 16 / 100)), (

@@ -52,9 +52,9 @@ def test_other_names_lead_to_keys(name):
 
 
 @pytest.mark.parametrize("page", docs.PAGES)
-def test_few_keys_are_inert_or_refused(page):
+def test_few_keys_are_refused(page):
     rows = [row for name in docs.PAGES[page][1] for row in table(name)]
-    idle = [row.key for row in rows if row.status in ("inert", "refused")]
+    idle = [row.key for row in rows if row.status == "refused"]
     assert len(idle) < 0.05 * len(rows), idle
 
 
@@ -89,7 +89,7 @@ def test_1000_typos_are_refused_and_the_right_key_comes_first():
     ]
     for name, key in draw.sample(closed, 1000):
         of, wrong = dialect(name), key
-        while wrong in of.by_parts or wrong in of.below or joined(wrong) in of.aliases:
+        while is_right(wrong, key, of):
             wrong = typo(key, draw)
         tree = {}
         put(tree, wrong, 1)
@@ -97,6 +97,13 @@ def test_1000_typos_are_refused_and_the_right_key_comes_first():
         assert unknown, f"{joined(wrong)} passes"
         right += suggest(unknown[0].cut, of)[:1] == [joined(key).removesuffix("[]")]
     assert right >= 950
+
+
+def is_right(wrong, key, of):
+    """Whether a typo made another key, or led into another section."""
+    others = [wrong[:n] for n in range(1, len(wrong) + 1) if wrong[:n] != key[:n]]
+    known = any(cut in of.below or cut in of.by_parts for cut in others)
+    return not others or known or joined(wrong) in of.aliases
 
 
 def put(tree, cut, value):

@@ -61,12 +61,8 @@ def coming(key, area, *, default, harmless=()):
     return Row(key=key, status="coming", default=default, area=area, harmless=harmless)
 
 
-def engine(key, area, *, default, reason):
-    return Row(key=key, status="engine", default=default, area=area, reason=reason)
-
-
-def inert(key, reason, *, default):
-    return Row(key=key, status="inert", default=default, reason=reason)
+def unread(key, reason, *, default):
+    return Row(key=key, status="derived", default=default, reason=reason)
 
 
 def refused(key, reason, *, default):
@@ -120,8 +116,8 @@ TOY = (
     coming("loop.fsdp", "sharded training", default=False, harmless=(None,)),
     coming("lora", "LoRA", default=None),
     coming("lora.r", "LoRA", default=8),
-    inert("net.workers", "there is one process", default=1),
-    engine("net.swap", "vllm", default=4, reason="host memory"),
+    unread("net.workers", "there is one process", default=1),
+    coming("net.swap", "host memory", default=4),
     refused("net.trust", "trust_remote_code is never on; vendor the code", default=False),
     mapped("net.n", "rollout.group_size", default=4),
     mapped("net.temp", "rollout.sampling.temperature", default=0.5),
@@ -314,8 +310,8 @@ def test_entries_of_a_list_feed_entries_of_a_list():
         ("loop: {fsdp: true}", "got true; coming, not built yet: sharded training (accepted today: false, null)"),
         ("lora: {r: 8}", 'lora: got {"r": 8}; coming, not built yet: LoRA'),
         ("lora: {r: 9}", "lora.r: got 9; coming"),
-        ("net: {workers: 2}", "net.workers: got 2; it cannot matter here: there is one process (accepted today: 1)"),
-        ("net: {swap: 8}", "net.swap: got 8; coming with vllm: host memory"),
+        ("net: {workers: 2}", "net.workers: got 2; there is one process (accepted today: 1)"),
+        ("net: {swap: 8}", "net.swap: got 8; coming, not built yet: host memory"),
         ("net: {trust: true}", "net.trust: got true; trust_remote_code is never on; vendor the code"),
         ("net: {trust: 0}", "net.trust: got 0"),
         ("parts: [{name: x}]", 'parts[0].name: got "x"; coming'),
@@ -429,6 +425,9 @@ def test_overrides_in_hydra_s_style():
     assert base == {"a": {"b": 1, "l": [{"c": 1}, 2]}}
     assert overridden(base, {}, ["a.l.0.c=5", "a.l.1=6"]).tree == {"a": {"b": 1, "l": [{"c": 5}, 6]}}
     assert overridden({}, {}, ["u={url:http://x}"]).tree == {"u": {"url": "http://x"}}
+    starred = overridden({}, {}, [r"u={layers.\{*\}:{},head:{a:1}}", "m=['layers.{*}']"])
+    assert starred.problems == []
+    assert starred.tree == {"u": {"layers.{*}": {}, "head": {"a": 1}}, "m": ["layers.{*}"]}
 
 
 @pytest.mark.parametrize("text", ["a", "=1", "--a=1", "a.l.7=1", "~zzz", "a@b=1", "a=[1", "a.l.x=1"])

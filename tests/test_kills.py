@@ -43,7 +43,7 @@ def site(folder: Path, lines: list[dict[str, Any]], steps: int = 2) -> kills.Sit
         ([{"step": 1}, {"step": 2, "train/loss": 0.4}], ["differs"]),
         ([{"step": 1}, {"step": 2, "ledger/pending_rollouts": 3}], ["differs", "3 rollouts pending"]),
         (
-            [{"step": 1, "ledger/asked_rollouts": 9, "ledger/trained_rollouts": 8}, {"step": 2}],
+            [{"step": 1, "ledger/requested_rollouts": 9, "ledger/trained_rollouts": 8}, {"step": 2}],
             ["differs", "9 rollouts asked, 8 accounted for"],
         ),
     ],

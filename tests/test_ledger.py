@@ -26,7 +26,7 @@ def test_the_account_of_a_step_by_hand():
     ledger.balance(held=3)
     assert ledger.pending == 3
     assert ledger.end_step() == {
-        "ledger/asked_rollouts": 16.0,
+        "ledger/requested_rollouts": 16.0,
         "ledger/trained_rollouts": 8.0,
         "ledger/rejected/uniform_rollouts": 4.0,
         "ledger/failed/reward_rollouts": 1.0,

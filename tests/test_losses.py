@@ -155,7 +155,7 @@ def test_stats_carry_no_gradient_and_the_documented_shapes() -> None:
     stats |= (
         value_loss(batch, Outputs(value_N=value), clip=0.5).stats | sft(batch, Outputs(logp_N=logp)).stats
     )
-    assert {"clip_frac", "kl_ref_nats", "entropy_nats", "value_clip_frac", "nll_nats"} < stats.keys()
+    assert {"clip_frac", "kl_loss_nats", "entropy_nats", "value_clip_frac", "nll_nats"} < stats.keys()
     for name, x in stats.items():
         assert not x.requires_grad, name
         assert len(x) == batch.tokens, name
@@ -206,7 +206,7 @@ def test_entropy_is_measured_but_not_added_without_a_weight() -> None:
     loss = regularized(reinforce, kl_coef=0.0, estimator="k3", entropy_coef=0.0)(batch, out)
     assert torch.equal(loss.loss_N, reinforce(batch, out).loss_N)
     assert "entropy_nats" in loss.stats
-    assert "kl_ref_nats" not in loss.stats
+    assert "kl_loss_nats" not in loss.stats
 
 
 def test_an_entropy_bonus_needs_the_entropy() -> None:

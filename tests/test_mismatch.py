@@ -19,7 +19,7 @@ def test_mismatch_by_hand() -> None:
     assert m["mismatch_mean_nats"].tolist() == m["mismatch_max_nats"].tolist() == [0.5, 0.25, 0.0]
     assert m["mismatch_k1_nats"].tolist() == [-0.5, 0.25, 0.0]
     assert m["mismatch_k3_nats"].tolist() == pytest.approx([math.exp(0.5) - 1.5, math.exp(-0.25) - 0.75, 0.0])
-    assert m["mismatch_share"].tolist() == [1.0, 1.0, 0.0]
+    assert m["mismatch_frac"].tolist() == [1.0, 1.0, 0.0]
     assert m["mismatch_engine_nll_nats"].tolist() == [1.0, 2.0, 3.0]
     assert m["mismatch_trainer_nll_nats"].tolist() == [0.5, 2.25, 3.0]
 
@@ -27,15 +27,15 @@ def test_mismatch_by_hand() -> None:
 def test_one_ulp_is_seen() -> None:
     engine = torch.tensor([-1.25, -0.5])
     m = mismatch(torch.nextafter(engine, torch.tensor([0.0, -0.5])), engine)
-    assert m["mismatch_share"].tolist() == [1.0, 0.0]
+    assert m["mismatch_frac"].tolist() == [1.0, 0.0]
     assert m["mismatch_max_nats"][0] > 0
 
 
 def test_a_nan_is_not_hidden() -> None:
     m = mismatch(torch.tensor([float("nan")]), torch.tensor([-1.0]))
-    engine = ("mismatch_share", "mismatch_engine_nll_nats")
+    engine = ("mismatch_frac", "mismatch_engine_nll_nats")
     assert all(bool(x.isnan()) for name, x in m.items() if name not in engine)
-    assert m["mismatch_share"].tolist() == [1.0]
+    assert m["mismatch_frac"].tolist() == [1.0]
     assert math.isnan(
         perplexities({name: float(x.mean()) for name, x in m.items()})["mismatch_perplexity_ratio"]
     )

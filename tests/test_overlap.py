@@ -342,7 +342,7 @@ def test_a_share_of_every_step_is_trained_on_again(tmp_path: Path) -> None:
     result = small_run(tmp_path, rollout=ROLLOUT, buffer={"replay": {"share": 0.5}})
     lines = [line for line in result.metrics if "train/loss" in line]
     assert [line["ledger/trained_rollouts"] for line in lines] == [8, 4, 4, 4, 4, 4]
-    assert [line["ledger/asked_rollouts"] for line in lines] == [8, 4, 4, 4, 4, 4]
+    assert [line["ledger/requested_rollouts"] for line in lines] == [8, 4, 4, 4, 4, 4]
     assert lines[-1]["ledger/pending_rollouts"] == 0
     assert [line["train/staleness_mean"] > 0 for line in lines] == [False, True, True, True, True, True]
     again = small_run(tmp_path / "again", rollout=ROLLOUT, buffer={"replay": {"share": 0.5}})

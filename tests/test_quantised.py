@@ -373,5 +373,5 @@ def test_a_run_learns(tmp_path: Path) -> None:
     assert sum(rewards[-3:]) / 3 > 0.8
     first = result.metrics[0]
     assert 1e-4 < first["train/mismatch_mean_nats"] < 0.1
-    assert first["train/mismatch_share"] > 0.9
+    assert first["train/mismatch_frac"] > 0.9
     assert first["train/clip_frac"] == 0.0

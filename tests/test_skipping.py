@@ -244,7 +244,7 @@ def test_shares_by_hand() -> None:
     batch = make_batch([["paa", "pa"], ["paaa"]])
     assert shares(batch) == {}
     said = shares(replace(batch, skipped_R=torch.tensor([True, False, False])))
-    assert said == {"train/skipped_rollouts_share": 1 / 3, "train/skipped_tokens_share": 2 / 6}
+    assert said == {"train/skipped_rollouts_frac": 1 / 3, "train/skipped_tokens_frac": 2 / 6}
 
 
 def test_what_was_not_said_is_no_number() -> None:

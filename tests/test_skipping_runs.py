@@ -229,7 +229,7 @@ def test_a_run_with_uniform_groups_is_written_down_and_shown(tmp_path: Path) -> 
     result = whet.train(rewards=sometimes, run_dir=str(run_dir), **RUN)
     assert result.finished
     for step, line in enumerate(result.metrics, start=1):
-        share = line["train/skipped_rollouts_share"]
+        share = line["train/skipped_rollouts_frac"]
         assert 0.1 < share < 1
         assert line["train/mismatch_mean_nats"] >= 0
         assert line["ledger/trained_rollouts"] == line["rollout/count"] == 32
@@ -247,7 +247,7 @@ def test_a_run_with_uniform_groups_is_written_down_and_shown(tmp_path: Path) -> 
 def test_what_reads_every_rollout_is_told_in_the_log(tmp_path: Path) -> None:
     steps = {"steps": 1, "tasks_per_step": 4, "optimizer": {"lr": 1e-2}}
     (line,) = learn(tmp_path, {"name": "grpo", "entropy_coef": 0.01}, train=steps)
-    assert line["train/skipped_rollouts_share"] == 0
+    assert line["train/skipped_rollouts_frac"] == 0
     told = [x for x in (tmp_path / "run/run.log").read_text().splitlines() if "weight in the gradient" in x]
     assert len(told) == 1
     assert "rollouts without advantage are not skipped: algorithm.entropy_coef is on" in told[0]

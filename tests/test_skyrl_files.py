@@ -288,3 +288,22 @@ def test_zero_reward_on_non_stop_and_dumps_and_exports(work: Path) -> None:
         group = reward.view(-1, 4)
         expected = (group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-6)
         assert [row["advantage"] for row in rows] == pytest.approx(expected.flatten().tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("key", "feature"),
+    [
+        ("generator.rate_limit.enabled=true", "several turns and tools"),
+        ("generator.miniswe_config_path=a.yaml", "several turns and tools"),
+        ("harbor_trial_config.trials_dir=there", "several turns and tools"),
+        ("trainer.arctic_rl.zero_stage=2", "ArcticRL's trainer and servers"),
+        ("trainer.num_dummy_steps=5", "trial runs on made-up rows"),
+    ],
+)
+def test_keys_of_skyrls_examples_are_refused_by_their_feature(key: str, feature: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text("trainer: {policy: {model: {path: m}}}\n")
+    with pytest.raises(ConfigError) as e:
+        load_config(path, [key], dialect="skyrl@main")
+    assert feature in str(e.value)
+    assert "unknown key" not in str(e.value)

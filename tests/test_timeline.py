@@ -298,7 +298,7 @@ def test_where_the_time_went_by_hand():
     assert stage.seconds == pytest.approx(0.300)
     # after start-up 200 ms, of which 30 + 16 + 60 + 40 computed
     assert stage.bubble == pytest.approx(1 - 146 / 200)
-    assert stage.rest_s == pytest.approx(0.010)
+    assert stage.other_s == pytest.approx(0.010)
     by_name = {(x.kind, x.name): x for x in stage.spent}
     generate = by_name["phase", "generate"]
     assert (generate.seconds, generate.share) == pytest.approx((0.120, 0.4))
@@ -398,7 +398,7 @@ def test_a_run_writes_what_it_did(tmp_path):
     train(rewards=reward, run_dir=str(tmp_path / "run"), **TINY)
     found = names_of(tmp_path / "run")
     for expected in [
-        *((STEPS, name) for name in ("generate", "score", "log-probs", "update")),
+        *((STEPS, name) for name in ("generate", "reward", "logprobs", "update")),
         *((WAITS, name) for name in ("room", "a step's worth of rollouts", "the weight sync")),
         ("policy", "update"),
         ("policy", "optimizer step"),

@@ -87,14 +87,14 @@ def test_the_summary_of_a_step_worked_by_hand() -> None:
         "rollout/tokens_sum": 16,
         "rollout/tokens_mean": 16 / 6,
         "rollout/tokens_max": 6,
-        "rollout/finish_stop_share": 4 / 6,
-        "rollout/finish_length_share": 1 / 6,
-        "rollout/finish_abort_share": 1 / 6,
+        "rollout/finish_stop_frac": 4 / 6,
+        "rollout/finish_length_frac": 1 / 6,
+        "rollout/finish_abort_frac": 1 / 6,
         "rollout/failed_count": 1,
         "rollout/failed/timeout_count": 1,
         "group/count": 3,
         "group/compared_count": 2,
-        "group/uniform_share": 0.5,
+        "group/zero_std_frac": 0.5,
         "group/reward_std_mean": 0.25,
     }
     assert out == pytest.approx(expected, abs=1e-15)
@@ -109,7 +109,7 @@ def test_the_summary_does_not_depend_on_order() -> None:
 
 def test_a_uniform_group_of_odd_rewards_counts_as_uniform() -> None:
     """0.1 three times has a mean that is not 0.1 in floating point."""
-    assert metrics.summarise([group(*[rollout(0.1)] * 3)])["group/uniform_share"] == 1.0
+    assert metrics.summarise([group(*[rollout(0.1)] * 3)])["group/zero_std_frac"] == 1.0
 
 
 def test_nothing_scored_gives_counts_and_no_invented_mean() -> None:
@@ -118,7 +118,7 @@ def test_nothing_scored_gives_counts_and_no_invented_mean() -> None:
     assert out["reward/scored_count"] == 0
     assert out["rollout/failed_count"] == 2
     assert out["rollout/failed/unscored_count"] == 2
-    assert not {"reward/mean", "group/uniform_share"} & out.keys()
+    assert not {"reward/mean", "group/zero_std_frac"} & out.keys()
     assert metrics.summarise([])["rollout/count"] == 0
 
 

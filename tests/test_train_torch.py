@@ -288,9 +288,9 @@ def test_mismatch_is_measured_against_what_was_sampled() -> None:
     made = engine(CUT)
     right = made.forward(batch, "logprobs")
     same = made.update(replace(batch, logp_sample_N=right), pg_loss)
-    assert (same["mismatch_max_nats"], same["mismatch_share"]) == (0.0, 0.0)
+    assert (same["mismatch_max_nats"], same["mismatch_frac"]) == (0.0, 0.0)
     off = right.clone()
     off[torch.nonzero(batch.mask_N)[0]] += 0.5
     other = made.update(replace(batch, logp_sample_N=off), pg_loss)
     assert other["mismatch_max_nats"] == pytest.approx(0.5, abs=1e-5)
-    assert other["mismatch_share"] == pytest.approx(1 / int(batch.mask_N.sum()))
+    assert other["mismatch_frac"] == pytest.approx(1 / int(batch.mask_N.sum()))

@@ -17,6 +17,7 @@ from whet.config.parse import parse
 from whet.config.recipes import resolve
 from whet.config.schedules import factor
 from whet.config.tree import merge, path_of
+from whet.dialects.kinds import understood
 from whet.dialects.row import NotSupportedYet, Values, aliases
 from whet.dialects.tables import dialect, table
 from whet.dialects.translate import translate
@@ -217,6 +218,14 @@ def test_passes_with_gradient_have_cuts_of_their_own_those_without_the_smallest(
     mixed |= {"actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 8192}
     assert found(mixed) == (8, 8)
     assert "= 1024" in refusal(sizes.cut, dynamic | {A + "ppo_max_token_len_per_gpu": 1000})
+    # ranks that share a sequence have a budget each
+    shared: dict[str, Json] = dynamic | {
+        A + "ulysses_sequence_parallel_size": 4,
+        A + "ppo_max_token_len_per_gpu": 256,
+    }
+    assert sizes.cut(values(shared | {"algorithm.adv_estimator": "grpo"}))["train.micro_batch_tokens"] == 1024
+    few = refusal(sizes.cut, shared | {A + "ppo_max_token_len_per_gpu": 255})
+    assert "per_gpu=255 * 4 ranks that share a sequence must be at least" in few
     assert "set at least one of" in refusal(sizes.cut, {A + "ppo_micro_batch_size_per_gpu": None})
 
 
@@ -808,3 +817,14 @@ def test_a_section_that_is_none_is_refused_by_its_key(key: str, value: Json, tmp
     (tmp_path / "verl.yaml").write_text(json.dumps(whole))
     with pytest.raises(ConfigError, match=r"override_config.*sections? of keys"):
         load(tmp_path / "verl.yaml", dialect="verl")
+
+
+def test_what_python_counts_as_false_is_false() -> None:
+    """verl tests its values by Python's truth: an empty text is false, and false is 0."""
+    row = {row.key: row for row in table("verl-ppo", "0.4.0")}
+    assert understood("", row["data.return_raw_chat"], default=False, nulls=()) == (False, "")
+    assert understood(False, row["trainer.test_freq"], default=-1, nulls=()) == (0, "")
+    assert (
+        understood(True, row["trainer.test_freq"], default=-1, nulls=())[1]
+        == "got true, expected a whole number"
+    )

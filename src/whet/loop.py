@@ -57,7 +57,7 @@ async def play(run: Run, tasks: list[Task]) -> list[Group]:
     """A group of rollouts of each task, scored."""
     with run.exploring("generate"):
         groups = await run.play(tasks)  # groups of G rollouts, token-exact; each rollout has its deadline
-    with run.exploring("score"):
+    with run.exploring("reward"):
         groups = await score(groups, run.rewards)  # each call has its deadline
     run.judged(groups)
     if "baseline" in run.algorithm.needs:
@@ -78,7 +78,7 @@ async def against_greedy(run: Run, groups: list[Group]) -> list[Group]:
     """The same rollouts, each with the reward of the greedy reply to its task."""
     with run.exploring("generate"):
         greedy = await run.play_greedy([g.task for g in groups])
-    with run.exploring("score"):
+    with run.exploring("reward"):
         greedy = await score(greedy, run.rewards)
     run.judged(greedy)
     return [with_baseline(group, one.rollouts[0]) for group, one in zip(groups, greedy)]
@@ -122,10 +122,10 @@ def learn(run: Run, groups: list[Group]) -> tuple[Batch, list[Metrics], Metrics]
     corrected: Metrics = {}
     if run.skipping.before_models:  # no model computes rollouts without effect
         batch = judge(run, batch)
-        with run.phase("log-probs"):
+        with run.phase("logprobs"):
             batch = look(run, batch)
     else:
-        with run.phase("log-probs"):
+        with run.phase("logprobs"):
             batch = look(run, batch)
         batch, corrected = run.algorithm.correct(batch, run.policy.version)
         batch = judge(run, batch)

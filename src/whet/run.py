@@ -406,7 +406,7 @@ class Run:
 
     def watch_mismatch(self, numbers: Metrics) -> None:
         """Compare the log-probs of engine and trainer. With log-prob parity there is no difference."""
-        share = numbers.get("train/mismatch_share", 0.0)
+        share = numbers.get("train/mismatch_frac", 0.0)
         if self.exact and self.same_policy and not self.policy.drops and share > 0:
             message = (
                 f"step {self.step + 1}: {share:.2%} of the sampled log-probs differ from the trainer's, by at most "
@@ -504,14 +504,14 @@ class Run:
             tracker.log(self.name, self.step, metrics=metrics, timings=timings)
 
     def _timings(self, tokens: int) -> Metrics:
-        """Seconds of the step, whole and by phase; `rest` is what no phase claims."""
+        """Seconds of the step, whole and by phase; `other` is what no phase claims."""
         seconds, self.seconds = self.seconds, {}
         beside, self.beside = self.beside, {}
         now = clock()
         step = now - self.since - sum(seconds.pop(name, 0.0) for name in OUTSIDE)
         self.since = now
         out = {f"time/{name}_s": s for name, s in (seconds | beside).items()}
-        out |= {"time/rest_s": step - sum(seconds.values()), "time/step_s": step}
+        out |= {"time/other_s": step - sum(seconds.values()), "time/step_s": step}
         unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, kilobytes elsewhere
         out["memory/peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
         for ranks in self.ranks.values():

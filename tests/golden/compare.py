@@ -29,12 +29,7 @@ from safetensors.torch import load_file
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-FEW = (
-    "stages.0.train.steps=6",
-    "stages.1.train.steps=6",
-    "stages.0.eval.interval=3",
-    "stages.1.eval.interval=3",
-)
+FEW = ("stages.0.train.steps=6", "stages.1.train.steps=6", "stages.0.eval.every=3", "stages.1.eval.every=3")
 CASES: dict[str, tuple[str, ...]] = {
     "first_run": ("examples/first_run.yaml", *FEW),
     "verl": ("examples/from_verl.yaml", "trainer.total_epochs=1"),
@@ -65,7 +60,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "rollout.max_staleness=1",
     ),
 }
-"""By name: a file, of BASE where it has it, and overrides."""
+"""By name: a file, of BASE where it has it, and overrides, by names that both sides read."""
 MODEL = "runs/first_run/export/sft"
 """What the files of other systems train: the model that the first case leaves behind."""
 

@@ -27,7 +27,7 @@ AGGREGATIONS = (
 )
 
 
-def weights(batch: Batch, mode: str, *, norm_tokens: int) -> Tensor:
+def weights(batch: Batch, mode: str, *, norm_tokens: int, block: int | None = None) -> Tensor:
     """[N] what one token's loss counts, 0 where not sampled. One over (n: tokens sampled in the rollout):
 
     token-mean               tokens of the minibatch
@@ -39,20 +39,26 @@ def weights(batch: Batch, mode: str, *, norm_tokens: int) -> Tensor:
     prompt-mean              groups * tokens of the group  (DAPO's eq. 8 as written, arXiv:2503.14476)
     pair-mean                pairs, at the last sampled token of the chosen rollout alone (DPO)
 
+    block: token-mean is a mean over blocks of so many consecutive rollouts, of each block's mean over tokens; its last
+    block may have fewer. One over: blocks * tokens of the block.
+
     A rollout that counts c times (`batch.count_R`) counts c times above and below the line, as c copies would.
     """
     if mode == "pair-mean":
         return _pair_weights(batch)
     times_R = torch.ones_like(batch.reward_R) if batch.count_R is None else batch.count_R
-    over_R = _denominator(batch, mode, times_R=times_R.double(), norm_tokens=norm_tokens)
+    over_R = _denominator(batch, mode, times_R=times_R.double(), norm_tokens=norm_tokens, block=block)
     weight_R = torch.where(times_R > 0, times_R / over_R, 0.0)
     return torch.where(batch.mask_N, weight_R[batch.row_N], 0.0).to(batch.reward_R.dtype)
 
 
-def _denominator(batch: Batch, mode: str, *, times_R: Tensor, norm_tokens: int) -> Tensor:
+def _denominator(batch: Batch, mode: str, *, times_R: Tensor, norm_tokens: int, block: int | None) -> Tensor:
     """[R] what the losses of a rollout's tokens are divided by, float64."""
     tokens_R = sampled_R(batch).double()
     rollouts = (times_R * (tokens_R > 0)).sum()
+    if mode == "token-mean" and block:
+        block_R = torch.arange(len(tokens_R), device=tokens_R.device) // block
+        return (int(block_R[-1]) + 1) * group_sum(times_R * tokens_R, block_R)
     if mode == "token-mean":
         return (times_R * tokens_R).sum().expand_as(tokens_R)
     if mode == "token-sum":

@@ -134,13 +134,13 @@ def _stats(weight_M: Tensor, raw_M: Tensor, *, gap_N: Tensor, cfg: Correction) -
     out = {
         "correction/weight_mean": float(weight_M.mean()),
         "correction/weight_max": float(weight_M.max()),
-        "correction/rejected_share": float((weight_M == 0).double().mean()),
-        "correction/effective_share": _effective(weight_M),
-        "correction/age_mean": float(gap_N.double().mean()),
+        "correction/rejected_frac": float((weight_M == 0).double().mean()),
+        "correction/ess_frac": _effective(weight_M),
+        "correction/staleness_mean": float(gap_N.double().mean()),
     }
     if cfg.weight is not None and (cfg.low is not None or cfg.high is not None):
         held_M = raw_M.clamp(cfg.low, cfg.high)
-        out["correction/outside_share"] = float((held_M != raw_M).double().mean())
+        out["correction/outside_frac"] = float((held_M != raw_M).double().mean())
     return out
 
 

@@ -70,7 +70,7 @@ def _regularized(
         loss_N = loss_N * batch.correction_N
     if kl_coef > 0:
         kl_N = reference_kl(batch, need(out.logp_N, "outputs.logp_N"), estimator)
-        loss_N, stats["kl_ref_nats"] = loss_N + kl_coef * kl_N, kl_N.detach()
+        loss_N, stats["kl_loss_nats"] = loss_N + kl_coef * kl_N, kl_N.detach()
     if entropy_coef != 0:
         entropy_N = torch.where(own(batch), need(out.entropy_N, "outputs.entropy_N"), 0.0)
         if entropy_own_mean:

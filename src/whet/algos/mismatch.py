@@ -23,7 +23,7 @@ def mismatch(trainer_M: Tensor, engine_M: Tensor) -> dict[str, Tensor]:
         "mismatch_max_nats": d_M.abs(),
         "mismatch_k1_nats": -d_M,
         "mismatch_k3_nats": torch.expm1(d_M) - d_M,
-        "mismatch_share": (trainer_M != engine_M).double(),
+        "mismatch_frac": (trainer_M != engine_M).double(),
         "mismatch_engine_nll_nats": -engine_M.double(),
         "mismatch_trainer_nll_nats": -trainer_M.double(),
     }

@@ -221,7 +221,7 @@ def _needs_old(r: Resolved, uses_old: bool, exact: bool) -> bool:
 def _weights(r: Resolved, batch: Batch, step: int, *, norm_tokens: int) -> Tensor:
     """What a token counts; rejected ones leave the denominators where the correction says so."""
     counted = kept(batch) if r.correction.denominator == "kept" else batch
-    plain = partial(weights, mode=r.loss_agg_mode, norm_tokens=norm_tokens)
+    plain = partial(weights, mode=r.loss_agg_mode, norm_tokens=norm_tokens, block=r.mean_over_rollouts)
     return mixed_weights(counted, weights=plain, mu=mu_at(r.mix, step)) if r.mix else plain(counted)
 
 

@@ -112,6 +112,6 @@ def shares(batch: Batch) -> dict[str, float]:
         return {}
     tokens_R = sampled_R(batch)
     return {
-        "train/skipped_rollouts_share": float(batch.skipped_R.double().mean()),
-        "train/skipped_tokens_share": int(tokens_R[batch.skipped_R].sum()) / max(int(tokens_R.sum()), 1),
+        "train/skipped_rollouts_frac": float(batch.skipped_R.double().mean()),
+        "train/skipped_tokens_frac": int(tokens_R[batch.skipped_R].sum()) / max(int(tokens_R.sum()), 1),
     }

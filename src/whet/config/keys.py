@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from whet.config.renamed import present
 from whet.config.schema import Config, Section
 
 Path = tuple[str | int, ...]
@@ -242,6 +243,8 @@ def suggest(path: Iterable[str | int]) -> list[str]:
     Same section first, then other frameworks' names, then the same or nearly the same name anywhere.
     """
     path = tuple(path)
+    if (now := present(path)) != path:
+        return [dotted(now)]
     name, above = str(path[-1]), path[:-1]
     siblings = children(above)
     near = _closest(name, siblings)

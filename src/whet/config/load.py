@@ -26,6 +26,7 @@ from whet.config.checks import unused as unused_keys
 from whet.config.draft import Draft
 from whet.config.faults import faults, listing, named, shown
 from whet.config.parse import parse, plain
+from whet.config.renamed import RELEASE
 from whet.config.schema import Config
 from whet.dialects.here import fitted
 from whet.dialects.idle import at_hand, idle, noted, without
@@ -118,12 +119,16 @@ def load(
         if draft.problems:
             raise ConfigError(listing(draft.problems, what))
         overrides = [text.removeprefix("whet.") for text in overrides if text.startswith("whet.")]
+    else:
+        draft.use_present_names()
     if values:
         draft.put((), plain(values), "values")
     for override in overrides:
         draft.override(override)
     if translation is not None and not draft.problems and (here or hardware.elsewhere()):
         translation = fitted(draft, translation)
+    if draft.renamed:
+        notes += (f"{RELEASE}: {'; '.join(draft.renamed)}",)
     written, config = draft.tree, _finished(draft)
     if config is not None and translation is not None and not draft.problems:
         unread = idle(config, stage_configs(config), translation)

@@ -28,6 +28,7 @@ class Resolved:
     loss: str
     loss_agg_mode: str
     norm_tokens: int | None
+    mean_over_rollouts: int | None
     settings: Mapping[str, object]
     """What advantage and loss are given, by the names in their signatures."""
     whiten: bool
@@ -96,6 +97,7 @@ def resolve(cfg: Algorithm) -> Resolved:
         loss=str(pick("loss")),
         loss_agg_mode=str(pick("loss_agg_mode")),
         norm_tokens=cfg.norm_tokens,
+        mean_over_rollouts=cfg.mean_over_rollouts,
         settings={key: open_keys.get(key) if value is None else value for key, value in mine.items()},
         whiten=bool(pick("whiten")),
         whiten_ddof=cfg.whiten_ddof,

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from whet.config.faults import shown
 from whet.config.keys import Key, dotted, is_list, keys, lookup
 from whet.config.keys import Path as At
+from whet.config.renamed import renamed
 from whet.config.schema import Config, Section
 from whet.config.secrets import dump, hidden
 from whet.config.tree import get, stage_names, stage_tree
@@ -190,7 +191,7 @@ def changes(old: Json, new: Json) -> list[Change]:
     What one of them does not have has its default; keys that the schema does not know are of another version of whet,
     and are passed over. A stage that only one of them has is one change, of `stages`.
     """
-    was, now = _stages(redact_tree(hidden(old))), _stages(redact_tree(hidden(new)))
+    was, now = _stages(redact_tree(hidden(renamed(old)[0]))), _stages(redact_tree(hidden(new)))
     both = [name for name in now if name in was]
     found = [replace(c, stage=name) for name in both for c in _differences(was[name], now[name], ())]
     kinds = {n: _kind(c, now[c.stage]) for n, c in enumerate(found) if c.stage is not None}

@@ -58,6 +58,11 @@ SETTING_RULES: tuple[Rule, ...] = (
         for setting in sorted(SETTINGS)
     ),
     _rule(
+        ("mean_over_rollouts",),
+        {"condition": "loss_agg_mode", "is": "token-mean"},
+        "loss_agg_mode={loss_agg_mode} is no mean over tokens of several rollouts",
+    ),
+    _rule(
         ("norm_tokens",),
         {"condition": "loss_agg_mode", "in": ["seq-mean-token-sum-norm", "token-sum-norm"]},
         "loss_agg_mode={loss_agg_mode} divides by no fixed length",

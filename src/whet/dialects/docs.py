@@ -38,9 +38,7 @@ Made from the tables in `src/whet/dialects` by `make docs`; `whet keys --dialect
 | mapped | The value goes over to one native key of the same meaning. |
 | translated | Native keys are computed from it and others. |
 | derived | It follows from other keys; a value that says otherwise is refused. |
-| engine | It is an option of an inference or training engine that is not there yet: only the default is accepted. |
 | coming | Its feature is not built yet: a value that would switch it on is refused. |
-| inert | It cannot matter here, for the reason given. |
 | refused | It is never done here; the reason says what to write instead. |
 
 An unknown key is refused. A key that is left out has the default of its document, given below.

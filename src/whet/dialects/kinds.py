@@ -16,8 +16,8 @@ from whet.config.urls import is_remote
 from whet.dialects.row import Row
 from whet.types import Json
 
-_BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-"""YAML 1.1, which these systems read."""
+_BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "": False}
+"""YAML 1.1, which these systems read; an empty text is false to Python."""
 
 _BOUND = re.compile(r"(int|number)(>=|>)(-?[\d.]+)")
 
@@ -133,7 +133,7 @@ def holds_one(row: Row, default: Json) -> bool:
 
 def _typed(value: Json, kind: str) -> tuple[Json, str]:
     """Texts are tried as they are, then as what YAML 1.1 makes of them."""
-    tried = [value]
+    tried = [value, *([0] if value is False else [])]  # as Python counts it
     if isinstance(value, str):
         tried += [_BOOLS[value.lower()]] if value.lower() in _BOOLS else []
         with contextlib.suppress(ValueError):
@@ -157,8 +157,8 @@ def _number(value: Json, row: Row) -> tuple[Json, str]:
         read = scalar(value.strip()) if isinstance(value, str) else value
     except ValueError as e:
         return value, str(e)
-    if isinstance(read, int | float) and not isinstance(read, bool):
-        return read, ""
+    if isinstance(read, int | float) and read is not True:
+        return (0 if read is False else read), ""  # as Python counts it
     if value is None or not _strict(row) or isinstance(value, list):
         return value, ""
     return value, f"got {shown(value)}, expected a number"

@@ -24,8 +24,8 @@ _MEGATRON = "ppo_megatron_trainer"
 _CHOICES: Mapping[str, Mapping[str, str]] = {
     "model_engine": {"megatron": f"defaults=[{_MEGATRON}]", "dp": "", "fsdp": ""},
     "actor": {"megatron_actor": f"defaults=[{_MEGATRON}]", "dp_actor": ""},
-    "engine": {"fsdp": ""},
-    "optim": {"fsdp": ""},
+    "engine": {"fsdp": "", "megatron": "engine.strategy=megatron"},
+    "optim": {"fsdp": "", "megatron": ""},
     "model": {"hf_model": ""},
 }
 """Hydra's choice of a file for a section: those that verl has -> the override that says the same, '' where a file

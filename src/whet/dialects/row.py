@@ -10,12 +10,12 @@ columns, tab-separated, one line a key (and span of versions):
               line for the versions before, which have not the key but behave as if it had this default
     type      what a value must be (`kinds.py`); empty: the kind of its default
     default   JSON
-    harmless  JSON: of `coming`, `inert` and `refused`, values beside the default that change nothing here
+    harmless  JSON: of `derived`, `coming` and `refused`, values beside the default that change nothing here
     status    see `Status`
     native    the native keys that it feeds, split by `;`; of an alias the present key
     function  of `translated` and `derived`: `module.function` in the system's package, called once for all its rows
     when      `module.function` from values to true: the row counts only then, and rests else
-    area      of `coming` and `engine`: the feature or the engine that is not there
+    area      of `coming`: the feature that is not there
     reason    for people: how it is translated, why it cannot matter, what to write instead
 """
 
@@ -31,10 +31,10 @@ from typing import Literal, NamedTuple, get_args
 
 from whet.types import ConfigError, Json
 
-Status = Literal["mapped", "translated", "derived", "engine", "coming", "inert", "refused"]
+Status = Literal["mapped", "translated", "derived", "coming", "refused"]
 """mapped: the same meaning under another name. translated: a function computes native keys from it and others. derived:
-it follows from other keys here, and a value of its type that says otherwise is refused. engine: for vLLM, SGLang,
-DeepSpeed or Megatron. coming: its feature is not built. inert: it cannot matter here. refused: never done here."""
+it follows from other keys here, and a value of its type that says otherwise is refused.
+coming: its feature is not built. refused: never done here."""
 
 ALIAS = "alias"
 """The status of a line that is no row: another name of a key."""

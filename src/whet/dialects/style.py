@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ from whet.types import Json
 _OVERRIDE = re.compile(
     r"(?P<sign>\+\+|\+|~|)(?P<key>\w[^\s=+~@]*)(?P<equals>\s*=\s*)?(?P<value>.*)", re.DOTALL
 )
-_TIGHT = re.compile(r"([{,]\s*[\w.]+):(?=\S)")
-"""Hydra reads {a:1} as YAML reads {a: 1}."""
+_KEY = re.compile(r"(?P<before>[{,]\s*)(?P<key>(?:[\w.*]|\\.)+):(?=\S)")
+"""A key of a dict in Hydra's grammar: {a:1} is YAML's {a: 1}, and a backslash stands before what is no sign of it."""
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Tree:
             if not _drop(self.tree, path):
                 self.problems.append((source, f"there is no {said['key']} in the file to take out"))
             return
-        parsed = parse(_TIGHT.sub(r"\1: ", said["value"]) if said["value"][:1] in "{[" else said["value"])
+        parsed = parse(_KEY.sub(_as_yaml, said["value"]) if said["value"][:1] in "{[" else said["value"])
         if parsed.problems:
             self.problems += [(source, problem) for _, problem in parsed.problems]
             return
@@ -72,6 +73,12 @@ class Tree:
         self.origins |= {at: source for at, _ in leaves(value, path)}
         for n in range(1, len(path)):
             self.origins.setdefault(path[:n], source)
+
+
+def _as_yaml(key: re.Match[str]) -> str:
+    plain = re.sub(r"\\(.)", r"\1", key["key"])
+    is_word = re.fullmatch(r"[\w.]+", plain) is not None
+    return f"{key['before']}{plain if is_word else json.dumps(plain)}: "
 
 
 def overridden(

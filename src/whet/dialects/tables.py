@@ -208,7 +208,7 @@ def _aliases(system: str, files: tuple[str, ...], stages: tuple[str, ...]) -> di
 def _in_a_stage(row: Row) -> Row:
     """The row of a key in a stage, which is judged as a file of its own: what does something does it by way of it."""
     key = f"stages[].{row.key}"
-    if row.status in ("engine", "coming"):
+    if row.status == "coming":
         return replace(row, key=key)
     writes = row.status in ("mapped", "translated")
     reason = INHERITED if writes else row.reason

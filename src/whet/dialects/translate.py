@@ -175,7 +175,7 @@ def _check(file: Reading, row: Row) -> None:
             continue  # what is in it is judged by its own rows
         if not any(same(value, ok) for ok in accepted) and not _of_its_type(file, row, value):
             text = f"{dotted(found.path)}: got {shown(found.value)}; {_refusal(row, accepted)}"
-            if row.status in ("coming", "engine"):
+            if row.status == "coming":
                 key, value = dotted(found.path), shown(found.value)
                 file.unbuilt.append(Missing(file.places[found.at], text, row.area, key, value))
             else:
@@ -216,11 +216,7 @@ def _of_its_type(file: Reading, row: Row, value: Json) -> bool:
 def _refusal(row: Row, accepted: Sequence[Json]) -> str:
     """Why a value is refused, and which would not be."""
     ok = ", ".join([*dict.fromkeys(map(shown, accepted)), *([expected(row.type)] if row.type else [])])
-    why = {
-        "coming": f"coming, not built yet: {row.area or row.reason}",
-        "engine": f"coming with {row.area}: {row.reason}",
-        "inert": f"it cannot matter here: {row.reason}",
-    }.get(row.status, row.reason)
+    why = f"coming, not built yet: {row.area or row.reason}" if row.status == "coming" else row.reason
     return f"{why} (accepted today: {ok})" if len(ok) < 200 else why
 
 

@@ -78,7 +78,10 @@ class Ledger:
 
     def end_step(self) -> Metrics:
         """The counts since the last call, as metrics, and how many are pending now. Starts the next step."""
-        metrics = {f"ledger/{account}_rollouts": float(n) for account, n in sorted(self._step.items())}
+        metrics = {
+            f"ledger/{'requested' if account == 'asked' else account}_rollouts": float(n)
+            for account, n in sorted(self._step.items())
+        }
         self._step.clear()
         return {**metrics, "ledger/pending_rollouts": float(self.pending)}
 

@@ -15,8 +15,8 @@ from whet.simulate import Costs, Schedule, Simulated, bound_s, simulate, ways
 from whet.track.written import list_steps, read_config, read_lines, read_rollouts
 from whet.types import DataError
 
-TRAINING = ("time/log-probs_s", "time/update_s")
-READ = (*TRAINING, "time/generate_s", "time/score_s")
+TRAINING = ("time/logprobs_s", "time/update_s")
+READ = (*TRAINING, "time/generate_s", "time/reward_s")
 
 
 def measured(run_dir: Path, stage: str, *, slots: int) -> Costs:
@@ -47,7 +47,7 @@ def measured(run_dir: Path, stage: str, *, slots: int) -> Costs:
     return Costs(
         rollout_s=[per_token * tokens for n in both for tokens in lengths[n]],
         train_s=median(sum(timings[n].get(name, 0.0) for name in TRAINING) for n in both),
-        score_s=mean(timings[n].get("time/score_s", 0.0) / len(lengths[n]) for n in both),
+        score_s=mean(timings[n].get("time/reward_s", 0.0) / len(lengths[n]) for n in both),
         slots=slots,
     )
 

@@ -108,7 +108,7 @@ def _lengths(rollouts: Sequence[Rollout]) -> Metrics:
     out["rollout/tokens_max"] = max(tokens)
     ends = Counter(r.finish_reason for r in rollouts)
     for reason in ("stop", "length", "abort"):
-        out[f"rollout/finish_{reason}_share"] = ends[reason] / len(rollouts)
+        out[f"rollout/finish_{reason}_frac"] = ends[reason] / len(rollouts)
     return out
 
 
@@ -136,7 +136,7 @@ def _groups(groups: Sequence[Group]) -> Metrics:
             spreads.append(_std(rewards) if min(rewards) < max(rewards) else 0.0)
     out: Metrics = {"group/count": len(groups), "group/compared_count": len(spreads)}
     if spreads:
-        out["group/uniform_share"] = spreads.count(0.0) / len(spreads)
+        out["group/zero_std_frac"] = spreads.count(0.0) / len(spreads)
         out["group/reward_std_mean"] = Mean.of(spreads).value
     return out
 

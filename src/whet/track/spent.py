@@ -1,9 +1,9 @@
 """Where the time of a run went: `whet show RUN --timeline`, from the timeline.json of each of its processes.
 
 The bubble is the share of the processes' time in which one that could work waited: the driver where it samples or
-trains, and each trainer rank, engine replica, explorer and evaluation process while it is there and the run is open. A rank
-that waits for another rank in the middle of an update counts as working. The bubble of a single process is the time
-in which it computed nothing.
+trains, and each trainer rank, engine replica, explorer and evaluation process while it is there and the run is open. A
+rank that waits for another rank in the middle of an update counts as working. The bubble of a single process is the
+time in which it computed nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StageTime:
     stage: str
     steps: int
     seconds: float
-    rest_s: float
+    other_s: float
     """What no phase and no wait claims."""
     bubble: float
     """Share of the processes' time in which they waited."""
@@ -155,7 +155,7 @@ def _stage(name: str, spans: Sequence[Span], beside: Sequence[Span]) -> StageTim
         stage=name,
         steps=len({s.step for s in own if s.kind == "phase" and s.name == UPDATE}),
         seconds=wall_ns / 1e9,
-        rest_s=max(0.0, wall_ns / 1e9 - claimed_s),
+        other_s=max(0.0, wall_ns / 1e9 - claimed_s),
         bubble=sum(p.wait_s for p in processes) / max(lived_s, 1e-9),
         still=1 - sum(o.computed_ns for o in opened) / max(sum(o.length_ns for o in opened), 1),
         spent=tuple(sorted(spent, key=lambda x: -x.seconds)),
@@ -326,7 +326,7 @@ def _table(stage: StageTime) -> Table:
                 str(x.pieces),
             )
             table.add_row(Text(where, "dim"), Text(name), *numbers)
-    table.add_row("", Text("rest", "dim"), f"{stage.rest_s:.3f}", f"{stage.rest_s / stage.seconds:.1%}")
+    table.add_row("", Text("other", "dim"), f"{stage.other_s:.3f}", f"{stage.other_s / stage.seconds:.1%}")
     return table
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from whet.config.parse import parse
+from whet.config.renamed import renamed
 from whet.data.parquet import read_parquet
 from whet.inputs import MOST_CONFIG_BYTES, MOST_JSON_BYTES, check_regular, parse_json, read_bytes, read_text
 from whet.types import DataError, Json
@@ -147,7 +148,7 @@ def read_config(run_dir: Path) -> dict[str, Json]:
     found = parse(read_text(path, DataError, most=MOST_CONFIG_BYTES))
     for line, said in found.problems:
         raise DataError(f"{path}:{line}: {said}")
-    return _config(found.tree, str(path))
+    return _config(renamed(found.tree)[0], str(path))
 
 
 def _config(tree: Json, where: str) -> dict[str, Json]:

@@ -29,6 +29,9 @@ class Algorithm(Section):
     """How token losses become one number; counts are global, so it does not depend on micro-batches."""
     norm_tokens: Positive | None = None
     """Constant of seq-mean-token-sum-norm (Dr. GRPO) and token-sum-norm. Default: rollout.sampling.max_tokens."""
+    mean_over_rollouts: Positive | None = None
+    """token-mean: take the mean over the tokens of each block of this many consecutive rollouts, then the mean over the
+    blocks (SkyRL's token_mean_legacy, whose blocks are micro-batches). Default: one mean over the minibatch."""
     whiten: bool | None = None
     """Shift and scale advantages to mean 0 and variance 1 over the batch. Default: the recipe's."""
     entropy_coef: float = 0.0

@@ -206,16 +206,14 @@ REDUCTIONS = {
 
 
 def reduction(v: Values) -> Native:
-    """How token losses become one number. Until 0.2 token_mean was a mean over micro-batches of their means over
-    tokens: of micro-batches of one sequence that is a mean over sequences."""
-    if v[f"{A}.loss_reduction"] == "token_mean_legacy" and v["trainer.micro_train_batch_size_per_gpu"] > 1:
-        raise ConfigError(
-            f"{A}.loss_reduction=token_mean_legacy depends on how the batch is cut into micro-batches; here a cut "
-            "never changes a gradient: write token_mean, which is the same without a cut"
-        )
-    mode = aggregation(v)
-    is_normed = mode == "seq-mean-token-sum-norm"
-    return {"algorithm.loss_agg_mode": mode, **({"algorithm.norm_tokens": _longest(v)} if is_normed else {})}
+    """How token losses become one number. token_mean_legacy, and token_mean until 0.2, is a mean over micro-batches of
+    their means over tokens: of micro-batches of one sequence that is a mean over sequences."""
+    mode, micro = aggregation(v), v["trainer.micro_train_batch_size_per_gpu"]
+    out: Native = {"algorithm.loss_agg_mode": mode}
+    if mode == "seq-mean-token-sum-norm":
+        return {**out, "algorithm.norm_tokens": _longest(v)}
+    by_micro_batch = v[f"{A}.loss_reduction"] == "token_mean_legacy" and micro > 1
+    return {**out, "algorithm.mean_over_rollouts": micro} if by_micro_batch else out
 
 
 def aggregation(v: Values) -> str:

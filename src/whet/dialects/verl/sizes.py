@@ -280,9 +280,19 @@ def _asked(v: Values, role: str, sequences: str, dynamic: str, tokens: str) -> t
     if not v[f"{role}.{dynamic}"]:
         micro = micro_batch(v, f"{role}.{sequences}", of=role)
         return None if micro is None else ("rollouts", micro)
-    most = v[f"{role}.{tokens}"]
+    shared = _sharing(v, role)
+    most = v[f"{role}.{tokens}"] * shared
     if most < longest(v):
+        ranks_share = f" * {shared} ranks that share a sequence" if shared > 1 else ""
         raise ConfigError(
-            f"{role}.{tokens}={most} must be at least data.max_prompt_length + data.max_response_length = {longest(v)}"
+            f"{role}.{tokens}={most // shared}{ranks_share} must be at least data.max_prompt_length + "
+            f"data.max_response_length = {longest(v)}"
         )
     return "tokens", most
+
+
+def _sharing(v: Values, role: str) -> int:
+    """Ranks that share the tokens of a sequence, each with the role's budget, as there."""
+    if is_megatron(v):
+        return int(v[f"{MEGATRON}.context_parallel_size"])
+    return int(v[f"{ACTOR if role == ROLLOUT else role}.ulysses_sequence_parallel_size"])

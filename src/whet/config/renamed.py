@@ -1,0 +1,100 @@
+"""Keys and values of whet 0.1 by their present names, for one release: `dialects/whet-0.tsv`.
+
+A line has an old key, its present name, and old values by their present ones (JSON). Only the last part of a key
+changes; the parts before it are present names. `[]` stands for any entry of a list, `<name>` for any name.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+
+from whet.types import Json
+
+Path = tuple[str | int, ...]
+
+RELEASE = "names of whet 0.1, which this release reads for the last time"
+
+_REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
+
+
+@functools.cache
+def table() -> Mapping[tuple[str, ...], tuple[str, Mapping[str, str]]]:
+    """By the parts of an old key: its present last part, and old values -> present ones."""
+    text = files("whet.dialects").joinpath("whet-0.tsv").read_text(encoding="utf-8")
+    rows = (line.split("\t") for line in text.splitlines()[1:])
+    return {
+        tuple(old.replace("[]", ".[]").split(".")): (new.rpartition(".")[2], json.loads(values or "{}"))
+        for old, new, values in rows
+    }
+
+
+def renamed(tree: Json, at: Path = ()) -> tuple[Json, tuple[str, ...]]:
+    """(the value at a path of a config, by present names; what was renamed: `train.passes is train.update_epochs`).
+
+    Where a section has a key under both names, both stay: the old one is then refused as an unknown key. References
+    (`${train.passes}`) are renamed, too.
+    """
+    notes: list[str] = []
+    return _renamed(tree, at, notes), tuple(notes)
+
+
+def present(path: Sequence[str | int]) -> Path:
+    """A path by present names."""
+    out: Path = ()
+    for part in path:
+        out = (*out, _name(out, part))
+    return out
+
+
+def _renamed(value: Json, at: Path, notes: list[str]) -> Json:
+    if isinstance(value, list):
+        return [_renamed(v, (*at, n), notes) for n, v in enumerate(value)]
+    if isinstance(value, dict):
+        return {
+            name: _renamed(inner, (*at, name), notes)
+            for key, inner in value.items()
+            for name in (_name_beside(at, key, value, notes),)
+        }
+    if not isinstance(value, str):
+        return value
+    _, values = table().get(_pattern(at), ("", {}))
+    if value in values:
+        notes.append(f"{_dotted(at)}={value} is {_dotted(at)}={values[value]}")
+        return values[value]
+    return _REFERENCE.sub(lambda m: "${" + _dotted(present(m[1].split("."))) + "}", value)
+
+
+def _name_beside(above: Path, key: str, section: Json, notes: list[str]) -> str:
+    """The present name of a key, or its own where the section has the present one as well."""
+    name = str(_name(above, key))
+    if name == key or name in section:
+        return key
+    notes.append(f"{_dotted((*above, key))} is {_dotted((*above, name))}")
+    return name
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _name(above: Path, part: str | int) -> str | int:
+    """The present name of a key in a section."""
+    found = table().get(_pattern((*above, part)))
+    return found[0] if found else part
+
+
+def _pattern(path: Path) -> tuple[str, ...]:
+    """A path as the table writes it. What stands in a stage has the path it has in the base config."""
+    if path[:1] == ("stages",):
+        path = path[2:]
+    out: tuple[str, ...] = ()
+    for n, part in enumerate(path):
+        if isinstance(part, int) or part.isdecimal():
+            out = (*out, "[]")
+        else:
+            out = (*out, "<name>" if n == 1 and path[0] == "rewards" else part)
+    return out
