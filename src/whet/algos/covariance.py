@@ -1,8 +1,8 @@
-"""Policy losses that treat the tokens with the largest covariance of advantage and log-prob apart.
+"""Policy losses that treat the tokens with the largest covariance of advantage and log-prob separately.
 
-Such tokens make the entropy fall (arXiv:2505.22617). Which they are is a question to the whole minibatch: its means,
-its k largest, a random choice. It is answered once, before the minibatch is cut, by a few numbers that every token of
-any part can be compared with (`Picks`); so the cut changes nothing. The random numbers are functions of a rollout's
+Such tokens reduce the entropy (arXiv:2505.22617). The choice depends on the whole minibatch: means, k largest values,
+random numbers. It is made once, before the minibatch is split, as a few numbers to compare every token of any
+part with (`Picks`); so the split changes nothing. The random numbers are functions of a rollout's
 tokens and of the place in it: no state, and the same in any order. Shape letters: N tokens, R rollouts, M sampled.
 """
 
