@@ -276,7 +276,7 @@ def test_a_manifest_that_does_not_list_what_is_there_is_a_damaged_checkpoint(
     said = json.loads((path / "manifest.json").read_text())
     del said["files"]["policy/model.safetensors"]
     (path / "manifest.json").write_text(json.dumps(said))
-    with pytest.raises(checkpoint.Damaged, match=r"does not list policy/model.safetensors, which is there"):
+    with pytest.raises(checkpoint.Damaged, match=r"does not list the file policy/model.safetensors"):
         checkpoint.read_state(path)
 
 
@@ -385,7 +385,7 @@ def test_a_record_that_was_written_twice_is_mended_and_files_that_are_gone_are_n
     assert code == 0, out
     assert "lines of steps that it already has are dropped" in said
     assert (
-        "no longer whole: rollouts/main-step-000001.parquet, rollouts/main-step-000002.parquet, which" in said
+        "is incomplete: rollouts/main-step-000001.parquet, rollouts/main-step-000002.parquet, which" in said
     )
     assert metrics.read_bytes() == (finished / "metrics.jsonl").read_bytes()
 

@@ -241,7 +241,7 @@ def test_reasoning_gym_mistakes_are_named(task, params, says):
         ("a.csv", "prompt,answer\na,1,2\n", "a.csv, line 2: the number of cells differs"),
         ("a.csv", 'prompt,answer\na,"1" x\n', "a.csv, line 2: malformed csv"),
         ("a.parquet", "no", "a.parquet: not a readable parquet file"),
-        ("a.txt", "a", "cannot tell its format from '.txt'; known: .parquet"),
+        ("a.txt", "a", "unknown format '.txt'; expected one of .parquet"),
     ],
 )
 def test_malformed_files_are_named_with_their_line(name, text, says, tmp_path):

@@ -116,7 +116,7 @@ def test_what_cannot_be_exported_is_said(plain: Path, lora: Path, tmp_path: Path
         (
             {"target": str(plain), "step": 9},
             CheckpointError,
-            "no checkpoint of --step 9; there are 0-main-000001",
+            "no checkpoint of --step 9; checkpoints there: 0-main-000001",
         ),
         ({"target": str(plain), "stage": "rl"}, CheckpointError, "no checkpoint of --stage rl"),
         ({"target": str(plain), "form": "adapter"}, ConfigError, "has no adapters"),

@@ -120,7 +120,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     RunDirectory(tmp_path, ["s"]).close()
     assert "stage steps time tokens tokens/s reward held-out" in lines_of(show.summary(tmp_path))
     assert show.before_and_after(show.read(tmp_path), limit=3) == []
-    with pytest.raises(DataError, match="It has: none"):
+    with pytest.raises(DataError, match="rollouts there: none"):
         show.rollouts(tmp_path, 1)
 
 
@@ -190,7 +190,7 @@ def test_tokens_are_listed_with_what_was_recorded(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     make(tmp_path).close()
-    with pytest.raises(DataError, match=r"no rollouts of step 9\. It has: grpo: 1 to 2, 2 steps"):
+    with pytest.raises(DataError, match=r"no rollouts of step 9; rollouts there: grpo: 1 to 2, 2 steps"):
         show.rollouts(tmp_path, 9)
     with pytest.raises(DataError, match="no rollouts of step 1 of stage 'sft'"):
         show.rollouts(tmp_path, 1, stage="sft")

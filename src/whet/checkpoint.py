@@ -149,7 +149,7 @@ class Saver:
         after: Callable[[Path], None] = lambda path: None,
         spare: Callable[[], Collection[Path]] = tuple,
     ) -> None:
-        """spare: says which checkpoints must stay for now, whatever `keep` says."""
+        """spare: returns which checkpoints must stay for now, independent of `keep`."""
         self.root, self.keep, self.contents = root, keep, contents
         self.after, self.spare = after, spare
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="whet-save") if background else None
@@ -196,8 +196,8 @@ class Saver:
             prune(self.root, found[-1], self.keep, spare=self.spare())
 
     def settle(self) -> None:
-        """Let the last checkpoint be written. Raises nothing: an error is on its way already, or `wait` has told of
-        it."""
+        """Wait for the last checkpoint. Raises nothing: another error is being raised, or `wait` has reported this
+        one."""
         try:
             self.wait()
         except CheckpointError as e:
@@ -293,7 +293,7 @@ def _state_of(path: Path) -> Json:
 
 
 def _listed(path: Path) -> dict[str, tuple[int, str]]:
-    """Size and digest by name, as the manifest says: of every file that is there, and of the state at least."""
+    """Size and digest by name, from the manifest: of every file in the folder, and at least of the state."""
     said = _json(path, MANIFEST)
     files = said.get("files") if isinstance(said, dict) else None
     if not isinstance(files, dict) or STATE not in files:
@@ -322,7 +322,7 @@ def _json(path: Path, name: str) -> Json:
 
 
 def glance(root: Path) -> Json:
-    """Where the newest checkpoint says that the run stands, taken on trust; not done if there is none to read."""
+    """The position of the run from the newest checkpoint, unverified; not done if none is readable."""
     found = all_in(root)
     try:
         state = json.loads((found[-1] / STATE).read_text()) if found else None

@@ -134,7 +134,7 @@ class Run:
     rounds: Rounds | None = None
     """Samples tasks if explorers are separate processes and rollout.schedule=deterministic."""
     moving: bool = False
-    """The weights of the step at hand are not those of the last one, nor yet a version of their own."""
+    """The weights have changed in the current step but are not a published version yet."""
     explored_at_sync: int = 0
     """`explored` at the last weight sync."""
     step: int = 0
@@ -144,7 +144,7 @@ class Run:
     value_scale: Scale = field(default_factory=Scale)
     """Units in which the critic predicts returns; one scale for a whole step."""
     skipped: Sequence[int] = ()
-    """Numbers of the groups of the step at hand from which nothing was learned: their updates were skipped."""
+    """Numbers of the current step's groups whose updates were skipped."""
     trained: pa.Table | None = None
     """The batch of the current step, if it is to be recorded."""
     played: list[Group] = field(default_factory=list)
@@ -166,7 +166,7 @@ class Run:
     meter: Meter | None = None
     """None: the device's speed is not known."""
     flops: float = 0.0
-    """What the update of the step at hand needs, where there is a meter."""
+    """Operations of the current step's update, if they are measured."""
     since: float = field(default_factory=lambda: clock())
     """When that was."""
 
@@ -189,7 +189,7 @@ class Run:
 
     @property
     def samples_older(self) -> bool:
-        """Rollouts may come from other weights than those before the step at hand: older ones, or cast."""
+        """Rollouts may come from other weights than those before the current step: older ones, or cast."""
         in_turn = self.plan.mode == "synchronous" and self.sampler is None
         cast = self.out is not None and self.out.dtype is not None
         return not in_turn or cast or self.buffer.replay is not None
@@ -213,7 +213,7 @@ class Run:
 
     @property
     def explored(self) -> int:
-        """Groups that were asked of explorers so far, by all of them."""
+        """Number of groups that were requested from all explorers so far."""
         counts = (
             self.buffer.store.ledger()
             if isinstance(self.buffer, TrainerQueue)
@@ -354,7 +354,7 @@ class Run:
         return self.stopping and not self.moving and self.buffer.whole
 
     def tell(self, name: str, version: int) -> None:
-        """Leave a word for explorers in processes of their own."""
+        """Leave a note for explorers in separate processes."""
         for store in self.stores:
             store.note(name, version)
 
@@ -413,10 +413,7 @@ class Run:
                 f"{numbers['train/mismatch_max_nats']:.2e} nats, although the self-test reported 'exact'"
             )
             if self.cfg.machine.logprob_parity == "on":
-                raise WhetError(
-                    message
-                    + ", which machine.logprob_parity=on does not allow; set machine.logprob_parity=auto to continue"
-                )
+                raise WhetError(f"{message}; machine.logprob_parity=on does not allow this: use auto")
             log.warning("%s; the run continues as 'close'", message)
             self.exact = False
             self.display.exactness("close")
@@ -478,12 +475,11 @@ class Run:
         self.played = []
 
     def record_eval(self, metrics: Metrics, groups: Sequence[Group]) -> None:
-        """Held-out numbers at the present step, with every reply that was asked for; some are shown."""
+        """Held-out metrics at the current step, with every sampled reply; some are shown."""
         if (best := self.cfg.checkpoint.keep_best) is not None:
             if best.metric not in metrics:
                 raise WhetError(
-                    f"checkpoint.keep_best.metric={best.metric} is not a metric of the evaluation, "
-                    f"which has: {', '.join(metrics)}"
+                    f"checkpoint.keep_best.metric={best.metric}: the evaluation has only {', '.join(metrics)}"
                 )
             self.scored = self.step, metrics[best.metric]
         if groups:
@@ -574,8 +570,7 @@ class Run:
         }
 
     def restore(self, path: Path, state: Json, *, changed: bool = False) -> None:
-        """Resume from `state`. changed: the user has changed settings that change results; parts that the earlier run
-        did not have start fresh. Raises CheckpointError if the state lacks a needed part."""
+        """Resume from `state`; CheckpointError if it lacks a part. changed: a changed config may add fresh parts."""
         engines = self.engines()
         copied = self.sampler is not None and changed and not (path / "sampler").is_dir()
         if copied:

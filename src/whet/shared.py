@@ -98,7 +98,7 @@ def open_shared(
     opener: Opener | None = None,
     rank_lines: RankLines | None = None,
 ) -> Shared:
-    """Tokenizer, model, kernels, engine. The self-test says whether sampling and training agree to the bit.
+    """Tokenizer, model, kernels, engine. The self-test reports whether sampling and training agree to the bit.
 
     opener: makes the engine as `open_engine`, the default, does. rank_lines: see `Shared`.
     """

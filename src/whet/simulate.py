@@ -69,7 +69,7 @@ class Simulated:
 
 
 def simulate(costs: Costs, schedule: Schedule, *, seed: int = 0) -> Simulated:
-    """The whole schedule, from the first task asked to the last step trained."""
+    """The whole schedule, from the first requested task to the last trained step."""
     rng = random.Random(seed)
     return (_free if schedule.mode == "asynchronous" else _in_rounds)(costs, schedule, rng)
 

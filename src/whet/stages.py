@@ -138,7 +138,7 @@ async def _run_stage(shared: Shared, index: int, *, start: Path | None, state: J
 
 
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "not enough memory")
-"""What allocators say: CUDA's, the one of the CPU, and ranks that hand on what theirs has said."""
+"""Messages of allocators: CUDA's, the CPU's, and those that ranks pass on."""
 
 
 def ran_out(error: Exception) -> bool:
@@ -394,7 +394,7 @@ def _policy(
 def _reference(
     shared: Shared, cfg: Config, policy: TorchEngine, *, ranks: Mapping[str, Ranks]
 ) -> TorchEngine:
-    """Frozen: from its folder, or a copy of the policy as it is now."""
+    """Frozen: from its folder, or a copy of the current policy."""
     path, overrides = cfg.reference.path, cfg.reference.overrides
     model = twin(shared.model) if path is None else _model_at(shared, cfg, path, overrides=overrides)
     rests = "reference" in cfg.train.offload

@@ -46,7 +46,7 @@ def skipping(r: Resolved, train: Train) -> Skipping:
 
 
 def _reads_all(r: Resolved, train: Train) -> str:
-    """What looks across rollouts, or may."""
+    """Parts of the algorithm that read several rollouts at once, or may."""
     if r.loss not in LOSSES:
         return f"the loss {r.loss} may read it"
     if LOSSES[r.loss].skips == "nothing":
@@ -55,7 +55,7 @@ def _reads_all(r: Resolved, train: Train) -> str:
 
 
 def _reads_zero(r: Resolved) -> str:
-    """What learns from rollouts whatever their advantage."""
+    """Parts of the algorithm that train on rollouts with any advantage."""
     loss = LOSSES[r.loss]
     if loss.skips != "no advantage":
         return f"the loss {r.loss} trains on them"
@@ -69,7 +69,7 @@ def _reads_zero(r: Resolved) -> str:
 
 
 def _asks_first(r: Resolved) -> str:
-    """What asks models about every rollout before it is known what it teaches."""
+    """Parts that run models on every rollout before its advantage is known."""
     if is_on(r.correction):
         return "algorithm.correction compares them"
     if r.reward_kl.coef > 0:

@@ -68,7 +68,7 @@ def as_prompt(
     """Decide between chat and plain text (None: messages yes, text no); put the system message first.
 
     reply_prefix: the beginning of the reply. In a chat it becomes a last message of the assistant, which the reply
-    goes on from.
+    continues.
     """
     if chat is False and (system is not None or not isinstance(prompt, str)):
         given = "a system message" if isinstance(prompt, str) else "a prompt of messages"
@@ -121,7 +121,7 @@ def encode_prompts(
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Texts as they stand: nothing put before or after."""
+    """Texts as is: nothing is added before or after."""
     if not texts:
         return []
     found = encoded(tokenizer, texts, add_special_tokens=False, return_attention_mask=False, verbose=False)

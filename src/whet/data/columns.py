@@ -100,7 +100,7 @@ def _parse(row: Row, source: Source, *, name: str, chat: bool | None) -> Fields:
 
 
 def _desirable(row: Row, source: Source) -> dict[str, Json]:
-    """What the row says of its response, as it is: only KTO looks at it."""
+    """The label of the row's response, unchanged: only KTO reads it."""
     value = _optional(row, source, "desirable")
     return {} if value is None else {"desirable": value}
 
@@ -203,7 +203,7 @@ def _optional(row: Row, source: Source, field: str) -> Json:
 
 
 def _own(row: Row, column: str | None) -> str | None:
-    """What a row says itself in a column that it may lack: absent, null or empty is nothing."""
+    """The row's own value of an optional column: absent, null or empty means no value."""
     value = None if column is None else lookup(row, column)
     if value is None or value is _ABSENT or value == "":
         return None

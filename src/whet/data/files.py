@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 OTHER_SPLITS = {"test", "validation", "valid", "val", "dev", "eval"}
-"""Words in a file's name that say it is no training data."""
+"""Words in a file's name that mark it as other than training data."""
 
 
 def find_files(
@@ -162,7 +162,7 @@ def _read_file(file: Path, limit: int | None) -> Part:
     if file.is_dir():
         return _hf_folder(file, limit)
     if file.suffix not in READERS:
-        raise DataError(f"{file}: cannot tell its format from {file.suffix!r}; known: {', '.join(READERS)}.")
+        raise DataError(f"{file}: unknown format {file.suffix!r}; expected one of {', '.join(READERS)}.")
     check_regular(file, DataError)
     try:
         return READERS[file.suffix](file, limit)
@@ -274,7 +274,7 @@ def _arrow(origin: str, table: pa.Table, limit: int | None) -> Part:
 
 
 def _has_strange_number(values: pa.Array) -> bool:
-    """NaN or infinity, at whatever depth: JSON has neither, and what a run keeps of its tasks is JSON."""
+    """NaN or infinity, at any depth: JSON has neither, and a run keeps its tasks as JSON."""
     kind = values.type
     if pa.types.is_struct(kind):
         return any(map(_has_strange_number, values.flatten()))

@@ -1,7 +1,7 @@
 """Parquet files, read within a limit of memory: a few hundred bytes of one can stand for terabytes.
 
-A value that is repeated is written once and counted, so neither the size of a file nor what it says of itself bounds
-what comes of it. It is read in batches of rows, and what they take is added up.
+A value that is repeated is written once and counted, so neither the size of a file nor its metadata bounds
+its size in memory. It is read in batches of rows, and their memory is added up.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Prepared:
     difficulty_K: np.ndarray | None
     """[K] float64, of a source that names the column."""
     digest: str
-    """Of the tokens, difficulties and texts to learn from: tells a resumed run that its data is the same."""
+    """Digest of the tokens, difficulties and training texts: a resumed run checks with it that its data is the same."""
 
     def __len__(self) -> int:
         return len(self.row_K)
@@ -82,7 +82,7 @@ def prepare(
     counts: Counter[str],
     turns: Turns = "last",
 ) -> list[Prepared]:
-    """Read, filter and tokenise every source, adding to `counts` what was left out or cut and why.
+    """Read, filter and tokenise every source, adding to `counts` the rows left out or truncated, by reason.
 
     turns="all": the prompts of conversations are tokenised so that their replies can be trained on too
     (`encode_history`). Raises DataError if a source is left empty.
@@ -242,7 +242,7 @@ def _at(where: str, encode: Callable[[], T]) -> T:
 
 
 def _reply_lengths(work: _Work, kept: Sequence[tuple[int, Fields]]) -> list[dict[str, int]]:
-    """Tokens of each row's response and rejected reply, end token included, where replies are looked at."""
+    """Tokens of each row's response and rejected reply, end token included, where replies are used."""
     lengths: list[dict[str, int]] = [{} for _ in kept]
     if work.max_response_tokens is None:
         return lengths

@@ -142,7 +142,7 @@ def _rows_of(made: Any) -> Iterator[Json]:
 
 
 def _check_row(row: Json, where: str) -> None:
-    """Named values that JSON has. A row of tokens is told what to give instead."""
+    """Check that a row has named JSON values. The error for a row of tokens says what to give instead."""
     if isinstance(row, dict) and "input_ids" in row:
         raise DataError(
             f"{where}: the row holds tokens (input_ids), but whet tokenises rows with the policy's own tokenizer: give "

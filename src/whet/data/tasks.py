@@ -1,4 +1,4 @@
-"""The stream of tasks: every source shuffled anew in each epoch, mixed by weight, resumable at every draw.
+"""The stream of tasks: every source reshuffled in each epoch, mixed by weight, resumable at every draw.
 
 Draw k (from 0) goes to the source that is furthest behind its share of the first k+1 draws, the first such
 source on a tie: shares are kept at every point, not only on average. Within a source, draw d is row
@@ -49,11 +49,11 @@ class TaskStream:
         """exclude: held-out tasks; rows with the prompt of one are left out (see `prepare.prompt_key`).
 
         max_response_tokens: for SFT and DPO, the longest reply with its end token; `data.overlong` holds for
-        it too, except that every truncate_* cuts a reply at its end. None: replies are not looked at.
+        it too, except that every truncate_* cuts a reply at its end. None: replies are not used.
 
         multiple_of: rows at the end of an epoch that make no whole such number are not drawn (train.drop_last).
 
-        turns: which replies of a conversation will be learned; the same as `demonstration` is told. seed: the run's;
+        turns: which replies of a conversation will be trained on; the same as for `demonstration`. seed: the run's;
         `data.seed` stands over it.
         """
         if not sources:
@@ -263,7 +263,7 @@ def reply_limit(task: Task, max_tokens: int, max_total_tokens: int | None) -> in
 
 
 def _learned(task: Task, tokenizer: Tokenizer, overlong: str) -> list[int]:
-    """Which tokens of the prompt are replies, cut as the prompt was."""
+    """Which tokens of the prompt are replies, truncated like the prompt."""
     n = len(task.token_ids)
     if isinstance(task.prompt, str):
         return [0] * n
@@ -272,7 +272,7 @@ def _learned(task: Task, tokenizer: Tokenizer, overlong: str) -> list[int]:
 
 
 def labelled(reply: Rollout) -> Rollout:
-    """A demonstration with what its row says of it as its reward: 1 desirable, 0 not."""
+    """A demonstration with the label of its row as reward: 1 desirable, 0 not."""
     label = reply.task.extra.get("desirable")
     if not isinstance(label, bool | int | float) or label not in (0, 1):
         raise DataError(

@@ -31,7 +31,7 @@ from whet.types import Json
 MOST_WORK = 200_000_000
 """Of one rendering, in characters worked on: a second or a few. What else is done counts as so many characters:"""
 TURN, ENTRY, CALL = 20, 100, 2000
-"""A turn of a loop (and as much for each node of its body), an entry of a list that is looked at, a call."""
+"""A turn of a loop (and as much for each node of its body), an entry of a list that is read, a call."""
 MOST_TEXT = 20_000_000
 """Characters, or entries of lists, of any one value."""
 MOST_BITS = 4096
@@ -103,7 +103,7 @@ def _admit(name: str, given: Iterable[object]) -> None:
 
 
 def _wide(name: str, given: list[object]) -> bool:
-    """Whether a format asks for a width that is far too large."""
+    """Whether a format requests a width that is far too large."""
     formats = name in ("format", "format_map", "strftime_now", "%")
     return formats and any(isinstance(v, str) and _WIDTH.search(v) for v in given[:1])
 
@@ -171,7 +171,7 @@ def _weighed_node(node: nodes.Expr) -> nodes.Expr:
 
 
 class _Generation(Extension):
-    """{% generation %} marks what the assistant says; the text is as it stands."""
+    """{% generation %} marks the assistant's text; the text is rendered as is."""
 
     tags = {"generation"}  # noqa: RUF012
 

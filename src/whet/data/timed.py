@@ -1,7 +1,7 @@
 """A tokenizer at work, within a limit of time: its expressions come from a file, and may try without end.
 
 They run in code that cannot be interrupted, so the work is done by a thread that is left alone where it takes too long;
-the error that tells so ends the run, and the thread with it.
+the error ends the run, and the thread with it.
 """
 
 from __future__ import annotations

@@ -104,6 +104,7 @@ def _work(cfg: Config, plan: Plan, count: int, *, gpus: int) -> str:
     steps = f", {hours * plan.total_steps:.3g} hours for {plan.total_steps} steps" if plan.total_steps else ""
     return (
         f"{plan.rollouts_per_step} rollouts of at most {plan.max_sequence_tokens} tokens per step = {tokens:.3g} "
-        f"tokens; at most {flops:.2g} FLOP per step, {60 * hours:.3g} minutes on {gpus} GPU{'s' if gpus > 1 else ''} at "
-        f"{FLOPS_PER_S / 1e12:.0f} TFLOP/s each{steps}; decoding is slower where it is memory-bound"
+        f"tokens; at most {flops:.2g} FLOP per step, {60 * hours:.3g} minutes on {gpus} "
+        f"GPU{'s' if gpus > 1 else ''} at {FLOPS_PER_S / 1e12:.0f} TFLOP/s each{steps}; "
+        "decoding is slower where it is memory-bound"
     )

@@ -20,7 +20,7 @@ BUILTIN = {
 """Module of each reward, as text: imported only in reward processes, so the run itself never imports sympy."""
 
 EXECUTES = {BUILTIN["reasoning_gym"]: "whet.rewards.gym:unread"}
-"""Of a reward that may run code found in a reply or a row: what says, of its arguments, which part does, or ''."""
+"""For rewards that may run code found in a reply or a row: a function of the arguments that names the part, or ''."""
 
 _NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _LETTER = r"\(?\s*([A-Za-z])\s*\)?(?![A-Za-z0-9])"
@@ -78,7 +78,7 @@ def number(response: str, task: Task, *, flexible: bool = False) -> Verdict:
     want = str(reference(task))
     expected = _last_number(want, flexible="####" not in want)
     if expected is None:
-        raise ValueError(f"the answer of task {task.uid} holds no number: {want[:60]!r}")
+        raise ValueError(f"the answer of task {task.uid} has no number: {want[:60]!r}")
     got = _last_number(response, flexible=flexible)
     return verdict(got == expected, None if got is None else _plain(got))
 

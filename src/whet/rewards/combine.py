@@ -27,7 +27,7 @@ from whet.tables import find, load_object
 from whet.types import ConfigError, DataError, Group, Rollout, Task, WhetError
 
 _OURS = "whet."
-"""Begins the places of rewards that are built in: they judge what a model wrote, often by other people's libraries."""
+"""Prefix of the modules of built-in rewards: they score model output, often with third-party libraries."""
 
 
 class Judge(Protocol):
@@ -163,7 +163,7 @@ async def score(groups: Sequence[Group], rewards: RewardSet) -> list[Group]:
 
 
 async def _judged(rollout: Rollout, results: Iterator[Result], rewards: RewardSet) -> Rollout:
-    """A rollout with the next results of the jail and what the models say."""
+    """A rollout with the next results of the jail and of the models."""
     if rollout.error:
         return rollout
     found: dict[str, Result] = {}

@@ -1,6 +1,6 @@
 """A process that scores rollouts for another one: it has its own jail and gets calls over a line (`guard.line`).
 
-It is told once what `Jail` is made with, then is sent calls, which it may answer in any order.
+It gets the arguments of `Jail` once, then calls, which it may answer in any order.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 _SPARE = "lm_head."
-"""Tensors that many reward models keep from the language model they were made of; they judge nothing."""
+"""Tensors that many reward models keep from their base language model; scoring does not use them."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ModelReward:
         assert self.loaded
 
     def score(self, rollout: Rollout) -> Result:
-        """The logit of a rollout as "score"; where inputs may be cut, also "truncated", 0 or 1."""
+        """The logit of a rollout as "score"; where inputs may be truncated, also "truncated", 0 or 1."""
         cfg, loaded = self.cfg, self.loaded
         try:
             token_ids = self._tokens(rollout)

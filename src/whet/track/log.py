@@ -73,7 +73,7 @@ def setup_logging(run_dir: Path, *, level: str, show: Callable[[str], None] | No
 
 
 def close_logging() -> None:
-    """Give the loggers of `whet` back as they were before `setup_logging`: training may be a part of a program."""
+    """Restore the loggers of `whet` to the state before `setup_logging`: training may be a part of a program."""
     logger = logging.getLogger("whet")
     for old in list(logger.handlers):
         logger.removeHandler(old)

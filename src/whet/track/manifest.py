@@ -80,7 +80,7 @@ _ENVIRONMENT = (
 
 
 def redact(environment: Mapping[str, str]) -> dict[str, str]:
-    """The same with the values of names that look like secrets struck out, and what is known to be one elsewhere."""
+    """The same without the values of names that look like secrets, and without known secrets elsewhere."""
     return {k: "(redacted)" if is_secret(k) else secrets.redact(v) for k, v in environment.items()}
 
 
@@ -94,7 +94,7 @@ def file_sha256(path: Path) -> str:
 
 @cache
 def package_versions() -> Mapping[str, str]:
-    """Versions of whet and of everything it asks for that is installed here, as the process found them."""
+    """Versions of whet and of its installed dependencies, as the process found them."""
     found = {}
     for asked in ["whet", *(metadata.requires("whet") or ())]:
         name = re.split(r"[^A-Za-z0-9_.-]", asked, maxsplit=1)[0]

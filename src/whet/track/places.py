@@ -6,8 +6,8 @@ A folder that lies elsewhere is a link in the run directory, so all that reads a
     RUN/rollouts    -> track.rollouts_dir    RUN/eval -> track.eval_dir
     RUN/profile     -> profile.dir
 
-It belongs to one run alone, named in its file `.whet-run`: a run deletes what is later than the checkpoint it goes on
-from, and must not do so to another one.
+It belongs to one run, named in its file `.whet-run`: a run deletes files later than the checkpoint that it resumes
+from, and must not delete files of another run.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _link(link: Path, target: Path, key: str) -> None:
 def move_aside(cfg: Config) -> Path:
     """Rename the run directory, and its folders elsewhere, to NAME.before-TIME. Returns where the run is now.
 
-    The run directory comes last: after a kill on the way the same call goes on. No file is lost in any case.
+    The run directory comes last: after a kill in between the same call continues. No file is lost in any case.
     """
     run_dir, mark = Path(cfg.run_dir).resolve(), f".before-{now()}"
     aside = run_dir.with_name(run_dir.name + mark)
@@ -157,7 +157,7 @@ def move_aside(cfg: Config) -> Path:
 
 
 def own(cfg: Config) -> Path:
-    """Where this process writes: the run directory, or a folder of its own in it beside the trainer (see `apart`)."""
+    """Where this process writes: the run directory, or a separate folder in it beside the trainer (see `apart`)."""
     home = Path(cfg.run_dir)
     return {"explore": home / "explorers" / cfg.buffer.explorer_name, "eval": home / "bench"}.get(
         cfg.mode, home

@@ -88,7 +88,7 @@ class RunDirectory:
 
     @property
     def identity(self) -> str:
-        """A name that no other run has and that stays while the run goes on: made of the first start in manifest.json,
+        """A unique name that stays when the run resumes: made of the first start in manifest.json,
         or of the path where no starts are written down (evaluation of a run)."""
         started = self._manifest().get("starts")
         first = started[0] if started else str(self.path.resolve())
@@ -100,7 +100,7 @@ class RunDirectory:
 
     @property
     def last_start(self) -> dict[str, Json]:
-        """What manifest.json says of the last start; nothing before the first."""
+        """The last start in manifest.json; empty before the first."""
         starts = self._manifest().get("starts")
         return dict(starts[-1]) if starts else {}
 
@@ -114,7 +114,7 @@ class RunDirectory:
     def write_changes(
         self, rows: Sequence[Mapping[str, Json]], *, since: tuple[int, int] | None = None
     ) -> None:
-        """Add to manifest.json what changed when the run went on (`history.row`). Branches at `since`, number of the
+        """Add to manifest.json the changes of a resumed run (`history.row`). Branches at `since`, number of the
         stage and step, or later have gone with what was written after it."""
         before = self._manifest()
         old = before.get("changes", [])
@@ -172,7 +172,7 @@ class RunDirectory:
         return path
 
     def write_batch(self, stage: str, step: int, table: pa.Table) -> Path:
-        """What a training step learned from, token by token (`batches.to_table`)."""
+        """The training data of a step, token by token (`batches.to_table`)."""
         try:
             (self.path / "batches").mkdir(exist_ok=True)
         except OSError as e:
@@ -182,8 +182,8 @@ class RunDirectory:
         return self._write("batches", stage, step, parquet_bytes(table))
 
     def _dump(self, stage: str, step: int, made: Iterable[tuple[Path, bytes]]) -> None:
-        """Files at places of the user's. dumps.jsonl says so first: a run that goes on deletes what is later, and only
-        what it wrote itself."""
+        """Files at paths of the user. dumps.jsonl lists them first: a resumed run deletes later files, but only those
+        that it wrote itself."""
         for path, data in made:
             line = {"stage": stage, "step": step, "path": str(path.absolute()), "sha256": _digest(data)}
             try:
@@ -222,7 +222,7 @@ class RunDirectory:
         self._line_count += data.count(b"\n")
 
     def held(self) -> Json:
-        """What the record holds now, for a checkpoint: a run that goes on from it must find it so."""
+        """The state of the record, for a checkpoint: a run that resumes from it must find the same state."""
         return {
             METRICS: {"lines": self._line_count, "bytes": self._bytes, "sha256": self._sha.hexdigest()},
             "files": dict(sorted(self._files.items())),

@@ -1,8 +1,8 @@
 """Trackers that list runs of many machines: Weights & Biases, MLflow, SwanLab.
 
-Their packages are optional and imported here alone, when a run names them. A run that goes on is the same run there:
-it is found by the identity of its first start. What it logs a second time then equals, bit for bit, what is there
-already. Keys and passwords are read by the packages from the environment, and the config is sent without secrets.
+Their packages are optional and imported here alone, when a run names them. A resumed run is the same run there:
+it is found by the identity of its first start. Repeated values equal, bit for bit, the values that are already
+there. Keys and passwords are read by the packages from the environment, and the config is sent without secrets.
 """
 
 from __future__ import annotations

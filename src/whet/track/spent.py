@@ -99,7 +99,7 @@ def show(run_dir: Path) -> RenderableType:
 
 
 def processes_beside(run_dir: Path) -> list[Path]:
-    """The timelines of explorers and bench with processes of their own."""
+    """The timelines of explorers and of the evaluation process."""
     return sorted((*run_dir.glob("explorers/*/timeline.json"), *run_dir.glob("bench/timeline.json")))
 
 

@@ -103,7 +103,7 @@ def open_trackers(
 ) -> list[Tracker]:
     """The trackers of `track.trackers`, without console; jsonl in any case: it is the run's record.
 
-    resumed: (stage index, step) of the checkpoint the run goes on from.
+    resumed: (stage index, step) of the checkpoint that the run resumes from.
     """
     sinks = Sinks(cfg, record, resumed)
     wanted = [name for name in dict.fromkeys(["jsonl", *cfg.track.trackers]) if name != "console"]

@@ -56,7 +56,7 @@ _BY = "; is the file from another program, or damaged?"
 
 
 def read_lines(path: Path) -> list[dict[str, Json]]:
-    """The lines of metrics.jsonl or timings.jsonl, null as NaN; without a last line that was cut short."""
+    """The lines of metrics.jsonl or timings.jsonl, null as NaN; without a truncated last line."""
     found = []
     for number, (_, line) in enumerate(lines(path) if path.exists() else (), start=1):
         numbers = {k: math.nan if v is None else v for k, v in line.items()}
@@ -165,7 +165,7 @@ def _config(tree: Json, where: str) -> dict[str, Json]:
 
 
 def read_manifest(run_dir: Path) -> dict[str, Json]:
-    """manifest.json, {} where there is none: `starts`, each an object, and `changes`, each with all that is told."""
+    """manifest.json, {} where there is none: `starts`, each an object, and `changes`, each with all its entries."""
     path = run_dir / "manifest.json"
     if not path.exists():
         return {}
