@@ -104,7 +104,7 @@ def test_every_loss_of_the_table_is_asked() -> None:
         ({"name": "grpo", "kl": {"coef": 0.1}}, "no weight", True, "algorithm.kl.coef is on"),
         ({"name": "grpo", "entropy_coef": 0.1}, "no weight", True, "algorithm.entropy_coef is on"),
         ({"name": "grpo", "positive_nll_coef": 0.1}, "no weight", True, "algorithm.positive_nll_coef is on"),
-        ({"name": "grpo", "loss": "cross_entropy"}, "no weight", True, "cross_entropy learns from them"),
+        ({"name": "grpo", "loss": "cross_entropy"}, "no weight", True, "cross_entropy trains on them"),
         (
             {"name": "rec", "rec_regularizer": "k2", "rec_regularizer_coef": 0.1},
             "no weight",
