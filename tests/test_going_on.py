@@ -234,7 +234,7 @@ def test_free_keys_are_taken_and_told_and_change_no_bit(stopped: Path, finished:
     log = (stopped / "run.log").read_text()
     assert "resuming with rollout.timeout_s: 600.0 -> 77.0\n" in log
     assert (
-        "going on with train.micro_batch_tokens: null -> 400; sums are taken in another order, so bits may differ"
+        "resuming with train.micro_batch_tokens: null -> 400; the order of sums changes, so bits may differ"
         in log
     )
     assert {(r["step"], r["key"], r["old"], r["new"], r["kind"]) for r in history(stopped)} >= {
