@@ -25,7 +25,7 @@ TIMEOUT_S = 300.0
 
 _CHILD = """
 import sys
-from whet.guard.sandbox import die_with
+from whet.guard.confine import die_with
 die_with(int(sys.argv.pop(1)))
 from whet.cli import main
 main()
