@@ -112,7 +112,7 @@ def test_without_the_optimizer_a_checkpoint_is_small_and_goes_on_only_when_asked
     for path in checkpoint.all_in(run_dir / "checkpoints")[2:]:
         shutil.rmtree(path)
     before = (run_dir / "metrics.jsonl").read_bytes()
-    with pytest.raises(CheckpointError, match=r"holds no optimizer.*checkpoint\.load=\[model\]"):
+    with pytest.raises(CheckpointError, match=r"has no optimizer.*checkpoint\.load=\[model\]"):
         train(run_dir)
     assert (run_dir / "metrics.jsonl").read_bytes() == before
     assert train(run_dir, "checkpoint.load_contents=[model]").finished
@@ -137,7 +137,7 @@ def test_loading_weights_alone_begins_with_new_moments_where_the_schedule_was(
 
 @pytest.mark.parametrize("held", [None, "model", ["model", 1], [["model"]]])
 def test_a_state_that_does_not_say_what_is_held_is_named(held: Any, tmp_path: Path) -> None:
-    with pytest.raises(checkpoint.Damaged, match=r"state\.json does not say what the checkpoint holds"):
+    with pytest.raises(checkpoint.Damaged, match=r"state\.json does not list the contents of the checkpoint"):
         checkpoint.check_contents(tmp_path, {"contents": held}, ("model",))
 
 
@@ -233,7 +233,7 @@ def test_a_folder_of_another_run_is_left_alone(train: Train, tmp_path: Path) -> 
         train(tmp_path / "b", shared)
     assert sorted((tmp_path / "saved").rglob("*")) == before
     before = sorted((tmp_path / "a/rollouts").iterdir())
-    with pytest.raises(ConfigError, match="holds files of something else"):
+    with pytest.raises(ConfigError, match="has files of another origin"):
         train(tmp_path / "b", f"track.rollouts_dir={tmp_path}/a/rollouts")
     assert sorted((tmp_path / "a/rollouts").iterdir()) == before
 
@@ -288,7 +288,7 @@ def test_never_refuses_what_holds_a_run_and_fresh_moves_it_aside(
     run_dir = tmp_path / "run"
     folders = [f"checkpoint.dir={tmp_path}/saved", f"track.rollouts_dir={run_dir}/mine"]
     train(run_dir, *folders)
-    with pytest.raises(CheckpointError, match=r"holds a run already.*checkpoint\.resume=fresh"):
+    with pytest.raises(CheckpointError, match=r"already holds a run.*checkpoint\.resume=fresh"):
         train(run_dir, "checkpoint.resume=never", *folders)
     (run_dir / "note.txt").write_text("the first")
     train(run_dir, "checkpoint.resume=fresh", "seed=5", *folders)

@@ -161,7 +161,7 @@ def test_what_another_has_written_is_not_deleted(tmp_path: Path) -> None:
 
 
 def test_stages_must_not_write_over_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"track.rollouts_dump='d/\{step\}.jsonl': put \{stage\} into it"):
+    with pytest.raises(ConfigError, match=r"track.rollouts_dump='d/\{step\}.jsonl': add \{stage\}"):
         RunDirectory(tmp_path / "run", ["a", "b"], dumps={"rollouts": "d/{step}.jsonl"})
     RunDirectory(tmp_path / "run", ["a", "b"], dumps={"rollouts": "d/{stage}-{step}.jsonl"}).close()
 

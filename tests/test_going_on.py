@@ -216,7 +216,7 @@ def test_other_rows_are_a_branch_too(tmp_path: Path) -> None:
     train(run_dir, source)
     shutil.rmtree(checkpoint.all_in(run_dir / "checkpoints")[2])
     data.write_text("\n".join([*lines[1:], lines[0]]))
-    with pytest.raises(CheckpointError, match=r"'words' is not what it was .* --change"):
+    with pytest.raises(CheckpointError, match=r"'words' has changed since the run was saved .* --change"):
         train(run_dir, source)
     train(run_dir, source, change=True)
     assert [(row["step"], row["key"]) for row in history(run_dir)] == [(2, "rows of 'words'")]
@@ -232,9 +232,9 @@ def test_free_keys_are_taken_and_told_and_change_no_bit(stopped: Path, finished:
     train(stopped, *free, change=True)  # which makes no branch of them
     assert metrics(stopped) == metrics(finished)
     log = (stopped / "run.log").read_text()
-    assert "going on with rollout.timeout_s: 600.0 -> 77.0\n" in log
+    assert "resuming with rollout.timeout_s: 600.0 -> 77.0\n" in log
     assert (
-        "going on with train.micro_batch_tokens: null -> 400; sums are taken in another order, so bits may differ"
+        "resuming with train.micro_batch_tokens: null -> 400; the order of sums changes, so bits may differ"
         in log
     )
     assert {(r["step"], r["key"], r["old"], r["new"], r["kind"]) for r in history(stopped)} >= {
@@ -380,9 +380,9 @@ def test_another_arithmetic_is_told_where_the_run_goes_on(stopped: Path) -> None
     text["starts"][-1]["arithmetic"]["digest"] = "0"
     path.write_text(json.dumps(text))
     train(stopped)
-    (line,) = [x for x in (stopped / "run.log").read_text().splitlines() if "computes otherwise" in x]
+    (line,) = [x for x in (stopped / "run.log").read_text().splitlines() if "computes differently" in x]
     assert "digest '0' -> " in line
-    assert "Bits of its numbers may differ from here on" in line
+    assert "From here on the bits of its results may differ" in line
 
 
 def test_what_computes_is_compared_as_far_as_both_starts_tell() -> None:

@@ -347,7 +347,7 @@ def test_exported_adapters_open_in_peft_and_here(tmp_path: Path, lora: Lora) -> 
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        ([], "adapter_config.json holds no JSON object"),
+        ([], "adapter_config.json: expected a JSON object"),
         ({"r": "4"}, "its adapters use {'r': '4'}; set the same rank"),
         (
             {"alpha_pattern": {"q_proj": 99}},

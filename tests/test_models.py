@@ -383,7 +383,7 @@ def adapters(path: Path) -> None:
         (index_leads_out_to_tensors, CheckpointError, "names '../outside.safetensors'; only"),
         (index_names_a_pickle, CheckpointError, "names 'inside.bin'; only"),
         (index_is_absolute, CheckpointError, "names '/etc/passwd.safetensors'; only"),
-        (index_of_nothing, CheckpointError, "index.json holds no JSON object"),
+        (index_of_nothing, CheckpointError, "index.json: expected a JSON object"),
         (index_lacks_a_file, CheckpointError, "names other.safetensors, which is missing"),
         (config_names_a_pickle, CheckpointError, "names 'adapter_model.bin' as transformers_weights; only"),
         (adapters, CheckpointError, "adapters as model.lora.path"),

@@ -122,7 +122,9 @@ def test_saved_splits_by_name(tmp_path):
 
 def test_what_a_split_cannot_be(tmp_path):
     saved(tmp_path / "d" / "train.jsonl", "a")
-    with pytest.raises(DataError, match=r"train.jsonl is one file: a subset or a split is of a folder"):
+    with pytest.raises(
+        DataError, match=r"train.jsonl is a single file, but subset and split select in a folder"
+    ):
         read(tmp_path / "d" / "train.jsonl", split="train")
     with pytest.raises(DataError, match=r"split 'train\[:10%\]': expected a name; .* `limit`"):
         read(tmp_path / "d", split="train[:10%]")
@@ -134,7 +136,7 @@ def test_the_id_of_a_hub_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for split in (None, "train"):
         with pytest.raises(
-            DataError, match=r"gsm8k' is a data set of a hub: nothing is downloaded.*save_to_disk"
+            DataError, match=r"gsm8k' is a dataset of a hub: whet downloads nothing.*save_to_disk"
         ):
             read("openai/gsm8k", split=split)
     with pytest.raises(DataError) as plain:
@@ -252,11 +254,11 @@ def test_a_dataset_class_is_called_and_read_by_number_or_by_iteration():
     [
         (
             "Tokenised",
-            r"class .*:Tokenised, row 1: it holds tokens \(input_ids\).*give the text, as `prompt`",
+            r"class .*:Tokenised, row 1: the row holds tokens \(input_ids\).*give the text, as `prompt`",
         ),
         (
             "NeedsTokenizer",
-            r"raised TypeError: .*'data_files' and 'tokenizer'.*It is given `arguments` alone",
+            r"raised TypeError: .*'data_files' and 'tokenizer'.*The function gets only `arguments`",
         ),
         ("Bare", "expected an iterable of rows .*, or an object with __len__ and __getitem__"),
     ],

@@ -101,7 +101,7 @@ def test_a_run_leaves_its_checkpoints_and_exports_in_s3_and_another_goes_on_from
         last = (whole / "metrics.jsonl").read_bytes().splitlines()[-1:]
         assert (again / "metrics.jsonl").read_bytes().splitlines() == last
     s3.rm_file(f"pail/run/0-main-000002/{MANIFEST}")
-    with pytest.raises(whet.types.CheckpointError, match="is not a whole checkpoint"):
+    with pytest.raises(whet.types.CheckpointError, match="is not a complete checkpoint"):
         train(tmp_path / "half", "checkpoint.resume=s3://pail/run/0-main-000002")
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
