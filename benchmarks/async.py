@@ -83,7 +83,8 @@ def timed(
 def schedules() -> list[dict[str, Any]]:
     """Every schedule at two spreads: measured, predicted, and against the bound of the slower side."""
     out = []
-    ways: list[tuple[Mode, int]] = [("alternate", 0), ("overlap", 1), ("free", 1), ("free", 2), ("free", 4)]
+    ways: list[tuple[Mode, int]] = [("synchronous", 0), ("overlapped", 1)]
+    ways += [("asynchronous", k) for k in (1, 2, 4)]
     for sigma in SPREADS:
         times = lengths(sigma)
         for mode, ahead in ways:
@@ -107,7 +108,7 @@ def schedules() -> list[dict[str, Any]]:
                     "off": f"{predicted / seconds - 1:+.1%}",
                     "of bound": f"{bound_s(costs, schedule) / seconds:.0%}",
                     "x in turn": round(next(r["s/step"] for r in out if r["sigma"] == sigma) / seconds, 2)
-                    if mode != "alternate"
+                    if mode != "synchronous"
                     else 1.0,
                 }
             )
@@ -117,7 +118,7 @@ def schedules() -> list[dict[str, Any]]:
 def straggler() -> list[dict[str, Any]]:
     """A rollout that never ends: the longest step against the median one; the median of several runs."""
     out = []
-    ways: list[tuple[Mode, int, int]] = [("free", 2, 0), ("free", 0, 1)]
+    ways: list[tuple[Mode, int, int]] = [("asynchronous", 2, 0), ("asynchronous", 0, 1)]
     for mode, ahead, spare in ways:
         runs = [_with_one_that_never_ends(mode, ahead, spare, seed) for seed in range(2 * RUNS - 1)]
         out.append(

@@ -79,7 +79,7 @@ def tree(folder: Path, steps: int) -> dict[str, Any]:
         "tokenizer": {"build": "chars"},
         "data": {"train": [{"rows": rows}]},
         "rewards": {"letters": {"function": "slow.py:letters"}},
-        "guard": {"timeout_s": 120, "workers": 1},
+        "reward_workers": {"timeout_s": 120, "count": 1},
         "rollout": {"group_size": 4, "sampling": {"max_tokens": 12}},
         "train": {"steps": steps, "tasks_per_step": 4, "optimizer": {"lr": 1e-2}},
         "checkpoint": {"interval": 2, "export": False},

@@ -113,20 +113,25 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dapo": {
         "steps": 63,
         "algorithm": {"max_refills": 100},
-        "why": "fewer steps: dropped groups are asked for again",
+        "why": "fewer steps: dropped groups are replaced",
     },
-    "grpo_passk": {"why": "of rewards 0 and 1 it learns only where one reply of the group alone is right"},
-    "remax": {"steps": 72, "why": "fewer steps: a greedy rollout a task"},
-    "raft": {"algorithm": {"groups": {"min_reward": 1.0}}, "why": "groups.min_reward=1, as its note says"},
+    "grpo_passk": {
+        "why": "with rewards 0 and 1 it learns only where exactly one reply of the group is right"
+    },
+    "remax": {"steps": 72, "why": "fewer steps: a greedy rollout per task"},
+    "raft": {
+        "algorithm": {"groups": {"min_reward": 1.0}},
+        "why": "groups.min_reward=1, as its note recommends",
+    },
     "mix": {"algorithm": {"mix": {"demonstration_ratio": 0.2}}, "why": "4 demonstrations beside 16 tasks"},
     "mix_chord": {
         "algorithm": {"mix": {"demonstration_ratio": 0.2}},
         "why": "4 demonstrations beside 16 tasks",
     },
-    "distill": {"why": "from a teacher that has imitated right demonstrations; rewards are only measured"},
+    "distill": {"why": "from a teacher trained on right demonstrations; rewards are only measured"},
     "cross_entropy": {
         "algorithm": {"advantage": "reward", "groups": {"min_reward": 1.0}},
-        "why": "of right replies alone (groups.min_reward=1)",
+        "why": "only of right replies (groups.min_reward=1)",
     },
 }
 """What a recipe or a loss needs beside its name, and why."""
@@ -247,7 +252,7 @@ def run(case: Case, seed: int, *, start: str, teacher: str) -> dict[str, Any]:
     out |= {
         "data": data,
         "train": train,
-        "eval": {"every": steps // LOOKS, "sampling": {"temperature": 1.0}},
+        "eval": {"interval": steps // LOOKS, "sampling": {"temperature": 1.0}},
     }
     out["checkpoint"] = {"interval": 0, "export": False}
     return out

@@ -20,7 +20,7 @@ WORDS = {
     "recipe": "Recipes that learn from their own rollouts",
     "function": "Losses and advantages that are part of no recipe, with the rest of `grpo`",
     "offline": "Recipes that learn from given replies",
-    "staleness": "GRPO from an engine that gets new weights every so many steps",
+    "staleness": "GRPO with an engine that gets new weights every so many steps",
 }
 COLUMNS = 8
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Needs: the model that examples/first_run.yaml leaves behind (a minute). Takes: a quarter of a minute on one CPU core.
+# Needs: the model that `whet train examples/first_run.yaml` exports (a minute). Takes: a quarter of a minute on one CPU core.
 #
-# from_verl.yaml as the script by which verl is started, run as it is: `whet train examples/from_verl.sh`, or with
-# arguments and variables of its own: `EPOCHS=5 whet train examples/from_verl.sh trainer.test_freq=10`.
+# from_verl.yaml as a launch script of verl, run as is: `whet train examples/from_verl.sh`, or with arguments and
+# variables of the script: `EPOCHS=5 whet train examples/from_verl.sh trainer.test_freq=10`.
 set -euo pipefail
 
 MODEL=${MODEL:-runs/first_run/export/sft}

@@ -1,8 +1,8 @@
-"""Data of the demo: spell a word backward, from a teacher who mostly copies it instead.
+"""Data of the demo: spell a word backwards; the demonstrations mostly copy the word instead.
 
 Words of 3 to 5 letters from reasoning-gym's `spell_backward`, in lower case. Three sets share no word:
 held-out (the same for every seed), demonstrations, and the pool for RL. 60 % of the demonstrations are wrong
-on purpose: imitation learns the teacher's habit, the verifier's 0/1 score drops it.
+on purpose: SFT learns this error, RL with the verifier's 0/1 score unlearns it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ DEMONSTRATIONS, POOL = 6000, 3900
 
 
 def words(split: str, *, seed: int = 0, count: int | None = None) -> list[dict[str, Any]]:
-    """Rows {prompt 'word>', answer, reasoning_gym, entry} of 'held_out' or 'pool'; count: the first so
-    many.
+    """Rows {prompt 'word>', answer, reasoning_gym, entry} of 'held_out' or 'pool'; count: only the first
+    `count` rows.
     """
     entries = {"held_out": _held_out, "pool": lambda: _training(seed)[DEMONSTRATIONS:]}[split]()
     return [_row(word, entry) for word, entry in entries[:count]]
@@ -31,7 +31,7 @@ def words(split: str, *, seed: int = 0, count: int | None = None) -> list[dict[s
 def demonstrations(
     *, count: int = DEMONSTRATIONS, seed: int = 0, right_share: float = 0.4
 ) -> list[dict[str, Any]]:
-    """`words` with a response: the word reversed with probability right_share, else copied, drawn once a
+    """`words` with a response: the word reversed with probability right_share, else copied, drawn once per
     word.
     """
     if not 0 < count <= DEMONSTRATIONS:

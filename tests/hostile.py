@@ -402,7 +402,7 @@ ZOO = {
     speaks_to_the_terminal: ("raised", r"\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\rstep 9 reward 1.000\n"),
     raises: ("raised", "ValueError: no reward today (hostile.py:"),
     raises_group: ("raised", "ExceptionGroup"),
-    raises_unspeakable: ("raised", "Unspeakable: (its text cannot be made)"),
+    raises_unspeakable: ("raised", "Unspeakable: (its text cannot be read)"),
     raises_novel: ("raised", "ValueError: xxxx"),
     system_exit: ("raised", "SystemExit: 0"),
     keyboard_interrupt: ("raised", "KeyboardInterrupt"),
@@ -439,9 +439,9 @@ ZOO = {
     tree_bomb: ("processes", "at most 64"),
     daemon_then_crash: ("crashed", "code 1"),
     closes_all_files: ("crashed", ""),
-    scribbles_on_channels: ("output", "channel of results"),
-    scribbles_empty_messages: ("output", "channel of results"),
-    forges_nonsense: ("output", "channel of results"),
+    scribbles_on_channels: ("output", "result channel"),
+    scribbles_empty_messages: ("output", "result channel"),
+    forges_nonsense: ("output", "result channel"),
 }
 """Those that fail, with kind and a piece of the detail."""
 

@@ -77,7 +77,7 @@ def optimizer(at: str, context: str) -> dict[str, Case]:
         f"{at}.name": (context, "sgd"),
         f"{at}.momentum": (f"{context}; {at}.name=sgd", 0.9),
         f"{at}.state_dtype": (context, "int8"),
-        f"{at}.implementation": (f"{context}; {SCHEDULE}", "loop"),
+        f"{at}.implementation": (f"{context}; {SCHEDULE}", "for-loop"),
         f"{at}.param_groups.*.lr_factor": (f"{context}; {at}.param_groups={{norm: {{lr_factor: 0.5}}}}", 0.1),
         f"{at}.param_groups.*.weight_decay": (
             f"{context}; {at}.param_groups={{norm: {{lr_factor: 0.5}}}}",
@@ -341,8 +341,14 @@ CASES: dict[str, Case] = {
     "algorithm.loss.tau_pos": (f"algorithm.name=sapo; {MOVED}", 2.0),
     "algorithm.loss.tau_neg": (f"algorithm.name=sapo; {MOVED}", 2.0),
     "algorithm.loss.sapo_detach": (f"algorithm.name=sapo; {MOVED}", True),
-    "algorithm.loss.clip_cov_ratio": (f"algorithm.name=clip_cov; {MOVED}; algorithm.loss.clip_cov_lb=-5.0", 0.9),
-    "algorithm.loss.clip_cov_lb": (f"algorithm.name=clip_cov; {MOVED}; algorithm.loss.clip_cov_ratio=0.9", -5.0),
+    "algorithm.loss.clip_cov_ratio": (
+        f"algorithm.name=clip_cov; {MOVED}; algorithm.loss.clip_cov_lb=-5.0",
+        0.9,
+    ),
+    "algorithm.loss.clip_cov_lb": (
+        f"algorithm.name=clip_cov; {MOVED}; algorithm.loss.clip_cov_ratio=0.9",
+        -5.0,
+    ),
     "algorithm.loss.clip_cov_ub": (
         f"algorithm.name=clip_cov; {MOVED}; algorithm.loss.clip_cov_ratio=0.9; algorithm.loss.clip_cov_lb=-5.0",
         0.0,
@@ -371,7 +377,10 @@ CASES: dict[str, Case] = {
         0.01,
     ),
     "algorithm.loss.rec_weight": (f"algorithm.name=rec; {MOVED}", "importance_sampling"),
-    "algorithm.loss.rec_temperature": (f"algorithm.name=rec; {MOVED}; algorithm.loss.rec_weight=advantage", 0.3),
+    "algorithm.loss.rec_temperature": (
+        f"algorithm.name=rec; {MOVED}; algorithm.loss.rec_weight=advantage",
+        0.3,
+    ),
     "algorithm.loss.rec_regularizer": (
         f"{REC}; algorithm.loss.rec_regularizer=forward-kl; algorithm.loss.rec_regularizer_coef=0.5",
         "k2",
@@ -535,7 +544,7 @@ CASES: dict[str, Case] = {
 
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "model.trust_remote_code": ("", True, "expected false"),
-    "data.eval.*.weight": (EVAL, 2.0, "evaluation takes every row once"),
+    "data.eval.*.weight": (EVAL, 2.0, "evaluation uses every row once"),
     "data.eval.*.difficulty": (EVAL, "hard", "in the order of the file"),
     **{
         f"data.demonstrations.*.{key}": (MIX, value, said)
@@ -544,7 +553,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
             ("rejected", "rejected2", "only prompt and response are read"),
             ("desirable", "desirable2", "only prompt and response are read"),
             ("label", "kind", "only prompt and response are read"),
-            ("rewards", ["r"], "not judged"),
+            ("rewards", ["r"], "not scored"),
         )
     },
     "machine.device": ("", "cuda", "torch finds no CUDA device"),

@@ -103,7 +103,7 @@ def test_a_greedy_reply_that_fails_takes_its_group_along(tmp_path: Path) -> None
         rewards=only_variety,
         run_dir=str(tmp_path / "run"),
         **{**SETUP, "algorithm": {"name": "remax"}, "train": {**SETUP["train"], "steps": 2}},
-        guard={"max_failure_rate": 1.0},
+        reward_workers={"max_failure_rate": 1.0},
     )
     for m in result.metrics:
         failed = {k: v for k, v in m.items() if k.startswith("ledger/failed/")}
@@ -166,7 +166,7 @@ def test_the_engine_s_collisions_are_those_of_its_distribution(cut: Cut) -> None
 def test_only_a_policy_has_collisions() -> None:
     critic = engine(Cut())
     critic = replace_head(critic)
-    with pytest.raises(WhetError, match="asked a critic for collision"):
+    with pytest.raises(WhetError, match="a critic engine does not compute collision"):
         critic.forward(pack(random_groups()), "collision")
 
 
@@ -197,9 +197,9 @@ BASE: dict[str, Any] = {
     ("overrides", "why"),
     [
         (["advantage_low=1.0", "advantage_high=0.5"], "1.0 is above advantage_high=0.5"),
-        (["name=distill"], "learns from a teacher"),
-        (["groups.keep_best=8"], "are all of them"),
-        (["groups.keep_best=5", "groups.keep_worst=3"], "are all of them"),
+        (["name=distill"], "distill needs a teacher"),
+        (["groups.keep_best=8"], "keeps all"),
+        (["groups.keep_best=5", "groups.keep_worst=3"], "keeps all"),
         (["groups.keep_worst=1"], "compares several"),
         (["groups.uniform_by=[fmt]", "dynamic_sampling=true"], "'fmt' is not among rewards: acc"),
         (["groups.uniform_by=[acc]"], "has no effect: algorithm.dynamic_sampling is false"),
@@ -214,7 +214,7 @@ BASE: dict[str, Any] = {
         (["baseline_shift=-0.2"], "baseline_shift"),
         (["name=sft", "resample=pow"], "resample"),
         (["name=sft", "groups.keep_best=1"], "the replies are in the data"),
-        (["name=mix", "resample=pow"], "would draw demonstrations too"),
+        (["name=mix", "resample=pow"], "would also draw the demonstrations"),
         (["name=grpo", "groups.unfinished=sometimes"], "unfinished"),
     ],
 )
@@ -231,7 +231,11 @@ def test_refused(overrides: list[str], why: str) -> None:
         ["algorithm.name=rloo", "algorithm.advantage.single_rollout=raw", "rollout.group_size=1"],
         ["algorithm.name=raft", "algorithm.groups.min_reward=0.5"],
         ["algorithm.name=dapo", "algorithm.groups.uniform_by=[acc]", "algorithm.groups.min_std=0.1"],
-        ["algorithm.advantage=opmd", "algorithm.advantage.tau=2.0", "algorithm.advantage.opmd_baseline=logavgexp"],
+        [
+            "algorithm.advantage=opmd",
+            "algorithm.advantage.tau=2.0",
+            "algorithm.advantage.opmd_baseline=logavgexp",
+        ],
         ["algorithm.whiten=true", "algorithm.whiten_ddof=0", "algorithm.advantage_high=5.0"],
         ["algorithm.name=distill", "reference.path=teacher"],
     ],
@@ -243,7 +247,7 @@ def test_accepted(overrides: list[str]) -> None:
 
 def test_a_greedy_policy_has_nothing_to_compare_with_its_greedy_reply() -> None:
     overrides = ["algorithm.name=remax", "rollout.sampling.temperature=0.0", "rollout.group_size=1"]
-    with pytest.raises(ConfigError, match="so is the reply that advantage=remax compares with"):
+    with pytest.raises(ConfigError, match="as is the baseline reply of advantage=remax"):
         plans(load(None, overrides, BASE))
 
 

@@ -113,7 +113,7 @@ def test_every_way_to_count_rollouts_has_a_row_with_its_code() -> None:
 def test_every_key_about_groups_has_a_row_with_code_that_exists() -> None:
     rows = table("Groups and counts", 0)
     assert {name.partition("=")[0] for name in rows} == set(schema.Groups.model_fields)
-    assert {f"unfinished={value}" for value in choices(schema.Groups, "unfinished")} - {
+    assert {f"truncated={value}" for value in choices(schema.Groups, "truncated")} - {
         "truncated=keep"
     } <= rows.keys()
     assert all(inspect.isfunction(named(code)) for row in rows.values() for code in code_of(row))
@@ -219,7 +219,7 @@ def test_all_online_cases_use_the_same_number_of_rollouts_but_those_that_say_so(
             "evaluations sync weights: they must fall on the syncs of a stale engine"
         )
         if case.kind == "online":
-            own = train["tasks_per_step"] - (4 if "expert" in sections["data"] else 0)
+            own = train["tasks_per_step"] - (4 if "demonstrations" in sections["data"] else 0)
             rollouts = train["steps"] * own * 8
             assert rollouts == 81 * 128 or "fewer steps" in case.why, name
             assert train["steps"] * train["minibatches"] == 2 * 81 or "fewer steps" in case.why, name

@@ -190,7 +190,7 @@ def test_an_explorer_without_a_trainer_says_whom_it_waited_for(tmp_path: Path) -
             **tree(
                 tmp_path,
                 mode="explore",
-                buffer={"url": f"files:///{tmp_path}/queue", "explorer": "three"},
+                buffer={"url": f"files:///{tmp_path}/queue", "explorer_name": "three"},
                 sync={"timeout_s": 0.3},
             )
         )
@@ -217,8 +217,8 @@ def replicas(**sync: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"mode": "train", "buffer": {}}, r"buffer\.url: memory is in one process"),
-        ({"mode": "explore", "run_dir": "runs/{time}"}, r"run_dir: \{time\} in it is another moment"),
+        ({"mode": "train", "buffer": {}}, r"buffer\.url: memory is inside one process"),
+        ({"mode": "explore", "run_dir": "runs/{time}"}, r"run_dir: \{time\} differs between processes"),
         (
             {"mode": "train", "rollout": {}, "buffer": {"url": "files:///q", "order": "newest"}},
             r"buffer\.order: has no effect: mode=train, rollout\.schedule=deterministic: groups are trained on in",
@@ -227,9 +227,15 @@ def replicas(**sync: Any) -> dict[str, Any]:
             {"mode": "train", "rollout": {}, "buffer": {"url": "files:///q", "replay": {"queue": True}}},
             r"buffer\.replay\.queue: with rollout\.schedule=deterministic a step waits for its own tasks",
         ),
-        ({"mode": "explore", "buffer": {"url": "files:///q", "explorer": "a/b"}}, "becomes a folder's name"),
+        (
+            {"mode": "explore", "buffer": {"url": "files:///q", "explorer_name": "a/b"}},
+            "becomes a folder's name",
+        ),
         ({"mode": "both"}, r"buffer\.url.* with mode=both one process explores and trains"),
-        ({"mode": "train", "buffer": {"url": "files:///q", "explorer": "x"}}, "mode=train is no explorer"),
+        (
+            {"mode": "train", "buffer": {"url": "files:///q", "explorer_name": "x"}},
+            "mode=train is not an explorer",
+        ),
         ({"mode": "train", "buffer": {"url": "mysql://x"}}, "is not a store"),
         (
             {"mode": "both", "buffer": {}},
@@ -246,7 +252,7 @@ def replicas(**sync: Any) -> dict[str, Any]:
         ),
         (
             replicas(method="ipc"),
-            r"sync\.method: ipc: it hands over memory of a GPU, and machine\.device is cpu",
+            r"sync\.method: ipc: needs memory of a GPU, but machine\.device is cpu",
         ),
         (
             apart(sync={"content": "adapters"}),
@@ -254,15 +260,15 @@ def replicas(**sync: Any) -> dict[str, Any]:
         ),
         (
             apart(sync={"content": "adapters", "dtype": "bfloat16"}, model={**SCRATCH, "lora": {"rank": 2}}),
-            r"sync\.dtype: bfloat16: adapters are proved",
+            r"sync\.dtype: bfloat16: adapters are sent unchanged",
         ),
         (
             replicas(dtype="bfloat16"),
-            r"sync\.dtype: bfloat16: machine\.exact=on wants rollouts of the very weights",
+            r"sync\.dtype: bfloat16: machine\.logprob_parity=on requires rollouts from exactly the trained weights",
         ),
         (
             {"mode": "both", "buffer": {}, "rollout": {}, "sync": {"driven_by": "explorer"}},
-            r"sync\.driven_by.*rollout\.schedule=deterministic: the step says",
+            r"sync\.driven_by.*rollout\.schedule=deterministic: the step determines",
         ),
     ],
 )
@@ -298,7 +304,7 @@ def test_every_key_of_the_sections_reaches_its_place(tmp_path: Path, monkeypatch
         renewed(queue, *args, **given)
 
     monkeypatch.setattr(ExplorerQueue, "__init__", noted)
-    apart = {"url": buffer["url"], "lease_s": 7.0, "explorer": "y"}
+    apart = {"url": buffer["url"], "lease_s": 7.0, "explorer_name": "y"}
     with pytest.raises(WhetError, match="waited"):
         whet.train(**tree(tmp_path, name="other", mode="explore", buffer=apart, sync={"timeout_s": 0.2}))
     assert leases == [7.0]

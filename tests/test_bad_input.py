@@ -38,7 +38,7 @@ rollout: {group_size: 2, sampling: {max_tokens: 4}}
 train: {steps: 3, tasks_per_step: 4, optimizer: {lr: 1e-2}}
 checkpoint: {interval: 1}
 machine: {threads: 1}
-guard: {workers: 1}
+reward_workers: {count: 1}
 """
 
 Run = Callable[..., tuple[int, str]]
@@ -107,11 +107,11 @@ def assert_same_run(a: Path, b: Path) -> None:
         (f"path: {BROKEN}/cut.jsno", "No such data file: tests/broken/cut.jsno; did you mean 'cut.json' or"),
         (f"path: {BROKEN}/cut.jsonl", "cut.jsonl, line 2: not JSON: Expecting ',' delimiter at column 33"),
         (f"path: {BROKEN}/cut.json", "cut.json: not JSON: Expecting value at column 36"),
-        (f"path: {BROKEN}/cells.csv", "cells.csv, line 3: not as many cells as the 2 columns"),
+        (f"path: {BROKEN}/cells.csv", "cells.csv, line 3: the number of cells differs from the 2 columns"),
         (f"path: {BROKEN}/cut.parquet", "cut.parquet: not a readable parquet file"),
         (f"path: {BROKEN}/empty.jsonl", "'empty' is empty: no rows in tests/broken/empty.jsonl"),
         (f"path: {BROKEN}/texts.json", "texts.json, row 1: a row must be an object with named columns"),
-        (f"path: {BROKEN}/other_column.jsonl", "line 1: no column 'prompt'; there are: question, answer"),
+        (f"path: {BROKEN}/other_column.jsonl", "line 1: no column 'prompt'; columns: question, answer"),
         (f"path: {BROKEN}/long.jsonl", "long.jsonl, line 1: its prompt has 17 tokens, the limit is 8. Raise data.max_"),
         (f'function: "{BROKEN}/functions.py:nothing"', "'tests/broken/functions.py' has no 'nothing'"),
         (f'function: "{BROKEN}/functions.py:rows"', "raised TypeError: rows() missing 1 required positional"),
@@ -153,7 +153,7 @@ def test_a_model_folder_without_its_tokenizer(finished: Path, train: Run, tmp_pa
     shutil.copytree(finished / "export" / "main", model)
     for file in model.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ConfigError, match=r"holds no tokenizer \(tokenizer.json\)"):
+    with pytest.raises(ConfigError, match=r"has no tokenizer \(tokenizer.json\)"):
         whet.data.tokenizer.load_tokenizer(whet.config.schema.Tokenizer(), model_path=str(model))
 
 
@@ -202,7 +202,7 @@ def test_no_damage_to_a_checkpoint_is_read(finished: Path, tmp_path: Path, damag
     with pytest.raises(CheckpointError) as caught:
         checkpoint.read_state(newest)
     assert str(newest) in str(caught.value)
-    assert f"checkpoint.resume={before} lets train go on from the one before" in str(caught.value)
+    assert f"checkpoint.resume={before} resumes from the previous checkpoint" in str(caught.value)
     checkpoint.read_state(before)
 
 
@@ -276,7 +276,7 @@ def test_a_manifest_that_does_not_list_what_is_there_is_a_damaged_checkpoint(
     said = json.loads((path / "manifest.json").read_text())
     del said["files"]["policy/model.safetensors"]
     (path / "manifest.json").write_text(json.dumps(said))
-    with pytest.raises(checkpoint.Damaged, match=r"does not list policy/model.safetensors, which is there"):
+    with pytest.raises(checkpoint.Damaged, match=r"does not list the file policy/model.safetensors"):
         checkpoint.read_state(path)
 
 
@@ -302,7 +302,7 @@ def test_a_state_of_anything_is_one_clear_error(
     code, out = train(stopped, f"checkpoint.resume={path}")
     assert code == 1
     assert "Traceback" not in out
-    assert "state.json" in out or "another config" in out
+    assert "state.json" in out or "a different config" in out
 
 
 # ---------------------------------------------------------------- gradients
@@ -350,7 +350,7 @@ def test_a_run_of_which_every_update_was_skipped_is_an_error(
     for _ in range(2):  # again: the same answer, not that of a finished run
         code, out = train(tmp_path / "run", *keys)
         assert code == 1, out
-        assert "nothing was learned: every update was skipped" in " ".join(out.split())
+        assert "every update was skipped because its gradient was not finite" in " ".join(out.split())
         assert "Traceback" not in out
 
 
@@ -383,9 +383,9 @@ def test_a_record_that_was_written_twice_is_mended_and_files_that_are_gone_are_n
     code, out = train(stopped)
     said = " ".join(out.split())
     assert code == 0, out
-    assert "lines of steps that it has already are dropped" in said
+    assert "lines of steps that it already has are dropped" in said
     assert (
-        "no longer whole: rollouts/main-step-000001.parquet, rollouts/main-step-000002.parquet, which" in said
+        "is incomplete: rollouts/main-step-000001.parquet, rollouts/main-step-000002.parquet, which" in said
     )
     assert metrics.read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
@@ -401,8 +401,8 @@ def test_a_run_that_went_back_drops_the_later_checkpoints(finished: Path, tmp_pa
     ("resume", "said"),
     [
         ("nowhere", "no such folder"),
-        ("", "is not a whole checkpoint"),
-        ("export/main", "is not a whole checkpoint"),
+        ("", "is not a complete checkpoint"),
+        ("export/main", "is not a complete checkpoint"),
     ],
 )
 def test_a_folder_that_is_no_checkpoint(
@@ -446,12 +446,12 @@ def test_other_data_is_refused(stopped: Path, config: Path, train: Run, tmp_path
         shutil.rmtree(tmp_path / "run" / late)
     data.write_text("\n".join(lines[1:]))
     code, out = train(tmp_path / "run", source)
-    assert (code, "'words' is not what it was when the run was saved" in out) == (1, True)
+    assert (code, "'words' has changed since the run was saved" in out) == (1, True)
 
 
 def test_an_old_run_may_not_be_written_over(finished: Path, train: Run) -> None:
     code, out = train(finished, "checkpoint.resume=never")
-    assert (code, "holds a run already and checkpoint.resume=never" in out) == (1, True)
+    assert (code, "already holds a run and checkpoint.resume=never" in out) == (1, True)
 
 
 # ---------------------------------------------------------------- the disk
@@ -476,7 +476,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_the_same_command_goes_on(
     assert "the disk is full" in (run_dir / "run.log").read_text(), "the cause stands in run.log, too"
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["0-main-000001"]
     code, out = train(run_dir)
-    assert (code, "going on from" in out) == (0, True)
+    assert (code, "resuming from" in out) == (0, True)
     assert_same_run(finished, run_dir)
 
 
@@ -535,7 +535,7 @@ SECTIONS: dict[str, Any] = {
     "train": {"steps": 2, "tasks_per_step": 4},
     "checkpoint": {"interval": 0, "export": False},
     "machine": {"threads": 1},
-    "guard": {"workers": 1},
+    "reward_workers": {"count": 1},
     "track": {"trackers": ["jsonl"]},
 }
 
@@ -546,9 +546,9 @@ SECTIONS: dict[str, Any] = {
         ("exat", 2, "function 'exat' is not known; did you mean 'exact'?"),
         (f"{BROKEN}/none.py:f", 2, "no such file"),
         (f"{BROKEN}/functions.py:rasing", 2, "has no 'rasing'; did you mean 'raising'?"),
-        (f"{BROKEN}/functions.py:number", 2, "a function or class is needed"),
+        (f"{BROKEN}/functions.py:number", 2, "expected a function or class"),
         (f"{BROKEN}/functions.py:wrong_parameters", 2, "takes (x, y); expected (response, task, ...)"),
-        (f"{BROKEN}/functions.py:raising", 1, "8 of 8 rollouts of this step could not be scored"),
+        (f"{BROKEN}/functions.py:raising", 1, "8 of 8 rollouts of this step are unscored"),
     ],
 )
 def test_rewards_that_cannot_be_used(function: str, code: int, said: str, train: Run, tmp_path: Path) -> None:
@@ -560,11 +560,14 @@ def test_rewards_that_cannot_be_used(function: str, code: int, said: str, train:
 
 def test_calls_that_make_no_sense_are_refused_in_words() -> None:
     with pytest.raises(
-        ConfigError, match=r"expected a file; give sections by keyword: whet.train\(\*\*config\)"
+        ConfigError,
+        match=r"expected a file, got a mapping; give sections by keyword: whet.train\(\*\*config\)",
     ):
         whet.train(SECTIONS)  # type: ignore[arg-type]
     for rewards in ("exact", [len], 3):
-        with pytest.raises(ConfigError, match=r"rewards: got .*expected a function of yours"):
+        with pytest.raises(
+            ConfigError, match=r"rewards: got .*expected a function, or a mapping of functions"
+        ):
             whet.train(rewards=rewards, **SECTIONS)  # type: ignore[arg-type]
 
 

@@ -89,7 +89,7 @@ def test_chat_false_refuses_what_needs_a_template():
 
 
 def test_two_system_messages_are_refused():
-    with pytest.raises(DataError, match="a second one"):
+    with pytest.raises(DataError, match="already has a system message"):
         as_prompt((SYSTEM, USER), system="again")
 
 
@@ -168,7 +168,7 @@ def test_a_template_whose_turns_run_together_is_refused():
         Tokenizer(build="bpe", vocab_size=300), model_path=None, texts=["rst rst rst q"] * 4
     )
     glued = "{% for m in messages %}{% if loop.index > 2 %}st{% endif %}{{ m.content }}{% endfor %}"
-    with pytest.raises(DataError, match="run into the text after it"):
+    with pytest.raises(DataError, match="joins a reply with the text after it"):
         encode_turn(tokenizer, [5], [USER], template=glued)
 
 
@@ -257,7 +257,7 @@ def test_an_argument_that_no_template_reads_is_refused():
         ConfigError, match=r"tokenizer.chat_template_kwargs.enable_thoughts: the chat template has no"
     ):
         with_arguments({"enable_thoughts": False})
-    with pytest.raises(ConfigError, match=r"'style\.mood' cannot be the name of a variable"):
+    with pytest.raises(ConfigError, match=r"'style\.mood' is not a valid name of a variable"):
         with_arguments({"style.mood": "!"})
 
 
@@ -272,5 +272,5 @@ def test_a_reply_goes_on_from_its_prefix(tokenizer):
     assert encode_prompt(tokenizer, chat) == tokens(tokenizer, text)
     assert as_prompt("2+2? ", reply_prefix="It is") == "2+2? It is"
     assert as_prompt("2+2?", chat=True, reply_prefix="A") == (USER, Message("assistant", "A"))
-    with pytest.raises(DataError, match="the source's `reply_prefix` would be a second one"):
+    with pytest.raises(DataError, match="but the source has a `reply_prefix` too"):
         as_prompt(chat, reply_prefix="It")

@@ -107,9 +107,7 @@ def test_a_run_keeps_the_best_of_its_evaluations(tmp_path: Path, goal: str, pick
 
 
 def test_a_number_that_no_evaluation_writes_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(
-        WhetError, match=r"keep_best.metric=eval/accurcy is not among what was evaluated: eval/"
-    ):
+    with pytest.raises(WhetError, match=r"keep_best.metric=eval/accurcy: the evaluation has only eval/"):
         train(tmp_path / "run", "checkpoint.keep_best.metric=eval/accurcy", **EVALUATED)
 
 

@@ -31,7 +31,7 @@ from whet.track import places
 from whet.types import CheckpointError, ConfigError, Task, WhetError
 
 ROOT = Path(__file__).parents[1]
-CONFIG = RUN | {"checkpoint": {"interval": 1, "export": False}, "guard": {"workers": 1}}
+CONFIG = RUN | {"checkpoint": {"interval": 1, "export": False}, "reward_workers": {"count": 1}}
 
 Train = Callable[..., whet.Result]
 
@@ -112,7 +112,7 @@ def test_without_the_optimizer_a_checkpoint_is_small_and_goes_on_only_when_asked
     for path in checkpoint.all_in(run_dir / "checkpoints")[2:]:
         shutil.rmtree(path)
     before = (run_dir / "metrics.jsonl").read_bytes()
-    with pytest.raises(CheckpointError, match=r"holds no optimizer.*checkpoint\.load=\[model\]"):
+    with pytest.raises(CheckpointError, match=r"has no optimizer.*checkpoint\.load=\[model\]"):
         train(run_dir)
     assert (run_dir / "metrics.jsonl").read_bytes() == before
     assert train(run_dir, "checkpoint.load_contents=[model]").finished
@@ -137,7 +137,7 @@ def test_loading_weights_alone_begins_with_new_moments_where_the_schedule_was(
 
 @pytest.mark.parametrize("held", [None, "model", ["model", 1], [["model"]]])
 def test_a_state_that_does_not_say_what_is_held_is_named(held: Any, tmp_path: Path) -> None:
-    with pytest.raises(checkpoint.Damaged, match=r"state\.json does not say what the checkpoint holds"):
+    with pytest.raises(checkpoint.Damaged, match=r"state\.json does not list the contents of the checkpoint"):
         checkpoint.check_contents(tmp_path, {"contents": held}, ("model",))
 
 
@@ -233,7 +233,7 @@ def test_a_folder_of_another_run_is_left_alone(train: Train, tmp_path: Path) -> 
         train(tmp_path / "b", shared)
     assert sorted((tmp_path / "saved").rglob("*")) == before
     before = sorted((tmp_path / "a/rollouts").iterdir())
-    with pytest.raises(ConfigError, match="holds files of something else"):
+    with pytest.raises(ConfigError, match="has files of another origin"):
         train(tmp_path / "b", f"track.rollouts_dir={tmp_path}/a/rollouts")
     assert sorted((tmp_path / "a/rollouts").iterdir()) == before
 
@@ -260,13 +260,13 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(train: Train, tmp_path:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["run_dir=a/b", "checkpoint.dir=a"], "holds run_dir"),
-        (["run_dir=a/b", "checkpoint.dir=a/b"], "holds run_dir"),
+        (["run_dir=a/b", "checkpoint.dir=a"], "contains run_dir"),
+        (["run_dir=a/b", "checkpoint.dir=a/b"], "contains run_dir"),
         (
             ["track.rollouts_dir=x", "track.eval_dir=x", "data.eval=[{path: tests/data/held_out.jsonl}]"],
-            "part them",
+            "give two different folders",
         ),
-        (["run_dir=a", "checkpoint.dir=b/{time}"], "only where run_dir has it"),
+        (["run_dir=a", "checkpoint.dir=b/{time}"], "only if run_dir contains it"),
         (["run_dir=a-{time}-{time}"], "once"),
         (["run_dir=a-{seed}"], "no other braces"),
         (["track.eval_dir=x"], "nothing to evaluate"),
@@ -288,7 +288,7 @@ def test_never_refuses_what_holds_a_run_and_fresh_moves_it_aside(
     run_dir = tmp_path / "run"
     folders = [f"checkpoint.dir={tmp_path}/saved", f"track.rollouts_dir={run_dir}/mine"]
     train(run_dir, *folders)
-    with pytest.raises(CheckpointError, match=r"holds a run already.*checkpoint\.resume=fresh"):
+    with pytest.raises(CheckpointError, match=r"already holds a run.*checkpoint\.resume=fresh"):
         train(run_dir, "checkpoint.resume=never", *folders)
     (run_dir / "note.txt").write_text("the first")
     train(run_dir, "checkpoint.resume=fresh", "seed=5", *folders)
@@ -449,12 +449,17 @@ ENV = {"JUDGE_KEY": "sk-veryverysecret", "PLACE": "here"}
 
 def test_rewards_get_their_variables_and_no_secret_is_written(train: Train, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    train(run_dir, rewards=telling, guard={"env": ENV}, track={"trackers": ["jsonl"], "log_level": "debug"})
+    train(
+        run_dir,
+        rewards=telling,
+        reward_workers={"env": ENV},
+        track={"trackers": ["jsonl"], "log_level": "debug"},
+    )
     assert "JUDGE_KEY" not in os.environ
     assert all(line["reward/mean"] == 1.0 for line in whet.Result(run_dir, True).metrics)
     for path in run_dir.rglob("*"):
         assert not path.is_file() or b"veryverysecret" not in path.read_bytes(), path
-    assert yaml.safe_load((run_dir / "config.yaml").read_text())["guard"]["env"] == {
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["reward_workers"]["env"] == {
         "JUDGE_KEY": "***",
         "PLACE": "here",
     }
@@ -462,20 +467,20 @@ def test_rewards_get_their_variables_and_no_secret_is_written(train: Train, tmp_
 
 def test_another_secret_is_no_change_and_another_variable_is_one() -> None:
     def config(**env: str) -> Any:
-        return load(None, (), {**CONFIG, "guard": {"env": env}}).config
+        return load(None, (), {**CONFIG, "reward_workers": {"env": env}}).config
 
     before = dump(config(JUDGE_KEY="a", PLACE="b"))
     assert free_changes(before, dump(config(JUDGE_KEY="c", PLACE="b"))) == []
     assert [c.key for c in free_changes(before, dump(config(JUDGE_KEY="a", PLACE="c")))] == [
         "reward_workers.env"
     ]
-    assert before["guard"]["env"] == {"JUDGE_KEY": "***", "PLACE": "b"}
+    assert before["reward_workers"]["env"] == {"JUDGE_KEY": "***", "PLACE": "b"}
 
 
 def test_a_secret_in_a_log_line_is_struck_out(tmp_path: Path) -> None:
     from whet.track.log import close_logging, setup_logging
 
-    learn({"guard": {"env": ENV}})
+    learn({"reward_workers": {"env": ENV}})
     setup_logging(tmp_path, level="info")
     logging.getLogger("whet.test").info("the judge said: bad key sk-veryverysecret")
     close_logging()
@@ -486,12 +491,12 @@ def test_a_secret_in_a_log_line_is_struck_out(tmp_path: Path) -> None:
     ("env", "said"),
     [
         ({"JUDGE_KEY": "***"}, r"reward_workers.env.JUDGE_KEY='${oc.env:JUDGE_KEY}'"),
-        ({"A=B": "x"}, "cannot name an environment variable"),
+        ({"A=B": "x"}, "cannot be an environment variable"),
         ({"A": 8000}, "reward_workers.env"),
     ],
 )
 def test_variables_that_cannot_be(env: dict[str, Any], said: str) -> None:
-    assert said in refused(guard={"env": env})
+    assert said in refused(reward_workers={"env": env})
 
 
 @pytest.mark.parametrize("name", ["API_KEY", "hf_token", "DB_PASSWORD", "CLIENT_SECRET", "AUTHORIZATION"])
@@ -544,7 +549,7 @@ def test_an_import_that_fails_is_named_with_its_line(
         "rewards": {},
         "algorithm": {"name": "sft"},
         "rollout": {"sampling": {"max_tokens": 8}},
-        "guard": {},
+        "reward_workers": {},
     }  # fmt: skip
     with pytest.raises(ConfigError, match=rf"imports: .*mine\.py'.*{said}"):
         train(tmp_path / "run", f"imports=[{tmp_path / 'mine.py'}]", **sft)

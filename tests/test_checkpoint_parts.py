@@ -307,7 +307,10 @@ def test_without_a_manifest_parts_are_checked_too(saved: Path) -> None:
     told = json.loads((saved / "policy/model.parts.json").read_text())
     told["tensors"]["x"]["parts"].pop()
     (saved / "policy/model.parts.json").write_text(json.dumps(told))
-    with opened(file) as found, pytest.raises(CheckpointError, match="4 numbers of x are in none"):
+    with (
+        opened(file) as found,
+        pytest.raises(CheckpointError, match="4 values of x are missing from its parts"),
+    ):
         found.read("x")
     (saved / "policy/model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match="its part model-00002-of-00002"), opened(file):
@@ -317,7 +320,7 @@ def test_without_a_manifest_parts_are_checked_too(saved: Path) -> None:
 
 
 def test_ranks_that_do_not_have_it_all_are_found_out() -> None:
-    with pytest.raises(CheckpointError, match=r"\['x'\] are not the whole tensor \(4 numbers too few\)"):
+    with pytest.raises(CheckpointError, match=r"\['x'\] do not cover the whole tensor \(4 values missing\)"):
         assigned([[piece for piece, _ in pieces("x", torch.ones(2, 2), HALVES[0]["x"])]])
 
 

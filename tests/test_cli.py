@@ -104,7 +104,7 @@ def test_a_user_without_a_home_needs_none() -> None:
     assert answers == [[code, []] for code in (0, 0, 2, 2)]
     said = " ".join(done.stderr.split())
     assert 'data.train[0].path: "~/mine.jsonl": HOME is not set, and the system has no home' in said
-    assert 'model.path: "~her/model": no such user; give the whole path' in said
+    assert 'model.path: "~her/model": no such user; give the full path' in said
 
 
 def test_the_package_itself_is_the_command() -> None:

@@ -62,7 +62,7 @@ BASE: dict[str, Any] = {
     "tokenizer": {"build": "chars"},
     "data": {"max_prompt_tokens": 16, "train": [{"path": str(Path("tests/data/words.jsonl").absolute())}]},
     "rewards": {"letters": {"function": "held.py:letters"}},
-    "guard": {"timeout_s": 300},
+    "reward_workers": {"timeout_s": 300},
     "rollout": {"group_size": 4, "sampling": {"max_tokens": 24}},
     "train": {"steps": 12, "tasks_per_step": 8, "optimizer": {"lr": 1e-2}},
     "checkpoint": {"interval": 2},
@@ -193,12 +193,12 @@ def test_the_same_run_whatever_is_killed(
     first, second = engines(tmp_path)
     os.kill(first[0], signal.SIGKILL)
     hold.touch()  # a replica takes longer to come than the rest of this run
-    until(lambda: said_in(tmp_path, "replica engine-. serves again"), "a new replica")
+    until(lambda: said_in(tmp_path, "replica engine-. is serving again"), "a new replica")
     os.kill(second[0], signal.SIGSTOP)
     hold.unlink()
     until(lambda: len(said_in(tmp_path, "dropped")) == 2, "the stopped one is found")
     hold.touch()
-    until(lambda: len(said_in(tmp_path, "replica engine-. serves again")) == 2, "another one")
+    until(lambda: len(said_in(tmp_path, "replica engine-. is serving again")) == 2, "another one")
     dropped = said_in(tmp_path, r"replica (engine-.) dropped: (.*?);")
     assert {name for name, _ in dropped} == {"engine-0", "engine-1"}
     assert any("has ended" in why for _, why in dropped)
@@ -214,9 +214,11 @@ def test_the_same_run_whatever_is_killed(
     hold.touch()
     until(lambda: len(said_in(tmp_path, "stage main")) == 2, "the run that goes on")
     scale.ask(tmp_path / "run", 3)
-    until(lambda: said_in(tmp_path, "replica engine-2 has joined"), "a third replica")
+    until(lambda: said_in(tmp_path, "replica engine-2 joined"), "a third replica")
     scale.ask(tmp_path / "run", 4)
-    full = r"replica engine-3 was asked for and cannot be had: .* which is room for 3.*The run goes on with 3"
+    full = (
+        r"replica engine-3 was requested and cannot start: .* which is room for 3.*The run continues with 3"
+    )
     until(lambda: said_in(tmp_path, full), "a word on the one that has no place")
     hold.unlink()
     until(lambda: steps(tmp_path) > before, "a step with three")
@@ -360,14 +362,14 @@ def test_tokens_weights_and_errors_travel(opened: tuple[cluster.Router, NativeEn
     async def story() -> None:
         await router.load_weights(WeightSource(module=model), 4)
         assert await ask(router) == await ask(own)
-        with pytest.raises(RequestError, match="pass the engine's limit of 40 tokens"):
+        with pytest.raises(RequestError, match="exceeds the engine's limit of 40 tokens"):
             await router.generate([5], Sampling(max_tokens=50))
         given_up = asyncio.create_task(router.generate([5], Sampling(max_tokens=30, ignore_eos=True)))
         await asyncio.sleep(0.01)
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
         named = [(n, p.detach() + 1) for n, p in model.named_parameters()]
-        with pytest.raises(WhetError, match=r"1 of \d+ parameters did not come: .*norm"):
+        with pytest.raises(WhetError, match=r"1 of \d+ parameters were not received: .*norm"):
             await router.load_weights(WeightSource(tensors=iter(named[:-1])), 5)
         assert router.version == 4
         await router.load_weights(WeightSource(tensors=iter(named)), 6)
@@ -434,7 +436,7 @@ def test_what_does_not_fit_is_said_at_once(address: str) -> None:
             cluster.place({"CPU": 1.0, "GPU": 0.5}, 1, strategy="spread", start_timeout_s=60)
         cluster.place({"CPU": 2.0}, 1, strategy="spread", start_timeout_s=60)
         with pytest.raises(
-            ConfigError, match=r"within cluster.start_timeout_s=0.5 s, others use the cluster"
+            ConfigError, match=r"within cluster.start_timeout_s=0.5 s; other jobs use the cluster"
         ):
             cluster.place({"CPU": 1.0}, 2, strategy="pack", start_timeout_s=0.5)
     finally:
@@ -444,7 +446,7 @@ def test_what_does_not_fit_is_said_at_once(address: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("127.0.0.1:1", "cluster.address=127.0.0.1:1: nobody answers there"),
+        ("127.0.0.1:1", "cluster.address=127.0.0.1:1: no cluster answers"),
         ("here", "expected host:port of a cluster's head, or auto"),
         ("ray://127.0.0.1:10001", "expected host:port of a cluster's head, or auto"),
     ],
@@ -457,12 +459,12 @@ def test_a_cluster_that_cannot_be_reached(given: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
-        ({**BASE, "cluster": {"cpus": 2}}, "rollout.replicas is 0, and neither ranks"),
+        ({**BASE, "cluster": {"cpus": 2}}, "rollout.replicas is 0, and the cluster has neither ranks"),
         (
             with_replicas(1, health_timeout_s=700.0),
             r"cluster.health_timeout_s.*700 is not below rollout.timeout_s \(600\)",
         ),
-        ({**BASE, "rollout": {"replicas": 1, "engine": "hf"}}, "runs in the trainer's process only"),
+        ({**BASE, "rollout": {"replicas": 1, "engine": "hf"}}, "runs only in the process of the trainer"),
     ],
 )
 def test_settings_that_cannot_be(tree: dict[str, Any], said: str) -> None:

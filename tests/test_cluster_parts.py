@@ -48,9 +48,9 @@ def test_parts_that_fit_together() -> None:
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        ([Part("a", CPU, 5), Part("b", GPU, 2)], "a finds room for 4 of 5"),
-        ([Part("b", GPU, 3)], "b finds room for 2 of 3"),
-        ([Part("wide", {"CPU": 5.0}, 1)], "wide finds room for 0 of 1. Asked: wide: 1 times 5 CPU"),
+        ([Part("a", CPU, 5), Part("b", GPU, 2)], "only 4 of 5 fit for a"),
+        ([Part("b", GPU, 3)], "only 2 of 3 fit for b"),
+        ([Part("wide", {"CPU": 5.0}, 1)], "only 0 of 1 fit for wide. Requested: wide: 1 times 5 CPU"),
     ],
 )
 def test_parts_that_do_not(wanted: list[Part], said: str) -> None:
@@ -73,7 +73,7 @@ RANKED = {"train": {"tasks_per_step": 4, "parallel": {"dp_replicate": 2, "tp": 2
     ("key", "value", "given", "wanted"),
     [
         ("cluster.ranks", "true", RANKED, ({"CPU": 1.0, "GPU": 1.0}, 4)),
-        ("cluster.reward_hosts", "3", {"guard": {"workers": 2}}, ({"CPU": 2.0}, 3)),
+        ("cluster.reward_hosts", "3", {"reward_workers": {"count": 2}}, ({"CPU": 2.0}, 3)),
         ("cluster.explorers", "2", APART, ({"CPU": 1.0, "GPU": 1.0}, 2)),
     ],
 )
@@ -102,7 +102,7 @@ def test_ranks_of_models_apart_need_room_too() -> None:
         ("cluster.ranks: 2 ranks of the policy", 2),
         ("cluster.ranks: 2 ranks of the critic", 2),
     ]
-    with pytest.raises(ConfigError, match="2 ranks of the critic finds room for 1 of 2"):
+    with pytest.raises(ConfigError, match=r"only 1 of 2 fit for cluster\.ranks: 2 ranks of the critic"):
         check_room(found, [{"CPU": 8.0, "GPU": 3.0}])
 
 
@@ -123,7 +123,7 @@ def test_a_cluster_started_here_has_the_gpus_that_are_left(
     assert left(apart, "train.parallel.dp_shard=2") == ["7"]
     assert not caplog.records
     assert left(apart, "train.parallel.dp_shard=2", "rollout.replicas=2") is None
-    assert "need 2 GPUs, this process and its ranks 4, and there are 5 here: they share them" in caplog.text
+    assert "need 2 GPUs, this process and its ranks 4; this machine has 5: they share them" in caplog.text
     for gpus, seen in ((["5", "6"], "5,6"), (None, "3,4,5,6,7")):
         with nodes.visible(gpus):
             assert os.environ[nodes.GPUS] == seen
@@ -134,10 +134,10 @@ def test_a_cluster_started_here_has_the_gpus_that_are_left(
     ("override", "given", "said"),
     [
         ("cluster.ranks=true", {}, "train.parallel has no ranks"),
-        ("cluster.explorers=1", {}, "only a trainer by itself .mode=train. has explorers"),
+        ("cluster.explorers=1", {}, "only a separate trainer .mode=train. starts explorers"),
         ("cluster.health_timeout_s=2", {"cluster": {"reward_hosts": 1}}, "rollout.replicas is 0"),
         ("cluster.cpus=2", {"cluster": {"reward_hosts": 1}}, "reward_workers.count"),
-        ("cluster.restarts=2", {**RANKED, "cluster": {"ranks": True}}, "a rank that has died ends the run"),
+        ("cluster.restarts=2", {**RANKED, "cluster": {"ranks": True}}, "a rank that died ends the run"),
     ],
 )
 def test_a_key_that_nothing_reads_is_refused(override: str, given: dict[str, Any], said: str) -> None:
@@ -251,7 +251,7 @@ def test_a_reward_that_cannot_be_loaded_or_travel_is_said() -> None:
     absent = RewardSet.from_config({"r": Reward(function="no_such.py:f")}, RewardWorkers(), open_jail=opened)
     with absent, pytest.raises(ConfigError, match=r"reward host 0 did not start.*no_such"):
         absent.jail.open()  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match="cannot be taken to another process"):
+    with pytest.raises(ConfigError, match="cannot be sent to another process"):
         RewardSet.from_config(
             {"r": Reward(function="object:r")},
             RewardWorkers(),

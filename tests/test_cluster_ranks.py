@@ -151,7 +151,7 @@ def test_a_far_rank_that_is_lost_is_named(address: str, how: str) -> None:
     if how == "hangs":
         ranks.timeout_s = 3.0
         loss = sleepy
-        said = r"(?s)^rank 1 of 2 hangs in sleepy .*; rank 0 waits for it in .*nothing was heard for 3 s.*in sleepy"
+        said = r"(?s)^rank 1 of 2 hangs in sleepy .*; rank 0 waits for it in .*no rank sent a message for 3 s.* sleepy"
     else:
         os.kill(ranks.lines.lines[1].where.actor[0], signal.SIGKILL)  # type: ignore[attr-defined]
         loss, said = pg_loss, "rank 1 of 2 died .lost with"

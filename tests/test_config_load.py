@@ -260,9 +260,9 @@ def test_the_last_word_counts(tmp_path):
         ("=3", "expected key.path=value"),
         ("train.stesp=3", "unknown key; did you mean train.steps?"),
         ("lr=3", "did you mean train.optimizer.lr or critic.optimizer.lr?"),
-        ("data.eval.1.limit=3", "data.eval has 1 entries, counted from 0: there is no 1"),
+        ("data.eval.1.limit=3", "data.eval has 1 entries, counted from 0: no entry 1"),
         ("data.train.0.limit=3", "data.train has no entries"),
-        ("stages.rl.train.steps=3", "there is no stage 'rl'; stages: sft"),
+        ("stages.rl.train.steps=3", "no stage 'rl'; stages: sft"),
         ("stages.sft.model.path=x", "model cannot differ between stages"),
         ("train.steps=[1", "not valid YAML"),
         ("train.steps=3.5", "train.steps: got 3.5, expected a whole number >= 1"),
@@ -411,7 +411,7 @@ def test_stages_of_a_config_made_in_python():
     [
         (
             'train: {steps: "8"}',
-            'train.steps: got "8", expected a whole number >= 1 or null (training steps); this is '
+            'train.steps: got "8", expected a whole number >= 1 or null (training steps); the value is '
             "text: write 8 without quotes",
         ),
         (
@@ -449,7 +449,7 @@ def test_stages_of_a_config_made_in_python():
         ),
         ("seed: null", "seed: got null"),
         ("stages: [{train: {steps: 3}}]", "stages[0].name: must be given: text (label of the stage"),
-        ("train.steps: 3", "train.steps: unknown key; in a file a dot does not lead into a section"),
+        ("train.steps: 3", "train.steps: unknown key; a key in a file cannot contain dots"),
         ("model: {trust_remote_code: true}", "model.trust_remote_code: got true, expected false"),
     ],
 )

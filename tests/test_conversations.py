@@ -202,7 +202,7 @@ def test_messages_that_the_template_refuses_are_named_with_their_row(turns, tmp_
 
 
 def test_a_template_without_an_end_token_is_refused():
-    with pytest.raises(DataError, match="puts no end token after a reply"):
+    with pytest.raises(DataError, match="has no end token after a reply"):
         encode_history(made(NO_END), [Message("user", "a"), Message("assistant", "b"), Message("user", "c")])
 
 
@@ -301,16 +301,16 @@ def test_both_replies_of_a_pair_follow_the_same_prompt(tmp_path, tokenizer):
     [
         (
             talk("a"),
-            r"line 1: column 'messages': the conversation has the roles user; expected .* end with one of",
+            r"line 1: column 'messages': the conversation has the roles user; expected .* with an assistant message",
         ),
         (talk("a", "b", "c"), "the roles user, assistant, user; expected"),
         ([{"role": "assistant", "content": "b"}], "the roles assistant; expected"),
         (
             [*talk("a", "b"), {"role": "assistant", "content": "c"}],
-            "the roles user, assistant, assistant; .* none of the assistant right after another",
+            "the roles user, assistant, assistant; .* no two assistant messages in a row",
         ),
         ([], "column 'messages' holds list"),
-        ("text", "column 'messages' holds str 'text'; expected a list of"),
+        ("text", "column 'messages' holds str 'text'; expected a non-empty list of"),
         (
             [{"from": "human", "value": "a"}],
             "column 'messages' holds dict .*expected messages whose role and content",
@@ -324,7 +324,7 @@ def test_conversations_that_cannot_be_learned_are_named(messages, says, tmp_path
 
 
 def test_a_missing_column_is_named_with_those_that_are_there(tmp_path, tokenizer):
-    with pytest.raises(DataError, match="line 1: no column 'messages'; there are: conversation, id"):
+    with pytest.raises(DataError, match="line 1: no column 'messages'; columns: conversation, id"):
         stream(tokenizer, written(tmp_path, {"conversation": talk("a", "b"), "id": 1}))
 
 
@@ -358,10 +358,10 @@ def test_the_rejected_reply_as_text_or_messages(rejected, tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("rejected", "says"),
     [
-        (talk("z", "no"), "column 'no': the messages before its reply are not the prompt's"),
+        (talk("z", "no"), "column 'no': the messages before the reply differ from the prompt"),
         (
             talk("a"),
-            "column 'no' holds list .* expected text, or messages that end with one of the assistant",
+            "column 'no' holds list .* expected text, or messages that end with an assistant message",
         ),
         (5, "column 'no' holds int 5; expected text, or messages"),
     ],

@@ -408,7 +408,7 @@ def test_what_cannot_work_or_has_no_effect_is_refused(
 
 
 def test_the_engines_own_logprobs_cannot_correct_themselves() -> None:
-    with pytest.raises(ConfigError, match=r"every ratio that algorithm\.correction looks at would be 1"):
+    with pytest.raises(ConfigError, match=r"every ratio of algorithm\.correction would be 1"):
         resolve(schema.Algorithm(old_logprobs="sampled", correction=section(weight="token")))
     resolve(schema.Algorithm(old_logprobs="sampled", correction=section(staleness_decay=0.9)))
 

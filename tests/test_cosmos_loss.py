@@ -127,7 +127,9 @@ def test_the_engine_s_log_probs_are_the_ratio_s_denominator() -> None:
 
 def test_replies_far_from_the_policy_learn_nothing() -> None:
     assert far_from_policy(values()) == {}
-    assert far_from_policy(values(off_policy_masking_delta=0.1)) == {"algorithm.loss.sequence_mask_delta": 0.1}
+    assert far_from_policy(values(off_policy_masking_delta=0.1)) == {
+        "algorithm.loss.sequence_mask_delta": 0.1
+    }
     for beside in ({"variant": "gspo"}, {"aipo_rho": 2.0}, {"use_decoupled_loss": True}):
         with pytest.raises(NotSupportedYet, match="off_policy_masking_delta"):
             far_from_policy(values(off_policy_masking_delta=0.1, **beside))

@@ -91,7 +91,7 @@ def test_resuming_at_every_position_in_every_order(order, tokenizer):
 def test_other_difficulties_are_other_data(tokenizer):
     state = stream(tokenizer, source([1, 2]), order="easy_first").state()
     stream(tokenizer, source([1, 2]), order="easy_first").restore(state)
-    with pytest.raises(CheckpointError, match="'a' is not what it was"):
+    with pytest.raises(CheckpointError, match="'a' has changed since the run was saved"):
         stream(tokenizer, source([1, 3]), order="easy_first").restore(state)
 
 
@@ -101,7 +101,7 @@ def test_the_order_has_a_seed_of_its_own(tokenizer):
         assert places(_seeded(tokenizer, run_seed, 7).next(len(LEVELS))) == expected
     assert places(_seeded(tokenizer, 7, None).next(len(LEVELS))) == expected
     state = _seeded(tokenizer, 0, 7).state()
-    with pytest.raises(CheckpointError, match="saved with seed 7, and this one has 8"):
+    with pytest.raises(CheckpointError, match="saved with seed 7, but this one has 8"):
         _seeded(tokenizer, 0, 8).restore(state)
 
 
@@ -116,7 +116,7 @@ def _seeded(tokenizer, run_seed, data_seed):
         ("hard", "row 2: column 'level' holds str 'hard'; expected a finite number"),
         (True, "row 2: column 'level' holds bool True"),
         (None, "row 2: column 'level' holds NoneType None"),
-        (float("nan"), "row 2: column level holds nan, which is no JSON value"),
+        (float("nan"), "row 2: column level holds nan, which is not a JSON value"),
     ],
 )
 def test_difficulties_that_are_no_numbers_are_named(value, says, tokenizer):
@@ -125,9 +125,9 @@ def test_difficulties_that_are_no_numbers_are_named(value, says, tokenizer):
 
 
 def test_a_missing_column_of_difficulties_is_named(tokenizer):
-    with pytest.raises(DataError, match="row 1: no column 'hardness'; there are: prompt, level, n"):
+    with pytest.raises(DataError, match="row 1: no column 'hardness'; columns: prompt, level, n"):
         stream(tokenizer, source(difficulty="hardness"), order="easy_first")
-    with pytest.raises(ConfigError, match="source 'a' names no column of difficulties"):
+    with pytest.raises(ConfigError, match="source 'a' has no column of difficulties"):
         stream(tokenizer, source(difficulty=None), order="easy_first").next(1)
 
 
@@ -164,15 +164,15 @@ BASE = {
         ),
         (
             {"train": [{"path": "a.jsonl", "difficulty": "x"}]},
-            "data.train[0].difficulty: has no effect: data.order=shuffle does not go by it",
+            "data.train[0].difficulty: has no effect: data.order=shuffle does not read it",
         ),
         (
             {"train": [{"path": "a.jsonl"}], "order": "sequential", "seed": 3},
-            "data.seed: has no effect: data.order=sequential draws nothing by chance",
+            "data.seed: has no effect: data.order=sequential uses no random numbers",
         ),
         (
             {"train": [{"path": "a.jsonl"}], "eval": [{"path": "b.jsonl", "difficulty": "x"}]},
-            "difficulty: has no effect: held-out rows come in the order of the file",
+            "difficulty: has no effect: evaluation reads held-out rows in the order of the file",
         ),
     ],
 )

@@ -107,7 +107,7 @@ def test_a_dataset_folder_in_its_own_order(tmp_path):
     datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "dd"))
     assert read_rows(Source(path=str(tmp_path / "ds"))).slice(0, 9) == [ROWS[2], ROWS[0]]
     assert read_rows(Source(path=str(tmp_path / "dd" / "train"))).name == "train"
-    with pytest.raises(DataError, match="holds the splits train: name one"):
+    with pytest.raises(DataError, match="has the splits train; name one"):
         read_rows(Source(path=str(tmp_path / "dd")))
 
 
@@ -209,8 +209,8 @@ def test_reasoning_gym_rows_carry_what_the_verifier_needs(tokenizer):
         ("spell_backwards", {}, "did you mean 'spell_backward'"),
         ("spell_backward", {"word": 3}, "refuses params"),
         ("spell_backward", {"min_word_len": 5, "max_word_len": 3}, "max_word_len must be"),
-        ("spell_backward", {"seed": 3}, "stand beside `params`"),
-        ("arc_agi", {}, "scores an entry otherwise"),
+        ("spell_backward", {"seed": 3}, "must be given beside `params`"),
+        ("arc_agi", {}, "scores an entry differently"),
     ],
 )
 def test_reasoning_gym_mistakes_are_named(task, params, says):
@@ -237,11 +237,11 @@ def test_reasoning_gym_mistakes_are_named(task, params, says):
         ("a.jsonl", "\n", "is empty: no rows in .*a.jsonl"),
         ("a.json", '{"rows": []}', "an object whose 'data' is one; found a dict"),
         ("a.json", "[1]", "a.json, row 1: a row must be"),
-        ("a.csv", "prompt,answer\na,1\nb\n", "a.csv, line 3: not as many cells as the 2 columns"),
-        ("a.csv", "prompt,answer\na,1,2\n", "a.csv, line 2: not as many cells"),
+        ("a.csv", "prompt,answer\na,1\nb\n", "a.csv, line 3: the number of cells differs from the 2 columns"),
+        ("a.csv", "prompt,answer\na,1,2\n", "a.csv, line 2: the number of cells differs"),
         ("a.csv", 'prompt,answer\na,"1" x\n', "a.csv, line 2: malformed csv"),
         ("a.parquet", "no", "a.parquet: not a readable parquet file"),
-        ("a.txt", "a", "cannot tell its format from '.txt'; known: .parquet"),
+        ("a.txt", "a", "unknown format '.txt'; expected one of .parquet"),
     ],
 )
 def test_malformed_files_are_named_with_their_line(name, text, says, tmp_path):
@@ -260,7 +260,7 @@ def test_missing_files_are_named_with_near_ones(tmp_path):
     with pytest.raises(DataError, match="No such data file"):
         read_rows(Source(path=str(tmp_path / "*.csv")))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"holds no \.parquet"):
+    with pytest.raises(DataError, match=r"has no \.parquet"):
         read_rows(Source(path=str(tmp_path / "empty")))
 
 
@@ -328,7 +328,7 @@ def test_template_and_system(tmp_path, tokenizer):
     assert chat.prompt == (Message("system", "s"), Message("user", "{x}"))
     (forced,) = eval_tasks([Source(path=path)], Data(chat=True), tokenizer=tokenizer)
     assert forced.prompt == (Message("user", "{x}"),)
-    with pytest.raises(ConfigError, match=r"no \{prompt\} in it"):
+    with pytest.raises(ConfigError, match=r"its template has no \{prompt\}"):
         eval_tasks([Source(path=path, template="Q")], Data(), tokenizer=tokenizer)
 
 
@@ -339,14 +339,18 @@ def message(**kw):
 @pytest.mark.parametrize(
     ("row", "source", "says"),
     [
-        ({"q": "x", "z": 1}, {}, "line 2: no column 'prompt'; there are: q, z"),
-        ({"prompt": "x"}, {"answer": "solution"}, "line 2: no column 'solution'; there are: prompt"),
+        ({"q": "x", "z": 1}, {}, "line 2: no column 'prompt'; columns: q, z"),
+        ({"prompt": "x"}, {"answer": "solution"}, "line 2: no column 'solution'; columns: prompt"),
         (
             {"prompt": "x", "r": {"g": 1}},
             {"answer": "r.truth"},
-            "line 2: no column 'r.truth'; there are: r.g",
+            "line 2: no column 'r.truth'; columns: r.g",
         ),
-        ({"prompt": 3}, {}, "line 2: column 'prompt' holds int 3; expected a text or a list"),
+        (
+            {"prompt": 3},
+            {},
+            "line 2: column 'prompt' holds int 3; expected a non-empty text or a non-empty list",
+        ),
         ({"prompt": None}, {}, "line 2: column 'prompt' holds NoneType None"),
         ({"prompt": ""}, {}, "line 2: column 'prompt' holds str ''"),
         ({"prompt": []}, {}, "line 2: column 'prompt' holds list"),
@@ -354,7 +358,7 @@ def message(**kw):
         (message(content=None), {}, "line 2: column 'prompt' holds dict"),
         (message(tool_calls=[1]), {}, "line 2: .*a message has tool_calls; only role and content"),
         (message(), {"template": "{prompt}"}, "line 2: .*the source's template is for plain text"),
-        (message(role="system"), {"system": "s"}, "line 2: .*a second one"),
+        (message(role="system"), {"system": "s"}, "line 2: .*already has a system message"),
         ({"prompt": "x", "response": 1}, {}, "line 2: column 'response' holds int 1; expected text, or"),
         ({"prompt": "x", "rejected": ["y"]}, {}, "line 2: column 'rejected' holds list"),
         (
@@ -378,7 +382,7 @@ def test_an_empty_prompt_of_no_tokens_is_refused(tmp_path, tokenizer):
     tokenizer_without_markup = load_tokenizer(
         Tokenizer(build="chars", chat_template="{% if false %}{% endif %}"), model_path=None, texts=["x"]
     )
-    with pytest.raises(DataError, match="line 1: its prompt has no tokens"):
+    with pytest.raises(DataError, match="line 1: the prompt has no tokens"):
         stream(tokenizer_without_markup, Source(path=path))
 
 
@@ -428,13 +432,13 @@ def test_the_size_of_the_state_does_not_grow(tmp_path, tokenizer):
 def test_a_state_of_other_data_or_another_seed_is_refused(tmp_path, tokenizer):
     source = numbered(tmp_path, "a", 3)
     state = stream(tokenizer, source).state()
-    with pytest.raises(CheckpointError, match="saved with seed 0, and this one has 1"):
+    with pytest.raises(CheckpointError, match="saved with seed 0, but this one has 1"):
         stream(tokenizer, source, seed=1).restore(state)
     with pytest.raises(CheckpointError, match="saved with sources"):
         stream(tokenizer, source, numbered(tmp_path, "b", 2)).restore(state)
     for rows in ([{"prompt": f"a{i}", "answer": 9} for i in range(3)], [{"prompt": "a0", "answer": 0}]):
         write(tmp_path / "a.jsonl", rows)
-        with pytest.raises(CheckpointError, match="'a' is not what it was"):
+        with pytest.raises(CheckpointError, match="'a' has changed since the run was saved"):
             stream(tokenizer, source).restore(state)
 
 
@@ -457,7 +461,7 @@ def test_the_mix_by_hand(tmp_path, tokenizer):
 
 def test_two_sources_of_one_name_are_refused(tmp_path, tokenizer):
     source = numbered(tmp_path, "a", 2)
-    with pytest.raises(ConfigError, match="Two data sources are called 'a'"):
+    with pytest.raises(ConfigError, match="Two data sources have the name 'a'"):
         stream(tokenizer, source, source)
     with pytest.raises(ConfigError, match=r"data\.train is empty"):
         stream(tokenizer)
@@ -581,7 +585,7 @@ def test_a_reply_over_the_limit_is_refused_or_cut(pair, tokenizer):
 
 def test_a_task_without_a_reply_is_refused(tmp_path, tokenizer):
     task = stream(tokenizer, numbered(tmp_path, "a", 1)).next(1)[0]
-    with pytest.raises(DataError, match="Task 0 of source 'a' has no response to learn from"):
+    with pytest.raises(DataError, match="Task 0 of source 'a' has no response to train on"):
         demonstration(task, tokenizer, 9)
     with pytest.raises(DataError, match="has no response"):
         preference_pair(task, tokenizer, 9)
@@ -644,7 +648,7 @@ def test_gsm8k_final_numbers(answer, number):
 
 
 def test_gsm8k_rows_without_the_published_columns_are_refused():
-    with pytest.raises(DataError, match="line 1: expected the texts 'question' and 'answer'; there are: q"):
+    with pytest.raises(DataError, match="line 1: expected the texts 'question' and 'answer'; columns: q"):
         verl_row({"q": "x"}, "train", 0, where="line 1")
 
 

@@ -83,7 +83,7 @@ def test_the_mean_over_sampled_tokens_of_k1_is_it() -> None:
 
 def test_two_vocabularies_cannot_be_compared() -> None:
     other = Head(nn.Linear(D, V + 1))
-    with pytest.raises(WhetError, match="has 11 tokens, the reference's 12"):
+    with pytest.raises(WhetError, match="has 11 tokens, but the reference's 12"):
         full_kl(torch.ones(1, D), torch.ones(1, D), heads=(head(0), other))
 
 

@@ -161,7 +161,7 @@ def test_what_another_has_written_is_not_deleted(tmp_path: Path) -> None:
 
 
 def test_stages_must_not_write_over_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"track.rollouts_dump='d/\{step\}.jsonl': put \{stage\} into it"):
+    with pytest.raises(ConfigError, match=r"track.rollouts_dump='d/\{step\}.jsonl': add \{stage\}"):
         RunDirectory(tmp_path / "run", ["a", "b"], dumps={"rollouts": "d/{step}.jsonl"})
     RunDirectory(tmp_path / "run", ["a", "b"], dumps={"rollouts": "d/{stage}-{step}.jsonl"}).close()
 
@@ -169,14 +169,14 @@ def test_stages_must_not_write_over_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("track.rollouts_dump=d/all.jsonl", "each step writes over the one before"),
+        ("track.rollouts_dump=d/all.jsonl", "each step would overwrite the previous one"),
         ("track.rollouts_dump='d/{step}.pkl'", "ends in .jsonl or .parquet"),
         ("track.rollouts_dump='d/{sttep}.jsonl'", "no other braces"),
-        ("track.rollouts_dump='{time}/{step}.jsonl'", "only where run_dir has it"),
+        ("track.rollouts_dump='{time}/{step}.jsonl'", "only if run_dir contains it"),
         ("track.batches_interval=1 track.batches_dump='{source}-{step}.jsonl'", "no other braces"),
         (
             "track.batches_interval=1 track.batches_dump='{step}.jsonl' track.rollouts_dump='{step}.jsonl'",
-            "part them",
+            "give different paths",
         ),
         ("track.batches_dump='{step}.jsonl'", "no batches are written"),
         ("track.eval_dump='{step}.jsonl'", "nothing to evaluate"),

@@ -123,8 +123,8 @@ def test_one_that_cannot_be_had_is_told_and_the_run_goes_on(caplog: pytest.LogCa
 
     with caplog.at_level(logging.INFO):
         run(story())
-    assert "replica engine-1 was asked for and cannot be had: ConfigError: no room was free" in caplog.text
-    assert caplog.text.count("The run goes on with 1") == 1, "two for one reason"
+    assert "replica engine-1 was requested and cannot start: ConfigError: no room was free" in caplog.text
+    assert caplog.text.count("The run continues with 1") == 1, "two for one reason"
 
 
 def test_a_router_that_is_closed_ends_those_that_leave_and_those_that_come() -> None:
@@ -180,7 +180,7 @@ def config(run_dir: Path, replicas: int) -> None:
 
 
 def test_a_wish_reaches_the_process_that_runs_there(tmp_path: Path) -> None:
-    with pytest.raises(WhetError, match="nothing runs there"):
+    with pytest.raises(WhetError, match="no run is active here"):
         scale.ask(tmp_path, 2)
     with RunLock(tmp_path):
         config(tmp_path, 0)

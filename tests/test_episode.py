@@ -174,7 +174,7 @@ def test_one_that_hangs_or_raises_aborts_alone() -> None:
     assert reasons == [{"stop"}, {"abort"}, {"abort"}, {"abort"}, {"stop"}]
     errors = [g.rollouts[0].error for g in groups]
     assert errors[0] is errors[4] is None
-    assert errors[1] == "no end within rollout.timeout_s=0.05"
+    assert errors[1] == "not finished within rollout.timeout_s=0.05"
     assert errors[2].startswith("RuntimeError: out of cheese (test_episode.py:")
     assert errors[3].startswith("TimeoutError: the engine's own (test_episode.py:")
     assert groups[1].rollouts[0].token_ids == [51, 61]
@@ -224,7 +224,7 @@ def test_a_request_the_engine_refuses_is_an_abort_with_its_words() -> None:
     r = one(ScriptedEngine(lambda *_: [5], max_context=5))
     assert r.finish_reason == "abort"
     assert r.error is not None
-    assert r.error.startswith("RequestError: a prompt of 2 tokens and max_tokens=6 pass")
+    assert r.error.startswith("RequestError: a prompt of 2 tokens with max_tokens=6 exceeds")
 
 
 # ---------------------------------------------------------------- environments

@@ -217,8 +217,8 @@ def test_a_source_may_be_asked_in_its_own_way() -> None:
             "data.eval.0.rewards=[long] eval.reward=right",
             r"data\.eval\[0\]\.rewards: none of them is among .*: right",
         ),
-        ("eval.offline.path=r.parquet", "training does not read it, only `whet eval` does"),
-        ("data.eval.0.response=answer", "only stages that learn from given replies read them"),
+        ("eval.offline.path=r.parquet", "only `whet eval` reads it, training does not"),
+        ("data.eval.0.response=answer", "only stages that train on given replies read it"),
     ],
 )
 def test_what_cannot_work_is_refused(override: str, said: str) -> None:
@@ -229,7 +229,7 @@ def test_what_cannot_work_is_refused(override: str, said: str) -> None:
 def test_a_label_that_no_row_has_is_refused_when_the_rows_are_known() -> None:
     tasks = [Task(uid=0, source="gsm8k", prompt="")]
     check_sources(["gsm8k"], tasks)
-    with pytest.raises(ConfigError, match=r"no held-out task is of source 'gsmk8'; did you mean 'gsm8k'"):
+    with pytest.raises(ConfigError, match=r"no held-out task has the source 'gsmk8'; did you mean 'gsm8k'"):
         check_sources(["gsmk8"], tasks)
 
 

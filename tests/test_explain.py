@@ -23,7 +23,7 @@ def test_a_key():
     found = explain("train.optimizer.lr")
     assert (found.key, found.type, found.default) == ("train.optimizer.lr", "a number >= 0", "1e-06")
     assert found.meaning == "Peak learning rate."
-    assert "any stage" in found.where
+    assert "single stages" in found.where
     assert explain("machine.threads").where == "the whole run"
 
 

@@ -112,16 +112,16 @@ def test_what_cannot_be_exported_is_said(plain: Path, lora: Path, tmp_path: Path
     alone = tmp_path / "0-main-000003"
     shutil.copytree(plain / "checkpoints" / alone.name, alone)
     for wrong, error, said in (
-        ({"target": str(tmp_path / "nowhere")}, CheckpointError, "holds no checkpoint"),
+        ({"target": str(tmp_path / "nowhere")}, CheckpointError, "has no checkpoint"),
         (
             {"target": str(plain), "step": 9},
             CheckpointError,
-            "no checkpoint of --step 9; there are 0-main-000001",
+            "no checkpoint of --step 9; checkpoints there: 0-main-000001",
         ),
         ({"target": str(plain), "stage": "rl"}, CheckpointError, "no checkpoint of --stage rl"),
         ({"target": str(plain), "form": "adapter"}, ConfigError, "has no adapters"),
         ({"target": str(alone), "step": 3}, ConfigError, "leave out --stage and --step"),
-        ({"target": str(alone)}, ConfigError, "say where to: -o FOLDER"),
+        ({"target": str(alone)}, ConfigError, "give the output folder: -o FOLDER"),
         ({"target": str(plain), "to": "ftp://x/y"}, ConfigError, "ftp:// is not known"),
     ):
         with pytest.raises(error, match=said):

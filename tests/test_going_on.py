@@ -162,7 +162,7 @@ def test_keys_of_another_version_are_no_change() -> None:
     it remembers free keys, too."""
     old = fingerprint(config())
     del old["train"]["temperature"], old["reference"], old["data"]["train"][0]["weight"]
-    old |= {"abandoned": {"key": 3}, "guard": {"timeout_s": 4.0}}
+    old |= {"abandoned": {"key": 3}, "reward_workers": {"timeout_s": 4.0}}
     old["train"]["abandoned"], old["train"]["micro_batch_tokens"] = True, 7
     assert resuming.taken(Path("c"), old, config(), at=("main", 1), change=False) == []
     with pytest.raises(CheckpointError, match=r"train\.temperature: null -> 0\.5"):
@@ -216,7 +216,7 @@ def test_other_rows_are_a_branch_too(tmp_path: Path) -> None:
     train(run_dir, source)
     shutil.rmtree(checkpoint.all_in(run_dir / "checkpoints")[2])
     data.write_text("\n".join([*lines[1:], lines[0]]))
-    with pytest.raises(CheckpointError, match=r"'words' is not what it was .* --change"):
+    with pytest.raises(CheckpointError, match=r"'words' has changed since the run was saved .* --change"):
         train(run_dir, source)
     train(run_dir, source, change=True)
     assert [(row["step"], row["key"]) for row in history(run_dir)] == [(2, "rows of 'words'")]
@@ -232,9 +232,9 @@ def test_free_keys_are_taken_and_told_and_change_no_bit(stopped: Path, finished:
     train(stopped, *free, change=True)  # which makes no branch of them
     assert metrics(stopped) == metrics(finished)
     log = (stopped / "run.log").read_text()
-    assert "going on with rollout.timeout_s: 600.0 -> 77.0\n" in log
+    assert "resuming with rollout.timeout_s: 600.0 -> 77.0\n" in log
     assert (
-        "going on with train.micro_batch_tokens: null -> 400; sums are taken in another order, so bits may differ"
+        "resuming with train.micro_batch_tokens: null -> 400; the order of sums changes, so bits may differ"
         in log
     )
     assert {(r["step"], r["key"], r["old"], r["new"], r["kind"]) for r in history(stopped)} >= {
@@ -252,7 +252,7 @@ def test_more_steps_go_on_with_a_finished_run(finished: Path, tmp_path: Path) ->
     assert metrics(run_dir) == metrics(tmp_path / "whole")
     assert {p.name for p in (run_dir / "export").iterdir()} == {"main", "main-step-000003"}
     with pytest.raises(
-        CheckpointError, match=r"stands at step 5 of stage 'main', and train\.steps=4 ends before"
+        CheckpointError, match=r"is at step 5 of stage 'main', and train\.steps=4 ends before"
     ):
         train(run_dir, "train.steps=4")
 
@@ -318,7 +318,7 @@ def test_the_memory_plan_advises_a_run_that_goes_on_only_what_it_may_do() -> Non
         check_memory(planned)
     with pytest.raises(ConfigError) as caught:
         check_memory(planned, going_on=True)
-    advice = str(caught.value).partition("Smaller: ")[2]
+    advice = str(caught.value).partition("To reduce it: ")[2]
     named = [
         path
         for path in keys()
@@ -362,7 +362,7 @@ def test_a_wait_that_was_in_vain_names_its_keys_and_the_run_goes_on_with_others(
 
     monkeypatch.setattr(Run, "wait", never)
     with pytest.raises(
-        WhetError, match=r"waited 0\.1 s for room, in vain.* rollout\.timeout_s=0\.1 sets this limit"
+        WhetError, match=r"waited 0\.1 s for room and timed out.* rollout\.timeout_s=0\.1 sets this limit"
     ):
         train(stopped, "rollout.timeout_s=0.1")
     train(stopped, "rollout.timeout_s=50")
@@ -380,9 +380,9 @@ def test_another_arithmetic_is_told_where_the_run_goes_on(stopped: Path) -> None
     text["starts"][-1]["arithmetic"]["digest"] = "0"
     path.write_text(json.dumps(text))
     train(stopped)
-    (line,) = [x for x in (stopped / "run.log").read_text().splitlines() if "computes otherwise" in x]
+    (line,) = [x for x in (stopped / "run.log").read_text().splitlines() if "computes differently" in x]
     assert "digest '0' -> " in line
-    assert "Bits of its numbers may differ from here on" in line
+    assert "From here on the bits of its results may differ" in line
 
 
 def test_what_computes_is_compared_as_far_as_both_starts_tell() -> None:

@@ -23,7 +23,7 @@ LOSS = (
 )
 ALL = COLLECTIVE + '\nThread 0x1 (most recent call first):\n  File "/home/me/loss.py", line 7 in sleepy\n'
 """Its other threads do not matter."""
-NOTHING = "(it does not answer: it is stopped, by SIGSTOP or a debugger; SIGCONT lets it go on)"
+NOTHING = "(it does not answer: it is stopped, by SIGSTOP or a debugger; send SIGCONT to resume it)"
 
 
 @pytest.mark.parametrize(
@@ -34,12 +34,12 @@ NOTHING = "(it does not answer: it is stopped, by SIGSTOP or a debugger; SIGCONT
         (
             "D",
             NOTHING,
-            "rank 1 of 2 waits inside the kernel, for a disk or a device while doing: update policy; ",
+            "rank 1 of 2 waits in the kernel for a disk or a device while doing: update policy; ",
         ),
         (
             UNSEEN,
             "",
-            "rank 1 of 2 cannot be reached: its machine, or the process beside it there, does not answer ",
+            "rank 1 of 2 cannot be reached: its machine, or the actor process on that machine, does not answer ",
         ),
         ("", "", "rank 1 of 2 has ended while doing: update policy; "),
         ("S", LOSS, "rank 1 of 2 hangs in sleepy (loss.py:7) while doing: update policy; "),

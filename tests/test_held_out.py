@@ -119,7 +119,7 @@ def test_too_long_replies_are_left_out_and_counted(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING, logger="whet"):
         kept = given(tasks, "preferences", judged=True, fits=lambda task, text: len(text) <= 3)
     assert [t.uid for t in kept] == [1, 2, 3]
-    assert "1 of 4 are too long and not measured" in caplog.text
+    assert "1 of 4 are too long and are left out" in caplog.text
 
 
 # ---------------------------------------------------------------- a whole run, and its checkpoints again
@@ -230,12 +230,12 @@ def test_what_cannot_be_evaluated_is_said(tmp_path: Path) -> None:
     from whet.bench import config_of, judge_checkpoints
     from whet.types import CheckpointError, ConfigError
 
-    with pytest.raises(ConfigError, match=r"holds no config\.yaml; give a run directory"):
+    with pytest.raises(ConfigError, match=r"has no config\.yaml; give a run directory"):
         config_of(tmp_path, [])
     (tmp_path / "config.yaml").write_text(CONFIG.replace("PLACE", str(tmp_path)))
     with pytest.raises(ConfigError, match="there is nothing to evaluate"):
         judge_checkpoints(config_of(tmp_path, ["data.eval=[]", "stages=[{name: sft, train: {steps: 2}}]"]))
-    with pytest.raises(CheckpointError, match="holds no checkpoint to evaluate"):
+    with pytest.raises(CheckpointError, match="has no checkpoint to evaluate"):
         judge_checkpoints(config_of(tmp_path, []))
 
 

@@ -44,10 +44,10 @@ def test_a_line_without_end_is_not_read_whole(tmp_path: Path, monkeypatch: pytes
     ("text", "says"),
     [
         ('{"prompt": ' + "[" * 60 + "]" * 60 + "}", "line 1: lists and mappings nest more than 50 levels"),
-        ('{"answer": 1e999}', "line 1: a number in it is too large for 64-bit"),
+        ('{"answer": 1e999}', "line 1: a number is too large for 64-bit"),
         ('{"answer": ' + "9" * 5000 + "}", "line 1: not JSON: Exceeds the limit"),
-        ('{"answer": NaN}', "line 1: not JSON: NaN is no JSON value; write null, or leave it out"),
-        ('{"x": [1, -Infinity]}', "line 1: not JSON: -Infinity is no JSON value"),
+        ('{"answer": NaN}', "line 1: not JSON: NaN is not a JSON value; write null, or leave it out"),
+        ('{"x": [1, -Infinity]}', "line 1: not JSON: -Infinity is not a JSON value"),
         ('{"answer": 1, "answer": 2}', "line 1: not JSON: the key 'answer' is given twice in one object"),
         ('{"x": {"a": 1, "b": 2, "a": 1}}', "line 1: not JSON: the key 'a' is given twice"),
     ],
@@ -101,7 +101,7 @@ def test_a_row_of_a_parquet_file_is_not_larger_than_a_line(
     rows = [{"prompt": "a"}, {"prompt": "b" * 2**21}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     with pytest.raises(
-        DataError, match=r"a.parquet, row 2 of row group 0: has more than 1 MiB; is it one row"
+        DataError, match=r"a.parquet, row 2 of row group 0: has more than 1 MiB; is it a single row"
     ):
         read_rows(Source(path=str(tmp_path / "a.parquet")))
 
@@ -126,7 +126,9 @@ def test_a_parquet_file_without_the_rows_that_it_promises_is_refused(tmp_path: P
         at += 1
     data[at + 1] = 2 * 9
     (tmp_path / "a.parquet").write_bytes(data)
-    with pytest.raises(DataError, match=r"a.parquet: holds 0 rows, and says that it has 9; copy it again"):
+    with pytest.raises(
+        DataError, match=r"a.parquet: has 0 rows, but its metadata lists 9; copy the file again"
+    ):
         read_rows(Source(path=str(tmp_path / "a.parquet")))
 
 
@@ -146,7 +148,7 @@ def test_numbers_that_json_has_not_are_refused_in_every_format(
     table = pa.table({"prompt": ["a", "b", "c"], "x": pa.array(values, kind)})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     with pytest.raises(
-        DataError, match=rf"a.parquet, row 3: column {path} holds -?(nan|inf), which is no JSON"
+        DataError, match=rf"a.parquet, row 3: column {path} holds -?(nan|inf), which is not a JSON"
     ):
         read_rows(Source(path=str(tmp_path / "a.parquet")))
     pq.write_table(table.slice(0, 2), tmp_path / "a.parquet")
@@ -155,7 +157,7 @@ def test_numbers_that_json_has_not_are_refused_in_every_format(
 
 def test_rows_of_the_config_are_looked_at_too() -> None:
     rows = [{"prompt": "a"}, {"prompt": "b", "x": [float("nan")]}]
-    with pytest.raises(DataError, match=r"data.rows, row 2: column x.0 holds nan, which is no JSON value"):
+    with pytest.raises(DataError, match=r"data.rows, row 2: column x.0 holds nan, which is not a JSON value"):
         read_rows(Source(rows=tuple(rows)))
 
 
@@ -186,9 +188,9 @@ BOMB = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
-        ("tokenizer.json", {"normalizer": {"type": "Sequence", "normalizers": [BOMB] * 4}}, "1e.12 characters of one"),
-        ("tokenizer.json", {"normalizer": {**BOMB, "pattern": {"Regex": ""}}}, "characters of one"),
-        ("tokenizer.json", {"decoder": {"type": "Sequence", "decoders": [BOMB, BOMB]}}, "its decoder can make"),
+        ("tokenizer.json", {"normalizer": {"type": "Sequence", "normalizers": [BOMB] * 4}}, "one character into 1e.12"),
+        ("tokenizer.json", {"normalizer": {**BOMB, "pattern": {"Regex": ""}}}, "turn one character into"),
+        ("tokenizer.json", {"decoder": {"type": "Sequence", "decoders": [BOMB, BOMB]}}, "its decoder can turn"),
         ("tokenizer.json", {"added_tokens": [{"id": 10**12, "content": "x"}]}, "an added token has the id 1000"),
         ("tokenizer.json", {"model": None}, "Cannot read a tokenizer"),
         ("tokenizer_config.json", {"model_max_length": "null"}, "Cannot read a tokenizer"),
@@ -214,9 +216,9 @@ TRIES = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"
     [
         (
             ("a" * 22 + "b") * 8,
-            r"has not come to an end after 0 s with 1 texts, the longest of 184 characters",
+            r"has not finished after 0 s with 1 texts, the longest of 184 characters",
         ),
-        ("a" * 40 + "b", "gives up: .*retry-limit.*An expression in its tokenizer.json"),
+        ("a" * 40 + "b", "failed: .*retry-limit.*An expression in its tokenizer.json"),
     ],
 )
 @pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
@@ -228,7 +230,7 @@ def test_an_expression_that_tries_too_many_ways_is_named(
     )
     path = folder(tmp_path, "tokenizer.json", lambda tree: tree.update({place: step}))
     found = load_tokenizer(TokenizerConfig(), model_path=str(path))
-    if "come to an end" in says:
+    if "not finished" in says:
         monkeypatch.setattr(timed, "PATIENCE_S", 0.05)
     with pytest.raises(ConfigError, match=rf"The tokenizer '{path}' {says}"):
         encode_texts(found, [text])

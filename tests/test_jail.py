@@ -384,7 +384,10 @@ def load_exits():
 
 @pytest.mark.parametrize(
     ("loader", "match"),
-    [(load_raises, "'mine'.*RuntimeError: cannot import this"), (load_exits, "ended the process")],
+    [
+        (load_raises, "'mine'.*RuntimeError: cannot import this"),
+        (load_exits, "the process that loads the rewards ended"),
+    ],
 )
 def test_a_function_that_cannot_be_loaded_is_a_config_error(loader, match):
     with pytest.raises(ConfigError, match=match):
@@ -465,7 +468,7 @@ def test_a_fork_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with make(workers=2) as jail:
         for result in ask(jail, "innocent", "innocent", "innocent"):
             assert result.failure == Failure(
-                "crashed", "no process can be made for it: [Errno 12] Cannot allocate memory"
+                "crashed", "no process can be started for it: [Errno 12] Cannot allocate memory"
             )
         room.touch()
         assert [r.failure for r in ask(jail, "innocent", "innocent")] == [None, None]

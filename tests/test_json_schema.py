@@ -101,7 +101,7 @@ def test_sections_are_closed_and_have_the_keys_of_the_config_in_order() -> None:
 
 def test_bounds_stand_where_pydantic_has_them() -> None:
     assert node(("rollout", "group_size"))["minimum"] == 1
-    assert node(("train", "optimizer", "schedule", "kind"))["enum"][0] == "constant"
+    assert node(("train", "optimizer", "schedule", "type"))["enum"][0] == "constant"
     assert {"exclusiveMinimum": 0.0, "type": "number"} in node(("train", "epochs"))["anyOf"]
     assert node(("critic", "optimizer", "lr"))["default"] != node(("train", "optimizer", "lr"))["default"]
 
@@ -217,7 +217,7 @@ def random_config() -> st.SearchStrategy[dict[str, Json]]:
         return st.fixed_dictionaries({}, optional={k: st.sampled_from(v) for k, v in values.items()})
 
     schedule = maybe(
-        kind=["constant", "linear", "cosine", "wsd"], warmup_steps=[0, 3], decay_steps=[2],
+        type=["constant", "linear", "cosine", "wsd"], warmup_steps=[0, 3], decay_steps=[2],
         decay_type=["cosine"], weight_decay_end=[0.0, 0.1], warmup_ratio=[0.1],
     )  # fmt: skip
     row = {"rows": [{"prompt": "1+1="}]}
@@ -227,7 +227,7 @@ def random_config() -> st.SearchStrategy[dict[str, Json]]:
             kl=[{"coef": 0.1}], reward_kl=[{"coef": 0.1}], resample=["pow"], groups=[{"min_std": 0.1}],
         ),
         "data": maybe(
-            train=[[row], [row, row]], eval=[[], [row]], expert=[[row], [row, row]], order=["sequential"]
+            train=[[row], [row, row]], eval=[[], [row]], demonstrations=[[row], [row, row]], order=["sequential"]
         ),
         "rewards": st.sampled_from([{}, {"r": {"function": "exact"}}]),
         "eval": maybe(interval=[0, 5], at_start=[False], at_end=[False]),

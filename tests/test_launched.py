@@ -137,7 +137,7 @@ def test_the_kind_is_that_of_what_is_started():
     assert script(sft).translation.dialect == "skyrl-sft"  # type: ignore[union-attr]
     ahead = "uv run -m skyrl.train.fully_async.main_async trainer.policy.model.path=m"
     assert script(f"{ahead} trainer.fully_async.max_staleness_steps=2").config.rollout.schedule == "async"
-    assert "say it: --dialect" in refused("python train.py seed=1 run_dir=x")
+    assert "give it: --dialect" in refused("python train.py seed=1 run_dir=x")
 
 
 def test_skyrl_says_what_the_same_keys_in_a_file_say():

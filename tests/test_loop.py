@@ -174,7 +174,7 @@ def test_every_step_is_filled_and_everything_ends(keep: float, chunk: int) -> No
 def test_a_step_that_cannot_be_filled_ends_with_the_cause() -> None:
     run = toy(keep=0.0)
     with pytest.raises(
-        WhetError, match=r"could not be filled: of 88 tasks only 0 gave a group.*and 8 are needed"
+        WhetError, match=r"could not be filled: of 88 tasks only 0 gave a group.*but 8 are needed"
     ):
         asyncio.run(asyncio.wait_for(steps(run, 1), timeout=60))
 

@@ -105,12 +105,12 @@ def test_a_folder_of_sessions_that_is_anothers_is_refused(
     (tmp_path / "elsewhere").mkdir()
     folder = tmp_path / f"whet-ray-{os.getuid()}"
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="is not a folder of yours"):
+    with pytest.raises(ConfigError, match="is not a private folder of this user"):
         private.sessions()
     folder.unlink()
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(ConfigError, match="is not a folder of yours"):
+    with pytest.raises(ConfigError, match="is not a private folder of this user"):
         private.sessions()
 
 

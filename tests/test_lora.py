@@ -347,13 +347,16 @@ def test_exported_adapters_open_in_peft_and_here(tmp_path: Path, lora: Lora) -> 
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        ([], "adapter_config.json holds no JSON object"),
-        ({"r": "4"}, "were made with {'r': '4'}; set rank"),
-        ({"alpha_pattern": {"q_proj": 99}}, "were made with {'alpha_pattern': {'q_proj': 99}}; set rank"),
-        ({"use_dora": True}, "were made with {'use_dora': True}"),
+        ([], "adapter_config.json: expected a JSON object"),
+        ({"r": "4"}, "its adapters use {'r': '4'}; set the same rank"),
+        (
+            {"alpha_pattern": {"q_proj": 99}},
+            "its adapters use {'alpha_pattern': {'q_proj': 99}}; set the same rank",
+        ),
+        ({"use_dora": True}, "its adapters use {'use_dora': True}"),
         (
             {"peft_type": "IA3"},
-            "were made with {'peft_type': 'IA3'}.*of other kinds than LoRA cannot be read",
+            "its adapters use {'peft_type': 'IA3'}.*types other than LoRA cannot be read",
         ),
         ("[" * 100_000, "nest more than 50 levels"),
         ('{"r": 4, "r": 8}', "the key 'r' is given twice"),
@@ -375,7 +378,7 @@ def test_adapters_of_whole_numbers_are_refused(tmp_path: Path) -> None:
     export_adapter(with_adapters(lora), tmp_path / "a", cfg=lora, base=None)
     file = tmp_path / "a/adapter_model.safetensors"
     save_file({name: t.to(torch.int8) for name, t in load_file(file).items()}, file)
-    with pytest.raises(CheckpointError, match=r"is of torch.int8, expected floating-point numbers"):
+    with pytest.raises(CheckpointError, match=r"has dtype torch.int8, expected a floating-point dtype"):
         attach(tiny_model(), lora.model_copy(update={"path": str(tmp_path / "a")}), seed=0)
 
 
@@ -394,8 +397,8 @@ SETUP: dict[str, Any] = {
     "model": {
         "scratch": {
             "hidden_size": 32,
-            "layers": 1,
-            "heads": 2,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
             "intermediate_size": 64,
             "max_position_embeddings": 64,
             "initializer_range": 0.2,
@@ -536,7 +539,7 @@ def test_the_first_pattern_that_fits_counts() -> None:
     assert {n for n, p in lora.named_parameters() if p.requires_grad} == {
         n for n, _ in lora.named_parameters() if n.endswith("lora_B")
     }
-    for rules, said in (({"nowhere": True}, "'nowhere'"), ({".": False}, "nothing to learn")):
+    for rules, said in (({"nowhere": True}, "'nowhere'"), ({".": False}, "leaves no parameter trainable")):
         with pytest.raises(ConfigError, match=said):
             choose(model, rules)
 
@@ -564,7 +567,7 @@ def test_the_plan_counts_what_the_model_has() -> None:
     assert p.memory["policy with gradients and Adam"] == (base + adapted) * 4 + adapters * (4 + 4 + 8)
     assert p.memory["reference"] == adapters * 4
     assert p.checkpoint_bytes == adapters * (4 + 8) + adapters * 4
-    assert "learn" in facts(p)["parameters"]
+    assert "trained" in facts(p)["parameters"]
     [p] = planned(model={"lora": {"init": "pissa"}}, tokenizer={"vocab_size": 50})
     assert p.memory["reference"] == (adapters + adapted) * 4
     [p] = planned(model={"lora": None}, train={"optimizer": {"name": "muon"}}, tokenizer={"vocab_size": 50})
@@ -601,17 +604,23 @@ ADAPTER_ONLY = {"export_as": "adapter"}
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"model": {"lora": {"init": "pissa"}}, "checkpoint": ADAPTER_ONLY}, "export_as: adapter: after"),
+        (
+            {"model": {"lora": {"init": "pissa"}}, "checkpoint": ADAPTER_ONLY},
+            r"export_as: adapter: model\.lora\.init=pissa changes",
+        ),
         (
             {"model": {"lora": None}, "checkpoint": ADAPTER_ONLY},
             "export_as: has no effect: model.lora is null",
         ),
-        ({"model": {"lora": {"targets": "("}}}, r"model\.lora\.targets: '\(' is no regular expression"),
-        ({"model": {"lora": {"targets": []}}}, r"model\.lora\.targets: names nothing"),
-        ({"model": {"lora": {"path": "nowhere"}}}, "holds no adapter_model.safetensors"),
+        ({"model": {"lora": {"targets": "("}}}, r"model\.lora\.targets: '\(' is not a regular expression"),
+        ({"model": {"lora": {"targets": []}}}, r"model\.lora\.targets: is empty"),
+        ({"model": {"lora": {"path": "nowhere"}}}, "has no adapter_model.safetensors"),
         ({"model": {"lora": {"pissa_iterations": 2}}}, "only init=pissa reads it"),
-        ({"train": {"trainable": {"[": True}}}, r"train\.trainable: '\[' is no regular expression"),
-        ({"train": {"optimizer": {"groups": {"*": {}}}}}, r"train\.optimizer\.groups: '\*' is no regular"),
+        ({"train": {"trainable": {"[": True}}}, r"train\.trainable: '\[' is not a regular expression"),
+        (
+            {"train": {"optimizer": {"groups": {"*": {}}}}},
+            r"train\.optimizer\.param_groups: '\*' is not a regular",
+        ),
         ({"train": {"optimizer": {"momentum": 0.9}}}, "momentum: has no effect: name=adamw does not read it"),
         (
             {"train": {"optimizer": {"name": "sgd", "eps": 1e-6}}},

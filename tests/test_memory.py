@@ -304,7 +304,7 @@ def test_what_cannot_fit_is_refused_with_its_largest_parts_and_what_to_change():
         footprint.check_memory([planned(wide, "machine.memory_mb=100")])
     said = str(caught.value)
     assert said.startswith("stage 'main' takes up to ")
-    assert "update of the policy), and machine.memory_mb has 100 MiB: " in said
+    assert "update of the policy), but machine.memory_mb has 100 MiB: " in said
     assert said.index("optimizer of the policy") < said.index("policy 1")
     assert "model.lora" in said
     footprint.check_memory([planned(wide, "machine.memory_mb=2000")])
@@ -316,10 +316,10 @@ def test_the_machine_is_the_limit(monkeypatch):
     monkeypatch.setattr(footprint, "ram_bytes", lambda: memory.LIBRARIES + need)
     footprint.check_memory([plan])
     monkeypatch.setattr(footprint, "ram_bytes", lambda: memory.LIBRARIES + need - 1)
-    with pytest.raises(ConfigError, match="and this machine has"):
+    with pytest.raises(ConfigError, match="but this machine has"):
         footprint.check_memory([plan])
     monkeypatch.setattr(footprint, "cuda_bytes", lambda: 1 << 20)
-    with pytest.raises(ConfigError, match="and the GPU has 1 MiB"):
+    with pytest.raises(ConfigError, match="but the GPU has 1 MiB"):
         footprint.check_memory([planned("machine.device=cuda", "model.scratch.hidden_size=128")])
 
 
@@ -516,9 +516,9 @@ def test_the_first_of_a_pipeline_keeps_as_many_micro_batches_as_there_are_ranks(
 def test_adapters_alone_have_gradients_to_cut():
     few = ["tokenizer.vocab_size=50", "train.parallel.dp_shard=2"]
     plain, lora = (rank_update(*few, *more)[1] for more in ((), ("model.lora.rank=2",)))
-    assert plain["gradients before they are cut"] == 4 * (2 * LAYER + 50 * 16 + 16)
+    assert plain["gradients before they are sharded"] == 4 * (2 * LAYER + 50 * 16 + 16)
     pairs = 2 * (4 * (16 + 16) + 3 * (16 + 48))  # q, k, v, o; gate, up, down
-    assert lora["gradients before they are cut"] == 4 * 2 * pairs
+    assert lora["gradients before they are sharded"] == 4 * 2 * pairs
     assert lora["gathered layers"] == plain["gathered layers"]
 
 

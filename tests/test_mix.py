@@ -42,7 +42,7 @@ SETUP: dict[str, Any] = {
     "data": {
         "max_prompt_tokens": 8,
         "train": [{"rows": TASKS}],
-        "expert": [{"name": "masters", "rows": ALL_A}],
+        "demonstrations": [{"name": "masters", "rows": ALL_A}],
     },
     "rewards": {"length": {"function": "exact"}},
 }
@@ -121,14 +121,17 @@ def test_epochs_count_the_tasks_that_are_asked() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("data.demonstrations=[]", "data.demonstrations: algorithm.name=mix mixes demonstrations"),
+        (
+            "data.demonstrations=[]",
+            "data.demonstrations: is empty, but algorithm.name=mix mixes demonstrations",
+        ),
         ("algorithm.mix.demonstration_ratio=0.95", "needs at least one of both"),
         ("algorithm.mix.demonstration_ratio=1.0", "> 0 and < 1"),
         ("algorithm.mix.mu=0.0", "would count nothing"),
         ("algorithm.mix.mu_decay_steps=5", "mu_decay_steps: has no effect"),
         ("algorithm.loss.phi_cutoff=0.5", "no effect"),
         ("algorithm.name=grpo", r"data.demonstrations\[0\].name: has no effect"),
-        ("data.demonstrations.0.weight=2.0", "nothing to mix"),
+        ("data.demonstrations.0.weight=2.0", "nothing is mixed"),
         ("data.demonstrations.0.rejected=worse", "only prompt and response are read"),
         ("data.demonstrations.0.path=x.jsonl", "exactly one of path"),
     ],
@@ -141,7 +144,7 @@ def test_what_cannot_work_or_has_no_effect_is_refused(override: str, said: str) 
 def test_minibatches_need_both_and_keep_them() -> None:
     with pytest.raises(ConfigError, match=r"each of train\.minibatches=4 needs at least one of both"):
         planned(["train.minibatches=4", "algorithm.mix.demonstration_ratio=0.25"])
-    with pytest.raises(ConfigError, match="shuffling would undo that"):
+    with pytest.raises(ConfigError, match="shuffling would undo"):
         planned(["train.minibatches=2", "train.update_epochs=2", "train.shuffle_minibatches=true"])
     assert planned(["train.minibatches=4"]).experts_per_step == 4
 
@@ -163,8 +166,8 @@ DISTILL: dict[str, Any] = {"data": {"max_prompt_tokens": 8, "train": [{"rows": T
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("reference.path=null", "give the teacher's folder"),
-        ("reference.reset_interval=3", "in the teacher's place"),
+        ("reference.path=null", "give the folder of the teacher"),
+        ("reference.reset_interval=3", "would replace the teacher"),
         ("algorithm.dynamic_sampling=true", "every group is uniform"),
     ],
 )
@@ -271,7 +274,7 @@ def resumable(run_dir: Path) -> dict[str, Any]:
     }
     return mix(
         run_dir=str(run_dir),
-        data={"max_prompt_tokens": 8, "train": [{"path": words}], "expert": [{"path": words}]},
+        data={"max_prompt_tokens": 8, "train": [{"path": words}], "demonstrations": [{"path": words}]},
         algorithm=algorithm,
         rewards={"letters": {"function": f"{ROOT}/tests/resume/rewards.py:shared_letters"}},
         rollout={"group_size": 4, "sampling": {"max_tokens": 8}},

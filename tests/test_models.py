@@ -94,7 +94,7 @@ def test_scratch_sizes_are_those_asked_for() -> None:
     }
     model = scratch(
         architecture="qwen3",
-        layers=2,
+        num_hidden_layers=2,
         rope_theta=500.0,
         initializer_range=0.3,
         max_position_embeddings=99,
@@ -114,7 +114,7 @@ def test_scratch_sizes_are_those_asked_for() -> None:
 
 
 def test_defaults_of_unset_sizes() -> None:
-    layer = scratch(heads=4).model.layers[0]
+    layer = scratch(num_attention_heads=4).model.layers[0]
     assert layer.self_attn.k_proj.weight.shape == (32, 32)
     assert layer.mlp.up_proj.weight.shape == (96, 32)
 
@@ -157,14 +157,17 @@ def test_bfloat16_keeps_rotary_frequencies_in_float32() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"heads": 4, "num_key_value_heads": 3}, "num_key_value_heads .3. must divide heads .4."),
+        (
+            {"num_attention_heads": 4, "num_key_value_heads": 3},
+            "num_key_value_heads .3. must divide num_attention_heads .4.",
+        ),
         ({"hidden_size": 30, "num_attention_heads": 4}, "give head_dim"),
         ({"head_dim": 7}, "must be even"),
         ({"sliding_window": 8}, "for architecture 'mistral' only"),
-        ({"architecture": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 3}, "is more than experts"),
+        ({"architecture": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 3}, "exceeds num_experts"),
         (
             {"architecture": "llama", "hidden_size": 30, "num_attention_heads": 4, "head_dim": 8},
-            "refuses these sizes",
+            "rejects these sizes",
         ),
     ],
 )
@@ -380,8 +383,8 @@ def adapters(path: Path) -> None:
         (index_leads_out_to_tensors, CheckpointError, "names '../outside.safetensors'; only"),
         (index_names_a_pickle, CheckpointError, "names 'inside.bin'; only"),
         (index_is_absolute, CheckpointError, "names '/etc/passwd.safetensors'; only"),
-        (index_of_nothing, CheckpointError, "index.json holds no JSON object"),
-        (index_lacks_a_file, CheckpointError, "names other.safetensors, which is not there"),
+        (index_of_nothing, CheckpointError, "index.json: expected a JSON object"),
+        (index_lacks_a_file, CheckpointError, "names other.safetensors, which is missing"),
         (config_names_a_pickle, CheckpointError, "names 'adapter_model.bin' as transformers_weights; only"),
         (adapters, CheckpointError, "adapters as model.lora.path"),
         (no_folder, ConfigError, "no such folder"),

@@ -261,11 +261,11 @@ def test_what_can_never_fit_is_refused() -> None:
     e = engine(cache_mb=1, max_context=4096, max_num_seqs=1)
     pages = e.scheduler.pages.count
     assert pages == (1 << 20) // e.runner.page_bytes == 128
-    with pytest.raises(WhetError, match=r"need 129 pages of 16 tokens, the KV cache has 128"):
+    with pytest.raises(WhetError, match=r"needs 129 pages of 16 tokens, but the KV cache has 128"):
         run(e.generate([5] * 2000, Sampling(max_tokens=50)))
     with pytest.raises(WhetError, match="limit of 4096 tokens"):
         run(e.generate([5] * 4000, Sampling(max_tokens=97)))
-    with pytest.raises(WhetError, match="holds no page"):
+    with pytest.raises(WhetError, match="is less than one page"):
         engine(cache_mb=0)
     assert all_free(e)
 
@@ -573,7 +573,7 @@ def test_weights_in_place_are_seen_and_another_module_is_adopted() -> None:
     fresh = engine(tiny_model())
     run(fresh.load_weights(WeightSource(module=other), 3))
     assert run(ask(fresh, jobs)) == new
-    with pytest.raises(WhetError, match="make a new engine"):
+    with pytest.raises(WhetError, match="create a new engine"):
         run(fresh.load_weights(WeightSource(module=tiny_model(layers=3)), 4))
     assert fresh.version == 3
 
@@ -581,14 +581,16 @@ def test_weights_in_place_are_seen_and_another_module_is_adopted() -> None:
 def faults(good: list[tuple[str, Tensor]]) -> dict[str, list[tuple[str, Tensor]]]:
     name, tensor = good[3]
     return {
-        "did not come": good[:-1],
-        "came twice": [*good, good[0]],
+        "were not received": good[:-1],
+        "was received twice": [*good, good[0]],
         "is not a parameter": [*good, ("model.extra.weight", tensor)],
         "expected": [*good[:3], (name, torch.zeros(*tensor.shape, 2)), *good[4:]],
     }
 
 
-@pytest.mark.parametrize("fault", ["did not come", "came twice", "is not a parameter", "expected"])
+@pytest.mark.parametrize(
+    "fault", ["were not received", "was received twice", "is not a parameter", "expected"]
+)
 def test_a_weight_sync_that_is_not_whole_is_refused(fault: str) -> None:
     module = tiny_model()
     other = shifted(module)

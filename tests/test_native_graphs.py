@@ -338,7 +338,7 @@ def test_operations_that_make_the_host_wait_are_refused(name: str) -> None:
     x = torch.tensor([1.0, -2.0, 3.0])
     work = _forbidden()[name]
     work(x)
-    with pytest.raises(CannotCapture, match="makes the host wait"), NoHostReads():
+    with pytest.raises(CannotCapture, match="synchronizes the host"), NoHostReads():
         work(x)
 
 
@@ -411,7 +411,7 @@ def test_a_model_that_asks_the_host_is_refused_once_and_computed_all_the_same(
     assert e.runner.fixed is None
     (record,) = [r for r in caplog.records if r.name.startswith("whet.rollout")]
     assert "not as CUDA graphs" in record.message
-    assert "makes the host wait" in record.message
+    assert "synchronizes the host" in record.message
 
 
 # ---------------------------------------------------------------- the order of the calls to torch.cuda

@@ -44,7 +44,7 @@ def test_an_end_token_beyond_the_vocabulary_is_refused() -> None:
     assert problems("rollout.sampling.stop_token_ids=[3, 99]") == []
     ((key, why),) = problems("rollout.sampling.stop_token_ids=[3, 100, 7000]")
     assert key == "rollout.sampling.stop_token_ids"
-    assert why.startswith("100, 7000 can never be sampled: the vocabulary has the tokens 0 to 99")
+    assert why.startswith("100, 7000 can never be sampled: the token ids of the vocabulary are 0 to 99")
 
 
 def test_an_end_token_beyond_the_vocabulary_of_a_folder_is_refused(tmp_path: Path) -> None:
@@ -52,16 +52,17 @@ def test_an_end_token_beyond_the_vocabulary_of_a_folder_is_refused(tmp_path: Pat
     model = {"model": {"path": str(tmp_path / "m")}, "tokenizer": {}}
     assert problems("rollout.sampling.stop_token_ids=[60]", **model) == []
     ((key, why),) = problems("rollout.sampling.stop_token_ids=[61]", **model)
-    assert (key, "the tokens 0 to 60" in why) == ("rollout.sampling.stop_token_ids", True)
+    assert (key, "the token ids of the vocabulary are 0 to 60" in why) == (
+        "rollout.sampling.stop_token_ids",
+        True,
+    )
 
 
 def test_an_end_token_beyond_a_built_vocabulary_ends_the_run_before_it_trains(tmp_path: Path) -> None:
     """What is in the data decides how many tokens there are; the plan knows only the most."""
     assert problems("rollout.sampling.stop_token_ids=[99]") == []
     small = BASE | {"rollout": {"group_size": 2, "sampling": {"max_tokens": 2, "stop_token_ids": [99]}}}
-    with pytest.raises(
-        ConfigError, match=r"stop_token_ids: 99 can never be sampled: .* the tokens 0 to \d\d;"
-    ):
+    with pytest.raises(ConfigError, match=r"stop_token_ids: 99 can never be sampled: .* are 0 to \d\d;"):
         whet.train(**copy.deepcopy(small), run_dir=str(tmp_path / "run"))
     assert not (tmp_path / "run/metrics.jsonl").read_text()
 
@@ -80,7 +81,7 @@ def test_a_decay_with_staleness_is_refused_where_no_rollout_is_stale(older: str)
     assert not [key for key, _ in problems(decay, older) if "staleness_decay" in key]
     ((key, why),) = [p for p in problems(decay) if "staleness_decay" in p[0]]
     assert key == "algorithm.correction.staleness_decay"
-    assert "has no effect: no rollout is older than the weights that learn" in why
+    assert "has no effect: every rollout comes from the current weights" in why
 
 
 # ---------------------------------------------------------------- what acts on a ratio that is always 1
@@ -170,9 +171,7 @@ def test_a_bound_of_the_ratio_is_refused_where_the_ratio_is_1(setting: str, move
     assert problems(*given, moves) == []
     ((key, why),) = problems(*given, "rollout.max_staleness=1")
     assert key == given[-1].partition("=")[0]
-    assert (
-        "has no effect: a batch makes one optimizer step (train.minibatches=1, train.update_epochs=1)" in why
-    )
+    assert "has no effect: a batch has one optimizer step (train.minibatches=1, train.update_epochs=1)" in why
 
 
 def test_a_bound_that_holds_at_1_or_is_of_the_engines_log_probs_is_read() -> None:
@@ -204,7 +203,12 @@ def test_a_recipe_or_a_document_may_have_a_clip_that_nothing_meets(tmp_path: Pat
 
 
 def test_what_nothing_reads_may_be_left_out_with_a_note() -> None:
-    swept = ["algorithm.loss.dual_clip=3.0", "algorithm.loss.beta=0.3", "algorithm.kl.estimator=k1", "train.steps=2"]
+    swept = [
+        "algorithm.loss.dual_clip=3.0",
+        "algorithm.loss.beta=0.3",
+        "algorithm.kl.estimator=k1",
+        "train.steps=2",
+    ]
     loaded = load(None, swept, copy.deepcopy(BASE), unused="warn")
     assert plans(loaded)[0].steps == 2
     notes = {key: why for key, _, why in (note.partition(": ") for note in loaded.notes)}

@@ -108,7 +108,7 @@ def test_a_reply_that_cannot_be_scored_is_counted(tmp_path: Path) -> None:
     out = judged(config(parquet(tmp_path / "r.parquet", rows), tmp_path))
     assert (out.metrics["eval/gsm8k/unscored"], out.metrics["eval/gsm8k/mean@2"]) == (1, 0.25)
     assert "RuntimeError: asked to" in out.rows[1]["error"]
-    with pytest.raises(WhetError, match=r"1 of 6 rollouts of this step could not be scored"):
+    with pytest.raises(WhetError, match=r"1 of 6 rollouts of this step are unscored"):
         judged(config(tmp_path / "r.parquet", tmp_path, "reward_workers.max_failure_rate=0.1"))
 
 
@@ -143,8 +143,8 @@ def test_rows_that_cannot_be_read_are_named(tmp_path: Path, row: dict[str, Json]
 def test_what_is_missing_or_idle_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check(load(None, ["train.steps=3", "eval.samples=2"], {}), whole=True)
-    for said in ("eval.offline: name the file", "rewards: replies are judged by rewards", "train.steps: has no effect",
-                 "eval.samples: has no effect"):  # fmt: skip
+    for said in ("eval.offline: name the file", "rewards: rewards score the replies",
+                 "train.steps: has no effect", "eval.samples: has no effect"):  # fmt: skip
         assert said in str(caught.value)
     loaded = config(tmp_path / "r.parquet", tmp_path, "eval.reward=other")
     with pytest.raises(ConfigError, match=r"eval\.reward: 'other' is not among rewards: score"):

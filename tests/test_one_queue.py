@@ -271,7 +271,7 @@ def test_a_run_with_one_queue(tmp_path: Path) -> None:
             {},
             r"buffer\.replay\.queue: with rollout\.schedule=deterministic",
         ),
-        ({}, {"capacity": 1}, r"buffer\.replay\.capacity: 1 groups are less"),
+        ({}, {"capacity": 1}, r"buffer\.replay\.capacity: 1 groups are fewer"),
         ({}, {"share": 0.5}, r"buffer\.replay\.share: .*queue=true"),
         (
             {},
@@ -286,5 +286,5 @@ def test_bad_input(tmp_path: Path, rollout: Any, replay: Any, said: str) -> None
 
 
 def test_a_share_of_groups_that_never_come_back(tmp_path: Path) -> None:
-    with pytest.raises(whet.ConfigError, match=r"buffer\.replay\.cooldown_steps: null: nothing is drawn"):
+    with pytest.raises(whet.ConfigError, match=r"buffer\.replay\.cooldown_steps: null: no group is drawn"):
         small_run(tmp_path, rollout=ROLLOUT, buffer={"replay": {"share": 0.5, "cooldown_steps": None}})

@@ -350,7 +350,7 @@ def test_a_share_of_every_step_is_trained_on_again(tmp_path: Path) -> None:
 
 
 def test_replay_needs_to_know_the_step_before(tmp_path: Path) -> None:
-    with pytest.raises(whet.ConfigError, match=r"buffer\.replay\.share: what is drawn again"):
+    with pytest.raises(whet.ConfigError, match=r"buffer\.replay\.share: the groups to replay"):
         small_run(tmp_path, rollout=ROLLOUT | {"max_staleness": 1}, buffer={"replay": {"share": 0.5}})
 
 

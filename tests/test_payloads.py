@@ -141,7 +141,8 @@ def test_a_verifier_that_may_run_code_is_refused_at_the_start_where_no_sandbox_i
     monkeypatch.setattr(sandbox, "lacking", lambda: "no Landlock")
     judge([], {"r": Reward(function="reasoning_gym", arguments={"verifiers": "spell_backward"})})
     with pytest.raises(
-        ConfigError, match=r"countdown of reasoning-gym .* evaluate text .* there is none: no Landlock"
+        ConfigError,
+        match=r"countdown of reasoning-gym .* evaluate text .* this system does not have: no Landlock",
     ):
         judge([], {"r": Reward(function="reasoning_gym", arguments={"verifiers": ["lcm", "countdown"]})})
 
@@ -152,10 +153,12 @@ def test_a_row_never_chooses_its_verifier(rows):
         [group(t, "1")], {"r": Reward(function="reasoning_gym", arguments={"verifiers": "chain_sum"})}
     )
     assert judged.reward is None
-    assert "asks for the verifier 'countdown', and the config allows chain_sum" in judged.error
-    with pytest.raises(ConfigError, match="not for the rows to say"):
+    assert "requests the verifier 'countdown', but the config allows chain_sum" in judged.error
+    with pytest.raises(ConfigError, match="the config must list the allowed verifiers"):
         judge([group(t, "1")], {"r": Reward(function="reasoning_gym")})
-    with pytest.raises(ConfigError, match="'chainsum' is none of reasoning-gym's; did you mean 'chain_sum'"):
+    with pytest.raises(
+        ConfigError, match="'chainsum' is not a verifier of reasoning-gym; did you mean 'chain_sum'"
+    ):
         judge([], {"r": Reward(function="reasoning_gym", arguments={"verifiers": "chainsum"})})
 
 

@@ -181,15 +181,27 @@ KL_FULL = ["algorithm.kl.estimator=full"]
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["algorithm.name=grpo", "critic={}", "train.parallel.separate_ranks=[critic]"], "name=grpo has none"),
-        (["algorithm.kl.coef=0", "train.parallel.separate_ranks=[reference]"], "names the reference"),
-        ([*KL_FULL, "train.parallel.separate_ranks=[reference]"], "reads it in every micro-batch of the policy"),
-        (["train.parallel.separate_ranks=[critic,critic]"], "names critic twice"),
+        (
+            ["algorithm.name=grpo", "critic={}", "train.parallel.separate_ranks=[critic]"],
+            "critic: this stage has no critic",
+        ),
+        (
+            ["algorithm.kl.coef=0", "train.parallel.separate_ranks=[reference]"],
+            "reference: this stage has no reference",
+        ),
+        (
+            [*KL_FULL, "train.parallel.separate_ranks=[reference]"],
+            "reads the reference in every micro-batch of the policy",
+        ),
+        (["train.parallel.separate_ranks=[critic,critic]"], "critic is listed twice"),
         (["train.parallel.separate_ranks=[policy]"], "critic"),
         (["train.parallel.separate_ranks=[critic]", "train.parallel.dp_shard=-1"], "dp_shard=-1"),
-        (["train.parallel.separate_ranks=[critic]", "profile.steps=[1]", "profile.ranks=[1]"], "1 is none of the 1"),
+        (
+            ["train.parallel.separate_ranks=[critic]", "profile.steps=[1]", "profile.ranks=[1]"],
+            "1 does not exist: a model has 1 ranks",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_apart_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         plans(given(*overrides))
@@ -221,7 +233,7 @@ def test_gpus_of_each_group_follow_the_others(monkeypatch: pytest.MonkeyPatch) -
     assert checks_parallel.ranks_of(alone) == {"critic": 1}
     assert checks_parallel.first_gpu(alone, "critic") == 1, "the run's own process has the first"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
-    said = r"4 ranks of the critic \(train.parallel.separate_ranks\) need a GPU each, beside 4 for other"
+    said = r"4 ranks of the critic \(train.parallel.separate_ranks\) need one GPU each, beside 4 for other"
     with pytest.raises(ConfigError, match=said):
         Ranks(Dims(dp_shard=4), whose="critic", first_gpu=4, device="cuda")
     lines = Local(2, 1, module="whet.training.rank", first_gpu=4)

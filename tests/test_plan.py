@@ -110,7 +110,7 @@ def test_warm_up():
     assert made("train.optimizer.schedule.warmup_ratio=0.25", "train.minibatches=2").warmup_steps == 5
     long = made("train.optimizer.schedule.warmup_steps=11")
     assert long.warmup_steps == 11, "a short trial run is no error"
-    assert any("11 steps is longer than the stage (10)" in note for note in notes([long]))
+    assert any("11 steps is longer than the stage (10 steps)" in note for note in notes([long]))
     assert not notes([made("train.optimizer.schedule.warmup_steps=10")])
 
 
@@ -151,7 +151,7 @@ def test_the_critic_trains_as_the_policy_unless_told():
     assert (own.minibatches, own.update_epochs, own.gradient_checkpointing) == (8, 1, True)
     assert (own.micro_batch_tokens, own.micro_batch_rollouts) == (None, 4), "one cut replaces the other"
     assert (p.updates_per_step, p.critic_updates_per_step) == (6, 8)
-    assert arithmetic(p).endswith("3 passes; critic 8 minibatches, 1 pass")
+    assert arithmetic(p).endswith("3 update epochs; critic 8 minibatches, 1 update epoch")
     assert not made(
         *both, "train.gradient_checkpointing=true", "critic.gradient_checkpointing=false"
     ).critic.gradient_checkpointing
@@ -294,39 +294,39 @@ def test_a_model_that_is_elsewhere_can_be_planned():
         (["model={path: x}"], "model: give either path"),
         (["train.steps=null"], "neither is given"),
         (["train.micro_batch_tokens=8", "train.micro_batch_rollouts=2"], "give train.micro_batch_tokens or"),
-        (["train.minibatches=5"], "5 does not divide train.tasks_per_step=16; nearest that work: "
+        (["train.minibatches=5"], "5 does not divide train.tasks_per_step=16; nearest values that do: "
          "train.minibatches=4 or 8, or train.tasks_per_step=15 or 20"),
         (["algorithm.name=ppo", "critic.minibatches=3"], "critic.minibatches: 3 does not divide "
-         "train.tasks_per_step=16; nearest that work: critic.minibatches=2 or 4"),
+         "train.tasks_per_step=16; nearest values that do: critic.minibatches=2 or 4"),
         (["train.forward_micro_batch_tokens=8", "train.forward_micro_batch_rollouts=2"],
          "give train.forward_micro_batch_tokens or"),
         (["algorithm.name=ppo", "critic.micro_batch_tokens=8", "critic.micro_batch_rollouts=2"],
          "give critic.micro_batch_tokens or"),
         (["train.drop_last=true", "data.train=[{path: a}, {path: b}]"], "train.drop_last: 2 sources are mixed"),
         (["train.optimizer.schedule={type: linear, warmup_steps: 5, total_steps: 5}"], "5 steps of warm-up leave "
-         "nothing of total_steps=5"),
+         "no step of total_steps=5"),
         (["train.optimizer.schedule={type: wsd, warmup_steps: 2, decay_steps: 4, total_steps: 5}"], "4 steps of decay "
          "after 2 of warm-up are more than total_steps=5"),
         (["train.tasks_per_step=2", "train.minibatches=3"], "train.minibatches=2, or train.tasks_per_step=3"),
-        (["tokenizer.build=null"], "tokenizer: a model from scratch brings none"),
+        (["tokenizer.build=null"], "tokenizer: model.scratch has no tokenizer"),
         (["tokenizer.path=x"], "tokenizer: give path or build, not both"),
-        (["tokenizer.chat_template=no/such.jinja"], "is no file here and holds no Jinja"),
+        (["tokenizer.chat_template=no/such.jinja"], "is neither a file nor a template"),
         (["data.train=[]"], "data.train: give at least one source"),
         (["data.train.0.function='m:f'"], "data.train[0]: give exactly one of path, reasoning_gym, "
          "function and rows; given: path, function"),
         (["data.train.0.path=null"], "given: none"),
         (["data.train.0.arguments={a: 1}"], "arguments are for function only"),
-        (["data.train.0.template=hello"], "has no {prompt} in it"),
-        (["model.scratch.num_key_value_heads=3"], "3 does not divide heads=4; these do: 1, 2, 4"),
+        (["data.train.0.template=hello"], "has no {prompt}, so every task"),
+        (["model.scratch.num_key_value_heads=3"], "3 does not divide num_attention_heads=4; these do: 1, 2, 4"),
         (["model.scratch.num_attention_heads=5"], "num_attention_heads=5 does not divide hidden_size=32; give"),
         (["model.scratch.head_dim=7"], "7 is odd"),
         (["model.scratch.architecture=qwen3_moe", "model.scratch.num_experts_per_tok=9"], "9 is more than "
-         "experts=8"),
+         "num_experts=8"),
         (["model.scratch.max_position_embeddings=200"], "64 prompt tokens + 256 reply tokens "
          "(sampling.max_tokens) = 320, but model.scratch.max_position_embeddings is 200"),
-        (["rollout.group_size=1"], "1 leaves advantage=grpo nothing to compare"),
-        (["rollout.group_size=1", "algorithm.name=rloo"], "1 leaves advantage=rloo nothing to compare"),
-        (["rollout.sampling.temperature=0"], "all 8 rollouts of a task would be the same"),
+        (["rollout.group_size=1"], "advantage=grpo compares the rollouts of a group"),
+        (["rollout.group_size=1", "algorithm.name=rloo"], "advantage=rloo compares the rollouts of a group"),
+        (["rollout.sampling.temperature=0"], "all 8 rollouts of a task would be equal"),
         (["rollout.sampling.min_tokens=300"], "300 is more than max_tokens=256"),
         (["algorithm.reward_kl.target=0.1"], "algorithm.reward_kl.target"),
         (["algorithm.name=dr_gpro"], "is not known; did you mean 'dr_grpo'"),
@@ -337,7 +337,7 @@ def test_a_model_that_is_elsewhere_can_be_planned():
         (["train.optimizer.schedule={type: linear, warmup_steps: 2, warmup_ratio: 0.1}"], "not both"),
         (["machine.kv_cache_mb=1", "model.scratch.hidden_size=2048", "model.scratch.num_hidden_layers=8"], "1 MiB "
          "does not hold one rollout of 320 tokens, which takes 40 MiB"),
-        (["algorithm.name=ppo", "critic.warmup_steps=10"], "leave none of train.steps=10"),
+        (["algorithm.name=ppo", "critic.warmup_steps=10"], "leave no step for the policy (train.steps=10)"),
     ],
 )  # fmt: skip
 def test_refusals(overrides, said):
@@ -483,7 +483,7 @@ def test_a_key_of_a_stage_must_serve_that_stage():
 
 
 def test_an_override_that_every_stage_hides_is_refused():
-    with pytest.raises(ConfigError, match=r"train\.steps: every stage puts its own over it"):
+    with pytest.raises(ConfigError, match=r"train\.steps: every stage overrides it"):
         plans(load(None, ["train.steps=3"], STAGED))
     plans(load(None, ["stages.sft.train.steps=3"], STAGED))
 
@@ -535,7 +535,7 @@ def printed(found: tuple[Plan, ...]) -> str:
 def test_the_table_writes_the_arithmetic_out():
     text = printed((made("train.minibatches=2", "algorithm.kl.coef=0.1"),))
     assert "16 tasks x 8 = 128 rollouts, 2 minibatches of 64" in text
-    assert "10 steps x 2 minibatches x 1 pass = 20" in text
+    assert "10 steps x 2 minibatches x 1 update epoch = 20" in text
     assert "policy, reference" in text
     assert "at most 28,416" in text
     text = printed(plans(load(None, values=STAGED)))
@@ -601,7 +601,7 @@ def test_a_regularizer_without_weight_is_refused() -> None:
         (
             ["model.dtype=float32"],
             ["bfloat16"],
-            "model.dtype=bfloat16 would be faster: this CPU multiplies it itself",
+            "model.dtype=bfloat16 would be faster: this CPU has instructions for it",
         ),
         (["model.dtype=float32", "model.scratch.hidden_size=64"], ["bfloat16"], None),
         (["model.dtype=float32"], [], None),
@@ -609,9 +609,9 @@ def test_a_regularizer_without_weight_is_refused() -> None:
         (
             ["model.dtype=float16"],
             ["bfloat16"],
-            "computed in float32 and rounded: this CPU has no units for it",
+            "computed in float32 and rounded: this CPU has no instructions for it",
         ),
-        (["train.precision.compute=bfloat16"], [], "is slower than float32 here"),
+        (["train.precision.compute=bfloat16"], [], "is slower than float32"),
         (["train.precision.compute=bfloat16"], ["bfloat16"], None),
     ],
 )

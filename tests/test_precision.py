@@ -209,7 +209,7 @@ def test_implementations_are_equal_up_to_rounding(kind: Any) -> None:
         return {n: p.clone() for n, p in engine.weights()}
 
     fused = trained("fused")
-    for how in ("foreach", "loop"):
+    for how in ("foreach", "for-loop"):
         for name, p in trained(how).items():
             torch.testing.assert_close(p, fused[name], rtol=1e-5, atol=1e-6)
 
@@ -380,43 +380,43 @@ def test_compiled_layers_give_equal_gradients(
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["train.offload=[optimizer]"], "train.offload: frees memory of a GPU, and this stage trains on the CPU"),
+        (["train.offload=[optimizer]"], "train.offload: frees memory of a GPU, but this stage trains on the CPU"),
         (
             ["train.offload=[critic]", "machine.device=cuda"],
-            "names the critic, and algorithm.name=grpo has none",
+            "critic: this stage has no critic (algorithm.name=grpo)",
         ),
         (
             ["train.offload=[reference]", "machine.device=cuda", "algorithm.kl={coef: 0.1, estimator: full}"],
-            "estimator=full reads it in every micro-batch",
+            "estimator=full reads the reference in every micro-batch",
         ),
         (
             ["train.offload=[policy]", "machine.device=cuda"],
-            "policy: in one process its weights are those that rollouts are sampled from",
+            "policy: in one process rollouts are sampled from the same weights",
         ),
-        (["train.precision.float8=rowwise", "model.lora.rank=2"], "adapters are too small for it"),
-        (["train.precision.float8=rowwise", "train.compile=true"], "torch.compile does not see through it"),
-        (["train.precision.float8=tensorwise", "machine.logprob_parity=on"], "logprob_parity=on asks for equal ones"),
+        (["train.precision.float8=rowwise", "model.lora.rank=2"], "it is not faster for adapters"),
+        (["train.precision.float8=rowwise", "train.compile=true"], "torch.compile does not support it"),
+        (["train.precision.float8=tensorwise", "machine.logprob_parity=on"], "logprob_parity=on requires equal ones"),
         (["train.router_aux_loss_coef=0.1"], "this model has none"),
-        (["train.precision.compute=bfloat16", "model.dtype=bfloat16"], "and these are bfloat16"),
+        (["train.precision.compute=bfloat16", "model.dtype=bfloat16"], "the parameters are bfloat16"),
         (["train.precision.compute=bfloat16", "model.lora.rank=2"], "adapters compute in the dtype"),
-        (["train.precision.compute=bfloat16", "machine.logprob_parity=on"], "logprob_parity=on asks for equal ones"),
-        (["train.compile=true", "machine.logprob_parity=on"], "machine.logprob_parity=on asks for equal ones"),
-        (["train.precision.reduce=float32"], "changes nothing: parameters are float32"),
-        (["train.precision.master_weights=false"], "changes nothing: parameters are float32"),
+        (["train.precision.compute=bfloat16", "machine.logprob_parity=on"], "logprob_parity=on requires equal ones"),
+        (["train.compile=true", "machine.logprob_parity=on"], "machine.logprob_parity=on requires equal ones"),
+        (["train.precision.reduce=float32"], "has no effect: parameters are float32"),
+        (["train.precision.master_weights=false"], "has no effect: parameters are float32"),
         (
             ["train.precision.master_weights=false", "model.dtype=bfloat16", "model.lora.rank=2"],
-            "adapters are float32 always",
+            "adapters are always float32",
         ),
         (
             ["train.precision.master_weights=false", "train.precision.reduce=float32", "model.dtype=bfloat16"],
             "master_weights=false keeps none",
         ),
-        (["train.precision.master_weights=false", "model.dtype=float16"], "needs its masters"),
+        (["train.precision.master_weights=false", "model.dtype=float16"], "needs float32 master weights"),
         (["train.precision.loss_scale=2.0", "model.dtype=bfloat16"], "nothing is float16"),
         (["train.optimizer.name=sgd", "train.optimizer.state_dtype=int8"], "name=sgd does not read it"),
         (
-            ["train.optimizer.state_dtype=int8", "train.optimizer.implementation=loop"],
-            "state_dtype=int8 has a step of its own",
+            ["train.optimizer.state_dtype=int8", "train.optimizer.implementation=for-loop"],
+            "state_dtype=int8 has a separate implementation",
         ),
     ],
 )  # fmt: skip

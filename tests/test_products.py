@@ -283,11 +283,11 @@ def test_without_a_home_libraries_are_kept_where_only_this_user_writes(
     assert folder == tmp_path / f"whet-{os.getuid()}"
     assert folder.stat().st_mode & 0o077 == 0
     folder.chmod(0o777)
-    with pytest.raises(PermissionError, match="is not a folder of yours alone"):
+    with pytest.raises(PermissionError, match="is not a private folder of this user"):
         build.cache_dir()
     folder.rmdir()
     folder.symlink_to(tmp_path)
-    with pytest.raises(PermissionError, match="is not a folder of yours"):
+    with pytest.raises(PermissionError, match="is not a private folder of this user"):
         build.cache_dir()
 
 

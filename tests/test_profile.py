@@ -170,7 +170,7 @@ BASE = {**TINY, "rewards": {"r": {"function": "exact"}}}
     [
         (["profile={steps: [1], tools: []}"], "profile.tools: [] records nothing"),
         (["profile={steps: [1], tools: [nsys]}", "machine.device=cpu"], "profile.tools: nsys: only CUDA has"),
-        (["profile={steps: [1], tools: [torch, nsys]}"], "profile.tools: torch and nsys both read the GPU"),
+        (["profile={steps: [1], tools: [torch, nsys]}"], "profile.tools: torch and nsys both use CUPTI"),
         (["profile.record_shapes=true"], "profile.record_shapes: has no effect: profile.steps is empty"),
         (["profile={steps: [4]}"], "profile.steps[0]: has no effect: the stage has 3 steps, fewer than"),
         (["profile={steps: [2], tools: [memory], with_stack: true}"], "profile.with_stack: has no effect"),
@@ -320,7 +320,7 @@ def test_ranks_that_are_named_record_their_part(tmp_path: Path, monkeypatch: pyt
 
 def test_ranks_that_are_not_there_cannot_record() -> None:
     base = {**TINY, "rewards": {"r": {"function": "exact"}}}
-    with pytest.raises(ConfigError, match=r"profile\.ranks: 2 is none of the 2 ranks"):
+    with pytest.raises(ConfigError, match=r"profile\.ranks: 2 does not exist: a model has 2 ranks"):
         plans(load(None, ["train.parallel.dp_replicate=2", "profile.steps=[1]", "profile.ranks=[2]"], base))
     with pytest.raises(ConfigError, match="no ranks"):
         plans(load(None, ["profile.steps=[1]", "profile.ranks=[1]"], base))

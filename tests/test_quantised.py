@@ -202,12 +202,12 @@ def test_versions_that_travel_are_proved_as_they_were_sent(tmp_path: Path, whole
 def test_a_part_of_the_weights_is_no_version() -> None:
     e = engine(tiny_model(), quantization="int8")
     named = [(n, p) for n, p in tiny_model(seed=3).named_parameters() if "v_proj" not in n]
-    with pytest.raises(WhetError, match=r"2 of \d+ parameters did not come: .*v_proj"):
+    with pytest.raises(WhetError, match=r"2 of \d+ parameters were not received: .*v_proj"):
         run(e.load_weights(WeightSource(tensors=iter(named)), 1))
     with pytest.raises(WhetError, match="incomplete"):
         run(e.generate([3], Sampling()))
     with pytest.raises(
-        WhetError, match=r"is \(61, 64\), the engine was made for \(61, 32\); make a new engine"
+        WhetError, match=r"is \(61, 64\), but the engine was built for \(61, 32\); create a new engine"
     ):
         run(engine(quantization="int8").load_weights(WeightSource(module=wider()), 1))
 
@@ -289,7 +289,7 @@ def test_matrices_that_do_not_fit_are_told(caplog: pytest.LogCaptureFixture) -> 
     module.model.layers[0].mlp.down_proj = torch.nn.Linear(24, 32, bias=False)
     with caplog.at_level(logging.WARNING):
         e = engine(module, quantization="int8")
-    assert "3 matrices stay as they are, e.g. model.layers.0.mlp.gate_proj.weight" in caplog.text
+    assert "3 matrices are not quantised, e.g. model.layers.0.mlp.gate_proj.weight" in caplog.text
     assert dict(e.module.named_parameters())["model.layers.0.mlp.gate_proj.weight"] is narrow.weight
     run(ask(e, JOBS[:2]))
     for layer in module.model.layers:
@@ -304,11 +304,11 @@ def test_matrices_that_do_not_fit_are_told(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("machine.logprob_parity=on", "machine.logprob_parity=on asks for equal ones"),
-        ("rollout.engine=hf", "rollout.engine=hf samples with the weights as they are"),
+        ("machine.logprob_parity=on", "machine.logprob_parity=on requires equal ones"),
+        ("rollout.engine=hf", "rollout.engine=hf samples with the original weights"),
         (
             "rollout.replicas=1; model.lora={rank: 2}; sync.content=adapters",
-            "engines keep no weights under them",
+            "engines keep no original weights",
         ),
         ("stages=[{name: a, rollout: {quantization: int8}}]", "one engine serves the whole run"),
     ],
@@ -327,7 +327,7 @@ def test_adapters_travel_merged() -> None:
 def test_a_replica_that_has_only_8_bits_gives_none_away() -> None:
     inbox = Inbox(engine(quantization="int8").module, name="one", adapters=False, put=lambda x: x)
     inbox.receiver.held = object()  # type: ignore[assignment]
-    with pytest.raises(WhetError, match="one has its weights in 8 bits alone"):
+    with pytest.raises(WhetError, match="one has its weights only in 8 bits"):
         inbox.give()
 
 

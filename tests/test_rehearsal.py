@@ -131,7 +131,7 @@ def test_what_the_real_run_takes_is_arithmetic(tmp_path):
     # 7e9 x (2 weights + 2 gradients + 8 moments + 4 master) bytes and 2 more for the engine = 126e9
     assert found["main: memory"].startswith("117 GiB before activations (taking 7B parameters from the name)")
     # 64 x 8 rollouts x (1024 + 4096) tokens
-    assert "512 rollouts of at most 5120 tokens a step = 2.62e+06 tokens" in found["main: work"]
+    assert "512 rollouts of at most 5120 tokens per step = 2.62e+06 tokens" in found["main: work"]
 
 
 def forked(command, *, stdout, env, **_):

@@ -176,9 +176,11 @@ def test_a_priority_of_yours():
 def test_wrong_priorities():
     with pytest.raises(ConfigError, match="'linear_decai' is not known; did you mean 'linear_decay'"):
         make("linear_decai")
-    with pytest.raises(ConfigError, match="asks for temperature; it can have noise, decay, use_limit, sigma"):
+    with pytest.raises(
+        ConfigError, match="has unknown parameters temperature; known: noise, decay, use_limit, sigma"
+    ):
         make("test_replay:asks_too_much")
-    with pytest.raises(WhetError, match="gave nan for task 3; give a finite number, or None"):
+    with pytest.raises(WhetError, match="returned nan for task 3; return a finite number or None"):
         add(make("test_replay:not_a_number"), [3], version=0)
 
 

@@ -72,7 +72,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(unbroken: Path, tmp_path: Pat
     assert code == 130, out
     assert "saved" in out
     assert list((run_dir / "checkpoints").iterdir())
-    assert "going on from" in whet(*command)
+    assert "resuming from" in whet(*command)
     for name in ("metrics.jsonl", "rollouts", "eval", "batches", "export"):
         assert [f for f in files(run_dir) if f.startswith(name)] == [
             f for f in files(unbroken) if f.startswith(name)

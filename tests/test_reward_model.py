@@ -135,7 +135,7 @@ def test_tokens_are_the_rollouts_own(judge):
     assert found.reward == pytest.approx(by_hand(judge, [9, 12, 10, 11]), abs=1e-6)
     strange = replace(r, token_ids=[9, 12, 10, 9999])
     (found,) = ask([Group(r.task, (strange,))], judge, input="tokens")
-    assert (found.reward, "a token is none of its" in (found.error or "")) == (None, True)
+    assert (found.reward, "a token id is outside its vocabulary of" in (found.error or "")) == (None, True)
 
 
 def test_another_tokenizer_and_template(judge, tmp_path):
@@ -151,7 +151,7 @@ def test_another_tokenizer_and_template(judge, tmp_path):
         != ask([group()], judge, tokenizer=str(judge.parent / "judge"))[1].reward
     )
     with pytest.raises(
-        ConfigError, match=r"rewards\.rm\.model: .*its tokenizer has 32 tokens.* give tokenizer"
+        ConfigError, match=r"rewards\.rm\.model: .*its tokenizer has 32 tokens.* set tokenizer to"
     ):
         ask([group()], judge, tokenizer=str(words))
 
@@ -248,11 +248,11 @@ def test_folders_that_are_no_reward_models(judge, tmp_path):
         ConfigError, match=r"rewards\.rm\.model: path=/nowhere: no folder with a config\.json"
     ):
         ask([group()], Path("/nowhere"))
-    with pytest.raises(ConfigError, match="with 3 labels; a reward model has one"):
+    with pytest.raises(ConfigError, match="with 3 labels; expected one label"):
         ask([group()], folder(tmp_path / "three", labels=3))
     config = LlamaConfig.from_pretrained(judge)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "lm")
-    with pytest.raises(CheckpointError, match=r"tensors are not those of its .*missing: score\.weight"):
+    with pytest.raises(CheckpointError, match=r"tensors do not match its .*missing: score\.weight"):
         ask([group()], tmp_path / "lm", tokenizer=str(judge))
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -321,7 +321,7 @@ def config(tmp_path: Path, judge: Path, name: str = "run", **reward: object) -> 
     [
         ({"function": "exact"}, r"rewards\.rm: give either function or model\.path .*; both are given"),
         ({"model": None}, r"rewards\.rm: give either function or model\.path .*; neither is given"),
-        ({"arguments": {"a": 1}}, r"rewards\.rm\.arguments: only a function is called with them"),
+        ({"arguments": {"a": 1}}, r"rewards\.rm\.arguments: only a function has arguments"),
         (
             {"model": {"path": "p", "input": "tokens", "tokenizer": "t"}},
             r"rm\.model\.tokenizer: .*input=tokens",
@@ -332,7 +332,7 @@ def config(tmp_path: Path, judge: Path, name: str = "run", **reward: object) -> 
         ),
         (
             {"model": {"path": "p", "chat_template": "gone.jinja"}},
-            r"rm\.model\.chat_template: 'gone.jinja' is no file",
+            r"rm\.model\.chat_template: 'gone.jinja' is neither a file",
         ),
     ],
 )

@@ -453,7 +453,7 @@ def test_no_text_and_no_number_of_a_reward_ends_the_run_at_its_record(tmp_path):
     assert by["answer"].answer.startswith("\\udc80yyy")
     assert by["answer"].answer.endswith(" ... (3006 characters)")
     assert by["name"].reward_parts == {"odd": 1.0, "odd/\\ud800": 0.5}
-    assert "keys are the same" in by["twins"].error
+    assert "keys that become equal" in by["twins"].error
     for name, what in {
         "float32": "1e+39; expected a finite number between -1e+12 and 1e+12",
         "float64": "-1e+308;",

@@ -114,7 +114,9 @@ def test_what_another_run_left_in_the_store_is_refused() -> None:
     store = queue()
     store.begin_round(0, 2, version=7)
     store.put([Scored(uid, group(uid, version=7)) for uid in ask(store, "one", 9, 7)])
-    with pytest.raises(WhetError, match=r"tasks 0 to 1 were asked of weights version 0.*of versions \[7\]"):
+    with pytest.raises(
+        WhetError, match=r"tasks 0 to 1 were requested with weights version 0.*of versions \[7\]"
+    ):
         asyncio.run(Rounds(store).play(TASKS[:2], 0))
 
 

@@ -140,7 +140,7 @@ def config(run_dir: Path, **over: Any) -> dict[str, Any]:
             },
             "cutting": {"function": f"{MINE}:cutting", "arguments": {"api_key": PLANTED["cut in the midst"]}},
         },
-        "guard": {
+        "reward_workers": {
             "env": {
                 "JUDGE_KEY": "${oc.env:JUDGE_KEY}",
                 "PLAIN": PLANTED["reward_workers.env of a plain name"],
@@ -241,7 +241,7 @@ def test_no_secret_stands_in_the_words_of_a_run_that_fails(
     elif how == "override":
         overrides = [f"rewards.none.of.these.api_key={PLANTED['override']}", OVERRIDE + "]"]
     elif how == "type":
-        half["guard"]["env"] = [{"api_key": key + "x" * 60}]
+        half["reward_workers"]["env"] = [{"api_key": key + "x" * 60}]
     elif how == "check":
         half["mode"], half["buffer"] = "train", {"url": f"oracle{STORE}"}
     elif how == "store":
@@ -287,7 +287,7 @@ def test_a_config_keeps_its_references_and_can_be_read_again(
     text = yaml.safe_dump(for_people(loaded.config, loaded.written), allow_unicode=True)
     assert seen({"config.yaml": text.encode()}, PLANTED) == []
     again = yaml.safe_load(text)
-    assert again["guard"]["env"]["JUDGE_KEY"] == "${oc.env:JUDGE_KEY}"
+    assert again["reward_workers"]["env"]["JUDGE_KEY"] == "${oc.env:JUDGE_KEY}"
     assert again["rewards"]["quoting"]["arguments"]["api_key"] == "${oc.env:MY_TOKEN}"
     assert again["rewards"]["quoting"]["arguments"]["header"] == "Bearer ${oc.env:HEADER_TOKEN}"
     assert again["rewards"]["deep"]["arguments"]["credentials"] == {"who": "***", "what": "***"}
@@ -304,7 +304,7 @@ def test_a_config_keeps_its_references_and_can_be_read_again(
 
 def test_a_file_for_another_process_refers_to_its_environment() -> None:
     tree = {
-        "guard": {"env": {"JUDGE_KEY": "sk-3c9f0001", "PLACE": "here"}},
+        "reward_workers": {"env": {"JUDGE_KEY": "sk-3c9f0001", "PLACE": "here"}},
         "rewards": {"a": {"arguments": {"api_key": "sk-3c9f0002", "url": "https://u:pw-0003@h/x", "n": 1}}},
     }
     lent, variables = by_environment(tree)
@@ -312,14 +312,14 @@ def test_a_file_for_another_process_refers_to_its_environment() -> None:
     assert "pw-0003" not in json.dumps(lent)
     assert lent["rewards"]["a"]["arguments"]["n"] == 1
     assert set(variables.values()) == {"sk-3c9f0001", "here", "sk-3c9f0002", "https://u:pw-0003@h/x"}
-    assert tree["guard"]["env"]["JUDGE_KEY"] == "sk-3c9f0001", "the tree stays as it was"
+    assert tree["reward_workers"]["env"]["JUDGE_KEY"] == "sk-3c9f0001", "the tree stays as it was"
 
 
 def test_an_environments_exception_and_its_group_in_a_store(tmp_path: Path) -> None:
     from whet.rollout.episode import play_groups
     from whet.rollout.scripted import ScriptedEngine
 
-    learn({"guard": {"env": {"JUDGE_KEY": PLANTED["reward_workers.env"]}}})
+    learn({"reward_workers": {"env": {"JUDGE_KEY": PLANTED["reward_workers.env"]}}})
 
     class Broken:
         async def first(self) -> list[Message]:
@@ -363,7 +363,7 @@ def test_a_tracker_is_sent_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     Wandb(Sinks(cfg, record, None))
     record.close()
     sent = wandb.init.call_args.kwargs["config"]
-    assert sent["guard"]["env"]["JUDGE_KEY"] == "***"
+    assert sent["reward_workers"]["env"]["JUDGE_KEY"] == "***"
     assert seen({"sent": json.dumps(sent).encode()}, PLANTED) == []
 
 

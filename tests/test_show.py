@@ -120,7 +120,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     RunDirectory(tmp_path, ["s"]).close()
     assert "stage steps time tokens tokens/s reward held-out" in lines_of(show.summary(tmp_path))
     assert show.before_and_after(show.read(tmp_path), limit=3) == []
-    with pytest.raises(DataError, match="It has: none"):
+    with pytest.raises(DataError, match="rollouts there: none"):
         show.rollouts(tmp_path, 1)
 
 
@@ -190,7 +190,7 @@ def test_tokens_are_listed_with_what_was_recorded(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     make(tmp_path).close()
-    with pytest.raises(DataError, match=r"no rollouts of step 9\. It has: grpo: 1 to 2, 2 steps"):
+    with pytest.raises(DataError, match=r"no rollouts of step 9; rollouts there: grpo: 1 to 2, 2 steps"):
         show.rollouts(tmp_path, 9)
     with pytest.raises(DataError, match="no rollouts of step 1 of stage 'sft'"):
         show.rollouts(tmp_path, 1, stage="sft")
@@ -206,9 +206,9 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     [
         ("metrics.jsonl", "no\n{}\n", r"metrics.jsonl line 1 is not JSON"),
         ("metrics.jsonl", "\x00\xff\n", r"metrics.jsonl line 1 is not JSON"),
-        ("metrics.jsonl", '{"step": 1}\n', r"metrics.jsonl line 1 does not say what stage and step it is of"),
-        ("metrics.jsonl", '{"stage": "[/x]", "step": 1}\n', "line 1 does not say what stage"),
-        ("metrics.jsonl", '{"stage": "s", "step": true}\n', "line 1 does not say what stage"),
+        ("metrics.jsonl", '{"step": 1}\n', r"metrics.jsonl line 1 does not name its stage and step"),
+        ("metrics.jsonl", '{"stage": "[/x]", "step": 1}\n', "line 1 does not name its stage"),
+        ("metrics.jsonl", '{"stage": "s", "step": true}\n', "line 1 does not name its stage"),
         ("metrics.jsonl", '{"stage": "s", "step": 1, "a": "b"}\n', "line 1: 'a' is 'b', expected a number"),
         ("metrics.jsonl", f'{{"stage": "s", "step": 1, "a": {10**400}}}\n', "line 1: 'a' is '1000"),
         ("metrics.jsonl", '{"stage": "s", "step": 1, "a": 1, "a": 2}\n', "line 1 is not JSON.*given twice"),
@@ -222,7 +222,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
             "stages: [{algorithm: grpo}]",
             r"stages\[0\]: algorithm is 'grpo', expected a section",
         ),
-        ("manifest.json", "[]", "manifest.json holds no JSON object"),
+        ("manifest.json", "[]", "manifest.json: expected a JSON object"),
         ("manifest.json", '{"starts": []}', r"manifest.json: starts is '\[\]', expected a list"),
         ("manifest.json", '{"starts": [{"packages": 1}]}', r"starts\[0\] is .*, which no run writes"),
         ("manifest.json", '{"changes": [{"stage": "s"}]}', r"changes\[0\] is .*, which no run writes"),
@@ -238,16 +238,16 @@ def test_a_damaged_record_is_named(name: str, text: str, says: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("[]", "line 2 is no event of a timeline"),
-        ('{"ph": "M", "pid": 1}', "line 2 is no event"),
+        ("[]", "line 2 is not an event of a timeline"),
+        ('{"ph": "M", "pid": 1}', "line 2 is not an event"),
         (
             '{"ph": "X", "name": "a", "cat": "b", "ts": 0, "dur": 1, "pid": 1, "tid": 0, "args": {}}',
-            "is no event",
+            "is not an event",
         ),
         (
             '{"ph": "X", "name": "a", "cat": "work", "ts": 0, "dur": -1, "pid": 1, "tid": 0, '
             '"args": {"stage": "s", "step": 1}}',
-            "is no event",
+            "is not an event",
         ),
         (
             '{"ph": "X", "name": "a", "cat": "work", "ts": 0, "dur": 1, "pid": 7, "tid": 0, '
@@ -289,7 +289,7 @@ def test_a_file_of_other_columns_is_no_file_of_rollouts(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("rollouts/grpo-step-000001.parquet")
     pq.write_table(pq.read_table(file).drop_columns(["mask"]), file)
     with pytest.raises(
-        DataError, match=r"is no file of rollouts: mask; is it of another program, or damaged"
+        DataError, match=r"is not a file of rollouts: mask; is the file from another program, or damaged"
     ):
         show.rollouts(tmp_path, 1)
 
@@ -299,7 +299,7 @@ def test_seconds_that_are_none_are_not_simulated(tmp_path: Path) -> None:
     file = tmp_path / "timings.jsonl"
     file.write_text(file.read_text().replace('"time/update_s": 3.0', '"time/update_s": null'))
     with pytest.raises(
-        DataError, match=r"timings.jsonl: seconds of step 2 of stage 'grpo' are no numbers >= 0"
+        DataError, match=r"timings.jsonl: seconds of step 2 of stage 'grpo' are not numbers >= 0"
     ):
         costs.measured(tmp_path, "grpo", slots=2)
 

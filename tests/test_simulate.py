@@ -96,7 +96,7 @@ def test_costs_of_a_run_and_the_command(tmp_path: Path) -> None:
         app, ["plan", str(config), "rollout.max_staleness=2", "--simulate", str(result.run_dir)]
     )
     assert said.exit_code == 0, said.output
-    assert "ahead 2" in said.output
+    assert "overlapped 2" in said.output
     assert "of bound" in said.output
     with pytest.raises(DataError, match="no step of stage 'other' has both"):
         measured(result.run_dir, "other", slots=8)

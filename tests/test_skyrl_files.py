@@ -49,7 +49,11 @@ def test_a_ppo_file_in_newer_names() -> None:
     loaded = load("skyrl_gsm8k_ppo.yaml")
     cfg = loaded.config
     plans(loaded)
-    assert (cfg.algorithm.name, cfg.algorithm.advantage.lam, cfg.algorithm.loss.dual_clip) == ("ppo", 0.95, 3.0)
+    assert (cfg.algorithm.name, cfg.algorithm.advantage.lam, cfg.algorithm.loss.dual_clip) == (
+        "ppo",
+        0.95,
+        3.0,
+    )
     assert (cfg.algorithm.kl.coef, cfg.algorithm.reward_kl.estimator) == (0.0, "k1")
     assert cfg.algorithm.loss_agg_mode == "token-mean"
     assert (cfg.critic.path, cfg.critic.value_clip, cfg.critic.optimizer.lr) == ("models/chat", None, 5e-6)

@@ -60,7 +60,10 @@ def test_advantages() -> None:
         "algorithm.advantage.lam": 0.95,
         **whitened,
     }
-    assert learn.advantages(values(**{KL + "grpo_norm_by_std": False}))["algorithm.advantage.normalize_std"] is False
+    assert (
+        learn.advantages(values(**{KL + "grpo_norm_by_std": False}))["algorithm.advantage.normalize_std"]
+        is False
+    )
     plus_plus: dict[str, Json] = {KL + "advantage_estimator": "reinforce++"}
     assert learn.advantages(values(**plus_plus)) == {
         "algorithm.name": "reinforce_pp",

@@ -68,8 +68,12 @@ def test_defaults_are_those_of_the_version() -> None:
         values(v)["trainer.placement.policy_num_gpus_per_node"] for v in ("doc", "train-0.3", "train-0.4")
     ]
     assert gpus == [4, 4, 1]
-    assert learn.policy_loss(values("0.3", **{A + "ppo_loss_type": "cispo"}))["algorithm.loss.clip_high"] == 5.0
-    assert learn.policy_loss(values("main", **{A + "ppo_loss_type": "cispo"}))["algorithm.loss.clip_high"] == 4.0
+    assert (
+        learn.policy_loss(values("0.3", **{A + "ppo_loss_type": "cispo"}))["algorithm.loss.clip_high"] == 5.0
+    )
+    assert (
+        learn.policy_loss(values("main", **{A + "ppo_loss_type": "cispo"}))["algorithm.loss.clip_high"] == 4.0
+    )
 
 
 def test_evaluation_samples_by_the_version(tmp_path: Path) -> None:

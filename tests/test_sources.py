@@ -122,7 +122,9 @@ def test_saved_splits_by_name(tmp_path):
 
 def test_what_a_split_cannot_be(tmp_path):
     saved(tmp_path / "d" / "train.jsonl", "a")
-    with pytest.raises(DataError, match=r"train.jsonl is one file: a subset or a split is of a folder"):
+    with pytest.raises(
+        DataError, match=r"train.jsonl is a single file, but subset and split select in a folder"
+    ):
         read(tmp_path / "d" / "train.jsonl", split="train")
     with pytest.raises(DataError, match=r"split 'train\[:10%\]': expected a name; .* `limit`"):
         read(tmp_path / "d", split="train[:10%]")
@@ -134,7 +136,7 @@ def test_the_id_of_a_hub_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for split in (None, "train"):
         with pytest.raises(
-            DataError, match=r"gsm8k' is a data set of a hub: nothing is downloaded.*save_to_disk"
+            DataError, match=r"gsm8k' is a dataset of a hub: whet downloads nothing.*save_to_disk"
         ):
             read("openai/gsm8k", split=split)
     with pytest.raises(DataError) as plain:
@@ -252,11 +254,11 @@ def test_a_dataset_class_is_called_and_read_by_number_or_by_iteration():
     [
         (
             "Tokenised",
-            r"class .*:Tokenised, row 1: it holds tokens \(input_ids\).*give the text, as `prompt`",
+            r"class .*:Tokenised, row 1: the row holds tokens \(input_ids\).*give the text, as `prompt`",
         ),
         (
             "NeedsTokenizer",
-            r"raised TypeError: .*'data_files' and 'tokenizer'.*It is given `arguments` alone",
+            r"raised TypeError: .*'data_files' and 'tokenizer'.*The function gets only `arguments`",
         ),
         ("Bare", "expected an iterable of rows .*, or an object with __len__ and __getitem__"),
     ],
@@ -388,14 +390,14 @@ NAMED = {"path": "a", "name": "s", "rewards": ["acc"]}
             {},
             "rewards: 'ac' is not among rewards: acc, num, zero; did you mean 'acc'",
         ),
-        ({**NAMED, "rewards": []}, {}, "rewards: an empty list"),
-        ({**NAMED, "name": None}, {}, "rewards: needs the source's name"),
-        ({**NAMED, "label": "x"}, {}, "rewards: cannot stand beside label=x"),
-        ({**NAMED, "rewards": ["zero"]}, {}, "rewards: every weight of these is 0"),
+        ({**NAMED, "rewards": []}, {}, "rewards: is an empty list"),
+        ({**NAMED, "name": None}, {}, "rewards: needs the name of the source"),
+        ({**NAMED, "label": "x"}, {}, "rewards: cannot be combined with label=x"),
+        ({**NAMED, "rewards": ["zero"]}, {}, "rewards: every weight of these rewards is 0"),
         (
             NAMED,
             {"data.eval": [{"path": "b", "name": "s"}]},
-            "rewards: another source called 's' has other rewards",
+            "rewards: another source named 's' has different rewards",
         ),
         (
             NAMED,
@@ -408,7 +410,7 @@ NAMED = {"path": "a", "name": "s", "rewards": ["acc"]}
         (
             {"path": "a", "messages": "m", "prompt": "p"},
             {},
-            ": messages holds whole conversations, prompt and ",
+            ": messages holds whole conversations with prompt and ",
         ),
         ({"path": "a", "messages": "m", "template": "{prompt}"}, {}, "leave template out"),
     ],
@@ -425,12 +427,12 @@ def test_sources_that_cannot_work(source, more, says):
         ({"data.learn_turns": "all"}, "data.learn_turns: has no effect: only demonstrations (sft)"),
         (
             {"data.max_total_tokens": 9},
-            "data.max_total_tokens: 9 leaves a prompt of max_prompt_tokens=1024 no token",
+            "data.max_total_tokens: 9 leaves no token for a reply after a prompt of max_prompt_tokens=1024",
         ),
         ({"data.max_total_tokens": 1}, "data.max_total_tokens"),
         (
             {"data.eval": [{"path": "b", "name": "e", "rewards": ["num"]}], "eval": {"reward": "acc"}},
-            "data.eval[0].rewards: none of them is in eval.reward, by which replies are judged: acc",
+            "data.eval[0].rewards: none of these rewards is in eval.reward, which scores the replies: acc",
         ),
     ],
 )

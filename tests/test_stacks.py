@@ -186,7 +186,7 @@ def test_rewards_say_where_they_are_in_the_report_of_a_wait(
 
     async def story() -> None:
         asking = asyncio.ensure_future(jail.call_many([Call(function="slow", arguments="{}")]))
-        with pytest.raises(WhetError, match=r"the step waited 1 s for a reward, in vain"):
+        with pytest.raises(WhetError, match=r"the step waited 1 s for a reward and timed out"):
             await wait(asyncio.shield(asking), owner="the step", what="a reward", timeout_s=1.0, report_s=0.5)
         (tmp_path / "go").touch()
         assert (await asking)[0].parts == {"score": 1.0}

@@ -39,7 +39,7 @@ def test_where_no_home_is_known_the_cache_must_be_named(monkeypatch: pytest.Monk
     for name in ("WHET_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    with pytest.raises(WhetError, match=r"no home folder is known here .* set WHET_CACHE"):
+    with pytest.raises(WhetError, match=r"the home folder is unknown .* set WHET_CACHE"):
         fetch.cache()
     monkeypatch.setenv("WHET_CACHE", "/some/where")
     assert fetch.cache() == Path("/some/where")
@@ -104,7 +104,7 @@ def test_a_download_that_is_cut_short_leaves_nothing(
         (to / "b").write_bytes(b"y" * 10)
 
     monkeypatch.setattr(stores, "download", cut)
-    with pytest.raises(WhetError, match=r"s3://pail/m: b came with 10 bytes of 1000"):
+    with pytest.raises(WhetError, match=r"s3://pail/m: b was fetched with 10 of 1000 bytes"):
         fetch.fetch("s3://pail/m", tmp_path / "own")
     assert not [p for p in (tmp_path / "own").rglob("*") if p.is_file() and p.name != ".lock"]
     monkeypatch.setattr(stores, "download", whole)
@@ -128,7 +128,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
 
 def test_names_that_lead_out_are_refused(tmp_path: Path) -> None:
     listing = stores.Listing(files={"../evil": (1, "")}, folder="m")
-    with pytest.raises(WhetError, match="leads out of its folder"):
+    with pytest.raises(WhetError, match="points outside its folder"):
         stores.download(f"file://{tmp_path}/m", listing, tmp_path / "to")
 
 
@@ -333,9 +333,9 @@ def test_who_waits_for_another_that_fetches_says_so_and_has_an_end(
 ) -> None:
     for name, seconds in (("LOCK_S", 0.2), ("SAY_S", 0.05), ("LOOK_S", 0.01)):
         monkeypatch.setattr(fetch, name, seconds)
-    with fetch._alone(tmp_path), pytest.raises(WhetError, match=r"\.lock was held by another process"):  # noqa: SIM117
+    with fetch._alone(tmp_path), pytest.raises(WhetError, match=r"\.lock was locked by another"):  # noqa: SIM117
         with fetch._alone(tmp_path):
             pytest.fail("two at a time")
-    assert "waiting for another process that fetches" in capsys.readouterr().err
+    assert "waiting for another fetching process" in capsys.readouterr().err
     with fetch._alone(tmp_path):
         pass

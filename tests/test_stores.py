@@ -214,9 +214,9 @@ def test_many_are_put_at_once_with_some_that_came_to_nothing(url, queue):
 def test_what_was_never_asked_for_or_does_not_add_up_is_refused_whole(url, queue):
     store = open_store(url, queue=queue, order="arrival")
     reserve(store, 2)
-    with pytest.raises(WhetError, match="task 2 was put but never asked for"):
+    with pytest.raises(WhetError, match="task 2 was put but never reserved"):
         store.put([Scored(0, group(0)), Scored(2, group(2))])
-    with pytest.raises(WhetError, match="2 rollouts were asked for, 3 are accounted for"):
+    with pytest.raises(WhetError, match="2 rollouts were requested, 3 are accounted for"):
         store.put([Scored(0, group(0)), Scored(1, group(1), {"failed/reward": 1})])
     with pytest.raises(WhetError, match="the group of task 1 was put for task 0"):
         store.put([Scored(0, group(1))])
@@ -234,7 +234,7 @@ def test_what_is_taken_and_not_done_is_given_out_again(shared_url, queue):
     first.close()
 
     again = open_store(shared_url, queue=queue, order="arrival")
-    with pytest.raises(WhetError, match="asks for step 1, but a checkpoint of step 1"):
+    with pytest.raises(WhetError, match="requests step 1, but a checkpoint of step 1"):
         again.take(2, step=1)
     assert again.take(2, step=3) == before[3]
     assert again.take(2, step=2) == before[2]
@@ -251,7 +251,7 @@ def test_a_step_that_is_not_trained_cannot_be_done(url, queue):
     store = open_store(url, queue=queue, order="arrival")
     fill(store, 2)
     store.take(2, step=1)
-    with pytest.raises(WhetError, match="step 1 was taken but is not trained"):
+    with pytest.raises(WhetError, match="step 1 was taken but not trained"):
         store.done(1)
     assert len(store.take(2, step=1)) == 2
 
@@ -804,14 +804,14 @@ def test_passwords_are_not_in_errors():
 
 def test_postgresql_that_is_not_there():
     with pytest.raises(
-        WhetError, match=r"postgresql://me:\*\*\*@127.0.0.1:9/db: it can't be reached; start the server"
+        WhetError, match=r"postgresql://me:\*\*\*@127.0.0.1:9/db: the server cannot be reached; start it"
     ):
         open_store("postgresql://me:geheim@127.0.0.1:9/db", queue="q", order="arrival")
 
 
 def test_a_postgresql_database_that_is_not_there(postgres):
     with pytest.raises(
-        WhetError, match=r"there is no such user, database or table; make it, or mend buffer.url"
+        WhetError, match=r"the user, database or table does not exist; create it, or correct buffer.url"
     ):
         open_store(postgres.replace("/postgres", "/nothing"), queue="q", order="arrival")
 
@@ -836,7 +836,7 @@ def test_a_damaged_database(tmp_path):
     path = tmp_path / "s.db"
     data = path.read_bytes()
     path.write_bytes(data[:4096] + b"\xff" * (len(data) - 4096))
-    with pytest.raises(WhetError, match="is damaged; start anew with an empty store"):
+    with pytest.raises(WhetError, match="is damaged; restart with an empty store"):
         open_store(f"sqlite:///{path}", queue="q", order="arrival").take(20, step=1)
 
 
@@ -870,7 +870,9 @@ def test_a_queue_name_stays_in_its_folder(tmp_path):
 
 def test_two_orders_in_one_queue(shared_url, queue):
     open_store(shared_url, queue=queue, order="arrival")
-    with pytest.raises(WhetError, match=r"was made with buffer.order=arrival, this process has newest"):
+    with pytest.raises(
+        WhetError, match=r"was created with buffer.order=arrival, but this process has newest"
+    ):
         open_store(shared_url, queue=queue, order="newest")
 
 
@@ -897,7 +899,7 @@ def test_a_stopped_holder_is_named(kind, tmp_path, monkeypatch):
     one, two = (open_store(url, queue="q", order="arrival") for _ in range(2))
     if kind == "sqlite":
         two._log._db.execute("pragma busy_timeout = 50")
-    who = f"process {os.getpid()} on " if kind == "files" else "another process has held it for 60 s"
+    who = f"process {os.getpid()} on " if kind == "files" else "another process has held the lock for 60 s"
     with one._log.turn(), pytest.raises(WhetError, match=who):
         two.waiting()
     assert two.waiting() == 0

@@ -125,11 +125,11 @@ def test_who_never_joins_is_named(started: Children) -> None:
     end = trainer(["e-1", "e-2"], 4)
     receiver(started, end, "take(1)")
     with pytest.raises(
-        WhetError, match=r"^e-2 \(rank 2, never seen\) did not come to make a group within 4 s \(since "
+        WhetError, match=r"^e-2 \(rank 2, never connected\) did not join to make a group within 4 s \(since "
     ):
         end.send(1, big(1))
     with pytest.raises(
-        WhetError, match=r"version 2 cannot be broadcast: e-2 .*make another group of those that live"
+        WhetError, match=r"version 2 cannot be broadcast: e-2 .*make a new group of the living ones"
     ):
         end.send(2, big(2))
 
@@ -151,13 +151,13 @@ def test_a_receiver_that_dies_between_two_sends_is_named(started: Children, blow
     started[1].blow(blow)
     end.timeout_s = 2
     with pytest.raises(
-        WhetError, match=r"^e-2 \(rank 2, process \d+ on .*\) did not come to receive weights version 2"
+        WhetError, match=r"^e-2 \(rank 2, process \d+ on .*\) did not join to receive weights version 2"
     ):
         end.send(2, big(2))
     assert f"process {started[1].pid}" in (end.broken or "")
     said = started[0].said()  # told at once: its own deadline is 60 s
     assert "the trainer (rank 0" in said
-    assert "gave up: e-2 (rank 2" in said
+    assert "stopped the broadcast: e-2 (rank 2" in said
 
 
 @pytest.mark.parametrize("blow", ["os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 19)"])
@@ -197,9 +197,9 @@ def test_a_trainer_that_dies_is_named(started: Children) -> None:
     started.append(Child(HEAD + textwrap.dedent(master), "0", "0", "e-1", "60"))
     port = int(started[0].await_line())
     end = Collective(["e-1"], rank=1, port=port, timeout_s=60)
-    with pytest.raises(WhetError, match=r"the trainer.* is gone"):
+    with pytest.raises(WhetError, match=r"the trainer.* is unreachable"):
         list(end.receive(1))
-    with pytest.raises(WhetError, match="cannot be broadcast: the trainer is gone"):
+    with pytest.raises(WhetError, match="cannot be broadcast: the trainer is unreachable"):
         list(end.receive(1))
 
 
@@ -218,7 +218,7 @@ def test_a_receiver_that_refuses_takes_the_rest_so_that_others_get_theirs(starte
     end.send(5, big(5))
     end.send(6, big(6))
     assert started[0].said() == "6.0\n"
-    assert started[1].said() == "weights version 4 was asked for, the trainer sends version 5\n6.0\n"
+    assert started[1].said() == "weights version 4 was requested, but the trainer sends version 5\n6.0\n"
 
 
 def test_a_trainer_whose_tensors_fail_lets_the_receivers_go(started: Children) -> None:
@@ -240,7 +240,10 @@ def test_a_trainer_whose_tensors_fail_lets_the_receivers_go(started: Children) -
 
     with pytest.raises(RuntimeError, match="out of memory"):
         end.send(1, failing())
-    assert "gave up: sending version 1 failed: RuntimeError('a rank is out of memory')" in started[0].said()
+    assert (
+        "stopped the broadcast: sending version 1 failed: RuntimeError('a rank is out of memory')"
+        in started[0].said()
+    )
 
 
 def test_a_version_that_never_comes(started: Children) -> None:
@@ -260,21 +263,21 @@ def test_a_version_that_never_comes(started: Children) -> None:
     end.send(1, big(1))
     said = started[0].said()
     assert "weights version 2 (bucket 0) from the trainer (rank 0, process" in said
-    assert "did not come within 1 s" in said
-    assert "the last that it began to send is 1" in said
+    assert "did not arrive within sync.timeout_s=1 s" in said
+    assert "the last version that it began to send is 1" in said
 
 
 def test_what_cannot_be_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="rank 3 of 2 receivers"):
         Collective(["a", "b"], rank=3)
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match=r"NCCL need a CUDA device.*use device cpu"):
+        with pytest.raises(ConfigError, match=r"NCCL weight sync needs a CUDA device.*use device cpu"):
             Collective(["a"], rank=0, device="cuda")
     with pytest.raises(WhetError, match=r"cannot reach the trainer at 127.0.0.1:1 within 0.3 s"):
         Collective(["a"], rank=1, port=1, timeout_s=0.3)
     end = trainer(["a"], 1)
     end.close()
-    with pytest.raises(WhetError, match="version 1 cannot be broadcast: it was closed"):
+    with pytest.raises(WhetError, match="version 1 cannot be broadcast: the group was closed"):
         end.send(1, big(1))
     with pytest.raises(WhetError, match="was closed"):
         end.confirm(Receipt("a", 1, ""))

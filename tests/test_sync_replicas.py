@@ -209,7 +209,7 @@ def test_a_broadcast_goes_on_without_a_replica_that_is_lost(
             assert state(one.module) == state(policy)
 
     run(story())
-    assert any("the broadcast is made anew without engine-1" in r.getMessage() for r in caplog.records)
+    assert any("the broadcast is repeated without engine-1" in r.getMessage() for r in caplog.records)
 
 
 def test_weights_that_no_replica_takes_are_said_once_and_all_of_them_refuse() -> None:
@@ -225,7 +225,9 @@ def test_weights_that_no_replica_takes_are_said_once_and_all_of_them_refuse() ->
 
     async def story() -> None:
         errors = await load_all(out.ship(WeightSource(module=policy), 1), there)
-        assert {str(e) for e in errors} == {"weight sync: 1 of 24 parameters did not come: model.norm.weight"}
+        assert {str(e) for e in errors} == {
+            "weight sync: 1 of 24 parameters were not received: model.norm.weight"
+        }
         for one in there:
             with pytest.raises(WhetError, match="weights are incomplete"):
                 await one.engine.generate([3, 4], Sampling(max_tokens=2))
@@ -236,9 +238,9 @@ def test_weights_that_no_replica_takes_are_said_once_and_all_of_them_refuse() ->
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("drop", "tensors did not come"),
-        ("wrong", "came with other bytes"),
-        ("late", "came late: version 2 is here already"),
+        ("drop", "tensors were not received"),
+        ("wrong", "has other bytes"),
+        ("late", "arrived late: version 2 is already loaded"),
     ],
 )
 def test_a_fault_on_the_way_is_found_before_the_next_step(fault: str, said: str) -> None:
@@ -307,7 +309,7 @@ def test_a_replica_that_confirms_other_weights_is_refused() -> None:
 
     async def story() -> None:
         with pytest.raises(
-            WhetError, match=r"version 1: engine has \(version, digest\) \(1, '0+'\), sent \(1, "
+            WhetError, match=r"version 1: engine has \(version, digest\) \(1, '0+'\), but sent was \(1, "
         ):
             await load(out.ship(WeightSource(module=policy), 1), one)
 
@@ -330,7 +332,7 @@ def test_who_comes_late_takes_a_version_from_one_who_has_it_never_a_mix() -> Non
         assert state(late.module) == sent
         there.clear()
         with pytest.raises(
-            WhetError, match="version 1 is nowhere any more, as the trainer has learned since"
+            WhetError, match="version 1 is no longer available, because the trainer has updated since"
         ):
             await load(shipment, One(objects, name="later"))
 
@@ -338,7 +340,7 @@ def test_who_comes_late_takes_a_version_from_one_who_has_it_never_a_mix() -> Non
 
 
 def test_a_replica_that_is_stopped_in_a_broadcast_is_ended_and_the_others_go_on() -> None:
-    """Long before sync.timeout_s is over: its process gives no sign of life, so it is killed, and the group breaks."""
+    """Long before sync.timeout_s is over: its process does not respond, so it is killed, and the group breaks."""
     objects, policy = Objects(), model(1, lora=False)
     there = [One(objects, name=f"engine-{n}") for n in range(3)]
     out = shipper(objects, there, method="collective", timeout_s=3600.0)
@@ -383,7 +385,7 @@ def test_a_replica_that_is_stopped_in_a_broadcast_is_ended_and_the_others_go_on(
         assert [h.version for h in handles] == [2, 1, 2]
         assert state(there[0].module) == state(there[2].module) == state(policy)
         assert [name for name, _ in router.dropped] == ["engine-1"]
-        assert "no sign of life" in router.dropped[0][1]
+        assert "has not responded" in router.dropped[0][1]
         await router.close()
 
     run(story())

@@ -203,7 +203,7 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(DataError, match="line 2 is not JSON"):
         read(path)
     path.write_text("[\n3\n]\n")
-    with pytest.raises(DataError, match="line 2 is no event"):
+    with pytest.raises(DataError, match="line 2 is not an event"):
         read(path)
 
 

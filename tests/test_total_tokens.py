@@ -94,7 +94,7 @@ def test_the_plan_makes_room_for_the_total_alone() -> None:
     (stage,) = plans(load(None, (), BASE))
     assert stage.max_sequence_tokens == 9
     with pytest.raises(
-        ConfigError, match=r"data\.max_total_tokens: 8 leaves a prompt of max_prompt_tokens=8 no"
+        ConfigError, match=r"data\.max_total_tokens: 8 leaves no token for a reply after a prompt"
     ):
         plans(load(None, ("data.max_total_tokens=8",), BASE))
     assert plans(load(None, ("data.max_prompt_tokens=20", "data.max_total_tokens=24"), BASE)), (

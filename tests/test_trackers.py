@@ -170,7 +170,7 @@ def test_wandb_is_told_what_the_run_is_and_every_number(wandb: SimpleNamespace, 
     tracker.show("main", 4, ROWS)  # type: ignore[attr-defined]
     tracker.close()
     (given,) = wandb.inits
-    assert given["config"]["guard"]["env"] == {"JUDGE_KEY": "***", "PLACE": "here"}
+    assert given["config"]["reward_workers"]["env"] == {"JUDGE_KEY": "***", "PLACE": "here"}
     assert given["config"]["track"]["project"] == "reading"
     del given["config"]
     identity = given.pop("id")
@@ -222,7 +222,7 @@ def test_swanlab_is_told_what_the_run_is_and_every_number(swanlab: SimpleNamespa
     tracker.show("main", 4, ROWS)  # type: ignore[attr-defined]
     tracker.close()
     (given,) = swanlab.inits
-    assert given.pop("config")["guard"]["env"]["JUDGE_KEY"] == "***"
+    assert given.pop("config")["reward_workers"]["env"]["JUDGE_KEY"] == "***"
     assert len(given.pop("id")) == 21
     assert given == {
         "project": "reading", "experiment_name": "letters", "group": "g", "tags": ["a", "b"],
@@ -313,9 +313,9 @@ def test_a_missing_package_is_named_before_anything_runs(name: str, monkeypatch:
     [
         ("track.arguments.wandb.api_key=sk-123", "WANDB_API_KEY"),
         ("track.arguments.mlflow.password=x", "MLFLOW_TRACKING_PASSWORD"),
-        ("track.arguments.wandb.project=x", "is made of track.project"),
-        ("track.arguments.wandb.id=x", "is made of the run itself"),
-        ("track.arguments.mlflow.uri=http://x", "mlflow takes tracking_uri only"),
+        ("track.arguments.wandb.project=x", "is set from track.project"),
+        ("track.arguments.wandb.id=x", "is set from the run itself"),
+        ("track.arguments.mlflow.uri=http://x", "mlflow takes only tracking_uri"),
         ("track.arguments.wnadb.mode=offline", "did you mean 'wandb'"),
     ],
 )
@@ -374,7 +374,7 @@ def test_a_class_of_yours_is_a_tracker_by_its_name_alone(tmp_path: Path) -> None
 def test_what_is_no_tracker_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     assert "'consol' is not known; did you mean 'console'?" in refused("track.trackers=[consol]")
-    assert "track.arguments.wandv: no tracker of track.trackers" in refused(
+    assert "track.arguments.wandv: wandv is not in track.trackers" in refused(
         "track.arguments.wandv.mode=offline"
     )
     for name, arguments, said in (

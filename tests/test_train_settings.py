@@ -54,7 +54,7 @@ def test_the_stream_goes_on_over_the_end_of_a_cut_epoch() -> None:
 
 
 def test_rows_that_fill_no_step_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.drop_last: .* 3 rows, and a step takes 4 tasks"):
+    with pytest.raises(ConfigError, match=r"train\.drop_last: .* 3 rows, but a step takes 4 tasks"):
         stream(3, 4)
 
 

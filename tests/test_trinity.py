@@ -530,7 +530,10 @@ def test_kl_in_the_rewards_where_it_has_an_effect() -> None:
 def test_dpo_has_one_kl() -> None:
     dpo = {"algorithm__algorithm_type": "dpo"}
     assert learn.kl(values(**dpo)) == {}
-    assert losses.policy_loss(values(**dpo)) == {"algorithm.loss.beta": 0.1, "algorithm.loss.label_smoothing": 0.0}
+    assert losses.policy_loss(values(**dpo)) == {
+        "algorithm.loss.beta": 0.1,
+        "algorithm.loss.label_smoothing": 0.0,
+    }
     with pytest.raises(NotSupportedYet, match="holds its own KL"):
         learn.kl(values(**dpo, algorithm__kl_loss_fn="k2"))
 

@@ -101,7 +101,7 @@ def test_a_run_leaves_its_checkpoints_and_exports_in_s3_and_another_goes_on_from
         last = (whole / "metrics.jsonl").read_bytes().splitlines()[-1:]
         assert (again / "metrics.jsonl").read_bytes().splitlines() == last
     s3.rm_file(f"pail/run/0-main-000002/{MANIFEST}")
-    with pytest.raises(whet.types.CheckpointError, match="is not a whole checkpoint"):
+    with pytest.raises(whet.types.CheckpointError, match="is not a complete checkpoint"):
         train(tmp_path / "half", "checkpoint.resume=s3://pail/run/0-main-000002")
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
@@ -132,7 +132,7 @@ def test_the_hub_gets_checkpoints_as_folders_and_the_newest_export_at_its_root(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     log = (tmp_path / "run/run.log").read_text()
-    assert "trying again" in log
+    assert "retrying" in log
     assert "NOT UPLOADED" not in log
     assert "hf_veryverysecret" not in log + done.stdout + done.stderr
     assert {name.partition("/")[0] for name in own_hub.files("org/saved")} == {
@@ -237,7 +237,7 @@ def test_a_folder_that_is_gone_is_no_reason_to_wait(
     copies = Uploads([there[1]])
     copies.checkpoint(tmp_path / "c/0-main-000001")
     assert copies.finish() == []
-    assert "the folder is gone" in caplog.text
+    assert "the folder no longer exists" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"files": 1}', "[" * 100_000, "\udcff"])
@@ -252,7 +252,7 @@ def test_a_damaged_manifest_there_is_a_copy_to_be_made_again(
         found = there[0] / path.name / MANIFEST
         assert json.loads(found.read_text()) == json.loads((path / MANIFEST).read_text())
         found.write_text(text, errors="surrogateescape")
-    assert "taken for one that is not whole" in caplog.text
+    assert "the folder counts as incomplete" in caplog.text
 
 
 # ---------------------------------------------------------------- thinned there
@@ -295,7 +295,7 @@ def test_a_run_that_goes_back_leaves_there_what_it_left_and_says_so(
     again.checkpoint(made(tmp_path / "c", 3))
     again.finish()
     assert stores.children(there[1]) == ["0-main-000003", "0-main-000005"]
-    assert f"{there[1]} holds 0-main-000005, from before this run went back" in caplog.text
+    assert f"{there[1]} holds 0-main-000005, from before this run resumed" in caplog.text
 
 
 @pytest.mark.parametrize("keep", [None, 1])
@@ -333,7 +333,7 @@ def test_only_copies_that_the_run_made_itself_are_ever_removed(
                 other_one := made(tmp_path / "other", 3, 0.5), there[1], other_one.name, manifest(other_one)
             )
     assert stores.children(there[1]) == ["0-main-000001", "0-main-000003", "0-main-000004"]
-    assert "0-main-000003 is no longer what this run copied there" in caplog.text
+    assert "0-main-000003 is not what this run uploaded" in caplog.text
     assert list(json.loads(record.read_text())[there[1]]) == ["0-main-000004"]
     record.write_text("[1")
     copies = Uploads([there[1]], keep=1, record=record)

@@ -1,7 +1,9 @@
-"""A run in several processes: explorers that follow the trainer's weights, and a bench that follows its checkpoints.
+"""A run in several processes: explorers that follow the trainer's weights, and an evaluation process that follows its
+checkpoints.
 
-The trainer (mode=train) is the loop itself, with `loop.train_only` where the schedule is free. All find each other by
-two places: the store of buffer.url, and the trainer's run directory, where `weights/` has the newest versions.
+The trainer (mode=train) is the loop itself, with `loop.train_only` where the schedule is asynchronous. The processes
+find each other by two places: the store of buffer.url, and the trainer's run directory, where `weights/` has the newest
+versions.
 """
 
 from __future__ import annotations
@@ -126,9 +128,10 @@ class Weights:
 
 
 async def begun(run: Run, store: Store, weights: Weights) -> bool:
-    """Wait until the trainer has begun this stage, and take its weights. False: it has finished it, or asked to stop.
+    """Wait until the trainer has begun this stage, and load its weights. False: the trainer has finished the stage, or
+    a stop was requested.
 
-    Raises WhetError if there is no sign of the trainer for sync.timeout_s: neither this stage nor new weights.
+    Raises WhetError if the trainer publishes nothing for sync.timeout_s: neither this stage nor new weights.
     """
     patience_s, since, seen = run.cfg.sync.timeout_s, time.monotonic(), weights.transport.newest()
     run.display.phase("wait for the trainer")
@@ -155,7 +158,7 @@ async def begun(run: Run, store: Store, weights: Weights) -> bool:
 
 
 async def follow(run: Run, store: Store, weights: Weights) -> None:
-    """Take every new version, until the trainer has finished the stage or this explorer is asked to stop."""
+    """Load every new version, until the trainer has finished the stage or a stop is requested."""
     queue: ExplorerQueue = run.buffer  # type: ignore[assignment]
     said, before, idle = time.monotonic(), 0, Idle(run, weights.transport.root.parent)
     run.display.phase("explore")
@@ -176,10 +179,10 @@ async def follow(run: Run, store: Store, weights: Weights) -> None:
 
 
 class Idle:
-    """An explorer's wait for room, which only the trainer makes: it is told every minute, and has an end.
+    """An explorer's wait for room, which only the trainer makes: it is logged every minute, and has a limit.
 
-    A trainer that lives on this machine may take as long as it likes; one that is dead, or elsewhere and unseen, has
-    sync.timeout_s to be started again.
+    A trainer that is alive on this machine may take any time; one that is dead, or on another machine, has
+    sync.timeout_s to be restarted.
     """
 
     def __init__(self, run: Run, home: Path) -> None:
@@ -188,7 +191,7 @@ class Idle:
         self.since = self.said = time.monotonic()
 
     def look(self, seen: object, *, busy: bool) -> None:
-        """seen: what changes as long as the trainer trains. Raises WhetError when the wait is in vain."""
+        """seen: a value that changes as long as the trainer trains. Raises WhetError when the wait times out."""
         now = time.monotonic()
         if busy or seen != self.seen:
             self.seen, self.since, self.said = seen, now, now
@@ -201,7 +204,7 @@ class Idle:
         )
         if now - self.since > patience_s and not lives:
             raise WhetError(
-                f"{what}. Start it again, then this explorer; sync.timeout_s={patience_s:g} is over"
+                f"{what}. Restart the trainer, then this explorer; sync.timeout_s={patience_s:g} is exceeded"
             )
         if now - self.said >= REPORT_S:
             self.said = now
@@ -210,7 +213,7 @@ class Idle:
 
 @asynccontextmanager
 async def lease(queue: ExplorerQueue) -> AsyncIterator[None]:
-    """Say a few times a lease that this explorer lives, as long as the block runs."""
+    """Renew the explorer's lease a few times per lease period, as long as the block runs."""
 
     async def keep() -> None:
         while True:
@@ -252,7 +255,7 @@ async def bench_all(shared: Shared, home: Path) -> None:
         if time.monotonic() - since > patience_s:
             raise WhetError(
                 f"no new checkpoint in {home / 'checkpoints'} for {patience_s:g} s (sync.timeout_s), and its run is "
-                "not finished; is the trainer alive?"
+                "not finished; check that the trainer is running"
             )
         shared.watch.beat("waiting for a checkpoint")
         shared.display.phase("wait for a checkpoint")
@@ -260,7 +263,7 @@ async def bench_all(shared: Shared, home: Path) -> None:
 
 
 async def bench(run: Run, path: Path, *, step: int, version: int) -> None:
-    """One checkpoint's weights into the model, and every held-out task asked."""
+    """Load one checkpoint's weights into the model and evaluate every held-out task."""
     run.policy.load(path / "policy")
     run.policy.version, run.step = version, step
     await hand_over(run.policy, run.engine)

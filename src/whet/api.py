@@ -1,4 +1,4 @@
-"""`whet.train(...)`: the same as `whet train`, from Python. Nothing heavy is imported before the config is right."""
+"""`whet.train(...)`: the same as `whet train`, from Python. torch is imported only after the config is valid."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ RewardFunction = Callable[..., float | dict[str, float]]
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left behind."""
+    """The result of a run."""
 
     run_dir: Path
     finished: bool
-    """False: stopped by Ctrl-C; the same call goes on."""
+    """False: stopped by Ctrl-C; the same call resumes the run."""
 
     @property
     def metrics(self) -> list[dict[str, Json]]:
@@ -87,23 +87,23 @@ def train(
     unused: Literal["refuse", "warn"] = "refuse",
     **sections: Any,
 ) -> Result:
-    """Train as a config file says, with `sections` (`train={"steps": 50}`, `seed=1` ...), then `overrides` put over it.
+    """Train a config file, overridden by `sections` (`train={"steps": 50}`, `seed=1` ...) and then by `overrides`.
 
-    rewards: one function of yours, or several by name, in place of the file's; each is called as `f(response, task)`
+    rewards: one function, or several by name; they replace the file's rewards. Each is called as `f(response, task)`
     in a worker process.
-    change: a run that goes on may have other settings that change its numbers (`whet train --change`).
-    unused: keys that nothing reads are refused, or left out with a note each (`whet train --unused warn`).
-    Raises ConfigError before anything is run, WhetError if the run cannot go on.
+    change: a resumed run may have changed settings that change its results (`whet train --change`).
+    unused: keys that nothing reads are refused, or ignored with a note for each (`whet train --unused warn`).
+    Raises ConfigError before anything is run, WhetError if the run cannot continue.
     """
     if isinstance(config, Mapping):
         raise ConfigError(
-            "config: got a mapping, expected a file; give sections by keyword: whet.train(**config)"
+            "config: expected a file, got a mapping; give sections by keyword: whet.train(**config)"
         )
     if callable(rewards):
         rewards = {"reward": rewards}
     if rewards is not None and not isinstance(rewards, Mapping):
         raise ConfigError(
-            f"rewards: got {rewards!r}, expected a function of yours, or functions and sections of the config by "
+            f"rewards: got {rewards!r}, expected a function, or a mapping of functions and config sections by "
             'name: rewards={"mine": my_function, "right": {"function": "exact"}}'
         )
     functions = {name: r for name, r in (rewards or {}).items() if callable(r)}
@@ -120,7 +120,7 @@ def train(
 
 
 def only_rewards(loaded: Loaded, names: Collection[str]) -> Loaded:
-    """The rewards given from Python take the place of the file's, in every stage."""
+    """Rewards given from Python replace the file's rewards in every stage."""
 
     def keep(cfg: Config) -> Config:
         return cfg.model_copy(update={"rewards": {n: r for n, r in cfg.rewards.items() if n in names}})
@@ -135,10 +135,10 @@ def run_training(
     change: bool = False,
     watched: Callable[[Watch], object] = lambda watch: None,
 ) -> int:
-    """Run all stages. Returns the exit code: 0, or 130 after Ctrl-C (the run is saved and can go on).
+    """Run all stages. Returns the exit code: 0, or 130 after Ctrl-C (the run is saved and can be resumed).
 
-    change: going on from a checkpoint, settings that touch numbers may be others; a branch of the run.
-    watched: is given what sees whether the run gets on, once it has begun.
+    change: with a checkpoint, settings that change results may differ; a branch of the run.
+    watched: called with the watchdog of the run, once the run has started.
     """
     with guarded_output():
         learn_secrets(loaded)
@@ -190,7 +190,7 @@ def _run_training(
 
 
 def settled(loaded: Loaded) -> Loaded:
-    """The same with {time} in run_dir replaced: by that of the newest run there, if it goes on, else by now."""
+    """The config with {time} in run_dir replaced: by the time of the newest run if that run resumes, else by now."""
     cfg = loaded.config
     if TIME not in cfg.run_dir:
         return loaded
@@ -207,7 +207,7 @@ def settled(loaded: Loaded) -> Loaded:
 
 
 def beside(loaded: Loaded) -> Loaded:
-    """The same in a folder of its own, if this process explores or evaluates beside a trainer."""
+    """The config with a separate folder, if this process explores or evaluates beside a trainer."""
     place = {"run_dir": str(places.own(loaded.config))}
     return replace(
         loaded,
@@ -217,7 +217,7 @@ def beside(loaded: Loaded) -> Loaded:
 
 
 def enter(cfg: Config, stack: ExitStack) -> Path | None:
-    """Lock the run directory and attach its folders. Returns where the run is now that checkpoint.resume=fresh has
+    """Lock the run directory and attach its folders. Returns the new place of the run that checkpoint.resume=fresh has
     moved aside, if there was one."""
     lock = stack.enter_context(RunLock(Path(cfg.run_dir)))
     aside = None
@@ -230,7 +230,7 @@ def enter(cfg: Config, stack: ExitStack) -> Path | None:
 
 
 def who_is(cfg: Config) -> str:
-    """What this process is called among those of its run."""
+    """Name of this process within its run."""
     return {"explore": f"explorer-{cfg.buffer.explorer_name}", "eval": "bench"}.get(cfg.mode, "trainer")
 
 
@@ -245,7 +245,7 @@ def _run(
     change: bool,
     watched: Callable[[Watch], object],
 ) -> int:
-    """home: the run directory of the trainer, where this process is one beside it."""
+    """home: the run directory of the trainer, if this process runs beside one."""
     with environment.importing():
         from whet.apart import run_beside
         from whet.shared import open_shared
@@ -275,9 +275,9 @@ def _run(
     if directory.path == home:
         directory.truncate_to(state["stage"], state["step"])
     if aside:
-        display.message(f"the run that was here is now {aside}")
+        display.message(f"the previous run was moved to {aside}")
     if start:
-        display.message(f"going on from {start}")
+        display.message(f"resuming from {start}")
     watched(watch := stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded))))
     shared = open_shared(
         loaded,
@@ -312,7 +312,7 @@ def _run(
     display.close()
     if stop.requested:
         saved = checkpoint.newest(directory.path / "checkpoints")
-        end = f"saved as {saved}, the same command goes on" if saved else "nothing to save yet"
+        end = f"saved as {saved}; the same command resumes the run" if saved else "nothing to save yet"
         display.message(f"stopped; {end}")
         return INTERRUPTED
     display.show(report(directory.path, curve=plot(directory.path)))
@@ -320,7 +320,7 @@ def _run(
 
 
 def _show_finished(cfg: Config, directory: RunDirectory, display: Display, state: Json) -> None:
-    """Say that the run is finished, show it, and upload what has not been."""
+    """Report that the run is finished, show its summary, and finish uploads."""
     from whet.shared import open_saver
     from whet.track.show import report
 
@@ -328,8 +328,8 @@ def _show_finished(cfg: Config, directory: RunDirectory, display: Display, state
         ledger = Ledger.from_state(state["ledger"])
     ledger.check_learned()
     display.message(
-        f"{directory.path} holds a finished run; more train.steps go on with it, another run_dir or "
-        "checkpoint.resume=fresh runs anew"
+        f"{directory.path} holds a finished run; increase train.steps to continue it, or give "
+        "another run_dir or checkpoint.resume=fresh to start a new run"
     )
     display.show(report(directory.path, curve=directory.path / "curve.png"))
     uploads = open_saver(cfg, directory.path)[1]
@@ -338,7 +338,7 @@ def _show_finished(cfg: Config, directory: RunDirectory, display: Display, state
 
 
 def watchdog_timeout_s(loaded: Loaded) -> float:
-    """How long this process may be silent (`deadlines.silence`)."""
+    """How long this process may make no progress (`deadlines.silence`)."""
     c = loaded.config.checkpoint
     copies_s = DEADLINE_S if c.upload_to or c.upload_exports_to else 0.0
     return silence(loaded.config, loaded.stages, least_s=copies_s)
@@ -347,8 +347,8 @@ def watchdog_timeout_s(loaded: Loaded) -> float:
 def join_cluster(
     loaded: Loaded, planned: Sequence[Plan], rewards: Sequence[RewardSet], stack: ExitStack
 ) -> dict[str, Callable[..., Any]]:
-    """What `open_shared` opens parts of the run in a cluster by, where the config has some there; only then Ray is
-    touched. ConfigError if they do not all fit."""
+    """How `open_shared` opens the parts of the run that are in a cluster, if the config has any; only then Ray is
+    used. ConfigError if the parts do not all fit."""
     cfg = loaded.config
     replicas, c = cfg.rollout.replicas, cfg.cluster
     if not (replicas or c.ranks or c.reward_hosts or c.explorers):
@@ -382,7 +382,7 @@ def written(run_dir: Path, state: Json) -> tuple[list[Path], list[Path]]:
 def crewed(
     loaded: Loaded, planned: Sequence[Plan], main: Callable[[], Coroutine[Any, Any, None]], stack: ExitStack
 ) -> Coroutine[Any, Any, None]:
-    """`main`, beside the explorers that cluster.explorers asks for; these are started here."""
+    """`main`, with the explorers of cluster.explorers; they are started here."""
     if not loaded.config.cluster.explorers:
         return main()
     from whet.cluster import explorers
@@ -393,7 +393,7 @@ def crewed(
 
 
 def jail_of(cfg: Config) -> Callable[..., Any]:
-    """Where reward functions run: in processes of this machine, or in the cluster once it is there."""
+    """Where reward functions run: in processes of this machine, or in the cluster once it is up."""
     if not cfg.cluster.reward_hosts:
         return Jail
     from whet.cluster.rewards import hosts_of
@@ -404,7 +404,7 @@ def jail_of(cfg: Config) -> Callable[..., Any]:
 def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: ExitStack) -> list[RewardSet]:
     """One set for each stage; stages with equal rewards and limits share one, and its processes."""
     if strangers := sorted(functions.keys() - {name for cfg in loaded.stages for name in cfg.rewards}):
-        raise ConfigError(f"reward functions {strangers} are in no stage's `rewards`")
+        raise ConfigError(f"reward functions {strangers} are not in any stage's `rewards`")
     made: list[tuple[Any, RewardSet]] = []
     out = []
     for cfg in loaded.stages:
@@ -428,8 +428,8 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
 
 
 def goes_on(loaded: Loaded, run_dir: Path, *, change: bool) -> tuple[Path | None, Json, list[Change]]:
-    """The checkpoint to go on from, if any, its state, and which numbers have changed since. Raises CheckpointError
-    before anything is written over."""
+    """The checkpoint to resume from, if any, its state, and which results have changed since. Raises CheckpointError
+    before any file is overwritten."""
     found = find_start(loaded, run_dir)
     if found is None:
         return None, {"stage": 0, "step": -1, "done": False}, []
@@ -444,7 +444,7 @@ def goes_on(loaded: Loaded, run_dir: Path, *, change: bool) -> tuple[Path | None
 def note_start(
     loaded: Loaded, directory: RunDirectory, state: Json, changes: list[Change], *, goes_on: bool
 ) -> None:
-    """config.yaml and manifest.json, of a run that goes on with what has changed since."""
+    """Write config.yaml and manifest.json; a resumed run records its changes."""
     from whet.models.arithmetic import facts
     from whet.shared import pick_device
     from whet.track import history
@@ -466,35 +466,35 @@ def note_start(
 
 
 def set_aside_export(loaded: Loaded, run_dir: Path, state: Json) -> None:
-    """A stage that was done and has another length now: what it wrote at its former end is named by its step."""
+    """A finished stage whose length has changed: files of its former end are renamed to its step."""
     own = run_dir / "export" / state["stage_name"]
     if own.is_dir() and state["done"] and not is_done(loaded, state):
         os.replace(own, own.with_name(f"{own.name}-step-{state['step']:06d}"))
 
 
 def may_go_on(cfg: Config) -> bool:
-    """There is a checkpoint to go on from."""
+    """Whether there is a checkpoint to resume from."""
     resume = cfg.checkpoint.resume
     return resume not in RESUME or (resume == "auto" and bool(checkpoint.all_in(places.checkpoints(cfg))))
 
 
 def check_record(directory: Any, start: Path | None, state: Json) -> None:
-    """Hold the record to what the checkpoint says of it, where it is one of this run directory's own."""
+    """Check the record against the checkpoint, if the checkpoint is of this run directory."""
     if start and "record" in state and start.resolve().parent == (directory.path / "checkpoints").resolve():
         with reading(start / checkpoint.STATE):
             directory.check(state["record"], start, at=(state["stage"], state["step"]))
 
 
 def find_start(loaded: Loaded, run_dir: Path) -> tuple[Path, Json] | None:
-    """The checkpoint to go on from, as checkpoint.resume says, and its state. A damaged one that the user has named is
-    refused; without a name the newest that is whole is taken."""
+    """The checkpoint to resume from, by checkpoint.resume, and its state. A damaged checkpoint that the user named is
+    refused; without a name the newest undamaged checkpoint is taken."""
     resume, saved = loaded.config.checkpoint.resume, run_dir / "checkpoints"
     if resume == "auto":
         return checkpoint.newest_whole(saved)
     if resume in ("never", "fresh"):
         if places.holds_run(loaded.config):
             raise CheckpointError(
-                f"{run_dir} holds a run already and checkpoint.resume=never; give another run_dir, or "
+                f"{run_dir} already holds a run and checkpoint.resume=never; give another run_dir, or "
                 "checkpoint.resume=fresh, which moves that run aside"
             )
         return None
@@ -502,7 +502,7 @@ def find_start(loaded: Loaded, run_dir: Path) -> tuple[Path, Json] | None:
     path = Path(resume)
     if not path.is_dir():
         raise CheckpointError(
-            f"checkpoint.resume={resume}: no such folder (auto, never and fresh are the other values)"
+            f"checkpoint.resume={resume}: no such folder; expected auto, never, fresh or the folder of a checkpoint"
         )
     return path, checkpoint.read_state(path)
 
@@ -515,12 +515,12 @@ def is_finished(loaded: Loaded, run_dir: Path, state: Json) -> bool:
 
 
 def is_done(loaded: Loaded, state: Json) -> bool:
-    """Whether a checkpoint stands at the end of its stage, which may have another length by now."""
+    """Whether a checkpoint is at the end of its stage, whose length may have changed."""
     return bool(state["done"]) and not longer(state["config"], loaded.as_given, state["stage_name"])
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    """Run `main` to its end; in a thread of its own where this one has an event loop already (a notebook)."""
+    """Run `main` to its end; in a separate thread if this thread already has an event loop (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -531,7 +531,7 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 def data_files(loaded: Loaded) -> list[Path]:
-    """Files named by the config, for the manifest's hashes; folders and patterns are left to their readers."""
+    """Files named by the config, for the manifest's hashes; readers handle folders and patterns."""
     sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.demonstrations, *c.data.eval)]
     named = [p for s in sources if s.path for p in ([s.path] if isinstance(s.path, str) else s.path)]
     return sorted({Path(p) for p in named if Path(p).is_file()})
@@ -544,7 +544,7 @@ class Stop:
 
 @contextmanager
 def stop_on_ctrl_c(say: Callable[[str], None]) -> Iterator[Stop]:
-    """The first Ctrl-C (or SIGTERM) ends the run after the step at hand, saved; a second one ends it at once."""
+    """The first Ctrl-C (or SIGTERM) ends the run after the current step and saves it; a second one ends it at once."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -554,7 +554,7 @@ def stop_on_ctrl_c(say: Callable[[str], None]) -> Iterator[Stop]:
         if stop.requested:
             raise KeyboardInterrupt
         stop.requested = True
-        say("stopping after this step; again to stop at once (the last checkpoint stays)")
+        say("stopping after this step; press Ctrl-C again to stop at once (the last checkpoint is kept)")
 
     before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -2,7 +2,7 @@
 
 Shape letters: N tokens of the packed batch, R rollouts. Rollouts lie one after the other, nothing is padded.
 `logp_N[i]` is the log-prob of token i given the tokens before it in its rollout, so it stands at the token itself;
-`value_N[i]` is the critic's value of the state in which token i was chosen. Both mean something where `mask_N` is true.
+`value_N[i]` is the critic's value of the state in which token i was chosen. Both are valid where `mask_N` is true.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Batch:
     correction_N: Tensor | None = None
     """float32: off-policy weight of a token's policy loss. None: 1."""
     count_R: Tensor | None = None
-    """float32: how many times a rollout counts in the loss (resampling). None: once."""
+    """float32: how often a rollout counts in the loss (resampling). None: once."""
     weight_N: Tensor | None = None
-    """float32: what one token's loss counts; the loss of the (mini)batch is sum(loss_N * weight_N)."""
+    """float32: weight of one token's loss; the loss of the (mini)batch is sum(loss_N * weight_N)."""
     skipped_R: Tensor | None = None
-    """bool: it has no part in the gradient, so the policy's update leaves it out, and models that had not been asked
-    about it by then never are: their log-probs are not a number. None: none is."""
+    """bool: the rollout has no effect on the gradient, so the policy's update leaves it out, and models that have not
+    computed it before do not: their log-probs are NaN. None: no rollout is skipped."""
 
     @property
     def rollouts(self) -> int:
@@ -92,17 +92,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the model says about one (micro-)batch, with gradient. 0 where mask_N is false."""
+    """The model's outputs for one (micro-)batch, with gradient. 0 where mask_N is false."""
 
     logp_N: Tensor | None = None
     entropy_N: Tensor | None = None
-    """With gradient only if the loss asked for it."""
+    """With gradient only if the loss needs it."""
     value_N: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a loss function returns: unreduced, reduced once by the engine with `batch.weight_N`."""
+    """The result of a loss function: unreduced; the engine reduces it once with `batch.weight_N`."""
 
     loss_N: Tensor
     stats: dict[str, Tensor] = field(default_factory=dict)
@@ -114,7 +114,7 @@ LossFn = Callable[[Batch, Outputs], Loss]
 
 
 def pack(groups: Sequence[Group]) -> Batch:
-    """Groups of rollouts as one Batch, in the order given. Unscored rollouts must have been taken out before."""
+    """Groups of rollouts as one Batch, in the order given. Unscored rollouts must have been removed before."""
     rollouts = [r for g in groups for r in g.rollouts]
     length = np.array([len(r.token_ids) for r in rollouts], dtype=np.int64)
     prompt = np.array([r.mask.index(1) if 1 in r.mask else len(r.mask) for r in rollouts], dtype=np.int64)
@@ -145,7 +145,7 @@ def _all_or_none(numbers: list[float | None]) -> Tensor | None:
 
 
 def select(batch: Batch, rows: Tensor) -> Batch:
-    """The given rollouts (ascending numbers) as a batch of their own, with every field that is set."""
+    """The given rollouts (ascending numbers) as a separate batch, with every field that is set."""
     if len(rows) == batch.rollouts:
         return batch
     rows = rows.to(batch.length_R.device)
@@ -184,7 +184,7 @@ def computed(batch: Batch) -> Batch:
 
 
 def among_skipped(batch: Batch, x_N: Tensor) -> Tensor:
-    """[N] what was said of the tokens of `computed(batch)`; not a number at the sampled tokens of skipped rollouts."""
+    """[N] the values for the tokens of `computed(batch)`; NaN at the sampled tokens of skipped rollouts."""
     if batch.skipped_R is None:
         return x_N
     out_N = torch.where(batch.mask_N, torch.nan, 0.0).to(x_N)

@@ -1,6 +1,6 @@
-"""`whet eval`: replies from a file, or the checkpoints of a run, judged without training.
+"""`whet eval`: score replies from a file, or the checkpoints of a run, without training.
 
-Nothing heavy is imported before the config is right, and reward processes fork before torch and its threads are there.
+torch is imported only after the config is valid, and reward processes fork before torch and its threads exist.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FOLDER = "bench"
 
 
 def judge_file(loaded: Loaded, *, whole: bool) -> Judged:
-    """Judge the replies that eval.offline names. ConfigError, DataError or WhetError, see `offline`."""
+    """Score the replies of eval.offline. ConfigError, DataError or WhetError, see `offline`."""
     check(loaded, whole=whole)
     loaded = brought_here(loaded)
     offline, cfg = check(loaded, whole=whole), loaded.config
@@ -52,14 +52,14 @@ def config_of(run_dir: Path, overrides: Sequence[str]) -> Loaded:
     """The config that a run was made with, and `overrides` put over it."""
     file = run_dir / "config.yaml"
     if not file.is_file():
-        raise ConfigError(f"{run_dir} holds no config.yaml; give a run directory, or a config file")
+        raise ConfigError(f"{run_dir} has no config.yaml; give a run directory or a config file")
     return load(file, [*overrides, f"run_dir={run_dir}"])
 
 
 def judge_checkpoints(loaded: Loaded) -> list[dict[str, Json]]:
-    """Evaluate every kept checkpoint of a run, oldest first: their numbers, as in metrics.jsonl.
+    """Evaluate every kept checkpoint of a run, oldest first. Returns their metrics, as in metrics.jsonl.
 
-    Numbers and replies are written to RUN/bench, anew at every call; the run itself is only read.
+    Metrics and replies are written to RUN/bench, which every call replaces; the run itself is only read.
     """
     loaded = brought_here(loaded)
     planned, loaded = plans(loaded), alone(loaded)
@@ -79,7 +79,7 @@ def judge_checkpoints(loaded: Loaded) -> list[dict[str, Json]]:
 
 
 def alone(loaded: Loaded) -> Loaded:
-    """Without what an evaluation does not start: ranks and explorers."""
+    """The config without ranks and explorers, which an evaluation does not start."""
 
     def one(cfg: Config) -> Config:
         train = cfg.train.model_copy(update={"parallel": Parallel()})
@@ -101,7 +101,7 @@ def _bench(
     root = out.parent / "checkpoints"
     found = checkpoint.all_in(root) if root.is_dir() else []
     if not found:
-        raise CheckpointError(f"{root} holds no checkpoint to evaluate; the run has not saved one yet")
+        raise CheckpointError(f"{root} has no checkpoint to evaluate; the run has not saved one yet")
     directory = RunDirectory(out, loaded.names)
     stack.callback(directory.close)
     directory.truncate_to(0, -1)
@@ -127,7 +127,7 @@ def _bench(
 
 
 async def _each(shared: Shared, checkpoints: Sequence[Path]) -> None:
-    """Every checkpoint in the place of the policy, and evaluated. Nothing else of a stage is opened."""
+    """Load every checkpoint into the policy and evaluate it. Nothing else of a stage is opened."""
     from whet import checkpoint
     from whet.apart import bench
     from whet.stages import open_stage
@@ -148,6 +148,6 @@ async def _each(shared: Shared, checkpoints: Sequence[Path]) -> None:
 def _check_stage(loaded: Loaded, path: Path, state: Json) -> None:
     if state["stage"] >= len(loaded.stages) or loaded.names[state["stage"]] != state["stage_name"]:
         raise CheckpointError(
-            f"{path} is of stage '{state['stage_name']}', which the config does not have in that place; "
-            f"it has: {', '.join(loaded.names)}"
+            f"{path} is of stage '{state['stage_name']}', which the config does not have at that position; "
+            f"stages of the config: {', '.join(loaded.names)}"
         )

@@ -1,4 +1,4 @@
-"""The whole run as a folder of safetensors and JSON: written whole or not at all, read only if undamaged.
+"""The whole run as a folder of safetensors and JSON: written atomically, read only if undamaged.
 
 checkpoints/0-sft-000300/   stage 0 ('sft') after step 300
     manifest.json           size and SHA-256 of every other file
@@ -37,7 +37,7 @@ Writer = Callable[[Path], None]
 
 
 class Saved(Protocol):
-    """What a checkpoint asks of a training engine."""
+    """The interface of a training engine for checkpoints."""
 
     def save(self, path: Path, *, moments: bool) -> None:
         """Weights and the schedule's place; with `moments` the optimizer's, too."""
@@ -48,7 +48,7 @@ class Saved(Protocol):
     def load(self, path: Path) -> None: ...
 
     def forget(self) -> None:
-        """Begin the optimizer's moments anew."""
+        """Reset the optimizer's moments."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def save(
     """Write one checkpoint, then drop all that is not to be kept. `state` has `stage`, `stage_name` and `step`.
 
     contents: "model" and, if they are to be kept, the moments of the "optimizer".
-    Later ones are dropped, too: the run went on from an older one, and they may be damaged.
+    Later checkpoints are dropped too: the run resumed from an older one, and they may be damaged.
     Raises CheckpointError (full disk, no permission ...); older checkpoints are then untouched.
     """
     writers = {name: partial(e.save, moments="optimizer" in contents) for name, e in engines.items()}
@@ -97,7 +97,7 @@ def save(
 
 
 def write(root: Path, writers: Mapping[str, Writer], state: Json) -> Path:
-    """One checkpoint, whole or not at all."""
+    """Write one checkpoint atomically."""
     path = root / f"{state['stage']}-{state['stage_name']}-{state['step']:06d}"
     try:
         with atomic_folder(path) as folder:
@@ -134,9 +134,9 @@ def score_of(path: Path) -> float | None:
 
 
 class Saver:
-    """Saves a run's checkpoints; in the background one at a time, while the run goes on.
+    """Saves a run's checkpoints; in the background one at a time, while the run continues.
 
-    A kill in the middle leaves the older ones as they are. `after` is told of each that is whole.
+    A kill in the middle leaves the older checkpoints unchanged. `after` is called for each complete one.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Saver:
         after: Callable[[Path], None] = lambda path: None,
         spare: Callable[[], Collection[Path]] = tuple,
     ) -> None:
-        """spare: says which checkpoints must stay for now, whatever `keep` says."""
+        """spare: returns which checkpoints must stay for now, independent of `keep`."""
         self.root, self.keep, self.contents = root, keep, contents
         self.after, self.spare = after, spare
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="whet-save") if background else None
@@ -165,15 +165,15 @@ class Saver:
             return
         if strangers := [name for name, e in engines.items() if not hasattr(e, "capture")]:
             raise CheckpointError(
-                f"checkpoint.async_save=true, but {', '.join(strangers)} cannot be copied while it goes on (it is "
-                "spread over several processes); leave checkpoint.async_save=false"
+                f"checkpoint.async_save=true, but {', '.join(strangers)} cannot be copied while the run continues "
+                "(several processes share it); set checkpoint.async_save=false"
             )
         state = json.loads(json.dumps(state))  # a copy: the run's own lists go on changing
         captured = {name: engine.capture(moments=moments) for name, engine in engines.items()}
         self._writing = self._thread.submit(self._write, captured, state)
 
     def wait(self) -> None:
-        """Until the last checkpoint is on the disk. Raises CheckpointError if it could not be written."""
+        """Wait until the last checkpoint is on the disk. Raises CheckpointError if it could not be written."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -196,8 +196,8 @@ class Saver:
             prune(self.root, found[-1], self.keep, spare=self.spare())
 
     def settle(self) -> None:
-        """Let the last checkpoint be written. Raises nothing: an error is on its way already, or `wait` has told of
-        it."""
+        """Wait for the last checkpoint. Raises nothing: another error is being raised, or `wait` has reported this
+        one."""
         try:
             self.wait()
         except CheckpointError as e:
@@ -242,7 +242,7 @@ def newest_whole(root: Path) -> tuple[Path, Json] | None:
             first = first or e
             continue
         if first is not None:
-            log.warning("going on from %s instead: %s", path, _lost(path, found[-1]))
+            log.warning("resuming from %s instead: %s", path, _lost(path, found[-1]))
         return path, state
     if first is not None:
         raise first
@@ -250,30 +250,30 @@ def newest_whole(root: Path) -> tuple[Path, Json] | None:
 
 
 def _lost(path: Path, last: Path) -> str:
-    """What is lost by going on from `path` and not from `last`."""
+    """The loss when resuming from `path` and not from `last`."""
     (stage, step), (last_stage, last_step) = place_of(path.name) or (0, 0), place_of(last.name) or (0, 0)
     if stage == last_stage:
         return f"{last_step - step} steps are lost and trained again"
-    return f"all after step {step} of stage {stage} is lost and trained again"
+    return f"all steps after step {step} of stage {stage} are lost and trained again"
 
 
 class Damaged(CheckpointError):
-    """A checkpoint that is not what was written."""
+    """A checkpoint that has changed since it was written."""
 
 
 def read_state(path: Path) -> Json:
-    """The state of a checkpoint whose every file is as it was written. Raises Damaged, a CheckpointError, naming the
-    first that is not."""
+    """The state of a checkpoint if all its files are as written. Raises Damaged, a CheckpointError, naming the first
+    damaged file."""
     try:
         return _state_of(path)
     except Damaged as e:
         older = [p for p in all_in(path.parent) if p < path]
         instead = (
-            f"checkpoint.resume={older[-1]} lets train go on from the one before, which export takes, too"
+            f"checkpoint.resume={older[-1]} resumes from the previous checkpoint, which export accepts too"
             if older
             else "give a checkpoint's folder"
         )
-        raise Damaged(f"{e}; {instead}; or start anew in another run_dir") from e
+        raise Damaged(f"{e}; {instead}; or start a new run in another run_dir") from e
 
 
 def _state_of(path: Path) -> Json:
@@ -282,34 +282,34 @@ def _state_of(path: Path) -> Json:
         if not file.is_file():
             raise Damaged(f"{path}: {name} is missing")
         if file.stat().st_size != size:
-            raise Damaged(f"{path}: {name} has {file.stat().st_size} bytes, {size} were written")
+            raise Damaged(f"{path}: {name} has {file.stat().st_size} bytes, but {size} were written")
         if digest(file) != expected:
             raise Damaged(f"{path}: {name} has changed since it was written (its SHA-256 differs)")
     state = _json(path, STATE)
     kinds = {"stage": int, "stage_name": str, "step": int}
     if not isinstance(state, dict) or any(type(state.get(key)) is not kind for key, kind in kinds.items()):
-        raise Damaged(f"{path}: {STATE} does not say what stage and step it is of")
+        raise Damaged(f"{path}: {STATE} does not name its stage and step")
     return state
 
 
 def _listed(path: Path) -> dict[str, tuple[int, str]]:
-    """Size and digest by name, as the manifest says: of every file that is there, and of the state at least."""
+    """Size and digest by name, from the manifest: of every file in the folder, and at least of the state."""
     said = _json(path, MANIFEST)
     files = said.get("files") if isinstance(said, dict) else None
     if not isinstance(files, dict) or STATE not in files:
-        raise Damaged(f"{path} is not a whole checkpoint ({MANIFEST}: it does not list {STATE})")
+        raise Damaged(f"{path} is not a complete checkpoint ({MANIFEST}: it does not list {STATE})")
     for name, about in files.items():
         match about:
             case [int(), str()] if not PurePath(name).is_absolute() and ".." not in PurePath(name).parts:
                 pass
             case _:
                 raise Damaged(
-                    f"{path} is not a whole checkpoint ({MANIFEST}: {name[:100]!r} is no [size, SHA-256])"
+                    f"{path} is not a complete checkpoint ({MANIFEST}: {name[:100]!r} is not [size, SHA-256])"
                 )
     there = {str(p.relative_to(path)) for p in path.rglob("*") if p.suffix in (".json", ".safetensors")}
     if strangers := sorted(there - files.keys() - {MANIFEST}):
         raise Damaged(
-            f"{path} is not a whole checkpoint ({MANIFEST}: it does not list {strangers[0]}, which is there)"
+            f"{path} is not a complete checkpoint ({MANIFEST}: it does not list the file {strangers[0]})"
         )
     return {name: (size, expected) for name, (size, expected) in files.items()}
 
@@ -318,11 +318,11 @@ def _json(path: Path, name: str) -> Json:
     try:
         return json.loads((path / name).read_text())
     except (OSError, ValueError, RecursionError) as e:
-        raise Damaged(f"{path} is not a whole checkpoint ({name}: {e})") from e
+        raise Damaged(f"{path} is not a complete checkpoint ({name}: {e})") from e
 
 
 def glance(root: Path) -> Json:
-    """Where the newest checkpoint says that the run stands, taken on trust; not done if there is none to read."""
+    """The position of the run from the newest checkpoint, unverified; not done if none is readable."""
     found = all_in(root)
     try:
         state = json.loads((found[-1] / STATE).read_text()) if found else None
@@ -332,28 +332,27 @@ def glance(root: Path) -> Json:
 
 
 def check_contents(path: Path, state: Json, wanted: Collection[str]) -> None:
-    """Raise CheckpointError if a checkpoint lacks what `checkpoint.load_contents` wants of it."""
+    """Raise CheckpointError if a checkpoint lacks a part of `checkpoint.load_contents`."""
     held = state.get("contents")
     if not isinstance(held, list) or not all(isinstance(part, str) for part in held):
-        raise Damaged(f"{path}: {STATE} does not say what the checkpoint holds")
+        raise Damaged(f"{path}: {STATE} does not list the contents of the checkpoint")
     if missing := [part for part in wanted if part not in held]:
         raise CheckpointError(
-            f"{path} holds no {', '.join(missing)} (checkpoint.save_contents was {', '.join(held)}), so the run cannot "
-            "go on as if it had never stopped; checkpoint.load_contents=[model] goes on with moments that begin at "
-            "zero"
+            f"{path} has no {', '.join(missing)} (checkpoint.save_contents was {', '.join(held)}), so the run cannot "
+            "resume exactly; checkpoint.load_contents=[model] resumes with optimizer moments of zero"
         )
 
 
 def load(path: Path, engines: Mapping[str, Saved], *, wanted: Collection[str] = ALL) -> None:
     """Fill the engines from a checkpoint that `read_state` has approved.
 
-    wanted: without "optimizer", moments begin at zero; weights and the schedule's place are always read.
+    wanted: without "optimizer", moments start at zero; weights and the position in the schedule are always read.
     """
     from whet.models.tensor_files import exists
 
     for name, engine in engines.items():
         if not (path / name).is_dir():
-            raise CheckpointError(f"{path} has no {name!r}: it was written by a run without one")
+            raise CheckpointError(f"{path} has no {name!r}: the run that wrote it had none")
         engine.load(path / name)
         if "optimizer" not in wanted and exists(path / name / "optimizer.safetensors"):
             engine.forget()

@@ -56,16 +56,17 @@ def train(
     change: Annotated[
         bool,
         typer.Option(
-            "--change", help="Go on with other settings, also such that change numbers: a branch of the run."
+            "--change",
+            help="Resume with changed settings, also those that change results: a branch of the run.",
         ),
     ] = False,
     unused: UnusedKeys = UnusedChoice.refuse,
     trust_script: TrustScript = False,
 ) -> None:
-    """Train as the config says; go on where its run directory stands.
+    """Train a config, or resume the run of its run directory.
 
-    A run may go on with other limits, micro-batches, layouts, records, evaluations and more steps. With --change also
-    with other learning rates, losses, data, rewards: manifest.json and `whet show` tell from which step on.
+    A run may resume with changed limits, micro-batches, layouts, records, evaluations and more steps. With --change,
+    learning rates, losses, data and rewards may change too: manifest.json and `whet show` record the step.
 
     \b
     Example: whet train examples/first_run.yaml seed=1 run_dir=runs/seed1
@@ -88,10 +89,10 @@ def plan(
     dialect: Dialect = None,
     like: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--simulate", help="Run directory: how fast would it be, going by that run's times?"),
+        typer.Option("--simulate", help="Predict the speed from the times of this run directory."),
     ] = None,
     arithmetic: Annotated[
-        bool, typer.Option("--arithmetic", help="Try which bits float32 has on this CPU, too: some seconds.")
+        bool, typer.Option("--arithmetic", help="Also test the bits of float32 on this CPU: a few seconds.")
     ] = False,
     gpus: Gpus = None,
     mem: Mem = None,
@@ -144,7 +145,7 @@ def plan(
 
 
 def _say_arithmetic(kind: Literal["auto", "torch", "compiled"], *, exact: bool) -> None:
-    """Which bits float32 has here: what has to be tried, with torch."""
+    """Print the bits of float32 here; the test needs torch."""
     from whet import environment
 
     environment.prepare(None, exact)
@@ -162,14 +163,14 @@ def rehearse(
     dialect: Dialect = None,
     output: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("-o", "--output", help="JSON file for what was found.", show_default=False),
+        typer.Option("-o", "--output", help="JSON file for the findings.", show_default=False),
     ] = None,
     trust_script: TrustScript = False,
 ) -> None:
-    """Try a run small on this machine, whatever machine it is written for: about a minute or two.
+    """Try a run at small size on this machine, also one for other machines: one or two minutes.
 
-    The same architecture at tiny size with random weights, the real data, chat template, rewards and batch arithmetic,
-    a few steps of everything, kill -9 and resume. Exit code 1: something would have failed.
+    The rehearsal uses the same architecture at tiny size with random weights, the real data, chat template, rewards
+    and batch arithmetic. It runs a few steps, kill -9 and resume. Exit code 1: some part would have failed.
 
     \b
     Example: whet rehearse examples/from_verl.yaml
@@ -196,9 +197,7 @@ def evaluate(
     overrides: Overrides = None,
     offline: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(
-            help="File of replies to judge (parquet, jsonl): no model is asked.", show_default=False
-        ),
+        typer.Option(help="File of replies to score (parquet, jsonl); no model is run.", show_default=False),
     ] = None,
     output: Annotated[
         Optional[Path],  # noqa: UP045
@@ -206,10 +205,10 @@ def evaluate(
     ] = None,
     dialect: Dialect = None,
 ) -> None:
-    """Judge every kept checkpoint of a run, or replies from a file, by the config's rewards.
+    """Score every kept checkpoint of a run, or replies from a file, with the config's rewards.
 
-    Checkpoints are evaluated on data.eval, oldest first, and written to RUN/bench. Replies come from --offline, or
-    from the file that the config names in eval.offline.
+    Checkpoints are evaluated on data.eval, oldest first; results go to RUN/bench. Replies come from --offline, or
+    from the config's eval.offline file.
 
     \b
     Example: whet eval runs/first_run eval.samples=4 eval.sampling.temperature=1.0
@@ -218,7 +217,7 @@ def evaluate(
     if target.is_dir():
         if offline is not None:
             raise ConfigError(
-                f"--offline judges replies by a config's rewards; give {target / 'config.yaml'}"
+                f"--offline: expected a config file, got a run directory; use {target / 'config.yaml'}"
             )
         written = _judge_run(target, overrides or ())
     else:
@@ -252,7 +251,7 @@ def export(
         Optional[str],  # noqa: UP045
         typer.Option(
             "--as",
-            help="merged: a whole model. adapter: what was learned alone, as peft writes it. Default: as the run says.",
+            help="merged: a full model. adapter: the adapters, in peft's format. Default: the run's export_as.",
             show_default=False,
         ),
     ] = None,
@@ -278,7 +277,7 @@ def export(
 
 
 def _judge_run(run_dir: Path, overrides: Sequence[str]) -> str:
-    """Print the numbers of every checkpoint; all of them as JSON."""
+    """Print the metrics of every checkpoint. Returns all of them as JSON."""
     from rich.console import Console
 
     from whet.bench import config_of, judge_checkpoints
@@ -292,7 +291,7 @@ def _judge_run(run_dir: Path, overrides: Sequence[str]) -> str:
 
 
 def _judge_file(file: Path, overrides: Sequence[str], replies: Path | None, *, dialect: str | None) -> str:
-    """Print the numbers of replies from a file; these and every reply's as JSON."""
+    """Print the metrics of replies from a file. Returns them and the numbers of every reply as JSON."""
     from whet.config.load import load
 
     loaded = load(file, overrides, dialect=dialect)
@@ -309,7 +308,7 @@ def _judge_file(file: Path, overrides: Sequence[str], replies: Path | None, *, d
 
 
 def _say(loaded: Loaded) -> None:
-    """What became of a foreign file's keys, on stderr."""
+    """Print the translation of a foreign file's keys to stderr."""
     from whet.dialects.report import summary
 
     if loaded.translation:
@@ -319,7 +318,7 @@ def _say(loaded: Loaded) -> None:
 
 
 def _say_missing(loaded: Loaded) -> None:
-    """What this machine lacks for the run: a note, for the run may be for another one."""
+    """Note what this machine lacks for the run; the run may be for another machine."""
     from whet.config.plan import missing
 
     for text in missing(loaded):
@@ -338,16 +337,16 @@ def convert(
     ] = None,
     report: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Markdown file with what became of every key.", show_default=False),
+        typer.Option(help="Markdown file with the translation of every key.", show_default=False),
     ] = None,
     dialect: Dialect = None,
     gpus: Gpus = None,
     mem: Mem = None,
     trust_script: TrustScript = False,
 ) -> None:
-    """Write a config of another system in whet's own keys, with where each line came from.
+    """Write a config of another system with whet's own keys, and the origin of each line.
 
-    The layout is that of the file, or fits the machines of --gpus.
+    The layout is taken from the file, or fits the machines of --gpus.
 
     \b
     Example: whet convert examples/from_skyrl.yaml
@@ -373,25 +372,27 @@ def convert(
     else:
         typer.echo(native_yaml(loaded), nl=False)
     if report and loaded.translation:
-        report.write_text(markdown(loaded.translation, f"What became of {file}"), encoding="utf-8")
+        report.write_text(markdown(loaded.translation, f"Translation of {file}"), encoding="utf-8")
 
 
 @app.command()
 def keys(
     dialect: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Only this table's, e.g. verl-ppo; verl means all of verl's.", show_default=False),
+        typer.Option(
+            help="Only keys of this table, e.g. verl-ppo; verl means all tables of verl.", show_default=False
+        ),
     ] = None,
     status: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Only keys of this status.", show_default=False),
+        typer.Option(help="Only keys with this status.", show_default=False),
     ] = None,
     algorithms: Annotated[
-        bool, typer.Option("--algorithms", help="List recipes and what they are made of instead.")
+        bool, typer.Option("--algorithms", help="List recipes and their parts instead.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
 ) -> None:
-    """List the keys of the other systems' documents and what each means here, or all algorithms.
+    """List the documented keys of other systems and their meaning here, or all algorithms.
 
     \b
     Example: whet keys --dialect skyrl --status coming
@@ -415,7 +416,7 @@ def _list_algorithms(as_json: bool, *, alone: bool) -> None:
 
     if not alone:
         raise ConfigError(
-            "--algorithms lists whet's own names; --dialect and --status are of the other systems' keys: leave them out"
+            "--algorithms lists whet's own names; --dialect and --status select keys of other systems: leave them out"
         )
     if as_json:
         typer.echo(json.dumps(listed(), indent=1, ensure_ascii=False))
@@ -425,9 +426,9 @@ def _list_algorithms(as_json: bool, *, alone: bool) -> None:
 
 @app.command()
 def explain(
-    key: Annotated[str, typer.Argument(help="A config key; key=value for one of its values.")],
+    key: Annotated[str, typer.Argument(help="A config key, or key=value for one of its values.")],
 ) -> None:
-    """Print what a config key means, its type, default and source.
+    """Print the meaning, type, default and source of a config key.
 
     \b
     Example: whet explain train.optimizer.lr
@@ -447,7 +448,7 @@ def schema(
         typer.Option("-o", "--output", help="File to write. Default: standard output.", show_default=False),
     ] = None,
 ) -> None:
-    """Print the JSON schema of a config: for editors that complete and check, and for forms.
+    """Print the JSON schema of a config, for editors and forms.
 
     Example: whet schema -o whet.schema.json
     """
@@ -464,18 +465,18 @@ def schema(
 def show(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     step: Annotated[Optional[int], typer.Option(help="Show rollouts of this step.")] = None,  # noqa: UP045
-    stage: Annotated[Optional[str], typer.Option(help="Stage of that step. Default: the last.")] = None,  # noqa: UP045
+    stage: Annotated[Optional[str], typer.Option(help="Stage of the step. Default: the last.")] = None,  # noqa: UP045
     task: Annotated[Optional[int], typer.Option(help="Only this task's rollouts (its uid).")] = None,  # noqa: UP045
     tokens: Annotated[bool, typer.Option(help="List every token with both log-probs.")] = False,
     timeline: Annotated[
         bool,
-        typer.Option("--timeline", help="Show where the time went, and how busy each process was, instead."),
+        typer.Option("--timeline", help="Show instead where the time went, and how busy each process was."),
     ] = False,
 ) -> None:
     """Print the summary of a run, single rollouts of a step, or where the time went.
 
-    The bubble is the share of the processes' time, after start-up, in which they waited: of the driver where it samples
-    or trains, and of each trainer rank, engine replica, explorer and bench while it is there.
+    The bubble is the share of the processes' time, after start-up, in which they waited. It covers the driver where it
+    samples or trains, and each trainer rank, engine replica, explorer and evaluation process while it runs.
 
     \b
     Example: whet show runs/first_run
@@ -490,7 +491,7 @@ def show(
     if timeline:
         if (step, stage, task) != (None, None, None) or tokens:
             raise ConfigError(
-                "--timeline is about the whole run: leave out --step, --stage, --task and --tokens"
+                "--timeline shows the whole run: leave out --step, --stage, --task and --tokens"
             )
         view = where_time_went(run)
     else:
@@ -500,13 +501,13 @@ def show(
 
 @app.command()
 def scale(
-    run: Annotated[Path, typer.Argument(help="Run directory of a run that is under way.")],
-    replicas: Annotated[int, typer.Option(min=1, help="How many engine replicas it should have.")],
+    run: Annotated[Path, typer.Argument(help="Run directory of a run in progress.")],
+    replicas: Annotated[int, typer.Option(min=1, help="Number of engine replicas.")],
 ) -> None:
-    """Let engine replicas join or leave a run under way; what it samples stays the same.
+    """Add or remove engine replicas of a run in progress; the sampled tokens stay the same.
 
-    One that leaves first ends what it was asked; one that joins first gets the weights. It holds for the run's process:
-    one that is started later begins with rollout.replicas.
+    A replica that leaves finishes its requests first; a replica that joins gets the weights first. The number applies
+    to the running process: a restarted run begins with rollout.replicas.
 
     \b
     Example: whet scale runs/first_run --replicas 4
@@ -514,7 +515,7 @@ def scale(
     from whet.rollout.scale import ask
 
     ask(run, replicas)
-    typer.echo(f"asked for {replicas} replicas; {run / 'run.log'} tells what becomes of it")
+    typer.echo(f"requested {replicas} replicas; {run / 'run.log'} reports the result")
 
 
 @data_app.command()
@@ -535,7 +536,7 @@ def gsm8k(
 
 
 def main() -> None:
-    """Entry point: an error the user can mend is one message, not a traceback. Exit code 2: nothing was run."""
+    """Entry point: a user error is one message, not a traceback. Exit code 2: nothing was run."""
     arguments = sys.argv[1:]
     secrets.learn_overrides(arguments)
     sys.argv[1:] = map(secrets.redact, arguments)  # trackers write it down

@@ -60,8 +60,8 @@ def prepare(threads: int | None, exact: bool) -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Around large imports: no search for garbage. What is imported stays, and looking through it again and again is a
-    fifth of the time that torch and transformers take to import."""
+    """Disable garbage collection during large imports. Imported objects stay, and scanning them repeatedly is a fifth
+    of the time that torch and transformers take to import."""
     on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Held-out tasks: asked, judged, and what share of them passes, by source."""
+"""Held-out tasks: sample replies, score them, and compute the share that passes, by source."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from whet.track.dumps import prompt_text
 from whet.types import ConfigError, Group, Json, Metrics, Rollout, Task
 
 Play = Callable[[list[Task]], Awaitable[list[Group]]]
-"""Tasks to groups of finished rollouts: `play_groups` with everything else already given."""
+"""From tasks to groups of finished rollouts: `play_groups` with all other arguments bound."""
 
 Ask = Callable[[list[Task], Asked], Awaitable[list[Group]]]
-"""The same, where how they are asked is not given yet."""
+"""The same, with the sampling settings still unbound."""
 
 
 async def evaluate(ask: Ask, tasks: Sequence[Task], rewards: RewardSet, *, cfg: Config) -> list[Group]:
-    """Ask the present policy every held-out task as its source says, and judge the replies; in the order of the tasks.
+    """Sample and score replies of the current policy to every held-out task, with the settings of its source; in the
+    order of the tasks.
 
-    As many tasks together as the engine decodes rollouts at once. A reply's reward is the sum that `eval.reward`
-    names. Raises WhetError if more of them cannot be scored than reward_workers.max_failure_rate allows.
+    The engine gets as many tasks at once as it decodes rollouts at once. A reply's reward is the sum that `eval.reward`
+    names. Raises WhetError if more replies are unscored than reward_workers.max_failure_rate allows.
     """
     judge = replace(rewards, weights=reward_weights(cfg))
     alike: dict[Asked, list[Task]] = defaultdict(list)
@@ -43,13 +44,13 @@ async def evaluate(ask: Ask, tasks: Sequence[Task], rewards: RewardSet, *, cfg: 
 
 
 def check_sources(named: Collection[str], tasks: Sequence[Task]) -> None:
-    """ConfigError if eval.sources names a source that no held-out task is of."""
+    """ConfigError if eval.sources names a source without a held-out task."""
     there = sorted({task.source for task in tasks})
     for name in named:
         if name not in there:
             raise ConfigError(
-                f"eval.sources.{name}: no held-out task is of source '{name}'{near(name, there)}; "
-                f"there are: {', '.join(there) or 'none'}"
+                f"eval.sources.{name}: no held-out task has the source '{name}'{near(name, there)}; "
+                f"sources: {', '.join(there) or 'none'}"
             )
 
 
@@ -57,16 +58,16 @@ def check_sources(named: Collection[str], tasks: Sequence[Task]) -> None:
 
 
 def accuracy(groups: Sequence[Group], *, success: float) -> Metrics:
-    """Per source and over all; K is the smallest number of replies that a task there has, n = 2, 4, 8 .. K.
+    """Per source and over all; K is the smallest number of replies of a task there, n = 2, 4, 8 .. K.
 
     mean@K: share of replies that pass, mean over tasks. pass@n: chance that one of n replies passes.
-    maj@K: share of tasks whose commonest answer passes (the first of equals, of the first K replies).
+    maj@K: share of tasks whose most common answer passes (the first on a tie, of the first K replies).
     best@n, worst@n: the highest and lowest reward of n replies; std@K: standard deviation of a task's rewards
     (of the population); reward_mean: over scored replies.
 
-    pass@n, best@n and worst@n are exact means over all choices of n of a task's replies, not bootstrapped. A reply
-    that could not be scored does not pass and is counted in `unscored`; tasks with fewer than n scored replies are
-    left out of best@n and worst@n, with fewer than K out of std@K.
+    pass@n, best@n and worst@n are exact means over all choices of n of a task's replies, not bootstrapped. An
+    unscored reply does not pass and is counted in `unscored`. Tasks with fewer than n scored replies are left out of
+    best@n and worst@n, tasks with fewer than K out of std@K.
     """
     by_source: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
@@ -128,7 +129,7 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def commonest(rollouts: Sequence[Rollout]) -> Rollout:
-    """The first rollout whose answer is given most often. The answer is what the reward extracted, else the text."""
+    """The first rollout with the most common answer. The answer is the one that the reward extracted, else the text."""
     answers = [r.text.strip() if r.answer is None else r.answer for r in rollouts]
     most = Counter(answers).most_common(1)[0][0]
     return rollouts[answers.index(most)]
@@ -151,7 +152,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def shown(groups: Sequence[Group], *, count: int, seed: int) -> list[dict[str, Json]]:
-    """The first replies to `count` of the tasks, in their order: which tasks follows from the seed alone."""
+    """The first replies to `count` of the tasks, in their order; the seed alone selects the tasks."""
     chosen = seeds.permutation(seeds.key(seed, "eval", "shown"), len(groups))[:count]
     return [
         {

@@ -1,4 +1,4 @@
-"""Explorers that ask by themselves: each task as soon as there is room for it, while the trainer trains."""
+"""Asynchronous explorers: each task is requested as soon as there is room for it, while the trainer trains."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DrawTasks = Callable[[int], list[Task]]
 
 
 class Explorers:
-    """One asyncio task for each task under way, so that no rollout waits for another's end.
+    """One asyncio task for each task in flight, so that no rollout waits for another's end.
 
-    draw: so many new tasks, under way from then on. explore: plays and scores tasks and puts them into the buffer. An
-    error of any ends all: the buffer raises it to who waits there.
+    draw: returns so many new tasks, which are in flight from then on. explore: samples and scores tasks and puts them
+    into the buffer. An error of any ends all: the buffer raises it to its waiting caller.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Explorers:
         self.asking: asyncio.Task[None] | None = None
 
     def start(self, left: int) -> None:
-        """Go on asking, for `left` steps at most."""
+        """Continue to request tasks, for `left` steps at most."""
         self.buffer.wanted = left * self.buffer.groups_per_step
         if self.asking is None:
             self._play(self.pop_again())
@@ -49,7 +49,7 @@ class Explorers:
             self.playing[uid].cancel()
 
     async def close(self) -> None:
-        """Stop asking and playing; what is under way stays so in the buffer's state."""
+        """Stop requesting and sampling; tasks in flight stay so in the buffer's state."""
         running = [t for t in (self.asking, *self.playing.values()) if t is not None]
         for task in running:
             task.cancel()

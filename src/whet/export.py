@@ -31,10 +31,10 @@ def export_checkpoint(
     form: Form | None = None,
     dtype: str | None = None,
 ) -> str:
-    """Write the policy of a checkpoint to the folder or URL `to`. Returns where it is.
+    """Write the policy of a checkpoint to the folder or URL `to`. Returns the folder or URL.
 
     target: a run directory (its newest checkpoint, or the one of `stage` and `step`), a checkpoint, or a URL of one.
-    to: default RUN/export/STAGE-step-N. form: default what the run exports. dtype: default what the checkpoint holds.
+    to: default RUN/export/STAGE-step-N. form: default the run's checkpoint.export_as. dtype: default the checkpoint's.
     Raises ConfigError or CheckpointError.
     """
     if to is not None and is_remote(to) and (said := list(url_problems(to))):
@@ -60,24 +60,24 @@ def export_checkpoint(
 
 
 def chosen(target: str, *, stage: str | None, step: int | None) -> Path:
-    """The checkpoint that is meant."""
+    """The selected checkpoint."""
     if is_remote(target):
         found = Path(fetched((), checkpoints=[target])[target])
     else:
         found = Path(target)
     if place_of(found.name) is not None and found.is_dir():
         if stage is not None or step is not None:
-            raise ConfigError(f"{target} is one checkpoint: leave out --stage and --step")
+            raise ConfigError(f"{target} is a single checkpoint; leave out --stage and --step")
         return found
     root = found / "checkpoints" if (found / "checkpoints").is_dir() else found
     there = checkpoint.all_in(root) if root.is_dir() else []
     if not there:
-        raise CheckpointError(f"{target} holds no checkpoint; give a run directory or a checkpoint's folder")
+        raise CheckpointError(f"{target} has no checkpoint; give a run directory or a checkpoint's folder")
     fitting = [p for p in there if stage in (None, _stage(p)) and step in (None, int(p.name[-6:]))]
     if not fitting:
         wanted = " ".join(f"--{k} {v}" for k, v in (("stage", stage), ("step", step)) if v is not None)
         raise CheckpointError(
-            f"{target}: no checkpoint of {wanted}; there are {', '.join(p.name for p in there)}"
+            f"{target}: no checkpoint of {wanted}; checkpoints there: {', '.join(p.name for p in there)}"
         )
     return fitting[-1]
 
@@ -87,15 +87,15 @@ def _stage(path: Path) -> str:
 
 
 def _run_of(path: Path, target: str) -> Path:
-    """The run directory that a checkpoint lies in."""
+    """The run directory of a checkpoint."""
     run_dir = path.absolute().parent.parent
     if is_remote(target) or not (run_dir / "metrics.jsonl").is_file():
-        raise ConfigError(f"{target} lies in no run directory; say where to: -o FOLDER")
+        raise ConfigError(f"{target} is not in a run directory; give the output folder: -o FOLDER")
     return run_dir
 
 
 def _form_of(path: Path) -> Form:
-    """What the checkpoint's run exports; a checkpoint does not hold it."""
+    """The export form of the checkpoint's run; the checkpoint does not contain it."""
     run_dir = path.absolute().parent.parent
     match read_config(run_dir).get("checkpoint", {}).get("export_as", "merged"):
         case "merged" | "adapter" as form:
@@ -109,7 +109,7 @@ def _form_of(path: Path) -> Form:
 def with_form(cfg: Config, form: Form) -> Config:
     """The config with another checkpoint.export_as."""
     if form == "adapter" and cfg.model.lora is None:
-        raise ConfigError("--as adapter: the run has no adapters (model.lora); only merged can be written")
+        raise ConfigError("--as adapter: the run has no adapters (model.lora); use --as merged")
     return cfg.model_copy(update={"checkpoint": cfg.checkpoint.model_copy(update={"export_as": form})})
 
 
@@ -148,7 +148,7 @@ def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None) -> No
 
 
 def _dtype(cfg: Config, path: Path) -> str:
-    """What the weights were trained in: of a whole model what its file says."""
+    """The dtype that the weights were trained in; for a full model the dtype of its file."""
     from whet.models.tensor_files import opened
 
     if cfg.model.lora is None:

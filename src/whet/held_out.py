@@ -1,4 +1,4 @@
-"""What the policy says of held-out replies that are given: their loss, and which of a pair it prefers."""
+"""Metrics of the policy on given held-out replies: their loss, and its preference within pairs."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ NEEDED: dict[Kind, tuple[str, ...]] = {
     "preferences": ("response", "rejected"),
     "labels": ("response", "desirable"),
 }
-"""What a task must hold, by what is learned from."""
+"""Fields that a task must have, by kind of learning."""
 
 Look = Callable[[Batch], Batch]
-"""A batch with what the other models say of it, as a training step has it (`loop.look`)."""
+"""A batch with the log-probs and values of the other models, as in a training step (`loop.look`)."""
 
 
 def given(
     tasks: Sequence[Task], kind: Kind, *, judged: bool, fits: Callable[[Task, str], bool]
 ) -> list[Task]:
-    """The held-out tasks that hold what a kind of learning needs. Those whose reply does not fit are left out, logged.
+    """The held-out tasks with the fields that a kind of learning needs. Tasks whose reply is too long are left out and
+    logged.
 
-    Raises DataError for a task without it, if nothing else is made of that task (`judged`: replies are asked for).
+    Raises DataError for a task without these fields, unless the task is used otherwise (`judged`: replies are sampled).
     """
     fields = NEEDED[kind]
     for task in () if judged else tasks:
         if lacking := [name for name in fields if _field(task, name) is None]:
             raise DataError(
                 f"held-out task {task.uid} of source {task.source!r} has no {lacking[0]}, and there are no rewards to "
-                f"judge a reply by: name its column in that source's `{lacking[0]}`, give rewards, or leave data.eval "
-                "out"
+                f"score a reply: name the column in that source's `{lacking[0]}`, give rewards, or leave out data.eval"
             )
     having = [t for t in tasks if all(_field(t, name) is not None for name in fields)]
     fitting = [t for t in having if all(fits(t, x) for x in (t.response, t.rejected) if x is not None)]
     if dropped := len(having) - len(fitting):
-        log.warning("held-out replies: %d of %d are too long and not measured", dropped, len(having))
+        log.warning("held-out replies: %d of %d are too long and are left out", dropped, len(having))
     return fitting
 
 
 def _field(task: Task, name: str) -> Json:
-    """A label is no field of its own: it stands among the further columns."""
+    """The label is among the further columns of a task, not a field."""
     return task.extra.get(name) if name == "desirable" else getattr(task, name)
 
 
 def held_out(policy: TrainEngine, groups: Sequence[Group], algorithm: Algorithm, *, look: Look) -> Metrics:
     """Per source and over all, without a gradient.
 
-    Demonstrations: loss_nats, the mean of -log pi over the tokens to learn, and perplexity = exp(loss_nats).
-    Preferences and labels: the loss as it is trained, and its statistics (accuracy: share of pairs whose better reply
-    the policy prefers; margin ...).
+    Demonstrations: loss_nats, the mean of -log pi over the trained tokens, and perplexity = exp(loss_nats).
+    Preferences and labels: the training loss and its statistics (accuracy: share of pairs whose better reply the policy
+    prefers; margin ...).
     """
     by_source: dict[str, list[Group]] = defaultdict(list)
     for group in groups:

@@ -1,7 +1,7 @@
-"""What comes in from outside, read within limits that have names: regular files of bounded size, JSON of bounded depth.
+"""Reading of external input within named limits: regular files of bounded size, JSON of bounded depth.
 
-A FIFO would be waited for without end, a device read without end, and what nests too deep breaks whoever walks it. All
-of that is refused here, before it is read, by an error that names the file.
+A FIFO could block forever, a device has no end, and input that nests too deeply breaks recursive code. All of these are
+refused here, before they are read, with an error that names the file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FAR = re.compile(rb"[0-9][eE]\+?[0-9]{3}")
 
 
 def check_regular(path: Path, error: type[WhetError]) -> None:
-    """Raise `error` where there is something else than a regular file, or nothing."""
+    """Raise `error` unless `path` is a regular file."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as e:
@@ -45,7 +45,7 @@ def check_regular(path: Path, error: type[WhetError]) -> None:
 
 
 def read_bytes(path: Path, error: type[WhetError], *, most: int) -> bytes:
-    """A whole file. Raises `error` for one that is none, cannot be read, or has more than `most` bytes."""
+    """The bytes of a file. Raises `error` if it is irregular, unreadable, or larger than `most` bytes."""
     check_regular(path, error)
     try:
         with path.open("rb") as file:
@@ -58,7 +58,7 @@ def read_bytes(path: Path, error: type[WhetError], *, most: int) -> bytes:
 
 
 def read_text(path: Path, error: type[WhetError], *, most: int) -> str:
-    """A whole file of UTF-8 text, without the byte order mark that some editors put first."""
+    """The text of a UTF-8 file, without the byte order mark that some editors write first."""
     found = read_bytes(path, error, most=most)
     try:
         return found.decode("utf-8-sig")
@@ -76,14 +76,14 @@ def read_json_object(path: Path, error: type[WhetError]) -> dict[str, Json]:
     """The object in a JSON file."""
     found = read_json(path, error)
     if not isinstance(found, dict):
-        raise error(f"{path} holds no JSON object")
+        raise error(f"{path}: expected a JSON object")
     return found
 
 
 def parse_json(text: bytes, where: str, error: type[WhetError], *, constants: bool = False) -> Json:
     """JSON of at most MOST_DEPTH levels, each key once in its object. Raises `error` that names `where`.
 
-    constants: NaN and Infinity are taken, which are no JSON but stand in the files of some models."""
+    constants: accept NaN and Infinity, which are not JSON but occur in the files of some models."""
     try:
         value = _DECODERS[constants].decode(text.decode(json.detect_encoding(text)).rstrip())
     except json.JSONDecodeError as e:
@@ -96,12 +96,12 @@ def parse_json(text: bytes, where: str, error: type[WhetError], *, constants: bo
     if text.count(b"[") + text.count(b"{") > MOST_DEPTH and depth(value) > MOST_DEPTH:
         raise error(f"{where}: {too_deep()}")
     if _FAR.search(text) and _has_infinity(value) and b"Infinity" not in text:
-        raise error(f"{where}: a number in it is too large for 64-bit floating point")
+        raise error(f"{where}: a number is too large for 64-bit floating point")
     return value
 
 
 def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    """An object; a key that is given twice says two things, and none may be chosen."""
+    """An object; a duplicate key is an error, because neither value may be chosen."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -111,7 +111,7 @@ def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def _no_number(name: str) -> Json:
-    raise ValueError(f"{name} is no JSON value; write null, or leave it out")
+    raise ValueError(f"{name} is not a JSON value; write null, or leave it out")
 
 
 _DECODERS = {
@@ -134,7 +134,7 @@ def depth(value: Json) -> int:
 
 
 def _has_infinity(value: Json) -> bool:
-    """For values that are known not to nest too deep."""
+    """For values that are known not to nest too deeply."""
     if isinstance(value, list | dict):
         return any(map(_has_infinity, value.values() if isinstance(value, dict) else value))
     return isinstance(value, float) and value in (float("inf"), float("-inf"))

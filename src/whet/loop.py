@@ -32,7 +32,7 @@ from whet.types import Group, Metrics, Stopped, Task, WhetError
 
 
 async def explore_step(run: Run, at_most: int) -> int:
-    """Ask the policy: as many tasks as there is room for. Returns how many."""
+    """Sample rollouts for as many tasks as the buffer has room for. Returns the number of tasks."""
     # waits here: this is the staleness bound
     n = await run.wait(run.buffer.room(at_most=at_most), "room")
     await explore(run, draw(run, n))
@@ -40,7 +40,7 @@ async def explore_step(run: Run, at_most: int) -> int:
 
 
 def draw(run: Run, n: int) -> list[Task]:
-    """The next tasks; from now on they are under way."""
+    """The next tasks; the buffer counts them as in flight from now on."""
     assert run.engine is not None
     tasks = run.tasks.next(n)
     run.buffer.asked(tasks, run.engine.version)
@@ -66,7 +66,7 @@ async def play(run: Run, tasks: list[Task]) -> list[Group]:
 
 
 async def played_elsewhere(run: Run, rounds: Rounds, tasks: list[Task]) -> list[Group]:
-    """The same, by explorers in processes of their own, which follow the trainer's weights."""
+    """The same, by explorers in separate processes, which follow the trainer's weights."""
     assert run.engine is not None
     asked = rounds.play(tasks, run.engine.version, stopping=run.may_stop)
     groups = await run.come(asked, f"the explorers' groups of weights version {run.engine.version}")
@@ -94,8 +94,8 @@ async def read_step(run: Run, at_most: int) -> int:
 
 
 async def train_step(run: Run, *, beside: Coroutine[Any, Any, None] | None = None) -> Metrics:
-    """One step's rollouts, one or more optimizer steps, one new version of the policy. beside: what is explored
-    meanwhile, with the weights from before this step, and done with before they change."""
+    """One step's rollouts, one or more optimizer steps, one new version of the policy. beside: sampling that runs
+    meanwhile with the weights from before this step, and ends before they change."""
     groups = await run.come(run.buffer.take(run.policy.version), "a step's worth of rollouts")
     if run.out is not None:
         run.out.look()  # explorers that took other weights than were sent are found before this step
@@ -117,10 +117,10 @@ async def train_step(run: Run, *, beside: Coroutine[Any, Any, None] | None = Non
 
 
 def learn(run: Run, groups: list[Group]) -> tuple[Batch, list[Metrics], Metrics]:
-    """The batch as it was trained on, the numbers of each optimizer step, and those of the off-policy correction."""
+    """The batch as trained on, the metrics of each optimizer step, and those of the off-policy correction."""
     batch = pack(groups) if run.experts is None else run.experts.among(groups)
     corrected: Metrics = {}
-    if run.skipping.before_models:  # no model is asked about what teaches nothing
+    if run.skipping.before_models:  # no model computes rollouts without effect
         batch = judge(run, batch)
         with run.phase("logprobs"):
             batch = look(run, batch)
@@ -134,7 +134,7 @@ def learn(run: Run, groups: list[Group]) -> tuple[Batch, list[Metrics], Metrics]
 
 
 def judge(run: Run, batch: Batch) -> Batch:
-    """The batch with counts, advantages, and what is skipped. Minibatches are dealt as if nothing were."""
+    """The batch with counts, advantages and skipped rollouts. Minibatches are partitioned as if none were skipped."""
     stream = seeds.key(run.cfg.seed, "resample", run.name, run.step)
     batch = run.algorithm.resample(batch, stream, run.buffer.groups_per_step)
     batch = run.algorithm.advantage(batch, run.kl_coef)
@@ -151,7 +151,7 @@ def minibatches(run: Run, batch: Batch, train: Train) -> list[Tensor]:
 
 
 def look(run: Run, batch: Batch) -> Batch:
-    """What the models say before the step of all that is not skipped: old and reference log-probs, values."""
+    """Compute old and reference log-probs and values before the step, of all rollouts that are not skipped."""
     asked: Jobs[Tensor] = {}
     seen = computed(batch)
     if run.algorithm.kind == "online" and run.recompute_old:
@@ -173,8 +173,8 @@ def look(run: Run, batch: Batch) -> Batch:
 
 
 def update(run: Run, batch: Batch) -> list[Metrics]:
-    """Every optimizer step of the policy, and of the critic: the policy's first, or at once where they are apart. While
-    the critic warms up, the policy waits."""
+    """Every optimizer step of the policy and of the critic: the policy's first, or both at once on separate ranks.
+    While the critic warms up, the policy waits."""
     jobs: Jobs[list[Metrics]] = {}
     if run.step >= run.plan.critic_warmup_steps:
         parts = minibatches(run, batch, run.cfg.train)
@@ -192,10 +192,10 @@ def update(run: Run, batch: Batch) -> list[Metrics]:
 
 
 def update_policy(run: Run, minibatch: Batch) -> Metrics:
-    """One optimizer step of the policy. Denominators count the whole minibatch, what is skipped with it."""
+    """One optimizer step of the policy. Denominators count the whole minibatch, skipped rollouts included."""
     algorithm = run.algorithm
     weighted = replace(minibatch, weight_N=algorithm.weights(minibatch, run.step + 1))
-    loss = algorithm.loss_of(weighted, run.policy.forward)  # sees the whole minibatch before it is cut
+    loss = algorithm.loss_of(weighted, run.policy.forward)  # sees the whole minibatch before it is split
     return {f"train/{k}": v for k, v in run.policy.update(computed(weighted), loss).items()}
 
 
@@ -209,8 +209,8 @@ def update_critic(run: Run, minibatch: Batch) -> Metrics:
 
 
 def measure(run: Run, batch: Batch, groups: list[Group], *, updates: list[Metrics]) -> Metrics:
-    """The numbers of the step, over all that was played. The engine's and the trainer's log-probs are compared
-    before anything has moved: in the first update."""
+    """The metrics of the step, over all sampled rollouts. The engine's and the trainer's log-probs are compared
+    before the weights change: in the first update."""
     first = {k: v for k, v in updates[0].items() if "/mismatch_" in k}
     run.watch_mismatch(first)
     return summarise(run.played) | merge(updates) | first | run.after_step(batch, groups)
@@ -226,15 +226,15 @@ async def synchronous(run: Run) -> Metrics:
 
 
 async def overlapped(run: Run) -> Metrics:
-    """Train while the rollouts of later steps are sampled. Which weights sample which task follows from the step alone,
-    never from who was faster: the run is the same on every machine, and after every resume."""
+    """Train while the rollouts of later steps are sampled. The weights that sample a task follow from the step alone,
+    not from timing: the run is the same on every machine, and after every resume."""
     ahead, left = run.cfg.rollout.max_staleness, run.plan.steps - run.step
     await fill(run, steps=min(ahead, left))
     return await train_step(run, beside=fill(run, steps=min(ahead, left - 1)))
 
 
 async def asynchronous(run: Run) -> Metrics:
-    """Train on whatever groups are finished first; explorers ask whenever there is room. No step waits for the last
+    """Train on the groups that are finished first; explorers sample whenever there is room. No step waits for the last
     rollout."""
     run.explorers.start(left=run.plan.steps - run.step)
     run.buffer.begin(run.policy.version)
@@ -251,12 +251,12 @@ async def asynchronous(run: Run) -> Metrics:
 
 
 async def train_only(run: Run) -> Metrics:
-    """Explorers are processes of their own and put groups into the store whenever there is room; see `apart`."""
+    """Explorers are separate processes and put groups into the store whenever there is room; see `apart`."""
     return await train_step(run)
 
 
 async def fill(run: Run, steps: int) -> None:
-    """Explore until so many steps' worth of groups wait, and not one more."""
+    """Explore until exactly so many steps' worth of groups wait."""
     ask = explore_step if run.algorithm.kind == "online" else read_step
     run.buffer.begin(run.policy.version)
     if under_way := run.explorers.pop_again():
@@ -270,11 +270,11 @@ async def fill(run: Run, steps: int) -> None:
 
 
 def unfilled(run: Run, asked: int) -> WhetError:
-    """Too many groups teach nothing."""
+    """The error for too many groups without effect on the gradient."""
     return WhetError(
         f"step {run.step + 1} could not be filled: of {asked} tasks only {len(run.buffer.waiting)} gave a "
-        f"group that can be trained on, and {run.buffer.groups_per_step} are needed. Rewards that are all "
-        "equal in a group teach nothing: use easier or harder tasks, a larger rollout.group_size, or set "
+        f"group that can be trained on, but {run.buffer.groups_per_step} are needed. Groups with equal rewards "
+        "have no gradient: use easier or harder tasks, a larger rollout.group_size, or set "
         "algorithm.dynamic_sampling=false"
     )
 
@@ -288,7 +288,7 @@ MODES = {
 
 
 async def steps(run: Run) -> AsyncIterator[Metrics]:
-    """The stage's remaining steps. When one is yielded it has been written down, evaluated and saved, if due."""
+    """The stage's remaining steps. A yielded step has been recorded, and evaluated and saved if due."""
     step = MODES[run.plan.mode]
     if run.step == 0 and run.cfg.eval.at_start and not run.stopping and not run.resumed:
         await evaluation(run)
@@ -314,7 +314,7 @@ async def steps(run: Run) -> AsyncIterator[Metrics]:
 
 
 async def evaluation(run: Run) -> None:
-    """What the present policy makes of held-out tasks, written down."""
+    """Evaluate the current policy on held-out tasks and record the result."""
     metrics: Metrics = {}
     replies: list[Group] = []
     with run.phase("evaluate"):

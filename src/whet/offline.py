@@ -1,4 +1,4 @@
-"""Replies from a file, judged by the config's rewards: an evaluation without a model."""
+"""Replies from a file, scored with the config's rewards: an evaluation without a model."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ READS = (
     "eval.success",
     "eval.reward",
 )
-"""Keys that matter where no model is asked."""
+"""Keys that have an effect without a model."""
 
 AT_ONCE = 1024
-"""Rows judged together: what is held in memory beside the file."""
+"""Rows scored together, which are in memory at the same time."""
 
 
 class Judged(NamedTuple):
     metrics: Metrics
-    """As in an evaluation, without what needs tokens."""
+    """As in an evaluation, without the metrics that need tokens."""
     rows: list[dict[str, Json]]
     """One for each reply: task, reply, reward and its parts."""
 
 
 def check(loaded: Loaded, *, whole: bool) -> Offline:
-    """The file to judge. Raises one ConfigError with all that is missing or, in a config that is `whole` an offline
-    evaluation's (not a training config with another file), has no effect."""
+    """The file to score. Raises one ConfigError with all missing keys. If the config is `whole`, only for an offline
+    evaluation (not a training config with another file), keys without an effect are errors too."""
     cfg = loaded.config
     problems = [*_missing(cfg), *(_idle(loaded) if whole else ())]
     if problems:
@@ -59,7 +59,10 @@ def _missing(cfg: Config) -> Iterator[tuple[str, str]]:
     if cfg.eval.offline is None:
         yield "eval.offline", "name the file of replies: eval.offline.path, or --offline FILE"
     if not cfg.rewards:
-        yield "rewards", "replies are judged by rewards: give one, e.g. rewards.answer.function=math"
+        yield (
+            "rewards",
+            "rewards score the replies, and there are none; give one, e.g. rewards.answer.function=math",
+        )
     for name in reward_weights(cfg):
         if name not in cfg.rewards:
             yield (
@@ -67,16 +70,19 @@ def _missing(cfg: Config) -> Iterator[tuple[str, str]]:
                 f"'{name}' is not among rewards: {', '.join(cfg.rewards) or 'there are none'}",
             )
         elif cfg.rewards[name].function == "overlong":
-            yield f"rewards.{name}", "overlong counts tokens, and replies from a file have none; leave it out"
+            yield (
+                f"rewards.{name}",
+                "overlong counts tokens, and replies from a file have no tokens; leave it out",
+            )
 
 
 def _idle(loaded: Loaded) -> Iterator[tuple[str, str]]:
-    """Keys that were given and have no effect."""
+    """Given keys without an effect."""
     for path, value in leaves(loaded.config.model_dump(mode="json", exclude_unset=True)):
         key = ".".join(map(str, path))
         read = any(f"{key}.".startswith(f"{known}.") for known in READS)
         if loaded.where(key) and value not in (None, {}, []) and not read:
-            yield key, "has no effect: the replies are in a file; leave it out"
+            yield key, "has no effect: the replies come from a file; leave it out"
 
 
 def judge(cfg: Config, offline: Offline, rewards: RewardSet) -> Judged:
@@ -127,12 +133,12 @@ def _replies(row: dict[str, Json], column: str, *, where: str) -> Sequence[str]:
         else f"no column {top!r}; there are: {', '.join(sorted(row)) or 'none'}"
     )
     raise DataError(
-        f"{where}: {found}; eval.offline.response={column} must name a list of replies as text, not empty."
+        f"{where}: {found}; eval.offline.response={column} must name a non-empty list of replies as text."
     )
 
 
 def _rollout(task: Task, index: int, text: str) -> Rollout:
-    """A reply without tokens."""
+    """A rollout with a reply as text, without tokens."""
     return Rollout(
         task=task,
         index=index,
@@ -160,7 +166,7 @@ def _row(r: Rollout) -> dict[str, Json]:
 
 
 def with_file(loaded: Loaded, path: Path | None) -> Loaded:
-    """The config with another file of replies in `eval.offline`, its columns as they are."""
+    """The config with another file of replies in `eval.offline`; the columns stay the same."""
     if path is None:
         return loaded
     before = loaded.config.eval.offline or Offline(path=str(path))

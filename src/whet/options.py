@@ -10,7 +10,7 @@ import typer
 
 
 class UnusedChoice(StrEnum):
-    """What becomes of a key that nothing reads."""
+    """How a key that nothing reads is handled."""
 
     refuse = "refuse"
     warn = "warn"
@@ -22,32 +22,35 @@ File = Annotated[
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045  (typer reads this annotation at run time)
     typer.Argument(
-        help="Values put over the file: key.path=value ...; the arguments of a script.", show_default=False
+        help="Overrides of the file: key.path=value ...; for a script, its arguments.", show_default=False
     ),
 ]
 
 Gpus = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(
-        "--gpus", help="For machines that are not here: GPUs of each, and how many: 8x2.", show_default=False
+        "--gpus",
+        help="Plan for other machines: GPUs per machine x number of machines, e.g. 8x2.",
+        show_default=False,
     ),
 ]
 Mem = Annotated[
     Optional[float],  # noqa: UP045
-    typer.Option("--mem", help="GiB of one of these GPUs. Default: 80.", show_default=False),
+    typer.Option("--mem", help="Memory of one of these GPUs in GiB. Default: 80.", show_default=False),
 ]
 
 UnusedKeys = Annotated[
     UnusedChoice,
     typer.Option(
-        "--unused", help="Keys that nothing reads: refuse them, or leave them out with a note each (sweeps)."
+        "--unused",
+        help="Keys that nothing reads: refuse them, or ignore them with a note for each (for sweeps).",
     ),
 ]
 
 Dialect = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(
-        help="What the file is written for: native, verl, skyrl, cosmos, trinity. Default: what its keys say.",
+        help="System of the file: native, verl, skyrl, cosmos, trinity. Default: detected from its keys.",
         show_default=False,
     ),
 ]
@@ -56,6 +59,6 @@ TrustScript = Annotated[
     bool,
     typer.Option(
         "--trust-script",
-        help="Run the shell of a launch script (.sh) without a sandbox: for scripts of your own, where there is none.",
+        help="Run a launch script (.sh) without a sandbox: for your own scripts, on systems without a sandbox.",
     ),
 ]

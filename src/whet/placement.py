@@ -1,5 +1,5 @@
-"""Where the models of a stage are: in this process, on the policy's ranks, or on ranks of their own; and asking several
-of them at once."""
+"""Where the models of a stage are: in this process, on the policy's ranks, or on separate ranks; and calls of several
+models at once."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Jobs = dict[str, tuple[TorchEngine, Callable[[], T]]]
 
 
 def at_once(jobs: Jobs[T]) -> dict[str, T]:
-    """All results, by name. Models in different processes work at the same time, those in one place one after the
-    other in the order given. What one says does not depend on the others, so neither do the results.
+    """All results, by name. Models in different processes work at the same time, those in one place one after the other
+    in the given order. A result does not depend on the other models, so the order does not change the results.
 
     The first error, or Ctrl-C, ends the ranks that others wait for, and is raised.
     """

@@ -1,4 +1,4 @@
-"""The live parts of one stage of a run, and what is written down of it."""
+"""The live parts of one stage of a run, and its records."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 clock = time.perf_counter
-"""What phases are timed with; a benchmark on shared cores puts time.process_time here."""
+"""The clock for phases; a benchmark on shared cores sets time.process_time here."""
 
 OUTSIDE = ("evaluate", "save", "export")
-"""Phases that are no part of a step's own seconds."""
+"""Phases that are not part of a step's own seconds."""
 
 
 class StopFlag(Protocol):
-    """Set from outside (Ctrl-C) to end the run after the step at hand."""
+    """Set from outside (Ctrl-C) to end the run after the current step."""
 
     requested: bool
 
@@ -85,16 +85,16 @@ class Run:
     tasks: TaskStream
     eval_tasks: list[Task]
     eval_given: list[Group]
-    """Replies that held-out tasks hold, where the stage learns from such: their loss is measured."""
+    """Given replies of held-out tasks, if the stage trains on given replies: their loss is measured."""
     play: Play
     play_greedy: Play
-    """One greedy reply a task, for advantages that compare with it."""
+    """One greedy reply per task, for advantages that compare with it."""
     ask: Ask
     """Plays held-out tasks."""
     read: Callable[[list[Task]], list[Group]]
     """Demonstrations or preference pairs as groups of rollouts."""
     experts: Experts | None
-    """Demonstrations among the own rollouts of every step; None: there are none."""
+    """Demonstrations among the policy's own rollouts of every step; None: there are none."""
     rewards: RewardSet
     buffer: Buffer
     ledger: Ledger
@@ -112,7 +112,7 @@ class Run:
     """The processes that train, by the model that they are named after: the policy's and, where they have others, the
     critic's and the reference's. Without the policy's it is trained in this process."""
     exact: bool
-    """The self-test has shown that sampled log-probs equal the trainer's bit for bit."""
+    """The self-test found that sampled log-probs equal the trainer's bit for bit."""
 
     profiler: Profiler
     write_export: Callable[[Path], None]
@@ -125,40 +125,40 @@ class Run:
     stop: StopFlag
     watch: Watch
     fingerprint: Json
-    """What a checkpoint remembers of the config."""
+    """The part of the config that a checkpoint stores."""
 
     explorers: Explorers = field(init=False)
-    """They ask by themselves where the schedule is free."""
+    """They sample on their own if rollout.schedule=async."""
     out: Publisher | None = None
-    """Where explorers in processes of their own get the weights from."""
+    """Where explorers in separate processes get the weights from."""
     rounds: Rounds | None = None
-    """Who plays tasks where explorers are processes of their own and the schedule is fixed."""
+    """Samples tasks if explorers are separate processes and rollout.schedule=deterministic."""
     moving: bool = False
-    """The weights of the step at hand are not those of the last one, nor yet a version of their own."""
+    """The weights have changed in the current step but are not a published version yet."""
     explored_at_sync: int = 0
     """`explored` at the last weight sync."""
     step: int = 0
     resumed: bool = False
-    """It has gone on from a checkpoint."""
+    """The run was resumed from a checkpoint."""
     kl_coef: float = 0.0
     value_scale: Scale = field(default_factory=Scale)
     """Units in which the critic predicts returns; one scale for a whole step."""
     skipped: Sequence[int] = ()
-    """Numbers of the groups of the step at hand from which nothing was learned: their updates were skipped."""
+    """Numbers of the current step's groups whose updates were skipped."""
     trained: pa.Table | None = None
-    """What the step at hand trained on, if it is to be written down."""
+    """The batch of the current step, if it is to be recorded."""
     played: list[Group] = field(default_factory=list)
-    """All groups of the step at hand, trained on or not, until it is written down."""
+    """All groups of the current step, trained on or not, until they are recorded."""
     advantages: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Mean advantage of each rollout that was trained on, by (task uid, index)."""
+    """Mean advantage of each trained rollout, by (task uid, index)."""
     scored: tuple[int, float | None] = (-1, None)
     """The last step that was evaluated, and its number of checkpoint.keep_best."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase since the last step was written down."""
+    """Seconds by phase since the last step was recorded."""
     beside: dict[str, float] = field(default_factory=dict)
-    """The same of what explorers did while the trainer trained."""
+    """The same for explorers while the trainer trained."""
     together: Together = field(default_factory=Together)
-    """What many explorers do at once, timed once."""
+    """Concurrent work of several explorers, timed once."""
     judging: list[Group] = field(default_factory=list)
     """Groups that came one by one and whose failures are not yet counted."""
     hands: ThreadPoolExecutor | None = None
@@ -166,7 +166,7 @@ class Run:
     meter: Meter | None = None
     """None: the device's speed is not known."""
     flops: float = 0.0
-    """What the update of the step at hand needs, where there is a meter."""
+    """Operations of the current step's update, if they are measured."""
     since: float = field(default_factory=lambda: clock())
     """When that was."""
 
@@ -174,7 +174,7 @@ class Run:
 
     @property
     def stores(self) -> list[Store]:
-        """Where explorers in processes of their own put groups."""
+        """Where explorers in separate processes put groups."""
         return [end.store for end in (self.buffer, self.rounds) if isinstance(end, TrainerQueue | Rounds)]
 
     @property
@@ -189,7 +189,7 @@ class Run:
 
     @property
     def samples_older(self) -> bool:
-        """Rollouts may come from other weights than those before the step at hand: older ones, or cast."""
+        """Rollouts may come from other weights than those before the current step: older ones, or cast."""
         in_turn = self.plan.mode == "synchronous" and self.sampler is None
         cast = self.out is not None and self.out.dtype is not None
         return not in_turn or cast or self.buffer.replay is not None
@@ -201,7 +201,7 @@ class Run:
 
     @property
     def sync_due(self) -> bool:
-        """Whether the step at hand ends in a weight sync: every so many, at the end, and before an evaluation."""
+        """Whether the current step ends in a weight sync: every so many steps, at the end, and before an evaluation."""
         done = self.step + 1
         judged = self._due(self.cfg.eval.interval, after=1)
         if done == self.plan.steps or judged:
@@ -213,7 +213,7 @@ class Run:
 
     @property
     def explored(self) -> int:
-        """Groups that were asked of explorers so far, by all of them."""
+        """Number of groups that were requested from all explorers so far."""
         counts = (
             self.buffer.store.ledger()
             if isinstance(self.buffer, TrainerQueue)
@@ -228,12 +228,12 @@ class Run:
 
     @property
     def interrupts(self) -> bool:
-        """A weight sync does not wait for rollouts in flight: they go on under the new weights."""
+        """A weight sync does not wait for rollouts in flight: they continue with the new weights."""
         return self.plan.mode == "asynchronous" and self.cfg.rollout.partial_rollout
 
     @property
     def group_deadline(self) -> Deadline:
-        """After so long a task must have become a group, or something hangs."""
+        """Deadline for a task to become a group; after it, something hangs."""
         times = 2 if "baseline" in self.algorithm.needs else 1
         judges = len(self.rewards.weights)
         return deadlines.group(self.cfg, judges=judges, times=times, leased=bool(self.stores))
@@ -251,7 +251,7 @@ class Run:
 
     @property
     def score(self) -> float | None:
-        """What the best checkpoints are kept by, if the step at hand was evaluated."""
+        """The score that selects the best checkpoints, if the current step was evaluated."""
         step, score = self.scored
         return score if step == self.step else None
 
@@ -285,7 +285,7 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the step and show what is going on."""
+        """Time a part of the step and show its name."""
         self.display.phase(name)
         self.watch.beat(name)
         timeline = self.directory.timeline
@@ -332,7 +332,7 @@ class Run:
         return await asyncio.get_running_loop().run_in_executor(self.hands, job)
 
     async def close(self) -> None:
-        """End what works in the background."""
+        """End background work."""
         await self.explorers.close()
         if self.hands is not None:
             self.hands.shutdown()
@@ -350,11 +350,11 @@ class Run:
         return await self.wait(groups, what, within=self.group_deadline, progress=progress)
 
     def may_stop(self) -> bool:
-        """Somebody asked to stop, and what there is now may be saved; else the step is finished first."""
+        """A stop was requested, and the current state may be saved; otherwise the step is finished first."""
         return self.stopping and not self.moving and self.buffer.whole
 
     def tell(self, name: str, version: int) -> None:
-        """Leave a word for explorers in processes of their own."""
+        """Leave a note for explorers in separate processes."""
         for store in self.stores:
             store.note(name, version)
 
@@ -396,7 +396,7 @@ class Run:
             return await wait(awaitable, owner=owner, what=what, progress=progress, **limits)
 
     def reset_reference(self) -> None:
-        """Every so many steps or epochs the reference becomes the policy of now; its optimizer may begin anew."""
+        """Every so many steps or epochs copy the policy to the reference; the optimizer may be reset."""
         cfg = self.cfg.reference
         due = self._due(cfg.reset_interval) or self._epochs_due(cfg.reset_interval_epochs)
         if self.reference is not None and due:
@@ -405,16 +405,16 @@ class Run:
                 self.policy.forget()
 
     def watch_mismatch(self, numbers: Metrics) -> None:
-        """Compare what the engine said of its tokens with what the trainer says. Exact mode promises no difference."""
+        """Compare the log-probs of engine and trainer. With log-prob parity there is no difference."""
         share = numbers.get("train/mismatch_frac", 0.0)
         if self.exact and self.same_policy and not self.policy.drops and share > 0:
             message = (
                 f"step {self.step + 1}: {share:.2%} of the sampled log-probs differ from the trainer's, by at most "
-                f"{numbers['train/mismatch_max_nats']:.2e} nats, though the self-test said 'exact'"
+                f"{numbers['train/mismatch_max_nats']:.2e} nats, although the self-test reported 'exact'"
             )
             if self.cfg.machine.logprob_parity == "on":
-                raise WhetError(message + "; machine.logprob_parity=on forbids that")
-            log.warning("%s; the run goes on as 'close'", message)
+                raise WhetError(f"{message}; machine.logprob_parity=on does not allow this: use auto")
+            log.warning("%s; the run continues as 'close'", message)
             self.exact = False
             self.display.exactness("close")
 
@@ -444,9 +444,8 @@ class Run:
         if (decay := self.cfg.critic.normalize_decay) is not None and batch.return_N is not None:
             out |= {"critic/scale_mean": self.value_scale.mean, "critic/scale_std": self.value_scale.std}
             self.value_scale = self.value_scale.seen(batch.return_N, batch.mask_N, decay=decay)
-        self.trained = (
-            to_table(batch, groups) if self._due(self.cfg.track.batches_interval, after=1) else None
-        )
+        due = self._due(self.cfg.track.batches_interval, after=1)
+        self.trained = to_table(batch, groups) if due else None
         if self.meter is not None:
             self.flops = self.meter.flops(batch, policy_learns=self.step >= self.plan.critic_warmup_steps)
         if self.algorithm.mu is not None:
@@ -475,11 +474,11 @@ class Run:
         self.played = []
 
     def record_eval(self, metrics: Metrics, groups: Sequence[Group]) -> None:
-        """Held-out numbers at the present step, with every reply that was asked for; some are shown."""
+        """Held-out metrics at the current step, with every sampled reply; some are shown."""
         if (best := self.cfg.checkpoint.keep_best) is not None:
             if best.metric not in metrics:
                 raise WhetError(
-                    f"checkpoint.keep_best.metric={best.metric} is not among what was evaluated: {', '.join(metrics)}"
+                    f"checkpoint.keep_best.metric={best.metric}: the evaluation has only {', '.join(metrics)}"
                 )
             self.scored = self.step, metrics[best.metric]
         if groups:
@@ -527,7 +526,7 @@ class Run:
     # -- saved and resumed
 
     def engines(self) -> dict[str, TorchEngine]:
-        """What a checkpoint holds. A reference that came from a folder is read from there again."""
+        """The engines of a checkpoint. A reference that was loaded from a folder is read from there again."""
         cfg = self.cfg.reference
         own = cfg.path is None or cfg.reset_interval > 0 or cfg.reset_interval_epochs > 0
         held = {"policy": self.policy, "critic": self.critic, "sampler": self.sampler}
@@ -535,7 +534,7 @@ class Run:
         return {name: engine for name, engine in held.items() if engine is not None}
 
     def save(self) -> None:
-        """The whole run to disk. What was written down so far is brought there first."""
+        """Save the whole run. Records are synced to disk first."""
         self.directory.sync()
         self.saver.wait()  # what is kept for the checkpoint before the last may go once the last is on the disk
         self.saver.save(self.engines(), self.state())
@@ -570,8 +569,7 @@ class Run:
         }
 
     def restore(self, path: Path, state: Json, *, changed: bool = False) -> None:
-        """Go on where `state` was saved. changed: the user has changed numbers since; what the run before had no need
-        of begins anew. Raises CheckpointError if it does not hold what that takes."""
+        """Resume from `state`; CheckpointError if it lacks a part. changed: a changed config may add fresh parts."""
         engines = self.engines()
         copied = self.sampler is not None and changed and not (path / "sampler").is_dir()
         if copied:

@@ -1,10 +1,10 @@
-"""Secrets that this process knows, and texts without them.
+"""Secrets that this process knows, and their removal from texts.
 
-What is known comes from the config (`config.secrets`), from the environment, and from the process that started this one
-(`guard.line`). Text of foreign code (exceptions, what a reward says) goes through `redact` where it comes in, errors
-where they are made, and all that is printed or logged where it goes out; so no file, store or tracker gets to see one.
+Secrets come from the config (`config.secrets`), from the environment, and from the process that started this one
+(`guard.line`). Text of foreign code (exceptions, output of a reward) passes through `redact` on entry, errors where
+they are created, and all printed or logged text on output; so no file, store or tracker gets a secret.
 
-A value of fewer than SHORTEST characters is not struck out of texts: it would take parts of words with it. Where its
+A value of fewer than SHORTEST characters is not removed from texts, because it would remove parts of words. Where its
 place is known (a key of the config), it is hidden whatever its length.
 """
 
@@ -51,7 +51,7 @@ def is_secret(name: str) -> bool:
 
 
 def is_sure(name: str) -> bool:
-    """Whether a name means a secret whatever the value looks like."""
+    """Whether a name marks a secret whatever the value looks like."""
     return _sure.search(name) is not None
 
 
@@ -112,7 +112,7 @@ def learn(name: str, value: str) -> None:
 
 
 def guess(name: str, value: str) -> None:
-    """Learn what only a name tells, if it may be one."""
+    """Learn a value that only its name marks as a secret, if it may be one."""
     if may_be_secret(value):
         learn(name, value)
 

@@ -1,4 +1,4 @@
-"""What lives through all stages of a run: tokenizer, model, kernels, rollout engine, records."""
+"""The parts that all stages of a run share: tokenizer, model, kernels, rollout engine, records."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ RankLines = Callable[[Config, PreTrainedModel], OpenLines]
 
 @dataclass
 class Shared:
-    """What lives through all stages of a run."""
+    """The parts that all stages of a run share."""
 
     loaded: Loaded
     plans: Sequence[Plan]
@@ -65,7 +65,7 @@ class Shared:
     ops: kernels.Ops
     exact: bool
     engine: RolloutEngine | None
-    """None: no stage ever samples."""
+    """None: no stage samples."""
     sampler: TorchEngine | None
     """A copy of the policy to sample from, where a stage syncs less often than every step."""
     rewards: Sequence[RewardSet]
@@ -79,7 +79,7 @@ class Shared:
     watch: Watch
     version: int = 0
     change: bool = False
-    """The run goes on with numbers that the user has changed."""
+    """The run resumes with changed settings that change results."""
     rank_lines: RankLines | None = None
     """Starts the ranks of a stage; None: on this machine."""
 
@@ -98,7 +98,7 @@ def open_shared(
     opener: Opener | None = None,
     rank_lines: RankLines | None = None,
 ) -> Shared:
-    """Tokenizer, model, kernels, engine. The self-test says whether sampling and training agree to the bit.
+    """Tokenizer, model, kernels, engine. The self-test reports whether sampling and training agree to the bit.
 
     opener: makes the engine as `open_engine`, the default, does. rank_lines: see `Shared`.
     """
@@ -204,12 +204,14 @@ def pick_device(cfg: Config) -> torch.device:
     """`auto` is CUDA where there is one."""
     wanted = cfg.machine.device
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("machine.device=cuda, but torch finds no CUDA device here; use auto or cpu")
+        raise ConfigError(
+            "machine.device=cuda, but torch finds no CUDA device on this machine; use auto or cpu"
+        )
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
 
 
 def prove_exact(cfg: Config, plans: Sequence[Plan], model: PreTrainedModel, *, ops: kernels.Ops) -> bool:
-    """Whether sampled log-probs equal the trainer's bit for bit, tried on the model itself."""
+    """Whether sampled log-probs equal the trainer's bit for bit, tested on the model itself."""
     log.info("kernels: %s (%s)", ops.name, ops.reason)
     if cfg.machine.logprob_parity == "off" or cfg.rollout.engine != "native":
         return False
@@ -223,10 +225,10 @@ def prove_exact(cfg: Config, plans: Sequence[Plan], model: PreTrainedModel, *, o
         max_prompt=max(1, min(40, longest - 24)),
         long_prompt=max(1, min(270, longest - 24)),
     )
-    log.info("sampling against training: %s", report)
+    log.info("log-probs of sampling and training: %s", report)
     if cfg.machine.logprob_parity == "on" and not report.exact:
         raise ConfigError(
-            f"machine.logprob_parity=on, but the self-test says {report}; set machine.logprob_parity=auto to go on"
+            f"machine.logprob_parity=on, but the self-test reports {report}; use auto to continue"
         )
     return report.exact
 
@@ -264,12 +266,12 @@ def open_engine(
 
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Tokens to the text that rewards and people see: special tokens left out."""
+    """Tokens to the text for rewards and users: special tokens are left out."""
     return lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end a reply: the tokenizer's, and all that the model's own generation config names."""
+    """Tokens that end a reply: the tokenizer's, and all in the model's own generation config."""
     named = model.generation_config.eos_token_id if model.generation_config is not None else None
     several = named if isinstance(named, list) else [named]
     return frozenset(t for t in (*several, tokenizer.eos_token_id) if t is not None)

@@ -1,7 +1,7 @@
-"""How fast exploring and training would go together: the schedules of `loop.MODES` in simulated time.
+"""Predicted speed of sampling and training together: the schedules of `loop.MODES` in simulated time.
 
-Nothing is sampled or trained: rollouts take times drawn from those measured, on so many places of the engines; a step
-of training and a weight sync take theirs. `whet plan FILE --simulate RUN` prints what comes of it.
+Nothing is sampled or trained: rollouts take times drawn from measured ones, on the slots of the engines; training steps
+and weight syncs take their measured times. `whet plan FILE --simulate RUN` prints the prediction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Mode = Literal["synchronous", "overlapped", "asynchronous"]
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What things take, in seconds."""
+    """Measured costs, in seconds."""
 
     rollout_s: Sequence[float]
     """Single rollouts, as measured; drawn from with replacement."""
@@ -34,7 +34,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Who may be ahead of whom; the numbers of `Plan` and of the section rollout."""
+    """How far sampling may run ahead of training; the numbers of `Plan` and of the section rollout."""
 
     mode: Mode
     groups_per_step: int
@@ -46,18 +46,18 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """What came of it."""
+    """The result of a simulation."""
 
     seconds: float
     steps: int
     rollouts: int
     """Trained on."""
     given_up: int
-    """Rollouts that were asked for and became too old."""
+    """Requested rollouts that became too old."""
     trainer_busy: float
     """Share of the time in which the trainer computed."""
     engines_busy: float
-    """Mean share of the engines' places in use."""
+    """Mean share of the engines' slots in use."""
 
     @property
     def step_s(self) -> float:
@@ -69,20 +69,20 @@ class Simulated:
 
 
 def simulate(costs: Costs, schedule: Schedule, *, seed: int = 0) -> Simulated:
-    """The whole schedule, from the first task asked to the last step trained."""
+    """The whole schedule, from the first requested task to the last trained step."""
     rng = random.Random(seed)
     return (_free if schedule.mode == "asynchronous" else _in_rounds)(costs, schedule, rng)
 
 
 def bound_s(costs: Costs, schedule: Schedule) -> float:
-    """Least seconds a step: of the slower side, if it never waited for the other."""
+    """Lower bound of the seconds per step: those of the slower side, if it never waited for the other."""
     rollouts = schedule.groups_per_step * schedule.group_size
     mean_s = sum(costs.rollout_s) / len(costs.rollout_s)
     return max(costs.train_s + costs.sync_s, rollouts * mean_s / costs.slots)
 
 
 def ways(schedule: Schedule) -> list[Schedule]:
-    """The schedule itself and the others that one may think of instead of it."""
+    """The schedule itself and its alternatives."""
     others = [replace(schedule, mode="synchronous", max_staleness=0, spare=0)]
     others.append(replace(schedule, mode="overlapped", max_staleness=1, spare=0))
     others += [replace(schedule, mode="asynchronous", max_staleness=ahead, spare=0) for ahead in (1, 2, 4)]
@@ -93,12 +93,12 @@ def ways(schedule: Schedule) -> list[Schedule]:
 
 
 def _in_rounds(costs: Costs, schedule: Schedule, rng: random.Random) -> Simulated:
-    """alternate and overlap: a step's rollouts are asked together, and all are waited for."""
+    """Synchronous and overlapped: a step's rollouts are requested together, and the step waits for all."""
     rollouts = schedule.groups_per_step * schedule.group_size
     busy_s = 0.0
 
     def explored_s() -> float:
-        """Seconds until the last of a round has ended, each taking the place that is free first."""
+        """Seconds until the last rollout of a round has ended; each takes the slot that is free first."""
         nonlocal busy_s
         ends = [0.0] * min(costs.slots, rollouts)
         for _ in range(rollouts):
@@ -132,10 +132,10 @@ def _in_rounds(costs: Costs, schedule: Schedule, rng: random.Random) -> Simulate
 
 @dataclass
 class _Group:
-    """A group under way."""
+    """A group in flight."""
 
     version: int
-    """Of the policy when it was asked for."""
+    """Version of the policy when the group was requested."""
     left: int
     """Rollouts that have not ended."""
     running: int = 0
@@ -144,7 +144,7 @@ class _Group:
 
 
 class _Free:
-    """Explorers and a trainer that wait for each other only where the staleness bound says so."""
+    """Asynchronous: explorers and a trainer wait for each other only at the staleness bound."""
 
     def __init__(self, costs: Costs, schedule: Schedule, rng: random.Random) -> None:
         self.costs, self.schedule, self.rng = costs, schedule, rng
@@ -179,7 +179,7 @@ class _Free:
         heapq.heappush(self.events, (self.now + seconds, self.number, what, group, began))
 
     def ask(self) -> None:
-        """New groups while there is room, and rollouts into free places."""
+        """Start new groups while there is room, and rollouts on free slots."""
         schedule = self.schedule
         bound = (schedule.max_staleness + 1) * schedule.groups_per_step
         wanted = (schedule.steps - self.version) * schedule.groups_per_step
@@ -197,7 +197,7 @@ class _Free:
                 self.later(self.rng.choice(self.costs.rollout_s), "ended", number, self.now)
 
     def ended(self, number: int, began: float) -> None:
-        """A rollout has ended; it is none of ours if its group was given up."""
+        """A rollout has ended; it does not count if its group was dropped."""
         group = self.groups.get(number)
         if group is None:
             return
@@ -224,7 +224,7 @@ class _Free:
         self.later(self.costs.train_s + self.costs.sync_s, "trained")
 
     def trained(self, number: int, began: float) -> None:
-        """A new version: what has become too old is given up, room comes back."""
+        """A new version: groups that became too old are dropped, which frees room."""
         self.training = False
         self.trained_s += self.costs.train_s
         self.version += 1

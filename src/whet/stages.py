@@ -71,9 +71,9 @@ log = logging.getLogger(__name__)
 
 
 async def run_all(shared: Shared, start: Path | None, state: Json) -> None:
-    """Every stage from the checkpoint `start` (None: from the beginning) to the end, or until asked to stop.
+    """Run every stage from the checkpoint `start` (None: from the beginning) to the end, or until a stop is requested.
 
-    state: what `checkpoint.read_state` found in `start`.
+    state: the result of `checkpoint.read_state` for `start`.
     """
     first = state["stage"] if start else 0
     timeline = shared.directory.timeline
@@ -138,11 +138,11 @@ async def _run_stage(shared: Shared, index: int, *, start: Path | None, state: J
 
 
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "not enough memory")
-"""What allocators say: CUDA's, the one of the CPU, and ranks that hand on what theirs has said."""
+"""Messages of allocators: CUDA's, the CPU's, and those that ranks pass on."""
 
 
 def ran_out(error: Exception) -> bool:
-    """Whether an error is that of an allocator, here or in a rank. What rewards say of theirs is another matter."""
+    """Whether an error is an allocator's, here or in a rank; errors of rewards do not count."""
     said = f"{type(error).__name__}: {error}"
     foreign = isinstance(error, WhetError) and not said.startswith("WhetError: rank ")
     return isinstance(error, MemoryError) or (not foreign and any(words in said for words in OUT_OF_MEMORY))
@@ -243,7 +243,7 @@ def open_stage(shared: Shared, index: int, *, explores: bool = False) -> Run:
 
 
 def _meet_explorers(run: Run) -> None:
-    """Where explorers in processes of their own get weights from, and, with a fixed schedule, are asked."""
+    """Where explorers in separate processes get weights from and, with the deterministic schedule, their tasks."""
     cfg = run.cfg
     run.out = _publisher(cfg, run.directory.path)
     if run.plan.mode != "train":
@@ -317,7 +317,7 @@ def _buffer(cfg: Config, plan: Plan, ledger: Ledger, stop: StopFlag) -> Buffer:
 
 
 def _replay(cfg: Config, plan: Plan) -> Replay | None:
-    """Groups that are trained on again, where a share of a step is such, or fresh and used ones are in one queue."""
+    """Groups that are trained on again, if a share of a step is replayed, or fresh and used groups share one queue."""
     wanted = cfg.buffer.replay
     if not (wanted.share or wanted.queue) or plan.algorithm.kind != "online":
         return None
@@ -334,7 +334,7 @@ def _replay(cfg: Config, plan: Plan) -> Replay | None:
 
 
 def grouping(cfg: Config, plan: Plan) -> dict[str, Any]:
-    """How a buffer makes of scored groups what is trained on."""
+    """How a buffer turns scored groups into training groups."""
     weights = {name: reward.weight for name, reward in cfg.rewards.items()}
     return {
         "refine": partial(refine, cfg=plan.algorithm.groups),
@@ -348,7 +348,7 @@ def queue_name(cfg: Config, stage: str) -> str:
 
 
 def _publisher(cfg: Config, run_dir: Path) -> Publisher:
-    """Where explorers of their own get the weights from."""
+    """Where explorers in separate processes get the weights from."""
     files = Files(run_dir / "weights", timeout_s=cfg.sync.timeout_s, keep=cfg.sync.keep)
     files.tidy()
     return publisher_of(cfg, files)
@@ -361,7 +361,7 @@ def _export(policy: TorchEngine, write: Callable[[Path], None], path: Path) -> N
 
 
 def _cut(shared: Shared, cfg: Config, algorithm: Algorithm) -> Cut:
-    """How the policy's batches are cut."""
+    """How the policy's batches are split."""
     return Cut.of(
         cfg.train,
         shared.model,
@@ -394,7 +394,7 @@ def _policy(
 def _reference(
     shared: Shared, cfg: Config, policy: TorchEngine, *, ranks: Mapping[str, Ranks]
 ) -> TorchEngine:
-    """Frozen: from its folder, or a copy of the policy as it is now."""
+    """Frozen: from its folder, or a copy of the current policy."""
     path, overrides = cfg.reference.path, cfg.reference.overrides
     model = twin(shared.model) if path is None else _model_at(shared, cfg, path, overrides=overrides)
     rests = "reference" in cfg.train.offload
@@ -488,7 +488,7 @@ def _asker(shared: Shared, cfg: Config) -> Ask:
 def held_out_replies(
     cfg: Config, algorithm: Algorithm, tasks: list[Task], *, tokenizer: PreTrainedTokenizerBase
 ) -> list[Group]:
-    """Replies that held-out tasks hold, as groups; none where the stage does not learn from given replies."""
+    """Given replies of held-out tasks, as groups; none if the stage does not train on given replies."""
     limit, drops = cfg.rollout.sampling.max_tokens, cfg.data.overlong == "filter"
     if algorithm.kind == "online" or not evaluates(cfg):
         return []
@@ -509,7 +509,7 @@ def trained_temperature(cfg: Config, algorithm: Algorithm) -> float:
 def reader(
     cfg: Config, algorithm: Algorithm, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[list[Task]], list[Group]]:
-    """Tasks that hold their replies, as groups: a demonstration, labelled or not, or a chosen and a rejected reply."""
+    """Tasks with given replies, as groups: a demonstration, labelled or not, or a chosen and a rejected reply."""
     limit, most = cfg.rollout.sampling.max_tokens, cfg.data.max_total_tokens
     overlong = cfg.data.overlong
     turns = learned_turns(cfg.data, algorithm.kind)
@@ -534,7 +534,7 @@ def reader(
 def _experts(
     cfg: Config, algorithm: Algorithm, tokenizer: PreTrainedTokenizerBase, *, count: int, held_out: list[Task]
 ) -> Experts | None:
-    """The demonstrations of a mix, in an order of their own; None where there is no mix."""
+    """The demonstrations of a mix, in their own order; None without a mix."""
     if count == 0:
         return None
     data = cfg.data.model_copy(update={"train": cfg.data.demonstrations})
@@ -554,8 +554,8 @@ def _experts(
 
 
 def rejection(group: Group, *, algorithm: Resolved, weights: Mapping[str, float]) -> str | None:
-    """Why a group teaches nothing: rewards all equal, under dynamic sampling, or too close; or, after failures, a
-    rollout left alone where rollouts of a group are compared. weights: of the rewards by name."""
+    """Why a group is not trained on: rewards all equal, with dynamic sampling, or too close; or, after failures, a
+    single rollout is left although rollouts of a group are compared. weights: of the rewards by name."""
     if len(group.rollouts) == 1 and (algorithm.compares or algorithm.pairs):
         return "alone"
     return uninformative(group, algorithm.groups, drop_uniform=algorithm.dynamic_sampling, weights=weights)

@@ -1,4 +1,4 @@
-"""The whole plugin system: a name is a key of a table, or points to code of yours."""
+"""The plugin system: a name is a key of a table, or points to user code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def find(table: Mapping[str, T], name: str, *, what: str) -> T:
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """'; did you mean ...?' or nothing."""
+    """'; did you mean ...?' or an empty text."""
     hits = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(repr(h) for h in hits)}?" if hits else ""
 
@@ -50,12 +50,12 @@ def load_object(spec: str, *, what: str) -> Callable:  # type: ignore[type-arg]
         raise ConfigError(f"{what} {spec!r}: {place!r} has no {name!r}{near(name, dir(module))}")
     found = getattr(module, name)
     if not callable(found):
-        raise ConfigError(f"{what} {spec!r} is {found!r}; a function or class is needed")
+        raise ConfigError(f"{what} {spec!r} is {found!r}; expected a function or class")
     return found
 
 
 def loaded_files() -> list[str]:
-    """Files of the user's that have been loaded; another process needs them to know their functions by name."""
+    """User files that have been loaded; another process needs them to find their functions by name."""
     modules = [m for name, m in sys.modules.items() if name.startswith(_USER)]
     return [m.__file__ for m in modules if m.__file__ is not None]
 

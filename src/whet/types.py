@@ -1,4 +1,4 @@
-"""The nouns that travel between processes.
+"""The types that are sent between processes.
 
 Frozen dataclasses of plain Python values: every one can be written as JSON and read back equal.
 No torch, no Ray, no network here (layer 0).
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from whet.secrets import redact
 
 FinishReason = Literal["stop", "length", "abort"]
-"""`stop`: an end token or stop string; `length`: the token limit; `abort`: given up (deadline, error)."""
+"""`stop`: an end token or stop string; `length`: the token limit; `abort`: dropped (deadline, error)."""
 
 Metrics = dict[str, float]
 """Numbers of one step, named `stage/what_unit`."""
@@ -23,7 +23,7 @@ Json = Any
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message, as a chat template takes it."""
+    """One chat message, in the form that chat templates expect."""
 
     role: str
     content: str
@@ -31,7 +31,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is asked: one prompt, with what a reward needs to judge the reply.
+    """One prompt, with the data that a reward needs to score the reply.
 
     `prompt` is either chat messages (then the chat template is applied) or plain text (then it is not).
     """
@@ -85,7 +85,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine returns for one request: the new tokens only."""
+    """The result of an engine for one request: the new tokens only."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -118,16 +118,16 @@ class Rollout:
     versions: list[int]
     finish_reason: FinishReason
     text: str = ""
-    """The reply as text (all sampled tokens, end tokens left out): for rewards and for people."""
+    """The reply as text (all sampled tokens, without end tokens): for rewards and for users."""
     reward: float | None = None
-    """None: not scored (yet, or its reward failed; then `error` says how)."""
+    """None: not scored (yet, or the reward failed; then `error` has the cause)."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     baseline: float | None = None
     """Reward of the greedy reply to the same task, where the advantage compares with it (ReMax)."""
     answer: str | None = None
     """The final answer a reward extracted from the reply, for majority voting."""
     error: str | None = None
-    """Why it has no reward; foreign code's words, without the secrets that are known."""
+    """Why the rollout has no reward: text of foreign code, without known secrets."""
 
     def __post_init__(self) -> None:
         if self.error is not None:
@@ -158,8 +158,8 @@ class Group:
 
 
 class WhetError(Exception):
-    """Something the user can mend: what was given, what was expected, what to do. Exit code 2 before a run, 1 in it.
-    Secrets that are known are struck out of it."""
+    """An error that the user can fix: what was given, what was expected, what to do. Exit code 2 before a run, 1 during
+    it. Known secrets are removed from the message."""
 
     def __init__(self, *said: object) -> None:
         super().__init__(*(redact(part) if isinstance(part, str) else part for part in said))
@@ -170,7 +170,7 @@ class ConfigError(WhetError):
 
 
 class Stopped(Exception):
-    """Asked to end the run while a step waited for other processes; nothing of that step was trained."""
+    """A stop was requested while a step waited for other processes; nothing of that step was trained."""
 
 
 class DataError(WhetError):

@@ -1,9 +1,9 @@
-"""How much better each sampled token was than expected.
+"""Advantages: how much better each sampled token was than expected.
 
 An advantage is a function of a batch and the rewards of its tokens; it returns `adv_N` and, where there is
 something for a critic to learn, `return_N`. Further keyword arguments are settings of `config.Algorithm`.
-A rollout without a sampled token took no action: it counts nowhere. Here are the advantages with a number for every
-token; `baselines` has those with one for every rollout, `turns` those with one for every turn.
+A rollout without a sampled token took no action and is not counted. This module has the advantages with a number for
+every token; `baselines` has those with one for every rollout, `turns` those with one for every turn.
 Shape letters: N tokens, R rollouts, M sampled tokens.
 """
 
@@ -37,7 +37,7 @@ from whet.batch import Batch
 
 
 def token_rewards(batch: Batch, *, kl_coef: float = 0.0, estimator: str = "k1") -> Tensor:
-    """[N] the rollout's reward at its last sampled token, less kl_coef times the KL at every one."""
+    """[N] the rollout's reward at its last sampled token, minus kl_coef times the KL at every sampled token."""
     last_R = last_sampled_R(batch)
     has_R = last_R >= 0
     reward_N = batch.reward_R.new_zeros(batch.tokens)
@@ -82,7 +82,7 @@ def reinforce_plus_plus(batch: Batch, *, reward_N: Tensor, gamma: float) -> Adva
 
 
 def remax(batch: Batch, *, reward_N: Tensor) -> Advantage:
-    """The rewards from here on less the reward of the greedy reply to the same task. arXiv:2310.10505."""
+    """The rewards from t on minus the reward of the greedy reply to the same task. arXiv:2310.10505."""
     baseline_R = need(batch.baseline_R, "batch.baseline_R").to(reward_N.dtype)
     return_N, _ = reinforce(batch, reward_N=reward_N, gamma=1.0)
     return torch.where(batch.mask_N, return_N - baseline_R[batch.row_N], 0.0), None
@@ -104,7 +104,7 @@ def reward(batch: Batch, *, reward_N: Tensor) -> Advantage:
 
 
 def none(batch: Batch, *, reward_N: Tensor) -> Advantage:
-    """A_t = r_t: the token's own reward as it is."""
+    """A_t = r_t: the token's own reward, unchanged."""
     return reward_N, None
 
 

@@ -1,7 +1,7 @@
 """How token losses become one number: the loss of a minibatch is sum(loss_N * weight_N).
 
-Every denominator counts over the whole minibatch, before it is cut into micro-batches or over ranks, so no
-cut changes the gradient. A rollout without a sampled token counts in no denominator.
+Every denominator counts over the whole minibatch, before it is split into micro-batches or over ranks, so no
+split changes the gradient. A rollout without a sampled token counts in no denominator.
 Shape letters: N tokens, R rollouts.
 """
 
@@ -42,7 +42,7 @@ def weights(batch: Batch, mode: str, *, norm_tokens: int, block: int | None = No
     block: token-mean is a mean over blocks of so many consecutive rollouts, of each block's mean over tokens; its last
     block may have fewer. One over: blocks * tokens of the block.
 
-    A rollout that counts c times (`batch.count_R`) counts c times above and below the line, as c copies would.
+    A rollout that counts c times (`batch.count_R`) counts c times in numerators and denominators, as c copies would.
     """
     if mode == "pair-mean":
         return _pair_weights(batch)
@@ -88,10 +88,10 @@ def pairs(batch: Batch) -> tuple[Tensor, Tensor]:
         )
     if (batch.reward_R[0::2] == batch.reward_R[1::2]).any():
         raise DataError(
-            "a loss on pairs needs a higher reward for the chosen reply; a pair has two equal rewards."
+            "a loss on pairs needs a higher reward for the chosen reply, but a pair has two equal rewards."
         )
     if (sampled_R(batch) == 0).any():
-        raise DataError("a loss on pairs needs replies of at least one token; a pair has an empty one.")
+        raise DataError("a loss on pairs needs replies of at least one token, but a pair has an empty reply.")
     even = torch.arange(0, batch.rollouts, 2, device=batch.reward_R.device)
     second_wins = (batch.reward_R[1::2] > batch.reward_R[0::2]).long()
     return even + second_wins, even + 1 - second_wins

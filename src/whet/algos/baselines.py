@@ -1,6 +1,6 @@
-"""Advantages that are one number a rollout: its score against a baseline from its group.
+"""Advantages with one number per rollout: its score minus a baseline from its group.
 
-The score S of a rollout is the sum of its token rewards. A rollout without a sampled token counts nowhere.
+The score S of a rollout is the sum of its token rewards. A rollout without a sampled token is not counted.
 Statistics are taken in float64: the mean of equal float32 rewards is then that reward, and a uniform group gets
 exactly 0. Shape letters: N tokens, R rollouts.
 """
@@ -23,7 +23,7 @@ Advantage = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Scores:
-    """What a group's rollouts got; every field is float64 but `takes_R`."""
+    """Scores of the rollouts with statistics of their groups; every field is float64 except `takes_R`."""
 
     score_R: Tensor
     """Sum of the rollout's token rewards."""

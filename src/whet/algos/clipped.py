@@ -56,7 +56,7 @@ def clipped_surrogate(
 
 
 def aipo(batch: Batch, out: Outputs, *, aipo_rho: float) -> Loss:
-    """-min(r, aipo_rho) A: the ratio is capped from above only, whatever the sign of A (arXiv:2505.24034)."""
+    """-min(r, aipo_rho) A: the ratio is capped from above only, for either sign of A (arXiv:2505.24034)."""
     ratio_N = ratio(batch, out)
     loss_N = -need(batch.adv_N, "batch.adv_N") * ratio_N.clamp(max=aipo_rho)
     stats = {"clip_frac": (ratio_N > aipo_rho).to(loss_N.dtype)}

@@ -1,7 +1,7 @@
-"""Off-policy correction: what was sampled by an engine that computes differently, or by an older policy.
+"""Off-policy correction of tokens sampled by an engine that computes differently, or by an older policy.
 
 w = pi_old / pi_sampled: the trainer's probability of a token over the engine's, both before the step. Computed once
-for the whole step, so no cut changes it. The policy loss of a token is multiplied by `correction_N`; a weight of 0
+for the whole step, so no split changes it. The policy loss of a token is multiplied by `correction_N`; a weight of 0
 means that the token was rejected. Shape letters: N tokens, R rollouts.
 """
 
@@ -45,7 +45,7 @@ def is_on(cfg: Correction) -> bool:
 
 
 def kept(batch: Batch) -> Batch:
-    """The batch without its rejected tokens: they are not sampled ones any more, in numerators and denominators."""
+    """The batch without its rejected tokens: they no longer count as sampled, in numerators and denominators."""
     if batch.correction_N is None:
         return batch
     return replace(batch, mask_N=batch.mask_N & (batch.correction_N != 0))

@@ -1,9 +1,9 @@
-"""Policy losses that treat the tokens with the largest covariance of advantage and log-prob apart.
+"""Policy losses that treat the tokens with the largest covariance of advantage and log-prob separately.
 
-Such tokens make the entropy fall (arXiv:2505.22617). Which they are is a question to the whole minibatch: its means,
-its k largest, a random choice. It is answered once, before the minibatch is cut, by a few numbers that every token of
-any part can be compared with (`Picks`); so the cut changes nothing. The random numbers are functions of a rollout's
-tokens and of the place in it: no state, and the same in any order. Shape letters: N tokens, R rollouts, M sampled.
+Such tokens reduce the entropy (arXiv:2505.22617). The choice depends on the whole minibatch: means, k largest values,
+random numbers. It is made once, before the minibatch is split, as a few numbers to compare every token of any
+part with (`Picks`); so the split changes nothing. The random numbers are functions of a rollout's tokens and of the
+position in it: no state, and the same in any order. Shape letters: N tokens, R rollouts, M sampled.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def covariance(batch: Batch, logp_N: Tensor, *, adv_mean: float, logp_mean: floa
 
 
 def luck_N(batch: Batch) -> Tensor:
-    """[N] float64 in [0, 1): a number of the rollout's tokens and the place in it; equal in every cut and order."""
+    """[N] float64 in [0, 1): a number of the rollout's tokens and the place in it; equal for every split and order."""
     place_N = batch.position_N
     word_N = (_uniform(batch.token_ids_N << 32 | place_N) * 2.0**53).long()
     name_R = torch.zeros_like(batch.length_R).index_add(0, batch.row_N, word_N)  # int64 wraps around

@@ -1,4 +1,4 @@
-"""What the critic learns: its loss, and the running scale of what it predicts. Shape letter: N tokens."""
+"""The critic's loss, and the running scale of its predictions. Shape letter: N tokens."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def value_loss(batch: Batch, out: Outputs, *, clip: float | None) -> Loss:
 
 @dataclass(frozen=True)
 class Scale:
-    """Running mean and standard deviation of returns: value = mean + std * what the critic says.
+    """Running mean and standard deviation of returns: value = mean + std * the critic's output.
 
-    A step's values, targets and clip all use the scale from before the step; the step's returns then move it. The
-    critic's head is not rescaled with it (PopArt, arXiv:1602.07714, does that), so what it says lags by a step.
+    A step's values, targets and clip all use the scale from before the step; the step's returns then update it. The
+    critic's head is not rescaled with it (PopArt, arXiv:1602.07714, does that), so its output lags by a step.
     """
 
     first: float = 0.0
@@ -47,12 +47,12 @@ class Scale:
 
     @property
     def std(self) -> float:
-        """1 where nothing has been seen, or nothing has varied."""
+        """1 if there were no returns yet, or they did not vary."""
         variance = self.second / self.weight - self.mean**2 if self.weight else 1.0
         return math.sqrt(variance) if variance > 1e-12 else 1.0
 
     def seen(self, return_N: Tensor, mask_N: Tensor, *, decay: float) -> Scale:
-        """The scale after a step with these returns; steps fade by `decay` each."""
+        """The scale after a step with these returns; each step decays older ones by `decay`."""
         x_M = return_N[mask_N].double()
         if len(x_M) == 0 or not bool(x_M.isfinite().all()):
             return self
@@ -63,7 +63,7 @@ class Scale:
         )
 
     def restored(self, value_N: Tensor, mask_N: Tensor) -> Tensor:
-        """[N] what the critic says, as values in reward units; 0 where nothing was sampled."""
+        """[N] the critic's output as values in reward units; 0 where nothing was sampled."""
         return torch.where(mask_N, self.mean + self.std * value_N, 0.0)
 
     def normalized(self, batch: Batch) -> Batch:

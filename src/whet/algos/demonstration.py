@@ -1,7 +1,7 @@
 """Losses on given replies, alone or among the policy's own rollouts (mixes).
 
-A mix is two losses on one batch: the policy's on its own rollouts, an expert's on the demonstrations. Each part sees
-the other as not sampled, so that it counts nowhere there: in no denominator, clip fraction, entropy or KL.
+A mix is two losses on one batch: the policy's on its own rollouts, a supervised loss on the demonstrations. For each
+part the other one counts as not sampled: it is in no denominator, clip fraction, entropy or KL.
 Shape letters: N tokens, R rollouts.
 """
 
@@ -34,7 +34,7 @@ def sft_is(batch: Batch, out: Outputs) -> Loss:
 def sft_phi(batch: Batch, out: Outputs, *, phi_cutoff: float) -> Loss:
     """-p (1 - p) min(log pi, log phi_cutoff), p = pi without gradient: CHORD's phi, arXiv:2508.11408.
 
-    Tokens that the policy is sure of, or finds impossible, teach least; above the cutoff they teach nothing.
+    Tokens with a probability near 1 or 0 have the smallest weight; above the cutoff a token has no gradient.
     """
     logp_N = need(out.logp_N, "outputs.logp_N")
     own_N = logp_N.detach()
@@ -69,7 +69,7 @@ def among_experts(batch: Batch, own_R: Tensor) -> Tensor:
 
 
 def mixed(policy: LossFn, expert: LossFn) -> LossFn:
-    """policy on the own rollouts, expert on the demonstrations; each one's numbers from its own part alone."""
+    """policy: loss on the own rollouts; expert: loss on the demonstrations. Each has metrics of its own part only."""
     return partial(_mixed, policy, expert)
 
 
@@ -85,14 +85,14 @@ def _mixed(policy: LossFn, expert: LossFn, batch: Batch, out: Outputs) -> Loss:
 def mixed_weights(batch: Batch, *, weights: Callable[[Batch], Tensor], mu: float) -> Tensor:
     """[N] (1 - mu) times the weights of the own rollouts, mu times those of the demonstrations.
 
-    Each part is normalised by itself, so mu says what it counts whatever its share of the tokens.
+    Each part is normalised separately, so mu is the weight of the demonstrations for any share of the tokens.
     """
     expert_R = need(batch.expert_R, "batch.expert_R")
     return (1 - mu) * weights(own(batch)) + mu * weights(_masked(batch, expert_R))
 
 
 def mu_at(mix: Mix, step: int) -> float:
-    """The demonstrations' weight in a step (the first is 1): a line from 0 up to mu, then a cosine down to mu_valley.
+    """The demonstrations' weight in a step (the first is 1): linear from 0 to mu, then a cosine down to mu_valley.
 
     arXiv:2508.11408. mu_warmup_steps = 0: mu from the start; mu_valley = None: it stays there.
     """

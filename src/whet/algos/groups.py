@@ -1,4 +1,4 @@
-"""What becomes of a scored group before it is trained on: which rollouts stay, and as what. Plain Python, no torch."""
+"""Selection in a scored group before training: which rollouts stay, and with which reward. Plain Python, no torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from whet.config.parts.groups import Groups
 from whet.types import Group, Rollout
 
 Dropped = dict[str, int]
-"""Rollouts that left their group, by reason."""
+"""Rollouts that were dropped from their group, by reason."""
 
 
 def refine(group: Group, cfg: Groups) -> tuple[Group, Dropped]:
-    """The group as it is trained on, and how many rollouts left it. All rollouts must have been scored."""
+    """The group for training, and the number of rollouts dropped from it. All rollouts must have been scored."""
     if cfg.truncated == "zero":
         group = replace(group, rollouts=tuple(_zero_unfinished(r) for r in group.rollouts))
     dropped: Dropped = {}
@@ -33,7 +33,7 @@ def refine(group: Group, cfg: Groups) -> tuple[Group, Dropped]:
 def uninformative(
     group: Group, cfg: Groups, *, drop_uniform: bool, weights: Mapping[str, float]
 ) -> str | None:
-    """Why a group teaches nothing, or None: rewards too close (`flat`) or all equal (`uniform`).
+    """Why a group is dropped, or None: rewards too close (`flat`) or all equal (`uniform`).
 
     weights: of the rewards by name, for those that `uniform_by` adds up.
     """
@@ -57,7 +57,7 @@ Rule = Callable[[Sequence[Rollout]], tuple[Rollout, ...]]
 
 
 def _rules(cfg: Groups) -> list[tuple[str, Rule]]:
-    """What takes rollouts out of a group, in order, by the reason that is booked."""
+    """The rules that drop rollouts of a group, in order, by the reason for the ledger."""
     rules: list[tuple[str, Rule]] = []
     if cfg.truncated == "drop":
         rules.append(("unfinished", lambda rollouts: tuple(r for r in rollouts if r.finish_reason == "stop")))
@@ -69,7 +69,7 @@ def _rules(cfg: Groups) -> list[tuple[str, Rule]]:
 
 
 def extremes(rollouts: Sequence[Rollout], best: int, worst: int) -> tuple[Rollout, ...]:
-    """The `best` rollouts of highest and the `worst` of lowest reward, in their order; of equal ones the earlier.
+    """The `best` rollouts of highest and the `worst` of lowest reward, in their order; the earlier one on a tie.
 
     Both ends of the rewards carry most of the gradient's variance: arXiv:2504.13818 keeps n / 2 of each.
     """
@@ -105,11 +105,11 @@ def with_baseline(group: Group, greedy: Rollout) -> Group:
 
 
 def mask_shared_prefixes(group: Group, min_tokens: int) -> Group:
-    """Replies that share a beginning of at least `min_tokens` tokens and got different rewards: it gives no loss.
+    """Replies with a common prefix of at least `min_tokens` tokens and different rewards: the prefix has no loss.
 
-    In the tree of the group's replies (all tokens from the first sampled one on) a beginning is shared where two or
-    more replies pass, and longest where no two of them go on together. A reply that has nothing after it is left as
-    it is. Cosmos-RL `min_filter_prefix_tokens`.
+    In the tree of the group's replies (all tokens from the first sampled one on) a prefix is shared where two or more
+    replies have it, and longest where no two of them continue equally. A reply without a token after it is
+    unchanged. Cosmos-RL `min_filter_prefix_tokens`.
     """
     starts = [r.mask.index(1) if 1 in r.mask else len(r.mask) for r in group.rollouts]
     replies = [r.token_ids[start:] for r, start in zip(group.rollouts, starts)]

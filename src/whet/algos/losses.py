@@ -1,4 +1,4 @@
-"""Losses per token, unreduced: what a token counts stands in `batch.weight_N` (see `aggregate`).
+"""Losses per token, unreduced: `batch.weight_N` has the weight of each token (see `aggregate`).
 
 A loss is a function of a batch and the model's outputs for it; further keyword arguments are settings of
 `config.Algorithm`, by name. It is 0 where nothing was sampled. Shape letters: N tokens, R rollouts.
@@ -36,7 +36,7 @@ def regularized(
 ) -> LossFn:
     """correction * loss + kl_coef * (KL to the reference) - entropy_coef * entropy, at every token.
 
-    With entropy_own_mean the entropy is a mean over tokens, whatever the weights of the tokens; positive_nll_coef
+    With entropy_own_mean the entropy is a mean over tokens, independent of their weights; positive_nll_coef
     weighs the mean of -log pi over the tokens of rollouts with a reward above 0. `totals`: of the minibatch that the
     batches given are parts of; None: every batch is a whole one.
     """
@@ -114,4 +114,4 @@ LOSSES: dict[str, Callable[..., Loss]] = {
 }
 
 LOSSES_OVER: dict[str, Callable[..., LossFn]] = {"clip_cov": clip_cov_over, "kl_cov": kl_cov_over}
-"""Losses that look at the whole minibatch before it is cut: f(minibatch, its log-probs, *, settings) -> LossFn."""
+"""Losses that read the whole minibatch before it is split: f(minibatch, its log-probs, *, settings) -> LossFn."""

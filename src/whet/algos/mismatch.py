@@ -1,4 +1,4 @@
-"""Do engine and trainer agree on the log-probs of what was sampled? Shape letter: M sampled tokens."""
+"""The difference of engine and trainer in the log-probs of sampled tokens. Shape letter: M sampled tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from whet.types import Metrics
 def mismatch(trainer_M: Tensor, engine_M: Tensor) -> dict[str, Tensor]:
     """[M] numbers of each sampled token; their means (of `max`, the largest) over a step are its metrics.
 
-    d = trainer - engine. k1 and k3 estimate KL(engine || trainer), share is 1 where the bits differ. A log-prob that
-    is no number shows in every one.
+    d = trainer - engine. k1 and k3 estimate KL(engine || trainer), share is 1 where the bits differ. A log-prob
+    of NaN shows in every one.
     """
     trainer_M, engine_M = trainer_M.detach(), engine_M.detach()
     d_M = trainer_M.double() - engine_M.double()

@@ -13,7 +13,7 @@ from whet.batch import Batch, Loss, Outputs
 
 
 def reinforce(batch: Batch, out: Outputs) -> Loss:
-    """-A log pi (Williams 1992, doi:10.1007/BF00992696). Unbiased only on rollouts of the present policy."""
+    """-A log pi (Williams 1992, doi:10.1007/BF00992696). Unbiased only on rollouts of the current policy."""
     loss_N = -need(batch.adv_N, "batch.adv_N") * need(out.logp_N, "outputs.logp_N")
     return Loss(sampled(batch, loss_N), drift(batch, out))
 
@@ -36,6 +36,6 @@ def topr(batch: Batch, out: Outputs, *, topr_threshold: float) -> Loss:
 
 
 def cross_entropy(batch: Batch, out: Outputs) -> Loss:
-    """-log pi of the policy's own rollouts, whatever their advantage: with the best of a group it is RAFT."""
+    """-log pi of the policy's own rollouts, with any advantage: with the best of a group it is RAFT."""
     loss_N = sampled(batch, -need(out.logp_N, "outputs.logp_N"))
     return Loss(loss_N, {"nll_nats": loss_N.detach()} | drift(batch, out))

@@ -1,6 +1,6 @@
-"""Losses on replies that people or rules have compared or judged: pairs (dpo, orpo, simpo) and single ones (kto).
+"""Losses on compared or labelled replies: pairs (dpo, orpo, simpo) and single replies (kto).
 
-Each is one number a pair or a rollout. It stands at one sampled token, the last one of the chosen reply or of the
+Each is one number per pair or rollout. It stands at one sampled token, the last one of the chosen reply or of the
 rollout, so that the aggregation's weight there makes the mean over pairs or rollouts.
 Shape letters: N tokens, R rollouts, P pairs.
 """
@@ -104,7 +104,7 @@ def kl_zero(batch: Batch, *, policy: Forward, reference: Forward) -> Tensor:
     """[R] KTO's z0 = max(0, mean of log pi/ref of the NEXT rollout's reply to this one's prompt), one number for all.
 
     arXiv:2402.01306 section 4: how far the policy has gone from the reference on replies that were not written for
-    the prompt. Over the whole batch and without a gradient, so that it does not depend on how the batch is cut later.
+    the prompt. Over the whole batch and without a gradient, so that it does not depend on how the batch is split later.
     """
     other = mismatched(batch)
     ratio_R = other.sum_R((policy(other, "logprobs") - reference(other, "logprobs")).double())
@@ -114,7 +114,9 @@ def kl_zero(batch: Batch, *, policy: Forward, reference: Forward) -> Tensor:
 def mismatched(batch: Batch) -> Batch:
     """Each rollout's prompt with the reply of the rollout after it; the first one's for the last."""
     if batch.rollouts < 2:
-        raise DataError("the loss 'kto' compares replies of different tasks; a step needs at least two.")
+        raise DataError(
+            "the loss 'kto' compares replies of different tasks, so a step needs at least two tasks."
+        )
     next_R = torch.arange(batch.rollouts, device=batch.length_R.device).roll(-1)
     length_R = batch.prompt_R + (batch.length_R - batch.prompt_R)[next_R]
     row_N = torch.repeat_interleave(length_R)

@@ -1,6 +1,6 @@
-"""The policy now against the policy before the step: what ratio losses are made of.
+"""Ratios of the current policy to the policy before the step, for ratio losses.
 
-Log-ratios are bounded, so that a token which one of the two calls impossible leaves loss and gradient finite;
+Log-ratios are bounded, so that a token with probability 0 under one of the two leaves loss and gradient finite;
 at the bound there is no gradient. Shape letters: N tokens, R rollouts.
 """
 

@@ -38,22 +38,22 @@ Forward = Callable[[Batch, Literal["logprobs"]], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """What the step needs to know about what is learned."""
+    """The parts of an algorithm that the step uses."""
 
     name: str
     kind: Kind
     needs_reference: bool
     """`logp_ref_N` must be filled in."""
     needs: frozenset[Need]
-    """All that must be at hand beside rewards."""
+    """Everything that is needed besides rewards."""
     needs_critic: bool
     """`value_N` must be filled in, and the critic learns with `value_loss`."""
     needs_old: Callable[[bool], bool]
     """Given whether sampled log-probs are exact: must the trainer recompute `logp_old_N`? Else None."""
     entropy_grad: bool
-    """The loss asks for the gradient of the entropy."""
+    """The loss needs the gradient of the entropy."""
     whole_groups: bool
-    """The loss joins rollouts of a group: never cut one between micro-batches."""
+    """The loss joins rollouts of a group: never split a group between micro-batches."""
     dynamic_sampling: bool
     kl_coef: float
     """First weight of the KL in the reward (0: none there)."""
@@ -68,9 +68,9 @@ class Algorithm:
     advantage: Callable[[Batch, float], Batch]
     """The batch, given the weight of the KL in the reward, with `adv_N` (and `return_N`) set."""
     loss: LossFn
-    """Of a whole minibatch, or of any batch that stands for itself."""
+    """The loss of a whole minibatch, or of any batch on its own."""
     loss_of: Callable[[Batch, Forward], LossFn]
-    """Of parts of a minibatch, which is given with its weights: what asks for the whole of it is answered first."""
+    """The loss for parts of a minibatch, which is given with its weights; whole-minibatch values come first."""
     weights: Callable[[Batch, int], Tensor]
     """`weight_N` of a whole minibatch, given the number of the training step (the first is 1)."""
     mu: Callable[[int], float] | None
@@ -88,8 +88,8 @@ def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> A
     in_reward = r.reward_kl.coef > 0
     if in_reward and "reward_N" not in _keywords(advantage):
         raise ConfigError(
-            f"advantage {r.advantage!r} does not take reward_N, the rewards of the tokens with the KL taken "
-            "off: add the keyword argument reward_N, or use algorithm.kl instead of algorithm.reward_kl."
+            f"advantage {r.advantage!r} does not take reward_N, the token rewards with the KL "
+            "subtracted: add the keyword argument reward_N, or use algorithm.kl instead of algorithm.reward_kl."
         )
     uses_old = (
         in_reward
@@ -246,7 +246,7 @@ def _needs_old(r: Resolved, uses_old: bool, exact: bool) -> bool:
 
 
 def _weights(r: Resolved, batch: Batch, step: int, *, norm_tokens: int) -> Tensor:
-    """What a token counts; rejected ones leave the denominators where the correction says so."""
+    """Weights of the tokens; rejected tokens are left out of denominators if the correction is set so."""
     counted = kept(batch) if r.correction.denominator == "kept" else batch
     plain = partial(weights, mode=r.loss_agg_mode, norm_tokens=norm_tokens, block=r.mean_over_rollouts)
     return mixed_weights(counted, weights=plain, mu=mu_at(r.mix, step)) if r.mix else plain(counted)

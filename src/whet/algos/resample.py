@@ -1,4 +1,4 @@
-"""How many times each rollout counts in the loss: `count_R`.
+"""How often each rollout counts in the loss: `count_R`.
 
 Functions of a batch; weights multiply by the counts, and denominators count with them. Random numbers come from a
 stream of `seeds`, so the same step draws the same again after a resume. Shape letters: R rollouts, G groups.
@@ -27,8 +27,8 @@ def counts(
 ) -> Tensor | None:
     """[R] the product of all that counts rollouts; None where each counts once.
 
-    method: a key of RESAMPLE, or 'none'. groups: how many the step should have; fewer are made up for by copies.
-    finished_only: rollouts that did not end by themselves count 0 times.
+    method: a key of RESAMPLE, or 'none'. groups: how many the step should have; copies replace missing ones.
+    finished_only: truncated rollouts count 0 times.
     """
     factors: list[Tensor] = []
     if method != "none":
@@ -86,7 +86,7 @@ def balanced(batch: Batch, *, stream: int, power: float) -> Tensor:
 
 
 def copies(batch: Batch, *, stream: int, groups: int) -> Tensor:
-    """[R] 1, and one more for each time a group is drawn at random to stand for one of those that were dropped.
+    """[R] 1, and one more for each time a group is drawn at random to replace a dropped group.
 
     `duplicate_experiences` of Trinity's GRPO.
     """

@@ -15,7 +15,7 @@ from whet.types import WhetError
 def need(x: Tensor | None, name: str) -> Tensor:
     """x itself; WhetError if that field was not filled in."""
     if x is None:
-        raise WhetError(f"{name} is not set: the algorithm needs it, and the step must fill it in before.")
+        raise WhetError(f"{name} is not set: the algorithm needs it, so the step must compute it first.")
     return x
 
 

@@ -1,4 +1,4 @@
-"""Rollouts that have no part in the gradient, and when they need not be computed.
+"""Rollouts without an effect on the gradient, and when they need not be computed.
 
 Shape letters: N tokens, R rollouts.
 """
@@ -21,17 +21,17 @@ from whet.config.schema import Train
 
 @dataclass(frozen=True, kw_only=True)
 class Skipping:
-    """What a stage may skip, and why not more."""
+    """The rollouts that a stage may skip, and why not more."""
 
     skips: Skips = "nothing"
     before_models: bool = False
-    """Rewards alone say what is skipped: advantages come before any model is asked about a rollout."""
+    """Rewards alone decide what is skipped: advantages are computed before any model runs."""
     why: str = ""
-    """What reads rollouts that have no part in the gradient, or might. Empty: nothing does."""
+    """Reasons why rollouts without an effect on the gradient are read, or might be. Empty: none."""
 
 
 def skipping(r: Resolved, train: Train) -> Skipping:
-    """What a stage may skip."""
+    """The rollouts that a stage may skip."""
     if r.kind != "online" or not train.skip_zero_weight:
         return Skipping()
     if why := _reads_all(r, train):
@@ -46,19 +46,19 @@ def skipping(r: Resolved, train: Train) -> Skipping:
 
 
 def _reads_all(r: Resolved, train: Train) -> str:
-    """What looks across rollouts, or may."""
+    """Parts of the algorithm that read several rollouts at once, or may."""
     if r.loss not in LOSSES:
         return f"the loss {r.loss} may read it"
     if LOSSES[r.loss].skips == "nothing":
-        return f"the loss {r.loss} looks at the whole minibatch"
+        return f"the loss {r.loss} reads the whole minibatch"
     return "train.router_aux_loss_coef is a term over all tokens" if train.router_aux_loss_coef > 0 else ""
 
 
 def _reads_zero(r: Resolved) -> str:
-    """What learns from rollouts whatever their advantage."""
+    """Parts of the algorithm that train on rollouts with any advantage."""
     loss = LOSSES[r.loss]
     if loss.skips != "no advantage":
-        return f"the loss {r.loss} learns from them"
+        return f"the loss {r.loss} trains on them"
     terms = {
         **{f"loss.{key}": r.settings["loss"].settings[key] != value for key, value in loss.skips_if.items()},
         "kl.coef": r.kl.coef > 0,
@@ -69,17 +69,17 @@ def _reads_zero(r: Resolved) -> str:
 
 
 def _asks_first(r: Resolved) -> str:
-    """What asks models about every rollout before it is known what it teaches."""
+    """Parts that run models on every rollout before its advantage is known."""
     if is_on(r.correction):
         return "algorithm.correction compares them"
     if r.reward_kl.coef > 0:
-        return "algorithm.reward_kl takes its KL off the rewards"
+        return "algorithm.reward_kl subtracts its KL from the rewards"
     asks = ":" in r.advantage or r.needs & {"critic", "collision", "old"}
-    return f"the advantage {r.advantage} reads them, or may" if asks else ""
+    return f"the advantage {r.advantage} reads them, or may read them" if asks else ""
 
 
 def without_effect(batch: Batch, weight_N: Tensor, *, skips: Skips) -> Tensor:
-    """[R] bool: the rollout has no part in the gradient. weight_N: as for one minibatch; only where it is 0 matters."""
+    """[R] bool: the rollout has no effect on the gradient. weight_N: as for one minibatch; only zeros matter."""
     if skips == "nothing":
         return torch.zeros_like(batch.stopped_R)
     acts_N = batch.mask_N & (weight_N != 0)

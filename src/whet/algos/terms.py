@@ -1,4 +1,4 @@
-"""Terms of the loss with a mean of their own, whatever the aggregation of the policy loss.
+"""Terms of the loss with their own mean, independent of the aggregation of the policy loss.
 
 A minibatch's loss is sum(loss_N * weight_N), so such a term is divided by the weight that the sum will multiply it
 with. Its denominator counts over the whole minibatch. Shape letters: N tokens, R rollouts.

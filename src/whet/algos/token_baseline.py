@@ -1,5 +1,5 @@
-"""The optimal token baseline: at every place of a reply the group's mean return, weighted by what a path has
-cost in variance so far (verl `optimal_token_baseline`).
+"""The optimal token baseline: at every position of a reply the group's mean return, weighted by the accumulated
+variance of each rollout so far (verl `optimal_token_baseline`).
 
 Shape letters: N tokens, R rollouts, M sampled tokens.
 """

@@ -1,4 +1,4 @@
-"""Advantages of turns: what the policy said between two answers of the environment.
+"""Advantages of turns: the policy's tokens between two answers of the environment.
 
 Shape letters: N tokens, R rollouts, M sampled tokens, K turns.
 """

@@ -1,4 +1,4 @@
-"""Advantages of a batch put on one scale, and bounded."""
+"""Whitening and bounds of a batch's advantages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Between exploring and training: what was asked for, what waits, what may be trained on.
+"""The buffer between exploring and training: requested tasks, waiting groups, and the groups that may be trained on.
 
-`room` is the staleness bound: tasks are asked for only while at most (max_staleness + 1) steps' worth of groups
-is under way, waiting or in training. A rejected group gives its room back at once, so filtering can't starve a step.
+`room` is the staleness bound: tasks are requested only while at most (max_staleness + 1) steps' worth of groups is in
+flight, waiting or in training. A rejected group frees its room at once, so filtering can't starve a step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def as_it_is(group: Group) -> tuple[Group, dict[str, int]]:
 
 @dataclass(frozen=True)
 class Asked:
-    """A task whose rollouts are under way."""
+    """A task whose rollouts are in flight."""
 
     task: Task
     version: int
@@ -60,9 +60,9 @@ class Buffer:
         replay: Replay | None = None,
         share: float | None = None,
     ) -> None:
-        """spare: groups asked for beyond what the steps need, so that none waits for the last. replay, share: the part
-        of a step's groups that were trained on before, where there are so many; without a share fresh and used groups
-        wait in one queue, from which the whole step is drawn."""
+        """spare: groups requested beyond what the steps need, so that no step waits for the last one. replay, share:
+        the part of a step's groups that were trained on before, where there are so many; without a share fresh and used
+        groups wait in one queue, from which the whole step is drawn."""
         self.groups_per_step, self.group_size, self.max_staleness = groups_per_step, group_size, max_staleness
         self.refine, self.reject, self.ledger = refine, reject, ledger
         self.spare = spare
@@ -154,7 +154,7 @@ class Buffer:
         return (bound if self.wanted is None else min(bound, self.wanted)) + self.spare
 
     async def room(self, at_most: int) -> int:
-        """Wait for room, then take up to `at_most` places of groups; from here their rollouts are asked for."""
+        """Wait for room, then take up to `at_most` places of groups; from here their rollouts count as requested."""
         async with self.changed:
             await self.changed.wait_for(lambda: self.held < self.capacity)
             n = min(at_most, self.capacity - self.held)
@@ -163,11 +163,11 @@ class Buffer:
         return n
 
     def asked(self, tasks: Iterable[Task], version: int) -> None:
-        """The tasks for which there was room, and the policy they are asked of."""
+        """The tasks for which there was room, and the policy version that they are requested of."""
         self.under_way |= {task.uid: Asked(task, version) for task in tasks}
 
     async def put(self, groups: Sequence[Group], asked: int) -> None:
-        """Keep what can be trained on; the rest is booked with its reason and gives its room back."""
+        """Keep the groups that can be trained on; the others are booked with their reason and free their room."""
         kept = []
         for group in groups:
             self.under_way.pop(group.task.uid, None)
@@ -196,7 +196,7 @@ class Buffer:
             self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing comes any more: who waits for groups gets this error."""
+        """No further groups will arrive: whoever waits for groups gets this error."""
         if self.broken is None:
             self.broken = error
             self.telling = asyncio.ensure_future(self._tell())
@@ -212,8 +212,8 @@ class Buffer:
             raise self.broken
 
     async def give_up_stale(self, version: int) -> list[int]:
-        """Book and leave out what is too old for a trainer at `version`, and what would be once it is finished. Returns
-        the task uids of the latter: nobody waits for their rollouts any more."""
+        """Book and drop groups that are too old for a trainer at `version`, and those that would be once they are
+        finished. Returns the task uids of the latter: their rollouts are no longer needed."""
         old = {g.task.uid: len(g.rollouts) for g in self.waiting if _oldest(g) + self.max_staleness < version}
         late = [u for u, asked in self.under_way.items() if asked.version + self.max_staleness < version]
         self.waiting = [g for g in self.waiting if g.task.uid not in old]
@@ -256,7 +256,7 @@ class Buffer:
         if seen and not (version - self.max_staleness <= min(seen) and max(seen) <= version):
             raise WhetError(
                 f"task {rollout.task.uid}: tokens of policy versions {min(seen)}..{max(seen)}, but the trainer "
-                f"is at version {version} and takes at most {self.max_staleness} older"
+                f"is at version {version} and accepts a staleness of at most {self.max_staleness}"
             )
 
     async def trained(self, groups: list[Group], *, skipped: Collection[int] = ()) -> None:
@@ -278,7 +278,7 @@ class Buffer:
         return out
 
     def check(self) -> None:
-        """Every rollout asked for is accounted for: what is pending is under way or waits here."""
+        """Every requested rollout is accounted for: pending ones are in flight or wait here."""
         waiting = sum(len(g.rollouts) for g in self.fresh)
         self.ledger.balance(held=waiting + len(self.under_way) * self.group_size)
 
@@ -292,7 +292,7 @@ class Buffer:
         }
 
     def restore(self, state: Json, version: int = 0) -> list[Task]:
-        """Go on as `state` was; returns the tasks that were under way then, to be asked again of `version`."""
+        """Continue from `state`; returns the tasks that were in flight then, to be requested again of `version`."""
         groups = [[Rollout.from_json(r) for r in rows] for rows in state["waiting"]]
         played = [Group(rows[0].task, tuple(rows)) for rows in groups]
         self.played = {g.task.uid: g for g in played}

@@ -77,8 +77,8 @@ class FilesLog:
             if time.monotonic() > end:
                 holder = os.pread(handles[1], 200, 0).decode(errors="replace").strip()
                 raise WhetError(
-                    f"{self.where}: process {holder or 'unknown'} has held it for {BUSY_S:.0f} s; find and end it (a "
-                    "stopped one holds its lock)"
+                    f"{self.where}: process {holder or 'unknown'} has held the lock for {BUSY_S:.0f} s; find and end "
+                    "it (a stopped one holds its lock)"
                 )
             time.sleep(0.002)
         holder = f"{os.getpid()} on {socket.gethostname()}".ljust(80) + "\n"
@@ -115,12 +115,12 @@ class _FilesTurn:
         except FileNotFoundError:
             return 0
         if not text.strip().isdigit():
-            raise self._damaged("its file 'current' holds no number")
+            raise self._damaged("its file 'current' does not contain a number")
         return int(text)
 
     def _damaged(self, what: str) -> WhetError:
         return WhetError(
-            f"{self._where} is damaged: {what}; start anew with an empty store, from the last checkpoint"
+            f"{self._where} is damaged: {what}; restart with an empty store from the last checkpoint"
         )
 
     def read_on(self) -> None:

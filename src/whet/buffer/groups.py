@@ -62,7 +62,7 @@ def checked(data: bytes | None, *, uid: int, checksum: int, where: str) -> Group
     if data is None or zlib.crc32(data) != checksum:
         what = "is missing" if data is None else "has changed since it was written (its checksum differs)"
         raise WhetError(
-            f"{where} is damaged: the group of task {uid} {what}; start anew with an empty store, from the last "
+            f"{where} is damaged: the group of task {uid} {what}; restart with an empty store from the last "
             "checkpoint"
         )
     return decode(data)

@@ -1,4 +1,5 @@
-"""The seam of a store: commands in one order, and the bytes of groups. Its implementations: here, sql.py, files.py."""
+"""The interface of a store's log: commands in one order, and the bytes of groups. Implementations: here, sql.py,
+files.py."""
 
 from __future__ import annotations
 

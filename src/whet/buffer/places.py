@@ -198,12 +198,14 @@ class Places:
 
     def _check_put(self, put: Put) -> None:
         if not 0 <= put.uid < self.next_uid:
-            raise WhetError(f"task {put.uid} was put but never asked for: reserve() gives the tasks to play")
+            raise WhetError(
+                f"task {put.uid} was put but never reserved: reserve() returns the tasks to sample"
+            )
         place = self.open.get(put.uid)
         total = put.kept + sum(put.left.values())
         if place is not None and place.state == "asked" and total != place.rollouts:
             raise WhetError(
-                f"task {put.uid}: {place.rollouts} rollouts were asked for, {total} are accounted for ({put.kept} "
+                f"task {put.uid}: {place.rollouts} rollouts were requested, {total} are accounted for ({put.kept} "
                 f"kept, {put.left} left). This is a bug."
             )
 
@@ -256,8 +258,8 @@ class Places:
     def _check_unsettled(self, step: int) -> None:
         if step <= self.settled:
             raise WhetError(
-                f"the trainer asks for step {step}, but a checkpoint of step {self.settled} exists and the store has "
-                "let go of what came before it; resume from that checkpoint, or start anew with an empty store"
+                f"the trainer requests step {step}, but a checkpoint of step {self.settled} exists and the store has "
+                "deleted all earlier groups; resume from that checkpoint, or restart with an empty store"
             )
 
     def _hand_over(self, uids: list[int]) -> list[int]:
@@ -316,7 +318,7 @@ class Places:
         uids = [uid for s in due for uid in self.steps[s]]
         if early := [s for s in due if any(self.open[uid].state != "trained" for uid in self.steps[s])]:
             raise WhetError(
-                f"step {early[0]} was taken but is not trained; it cannot be done. This is a bug."
+                f"step {early[0]} was taken but not trained, so it cannot be marked done. This is a bug."
             )
         for s in due:
             del self.steps[s]

@@ -1,4 +1,4 @@
-"""A store's log in PostgreSQL. The only module that knows psycopg."""
+"""A store's log in PostgreSQL. Only this module imports psycopg."""
 
 from __future__ import annotations
 
@@ -70,14 +70,15 @@ def postgres_log(url: str, *, queue: str) -> SqlLog:
 def _advice(error: Exception) -> str:
     text = " ".join(str(error).split())
     known = {
-        "password": "it refuses the password; set PGPASSWORD or ~/.pgpass, or mend the user in buffer.url",
-        "does not exist": "there is no such user, database or table; make it, or mend buffer.url",
-        "permission denied": "the user may not do this; grant it, or give buffer.url another user",
-        "No space left": "its disk is full; free space there and resume",
-        "lock timeout": f"another process has held the queue for {BUSY_S} s: find and end it",
-        "too many clients": "all its connections are in use; end some, or raise its max_connections",
-        "connection": "it can't be reached; start the server, or mend host and port in buffer.url",
-        "server closed": "it ended the connection; start the server again and resume",
+        "password": "the server rejects the password; set PGPASSWORD or ~/.pgpass, or correct the user in buffer.url",
+        "does not exist": "the user, database or table does not exist; create it, or correct buffer.url",
+        "permission denied": "the user lacks the permission; grant it, or give buffer.url another user",
+        "No space left": "the server's disk is full; free space there and resume",
+        "lock timeout": f"another process has held the queue's lock for {BUSY_S} s: find and end it",
+        "too many clients": "all connections of the server are in use; close some, or raise its max_connections",
+        "connection": "the server cannot be reached; start it, or correct host and port in buffer.url",
+        "server closed": "the server closed the connection; start the server again and resume",
     }
-    advice = next((words for part, words in known.items() if part in text), "it refuses; mend buffer.url")
+    unknown = "the server reports an error; check buffer.url"
+    advice = next((words for part, words in known.items() if part in text), unknown)
     return f"{advice} ({text})"

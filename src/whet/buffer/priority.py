@@ -66,7 +66,8 @@ def priority(name: str, settings: Mapping[str, float | None]) -> Callable[[Entry
     named = list(inspect.signature(function).parameters)[1:]
     if unknown := [n for n in named if n not in (*settings, "noise")]:
         raise ConfigError(
-            f"buffer.replay.priority {name!r} asks for {', '.join(unknown)}; it can have noise, {', '.join(settings)}"
+            f"buffer.replay.priority {name!r} has unknown parameters {', '.join(unknown)}; "
+            f"known: noise, {', '.join(settings)}"
         )
     bound = {n: settings[n] for n in named if n in settings}
 

@@ -1,7 +1,7 @@
-"""The buffer of a run whose explorers and trainer are processes of their own: both ends of one `Store`.
+"""The buffer of a run with separate explorer and trainer processes: both ends of one `Store`.
 
-`TrainerQueue` and `ExplorerQueue` answer to what the loop and the explorers ask of a `Buffer`; what waits, who was
-asked and the account of all rollouts are the store's.
+`TrainerQueue` and `ExplorerQueue` provide the methods of `Buffer` that the loop and the explorers call; the store holds
+the waiting groups, the reservations and the account of all rollouts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TrainerQueue:
         stopping: Callable[[], bool] = lambda: False,
         replay: Replay | None = None,
     ) -> None:
-        """stopping: nobody waits for groups any more. replay: the one queue of fresh and used groups."""
+        """stopping: no caller waits for groups any more. replay: the one queue of fresh and used groups."""
         self.store, self.ledger, self.stopping, self.replay = store, ledger, stopping, replay
         self.groups_per_step, self.max_staleness = groups_per_step, max_staleness
         self.step = 0
@@ -59,7 +59,7 @@ class TrainerQueue:
         self.left: list[Group] = []
 
     async def take(self, version: int) -> list[Group]:
-        """Wait for one step's worth; what is too old for this version is booked in the store. Raises Stopped."""
+        """Wait for one step's worth; groups too old for this version are booked in the store. Raises Stopped."""
         oldest = max(0, version - self.max_staleness)
         if self.replay is not None:
             return await self._draw(self.replay, oldest, version)
@@ -75,7 +75,7 @@ class TrainerQueue:
                 raise WhetError(
                     f"task {group.task.uid}: tokens of policy version {newest}, but the trainer is at version "
                     f"{version}: the explorers follow another run's weights, or the trainer went back to an older "
-                    "checkpoint than the store knows of; start anew with an empty store"
+                    "checkpoint than the store expects; restart with an empty store"
                 )
 
     async def _draw(self, replay: Replay, oldest: int, version: int) -> list[Group]:
@@ -143,7 +143,7 @@ class TrainerQueue:
         return out
 
     def check(self) -> None:
-        """Every rollout asked of any explorer is accounted for."""
+        """Every rollout requested of any explorer is accounted for."""
         self.store.check()
 
     def state(self) -> Json:
@@ -156,7 +156,7 @@ class TrainerQueue:
         return {"step": self.step, "steps": self.steps, "replay": self.replay.state()}
 
     def restore(self, state: Json, version: int = 0) -> list[Task]:
-        """Go on after that step. Nothing was under way here."""
+        """Continue after that step. No rollout was in flight here."""
         self.step = self.saved = state["step"]
         if self.replay is not None:
             self.steps = state["steps"]
@@ -167,7 +167,8 @@ class TrainerQueue:
 
 
 class ExplorerQueue:
-    """An explorer's end: its tasks are reserved for a time, and asked of others if it is not heard of for so long."""
+    """An explorer's end: its tasks are reserved for a time, and are given to others if the explorer does not renew them
+    in that time."""
 
     def __init__(
         self,
@@ -218,7 +219,7 @@ class ExplorerQueue:
             )
 
     def close(self) -> None:
-        """Nothing is reserved from now on, not even by a thread that nobody waits for any more."""
+        """Reserve nothing from now on, not even for a thread whose result is no longer awaited."""
         with self.turn:
             self.closed = True
 
@@ -240,7 +241,7 @@ class ExplorerQueue:
         return sorted_out(group, refine=self.refine, reject=self.reject)
 
     def fail(self, error: BaseException) -> None:
-        """Nothing comes any more."""
+        """No further groups will arrive."""
         self.broken = self.broken or error
 
     def renew(self) -> None:

@@ -170,8 +170,8 @@ class Replay:
             return
         if not math.isfinite(found):
             raise WhetError(
-                f"buffer.replay.priority gave {found!r} for task {entry.group.task.uid}; give a finite number, or "
-                "None to leave the group out"
+                f"buffer.replay.priority returned {found!r} for task {entry.group.task.uid}; return a finite number "
+                "or None, which leaves the group out"
             )
         entry.priority = float(found)
         if len(self._queue) >= self.capacity:

@@ -1,8 +1,9 @@
-"""A fixed schedule over processes: the trainer asks explorers elsewhere in rounds, each of one version of the weights.
+"""A synchronous schedule over several processes: the trainer requests tasks from separate explorers in rounds, each
+with one version of the weights.
 
-The trainer's loop is the one of a single process, with its buffer; only who plays a task is another. A round is open
-until all its groups are there, and new weights wait for that, so which weights play which task follows from the step
-alone. Explorers share the tasks of a round among them, and whoever plays one, the group is the same.
+The trainer's loop is that of a single process, with its buffer; only the process that samples a task differs. A round
+is open until all its groups have arrived, and new weights wait for that, so the step alone determines which weights
+sample which task. Explorers share the tasks of a round; a group is the same whichever explorer samples it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Rounds:
     async def play(
         self, tasks: Sequence[Task], version: int, *, stopping: Callable[[], bool] = lambda: False
     ) -> list[Group]:
-        """The groups of tasks that follow one another, scored, played by weights of this version. Raises Stopped once
-        nobody waits for them any more (`stopping`): they may be asked again as they were."""
+        """The groups of consecutive tasks, scored, sampled with weights of this version. Raises Stopped once no caller
+        waits for them any more (`stopping`): the same tasks may be requested again."""
         first, upto = tasks[0].uid, tasks[-1].uid + 1
         await asyncio.to_thread(self.store.begin_round, first, upto, version=version)
         while (groups := await asyncio.to_thread(self._delivered, len(tasks))) is None:
@@ -49,11 +50,11 @@ class Rounds:
         return groups
 
     def claim(self, fingerprint: Json) -> None:
-        """What is in the store is this run's. WhetError if it is a run's with another config (its fingerprint)."""
+        """Mark the store as this run's. WhetError if it belongs to a run with another config (its fingerprint)."""
         digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
         if self.store.noted(CONFIG) not in (None, digest):
             raise WhetError(
-                "buffer.url has rounds of a run with another config, and what they hold was played by that; give an "
+                "buffer.url has rounds of a run with another config, and their rollouts were sampled with it; give an "
                 "empty store, or the config and run_dir of that run"
             )
         self.store.note(CONFIG, digest)
@@ -73,24 +74,24 @@ class Rounds:
         return {"count": self.count}
 
     def restore(self, state: Json) -> None:
-        """Go on after those rounds."""
+        """Continue after those rounds."""
         self.count = self.saved = state["count"]
         self.store.done(self.count)
 
 
 def _check(groups: Sequence[Group], tasks: Sequence[Task], version: int) -> None:
     """WhetError unless these are the tasks, played by these weights."""
-    asked = f"tasks {tasks[0].uid} to {tasks[-1].uid} were asked of weights version {version}, but"
+    asked = f"tasks {tasks[0].uid} to {tasks[-1].uid} were requested with weights version {version}, but"
     played = {v for group in groups for rollout in group.rollouts for v in rollout.versions if v >= 0}
     if played - {version}:
         raise WhetError(
-            f"{asked} buffer.url has groups of versions {sorted(played)}: what is in it is another run's; start anew "
+            f"{asked} buffer.url has groups of versions {sorted(played)}, which belong to another run; restart "
             "with an empty store"
         )
     found = [(group.task.uid, group.task.token_ids) for group in groups]
     if found != [(task.uid, task.token_ids) for task in tasks]:
         raise WhetError(
-            f"{asked} what explorers played are tasks {found[0][0]} to {found[-1][0]}, or they have other prompts: "
-            "they read other data than the trainer, or the data have changed; let all read the same, and start anew "
+            f"{asked} the explorers sampled tasks {found[0][0]} to {found[-1][0]}, or tasks with other prompts: "
+            "they read other data than the trainer, or the data changed; give all the same data, and restart "
             "with an empty store"
         )

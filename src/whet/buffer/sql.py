@@ -167,13 +167,13 @@ def _sqlite_advice(error: Exception) -> str:
     text = str(error)
     known = {
         "unable to open": "cannot be opened; give buffer.url a path in a folder that exists and can be written",
-        "readonly": "cannot be written; mend its owner and mode, or give buffer.url another path",
+        "readonly": "cannot be written; correct its owner and mode, or give buffer.url another path",
         "disk is full": "the disk is full; free space there and resume",
         "disk I/O": "the device reports an input/output error; check the disk",
-        "locked": f"another process has held it for {BUSY_S} s: find and end it (a stopped one holds its lock)",
+        "locked": f"another process has held the lock for {BUSY_S} s: find and end it (a stopped one holds its lock)",
         "not a database": "is not an SQLite database; give buffer.url another path",
-        "malformed": "is damaged; start anew with an empty store, from the last checkpoint",
-        "no column": "has other columns: another release of whet wrote it; give buffer.url another path",
+        "malformed": "is damaged; restart with an empty store from the last checkpoint",
+        "no column": "has other columns, from another release of whet; give buffer.url another path",
     }
     advice = next((words for part, words in known.items() if part in text), "give buffer.url another path")
     return f"{advice} ({text})"

@@ -61,8 +61,8 @@ class Scored:
 class Store:
     """One queue of one stage. Calls return at once (a wait is `until`); threads may share it, a fork may not.
 
-    After an error an explorer does not know what it has reserved: it begins anew with `release`. All other calls may
-    simply be made again.
+    After an error an explorer does not know what it has reserved: it restarts with `release`. All other calls may
+    simply be repeated.
     """
 
     def __init__(self, log: Log, *, order: Order, clock: Callable[[], float] = time.time) -> None:
@@ -112,7 +112,7 @@ class Store:
         return int(self._do("renew", {"owner": owner, "until": self._clock() + lease_s}))
 
     def release(self, owner: str) -> int:
-        """The tasks of `owner` are asked of others: it ended, is known to be dead, or begins anew under its name."""
+        """Give the tasks of `owner` to others: it ended, is known to be dead, or restarts under its name."""
         return int(self._do("release", {"owner": owner}))
 
     def put(self, scored: list[Scored]) -> list[bool]:
@@ -212,7 +212,7 @@ class Store:
         )
 
     def check(self) -> None:
-        """WhetError unless every rollout asked for is accounted for."""
+        """WhetError unless every requested rollout is accounted for."""
         self._look(Places.check)
 
     def state(self) -> Json:
@@ -272,7 +272,7 @@ class Store:
     def _caught_up(self, turn: Turn) -> Places:
         if turn.newest < self._seen:
             raise WhetError(
-                f"{self._log.where} was emptied or replaced while it was in use; start the run's processes anew"
+                f"{self._log.where} was emptied or replaced while it was in use; restart the run's processes"
             )
         news = turn.news(self._seen)
         if news.snapshot is not None:
@@ -309,8 +309,8 @@ class Store:
     def _same_order(self, places: Places) -> Places:
         if places.order != self._order:
             raise WhetError(
-                f"{self._log.where} was made with buffer.order={places.order}, this process has {self._order}; "
-                "give all processes of a run the same"
+                f"{self._log.where} was created with buffer.order={places.order}, but this process has {self._order}; "
+                "set the same order for all processes of a run"
             )
         return places
 
@@ -365,7 +365,7 @@ def _log(url: str, queue: str) -> Log:
 
 
 async def until(call: Callable[[], T], *, poll_s: float = 0.05) -> T:
-    """The first answer of `call` that is not empty. It is asked in a thread, every `poll_s` seconds."""
+    """The first non-empty answer of `call`. It is called in a thread, every `poll_s` seconds."""
     while not (answer := await asyncio.to_thread(call)):
         await asyncio.sleep(poll_s)
     return answer

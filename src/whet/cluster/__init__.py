@@ -1,7 +1,7 @@
-"""Parts of a run in processes of their own, on this machine or many, by Ray. The only package that imports it.
+"""Parts of a run in separate processes, on this machine or many, with Ray. Only this package imports Ray.
 
-The loop stays in the process that was started. Nothing outlives the run: a cluster that was started here goes down with
-this process, whatever ends it, and an actor in a foreign cluster ends when the driver is gone.
+The loop stays in the process that was started. No process outlives the run: a cluster that was started here ends with
+this process, however it ends, and an actor in a foreign cluster ends when the driver has ended.
 
-Nothing is imported here: an actor that only carries messages (`lines.Host`) starts without torch.
+This module imports nothing: an actor that only carries messages (`lines.Host`) starts without torch.
 """

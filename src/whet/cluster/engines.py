@@ -1,7 +1,6 @@
-"""Engine replicas: each a Ray actor with a model and a `NativeEngine` of its own; `RayEngine` is its handle here, a
-`RolloutEngine`, and `Router` makes one engine of them. Weights travel as `sync.replicas` says; the replica confirms
-their digest.
-"""
+"""Engine replicas: each is a Ray actor with its own model and `NativeEngine`; `RayEngine` is its handle in this
+process, a `RolloutEngine`, and `Router` combines them into one engine. `sync.replicas` transfers the weights; each
+replica confirms their digest."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Spec:
-    """What a replica is made from. Plain values: the model comes as its config, its weights by the first sync."""
+    """What a replica is built from. Plain values: the model is sent as its config, its weights with the first sync."""
 
     model: Json
     """config.json."""
@@ -104,7 +103,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Hello:
-    """What a replica says of itself."""
+    """A replica's description of itself."""
 
     process: tuple[int, int]
     node: str
@@ -257,7 +256,7 @@ class RayEngine:
 
     async def load_weights(self, source: WeightSource, version: int) -> None:
         """See `RolloutEngine`. Raises WhetError where the replica's digest is not the one that was sent."""
-        assert isinstance(source.tensors, Shipped), "weights go to replicas by a Shipper"
+        assert isinstance(source.tensors, Shipped), "use a Shipper to send weights to replicas"
         await source.tensors.to(self)
         self.version = version
 
@@ -382,11 +381,11 @@ UNLOADED = -1
 
 
 def agree(hellos: Sequence[Hello], own: tuple[str, ...]) -> bool:
-    """Whether all replicas compute as this process does: each is exact by itself, on equal kernels and processors."""
+    """Whether all replicas compute exactly as this process; they do so only with equal kernels and processors."""
     for hello in hellos:
         if hello.computes != own:
             pid, by = hello.process[0], " / ".join(hello.computes)
-            log.warning("engine process %d computes by %s, the trainer by %s", pid, by, " / ".join(own))
+            log.warning("engine process %d computes with %s, the trainer with %s", pid, by, " / ".join(own))
     return all(h.exact and h.computes == own for h in hellos)
 
 
@@ -401,7 +400,7 @@ def _all_at_once(start: Any, names: Sequence[str], *, start_timeout_s: float) ->
         return asyncio.run(bounded())
     except TimeoutError:
         raise ConfigError(
-            f"{len(names)} engine processes were not up within cluster.start_timeout_s={start_timeout_s:g} s; their "
+            f"{len(names)} engine processes did not start within cluster.start_timeout_s={start_timeout_s:g} s; their "
             f"logs are in {logs()}. Raise cluster.start_timeout_s if they only load slowly"
         ) from None
 
@@ -430,8 +429,8 @@ async def start_replica(
     if alike is not None and not (hello.exact and hello.computes == alike):
         await end()
         raise WhetError(
-            f"{name} would compute by {' / '.join(hello.computes)}, all others by {' / '.join(alike)}: its last bits "
-            "would differ, and this run is exact; give it a machine of the same kind, or set machine.logprob_parity=off"
+            f"{name} computes with {' / '.join(hello.computes)}, all others with {' / '.join(alike)}: its last bits "
+            "would differ, and this run is exact; use a machine of the same kind, or set machine.logprob_parity=off"
         )
     near = hello.node == node_id()
     engine.lane = Lane(timeline, f"replica {name}", of=REPLICAS, near=near, waits="wait for requests")

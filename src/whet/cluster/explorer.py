@@ -1,4 +1,5 @@
-"""A process that explores for a trainer elsewhere, as `whet train FILE mode=explore` does; started over a line."""
+"""An explorer process for a trainer in another process, with the work of `whet train FILE mode=explore`; started over a
+line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Explorers in the cluster, beside a trainer in this process: each does what `whet train FILE mode=explore` does, and
-is replaced under its name when it dies or hangs. They find the trainer by its run directory and by the store of
-buffer.url.
-"""
+"""Explorers in the cluster, for a trainer in this process. Each does the work of `whet train FILE mode=explore` and is
+replaced under its name when it dies or hangs. Explorers find the trainer by its run directory and by the store at
+buffer.url."""
 
 from __future__ import annotations
 
@@ -45,7 +44,8 @@ class Crew:
     def __init__(
         self, loaded: Loaded, lines: Lines, *, restarts: int, patience_s: float, silence_s: float = SILENCE_S
     ) -> None:
-        """restarts: how often one is replaced. patience_s: how long one may not get on; silence_s: not even say so."""
+        """restarts: how often an explorer is replaced. patience_s: longest time without progress; silence_s: longest
+        time without a heartbeat."""
         self.loaded, self.lines, self.restarts = loaded, lines, restarts
         self.patience_s, self.silence_s = patience_s, silence_s
         self.lost: Future[None] = Future()
@@ -85,11 +85,11 @@ class Crew:
             try:
                 if attempt:
                     self._begin(number, self.lines.again(number))
-                    log.info("%s explores again", name_of(number))
+                    log.info("%s is exploring again", name_of(number))
                 line = self.lines.lines[number]
                 ended, why = self._last_word(line)
                 if ended:
-                    log.info("%s has ended with the trainer", name_of(number))
+                    log.info("%s ended with the trainer", name_of(number))
                     return
             except (EOFError, OSError):
                 why = how_it_ended(self.lines.lines[number])
@@ -106,7 +106,7 @@ class Crew:
                 self.lost.set_exception(
                     WhetError(
                         f"no explorer is left: each was replaced cluster.restarts={self.restarts} times; "
-                        f"the last one: {why.splitlines()[0] if why else 'it ended'}"
+                        f"the last error: {why.splitlines()[0] if why else 'it ended'}"
                     )
                 )
 
@@ -120,8 +120,8 @@ class Crew:
                 return kind == "done", str(said)
             doing, quiet_s = said
             if quiet_s >= self.patience_s and doing != START:  # a model may take long to load
-                return False, hangs(line, f"it has not got on since {quiet_s:.0f} s, in: {doing}")
-        return False, hangs(line, f"no sign of life since {self.silence_s:g} s; the last was from: {doing}")
+                return False, hangs(line, f"no progress for {quiet_s:.0f} s, in: {doing}")
+        return False, hangs(line, f"no heartbeat for {self.silence_s:g} s; the last one was sent in: {doing}")
 
 
 def hangs(line: Line, since: str) -> str:

@@ -1,6 +1,5 @@
-"""The head of a cluster that this process has started: all of it depends on that one process, and Ray itself waits a
-minute for another one to come, then ends this process and leaves others behind.
-"""
+"""The head of a cluster that this process has started. All cluster processes depend on this one process. Ray itself
+waits one minute for a new head, then ends this process and leaves others running."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class Head:
             if process(self.who[0]) != self.who:
                 self.lost(
                     f"the head of this run's Ray cluster ({NAME}, process {self.who[0]}) has ended, and the cluster "
-                    "with it: this process ends, too; the same command goes on from the last checkpoint"
+                    "with it: this process ends, too; run the same command again to resume from the last checkpoint"
                 )
                 return
 

@@ -1,7 +1,6 @@
 """Processes on any machine of the cluster that work for this one: ranks, reward workers, explorers. An actor starts the
-very process that `guard.line.LocalLine` starts, on the machine where Ray has put it, and carries messages between that
-process and the driver.
-"""
+same process as `guard.line.LocalLine`, on the machine that Ray has chosen, and carries messages between that process
+and the driver."""
 
 from __future__ import annotations
 
@@ -162,7 +161,8 @@ class Host:
 
 
 class RayLine:
-    """A process in the cluster, as its driver has it: two threads carry between a socket pair here and the actor."""
+    """A process in the cluster, as seen by its driver: two threads carry messages between a local socket pair and the
+    actor."""
 
     gpu = 0
     """Ray shows it no other."""
@@ -279,7 +279,7 @@ class Far:
             for actor in actors:
                 ray.kill(actor)
             raise ConfigError(
-                f"{len(actors)} processes of {self.module} were not up within "
+                f"{len(actors)} processes of {self.module} did not start within "
                 f"cluster.start_timeout_s={self.start_timeout_s:g} s: {first_line(error)}. Raise "
                 "cluster.start_timeout_s if they only load slowly"
             ) from None
@@ -332,7 +332,7 @@ class Far:
         except RayError as error:
             drop()
             raise WhetError(
-                f"{path} could not be taken to the machines of {self.module}: {first_line(error)}"
+                f"{path} could not be copied to the machines of {self.module}: {first_line(error)}"
             ) from error
         try:
             nodes = [line.where.node for line in self.lines]

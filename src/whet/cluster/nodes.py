@@ -1,4 +1,4 @@
-"""The cluster: attach to one or start one, find room on its machines, end what runs there."""
+"""The cluster: attach to one or start one, reserve resources on its machines, end its processes."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def connect(
             ray.init(address, **quiet)
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             raise ConfigError(
-                f"cluster.address={address}: {first_line(error)}. Start one there with `ray start --head`, give its "
-                "host:port, or leave it out to start one here. A cluster that asks for a token takes it from the "
+                f"cluster.address={address}: {first_line(error)}. Start a cluster with `ray start --head`, give its "
+                "host:port, or leave it out to start one on this machine. Where a cluster needs a token, set it in the "
                 "environment: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or ~/.ray/auth_token)"
             ) from error
 
@@ -107,8 +107,8 @@ def _reach(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"cluster.address={address}: nobody answers there ({error}). Start a cluster with `ray start --head`, give "
-            "its host:port, or leave it out to start one here"
+            f"cluster.address={address}: no cluster answers ({error}). Start a cluster with `ray start --head`, give "
+            "its host:port, or leave it out to start one on this machine"
         ) from error
 
 
@@ -168,8 +168,8 @@ def place(
     except GetTimeoutError:
         remove_placement_group(group)  # or it would take the room as soon as there is some
         raise ConfigError(
-            f"{asked}: no room was free for {count} times {needs} within cluster.start_timeout_s={start_timeout_s:g} "
-            f"s, others use the cluster ({there} in all). {advice}"
+            f"{asked}: {count} times {needs} did not become free within cluster.start_timeout_s={start_timeout_s:g} "
+            f"s; other jobs use the cluster ({there} in total). {advice}"
         ) from None
     return group
 
@@ -251,7 +251,7 @@ def end_actor(actor: Any, node: str, processes: Sequence[tuple[int, int]]) -> No
         task: Any = ray.remote(kill).options(num_cpus=0, scheduling_strategy=affinity)
         ray.get([task.remote(each, END_S) for each in processes], timeout=CONNECT_S)
     except RayError as error:  # its machine is gone, and the process with it
-        log.info("the end of a process could not be seen: %s", first_line(error))
+        log.info("could not confirm that a process ended: %s", first_line(error))
 
 
 def answered(reference: Any) -> Callable[[float], str]:

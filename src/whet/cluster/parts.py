@@ -1,4 +1,4 @@
-"""What a run asks of the cluster: all of it is looked at before the first part is started."""
+"""The resources that a run requests of the cluster: all of them are checked before the first process starts."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def gpus_left(loaded: Loaded, wanted: Sequence[Part]) -> list[str] | None:
         return here[own:]
     if c.address is None:
         log.warning(
-            "parts of the cluster need %g GPUs, this process and its ranks %d, and there are %d here: they share them",
+            "the cluster's processes need %g GPUs, this process and its ranks %d; this machine has %d: they share them",
             *(needed, own, len(here)),
         )
     return None
@@ -112,7 +112,7 @@ def resources() -> list[Bundle]:
 
 
 def check_room(wanted: Sequence[Part], machines: Sequence[Bundle]) -> None:
-    """Raises ConfigError where the parts cannot all stand on the machines together, each process on one of them."""
+    """Raises ConfigError where the parts do not all fit on the machines together, each process on one machine."""
     free = [dict(m) for m in machines]
     largest_first = sorted(wanted, key=lambda p: (-p.bundle.get("GPU", 0.0), -p.bundle.get("CPU", 0.0)))
     for part in largest_first:
@@ -125,13 +125,13 @@ def check_room(wanted: Sequence[Part], machines: Sequence[Bundle]) -> None:
 
 
 def no_room(wanted: Sequence[Part], machines: Sequence[Bundle], *, part: Part, done: int) -> str:
-    """What is asked for, what is there, and what to change."""
+    """The error text: the requested resources, the available ones, and the settings to change."""
     keys = sorted({key for p in wanted for key in p.bundle})
     asked = "; ".join(f"{p.asked}: {p.count} times {words(p.bundle)}" for p in wanted)
     there = "; ".join(words({k: m.get(k, 0.0) for k in keys}) for m in machines)
     return (
-        f"the cluster has no room for all that is asked of it: {part.asked} finds room for {done} of {part.count}. "
-        f"Asked: {asked}. Its {len(machines)} machine(s) have {there}. Lower one of these, or cluster.cpus and "
+        f"the cluster has no room for all requested processes: only {done} of {part.count} fit for {part.asked}. "
+        f"Requested: {asked}. Its {len(machines)} machine(s) have {there}. Lower one of these, or cluster.cpus and "
         "cluster.gpus, or attach to a larger cluster (cluster.address)"
     )
 

@@ -1,7 +1,7 @@
-"""A cluster that is started for one run on one machine: nobody else reaches it, or reads what it writes.
+"""A private cluster for one run on one machine: no other user can connect to it or read its files.
 
-Ray by itself listens on all interfaces, keeps its sessions where everyone may write, and its token where everyone may
-read.
+By default Ray listens on all interfaces, keeps its sessions in a world-writable folder, and its token in a
+world-readable file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def sessions() -> Path:
         own_folder(folder)
     except OSError as error:
         raise ConfigError(
-            f"{folder}, where a cluster's sessions go: {error.strerror}; or set RAY_TMPDIR to a folder of your own"
+            f"{folder}, the folder of Ray's sessions: {error.strerror}; or set RAY_TMPDIR to a folder of your own"
         ) from error
     return folder / "ray"  # Ray opens it to everyone: the folder above it is what keeps them out
 
@@ -56,7 +56,7 @@ def token() -> None:
         path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     except RuntimeError as error:
         raise ConfigError(
-            "Ray keeps the token of its clusters in the home folder, and none is known here: set HOME, or "
+            "Ray keeps the token of its clusters in the home folder, and HOME is not set: set HOME, or set "
             "RAY_AUTH_TOKEN_PATH to a file of your own"
         ) from error
     try:
@@ -68,6 +68,6 @@ def token() -> None:
             path.chmod(0o600)
     except OSError as error:
         raise ConfigError(
-            f"{path}, the token of Ray's clusters, cannot be written for your eyes only: {error.strerror}; set "
-            "RAY_AUTH_TOKEN to a text of your own, 32 characters or more"
+            f"{path}, the token file of Ray's clusters, cannot be written as a private file: {error.strerror}; set "
+            "RAY_AUTH_TOKEN to a token of your own, 32 characters or more"
         ) from error

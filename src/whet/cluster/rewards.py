@@ -1,6 +1,5 @@
-"""Reward workers on the machines of the cluster: one `Jail` in several places. Calls are spread over them; what one had
-when it died is asked of the others, with the same seeds, so the results are the same.
-"""
+"""Reward workers on the machines of the cluster: one `Jail` in several places. Calls are spread over the hosts. The
+calls of a host that died are retried on the others, with the same seeds, so the results are the same."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ class Hosts:
             self._wanted = pickle.dumps(host.Wanted(functions, options), protocol=5)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
-                f"cluster.reward_hosts: a reward cannot be taken to another process ({error}); give it by name, as "
+                f"cluster.reward_hosts: a reward cannot be sent to another process ({error}); give it by name, as "
                 "rewards.NAME.function='package.module:function' or 'file.py:function'"
             ) from error
         self._open_lines, self._start_s, self._restarts = open_lines, start_timeout_s, restarts
@@ -159,7 +158,7 @@ class Hosts:
         ).start()
 
     def _hear(self, number: int, at: _Host) -> None:
-        why = f"said nothing for {self._patience_s:g} s"
+        why = f"sent no message for {self._patience_s:g} s"
         try:
             while at.line.connection.poll(self._patience_s):
                 kind, what = pickle.loads(at.line.connection.recv_bytes())
@@ -190,7 +189,7 @@ class Hosts:
         with self._lock:
             if self._closed:
                 return
-            log.warning("reward host %d lost (%s); %d calls are asked again", number, why, at.load)
+            log.warning("reward host %d lost (%s); %d calls are retried", number, why, at.load)
             at.state = "coming" if at.restarts < self._restarts else "lost"
             self._again(at.give_up())
         if at.state == "coming" and not self._replaced(number, at):
@@ -213,8 +212,8 @@ class Hosts:
         """Raise WhetError where no host lives and none will."""
         if all(h.state == "lost" for h in self._hosts):
             raise WhetError(
-                f"no reward host is left: each of the {len(self._hosts)} has died, and was replaced "
-                f"cluster.restarts={self._restarts} times at most; run.log says how"
+                f"no reward host is left: each of the {len(self._hosts)} hosts died and was replaced at most "
+                f"cluster.restarts={self._restarts} times; see run.log for the causes"
             )
 
     def _replaced(self, number: int, at: _Host) -> bool:
@@ -224,13 +223,13 @@ class Hosts:
             line.connection.send_bytes(self._wanted)
             self._greet(line, number)
         except (WhetError, OSError) as error:
-            log.warning("reward host %d was not replaced: %s", number, error)
+            log.warning("reward host %d could not be replaced: %s", number, error)
             return False
         with self._lock:
             self._hosts[number] = _Host(line, restarts=at.restarts + 1)
             self._listen(number)
             self._again([])
-        log.info("reward host %d serves again", number)
+        log.info("reward host %d is serving again", number)
         return True
 
     def _greet(self, line: Line, number: int) -> None:
@@ -243,7 +242,7 @@ class Hosts:
         except (EOFError, OSError):
             kind, what = "ended", ""
         if kind != "ready":
-            silent = f"it said nothing for cluster.start_timeout_s={self._start_s:g} s"
+            silent = f"it did not answer within cluster.start_timeout_s={self._start_s:g} s"
             said = what or (how_it_ended(line) if kind == "ended" else silent)
             raise ConfigError(f"reward host {number} did not start: {said}")
 

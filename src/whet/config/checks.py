@@ -1,4 +1,4 @@
-"""What cannot work in a stage, and keys that were set but can have no effect. Nothing is decided here."""
+"""Problems of a stage, and keys that were set but have no effect. This module derives no values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Problem = tuple[str, str]
 
 
 def hard_problems(cfg: Config) -> list[Problem]:
-    """All that cannot work in the config of one stage."""
+    """All problems of the config of one stage."""
     algorithm, problems = _algorithm(cfg.algorithm)
     problems += [*_structure(cfg), *_batch(cfg), *checks_run.problems(cfg), *checks_parallel.problems(cfg)]
     problems += [
@@ -49,7 +49,7 @@ def hard_problems(cfg: Config) -> list[Problem]:
 
 
 def _algorithm(cfg: Algorithm) -> tuple[Resolved | None, list[Problem]]:
-    """The algorithm; where its keys do not fit together, the recipe alone, so that other checks can go on."""
+    """The algorithm; if its keys contradict each other, the recipe alone, so that other checks can continue."""
     try:
         return resolve(cfg), []
     except ConfigError as e:
@@ -61,11 +61,11 @@ def _algorithm(cfg: Algorithm) -> tuple[Resolved | None, list[Problem]]:
         return recipe, [(at[0] if at else "algorithm", text.rstrip("."))]
 
 
-# ---------------------------------------------------------------- what cannot work
+# ---------------------------------------------------------------- problems
 
 
 def _structure(cfg: Config) -> Iterator[Problem]:
-    """Models, tokenizer, sources: what is there once and only once."""
+    """Models, tokenizer, sources: exactly one of each."""
     if (cfg.model.path is None) == (cfg.model.scratch is None):
         given = "both are given" if cfg.model.path else "neither is given"
         yield "model", f"give either path (a Hugging Face folder) or scratch (a new model); {given}"
@@ -75,18 +75,18 @@ def _structure(cfg: Config) -> Iterator[Problem]:
     if tokenizer.path and tokenizer.build:
         yield "tokenizer", "give path or build, not both"
     if tokenizer.build and cfg.model.path:
-        yield "tokenizer.build", "the model of model.path knows its own tokens only; leave build out"
+        yield "tokenizer.build", "the model of model.path needs its own tokenizer; leave build out"
     if not (tokenizer.path or tokenizer.build or cfg.model.path):
         yield (
             "tokenizer",
-            "a model from scratch brings none: give tokenizer.build (chars, words, bpe) or tokenizer.path",
+            "model.scratch has no tokenizer: give tokenizer.build (chars, words, bpe) or tokenizer.path",
         )
     template = tokenizer.chat_template
     local = template and "{" not in template and not is_remote(template)
     if local and not File(template or "").expanduser().is_file():
         yield (
             "tokenizer.chat_template",
-            f"'{template}' is no file here and holds no Jinja '{{'; give the text or a path",
+            f"'{template}' is neither a file nor a template (it has no Jinja '{{'); give the text or a path",
         )
     if not cfg.data.train:
         yield "data.train", "give at least one source of training tasks"
@@ -103,7 +103,7 @@ def _model(cfg: Config) -> Iterator[Problem]:
             )
             yield (
                 "model.scratch.num_key_value_heads",
-                f"{num_key_value_heads} does not divide heads={s.num_attention_heads}; these do: {good}",
+                f"{num_key_value_heads} does not divide num_attention_heads={s.num_attention_heads}; these do: {good}",
             )
         if s.head_dim is None and s.hidden_size % s.num_attention_heads:
             yield (
@@ -115,12 +115,12 @@ def _model(cfg: Config) -> Iterator[Problem]:
         if head_dim % 2:
             yield (
                 "model.scratch.head_dim",
-                f"{head_dim} is odd; rotary positions turn pairs, so it must be even",
+                f"{head_dim} is odd; rotary position embeddings rotate pairs, so it must be even",
             )
         if s.architecture == "qwen3_moe" and s.num_experts_per_tok > s.num_experts:
             yield (
                 "model.scratch.num_experts_per_tok",
-                f"{s.num_experts_per_tok} is more than experts={s.num_experts}",
+                f"{s.num_experts_per_tok} is more than num_experts={s.num_experts}; lower it, or raise num_experts",
             )
     try:
         found = shape(cfg.model, cfg.tokenizer)
@@ -144,22 +144,22 @@ def _model(cfg: Config) -> Iterator[Problem]:
 
 
 def check_stop_tokens(stages: Sequence[Config], vocab_size: int) -> None:
-    """ConfigError for end tokens that the model at hand cannot sample: of a tokenizer that is built from the data the
-    plan knows the largest size alone."""
+    """ConfigError for end tokens that this model cannot sample. The plan knows only the maximum size of a tokenizer
+    that is built from the data, so this check runs again with the real size."""
     found = dict.fromkeys(problem for cfg in stages for problem in stop_tokens(cfg, vocab_size))
     if found:
         raise ConfigError("; ".join(f"{key}: {why}" for key, why in found))
 
 
 def stop_tokens(cfg: Config, vocab_size: int | None) -> Iterator[Problem]:
-    """End tokens that no model can sample. vocab_size: None where it is not known."""
+    """End tokens outside the vocabulary. vocab_size: None where it is not known."""
     asked = {key: how.sampling for key, how in all_asked(cfg).items()}
     for key, sampling in {"rollout": cfg.rollout.sampling, **asked}.items():
         beyond = [i for i in sampling.stop_token_ids if not 0 <= i < (vocab_size or 2**31)]
         if beyond and (key == "rollout" or sampling.stop_token_ids != cfg.rollout.sampling.stop_token_ids):
             yield (
                 f"{key}.sampling.stop_token_ids",
-                f"{', '.join(map(str, beyond))} can never be sampled: the vocabulary has the tokens 0 to "
+                f"{', '.join(map(str, beyond))} can never be sampled: the token ids of the vocabulary are 0 to "
                 f"{vocab_size - 1 if vocab_size else '...'}; leave it out or correct it",
             )
 
@@ -174,7 +174,7 @@ def _batch(cfg: Config) -> Iterator[Problem]:
         if sampling.ignore_eos and (sampling.stop or sampling.stop_token_ids):
             yield (
                 f"{at}.ignore_eos",
-                "goes on to max_tokens whatever is sampled; leave out stop and stop_token_ids",
+                "continues to max_tokens and ignores stop and stop_token_ids; leave these out",
             )
 
 
@@ -183,8 +183,8 @@ def _learning(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
     if asks and most is not None and most <= cfg.data.max_prompt_tokens:
         yield (
             "data.max_total_tokens",
-            f"{most} leaves a prompt of max_prompt_tokens={cfg.data.max_prompt_tokens} no token for a reply; raise "
-            "it, or lower max_prompt_tokens",
+            f"{most} leaves no token for a reply after a prompt of max_prompt_tokens={cfg.data.max_prompt_tokens}; "
+            "raise it, or lower max_prompt_tokens",
         )
     if algorithm.kind != "online":
         return
@@ -192,26 +192,26 @@ def _learning(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
     if size == 1 and algorithm.compares:
         yield (
             "rollout.group_size",
-            f"1 leaves advantage={name} nothing to compare a rollout with, every advantage would be 0: set "
-            "it to 2 or more (8 is usual), or use algorithm.name=reinforce or ppo",
+            f"advantage={name} compares the rollouts of a group, so with 1 every advantage would be 0: set it to 2 or "
+            "more (8 is usual), or use algorithm.name=reinforce or ppo",
         )
     if size == 1 and algorithm.dynamic_sampling:
         yield (
             "algorithm.dynamic_sampling",
-            "drops every group of one rollout: raise rollout.group_size or set it false",
+            "drops every group of one rollout: raise rollout.group_size or set it to false",
         )
     if size > 1 and cfg.rollout.sampling.temperature == 0:
         yield (
             "rollout.sampling.temperature",
-            f"0 is greedy: all {size} rollouts of a task would be the same; set it above 0 (1.0 is usual)",
+            f"0 is greedy: all {size} rollouts of a task would be equal; set it above 0 (1.0 is usual)",
         )
     updates = cfg.train.minibatches * cfg.train.update_epochs
     if not algorithm.ratio and updates > 1:
         yield (
             "algorithm.loss",
-            f"{algorithm.loss} has no ratio to the policy that sampled, so it is right for one optimizer step a "
-            f"batch, and train.minibatches={cfg.train.minibatches} x train.update_epochs={cfg.train.update_epochs} "
-            f"make {updates}; set algorithm.loss=ppo, or both to 1",
+            f"{algorithm.loss} has no ratio to the policy that sampled, so it is correct only for one optimizer step "
+            f"per batch, but train.minibatches={cfg.train.minibatches} x train.update_epochs={cfg.train.update_epochs} "
+            f"are {updates}; set algorithm.loss=ppo, or both keys to 1",
         )
     if algorithm.settings["loss"].settings.get("fallback_to_policy_gradient") and updates > 1:
         yield (
@@ -222,8 +222,8 @@ def _learning(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
     if algorithm.needs_critic and cfg.train.steps and cfg.critic.warmup_steps >= cfg.train.steps:
         yield (
             "critic.warmup_steps",
-            f"{cfg.critic.warmup_steps} steps for the critic alone leave none of train.steps="
-            f"{cfg.train.steps} to the policy",
+            f"{cfg.critic.warmup_steps} steps of the critic alone leave no step for the policy (train.steps="
+            f"{cfg.train.steps}); lower it, or raise train.steps",
         )
 
 
@@ -238,14 +238,17 @@ def _rewards(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
     if cfg.machine.logprob_parity == "on" and cfg.rollout.engine != "native":
         yield (
             "machine.logprob_parity",
-            f"on needs rollout.engine=native; {cfg.rollout.engine} computes in another order",
+            f"on needs rollout.engine=native; {cfg.rollout.engine} computes in a different order",
         )
     reads = algorithm.kind == "online" and algorithm.judged
     if reads and cfg.rewards and not any(r.weight for r in cfg.rewards.values()):
-        yield "rewards", "every weight is 0, so no rollout can be better than another; give one a weight"
+        yield (
+            "rewards",
+            "every weight is 0, so all rollouts have the same reward; give at least one reward a weight",
+        )
 
 
-# ---------------------------------------------------------------- what has no effect
+# ---------------------------------------------------------------- keys without effect
 
 
 def unused(tree: Mapping[str, Json], stages: Sequence[Config]) -> list[tuple[Path, str]]:
@@ -262,16 +265,14 @@ def unused(tree: Mapping[str, Json], stages: Sequence[Config]) -> list[tuple[Pat
         heirs = [n for n, stage in enumerate(given) if not _replaced(path, tree, stage)]
         whys = [_why_idle(path, value, rules[n]) for n in heirs]
         if not heirs:
-            out.append(
-                (path, f"every stage puts its own over it; leave it out, or write stages.NAME.{dotted(path)}")
-            )
+            out.append((path, f"every stage overrides it; leave it out, or write stages.NAME.{dotted(path)}"))
         elif all(whys):
             out.append((path, whys[0]))
     return out
 
 
 def _replaced(path: Path, tree: Mapping[str, Json], stage: Mapping[str, Json]) -> bool:
-    """Whether a stage puts its own value over a path of the base."""
+    """Whether a stage overrides a path of the base."""
     if path[0] not in STAGE_SECTIONS:
         return False
     for n in range(1, len(path) + 1):
@@ -283,15 +284,15 @@ def _replaced(path: Path, tree: Mapping[str, Json], stage: Mapping[str, Json]) -
 
 
 def _idle(cfg: Config) -> Iterator[tuple[list[str], str, bool]]:
-    """(parts of a key, why nothing reads it, whether its default passes) in one stage; none where the algorithm's keys
-    do not fit together."""
+    """(parts of a key, why nothing reads it, whether its default passes) in one stage; none where the keys of
+    the algorithm contradict each other."""
     algorithm, problems = _algorithm(cfg.algorithm)
     if algorithm is not None and not problems:
         yield from ((key.split("."), why, passes) for key, why, passes in idle(cfg, algorithm))
 
 
 def _is_default(path: Path, value: Json) -> bool:
-    """Whether a value is the schema's own."""
+    """Whether a value is the default of the schema."""
     key = lookup(path)
     return key is not None and bool(value == key.default)
 
@@ -305,8 +306,8 @@ def _asks_for_a_section(path: Path) -> bool:
 def _why_idle(path: Path, value: Json, rules: Sequence[tuple[list[str], str, bool]]) -> str:
     """Why a set value has no effect, or ''.
 
-    null and what is empty say nothing and are left alone, but for an empty section in place of none: it asks for the
-    section's defaults.
+    null and empty values pass, except an empty section where the default is no section: it requests the defaults of
+    the section.
     """
     if value is None or not path or value == [] or (value == {} and not _asks_for_a_section(path)):
         return ""

@@ -1,4 +1,4 @@
-"""What cannot work among the keys about advantages, groups and resampling."""
+"""Problems of the keys about advantages, groups and resampling."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ def problems(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
 def _advantage(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
     low, high = algorithm.advantage_low, algorithm.advantage_high
     if low is not None and high is not None and low > high:
-        yield "algorithm.advantage_low", f"{low} is above advantage_high={high}: nothing can lie between them"
+        yield (
+            "algorithm.advantage_low",
+            f"{low} is above advantage_high={high}; lower it, or raise advantage_high",
+        )
     if algorithm.advantage == "distill" and cfg.reference.path is None:
         yield (
             "reference.path",
-            "is not given, so the policy would be its own teacher and learn nothing: give the teacher's folder",
+            "is not given, so the policy would be its own teacher and learn nothing: give the folder of the teacher",
         )
     if "baseline" in algorithm.needs and cfg.rollout.sampling.temperature == 0:
         yield (
             "rollout.sampling.temperature",
-            f"0 is greedy, and so is the reply that advantage={algorithm.advantage} compares with: set it above 0",
+            f"0 is greedy, as is the baseline reply of advantage={algorithm.advantage}: set it above 0",
         )
     if algorithm.mix is not None:
         for key, off in (("resample", "none"), ("refill", "sample")):
             if getattr(algorithm, key) != off:
                 yield (
                     f"algorithm.{key}",
-                    f"{getattr(algorithm, key)} would draw demonstrations too, which algorithm.mix puts among the "
-                    f"rollouts: leave it at {off}",
+                    f"{getattr(algorithm, key)} would also draw the demonstrations that algorithm.mix adds to the "
+                    f"rollouts: set it to {off}",
                 )
 
 
@@ -50,12 +53,12 @@ def _groups(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
     if kept >= size:
         yield (
             key,
-            f"{kept} rollouts of rollout.group_size={size} are all of them: keep fewer, or leave it out",
+            f"keeping {kept} rollouts of rollout.group_size={size} keeps all: keep fewer, or leave it out",
         )
     elif kept == 1 and algorithm.compares:
         yield (
             key,
-            f"keeps one rollout of a group, and advantage={algorithm.advantage} compares several: keep more, or "
+            f"keeps one rollout per group, but advantage={algorithm.advantage} compares several: keep more, or "
             "set algorithm.name=raft",
         )
     if groups.min_std is not None and size == 1:

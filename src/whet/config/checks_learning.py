@@ -1,4 +1,4 @@
-"""What cannot work in what says which parameters learn and how: adapters, patterns of names, optimizer groups."""
+"""Problems of the keys that select trained parameters: adapters, patterns of names, optimizer groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whet.config.schema import Config, Lora
 from whet.config.urls import is_remote
 
 ON_A_CHANGED_BASE = ("olora", "pissa")
-"""Beginnings that take the adapters' effect out of the weights below them."""
+"""Initializations that subtract the initial effect of the adapters from the base weights."""
 
 
 def problems(cfg: Config) -> Iterator[tuple[str, str]]:
@@ -23,8 +23,8 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     if lora is not None and lora.init in ON_A_CHANGED_BASE and cfg.checkpoint.export_as == "adapter":
         yield (
             "checkpoint.export_as",
-            f"adapter: after model.lora.init={lora.init} the adapters stand on changed weights, which their folder "
-            "does not hold; export merged, or begin with default",
+            f"adapter: model.lora.init={lora.init} changes the base weights, which the folder of the adapters does not "
+            "contain; set export_as to merged, or init to default",
         )
     yield from _patterns("train.trainable", cfg.train.trainable)
     for at, optimizer in (("train", cfg.train.optimizer), ("critic", cfg.critic.optimizer)):
@@ -38,7 +38,7 @@ def _lora(at: str, lora: Lora) -> Iterator[tuple[str, str]]:
             "adapters need peft, which is not installed; pip install 'whet[lora]', or leave the section out",
         )
     if lora.targets in ("", ()):
-        yield f"{at}.targets", "names nothing; give all-linear, names of layers or a regular expression"
+        yield f"{at}.targets", "is empty; give all-linear, names of layers or a regular expression"
     if isinstance(lora.targets, str):
         yield from _patterns(f"{at}.targets", [lora.targets])
     yield from _patterns(f"{at}.rank_pattern", lora.rank_pattern)
@@ -47,7 +47,7 @@ def _lora(at: str, lora: Lora) -> Iterator[tuple[str, str]]:
     if local and not (Path(lora.path or "").expanduser() / "adapter_model.safetensors").is_file():
         yield (
             f"{at}.path",
-            f"{lora.path!r} holds no adapter_model.safetensors; give a folder that peft has written",
+            f"{lora.path!r} has no adapter_model.safetensors; give a folder written by peft",
         )
 
 
@@ -56,4 +56,4 @@ def _patterns(key: str, patterns: Iterable[str]) -> Iterator[tuple[str, str]]:
         try:
             re.compile(pattern)
         except re.error as error:
-            yield key, f"{pattern!r} is no regular expression: {error}"
+            yield key, f"{pattern!r} is not a regular expression: {error}"

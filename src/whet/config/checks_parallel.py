@@ -1,4 +1,4 @@
-"""What cannot be spread over ranks as a stage's config says."""
+"""Problems of the layout of ranks in the config of one stage."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from whet.config.sizes import shape
 
 
 def shards(p: Parallel) -> int:
-    """dp_shard; where it is -1, as many as there are GPUs for, at least 1."""
+    """dp_shard; where it is -1, the number that the GPUs allow, at least 1."""
     others = p.dp_replicate * p.tp * p.cp * p.pp
     return max(1, cuda_count() // others) if p.dp_shard == -1 else p.dp_shard
 
 
 def world(p: Parallel) -> int:
-    """Ranks in all."""
+    """Total number of ranks."""
     return p.dp_replicate * shards(p) * p.tp * p.cp * p.pp
 
 
 def ranks_of(p: Parallel) -> dict[str, int]:
-    """Ranks by the model that they are named after; who is not named is with the policy. Without `policy` that is
-    trained in the run's own process."""
+    """Number of ranks by model. Models without separate ranks share those of the policy. Without an entry `policy` the
+    process of the run trains the policy."""
     ranks = world(p)
     return ({"policy": ranks} if ranks > 1 else {}) | dict.fromkeys(sorted(set(p.separate_ranks)), ranks)
 
 
 def first_gpu(p: Parallel, whose: str) -> int:
-    """The GPU of the first rank of a model's own. The policy's come first, on ranks or not."""
+    """The GPU of the first separate rank of a model. Those of the policy come first, on ranks or not."""
     return world(p) * ["policy", *sorted(set(p.separate_ranks))].index(whose)
 
 
@@ -49,7 +49,7 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     ):
         yield (
             "profile.ranks",
-            f"{absent[0]} is none of the {world(p)} ranks of a model, which are counted from 0",
+            f"{absent[0]} does not exist: a model has {world(p)} ranks, counted from 0",
         )
     if world(p) == 1:
         return
@@ -64,88 +64,91 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     if cfg.machine.logprob_parity == "on":
         yield (
             "machine.logprob_parity",
-            "on: with train.parallel sampling and training are in other processes, and their equality is measured, "
-            "not proved; use auto",
+            "on: with train.parallel sampling and training are in separate processes, so their equality is only "
+            "measured, not proved; use auto",
         )
     if train.compile and p.ep > 1:
         yield (
             "train.compile",
-            "true: torch.compile is not tried with tokens that travel between experts (ep); set ep=1",
+            "true: torch.compile is not tested with expert parallelism (ep); set ep=1",
         )
     if shards(p) > 1 or p.tp > 1:
         yield from _cut(cfg)
 
 
 def _sizes(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Dims that do not fit one another, the model, or what devices there are."""
+    """Dims that do not match each other, the model, or the devices."""
     p, key = cfg.train.parallel, "train.parallel"
     if p.dp_shard == 0:
-        yield f"{key}.dp_shard", "0: at least 1 is expected, or -1 for all GPUs that are left"
+        yield f"{key}.dp_shard", "0: expected at least 1, or -1 for all remaining GPUs"
     if p.dp_shard == -1:
         yield from _left(cfg)
     if shards(p) and shards(p) % p.ep:
         yield (
             f"{key}.ep",
-            f"{p.ep} does not divide dp_shard={shards(p)}: experts are spread over ranks of dp_shard; set dp_shard to "
-            "a multiple of ep",
+            f"{p.ep} does not divide dp_shard={shards(p)}, whose ranks share the experts; set dp_shard to a multiple "
+            "of ep",
         )
     model = shape(cfg.model, cfg.tokenizer) if p.pp > 1 or p.ep > 1 else None
     parts = p.pp * p.pipeline_chunks
     if model is not None and p.pp > 1 and parts > model.layers:
         yield (
             f"{key}.pp",
-            f"the model's {model.layers} layers cannot be spread over {parts} parts (pp * pipeline_chunks); choose a "
-            "smaller pp or fewer chunks",
+            f"the {model.layers} layers of the model cannot be split into {parts} parts (pp * pipeline_chunks); choose "
+            "a smaller pp or fewer chunks",
         )
     if model is not None and p.ep > 1 and (not model.experts or model.experts % p.ep):
         yield (
             f"{key}.ep",
             f"{p.ep} does not divide the model's {model.experts} experts; "
-            + ("choose another" if model.experts else "set it to 1"),
+            + ("choose another ep" if model.experts else "set it to 1"),
         )
 
 
 def placement(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong with it) of models with ranks of their own."""
+    """(key, what is wrong with it) of models with separate ranks."""
     key, apart = "train.parallel.separate_ranks", cfg.train.parallel.separate_ranks
     there = {"critic": algorithm.needs_critic, "reference": algorithm.needs_reference}
     for name in sorted(set(apart)):
         if not there[name]:
-            yield key, f"names the {name}, and algorithm.name={algorithm.name} has none here"
+            yield key, f"{name}: this stage has no {name} (algorithm.name={algorithm.name}); leave it out"
     if len(set(apart)) < len(apart):
-        yield key, f"names {max(apart, key=apart.count)} twice"
+        yield key, f"{max(apart, key=apart.count)} is listed twice; list it once"
     if "reference" in apart and cfg.algorithm.kl.estimator == "full":
         yield (
             key,
-            "reference: algorithm.kl.estimator=full reads it in every micro-batch of the policy, so both must be in "
-            "one place; leave it out",
+            "reference: algorithm.kl.estimator=full reads the reference in every micro-batch of the policy, so both "
+            "must share their ranks; leave it out",
         )
     if apart and cfg.train.parallel.dp_shard == -1:
-        yield key, "dp_shard=-1 takes all GPUs for the policy alone; give the number of ranks of each model"
+        yield key, "dp_shard=-1 uses all GPUs for the policy; give the number of ranks of each model"
 
 
 def _left(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Where dp_shard=-1 is no number."""
+    """Where dp_shard=-1 has no value."""
     p, key = cfg.train.parallel, "train.parallel.dp_shard"
     others = p.dp_replicate * p.tp * p.cp * p.pp
     if cfg.cluster.ranks:
-        yield key, "-1 counts the GPUs of one machine, and cluster.ranks may take several; give their number"
+        yield (
+            key,
+            "-1 counts the GPUs of one machine, but cluster.ranks may use several; give the number of ranks",
+        )
     elif cfg.machine.device == "cpu" or not cuda_count():
-        yield key, "-1 is all GPUs that are left, and this stage trains on the CPU; give the number of ranks"
+        yield key, "-1 means all remaining GPUs, but this stage trains on the CPU; give the number of ranks"
     elif cuda_count() % others:
         yield (
             key,
-            f"-1: the other dims take {others} ranks, and that does not divide the {cuda_count()} GPUs here; choose "
-            "other dims, or give a number",
+            f"-1: the other dims have {others} ranks, which does not divide the {cuda_count()} GPUs of this machine; "
+            "change these dims, or give a number",
         )
 
 
 def _cut(cfg: Config) -> Iterator[tuple[str, str]]:
-    """What needs whole tensors, or moves them itself."""
+    """Features that need whole tensors, or move them themselves."""
     ref = cfg.reference
     if cfg.model.lora and ref.path and (ref.reset_interval or ref.reset_interval_epochs):
         yield (
             "reference.path",
-            "a reference of another folder cannot become a policy with adapters (reference.reset_interval) where "
-            "dp_shard or tp of train.parallel cut both; leave the path out or use dp_replicate",
+            "a reference from another folder cannot be reset to a policy with adapters (reference.reset_interval) "
+            "where dp_shard or tp of train.parallel shard both; leave the path out, or use dp_replicate",
         )

@@ -1,4 +1,4 @@
-"""What cannot work in dtypes, offload and compilation, on the device that a stage trains on."""
+"""Problems of dtypes, offload and compilation on the device that a stage trains on."""
 
 from __future__ import annotations
 
@@ -19,64 +19,70 @@ def problems(cfg: Config) -> Iterator[Problem]:
     if p.reduce and not p.master_weights:
         yield (
             "train.precision.reduce",
-            "sums gradients for float32 masters, and master_weights=false keeps none",
+            "sums gradients for float32 master weights, but master_weights=false keeps none; leave one of the two out",
         )
     float16 = cfg.model.dtype == "float16"
     if float16 and not p.master_weights:
         yield (
             "train.precision.master_weights",
-            "false: gradients of a scaled loss are divided in float32, so model.dtype=float16 needs its masters; take "
-            "bfloat16, or leave it true",
+            "false: model.dtype=float16 needs float32 master weights, because gradients are unscaled in float32; use "
+            "bfloat16, or set it to true",
         )
     if p.compute and (cfg.model.lora or cfg.critic.lora):
         yield (
             "train.precision.compute",
-            "adapters compute in the dtype of the weights below them; set model.dtype instead",
+            "adapters compute in the dtype of the base weights; set model.dtype instead",
         )
     if p.float8 and (cfg.model.lora or cfg.critic.lora):
         yield (
             "train.precision.float8",
-            "adapters are too small for it to be faster, and it rounds them; leave it out",
+            "it is not faster for adapters, which are small, and it rounds them; leave it out",
         )
     if p.float8 and train.compile:
-        yield "train.precision.float8", "torch.compile does not see through it; leave one of the two out"
+        yield "train.precision.float8", "torch.compile does not support it; leave one of the two out"
     other = {"precision.compute": p.compute, "precision.float8": p.float8, "compile": train.compile}
     if cfg.machine.logprob_parity == "on" and (
         key := next((key for key, given in other.items() if given), None)
     ):
         yield (
             f"train.{key}",
-            "makes trained log-probs differ from sampled ones, and machine.logprob_parity=on asks for equal ones",
+            "makes trained log-probs differ from sampled ones, but machine.logprob_parity=on requires equal ones",
         )
     if cfg.machine.logprob_parity == "on" and cfg.rollout.quantization:
         yield (
             "rollout.quantization",
-            "makes sampled log-probs differ from trained ones, and machine.logprob_parity=on asks for equal ones",
+            "makes sampled log-probs differ from trained ones, but machine.logprob_parity=on requires equal ones",
         )
     if "policy" in train.offload and world(train.parallel) == 1:
         yield (
             "train.offload",
-            "policy: in one process its weights are those that rollouts are sampled from; leave it out, or train on "
-            "ranks of their own (train.parallel)",
+            "policy: in one process rollouts are sampled from the same weights; leave it out, or train on ranks "
+            "(train.parallel)",
         )
     full = cfg.algorithm.kl.estimator == "full"
     if "reference" in train.offload and full:
-        yield "train.offload", "reference: algorithm.kl.estimator=full reads it in every micro-batch"
+        yield (
+            "train.offload",
+            "reference: algorithm.kl.estimator=full reads the reference in every micro-batch; leave it out",
+        )
 
 
 def misfits(plan: Plan) -> Iterator[Problem]:
-    """(key, what is wrong with it) on the device, for the models there are."""
+    """(key, what is wrong with it) on the device, for the models of the stage."""
     train, p = plan.train, plan.train.precision
     if train.offload and plan.device == "cpu":
-        yield "train.offload", "frees memory of a GPU, and this stage trains on the CPU; leave it out"
+        yield "train.offload", "frees memory of a GPU, but this stage trains on the CPU; leave it out"
     there = {"critic": plan.needs_critic, "reference": plan.needs_reference}
     for name, used in there.items():
         if name in train.offload and not used:
-            yield "train.offload", f"names the {name}, and algorithm.name={plan.algorithm.name} has none"
+            yield (
+                "train.offload",
+                f"{name}: this stage has no {name} (algorithm.name={plan.algorithm.name}); leave it out",
+            )
     if p.compute and plan.dtype != "float32":
         yield (
             "train.precision.compute",
-            f"is for float32 parameters, and these are {plan.dtype}, in which they compute already; set "
+            f"is for float32 parameters, but the parameters are {plan.dtype} and already compute in it; set "
             "model.dtype=float32, or leave it out",
         )
     only_half = {"reduce": p.reduce is not None, "master_weights": not p.master_weights}
@@ -84,22 +90,22 @@ def misfits(plan: Plan) -> Iterator[Problem]:
         if given and plan.dtype == "float32":
             yield (
                 f"train.precision.{name}",
-                "changes nothing: parameters are float32; set model.dtype, or leave it out",
+                "has no effect: parameters are float32; set model.dtype, or leave it out",
             )
         elif given and plan.learns is not None and not plan.learns.own:
-            yield f"train.precision.{name}", "changes nothing: adapters are float32 always; leave it out"
+            yield f"train.precision.{name}", "has no effect: adapters are always float32; leave it out"
     if train.router_aux_loss_coef and plan.shape is not None and not plan.shape.experts:
         yield (
             "train.router_aux_loss_coef",
-            "balances the routers of a mixture of experts, and this model has none; leave it 0",
+            "balances the routers of a mixture of experts, but this model has none; set it to 0",
         )
     if train.compile and (missing := _no_compiler(plan.device)):
         yield "train.compile", f"{missing}; leave it out"
 
 
 def _no_compiler(device: str) -> str | None:
-    """What torch.compile lacks here; on CUDA torch brings Triton with it."""
+    """The compiler that torch.compile needs and this machine lacks; on CUDA torch includes Triton."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     if device == "cuda" or any(shutil.which(name) for name in names):
         return None
-    return f"needs a C++ compiler, and there is none here (looked for {', '.join(names)})"
+    return f"needs a C++ compiler, but this machine has none (searched for {', '.join(names)})"

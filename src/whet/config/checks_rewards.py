@@ -1,4 +1,4 @@
-"""What cannot work in a reward: each is a function or a model, and has the keys of its kind."""
+"""Problems of rewards: each is either a function or a model, with the keys of its kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
             given = "both are given" if reward.function else "neither is given"
             yield at, f"give either function or model.path (a reward model's folder); {given}"
         if reward.function is None and reward.arguments:
-            yield f"{at}.arguments", "only a function is called with them, and none is given; leave them out"
+            yield f"{at}.arguments", "only a function has arguments, and none is given; leave them out"
         if reward.model is not None:
             yield from ((f"{at}.model.{key}", why) for key, why in _model(reward.model))
 
@@ -28,10 +28,10 @@ def _model(model: RewardModel) -> Iterator[tuple[str, str]]:
             if getattr(model, key) is not None:
                 yield (
                     key,
-                    "the model is given the policy's own tokens (input=tokens); leave it out, or input=text",
+                    "with input=tokens the model reads the tokens of the policy; leave it out, or set input=text",
                 )
     elif template and "{" not in template and not Path(template).expanduser().is_file():
         yield (
             "chat_template",
-            f"'{template}' is no file here and holds no Jinja '{{'; give the text or a path",
+            f"'{template}' is neither a file nor a template (it has no Jinja '{{'); give the text or a path",
         )

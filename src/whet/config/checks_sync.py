@@ -1,4 +1,4 @@
-"""What cannot work in the section `sync`, and what its values of auto come to."""
+"""Problems of the section `sync`, and the values that auto stands for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WAYS = {
     "object_store": "engine replicas (rollout.replicas)",
 }
 WAYS["collective"] = WAYS["object_store"]
-"""Whom a method serves."""
+"""The receivers of a method."""
 
 
 def problems(cfg: Config) -> Iterator[tuple[str, str]]:
@@ -21,24 +21,24 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     sync = cfg.sync
     yield from _method(cfg)
     if sync.content == "adapters" and cfg.model.lora is None:
-        yield "sync.content", "adapters: model.lora is not given; use delta, which sends what has changed"
+        yield "sync.content", "adapters: model.lora is not given; use delta, which sends only changed weights"
     elif sync.content == "adapters" and cfg.rollout.quantization is not None:
         yield (
             "sync.content",
-            f"adapters: with rollout.quantization={cfg.rollout.quantization} engines keep no weights under them that "
-            "they could be merged with; use full, which sends them merged",
+            f"adapters: with rollout.quantization={cfg.rollout.quantization} engines keep no original weights to merge "
+            "them into; use full, which sends merged weights",
         )
     elif sync.content == "adapters" and sync.dtype != "auto":
         yield (
             "sync.dtype",
-            f"{sync.dtype}: adapters are proved to make the trainer's weights, so they travel as they are; leave it "
+            f"{sync.dtype}: adapters are sent unchanged, so that receivers can verify the merged weights; leave it "
             "out, or use sync.content=full",
         )
     apart = cfg.mode == "train" or (cfg.mode == "both" and cfg.rollout.replicas)
     if cfg.machine.logprob_parity == "on" and apart and sync.dtype != "auto":
         yield (
             "sync.dtype",
-            f"{sync.dtype}: machine.logprob_parity=on wants rollouts of the very weights that are trained; use auto",
+            f"{sync.dtype}: machine.logprob_parity=on requires rollouts from exactly the trained weights; use auto",
         )
 
 
@@ -47,9 +47,9 @@ def _method(cfg: Config) -> Iterator[tuple[str, str]]:
     if method == "ipc":
         yield (
             "sync.method",
-            "ipc: it hands over memory of a GPU, and machine.device is cpu; use auto"
+            "ipc: needs memory of a GPU, but machine.device is cpu; use auto"
             if cfg.machine.device == "cpu"
-            else "ipc: handing over memory of a GPU is not tried yet; use auto",
+            else "ipc: is not tested yet; use auto",
         )
     elif method != "auto":
         apart = cfg.mode != "both"
@@ -60,7 +60,7 @@ def _method(cfg: Config) -> Iterator[tuple[str, str]]:
 
 
 def content_of(cfg: Config) -> Literal["full", "delta", "adapters"]:
-    """What sync.content comes to."""
+    """The effective value of sync.content."""
     if cfg.sync.content != "auto":
         return cfg.sync.content
     apart = cfg.sync.dtype == "auto" and cfg.rollout.quantization is None
@@ -68,6 +68,6 @@ def content_of(cfg: Config) -> Literal["full", "delta", "adapters"]:
 
 
 def has_adapters(cfg: Config) -> bool:
-    """Whether the model of this process has them: an explorer that is sent merged weights has not."""
+    """Whether the model of this process has adapters: an explorer that receives merged weights has none."""
     explores = cfg.mode == "explore" and resolve(cfg.algorithm).kind == "online"
     return cfg.model.lora is not None and not (explores and content_of(cfg) != "adapters")

@@ -1,4 +1,4 @@
-"""What cannot work in the section about off-policy correction."""
+"""Problems of the section about off-policy correction."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def check_correction(c: Correction, *, old_logprobs: str) -> None:
     """Raise ConfigError."""
     if old_logprobs == "sampled" and (c.weight or c.reject):
         raise ConfigError(
-            "algorithm.old_logprobs='sampled' takes the engine's log-probs for the trainer's, so every ratio that "
-            f"{KEY} looks at would be 1: set it to recompute, or leave it out."
+            "algorithm.old_logprobs='sampled' uses the log-probs of the engine as those of the trainer, so every ratio "
+            f"of {KEY} would be 1: set it to recompute, or leave it out."
         )
     _check_bounds(c)
 
@@ -23,9 +23,9 @@ def _check_bounds(c: Correction) -> None:
     parts += [(f"{KEY}.reject[{n}]", test) for n, test in enumerate(c.reject)]
     for at, part in parts:
         if part.low is not None and part.high is not None and part.low > part.high:
-            raise ConfigError(f"{at}.low={part.low} is above high={part.high}: nothing can lie between them.")
+            raise ConfigError(f"{at}.low={part.low} is above high={part.high}: lower it, or raise high.")
     for n, test in enumerate(c.reject):
         if test.low is None and test.high is None:
             raise ConfigError(
-                f"{KEY}.reject[{n}] has no bound, so everything passes: give low, high or both."
+                f"{KEY}.reject[{n}] has no bound, so every value passes: give low, high or both."
             )

@@ -1,4 +1,4 @@
-"""How long a run waits for what, and by which keys."""
+"""Longest waits of a run, and the keys that set them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Deadline:
 
     seconds: float
     keys: str
-    """What it is made of: `rollout.timeout_s=600, ...`."""
+    """The keys that it is computed from: `rollout.timeout_s=600, ...`."""
 
 
 def rollout(cfg: Config) -> Deadline:
@@ -24,7 +24,7 @@ def rollout(cfg: Config) -> Deadline:
 
 
 def sync(cfg: Config) -> Deadline:
-    """A weight sync: rollouts in flight end, then the weights go over."""
+    """A weight sync: rollouts in flight finish, then the weights are sent."""
     if not cfg.rollout.replicas:
         return rollout(cfg)
     keys = _said(cfg, "rollout.timeout_s", "sync.timeout_s")
@@ -32,8 +32,8 @@ def sync(cfg: Config) -> Deadline:
 
 
 def group(cfg: Config, *, judges: int, times: int = 1, leased: bool = False) -> Deadline:
-    """A task becomes a group: played, `times` over, and scored by `judges` rewards. leased: by explorers elsewhere; a
-    dead one's tasks are asked again when its lease is over."""
+    """A group of one task: sampled up to `times` times, and scored by `judges` rewards. leased: by other explorers; the
+    tasks of a dead explorer are requested again when its lease ends."""
     played_s = (1 + cfg.rollout.retries) * cfg.rollout.timeout_s
     seconds = times * (played_s + cfg.reward_workers.timeout_s * judges) + MARGIN_S
     keys = ["rollout.timeout_s", "rollout.retries", "reward_workers.timeout_s"] + ["buffer.lease_s"] * leased
@@ -41,7 +41,7 @@ def group(cfg: Config, *, judges: int, times: int = 1, leased: bool = False) -> 
 
 
 def silence(cfg: Config, stages: Sequence[Config], *, least_s: float = 0.0) -> float:
-    """How long a process may say nothing: machine.watchdog_timeout_s, but longer than any single wait may be."""
+    """Longest time of a process without progress: machine.watchdog_timeout_s, but more than any single timeout."""
     longest = [least_s, cfg.rollout.timeout_s + cfg.sync.timeout_s, cfg.cluster.start_timeout_s]
     for c in stages:
         longest += [
@@ -52,7 +52,7 @@ def silence(cfg: Config, stages: Sequence[Config], *, least_s: float = 0.0) -> f
 
 
 MARGIN_S = 60.0
-"""For what nobody counts; and a time-out ends a wait before silence ends the process."""
+"""Margin for uncounted work, so that a timeout ends a wait before the watchdog ends the process."""
 
 
 def _said(cfg: Config, *keys: str) -> str:

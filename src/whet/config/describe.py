@@ -1,4 +1,4 @@
-"""The plan of a run as a table: what `whet plan FILE` prints."""
+"""The plan of a run as a table, printed by `whet plan FILE`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def describe(plans: Sequence[Plan]) -> RenderableType:
-    """A column a stage: steps, batch arithmetic written out, models, memory, disk."""
+    """One column per stage: steps, batch arithmetic, models, memory, disk."""
     # Every run imports this file; only `whet plan` needs rich's tables.
     from rich.console import Group
     from rich.table import Table
@@ -32,15 +32,17 @@ def describe(plans: Sequence[Plan]) -> RenderableType:
 
 
 def facts(plan: Plan) -> dict[str, str]:
-    """One stage in words, by label."""
+    """The rows of one stage, by label."""
     known = plan.total_steps is not None
     a = plan.algorithm
     return {
         "algorithm": f"{a.name}: advantage {a.advantage}, loss {a.loss}, {a.loss_agg_mode}",
         "source": a.source,
-        "steps": f"{plan.steps}" if known else "epochs x rows / tasks per step; the rows are not read yet",
+        "steps": f"{plan.steps}"
+        if known
+        else "epochs x rows / tasks per step; the number of rows is not known yet",
         "batch": arithmetic(plan),
-        "optimizer steps": _optimizer_steps(plan) if known else f"{plan.updates_per_step} a step",
+        "optimizer steps": _optimizer_steps(plan) if known else f"{plan.updates_per_step} per step",
         "longest": f"{plan.prompt_tokens} prompt + {plan.reply_tokens} reply tokens"
         + (f", {plan.total_tokens} together" if plan.total_tokens else ""),
         "models": ", ".join(
@@ -56,7 +58,7 @@ def facts(plan: Plan) -> dict[str, str]:
 
 
 _WIDE = 512
-"""Hidden size from which products take most of a step."""
+"""Hidden size above which matrix products take most of a step."""
 
 
 def _machine(plan: Plan) -> str:
@@ -66,11 +68,11 @@ def _machine(plan: Plan) -> str:
     wide = plan.shape is not None and plan.shape.hidden >= _WIDE
     computed = plan.train.precision.compute
     if computed and not multiplies_half(computed):
-        return f"{told}; train.precision.compute={computed} is slower than float32 here: this CPU has no units for it"
+        return f"{told}; train.precision.compute={computed} is slower than float32: this CPU has no instructions for it"
     if plan.dtype != "float32" and not multiplies_half(plan.dtype):
-        return f"{told}, computed in float32 and rounded: this CPU has no units for it"
+        return f"{told}, computed in float32 and rounded: this CPU has no instructions for it"
     if plan.dtype == "float32" and wide and not computed and multiplies_half("bfloat16"):
-        return f"{told}; model.dtype=bfloat16 would be faster: this CPU multiplies it itself"
+        return f"{told}; model.dtype=bfloat16 would be faster: this CPU has instructions for it"
     return told
 
 
@@ -84,10 +86,10 @@ def arithmetic(plan: Plan) -> str:
         start += f" and {plan.experts_per_step} demonstrations"
     out = f"{start}, {_many(plan.minibatches, 'minibatch')} of {plan.rollouts_per_minibatch}"
     if plan.passes > 1:
-        out += f", {plan.passes} passes"
+        out += f", {plan.passes} update epochs"
     critic = plan.critic
     if critic and (critic.minibatches, critic.update_epochs) != (plan.minibatches, plan.passes):
-        out += f"; critic {_many(critic.minibatches, 'minibatch')}, {_many(critic.update_epochs, 'pass')}"
+        out += f"; critic {_many(critic.minibatches, 'minibatch')}, {_many(critic.update_epochs, 'update epoch')}"
     return out
 
 
@@ -98,7 +100,9 @@ def _optimizer_steps(plan: Plan) -> str:
         if plan.critic_warmup_steps
         else f"{steps}"
     )
-    parts = f"{learning} steps x {_many(plan.minibatches, 'minibatch')} x {_many(plan.passes, 'pass')}"
+    parts = (
+        f"{learning} steps x {_many(plan.minibatches, 'minibatch')} x {_many(plan.passes, 'update epoch')}"
+    )
     unit = "training steps " if plan.optimizer.schedule.unit == "train_step" else ""
     warm = f", the first {plan.warmup_steps} {unit}warm up" if plan.warmup_steps else ""
     return f"{parts} = {plan.optimizer_steps}{warm}"
@@ -107,13 +111,13 @@ def _optimizer_steps(plan: Plan) -> str:
 def _count(plan: Plan) -> str:
     count = plan.shape.parameters if plan.shape else None
     if count is None:
-        return "not known before the model" + (" and its tokenizer are" if plan.shape else " is") + " there"
+        return "not known until the model" + (" and its tokenizer exist" if plan.shape else " exists")
     at_most = "at most " if plan.vocab_is_bound else ""
     learns = plan.learns
     if learns is None or learns.learned == learns.base:
         return f"{at_most}{count:,}"
     adapters = f" and {learns.adapters:,} in adapters" if learns.adapters else ""
-    return f"{at_most}{count:,}{adapters}; {learns.learned:,} learn"
+    return f"{at_most}{count:,}{adapters}; {learns.learned:,} trained"
 
 
 def _evaluation(plan: Plan) -> str:
@@ -135,12 +139,16 @@ def _memory(plan: Plan) -> str:
     told += [f"  {size(n)} {k}" for k, n in sorted(most.parts.items(), key=lambda item: -item[1]) if n]
     peaks = {phase.name: max(p.total for p in found if p.name == phase.name) for phase in found}
     others = ", ".join(f"{name} {size(total)}" for name, total in peaks.items() if name != most.name)
-    kept = ["a process keeps what it frees and may be up to half larger"] if plan.device == "cpu" else []
+    kept = (
+        ["a process keeps memory that it frees, so it may take up to half more"]
+        if plan.device == "cpu"
+        else []
+    )
     return "\n".join([*told, *([others] if others else []), *_others(plan), *kept])
 
 
 def _others(plan: Plan) -> list[str]:
-    """Ranks and replicas, a line each."""
+    """Ranks and replicas, one line each."""
     return [
         f"{place.name} of {place.count}: at most {size(place.most.total)}, in the {place.most.name} ("
         + ", ".join(
@@ -168,19 +176,19 @@ def _disk(plan: Plan) -> str:
         return f"every checkpoint kept, {size(plan.checkpoint_bytes)} each"
     whole = plan.keep * plan.checkpoint_bytes
     kept = f"{_many(plan.keep, 'checkpoint')} kept x {size(plan.checkpoint_bytes)} = {size(whole)}"
-    return f"{kept}, and one in writing"
+    return f"{kept}, and one being written"
 
 
 def notes(plans: Sequence[Plan]) -> list[str]:
-    """What the table leaves open."""
+    """Notes below the table: values that are not known, and warnings."""
     out = []
     if plans[0].shape is None:
         out.append("model.path: no such folder on this machine, so sizes are not known.")
     if any(p.total_steps is None for p in plans):
-        out.append("train.epochs: the number of steps is known once the rows are read.")
+        out.append("train.epochs: the number of steps is known after the rows are read.")
     out += [
-        f"{p.name}: a warm-up of {p.warmup_steps} steps is longer than the stage ({p.schedule_steps}): the peak "
-        "learning rate is never reached."
+        f"{p.name}: the warm-up of {p.warmup_steps} steps is longer than the stage ({p.schedule_steps} steps): the "
+        "learning rate never reaches its peak."
         for p in plans
         if p.total_steps is not None and p.warmup_steps > p.schedule_steps
     ]
@@ -188,4 +196,4 @@ def notes(plans: Sequence[Plan]) -> list[str]:
 
 
 def _many(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}{'es' if what.endswith(('s', 'ch')) else 's'}"
+    return f"{n} {what}" if n == 1 else f"{n} {what}{'es' if what.endswith(('s', 'tch')) else 's'}"

@@ -1,4 +1,4 @@
-"""A config on its way: plain values from several places, where each came from, and the problems so far."""
+"""A config under construction: plain values from several places, the origin of each, and the problems so far."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from whet.config.tree import get, leaves, merge, origin, path_of, stage_names, s
 from whet.types import Json
 
 _PLACE = re.compile(r"path|run_dir|resume|chat_template|tokenizer")
-"""Keys whose text is a place on this machine."""
+"""Keys whose text is a path on this machine."""
 _HOME = re.compile(r"~[^/\s]*(?=/)")
 
 
 @dataclass
 class Draft:
-    """Filled in the order of precedence, then resolved, then validated."""
+    """The values, filled in the order of precedence, then resolved, then validated."""
 
     tree: dict[str, Json] = field(default_factory=dict)
     origins: dict[Path, str] = field(default_factory=dict)
     problems: list[tuple[str, str]] = field(default_factory=list)
     """(place, text)"""
     broken: set[Path] = field(default_factory=set)
-    """Paths whose problem is already told."""
+    """Paths whose problem is already reported."""
     renamed: tuple[str, ...] = ()
     """What was given by names of whet 0.1, and the present ones."""
 
@@ -57,7 +57,7 @@ class Draft:
         }
 
     def override(self, text: str) -> None:
-        """Apply `key.path=value`; the value is YAML, nothing after the sign is null."""
+        """Apply `key.path=value`; the value is YAML, an empty value is null."""
         key, equals, value = (part.strip() for part in text.partition("="))
         source = f"override {text}"
         if not equals or not key or key[0] in "+~-":
@@ -75,16 +75,16 @@ class Draft:
             self.put(path, parsed.tree if value else None, source)
 
     def _closed(self, path: Path) -> str:
-        """Why nothing can be put at this path, or ''."""
+        """Why no value can be set at this path, or ''."""
         if len(path) > 1 and path[0] == "stages" and not isinstance(path[1], int):
-            return f"there is no stage {path[1]!r}; stages: {', '.join(stage_names(self.tree)) or 'none'}"
+            return f"no stage {path[1]!r}; stages: {', '.join(stage_names(self.tree)) or 'none'}"
         unknown = _unknown(path)
         if unknown:
             return f"unknown key{did_you_mean(unknown)}"
         for n in range(1, len(path)):
             around, part = get(self.tree, path[:n]), path[n]
             if isinstance(around, list) and not (isinstance(part, int) and part < len(around)):
-                return f"{dotted(path[:n])} has {len(around)} entries, counted from 0: there is no {part}"
+                return f"{dotted(path[:n])} has {len(around)} entries, counted from 0: no entry {part}"
             if isinstance(part, int) and not isinstance(around, list):
                 return f"{dotted(path[:n])} has no entries: there is no {part}"
             is_table = _in_base(path[:n]) in TABLES and isinstance(around, str)
@@ -93,7 +93,7 @@ class Draft:
         return ""
 
     def interpolate(self) -> None:
-        """Replace `${...}` by what it stands for; the schema's defaults can be referred to."""
+        """Resolve `${...}`; references to defaults of the schema are allowed."""
         written = self.tree
         self.tree, wrong = interpolate(written, Config().model_dump(mode="json"))
         for path, said in wrong.items():
@@ -101,8 +101,8 @@ class Draft:
             self._tell(path, f"{named(path, written)}: {shown(get(written, path))}: {said}")
 
     def find_places(self) -> None:
-        """Refuse paths that no system call takes, and those that may not be looked at: whoever asks whether a file is
-        there expects yes or no."""
+        """Refuse paths that no system call accepts, and paths without permission: a later test for existence expects
+        only yes or no."""
         for path, value in leaves(self.tree):
             name = next((part for part in reversed(path) if isinstance(part, str)), "")
             if isinstance(value, str) and _PLACE.fullmatch(name) and "{" not in value and "://" not in value:
@@ -114,23 +114,23 @@ class Draft:
                     why = e.strerror if isinstance(e, OSError) else str(e)
                     self._tell(
                         path,
-                        f"{named(path, self.tree)}: {shown(value)} cannot be looked for: {why}; give another path",
+                        f"{named(path, self.tree)}: {shown(value)} cannot be accessed: {why}; give another path",
                     )
 
     def find_homes(self) -> None:
-        """Refuse paths below a home folder that is not known here: whoever opens one could not say where it is."""
+        """Refuse paths below a home folder that is unknown here: it could not be opened later."""
         for path, value in leaves(self.tree):
             home = _HOME.match(value) if isinstance(value, str) and "sampling" not in path else None
             if home and os.path.expanduser(home[0]) == home[0]:
                 why = (
-                    "HOME is not set, and the system has no home for this user"
+                    "HOME is not set, and the system has no home folder for this user"
                     if home[0] == "~"
                     else "no such user"
                 )
-                self._tell(path, f"{named(path, self.tree)}: {shown(value)}: {why}; give the whole path")
+                self._tell(path, f"{named(path, self.tree)}: {shown(value)}: {why}; give the full path")
 
     def validate(self) -> Config | None:
-        """The Config; or None, with the problems of the base, then those that appear in a stage."""
+        """The Config; or None, and the problems of the base config and of the stages are recorded."""
         config, seen = None, set[tuple[Path, str]]()
         try:
             config = Config.model_validate_json(json.dumps(self.tree))
@@ -150,7 +150,7 @@ class Draft:
     def _note(
         self, tree: Mapping[str, Json], error: ValidationError, above: Path, seen: set[tuple[Path, str]]
     ) -> set[tuple[Path, str]]:
-        """Add the problems that are not in `seen`; give back all that were found."""
+        """Add the problems that are not in `seen`; return all problems."""
         found = faults(tree, error)
         for fault in found:
             at = (*above, *fault.path)
@@ -166,7 +166,7 @@ class Draft:
 
 
 def _unknown(path: Path) -> Path:
-    """The beginning of a path up to the first name that the schema does not have; () if it has all."""
+    """The path up to the first name that is not in the schema; () if all names are."""
     for n in range(1, len(path) + 1):
         key = lookup(path[:n])
         if key is None:

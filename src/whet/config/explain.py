@@ -29,7 +29,7 @@ Reads = functions.Advantage | functions.Loss
 
 @dataclass(frozen=True)
 class Explanation:
-    """What there is to say of a key. `rich` can print it."""
+    """The explanation of a key. `rich` can print it."""
 
     key: str
     meaning: str
@@ -42,7 +42,7 @@ class Explanation:
     rows: tuple[tuple[str, str, str, str], ...] = ()
     """The keys of a section: (key, type, default, meaning)."""
     value: tuple[tuple[str, str], ...] = ()
-    """Of `key=value`: what that value stands for."""
+    """For `key=value`: the meaning of the value."""
 
     def __rich__(self) -> RenderableType:
         facts = Table.grid(padding=(0, 2))
@@ -63,7 +63,7 @@ class Explanation:
 
 
 def explain(key: str) -> Explanation:
-    """A key, a section, or `key=value`. Raises ConfigError that names the near misses."""
+    """A key, a section, or `key=value`. Raises ConfigError with the nearest known keys."""
     name, equals, value = key.strip().partition("=")
     found = _find(name)
     rows = tuple(
@@ -77,7 +77,7 @@ def explain(key: str) -> Explanation:
         meaning=found.description.replace("\n", " "),
         type=found.words if not found.section else found.words.partition(" (keys")[0],
         default=default_of(found),
-        where="the whole run, or any stage by itself" if varies else "the whole run",
+        where="the whole run, or single stages" if varies else "the whole run",
         source=_source(found),
         rows=rows,
         value=_value(found, value) if equals else (),
@@ -101,7 +101,7 @@ def first_sentence(key: Key) -> str:
 
 
 def _find(name: str) -> Key:
-    """The key of a name, with or without the index or name that stands for an entry of a list or table."""
+    """The key of a name, with or without the index or name of an entry of a list or table."""
     path = path_of(name.replace("[]", ".*").replace("<name>", "*"), ())
     found = lookup(_with_entries(path))
     if found is None:
@@ -128,7 +128,7 @@ def _inside(key: Key) -> tuple[str, ...]:
 def _source(key: Key) -> str:
     """'whet/config/parts/train.py:12', the line on which a key is defined."""
     names = (key.path[-1], *key.path[-2:-1])
-    for owner in key.owner.__mro__:  # a section may take its keys over from another
+    for owner in key.owner.__mro__:  # a section may inherit its keys from another
         if not owner.__module__.startswith("whet."):
             continue
         file = Path(sys.modules[owner.__module__].__file__ or "")
@@ -142,7 +142,7 @@ def _source(key: Key) -> str:
 
 
 def _value(key: Key, value: str) -> tuple[tuple[str, str], ...]:
-    """What a value of a key stands for; ConfigError if the key cannot have it."""
+    """The meaning of a value of a key; ConfigError if the key cannot have it."""
     name = dotted(key.path)
     if name == "algorithm.name":
         recipe = _entry(recipes.RECIPES, value, name)
@@ -159,9 +159,7 @@ def _value(key: Key, value: str) -> tuple[tuple[str, str], ...]:
         )
         return tuple(told) or (("settings", "none"),)
     if key.section:
-        raise ConfigError(
-            f"{name} is a section, it has no value of its own; `whet explain {name}` lists its keys"
-        )
+        raise ConfigError(f"{name} is a section and has no value; `whet explain {name}` lists its keys")
     given = parse(value).tree
     try:
         TypeAdapter(key.annotation).validate_json(json.dumps(given), strict=True)

@@ -1,4 +1,4 @@
-"""What is wrong with a value, in words: the value given, what was expected, what to write instead."""
+"""Messages for wrong values: the given value, the expected type, and the remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from whet.secrets import redact
 from whet.types import Json
 
 MOST_TOLD = 100
-"""Problems of one config that are told one by one: to find a near name for each of many takes long."""
+"""Maximum number of problems of one config that are listed: suggestions for many keys take long."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Fault:
 
 
 def faults(tree: Json, error: ValidationError) -> list[Fault]:
-    """What pydantic found in these plain values, one fault a key, in the order of the schema."""
+    """The problems that pydantic found in these plain values, one fault per key, in the order of the schema."""
     found: dict[Path, Fault] = {}
     details = error.errors(include_url=False, include_context=False)
     for detail in details[:MOST_TOLD]:
@@ -38,7 +38,7 @@ def faults(tree: Json, error: ValidationError) -> list[Fault]:
         found.setdefault(fault.path, fault)
     if len(details) > MOST_TOLD:
         path = details[MOST_TOLD]["loc"]
-        found.setdefault(path, Fault(path, f"and {len(details) - MOST_TOLD} more problems from here on"))
+        found.setdefault(path, Fault(path, f"and {len(details) - MOST_TOLD} more problems after this one"))
     return list(found.values())
 
 
@@ -53,7 +53,7 @@ def _fault(tree: Json, detail: ErrorDetails) -> Fault:
 
 
 def mismatch(value: Json, path: Path) -> str:
-    """What is wrong with a value: 'got "8", expected a whole number >= 1 (rollouts of one task); write 8'."""
+    """The message for a wrong value: 'got "8", expected a whole number >= 1 (rollouts of one task); write 8'."""
     return f"got {shown(value)}, expected {_expected(path)}{_hint(value, path)}"
 
 
@@ -66,7 +66,7 @@ def _expected(path: Path) -> str:
 
 
 def _hint(value: Json, path: Path) -> str:
-    """What to write instead, where that can be told."""
+    """The remedy, where there is one."""
     key = lookup(path)
     assert key is not None
     wanted = set(_parts(key.annotation))
@@ -89,11 +89,11 @@ def _hint(value: Json, path: Path) -> str:
 def _text_hint(value: str, wanted: set[Any], choices: list[str]) -> str:
     try:
         number = scalar(value.strip().replace("_", "").replace(",", ""))
-    except ValueError:  # a number that no key could take
+    except ValueError:  # a number that no key accepts
         return ""
     if isinstance(number, int | float) and not isinstance(number, bool) and wanted & {int, float}:
         bare = int(number) if int in wanted and float(number).is_integer() else number
-        return f"; this is text: write {bare} without quotes (from the environment: ${{oc.decode:...}})"
+        return f"; the value is text: write {bare} without quotes (from the environment: ${{oc.decode:...}})"
     if bool in wanted or choices == ["on", "off"]:
         word = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(value.lower(), value.lower())
         return f"; write {word} without quotes" if word in ("true", "false") else ""
@@ -104,7 +104,7 @@ def _text_hint(value: str, wanted: set[Any], choices: list[str]) -> str:
 
 
 def _parts(annotation: Any) -> list[Any]:
-    """The plain types a value may have: int, float, bool, str, tuple, dict, Literals, sections."""
+    """The plain types that a value may have: int, float, bool, str, tuple, dict, Literals, sections."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _parts(arguments[0])
@@ -119,13 +119,15 @@ def _parts(annotation: Any) -> list[Any]:
 
 
 def shown(value: Json) -> str:
-    """A value as it stands in a config, cut where it is long."""
-    text = redact(json.dumps(value, ensure_ascii=False))  # whole: a part of a secret is not recognised
+    """A value in the form of a config file, truncated where it is long."""
+    text = redact(
+        json.dumps(value, ensure_ascii=False)
+    )  # before truncation: a part of a secret is not recognised
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def named(path: Path, tree: Json) -> str:
-    """The key for people: `data.train[0].path`, `stages[1] ('rl').train.steps`."""
+    """The key in readable form: `data.train[0].path`, `stages[1] ('rl').train.steps`."""
     if len(path) > 1 and path[0] == "stages" and isinstance(path[1], int) and isinstance(tree, dict):
         names = stage_names(tree)
         label = f"stages[{path[1]}]" + (
@@ -136,7 +138,7 @@ def named(path: Path, tree: Json) -> str:
 
 
 def listing(problems: Iterable[tuple[str, str]], what: str) -> str:
-    """One message of all problems, (place, text) each, in the order of the file's lines."""
+    """One message with all problems, (place, text) each, in the order of the lines of the file."""
     ordered = sorted(problems, key=lambda p: _line(p[0]))
     count = "1 problem" if len(ordered) == 1 else f"{len(ordered)} problems"
     return "\n".join(

@@ -1,4 +1,4 @@
-"""The memory of a stage as `whet plan` tells it, and the refusal of what cannot fit."""
+"""The memory of a stage as `whet plan` prints it, and the error for a stage that does not fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from whet.types import ConfigError
 
 @dataclass(frozen=True)
 class Place:
-    """Processes that are alike: the one that is started, its ranks, its replicas."""
+    """Processes of one kind: the main process, its ranks, its replicas."""
 
     name: str
     count: int
@@ -34,7 +34,7 @@ class Place:
 
 
 def places(plan: Plan) -> list[Place]:
-    """Who takes memory in a stage; [] where the model's size is not known."""
+    """The processes that use memory in a stage; [] where the size of the model is not known."""
     if plan.shape is None or plan.learns is None or not plan.shape.vocab_size:
         return []
     out = [Place("this process", 1, phases(plan))]
@@ -46,7 +46,7 @@ def places(plan: Plan) -> list[Place]:
 
 
 def phases(plan: Plan) -> list[Phase]:
-    """The phases of a step in the process that is started; [] where the model's size is not known."""
+    """The phases of a step in the main process; [] where the size of the model is not known."""
     if plan.shape is None or plan.learns is None or not plan.shape.vocab_size:
         return []
     setting, lengths = _setting(plan), _lengths(plan)
@@ -73,7 +73,8 @@ def _setting(plan: Plan) -> Setting:
 
 
 def _driver_phases(plan: Plan, *, cache: int, sampling: int, rollouts: int) -> list[Phase]:
-    """Where ranks train: the policy whole, to sample from and to be saved; another model only until ranks have it."""
+    """The main process where ranks train: it holds the full policy for sampling and saving, and another model only
+    until the ranks have loaded it."""
     assert plan.learns is not None
     size = DTYPE_BYTES[plan.dtype]
     held = {"policy": (plan.learns.base + plan.learns.adapted) * size + plan.learns.adapters * 4}
@@ -92,7 +93,7 @@ def _rank_of(group: str) -> str:
 
 
 def rank_phases(plan: Plan, group: str = "policy") -> list[Phase]:
-    """The phases of one rank, the largest of those that are named after a model; [] where there are none."""
+    """The phases of the rank with the largest peak among the ranks of a model; [] where there are none."""
     parallel = plan.train.parallel
     if group not in ranks_of(parallel) or plan.shape is None or not plan.shape.vocab_size:
         return []
@@ -101,7 +102,7 @@ def rank_phases(plan: Plan, group: str = "policy") -> list[Phase]:
 
 
 def _phases_along(plan: Plan, group: str, at: int) -> list[Phase]:
-    """Of the at-th rank of a pipeline."""
+    """The phases of the at-th rank of a pipeline."""
     assert plan.shape is not None
     spread, parallel = Spread.of(plan.train.parallel, gathers=not plan.saves_parts), plan.train.parallel
     lengths, size, last = _lengths(plan), DTYPE_BYTES[plan.dtype], at == parallel.pp - 1
@@ -142,15 +143,15 @@ def _phases_along(plan: Plan, group: str, at: int) -> list[Phase]:
 def _products(
     plan: Plan, setting: Setting, *, sampled: Lengths | None = None, cuts: Sequence[Cut] = ()
 ) -> Parts:
-    """What the library for products in half precision keeps on a CPU."""
+    """Memory that oneDNN keeps for products in half precision on a CPU."""
     library = plan.device == "cpu" and multiplies_half(plan.dtype)
     count = memory.products_bytes(setting, sampled=sampled, cuts=cuts) if library else 0
     return {"products in half precision": count} if count else {}
 
 
 def _flight(plan: Plan, cut: Cut, lengths: Lengths, *, minibatches: int, at: int) -> int:
-    """Micro-batches that the at-th rank of pp keeps at one time (`models.pipeline.schedule`); of parts of its layers,
-    as many micro-batches as they make together."""
+    """Micro-batches that the at-th rank of pp keeps at one time (`models.pipeline.schedule`); with several chunks,
+    converted to whole micro-batches."""
     p, spread = plan.train.parallel, Spread.of(plan.train.parallel)
     rollouts = -(-(plan.rollouts_per_step // minibatches) // spread.dp)
     micros = -(-rollouts * lengths.reply // max(1, cut.sampled * spread.cp))
@@ -160,7 +161,7 @@ def _flight(plan: Plan, cut: Cut, lengths: Lengths, *, minibatches: int, at: int
 
 
 def _hosted(model: Model, p: Part, size: int, spread: Spread, *, file: int) -> Hosted:
-    """file: bytes of the largest that is saved of it, whole."""
+    """file: bytes of the largest file that is saved of it."""
     return Hosted(
         model=model,
         whole=p.whole * size,
@@ -174,7 +175,7 @@ def _hosted(model: Model, p: Part, size: int, spread: Spread, *, file: int) -> H
 
 
 def _cuts(plan: Plan, train: Train, lengths: Lengths, *, minibatches: int, spread: Spread) -> tuple[Cut, Cut]:
-    """A rank's largest micro-batches, with gradients and without."""
+    """The largest micro-batches of a rank, with gradients and without."""
     assert plan.shape is not None
     rollouts, each = plan.rollouts_per_step // minibatches, plan.rollouts_per_step
     default = micro_batch_tokens(plan.device, plan.shape.hidden)
@@ -187,14 +188,14 @@ def _cuts(plan: Plan, train: Train, lengths: Lengths, *, minibatches: int, sprea
 
 
 def _shared(cut: Cut, ranks: int) -> Cut:
-    """What one of so many cp ranks computes of a micro-batch."""
+    """The part of a micro-batch that one of `ranks` cp ranks computes."""
     second = None if cut.second is None else _shared(cut.second, ranks)
     return replace(cut, tokens=-(-cut.tokens // ranks), sampled=-(-cut.sampled // ranks), second=second)
 
 
 def _replica_phases(plan: Plan) -> list[Phase]:
-    """An engine with a copy of the weights, and its share of the rollouts at most all of them. In 8 bits they are made
-    from whole ones at the start, which then go."""
+    """An engine with a copy of the weights; at most it has all rollouts. 8-bit weights are made from full weights at
+    the start, which are then freed."""
     assert plan.learns is not None
     assert plan.shape is not None
     cache, sampling = _sampling(plan, _setting(plan), _lengths(plan))
@@ -209,7 +210,7 @@ def _replica_phases(plan: Plan) -> list[Phase]:
 
 
 def _lengths(plan: Plan) -> Lengths:
-    """The reply at its longest, and of the prompt what a limit on both together leaves."""
+    """The longest reply, and the longest prompt that the limit on both together allows."""
     total = plan.total_tokens or plan.prompt_tokens + plan.train_reply_tokens
     reply = min(plan.train_reply_tokens, total - 1)
     return Lengths(prompt=min(plan.prompt_tokens, total - reply), reply=reply, group=plan.group_size)
@@ -248,7 +249,7 @@ def _models(plan: Plan, setting: Setting, lengths: Lengths) -> list[Model]:
 
 
 def _sampling(plan: Plan, setting: Setting, lengths: Lengths) -> tuple[int, int]:
-    """(KV cache, what prefill and decoding take beside it)."""
+    """(KV cache, further memory of prefill and decode)."""
     assert plan.kv_cache_bytes is not None
     asked = plan.own_tasks_per_step * plan.group_size if plan.algorithm.kind == "online" else 0
     rows = plan.max_num_seqs if plan.judges else min(plan.max_num_seqs, asked)
@@ -261,7 +262,7 @@ def _sampling(plan: Plan, setting: Setting, lengths: Lengths) -> tuple[int, int]
     return cache, memory.sampling_bytes(setting, prompt=lengths.prompt, rows=rows)
 
 
-# ---------------------------------------------------------------- whether it fits
+# ---------------------------------------------------------------- comparison with the limit
 
 
 def limit(plan: Plan) -> int:
@@ -274,16 +275,16 @@ def limit(plan: Plan) -> int:
 
 
 def check_memory(plans: Sequence[Plan], *, going_on: bool = False) -> None:
-    """ConfigError with the largest contributors and what to change, if a stage cannot fit into the machine. going_on:
-    from a checkpoint, with which not everything may change."""
+    """ConfigError with the largest contributors and the remedy, if a stage does not fit into memory. going_on: the run
+    resumes from a checkpoint, so not every key may change."""
     said = [text for plan in plans for text in _too_large(plan, going_on=going_on)]
     if said:
         raise ConfigError("\n".join(said))
 
 
 def together(plan: Plan) -> list[tuple[str, list[Place]]]:
-    """Who shares one memory: (what they are together, they). On the CPU all that are on this machine; of GPUs each rank
-    has one, the policy's first shares it with this process, and replicas have theirs."""
+    """Processes that share one memory: (their name, the processes). On the CPU these are all processes of this machine;
+    with GPUs each rank has one, the first rank of the policy shares it with this process, and replicas have others."""
     found = {place.name: place for place in places(plan)}
     own, replica = found.get("this process"), found.get("each replica")
     if own is None:
@@ -311,7 +312,7 @@ _KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 
 
 def _may_change(text: str) -> bool:
-    """Whether a piece of advice can be followed by a run that goes on from a checkpoint, without being another run."""
+    """Whether a run that resumes from a checkpoint can follow a piece of advice without a change of numbers."""
     found = [
         class_of(key.path) for name in _KEY.findall(text) if (key := lookup(name.split("."))) is not None
     ]
@@ -319,9 +320,9 @@ def _may_change(text: str) -> bool:
 
 
 def out_of_memory(plan: Plan, stage: str, said: str) -> str:
-    """What to change when a stage has run out of memory: settings that a run may go on with, with values to try.
+    """The remedy when a stage ran out of memory: settings that a resumed run may change, with values to try.
 
-    stage: what stands before a key of the stage, `stages.NAME.` or nothing. said: the allocator's own words.
+    stage: prefix of a key of the stage, `stages.NAME.` or nothing. said: the message of the allocator.
     """
     train = plan.train
     micro = micro_batch_tokens(plan.device, plan.shape.hidden) if plan.shape else 0
@@ -339,13 +340,13 @@ def out_of_memory(plan: Plan, stage: str, said: str) -> str:
     if not train.gradient_checkpointing:
         tries.append(f"{stage}train.gradient_checkpointing=true (now false)")
     return (
-        f"stage '{plan.name}' ran out of memory: {said.splitlines()[0]}. The same command goes on from the last "
-        f"checkpoint with one or more of: {', '.join(tries)}. They change memory and time; numbers by rounding alone"
+        f"stage '{plan.name}' ran out of memory: {said.splitlines()[0]}. The same command resumes from the last "
+        f"checkpoint with one or more of: {', '.join(tries)}. They change memory and time, and numbers only by rounding"
     )
 
 
 def _done(plan: Plan) -> Iterator[str]:
-    """Settings that make memory smaller, and are made."""
+    """Settings that reduce memory and are already made."""
     layout = plan.train.parallel
     made = {
         "model.dtype=bfloat16": plan.dtype != "float32",
@@ -364,7 +365,7 @@ def _refusal(plan: Plan, what: str, shared: list[Place], most: int, *, going_on:
     parts = sorted(worst.most.parts.items(), key=lambda item: -item[1])[:4]
     told = ", ".join(f"{name} {in_words(count)}" for name, count in parts if count)
     advised = memory.advice(worst.most.parts, done=list(_done(plan)), may=_may_change if going_on else None)
-    change = "; or ".join(advised) or "only machines with more, or another run_dir with a smaller model"
+    change = "; or ".join(advised) or "a machine with more memory, or a smaller model in another run_dir"
     where = "machine.memory_mb" if plan.memory_mb else "the GPU" if plan.device == "cuda" else "this machine"
     phase = worst.most.name
     if len(shared) > 1:
@@ -375,6 +376,6 @@ def _refusal(plan: Plan, what: str, shared: list[Place], most: int, *, going_on:
         doing = phase.partition(" ")[0].endswith("ing")  # saving the policy, or: update of it
         phase = f"{counts}; {worst.name} {'when' if doing else 'in the'} {phase}"
     return (
-        f"{what} '{plan.name}' takes up to {in_words(total)} ({phase}), and {where} has {in_words(max(0, most))}: "
-        f"{told}. Smaller: {change}. machine.memory_mb sets another limit"
+        f"{what} '{plan.name}' takes up to {in_words(total)} ({phase}), but {where} has {in_words(max(0, most))}: "
+        f"{told}. To reduce it: {change}. machine.memory_mb sets another limit"
     )

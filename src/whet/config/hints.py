@@ -1,4 +1,4 @@
-"""What a form needs to know of a key beside its type: a short title, its unit, and whether a beginner sees it."""
+"""What a form needs to know about a key beyond its type: a short title, the unit, and whether beginners see it."""
 
 from __future__ import annotations
 
@@ -38,26 +38,23 @@ WORDS = {
     "topr": "TOPR",
     "ub": "upper bound",
 }
-"""Parts of a key's name, as people write them."""
+"""Parts of a key's name, written out."""
 
 SUFFIXES = {
     "_tokens": "tokens",
-    "_tokens_forward": "tokens",
     "_rollouts": "rollouts",
-    "_rollouts_forward": "rollouts",
     "_steps": "steps",
-    "_every": "steps",
+    "_interval": "steps",
     "_s": "s",
     "_mb": "MiB",
     "_bytes": "bytes",
-    "_fraction": "fraction",
     "_ratio": "fraction",
     "_rate": "fraction",
 }
 """Units by the end of a key's name."""
 
 SHOWN = ("_s", "_mb", "_bytes")
-"""Of these the title leaves the unit out: it stands beside the value."""
+"""Suffixes that the title leaves out: the form shows the unit next to the value."""
 
 UNITS = {
     "train.steps": "steps",
@@ -105,7 +102,7 @@ UNITS = {
     },
     **{f"data.{part}.*.reasoning_gym.size": "tasks" for part in ("train", "demonstrations", "eval")},
 }
-"""Units that no name shows."""
+"""Units that the name of the key does not show."""
 
 BEGINNER = frozenset({
     "name", "seed", "run_dir", "model.path", "model.scratch.architecture", "model.scratch.hidden_size",
@@ -126,7 +123,7 @@ BEGINNER = frozenset({
     "reference.path", "eval.interval", "eval.samples", "checkpoint.interval", "checkpoint.keep",
     "checkpoint.resume", "track.trackers", "track.project", "machine.device", "stages.*.name",
 })  # fmt: skip
-"""Keys that a first form shows; all others are for experts."""
+"""Keys of the beginner's form; all other keys are for experts."""
 
 
 def title(name: str) -> str:
@@ -138,7 +135,7 @@ def title(name: str) -> str:
 
 
 def unit(key: str) -> str | None:
-    """The unit of a key's value; None where it has none, or the description says more."""
+    """The unit of a key's value; None where it has none, or where only the description gives it."""
     ends = (unit for suffix, unit in SUFFIXES.items() if key.endswith(suffix))
     return UNITS.get(key) or next(ends, None)
 

@@ -1,7 +1,7 @@
-"""Keys that nothing reads in a stage, and why: the table `idle_rules` asked of one config.
+"""Keys that nothing reads in a stage, with the reason: the table `idle_rules` applied to one config.
 
-The same table says when a form shows a key (`forms`). What follows from a config and is no key itself stands in
-`NAMED`, with its meaning.
+The same table determines when a form shows a key (`forms`). Values that follow from a config and are not keys
+themselves are in `NAMED`, with their meaning.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ from whet.types import Json
 
 NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
     "kind": (
-        "What is learned from: 'online' (rollouts of the policy), 'demonstrations', 'preferences' or 'labels' (replies "
-        "in the data). It follows from algorithm.name.",
+        "Kind of training data: 'online' (rollouts of the policy), 'demonstrations', 'preferences' or 'labels' "
+        "(replies in the data). It follows from algorithm.name.",
         lambda cfg, algorithm: algorithm.kind,
     ),
     "advantage": (
-        "algorithm.advantage, or that of the recipe algorithm.name.",
+        "algorithm.advantage, or the advantage of the recipe algorithm.name.",
         lambda cfg, algorithm: algorithm.advantage,
     ),
-    "loss": ("algorithm.loss, or that of the recipe.", lambda cfg, algorithm: algorithm.loss),
+    "loss": ("algorithm.loss, or the loss of the recipe.", lambda cfg, algorithm: algorithm.loss),
     "expert_loss": (
-        "Loss of the demonstrations among own rollouts: algorithm.mix.loss, or the recipe's; null without a mix.",
+        "Loss of the demonstrations mixed with own rollouts: algorithm.mix.loss, or the recipe's; null without a mix.",
         lambda cfg, algorithm: algorithm.mix.loss if algorithm.mix else None,
     ),
     "own_function": (
-        "algorithm.advantage or algorithm.loss is a function of yours (it may read any setting).",
+        "algorithm.advantage or algorithm.loss is your own function (it may read any setting).",
         lambda cfg, algorithm: ":" in algorithm.advantage + algorithm.loss,
     ),
     "loss_agg_mode": (
-        "algorithm.loss_agg_mode, or that of the recipe.",
+        "algorithm.loss_agg_mode, or the mode of the recipe.",
         lambda cfg, algorithm: algorithm.loss_agg_mode,
     ),
-    "whiten": ("algorithm.whiten, or that of the recipe.", lambda cfg, algorithm: algorithm.whiten),
+    "whiten": ("algorithm.whiten, or the value of the recipe.", lambda cfg, algorithm: algorithm.whiten),
     "dynamic_sampling": (
-        "algorithm.dynamic_sampling, or that of the recipe.",
+        "algorithm.dynamic_sampling, or the value of the recipe.",
         lambda cfg, algorithm: algorithm.dynamic_sampling,
     ),
     "needs_critic": ("The advantage needs a value model.", lambda cfg, algorithm: algorithm.needs_critic),
     "needs_reference": (
-        "A KL term is on, or advantage or loss compares with a reference policy.",
+        "A KL term is on, or the advantage or loss needs a reference policy.",
         lambda cfg, algorithm: algorithm.needs_reference,
     ),
     "mixes": (
-        "Demonstrations stand among the own rollouts: algorithm.mix, or the recipe's.",
+        "Demonstrations are mixed with own rollouts: algorithm.mix, or the recipe's.",
         lambda cfg, algorithm: algorithm.mix is not None,
     ),
     "lists_runs": (
-        "track.trackers names wandb, mlflow, swanlab or a class of yours.",
+        "track.trackers names wandb, mlflow, swanlab or your own class.",
         lambda cfg, algorithm: lists_runs(cfg),
     ),
-    "evaluates": ("There are held-out tasks and they are asked.", lambda cfg, algorithm: evaluates(cfg)),
-    "judges": ("The replies to held-out tasks are judged by rewards.", lambda cfg, algorithm: judges(cfg)),
+    "evaluates": ("There are held-out tasks, and evaluation is on.", lambda cfg, algorithm: evaluates(cfg)),
+    "judges": ("Rewards score the replies to held-out tasks.", lambda cfg, algorithm: judges(cfg)),
     "profiles": (
-        "profile.steps is empty, or names a step that the stage has.",
+        "profile.steps is empty, or contains a step that the stage has.",
         lambda cfg, algorithm: min(cfg.profile.steps, default=0) <= (cfg.train.steps or math.inf),
     ),
     "samples": (

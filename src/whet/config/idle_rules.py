@@ -1,7 +1,8 @@
-"""When each key is read. A set key is refused where its condition does not hold; a form hides it there.
+"""Conditions under which each key is read. If the condition of a key does not hold, a set key is refused and a form
+hides it.
 
-A key without a rule is always read. A rule on a section is about all keys in it. `*` stands for any entry of a list
-or any name. The reason may name values: {cfg.data.order}, {kind} and other named conditions (`idle.NAMED`).
+A key without a rule is always read. A rule on a section applies to all keys in it. `*` stands for any entry of a list
+or any name. The reason may contain values: {cfg.data.order}, {kind} and other named conditions (`idle.NAMED`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ IN_CLUSTER: dict[str, Condition] = {
 
 
 def in_cluster(*parts: str) -> Condition:
-    """One of these parts of the run lives in the cluster."""
+    """At least one of these parts of the run is in the cluster."""
     return {"any": [IN_CLUSTER[part] for part in parts]}
 
 
@@ -48,7 +49,7 @@ MODELS = (
     Rule(
         ("reference",),
         {"condition": "needs_reference"},
-        "no reference is needed: algorithm.kl.coef and algorithm.reward_kl.coef are 0, and nothing else asks for one",
+        "no reference is needed: algorithm.kl.coef and algorithm.reward_kl.coef are 0, and nothing else needs one",
     ),
     Rule(
         ("reference.reset_optimizer",),
@@ -58,7 +59,7 @@ MODELS = (
                 {"key": "reference.reset_interval_epochs", "above": 0},
             ]
         },
-        "reference.reset_interval is 0 (as is reset_interval_epochs), so the reference is never reset",
+        "reference.reset_interval and reset_interval_epochs are 0, so the reference is never reset",
     ),
     Rule(
         ("critic.overrides", "critic.head"),
@@ -73,7 +74,7 @@ MODELS = (
     Rule(
         ("tokenizer.vocab_size",),
         {"key": "tokenizer.build", "given": True},
-        "only a tokenizer that is built (tokenizer.build) has a size to choose",
+        "only a tokenizer that is built (tokenizer.build) has a configurable size",
     ),
     Rule(
         under("model.scratch", "num_experts", "num_experts_per_tok"),
@@ -83,7 +84,7 @@ MODELS = (
     Rule(
         ("model.scratch.sliding_window",),
         {"key": "model.scratch.architecture", "is": "mistral"},
-        "only architecture=mistral has a window",
+        "only architecture=mistral has a sliding window",
     ),
 )
 
@@ -113,10 +114,10 @@ ALGORITHM = (
                 "in": ["reinforce_plus_plus", "reinforce_plus_plus_baseline"],
             }
         },
-        "{advantage} is whitened by itself",
+        "advantage={advantage} already whitens its values",
     ),
     Rule(("algorithm.whiten_ddof",), {"condition": "whiten"}, "algorithm.whiten is false"),
-    Rule(("algorithm.correction.staleness_decay",), STALE, "no rollout is older than the weights that learn"),
+    Rule(("algorithm.correction.staleness_decay",), STALE, "every rollout comes from the current weights"),
     Rule(
         ("algorithm.resample_power",),
         {"key": "algorithm.resample", "is": "pow"},
@@ -143,7 +144,7 @@ SAMPLING = (
     Rule(
         under("rollout", "partial_rollout", "spare_tasks"),
         {"key": "rollout.schedule", "is": "async"},
-        "rollout.schedule={cfg.rollout.schedule}: a step waits for its rollouts",
+        "rollout.schedule={cfg.rollout.schedule}: a step waits for all its rollouts",
     ),
     Rule(
         under("buffer", "url", "lease_s"),
@@ -168,7 +169,7 @@ SAMPLING = (
     Rule(
         ("sync.driven_by",),
         {"all": [ONLINE, {"key": "rollout.schedule", "is": "async"}]},
-        "rollout.schedule={cfg.rollout.schedule}: the step says which weights play it",
+        "rollout.schedule={cfg.rollout.schedule}: the step determines the weights that sample it",
     ),
     Rule(("buffer.replay",), ONLINE, "the replies are in the data ({kind})"),
     Rule(
@@ -183,17 +184,17 @@ SAMPLING = (
             "sigma",
         ),
         {"any": [{"key": "buffer.replay.share", "above": 0}, {"key": "buffer.replay.queue", "is": True}]},
-        "buffer.replay.share is 0 and buffer.replay.queue false",
+        "buffer.replay.share is 0 and buffer.replay.queue is false",
     ),
     Rule(
         ("buffer.replay.cooldown_s",),
         {"key": "buffer.replay.queue", "is": True},
-        "buffer.replay.queue is false: the step says what is drawn",
+        "buffer.replay.queue is false: the step determines which groups are drawn",
     ),
     Rule(
         ("buffer.replay.share",),
         {"not": {"key": "buffer.replay.queue", "is": True}},
-        "buffer.replay.queue=true: priority says how many groups of a step are used ones",
+        "buffer.replay.queue=true: the priority determines how many groups of a step are used ones",
     ),
     Rule(
         ("buffer.replay.cooldown_steps",),
@@ -203,14 +204,14 @@ SAMPLING = (
     Rule(
         ("buffer.order",),
         {"not": {"key": "buffer.replay.queue", "is": True}},
-        "buffer.replay.queue=true: priority says what is trained on first",
+        "buffer.replay.queue=true: the priority determines the order of training",
     ),
     Rule(
         under("buffer.replay", "use_limit", "sigma"),
         {"not": {"key": "buffer.replay.priority", "is": "linear_decay"}},
-        "buffer.replay.priority=linear_decay takes no notice of it",
+        "buffer.replay.priority=linear_decay ignores it",
     ),
-    Rule(("buffer.explorer_name",), {"key": "mode", "is": "explore"}, "mode={cfg.mode} is no explorer"),
+    Rule(("buffer.explorer_name",), {"key": "mode", "is": "explore"}, "mode={cfg.mode} is not an explorer"),
     Rule(
         under("rollout", "retries", "timeout_factor"),
         SAMPLES,
@@ -222,7 +223,7 @@ SAMPLING = (
         ONLINE,
         "nothing is sampled in training ({kind})",
     ),
-    Rule(("rewards", "reward_workers"), SAMPLES, "nothing is judged: {kind}, and no evaluation"),
+    Rule(("rewards", "reward_workers"), SAMPLES, "nothing is scored: {kind}, and no evaluation"),
     Rule(
         (
             *under("rollout", "engine", "max_num_seqs"),
@@ -237,50 +238,52 @@ SAMPLING = (
     Rule(
         ("rollout.replicas",),
         {"key": "rollout.engine", "is": "native"},
-        "rollout.engine={cfg.rollout.engine} runs in the trainer's process only",
+        "rollout.engine={cfg.rollout.engine} runs only in the process of the trainer",
     ),
     Rule(
         ("rollout.quantization",),
         {"key": "rollout.engine", "is": "native"},
-        "rollout.engine={cfg.rollout.engine} samples with the weights as they are",
+        "rollout.engine={cfg.rollout.engine} samples with the original weights",
     ),
     Rule(
         ("cluster",),
         in_cluster(*IN_CLUSTER),
-        "rollout.replicas is 0, and neither ranks, rewards nor explorers live in the cluster",
+        "rollout.replicas is 0, and the cluster has neither ranks, reward hosts nor explorers",
     ),
-    Rule(under("cluster", "gpus"), in_cluster("replicas", "explorers"), "it is about replicas and explorers"),
+    Rule(
+        under("cluster", "gpus"), in_cluster("replicas", "explorers"), "only replicas and explorers read it"
+    ),
     Rule(
         under("cluster", "cpus"),
         in_cluster("replicas", "ranks", "explorers"),
-        "the reward hosts have reward_workers.count",
+        "reward hosts have reward_workers.count CPUs",
     ),
     Rule(
         ("cluster.restarts",),
         in_cluster("replicas", "reward_hosts", "explorers"),
-        "a rank that has died ends the run, which goes on from its last checkpoint",
+        "a rank that died ends the run, which then resumes from its last checkpoint",
     ),
     Rule(
         ("cluster.health_timeout_s",),
         {"key": "rollout.replicas", "above": 0},
-        "rollout.replicas is 0, so the one engine lives in the trainer's process",
+        "rollout.replicas is 0, so the only engine is in the process of the trainer",
     ),
     Rule(("cluster.ranks",), RANKED, "train.parallel has no ranks: all dims are 1"),
     Rule(
         ("cluster.reward_hosts",),
         SAMPLES,
-        "nothing is judged: {kind}, and no evaluation",
+        "nothing is scored: {kind}, and no evaluation",
     ),
     Rule(
         ("cluster.explorers",),
         {"key": "mode", "is": "train"},
-        "mode={cfg.mode}: only a trainer by itself (mode=train) has explorers beside it",
+        "mode={cfg.mode}: only a separate trainer (mode=train) starts explorers",
     ),
     Rule(("machine.kv_cache_mb",), SAMPLES, "no rollout engine is needed"),
     Rule(
         ("machine.kv_cache_mb",),
         {"key": "rollout.engine", "is": "native"},
-        "rollout.engine={cfg.rollout.engine} has no cache of its own to size",
+        "rollout.engine={cfg.rollout.engine} has no cache of configurable size",
     ),
 )
 
@@ -303,12 +306,12 @@ DATA = (
     Rule(
         ("data.demonstrations.*.weight",),
         {"key": "data.demonstrations", "longer": 1},
-        "there is one source, so there is nothing to mix",
+        "there is only one source, so nothing is mixed",
     ),
     Rule(
         under("data.demonstrations.*", "answer", "rejected", "desirable", "label"),
         NEVER,
-        "of a demonstration only prompt and response are read",
+        "for demonstrations only prompt and response are read",
     ),
     Rule(
         ("data.train.*.desirable", "data.eval.*.desirable"),
@@ -318,34 +321,34 @@ DATA = (
     Rule(
         ("data.train.*.weight",),
         {"key": "data.train", "longer": 1},
-        "there is one source, so there is nothing to mix",
+        "there is only one source, so nothing is mixed",
     ),
     Rule(
         ("data.seed",),
         {"not": {"key": "data.order", "is": "sequential"}},
-        "data.order=sequential draws nothing by chance",
+        "data.order=sequential uses no random numbers",
     ),
     Rule(
         ("data.train.*.difficulty", "data.demonstrations.*.difficulty"),
         {"key": "data.order", "in": ["easy_first", "hard_first"]},
-        "data.order={cfg.data.order} does not go by it",
+        "data.order={cfg.data.order} does not read it",
     ),
-    Rule(("data.eval.*.difficulty",), NEVER, "held-out rows come in the order of the file"),
+    Rule(("data.eval.*.difficulty",), NEVER, "evaluation reads held-out rows in the order of the file"),
     Rule(
         ("data.learn_turns",),
         {"any": [{"condition": "kind", "is": "demonstrations"}, {"key": "data.demonstrations", "longer": 0}]},
-        "only demonstrations (sft) have several replies to learn, not {kind}",
+        "only demonstrations (sft) have several replies to train on, not {kind}",
     ),
-    Rule(("data.demonstrations.*.rewards",), NEVER, "demonstrations are not judged"),
+    Rule(("data.demonstrations.*.rewards",), NEVER, "demonstrations are not scored"),
     Rule(
         ("data.train.*.rewards",),
         ONLINE,
-        "the replies of training are in the data ({kind}) and not judged",
+        "the replies of training are in the data ({kind}) and are not scored",
     ),
 )
 
 EVAL = (
-    Rule(("eval.offline",), NEVER, "training does not read it, only `whet eval` does"),
+    Rule(("eval.offline",), NEVER, "only `whet eval` reads it, training does not"),
     Rule(("eval",), EVALUATES, "there is nothing to evaluate: data.eval is empty or evaluation is off"),
     Rule(("data.exclude_eval",), EVALUATES, "data.eval is empty or evaluation is off"),
     Rule(
@@ -356,22 +359,22 @@ EVAL = (
     Rule(
         ("data.eval.*.response",),
         {"not": ONLINE},
-        "evaluation asks every row by its prompt; only stages that learn from given replies read them",
+        "evaluation samples replies to the prompt of every row; only stages that train on given replies read it",
     ),
     Rule(
         ("data.eval.*.rejected",),
         {"condition": "kind", "is": "preferences"},
         "only preferences (dpo) read it",
     ),
-    Rule(("data.eval.*.weight",), NEVER, "evaluation takes every row once"),
+    Rule(("data.eval.*.weight",), NEVER, "evaluation uses every row once"),
 )
 
 TRAIN = (
-    Rule(("train.skip_zero_weight",), ONLINE, "every reply in the data teaches something ({kind})"),
+    Rule(("train.skip_zero_weight",), ONLINE, "every reply in the data has a gradient ({kind})"),
     Rule(
         ("train.shuffle_minibatches",),
         {"any": [{"key": "train.minibatches", "above": 1}, {"key": "critic.minibatches", "above": 1}]},
-        "every pass has one minibatch, with all groups in it",
+        "every update epoch has one minibatch with all groups",
     ),
     Rule(
         under("train.precision", "loss_scale", "loss_scale_steps"),
@@ -387,7 +390,7 @@ TRAIN = (
 
 
 def optimizer_rules(at: str) -> tuple[Rule, ...]:
-    """When the keys of an optimizer and of its schedule are read."""
+    """Rules for the keys of an optimizer and of its schedule."""
     s = f"{at}.schedule"
     ends: Condition = {"key": f"{s}.weight_decay_end", "given": True}
     changes: Condition = {"not": {"key": f"{s}.type", "is": "constant"}}
@@ -408,7 +411,7 @@ def optimizer_rules(at: str) -> tuple[Rule, ...]:
         Rule(
             (f"{at}.implementation",),
             {"key": f"{at}.state_dtype", "is": "float32"},
-            f"state_dtype={{cfg.{at}.state_dtype}} has a step of its own",
+            f"state_dtype={{cfg.{at}.state_dtype}} has a separate implementation",
         ),
         Rule((f"{at}.momentum",), {"key": f"{at}.name", "in": ["sgd", "muon"]}, kind),
         Rule(
@@ -425,27 +428,31 @@ def optimizer_rules(at: str) -> tuple[Rule, ...]:
         Rule(
             (f"{s}.decay_ratio",),
             {"key": f"{s}.decay_steps", "given": False},
-            "decay_steps says how long the decay is",
+            "decay_steps gives the length of the decay",
         ),
         Rule(
             (f"{s}.num_cycles",),
             {"any": [{"key": f"{s}.type", "is": "cosine"}, {"key": f"{s}.decay_type", "is": "cosine"}]},
-            f"decay_type={{cfg.{s}.decay_type}} has no waves",
+            f"decay_type={{cfg.{s}.decay_type}} has no cycles",
         ),
-        Rule((f"{s}.total_steps",), {"any": [changes, fraction]}, "a constant schedule has no end"),
+        Rule(
+            (f"{s}.total_steps",), {"any": [changes, fraction]}, "type=constant does not depend on the length"
+        ),
         Rule(under(s, "warmup_start_ratio", "warmup_ends"), warms_up, "there is no warm-up"),
-        Rule((f"{s}.weight_decay_type",), ends, "weight_decay_end is null: weight decay stays as it is"),
-        Rule((f"{s}.unit",), {"any": [changes, warms_up, ends]}, "nothing changes with the steps"),
+        Rule((f"{s}.weight_decay_type",), ends, "weight_decay_end is null, so weight decay is constant"),
+        Rule(
+            (f"{s}.unit",), {"any": [changes, warms_up, ends]}, "learning rate and weight decay are constant"
+        ),
     )
 
 
 def lora_rules(at: str) -> tuple[Rule, ...]:
-    """When the keys of adapters are read."""
+    """Rules for the keys of adapters."""
     return (
         Rule(
             under(at, "init", "pissa_iterations"),
             {"key": f"{at}.path", "given": False},
-            f"the adapters begin as {at}.path has them",
+            f"the initial adapters come from {at}.path",
         ),
         Rule((f"{at}.pissa_iterations",), {"key": f"{at}.init", "is": "pissa"}, "only init=pissa reads it"),
     )
@@ -491,13 +498,13 @@ RUN = (
     Rule(
         under("track", "project", "group", "tags"),
         {"condition": "lists_runs"},
-        "only wandb, mlflow, swanlab read it, and track.trackers names none of them",
+        "only wandb, mlflow and swanlab read it, and track.trackers has none of them",
     ),
     *(
         Rule(
             (f"track.arguments.{name}",),
             {"key": "track.trackers", "holds": [name]},
-            f"track.trackers does not name {name}",
+            f"track.trackers does not contain {name}",
         )
         for name in TRACKERS
     ),
@@ -509,12 +516,12 @@ RUN = (
     Rule(
         ("profile",),
         {"condition": "profiles"},
-        "the stage has {cfg.train.steps} steps, fewer than profile.steps names",
+        "the stage has {cfg.train.steps} steps, and every step in profile.steps is later",
     ),
     Rule(
         under("profile", "warmup", "record_shapes", "with_stack", "profile_memory"),
         {"key": "profile.tools", "holds": ["torch"]},
-        "profile.tools does not name torch",
+        "profile.tools does not contain torch",
     ),
     Rule(("track.rollouts_dir",), ONLINE, "no rollouts are sampled"),
     Rule(("track.rollouts_dir",), {"key": "track.rollouts_interval", "above": 0}, "no rollouts are written"),
@@ -533,12 +540,12 @@ PARALLEL = (
                 {"key": "train.parallel.dp_shard", "is": -1},
             ]
         },
-        "train.parallel.dp_shard is 1, so no tensor is cut",
+        "train.parallel.dp_shard is 1, so no tensor is sharded",
     ),
     Rule(
         ("train.parallel.pipeline_chunks",),
         {"key": "train.parallel.pp", "above": 1},
-        "train.parallel.pp is 1, so layers are not spread",
+        "train.parallel.pp is 1, so there is no pipeline",
     ),
     Rule(
         ("train.parallel.separate_ranks",),
@@ -552,9 +559,9 @@ PARALLEL = (
     ),
     Rule(
         ("checkpoint.sharded",),
-        # false stays: one process may go on from what ranks wrote, by the same file and an override
+        # false is allowed: one process may resume a run of ranks, with the same file and an override
         {"any": [RANKED, {"key": "checkpoint.sharded", "is": False}]},
-        "train.parallel has no ranks, and one process writes whole files",
+        "train.parallel has no ranks, so one process writes whole files",
     ),
     Rule(
         ("profile.ranks",),
@@ -579,4 +586,4 @@ RULES: tuple[Rule, ...] = (
     *RUN,
     *PARALLEL,
 )
-"""Of several rules on a key the first that does not hold gives the reason."""
+"""If a key has several rules, the first one that does not hold gives the reason."""

@@ -1,4 +1,4 @@
-"""`${...}` in a config: OmegaConf's references and `${oc.env:VAR,default}`, failures by their place."""
+"""`${...}` in a config: references of OmegaConf and `${oc.env:VAR,default}`, errors by their path."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from whet.config.tree import get, leaves, merge
 from whet.types import Json
 
 MOST_REFERENCES = 1_000
-"""In one config: reading one takes a millisecond."""
+"""Maximum number of references in one config: reading one takes a millisecond."""
 MOST_FOLLOWED = 3_000
-"""Values taken through references."""
-_TOO_MANY = f"stands for references that stand for references again: more than {MOST_FOLLOWED} values in all"
+"""Maximum number of values resolved through references."""
+_TOO_MANY = f"refers to nested references: more than {MOST_FOLLOWED} values in total; use fewer"
 
 
 def interpolate(tree: dict[str, Json], defaults: dict[str, Json]) -> tuple[dict[str, Json], dict[Path, str]]:
-    """The tree with every `${...}` replaced, and what went wrong by path (the value there is then None).
+    """The tree with every `${...}` replaced, and errors by path (the value there is then None).
 
-    `defaults` can be referred to but do not enter the result. '???' marks a value that must be given.
+    References to `defaults` are allowed, but `defaults` do not enter the result. '???' marks a required value.
     """
     wrong: dict[Path, str] = {}
     referring = [path for path, v in leaves(tree) if isinstance(v, str) and "${" in v]
     if len(referring) > MOST_REFERENCES:
         return tree, {
-            referring[0]: f"the first of {len(referring)} references; at most {MOST_REFERENCES} are read"
+            referring[
+                0
+            ]: f"is the first of {len(referring)} references; at most {MOST_REFERENCES} are allowed"
         }
     if not any(isinstance(v, str) and ("${" in v or v == "???") for _, v in leaves(tree)):
         return tree, wrong
@@ -50,16 +52,16 @@ def interpolate(tree: dict[str, Json], defaults: dict[str, Json]) -> tuple[dict[
 
 
 _PLAIN = re.compile(r"\$\{(?:oc\.env:[^${}]*|([A-Za-z_][\w.\[\]]*))\}")
-"""A variable of the environment, or a place in the config, given from its root."""
+"""A variable of the environment, or a key of the config as an absolute path."""
 
 
 _DIRECT = re.compile(r"\$\{([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\}")
-"""A text that is one place in the config and nothing else."""
+"""A text that is exactly one reference to a key of the config."""
 
 
 def _direct(value: Json, whole: Mapping[str, Json]) -> Any:
-    """Texts that stand for a plain value, directly or one through another, replaced by it. It is what OmegaConf gives,
-    a hundred times as fast, and most references of the foreign systems are of this kind."""
+    """The tree with references to plain values, direct or chained, replaced. The result equals that of OmegaConf, a
+    hundred times as fast, and most references in files of other systems are of this kind."""
     if isinstance(value, dict):
         return {k: _direct(v, whole) for k, v in value.items()}
     if isinstance(value, list):
@@ -89,8 +91,8 @@ def _missing(tree: dict[str, Json]) -> list[Path]:
 
 
 def _reached(tree: dict[str, Json], paths: Sequence[Path]) -> dict[str, Json]:
-    """What stands at these places and all that its references lead to: OmegaConf takes long to read a whole config. The
-    whole tree, where it would take OmegaConf to tell."""
+    """The values at these paths and all values that they refer to, because OmegaConf takes long to read a whole config.
+    The whole tree, where only OmegaConf can find the references."""
     read: dict[Path, Json] = {}
     todo = list(paths)
     while todo:
@@ -115,7 +117,7 @@ def _reached(tree: dict[str, Json], paths: Sequence[Path]) -> dict[str, Json]:
 
 
 def _to_a_list(tree: Json, path: Path) -> Path:
-    """The path as far as to the first list on it, whose entries have their numbers only in the whole of it."""
+    """The path up to the first list on it, because indices are valid only in the whole list."""
     for n in range(len(path)):
         if isinstance(get(tree, path[:n]) if n else tree, list):
             return path[:n]
@@ -123,7 +125,7 @@ def _to_a_list(tree: Json, path: Path) -> Path:
 
 
 def _place(tree: Json, said: str) -> Path | None:
-    """The path of a reference from the root, down to what is there; None: nothing is."""
+    """The path of an absolute reference, as far as it exists; None: nothing exists."""
     path: Path = ()
     for part in re.split(r"[.\[\]]+", said.rstrip("]")):
         here = get(tree, path) if path else tree
@@ -135,8 +137,7 @@ def _place(tree: Json, said: str) -> Path | None:
 
 @dataclass
 class _Left:
-    """How much more may be taken through references: those that stand for references again blow a few lines up to
-    whatever size."""
+    """Number of values that may still be resolved: nested references can expand a few lines to any size."""
 
     values: int
 
@@ -147,12 +148,12 @@ class _Left:
 
 
 class TooManyReferences(OmegaConfBaseException):
-    """Nothing more is resolved."""
+    """The limit on resolved values is exceeded."""
 
 
 def _counting(node: Any, left: _Left) -> Any:
-    """The same config, whose every following of a reference is counted. OmegaConf makes its nodes itself and has no
-    place for a count, so their class is changed once they are made."""
+    """The same config with a count of resolved references. OmegaConf creates its nodes itself and has no hook for a
+    count, so their class is changed after creation."""
     if isinstance(node, DictConfig | ListConfig):
         object.__setattr__(
             node, "__class__", _CountingDict if isinstance(node, DictConfig) else _CountingList
@@ -181,7 +182,7 @@ class _CountingList(ListConfig):
 
 
 def _size(node: Any) -> int:
-    """Values in a node; a long text counts for several."""
+    """Number of values in a node; a long text counts as several."""
     inside = (
         node._content
         if isinstance(node, DictConfig | ListConfig)
@@ -193,7 +194,7 @@ def _size(node: Any) -> int:
 
 
 def _readable(value: Json, path: Path, wrong: dict[Path, str]) -> Any:
-    """The tree without texts that OmegaConf cannot parse: one of them would spoil the reading of all."""
+    """The tree without texts that OmegaConf cannot parse: one such text would make all of it unreadable."""
     if isinstance(value, dict):
         return {k: _readable(v, (*path, k), wrong) for k, v in value.items()}
     if isinstance(value, list):
@@ -210,14 +211,14 @@ def _unreadable(text: str) -> str:
     try:
         OmegaConf.create({"value": text})
     except RecursionError:
-        return "its references nest too deep"
+        return "its references are nested too deeply"
     except GrammarParseError as e:
-        return f"{_first_line(e)}; write \\${{ where the text itself has ${{"
+        return f"{_first_line(e)}; write \\${{ for a literal ${{"
     return ""
 
 
 def _resolved(node: Any, path: Path, wrong: dict[Path, str]) -> Any:
-    """OmegaConf's value at a place."""
+    """The value of OmegaConf at a path."""
     for n, part in enumerate(path, 1):
         node = _get(node, part, path[:n], wrong)
     if not isinstance(node, DictConfig | ListConfig):
@@ -225,7 +226,7 @@ def _resolved(node: Any, path: Path, wrong: dict[Path, str]) -> Any:
     try:
         return OmegaConf.to_container(node, resolve=True)
     except RecursionError:
-        wrong[path] = "its references nest too deep"
+        wrong[path] = "its references are nested too deeply"
         return None
     except OmegaConfBaseException as e:
         wrong[path] = _first_line(e)
@@ -233,7 +234,7 @@ def _resolved(node: Any, path: Path, wrong: dict[Path, str]) -> Any:
 
 
 def _replaced(value: Json, values: Mapping[Path, Json], path: Path = ()) -> Any:
-    """The tree with other values at some places."""
+    """The tree with other values at some paths."""
     if path in values:
         return values[path]
     if isinstance(value, dict):
@@ -247,7 +248,7 @@ def _get(node: Any, key: str | int, path: Path, wrong: dict[Path, str]) -> Any:
     try:
         return node[key]
     except RecursionError:
-        wrong[path] = "its references nest too deep"
+        wrong[path] = "its references are nested too deeply"
         return None
     except OmegaConfBaseException as e:
         wrong[path] = "must be given" if "MissingMandatory" in type(e).__name__ else _first_line(e)
@@ -256,5 +257,5 @@ def _get(node: Any, key: str | int, path: Path, wrong: dict[Path, str]) -> Any:
 
 def _first_line(error: Exception) -> str:
     if unset := re.search(r"Environment variable '(.+)' not found", str(error)):
-        return f"the environment has no {unset[1]}; set it, or give a default: ${{oc.env:{unset[1]},default}}"
+        return f"the environment has no variable {unset[1]}; set it, or give a default: ${{oc.env:{unset[1]},default}}"
     return str(error).splitlines()[0].rstrip(".")

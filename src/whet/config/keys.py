@@ -1,7 +1,7 @@
-"""The schema as a flat list of keys: look one up, say its type in words, guess what a wrong one should be.
+"""The schema as a flat list of keys: look one up, describe its type, suggest a key for an unknown one.
 
 A path is a tuple of names; `*` stands for a list index or a name that the user chose
-(`data.train.*.path`, `rewards.*.weight`). What stands in a stage has the path it has in the base config.
+(`data.train.*.path`, `rewards.*.weight`). A key in a stage has the same path as in the base config.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from whet.config.schema import Config, Section
 Path = tuple[str | int, ...]
 
 ASIDES = ("stages", "critic", "reference", "eval")
-"""Sections that repeat keys of the main ones; they come last among suggestions."""
+"""Sections that repeat keys of other sections; suggestions list them last."""
 
 FOREIGN = {
     "learning_rate": "train.optimizer.lr",
@@ -89,7 +89,7 @@ FOREIGN = {
     "num_workers": "reward_workers.count",
     "logger": "track.trackers",
 }
-"""What other frameworks call it."""
+"""Names of keys in other frameworks."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,14 @@ class Key:
 
     path: tuple[str, ...]
     owner: type[Section]
-    """The section that it stands in."""
+    """The section that contains it."""
     annotation: Any
     """Its type, constraints included."""
     description: str
     default: Any = None
     required: bool = False
     section: type[Section] | None = None
-    """The section that it is, or that each of its entries is."""
+    """The section class of the key, or of each of its entries."""
 
     @property
     def words(self) -> str:
@@ -136,7 +136,7 @@ def _walk(section: type[Section], above: tuple[str, ...]) -> Iterator[Key]:
 
 
 def _inner(annotation: Any) -> tuple[type[Section] | None, bool]:
-    """The section inside a type, and whether there are many of it."""
+    """The section inside a type, and whether the type holds several."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation, False
     for argument in get_args(annotation):
@@ -205,7 +205,7 @@ def children(path: Iterable[str | int]) -> list[str]:
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """`data.train[0].path`; a star is shown as `[]` in a list and as `<name>` under names of the user's."""
+    """`data.train[0].path`; a star is shown as `[]` in a list and as `<name>` for names of the user."""
     out = ""
     for n, part in enumerate(path):
         if part == "*":
@@ -217,11 +217,11 @@ def dotted(path: Sequence[str | int]) -> str:
     return out
 
 
-# ---------------------------------------------------------------- types in words
+# ---------------------------------------------------------------- description of types
 
 
 def words(annotation: Any) -> str:
-    """A type as people say it: 'a whole number >= 1 or null'."""
+    """A type in words: 'a whole number >= 1 or null'."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return words(arguments[0]) + _bounds(arguments[1:])
@@ -262,13 +262,13 @@ def _bounds(metadata: Iterable[Any]) -> str:
     return "".join(f" {s}" if n == 0 else f" and {s}" for n, s in enumerate(shown))
 
 
-# ---------------------------------------------------------------- near misses
+# ---------------------------------------------------------------- suggestions
 
 
 def suggest(path: Iterable[str | int]) -> list[str]:
-    """What an unknown key was meant to be, at most two, best first; empty if nothing is near.
+    """Suggestions for an unknown key, at most two, best first; empty if no name is near.
 
-    Same section first, then other frameworks' names, then the same or nearly the same name anywhere.
+    First the same section, then names of other frameworks, then the same or a similar name anywhere.
     """
     path = tuple(path)
     if (now := present(path)) != path:
@@ -296,13 +296,13 @@ def suggest(path: Iterable[str | int]) -> list[str]:
 
 
 def did_you_mean(path: Iterable[str | int]) -> str:
-    """'; did you mean ...?' or the keys that may stand there."""
+    """'; did you mean ...?' or the keys that are known there."""
     path = tuple(path)
     name = str(path[-1])
     if "." in name and lookup((*path[:-1], *name.split("."))):
-        return "; in a file a dot does not lead into a section: write the sections one inside the other"
+        return "; a key in a file cannot contain dots: nest the sections instead"
     if len(path) == 3 and path[0] == "stages" and (name,) in keys():
-        return f"; {name} cannot differ between stages, it belongs at the top level"
+        return f"; {name} cannot differ between stages: move it to the top level"
     hits = suggest(path)
     if hits:
         return f"; did you mean {' or '.join(hits)}?"
@@ -311,7 +311,7 @@ def did_you_mean(path: Iterable[str | int]) -> str:
 
 
 def _closest(name: str, known: Iterable[str]) -> list[str]:
-    """The known names at the least edit distance, if that is a typo's: 1, or 2 from four letters on."""
+    """The known names with the smallest edit distance, if it is at most 1, or 2 from four letters on."""
     ranked = sorted((distance(name, k), n, k) for n, k in enumerate(known))
     return [
         k for d, _, k in ranked if d == ranked[0][0] and d <= (2 if min(len(k), len(name) + 1) >= 4 else 1)
@@ -319,7 +319,7 @@ def _closest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def distance(a: str, b: str) -> int:
-    """Edit distance: insert, delete, replace, or swap two neighbours (optimal string alignment)."""
+    """Edit distance: insert, delete, replace, or swap two adjacent letters (optimal string alignment)."""
     if abs(len(a) - len(b)) > 2:
         return abs(len(a) - len(b))
     before, last = list[int](), list(range(len(b) + 1))

@@ -1,4 +1,4 @@
-"""What a config says of training steps, cuts and schedules: what cannot work."""
+"""Problems of training steps, micro-batches and schedules in a config."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from whet.config.schema import Config, Schedule, Train
 
 Said = tuple[str, str]
-"""(key, what is to be said of it)."""
+"""(key, what is wrong with it)."""
 
 READS = {
     "constant": (),
@@ -16,21 +16,21 @@ READS = {
     "inverse_sqrt": ("min_lr_ratio",),
     "wsd": ("min_lr_ratio", "num_cycles", "decay_steps", "decay_ratio", "decay_type"),
 }
-"""What each kind of schedule reads beside the warm-up and its length."""
+"""The keys that each type of schedule reads in addition to the warm-up and its length."""
 
 
 def train_problems(cfg: Config) -> Iterator[Said]:
-    """What cannot work in `train` and in the critic's own settings."""
+    """Problems of `train` and of the settings of the critic."""
     train = cfg.train
     if train.steps is None and train.epochs is None:
         yield (
             "train.steps",
-            "give train.steps or train.epochs (or both: whichever ends first); neither is given",
+            "give train.steps or train.epochs, or both (the earlier end counts); neither is given",
         )
     if train.drop_last and len(cfg.data.train) > 1:
         yield (
             "train.drop_last",
-            f"{len(cfg.data.train)} sources are mixed by weight, so there is no common end of an epoch; set it false, "
+            f"{len(cfg.data.train)} sources are mixed by weight, so their epochs have no common end; set it to false, "
             "or give one source with a list of paths",
         )
     for one, other in (
@@ -59,7 +59,7 @@ def _minibatches(key: str, wanted: int, train: Train) -> Iterator[Said]:
         sizes = _nearest(tasks, lambda n: n % wanted == 0)
         yield (
             key,
-            f"{wanted} does not divide train.tasks_per_step={tasks}; nearest that work: {key}={parts}, or "
+            f"{wanted} does not divide train.tasks_per_step={tasks}; nearest values that do: {key}={parts}, or "
             f"train.tasks_per_step={sizes}",
         )
 
@@ -71,7 +71,7 @@ def _schedule(s: Schedule, at: str) -> Iterator[Said]:
     if s.total_steps and warmup >= s.total_steps:
         yield (
             f"{at}.warmup_steps",
-            f"{warmup} steps of warm-up leave nothing of total_steps={s.total_steps}; lower it, or raise total_steps",
+            f"{warmup} steps of warm-up leave no step of total_steps={s.total_steps}; lower it, or raise total_steps",
         )
     elif s.total_steps and s.decay_steps and warmup + s.decay_steps > s.total_steps:
         yield (

@@ -1,13 +1,13 @@
-"""A config file -> `Config`: YAML or TOML, overrides, `${...}`, stages; every problem at once, with its line.
+"""A config file -> `Config`: YAML or TOML, overrides, `${...}`, stages; all problems in one error, with their lines.
 
-Later wins: the schema's defaults, the file, `values` from Python, overrides `key.path=value`. Dicts are
+In increasing precedence: defaults of the schema, the file, `values` from Python, overrides `key.path=value`. Dicts are
 merged, lists are replaced. `${...}` (OmegaConf: `${train.steps}`, `${oc.env:VAR,default}`) is resolved once,
-in the config as written, defaults included; then each stage is put over the base. A stage that names another
-recipe (`algorithm.name`) starts from that recipe alone: the base's other algorithm keys belong to its own.
+in the config as written, defaults included; then each stage is merged over the base. A stage with another
+recipe (`algorithm.name`) starts from that recipe alone: the other algorithm keys of the base belong to its recipe.
 
-A file of another system (`dialects`) is recognised by its keys and translated; overrides are then in that system's
-style. Native keys can be put over it: below `whet:` in the file, or `whet.key.path=value`.
-Relative paths in a config mean: relative to the directory in which the command runs.
+A file of another system (`dialects`) is recognised by its keys and translated; overrides then have the style of that
+system. Native keys can override it: below `whet:` in the file, or `whet.key.path=value`.
+Relative paths in a config are relative to the working directory of the command.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SCRIPT = ".sh"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A valid config and where it came from."""
+    """A valid config and its origin."""
 
     config: Config
     stages: tuple[Config, ...]
@@ -57,23 +57,23 @@ class Loaded:
     file: Path | None
     origins: Mapping[keys.Path, str]
     written: Mapping[str, Json] = field(default_factory=dict)
-    """Native keys as given, references in them; of a translated file, the keys that are read."""
+    """Native keys as given, with references; of a translated file, the keys that are read."""
     translation: Translation | None = None
-    """What became of a foreign file's keys."""
+    """The translation of the keys of a foreign file."""
     notes: tuple[str, ...] = ()
     """Keys that were left out, since nothing reads them, and why; what was taken for granted in a launch script."""
     given: Config | None = None
-    """The config before remote paths became those of their copies here; None: it has none."""
+    """The config before remote paths were replaced by local copies; None: it has no remote paths."""
 
     @property
     def as_given(self) -> Config:
-        """The config as it is written down: with the paths that were given."""
+        """The config for config.yaml: with the paths as given."""
         return self.given or self.config
 
     def where(self, key: str) -> str:
-        """'file.yaml:12', 'override train.steps=5', 'values' or ''; its section's if it is not given.
+        """'file.yaml:12', 'override train.steps=5', 'values' or ''; the place of its section if the key is not given.
 
-        The place of a translated key has the foreign key with it: 'file.yaml:12 actor_rollout_ref.actor.optim.lr'.
+        The place of a translated key includes the foreign key: 'file.yaml:12 actor_rollout_ref.actor.optim.lr'.
         """
         return tree.origin(self.origins, tree.path_of(key, self.names))
 
@@ -175,7 +175,7 @@ def _finished(draft: Draft) -> Config | None:
 def _translated(
     draft: Draft, kind: str, overrides: Sequence[str], wanted: str | None, *, here: bool
 ) -> tuple[Draft, Translation]:
-    """A foreign file in native keys, its own section of native keys over them."""
+    """A foreign file in native keys, overridden by its section of native keys."""
     theirs = [text for text in overrides if not text.startswith("whet.")]
     foreign = overridden(draft.tree, draft.origins, theirs)
     native = foreign.tree.pop("whet", {})
@@ -196,7 +196,7 @@ def _translated(
 
 
 def learn_secrets(loaded: Loaded) -> None:
-    """Let this process know the secrets of a config that another one has loaded."""
+    """Register the secrets of a config that another process loaded."""
     resolved = loaded.as_given.model_dump(mode="json", exclude_unset=True)
     secrets.learn(resolved)
     secrets.learn_references(loaded.written, resolved)
@@ -208,7 +208,7 @@ def stage_names(config: Config) -> tuple[str, ...]:
 
 
 def stage_configs(config: Config) -> tuple[Config, ...]:
-    """The whole config of each stage, the stage's keys over the base; without stages the config itself."""
+    """The whole config of each stage: the base, overridden by the stage; without stages the config itself."""
     if not config.stages:
         return (config,)
     base = config.model_dump(mode="json", exclude_unset=True)
@@ -237,7 +237,7 @@ def _launched(
     kind = recognise(made.tree, started.dialect)
     if kind == NATIVE:
         raise ConfigError(
-            f"{script}: nothing says for which system its launch is written; say it: --dialect verl, skyrl, cosmos or "
+            f"{script}: the system of this launch script is not recognised; give it: --dialect verl, skyrl, cosmos or "
             "trinity"
         )
     version = (started.dialect or "").partition("@")[2]
@@ -249,10 +249,11 @@ def _launched(
 
 
 def _read(file: Path, text: str | None = None) -> Draft:
-    """The draft of a file, with the line of every key. `text`: what it will hold."""
+    """The draft of a file, with the line of every key. `text`: content to use instead of that of the file."""
     if file.suffix not in SUFFIXES:
         raise ConfigError(
-            f"{file}: a config file ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, a launch script in {SCRIPT}."
+            f"{file}: the name of a config file ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, that of a launch "
+            f"script in {SCRIPT}; rename it."
         )
     if text is None:
         text = read_text(file, ConfigError, most=MOST_CONFIG_BYTES)

@@ -1,9 +1,8 @@
-"""What a stage takes of the machine's memory, phase by phase, at full length: from its config alone.
+"""Memory of a stage by phase, at full length, computed from its config alone.
 
-Counted is what the code keeps, tensor by tensor, not what a sample of runs took: `benchmarks/memory.py` holds the sums
-against measured peaks. Lengths are the limits (prompts and replies as long as allowed), so a run takes at most this;
-with one exception: where a CPU multiplies half precision itself, lengths that vary bring more products (see
-`products_bytes`).
+The sums count the tensors that the code keeps, not measurements of runs: `benchmarks/memory.py` compares the sums
+with measured peaks. Lengths are the limits (prompts and replies as long as allowed), so a run takes at most this,
+with one exception: on a CPU with half-precision instructions, varying lengths add products (see `products_bytes`).
 
 Letters: U tokens to compute, A sampled tokens, D hidden, F feed-forward width, Q and K width of all query, key heads,
 V vocabulary, E experts of a token.
@@ -20,33 +19,33 @@ from whet.config.schema import Train
 from whet.config.sizes import DTYPE_BYTES, PAGE_TOKENS, Shape
 
 Parts = dict[str, int]
-"""Bytes by what they are for."""
+"""Bytes by purpose."""
 
 KEPT_LOGITS = 1 << 24
-"""Logits that the trainer keeps for the backward pass (`models.logprobs`); of more it computes CHUNK rows at a time."""
+"""Logits that the trainer keeps for the backward pass (`models.logprobs`); beyond, it computes CHUNK rows at a time."""
 CHUNK = 128
 PREFILL_TOKENS = 4096
 """Prompt tokens that the rollout engine computes at once."""
 ROLLOUT_BYTES = 200
-"""Python's lists, for each token of a step's rollouts."""
+"""Size of the Python lists per token of the rollouts of a step."""
 LIBRARIES = 600 << 20
-"""Python with torch, transformers and all else that a run imports, and the scratch of a matrix product (2 MiB at most),
-on a CPU; they are no part of a phase."""
+"""Python with torch, transformers and all other imports of a run, and the scratch memory of a matrix product (at most
+2 MiB), on a CPU; not part of a phase."""
 
 PRODUCT_BYTES = 290 << 10
-"""What oneDNN keeps of a product in half precision on a CPU, for every new size of the matrices: a description of
-252 KiB and the code that it compiled. Measured (torch 2.13, AMX)."""
+"""Memory that oneDNN keeps per product in half precision on a CPU, for every new size of the matrices: a descriptor of
+252 KiB and the compiled code. Measured (torch 2.13, AMX)."""
 PRODUCTS = 1024
-"""It keeps those that were used last; see ONEDNN_PRIMITIVE_CACHE_CAPACITY."""
+"""Number of products that oneDNN keeps, the latest used; see ONEDNN_PRIMITIVE_CACHE_CAPACITY."""
 _TEST_ROWS = 17
-"""Numbers of rows in the test at the start (`models.exact`)."""
+"""Numbers of rows in the self-test at the start (`models.exact`)."""
 
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
 class Phase:
-    """The most that is in memory at one time of a step."""
+    """The peak memory in one phase of a step."""
 
     name: str
     parts: Parts
@@ -58,7 +57,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """A stage's rollouts at their longest, in tokens."""
+    """Maximum lengths of the rollouts of a stage, in tokens."""
 
     prompt: int
     reply: int
@@ -78,7 +77,7 @@ class Setting:
 
     @property
     def widened(self) -> bool:
-        """Numbers of half precision become float32 while something is computed with them: on a CPU."""
+        """Whether half-precision values are converted to float32 for computation: on a CPU."""
         return self.cpu and self.dtype != "float32"
 
     @property
@@ -93,19 +92,19 @@ class Model:
     name: str
     weights: int
     gradients: int = 0
-    """0: it never learns."""
+    """0: the model is not trained."""
     state: int = 0
-    """Moments and float32 masters."""
+    """Moments and float32 master weights."""
     stepping: int = 0
-    """Gradients as the optimizer step has them: of float32 masters, float32."""
+    """Gradients in the optimizer step: float32 for float32 master weights."""
     setting: Setting
     cut: Cut
     forward: Cut
-    """How it is cut without gradients."""
+    """Its micro-batches without gradients."""
     head: bool = True
-    """It has log-probs; a critic has values, and of a pipeline the last rank has the output layer."""
+    """Whether it computes log-probs; a critic does not, and in a pipeline only the last rank has the output layer."""
     flight: int = 1
-    """Micro-batches that are on their way through a pipeline, kept for the backward pass."""
+    """Micro-batches in flight in a pipeline, kept for the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +116,14 @@ class Cut:
     sampled: int
     """A"""
     second: Cut | None = None
-    """The next one, if there is one: gradients of the first are there while it is computed."""
+    """The next micro-batch, if there is one: the gradients of the first exist while it is computed."""
     checkpoint: bool = False
 
 
 def learner(
     name: str, learns: Learns, train: Train, *, setting: Setting, cut: Cut, forward: Cut, head: bool
 ) -> Model:
-    """A model that learns. train: the section as it sees it, with its own optimizer."""
+    """A model that is trained. train: its section, with its own optimizer."""
     optimizer, precision = train.optimizer, train.precision
     plain = learns.own * setting.bytes + learns.adapters * _FLOAT32
     gradients = learns.learned * _FLOAT32 if precision.reduce else plain
@@ -147,10 +146,10 @@ def learner(
 def phases(
     models: list[Model], *, cache: int, sampling: int, rollouts: int, rewards: Mapping[str, int]
 ) -> list[Phase]:
-    """Sampling, a forward of every model, the update of those that learn.
+    """Sampling, a forward of every model, the update of trained models.
 
-    cache: KV cache; sampling: what prefill and decoding need beside it; rollouts: bytes of a step's rollouts;
-    rewards: weights of the models that judge.
+    cache: KV cache; sampling: further memory of prefill and decode; rollouts: bytes of the rollouts of a step;
+    rewards: weights of the reward models.
     """
     held = {m.name: m.weights for m in models}
     held |= {f"optimizer of the {m.name}": m.state for m in models if m.state}
@@ -166,11 +165,11 @@ def phases(
     return out
 
 
-# ---------------------------------------------------------------- how a batch is cut
+# ---------------------------------------------------------------- how a batch is split
 
 
 def cut(train: Train, lengths: Lengths, *, rollouts: int, default_tokens: int, whole_groups: bool) -> Cut:
-    """The largest micro-batch of an update over `rollouts` rollouts at full length: they are made about equal."""
+    """The largest micro-batch of an update over `rollouts` rollouts at full length: sizes are about equal."""
     rows = _rows(
         train.micro_batch_tokens or default_tokens,
         train.micro_batch_rollouts,
@@ -195,12 +194,12 @@ def cut(train: Train, lengths: Lengths, *, rollouts: int, default_tokens: int, w
 
 
 def _number(things: int, each: int) -> int:
-    """How many parts of so many things each."""
+    """Number of parts of size `each`, rounded up."""
     return -(-things // each)
 
 
 def forward_cut(train: Train, learning: Cut, lengths: Lengths, *, rollouts: int) -> Cut:
-    """The largest one without gradients: its own limits, or the update's."""
+    """The largest micro-batch without gradients: by its own limits, or those of the update."""
     if not (train.forward_micro_batch_tokens or train.forward_micro_batch_rollouts):
         return learning
     rows = _rows(
@@ -216,7 +215,7 @@ def forward_cut(train: Train, learning: Cut, lengths: Lengths, *, rollouts: int)
 def _rows(
     limit_tokens: int, limit_rollouts: int | None, share: bool, *, lengths: Lengths, rollouts: int
 ) -> int:
-    """Rollouts that a micro-batch holds; one is always let in."""
+    """Number of rollouts in a micro-batch, at least one."""
     if limit_rollouts:
         return min(limit_rollouts, rollouts)
     if not share:
@@ -228,16 +227,16 @@ def _rows(
 
 
 def _computed(rows: int, lengths: Lengths, share: bool) -> int:
-    """Tokens of so many rollouts; the last one of each predicts nothing."""
+    """Tokens of this number of rollouts; the last token of each predicts nothing."""
     prompts = -(-rows // lengths.group) if share else rows
     return prompts * lengths.prompt + rows * (lengths.reply - 1)
 
 
-# ---------------------------------------------------------------- what computing takes
+# ---------------------------------------------------------------- memory of computation
 
 
 def layer_bytes(s: Setting) -> int:
-    """What one layer keeps of one token for the backward pass."""
+    """Bytes that one layer keeps per token for the backward pass."""
     shape = s.shape
     q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     normed = q + k if shape.head_norms else 0
@@ -250,12 +249,12 @@ def layer_bytes(s: Setting) -> int:
         norms = _FLOAT32 * (6 * shape.hidden + 2 + 2 * normed + heads)
     else:  # computed in float32: the wide input and the scaled one
         norms = 20 * shape.hidden + 8 + 8 * normed + _FLOAT32 * heads
-    # gate, up and the activated gate, which torch keeps too, and what they make
+    # gate, up and the activated gate, which torch keeps too, and their product
     return norms + attention + _feed_forward(s, each=3 * (_FLOAT32 if s.widened else s.bytes) + s.bytes)
 
 
 def _feed_forward(s: Setting, *, each: int) -> int:
-    """each: bytes kept for each number of its width."""
+    """each: bytes kept per unit of its width."""
     shape = s.shape
     if not shape.experts:
         return each * shape.ffn
@@ -264,7 +263,7 @@ def _feed_forward(s: Setting, *, each: int) -> int:
 
 
 def live_bytes(s: Setting) -> int:
-    """What computing one token of one layer holds at once when nothing is kept."""
+    """Peak bytes per token in one layer when nothing is kept for backward."""
     shape = s.shape
     wide = shape.experts_per_token if shape.experts else 1
     q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -276,7 +275,7 @@ def live_bytes(s: Setting) -> int:
 
 
 def logits_bytes(s: Setting, rows: int) -> int:
-    """Logits of so many rows, float32, and in the model's dtype first where that is another."""
+    """Logits of this number of rows, float32, plus those in the dtype of the model where it differs."""
     return rows * (s.shape.vocab_size or 0) * (_FLOAT32 + (s.bytes if s.dtype != "float32" else 0))
 
 
@@ -296,15 +295,14 @@ def _keeps(s: Setting, c: Cut) -> bool:
 
 
 def update_parts(m: Model) -> Iterator[Parts]:
-    """The moments at which an update may be largest, of its first micro-batch and of the second, which finds gradients
-    there."""
+    """The possible peaks of an update, in its first micro-batch and in the second, when gradients already exist."""
     yield from _moments(m, m.cut, there=0)
     if m.cut.second:
         yield from _moments(m, m.cut.second, there=m.gradients)
 
 
 def _moments(m: Model, c: Cut, *, there: int) -> Iterator[Parts]:
-    """At the output layer, with everything still kept; in the last layer; at the first, with all gradients there."""
+    """At the output layer, with everything still kept; in the last layer; in the first layer, with all gradients."""
     s = m.setting
     layers = s.shape.layers
     kept = c.tokens * (layer_bytes(s) if not c.checkpoint else 2 * s.bytes * s.shape.hidden) * layers
@@ -327,29 +325,29 @@ def _moments(m: Model, c: Cut, *, there: int) -> Iterator[Parts]:
 def output_bytes(s: Setting, c: Cut) -> int:
     """Logits with their gradient in place, the gradient of the hidden states."""
     rows = c.sampled if _keeps(s, c) else min(c.sampled, CHUNK)
-    factor = 1 if s.compiled else 2  # torch's softmax stands beside them
+    factor = 1 if s.compiled else 2  # the softmax of torch in addition
     cast = 0 if s.dtype == "float32" else rows * (s.shape.vocab_size or 0) * s.bytes
     return factor * rows * (s.shape.vocab_size or 0) * _FLOAT32 + cast + s.bytes * c.sampled * s.shape.hidden
 
 
 def _tied_gradient(m: Model) -> int:
-    """Of a tied embedding the output layer's gradient waits for the input's."""
+    """With a tied embedding the gradient of the output layer is kept until that of the input."""
     shape = m.setting.shape
     learns_output = m.head and m.gradients >= shape.hidden * (shape.vocab_size or 0) * m.setting.bytes
     return (shape.vocab_size or 0) * shape.hidden * _FLOAT32 if learns_output else 0
 
 
 def sampling_bytes(s: Setting, *, prompt: int, rows: int) -> int:
-    """Prefill of as many prompts as are let in at once, or a decode step of all rows."""
+    """Prefill of the prompts that are admitted at once, or a decode step of all rows."""
     tokens = max(prompt, min(PREFILL_TOKENS // prompt, rows) * prompt)
     return max(tokens * live_bytes(s), rows * live_bytes(s)) + 2 * logits_bytes(s, rows)
 
 
 def products_bytes(s: Setting, *, sampled: Lengths | None = None, cuts: Sequence[Cut] = ()) -> int:
-    """What oneDNN keeps to compute products in half precision on a CPU that multiplies it itself: sampling rollouts of
-    these lengths, after the test at the start; learning from micro-batches like these. It keeps something for every
-    number of rows that matrices are multiplied with, up to `PRODUCTS` where lengths vary (300 MB); 0 in float32, which
-    goes another way, as half precision does on any other CPU."""
+    """Memory that oneDNN keeps for products in half precision on a CPU with instructions for it: for sampling rollouts
+    of these lengths, after the self-test; for training on these micro-batches. oneDNN keeps an entry for every number
+    of rows, up to `PRODUCTS` where lengths vary (300 MB); 0 for float32, and for half precision on other CPUs, which
+    are computed differently."""
     if s.dtype == "float32":
         return 0
     matrices = len({size[-2:] for size in s.shape.tensors.values() if len(size) > 1})
@@ -362,18 +360,18 @@ def products_bytes(s: Setting, *, sampled: Lengths | None = None, cuts: Sequence
 
 
 def touched_cache(shape: Shape, lengths: Lengths, *, rows: int, dtype: str) -> int:
-    """Pages that `rows` rollouts in groups write to: a group shares those that its prompt fills."""
+    """Bytes of the pages that `rows` rollouts in groups write to: a group shares the full pages of its prompt."""
     full = lengths.prompt // PAGE_TOKENS
     own = -(-(lengths.prompt + lengths.reply - 1) // PAGE_TOKENS) - full
     pages = -(-rows // lengths.group) * full + rows * own
     return pages * shape.page_bytes(dtype)
 
 
-# ---------------------------------------------------------------- whether it fits
+# ---------------------------------------------------------------- comparison with the limit
 
 
 def largest(found: list[Phase]) -> Phase:
-    """The phase that takes most."""
+    """The phase with the largest total."""
     return max(found, key=lambda phase: phase.total)
 
 
@@ -383,8 +381,8 @@ Device = Literal["cpu", "cuda"]
 def advice(
     parts: Mapping[str, int], done: Collection[str] = (), may: Callable[[str], bool] | None = None
 ) -> list[str]:
-    """What makes the three largest contributors smaller, largest first. done: settings that are made already. may: says
-    of a piece of advice whether it can be followed; the next contributors take the place of those without any."""
+    """Settings that reduce the three largest contributors, largest first. done: settings that are already made. may:
+    whether a piece of advice can be followed; contributors without any are replaced by the next ones."""
     out: list[str] = []
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     for name, _ in ordered[:3] if may is None else ordered:
@@ -399,10 +397,13 @@ _ADVICE = {
     "products": ("model.dtype=float32",),
     "policy": ("a smaller model", "model.dtype=bfloat16"),
     "optimizer": ("model.lora, whose adapters need little optimizer state", "train.optimizer.name=sgd"),
-    "gradients": ("model.lora, which leaves most without a gradient", "train.trainable, which can, too"),
+    "gradients": (
+        "model.lora, with which most parameters have no gradient",
+        "train.trainable, which can freeze parameters",
+    ),
     "reference": (
         "algorithm.kl.coef=0 where no reference is needed",
-        "model.lora, with which a reference takes nothing",
+        "model.lora, with which a reference takes no memory",
     ),
     "whole tensors of one file": ("checkpoint.sharded=true",),
     "gathered layers": ("train.parallel.reshard_after_forward=true", "a larger train.parallel.tp"),
@@ -412,4 +413,4 @@ _ADVICE = {
     "activations": ("a lower train.micro_batch_tokens", "train.gradient_checkpointing=true"),
     "output layer": ("a lower train.micro_batch_tokens",),
 }
-"""What makes a part smaller, by how its name begins: one or the other."""
+"""Alternative settings that reduce a part, by the start of its name."""

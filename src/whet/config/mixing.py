@@ -1,4 +1,4 @@
-"""What a config says of demonstrations and labelled replies: how many a step has, what cannot work."""
+"""Demonstrations and labelled replies in a config: their number per step, and problems."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from whet.config.recipes import Resolved
 from whet.config.schema import Config
 
 Said = tuple[str, str]
-"""(key, what is to be said of it)."""
+"""(key, what is wrong with it)."""
 
 
 def experts_per_step(cfg: Config, algorithm: Resolved) -> int:
-    """Demonstrations among the tasks of one step. The ratio is taken as it is written: 0.1 of 30 is 3, not 4."""
+    """Number of demonstrations in one step. The ratio is an exact decimal: 0.1 of 30 is 3, not 4."""
     if algorithm.mix is None:
         return 0
     return math.ceil(Fraction(str(algorithm.mix.demonstration_ratio)) * cfg.train.tasks_per_step)
 
 
 def given_problems(cfg: Config, algorithm: Resolved) -> Iterator[Said]:
-    """What cannot work in one stage."""
+    """Problems of one stage."""
     if algorithm.kind == "labels" and cfg.train.tasks_per_step < 2:
         yield (
             "train.tasks_per_step",
-            f"{cfg.train.tasks_per_step} reply a step: kto compares each reply with what the policy says of the reply "
-            "to another prompt of the step; give 2 or more (16 is usual)",
+            f"{cfg.train.tasks_per_step} reply per step: kto also needs the log-prob of each reply under another "
+            "prompt of the step; give 2 or more (16 is usual)",
         )
     if algorithm.mix is not None:
         yield from _mix_problems(cfg, experts_per_step(cfg, algorithm))
@@ -40,20 +40,20 @@ def _mix_problems(cfg: Config, experts: int) -> Iterator[Said]:
     if not cfg.data.demonstrations:
         yield (
             "data.demonstrations",
-            f"algorithm.name={cfg.algorithm.name} mixes demonstrations among the policy's own rollouts: give their "
+            f"is empty, but algorithm.name={cfg.algorithm.name} mixes demonstrations with own rollouts: give their "
             "sources, with the columns prompt and response",
         )
     if min(own, experts) < train.minibatches:
         yield (
             "algorithm.mix.demonstration_ratio",
-            f"of train.tasks_per_step={train.tasks_per_step} tasks {experts} are demonstrations and {own} the policy's "
-            f"own; each of train.minibatches={train.minibatches} needs at least one of both: raise tasks_per_step, or "
-            "choose a ratio nearer to 0.5",
+            f"train.tasks_per_step={train.tasks_per_step} has {experts} demonstrations and {own} own tasks, but each "
+            f"of train.minibatches={train.minibatches} needs at least one of both: raise tasks_per_step, or choose a "
+            "ratio closer to 0.5",
         )
     if train.shuffle_minibatches and train.minibatches > 1:
         yield (
             "train.shuffle_minibatches",
-            "a mix deals its demonstrations evenly to the minibatches, and shuffling would undo that: set it false",
+            "a mix spreads its demonstrations evenly over the minibatches, which shuffling would undo: set it to false",
         )
 
 
@@ -61,14 +61,14 @@ def _distill_problems(cfg: Config, algorithm: Resolved) -> Iterator[Said]:
     if cfg.reference.path is None:
         yield (
             "reference.path",
-            "distill learns from a teacher, and without a path the reference is the policy itself: give the teacher's "
-            "folder",
+            "distill needs a teacher, and without a path the reference is the policy itself: give the folder of the "
+            "teacher",
         )
     for key in ("reset_interval", "reset_interval_epochs"):
         if getattr(cfg.reference, key):
-            yield f"reference.{key}", "would put the policy in the teacher's place: leave it out with distill"
+            yield f"reference.{key}", "would replace the teacher by the policy: leave it out with distill"
     if algorithm.dynamic_sampling and not cfg.rewards:
         yield (
             "algorithm.dynamic_sampling",
-            "without rewards every group is uniform: set it false, or give rewards",
+            "without rewards every group is uniform: set it to false, or give rewards",
         )

@@ -1,7 +1,7 @@
-"""Settings that act on a loss's ratio alone: they do nothing where it is always 1.
+"""Settings that act only on the ratio of a loss: they have no effect where the ratio is always 1.
 
-The policy before the step is the policy of the first optimizer step. With one optimizer step a batch the ratio to it is
-1 at every token, whatever the rollouts are of: no bound is reached, no weight is another than 1.
+The policy before the step is the policy of the first optimizer step. With one optimizer step per batch the ratio to it
+is 1 at every token, for rollouts of any version: no bound is reached, every weight is 1.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ MOVES: Condition = {
     "any": [
         {"key": "train.minibatches", "above": 1},
         {"key": "train.update_epochs", "above": 1},
-        # the ratio is to what sampled
+        # the ratio is to the policy that sampled
         {"key": "algorithm.old_logprobs", "is": "sampled"},
         {"condition": "loss", "in": [name for name, row in LOSSES.items() if row.anchor == "sampled"]},
-        # the policy learns otherwise than it is asked: features dropped, micro-batches or kernels that round
-        # in another way
+        # training computes differently from the forward before: dropout, or micro-batches or kernels that round
+        # differently
         {"key": "model.lora.dropout", "above": 0},
         {"key": "train.forward_micro_batch_tokens", "given": True},
         {"key": "train.forward_micro_batch_rollouts", "given": True},
@@ -28,8 +28,8 @@ MOVES: Condition = {
 """The loss may see a ratio other than 1."""
 
 WHY = (
-    "a batch makes one optimizer step (train.minibatches=1, train.update_epochs=1), so the ratio of the policy to the "
-    "one before the step is 1 everywhere"
+    "a batch has one optimizer step (train.minibatches=1, train.update_epochs=1), so the ratio of the policy to the "
+    "policy before the step is 1 at every token"
 )
 
 
@@ -53,7 +53,7 @@ RATIO = (
         MOVES,
         WHY,
     ),
-    # a cap below 1 holds at once
+    # a cap below 1 always has an effect
     Rule(
         ("algorithm.loss.aipo_rho",),
         {"any": [MOVES, {"not": {"condition": "loss.aipo_rho", "above": 1.0}}]},

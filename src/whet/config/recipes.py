@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from whet.config.correction import check_correction
-from whet.config.functions import ADVANTAGES, LOSSES, Advantage, Kind, Loss, Need
+from whet.config.functions import ADVANTAGES, LOSSES, Kind, Need
 from whet.config.keys import TABLES, setting, words
 from whet.config.recipe_table import RECIPES, Recipe
 from whet.config.schema import Algorithm, Correction, Groups, Kl, Mix, RewardKl

@@ -1,8 +1,9 @@
-"""What may change between a checkpoint and the run that goes on from it (decision 019): every key has a class.
+"""Changes of the config that are allowed between a checkpoint and the run that resumes from it (decision 019): every
+key has a class.
 
-identity: what the checkpoint holds could not be read, or would mean something else; refused.
-numbers: the run would be another from here on; refused unless the change is asked for, then a branch point of the run.
-free: touches no number; taken. `rounding` is free, too: sums are taken in another order, so bits may differ.
+identity: the content of the checkpoint would be unreadable or have another meaning; the change is refused.
+numbers: the run would give different numbers from here on; refused unless requested, then a branch point of the run.
+free: changes no number; accepted. `rounding` is accepted too: sums have another order, so bits may differ.
 """
 
 from __future__ import annotations
@@ -82,18 +83,18 @@ CLASSES: Mapping[Class, str] = {
         eval.offline
         machine.memory_mb machine.watchdog_timeout_s""",
 }
-"""Every key of the schema lies in one row, by itself or by its section. What stands in a stage is of the class that it
-has in the base config."""
+"""Every key of the schema is in one row, itself or by its section. A key in a stage has the same class as in the base
+config."""
 
 LENGTH = ("train.steps", "train.epochs")
 SOURCES = (("data", "train"), ("data", "demonstrations"), ("data", "eval"))
-"""What a tokenizer of `tokenizer.build` is made of: its tokens would be others."""
+"""Data that a tokenizer of `tokenizer.build` is built from: a change would change its tokens."""
 MOST_TOLD = 8
-"""Changes that an error lists."""
+"""Maximum number of changes that an error lists."""
 
 
 def _no_schedule_ends(stage: Json) -> bool:
-    """No learning rate or weight decay of a stage is a function of its length."""
+    """Whether no learning rate or weight decay of a stage depends on its length."""
     schedules = [get(stage, (whose, "optimizer", "schedule")) or {} for whose in ("train", "critic")]
     return not any(
         s.get("weight_decay_end") is not None
@@ -106,7 +107,7 @@ def _no_schedule_ends(stage: Json) -> bool:
 
 
 def _every_step_syncs(stage: Json) -> bool:
-    """An evaluation needs the present weights, which are synced anyway."""
+    """Whether every step syncs weights, so that an evaluation, which needs current weights, adds no sync."""
     return (get(stage, ("rollout", "sync_interval")) or 1) == 1
 
 
@@ -114,7 +115,7 @@ FREE_WHERE: Mapping[str, Callable[[Json], bool]] = {
     **dict.fromkeys(LENGTH, _no_schedule_ends),
     "eval.interval": _every_step_syncs,
 }
-"""Keys of the row `numbers` that touch none in a stage of which this is true."""
+"""Keys of the row `numbers` that change no number in a stage for which the function returns True."""
 
 
 @cache
@@ -124,7 +125,7 @@ def _rows() -> dict[str, Class]:
 
 @cache
 def class_of(path: tuple[str, ...]) -> Class:
-    """The class of a key of the schema (a star where names or places stand); of a section the strictest in it."""
+    """The class of a key of the schema (with a star for names and indices); for a section the strictest class in it."""
     named = [".".join(path[:n]) for n in range(1, len(path) + 1)]
     if found := [_rows()[name] for name in named if name in _rows()]:
         return found[0]
@@ -134,7 +135,7 @@ def class_of(path: tuple[str, ...]) -> Class:
 
 @dataclass(frozen=True)
 class Change:
-    """A key that is not what it was."""
+    """A changed key."""
 
     at: At
     """Its path, without a stage."""
@@ -142,11 +143,11 @@ class Change:
     new: Json
     kind: Class
     stage: str | None = None
-    """The stage that it differs in; None: all, or the run."""
+    """The stage of the change; None: all stages, or the run."""
 
     @property
     def key(self) -> str:
-        """As an override has it."""
+        """The key in the form of an override."""
         return dotted(self.at) if self.stage is None else f"stages.{self.stage}.{dotted(self.at)}"
 
     def __str__(self) -> str:
@@ -157,12 +158,12 @@ class Change:
 
 
 def fingerprint(cfg: Config) -> Json:
-    """What a checkpoint remembers of a config: all that is not free, so equal runs write equal bytes."""
+    """The part of a config that a checkpoint stores: all keys that are not free, so equal runs write equal bytes."""
     return _kept(dump(cfg), ())
 
 
 def played_by(printed: Json) -> Json:
-    """A fingerprint without what may change in a resume: whoever has the same plays the same rollouts."""
+    """A fingerprint without keys that may change on resume: equal values mean equal rollouts."""
     return _without(printed, {tuple(key.split(".")) for key in FREE_WHERE}, ())
 
 
@@ -186,10 +187,10 @@ def _kept(tree: Json, at: At) -> Json:
 
 
 def changes(old: Json, new: Json) -> list[Change]:
-    """What differs between two configs as plain values, stage by stage, once where all stages agree.
+    """Changes between two configs as plain values, by stage, listed once where all stages agree.
 
-    What one of them does not have has its default; keys that the schema does not know are of another version of whet,
-    and are passed over. A stage that only one of them has is one change, of `stages`.
+    A missing key has its default; keys that are not in the schema come from another version of whet and are ignored.
+    A stage that only one config has is one change, of `stages`.
     """
     was, now = _stages(redact_tree(hidden(renamed(old)[0]))), _stages(redact_tree(hidden(new)))
     both = [name for name in now if name in was]
@@ -210,7 +211,7 @@ def changes(old: Json, new: Json) -> list[Change]:
 
 
 def _stages(tree: Json) -> dict[str, Json]:
-    """Each stage's whole config by its name."""
+    """The whole config of each stage, by name."""
     names = stage_names(tree) or ["main"]
     return dict(zip(names, (stage_tree(tree, stage) for stage in tree.get("stages") or [{}])))
 
@@ -241,7 +242,7 @@ def _differences(old: Json, new: Json, at: At) -> Iterator[Change]:
 
 
 def _agree(a: Json, b: Json) -> bool:
-    """Whether two texts are equal but for secrets, which one process may know and another not."""
+    """Whether two texts are equal except for secrets, which one process may know and another may not."""
     if not isinstance(a, str) or not isinstance(b, str):
         return False
     return any(
@@ -252,7 +253,7 @@ def _agree(a: Json, b: Json) -> bool:
 
 
 def _default(key: Key) -> Json:
-    """As plain values; null where there is none."""
+    """The default of a key as plain values; null where there is none."""
 
     def plain(value: Any) -> Json:
         assert isinstance(value, Section)
@@ -262,7 +263,7 @@ def _default(key: Key) -> Json:
 
 
 def _kind(change: Change, stage: Json) -> Class:
-    """The class of a change in a stage that is now like this."""
+    """The class of a change in a stage with these present values."""
     free = FREE_WHERE.get(dotted(change.at))
     if free is not None and free(stage):
         return "free"
@@ -271,16 +272,16 @@ def _kind(change: Change, stage: Json) -> Class:
     return change.kind
 
 
-# ---------------------------------------------------------------- going on
+# ---------------------------------------------------------------- resuming
 
 
 def taken(path: Path, saved: Json, cfg: Config, *, at: tuple[str, int], change: bool) -> list[Change]:
-    """The changes since the checkpoint `path` that touch numbers; CheckpointError for those that may not be made.
+    """The changes since the checkpoint `path` that change numbers; CheckpointError for changes that are not allowed.
 
-    saved: the `fingerprint` it was written with. at: stage and step where it stands. change: the user asked for them.
+    saved: the `fingerprint` in the checkpoint. at: its stage and step. change: the user requested the changes.
     """
     now = fingerprint(cfg)
-    found = [c for c in changes(saved, now) if _remembered(c)]  # an older version remembered more
+    found = [c for c in changes(saved, now) if _remembered(c)]  # an older version stored more
     _check_length(path, now, at)
     refused = [c for c in found if c.kind == "identity" or (c.kind == "numbers" and not change)]
     if refused:
@@ -289,7 +290,7 @@ def taken(path: Path, saved: Json, cfg: Config, *, at: tuple[str, int], change: 
 
 
 def _remembered(change: Change) -> bool:
-    """It is of a key that is in a fingerprint."""
+    """Whether a fingerprint contains the key of the change."""
     return change.kind in ("identity", "numbers") or dotted(change.at) in FREE_WHERE
 
 
@@ -298,25 +299,25 @@ def _check_length(path: Path, now: Json, at: tuple[str, int]) -> None:
     steps = get(_stages(now).get(stage), ("train", "steps"))
     if steps is not None and steps < step:
         raise CheckpointError(
-            f"{path} stands at step {step} of stage {stage!r}, and train.steps={steps} ends before it: give at least "
-            f"{step}, or go back with checkpoint.resume=PATH of an older checkpoint"
+            f"{path} is at step {step} of stage {stage!r}, but train.steps={steps} ends before it: set at least "
+            f"{step}, or resume from an older checkpoint with checkpoint.resume=PATH"
         )
 
 
 def _refusal(path: Path, refused: Sequence[Change]) -> str:
-    """Which keys may not change so, and what to do about each class."""
-    parts = [f"{path} was written by a run with another config"]
+    """The message with the keys that must not change, and the remedy for each class."""
+    parts = [f"{path} was written by a run with a different config"]
     held = [c for c in refused if c.kind == "identity"]
     if held:
         parts.append(
-            f"what it holds cannot be read any more, or would mean something else, with {_listed(held)}: give the old "
-            "value, or start a new run in another run_dir"
+            f"its content would be unreadable or have another meaning with {_listed(held)}: give the old value, or "
+            "start a new run in another run_dir"
         )
     if other := [c for c in refused if c.kind == "numbers"]:
         parts.append(
-            f"the run would be another from here on with {_listed(other)}: `whet train --change` (in Python "
-            "change=True) goes on so, as a branch that manifest.json tells of; or give the old value, which "
-            "config.yaml of that run has"
+            f"the run would give different numbers from here on with {_listed(other)}: `whet train --change` (in "
+            "Python change=True) resumes anyway, as a branch that manifest.json records; or give the old value, which "
+            "is in config.yaml of that run"
         )
     return "; ".join(parts)
 
@@ -327,11 +328,11 @@ def _listed(changes: Sequence[Change]) -> str:
 
 
 def free_changes(before: Json, now: Json) -> list[Change]:
-    """The changes between two starts of a run, by what config.yaml has of each, that touch no number."""
+    """The changes between two starts of a run, from their config.yaml, that change no number."""
     return [c for c in changes(before, now) if not _remembered(c)]
 
 
 def longer(saved: Json, cfg: Config, stage: str) -> bool:
-    """A stage has another length than when a checkpoint was written with the fingerprint `saved`."""
+    """Whether the length of a stage changed since a checkpoint with the fingerprint `saved`."""
     found = changes(saved, fingerprint(cfg))
     return any(dotted(c.at) in LENGTH for c in found if c.stage in (None, stage))

@@ -1,8 +1,8 @@
-"""The one native schema: what an experiment is, and the machine it runs on.
+"""The native schema: one experiment, and the machine it runs on.
 
-Strict and frozen. The docstring under each field is its documentation: meaning, unit, why that default;
-`whet explain KEY` and `docs/config.md` are made from it. No behaviour here: validators may only reject.
-`None` means "derived": `whet plan FILE` prints what it became. The sections themselves stand in `parts`.
+Strict and frozen. The docstring under each field is its documentation: meaning, unit, reason of the default;
+`whet explain KEY` and `docs/config.md` are generated from it. The schema has no behaviour: validators may only reject.
+`None` means "derived": `whet plan FILE` prints the derived value. The sections are in `parts`.
 """
 
 from __future__ import annotations
@@ -76,28 +76,28 @@ __all__ = [
 
 
 class Stage(Section):
-    """One stage of a run. It inherits the whole config; what stands here is put over it."""
+    """One stage of a run. It inherits the whole config; its own keys override it."""
 
     name: str
     """Label of the stage, in the display and in paths."""
     algorithm: dict[str, Any] = Field(default_factory=dict)
-    """Keys put over `algorithm`."""
+    """Keys that override `algorithm`."""
     data: dict[str, Any] = Field(default_factory=dict)
-    """Keys put over `data`."""
+    """Keys that override `data`."""
     rewards: dict[str, Any] = Field(default_factory=dict)
-    """Keys put over `rewards`."""
+    """Keys that override `rewards`."""
     rollout: dict[str, Any] = Field(default_factory=dict)
-    """Keys put over `rollout`."""
+    """Keys that override `rollout`."""
     buffer: dict[str, Any] = Field(default_factory=dict)
-    """Keys put over `buffer`."""
+    """Keys that override `buffer`."""
     train: dict[str, Any] = Field(default_factory=dict)
-    """Keys put over `train`."""
+    """Keys that override `train`."""
     critic: dict[str, Any] = Field(default_factory=dict)
-    """Keys put over `critic`."""
+    """Keys that override `critic`."""
     reference: dict[str, Any] = Field(default_factory=dict)
-    """Keys put over `reference`."""
+    """Keys that override `reference`."""
     eval: dict[str, Any] = Field(default_factory=dict)
-    """Keys put over `eval`."""
+    """Keys that override `eval`."""
 
 
 class Config(Section):
@@ -106,17 +106,18 @@ class Config(Section):
     name: str = "run"
     """Name of the run."""
     mode: Literal["both", "train", "explore", "eval"] = "both"
-    """both: explore and train in one process. Or one process each, with buffer.url and the same run_dir: train takes
-    groups from the buffer and publishes weights; explore (any number, each with its buffer.explorer_name) follows them;
-    bench evaluates the run's checkpoints in their order. Each can be stopped, killed and started alone."""
+    """both: explore and train in one process. Or disaggregated, one process per mode, with buffer.url and the same
+    run_dir: train takes groups from the buffer and publishes weights; explore (any number, each with its
+    buffer.explorer_name) samples with these weights; eval evaluates the checkpoints of the run in their order. Each
+    process can be stopped, killed and started independently."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Every random number of the run is a function of this."""
+    """Every random number of the run is a function of this number."""
     run_dir: str = "runs/${name}"
-    """Everything the run writes lies in here. {time} in it is the moment of the first start, UTC: the run goes on in
-    the newest such directory unless that one is finished."""
+    """Folder of everything that the run writes. (verl: default_local_dir; TRL: output_dir) {time} in it is the time of
+    the first start, UTC: the run resumes in the newest such folder unless that run is finished."""
     imports: tuple[str, ...] = ()
-    """Code of yours, 'package.module' or 'path/to/file.py', imported first, here and in the reward processes: it may
-    register models, tokenizers and the like."""
+    """Your own modules, 'package.module' or 'path/to/file.py', imported first, in this process and in the reward
+    processes: a module may register models, tokenizers and the like."""
     model: Model = Field(default_factory=Model)
     """The policy."""
     tokenizer: Tokenizer = Field(default_factory=Tokenizer)
@@ -126,17 +127,17 @@ class Config(Section):
     reference: Reference = Field(default_factory=Reference)
     """The reference policy; used where a KL term or DPO needs it."""
     data: Data = Field(default_factory=Data)
-    """Tasks."""
+    """Sources of tasks."""
     algorithm: Algorithm = Field(default_factory=Algorithm)
-    """What is learned."""
+    """The training objective."""
     rewards: dict[str, Reward] = Field(default_factory=dict)
     """Rewards by name: functions and models."""
     rollout: Rollout = Field(default_factory=Rollout)
-    """How the policy is asked."""
+    """Sampling from the policy."""
     buffer: Buffer = Field(default_factory=Buffer)
-    """Where groups wait for a trainer in a process of its own."""
+    """Storage of groups between explorers and a trainer in separate processes."""
     sync: Sync = Field(default_factory=Sync)
-    """How weights get from there to the explorers."""
+    """Transfer of weights from the trainer to engines in separate processes."""
     train: Train = Field(default_factory=Train)
     """Steps, batches, optimizer."""
     eval: Eval = Field(default_factory=Eval)
@@ -150,8 +151,8 @@ class Config(Section):
     reward_workers: RewardWorkers = Field(default_factory=RewardWorkers)
     """Limits for reward code."""
     cluster: Cluster = Field(default_factory=Cluster)
-    """Engines in processes of their own."""
+    """Engines and other parts of the run in separate processes, by Ray."""
     machine: Machine = Field(default_factory=Machine)
     """Devices, threads, memory."""
     stages: tuple[Stage, ...] = ()
-    """Stages run one after the other, each from where the last one ended. Default: one stage, this config."""
+    """Stages that run one after the other, each from the end of the one before. Default: one stage, this config."""

@@ -1,6 +1,6 @@
 """When each part of an algorithm is read, and what one setting of a loss says of another.
 
-A default that is written out passes: a stage may reset what the base config says, and a file may name all settings.
+A default that is written out passes: a stage may reset a value of the base config, and a file may list all settings.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ OF_ROLLOUTS = (
     *("advantage_low", "advantage_high", "resample", "resample_power", "refill", "old_logprobs"),
     *("dynamic_sampling", "max_refills"),
 )
-"""Parts of `algorithm` that only mean something where the policy samples."""
+"""Parts of `algorithm` that have a meaning only where the policy samples."""
 
 WHOLE = tuple(name for name, row in LOSSES.items() if row.pairs or row.whole_replies)
-"""Losses that are one number a pair or a reply."""
+"""Losses with one number per pair or per reply."""
 
 BY_TOKEN: Condition = {"not": {"condition": "loss", "in": list(WHOLE)}}
 WEIGHTED: Condition = {"key": "algorithm.correction.weight", "given": True}
@@ -47,7 +47,7 @@ SETTING_RULES: tuple[Rule, ...] = (
     _rule(
         ("loss_agg_mode", "entropy_coef"),
         BY_TOKEN,
-        "the loss {loss} is one number a pair or a reply, and their mean is taken",
+        "loss={loss} is one number per pair or per reply, and the mean of these is taken",
     ),
     _rule(
         ("kl", "reward_kl"),
@@ -93,7 +93,7 @@ SETTING_RULES: tuple[Rule, ...] = (
     _rule(
         ("reward_kl.target",),
         {"key": "algorithm.reward_kl.coef", "above": 0},
-        "it steers the weight from where it starts, and algorithm.reward_kl.coef is 0",
+        "algorithm.reward_kl.coef is 0, which is the initial weight of the controller",
     ),
     _rule(
         ("reward_kl.horizon",),
@@ -103,7 +103,7 @@ SETTING_RULES: tuple[Rule, ...] = (
     _rule(
         ("mix.mu_decay_steps",),
         {"key": "algorithm.mix.mu_valley", "given": True},
-        "mix.mu_valley, where mu falls to, is not given",
+        "mix.mu_valley, the final value of mu, is not given",
     ),
     _rule(
         tuple(f"correction.{key}" for key in ("low", "high", "normalize", "outside")),
@@ -113,7 +113,7 @@ SETTING_RULES: tuple[Rule, ...] = (
     _rule(
         ("correction.outside",),
         BOUNDED,
-        "neither algorithm.correction.low nor high is given, so nothing is outside",
+        "neither algorithm.correction.low nor high is given, so no weight is outside the bounds",
     ),
     _rule(
         ("correction.denominator",),

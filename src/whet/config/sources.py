@@ -1,4 +1,4 @@
-"""What a config says of its data: what cannot work, which rewards judge which source."""
+"""Data sources in a config: problems, and which rewards score which source."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ PARTS = ("train", "eval", "demonstrations")
 
 
 def rewards_by_source(data: Data) -> dict[str, tuple[str, ...]]:
-    """The rewards that judge a source, by its name; sources that leave it open are not in it."""
+    """The rewards that score a source, by its name; sources without `rewards` are not included."""
     named = [source for part in PARTS for source in getattr(data, part)]
     return {s.name: s.rewards for s in named if s.name is not None and s.rewards is not None}
 
 
 def verifiers(stages: Sequence[Config]) -> tuple[str, ...]:
-    """Names of the reasoning-gym datasets that the stages have tasks made of."""
+    """Names of the reasoning-gym datasets of all stages."""
     sources = [s for cfg in stages for part in PARTS for s in getattr(cfg.data, part)]
     made = [s.reasoning_gym for s in sources if s.reasoning_gym is not None]
     parts = [spec for one in made if one.task == "composite" for spec in one.params.get("datasets", ())]
@@ -39,7 +39,7 @@ def source_problems(cfg: Config) -> Iterator[tuple[str, str]]:
         for n, source in enumerate(getattr(cfg.data, part)):
             if source.difficulty is None:
                 at = f"data.{part}[{n}].difficulty"
-                yield at, f"data.order={cfg.data.order} needs a column of numbers to go by; name it"
+                yield at, f"data.order={cfg.data.order} needs a column of numbers to sort by; give its name"
 
 
 def _rows(source: Source) -> Iterator[str]:
@@ -52,40 +52,40 @@ def _rows(source: Source) -> Iterator[str]:
         if getattr(source, key) is not None and "path" not in given:
             yield f"{key} is for path only; leave it out"
     if source.path == ():
-        yield "path is an empty list"
+        yield "path is an empty list; give at least one file"
     if source.split == ():
         yield "split is an empty list; leave it out to read everything"
 
 
 def _columns(source: Source) -> Iterator[str]:
     if source.template is not None and "{prompt}" not in source.template:
-        yield f"template {source.template!r} has no {{prompt}} in it, so every task would be the same"
+        yield f"template {source.template!r} has no {{prompt}}, so every task would be the same; add it"
     twice = (
         {"prompt", "response", "template"} & source.model_fields_set if source.messages is not None else set()
     )
     for key in sorted(twice):
-        yield f"messages holds whole conversations, prompt and response in one; leave {key} out"
+        yield f"messages holds whole conversations with prompt and response; leave {key} out"
 
 
 def _rewards(cfg: Config, source: Source, part: str) -> Iterator[str]:
-    """Rewards are chosen by the label that tasks carry, so it must be the source's name, the same thing everywhere."""
+    """Rewards are selected by the label of a task, so the label must be the name of the source everywhere."""
     if source.rewards is None:
         return
     if not source.rewards:
-        yield "an empty list: no reward would judge this source; leave it out to use all of them"
+        yield "is an empty list, so no reward would score this source; leave it out to use all rewards"
     for name in source.rewards:
         if name not in cfg.rewards:
             there = ", ".join(cfg.rewards) or "there are none"
             yield f"'{name}' is not among rewards: {there}{near(name, cfg.rewards)}"
     known = [name for name in source.rewards if name in cfg.rewards]
     if part == "train" and known and not any(cfg.rewards[name].weight for name in known):
-        yield "every weight of these is 0, so no rollout of this source can be better than another"
+        yield "every weight of these rewards is 0, so all rollouts of this source are equal; give one a weight"
     if part == "eval" and known and not reward_weights(cfg).keys() & set(known):
-        yield f"none of them is in eval.reward, by which replies are judged: {', '.join(reward_weights(cfg))}"
+        yield f"none of these rewards is in eval.reward, which scores the replies: {', '.join(reward_weights(cfg))}"
     if source.name is None:
-        yield "needs the source's name: rewards are chosen by it"
+        yield "needs the name of the source, which selects its rewards; give name"
     if source.label is not None:
-        yield f"cannot stand beside label={source.label}, which gives rows other names; make a source of each"
+        yield f"cannot be combined with label={source.label}, which gives rows other names; make one source per label"
     alike = [s for part in PARTS for s in getattr(cfg.data, part) if s.name == source.name]
     if any(s.rewards != source.rewards for s in alike):
-        yield f"another source called '{source.name}' has other rewards; give one of the two another name"
+        yield f"another source named '{source.name}' has different rewards; rename one of the two"

@@ -1,8 +1,8 @@
-"""What one rank of train.parallel has of a model, from its config alone.
+"""The part of a model on one rank of train.parallel, computed from its config alone.
 
-Counted is how `models.sharded`, `tensor_parallel`, `pipeline` and `expert_parallel` cut it: pp gives a rank some of the
-layers (the plan tells of the rank that takes most), tp a part of every matrix, ep some experts, dp_shard a part of
-every tensor, of which a layer at a time is gathered.
+The counts follow `models.sharded`, `tensor_parallel`, `pipeline` and `expert_parallel`: with pp a rank has some of the
+layers (the plan reports the rank with the most memory), with tp a part of every matrix, with ep some experts, with
+dp_shard a shard of every tensor, of which one layer at a time is gathered.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from whet.config.sizes import Shape
 Tensors = Mapping[str, tuple[int, ...]]
 
 BUCKET = 1 << 25
-"""Gradients that are added up over the ranks in one call (`models.sharded`)."""
+"""Number of gradients that are summed over the ranks in one call (`models.sharded`)."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _WHOLE = ("norm", "mlp.gate.weight", "o_proj.bias", "down_proj.bias")
-"""What tp leaves whole: ends or parts of names."""
+"""Tensors that tp does not shard: ends or parts of names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Spread:
     reshard: bool
     prefetch: int
     gathers: bool
-    """One rank gathers what is cut, to save it whole."""
+    """Whether one rank gathers sharded tensors to save whole files."""
 
     @classmethod
     def of(cls, p: Parallel, *, gathers: bool = False) -> Spread:
@@ -60,36 +60,36 @@ class Spread:
 
     @property
     def dp(self) -> int:
-        """Parts of the batch."""
+        """Number of parts of the batch."""
         return self.replicate * self.shard
 
     @property
     def modules(self) -> bool:
-        """The model's own modules compute, not the lean functions of a known family."""
+        """Whether the modules of the model compute, not the optimized functions of a known family."""
         return self.tp > 1 or self.ep > 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A model as one rank has it. Numbers of parameters."""
+    """The part of a model on one rank, in numbers of parameters."""
 
     shape: Shape
     learns: Learns
-    """Of what it keeps."""
+    """Trained parameters in this part."""
     whole: int
-    """Of the whole model, which is there when it is opened."""
+    """Parameters of the whole model, which is in memory when it is loaded."""
     layer: int = 0
-    """Of one layer that is gathered for use; 0: nothing is cut by dp_shard."""
+    """Parameters of one gathered layer; 0: dp_shard shards nothing."""
     rest: int = 0
-    """Of embedding, output layer and last norm, which stay gathered."""
+    """Parameters of embedding, output layer and last norm, which stay gathered."""
     learned: tuple[int, int] = (0, 0)
-    """Of such a layer and of the rest, those that have gradients, with adapters."""
+    """Parameters with gradients in such a layer and in the rest, including adapters."""
 
 
 def part(
     shape: Shape, spread: Spread, *, lora: Lora | None, trainable: Mapping[str, bool], at: int = 0
 ) -> Part:
-    """What the at-th rank of pp has."""
+    """The part of the at-th rank of pp."""
     held = {name: _cut(name, size, spread) for name, size in shape.tensors.items()}
     mine = _stage(held, shape, spread, at)
     layers = [0] * shape.layers
@@ -129,7 +129,7 @@ def part(
 
 
 def _stage(tensors: Tensors, shape: Shape, spread: Spread, at: int) -> Tensors:
-    """What the at-th rank of pp has: equal numbers of layers, the first the embedding, the last norm and output."""
+    """Tensors of the at-th rank of pp: equal numbers of layers; the first has the embedding, the last the output."""
     low, high = at * shape.layers // spread.pp, (at + 1) * shape.layers // spread.pp
     first, last = at == 0, at == spread.pp - 1
 
@@ -144,7 +144,7 @@ def _stage(tensors: Tensors, shape: Shape, spread: Spread, at: int) -> Tensors:
 
 
 def _cut(name: str, size: tuple[int, ...], spread: Spread) -> tuple[int, ...]:
-    """A tensor's part under tp and ep, as large as it is."""
+    """The size of a tensor on one rank of tp and ep, rounded up."""
     if ".experts." in name:
         at = 1 if "gate_up_proj" in name else 2
         return tuple(
@@ -160,7 +160,7 @@ def _sharded(size: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     return (-(-size[0] // ranks), *size[1:]) if size else size
 
 
-# ---------------------------------------------------------------- what a rank takes, phase by phase
+# ---------------------------------------------------------------- memory of a rank by phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +169,9 @@ class Hosted:
 
     model: Model
     whole: int
-    """All of its weights, as they are read."""
+    """All weights of the model while they are read."""
     saved: int
-    """The largest file of it that one rank gathers and writes; 0 where each writes parts, or all is there."""
+    """The largest file that one rank gathers and writes; 0 where every rank writes shards, or nothing is sharded."""
     layer: int
     rest: int
     learned: tuple[int, int]
@@ -185,7 +185,7 @@ class Hosted:
 
     @property
     def gathered(self) -> int:
-        """Whole tensors while it computes: the rest, the layer at work, those ahead and the one that arrives."""
+        """Full tensors during computation: the rest, the current layer, prefetched layers and the one in transfer."""
         if not self.layer:
             return 0
         there = min(self.layers, 2 + self.prefetch) if self.reshard else self.layers + 1
@@ -193,14 +193,14 @@ class Hosted:
 
     @property
     def unreduced(self) -> int:
-        """Whole gradients in the backward pass: a layer's, once more as it is sent, and those of the rest."""
+        """Full gradients in the backward pass: those of a layer, a second copy in transfer, and those of the rest."""
         layer, rest = self.learned
         return 2 * layer + rest if self.model.gradients else 0
 
 
 def rank_phases(hosted: Sequence[Hosted], *, beside: Parts) -> list[Phase]:
-    """Of a rank: reading each model, a forward of each, the update of those that learn. beside: what is there all the
-    time."""
+    """The phases of a rank: reading each model, a forward of each, the update of trained models. beside: memory that is
+    always in use."""
     held: Parts = {**beside}
     out: list[Phase] = []
     for h in hosted:
@@ -222,6 +222,6 @@ def rank_phases(hosted: Sequence[Hosted], *, beside: Parts) -> list[Phase]:
 
 
 def _moments(h: Hosted) -> Iterator[Parts]:
-    """Those of `memory.update_parts`, three a micro-batch; in the second and third gradients are whole for a while."""
+    """The peaks of `memory.update_parts`, three per micro-batch; in two of these, gradients are full."""
     for number, parts in enumerate(update_parts(h.model)):
-        yield {**parts, "gradients before they are cut": h.unreduced if number % 3 else 0}
+        yield {**parts, "gradients before they are sharded": h.unreduced if number % 3 else 0}

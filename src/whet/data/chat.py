@@ -40,7 +40,7 @@ def read_template(value: str) -> str:
 
 
 def with_arguments(template: str, arguments: Mapping[str, Json]) -> str:
-    """The template with `arguments` as the values of its variables, where whoever renders it gives no others.
+    """The template with `arguments` as default values of its variables.
 
     They become part of it, so that every prompt and every later turn is rendered with them. ConfigError for a
     name that the template does not use.
@@ -48,8 +48,8 @@ def with_arguments(template: str, arguments: Mapping[str, Json]) -> str:
     for name in arguments:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise ConfigError(
-                f"tokenizer.chat_template_kwargs.{name}: the chat template has no variable of that name, so it would "
-                "have no effect; leave it out or correct it."
+                f"tokenizer.chat_template_kwargs.{name}: the chat template has no variable of this name, so the key "
+                "would have no effect; leave it out or correct it."
             )
     return "".join(map(_default, arguments.items())) + template
 
@@ -57,7 +57,7 @@ def with_arguments(template: str, arguments: Mapping[str, Json]) -> str:
 def _default(argument: tuple[str, Json]) -> str:
     name, value = argument
     if not name.isidentifier():
-        raise ConfigError(f"tokenizer.chat_template_kwargs: {name!r} cannot be the name of a variable.")
+        raise ConfigError(f"tokenizer.chat_template_kwargs: {name!r} is not a valid name of a variable.")
     # Jinja writes numbers, texts, lists, maps, True and None as Python does, and drops the line end after a block
     return f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}\n"
 
@@ -68,11 +68,11 @@ def as_prompt(
     """Decide between chat and plain text (None: messages yes, text no); put the system message first.
 
     reply_prefix: the beginning of the reply. In a chat it becomes a last message of the assistant, which the reply
-    goes on from.
+    continues.
     """
     if chat is False and (system is not None or not isinstance(prompt, str)):
         given = "a system message" if isinstance(prompt, str) else "a prompt of messages"
-        raise ConfigError(f"data.chat is false, but {given} needs the chat template: drop data.chat.")
+        raise ConfigError(f"data.chat is false, but {given} needs the chat template; leave out data.chat.")
     if isinstance(prompt, str):
         if not chat and system is None:
             return prompt + (reply_prefix or "")
@@ -80,13 +80,14 @@ def as_prompt(
     if system is not None:
         if prompt[0].role == "system":
             raise DataError(
-                "The prompt has a system message of its own, and the source's `system` would be a second one."
+                "The prompt already has a system message, but the source has a `system_prompt` too; leave one out."
             )
         prompt = (Message("system", system), *prompt)
     if reply_prefix:
         if prompt[-1].role == "assistant":
             raise DataError(
-                "The prompt ends with the beginning of a reply, and the source's `reply_prefix` would be a second one."
+                "The prompt already ends with the beginning of a reply, but the source has a `reply_prefix` too; "
+                "leave one out."
             )
         prompt = (*prompt, Message("assistant", reply_prefix))
     return prompt
@@ -120,7 +121,7 @@ def encode_prompts(
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Texts as they stand: nothing put before or after."""
+    """Texts as is: nothing is added before or after."""
     if not texts:
         return []
     found = encoded(tokenizer, texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
@@ -131,7 +132,7 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 def encode_response(tokenizer: Tokenizer, text: str) -> list[int]:
     """A demonstration as the policy would have sampled it: its tokens and the end-of-text token."""
     if tokenizer.eos_token_id is None:
-        raise ConfigError("The tokenizer has no end-of-text token (eos_token): a reply could not end.")
+        raise ConfigError("The tokenizer has no end-of-text token (eos_token), so a reply could not end.")
     return [*encode_texts(tokenizer, [text])[0], tokenizer.eos_token_id]
 
 
@@ -153,8 +154,8 @@ def encode_history(tokenizer: Tokenizer, prompt: Sequence[Message]) -> tuple[lis
     for reply, after in zip(said_ids, told_ids[1:]):
         if after[0] not in tokenizer.all_special_ids:
             raise DataError(
-                "The chat template puts no end token after a reply, so a policy that learns from it could not end "
-                "one: put one there in tokenizer.chat_template, or learn the last reply alone (data.learn_turns)."
+                "The chat template has no end token after a reply, so a policy trained on it could not end a reply: "
+                "add one in tokenizer.chat_template, or train on the last reply only (data.learn_turns)."
             )
         token_ids += [*reply, *after]
         mask += [1] * (len(reply) + 1) + [0] * (len(after) - 1)
@@ -168,8 +169,8 @@ def _head(before: str, after: str, reply: str) -> str:
             return before + text
     raise DataError(
         "The chat template rewrites earlier turns (it strips thoughts or changes a reply once another turn follows), "
-        "so its replies cannot all be learned in one sequence. Give a template that leaves them as they are "
-        "(tokenizer.chat_template), or learn the last reply alone (data.learn_turns).\n  given:    "
+        "so its replies cannot all be trained on in one sequence. Give a template that does not change earlier turns "
+        "(tokenizer.chat_template), or train on the last reply only (data.learn_turns).\n  given:    "
         f"{(before + reply)[-80:]!r}\n  rendered: {after[max(0, len(before) - 40) : len(before) + 40]!r}"
     )
 
@@ -198,15 +199,15 @@ def encode_turn(
     if not full.startswith(head):
         raise DataError(
             "The chat template rewrites earlier turns (it strips thoughts or changes a reply once another "
-            "turn follows), so the tokens of a conversation would not be the ones that were sampled. Give "
-            f"a template that leaves them as they are: tokenizer.chat_template.\n  sampled:  {head!r}\n  "
+            "turn follows), so the tokens of a conversation would differ from the sampled tokens. Give "
+            f"a template that does not change earlier turns: tokenizer.chat_template.\n  sampled:  {head!r}\n  "
             f"rendered: {full[: len(head) + 20]!r}"
         )
     head_ids, full_ids = encode_texts(tokenizer, [head, full])
     if full_ids[: len(head_ids)] != head_ids:
         raise DataError(
-            "The chat template lets a reply run into the text after it (its last token would become "
-            "another one): put an end token after the reply in tokenizer.chat_template."
+            "The chat template joins a reply with the text after it (its last token would change): "
+            "add an end token after the reply in tokenizer.chat_template."
         )
     new = full_ids[len(head_ids) :]
     ended = bool(existing) and existing[-1] == new[0] and new[0] in tokenizer.all_special_ids
@@ -220,8 +221,8 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], *, template: str |
         jinja = jinja.get("default")
     if not isinstance(jinja, str):
         raise ConfigError(
-            f"The tokenizer {tokenizer.name_or_path!r} has no chat template, and the prompt is chat "
-            "messages. Give one in tokenizer.chat_template (Jinja text or a file), or give prompts as "
+            f"The tokenizer {tokenizer.name_or_path!r} has no chat template, but the prompt is a list of "
+            "chat messages. Give a template in tokenizer.chat_template (Jinja text or a file), or give prompts as "
             "plain text."
         )
     plain = [{"role": m.role, "content": m.content} for m in messages]

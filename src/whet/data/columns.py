@@ -62,7 +62,7 @@ def used(source: Source) -> tuple[str, ...]:
 def parse(row: Row, source: Source, *, name: str, chat: bool | None, where: str) -> Fields:
     """The fields of one row. Raises DataError that names `where`, the column and what stands in it."""
     if source.template is not None and "{prompt}" not in source.template:
-        raise ConfigError(f"Data source {name!r}: its template has no {{prompt}} in it: {source.template!r}")
+        raise ConfigError(f"Data source {name!r}: its template has no {{prompt}}: {source.template!r}")
     try:
         return _parse(row, source, name=name, chat=chat)
     except DataError as e:
@@ -100,7 +100,7 @@ def _parse(row: Row, source: Source, *, name: str, chat: bool | None) -> Fields:
 
 
 def _desirable(row: Row, source: Source) -> dict[str, Json]:
-    """What the row says of its response, as it is: only KTO looks at it."""
+    """The label of the row's response, unchanged: only KTO reads it."""
     value = _optional(row, source, "desirable")
     return {} if value is None else {"desirable": value}
 
@@ -125,23 +125,25 @@ def _prompt(value: Json, source: Source) -> Prompt:
         return value if source.template is None else source.template.replace("{prompt}", value)
     if not isinstance(value, list) or not value:
         raise DataError(
-            _wrong(source.prompt, value, "a text or a list of {role, content} messages, not empty")
+            _wrong(source.prompt, value, "a non-empty text or a non-empty list of {role, content} messages")
         )
     if source.template is not None:
-        raise DataError(f"column {source.prompt!r} holds messages; the source's template is for plain text.")
+        raise DataError(
+            f"column {source.prompt!r} holds messages, but the source's template is for plain text; leave it out."
+        )
     return tuple(_message(m, source.prompt) for m in value)
 
 
 def _conversation(value: Json, column: str) -> list[Message]:
     """Messages that end with a reply to something, no reply following another."""
     if not isinstance(value, list) or not value:
-        raise DataError(_wrong(column, value, "a list of {role, content} messages, not empty"))
+        raise DataError(_wrong(column, value, "a non-empty list of {role, content} messages"))
     messages = [_message(m, column) for m in value]
     roles = [m.role for m in messages]
     if len(roles) < 2 or roles[-1] != "assistant" or ("assistant", "assistant") in pairwise(roles):
         raise DataError(
             f"column {column!r}: the conversation has the roles {', '.join(roles)}; expected messages that end with "
-            "one of the assistant, and none of the assistant right after another."
+            "an assistant message, and no two assistant messages in a row."
         )
     return messages
 
@@ -162,14 +164,14 @@ def _reply(value: Json, column: str, *, asked: Prompt) -> str | None:
         return value
     several = value if isinstance(value, list) else [value]
     if not several or not all(isinstance(m, dict) for m in several) or several[-1].get("role") != "assistant":
-        raise DataError(_wrong(column, value, "text, or messages that end with one of the assistant"))
+        raise DataError(_wrong(column, value, "text, or messages that end with an assistant message"))
     messages = [_message(m, column) for m in several]
     same = isinstance(asked, tuple) and [m for m in asked if m.role != "system"] == [
         m for m in messages[:-1] if m.role != "system"
     ]
     if len(messages) > 1 and not same:
         raise DataError(
-            f"column {column!r}: the messages before its reply are not the prompt's; give the reply alone."
+            f"column {column!r}: the messages before the reply differ from the prompt; give the reply only."
         )
     return messages[-1].content
 
@@ -180,7 +182,7 @@ def _reply(value: Json, column: str, *, asked: Prompt) -> str | None:
 def _required(row: Row, column: str) -> Json:
     value = lookup(row, column)
     if value is _ABSENT:
-        raise DataError(f"no column {column!r}; there are: {', '.join(_present(row, column)) or 'none'}.")
+        raise DataError(f"no column {column!r}; columns: {', '.join(_present(row, column)) or 'none'}.")
     return value
 
 
@@ -201,7 +203,7 @@ def _optional(row: Row, source: Source, field: str) -> Json:
 
 
 def _own(row: Row, column: str | None) -> str | None:
-    """What a row says itself in a column that it may lack: absent, null or empty is nothing."""
+    """The row's own value of an optional column: absent, null or empty means no value."""
     value = None if column is None else lookup(row, column)
     if value is None or value is _ABSENT or value == "":
         return None

@@ -1,4 +1,4 @@
-"""Demonstrations that stand among the policy's own rollouts: a stream of their own, so many a step."""
+"""Demonstrations among the policy's own rollouts: a separate stream with a fixed number per step."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 OTHER_SPLITS = {"test", "validation", "valid", "val", "dev", "eval"}
-"""Words in a file's name that say it is no training data."""
+"""Words in a file's name that mark it as other than training data."""
 
 
 def find_files(
@@ -51,7 +51,7 @@ def find_files(
 def _folder(path: Path, subset: str | None) -> Path:
     """The folder of a subset."""
     if path.is_file():
-        raise DataError(f"{path} is one file: a subset or a split is of a folder; leave them out.")
+        raise DataError(f"{path} is a single file, but subset and split select in a folder; leave them out.")
     if not path.is_dir():
         raise DataError(_missing(path))
     if subset is None:
@@ -70,7 +70,7 @@ def _of_split(folder: Path, split: str) -> list[Path]:
     Where no file's name speaks of a split, all are `train`.
     """
     if not re.fullmatch(r"[\w.-]+", split):
-        raise DataError(f"split {split!r}: expected a name; for a part of one use the source's `limit`.")
+        raise DataError(f"split {split!r}: expected a name; for a part of a split use the source's `limit`.")
     saved = _saved_splits(folder)
     if saved is not None:
         if split not in saved:
@@ -85,7 +85,7 @@ def _of_split(folder: Path, split: str) -> list[Path]:
     if not found and split == "train" and not any(words[f] & OTHER_SPLITS for f in files):
         found = files
     if not found:
-        names = ", ".join(f.name for f in files) or "none that can be read"
+        names = ", ".join(f.name for f in files) or "no readable file"
         raise DataError(f"{folder} has no file or folder of the split {split!r}; its files: {names}.")
     log.info("%s, split %s: reading %s", folder, split, ", ".join(p.name for p in found))
     return found
@@ -121,8 +121,8 @@ def _inside(folder: Path) -> list[Path]:
     files = _readable(folder)
     if not files:
         raise DataError(
-            f"Folder {folder} holds no {', '.join(READERS)} file. If it was saved by the `datasets` "
-            "package, name the folder that holds its dataset_info.json."
+            f"Folder {folder} has no {', '.join(READERS)} file. If the `datasets` package saved it, "
+            "give the folder that contains dataset_info.json."
         )
     log.info("%s: reading %s", folder, ", ".join(p.name for p in files))
     return files
@@ -134,7 +134,7 @@ def _missing(path: Path) -> str:
         path, folder = folder, folder.parent
     hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(given)) is not None and not given.suffix
     hint = (
-        f". If {str(given)!r} is a data set of a hub: nothing is downloaded here. Save it to a folder first (of the "
+        f". If {str(given)!r} is a dataset of a hub: whet downloads nothing. Save it to a folder first (with the "
         "`datasets` package: load_dataset(...).save_to_disk(FOLDER)) and give that folder as path"
     )
     names = sorted(p.name for p in folder.iterdir())
@@ -162,7 +162,7 @@ def _read_file(file: Path, limit: int | None) -> Part:
     if file.is_dir():
         return _hf_folder(file, limit)
     if file.suffix not in READERS:
-        raise DataError(f"{file}: cannot tell its format from {file.suffix!r}; known: {', '.join(READERS)}.")
+        raise DataError(f"{file}: unknown format {file.suffix!r}; expected one of {', '.join(READERS)}.")
     check_regular(file, DataError)
     try:
         return READERS[file.suffix](file, limit)
@@ -181,7 +181,7 @@ def _jsonl(file: Path, limit: int | None) -> Part:
         for number, line in enumerate(iter(lambda: lines.readline(MOST_ROW_BYTES + 1), b""), 1):
             if len(line) > MOST_ROW_BYTES:
                 raise DataError(
-                    f"{file}, line {number}: has more than {MOST_ROW_BYTES // MIB} MiB; .jsonl has one row a line"
+                    f"{file}, line {number}: has more than {MOST_ROW_BYTES // MIB} MiB; .jsonl has one row per line"
                 )
             if len(rows) == limit:
                 break
@@ -198,7 +198,7 @@ def _json(file: Path, limit: int | None) -> Part:
     if not isinstance(value, list):
         raise DataError(
             f"{file}: expected a list of rows, or an object whose 'data' is one; found {describe(value)}. "
-            "For one object a line, name the file .jsonl."
+            "For one object per line, name the file .jsonl."
         )
     return ListPart(str(file), [as_row(v, f"{file}, row {i}") for i, v in enumerate(value[:limit], 1)])
 
@@ -212,7 +212,7 @@ def _csv(file: Path, limit: int | None) -> Part:
             for row in itertools.islice(reader, limit):
                 if None in row or None in row.values():
                     raise DataError(
-                        f"{file}, line {reader.line_num}: not as many cells as the "
+                        f"{file}, line {reader.line_num}: the number of cells differs from the "
                         f"{len(reader.fieldnames or ())} columns."
                     )
                 rows.append(dict(row))
@@ -239,9 +239,7 @@ def _is_hf(folder: Path) -> bool:
 def _hf_folder(folder: Path, limit: int | None) -> Part:
     if (folder / "dataset_dict.json").exists():
         splits = sorted(p.name for p in folder.iterdir() if p.is_dir())
-        raise DataError(
-            f"{folder} holds the splits {', '.join(splits)}: name one, e.g. `split: {splits[0]}`."
-        )
+        raise DataError(f"{folder} has the splits {', '.join(splits)}; name one, e.g. `split: {splits[0]}`.")
     try:
         import datasets
     except ImportError as e:
@@ -263,8 +261,8 @@ def _arrow(origin: str, table: pa.Table, limit: int | None) -> Part:
         kind = _not_json(column.type)
         if kind is not None:
             raise DataError(
-                f"{origin}: column {column.name!r} holds {kind}, which is no JSON value. Drop or convert "
-                "it, or give the rows through a `function`."
+                f"{origin}: column {column.name!r} holds {kind}, which is not a JSON type. Drop or convert "
+                "it, or give the rows with a `function`."
             )
     part = ArrowPart(origin, table.slice(0, limit))
     for column in part.table.schema.names:
@@ -276,7 +274,7 @@ def _arrow(origin: str, table: pa.Table, limit: int | None) -> Part:
 
 
 def _has_strange_number(values: pa.Array) -> bool:
-    """NaN or infinity, at whatever depth: JSON has neither, and what a run keeps of its tasks is JSON."""
+    """NaN or infinity, at any depth: JSON has neither, and a run keeps its tasks as JSON."""
     kind = values.type
     if pa.types.is_struct(kind):
         return any(map(_has_strange_number, values.flatten()))

@@ -35,7 +35,7 @@ def convert(folder: Path, out: Path) -> dict[str, int]:
 def verl_row(row: Row, split: str, index: int, *, where: str) -> Row:
     """One published row (question, answer ending in '#### N') in verl's columns."""
     if not all(isinstance(row.get(k), str) for k in ("question", "answer")):
-        raise DataError(f"{where}: expected the texts 'question' and 'answer'; there are: {', '.join(row)}.")
+        raise DataError(f"{where}: expected the texts 'question' and 'answer'; columns: {', '.join(row)}.")
     found = _FINAL.search(row["answer"])
     if found is None:
         raise DataError(f"{where}: the answer does not end in '#### ' and a number: {row['answer'][-40:]!r}")

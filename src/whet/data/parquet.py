@@ -1,7 +1,7 @@
 """Parquet files, read within a limit of memory: a few hundred bytes of one can stand for terabytes.
 
-A value that is repeated is written once and counted, so neither the size of a file nor what it says of itself bounds
-what comes of it. It is read in batches of rows, and what they take is added up.
+A value that is repeated is written once and counted, so neither the size of a file nor its metadata bounds
+its size in memory. It is read in batches of rows, and their memory is added up.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def read_parquet(file: Path) -> pa.Table:
         raise DataError(f"{file}: not a readable parquet file: {e}") from e
     if table.num_rows != opened.metadata.num_rows:
         raise DataError(
-            f"{file}: holds {table.num_rows} rows, and says that it has {opened.metadata.num_rows}; copy it again"
+            f"{file}: has {table.num_rows} rows, but its metadata lists {opened.metadata.num_rows}; copy the file again"
         )
     return table
 
@@ -63,7 +63,7 @@ def _check_rows(batch: pa.RecordBatch, before: int, file: Path, group: int) -> N
         if batch.slice(n, 1).nbytes > MOST_ROW_BYTES:
             raise DataError(
                 f"{file}, row {before + n + 1} of row group {group}: has more than {MOST_ROW_BYTES // MIB} MiB; is it "
-                "one row?"
+                "a single row?"
             )
 
 
@@ -83,5 +83,5 @@ def _check(size: int, file: Path, most: int) -> None:
     if size > most:
         raise DataError(
             f"{file}: its rows take more than {most // MIB} MiB in memory, {most // max(1, file.stat().st_size)} times "
-            "the file; it is damaged, or made to do harm. If it is right, write it as several files"
+            "the file; it is damaged or malicious. If the file is correct, write it as several files"
         )

@@ -1,4 +1,4 @@
-"""Rows in memory: Python dicts, or an Arrow table whose rows become Python only when asked for."""
+"""Rows in memory: Python dicts, or an Arrow table whose rows become Python only when they are read."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def loads(text: bytes, where: str) -> Json:
 
 
 def json_copy(value: Json, where: str) -> Json:
-    """What becomes of a value that is written as JSON and read back."""
+    """The value after it is written as JSON and read back."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as e:
@@ -160,12 +160,18 @@ def as_row(value: Json, where: str) -> Row:
 def flaw(value: object, path: str = "") -> str | None:
     """'column x.0 holds a set' for the first value inside that is not JSON (or not Unicode), else None."""
     if type(value) is float and not isfinite(value):
-        return f"column {path.lstrip('.')} holds {value}, which is no JSON value; write null, or leave it out"
+        return (
+            f"column {path.lstrip('.')} holds {value}, which is not a JSON value; write null, or leave it out"
+        )
     if value is None or type(value) in (int, float, bool):
         return None
     if type(value) is str:
         half = not value.isascii() and _SURROGATE.search(value)
-        return f"column {path.lstrip('.')} holds half of a surrogate pair, which is no text" if half else None
+        return (
+            f"column {path.lstrip('.')} holds half of a surrogate pair, which is not valid text"
+            if half
+            else None
+        )
     if type(value) is list:
         return next(filter(None, (flaw(v, f"{path}.{i}") for i, v in enumerate(value))), None)
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""One source made ready to draw from: prompts tokenised once, what must not be drawn left out and counted."""
+"""One source prepared for drawing: prompts are tokenised once, unusable rows are left out and counted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Turns = Literal["all", "last"]
-"""Which replies of a conversation are learned."""
+"""Which replies of a conversation are trained on."""
 
 BATCH_ROWS = 4096
 """Rows that are turned into Python and tokenised at once."""
@@ -50,7 +50,7 @@ class Prepared:
     difficulty_K: np.ndarray | None
     """[K] float64, of a source that names the column."""
     digest: str
-    """Of the tokens, difficulties and texts to learn from: tells a resumed run that its data is the same."""
+    """Digest of the tokens, difficulties and training texts: a resumed run checks with it that its data is the same."""
 
     def __len__(self) -> int:
         return len(self.row_K)
@@ -82,9 +82,9 @@ def prepare(
     counts: Counter[str],
     turns: Turns = "last",
 ) -> list[Prepared]:
-    """Read, filter and tokenise every source, adding to `counts` what was left out or cut and why.
+    """Read, filter and tokenise every source, adding to `counts` the rows left out or truncated, by reason.
 
-    turns="all": the prompts of conversations are tokenised so that their replies can be learned, too
+    turns="all": the prompts of conversations are tokenised so that their replies can be trained on too
     (`encode_history`). Raises DataError if a source is left empty.
     """
     out = []
@@ -94,8 +94,8 @@ def prepare(
         counts.update(work.counts)
     if twice := sorted(n for n, c in Counter(p.rows.name for p in out).items() if c > 1):
         raise ConfigError(
-            f"Two data sources are called {twice[0]!r}: give each a `name` of its own (metrics and the "
-            "order of rows go by it)."
+            f"Two data sources have the name {twice[0]!r}; give each a different `name` (metrics and the "
+            "order of rows depend on it)."
         )
     return out
 
@@ -184,7 +184,7 @@ def _prepare(work: _Work) -> Prepared:
 
 
 def _check_found(source: Source, rows: Rows, found: Collection[str]) -> None:
-    """A column that some rows may lack must be in others: else its name is wrong."""
+    """A column that some rows may lack must occur in others; otherwise its name is wrong."""
     for field, column in named(source).items():
         if field in PER_ROW and field not in found:
             raise DataError(
@@ -209,7 +209,7 @@ def _batch(
     out = []
     for (i, fields), ids, replies in zip(kept, all_ids, _reply_lengths(work, kept)):
         if not ids:
-            raise DataError(f"{rows.where(i)}: its prompt has no tokens.")
+            raise DataError(f"{rows.where(i)}: the prompt has no tokens.")
         drawn = _fitted(work, ids, replies, where=rows.where(i))
         if drawn is not None:
             out.append((i, fields, drawn))
@@ -242,7 +242,7 @@ def _at(where: str, encode: Callable[[], T]) -> T:
 
 
 def _reply_lengths(work: _Work, kept: Sequence[tuple[int, Fields]]) -> list[dict[str, int]]:
-    """Tokens of each row's response and rejected reply, end token included, where replies are looked at."""
+    """Tokens of each row's response and rejected reply, end token included, where replies are used."""
     lengths: list[dict[str, int]] = [{} for _ in kept]
     if work.max_response_tokens is None:
         return lengths
@@ -301,8 +301,8 @@ def _overlong(work: _Work, what: str, tokens: int, *, limit: int, where: str, lo
         key = _LIMITS.get(what, "rollout.sampling.max_tokens")
         which = "its prompt and reply together have" if what == "total" else f"its {what} has"
         raise DataError(
-            f"{where}: {which} {tokens} tokens, the limit is {limit}. Raise {key}, or choose what to "
-            "do with such rows in data.overlong (filter, truncate_left, ...)."
+            f"{where}: {which} {tokens} tokens, the limit is {limit}. Raise {key}, or set data.overlong "
+            "(filter, truncate_left, ...) for such rows."
         )
     rule = "filter" if lost else rule
     work.counts[f"overlong_{what}_{'dropped' if rule == 'filter' else 'cut'}"] += 1

@@ -1,6 +1,6 @@
-"""Rows of one source: files, a Hugging Face folder, reasoning-gym, or a function of yours.
+"""Rows of one source: files, a Hugging Face folder, reasoning-gym, or a user-defined function.
 
-Parquet and Hugging Face data stay in Arrow, and a row becomes Python only when it is asked for, so a file of
+Parquet and Hugging Face data stay in Arrow, and a row becomes Python only when it is read, so a file of
 a million rows costs its Arrow size. Relative paths start at the working directory.
 """
 
@@ -89,7 +89,7 @@ def _reasoning_gym(cfg: ReasoningGym, limit: int | None) -> Part:
             f"{what} is not known{near(cfg.task, DATASETS)}. Known: {', '.join(sorted(DATASETS))}."
         )
     if clash := sorted({"seed", "size"} & set(cfg.params)):
-        raise ConfigError(f"{what}: {' and '.join(clash)} stand beside `params`, not in it.")
+        raise ConfigError(f"{what}: {' and '.join(clash)} must be given beside `params`, not in it.")
     try:
         made = reasoning_gym.create_dataset(cfg.task, seed=cfg.seed, size=cfg.size, **cfg.params)
     except (TypeError, ValueError, AssertionError) as e:
@@ -100,8 +100,8 @@ def _reasoning_gym(cfg: ReasoningGym, limit: int | None) -> Part:
         copy = json_copy(entry, f"{what}, entry {i}")
         if i == 0 and made.score_answer(entry["answer"], entry) != made.score_answer(copy["answer"], copy):
             raise ConfigError(
-                f"{what}: its verifier scores an entry otherwise once it has been written as JSON; it "
-                "cannot be used."
+                f"{what}: its verifier scores an entry differently after the entry was written as JSON; "
+                "this dataset cannot be used."
             )
         rows.append(
             {"prompt": copy["question"], "answer": copy["answer"], "reasoning_gym": cfg.task, "entry": copy}
@@ -120,11 +120,11 @@ def _function(source: Source, limit: int | None) -> Part:
         at = traceback.extract_tb(e.__traceback__)[-1]
         place = f"{at.filename}:{at.lineno}"
         raise DataError(
-            f"{what} with arguments {source.arguments} raised {type(e).__name__}: {e} ({place}). It is given "
-            "`arguments` alone, by name; rows are tokenised afterwards."
+            f"{what} with arguments {source.arguments} raised {type(e).__name__}: {e} ({place}). The function gets "
+            "only `arguments`, by name; rows are tokenised afterwards."
         ) from e
     if not _has_rows(made):
-        expected = "an iterable of rows (dicts), or an object with __len__ and __getitem__ that gives them"
+        expected = "an iterable of rows (dicts), or an object with __len__ and __getitem__ that returns them"
         raise DataError(f"{what} returned {describe(made)}; expected {expected}.")
     for i, row in enumerate(given, 1):
         _check_row(row, f"{what}, row {i}")
@@ -142,10 +142,10 @@ def _rows_of(made: Any) -> Iterator[Json]:
 
 
 def _check_row(row: Json, where: str) -> None:
-    """Named values that JSON has. A row of tokens is told what to give instead."""
+    """Check that a row has named JSON values. The error for a row of tokens says what to give instead."""
     if isinstance(row, dict) and "input_ids" in row:
         raise DataError(
-            f"{where}: it holds tokens (input_ids), and rows are tokenised here, by the policy's own tokenizer: give "
+            f"{where}: the row holds tokens (input_ids), but whet tokenises rows with the policy's own tokenizer: give "
             "the text, as `prompt` (and `response`) or as messages."
         )
     if (fault := flaw(as_row(row, where))) is not None:

@@ -1,4 +1,4 @@
-"""The stream of tasks: every source shuffled anew in each epoch, mixed by weight, resumable at every draw.
+"""The stream of tasks: every source reshuffled in each epoch, mixed by weight, resumable at every draw.
 
 Draw k (from 0) goes to the source that is furthest behind its share of the first k+1 draws, the first such
 source on a tie: shares are kept at every point, not only on average. Within a source, draw d is row
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class TaskStream:
-    """Training tasks without end.
+    """An endless stream of training tasks.
 
     counts: rows, kept, held_out, overlong_{prompt,response,rejected,total}_{dropped,cut}, unknown_tokens, over all
     sources. rows_per_epoch: rows that are drawn from, over all sources.
@@ -49,11 +49,11 @@ class TaskStream:
         """exclude: held-out tasks; rows with the prompt of one are left out (see `prepare.prompt_key`).
 
         max_response_tokens: for SFT and DPO, the longest reply with its end token; `data.overlong` holds for
-        it too, except that every truncate_* cuts a reply at its end. None: replies are not looked at.
+        it too, except that every truncate_* cuts a reply at its end. None: replies are not used.
 
         multiple_of: rows at the end of an epoch that make no whole such number are not drawn (train.drop_last).
 
-        turns: which replies of a conversation will be learned; the same as `demonstration` is told. seed: the run's;
+        turns: which replies of a conversation will be trained on; the same as for `demonstration`. seed: the run's;
         `data.seed` stands over it.
         """
         if not sources:
@@ -72,8 +72,8 @@ class TaskStream:
         self._rows_S = [len(s) - len(s) % multiple_of for s in self._sources]
         if not all(self._rows_S):
             raise ConfigError(
-                f"train.drop_last: a source has {min(len(s) for s in self._sources)} rows, and a step takes "
-                f"{multiple_of} tasks: an epoch would have no step. Set it false, or lower train.tasks_per_step."
+                f"train.drop_last: a source has {min(len(s) for s in self._sources)} rows, but a step takes "
+                f"{multiple_of} tasks, so an epoch would have no step. Set it to false, or lower train.tasks_per_step."
             )
         self.rows_per_epoch = sum(self._rows_S)
         self._seed = seed if data.seed is None else data.seed
@@ -99,7 +99,7 @@ class TaskStream:
         return [self._draw() for _ in range(n)]
 
     def at(self, uid: int) -> Task:
-        """The task of this number, whatever was drawn before; the stream goes on behind it."""
+        """The task with this number, independent of earlier draws; the stream continues after it."""
         self._stand_at(uid)
         return self._draw()
 
@@ -111,15 +111,15 @@ class TaskStream:
             self._drawn_S[self._next_source()] += 1
 
     def state(self) -> dict[str, Json]:
-        """Where the stream stands, as JSON: a stream of the same data, so restored, draws the same tasks."""
+        """The position of the stream as JSON: a stream of the same data, restored from it, draws the same tasks."""
         names = [s.rows.name for s in self._sources]
         digests = [s.digest for s in self._sources]
         return {"seed": self._seed, "sources": names, "digests": digests, "drawn": self._drawn_S.tolist()}
 
     def restore(self, state: dict[str, Json], *, changed: bool = False) -> list[tuple[str, str, str]]:
-        """Go on where `state` was taken. Raises CheckpointError if seed or data are not the same. changed: they may be
-        others, and the stream goes on as if it had been theirs from the start. Returns the sources whose rows are
-        others: name, digests then and now."""
+        """Resume from `state`. Raises CheckpointError if seed or data differ. changed: they may differ, and the stream
+        continues as if it had used the new ones from the start. Returns the sources whose rows have changed: name,
+        digests then and now."""
         here = self.state()
         if changed:
             self._stand_at(sum(state["drawn"]))
@@ -128,15 +128,15 @@ class TaskStream:
             return [(name, old, new) for name, old, new in both if old != new]
         if other := [k for k in ("seed", "sources") if state[k] != here[k]]:
             raise CheckpointError(
-                f"The task stream was saved with {other[0]} {state[other[0]]!r}, and this one has "
-                f"{here[other[0]]!r}: it cannot go on. `whet train --change` goes on with these as a branch."
+                f"The task stream was saved with {other[0]} {state[other[0]]!r}, but this one has "
+                f"{here[other[0]]!r}, so it cannot resume. `whet train --change` resumes as a branch."
             )
         for name, old, new in zip(here["sources"], state["digests"], here["digests"]):
             if old != new:
                 raise CheckpointError(
-                    f"Data source {name!r} is not what it was when the run was saved (rows, prompts, "
-                    "filters, tokenizer or answers have changed): restore the data, or start a new run; or "
-                    "`whet train --change` goes on with what it is now, as a branch."
+                    f"Data source {name!r} has changed since the run was saved (rows, prompts, "
+                    "filters, tokenizer or answers): restore the data, start a new run, or resume with the "
+                    "changed data as a branch: `whet train --change`."
                 )
         self._drawn_S = np.array(state["drawn"], dtype=np.int64)
         return []
@@ -171,7 +171,7 @@ def ordered(source: Prepared, order: str, stream: int) -> np.ndarray:
         return places_K
     if source.difficulty_K is None:
         raise ConfigError(
-            f"data.order={order}, but source {source.rows.name!r} names no column of difficulties: set its "
+            f"data.order={order}, but source {source.rows.name!r} has no column of difficulties; set its "
             "`difficulty`."
         )
     sign = 1 if order == "easy_first" else -1
@@ -183,7 +183,7 @@ def eval_tasks(
 ) -> list[Task]:
     """Every held-out task, in file order, uid from 0. What `data.overlong` drops or cuts is logged.
 
-    turns: as of `TaskStream`, where their replies are to be judged.
+    turns: as for `TaskStream`, if their replies are to be measured.
     """
     counts: Counter[str] = Counter()
     prepared = prepare(
@@ -263,7 +263,7 @@ def reply_limit(task: Task, max_tokens: int, max_total_tokens: int | None) -> in
 
 
 def _learned(task: Task, tokenizer: Tokenizer, overlong: str) -> list[int]:
-    """Which tokens of the prompt are replies, cut as the prompt was."""
+    """Which tokens of the prompt are replies, truncated like the prompt."""
     n = len(task.token_ids)
     if isinstance(task.prompt, str):
         return [0] * n
@@ -272,12 +272,12 @@ def _learned(task: Task, tokenizer: Tokenizer, overlong: str) -> list[int]:
 
 
 def labelled(reply: Rollout) -> Rollout:
-    """A demonstration with what its row says of it as its reward: 1 desirable, 0 not."""
+    """A demonstration with the label of its row as reward: 1 desirable, 0 not."""
     label = reply.task.extra.get("desirable")
     if not isinstance(label, bool | int | float) or label not in (0, 1):
         raise DataError(
             f"Task {reply.task.uid} of source {reply.task.source!r}: its label is {label!r}, expected true or false: "
-            "name the column that says whether the response is a desirable one in the source's `desirable`."
+            "name the label's column in the source's `desirable`."
         )
     return reply.scored(float(label), {})
 
@@ -295,7 +295,7 @@ def _reply(
     text = getattr(task, field)
     if text is None:
         raise DataError(
-            f"Task {task.uid} of source {task.source!r} has no {field} to learn from: name its column in "
+            f"Task {task.uid} of source {task.source!r} has no {field} to train on: name its column in "
             f"the source's `{field}`."
         )
     reply = encode_response(tokenizer, text)

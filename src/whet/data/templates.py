@@ -31,7 +31,7 @@ from whet.types import Json
 MOST_WORK = 200_000_000
 """Of one rendering, in characters worked on: a second or a few. What else is done counts as so many characters:"""
 TURN, ENTRY, CALL = 20, 100, 2000
-"""A turn of a loop (and as much for each node of its body), an entry of a list that is looked at, a call."""
+"""A turn of a loop (and as much for each node of its body), an entry of a list that is read, a call."""
 MOST_TEXT = 20_000_000
 """Characters, or entries of lists, of any one value."""
 MOST_BITS = 4096
@@ -46,7 +46,7 @@ _WIDTH = re.compile(r"\d{6}|\*")
 
 
 class TooMuch(SecurityError):
-    """A template went over a limit."""
+    """A template exceeded a limit."""
 
 
 _spent = threading.local()
@@ -55,9 +55,7 @@ _spent = threading.local()
 def _charge(work: int) -> None:
     _spent.work = getattr(_spent, "work", 0) + work
     if _spent.work > MOST_WORK:
-        raise TooMuch(
-            f"it has not come to an end after the work of {MOST_WORK} characters: does it loop without end?"
-        )
+        raise TooMuch(f"it has not ended after the work of {MOST_WORK} characters; is there an endless loop?")
 
 
 def _weigh(value: object) -> int:
@@ -88,7 +86,7 @@ def _weigh_inside(value: object) -> int:
         _charge(here * ENTRY)
         size += len(one) if isinstance(one, str) else 1
         if size > MOST_TEXT:
-            raise TooMuch(f"it makes a value of more than {MOST_TEXT} characters and entries")
+            raise TooMuch(f"it creates a value of more than {MOST_TEXT} characters and entries")
     return size
 
 
@@ -101,11 +99,11 @@ def _admit(name: str, given: Iterable[object]) -> None:
         return
     sizes = [abs(v) if isinstance(v, int) else w for v, w in zip(given, weights)]
     if prod(max(1, s) for s in sizes) > 100 * MOST_TEXT or _wide(name, given):
-        raise TooMuch(f"{name} would make a text of more than {MOST_TEXT} characters")
+        raise TooMuch(f"{name} would create a text of more than {MOST_TEXT} characters")
 
 
 def _wide(name: str, given: list[object]) -> bool:
-    """Whether a format asks for a width that is far too large."""
+    """Whether a format requests a width that is far too large."""
     formats = name in ("format", "format_map", "strftime_now", "%")
     return formats and any(isinstance(v, str) and _WIDTH.search(v) for v in given[:1])
 
@@ -142,7 +140,7 @@ def _weighed(value: Any) -> Any:
     return value
 
 
-TURNS, WEIGHED = "the turns of a loop", "a weighed value"
+TURNS, WEIGHED = "the iterations of a loop", "a weighed value"
 """Filters that no template can name."""
 
 
@@ -173,7 +171,7 @@ def _weighed_node(node: nodes.Expr) -> nodes.Expr:
 
 
 class _Generation(Extension):
-    """{% generation %} marks what the assistant says; the text is as it stands."""
+    """{% generation %} marks the assistant's text; the text is rendered as is."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -198,7 +196,7 @@ class _Namespace(Namespace):
 
 def _check_kept(name: object, value: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace takes no name that begins with an underscore: {name!r}")
+        raise SecurityError(f"names in a namespace must not begin with an underscore: {name!r}")
     _weigh(value)
 
 

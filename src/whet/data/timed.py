@@ -1,7 +1,7 @@
 """A tokenizer at work, within a limit of time: its expressions come from a file, and may try without end.
 
 They run in code that cannot be interrupted, so the work is done by a thread that is left alone where it takes too long;
-the error that tells so ends the run, and the thread with it.
+the error ends the run, and the thread with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEAST_RATE = 20_000
 
 
 def encoded(tokenizer: Tokenizer, texts: Sequence[str], **options: Any) -> dict[str, Any]:
-    """tokenizer(texts, **options). Raises ConfigError where it comes to no end, or gives up."""
+    """tokenizer(texts, **options). Raises ConfigError on a timeout or a failure."""
     done: list[Any] = []
     failed: list[BaseException] = []
 
@@ -41,9 +41,9 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str], **options: Any) -> dict[
     if not done:
         longest = max(texts, key=len)
         raise ConfigError(
-            f"The tokenizer {tokenizer.name_or_path!r} has not come to an end after {limit_s:.0f} s with {len(texts)} "
+            f"The tokenizer {tokenizer.name_or_path!r} has not finished after {limit_s:.0f} s with {len(texts)} "
             f"texts, the longest of {len(longest)} characters ({longest[:60]!r}): an expression in its tokenizer.json "
-            "(normalizer or pre_tokenizer) tries too many ways. Take the file that belongs to the model"
+            "(normalizer or pre_tokenizer) backtracks too much. Use the file that belongs to the model"
         )
     return done[0]
 
@@ -53,6 +53,6 @@ def _told(tokenizer: Tokenizer, error: BaseException) -> BaseException:
     if type(error).__name__ != "PanicException":
         return error
     return ConfigError(
-        f"The tokenizer {tokenizer.name_or_path!r} gives up: {error}. An expression in its tokenizer.json (normalizer "
-        "or pre_tokenizer) tries too many ways, or the file is damaged; take the one that belongs to the model"
+        f"The tokenizer {tokenizer.name_or_path!r} failed: {error}. An expression in its tokenizer.json (normalizer "
+        "or pre_tokenizer) backtracks too much, or the file is damaged; use the file that belongs to the model"
     )

@@ -50,7 +50,7 @@ def load_tokenizer(
     if cfg.chat_template_kwargs:
         if not isinstance(tokenizer.chat_template, str):
             raise ConfigError(
-                "tokenizer.chat_template_kwargs: the tokenizer has no chat template that could read them."
+                "tokenizer.chat_template_kwargs: the tokenizer has no chat template, so they would have no effect."
             )
         tokenizer.chat_template = with_arguments(tokenizer.chat_template, cfg.chat_template_kwargs)
     return tokenizer
@@ -68,7 +68,7 @@ def _load(folder: str | None) -> PreTrainedTokenizerFast:
         names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(
             f"No folder {path} (model.path or tokenizer.path){near(path.name, names)}. Models are read from "
-            "local folders only: download it first."
+            "local folders only; download the model first."
         )
     check_files(path)
     try:
@@ -87,15 +87,13 @@ def _load(folder: str | None) -> PreTrainedTokenizerFast:
         raise ConfigError(f"Cannot read a tokenizer from {path}: {e}") from e
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(
-            f"{path} holds a {type(tokenizer).__name__}; a fast tokenizer (tokenizer.json) is needed."
+            f"{path} has a {type(tokenizer).__name__}; expected a fast tokenizer (tokenizer.json)."
         )
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # made up from the config alone
-        raise ConfigError(
-            f"{path} holds no tokenizer (tokenizer.json); copy it there, or give tokenizer.path."
-        )
+        raise ConfigError(f"{path} has no tokenizer (tokenizer.json); copy it there, or give tokenizer.path.")
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"The tokenizer in {path} has no end-of-text token (eos_token): a reply could not end."
+            f"The tokenizer in {path} has no end-of-text token (eos_token), so a reply could not end."
         )
     return tokenizer
 
@@ -171,9 +169,9 @@ def _bpe(vocab_size: int, texts: Iterable[str]) -> Core:
 
 def _cannot_build(what: str, vocab_size: int, least: int, *, empty: bool) -> DataError | ConfigError:
     if empty:
-        return DataError("Cannot build a tokenizer: the training data holds no text.")
+        return DataError("Cannot build a tokenizer: the training data has no text.")
     return ConfigError(
-        f"tokenizer.vocab_size={vocab_size} is too small for a tokenizer of {what}: at least {least}."
+        f"tokenizer.vocab_size={vocab_size} is too small for a tokenizer of {what}; expected at least {least}."
     )
 
 

@@ -1,4 +1,4 @@
-"""What a tokenizer's files ask for, looked at before they are used: nothing in them may blow a text up.
+"""Checks of a tokenizer's files before they are used: they must not make a text grow without bound.
 
 tokenizer.json is a small program. A `Replace` that puts many characters in the place of one, several of them after one
 another, makes gigabytes of a word, in code that cannot be interrupted.
@@ -15,7 +15,7 @@ from whet.types import ConfigError, Json
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 MOST_GROWTH = 1000.0
-"""Characters that may come of one."""
+"""Limit of the characters that one character may become."""
 MOST_TOKENS = 2**24
 """Ids of tokens are below this."""
 
@@ -34,8 +34,8 @@ def _check_program(found: dict[str, Json], file: Path) -> None:
         growth = math.prod(map(_growth, _steps(found.get(part))))
         if growth > MOST_GROWTH:
             raise ConfigError(
-                f"{file}: its {part} can make {growth:.3g} characters of one, at most {MOST_GROWTH:g} are taken; the "
-                "file is damaged, or made to do harm"
+                f"{file}: its {part} can turn one character into {growth:.3g}, limit {MOST_GROWTH:g}; the "
+                "file is damaged or malicious"
             )
     tokens = found.get("added_tokens")
     for token in tokens if isinstance(tokens, list) else ():

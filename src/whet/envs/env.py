@@ -1,4 +1,4 @@
-"""The seam to whatever a policy acts in. An Env is single-use: made for one rollout, then thrown away; no reset."""
+"""The interface to environments. An Env is single-use: created for one rollout, then discarded; no reset."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whet.types import Message
 
 @dataclass(frozen=True)
 class EnvStep:
-    """What the environment answers: messages to append, and whether the episode is over."""
+    """The environment's answer: messages to append, and whether the episode is over."""
 
     messages: list[Message] = field(default_factory=list)
     reward: float | None = None

@@ -1,6 +1,6 @@
-"""What the operating system does for the jail: limits, signals, and finding every process below this one.
+"""The operating system's part of the jail: limits, signals, and finding every process below this one.
 
-Linux gives all of it. Elsewhere the calls here do nothing, and `missing` says in words what is lost.
+Linux supports all of it. On other systems the calls here do nothing, and `missing` describes what is lost.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def missing() -> str:
     """What this system cannot do for the jail, or ''."""
     if not _LINUX:
-        return "no prctl, no /proc: memory of rewards is not limited, and what they leave running may stay"
+        return (
+            "no prctl, no /proc: the memory of rewards is not limited, and their leftover processes may stay"
+        )
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-        return "/proc has no lists of children here: processes that rewards leave running may stay"
+        return "/proc has no lists of child processes here: leftover processes of rewards may stay"
     return ""
 
 

@@ -1,8 +1,8 @@
-"""Runs a shell so that it can do no harm, and says what it wrote: `python -m whet.guard.enclosed`.
+"""Runs a shell in a sandbox and reports its output: `python -m whet.guard.enclosed`.
 
-Standard input is a `Request` as JSON, standard output the `Outcome`. The shell and all below it read any file, start
-the named programs alone, open no connection, signal nobody. Files that they write seem to be there for them, and are
-in memory: their texts are part of the outcome. Whatever is left at the end is killed.
+Standard input is a `Request` as JSON, standard output the `Outcome`. The shell and its child processes can read any
+file, start only the named programs, open no connection and signal no process. Files that they write are kept in memory:
+their texts are part of the outcome. Processes that are left at the end are killed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _KEPT = os.O_ACCMODE | os.O_APPEND | os.O_TRUNC
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A program to run, and its bounds."""
+    """A program to run, and its limits."""
 
     words: list[str]
     environment: dict[str, str]
@@ -59,7 +59,7 @@ class Request:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of it."""
+    """The result of it."""
 
     refused: str = ""
     """Why nothing was run."""
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def run(request: Request) -> Outcome:
-    """Run it to its end, or to the first bound that it meets."""
+    """Run it to its end, or to the first limit that it reaches."""
     confine.die_with(os.getppid())
     confine.adopt_orphans()
     ours, theirs = socket.socketpair()

@@ -1,7 +1,7 @@
-"""What foreign code says, as a run can hold it: the one door for its text and its numbers.
+"""Sanitises the text and the numbers of foreign code; all of them pass through here.
 
-Behind it every text is valid Unicode and of bounded length, and every number is small enough for the statistics of a
-group: JSON, parquet, trackers and float32 tensors take them all.
+Afterwards every text is valid Unicode and of bounded length, and every number is small enough for the statistics of a
+group: JSON, parquet, trackers and float32 tensors accept them all.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def words(text: str, most: int) -> str:
 
 
 def said(error: BaseException) -> str:
-    """The text of an exception, whatever its own methods do."""
+    """The text of an exception, even if its own methods fail."""
     try:
         return words(str(error), MOST_SAID)
     except BaseException:  # noqa: BLE001  foreign __str__
-        return "(its text cannot be made)"
+        return "(its text cannot be read)"
 
 
 def number(value: object, where: str = "") -> float:

@@ -46,6 +46,6 @@ def _exactly(channel: socket.socket, count: int) -> bytes:
     while len(data) < count:
         piece = channel.recv(min(count - len(data), 1 << 20))
         if not piece:
-            raise EOFError("the other side of the channel is gone")
+            raise EOFError("the other side of the channel was closed")
         data += piece
     return bytes(data)

@@ -1,4 +1,4 @@
-"""Of several processes that wait for one another, the one that all the others wait for."""
+"""Finds, among several processes that wait for one another, the one that all the others wait for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a process that says nothing."""
+    """The state of a process that sends no message."""
 
     doing: str
     state: str
@@ -48,26 +48,26 @@ class Seen:
 
     @property
     def trouble(self) -> str | None:
-        """What keeps it from running at all, if anything."""
+        """Why it cannot run at all, if so."""
         if self.state == UNSEEN:
-            return "cannot be reached: its machine, or the process beside it there, does not answer"
+            return "cannot be reached: its machine, or the actor process on that machine, does not answer"
         return _TROUBLE.get(self.state)
 
 
 _TROUBLE = {
     "T": "is stopped (SIGSTOP)",
     "t": "is stopped (by a debugger)",
-    "D": "waits inside the kernel, for a disk or a device",
+    "D": "waits in the kernel for a disk or a device",
     "Z": "has ended",
     "": "has ended",
 }
 
 
 def blame(seen: Mapping[int, Seen], since: str, *, kind: str, of: str) -> str:
-    """Who hangs and who waits for it, since when; then what each of them does, the culprits first.
+    """Which process hangs and which ones wait for it, since when; then what each of them does, the culprits first.
 
-    Those that cannot run are to blame; else those that stand in no collective while others do. Where all are alike,
-    all are named.
+    Processes that cannot run are the culprits; else those outside a collective while others are in one. Where all are
+    alike, all are named.
     """
     stuck = [n for n, one in seen.items() if one.trouble]
     culprits = stuck or [n for n, one in seen.items() if not one.waits] or list(seen)

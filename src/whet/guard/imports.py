@@ -1,4 +1,4 @@
-"""Code of the user's that is imported for what it does: it registers models, tokenizers and the like."""
+"""User code that is imported for its side effects: it registers models, tokenizers and the like."""
 
 from __future__ import annotations
 

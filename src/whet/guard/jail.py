@@ -1,7 +1,7 @@
-"""Calls into foreign code that can neither kill, stall nor poison the run.
+"""Calls of foreign code that cannot kill, stall or corrupt the run.
 
-A call runs in a process of its own kind (`guard/worker.py`) with limits on time, memory, output and
-processes. Whatever happens there, every call gets its own `Result`, and no other call loses one.
+A call runs in a separate process (`guard/worker.py`) with limits on time, memory, output and processes. Whatever
+happens there, every call gets its own `Result`, and no other call loses one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CONNECT_S = 10.0
 _CLOSE_S = 5.0
 _MAX_DEATHS = 5
 _TRIES_ALONE = 3
-_NO_NURSERY = "the processes that guard the rewards ended and cannot be started again; is memory short?"
+_NO_NURSERY = "the processes that guard the rewards ended and cannot be restarted; check the free memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +102,12 @@ class _Pending:
 
 
 class Jail:
-    """Foreign functions behind bars. Make it early: it forks, and its children keep what this process is now.
+    """Foreign functions in sandboxed processes. Create it early: it forks, and its children keep the current state of
+    this process.
 
-    `functions` maps a name to a loader: a function without arguments that returns the foreign function.
-    Loaders run in a child, so the foreign code is never imported here, and closures need no pickling.
-    ConfigError when one fails. Use it as a context manager, or `close` it: no process is left in any case.
+    `functions` maps a name to a loader: a function without arguments that returns the foreign function. Loaders run in
+    a child, so the foreign code is never imported here, and closures need no pickling. ConfigError when one fails. Use
+    it as a context manager, or `close` it: no process is left in any case.
     """
 
     def __init__(
@@ -120,7 +121,8 @@ class Jail:
         patience_s: float = 10.0,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """`patience_s`: longest silence of the nursery, which reports every second, before it is replaced.
+        """`patience_s`: longest time without a message from the forkserver (nursery), which reports every second,
+        before it is replaced.
 
         `prepare` runs in the child before the loaders do; a WhetError of it becomes a ConfigError here.
         """
@@ -129,7 +131,7 @@ class Jail:
                 "rewards run in forked processes, and this system has no fork; use Linux, macOS or WSL"
             )
         if word := confine.missing():
-            log.warning("rewards are guarded only in part: %s", word)
+            log.warning("rewards are only partly sandboxed: %s", word)
         self.functions = {name: place for place, name in enumerate(functions)}
         self.workers, self.timeout_s, self.patience_s = workers, timeout_s, patience_s
         self._numbers = count(1)
@@ -170,7 +172,7 @@ class Jail:
             problem = json.loads(frames.receive(self._control)[1])
         except EOFError:
             raise ConfigError(
-                "loading the rewards ended the process that did it; see its output above"
+                "the process that loads the rewards ended while loading them; see its output above"
             ) from None
         except TimeoutError:
             raise ConfigError(f"loading the rewards took more than {_LOAD_S:g} s") from None
@@ -208,7 +210,7 @@ class Jail:
         body = f"[{call.key},{call.arguments}]".encode()
         if len(body) > frames.MAX_CALL_BYTES // 2:
             raise WhetError(
-                f"arguments of {len(body)} bytes for {call.function!r}; half of {frames.MAX_CALL_BYTES} fit"
+                f"arguments of {len(body)} bytes for {call.function!r}; the limit is half of {frames.MAX_CALL_BYTES}"
             )
         head = nursery.CALL.pack(timeout_s, self.functions[call.function])
         return number, frames.pack(number, head + body)
@@ -271,7 +273,7 @@ class Jail:
         """Go on with a new nursery. A call is to blame when each time it ran alone the nursery ended."""
         self._deaths += 1
         if self._closed or self._deaths > _MAX_DEATHS:
-            raise WhetError("the jail was closed while calls were under way" if self._closed else _NO_NURSERY)
+            raise WhetError("the jail was closed while calls were running" if self._closed else _NO_NURSERY)
         if self._sender is not None:
             self._sender.cancel()
             await asyncio.wait([self._sender])
@@ -286,7 +288,7 @@ class Jail:
             self._suspects.appendleft(self._alone)
             self._alone = None
         else:
-            failure = Failure("crashed", "whenever it runs, the process that guards rewards ends")
+            failure = Failure("crashed", "the process that guards the rewards ends at every attempt")
             self._finish(self._alone, Result(failure=failure))
         suspects = set(self._suspects)
         self._unsent = deque(number for number in self._pending if number not in suspects)
@@ -328,7 +330,7 @@ class Jail:
     # ------------------------------------------------------------ end
 
     def close(self) -> None:
-        """End all processes of the jail. Calls under way raise WhetError."""
+        """End all processes of the jail. Running calls raise WhetError."""
         if self._closed:
             return
         self._closed = True
@@ -349,7 +351,7 @@ class Jail:
 
 
 def read_result(body: bytes) -> Result:
-    """A worker's answer, not trusted: whatever is not a set of finite numbers is a failure, and text is made fit."""
+    """A worker's answer, not trusted: anything but a set of finite numbers is a failure, and text is sanitised."""
     reply = json.loads(body)
     output, dropped = foreign.plain(redact(reply["output"])), reply["dropped"]
     match reply:
@@ -366,7 +368,7 @@ def read_result(body: bytes) -> Result:
                 answer = None if answer is None else foreign.words(answer, MAX_ANSWER)
                 return Result(parts=named, answer=answer, output=output, dropped_bytes=dropped)
         case _:
-            failure = Failure("output", "on the channel of results: values that no reward can have")
+            failure = Failure("output", "on the result channel: values that a reward cannot have")
     return Result(failure=failure, output=output, dropped_bytes=dropped)
 
 
@@ -379,7 +381,7 @@ def _named(parts: Mapping[str, float]) -> dict[str, float]:
     pairs = [(foreign.words(key, _MOST_NAME), value) for key, value in parts.items()]
     out = {name: foreign.number(value, f" at {name!r}") for name, value in pairs}
     if len(out) < len(pairs):
-        raise ValueError("two entries of a dict whose keys are the same once they can be written down")
+        raise ValueError("a dict has two keys that become equal when they are encoded as text")
     return out
 
 

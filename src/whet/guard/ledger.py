@@ -46,7 +46,7 @@ class Ledger:
 
     def _add(self, account: str, n: int) -> None:
         if n < 0:
-            raise ValueError(f"ledger: {n} rollouts of {account!r}; counts are never taken back")
+            raise ValueError(f"ledger: {n} rollouts of {account!r}; counts cannot decrease")
         self._total[account] += n
         self._step[account] += n
 
@@ -71,9 +71,9 @@ class Ledger:
         lost = self._total[f"rejected/{SKIPPED}"]
         if lost and not self._total["trained"]:
             raise WhetError(
-                f"nothing was learned: every update was skipped, for its gradient was not finite, and {lost} rollouts "
-                "taught nothing; the weights are those from before. Look at the rewards and the loss in metrics.jsonl, "
-                "and at model.dtype and train.precision; another run_dir or checkpoint.resume=fresh runs anew"
+                f"every update was skipped because its gradient was not finite, so {lost} rollouts were not trained on "
+                "and the weights did not change. Check the rewards and the loss in metrics.jsonl, "
+                "model.dtype and train.precision; use another run_dir or checkpoint.resume=fresh to restart"
             )
 
     def end_step(self) -> Metrics:

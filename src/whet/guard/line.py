@@ -1,8 +1,8 @@
-"""Processes that work for this one: for each a connection and the process behind it. `Local` are of this machine;
-`whet.cluster.lines` has those on other machines, with the same process at the other end.
+"""Child processes of this one: for each a connection and the process behind it. `Local` starts them on this machine;
+`whet.cluster.lines` on other machines, with the same process at the other end.
 
-What such a process does is `serve(connection)` of a module, called by `guard.begin`. It ends with the process that
-started it, however that ends.
+Such a process runs `serve(connection)` of a module, called by `guard.begin`. It ends with the process that started it,
+however that ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Line(Protocol):
-    """One process, as its driver has it."""
+    """One process, as seen by its driver."""
 
     connection: Connection
     """Messages to and from it. Its end is the process's, too."""
@@ -42,7 +42,7 @@ class Line(Protocol):
     """Which of the GPUs that it sees is its own."""
 
     def died(self) -> str | None:
-        """How it ended, if it did so before it was asked to and without a word."""
+        """How it ended, if it ended unrequested and without a message."""
 
     def state(self) -> str:
         """Whether it runs, as `processes.state` has it, or `hangs.UNSEEN`."""
@@ -60,7 +60,7 @@ class Line(Protocol):
         """Whether its process has ended."""
 
     def kill(self) -> None:
-        """End it, whatever it does, and wait until it has."""
+        """End it, whatever its state, and wait until it has ended."""
 
 
 class Lines(Protocol):
@@ -79,10 +79,10 @@ class Lines(Protocol):
         """Where each finds this file or folder, as long as the block runs."""
 
     def again(self, number: int) -> Line:
-        """Another process in the place of one that has died. ConfigError if it does not come up."""
+        """Start another process to replace one that has died. ConfigError if it does not start."""
 
     def close(self) -> None:
-        """When all have ended: free what they had."""
+        """When all have ended: free their resources."""
 
 
 OpenLines = Callable[[int, int], Lines]

@@ -1,9 +1,9 @@
-"""The processes between a run and its rewards: keeper -> nursery -> workers.
+"""The processes between a run and its rewards: supervisor (keeper) -> forkserver (nursery) -> workers.
 
-The keeper is forked from the run once, loads the foreign functions, forks the nursery, and forks it again if
-it dies. The nursery is single-threaded and runs no foreign code: it hands calls to workers, one at a time
-each, and kills and replaces what misbehaves. When the run ends, however it ends, both see their channel
-close and kill all.
+The supervisor is forked from the run once, loads the foreign functions, forks the forkserver, and forks it again if it
+dies. The forkserver is single-threaded and runs no foreign code: it hands calls to workers, one at a time each, and
+kills and replaces faulty workers. When the run ends, however it ends, both see their channel close and kill all
+processes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A reward process, seen from the nursery."""
+    """A reward process, seen from the forkserver."""
 
     pid: int
     function: int
@@ -117,9 +117,9 @@ def keep(
     limits: Limits,
     prepare: Callable[[], None],
 ) -> None:
-    """The keeper's life, below the process `run`. `prepare` is called before any loader.
+    """The supervisor's main function, below the process `run`. `prepare` is called before any loader.
 
-    It reports on `control` how loading went, then sends a channel for every nursery it forks.
+    It reports on `control` whether loading succeeded, then sends a channel for every forkserver that it forks.
     """
     confine.detach()
     confine.adopt_orphans()
@@ -218,7 +218,7 @@ class Nursery:
         run.setblocking(False)
 
     def live(self) -> None:
-        """Until the run closes its channel."""
+        """Run until the run closes its channel."""
         while self.open:
             self.dispatch()
             self.flush()
@@ -290,7 +290,7 @@ class Nursery:
                     if self.workers:
                         self.end(self.workers[-1])  # an idle one of another function makes room
                         continue
-                    self.refuse(self.queue.popleft(), f"no process can be made for it: {error}")
+                    self.refuse(self.queue.popleft(), f"no process can be started for it: {error}")
                     continue
             self.start(idle[0], self.queue.popleft())
 
@@ -356,7 +356,7 @@ class Nursery:
         return os.path.join(self.folder, str(pid))
 
     def hear(self, w: Worker) -> None:
-        """A worker answered, wrote nonsense, or ended."""
+        """A worker answered, wrote invalid bytes, or ended."""
         if w not in self.workers:  # an earlier event of this round ended it
             return None
         try:
@@ -372,7 +372,7 @@ class Nursery:
                 return None
             reply, fit = read_reply(messages, w)
         except ValueError as error:
-            return self.fail(w, "output", f"on the channel of results: {error}")
+            return self.fail(w, "output", f"on the result channel: {error}")
         work = w.work
         assert work is not None
         w.served += 1
@@ -402,7 +402,7 @@ class Nursery:
                 w.dropped += max(0, len(data) - room)
 
     def ended(self, w: Worker) -> None:
-        """The channel of a worker closed. If it was a used one, the call is put to the test in a new one."""
+        """The channel of a worker closed. If the worker had served calls before, the call is retried in a new one."""
         how = self.exit_of(w)
         if w.work and w.served and not w.work.alone:
             self.retry(w)
@@ -415,7 +415,7 @@ class Nursery:
             confine.reap(self.exits)
             time.sleep(0.0005)
         if w.pid not in self.exits:
-            return "the process closed its channel of results"
+            return "the process closed its result channel"
         code = self.exits[w.pid]
         if code >= 0:
             return f"the process exited with code {code}"
@@ -429,7 +429,7 @@ class Nursery:
         self.end(w)
 
     def fail(self, w: Worker, kind: str, detail: str) -> None:
-        """End a worker, and lay it to the call it had, if any."""
+        """End a worker, and book the failure for its call, if any."""
         if w.work:
             self.answer(w, w.work, {"failure": [kind, detail]})
         self.end(w)
@@ -473,13 +473,13 @@ class Nursery:
 def read_reply(messages: list[tuple[int, bytes]], w: Worker) -> tuple[dict[str, object], bool]:
     """The answer to the call in flight, and whether the worker can take another. ValueError on all else."""
     if w.work is None or len(messages) > 1 or w.inbox or messages[0][0] != w.work.number:
-        raise ValueError("bytes that are no answer")
+        raise ValueError("bytes that are not an answer")
     try:
         reply = json.loads(messages[0][1])
     except RecursionError as error:
         raise ValueError("JSON nested too deeply") from error
     if not isinstance(reply, dict) or ("parts" in reply) == ("failure" in reply):
-        raise ValueError("JSON that is no answer")
+        raise ValueError("JSON that is not an answer")
     return reply, reply.pop("fit", False) is True
 
 

@@ -1,4 +1,4 @@
-"""Processes that have a name for good, end when they are told to, and do not outlive who they work for."""
+"""Processes that have a permanent name, end on request, and do not outlive the process that they work for."""
 
 from __future__ import annotations
 

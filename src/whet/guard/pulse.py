@@ -1,8 +1,8 @@
-"""Signs of life of whatever takes long in this process: something has been got done, and what.
+"""Progress reports of long work in this process: a part is done, and which.
 
-Who works says `beat`, wherever it is in the package; who listens (`Watch`, or the driver of a rank) hears it. Nobody
-does so from a clock: a call that hangs is silent. A thread that works beside the run, such as an upload, is heard, too;
-its work has an end.
+Working code calls `beat`, anywhere in the package; a listener (`Watch`, or the driver of a rank) receives it. No beat
+comes from a clock: a call that hangs sends none. A thread beside the run, such as an upload, also counts; its work has
+an end.
 """
 
 from __future__ import annotations

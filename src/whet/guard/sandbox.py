@@ -1,8 +1,8 @@
-"""A process that can do no harm, whatever code runs in it: Linux's Landlock and seccomp, both for good.
+"""A process in a permanent sandbox, whatever code runs in it: Linux's Landlock and seccomp.
 
-From `enter` on it reads what Python itself needs, and nothing else: not the home folder, not the data. It writes no
-file, opens no connection, starts no program and no process, and signals only itself. What it may still do: compute,
-print, and answer. Neither needs privileges; whoever has them loses them here.
+After `enter` it can read the files that Python itself needs, and nothing else: not the home folder, not the data. It
+cannot write a file, open a connection or start a program or process, and it can signal only itself. It can still
+compute, print, and answer. Neither mechanism needs privileges; a process that has privileges loses them here.
 """
 
 from __future__ import annotations
@@ -73,17 +73,13 @@ _OWNERS = (8, 15), (0x8901, 0x8902)
 def lacking() -> str:
     """Why this system cannot confine a process, or ''."""
     if sys.platform != "linux":
-        return "only Linux can"
+        return "a sandbox needs Linux"
     if platform.machine() not in _MACHINES or struct.calcsize("P") != 8:
-        return f"nobody has written down the system calls of {platform.machine()}"
+        return f"the system calls of {platform.machine()} are not known to whet"
     if _abi() < 1:
-        return "this kernel, or the container around, has no Landlock (Linux >= 5.13)"
+        return "this kernel or its container has no Landlock (Linux >= 5.13)"
     _libc.prctl(_PR_SET_SECCOMP, _FILTER, None, 0, 0)  # EFAULT: it would have read a filter
-    return (
-        ""
-        if ctypes.get_errno() == errno.EFAULT
-        else "this kernel, or the container around, has no seccomp filters"
-    )
+    return "" if ctypes.get_errno() == errno.EFAULT else "this kernel or its container has no seccomp filters"
 
 
 def enter() -> None:

@@ -1,9 +1,9 @@
-"""Python stacks of every process of a run, for the log when something hangs.
+"""Python stacks of every process of a run, for the log when a process hangs.
 
-Each process of ours writes its stacks into a file of its own when it gets SIGUSR1 (faulthandler: no Python code has to
-run for that, so it works inside C, too). The files stand in one folder, `RUN/stacks/HOST`, named WHO.PID.BEGAN: who
-finds a stall asks all of them. Processes that are forked inherit the folder; others are told it. Those on other
-machines are asked through who has started them (`reach`).
+Each process of whet writes its stacks into its own file when it gets SIGUSR1 (faulthandler: this needs no Python code,
+so it works inside C, too). The files are in one folder, `RUN/stacks/HOST`, named WHO.PID.BEGAN: the process that finds
+a stall requests all of them. Forked processes inherit the folder; others are given it. Processes on other machines are
+reached through the process that started them (`reach`).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def reach(who: str, ask: Ask) -> None:
 
 
 def lose(who: str) -> None:
-    """It is asked no more."""
+    """The process is no longer asked for its stacks."""
     _far.pop(who, None)
 
 
@@ -208,8 +208,8 @@ def others() -> str:
 
 
 STATES = {
-    "T": "it is stopped, by SIGSTOP or a debugger; SIGCONT lets it go on",
-    "D": "it waits inside the kernel, for a disk or a device",
+    "T": "it is stopped, by SIGSTOP or a debugger; send SIGCONT to resume it",
+    "D": "it waits in the kernel for a disk or a device",
     "Z": "it has ended",
     "": "it has ended",
 }

@@ -33,11 +33,11 @@ async def wait(
     progress: Callable[[], object] = lambda: None,
     limit: str = "",
 ) -> T:
-    """The result of `awaitable`; every `report_s` seconds the log says who waits for what, with all stacks.
+    """The result of `awaitable`; every `report_s` seconds the log names the wait and its owner, with all stacks.
 
-    Raises WhetError after `timeout_s`, and cancels the awaitable, as it does when it is cancelled itself. progress:
-    what changes as long as the wait is not in vain; the time runs anew with every change. limit: the keys that the
-    deadline is made of, with their values, for the error.
+    Raises WhetError after `timeout_s`, and cancels the awaitable, as it does when it is cancelled itself. progress: a
+    value that changes while work is done; every change restarts the timeout. limit: the keys that set the timeout, with
+    their values, for the error.
     """
     start, last = time.monotonic(), progress()
     work = asyncio.ensure_future(awaitable)
@@ -49,7 +49,7 @@ async def wait(
             if left_s <= 0:
                 made_of = f" {limit} set{'' if ',' in limit else 's'} this limit." if limit else ""
                 raise WhetError(
-                    f"{owner} waited {timeout_s:g} s for {what}, in vain. The log has the stacks.{made_of}"
+                    f"{owner} waited {timeout_s:g} s for {what} and timed out. The log has the stacks.{made_of}"
                 )
             await asyncio.wait({work}, timeout=min(report_s, left_s))
             if not work.done():
@@ -64,9 +64,9 @@ async def wait(
 class Watch:
     """A thread that logs the stacks of all processes when no `beat` has come for `quiet_s` seconds: some call hangs.
 
-    After `limit_s` it ends this process with exit code 1: the call will not come back, and no deadline of another
-    thread reaches into it. Time in which this process was stopped (Ctrl-Z, a closed laptop) does not count. As a
-    context manager it hears what says `pulse.beat`, too.
+    After `limit_s` it ends this process with exit code 1: the call will not return, and another thread cannot interrupt
+    it. Time in which this process was stopped (Ctrl-Z, a closed laptop) does not count. As a context manager it also
+    receives `pulse.beat`.
     """
 
     def __init__(self, quiet_s: float = 60.0, limit_s: float = 3600.0) -> None:
@@ -102,13 +102,13 @@ class Watch:
                 self._give_up(quiet, what)
             if min(quiet, now - reported) >= self.quiet_s:
                 reported = now
-                log.warning("no sign of life since %.1f s, in %s\n%s", quiet, what, stacks.everyone())
+                log.warning("no progress for %.1f s, in %s\n%s", quiet, what, stacks.everyone())
 
     def _give_up(self, quiet: float, what: str) -> None:
         message = (
-            f"no sign of life since {quiet:.0f} s, in {what}: this process (pid {os.getpid()}) hangs and ends; the "
-            "same command goes on from the last checkpoint. If it was only slow, raise machine.watchdog_timeout_s, "
-            f"which is {self.limit_s:g}"
+            f"no progress for {quiet:.0f} s, in {what}: this process (pid {os.getpid()}) hangs and ends; run the "
+            "same command again to resume from the last checkpoint. If it was only slow, raise "
+            f"machine.watchdog_timeout_s, which is {self.limit_s:g}"
         )
         log.error("%s\n%s", message, stacks.everyone())
         os.write(2, redact(f"whet: {message}. The log has the stacks.\n").encode())

@@ -1,9 +1,9 @@
-"""Which files of a model's folder are opened: safetensors that lie in it, and nothing else.
+"""Restricts the opened files of a model's folder to the safetensors files in it.
 
-transformers joins whatever an index names to the folder's path, and reads what is no safetensors file by torch's own
-loader, which is pickle. So all that it would open is looked at before. A file may be a link that leads out of the
-folder, as each is in a hub cache (snapshots/ links into blobs/): its name says that it is read as safetensors, which
-runs no code whatever it holds. A name in an index may not.
+transformers joins whatever an index names to the folder's path, and reads files other than safetensors with torch's own
+loader, which is pickle. So all files that it would open are checked before. A file may be a link that leads out of the
+folder, as each is in a hub cache (snapshots/ links into blobs/): its name makes it be read as safetensors, which runs
+no code whatever it holds. A name in an index may not lead out of the folder.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def check_weights(folder: Path, *, key: str, named: Json = None) -> None:
     place = f"{key}={folder}"
     if (folder / "adapter_config.json").exists():
         raise CheckpointError(
-            f"{place}: holds adapter_config.json, so transformers would put adapters onto the model; give the model "
-            "alone, and the adapters as model.lora.path"
+            f"{place}: holds adapter_config.json, so transformers would add adapters to the model; give the model "
+            "without them, and the adapters as model.lora.path"
         )
     named = named or read_json_object(folder / "config.json", CheckpointError).get("transformers_weights")
     named = named or (_WHOLE if (folder / _WHOLE).is_file() else _INDEX)
@@ -56,7 +56,7 @@ def _check_index(folder: Path, name: str, place: str) -> None:
         if not _FILE.fullmatch(file):
             raise CheckpointError(f"{place}: {name} names {file!r}; {_ONLY}")
         if not (folder / file).is_file():
-            raise CheckpointError(f"{place}: {name} names {file}, which is not there; copy it, too")
+            raise CheckpointError(f"{place}: {name} names {file}, which is missing; copy it, too")
 
 
 def _check_file(file: Path) -> None:

@@ -1,7 +1,7 @@
-"""Inside a reward process: take a call, run foreign code, check what it returned, answer.
+"""Inside a reward process: receive a call, run foreign code, check its result, answer.
 
-Everything here runs in a process that may be killed at any moment and whose word is not trusted: the nursery
-bounds its time, counts its processes, and checks its messages.
+Everything here runs in a process that may be killed at any moment and is not trusted: the forkserver bounds its time,
+counts its processes, and checks its messages.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Adam and AdamW with moments of 8 bits (Dettmers et al. 2022, arXiv:2110.02861): a quarter of the memory.
+"""Adam and AdamW with 8-bit moments (Dettmers et al. 2022, arXiv:2110.02861): a quarter of the memory.
 
-Moments are kept in blocks of 256 entries, each a byte that names an entry of a table, times the block's largest
-magnitude. The table is the paper's dynamic one: it is dense near 0, so that entries a million times smaller than the
-block's largest are told apart. Unlike the paper's, rounding is by chance, up or down so that the mean is right: a
-second moment moves by a thousandth of itself in a step, which rounding to the nearest entry would lose for ever.
-Parameters of one dimension (norms, biases) keep float32 moments.
+Moments are kept in blocks of 256 entries, each a byte that indexes a table, times the block's largest magnitude. The
+table is the paper's dynamic one: it is dense near 0, so that entries a million times smaller than the block's largest
+are distinguished. Unlike in the paper, rounding is stochastic, up or down so that the mean is right: a second moment
+changes by a thousandth of itself in a step, and rounding to the nearest entry would always lose this change. Parameters
+of one dimension (norms, biases) keep float32 moments.
 
 Where ranks have parts of a tensor, each keeps the bytes of its part and all scales (a 256th); a step is computed on the
-gathered tensor, one at a time, and each rank follows its part. So blocks, chances and steps are those of one process.
+gathered tensor, one at a time, and each rank applies its part. So blocks, random numbers and steps equal those of one
+process.
 
-Our own instead of torchao's, which compiles its step (16 s), rounds to the nearest, and brings a package for one
+whet does not use torchao's version, which compiles its step (16 s), rounds to the nearest, and adds a package for one
 function.
 """
 

@@ -1,7 +1,8 @@
-"""Which bits this process computes: a name for them, so that two machines can be held against each other.
+"""A name for the arithmetic of this process, so that the bits of two machines can be compared.
 
-A run in float32 on a CPU has the same bits wherever `digest` is the same: it is taken over what the products and the
-kernels make of fixed numbers. The manifest keeps it, and a run that goes on elsewhere says if it changed.
+A run in float32 on a CPU has the same bits wherever `digest` is the same: it is computed from the results of the
+products and the kernels on fixed numbers. The manifest keeps it, and a run that resumes on another machine reports
+whether it changed.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ class Arithmetic:
 
 @cache
 def arithmetic(ops: Ops) -> Arithmetic:
-    """What float32 is computed with here, on a CPU; some milliseconds at the first call."""
+    """The arithmetic of float32 on this CPU; takes some milliseconds at the first call."""
     return Arithmetic(products.chosen().name, ops.name, _digest(ops))
 
 
 def facts(
     device: str, *, kernels: Literal["auto", "torch", "compiled"], float32: bool
 ) -> dict[str, str | None]:
-    """What decides the bits of a run's numbers, for the manifest: not the CPU, where the arithmetic is portable."""
+    """What determines the bits of a run's numbers, for the manifest: not the CPU, where the arithmetic is portable."""
     told: dict[str, str | None] = {"torch": torch.__version__, "machine": platform.machine()}
     if device != "cpu":
         return told | {"device": torch.cuda.get_device_name()}

@@ -1,8 +1,8 @@
 """Attention of packed batches and of decode steps, for whet's own models and for any transformers causal LM.
 
-A model calls `attend(layer, q_NHD, k_NKD, v_NKD, scale=, window=, softcap=)` and does not know which of the
-two it got: `PackedAttention` (training and prefill) or `CachedAttention` (one new token per live row). Both
-give a token the same bits.
+A model calls `attend(layer, q_NHD, k_NKD, v_NKD, scale=, window=, softcap=)` and does not depend on which of the two it
+got: `PackedAttention` (training and prefill) or `CachedAttention` (one new token per live row). Both give a token the
+same bits.
 
 Shape letters: N packed tokens, B live rows, H query heads, K key/value heads, D head size, P pages of a row.
 """
@@ -223,16 +223,16 @@ def hf_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [1, heads, N, D] in, ([1, N, heads, D], None) out.
 
-    `plan` is passed as a keyword of `model(...)` and travels through every layer, also when a layer is
-    recomputed in the backward pass. The mask is not read: the plan says who sees whom.
+    `plan` is passed as a keyword of `model(...)` through every layer, also when a layer is recomputed in the backward
+    pass. The mask is not read: the plan defines which tokens each token attends to.
     """
     if plan is None:
         raise ValueError(
-            "attn_implementation='whet' needs model(..., plan=attend): no attention plan was passed"
+            "attn_implementation='whet' needs model(..., plan=attend), but no attention plan was passed"
         )
     if dropout:
         raise ValueError(
-            f"attention dropout is {dropout}; set attention_dropout=0: whet attends without dropout"
+            f"attention dropout is {dropout}, which whet does not support; set attention_dropout=0"
         )
     q_NHD, k_NKD, v_NKD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     scale = q_NHD.shape[-1] ** -0.5 if scaling is None else scaling

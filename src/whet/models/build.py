@@ -35,7 +35,7 @@ _TIMEOUT_S = 300
 
 
 class BuildError(Exception):
-    """The kernels cannot be built here; the text says why, with the compiler's own words."""
+    """The kernels cannot be built here; the text gives the reason, with the compiler's output."""
 
 
 @cache
@@ -67,7 +67,7 @@ def _compiler() -> list[str]:
     for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
         if found := shutil.which(command[0]):
             return [found, *command[1:]]
-    raise BuildError(f"no C compiler found (looked for {given[0] if given else 'cc, gcc, clang'})")
+    raise BuildError(f"no C compiler found (tried {given[0] if given else 'cc, gcc, clang'})")
 
 
 def _compile(compiler: list[str], sources: dict[str, bytes], target: Path, *, gomp: Path | None) -> None:

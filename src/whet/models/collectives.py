@@ -1,5 +1,4 @@
-"""What ranks of one dim of the mesh say to each other: sums and exchanges with exact gradients, cut and gathered
-tensors.
+"""Collectives along one dim of the mesh: sums and exchanges with exact gradients, partitioned and gathered tensors.
 
 Shape letters: U tokens of this rank, W tokens that were received.
 """
@@ -58,12 +57,12 @@ class Peers:
 
 
 def copied(x: Tensor, peers: Peers) -> Tensor:
-    """x, which all ranks have alike and each uses for its part of the work: the gradient is the sum of theirs."""
+    """x, equal on all ranks, which each uses for its part of the work: the gradient is the sum of theirs."""
     return x if peers.size == 1 else _Copied.apply(x, peers)
 
 
 def summed(x: Tensor, peers: Peers) -> Tensor:
-    """The sum of the ranks' x, which all go on with alike: each x has the gradient of the sum."""
+    """The sum of the ranks' x, which all ranks continue with: each x has the gradient of the sum."""
     return x if peers.size == 1 else _Summed.apply(x, peers)
 
 

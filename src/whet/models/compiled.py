@@ -1,10 +1,11 @@
-"""The compiled kernels as torch functions: float32 and half precision on the CPU go to C, everything else to the twin.
+"""The compiled kernels as torch functions: float32 and half precision on the CPU use C, everything else the PyTorch
+fallback.
 
-Semantics, shapes and errors stand at the twins of the same name. Calls release the interpreter's lock.
-In half precision a kernel computes with the same numbers in float32 and rounds what it gives, once; what is kept for
-the backward pass stays in half precision. Functions with a gradient are `autograd.Function`s; without gradient their
-`compute` is called directly. They have no `setup_context`: with one, torch looks into the signature at every call,
-which costs small models 4 % of an update.
+Semantics, shapes and errors are documented at the fallbacks of the same name (`models.twins`). Calls release the
+interpreter's lock. In half precision a kernel computes with the same numbers in float32 and rounds its result, once;
+tensors kept for the backward pass stay in half precision. Functions with a gradient are `autograd.Function`s; without
+gradient their `compute` is called directly. They have no `setup_context`: with one, torch inspects the signature at
+every call, which costs small models 4 % of an update.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Context parallelism: the tokens of a packed batch are spread over ranks (DeepSpeed Ulysses, arXiv:2309.14509).
 
-Everything but attention works token by token, each rank on its own. For attention, an all-to-all turns "some tokens,
-all heads" into "all tokens, some heads", and another one back. The plan of who sees whom stays that of the whole
-packed batch, so shared prompts, windows and positions are what they are on one rank, and attention is spread evenly
-whatever the lengths. A parameter's gradient is the sum over the ranks.
+Everything but attention works token by token, each rank by itself. For attention, an all-to-all turns "some tokens, all
+heads" into "all tokens, some heads", and another one back. The attention plan is that of the full packed batch, so
+shared prompts, windows and positions are the same as on one rank, and attention is spread evenly for any lengths. A
+parameter's gradient is the sum over the ranks.
 
 Shape letters: U tokens of the packed batch, T those of this rank, N tokens of the batch, A sampled tokens, H query
-heads, K key/value heads, D head size, C ranks."""
+heads, K key/value heads, D head size, C ranks.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +81,8 @@ class Ulysses:
         ranks, heads, kv_heads = self.peers.size, q_NHD.shape[1], k_NKD.shape[1]
         if heads % ranks:
             raise ConfigError(
-                f"train.parallel.cp={ranks} does not divide the {heads} attention heads of a rank; each computes "
-                "equally many: choose another cp or tp"
+                f"train.parallel.cp={ranks} does not divide the {heads} attention heads of a rank; each needs the "
+                "same number: choose another cp or tp"
             )
         repeat = ranks // math.gcd(kv_heads, ranks)
         k_NKD, v_NKD = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (k_NKD, v_NKD))

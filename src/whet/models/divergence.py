@@ -34,8 +34,8 @@ def full_kl(
     sizes = [h.size for h in heads]
     if sizes[0] != sizes[1]:
         raise WhetError(
-            f"algorithm.kl.estimator=full compares whole vocabularies, and the policy's has {sizes[0]} tokens, the "
-            f"reference's {sizes[1]}: use another estimator, or a reference of the same tokenizer"
+            f"algorithm.kl.estimator=full compares whole vocabularies, and the policy's has {sizes[0]} tokens, but the "
+            f"reference's {sizes[1]}: use another estimator, or a reference with the same tokenizer"
         )
     job = _Job(heads[0], heads[1], temperature, chunk)
     return _FullKl.apply(hidden_AD, heads[0].linear.weight, heads[0].linear.bias, reference_AD, job)

@@ -1,7 +1,8 @@
-"""Dropout that depends on the tokens, not on how a batch is cut.
+"""Dropout that depends on the tokens, not on how a batch is split.
 
-What is dropped of a token is a function of all tokens up to it, of the layer and of the optimizer step. So packing,
-micro-batches and shared prompts change no gradient, and a resumed run drops what the unbroken one would have.
+The dropped features of a token are a function of all tokens up to it, of the layer and of the optimizer step. So
+packing, micro-batches and shared prompts change no gradient, and a resumed run drops the same features as the unbroken
+one.
 
 Shape letters: N tokens of the batch, U tokens to compute, I features.
 """

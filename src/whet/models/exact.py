@@ -1,8 +1,8 @@
-"""Are sampled log-probs the trainer's, bit for bit? Asked of the real model on the real machine at start-up.
+"""Tests at start-up, with the real model on the real machine, whether sampled log-probs equal the trainer's bit for
+bit.
 
-Which products round alike depends on the processor and on the build of the linear algebra library, so
-exactness is tested and reported, never assumed. Shape letters: N tokens, R rollouts, B live rows, G groups,
-P pages, T steps.
+Which products round alike depends on the processor and on the build of the linear algebra library, so exactness is
+tested and reported, never assumed. Shape letters: N tokens, R rollouts, B live rows, G groups, P pages, T steps.
 """
 
 from __future__ import annotations

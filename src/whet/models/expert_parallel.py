@@ -1,9 +1,8 @@
-"""Expert parallelism: the experts of each layer are spread over ranks, and tokens travel to their experts.
+"""Expert parallelism: the experts of each layer are spread over ranks, and tokens are sent to their experts.
 
-Each rank routes its own tokens with its own copy of the router. What goes to an expert of another rank travels there
-by an all-to-all of exactly as many rows as were chosen, is computed, and travels back: no capacity, nothing is
-dropped, nothing is padded. All ranks have to make the same number of forward passes (a rank without tokens makes an
-empty one).
+Each rank routes its own tokens with its own copy of the router. Tokens for an expert of another rank are sent there by
+an all-to-all of exactly as many rows as were chosen, are computed, and are sent back: no capacity limit, no dropped
+tokens, no padding. All ranks must make the same number of forward passes (a rank without tokens makes an empty one).
 
 Shape letters: U tokens, X experts, E experts of a token, T = U x E, W rows received, D hidden.
 """
@@ -23,7 +22,7 @@ from whet.types import ConfigError
 
 
 class SpreadExperts(nn.Module):
-    """This rank's experts of a layer; computes for all ranks' tokens what they chose."""
+    """This rank's experts of a layer; computes them for the tokens of all ranks."""
 
     def __init__(self, experts: Any, peers: Peers) -> None:
         super().__init__()
@@ -71,9 +70,9 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def apply(model: PreTrainedModel, peers: Peers) -> dict[str, Cut]:
-    """Keep this rank's experts of every layer, in place; returns how parameters were cut, by name.
+    """Keep this rank's experts of every layer, in place; returns how parameters were partitioned, by name.
 
-    Errors: ConfigError where there are no experts, or not equally many for each rank.
+    Errors: ConfigError where there are no experts, or their number does not divide by the ranks.
     """
     if peers.size == 1:
         return {}
@@ -82,7 +81,7 @@ def apply(model: PreTrainedModel, peers: Peers) -> dict[str, Cut]:
         own = dict(module.named_parameters())
         if own.keys() != {"gate_up_proj", "down_proj"}:
             raise ConfigError(
-                f"expert parallelism does not know {name} ({', '.join(own)}); set train.parallel.ep=1"
+                f"expert parallelism does not support {name} ({', '.join(own)}); set train.parallel.ep=1"
             )
         if len(own["down_proj"]) % peers.size:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""How a policy leaves the run: whole, or its adapters alone."""
+"""Exports of a policy: the full model, or its adapters only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from whet.models.lora import export_adapter, merged
 
 
 def writer(cfg: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Callable[[Path], None]:
-    """Writes the model as it then is: a Hugging Face folder, or one of peft's (`checkpoint.export_as`)."""
+    """Writes the model in its current state: a Hugging Face folder, or one of peft's (`checkpoint.export_as`)."""
     lora, base = cfg.model.lora, cfg.model.path
 
     def write(path: Path) -> None:

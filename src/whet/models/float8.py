@@ -49,7 +49,7 @@ def recomputing() -> tuple[AbstractContextManager[Any], AbstractContextManager[A
 
 
 def check(device: torch.device) -> None:
-    """Errors: ConfigError where the device has no such products."""
+    """Errors: ConfigError where the device does not support such products."""
     check_products(device, NUMBERS, key="train.precision.float8")
 
 

@@ -1,9 +1,9 @@
 """Hidden states of packed tokens: one function for training, prefill and decoding of every model.
 
-Two implementations. Known families run through a lean functional forward over the module's own parameters,
-read on every call: nothing is copied, nothing goes stale when an optimizer or a weight sync changes them.
-Everything else (and a known family that was altered: hooks, quantised layers, others' adapters) runs through its own
-modules, with our attention put in by transformers' attention interface, after a probe has shown that this
+There are two implementations. Known families run through a lean functional forward over the module's own parameters,
+read on every call: nothing is copied, and nothing becomes stale when an optimizer or a weight sync changes them. Every
+other model (and a known family that was altered: hooks, quantised layers, foreign adapters) runs through its own
+modules, with whet's attention inserted through transformers' attention interface, after a probe has shown that this
 computes the same as the model's own forward.
 
 Shape letters: U tokens to compute, H query heads, K key/value heads, D hidden or head size.
@@ -34,7 +34,7 @@ class Hidden(Protocol):
 
 @dataclass(frozen=True)
 class Decoder:
-    """A causal language model as whet computes it. Make a new one after changing the module's structure."""
+    """A causal language model as whet computes it. Create a new one after changing the module's structure."""
 
     hidden: Hidden
     head: Head
@@ -65,12 +65,10 @@ def decoder(model: PreTrainedModel, ops: Ops, *, compile: bool = False) -> Decod
 
 
 def output_head(model: PreTrainedModel, config: Any) -> Head:
-    """The output layer with what families put after it: a factor (Cohere), divisor (Granite), cap (Gemma)."""
+    """The output layer with the family's post-processing: a factor (Cohere), divisor (Granite), cap (Gemma)."""
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear | VocabularyHead):
-        raise ConfigError(
-            f"{type(model).__name__} has no linear output layer; whet trains causal language models"
-        )
+        raise ConfigError(f"{type(model).__name__} has no linear output layer; use a causal language model")
     divisor = getattr(config, "logits_scaling", None) or 1.0
     scale = (getattr(config, "logit_scale", None) or 1.0) / divisor
     return Head(linear, scale=scale, softcap=getattr(config, "final_logit_softcapping", None))

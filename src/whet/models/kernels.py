@@ -1,9 +1,9 @@
-"""The operations between the matrix products: compiled C on CPU, PyTorch twins everywhere else.
+"""The operations between the matrix products: compiled C on CPU, the PyTorch fallback everywhere else.
 
-`load(kind)` gives an `Ops`, a table of functions. Every function computes a row (a token, a head) with an
-arithmetic order that depends on that row's data alone: not on the batch, the row's place in it, the tiling or
-the number of threads, and in attention not on whether a key lies in a shared prompt. So a log-prob in decode
-equals the trainer's bit for bit, as the matrix products are row-invariant too (`products`).
+`load(kind)` gives an `Ops`, a table of functions. Every function computes a row (a token, a head) with an arithmetic
+order that depends on that row's data alone: not on the batch, the row's place in it, the tiling or the number of
+threads, and in attention not on whether a key lies in a shared prompt. So a log-prob in decode equals the trainer's bit
+for bit, as the matrix products are row-invariant too (`products`).
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ class Sample(Protocol):
 
 @dataclass(frozen=True)
 class Ops:
-    """The table of functions; semantics and shapes stand at the twins of the same name.
+    """The table of functions; semantics and shapes are documented at the fallbacks of the same name (`models.twins`).
 
-    The compiled functions take fp32 CPU tensors and hand everything else to their twin.
+    The compiled functions take fp32 CPU tensors and pass everything else to their fallback.
     """
 
     name: Literal["torch", "compiled"]
@@ -137,10 +137,9 @@ _FUNCTIONS = tuple(f.name for f in fields(Ops) if f.name not in ("name", "reason
 
 @cache
 def load(kind: Literal["auto", "torch", "compiled"]) -> Ops:
-    """The operations of `machine.kernels`; compiled at the first use on a machine (a few seconds), then
-    cached.
+    """The operations of `machine.kernels`; compiled at the first use on a machine (a few seconds), then cached.
 
-    Raises ConfigError, with the compiler's words, where `compiled` was asked for and cannot be built.
+    Raises ConfigError, with the compiler's output, where `compiled` was requested and cannot be built.
     """
     if kind == "torch":
         return Ops(

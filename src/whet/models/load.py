@@ -43,10 +43,10 @@ def build(
 ) -> PreTrainedModel:
     """The model of `cfg.path` or `cfg.scratch`, in evaluation mode (no dropout), on `device` in `dtype`.
 
-    vocab_size: number of tokens of the tokenizer; a loaded embedding may be larger, not smaller. The two
-    token ids go into a scratch model's config. `seed` decides scratch weights, and nothing else does.
-    head: name of a value head that the folder may hold in place of the output layer; see `value_head`.
-    Errors: ConfigError for what cannot be right, CheckpointError for files that cannot be read.
+    vocab_size: number of tokens of the tokenizer; a loaded embedding may be larger, not smaller. The two token ids are
+    stored in a scratch model's config. Scratch weights depend on `seed` only. head: name of a value head that the
+    folder may hold in place of the output layer; see `value_head`. Errors: ConfigError for invalid settings,
+    CheckpointError for files that cannot be read.
     """
     if (cfg.path is None) == (cfg.scratch is None):
         raise ConfigError("model: give either `path` (a Hugging Face folder) or `scratch`")
@@ -84,9 +84,7 @@ def _embedding(model: PreTrainedModel) -> nn.Embedding:
     """The input embedding."""
     embedding = model.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding):
-        raise ConfigError(
-            f"{type(model).__name__} has no token embedding; whet trains causal language models"
-        )
+        raise ConfigError(f"{type(model).__name__} has no token embedding; use a causal language model")
     return embedding
 
 
@@ -113,13 +111,13 @@ def _fill(head: nn.Linear, folder: Path, name: str) -> bool:
             for part in {f"{name}.weight", f"{name}.bias"} & set(tensors.keys()):
                 found[part.rpartition(".")[2]] = tensors.get_tensor(part)
     if "weight" not in found:
-        log.info("critic.path=%s has no %s.weight: the value head is new", folder, name)
+        log.info("critic.path=%s has no %s.weight: the value head is newly initialized", folder, name)
         return False
     weight, bias = found["weight"], found.get("bias", torch.zeros(1))
     if weight.shape != head.weight.shape or bias.shape != head.bias.shape:
         raise CheckpointError(
-            f"critic.path={folder}: {name}.weight is {list(weight.shape)}, a value head for this model is "
-            f"{list(head.weight.shape)}; set critic.head to its name, or null for a new one"
+            f"critic.path={folder}: {name}.weight is {list(weight.shape)}, but the value head of this model is "
+            f"{list(head.weight.shape)}; set critic.head to the head's name, or to null for a new head"
         )
     head.weight.copy_(weight)
     head.bias.copy_(bias)
@@ -191,7 +189,7 @@ def _load(
             f"{kind}: {', '.join(names[:5])} ({len(names)} in all)" for kind, names in wrong.items()
         )
         raise CheckpointError(
-            f"model.path={path}: the tensors are not those of its {type(model).__name__}. {said}"
+            f"model.path={path}: the tensors do not match its {type(model).__name__}. {said}"
         )
     return model
 
@@ -220,7 +218,7 @@ def _read_config(path: Path, overrides: dict[str, Any]) -> PreTrainedConfig:
         raise
     except Exception as error:  # as above
         raise ConfigError(
-            f"model.path={path}: config.json (with model.overrides) is no config: {_told(error)}"
+            f"model.path={path}: config.json (with model.overrides) is not a valid config: {_told(error)}"
         ) from error
     unused = {name: value for name, value in unused.items() if name in overrides}
     if unused:
@@ -239,13 +237,13 @@ def _scratch_config(cfg: schema.Model, *, vocab_size: int) -> PreTrainedConfig:
     num_key_value_heads = scratch.num_key_value_heads or scratch.num_attention_heads
     if scratch.num_attention_heads % num_key_value_heads:
         raise ConfigError(
-            f"model.scratch: num_key_value_heads ({num_key_value_heads}) must divide heads "
-            f"({scratch.num_attention_heads})"
+            f"model.scratch: num_key_value_heads ({num_key_value_heads}) must divide "
+            f"num_attention_heads ({scratch.num_attention_heads})"
         )
     if scratch.head_dim is None and scratch.hidden_size % scratch.num_attention_heads:
         raise ConfigError(
-            f"model.scratch: hidden_size ({scratch.hidden_size}) is no multiple of heads "
-            f"({scratch.num_attention_heads}); give head_dim"
+            f"model.scratch: hidden_size ({scratch.hidden_size}) is not a multiple of "
+            f"num_attention_heads ({scratch.num_attention_heads}); give head_dim"
         )
     head_dim = scratch.head_dim or scratch.hidden_size // scratch.num_attention_heads
     if head_dim % 2:
@@ -270,8 +268,8 @@ def _scratch_config(cfg: schema.Model, *, vocab_size: int) -> PreTrainedConfig:
     if scratch.architecture == "qwen3_moe":
         if scratch.num_experts_per_tok > scratch.num_experts:
             raise ConfigError(
-                f"model.scratch: num_experts_per_tok ({scratch.num_experts_per_tok}) is more than experts "
-                f"({scratch.num_experts})"
+                f"model.scratch: num_experts_per_tok ({scratch.num_experts_per_tok}) exceeds "
+                f"num_experts ({scratch.num_experts})"
             )
         values |= {
             "moe_intermediate_size": intermediate_size,
@@ -286,7 +284,7 @@ def _scratch_config(cfg: schema.Model, *, vocab_size: int) -> PreTrainedConfig:
     try:
         return AutoConfig.for_model(scratch.architecture, **(values | cfg.overrides))
     except (ValueError, TypeError, StrictDataclassError) as error:
-        raise ConfigError(f"model.scratch: {scratch.architecture} refuses these sizes: {error}") from error
+        raise ConfigError(f"model.scratch: {scratch.architecture} rejects these sizes: {error}") from error
 
 
 def _initialise(config: PreTrainedConfig, *, seed: int, dtype: torch.dtype) -> PreTrainedModel:

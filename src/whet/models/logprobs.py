@@ -106,7 +106,7 @@ def token_logprobs(
     that the peak is chunk x V numbers (twice that where a dtype is not float32) instead of several times A x V.
     """
     if not temperature > 0:
-        raise ValueError(f"temperature must be above 0 to take log-probs of, got {temperature}")
+        raise ValueError(f"temperature must be above 0 to compute log-probs, got {temperature}")
     keep = len(hidden_AD) * head.linear.out_features <= _KEEP
     job = _Job(head, ops, temperature, entropy_grad, chunk, keep=keep)
     return _TokenLogprobs.apply(hidden_AD, head.linear.weight, head.linear.bias, targets_A, job)

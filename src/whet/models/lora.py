@@ -1,12 +1,12 @@
-"""Low-rank adapters: W + s B A stands for W, and only A and B learn (LoRA, arXiv:2106.09685).
+"""Low-rank adapters: W is replaced by W + s B A, and only A and B are trained (LoRA, arXiv:2106.09685).
 
-An adapted layer keeps that sum beside its own weight, and whoever computes with the layer reads it: the trainer's
-forward, the engine that samples, the export. So sampled log-probs are the trainer's bit for bit, and sampling costs
-what it costs without adapters. The price is a second copy of the adapted weights, from the first optimizer step on. The
+An adapted layer keeps that sum beside its own weight, and all code that computes with the layer reads it: the trainer's
+forward, the rollout engine, the export. So sampled log-probs equal the trainer's bit for bit, and sampling costs the
+same as without adapters. The price is a second copy of the adapted weights, from the first optimizer step on. The
 backward pass goes through A and B alone: the gradient of W is never formed.
 
-peft decides which layers get adapters and how they begin, and its folders are what is read and written.
-Adapters are float32, whatever the model is: steps of a usual learning rate are too small for bfloat16.
+peft decides which layers get adapters and how they are initialised, and its folder format is read and written. Adapters
+are float32, whatever the model's dtype: steps of a usual learning rate are too small for bfloat16.
 
 Shape letters: U rows, I in features, O out features, K rank.
 """
@@ -121,10 +121,10 @@ class _Adapted(torch.autograd.Function):
 
 
 def attach(model: PreTrainedModel, cfg: Lora, *, seed: int, key: str = "model.lora") -> None:
-    """Put adapters into a model, in place. From then on only they, and `modules_to_save`, require gradients.
+    """Add adapters to a model, in place. From then on only they, and `modules_to_save`, require gradients.
 
-    `seed` decides how they begin, and nothing else does; `key` is the section's name, for errors. Errors: ConfigError
-    where a name fits nothing, or a layer that cannot have an adapter; CheckpointError for a folder of other adapters.
+    Their initial values depend on `seed` only; `key` is the section's name, for errors. Errors: ConfigError where a
+    name matches nothing, or a layer that cannot have an adapter; CheckpointError for a folder of other adapters.
     """
     # An extra of the package, and slow to import.
     from peft import inject_adapter_in_model
@@ -184,8 +184,8 @@ def _own(name: str, layer: Any, *, head: nn.Module | None, dropout: float, key: 
     linear = layer.base_layer
     if type(linear) is not nn.Linear or linear is head:
         raise ConfigError(
-            f"{key}.targets: {name} cannot have an adapter; linear layers other than the output can, and "
-            f"{key}.modules_to_save trains a module in full"
+            f"{key}.targets: {name} cannot have an adapter; use linear layers other than the output layer, or "
+            f"train the full module with {key}.modules_to_save"
         )
     dtype = torch.promote_types(linear.weight.dtype, torch.float32)
     a, b = (part["default"].weight.detach().to(dtype) for part in (layer.lora_A, layer.lora_B))
@@ -206,8 +206,8 @@ def _check_names(model: PreTrainedModel, cfg: Lora, section: str) -> None:
             raise ConfigError(f"{section}.modules_to_save: no module's name ends with {ending!r}")
         if any(adapted(m) for m in found):
             raise ConfigError(
-                f"{section}.modules_to_save: {ending!r} has adapters, and a layer has these or learns in "
-                f"full; take it from one of the two lists ({section}.targets)"
+                f"{section}.modules_to_save: {ending!r} has adapters, but a layer either has adapters or is "
+                f"trained in full; remove it from this list or from {section}.targets"
             )
 
 
@@ -237,17 +237,17 @@ def _fill(model: PreTrainedModel, folder: Path, cfg: Lora, *, key: str) -> None:
     theirs = {name: told.get(name, may_lack.get(name)) for name in ours}
     if odd := {name: theirs[name] for name, value in ours.items() if theirs[name] != value}:
         raise ConfigError(
-            f"{key}.path={folder}: its adapters were made with {str(odd)[:200]}; set rank, alpha, rslora and "
-            "alpha_pattern so; adapters of other kinds than LoRA cannot be read"
+            f"{key}.path={folder}: its adapters use {str(odd)[:200]}; set the same rank, alpha, rslora and "
+            "alpha_pattern; adapter types other than LoRA cannot be read"
         )
     if odd_type := sorted(name for name, t in found.items() if not t.dtype.is_floating_point):
         raise CheckpointError(
-            f"{key}.path={folder}: {odd_type[0]} is of {found[odd_type[0]].dtype}, expected floating-point numbers"
+            f"{key}.path={folder}: {odd_type[0]} has dtype {found[odd_type[0]].dtype}, expected a floating-point dtype"
         )
     own = dict(_as_peft(model, cfg))
     if wrong := sorted(n for n in found.keys() | own.keys() if _shape(found, n) != _shape(own, n)):
         raise CheckpointError(
-            f"{key}.path={folder}: the adapters are of other layers; they differ in {wrong[:3]} ({len(wrong)} "
+            f"{key}.path={folder}: the adapters belong to other layers; they differ in {wrong[:3]} ({len(wrong)} "
             "tensors)"
         )
     with torch.no_grad():
@@ -265,7 +265,7 @@ def adapted(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def refresh(model: nn.Module) -> None:
-    """Bring all effective weights up to date; to be called whenever parameters have changed."""
+    """Update all effective weights; to be called whenever parameters have changed."""
     for layer in adapted(model).values():
         layer.refresh()
 
@@ -284,7 +284,7 @@ def dropping(model: nn.Module, noise: Noise | None) -> Iterator[None]:
 
 
 def learned(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that may ever learn: adapters and whole modules, or all of them where there are no adapters."""
+    """The parameters that may be trained: adapters and full modules, or all of them where there are no adapters."""
     names = getattr(model, _LEARNED, None)
     yield from ((n, p) for n, p in model.named_parameters() if names is None or n in names)
 
@@ -293,7 +293,8 @@ def learned(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A frozen copy. What never learns is shared, not copied: with adapters a twin is about as large as they are."""
+    """A frozen copy. Parameters that are never trained are shared, not copied: with adapters a copy is about as large
+    as they are."""
     own = {id(p) for _, p in learned(model)}
     shared = {id(p): p for p in model.parameters() if id(p) not in own}
     return copy.deepcopy(model, shared).requires_grad_(False)  # type: ignore[arg-type]
@@ -315,9 +316,10 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def export_adapter(model: PreTrainedModel, path: Path, *, cfg: Lora, base: str | None) -> None:
-    """Write what was learned alone, as a folder that `peft.PeftModel.from_pretrained` opens over the base model.
+    """Write only the trained parameters, as a folder that `peft.PeftModel.from_pretrained` opens over the base model.
 
-    base: where that is, for the record."""
+    base: the location of that model, for the record.
+    """
     config = _peft(cfg, list(adapted(model)))
     config.base_model_name_or_path, config.inference_mode = base, True
     config.modules_to_save = list(_whole(model, cfg.modules_to_save)) or None

@@ -1,8 +1,8 @@
-"""How many ranks do what: the dims of the layout, and the device mesh they span.
+"""The parallel layout: its dims, and the device mesh that they span.
 
-Dims stand from the outermost to the innermost, so neighbours talk most: pp (layers), dp_replicate (whole copies),
-dp_shard (copies whose tensors are cut), cp (tokens of a sequence), tp (columns and rows of a matrix). Experts have no
-dim of their own: ep ranks are neighbours along dp_shard, seen through a second mesh (`expert_mesh`) over the same
+Dims go from the outermost to the innermost, so neighbours communicate most: pp (layers), dp_replicate (full copies),
+dp_shard (copies whose tensors are sharded), cp (tokens of a sequence), tp (columns and rows of a matrix). Experts have
+no dim of their own: ep ranks are neighbours along dp_shard, seen through a second mesh (`expert_mesh`) over the same
 ranks.
 """
 
@@ -39,7 +39,7 @@ class Dims:
 
     def __post_init__(self) -> None:
         if low := [f.name for f in fields(self) if getattr(self, f.name) < 1]:
-            raise ConfigError(f"train.parallel.{low[0]}={getattr(self, low[0])}: at least 1 is expected")
+            raise ConfigError(f"train.parallel.{low[0]}={getattr(self, low[0])}: expected at least 1")
         if self.dp_shard % self.ep:
             raise ConfigError(
                 f"train.parallel.ep={self.ep} does not divide dp_shard={self.dp_shard}: experts are spread over ranks "
@@ -53,7 +53,7 @@ class Dims:
 
     @property
     def dp(self) -> int:
-        """Parts into which a batch is cut: ranks of one tp, cp and pp group have the same part."""
+        """Parts into which a batch is partitioned: ranks of one tp, cp and pp group have the same part."""
         return self.dp_replicate * self.dp_shard
 
     @property

@@ -1,12 +1,12 @@
-"""Muon: momentum made orthogonal, for the matrices inside a model (K. Jordan 2024, kellerjordan.github.io/posts/muon).
+"""Muon: orthogonalised momentum, for the matrices inside a model (K. Jordan 2024, kellerjordan.github.io/posts/muon).
 
 A step is scaled so that its entries are as large as AdamW's usually are (arXiv:2502.16982 section 2.2), so one learning
 rate serves both: embeddings, output layer, norms and biases stay with AdamW.
 
-Where ranks have parts of a matrix, momentum is kept in parts; what is made orthogonal is gathered, one matrix at a
-time, and each rank follows its part of the result.
+Where ranks have parts of a matrix, momentum is sharded; the matrices are gathered one at a time to be orthogonalised,
+and each rank applies its part of the result.
 
-Shape letters: O rows, I columns of a matrix; experts of a mixture come as a stack of them.
+Shape letters: O rows, I columns of a matrix; experts of a mixture are given as a stack of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a forward keeps for the backward pass, in the host's memory."""
+"""Offloads the activations that a forward keeps for the backward pass to the host's memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SMALLEST = 1 << 16
 
 
 def kept_on_host(model: nn.Module, *, smallest: int = SMALLEST) -> AbstractContextManager[object]:
-    """Inside it, tensors that autograd keeps go to the host and come back when the backward pass asks for them.
+    """Inside it, tensors that autograd keeps are copied to the host and back when the backward pass needs them.
 
-    Parameters stay where they are, and so does what is small. Gradients are equal to the bit: a copy is a copy.
+    Parameters and small tensors stay where they are. Gradients are equal to the bit: a copy is a copy.
     """
     if not torch.is_grad_enabled():
         return nullcontext()

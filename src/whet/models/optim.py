@@ -1,7 +1,7 @@
 """Optimizers with their schedule.
 
-Parameters that are not float32 get a float32 master copy: at learning rates of RL (1e-6) a bfloat16 weight
-would not move at all (its steps are 2^-8 of its size).
+Parameters that are not float32 get a float32 master copy: at learning rates of RL (1e-6) a bfloat16 weight would not
+change at all (its steps are 2^-8 of its size).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Optimizer:
             at for at in cfg.param_groups if not any(re.search(at, name) for name in (*self.masters, *others))
         ]:
             raise ConfigError(
-                f"optimizer.param_groups: {odd[0]!r} is found in the name of no parameter that learns"
+                f"optimizer.param_groups: {odd[0]!r} occurs in no name of a trainable parameter"
             )
 
     @property
@@ -141,7 +141,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Follow the gradients; `clip` has divided them by the scale of the loss, where there is one."""
+        """Apply the gradients; `clip` has divided them by the scale of the loss, where there is one."""
         self._widen()
         if self.offload:
             self.place(next(iter(self.parameters.values())).device)
@@ -171,11 +171,11 @@ class Optimizer:
                 state.update({key: x.to(device) for key, x in state.items() if isinstance(x, Tensor)})
 
     def skip(self) -> None:
-        """Count a step without taking it: the schedule goes on, moments and weights stay."""
+        """Count a step without applying it: the schedule continues, moments and weights stay."""
         self.step_count += 1
 
     def forget(self) -> None:
-        """Drop the moments and begin their bias correction anew; weights and schedule stay."""
+        """Drop the moments and restart their bias correction; weights and schedule stay."""
         for inner in self.inner:
             inner.state.clear()
 
@@ -202,7 +202,7 @@ class Optimizer:
     def restore(
         self, tensors: dict[str, Tensor], step_count: int, *, loss_scale: tuple[float, int] | None = None
     ) -> None:
-        """Go on from what `state` and `counts` gave."""
+        """Continue from the results of `state` and `counts`."""
         self.step_count = step_count
         if self.loss_scale is not None and loss_scale is not None:
             self.loss_scale.scale, self.loss_scale.held = loss_scale
@@ -280,6 +280,6 @@ def _wanted(tensors: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
     if found is None or found.shape != like.shape:
         raise CheckpointError(
             f"optimizer state {name!r}: expected shape {tuple(like.shape)}, "
-            f"found {'nothing' if found is None else tuple(found.shape)}; the checkpoint is from another model"
+            f"found {'nothing' if found is None else tuple(found.shape)}; the checkpoint belongs to another model"
         )
     return found.to(like.device, like.dtype)

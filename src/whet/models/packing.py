@@ -1,4 +1,5 @@
-"""What of a batch has to be computed: each group's prompt once, and no token whose hidden state nobody reads.
+"""The parts of a batch that have to be computed: each group's prompt once, and no token whose hidden state is never
+used.
 
 Shape letters: N tokens of the batch, U tokens to compute, R rollouts, S segments.
 """

@@ -1,8 +1,9 @@
-"""A model spread over ranks: layers (pp), matrices (tp), experts (ep) and tokens (cp), put in in this order.
+"""A model spread over ranks: layers (pp), matrices (tp), experts (ep) and tokens (cp), applied in this order.
 
-Activation checkpointing, compilation and FSDP2 come after, over what is left on this rank. Parameters keep their
-Hugging Face names everywhere; a rank has parts of them, and lacks those of other stages. Gradients are sums over
-tokens with global weights, so everything here is a sum, never a mean."""
+Activation checkpointing, compilation and FSDP2 follow, on the part that is left on this rank. Parameters keep their
+Hugging Face names everywhere; a rank has parts of them, and lacks those of other stages. Gradients are sums over tokens
+with global weights, so everything here is a sum, never a mean.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _NOBODY = Peers()
 
 @dataclass(frozen=True, eq=False)
 class Parallel:
-    """What this rank has of a model, and what it owes to others. The default is a single process."""
+    """The part of a model on this rank, and the reductions that it needs. The default is a single process."""
 
     dims: Dims = field(default_factory=Dims)
     tp: Peers = _NOBODY
@@ -149,11 +150,12 @@ class Parallel:
 def parallelize(
     model: PreTrainedModel, mesh: DeviceMesh, dims: Dims, *, ep: DeviceMesh | None = None, chunks: int = 1
 ) -> Parallel:
-    """Make a whole model this rank's part of it, in place. After adapters are in and it is known what learns; before
-    the engine, its optimizer and FSDP2.
+    """Reduce a full model to this rank's part, in place. Call it after adapters are attached and the trainable
+    parameters are chosen; before the engine, its optimizer and FSDP2.
 
     ep: `expert_mesh(...)["ep"]`, where dims.ep is above 1. chunks: parts of the layers on each rank of pp. Errors:
-    ConfigError where something does not divide or the model is not known."""
+    ConfigError where a size does not divide or the model is not supported.
+    """
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     tp, cp, pp = (Peers.of(mesh[name]) for name in ("tp", "cp", "pp"))
     experts = _NOBODY if ep is None else Peers.of(ep)

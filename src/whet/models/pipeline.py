@@ -205,9 +205,9 @@ class _Post:
 
 
 def apply(model: PreTrainedModel, mesh: DeviceMesh, *, chunks: int = 1) -> Stage:
-    """Keep this rank's layers, in place. mesh: the whole one, of which `pp` is the first dim.
+    """Keep this rank's layers, in place. mesh: the full one, of which `pp` is the first dim.
 
-    Errors: ConfigError where the model is of no known family, or has fewer layers than parts.
+    Errors: ConfigError where the model's family is not supported, or it has fewer layers than parts.
     """
     peers = Peers.of(mesh["pp"])
     config, base = model.config.get_text_config(), model.get_decoder()
@@ -215,11 +215,11 @@ def apply(model: PreTrainedModel, mesh: DeviceMesh, *, chunks: int = 1) -> Stage
     family = known_family(model, config)
     if family is None:
         raise ConfigError(
-            f"pipeline parallelism does not know {type(model).__name__}; set train.parallel.pp=1"
+            f"pipeline parallelism does not support {type(model).__name__}; set train.parallel.pp=1"
         )
     if len(layers) < parts:
         raise ConfigError(
-            f"train.parallel.pp: {len(layers)} layers cannot be spread over {parts} parts (pp * pipeline_chunks); "
+            f"train.parallel.pp: {len(layers)} layers cannot be divided into {parts} parts (pp * pipeline_chunks); "
             "choose a smaller pp or fewer chunks"
         )
     spans = [Peers(part, parts).span(len(layers)) for part in range(parts)]
@@ -302,7 +302,9 @@ def schedule(ranks: int, chunks: int, micros: int, *, learning: bool) -> list[li
             if action is not None:
                 now.append(action)
                 orders[rank].append(action)
-        assert now, f"no rank can go on: {ranks} ranks, {chunks} chunks, {micros} micro-batches"
+        assert now, (
+            f"pipeline schedule: no rank can continue: {ranks} ranks, {chunks} chunks, {micros} micro-batches"
+        )
         done.update(now)
     return orders
 

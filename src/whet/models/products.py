@@ -1,15 +1,16 @@
-"""Matrix products whose rows agree: the one place through which every product of a model goes.
+"""Row-invariant matrix products: every product of a model is computed here.
 
-The law, for float32 on a CPU: an element is the sum, in order, of the sums over 256 terms each, and each of these is
+The rule, for float32 on a CPU: an element is the sum, in order, of the sums over 256 terms each, and each of these is
 one chain of fused multiply-adds from 0. So a row has the same bits however many rows are computed with it (a decode
-step, a packed batch), on however many threads, on every processor that has fused multiply-add, whatever its vectors'
-width. `products.c` computes so, at the speed of the libraries. Where there is no compiler, oneDNN's products of 256
-terms each do, if they prove it at the first use; where they do not, products are torch's, and the start-up self-test
-says what that means for a run. Other devices and dtypes are torch's own.
+step, a packed batch), on any number of threads, on every processor that has fused multiply-add, whatever its vectors'
+width. `products.c` implements it, at the speed of the libraries. Where there is no compiler, oneDNN's products of 256
+terms each are used, if a test at the first use shows that they follow the rule; where they do not, products are
+torch's, and the start-up self-test reports what that means for a run. Other devices and dtypes use torch's own
+products.
 
-In half precision the law is the same: the numbers are widened to float32, multiplied, and the result is rounded once.
+In half precision the rule is the same: the numbers are widened to float32, multiplied, and the result is rounded once.
 On a CPU that multiplies the dtype itself (AVX512_BF16, AMX) oneDNN's products are faster, and their rows agree as well:
-it is tried at the first use. Elsewhere oneDNN widens, too, and takes two to seven times as long as this does.
+this is tested at the first use. Elsewhere oneDNN widens, too, and takes two to seven times as long as this module.
 
 Shape letters: I, K rows and columns of the left factor, J columns of the right one.
 """
@@ -69,15 +70,15 @@ class Products:
 
 @cache
 def chosen() -> Products:
-    """The first that is to be had here of: compiled, oneDNN, torch. The first two have the same bits; the compiled
-    one's rows agree on a processor without fused multiply-add, too, but with bits of its own."""
+    """The first of compiled, oneDNN, torch that is available here. The first two have the same bits; the compiled one's
+    rows agree on a processor without fused multiply-add, too, but with other bits."""
     try:
         lib, how = library()
     except BuildError as error:
         why = f"no compiled kernels: {error}"
         if _obeys(_onednn):
             return Products("onednn", True, why, _onednn)
-        return Products("torch", False, f"{why}; oneDNN's products do not keep the law here", _by_torch)
+        return Products("torch", False, f"{why}; oneDNN's products sum in another order here", _by_torch)
     operand: list[Any] = [c_void_p, c_int64, c_int64]
     sizes: list[Any] = [c_int64, c_int64, c_int64]
     lib.whet_product.argtypes = [*operand, *operand, *operand, *sizes, c_int, c_int, c_int]
@@ -116,7 +117,7 @@ def product(a_IK: Tensor, b_KJ: Tensor, *, out: Tensor | None = None, add: bool 
 
 
 def column_sums(x_IJ: Tensor) -> Tensor:
-    """[J] sums over the rows, by the law."""
+    """[J] sums over the rows, by the rule."""
     return chosen().column_sums(x_IJ.float()).to(x_IJ.dtype) if _ours(x_IJ) else x_IJ.sum(0)
 
 
@@ -281,8 +282,8 @@ def _obeys(multiply: Multiply) -> bool:
 
 
 def lawful(a_IK: Tensor, b_KJ: Tensor) -> Tensor:
-    """a b by the letter of the law, slowly. A product of two float32 is exact in float64, and so is its sum with a
-    third but for the rarest cases, which the inputs of `_obeys` do not have."""
+    """a b exactly by the rule, slowly. A product of two float32 is exact in float64, and so is its sum with a third but
+    for the rarest cases, which the inputs of `_obeys` do not have."""
     total = torch.zeros(len(a_IK), b_KJ.shape[1])
     for start in range(0, a_IK.shape[1], TERMS):
         chain = torch.zeros_like(total)

@@ -62,7 +62,7 @@ def filled(x_NI: Tensor, *, least: int = 0) -> Tensor:
 
 
 def check_products(device: torch.device, kind: torch.dtype, *, key: str) -> None:
-    """Errors: ConfigError about `key` where the device has no products of such numbers; tried, not looked up."""
+    """Errors: ConfigError about `key` where the device does not support such products, which is tested by one."""
     x = torch.ones(LEAST_ROWS, SIDE, device=device, dtype=torch.bfloat16)
     scalings: tuple[Scaling, ...] = ("rowwise", "tensorwise")
     for scaling in scalings:
@@ -76,8 +76,8 @@ def check_products(device: torch.device, kind: torch.dtype, *, key: str) -> None
                 else ("float8", "8.9 or more (L4, H100")
             )
             raise ConfigError(
-                f"{key}: {name} has no products in {what} ({str(error).splitlines()[0]}); it takes an NVIDIA GPU of "
-                f"compute capability {gpu} ...); leave it out"
+                f"{key}: {name} has no products in {what} ({str(error).splitlines()[0]}); use an NVIDIA GPU of "
+                f"compute capability {gpu} ...), or leave it out"
             ) from error
 
 
@@ -85,8 +85,8 @@ def check_products(device: torch.device, kind: torch.dtype, *, key: str) -> None
 
 
 class Quantised:
-    """[..., O, I] weights in 8 bits. It stands where a module's parameter stood: `F.linear` multiplies with it, and
-    nothing else takes it."""
+    """[..., O, I] weights in 8 bits. It replaces a module's parameter: `F.linear` multiplies with it, and no other
+    function accepts it."""
 
     def __init__(self, numbers: Tensor, scale: Tensor) -> None:
         self.numbers, self.scale = numbers, scale
@@ -148,11 +148,11 @@ class Quantised:
 
 @torch.no_grad()
 def quantise(model: nn.Module, kind: Kind, *, experts: bool) -> list[str]:
-    """Put its matrices into 8 bits, in place, but for embedding, output layer and routers. experts: their stacks, too.
+    """Quantise a model's matrices to 8 bits, in place, except for embedding, output layer and routers. experts: their
+    stacks, too.
 
-    Returns the names of other matrices that stay as they are: SIDE does not divide their sides, or they are in modules
-    of unknown kinds.
-    Errors: ConfigError where nothing is left to be quantised.
+    Returns the names of other matrices that are not quantised: SIDE does not divide their sides, or they are in modules
+    of unknown types. Errors: ConfigError where nothing is left to be quantised.
     """
     output = model.get_output_embeddings()  # type: ignore[operator]
     still = {id(m) for m in (output, *gates(model))}
@@ -202,10 +202,11 @@ def held(module: nn.Module) -> dict[str, Quantised]:
 
 @torch.no_grad()
 def follow(mine: nn.Module, model: Any) -> None:
-    """Let a quantised model have the present weights of another one, adapters with their effect: those in 8 bits anew,
-    all others by reference.
+    """Update a quantised model from the current weights of another one, adapters with their effect: those in 8 bits are
+    requantised, all others are taken by reference.
 
-    Raises WhetError where their shapes differ."""
+    Raises WhetError where their shapes differ.
+    """
     for name, module in (merged(model) if adapted(model) else model).named_modules():
         own = mine.get_submodule(name)
         for key, parameter in module._parameters.items():
@@ -214,8 +215,8 @@ def follow(mine: nn.Module, model: Any) -> None:
                 continue
             if before.shape != parameter.shape:
                 raise WhetError(
-                    f"the new module's {name}.{key} is {tuple(parameter.shape)}, the engine was made for "
-                    f"{tuple(before.shape)}; make a new engine"
+                    f"the new module's {name}.{key} is {tuple(parameter.shape)}, but the engine was built for "
+                    f"{tuple(before.shape)}; create a new engine"
                 )
             if isinstance(before, Quantised):
                 before.copy_(parameter)

@@ -1,4 +1,4 @@
-"""Which part of a whole tensor lies on a rank, as intervals of its dims: numbers alone, no tensor is touched."""
+"""The part of a full tensor on a rank, as intervals of its dims: numbers only, no tensor is touched."""
 
 from __future__ import annotations
 

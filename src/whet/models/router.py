@@ -57,7 +57,7 @@ def watching() -> Iterator[list[Routed]]:
 
 @torch.compiler.disable
 def note(router: nn.Module, probability_UX: Tensor, expert_UE: Tensor) -> None:
-    """To be told by whoever computes a router."""
+    """Called by code that computes a router, with its result."""
     seen = _SEEN.get()
     if seen is not None:
         seen.append(Routed(router, probability_UX, expert_UE))
@@ -73,13 +73,13 @@ def routers(model: nn.Module) -> list[nn.Module]:
     found = gates(model)
     if not found:
         raise ConfigError(
-            f"train.router_aux_loss_coef: {type(model).__name__} has no routers to balance; leave it 0"
+            f"train.router_aux_loss_coef: {type(model).__name__} has no routers to balance; set it to 0"
         )
     return found
 
 
 def hook(model: nn.Module) -> None:
-    """Let routers that are called as modules `note` what they decide."""
+    """Let routers that are called as modules `note` their choices."""
     for router in routers(model):
         if _noted not in router._forward_hooks.values():
             router.register_forward_hook(_noted)
@@ -166,7 +166,7 @@ class Balance:
             yield
         finally:
             self.counts_now = False
-        assert self.found is not None, "no router has been watched"
+        assert self.found is not None, "no router output has been recorded"
         for add in self.over:
             add(self.found)
         self.load_X = self.stages(self.found[0].sum(0))
@@ -199,7 +199,7 @@ class Balance:
     def metrics(self) -> Metrics:
         """Of the last minibatch that was counted: the term itself, without its coefficient, and the largest load of an
         expert, in units of an even one, as the mean over layers. Alike on all ranks."""
-        assert self.found is not None, "nothing has been counted"
+        assert self.found is not None, "no router choices have been counted"
         chosen_LX, likely_LX = self.found
         experts = chosen_LX.shape[1]
         share_L = chosen_LX.amax(1) / chosen_LX.sum(1).clamp(min=1e-9)

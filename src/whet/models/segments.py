@@ -1,7 +1,7 @@
-"""Who sees whom in a packed batch: `Segments`, the plan every attention path of whet reads.
+"""Attention structure of a packed batch: `Segments`, the plan that every attention path of whet reads.
 
-Shape letters: N packed tokens, S segments. A group that shares its prompt is one segment for the prompt and
-one for each response, whose prefix is that prompt: the prompt is computed once.
+Shape letters: N packed tokens, S segments. A group that shares its prompt is one segment for the prompt and one for
+each response, whose prefix is that prompt: the prompt is computed once.
 """
 
 from __future__ import annotations

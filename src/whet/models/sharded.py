@@ -1,11 +1,11 @@
-"""One engine's parameters over the data-parallel ranks: whole copies (dp_replicate), parts (dp_shard, FSDP2), or both.
+"""One engine's parameters over the data-parallel ranks: replicas (dp_replicate), shards (dp_shard, FSDP2), or both.
 
 FSDP2 gathers a module's tensors in a hook before its forward, frees them in one after it, and the same in backward.
-Our decoder reads parameters without calling the modules that own them, so `within` calls a function inside the
-hooks of a module. Gradients are sums over tokens with global weights: ranks are added up, never averaged.
+whet's decoder reads parameters without calling the modules that own them, so `within` calls a function inside the hooks
+of a module. Gradients are sums over tokens with global weights: ranks are summed, never averaged.
 
-The optimizer sees what lies on its rank as plain tensors, so every elementwise one works as in one process.
-torch.distributed is imported by those who have ranks, in here alone and in `mesh`.
+The optimizer sees the local tensors of its rank as plain tensors, so every elementwise one works as in one process.
+torch.distributed is imported only by processes that have ranks, here and in `mesh` alone.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Sharding:
 
 
 class Alone:
-    """One process: everything is here."""
+    """One process: all parameters are local."""
 
     writes = True
 
@@ -104,7 +104,7 @@ class Alone:
 
 
 class Spread(Protocol):
-    """What data parallelism asks of the layout's other dims; see `parallel.Parallel`."""
+    """What data parallelism needs of the layout's other dims; see `parallel.Parallel`."""
 
     @property
     def tp(self) -> Peers: ...

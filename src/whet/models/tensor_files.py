@@ -79,8 +79,8 @@ def assigned(held: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
         left[piece.name] = left.get(piece.name, prod(piece.shape)) - prod(piece.size)
     if odd := [name for name, numbers in left.items() if numbers]:
         raise CheckpointError(
-            f"the ranks' parts of {odd[:3]} are not the whole tensor ({left[odd[0]]} numbers too few); this is a "
-            "mistake in whet: set checkpoint.sharded=false, and report it"
+            f"the ranks' parts of {odd[:3]} do not cover the whole tensor ({left[odd[0]]} values missing); this is a "
+            "bug in whet: set checkpoint.sharded=false, and report it"
         )
     return out
 
@@ -161,7 +161,7 @@ class TensorFile:
                 out[common.here()] = self._slice(number, key, inside)
                 missing -= common.numbers
         if missing:
-            raise CheckpointError(f"{self.path}: {missing} numbers of {name} are in none of its parts")
+            raise CheckpointError(f"{self.path}: {missing} values of {name} are missing from its parts")
         return out
 
     def _slice(self, number: int, key: str, inside: tuple[slice, ...]) -> Tensor:
@@ -193,7 +193,7 @@ def _found(path: Path, stack: ExitStack) -> TensorFile:
             return TensorFile(path, handle.metadata() or {}, stored, [handle])
         said = json.loads(beside.read_text())
         if odd := [name for name in said["files"] if not _PART.fullmatch(name)]:
-            raise ValueError(f"{str(odd[0])[:100]!r} is no file of parts")
+            raise ValueError(f"{str(odd[0])[:100]!r} is not a file of tensor parts")
         files = [path.with_name(name) for name in said["files"]]
         if absent := [file.name for file in files if not file.is_file()]:
             raise CheckpointError(f"{beside}: its part {absent[0]} is missing; use an older checkpoint")
@@ -228,14 +228,14 @@ def _parts(name: str, about: Mapping[str, Any], files: int) -> _Stored:
         piece = Piece(name, dtype, shape, _sizes(start), _sizes(size))
         ends = [at + n for at, n in zip(piece.start, piece.size, strict=True)]
         if not 0 <= number < files or any(end > most for end, most in zip(ends, shape, strict=True)):
-            raise ValueError(f"a part of {name} lies outside of it, or in none of the {files} files")
+            raise ValueError(f"a part of {name} lies outside the tensor, or in none of the {files} files")
         boxes.append((int(number), piece.key, piece.start, piece.size))
     return _Stored(dtype, shape, boxes)
 
 
 def _sizes(said: Sequence[Any]) -> Sizes:
     if not all(type(n) is int and 0 <= n < 2**63 for n in said):
-        raise ValueError(f"{str(said)[:100]} is no shape")
+        raise ValueError(f"{str(said)[:100]} is not a shape")
     return tuple(said)
 
 

@@ -76,7 +76,7 @@ def _check(model: PreTrainedModel, peers: Peers) -> None:
     for what, size in sizes.items():
         if size % peers.size:
             raise ConfigError(
-                f"train.parallel.tp={peers.size} does not divide the {size} {what}; all ranks have equally many: "
+                f"train.parallel.tp={peers.size} does not divide the {size} {what}; every rank needs the same number: "
                 "choose another tp (cp also spreads attention, and repeats key/value heads where it has to)"
             )
 
@@ -86,7 +86,7 @@ def _blocks(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     blocks = [(n, m) for n, m in model.named_modules() if n.rpartition(".")[2] in BLOCKS]
     if not blocks:
         raise ConfigError(
-            f"{type(model).__name__}: tensor parallelism knows layers made of {' and '.join(BLOCKS)}; "
+            f"{type(model).__name__}: tensor parallelism supports layers made of {' and '.join(BLOCKS)}; "
             "set train.parallel.tp=1"
         )
     yield from blocks
@@ -107,7 +107,7 @@ def _cuts(block: nn.Module, block_name: str, peers: Peers) -> Iterator[tuple[str
             yield from ((f"{at}.{p}", Cut(1, peers)) for p in own if p != "lora_B")
         else:
             raise ConfigError(
-                f"tensor parallelism does not know how to cut {at} ({', '.join(own)}); set train.parallel.tp=1"
+                f"tensor parallelism cannot partition {at} ({', '.join(own)}); set train.parallel.tp=1"
             )
 
 

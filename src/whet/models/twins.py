@@ -1,15 +1,15 @@
-"""PyTorch twins of the C kernels: the same functions in plain torch operations, any device, any float dtype.
+"""PyTorch fallbacks of the C kernels: the same functions in plain torch operations, any device, any float dtype.
 
-They are the reference the kernels are tested against, the fallback where no compiler is at hand, and what
-runs on CUDA. On CPU the attention twins keep the exactness recipe of whet: explicit products in place of
-SDPA, key width a multiple of 16, P@V summed over fixed blocks of 256 keys, at least four query rows, so that
-with MKL_CBWR=AUTO,STRICT a token's result is the same in a packed batch and in a decode step. One thing they
-cannot promise: torch computes the last elements of a tensor, or of a thread's share of it, with a scalar exp
-or tanh that rounds otherwise, so the activation (and a soft-cap) is row-invariant only for widths of a
-multiple of 32 and with one thread or shares that end on such a multiple.
+They are the reference that the kernels are tested against, the fallback where no compiler is available, and the
+implementation on CUDA. On CPU the attention fallbacks keep whet's exactness rules: explicit products in place of SDPA,
+key width a multiple of 16, P@V summed over fixed blocks of 256 keys, at least four query rows, so that with
+MKL_CBWR=AUTO,STRICT a token's result is the same in a packed batch and in a decode step. One property they cannot
+guarantee: torch computes the last elements of a tensor, or of a thread's share of it, with a scalar exp or tanh that
+rounds differently, so the activation (and a soft-cap) is row-invariant only for widths of a multiple of 32 and with one
+thread or shares that end on such a multiple.
 
-Shape letters: N packed tokens, B live rows, H query heads, K key/value heads, D head size (or a row's width),
-F feed-forward width, V vocabulary, W keys, P pages of a row.
+Shape letters: N packed tokens, B live rows, H query heads, K key/value heads, D head size (or a row's width), F
+feed-forward width, V vocabulary, W keys, P pages of a row.
 """
 
 from __future__ import annotations
@@ -135,10 +135,10 @@ def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bad_logits(rows: int) -> WhetError:
-    """The error of both samplers for rows from which nothing can be drawn."""
+    """The error of both samplers for rows whose logits allow no sample."""
     return WhetError(
         f"cannot sample: in {rows} row(s) the logits are NaN, +inf or all -inf; the policy's weights have "
-        "most likely diverged (look at grad_norm and the learning rate)"
+        "most likely diverged (check grad_norm and the learning rate)"
     )
 
 
@@ -152,10 +152,10 @@ def attend_packed(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Causal attention of a packed batch; see `Segments` for who sees whom.
+    """Causal attention of a packed batch; `Segments` defines which tokens each token attends to.
 
-    On CUDA in half precision without a soft-cap it is torch's `varlen_attn` (written from its documentation,
-    not run here), else SDPA per bucket; on CPU the explicit products of the module's docstring, of float32.
+    On CUDA in half precision without a soft-cap it is torch's `varlen_attn` (written from its documentation, not run
+    here), else SDPA per bucket; on CPU the explicit products of the module's docstring, of float32.
     """
     if _half_on_cpu(q_NHD):
         q, k, v = q_NHD.float(), k_NKD.float(), v_NKD.float()

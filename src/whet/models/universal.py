@@ -1,7 +1,7 @@
-"""Every other Hugging Face causal language model: its own modules around our attention.
+"""Every other Hugging Face causal language model: its own modules around whet's attention.
 
-transformers' attention interface hands each layer's queries, keys and values to `attention.hf_attention`,
-which passes them to the plan. Nothing is believed: a probe compares with the model's own forward first.
+transformers' attention interface hands each layer's queries, keys and values to `attention.hf_attention`, which passes
+them to the plan. Nothing is assumed: a probe compares with the model's own forward first.
 
 Shape letters: U tokens to compute, V vocabulary, H query heads, K key/value heads, D head size.
 """
@@ -36,7 +36,7 @@ _LONGEST_DEPENDENT = ("dynamic", "longrope")
 
 
 def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Callable[..., Tensor]:
-    """The `Hidden` function (see `forward`) of any model. Sets the model to our attention. compile: its layers."""
+    """The `Hidden` function (see `forward`) of any model. Sets the model to whet's attention. compile: its layers."""
     if rope_type(config) in _LONGEST_DEPENDENT:
         raise ConfigError(
             f"{type(model).__name__}: rope_type '{rope_type(config)}' depends on the longest sequence of a "
@@ -157,7 +157,7 @@ def probe(
         raise ConfigError(
             f"{type(model).__name__} cannot be packed: its logits differ from its own forward by {off:.2g} "
             f"standard deviations (allowed {allowed:g}), its keys have shapes {sorted(attend.shapes)}. "
-            "It uses something that packed attention cannot express; choose a decoder-only model with causal "
+            "It uses a feature that packed attention does not support; choose a decoder-only model with causal "
             "softmax attention"
         )
     return attend.layers, *attend.shapes.pop()

@@ -1,9 +1,10 @@
-"""A vocabulary spread over ranks: embedding, output layer, log-probs and entropies without anybody's [A, V] logits.
+"""A vocabulary spread over ranks: embedding, output layer, log-probs and entropies without the full [A, V] logits on
+any rank.
 
-Each rank has some rows of the embedding and the same of the output layer. What is one number a row (log-sum-exp,
-entropy) is summed over the ranks; logits never travel.
+Each rank has some rows of the embedding and the same of the output layer. Values with one number per row (log-sum-exp,
+entropy) are summed over the ranks; logits are never sent.
 
-Shape letters: U tokens, A rows asked for, V tokens of the vocabulary that this rank has, D hidden.
+Shape letters: U tokens, A requested rows, V tokens of the vocabulary that this rank has, D hidden.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Vocabulary:
 
 
 class VocabularyEmbedding(nn.Module):
-    """This rank's rows of an embedding; gives the whole embedding's vectors."""
+    """This rank's rows of an embedding; returns the full embedding's vectors."""
 
     def __init__(self, embedding: nn.Embedding, vocabulary: Vocabulary) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """This rank's rows of an output layer; gives their logits."""
+    """This rank's rows of an output layer; returns their logits."""
 
     def __init__(self, layer: nn.Linear, vocabulary: Vocabulary) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a rehearsal has to say, one thing at a time."""
+"""The findings of a rehearsal."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["works", "fails", "open", "needs"]
-"""`works`: tried and seen; `fails`: would have ended the real run; `open`: could not be rehearsed here; `needs`: what
-the real run will take."""
+"""`works`: tried successfully; `fails`: would have ended the real run; `open`: not rehearsed here; `needs`: the real
+run's needs."""
 
 
 @dataclass(frozen=True)

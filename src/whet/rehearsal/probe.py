@@ -1,4 +1,4 @@
-"""The data and the rewards of a run by themselves, before anything is trained: what would fail, and why."""
+"""Checks of the data and the rewards of a run before training: which would fail, and why."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from whet.rewards.combine import RewardSet, score
 from whet.types import Group, Rollout, Task, WhetError
 
 ROWS = 5000
-"""Rows of a source that are looked at."""
+"""Rows of a source that are checked."""
 TRIED = 8
 """Tasks that every reward is tried on."""
 
 
 @dataclass
 class Probed:
-    """What was found before the trial."""
+    """The findings before the trial."""
 
     findings: list[Finding] = field(default_factory=list)
     lost: dict[str, str] = field(default_factory=dict)
@@ -36,13 +36,13 @@ class Probed:
     broken: set[str] = field(default_factory=set)
     """Rewards that cannot be called."""
     untried: set[str] = field(default_factory=set)
-    """Rewards for which there are no rows; they may need what only the real rows have."""
+    """Rewards without rows; they may need columns that only the real rows have."""
     tasks: dict[str, list[Task]] = field(default_factory=dict)
     """A few training tasks of each stage."""
 
 
 def probe(loaded: Loaded) -> Probed:
-    """Every source of every stage is read and tokenised, every reward tried on real rows."""
+    """Read and tokenise every source of every stage; try every reward on real rows."""
     out = Probed()
     seen: dict[str, str] = {}
     for name, cfg in zip(loaded.names, loaded.stages):
@@ -110,13 +110,13 @@ def _lengths(stream: TaskStream, tasks: list[Task], *, real: bool, limit: int) -
 def _reward(
     out: Probed, cfg: Config, name: str, tasks: list[Task], named: Sequence[str]
 ) -> Iterator[Finding]:
-    """Call one reward on replies that a policy might give: the answer itself, nothing, and nonsense. named: the
-    verifiers that the config's sources are judged by."""
+    """Call one reward on possible replies: the answer itself, an empty reply, and nonsense. named: the verifiers of the
+    config's sources."""
     reward = cfg.rewards[name]
     what = f"rewards.{name} ({reward.function or 'a model'})"
     if reward.model is not None and not (Path(reward.model.path).expanduser() / "config.json").is_file():
         out.untried.add(name)
-        yield left_open(what, f"{reward.model.path} is not at hand, so another reward stands in")
+        yield left_open(what, f"{reward.model.path} is not available here, so another reward replaces it")
         return
     try:
         with RewardSet.from_config(
@@ -129,7 +129,7 @@ def _reward(
             if not tasks:
                 out.untried.add(name)
                 yield left_open(
-                    what, "it loads; there are no rows to call it on, so another reward stands in"
+                    what, "it loads; there are no rows to call it on, so another reward replaces it"
                 )
                 return
             started = time.monotonic()
@@ -148,7 +148,9 @@ def _reward(
     said = "the reference answer as the reply gets {:.3g}, an empty reply {:.3g}, nonsense {:.3g}".format(
         *means
     )
-    yield works(what, f"{said} (means of {len(groups)} tasks, {1000 * took_s / len(replies):.0f} ms a call)")
+    yield works(
+        what, f"{said} (means of {len(groups)} tasks, {1000 * took_s / len(replies):.0f} ms per call)"
+    )
 
 
 def _replies(task: Task) -> tuple[Rollout, ...]:

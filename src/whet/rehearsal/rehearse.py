@@ -1,4 +1,4 @@
-"""`whet rehearse FILE`: everything a run would do, tried small on this machine before GPUs are rented for it."""
+"""`whet rehearse FILE`: every part of a run, tried at small size on this machine before GPUs are rented for it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ HEADS = {
     "works": "Rehearsed",
     "fails": "Would have failed",
     "open": "Could not be rehearsed here",
-    "needs": "What the real run takes",
+    "needs": "Needs of the real run",
 }
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What was found, in the order in which it was tried."""
+    """The findings, in the order of the checks."""
 
     file: Path
     findings: tuple[Finding, ...]
@@ -76,7 +76,7 @@ def rehearse(
     """Read the config, probe data and rewards, train the small run, kill it, resume it. `say`: progress, a line each.
 
     trust_script: see `load`.
-    Raises ConfigError for a config that no machine could run: every problem at once, as `whet train` would.
+    Raises ConfigError for a config that no machine could run, with all problems at once, like `whet train`.
     """
     say("reading the config")
     loaded = load(file, overrides, dialect=dialect, rehearsal=True, trust_script=trust_script)
@@ -103,10 +103,10 @@ def _tried(loaded: Loaded, planned: Sequence[Plan], say: Callable[[str], None]) 
     ]
     if unrewarded:
         yield left_open(
-            "training", f"no reward of stage {unrewarded[0]} can be called, so nothing can be learned"
+            "training", f"no reward of stage {unrewarded[0]} can be called, so the stage cannot learn"
         )
         return
-    say(f"training {_stages(loaded)} small, with a kill -9 and a resume")
+    say(f"training {_stages(loaded)} at small size, with a kill -9 and a resume")
     with tempfile.TemporaryDirectory(prefix="whet-rehearsal-") as folder:
         try:
             without = probed.broken | probed.untried
@@ -121,7 +121,7 @@ def _stages(loaded: Loaded) -> str:
 
 
 def _open(loaded: Loaded) -> Iterator[Finding]:
-    """Engines and features that the file asks for and that are not built yet; what a launch script left open."""
+    """Engines and features of the file that are not built yet; parts that a launch script left open."""
     yield from (left_open("the launch script", note) for note in loaded.notes)
     for place, text in loaded.translation.unbuilt if loaded.translation else ():
         key, _, said = text.partition(": ")

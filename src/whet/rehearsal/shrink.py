@@ -1,4 +1,4 @@
-"""A run made so small that every part of it happens within a minute: same architecture, data, rewards and algorithm."""
+"""A run reduced so that every part of it runs within a minute: same architecture, data, rewards and algorithm."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ STEPS = 3
 REPLY_TOKENS = 24
 ROWS = 64
 FAMILIES = ("qwen3_moe", "qwen3", "qwen2", "llama", "mistral", "gemma")
-"""Architectures that can be made from scratch, the most special first."""
+"""Architectures that can be built from scratch, the most specific first."""
 ELSEWHERE = ("offload", "compile", "parallel", "precision")
-"""Keys of `train` about devices that are not at hand: the small run is one process, in one dtype."""
+"""Keys of `train` about devices that this machine lacks: the small run is one process, in one dtype."""
 MADE_UP = "made_up"
-"""Name of the rows that stand in for data that are not at hand."""
+"""Name of the rows that replace data that is not available here."""
 
 
 def shrink(loaded: Loaded, *, run_dir: Path, lost: Mapping[str, str], broken: set[str]) -> dict[str, Json]:
@@ -45,13 +45,13 @@ def shrink(loaded: Loaded, *, run_dir: Path, lost: Mapping[str, str], broken: se
 
 
 def _read_only(tree: dict[str, Json]) -> dict[str, Json]:
-    """Without the keys that nothing reads once the run is small."""
+    """The config without the keys that nothing reads in the small run."""
     out: dict[str, Json] = without(tree, dict(unused(tree, stage_configs(check(tree)))))
     return out
 
 
 def what_changed(cfg: Config) -> Iterator[Finding]:
-    """What the small run leaves out."""
+    """The parts that the small run leaves out."""
     for role, path in (
         ("model", cfg.model.path),
         ("reference", cfg.reference.path),
@@ -65,10 +65,10 @@ def what_changed(cfg: Config) -> Iterator[Finding]:
     if real_tokenizer(cfg) is None:
         yield left_open(
             "tokenizer",
-            "not at hand: prompts were tokenised by a stand-in, so their lengths are not the real ones",
+            "not available here: a stand-in tokenised the prompts, so their lengths are not the real ones",
         )
     if extra := [t for t in cfg.track.trackers if t not in ("console", "jsonl")]:
-        yield left_open("track.trackers", f"{', '.join(extra)}: nothing was sent anywhere")
+        yield left_open("track.trackers", f"{', '.join(extra)}: nothing was sent")
     said = {f"train.{name}" for name in ELSEWHERE if name in cfg.train.model_fields_set}
     said |= {"rollout.replicas"} if cfg.rollout.replicas else set()
     said |= {"mode"} if cfg.mode != "both" else set()
@@ -175,7 +175,7 @@ def _data(cfg: Config, stage: str, lost: Mapping[str, str]) -> dict[str, Json]:
 
 
 def made_up(number: int, part: str) -> dict[str, Json]:
-    """Rows that stand in for a source that is not at hand."""
+    """Rows that replace a source that is not available here."""
     start = 100 * number + (50 if part == "eval" else 0)
     rows = [
         {

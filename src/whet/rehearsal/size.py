@@ -1,4 +1,4 @@
-"""What the real run will take, from its config alone."""
+"""The needs of the real run, from its config alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whet.config.schema import Config
 from whet.rehearsal.findings import Finding, needs
 
 FLOPS_PER_S = 4e14
-"""What one large GPU is taken to do in bfloat16 training: 40 % of an H100's 989 TFLOP/s."""
+"""Assumed speed of one large GPU in bfloat16 training: 40 % of an H100's 989 TFLOP/s."""
 
 DEVICES = {
     "verl-ppo": ("trainer.nnodes", "trainer.n_gpus_per_node"),
@@ -32,12 +32,17 @@ def predict(loaded: Loaded, planned: tuple[Plan, ...]) -> Iterator[Finding]:
         count = plan.shape.parameters if plan.shape else None
         count = count or parameters_of_name(cfg.model.path)
         if count is None:
-            yield needs(f"{plan.name}: size", "the model is not at hand and its name does not tell its size")
+            yield needs(
+                f"{plan.name}: size",
+                "the model is not available here, and its name does not contain its size",
+            )
             continue
         parts = plan.memory if named else _by_count(cfg, plan, count)
         total = sum(parts.values())
         said = "; ".join(f"{size(n)} {what}" for what, n in parts.items())
-        spread = f", {size(total // gpus)} on each of {gpus} GPUs if all of it is sharded" if gpus > 1 else ""
+        spread = (
+            f", {size(total // gpus)} on each of {gpus} GPUs if everything is sharded" if gpus > 1 else ""
+        )
         guess = (
             ""
             if plan.shape and plan.shape.parameters
@@ -48,7 +53,7 @@ def predict(loaded: Loaded, planned: tuple[Plan, ...]) -> Iterator[Finding]:
 
 
 def devices(loaded: Loaded) -> int:
-    """GPUs that a foreign file asks for; 1 where it does not say."""
+    """GPUs that a foreign file requests; 1 if it does not set them."""
     if loaded.translation is None:
         return 1
     given = {line.key: line.value for line in loaded.translation.lines}
@@ -98,7 +103,8 @@ def _work(cfg: Config, plan: Plan, count: int, *, gpus: int) -> str:
     hours = flops / FLOPS_PER_S / 3600 / max(gpus, 1)
     steps = f", {hours * plan.total_steps:.3g} hours for {plan.total_steps} steps" if plan.total_steps else ""
     return (
-        f"{plan.rollouts_per_step} rollouts of at most {plan.max_sequence_tokens} tokens a step = {tokens:.3g} tokens; "
-        f"at most {flops:.2g} FLOP a step, {60 * hours:.3g} minutes on {gpus} GPU{'s' if gpus > 1 else ''} at "
-        f"{FLOPS_PER_S / 1e12:.0f} TFLOP/s each{steps}; decoding is slower than this where it is bound by memory"
+        f"{plan.rollouts_per_step} rollouts of at most {plan.max_sequence_tokens} tokens per step = {tokens:.3g} "
+        f"tokens; at most {flops:.2g} FLOP per step, {60 * hours:.3g} minutes on {gpus} "
+        f"GPU{'s' if gpus > 1 else ''} at {FLOPS_PER_S / 1e12:.0f} TFLOP/s each{steps}; "
+        "decoding is slower where it is memory-bound"
     )

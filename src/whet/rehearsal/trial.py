@@ -1,4 +1,4 @@
-"""The small run, three times as a process of its own: whole, killed at a step, and resumed from there."""
+"""The small run, three times in a separate process: unbroken, killed at a step, and resumed from there."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from whet.track.written import read_lines
 from whet.types import Json
 
 TIMEOUT_S = 300.0
-"""Longest time for one process."""
+"""Time limit of one process."""
 
 _CHILD = """
 import sys
-from whet.reward_workers.sandbox import die_with
+from whet.guard.confine import die_with
 die_with(int(sys.argv.pop(1)))
 from whet.cli import main
 main()
@@ -36,13 +36,13 @@ main()
 @dataclass(frozen=True)
 class Ended:
     code: int | None
-    """None: it ran out of time and was killed."""
+    """None: it reached the time limit and was killed."""
     said: str
     """The end of what it printed."""
 
 
 def trial(tree: dict[str, Json], folder: Path) -> Iterator[Finding]:
-    """Train the small config; then again with a kill -9 in its midst, and compare."""
+    """Train the small config; then again with a kill -9 during the run, and compare."""
     check(tree)
     whole = _start(tree, folder, "whole")
     ended = _wait(whole, folder / "whole.txt")
@@ -64,7 +64,7 @@ def trial(tree: dict[str, Json], folder: Path) -> Iterator[Finding]:
         return
     ended = _wait(_start(tree, folder, "killed"), folder / "killed.txt")
     if ended.code != 0:
-        yield fails("resume", f"after kill -9 the same command ended: {ended.said}")
+        yield fails("resume", f"after kill -9 the same command failed: {ended.said}")
     elif _bytes(folder, "whole") == _bytes(folder, "killed"):
         yield works("kill -9 and resume", "metrics equal the unbroken run's, byte for byte")
     else:
@@ -72,7 +72,7 @@ def trial(tree: dict[str, Json], folder: Path) -> Iterator[Finding]:
 
 
 def _seen(lines: list[dict[str, Json]], run_dir: Path) -> Iterator[Finding]:
-    """What the whole run did, from its own record."""
+    """The findings of the unbroken run, from its record."""
     steps = [line for line in lines if any(key.startswith(("train/", "critic/")) for key in line)]
     names = {key for line in lines for key in line}
     yield works("steps", f"{len(steps)} training steps: rollouts, rewards, advantages, updates, weight sync")
@@ -126,7 +126,7 @@ def _wait(process: subprocess.Popen[bytes], printed: Path) -> Ended:
 
 
 def _kill_within(process: subprocess.Popen[bytes], metrics: Path) -> bool:
-    """SIGKILL once a step has been written down. False: it ended by itself before that."""
+    """SIGKILL once a step has been recorded. False: the run ended before that."""
     try:
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline and process.poll() is None:

@@ -37,7 +37,7 @@ def pack_task(task: Task) -> dict[str, Json]:
 
 
 def pack_rollout(rollout: Rollout) -> dict[str, Json]:
-    """What a reward may know of a rollout beside its text."""
+    """The data of a rollout that a reward gets beside the text."""
     return {"finish_reason": rollout.finish_reason, "tokens": rollout.tokens, "text": rollout.text}
 
 
@@ -75,7 +75,7 @@ def _check(
     kinds = {p.kind for p in parameters.values()}
     if inspect.Parameter.POSITIONAL_ONLY in kinds:
         raise ConfigError(
-            f"reward {name!r}: its parameters are given by name; take the '/' out of its signature"
+            f"reward {name!r}: its arguments are passed by name; remove the '/' from its signature"
         )
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     named = [p for p in parameters.values() if p.kind not in variadic]

@@ -17,10 +17,10 @@ BUILTIN = {
     "math": "whet.rewards.math:math",
     "reasoning_gym": "whet.rewards.gym:reasoning_gym",
 }
-"""Where each lives, as text: imported where rewards run, so sympy and the like never enter the run itself."""
+"""Module of each reward, as text: imported only in reward processes, so the run itself never imports sympy."""
 
 EXECUTES = {BUILTIN["reasoning_gym"]: "whet.rewards.gym:unread"}
-"""Of a reward that may run code found in a reply or a row: what says, of its arguments, which part does, or ''."""
+"""For rewards that may run code found in a reply or a row: a function of the arguments that names the part, or ''."""
 
 _NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _LETTER = r"\(?\s*([A-Za-z])\s*\)?(?![A-Za-z0-9])"
@@ -36,7 +36,7 @@ def verdict(right: bool, answer: str | None) -> Verdict:
 
 
 def reference(task: Task) -> Json:
-    """The task's answer. ValueError without one: a reward of 0 would blame the reply."""
+    """The task's answer. ValueError if the task has none: a reward of 0 would penalise the reply."""
     if task.answer is None:
         raise ValueError(
             f"task {task.uid} of {task.source!r} has no answer; check `answer` of its data source"
@@ -78,7 +78,7 @@ def number(response: str, task: Task, *, flexible: bool = False) -> Verdict:
     want = str(reference(task))
     expected = _last_number(want, flexible="####" not in want)
     if expected is None:
-        raise ValueError(f"the answer of task {task.uid} holds no number: {want[:60]!r}")
+        raise ValueError(f"the answer of task {task.uid} has no number: {want[:60]!r}")
     got = _last_number(response, flexible=flexible)
     return verdict(got == expected, None if got is None else _plain(got))
 
@@ -96,7 +96,7 @@ def _plain(value: Decimal) -> str:
 
 
 def format(response: str, task: Task, *, tags: list[str] | None = None, pattern: str | None = None) -> float:
-    """1 if the reply has the form asked for. Give one of two:
+    """1 if the reply has the given format. Give one of two:
 
     `tags`: exactly these elements, once each and in this order, with nothing but white space between them, as
     [think, answer] for <think>...</think><answer>...</answer>. `pattern`: a regular expression of the whole

@@ -27,11 +27,11 @@ from whet.tables import find, load_object
 from whet.types import ConfigError, DataError, Group, Rollout, Task, WhetError
 
 _OURS = "whet."
-"""Begins the places of rewards that are built in: they judge what a model wrote, often by other people's libraries."""
+"""Prefix of the modules of built-in rewards: they score model output, often with third-party libraries."""
 
 
 class Judge(Protocol):
-    """Where functions are called: a `Jail`, or what stands for one."""
+    """Runs the functions: a `Jail`, or a substitute."""
 
     async def call_many(self, calls: Sequence[Call]) -> list[Result]: ...
     def close(self) -> None: ...
@@ -46,12 +46,12 @@ class RewardSet:
     seed: int = 0
     max_failure_rate: float = 1.0
     by_source: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Names of the rewards that judge a source; all of them where it is not named."""
+    """Names of the rewards that score a source; all rewards if the source is not listed."""
     models: Mapping[str, ModelReward] = field(default_factory=dict)
     """The rewards that are models, by name."""
 
     def of(self, task: Task) -> list[str]:
-        """The rewards that judge replies to a task."""
+        """The rewards that score replies to a task."""
         return [name for name in self.weights if name in self.by_source.get(task.source, self.weights)]
 
     @staticmethod
@@ -66,7 +66,7 @@ class RewardSet:
         device: str = "auto",
         open_jail: Callable[..., Judge] = Jail,
     ) -> RewardSet:
-        """Start the jail with all functions loaded. ConfigError if one cannot be loaded or called so.
+        """Start the jail with all functions loaded. ConfigError if one cannot be loaded or called with its arguments.
 
         Models are left on disk until `load_models` or the first score: the jail forks before torch is there.
         `imports`: code of the user's that is imported there before them. `verifiers`: those of reasoning-gym that may
@@ -136,12 +136,14 @@ def _load(
     call = bind(given or load_object(place, what=what), arguments, name=name)
     asked = "reward_workers.sandbox=all" if confine == "all" else executes
     if asked and (why := sandbox.lacking()):
-        raise ConfigError(f"reward {name!r}: {asked}; so it runs only in a sandbox, and there is none: {why}")
+        raise ConfigError(
+            f"reward {name!r}: {asked}; so it may run only in a sandbox, which this system does not have: {why}"
+        )
     return Guarded(call, confined=bool(asked) or place.startswith(_OURS), once=bool(executes))
 
 
 async def score(groups: Sequence[Group], rewards: RewardSet) -> list[Group]:
-    """The same groups, each rollout with its reward: the weighted sum of all that judge its task's source, with the
+    """The same groups, each rollout with its reward: the weighted sum of all rewards of its task's source, with the
     raw parts by name.
 
     A dict counts by its "score"; its other entries become parts "name/key". Rollouts that have an error stay
@@ -161,7 +163,7 @@ async def score(groups: Sequence[Group], rewards: RewardSet) -> list[Group]:
 
 
 async def _judged(rollout: Rollout, results: Iterator[Result], rewards: RewardSet) -> Rollout:
-    """A rollout with the next results of the jail and what the models say."""
+    """A rollout with the next results of the jail and of the models."""
     if rollout.error:
         return rollout
     found: dict[str, Result] = {}
@@ -195,7 +197,7 @@ def _encode(task: Task) -> str:
         return json.dumps(pack_task(task))
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"task {task.uid} of {task.source!r} cannot go to a reward: {error}; columns must be JSON values"
+            f"task {task.uid} of {task.source!r} cannot be sent to a reward: {error}; columns must be JSON values"
         ) from error
 
 
@@ -225,6 +227,6 @@ def check_failures(groups: Sequence[Group], rewards: RewardSet) -> None:
     if errors and len(errors) > rewards.max_failure_rate * total:
         cause, times = Counter(errors).most_common(1)[0]
         raise WhetError(
-            f"{len(errors)} of {total} rollouts of this step could not be scored, more than "
+            f"{len(errors)} of {total} rollouts of this step are unscored, more than "
             f"reward_workers.max_failure_rate {rewards.max_failure_rate:g} allows. Main cause ({times} times): {cause}"
         )

@@ -1,7 +1,7 @@
 """The verifiers of reasoning-gym. Imported only where rewards run.
 
-A row names its verifier, and some verifiers evaluate what they are given: the reply, or the row. So only those judge
-that the config names, and only those whose source was read (`gym_read`) are taken to evaluate nothing.
+A row names its verifier, and some verifiers evaluate their input as code: the reply, or the row. So only verifiers that
+the config lists may score, and only those whose source was reviewed (`gym_read`) are assumed to evaluate nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from whet.types import ConfigError, Json, Task
 
 _PACKAGE = "reasoning_gym"
 _NO_PART = ("coaching", "data", "version_manager")
-"""Parts of it that verifiers import and do not judge with: curricula, and what tasks are made of."""
+"""Parts of it that verifiers import but do not score with: curricula, and what tasks are made of."""
 
 
 def reasoning_gym(
@@ -39,7 +39,7 @@ def reasoning_gym(
 ) -> Verdict:
     """The score that the task's own verifier gives the reply; the task's row is `task.extra["entry"]`.
 
-    `verifiers`: names of the reasoning-gym datasets whose verifiers may judge; a task that asks for another has no
+    `verifiers`: names of the reasoning-gym datasets whose verifiers may score; a task with another verifier has no
     score. Default: those of the config's own reasoning-gym sources. `exact`: a score of exactly 1 counts as 1, all else
     as 0, because some verifiers pay nearly 1 for wrong replies (spell_backward: the right letters with more behind
     them). `pattern`: a regular expression whose first group, at its last match, is the answer; without a match the
@@ -53,8 +53,8 @@ def reasoning_gym(
     name = entry["metadata"]["source_dataset"]
     if name not in _named(verifiers):
         raise ValueError(
-            f"task {task.uid} of {task.source!r} asks for the verifier {str(name)[:60]!r}, and the config allows "
-            f"{', '.join(_named(verifiers))}; name it in the reward's `arguments`, verifiers, if it may judge"
+            f"task {task.uid} of {task.source!r} requests the verifier {str(name)[:60]!r}, but the config allows "
+            f"{', '.join(_named(verifiers))}; to allow it, list it in the reward's `arguments`, verifiers"
         )
     found = [response] if pattern is None else [m.group(1) for m in re.finditer(pattern, response, re.DOTALL)]
     answer = found[-1].strip() if found else None
@@ -79,21 +79,21 @@ def unread(arguments: Mapping[str, Json]) -> str:
     names = _named(arguments.get("verifiers", ()))
     if not names:
         raise ConfigError(
-            "which verifiers may judge is not for the rows to say, and no data source is made by reasoning-gym; name "
+            "the config must list the allowed verifiers, because no data source is made by reasoning-gym; list "
             "them, as in `arguments: {verifiers: [spell_backward]}`"
         )
     for name in names:
         if name not in DATASETS or name == "composite":
             raise ConfigError(
-                f"verifiers: {name!r} is none of reasoning-gym's{near(name, DATASETS)}; a composite's are those of the "
-                "datasets that it is made of"
+                f"verifiers: {name!r} is not a verifier of reasoning-gym{near(name, DATASETS)}; for a composite, "
+                "list the verifiers of its datasets"
             )
     strangers = [name for name in names if name not in READ or digest(name) != READ[name]]
     if not strangers:
         return ""
     return (
-        f"{', '.join(strangers)} of reasoning-gym {version('reasoning-gym')} evaluate text as code, or may: nobody has "
-        "read them in this version"
+        f"{', '.join(strangers)} of reasoning-gym {version('reasoning-gym')} may evaluate text as code: "
+        "they were not reviewed in this version"
     )
 
 
@@ -114,7 +114,7 @@ def digest(name: str) -> str:
 
 
 def _file(module: str) -> Path | None:
-    """Of a module that may judge; None for others, and for a name that is none."""
+    """Source of a module that may score; None for other modules, and for a name that is not a module."""
     package, _, place = module.partition(".")
     if package != _PACKAGE or not place or place.partition(".")[0] in _NO_PART:
         return None

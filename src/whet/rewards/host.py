@@ -1,6 +1,6 @@
-"""A process that judges for another one: a jail of its own, asked over a line (`guard.line`).
+"""A process that scores rollouts for another one: it has its own jail and gets calls over a line (`guard.line`).
 
-It is told once what `Jail` is made with, then is sent calls, which it may answer in any order.
+It gets the arguments of `Jail` once, then calls, which it may answer in any order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from whet.types import ConfigError, WhetError
 
 MODULE = "whet.rewards.host"
 BEAT_S = 1.0
-"""Between two signs of life."""
+"""Seconds between two heartbeats."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ def math(response: str, task: Task, *, boxed: bool = False) -> Verdict:
     answer = str(reference(task))
     want = parse(answer if "\\boxed" in answer else f"\\boxed{{{answer}}}", parsing_timeout=None)
     if not want:
-        raise ValueError(f"the answer of task {task.uid} cannot be read as mathematics: {answer[:60]!r}")
+        raise ValueError(f"the answer of task {task.uid} cannot be parsed as mathematics: {answer[:60]!r}")
     at = response.rfind("\\boxed")
     if boxed and at < 0:
         return verdict(False, None)

@@ -1,4 +1,4 @@
-"""Rewards that a model gives: a conversation in, one number out.
+"""Rewards from a model: a conversation in, one number out.
 
 Rollouts are read one at a time and nothing is padded, so a score is a function of the rollout alone: neither the other
 rollouts of a step nor an interruption changes a bit of it.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 _SPARE = "lm_head."
-"""Tensors that many reward models keep from the language model they were made of; they judge nothing."""
+"""Tensors that many reward models keep from their base language model; scoring does not use them."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class ModelReward:
         assert self.loaded
 
     def score(self, rollout: Rollout) -> Result:
-        """The logit of a rollout as "score"; where inputs may be cut, also "truncated", 0 or 1."""
+        """The logit of a rollout as "score"; where inputs may be truncated, also "truncated", 0 or 1."""
         cfg, loaded = self.cfg, self.loaded
         try:
             token_ids = self._tokens(rollout)
         except TemplateError as error:
-            return _failed(f"its chat template refuses the conversation: {error}")
+            return _failed(f"the chat template refuses the conversation: {error}")
         limit, parts = loaded.max_tokens, {}
         if cfg.overlong != "unscored":
             parts["truncated"] = float(limit is not None and len(token_ids) > limit)
@@ -76,7 +76,9 @@ class ModelReward:
         if not token_ids:
             return _failed("the conversation is empty")
         if max(token_ids) >= loaded.vocab_size:
-            return _failed(f"a token is none of its {loaded.vocab_size}; input=text uses its own tokenizer")
+            return _failed(
+                f"a token id is outside its vocabulary of {loaded.vocab_size}; input=text uses its own tokenizer"
+            )
         try:
             value = number(_logit(loaded.model, token_ids))
         except ValueError as error:
@@ -92,7 +94,7 @@ class ModelReward:
             return encode_prompts(tokenizer, [prompt + rollout.text])[0]
         if not tokenizer.chat_template:
             raise ConfigError(
-                f"rewards.{self.name}.model: its tokenizer has no chat template, and the prompts are chat messages; "
+                f"rewards.{self.name}.model: its tokenizer has no chat template, but the prompts are chat messages; "
                 "give chat_template (Jinja text or a file)"
             )
         said = [{"role": m.role, "content": m.content} for m in prompt]
@@ -143,12 +145,12 @@ def _load(cfg: schema.RewardModel, device: str) -> Loaded:
     rows = len(model.get_input_embeddings().weight)
     if tokenizer is not None and len(tokenizer) > rows:
         raise ConfigError(
-            f"path={path}: its tokenizer has {len(tokenizer)} tokens, its embedding {rows} rows; give tokenizer, the "
-            "folder of the one that belongs to it"
+            f"path={path}: its tokenizer has {len(tokenizer)} tokens, but its embedding has {rows} rows; set "
+            "tokenizer to the folder of the matching tokenizer"
         )
     if cfg.max_tokens and positions and cfg.max_tokens > positions:
         raise ConfigError(
-            f"max_tokens={cfg.max_tokens}: {path} has {positions} positions; give at most these"
+            f"max_tokens={cfg.max_tokens}: {path} has {positions} positions; give at most {positions}"
         )
     return Loaded(model, tokenizer, rows, cfg.max_tokens or positions)
 
@@ -175,7 +177,7 @@ def _read(path: Path, dtype: Any) -> Any:
     model, report = read
     if model.config.num_labels != 1:
         raise ConfigError(
-            f"path={path}: {type(model).__name__} with {model.config.num_labels} labels; a reward model has one "
+            f"path={path}: {type(model).__name__} with {model.config.num_labels} labels; expected one label "
             "(num_labels in its config.json)"
         )
     found = {
@@ -185,5 +187,5 @@ def _read(path: Path, dtype: Any) -> Any:
     found["unexpected"] = [name for name in found["unexpected"] if not name.startswith(_SPARE)]
     if wrong := {kind: names for kind, names in found.items() if names}:
         said = "; ".join(f"{kind}: {', '.join(names[:5])} ({len(names)})" for kind, names in wrong.items())
-        raise CheckpointError(f"path={path}: the tensors are not those of its {type(model).__name__}. {said}")
+        raise CheckpointError(f"path={path}: the tensors do not match its {type(model).__name__}. {said}")
     return model

@@ -25,7 +25,7 @@ def compute_score(response: str, task: Task) -> Verdict:
         return _after_answer(response, task)
     known = ", ".join(("openai/gsm8k", *_MATH, "math_dapo", "aime*"))
     raise ValueError(
-        f"there is no rule for data source {source!r} (known: {known}); give your own: custom_reward_function.path"
+        f"no rule for data source {source!r} (known: {known}); give a function: custom_reward_function.path"
     )
 
 

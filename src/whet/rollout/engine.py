@@ -1,4 +1,4 @@
-"""The seam to whatever samples tokens. Tokens in, tokens and log-probs out; text never becomes tokens here."""
+"""The interface of rollout engines. Tokens in, tokens and log-probs out; text never becomes tokens here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RolloutEngine(Protocol):
         """Sample one completion of `token_ids`. Many calls run at once; equal prompts share their prefill."""
 
     async def load_weights(self, source: WeightSource, version: int) -> None:
-        """From the return on, every sampled token carries `version`."""
+        """When this returns, every newly sampled token carries `version`."""
 
     async def pause(self, finish: bool) -> None:
         """Stop sampling: after the requests in flight have finished, or at once, keeping them for `load_weights`."""

@@ -1,7 +1,7 @@
-"""Tasks in, groups of finished rollouts out: whatever the engine, the environment or the clock does.
+"""Turns tasks into groups of finished rollouts, whatever the engine, the environment or the clock does.
 
-A rollout's tokens only ever grow: the prompt, what the policy sampled, what the environment answered, and so
-on. Tokens once written are never made from text again.
+The tokens of a rollout are only appended to: the prompt, the policy's tokens, the environment's answer, and so on.
+Tokens are never re-encoded from text.
 """
 
 from __future__ import annotations
@@ -168,14 +168,14 @@ async def play_groups(
 ) -> list[Group]:
     """`group_size` rollouts of each task, all at once, in the order of the tasks.
 
-    Without `make_env` a rollout is one reply to the task's tokens. With it, the environment's first messages
-    follow the prompt, and it answers every reply, for at most `max_turns` turns; `sampling.max_tokens` bounds
-    what is sampled in all turns together, `max_total_tokens` the whole rollout, prompt included. A rollout that
-    raises or takes longer than `timeout_s` (or `pace` allows) begins anew, `retries` times; then it ends as `abort`,
-    with the turns it had finished and the reason in `error`. It never takes others with it.
+    Without `make_env` a rollout is one reply to the task's tokens. With it, the environment's first messages follow the
+    prompt, and the environment answers every reply, for at most `max_turns` turns; `sampling.max_tokens` bounds the
+    sampled tokens of all turns together, `max_total_tokens` the full rollout, prompt included. A rollout that raises or
+    takes longer than `timeout_s` (or than `pace` allows) is retried `retries` times; then it ends as `abort`, with its
+    finished turns and the reason in `error`. It never affects other rollouts.
     """
     if make_env is not None and encode_messages is None:
-        raise ValueError("make_env needs encode_messages, to write what the environment says as tokens")
+        raise ValueError("make_env needs encode_messages, which encodes the environment's messages as tokens")
     play = Play(
         engine=engine,
         decode=decode,
@@ -196,7 +196,7 @@ async def play_groups(
             rollout = await _finish(start(task, index), play)
             if rollout.error is None or attempt == retries:
                 break
-            log.info("rollout %d of task %d is asked again", index, task.uid)
+            log.info("rollout %d of task %d is retried", index, task.uid)
         return rollout
 
     rollouts = await asyncio.gather(*(one(task, index) for task in tasks for index in range(group_size)))
@@ -216,7 +216,7 @@ async def _finish(episode: Episode, play: Play) -> Rollout:
         play.pace.finished(time.monotonic() - start)
     except Exception as caught:  # engines and environments are foreign code: one rollout, not the run
         late = isinstance(caught, TimeoutError) and clock.expired()
-        said = f"no end within {play.pace.said(limit_s)}" if late else raised(caught)
+        said = f"not finished within {play.pace.said(limit_s)}" if late else raised(caught)
         error = f"after turn {len(episode.replies)}: {said}" if episode.replies else said
         trace = None if late else play.pace.untold(caught)
         log.info("rollout %d of task %d aborted: %s", episode.index, episode.task.uid, error, exc_info=trace)

@@ -1,4 +1,4 @@
-"""What `pause` and `load_weights` mean for an engine that serves each request by itself."""
+"""`pause` and `load_weights` for an engine that serves each request by itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whet.types import WhetError
 
 
 class Door:
-    """Open, or shut until someone opens it."""
+    """Open, or closed until it is opened again."""
 
     def __init__(self) -> None:
         self.opened: asyncio.Event | None = None

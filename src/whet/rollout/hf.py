@@ -1,8 +1,8 @@
-"""The reference rollout engine: the model's own transformers forward, one request and one token in each call.
+"""The reference rollout engine: the model's own transformers forward, one request and one token per call.
 
-Slow, and simple enough to be believed: eager attention, transformers' own cache, the sampler and the random
-numbers of the native engine. In float32 the two give the same tokens (but for a random number that falls
-between two roundings of the same probability) and log-probs within 1e-5.
+It is slow and deliberately simple: eager attention, transformers' own cache, the sampler and the random numbers of the
+native engine. In float32 the two engines give the same tokens (except where a random number falls between two roundings
+of the same probability) and log-probs within 1e-5.
 """
 
 from __future__ import annotations

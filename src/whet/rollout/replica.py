@@ -1,4 +1,4 @@
-"""One of several engines behind a `Router`: what it has been asked, and whether it still gets on."""
+"""One of several engines behind a `Router`: its requests, and whether it makes progress."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Work = asyncio.Task[Completion]
 
 @dataclass(eq=False)
 class Replica:
-    """An engine of its own, here or elsewhere."""
+    """A separate engine, in this process or elsewhere."""
 
     name: str
     """Its place among the replicas: one that takes the place of a dropped one has the same name."""
@@ -117,6 +117,6 @@ class Replica:
 
 
 def trace(name: str, error: BaseException | None) -> None:
-    """Where an error of a replica came from, into the log alone. An error of ours says what is wrong by itself."""
+    """Log the traceback of a replica's error. An error of whet's own needs none: its message is complete."""
     if error is not None and error.__traceback__ is not None and not isinstance(error, WhetError):
-        log.info("what replica %s raised:", name, exc_info=error)
+        log.info("traceback of replica %s:", name, exc_info=error)

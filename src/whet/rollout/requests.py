@@ -1,4 +1,4 @@
-"""What every engine checks in a request, and the rules by which a reply ends."""
+"""Request checks that all engines share, and the rules by which a reply ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Decode = Callable[[list[int]], str]
 
 
 class RequestError(WhetError):
-    """A request that no engine of the kind can ever serve: the fault is the caller's, not the engine's."""
+    """A request that no engine of this kind can ever serve: an error of the caller, not of the engine."""
 
 
 def check(
@@ -22,7 +22,7 @@ def check(
     """Raise RequestError if the request cannot be served, whatever else is running."""
     s = sampling
     if not token_ids:
-        raise RequestError("the prompt is empty; an engine needs at least one token to go on from")
+        raise RequestError("the prompt is empty; an engine needs at least one token to continue from")
     if not 0 <= min(token_ids) <= max(token_ids) < vocab:
         raise RequestError(
             f"the prompt has token ids {min(token_ids)} to {max(token_ids)}, the model's vocabulary is 0 to "
@@ -34,16 +34,16 @@ def check(
         )
     if len(token_ids) + s.max_tokens > max_context:
         raise RequestError(
-            f"a prompt of {len(token_ids)} tokens and max_tokens={s.max_tokens} pass the engine's limit of "
-            f"{max_context} tokens a rollout; shorten the prompt or lower rollout.sampling.max_tokens"
+            f"a prompt of {len(token_ids)} tokens with max_tokens={s.max_tokens} exceeds the engine's limit of "
+            f"{max_context} tokens per rollout; shorten the prompt or lower rollout.sampling.max_tokens"
         )
     if s.stop and not decodes:
         raise RequestError(
-            "stop strings need an engine that was given `decode`; give it, or use stop_token_ids"
+            "stop strings need an engine with `decode`; pass `decode` to the engine, or use stop_token_ids"
         )
     if s.ignore_eos and (s.stop or s.stop_token_ids):
         raise RequestError(
-            "ignore_eos goes on to max_tokens whatever is sampled; it excludes stop and stop_token_ids"
+            "ignore_eos always samples max_tokens tokens; it cannot be combined with stop or stop_token_ids"
         )
 
 

@@ -1,8 +1,8 @@
-"""Many engines as one: a `RolloutEngine` over replicas that may die, hang, come late and leave.
+"""Many engines as one: a `RolloutEngine` over replicas that may die, hang, join late and leave.
 
-What is sampled depends on the weights, the prompt and the request's key alone (`seeds`), so a request that was lost
-with its replica is asked again elsewhere and gives the same tokens. Who serves what is therefore free, and chosen for
-speed: the least loaded replica, but equal prompts go to one, where their prefill is shared.
+The sampled tokens depend only on the weights, the prompt and the request's key (`seeds`). A request that was lost with
+its replica is therefore retried on another replica and gives the same tokens. The router is free to choose a replica
+and chooses for speed: the least loaded one, but equal prompts go to the same replica, where their prefill is shared.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class Home:
 
 
 class Router:
-    """See the module. Replicas are given at the start, or come with `join`; they go with `leave`; `scale` does both.
+    """A `RolloutEngine` over replicas, which are given at the start; `join` adds one, `leave` removes one.
 
-    restart: makes a new replica in the place of a dropped one, by name; `restarts`: how often, for each name. ship:
-    turns new weights into what every replica can be given. rows: what a replica decodes at once; a prompt's further
-    requests go elsewhere when its replica has no row free. health_timeout_s: a replica that has work and does not get
-    on for so long is dropped, and one whose process gives no sign of life while it takes weights or moves; it has so
-    long to pause, too. load_s: to take new weights, as long as it lives. start_timeout_s: to be made, and the longest
-    wait for one when none is left. exact: whether all of them compute as the trainer does, bit for bit. wish: how many
-    a person asks for while the run goes on.
+    restart: starts a replacement of a dropped replica, by name; `restarts`: how often, for each name. ship: turns new
+    weights into a form that every replica can be given. rows: sequences that a replica decodes at once; further
+    requests with a prompt go to another replica when its replica has no free row. health_timeout_s: a replica that
+    makes no progress on its requests for this time is dropped, as is one whose process does not respond while it loads
+    weights or moves between devices; also the limit for a pause. load_s: limit for loading weights while the process
+    responds. start_timeout_s: limit for starting a replica, or waiting for one when none is left. exact: whether all
+    replicas compute as the trainer, bit for bit. wish: how many replicas a user requests.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class Router:
     # -- the seam
 
     async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
-        """See `RolloutEngine`. Raises RequestError for a request that can never be served, WhetError when no replica
-        is left and none comes."""
+        """See `RolloutEngine`. Raises RequestError for a request that can never be served, WhetError when no replica is
+        left and none is starting."""
         prompt = tuple(token_ids)
         async with self._gate.passing():
             while True:
@@ -142,8 +142,8 @@ class Router:
                 await self._gate.step()
 
     async def load_weights(self, source: WeightSource, version: int) -> None:
-        """A replica that fails or takes too long is dropped; when all refuse with one voice, the weights are at fault
-        and WhetError is raised. What is in flight goes on under the new weights."""
+        """A replica that fails or takes too long is dropped. When all replicas fail with the same error, the weights
+        are at fault and WhetError is raised. Requests in flight continue with the new weights."""
         if self._wish is not None and self._listener is None:
             self._listener = asyncio.get_running_loop().create_task(self._listen(self._wish))
         shipment = self.ship(source, version)
@@ -171,7 +171,7 @@ class Router:
         await asyncio.gather(self._gate.pause(finish), stopped)
 
     def resume(self) -> None:
-        """Go on without new weights."""
+        """Resume without new weights."""
         for replica in self.replicas.values():
             replica.engine.resume()  # type: ignore[attr-defined]  # of every engine in this package
         self._kept = False
@@ -204,8 +204,8 @@ class Router:
     # -- elastic
 
     async def join(self, replica: Replica) -> None:
-        """From the return on it serves, with the present weights. Raises what it raises, WhetError if it is late or
-        at another version; then it is ended."""
+        """When this returns, the replica serves with the current weights. Raises the replica's own error, or WhetError
+        if it is late or at another version; then the replica is shut down."""
         replica.state = "joining"
         try:
             loaded: Shipment | None = None
@@ -225,11 +225,11 @@ class Router:
         self._serve(replica)
 
     async def leave(self, name: str) -> None:
-        """Let it finish what it was asked, then end it. It is not replaced."""
+        """Let the replica finish its requests, then shut it down. It is not replaced."""
         replica = self._away(name)
         if replica is None:
             raise WhetError(
-                f"no replica {name!r} serves; there are {', '.join(sorted(self.replicas)) or 'none'}"
+                f"no replica {name!r} is serving; serving replicas: {', '.join(sorted(self.replicas)) or 'none'}"
             )
         replica.state = "leaving"
         self._leaving[name] = replica
@@ -244,12 +244,12 @@ class Router:
         self._leaving.pop(name, None)
 
     def scale(self, wanted: int) -> None:
-        """Have so many replicas soon. The last ones leave when they have done what they were asked; new ones serve once
-        they have the present weights. One that cannot be had is told in the log, and the run goes on without it."""
+        """Set the number of replicas. Surplus replicas leave after they have finished their requests; new ones serve
+        once they have the current weights. One that cannot start is logged, and the run continues without it."""
         there = sorted(
             {*self.replicas, *self._coming}, key=lambda name: (name not in self.replicas, number_of(name))
         )
-        log.info("replicas asked for: %d; there are %d", wanted, len(there))
+        log.info("replicas requested: %d; running: %d", wanted, len(there))
         self._refused.clear()
         for name in there[wanted:]:
             if name in self.replicas:
@@ -263,7 +263,7 @@ class Router:
             self._bringing(name, self._grow(name))
 
     def drop(self, replica: Replica, why: str, error: BaseException | None = None) -> None:
-        """Ask it no more. What it was asked is asked elsewhere; another takes its place if one may."""
+        """Stop using a replica. Its requests are retried on other replicas; it is replaced if restarts are left."""
         if replica.state == "gone":
             return
         leaving, replica.state = replica.state == "leaving", "gone"
@@ -271,7 +271,7 @@ class Router:
             self._away(replica.name)
         again = replica.let_go()
         self.dropped.append((replica.name, why))
-        log.warning("replica %s dropped: %s; requests to be asked elsewhere: %d", replica.name, why, again)
+        log.warning("replica %s dropped: %s; requests to retry: %d", replica.name, why, again)
         trace(replica.name, error)
         self._spawn(self._end(replica))
         if self.restart is not None and not leaving and self._gate.closed is None:
@@ -307,10 +307,10 @@ class Router:
         versions, n = set(done.versions), len(done.token_ids)
         latest = max(self.version, self.target)
         if versions and not since <= min(versions) <= max(versions) <= latest:
-            self.drop(replica, f"its tokens are of version {sorted(versions)}, asked for {since} to {latest}")
+            self.drop(replica, f"its tokens have versions {sorted(versions)}, expected {since} to {latest}")
             return None
         if not n == len(done.versions) == len(done.logprobs) == len(done.sample_logprobs):
-            self.drop(replica, "its tokens, log-probs and versions are not equally many")
+            self.drop(replica, "its tokens, log-probs and versions differ in number")
             return None
         return done
 
@@ -350,7 +350,7 @@ class Router:
 
     def _serve(self, replica: Replica) -> None:
         if replica.name in self.replicas:
-            raise WhetError(f"there is a replica {replica.name!r} already")
+            raise WhetError(f"a replica {replica.name!r} already exists")
         replica.state, replica.order, replica.changed = "serving", self._orders, self._loaded
         self._orders += 1
         self.replicas[replica.name] = self._ordered[replica.order] = replica
@@ -389,13 +389,13 @@ class Router:
             if reason not in self._refused:
                 self._refused.add(reason)
                 log.warning(
-                    "replica %s was asked for and cannot be had: %s. The run goes on with %d, without this one and all "
-                    "others that cannot be had for this reason; whet scale asks again",
+                    "replica %s was requested and cannot start: %s. The run continues with %d, without this one and "
+                    "all others that fail for the same reason; whet scale requests them again",
                     name, reason, len(self.replicas),
                 )  # fmt: skip
                 trace(name, error)
         else:
-            log.info("replica %s has joined and serves version %d", name, self.target)
+            log.info("replica %s joined and serves version %d", name, self.target)
 
     async def _bring(self, name: str) -> None:
         """Another replica in the place of a dropped one, as long as there are restarts left."""
@@ -407,9 +407,9 @@ class Router:
                 log.warning("replica %s could not be replaced: %s: %s", name, type(error).__name__, error)
                 trace(name, error)
                 continue
-            log.warning("replica %s serves again; restarts left: %d", name, self.left[name])
+            log.warning("replica %s is serving again; restarts left: %d", name, self.left[name])
             return
-        log.error("replica %s is not replaced any more: it has used its %d restarts", name, self.restarts)
+        log.error("replica %s is not replaced: it has used all its %d restarts", name, self.restarts)
 
     def _bringing(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         """Make a replica beside all else."""
@@ -440,10 +440,10 @@ class Router:
         if self.replicas:
             return
         if not self._coming:
-            last = "; ".join(f"{name}: {why}" for name, why in self.dropped[-3:]) or "none was ever there"
+            last = "; ".join(f"{name}: {why}" for name, why in self.dropped[-3:]) or "no replica ever joined"
             raise WhetError(
-                f"no engine replica is left and none will come ({last}). Mend what ended them, or raise "
-                "cluster.restarts; the run goes on from its last checkpoint"
+                f"no engine replica is left and none is starting ({last}). Fix the cause, or raise "
+                "cluster.restarts; the run resumes from its last checkpoint"
             )
         what, limit = (
             "an engine replica: none is left, one is being restarted",
@@ -460,10 +460,10 @@ class Router:
         """End an engine that is not asked any more, dead or alive."""
         try:
             await self._wait(
-                (replica.end or replica.engine.close)(), f"the end of {replica.name}", self.start_timeout_s
+                (replica.end or replica.engine.close)(), f"{replica.name} to shut down", self.start_timeout_s
             )
         except Exception as error:  # noqa: BLE001  it may be dead already
-            log.info("replica %s did not end well: %s: %s", replica.name, type(error).__name__, error)
+            log.info("replica %s did not shut down: %s: %s", replica.name, type(error).__name__, error)
 
     # -- all of them
 
@@ -489,7 +489,7 @@ class Router:
                 why = f"version {version} could not be loaded: {type(error).__name__}: {error}"
                 self.drop(replica, why, error)
             elif replica.engine.version != version:
-                self.drop(replica, f"after version {version} was loaded it is at {replica.engine.version}")
+                self.drop(replica, f"after loading version {version} it is at {replica.engine.version}")
 
     async def _each(self, what: str, do: Callable[[Replica], Awaitable[None]], *, timeout_s: float) -> None:
         """Let every replica do something; one that cannot is dropped."""
@@ -534,8 +534,8 @@ class Router:
             except Exception as error:  # noqa: BLE001  what it raises is why it is dropped
                 return error
             unanswered = 0 if answered else unanswered + 1
-        silent = f"its process has given no sign of life for {self.health_timeout_s:g} s (cluster.health_timeout_s)"
-        return _Late(f"{silent}, while it was to {what}")
+        silent = f"its process has not responded for {self.health_timeout_s:g} s (cluster.health_timeout_s)"
+        return _Late(f"{silent}, during: {what}")
 
     async def _wait(self, work: Awaitable[Any], what: str, timeout_s: float, limit: str = "") -> Any:
         """The result within the deadline, or `_Late`."""
@@ -587,7 +587,7 @@ class Router:
         if self._kept or not self._placed:
             replica.rest()
         elif replica.asked and quiet_s >= self.health_timeout_s:
-            self.drop(replica, f"it has {replica.load} requests and has not got on for {quiet_s:.1f} s")
+            self.drop(replica, f"it has {replica.load} requests and has made no progress for {quiet_s:.1f} s")
 
 
 def number_of(name: str) -> int:

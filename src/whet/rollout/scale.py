@@ -1,6 +1,7 @@
-"""How many engine replicas a person asks a running run for: `whet scale`, by one small file in the run directory.
+"""The number of engine replicas that a user requests of an active run with `whet scale`, in a small file in the run
+directory.
 
-The file names the process that it is for, so a run that is started later begins with rollout.replicas again.
+The file names the process that it is for, so a later start of the run begins with rollout.replicas again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FILE = "replicas.json"
 
 @dataclass(frozen=True)
 class Wish:
-    """So many replicas, please."""
+    """A requested number of replicas."""
 
     count: int
     at_ns: int
@@ -32,16 +33,17 @@ class Wish:
 
 
 def ask(run_dir: Path, count: int) -> None:
-    """Ask the process that runs in `run_dir`. Raises WhetError if there is none, or if it has no replicas."""
+    """Request replicas of the process that runs in `run_dir`. Raises WhetError if there is none, or if it has no
+    replicas."""
     who = holder(run_dir)
     if who is None or is_running(run_dir) is False:
         raise WhetError(
-            f"{run_dir}: nothing runs there, so nothing can be scaled; rollout.replicas says how many a run starts with"
+            f"{run_dir}: no run is active here, so there is nothing to scale; rollout.replicas sets the initial number"
         )
     if load(run_dir / "config.yaml").config.rollout.replicas == 0:
         raise WhetError(
-            f"{run_dir}: this run samples in its own process (rollout.replicas=0); stop it and start it again with "
-            "rollout.replicas=1 or more, it goes on where it was"
+            f"{run_dir}: this run samples in its own process (rollout.replicas=0); stop it and restart it with "
+            "rollout.replicas=1 or more; it resumes where it stopped"
         )
     pid, host = who
     write_json(
@@ -52,7 +54,7 @@ def ask(run_dir: Path, count: int) -> None:
 
 
 def wish(run_dir: Path) -> Wish | None:
-    """What this process was asked for last; None if nothing."""
+    """The last request to this process; None if there is none."""
     path = run_dir / FILE
     try:
         said = json.loads(path.read_text(encoding="utf-8"))

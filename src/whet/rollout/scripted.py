@@ -1,5 +1,4 @@
-"""A rollout engine that says what a function tells it to: for tests, examples, and trying out an
-environment."""
+"""A rollout engine whose replies come from a function: for tests, examples, and trying out an environment."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ class ScriptedEngine:
         await self.gate.pause(finish)
 
     def resume(self) -> None:
-        """Go on without new weights."""
+        """Resume without new weights."""
         self.gate.resume()
 
     async def place(self, device: Literal["gpu", "cpu"]) -> None:

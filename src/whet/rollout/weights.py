@@ -1,4 +1,4 @@
-"""Weights into an engine's module, tensor by tensor."""
+"""Loads weights into an engine's module, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from whet.types import WhetError
 
 @torch.no_grad()
 def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
-    """Copy every parameter in, in place. Each has to come exactly once, in its shape; tied ones by their
-    first name; into 8 bits where the module's are. None: this one stays as it is.
+    """Copy all parameters in place. Each must be given exactly once, in its shape; tied parameters by their first name;
+    they are converted to 8 bits where the module's are. None: this parameter stays unchanged.
 
     Raises WhetError otherwise; the module is then a mix of old and new weights and must not be sampled from.
     """
@@ -23,7 +23,7 @@ def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor | None]]
     came: set[str] = set()
     for name, tensor in tensors:
         if name in came:
-            raise WhetError(f"weight sync: {name!r} came twice")
+            raise WhetError(f"weight sync: {name!r} was received twice")
         if name not in wanted:
             raise WhetError(f"weight sync: {name!r} is not a parameter of {type(module).__name__}")
         came.add(name)
@@ -31,12 +31,12 @@ def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor | None]]
             continue
         if tensor.shape != wanted[name].shape:
             raise WhetError(
-                f"weight sync: {name!r} came as {tuple(tensor.shape)}, expected {tuple(wanted[name].shape)}"
+                f"weight sync: {name!r} has shape {tuple(tensor.shape)}, expected {tuple(wanted[name].shape)}"
             )
         wanted[name].copy_(tensor)
     missing = sorted(wanted.keys() - came)
     if missing:
         raise WhetError(
-            f"weight sync: {len(missing)} of {len(wanted)} parameters did not come: {', '.join(missing[:3])}"
+            f"weight sync: {len(missing)} of {len(wanted)} parameters were not received: {', '.join(missing[:3])}"
         )
     refresh(module)

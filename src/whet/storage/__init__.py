@@ -1,1 +1,1 @@
-"""Places that are not on this machine: object stores, HDFS, the Hugging Face hub."""
+"""Remote storage: object stores, HDFS, the Hugging Face hub."""

@@ -45,7 +45,7 @@ def cache() -> Path:
     path = os.path.expanduser(os.environ.get("WHET_CACHE") or f"{home}/whet")
     if path.startswith("~"):
         raise WhetError(
-            f"fetched files are kept in {path}, and no home folder is known here (HOME is not set); set WHET_CACHE to "
+            f"fetched files are kept in {path}, and the home folder is unknown (HOME is not set); set WHET_CACHE to "
             "a folder for them"
         )
     return Path(path)
@@ -113,9 +113,9 @@ def _bring(url: str, listing: stores.Listing, folder: Path, *, store: ModuleType
         for name, (wanted, _) in listing.files.items():
             found = (new / name).stat().st_size if (new / name).is_file() else None
             if found != wanted:
-                raise WhetError(f"{name} came with {found} bytes of {wanted}; try again")
+                raise WhetError(f"{name} was fetched with {found} of {wanted} bytes; try again")
         if store.look(url).files != listing.files:
-            raise WhetError("it was changed while it was read; try again")
+            raise WhetError("the source changed while it was read; try again")
 
 
 def newest_checkpoint(url: str) -> str:
@@ -126,7 +126,7 @@ def newest_checkpoint(url: str) -> str:
     with naming(url):
         found = oldest_first(store_of(url).children(url))
     if not found:
-        raise WhetError(f"{url}: neither a checkpoint (0-main-000050) nor a folder with a whole one")
+        raise WhetError(f"{url}: neither a checkpoint (0-main-000050) nor a folder with a complete one")
     return f"{url}/{found[-1]}"
 
 
@@ -157,14 +157,12 @@ def _alone(home: Path) -> Iterator[None]:
             waited_s = time.monotonic() - since
             if waited_s >= LOCK_S:
                 raise WhetError(
-                    f"{path} was held by another process that fetches for {waited_s:.0f} s; end that one, or wait "
-                    "until it is done, then run again"
+                    f"{path} was locked by another fetching process for {waited_s:.0f} s; end it, or wait "
+                    "until it is done, then retry"
                 )
             if time.monotonic() - said >= SAY_S:
                 said = time.monotonic()
-                sys.stderr.write(
-                    f"waiting for another process that fetches ({path}) since {waited_s:.0f} s\n"
-                )
+                sys.stderr.write(f"waiting for another fetching process ({path}) since {waited_s:.0f} s\n")
             time.sleep(LOOK_S)
         yield
 

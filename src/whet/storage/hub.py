@@ -1,6 +1,6 @@
-"""The Hugging Face hub, and whatever speaks its language at HF_ENDPOINT: `hf://[datasets/]ORG/NAME[@REVISION][/PATH]`.
+"""The Hugging Face hub, and any server with the same API at HF_ENDPOINT: `hf://[datasets/]ORG/NAME[@REVISION][/PATH]`.
 
-The token comes from HF_TOKEN alone.
+The token is read from HF_TOKEN only.
 """
 
 from __future__ import annotations
@@ -47,14 +47,12 @@ def _api() -> Any:
     from huggingface_hub import HfApi, is_offline_mode
 
     if is_offline_mode():
-        raise WhetError(
-            "hf:// needs the hub, and HF_HUB_OFFLINE=1 keeps this process away from it; set HF_HUB_OFFLINE=0"
-        )
+        raise WhetError("hf:// needs the hub, but HF_HUB_OFFLINE=1 disables access; set HF_HUB_OFFLINE=0")
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=os.environ.get("HF_TOKEN") or False)
 
 
 def look(url: str) -> Listing:
-    """List what a URL stands for."""
+    """List the files of a URL."""
     from fnmatch import fnmatch
 
     repo = parse(url)
@@ -69,7 +67,7 @@ def look(url: str) -> Listing:
     elif repo.path:
         files = {name: said for name, said in files.items() if name.startswith(f"{repo.path}/")}
     if not files:
-        raise WhetError(f"{url}: nothing is there")
+        raise WhetError(f"{url}: does not exist")
     return Listing(files=files, folder=repo.name.rpartition("/")[2], inside=repo.path)
 
 

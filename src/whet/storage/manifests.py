@@ -1,4 +1,4 @@
-"""What is whole: a folder's files by size and SHA-256, and how checkpoints are named."""
+"""Completeness of folders: each file by size and SHA-256, and the names of checkpoints."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def manifest(folder: Path) -> Json:
 
 
 def parsed(text: bytes, where: str) -> Json:
-    """A manifest that was found at `where`. None for a damaged one, with a warning: the folder is not a whole one."""
+    """The manifest found at `where`. None for a damaged one, with a warning: the folder is not complete."""
     try:
         found = parse_json(text, where, DataError)
         if isinstance(found, dict) and isinstance(found.get("files"), dict):
             return found
-        log.warning("%s lists no files; the folder is taken for one that is not whole", where)
+        log.warning("%s lists no files; the folder counts as incomplete", where)
     except DataError as e:
-        log.warning("%s; the folder is taken for one that is not whole", e)
+        log.warning("%s; the folder counts as incomplete", e)
     return None
 
 

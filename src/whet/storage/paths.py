@@ -1,4 +1,4 @@
-"""A config whose paths all are on this machine: what stands elsewhere is fetched, in one place, before it is opened."""
+"""Local paths for a config: remote files are fetched, in one place, before any of them is opened."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def connect(url: str) -> tuple[Any, str]:
 
 
 def look(url: str) -> Listing:
-    """List what a URL stands for: one file, a pattern, or a folder with all below it. WhetError if nothing is there."""
+    """List the files of a URL: one file, a pattern, or a folder with all below it. WhetError if it does not exist."""
     fs, path = connect(url)
     if any(sign in path for sign in _MAGIC):
         parts = path.split("/")
@@ -73,7 +73,7 @@ def look(url: str) -> Listing:
         if info["type"] == "file" and not name.endswith("/")
     }
     if not files:
-        raise WhetError(f"{url}: nothing is there")
+        raise WhetError(f"{url}: does not exist")
     return Listing(files=files, folder=base.rpartition("/")[2] or "root", inside=inside)
 
 
@@ -88,7 +88,7 @@ def download(url: str, listing: Listing, to: Path) -> None:
     for name in listing.files:
         target = to / name
         if not target.resolve().is_relative_to(to.resolve()):
-            raise WhetError(f"{url}: a file is called {name!r}, which leads out of its folder")
+            raise WhetError(f"{url}: a file is named {name!r}, which points outside its folder")
         target.parent.mkdir(parents=True, exist_ok=True)
         fs.get_file(f"{base}/{name}", str(target))
 
@@ -125,7 +125,9 @@ def send(folder: Path, url: str, name: str, manifest: Json) -> None:
         pulse.beat(f"uploading {file}")
         size = fs.info(f"{there}/{file}")["size"]
         if size != manifest["files"][file][0]:
-            raise OSError(f"{file} has {size} bytes there, {manifest['files'][file][0]} were sent")
+            raise OSError(
+                f"{file} has {size} bytes at the destination, but {manifest['files'][file][0]} were sent"
+            )
     _drop_others(fs, there, manifest["files"])
     fs.pipe_file(f"{there}/{MANIFEST}", json.dumps(manifest, indent=2).encode() + b"\n")
 

@@ -1,11 +1,11 @@
-"""Copies of checkpoints and exports in other places, made in the background after they were written here.
+"""Copies of checkpoints and exports in remote storage, made in the background after they were written locally.
 
-A run never waits for one but at its end. What fails is tried again: a few times at once, then with the next one, and
-with the next start of the run, which asks each place what it holds. A copy's manifest comes last, so half a copy is
-never taken for a whole one.
+A run waits for copies only at its end. A failed copy is retried: a few times at once, then with the next copy, and at
+the next start of the run, which checks what each place already holds. A copy's manifest is written last, so a partial
+copy is never taken for a complete one.
 
-Nothing is removed there but what the run copied there itself, by name, when a later checkpoint has been copied and
-`keep` says that it goes. `record` (RUN/uploads.json) has what was copied where, by name and SHA-256 of its manifest.
+whet removes there only folders that this run copied itself, by name, when a later checkpoint has been copied and `keep`
+excludes them. `record` (RUN/uploads.json) lists what was copied where, by name and SHA-256 of its manifest.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Copy:
 
 
 class Uploads:
-    """Makes the copies of one run, one after the other, in a thread of its own."""
+    """Makes the copies of one run, one after the other, in a separate thread."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Uploads:
             for url in self.checkpoints_to:
                 queue = [c for c in self._waiting if c.url == url and not c.export]
                 for left in queue[:-MOST_WAITING]:
-                    log.warning("uploads fall behind: %s is left out, for newer ones wait", left)
+                    log.warning("uploads fall behind: %s is skipped because newer checkpoints wait", left)
                     self._waiting.remove(left)
             self._start()
             self._changed.notify_all()
@@ -131,8 +131,8 @@ class Uploads:
             self._thread.start()
 
     def finish(self, timeout_s: float = DEADLINE_S) -> list[str]:
-        """Wait for all copies, those that failed tried once more. What is not there after `timeout_s` is said in words,
-        in the log too; the same command copies it when it is run again."""
+        """Wait for all copies; failed ones are tried once more. Copies that are missing after `timeout_s` are returned
+        as text and logged; the same command copies them when it is run again."""
         until = time.monotonic() + timeout_s
         with self._changed:
             self._waiting += [c for c in (*self._failed, *self._held.values()) if c not in self._waiting]
@@ -149,7 +149,7 @@ class Uploads:
         said = [str(copy) for copy in dict.fromkeys(left)]
         if said:
             log.error(
-                "NOT UPLOADED: %s. Everything is here on this machine; the same command tries again",
+                "NOT UPLOADED: %s. All files are on this machine; run the same command to retry",
                 "; ".join(said),
             )
         return said
@@ -175,7 +175,7 @@ class Uploads:
         """Whether a folder is there now, or need not be."""
         for pause_s in (*PAUSES_S, None):
             if not copy.folder.is_dir():
-                log.warning("%s: the folder is gone, so it is not uploaded", copy)
+                log.warning("%s: the folder no longer exists, so it is not uploaded", copy)
                 return True
             try:
                 with naming(copy.url):
@@ -183,9 +183,9 @@ class Uploads:
                 return True
             except WhetError as e:
                 again = (
-                    "trying again"
+                    "retrying"
                     if pause_s is not None
-                    else "the run goes on, and tries again with the next"
+                    else "the run continues and retries with the next upload"
                 )
                 log.warning("uploading %s failed (%s); %s", copy, e, again)
             if pause_s is not None and self._closed_within(pause_s):
@@ -214,8 +214,8 @@ class Uploads:
         later = [name for name in own if _at(name) > _at(copy.name)]
         if later:
             log.warning(
-                "%s holds %s, from before this run went back to an older checkpoint; they stay until the run comes "
-                "to them again, or you remove them",
+                "%s holds %s, from before this run resumed from an older checkpoint; they stay until the run reaches "
+                "these steps again, or you remove them",
                 copy.url,
                 ", ".join(later),
             )
@@ -231,7 +231,7 @@ class Uploads:
                 store.remove(copy.url, name)
                 log.info("removed %s/%s, which upload_keep=%d no longer keeps", copy.url, name, self.keep)
             elif found is not None:
-                log.warning("%s/%s is no longer what this run copied there; it stays", copy.url, name)
+                log.warning("%s/%s is not what this run uploaded; it is kept", copy.url, name)
             self.copied.drop(copy.url, name)
 
 
@@ -248,7 +248,7 @@ class Copied:
             found = json.loads(path.read_text())
             self._there = {url: {str(n): str(d) for n, d in own.items()} for url, own in found.items()}
         except (ValueError, AttributeError, RecursionError) as e:
-            log.warning("%s cannot be read (%s); copies made before now stay where they are", path, e)
+            log.warning("%s cannot be read (%s); earlier uploads are kept", path, e)
 
     def names(self, url: str) -> list[str]:
         return list(self._there.get(url, ()))

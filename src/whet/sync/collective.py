@@ -51,11 +51,11 @@ class Collective:
     ) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
-                "weights by NCCL need a CUDA device, and torch finds none here; use device cpu (gloo)"
+                "NCCL weight sync needs a CUDA device, and torch finds none on this machine; use device cpu (gloo)"
             )
         if not 0 <= rank <= len(receivers):
             raise ConfigError(
-                f"weight sync: rank {rank} of {len(receivers)} receivers and a trainer; use 0 to {len(receivers)}"
+                f"weight sync: rank {rank} of {len(receivers)} receivers and a trainer; expected 0 to {len(receivers)}"
             )
         self.names = ("the trainer", *receivers)
         self.rank, self.device = rank, torch.device(device)
@@ -119,7 +119,7 @@ class Collective:
             for bucket in parts:
                 if headers[0].version != version:
                     raise WhetError(
-                        f"weights version {version} was asked for, the trainer sends version {headers[0].version}"
+                        f"weights version {version} was requested, but the trainer sends version {headers[0].version}"
                     )
                 yield from bucket
         finally:
@@ -140,7 +140,7 @@ class Collective:
 
     def close(self) -> None:
         """Leave the group; the trainer's end takes the store along."""
-        self.broken = self.broken or "it was closed"
+        self.broken = self.broken or "the group was closed"
         self.group = self.store = None
 
     # -- inside
@@ -148,7 +148,7 @@ class Collective:
     def _begin(self, version: int) -> Patience:
         if self.broken is not None:
             raise WhetError(
-                f"weights version {version} cannot be broadcast: {self.broken}; make another group of those that live"
+                f"weights version {version} cannot be broadcast: {self.broken}; make a new group of the living ones"
             )
         patience = Patience(self.timeout_s)
         if self.rank == 0:
@@ -172,7 +172,7 @@ class Collective:
                 gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self.host)]
                 self.group = dist.ProcessGroupGloo(store, self.rank, size, gloo)
         except RuntimeError as error:
-            raise self._failed("the group could not be made", error) from error
+            raise self._failed("the process group could not be created", error) from error
 
     def _parts(self, version: int, headers: list[Manifest]) -> Iterator[list[Piece]]:
         """The buckets of one send; `headers` gets theirs, then the whole manifest."""
@@ -204,7 +204,11 @@ class Collective:
         key = f"{self.sends}/{number}"
         if not self._wait([key], patience):
             told = self.newest()
-            state = "it has sent none yet" if told is None else f"the last that it began to send is {told}"
+            state = (
+                "it has sent none yet"
+                if told is None
+                else f"the last version that it began to send is {told}"
+            )
             raise self._failed(
                 str(patience.error(f"weights version {version} (bucket {number}) from {self._who(0)}", state))
             )
@@ -227,7 +231,7 @@ class Collective:
         if not self._wait([f"{prefix}/{r}" for r in others], patience):
             self.missing = [r for r in others if self._read(f"{prefix}/{r}") is None]
             raise self._failed(
-                f"{self._listed(self.missing)} did not come {what} within {self.timeout_s:g} s "
+                f"{self._listed(self.missing)} did not join {what} within {self.timeout_s:g} s "
                 f"(since {patience.since}); sync.timeout_s is the limit"
             )
 
@@ -240,11 +244,11 @@ class Collective:
             try:
                 self.store.set(f"{self.sends}/failed/{self.rank}", what)
             except RuntimeError:
-                return WhetError(f"{what}{reason}; {self.names[0]} is gone")
+                return WhetError(f"{what}{reason}; {self.names[0]} is unreachable")
             return WhetError(f"{what}{reason}")
         if error is not None:
             silent = self._silent()
-            self.broken = what = what + (f"; no word from {self._listed(silent)}" if silent else "")
+            self.broken = what = what + (f"; no message from {self._listed(silent)}" if silent else "")
         return WhetError(f"{what}{reason}")
 
     def _heard_of_failure(self) -> str | None:
@@ -266,7 +270,7 @@ class Collective:
 
     def _who(self, rank: int) -> str:
         place = self._read(f"here/{rank}")
-        return f"{self.names[rank]} (rank {rank}, {place or 'never seen'})"
+        return f"{self.names[rank]} (rank {rank}, {place or 'never connected'})"
 
     def _listed(self, ranks: Sequence[int]) -> str:
         return ", ".join(map(self._who, ranks))
@@ -281,7 +285,7 @@ class Collective:
         """Whether all keys are there by the deadline."""
         while not self._store(keys[0], lambda: self.store.check(keys)):
             if self.rank != 0 and (why := self._read(f"{self.sends}/failed/0")) is not None:
-                raise self._failed(f"{self._who(0)} gave up: {why}")
+                raise self._failed(f"{self._who(0)} stopped the broadcast: {why}")
             if self.rank == 0 and (why := self.aborted or self._heard_of_failure()) is not None:
                 raise self._failed(why)
             if patience.over:
@@ -296,9 +300,9 @@ class Collective:
         try:
             return act()
         except RuntimeError as error:
-            self.group, self.broken = None, f"{self.names[0]} is gone"
+            self.group, self.broken = None, f"{self.names[0]} is unreachable"
             raise WhetError(
-                f"weight sync, {what}: {self.names[0]} at {self.host}:{self.port} is gone ({error})"
+                f"weight sync, {what}: {self.names[0]} at {self.host}:{self.port} is unreachable ({error})"
             ) from error
 
     def _forget(self, last: int) -> None:

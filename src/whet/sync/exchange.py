@@ -1,7 +1,7 @@
-"""The two ends of weight sync: the trainer publishes a version, receivers take it and confirm, the trainer compares.
+"""The two ends of weight sync: the trainer publishes a version, receivers load and confirm it, the trainer compares.
 
-Nothing is taken on trust: a receiver checks every tensor before its engine sees it, and the trainer waits for an equal
-digest from every receiver before the next optimizer step.
+A receiver checks every tensor before its engine uses it, and the trainer waits for an equal digest from every receiver
+before the next optimizer step.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ class Publisher:
         self.answers: dict[str, Receipt] = {}
 
     def join(self, name: str, holds: Manifest | None = None) -> None:
-        """A receiver more, or one that begins anew. holds: its weights already, from its `Receiver.held`."""
+        """Add a receiver, or one that restarts. holds: the weights that it already has, from its `Receiver.held`."""
         self.held[name] = holds
         self.answers.pop(name, None)
 
     def leave(self, name: str) -> None:
-        """A receiver less: it is no longer waited for."""
+        """Remove a receiver: the publisher no longer waits for it."""
         self.held.pop(name, None)
 
     def send(self, version: int, tensors: Tensors, *, whole: bool = False) -> Manifest:
-        """Send one version. whole: also what the receivers are believed to have."""
+        """Send one version. whole: also the tensors that the receivers are assumed to have."""
         held = {} if whole or self.whole else self._stays()
         self.answers = {}
         self.sent = self.transport.send(version, cast(tensors, self.dtype), held=held)
@@ -99,28 +99,28 @@ class Publisher:
         return self.sent
 
     def look(self) -> None:
-        """What receivers have answered that nobody waits for; call it before the next optimizer step.
+        """Check the answers that receivers have sent in the meantime; call it before the next optimizer step.
 
-        Raises WhetError for one that has other weights than were sent; one that failed is logged, once.
+        Raises WhetError for a receiver that has other weights than were sent; a failed receiver is logged, once.
         """
         for receipt in self.transport.receipts():
             name, version, sent = receipt.receiver, receipt.version, self.digests.get(receipt.version)
             if receipt.error:
                 if (name, version) not in self.warned:
-                    log.warning("weights version %d was not taken by %s: %s", version, name, receipt.error)
+                    log.warning("weights version %d was not loaded by %s: %s", version, name, receipt.error)
                 self.warned.add((name, version))
             elif sent is not None and receipt.digest != sent:
                 raise _other(receipt, version, sent)
 
     def confirm(self, receipt: Receipt) -> None:
-        """A receiver's answer that came by another way than the transport's."""
+        """Add a receiver's answer that did not arrive through the transport."""
         self.answers[receipt.receiver] = receipt
 
     def settle(self) -> None:
         """Wait until every receiver has the version sent last; call it before the next optimizer step.
 
-        Raises WhetError naming the receivers that took something else, failed or did not answer, since when; Missed if
-        all that ails them is that it was not sent whole.
+        Raises WhetError naming the receivers that loaded other weights, failed or did not answer, since when; Missed if
+        the only cause is that the version was not sent in full.
         """
         if self.sent is None:
             return
@@ -129,7 +129,7 @@ class Publisher:
             if patience.over:
                 raise patience.error(
                     f"the receipt of weights version {sent.version} from {', '.join(waiting)}",
-                    "are they alive?",
+                    "check that they are running",
                 )
             time.sleep(min(0.01, patience.left))
         missed = [a for name in self.held if (a := self.answers[name]).missed]
@@ -137,7 +137,7 @@ class Publisher:
             raise Missed(f"{missed[0].receiver}: {missed[0].error}")
 
     def deliver(self, version: int, tensors: Callable[[], Tensors]) -> Manifest:
-        """Send, settle; for those who lacked something, once more and whole."""
+        """Send and settle; for receivers that lacked something, once more in full."""
         manifest = self.send(version, tensors())
         try:
             self.settle()
@@ -162,7 +162,7 @@ class Publisher:
             self.held[name] = None
             return True
         if answer.error:
-            raise WhetError(f"weights version {sent.version} was not taken by {name}: {answer.error}")
+            raise WhetError(f"weights version {sent.version} was not loaded by {name}: {answer.error}")
         if (answer.version, answer.digest) != (sent.version, sent.digest):
             raise _other(answer, sent.version, sent.digest)
         self.held[name] = sent
@@ -178,7 +178,7 @@ class Publisher:
 
 
 def publisher_of(cfg: Config, transport: Transport, *, timeout_s: float | None = None) -> Publisher:
-    """As the section `sync` says."""
+    """The publisher that the section `sync` describes."""
     content = content_of(cfg)
     return Publisher(
         transport,
@@ -192,7 +192,7 @@ def publisher_of(cfg: Config, transport: Transport, *, timeout_s: float | None =
 def _other(receipt: Receipt, version: int, digest: str) -> WhetError:
     return WhetError(
         f"{receipt.receiver} confirms weights version {receipt.version} with digest {receipt.digest}; version "
-        f"{version} with {digest} was sent, so its rollouts would come from other weights, and the run stops"
+        f"{version} with digest {digest} was sent. Its rollouts would use other weights, so the run stops"
     )
 
 
@@ -215,11 +215,12 @@ class Receiver:
     async def load(
         self, engine: RolloutEngine, version: int, *, finish: bool = True, again: bool = False
     ) -> Receipt:
-        """Take one version into the engine and confirm it. finish: rollouts in flight end first; else they go on under
-        the new weights. again: the version that is here is sent once more, for another receiver's sake.
+        """Load one version into the engine and confirm it. finish: rollouts in flight finish first; else they continue
+        with the new weights. again: the current version is sent once more, because another receiver needs it.
 
-        Raises WhetError, which the receipt tells the trainer, too. A staged version that cannot be fetched leaves the
-        engine as it was; once tensors go in, a fault makes it refuse to sample until a whole version has come.
+        Raises WhetError, which the receipt also reports to the trainer. A staged version that cannot be fetched leaves
+        the engine unchanged; once tensors have been copied, a fault makes the engine refuse to sample until a full
+        version has been loaded.
         """
         try:
             self._refuse_late(version, again)
@@ -242,23 +243,23 @@ class Receiver:
         self.held = self.version = None  # for as long as they may be a mix
         await engine.load_weights(WeightSource(tensors=self._proved(tensors, version)), version)
         if self.arrived is None:
-            raise WhetError(f"weights version {version}: the engine of {self.name} did not take its tensors")
+            raise WhetError(f"weights version {version}: the engine of {self.name} did not load its tensors")
         if engine.version != version:
             raise WhetError(
-                f"weights version {version}: the engine of {self.name} is at version {engine.version} after it"
+                f"weights version {version}: the engine of {self.name} is at version {engine.version} after loading it"
             )
         self.held, self.version = self.arrived, version
 
     def forget(self) -> None:
-        """Take any version next, even an earlier one: the trainer has gone back to a checkpoint."""
+        """Accept any version next, even an earlier one: the trainer has resumed from an older checkpoint."""
         self.version = None
 
     def _refuse_late(self, version: int, again: bool) -> None:
         here = self.version
         if here is not None and (version < here or (version == here and not again)):
             raise WhetError(
-                f"weights version {version} for {self.name} came {'late' if version < here else 'twice'}: version "
-                f"{here} is here already"
+                f"weights version {version} for {self.name} arrived {'late' if version < here else 'twice'}: version "
+                f"{here} is already loaded"
             )
 
     def _stream(self, version: int, held: Manifest | None) -> Iterator[tuple[str, Tensor | None]]:
@@ -288,8 +289,8 @@ class Receiver:
         refresh(self.module)
         if told is not None and not torch.equal(told.cpu(), _merged_digest(self.module)):
             raise WhetError(
-                f"weights version {version}: the adapters of {self.name} do not make the trainer's weights; base "
-                "model, scale and device have to be the same on both sides, or use sync.content=full"
+                f"weights version {version}: the adapters of {self.name} do not reproduce the trainer's weights; base "
+                "model, scale and device must be the same on both sides, or use sync.content=full"
             )
 
 

@@ -38,8 +38,8 @@ _RECEIVER = re.compile(r"\w[\w.-]*")
 class Files:
     """A `Transport` through the folder `root`.
 
-    keep: versions that stay, the newest; a reader that is slower than so many finds its version gone. poll_s: time
-    between two looks for a version. There is one writer, whose `tidy` mends what a killed one left.
+    keep: number of newest versions that are kept; a slower reader finds its version deleted. poll_s: time between two
+    checks for a version. There is one writer; its `tidy` removes what a killed writer left.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Files:
     def confirm(self, receipt: Receipt) -> None:
         if not _RECEIVER.fullmatch(receipt.receiver):
             raise WhetError(
-                f"weight sync: {receipt.receiver!r} cannot be a file's name; name receivers by letters and digits"
+                f"weight sync: {receipt.receiver!r} cannot be a file name; name receivers with letters and digits"
             )
         folder = self.root / "confirmed"
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ class Files:
         return [_read_receipt(path) for path in sorted((self.root / "confirmed").glob("[!.]*.json"))]
 
     def tidy(self) -> None:
-        """Remove what a killed writer left half-done, and answers that it got. Only for the one that writes."""
+        """Remove partial files of a killed writer, and answers that it got. Only for the writer."""
         if self.root.is_dir():
             tidy(self.root)
             shutil.rmtree(self.root / "confirmed", ignore_errors=True)
@@ -148,7 +148,7 @@ class Files:
             newest = self.newest()
             if newest is not None and newest > version:
                 raise WhetError(
-                    f"weights version {version} is not in {self.root}, the newest there is {newest}; take that, or "
+                    f"weights version {version} is not in {self.root}, the newest there is {newest}; load that, or "
                     "raise sync.keep"
                 )
             if patience.over:
@@ -157,10 +157,10 @@ class Files:
 
     def _state(self, newest: int | None) -> str:
         if newest is None:
-            return "none has come yet; is this the folder that the trainer writes to?"
+            return "none has arrived yet; check that the trainer writes to this folder"
         path = next(p for v, p in self._there() if v == newest)
         ago = time.time() - path.stat().st_mtime
-        return f"the newest is {newest}, written {ago:.0f} s ago by {_read_manifest(path).by}; is it alive?"
+        return f"the newest is {newest}, written {ago:.0f} s ago by {_read_manifest(path).by}; check that it is running"
 
 
 def _tensors(
@@ -176,7 +176,7 @@ def _tensors(
             for file in files:
                 for name in file.keys():  # noqa: SIM118  it is no mapping
                     if name not in named:
-                        raise WhetError(f"{folder}: {name!r} is there, but the manifest has none")
+                        raise WhetError(f"{folder}: holds {name!r}, which the manifest does not list")
                     if name in wanted:
                         yield name, file.get_tensor(name)
         except (SafetensorError, OSError) as error:
@@ -223,9 +223,11 @@ def _read_manifest(folder: Path) -> Manifest:
 
 def _unreadable(folder: Path, error: Exception) -> WhetError:
     if not folder.is_dir():
-        return WhetError(f"{folder} was removed while it was read: newer versions have come; raise sync.keep")
+        return WhetError(
+            f"{folder} was removed while it was read, as newer versions were written; raise sync.keep"
+        )
     return WhetError(
-        f"the weights in {folder} cannot be read: {error}; have the trainer send this version again"
+        f"the weights in {folder} cannot be read: {error}; let the trainer send this version again"
     )
 
 
@@ -234,4 +236,4 @@ def _read_receipt(path: Path) -> Receipt:
         value: Any = json.loads(path.read_text())
         return Receipt(**value)
     except (OSError, ValueError, TypeError) as error:
-        raise WhetError(f"{path} is no receipt of weights: {error}; remove it") from error
+        raise WhetError(f"{path} is not a receipt of weights: {error}; remove it") from error

@@ -1,7 +1,8 @@
-"""Weights to another process on the same GPU by handle: nothing is copied, the engine reads the trainer's memory.
+"""Weights for another process on the same GPU by memory handle: nothing is copied, the engine reads the trainer's
+memory.
 
-The trainer must leave the weights as they are until every receiver has confirmed; a step too early is found by the
-digest. A handle is plain numbers and bytes, so a letter travels by whatever brings plain values.
+The trainer must not change the weights until every receiver has confirmed; the digest detects a step that comes too
+early. A handle is plain numbers and bytes, so a letter can be sent over any channel for plain values.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def by_handle(*, timeout_s: float = 600.0, keep: int = 1) -> Parcels:
     """Raises ConfigError without CUDA."""
     if not torch.cuda.is_available():
         raise ConfigError(
-            "sync.method=ipc hands over CUDA memory, and torch finds no CUDA device here; use memory in one process, "
+            "sync.method=ipc shares CUDA memory, and torch finds no CUDA device here; use memory in one process, "
             "files or collective between processes"
         )
     return Parcels(_handles, _opened, timeout_s=timeout_s, keep=keep)
@@ -31,9 +32,7 @@ def by_handle(*, timeout_s: float = 600.0, keep: int = 1) -> Parcels:
 def _handles(tensors: list[Tensor]) -> list[dict[str, Any]]:
     for tensor in tensors:
         if tensor.device.type != "cuda":
-            raise WhetError(
-                f"sync.method=ipc: a tensor is on {tensor.device}; the policy has to be on the GPU"
-            )
+            raise WhetError(f"sync.method=ipc: a tensor is on {tensor.device}; put the policy on the GPU")
     torch.cuda.synchronize()  # the receivers' streams know nothing of this one
     return [_handle(tensor) for tensor in tensors]
 
@@ -76,6 +75,6 @@ def _device_of(uuid: str, name: str) -> int:
         if str(torch.cuda.get_device_properties(number).uuid) == uuid:
             return number
     raise WhetError(
-        f"sync.method=ipc: {name!r} lies on GPU {uuid}, which this process does not see; put engine and trainer on the "
+        f"sync.method=ipc: {name!r} is on GPU {uuid}, which is not visible here; put engine and trainer on the "
         "same GPU, or use collective"
     )

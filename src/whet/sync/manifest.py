@@ -1,7 +1,7 @@
-"""What one version of the weights consists of: every tensor's name, shape, dtype and digest.
+"""The contents of one version of the weights: every tensor's name, shape, dtype and digest.
 
-A digest is XXH3-128 of a tensor's bytes: it finds accidents, not attacks, at about the speed of memory. The digest of a
-manifest says what the weights are, whichever way they travelled: whole or as a difference, from whomever.
+A digest is XXH3-128 of a tensor's bytes: it detects accidents, not attacks, at about the speed of memory. The digest of
+a manifest identifies the weights, however they were sent: in full or as a difference, by any sender.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPES = {
 
 
 class Missed(WhetError):
-    """The receiver lacks what a difference builds on. The same version sent whole mends it."""
+    """The receiver lacks the base of a difference. Sending the same version in full solves it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Manifest:
 
     @staticmethod
     def from_json(value: Json) -> Manifest:
-        """Raises WhetError if it is not as it was written."""
+        """Raises WhetError if it was changed after it was written."""
         try:
             entries = tuple(Entry(n, tuple(s), t, d, sent) for n, s, t, d, sent in value["entries"])
             found, told = Manifest(value["version"], entries, value["by"]), value["digest"]
@@ -89,7 +89,7 @@ class Manifest:
         if found.digest != told:
             raise WhetError(
                 f"the manifest of weights version {found.version} is damaged: its entries' digest is "
-                f"{found.digest}, it says {told}"
+                f"{found.digest}, but it states {told}"
             )
         return found
 
@@ -108,7 +108,7 @@ class Receipt:
 
 
 def myself() -> str:
-    """This process, for people."""
+    """This process, as a readable name."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
@@ -122,11 +122,11 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def entry_of(name: str, tensor: Tensor) -> Entry:
-    """Raises WhetError for a dtype that cannot travel."""
+    """Raises WhetError for a dtype that cannot be sent."""
     dtype = dtype_name(tensor)
     if dtype not in DTYPES:
         raise WhetError(
-            f"weight sync: {name!r} is of dtype {dtype}, which cannot travel; use {', '.join(DTYPES)}"
+            f"weight sync: {name!r} has dtype {dtype}, which cannot be sent; use {', '.join(DTYPES)}"
         )
     return Entry(name, tuple(tensor.shape), dtype, digest_of(tensor))
 
@@ -136,12 +136,12 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def describe(version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
-    """The manifest of tensors that are at hand."""
+    """The manifest of the given tensors."""
     return Manifest(version, tuple(entry_of(name, t) for name, t in tensors), myself())
 
 
 def pieces(tensors: Iterable[tuple[str, Tensor]], held: Mapping[str, Entry]) -> Iterator[Piece]:
-    """Tensors with their entries; those that all receivers hold already stay behind."""
+    """Tensors with their entries; tensors that all receivers hold already are not sent."""
     for name, tensor in tensors:
         entry = entry_of(name, tensor)
         if entry.same(held.get(name)):
@@ -151,7 +151,7 @@ def pieces(tensors: Iterable[tuple[str, Tensor]], held: Mapping[str, Entry]) -> 
 
 
 def lacking(manifest: Manifest, held: Manifest | None) -> list[str]:
-    """Names of what a receiver has to be given: all that it does not hold in this content."""
+    """Names of the tensors that a receiver needs: all that it does not hold with these values."""
     return [e.name for e in manifest.entries if held is None or not e.same(held.named.get(e.name))]
 
 
@@ -170,11 +170,11 @@ def not_sent(manifest: Manifest, held: Manifest | None, came: Collection[str]) -
 def checked(
     stream: Generator[Piece, None, Manifest], version: int, held: Manifest | None
 ) -> Generator[tuple[str, Tensor | None], None, Manifest]:
-    """(name, tensor), or (name, None) for one that stays as it is; returns the manifest, once it has proved true.
+    """(name, tensor), or (name, None) for one that stays unchanged; returns the manifest, once it has been verified.
 
-    held: what the receiver has. Raises WhetError naming tensor and version if one is missing, comes twice, is of
-    another shape, dtype or content than was sent, or if the whole is of another version; Missed if what was not sent is
-    not held.
+    held: what the receiver has. Raises WhetError naming tensor and version if one is missing, is sent twice, has
+    another shape, dtype or content than was sent, or if the version is another one; Missed if a tensor that was not
+    sent is not held.
     """
     seen: dict[str, Entry] = {}
     with closing(stream):
@@ -186,7 +186,7 @@ def checked(
                 break
             where = f"weights version {version}: {entry.name!r}"
             if entry.name in seen:
-                raise WhetError(f"{where} came twice")
+                raise WhetError(f"{where} was received twice")
             if tensor is None:
                 _check_held(where, entry, held)
             else:
@@ -204,7 +204,7 @@ def _check_held(where: str, entry: Entry, held: Manifest | None) -> None:
         )
     if not entry.same(held.named.get(entry.name)):
         raise Missed(
-            f"{where} was not sent because it has not changed, but this receiver holds another content of it, from "
+            f"{where} was not sent because it has not changed, but this receiver holds other values of it, from "
             f"version {held.version}"
         )
 
@@ -212,25 +212,23 @@ def _check_held(where: str, entry: Entry, held: Manifest | None) -> None:
 def _check_content(where: str, entry: Entry, tensor: Tensor) -> None:
     if tuple(tensor.shape) != entry.shape or dtype_name(tensor) != entry.dtype:
         raise WhetError(
-            f"{where} came as {dtype_name(tensor)} {tuple(tensor.shape)}, {entry.dtype} {entry.shape} was sent"
+            f"{where} was received as {dtype_name(tensor)} {tuple(tensor.shape)}, sent as {entry.dtype} {entry.shape}"
         )
     if (digest := digest_of(tensor)) != entry.digest:
-        raise WhetError(
-            f"{where} came with other bytes than were sent (digest {digest}, sent {entry.digest})"
-        )
+        raise WhetError(f"{where} has other bytes than were sent (digest {digest}, sent {entry.digest})")
 
 
 def _check_whole(version: int, manifest: Manifest, seen: Mapping[str, Entry]) -> None:
     if manifest.version != version:
         raise WhetError(
-            f"weights version {version} was asked for, version {manifest.version} by {manifest.by} came"
+            f"weights version {version} was requested, but version {manifest.version} by {manifest.by} was received"
         )
     if len(manifest.named) != len(manifest.entries):
-        raise WhetError(f"weights version {version}: its manifest names a tensor twice")
+        raise WhetError(f"weights version {version}: its manifest lists a tensor twice")
     if lost := [name for name in manifest.named if name not in seen]:
         raise WhetError(
-            f"weights version {version}: {len(lost)} of {len(manifest.entries)} tensors did not come: "
+            f"weights version {version}: {len(lost)} of {len(manifest.entries)} tensors were not received: "
             f"{', '.join(map(repr, lost[:3]))}"
         )
     if odd := [name for name, entry in seen.items() if entry != manifest.named.get(name)]:
-        raise WhetError(f"weights version {version}: {odd[0]!r} is not as its manifest says")
+        raise WhetError(f"weights version {version}: {odd[0]!r} does not match its manifest")

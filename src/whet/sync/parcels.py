@@ -1,7 +1,7 @@
-"""Weights that travel as a letter: a manifest and a list of parcels, handed over by whoever has both ends.
+"""Weights that are sent as a letter: a manifest and a list of parcels, handed over by the process that has both ends.
 
-Three transports are this one with different parcels: the tensors themselves (same process), references into an object
-store (Ray's, put in by the caller), handles to memory of the same GPU.
+Three transports use this module with different parcels: the tensors themselves (same process), references into an
+object store (Ray's, filled by the caller), handles to memory of the same GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Unpack = Callable[[Any, Sequence[Entry]], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Letter:
-    """One version on its way."""
+    """One version that is being sent."""
 
     manifest: Manifest
     parcels: tuple[tuple[tuple[str, ...], Any], ...]
@@ -93,21 +93,22 @@ class Parcels:
         return manifest
 
     def letter(self, version: int) -> Letter:
-        """What to bring to the other side. KeyError: it is no longer kept."""
+        """The letter to hand to the other side. KeyError: it is no longer kept."""
         return self.letters[version]
 
     def accept(self, letter: Letter) -> None:
-        """Make a version receivable here; the oldest beyond `keep` go. Raises WhetError for one that is late.
+        """Make a version receivable in this process; the oldest beyond `keep` are deleted. Raises WhetError for a late
+        version.
 
-        The same version again takes the place of the first: it was sent whole for someone who lacked something.
+        The same version again replaces the first: it was sent in full for a receiver that lacked something.
         """
         version = letter.manifest.version
         with self.arrived:
             newest = self.newest()
             if newest is not None and version < newest:
                 raise WhetError(
-                    f"weights version {version} by {letter.manifest.by} came late: version {newest} is here already. "
-                    "If the trainer has gone back to a checkpoint, close this end and open another"
+                    f"weights version {version} by {letter.manifest.by} arrived late: version {newest} came first. "
+                    "If the trainer restarted from an older checkpoint, close this end and open a new one"
                 )
             self.letters[version] = letter
             for old in sorted(self.letters)[: -self.keep]:
@@ -121,12 +122,14 @@ class Parcels:
         for sender, names, reference, wanted in letter.needed(held):
             there = sender.manifest.named
             if strange := [n for n in names if n not in there]:
-                raise WhetError(f"weights version {version}: {strange[0]!r} came, but its manifest has none")
+                raise WhetError(
+                    f"weights version {version}: received {strange[0]!r}, which its manifest does not list"
+                )
             entries = [there[name] for name in names]
             tensors = self.unpack(reference, entries)
             if len(tensors) != len(entries):
                 raise WhetError(
-                    f"weights version {version}: {len(tensors)} tensors came for the {len(entries)} from {names[0]!r} "
+                    f"weights version {version}: got {len(tensors)} tensors for the {len(entries)} from {names[0]!r} "
                     f"to {names[-1]!r}"
                 )
             yield from ((named[n], tensor) for n, tensor in zip(names, tensors) if n in wanted)
@@ -153,18 +156,20 @@ class Parcels:
                 newest = self.newest()
                 if newest is not None and newest > version:
                     raise WhetError(
-                        f"weights version {version} is gone, the newest is {newest}; take that, or raise sync.keep"
+                        f"weights version {version} was deleted, the newest is {newest}; load that, or raise sync.keep"
                     )
                 if patience.over:
-                    state = "none has come yet" if newest is None else f"the newest is {newest}"
-                    raise patience.error(f"weights version {version}", f"{state}; is the trainer alive?")
+                    state = "none has arrived yet" if newest is None else f"the newest is {newest}"
+                    raise patience.error(
+                        f"weights version {version}", f"{state}; check that the trainer is running"
+                    )
                 self.arrived.wait(patience.left)
             return self.letters[version]
 
 
 def in_memory(*, copy: bool = False, timeout_s: float = 600.0, keep: int = 1) -> Parcels:
-    """Within one process. By reference, a version is gone as soon as the trainer steps on (its digest then tells); a
-    copy stays."""
+    """Within one process. By reference, a version is gone as soon as the trainer takes a step (its digest detects
+    this); a copy stays."""
 
     def pack(tensors: list[Tensor]) -> list[Tensor]:
         return [t.clone() for t in tensors] if copy else tensors

@@ -1,7 +1,7 @@
-"""Weights to engine replicas in processes of their own: by letters through an object store, or by broadcast.
+"""Weights for engine replicas in separate processes: by letters through an object store, or by broadcast.
 
-`Shipper` is the trainer's end and stands where a Router's `ship` does; `Inbox` is a replica's. What goes between them
-(a `Letter` or a `Seat`) is brought by the replica's handle. A replica that comes late, or again, gets all.
+`Shipper` is the trainer's end and is passed as a Router's `ship`; `Inbox` is a replica's. The replica's handle carries
+a `Letter` or a `Seat` between them. A replica that joins late or restarts gets all tensors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Delivery: TypeAlias = Letter | Seat
 
 
 def within_s(cfg: Config) -> float:
-    """A replica that has not taken a version after so long is lost: sync.timeout_s, and time to say why."""
+    """A replica that has not loaded a version after this time is lost: sync.timeout_s, and time to report why."""
     return cfg.sync.timeout_s + 6 * _GRACE_S
 
 
@@ -62,10 +62,11 @@ class Replicated(Protocol):
     """What it has confirmed."""
 
     async def deliver(self, delivery: Delivery) -> Receipt:
-        """Bring it there; `Inbox.take` is its answer. Raises WhetError where that did, others where it has ended."""
+        """Send it to the replica; `Inbox.take` is its answer. Raises WhetError where that did, other errors where the
+        replica has ended."""
 
     async def give(self) -> Letter:
-        """What it has, for another one: `Inbox.give`."""
+        """The weights that it has, for another replica: `Inbox.give`."""
 
 
 class Shipped(Iterator[tuple[str, Tensor]]):
@@ -82,10 +83,10 @@ class Shipped(Iterator[tuple[str, Tensor]]):
 
 
 class Shipper:
-    """Gives each version to all replicas, and what each of them lacks to those that come later.
+    """Gives each version to all replicas, and to replicas that join later the tensors that they lack.
 
-    store: where letters go. members: the replicas that serve. host: the address that all of them can reach the trainer
-    at; None: nothing is broadcast. timeout_s: for one version, whatever fails meanwhile.
+    store: for the letters. members: the replicas that serve. host: the address at which all of them can reach the
+    trainer; None: nothing is broadcast. timeout_s: for one version, including all failures.
     """
 
     def __init__(self, cfg: Config, store: Parcels, *, device: str = "cpu") -> None:
@@ -107,7 +108,7 @@ class Shipper:
         return lambda: WeightSource(tensors=Shipped(self.carried(source), lambda one: hand(letter, one)))
 
     def carried(self, source: WeightSource) -> Tensors:
-        """What travels of a policy's module."""
+        """The tensors of a policy's module that are sent."""
         if source.module is None:
             return source.tensors or iter(())
         if self.letters.adapters:
@@ -116,14 +117,14 @@ class Shipper:
         return ((name, p.detach()) for name, p in model.named_parameters())
 
     def letter(self, source: WeightSource, version: int, *, whole: bool = False) -> Letter:
-        """Put one version into the store. The one before it goes with the last replica that reads it."""
+        """Put one version into the store. The version before it is freed with the last replica that reads it."""
         self.letters.send(version, self.carried(source), whole=whole)
         return self.store.letter(version)
 
     def seat(
         self, members: Sequence[Replicated], version: int, timeout_s: float
     ) -> tuple[Publisher, list[Seat]]:
-        """The trainer's end of a group of these, and the places of theirs. A group that broke is made anew."""
+        """The trainer's end of a group of these replicas, and their places. A broken group is created again."""
         assert self.host is not None
         if self.end is None or self.end.broken is not None or self.seated != list(members):
             if self.end is not None:
@@ -144,7 +145,7 @@ class Shipper:
 
 
 async def hand(letter: Letter, replica: Replicated) -> None:
-    """Bring a letter to one replica. Raises WhetError if it confirms something else."""
+    """Give a letter to one replica. Raises WhetError if it confirms something else."""
     replica.held = None  # as long as it may be a mix
     check(await replica.deliver(letter), letter.manifest)
     replica.held = letter.manifest
@@ -154,16 +155,17 @@ def check(receipt: Receipt, sent: Manifest) -> None:
     told = (receipt.version, receipt.digest)
     if told != (sent.version, sent.digest):
         raise WhetError(
-            f"weights version {sent.version}: {receipt.receiver} has (version, digest) {told}, sent "
+            f"weights version {sent.version}: {receipt.receiver} has (version, digest) {told}, but sent was "
             f"{(sent.version, sent.digest)}"
         )
 
 
 class Broadcast:
-    """One version to those that are there now, in one go; who comes later gets it from one of them.
+    """One version for all replicas that are present now, in one broadcast; a replica that joins later gets it from one
+    of them.
 
-    A replica that dies or hangs in the middle breaks the group: the others get the version in another one, all within
-    the shipper's deadline.
+    A replica that dies or hangs during the broadcast breaks the group: the others get the version in another group,
+    within the shipper's deadline.
     """
 
     def __init__(self, shipper: Shipper, source: WeightSource, version: int) -> None:
@@ -173,7 +175,7 @@ class Broadcast:
         self.running: asyncio.Task[None] | None = None
 
     async def to(self, replica: Replicated) -> None:
-        """Until this replica has the version. Raises what kept it from that."""
+        """Wait until this replica has the version. Raises the error that prevented it."""
         if self.running is None:
             loop = asyncio.get_running_loop()
             self.answers = {member: loop.create_future() for member in self.shipper.members()}
@@ -192,7 +194,7 @@ class Broadcast:
             error = raised
         for answer in answers.values():
             if not answer.done():
-                _answer(answer, error or WhetError(f"weights version {self.version} were not sent"))
+                _answer(answer, error or WhetError(f"weights version {self.version} was not sent"))
 
     async def _all(self, answers: dict[Replicated, asyncio.Future[None]]) -> None:
         """Group after group, each without those that were lost in the one before."""
@@ -207,7 +209,7 @@ class Broadcast:
                 raise WhetError(f"weights version {self.version} could not be broadcast: {outcome[again[0]]}")
             if again:
                 lost = ", ".join(m.label for m in outcome if m not in again)
-                log.warning("weights version %d: the broadcast is made anew without %s", self.version, lost)
+                log.warning("weights version %d: the broadcast is repeated without %s", self.version, lost)
             left = again
 
     async def _attempt(
@@ -248,8 +250,8 @@ class Broadcast:
         self.shipper.store.close()  # for this one alone
         if self.sent is not None and letter.manifest.digest != self.sent.digest:
             raise WhetError(
-                f"weights version {self.version} is nowhere any more, as the trainer has learned since; "
-                f"{replica.label} is to come again"
+                f"weights version {self.version} is no longer available, because the trainer has updated since; "
+                f"{replica.label} has to rejoin"
             )
         await hand(letter, replica)
 
@@ -268,7 +270,7 @@ def _why(ask: asyncio.Future[Receipt], error: WhetError, *, lost: bool) -> BaseE
     """What became of a replica whose group failed with `error`; lost: it was missing there."""
     if not ask.done():
         ask.cancel()
-        return WhetError(f"it did not answer: {error}")
+        return WhetError(f"the replica did not answer: {error}")
     if lost:
         return ask.exception() or error
     own = ask.exception()
@@ -279,7 +281,7 @@ def _took(member: Replicated, ask: asyncio.Future[Receipt], manifest: Manifest) 
     """What keeps a replica from having the version, if anything."""
     if not ask.done():
         ask.cancel()
-        return WhetError(f"weights version {manifest.version} were sent, and it did not confirm them")
+        return WhetError(f"weights version {manifest.version} was sent, but the replica did not confirm it")
     if (error := ask.exception()) is not None:
         return error
     try:
@@ -302,10 +304,10 @@ def _answer(future: asyncio.Future[None], error: BaseException | None) -> None:
 
 
 class Inbox:
-    """What a replica's process does with a delivery. All on its event loop: while weights come, nothing is sampled.
+    """Handles deliveries in a replica's process, on its event loop: while weights arrive, nothing is sampled.
 
-    module: the engine's own. adapters: it has them, and they come apart from what they adapt. put: into the object
-    store, for `give`.
+    module: the engine's own. adapters: it has them, and they are sent separately from the weights that they adapt. put:
+    into the object store, for `give`.
     """
 
     def __init__(self, module: nn.Module, *, name: str, adapters: bool, put: Callable[[Any], Any]) -> None:
@@ -341,21 +343,19 @@ class Inbox:
             self.letters.close()
 
     def give(self) -> Letter:
-        """The version that is here, for another replica. Raises WhetError if there is none."""
+        """The current version, for another replica. Raises WhetError if there is none."""
         held = self.receiver.held
         if held is None:
-            raise WhetError(f"{self.receiver.name} has no whole version of the weights")
+            raise WhetError(f"{self.receiver.name} has no full version of the weights")
         if quantised(self.module):
-            raise WhetError(f"{self.receiver.name} has its weights in 8 bits alone")
+            raise WhetError(f"{self.receiver.name} has its weights only in 8 bits")
         named = with_adapters(self.module) if self.adapters else self.module.named_parameters()
         tensors = ((n, t.detach().to(DTYPES[held.named[n].dtype])) for n, t in named)
         sent = self.letters.send(held.version, tensors)
         letter = self.letters.letter(held.version)
         self.letters.close()
         if sent.digest != held.digest:
-            raise WhetError(
-                f"{self.receiver.name}: its weights are not those of version {held.version} any more"
-            )
+            raise WhetError(f"{self.receiver.name}: its weights no longer match version {held.version}")
         return letter
 
     def _seated(self, seat: Seat) -> Collective:

@@ -1,4 +1,4 @@
-"""The seam of weight sync: how tensors get from the trainer's process to an engine's."""
+"""The interface of weight sync: how tensors get from the trainer's process to an engine's."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _ALIGN = 16
 
 
 class Transport(Protocol):
-    """One way for weights to travel. The trainer holds one end, every engine process another."""
+    """One way to send weights. The trainer holds one end, every engine process another."""
 
     def send(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], *, held: Mapping[str, Entry] | None = None
     ) -> Manifest:
-        """Send one version, tensor by tensor. held: what all receivers have already, which stays behind."""
+        """Send one version, tensor by tensor. held: tensors that all receivers already have, which are not sent."""
 
     def receive(self, version: int, *, held: Manifest | None = None) -> Generator[Piece, None, Manifest]:
-        """The pieces of a version as they come, unchecked (see `manifest.checked`); returns its manifest.
+        """The pieces of a version as they arrive, unchecked (see `manifest.checked`); returns its manifest.
 
-        Waits for the version; raises WhetError naming it, its sender and the time waited if it does not come.
+        Waits for the version; raises WhetError naming it, its sender and the time waited if it does not arrive.
         """
 
     def newest(self) -> int | None:
@@ -80,7 +80,7 @@ def split(flat: Tensor, entries: Sequence[Entry]) -> list[Tensor]:
     """The tensors of a flat buffer, as views of it. Raises WhetError if its length is not theirs."""
     if flat.numel() != flat_bytes(entries):
         raise WhetError(
-            f"weight sync: a buffer of {flat.numel()} bytes came for {entries[0].name!r} and {len(entries) - 1} more, "
+            f"weight sync: got a buffer of {flat.numel()} bytes for {entries[0].name!r} and {len(entries) - 1} more, "
             f"expected {flat_bytes(entries)}"
         )
     out, at = [], 0
@@ -102,7 +102,7 @@ def _padded(size: int) -> int:
 
 
 class Patience:
-    """A wait with a deadline, and its words."""
+    """A wait with a deadline, and its error."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.since, self.began = seconds, time.strftime("%H:%M:%S"), time.monotonic()
@@ -118,5 +118,5 @@ class Patience:
     def error(self, what: str, state: str) -> WhetError:
         """what: that was waited for. state: what is there instead, or what to look at."""
         return WhetError(
-            f"{what} did not come within {self.seconds:g} s (since {self.since}); {state}; sync.timeout_s is the limit"
+            f"{what} did not arrive within sync.timeout_s={self.seconds:g} s (since {self.since}); {state}"
         )

@@ -1,4 +1,4 @@
-"""The table of transports: what `sync.method` can name. A line here is all that a new one needs."""
+"""The table of transports that `sync.method` can name. A new transport needs only a line here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a trained policy to the engine that samples from it."""
+"""Transfers weights from a trained policy to the engine that samples from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whet.types import WhetError
 
 
 class Sampler(Policy, Protocol):
-    """A copy of the policy to sample from, while the policy itself moves on."""
+    """A copy of the policy to sample from, while the policy itself is trained on."""
 
     def copy_from(self, other: Any) -> None: ...
 
@@ -24,11 +24,11 @@ async def publish(
     finish: bool = True,
     out: Publisher | None = None,
 ) -> None:
-    """One more version of the policy; if a sync is due, `engine.version == policy.version` from the return on.
+    """Publish one more version of the policy; if a sync is due, `engine.version == policy.version` when this returns.
 
     Trainer and engine share the module in memory, so nothing is moved, or share the sampler's (`through`), which is
-    then made equal to the policy. Rollouts in flight finish first, or (`finish` false) go on under the new weights.
-    out: where explorers of their own get the weights from.
+    then made equal to the policy. Rollouts in flight finish first, or (`finish` false) continue with the new weights.
+    out: where separate explorer processes get the weights from.
     """
     policy.version += 1
     if due:
@@ -43,7 +43,7 @@ async def sync(
     finish: bool = True,
     out: Publisher | None = None,
 ) -> None:
-    """Give the engine the policy's present weights and version."""
+    """Give the engine the policy's current weights and version."""
     if out is not None:
         out.send(policy.version, carried(policy, adapters=out.adapters))
     if engine is not None:
@@ -62,5 +62,5 @@ async def hand_over(source: Policy, engine: RolloutEngine | None) -> None:
     if engine.version != source.version:
         raise WhetError(
             f"after the weight sync the engine is at version {engine.version}, the policy at {source.version}; "
-            "rollouts would come from stale weights, so the run stops"
+            "its rollouts would use stale weights, so the run stops"
         )

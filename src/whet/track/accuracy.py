@@ -1,4 +1,4 @@
-"""Numbers of an evaluation as a table for people: a column for each source."""
+"""Metrics of an evaluation as a table for users: a column for each source."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from whet.track.report import printable
 from whet.types import Metrics
 
 FIRST = ("mean", "pass", "maj", "reward_mean", "best", "worst", "std")
-"""The order of the lines; what is not named comes last, as it was given."""
+"""The order of the lines; other metrics come last, in the given order."""
 
 
 def by_source(metrics: Metrics, title: str = "") -> Table:
-    """`eval/SOURCE/NAME` as a table of names and sources; where a source has no such number it is left blank."""
+    """`eval/SOURCE/NAME` as a table of names and sources; the cell is blank if a source does not have the metric."""
     columns: dict[str, Metrics] = {}
     for key, value in metrics.items():
         source, mark, name = key.removeprefix("eval/").rpartition("/")

@@ -1,4 +1,4 @@
-"""What a step trained on, token by token, as a table: every field of the batch by its own name."""
+"""The training data of a step, token by token, as a table: every field of the batch by its name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whet.types import Group
 
 _REDUNDANT = ("row_N",)
 _SAID = ("logp_old_N", "logp_ref_N")
-"""What models said of tokens before the step: null at those of skipped rollouts, where none was asked."""
+"""Outputs of models before the step: null at tokens of skipped rollouts, which no model computed."""
 
 
 def to_table(batch: Batch, groups: Sequence[Group]) -> pa.Table:

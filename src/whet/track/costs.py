@@ -1,4 +1,4 @@
-"""What exploring and training took in a run, for the simulator; and its predictions as a table."""
+"""The times of sampling and training in a run, for the simulator; and its predictions as a table."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ READ = (*TRAINING, "time/generate_s", "time/reward_s")
 
 
 def measured(run_dir: Path, stage: str, *, slots: int) -> Costs:
-    """Costs of a stage from what its run wrote; DataError if that is too little.
+    """Costs of a stage from the records of its run; DataError if they are not enough.
 
-    A rollout's seconds are its tokens times what one decode step took: of each step, the seconds of generating by the
-    tokens of its longest rollout. Slots: rollouts that are decoded at once.
+    A rollout's seconds are its tokens times the seconds of one decode step: for each step, the seconds of generating
+    divided by the tokens of its longest rollout. Slots: rollouts that are decoded at once.
     """
     if read_config(run_dir).get("rollout", {}).get("schedule") == "async":
         raise DataError(
-            f"{run_dir}: its schedule was free, so the seconds of a step's rollouts are not known; --simulate needs "
-            "the times of a run with rollout.schedule=deterministic"
+            f"{run_dir}: it was run with rollout.schedule=async, so the seconds of a step's rollouts are not known; "
+            "--simulate needs the times of a run with rollout.schedule=deterministic"
         )
     lines = [line for line in read_lines(run_dir / "timings.jsonl") if line["stage"] == stage]
     timings = {n["step"]: n for n in lines if "time/update_s" in n and "time/generate_s" in n}
@@ -36,12 +36,12 @@ def measured(run_dir: Path, stage: str, *, slots: int) -> Costs:
     both = sorted(timings.keys() & lengths.keys())[1:] or sorted(timings.keys() & lengths.keys())
     if not both:
         raise DataError(
-            f"{run_dir}: no step of stage {stage!r} has both timings and rollouts. --simulate needs a run that was "
-            "trained a few steps with track.rollouts_interval=1"
+            f"{run_dir}: no step of stage {stage!r} has both timings and rollouts. --simulate needs a run of "
+            "a few steps with track.rollouts_interval=1"
         )
     if odd := [n for n in both if not all(0 <= timings[n].get(name, 0) < inf for name in READ)]:
         raise DataError(
-            f"{run_dir}/timings.jsonl: seconds of step {odd[0]} of stage {stage!r} are no numbers >= 0"
+            f"{run_dir}/timings.jsonl: seconds of step {odd[0]} of stage {stage!r} are not numbers >= 0"
         )
     per_token = median(timings[n]["time/generate_s"] / max(lengths[n]) for n in both)
     return Costs(
@@ -71,11 +71,11 @@ def schedule_of(plan: Plan, rollout: Rollout) -> Schedule:
 
 
 def predictions(costs: Costs, schedule: Schedule, *, stage: str) -> Table:
-    """The schedule of the config first, others below it. Numbers in names are of rollout.max_staleness; trainer and
-    engines: the share of the time in which they work."""
+    """The schedule of the config first, alternatives below it. Numbers in names are rollout.max_staleness; trainer and
+    engines: the share of the time in which they are busy."""
     table = Table(title=f"stage {stage}: {schedule.steps} simulated steps", title_justify="left")
     table.add_column("schedule", no_wrap=True)
-    for name in ("s/step", "rollouts/s", "of bound", "trainer", "engines", "given up"):
+    for name in ("s/step", "rollouts/s", "of bound", "trainer", "engines", "dropped"):
         table.add_column(name, justify="right", no_wrap=True)
     for n, way in enumerate(ways(schedule)):
         found = simulate(costs, way)

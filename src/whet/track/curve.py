@@ -1,4 +1,4 @@
-"""The picture of a run: reward and held-out accuracy over its steps, or the loss where there is neither."""
+"""The plot of a run: reward and held-out accuracy over its steps, or the loss if there is neither."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Point = tuple[int, float]
 
 @dataclass
 class Series:
-    """What is drawn. `stages` are (name, first step, last step), counted over all stages.
+    """The data of the plot. `stages` are (name, first step, last step), counted over all stages.
 
     `reward` and `loss` by stage: a stage's curve does not run on from the one before.
     """
@@ -65,7 +65,9 @@ def plot(run_dir: Path) -> Path:
     """Draw `curve.png` into the run directory. Raises WhetError if there is nothing to draw."""
     found = series(run_dir)
     if not (found.reward or found.held_out or found.loss):
-        raise WhetError(f"{run_dir}/metrics.jsonl has none of {REWARD}, {HELD_OUT} and {LOSS} to draw")
+        raise WhetError(
+            f"{run_dir}/metrics.jsonl has none of the metrics {REWARD}, {HELD_OUT} and {LOSS} to draw"
+        )
     picture = io.BytesIO()
     _figure(found).savefig(picture, format="png", facecolor="white")
     path = run_dir / "curve.png"

@@ -1,4 +1,4 @@
-"""What a person sees of a run: live progress in a terminal, plain lines elsewhere, a report at the end."""
+"""Console output of a run: live progress in a terminal, plain lines elsewhere, a report at the end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REFRESH_PER_S = 4
 class Display:
     """Progress of a run. `stages` are (name, steps), 0 if not known. Methods only take note; a thread draws.
 
-    A terminal that goes away silences the display and nothing else. `quiet` draws nothing at all.
+    If the terminal goes away, only the display stops. `quiet` draws nothing.
     Call `close` at the end.
     """
 
@@ -72,7 +72,7 @@ class Display:
         self._exactness = word
 
     def phase(self, name: str) -> None:
-        """What is being done now: generate, score, update, evaluate, save ..."""
+        """Set the current phase: generate, score, update, evaluate, save ..."""
         self._phase, self._phase_started = name, time.monotonic()
         pulse.beat(name)
 
@@ -97,7 +97,7 @@ class Display:
         self._print(printable(text))
 
     def show(self, what: RenderableType) -> None:
-        """Something larger that stays on the screen, e.g. the final report."""
+        """A larger block that stays on the screen, e.g. the final report."""
         self._console.print(what)
         self._last_line = time.monotonic()
 
@@ -187,7 +187,7 @@ _STYLES = {
 
 
 class _Steady:
-    """A text stream whose reader may go away: then it is silent instead of raising."""
+    """A text stream whose reader may go away: then writes are ignored instead of raising."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream

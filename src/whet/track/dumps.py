@@ -1,7 +1,7 @@
 """Rollouts, evaluations and batches once more, for other programs: at paths of the user's, as JSON lines or parquet.
 
 A path is a template: {step} stands for the step, {stage} for the stage's name, and {source} makes a file for each
-source. Its suffix says the format. Rows have the names that such files have elsewhere (verl's): input, output, gts,
+source. Its suffix sets the format. Rows have verl's names: input, output, gts,
 score, step, and the parts of the reward, each by its own name.
 """
 
@@ -40,7 +40,7 @@ def files(
 
 
 def batch_file(template: str, *, stage: str, step: int, table: pa.Table) -> tuple[Path, bytes]:
-    """(path, content) of what a step trained on: a row for each rollout (`batches.to_table`)."""
+    """(path, content) of the training data of a step: a row for each rollout (`batches.to_table`)."""
     path = _path(template, stage, step)
     return path, parquet_bytes(table) if path.suffix == ".parquet" else encoded(
         table.to_pylist(), path.suffix
@@ -93,7 +93,7 @@ def rows_of(
 
 
 def prompt_text(prompt: str | Sequence[Message]) -> str:
-    """A prompt for people: plain text as it is, messages as 'role: content'."""
+    """A prompt for users: plain text as is, messages as 'role: content'."""
     return prompt if isinstance(prompt, str) else "\n".join(f"{m.role}: {m.content}" for m in prompt)
 
 

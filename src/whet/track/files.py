@@ -1,6 +1,6 @@
-"""Files that are either whole or not there: written beside their place, synced, renamed.
+"""Atomic files: written beside their final path, synced, renamed.
 
-A kill at any moment leaves at worst a hidden `.NAME.new-*` or `.NAME.old-*` beside a file; `tidy` mends both.
+A kill at any moment leaves at most a hidden `.NAME.new-*` or `.NAME.old-*` beside a file; `tidy` mends both.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _CAUSES = {
     errno.ENOSPC: "the disk is full; free space there, or give another run_dir",
     errno.EDQUOT: "your disk quota is used up; free space there, or give another run_dir",
     errno.EFBIG: "the file is larger than the system or a limit (ulimit -f) allows",
-    errno.EROFS: "the file system is read-only; give a run_dir on one that can be written",
-    errno.EACCES: "permission denied; give a run_dir you may write, or mend its owner and mode",
-    errno.EPERM: "not permitted; give a run_dir you may write, or mend its owner and mode",
+    errno.EROFS: "the file system is read-only; give a run_dir on a writable file system",
+    errno.EACCES: "permission denied; give a writable run_dir, or fix its owner and mode",
+    errno.EPERM: "not permitted; give a writable run_dir, or fix its owner and mode",
     errno.EEXIST: "a file stands where a folder is needed; move it away, or give another run_dir",
     errno.ENOTDIR: "a file stands where a folder is needed; move it away, or give another run_dir",
-    errno.ENOENT: "the folder is gone; something removed it while the run was writing",
+    errno.ENOENT: "the folder is gone; another process removed it while the run was writing",
     errno.EIO: "the device reports an input/output error; check the disk",
 }
 
 
 def file_error(error: OSError, path: Path) -> WhetError:
-    """An OSError in words: the path, the cause, what to do."""
+    """The message for an OSError: the path, the cause, what to do."""
     cause = _CAUSES.get(error.errno or 0, error.strerror or str(error))
     return WhetError(f"cannot write {path}: {cause}")
 
@@ -166,17 +166,16 @@ def own_folder(path: Path) -> Path:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     seen = path.lstat()
     if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o022:
-        raise PermissionError(errno.EPERM, f"{path} is not a folder of yours alone; remove it")
+        raise PermissionError(errno.EPERM, f"{path} is not a private folder of this user; remove it")
     path.chmod(0o700)
     return path
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """What a file holds may be anything: where that breaks off reading it, it is a CheckpointError that names it.
+    """Turn errors from reading values of a file into a CheckpointError that names the file.
 
-    Put it around what takes values out of the file, not around what is done with them: a mistake of whet's own is no
-    damage.
+    Use it only around code that takes values out of the file: a bug of whet must not be reported as damage.
     """
     try:
         yield
@@ -309,7 +308,7 @@ def holder(run_dir: Path) -> tuple[int, str] | None:
 
 
 def is_running(run_dir: Path) -> bool | None:
-    """Whether the run's process lives. None: it runs on another host, so nobody here can tell."""
+    """Whether the run's process lives. None: unknown, because it runs on another host."""
     who = holder(run_dir)
     if who is None:
         return False

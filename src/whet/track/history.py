@@ -1,4 +1,4 @@
-"""What was changed when a run went on from a checkpoint: told in run.log, kept in manifest.json under `changes`."""
+"""Changes of a run that was resumed from a checkpoint: logged in run.log, kept in manifest.json under `changes`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 
 
 def since_last_start(run_dir: Path, now: Json) -> list[Change]:
-    """The free keys in which a config, as config.yaml will have it, differs from that of the run's last start."""
+    """The keys that may change, whose values differ between a config and the config of the run's last start."""
     try:
         before = read_config(run_dir)
     except DataError as error:
-        log.warning("what has changed since the last start is not told: %s", error)
+        log.warning("changes since the last start are not logged: %s", error)
         return []
     return free_changes(before, now) if before else []
 
@@ -30,16 +30,16 @@ def write_down(directory: RunDirectory, found: Sequence[Change], state: Json) ->
     and is made again, is no more part of the run."""
     place = state["stage_name"], state["step"]
     for change in found:
-        log.info("going on with %s%s", change, said_of(change, place))
+        log.info("resuming with %s%s", change, said_of(change, place))
     directory.write_changes([row(change, *place) for change in found], since=(state["stage"], state["step"]))
 
 
 def said_of(change: Change, place: tuple[str, int]) -> str:
-    """What a change does to the numbers of the run."""
+    """The effect of a change on the results of the run."""
     if change.kind == "numbers":
         return f": a branch of the run, from step {place[1]} of stage {place[0]!r}"
     if change.kind == "rounding":
-        return "; sums are taken in another order, so bits may differ from here on"
+        return "; the order of sums changes, so bits may differ from here on"
     return ""
 
 
@@ -63,6 +63,6 @@ def other_rows(
 
 
 def compare_machines(directory: RunDirectory, now: Mapping[str, Json]) -> None:
-    """A run that goes on elsewhere: whether the bits of its numbers may differ, and why."""
+    """A run that resumes on another machine: whether the bits of its results may differ, and why."""
     if (before := directory.last_start) and (told := other_arithmetic(before, now)):
         log.warning("%s", told)

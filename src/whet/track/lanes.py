@@ -35,7 +35,7 @@ class Told:
 
 
 class Notes:
-    """Spans of a process that writes no timeline, until they are told. They cost microseconds."""
+    """Spans of a process that writes no timeline, until they are sent. They cost microseconds."""
 
     def __init__(self, clock: Callable[[], int] = clock) -> None:
         self.clock = clock
@@ -90,7 +90,7 @@ class Notes:
 
 
 class Lane:
-    """The lane of one process: takes what it tells, until `end`."""
+    """The lane of one process: takes its spans, until `end`."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Lane:
         timeline.beside.append(self)
 
     def take(self, told: Told, sent_ns: int) -> None:
-        """sent_ns: when it was asked, by the clock here. May be called in any thread."""
+        """sent_ns: time of the request, by the local clock. May be called in any thread."""
         if not self.near:
             self._compare(told, sent_ns)
         stage, step = self.timeline.at

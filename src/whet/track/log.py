@@ -13,7 +13,7 @@ from whet.track.files import file_error
 
 
 class _Strike(logging.Filter):
-    """Strikes the secrets that are known out of a message before it is written."""
+    """Removes known secrets from a message before it is written."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -25,7 +25,7 @@ class _Strike(logging.Filter):
 
 
 class _File(logging.FileHandler):
-    """A full disk is reported by what has to be written; a lost line of the log is no reason for a traceback."""
+    """Other writes report a full disk; a lost line of the log does not raise."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -49,7 +49,7 @@ class _Shown(logging.Handler):
 def setup_logging(run_dir: Path, *, level: str, show: Callable[[str], None] | None = None) -> None:
     """Send the loggers of `whet` to run.log, and warnings (at level debug: everything) to `show`, if given.
 
-    A second call replaces the first. Times are UTC; no secret that is known appears, nor one of the environment.
+    A second call replaces the first. Times are UTC; known secrets and those of the environment are removed.
     """
     learn_environment()
     close_logging()
@@ -73,7 +73,7 @@ def setup_logging(run_dir: Path, *, level: str, show: Callable[[str], None] | No
 
 
 def close_logging() -> None:
-    """Give the loggers of `whet` back as they were before `setup_logging`: training may be a part of a program."""
+    """Restore the loggers of `whet` to the state before `setup_logging`: training may be a part of a program."""
     logger = logging.getLogger("whet")
     for old in list(logger.handlers):
         logger.removeHandler(old)

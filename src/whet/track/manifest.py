@@ -1,4 +1,4 @@
-"""What ran, where and on what: one entry of manifest.json."""
+"""Program, machine and inputs of a start: one entry of manifest.json."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def arithmetic(entry: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def other_arithmetic(before: Mapping[str, Json], now: Mapping[str, Json]) -> str | None:
-    """In words, how the arithmetic of two starts differs; None: it does not, as far as both know."""
+    """A message on how the arithmetic of two starts differs; None: no known difference."""
     was, is_ = arithmetic(before), arithmetic(now)
     told = [
         f"{name} {was[name]!r} -> {is_[name]!r}" for name in is_ if name in was and was[name] != is_[name]
@@ -61,8 +61,8 @@ def other_arithmetic(before: Mapping[str, Json], now: Mapping[str, Json]) -> str
     if not told:
         return None
     return (
-        f"this start computes otherwise than the one before: {', '.join(told)}. Bits of its numbers may differ from "
-        "here on from those of a run that stayed where it was; nothing else does"
+        f"this start computes differently than the previous one: {', '.join(told)}. From here on the bits of its "
+        "results may differ from those of a run on the earlier machine; nothing else differs"
     )
 
 
@@ -80,7 +80,7 @@ _ENVIRONMENT = (
 
 
 def redact(environment: Mapping[str, str]) -> dict[str, str]:
-    """The same with the values of names that look like secrets struck out, and what is known to be one elsewhere."""
+    """The same without the values of names that look like secrets, and without known secrets elsewhere."""
     return {k: "(redacted)" if is_secret(k) else secrets.redact(v) for k, v in environment.items()}
 
 
@@ -94,7 +94,7 @@ def file_sha256(path: Path) -> str:
 
 @cache
 def package_versions() -> Mapping[str, str]:
-    """Versions of whet and of everything it asks for that is installed here, as the process found them."""
+    """Versions of whet and of its installed dependencies, as the process found them."""
     found = {}
     for asked in ["whet", *(metadata.requires("whet") or ())]:
         name = re.split(r"[^A-Za-z0-9_.-]", asked, maxsplit=1)[0]

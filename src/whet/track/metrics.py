@@ -1,6 +1,6 @@
 """Numbers of a step: means that know their denominators, and the summary of a step's rollouts.
 
-Names are `stage/what_unit`. `REWARD`, `HELD_OUT` and `LOSS` are the headline numbers that people are shown.
+Names are `stage/what_unit`. `REWARD`, `HELD_OUT` and `LOSS` are the headline metrics for users.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def _merged(name: str, numbers: Sequence[float]) -> float:
 
 
 def summarise(groups: Sequence[Group]) -> Metrics:
-    """What a step's rollouts were like. Rewards are over scored rollouts, all else over all rollouts.
+    """Metrics of a step's rollouts. Rewards are over scored rollouts, all other metrics over all rollouts.
 
-    A number that has nothing to be a mean of is left out; the counts are always there.
+    A mean of nothing is left out; the counts are always there.
     """
     rollouts = [r for g in groups for r in g.rollouts]
     return {**_rewards(rollouts), **_lengths(rollouts), **_failures(rollouts), **_groups(groups)}
@@ -128,7 +128,7 @@ def reason_of(error: str | None) -> str:
 
 
 def _groups(groups: Sequence[Group]) -> Metrics:
-    """Spread of rewards in groups with at least two scored rollouts. A uniform group teaches GRPO nothing."""
+    """Spread of rewards in groups with at least two scored rollouts. A uniform group has no gradient in GRPO."""
     spreads = []
     for group in groups:
         rewards = [r.reward for r in group.rollouts if r.reward is not None]

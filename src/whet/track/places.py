@@ -6,8 +6,8 @@ A folder that lies elsewhere is a link in the run directory, so all that reads a
     RUN/rollouts    -> track.rollouts_dir    RUN/eval -> track.eval_dir
     RUN/profile     -> profile.dir
 
-It belongs to one run alone, named in its file `.whet-run`: a run deletes what is later than the checkpoint it goes on
-from, and must not do so to another one.
+It belongs to one run, named in its file `.whet-run`: a run deletes files later than the checkpoint that it resumes
+from, and must not delete files of another run.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def checkpoints(cfg: Config) -> Path:
 
 
 def holds_run(cfg: Config) -> bool:
-    """Whether this run has written down anything that one would miss."""
+    """Whether this run has written any records."""
     run_dir, saved = Path(cfg.run_dir).resolve(), checkpoints(cfg)
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size > 0:
@@ -106,12 +106,12 @@ def _claim(target: Path, run_dir: Path, key: str) -> None:
         return
     if owner.exists():
         raise ConfigError(
-            f"{key}={target} belongs to the run in {owner.read_text().strip()}; give each run a folder of its own (if "
+            f"{key}={target} belongs to the run in {owner.read_text().strip()}; give each run a separate folder (if "
             f"that run is now this one, write {run_dir} into {owner})"
         )
     if any(target.iterdir()):
         raise ConfigError(
-            f"{key}={target} holds files of something else; give each run a folder of its own (if they are this run's, "
+            f"{key}={target} has files of another origin; give each run a separate folder (if they are this run's, "
             f"write {run_dir} into {owner})"
         )
     write_text(owner, f"{run_dir}\n")
@@ -124,8 +124,8 @@ def _link(link: Path, target: Path, key: str) -> None:
         return
     if link.is_symlink() or link.exists():
         raise ConfigError(
-            f"{key}={target}, but this run has its files in {link.resolve()}; leave the key as it was, or move them "
-            f"to the new place and delete {link}"
+            f"{key}={target}, but this run has its files in {link.resolve()}; restore the key, or move the files "
+            f"to the new folder and delete {link}"
         )
     link.symlink_to(target)
 
@@ -133,7 +133,7 @@ def _link(link: Path, target: Path, key: str) -> None:
 def move_aside(cfg: Config) -> Path:
     """Rename the run directory, and its folders elsewhere, to NAME.before-TIME. Returns where the run is now.
 
-    The run directory comes last: after a kill on the way the same call goes on. No file is lost in any case.
+    The run directory comes last: after a kill in between the same call continues. No file is lost in any case.
     """
     run_dir, mark = Path(cfg.run_dir).resolve(), f".before-{now()}"
     aside = run_dir.with_name(run_dir.name + mark)
@@ -157,7 +157,7 @@ def move_aside(cfg: Config) -> Path:
 
 
 def own(cfg: Config) -> Path:
-    """Where this process writes: the run directory, or a folder of its own in it beside the trainer (see `apart`)."""
+    """Where this process writes: the run directory, or a separate folder in it beside the trainer (see `apart`)."""
     home = Path(cfg.run_dir)
     return {"explore": home / "explorers" / cfg.buffer.explorer_name, "eval": home / "bench"}.get(
         cfg.mode, home

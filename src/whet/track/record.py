@@ -50,7 +50,7 @@ STEPS = ("rollouts", "eval", "batches")
 
 
 class RunDirectory:
-    """Writes a run's record. Open it under the run's lock; one a process.
+    """Writes a run's record. Open it under the run's lock; one per process.
 
     `stages` are the names of the run's stages in order: resuming needs to know what is later than what. `dumps` are the
     path templates of what is written elsewhere, too, by `rollouts`, `eval` and `batches`.
@@ -60,8 +60,8 @@ class RunDirectory:
         bad = [s for s in stages if not STAGE.fullmatch(s)]
         if bad or len(set(stages)) != len(stages):
             raise ConfigError(
-                f"stage names {list(stages)}: each must be there once and be made of letters, digits, "
-                "'_', '.' and '-', because files are named by them"
+                f"stage names {list(stages)}: each must occur once and consist of letters, digits, "
+                "'_', '.' and '-', because file names contain them"
             )
         self.path = path
         self.stages = tuple(stages)
@@ -69,7 +69,7 @@ class RunDirectory:
         for kind, template in self._dumps.items():
             if len(stages) > 1 and "{stage}" not in template:
                 raise ConfigError(
-                    f"track.{kind}_dump={template!r}: put {{stage}} into it, or each stage writes over the one before"
+                    f"track.{kind}_dump={template!r}: add {{stage}}, or each stage overwrites the previous one"
                 )
         self._unsynced: list[Path] = []
         try:
@@ -88,7 +88,7 @@ class RunDirectory:
 
     @property
     def identity(self) -> str:
-        """A name that no other run has and that stays while the run goes on: made of the first start in manifest.json,
+        """A unique name that stays when the run resumes: made of the first start in manifest.json,
         or of the path where no starts are written down (evaluation of a run)."""
         started = self._manifest().get("starts")
         first = started[0] if started else str(self.path.resolve())
@@ -100,7 +100,7 @@ class RunDirectory:
 
     @property
     def last_start(self) -> dict[str, Json]:
-        """What manifest.json says of the last start; nothing before the first."""
+        """The last start in manifest.json; empty before the first."""
         starts = self._manifest().get("starts")
         return dict(starts[-1]) if starts else {}
 
@@ -114,7 +114,7 @@ class RunDirectory:
     def write_changes(
         self, rows: Sequence[Mapping[str, Json]], *, since: tuple[int, int] | None = None
     ) -> None:
-        """Add to manifest.json what changed when the run went on (`history.row`). Branches at `since`, number of the
+        """Add to manifest.json the changes of a resumed run (`history.row`). Branches at `since`, number of the
         stage and step, or later have gone with what was written after it."""
         before = self._manifest()
         old = before.get("changes", [])
@@ -172,7 +172,7 @@ class RunDirectory:
         return path
 
     def write_batch(self, stage: str, step: int, table: pa.Table) -> Path:
-        """What a training step learned from, token by token (`batches.to_table`)."""
+        """The training data of a step, token by token (`batches.to_table`)."""
         try:
             (self.path / "batches").mkdir(exist_ok=True)
         except OSError as e:
@@ -182,8 +182,8 @@ class RunDirectory:
         return self._write("batches", stage, step, parquet_bytes(table))
 
     def _dump(self, stage: str, step: int, made: Iterable[tuple[Path, bytes]]) -> None:
-        """Files at places of the user's. dumps.jsonl says so first: a run that goes on deletes what is later, and only
-        what it wrote itself."""
+        """Files at paths of the user. dumps.jsonl lists them first: a resumed run deletes later files, but only those
+        that it wrote itself."""
         for path, data in made:
             line = {"stage": stage, "step": step, "path": str(path.absolute()), "sha256": _digest(data)}
             try:
@@ -222,7 +222,7 @@ class RunDirectory:
         self._line_count += data.count(b"\n")
 
     def held(self) -> Json:
-        """What the record holds now, for a checkpoint: a run that goes on from it must find it so."""
+        """The state of the record, for a checkpoint: a run that resumes from it must find the same state."""
         return {
             METRICS: {"lines": self._line_count, "bytes": self._bytes, "sha256": self._sha.hexdigest()},
             "files": dict(sorted(self._files.items())),
@@ -238,22 +238,22 @@ class RunDirectory:
             count = data.count(b"\n")
             raise WhetError(
                 f"{self.path / METRICS} is damaged: when {checkpoint} was written it began with {wanted['lines']} "
-                f"lines, now it has {'others' if count >= wanted['lines'] else count}; a run that goes on would leave "
-                f"a record with a hole. Put the file back as it was, or go on in another run_dir with "
+                f"lines, now it has {'others' if count >= wanted['lines'] else count}, so a resumed run would have a "
+                f"gap in its record. Restore the file, or resume in another run_dir with "
                 f"checkpoint.resume={checkpoint}"
             )
         write_bytes(self.path / METRICS, begin)
         places = (self._place(line["stage"], line["step"]) for _, line in parsed(after, self.path / METRICS))
         if doubled := sum(place <= at for place in places):
-            log.warning("%s: %d lines of steps that it has already are dropped", self.path / METRICS, doubled)
+            log.warning("%s: %d lines of steps that it already has are dropped", self.path / METRICS, doubled)
         self._tell_missing(held["files"], checkpoint)
 
     def _tell_missing(self, files: Mapping[str, int], checkpoint: Path) -> None:
         there = {n: (self.path / n).stat().st_size for n in files if (self.path / n).is_file()}
         if gone := [name for name, size in files.items() if there.get(name) != size]:
             log.warning(
-                "the record of this run is no longer whole: %s%s, which %s knows of, are missing or have another size; "
-                "the run goes on without them",
+                "the record of this run is incomplete: %s%s, which %s lists, are missing or have another size; "
+                "the run continues without them",
                 ", ".join(gone[:3]),
                 f" and {len(gone) - 3} more" if len(gone) > 3 else "",
                 checkpoint,
@@ -399,6 +399,6 @@ def _dumped(run_dir: Path) -> Iterator[dict[str, Json]]:
     for _, line in lines(run_dir / DUMPS):
         if not isinstance(line.get("path"), str) or not isinstance(line.get("sha256"), str):
             raise DataError(
-                f"{run_dir / DUMPS}: {str(line)[:100]} names no file and its SHA-256; is it damaged?"
+                f"{run_dir / DUMPS}: {str(line)[:100]} does not name a file and its SHA-256; is it damaged?"
             )
         yield line

@@ -1,8 +1,8 @@
 """Trackers that list runs of many machines: Weights & Biases, MLflow, SwanLab.
 
-Their packages are optional and imported here alone, when a run names them. A run that goes on is the same run there:
-it is found by the identity of its first start. What it logs a second time then equals, bit for bit, what is there
-already. Keys and passwords are read by the packages from the environment, and the config is sent without secrets.
+Their packages are optional and imported here alone, when a run names them. A resumed run is the same run there:
+it is found by the identity of its first start. Repeated values equal, bit for bit, the values that are already
+there. Keys and passwords are read by the packages from the environment, and the config is sent without secrets.
 """
 
 from __future__ import annotations
@@ -152,26 +152,26 @@ class Mlflow:
             for start in range(0, len(numbers), _AT_ONCE):
                 self._client.log_batch(self._run_id, metrics=numbers[start : start + _AT_ONCE])
         except self._mlflow.exceptions.MlflowException as e:
-            log.warning("mlflow did not take step %d of %s (%s); metrics.jsonl has it", step, stage, e)
+            log.warning("mlflow did not accept step %d of %s (%s); metrics.jsonl has it", step, stage, e)
 
     def show(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> None:
         table = {column: [_text(row[column]) for row in rows] for column in _ROWS}
         try:
             self._client.log_table(self._run_id, table, f"samples/{stage}-step-{step:06d}.json")
         except self._mlflow.exceptions.MlflowException as e:
-            log.warning("mlflow did not take samples of step %d of %s (%s); eval/ has them", step, stage, e)
+            log.warning("mlflow did not accept samples of step %d of %s (%s); eval/ has them", step, stage, e)
 
     def close(self) -> None:
         try:
             self._client.set_terminated(self._run_id)
         except self._mlflow.exceptions.MlflowException as e:
-            log.warning("mlflow could not be told that the run has ended: %s", e)
+            log.warning("mlflow could not be notified of the end of the run: %s", e)
 
 
 def _refused(name: str, instead: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"track.trackers: {name} could not start: {error}; see its settings and keys in the environment, or write on "
-        f"this machine alone (track.arguments.{name}: {instead})"
+        f"track.trackers: {name} could not start: {error}; check its settings and keys in the environment, or write "
+        f"only on this machine (track.arguments.{name}: {instead})"
     )
 
 

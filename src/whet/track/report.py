@@ -1,4 +1,4 @@
-"""What came out of a run, for people; and how numbers and foreign text are put on a screen."""
+"""The final report of a run, and the formatting of numbers and foreign text for a screen."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One held-out task, asked before and after training."""
+    """One held-out task, with replies from before and after training."""
 
     prompt: str
     answer: str
@@ -39,7 +39,7 @@ class Example:
 def final_report(
     stages: Sequence[StageReport], *, examples: Sequence[Example], curve: Path | None
 ) -> RenderableType:
-    """What came out of a run: a line a stage, replies before and after, where the picture is."""
+    """The result of a run: a line per stage, replies before and after, the path of the plot."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
     table.add_column("stage")
     for title in ("steps", "time", "tokens", "held-out start", "held-out end"):

@@ -1,6 +1,6 @@
 """What `whet show` prints: a run's summary and its single rollouts, read from its directory alone.
 
-The run may be in progress, or have been killed in the middle of a line: what is whole is shown.
+The run may be in progress, or have been killed in the middle of a line: complete lines are shown.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Written:
     manifest: dict[str, Json]
     """The last start."""
     changes: Lines
-    """What was changed when it went on."""
+    """The changes when it was resumed."""
 
     @property
     def stages(self) -> list[str]:
@@ -61,7 +61,7 @@ class Written:
 
 
 def read(run_dir: Path) -> Written:
-    """Raises DataError if this is no run directory, or a file in it is not what a run writes."""
+    """Raises DataError if this is not a run directory, or a file in it was not written by a run."""
     if not (run_dir / "metrics.jsonl").exists():
         raise DataError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
     manifest = read_manifest(run_dir)
@@ -82,8 +82,8 @@ def summary(run_dir: Path) -> RenderableType:
     """State and config, a line a stage, evaluations, where the time went, failures, the newest numbers."""
     run = read(run_dir)
     sections = [
-        ("branches: numbers were changed", _changes(run, "branch")),
-        ("changes that touch no number", _changes(run, "free")),
+        ("branches: changes of results", _changes(run, "branch")),
+        ("changes without an effect on results", _changes(run, "free")),
         ("stages", _stages(run)),
         ("held-out", _evaluations(run)),
         ("seconds by phase", _phases(run)),
@@ -127,7 +127,7 @@ def _algorithms(config: dict[str, Json]) -> list[Json]:
 
 
 def _changes(run: Written, kind: str) -> Table | None:
-    """What was changed when the run went on from a checkpoint."""
+    """The changes when the run was resumed from a checkpoint."""
     table = _table("stage", "after step", "key", "from", "to")
     for row in (r for r in run.changes if r["kind"] == kind):
         values = (shorten(json.dumps(row[name])) for name in ("old", "new"))
@@ -335,7 +335,7 @@ def _find(run_dir: Path, step: int, stage: str | None) -> Path:
         there = {name: [n for at, n, _ in files if at == name] for name in sorted({f[0] for f in files})}
         held = "; ".join(f"{name}: {min(ns)} to {max(ns)}, {len(ns)} steps" for name, ns in there.items())
         asked = f"step {step}" + (f" of stage {stage!r}" if stage else "")
-        raise DataError(f"{run_dir} has no rollouts of {asked}. It has: {held or 'none'}")
+        raise DataError(f"{run_dir} has no rollouts of {asked}; rollouts there: {held or 'none'}")
     return hits[0]
 
 

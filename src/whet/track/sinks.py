@@ -13,7 +13,7 @@ class Sinks:
     cfg: Config
     record: RunDirectory
     resumed: tuple[int, int] | None
-    """(stage index, step) of the checkpoint the run goes on from; None: a new run."""
+    """(stage index, step) of the checkpoint that the run resumes from; None: a new run."""
 
     def prefix(self, stage: str) -> str:
         """What goes before a number's name where all stages share one list: nothing, if there is one stage."""

@@ -1,9 +1,9 @@
 """Where the time of a run went: `whet show RUN --timeline`, from the timeline.json of each of its processes.
 
 The bubble is the share of the processes' time in which one that could work waited: the driver where it samples or
-trains, each trainer rank, engine replica, explorer and bench, each from the moment when it is there and the run is
-open. A rank that waits for another one in the middle of an update counts as working. One process alone has the bubble
-of the time in which it computed nothing.
+trains, and each trainer rank, engine replica, explorer and evaluation process while it is there and the run is open. A
+rank that waits for another rank in the middle of an update counts as working. The bubble of a single process is the
+time in which it computed nothing.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def show(run_dir: Path) -> RenderableType:
     path = run_dir / "timeline.json"
     if not path.exists():
         raise DataError(
-            f"{run_dir} holds no timeline.json: it is no run directory, or its first step is not done"
+            f"{run_dir} has no timeline.json: it is not a run directory, or its first step is not done"
         )
     beside = {p.parent.name: read(p) for p in processes_beside(run_dir)}
     parts = [part for stage in measure(read(path), beside=beside) for part in _drawn(stage)]
@@ -99,7 +99,7 @@ def show(run_dir: Path) -> RenderableType:
 
 
 def processes_beside(run_dir: Path) -> list[Path]:
-    """The timelines of explorers and bench with processes of their own."""
+    """The timelines of explorers and of the evaluation process."""
     return sorted((*run_dir.glob("explorers/*/timeline.json"), *run_dir.glob("bench/timeline.json")))
 
 

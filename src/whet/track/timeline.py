@@ -319,7 +319,7 @@ def _events(path: Path) -> Iterator[dict[str, Json]]:
                 return
             raise DataError(f"{path} line {number} is not JSON{str(e).removeprefix(': not JSON')}") from e
         if not _is_event(event):
-            raise DataError(f"{path} line {number} is no event of a timeline")
+            raise DataError(f"{path} line {number} is not an event of a timeline")
         yield event
 
 

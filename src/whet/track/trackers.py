@@ -1,6 +1,6 @@
-"""Where numbers go: a tracker is a class with two methods, `config.trackers` names the ones there are.
+"""Destinations of metrics: a tracker is a class with two methods; `config.trackers` lists the built-in ones.
 
-The console is none of them: people are shown phases and waiting too (`display.Display`), not only numbers.
+The console is not a tracker: it also shows phases and waits (`display.Display`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TensorBoard:
         except ImportError as e:
             raise ConfigError(
                 "track.trackers names tensorboard, which is not installed; pip install 'whet[tensorboard]', "
-                "or take it off the list"
+                "or remove it from the list"
             ) from e
         self._make = Writer
         self._root = sinks.record.path / "tensorboard"
@@ -103,7 +103,7 @@ def open_trackers(
 ) -> list[Tracker]:
     """The trackers of `track.trackers`, without console; jsonl in any case: it is the run's record.
 
-    resumed: (stage index, step) of the checkpoint the run goes on from.
+    resumed: (stage index, step) of the checkpoint that the run resumes from.
     """
     sinks = Sinks(cfg, record, resumed)
     wanted = [name for name in dict.fromkeys(["jsonl", *cfg.track.trackers]) if name != "console"]

@@ -1,7 +1,7 @@
-"""What a run wrote, read back. A disk or a person may have changed it: each file is what a run writes, or is named.
+"""Reading of a run's records. A disk or a user may have changed them: a file that no run writes raises an error.
 
-Nothing that comes from here surprises who shows it: lines have their stage and step, numbers are numbers, rows have all
-columns. Only a line at the end may be cut short, by a kill, and is left out.
+The returned values are checked: lines have their stage and step, numbers are numbers, rows have all columns. Only the
+last line may be truncated, by a kill, and is left out.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ reply. `advantage` is the mean over the sampled tokens."""
 
 _MAY_BE_NULL = ("extracted", "reward", "advantage", "error")
 _PER_TOKEN = ("token_ids", "mask", "logprobs", "sample_logprobs", "versions")
-_BY = "; is it of another program, or damaged?"
+_BY = "; is the file from another program, or damaged?"
 
 
 # ---------------------------------------------------------------- lines
 
 
 def read_lines(path: Path) -> list[dict[str, Json]]:
-    """The lines of metrics.jsonl or timings.jsonl, null as NaN; without a last line that was cut short."""
+    """The lines of metrics.jsonl or timings.jsonl, null as NaN; without a truncated last line."""
     found = []
     for number, (_, line) in enumerate(lines(path) if path.exists() else (), start=1):
         numbers = {k: math.nan if v is None else v for k, v in line.items()}
@@ -85,7 +85,7 @@ def parsed(data: bytes, path: Path) -> Iterator[tuple[bytes, dict[str, Json]]]:
                 return
             raise DataError(f"{path} line {number} is not JSON{str(e).removeprefix(': not JSON')}") from e
         if not isinstance(value, dict) or not _is_place(value.get("stage"), value.get("step")):
-            raise DataError(f"{path} line {number} does not say what stage and step it is of{_BY}")
+            raise DataError(f"{path} line {number} does not name its stage and step{_BY}")
         if line.endswith(b"\n"):
             yield line, value
 
@@ -108,7 +108,7 @@ def read_rollouts(path: Path) -> list[dict[str, Json]]:
     table = read_parquet(path)
     if not table.schema.equals(ROLLOUTS):
         odd = [f.name for f in ROLLOUTS if f not in list(table.schema)] or ["more columns than a run writes"]
-        raise DataError(f"{path} is no file of rollouts: {', '.join(odd)}{_BY}")
+        raise DataError(f"{path} is not a file of rollouts: {', '.join(odd)}{_BY}")
     try:
         rows: list[dict[str, Json]] = table.to_pylist(maps_as_pydicts="strict")
     except (KeyError, ValueError) as e:  # a map has a key twice, or none
@@ -165,13 +165,13 @@ def _config(tree: Json, where: str) -> dict[str, Json]:
 
 
 def read_manifest(run_dir: Path) -> dict[str, Json]:
-    """manifest.json, {} where there is none: `starts`, each an object, and `changes`, each with all that is told."""
+    """manifest.json, {} where there is none: `starts`, each an object, and `changes`, each with all its entries."""
     path = run_dir / "manifest.json"
     if not path.exists():
         return {}
     found = parse_json(read_bytes(path, DataError, most=MOST_JSON_BYTES), str(path), DataError)
     if not isinstance(found, dict):
-        raise DataError(f"{path} holds no JSON object{_BY}")
+        raise DataError(f"{path}: expected a JSON object{_BY}")
     for name, entry in (("starts", _is_start), ("changes", _is_change)):
         values = found.get(name, [])
         if not isinstance(values, list) or (name == "starts" and name in found and not values):

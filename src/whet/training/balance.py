@@ -1,9 +1,9 @@
-"""A batch dealt out to data-parallel ranks and cut into micro-batches of about the same work each.
+"""A batch partitioned over data-parallel ranks and split into micro-batches of about equal work.
 
-Ranks that exchange tensors in the middle of a pass must make the same number of passes, so all get as many
-micro-batches as the one that needs most: the fewest that the budget allows. They lie costliest first, so that those
-that run at the same time on several ranks are alike. Groups that share a prompt stay together while that costs no
-further micro-batch. A batch that fits in one goes through as it is.
+Ranks that exchange tensors during a forward or backward pass must run the same number of passes, so all ranks get as
+many micro-batches as the rank that needs most: the fewest that the budget allows. The costliest micro-batches come
+first, so that those that run at the same time on several ranks are of similar cost. Groups that share a prompt stay
+together while that needs no further micro-batch. A batch that fits into one micro-batch is not changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a train engine cuts a batch for memory, and what it computes of it."""
+"""How a train engine splits a batch to bound memory, and what it computes for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a batch is cut for memory, and what is computed."""
+    """How a batch is split to bound memory, and what is computed."""
 
     max_tokens: int | None = 4096
     max_rollouts: int | None = None

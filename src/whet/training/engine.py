@@ -1,4 +1,4 @@
-"""The seam to whatever holds weights and gradients."""
+"""The interface of train engines, which hold weights and gradients."""
 
 from __future__ import annotations
 

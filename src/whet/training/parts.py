@@ -1,7 +1,7 @@
-"""Saving from ranks in parts: each writes what it holds, and no process ever has the whole.
+"""Sharded saving: each rank writes the pieces that it holds, and no process ever holds the full state.
 
-The driver asks every rank which pieces lie there, gives each piece to one of those that hold it, and writes the index.
-A rank writes in a thread of its own, from the tensors themselves where the driver waits, else from a copy.
+The driver collects the list of pieces of every rank, assigns each piece to one of the ranks that hold it, and writes
+the index. A rank writes in a separate thread: from the tensors themselves where the driver waits, else from a copy.
 """
 
 from __future__ import annotations

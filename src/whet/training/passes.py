@@ -1,4 +1,4 @@
-"""A step's batch dealt out: the minibatches of every pass, each for one optimizer step."""
+"""The minibatches of a step's batch in every update epoch, each for one optimizer step."""
 
 from __future__ import annotations
 

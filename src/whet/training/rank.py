@@ -1,7 +1,7 @@
-"""One rank: a process of its own that holds its part of policy, reference and critic, and does what the driver asks.
+"""One rank: a separate process that holds its part of policy, reference and critic and runs the driver's commands.
 
-It is started by `guard.line` over a socket pair between the two; nothing else reaches it but the other ranks. It
-ends with the process that started it, however that ends.
+`guard.line` starts it over a socket pair between the two; only the other ranks can connect to it. It ends with the
+process that started it, however that process ends.
 """
 
 from __future__ import annotations

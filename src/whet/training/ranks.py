@@ -1,8 +1,9 @@
 """Many processes as one train engine: `Ranks` starts and watches them, `RankGroup` is a `TrainEngine` on them.
 
-The driver keeps the batch, the loop and, for the policy, a whole copy of the weights to sample from; ranks keep
-weights, gradients and optimizer state. A command goes to all ranks and is done when all have answered; a rank that
-dies, fails or stays silent too long ends them all, and the error says which it was, what it did, and where.
+The driver keeps the batch, the loop and, for the policy, a full copy of the weights to sample from; the ranks keep
+weights, gradients and optimizer state. A command goes to all ranks and is done when all have answered. When a rank
+dies, fails or sends no message for too long, all ranks are ended, and the error names the rank, its command and its
+stack.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _GRACE_S = 2.0
 
 
 class Ranks:
-    """The processes. Close them at the end; they also end with the driver's process."""
+    """The rank processes. Close them at the end; they also end with the driver's process."""
 
     def __init__(
         self,
@@ -68,16 +69,16 @@ class Ranks:
         imports: Sequence[str] = (),
         open_lines: OpenLines | None = None,
     ) -> None:
-        """whose: the model that they are named after, where the policy is elsewhere. first_gpu: of the first rank, the
-        others' follow. threads: of each rank. timeout_s: longest silence of all ranks. imports: code of the user's that
-        a rank needs. open_lines: starts the processes, if not on this machine. Errors: ConfigError where there are
-        fewer devices than ranks."""
+        """whose: the model that they are named after, where the policy is elsewhere. first_gpu: GPU of the first rank;
+        the others' follow. threads: of each rank. timeout_s: longest time without a message from any rank. imports:
+        user code that a rank needs. open_lines: starts the processes, if not on this machine. Errors: ConfigError where
+        there are fewer devices than ranks."""
         if device == "cuda" and open_lines is None and torch.cuda.device_count() < first_gpu + dims.world:
             own = f" of the {whose} (train.parallel.separate_ranks)" if whose else ""
             before = f", beside {first_gpu} for other models" if first_gpu else ""
             raise ConfigError(
-                f"train.parallel: {dims.world} ranks{own} need a GPU each{before}, and there are "
-                f"{torch.cuda.device_count()} here"
+                f"train.parallel: {dims.world} ranks{own} need one GPU each{before}, but this machine has "
+                f"{torch.cuda.device_count()}"
             )
         from torch.distributed import TCPStore
 
@@ -112,10 +113,11 @@ class Ranks:
         each: Sequence[tuple[object, ...]] | None = None,
         tensor: Callable[[Any, Tensor], object] | None = None,
     ) -> list[Any]:
-        """The answers of all ranks. each: arguments after the first, rank by rank. tensor: takes what they send."""
+        """The answers of all ranks. each: arguments after the first, rank by rank. tensor: receives the tensors that
+        the ranks send."""
         with self.lock:
             if not self._end.alive:
-                raise WhetError(f"asked ranks that have been closed for {command}")
+                raise WhetError(f"the ranks are closed and cannot run {command}")
             said = f"{command} {arguments[0] if arguments else ''}".strip()
             for rank in range(self.dims.world):
                 self.doing[rank] = said
@@ -134,11 +136,11 @@ class Ranks:
             self.ask("detail")
 
     def give_up(self) -> None:
-        """From another thread: who waits for the ranks ends them and raises WhetError, now or at the next `ask`."""
+        """To call from another thread: ends the ranks; the waiting caller gets WhetError, now or at the next `ask`."""
         self._stopper.send(None)
 
     def close(self) -> None:
-        """End the processes, and wait until they have."""
+        """End the processes and wait until they have ended."""
         self._end()
         for lane in self.lanes:
             lane.end()
@@ -154,8 +156,8 @@ class Ranks:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             self.close()
             raise WhetError(
-                f"what is sent to the ranks ({self.doing[rank]}) cannot be taken to another process: {error}; losses "
-                "must be functions of a module, or functools.partial of such"
+                f"a message to the ranks ({self.doing[rank]}) cannot be pickled: {error}; losses "
+                "must be module-level functions, or functools.partial of such functions"
             ) from error
 
     def _answers(self, tensor: Callable[[Any, Tensor], object] | None) -> list[Any]:
@@ -168,7 +170,7 @@ class Ranks:
                 raise self._silent(answers)
             if self._stop in ready:
                 self.close()
-                raise WhetError(f"the ranks, {self._of_all()}, were given up while doing: {self.doing[0]}")
+                raise WhetError(f"the ranks, {self._of_all()}, were stopped while doing: {self.doing[0]}")
             heard = time.monotonic()
             for connection in ready:
                 rank = open_[connection]  # type: ignore[index]
@@ -230,7 +232,7 @@ class Ranks:
         with ThreadPoolExecutor(len(silent)) as at_once:
             seen = dict(zip(silent, at_once.map(self._seen, silent)))
         self.close()
-        since = f"nothing was heard for {self.timeout_s:g} s (train.parallel.timeout_s)"
+        since = f"no rank sent a message for {self.timeout_s:g} s (train.parallel.timeout_s)"
         return WhetError(blame(seen, since, kind="rank", of=self._of_all()))
 
     def _of_all(self) -> str:
@@ -279,13 +281,13 @@ class RankGroup:
         self.dims = dims or ranks.dims
         if self.dims.world != ranks.dims.world:
             raise ConfigError(
-                f"{role}: a layout of {self.dims.world} ranks, and there are {ranks.dims.world}"
+                f"{role}: its layout has {self.dims.world} ranks, but {ranks.dims.world} ranks are running"
             )
         self.ranks, self.role, self.cut, self.version = ranks, role, cut, 0
         self.sharded = sharded
         if sharded and not ranks.lines.near:
             raise ConfigError(
-                "checkpoint.sharded=true, but ranks on other machines do not see the checkpoint's folder; leave it out"
+                "checkpoint.sharded=true, but ranks on other machines do not see the checkpoint's folder; set it false"
             )
         self.device = next(model.parameters()).device
         self.drops = any(layer.dropout for layer in adapted(model).values())
@@ -395,7 +397,7 @@ class RankGroup:
     def place(self, device: Literal["gpu", "cpu"]) -> None:
         if (device == "gpu") != (self.device.type == "cuda"):
             raise WhetError(
-                "ranks keep their weights where they are; leave train.parallel at 1 to share a device"
+                "ranks cannot move their weights to another device; leave train.parallel at 1 to share a device"
             )
 
     def close(self) -> None:

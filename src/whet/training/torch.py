@@ -1,7 +1,7 @@
 """The train engine in plain PyTorch: one process, the module itself, packed sequences.
 
-A step's gradient is a sum over tokens with global weights (`Batch.weight_N`), so how it is cut into
-micro-batches changes memory and speed, never the result.
+A step's gradient is a sum over tokens with global weights (`Batch.weight_N`), so the split into micro-batches changes
+memory and speed, never the result.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class TorchEngine:
     def forward_parts(self, dealt: Dealt, want: Literal["logprobs", "values", "collision"]) -> list[Tensor]:
         """The answers for each micro-batch."""
         if (want == "values") != (self.value_head is not None):
-            raise WhetError(f"asked a {'critic' if self.value_head else 'policy'} for {want}")
+            raise WhetError(f"a {'critic' if self.value_head else 'policy'} engine does not compute {want}")
         parts: list[Tensor] = []
         said = self._collisions if want == "collision" else self._said
         with self.span(f"forward {want}"), self._awake():
@@ -204,7 +204,7 @@ class TorchEngine:
         return written
 
     def load(self, path: Path) -> None:
-        """Read what `save` wrote, in place. Raises CheckpointError if it is damaged or of another model."""
+        """Read the files of `save`, in place. Raises CheckpointError if they are damaged or belong to another model."""
         own = {name: local(p) for name, p in self._named()}
         with opened(path / "model.safetensors") as file:
             with reading(file.path):  # its shapes may be any
@@ -214,7 +214,7 @@ class TorchEngine:
             odd = {n for n, p in own.items() if n not in regions or regions[n].here != p.shape} | strange
             if odd:
                 raise CheckpointError(
-                    f"{path}: weights are of another model; they differ in {sorted(odd)[:3]} ({len(odd)} tensors)"
+                    f"{path}: weights belong to another model; they differ in {sorted(odd)[:3]} ({len(odd)} tensors)"
                 )
             with torch.no_grad():
                 for name, p in own.items():
@@ -258,7 +258,7 @@ class TorchEngine:
         refresh(self.module)
 
     def forget(self) -> None:
-        """Begin the optimizer's moments anew; its schedule goes on."""
+        """Reset the optimizer's moments; its schedule continues."""
         assert self.optimizer is not None, "this engine was made without an optimizer"
         self.optimizer.forget()
 
@@ -514,7 +514,7 @@ class TorchEngine:
                 raise WhetError(
                     f"optimizer step {self.optimizer.step_count}: the norm of the gradient is {norm}. It was not "
                     f"finite in {self.skipped_in_a_row} optimizer steps in a row, and train.max_skipped_steps is "
-                    f"{self.max_skipped}; go on from an older checkpoint with a lower train.optimizer.lr, or look at "
+                    f"{self.max_skipped}; resume from an older checkpoint with a lower train.optimizer.lr, or check "
                     "the rewards of the last rollouts"
                 )
         self.optimizer.zero_grad()

@@ -1,7 +1,7 @@
-"""How much arithmetic rollouts need of a model.
+"""The arithmetic that a model needs for rollouts.
 
-Counted is what the model needs, not what is done: recomputed activations count once, as does a prompt that a group
-shares; weights without a gradient save its third of the work.
+Only necessary work counts: recomputed activations count once, as does a prompt that a group shares; weights without a
+gradient save that third of the work.
 """
 
 from __future__ import annotations

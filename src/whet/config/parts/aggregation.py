@@ -1,4 +1,4 @@
-"""Names of the ways in which token losses become one number."""
+"""Names of the modes that reduce token losses to one number."""
 
 from __future__ import annotations
 

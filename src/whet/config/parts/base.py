@@ -1,4 +1,4 @@
-"""What every section of the schema is made of."""
+"""Base class and number types of all sections of the schema."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Above0 = Annotated[float, Field(gt=0.0)]
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are refused, values are frozen, no silent type changes."""
+    """Base of every section: unknown keys are refused, values are frozen, types are never converted silently."""
 
     model_config = ConfigDict(
         extra="forbid",

@@ -1,4 +1,4 @@
-"""The sections about what stands between exploring and training."""
+"""Sections about the buffer between explorers and the trainer."""
 
 from __future__ import annotations
 
@@ -13,50 +13,55 @@ class Replay(Section):
     """Training on a group more than once."""
 
     queue: bool = False
-    """Fresh and used groups wait in one queue, and a step is drawn from it by priority as soon as it holds enough: a
-    step may be all used ones. For rollout.schedule=async. Fresh groups keep rollout.max_staleness, and in
-    any so many steps on end a step's worth of them must have come, or training waits: give it room, 4 or more."""
+    """Keep fresh and used groups in one queue. Each step is drawn from the queue by priority as soon as the queue holds
+    enough groups; a step may consist of used groups only. Needs rollout.schedule=async. Fresh groups keep to
+    rollout.max_staleness, and within every rollout.max_staleness consecutive steps one step's worth of fresh groups
+    must arrive, else training waits: set rollout.max_staleness to 4 or more."""
     share: Fraction = 0.0
-    """The part of a step's groups that were trained on before, rounded down. The first steps, when too few were, take
-    fresh groups instead. The policy has moved on since they were sampled, so think of algorithm.correction. 0: none."""
+    """Share of the groups of a step that were trained on before, rounded down. The first steps use fresh groups
+    instead, until enough used groups exist. The policy has changed since these groups were sampled, so consider
+    algorithm.correction. 0: none."""
     capacity: Positive = 10_000
-    """Groups that may wait to be drawn. When it is full, the one of the lowest priority leaves."""
+    """Maximum number of groups that may wait to be drawn. When the buffer is full, the group with the lowest priority
+    is removed."""
     priority: str = "linear_decay"
-    """Which group is drawn first. linear_decay: policy version less `decay` per use, so new and seldom used ones.
-    linear_decay_use_count_control_randomization: the same with noise (`sigma`) and at most `use_limit` uses. Or a
-    function of yours, 'module:function'."""
+    """Priority function: the group with the highest priority is drawn first. linear_decay: policy version minus `decay`
+    per use, so new and rarely used groups come first. linear_decay_use_count_control_randomization: the same with noise
+    (`sigma`) and at most `use_limit` uses. Or your own function, 'module:function'."""
     decay: float = 2.0
-    """Versions that one use makes a group older by, for its priority."""
+    """Number of versions by which one use lowers the priority of a group."""
     use_limit: Positive | None = 3
-    """Most uses of a group. null: no limit. linear_decay takes no notice of it."""
+    """Maximum number of uses of a group. null: no limit. linear_decay ignores it."""
     sigma: NonNegative = 0.0
-    """Standard deviation of noise on the priority, in versions. linear_decay has none."""
+    """Standard deviation of the noise on the priority, in versions. linear_decay has no noise."""
     cooldown_steps: Positive | None = 1
-    """A group trained on at one step may be drawn again from so many steps later. Steps and not seconds, so that a
-    resumed run draws what the unbroken one drew. null: no group is drawn again."""
+    """Number of steps after which a group may be drawn again. The unit is steps, not seconds, so that a resumed run
+    draws the same groups as an uninterrupted run. null: no group is drawn again."""
     cooldown_s: NonNegative | None = None
-    """The same in seconds of the clock, in place of cooldown_steps: then who is faster says what is drawn. With `queue`
-    only. Default: steps are counted."""
+    """Number of seconds after which a group may be drawn again, instead of cooldown_steps: the draws then depend on the
+    speed of the processes. Only with `queue`. Default: cooldown_steps counts."""
     max_staleness: Count | None = None
-    """Used groups of which a token was sampled by a policy older than this many versions are not drawn any more.
-    Default: there is no limit."""
+    """Maximum age of a used group, in versions: a group with a token from an older policy is not drawn any more.
+    Default: no limit."""
 
 
 class Buffer(Section):
-    """Where scored groups wait for the trainer."""
+    """Storage of scored groups until the trainer takes them."""
 
     replay: Replay = Field(default_factory=Replay)
     """Training on a group more than once."""
 
     url: str = "memory"
-    """memory: in the trainer's process. For explorers and a trainer of their own: sqlite:///PATH (processes of one
-    machine), files:///PATH (a folder that all machines see) or postgresql://USER@HOST:PORT/DATABASE (the password in
-    PGPASSWORD). Three slashes before a path from the working directory, four before one from the root."""
+    """Location of the buffer. memory: in the process of the trainer. For explorers and a trainer in separate processes:
+    sqlite:///PATH (processes of one machine), files:///PATH (a folder that all machines can access) or
+    postgresql://USER@HOST:PORT/DATABASE (the password in PGPASSWORD). Three slashes precede a path relative to the
+    working directory, four an absolute path."""
     order: Literal["arrival", "newest", "task"] = "arrival"
-    """rollout.schedule=async, what is trained on first: what came first; what came last; or the task that was asked
-    first, waiting for it."""
+    """Order in which groups are trained on, with rollout.schedule=async. arrival: in the order of arrival; newest: the
+    latest arrival first; task: in the order of the tasks, and the trainer waits for the earliest one."""
     lease_s: Above0 = 300.0
-    """Seconds after which an explorer that has not been heard of is given up and its tasks are asked of others."""
+    """Lease of an explorer on its tasks, in seconds: an explorer without a sign of life for this long loses its tasks
+    to other explorers."""
     explorer_name: str = "explorer"
-    """Name of this explorer; every explorer of a run has its own. One that begins anew under its name goes on at once
-    with the tasks it had."""
+    """Name of this explorer, unique within the run. An explorer that restarts under the same name continues at once
+    with its tasks."""

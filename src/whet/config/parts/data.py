@@ -1,4 +1,4 @@
-"""Sections about where tasks come from."""
+"""Sections about the sources of tasks."""
 
 from __future__ import annotations
 
@@ -17,101 +17,102 @@ class ReasoningGym(Section):
     task: str
     """Name of the reasoning-gym dataset, e.g. spell_backward."""
     size: Positive = 1000
-    """How many tasks to generate."""
+    """Number of tasks to generate."""
     seed: Count = 0
-    """Seed of the generator; give training and evaluation different ones."""
+    """Seed of the generator; use different seeds for training and evaluation."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of that dataset, e.g. {min_word_len: 3}."""
+    """Arguments of the dataset, e.g. {min_word_len: 3}."""
 
 
 class Source(Section):
-    """One place that rows come from."""
+    """One source of rows."""
 
     name: str | None = None
-    """Label of this source in metrics. Default: the file's stem or the task's name."""
+    """Label of this source in metrics. Default: the stem of the file, or the name of the reasoning-gym task."""
     path: str | tuple[str, ...] | None = None
-    """File, folder, glob or list of them: parquet, jsonl, json, csv, or a Hugging Face dataset folder. Local only.
-    Refused are NaN and infinity, which are no JSON, and an object that has a key twice."""
+    """File, folder, glob or list of them: parquet, jsonl, json, csv, or a Hugging Face dataset folder. Local paths
+    only. NaN and infinity, which are not JSON, and an object with a duplicate key are refused."""
     subset: str | None = None
-    """Configuration of a dataset folder: its subfolder of that name."""
+    """Configuration of a dataset folder: the subfolder of that name."""
     split: str | tuple[str, ...] | None = None
-    """Split of a dataset folder, or several, one after the other: a saved split, or the files that have its name.
+    """Split of a dataset folder, or a list of splits that are concatenated: a saved split, or the files with its name.
     Default: all files."""
     reasoning_gym: ReasoningGym | None = None
-    """Generate the rows instead."""
+    """Generate the rows with reasoning-gym instead of reading them."""
     function: str | None = None
-    """'package.module:name' or 'path/to/file.py:name' of a function that returns an iterable of rows (dicts), or of a
-    dataset class whose instances are one or have `__len__` and `__getitem__`."""
+    """Function that returns an iterable of rows (dicts), as 'package.module:name' or 'path/to/file.py:name'; or a
+    dataset class whose instances are iterable or have `__len__` and `__getitem__`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `function`."""
     rows: tuple[dict[str, Any], ...] | None = None
-    """The rows themselves, for a few; they become part of the config. Large data belongs in files."""
+    """The rows themselves, for a small number of rows; they become part of the config. Put large data into files."""
     weight: Above0 = 1.0
-    """Share of this source in the mix, relative to the others."""
+    """Sampling weight of this source in the mix, relative to the other sources."""
     prompt: str = "prompt"
     """Column of the prompt: text, or a list of {role, content} messages."""
     messages: str | None = None
-    """Column of whole conversations that end with a reply, in place of `prompt` and `response`: the messages before
-    the last are the prompt, the last is the response."""
+    """Column of whole conversations that end with a reply, instead of `prompt` and `response`: the last message is the
+    response, all messages before it are the prompt."""
     answer: str = "answer"
-    """Column of the reference answer; dots go into nested columns (verl: reward_model.ground_truth). May be absent."""
+    """Column of the reference answer; dots address nested columns (verl: reward_model.ground_truth). May be absent."""
     response: str = "response"
     """Column of the demonstration (SFT) or the chosen reply (DPO): text, or one assistant message. May be absent."""
     rejected: str = "rejected"
-    """Column of the rejected reply (DPO): text, or messages that end with it. May be absent."""
+    """Column of the rejected reply (DPO): text, or messages that end with the reply. May be absent."""
     desirable: str = "desirable"
-    """Column that says whether the response is a desirable one (KTO): true or 1, false or 0. May be absent."""
+    """Column that marks the response as desirable (KTO): true or 1, false or 0. May be absent."""
     label: str | None = None
-    """Column that holds each row's own source label (verl: data_source). A row without one, and by default every
-    row, has `name`."""
+    """Column with the source label of each row (verl: data_source). A row without a label has `name`, and so has every
+    row by default."""
     difficulty: str | None = None
-    """Column of numbers, larger is harder: what `data.order` easy_first and hard_first go by."""
+    """Column of numbers, larger is harder: the sort key of `data.order` easy_first and hard_first."""
     template: str | None = None
-    """Text put around a plain-text prompt, with {prompt} in it."""
+    """Text around a plain-text prompt; it contains {prompt}."""
     system_prompt: str | None = None
-    """System message put before the prompt; makes a chat of a plain-text prompt."""
+    """System message put before the prompt; it turns a plain-text prompt into a chat."""
     system_prompt_column: str | None = None
-    """Column of each row's own system message. A row without one has `system`."""
+    """Column with the system message of each row. A row without one has `system_prompt`."""
     reply_prefix: str | None = None
-    """Text that every reply starts with. It is given, not sampled: part of the prompt's tokens, and neither in
-    `response` nor in the text that rewards see."""
+    """Text that every reply starts with. The text is given, not sampled: it belongs to the tokens of the prompt, and is
+    neither in `response` nor in the text that rewards score."""
     rewards: tuple[str, ...] | None = None
-    """Which of the run's `rewards` judge this source; needs a `name`. Default: all."""
+    """Names of the `rewards` of the run that score this source; needs a `name`. Default: all rewards."""
     skip: int | Share = 0
-    """Leave out the first so many rows. A number below 1 is a share of all rows: at least one, and never the last. A
-    negative number counts from the end, as in a slice: -10 leaves out all but the last ten."""
+    """Number of rows to skip at the start. A number below 1 is a share of all rows: at least one row is skipped, and
+    never the last. A negative number counts from the end, as in a slice: -10 skips all rows but the last ten."""
     limit: Positive | Negative | Share | None = None
-    """Use only the first so many of the others. A share is counted as in `skip`: limit 0.1 of one source and skip 0.1
-    of another part the same rows in two. Negative: all of them but the last so many."""
+    """Maximum number of rows to use after `skip`. A share is counted as in `skip`: limit 0.1 of one source and skip 0.1
+    of another split the same rows into two disjoint parts. A negative number excludes that many rows at the end."""
 
 
 class Data(Section):
-    """Where tasks come from, and in what order."""
+    """The sources of tasks, and their order."""
 
     train: tuple[Source, ...] = ()
     """Sources of training tasks, mixed by weight."""
     demonstrations: tuple[Source, ...] = ()
-    """Sources of demonstrations that stand among the policy's own rollouts (algorithm.mix), mixed by weight."""
+    """Sources of demonstrations that are mixed with the policy's own rollouts (algorithm.mix), mixed by weight."""
     eval: tuple[Source, ...] = ()
-    """Sources of held-out tasks; every metric is given per source."""
+    """Sources of held-out tasks; every metric is reported per source."""
     exclude_eval: bool = True
-    """Leave out training rows whose prompt also stands in `eval`, and count them."""
+    """Exclude training rows whose prompt is also in `eval`, and count them."""
     order: Literal["shuffle", "sequential", "easy_first", "hard_first"] = "shuffle"
-    """Order of the rows of a source in every epoch. shuffle: anew each time; sequential: as in the file; easy_first,
-    hard_first: by `difficulty`, equally difficult rows shuffled."""
+    """Order of the rows of a source in every epoch. shuffle: a new random order every epoch; sequential: as in the
+    file; easy_first, hard_first: by `difficulty`, with rows of equal difficulty shuffled."""
     seed: Count | None = None
-    """Seed of that order. Default: the run's seed."""
+    """Seed of that order. Default: the seed of the run."""
     max_prompt_tokens: Positive = 1024
-    """Longest prompt, in tokens, after the chat template."""
+    """Longest prompt, in tokens, after the chat template. (verl: max_prompt_length)"""
     max_total_tokens: Annotated[int, Field(ge=2)] | None = None
-    """Longest prompt and reply together, in tokens: a rollout ends there, and a row to learn from (SFT, DPO) that is
-    longer is `overlong`. Default: what `max_prompt_tokens` and `rollout.sampling.max_tokens` allow."""
+    """Longest prompt and reply together, in tokens: a rollout ends at this length, and `overlong` applies to a longer
+    row of demonstrations or preferences (SFT, DPO). Default: the sum that `max_prompt_tokens` and
+    `rollout.sampling.max_tokens` allow."""
     overlong: Literal["error", "filter", "truncate_left", "truncate_right", "truncate_middle"] = "error"
-    """What to do with a longer one; `filter` counts what it drops. `error`, because a silent cut changes the task.
-    truncate_* cut a prompt there, a reply at its end; over `max_total_tokens` truncate_right cuts the reply, the
-    others the prompt."""
+    """What happens to a prompt or row above these limits. (verl: truncation) error: the run stops, because silent
+    truncation changes the task; filter: the row is dropped and counted; truncate_*: a prompt is truncated on that side,
+    a reply at its end. Above `max_total_tokens` truncate_right truncates the reply, the others truncate the prompt."""
     learn_turns: Literal["all", "last"] | None = None
-    """Which replies of a conversation SFT learns: every assistant message, or the last alone. Default: all if a
+    """Which replies of a conversation SFT trains on: every assistant message, or only the last one. Default: all if a
     training source has `messages`, else the last."""
     chat: bool | None = None
-    """Apply the chat template. Default: to message prompts yes, to plain text no."""
+    """Apply the chat template. Default: yes for prompts of messages, no for plain text."""

@@ -1,4 +1,4 @@
-"""How training is spread over processes."""
+"""How training is distributed over processes."""
 
 from __future__ import annotations
 
@@ -10,40 +10,43 @@ from whet.config.parts.base import Above0, Count, Positive, Section
 
 
 class Parallel(Section):
-    """Ranks: processes that train together, with a GPU each, or on one CPU. Their number is dp_replicate * dp_shard *
-    tp * cp * pp; with all 1 there are none, and training is in the run's own process. The result does not depend on it.
-    """
+    """Layout of the ranks: processes that train together, with one GPU each, or on the CPU. Their number is
+    dp_replicate * dp_shard * tp * cp * pp; with all dims 1 there are no ranks, and the process of the run trains. The
+    result does not depend on the layout."""
 
     dp_replicate: Positive = 1
-    """Whole copies of the models. Each learns from a part of the batch, and gradients are added up."""
+    """Replicas of the models (data parallelism). Each replica trains on a part of the batch, and the gradients are
+    summed."""
     dp_shard: int = Field(default=1, ge=-1)
-    """The same with every tensor cut, each rank keeping one part of it, its gradient and its optimizer state (FSDP2):
-    less memory, more traffic. Together with dp_replicate: as many cut copies. -1: all GPUs of this machine that the
-    other dims leave; on the CPU a number is needed."""
+    """Data parallelism with sharded tensors (FSDP2): each rank keeps one shard of every tensor, of its gradient and of
+    its optimizer state, which takes less memory and more communication. With dp_replicate there are that many sharded
+    replicas. -1: all GPUs of this machine that the other dims leave; on the CPU give a number."""
     tp: Positive = 1
-    """Tensor parallelism: ranks that share each matrix. Divides attention heads, key/value heads and feed-forward
-    size."""
+    """Tensor parallelism: number of ranks that share each matrix. It must divide the attention heads, the key/value
+    heads and the feed-forward size."""
     cp: Positive = 1
-    """Context parallelism: ranks that share the tokens of a micro-batch. Divides the attention heads."""
+    """Context parallelism: number of ranks that share the tokens of a micro-batch. It must divide the attention
+    heads."""
     pp: Positive = 1
-    """Pipeline parallelism: ranks that share the layers. Micro-batches flow through them one after the other (1F1B), so
-    a step should have several: train.micro_batch_tokens or train.micro_batch_rollouts cut them."""
+    """Pipeline parallelism: number of ranks that share the layers. Micro-batches pass through the ranks one after the
+    other (1F1B), so a step should have several: set train.micro_batch_tokens or train.micro_batch_rollouts."""
     pipeline_chunks: Positive = 1
-    """Parts of the layers on each rank of pp. More (the interleaved schedule): ranks wait less for each other and
-    send more. pp * pipeline_chunks is at most the number of layers."""
+    """Chunks of layers on each rank of pp. More than 1 (the interleaved schedule): ranks wait less for each other and
+    send more data. pp * pipeline_chunks is at most the number of layers."""
     ep: Positive = 1
-    """Expert parallelism: as many neighbours among the dp_shard ranks share the experts. Divides dp_shard and the
+    """Expert parallelism: number of neighbouring dp_shard ranks that share the experts. It must divide dp_shard and the
     number of experts."""
     reshard_after_forward: bool = True
-    """Free a layer's gathered tensors after its forward and gather them again for its backward. Without: more memory,
-    less traffic."""
+    """Free the gathered tensors of a layer after its forward and gather them again for its backward. false: more
+    memory, less communication."""
     wrap_min_num_params: Count = 0
-    """Layers with fewer parameters are not gathered by themselves but with the rest of the model, at once. Default:
-    every layer by itself."""
+    """Minimum number of parameters of a layer that is gathered separately; smaller layers are gathered together with
+    the rest of the model. (verl: wrap_policy.min_num_params) Default: every layer is gathered separately."""
     prefetch: Count = 1
-    """Layers that are gathered ahead of the one at work."""
+    """Number of layers that are gathered in advance of the current one."""
     separate_ranks: tuple[Literal["critic", "reference"], ...] = ()
-    """Models with ranks of their own, each as many as the policy has and laid out like those, with further GPUs; they
-    compute while the others do. Also with all dims 1: one process for each. Default: all models share the policy's."""
+    """Models with separate ranks, on additional GPUs: as many ranks as the policy has, with the same layout. The models
+    then compute at the same time. Also with all dims 1: one process per model. Default: all models share the ranks of
+    the policy."""
     timeout_s: Above0 = 600.0
-    """Longest time in which no rank finishes a micro-batch; then the run ends, and says where each rank is."""
+    """Longest time in which no rank finishes a micro-batch; after it the run ends and logs where each rank is."""

@@ -1,4 +1,4 @@
-"""The section about the numbers that a trainer computes with."""
+"""Section about the numeric formats of training."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from whet.config.parts.base import Above0, Positive, Section
 
 
 class Precision(Section):
-    """Dtypes of training beside `model.dtype`. Log-probs and losses are float32 always."""
+    """Dtypes of training in addition to `model.dtype`. Log-probs and losses are always float32."""
 
     compute: Literal["bfloat16", "float16"] | None = None
-    """Dtype of the matrix products and of attention inside the model, where its parameters are float32 (autocast);
-    norms, residuals and the output layer stay float32. Sampling goes on in float32, so sampled and trained log-probs
-    differ a little. Default: the parameters' own."""
+    """Dtype of the matrix products and of attention inside the model, where the parameters are float32 (autocast);
+    norms, residuals and the output layer stay float32. Sampling stays float32, so sampled and trained log-probs differ
+    slightly. Default: the dtype of the parameters."""
     float8: Literal["rowwise", "tensorwise"] | None = None
     """Compute the matrix products inside the trained models in 8 bits, forward and backward, scaled by the largest
-    number of each row and column (rowwise: closer) or of each tensor (tensorwise: faster). Parameters, gradients,
-    norms, attention, routers, the output layer and matrices with a side that 16 does not divide stay as they are. For
-    GPUs that have such products (compute capability 8.9: L4, H100 ...); on a CPU it works, and is slow. Sampled and
-    trained log-probs differ, and how a batch is cut changes the rounding."""
+    absolute value of each row and column (rowwise: more precise) or of each tensor (tensorwise: faster). Parameters,
+    gradients, norms, attention, routers, the output layer and matrices with a side that is not divisible by 16 keep
+    their dtype. For GPUs with float8 products (compute capability 8.9: L4, H100 ...); on a CPU it works, but is slow.
+    Sampled and trained log-probs differ, and the rounding depends on the micro-batches."""
     reduce: Literal["float32"] | None = None
-    """Dtype in which the gradients of all micro-batches are summed, where parameters are not float32: two more bytes a
-    parameter, and small gradients are not lost. Default: the parameters' own."""
+    """Dtype in which the gradients of all micro-batches are summed, where parameters are not float32: it takes two more
+    bytes per parameter, and small gradients are not lost. Default: the dtype of the parameters."""
     master_weights: bool = True
-    """Keep a float32 copy of parameters that are not float32, which the optimizer moves. false saves 4 bytes a
-    parameter and keeps the moments in the parameters' dtype; steps below 1/256 of a bfloat16 weight are then lost."""
+    """Keep a float32 copy of parameters that are not float32; the optimizer updates the copy. false saves 4 bytes per
+    parameter and keeps the moments in the dtype of the parameters; updates below 1/256 of a bfloat16 weight are then
+    lost."""
     loss_scale: Above0 = 65536.0
-    """float16 only: the loss is multiplied by it at first, so that small gradients do not become 0. A gradient that is
-    not finite halves it and skips the step."""
+    """float16 only: initial factor of the loss, so that small gradients do not become 0. A gradient that is not finite
+    halves the factor and skips the step."""
     loss_scale_steps: Positive = 2000
-    """float16 only: after so many finite steps in a row the scale doubles."""
+    """float16 only: number of consecutive finite steps after which the factor doubles."""

@@ -1,4 +1,4 @@
-"""The section about profiling."""
+"""Section about profiling."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from whet.config.parts.base import Count, Positive, Section
 
 
 class Profile(Section):
-    """Single training steps seen from inside: operators, kernels, memory. It costs time in those steps only; where the
-    time of all steps goes stands in timeline.json."""
+    """Profiles of single training steps: operators, kernels, memory. Only the profiled steps become slower; the times
+    of all steps are in timeline.json."""
 
     steps: tuple[Positive, ...] = ()
-    """Training steps of each stage that are recorded, counted from 1; steps in a row make one trace. []: none."""
+    """Training steps of each stage to profile, counted from 1; consecutive steps share one trace. []: none."""
     warmup: Count = 1
-    """Steps before a window in which torch's profiler is on already and what it records is dropped: starting it costs
-    time of its own."""
+    """Steps before a profiled window in which the profiler of torch already runs and its records are discarded, because
+    its start takes time."""
     tools: tuple[Literal["torch", "memory", "nsys"], ...] = ("torch",)
-    """torch: a trace for ui.perfetto.dev; memory: a snapshot of CUDA's allocator with its history, for
-    pytorch.org/memory_viz; nsys: named ranges, between cudaProfilerStart and cudaProfilerStop, for a run under `nsys
-    profile --capture-range=cudaProfilerApi`. The last two need CUDA."""
+    """torch: a trace for ui.perfetto.dev; memory: a snapshot of the CUDA allocator with its history, for
+    pytorch.org/memory_viz; nsys: named ranges between cudaProfilerStart and cudaProfilerStop, for a run under `nsys
+    profile --capture-range=cudaProfilerApi`. memory and nsys need CUDA."""
     ranks: tuple[Count, ...] = (0,)
-    """With train.parallel: the ranks that record, beside the process that samples; each writes files of its own,
+    """With train.parallel: the ranks to profile, in addition to the process that samples; each writes its own files,
     STAGE-rank-N-step-000012."""
     record_shapes: bool = False
     """torch: record the shapes of every operator's inputs."""
@@ -30,4 +30,4 @@ class Profile(Section):
     profile_memory: bool = False
     """torch: record every allocation."""
     dir: str | None = None
-    """Folder of the traces. Default: `profile` in run_dir, which else is a link to it."""
+    """Folder of the traces. Default: `profile` in run_dir; with another folder, `profile` is a link to it."""

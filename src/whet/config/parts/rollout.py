@@ -1,4 +1,4 @@
-"""Sections about how the policy is asked."""
+"""Sections about sampling from the policy."""
 
 from __future__ import annotations
 
@@ -10,73 +10,76 @@ from whet.config.parts.base import Above0, Count, Fraction, NonNegative, Positiv
 
 
 class SamplingConfig(Section):
-    """How tokens are sampled."""
+    """Sampling parameters."""
 
     temperature: NonNegative = 1.0
-    """Divides the logits; the trainer divides by the same, so what is trained is what was sampled. 0: greedy."""
+    """Divisor of the logits; the trainer uses the same divisor, so sampling and training have the same distribution. 0:
+    greedy."""
     top_k: Count = 0
-    """Keep the k likeliest tokens. 0: off (a filter makes rollouts off-policy)."""
+    """Sample from the k most likely tokens. 0: off (a filter makes rollouts off-policy)."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Keep the smallest set of tokens with this much probability."""
+    """Sample from the smallest set of tokens with this total probability."""
     min_p: Fraction = 0.0
-    """Keep tokens with at least this fraction of the likeliest one's probability."""
+    """Sample from tokens with at least this fraction of the probability of the most likely token."""
     repetition_penalty: Above0 = 1.0
-    """Divide (multiply, if negative) the logits of tokens that have occurred (arXiv:1909.05858)."""
+    """Divisor of the logits of tokens that occurred before; negative logits are multiplied (arXiv:1909.05858)."""
     max_tokens: Positive = 256
-    """Longest reply, in tokens."""
+    """Longest reply, in tokens. (verl: max_response_length; TRL: max_completion_length)"""
     min_tokens: Count = 0
-    """No end token before this many."""
+    """Minimum length of a reply, in tokens: no end token is sampled before."""
     stop: tuple[str, ...] = ()
-    """Texts that end a reply."""
+    """Strings that end a reply."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a reply, beside the model's own."""
+    """Token ids that end a reply, in addition to the end tokens of the model."""
     ignore_eos: bool = False
-    """Go on to max_tokens whatever is sampled."""
+    """Continue to max_tokens, also after an end token."""
 
 
 class Rollout(Section):
-    """How the policy is asked."""
+    """Rollouts: how replies are sampled from the policy."""
 
     engine: Literal["native", "hf"] = "native"
     """native: embedded, continuous batching, the trainer's weights by reference. hf: transformers, slow."""
     replicas: Count = 0
-    """Engines, each in a process of its own with its own copy of the weights, by Ray (see `cluster`). 0: one engine,
-    in the trainer's process, on the trainer's weights."""
+    """Number of engine replicas, each in a separate process with its own copy of the weights, by Ray (see `cluster`).
+    0: one engine in the process of the trainer, on the weights of the trainer."""
     quantization: Literal["float8", "int8"] | None = None
-    """Sample from a copy of the weights in 8 bits, made anew at every weight sync; training keeps its own. Each row of
-    a matrix, and each token's activations, are scaled by their largest number. Embedding, norms, routers, output
-    layer, biases, KV cache and matrices with a side that 16 does not divide stay as they are. float8 (e4m3): for GPUs
-    of compute capability 8.9 (L4, H100 ...); on a CPU it works, and is many times slower. int8: for GPUs of 7.5 and
-    for CPUs, where large matrices are faster than in float32. Evaluations are sampled from it, too. Sampled and trained
-    log-probs differ (train/mismatch_*), so old ones are computed anew; think of algorithm.correction."""
+    """Sample from an 8-bit copy of the weights, which is made at every weight sync; training uses the original weights.
+    Each row of a matrix, and the activations of each token, are scaled by their largest absolute value. Embedding,
+    norms, routers, output layer, biases, KV cache and matrices with a side that is not divisible by 16 keep their
+    dtype. float8 (e4m3): for GPUs of compute capability 8.9 (L4, H100 ...); on a CPU it works, but is many times
+    slower. int8: for GPUs of 7.5 and for CPUs, where large matrices are faster than in float32. Evaluations also use
+    this copy. Sampled and trained log-probs differ (train/mismatch_*), so old log-probs are recomputed; consider
+    algorithm.correction."""
     group_size: Positive = 8
-    """Rollouts of one task."""
+    """Rollouts of one task. (verl: rollout.n; TRL: num_generations)"""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling in training."""
     max_num_seqs: Positive = 256
-    """Rollouts decoded at once."""
+    """Maximum number of rollouts decoded at once."""
     sync_interval: Positive = 1
-    """Steps between weight syncs. More than 1: rollouts come from a policy up to sync_interval - 1 versions old, so
-    think of algorithm.correction. An evaluation always has the present weights."""
+    """Steps between weight syncs. (Trinity: sync_interval) With more than 1, rollouts come from a policy up to
+    sync_interval - 1 versions old, so consider algorithm.correction. An evaluation always uses the current weights."""
     max_staleness: Count = 0
-    """Steps that exploring may be ahead of training. 0: in turn, each step with its own weights. More: the rollouts of
-    so many later steps are sampled while a step is trained, by a policy that is up to as many versions older (with
-    sync_interval: as many more), so think of algorithm.correction. With mode=both a second copy of the weights is
-    kept."""
+    """Number of steps that sampling may be ahead of training. (AReaL: max_head_offpolicyness) 0: synchronous, each step
+    is sampled with its own weights. More: while a step is trained, the rollouts of up to this many later steps are
+    sampled, by a policy up to this many versions older (plus sync_interval - 1), so consider algorithm.correction. With
+    mode=both a second copy of the weights is kept."""
     schedule: Literal["deterministic", "async"] = "deterministic"
-    """fixed: which weights sample which task follows from the step alone, so the run is the same on every machine,
-    after every resume and with explorers apart; a step waits for its slowest rollout. free: every task is asked as soon
-    as there is room and a step takes the groups that are finished first; what would be older than max_staleness is
-    given up and booked."""
+    """deterministic: the step alone determines which weights sample which task, so the run is the same on every
+    machine, after every resume and with explorers in separate processes; a step waits for its slowest rollout. async:
+    every task is requested as soon as a slot is free, and a step takes the groups that finish first; rollouts that
+    would be older than max_staleness are dropped and counted."""
     partial_rollout: bool = True
-    """schedule=async: at a weight sync, rollouts in flight go on under the new weights, each token with its version.
-    false: they are finished under the old ones first."""
+    """schedule=async: at a weight sync, rollouts in flight continue under the new weights, each token with its version.
+    false: rollouts in flight first finish under the old weights."""
     spare_tasks: Count = 0
-    """schedule=async: tasks asked beyond what the steps need, so that no step waits for the last ones."""
+    """schedule=async: number of tasks requested in addition to those of the steps, so that no step waits for the last
+    rollouts."""
     retries: Count = 0
-    """How often a rollout that failed (an error, or no end in time) is asked again before it counts as failed."""
+    """How often a rollout that failed (an error or a timeout) is retried before it counts as failed."""
     timeout_s: Above0 = 600.0
-    """Longest wait for one rollout; then the run says what it waited for and the rollout counts as failed."""
+    """Longest wait for one rollout; after it the run logs the reason of the wait and the rollout counts as failed."""
     timeout_factor: Above0 | None = None
-    """A rollout's limit is also this many times the mean seconds of those finished so far, once there are 8. Default:
-    timeout_s alone."""
+    """Second limit on the time of a rollout: this factor times the mean time of the finished rollouts, once there are
+    8. Default: timeout_s alone."""

@@ -10,151 +10,162 @@ from whet.config.parts.base import Above0, Count, Fraction, Positive, Section
 
 
 class Best(Section):
-    """Which evaluations keep their checkpoint."""
+    """Selection of checkpoints by evaluation."""
 
     metric: str = "eval/accuracy"
-    """A number that evaluations write down, by its name in metrics.jsonl. A checkpoint is then written in every step
-    whose evaluation is among the best so far, and stays for as long as it is."""
+    """Metric of evaluations, by its name in metrics.jsonl. A checkpoint is written in every step whose evaluation is
+    among the best so far, and is kept while it is among the best."""
     goal: Literal["max", "min"] = "max"
-    """Whether the largest or the smallest is best. Of equal ones the earlier stays."""
+    """Whether the largest or the smallest value is best. Of equal values the earlier one wins."""
     count: Positive = 1
-    """How many of the best are kept, beside the newest."""
+    """Number of best checkpoints to keep, in addition to the newest ones."""
 
 
 class Checkpoint(Section):
-    """Saving and resuming: the whole run, to the bit."""
+    """Saving and resuming of the whole run, bit for bit."""
 
     interval: Count = 50
-    """Steps between checkpoints. 0: only at the end and on Ctrl-C."""
+    """Steps between checkpoints. (verl: save_freq; TRL: save_steps) 0: only at the end and on Ctrl-C."""
     interval_epochs: Count = 0
-    """Save after every so many passes over the training rows too, in the step that completes one. 0: not by epochs."""
+    """Epochs of the training data between checkpoints, in addition: a checkpoint is written in the step that completes
+    the epoch. 0: not by epochs."""
     keep: Positive | None = 2
-    """How many of the newest are kept. null: all."""
+    """Number of newest checkpoints to keep. (verl: max_actor_ckpt_to_keep; TRL: save_total_limit) null: all."""
     keep_best: Best | None = None
-    """Checkpoints of the best evaluations, kept beside the newest. null: none."""
+    """Also keep the checkpoints of the best evaluations. null: none."""
     async_save: bool = False
-    """Write checkpoints while the next steps go on: the state is copied first, so memory holds it twice meanwhile. The
-    next save waits for the last one to be on the disk; what went wrong with it is raised there, or at the end."""
+    """Write checkpoints in the background while the next steps run: the state is copied first, so memory holds it twice
+    meanwhile. The next save waits until the last one is on disk; an error of a save is raised at the next save, or at
+    the end."""
     sharded: bool = False
-    """With train.parallel: every rank writes the parts that it holds, at once, and reads the parts that it needs, so no
-    process has to hold the whole model. Without, they are gathered and one rank writes whole files. Any layout goes on
-    from either."""
+    """With train.parallel: every rank writes its own shards in parallel, and reads the shards it needs, so no process
+    has to hold the whole model. false: the shards are gathered and one rank writes whole files. A run with any layout
+    can resume from either form."""
     dir: str | None = None
-    """Folder of the checkpoints. Default: `checkpoints` in run_dir, which else is a link to it."""
+    """Folder of the checkpoints. Default: `checkpoints` in run_dir; with another folder, `checkpoints` is a link to
+    it."""
     resume: str = "auto"
-    """auto: go on where the run directory stands; never: refuse one that holds a run; fresh: move what is there
-    aside and begin anew; or a path of a checkpoint."""
+    """auto: resume the run in run_dir, if there is one; never: refuse a run_dir that holds a run; fresh: move the
+    existing files aside and start a new run; or the path of a checkpoint."""
     save_contents: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
-    """What a checkpoint holds beside the run's place (step, data, schedule, buffer), which is always in it. Without the
-    optimizer it takes about a third of the space, and a run goes on from it only with load=[model]."""
+    """Contents of a checkpoint, in addition to the position of the run (step, data, schedule, buffer), which is always
+    saved. Without the optimizer a checkpoint takes about a third of the space, and a run can resume from it only with
+    load_contents=[model]."""
     load_contents: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
-    """What is read when a run goes on. [model]: the optimizer's moments begin at zero, its schedule where it was; the
-    run is then no longer the unbroken one, bit for bit."""
+    """Contents to read on resume. [model]: the moments of the optimizer start at zero, its schedule continues; the run
+    is then not bit for bit the uninterrupted run."""
     export: bool = True
     """Write a Hugging Face folder `export/STAGE` at the end of each stage."""
     export_interval: Count = 0
-    """Write one after every so many steps too, `export/STAGE-step-N`; all are kept. 0: none."""
+    """Steps between further exports, to `export/STAGE-step-N`; all are kept. 0: none."""
     export_as: Literal["merged", "adapter"] = "merged"
-    """With model.lora: the whole model with the adapters in its weights, or the adapters alone, as peft writes them."""
+    """With model.lora: export the whole model with the adapters merged into its weights, or only the adapters, in the
+    format of peft."""
     export_dir: str | None = None
-    """Folder of the exports. Default: `export` in run_dir, which else is a link to it."""
+    """Folder of the exports. Default: `export` in run_dir; with another folder, `export` is a link to it."""
     upload_to: tuple[str, ...] = ()
-    """Where checkpoints are copied to, in the background, each as a folder of its own: s3://BUCKET/PATH, gs://,
-    hdfs://, hf://ORG/NAME, or file:///PATH of a mounted drive. A run never waits for a copy, but at its end; what could
-    not be copied is said, and tried again with the next one. Each run needs a place of its own."""
+    """URLs to which checkpoints are copied in the background, each as a separate folder: s3://BUCKET/PATH, gs://,
+    hdfs://, hf://ORG/NAME, or file:///PATH of a mounted drive. A run waits for the copies only at its end; a failed
+    copy is logged and retried with the next one. Each run needs its own URL."""
     upload_exports_to: tuple[str, ...] = ()
-    """Where exports are copied to. On the hub (hf://ORG/NAME) each is a commit at the repository's root, so that
-    `from_pretrained` reads the newest."""
+    """URLs to which exports are copied. On the hub (hf://ORG/NAME) each export is a commit at the root of the
+    repository, so that `from_pretrained` reads the newest one."""
     upload: Literal["all", "last"] = "all"
-    """Copy every one as it is written, or at the end of the run the last one alone."""
+    """all: copy every checkpoint and export when it is written; last: only the last one, at the end of the run."""
     upload_keep: Positive | None = None
-    """How many of the newest checkpoints stay there, beside those of the best evaluations. null: all. Only copies that
-    this run has made itself (uploads.json) are ever removed, and only when a later checkpoint has been copied."""
+    """Number of newest checkpoints to keep at upload_to, in addition to those of the best evaluations. null: all. A run
+    removes only copies that it made itself (uploads.json), and only after a later checkpoint has been copied."""
 
 
 class Track(Section):
-    """What is written down."""
+    """Metrics and records."""
 
     trackers: tuple[str, ...] = ("console", "jsonl")
-    """Where numbers go: console, jsonl, tensorboard, wandb, mlflow, swanlab, or a class of yours as
-    'package.module:Class'. jsonl is always written; console is the live display. wandb, mlflow and swanlab are packages
-    of their own and may send numbers and the config to a server."""
+    """Destinations of metrics: console, jsonl, tensorboard, wandb, mlflow, swanlab, or your own class as
+    'package.module:Class'. (verl: trainer.logger) jsonl is always written; console is the live display. wandb, mlflow
+    and swanlab are separate packages and may send metrics and the config to a server."""
     project: str = "whet"
-    """Where W&B and SwanLab (project) and MLflow (experiment) list the run, under its `name`."""
+    """Project (W&B, SwanLab) or experiment (MLflow) that lists the run, under its `name`."""
     group: str | None = None
-    """Runs of one group stand together there."""
+    """Group of the run in the tracker; runs of one group are listed together."""
     tags: tuple[str, ...] = ()
-    """Words by which runs are found there."""
+    """Tags of the run in the tracker."""
     arguments: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """By tracker: more arguments of wandb.init or swanlab.init (`wandb: {mode: offline}`), mlflow's tracking_uri, or
-    what a class of yours takes by keyword. Never secrets: the trackers read them from the environment (WANDB_API_KEY,
-    MLFLOW_TRACKING_PASSWORD ...)."""
+    """Further arguments by tracker: of wandb.init or swanlab.init (`wandb: {mode: offline}`), the tracking_uri of
+    mlflow, or keyword arguments of your own class. Never put secrets here: the trackers read them from the environment
+    (WANDB_API_KEY, MLFLOW_TRACKING_PASSWORD ...)."""
     rollouts_interval: Count = 1
-    """Write every rollout of each n-th step to rollouts/STAGE-step-N.parquet. 0: none."""
+    """Steps between records of rollouts: every rollout of each n-th step is written to rollouts/STAGE-step-N.parquet.
+    0: none."""
     batches_interval: Count = 0
-    """Write what each n-th step trained on, token by token, to batches/STAGE-step-N.parquet; null
-    is what no model was asked of a rollout that was skipped. 0: none."""
+    """Steps between records of batches: the batch of each n-th step is written to batches/STAGE-step-N.parquet, token
+    by token. A value that no model computed, because the rollout was skipped, is null. 0: none."""
     rollouts_dir: str | None = None
-    """Folder of these rollouts. Default: `rollouts` in run_dir, which else is a link to it."""
+    """Folder of the records of rollouts. Default: `rollouts` in run_dir; with another folder, `rollouts` is a link to
+    it."""
     eval_dir: str | None = None
-    """Folder of the replies of evaluations. Default: `eval` in run_dir, which else is a link to it."""
+    """Folder of the replies of evaluations. Default: `eval` in run_dir; with another folder, `eval` is a link to it."""
     rollouts_dump: str | None = None
-    """Write these rollouts once more, for other programs: the path of a .jsonl or .parquet file with {step} in it, such
-    as `dump/{step}.jsonl`; {stage} is the stage's name, and {source} makes a file for each source. Rows have input,
-    output, gts, score, step, and the parts of the reward by their names. A file of that name is written over; a run
-    that goes on deletes its own of later steps. Default: only in run_dir."""
+    """Second copy of the rollouts of rollouts_interval, for other programs: the path of a .jsonl or .parquet file that
+    contains {step}, such as `dump/{step}.jsonl`; {stage} is the name of the stage, and {source} makes one file per
+    source. Rows have input, output, gts, score, step, and the parts of the reward by their names. An existing file of
+    that name is overwritten; a resumed run deletes its own files of later steps. Default: only in run_dir."""
     eval_dump: str | None = None
-    """The same of the replies of evaluations; beside {source} the evaluation's numbers have a file, too,
+    """The same for the replies of evaluations; with {source} the metrics of the evaluation have a file too,
     aggregated_results."""
     batches_dump: str | None = None
-    """The same of the batches of batches_interval, a row for each rollout; without {source}."""
+    """The same for the batches of batches_interval, one row per rollout; without {source}."""
     micro_batches: bool = False
-    """Write every micro-batch into timeline.json too. Default: phases, waits, and what the engines do in them."""
+    """Write every micro-batch into timeline.json too. Default: phases, waits, and the work of the engines in them."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Level of run.log; the console shows warnings only, at debug everything."""
+    """Level of run.log; the console shows only warnings, at debug everything."""
 
 
 class RewardWorkers(Section):
-    """What keeps foreign code (rewards) from hurting a run."""
+    """Processes that run reward code, and their limits."""
 
     count: Positive = 1
-    """Reward processes at work at once. Each has one function; idle ones of others may stand beside them."""
+    """Number of reward processes that work at once. Each process serves one function; idle processes of other functions
+    may exist in addition."""
     sandbox: Literal["builtin", "all"] = "builtin"
-    """Which rewards run in a sandbox, where they can open no file but Python's own, write none, and start no program,
-    process or connection: those built in, wherever the system can (Linux with Landlock and seccomp), or yours, too."""
+    """Rewards that run in a sandbox, where they can open no file except Python's own, write none, and start no program,
+    process or connection. builtin: the built-in rewards, where the system supports it (Linux with Landlock and
+    seccomp); all: your own rewards too."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the reward processes, over those of the run. Values of names like API_KEY or TOKEN, and
-    others of 8 characters or more that are no word, number or path, are written nowhere; best taken from the run's own
-    environment: `JUDGE_KEY: "${oc.env:JUDGE_KEY}"`, which stays so in config.yaml."""
+    """Environment variables of the reward processes, which override those of the run. Secrets are never written to any
+    file: values of names like API_KEY or TOKEN, and other values of 8 characters or more that are not a word, number or
+    path. Best take a secret from the environment of the run: `JUDGE_KEY: "${oc.env:JUDGE_KEY}"`; config.yaml keeps this
+    reference."""
     timeout_s: Above0 = 10.0
-    """Longest time for one reward call; then its process is killed and the rollout marked unscored."""
+    """Longest time for one reward call; after it the process is killed and the rollout is marked unscored."""
     memory_mb: Positive = 2048
-    """Address space a reward process may add to what it starts with."""
+    """Address space that a reward process may use in addition to its size at the start."""
     max_output_bytes: Positive = 65536
-    """What a reward may print before the rest is dropped."""
+    """Maximum output that a reward may print; the rest is discarded."""
     max_failure_rate: Fraction = 0.5
-    """End the run when more than this share of a step's rollouts could not be scored; the cause is named."""
+    """Highest share of unscored rollouts in a step; above it the run ends and names the cause."""
 
 
 class Machine(Section):
-    """What the run may use of this machine, and when it counts as hanging."""
+    """Resources of this machine that the run may use, and the limit of the watchdog."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is one."""
+    """auto: CUDA where it is available."""
     threads: Positive | None = None
-    """CPU threads of torch. Default: OMP_NUM_THREADS, else the cores this process may use."""
+    """CPU threads of torch. Default: OMP_NUM_THREADS, else the number of cores that this process may use."""
     logprob_parity: Literal["auto", "on", "off"] = "auto"
-    """Sampled log-probs equal the trainer's bit for bit. auto: on CPU yes, and a self-test says whether it held;
-    on: refuse to run if it does not hold."""
+    """Sampled log-probs equal the trainer's bit for bit. auto: yes on CPU, and a self-test reports whether it holds;
+    on: the run refuses to start if it does not hold."""
     kernels: Literal["auto", "torch", "compiled"] = "auto"
-    """What computes between the matrix products on a CPU: compiled C where a compiler is at hand, or its PyTorch twins.
-    The products themselves are compiled where they can be; with CC=none in the environment nothing is."""
+    """Kernels between the matrix products on a CPU: compiled C where a compiler is available, or the PyTorch fallback.
+    The matrix products themselves are compiled where possible; with CC=none in the environment nothing is compiled."""
     memory_mb: Positive | None = None
-    """Most that a stage may take by the memory plan, on the device it trains on, or nothing is run. Default: what the
-    machine has."""
+    """Memory limit of a stage on the device it trains on: if the memory plan of a stage exceeds it, the run does not
+    start. Default: the memory of the machine."""
     kv_cache_mb: Positive | None = None
-    """Memory of the rollout engine's KV cache. Default: what max_num_seqs rows of full length need."""
+    """Memory of the KV cache of the rollout engine. Default: the size for max_num_seqs rows of full length."""
     watchdog_timeout_s: Above0 = 3600.0
-    """Seconds without anything got done (a token, a score, a micro-batch, a tensor or file read or written) after which
-    this process counts as hanging: it writes all stacks into run.log and ends, and the same command goes on. Never
-    before the longest of the run's own time-outs is over; longer than the largest file takes to be written or read."""
+    """Seconds without progress (a token, a score, a micro-batch, a tensor or file read or written) after which this
+    process counts as hanging: it writes all stacks into run.log and ends, and the same command resumes the run. The
+    watchdog always waits for the longest timeout of the run; choose more than the time to read or write the largest
+    file."""

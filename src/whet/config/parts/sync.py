@@ -1,4 +1,4 @@
-"""The section about how weights get from a trainer to engines in processes of their own."""
+"""Section about the transfer of weights from a trainer to engines in separate processes."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from whet.config.parts.base import Above0, Positive, Section
 
 
 class Sync(Section):
-    """How new weights get from the trainer to engines in processes of their own: explorers of mode=explore, or engine
-    replicas (rollout.replicas). Every tensor has a digest, which each of them checks and confirms."""
+    """Transfer of new weights from the trainer to engines in separate processes: explorers of mode=explore, or engine
+    replicas (rollout.replicas). Every tensor has a digest that each receiver checks and confirms."""
 
     method: Literal["auto", "files", "object_store", "collective", "ipc"] = "auto"
-    """The way. files: a folder for each version in run_dir/weights, for explorers of their own (their auto).
-    object_store: Ray's, for engine replicas (their auto). collective: one broadcast from the trainer to all replicas,
-    by gloo between CPUs and NCCL between GPUs, for replicas on several machines. ipc: handles of GPU memory."""
+    """Transport. files: a folder for each version in run_dir/weights, for explorers in separate processes (auto selects
+    it for them). object_store: the object store of Ray, for engine replicas (auto selects it for them). collective: one
+    broadcast from the trainer to all replicas, by gloo between CPUs and NCCL between GPUs, for replicas on several
+    machines. ipc: handles of GPU memory."""
     content: Literal["auto", "full", "delta", "adapters"] = "auto"
-    """What travels. full: every weight, every time. delta: what has changed, which pays where part of the model is
-    frozen. adapters: those of model.lora, without the model under them; the receivers merge them and prove that they
-    have the trainer's weights. Whoever comes new gets all. auto: adapters where there are any, else full."""
+    """Content of a transfer. full: all weights, every time. delta: only changed weights, which saves time where part of
+    the model is frozen. adapters: the adapters of model.lora without the base model; the receivers merge them and
+    verify that the result equals the weights of the trainer. A new receiver gets all weights. auto: adapters where
+    there are any, else full."""
     driven_by: Literal["trainer", "explorer"] = "trainer"
-    """schedule=async: who says when new weights are due. trainer: every rollout.sync_interval steps of training.
-    explorer: once so many steps' worth of groups were asked of explorers since the last, at the end of the trainer's
-    step."""
+    """schedule=async: which process triggers a weight sync. trainer: every rollout.sync_interval steps of training.
+    explorer: once the groups of that many steps were requested from explorers since the last sync, at the end of the
+    current step of the trainer."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the numbers are cast to before they travel. auto: as they are, so nothing is lost. A narrower one is faster,
-    and the rollouts then come from other weights than are trained."""
+    """Dtype of the transferred weights. auto: that of the weights, so nothing is lost. A narrower dtype is faster, and
+    the rollouts then come from other weights than those in training."""
     timeout_s: Above0 = 600.0
-    """Longest wait for one version to be taken by all replicas, of an explorer for a sign of its trainer, and of a
-    bench for the next checkpoint. A replica that is late is dropped."""
+    """Longest wait for all replicas to load one version, of an explorer for a sign of its trainer, and of an evaluation
+    process (mode=eval) for the next checkpoint. A replica that exceeds it is dropped."""
     keep: Positive = 2
-    """method=files: versions that stay on disk. A reader that is slower than so many takes a newer one."""
+    """method=files: number of versions kept on disk. A reader that falls further behind takes a newer version."""

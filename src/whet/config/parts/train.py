@@ -12,86 +12,89 @@ from whet.config.parts.precision import Precision
 
 
 class Schedule(Section):
-    """Learning rate and weight decay over the steps of a stage. Numbers of steps are in `unit`, counted from 0."""
+    """Schedule of learning rate and weight decay over the steps of a stage. Numbers of steps are in `unit`, counted
+    from 0."""
 
     type: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
-    """Shape after the warm-up. linear, cosine: down to min_lr_ratio at the end; inverse_sqrt: sqrt(warm-up / step);
+    """Shape after the warm-up. linear, cosine: decay to min_lr_ratio at the end; inverse_sqrt: sqrt(warm-up / step);
     wsd: warm-up, stable, decay."""
     unit: Literal["optimizer_step", "train_step"] = "optimizer_step"
-    """What a step of the schedule is: every optimizer step (SkyRL), or a training step with all its minibatches and
-    passes (verl, Cosmos)."""
+    """Unit of a step of the schedule: each optimizer step (SkyRL), or a training step with all its minibatches and
+    update epochs (verl, Cosmos)."""
     warmup_steps: Count | None = None
-    """Linear warm-up from warmup_start_ratio to 1. Give this or warmup_ratio."""
+    """Steps of linear warm-up from warmup_start_ratio to 1. Give this or warmup_ratio."""
     warmup_ratio: Fraction = 0.0
     """Warm-up as a fraction of all steps, rounded down."""
     warmup_start_ratio: Fraction = 0.0
-    """Factor at which the warm-up starts."""
+    """Factor of the learning rate at the start of the warm-up."""
     warmup_ends: Literal["neither", "start", "peak", "both"] = "neither"
-    """Which ends of the ramp are warm-up steps themselves. Way done in step s of W: neither (s+1)/(W+1), start s/W
-    (with warmup_start_ratio=0 the first step moves nothing), peak (s+1)/W, both s/(W-1)."""
+    """Which ends of the ramp are warm-up steps themselves. Progress in step s of W: neither (s+1)/(W+1), start s/W
+    (with warmup_start_ratio=0 the first step changes nothing), peak (s+1)/W, both s/(W-1)."""
     min_lr_ratio: Fraction = 0.0
-    """Where linear, cosine and wsd end; inverse_sqrt does not go below."""
+    """Final factor of linear, cosine and wsd, and lower bound of inverse_sqrt."""
     total_steps: Positive | None = None
-    """Step at which the shape has ended, warm-up included; min_lr_ratio from there on. Default: all steps of the
-    stage."""
+    """Step at which the decay ends, warm-up included; the factor is min_lr_ratio from there on. Default: all steps of
+    the stage."""
     num_cycles: Above0 = 0.5
-    """cosine: waves over the decay; 0.5 goes down once."""
+    """cosine: number of waves over the decay; with 0.5 the factor decreases once."""
     decay_steps: Positive | None = None
-    """wsd: the last steps, in which it decays. Give this or decay_ratio."""
+    """wsd: number of decay steps at the end. Give this or decay_ratio."""
     decay_ratio: Fraction = 0.1
-    """wsd: the same as a fraction of all steps, rounded down; at most what the warm-up leaves."""
+    """wsd: the same as a fraction of all steps, rounded down; limited to the steps after the warm-up."""
     decay_type: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
-    """wsd, q of the decay done: 1-q; (1+cos(2 pi cycles q))/2; 2*0.5^q-1; 1-sqrt(q)."""
+    """wsd: shape of the decay, with q the finished share of it: 1-q; (1+cos(2 pi cycles q))/2; 2*0.5^q-1; 1-sqrt(q)."""
     weight_decay_end: NonNegative | None = None
-    """Weight decay at the end of the stage, where optimizer.weight_decay is at the start. Default: the same."""
+    """Weight decay at the end of the stage; optimizer.weight_decay is the value at the start. Default: the same."""
     weight_decay_type: Literal["linear", "cosine"] = "linear"
-    """How weight decay gets there, x of all steps done: x; (1-cos(pi x))/2."""
+    """Shape of the change of weight decay, with x the finished share of all steps: x; (1-cos(pi x))/2."""
 
 
 class OptimizerGroup(Section):
-    """Parameters with terms of their own."""
+    """Settings of one group of parameters."""
 
     lr_factor: NonNegative = 1.0
-    """Times the learning rate of all."""
+    """Factor on the learning rate."""
     weight_decay: NonNegative | None = None
-    """Their weight decay, in all steps, whatever their dimension. Default: that of all."""
+    """Weight decay of the group, constant, for parameters of any dimension. Default: the optimizer's."""
 
 
 class Optimizer(Section):
-    """How weights follow their gradients."""
+    """The optimizer and its settings."""
 
     lr: NonNegative = 1e-6
     """Peak learning rate."""
     name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
-    """adam: weight decay is added to the gradient, as in sgd; muon: momentum made orthogonal for the matrices inside
-    the model, adamw for embeddings, output layer, value head, norms and biases."""
+    """Optimizer. adam: weight decay is added to the gradient, as in sgd; muon: orthogonalized momentum for the matrices
+    inside the model, adamw for embeddings, output layer, value head, norms and biases."""
     param_groups: dict[str, OptimizerGroup] = Field(default_factory=dict)
-    """Parameters with another learning rate or weight decay, by a regular expression found in their names, such as
-    `embed_tokens`; the first that fits counts."""
+    """Parameters with a different learning rate or weight decay, by a regular expression that is searched in their
+    names, such as `embed_tokens`; the first match counts."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    """Decay of the two moments of Adam."""
+    """Decay rates of the two moments of Adam."""
     eps: Above0 = 1e-8
-    """Added to the square root of Adam's second moment."""
+    """Term added to the square root of Adam's second moment."""
     state_dtype: Literal["float32", "int8"] = "float32"
-    """How Adam's moments are kept. int8: a byte an entry and a scale a block of 256, a quarter of the memory; rounded
-    by chance, the same chance in every run."""
+    """Dtype of Adam's moments. int8: one byte per entry and one scale per block of 256, a quarter of the memory;
+    rounding is stochastic, with the same random numbers in every run."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """How torch computes a step; equal up to rounding. fused: one pass over the numbers, the fastest; foreach: an
-    operation at a time over all tensors; loop: tensor by tensor."""
+    """How torch computes an optimizer step; the results are equal up to rounding. fused: one pass over the numbers, the
+    fastest; foreach: one operation at a time over all tensors; for-loop: tensor by tensor."""
     momentum: BelowOne | None = None
-    """Decay of the running mean of sgd (default 0: none) and muon (default 0.95)."""
+    """Decay rate of the running mean of sgd (default 0: none) and muon (default 0.95)."""
     weight_decay: NonNegative = 0.0
     """Weight decay; decoupled from the gradient in adamw and muon."""
     decay_all: bool = False
-    """Decay parameters of one dimension (norms, biases) too, as torch does by itself. Default: they are spared."""
+    """Apply weight decay also to parameters of one dimension (norms, biases), as torch does by default. Default: these
+    have no weight decay."""
     max_grad_norm: Above0 | None = 1.0
-    """Largest gradient norm. None: the norm is measured only."""
+    """Largest gradient norm; gradients are clipped to it. (verl: grad_clip; TRL: max_grad_norm) None: the norm is only
+    measured."""
     schedule: Schedule = Field(default_factory=Schedule)
     """Learning rate and weight decay over the steps."""
 
 
 class CriticOptimizer(Optimizer):
-    """The critic's: it starts from nothing, so its steps are larger."""
+    """The optimizer of the critic. Its value head starts untrained, so its learning rate is larger."""
 
     lr: NonNegative = 1e-5
     """Peak learning rate."""
@@ -101,64 +104,69 @@ class Train(Section):
     """One stage of training."""
 
     steps: Positive | None = None
-    """Training steps. Give this, `epochs`, or both: then whichever ends first."""
+    """Training steps. Give this, `epochs`, or both; the earlier end counts."""
     epochs: Above0 | None = None
-    """Passes over the training data."""
+    """Epochs over the training data."""
     drop_last: bool = False
-    """End every epoch with its last full step: the rows left over are not asked in that epoch. Default:
-    steps go on over the end of an epoch."""
+    """End every epoch with its last full step: the remaining rows are not used in that epoch. Default: a step may
+    continue over the end of an epoch."""
     tasks_per_step: Positive = 16
-    """Tasks of one step (times rollout.group_size: rollouts of one step)."""
+    """Tasks of one step; times rollout.group_size: rollouts of one step. (verl: train_batch_size)"""
     minibatches: Positive = 1
-    """Optimizer steps a pass over the batch; must divide tasks_per_step."""
+    """Optimizer steps per update epoch; must divide tasks_per_step. (verl: train_batch_size / ppo_mini_batch_size)"""
     update_epochs: Positive = 1
-    """Passes over each batch (PPO epochs)."""
+    """Update epochs: how often each batch is trained on. (verl: ppo_epochs; TRL: num_iterations)"""
     shuffle_minibatches: bool = False
-    """Deal the groups out to the minibatches anew in every pass, by the seed. Default: in the order they came."""
+    """Partition the groups into minibatches anew in every update epoch, by the seed. Default: in the order of
+    arrival."""
     micro_batch_tokens: Positive | None = None
-    """Most tokens in one forward and backward. Changes memory and speed, never the gradient. Default: 2^19 /
-    hidden size on a CPU, 16384 on CUDA."""
+    """Maximum tokens in one forward and backward. (verl: ppo_max_token_len_per_gpu) It changes memory and speed, never
+    the gradient. Default: 2^19 / hidden size on a CPU, 16384 on CUDA."""
     micro_batch_rollouts: Positive | None = None
-    """Cut micro-batches by number of rollouts instead."""
+    """Split micro-batches by number of rollouts instead. (verl: ppo_micro_batch_size_per_gpu; TRL:
+    per_device_train_batch_size)"""
     forward_micro_batch_tokens: Positive | None = None
-    """Most tokens in one forward without gradient (old and reference log-probs, values), of every model. Default: as
+    """Maximum tokens in one forward without gradient (old and reference log-probs, values), of every model. Default: as
     in training."""
     forward_micro_batch_rollouts: Positive | None = None
-    """Cut those by number of rollouts instead."""
+    """Split these by number of rollouts instead."""
     share_prompts: bool = True
-    """Compute a group's prompt once instead of once a rollout; equal gradients."""
+    """Compute the prompt of a group once instead of once per rollout; equal gradients."""
     skip_zero_weight: bool = True
-    """Leave rollouts out of log-probs and update whose weight in the gradient is 0, as in a group with equal rewards;
-    equal gradients. Statistics of the update are then over the others; of the policy's own at least one an optimizer
-    step is computed. What loss, KL, entropy or router could read is computed, and run.log says why."""
+    """Skip rollouts whose weight in the gradient is 0, as in a group with equal rewards: they take no part in log-probs
+    and update; equal gradients. Statistics of the update then cover the other rollouts; at least one own rollout per
+    optimizer step is computed. Rollouts that the loss, KL, entropy or router could read are computed, and run.log gives
+    the reason."""
     gradient_checkpointing: bool = False
-    """Recompute activations in backward: less memory, about a third more time."""
+    """Recompute activations in backward: less memory, about a third more time. (verl: enable_gradient_checkpointing)"""
     offload: tuple[Literal["optimizer", "activations", "critic", "reference", "policy"], ...] = ()
-    """What lies in the host's memory while a GPU does not need it: moments and master weights but for the optimizer
-    step, what layers keep for the backward pass, the weights of the critic or the reference while they rest. Slower,
-    more room on the GPU. policy: its weights on the ranks of `parallel`; in one process they stay, for rollouts are
-    sampled from them. Weights that dp_shard cuts, their gradients and moments are on the host always, and fetched layer
-    by layer."""
+    """State that is kept in host memory while a GPU does not need it; slower, with less GPU memory. optimizer: moments
+    and master weights outside the optimizer step; activations: what layers keep for the backward pass; critic,
+    reference: their weights while they do not compute; policy: its weights on the ranks of `parallel` (in one process
+    they stay on the GPU, because rollouts are sampled from them). Weights that dp_shard shards, their gradients and
+    moments are then always on the host and fetched layer by layer."""
     compile: bool = False
-    """Compile every layer of the trained models with torch.compile, between the attentions: about a minute at the
-    start; faster on a GPU. Needs a C++ compiler (CPU) or Triton (GPU)."""
+    """Compile every layer of the trained models with torch.compile, except attention: it takes about a minute at the
+    start and is faster on a GPU. Needs a C++ compiler (CPU) or Triton (GPU)."""
     precision: Precision = Field(default_factory=Precision)
-    """Dtypes of training beside model.dtype."""
+    """Dtypes of training in addition to model.dtype."""
     parallel: Parallel = Field(default_factory=Parallel)
-    """Processes that train together."""
+    """Layout of the processes that train together."""
     trainable: dict[str, bool] = Field(default_factory=dict)
-    """Which parameters of the policy learn (true) or stay as they are (false), by regular expressions found in their
-    names; the first that fits counts, others learn. `{lm_head: true, ".*": false}` trains the output layer alone,
-    `{mlp.gate: false}` keeps the routers of a mixture of experts. With model.lora: among what it leaves to learn."""
+    """Which parameters of the policy are trained (true) or frozen (false), by regular expressions that are searched in
+    their names; the first match counts, parameters without a match are trained. `{lm_head: true, ".*": false}` trains
+    the output layer alone, `{mlp.gate: false}` freezes the routers of a mixture of experts. With model.lora: among the
+    parameters that it leaves trainable."""
     optimizer: Optimizer = Field(default_factory=Optimizer)
     """The policy's optimizer."""
     router_aux_loss_coef: NonNegative = 0.0
-    """Mixtures of experts: coefficient of the load-balancing term (Switch Transformer, as transformers computes it from
-    `router_aux_loss_coef`), which pays for routers that prefer few experts; 0.001 is usual. It is one term for all
+    """Mixtures of experts: coefficient of the load-balancing loss (Switch Transformer, as transformers computes it from
+    `router_aux_loss_coef`), which penalizes routers that prefer few experts; 0.001 is usual. It is one term for all
     tokens of a minibatch, and takes one more forward pass. Default: none, as in transformers' own models."""
     temperature: Above0 | None = None
-    """What the trainer divides logits by. Default: rollout.sampling.temperature, so that what is trained is what was
-    sampled."""
+    """Divisor of the logits in the trainer. Default: rollout.sampling.temperature, so that sampling and training have
+    the same distribution."""
     max_skipped_steps: Count = 5
-    """Non-finite gradients skip their optimizer step and are counted, and rollouts that only such steps had are booked
-    as not trained on; more than this many in a row end the run. With float16, from when its loss scale is down to 1."""
+    """Maximum number of consecutive skipped optimizer steps; more end the run. A gradient that is not finite skips its
+    optimizer step and is counted, and rollouts that had only skipped steps are counted as not trained on. With float16
+    the count starts when the loss scale is down to 1."""

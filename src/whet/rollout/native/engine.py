@@ -1,8 +1,7 @@
-"""The embedded rollout engine: continuous batching over a paged cache, in the trainer's process, on its
-weights.
+"""The embedded rollout engine: continuous batching over a paged KV cache, in the trainer's process, with its weights.
 
-All of it lives on one event loop: `generate` calls wait for futures, one driver task computes prefills and
-steps and lets the other coroutines run in between. The driver exists only while there is work.
+Everything runs on one event loop: `generate` calls wait for futures; one driver task runs prefill and decode steps and
+yields to the other coroutines in between. The driver exists only while there are requests.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ log = logging.getLogger(__name__)
 
 
 class NativeEngine:
-    """A `RolloutEngine` on the module it is given, by reference.
+    """A `RolloutEngine` on the given module, by reference.
 
-    end_token_ids: the model's own end tokens. decode: needed for stop strings only. max_context: the longest
-    rollout, prompt included, in tokens. cache_mb: memory of the KV cache; default: `max_num_seqs` rows of
-    `max_context` tokens. prefill_tokens: most prompt tokens computed at once. recorder: what captures decode
-    steps; default: CUDA graphs on CUDA, nothing elsewhere. quantization: sample with a copy of the module's
-    matrices in 8 bits, made anew from the weights of every version; the rest is the module's own.
+    end_token_ids: the model's own end tokens. decode: needed for stop strings only. max_context: the longest rollout,
+    prompt included, in tokens. cache_mb: memory of the KV cache; default: `max_num_seqs` rows of `max_context` tokens.
+    prefill_tokens: most prompt tokens computed at once. recorder: captures decode steps; default: CUDA graphs on CUDA,
+    none elsewhere. quantization: sample with a copy of the module's matrices in 8 bits, requantised from the weights of
+    every version; all other parameters are the module's own.
 
-    Raises ConfigError where the device has no products of such numbers, or the model no such matrices.
+    Raises ConfigError where the device does not support such matrix products, or the model has no such matrices.
     """
 
     def __init__(
@@ -115,10 +114,10 @@ class NativeEngine:
             raise
 
     async def load_weights(self, source: WeightSource, version: int) -> None:
-        """Rows in flight keep their tokens and go on under the new weights, their cache computed anew.
+        """Rows in flight keep their tokens and continue with the new weights; their cache is recomputed.
 
-        Raises WhetError if a tensor is missing, comes twice or does not fit; then the version stays, and as
-        the weights may be a mix, all requests fail until a whole set has come.
+        Raises WhetError if a tensor is missing, is given twice or does not fit. Then the version stays and, as the
+        weights may be a mix, all requests fail until a full set has been loaded.
         """
         if (source.module is None) == (source.tensors is None):
             raise WhetError("a WeightSource has either a module or tensors")
@@ -134,7 +133,7 @@ class NativeEngine:
         self.resume()
 
     async def pause(self, finish: bool) -> None:
-        """See `RolloutEngine`. Requests that come from now on wait for `load_weights` or `resume`."""
+        """See `RolloutEngine`. New requests wait for `load_weights` or `resume`."""
         self.holding = True
         if finish and self.scheduler.busy:
             self.running = True
@@ -144,15 +143,15 @@ class NativeEngine:
         self.running = False
 
     def resume(self) -> None:
-        """Go on, with the requests that were kept and those that came meanwhile."""
+        """Resume, with the requests that were kept and those that arrived meanwhile."""
         self.holding, self.running = False, True
         self.scheduler.add(self.held)
         self.held = []
         self._wake()
 
     async def place(self, device: Literal["gpu", "cpu"]) -> None:
-        """The cache, and weights in 8 bits, are the engine's only memory on the accelerator; rows in flight wait
-        and compute theirs anew."""
+        """The cache and the 8-bit weights are the engine's only memory on the accelerator. Rows in flight wait and
+        recompute their cache."""
         self.placed = device == "gpu"
         for weights in held(self.module).values():
             weights.to(self.runner.device if self.placed else torch.device("cpu"))
@@ -178,8 +177,8 @@ class NativeEngine:
         log.info("sampling from weights in %s: %d matrices", kind, len(held(self.module)))
         if left:
             log.warning(
-                "rollout.quantization=%s: %d matrices stay as they are, e.g. %s: their sides are no multiples of 16, "
-                "or they are in modules of unknown kinds",
+                "rollout.quantization=%s: %d matrices are not quantised, e.g. %s: their sides are not multiples of 16, "
+                "or their modules are of unknown types",
                 kind,
                 len(left),
                 left[0],

@@ -91,7 +91,7 @@ class NoHostReads(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if _waits(func, args, kwargs):
-            raise CannotCapture(f"{func} makes the host wait for the device")
+            raise CannotCapture(f"{func} synchronizes the host with the device")
         return func(*args, **kwargs)
 
 

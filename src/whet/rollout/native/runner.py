@@ -110,7 +110,7 @@ class Runner:
         if cache_mb is not None:
             self.pages = min(self.pages, (cache_mb << 20) // self.page_bytes)
         if self.pages < 1:
-            raise WhetError(f"cache_mb={cache_mb} holds no page of {self.page_bytes} bytes; raise it")
+            raise WhetError(f"cache_mb={cache_mb} is less than one page of {self.page_bytes} bytes; raise it")
         self.device = self.decoder.head.linear.weight.device
         self.vocab = self.decoder.head.linear.out_features
         self.table_SP = torch.zeros(max_num_seqs, -(-columns // PAGE), dtype=torch.int32, device=self.device)
@@ -180,8 +180,8 @@ class Runner:
         new = decoder(module, self.ops)
         if _shape(new) != _shape(self.decoder):
             raise WhetError(
-                f"the new module's layers, heads, head size and vocabulary are {_shape(new)}, the engine was "
-                f"made for {_shape(self.decoder)}; make a new engine"
+                f"the new module's layers, heads, head size and vocabulary are {_shape(new)}, but the engine was "
+                f"built for {_shape(self.decoder)}; create a new engine"
             )
         self.module, self.decoder = module, new
         self._fix_shapes()

@@ -108,8 +108,8 @@ class Scheduler:
         needed = self.pages.needed(request.cached)
         if needed > self.pages.count:
             raise RequestError(
-                f"a prompt of {len(request.prompt)} tokens and max_tokens={request.sampling.max_tokens} need "
-                f"{needed} pages of {self.pages.size} tokens, the KV cache has {self.pages.count}; lower "
+                f"a prompt of {len(request.prompt)} tokens with max_tokens={request.sampling.max_tokens} needs "
+                f"{needed} pages of {self.pages.size} tokens, but the KV cache has {self.pages.count}; lower "
                 "rollout.sampling.max_tokens or raise machine.kv_cache_mb"
             )
 
