@@ -205,5 +205,6 @@ def test_a_key_about_replies_that_were_written_elsewhere(
 def test_nothing_is_left_out() -> None:
     assert {name.rpartition(".")[2] for name in BELOW if name.startswith("eval.offline.")} == set(OFFLINE)
     assert BELOW.keys() - {f"eval.offline.{key}" for key in OFFLINE} - {*APART, *CLUSTER, *PARTS, *RANKS} == {
-        "critic.head", "checkpoint.load_contents", "algorithm.advantage.divide_by_turns", "checkpoint.sharded", "profile.ranks",
+        "critic.head", "checkpoint.load_contents", "algorithm.advantage.divide_by_turns",
+        "checkpoint.sharded", "profile.ranks",
     }  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import sections
 from batches import by_rollout, doubles, logp_now, make_batch, pair_batch, ragged
 from unread import check_algorithm
 from whet.algos.advantages import ADVANTAGES, grpo, token_rewards, whiten
@@ -20,12 +21,12 @@ from whet.algos.losses import LOSSES
 from whet.algos.recipes import Algorithm, build
 from whet.batch import Outputs
 from whet.config import functions, schema
-from whet.config.recipes import RECIPES, SETTINGS, Resolved, resolve
+from whet.config.recipes import RECIPES, Resolved, resolve
 from whet.types import ConfigError, WhetError
 
 
 def given(name: str, **keys: Any) -> schema.Algorithm:
-    return schema.Algorithm(name=name, **keys)
+    return schema.Algorithm.model_validate(sections.algorithm(name, **keys))
 
 
 def made(name: str, **keys: Any) -> Algorithm:
@@ -41,8 +42,8 @@ def test_recipes_name_parts_that_exist() -> None:
         assert recipe.loss in LOSSES
         assert recipe.loss_agg_mode in AGGREGATIONS
         assert recipe.kind == functions.LOSSES[recipe.loss].kind
-        read = functions.ADVANTAGES[recipe.advantage].settings | functions.LOSSES[recipe.loss].settings
-        assert recipe.settings.keys() <= read
+        rows = (functions.ADVANTAGES[recipe.advantage], functions.LOSSES[recipe.loss])
+        assert recipe.settings.keys() <= {key for row in rows for key in row.settings.model_fields}
 
 
 def test_tables_without_torch_tell_the_truth_about_the_functions() -> None:
@@ -51,15 +52,13 @@ def test_tables_without_torch_tell_the_truth_about_the_functions() -> None:
         return {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
 
     assert {n: keywords(f) - {"reward_N"} for n, f in ADVANTAGES.items()} == {
-        n: row.settings for n, row in functions.ADVANTAGES.items()
+        n: set(row.settings.model_fields) for n, row in functions.ADVANTAGES.items()
     }
     assert {n: keywords(f) for n, f in LOSSES.items()} == {
-        n: row.settings for n, row in functions.LOSSES.items()
+        n: set(row.settings.model_fields) for n, row in functions.LOSSES.items()
     }
-    assert set(schema.Algorithm.model_fields) >= SETTINGS
     for row in (*functions.ADVANTAGES.values(), *functions.LOSSES.values()):
-        assert all(schema.Algorithm.model_fields[key].default is None for key in row.defaults)
-        assert all(schema.Algorithm.model_fields[key].default is not None for key in row.reads)
+        row.settings.model_validate({})  # all have defaults
     known = inspect.signature(schema.Algorithm).parameters["loss_agg_mode"].annotation
     assert all(repr(mode) in str(known) for mode in AGGREGATIONS if mode != "pair-mean")
 
@@ -86,9 +85,10 @@ def test_recipes_are_read_without_torch() -> None:
 def test_a_recipe_as_it_is() -> None:
     r = resolve(given("dapo"))
     assert (r.advantage, r.loss, r.loss_agg_mode) == ("grpo", "ppo", "token-mean")
-    assert (r.settings["clip_low"], r.settings["clip_high"], r.settings["dual_clip"]) == (0.2, 0.28, None)
+    clips = r.settings["loss"].settings
+    assert (clips["clip_low"], clips["clip_high"], clips["dual_clip"]) == (0.2, 0.28, None)
     assert r.dynamic_sampling
-    assert r.settings["normalize_std"]
+    assert r.settings["advantage"].settings["normalize_std"]
     assert not r.needs_critic
     assert not r.needs_reference
 
@@ -97,12 +97,17 @@ def test_the_users_keys_win() -> None:
     r = resolve(
         given("dapo", clip_high=0.4, dual_clip=3.0, dynamic_sampling=False, normalize_std=False, whiten=True)
     )
-    assert (r.settings["clip_low"], r.settings["clip_high"], r.settings["dual_clip"]) == (0.2, 0.4, 3.0)
-    assert (r.dynamic_sampling, r.settings["normalize_std"], r.whiten) == (False, False, True)
+    clips = r.settings["loss"].settings
+    assert (clips["clip_low"], clips["clip_high"], clips["dual_clip"]) == (0.2, 0.4, 3.0)
+    assert (r.dynamic_sampling, r.settings["advantage"].settings["normalize_std"], r.whiten) == (
+        False,
+        False,
+        True,
+    )
     r = resolve(
         given("grpo", advantage="gae", gamma=0.9, loss_agg_mode="seq-mean-token-sum-norm", norm_tokens=7)
     )
-    assert (r.needs_critic, r.settings["gamma"], r.norm_tokens) == (True, 0.9, 7)
+    assert (r.needs_critic, r.settings["advantage"].settings["gamma"], r.norm_tokens) == (True, 0.9, 7)
     assert not resolve(given("ppo", advantage="rloo")).needs_critic
     assert resolve(given("ppo", advantage="mine:f")).needs_critic
     assert not resolve(given("grpo", advantage="mine:f")).needs_critic
@@ -302,6 +307,9 @@ def all_zero(batch, *, reward_N):
 def cubed(batch, out, *, clip_low=0.1):
     return Loss(out.logp_N ** 3 * clip_low)
 
+def typed(batch, out, clip_low: float = 0.1):
+    return Loss(out.logp_N * clip_low)
+
 def greedy(batch, *, temperature):
     return batch.mask_N, None
 
@@ -332,18 +340,23 @@ def test_a_function_of_the_users_gets_the_settings_it_names(mine: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"advantage": "greedy"}, "temperature.*By keyword it may take: .*clip_high, clip_low"),
+        ({"advantage": "greedy"}, "temperature.*Its settings are its keyword arguments"),
         ({"advantage": "number"}, "expected a function or class"),
         ({"advantage": "absent"}, "has no 'absent'"),
         ({"advantage": "by_length", "reward_kl": {"coef": 0.1}}, "does not take reward_N"),
-        ({"advantage": "by_length", "lam": 0.5}, "lam=0.5 has no effect"),
-        ({"loss": "cubed", "dual_clip": 3.0}, "dual_clip=3.0 has no effect"),
+        ({"advantage": "by_length", "lam": 0.5}, r"algorithm\.advantage\.lam: .*has no setting 'lam'"),
+        ({"loss": "typed", "clip_low": "high"}, r"algorithm\.loss\.clip_low='high': .*typed takes .*float"),
+        ({"loss": "cubed", "clip_lo": 3.0}, "has no setting 'clip_lo'.*did you mean 'clip_low'"),
         ({"loss": "by_length"}, "cannot be called as f\\(batch, outputs"),
     ],
 )
 def test_a_function_that_does_not_fit_is_refused(mine: str, keys: dict[str, Any], why: str) -> None:
     keys = {k: f"{mine}:{v}" if k in ("advantage", "loss") else v for k, v in keys.items()}
-    cfg = schema.Algorithm.model_validate({"name": "grpo", **keys})
+    tables = {k: {"name": keys[k]} for k in ("advantage", "loss") if k in keys}
+    for key in keys.keys() - {"advantage", "loss", "reward_kl"}:
+        tables["advantage" if key == "lam" else "loss"][key] = keys[key]
+    rest = {k: v for k, v in keys.items() if k == "reward_kl"}
+    cfg = schema.Algorithm.model_validate({"name": "grpo", **rest, **tables})
     with pytest.raises(ConfigError, match=why):
         build(cfg, critic=schema.Critic(), max_tokens=20)
 

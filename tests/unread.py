@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import sections
 from whet.config.checks import unused
 from whet.config.keys import dotted
 from whet.config.recipes import resolve
@@ -14,7 +15,7 @@ from whet.types import ConfigError
 
 def check_algorithm(name: str, **keys: Any) -> None:
     """Raise ConfigError as a plan would for `algorithm: {name: ..., keys...}`; several optimizer steps a batch."""
-    tree = {"algorithm": {"name": name, **keys}, "train": {"update_epochs": 2}}
+    tree = {"algorithm": sections.algorithm(name, **keys), "train": {"update_epochs": 2}}
     cfg = Config.model_validate_json(json.dumps(tree))
     resolve(cfg.algorithm)
     if said := [f"{dotted(path)}: {why}" for path, why in unused({"algorithm": tree["algorithm"]}, [cfg])]:

@@ -166,30 +166,37 @@ def _taken(function: Callable[..., object], chosen: Chosen) -> dict[str, Any]:
 
 def _bind(function: Callable[..., T], chosen: Chosen, *, what: str, positional: int) -> Callable[..., T]:
     """The function with its settings. ConfigError if it asks for anything else, or cannot take what is given."""
-    settings = _own_settings(function, chosen, what=what) if chosen.is_own else _taken(function, chosen)
+    settings = (
+        _own_settings(function, chosen, what=what, positional=positional)
+        if chosen.is_own
+        else _taken(function, chosen)
+    )
     later = dict.fromkeys({"reward_N"} & _keywords(function)) if what == "advantage" else {}
     try:
         inspect.signature(function).bind(*[None] * positional, **settings, **later)
     except TypeError as e:
         call = "f(batch, *, reward_N, ...)" if what == "advantage" else "f(batch, outputs, *, ...)"
         raise ConfigError(
-            f"{what} {chosen.name!r} cannot be called as {call}: {e}. Its settings are its keyword arguments: give them "
-            f"as algorithm.{what}.NAME."
+            f"{what} {chosen.name!r} cannot be called as {call}: {e}. Its settings are its keyword arguments: give "
+            f"them as algorithm.{what}.NAME."
         ) from e
     return partial(function, **settings)
 
 
-def _own_settings(function: Callable[..., object], chosen: Chosen, *, what: str) -> dict[str, Any]:
+def _own_settings(
+    function: Callable[..., object], chosen: Chosen, *, what: str, positional: int
+) -> dict[str, Any]:
     """Settings of a user's function, held to the names and the annotations of its signature."""
     hints = get_type_hints(function) if inspect.isfunction(function) else {}
-    takes = inspect.signature(function).parameters.values()
-    names = [p.name for p in takes if p.kind is p.KEYWORD_ONLY and p.name != "reward_N"]
+    takes = list(inspect.signature(function).parameters.values())[positional:]
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in takes if p.kind in by_name and p.name != "reward_N"]
     out: dict[str, Any] = {}
     for name, value in chosen.settings.items():
         key = f"algorithm.{what}.{name}"
         if name not in names:
             raise ConfigError(
-                f"{key}: {chosen.name} has no setting {name!r}{near(name, names)}; its keyword-only arguments: "
+                f"{key}: {chosen.name} has no setting {name!r}{near(name, names)}; it has: "
                 f"{', '.join(names) or 'none'}."
             )
         try:

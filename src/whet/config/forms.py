@@ -8,8 +8,10 @@ under which something reads it (`conditions` says how to read one); `x-choices` 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from whet.config import choices, functions, hints, trackers
@@ -18,8 +20,9 @@ from whet.config.constraints import CONSTRAINTS, error
 from whet.config.idle import NAMED
 from whet.config.idle_rules import RULES
 from whet.config.keys import Key, keys
+from whet.config.keys import settings as keys_of_settings
 from whet.config.recipe_table import RECIPES
-from whet.config.schema import Config
+from whet.config.schema import Config, Section
 from whet.config.tree import STAGE_SECTIONS
 from whet.types import Json
 
@@ -83,7 +86,7 @@ def _described(node: Node, key: Key) -> Node:
     extra = {
         "x-unit": hints.unit(name),
         "x-visible-when": visible_when(key.path),
-        "x-choices": CHOICES.get(name),
+        "x-choices": _choices().get(name),
         "x-section": key.path[-1]
         if key.path[:2] == ("stages", "*") and key.path[-1] in STAGE_SECTIONS
         else None,
@@ -117,14 +120,30 @@ def _recipes() -> list[Json]:
     ]
 
 
+def _settings(section: type[Section], part: str) -> Json:
+    """The settings of a function, described as keys are."""
+    made = section.model_json_schema().get("properties", {})
+    return {
+        name: _described(
+            node,
+            replace(
+                keys_of_settings()[("algorithm", part, name)], default=section.model_fields[name].default
+            ),
+        )
+        for name, node in made.items()
+    }
+
+
 def _functions(
-    table: Mapping[str, functions.Advantage] | Mapping[str, functions.Loss], about: Mapping[str, str]
+    part: str,
+    table: Mapping[str, functions.Advantage] | Mapping[str, functions.Loss],
+    about: Mapping[str, str],
 ) -> list[Json]:
     return [
         {
             "name": name,
             "about": about[name],
-            "settings": row.settings.model_json_schema()["properties"] if row.settings.model_fields else {},
+            "settings": _settings(row.settings, part),
             "needs": sorted(row.needs),
         }
         for name, row in table.items()
@@ -135,12 +154,14 @@ def _lines(about: Mapping[str, str]) -> list[Json]:
     return [{"name": name, "about": line} for name, line in about.items()]
 
 
-CHOICES: dict[str, list[Json]] = {
-    "algorithm.name": _recipes(),
-    "algorithm.advantage": _functions(functions.ADVANTAGES, choices.ADVANTAGES),
-    "algorithm.loss": _functions(functions.LOSSES, choices.LOSSES),
-    "rewards.*.function": _lines(choices.REWARDS),
-    "track.trackers": _lines({name: row.about for name, row in trackers.TRACKERS.items()}),
-    "checkpoint.resume": _lines(choices.RESUME),
-}
-"""Names that a key knows without being limited to them."""
+@functools.cache
+def _choices() -> dict[str, list[Json]]:
+    """Names that a key knows without being limited to them."""
+    return {
+        "algorithm.name": _recipes(),
+        "algorithm.advantage": _functions("advantage", functions.ADVANTAGES, choices.ADVANTAGES),
+        "algorithm.loss": _functions("loss", functions.LOSSES, choices.LOSSES),
+        "rewards.*.function": _lines(choices.REWARDS),
+        "track.trackers": _lines({name: row.about for name, row in trackers.TRACKERS.items()}),
+        "checkpoint.resume": _lines(choices.RESUME),
+    }

@@ -238,6 +238,6 @@ def _check_parts(cfg: Algorithm, r: Resolved) -> None:
     settings = r.settings["loss"].settings
     if settings.get("rec_regularizer", "none") != "none" and settings["rec_regularizer_coef"] == 0:
         raise ConfigError(
-            f"algorithm.loss.rec_regularizer={settings['rec_regularizer']} adds nothing at rec_regularizer_coef=0: give "
-            "one above 0."
+            f"algorithm.loss.rec_regularizer={settings['rec_regularizer']} adds nothing at rec_regularizer_coef=0: "
+            "give one above 0."
         )

@@ -52,8 +52,8 @@ SETTING_RULES: tuple[Rule, ...] = (
     _rule(
         ("kl", "reward_kl"),
         BY_TOKEN,
-        "the loss {loss} is about whole replies and has no place for a KL at every token (how far dpo and kto may go "
-        "from the reference is algorithm.loss.beta)",
+        "loss={loss} is defined on whole replies and has no KL per token (dpo and kto bound the distance to the "
+        "reference by algorithm.loss.beta)",
     ),
     _rule(
         ("entropy_agg_mode",),
