@@ -23,8 +23,8 @@ MOST = 1000
 
 
 def lengths(values: Values) -> dict[str, Json]:
-    """model_max_length bounds prompt and reply together. A sampled reply ends there, and longer prompts are left out and
-    counted; a conversation of an SFT job, which has no other bound, is truncated there."""
+    """model_max_length bounds prompt and reply together. A sampled reply ends there, and longer prompts are left out
+    and counted; a conversation of an SFT job, which has no other bound, is truncated there."""
     total = values["policy.model_max_length"]
     overlong = "truncate_right" if is_sft(values) else "filter"
     bounds: dict[str, Json] = {"data.max_total_tokens": total, "data.overlong": overlong}
