@@ -229,7 +229,7 @@ def replicas(**sync: Any) -> dict[str, Any]:
         ),
         (
             {"mode": "explore", "buffer": {"url": "files:///q", "explorer_name": "a/b"}},
-            "becomes a folder's name",
+            "used as the name of a folder",
         ),
         ({"mode": "both"}, r"buffer\.url.* with mode=both one process explores and trains"),
         (

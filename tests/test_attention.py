@@ -360,7 +360,7 @@ def tiny(family: str) -> torch.nn.Module:
 
     common = {
         "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16,
-        "num_attention_heads": 4, "kv_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
     }  # fmt: skip
     if family in ("Mistral", "Gemma2"):
         common["sliding_window"] = 8

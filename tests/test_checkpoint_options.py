@@ -112,7 +112,7 @@ def test_without_the_optimizer_a_checkpoint_is_small_and_goes_on_only_when_asked
     for path in checkpoint.all_in(run_dir / "checkpoints")[2:]:
         shutil.rmtree(path)
     before = (run_dir / "metrics.jsonl").read_bytes()
-    with pytest.raises(CheckpointError, match=r"has no optimizer.*checkpoint\.load=\[model\]"):
+    with pytest.raises(CheckpointError, match=r"has no optimizer.*checkpoint\.load_contents=\[model\]"):
         train(run_dir)
     assert (run_dir / "metrics.jsonl").read_bytes() == before
     assert train(run_dir, "checkpoint.load_contents=[model]").finished
@@ -143,7 +143,7 @@ def test_a_state_that_does_not_say_what_is_held_is_named(held: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("key", ["contents", "load"])
 def test_without_the_model_nothing_can_go_on(key: str) -> None:
-    assert "no run goes on" in refused(f"checkpoint.{key}=[optimizer]")
+    assert "no run can resume" in refused(f"checkpoint.{key}=[optimizer]")
 
 
 def test_load_is_refused_where_nothing_is_loaded() -> None:

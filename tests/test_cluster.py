@@ -230,7 +230,7 @@ def test_the_same_run_whatever_is_killed(
     finish(run, tmp_path)
     assert left(tmp_path) == undisturbed
     until(lambda: gone(engines(tmp_path)), "the end of the engines", 20.0)
-    assert said_in(tmp_path, "sampling against training: exact")
+    assert said_in(tmp_path, "log-probs of sampling and training: exact")
     drawn = picture(tmp_path / "run" / "timeline.json")
     assert sorted(drawn) == ["replica engine-0", "replica engine-1", "replica engine-2"]
     assert {s.process for s in drawn["replica engine-0"]} == {1, 2}

@@ -215,7 +215,11 @@ def test_length_and_optimizer() -> None:
     }  # fmt: skip
     assert optimizer(values(t_optm_name="Adam"))[at + "name"] == "adam"
     small = optimizer(values(t_optm_name="Adam8bit", t_optm_impl="for-loop"))
-    assert [small[at + key] for key in ("kind", "state", "implementation")] == ["adam", "int8", "loop"]
+    assert [small[at + key] for key in ("name", "state_dtype", "implementation")] == [
+        "adam",
+        "int8",
+        "for-loop",
+    ]
     with pytest.raises(NotSupportedYet, match="optm_"):
         optimizer(values(t_optm_lr=[1e-6, 1e-5]))
     assert refused("grpo", "train.optm_name", "Muon")
@@ -432,7 +436,7 @@ def test_model_lengths_and_seed() -> None:
     total = {"data.max_total_tokens": 4096, "data.overlong": "filter"}
     assert lengths(values()) == total | {"data.max_prompt_tokens": 4095, "rollout.sampling.max_tokens": 2048}
     assert lengths(values("sft", r_max_response_length=9999)) == total | {
-        "data.max_prompt_tokens": 4096, "rollout.sampling.max_tokens": 4096,
+        "data.overlong": "truncate_right", "data.max_prompt_tokens": 4096, "rollout.sampling.max_tokens": 4096,
     }  # fmt: skip
     seeds = (
         ({}, {"seed": 0}),

@@ -358,7 +358,7 @@ def message(**kw):
         (message(content=None), {}, "line 2: column 'prompt' holds dict"),
         (message(tool_calls=[1]), {}, "line 2: .*a message has tool_calls; only role and content"),
         (message(), {"template": "{prompt}"}, "line 2: .*the source's template is for plain text"),
-        (message(role="system"), {"system": "s"}, "line 2: .*already has a system message"),
+        (message(role="system"), {"system_prompt": "s"}, "line 2: .*already has a system message"),
         ({"prompt": "x", "response": 1}, {}, "line 2: column 'response' holds int 1; expected text, or"),
         ({"prompt": "x", "rejected": ["y"]}, {}, "line 2: column 'rejected' holds list"),
         (

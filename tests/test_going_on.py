@@ -252,7 +252,7 @@ def test_more_steps_go_on_with_a_finished_run(finished: Path, tmp_path: Path) ->
     assert metrics(run_dir) == metrics(tmp_path / "whole")
     assert {p.name for p in (run_dir / "export").iterdir()} == {"main", "main-step-000003"}
     with pytest.raises(
-        CheckpointError, match=r"is at step 5 of stage 'main', and train\.steps=4 ends before"
+        CheckpointError, match=r"is at step 5 of stage 'main', but train\.steps=4 ends before"
     ):
         train(run_dir, "train.steps=4")
 

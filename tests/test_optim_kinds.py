@@ -176,7 +176,7 @@ def test_groups_have_their_own_terms() -> None:
 
 
 def test_a_group_without_parameters_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.groups: 'attention'"):
+    with pytest.raises(ConfigError, match=r"optimizer\.param_groups: 'attention'"):
         make(Optimizer(param_groups={"attention": OptimizerGroup()}))
 
 

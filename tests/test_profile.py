@@ -172,7 +172,7 @@ BASE = {**TINY, "rewards": {"r": {"function": "exact"}}}
         (["profile={steps: [1], tools: [nsys]}", "machine.device=cpu"], "profile.tools: nsys: only CUDA has"),
         (["profile={steps: [1], tools: [torch, nsys]}"], "profile.tools: torch and nsys both use CUPTI"),
         (["profile.record_shapes=true"], "profile.record_shapes: has no effect: profile.steps is empty"),
-        (["profile={steps: [4]}"], "profile.steps[0]: has no effect: the stage has 3 steps, fewer than"),
+        (["profile={steps: [4]}"], "profile.steps[0]: has no effect: the stage has 3 steps, and every"),
         (["profile={steps: [2], tools: [memory], with_stack: true}"], "profile.with_stack: has no effect"),
         (["profile={steps: [0]}"], "profile.steps: got [0], expected"),
         (["profile.step=3"], "did you mean profile.steps"),
@@ -194,7 +194,7 @@ def test_a_run_traces_its_phases_and_changes_no_number(tmp_path):
     assert file.name == "main-step-000002.json.gz"
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     ranges = {e["name"] for e in events if e.get("cat") == "user_annotation"}
-    assert {"step 2", "generate", "score", "log-probs", "update"} <= ranges
+    assert {"step 2", "generate", "reward", "logprobs", "update"} <= ranges
     assert "step 1" not in ranges
     both = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("with", "without")]
     assert both[0] == both[1]

@@ -119,7 +119,7 @@ def test_all_gpus_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             ["train.parallel.pp=2", "train.parallel.pipeline_chunks=2"],
-            "2 layers cannot be spread over 4 parts",
+            "the 2 layers of the model cannot be split into 4 parts",
         ),
         (["train.parallel.pipeline_chunks=2"], "there is no pipeline"),
         (["train.parallel.ep=2"], "2 does not divide dp_shard=1"),

@@ -373,6 +373,6 @@ def test_a_rehearsal_goes_without_a_model_that_is_not_at_hand(tmp_path, judge):
     away = probe(load(config(tmp_path, tmp_path / "gone", "away")))
     assert (away.untried, away.broken) == ({"rm"}, set())
     (said,) = [f for f in away.findings if f.what.startswith("rewards.rm")]
-    assert (said.kind, "not at hand" in said.said) == ("open", True)
+    assert (said.kind, "not available here" in said.said) == ("open", True)
     here = probe(load(config(tmp_path, judge, "here")))
     assert (here.untried, here.broken) == (set(), set())

@@ -333,7 +333,7 @@ def test_rewards_are_weighted_and_their_raw_parts_kept():
         "watched": Reward(function="exact", weight=0.0),
     }
     groups = [group(task("ab"), "ab", "abcd"), group(task("z"), "z")]
-    got = run(groups, rewards, {"length": length}, workers=2)
+    got = run(groups, rewards, {"length": length}, count=2)
     assert [[r.reward for r in g.rollouts] for g in got] == [[2 - 1.0, -2.0], [2 - 0.5]]
     assert got[0].rollouts[1].reward_parts == {
         "exact": 0.0,
@@ -372,7 +372,7 @@ def test_a_random_reward_is_the_same_again_whatever_else_is_scored():
 
     rewards = {"dice": Reward(function="dice")}
     first, second = group(task(), "a", "b"), Group(task(), (rollout(task(), "c", 2),))
-    whole = run([first, second], rewards, {"dice": dice}, workers=2)
+    whole = run([first, second], rewards, {"dice": dice}, count=2)
     alone = run([second], rewards, {"dice": dice})
     assert whole[1].rollouts[0].reward == alone[0].rollouts[0].reward
     assert len({r.reward for g in whole for r in g.rollouts}) == 3

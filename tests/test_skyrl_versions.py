@@ -281,3 +281,8 @@ def test_the_penalty_of_long_replies_of_dapo() -> None:
         "rewards.overlong.arguments": {"max_tokens": 1024, "buffer": 256},
         "eval.reward": "gsm8k",
     }
+
+
+def test_long_prompts_are_left_out_since_main() -> None:
+    kept = {v: run.prompt_limit(values(v))["data.overlong"] for v in ("0.1", "0.3", "main")}
+    assert kept == {"0.1": "truncate_left", "0.3": "truncate_left", "main": "filter"}

@@ -236,7 +236,7 @@ def test_an_explorer_says_that_it_waits_for_its_trainer_and_not_for_ever(
 ) -> None:
     monkeypatch.setattr(apart, "REPORT_S", 0.01)
     cfg = SimpleNamespace(
-        sync=SimpleNamespace(timeout_s=0.05), buffer=SimpleNamespace(explorer="one"), rollout=None
+        sync=SimpleNamespace(timeout_s=0.05), buffer=SimpleNamespace(explorer_name="one"), rollout=None
     )
     run: Any = SimpleNamespace(cfg=cfg, name="main", engine=SimpleNamespace(version=7))
     idle = apart.Idle(run, tmp_path)
@@ -256,7 +256,7 @@ def test_an_explorer_says_that_it_waits_for_its_trainer_and_not_for_ever(
     look_later((0, 7), busy=True)
     look_later((0, 8), busy=False)
     with pytest.raises(
-        WhetError, match=r"its process is dead. Start it again, .* sync.timeout_s=0.05 is over"
+        WhetError, match=r"its process is dead. Restart the trainer, .* sync.timeout_s=0.05 is exceeded"
     ):
         look_later((0, 8), busy=False)
 

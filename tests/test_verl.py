@@ -392,7 +392,7 @@ def test_corrections() -> None:
     assert tuple(weights.values()) == ("sequence", 5.0, False)
     two = {C + "rollout_rs": "token_k1, seq_max_k2", C + "rollout_rs_threshold": "0.5_4,0.1"}
     assert algorithm.correction(values(two))["algorithm.correction.reject"] == [
-        {"statistic": "ratio", "over": "token", "low": 0.5, "high": 4.0},
+        {"statistic": "ratio", "over": "token", "low": 0.25, "high": 2.0},  # k1 is of the inverse ratio
         {"statistic": "k2", "over": "max", "high": 0.1},
     ]
     one = {C + "rollout_rs": "seq_mean_k1,seq_sum_k1", C + "rollout_rs_threshold": 2.0}
@@ -643,6 +643,8 @@ def test_dapo() -> None:
     assert algorithm.dynamic_sampling(values(groups))["algorithm.max_refills"] == 1_000_000
     some = groups | {"algorithm.filter_groups.max_num_gen_batches": 10}
     assert algorithm.dynamic_sampling(values(some))["algorithm.max_refills"] == 9
+    three = some | {"data.train_batch_size": 512, "data.gen_batch_size": 1536}
+    assert algorithm.dynamic_sampling(values(three))["algorithm.max_refills"] == 29
     assert "algorithm.groups.uniform_by" not in algorithm.dynamic_sampling(values(groups))
     by_score = algorithm.dynamic_sampling(values(groups | given))
     assert by_score["algorithm.groups.uniform_by"] == ["score"], "acc is not the penalised reward"

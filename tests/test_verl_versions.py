@@ -149,6 +149,33 @@ def test_the_asynchronous_trainers() -> None:
     rollout = tree["rollout"]
     assert (rollout["schedule"], rollout["sync_interval"], rollout["max_staleness"]) == ("async", 4, 5)
     assert tree["algorithm"]["old_logprobs"] == "sampled"
+    # validations and checkpoints are counted in syncs, of 4 steps each
+    often = made(
+        {**fully, "trainer.test_freq": 5, "trainer.save_freq": 2, "data.val_files": "held.parquet"}, "0.7.1"
+    ).tree
+    assert (often["eval"]["interval"], often["checkpoint"]["interval"]) == (20, 8)
+
+
+def test_the_trainer_that_is_a_step_ahead_compares_with_what_was_sampled() -> None:
+    ahead: dict[str, Json] = {**FITS, "actor_rollout_ref.hybrid_engine": False}
+    old = {v: made(ahead, v).tree["algorithm"].get("old_logprobs") for v in ("0.6.1", "0.7.0", "main")}
+    assert old == {"0.6.1": None, "0.7.0": "sampled", "main": "sampled"}
+    given = {**ahead, "algorithm.rollout_correction.bypass_mode": False}
+    assert made(given, "main").tree["algorithm"].get("old_logprobs") is None
+
+
+def test_a_cosine_warms_up_from_0_since_0_6_0() -> None:
+    given: dict[str, Json] = {
+        **FITS,
+        A + "optim.warmup_style": "cosine",
+        A + "optim.min_lr_ratio": 0.2,
+        A + "optim.lr_warmup_steps": 10,
+    }
+    starts = {
+        v: made(given, v).tree["train"]["optimizer"]["schedule"].get("warmup_start_ratio", 0.0)
+        for v in ("0.4.0", "0.5.0", "0.6.0", "main")
+    }
+    assert starts == {"0.4.0": 0.2, "0.5.0": 0.2, "0.6.0": 0.0, "main": 0.0}
 
 
 def test_supervised_fine_tuning_over_engines() -> None:
@@ -165,6 +192,7 @@ def test_supervised_fine_tuning_over_engines() -> None:
     tree = made(given, "0.9.0", "verl-sft").tree
     assert (tree["model"]["path"], tree["train"]["micro_batch_tokens"]) == ("m", 4096)
     assert tree["data"]["train"][0]["messages"] == "talk"
+    assert "order" not in tree["data"], "its trainers shuffle"
     schedule = tree["train"]["optimizer"]["schedule"]
     assert (schedule["type"], schedule["min_lr_ratio"], schedule["warmup_ratio"]) == ("cosine", 0.2, 0.1)
 

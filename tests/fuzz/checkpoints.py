@@ -220,7 +220,7 @@ def read(folder: Path) -> object:
         _same("buffer", waiting.state(), state["buffer"])
     _same_tensors(dict(engine().module.named_parameters()), folder, MODEL)
     assert engine().optimizer is not None
-    _same_tensors(engine().optimizer.state_dtype(), folder, MOMENTS)
+    _same_tensors(engine().optimizer.state(), folder, MOMENTS)
     return state
 
 

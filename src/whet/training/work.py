@@ -32,7 +32,7 @@ class Work:
 def work_of(model: PreTrainedModel, *, output: bool) -> Work:
     """Of this model as it learns now: 2 a parameter forward, 2 for the gradient of its input, 2 for its own."""
     sizes = config_sizes(model.config.get_text_config().to_dict())
-    active = sizes["num_experts_per_tok"] / sizes["experts"] if sizes["experts"] else 1.0
+    active = sizes["experts_per_token"] / sizes["experts"] if sizes["experts"] else 1.0
     layers = sum(
         _flops(p) * (active if ".experts." in name else 1.0)
         for name, p in model.named_parameters()

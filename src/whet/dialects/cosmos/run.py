@@ -23,12 +23,11 @@ MOST = 1000
 
 
 def lengths(values: Values) -> dict[str, Json]:
-    """model_max_length bounds prompt and reply together: a reply ends there, longer rows are left out and counted.
-
-    An SFT job has no other bound, an RL job that of rollout.max_response_length, too.
-    """
+    """model_max_length bounds prompt and reply together. A sampled reply ends there, and longer prompts are left out
+    and counted; a conversation of an SFT job, which has no other bound, is truncated there."""
     total = values["policy.model_max_length"]
-    bounds: dict[str, Json] = {"data.max_total_tokens": total, "data.overlong": "filter"}
+    overlong = "truncate_right" if is_sft(values) else "filter"
+    bounds: dict[str, Json] = {"data.max_total_tokens": total, "data.overlong": overlong}
     if is_sft(values):
         return bounds | {"data.max_prompt_tokens": total, "rollout.sampling.max_tokens": total}
     reply = values["rollout.max_response_length"]

@@ -107,8 +107,10 @@ def _files(v: Values, key: str) -> list[str]:
 
 
 def prompt_limit(v: Values) -> Native:
-    """The last tokens of a longer prompt are kept, so that what asks for the reply survives."""
-    return {"data.max_prompt_tokens": v["trainer.max_prompt_length"], "data.overlong": "truncate_left"}
+    """Until main the document has longer prompts truncated: their last tokens are kept, so that what asks for the reply
+    survives. Since main it has them left out."""
+    overlong = "filter" if since(v, "main") else "truncate_left"
+    return {"data.max_prompt_tokens": v["trainer.max_prompt_length"], "data.overlong": overlong}
 
 
 def epochs(v: Values) -> Native:

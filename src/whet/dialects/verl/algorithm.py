@@ -8,7 +8,7 @@ from whet.config.faults import shown
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.dialects.verl.roles import ACTOR, CRITIC, ROLLOUT, has_critic
-from whet.dialects.verl.sizes import is_fully_async, responses
+from whet.dialects.verl.sizes import is_fully_async, is_one_step_off, prompts, responses
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
 
@@ -100,7 +100,8 @@ def dynamic_sampling(v: Values) -> Native:
     if v[f"{at}.metric"] is None:
         raise ConfigError(f"{at}.metric: got null, expected one of acc, score, seq_reward, seq_final_reward")
     by_score = v[f"{at}.metric"] in ("acc", "score")
-    most = v[f"{at}.max_num_gen_batches"]
+    generations = v[f"{at}.max_num_gen_batches"]
+    most = math.ceil(generations * (v["data.gen_batch_size"] or prompts(v)) / prompts(v))
     penalised = v["reward_model.overlong_buffer.enable"]
     return {
         "algorithm.dynamic_sampling": True,
@@ -261,13 +262,16 @@ def correction(v: Values) -> Native:
 
 
 def _bypasses(v: Values) -> bool:
-    """Whether the ratio's denominator is the engine's log-prob. The fully asynchronous trainer does so by itself."""
+    """Whether the ratio's denominator is the engine's log-prob. The asynchronous trainers do so by themselves: the
+    one that is a step ahead since 0.7.0."""
     if v[f"{CORRECTION}.use_policy_gradient"]:
         raise NotSupportedYet(
             f"{CORRECTION}.use_policy_gradient=True: REINFORCE without a ratio is coming, not built yet"
         )
     said = v[f"{CORRECTION}.bypass_mode"]
-    if said is None and is_fully_async(v):
+    if said is None and is_one_step_off(v):
+        said = since(v, "verl", "0.7.0")
+    elif said is None and is_fully_async(v):
         said = v["async_training.use_rollout_log_probs"] and not v["async_training.compute_prox_log_prob"]
     asked = v[f"{ACTOR}.policy_loss.loss_mode"] == "bypass_mode" or v[f"{ACTOR}.use_rollout_log_probs"]
     return bool(said or asked)
@@ -349,7 +353,8 @@ def _old_test(v: Values, key: str) -> dict[str, Json]:
 
 
 def _test(mode: str, bound: str, *, key: str) -> dict[str, Json]:
-    """k1 has a lower and an upper bound of the ratio ('0.5_2', '2' being 1/2 to 2), k2 and k3 an upper one."""
+    """k1 has a lower and an upper bound ('0.5_2', '2' being 1/2 to 2), k2 and k3 an upper one. k1 is minus the
+    log-ratio there, so its bounds are those of the engine's probability over the trainer's, the inverse of whet's."""
     level, _, kind = mode.rpartition("_")
     if level not in LEVELS or kind not in ("k1", "k2", "k3") or (level, kind) == ("seq_max", "k1"):
         raise ConfigError(f"{key}: {shown(mode)} is none of {', '.join(LEVELS)} with _k1, _k2 or _k3")
@@ -357,9 +362,7 @@ def _test(mode: str, bound: str, *, key: str) -> dict[str, Json]:
     if len(texts) > (2 if kind == "k1" else 1):
         raise ConfigError(f"{key}_threshold: got {shown(bound)} for {mode}, expected a number above 0")
     numbers = [_number(text, key=f"{key}_threshold") for text in texts]
-    out: dict[str, Json] = {
-        "statistic": "ratio" if kind == "k1" else kind,
-        "over": LEVELS[level],
-        "high": numbers[-1],
-    }
-    return out | ({"low": numbers[0] if len(numbers) == 2 else 1.0 / numbers[0]} if kind == "k1" else {})
+    out: dict[str, Json] = {"statistic": "ratio" if kind == "k1" else kind, "over": LEVELS[level]}
+    if kind != "k1":
+        return out | {"high": numbers[0]}
+    return out | {"high": 1.0 / numbers[0] if len(numbers) == 2 else numbers[0], "low": 1.0 / numbers[-1]}

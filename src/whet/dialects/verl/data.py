@@ -7,7 +7,7 @@ from whet.config.urls import is_remote
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.dialects.verl.roles import MODEL, ROLLOUT, anywhere, has_reward_model, local, texts
-from whet.dialects.verl.sizes import prompts, responses
+from whet.dialects.verl.sizes import prompts, responses, steps_of_a_version
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
 
@@ -73,7 +73,7 @@ def validation(v: Values) -> Native:
     """Every test_freq steps and after the last, if it is above 0; before the first if val_before_train."""
     if not validates(v):
         return NOTHING
-    every = v["trainer.test_freq"]
+    every = v["trainer.test_freq"] * steps_of_a_version(v)
     out = {
         **_source(v, "val", "data.eval.0"),
         "data.exclude_eval": False,

@@ -10,7 +10,7 @@ from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.dialects.uploads import place
 from whet.dialects.verl.roles import ACTOR, CRITIC, REF, anywhere, has_critic, local, texts
-from whet.dialects.verl.sizes import is_fully_async, mini_batches, prompts
+from whet.dialects.verl.sizes import is_fully_async, mini_batches, prompts, steps_of_a_version
 from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- length and order
@@ -68,7 +68,7 @@ CONTENTS = (*PARTS, "extra", "hf_model")
 
 def checkpoints(v: Values) -> Native:
     """Every save_freq steps, and always at the end. hf_model asks for an export beside each."""
-    every = max(v["trainer.save_freq"], 0)
+    every = max(v["trainer.save_freq"], 0) * steps_of_a_version(v)
     saved = _contents(v, f"{ACTOR}.checkpoint.save_contents")
     loaded = _contents(v, f"{ACTOR}.checkpoint.load_contents")
     if "extra" not in loaded:

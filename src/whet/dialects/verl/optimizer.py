@@ -67,14 +67,14 @@ def _warmup(v: Values, at: str, *, megatron: bool) -> Native:
 
 
 def _fsdp_schedule(v: Values, at: str) -> Native:
-    """A cosine also warms up from its floor, not from 0."""
+    """Until 0.6.0 a cosine also warms up from its floor, and not from 0."""
     if v[f"{at}.warmup_style"] in (None, "constant"):
         return {"type": "constant"}
     low = v[f"{at}.min_lr_ratio"] or 0.0
     return {
         "type": "cosine",
         "min_lr_ratio": low,
-        "warmup_start_ratio": low,
+        "warmup_start_ratio": 0.0 if since(v, "verl", "0.6.0") else low,
         "num_cycles": v[f"{at}.num_cycles"],
     }
 

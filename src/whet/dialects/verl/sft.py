@@ -67,8 +67,8 @@ def imports(v: Values) -> Native:
 
 
 def order(v: Values) -> Native:
-    """The older trainer always shuffles."""
-    return {} if v["data.shuffle"] or not over_engines(v) else {"data.order": "sequential"}
+    """verl's SFT trainers always shuffle; a file that says false is taken at its word."""
+    return {"data.order": "sequential"} if v["data.shuffle"] is False else NOTHING
 
 
 def lengths(v: Values) -> Native:

@@ -124,6 +124,17 @@ def is_fully_async(v: Values) -> bool:
     return bool(v["data.train_batch_size"] == 0 and not v["actor_rollout_ref.hybrid_engine"])
 
 
+def steps_of_a_version(v: Values) -> int:
+    """Training steps between two syncs: the fully asynchronous trainer counts validations and checkpoints in them."""
+    return int(v["async_training.trigger_parameter_sync_step"]) if is_fully_async(v) else 1
+
+
+def is_one_step_off(v: Values) -> bool:
+    """verl's trainer that samples a step ahead, with engines of their own."""
+    others = is_fully_async(v) or v["trainer.v1.trainer_mode"] != "sync"
+    return not v["actor_rollout_ref.hybrid_engine"] and not others
+
+
 def prompts(v: Values) -> int:
     """B: prompts of a step."""
     if is_fully_async(v):
