@@ -107,8 +107,8 @@ def test_an_rl_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Path
             "max_prompt_tokens": 12, "max_total_tokens": 13, "overlong": "filter", "train": [{"path": str(WORDS)}],
         },
         algorithm={
-            "name": "grpo", "loss_agg_mode": "seq-mean-token-mean", "clip_high": 0.28, "dual_clip": 3.0,
-            "std_ddof": 0, "kl": {"coef": 0.001},
+            "name": "grpo", "loss_agg_mode": "seq-mean-token-mean", "loss": {"clip_high": 0.28, "dual_clip": 3.0},
+            "advantage": {"std_ddof": 0}, "kl": {"coef": 0.001},
         },
         rewards={"share_of_a": {"function": reward}},
         rollout={"group_size": 4, "sampling": {"max_tokens": 5}},

@@ -176,7 +176,7 @@ def test_turns_of_an_episode() -> None:
     batch = make_batch([["paoaa", "pa"]], [1.0, 3.0])
 
     def advantage(divide: bool) -> list[float]:
-        cfg = Algorithm(name="step_wise_grpo", divide_by_turns=divide)
+        cfg = Algorithm(name="step_wise_grpo", advantage={"divide_by_turns": divide})
         made = build(cfg, critic=Critic(), max_tokens=4)
         adv_N = made.advantage(batch, 0.0).adv_N
         assert adv_N is not None

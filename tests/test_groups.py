@@ -156,7 +156,7 @@ def test_a_stage_rejects_by_these_rules() -> None:
     assert reject(far) == "uniform"
     assert reject(rewarded(0.0, 0.1)) == "flat"
     assert reject(rewarded(1.0)) == "alone"
-    raw = resolve(Algorithm(name="rloo", single_rollout="raw"))
+    raw = resolve(Algorithm(name="rloo", advantage={"single_rollout": "raw"}))
     assert rejection(rewarded(1.0), algorithm=raw, weights={}) is None
     assert rejection(rewarded(1.0), algorithm=resolve(Algorithm(name="rloo")), weights={}) == "alone"
 

@@ -156,7 +156,7 @@ def test_only_what_samples_can_mix() -> None:
 
 
 def test_every_online_recipe_can_mix() -> None:
-    values = {"name": "dapo", "mix": {"loss": "sft_phi"}, "phi_cutoff": 0.5}
+    values = {"name": "dapo", "mix": {"loss": {"name": "sft_phi", "phi_cutoff": 0.5}}}
     assert planned([], algorithm=values).experts_per_step == 4
 
 

@@ -366,7 +366,10 @@ def test_a_run_learns(tmp_path: Path) -> None:
             "optimizer": {"lr": 1e-2},
             "forward_micro_batch_tokens": 4096,
         },
-        algorithm={"clip_low": 1e-4, "clip_high": 1e-4, "correction": {"weight": "token", "high": 2.0}},
+        algorithm={
+            "loss": {"clip_low": 1e-4, "clip_high": 1e-4},
+            "correction": {"weight": "token", "high": 2.0},
+        },
     )
     rewards = [m["reward/mean"] for m in result.metrics]
     assert sum(rewards[:3]) / 3 < 0.3

@@ -177,7 +177,7 @@ def test_a_run_equals_the_native_one_to_the_bit(work: Path) -> None:
         "algorithm": {
             "name": "grpo",
             "loss_agg_mode": "seq-mean-token-mean",
-            "clip_high": 0.28,
+            "loss": {"clip_high": 0.28},
             "kl": {"coef": 0.01, "estimator": "k3"},
         },
         "rewards": {"score": {"function": f"{work}/reward.py:score"}},
