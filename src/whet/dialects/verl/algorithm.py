@@ -77,9 +77,9 @@ def advantage(v: Values) -> Native:
 def discount(v: Values) -> Native:
     """gamma and lam, where an estimator discounts: lam in gae, gamma also in reinforce_plus_plus."""
     estimator = v["algorithm.adv_estimator"]
-    gamma = v["algorithm.advantage.gamma"]
+    gamma = v["algorithm.gamma"]
     if estimator == "gae":
-        return {"algorithm.advantage.gamma": gamma, "algorithm.advantage.lam": v["algorithm.advantage.lam"]}
+        return {"algorithm.advantage.gamma": gamma, "algorithm.advantage.lam": v["algorithm.lam"]}
     return {"algorithm.advantage.gamma": gamma} if estimator == "reinforce_plus_plus" else NOTHING
 
 
