@@ -7,6 +7,7 @@ import errno
 import filecmp
 import json
 import logging
+import re
 import shutil
 import sys
 import threading
@@ -158,11 +159,8 @@ def test_a_model_folder_without_its_tokenizer(finished: Path, train: Run, tmp_pa
 
 
 def test_a_model_that_is_not_there_is_named_by_its_key(config: Path, train: Run, tmp_path: Path) -> None:
-    config.write_text(
-        CONFIG.replace("model: {scratch", "model: {path: Qwen/Qwen3-0.6B} # {scratch").replace(
-            "tokenizer:", "#"
-        )
-    )
+    there = re.sub(r"model:\n  scratch:\n.*\n", "model: {path: Qwen/Qwen3-0.6B}\n", CONFIG)
+    config.write_text(there.replace("tokenizer:", "#"))
     code, out = train(tmp_path / "run")
     assert code == 2
     assert (

@@ -60,7 +60,8 @@ def test_what_yaml_cannot_mean_is_refused_at_its_line(name: str, tmp_path: Path)
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=says) as caught:
         load(file)
-    assert len(str(caught.value)) < 30_000
+    # Each problem names the file: how deep a machine's temporary folder lies does not count.
+    assert len(str(caught.value).replace(str(file), file.name)) < 25_000
 
 
 @pytest.mark.parametrize(

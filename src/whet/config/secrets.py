@@ -74,7 +74,8 @@ class _Hidden:
         self.found.append((path, value))
         if self.variables is None or not secrets.may_be_secret(value) or value.startswith(DIGEST):
             return secrets.without(value, MASK)
-        digest = hashlib.sha256(f"whet reward_workers.env {name}={value}".encode()).hexdigest()
+        # not the present name: runs that were begun under the old one hold digests made with it
+        digest = hashlib.sha256(f"whet guard.env {name}={value}".encode()).hexdigest()
         return self.variables.format(digest=digest)
 
     def hide(self, path: Path, value: str) -> str:
