@@ -223,7 +223,8 @@ def random_config() -> st.SearchStrategy[dict[str, Json]]:
     row = {"rows": [{"prompt": "1+1="}]}
     sections = {
         "algorithm": maybe(
-            name=list(RECIPES), advantage=[{"normalize_std": True}, {"normalize_std": False}], whiten=[True], dynamic_sampling=[True],
+            name=list(RECIPES), advantage=[{"normalize_std": True}, {"normalize_std": False}],
+            whiten=[True], dynamic_sampling=[True],
             kl=[{"coef": 0.1}], reward_kl=[{"coef": 0.1}], resample=["pow"], groups=[{"min_std": 0.1}],
         ),
         "data": maybe(
@@ -354,7 +355,8 @@ def test_settings_that_a_form_hides_are_refused_and_others_are_not_called_idle(r
         ),
         ("entropy_agg_mode", {"entropy_agg_mode": "token-mean"},
          {"entropy_agg_mode": "token-mean", "entropy_coef": 0.01}),
-        ("loss.clip_low", {"loss": {"fallback_to_policy_gradient": True, "clip_low": 0.1}}, {"loss": {"clip_low": 0.1}}),
+        ("loss.clip_low", {"loss": {"fallback_to_policy_gradient": True, "clip_low": 0.1}},
+         {"loss": {"clip_low": 0.1}}),
         ("loss.rec_ring_low", {"name": "rec", "loss": {"rec_ring_low": 0.5}},
          {"name": "rec", "loss": {"rec_ring_low": 0.5, "rec_clip_mode": "ring"}}),
         ("loss.rec_temperature", {"name": "rec", "loss": {"rec_temperature": 0.5}},
