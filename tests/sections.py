@@ -1,11 +1,15 @@
-"""The section `algorithm` from flat keywords: settings stand in the tables of the functions that have them."""
+"""The section `algorithm` from flat keywords or from dotted keys: settings stand in the tables of their functions."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
+from whet.config.draft import Draft
 from whet.config.functions import ADVANTAGES, LOSSES
 from whet.config.recipes import RECIPES
+from whet.config.schema import Algorithm
 from whet.types import Json
 
 
@@ -22,3 +26,11 @@ def algorithm(name: str = "grpo", **keys: Any) -> dict[str, Json]:
             out[part] = taken | ({"name": keys[part]} if part in keys else {})
             out = {k: v for k, v in out.items() if k not in taken}
     return out
+
+
+def section(told: Mapping[str, Json]) -> Algorithm:
+    """`section({"algorithm.loss": "ppo", "algorithm.loss.clip_low": 0.1})`, as overrides would make it."""
+    draft = Draft()
+    for key, value in told.items():
+        draft.put(tuple(key.split(".")), value, "here")
+    return Algorithm.model_validate_json(json.dumps(draft.tree["algorithm"]))

@@ -358,14 +358,14 @@ def test_stages_are_merged_over_the_base(tmp_path):
         tmp_path,
         "train: {steps: 5, optimizer: {lr: 0.1, betas: [0.5, 0.6]}}\n"
         "data: {train: [{path: a}, {path: b}]}\n"
-        "algorithm: {name: grpo, clip_high: 0.3, kl: {coef: 0.1}}\n"
+        "algorithm: {name: grpo, loss: {clip_high: 0.3}, kl: {coef: 0.1}}\n"
         "stages:\n"
         "  - name: sft\n"
         "    algorithm: {name: sft}\n"
         "    train: {optimizer: {betas: [0.7, 0.8]}}\n"
         "    data: {train: [{path: c}]}\n"
         "  - name: rl\n"
-        "    algorithm: {clip_low: 0.1}\n",
+        "    algorithm: {loss: {clip_low: 0.1}}\n",
     )
     loaded = load(path)
     sft, rl = loaded.stages
@@ -375,7 +375,7 @@ def test_stages_are_merged_over_the_base(tmp_path):
     assert [s.path for s in sft.data.train] == ["c"], "lists are replaced"
     assert [s.path for s in rl.data.train] == ["a", "b"]
     assert sft.algorithm == load(None, values={"algorithm": {"name": "sft"}}).config.algorithm
-    assert (rl.algorithm.loss.clip_low, rl.algorithm.loss.clip_high, rl.algorithm.kl.coef) == (0.1, 0.3, 0.1)
+    assert (rl.algorithm.loss, rl.algorithm.kl.coef) == ({"clip_low": 0.1, "clip_high": 0.3}, 0.1)
     assert sft.stages == rl.stages == ()
     assert stage_configs(loaded.config) == loaded.stages
     assert loaded.where("stages.rl.train.steps") == f"{path}:1", "inherited: the base's line"

@@ -63,7 +63,7 @@ def test_groups_are_dropped_by_a_part_of_the_reward() -> None:
 
 
 def test_the_ratio_is_bounded_on_two_sides_or_from_above() -> None:
-    low, high, cap = ("algorithm." + key for key in ("clip_low", "clip_high", "dual_clip"))
+    low, high, cap = ("algorithm.loss." + key for key in ("clip_low", "clip_high", "dual_clip"))
     assert clipping(values(epsilon_high=0.28)) == {low: 0.2, high: 0.28, cap: 3.0}
     assert clipping(values(epsilon_low=-1, epsilon_high=-1.0)) == {low: 1.0, high: 1e9, cap: 3.0}, "open"
     assert clipping(values(variant="gspo", epsilon_low=3e-4)) == {low: 3e-4, high: 0.2}, "no dual clip"

@@ -24,12 +24,13 @@ from native_cases import APART, BASE, BELOW, CASES, CLUSTER, ENDS, OFFLINE, PART
 from observed import Watcher, write_files
 from whet.algos.recipes import build
 from whet.bench import judge_file
-from whet.config.keys import keys
+from whet.config.keys import keys, settings
 from whet.config.load import load
 from whet.config.schema import Algorithm, Critic, Stage
 from whet.types import Json
 
 LEAVES = [".".join(key.path) for key in keys().values() if key.section is None]
+LEAVES += [".".join(path) for path in settings() if path[-1] != "name"]
 
 
 # ---------------------------------------------------------------- trees
@@ -84,6 +85,8 @@ def put(tree: Any, path: list[str], value: Json) -> None:
             tree[at] = value
         elif isinstance(tree, dict) and not tree.get(at):
             tree[at] = [] if after.isdecimal() else {}
+        elif isinstance(tree, dict) and isinstance(tree[at], str):
+            tree[at] = {"name": tree[at]}
         tree = tree[at]
 
 

@@ -22,7 +22,8 @@ from whet.config.constraints import BASE, CONSTRAINTS
 from whet.config.forms import schema, visible_when
 from whet.config.idle import NAMED, named
 from whet.config.idle_rules import RULES
-from whet.config.keys import Key, keys, lookup
+from whet.config.keys import TABLES, Key, keys, lookup
+from whet.config.keys import settings as keys_of_settings
 from whet.config.load import load
 from whet.config.recipes import RECIPES, resolve
 from whet.config.schema import Algorithm, Config
@@ -31,6 +32,8 @@ from whet.rewards.builtin import BUILTIN
 from whet.types import ConfigError, Json
 
 LEAVES = [key for key in keys().values() if key.section is None]
+SETTINGS = [key for key in keys_of_settings().values() if key.path[-1] != "name"]
+"""Settings of advantages and losses: they stand among the choices of their key."""
 
 
 @functools.cache
@@ -118,7 +121,7 @@ def test_titles_beside_each_other_differ_and_are_short() -> None:
 
 def test_beginners_see_about_sixty_keys_that_exist() -> None:
     assert 50 <= len(hints.BEGINNER) <= 75
-    assert {".".join(key.path) for key in LEAVES} >= hints.BEGINNER
+    assert {".".join(key.path) for key in (*LEAVES, *SETTINGS)} >= hints.BEGINNER
     seen = {name.rpartition(".")[0] for name in hints.BEGINNER}
     needed = {".".join(key.path) for key in LEAVES if key.required and ".".join(key.path[:-1]) in seen}
     assert "data.train.*.reasoning_gym.task" in needed <= hints.BEGINNER, (
@@ -133,7 +136,7 @@ def test_units() -> None:
     assert hints.unit("algorithm.reward_kl.target") == "nats"
     assert hints.unit("name") is None
     assert hints.title("timeout_s") == "Timeout"
-    known = {".".join(key.path) for key in LEAVES}
+    known = {".".join(key.path) for key in (*LEAVES, *SETTINGS)}
     assert set(hints.UNITS) <= known
     for suffix in hints.SUFFIXES:
         assert any(name.endswith(suffix) for name in known), suffix
@@ -173,13 +176,14 @@ def test_the_recipes_say_enough_to_know_the_named_conditions() -> None:
 
 
 def test_conditions_name_keys_and_conditions_that_exist_and_one_test() -> None:
-    assert set(made()["x-conditions"]) == set(NAMED)
     used = set()
     for found in everything(made()["properties"]):
         for what, name in subjects(found.get("x-visible-when", {})):
-            assert lookup(name.split(".")) if what == "key" else name in NAMED, name
-            used.add(name)
-    assert set(NAMED) <= used
+            assert lookup(name.split(".")) or what == "condition", name
+            used |= {name} if what == "condition" else set()
+    assert set(made()["x-conditions"]) == used >= set(NAMED)
+    for name in used - set(NAMED):
+        assert ("algorithm", *name.split(".")) in keys_of_settings(), name
     for rule in (*RULES, *SETTING_RULES):
         for part in everything(rule.read_when):
             assert len(part.keys() & TESTS.keys()) <= 1
@@ -378,7 +382,7 @@ def test_parts_of_parts_are_hidden_where_they_are_refused(
         said = problems(tree)
         assert bool(said) != visible, said
         cfg = Config.model_validate_json(json.dumps(tree))
-        known = named(cfg, resolve(Algorithm(name=cfg.algorithm.name)))
+        known = named(cfg, resolve(cfg.algorithm))
         condition = visible_when(path)
         assert condition is not None
         assert met(condition, cfg, known) == visible

@@ -121,14 +121,13 @@ WITH_RATIO = [
     (name, key)
     for name, row in functions.LOSSES.items()
     if row.kind == "online" and row.ratio and row.anchor == "old"
-    for key in sorted(row.settings)
+    for key in sorted(row.settings.model_fields)
 ]
 
 
 @pytest.mark.parametrize(("loss", "key"), WITH_RATIO)
 def test_what_is_refused_where_the_ratio_is_1_is_what_changes_nothing_there(loss: str, key: str) -> None:
-    settings = resolve(Algorithm(loss=loss)).settings
-    reads = functions.LOSSES[loss].settings
+    settings = resolve(Algorithm(loss=loss)).settings["loss"].settings
     value, context = OTHER[key]
     batch = ragged(3)
     now = logp_now(batch)
@@ -136,20 +135,19 @@ def test_what_is_refused_where_the_ratio_is_1_is_what_changes_nothing_there(loss
 
     def answer(given: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Loss, gradient and statistics, without those that are 0."""
-        keys = {name: settings[name] for name in reads} | context | given
-        said = LOSSES[loss](batch, Outputs(logp_N=now), **keys)
+        said = LOSSES[loss](batch, Outputs(logp_N=now), **{**settings, **context, **given})
         (grad,) = torch.autograd.grad(said.loss_N.sum(), now)
         return {"loss": said.loss_N, "gradient": grad} | {k: x for k, x in said.stats.items() if x.any()}
 
     one, two = answer({}), answer({key: value})
     same = one.keys() == two.keys() and all(torch.equal(x, two[name]) for name, x in one.items())
-    assert same == (f"algorithm.{key}" in BY_RATIO)
+    assert same == (f"algorithm.loss.{key}" in BY_RATIO)
 
 
 @pytest.mark.parametrize(
     "setting",
     [
-        *("clip_low=0.1", "clip_high=0.1", "dual_clip=3.0", "sequence_mask_delta=0.1"),
+        *("loss.clip_low=0.1", "loss.clip_high=0.1", "loss.dual_clip=3.0", "loss.sequence_mask_delta=0.1"),
         *("name=cispo algorithm.loss.cispo_mask=true", "name=aipo algorithm.loss.aipo_rho=2.0"),
         *("name=gspo algorithm.loss.clip_low=0.001", "name=rec algorithm.loss.rec_clip_mode=two-side"),
     ],
@@ -213,19 +211,21 @@ def test_what_nothing_reads_may_be_left_out_with_a_note() -> None:
     assert plans(loaded)[0].steps == 2
     notes = {key: why for key, _, why in (note.partition(": ") for note in loaded.notes)}
     assert notes.keys() == {"algorithm.loss.beta", "algorithm.loss.dual_clip", "algorithm.kl.estimator"}
-    assert notes["algorithm.loss.beta"] == "has no effect: advantage=grpo and loss=ppo do not read it"
+    assert notes["algorithm.loss.beta"] == "has no effect: loss=ppo does not read it"
     plain = load(None, ["train.steps=2"], copy.deepcopy(BASE))
     assert loaded.config == plain.config
     assert loaded.written == plain.written
-    with pytest.raises(ConfigError, match=r"algorithm\.beta: has no effect"):
+    with pytest.raises(ConfigError, match=r"algorithm\.loss\.beta: has no effect"):
         plans(load(None, swept, copy.deepcopy(BASE)))
 
 
 def test_what_nothing_reads_in_a_stage_is_left_out_there() -> None:
-    stages = {"stages": [{"name": "a", "algorithm": {"name": "sft", "dual_clip": 3.0}}, {"name": "b"}]}
+    stages = {
+        "stages": [{"name": "a", "algorithm": {"name": "sft", "loss": {"dual_clip": 3.0}}}, {"name": "b"}]
+    }
     loaded = load(None, [], copy.deepcopy(BASE) | stages, unused="warn")
     assert loaded.notes == (
-        "stages[0] ('a').algorithm.loss.dual_clip: has no effect: advantage=none and loss=sft do not read it",
+        "stages[0] ('a').algorithm.loss.dual_clip: has no effect: loss=sft does not read it",
     )
     assert loaded.written["stages"][0] == {"name": "a", "algorithm": {"name": "sft"}}
 

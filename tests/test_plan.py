@@ -468,7 +468,7 @@ def test_a_key_of_the_base_may_serve_one_stage_alone():
         )
     )
     assert (first.group_size, second.group_size) == (1, 4)
-    assert second.algorithm.settings["clip_high"] == 0.3
+    assert second.algorithm.settings["loss"].settings["clip_high"] == 0.3
     assert (first.steps, second.steps, first.name, second.name) == (5, 7, "sft", "rl")
 
 

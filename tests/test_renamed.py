@@ -8,10 +8,11 @@ import pytest
 from native_cases import CASES
 from whet.config.keys import lookup
 from whet.config.load import load
-from whet.config.renamed import RELEASE, present, renamed, table
-from whet.config.resuming import changes
+from whet.config.renamed import HOMES, RELEASE, present, renamed, table
+from whet.config.resuming import changes, fingerprint
+from whet.config.schema import Config
 from whet.track.written import read_config
-from whet.types import ConfigError
+from whet.types import ConfigError, Json
 
 OLD = """
 name: old
@@ -93,6 +94,57 @@ def test_an_old_file_is_the_present_one(tmp_path: Any) -> None:
     ):
         assert said in note
     assert loaded.where("train.update_epochs") == f"{path}:14"
+
+
+def test_settings_of_advantages_and_losses_move_into_their_tables() -> None:
+    """They were keys of `algorithm`; `tau` was read by opmd's advantage and by its loss."""
+    old: Json = {"name": "opmd", "tau": 0.5, "opmd_baseline": "logavgexp", "kl": {"coef": 0.1}}
+    now, notes = renamed(
+        {"algorithm": old, "stages": [{"name": "b", "algorithm": {"name": "ppo", "lam": 0.9}}]}
+    )
+    assert now["algorithm"] == {
+        "name": "opmd", "kl": {"coef": 0.1}, "loss": {"tau": 0.5},
+        "advantage": {"opmd_baseline": "logavgexp", "tau": 0.5},
+    }  # fmt: skip
+    assert now["stages"][0]["algorithm"] == {"name": "ppo", "advantage": {"lam": 0.9}}
+    assert "stages.0.algorithm.lam is stages.0.algorithm.advantage.lam" in notes
+    other, _ = renamed(
+        {"algorithm": {"loss": "gspo", "advantage": "rloo", "clip_low": 1e-4, "std_floor": 1.0}}
+    )
+    assert other["algorithm"] == {
+        "loss": {"name": "gspo", "clip_low": 1e-4},
+        "advantage": {"name": "rloo", "std_floor": 1.0},
+    }, "rloo has no std_floor: it is refused there"
+    for name in HOMES:
+        assert lookup(("algorithm", name)) is None, name
+        assert all(lookup(("algorithm", part, name)) for part in HOMES[name]), name
+
+
+def test_an_override_may_name_a_setting_as_a_key_of_the_algorithm() -> None:
+    loaded = load(None, ["algorithm.clip_high=0.3"])
+    assert loaded.config.algorithm.loss == {"clip_high": 0.3}
+    assert any("algorithm.clip_high is algorithm.loss.clip_high" in note for note in loaded.notes)
+    with pytest.raises(
+        ConfigError, match=r"did you mean algorithm\.loss\.tau or algorithm\.advantage\.tau\?"
+    ):
+        load(None, ["algorithm.tau=0.3"])
+
+
+def test_a_checkpoint_with_settings_as_keys_of_the_algorithm_compares_by_what_they_mean() -> None:
+    """Version 0.1 wrote every setting, read or not, and null where the loss had a default of its own."""
+    flat = {"beta": None, "clip_low": None, "clip_high": None, "tau": 1.0, "std_epsilon": 1e-6, "gamma": 1.0}
+    old: Json = {"algorithm": {"name": "gspo", "advantage": None, "loss": None, **flat}}
+    same = Config.model_validate_json('{"algorithm": {"name": "gspo", "loss": "gspo"}}')
+    other = Config.model_validate_json('{"algorithm": {"name": "gspo", "loss": {"clip_low": 0.1}}}')
+    assert changes(old, fingerprint(same)) == []
+    assert [str(c) for c in changes(old, fingerprint(other))] == ["algorithm.loss.clip_low: 0.0003 -> 0.1"]
+    old["algorithm"]["clip_low"] = 0.1
+    assert changes(old, fingerprint(other)) == []
+    ppo = Config.model_validate_json('{"algorithm": {"name": "gspo", "loss": "ppo"}}')
+    (change,) = changes(old, fingerprint(ppo))
+    assert (change.key, change.old["name"], change.new["name"], change.kind) == (
+        "algorithm.loss", "gspo", "ppo", "numbers",
+    )  # fmt: skip
 
 
 def test_a_key_under_both_names_is_refused_and_a_later_source_wins(tmp_path: Any) -> None:

@@ -49,7 +49,7 @@ def test_a_ppo_file_in_newer_names() -> None:
     loaded = load("skyrl_gsm8k_ppo.yaml")
     cfg = loaded.config
     plans(loaded)
-    assert (cfg.algorithm.name, cfg.algorithm.advantage.lam, cfg.algorithm.loss.dual_clip) == (
+    assert (cfg.algorithm.name, cfg.algorithm.advantage["lam"], cfg.algorithm.loss["dual_clip"]) == (
         "ppo",
         0.95,
         3.0,

@@ -240,23 +240,32 @@ def test_arguments_of_functions() -> None:
 @pytest.mark.parametrize(
     ("name", "given", "want"),
     [
-        ("opmd", {}, {"advantage": "opmd", "opmd_baseline": "mean"}),
+        ("opmd", {}, {"advantage": "opmd", "advantage.opmd_baseline": "mean"}),
         (
             "opmd",
             {"opmd_baseline": "logavgexp", "tau": 0.5},
-            {"advantage": "opmd", "opmd_baseline": "logavgexp", "tau": 0.5},
+            {"advantage": "opmd", "advantage.opmd_baseline": "logavgexp", "advantage.tau": 0.5},
         ),
-        ("asymre", {"baseline_shift": -0.2}, {"advantage": "asymre", "baseline_shift": -0.2}),
-        ("rec", {"drop": "balance"}, {"advantage": "rec", "normalize_std": False, "resample": "balance"}),
+        ("asymre", {"baseline_shift": -0.2}, {"advantage": "asymre", "advantage.baseline_shift": -0.2}),
+        (
+            "rec",
+            {"drop": "balance"},
+            {"advantage": "rec", "advantage.normalize_std": False, "resample": "balance"},
+        ),
         (
             "rec",
             {"std_normalize": True, "epsilon": 1e-4},
-            {"advantage": "rec", "normalize_std": True, "std_epsilon": 1e-4, "std_ddof": 0},
+            {
+                "advantage": "rec",
+                "advantage.normalize_std": True,
+                "advantage.std_epsilon": 1e-4,
+                "advantage.std_ddof": 0,
+            },
         ),
         (
             "step_wise_grpo",
             {"enable_step_norm": True},
-            {"advantage": "step_wise_grpo", "std_epsilon": 1e-6, "divide_by_turns": True},
+            {"advantage": "step_wise_grpo", "advantage.std_epsilon": 1e-6, "advantage.divide_by_turns": True},
         ),
         (
             "grpo",
@@ -268,15 +277,15 @@ def test_arguments_of_functions() -> None:
             },
             {
                 "advantage": "grpo",
-                "std_epsilon": 1e-6,
+                "advantage.std_epsilon": 1e-6,
                 "groups.min_std": 0.1,
                 "refill": "copy",
-                "rank_penalty": 0.25,
-                "std_scope": "batch",
+                "advantage.rank_penalty": 0.25,
+                "advantage.std_scope": "batch",
             },
         ),
         ("remax", {}, {"advantage": "remax"}),
-        ("reinforceplusplus", {"gamma": 0.9}, {"advantage": "reinforce_plus_plus", "gamma": 0.9}),
+        ("reinforceplusplus", {"gamma": 0.9}, {"advantage": "reinforce_plus_plus", "advantage.gamma": 0.9}),
     ],
 )
 def test_advantages_with_their_arguments(name: str, given: dict[str, Json], want: dict[str, Json]) -> None:
@@ -319,33 +328,41 @@ def test_presets(kind: str, recipe: str, advantage: str, loss: str, times: int) 
             "gspo",
             {},
             {
-                "gspo_form": "token",
-                "clip_low": 3e-4,
-                "clip_high": 4e-4,
+                "loss.gspo_form": "token",
+                "loss.clip_low": 3e-4,
+                "loss.clip_high": 4e-4,
                 "loss_agg_mode": "seq-mean-token-mean",
             },
         ),
-        ("cispo", {"enable_mask_clip": True}, {"clip_low": 1.0, "clip_high": 0.28, "cispo_mask": True}),
-        ("sapo", {"tau_neg": 1.2}, {"tau_pos": 1.0, "tau_neg": 1.2}),
-        ("sppo", {"epsilon": 0.1}, {"sppo_epsilon": 0.1}),
-        ("topr", {"advantage_threshold": 0.5}, {"topr_threshold": 0.5}),
-        ("opmd", {"tau": 2.0}, {"loss": "opmd", "tau": 2.0}),
+        (
+            "cispo",
+            {"enable_mask_clip": True},
+            {"loss.clip_low": 1.0, "loss.clip_high": 0.28, "loss.cispo_mask": True},
+        ),
+        ("sapo", {"tau_neg": 1.2}, {"loss.tau_pos": 1.0, "loss.tau_neg": 1.2}),
+        ("sppo", {"epsilon": 0.1}, {"loss.sppo_epsilon": 0.1}),
+        ("topr", {"advantage_threshold": 0.5}, {"loss.topr_threshold": 0.5}),
+        ("opmd", {"tau": 2.0}, {"loss": "opmd", "loss.tau": 2.0}),
         ("opmd", {"tau": 0}, {"loss": "reinforce"}),
         (
             "rec",
             {"clip_mode": "gspo-one-side"},
-            {"rec_clip_mode": "gspo-one-side", "loss_agg_mode": "seq-mean-token-mean"},
+            {"loss.rec_clip_mode": "gspo-one-side", "loss_agg_mode": "seq-mean-token-mean"},
         ),
-        ("rec", {"clip_mode": "ring", "epsilon_low_prime": 0.7}, {"rec_ring_low": 0.7, "rec_ring_high": 2.0}),
+        (
+            "rec",
+            {"clip_mode": "ring", "epsilon_low_prime": 0.7},
+            {"loss.rec_ring_low": 0.7, "loss.rec_ring_high": 2.0},
+        ),
         (
             "grpo",
             {"enable_sequence_masking": True, "delta_sequence_masking": 0.2},
-            {"sequence_mask_delta": 0.2},
+            {"loss.sequence_mask_delta": 0.2},
         ),
         (
             "grpo",
             {"fallback_to_policy_gradient": True},
-            {"fallback_to_policy_gradient": True, "dual_clip": 3.0},
+            {"loss.fallback_to_policy_gradient": True, "loss.dual_clip": 3.0},
         ),
         ("grpo", {"loss_agg_mode": "seq-mean-token-sum-norm"}, {"loss_agg_mode": "token-sum-norm"}),
     ],
@@ -939,7 +956,7 @@ def test_a_stage_with_another_algorithm_does_not_inherit_its_functions() -> None
     done = translated({**tree, "stages": [{"stage_name": "grpo"}, ppo]})
     assert not done.problems
     first, second = done.tree["stages"]
-    assert first["algorithm"]["advantage"] == "opmd"
+    assert first["algorithm"]["advantage"] == {"name": "opmd", "opmd_baseline": "mean"}
     assert first["algorithm"]["kl"]["coef"] == 0.5
     assert second["algorithm"]["kl"]["coef"] == 0.001
     assert second["critic"]["optimizer"]["lr"] == 1e-5

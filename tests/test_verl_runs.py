@@ -116,7 +116,7 @@ def test_what_changes_nothing_is_accepted(work: Path, override: str) -> None:
 def test_a_critic_learns_beside_the_policy(work: Path) -> None:
     overrides = (
         "algorithm.adv_estimator=gae",
-        "algorithm.advantage.lam=0.95",
+        "algorithm.lam=0.95",
         f"critic.model.path={work}/model",
         "critic.optim.lr=1e-3",
         "trainer.critic_warmup=1",
@@ -127,7 +127,7 @@ def test_a_critic_learns_beside_the_policy(work: Path) -> None:
     loaded = load(HERE / "verl_letters.yaml", overrides)
     assert plans(loaded)[0].needs_critic
     config = loaded.config
-    assert (config.algorithm.name, config.algorithm.advantage.lam, config.critic.micro_batch_rollouts) == (
+    assert (config.algorithm.name, config.algorithm.advantage["lam"], config.critic.micro_batch_rollouts) == (
         "ppo",
         0.95,
         2,

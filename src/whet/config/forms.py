@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from whet.config import choices, functions, hints, trackers
-from whet.config.conditions import Condition
+from whet.config.conditions import Condition, subjects
 from whet.config.constraints import CONSTRAINTS, error
 from whet.config.idle import NAMED
 from whet.config.idle_rules import RULES
@@ -40,11 +40,24 @@ def schema() -> Node:
         "$schema": DRAFT,
         **out,
         "title": "whet",
-        "x-conditions": {name: {"meaning": meaning} for name, (meaning, _) in NAMED.items()},
+        "x-conditions": {name: {"meaning": meaning} for name, meaning in _conditions().items()},
         "x-constraints": [
             {"keys": rule.keys.split(), "broken-by": list(rule.broken), "error": error(rule)}
             for rule in CONSTRAINTS
         ],
+    }
+
+
+def _conditions() -> dict[str, str]:
+    """What every named condition means: those of `NAMED`, and settings of an advantage or a loss that rules look at."""
+    read = {name for rule in RULES for kind, name in subjects(rule.read_when) if kind == "condition"}
+    settings = {name: name.rpartition(".") for name in sorted(read - NAMED.keys())}
+    return {
+        **{name: meaning for name, (meaning, _) in NAMED.items()},
+        **{
+            name: f"Setting {setting} of algorithm.{part}, given or not; null where {part} has no such setting."
+            for name, (part, _, setting) in settings.items()
+        },
     }
 
 
@@ -68,6 +81,7 @@ def _written(node: Mapping[str, Any], path: Path, defs: Mapping[str, Any]) -> No
     if "properties" in node:
         out["properties"] = {
             name: _described(_written(inner, (*path, name), defs), keys()[(*path, name)])
+            | _chosen_from(".".join((*path, name)))
             for name, inner in node["properties"].items()
         }
     for entries in ("items", "additionalProperties"):
@@ -86,15 +100,18 @@ def _described(node: Node, key: Key) -> Node:
     extra = {
         "x-unit": hints.unit(name),
         "x-visible-when": visible_when(key.path),
-        "x-choices": _choices().get(name),
         "x-section": key.path[-1]
         if key.path[:2] == ("stages", "*") and key.path[-1] in STAGE_SECTIONS
         else None,
     }
     out |= {label: value for label, value in extra.items() if value is not None}
-    if "x-choices" in out:
-        out["examples"] = [choice["name"] for choice in out["x-choices"]]
     return out | ({} if key.section else {"x-level": hints.level(name)})
+
+
+def _chosen_from(name: str) -> Node:
+    """The names that an open key knows."""
+    known = _choices().get(name)
+    return {"x-choices": known, "examples": [choice["name"] for choice in known]} if known else {}
 
 
 # ---------------------------------------------------------------- open names

@@ -29,10 +29,6 @@ NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
         lambda cfg, algorithm: algorithm.advantage,
     ),
     "loss": ("algorithm.loss, or the loss of the recipe.", lambda cfg, algorithm: algorithm.loss),
-    "expert_loss": (
-        "Loss of the demonstrations mixed with own rollouts: algorithm.mix.loss, or the recipe's; null without a mix.",
-        lambda cfg, algorithm: algorithm.mix.loss if algorithm.mix else None,
-    ),
     "own_function": (
         "algorithm.advantage or algorithm.loss is your own function (it may read any setting).",
         lambda cfg, algorithm: ":" in algorithm.advantage + algorithm.loss,

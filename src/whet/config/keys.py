@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from whet.config.functions import ADVANTAGES, LOSSES, Advantage, Loss
-from whet.config.renamed import present
+from whet.config.renamed import HOMES, present
 from whet.config.schema import Config, Section
 
 Path = tuple[str | int, ...]
@@ -274,6 +274,8 @@ def suggest(path: Iterable[str | int]) -> list[str]:
     if (now := present(path)) != path:
         return [dotted(now)]
     name, above = str(path[-1]), path[:-1]
+    if above[-1:] == ("algorithm",) and name in HOMES:
+        return [dotted((*above, part, name)) for part in HOMES[name]]
     siblings = children(above)
     near = _closest(name, siblings)
     if near:

@@ -15,7 +15,7 @@ from whet.config.keys import TABLES, setting, words
 from whet.config.recipe_table import RECIPES, Recipe
 from whet.config.schema import Algorithm, Correction, Groups, Kl, Mix, RewardKl
 from whet.tables import near
-from whet.types import ConfigError
+from whet.types import ConfigError, Json
 
 FUNCTIONS = {".".join(map(str, path[1:])): table for path, table in TABLES.items()}
 """What each part of an algorithm may be."""
@@ -97,15 +97,17 @@ class Resolved:
 
 def resolve(cfg: Algorithm) -> Resolved:
     """The recipe with the user's keys put over it. ConfigError for unknown names and for what cannot work."""
-    recipe = RECIPES[_known(cfg.name, RECIPES, key="algorithm.name")]
+    if cfg.name not in RECIPES:
+        raise ConfigError(f"algorithm.name: {unknown(cfg.name, RECIPES)}")
+    recipe = RECIPES[cfg.name]
 
     def pick(key: str) -> object:
         mine = getattr(cfg, key)
         return getattr(recipe, key) if mine is None else mine
 
-    settings = {part: chosen for part, chosen, _ in _parts(cfg, recipe)}
     for key, said in setting_problems(cfg):
         raise ConfigError(f"{key}: {said}")
+    settings = {part: chosen for part, chosen, _ in _parts(cfg, recipe)}
     advantage = ADVANTAGES[recipe.advantage if settings["advantage"].is_own else settings["advantage"].name]
     loss = LOSSES[recipe.loss if settings["loss"].is_own else settings["loss"].name]
     resolved = Resolved(
@@ -169,15 +171,36 @@ def _parts(cfg: Algorithm, recipe: Recipe) -> Iterator[tuple[str, Chosen, Mappin
         yield "mix.loss", *_chosen(cfg.mix.loss if cfg.mix else None, own, recipe, part="mix.loss")
 
 
+def with_settings(algorithm: Json) -> Json:
+    """A section `algorithm` as plain values, with each of its functions as a table of its name and all settings, so
+    that two sections compare. A section that no recipe fits stays as it is."""
+    recipe = RECIPES.get(str(algorithm.get("name") or "grpo"))
+    if recipe is None:
+        return algorithm
+
+    def table(given: Any, own: str, part: str) -> Json:
+        chosen, _ = _chosen(given, own, recipe, part=part)
+        return {"name": chosen.name, **chosen.settings}
+
+    out = {
+        **algorithm,
+        "advantage": table(algorithm.get("advantage"), recipe.advantage, "advantage"),
+        "loss": table(algorithm.get("loss"), recipe.loss, "loss"),
+    }
+    if mix := algorithm.get("mix"):
+        out["mix"] = {**mix, "loss": table(mix.get("loss"), recipe.expert_loss or "sft", "mix.loss")}
+    return out
+
+
 def _chosen(
     given: str | dict[str, Any] | None, own: str, recipe: Recipe, *, part: str
 ) -> tuple[Chosen, Mapping[str, Any]]:
     """A name, or a table of settings with or without one. The recipe's settings are those of its own function."""
     rest = {"name": given} if isinstance(given, str) else dict(given or {})
-    name = str(rest.pop("name", own))
-    if ":" in name:
+    name = str(rest.pop("name", None) or own)
+    if ":" in name or name not in FUNCTIONS[part]:
         return Chosen(name, rest), {}
-    fields = FUNCTIONS[part][_known(name, FUNCTIONS[part], key=f"algorithm.{part}")].settings.model_fields
+    fields = FUNCTIONS[part][name].settings.model_fields
     of_recipe = {key: value for key, value in recipe.settings.items() if name == own and key in fields}
     taken = {key: value for key, value in rest.items() if key in fields and value is not None}
     defaults = {key: field.default for key, field in fields.items()}
@@ -185,13 +208,17 @@ def _chosen(
 
 
 def setting_problems(cfg: Algorithm) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong with it) of settings that no function has, and of values that their function cannot take."""
-    for part, chosen, given in _parts(cfg, RECIPES[_known(cfg.name, RECIPES, key="algorithm.name")]):
+    """(key, what is wrong with it) of names that are unknown, of settings that no function has, and of values that
+    their function cannot take."""
+    for part, chosen, given in _parts(cfg, RECIPES[cfg.name]):
         if chosen.is_own:
+            continue
+        if chosen.name not in FUNCTIONS[part]:
+            yield f"algorithm.{part}", unknown(chosen.name, FUNCTIONS[part])
             continue
         section = FUNCTIONS[part][chosen.name].settings
         known = {name for row in FUNCTIONS[part].values() for name in row.settings.model_fields}
-        for name in given.keys() - known:
+        for name in (name for name in given if name not in known):
             has = ", ".join(section.model_fields) or "none"
             yield f"algorithm.{part}.{name}", f"unknown setting{near(name, known)}; {chosen.name} has: {has}"
         taken = {name: value for name, value in given.items() if name in section.model_fields}
@@ -208,7 +235,7 @@ def unread_settings(cfg: Algorithm) -> Iterator[tuple[str, str]]:
     """(key, why nothing reads it) of settings that belong to other functions than the one that is chosen."""
     for part, chosen, given in _parts(cfg, RECIPES[cfg.name]):
         fields = () if chosen.is_own else FUNCTIONS[part][chosen.name].settings.model_fields
-        for name in () if chosen.is_own else given.keys() - fields:
+        for name in () if chosen.is_own else (name for name in given if name not in fields):
             yield f"algorithm.{part}.{name}", f"{part}={chosen.name} does not read it"
 
 
@@ -216,12 +243,9 @@ def _kl_needs(cfg: Algorithm) -> frozenset[Need]:
     return frozenset({"reference"}) if max(cfg.kl.coef, cfg.reward_kl.coef) > 0 else frozenset()
 
 
-def _known(name: str, table: Mapping[str, object], *, key: str) -> str:
-    if name not in table:
-        raise ConfigError(
-            f"{key}={name!r} is not known{near(name, table)}; known: {', '.join(sorted(table))}."
-        )
-    return name
+def unknown(name: str, table: Mapping[str, object]) -> str:
+    """What is said of a name that a table does not have."""
+    return f"{name!r} is not known{near(name, table)}; known: {', '.join(sorted(table))}"
 
 
 def _check_parts(cfg: Algorithm, r: Resolved) -> None:

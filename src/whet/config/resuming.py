@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whet.config.faults import shown
-from whet.config.keys import Key, dotted, is_list, keys, lookup
+from whet.config.keys import TABLES, Key, dotted, is_list, keys, lookup
 from whet.config.keys import Path as At
+from whet.config.recipes import with_settings
 from whet.config.renamed import renamed
 from whet.config.schema import Config, Section
 from whet.config.secrets import dump, hidden
@@ -159,7 +160,8 @@ class Change:
 
 def fingerprint(cfg: Config) -> Json:
     """The part of a config that a checkpoint stores: all keys that are not free, so equal runs write equal bytes."""
-    return _kept(dump(cfg), ())
+    values = dump(cfg)
+    return _kept({**values, "algorithm": with_settings(values["algorithm"])}, ())
 
 
 def played_by(printed: Json) -> Json:
@@ -211,9 +213,13 @@ def changes(old: Json, new: Json) -> list[Change]:
 
 
 def _stages(tree: Json) -> dict[str, Json]:
-    """The whole config of each stage, by name."""
+    """The whole config of each stage, by name, its algorithm with all settings."""
     names = stage_names(tree) or ["main"]
-    return dict(zip(names, (stage_tree(tree, stage) for stage in tree.get("stages") or [{}])))
+    stages = (stage_tree(tree, stage) for stage in tree.get("stages") or [{}])
+    return {
+        name: {**stage, "algorithm": with_settings(stage.get("algorithm") or {})}
+        for name, stage in zip(names, stages)
+    }
 
 
 def _differences(old: Json, new: Json, at: At) -> Iterator[Change]:
@@ -226,6 +232,10 @@ def _differences(old: Json, new: Json, at: At) -> Iterator[Change]:
             if name != "stages" and (inner := lookup((*at, name))) is not None:
                 default = _default(inner)
                 yield from _differences(old.get(name, default), new.get(name, default), (*at, name))
+    elif at in TABLES and isinstance(old, dict) and isinstance(new, dict) and old["name"] == new["name"]:
+        for name in dict.fromkeys([*new, *old]):
+            if old.get(name) != new.get(name):
+                yield Change((*at, name), old.get(name), new.get(name), class_of((*map(str, at), name)))
     elif (
         section
         and key

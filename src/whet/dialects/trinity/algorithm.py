@@ -56,16 +56,16 @@ _NATIVE = {
     "on_policy_distill": "distill",
 }
 _ARGUMENTS = {
-    "gamma": "gamma",
-    "lam": "lam",
-    "kl_coef": "distill_coef",
-    "baseline_shift": "baseline_shift",
-    "epsilon": "std_epsilon",
-    "opmd_baseline": "opmd_baseline",
-    "std_normalize": "normalize_std",
+    "gamma": "advantage.gamma",
+    "lam": "advantage.lam",
+    "kl_coef": "advantage.distill_coef",
+    "baseline_shift": "advantage.baseline_shift",
+    "epsilon": "advantage.std_epsilon",
+    "opmd_baseline": "advantage.opmd_baseline",
+    "std_normalize": "advantage.normalize_std",
     "std_threshold": "groups.min_std",
-    "rank_penalty": "rank_penalty",
-    "enable_step_norm": "divide_by_turns",
+    "rank_penalty": "advantage.rank_penalty",
+    "enable_step_norm": "advantage.divide_by_turns",
     "drop": "resample",
 }
 """Arguments by their native names; those that are null or false by default are left out at it."""
@@ -107,13 +107,13 @@ def _settings(name: str, given: Mapping[str, Json]) -> Native:
         if key in _ARGUMENTS and value is not None and (value is not False or key == "std_normalize")
     }
     if name == "opmd" and given["opmd_baseline"] != "mean":
-        told["tau"] = given["tau"]
+        told["advantage.tau"] = given["tau"]
     elif name == "opmd" and given["tau"] != 1.0:
         raise ConfigError(f"{KEY}_args.tau: has no effect with opmd_baseline: mean; leave it out.")
     if name == "rec" and given["std_normalize"]:
-        told["std_ddof"] = 0
+        told["advantage.std_ddof"] = 0
     elif name == "rec":
-        told.pop("std_epsilon")
+        told.pop("advantage.std_epsilon")
     if given.get("duplicate_experiences"):
         told["refill"] = "copy"
     if given.get("std_cal_level", "group") != "group":
@@ -121,8 +121,8 @@ def _settings(name: str, given: Mapping[str, Json]) -> Native:
             raise NotSupportedYet(
                 f"{KEY}_args.std_cal_level: {given['std_cal_level']} with {name} is coming, not built yet; here: group."
             )
-        told["std_scope"] = given["std_cal_level"]
-    return {f"algorithm.{'' if key == 'refill' else 'advantage.'}{key}": value for key, value in told.items()}
+        told["advantage.std_scope"] = given["std_cal_level"]
+    return {f"algorithm.{key}": value for key, value in told.items()}
 
 
 # ---------------------------------------------------------------- operators
