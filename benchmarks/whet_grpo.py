@@ -38,7 +38,7 @@ def config(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "run_dir": str(folder / "run"),
         "model": {"path": str(args.model)},
         "data": {"train": [{"path": str(rows), "name": "case"}], "max_prompt_tokens": max(longest, 16)},
-        "algorithm": {"name": "grpo", "loss_agg_mode": "token-mean", "std_epsilon": 1e-4},
+        "algorithm": {"name": "grpo", "loss_agg_mode": "token-mean", "advantage": {"std_epsilon": 1e-4}},
         "rewards": {"reward": {"function": f"{here}/reward.py:digits" if args.kind == "speed" else "exact"}},
         "rollout": {"group_size": GROUP, "sampling": {"max_tokens": args.max_tokens}},
         "train": {

@@ -210,7 +210,7 @@ BASE: dict[str, Any] = {
         (["name=rloo", "std_ddof=0"], "std_ddof"),
         (["single_rollout=raw"], "single_rollout"),
         (["name=opo", "rank_penalty=0.1"], "rank_penalty"),
-        (["advantage=opmd", "tau=2.0"], "has no effect: opmd_baseline is mean"),
+        (["advantage=opmd", "advantage.tau=2.0"], "has no effect: opmd_baseline is mean"),
         (["baseline_shift=-0.2"], "baseline_shift"),
         (["name=sft", "resample=pow"], "resample"),
         (["name=sft", "groups.keep_best=1"], "the replies are in the data"),

@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 from whet.config import hardware, load
+from whet.config.functions import ADVANTAGES, LOSSES
+from whet.config.recipe_table import RECIPES
 from whet.config.schema import Config
 from whet.dialects import idle
 from whet.types import ConfigError
@@ -74,11 +76,13 @@ def test_a_file_resolves_to_what_was_kept(path: Path, monkeypatch: pytest.Monkey
 
 def test_the_defaults_are_what_was_kept() -> None:
     assert defaults() == (KEPT / "defaults.yaml").read_text(encoding="utf-8")
+    assert settings() == (KEPT / "settings.yaml").read_text(encoding="utf-8")
 
 
 def test_nothing_is_kept_of_what_is_gone() -> None:
     assert {path.name for path in KEPT.iterdir()} == {
         "defaults.yaml",
+        "settings.yaml",
         *(f"{path.name}.yaml" for path in FILES),
     }
 
@@ -88,11 +92,23 @@ def defaults() -> str:
     return yaml.safe_dump(Config().model_dump(mode="json"), sort_keys=True, width=110)
 
 
+def settings() -> str:
+    """Every setting of every advantage and loss with its default, and what each recipe has in place of it."""
+    tables = {"advantage": ADVANTAGES, "loss": LOSSES}
+    told: Any = {
+        part: {name: row.settings().model_dump() for name, row in table.items()}
+        for part, table in tables.items()
+    }
+    recipes = {name: dict(row.settings) for name, row in RECIPES.items() if row.settings}
+    return yaml.safe_dump({**told, "recipes": recipes}, sort_keys=True, width=110)
+
+
 def keep() -> None:
     """Write all of them anew."""
     with pytest.MonkeyPatch.context() as patch:
         as_on_any_machine(patch)
         (KEPT / "defaults.yaml").write_text(defaults(), encoding="utf-8")
+        (KEPT / "settings.yaml").write_text(settings(), encoding="utf-8")
         for path in FILES:
             (KEPT / f"{path.name}.yaml").write_text(resolved(path), encoding="utf-8")
 

@@ -22,7 +22,7 @@ from whet.config.constraints import BASE, CONSTRAINTS
 from whet.config.forms import schema, visible_when
 from whet.config.idle import NAMED, named
 from whet.config.idle_rules import RULES
-from whet.config.keys import TABLES, Key, keys, lookup
+from whet.config.keys import Key, keys, lookup
 from whet.config.keys import settings as keys_of_settings
 from whet.config.load import load
 from whet.config.recipes import RECIPES, resolve

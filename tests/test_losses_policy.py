@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from batches import doubles, logp_now, make_batch, micro_batches, ragged
+from sections import algorithm
 from test_train_torch import random_groups
 from tiny import tiny_model
 from unread import check_algorithm
@@ -426,7 +427,9 @@ def test_a_rollout_that_counts_twice_counts_twice_in_a_terms_mean() -> None:
 
 
 def made(name: str, **keys: Any) -> Algorithm:
-    return build(schema.Algorithm(name=name, **keys), critic=schema.Critic(), max_tokens=20)
+    return build(
+        schema.Algorithm.model_validate(algorithm(name, **keys)), critic=schema.Critic(), max_tokens=20
+    )
 
 
 def gradients(algorithm: Algorithm, batch: Batch, cut: Cut) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -106,7 +106,7 @@ def test_every_loss_of_the_table_is_asked() -> None:
         ({"name": "grpo", "positive_nll_coef": 0.1}, "no weight", True, "algorithm.positive_nll_coef is on"),
         ({"name": "grpo", "loss": "cross_entropy"}, "no weight", True, "cross_entropy trains on them"),
         (
-            {"name": "rec", "rec_regularizer": "k2", "rec_regularizer_coef": 0.1},
+            {"name": "rec", "loss": {"rec_regularizer": "k2", "rec_regularizer_coef": 0.1}},
             "no weight",
             True,
             "algorithm.loss.rec_regularizer is on",

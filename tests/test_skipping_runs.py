@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import whet
 from forked import near
+from sections import algorithm as section
 from test_learning import SETUP, learn
 from test_train_torch import assert_near, pg_loss, random_groups, weighted
 from tiny import tiny_model
@@ -73,7 +74,7 @@ def rewarded(uniform: set[int]) -> list[Group]:
 def stage(policy: Door, *, skip: bool, reference: Door | None = None, **keys: Any) -> Any:
     """What `loop.learn` asks of a run."""
     train = schema.Train.model_validate({"skip_zero_weight": skip, **keys.pop("train", {})})
-    cfg = schema.Algorithm.model_validate({"name": "grpo", **keys})
+    cfg = schema.Algorithm.model_validate(section(**keys))
     algorithm = build(cfg, critic=schema.Critic(), max_tokens=8)
     return SimpleNamespace(
         cfg=SimpleNamespace(train=train, seed=0), name="stage", step=0, kl_coef=algorithm.kl_coef, experts=None,

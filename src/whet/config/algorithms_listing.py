@@ -44,7 +44,12 @@ def listed() -> list[Entry]:
 
 
 def _recipe(r: Recipe) -> Entry:
-    settings = dict(r.settings)
+    settings = {
+        f"{part}.{name}": value
+        for part, row in (("advantage", ADVANTAGES[r.advantage]), ("loss", LOSSES[r.loss]))
+        for name, value in r.settings.items()
+        if name in row.settings.model_fields
+    }
     if r.whiten:
         settings["whiten"] = True
     if r.dynamic_sampling:
