@@ -202,8 +202,9 @@ def _own_settings(
         try:
             out[name] = TypeAdapter(hints.get(name, Any)).validate_json(json.dumps(value), strict=True)
         except ValidationError as e:
+            wanted = getattr(hints[name], "__name__", hints[name])
             raise ConfigError(
-                f"{key}={value!r}: {chosen.name} takes {hints[name]}: {e.errors()[0]['msg']}."
+                f"{key}={value!r}: {chosen.name} takes {wanted}: {e.errors()[0]['msg']}."
             ) from e
     return out
 

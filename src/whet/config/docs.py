@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from whet.config.explain import default_of
-from whet.config.keys import ASIDES, Key, dotted, keys
+from whet.config.keys import ASIDES, TABLES, Key, Path, dotted, keys, settings_of
 from whet.config.schema import Section
 
 INTRO = """\
@@ -49,7 +49,22 @@ def markdown() -> str:
             if also:
                 parts.append(f"The same keys: {', '.join(also)}.\n")
             parts.append(_table(_home(key), homes))
+    for path in TABLES:
+        parts += [f"## Settings of `{dotted(path)}`\n", _settings(path)]
     return "\n".join(parts)
+
+
+def _settings(path: Path) -> str:
+    """A row for each setting of each function that a key may name."""
+    rows = ["| function | setting | type | default | meaning |", "|---|---|---|---|---|"]
+    for name, has in settings_of(path):
+        for n, key in enumerate(has):
+            rows.append(
+                f"| {f'`{name}`' if n == 0 else ''} | `{key.path[-1]}` | {_text(key.words)} | "
+                f"`{_text(default_of(key))}` | {_text(key.description)} |"
+            )
+    bare = [f"`{name}`" for name, has in settings_of(path) if not has]
+    return "\n".join([*rows, "", f"Without settings: {', '.join(bare)}.", ""])
 
 
 def _homes() -> dict[type[Section], tuple[str, ...]]:

@@ -80,8 +80,26 @@ def explain(key: str) -> Explanation:
         where="the whole run, or single stages" if varies else "the whole run",
         source=_source(found),
         rows=rows,
-        value=_value(found, value) if equals else (),
+        value=_value(found, value) if equals else _by_function(found.path),
     )
+
+
+def _by_function(path: keys.Path) -> tuple[tuple[str, str], ...]:
+    """Of a key that names a function: what it may be, with settings and defaults. Of a setting: its default and meaning
+    in each function that has it."""
+    if path in keys.TABLES:
+        return tuple(
+            (name, ", ".join(f"{key.path[-1]}={default_of(key)}" for key in has) or "no settings")
+            for name, has in keys.settings_of(path)
+        )
+    if path[:-1] in keys.TABLES and path[-1] != "name":
+        return tuple(
+            (name, f"{default_of(key)}  {' '.join(key.description.split())}")
+            for name, has in keys.settings_of(path[:-1])
+            for key in has
+            if key.path[-1] == path[-1]
+        )
+    return ()
 
 
 def default_of(key: Key) -> str:
@@ -152,11 +170,9 @@ def _value(key: Key, value: str) -> tuple[tuple[str, str], ...]:
         return tuple((k, v if isinstance(v, str) else shown(v)) for k, v in facts.items())
     if name in ("algorithm.advantage", "algorithm.loss") and ":" not in value:
         table = functions.ADVANTAGES if name == "algorithm.advantage" else functions.LOSSES
-        row = _entry(cast(Mapping[str, Reads], table), value, name)
-        told = (
-            (n, f"{json.dumps(field.default)}  {' '.join((field.description or '').split())}")
-            for n, field in row.settings.model_fields.items()
-        )
+        _entry(cast(Mapping[str, Reads], table), value, name)
+        has = dict(keys.settings_of(key.path))[value]
+        told = ((k.path[-1], f"{default_of(k)}  {' '.join(k.description.split())}") for k in has)
         return tuple(told) or (("settings", "none"),)
     if key.section:
         raise ConfigError(f"{name} is a section and has no value; `whet explain {name}` lists its keys")

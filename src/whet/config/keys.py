@@ -168,6 +168,12 @@ def settings() -> dict[tuple[str, ...], Key]:
     return found
 
 
+def settings_of(path: Path) -> Iterator[tuple[str, tuple[Key, ...]]]:
+    """(name, its settings) of every function that a key of `TABLES` may name."""
+    for name, row in TABLES[path].items():
+        yield name, tuple(setting(row.settings, each) for each in row.settings.model_fields)
+
+
 def setting(section: type[Section], name: str) -> Key:
     """A setting of a function as a key."""
     return next(key for key in _walk(section, ()) if key.path == (name,))

@@ -1,0 +1,101 @@
+"""What a user adds without a change to whet: a loss and an advantage with settings, a reward, a tracker, in one run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import whet
+from whet.config.load import load
+from whet.types import ConfigError
+
+MINE = '''
+import json
+from whet.batch import Loss
+
+def tilted(batch, out, *, tilt: float = 1.0, tokens: bool = True):
+    """Policy gradient, tilted."""
+    loss_N = -batch.adv_N * out.logp_N * tilt
+    return Loss(loss_N, {"tilt": loss_N.detach() * 0 + tilt})
+
+def centred(batch, *, reward_N, scale: float = 1.0):
+    """Reward less a half, at every token."""
+    return (batch.reward_R[batch.row_N] - 0.5) * scale * batch.mask_N, None
+
+def letters(response, *, letter):
+    return float(response.count(letter) > 0)
+
+class Lines:
+    """One line a step."""
+    def __init__(self, sinks, *, file):
+        self.file = open(file, "a", encoding="utf-8")
+    def log(self, stage, step, *, metrics, timings):
+        self.file.write(json.dumps({"step": step, **metrics}) + "\\n")
+        self.file.flush()
+    def close(self):
+        self.file.close()
+'''
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> dict[str, Any]:
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE)
+    return {
+        "run_dir": str(tmp_path / "run"),
+        "model": {"scratch": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}},
+        "tokenizer": {"build": "chars"},
+        "data": {"train": [{"path": "tests/data/words.jsonl", "limit": 4}]},
+        "algorithm": {
+            "loss": {"name": f"{mine}:tilted", "tilt": 0.5},
+            "advantage": {"name": f"{mine}:centred", "scale": 2.0},
+        },
+        "rewards": {"a": {"function": f"{mine}:letters", "arguments": {"letter": "a"}}},
+        "rollout": {"group_size": 2, "sampling": {"max_tokens": 4}},
+        "train": {"steps": 2, "tasks_per_step": 2},
+        "track": {
+            "trackers": ["jsonl", f"{mine}:Lines"],
+            "arguments": {f"{mine}:Lines": {"file": str(tmp_path / "lines.jsonl")}},
+        },
+        "machine": {"device": "cpu"},
+    }
+
+
+def test_a_run_of_a_users_own_parts(tree: dict[str, Any], tmp_path: Path) -> None:
+    whet.train(**tree)
+    (lines, kept) = (
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in (tmp_path / "lines.jsonl", tmp_path / "run" / "metrics.jsonl")
+    )
+    steps = [line for line in kept if "train/loss" in line]
+    assert [line["step"] for line in lines if "train/loss" in line] == [1, 2]
+    assert all(line["train/tilt"] == pytest.approx(0.5) for line in steps)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm.loss.tlt=3", "has no setting 'tlt'; did you mean 'tilt'"),
+        ("algorithm.loss.tilt=much", r"takes float"),
+        ("algorithm.loss.tokens=1", r"takes bool"),
+        ("algorithm.advantage.gamma=0.5", "has no setting 'gamma'; it has: scale"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_refused_at_the_start(
+    tree: dict[str, Any], override: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        whet.train(**tree, overrides=[override])
+
+
+def test_another_name_inherits_no_setting(tree: dict[str, Any]) -> None:
+    assert load(None, ["algorithm.loss=gspo"], tree).config.algorithm.loss == "gspo"
+    assert load(None, ["algorithm.loss.tilt=2"], tree).config.algorithm.loss == {
+        **tree["algorithm"]["loss"],
+        "tilt": 2,
+    }
+    named = load(None, ["algorithm.loss={name: gspo, clip_low: 1e-3}"], tree).config.algorithm.loss
+    assert named == {"name": "gspo", "clip_low": 1e-3}
