@@ -19,13 +19,14 @@ from whet.config import checks, choices, functions, hints
 from whet.config.checks import hard_problems, unused
 from whet.config.conditions import TESTS, met, subjects
 from whet.config.constraints import BASE, CONSTRAINTS
+from whet.config.facts import NAMED, named
 from whet.config.forms import schema, visible_when
-from whet.config.idle import NAMED, named
-from whet.config.idle_rules import RULES
 from whet.config.keys import Key, keys, lookup
 from whet.config.keys import settings as keys_of_settings
 from whet.config.load import load
 from whet.config.recipes import RECIPES, resolve
+from whet.config.refusal_rules import REFUSED
+from whet.config.rules import RULES
 from whet.config.schema import Algorithm, Config
 from whet.config.setting_rules import SETTING_RULES
 from whet.rewards.builtin import BUILTIN
@@ -177,15 +178,15 @@ def test_the_recipes_say_enough_to_know_the_named_conditions() -> None:
 
 def test_conditions_name_keys_and_conditions_that_exist_and_one_test() -> None:
     used = set()
-    for found in everything(made()["properties"]):
-        for what, name in subjects(found.get("x-visible-when", {})):
+    for found in (*everything(made()["properties"]), *made()["x-constraints"]):
+        for what, name in subjects(found.get("x-visible-when", found.get("refused-when", {}))):
             assert lookup(name.split(".")) or what == "condition", name
             used |= {name} if what == "condition" else set()
     assert set(made()["x-conditions"]) == used >= set(NAMED)
     for name in used - set(NAMED):
         assert ("algorithm", *name.split(".")) in keys_of_settings(), name
-    for rule in (*RULES, *SETTING_RULES):
-        for part in everything(rule.read_when):
+    for rule in RULES:
+        for part in everything(rule.when):
             assert len(part.keys() & TESTS.keys()) <= 1
             assert part.keys() <= {"key", "condition", "all", "any", "not", *TESTS}
         for key in rule.keys:
@@ -402,10 +403,11 @@ def problems(tree: dict[str, Json]) -> list[tuple[str, str]]:
 
 
 def test_constraints_name_keys_and_carry_the_error_that_a_run_shows() -> None:
-    assert len(made()["x-constraints"]) == len(CONSTRAINTS) > 60
+    assert len(made()["x-constraints"]) == len(CONSTRAINTS) + len(REFUSED) > 100
     for rule in made()["x-constraints"]:
         assert all(lookup(key.split(".")) for key in rule["keys"]), rule
         assert len(rule["error"]) > 15
+        assert {"broken-by", "refused-when"} & rule.keys()
 
 
 def test_what_constraints_break_works_unbroken() -> None:

@@ -10,13 +10,12 @@ from whet.config import (
     checks_groups,
     checks_learning,
     checks_parallel,
-    checks_precision,
     checks_rewards,
     checks_run,
     checks_sync,
+    rules,
 )
 from whet.config.evaluation import all_asked, eval_problems, reply_tokens
-from whet.config.idle import idle
 from whet.config.keys import Path, dotted, lookup
 from whet.config.learning import train_problems
 from whet.config.mixing import given_problems
@@ -35,15 +34,15 @@ Problem = tuple[str, str]
 def hard_problems(cfg: Config) -> list[Problem]:
     """All problems of the config of one stage."""
     algorithm, problems = _algorithm(cfg.algorithm)
+    problems += rules.refused(cfg, algorithm)
     problems += [*_structure(cfg), *_batch(cfg), *checks_run.problems(cfg), *checks_parallel.problems(cfg)]
     problems += [
         *checks_learning.problems(cfg),
         *checks_rewards.problems(cfg),
-        *checks_precision.problems(cfg),
         *checks_sync.problems(cfg),
     ]
     if algorithm is not None:
-        problems += [*_learning(cfg, algorithm), *_rewards(cfg, algorithm), *given_problems(cfg, algorithm)]
+        problems += [*_rewards(cfg, algorithm), *given_problems(cfg, algorithm)]
         problems += [*checks_groups.problems(cfg, algorithm), *checks_parallel.placement(cfg, algorithm)]
     return problems
 
@@ -65,22 +64,10 @@ def _algorithm(cfg: Algorithm) -> tuple[Resolved | None, list[Problem]]:
 
 
 def _structure(cfg: Config) -> Iterator[Problem]:
-    """Models, tokenizer, sources: exactly one of each."""
-    if (cfg.model.path is None) == (cfg.model.scratch is None):
-        given = "both are given" if cfg.model.path else "neither is given"
-        yield "model", f"give either path (a Hugging Face folder) or scratch (a new model); {given}"
-    else:
+    """The model, a chat template, sources."""
+    if (cfg.model.path is None) != (cfg.model.scratch is None):
         yield from _model(cfg)
     tokenizer = cfg.tokenizer
-    if tokenizer.path and tokenizer.build:
-        yield "tokenizer", "give path or build, not both"
-    if tokenizer.build and cfg.model.path:
-        yield "tokenizer.build", "the model of model.path needs its own tokenizer; leave build out"
-    if not (tokenizer.path or tokenizer.build or cfg.model.path):
-        yield (
-            "tokenizer",
-            "model.scratch has no tokenizer: give tokenizer.build (chars, words, bpe) or tokenizer.path",
-        )
     template = tokenizer.chat_template
     local = template and "{" not in template and not is_remote(template)
     if local and not File(template or "").expanduser().is_file():
@@ -88,8 +75,6 @@ def _structure(cfg: Config) -> Iterator[Problem]:
             "tokenizer.chat_template",
             f"'{template}' is neither a file nor a template (it has no Jinja '{{'); give the text or a path",
         )
-    if not cfg.data.train:
-        yield "data.train", "give at least one source of training tasks"
     yield from source_problems(cfg)
 
 
@@ -116,11 +101,6 @@ def _model(cfg: Config) -> Iterator[Problem]:
             yield (
                 "model.scratch.head_dim",
                 f"{head_dim} is odd; rotary position embeddings rotate pairs, so it must be even",
-            )
-        if s.architecture == "qwen3_moe" and s.num_experts_per_tok > s.num_experts:
-            yield (
-                "model.scratch.num_experts_per_tok",
-                f"{s.num_experts_per_tok} is more than num_experts={s.num_experts}; lower it, or raise num_experts",
             )
     try:
         found = shape(cfg.model, cfg.tokenizer)
@@ -178,68 +158,9 @@ def _batch(cfg: Config) -> Iterator[Problem]:
             )
 
 
-def _learning(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
-    asks, most = algorithm.kind == "online" or reply_tokens(cfg) > 0, cfg.data.max_total_tokens
-    if asks and most is not None and most <= cfg.data.max_prompt_tokens:
-        yield (
-            "data.max_total_tokens",
-            f"{most} leaves no token for a reply after a prompt of max_prompt_tokens={cfg.data.max_prompt_tokens}; "
-            "raise it, or lower max_prompt_tokens",
-        )
-    if algorithm.kind != "online":
-        return
-    size, name = cfg.rollout.group_size, algorithm.advantage
-    if size == 1 and algorithm.compares:
-        yield (
-            "rollout.group_size",
-            f"advantage={name} compares the rollouts of a group, so with 1 every advantage would be 0: set it to 2 or "
-            "more (8 is usual), or use algorithm.name=reinforce or ppo",
-        )
-    if size == 1 and algorithm.dynamic_sampling:
-        yield (
-            "algorithm.dynamic_sampling",
-            "drops every group of one rollout: raise rollout.group_size or set it to false",
-        )
-    if size > 1 and cfg.rollout.sampling.temperature == 0:
-        yield (
-            "rollout.sampling.temperature",
-            f"0 is greedy: all {size} rollouts of a task would be equal; set it above 0 (1.0 is usual)",
-        )
-    updates = cfg.train.minibatches * cfg.train.update_epochs
-    if not algorithm.ratio and updates > 1:
-        yield (
-            "algorithm.loss",
-            f"{algorithm.loss} has no ratio to the policy that sampled, so it is correct only for one optimizer step "
-            f"per batch, but train.minibatches={cfg.train.minibatches} x train.update_epochs={cfg.train.update_epochs} "
-            f"are {updates}; set algorithm.loss=ppo, or both keys to 1",
-        )
-    if algorithm.settings["loss"].settings.get("fallback_to_policy_gradient") and updates > 1:
-        yield (
-            "algorithm.loss.fallback_to_policy_gradient",
-            f"compares the policy with itself, so it is right for one optimizer step a batch, and there are {updates} "
-            "(train.minibatches x train.update_epochs): leave it out, or set both to 1",
-        )
-    if algorithm.needs_critic and cfg.train.steps and cfg.critic.warmup_steps >= cfg.train.steps:
-        yield (
-            "critic.warmup_steps",
-            f"{cfg.critic.warmup_steps} steps of the critic alone leave no step for the policy (train.steps="
-            f"{cfg.train.steps}); lower it, or raise train.steps",
-        )
-
-
 def _rewards(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
-    if not cfg.rewards and algorithm.kind == "online" and algorithm.judged:
-        yield (
-            "rewards",
-            f"algorithm.name={algorithm.name} needs rewards: give one, e.g. rewards.answer.function=exact",
-        )
-    else:
+    if cfg.rewards or algorithm.kind != "online" or not algorithm.judged:
         yield from eval_problems(cfg)
-    if cfg.machine.logprob_parity == "on" and cfg.rollout.engine != "native":
-        yield (
-            "machine.logprob_parity",
-            f"on needs rollout.engine=native; {cfg.rollout.engine} computes in a different order",
-        )
     reads = algorithm.kind == "online" and algorithm.judged
     if reads and cfg.rewards and not any(r.weight for r in cfg.rewards.values()):
         yield (
@@ -288,7 +209,7 @@ def _idle(cfg: Config) -> Iterator[tuple[list[str], str, bool]]:
     the algorithm contradict each other."""
     algorithm, problems = _algorithm(cfg.algorithm)
     if algorithm is not None and not problems:
-        yield from ((key.split("."), why, passes) for key, why, passes in idle(cfg, algorithm))
+        yield from ((key.split("."), why, passes) for key, why, passes in rules.unused(cfg, algorithm))
 
 
 def _is_default(path: Path, value: Json) -> bool:

@@ -10,22 +10,12 @@ from pathlib import Path
 from whet.config.schema import Config, Lora
 from whet.config.urls import is_remote
 
-ON_A_CHANGED_BASE = ("olora", "pissa")
-"""Initializations that subtract the initial effect of the adapters from the base weights."""
-
 
 def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) in one stage's config."""
     for at, lora in (("model.lora", cfg.model.lora), ("critic.lora", cfg.critic.lora)):
         if lora is not None:
             yield from _lora(at, lora)
-    lora = cfg.model.lora
-    if lora is not None and lora.init in ON_A_CHANGED_BASE and cfg.checkpoint.export_as == "adapter":
-        yield (
-            "checkpoint.export_as",
-            f"adapter: model.lora.init={lora.init} changes the base weights, which the folder of the adapters does not "
-            "contain; set export_as to merged, or init to default",
-        )
     yield from _patterns("train.trainable", cfg.train.trainable)
     for at, optimizer in (("train", cfg.train.optimizer), ("critic", cfg.critic.optimizer)):
         yield from _patterns(f"{at}.optimizer.param_groups", optimizer.param_groups)

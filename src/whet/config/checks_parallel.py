@@ -61,17 +61,6 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
             f"dp_replicate * dp_shard = {ranks} ranks would share the {rollouts} rollouts of a minibatch "
             "(tasks_per_step / minibatches * group_size); use fewer ranks or larger minibatches",
         )
-    if cfg.machine.logprob_parity == "on":
-        yield (
-            "machine.logprob_parity",
-            "on: with train.parallel sampling and training are in separate processes, so their equality is only "
-            "measured, not proved; use auto",
-        )
-    if train.compile and p.ep > 1:
-        yield (
-            "train.compile",
-            "true: torch.compile is not tested with expert parallelism (ep); set ep=1",
-        )
     if shards(p) > 1 or p.tp > 1:
         yield from _cut(cfg)
 
@@ -79,8 +68,6 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
 def _sizes(cfg: Config) -> Iterator[tuple[str, str]]:
     """Dims that do not match each other, the model, or the devices."""
     p, key = cfg.train.parallel, "train.parallel"
-    if p.dp_shard == 0:
-        yield f"{key}.dp_shard", "0: expected at least 1, or -1 for all remaining GPUs"
     if p.dp_shard == -1:
         yield from _left(cfg)
     if shards(p) and shards(p) % p.ep:
@@ -114,14 +101,6 @@ def placement(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
             yield key, f"{name}: this stage has no {name} (algorithm.name={algorithm.name}); leave it out"
     if len(set(apart)) < len(apart):
         yield key, f"{max(apart, key=apart.count)} is listed twice; list it once"
-    if "reference" in apart and cfg.algorithm.kl.estimator == "full":
-        yield (
-            key,
-            "reference: algorithm.kl.estimator=full reads the reference in every micro-batch of the policy, so both "
-            "must share their ranks; leave it out",
-        )
-    if apart and cfg.train.parallel.dp_shard == -1:
-        yield key, "dp_shard=-1 uses all GPUs for the policy; give the number of ranks of each model"
 
 
 def _left(cfg: Config) -> Iterator[tuple[str, str]]:

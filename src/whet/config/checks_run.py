@@ -42,13 +42,6 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     yield from _trackers(cfg)
     yield from _profile(cfg)
     yield from _apart(cfg)
-    yield from _replay(cfg)
-    if cfg.rollout.replicas and cfg.cluster.health_timeout_s >= cfg.rollout.timeout_s:
-        yield (
-            "cluster.health_timeout_s",
-            f"{cfg.cluster.health_timeout_s:g} is not below rollout.timeout_s ({cfg.rollout.timeout_s:g}): the "
-            "rollouts of a hanging replica would fail before another replica retries them; lower it",
-        )
     for name, value in cfg.reward_workers.env.items():
         if value == MASK:
             yield (
@@ -69,41 +62,6 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
             yield "imports", f"{given!r}: no such file"
         elif not given.endswith(".py") and not all(part.isidentifier() for part in given.split(".")):
             yield "imports", f"{given!r} is neither 'package.module' nor 'path/to/file.py'"
-
-
-def _replay(cfg: Config) -> Iterator[tuple[str, str]]:
-    replay, free = cfg.buffer.replay, cfg.rollout.schedule == "async"
-    if replay.queue:
-        if not free:
-            yield (
-                "buffer.replay.queue",
-                "with rollout.schedule=deterministic a step waits for its own tasks, so it cannot be drawn from a "
-                "queue; set rollout.schedule=async, or use buffer.replay.share",
-            )
-        if replay.capacity < cfg.train.tasks_per_step:
-            yield (
-                "buffer.replay.capacity",
-                f"{replay.capacity} groups are fewer than one step draws (train.tasks_per_step="
-                f"{cfg.train.tasks_per_step}); raise it",
-            )
-        if resolve(cfg.algorithm).refill == "copy":
-            yield (
-                "algorithm.refill",
-                "copy has no effect with buffer.replay.queue=true, where a step is always full; leave it out",
-            )
-        return
-    ahead = cfg.rollout.max_staleness and not free
-    if replay.share and (ahead or (free and cfg.mode != "both")):
-        yield (
-            "buffer.replay.share",
-            "the groups to replay are known only after the previous step; set rollout.max_staleness=0, or mode=both "
-            "with rollout.schedule=async",
-        )
-    if replay.share and replay.cooldown_steps is None:
-        yield (
-            "buffer.replay.cooldown_steps",
-            "null: no group is drawn again, so buffer.replay.share has no groups; set share to 0",
-        )
 
 
 def _checkpoint(cfg: Config) -> Iterator[tuple[str, str]]:
@@ -144,16 +102,8 @@ def needs_cuda(cfg: Profile) -> list[str]:
 
 
 def _profile(cfg: Config) -> Iterator[tuple[str, str]]:
-    tools, key = cfg.profile.tools, "profile.tools"
-    if cfg.profile.steps and not tools:
-        yield key, "[] records nothing; add a tool, or leave profile.steps out"
     if cfg.machine.device == "cpu" and (wanting := needs_cuda(cfg.profile)):
-        yield key, f"{', '.join(wanting)}: {NEEDS_CUDA}; machine.device is cpu"
-    if {"torch", "nsys"} <= set(tools):
-        yield (
-            key,
-            "torch and nsys both use CUPTI, which allows one user at a time; keep one of the two",
-        )
+        yield "profile.tools", f"{', '.join(wanting)}: {NEEDS_CUDA}; machine.device is cpu"
 
 
 def folders(cfg: Config) -> dict[str, str]:
@@ -268,28 +218,13 @@ def _apart(cfg: Config) -> Iterator[tuple[str, str]]:
             "run_dir",
             f"{TIME} differs between processes; with mode={cfg.mode} give all processes the same folder",
         )
-    if cfg.mode == "eval":
-        if not cfg.data.eval:
-            yield "data.eval", "is empty, but mode=eval needs sources to evaluate on; give at least one"
+    if cfg.mode == "eval" or resolve(cfg.algorithm).kind != "online":
         return
-    if resolve(cfg.algorithm).kind != "online":
-        return
-    if cfg.buffer.url == "memory":
-        yield (
-            "buffer.url",
-            f"memory is inside one process, but mode={cfg.mode} needs a store that all processes can access: "
-            "sqlite:///PATH, files:///PATH or postgresql://USER@HOST/DATABASE",
-        )
-    elif not re.match(r"(sqlite|files):///.|postgresql://.", cfg.buffer.url):
+    if cfg.buffer.url != "memory" and not re.match(r"(sqlite|files):///.|postgresql://.", cfg.buffer.url):
         yield (
             "buffer.url",
             f"{masked_url(cfg.buffer.url)!r} is not a store; give sqlite:///PATH, files:///PATH or "
             "postgresql://USER@HOST/DATABASE (four slashes before an absolute path)",
-        )
-    if resolve(cfg.algorithm).refill == "copy" and cfg.rollout.schedule == "async":
-        yield (
-            "algorithm.refill",
-            "copy needs the tasks of a step in advance: set rollout.schedule=deterministic, or mode=both",
         )
     if not re.fullmatch(r"\w[\w.-]*", cfg.buffer.explorer_name):
         yield (

@@ -18,31 +18,6 @@ WAYS["collective"] = WAYS["object_store"]
 
 def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) of the section in one stage's config."""
-    sync = cfg.sync
-    yield from _method(cfg)
-    if sync.content == "adapters" and cfg.model.lora is None:
-        yield "sync.content", "adapters: model.lora is not given; use delta, which sends only changed weights"
-    elif sync.content == "adapters" and cfg.rollout.quantization is not None:
-        yield (
-            "sync.content",
-            f"adapters: with rollout.quantization={cfg.rollout.quantization} engines keep no original weights to merge "
-            "them into; use full, which sends merged weights",
-        )
-    elif sync.content == "adapters" and sync.dtype != "auto":
-        yield (
-            "sync.dtype",
-            f"{sync.dtype}: adapters are sent unchanged, so that receivers can verify the merged weights; leave it "
-            "out, or use sync.content=full",
-        )
-    apart = cfg.mode == "train" or (cfg.mode == "both" and cfg.rollout.replicas)
-    if cfg.machine.logprob_parity == "on" and apart and sync.dtype != "auto":
-        yield (
-            "sync.dtype",
-            f"{sync.dtype}: machine.logprob_parity=on requires rollouts from exactly the trained weights; use auto",
-        )
-
-
-def _method(cfg: Config) -> Iterator[tuple[str, str]]:
     method = cfg.sync.method
     if method == "ipc":
         yield (

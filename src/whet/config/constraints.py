@@ -84,7 +84,6 @@ def _source(part: str, *given: str) -> tuple[Constraint, ...]:
 
 
 MODELS = (
-    Constraint("model.path model.scratch", ("model.path=folder",)),
     Constraint(
         "model.scratch.num_key_value_heads model.scratch.num_attention_heads",
         ("model.scratch.num_key_value_heads=3",),
@@ -94,12 +93,6 @@ MODELS = (
         ("model.scratch.hidden_size=30",),
     ),
     Constraint("model.scratch.head_dim", ("model.scratch.head_dim=7",)),
-    Constraint(
-        "model.scratch.num_experts_per_tok model.scratch.num_experts",
-        ("model.scratch.architecture=qwen3_moe", "model.scratch.num_experts_per_tok=9"),
-    ),
-    Constraint("tokenizer.path tokenizer.build", ("tokenizer.path=folder",)),
-    Constraint("tokenizer.build tokenizer.path model.path", ("tokenizer.build=null",)),
     Constraint("tokenizer.chat_template", ("tokenizer.chat_template=no_such_file",)),
 )
 
@@ -108,7 +101,6 @@ DATA = (
         "data.max_prompt_tokens rollout.sampling.max_tokens model.scratch.max_position_embeddings",
         ("model.scratch.max_position_embeddings=512",),
     ),
-    Constraint("data.train", ("data.train=[]",)),
     *_source("train"),
     *_source("eval"),
     *_source("demonstrations", "algorithm.name=mix"),
@@ -119,11 +111,6 @@ DATA = (
         "data.train.*.rewards data.train.*.name", ("data.train=[{path: a.jsonl, rewards: [answer]}]",)
     ),
     Constraint("data.train.*.difficulty data.order", ("data.order=easy_first",)),
-    Constraint(
-        "data.eval eval.interval eval.at_start eval.at_end",
-        ("data.eval=[{path: test.jsonl}]", "eval.at_start=false", "eval.at_end=false"),
-    ),
-    Constraint("data.demonstrations algorithm.mix algorithm.name", ("algorithm.name=mix",)),
     Constraint("eval.reward rewards.*", ("data.eval=[{path: test.jsonl}]", "eval.reward=style")),
     Constraint(
         "eval.samples eval.sampling.temperature", ("data.eval=[{path: test.jsonl}]", "eval.samples=4")
@@ -139,10 +126,6 @@ ALGORITHM = (
         ("algorithm.name=rec", "algorithm.loss.rec_regularizer=k2"),
     ),
     Constraint(
-        "algorithm.advantage_low algorithm.advantage_high",
-        ("algorithm.advantage_low=1.0", "algorithm.advantage_high=0.0"),
-    ),
-    Constraint(
         "algorithm.correction.low algorithm.correction.high",
         ("algorithm.correction={weight: token, low: 2.0, high: 1.0}",),
     ),
@@ -153,14 +136,6 @@ ALGORITHM = (
     Constraint(
         "algorithm.old_logprobs algorithm.correction.weight algorithm.correction.reject",
         ("algorithm.old_logprobs=sampled", "algorithm.correction.weight=token"),
-    ),
-    Constraint(
-        "algorithm.loss algorithm.name train.minibatches train.update_epochs",
-        ("algorithm.name=rloo", "train.update_epochs=2"),
-    ),
-    Constraint(
-        "algorithm.loss.fallback_to_policy_gradient train.minibatches train.update_epochs",
-        ("algorithm.loss.fallback_to_policy_gradient=true", "train.update_epochs=2"),
     ),
     Constraint(
         "algorithm.mix.demonstration_ratio train.tasks_per_step train.minibatches",
@@ -175,13 +150,10 @@ ALGORITHM = (
         "algorithm.groups.keep_best algorithm.groups.keep_worst rollout.group_size",
         ("algorithm.groups.keep_best=8",),
     ),
-    Constraint("reference.path algorithm.advantage algorithm.name", ("algorithm.name=distill",)),
     Constraint("rewards.*.weight", ("rewards.answer.weight=0.0",)),
 )
 
 SAMPLING = (
-    Constraint("rollout.group_size algorithm.advantage algorithm.name", ("rollout.group_size=1",)),
-    Constraint("rollout.sampling.temperature rollout.group_size", ("rollout.sampling.temperature=0.0",)),
     Constraint(
         "rollout.sampling.min_tokens rollout.sampling.max_tokens", ("rollout.sampling.min_tokens=300",)
     ),
@@ -189,34 +161,14 @@ SAMPLING = (
         "rollout.sampling.ignore_eos rollout.sampling.stop rollout.sampling.stop_token_ids",
         ("rollout.sampling.ignore_eos=true", "rollout.sampling.stop=['.']"),
     ),
-    Constraint("machine.logprob_parity rollout.engine", ("machine.logprob_parity=on", "rollout.engine=hf")),
-    Constraint(
-        "rollout.quantization machine.logprob_parity",
-        ("machine.logprob_parity=on", "rollout.quantization=int8"),
-    ),
 )
 
 PPO = "algorithm.name=ppo"
 
 TRAIN = (
-    Constraint("train.steps train.epochs", ("train.steps=null",)),
     Constraint("train.minibatches train.tasks_per_step", ("train.minibatches=3",)),
-    Constraint(
-        "train.micro_batch_tokens train.micro_batch_rollouts",
-        ("train.micro_batch_tokens=512", "train.micro_batch_rollouts=2"),
-    ),
-    Constraint(
-        "train.forward_micro_batch_tokens train.forward_micro_batch_rollouts",
-        ("train.forward_micro_batch_tokens=512", "train.forward_micro_batch_rollouts=2"),
-    ),
-    Constraint("train.drop_last data.train", ("train.drop_last=true", "data.train=[{path: a}, {path: b}]")),
     *_at_schedule("train.optimizer.schedule"),
-    Constraint(
-        "critic.micro_batch_tokens critic.micro_batch_rollouts",
-        (PPO, "critic.micro_batch_tokens=512", "critic.micro_batch_rollouts=2"),
-    ),
     Constraint("critic.minibatches train.tasks_per_step", (PPO, "critic.minibatches=3")),
-    Constraint("critic.warmup_steps train.steps", (PPO, "critic.warmup_steps=100")),
     *_at_schedule("critic.optimizer.schedule", PPO),
 )
 

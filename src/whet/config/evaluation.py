@@ -79,8 +79,6 @@ def eval_problems(cfg: Config) -> Iterator[tuple[str, str]]:
                 f"{how.samples} greedy replies to a task are all the same; set {key}.sampling.temperature, "
                 f"or {key}.samples to 1",
             )
-    if cfg.data.eval and not evaluates(cfg):
-        yield "data.eval", "is never used: eval.interval is 0 and at_start and at_end are false"
     for n, source in enumerate(cfg.data.eval):
         if judges(cfg) and source.rewards and not reward_weights(cfg).keys() & set(source.rewards):
             judging = ", ".join(reward_weights(cfg))
@@ -97,8 +95,6 @@ def eval_problems(cfg: Config) -> Iterator[tuple[str, str]]:
 
 def _reward_problems(cfg: Config) -> Iterator[tuple[str, str]]:
     chosen = cfg.eval.reward
-    if chosen == {}:
-        yield "eval.reward", "names no reward; give {name: weight}, or leave it out to judge by all of them"
     for name in reward_weights(cfg):
         if name not in cfg.rewards:
             there = ", ".join(cfg.rewards) or "there are none"

@@ -3,25 +3,27 @@
 Every section stands where it is used, without references, because the same section is read under other conditions in
 another place. Added to each key: `title`; `x-unit`; `x-level` (beginner, expert); `x-visible-when`, the condition
 under which something reads it (`conditions` says how to read one); `x-choices` for open names. Added to the whole:
-`x-conditions`, what the named conditions mean; `x-constraints`, rules over several keys with the error's text.
+`x-conditions`, what the named conditions mean; `x-constraints`, rules over several keys with the error's text: the
+condition that is refused, or overrides that break the rule.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from whet.config import choices, functions, hints, trackers
-from whet.config.conditions import Condition, subjects
-from whet.config.constraints import CONSTRAINTS, error
-from whet.config.idle import NAMED
-from whet.config.idle_rules import RULES
+from whet.config.conditions import Rule, subjects
+from whet.config.constraints import CONSTRAINTS, Constraint, error
+from whet.config.facts import NAMED
 from whet.config.keys import Key, keys
 from whet.config.keys import settings as keys_of_settings
 from whet.config.recipe_table import RECIPES
+from whet.config.refusal_rules import REFUSED
+from whet.config.rules import RULES, visible_when
 from whet.config.schema import Config, Section
 from whet.config.tree import STAGE_SECTIONS
 from whet.types import Json
@@ -41,16 +43,13 @@ def schema() -> Node:
         **out,
         "title": "whet",
         "x-conditions": {name: {"meaning": meaning} for name, meaning in _conditions().items()},
-        "x-constraints": [
-            {"keys": rule.keys.split(), "broken-by": list(rule.broken), "error": error(rule)}
-            for rule in CONSTRAINTS
-        ],
+        "x-constraints": [*map(_refused, REFUSED), *map(_constraint, CONSTRAINTS)],
     }
 
 
 def _conditions() -> dict[str, str]:
     """What every named condition means: those of `NAMED`, and settings of an advantage or a loss that rules look at."""
-    read = {name for rule in RULES for kind, name in subjects(rule.read_when) if kind == "condition"}
+    read = {name for rule in RULES for kind, name in subjects(rule.when) if kind == "condition"}
     settings = {name: name.rpartition(".") for name in sorted(read - NAMED.keys())}
     return {
         **{name: meaning for name, (meaning, _) in NAMED.items()},
@@ -61,11 +60,18 @@ def _conditions() -> dict[str, str]:
     }
 
 
-def visible_when(path: Sequence[str]) -> Condition | None:
-    """When something reads a key: all rules on it and on the sections around it. None: always."""
-    above = {".".join(path[:n]) for n in range(1, len(path) + 1)}
-    found = [rule.read_when for rule in RULES if above & set(rule.keys)]
-    return None if not found else found[0] if len(found) == 1 else {"all": found}
+def _refused(rule: Rule) -> Node:
+    """A rule that a form can judge itself. In its error `{key}` and `{condition}` stand for values."""
+    looked_at = dict.fromkeys(name for kind, name in subjects(rule.when) if kind == "key")
+    return {
+        "keys": list(dict.fromkeys([*rule.keys, *looked_at])),
+        "refused-when": rule.when,
+        "error": rule.message.replace("{cfg.", "{"),
+    }
+
+
+def _constraint(rule: Constraint) -> Node:
+    return {"keys": rule.keys.split(), "broken-by": list(rule.broken), "error": error(rule)}
 
 
 def _written(node: Mapping[str, Any], path: Path, defs: Mapping[str, Any]) -> Node:

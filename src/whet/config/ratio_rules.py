@@ -6,7 +6,7 @@ is 1 at every token, for rollouts of any version: no bound is reached, every wei
 
 from __future__ import annotations
 
-from whet.config.conditions import Condition, Rule, under
+from whet.config.conditions import Condition, read_when, under
 from whet.config.functions import LOSSES
 
 MOVES: Condition = {
@@ -34,7 +34,7 @@ WHY = (
 
 
 RATIO = (
-    Rule(
+    read_when(
         under(
             "algorithm.loss",
             "clip_low",
@@ -54,7 +54,7 @@ RATIO = (
         WHY,
     ),
     # a cap below 1 always has an effect
-    Rule(
+    read_when(
         ("algorithm.loss.aipo_rho",),
         {"any": [MOVES, {"not": {"condition": "loss.aipo_rho", "above": 1.0}}]},
         WHY,

@@ -5,7 +5,7 @@ A default that is written out passes: a stage may reset a value of the base conf
 
 from __future__ import annotations
 
-from whet.config.conditions import ONLINE, Condition, Rule, under
+from whet.config.conditions import ONLINE, Condition, Rule, read_when, under
 from whet.config.functions import LOSSES
 
 OF_ROLLOUTS = (
@@ -28,8 +28,8 @@ BOUNDED: Condition = {
 }
 
 
-def _rule(keys: tuple[str, ...], read_when: Condition, why: str) -> Rule:
-    return Rule(under("algorithm", *keys), read_when, why, default_passes=True)
+def _rule(keys: tuple[str, ...], condition: Condition, why: str) -> Rule:
+    return read_when(under("algorithm", *keys), condition, why, default_passes=True)
 
 
 SETTING_RULES: tuple[Rule, ...] = (

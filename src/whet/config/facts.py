@@ -1,19 +1,13 @@
-"""Keys that nothing reads in a stage, with the reason: the table `idle_rules` applied to one config.
-
-The same table determines when a form shows a key (`forms`). Values that follow from a config and are not keys
-themselves are in `NAMED`, with their meaning.
-"""
+"""Values that follow from a config and are not keys themselves: what the conditions of rules may look at, by name."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable
 
-from whet.config.conditions import met
+from whet.config.checks_parallel import world
 from whet.config.evaluation import evaluates, judges
-from whet.config.idle_rules import RULES
-from whet.config.recipes import Resolved, unread_settings
+from whet.config.recipes import Resolved
 from whet.config.schema import Config
 from whet.config.trackers import lists_runs
 from whet.types import Json
@@ -43,6 +37,25 @@ NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
         lambda cfg, algorithm: algorithm.dynamic_sampling,
     ),
     "needs_critic": ("The advantage needs a value model.", lambda cfg, algorithm: algorithm.needs_critic),
+    "compares": (
+        "The advantage compares the rollouts of a group with each other.",
+        lambda cfg, algorithm: algorithm.compares,
+    ),
+    "judged": ("The advantage reads rewards.", lambda cfg, algorithm: algorithm.judged),
+    "needs_greedy_reply": (
+        "The advantage needs the reward of a greedy reply to each task.",
+        lambda cfg, algorithm: "baseline" in algorithm.needs,
+    ),
+    "has_ratio": (
+        "The loss compares the policy with the one before the step, or need not, so several optimizer steps on one "
+        "batch are right.",
+        lambda cfg, algorithm: algorithm.ratio,
+    ),
+    "optimizer_steps": (
+        "Optimizer steps on one batch: train.minibatches times train.update_epochs.",
+        lambda cfg, algorithm: cfg.train.minibatches * cfg.train.update_epochs,
+    ),
+    "ranks": ("Number of ranks of the policy.", lambda cfg, algorithm: world(cfg.train.parallel)),
     "needs_reference": (
         "A KL term is on, or the advantage or loss needs a reference policy.",
         lambda cfg, algorithm: algorithm.needs_reference,
@@ -77,14 +90,3 @@ def named(cfg: Config, algorithm: Resolved) -> dict[str, Json]:
         for name, value in chosen.settings.items()
     }
     return settings | {name: value(cfg, algorithm) for name, (_, value) in NAMED.items()}
-
-
-def idle(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str, bool]]:
-    """(key or section, with * for any name or number; why nothing reads it; whether its default passes) in a stage."""
-    known = named(cfg, algorithm)
-    words: Mapping[str, Any] = {"cfg": cfg, **known}
-    yield from ((key, why, False) for key, why in unread_settings(cfg.algorithm))
-    for rule in RULES:
-        if not met(rule.read_when, cfg, known):
-            for key in rule.keys:
-                yield key, rule.why.format_map(words), rule.default_passes

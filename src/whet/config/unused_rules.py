@@ -2,12 +2,12 @@
 hides it.
 
 A key without a rule is always read. A rule on a section applies to all keys in it. `*` stands for any entry of a list
-or any name. The reason may contain values: {cfg.data.order}, {kind} and other named conditions (`idle.NAMED`).
+or any name. The reason may contain values: {cfg.data.order}, {kind} and other named conditions (`facts.NAMED`).
 """
 
 from __future__ import annotations
 
-from whet.config.conditions import NEVER, ONLINE, STALE, Condition, Rule, under
+from whet.config.conditions import NEVER, ONLINE, STALE, Condition, Rule, read_when, under
 from whet.config.learning import READS
 from whet.config.ratio_rules import RATIO
 from whet.config.setting_rules import SETTING_RULES
@@ -41,17 +41,17 @@ def in_cluster(*parts: str) -> Condition:
 
 
 MODELS = (
-    Rule(
+    read_when(
         ("critic",),
         {"condition": "needs_critic"},
         "algorithm.name={cfg.algorithm.name} (advantage={advantage}) has no critic",
     ),
-    Rule(
+    read_when(
         ("reference",),
         {"condition": "needs_reference"},
         "no reference is needed: algorithm.kl.coef and algorithm.reward_kl.coef are 0, and nothing else needs one",
     ),
-    Rule(
+    read_when(
         ("reference.reset_optimizer",),
         {
             "any": [
@@ -61,27 +61,27 @@ MODELS = (
         },
         "reference.reset_interval and reset_interval_epochs are 0, so the reference is never reset",
     ),
-    Rule(
+    read_when(
         ("critic.overrides", "critic.head"),
         {"key": "critic.path", "given": True},
         "critic.path is null, so the critic is a copy of the policy",
     ),
-    Rule(
+    read_when(
         ("reference.overrides",),
         {"key": "reference.path", "given": True},
         "reference.path is null, so the reference is a copy of the policy",
     ),
-    Rule(
+    read_when(
         ("tokenizer.vocab_size",),
         {"key": "tokenizer.build", "given": True},
         "only a tokenizer that is built (tokenizer.build) has a configurable size",
     ),
-    Rule(
+    read_when(
         under("model.scratch", "num_experts", "num_experts_per_tok"),
         {"key": "model.scratch.architecture", "is": "qwen3_moe"},
         "only architecture=qwen3_moe has experts",
     ),
-    Rule(
+    read_when(
         ("model.scratch.sliding_window",),
         {"key": "model.scratch.architecture", "is": "mistral"},
         "only architecture=mistral has a sliding window",
@@ -89,24 +89,26 @@ MODELS = (
 )
 
 ALGORITHM = (
-    Rule(("algorithm.kl.estimator",), {"key": "algorithm.kl.coef", "above": 0}, "algorithm.kl.coef is 0"),
-    Rule(
+    read_when(
+        ("algorithm.kl.estimator",), {"key": "algorithm.kl.coef", "above": 0}, "algorithm.kl.coef is 0"
+    ),
+    read_when(
         under("algorithm.reward_kl", "estimator", "horizon"),
         {"key": "algorithm.reward_kl.coef", "above": 0},
         "algorithm.reward_kl.coef is 0",
     ),
-    Rule(("algorithm.groups",), ONLINE, "the replies are in the data ({kind})"),
-    Rule(
+    read_when(("algorithm.groups",), ONLINE, "the replies are in the data ({kind})"),
+    read_when(
         under("algorithm.advantage", "std_epsilon", "std_ddof", "std_floor", "std_scope"),
         {"not": {"condition": "advantage.normalize_std", "is": False}},
         "normalize_std is false, so nothing is divided by a deviation",
     ),
-    Rule(
+    read_when(
         ("algorithm.advantage.tau",),
         {"not": {"condition": "advantage.opmd_baseline", "is": "mean"}},
         "opmd_baseline is mean",
     ),
-    Rule(
+    read_when(
         ("algorithm.whiten",),
         {
             "not": {
@@ -116,19 +118,21 @@ ALGORITHM = (
         },
         "advantage={advantage} already whitens its values",
     ),
-    Rule(("algorithm.whiten_ddof",), {"condition": "whiten"}, "algorithm.whiten is false"),
-    Rule(("algorithm.correction.staleness_decay",), STALE, "every rollout comes from the current weights"),
-    Rule(
+    read_when(("algorithm.whiten_ddof",), {"condition": "whiten"}, "algorithm.whiten is false"),
+    read_when(
+        ("algorithm.correction.staleness_decay",), STALE, "every rollout comes from the current weights"
+    ),
+    read_when(
         ("algorithm.resample_power",),
         {"key": "algorithm.resample", "is": "pow"},
         "only resample=pow reads it",
     ),
-    Rule(
+    read_when(
         ("algorithm.groups.min_std_ddof",),
         {"key": "algorithm.groups.min_std", "given": True},
         "algorithm.groups.min_std is not given",
     ),
-    Rule(
+    read_when(
         ("algorithm.groups.uniform_by",),
         {"condition": "dynamic_sampling"},
         "algorithm.dynamic_sampling is false",
@@ -136,43 +140,43 @@ ALGORITHM = (
 )
 
 SAMPLING = (
-    Rule(
+    read_when(
         under("rollout", "group_size", "sync_interval", "max_staleness", "schedule"),
         ONLINE,
         "the replies are in the data ({kind})",
     ),
-    Rule(
+    read_when(
         under("rollout", "partial_rollout", "spare_tasks"),
         {"key": "rollout.schedule", "is": "async"},
         "rollout.schedule={cfg.rollout.schedule}: a step waits for all its rollouts",
     ),
-    Rule(
+    read_when(
         under("buffer", "url", "lease_s"),
         {"not": {"key": "mode", "is": "both"}},
         "with mode=both one process explores and trains",
     ),
-    Rule(
+    read_when(
         ("buffer.order",),
         {"all": [{"not": {"key": "mode", "is": "both"}}, {"key": "rollout.schedule", "is": "async"}]},
         "mode={cfg.mode}, rollout.schedule={cfg.rollout.schedule}: groups are trained on in the order of their tasks",
     ),
-    Rule(
+    read_when(
         under("sync", "method", "content", "dtype", "timeout_s"),
         {"any": [{"not": {"key": "mode", "is": "both"}}, {"key": "rollout.replicas", "above": 0}]},
         "with mode=both and rollout.replicas=0 one process explores and trains",
     ),
-    Rule(
+    read_when(
         ("sync.keep",),
         {"not": {"key": "mode", "is": "both"}},
         "with mode=both no weights are written to run_dir/weights",
     ),
-    Rule(
+    read_when(
         ("sync.driven_by",),
         {"all": [ONLINE, {"key": "rollout.schedule", "is": "async"}]},
         "rollout.schedule={cfg.rollout.schedule}: the step determines the weights that sample it",
     ),
-    Rule(("buffer.replay",), ONLINE, "the replies are in the data ({kind})"),
-    Rule(
+    read_when(("buffer.replay",), ONLINE, "the replies are in the data ({kind})"),
+    read_when(
         under(
             "buffer.replay",
             "capacity",
@@ -186,45 +190,47 @@ SAMPLING = (
         {"any": [{"key": "buffer.replay.share", "above": 0}, {"key": "buffer.replay.queue", "is": True}]},
         "buffer.replay.share is 0 and buffer.replay.queue is false",
     ),
-    Rule(
+    read_when(
         ("buffer.replay.cooldown_s",),
         {"key": "buffer.replay.queue", "is": True},
         "buffer.replay.queue is false: the step determines which groups are drawn",
     ),
-    Rule(
+    read_when(
         ("buffer.replay.share",),
         {"not": {"key": "buffer.replay.queue", "is": True}},
         "buffer.replay.queue=true: the priority determines how many groups of a step are used ones",
     ),
-    Rule(
+    read_when(
         ("buffer.replay.cooldown_steps",),
         {"not": {"key": "buffer.replay.cooldown_s", "given": True}},
         "buffer.replay.cooldown_s is given",
     ),
-    Rule(
+    read_when(
         ("buffer.order",),
         {"not": {"key": "buffer.replay.queue", "is": True}},
         "buffer.replay.queue=true: the priority determines the order of training",
     ),
-    Rule(
+    read_when(
         under("buffer.replay", "use_limit", "sigma"),
         {"not": {"key": "buffer.replay.priority", "is": "linear_decay"}},
         "buffer.replay.priority=linear_decay ignores it",
     ),
-    Rule(("buffer.explorer_name",), {"key": "mode", "is": "explore"}, "mode={cfg.mode} is not an explorer"),
-    Rule(
+    read_when(
+        ("buffer.explorer_name",), {"key": "mode", "is": "explore"}, "mode={cfg.mode} is not an explorer"
+    ),
+    read_when(
         under("rollout", "retries", "timeout_factor"),
         SAMPLES,
         "nothing is sampled: {kind}, and no evaluation",
     ),
-    Rule(("track.rollouts_interval",), ONLINE, "no rollouts are sampled ({kind})"),
-    Rule(
+    read_when(("track.rollouts_interval",), ONLINE, "no rollouts are sampled ({kind})"),
+    read_when(
         under("rollout.sampling", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
         ONLINE,
         "nothing is sampled in training ({kind})",
     ),
-    Rule(("rewards", "reward_workers"), SAMPLES, "nothing is scored: {kind}, and no evaluation"),
-    Rule(
+    read_when(("rewards", "reward_workers"), SAMPLES, "nothing is scored: {kind}, and no evaluation"),
+    read_when(
         (
             *under("rollout", "engine", "max_num_seqs"),
             *under("rollout.sampling", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
@@ -232,55 +238,55 @@ SAMPLING = (
         SAMPLES,
         "nothing is sampled: {kind}, and no evaluation",
     ),
-    Rule(
+    read_when(
         under("rollout", "replicas", "quantization"), SAMPLES, "nothing is sampled: {kind}, and no evaluation"
     ),
-    Rule(
+    read_when(
         ("rollout.replicas",),
         {"key": "rollout.engine", "is": "native"},
         "rollout.engine={cfg.rollout.engine} runs only in the process of the trainer",
     ),
-    Rule(
+    read_when(
         ("rollout.quantization",),
         {"key": "rollout.engine", "is": "native"},
         "rollout.engine={cfg.rollout.engine} samples with the original weights",
     ),
-    Rule(
+    read_when(
         ("cluster",),
         in_cluster(*IN_CLUSTER),
         "rollout.replicas is 0, and the cluster has neither ranks, reward hosts nor explorers",
     ),
-    Rule(
+    read_when(
         under("cluster", "gpus"), in_cluster("replicas", "explorers"), "only replicas and explorers read it"
     ),
-    Rule(
+    read_when(
         under("cluster", "cpus"),
         in_cluster("replicas", "ranks", "explorers"),
         "reward hosts have reward_workers.count CPUs",
     ),
-    Rule(
+    read_when(
         ("cluster.restarts",),
         in_cluster("replicas", "reward_hosts", "explorers"),
         "a rank that died ends the run, which then resumes from its last checkpoint",
     ),
-    Rule(
+    read_when(
         ("cluster.health_timeout_s",),
         {"key": "rollout.replicas", "above": 0},
         "rollout.replicas is 0, so the only engine is in the process of the trainer",
     ),
-    Rule(("cluster.ranks",), RANKED, "train.parallel has no ranks: all dims are 1"),
-    Rule(
+    read_when(("cluster.ranks",), RANKED, "train.parallel has no ranks: all dims are 1"),
+    read_when(
         ("cluster.reward_hosts",),
         SAMPLES,
         "nothing is scored: {kind}, and no evaluation",
     ),
-    Rule(
+    read_when(
         ("cluster.explorers",),
         {"key": "mode", "is": "train"},
         "mode={cfg.mode}: only a separate trainer (mode=train) starts explorers",
     ),
-    Rule(("machine.kv_cache_mb",), SAMPLES, "no rollout engine is needed"),
-    Rule(
+    read_when(("machine.kv_cache_mb",), SAMPLES, "no rollout engine is needed"),
+    read_when(
         ("machine.kv_cache_mb",),
         {"key": "rollout.engine", "is": "native"},
         "rollout.engine={cfg.rollout.engine} has no cache of configurable size",
@@ -288,59 +294,59 @@ SAMPLING = (
 )
 
 DATA = (
-    Rule(
+    read_when(
         ("data.train.*.rejected",),
         {"condition": "kind", "is": "preferences"},
         "only preferences (dpo, simpo, orpo) read it",
     ),
-    Rule(
+    read_when(
         ("data.train.*.response",),
         {"not": ONLINE},
         "only demonstrations (sft), preferences (dpo) and labels (kto) read it",
     ),
-    Rule(
+    read_when(
         ("data.demonstrations",),
         MIXES,
         "algorithm.name={cfg.algorithm.name} has no mix (mix and mix_chord have)",
     ),
-    Rule(
+    read_when(
         ("data.demonstrations.*.weight",),
         {"key": "data.demonstrations", "longer": 1},
         "there is only one source, so nothing is mixed",
     ),
-    Rule(
+    read_when(
         under("data.demonstrations.*", "answer", "rejected", "desirable", "label"),
         NEVER,
         "for demonstrations only prompt and response are read",
     ),
-    Rule(
+    read_when(
         ("data.train.*.desirable", "data.eval.*.desirable"),
         {"condition": "kind", "is": "labels"},
         "only kto reads it",
     ),
-    Rule(
+    read_when(
         ("data.train.*.weight",),
         {"key": "data.train", "longer": 1},
         "there is only one source, so nothing is mixed",
     ),
-    Rule(
+    read_when(
         ("data.seed",),
         {"not": {"key": "data.order", "is": "sequential"}},
         "data.order=sequential uses no random numbers",
     ),
-    Rule(
+    read_when(
         ("data.train.*.difficulty", "data.demonstrations.*.difficulty"),
         {"key": "data.order", "in": ["easy_first", "hard_first"]},
         "data.order={cfg.data.order} does not read it",
     ),
-    Rule(("data.eval.*.difficulty",), NEVER, "evaluation reads held-out rows in the order of the file"),
-    Rule(
+    read_when(("data.eval.*.difficulty",), NEVER, "evaluation reads held-out rows in the order of the file"),
+    read_when(
         ("data.learn_turns",),
         {"any": [{"condition": "kind", "is": "demonstrations"}, {"key": "data.demonstrations", "longer": 0}]},
         "only demonstrations (sft) have several replies to train on, not {kind}",
     ),
-    Rule(("data.demonstrations.*.rewards",), NEVER, "demonstrations are not scored"),
-    Rule(
+    read_when(("data.demonstrations.*.rewards",), NEVER, "demonstrations are not scored"),
+    read_when(
         ("data.train.*.rewards",),
         ONLINE,
         "the replies of training are in the data ({kind}) and are not scored",
@@ -348,35 +354,35 @@ DATA = (
 )
 
 EVAL = (
-    Rule(("eval.offline",), NEVER, "only `whet eval` reads it, training does not"),
-    Rule(("eval",), EVALUATES, "there is nothing to evaluate: data.eval is empty or evaluation is off"),
-    Rule(("data.exclude_eval",), EVALUATES, "data.eval is empty or evaluation is off"),
-    Rule(
+    read_when(("eval.offline",), NEVER, "only `whet eval` reads it, training does not"),
+    read_when(("eval",), EVALUATES, "there is nothing to evaluate: data.eval is empty or evaluation is off"),
+    read_when(("data.exclude_eval",), EVALUATES, "data.eval is empty or evaluation is off"),
+    read_when(
         under("eval", "samples", "sampling", "sources", "success", "reward", "log_samples"),
         JUDGES,
         "there are no rewards, so only the loss of the given replies is measured",
     ),
-    Rule(
+    read_when(
         ("data.eval.*.response",),
         {"not": ONLINE},
         "evaluation samples replies to the prompt of every row; only stages that train on given replies read it",
     ),
-    Rule(
+    read_when(
         ("data.eval.*.rejected",),
         {"condition": "kind", "is": "preferences"},
         "only preferences (dpo) read it",
     ),
-    Rule(("data.eval.*.weight",), NEVER, "evaluation uses every row once"),
+    read_when(("data.eval.*.weight",), NEVER, "evaluation uses every row once"),
 )
 
 TRAIN = (
-    Rule(("train.skip_zero_weight",), ONLINE, "every reply in the data has a gradient ({kind})"),
-    Rule(
+    read_when(("train.skip_zero_weight",), ONLINE, "every reply in the data has a gradient ({kind})"),
+    read_when(
         ("train.shuffle_minibatches",),
         {"any": [{"key": "train.minibatches", "above": 1}, {"key": "critic.minibatches", "above": 1}]},
         "every update epoch has one minibatch with all groups",
     ),
-    Rule(
+    read_when(
         under("train.precision", "loss_scale", "loss_scale_steps"),
         {
             "any": [
@@ -397,7 +403,7 @@ def optimizer_rules(at: str) -> tuple[Rule, ...]:
     fraction: Condition = {"key": f"{s}.warmup_ratio", "above": 0}
     warms_up: Condition = {"any": [{"key": f"{s}.warmup_steps", "above": 0}, fraction]}
     by_kind = tuple(
-        Rule(
+        read_when(
             (f"{s}.{key}",),
             {"key": f"{s}.type", "in": [kind for kind, read in READS.items() if key in read]},
             f"type={{cfg.{s}.type}} does not read it",
@@ -406,15 +412,15 @@ def optimizer_rules(at: str) -> tuple[Rule, ...]:
     )
     kind = f"name={{cfg.{at}.name}} does not read it"
     return (
-        Rule(under(at, "betas", "eps"), {"not": {"key": f"{at}.name", "is": "sgd"}}, kind),
-        Rule((f"{at}.state_dtype",), {"not": {"key": f"{at}.name", "is": "sgd"}}, kind),
-        Rule(
+        read_when(under(at, "betas", "eps"), {"not": {"key": f"{at}.name", "is": "sgd"}}, kind),
+        read_when((f"{at}.state_dtype",), {"not": {"key": f"{at}.name", "is": "sgd"}}, kind),
+        read_when(
             (f"{at}.implementation",),
             {"key": f"{at}.state_dtype", "is": "float32"},
             f"state_dtype={{cfg.{at}.state_dtype}} has a separate implementation",
         ),
-        Rule((f"{at}.momentum",), {"key": f"{at}.name", "in": ["sgd", "muon"]}, kind),
-        Rule(
+        read_when((f"{at}.momentum",), {"key": f"{at}.name", "in": ["sgd", "muon"]}, kind),
+        read_when(
             (f"{at}.decay_all",),
             {
                 "any": [
@@ -425,22 +431,22 @@ def optimizer_rules(at: str) -> tuple[Rule, ...]:
             "weight_decay is 0",
         ),
         *by_kind,
-        Rule(
+        read_when(
             (f"{s}.decay_ratio",),
             {"key": f"{s}.decay_steps", "given": False},
             "decay_steps gives the length of the decay",
         ),
-        Rule(
+        read_when(
             (f"{s}.num_cycles",),
             {"any": [{"key": f"{s}.type", "is": "cosine"}, {"key": f"{s}.decay_type", "is": "cosine"}]},
             f"decay_type={{cfg.{s}.decay_type}} has no cycles",
         ),
-        Rule(
+        read_when(
             (f"{s}.total_steps",), {"any": [changes, fraction]}, "type=constant does not depend on the length"
         ),
-        Rule(under(s, "warmup_start_ratio", "warmup_ends"), warms_up, "there is no warm-up"),
-        Rule((f"{s}.weight_decay_type",), ends, "weight_decay_end is null, so weight decay is constant"),
-        Rule(
+        read_when(under(s, "warmup_start_ratio", "warmup_ends"), warms_up, "there is no warm-up"),
+        read_when((f"{s}.weight_decay_type",), ends, "weight_decay_end is null, so weight decay is constant"),
+        read_when(
             (f"{s}.unit",), {"any": [changes, warms_up, ends]}, "learning rate and weight decay are constant"
         ),
     )
@@ -449,38 +455,40 @@ def optimizer_rules(at: str) -> tuple[Rule, ...]:
 def lora_rules(at: str) -> tuple[Rule, ...]:
     """Rules for the keys of adapters."""
     return (
-        Rule(
+        read_when(
             under(at, "init", "pissa_iterations"),
             {"key": f"{at}.path", "given": False},
             f"the initial adapters come from {at}.path",
         ),
-        Rule((f"{at}.pissa_iterations",), {"key": f"{at}.init", "is": "pissa"}, "only init=pissa reads it"),
+        read_when(
+            (f"{at}.pissa_iterations",), {"key": f"{at}.init", "is": "pissa"}, "only init=pissa reads it"
+        ),
     )
 
 
 RUN = (
-    Rule(
+    read_when(
         ("checkpoint.export_as",),
         {"key": "model.lora", "given": True},
         "model.lora is null, so there are no adapters",
     ),
-    Rule(
+    read_when(
         ("checkpoint.load_contents",),
         {"not": {"key": "checkpoint.resume", "in": ["never", "fresh"]}},
         "checkpoint.resume={cfg.checkpoint.resume} reads no checkpoint",
     ),
-    Rule(
+    read_when(
         under("checkpoint", "export_dir", "export_as"),
         {"any": [{"key": "checkpoint.export"}, {"key": "checkpoint.export_interval", "above": 0}]},
         "nothing is exported",
     ),
-    Rule(("checkpoint.keep_best",), EVALUATES, "nothing is evaluated"),
-    Rule(
+    read_when(("checkpoint.keep_best",), EVALUATES, "nothing is evaluated"),
+    read_when(
         ("checkpoint.upload_exports_to",),
         {"any": [{"key": "checkpoint.export"}, {"key": "checkpoint.export_interval", "above": 0}]},
         "nothing is exported",
     ),
-    Rule(
+    read_when(
         ("checkpoint.upload",),
         {
             "any": [
@@ -490,49 +498,55 @@ RUN = (
         },
         "nothing is uploaded: checkpoint.upload_to and upload_exports_to are empty",
     ),
-    Rule(
+    read_when(
         ("checkpoint.upload_keep",),
         {"key": "checkpoint.upload_to", "longer": 0},
         "checkpoint.upload_to is empty, so no checkpoints are uploaded",
     ),
-    Rule(
+    read_when(
         under("track", "project", "group", "tags"),
         {"condition": "lists_runs"},
         "only wandb, mlflow and swanlab read it, and track.trackers has none of them",
     ),
     *(
-        Rule(
+        read_when(
             (f"track.arguments.{name}",),
             {"key": "track.trackers", "holds": [name]},
             f"track.trackers does not contain {name}",
         )
         for name in TRACKERS
     ),
-    Rule(
+    read_when(
         under("profile", "warmup", "tools", "ranks", "record_shapes", "with_stack", "profile_memory", "dir"),
         {"key": "profile.steps", "longer": 0},
         "profile.steps is empty, so nothing is recorded",
     ),
-    Rule(
+    read_when(
         ("profile",),
         {"condition": "profiles"},
         "the stage has {cfg.train.steps} steps, and every step in profile.steps is later",
     ),
-    Rule(
+    read_when(
         under("profile", "warmup", "record_shapes", "with_stack", "profile_memory"),
         {"key": "profile.tools", "holds": ["torch"]},
         "profile.tools does not contain torch",
     ),
-    Rule(("track.rollouts_dir",), ONLINE, "no rollouts are sampled"),
-    Rule(("track.rollouts_dir",), {"key": "track.rollouts_interval", "above": 0}, "no rollouts are written"),
-    Rule(under("track", "eval_dir", "eval_dump"), JUDGES, "there is nothing to evaluate"),
-    Rule(("track.rollouts_dump",), ONLINE, "no rollouts are sampled"),
-    Rule(("track.rollouts_dump",), {"key": "track.rollouts_interval", "above": 0}, "no rollouts are written"),
-    Rule(("track.batches_dump",), {"key": "track.batches_interval", "above": 0}, "no batches are written"),
+    read_when(("track.rollouts_dir",), ONLINE, "no rollouts are sampled"),
+    read_when(
+        ("track.rollouts_dir",), {"key": "track.rollouts_interval", "above": 0}, "no rollouts are written"
+    ),
+    read_when(under("track", "eval_dir", "eval_dump"), JUDGES, "there is nothing to evaluate"),
+    read_when(("track.rollouts_dump",), ONLINE, "no rollouts are sampled"),
+    read_when(
+        ("track.rollouts_dump",), {"key": "track.rollouts_interval", "above": 0}, "no rollouts are written"
+    ),
+    read_when(
+        ("track.batches_dump",), {"key": "track.batches_interval", "above": 0}, "no batches are written"
+    ),
 )
 
 PARALLEL = (
-    Rule(
+    read_when(
         under("train.parallel", "reshard_after_forward", "wrap_min_num_params", "prefetch"),
         {
             "any": [
@@ -542,35 +556,35 @@ PARALLEL = (
         },
         "train.parallel.dp_shard is 1, so no tensor is sharded",
     ),
-    Rule(
+    read_when(
         ("train.parallel.pipeline_chunks",),
         {"key": "train.parallel.pp", "above": 1},
         "train.parallel.pp is 1, so there is no pipeline",
     ),
-    Rule(
+    read_when(
         ("train.parallel.separate_ranks",),
         {"any": [{"condition": "needs_critic"}, {"condition": "needs_reference"}]},
         "the policy is the only model",
     ),
-    Rule(
+    read_when(
         ("train.parallel.timeout_s",),
         RANKED,
         "train.parallel has no ranks: all dims are 1",
     ),
-    Rule(
+    read_when(
         ("checkpoint.sharded",),
         # false is allowed: one process may resume a run of ranks, with the same file and an override
         {"any": [RANKED, {"key": "checkpoint.sharded", "is": False}]},
         "train.parallel has no ranks, so one process writes whole files",
     ),
-    Rule(
+    read_when(
         ("profile.ranks",),
         RANKED,
         "train.parallel has no ranks: all dims are 1",
     ),
 )
 
-RULES: tuple[Rule, ...] = (
+UNUSED: tuple[Rule, ...] = (
     *MODELS,
     *SETTING_RULES,
     *ALGORITHM,
@@ -586,4 +600,4 @@ RULES: tuple[Rule, ...] = (
     *RUN,
     *PARALLEL,
 )
-"""If a key has several rules, the first one that does not hold gives the reason."""
+"""If a key has several rules, the first one that holds gives the reason."""

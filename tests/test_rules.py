@@ -1,0 +1,205 @@
+"""The table of rules: every refusal is told where it is broken, and its condition reads as what it is."""
+
+from __future__ import annotations
+
+from string import Formatter
+from typing import Any
+
+import pytest
+
+from whet.config.checks import hard_problems
+from whet.config.conditions import Rule, in_words, met, no, read_when, refuse, subjects
+from whet.config.constraints import BASE
+from whet.config.facts import NAMED
+from whet.config.keys import lookup, settings
+from whet.config.load import load
+from whet.config.refusal_rules import REFUSED
+from whet.config.rules import RULES
+from whet.config.schema import Config
+
+PPO = "algorithm.name=ppo"
+MIX = ("algorithm.name=mix", "data.demonstrations=[{path: given.jsonl}]")
+DISTILL = ("algorithm.name=distill", "reference.path=teacher")
+PARITY = "machine.logprob_parity=on"
+ASYNC = "rollout.schedule=async"
+LORA = "model.lora={}"
+EVAL = "data.eval=[{path: test.jsonl}]"
+RANKS = "train.parallel.dp_replicate=2"
+
+BROKEN: dict[str, list[tuple[str, ...]]] = {
+    "model": [("model.path=folder",), ("model.scratch=null",)],
+    "tokenizer": [("tokenizer.path=folder",), ("tokenizer.build=null",)],
+    "tokenizer.build": [("model={path: folder, scratch: null}",)],
+    "model.scratch.num_experts_per_tok": [
+        ("model.scratch.architecture=qwen3_moe", "model.scratch.num_experts_per_tok=9")
+    ],
+    "checkpoint.export_as": [("model.lora={init: pissa}", "checkpoint.export_as=adapter")],
+    "data.train": [("data.train=[]",)],
+    "data.max_total_tokens": [("data.max_total_tokens=100", "data.max_prompt_tokens=100")],
+    "data.eval": [(EVAL, "eval.at_start=false", "eval.at_end=false"), ("mode=eval",)],
+    "data.demonstrations": [("algorithm.name=mix",)],
+    "algorithm.dynamic_sampling": [
+        ("algorithm.name=reinforce", "rollout.group_size=1", "algorithm.dynamic_sampling=true"),
+        (*DISTILL, "-rewards", "algorithm.dynamic_sampling=true"),
+    ],
+    "algorithm.groups.min_std": [
+        ("algorithm.name=reinforce", "rollout.group_size=1", "algorithm.groups.min_std=0.1")
+    ],
+    "algorithm.loss": [("algorithm.name=rloo", "train.update_epochs=2")],
+    "algorithm.loss.fallback_to_policy_gradient": [
+        ("algorithm.loss.fallback_to_policy_gradient=true", "train.update_epochs=2")
+    ],
+    "algorithm.advantage_low": [("algorithm.advantage_low=1.0", "algorithm.advantage_high=0.0")],
+    "algorithm.resample": [(*MIX, "algorithm.resample=pow")],
+    "algorithm.refill": [
+        (*MIX, "algorithm.refill=copy"),
+        (ASYNC, "buffer.replay.queue=true", "algorithm.refill=copy"),
+        (ASYNC, "mode=train", "buffer.url=sqlite:///q", "algorithm.refill=copy"),
+    ],
+    "reference.path": [("algorithm.name=distill",)],
+    "reference.reset_interval": [(*DISTILL, "reference.reset_interval=2")],
+    "reference.reset_interval_epochs": [(*DISTILL, "reference.reset_interval_epochs=1")],
+    "rewards": [("-rewards",)],
+    "rollout.group_size": [("rollout.group_size=1",)],
+    "rollout.sampling.temperature": [
+        ("rollout.sampling.temperature=0.0",),
+        ("algorithm.name=remax", "rollout.group_size=1", "rollout.sampling.temperature=0.0"),
+    ],
+    "buffer.replay.queue": [("buffer.replay.queue=true",)],
+    "buffer.replay.capacity": [(ASYNC, "buffer.replay={queue: true, capacity: 3}")],
+    "buffer.replay.share": [
+        ("buffer.replay.share=0.5", "rollout.max_staleness=1"),
+        ("buffer.replay.share=0.5", ASYNC, "mode=train", "buffer.url=sqlite:///q"),
+    ],
+    "buffer.replay.cooldown_steps": [("buffer.replay={share: 0.5, cooldown_steps: null}",)],
+    "buffer.url": [("mode=train",), ("mode=explore",)],
+    "cluster.health_timeout_s": [("rollout.replicas=1", "rollout.timeout_s=5", "cluster.health_timeout_s=5")],
+    "sync.content": [
+        ("rollout.replicas=1", "sync.content=adapters"),
+        (LORA, "rollout.replicas=1", "sync.content=adapters", "rollout.quantization=int8"),
+    ],
+    "sync.dtype": [
+        (LORA, "rollout.replicas=1", "sync.content=adapters", "sync.dtype=bfloat16"),
+        (PARITY, "rollout.replicas=1", "sync.dtype=bfloat16"),
+    ],
+    "train.steps": [("train.steps=null",)],
+    "train.drop_last": [("train.drop_last=true", "data.train=[{path: a}, {path: b}]")],
+    "train.micro_batch_tokens": [("train.micro_batch_tokens=512", "train.micro_batch_rollouts=2")],
+    "train.forward_micro_batch_tokens": [
+        ("train.forward_micro_batch_tokens=512", "train.forward_micro_batch_rollouts=2")
+    ],
+    "critic.micro_batch_tokens": [(PPO, "critic.micro_batch_tokens=512", "critic.micro_batch_rollouts=2")],
+    "train.tasks_per_step": [("algorithm.name=kto", "train.tasks_per_step=1")],
+    "train.shuffle_minibatches": [(*MIX, "train.minibatches=2", "train.shuffle_minibatches=true")],
+    "critic.warmup_steps": [(PPO, "critic.warmup_steps=100")],
+    "train.optimizer.schedule.warmup_steps": [
+        ("train.optimizer.schedule={warmup_steps: 5, warmup_ratio: 0.1}",),
+        ("train.optimizer.schedule={type: cosine, warmup_steps: 9, total_steps: 9}",),
+    ],
+    "critic.optimizer.schedule.warmup_steps": [
+        (PPO, "critic.optimizer.schedule={warmup_steps: 5, warmup_ratio: 0.1}"),
+        (PPO, "critic.optimizer.schedule={type: cosine, warmup_steps: 9, total_steps: 9}"),
+    ],
+    "train.precision.reduce": [("train.precision={reduce: float32, master_weights: false}",)],
+    "train.precision.master_weights": [("model.dtype=float16", "train.precision.master_weights=false")],
+    "train.precision.compute": [
+        (LORA, "train.precision.compute=bfloat16"),
+        (PARITY, "train.precision.compute=bfloat16"),
+    ],
+    "train.precision.float8": [
+        (LORA, "train.precision.float8=tensorwise"),
+        ("train.compile=true", "train.precision.float8=tensorwise"),
+        (PARITY, "train.precision.float8=tensorwise"),
+    ],
+    "train.compile": [(PARITY, "train.compile=true"), (RANKS, "train.parallel.ep=2", "train.compile=true")],
+    "rollout.quantization": [(PARITY, "rollout.quantization=int8")],
+    "machine.logprob_parity": [(PARITY, "rollout.engine=hf"), (PARITY, RANKS)],
+    "train.parallel.dp_shard": [("train.parallel.dp_shard=0",)],
+    "train.parallel.separate_ranks": [
+        ("algorithm.kl={coef: 0.1, estimator: full}", "train.parallel.separate_ranks=[reference]"),
+        ("algorithm.kl.coef=0.1", "train.parallel={dp_shard: -1, separate_ranks: [reference]}"),
+    ],
+    "train.offload": [
+        ("train.offload=[policy]",),
+        ("algorithm.kl={coef: 0.1, estimator: full}", "train.offload=[reference]"),
+    ],
+    "profile.tools": [
+        ("profile={steps: [1], tools: []}",),
+        ("profile={steps: [1], tools: [torch, nsys]}",),
+    ],
+    "eval.reward": [(EVAL, "eval.reward={}")],
+}
+"""Overrides of BASE that break each rule, by the key at which its error stands; `-rewards` leaves that section out."""
+
+
+def told(overrides: tuple[str, ...]) -> list[tuple[str, str]]:
+    without = {one[1:] for one in overrides if one.startswith("-")}
+    base = {name: section for name, section in BASE.items() if name not in without}
+    return hard_problems(load(None, [one for one in overrides if one[0] != "-"], base).config)
+
+
+def test_a_config_that_breaks_no_rule_has_no_problem() -> None:
+    assert told(()) == []
+
+
+@pytest.mark.parametrize("rule", REFUSED, ids=lambda rule: f"{rule.keys[0]}: {in_words(rule.when)[:60]}")
+def test_every_refusal_is_told_where_it_is_broken(rule: Rule) -> None:
+    """Its longest words between values stand in the error of one of its examples at its key."""
+    (key,) = rule.keys
+    literal = [text for text, *_ in Formatter().parse(rule.message)]
+    longest = max(literal, key=len)
+    found = [told(broken) for broken in BROKEN[key]]
+    assert any(at == key and longest in said for problems in found for at, said in problems), (longest, found)
+
+
+def test_every_example_breaks_a_rule() -> None:
+    keys = {rule.keys[0] for rule in REFUSED}
+    assert keys == BROKEN.keys()
+    for key in keys:
+        assert len(BROKEN[key]) >= sum(rule.keys[0] == key for rule in REFUSED) - 1
+
+
+def test_rules_look_at_what_there_is() -> None:
+    names = {".".join(path[1:]) for path in settings()}
+    for rule in RULES:
+        for kind, name in subjects(rule.when):
+            known = lookup(name.split(".")) if kind == "key" else name in NAMED or name in names
+            assert known, (rule.keys, name)
+
+
+@pytest.mark.parametrize(
+    ("condition", "words"),
+    [
+        ({"key": "a", "is": "x"}, "a is x"),
+        (no({"key": "a", "is": None}), "a is not null"),
+        ({"key": "a", "above": {"key": "b"}}, "a > b"),
+        (no({"key": "a", "at_least": 2}), "a < 2"),
+        (
+            {"all": [{"key": "a"}, {"any": [{"condition": "b"}, no({"condition": "c"})]}]},
+            "a and (b or not c)",
+        ),
+        (no({"key": "a", "given": True}), "a is not given"),
+        (no({"any": [{"key": "a"}, {"key": "b"}]}), "not (a or b)"),
+        ({"key": "a", "in": [1, True]}, "a is one of 1, true"),
+        ({"key": "a", "holds": ["x"]}, "a contains x"),
+        ({"any": []}, "never"),
+    ],
+)
+def test_conditions_in_words(condition: Any, words: str) -> None:
+    assert in_words(condition) == words
+
+
+def test_values_are_compared_with_those_of_other_keys() -> None:
+    cfg = Config.model_validate_json('{"train": {"steps": 6}, "critic": {"warmup_steps": 3}}')
+    steps, warmup = {"key": "train.steps"}, {"key": "critic.warmup_steps"}
+    assert met({"key": "train.steps", "above": warmup}, cfg, {})
+    assert not met({"key": "critic.warmup_steps", "at_least": steps}, cfg, {})
+    assert met({"key": "train.steps", "multiple_of": warmup}, cfg, {})
+    assert not met({"key": "train.steps", "above": {"key": "data.max_total_tokens"}}, cfg, {}), "null"
+
+
+def test_a_rule_is_made_in_one_place() -> None:
+    rule = read_when(("a",), {"key": "b"}, "b is off")
+    assert (rule.when, rule.level) == ({"not": {"key": "b"}}, "unused")
+    assert no(rule.when) == {"key": "b"}
+    assert refuse("a", {"key": "b"}, "no").level == "refused"
