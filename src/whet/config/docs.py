@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 
+from whet.config.conditions import in_words, no
 from whet.config.explain import default_of
 from whet.config.keys import ASIDES, TABLES, Key, Path, dotted, keys, settings_of
+from whet.config.refusal_rules import REFUSED
 from whet.config.schema import Section
+from whet.config.unused_rules import UNUSED
 
 INTRO = """\
 # Configuration
@@ -51,7 +54,40 @@ def markdown() -> str:
             parts.append(_table(_home(key), homes))
     for path in TABLES:
         parts += [f"## Settings of `{dotted(path)}`\n", _settings(path)]
+    parts += [
+        "## When a key is read\n",
+        READ,
+        _read_when(),
+        "## What does not go together\n",
+        REFUSALS,
+        _refused(),
+    ]
     return "\n".join(parts)
+
+
+READ = """\
+Other keys are always read. A line on a section applies to every key in it; a key of two lines needs both.
+"""
+REFUSALS = """\
+Rules over several keys, with the error. `{...}` stands for a value. A run has more: what needs a computation or a look at
+this machine is told when the config is loaded.
+"""
+
+
+def _read_when() -> str:
+    rows = ["| keys | read only when |", "|---|---|"]
+    for rule in UNUSED:
+        names = ", ".join(f"`{key}`" for key in rule.keys)
+        rows.append(f"| {_text(names)} | {_text(in_words(no(rule.when)))} |")
+    return "\n".join([*rows, ""])
+
+
+def _refused() -> str:
+    rows = ["| key | refused when | error |", "|---|---|---|"]
+    for rule in REFUSED:
+        message = rule.message.replace("{cfg.", "{")
+        rows.append(f"| `{rule.keys[0]}` | {_text(in_words(rule.when))} | {_text(message)} |")
+    return "\n".join([*rows, ""])
 
 
 def _settings(path: Path) -> str:

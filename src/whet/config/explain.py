@@ -16,9 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from whet.config import functions, keys, recipes, schema
+from whet.config.conditions import in_words
 from whet.config.faults import mismatch, shown
 from whet.config.keys import Key, did_you_mean, dotted, lookup
 from whet.config.parse import parse
+from whet.config.rules import visible_when
 from whet.config.tree import STAGE_SECTIONS, path_of
 from whet.tables import near
 from whet.types import ConfigError
@@ -37,6 +39,8 @@ class Explanation:
     default: str
     where: str
     """Whether stages may differ in it."""
+    read_when: str
+    """The condition under which something reads it."""
     source: str
     """File and line of its definition."""
     rows: tuple[tuple[str, str, str, str], ...] = ()
@@ -46,8 +50,8 @@ class Explanation:
 
     def __rich__(self) -> RenderableType:
         facts = Table.grid(padding=(0, 2))
-        for label in ("type", "default", "where", "source"):
-            facts.add_row(label, Text(getattr(self, label)))
+        for label in ("type", "default", "where", "read_when", "source"):
+            facts.add_row(label.replace("_", " "), Text(getattr(self, label)))
         parts: list[RenderableType] = [Text(self.key, style="bold"), Text(self.meaning), Text(""), facts]
         if self.rows:
             table = Table("key", "type", "default", "meaning")
@@ -78,6 +82,7 @@ def explain(key: str) -> Explanation:
         type=found.words if not found.section else found.words.partition(" (keys")[0],
         default=default_of(found),
         where="the whole run, or single stages" if varies else "the whole run",
+        read_when=in_words(condition) if (condition := visible_when(found.path)) else "always",
         source=_source(found),
         rows=rows,
         value=_value(found, value) if equals else _by_function(found.path),
