@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from forked import whet
+from sections import algorithm as section
 from tiny import tiny_model
 from whet.algos.recipes import build
 from whet.batch import Batch
@@ -57,7 +58,7 @@ def reply_logp(policy: TorchEngine, prompt: list[int], reply: list[int]) -> list
 
 
 def algorithm(name: str, **settings: Json):  # type: ignore[no-untyped-def]
-    return build(Algorithm(name=name, **settings), critic=Critic(), max_tokens=8)
+    return build(Algorithm.model_validate(section(name, **settings)), critic=Critic(), max_tokens=8)
 
 
 def test_loss_and_perplexity_of_demonstrations() -> None:

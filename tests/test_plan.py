@@ -302,7 +302,7 @@ def test_a_model_that_is_elsewhere_can_be_planned():
          "give train.forward_micro_batch_tokens or"),
         (["algorithm.name=ppo", "critic.micro_batch_tokens=8", "critic.micro_batch_rollouts=2"],
          "give critic.micro_batch_tokens or"),
-        (["train.drop_last=true", "data.train=[{path: a}, {path: b}]"], "train.drop_last: 2 sources are mixed"),
+        (["train.drop_last=true", "data.train=[{path: a}, {path: b}]"], "train.drop_last: several sources are mixed"),
         (["train.optimizer.schedule={type: linear, warmup_steps: 5, total_steps: 5}"], "5 steps of warm-up leave "
          "no step of total_steps=5"),
         (["train.optimizer.schedule={type: wsd, warmup_steps: 2, decay_steps: 4, total_steps: 5}"], "4 steps of decay "

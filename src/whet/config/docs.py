@@ -6,6 +6,7 @@ import sys
 
 from whet.config.conditions import in_words, no
 from whet.config.explain import default_of
+from whet.config.facts import NAMED
 from whet.config.keys import ASIDES, TABLES, Key, Path, dotted, keys, settings_of
 from whet.config.refusal_rules import REFUSED
 from whet.config.schema import Section
@@ -58,6 +59,7 @@ def markdown() -> str:
         "## When a key is read\n",
         READ,
         _read_when(),
+        _facts(),
         "## What does not go together\n",
         REFUSALS,
         _refused(),
@@ -66,11 +68,12 @@ def markdown() -> str:
 
 
 READ = """\
-Other keys are always read. A line on a section applies to every key in it; a key of two lines needs both.
+Other keys are always read. A line on a section applies to every key in it; a key of two lines needs both. Names
+without a dot are facts that follow from a config; they stand below the table.
 """
 REFUSALS = """\
-Rules over several keys, with the error. `{...}` stands for a value. A run has more: what needs a computation or a look at
-this machine is told when the config is loaded.
+Rules over several keys, with the error. `{...}` stands for a value. There are more: what needs a computation or a look
+at this machine is told when the config is loaded.
 """
 
 
@@ -79,6 +82,12 @@ def _read_when() -> str:
     for rule in UNUSED:
         names = ", ".join(f"`{key}`" for key in rule.keys)
         rows.append(f"| {_text(names)} | {_text(in_words(no(rule.when)))} |")
+    return "\n".join([*rows, ""])
+
+
+def _facts() -> str:
+    rows = ["| fact | meaning |", "|---|---|"]
+    rows += [f"| `{name}` | {_text(meaning)} |" for name, (meaning, _) in NAMED.items()]
     return "\n".join([*rows, ""])
 
 
