@@ -21,11 +21,24 @@ _ASYNC = "trainer.fully_async.enabled=true"
 """What SkyRL's other entry point says, before it became a key."""
 
 _MEGATRON = "ppo_megatron_trainer"
+_ENGINES = ("veomni", "torchtitan", "mindspeed")
 _CHOICES: Mapping[str, Mapping[str, str]] = {
-    "model_engine": {"megatron": f"defaults=[{_MEGATRON}]", "dp": "", "fsdp": ""},
-    "actor": {"megatron_actor": f"defaults=[{_MEGATRON}]", "dp_actor": ""},
-    "engine": {"fsdp": "", "megatron": "engine.strategy=megatron"},
-    "optim": {"fsdp": "", "megatron": ""},
+    "model_engine": {
+        "megatron": f"defaults=[{_MEGATRON}]",
+        "dp": "",
+        "fsdp": "",
+        **{name: f"model_engine={name}" for name in _ENGINES},
+    },
+    "actor": {
+        "megatron_actor": f"defaults=[{_MEGATRON}]",
+        "dp_actor": "",
+        **{f"{name}_actor": f"actor_rollout_ref.actor.strategy={name}" for name in _ENGINES},
+    },
+    "engine": {
+        "fsdp": "",
+        **{name: f"engine.strategy={name}" for name in ("megatron", "automodel", *_ENGINES)},
+    },
+    "optim": {"fsdp": "", "megatron": "", **dict.fromkeys(_ENGINES, ""), "automodel": "optim.lr=1e-5"},
     "model": {"hf_model": ""},
 }
 """Hydra's choice of a file for a section: those that verl has -> the override that says the same, '' where a file
