@@ -56,7 +56,10 @@ def _fully_async(v: Values) -> Native:
 
 
 def run_directory(v: Values) -> Native:
-    """Where verl puts checkpoints stands everything that a run writes."""
+    """Where verl puts checkpoints stands everything that a run writes. An empty text is the current folder there; a run
+    has a folder of its own here, the one that verl's default names."""
+    if v["trainer.default_local_dir"] == "":
+        return {"run_dir": f"checkpoints/{v['trainer.project_name']}/{v['trainer.experiment_name']}"}
     return {"run_dir": local(v, "trainer.default_local_dir")}
 
 
@@ -160,8 +163,8 @@ def trackers(v: Values) -> Native:
 
 
 def device(v: Values) -> Native:
-    """cuda is CUDA where there is one, and else the CPU stands in."""
-    known = {"cuda": "auto", "cpu": "cpu", "npu": None}
+    """cuda is CUDA where there is one, and else the CPU stands in; so it does for an NPU."""
+    known = {"cuda": "auto", "npu": "auto", "cpu": "cpu"}
     return {"machine.device": choose(v, "trainer.device", known)}
 
 

@@ -141,7 +141,8 @@ def _ranks(v: Values) -> int:
 def layout(v: Values) -> Native:
     """The sizes of the engine over all devices; `batch` has their rules."""
     sizes = {dim: v[key] for dim, key in _parallel_keys(v).items()}
-    copies, shards = copies_and_shards(v, ENGINES[engine_of(v)], "engine", _ranks(v))
+    dp, engine = _ranks(v), ENGINES[engine_of(v)]
+    copies, shards = copies_and_shards(v, engine, "engine", dp=dp, each=_world(v) // dp)
     return Layout(dp_replicate=copies, dp_shard=shards, nodes=v["trainer.nnodes"], **sizes).natives()
 
 

@@ -84,7 +84,7 @@ def layout(v: Values) -> Native:
     check_parallel(v)
     dp, at = ranks(v, ACTOR), section(v, ACTOR)
     sizes = {dim: v[key] for dim, key in parallel_keys(v, ACTOR).items()}
-    copies, shards = copies_and_shards(v, ENGINES[engine_of(v)], at, dp)
+    copies, shards = copies_and_shards(v, ENGINES[engine_of(v)], at, dp=dp, each=world(v) // dp)
     engines = max(_engine_devices(v) // v[f"{ROLLOUT}.tensor_model_parallel_size"], 1)
     made = Layout(
         dp_replicate=copies, dp_shard=shards, engines=engines, nodes=v["trainer.nnodes"], **sizes
@@ -93,8 +93,8 @@ def layout(v: Values) -> Native:
     return made | ({f"{PARALLEL}.pipeline_chunks": chunks} if chunks else {})
 
 
-def copies_and_shards(v: Values, engine: Engine, at: str, dp: int) -> tuple[int, int]:
-    """(dp_replicate, dp_shard) of dp data-parallel ranks, by the sizes in an engine's section."""
+def copies_and_shards(v: Values, engine: Engine, at: str, *, dp: int, each: int) -> tuple[int, int]:
+    """(dp_replicate, dp_shard) of dp data-parallel ranks of `each` devices, by the sizes in an engine's section."""
     if engine.copies:
         copies = v[f"{at}.{engine.copies}"]
         shards = v[f"{at}.{engine.shards}"] if engine.shards else -1
@@ -102,7 +102,9 @@ def copies_and_shards(v: Values, engine: Engine, at: str, dp: int) -> tuple[int,
             told = f" * {engine.shards}={shards}" if engine.shards else ""
             raise ConfigError(f"{at}.{engine.copies}={copies}{told} must make the {dp} data-parallel ranks")
         return copies, dp // copies
-    return groups(v[f"{at}.{engine.shards}"], dp, key=f"{at}.{engine.shards}") if engine.shards else (1, dp)
+    if not engine.shards:
+        return 1, dp
+    return groups(v[f"{at}.{engine.shards}"], dp, key=f"{at}.{engine.shards}", each=each)
 
 
 CHUNKS = "virtual_pipeline_model_parallel_size"
