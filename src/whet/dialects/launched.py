@@ -86,22 +86,17 @@ def launched(
         return f"{launch.file or script}:{word.line}" if word.line else f"argument {word.text}"
 
     file, text, base = _file(launch, script)
-    overrides, problems = [(one, place(Argument("", launch.line))) for one in base], []
+    chosen, problems = [(one, place(Argument("", launch.line))) for one in base], []
+    overrides: list[tuple[str, str]] = []
     notes = [f"{script}:{line}: {said}" for line, said in launch.notes]
     for word in _own(launch, notes, script):
         choice = _CHOICE.fullmatch(word.text)
         if choice and choice["group"] in _CHOICES and (choice["at"] or "." not in choice["group"]):
             said = _CHOICES[choice["group"]].get(choice["name"])
             if said is None:
-                known = ", ".join(_CHOICES[choice["group"]])
-                problems.append(
-                    (
-                        place(word),
-                        f"{word.text}: Hydra's file {shown(choice['name'])} is not read; known: {known}",
-                    )
-                )
+                problems.append((place(word), _unread(word, choice, launch)))
             elif said:
-                overrides.append((said, place(word)))
+                chosen.append((said, place(word)))
         elif choice and choice["at"]:
             problems.append(
                 (
@@ -111,6 +106,7 @@ def launched(
             )
         else:
             overrides.append((word.text, place(word)))
+    overrides = [*chosen, *overrides]  # a key stands over a file, wherever it is written
     return Started(
         dialect=kind,
         file=file,
@@ -120,6 +116,15 @@ def launched(
         problems=tuple(problems),
         notes=tuple(notes),
     )
+
+
+def _unread(word: Argument, choice: re.Match[str], launch: Launch) -> str:
+    """Why a file that Hydra would read is refused."""
+    known = ", ".join(_CHOICES[choice["group"]])
+    text = f"{word.text}: Hydra's file {shown(choice['name'])} is not read; known: {known}"
+    if any(other.text.lstrip("+").startswith("hydra.searchpath=") for other in launch.overrides):
+        text += "; the file is of another package (hydra.searchpath), so its values are not known here"
+    return text
 
 
 def _kind(launch: Launch, wanted: str | None) -> str | None:

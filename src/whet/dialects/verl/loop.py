@@ -17,9 +17,13 @@ from whet.types import ConfigError, Json
 
 
 def length(v: Values) -> Native:
-    """Epochs of full batches; total_training_steps, where it is given, ends the run in the midst of them."""
+    """Epochs of full batches; total_training_steps, where it is given, ends the run before their end. The fully
+    asynchronous trainer has no batches of prompts, so it uses all rows of an epoch."""
     steps = v["trainer.total_training_steps"]
-    out: dict[str, Json] = {"train.epochs": v["trainer.total_epochs"], "train.drop_last": True}
+    out: dict[str, Json] = {
+        "train.epochs": v["trainer.total_epochs"],
+        "train.drop_last": not is_fully_async(v),
+    }
     return out if steps is None else out | {"train.steps": steps}
 
 

@@ -95,6 +95,8 @@ def _warmup(v: Values, at: str, *, engine: str) -> Native:
     least = 0 if engine == "fsdp" and not since(v, "verl", "0.8.0") else 1
     if steps is not None and steps >= least:
         return {"warmup_steps": steps}
+    if engine == "veomni" and v[f"{at}.lr_decay_ratio"] != 1.0:  # a share of all steps, not of the decay's
+        return {"warmup_steps": int(ratio * (v["trainer.total_training_steps"] or 0))}
     return {"warmup_ratio": ratio} if ratio else NOTHING
 
 

@@ -99,7 +99,7 @@ def copies_and_shards(v: Values, engine: Engine, at: str, *, dp: int, each: int)
         copies = v[f"{at}.{engine.copies}"]
         shards = v[f"{at}.{engine.shards}"] if engine.shards else -1
         if dp % copies or shards not in (-1, dp // copies):
-            told = f" * {engine.shards}={shards}" if engine.shards else ""
+            told = f" * {at}.{engine.shards}={shards}" if engine.shards else ""
             raise ConfigError(f"{at}.{engine.copies}={copies}{told} must make the {dp} data-parallel ranks")
         return copies, dp // copies
     if not engine.shards:
