@@ -184,6 +184,7 @@ def test_a_group_of_fsdp_that_is_a_part_of_a_sequences_devices_becomes_one_of_al
     found = train(given)["parallel"]
     assert (found["dp_shard"], found["cp"]) == (3, 4), "2 divides 12 devices, though not 3 ranks"
     alone = {**given, "trainer.n_gpus_per_node": 3, A + "ulysses_sequence_parallel_size": 1}
+    alone[R + "tensor_model_parallel_size"] = 1
     assert "must divide the 3 data-parallel ranks" in told(alone)
 
 
