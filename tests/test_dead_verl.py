@@ -71,6 +71,27 @@ OTHER: Given = {
         A + f"megatron.{kind}_parallel_size": 2
         for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
     },
+    A + "veomni.fsdp_size": 2,
+    A + "veomni.ulysses_parallel_size": 2,
+    A + "veomni.expert_parallel_size": 2,
+    A + "torchtitan.data_parallel_replicate_size": 2,
+    A + "torchtitan.data_parallel_shard_size": 4,
+    **{A + f"torchtitan.{kind}_parallel_size": 2 for kind in ("tensor", "pipeline", "context", "expert")},
+    **{
+        f"engine.{name}": 2
+        for name in (
+            *(f"{kind}_parallel_size" for kind in ("ulysses", "expert", "tensor", "pipeline")),
+            *(f"{kind}_size" for kind in ("tp", "pp", "cp", "ep", "dp_replicate", "data_parallel_replicate")),
+        )
+    },
+    "engine.data_parallel_shard_size": 4,
+    "engine.mixed_precision": False,
+    **{f"{at}lr_scheduler_type": "cosine" for at in OPTIM},
+    **{f"{at}decay_type": "sqrt" for at in (*OPTIM, "optim.")},
+    **{f"{at}name": "Adam" for at in (*OPTIM, "optim.")},
+    **{f"{at}{key}": 1e-7 for at in (*OPTIM, "optim.") for key in ("lr_min", "lr_start", "eps")},
+    **{f"{at}{key}": 0.5 for at in (*OPTIM, "optim.") for key in ("lr_decay_ratio", "min_lr_factor")},
+    **{f"{at}init_lr_ratio": 0.5 for at in ("optim.",)},
     "trainer.n_gpus_per_node": 4,
     "optim.lr_scheduler": "wsd",
     A + "fsdp_config.model_dtype": "bf16",
@@ -142,6 +163,13 @@ OTHER: Given = {
 
 COSINE: Given = {f"{at}warmup_style": "cosine" for at in OPTIM}
 MEGATRON: Given = {A + "strategy": "megatron", "critic.strategy": "megatron"}
+VEOMNI: Given = {A + "strategy": "veomni", "critic.strategy": "veomni"}
+TITAN: Given = {
+    A + "strategy": "torchtitan",
+    "critic.strategy": "torchtitan",
+    A + "torchtitan.data_parallel_shard_size": -1,
+}
+SHARED: Given = {R + "n": 8, A + "ppo_micro_batch_size_per_gpu": 1}
 WSD: Given = {
     **MEGATRON,
     **{f"{at}lr_decay_style": "WSD" for at in OPTIM},
@@ -195,6 +223,22 @@ CONTEXTS: dict[str, Given] = {
         A + "megatron.pipeline_model_parallel_size": 2,
     },
     **{A + f"megatron.{key}_offload": MEGATRON for key in ("param", "grad", "optimizer")},
+    A + "veomni.fsdp_size": VEOMNI,
+    A + "veomni.ulysses_parallel_size": {**VEOMNI, **SHARED},
+    A + "veomni.expert_parallel_size": VEOMNI,
+    A + "veomni.mixed_precision": VEOMNI,
+    **{A + f"torchtitan.data_parallel_{kind}_size": TITAN for kind in ("replicate", "shard")},
+    **{
+        A + f"torchtitan.{kind}_parallel_size": {**TITAN, **SHARED}
+        for kind in ("tensor", "pipeline", "context", "expert")
+    },
+    **{
+        f"{at}{key}": {**VEOMNI, f"{at}lr_scheduler_type": "cosine"}
+        for at in OPTIM
+        for key in ("lr_min", "lr_start")
+    },
+    **{f"{at}lr_decay_ratio": {**VEOMNI, "trainer.total_training_steps": 10} for at in OPTIM},
+    **{f"{at}{key}": TITAN for at in OPTIM for key in ("decay_type", "name", "eps", "min_lr_factor")},
     IS: {**FIRST, IS: False},
     **{f"{IS}{key}": FIRST for key in ("_level", "_threshold", "_veto_threshold")},
     IS + "_mode": {**FIRST, IS + "_threshold": 3.0},
@@ -335,7 +379,6 @@ SFT_CONTEXTS: dict[str, Given] = {
                 f"optim.{key}"
                 for key in (
                     "optimizer",
-                    "warmup_style",
                     "lr_scheduler_type",
                     "lr_warmup_steps",
                     "zero_indexed_step",
@@ -344,8 +387,42 @@ SFT_CONTEXTS: dict[str, Given] = {
         ),
         ENGINES,
     ),
+    "optim.warmup_style": {"model.path": "policy"},
+    **{
+        key: {**ENGINES, "model.strategy": "veomni", "optim.lr_scheduler_type": "cosine"}
+        for key in (
+            "engine.ulysses_parallel_size",
+            "engine.mixed_precision",
+            "optim.lr_min",
+            "optim.lr_start",
+        )
+    },
+    "engine.expert_parallel_size": {**ENGINES, "model.strategy": "veomni"},
+    "optim.lr_decay_ratio": {
+        "model.path": "policy",
+        "model.strategy": "veomni",
+        "trainer.total_training_steps": 10,
+    },
+    **{
+        key: {**ENGINES, "model.strategy": "torchtitan", "engine.data_parallel_shard_size": -1}
+        for key in (
+            *(f"engine.{kind}_parallel_size" for kind in ("tensor", "pipeline")),
+            *(f"engine.data_parallel_{kind}_size" for kind in ("replicate", "shard")),
+            *(f"optim.{key}" for key in ("decay_type", "name", "eps", "min_lr_factor")),
+        )
+    },
+    **{
+        key: {**ENGINES, "model.strategy": "automodel"}
+        for key in (
+            *(f"engine.{dim}_size" for dim in ("tp", "pp", "cp", "ep", "dp_replicate")),
+            "optim.init_lr_ratio",
+        )
+    },
     "data.max_token_len_per_gpu": {**ENGINES, "data.use_dynamic_bsz": True},
-    **{f"optim.{key}": {**ENGINES, "optim.warmup_style": "cosine"} for key in ("min_lr_ratio", "num_cycles")},
+    **{
+        f"optim.{key}": {**ENGINES, "optim.lr_scheduler_type": "cosine"}
+        for key in ("min_lr_ratio", "num_cycles")
+    },
     **{
         key: {**ENGINES, "model.strategy": "megatron"}
         for key in (

@@ -121,10 +121,24 @@ def test_hydra_s_files():
     assert "conf/mine.yaml:2: trainer.seed_" in refused(named)
     Path("conf/mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {save_freq: 7}\n")
     assert script(named).where("checkpoint.interval").endswith("conf/mine.yaml:2 trainer.save_freq")
-    said = refused(VERL, "actor@actor_rollout_ref.actor=veomni_actor", "model_engine=veomni", "+ray@r.s=x")
-    assert "is not read; known: megatron_actor, dp_actor" in said
-    assert "argument model_engine=veomni" in said
+    said = refused(VERL, "actor@actor_rollout_ref.actor=mlite_actor", "model_engine=mine", "+ray@r.s=x")
+    assert "is not read; known: megatron_actor, dp_actor, veomni_actor" in said
+    assert "argument model_engine=mine" in said
     assert "give the keys of it one by one" in said
+    elsewhere = refused(VERL, "actor@actor_rollout_ref.actor=mlite_actor", "hydra.searchpath=[pkg://mlite]")
+    assert "the file is of another package (hydra.searchpath), so its values are not known here" in elsewhere
+
+
+def test_hydra_s_files_of_an_engine():
+    veomni = script(VERL, "model_engine=veomni")
+    assert veomni.config.train.optimizer.schedule.type == "cosine", "its own default"
+    by_actor = script(VERL, "actor@actor_rollout_ref.actor=veomni_actor", "critic.strategy=veomni")
+    assert by_actor.config.train.optimizer == veomni.config.train.optimizer
+    sft = """torchrun -m verl.trainer.sft_trainer data.train_files=a.parquet data.train_batch_size=16 \\
+    model.path=m trainer.n_gpus_per_node=1 engine=automodel $@ optim=automodel
+"""
+    assert script(sft).config.train.optimizer.lr == 1e-5
+    assert script(sft, "optim.lr=3e-4").config.train.optimizer.lr == 3e-4, "a key stands over a file"
 
 
 def test_the_kind_is_that_of_what_is_started():

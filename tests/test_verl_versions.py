@@ -219,7 +219,7 @@ def test_keys_of_a_feature_that_is_off_rest(given: dict[str, Json]) -> None:
         ({"distillation.enabled": True}, "distillation"),
         ({A + "fsdp_config.qat.enable": True}, "quantised training"),
         ({"actor_rollout_ref.model.mtp.enable": True}, "multi-token prediction"),
-        ({A + "strategy": "veomni"}, "coming, not built yet"),
+        ({A + "strategy": "mindspeed"}, "coming, not built yet"),
     ],
 )
 def test_a_feature_that_is_not_there_is_named(given: dict[str, Json], area: str) -> None:

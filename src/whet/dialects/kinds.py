@@ -123,12 +123,27 @@ def understood(value: Json, row: Row, *, default: Json, nulls: Sequence[str]) ->
         return _flag(value, row)
     if isinstance(default, int | float):
         return _number(value, row)
+    if _is_numbers(default) and isinstance(value, str):
+        return _numbers(value), ""
     return value, ""
 
 
 def holds_one(row: Row, default: Json) -> bool:
     """Whether it is the key of a text or number, which no section can be given for."""
     return isinstance(default, str | int | float) and "section" not in row.type.split("|")
+
+
+def _is_numbers(value: Json) -> bool:
+    return isinstance(value, list) and value != [] and all(map(_is_number, value))
+
+
+def _numbers(text: str) -> Json:
+    """The list that a quoted `[0.9,0.95]` is meant to be; another text as it is."""
+    inside = re.fullmatch(r"\s*[\[(](.*)[\])]\s*", text)
+    with contextlib.suppress(ValueError):
+        found = [scalar(one.strip()) for one in inside[1].split(",")] if inside else None
+        return found if _is_numbers(found) else text
+    return text
 
 
 def _typed(value: Json, kind: str) -> tuple[Json, str]:

@@ -21,11 +21,24 @@ _ASYNC = "trainer.fully_async.enabled=true"
 """What SkyRL's other entry point says, before it became a key."""
 
 _MEGATRON = "ppo_megatron_trainer"
+_ENGINES = ("veomni", "torchtitan", "mindspeed")
 _CHOICES: Mapping[str, Mapping[str, str]] = {
-    "model_engine": {"megatron": f"defaults=[{_MEGATRON}]", "dp": "", "fsdp": ""},
-    "actor": {"megatron_actor": f"defaults=[{_MEGATRON}]", "dp_actor": ""},
-    "engine": {"fsdp": "", "megatron": "engine.strategy=megatron"},
-    "optim": {"fsdp": "", "megatron": ""},
+    "model_engine": {
+        "megatron": f"defaults=[{_MEGATRON}]",
+        "dp": "",
+        "fsdp": "",
+        **{name: f"model_engine={name}" for name in _ENGINES},
+    },
+    "actor": {
+        "megatron_actor": f"defaults=[{_MEGATRON}]",
+        "dp_actor": "",
+        **{f"{name}_actor": f"actor_rollout_ref.actor.strategy={name}" for name in _ENGINES},
+    },
+    "engine": {
+        "fsdp": "",
+        **{name: f"engine.strategy={name}" for name in ("megatron", "automodel", *_ENGINES)},
+    },
+    "optim": {"fsdp": "", "megatron": "", **dict.fromkeys(_ENGINES, ""), "automodel": "optim.lr=1e-5"},
     "model": {"hf_model": ""},
 }
 """Hydra's choice of a file for a section: those that verl has -> the override that says the same, '' where a file
@@ -73,22 +86,17 @@ def launched(
         return f"{launch.file or script}:{word.line}" if word.line else f"argument {word.text}"
 
     file, text, base = _file(launch, script)
-    overrides, problems = [(one, place(Argument("", launch.line))) for one in base], []
+    chosen, problems = [(one, place(Argument("", launch.line))) for one in base], []
+    overrides: list[tuple[str, str]] = []
     notes = [f"{script}:{line}: {said}" for line, said in launch.notes]
     for word in _own(launch, notes, script):
         choice = _CHOICE.fullmatch(word.text)
         if choice and choice["group"] in _CHOICES and (choice["at"] or "." not in choice["group"]):
             said = _CHOICES[choice["group"]].get(choice["name"])
             if said is None:
-                known = ", ".join(_CHOICES[choice["group"]])
-                problems.append(
-                    (
-                        place(word),
-                        f"{word.text}: Hydra's file {shown(choice['name'])} is not read; known: {known}",
-                    )
-                )
+                problems.append((place(word), _unread(word, choice, launch)))
             elif said:
-                overrides.append((said, place(word)))
+                chosen.append((said, place(word)))
         elif choice and choice["at"]:
             problems.append(
                 (
@@ -98,6 +106,7 @@ def launched(
             )
         else:
             overrides.append((word.text, place(word)))
+    overrides = [*chosen, *overrides]  # a key stands over a file, wherever it is written
     return Started(
         dialect=kind,
         file=file,
@@ -107,6 +116,15 @@ def launched(
         problems=tuple(problems),
         notes=tuple(notes),
     )
+
+
+def _unread(word: Argument, choice: re.Match[str], launch: Launch) -> str:
+    """Why a file that Hydra would read is refused."""
+    known = ", ".join(_CHOICES[choice["group"]])
+    text = f"{word.text}: Hydra's file {shown(choice['name'])} is not read; known: {known}"
+    if any(other.text.lstrip("+").startswith("hydra.searchpath=") for other in launch.overrides):
+        text += "; the file is of another package (hydra.searchpath), so its values are not known here"
+    return text
 
 
 def _kind(launch: Launch, wanted: str | None) -> str | None:

@@ -48,11 +48,15 @@ def native(size: str) -> str:
     return {"engines": REPLICAS, "nodes": RANKS}.get(size, f"{PARALLEL}.{size}")
 
 
-def groups(size: int, ranks: int, *, key: str) -> tuple[int, int]:
-    """(dp_replicate, dp_shard) of FSDP over so many ranks, in groups of `size`; -1 and too large ones: one group."""
+def groups(size: int, ranks: int, *, key: str, each: int = 1) -> tuple[int, int]:
+    """(dp_replicate, dp_shard) of FSDP over so many data-parallel ranks of `each` devices, in groups of `size` devices;
+    -1 and too large ones: one group. There devices that share a sequence hold shards, too, and here copies; a group
+    that takes only some of them becomes one group of all ranks, which needs less memory."""
     if size < -1 or size == 0:
         raise ConfigError(f"{key}={size}: expected -1 (all devices) or how many share one copy")
     if size == -1 or size >= ranks:
+        return 1, ranks
+    if ranks % size and each > 1 and (ranks * each) % size == 0:
         return 1, ranks
     if ranks % size:
         raise ConfigError(f"{key}={size} must divide the {ranks} data-parallel ranks")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from whet.config.keys import Path, distance, lookup
@@ -56,7 +56,7 @@ def _walk(
         yield from _walk(value, of, at=at, path=_placed(new, path, cut), cut=new, note=note, name=joined(cut))
         return
     unknown = below is None and (row is None or (_holds_one(row) and isinstance(value, dict)))
-    inside = list(_entries(value, below)) if unknown or below is not None else []
+    inside = list(_entries(value, below, names=of.aliases, at=cut)) if unknown or below is not None else []
     if not (unknown and inside):
         yield here
     for key, part, inner in inside:
@@ -74,12 +74,16 @@ def _holds_one(row: Row) -> bool:
     return holds_one(row, row.default) and "${" not in str(row.default)
 
 
-def _entries(value: Json, below: Iterable[str] | None) -> Iterator[tuple[str | int, str, Json]]:
-    """What a section holds: (key, its part in the rows' names, value). `below` is None for an unknown one."""
+def _entries(
+    value: Json, below: Iterable[str] | None, *, names: Container[str], at: Parts
+) -> Iterator[tuple[str | int, str, Json]]:
+    """What a section holds: (key, its part in the rows' names, value). `below` is None for an unknown one; names: the
+    other names of keys."""
     if isinstance(value, list) and ("[]" in below if below is not None else any(map(_is_section, value))):
         yield from ((n, "[]", inner) for n, inner in enumerate(value))
     elif isinstance(value, dict) and "[]" not in (below or ()):
-        yield from ((key, _part(key, below or ()), inner) for key, inner in value.items())
+        for key, inner in value.items():
+            yield key, key if joined((*at, key)) in names else _part(key, below or ()), inner
 
 
 def _is_section(value: Json) -> bool:

@@ -59,7 +59,7 @@ def reading(tree: dict[str, Json], of: Dialect, *, origins: Mapping[Path, str]) 
     """Read a file. Unknown keys, references that fail and values that cannot be meant are problems."""
     out = Reading(of=of)
     defaults = nested({parts(row.key): row.default for row in out.of.rows if _is_plain(row, out.of)})
-    full, wrong = interpolate(_rebased(_filled(defaults, tree), out.of.inner), {})
+    full, wrong = interpolate(_rebased(_filled(defaults, _under_present_names(tree, of)), out.of.inner), {})
     written = {path for path, _ in leaves(tree)}
     for path, said in wrong.items():
         row = out.of.row(dotted(path))
@@ -87,6 +87,15 @@ def reading(tree: dict[str, Json], of: Dialect, *, origins: Mapping[Path, str]) 
     above = {path[:n] for path in present for n in range(1, len(path))}
     _fill(out, nested({path: value for path, value in present.items() if path not in above}))
     return out
+
+
+def _under_present_names(tree: dict[str, Json], of: Dialect) -> dict[str, Json]:
+    """The tree with the values of renamed keys also under their present names, where references look for them."""
+    renamed = [one for one in read(tree, of) if one.alias and not one.is_section]
+    for one in renamed:
+        if all(isinstance(part, str) for part in one.path) and not _has(tree, one.path):
+            tree = merge(tree, nested({one.path: one.value}))
+    return tree
 
 
 def _overrides(out: Reading, at: Path) -> int:

@@ -283,6 +283,8 @@ def _weight(v: Values) -> dict[str, Json]:
     if v[at] is None:
         return {}
     bound = v[f"{at}_threshold"]
+    if bound is None:
+        raise ConfigError(f"{at}_threshold: got null, expected the bound of {at}={v[at]}")
     low, _, high = bound.rpartition("_") if isinstance(bound, str) else ("", "", bound)
     bounds = [_number(text, key=f"{at}_threshold") for text in (low, high) if text != ""]
     out: dict[str, Json] = {f"{native}.weight": v[at], f"{native}.high": bounds[-1]}

@@ -17,9 +17,13 @@ from whet.types import ConfigError, Json
 
 
 def length(v: Values) -> Native:
-    """Epochs of full batches; total_training_steps, where it is given, ends the run in the midst of them."""
+    """Epochs of full batches; total_training_steps, where it is given, ends the run before their end. The fully
+    asynchronous trainer has no batches of prompts, so it uses all rows of an epoch."""
     steps = v["trainer.total_training_steps"]
-    out: dict[str, Json] = {"train.epochs": v["trainer.total_epochs"], "train.drop_last": True}
+    out: dict[str, Json] = {
+        "train.epochs": v["trainer.total_epochs"],
+        "train.drop_last": not is_fully_async(v),
+    }
     return out if steps is None else out | {"train.steps": steps}
 
 
@@ -56,7 +60,10 @@ def _fully_async(v: Values) -> Native:
 
 
 def run_directory(v: Values) -> Native:
-    """Where verl puts checkpoints stands everything that a run writes."""
+    """Where verl puts checkpoints stands everything that a run writes. An empty text is the current folder there; a run
+    has a folder of its own here, the one that verl's default names."""
+    if v["trainer.default_local_dir"] == "":
+        return {"run_dir": f"checkpoints/{v['trainer.project_name']}/{v['trainer.experiment_name']}"}
     return {"run_dir": local(v, "trainer.default_local_dir")}
 
 
@@ -160,8 +167,8 @@ def trackers(v: Values) -> Native:
 
 
 def device(v: Values) -> Native:
-    """cuda is CUDA where there is one, and else the CPU stands in."""
-    known = {"cuda": "auto", "cpu": "cpu", "npu": None}
+    """cuda is CUDA where there is one, and else the CPU stands in; so it does for an NPU."""
+    known = {"cuda": "auto", "npu": "auto", "cpu": "cpu"}
     return {"machine.device": choose(v, "trainer.device", known)}
 
 

@@ -1,82 +1,181 @@
-"""verl's optimizers and their schedules as native keys, by FSDP's keys or Megatron's."""
+"""verl's optimizers and their schedules as native keys, by the keys of each training engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from whet.config.faults import shown
-from whet.dialects.row import NOTHING, Native, Values
+from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
-from whet.dialects.verl.roles import ACTOR, CRITIC, check_engine, is_megatron
+from whet.dialects.verl.roles import ACTOR, CRITIC, check_engine, engine_of
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
 
 
 def actor(v: Values) -> Native:
     check_engine(v)
-    return settings(
-        v, f"{ACTOR}.optim", native="train.optimizer", megatron=is_megatron(v), clip=_clip(v, ACTOR)
-    )
+    return settings(v, f"{ACTOR}.optim", native="train.optimizer", engine=engine_of(v), clip=_clip(v, ACTOR))
 
 
 def critic(v: Values) -> Native:
     return settings(
-        v, f"{CRITIC}.optim", native="critic.optimizer", megatron=is_megatron(v), clip=_clip(v, CRITIC)
+        v, f"{CRITIC}.optim", native="critic.optimizer", engine=engine_of(v), clip=_clip(v, CRITIC)
     )
 
 
 def _clip(v: Values, role: str) -> Json:
-    """FSDP reads the role's own key, Megatron that of its optimizer, and so does every engine since 0.8.0."""
+    """FSDP reads the role's own key, the other engines that of the optimizer, and so does FSDP since 0.8.0."""
     of_optimizer = f"{role}.optim.clip_grad"
-    if is_megatron(v) or (since(v, "verl", "0.8.0") and of_optimizer in v):
+    if engine_of(v) != "fsdp" or (since(v, "verl", "0.8.0") and of_optimizer in v):
         return v[of_optimizer]
     return v[f"{role}.grad_clip"]
 
 
-def settings(v: Values, at: str, *, native: str, megatron: bool, clip: Json) -> Native:
-    """AdamW and its schedule, which moves once a training step."""
-    schedule = _megatron_schedule(v, at) if megatron else _fsdp_schedule(v, at)
-    warmup = _warmup(v, at, megatron=megatron)
+def settings(v: Values, at: str, *, native: str, engine: str, clip: Json) -> Native:
+    """The optimizer and its schedule, which moves once a training step."""
+    _check_own(v, at, engine)
+    schedule = {"warmup_ends": "start", **SCHEDULES[engine](v, at)}
+    warmup = _warmup(v, at, engine=engine)
     steps, length = v["trainer.total_training_steps"], {}
     if steps is not None and "total_steps" not in schedule and (warmup.get("warmup_steps") or 0) < steps:
         length = {"total_steps": steps}  # even if epochs end before or the critic begins alone
     return {
-        **_kind(v, f"{at}.optimizer", native, megatron=megatron),
+        **_kind(v, at, native, engine=engine),
         f"{native}.weight_decay": v[f"{at}.weight_decay"],
-        f"{native}.decay_all": not megatron,
+        f"{native}.decay_all": engine != "megatron",
         f"{native}.betas": v.get(f"{at}.betas", [0.9, 0.999]),
+        **({f"{native}.eps": v[f"{at}.eps"]} if "eps" in OWN.get(engine, ()) else {}),
         f"{native}.max_grad_norm": clip or None,
         f"{native}.schedule.unit": "train_step",
-        f"{native}.schedule.warmup_ends": "start" if v.get(f"{at}.zero_indexed_step", True) else "peak",
         **{f"{native}.schedule.{key}": value for key, value in {**schedule, **warmup, **length}.items()},
     }
 
 
-def _kind(v: Values, key: str, native: str, *, megatron: bool) -> Native:
-    """FSDP has AdamW alone; Megatron's adam is AdamW, too, and its sgd has a momentum that no key of verl sets."""
-    kinds = {"adam": "adamw", "sgd": "sgd", "muon": None} if megatron else {"adam": "adamw", "AdamW": "adamw"}
-    kind = choose({key: v.get(key, "adam")}, key, {**kinds, **({"AdamW": "adamw"} if megatron else {})})
+OWN: Mapping[str, Mapping[str, Json]] = {
+    "veomni": {"lr_min": 0.0, "lr_start": 0.0, "lr_decay_ratio": 1.0},
+    "torchtitan": {"name": "AdamW", "eps": 1e-8, "decay_type": "linear", "min_lr_factor": 0.0},
+    "automodel": {"eps": 1e-8, "init_lr_ratio": 0.1},
+}
+"""Keys that only some engines have, with their defaults."""
+
+
+def _check_own(v: Values, at: str, engine: str) -> None:
+    """A key of another engine has no effect, and verl knows it there only."""
+    for other, keys in OWN.items():
+        for name, default in keys.items():
+            value = v.get(f"{at}.{name}", default)
+            if name not in OWN.get(engine, ()) and value != default:
+                raise ConfigError(
+                    f"{at}.{name}={shown(value)} is a key of {other}, not of {engine}; leave it out"
+                )
+
+
+ADAMW = dict.fromkeys(("adam", "AdamW", "FusedAdam"), "adamw")
+OPTIMIZERS: Mapping[str, tuple[str, str, Mapping[str, str | None]]] = {
+    "fsdp": ("optimizer", "AdamW", ADAMW),
+    "megatron": ("optimizer", "adam", {**ADAMW, "sgd": "sgd", "muon": None}),
+    "veomni": ("optimizer", "adamw", {**ADAMW, "adamw": "adamw", "anyprecision_adamw": None}),
+    "torchtitan": ("name", "AdamW", {"AdamW": "adamw", "Adam": "adam"}),
+    "automodel": ("optimizer", "AdamW", ADAMW),
+}
+"""By engine: the key that names the optimizer, its default, and the native optimizers by its values."""
+
+
+def _kind(v: Values, at: str, native: str, *, engine: str) -> Native:
+    """Megatron's adam is AdamW, too, and its sgd has a momentum that no key of verl sets."""
+    name, default, kinds = OPTIMIZERS[engine]
+    kind = choose({f"{at}.{name}": v.get(f"{at}.{name}", default)}, f"{at}.{name}", kinds)
     return {f"{native}.name": kind, **({f"{native}.momentum": 0.9} if kind == "sgd" else {})}
 
 
-def _warmup(v: Values, at: str, *, megatron: bool) -> Native:
-    """Steps, or else a share of all. Megatron takes the share also at 0 steps, and so does FSDP since 0.8.0."""
+def _warmup(v: Values, at: str, *, engine: str) -> Native:
+    """Steps, or else a share of all. Until 0.8.0 FSDP alone takes 0 steps for no warm-up; elsewhere the share counts
+    then, too. VeOmni loses the steps on their way; they count here."""
     steps, ratio = v[f"{at}.lr_warmup_steps"], v[f"{at}.lr_warmup_steps_ratio"]
-    least = 1 if megatron or since(v, "verl", "0.8.0") else 0
+    least = 0 if engine == "fsdp" and not since(v, "verl", "0.8.0") else 1
     if steps is not None and steps >= least:
         return {"warmup_steps": steps}
+    if engine == "veomni" and v[f"{at}.lr_decay_ratio"] != 1.0:  # a share of all steps, not of the decay's
+        return {"warmup_steps": int(ratio * (v["trainer.total_training_steps"] or 0))}
     return {"warmup_ratio": ratio} if ratio else NOTHING
 
 
 def _fsdp_schedule(v: Values, at: str) -> Native:
     """Until 0.6.0 a cosine also warms up from its floor, and not from 0."""
-    if v[f"{at}.warmup_style"] in (None, "constant"):
-        return {"type": "constant"}
+    ends = {"warmup_ends": "start" if v.get(f"{at}.zero_indexed_step", True) else "peak"}
+    if _fsdp_type(v, at) == "constant":
+        return {"type": "constant", **ends}
     low = v[f"{at}.min_lr_ratio"] or 0.0
     return {
         "type": "cosine",
         "min_lr_ratio": low,
         "warmup_start_ratio": 0.0 if since(v, "verl", "0.6.0") else low,
         "num_cycles": v[f"{at}.num_cycles"],
+        **ends,
     }
+
+
+def _fsdp_type(v: Values, at: str) -> str:
+    """lr_scheduler_type, or the older warmup_style, which must not contradict it."""
+    key, older = f"{at}.lr_scheduler_type", v[f"{at}.warmup_style"]
+    if None not in (v[key], older) and v[key] != older and since(v, "verl", "0.6.0"):
+        raise ConfigError(f"{key}={v[key]} and {at}.warmup_style={older} differ; keep one")
+    return choose({key: v[key] or older or "constant"}, key, {"constant": "constant", "cosine": "cosine"})
+
+
+def _type(v: Values, at: str, known: Mapping[str, str]) -> str:
+    """lr_scheduler_type of VeOmni and Automodel, a cosine by default."""
+    key = f"{at}.lr_scheduler_type"
+    return choose({key: v[key] or "cosine"}, key, known)
+
+
+def _veomni_schedule(v: Values, at: str) -> Native:
+    """VeOmni warms up from lr_start to lr; a cosine goes down to lr_min by a share of all steps."""
+    kind = _type(v, at, {"constant": "constant", "cosine": "cosine"})
+    start = {"warmup_start_ratio": _share(v, at, "lr_start")}
+    if kind == "constant":
+        return {"type": kind, **start}
+    return {"type": kind, "min_lr_ratio": _share(v, at, "lr_min"), **start, **_decay_end(v, at)}
+
+
+def _decay_end(v: Values, at: str) -> Native:
+    """The step at which VeOmni's cosine ends."""
+    share, steps = v[f"{at}.lr_decay_ratio"], v["trainer.total_training_steps"]
+    if share == 1.0:
+        return NOTHING
+    if steps is None:
+        raise NotSupportedYet(
+            f"{at}.lr_decay_ratio={share}: a share of a number of steps that is not given is coming, not built yet; "
+            "give trainer.total_training_steps"
+        )
+    return {"total_steps": max(int(steps * share), 1)}
+
+
+TITAN_DECAYS = {"linear": "linear", "cosine": "cosine", "sqrt": "wsd"}
+
+
+def _torchtitan_schedule(v: Values, at: str) -> Native:
+    """Step s of W has (s + 1) / W of the peak; then the rate goes down to min_lr_factor. verl does not tell torchtitan
+    how many steps there are, so there the decay is over its own 10,000; here it is over the run's."""
+    kind = choose(v, f"{at}.decay_type", TITAN_DECAYS)
+    shape = {"decay_type": "minus_sqrt", "decay_ratio": 1.0} if kind == "wsd" else {}
+    return {"type": kind, "warmup_ends": "peak", "min_lr_ratio": v[f"{at}.min_lr_factor"], **shape}
+
+
+AUTOMODEL_STYLES = {
+    "constant": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "inverse-square-root": "inverse_sqrt",
+}
+
+
+def _automodel_schedule(v: Values, at: str) -> Native:
+    """Automodel has Megatron's scheduler, with shares of lr in place of rates."""
+    kind = _type(v, at, AUTOMODEL_STYLES)
+    start, low = v[f"{at}.init_lr_ratio"], v[f"{at}.min_lr_ratio"]
+    out = {"type": kind, "warmup_start_ratio": 0.1 if start is None else start}
+    return out if kind == "constant" else {**out, "min_lr_ratio": 0.01 if low is None else low}
 
 
 MEGATRON_STYLES = {
@@ -91,19 +190,23 @@ MEGATRON_STYLES = {
 
 def _megatron_schedule(v: Values, at: str) -> Native:
     """Megatron warms up from lr_warmup_init to lr, and goes down to min_lr by the step lr_decay_steps."""
-    key, lr = f"{at}.lr_decay_style", v[f"{at}.lr"]
+    key = f"{at}.lr_decay_style"
     kind = choose({key: _style(v, at)}, key, MEGATRON_STYLES)
-    shares = {key: v[f"{at}.{key}"] for key in ("min_lr", "lr_warmup_init")}
-    for key, value in shares.items():
-        if not 0 <= value <= lr:
-            raise ConfigError(f"{at}.{key}={value} must be between 0 and {at}.lr={lr}")
-    low, start = (value / lr if lr else 0.0 for value in shares.values())
+    low, start = (_share(v, at, name) for name in ("min_lr", "lr_warmup_init"))
     out: dict[str, Json] = {"type": kind, "warmup_start_ratio": start}
     if v[f"{at}.lr_decay_steps"] not in (None, -1):
         out["total_steps"] = v[f"{at}.lr_decay_steps"]
     if kind == "wsd":
         out |= _stable_then_down(v, at)
     return out if out["type"] == "constant" else out | {"min_lr_ratio": low}
+
+
+def _share(v: Values, at: str, name: str) -> float:
+    """A learning rate as a share of lr."""
+    lr, value = v[f"{at}.lr"], v[f"{at}.{name}"]
+    if not 0 <= value <= lr:
+        raise ConfigError(f"{at}.{name}={value} must be between 0 and {at}.lr={lr}")
+    return float(value / lr) if lr else 0.0
 
 
 def _style(v: Values, at: str) -> Json:
@@ -127,3 +230,12 @@ def _stable_then_down(v: Values, at: str) -> Native:
     if v[f"{at}.lr_wsd_decay_steps"] is None:
         raise ConfigError(f"{at}.lr_decay_style=WSD needs {at}.lr_wsd_decay_steps, the steps of the decay")
     return {"decay_type": shape, "decay_steps": v[f"{at}.lr_wsd_decay_steps"]}
+
+
+SCHEDULES: Mapping[str, Callable[[Values, str], Native]] = {
+    "fsdp": _fsdp_schedule,
+    "megatron": _megatron_schedule,
+    "veomni": _veomni_schedule,
+    "torchtitan": _torchtitan_schedule,
+    "automodel": _automodel_schedule,
+}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from whet.config.faults import shown
 from whet.config.urls import is_remote
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
@@ -45,32 +47,104 @@ def local(v: Values, key: str) -> str:
 
 # ---------------------------------------------------------------- who is there
 
-FAMILIES = {
-    **dict.fromkeys(("fsdp", "fsdp2"), "fsdp"),
-    "megatron": "megatron",
-    **dict.fromkeys(("veomni", "torchtitan", "automodel", "mindspeed", "fsdp_turbo")),
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A training engine: its section of a role, and the names of parallel sizes in it."""
+
+    section: str
+    of_critic: str = ""
+    """Its section of the critic, where that has another name."""
+    tp: str = ""
+    pp: str = ""
+    cp: str = ""
+    ep: str = ""
+    copies: str = ""
+    """Number of copies of the weights (dp_replicate)."""
+    shards: str = ""
+    """Ranks that share one copy (dp_shard)."""
+    sharing: str = "cp"
+    """The dimension whose ranks share the tokens of a sequence, each with the role's budget of tokens."""
+
+    @property
+    def sizes(self) -> dict[str, str]:
+        """By dimension: the name of its size."""
+        return {dim: name for dim in ("tp", "pp", "cp", "ep") if (name := getattr(self, dim))}
+
+
+ENGINES = {
+    "fsdp": Engine(section="fsdp_config", of_critic="model.fsdp_config", shards="fsdp_size"),
+    "megatron": Engine(
+        section="megatron",
+        tp="tensor_model_parallel_size",
+        pp="pipeline_model_parallel_size",
+        cp="context_parallel_size",
+        ep="expert_model_parallel_size",
+    ),
+    "veomni": Engine(
+        section="veomni", cp="ulysses_parallel_size", ep="expert_parallel_size", shards="fsdp_size"
+    ),
+    "torchtitan": Engine(
+        section="torchtitan",
+        tp="tensor_parallel_size",
+        pp="pipeline_parallel_size",
+        cp="context_parallel_size",
+        ep="expert_parallel_size",
+        copies="data_parallel_replicate_size",
+        shards="data_parallel_shard_size",
+        sharing="tp",
+    ),
+    "automodel": Engine(
+        section="engine", tp="tp_size", pp="pp_size", cp="cp_size", ep="ep_size", copies="dp_replicate_size"
+    ),
 }
-"""Of strategies; None: engines of others, which are not built."""
+"""By name. FSDP's sequence-parallel size stands beside its section, one for each role. Automodel is of the SFT trainer
+alone, whose engines all have the section `engine`."""
 
-MODEL_ENGINES = {"dp": "fsdp", "megatron": "megatron", **dict.fromkeys(("veomni", "torchtitan", "mindspeed"))}
+FAMILIES = {
+    **dict.fromkeys(("fsdp", "fsdp2", "fsdp_turbo"), "fsdp"),
+    **{name: name for name in ("megatron", "veomni", "torchtitan")},
+    "mindspeed": None,
+}
+"""The engine of each strategy; None: not built."""
 
-MEGATRON_SIZES = tuple(
-    f"{MEGATRON}.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")
-)
+MODEL_ENGINES = {**{name: FAMILIES[name] for name in FAMILIES if not name.startswith("fsdp")}, "dp": "fsdp"}
+
+_BASES = {
+    "ppo_megatron_trainer": "megatron",
+    **{f"model_engine={name}": name for name in MODEL_ENGINES},
+    **{f"actor={name}_actor": name for name in MODEL_ENGINES},
+}
+"""What Hydra's list of files says about the engine."""
 
 
-_MEGATRON_BASES = ("ppo_megatron_trainer", "actor=megatron_actor", "model_engine=megatron")
+def engine_of(v: Values) -> str:
+    """The actor's engine: by its strategy, by model_engine, by Hydra's base file or group, or by Megatron's sizes,
+    which only that base file has."""
+    named = (FAMILIES.get(str(v[f"{ACTOR}.strategy"])), MODEL_ENGINES.get(str(v["model_engine"])))
+    sized = any(v[f"{MEGATRON}.{name}"] > 1 for name in _MEGATRON_SIZES)
+    found = [*named, *(_BASES.get(name) for name in bases(v)), "megatron" if sized else None]
+    return next((name for name in found if name not in (None, "fsdp")), "fsdp")
+
+
+_MEGATRON_SIZES = [name for dim, name in ENGINES["megatron"].sizes.items() if dim != "ep"]
 
 
 def is_megatron(v: Values) -> bool:
-    """Whether the optimizer keys are Megatron's: by the strategy, by Hydra's base file or group, or by its sizes, which
-    only that base file has."""
-    return (
-        v[f"{ACTOR}.strategy"] == "megatron"
-        or v["model_engine"] == "megatron"
-        or any(name in _MEGATRON_BASES for name in bases(v))
-        or any(v[name] > 1 for name in MEGATRON_SIZES)
-    )
+    return engine_of(v) == "megatron"
+
+
+def section(v: Values, role: str) -> str:
+    """The section of the actor's engine in a role."""
+    engine = ENGINES[engine_of(v)]
+    return f"{role}.{(engine.of_critic if role == CRITIC else '') or engine.section}"
+
+
+def parallel_keys(v: Values, role: str) -> dict[str, str]:
+    """By dimension: the key of its size. Those of the actor's section are for all roles."""
+    if engine_of(v) == "fsdp":
+        return {"cp": f"{role}.ulysses_sequence_parallel_size"}
+    return {dim: f"{section(v, ACTOR)}.{name}" for dim, name in ENGINES[engine_of(v)].sizes.items()}
 
 
 def check_engine(v: Values) -> None:
@@ -98,7 +172,7 @@ def has_turns(v: Values) -> bool:
 
 
 def same_family(v: Values) -> Native:
-    """Actor and critic are both FSDP's or both Megatron's."""
+    """Actor and critic have the same engine."""
     mine, other = (choose(v, f"{role}.strategy", FAMILIES) for role in (ACTOR, CRITIC))
     if has_critic(v) and mine != other:
         raise ConfigError(
@@ -120,8 +194,11 @@ def critic_there(v: Values) -> Native:
 BASES = ("ppo_trainer", "ppo_megatron_trainer", "legacy_reward_impl", "_self_")
 
 PARTS_OF_BASES = {
-    **dict.fromkeys(("actor", "ref", "critic", "reward_model"), ("dp_", "megatron_", "${model_engine}_")),
-    **dict.fromkeys(("engine", "optim", "model_engine"), ("fsdp", "dp", "megatron")),
+    **dict.fromkeys(
+        ("actor", "ref", "critic", "reward_model"),
+        ("dp_", "megatron_", "veomni_", "torchtitan_", "${model_engine}_"),
+    ),
+    **dict.fromkeys(("engine", "optim", "model_engine"), (*ENGINES, "dp")),
     **{name: (name,) for name in ("rollout", "reward", "profiler", "npu_profile", "rollout_correction")},
     "data": ("legacy_data",),
     "model": ("hf_model",),
@@ -261,23 +338,29 @@ def _lora(v: Values, model: str, *, native: str) -> Native:
 def dtype(v: Values) -> Native:
     """One dtype for engine and trainer. bfloat16 is left to the device (float32 on a CPU), with master weights unless
     the parameters themselves are to be bfloat16."""
-    trained = f"{MEGATRON if is_megatron(v) else FSDP}.dtype"
-    mine, sampled = v[trained], v[f"{ROLLOUT}.dtype"]
+    trained = f"{section(v, ACTOR)}.dtype"
+    mine, sampled = v.get(trained, "bfloat16"), v[f"{ROLLOUT}.dtype"]
     if sampled == "float16" != mine or mine == "float16" != sampled:
         raise NotSupportedYet(
             f"{ROLLOUT}.dtype={sampled} beside {trained}={mine} is coming, not built yet: float16 is that of both"
         )
-    if v[f"{FSDP}.model_dtype"] in ("bf16", "bfloat16") and not is_megatron(v):
+    if _narrow_weights(v):
         return {"model.dtype": "bfloat16", "train.precision.master_weights": False}
     wanted = mine if mine != "bfloat16" else sampled
     return {} if wanted == "bfloat16" else {"model.dtype": wanted}
 
 
+def _narrow_weights(v: Values) -> bool:
+    """Whether the optimizer updates weights in bfloat16, without a copy in float32."""
+    engine = engine_of(v)
+    if engine == "veomni":
+        return not v[f"{ACTOR}.veomni.mixed_precision"]
+    return engine == "fsdp" and v[f"{FSDP}.model_dtype"] in ("bf16", "bfloat16")
+
+
 def offloaded(v: Values) -> Native:
     """What rests in the host's memory. FSDP2's offload_policy: weights, gradients and the optimizer's state."""
-    mine, other = f"{ACTOR}.fsdp_config", "critic.model.fsdp_config"
-    if is_megatron(v):
-        mine, other = MEGATRON, "critic.megatron"
+    mine, other, compared = (section(v, role) for role in (ACTOR, CRITIC, REF))
     names = [
         *_alike(
             v, "activations", f"{MODEL}.enable_activation_offload", "critic.model.enable_activation_offload"
@@ -289,10 +372,10 @@ def offloaded(v: Values) -> Native:
     )
     rests = {
         "critic": has_critic(v) and _rests(v, other),
-        "reference": bool(compares) and _rests(v, mine.replace(ACTOR, REF)),
+        "reference": bool(compares) and _rests(v, compared),
         "policy": _rests(v, mine),
     }
-    if v[f"{mine}.grad_offload"] and not rests["policy"]:
+    if v.get(f"{mine}.grad_offload") and not rests["policy"]:
         raise NotSupportedYet(
             f"{mine}.grad_offload=True without param_offload is coming, not built yet: gradients are where their "
             "weights are"
@@ -300,18 +383,22 @@ def offloaded(v: Values) -> Native:
     return {"train.offload": [*names, *(name for name, there in rests.items() if there)]}
 
 
+WHOLE = ("offload_policy", "enable_fsdp_offload")
+"""Keys of FSDP2 and VeOmni that offload weights, gradients and the optimizer's state together."""
+
+
 def _rests(v: Values, at: str) -> bool:
     """Whether a role's weights lie in the host's memory."""
-    return bool(v.get(f"{at}.param_offload") or v.get(f"{at}.offload_policy"))
+    return any(v.get(f"{at}.{name}") for name in ("param_offload", *WHOLE))
 
 
 def _alike(v: Values, name: str, *keys: str) -> list[str]:
     """What policy and critic do alike: their activations, or their optimizers' state."""
-    policies = [f"{key.rpartition('.')[0]}.offload_policy" for key in keys]
-    wanted = [bool(v[key] or (name == "optimizer" and v.get(too))) for key, too in zip(keys, policies)]
+    too = [[f"{key.rpartition('.')[0]}.{whole}" for whole in WHOLE if name == "optimizer"] for key in keys]
+    wanted = [bool(v[key] or any(v.get(whole) for whole in wholes)) for key, wholes in zip(keys, too)]
     if has_critic(v) and wanted[0] != wanted[1]:
         told = [
-            f"{key} or {too}" if too in v and name == "optimizer" else key for key, too in zip(keys, policies)
+            " or ".join([key, *(whole for whole in wholes if whole in v)]) for key, wholes in zip(keys, too)
         ]
         raise NotSupportedYet(
             f"{told[1]}: {wanted[1]} beside {told[0]}: {wanted[0]} is coming, not built yet: here policy and critic do "

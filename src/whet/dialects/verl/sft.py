@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
-from whet.dialects.layout import PARALLEL, Layout, groups
+from whet.dialects.layout import PARALLEL, Layout
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.dialects.verl import optimizer as ppo
 from whet.dialects.verl.data import rows
 from whet.dialects.verl.loop import CONTENTS, PARTS
-from whet.dialects.verl.roles import anywhere, texts
+from whet.dialects.verl.roles import ENGINES, FAMILIES, anywhere, texts
+from whet.dialects.verl.sizes import copies_and_shards
 from whet.types import ConfigError, Json
 
 _FSDP = "model.fsdp_config"
@@ -25,8 +26,19 @@ UNGIVEN = "~/models/gemma-1.1-7b-it"
 """The older file's model, which is another than that of any run."""
 
 
+def engine_of(v: Values) -> str:
+    """The engine by its strategy, whose row says which are built; Automodel is of this trainer alone."""
+    name = str(v["model.strategy"])
+    return name if name == "automodel" else FAMILIES.get(name) or "fsdp"
+
+
 def is_megatron(v: Values) -> bool:
-    return bool(v["model.strategy"] == "megatron")
+    return engine_of(v) == "megatron"
+
+
+def has_moment_dtypes(v: Values) -> bool:
+    """Whether the engine reads dtypes of the optimizer's moments."""
+    return engine_of(v) in ("megatron", "automodel")
 
 
 def recipe(v: Values) -> Native:
@@ -112,25 +124,26 @@ def _world(v: Values) -> int:
     return int(v["trainer.nnodes"] * v["trainer.n_gpus_per_node"])
 
 
-_SIZES = tuple(f"engine.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
+def _parallel_keys(v: Values) -> dict[str, str]:
+    """By dimension: the key of its size."""
+    engine = engine_of(v)
+    if engine == "fsdp":
+        return {"cp": "ulysses_sequence_parallel_size"}
+    return {dim: f"engine.{name}" for dim, name in ENGINES[engine].sizes.items()}
 
 
 def _ranks(v: Values) -> int:
     """Data-parallel ranks."""
-    shared = math.prod(v[key] for key in _SIZES) if is_megatron(v) else v["ulysses_sequence_parallel_size"]
+    shared = math.prod(v[key] for dim, key in _parallel_keys(v).items() if dim != "ep")
     return max(_world(v) // int(shared), 1)
 
 
 def layout(v: Values) -> Native:
-    """FSDP over all devices, Ulysses inside, or Megatron's sizes; `batch` has their rules."""
-    dp, nodes = _ranks(v), v["trainer.nnodes"]
-    if is_megatron(v):
-        tp, pp, cp = (v[key] for key in _SIZES)
-        ep = v["engine.expert_model_parallel_size"]
-        return Layout(dp_shard=dp, tp=tp, pp=pp, cp=cp, ep=ep, nodes=nodes).natives()
-    copies, shards = groups(v["engine.fsdp_size"], dp, key="engine.fsdp_size")
-    cp = v["ulysses_sequence_parallel_size"]
-    return Layout(dp_replicate=copies, dp_shard=shards, cp=cp, nodes=nodes).natives()
+    """The sizes of the engine over all devices; `batch` has their rules."""
+    sizes = {dim: v[key] for dim, key in _parallel_keys(v).items()}
+    dp, engine = _ranks(v), ENGINES[engine_of(v)]
+    copies, shards = copies_and_shards(v, engine, "engine", dp=dp, each=_world(v) // dp)
+    return Layout(dp_replicate=copies, dp_shard=shards, nodes=v["trainer.nnodes"], **sizes).natives()
 
 
 def sharding(v: Values) -> Native:
@@ -154,11 +167,9 @@ def optimizer(v: Values) -> Native:
     """AdamW over all parameters; a linear warm-up whose first step moves nothing, then half a cosine, or a stable part
     and half a cosine in the last tenth of what is left. Over engines as in verl's PPO."""
     if over_engines(v):
-        named = {"optim.warmup_style": v["optim.warmup_style"] or v["optim.lr_scheduler_type"]}
-        ratio = {"optim.lr_warmup_steps_ratio": v["optim.warmup_steps_ratio"]}
-        every = {**v, **named, **ratio}
+        every = {**v, "optim.lr_warmup_steps_ratio": v["optim.warmup_steps_ratio"]}
         return ppo.settings(
-            every, "optim", native="train.optimizer", megatron=is_megatron(v), clip=v["optim.clip_grad"]
+            every, "optim", native="train.optimizer", engine=engine_of(v), clip=v["optim.clip_grad"]
         )
     at = "train.optimizer"
     kind = choose(v, "optim.lr_scheduler", {"cosine": "cosine", "wsd": "wsd"})
@@ -191,7 +202,9 @@ def dtype(v: Values) -> Native:
     left to the device, with master weights unless the parameters themselves are to be bfloat16."""
     if not over_engines(v):
         return {"model.dtype": choose(v, f"{_FSDP}.model_dtype", DTYPES)}
-    if choose(v, "engine.model_dtype", DTYPES) == "bfloat16" and not is_megatron(v):
+    engine, weights = engine_of(v), choose(v, "engine.model_dtype", DTYPES)
+    narrow = weights == "bfloat16" and engine in ("fsdp", "automodel")
+    if narrow or (engine == "veomni" and v["engine.mixed_precision"] is False):
         return {"model.dtype": "bfloat16", "train.precision.master_weights": False}
     return {} if choose(v, "engine.dtype", DTYPES) == "bfloat16" else {"model.dtype": "float32"}
 

@@ -16,16 +16,20 @@ from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.verl.roles import (
     ACTOR,
     CRITIC,
+    ENGINES,
     FSDP,
-    MEGATRON,
-    MEGATRON_SIZES,
     MODEL,
     REF,
     ROLLOUT,
+    Engine,
+    engine_of,
     has_critic,
     has_reference,
     is_megatron,
+    parallel_keys,
+    section,
 )
+from whet.dialects.versions import since
 from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- devices
@@ -51,8 +55,7 @@ def world(v: Values) -> int:
 
 def ranks(v: Values, role: str) -> int:
     """dp = W / (tensor, pipeline, context or sequence parallel sizes), which must divide W."""
-    keys = MEGATRON_SIZES if is_megatron(v) else (f"{role}.ulysses_sequence_parallel_size",)
-    sizes = {name: v[name] for name in keys}
+    sizes = {key: v[key] for dim, key in parallel_keys(v, role).items() if dim != "ep"}
     W, shared = world(v), math.prod(sizes.values())
     if W % shared:
         told = " * ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
@@ -63,7 +66,7 @@ def ranks(v: Values, role: str) -> int:
 def check_parallel(v: Values) -> Native:
     """Devices must divide as verl asserts."""
     sides = [(ACTOR, MODEL), (REF, MODEL), *([(CRITIC, "critic.model")] if has_critic(v) else [])]
-    for role, model in () if is_megatron(v) else sides:
+    for role, model in sides if engine_of(v) == "fsdp" else ():
         key, packed = f"{role}.ulysses_sequence_parallel_size", f"{model}.use_remove_padding"
         if v[key] > 1 and not v[packed]:
             raise ConfigError(f"{key}={v[key]}: sequence parallelism needs {packed}=True")
@@ -80,16 +83,29 @@ def layout(v: Values) -> Native:
     """The actor's layout serves all models. Its W devices hold W / tp engines, which take turns with training, or
     engines have devices of their own."""
     check_parallel(v)
-    dp, nodes = ranks(v, ACTOR), v["trainer.nnodes"]
+    dp, at = ranks(v, ACTOR), section(v, ACTOR)
+    sizes = {dim: v[key] for dim, key in parallel_keys(v, ACTOR).items()}
+    copies, shards = copies_and_shards(v, ENGINES[engine_of(v)], at, dp=dp, each=world(v) // dp)
     engines = max(_engine_devices(v) // v[f"{ROLLOUT}.tensor_model_parallel_size"], 1)
-    if is_megatron(v):
-        tp, pp, cp = (v[name] for name in MEGATRON_SIZES)
-        ep, chunks = v[f"{MEGATRON}.expert_model_parallel_size"], v[f"{MEGATRON}.{CHUNKS}"]
-        made = Layout(dp_shard=dp, tp=tp, pp=pp, cp=cp, ep=ep, engines=engines, nodes=nodes).natives()
-        return made | ({f"{PARALLEL}.pipeline_chunks": chunks} if pp > 1 and chunks else {})
-    copies, shards = groups(v[f"{FSDP}.fsdp_size"], dp, key=f"{FSDP}.fsdp_size")
-    cp = v[f"{ACTOR}.ulysses_sequence_parallel_size"]
-    return Layout(dp_replicate=copies, dp_shard=shards, cp=cp, engines=engines, nodes=nodes).natives()
+    made = Layout(
+        dp_replicate=copies, dp_shard=shards, engines=engines, nodes=v["trainer.nnodes"], **sizes
+    ).natives()
+    chunks = v.get(f"{at}.{CHUNKS}") if sizes.get("pp", 1) > 1 else None
+    return made | ({f"{PARALLEL}.pipeline_chunks": chunks} if chunks else {})
+
+
+def copies_and_shards(v: Values, engine: Engine, at: str, *, dp: int, each: int) -> tuple[int, int]:
+    """(dp_replicate, dp_shard) of dp data-parallel ranks of `each` devices, by the sizes in an engine's section."""
+    if engine.copies:
+        copies = v[f"{at}.{engine.copies}"]
+        shards = v[f"{at}.{engine.shards}"] if engine.shards else -1
+        if dp % copies or shards not in (-1, dp // copies):
+            told = f" * {at}.{engine.shards}={shards}" if engine.shards else ""
+            raise ConfigError(f"{at}.{engine.copies}={copies}{told} must make the {dp} data-parallel ranks")
+        return copies, dp // copies
+    if not engine.shards:
+        return 1, dp
+    return groups(v[f"{at}.{engine.shards}"], dp, key=f"{at}.{engine.shards}", each=each)
 
 
 CHUNKS = "virtual_pipeline_model_parallel_size"
@@ -107,7 +123,7 @@ def _engine_devices(v: Values) -> int:
 
 def sharding(v: Values) -> Native:
     """How FSDP gathers what it has cut. Without forward_prefetch nothing is gathered ahead."""
-    if is_megatron(v):
+    if engine_of(v) != "fsdp":
         return NOTHING
     return {
         f"{PARALLEL}.wrap_min_num_params": v[f"{FSDP}.wrap_policy.min_num_params"],
@@ -154,9 +170,10 @@ def mini_batches(v: Values, role: str) -> int:
     if mini > B:
         raise ConfigError(f"data.train_batch_size={B} must be at least {key}={mini}")
     if B % mini:
-        raise ConfigError(
-            f"{key}={mini} must divide data.train_batch_size={B}: a smaller last mini batch would count too much"
-        )
+        said = f"{key}={mini} must divide data.train_batch_size={B}"
+        if since(v, "verl", "0.8.0"):
+            raise ConfigError(said)
+        raise NotSupportedYet(f"{said}: a smaller last mini batch is coming, not built yet")
     if not dynamic:
         _check_shares(v, role, of_step=B * n, of_mini=mini * n)
     return B // int(mini)
@@ -304,6 +321,5 @@ def _asked(v: Values, role: str, sequences: str, dynamic: str, tokens: str) -> t
 
 def _sharing(v: Values, role: str) -> int:
     """Ranks that share the tokens of a sequence, each with the role's budget, as there."""
-    if is_megatron(v):
-        return int(v[f"{MEGATRON}.context_parallel_size"])
-    return int(v[f"{ACTOR if role == ROLLOUT else role}.ulysses_sequence_parallel_size"])
+    keys = parallel_keys(v, ACTOR if role == ROLLOUT else role)
+    return int(v[keys[ENGINES[engine_of(v)].sharing]])

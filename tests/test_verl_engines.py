@@ -1,0 +1,256 @@
+"""verl's training engines: which keys of optimizers, sizes and memory each one reads, with numbers worked by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from whet.config import schema
+from whet.config.schedules import factor
+from whet.dialects.tables import dialect
+from whet.dialects.translate import Translation, translate
+from whet.types import Json
+
+A, R, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
+OPT = A + "optim."
+
+FITS: dict[str, Json] = {
+    "algorithm.adv_estimator": "grpo",
+    A + "ppo_micro_batch_size_per_gpu": 1,
+    R + "log_prob_micro_batch_size_per_gpu": 8,
+    R + "n": 8,
+}
+SFT: dict[str, Json] = {
+    "model.path": "m",
+    "data.max_token_len_per_gpu": 4096,
+    "trainer.n_gpus_per_node": 8,
+}
+
+
+def made(given: Mapping[str, Json], *, version: str = "main", kind: str = "verl-ppo") -> Translation:
+    """A file with these dotted keys beside those that every file needs."""
+    tree: dict[str, Json] = {}
+    for key, value in {**(FITS if kind == "verl-ppo" else SFT), **given}.items():
+        *above, last = key.split(".")
+        around = tree
+        for part in above:
+            around = around.setdefault(part, {})
+        around[last] = value
+    return translate(tree, dialect(kind, version), origins={})
+
+
+def train(given: Mapping[str, Json], **how: str) -> dict[str, Json]:
+    found = made(given, **how)
+    assert found.problems == found.unbuilt == ()
+    section: dict[str, Json] = found.tree["train"]
+    return section
+
+
+def told(given: Mapping[str, Json], **how: str) -> str:
+    found = made(given, **how)
+    return " ".join(text for _, text in (*found.problems, *found.unbuilt))
+
+
+def factors(optimizer: Mapping[str, Json], *steps: int) -> list[float]:
+    """Of the learning rate in these steps of ten."""
+    schedule = schema.Schedule(**optimizer["schedule"])
+    assert schedule.unit == "train_step"
+    return [round(factor(schedule, step, 10), 12) for step in steps]
+
+
+VEOMNI: dict[str, Json] = {"model_engine": "veomni"}
+TITAN: dict[str, Json] = {"model_engine": "torchtitan", A + "torchtitan.data_parallel_shard_size": -1}
+
+# ---------------------------------------------------------------- schedules
+
+
+def test_veomni_warms_up_from_lr_start_and_its_cosine_ends_at_lr_min() -> None:
+    rates: dict[str, Json] = {OPT + "lr": 1e-5, OPT + "lr_start": 2e-6, OPT + "lr_min": 1e-6}
+    given = {**VEOMNI, **rates, OPT + "lr_warmup_steps_ratio": 0.2}
+    # two steps from 0.2 to 1; half of the cosine is done in step 2 + 8/2, and its floor is 0.1
+    assert factors(train(given)["optimizer"], 0, 1, 2, 6) == [0.2, 0.6, 1.0, 0.55]
+    constant = train({**given, OPT + "lr_scheduler_type": "constant"})["optimizer"]
+    assert factors(constant, 0, 1, 2, 9) == [0.2, 0.6, 1.0, 1.0]
+    short = {**given, OPT + "lr_decay_ratio": 0.6, "trainer.total_training_steps": 10}
+    assert factors(train(short)["optimizer"], 2, 4, 7) == [1.0, 0.55, 0.1], "done in step 6"
+    assert "give trainer.total_training_steps" in told({**given, OPT + "lr_decay_ratio": 0.6})
+
+
+def test_torchtitan_warms_up_to_the_peak_and_decays_by_its_own_shapes() -> None:
+    given = {**TITAN, OPT + "lr_warmup_steps": 2, OPT + "min_lr_factor": 0.2}
+    assert factors(train(given)["optimizer"], 0, 1, 2, 3, 6) == [0.5, 1.0, 1.0, 0.9, 0.6]
+    cosine = train({**given, OPT + "decay_type": "cosine"})["optimizer"]
+    assert factors(cosine, 0, 2, 6) == [0.5, 1.0, 0.6]
+    root = train({**given, OPT + "decay_type": "sqrt"})["optimizer"]
+    assert factors(root, 1, 2, 4) == [1.0, 1.0, 0.6], "1 - sqrt(2/8) = 0.5 of what is above 0.2"
+    adam = train({**TITAN, OPT + "name": "Adam", OPT + "eps": 1e-6})["optimizer"]
+    assert (adam["name"], adam["eps"], adam["decay_all"]) == ("adam", 1e-6, True)
+
+
+def test_automodel_has_megatrons_schedule_with_shares_of_the_rate() -> None:
+    given: dict[str, Json] = {"engine.strategy": "automodel", "optim.lr_warmup_steps": 2}
+    own = train(given, kind="verl-sft")["optimizer"]
+    assert factors(own, 0, 1, 2, 6) == [0.1, 0.55, 1.0, 0.505], "from 0.1, down to 0.01"
+    other = {
+        **given,
+        "optim.lr_scheduler_type": "linear",
+        "optim.min_lr_ratio": 0.2,
+        "optim.init_lr_ratio": 0.0,
+    }
+    assert factors(train(other, kind="verl-sft")["optimizer"], 0, 1, 2, 6) == [0.0, 0.5, 1.0, 0.6]
+
+
+def test_the_default_schedule_is_the_engines() -> None:
+    kinds = {
+        name: train({"model_engine": name, **more})["optimizer"]["schedule"]["type"]
+        for name, more in {"dp": {}, "megatron": {}, "veomni": {}, "torchtitan": TITAN}.items()
+    }
+    assert kinds == {"dp": "constant", "megatron": "constant", "veomni": "cosine", "torchtitan": "linear"}
+    turbo, fsdp = (train({A + "strategy": name}) for name in ("fsdp_turbo", "fsdp2"))
+    assert turbo == fsdp
+
+
+def test_a_key_of_another_engines_optimizer_is_refused() -> None:
+    assert f"{OPT}lr_min=1e-07 is a key of veomni, not of fsdp" in told({OPT + "lr_min": 1e-7})
+    assert f"{OPT}eps=1e-06 is a key of torchtitan, not of veomni" in told({**VEOMNI, OPT + "eps": 1e-6})
+    assert "automodel, not of fsdp" in told({"optim.init_lr_ratio": 0.5}, kind="verl-sft")
+
+
+def test_the_newer_name_of_a_schedule_must_not_contradict_the_older() -> None:
+    both: dict[str, Json] = {OPT + "lr_scheduler_type": "cosine", OPT + "warmup_style": "constant"}
+    assert "lr_scheduler_type=cosine and" in told(both)
+    assert train({OPT + "warmup_style": "cosine"}) == train({OPT + "lr_scheduler_type": "cosine"})
+
+
+# ---------------------------------------------------------------- devices and memory
+
+
+def test_veomnis_sizes() -> None:
+    at = A + "veomni."
+    given = {**VEOMNI, at + "ulysses_parallel_size": 2, at + "fsdp_size": 2, at + "expert_parallel_size": 2}
+    assert train(given)["parallel"] == {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "ep": 2}
+    budget: dict[str, Json] = {A + "use_dynamic_bsz": True, A + "ppo_max_token_len_per_gpu": 2000}
+    assert train({**given, **budget})["micro_batch_tokens"] == 4000, "a budget for each of the two"
+
+
+def test_torchtitans_sizes() -> None:
+    at = A + "torchtitan."
+    sizes = {at + f"{name}_parallel_size": 2 for name in ("tensor", "context")}
+    budget: dict[str, Json] = {A + "use_dynamic_bsz": True, A + "ppo_max_token_len_per_gpu": 2000}
+    found = train({**TITAN, **sizes, **budget, at + "data_parallel_replicate_size": 2})
+    assert found["parallel"] == {"dp_replicate": 2, "tp": 2, "cp": 2}
+    assert found["micro_batch_tokens"] == 4000, "there the ranks of tp have a budget each"
+    said = told({**TITAN, at + "data_parallel_shard_size": 4})
+    assert f"{at}data_parallel_shard_size=4 must make the 8 data-parallel ranks" in said
+
+
+def test_sizes_of_supervised_fine_tuning() -> None:
+    def found(strategy: str, **sizes: int) -> Json:
+        given = {f"engine.{name}": size for name, size in sizes.items()}
+        return train({"engine.strategy": strategy, **given}, kind="verl-sft")["parallel"]
+
+    assert found("automodel", tp_size=2, ep_size=2, dp_replicate_size=2) == {
+        "tp": 2, "dp_replicate": 2, "dp_shard": 2, "ep": 2,
+    }  # fmt: skip
+    assert found("veomni", ulysses_parallel_size=4) == {"dp_shard": 2, "cp": 4}
+    assert found("torchtitan", pipeline_parallel_size=2, data_parallel_shard_size=4) == {
+        "pp": 2,
+        "dp_shard": 4,
+    }
+
+
+def test_weights_in_bfloat16_and_offloaded_state() -> None:
+    assert "precision" not in train(VEOMNI)
+    assert train({**VEOMNI, A + "veomni.mixed_precision": False})["precision"] == {"master_weights": False}
+    narrow = {"engine.strategy": "veomni", "engine.mixed_precision": False}
+    assert train(narrow, kind="verl-sft")["precision"] == {"master_weights": False}
+    assert train({**VEOMNI, A + "veomni.enable_fsdp_offload": True})["offload"] == ["optimizer", "policy"]
+    offloaded: dict[str, Json] = {**TITAN, A + "torchtitan.param_offload": True, A + "use_kl_loss": True}
+    assert train(offloaded)["offload"] == ["policy"]
+    both = train({**offloaded, REF + "torchtitan.param_offload": True})
+    assert both["offload"] == ["reference", "policy"]
+
+
+def test_a_group_of_fsdp_that_is_a_part_of_a_sequences_devices_becomes_one_of_all_ranks() -> None:
+    given: dict[str, Json] = {
+        "trainer.n_gpus_per_node": 12,
+        "data.train_batch_size": 96,
+        A + "ppo_mini_batch_size": 96,
+        A + "ulysses_sequence_parallel_size": 4,
+        "actor_rollout_ref.model.use_remove_padding": True,
+        A + "fsdp_config.fsdp_size": 2,
+    }
+    found = train(given)["parallel"]
+    assert (found["dp_shard"], found["cp"]) == (3, 4), "2 divides 12 devices, though not 3 ranks"
+    alone = {**given, "trainer.n_gpus_per_node": 3, A + "ulysses_sequence_parallel_size": 1}
+    alone[R + "tensor_model_parallel_size"] = 1
+    assert "must divide the 3 data-parallel ranks" in told(alone)
+
+
+# ---------------------------------------------------------------- values as verl reads them
+
+
+@pytest.mark.parametrize("role", ["", "fsdp_config."])
+def test_the_references_budget_counts_the_ranks_that_it_shares_with_the_actor(role: str) -> None:
+    given: dict[str, Json] = {
+        A + "use_kl_loss": True,
+        A + "use_dynamic_bsz": True,
+        A + role + "ulysses_sequence_parallel_size": 8,
+        A + "ppo_max_token_len_per_gpu": 128,
+        R + "log_prob_max_token_len_per_gpu": 128,
+        REF + "log_prob_max_token_len_per_gpu": 128,
+        "actor_rollout_ref.model.use_remove_padding": True,
+    }
+    assert train(given)["forward_micro_batch_tokens"] == 1024
+    own = {**given, REF + "fsdp_config.ulysses_sequence_parallel_size": 4}
+    assert f"{REF}log_prob_max_token_len_per_gpu=128 * 4 ranks" in told(own)
+
+
+def test_a_quoted_list_of_numbers_is_the_list() -> None:
+    for text in ("[0.9,0.95]", "(0.9, 0.95)"):
+        assert train({OPT + "betas": text})["optimizer"]["betas"] == [0.9, 0.95]
+    strange = made({OPT + "betas": "[0.9;0.95]"}).tree["train"]["optimizer"]["betas"]
+    assert strange == "[0.9;0.95]", "left to the check of the native key"
+
+
+def test_an_empty_folder_is_the_default_one() -> None:
+    given: dict[str, Json] = {"trainer.project_name": "p", "trainer.experiment_name": "e"}
+    assert made({**given, "trainer.default_local_dir": ""}).tree["run_dir"] == "checkpoints/p/e"
+
+
+def test_a_threshold_is_needed_only_with_its_weights() -> None:
+    at = "algorithm.rollout_correction.rollout_is"
+    assert told({at: None, at + "_threshold": None}) == ""
+    assert f"{at}_threshold: got null, expected the bound of" in told({at: "token", at + "_threshold": None})
+
+
+def test_the_fully_asynchronous_trainer_uses_all_rows_of_an_epoch() -> None:
+    assert train({})["drop_last"] is True
+    streamed: dict[str, Json] = {
+        "data.train_batch_size": 0,
+        "actor_rollout_ref.hybrid_engine": False,
+        "rollout.total_rollout_steps": 1000,
+    }
+    assert "drop_last" not in train(streamed) or train(streamed)["drop_last"] is False
+
+
+def test_options_of_engines_that_change_no_number_are_accepted_and_others_are_named() -> None:
+    vllm, megatron = R + "engine_kwargs.vllm.", A + "megatron.override_transformer_config."
+    free: dict[str, Json] = {
+        vllm + "compilation_config.cudagraph_mode": "FULL_DECODE_ONLY",
+        vllm + "max_model_len": 4096,
+        "model_engine": "megatron",
+        megatron + "recompute_num_layers": 1,
+        megatron + "moe_permute_fusion": True,
+        megatron + "fp8": False,
+        OPT + "override_optimizer_config.optimizer_cpu_offload": True,
+    }
+    assert told(free) == ""
+    assert "vLLM's and SGLang's own options" in told({vllm + "kv_cache_dtype": "fp8"})
+    assert "training in float8" in told({"model_engine": "megatron", megatron + "fp8": "e4m3"})
+    assert "routers of Megatron-LM" in told(
+        {"model_engine": "megatron", megatron + "moe_z_loss_coeff": 0.001}
+    )
+    adam8: dict[str, Json] = {OPT + "override_optimizer_config.bf16_stochastic_round": True}
+    assert "optimizers of other packages" in told(adam8)
