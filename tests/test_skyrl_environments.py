@@ -127,3 +127,17 @@ def test_no_op_is_on_policy_distillation() -> None:
 def test_distillation_needs_its_teacher(change: dict[str, Json], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         learn.advantages(values(TEACHER | change))
+
+
+# ---------------------------------------------------------------- vLLM's options
+
+
+def test_quantization_of_the_engine_is_translated_and_what_changes_no_number_accepted() -> None:
+    at = "generator.engine_init_kwargs"
+    harmless = (
+        f"{at}.gdn_prefill_backend=triton",
+        f"{at}.language_model_only=true",
+        f"{at}.chat_template=a.jinja",
+    )
+    assert load(*harmless).config == load().config
+    assert load(f"{at}.quantization=fp8").config.rollout.quantization == "float8"

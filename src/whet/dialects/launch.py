@@ -87,6 +87,8 @@ _ROOTS = ("verl", "recipe", "skyrl", "skyrl_train", "cosmos_rl", "trinity", "exa
 _NO_TRAINERS = (
     "skyrl.train.entrypoints.serve",
     "skyrl.tinker",
+    "skyrl_agent.integrations.tinker",
+    "tinker_cookbook",
     "verl.model_merger",
     "verl.utils",
     "verl.tools",
@@ -103,6 +105,13 @@ _MODULES: tuple[tuple[System, re.Pattern[str]], ...] = (
     ),
     ("trinity", re.compile(r"trinity run|trinity\.cli\.launcher")),
 )
+_PACKAGES = {
+    "verl": ("verl.", "recipe."),
+    "skyrl": ("skyrl.", "skyrl_train."),
+    "cosmos": ("cosmos",),
+    "trinity": ("trinity",),
+}
+"""Beginnings of the modules whose keys the tables hold."""
 _KEYS: tuple[tuple[System, re.Pattern[str]], ...] = (
     (
         "verl",
@@ -155,6 +164,11 @@ def system_of(module: str, args: Sequence[str]) -> tuple[System, bool] | None:
     if len(args) > 1 and all(_OVERRIDE.match(arg) or arg.startswith("--config-") for arg in args):
         return "", False
     return None
+
+
+def is_own(module: str, system: System) -> bool:
+    """Whether a module that starts a trainer is part of its system. Examples and programs of yours may add keys."""
+    return system == "" or module.startswith(_PACKAGES[system])
 
 
 class _Reader:

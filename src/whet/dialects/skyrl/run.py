@@ -84,7 +84,8 @@ def environment(v: Values) -> Native:
     if isinstance(name, str) and ":" in name:
         return {"rewards.score.function": name, **_overlong(v, "score")}
     why = REFUSED.get(
-        name or "", "an environment that your own code registers, which is not read; those of several turns are coming"
+        name or "",
+        "an environment that your own code registers, which is not read; those of several turns are coming",
     )
     raise NotSupportedYet(
         f"environment.env_class={shown(name)}: {why}. Here: {', '.join(VERIFIERS)}. A judge of single replies can be a "
@@ -120,6 +121,12 @@ def _files(v: Values, key: str) -> list[str]:
     if not files or not all(isinstance(f, str) for f in files):
         raise ConfigError(f"{key}: got {shown(value)}, expected a list of files")
     return list(files)
+
+
+def quantization(v: Values) -> Native:
+    """vLLM's own option: the engine's weights in 8 bits."""
+    is_fp8 = v["generator.engine_init_kwargs.quantization"] == "fp8"
+    return {"rollout.quantization": "float8"} if is_fp8 else NOTHING
 
 
 # ---------------------------------------------------------------- steps and batches
