@@ -257,8 +257,8 @@ def _of_the_program(program: str, problems: Sequence[tuple[str, str]]) -> list[t
     return [
         (
             "",
-            f"{program}, which the script starts, may define keys of its own; its code is not read. Remove its own keys "
-            "from the script, and do what they change in a function of yours (a reward, a loss, an advantage)",
+            f"{program}, which the script starts, may define keys of its own; its code is not read. Remove its own "
+            "keys from the script, and do what they change in a function of yours (a reward, a loss, an advantage)",
         )
     ]
 

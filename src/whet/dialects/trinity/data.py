@@ -78,6 +78,8 @@ def batch(values: Values) -> Native:
             )
         return {"train.tasks_per_step": _divided(values, size)}
     tasks, times = values["buffer.batch_size"], repeat_times(values)
+    if values["mode"] == "train" and size and size % times == 0:
+        tasks = size // times  # a trainer by itself does not read batch_size, which is the explorers'
     if base.mixes:
         own, experts = step(values)
         _divided(values, own * times + experts)
