@@ -10,7 +10,7 @@ from whet.config.schedules import factor
 from whet.config.schema import Schedule
 from whet.dialects import versions
 from whet.dialects.cosmos.run import checkpoint, seed, sync
-from whet.dialects.cosmos.steps import batch, optimizer, schedule
+from whet.dialects.cosmos.steps import batch, optimizer, run_length, schedule
 from whet.dialects.tables import dialect, version_of
 from whet.dialects.translate import Translation, translate
 from whet.dialects.values import nested
@@ -247,3 +247,8 @@ def test_slips_of_official_files_are_read() -> None:
     )
     assert not [text for _, text in found.problems if "unknown" in text]
     assert found.tree["train"]["gradient_checkpointing"] is False
+
+
+def test_an_rl_job_counts_whole_steps_of_all_epochs_and_an_sft_job_those_of_each() -> None:
+    assert run_length(values("0.4.4"))["train.drop_last"] == "end"
+    assert "train.drop_last" not in run_length(values("0.4.4", "sft"))

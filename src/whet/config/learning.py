@@ -27,7 +27,7 @@ def train_problems(cfg: Config) -> Iterator[Said]:
             "train.steps",
             "give train.steps or train.epochs, or both (the earlier end counts); neither is given",
         )
-    if train.drop_last and len(cfg.data.train) > 1:
+    if train.drop_last is True and len(cfg.data.train) > 1:
         yield (
             "train.drop_last",
             f"{len(cfg.data.train)} sources are mixed by weight, so their epochs have no common end; set it to false, "

@@ -156,6 +156,12 @@ def length(values: Values) -> Native:
     return {"train.steps": min(steps)} if steps else {"train.epochs": values["buffer.total_epochs"]}
 
 
+def run_length(values: Values) -> Native:
+    """The length of a run. Trinity reads whole batches of all epochs together, so what is left at the end is not used."""
+    steps = length(values)
+    return {**steps, "train.drop_last": "end"} if "train.epochs" in steps else steps
+
+
 # ---------------------------------------------------------------- sources
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
