@@ -231,8 +231,8 @@ def _total_steps(train: Train, rows: int | None, *, tasks: int) -> int | None:
     steps = int(whole) + (rest > 0 and train.drop_last != "end")
     if steps == 0 and train.drop_last == "end":
         raise ConfigError(
-            f"train.drop_last=end: {rows} rows in {train.epochs:g} epochs fill no step of {tasks} tasks; set it to false "
-            "or lower train.tasks_per_step"
+            f"train.drop_last=end: {rows} rows in {train.epochs:g} epochs fill no step of {tasks} tasks; set it to "
+            "false or lower train.tasks_per_step"
         )
     return min(steps, train.steps or steps)
 

@@ -157,7 +157,7 @@ def length(values: Values) -> Native:
 
 
 def run_length(values: Values) -> Native:
-    """The length of a run. Trinity reads whole batches of all epochs together, so what is left at the end is not used."""
+    """The length of a run. Trinity reads whole batches of all epochs together: what is left at the end is not used."""
     steps = length(values)
     return {**steps, "train.drop_last": "end"} if "train.epochs" in steps else steps
 
