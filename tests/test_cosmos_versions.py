@@ -276,6 +276,6 @@ def test_a_file_whose_keys_tell_no_release_says_what_depends_on_it() -> None:
 
 def test_the_other_end_of_the_releases_that_fit_is_the_farthest() -> None:
     assert other_end("cosmos-grpo", ["train.optm_lr"], "0.3.6") == "0.4.4"
-    assert other_end("cosmos-grpo", ["train.optm_warmup_start_factor"], "0.4.4") == "", (
-        "no other release has it"
-    )
+    assert other_end("cosmos-grpo", ["train.optm_warmup_start_factor"], "0.4.4") == "0.4.2"
+    assert other_end("cosmos-grpo", [POLICY + "remote_reward.enabled"], "0.4.1") == "0.4.0"
+    assert other_end("cosmos-grpo", [POLICY + "algo"], "0.4.4") == "", "no other release has it"
