@@ -82,7 +82,13 @@ def test_other_environments_are_refused_with_what_is_missing(name: Json, why: st
 # ---------------------------------------------------------------- registered names
 
 ADVANTAGE = "def centred(batch, *, reward_N):\n    return reward_N - reward_N.mean(), None\n"
-LOSS = "def plain(logp_N, batch, *, entropy_N=None):\n    return -logp_N * batch.adv_N, {}\n"
+LOSS = """
+from whet.algos.losses import LOSSES
+
+
+def plain(batch, outputs):
+    return LOSSES["reinforce"](batch, outputs)
+"""
 
 
 def test_a_registered_estimator_or_loss_is_refused_with_what_to_write() -> None:
