@@ -208,3 +208,15 @@ def test_a_client_of_tinker_is_no_trainer(tmp_path: Path) -> None:
     script.write_text("python -m tinker_cookbook.recipes.math_rl.train model_name=a env=gsm8k\n")
     with pytest.raises(ConfigError, match="starts no trainer"):
         load(script)
+
+
+@pytest.mark.parametrize(
+    ("command", "starts"),
+    [("docker build -t image /workspace/cosmos-rl", False), ("docker run image cosmos-rl", True)],
+)
+def test_an_image_that_is_built_starts_no_trainer(command: str, starts: bool, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{command}\n")
+    with pytest.raises(ConfigError) as e:
+        load(script)
+    assert ("starts no trainer" in str(e.value)) is not starts

@@ -221,7 +221,9 @@ class _Reader:
             self.options(lambda word: word not in ("-n", "-p", "--name", "--prefix", "--cwd", "-e"))
         elif name == "ray" and following == "job":
             self.search("--" if "--" in self.words[self.at :] else "")
-        elif name in _SEARCHED:
+        elif name in _SEARCHED and not (
+            name in ("docker", "podman") and {"run", "exec"}.isdisjoint(self.words)
+        ):
             self.search("")
         else:
             return False
