@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from whet.config.load import load
 from whet.config.schedules import factor
 from whet.config.schema import Schedule
 from whet.dialects import versions
 from whet.dialects.cosmos.run import checkpoint, seed, sync
-from whet.dialects.cosmos.steps import batch, optimizer, schedule
-from whet.dialects.tables import dialect, version_of
+from whet.dialects.cosmos.steps import batch, optimizer, run_length, schedule
+from whet.dialects.report import summary
+from whet.dialects.tables import dialect, other_end, version_of
 from whet.dialects.translate import Translation, translate
 from whet.dialects.values import nested
 
@@ -247,3 +250,32 @@ def test_slips_of_official_files_are_read() -> None:
     )
     assert not [text for _, text in found.problems if "unknown" in text]
     assert found.tree["train"]["gradient_checkpointing"] is False
+
+
+def test_an_rl_job_counts_whole_steps_of_all_epochs_and_an_sft_job_those_of_each() -> None:
+    assert run_length(values("0.4.4"))["train.drop_last"] == "end"
+    assert "train.drop_last" not in run_length(values("0.4.4", "sft"))
+
+
+def test_a_file_whose_keys_tell_no_release_says_what_depends_on_it() -> None:
+    """The warm-up of 3 steps begins at 1/3 of the rate in 0.3.6 and at 0 in 0.4.4."""
+    file = Path(__file__).parent / "dialects/cosmos_letters.toml"
+    rows = ["train.train_policy.dataset.name=rows.jsonl"]
+    made = load(file, rows, here=False).translation
+    assert made is not None
+    assert made.version == "0.3.6"
+    assert made.otherwise[0] == "0.4.4"
+    assert "train.optimizer.schedule.warmup_ends" in made.otherwise[1]
+    assert "its keys do not tell the release: read as 0.4.4 it would differ in" in summary(made)
+    for said in ("cosmos@0.3.6", "cosmos-grpo@0.4.4"):
+        told = load(file, rows, dialect=said, here=False).translation
+        assert told is not None
+        assert told.version == said.partition("@")[2]
+        assert "do not tell" not in summary(told)
+
+
+def test_the_other_end_of_the_releases_that_fit_is_the_farthest() -> None:
+    assert other_end("cosmos-grpo", ["train.optm_lr"], "0.3.6") == "0.4.4"
+    assert other_end("cosmos-grpo", ["train.optm_warmup_start_factor"], "0.4.4") == "0.4.2"
+    assert other_end("cosmos-grpo", [POLICY + "remote_reward.enabled"], "0.4.1") == "0.4.0"
+    assert other_end("cosmos-grpo", [POLICY + "algo"], "0.4.4") == "", "no other release has it"

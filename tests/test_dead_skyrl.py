@@ -199,6 +199,7 @@ OTHERS: dict[str, Json] = {
     **{f"trainer.{role}.model.lora.init_method": "gaussian" for role in ("policy", "critic")},
     **{f"trainer.{role}.model.lora.dropout": 0.5 for role in ("policy", "critic")},
     "generator.model_dtype": "float32",
+    "generator.engine_init_kwargs.quantization": "fp8",
     "generator.backend": "sglang",
     "generator.eval_sampling_params.max_generate_length": 64,
     "generator.sampling_params": {"temperature": 0.5},

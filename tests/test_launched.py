@@ -200,3 +200,37 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch):
     done = CliRunner().invoke(app, ["convert", "--trust-script", "run.sh", "trainer.total_epochs=1"])
     assert done.exit_code == 0, done.output
     assert Path("run.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "said"), [("my_project.main", True), ("verl.trainer.main_ppo", False)], ids=["own", "verl's"]
+)
+def test_a_program_of_ones_own_is_named_beside_keys_that_nobody_knows(
+    module: str, said: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        VERL.replace("verl.trainer.main_ppo", module).replace("trainer.nnodes=1", "trainer.bucket=s3")
+    )
+    with pytest.raises(ConfigError, match=r"trainer\.bucket: unknown key") as e:
+        load(script)
+    assert ("my_project.main, which the script starts, may define keys of its own" in str(e.value)) is said
+
+
+def test_a_client_of_tinker_is_no_trainer(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("python -m tinker_cookbook.recipes.math_rl.train model_name=a env=gsm8k\n")
+    with pytest.raises(ConfigError, match="starts no trainer"):
+        load(script)
+
+
+@pytest.mark.parametrize(
+    ("command", "starts"),
+    [("docker build -t image /workspace/cosmos-rl", False), ("docker run image cosmos-rl", True)],
+)
+def test_an_image_that_is_built_starts_no_trainer(command: str, starts: bool, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{command}\n")
+    with pytest.raises(ConfigError) as e:
+        load(script)
+    assert ("starts no trainer" in str(e.value)) is not starts

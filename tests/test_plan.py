@@ -104,6 +104,17 @@ def test_drop_last_leaves_out_what_does_not_fill_a_step():
     assert plan(dropped, rows=96).steps == 18, "the stream's own count has lost them already"
 
 
+def test_a_run_that_ends_with_its_last_full_step_leaves_out_what_is_left_of_all_epochs():
+    """Three epochs of 100 rows are 300 draws: 18 steps of 16, and 12 draws are left."""
+    base = {**BASE, "train": {"epochs": 3, "tasks_per_step": 16}}
+    cfg = load(None, ["train.drop_last=end"], base).config
+    assert plan(cfg, rows=100).steps == 18
+    assert plan(cfg, rows=102).steps == 19, "306 draws; whole steps of each epoch are 18"
+    assert plan(cfg, rows=112).steps == 21, "nothing is left"
+    with pytest.raises(ConfigError, match="5 rows in 3 epochs fill no step of 16 tasks"):
+        plan(cfg, rows=5)
+
+
 def test_warm_up():
     assert made().warmup_steps == 0
     assert made("train.optimizer.schedule.warmup_steps=3").warmup_steps == 3

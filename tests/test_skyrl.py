@@ -290,7 +290,7 @@ def test_data() -> None:
     assert run.environment(mine) == {"rewards.score.function": "mine.py:score"}
     assert run.environment(values()) == {"rewards.gsm8k.function": "number"}
     assert "expected a list of files" in refusal(run.training_data, data__train_data=[])
-    assert "only gsm8k" in refusal(run.environment, environment__env_class="search")
+    assert "several turns and tools" in refusal(run.environment, environment__env_class="search")
 
 
 def test_evaluation() -> None:

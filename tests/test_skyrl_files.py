@@ -235,6 +235,37 @@ def test_a_critic_learns_beside_the_policy(work: Path) -> None:
 FEW = ["trainer.eval_interval=-1", "trainer.epochs=2"]
 
 
+OWN = """
+import torch
+
+
+def score(batch, *, reward_N):
+    score_R = batch.sum_R(reward_N.double())
+    return torch.where(batch.mask_N, score_R[batch.row_N], 0.0).to(reward_N.dtype), None
+"""
+
+
+def test_an_advantage_of_ones_own_trains_in_place_of_a_registered_name(work: Path) -> None:
+    """The function is whet's advantage `reward`, so both runs have the same gradients."""
+    (work / "own.py").write_text(OWN)
+    own = f"trainer.algorithm.advantage_estimator={work}/own.py:score"
+    runs = [
+        whet.train(
+            HERE / "skyrl_letters.yaml",
+            overrides=[
+                "trainer.eval_interval=-1",
+                "trainer.epochs=1",
+                f"trainer.ckpt_path={work}/{n}",
+                asked,
+            ],
+        )
+        for n, asked in enumerate((own, "whet.algorithm.advantage=reward"))
+    ]
+    first, second = ([line["train/grad_norm"] for line in run.metrics] for run in runs)
+    assert len(first) == 4
+    assert first == second
+
+
 def test_the_reference_becomes_the_policy_at_the_end_of_every_epoch(work: Path) -> None:
     result = whet.train(HERE / "skyrl_letters.yaml", overrides=[*FEW, "trainer.update_ref_every_epoch=true"])
     far = [line["train/kl_reference_nats"] != 0 for line in result.metrics]

@@ -14,6 +14,7 @@ from whet.config.load import Loaded
 from whet.config.load import load as load_config
 from whet.data.tokenizer import load_tokenizer
 from whet.dialects.recognise import recognise
+from whet.dialects.row import NotSupportedYet
 from whet.dialects.skyrl import sft
 from whet.dialects.tables import table
 from whet.dialects.values import nested
@@ -67,6 +68,17 @@ def test_lengths_and_steps_by_the_version() -> None:
     assert sft.steps(values("0.3", num_steps=9, max_training_steps=4)) == {"train.steps": 4}
 
 
+def test_a_sum_of_splits_is_read_in_its_order() -> None:
+    found = sft.training_data(values(train_datasets=["a"], train_dataset_splits=["train+test"]))
+    assert found["data.train.0.split"] == ["train", "test"]
+
+
+@pytest.mark.parametrize("text", ["train[-500:100]", "train[-20%:]", "train[:10]+test", "train[5%:100]"])
+def test_parts_of_splits_that_no_source_can_take_are_refused(text: str) -> None:
+    with pytest.raises(NotSupportedYet, match="train_dataset_splits"):
+        sft.training_data(values(train_datasets=["a"], train_dataset_splits=[text]))
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [
@@ -76,6 +88,10 @@ def test_lengths_and_steps_by_the_version() -> None:
         ("train[95%:]", {"split": "train", "skip": 0.95}),
         ("train[5%:15%]", {"split": "train", "skip": 0.05, "limit": 0.1}),
         ("train[:100%]", {"split": "train"}),
+        ("train[-500:]", {"split": "train", "skip": -500}),
+        ("train[:-500]", {"split": "train", "limit": -500}),
+        ("train[10:-500]", {"split": "train", "skip": 10, "limit": -500}),
+        ("train[-500:-100]", {"split": "train", "skip": -500, "limit": -100}),
     ],
 )
 def test_splits(text: str, part: dict[str, Json]) -> None:

@@ -264,3 +264,19 @@ def test_null_under_another_name_says_nothing() -> None:
     both: dict[str, Json] = {"algorithm.optimizer.warmup_style": None, **COSINE}
     for given in (both, dict(reversed(both.items()))):
         assert native("0.5.2", "train.optimizer.schedule.type", given) == "cosine"
+
+
+@pytest.mark.parametrize(("mode", "tasks"), [("train", 96), ("both", 8)])
+def test_a_trainer_by_itself_reads_train_batch_size_alone(mode: str, tasks: int) -> None:
+    """768 experiences of 8 rollouts a task are 96 tasks. batch_size is the explorers'."""
+    size: dict[str, Json] = {"buffer.train_batch_size": 768} if mode == "train" else {}
+    made = read("0.5.2", {"mode": mode, "algorithm.repeat_times": 8, **size})
+    assert not any("train_batch_size" in text for _, text in (*made.problems, *made.unbuilt))
+    assert get(made.tree, ("train", "tasks_per_step")) == tasks
+
+
+def test_a_run_ends_with_its_last_full_batch() -> None:
+    """Trinity reads whole batches of all epochs together: 3 epochs of 7473 rows in batches of 96 are 233 steps."""
+    made = read("0.5.2", {"buffer.total_epochs": 3})
+    assert get(made.tree, ("train", "drop_last")) == "end"
+    assert get(read("0.5.2", {"buffer.total_steps": 3}).tree, ("train", "drop_last")) is None

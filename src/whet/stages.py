@@ -169,7 +169,7 @@ def open_stage(shared: Shared, index: int, *, explores: bool = False) -> Run:
         seed=cfg.seed,
         exclude=held_out if cfg.data.exclude_eval else (),
         max_response_tokens=None if algorithm.kind == "online" else cfg.rollout.sampling.max_tokens,
-        multiple_of=cfg.train.tasks_per_step - experts if cfg.train.drop_last else 1,
+        multiple_of=cfg.train.tasks_per_step - experts if cfg.train.drop_last is True else 1,
         turns=turns,
     )
     log.info("stage %s: %s", name, ", ".join(f"{k} {v}" for k, v in stream.counts.items()))

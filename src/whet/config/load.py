@@ -34,7 +34,7 @@ from whet.dialects.launched import launched
 from whet.dialects.match import given_keys
 from whet.dialects.recognise import recognise
 from whet.dialects.style import overridden
-from whet.dialects.tables import NATIVE, dialect, version_of
+from whet.dialects.tables import NATIVE, dialect, other_end, version_of
 from whet.dialects.translate import Translation, translate
 from whet.inputs import MOST_CONFIG_BYTES, read_text
 from whet.secrets import learn_overrides
@@ -101,9 +101,9 @@ def load(
 
     A launch script (.sh) is config, too: `overrides` are then its arguments, but for those that begin with `whet.`.
     """
-    draft, notes = Draft(), tuple[str, ...]()
+    draft, notes, program = Draft(), tuple[str, ...](), ""
     if path is not None and Path(path).suffix == SCRIPT:
-        draft, dialect, notes = _launched(Path(path), overrides, dialect, trust=trust_script)
+        draft, dialect, notes, program = _launched(Path(path), overrides, dialect, trust=trust_script)
         overrides = [text for text in overrides if text.startswith("whet.")]
     elif path is not None:
         draft = _read(Path(path))
@@ -117,6 +117,7 @@ def load(
         draft.problems += () if rehearsal else translation.unbuilt
         what += f", a {kind} file"
         if draft.problems:
+            draft.problems += _of_the_program(program, draft.problems)
             raise ConfigError(listing(draft.problems, what))
         overrides = [text.removeprefix("whet.") for text in overrides if text.startswith("whet.")]
     else:
@@ -179,8 +180,12 @@ def _translated(
     theirs = [text for text in overrides if not text.startswith("whet.")]
     foreign = overridden(draft.tree, draft.origins, theirs)
     native = foreign.tree.pop("whet", {})
-    version = version_of(kind, given_keys(foreign.tree, dialect(kind)), wanted)
+    keys = given_keys(foreign.tree, dialect(kind))
+    version = version_of(kind, keys, wanted)
     made = translate(foreign.tree, dialect(kind, version), origins=foreign.origins)
+    if "@" not in (wanted or "") and (other := other_end(kind, keys, version)):
+        again = translate(foreign.tree, dialect(kind, other), origins=foreign.origins)
+        made = replace(made, otherwise=(other, tree.differing(made.tree, again.tree)))
     made = at_hand(made) if here else made
     out = Draft(
         tree=made.tree,
@@ -226,8 +231,8 @@ def _stage(base: dict[str, Json], number: int, stage: dict[str, Json]) -> Config
 
 def _launched(
     script: Path, overrides: Sequence[str], dialect: str | None, *, trust: bool
-) -> tuple[Draft, str, tuple[str, ...]]:
-    """(the foreign tree that a launch script stands for, its kind of file, notes)"""
+) -> tuple[Draft, str, tuple[str, ...], str]:
+    """(the foreign tree that a launch script stands for, its kind of file, notes, a program that may add keys)"""
     arguments = [text for text in overrides if not text.startswith("whet.")]
     learn_overrides(arguments)
     started = launched(script, arguments, os.environ, dialect=dialect, trust=trust)
@@ -245,7 +250,21 @@ def _launched(
         Draft(tree=made.tree, origins=made.origins, problems=problems),
         f"{kind}@{version}" if version else kind,
         started.notes,
+        started.program,
     )
+
+
+def _of_the_program(program: str, problems: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """What to say about unknown keys where the program that a script starts may define keys of its own."""
+    if not program or not any(": unknown key" in text for _, text in problems):
+        return []
+    return [
+        (
+            "",
+            f"{program}, which the script starts, may define keys of its own; its code is not read. Remove its own "
+            "keys from the script, and do what they change in a function of yours (a reward, a loss, an advantage)",
+        )
+    ]
 
 
 def _read(file: Path, text: str | None = None) -> Draft:

@@ -225,9 +225,15 @@ def _total_steps(train: Train, rows: int | None, *, tasks: int) -> int | None:
         return train.steps
     if rows is None:
         return None
-    if train.drop_last:
+    if train.drop_last is True:
         rows -= rows % tasks
-    steps = math.ceil(rows * train.epochs / tasks)
+    whole, rest = divmod(rows * train.epochs, tasks)
+    steps = int(whole) + (rest > 0 and train.drop_last != "end")
+    if steps == 0 and train.drop_last == "end":
+        raise ConfigError(
+            f"train.drop_last=end: {rows} rows in {train.epochs:g} epochs fill no step of {tasks} tasks; set it to "
+            "false or lower train.tasks_per_step"
+        )
     return min(steps, train.steps or steps)
 
 

@@ -266,7 +266,7 @@ TRAIN = (
     ),
     refuse(
         "train.drop_last",
-        both({"key": "train.drop_last"}, {"key": "data.train", "longer": 1}),
+        both({"key": "train.drop_last", "is": True}, {"key": "data.train", "longer": 1}),
         "several sources are mixed by weight, so their epochs have no common end; set it to false, or give one source "
         "with a list of paths",
     ),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from whet.config.keys import TABLES, Path, lookup
+from whet.config.keys import TABLES, Path, dotted, lookup
 from whet.config.schema import Algorithm, Stage
 from whet.types import Json
 
@@ -33,6 +33,17 @@ def leaves(tree: Json, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         return
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         yield from leaves(value, (*path, key))
+
+
+def differing(one: Json, other: Json) -> tuple[str, ...]:
+    """The keys whose values differ between two trees, dotted and sorted."""
+    first, second = dict(leaves(one)), dict(leaves(other))
+    paths = {
+        path
+        for path in (*first, *second)
+        if path not in first or path not in second or first[path] != second[path]
+    }
+    return tuple(sorted(dotted(path) for path in paths))
 
 
 def get(tree: Json, path: Path) -> Json:

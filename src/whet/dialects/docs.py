@@ -13,6 +13,7 @@ from whet.dialects.listing import span
 from whet.dialects.report import cell
 from whet.dialects.row import Row, Status, aliases, unbuilt
 from whet.dialects.tables import TABLES, every_line
+from whet.dialects.versions import DOCUMENTS
 
 PAGES = {
     "from_verl.md": (
@@ -42,13 +43,20 @@ Made from the tables in `src/whet/dialects` by `make docs`; `whet keys --dialect
 | refused | It is never done here; the reason says what to write instead. |
 
 An unknown key is refused. A key that is left out has the default of its document, given below.
+
+A file is read as one release: the one that is given (`--dialect {system_name}@VERSION`), else the one that has most of
+the file's keys. Where several have as many, {document} is taken if it is one of them (the release of the configuration
+reference), else the newest. Defaults and meanings differ between releases, and numbers with them: the report before a
+run names the native keys that depend on the release where the file's keys do not tell it.
 """
 
 
 def page(name: str) -> str:
     """One page of `PAGES`."""
     system, tables = PAGES[name]
-    parts = [INTRO.format(system=system, first=tables[0]), "## Counts\n", _counts(tables)]
+    key = TABLES[tables[0]][0]
+    intro = INTRO.format(system=system, first=tables[0], system_name=key, document=DOCUMENTS[key])
+    parts = [intro, "## Counts\n", _counts(tables)]
     for each in tables:
         parts += [f"## {each}\n", *_sections(every_line(each), TABLES[each][0])]
     renamed = aliases(TABLES[tables[0]][0], [TABLES[each][1] for each in tables])

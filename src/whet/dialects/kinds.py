@@ -19,6 +19,7 @@ from whet.types import Json
 _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "": False}
 """YAML 1.1, which these systems read; an empty text is false to Python."""
 
+_FUNCTION = re.compile(r"[^:]+:[A-Za-z_]\w*")
 _BOUND = re.compile(r"(int|number)(>=|>)(-?[\d.]+)")
 
 
@@ -61,6 +62,10 @@ KINDS: dict[str, tuple[Callable[[Json], bool], str]] = {
     "path": (
         lambda value: isinstance(value, str) and value != "" and not is_remote(value),
         "a path on this machine",
+    ),
+    "function": (
+        lambda value: isinstance(value, str) and _FUNCTION.fullmatch(value) is not None,
+        "a function of yours as path/to/file.py:name (a name that your own code registers is not known here)",
     ),
     "decoder_layers": (_is_layers, "decoder layers (...DecoderLayer): each is wrapped by itself"),
 }

@@ -87,6 +87,8 @@ _ROOTS = ("verl", "recipe", "skyrl", "skyrl_train", "cosmos_rl", "trinity", "exa
 _NO_TRAINERS = (
     "skyrl.train.entrypoints.serve",
     "skyrl.tinker",
+    "skyrl_agent.integrations.tinker",
+    "tinker_cookbook",
     "verl.model_merger",
     "verl.utils",
     "verl.tools",
@@ -103,6 +105,13 @@ _MODULES: tuple[tuple[System, re.Pattern[str]], ...] = (
     ),
     ("trinity", re.compile(r"trinity run|trinity\.cli\.launcher")),
 )
+_PACKAGES = {
+    "verl": ("verl.", "recipe."),
+    "skyrl": ("skyrl.", "skyrl_train."),
+    "cosmos": ("cosmos",),
+    "trinity": ("trinity",),
+}
+"""Beginnings of the modules whose keys the tables hold."""
 _KEYS: tuple[tuple[System, re.Pattern[str]], ...] = (
     (
         "verl",
@@ -157,6 +166,11 @@ def system_of(module: str, args: Sequence[str]) -> tuple[System, bool] | None:
     return None
 
 
+def is_own(module: str, system: System) -> bool:
+    """Whether a module that starts a trainer is part of its system. Examples and programs of yours may add keys."""
+    return system == "" or module.startswith(_PACKAGES[system])
+
+
 class _Reader:
     def __init__(self, words: Sequence[str]) -> None:
         self.words, self.at = words, 0
@@ -207,7 +221,9 @@ class _Reader:
             self.options(lambda word: word not in ("-n", "-p", "--name", "--prefix", "--cwd", "-e"))
         elif name == "ray" and following == "job":
             self.search("--" if "--" in self.words[self.at :] else "")
-        elif name in _SEARCHED:
+        elif name in _SEARCHED and not (
+            name in ("docker", "podman") and {"run", "exec"}.isdisjoint(self.words)
+        ):
             self.search("")
         else:
             return False

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whet.config.faults import shown
+from whet.dialects.launch import is_own
 from whet.dialects.script import Argument, Launch, read_script
 from whet.dialects.tables import FILES, named
 from whet.types import ConfigError
@@ -65,6 +66,8 @@ class Started:
     problems: tuple[tuple[str, str], ...]
     """(place, text)"""
     notes: tuple[str, ...]
+    program: str = ""
+    """The module that is started, where it is no part of the system: it may add keys of its own."""
 
 
 def launched(
@@ -115,6 +118,7 @@ def launched(
         places=tuple(place for _, place in overrides),
         problems=tuple(problems),
         notes=tuple(notes),
+        program="" if is_own(launch.module, launch.system) else launch.module,
     )
 
 

@@ -13,6 +13,8 @@ from whet.dialects.translate import Line, Translation
 MATTERS = ("stands in", "trust_remote_code", "loopback")
 """Words of a reason that a user should read before the run: an engine replaced, a default made safe."""
 
+_MOST_KEYS = 8
+
 
 def counts(lines: Sequence[Line]) -> dict[Status, int]:
     """How many keys have each status, in the order of the statuses; those that do not occur are left out."""
@@ -27,7 +29,18 @@ def summary(made: Translation) -> str:
     unset = len(made.lines) - len(given)
     as_what = f", read as {made.version}" if made.version else ""
     head = f"{made.dialect} file{as_what}: {len(given)} keys given ({numbers}), {unset} defaults of its document count"
-    return "\n".join([head, *(f"  {text}" for text in notes(made))])
+    return "\n".join([head, *(f"  {text}" for text in (*_release(made), *notes(made)))])
+
+
+def _release(made: Translation) -> Iterator[str]:
+    """Which numbers depend on the release where the file's keys do not tell it."""
+    other, keys = made.otherwise
+    if keys:
+        more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
+        yield (
+            f"its keys do not tell the release: read as {other} it would differ in "
+            f"{', '.join(keys[:_MOST_KEYS])}{more}. To say the release: --dialect {made.dialect}@{other}"
+        )
 
 
 def notes(made: Translation) -> Iterator[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from whet.config.tree import STAGE_SECTIONS
 from whet.dialects import row as table_rows
 from whet.dialects.row import Native, Row, Status, Values
-from whet.dialects.versions import DOCUMENTS, VERSIONS, at_version, best, covers, version_named
+from whet.dialects.versions import DOCUMENTS, VERSIONS, Span, at_version, best, covers, fitting, version_named
 from whet.types import ConfigError
 
 INHERITED = (
@@ -234,8 +234,23 @@ def version_of(kind: str, given: Iterable[str], wanted: str | None = None) -> st
     system = TABLES[FILES[kind].tables[0]][0]
     if wanted and "@" in wanted:
         return version_named(system, wanted.partition("@")[2])
-    known = table_rows.spans(system, kinds_of(kind))
-    return best([known[key] for key in dict.fromkeys(given) if key in known], system)
+    return best(_spans_of(kind, given), system)
+
+
+def other_end(kind: str, given: Iterable[str], version: str) -> str:
+    """The release farthest from the one that a file is read as, of those that have as many of its keys; '' if its keys
+    tell the release."""
+    system = TABLES[FILES[kind].tables[0]][0]
+    alike = fitting(_spans_of(kind, given), system)
+    if version not in alike or len(alike) == 1:
+        return ""
+    return alike[0] if version == alike[-1] else alike[-1]
+
+
+def _spans_of(kind: str, given: Iterable[str]) -> list[Sequence[Span]]:
+    """The spans of versions that have each key, of keys that are known at all."""
+    known = table_rows.spans(TABLES[FILES[kind].tables[0]][0], kinds_of(kind))
+    return [known[key] for key in dict.fromkeys(given) if key in known]
 
 
 def kinds_of(name: str) -> tuple[str, ...]:

@@ -57,6 +57,8 @@ class Translation:
     to a rehearsal."""
     origins: Mapping[Path, str]
     """Native path -> 'file.yaml:12 foreign.key', or 'default of foreign.key'."""
+    otherwise: tuple[str, tuple[str, ...]] = ("", ())
+    """Another release that has as many of the file's keys, and the native keys that differ if it is read as that."""
 
 
 @dataclass(frozen=True, kw_only=True)

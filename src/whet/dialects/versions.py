@@ -61,12 +61,19 @@ def _distance(row: Row, version: str, versions: Sequence[str]) -> int:
 
 def best(given: Iterable[Sequence[Span]], system: str) -> str:
     """The version that has most of a file's keys, each given as its spans."""
-    versions, document = VERSIONS[system], DOCUMENTS[system]
+    document, alike = DOCUMENTS[system], fitting(given, system)
+    return document if document in alike else alike[-1]
+
+
+def fitting(given: Iterable[Sequence[Span]], system: str) -> tuple[str, ...]:
+    """The versions that have most of a file's keys, oldest first: more than one where its keys do not tell."""
+    versions = VERSIONS[system]
     lines = [spans for spans in given if any(any(span) for span in spans)]
-    order = [document, *(version for version in reversed(versions) if version != document)]
-    return max(
-        order, key=lambda version: sum(any(covers(span, version, versions) for span in s) for s in lines)
-    )
+    known = {
+        version: sum(any(covers(span, version, versions) for span in spans) for spans in lines)
+        for version in versions
+    }
+    return tuple(version for version in versions if known[version] == max(known.values()))
 
 
 def version_named(system: str, text: str) -> str:

@@ -107,9 +107,10 @@ class Train(Section):
     """Training steps. Give this, `epochs`, or both; the earlier end counts."""
     epochs: Above0 | None = None
     """Epochs over the training data."""
-    drop_last: bool = False
-    """End every epoch with its last full step: the remaining rows are not used in that epoch. Default: a step may
-    continue over the end of an epoch."""
+    drop_last: bool | Literal["end"] = False
+    """true: every epoch ends with its last full step; the remaining rows are not used in that epoch. end: a step may
+    continue over the end of an epoch, and only the run ends with its last full step. false: the run draws the remaining
+    rows of the last epoch, too, and fills its last step with rows of a further epoch."""
     tasks_per_step: Positive = 16
     """Tasks of one step; times rollout.group_size: rollouts of one step. (verl: train_batch_size)"""
     minibatches: Positive = 1

@@ -123,6 +123,11 @@ def length(values: Values) -> dict[str, Json]:
     return {"train.epochs": values["train.epoch"]} | ({} if steps is None else {"train.steps": steps})
 
 
+def run_length(values: Values) -> dict[str, Json]:
+    """The steps of a run. The controller of RL jobs counts whole steps of all epochs' responses together."""
+    return length(values) | ({} if is_sft(values) else {"train.drop_last": "end"})
+
+
 # ---------------------------------------------------------------- optimizer and schedule
 
 

@@ -36,9 +36,14 @@ def has_reference(v: Values) -> bool:
     return bool(v[f"{A}.use_kl_loss"] or v[f"{A}.use_kl_in_reward"])
 
 
+def distills(v: Values) -> bool:
+    """Whether the policy learns from a teacher in place of rewards, as SkyRL's example of on-policy distillation."""
+    return v[f"{A}.advantage_estimator"] == "no_op"
+
+
 def compares(v: Values) -> bool:
     """Whether a KL to the reference counts for anything."""
-    return bool(has_reference(v) and v[f"{A}.kl_loss_coef"] > 0)
+    return bool(has_reference(v) and (v[f"{A}.kl_loss_coef"] > 0 or distills(v)))
 
 
 def is_megatron(v: Values) -> bool:

@@ -10,6 +10,7 @@ from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.skyrl.devices import (
     A,
     compares,
+    distills,
     has_reference,
     since,
 )
@@ -18,14 +19,26 @@ from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- advantages
 
-ESTIMATORS = {"grpo": "grpo", "gae": "ppo", "rloo": "rloo", "reinforce++": "reinforce_pp", "maxrl": "maxrl"}
-"""Recipes. All but grpo and gae are of newer versions."""
+ESTIMATORS = {
+    "grpo": "grpo",
+    "gae": "ppo",
+    "rloo": "rloo",
+    "reinforce++": "reinforce_pp",
+    "maxrl": "maxrl",
+    "no_op": "distill",
+}
+"""Recipes. All but grpo and gae are of newer versions; no_op is registered by SkyRL's example of distillation."""
 
 
 def advantages(v: Values) -> Native:
-    """The recipe of an estimator, and the settings that this estimator reads."""
+    """The recipe of an estimator, and the settings that this estimator reads. A function of yours stands in the recipe
+    of grpo, whose loss and averages have keys of their own."""
     name = v[f"{A}.advantage_estimator"]
-    out: dict[str, Json] = {"algorithm.name": ESTIMATORS[name]}
+    out: dict[str, Json] = {"algorithm.name": ESTIMATORS.get(name, "grpo")}
+    if name not in ESTIMATORS:
+        out["algorithm.advantage"] = name
+    if distills(v):
+        _check_teacher(v)
     if name == "grpo" and not v[f"{A}.grpo_norm_by_std"]:
         out["algorithm.advantage.normalize_std"] = False
     if name in ("gae", "reinforce++"):
@@ -37,6 +50,19 @@ def advantages(v: Values) -> Native:
         if name == "reinforce++":  # which is whitened by itself; twice is once, and the second time counts
             out["algorithm.name"] = "reinforce"
     return out
+
+
+def _check_teacher(v: Values) -> None:
+    """The example takes its reward from the KL to the reference, which only use_kl_in_reward has computed."""
+    if not v[f"{A}.use_kl_in_reward"]:
+        raise ConfigError(
+            f"{A}.advantage_estimator=no_op is on-policy distillation, which needs {A}.use_kl_in_reward=true"
+        )
+    if v["trainer.ref.model.path"] is None:
+        raise ConfigError(
+            "trainer.ref.model.path must be given: it is the teacher of on-policy distillation "
+            f"({A}.advantage_estimator=no_op)"
+        )
 
 
 def groups(v: Values) -> Native:
@@ -98,11 +124,12 @@ def filter_counts(v: Values) -> bool:
 
 
 def kl(v: Values) -> Native:
-    """In the loss or in the reward, never both; k3 is never negative, so its absolute value is itself."""
+    """In the loss or in the reward, never both; k3 is never negative, so its absolute value is itself. In distillation
+    the advantage is the KL to the teacher, without a coefficient."""
     in_loss, in_reward, coef = v[f"{A}.use_kl_loss"], v[f"{A}.use_kl_in_reward"], v[f"{A}.kl_loss_coef"]
     if in_loss and in_reward:
         raise ConfigError(f"{A}.use_kl_in_reward and {A}.use_kl_loss exclude each other: set one false")
-    if coef == 0 or not (in_loss or in_reward):
+    if coef == 0 or not (in_loss or in_reward) or distills(v):
         return NOTHING
     section = "kl" if in_loss else "reward_kl"
     out = {f"algorithm.{section}.coef": coef, f"algorithm.{section}.estimator": _estimator(v)}
@@ -183,7 +210,7 @@ SMALLEST = 1e-12
 def policy_loss(v: Values) -> Native:
     """The loss and what it reads. regular has no bound for negative advantages, dual_clip has clip_ratio_c."""
     kind = v[f"{A}.ppo_loss_type"]
-    loss, reads = LOSSES[kind]
+    loss, reads = LOSSES.get(kind, (kind, {}))  # else a function of yours
     out: dict[str, Json] = {"algorithm.loss": loss}
     out |= {f"algorithm.loss.{ours}": v[f"{A}.{theirs}"] for ours, theirs in reads.items()}
     for width in ("algorithm.loss.clip_low", "algorithm.loss.clip_high"):

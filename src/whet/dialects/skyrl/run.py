@@ -60,17 +60,36 @@ def _unset(v: Values) -> Native:
     return {"eval.sampling.temperature": 0.0, "eval.sampling.max_tokens": v[f"{TRAIN}.max_generate_length"]}
 
 
+VERIFIERS = {
+    "gsm8k": ("number", "reward_spec.ground_truth"),
+    "aime": ("whet.rewards.answer_line:aime", "reward_model.ground_truth"),
+}
+"""Environments of SkyRL-Gym that judge a single reply by its text: (the reward, the column of the answer)."""
+REFUSED = {
+    **dict.fromkeys(
+        ("gsm8k_multi_turn", "text2sql", "search", "searchcode", "rlm"),
+        "several turns and tools are coming, not built yet",
+    ),
+    "lcb": "rewards that run the reply's code are coming, not built yet",
+    "llm_as_a_judge": "judges behind an API are coming, not built yet (rewards.NAME.model is one on this machine)",
+}
+"""Other environments of SkyRL -> what is missing."""
+
+
 def environment(v: Values) -> Native:
-    """gsm8k only judges the reply's number; other environments are coming, or a function of yours judges."""
+    """Environments that judge a single reply by its text, or a function of yours in place of one."""
     name = v["environment.env_class"]
-    if name == "gsm8k":
-        return {"rewards.gsm8k.function": "number", **_overlong(v, "gsm8k")}
-    if ":" in name:
+    if name in VERIFIERS:
+        return {f"rewards.{name}.function": VERIFIERS[name][0], **_overlong(v, name)}
+    if isinstance(name, str) and ":" in name:
         return {"rewards.score.function": name, **_overlong(v, "score")}
+    why = REFUSED.get(
+        name or "",
+        "an environment that your own code registers, which is not read; those of several turns are coming",
+    )
     raise NotSupportedYet(
-        f"environment.env_class={shown(name)}: only gsm8k is built in today, other environments are coming (several "
-        "turns and tools). One that judges a single reply can be a reward function: "
-        "environment.env_class=path/to/file.py:name"
+        f"environment.env_class={shown(name)}: {why}. Here: {', '.join(VERIFIERS)}. A judge of single replies can be a "
+        "reward function: environment.env_class=path/to/file.py:name"
     )
 
 
@@ -91,8 +110,9 @@ def _overlong(v: Values, judge: str) -> Native:
 
 
 def _columns(v: Values, source: str) -> Native:
-    """gsm8k reads its answer from reward_spec; a function of yours is given all columns."""
-    return {f"{source}.answer": "reward_spec.ground_truth"} if v["environment.env_class"] == "gsm8k" else {}
+    """The column of the answer, which depends on the environment; a function of yours is given all columns."""
+    verifier = VERIFIERS.get(v["environment.env_class"])
+    return {} if verifier is None else {f"{source}.answer": verifier[1]}
 
 
 def _files(v: Values, key: str) -> list[str]:
@@ -101,6 +121,12 @@ def _files(v: Values, key: str) -> list[str]:
     if not files or not all(isinstance(f, str) for f in files):
         raise ConfigError(f"{key}: got {shown(value)}, expected a list of files")
     return list(files)
+
+
+def quantization(v: Values) -> Native:
+    """vLLM's own option: the engine's weights in 8 bits."""
+    is_fp8 = v["generator.engine_init_kwargs.quantization"] == "fp8"
+    return {"rollout.quantization": "float8"} if is_fp8 else NOTHING
 
 
 # ---------------------------------------------------------------- steps and batches

@@ -78,7 +78,8 @@ def is_megatron(v: Values) -> bool:
 
 # ---------------------------------------------------------------- data
 
-SPLIT = re.compile(r"([\w.-]+)(?:\[(\d*)(%?):(\d*)(%?)\])?")
+SPLIT = re.compile(r"([\w.-]+)(?:\[(-?\d+|)(%?):(-?\d+|)(%?)\])?")
+SUM = re.compile(r"[\w.-]+( *\+ *[\w.-]+)+")
 DEFAULT = (["yahma/alpaca-cleaned"], ["train[:100]"])
 
 
@@ -148,18 +149,24 @@ def _sources(v: Values, native: str, key: str, paths: Json, splits: Json) -> dic
 
 
 def _split(text: str, key: str) -> dict[str, Json]:
-    """A split of the datasets library. A share is of all rows; natively `limit` is, too."""
+    """A split of the datasets library. A share is of all rows, natively, too; a negative number counts from the end."""
+    if SUM.fullmatch(text):
+        return {"split": [name.strip() for name in text.split("+")]}
     found = SPLIT.fullmatch(text)
-    if found is None or (found[3] != found[5] and found[2] and found[4]):
+    name, low, percent_low, high, percent_high = found.groups() if found else ("",) * 5
+    first, last = int(low or 0), int(high) if high else None
+    is_share = bool(percent_low or percent_high)
+    mixed = is_share and low and high and percent_low != percent_high
+    from_end = min(first, last or 0) < 0
+    if found is None or mixed or (from_end and (is_share or (first < 0 <= (last or 0) and high))):
         raise NotSupportedYet(
-            f"{key}: {shown(text)} is coming, not built yet; today: NAME, NAME[:100], NAME[5%:10%]"
+            f"{key}: {shown(text)} is coming, not built yet; today: NAME, NAME[:100], NAME[5%:10%], NAME[-100:], A+B"
         )
-    name, low, _, high, percent = found.groups()
-    scale = 100 if percent or found[3] else 1
-    first, last = int(low or 0) / scale, int(high) / scale if high else None
-    part = {"skip": first} | ({"limit": last - first} if last is not None else {})
-    kept = {key: value if scale > 1 else int(value) for key, value in part.items() if value}
-    return {"split": name, **{key: value for key, value in kept.items() if value != 1 or scale == 1}}
+    limit = last if last is None or last < 0 else last - first
+    if not is_share:
+        return {"split": name, **({"skip": first} if first else {}), **({"limit": limit} if limit else {})}
+    shares = {"skip": first / 100, "limit": None if limit is None else limit / 100}
+    return {"split": name, **{key: share for key, share in shares.items() if share and share != 1}}
 
 
 # ---------------------------------------------------------------- steps

@@ -78,6 +78,8 @@ def batch(values: Values) -> Native:
             )
         return {"train.tasks_per_step": _divided(values, size)}
     tasks, times = values["buffer.batch_size"], repeat_times(values)
+    if values["mode"] == "train" and size and size % times == 0:
+        tasks = size // times  # a trainer by itself does not read batch_size, which is the explorers'
     if base.mixes:
         own, experts = step(values)
         _divided(values, own * times + experts)
@@ -152,6 +154,12 @@ def length(values: Values) -> Native:
     if values["buffer.total_steps"] == 0 and at_least(values, "0.5.2"):
         raise ConfigError("buffer.total_steps: 0 is no step at all from 0.5.2 on; write how many, or null.")
     return {"train.steps": min(steps)} if steps else {"train.epochs": values["buffer.total_epochs"]}
+
+
+def run_length(values: Values) -> Native:
+    """The length of a run. Trinity reads whole batches of all epochs together: what is left at the end is not used."""
+    steps = length(values)
+    return {**steps, "train.drop_last": "end"} if "train.epochs" in steps else steps
 
 
 # ---------------------------------------------------------------- sources

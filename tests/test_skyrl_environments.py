@@ -1,0 +1,149 @@
+"""SkyRL's environments of one turn, and names that only a script's own code knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from whet.config.load import Loaded
+from whet.config.load import load as load_config
+from whet.dialects.row import NotSupportedYet, Values
+from whet.dialects.skyrl import learn, run
+from whet.dialects.tables import table
+from whet.dialects.versions import VERSION
+from whet.rewards.answer_line import aime
+from whet.types import ConfigError, Json, Task
+
+HERE = Path(__file__).parent / "dialects"
+A = "trainer.algorithm"
+
+
+def values(given: dict[str, Json], version: str = "main") -> Values:
+    return {row.key: row.default for row in table("skyrl", version)} | given | {VERSION: version}
+
+
+def load(*overrides: str) -> Loaded:
+    return load_config(HERE / "skyrl_gsm8k_ppo.yaml", overrides, dialect="skyrl@main")
+
+
+# ---------------------------------------------------------------- environments
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("so it is\nAnswer: 34", 1.0),
+        ("answer : $34$.", 1.0),
+        ("ANSWER:34</s>", 1.0),
+        ("Answer: $\\boxed{34}$", 1.0),
+        ("Answer: x + y = 34", 1.0),
+        ("Answer: 34 degrees", 1.0),
+        ("Answer: 33, no.\nAnswer: 34", 1.0),
+        ("Answer: 34, no.\nAnswer: 33", -1.0),
+        ("\\boxed{34}", -1.0),
+        ("Answer:", -1.0),
+        ("Answer: 34" + " " * 290, 1.0),
+        ("Answer: 34" + " " * 293, -1.0),
+    ],
+)
+def test_aime_judges_what_follows_the_last_answer_in_the_last_300_characters(
+    reply: str, score: float
+) -> None:
+    """`Answer: 34` and 290 spaces are 300 characters. Of 303, the last 300 begin with `wer: 34`."""
+    assert aime(reply, Task(uid=0, source="aime", prompt="?", answer="34"))["score"] == score
+
+
+def test_aime_reads_the_column_of_its_answer() -> None:
+    v = values(
+        {"environment.env_class": "aime", "data.train_data": ["a.parquet"], "data.val_data": ["b.parquet"]}
+    )
+    assert run.training_data(v)["data.train.0.answer"] == "reward_model.ground_truth"
+    assert run.evaluation(v)["data.eval.0.answer"] == "reward_model.ground_truth"
+    assert run.environment(v) == {"rewards.aime.function": "whet.rewards.answer_line:aime"}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("text2sql", "several turns and tools"),
+        ("lcb", "run the reply's code"),
+        ("llm_as_a_judge", "judges behind an API"),
+        ("multiply", "your own code registers"),
+        (None, "your own code registers"),
+    ],
+)
+def test_other_environments_are_refused_with_what_is_missing(name: Json, why: str) -> None:
+    with pytest.raises(NotSupportedYet, match=why) as e:
+        run.environment(values({"environment.env_class": name}))
+    assert "environment.env_class=path/to/file.py:name" in str(e.value)
+
+
+# ---------------------------------------------------------------- registered names
+
+ADVANTAGE = "def centred(batch, *, reward_N):\n    return reward_N - reward_N.mean(), None\n"
+LOSS = """
+from whet.algos.losses import LOSSES
+
+
+def plain(batch, outputs):
+    return LOSSES["reinforce"](batch, outputs)
+"""
+
+
+def test_a_registered_estimator_or_loss_is_refused_with_what_to_write() -> None:
+    for key in ("advantage_estimator", "policy_loss_type"):
+        with pytest.raises(ConfigError, match=r'got "mine", .*path/to/file\.py:name') as e:
+            load(f"{A}.{key}=mine")
+        assert "a name that your own code registers is not known here" in str(e.value)
+
+
+def test_a_function_stands_in_place_of_a_registered_name(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(ADVANTAGE + LOSS)
+    cfg = load(f"{A}.advantage_estimator={file}:centred", f"{A}.policy_loss_type={file}:plain").config
+    assert (cfg.algorithm.advantage, cfg.algorithm.loss) == (f"{file}:centred", f"{file}:plain")
+
+
+# ---------------------------------------------------------------- on-policy distillation
+
+TEACHER: dict[str, Json] = {
+    f"{A}.advantage_estimator": "no_op",
+    f"{A}.use_kl_in_reward": True,
+    f"{A}.use_kl_loss": False,
+    "trainer.ref.model.path": "teacher",
+}
+
+
+def test_no_op_is_on_policy_distillation() -> None:
+    """Of SkyRL's example: the reward of a token is -(log policy - log teacher), and no_op takes it as the advantage."""
+    v = values(TEACHER)
+    assert learn.advantages(v) == {"algorithm.name": "distill"}
+    assert learn.reference(v) == {"reference.path": "teacher"}
+    assert learn.kl(v) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({f"{A}.use_kl_in_reward": False}, "use_kl_in_reward=true"),
+        ({"trainer.ref.model.path": None}, "is the teacher"),
+    ],
+)
+def test_distillation_needs_its_teacher(change: dict[str, Json], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        learn.advantages(values(TEACHER | change))
+
+
+# ---------------------------------------------------------------- vLLM's options
+
+
+def test_quantization_of_the_engine_is_translated_and_what_changes_no_number_accepted() -> None:
+    at = "generator.engine_init_kwargs"
+    harmless = (
+        f"{at}.gdn_prefill_backend=triton",
+        f"{at}.language_model_only=true",
+        f"{at}.chat_template=a.jinja",
+    )
+    assert load(*harmless).config == load().config
+    assert load(f"{at}.quantization=fp8").config.rollout.quantization == "float8"
