@@ -36,6 +36,7 @@ OTHERS = {
     "math": {},
     "whet.rewards.tagged:single_choice": {},
     "whet.rewards.answer_line:direct_math": {},
+    "whet.rewards.answer_line:aime": {},
     "whet.rewards.verl:compute_score": {},
     "whet.rewards.trinity:math_reward": {},
     "whet.rewards.trinity:math_boxed_reward": {"with_think": True},

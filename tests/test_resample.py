@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batches import doubles, logp_now, make_batch, ragged
+from sections import algorithm as section
 from whet import seeds
 from whet.algos.aggregate import weights
 from whet.algos.recipes import build
@@ -156,9 +157,7 @@ def test_counts_are_multiplied_and_None_is_once() -> None:
 
 
 def made(**keys: Any) -> Any:
-    return build(
-        schema.Algorithm.model_validate({"name": "grpo", **keys}), critic=schema.Critic(), max_tokens=20
-    )
+    return build(schema.Algorithm.model_validate(section(**keys)), critic=schema.Critic(), max_tokens=20)
 
 
 def test_masked_rollouts_give_no_loss_but_count_in_the_mean() -> None:

@@ -210,7 +210,7 @@ FILES = {
 
 SHARED = {
     "advantage_low", "advantage_high", "loss_agg_mode", "correction", "dynamic_sampling", "entropy_coef", "groups",
-    "kl", "kind", "loss", "mix", "positive_nll_coef", "refill", "resample", "reward_kl", "settings", "whiten",
+    "kl", "kind", "loss", "mix", "positive_nll_coef", "refill", "resample", "reward_kl", "whiten",
 }  # fmt: skip
 """What makes an algorithm. Not its name and advantage: Trinity-RFT can say GRPO without the deviation as rec only."""
 
@@ -221,6 +221,8 @@ def learning(config: Config) -> dict[str, Any]:
     algorithm = {key: getattr(made.algorithm, key) for key in SHARED}
     return {
         **algorithm,
+        "settings of the loss": made.algorithm.settings["loss"],
+        "deviation": made.algorithm.settings["advantage"].settings["normalize_std"],
         "seed": config.seed,
         "order": (config.data.order, config.data.seed or config.seed),
         "steps": (made.total_steps, made.tasks_per_step, made.group_size, made.minibatches, made.passes),

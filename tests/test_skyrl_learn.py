@@ -108,10 +108,13 @@ def test_every_loss_and_estimator_makes_a_config_that_can_run(monkeypatch: pytes
     monkeypatch.setenv("HOME", "/home/user")
     at = "trainer.algorithm"
     pairs = [(loss, "grpo") for loss in learn.LOSSES] + [("regular", name) for name in learn.ESTIMATORS]
+    needs = {
+        "gae": ["trainer.critic.model.path=m"],
+        "no_op": [f"{at}.use_kl_in_reward=true", f"{at}.use_kl_loss=false", "trainer.ref.model.path=teacher"],
+    }
     for loss, estimator in pairs:
         chosen = [f"{at}.ppo_loss_type={loss}", f"{at}.advantage_estimator={estimator}"]
-        gae = ["trainer.critic.model.path=m"] if estimator == "gae" else []
-        resolved = resolve(load("skyrl_document.yaml", *chosen, *gae).config.algorithm)
+        resolved = resolve(load("skyrl_document.yaml", *chosen, *needs.get(estimator, ())).config.algorithm)
         assert (resolved.loss, resolved.name) == (learn.LOSSES[loss][0], learn.ESTIMATORS[estimator])
 
 
