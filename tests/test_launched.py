@@ -141,6 +141,14 @@ def test_hydra_s_files_of_an_engine():
     assert script(sft, "optim.lr=3e-4").config.train.optimizer.lr == 3e-4, "a key stands over a file"
 
 
+def test_torchrun_says_how_many_devices_fine_tune():
+    sft = "torchrun {} -m verl.trainer.sft_trainer data.train_files=a.parquet model.path=m $@\n"
+    for options in ("--nnodes=1 --nproc-per-node=8", "--nnodes 1 --nproc_per_node 8"):
+        Path("run.sh").write_text(sft.format(options))
+        made = load("run.sh", here=False).config
+        assert made.train.parallel.dp_shard == 8, options
+
+
 def test_the_kind_is_that_of_what_is_started():
     sft = "torchrun -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=m data.train_files=a.parquet"
     assert script(sft).translation.dialect == "verl-sft"  # type: ignore[union-attr]

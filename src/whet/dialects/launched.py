@@ -89,6 +89,7 @@ def launched(
         return f"{launch.file or script}:{word.line}" if word.line else f"argument {word.text}"
 
     file, text, base = _file(launch, script)
+    base = [*base, *(_torchrun(launch) if kind and kind.startswith("verl-sft") else ())]
     chosen, problems = [(one, place(Argument("", launch.line))) for one in base], []
     overrides: list[tuple[str, str]] = []
     notes = [f"{script}:{line}: {said}" for line, said in launch.notes]
@@ -120,6 +121,18 @@ def launched(
         notes=tuple(notes),
         program="" if is_own(launch.module, launch.system) else launch.module,
     )
+
+
+_SIZES = {"nproc_per_node": "trainer.n_gpus_per_node", "nnodes": "trainer.nnodes"}
+
+
+def _torchrun(launch: Launch) -> list[str]:
+    """torchrun's numbers of processes and machines as keys. verl's SFT trainer runs on these devices and does not read
+    its own keys."""
+    words = [part for word in launch.others for part in word.text.split("=", 1)]
+    options = [word.lstrip("-").replace("-", "_") for word in words]
+    pairs = [(_SIZES.get(option), value) for option, value in zip(options, words[1:])]
+    return [f"{key}={value}" for key, value in pairs if key and value.isdecimal()]
 
 
 def _unread(word: Argument, choice: re.Match[str], launch: Launch) -> str:
