@@ -35,7 +35,8 @@ WEIGHTS = WeightSource(module="weights")
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     async def bounded() -> T:
-        return await asyncio.wait_for(work, 30)
+        async with asyncio.timeout(30):
+            return await work
 
     return asyncio.run(bounded())
 
@@ -476,6 +477,30 @@ def test_a_stopped_process_is_not_waited_for_until_the_deadline_of_a_load(
     with caplog.at_level(logging.WARNING):
         run(story())
     assert moment == "join" or "has not responded" in caplog.text
+
+
+def test_a_cancelled_question_is_cancelled_even_if_its_answer_is_there() -> None:
+    """`_done` waits for the end of the question that it cancels: one that goes on asking would hold it for ever."""
+
+    async def story() -> None:
+        said: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def progress() -> int:
+            return await said
+
+        replica = Replica("one", ScriptedEngine(say), progress=progress)
+        for question in (replica.answers, replica.quiet_s):
+            said = asyncio.get_running_loop().create_future()
+            asked = asyncio.ensure_future(question(timeout_s=5.0))
+            await asyncio.sleep(0.01)
+            said.set_result(1)
+            for _ in range(4):  # the answer is on its way to whoever asked
+                if not asked.done():
+                    asked.cancel()
+                await asyncio.sleep(0)
+            assert asked.cancelled()
+
+    run(story())
 
 
 def test_an_idle_replica_is_asked_again_whatever_the_others_did() -> None:

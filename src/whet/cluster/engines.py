@@ -391,13 +391,11 @@ def agree(hellos: Sequence[Hello], own: tuple[str, ...]) -> bool:
 
 def _all_at_once(start: Any, names: Sequence[str], *, start_timeout_s: float) -> list[Replica]:
     async def all_of_them() -> list[Replica]:
-        return list(await asyncio.gather(*(start(name) for name in names)))
-
-    async def bounded() -> list[Replica]:
-        return await asyncio.wait_for(all_of_them(), start_timeout_s)
+        async with asyncio.timeout(start_timeout_s):
+            return list(await asyncio.gather(*(start(name) for name in names)))
 
     try:
-        return asyncio.run(bounded())
+        return asyncio.run(all_of_them())
     except TimeoutError:
         raise ConfigError(
             f"{len(names)} engine processes did not start within cluster.start_timeout_s={start_timeout_s:g} s; their "

@@ -242,7 +242,8 @@ class Jail:
         loop = asyncio.get_running_loop()
         while self._pending:
             try:
-                data = await asyncio.wait_for(loop.sock_recv(self._channel, 1 << 20), self.patience_s)
+                async with asyncio.timeout(self.patience_s):
+                    data = await loop.sock_recv(self._channel, 1 << 20)
             except TimeoutError:
                 self._control.send(nursery.KILL)
                 data = b""

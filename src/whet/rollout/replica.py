@@ -97,7 +97,8 @@ class Replica:
         if self.progress is None:
             return True
         try:
-            await asyncio.wait_for(self.progress(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self.progress()
         except TimeoutError:
             return False
         return True
@@ -107,7 +108,8 @@ class Replica:
         number = self.finished
         if self.progress is not None:
             try:
-                number = await asyncio.wait_for(self.progress(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    number = await self.progress()
             except TimeoutError:
                 number = self.seen
         if number != self.seen:
