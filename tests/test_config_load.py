@@ -438,9 +438,10 @@ def test_stages_of_a_config_made_in_python():
             "machine.logprob_parity: got true, expected 'auto', 'on' or 'off'",
         ),
         (
-            "rollout: {engine: natve}",
-            "expected 'native' or 'hf' (native: embedded, continuous batching, the trainer's "
-            "weights by reference); did you mean 'native'?",
+            "rollout: {schedule: asynk}",
+            "expected 'deterministic' or 'async' (deterministic: the step alone determines which weights sample which "
+            "task, so the run is the same on every machine, after every resume and with explorers in separate "
+            "processes; a step waits for its slowest rollout); did you mean 'async'?",
         ),
         ("rollout: {sampling: {stop: '#'}}", 'write a list: ["#"]'),
         (

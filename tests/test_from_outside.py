@@ -1,4 +1,4 @@
-"""What a user adds without a change to whet: a loss and an advantage with settings, a reward, a tracker, in one run."""
+"""What a user adds without a change to whet: a loss and an advantage with settings, a reward, a tracker, an engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 import whet
@@ -15,6 +16,7 @@ from whet.types import ConfigError
 MINE = '''
 import json
 from whet.batch import Loss
+from whet.rollout.scripted import ScriptedEngine
 
 def tilted(batch, out, *, tilt: float = 1.0, tokens: bool = True):
     """Policy gradient, tilted."""
@@ -37,6 +39,20 @@ class Lines:
         self.file.flush()
     def close(self):
         self.file.close()
+
+def parrot(inputs):
+    """Says the last token of the prompt again, as often as it may."""
+    return ScriptedEngine(
+        lambda prompt, sampling, version: prompt[-1:] * sampling.max_tokens,
+        end_token_ids=inputs.end_token_ids, max_context=inputs.max_context, decode=inputs.decode,
+    )
+
+class Mute:
+    version = 0
+    def __init__(self, inputs):
+        pass
+    async def generate(self, token_ids, sampling):
+        pass
 '''
 
 
@@ -73,6 +89,29 @@ def test_a_run_of_a_users_own_parts(tree: dict[str, Any], tmp_path: Path) -> Non
     steps = [line for line in kept if "train/loss" in line]
     assert [line["step"] for line in lines if "train/loss" in line] == [1, 2]
     assert all(line["train/tilt"] == pytest.approx(0.5) for line in steps)
+
+
+def test_an_engine_of_a_users_own_samples_the_whole_run(tree: dict[str, Any], tmp_path: Path) -> None:
+    whet.train(**tree, overrides=[f"rollout.engine={tmp_path}/mine.py:parrot"])
+    tables = [pq.read_table(path) for path in (tmp_path / "run" / "rollouts").glob("*.parquet")]
+    texts = [text for table in tables for text in table["text"].to_pylist()]
+    assert len(texts) == 8
+    assert all(text == text[0] * 4 for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ("{folder}/mine.py:Mute", "got a Mute without load_weights, pause, resume, place, close"),
+        ("vlm", "'vlm' is not known.*known: native, hf, or your own as 'package.module:name'"),
+        ("{folder}/mine.py:parott", "did you mean 'parrot'"),
+    ],
+)
+def test_an_engine_that_is_none_is_refused_at_the_start(
+    tree: dict[str, Any], tmp_path: Path, engine: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        whet.train(**tree, overrides=[f"rollout.engine={engine.format(folder=tmp_path)}"])
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,6 +17,7 @@ from whet.config.checks import check_stop_tokens
 from whet.config.checks_parallel import world
 from whet.config.checks_sync import has_adapters
 from whet.config.choices import RESUME
+from whet.config.engines import ENGINES
 from whet.config.load import Loaded
 from whet.config.plan import Plan, dtype_on
 from whet.config.schema import Config
@@ -31,12 +33,11 @@ from whet.models.forward import decoder
 from whet.models.load import build as build_model
 from whet.models.lora import attach, twin
 from whet.rewards.combine import RewardSet
-from whet.rollout.engine import RolloutEngine
-from whet.rollout.hf import HfEngine
-from whet.rollout.native.engine import NativeEngine
+from whet.rollout.engine import EngineInputs, RolloutEngine, missing
 from whet.rollout.router import Router
 from whet.run import StopFlag
 from whet.storage.uploads import Uploads
+from whet.tables import load_object
 from whet.track.display import Display
 from whet.track.record import RunDirectory
 from whet.track.timeline import SAMPLING, Timeline
@@ -243,26 +244,33 @@ def open_engine(
     watch: Watch,
     timeline: Timeline,
 ) -> RolloutEngine:
-    """The rollout engine, large enough for every stage; it samples from the trainer's own module."""
-    ends = end_tokens(model, tokenizer)
+    """The rollout engine of `rollout.engine`, large enough for every stage, in this process.
+
+    Raises ConfigError where an engine of the user's cannot be made, or lacks a part of the interface.
+    """
     sampling = [p for p in plans if p.generates]
-    max_context = max(p.max_sequence_tokens for p in sampling)
-    if cfg.rollout.engine == "hf":
-        reference = HfEngine(model, end_token_ids=ends, decode=decoder_of(tokenizer), max_context=max_context)
-        reference.span = partial(timeline.piece, lane=SAMPLING)
-        return reference
-    engine = NativeEngine(
-        model,
-        ops,
-        end_token_ids=ends,
-        decode=decoder_of(tokenizer),
-        max_num_seqs=max(p.max_num_seqs for p in sampling),
-        max_context=max_context,
-        cache_mb=cfg.machine.kv_cache_mb,
-        quantization=cfg.rollout.quantization,
+    name = cfg.rollout.engine
+    make = load_object(ENGINES[name].at if name in ENGINES else name, what="rollout.engine")
+    engine = make(
+        EngineInputs(
+            model=model,
+            ops=ops,
+            end_token_ids=end_tokens(model, tokenizer),
+            decode=decoder_of(tokenizer),
+            max_context=max(p.max_sequence_tokens for p in sampling),
+            max_num_seqs=max(p.max_num_seqs for p in sampling),
+            cache_mb=cfg.machine.kv_cache_mb,
+            quantization=cfg.rollout.quantization,
+            beat=watch.beat,
+            span=partial(timeline.piece, lane=SAMPLING),
+        )
     )
-    engine.beat, engine.span = watch.beat, partial(timeline.piece, lane=SAMPLING)
-    return engine
+    if lacks := missing(engine):
+        raise ConfigError(
+            f"rollout.engine {name}: got a {type(engine).__name__} without {', '.join(lacks)}; expected a "
+            "whet.rollout.engine.RolloutEngine"
+        )
+    return cast(RolloutEngine, engine)
 
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:

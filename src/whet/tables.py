@@ -33,6 +33,16 @@ def find(table: Mapping[str, T], name: str, *, what: str) -> T:
     )
 
 
+def unknown(table: Mapping[str, object], name: str) -> str | None:
+    """What is wrong with a name that is neither in the table nor one of the user's."""
+    if name in table or ":" in name:
+        return None
+    return (
+        f"{name!r} is not known{near(name, table)}; known: {', '.join(table)}, or your own as 'package.module:name' or "
+        "'path/to/file.py:name'"
+    )
+
+
 def near(name: str, known: Iterable[str]) -> str:
     """'; did you mean ...?' or an empty text."""
     hits = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)

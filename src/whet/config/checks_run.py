@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from whet.config.engines import ENGINES
 from whet.config.recipes import resolve
 from whet.config.schema import Config, Profile
 from whet.config.secrets import MASK, is_secret, left_out, masked_url
-from whet.config.trackers import TRACKERS, Row, unknown
+from whet.config.trackers import TRACKERS, Row
 from whet.config.tree import leaves
 from whet.config.urls import is_remote, url_problems
-from whet.tables import near
+from whet.tables import near, unknown
 
 TIME = "{time}"
 """In run_dir and in folders that contain it: the time of the first start of the run."""
@@ -39,6 +40,8 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     yield from _remote_paths(cfg)
     yield from _folders(cfg)
     yield from _dumps(cfg)
+    if problem := unknown(ENGINES, cfg.rollout.engine):
+        yield "rollout.engine", problem
     yield from _trackers(cfg)
     yield from _profile(cfg)
     yield from _apart(cfg)
@@ -190,7 +193,9 @@ def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
 
 def _trackers(cfg: Config) -> Iterator[tuple[str, str]]:
     track = cfg.track
-    yield from unknown(cfg)
+    for name in track.trackers:
+        if problem := unknown(TRACKERS, name):
+            yield "track.trackers", problem
     for name, arguments in track.arguments.items():
         at, row = f"track.arguments.{name}", TRACKERS.get(name, Row(about="yours", takes=None))
         if name not in TRACKERS and name not in track.trackers:

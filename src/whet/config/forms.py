@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from whet.config import choices, functions, hints, trackers
+from whet.config import choices, engines, functions, hints, trackers
 from whet.config.conditions import Rule, subjects
 from whet.config.constraints import CONSTRAINTS, Constraint, error
 from whet.config.facts import NAMED
@@ -185,6 +185,7 @@ def _choices() -> dict[str, list[Json]]:
         "algorithm.advantage": _functions("advantage", functions.ADVANTAGES, choices.ADVANTAGES),
         "algorithm.loss": _functions("loss", functions.LOSSES, choices.LOSSES),
         "rewards.*.function": _lines(choices.REWARDS),
+        "rollout.engine": _lines({name: row.about for name, row in engines.ENGINES.items()}),
         "track.trackers": _lines({name: row.about for name, row in trackers.TRACKERS.items()}),
         "checkpoint.resume": _lines(choices.RESUME),
     }

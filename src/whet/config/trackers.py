@@ -6,11 +6,10 @@ called with `Sinks` (the config, the run directory, where the run goes on from) 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from whet.config.schema import Config
-from whet.tables import near
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +62,6 @@ TRACKERS: Mapping[str, Row] = {
 }
 
 LISTS = tuple(name for name, row in TRACKERS.items() if row.lists_runs)
-
-
-def unknown(cfg: Config) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong) for names that are no tracker."""
-    for name in cfg.track.trackers:
-        if name not in TRACKERS and ":" not in name:
-            yield (
-                "track.trackers",
-                f"{name!r} is not known{near(name, TRACKERS)}; known: {', '.join(TRACKERS)}, or a class of yours as "
-                "'package.module:Class' or 'path/to/file.py:Class'",
-            )
 
 
 def lists_runs(cfg: Config) -> bool:

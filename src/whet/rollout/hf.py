@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from whet.guard import pulse
-from whet.rollout.engine import WeightSource
+from whet.rollout.engine import EngineInputs, WeightSource
 from whet.rollout.gate import Gate
 from whet.rollout.native import sampler
 from whet.rollout.requests import Decode, StopText, check, ends_of
@@ -179,3 +179,15 @@ def as_reference(module: PreTrainedModel) -> Iterator[None]:
     finally:
         module.set_attn_implementation(attention)
         module.train(training)
+
+
+def opened(inputs: EngineInputs) -> HfEngine:
+    """`rollout.engine: hf`."""
+    engine = HfEngine(
+        inputs.model,
+        end_token_ids=inputs.end_token_ids,
+        decode=inputs.decode,
+        max_context=inputs.max_context,
+    )
+    engine.span = inputs.span
+    return engine

@@ -38,8 +38,9 @@ class SamplingConfig(Section):
 class Rollout(Section):
     """Rollouts: how replies are sampled from the policy."""
 
-    engine: Literal["native", "hf"] = "native"
-    """native: embedded, continuous batching, the trainer's weights by reference. hf: transformers, slow."""
+    engine: str = "native"
+    """native: embedded, continuous batching, the trainer's weights by reference. hf: transformers, slow. Or your own:
+    'package.module:name' or 'path/to/file.py:name', called with whet.rollout.engine.EngineInputs."""
     replicas: Count = 0
     """Number of engine replicas, each in a separate process with its own copy of the weights, by Ray (see `cluster`).
     0: one engine in the process of the trainer, on the weights of the trainer."""

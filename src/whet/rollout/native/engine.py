@@ -19,7 +19,7 @@ from whet.models.attention import PAGE
 from whet.models.kernels import Ops
 from whet.models.lora import merged
 from whet.models.quantised import NUMBERS, Kind, check_products, follow, held, quantise
-from whet.rollout.engine import WeightSource
+from whet.rollout.engine import EngineInputs, WeightSource
 from whet.rollout.native.graphs import Recorder
 from whet.rollout.native.runner import Runner
 from whet.rollout.native.sampler import is_plain
@@ -272,3 +272,19 @@ class NativeEngine:
         for request in requests:
             if not request.result.done():
                 request.result.set_exception(error)
+
+
+def opened(inputs: EngineInputs) -> NativeEngine:
+    """`rollout.engine: native`."""
+    engine = NativeEngine(
+        inputs.model,
+        inputs.ops,
+        end_token_ids=inputs.end_token_ids,
+        decode=inputs.decode,
+        max_num_seqs=inputs.max_num_seqs,
+        max_context=inputs.max_context,
+        cache_mb=inputs.cache_mb,
+        quantization=inputs.quantization,
+    )
+    engine.beat, engine.span = inputs.beat, inputs.span
+    return engine
