@@ -261,16 +261,19 @@ CASES: dict[str, Case] = {
     "algorithm.reward_kl.target": ("algorithm.reward_kl.coef=0.1", 0.5),
     "algorithm.reward_kl.horizon": ("algorithm.reward_kl={coef: 0.1, target: 0.5}", 5),
     "algorithm.correction.weight": ("rollout.sync_interval=2", "token"),
-    "algorithm.correction.low": ("rollout.sync_interval=2; algorithm.correction.weight=token", 0.999),
-    "algorithm.correction.high": ("rollout.sync_interval=2; algorithm.correction.weight=token", 1.001),
-    "algorithm.correction.outside": (
-        "rollout.sync_interval=2; algorithm.correction={weight: token, low: 0.999, high: 1.001}",
+    "algorithm.correction.weight.low": ("rollout.sync_interval=2; algorithm.correction.weight=token", 0.999),
+    "algorithm.correction.weight.high": ("rollout.sync_interval=2; algorithm.correction.weight=token", 1.001),
+    "algorithm.correction.weight.outside": (
+        "rollout.sync_interval=2; algorithm.correction.weight={name: token, low: 0.999, high: 1.001}",
         "mask",
     ),
-    "algorithm.correction.normalize": ("rollout.sync_interval=2; algorithm.correction.weight=token", True),
+    "algorithm.correction.weight.normalize": (
+        "rollout.sync_interval=2; algorithm.correction.weight=token",
+        True,
+    ),
     "algorithm.correction.staleness_decay": ("rollout.sync_interval=2", 0.5),
     "algorithm.correction.denominator": (
-        "rollout.sync_interval=2; algorithm.correction={weight: token, high: 1.0, outside: mask}",
+        "rollout.sync_interval=2; algorithm.correction.weight={name: token, high: 1.0, outside: mask}",
         "all",
     ),
     "algorithm.correction.reject.*.statistic": ("CORRECT={over: mean, high: 0.999}", "k2"),

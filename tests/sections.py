@@ -10,6 +10,7 @@ from whet.config.draft import Draft
 from whet.config.functions import ADVANTAGES, LOSSES
 from whet.config.recipes import RECIPES
 from whet.config.schema import Algorithm
+from whet.config.settings import ImportanceWeight
 from whet.types import Json
 
 
@@ -26,6 +27,13 @@ def algorithm(name: str = "grpo", **keys: Any) -> dict[str, Json]:
             out[part] = taken | ({"name": keys[part]} if part in keys else {})
             out = {k: v for k, v in out.items() if k not in taken}
     return out
+
+
+def correction(**keys: Any) -> dict[str, Json]:
+    """`correction(weight="token", high=2.0)`: the settings of the weight in its table."""
+    mine = {key: keys[key] for key in keys if key in ImportanceWeight.model_fields}
+    rest = {key: value for key, value in keys.items() if key not in mine}
+    return rest | ({"weight": {"name": keys["weight"], **mine}} if mine else {})
 
 
 def section(told: Mapping[str, Json]) -> Algorithm:

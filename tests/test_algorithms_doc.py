@@ -24,8 +24,10 @@ from whet.algos.resample import RESAMPLE
 from whet.cli import keys as keys_command
 from whet.config import schema
 from whet.config.algorithms_listing import choices, in_words, listed
+from whet.config.functions import WEIGHTS
 from whet.config.recipe_table import RECIPES
 from whet.config.recipes import resolve
+from whet.config.settings import ImportanceWeight
 from whet.types import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -126,9 +128,16 @@ def test_every_choice_of_the_correction_has_a_row_with_code_that_exists() -> Non
         if line.startswith("|")
     ][2:]
     settings = [row["setting"].strip("`") for row in rows]
-    assert {setting.partition(":")[0] for setting in settings} == set(schema.Correction.model_fields)
-    for key in ("weight", "outside", "denominator"):
-        assert {f"{key}: {value}" for value in choices(schema.Correction, key)} <= set(settings)
+    assert {setting.partition(":")[0] for setting in settings} == set(schema.Correction.model_fields) | set(
+        ImportanceWeight.model_fields
+    )
+    values = {
+        "weight": WEIGHTS,
+        "outside": choices(ImportanceWeight, "outside"),
+        "denominator": choices(schema.Correction, "denominator"),
+    }
+    for key, of_key in values.items():
+        assert {f"{key}: {value}" for value in of_key} <= set(settings)
     assert all(inspect.isfunction(named(code)) for row in rows for code in code_of(row))
 
 

@@ -15,22 +15,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import sections
 from batches import by_rollout, doubles, logp_now, make_batch, micro_batches, ragged
 from unread import check_algorithm
-from whet.algos.correction import correct, kept
+from whet.algos.correction import kept
 from whet.algos.losses import regularized, reinforce
 from whet.algos.recipes import build
 from whet.batch import Batch, Outputs, select, split
 from whet.config import schema
 from whet.config.recipes import resolve
-from whet.config.schema import Correction
-from whet.types import ConfigError, WhetError
+from whet.types import ConfigError, Metrics, WhetError
 
 LOG2, LOG3 = math.log(2), math.log(3)
 
 
-def section(**keys: Any) -> Correction:
-    return Correction.model_validate_json(json.dumps(keys))
+def section(**keys: Any) -> schema.Correction:
+    return schema.Correction.model_validate_json(json.dumps(sections.correction(**keys)))
+
+
+def corrected(batch: Batch, version: int = 0, **keys: Any) -> tuple[Batch, Metrics]:
+    cfg = schema.Algorithm(correction=section(**keys))
+    return build(cfg, critic=schema.Critic(), max_tokens=8).correct(batch, version)
 
 
 def drifted(pictures: list[list[str]], log_ratio: list[float]) -> Batch:
@@ -42,7 +47,7 @@ def drifted(pictures: list[list[str]], log_ratio: list[float]) -> Batch:
 
 
 def weights_of(batch: Batch, version: int = 0, **keys: Any) -> list[list[float]]:
-    batch, _ = correct(batch, version, cfg=section(**keys))
+    batch, _ = corrected(batch, version, **keys)
     assert batch.correction_N is not None
     assert (batch.correction_N[~batch.mask_N] == 1).all()
     return by_rollout(batch, batch.correction_N)
@@ -121,19 +126,19 @@ def test_demonstrations_are_left_alone() -> None:
 
 def test_off_is_off() -> None:
     batch = drifted(TWO, [LOG2, -LOG2, LOG3, LOG3])
-    same, stats = correct(batch, 7, cfg=Correction())
+    same, stats = corrected(batch, 7)
     assert same is batch
     assert stats == {}
 
 
 def test_old_logprobs_must_be_there() -> None:
     with pytest.raises(WhetError, match="logp_old_N"):
-        correct(replace(ragged(0), logp_old_N=None), 0, cfg=section(weight="token"))
+        corrected(replace(ragged(0), logp_old_N=None), weight="token")
 
 
 def test_numbers_by_hand() -> None:
     batch = replace(drifted(TWO, [LOG2, -LOG2, LOG3, LOG3]), version_N=torch.full((8,), 2))
-    _, stats = correct(batch, 3, cfg=section(weight="token", high=2.5, reject=[{"low": 0.8}]))
+    _, stats = corrected(batch, 3, weight="token", high=2.5, reject=[{"low": 0.8}])
     # Weights 2, 0, 2.5, 2.5: mean 7/4, squares 4 + 6.25 + 6.25.
     assert stats == pytest.approx(
         {
@@ -149,9 +154,8 @@ def test_numbers_by_hand() -> None:
 
 def test_equal_weights_are_fully_effective_and_none_not_at_all() -> None:
     batch = drifted(TWO, [0.0] * 4)
-    assert correct(batch, 0, cfg=section(weight="token"))[1]["correction/ess_frac"] == 1.0
-    none = section(reject=[{"low": 5.0}])
-    assert correct(batch, 0, cfg=none)[1]["correction/ess_frac"] == 0.0
+    assert corrected(batch, weight="token")[1]["correction/ess_frac"] == 1.0
+    assert corrected(batch, reject=[{"low": 5.0}])[1]["correction/ess_frac"] == 0.0
 
 
 # ---------------------------------------------------------------- against loops
@@ -277,8 +281,7 @@ EVERYTHING: dict[str, Any] = {
 @pytest.mark.parametrize("seed", range(4))
 def test_the_order_of_groups_does_not_matter(seed: int) -> None:
     batch = random_drift(seed)
-    cfg = section(**EVERYTHING)
-    whole, stats = correct(batch, 2, cfg=cfg)
+    whole, stats = corrected(batch, 2, **EVERYTHING)
     parts = split(batch, 4)[::-1]
     turned = [select(batch, torch.nonzero(batch.group_R == g).flatten()) for g in reversed(range(4))]
     assert len(parts) == len(turned) == 4
@@ -289,7 +292,7 @@ def test_the_order_of_groups_does_not_matter(seed: int) -> None:
     starts = np.cumsum([0] + [p.rollouts for p in turned])
     values["row_N"] = torch.cat([p.row_N + int(s) for p, s in zip(turned, starts[:-1], strict=True)])
     values["group_R"] = torch.cat([p.group_R + g for g, p in enumerate(turned)])
-    other, other_stats = correct(Batch(**values), 2, cfg=cfg)
+    other, other_stats = corrected(Batch(**values), 2, **EVERYTHING)
     assert other_stats == pytest.approx(stats, rel=1e-12)
     back = [
         by_rollout(p, p.correction_N)
@@ -338,7 +341,7 @@ def test_no_cut_changes_the_gradient(seed: int, denominator: str) -> None:
 
 def test_only_the_policy_term_is_weighted() -> None:
     batch = drifted([["pa"]], [LOG2])
-    batch, _ = correct(replace(batch, adv_N=doubles([0, 1])), 0, cfg=section(weight="token"))
+    batch, _ = corrected(replace(batch, adv_N=doubles([0, 1])), weight="token")
     batch = replace(batch, logp_ref_N=doubles([0, -3.0]))
     loss = regularized(reinforce, kl_coef=0.5, estimator="k1", entropy_coef=2.0)
     out = Outputs(logp_N=doubles([0, -1.0]), entropy_N=doubles([0, 0.25]))
@@ -387,12 +390,17 @@ def test_kept_without_a_correction_is_the_batch() -> None:
     ("name", "correction", "why"),
     [
         ("sft", {"weight": "token"}, "the replies are in the data"),
-        ("grpo", {"high": 2.0}, "correction.weight is not given"),
-        ("grpo", {"normalize": True}, "correction.weight is not given"),
+        (
+            "grpo",
+            {"weight": {"high": 2.0}},
+            "correction.weight.name: must be given: token, sequence, geometric",
+        ),
+        ("grpo", {"weight": {"name": "tokens"}}, "'tokens' is not known; did you mean 'token'"),
+        ("grpo", {"weight": {"name": "token", "hgh": 2.0}}, "unknown setting; did you mean 'high'"),
         (
             "grpo",
             {"weight": "token", "outside": "mask"},
-            "neither algorithm.correction.low nor high is given",
+            "neither low nor high of algorithm.correction.weight is given",
         ),
         ("grpo", {"weight": "token", "denominator": "all"}, "nothing is masked or rejected"),
         ("grpo", {"weight": "token", "low": 3.0, "high": 2.0}, r"low=3.0 is above high=2.0"),
@@ -404,7 +412,7 @@ def test_what_cannot_work_or_has_no_effect_is_refused(
     name: str, correction: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(ConfigError, match=why):
-        check_algorithm(name, correction=correction)
+        check_algorithm(name, correction=sections.correction(**correction))
 
 
 def test_the_engines_own_logprobs_cannot_correct_themselves() -> None:

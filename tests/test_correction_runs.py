@@ -24,9 +24,7 @@ STEPS: dict[str, Any] = {"steps": 2, "tasks_per_step": 4, "optimizer": {"lr": 1e
 
 def test_on_policy_every_weight_is_1(tmp_path: Path) -> None:
     correction = {
-        "weight": "token",
-        "high": 2.0,
-        "normalize": True,
+        "weight": {"name": "token", "high": 2.0, "normalize": True},
         "reject": [{"over": "mean", "low": 0.99, "high": 1.01}],
     }
     plain = learn(tmp_path / "plain", {"name": "grpo"}, train=STEPS)

@@ -102,7 +102,7 @@ def test_the_decoupled_loss_masks_above_its_cap_and_keeps_the_count() -> None:
     assert engine_probabilities(values(behav_imp_weight_cap=2.0)) == {}, "read with use_decoupled_loss alone"
     assert engine_probabilities(values(use_decoupled_loss=True)) == {at + "weight": "token"}
     assert engine_probabilities(values(use_decoupled_loss=True, behav_imp_weight_cap=2.0)) == {
-        at + "weight": "token", at + "high": 2.0, at + "outside": "mask", at + "denominator": "all",
+        at + "weight": "token", at + "weight.high": 2.0, at + "weight.outside": "mask", at + "denominator": "all",
     }  # fmt: skip
 
 

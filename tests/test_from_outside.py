@@ -1,4 +1,4 @@
-"""What a user adds without a change to whet: a loss and an advantage with settings, a reward, a tracker, an engine."""
+"""What a user adds without a change to whet: functions with settings, a reward, a tracker, an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import whet
 from whet.config.load import load
-from whet.types import ConfigError
+from whet.types import ConfigError, WhetError
 
 MINE = '''
 import json
@@ -26,6 +26,13 @@ def tilted(batch, out, *, tilt: float = 1.0, tokens: bool = True):
 def centred(batch, *, reward_N, scale: float = 1.0):
     """Reward less a half, at every token."""
     return (batch.reward_R[batch.row_N] - 0.5) * scale * batch.mask_N, None
+
+def halved(batch, log_N, *, factor: float = 1.0):
+    """An importance weight that is the same for every token."""
+    return log_N * 0 + factor
+
+def misshapen(batch, log_N):
+    return log_N.sum()
 
 def letters(response, *, letter):
     return float(response.count(letter) > 0)
@@ -128,6 +135,29 @@ def test_a_setting_that_does_not_fit_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         whet.train(**tree, overrides=[override])
+
+
+def test_an_importance_weight_of_a_users_own(tree: dict[str, Any], tmp_path: Path) -> None:
+    whet.train(
+        **tree, overrides=[f"algorithm.correction.weight={{name: {tmp_path}/mine.py:halved, factor: 0.5}}"]
+    )
+    kept = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["correction/weight_mean"] for line in kept if "train/loss" in line] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("weight", "said"),
+    [
+        ("{{name: {mine}:halved, factr: 2}}", "algorithm.correction.weight.factr: .* did you mean 'factor'"),
+        ("{mine}:misshapen", r"must return one weight a token, shape \(\d+,\); got shape \(\)"),
+    ],
+)
+def test_an_importance_weight_that_does_not_fit_is_refused(
+    tree: dict[str, Any], tmp_path: Path, weight: str, said: str
+) -> None:
+    given = weight.format(mine=tmp_path / "mine.py")
+    with pytest.raises(WhetError, match=said):
+        whet.train(**tree, overrides=[f"algorithm.correction.weight={given}"])
 
 
 def test_another_name_inherits_no_setting(tree: dict[str, Any]) -> None:

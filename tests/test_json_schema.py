@@ -333,16 +333,15 @@ def test_settings_that_a_form_hides_are_refused_and_others_are_not_called_idle(r
     ("key", "hidden", "shown"),
     [
         ("correction", {"name": "sft", "correction": {"weight": "token"}}, {"correction": {"weight": "token"}}),
-        ("correction.low", {"correction": {"low": 0.5}}, {"correction": {"weight": "token", "low": 0.5}}),
         (
-            "correction.outside",
-            {"correction": {"weight": "token", "outside": "mask"}},
-            {"correction": {"weight": "token", "high": 2.0, "outside": "mask"}},
+            "correction.weight.outside",
+            {"correction": {"weight": {"name": "token", "outside": "mask"}}},
+            {"correction": {"weight": {"name": "token", "high": 2.0, "outside": "mask"}}},
         ),
         (
             "correction.denominator",
             {"correction": {"weight": "token", "denominator": "all"}},
-            {"correction": {"weight": "token", "high": 2.0, "outside": "mask", "denominator": "all"}},
+            {"correction": {"weight": {"name": "token", "high": 2.0, "outside": "mask"}, "denominator": "all"}},
         ),
         ("mix", {"name": "sft", "mix": {}}, {"name": "mix", "mix": {}}),
         (

@@ -368,7 +368,7 @@ def test_a_run_learns(tmp_path: Path) -> None:
         },
         algorithm={
             "loss": {"clip_low": 1e-4, "clip_high": 1e-4},
-            "correction": {"weight": "token", "high": 2.0},
+            "correction": {"weight": {"name": "token", "high": 2.0}},
         },
     )
     rewards = [m["reward/mean"] for m in result.metrics]

@@ -130,6 +130,27 @@ def test_an_override_may_name_a_setting_as_a_key_of_the_algorithm() -> None:
         load(None, ["algorithm.tau=0.3"])
 
 
+def test_bounds_of_an_importance_weight_may_stand_beside_it() -> None:
+    old = {"correction": {"weight": "token", "low": None, "high": 2.0, "outside": "mask", "normalize": False}}
+    new, notes = renamed({"algorithm": old})
+    table = {"name": "token", "low": None, "high": 2.0, "outside": "mask", "normalize": False}
+    assert new == {"algorithm": {"correction": {"weight": table}}}
+    assert "algorithm.correction.high is algorithm.correction.weight.high" in notes
+    off = {
+        "correction": {"weight": None, "low": None, "high": None, "outside": "truncate", "normalize": False}
+    }
+    assert renamed({"algorithm": off})[0] == {"algorithm": {"correction": {"weight": None}}}
+    same = Config.model_validate_json(
+        '{"algorithm": {"correction": {"weight": {"name": "token", "high": 2.0}}}}'
+    )
+    before: Json = {"algorithm": {"correction": {"weight": "token", "high": 2.0}}}
+    assert changes(before, fingerprint(same)) == []
+    given = ["algorithm.correction={weight: token}", "algorithm.correction.high=3.0"]
+    assert load(None, given).config.algorithm.correction.weight == {"name": "token", "high": 3.0}
+    with pytest.raises(ConfigError, match=r"algorithm\.correction\.high: unknown key.*weight\.high"):
+        load(None, ["algorithm.correction={high: 3.0}"])
+
+
 def test_a_checkpoint_with_settings_as_keys_of_the_algorithm_compares_by_what_they_mean() -> None:
     """Version 0.1 wrote every setting, read or not, and null where the loss had a default of its own."""
     flat = {"beta": None, "clip_low": None, "clip_high": None, "tau": 1.0, "std_epsilon": 1e-6, "gamma": 1.0}

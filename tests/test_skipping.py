@@ -125,7 +125,7 @@ def test_every_loss_of_the_table_is_asked() -> None:
             "algorithm.reward_kl subtracts",
         ),
         (
-            {"name": "grpo", "correction": {"weight": "token", "high": 2.0}},
+            {"name": "grpo", "correction": {"weight": {"name": "token", "high": 2.0}}},
             "no advantage",
             False,
             "algorithm.correction compares them",

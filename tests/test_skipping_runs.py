@@ -111,7 +111,7 @@ PARTS = {"train": {"minibatches": 3, "update_epochs": 2}}
         ({0, 1, 2, 3, 4, 5}, {"train": {"minibatches": 2, "update_epochs": 2, "shuffle_minibatches": True}}),
         ({0, 1, 2}, {"loss": "cispo", "loss_agg_mode": "token-mean"}),
         ({0, 1, 2}, {"loss": "gspo", "clip_low": 0.2, "clip_high": 0.2, "advantage": "rloo"}),
-        ({0, 3}, {"correction": {"weight": "token", "high": 2.0}}),
+        ({0, 3}, {"correction": {"weight": {"name": "token", "high": 2.0}}}),
         ({0, 3}, {"name": "optimal_token_baseline"}),
     ],
     ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else None,

@@ -126,11 +126,11 @@ def test_corrections() -> None:
     at = "algorithm.correction"
     assert learn.correction(values()) == {}
     token = learn.correction(values(**{OFF + "tis_ratio_type": "token"}))
-    assert token == {f"{at}.weight": "token", f"{at}.high": 2.0, f"{at}.denominator": "all"}
+    assert token == {f"{at}.weight": "token", f"{at}.weight.high": 2.0, f"{at}.denominator": "all"}
     sequence = learn.correction(values(**{OFF + "tis_ratio_type": "sequence"}))
-    assert (sequence[f"{at}.weight"], sequence[f"{at}.high"]) == ("sequence", 5.0)
+    assert (sequence[f"{at}.weight"], sequence[f"{at}.weight.high"]) == ("sequence", 5.0)
     old = learn.correction(values(**{KL + "use_tis": True, KL + "tis_imp_ratio_cap": 3.0}))
-    assert old == dict(token) | {f"{at}.high": 3.0}
+    assert old == dict(token) | {f"{at}.weight.high": 3.0}
     masks = values(
         **{
             OFF + "sequence_mask_metric": "geometric",

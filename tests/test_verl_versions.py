@@ -110,12 +110,17 @@ def test_off_policy_correction_by_release() -> None:
 
     veto = {"statistic": "ratio", "over": "max", "low": 1e-4}
     first = correction("0.6.0", rollout_is=True, rollout_is_threshold=2.0, rollout_is_mode="mask")
-    assert first == {"weight": "token", "low": 0.5, "high": 2.0, "outside": "mask", "reject": [veto]}
+    assert first == {
+        "weight": {"name": "token", "low": 0.5, "high": 2.0, "outside": "mask"},
+        "reject": [veto],
+    }
     second = correction("0.7.0", rollout_correction={"rollout_rs": "geometric", "rollout_rs_threshold": 4.0})
     assert second == {"reject": [{"statistic": "ratio", "over": "mean", "high": 4.0, "low": 0.25}]}
     bounded = {"rollout_is": "token", "rollout_is_threshold": "0.5_5"}
     third = correction("0.8.0", rollout_correction=bounded)
-    assert third == {"weight": "token", "low": 0.5, "high": 5.0, "outside": "mask"}
+    assert third == {
+        "weight": {"name": "token", "low": 0.5, "high": 5.0, "outside": "mask", "normalize": False}
+    }
 
 
 def test_the_asynchronous_trainers() -> None:

@@ -7,7 +7,9 @@ means that the token was rejected. Shape letters: N tokens, R rollouts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,8 +19,13 @@ from whet.batch import Batch
 from whet.config.schema import Correction, Reject
 from whet.types import Metrics
 
+Weigh = Callable[[Batch, Tensor], tuple[Tensor, Tensor | None]]
+"""(batch, log-ratios [N]) -> ([N] the weight of each token, [N] bool: was it outside the bounds? None: no bounds)."""
 
-def correct(batch: Batch, version: int, *, cfg: Correction) -> tuple[Batch, Metrics]:
+
+def correct(
+    batch: Batch, version: int, *, cfg: Correction, weigh: Weigh | None = None
+) -> tuple[Batch, Metrics]:
     """The batch with `correction_N`, and what it did; `version`: of the policy that is about to be trained.
 
     Truncated (Ionides 2008; arXiv:1802.01561), masked (arXiv:2505.24298; IcePop arXiv:2510.18855), by age. Tokens that
@@ -28,15 +35,14 @@ def correct(batch: Batch, version: int, *, cfg: Correction) -> tuple[Batch, Metr
         return batch, {}
     ours = replace(batch, mask_N=batch.mask_N & (batch.version_N >= 0))
     log_N = log_ratio(ours)
-    raw_N = raw_weights(ours, log_N, cfg.weight)
-    weight_N = bounded(raw_N, low=cfg.low, high=cfg.high, outside=cfg.outside)
-    if cfg.normalize:
-        weight_N = weight_N / mean_weight(ours, weight_N, over_rollouts=cfg.weight != "token").clamp(min=1e-8)
+    weight_N, outside_N = weigh(ours, log_N) if weigh else (torch.ones_like(log_N), None)
     gap_N = (version - batch.version_N).clamp(min=0)
     keep_N = passes(ours, log_N, cfg.reject)
     weight_N = torch.where(keep_N, weight_N * cfg.staleness_decay**gap_N, 0.0)
     weight_N = torch.where(ours.mask_N, weight_N, 1.0)
-    stats = _stats(weight_N[ours.mask_N], raw_N[ours.mask_N], gap_N=gap_N[ours.mask_N], cfg=cfg)
+    stats = _stats(weight_N[ours.mask_N], gap_M=gap_N[ours.mask_N])
+    if stats and outside_N is not None:
+        stats["correction/outside_frac"] = float(outside_N[ours.mask_N].double().mean())
     return replace(batch, correction_N=weight_N.to(batch.logp_sample_N.dtype)), stats
 
 
@@ -57,14 +63,36 @@ def log_ratio(batch: Batch) -> Tensor:
     return torch.where(batch.mask_N, d_N.clamp(-20, 20), 0.0)
 
 
-def raw_weights(batch: Batch, log_N: Tensor, weight: str | None) -> Tensor:
+def importance(
+    batch: Batch,
+    log_N: Tensor,
+    *,
+    over: str,
+    low: float | None = None,
+    high: float | None = None,
+    outside: str = "truncate",
+    normalize: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """A `Weigh`: the ratio of the token, of the rollout (sequence), or its geometric mean, in bounds."""
+    raw_N = raw_weights(batch, log_N, over)
+    weight_N = bounded(raw_N, low=low, high=high, outside=outside)
+    outside_N = None if low is None and high is None else raw_N.clamp(low, high) != raw_N
+    if normalize:
+        weight_N = weight_N / mean_weight(batch, weight_N, over_rollouts=over != "token").clamp(min=1e-8)
+    return weight_N, outside_N
+
+
+WEIGHTS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
+    name: partial(importance, over=name) for name in ("token", "sequence", "geometric")
+}
+
+
+def raw_weights(batch: Batch, log_N: Tensor, over: str) -> Tensor:
     """[N] the importance weight of each token before any bound; a whole rollout's logarithm is bounded to +-20, too."""
-    if weight is None:
-        return torch.ones_like(log_N)
-    if weight == "token":
+    if over == "token":
         return log_N.exp()
     log_R = batch.sum_R(log_N)
-    if weight == "geometric":
+    if over == "geometric":
         log_R = log_R / sampled_R(batch).clamp(min=1)
     return log_R.clamp(-20, 20).exp()[batch.row_N]
 
@@ -127,21 +155,17 @@ def _inside(x: Tensor, low: Tensor | None, high: Tensor | None) -> Tensor:
     return inside
 
 
-def _stats(weight_M: Tensor, raw_M: Tensor, *, gap_N: Tensor, cfg: Correction) -> Metrics:
+def _stats(weight_M: Tensor, *, gap_M: Tensor) -> Metrics:
     """Over the tokens a policy sampled. The effective sample size is (sum w)^2 / sum w^2, as a share of the tokens."""
     if len(weight_M) == 0:
         return {}
-    out = {
+    return {
         "correction/weight_mean": float(weight_M.mean()),
         "correction/weight_max": float(weight_M.max()),
         "correction/rejected_frac": float((weight_M == 0).double().mean()),
         "correction/ess_frac": _effective(weight_M),
-        "correction/staleness_mean": float(gap_N.double().mean()),
+        "correction/staleness_mean": float(gap_M.double().mean()),
     }
-    if cfg.weight is not None and (cfg.low is not None or cfg.high is not None):
-        held_M = raw_M.clamp(cfg.low, cfg.high)
-        out["correction/outside_frac"] = float((held_M != raw_M).double().mean())
-    return out
 
 
 def _effective(weight_M: Tensor) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from whet.algos.advantages import ADVANTAGES, token_rewards, whiten
 from whet.algos.aggregate import weights
-from whet.algos.correction import correct, kept
+from whet.algos.correction import WEIGHTS, Weigh, correct, kept
 from whet.algos.critic import value_loss
 from whet.algos.demonstration import among_experts, mixed, mixed_weights, mu_at, own, without_experts
 from whet.algos.kl import adapt, mean_kl
@@ -121,7 +121,7 @@ def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> A
         kl_coef=r.reward_kl.coef,
         full_kl_coef=r.kl.coef if r.kl.estimator == "full" else 0.0,
         next_kl_coef=partial(_next_kl_coef, r.reward_kl),
-        correct=partial(correct, cfg=r.correction),
+        correct=partial(correct, cfg=r.correction, weigh=_weigh(r)),
         resample=partial(_resampled, r),
         advantage=partial(
             _with_advantage, r, _bind(advantage, r.settings["advantage"], what="advantage", positional=1)
@@ -154,6 +154,31 @@ def _with_experts(r: Resolved, policy: LossFn) -> LossFn:
     return mixed(policy, partial(expert, **_taken(expert, r.settings["mix.loss"])))
 
 
+def _weigh(r: Resolved) -> Weigh | None:
+    """The importance weight of the correction. A function of the user's gives one number a token, and has no bounds."""
+    chosen = r.settings.get("correction.weight")
+    if chosen is None:
+        return None
+    function = _bind(find(WEIGHTS, chosen.name, what=_WEIGHT), chosen, what=_WEIGHT, positional=2)
+    return partial(_own_weight, function, chosen.name) if chosen.is_own else function
+
+
+_WEIGHT = "correction.weight"
+
+
+def _own_weight(
+    function: Callable[..., object], name: str, batch: Batch, log_N: Tensor
+) -> tuple[Tensor, None]:
+    match function(batch, log_N):
+        case Tensor() as weight_N if weight_N.shape == log_N.shape:
+            return weight_N, None
+        case other:
+            got = f"shape {tuple(other.shape)}" if isinstance(other, Tensor) else type(other).__name__
+    raise WhetError(
+        f"{_WEIGHT} {name!r} must return one weight a token, shape {tuple(log_N.shape)}; got {got}."
+    )
+
+
 def _keywords(function: Callable[..., object]) -> set[str]:
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
@@ -162,6 +187,14 @@ def _keywords(function: Callable[..., object]) -> set[str]:
 def _taken(function: Callable[..., object], chosen: Chosen) -> dict[str, Any]:
     """The settings that a function's signature names."""
     return {name: value for name, value in chosen.settings.items() if name in _keywords(function)}
+
+
+_TAKES = {
+    "advantage": "batch, *, reward_N",
+    "loss": "batch, outputs, *",
+    "correction.weight": "batch, log_N, *",
+}
+"""What a function of the user's is called with."""
 
 
 def _bind(function: Callable[..., T], chosen: Chosen, *, what: str, positional: int) -> Callable[..., T]:
@@ -175,7 +208,7 @@ def _bind(function: Callable[..., T], chosen: Chosen, *, what: str, positional: 
     try:
         inspect.signature(function).bind(*[None] * positional, **settings, **later)
     except TypeError as e:
-        call = "f(batch, *, reward_N, ...)" if what == "advantage" else "f(batch, outputs, *, ...)"
+        call = f"f({_TAKES[what]}, ...)"
         raise ConfigError(
             f"{what} {chosen.name!r} cannot be called as {call}: {e}. Its settings are its keyword arguments: give "
             f"them as algorithm.{what}.NAME."

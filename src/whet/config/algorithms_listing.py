@@ -6,10 +6,11 @@ import json
 from typing import Any, Literal, get_args, get_origin
 
 from whet.config import schema
-from whet.config.functions import ADVANTAGES, LOSSES, Advantage, Loss
+from whet.config.functions import ADVANTAGES, LOSSES, WEIGHTS, Advantage, Loss
 from whet.config.parts.aggregation import Aggregation
 from whet.config.parts.base import Section
 from whet.config.recipe_table import RECIPES, Recipe
+from whet.config.settings import ImportanceWeight
 
 Entry = dict[str, Any]
 
@@ -77,13 +78,17 @@ def _function(row: Advantage | Loss) -> Entry:
 
 
 def _correction() -> list[Entry]:
-    """One object for each key of the section, and of its tests (`reject`)."""
-    sections: list[tuple[str, type[Section]]] = [("", schema.Correction), ("reject[].", schema.Reject)]
+    """One object for each key of the section, of its weight, and of its tests (`reject`)."""
+    sections: list[tuple[str, type[Section]]] = [
+        ("", schema.Correction),
+        ("weight.", ImportanceWeight),
+        ("reject[].", schema.Reject),
+    ]
     return [
         {
             "what": "correction",
             "name": f"{prefix}{name}",
-            "values": list(choices(section, name)),
+            "values": list(WEIGHTS if name == "weight" else choices(section, name)),
             "meaning": " ".join((field.description or "").split()),
         }
         for prefix, section in sections

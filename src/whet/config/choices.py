@@ -55,6 +55,12 @@ LOSSES = {
     "kto": "Single replies marked as desirable or not, relative to a reference.",
 }
 
+WEIGHTS = {
+    "token": "The ratio of the token.",
+    "sequence": "The product of the ratios of the rollout's sampled tokens.",
+    "geometric": "The geometric mean of the ratios of the rollout's sampled tokens.",
+}
+
 REWARDS = {
     "exact": "The reply equals the answer.",
     "choice": "The letter that the reply chooses equals the answer.",

@@ -126,8 +126,8 @@ ALGORITHM = (
         ("algorithm.name=rec", "algorithm.loss.rec_regularizer=k2"),
     ),
     Constraint(
-        "algorithm.correction.low algorithm.correction.high",
-        ("algorithm.correction={weight: token, low: 2.0, high: 1.0}",),
+        "algorithm.correction.weight.low algorithm.correction.weight.high",
+        ("algorithm.correction.weight={name: token, low: 2.0, high: 1.0}",),
     ),
     Constraint(
         "algorithm.correction.reject.*.low algorithm.correction.reject.*.high",

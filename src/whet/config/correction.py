@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from whet.config.schema import Correction, Reject
-from whet.types import ConfigError
+from collections.abc import Mapping
+
+from whet.config.schema import Correction
+from whet.types import ConfigError, Json
 
 KEY = "algorithm.correction"
 
 
-def check_correction(c: Correction, *, old_logprobs: str) -> None:
-    """Raise ConfigError."""
+def check_correction(c: Correction, weight: Mapping[str, Json], *, old_logprobs: str) -> None:
+    """Raise ConfigError. weight: the settings of the importance weight."""
     if old_logprobs == "sampled" and (c.weight or c.reject):
         raise ConfigError(
             "algorithm.old_logprobs='sampled' uses the log-probs of the engine as those of the trainer, so every ratio "
             f"of {KEY} would be 1: set it to recompute, or leave it out."
         )
-    _check_bounds(c)
-
-
-def _check_bounds(c: Correction) -> None:
-    parts: list[tuple[str, Correction | Reject]] = [(KEY, c)]
-    parts += [(f"{KEY}.reject[{n}]", test) for n, test in enumerate(c.reject)]
-    for at, part in parts:
-        if part.low is not None and part.high is not None and part.low > part.high:
-            raise ConfigError(f"{at}.low={part.low} is above high={part.high}: lower it, or raise high.")
+    bounds = [(f"{KEY}.weight", weight.get("low"), weight.get("high"))]
+    bounds += [(f"{KEY}.reject[{n}]", test.low, test.high) for n, test in enumerate(c.reject)]
+    for at, low, high in bounds:
+        if low is not None and high is not None and low > high:
+            raise ConfigError(f"{at}.low={low} is above high={high}: lower it, or raise high.")
     for n, test in enumerate(c.reject):
         if test.low is None and test.high is None:
             raise ConfigError(

@@ -150,18 +150,15 @@ def _settings(section: type[Section], part: str) -> Json:
         name: _described(
             node,
             replace(
-                keys_of_settings()[("algorithm", part, name)], default=section.model_fields[name].default
+                keys_of_settings()[("algorithm", *part.split("."), name)],
+                default=section.model_fields[name].default,
             ),
         )
         for name, node in made.items()
     }
 
 
-def _functions(
-    part: str,
-    table: Mapping[str, functions.Advantage] | Mapping[str, functions.Loss],
-    about: Mapping[str, str],
-) -> list[Json]:
+def _functions(part: str, table: Mapping[str, functions.Function], about: Mapping[str, str]) -> list[Json]:
     return [
         {
             "name": name,
@@ -184,6 +181,7 @@ def _choices() -> dict[str, list[Json]]:
         "algorithm.name": _recipes(),
         "algorithm.advantage": _functions("advantage", functions.ADVANTAGES, choices.ADVANTAGES),
         "algorithm.loss": _functions("loss", functions.LOSSES, choices.LOSSES),
+        "algorithm.correction.weight": _functions("correction.weight", functions.WEIGHTS, choices.WEIGHTS),
         "rewards.*.function": _lines(choices.REWARDS),
         "rollout.engine": _lines({name: row.about for name, row in engines.ENGINES.items()}),
         "track.trackers": _lines({name: row.about for name, row in trackers.TRACKERS.items()}),

@@ -27,11 +27,24 @@ nothing (it looks across rollouts), those that weigh 0, or also those whose adva
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advantage:
-    """What an advantage reads."""
+class Function:
+    """What every function of an algorithm has."""
 
     settings: type[Section] = settings.NoSettings
     needs: frozenset[Need] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight(Function):
+    """How much a token counts that another policy sampled."""
+
+    settings: type[Section] = settings.ImportanceWeight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantage(Function):
+    """What an advantage reads."""
+
     compares: bool = False
     """Rollouts of a task are compared with each other: a group of one teaches nothing."""
     judged: bool = True
@@ -39,12 +52,10 @@ class Advantage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
+class Loss(Function):
     """What a loss reads, and what data it learns from."""
 
     kind: Kind = "online"
-    settings: type[Section] = settings.NoSettings
-    needs: frozenset[Need] = frozenset()
     ratio: bool = True
     """It compares with the policy before the step, or need not, so more than one optimizer step a batch is right."""
     anchor: Literal["old", "sampled", "none"] = "old"
@@ -156,3 +167,5 @@ LOSSES: dict[str, Loss] = {
         skips="no weight",
     ),
 }
+
+WEIGHTS: dict[str, Weight] = {"token": Weight(), "sequence": Weight(), "geometric": Weight()}

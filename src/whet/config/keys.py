@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from whet.config.functions import ADVANTAGES, LOSSES, Advantage, Loss
+from whet.config.functions import ADVANTAGES, LOSSES, WEIGHTS, Function
 from whet.config.renamed import HOMES, present
 from whet.config.schema import Config, Section
 
@@ -146,9 +146,10 @@ def _inner(annotation: Any) -> tuple[type[Section] | None, bool]:
     return None, False
 
 
-TABLES: dict[Path, Mapping[str, Advantage | Loss]] = {
+TABLES: dict[Path, Mapping[str, Function]] = {
     ("algorithm", "advantage"): ADVANTAGES,
     ("algorithm", "loss"): LOSSES,
+    ("algorithm", "correction", "weight"): WEIGHTS,
     ("algorithm", "mix", "loss"): {name: row for name, row in LOSSES.items() if row.kind == "demonstrations"},
 }
 """Keys that hold a name or a table of settings, and the functions that have them."""

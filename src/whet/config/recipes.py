@@ -25,7 +25,7 @@ __all__ = ["RECIPES", "Chosen", "Kind", "Recipe", "Resolved", "resolve"]
 
 @dataclass(frozen=True)
 class Chosen:
-    """An advantage or a loss with its settings."""
+    """An advantage, a loss or an importance weight with its settings."""
 
     name: str
     settings: Mapping[str, Any]
@@ -46,7 +46,7 @@ class Resolved:
     advantage: str
     loss: str
     settings: Mapping[str, Chosen]
-    """By part: `advantage`, `loss`, and `mix.loss` where there is a mix."""
+    """By part: `advantage`, `loss`, `mix.loss` where there is a mix, `correction.weight` where there is one."""
     loss_agg_mode: str
     norm_tokens: int | None
     mean_over_rollouts: int | None
@@ -148,7 +148,8 @@ def resolve(cfg: Algorithm) -> Resolved:
         note=recipe.note,
     )
     _check_parts(cfg, resolved)
-    check_correction(cfg.correction, old_logprobs=cfg.old_logprobs)
+    weight = settings.get("correction.weight")
+    check_correction(cfg.correction, weight.settings if weight else {}, old_logprobs=cfg.old_logprobs)
     return resolved
 
 
@@ -169,6 +170,8 @@ def _parts(cfg: Algorithm, recipe: Recipe) -> Iterator[tuple[str, Chosen, Mappin
     if cfg.mix is not None or recipe.expert_loss is not None:
         own = recipe.expert_loss or "sft"
         yield "mix.loss", *_chosen(cfg.mix.loss if cfg.mix else None, own, recipe, part="mix.loss")
+    if cfg.correction.weight is not None:
+        yield "correction.weight", *_chosen(cfg.correction.weight, "", recipe, part="correction.weight")
 
 
 def with_settings(algorithm: Json) -> Json:
@@ -189,6 +192,8 @@ def with_settings(algorithm: Json) -> Json:
     }
     if mix := algorithm.get("mix"):
         out["mix"] = {**mix, "loss": table(mix.get("loss"), recipe.expert_loss or "sft", "mix.loss")}
+    if (correction := algorithm.get("correction")) and (weight := correction.get("weight")):
+        out["correction"] = {**correction, "weight": table(weight, "", "correction.weight")}
     return out
 
 
@@ -212,6 +217,9 @@ def setting_problems(cfg: Algorithm) -> Iterator[tuple[str, str]]:
     their function cannot take."""
     for part, chosen, given in _parts(cfg, RECIPES[cfg.name]):
         if chosen.is_own:
+            continue
+        if not chosen.name:
+            yield f"algorithm.{part}.name", f"must be given: {', '.join(FUNCTIONS[part])}"
             continue
         if chosen.name not in FUNCTIONS[part]:
             yield f"algorithm.{part}", unknown(chosen.name, FUNCTIONS[part])

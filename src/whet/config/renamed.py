@@ -14,6 +14,7 @@ from importlib.resources import files
 
 from whet.config.functions import ADVANTAGES, LOSSES, Advantage, Loss
 from whet.config.recipe_table import RECIPES
+from whet.config.settings import ImportanceWeight
 from whet.types import Json
 
 Path = tuple[str | int, ...]
@@ -30,6 +31,9 @@ HOMES = {
     for name in row.settings.model_fields
 }
 """By setting: the parts of an algorithm whose functions read it."""
+
+BOUNDS = ImportanceWeight.model_fields
+"""Settings of an importance weight."""
 
 RELEASE = "names of whet 0.1, which this release reads for the last time"
 
@@ -63,6 +67,8 @@ def present(path: Sequence[str | int]) -> Path:
     for part in path:
         if _pattern(out) == ("algorithm",) and len(HOMES.get(str(part), ())) == 1:
             out = (*out, HOMES[str(part)][0])
+        if _pattern(out) == ("algorithm", "correction") and part in BOUNDS:
+            out = (*out, "weight")
         out = (*out, _name(out, part))
     return out
 
@@ -76,7 +82,12 @@ def _renamed(value: Json, at: Path, notes: list[str]) -> Json:
             for key, inner in value.items()
             for name in (_name_beside(at, key, value, notes),)
         }
-        return _settings_moved(out, at, notes) if _pattern(at) == ("algorithm",) else out
+        match _pattern(at):
+            case ("algorithm",):
+                return _settings_moved(out, at, notes)
+            case ("algorithm", "correction"):
+                return _bounds_moved(out, at, notes)
+        return out
     if not isinstance(value, str):
         return value
     _, values = table().get(_pattern(at), ("", {}))
@@ -102,6 +113,20 @@ def _settings_moved(algorithm: dict[str, Json], at: Path, notes: list[str]) -> J
             out[part] = {**section, name: value}
             notes.append(f"{_dotted((*at, name))} is {_dotted((*at, part, name))}")
     return out
+
+
+def _bounds_moved(correction: dict[str, Json], at: Path, notes: list[str]) -> Json:
+    """Bounds of the importance weight, which were keys of `correction`, in the table of the weight. Without a weight
+    their defaults say nothing; other values stay, and are refused as unknown keys."""
+    given = correction.get("weight")
+    old = {name: correction[name] for name in BOUNDS if name in correction}
+    if given is None:
+        silent = [name for name, value in old.items() if value == BOUNDS[name].default]
+        return {name: value for name, value in correction.items() if name not in silent}
+    notes += [f"{_dotted((*at, name))} is {_dotted((*at, 'weight', name))}" for name in old]
+    weight = {"name": given} if isinstance(given, str) else given
+    rest = {name: value for name, value in correction.items() if name not in old}
+    return rest | ({"weight": {**weight, **old}} if old else {})
 
 
 def _fields(part: str, given: Json) -> Collection[str]:

@@ -19,11 +19,10 @@ WHOLE = tuple(name for name, row in LOSSES.items() if row.pairs or row.whole_rep
 """Losses with one number per pair or per reply."""
 
 BY_TOKEN: Condition = {"not": {"condition": "loss", "in": list(WHOLE)}}
-WEIGHTED: Condition = {"key": "algorithm.correction.weight", "given": True}
 BOUNDED: Condition = {
     "any": [
-        {"key": "algorithm.correction.low", "given": True},
-        {"key": "algorithm.correction.high", "given": True},
+        {"condition": "correction.weight.low", "given": True},
+        {"condition": "correction.weight.high", "given": True},
     ]
 }
 
@@ -106,21 +105,16 @@ SETTING_RULES: tuple[Rule, ...] = (
         "mix.mu_valley, the final value of mu, is not given",
     ),
     _rule(
-        tuple(f"correction.{key}" for key in ("low", "high", "normalize", "outside")),
-        WEIGHTED,
-        "algorithm.correction.weight is not given, so there is nothing to bound or normalize",
-    ),
-    _rule(
-        ("correction.outside",),
+        ("correction.weight.outside",),
         BOUNDED,
-        "neither algorithm.correction.low nor high is given, so no weight is outside the bounds",
+        "neither low nor high of algorithm.correction.weight is given, so no weight is outside the bounds",
     ),
     _rule(
         ("correction.denominator",),
         {
             "any": [
                 {"key": "algorithm.correction.reject", "longer": 0},
-                {"key": "algorithm.correction.outside", "is": "mask"},
+                {"condition": "correction.weight.outside", "is": "mask"},
             ]
         },
         "nothing is masked or rejected",

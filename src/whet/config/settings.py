@@ -1,4 +1,4 @@
-"""Settings of advantages and losses: one section for each function, with the names in its signature.
+"""Settings of advantages, losses and importance weights: a section for each function, with the names in its signature.
 
 `algorithm.loss: {name: gspo, clip_low: 3e-4}` gives the function `gspo` of `whet.algos.losses` its `clip_low`. Readable
 without torch; a test holds every section to the signature of its function. A function of the user's has no section: its
@@ -317,3 +317,21 @@ class Kto(Section):
     """Weight of a desirable reply; raise the weight of the rarer kind so that both count about the same."""
     undesirable_weight: NonNegative = 1.0
     """Weight of an undesirable reply."""
+
+
+# ---------------------------------------------------------------- importance weights
+
+
+class ImportanceWeight(Section):
+    """Bounds of w = pi_old / pi_sampled."""
+
+    low: NonNegative | None = None
+    """Smallest weight. None: no bound."""
+    high: Above0 | None = None
+    """Largest weight; 2 to 5 is usual. None: no bound."""
+    outside: Literal["truncate", "mask"] = "truncate"
+    """What happens to a weight outside the bounds: truncate sets it to the bound (TIS), mask sets it to 0 (MIS, IcePop,
+    the cap of AReaL)."""
+    normalize: bool = False
+    """Divide the weights by their mean over the step: over its tokens, or over its rollouts where the weight is per
+    rollout."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -30,19 +30,10 @@ class Correction(Section):
     Without `weight`, `reject` and `staleness_decay` it is off. KL and entropy are never weighted.
     """
 
-    weight: Literal["token", "sequence", "geometric"] | None = None
-    """Importance weight: of the token, of the whole rollout (product over its sampled tokens), or the geometric mean of
-    that product. None: no weight."""
-    low: NonNegative | None = None
-    """Smallest weight. None: no bound."""
-    high: Above0 | None = None
-    """Largest weight; 2 to 5 is usual. None: no bound."""
-    outside: Literal["truncate", "mask"] = "truncate"
-    """What happens to a weight outside the bounds: truncate sets it to the bound (TIS), mask sets it to 0 (MIS, IcePop,
-    the cap of AReaL)."""
-    normalize: bool = False
-    """Divide the weights by their mean over the step: over its tokens, or over its rollouts where the weight is per
-    rollout."""
+    weight: str | dict[str, Any] | None = None
+    """Importance weight: of the token, of the whole rollout (sequence: product over its sampled tokens), or the
+    geometric mean of that product. A name, or a table of the name and its settings: {name: token, high: 2.0}. Or a
+    function of yours, 'my/file.py:name', called with the batch and the log-ratios [N]. None: no weight."""
     staleness_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Multiply the weight of a token by this factor to the power of the age of its policy, in versions. 1: off."""
     reject: tuple[Reject, ...] = ()

@@ -134,7 +134,7 @@ def engine_probabilities(values: Values) -> dict[str, Json]:
     if not values[POLICY + "use_decoupled_loss"]:
         return {"algorithm.old_logprobs": "sampled"} if sampled else {}
     at, cap = "algorithm.correction.", values[POLICY + "behav_imp_weight_cap"]
-    masked = {at + "high": cap, at + "outside": "mask", at + "denominator": "all"}
+    masked = {at + "weight.high": cap, at + "weight.outside": "mask", at + "denominator": "all"}
     return {at + "weight": "token"} | ({} if cap is None else masked)
 
 

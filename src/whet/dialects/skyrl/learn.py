@@ -290,17 +290,15 @@ def correction(v: Values) -> Native:
 
 def _weight(v: Values) -> Native:
     """tis_ratio_type, or use_tis of older versions, which is the token's with a cap of its own."""
-    at, kind = "algorithm.correction", v[f"{OFF}.tis_ratio_type"]
+    at, kind = "algorithm.correction.weight", v[f"{OFF}.tis_ratio_type"]
     if v[f"{A}.use_tis"]:
         if kind is not None:
             raise ConfigError(f"{A}.use_tis and {OFF}.tis_ratio_type say the same: leave {A}.use_tis out")
         cap = v[f"{A}.tis_imp_ratio_cap"]
         if cap <= 0:
             raise ConfigError(f"{A}.use_tis needs {A}.tis_imp_ratio_cap > 0, got {shown(cap)}")
-        return {f"{at}.weight": "token", f"{at}.high": cap}
-    return (
-        {} if kind is None else {f"{at}.weight": kind, f"{at}.high": v[f"{OFF}.{kind}_tis_ratio_clip_high"]}
-    )
+        return {at: "token", f"{at}.high": cap}
+    return {} if kind is None else {at: kind, f"{at}.high": v[f"{OFF}.{kind}_tis_ratio_clip_high"]}
 
 
 MASKS = {"geometric": ("geo", "mean"), "product": ("product", "sum")}

@@ -279,7 +279,7 @@ def _bypasses(v: Values) -> bool:
 
 def _weight(v: Values) -> dict[str, Json]:
     """A bound 'low_high' (since 0.8.0) makes weights outside of it 0; a number is the largest weight."""
-    at, native = f"{CORRECTION}.rollout_is", "algorithm.correction"
+    at, native = f"{CORRECTION}.rollout_is", "algorithm.correction.weight"
     if v[at] is None:
         return {}
     bound = v[f"{at}_threshold"]
@@ -287,7 +287,7 @@ def _weight(v: Values) -> dict[str, Json]:
         raise ConfigError(f"{at}_threshold: got null, expected the bound of {at}={v[at]}")
     low, _, high = bound.rpartition("_") if isinstance(bound, str) else ("", "", bound)
     bounds = [_number(text, key=f"{at}_threshold") for text in (low, high) if text != ""]
-    out: dict[str, Json] = {f"{native}.weight": v[at], f"{native}.high": bounds[-1]}
+    out: dict[str, Json] = {native: v[at], f"{native}.high": bounds[-1]}
     if len(bounds) == 2:
         out |= {f"{native}.low": bounds[0], f"{native}.outside": "mask"}
     return out | {f"{native}.normalize": v[f"{at}_batch_normalize"]}
@@ -315,9 +315,9 @@ def _first_form(v: Values) -> tuple[dict[str, Json], list[Json]]:
     mode = choose(v, f"{at}_mode", {"truncate": "truncate", "mask": "mask"})
     if not v[at]:
         return {}, []
-    out: dict[str, Json] = {"algorithm.correction.weight": level, "algorithm.correction.high": high}
+    out: dict[str, Json] = {"algorithm.correction.weight": level, "algorithm.correction.weight.high": high}
     if mode == "mask":
-        out |= {"algorithm.correction.low": low, "algorithm.correction.outside": "mask"}
+        out |= {"algorithm.correction.weight.low": low, "algorithm.correction.weight.outside": "mask"}
     return out, _veto(v, f"{at}_veto_threshold")
 
 
