@@ -102,7 +102,7 @@ def test_all_replies_are_learned_and_nothing_else(tmp_path, tokenizer):
     text = "<system>s<eos><user>ab<eos><assistant>c<eos><user>d<eos><assistant>ef<eos>"
     assert tokenizer.decode(r.token_ids) == text
     #                 <system> s <eos> <user> a b <eos> <assistant> c <eos> <user> d <eos> <assistant> e f <eos>
-    assert r.mask == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1]
+    assert r.mask.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1]
     assert len(r.logprobs) == len(r.versions) == len(r.sample_logprobs) == len(r.mask) == len(r.token_ids)
     assert (r.text, r.finish_reason, r.task.response) == ("ef", "stop", "ef")
     assert r.task.prompt == tuple(Message(m["role"], m["content"]) for m in talk("ab", "c", "d", system="s"))
@@ -112,7 +112,7 @@ def test_the_last_reply_alone_on_request(tmp_path, tokenizer):
     source = written(tmp_path, {"messages": talk("ab", "c", "d", "ef")})
     (last,) = rollouts(tokenizer, source, turns="last")
     (every,) = rollouts(tokenizer, source)
-    assert last.token_ids == every.token_ids
+    assert last.token_ids.tolist() == every.token_ids.tolist()
     assert learned(tokenizer, last) == ["ef<eos>"]
     assert learned(tokenizer, every) == ["c<eos>", "ef<eos>"]
 
@@ -122,7 +122,8 @@ def test_one_reply_is_the_same_as_prompt_and_response(tmp_path, tokenizer):
     whole = rollouts(tokenizer, written(tmp_path, rows))
     for turns in ("all", "last"):
         apart = rollouts(tokenizer, written(tmp_path, rows, messages=None), turns=turns)
-        assert (apart[0].token_ids, apart[0].mask) == (whole[0].token_ids, whole[0].mask)
+        for name in ("token_ids", "mask"):
+            assert getattr(apart[0], name).tolist() == getattr(whole[0], name).tolist()
 
 
 TEXT = st.text(alphabet=LETTERS.replace("<", ""), max_size=6).filter(lambda s: s == s.strip())
@@ -378,7 +379,7 @@ def test_held_out_conversations_are_tokenised_alike(tmp_path, tokenizer):
         (task,) = eval_tasks([source], Data(), tokenizer=tokenizer, turns=turns)
         r = demonstration(task, tokenizer, 9, turns=turns)
         (trained,) = rollouts(tokenizer, source, turns=turns)
-        assert (r.token_ids, r.mask) == (trained.token_ids, trained.mask)
+        assert (r.token_ids.tolist(), r.mask.tolist()) == (trained.token_ids.tolist(), trained.mask.tolist())
 
 
 def test_which_turns_are_learned_by_default():

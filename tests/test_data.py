@@ -562,9 +562,9 @@ def pair(tmp_path, tokenizer):
 def test_a_demonstration_as_tokens(pair, tokenizer):
     r = demonstration(pair, tokenizer, 4)
     assert tokenizer.decode(r.token_ids) == "hi>yes<eos>"
-    assert r.mask == [0, 0, 0, 1, 1, 1, 1]
-    assert r.versions == [-1] * 7
-    assert r.logprobs == r.sample_logprobs == [0.0] * 7
+    assert r.mask.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert r.versions.tolist() == [-1] * 7
+    assert r.logprobs.tolist() == r.sample_logprobs.tolist() == [0.0] * 7
     assert (r.finish_reason, r.text, r.reward, r.index) == ("stop", "yes", None, 0)
 
 

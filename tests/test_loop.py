@@ -18,6 +18,7 @@ import torch
 from whet.algos.skipping import Skipping
 from whet.batch import Batch, Loss
 from whet.buffer.buffer import Buffer
+from whet.checkpoint import copied
 from whet.config.deadlines import Deadline
 from whet.config.schema import Config
 from whet.guard.ledger import Ledger
@@ -224,9 +225,8 @@ def test_buffer_state_comes_back() -> None:
         return run
 
     run = asyncio.run(half())
-    import json
 
     other = toy(chunk=3)
-    other.buffer.restore(json.loads(json.dumps(run.buffer.state())))
+    other.buffer.restore(copied(run.buffer.state()))
     assert other.buffer.waiting == run.buffer.waiting
     assert other.buffer.held == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import re
 from pathlib import Path
@@ -21,6 +20,7 @@ from whet.buffer.priority import Entry, priority
 from whet.buffer.queue import TrainerQueue
 from whet.buffer.replay import Replay
 from whet.buffer.stores import Scored, Store, open_store
+from whet.checkpoint import copied
 from whet.guard.ledger import Ledger
 from whet.track.show import summary
 from whet.types import Group, Stopped
@@ -124,7 +124,7 @@ def test_a_queue_goes_on_from_its_state() -> None:
             await buffer.trained(groups)
             buffer.check()
             if step == cut:
-                state, ledger = json.loads(json.dumps(buffer.state())), buffer.ledger.state()
+                state, ledger = copied(buffer.state()), buffer.ledger.state()
                 buffer = new()
                 assert buffer.restore(state, step + 1) == []
                 buffer.ledger = Ledger.from_state(ledger)
@@ -180,16 +180,16 @@ def test_a_killed_trainer_draws_what_it_drew(tmp_path: Path, url: str, settings:
     """After each checkpoint some steps are lost; the next trainer makes them again, whatever was put meanwhile."""
     store = open_store(url.format(tmp_path), queue="q", order="arrival")
     explorer, rng = Explorer(store), random.Random(1)
-    queue, drawn, done, saved = trainer(store, **settings), [], 0, (0, json.dumps(trainer(store).state()))
+    queue, drawn, done, saved = trainer(store, **settings), [], 0, (0, copied(trainer(store).state()))
     for _ in range(5):
         for version in range(done, done + 4):
             explorer.put(rng.choice([0, 1, 3]) if version else 3, version=version)
             drawn[version:] = [asyncio.run(asyncio.wait_for(step(queue, version), 20))]
             if version == done + 1:
-                saved = version + 1, json.dumps(queue.state())
+                saved = version + 1, copied(queue.state())
         lost = drawn[saved[0] :]
         queue = trainer(store, **settings)
-        queue.restore(json.loads(saved[1]))
+        queue.restore(saved[1])
         explorer.put(2, version=saved[0])
         again = [asyncio.run(asyncio.wait_for(step(queue, saved[0] + n), 20)) for n in range(len(lost))]
         assert again == lost

@@ -25,6 +25,7 @@ import whet
 from forked import Started
 from test_loop import SIZE, TASKS, Toy, toy
 from test_staleness import run as small_run
+from whet.checkpoint import copied
 from whet.config.deadlines import Deadline
 from whet.explorers import Explorers
 from whet.loop import MODES, draw, explore
@@ -216,7 +217,7 @@ def test_what_was_under_way_is_asked_again_after_a_resume() -> None:
         for _ in range(2):
             await MODES["asynchronous"](run)
             run.step += 1
-        state = json.loads(json.dumps(run.buffer.state())), run.ledger.state(), run.tasks.drawn
+        state = copied(run.buffer.state()), run.ledger.state(), run.tasks.drawn
         await run.close()
         return state
 

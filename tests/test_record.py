@@ -24,7 +24,7 @@ from whet.buffer import files as queue_files
 from whet.storage import fetch
 from whet.track import files, manifest, record, written
 from whet.track.log import setup_logging
-from whet.types import CheckpointError, ConfigError, DataError, Message, Rollout, Task, WhetError
+from whet.types import TOKEN_TYPES, CheckpointError, ConfigError, DataError, Message, Rollout, Task, WhetError
 
 
 def rollout(uid: int, index: int = 0, *, reward: float | None = 1.0) -> Rollout:
@@ -86,7 +86,7 @@ import resource, torch
 from pathlib import Path
 from safetensors.torch import save_file
 from whet.track import files
-from whet.types import CheckpointError, WhetError
+from whet.types import TOKEN_TYPES, CheckpointError, WhetError
 root = Path({str(tmp_path)!r})
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try: files.write_bytes(root / "big", bytes(100_000))
@@ -474,16 +474,13 @@ def test_rollouts_are_read_back_exactly(tmp_path: Path) -> None:
     assert path.name == "s-step-000012.parquet"
     first, second = written.read_rollouts(path)
     for name in (
-        "token_ids",
-        "mask",
-        "logprobs",
-        "sample_logprobs",
-        "versions",
         "text",
         "reward",
         "reward_parts",
     ):
         assert first[name] == getattr(original, name), name
+    for name in TOKEN_TYPES:
+        assert first[name] == getattr(original, name).tolist(), name
     assert first["uid"] == 2**62
     assert first["index"] == 3
     assert first["prompt"] == "system: be brief\nuser: 2+2?"

@@ -1,6 +1,5 @@
 """Replay against a plain oracle, numbers by hand, and the law of resuming."""
 
-import json
 import statistics
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 from store_worker import group, uids_of
 from whet.buffer.priority import PRIORITIES, Entry, priority
 from whet.buffer.replay import Replay, replayed
+from whet.checkpoint import copied
 from whet.types import ConfigError, WhetError
 
 CONTROLLED = "linear_decay_use_count_control_randomization"
@@ -311,10 +311,10 @@ def test_replay_does_what_the_plain_one_does_and_resumes_anywhere(settings, comm
         assert [replay.lacking(k) for k in (1, 3)] == [naive.lacking(k) for k in (1, 3)]
         assert left(replay) == naive.lost
         naive.lost = []
-        state = json.loads(json.dumps(replay.state()))
+        state = copied(replay.state())
         replay = make(**settings, clock=lambda: naive.time)
         replay.restore(state)
-        assert json.loads(json.dumps(replay.state())) == state
+        assert copied(replay.state()) == state
 
 
 def test_a_smaller_capacity_at_a_resume_keeps_the_best():

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import os
 import signal
 import sqlite3
@@ -11,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,11 @@ from hypothesis import strategies as st
 from postgres import QUICK, server
 from store_worker import group, uids_of
 from whet.buffer import files, stores
-from whet.buffer.groups import decode, encode, from_json, to_json
+from whet.buffer.groups import decode, encode, restored
 from whet.buffer.places import Places
 from whet.buffer.queue import TrainerQueue
 from whet.buffer.stores import Scored, Store
+from whet.checkpoint import copied
 from whet.config.schema import Buffer, Config, RewardWorkers
 from whet.config.secrets import dump, learn
 from whet.guard.ledger import Ledger
@@ -325,12 +325,12 @@ def test_a_queue_moves_from_store_to_store(url, target, queue, request, quick):
     reserve(source, 2)
     source.take(2, step=1)
     source.note("version", 7)
-    state = json.loads(json.dumps(source.state()))
+    state = copied(source.state())
 
     moved = open_store(there, queue=f"{queue}/to", order="arrival", clock=Clock())
     fill(moved, 1)
     moved.restore(state)
-    assert json.loads(json.dumps(moved.state())) == state
+    assert copied(moved.state()) == state
     assert moved.take(2, step=1) == source.take(2, step=1) == [group(0), group(1)]
     assert moved.take(2, step=2) == [group(2), group(3)]
     assert reserve(moved, 1) == [6]
@@ -515,10 +515,10 @@ def test_two_processes_views_agree_through_snapshots(shared_url, queue, monkeypa
 
 # ---------------------------------------------------------------- bytes
 
-NUMBERS = st.floats(allow_nan=False, width=64)
+NUMBERS = st.floats(allow_nan=False, width=32)
 
 
-@given(st.lists(st.tuples(NUMBERS, NUMBERS, st.integers(0, 2**40)), max_size=5), NUMBERS, st.text())
+@given(st.lists(st.tuples(NUMBERS, NUMBERS, st.integers(0, 2**31 - 1)), max_size=5), NUMBERS, st.text())
 def test_every_number_comes_back_to_the_bit(tokens, reward, text):
     task = Task(uid=2**50, source=text, prompt=(Message("user", text),), extra={"a": [1, None, text]})
     rollout = Rollout(
@@ -537,10 +537,24 @@ def test_every_number_comes_back_to_the_bit(tokens, reward, text):
         error=None,
     )
     there = Group(task, (rollout, replace(rollout, index=1, reward=None, error=text)))
-    for back in (decode(encode(there)), from_json(json.loads(json.dumps(to_json(there))))):
-        assert back == there
-        signs = [math.copysign(1, x) for x in rollout.logprobs]
-        assert [math.copysign(1, x) for x in back.rollouts[0].logprobs] == signs
+    assert decode(encode(there)) == there
+    assert [r.token_ids.flags.writeable for r in there.rollouts] == [False, False]
+
+
+def test_a_group_of_a_checkpoint_of_0_1_is_read() -> None:
+    task = Task(uid=3, source="a", prompt="1+1=", token_ids=(5, 6))
+    tokens = {"token_ids": [5, 6, 7], "mask": [0, 0, 1], "logprobs": [0.0, 0.0, -0.25]}
+    rest = {
+        "sample_logprobs": [0.0, 0.0, -0.5],
+        "versions": [-1, -1, 4],
+        "finish_reason": "stop",
+        "text": "2",
+    }
+    row = {"index": 0, **tokens, **rest, "reward": 1.0, "reward_parts": {"answer": 1.0}}
+    there = Group(task, (Rollout(task=task, **row),))
+    told = {**asdict(task), "token_ids": [5, 6]}
+    for old in ([{**row, "task": told}], {"task": told, "rollouts": [row]}):
+        assert restored(json.loads(json.dumps(old))) == there
 
 
 # ---------------------------------------------------------------- faults at every point

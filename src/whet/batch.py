@@ -117,11 +117,11 @@ def pack(groups: Sequence[Group]) -> Batch:
     """Groups of rollouts as one Batch, in the order given. Unscored rollouts must have been removed before."""
     rollouts = [r for g in groups for r in g.rollouts]
     length = np.array([len(r.token_ids) for r in rollouts], dtype=np.int64)
-    prompt = np.array([r.mask.index(1) if 1 in r.mask else len(r.mask) for r in rollouts], dtype=np.int64)
+    prompt = np.array([r.prompt_tokens for r in rollouts], dtype=np.int64)
     group = np.repeat(np.arange(len(groups)), [len(g.rollouts) for g in groups])
 
     def flat(name: str, dtype: type) -> Tensor:
-        return torch.from_numpy(np.concatenate([np.asarray(getattr(r, name), dtype=dtype) for r in rollouts]))
+        return torch.from_numpy(np.concatenate([getattr(r, name) for r in rollouts], dtype=dtype))
 
     return Batch(
         token_ids_N=flat("token_ids", np.int64),

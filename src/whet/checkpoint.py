@@ -3,6 +3,7 @@
 checkpoints/0-sft-000300/   stage 0 ('sft') after step 300
     manifest.json           size and SHA-256 of every other file
     state.json              position in data, buffer, ledger, versions, score, ...
+    groups.arrow            groups of rollouts that wait in the buffer; state.json has their numbers
     policy/ critic/ reference/      weights and moments: `models.tensor_files`
 """
 
@@ -12,12 +13,14 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Protocol
+
+import pyarrow as pa
 
 from whet.storage.manifests import MANIFEST, digest, manifest, oldest_first, place_of
 from whet.track.files import atomic_folder, tidy, write_json
@@ -28,6 +31,10 @@ log = logging.getLogger(__name__)
 ALL = ("model", "optimizer")
 
 STATE = "state.json"
+
+GROUPS = "groups.arrow"
+_GROUP = "group in groups.arrow"
+"""Key of an object of state.json that stands for bytes: their row in groups.arrow."""
 
 SCORE = "score"
 """In state.json: the number by which the best are kept, if the step was evaluated."""
@@ -103,7 +110,10 @@ def write(root: Path, writers: Mapping[str, Writer], state: Json) -> Path:
         with atomic_folder(path) as folder:
             for name, writer in writers.items():
                 writer(folder / name)
-            write_json(folder / STATE, state, durable=False)
+            plain, groups = unpacked(state)
+            if groups:
+                write_groups(folder / GROUPS, groups)
+            write_json(folder / STATE, plain, durable=False)
             write_json(folder / MANIFEST, manifest(folder), durable=False)
     except WhetError as e:
         raise CheckpointError(str(e)) from e
@@ -168,7 +178,7 @@ class Saver:
                 f"checkpoint.async_save=true, but {', '.join(strangers)} cannot be copied while the run continues "
                 "(several processes share it); set checkpoint.async_save=false"
             )
-        state = json.loads(json.dumps(state))  # a copy: the run's own lists go on changing
+        state = copied(state)  # the run's own lists go on changing
         captured = {name: engine.capture(moments=moments) for name, engine in engines.items()}
         self._writing = self._thread.submit(self._write, captured, state)
 
@@ -289,7 +299,52 @@ def _state_of(path: Path) -> Json:
     kinds = {"stage": int, "stage_name": str, "step": int}
     if not isinstance(state, dict) or any(type(state.get(key)) is not kind for key, kind in kinds.items()):
         raise Damaged(f"{path}: {STATE} does not name its stage and step")
-    return state
+    try:
+        return repacked(state, read_groups(path / GROUPS) if (path / GROUPS).exists() else [])
+    except (OSError, ValueError, IndexError, KeyError) as e:
+        raise Damaged(f"{path}: {GROUPS} cannot be read: {e}") from e
+
+
+def unpacked(state: Json) -> tuple[Json, list[bytes]]:
+    """A state as JSON, and the bytes that stood in it."""
+    groups: list[bytes] = []
+
+    def plain(value: Json) -> Json:
+        if isinstance(value, bytes):
+            groups.append(value)
+            return {_GROUP: len(groups) - 1}
+        if isinstance(value, dict):
+            return {key: plain(each) for key, each in value.items()}
+        return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+    return plain(state), groups
+
+
+def repacked(state: Json, groups: Sequence[bytes]) -> Json:
+    """What `unpacked` was given."""
+    if isinstance(state, dict):
+        if state.keys() == {_GROUP}:
+            return groups[state[_GROUP]]
+        return {key: repacked(each, groups) for key, each in state.items()}
+    return [repacked(each, groups) for each in state] if isinstance(state, list) else state
+
+
+def copied(state: Json) -> Json:
+    """The state as it would be read again."""
+    plain, groups = unpacked(state)
+    return repacked(json.loads(json.dumps(plain)), groups)
+
+
+def write_groups(path: Path, groups: Sequence[bytes]) -> None:
+    """One row for each."""
+    table = pa.table({"group": pa.array(groups, pa.large_binary())})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+def read_groups(path: Path) -> list[bytes]:
+    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
+        return list(reader.read_all()["group"].to_pylist())
 
 
 def _listed(path: Path) -> dict[str, tuple[int, str]]:
@@ -306,7 +361,9 @@ def _listed(path: Path) -> dict[str, tuple[int, str]]:
                 raise Damaged(
                     f"{path} is not a complete checkpoint ({MANIFEST}: {name[:100]!r} is not [size, SHA-256])"
                 )
-    there = {str(p.relative_to(path)) for p in path.rglob("*") if p.suffix in (".json", ".safetensors")}
+    there = {
+        str(p.relative_to(path)) for p in path.rglob("*") if p.suffix in (".json", ".safetensors", ".arrow")
+    }
     if strangers := sorted(there - files.keys() - {MANIFEST}):
         raise Damaged(
             f"{path} is not a complete checkpoint ({MANIFEST}: it does not list the file {strangers[0]})"

@@ -18,7 +18,7 @@ from whet.data.columns import lookup, parse
 from whet.data.rows import read_rows
 from whet.evaluate import accuracy
 from whet.rewards.combine import RewardSet, check_failures, score
-from whet.types import ConfigError, DataError, Group, Json, Metrics, Rollout, Task
+from whet.types import ConfigError, DataError, Group, Json, Metrics, Rollout, Task, given_tokens
 
 READS = (
     "name",
@@ -142,11 +142,7 @@ def _rollout(task: Task, index: int, text: str) -> Rollout:
     return Rollout(
         task=task,
         index=index,
-        token_ids=[],
-        mask=[],
-        logprobs=[],
-        sample_logprobs=[],
-        versions=[],
+        **given_tokens([], []),
         finish_reason="stop",
         text=text,
     )

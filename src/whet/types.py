@@ -1,13 +1,17 @@
 """The types that are sent between processes.
 
-Frozen dataclasses of plain Python values: every one can be written as JSON and read back equal.
+Frozen dataclasses of plain Python values, but for the tokens of a rollout, which are read-only numpy arrays.
 No torch, no Ray, no network here (layer 0).
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from whet.secrets import redact
 
@@ -98,24 +102,43 @@ class Completion:
     finish_reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+TOKEN_TYPES: dict[str, Any] = {
+    "token_ids": np.int32,
+    "mask": np.bool_,
+    "logprobs": np.float32,
+    "sample_logprobs": np.float32,
+    "versions": np.int32,
+}
+"""What a rollout has of each token: 17 bytes."""
+
+
+def _array(values: ArrayLike, dtype: Any) -> NDArray[Any]:
+    """A read-only array; one that has the type already is not copied."""
+    view = np.asarray(values, dtype).view()
+    view.flags.writeable = False
+    return view
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
     """One finished episode as flat tokens: no prompt/response halves, no padding.
 
     Example (two turns, `p` prompt, `a` sampled, `o` from the environment):
         token_ids  p p p a a o o a
         mask       0 0 0 1 1 0 0 1
-    Lists are all of the length of `token_ids`; where mask is 0, log-probs are 0.0 and the version is -1.
+    Arrays are all of the length of `token_ids`, and read-only; where mask is false, log-probs are 0.0 and the version
+    is -1. Two rollouts are equal if their tokens are, to the bit.
     """
 
     task: Task
     index: int
     """Place in its group, from 0."""
-    token_ids: list[int]
-    mask: list[int]
-    logprobs: list[float]
-    sample_logprobs: list[float]
-    versions: list[int]
+    token_ids: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    """Sampled by the policy."""
+    logprobs: NDArray[np.float32]
+    sample_logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
     finish_reason: FinishReason
     text: str = ""
     """The reply as text (all sampled tokens, without end tokens): for rewards and for users."""
@@ -130,23 +153,51 @@ class Rollout:
     """Why the rollout has no reward: text of foreign code, without known secrets."""
 
     def __post_init__(self) -> None:
+        for name, dtype in TOKEN_TYPES.items():
+            object.__setattr__(self, name, _array(getattr(self, name), dtype))
         if self.error is not None:
             object.__setattr__(self, "error", redact(self.error))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rollout):
+            return NotImplemented
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return all(
+            mine.tobytes() == yours.tobytes() if isinstance(mine, np.ndarray) else mine == yours
+            for mine, yours in pairs
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def tokens(self) -> int:
         """Number of sampled tokens."""
-        return sum(self.mask)
+        return int(self.mask.sum())
 
-    def to_json(self) -> dict[str, Json]:
-        return asdict(self)
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens before the first sampled one; all, if none was sampled."""
+        return int(self.mask.argmax()) if self.mask.any() else len(self.mask)
 
-    @staticmethod
-    def from_json(value: dict[str, Json]) -> Rollout:
-        return Rollout(**{**value, "task": Task.from_json(value["task"])})
+    @property
+    def sampled_versions(self) -> set[int]:
+        """Policy versions of the sampled tokens."""
+        return set(np.unique(self.versions).tolist()) - {-1}
 
     def scored(self, reward: float | None, parts: dict[str, float], error: str | None = None) -> Rollout:
         return replace(self, reward=reward, reward_parts=parts, error=error)
+
+
+def given_tokens(token_ids: Sequence[int], mask: Sequence[int]) -> dict[str, Any]:
+    """What a `Rollout` has of tokens that no policy of this run sampled: demonstrations, pairs."""
+    zeros = np.zeros(len(mask), np.float32)
+    return {
+        "token_ids": np.array(token_ids, np.int32),
+        "mask": np.array(mask, np.bool_),
+        "logprobs": zeros,
+        "sample_logprobs": zeros,
+        "versions": np.full(len(mask), -1, np.int32),
+    }
 
 
 @dataclass(frozen=True, slots=True)

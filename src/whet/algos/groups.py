@@ -111,8 +111,8 @@ def mask_shared_prefixes(group: Group, min_tokens: int) -> Group:
     replies have it, and longest where no two of them continue equally. A reply without a token after it is
     unchanged. Cosmos-RL `min_filter_prefix_tokens`.
     """
-    starts = [r.mask.index(1) if 1 in r.mask else len(r.mask) for r in group.rollouts]
-    replies = [r.token_ids[start:] for r, start in zip(group.rollouts, starts)]
+    starts = [r.prompt_tokens for r in group.rollouts]
+    replies = [r.token_ids[start:].tolist() for r, start in zip(group.rollouts, starts)]
     rollouts = list(group.rollouts)
     for members, depth in _longest_shared(replies):
         if depth >= min_tokens and len({_reward(rollouts[i]) for i in members}) > 1:
@@ -148,15 +148,16 @@ def _shared(a: list[int], b: list[int]) -> int:
 
 def _masked(rollout: Rollout, start: int, end: int) -> Rollout:
     """The same tokens, those from start to end not trained on: as if the policy had been given them."""
-    none = end - start
 
-    def put(values: list[float], value: float) -> list[float]:
-        return [*values[:start], *[value] * none, *values[end:]]
+    def put(values: np.ndarray, value: float) -> np.ndarray:
+        out = values.copy()
+        out[start:end] = value
+        return out
 
     return replace(
         rollout,
-        mask=[*rollout.mask[:start], *[0] * none, *rollout.mask[end:]],
+        mask=put(rollout.mask, False),
         logprobs=put(rollout.logprobs, 0.0),
         sample_logprobs=put(rollout.sample_logprobs, 0.0),
-        versions=[*rollout.versions[:start], *[-1] * none, *rollout.versions[end:]],
+        versions=put(rollout.versions, -1),
     )

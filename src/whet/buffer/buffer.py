@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
+from whet.buffer.groups import encode, restored
 from whet.buffer.replay import Replay, replayed
 from whet.guard.ledger import SKIPPED, Ledger
 from whet.track.metrics import reason_of
@@ -252,7 +253,7 @@ class Buffer:
         return out + again
 
     def _check(self, rollout: Rollout, version: int) -> None:
-        seen = set(rollout.versions) - {-1}
+        seen = rollout.sampled_versions
         if seen and not (version - self.max_staleness <= min(seen) and max(seen) <= version):
             raise WhetError(
                 f"task {rollout.task.uid}: tokens of policy versions {min(seen)}..{max(seen)}, but the trainer "
@@ -284,7 +285,7 @@ class Buffer:
 
     def state(self) -> Json:
         return {
-            "waiting": [[r.to_json() for r in self.played[g.task.uid].rollouts] for g in self.fresh],
+            "waiting": [encode(self.played[g.task.uid]) for g in self.fresh],
             "dropped": self.dropped,
             "steps": self.steps,
             "replay": self.replay.state() if self.replay is not None else None,
@@ -293,8 +294,7 @@ class Buffer:
 
     def restore(self, state: Json, version: int = 0) -> list[Task]:
         """Continue from `state`; returns the tasks that were in flight then, to be requested again of `version`."""
-        groups = [[Rollout.from_json(r) for r in rows] for rows in state["waiting"]]
-        played = [Group(rows[0].task, tuple(rows)) for rows in groups]
+        played = [restored(group) for group in state["waiting"]]
         self.played = {g.task.uid: g for g in played}
         if self.queue is None:
             self.waiting = [self.refine(without_failed(g))[0] for g in played]
@@ -309,7 +309,7 @@ class Buffer:
 
 def _oldest(group: Group) -> float:
     """The oldest version that a token of the group was sampled with; infinite if none was sampled."""
-    return min((v for r in group.rollouts for v in r.versions if v >= 0), default=math.inf)
+    return min((v for r in group.rollouts for v in r.sampled_versions), default=math.inf)
 
 
 def sorted_out(group: Group, *, refine: Refine, reject: Reject) -> tuple[Group | None, dict[str, int]]:

@@ -1,7 +1,6 @@
 """A group of rollouts as bytes: one Arrow IPC stream, a row a rollout. Every float comes back to the bit.
 
-Measured on 8 rollouts of 300 tokens: 0.45 ms to write, 0.31 ms to read, 89 kB (JSON: 3.0 ms, 1.6 ms, 142 kB). Anything
-that reads Arrow can look into it.
+MEASURED Anything that reads Arrow can look into it.
 """
 
 from __future__ import annotations
@@ -10,20 +9,13 @@ import json
 import zlib
 from dataclasses import asdict, fields
 
+import numpy as np
 import pyarrow as pa
 
-from whet.types import Group, Json, Rollout, Task, WhetError
+from whet.types import TOKEN_TYPES, Group, Json, Rollout, Task, WhetError
 
-_LISTS = pa.schema(
-    {
-        "token_ids": pa.list_(pa.int64()),
-        "mask": pa.list_(pa.int8()),
-        "logprobs": pa.list_(pa.float64()),
-        "sample_logprobs": pa.list_(pa.float64()),
-        "versions": pa.list_(pa.int64()),
-    }
-)
-_REST = tuple(f.name for f in fields(Rollout) if f.name not in (*_LISTS.names, "task"))
+_TOKENS = pa.schema({name: pa.list_(pa.from_numpy_dtype(dtype)) for name, dtype in TOKEN_TYPES.items()})
+_REST = tuple(f.name for f in fields(Rollout) if f.name not in (*TOKEN_TYPES, "task"))
 
 
 def encode(group: Group) -> bytes:
@@ -32,26 +24,33 @@ def encode(group: Group) -> bytes:
         "task": asdict(group.task),
         "rollouts": [{name: getattr(r, name) for name in _REST} for r in group.rollouts],
     }
-    columns = [pa.array([getattr(r, f.name) for r in group.rollouts], f.type) for f in _LISTS]
-    rows = pa.RecordBatch.from_arrays(columns, schema=_LISTS.with_metadata({"rest": json.dumps(rest)}))
+    ends = np.cumsum([0, *(len(r.token_ids) for r in group.rollouts)], dtype=np.int32)
+    columns = [
+        pa.ListArray.from_arrays(ends, _joined([getattr(r, name) for r in group.rollouts], dtype))
+        for name, dtype in TOKEN_TYPES.items()
+    ]
+    rows = pa.RecordBatch.from_arrays(columns, schema=_TOKENS.with_metadata({"rest": json.dumps(rest)}))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema) as writer:
         writer.write_batch(rows)
     return bytes(sink.getvalue().to_pybytes())
 
 
+def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
+
+
 def decode(data: bytes) -> Group:
-    """The group that `encode` was given."""
+    """The group that `encode` was given. Also reads what 0.1 wrote, with wider numbers."""
     with pa.ipc.open_stream(data) as reader:
         rows = reader.read_next_batch()
     rest = json.loads(rows.schema.metadata[b"rest"])
     task = Task.from_json(rest["task"])
-    lists = {
-        f.name: [row.values.to_numpy(zero_copy_only=False).tolist() for row in rows.column(f.name)]
-        for f in _LISTS
+    tokens = {
+        name: [row.values.to_numpy(zero_copy_only=False) for row in rows.column(name)] for name in TOKEN_TYPES
     }
     rollouts = [
-        Rollout(task=task, **row, **{name: column[i] for name, column in lists.items()})
+        Rollout(task=task, **row, **{name: column[i] for name, column in tokens.items()})
         for i, row in enumerate(rest["rollouts"])
     ]
     return Group(task, tuple(rollouts))
@@ -70,19 +69,13 @@ def checked(data: bytes | None, *, uid: int, checksum: int, where: str) -> Group
 
 def oldest_version(group: Group) -> int:
     """The oldest policy version of a sampled token; -1 if nothing was sampled."""
-    return min((v for r in group.rollouts for v in set(r.versions) if v >= 0), default=-1)
+    return min((v for r in group.rollouts for v in r.sampled_versions), default=-1)
 
 
-def to_json(group: Group) -> Json:
-    """The group as JSON, the task once: for a checkpoint."""
-    names = [f.name for f in _LISTS]
-    return {
-        "task": asdict(group.task),
-        "rollouts": [{name: getattr(r, name) for name in (*names, *_REST)} for r in group.rollouts],
-    }
-
-
-def from_json(value: Json) -> Group:
-    """The group that `to_json` was given."""
-    task = Task.from_json(value["task"])
-    return Group(task, tuple(Rollout(task=task, **row) for row in value["rollouts"]))
+def restored(value: bytes | Json) -> Group:
+    """A group of a checkpoint: `decode`, or the JSON that 0.1 wrote, which this release reads for the last time."""
+    if isinstance(value, bytes):
+        return decode(value)
+    rows = value["rollouts"] if isinstance(value, dict) else value
+    task = Task.from_json(value["task"] if isinstance(value, dict) else rows[0]["task"])
+    return Group(task, tuple(Rollout(**{**row, "task": task}) for row in rows))

@@ -70,7 +70,7 @@ class TrainerQueue:
 
     def _check(self, groups: list[Group], version: int) -> None:
         for group in groups:
-            newest = max((v for r in group.rollouts for v in r.versions), default=-1)
+            newest = max((v for r in group.rollouts for v in r.sampled_versions), default=-1)
             if newest > version:
                 raise WhetError(
                     f"task {group.task.uid}: tokens of policy version {newest}, but the trainer is at version "

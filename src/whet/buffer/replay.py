@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from whet import seeds
-from whet.buffer.groups import from_json, oldest_version, to_json
+from whet.buffer.groups import encode, oldest_version, restored
 from whet.buffer.priority import Entry
 from whet.types import Group, Json, WhetError
 
@@ -218,7 +218,7 @@ class Replay:
         return math.sqrt(-2.0 * math.log1p(-u)) * math.cos(2.0 * math.pi * v)
 
     def state(self) -> Json:
-        """Everything as JSON, but what `pop_left` has to tell: for the checkpoint."""
+        """Everything as JSON, groups as bytes, but what `pop_left` has to tell: for the checkpoint."""
         queued = [_entry_to_json(self._entries[-negative]) for _, negative in self._queue]
         resting = [[due, [_entry_to_json(e) for e in entries]] for due, entries in self._resting.items()]
         numbers = {"serial": self._serial, "came": self._came, "draws": self._draws}
@@ -239,9 +239,9 @@ class Replay:
 
 def _entry_to_json(entry: Entry) -> Json:
     numbers = [entry.version, entry.uses, entry.serial, entry.priority]
-    return {"numbers": numbers, "group": to_json(entry.group)}
+    return {"numbers": numbers, "group": encode(entry.group)}
 
 
 def _entry_from_json(value: Json) -> Entry:
     version, uses, serial, priority = value["numbers"]
-    return Entry(from_json(value["group"]), version, uses, serial, priority)
+    return Entry(restored(value["group"]), version, uses, serial, priority)

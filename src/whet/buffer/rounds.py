@@ -82,7 +82,7 @@ class Rounds:
 def _check(groups: Sequence[Group], tasks: Sequence[Task], version: int) -> None:
     """WhetError unless these are the tasks, played by these weights."""
     asked = f"tasks {tasks[0].uid} to {tasks[-1].uid} were requested with weights version {version}, but"
-    played = {v for group in groups for rollout in group.rollouts for v in rollout.versions if v >= 0}
+    played = {v for group in groups for rollout in group.rollouts for v in rollout.sampled_versions}
     if played - {version}:
         raise WhetError(
             f"{asked} buffer.url has groups of versions {sorted(played)}, which belong to another run; restart "

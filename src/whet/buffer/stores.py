@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from whet.buffer.groups import checked, encode, from_json, oldest_version, to_json
+from whet.buffer.groups import checked, encode, oldest_version, restored
 from whet.buffer.logs import Log, MemoryLog, Turn
 from whet.buffer.places import ORDERS, Order, Places, Put
 from whet.config.secrets import masked_url
@@ -216,12 +216,13 @@ class Store:
         self._look(Places.check)
 
     def state(self) -> Json:
-        """Everything as JSON: for the checkpoint of a store that is not durable, or to move a queue elsewhere."""
+        """Everything as JSON, groups as bytes: for the checkpoint of a store that is not durable, or to move a queue
+        elsewhere."""
 
         def act(places: Places, turn: Turn) -> Json:
             uids = [u for u, p in places.open.items() if p.state != "asked"]
             found = [(u, places.open[u].checksum, data) for u, data in zip(uids, turn.fetch(uids))]
-            groups = [[u, to_json(checked(d, uid=u, checksum=c, where=self._log.where))] for u, c, d in found]
+            groups = [[u, encode(checked(d, uid=u, checksum=c, where=self._log.where))] for u, c, d in found]
             return {"places": places.state(), "groups": groups}
 
         with self._lock:
@@ -229,7 +230,7 @@ class Store:
 
     def restore(self, state: Json) -> None:
         """Make the queue what `state` says, whatever it was."""
-        groups = [(uid, encode(from_json(group))) for uid, group in state["groups"]]
+        groups = [(uid, encode(restored(group))) for uid, group in state["groups"]]
 
         def act(places: Places, turn: Turn) -> None:
             new = self._same_order(Places.from_state(state["places"]))

@@ -21,7 +21,7 @@ from whet.data.columns import parse, used
 from whet.data.prepare import BATCH_ROWS, Prepared, Turns, fit, prepare, prompt_key
 from whet.data.rows import read_rows
 from whet.guard import pulse
-from whet.types import CheckpointError, ConfigError, DataError, Json, Rollout, Task
+from whet.types import CheckpointError, ConfigError, DataError, Json, Rollout, Task, given_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -311,11 +311,7 @@ def _reply(
     return Rollout(
         task=task,
         index=index,
-        token_ids=[*task.token_ids, *reply],
-        mask=mask,
-        logprobs=[0.0] * len(mask),
-        sample_logprobs=[0.0] * len(mask),
-        versions=[-1] * len(mask),
+        **given_tokens([*task.token_ids, *reply], mask),
         finish_reason="length" if cut else "stop",
         text=text,
     )

@@ -18,7 +18,7 @@ from whet.data.tokenizer import load_tokenizer
 from whet.rehearsal.findings import Finding, fails, left_open, works
 from whet.rehearsal.shrink import real_tokenizer
 from whet.rewards.combine import RewardSet, score
-from whet.types import Group, Rollout, Task, WhetError
+from whet.types import Group, Rollout, Task, WhetError, given_tokens
 
 ROWS = 5000
 """Rows of a source that are checked."""
@@ -161,14 +161,11 @@ def _replies(task: Task) -> tuple[Rollout, ...]:
 
 
 def _reply(task: Task, index: int, text: str) -> Rollout:
+    mask = [*[0] * len(task.token_ids), 1]
     return Rollout(
         task=task,
         index=index,
-        token_ids=[*task.token_ids, 0],
-        mask=[0] * len(task.token_ids) + [1],
-        logprobs=[0.0] * (len(task.token_ids) + 1),
-        sample_logprobs=[0.0] * (len(task.token_ids) + 1),
-        versions=[-1] * len(task.token_ids) + [0],
+        **given_tokens([*task.token_ids, 0], mask) | {"versions": np.array(mask, np.int32) - 1},
         finish_reason="stop",
         text=text,
     )

@@ -89,7 +89,7 @@ class ModelReward:
         """What the model reads of a rollout."""
         tokenizer, prompt = self.loaded.tokenizer, rollout.task.prompt
         if tokenizer is None:
-            return rollout.token_ids
+            return rollout.token_ids.tolist()
         if isinstance(prompt, str):
             return encode_prompts(tokenizer, [prompt + rollout.text])[0]
         if not tokenizer.chat_template:

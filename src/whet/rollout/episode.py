@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 
+import numpy as np
+
 from whet.config.schema import SamplingConfig
 from whet.envs.env import Env
 from whet.guard.foreign import number
@@ -20,7 +22,16 @@ from whet.guard.worker import describe
 from whet.rollout.engine import RolloutEngine
 from whet.rollout.requests import Decode, ends_of
 from whet.seeds import rollout_key
-from whet.types import Completion, FinishReason, Group, Message, Rollout, Sampling, Task, WhetError
+from whet.types import (
+    Completion,
+    FinishReason,
+    Group,
+    Message,
+    Rollout,
+    Sampling,
+    Task,
+    WhetError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -135,11 +146,11 @@ class Episode:
         return Rollout(
             task=self.task,
             index=self.index,
-            token_ids=self.token_ids,
-            mask=self.mask,
-            logprobs=self.logprobs,
-            sample_logprobs=self.sample_logprobs,
-            versions=self.versions,
+            token_ids=np.array(self.token_ids, np.int32),
+            mask=np.array(self.mask, np.bool_),
+            logprobs=np.array(self.logprobs, np.float32),
+            sample_logprobs=np.array(self.sample_logprobs, np.float32),
+            versions=np.array(self.versions, np.int32),
             finish_reason=reason,
             text=decode([token for reply in self.replies for token in reply]),
             reward=self.reward,
