@@ -196,6 +196,7 @@ OTHERS: dict[str, Json] = {
     },
     "trainer.target_modules": ["q_proj"],
     **{f"trainer.{role}.model.lora.target_modules": ["q_proj"] for role in ("policy", "critic")},
+    **{f"trainer.{role}.model.lora.exclude_modules": ["q_proj"] for role in ("policy", "critic")},
     **{f"trainer.{role}.model.lora.init_method": "gaussian" for role in ("policy", "critic")},
     **{f"trainer.{role}.model.lora.dropout": 0.5 for role in ("policy", "critic")},
     "generator.model_dtype": "float32",

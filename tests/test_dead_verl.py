@@ -351,7 +351,11 @@ CONTEXTS: dict[str, Given] = {
         A + f"megatron.{kind}_parallel_size": {R + "n": 8, A + "ppo_micro_batch_size_per_gpu": 1}
         for kind in ("tensor_model", "pipeline_model", "context")
     },
-    **{f"{at}{key}": {f"{at}lora_rank": 8} for at in LORA for key in ("lora_alpha", "target_modules")},
+    **{
+        f"{at}{key}": {f"{at}lora_rank": 8}
+        for at in LORA
+        for key in ("lora_alpha", "target_modules", "exclude_modules")
+    },
     **{
         f"{at}profile.{key}": {
             f"{at}profile.{name}": value

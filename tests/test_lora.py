@@ -154,8 +154,30 @@ def test_what_gets_adapters(targets: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("exclude", "count"),
+    [
+        (("q_proj", "layers.1.mlp.up_proj"), 11),  # 2 layers of 7 matrices
+        (r".*layers\.0.*", 7),
+        (".*visual.*", 14),
+        (("lm_head",), 14),
+        ((), 14),
+    ],
+)
+def test_what_is_excluded_gets_no_adapter(exclude: Any, count: int) -> None:
+    lora = Lora(rank=2, exclude_modules=exclude)
+    model = with_adapters(lora)
+    assert len(adapted(model)) == count
+    counted = learns({n: tuple(p.shape) for n, p in tiny_model().named_parameters()}, lora, {})
+    assert counted.adapters == sum(p.numel() for _, p in learned(model)), "a plan counts the same"
+    both = with_adapters(Lora(rank=2, targets=("q_proj", "k_proj"), exclude_modules=("q_proj",)))
+    assert sorted(adapted(both)) == [f"model.layers.{n}.self_attn.k_proj" for n in (0, 1)]
+
+
+@pytest.mark.parametrize(
     ("lora", "said"),
     [
+        (Lora(exclude_modules=("q_pro",)), "exclude_modules: no linear layer's name ends with 'q_pro'"),
+        (Lora(exclude_modules=".*"), "excluded"),
         (Lora(targets=("no_such",)), "no_such"),
         (Lora(targets=("lm_head",)), "lm_head cannot have an adapter"),
         (Lora(targets=("embed_tokens",)), "embed_tokens cannot have an adapter"),
@@ -169,15 +191,26 @@ def test_names_that_fit_nothing_are_refused(lora: Lora, said: str) -> None:
         attach(tiny_model(), lora, seed=0)
 
 
-@pytest.mark.parametrize("init", ["default", "gaussian", "orthogonal", "olora", "pissa"])
+@pytest.mark.parametrize("init", ["default", "gaussian", "xavier", "orthogonal", "olora", "pissa"])
 def test_beginnings_change_nothing(init: Any) -> None:
     """The model's own products are those of the adapters here: torch's may round otherwise."""
     with Everywhere():
         want = tiny_model()(input_ids=IDS).logits
         got = with_adapters(Lora(rank=4, init=init), moved=False)(input_ids=IDS).logits
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
-    if init in ("default", "gaussian"):
+    if init in ("default", "gaussian", "xavier"):
         assert torch.equal(got, want)
+
+
+def test_the_deviation_of_a_beginning() -> None:
+    """At rank 64 over 32 inputs: Xavier's is sqrt(2 / 96), and Kaiming's uniform ends at 1 / sqrt(32)."""
+    drawn = {}
+    for init in ("default", "xavier"):
+        model = with_adapters(Lora(rank=64, init=init, targets=("q_proj",)), moved=False)  # type: ignore[arg-type]
+        drawn[init] = torch.cat([layer.lora_A.detach().flatten() for layer in adapted(model).values()])
+    assert float(drawn["xavier"].std()) == pytest.approx((2 / 96) ** 0.5, rel=0.05)
+    assert float(drawn["xavier"].abs().max()) > 3 * (2 / 96) ** 0.5, "normal, not uniform"
+    assert float(drawn["default"].abs().max()) == pytest.approx(32**-0.5, rel=0.01)
 
 
 def test_pissa_takes_the_largest_directions() -> None:
@@ -323,7 +356,12 @@ def test_the_exported_model_is_the_trained_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "lora", [Lora(rank=4, rslora=True, rank_pattern={"q_proj": 2}), Lora(modules_to_save=("norm",))]
+    "lora",
+    [
+        Lora(rank=4, rslora=True, rank_pattern={"q_proj": 2}),
+        Lora(modules_to_save=("norm",)),
+        Lora(exclude_modules=("up_proj",)),
+    ],
 )
 def test_exported_adapters_open_in_peft_and_here(tmp_path: Path, lora: Lora) -> None:
     model = with_adapters(lora)

@@ -213,6 +213,32 @@ def test_megatron_is_a_layout() -> None:
     )
 
 
+def test_adapters_leave_out_what_is_excluded_and_begin_as_peft_or_megatron_does() -> None:
+    at = "trainer__policy__model__lora__"
+    on: dict[str, Json] = {f"{at}rank": 8}
+    assert "model.lora.exclude_modules" not in optimizers.policy_lora(values("main", **on))
+    made = optimizers.policy_lora(values("main", **on, **{f"{at}exclude_modules": ".*visual.*"}))
+    assert made["model.lora.exclude_modules"] == ".*visual.*"
+    assert made["model.lora.init"] == "default"
+    pissa = optimizers.policy_lora(values("main", **on, **{f"{at}init_method": "pissa"}))
+    assert pissa["model.lora.init"] == "pissa"
+    megatron: dict[str, Json] = {
+        **on,
+        "trainer__strategy": "megatron",
+        "trainer__policy__megatron_config__lora_config__lora_type": "canonical_lora",
+    }
+    made = optimizers.policy_lora(values("main", **megatron, **{f"{at}init_method": "xavier"}))
+    assert made["model.lora.init"] == "xavier"
+    for key, value, said in (
+        ("init_method", "zero", "gradients are always 0"),
+        ("init_method", "normal", "coming"),
+        ("init_method", "gaussian", "expected one of kaiming, xavier, normal"),
+        ("exclude_modules", ["up_proj"], "list the layers in target_modules"),
+    ):
+        more: dict[str, Json] = {f"{at}{key}": value}
+        assert said in refusal(optimizers.policy_lora, version="main", **megatron, **more)
+
+
 def test_deepspeed_clips_by_its_own_norm_where_none_is_given() -> None:
     given: dict[str, Json] = {
         "trainer__strategy": "deepspeed",

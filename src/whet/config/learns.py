@@ -89,11 +89,16 @@ def _targeted(name: str, lora: Lora) -> bool:
     layer, _, kind = name.rpartition(".")
     if kind != "weight" or "norm" in layer.rpartition(".")[2] or any(part in name for part in _NO_LINEAR):
         return False
-    if lora.targets == "all-linear":
-        return True
-    if isinstance(lora.targets, str):
-        return re.fullmatch(lora.targets, layer) is not None
-    return f".{layer}".endswith(tuple(f".{target}" for target in lora.targets))
+    if _fits(layer, lora.exclude_modules):
+        return False
+    return lora.targets == "all-linear" or _fits(layer, lora.targets)
+
+
+def _fits(layer: str, names: str | tuple[str, ...]) -> bool:
+    """names: endings, or one regular expression for the whole name."""
+    if isinstance(names, str):
+        return re.fullmatch(names, layer) is not None
+    return f".{layer}".endswith(tuple(f".{name}" for name in names))
 
 
 def _whole(name: str, lora: Lora) -> bool:

@@ -138,9 +138,12 @@ def attach(model: PreTrainedModel, cfg: Lora, *, seed: int, key: str = "model.lo
             inject_adapter_in_model(_peft(cfg, _targets(cfg, model)), model)
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
-    del model.peft_config  # transformers would refuse to write the model
-    for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]:
-        model.set_submodule(name, _own(name, module, head=head, dropout=cfg.dropout, key=key))
+        del model.peft_config  # transformers would refuse to write the model
+        for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]:
+            model.set_submodule(name, _own(name, module, head=head, dropout=cfg.dropout, key=key))
+        if cfg.init == "xavier":  # peft has none
+            for layer in adapted(model).values():
+                nn.init.xavier_normal_(layer.lora_A)
     _check_names(model, cfg, key)
     for whole in _whole(model, cfg.modules_to_save).values():
         whole.requires_grad_(True)
@@ -165,13 +168,14 @@ def _peft(cfg: Lora, targets: list[str] | str) -> Any:
     if cfg.init == "pissa" and cfg.pissa_iterations:
         init: Any = f"pissa_niter_{cfg.pissa_iterations}"
     else:
-        init = {"default": True, "random": False}.get(cfg.init, cfg.init)
+        init = {"default": True, "xavier": True, "random": False}.get(cfg.init, cfg.init)
     return LoraConfig(
         r=cfg.rank,
         lora_alpha=cfg.alpha,  # type: ignore[arg-type]  # peft divides; any number does
         use_rslora=cfg.rslora,
         lora_dropout=cfg.dropout,
         target_modules=targets,
+        exclude_modules=exclude if isinstance(exclude := cfg.exclude_modules, str) else list(exclude),
         rank_pattern=dict(cfg.rank_pattern),
         alpha_pattern=dict(cfg.alpha_pattern),
         init_lora_weights=init,
@@ -200,6 +204,9 @@ def _check_names(model: PreTrainedModel, cfg: Lora, section: str) -> None:
                 raise ConfigError(
                     f"{section}.{key}: no layer with an adapter has a name that ends with {pattern!r}"
                 )
+    for ending in () if isinstance(cfg.exclude_modules, str) else cfg.exclude_modules:
+        if not any(f".{n}".endswith(f".{ending}") for n, m in model.named_modules() if type(m) is nn.Linear):
+            raise ConfigError(f"{section}.exclude_modules: no linear layer's name ends with {ending!r}")
     for ending in cfg.modules_to_save:
         found = _whole(model, [ending]).values()
         if not any(True for m in found for _ in m.parameters()):
@@ -320,7 +327,7 @@ def export_adapter(model: PreTrainedModel, path: Path, *, cfg: Lora, base: str |
 
     base: the location of that model, for the record.
     """
-    config = _peft(cfg, list(adapted(model)))
+    config = _peft(cfg.model_copy(update={"exclude_modules": ()}), list(adapted(model)))
     config.base_model_name_or_path, config.inference_mode = base, True
     config.modules_to_save = list(_whole(model, cfg.modules_to_save)) or None
     with atomic_folder(path) as folder:

@@ -153,7 +153,14 @@ def critic_lora(v: Values) -> Native:
 
 
 ALL = "all-linear"
-INITS = {"kaiming": "default", "gaussian": "gaussian", "xavier": None, "zero": None}
+INITS = {
+    "kaiming": "default",
+    **{name: name for name in ("gaussian", "orthogonal", "olora", "pissa")},
+    **dict.fromkeys(("eva", "loftq")),
+}
+"""peft's names."""
+MEGATRON_INITS = {"kaiming": "default", "xavier": "xavier", "normal": None}
+"""Megatron-Bridge's."""
 
 
 def _lora(v: Values, role: str, native: str) -> Native:
@@ -173,8 +180,28 @@ def _lora(v: Values, role: str, native: str) -> Native:
         f"{native}.alpha": v[f"{at}.alpha"],
         f"{native}.dropout": v[f"{at}.dropout"],
         f"{native}.targets": _targets(v, role, f"{at}.target_modules"),
-        f"{native}.init": choose(v, f"{at}.init_method", INITS),
+        f"{native}.init": _init(v, f"{at}.init_method"),
+        **_exclude(v, f"{at}.exclude_modules", native),
     }
+
+
+def _init(v: Values, key: str) -> Json:
+    """peft has other beginnings than Megatron-Bridge, whose A may also be 0, as B is."""
+    if is_megatron(v) and v[key] == "zero":
+        raise ConfigError(f"{key}=zero: A and B are 0, so their gradients are always 0; use kaiming")
+    return choose(v, key, MEGATRON_INITS if is_megatron(v) else INITS)
+
+
+def _exclude(v: Values, key: str, native: str) -> Native:
+    given = v[key]
+    if not given:
+        return NOTHING
+    if is_megatron(v):
+        raise ConfigError(
+            f"{key}={shown(given)}: Megatron-Bridge excludes modules only where target_modules is not given, and "
+            "SkyRL always gives it; list the layers in target_modules"
+        )
+    return {f"{native}.exclude_modules": _names(given, key)}
 
 
 def _targets(v: Values, role: str, key: str) -> Json:
@@ -185,6 +212,10 @@ def _targets(v: Values, role: str, key: str) -> Json:
             f"trainer.target_modules={shown(older)} is the older name of {key}={shown(own)}; keep one"
         )
     given = older if own == ALL else own
+    return _names(given, key)
+
+
+def _names(given: Json, key: str) -> Json:
     if isinstance(given, list) and not all(isinstance(name, str) for name in given):
         raise ConfigError(f"{key}: got {shown(given)}, expected a text or a list of texts")
     return given

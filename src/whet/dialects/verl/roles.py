@@ -323,13 +323,19 @@ def _lora(v: Values, model: str, *, native: str) -> Native:
         return NOTHING
     if rank == 0:
         raise ConfigError(f"{model}.lora_adapter_path={path} needs {model}.lora_rank, that of these adapters")
-    targets = v[f"{model}.target_modules"]
     out: dict[str, Json] = {
         f"{native}.rank": rank,
         f"{native}.alpha": v[f"{model}.lora_alpha"],
-        f"{native}.targets": targets if isinstance(targets, str) else texts(v, f"{model}.target_modules"),
+        f"{native}.targets": _modules(v, f"{model}.target_modules"),
     }
+    if v.get(f"{model}.exclude_modules"):
+        out[f"{native}.exclude_modules"] = _modules(v, f"{model}.exclude_modules")
     return out if path is None else out | {f"{native}.path": path}
+
+
+def _modules(v: Values, key: str) -> Json:
+    """Names, or one regular expression, as peft takes them."""
+    return v[key] if isinstance(v[key], str) else texts(v, key)
 
 
 # ---------------------------------------------------------------- dtypes and memory
