@@ -470,6 +470,8 @@ CASES: dict[str, Case] = {
     "train.precision.loss_scale_steps": ("model.dtype=float16", 1),
     "train.trainable": ("", {"norm": False}),
     "train.router_aux_loss_coef": (MOE, 0.1),
+    "train.router_aux_loss_scope": (f"{MOE}; train.router_aux_loss_coef=0.1", "layer"),
+    "train.router_z_loss_coef": (MOE, 0.1),
     "train.temperature": ("", 0.5),
     "train.max_skipped_steps": ("", 3),
     **optimizer("train.optimizer", ""),

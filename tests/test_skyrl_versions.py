@@ -239,6 +239,22 @@ def test_adapters_leave_out_what_is_excluded_and_begin_as_peft_or_megatron_does(
         assert said in refusal(optimizers.policy_lora, version="main", **megatron, **more)
 
 
+def test_megatrons_router_terms_are_each_layers() -> None:
+    at = "trainer__policy__megatron_config__moe_"
+    megatron: dict[str, Json] = {"trainer__strategy": "megatron", f"{at}aux_loss_coeff": 0.01}
+    on: dict[str, Json] = {**megatron, f"{at}router_load_balancing_type": "aux_loss"}
+    assert optimizers.routers(values("main", **on)) == {
+        "train.router_aux_loss_coef": 0.01,
+        "train.router_aux_loss_scope": "layer",
+    }
+    assert optimizers.routers(values("main", **megatron)) == {}, "none by default"
+    assert optimizers.routers(values("main", **{**on, "trainer__strategy": "fsdp"})) == {}
+    said = refusal(
+        optimizers.routers, version="main", **{**on, f"{at}router_load_balancing_type": "seq_aux_loss"}
+    )
+    assert "within each sequence" in said
+
+
 def test_deepspeed_clips_by_its_own_norm_where_none_is_given() -> None:
     given: dict[str, Json] = {
         "trainer__strategy": "deepspeed",

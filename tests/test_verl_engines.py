@@ -62,6 +62,60 @@ def factors(optimizer: Mapping[str, Json], *steps: int) -> list[float]:
 VEOMNI: dict[str, Json] = {"model_engine": "veomni"}
 TITAN: dict[str, Json] = {"model_engine": "torchtitan", A + "torchtitan.data_parallel_shard_size": -1}
 
+# ---------------------------------------------------------------- routers
+
+MOE = A + "megatron.override_transformer_config.moe_"
+
+
+def routers(given: Mapping[str, Json], **how: str) -> dict[str, Json]:
+    return {k: v for k, v in train(given, **how).items() if k.startswith("router_")}
+
+
+def test_megatrons_load_balancing_counts_where_its_kind_is_given() -> None:
+    """verl sets the kind to none, so a coefficient alone changes nothing; the z-loss has no kind."""
+    megatron: dict[str, Json] = {"model_engine": "megatron"}
+    coefs: dict[str, Json] = {MOE + "aux_loss_coeff": 0.01, MOE + "z_loss_coeff": 0.001}
+    assert routers({**megatron, MOE + "aux_loss_coeff": 0.01}) == {}
+    assert routers({**megatron, **coefs}) == {"router_z_loss_coef": 0.001}
+    kind = MOE + "router_load_balancing_type"
+    for one in ("aux_loss", "global_aux_loss"):
+        assert routers({**megatron, **coefs, kind: one}) == {
+            "router_z_loss_coef": 0.001,
+            "router_aux_loss_coef": 0.01,
+            "router_aux_loss_scope": "layer",
+        }
+    for off in ({kind: "none", **coefs}, {kind: "seq_aux_loss", MOE + "aux_loss_coeff": 0}):
+        assert "router_aux_loss_coef" not in routers({**megatron, **off})
+    assert routers({**coefs, kind: "aux_loss"}) == {}, "FSDP reads none of it"
+    for more, said in (
+        ({kind: "seq_aux_loss", **coefs}, "load balancing within each sequence is coming"),
+        ({kind: "sinkhorn"}, "Sinkhorn's algorithm"),
+        ({kind: "most"}, "expected one of aux_loss"),
+        ({**coefs, A + "megatron.use_mbridge": False}, "write moe_router_load_balancing_type"),
+        ({MOE + "router_bias_update_rate": 0.001}, "biases of experts that follow their load"),
+    ):
+        assert said in told({**megatron, **more})
+
+
+def test_what_is_a_models_own_of_its_routers_is_accepted() -> None:
+    """As hy_v3's script: its bias of the choice, which stays as it is."""
+    given: dict[str, Json] = {
+        "model_engine": "megatron",
+        MOE + "router_enable_expert_bias": True,
+        MOE + "router_bias_update_rate": 0,
+        MOE + "router_load_balancing_type": "none",
+        MOE + "router_score_function": "sigmoid",
+        MOE + "router_dtype": "fp32",
+    }
+    assert routers(given) == {}
+
+
+def test_routers_of_supervised_fine_tuning_have_the_same_terms() -> None:
+    at = "engine.override_transformer_config.moe_"
+    given: dict[str, Json] = {"engine.strategy": "megatron", at + "z_loss_coeff": 0.001}
+    assert routers(given, kind="verl-sft") == {"router_z_loss_coef": 0.001}
+
+
 # ---------------------------------------------------------------- schedules
 
 

@@ -57,7 +57,8 @@ CLASSES: Mapping[Class, str] = {
         rollout.max_staleness rollout.schedule rollout.partial_rollout rollout.spare_tasks
         buffer.replay buffer.url buffer.order sync.driven_by sync.dtype
         train.steps train.epochs train.drop_last train.tasks_per_step train.minibatches train.update_epochs
-        train.shuffle_minibatches train.router_aux_loss_coef train.temperature
+        train.shuffle_minibatches train.router_aux_loss_coef train.router_aux_loss_scope train.router_z_loss_coef
+        train.temperature
         train.precision.compute train.precision.float8 train.precision.reduce train.precision.loss_scale
         train.precision.loss_scale_steps
         train.optimizer.lr train.optimizer.param_groups train.optimizer.betas train.optimizer.eps

@@ -38,8 +38,8 @@ class Lora(Section):
     """Modules that are trained in full, without adapters, by the end of their name, e.g. `lm_head` or `norm`."""
     init: Literal["default", "random", "gaussian", "orthogonal", "olora", "pissa", "xavier"] = "default"
     """Initial values of A and B. default: A uniform (Kaiming), B 0, so that the model is unchanged; gaussian, xavier: A
-    normal with deviation 1 / rank, or sqrt(2 / (rank + inputs)), and B 0; random: B random too; orthogonal: both random with B A = 0; olora (arXiv:2406.01775), pissa (arXiv:2404.02948):
-    from a decomposition of the weights."""
+    normal with deviation 1 / rank, or sqrt(2 / (rank + inputs)), and B 0; random: B random too; orthogonal: both random
+    with B A = 0; olora (arXiv:2406.01775), pissa (arXiv:2404.02948): from a decomposition of the weights."""
     pissa_iterations: Positive | None = None
     """Compute the singular vectors of pissa by this many iterations of subspace iteration. Default: the full
     decomposition."""

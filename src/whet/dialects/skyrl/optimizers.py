@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whet.config.faults import shown
+from whet.dialects.megatron import router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.skyrl.devices import POLICY, A, has_critic, is_deepspeed, is_megatron, since
 from whet.dialects.typed import choose
@@ -130,6 +131,11 @@ def _check_schedule(v: Values, key: str) -> None:
         raise ConfigError(
             f"{key}={v[key]}: with trainer.strategy=megatron SkyRL has constant_with_warmup alone"
         )
+
+
+def routers(v: Values) -> Native:
+    """Terms of the loss for Megatron's routers."""
+    return router_terms(v, f"{POLICY}.megatron_config") if is_megatron(v) else NOTHING
 
 
 # ---------------------------------------------------------------- adapters

@@ -62,6 +62,7 @@ def _asked(function: Callable[[Values], Native]) -> Callable[[Values], Native]:
 optimizer = _asked(optimizers.policy_optimizer)
 overrides = _asked(optimizers.policy_overrides)
 lora = _asked(optimizers.policy_lora)
+routers = _asked(optimizers.routers)
 layout = _asked(devices.layout)
 sharding = _asked(devices.sharding)
 profile = _asked(devices.profile)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from whet.config.faults import shown
 from whet.config.urls import is_remote
+from whet.dialects.megatron import router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.types import ConfigError, Json
@@ -258,6 +259,20 @@ def policy(v: Values) -> Native:
         "model.overrides": {**nested, **flat},
         **({"train.trainable": {r"\.mlp\.gate\.": False}} if frozen else {}),
     }
+
+
+def routers(v: Values) -> Native:
+    """Terms of the loss for Megatron's routers."""
+    if not is_megatron(v):
+        return NOTHING
+    at = f"{MEGATRON}.override_transformer_config"
+    kind, coef = f"{at}.moe_router_load_balancing_type", f"{at}.moe_aux_loss_coeff"
+    if v[coef] and v[kind] is None and not v.get(f"{MEGATRON}.use_mbridge"):
+        raise NotSupportedYet(
+            f"{coef}={shown(v[coef])}: without use_mbridge the model decides how it is balanced (seq_aux_loss of "
+            "DeepSeek-V3, which is coming, not built yet; none of others); write moe_router_load_balancing_type"
+        )
+    return router_terms(v, at)
 
 
 def reference(v: Values) -> Native:
