@@ -203,7 +203,7 @@ def test_megatron_is_a_layout() -> None:
     assert "train.optimizer.decay_all" not in made
     frozen = optimizers.policy_optimizer(values("main", **given, **{at + "freeze_moe_router": True}))
     assert frozen["train.trainable"] == {r"mlp\.gate\.": False}
-    with pytest.raises(NotSupportedYet, match="canonical_lora"):
+    with pytest.raises(NotSupportedYet, match="expert_model_parallel_size=4: adapters of experts are coming"):
         optimizers.policy_lora(values("main", **given, trainer__policy__model__lora__rank=8))
     assert "constant_with_warmup alone" in refusal(
         optimizers.policy_optimizer,
@@ -237,6 +237,37 @@ def test_adapters_leave_out_what_is_excluded_and_begin_as_peft_or_megatron_does(
     ):
         more: dict[str, Json] = {f"{at}{key}": value}
         assert said in refusal(optimizers.policy_lora, version="main", **megatron, **more)
+
+
+def test_megatrons_adapters_are_those_of_fused_layers() -> None:
+    at = "trainer__policy__model__lora__"
+    kind = "trainer__policy__megatron_config__lora_config__lora_type"
+    on: dict[str, Json] = {f"{at}rank": 8, "trainer__strategy": "megatron"}
+    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    made = optimizers.policy_lora(values("main", **on))
+    assert (made["model.lora.fused"], made["model.lora.targets"]) == (True, every), "lora is the default"
+    canonical = optimizers.policy_lora(values("main", **on, **{kind: "canonical_lora"}))
+    assert canonical["model.lora.targets"] == every
+    assert "model.lora.fused" not in canonical
+    some: dict[str, Json] = {f"{at}target_modules": ["linear_qkv", "linear_fc2"]}
+    assert optimizers.policy_lora(values("main", **on, **some))["model.lora.targets"] == [
+        *every[:3],
+        every[6],
+    ]
+    assert "model.lora.fused" not in optimizers.policy_lora(
+        values("main", **{**on, "trainer__strategy": "fsdp"})
+    )
+    for key, value in (("target_modules", ["q_proj"]), ("target_modules", "linear_qkv")):
+        more: dict[str, Json] = {f"{at}{key}": value}
+        assert "expected all-linear, or a list of Megatron-LM's names" in refusal(
+            optimizers.policy_lora, version="main", **on, **more
+        )
+    experts: dict[str, Json] = {
+        **on,
+        "trainer__policy__megatron_config__expert_model_parallel_size": 2,
+        f"{at}target_modules": ["linear_qkv", "linear_proj"],
+    }
+    assert optimizers.policy_lora(values("main", **experts))["model.lora.targets"] == every[:4]
 
 
 def test_megatrons_router_terms_are_each_layers() -> None:

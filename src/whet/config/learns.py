@@ -18,6 +18,8 @@ _BLOCK = 256
 """Entries of an 8-bit moment that share a scale (`models.adam8`)."""
 _ENDS = ("embed_tokens", "lm_head")
 _NO_LINEAR = (*_ENDS, ".experts.", ".mlp.gate.")
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Endings of layers that Megatron-LM computes as one: linear_qkv, linear_fc1."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,21 @@ def _whole(name: str, lora: Lora) -> bool:
     return any(module.endswith(ends) for module in modules)
 
 
+def fused_as(layer: str) -> str:
+    """What a layer is fused into, by its name; its own name if into nothing."""
+    parent, _, ending = layer.rpartition(".")
+    return next((f"{parent}.{'+'.join(endings)}" for endings in _FUSED if ending in endings), layer)
+
+
 def _pairs(adapted: Tensors, lora: Lora) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """A and B of every adapter."""
+    """A and B of every adapter; one A for what is fused."""
+    fused = set()
     for name, (rows, columns) in adapted.items():
         layer = name.rpartition(".")[0]
         rank = next(
             (r for at, r in lora.rank_pattern.items() if re.match(rf"(.*\.)?({at})$", layer)), lora.rank
         )
-        yield f"{layer}.lora_A", (rank, columns)
+        if not lora.fused or fused_as(layer) not in fused:
+            yield f"{layer}.lora_A", (rank, columns)
+        fused.add(fused_as(layer))
         yield f"{layer}.lora_B", (rows, rank)

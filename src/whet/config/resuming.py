@@ -34,13 +34,13 @@ CLASSES: Mapping[Class, str] = {
         mode
         model.path model.scratch model.dtype model.overrides model.trust_remote_code
         model.lora.rank model.lora.alpha model.lora.rslora model.lora.targets model.lora.exclude_modules
-        model.lora.rank_pattern model.lora.alpha_pattern model.lora.modules_to_save model.lora.init
+        model.lora.fused model.lora.rank_pattern model.lora.alpha_pattern model.lora.modules_to_save model.lora.init
         model.lora.pissa_iterations model.lora.path
         tokenizer.path tokenizer.build tokenizer.vocab_size
         critic.path critic.head critic.overrides
         critic.lora.rank critic.lora.alpha critic.lora.rslora critic.lora.targets critic.lora.exclude_modules
-        critic.lora.rank_pattern critic.lora.alpha_pattern critic.lora.modules_to_save critic.lora.init
-        critic.lora.pissa_iterations
+        critic.lora.fused critic.lora.rank_pattern critic.lora.alpha_pattern critic.lora.modules_to_save
+        critic.lora.init critic.lora.pissa_iterations
         critic.lora.path critic.optimizer.name critic.optimizer.state_dtype
         train.trainable train.precision.master_weights train.optimizer.name train.optimizer.state_dtype
         stages.*.name""",

@@ -1,4 +1,5 @@
-"""Megatron-LM's own settings, which verl and SkyRL hand on: terms of the loss for routers of mixtures of experts."""
+"""Settings of Megatron-LM and Megatron-Bridge that verl and SkyRL hand on: terms of the loss for routers of mixtures of
+experts, and which layers have adapters."""
 
 from __future__ import annotations
 
@@ -39,3 +40,38 @@ def router_terms(v: Values, at: str, *, unsaid: str = "none") -> Native:
 def _coefficient(v: Values, key: str) -> float:
     """0 where it is null, or of no version's."""
     return 0.0 if v.get(key) is None else number(v, key)
+
+
+LAYERS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""Megatron-LM's names of a block's linear layers, and the layers that they are here."""
+CANONICAL = {
+    **{f"linear_{one}": (f"{one}_proj",) for one in "qkv"},
+    "linear_proj": ("o_proj",),
+    "linear_fc1_gate": ("gate_proj",),
+    "linear_fc1_up": ("up_proj",),
+    "linear_fc2": ("down_proj",),
+}
+"""The same with an adapter for each matrix of a fused layer (CanonicalLoRA)."""
+
+
+def adapted_layers(given: Json, key: str, *, fused: bool, spread_experts: str = "") -> list[Json]:
+    """Names of layers from a list of Megatron-LM's; all-linear is all of them. fused: LoRA, else CanonicalLoRA.
+    spread_experts: the setting that says that the model is a mixture of experts, if one does."""
+    known = LAYERS if fused else CANONICAL
+    names = list(known) if given == "all-linear" else given
+    if not isinstance(names, list) or not names or not all(name in known for name in names):
+        raise ConfigError(
+            f"{key}: got {shown(given)}, expected all-linear, or a list of Megatron-LM's names: {', '.join(known)}"
+        )
+    attention = [name for name in known if not name.startswith("linear_fc")]
+    if spread_experts and not set(names) <= set(attention):
+        raise NotSupportedYet(
+            f"{key}={shown(given)} with {spread_experts}: adapters of experts are coming, not built yet; today: those "
+            f"of attention ({', '.join(attention)})"
+        )
+    return [layer for name in names for layer in known[name]]

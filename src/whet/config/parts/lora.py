@@ -30,6 +30,9 @@ class Lora(Section):
     exclude_modules: str | tuple[str, ...] = ()
     """Layers without adapters, though `targets` matches them: a list of names, or a regular expression for the whole
     name. Such an expression may match nothing."""
+    fused: bool = False
+    """One A for the layers that Megatron-LM computes as one (queries, keys and values; gate and up), each with its own
+    B, as LoRA of Megatron-Bridge. Folders for peft have the A once for each layer."""
     rank_pattern: dict[str, Positive] = Field(default_factory=dict)
     """Ranks of single layers, by a regular expression for the end of the name; the first match counts."""
     alpha_pattern: dict[str, Above0] = Field(default_factory=dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whet.config.faults import shown
-from whet.dialects.megatron import router_terms
+from whet.dialects.megatron import adapted_layers, router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.skyrl.devices import POLICY, A, has_critic, is_deepspeed, is_megatron, since
 from whet.dialects.typed import choose
@@ -170,23 +170,18 @@ MEGATRON_INITS = {"kaiming": "default", "xavier": "xavier", "normal": None}
 
 
 def _lora(v: Values, role: str, native: str) -> Native:
-    """rank 0 trains the whole model. Megatron's own adapters are of fused layers (queries, keys and values share
-    one)."""
+    """rank 0 trains the whole model."""
     at = f"trainer.{role}.model.lora"
     if v[f"{at}.rank"] == 0:
         return NOTHING
-    fused = f"{POLICY}.megatron_config.lora_config.lora_type"
-    if is_megatron(v) and v[fused] != "canonical_lora":
-        raise NotSupportedYet(
-            f"{fused}={shown(v[fused])}: adapters of Megatron's fused layers are coming, not built yet; today: "
-            "canonical_lora, one for each matrix, as with trainer.strategy=fsdp"
-        )
+    fused = is_megatron(v) and v[f"{POLICY}.megatron_config.lora_config.lora_type"] == "lora"
     return {
         f"{native}.rank": v[f"{at}.rank"],
         f"{native}.alpha": v[f"{at}.alpha"],
         f"{native}.dropout": v[f"{at}.dropout"],
         f"{native}.targets": _targets(v, role, f"{at}.target_modules"),
         f"{native}.init": _init(v, f"{at}.init_method"),
+        **({f"{native}.fused": True} if fused else {}),
         **_exclude(v, f"{at}.exclude_modules", native),
     }
 
@@ -211,14 +206,23 @@ def _exclude(v: Values, key: str, native: str) -> Native:
 
 
 def _targets(v: Values, role: str, key: str) -> Json:
-    """all-linear, names, or a regular expression; the older key is the policy's."""
+    """all-linear, names, or a regular expression; with Megatron its names. The older key is the policy's."""
     own, older = v[key], v["trainer.target_modules"] if role == "policy" else ALL
     if own != ALL and older not in (ALL, own):
         raise ConfigError(
             f"trainer.target_modules={shown(older)} is the older name of {key}={shown(own)}; keep one"
         )
     given = older if own == ALL else own
-    return _names(given, key)
+    if not is_megatron(v):
+        return _names(given, key)
+    megatron = f"{POLICY}.megatron_config"
+    experts = f"{megatron}.expert_model_parallel_size"
+    return adapted_layers(
+        given,
+        key,
+        fused=v[f"{megatron}.lora_config.lora_type"] == "lora",
+        spread_experts=f"{experts}={v[experts]}" if v[experts] > 1 else "",
+    )
 
 
 def _names(given: Json, key: str) -> Json:
