@@ -128,6 +128,12 @@ def test_the_layout_is_that_of_the_policy() -> None:
         sft.layout(values(placement__num_gpus_per_node=3))
 
 
+def test_float16_needs_no_engine() -> None:
+    assert sft.dtype(values(strategy="fsdp", fsdp_config__mixed_precision__param_dtype="fp16")) == {
+        "model.dtype": "float16"
+    }
+
+
 def test_adapters_are_those_of_fused_layers_with_megatron() -> None:
     plain = sft.lora(values(strategy="fsdp", model__lora__rank=8))
     assert plain["model.lora.rank"] == 8
