@@ -149,6 +149,8 @@ OTHER: Given = {
     **{f"{at}optimizer": "sgd" for at in OPTIM},
     **{f"{at}profile.profile_ranks": [1] for at in (A, REF)},
     **{f"{at}target_modules": ["q_proj"] for at in LORA},
+    **{f"{at}lora.target_modules": ["linear_qkv"] for at in LORA},
+    **{f"{at}lora.lora_A_init_method": "kaiming" for at in LORA},
     **{f"{at}router_load_balancing_type": "global_aux_loss" for at in (MOE, SFT_MOE)},
     **{f"{at}warmup_style": "cosine" for at in OPTIM},
     **{f"{at}min_lr_ratio": 0.5 for at in OPTIM},
@@ -362,6 +364,12 @@ CONTEXTS: dict[str, Given] = {
         for key in ("lora_alpha", "target_modules", "exclude_modules")
     },
     **{
+        f"{at}lora.{key}": {**MEGATRON, f"{at}lora.rank": 8}
+        for at in LORA[:2]
+        for key in ("type", "alpha", "dropout", "target_modules", "lora_A_init_method")
+    },
+    **{f"{at}lora.rank": MEGATRON for at in LORA[:2]},
+    **{
         f"{at}profile.{key}": {
             f"{at}profile.{name}": value
             for name, value in (("use_profile", True), ("step_start", 1), ("step_end", 9))
@@ -376,6 +384,11 @@ place."""
 
 SFT_MEGATRON: Given = {**ENGINES, "model.strategy": "megatron"}
 SFT_CONTEXTS: dict[str, Given] = {
+    **{
+        f"model.lora.{key}": {**SFT_MEGATRON, "model.lora.rank": 8}
+        for key in ("type", "alpha", "dropout", "target_modules", "lora_A_init_method")
+    },
+    "model.lora.rank": SFT_MEGATRON,
     SFT_MOE + "z_loss_coeff": SFT_MEGATRON,
     SFT_MOE + "aux_loss_coeff": {**SFT_MEGATRON, SFT_MOE + "router_load_balancing_type": "aux_loss"},
     SFT_MOE + "router_load_balancing_type": {**SFT_MEGATRON, SFT_MOE + "aux_loss_coeff": 0.5},

@@ -116,6 +116,44 @@ def test_routers_of_supervised_fine_tuning_have_the_same_terms() -> None:
     assert routers(given, kind="verl-sft") == {"router_z_loss_coef": 0.001}
 
 
+# ---------------------------------------------------------------- adapters
+
+
+def test_megatrons_adapters_are_those_of_fused_layers() -> None:
+    at = "actor_rollout_ref.model.lora."
+    on: dict[str, Json] = {"model_engine": "megatron", at + "rank": 4}
+    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    lora = {"rank": 4, "alpha": 32.0, "targets": every, "init": "xavier", "fused": True, "dropout": 0.0}
+    assert made(on).tree["model"]["lora"] == lora
+    canonical: dict[str, Json] = {
+        **on,
+        at + "type": "canonical_lora",
+        at + "target_modules": ["linear_q", "linear_fc1_up"],
+        at + "lora_A_init_method": "kaiming",
+    }
+    found = made(canonical).tree["model"]["lora"]
+    assert (found["targets"], found["init"], "fused" in found) == (["q_proj", "up_proj"], "default", False)
+    for more, said in (
+        ({A + "megatron.expert_model_parallel_size": 8}, "adapters of experts are coming"),
+        ({at + "type": "dora"}, "dora is coming"),
+        ({at + "type": "canonical_lora"}, "expected all-linear, or a list of Megatron-LM's names: linear_q,"),
+        ({at + "lora_A_init_method": "zero"}, "gradients are always 0"),
+        ({"actor_rollout_ref.model.lora_rank": 4}, "keep one"),
+        ({at + "dropout_position": "post"}, "dropout_position"),
+        ({"model_engine": "dp"}, "write actor_rollout_ref.model.lora_rank"),
+    ):
+        assert said in told({**on, **more})
+
+
+def test_what_is_excluded_is_one_expression_or_names() -> None:
+    at = "actor_rollout_ref.model."
+    for given in (".*visual.*", ["up_proj"]):
+        found = made({at + "lora_rank": 4, at + "exclude_modules": given}).tree["model"]["lora"]
+        assert found["exclude_modules"] == given
+    assert "exclude_modules" not in made({at + "lora_rank": 4}).tree["model"]["lora"]
+    assert "lora" not in made({at + "exclude_modules": ".*visual.*"}).tree["model"], "there are no adapters"
+
+
 # ---------------------------------------------------------------- schedules
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from whet.config.faults import shown
 from whet.dialects.row import Native, NotSupportedYet, Values
-from whet.dialects.typed import number
+from whet.dialects.typed import choose, number
 from whet.types import ConfigError, Json
 
 BY_LAYER = ("aux_loss", "global_aux_loss")
@@ -59,11 +59,21 @@ CANONICAL = {
 """The same with an adapter for each matrix of a fused layer (CanonicalLoRA)."""
 
 
+INITS = {"kaiming": "default", "xavier": "xavier", "normal": None}
+
+
+def begins(v: Values, key: str) -> str:
+    """How A begins; B begins at 0."""
+    if v[key] == "zero":
+        raise ConfigError(f"{key}=zero: A and B are 0, so their gradients are always 0; use kaiming")
+    return choose(v, key, INITS)
+
+
 def adapted_layers(given: Json, key: str, *, fused: bool, spread_experts: str = "") -> list[Json]:
     """Names of layers from a list of Megatron-LM's; all-linear is all of them. fused: LoRA, else CanonicalLoRA.
     spread_experts: the setting that says that the model is a mixture of experts, if one does."""
     known = LAYERS if fused else CANONICAL
-    names = list(known) if given == "all-linear" else given
+    names = list(known) if given in ("all-linear", None) else given
     if not isinstance(names, list) or not names or not all(name in known for name in names):
         raise ConfigError(
             f"{key}: got {shown(given)}, expected all-linear, or a list of Megatron-LM's names: {', '.join(known)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whet.config.faults import shown
-from whet.dialects.megatron import adapted_layers, router_terms
+from whet.dialects.megatron import adapted_layers, begins, router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.skyrl.devices import POLICY, A, has_critic, is_deepspeed, is_megatron, since
 from whet.dialects.typed import choose
@@ -165,8 +165,6 @@ INITS = {
     **dict.fromkeys(("eva", "loftq")),
 }
 """peft's names."""
-MEGATRON_INITS = {"kaiming": "default", "xavier": "xavier", "normal": None}
-"""Megatron-Bridge's."""
 
 
 def _lora(v: Values, role: str, native: str) -> Native:
@@ -175,22 +173,16 @@ def _lora(v: Values, role: str, native: str) -> Native:
     if v[f"{at}.rank"] == 0:
         return NOTHING
     fused = is_megatron(v) and v[f"{POLICY}.megatron_config.lora_config.lora_type"] == "lora"
+    key = f"{at}.init_method"
     return {
         f"{native}.rank": v[f"{at}.rank"],
         f"{native}.alpha": v[f"{at}.alpha"],
         f"{native}.dropout": v[f"{at}.dropout"],
         f"{native}.targets": _targets(v, role, f"{at}.target_modules"),
-        f"{native}.init": _init(v, f"{at}.init_method"),
+        f"{native}.init": begins(v, key) if is_megatron(v) else choose(v, key, INITS),
         **({f"{native}.fused": True} if fused else {}),
         **_exclude(v, f"{at}.exclude_modules", native),
     }
-
-
-def _init(v: Values, key: str) -> Json:
-    """peft has other beginnings than Megatron-Bridge, whose A may also be 0, as B is."""
-    if is_megatron(v) and v[key] == "zero":
-        raise ConfigError(f"{key}=zero: A and B are 0, so their gradients are always 0; use kaiming")
-    return choose(v, key, MEGATRON_INITS if is_megatron(v) else INITS)
 
 
 def _exclude(v: Values, key: str, native: str) -> Native:
