@@ -341,8 +341,8 @@ def test_options_of_engines_that_change_no_number_are_accepted_and_others_are_na
     assert told(free) == ""
     assert "vLLM's and SGLang's own options" in told({vllm + "kv_cache_dtype": "fp8"})
     assert "training in float8" in told({"model_engine": "megatron", megatron + "fp8": "e4m3"})
-    assert "routers of Megatron-LM" in told(
-        {"model_engine": "megatron", megatron + "moe_z_loss_coeff": 0.001}
+    assert "biases of experts that follow their load" in told(
+        {"model_engine": "megatron", megatron + "moe_router_bias_update_rate": 0.001}
     )
     adam8: dict[str, Json] = {OPT + "override_optimizer_config.bf16_stochastic_round": True}
     assert "optimizers of other packages" in told(adam8)
