@@ -194,6 +194,7 @@ def test_what_is_excluded_gets_no_adapter(exclude: Any, count: int) -> None:
         (Lora(targets=("lm_head",)), "lm_head cannot have an adapter"),
         (Lora(targets=("embed_tokens",)), "embed_tokens cannot have an adapter"),
         (Lora(modules_to_save=("nothing",)), "modules_to_save.*'nothing'"),
+        (Lora(targets=("o_proj", "q_proj"), fused=True), "fused: no two layers with adapters"),
         (Lora(rank_pattern={"q_proj": 2}, fused=True), "q_proj and .*k_proj have other ranks"),
         (Lora(rank_pattern={"qq": 2}), "rank_pattern.*'qq'"),
         (Lora(modules_to_save=("mlp",)), "'mlp' has adapters"),
@@ -551,7 +552,7 @@ def test_adapters_of_whole_numbers_are_refused(tmp_path: Path) -> None:
 
 
 def replace_targets(lora: Lora) -> Lora:
-    return lora.model_copy(update={"targets": ("q_proj",)})
+    return lora.model_copy(update={"targets": ("q_proj", "k_proj")})
 
 
 # ---------------------------------------------------------------- runs

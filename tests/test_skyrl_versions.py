@@ -254,6 +254,8 @@ def test_megatrons_adapters_are_those_of_fused_layers() -> None:
         *every[:3],
         every[6],
     ]
+    one: dict[str, Json] = {f"{at}target_modules": ["linear_proj"]}
+    assert "model.lora.fused" not in optimizers.policy_lora(values("main", **on, **one)), "one layer"
     assert "model.lora.fused" not in optimizers.policy_lora(
         values("main", **{**on, "trainer__strategy": "fsdp"})
     )

@@ -69,9 +69,9 @@ def begins(v: Values, key: str) -> str:
     return choose(v, key, INITS)
 
 
-def adapted_layers(given: Json, key: str, *, fused: bool, spread_experts: str = "") -> list[Json]:
-    """Names of layers from a list of Megatron-LM's; all-linear is all of them. fused: LoRA, else CanonicalLoRA.
-    spread_experts: the setting that says that the model is a mixture of experts, if one does."""
+def adapted_layers(given: Json, key: str, *, native: str, fused: bool, spread_experts: str = "") -> Native:
+    """Layers of the native section, from a list of Megatron-LM's names; all-linear is all of them. fused: LoRA, else
+    CanonicalLoRA. spread_experts: the setting that says that the model is a mixture of experts, if one does."""
     known = LAYERS if fused else CANONICAL
     names = list(known) if given in ("all-linear", None) else given
     if not isinstance(names, list) or not names or not all(name in known for name in names):
@@ -84,4 +84,6 @@ def adapted_layers(given: Json, key: str, *, fused: bool, spread_experts: str = 
             f"{key}={shown(given)} with {spread_experts}: adapters of experts are coming, not built yet; today: those "
             f"of attention ({', '.join(attention)})"
         )
-    return [layer for name in names for layer in known[name]]
+    layers: list[Json] = [layer for name in names for layer in known[name]]
+    shares = fused and any(len(known[name]) > 1 for name in names)
+    return {f"{native}.targets": layers, **({f"{native}.fused": True} if shares else {})}

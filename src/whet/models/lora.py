@@ -216,6 +216,11 @@ def _fuse(model: PreTrainedModel, section: str) -> None:
                 "both the same, or set fused to false"
             )
         layer.lora_A, layer.drops_as = first.lora_A, at
+    if len(firsts) == len(adapted(model)):
+        raise ConfigError(
+            f"{section}.fused: no two layers with adapters are fused (q_proj, k_proj and v_proj, or gate_proj and "
+            "up_proj, of one block); set it to false"
+        )
 
 
 def _check_names(model: PreTrainedModel, cfg: Lora, section: str) -> None:

@@ -172,15 +172,13 @@ def _lora(v: Values, role: str, native: str) -> Native:
     at = f"trainer.{role}.model.lora"
     if v[f"{at}.rank"] == 0:
         return NOTHING
-    fused = is_megatron(v) and v[f"{POLICY}.megatron_config.lora_config.lora_type"] == "lora"
     key = f"{at}.init_method"
     return {
         f"{native}.rank": v[f"{at}.rank"],
         f"{native}.alpha": v[f"{at}.alpha"],
         f"{native}.dropout": v[f"{at}.dropout"],
-        f"{native}.targets": _targets(v, role, f"{at}.target_modules"),
+        **_targets(v, role, f"{at}.target_modules", native),
         f"{native}.init": begins(v, key) if is_megatron(v) else choose(v, key, INITS),
-        **({f"{native}.fused": True} if fused else {}),
         **_exclude(v, f"{at}.exclude_modules", native),
     }
 
@@ -197,7 +195,7 @@ def _exclude(v: Values, key: str, native: str) -> Native:
     return {f"{native}.exclude_modules": _names(given, key)}
 
 
-def _targets(v: Values, role: str, key: str) -> Json:
+def _targets(v: Values, role: str, key: str, native: str) -> Native:
     """all-linear, names, or a regular expression; with Megatron its names. The older key is the policy's."""
     own, older = v[key], v["trainer.target_modules"] if role == "policy" else ALL
     if own != ALL and older not in (ALL, own):
@@ -206,12 +204,13 @@ def _targets(v: Values, role: str, key: str) -> Json:
         )
     given = older if own == ALL else own
     if not is_megatron(v):
-        return _names(given, key)
+        return {f"{native}.targets": _names(given, key)}
     megatron = f"{POLICY}.megatron_config"
     experts = f"{megatron}.expert_model_parallel_size"
     return adapted_layers(
         given,
         key,
+        native=native,
         fused=v[f"{megatron}.lora_config.lora_type"] == "lora",
         spread_experts=f"{experts}={v[experts]}" if v[experts] > 1 else "",
     )

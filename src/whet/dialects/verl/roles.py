@@ -367,19 +367,18 @@ def _megatron_lora(v: Values, model: str, *, native: str, engine: str) -> Native
         raise ConfigError(f"{model}.lora_adapter_path is not read with {at}.rank, Megatron's; leave it out")
     fused = choose(v, f"{at}.type", MEGATRON_TYPES)
     experts = f"{engine}.expert_model_parallel_size"
-    layers = v[f"{at}.target_modules"]
     return {
         f"{native}.rank": v[f"{at}.rank"],
         f"{native}.alpha": v[f"{at}.alpha"],
         f"{native}.dropout": v[f"{at}.dropout"],
-        f"{native}.targets": adapted_layers(
-            layers,
+        f"{native}.init": begins(v, f"{at}.lora_A_init_method"),
+        **adapted_layers(
+            v[f"{at}.target_modules"],
             f"{at}.target_modules",
+            native=native,
             fused=fused,
             spread_experts=f"{experts}={v[experts]}" if v.get(experts, 1) > 1 else "",
         ),
-        f"{native}.init": begins(v, f"{at}.lora_A_init_method"),
-        **({f"{native}.fused": True} if fused else {}),
     }
 
 
