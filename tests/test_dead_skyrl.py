@@ -90,6 +90,16 @@ CONTEXTS: dict[str, list[str]] = {
         f"{A}.dynamic_sampling.min_replace_ratio=0",
     ],
     f"{MEGATRON}.": [*MEGATRON_RUN, *EIGHT],
+    f"{MEGATRON}.moe_aux_loss_coeff": [
+        *MEGATRON_RUN,
+        *EIGHT,
+        f"{MEGATRON}.moe_router_load_balancing_type=aux_loss",
+    ],
+    f"{MEGATRON}.moe_router_load_balancing_type": [
+        *MEGATRON_RUN,
+        *EIGHT,
+        f"{MEGATRON}.moe_aux_loss_coeff=0.5",
+    ],
     f"{MEGATRON}.lora_config": [
         *MEGATRON_RUN,
         "trainer.policy.model.lora.rank=8",
@@ -129,6 +139,7 @@ OTHERS: dict[str, Json] = {
     "trainer.rope_theta": 5.0,
     f"{MEGATRON}.model_config_kwargs": {"rope_theta": 5.0},
     f"{MEGATRON}.lora_config.lora_type": "lora",
+    f"{MEGATRON}.moe_router_load_balancing_type": "aux_loss",
     "trainer.policy.fsdp_config.mixed_precision.param_dtype": "fp32",
     **{f"generator.{kind}.stop": ["x"] for kind in ("sampling_params", "eval_sampling_params")},
     **{
@@ -196,6 +207,7 @@ OTHERS: dict[str, Json] = {
     },
     "trainer.target_modules": ["q_proj"],
     **{f"trainer.{role}.model.lora.target_modules": ["q_proj"] for role in ("policy", "critic")},
+    **{f"trainer.{role}.model.lora.exclude_modules": ["q_proj"] for role in ("policy", "critic")},
     **{f"trainer.{role}.model.lora.init_method": "gaussian" for role in ("policy", "critic")},
     **{f"trainer.{role}.model.lora.dropout": 0.5 for role in ("policy", "critic")},
     "generator.model_dtype": "float32",

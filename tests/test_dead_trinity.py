@@ -185,7 +185,7 @@ CONTEXTS: dict[str, Tree] = {
     f"{CRITIC}.model.fsdp_config.offload_policy": PPO,
     **{
         f"model.lora_configs[].{key}": base(**{"model.lora_configs": [{"lora_rank": 4}]})
-        for key in ("path", "lora_rank", "lora_alpha", "target_modules")
+        for key in ("path", "lora_rank", "lora_alpha", "target_modules", "exclude_modules")
     },
 }
 """Files in which a key means something, where the small file is not one."""

@@ -26,6 +26,7 @@ Given = dict[str, Json]
 CORRECTION_ = "algorithm.rollout_correction."
 IS, RS = "algorithm.rollout_is", "algorithm.rollout_correction.rollout_rs"
 
+MOE, SFT_MOE = A + "megatron.override_transformer_config.moe_", "engine.override_transformer_config.moe_"
 OTHER: Given = {
     "data.truncation": "left",
     "data.custom_cls.path": "other.py",
@@ -148,6 +149,9 @@ OTHER: Given = {
     **{f"{at}optimizer": "sgd" for at in OPTIM},
     **{f"{at}profile.profile_ranks": [1] for at in (A, REF)},
     **{f"{at}target_modules": ["q_proj"] for at in LORA},
+    **{f"{at}lora.target_modules": ["linear_qkv"] for at in LORA},
+    **{f"{at}lora.lora_A_init_method": "kaiming" for at in LORA},
+    **{f"{at}router_load_balancing_type": "global_aux_loss" for at in (MOE, SFT_MOE)},
     **{f"{at}warmup_style": "cosine" for at in OPTIM},
     **{f"{at}min_lr_ratio": 0.5 for at in OPTIM},
     **{f"{at}lr_warmup_steps_ratio": 0.5 for at in OPTIM},
@@ -217,6 +221,9 @@ CONTEXTS: dict[str, Given] = {
     R + "nnodes": OWN,
     R + "n_gpus_per_node": OWN,
     A + "megatron.dtype": MEGATRON,
+    MOE + "z_loss_coeff": MEGATRON,
+    MOE + "aux_loss_coeff": {**MEGATRON, MOE + "router_load_balancing_type": "aux_loss"},
+    MOE + "router_load_balancing_type": {**MEGATRON, MOE + "aux_loss_coeff": 0.5},
     A + "megatron.virtual_pipeline_model_parallel_size": {
         R + "n": 8,
         A + "ppo_micro_batch_size_per_gpu": 1,
@@ -351,7 +358,17 @@ CONTEXTS: dict[str, Given] = {
         A + f"megatron.{kind}_parallel_size": {R + "n": 8, A + "ppo_micro_batch_size_per_gpu": 1}
         for kind in ("tensor_model", "pipeline_model", "context")
     },
-    **{f"{at}{key}": {f"{at}lora_rank": 8} for at in LORA for key in ("lora_alpha", "target_modules")},
+    **{
+        f"{at}{key}": {f"{at}lora_rank": 8}
+        for at in LORA
+        for key in ("lora_alpha", "target_modules", "exclude_modules")
+    },
+    **{
+        f"{at}lora.{key}": {**MEGATRON, f"{at}lora.rank": 8}
+        for at in LORA[:2]
+        for key in ("type", "alpha", "dropout", "target_modules", "lora_A_init_method")
+    },
+    **{f"{at}lora.rank": MEGATRON for at in LORA[:2]},
     **{
         f"{at}profile.{key}": {
             f"{at}profile.{name}": value
@@ -365,7 +382,16 @@ CONTEXTS: dict[str, Given] = {
 """What a file must say, too, for a key to be read; a value that stands there for the key itself takes the default's
 place."""
 
+SFT_MEGATRON: Given = {**ENGINES, "model.strategy": "megatron"}
 SFT_CONTEXTS: dict[str, Given] = {
+    **{
+        f"model.lora.{key}": {**SFT_MEGATRON, "model.lora.rank": 8}
+        for key in ("type", "alpha", "dropout", "target_modules", "lora_A_init_method")
+    },
+    "model.lora.rank": SFT_MEGATRON,
+    SFT_MOE + "z_loss_coeff": SFT_MEGATRON,
+    SFT_MOE + "aux_loss_coeff": {**SFT_MEGATRON, SFT_MOE + "router_load_balancing_type": "aux_loss"},
+    SFT_MOE + "router_load_balancing_type": {**SFT_MEGATRON, SFT_MOE + "aux_loss_coeff": 0.5},
     **CONTEXTS,
     "data.val_files": {"trainer.test_freq": 5},
     "data.val_max_samples": {"trainer.test_freq": 5},

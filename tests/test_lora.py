@@ -18,6 +18,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import whet
+from grid import BIG, Layout, Way, error, learning, moved, pair, started
 from test_train_torch import pg_loss, weighted
 from tiny import FAMILIES, VOCAB, tiny_model
 from whet.config.describe import facts
@@ -30,7 +31,18 @@ from whet.models.dropout import Noise
 from whet.models.exact import self_test
 from whet.models.forward import decoder
 from whet.models.load import export
-from whet.models.lora import _Adapted, adapted, attach, export_adapter, learned, merged, refresh, twin
+from whet.models.lora import (
+    _Adapted,
+    adapted,
+    attach,
+    dropping,
+    export_adapter,
+    learned,
+    merged,
+    refresh,
+    twin,
+)
+from whet.models.mesh import Dims
 from whet.models.muon import Muon
 from whet.models.products import Everywhere
 from whet.models.trainable import choose
@@ -154,12 +166,36 @@ def test_what_gets_adapters(targets: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("exclude", "count"),
+    [
+        (("q_proj", "layers.1.mlp.up_proj"), 11),  # 2 layers of 7 matrices
+        (r".*layers\.0.*", 7),
+        (".*visual.*", 14),
+        (("lm_head",), 14),
+        ((), 14),
+    ],
+)
+def test_what_is_excluded_gets_no_adapter(exclude: Any, count: int) -> None:
+    lora = Lora(rank=2, exclude_modules=exclude)
+    model = with_adapters(lora)
+    assert len(adapted(model)) == count
+    counted = learns({n: tuple(p.shape) for n, p in tiny_model().named_parameters()}, lora, {})
+    assert counted.adapters == sum(p.numel() for _, p in learned(model)), "a plan counts the same"
+    both = with_adapters(Lora(rank=2, targets=("q_proj", "k_proj"), exclude_modules=("q_proj",)))
+    assert sorted(adapted(both)) == [f"model.layers.{n}.self_attn.k_proj" for n in (0, 1)]
+
+
+@pytest.mark.parametrize(
     ("lora", "said"),
     [
+        (Lora(exclude_modules=("q_pro",)), "exclude_modules: no linear layer's name ends with 'q_pro'"),
+        (Lora(exclude_modules=".*"), "excluded"),
         (Lora(targets=("no_such",)), "no_such"),
         (Lora(targets=("lm_head",)), "lm_head cannot have an adapter"),
         (Lora(targets=("embed_tokens",)), "embed_tokens cannot have an adapter"),
         (Lora(modules_to_save=("nothing",)), "modules_to_save.*'nothing'"),
+        (Lora(targets=("o_proj", "q_proj"), fused=True), "fused: no two layers with adapters"),
+        (Lora(rank_pattern={"q_proj": 2}, fused=True), "q_proj and .*k_proj have other ranks"),
         (Lora(rank_pattern={"qq": 2}), "rank_pattern.*'qq'"),
         (Lora(modules_to_save=("mlp",)), "'mlp' has adapters"),
     ],
@@ -169,15 +205,26 @@ def test_names_that_fit_nothing_are_refused(lora: Lora, said: str) -> None:
         attach(tiny_model(), lora, seed=0)
 
 
-@pytest.mark.parametrize("init", ["default", "gaussian", "orthogonal", "olora", "pissa"])
+@pytest.mark.parametrize("init", ["default", "gaussian", "xavier", "orthogonal", "olora", "pissa"])
 def test_beginnings_change_nothing(init: Any) -> None:
     """The model's own products are those of the adapters here: torch's may round otherwise."""
     with Everywhere():
         want = tiny_model()(input_ids=IDS).logits
         got = with_adapters(Lora(rank=4, init=init), moved=False)(input_ids=IDS).logits
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
-    if init in ("default", "gaussian"):
+    if init in ("default", "gaussian", "xavier"):
         assert torch.equal(got, want)
+
+
+def test_the_deviation_of_a_beginning() -> None:
+    """At rank 64 over 32 inputs: Xavier's is sqrt(2 / 96), and Kaiming's uniform ends at 1 / sqrt(32)."""
+    drawn = {}
+    for init in ("default", "xavier"):
+        model = with_adapters(Lora(rank=64, init=init, targets=("q_proj",)), moved=False)  # type: ignore[arg-type]
+        drawn[init] = torch.cat([layer.lora_A.detach().flatten() for layer in adapted(model).values()])
+    assert float(drawn["xavier"].std()) == pytest.approx((2 / 96) ** 0.5, rel=0.05)
+    assert float(drawn["xavier"].abs().max()) > 3 * (2 / 96) ** 0.5, "normal, not uniform"
+    assert float(drawn["default"].abs().max()) == pytest.approx(32**-0.5, rel=0.01)
 
 
 def test_pissa_takes_the_largest_directions() -> None:
@@ -198,6 +245,122 @@ def test_the_seed_alone_decides() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a[n], b[n]) for n in a)
     assert not any(torch.equal(a[n], c[n]) for n in a if "lora_" in n)
+
+
+# ---------------------------------------------------------------- fused layers
+
+FUSED = Lora(rank=4, fused=True)
+BLOCKS = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
+
+
+@pytest.mark.parametrize("ending", BLOCKS)
+def test_fused_layers_are_one_layer_with_one_adapter(ending: str) -> None:
+    """W stacked, B stacked, A once: what Megatron-LM computes for queries, keys and values, and for gate and up."""
+    model = with_adapters(FUSED)
+    block = model.model.layers[1].get_submodule(ending)
+    layers = [block.get_submodule(name) for name in BLOCKS[ending]]
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    weight, b = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "lora_B"))
+    a = layers[0].lora_A
+    want = x @ weight.T + layers[0].scale * (x @ a.T) @ b.T
+    torch.testing.assert_close(torch.cat([layer(x) for layer in layers], -1), want, atol=1e-5, rtol=1e-4)
+    assert all(layer.lora_A is a for layer in layers)
+    assert layers[0].scale == 32 / 4
+
+
+def test_one_a_is_learned_once_and_counted_once() -> None:
+    model = with_adapters(FUSED)
+    names = [n.removeprefix("model.layers.0.") for n, _ in learned(model) if ".0." in n and "lora_A" in n]
+    assert names == [
+        f"{at}.lora_A" for at in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+    ]
+    counted = learns({n: tuple(p.shape) for n, p in tiny_model().named_parameters()}, FUSED, {})
+    assert counted.adapters == sum(p.numel() for _, p in learned(model))
+    other = twin(model)
+    attention = other.model.layers[0].self_attn
+    assert attention.q_proj.lora_A is attention.k_proj.lora_A is attention.v_proj.lora_A
+    assert attention.q_proj.lora_A is not model.model.layers[0].self_attn.q_proj.lora_A
+
+
+def gradients(lora: Lora, values: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """Of what learns, in an update of the packed engine; values: of A and B, by name."""
+    model = with_adapters(lora)
+    with torch.no_grad():
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if values is not None and name in values:
+                p.copy_(values[name])
+    refresh(model)
+    engine = TorchEngine(model, kernels.load("auto"), cut=Cut(max_tokens=40), optimizer=Optimizer(lr=0.0))
+    seen: dict[str, torch.Tensor] = {}
+    assert engine.optimizer is not None
+    engine.optimizer.clip = lambda: (
+        seen.update(  # type: ignore[method-assign,assignment]
+            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        )
+        or 1.0
+    )
+    engine.update(weighted(), pg_loss)
+    return seen
+
+
+def test_the_gradient_of_one_a_is_the_sum_of_its_layers() -> None:
+    """Against layers with an A of their own, all of the same numbers."""
+    model = with_adapters(FUSED)
+    values = {
+        n: p.detach().clone() for n, p in model.named_parameters(remove_duplicate=False) if "lora_" in n
+    }
+    fused = gradients(FUSED)
+    apart = gradients(FUSED.model_copy(update={"fused": False}), values)
+    for at, endings in BLOCKS.items():
+        name = f"model.layers.0.{at}.{{}}.lora_A"
+        want = sum((apart[name.format(ending)] for ending in endings), torch.zeros(()))
+        torch.testing.assert_close(fused[name.format(endings[0])], want, atol=1e-5, rtol=1e-4)
+    for name in fused.keys() - {
+        f"model.layers.{n}.{at}.{e[0]}.lora_A" for n in (0, 1) for at, e in BLOCKS.items()
+    }:
+        torch.testing.assert_close(fused[name], apart[name], atol=1e-6, rtol=1e-4)
+
+
+def test_fused_layers_drop_the_same_features() -> None:
+    model = with_adapters(FUSED.model_copy(update={"dropout": 0.4}))
+    with dropping(model, Noise(torch.arange(6), key=3)):
+        attention = model.model.layers[0].self_attn
+        masks = [
+            layer.noise.drop(torch.ones(6, 32), 0.4)
+            for layer in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        ]
+    assert torch.equal(masks[0], masks[1])
+    assert torch.equal(masks[0], masks[2])
+    assert not torch.equal(masks[0], masks[3])
+
+
+def test_a_folder_with_several_a_is_not_that_of_fused_layers(tmp_path: Path) -> None:
+    apart = FUSED.model_copy(update={"fused": False})
+    export_adapter(with_adapters(apart), tmp_path / "a", cfg=apart, base=None)
+    with pytest.raises(
+        CheckpointError, match=r"k_proj.lora_A.weight differs from .*q_proj.*set fused to false"
+    ):
+        attach(tiny_model(), FUSED.model_copy(update={"path": str(tmp_path / "a")}), seed=0)
+
+
+def test_fused_layers_on_ranks_are_those_of_one_process() -> None:
+    ranks = started(2)
+    way = Way(Cut(max_tokens=30))
+    try:
+        for dims in (Dims(dp_shard=2), Dims(dp_replicate=2), Dims(tp=2), Dims(pp=2), Dims(cp=2)):
+            model = with_adapters(FUSED.model_copy(update={"dropout": 0.3}))
+            before = bits(model)
+            one, many = pair(ranks, Layout(dims), way, model=model, **learning(optimizer=BIG))
+            told = [engine.update(weighted(), pg_loss) for engine in (one, many)]
+            assert told[1] == pytest.approx(told[0], rel=1e-5, abs=1e-7)
+            found, want = moved(many, before), moved(one, before)
+            assert found.keys() == want.keys()
+            assert "model.layers.0.self_attn.q_proj.lora_A" in want
+            assert max(error(found[n], want[n]) for n in want) < 1e-4
+            attention = many.module.model.layers[0].self_attn
+            assert attention.q_proj.lora_A is attention.v_proj.lora_A
+    finally:
+        ranks.close()
 
 
 # ---------------------------------------------------------------- dropout
@@ -323,7 +486,13 @@ def test_the_exported_model_is_the_trained_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "lora", [Lora(rank=4, rslora=True, rank_pattern={"q_proj": 2}), Lora(modules_to_save=("norm",))]
+    "lora",
+    [
+        Lora(rank=4, rslora=True, rank_pattern={"q_proj": 2}),
+        Lora(modules_to_save=("norm",)),
+        Lora(exclude_modules=("up_proj",)),
+        FUSED,
+    ],
 )
 def test_exported_adapters_open_in_peft_and_here(tmp_path: Path, lora: Lora) -> None:
     model = with_adapters(lora)
@@ -383,7 +552,7 @@ def test_adapters_of_whole_numbers_are_refused(tmp_path: Path) -> None:
 
 
 def replace_targets(lora: Lora) -> Lora:
-    return lora.model_copy(update={"targets": ("q_proj",)})
+    return lora.model_copy(update={"targets": ("q_proj", "k_proj")})
 
 
 # ---------------------------------------------------------------- runs
@@ -457,6 +626,7 @@ def test_a_run_learns_and_keeps_adapters_only(tmp_path: Path) -> None:
 
 RESUMED: dict[str, dict[str, Any]] = {
     "lora": {"model": {"lora": {"init": "pissa", "dropout": 0.1}}, "train": {"minibatches": 2}},
+    "fused": {"model": {"lora": {"fused": True, "dropout": 0.1}}, "train": {"minibatches": 2}},
     "muon": {
         "model": {"lora": None},
         "train": {"optimizer": {"name": "muon", "lr": 1e-2}, "trainable": {"norm": False}},

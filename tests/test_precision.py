@@ -397,6 +397,7 @@ def test_compiled_layers_give_equal_gradients(
         (["train.precision.float8=rowwise", "train.compile=true"], "torch.compile does not support it"),
         (["train.precision.float8=tensorwise", "machine.logprob_parity=on"], "logprob_parity=on requires equal ones"),
         (["train.router_aux_loss_coef=0.1"], "this model has none"),
+        (["train.router_z_loss_coef=0.1"], "this model has none"),
         (["train.precision.compute=bfloat16", "model.dtype=bfloat16"], "the parameters are bfloat16"),
         (["train.precision.compute=bfloat16", "model.lora.rank=2"], "adapters compute in the dtype"),
         (["train.precision.compute=bfloat16", "machine.logprob_parity=on"], "logprob_parity=on requires equal ones"),

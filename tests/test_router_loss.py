@@ -1,7 +1,10 @@
-"""The load-balancing term of routers: transformers' own over the whole minibatch, however that is cut."""
+"""Terms of routers, however a minibatch is cut: transformers' own load balancing, Megatron-LM's and the z term, written
+out over all of it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,8 +51,31 @@ def learned_by(engine: TorchEngine, batch: Batch, loss: Any = nothing) -> dict[s
     return {n: g for n, g in moved(engine, before).items() if g.any()}
 
 
-def oracle(batch: Batch, coef: float) -> tuple[float, dict[str, torch.Tensor]]:
-    """transformers' model and its term in float64, each rollout by itself, all tokens that predict one at the end."""
+def whole(layers: Sequence[torch.Tensor], config: Any) -> torch.Tensor:
+    """transformers' own."""
+    return load_balancing_loss_func(tuple(layers), config.num_experts, config.num_experts_per_tok)
+
+
+def by_layer(layers: Sequence[torch.Tensor], config: Any) -> torch.Tensor:
+    """Megatron-LM's aux_loss: X / (E T^2) times the sum of choices and probabilities, a sum over layers."""
+    terms, experts = [], config.num_experts
+    for logits in layers:
+        likely, tokens = logits.softmax(-1), len(logits)
+        chosen = likely.topk(config.num_experts_per_tok).indices.flatten().bincount(minlength=experts)
+        scale = experts / (config.num_experts_per_tok * tokens * tokens)
+        terms.append(scale * (likely.sum(0) * chosen).sum())
+    return torch.stack(terms).sum()
+
+
+def z_term(layers: Sequence[torch.Tensor], config: Any) -> torch.Tensor:
+    """The mean over tokens of logsumexp squared, a sum over layers."""
+    return torch.stack([logits.exp().sum(-1).log().square().mean() for logits in layers]).sum()
+
+
+def oracle(
+    batch: Batch, coef: float, term_of: Callable[..., torch.Tensor] = whole
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """transformers' model and a term in float64, each rollout by itself, all tokens that predict one at the end."""
     model = tiny_model("qwen3_moe").double()
     model.config._experts_implementation = "eager"
     layers: list[list[torch.Tensor]] = [[] for _ in range(model.config.num_hidden_layers)]
@@ -59,29 +85,36 @@ def oracle(batch: Batch, coef: float) -> tuple[float, dict[str, torch.Tensor]]:
         out = model(input_ids=batch.token_ids_N[at][None, :last], output_router_logits=True)
         for seen, logits in zip(layers, out.router_logits):
             seen.append(logits)
-    term = load_balancing_loss_func(
-        tuple(torch.cat(seen) for seen in layers), model.config.num_experts, model.config.num_experts_per_tok
-    )
+    term = term_of([torch.cat(seen) for seen in layers], model.config)
     (coef * term).backward()
     return float(term), {
         n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.grad.any()
     }
 
 
+TERMS: dict[str, tuple[Cut, Any]] = {
+    "router_aux": (AUX, whole),
+    "router_aux each": (replace(AUX, router_aux_each=True), by_layer),
+    "router_z": (replace(CUT, router_z=0.7), z_term),
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize(
     "how",
     [{}, {"share_prompts": False}, {"max_tokens": 25}, {"max_rollouts": 1, "checkpoint": True}],
     ids=str,
 )
-def test_gradient_is_that_of_the_term_written_out(how: dict[str, Any], hooked: bool) -> None:
+def test_gradient_is_that_of_the_term_written_out(how: dict[str, Any], hooked: bool, name: str) -> None:
     batch = weighted()
-    term, expected = oracle(batch, 0.7)
-    engine = made(replace(AUX, **how), hooked=hooked)
+    cut, term_of = TERMS[name]
+    term, expected = oracle(batch, 0.7, term_of)
+    engine = made(replace(cut, **how), hooked=hooked)
     assert engine.decoder.path == ("modules" if hooked else "functional")
     before = {n: p.detach().clone() for n, p in learned(engine.module)}
     said = engine.update(batch, nothing)
-    assert said["router_aux"] == pytest.approx(term, rel=1e-6)
+    assert said[name.partition(" ")[0]] == pytest.approx(term, rel=1e-6)
     assert said["loss"] == 0.0
     found = {n: g for n, g in moved(engine, before).items() if g.any()}
     assert found.keys() == expected.keys()
@@ -122,6 +155,37 @@ def test_metrics_by_hand() -> None:
     said = engine.update(weighted(), nothing)
     assert said["router_aux"] == pytest.approx(4 * 2 * 0.25)
     assert said["router_max_load"] == pytest.approx(2.0)
+    assert "router_z" not in said
+
+
+def test_megatrons_terms_by_hand() -> None:
+    """Logits 0 of 4 experts, 2 layers. Layer by layer: 4 / (2 T^2) times 2 experts of T choices and T / 4; twice 1. z:
+    twice log(4) squared."""
+    engine = made(replace(AUX, router_aux_each=True, router_z=0.1))
+    with torch.no_grad():
+        for name, p in engine.module.named_parameters():
+            if name.endswith(ROUTERS):
+                p.zero_()
+    said = engine.update(weighted(), nothing)
+    assert said["router_aux"] == pytest.approx(2 * 4 / 2 * 2 / 4)
+    assert said["router_z"] == pytest.approx(2 * math.log(4) ** 2)
+
+
+def test_both_terms_are_added_up() -> None:
+    batch = weighted()
+    each = replace(AUX, router_aux_each=True)
+    both, aux, z = (
+        learned_by(made(cut), batch)
+        for cut in (replace(each, router_z=0.1), each, replace(CUT, router_z=0.1))
+    )
+    assert_close(both, {n: aux[n] + z[n] for n in both}, 1e-4)
+
+
+def test_the_z_term_takes_no_other_forward_pass() -> None:
+    engine = made(replace(CUT, router_z=0.7))
+    assert engine.balance is not None
+    engine.update(weighted(), nothing)
+    assert engine.balance.found is None
 
 
 def test_routers_learn_to_spread() -> None:
@@ -136,15 +200,21 @@ def test_routers_learn_to_spread() -> None:
 def test_ranks_have_the_same_term() -> None:
     """Micro-batches of one rollout: where two ranks share three, one computes some that do not count."""
     ranks = started(2)
-    batch, way = select(weighted(), torch.arange(3)), Way(replace(AUX, max_rollouts=1))
+    batch = select(weighted(), torch.arange(3))
+    whole, each = AUX, replace(AUX, router_aux_each=True, router_z=0.05)
     try:
-        for dims, loss in (
-            (Dims(dp_shard=2), pg_loss),
-            (Dims(dp_shard=2, ep=2), nothing),
-            (Dims(tp=2), nothing),
-            (Dims(cp=2), nothing),
-            (Dims(pp=2), nothing),
+        for dims, loss, cut in (
+            (Dims(dp_shard=2), pg_loss, whole),
+            (Dims(dp_shard=2, ep=2), nothing, whole),
+            (Dims(tp=2), nothing, whole),
+            (Dims(cp=2), nothing, whole),
+            (Dims(pp=2), nothing, whole),
+            (Dims(dp_shard=2), pg_loss, each),
+            (Dims(tp=2), nothing, each),
+            (Dims(cp=2), nothing, each),
+            (Dims(pp=2), nothing, each),
         ):
+            way = Way(replace(cut, max_rollouts=1))
             model = tiny_model("qwen3_moe")
             before = {n: p.detach().clone() for n, p in learned(model)}
             one, many = pair(ranks, Layout(dims), way, model=model, **learning(optimizer=BIG))

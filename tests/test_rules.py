@@ -34,6 +34,8 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         ("model.scratch.architecture=qwen3_moe", "model.scratch.num_experts_per_tok=9")
     ],
     "checkpoint.export_as": [("model.lora={init: pissa}", "checkpoint.export_as=adapter")],
+    "model.lora.fused": [("model.lora={init: pissa, fused: true}",)],
+    "critic.lora.fused": [(PPO, "critic.lora={init: orthogonal, fused: true}")],
     "data.train": [("data.train=[]",)],
     "data.max_total_tokens": [("data.max_total_tokens=100", "data.max_prompt_tokens=100")],
     "data.eval": [(EVAL, "eval.at_start=false", "eval.at_end=false"), ("mode=eval",)],

@@ -255,7 +255,12 @@ def test_dtype_is_the_derived_one_unless_float32_is_asked_for() -> None:
     assert devices.dtype(values()) == {}
     assert devices.dtype(values(generator__model_dtype="float32")) == {"model.dtype": "float32"}
     assert devices.dtype(values(trainer__bf16=False)) == {"model.dtype": "float32"}
-    assert "coming" in refusal(devices.dtype, generator__model_dtype="float16")
+    assert "float16 is that of both" in refusal(devices.dtype, generator__model_dtype="float16")
+    own = "trainer__policy__fsdp_config__mixed_precision__param_dtype"
+    assert "float16 is that of both" in refusal(devices.dtype, **{own: "fp16"})
+    half: dict[str, Json] = {own: "fp16", "generator__model_dtype": "float16"}
+    assert devices.dtype(values(**half)) == {"model.dtype": "float16"}
+    assert "float16 is that of both" in refusal(devices.dtype, **half, trainer__strategy="deepspeed")
 
 
 # ---------------------------------------------------------------- sampling and data

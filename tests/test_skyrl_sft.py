@@ -128,10 +128,21 @@ def test_the_layout_is_that_of_the_policy() -> None:
         sft.layout(values(placement__num_gpus_per_node=3))
 
 
-def test_adapters_and_a_canonical_one_for_megatron() -> None:
-    assert sft.lora(values(strategy="fsdp", model__lora__rank=8))["model.lora.rank"] == 8
-    with pytest.raises(ConfigError, match=r"^megatron_config\.lora_config\.lora_type"):
-        sft.lora(values(model__lora__rank=8))
+def test_float16_needs_no_engine() -> None:
+    assert sft.dtype(values(strategy="fsdp", fsdp_config__mixed_precision__param_dtype="fp16")) == {
+        "model.dtype": "float16"
+    }
+
+
+def test_adapters_are_those_of_fused_layers_with_megatron() -> None:
+    plain = sft.lora(values(strategy="fsdp", model__lora__rank=8))
+    assert plain["model.lora.rank"] == 8
+    assert "model.lora.fused" not in plain
+    assert sft.lora(values(model__lora__rank=8))["model.lora.fused"] is True
+    with pytest.raises(
+        ConfigError, match=r"^model\.lora\.target_modules.* with megatron_config\.expert_model"
+    ):
+        sft.lora(values(model__lora__rank=8, megatron_config__expert_model_parallel_size=2))
 
 
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

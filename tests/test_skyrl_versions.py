@@ -203,7 +203,7 @@ def test_megatron_is_a_layout() -> None:
     assert "train.optimizer.decay_all" not in made
     frozen = optimizers.policy_optimizer(values("main", **given, **{at + "freeze_moe_router": True}))
     assert frozen["train.trainable"] == {r"mlp\.gate\.": False}
-    with pytest.raises(NotSupportedYet, match="canonical_lora"):
+    with pytest.raises(NotSupportedYet, match="expert_model_parallel_size=4: adapters of experts are coming"):
         optimizers.policy_lora(values("main", **given, trainer__policy__model__lora__rank=8))
     assert "constant_with_warmup alone" in refusal(
         optimizers.policy_optimizer,
@@ -211,6 +211,81 @@ def test_megatron_is_a_layout() -> None:
         **given,
         trainer__policy__optimizer_config__scheduler="cosine",
     )
+
+
+def test_adapters_leave_out_what_is_excluded_and_begin_as_peft_or_megatron_does() -> None:
+    at = "trainer__policy__model__lora__"
+    on: dict[str, Json] = {f"{at}rank": 8}
+    assert "model.lora.exclude_modules" not in optimizers.policy_lora(values("main", **on))
+    made = optimizers.policy_lora(values("main", **on, **{f"{at}exclude_modules": ".*visual.*"}))
+    assert made["model.lora.exclude_modules"] == ".*visual.*"
+    assert made["model.lora.init"] == "default"
+    pissa = optimizers.policy_lora(values("main", **on, **{f"{at}init_method": "pissa"}))
+    assert pissa["model.lora.init"] == "pissa"
+    megatron: dict[str, Json] = {
+        **on,
+        "trainer__strategy": "megatron",
+        "trainer__policy__megatron_config__lora_config__lora_type": "canonical_lora",
+    }
+    made = optimizers.policy_lora(values("main", **megatron, **{f"{at}init_method": "xavier"}))
+    assert made["model.lora.init"] == "xavier"
+    for key, value, said in (
+        ("init_method", "zero", "gradients are always 0"),
+        ("init_method", "normal", "coming"),
+        ("init_method", "gaussian", "expected one of kaiming, xavier, normal"),
+        ("exclude_modules", ["up_proj"], "list the layers in target_modules"),
+    ):
+        more: dict[str, Json] = {f"{at}{key}": value}
+        assert said in refusal(optimizers.policy_lora, version="main", **megatron, **more)
+
+
+def test_megatrons_adapters_are_those_of_fused_layers() -> None:
+    at = "trainer__policy__model__lora__"
+    kind = "trainer__policy__megatron_config__lora_config__lora_type"
+    on: dict[str, Json] = {f"{at}rank": 8, "trainer__strategy": "megatron"}
+    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    made = optimizers.policy_lora(values("main", **on))
+    assert (made["model.lora.fused"], made["model.lora.targets"]) == (True, every), "lora is the default"
+    canonical = optimizers.policy_lora(values("main", **on, **{kind: "canonical_lora"}))
+    assert canonical["model.lora.targets"] == every
+    assert "model.lora.fused" not in canonical
+    some: dict[str, Json] = {f"{at}target_modules": ["linear_qkv", "linear_fc2"]}
+    assert optimizers.policy_lora(values("main", **on, **some))["model.lora.targets"] == [
+        *every[:3],
+        every[6],
+    ]
+    one: dict[str, Json] = {f"{at}target_modules": ["linear_proj"]}
+    assert "model.lora.fused" not in optimizers.policy_lora(values("main", **on, **one)), "one layer"
+    assert "model.lora.fused" not in optimizers.policy_lora(
+        values("main", **{**on, "trainer__strategy": "fsdp"})
+    )
+    for key, value in (("target_modules", ["q_proj"]), ("target_modules", "linear_qkv")):
+        more: dict[str, Json] = {f"{at}{key}": value}
+        assert "expected all-linear, or a list of Megatron-LM's names" in refusal(
+            optimizers.policy_lora, version="main", **on, **more
+        )
+    experts: dict[str, Json] = {
+        **on,
+        "trainer__policy__megatron_config__expert_model_parallel_size": 2,
+        f"{at}target_modules": ["linear_qkv", "linear_proj"],
+    }
+    assert optimizers.policy_lora(values("main", **experts))["model.lora.targets"] == every[:4]
+
+
+def test_megatrons_router_terms_are_each_layers() -> None:
+    at = "trainer__policy__megatron_config__moe_"
+    megatron: dict[str, Json] = {"trainer__strategy": "megatron", f"{at}aux_loss_coeff": 0.01}
+    on: dict[str, Json] = {**megatron, f"{at}router_load_balancing_type": "aux_loss"}
+    assert optimizers.routers(values("main", **on)) == {
+        "train.router_aux_loss_coef": 0.01,
+        "train.router_aux_loss_scope": "layer",
+    }
+    assert optimizers.routers(values("main", **megatron)) == {}, "none by default"
+    assert optimizers.routers(values("main", **{**on, "trainer__strategy": "fsdp"})) == {}
+    said = refusal(
+        optimizers.routers, version="main", **{**on, f"{at}router_load_balancing_type": "seq_aux_loss"}
+    )
+    assert "within each sequence" in said
 
 
 def test_deepspeed_clips_by_its_own_norm_where_none_is_given() -> None:

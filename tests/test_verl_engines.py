@@ -62,6 +62,98 @@ def factors(optimizer: Mapping[str, Json], *steps: int) -> list[float]:
 VEOMNI: dict[str, Json] = {"model_engine": "veomni"}
 TITAN: dict[str, Json] = {"model_engine": "torchtitan", A + "torchtitan.data_parallel_shard_size": -1}
 
+# ---------------------------------------------------------------- routers
+
+MOE = A + "megatron.override_transformer_config.moe_"
+
+
+def routers(given: Mapping[str, Json], **how: str) -> dict[str, Json]:
+    return {k: v for k, v in train(given, **how).items() if k.startswith("router_")}
+
+
+def test_megatrons_load_balancing_counts_where_its_kind_is_given() -> None:
+    """verl sets the kind to none, so a coefficient alone changes nothing; the z-loss has no kind."""
+    megatron: dict[str, Json] = {"model_engine": "megatron"}
+    coefs: dict[str, Json] = {MOE + "aux_loss_coeff": 0.01, MOE + "z_loss_coeff": 0.001}
+    assert routers({**megatron, MOE + "aux_loss_coeff": 0.01}) == {}
+    assert routers({**megatron, **coefs}) == {"router_z_loss_coef": 0.001}
+    kind = MOE + "router_load_balancing_type"
+    for one in ("aux_loss", "global_aux_loss"):
+        assert routers({**megatron, **coefs, kind: one}) == {
+            "router_z_loss_coef": 0.001,
+            "router_aux_loss_coef": 0.01,
+            "router_aux_loss_scope": "layer",
+        }
+    for off in ({kind: "none", **coefs}, {kind: "seq_aux_loss", MOE + "aux_loss_coeff": 0}):
+        assert "router_aux_loss_coef" not in routers({**megatron, **off})
+    assert routers({**coefs, kind: "aux_loss"}) == {}, "FSDP reads none of it"
+    for more, said in (
+        ({kind: "seq_aux_loss", **coefs}, "load balancing within each sequence is coming"),
+        ({kind: "sinkhorn"}, "Sinkhorn's algorithm"),
+        ({kind: "most"}, "expected one of aux_loss"),
+        ({**coefs, A + "megatron.use_mbridge": False}, "write moe_router_load_balancing_type"),
+        ({MOE + "router_bias_update_rate": 0.001}, "biases of experts that follow their load"),
+    ):
+        assert said in told({**megatron, **more})
+
+
+def test_what_is_a_models_own_of_its_routers_is_accepted() -> None:
+    """As hy_v3's script: its bias of the choice, which stays as it is."""
+    given: dict[str, Json] = {
+        "model_engine": "megatron",
+        MOE + "router_enable_expert_bias": True,
+        MOE + "router_bias_update_rate": 0,
+        MOE + "router_load_balancing_type": "none",
+        MOE + "router_score_function": "sigmoid",
+        MOE + "router_dtype": "fp32",
+    }
+    assert routers(given) == {}
+
+
+def test_routers_of_supervised_fine_tuning_have_the_same_terms() -> None:
+    at = "engine.override_transformer_config.moe_"
+    given: dict[str, Json] = {"engine.strategy": "megatron", at + "z_loss_coeff": 0.001}
+    assert routers(given, kind="verl-sft") == {"router_z_loss_coef": 0.001}
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def test_megatrons_adapters_are_those_of_fused_layers() -> None:
+    at = "actor_rollout_ref.model.lora."
+    on: dict[str, Json] = {"model_engine": "megatron", at + "rank": 4}
+    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    lora = {"rank": 4, "alpha": 32.0, "targets": every, "init": "xavier", "fused": True, "dropout": 0.0}
+    assert made(on).tree["model"]["lora"] == lora
+    canonical: dict[str, Json] = {
+        **on,
+        at + "type": "canonical_lora",
+        at + "target_modules": ["linear_q", "linear_fc1_up"],
+        at + "lora_A_init_method": "kaiming",
+    }
+    found = made(canonical).tree["model"]["lora"]
+    assert (found["targets"], found["init"], "fused" in found) == (["q_proj", "up_proj"], "default", False)
+    for more, said in (
+        ({A + "megatron.expert_model_parallel_size": 8}, "adapters of experts are coming"),
+        ({at + "type": "dora"}, "dora is coming"),
+        ({at + "type": "canonical_lora"}, "expected all-linear, or a list of Megatron-LM's names: linear_q,"),
+        ({at + "lora_A_init_method": "zero"}, "gradients are always 0"),
+        ({"actor_rollout_ref.model.lora_rank": 4}, "keep one"),
+        ({at + "dropout_position": "post"}, "dropout_position"),
+        ({"model_engine": "dp"}, "write actor_rollout_ref.model.lora_rank"),
+    ):
+        assert said in told({**on, **more})
+
+
+def test_what_is_excluded_is_one_expression_or_names() -> None:
+    at = "actor_rollout_ref.model."
+    for given in (".*visual.*", ["up_proj"]):
+        found = made({at + "lora_rank": 4, at + "exclude_modules": given}).tree["model"]["lora"]
+        assert found["exclude_modules"] == given
+    assert "exclude_modules" not in made({at + "lora_rank": 4}).tree["model"]["lora"]
+    assert "lora" not in made({at + "exclude_modules": ".*visual.*"}).tree["model"], "there are no adapters"
+
+
 # ---------------------------------------------------------------- schedules
 
 
@@ -249,8 +341,8 @@ def test_options_of_engines_that_change_no_number_are_accepted_and_others_are_na
     assert told(free) == ""
     assert "vLLM's and SGLang's own options" in told({vllm + "kv_cache_dtype": "fp8"})
     assert "training in float8" in told({"model_engine": "megatron", megatron + "fp8": "e4m3"})
-    assert "routers of Megatron-LM" in told(
-        {"model_engine": "megatron", megatron + "moe_z_loss_coeff": 0.001}
+    assert "biases of experts that follow their load" in told(
+        {"model_engine": "megatron", megatron + "moe_router_bias_update_rate": 0.001}
     )
     adam8: dict[str, Json] = {OPT + "override_optimizer_config.bf16_stochastic_round": True}
     assert "optimizers of other packages" in told(adam8)

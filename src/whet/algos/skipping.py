@@ -51,7 +51,8 @@ def _reads_all(r: Resolved, train: Train) -> str:
         return f"the loss {r.loss} may read it"
     if LOSSES[r.loss].skips == "nothing":
         return f"the loss {r.loss} reads the whole minibatch"
-    return "train.router_aux_loss_coef is a term over all tokens" if train.router_aux_loss_coef > 0 else ""
+    terms = [name for name in ("router_aux_loss_coef", "router_z_loss_coef") if getattr(train, name) > 0]
+    return f"train.{terms[0]} is a term over all tokens" if terms else ""
 
 
 def _reads_zero(r: Resolved) -> str:

@@ -31,6 +31,8 @@ def _lora(at: str, lora: Lora) -> Iterator[tuple[str, str]]:
         yield f"{at}.targets", "is empty; give all-linear, names of layers or a regular expression"
     if isinstance(lora.targets, str):
         yield from _patterns(f"{at}.targets", [lora.targets])
+    if isinstance(lora.exclude_modules, str):
+        yield from _patterns(f"{at}.exclude_modules", [lora.exclude_modules])
     yield from _patterns(f"{at}.rank_pattern", lora.rank_pattern)
     yield from _patterns(f"{at}.alpha_pattern", lora.alpha_pattern)
     local = lora.path is not None and not is_remote(lora.path)

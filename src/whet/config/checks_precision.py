@@ -38,10 +38,12 @@ def misfits(plan: Plan) -> Iterator[Problem]:
             )
         elif given and plan.learns is not None and not plan.learns.own:
             yield f"train.precision.{name}", "has no effect: adapters are always float32; leave it out"
-    if train.router_aux_loss_coef and plan.shape is not None and not plan.shape.experts:
+    for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+        if not getattr(train, name) or plan.shape is None or plan.shape.experts:
+            continue
         yield (
-            "train.router_aux_loss_coef",
-            "balances the routers of a mixture of experts, but this model has none; set it to 0",
+            f"train.{name}",
+            "is for the routers of a mixture of experts, but this model has none; set it to 0",
         )
     if train.compile and (missing := _no_compiler(plan.device)):
         yield "train.compile", f"{missing}; leave it out"

@@ -277,4 +277,6 @@ def for_critic(cfg: Config) -> Train:
             "micro_batch_tokens": critic.micro_batch_tokens,
             "micro_batch_rollouts": critic.micro_batch_rollouts,
         }
-    return cfg.train.model_copy(update=own | {"optimizer": critic.optimizer, "router_aux_loss_coef": 0.0})
+    return cfg.train.model_copy(
+        update=own | {"optimizer": critic.optimizer, "router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0}
+    )

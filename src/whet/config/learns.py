@@ -18,6 +18,8 @@ _BLOCK = 256
 """Entries of an 8-bit moment that share a scale (`models.adam8`)."""
 _ENDS = ("embed_tokens", "lm_head")
 _NO_LINEAR = (*_ENDS, ".experts.", ".mlp.gate.")
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Endings of layers that Megatron-LM computes as one: linear_qkv, linear_fc1."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,16 @@ def _targeted(name: str, lora: Lora) -> bool:
     layer, _, kind = name.rpartition(".")
     if kind != "weight" or "norm" in layer.rpartition(".")[2] or any(part in name for part in _NO_LINEAR):
         return False
-    if lora.targets == "all-linear":
-        return True
-    if isinstance(lora.targets, str):
-        return re.fullmatch(lora.targets, layer) is not None
-    return f".{layer}".endswith(tuple(f".{target}" for target in lora.targets))
+    if _fits(layer, lora.exclude_modules):
+        return False
+    return lora.targets == "all-linear" or _fits(layer, lora.targets)
+
+
+def _fits(layer: str, names: str | tuple[str, ...]) -> bool:
+    """names: endings, or one regular expression for the whole name."""
+    if isinstance(names, str):
+        return re.fullmatch(names, layer) is not None
+    return f".{layer}".endswith(tuple(f".{name}" for name in names))
 
 
 def _whole(name: str, lora: Lora) -> bool:
@@ -104,12 +111,21 @@ def _whole(name: str, lora: Lora) -> bool:
     return any(module.endswith(ends) for module in modules)
 
 
+def fused_as(layer: str) -> str:
+    """What a layer is fused into, by its name; its own name if into nothing."""
+    parent, _, ending = layer.rpartition(".")
+    return next((f"{parent}.{'+'.join(endings)}" for endings in _FUSED if ending in endings), layer)
+
+
 def _pairs(adapted: Tensors, lora: Lora) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """A and B of every adapter."""
+    """A and B of every adapter; one A for what is fused."""
+    fused = set()
     for name, (rows, columns) in adapted.items():
         layer = name.rpartition(".")[0]
         rank = next(
             (r for at, r in lora.rank_pattern.items() if re.match(rf"(.*\.)?({at})$", layer)), lora.rank
         )
-        yield f"{layer}.lora_A", (rank, columns)
+        if not lora.fused or fused_as(layer) not in fused:
+            yield f"{layer}.lora_A", (rank, columns)
+        fused.add(fused_as(layer))
         yield f"{layer}.lora_B", (rows, rank)

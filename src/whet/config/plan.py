@@ -196,7 +196,10 @@ def _begins_as_base(cfg: Config) -> bool:
     """Adapters that do nothing at first, and a reference that is never reset to later ones."""
     lora = cfg.model.lora
     return (
-        lora is not None and lora.init in ("default", "gaussian") and lora.path is None and not _resets(cfg)
+        lora is not None
+        and lora.init in ("default", "gaussian", "xavier")
+        and lora.path is None
+        and not _resets(cfg)
     )
 
 

@@ -68,6 +68,17 @@ MODELS = (
     ),
 )
 
+FUSED = tuple(
+    refuse(
+        f"{at}.fused",
+        both(
+            {"key": f"{at}.fused", "is": True}, {"key": f"{at}.init", "in": ["orthogonal", "olora", "pissa"]}
+        ),
+        f"true: init={{cfg.{at}.init}} gives each layer an A of its own; set init to default, or fused to false",
+    )
+    for at in ("model.lora", "critic.lora")
+)
+
 DATA = (
     refuse("data.train", no(given("data.train")), "give at least one source of training tasks"),
     refuse(
@@ -451,6 +462,7 @@ RUN = (
 
 REFUSED: tuple[Rule, ...] = (
     *MODELS,
+    *FUSED,
     *DATA,
     *ALGORITHM,
     *ROLLOUT,

@@ -33,12 +33,14 @@ CLASSES: Mapping[Class, str] = {
     "identity": """
         mode
         model.path model.scratch model.dtype model.overrides model.trust_remote_code
-        model.lora.rank model.lora.alpha model.lora.rslora model.lora.targets model.lora.rank_pattern
-        model.lora.alpha_pattern model.lora.modules_to_save model.lora.init model.lora.pissa_iterations model.lora.path
+        model.lora.rank model.lora.alpha model.lora.rslora model.lora.targets model.lora.exclude_modules
+        model.lora.fused model.lora.rank_pattern model.lora.alpha_pattern model.lora.modules_to_save model.lora.init
+        model.lora.pissa_iterations model.lora.path
         tokenizer.path tokenizer.build tokenizer.vocab_size
         critic.path critic.head critic.overrides
-        critic.lora.rank critic.lora.alpha critic.lora.rslora critic.lora.targets critic.lora.rank_pattern
-        critic.lora.alpha_pattern critic.lora.modules_to_save critic.lora.init critic.lora.pissa_iterations
+        critic.lora.rank critic.lora.alpha critic.lora.rslora critic.lora.targets critic.lora.exclude_modules
+        critic.lora.fused critic.lora.rank_pattern critic.lora.alpha_pattern critic.lora.modules_to_save
+        critic.lora.init critic.lora.pissa_iterations
         critic.lora.path critic.optimizer.name critic.optimizer.state_dtype
         train.trainable train.precision.master_weights train.optimizer.name train.optimizer.state_dtype
         stages.*.name""",
@@ -55,7 +57,8 @@ CLASSES: Mapping[Class, str] = {
         rollout.max_staleness rollout.schedule rollout.partial_rollout rollout.spare_tasks
         buffer.replay buffer.url buffer.order sync.driven_by sync.dtype
         train.steps train.epochs train.drop_last train.tasks_per_step train.minibatches train.update_epochs
-        train.shuffle_minibatches train.router_aux_loss_coef train.temperature
+        train.shuffle_minibatches train.router_aux_loss_coef train.router_aux_loss_scope train.router_z_loss_coef
+        train.temperature
         train.precision.compute train.precision.float8 train.precision.reduce train.precision.loss_scale
         train.precision.loss_scale_steps
         train.optimizer.lr train.optimizer.param_groups train.optimizer.betas train.optimizer.eps

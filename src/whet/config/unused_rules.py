@@ -378,6 +378,11 @@ EVAL = (
 TRAIN = (
     read_when(("train.skip_zero_weight",), ONLINE, "every reply in the data has a gradient ({kind})"),
     read_when(
+        ("train.router_aux_loss_scope",),
+        {"key": "train.router_aux_loss_coef", "above": 0},
+        "router_aux_loss_coef is 0, so there is no load-balancing loss",
+    ),
+    read_when(
         ("train.shuffle_minibatches",),
         {"any": [{"key": "train.minibatches", "above": 1}, {"key": "critic.minibatches", "above": 1}]},
         "every update epoch has one minibatch with all groups",

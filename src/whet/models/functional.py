@@ -244,11 +244,12 @@ def _mixture(block: Any, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"], ops
     so a token's result does not depend on the other tokens of the batch.
     """
     router, experts = block.gate, block.experts
-    probability_UX = torch.softmax(linear(x_UD, router.weight), dim=-1, dtype=torch.float32)
+    logits_UX = linear(x_UD, router.weight)
+    probability_UX = torch.softmax(logits_UX, dim=-1, dtype=torch.float32)
     weight_UE, expert_UE = probability_UX.topk(router.top_k, dim=-1)
     if router.norm_topk_prob:
         weight_UE = weight_UE / weight_UE.sum(-1, keepdim=True)
-    note(router, probability_UX, expert_UE)
+    note(router, logits_UX, probability_UX, expert_UE)
     order_T = expert_UE.flatten().argsort(stable=True)
     count_X = torch.bincount(expert_UE.flatten(), minlength=router.num_experts).tolist()
     sorted_TD = F.embedding(order_T // router.top_k, x_UD)

@@ -8,6 +8,10 @@ backward pass goes through A and B alone: the gradient of W is never formed.
 peft decides which layers get adapters and how they are initialised, and its folder format is read and written. Adapters
 are float32, whatever the model's dtype: steps of a usual learning rate are too small for bfloat16.
 
+With `fused`, layers that Megatron-LM computes as one (queries, keys and values; gate and up) have one A: the same
+parameter in several layers. So the optimizer has it once, its gradient is a sum, and code that goes by a parameter's
+identity (copies, ranks, checkpoints) needs to know nothing of it.
+
 Shape letters: U rows, I in features, O out features, K rank.
 """
 
@@ -27,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from whet import seeds
+from whet.config.learns import fused_as
 from whet.config.schema import Lora
 from whet.inputs import check_regular, read_json_object
 from whet.models.dropout import Noise
@@ -52,6 +57,8 @@ class LoraLinear(nn.Module):
         self.scale, self.dropout = scale, dropout
         self.first = 0
         """Number of the first feature of the input, where this rank has the weight's columns from there."""
+        self.drops_as = ""
+        """The name by which its input is dropped, where that is another layer's."""
         self.noise: Noise | None = None
         """While it is given, the adapter's input is dropped by it: see `dropping`."""
         self.weight, self.bias = linear.weight, linear.bias
@@ -138,10 +145,15 @@ def attach(model: PreTrainedModel, cfg: Lora, *, seed: int, key: str = "model.lo
             inject_adapter_in_model(_peft(cfg, _targets(cfg, model)), model)
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
-    del model.peft_config  # transformers would refuse to write the model
-    for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]:
-        model.set_submodule(name, _own(name, module, head=head, dropout=cfg.dropout, key=key))
+        del model.peft_config  # transformers would refuse to write the model
+        for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]:
+            model.set_submodule(name, _own(name, module, head=head, dropout=cfg.dropout, key=key))
+        if cfg.init == "xavier":  # peft has none
+            for layer in adapted(model).values():
+                nn.init.xavier_normal_(layer.lora_A)
     _check_names(model, cfg, key)
+    if cfg.fused:
+        _fuse(model, key)
     for whole in _whole(model, cfg.modules_to_save).values():
         whole.requires_grad_(True)
     setattr(model, _LEARNED, frozenset(n for n, p in model.named_parameters() if p.requires_grad))
@@ -165,13 +177,14 @@ def _peft(cfg: Lora, targets: list[str] | str) -> Any:
     if cfg.init == "pissa" and cfg.pissa_iterations:
         init: Any = f"pissa_niter_{cfg.pissa_iterations}"
     else:
-        init = {"default": True, "random": False}.get(cfg.init, cfg.init)
+        init = {"default": True, "xavier": True, "random": False}.get(cfg.init, cfg.init)
     return LoraConfig(
         r=cfg.rank,
         lora_alpha=cfg.alpha,  # type: ignore[arg-type]  # peft divides; any number does
         use_rslora=cfg.rslora,
         lora_dropout=cfg.dropout,
         target_modules=targets,
+        exclude_modules=exclude if isinstance(exclude := cfg.exclude_modules, str) else list(exclude),
         rank_pattern=dict(cfg.rank_pattern),
         alpha_pattern=dict(cfg.alpha_pattern),
         init_lora_weights=init,
@@ -192,6 +205,24 @@ def _own(name: str, layer: Any, *, head: nn.Module | None, dropout: float, key: 
     return LoraLinear(linear, a, b, scale=float(layer.scaling["default"]), dropout=dropout)
 
 
+def _fuse(model: PreTrainedModel, section: str) -> None:
+    """Give layers that are fused the A of the first, and the features that it drops."""
+    firsts: dict[str, tuple[str, LoraLinear]] = {}
+    for name, layer in adapted(model).items():
+        at, first = firsts.setdefault(fused_as(name), (name, layer))
+        if layer.lora_A.shape != first.lora_A.shape:
+            raise ConfigError(
+                f"{section}.rank_pattern: {at} and {name} have other ranks, but with fused=true they have one A; give "
+                "both the same, or set fused to false"
+            )
+        layer.lora_A, layer.drops_as = first.lora_A, at
+    if len(firsts) == len(adapted(model)):
+        raise ConfigError(
+            f"{section}.fused: no two layers with adapters are fused (q_proj, k_proj and v_proj, or gate_proj and "
+            "up_proj, of one block); set it to false"
+        )
+
+
 def _check_names(model: PreTrainedModel, cfg: Lora, section: str) -> None:
     """Each pattern has to fit the end of a name (peft only warns), and each module has to be there."""
     for key, patterns in (("rank_pattern", cfg.rank_pattern), ("alpha_pattern", cfg.alpha_pattern)):
@@ -200,6 +231,9 @@ def _check_names(model: PreTrainedModel, cfg: Lora, section: str) -> None:
                 raise ConfigError(
                     f"{section}.{key}: no layer with an adapter has a name that ends with {pattern!r}"
                 )
+    for ending in () if isinstance(cfg.exclude_modules, str) else cfg.exclude_modules:
+        if not any(f".{n}".endswith(f".{ending}") for n, m in model.named_modules() if type(m) is nn.Linear):
+            raise ConfigError(f"{section}.exclude_modules: no linear layer's name ends with {ending!r}")
     for ending in cfg.modules_to_save:
         found = _whole(model, [ending]).values()
         if not any(True for m in found for _ in m.parameters()):
@@ -250,8 +284,15 @@ def _fill(model: PreTrainedModel, folder: Path, cfg: Lora, *, key: str) -> None:
             f"{key}.path={folder}: the adapters belong to other layers; they differ in {wrong[:3]} ({len(wrong)} "
             "tensors)"
         )
+    firsts: dict[int, str] = {}
     with torch.no_grad():
         for name, p in own.items():
+            first = firsts.setdefault(id(p), name)
+            if not torch.equal(found[name], found[first]):
+                raise CheckpointError(
+                    f"{key}.path={folder}: {name} differs from {first}, but with fused=true they are one; set fused to "
+                    "false"
+                )
             p.copy_(found[name])
 
 
@@ -275,7 +316,7 @@ def dropping(model: nn.Module, noise: Noise | None) -> Iterator[None]:
     """Inside it, forward and backward passes with gradient drop what the adapters see, each layer by its own noise."""
     layers = {name: layer for name, layer in adapted(model).items() if layer.dropout and noise is not None}
     for name, layer in layers.items():
-        layer.noise = None if noise is None else noise.of(name)
+        layer.noise = None if noise is None else noise.of(layer.drops_as or name)
     try:
         yield
     finally:
@@ -320,12 +361,15 @@ def export_adapter(model: PreTrainedModel, path: Path, *, cfg: Lora, base: str |
 
     base: the location of that model, for the record.
     """
-    config = _peft(cfg, list(adapted(model)))
+    config = _peft(cfg.model_copy(update={"exclude_modules": ()}), list(adapted(model)))
     config.base_model_name_or_path, config.inference_mode = base, True
     config.modules_to_save = list(_whole(model, cfg.modules_to_save)) or None
     with atomic_folder(path) as folder:
         config.save_pretrained(folder)
-        tensors = {name: p.detach().contiguous() for name, p in _as_peft(model, cfg)}
+        # what is fused stands there for each layer, and safetensors takes no memory twice
+        tensors = {
+            name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in _as_peft(model, cfg)
+        }
         save_file(tensors, folder / _FILE, metadata={"format": "pt"})
 
 

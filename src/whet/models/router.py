@@ -1,14 +1,17 @@
-"""The load-balancing term of mixtures of experts: routers that spread their choices evenly pay least.
+"""Terms of the loss for routers of mixtures of experts: a load-balancing term, which routers that spread their choices
+evenly pay least, and a z term, which large logits pay.
 
 Switch Transformer, arXiv:2101.03961, eq. 4-6, as transformers computes it (`load_balancing_loss_func`): over all
 layers and tokens together, aux = X * sum_x f_x P_x, with f_x the choices of expert x and P_x the sum of its
-probabilities, both divided by the tokens. Even routers pay E, the experts of a token.
+probabilities, both divided by the tokens. Even routers pay E, the experts of a token. With scope=layer the term is that
+of Megatron-LM: each layer has its own, f_x is divided by E too, and the layers' terms are added up. Even routers pay L.
 
 A product of means cannot be summed over micro-batches. But f has no gradient, so with the f of the whole minibatch
 given, the term is a sum over tokens, and any cut into micro-batches and ranks gives the same gradient. So choices are
 counted first, in a pass without gradient (`Balance.counting`), summed over ranks; then each micro-batch adds its part.
-That part is given to the hidden states (`attached`): going backward from them goes backward from it, too, wherever in a
-pipeline the router stands.
+The z term (ST-MoE, arXiv:2202.08906, eq. 5) is the mean over tokens of the squared logsumexp of a router's logits,
+added up over layers; it needs the number of tokens alone (`Balance.begin`). A part is given to the hidden states
+(`attached`): going backward from them goes backward from it, too, wherever in a pipeline the router stands.
 
 A token is a position that predicts one; it counts as often as its rollout counts in the loss, and a shared prompt as
 often as rollouts use it (`uses`), so sharing and resampling change nothing either.
@@ -36,6 +39,7 @@ class Routed:
     """What a layer's router decided about the tokens of a forward pass."""
 
     router: nn.Module
+    logits_UX: Tensor
     probability_UX: Tensor
     """float32, with gradient."""
     expert_UE: Tensor
@@ -56,11 +60,11 @@ def watching() -> Iterator[list[Routed]]:
 
 
 @torch.compiler.disable
-def note(router: nn.Module, probability_UX: Tensor, expert_UE: Tensor) -> None:
+def note(router: nn.Module, logits_UX: Tensor, probability_UX: Tensor, expert_UE: Tensor) -> None:
     """Called by code that computes a router, with its result."""
     seen = _SEEN.get()
     if seen is not None:
-        seen.append(Routed(router, probability_UX, expert_UE))
+        seen.append(Routed(router, logits_UX, probability_UX, expert_UE))
 
 
 def gates(model: nn.Module) -> list[nn.Module]:
@@ -73,7 +77,8 @@ def routers(model: nn.Module) -> list[nn.Module]:
     found = gates(model)
     if not found:
         raise ConfigError(
-            f"train.router_aux_loss_coef: {type(model).__name__} has no routers to balance; set it to 0"
+            f"train.router_aux_loss_coef, router_z_loss_coef: {type(model).__name__} has no routers to balance; set "
+            "them to 0"
         )
     return found
 
@@ -86,7 +91,7 @@ def hook(model: nn.Module) -> None:
 
 
 def _noted(router: nn.Module, args: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
-    note(router, torch.softmax(out[0].float(), -1), out[2])
+    note(router, out[0], torch.softmax(out[0].float(), -1), out[2])
 
 
 def uses(packed: Layout) -> Tensor:
@@ -112,14 +117,17 @@ def counts(seen: Sequence[Routed], uses_U: Tensor) -> Tensor:
     return torch.stack((torch.stack(chosen), torch.stack(likely)))
 
 
-def balance(seen: Sequence[Routed], uses_U: Tensor, load_X: Tensor, *, alike: int = 1) -> Tensor:
-    """This micro-batch's part of the term of the whole minibatch. load_X: its choices, of all layers.
+def prices(load_LX: Tensor, experts: int, *, each: bool) -> Tensor:
+    """[L, X] float32: what a unit of an expert's probability costs in the term. load_LX: choices of the whole
+    minibatch, with experts of them for each token; each: the term is the layers' own."""
+    tokens_L1 = load_LX.sum(1, keepdim=True) / experts
+    price_LX = load_LX.shape[1] * load_LX / tokens_L1**2
+    return (price_LX / experts if each else price_LX).float()
 
-    alike: ranks that have the same tokens (tp); each adds its share, for their gradients are summed.
-    """
-    tokens = load_X.sum() / seen[0].expert_UE.shape[1]
-    price_X = (len(load_X) * load_X / tokens**2 / alike).float()
-    return torch.stack([(uses_U @ layer.probability_UX) @ price_X for layer in seen]).sum()
+
+def squares(seen: Sequence[Routed], uses_U: Tensor) -> Tensor:
+    """Sum over layers and tokens of the squared logsumexp of the logits."""
+    return torch.stack([uses_U @ layer.logits_UX.float().logsumexp(-1).square() for layer in seen]).sum()
 
 
 class _Attached(torch.autograd.Function):
@@ -139,23 +147,39 @@ def attached(hidden_TD: Tensor, term: Tensor) -> Tensor:
 
 
 class Balance:
-    """The term of one model, from one minibatch to the next."""
+    """The terms of one model, from one minibatch to the next."""
 
     def __init__(
         self,
         model: nn.Module,
         coef: float,
         *,
+        each: bool = False,
+        z: float = 0.0,
         over: Sequence[Callable[[Tensor], Tensor]] = (),
         stages: Callable[[Tensor], Tensor] = lambda x: x,
         alike: int = 1,
     ) -> None:
-        """over: add up, in place, over ranks that have other tokens; stages: over those that have other layers. alike:
-        see `balance`. Errors: ConfigError where there are no routers."""
-        self.coef, self.over, self.stages, self.alike = coef, over, stages, alike
+        """coef: of the load-balancing term; each: it is each layer's own. z: of the z term.
+
+        over: add up, in place, over ranks that have other tokens; stages: over those that have other layers. alike:
+        ranks that have the same tokens (tp); each adds its share, for their gradients are summed. Errors: ConfigError
+        where there are no routers.
+        """
+        self.coef, self.each, self.z = coef, each, z
+        self.over, self.stages, self.alike = over, stages, alike
         self.place = {id(router): at for at, router in enumerate(routers(model))}
         self.found: Tensor | None = None
-        self.counts_now, self.load_X = False, torch.zeros(0)
+        self.price_LX, self.experts, self.counts_now = torch.zeros(0, 0), 0, False
+        self.tokens, self.squares = 0.0, torch.zeros(())
+
+    def begin(self, tokens: Tensor) -> None:
+        """A minibatch with this many tokens here. To be called by all ranks."""
+        tokens = tokens.double()
+        self.squares = torch.zeros_like(tokens)
+        for add in self.over:
+            add(tokens)
+        self.tokens = float(tokens)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -169,7 +193,10 @@ class Balance:
         assert self.found is not None, "no router output has been recorded"
         for add in self.over:
             add(self.found)
-        self.load_X = self.stages(self.found[0].sum(0))
+        load_LX = self.found[0]
+        if not self.each:
+            load_LX = self.stages(load_LX.sum(0)).expand_as(load_LX)
+        self.price_LX = prices(load_LX, self.experts, each=self.each)
 
     def around(
         self,
@@ -178,9 +205,9 @@ class Balance:
         *,
         scaled: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """The hidden states that a forward pass makes: its choices counted, or with gradients its part of the term
+        """The hidden states that a forward pass makes: its choices counted, or with gradients its part of the terms
         attached, `scaled` as the loss is."""
-        learns = torch.is_grad_enabled() and len(self.load_X) > 0
+        learns = torch.is_grad_enabled() and self.tokens > 0
         if not (self.counts_now or learns):
             return forward()
         with watching() as seen:
@@ -188,23 +215,44 @@ class Balance:
         if not seen:
             return hidden_TD
         if not self.counts_now:
-            term = balance(seen, uses_T(), self.load_X, alike=self.alike)
-            return attached(hidden_TD, scaled(self.coef * term))
+            return attached(hidden_TD, scaled(self._term(seen, uses_T()) / self.alike))
         more = counts(seen, uses_T())
         if self.found is None:
             self.found = more.new_zeros(2, len(self.place), more.shape[2])
+            self.experts = seen[0].expert_UE.shape[1]
         self.found[:, [self.place[id(layer.router)] for layer in seen]] += more
         return hidden_TD
 
+    def _term(self, seen: Sequence[Routed], uses_U: Tensor) -> Tensor:
+        """This micro-batch's part of the terms of the whole minibatch."""
+        term = uses_U.new_zeros(())
+        if self.coef:
+            term = (
+                self.coef
+                * torch.stack(
+                    [(uses_U @ x.probability_UX) @ self.price_LX[self.place[id(x.router)]] for x in seen]
+                ).sum()
+            )
+        if self.z:
+            sum_of_squares = squares(seen, uses_U)
+            self.squares += sum_of_squares.detach()
+            term = term + self.z / self.tokens * sum_of_squares
+        return term
+
     def metrics(self) -> Metrics:
-        """Of the last minibatch that was counted: the term itself, without its coefficient, and the largest load of an
-        expert, in units of an even one, as the mean over layers. Alike on all ranks."""
+        """Of the last minibatch: the terms themselves, without their coefficients, and the largest load of an expert,
+        in units of an even one, as the mean over layers. Alike on all ranks, which all call it."""
+        out: Metrics = {}
+        if self.z:
+            for add in self.over:
+                add(self.squares)
+            out["router_z"] = float(self.stages(self.squares)) / self.tokens
+        if not self.coef:
+            return out
         assert self.found is not None, "no router choices have been counted"
         chosen_LX, likely_LX = self.found
-        experts = chosen_LX.shape[1]
         share_L = chosen_LX.amax(1) / chosen_LX.sum(1).clamp(min=1e-9)
-        sums = torch.stack((share_L.sum(), share_L.new_tensor(len(share_L)), likely_LX.sum()))
-        likely_X = self.stages(likely_LX.sum(0))
-        largest, layers, tokens = self.stages(sums).tolist()
-        term = experts * float(self.load_X @ likely_X) / max(tokens, 1e-9) ** 2
-        return {"router_aux": term, "router_max_load": experts * largest / layers}
+        term = (self.price_LX.double() * likely_LX).sum()
+        sums = torch.stack((share_L.sum(), share_L.new_tensor(len(share_L)), term))
+        largest, layers, term_of_all = self.stages(sums).tolist()
+        return {**out, "router_aux": term_of_all, "router_max_load": chosen_LX.shape[1] * largest / layers}

@@ -48,6 +48,10 @@ class Cut:
     compile: bool = False
     router_aux: float = 0.0
     """Coefficient of the load-balancing term, where there is an optimizer."""
+    router_aux_each: bool = False
+    """The term is each layer's own."""
+    router_z: float = 0.0
+    """Coefficient of the routers' z term."""
     work: Work | None = None
     """The model's arithmetic, by which micro-batches and ranks are made equal; None: by tokens."""
 
@@ -90,5 +94,7 @@ class Cut:
             offload=train.offload,
             compile=train.compile,
             router_aux=train.router_aux_loss_coef,
+            router_aux_each=train.router_aux_loss_scope == "layer",
+            router_z=train.router_z_loss_coef,
             work=work_of(model, output=not critic),
         )

@@ -94,7 +94,7 @@ class TorchEngine:
         self.module, self.ops, self.cut, self.value_head = model, ops, cut, value_head
         self.decoder = self.parallel.decoder(model, ops, compile=cut.compile)
         self.routers = gates(model)
-        self.balance = None if optimizer is None or not cut.router_aux else self._balance()
+        self.balance = self._balance() if optimizer and (cut.router_aux or cut.router_z) else None
         inside = set(_inside(model))
         self.across.place(model, functional=self.decoder.path == "functional")
         self.optimizer = None
@@ -359,14 +359,24 @@ class TorchEngine:
         if self.decoder.path == "modules":
             hook(self.module)
         parallel = self.parallel
-        over = (parallel.cp.add, self.across.add)
         return Balance(
-            self.module, self.cut.router_aux, over=over, stages=parallel.pp.add, alike=parallel.tp.size
+            self.module,
+            self.cut.router_aux,
+            each=self.cut.router_aux_each,
+            z=self.cut.router_z,
+            over=(parallel.cp.add, self.across.add),
+            stages=parallel.pp.add,
+            alike=parallel.tp.size,
         )
 
     @torch.no_grad()
     def _count_choices(self, balance: Balance, dealt: Dealt) -> None:
-        """What routers choose in the whole minibatch."""
+        """How many tokens the whole minibatch has, and what routers choose in it where a term reads that."""
+        shares = map(self._share, dealt.micros)
+        tokens = sum((uses(share.packed)[share.span].sum() for share in shares), torch.zeros(()))
+        balance.begin(tokens.to(self.device))
+        if not balance.coef:
+            return
         with balance.counting():
             if self.parallel.stage is not None:
                 self._flow(dealt, lambda at, micro, hidden_AD, at_A: hidden_AD)

@@ -164,6 +164,13 @@ class Train(Section):
     """Mixtures of experts: coefficient of the load-balancing loss (Switch Transformer, as transformers computes it from
     `router_aux_loss_coef`), which penalizes routers that prefer few experts; 0.001 is usual. It is one term for all
     tokens of a minibatch, and takes one more forward pass. Default: none, as in transformers' own models."""
+    router_aux_loss_scope: Literal["model", "layer"] = "model"
+    """model: the load-balancing loss is one of all layers together, as in transformers. layer: each layer has its own,
+    with the choices divided by the experts of a token, and they are added up, as in Megatron-LM (aux_loss). So even
+    routers pay num_experts_per_tok, or 1 for each layer."""
+    router_z_loss_coef: NonNegative = 0.0
+    """Mixtures of experts: coefficient of the z-loss (ST-MoE, arXiv:2202.08906), the mean over tokens of the squared
+    logsumexp of a router's logits, added up over layers; 0.001 is usual. It keeps the logits small."""
     temperature: Above0 | None = None
     """Divisor of the logits in the trainer. Default: rollout.sampling.temperature, so that sampling and training have
     the same distribution."""

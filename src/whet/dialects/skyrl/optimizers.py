@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whet.config.faults import shown
+from whet.dialects.megatron import adapted_layers, begins, router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.skyrl.devices import POLICY, A, has_critic, is_deepspeed, is_megatron, since
 from whet.dialects.typed import choose
@@ -132,6 +133,11 @@ def _check_schedule(v: Values, key: str) -> None:
         )
 
 
+def routers(v: Values) -> Native:
+    """Terms of the loss for Megatron's routers."""
+    return router_terms(v, f"{POLICY}.megatron_config") if is_megatron(v) else NOTHING
+
+
 # ---------------------------------------------------------------- adapters
 
 
@@ -153,38 +159,64 @@ def critic_lora(v: Values) -> Native:
 
 
 ALL = "all-linear"
-INITS = {"kaiming": "default", "gaussian": "gaussian", "xavier": None, "zero": None}
+INITS = {
+    "kaiming": "default",
+    **{name: name for name in ("gaussian", "orthogonal", "olora", "pissa")},
+    **dict.fromkeys(("eva", "loftq")),
+}
+"""peft's names."""
 
 
 def _lora(v: Values, role: str, native: str) -> Native:
-    """rank 0 trains the whole model. Megatron's own adapters are of fused layers (queries, keys and values share
-    one)."""
+    """rank 0 trains the whole model."""
     at = f"trainer.{role}.model.lora"
     if v[f"{at}.rank"] == 0:
         return NOTHING
-    fused = f"{POLICY}.megatron_config.lora_config.lora_type"
-    if is_megatron(v) and v[fused] != "canonical_lora":
-        raise NotSupportedYet(
-            f"{fused}={shown(v[fused])}: adapters of Megatron's fused layers are coming, not built yet; today: "
-            "canonical_lora, one for each matrix, as with trainer.strategy=fsdp"
-        )
+    key = f"{at}.init_method"
     return {
         f"{native}.rank": v[f"{at}.rank"],
         f"{native}.alpha": v[f"{at}.alpha"],
         f"{native}.dropout": v[f"{at}.dropout"],
-        f"{native}.targets": _targets(v, role, f"{at}.target_modules"),
-        f"{native}.init": choose(v, f"{at}.init_method", INITS),
+        **_targets(v, role, f"{at}.target_modules", native),
+        f"{native}.init": begins(v, key) if is_megatron(v) else choose(v, key, INITS),
+        **_exclude(v, f"{at}.exclude_modules", native),
     }
 
 
-def _targets(v: Values, role: str, key: str) -> Json:
-    """all-linear, names, or a regular expression; the older key is the policy's."""
+def _exclude(v: Values, key: str, native: str) -> Native:
+    given = v[key]
+    if not given:
+        return NOTHING
+    if is_megatron(v):
+        raise ConfigError(
+            f"{key}={shown(given)}: Megatron-Bridge excludes modules only where target_modules is not given, and "
+            "SkyRL always gives it; list the layers in target_modules"
+        )
+    return {f"{native}.exclude_modules": _names(given, key)}
+
+
+def _targets(v: Values, role: str, key: str, native: str) -> Native:
+    """all-linear, names, or a regular expression; with Megatron its names. The older key is the policy's."""
     own, older = v[key], v["trainer.target_modules"] if role == "policy" else ALL
     if own != ALL and older not in (ALL, own):
         raise ConfigError(
             f"trainer.target_modules={shown(older)} is the older name of {key}={shown(own)}; keep one"
         )
     given = older if own == ALL else own
+    if not is_megatron(v):
+        return {f"{native}.targets": _names(given, key)}
+    megatron = f"{POLICY}.megatron_config"
+    experts = f"{megatron}.expert_model_parallel_size"
+    return adapted_layers(
+        given,
+        key,
+        native=native,
+        fused=v[f"{megatron}.lora_config.lora_type"] == "lora",
+        spread_experts=f"{experts}={v[experts]}" if v[experts] > 1 else "",
+    )
+
+
+def _names(given: Json, key: str) -> Json:
     if isinstance(given, list) and not all(isinstance(name, str) for name in given):
         raise ConfigError(f"{key}: got {shown(given)}, expected a text or a list of texts")
     return given

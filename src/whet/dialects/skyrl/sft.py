@@ -62,6 +62,7 @@ def _asked(function: Callable[[Values], Native]) -> Callable[[Values], Native]:
 optimizer = _asked(optimizers.policy_optimizer)
 overrides = _asked(optimizers.policy_overrides)
 lora = _asked(optimizers.policy_lora)
+routers = _asked(optimizers.routers)
 layout = _asked(devices.layout)
 sharding = _asked(devices.sharding)
 profile = _asked(devices.profile)
@@ -230,8 +231,9 @@ def trackers(v: Values) -> Native:
 
 
 def dtype(v: Values) -> Native:
-    """As the policy's of an RL file."""
-    return devices.dtype(as_rl(v))
+    """As the policy's of an RL file, with an engine of the same."""
+    half = v["fsdp_config.mixed_precision.param_dtype"] in ("fp16", "float16") and v["strategy"] != "megatron"
+    return devices.dtype({**as_rl(v), **({"generator.model_dtype": "float16"} if half else {})})
 
 
 def adapts(v: Values) -> bool:

@@ -97,7 +97,9 @@ def lora(values: Values) -> Native:
         raise ConfigError(f"{key}: got {len(values[key])} entries, expected at most one, as in Trinity")
     own = {name: value for entry in entries(values, key) for name, value in entry.items() if given(value)}
     targets = own.get("target_modules", "all-linear")
+    exclude = own.get("exclude_modules")
     return {
+        **({"model.lora.exclude_modules": exclude} if exclude else {}),
         "model.lora.rank": own.get("lora_rank", 32),
         "model.lora.alpha": own.get("lora_alpha", 32),
         "model.lora.targets": "all-linear" if targets == ["all-linear"] else targets,

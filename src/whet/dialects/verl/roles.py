@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from whet.config.faults import shown
 from whet.config.urls import is_remote
+from whet.dialects.megatron import adapted_layers, begins, router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.types import ConfigError, Json
@@ -260,6 +261,20 @@ def policy(v: Values) -> Native:
     }
 
 
+def routers(v: Values) -> Native:
+    """Terms of the loss for Megatron's routers."""
+    if not is_megatron(v):
+        return NOTHING
+    at = f"{MEGATRON}.override_transformer_config"
+    kind, coef = f"{at}.moe_router_load_balancing_type", f"{at}.moe_aux_loss_coeff"
+    if v[coef] and v[kind] is None and not v.get(f"{MEGATRON}.use_mbridge"):
+        raise NotSupportedYet(
+            f"{coef}={shown(v[coef])}: without use_mbridge the model decides how it is balanced (seq_aux_loss of "
+            "DeepSeek-V3, which is coming, not built yet; none of others); write moe_router_load_balancing_type"
+        )
+    return router_terms(v, at)
+
+
 def reference(v: Values) -> Native:
     """ref.model is a section with a path."""
     given = v[f"{REF}.model.path"]
@@ -305,31 +320,71 @@ def critic_tokenizer(v: Values) -> Native:
 
 
 def policy_lora(v: Values) -> Native:
-    return _lora(v, MODEL, native="model.lora")
+    return _lora(v, MODEL, native="model.lora", engine=MEGATRON)
 
 
 def critic_lora(v: Values) -> Native:
-    return _lora(v, "critic.model", native="critic.lora")
+    return _lora(v, "critic.model", native="critic.lora", engine=MEGATRON)
 
 
 def sft_lora(v: Values) -> Native:
-    return _lora(v, "model", native="model.lora")
+    return _lora(v, "model", native="model.lora", engine="engine")
 
 
-def _lora(v: Values, model: str, *, native: str) -> Native:
-    """Rank 0 trains the whole model."""
+def _lora(v: Values, model: str, *, native: str, engine: str) -> Native:
+    """Rank 0 trains the whole model. engine: Megatron's section."""
+    if v.get(f"{model}.lora.rank"):
+        return _megatron_lora(v, model, native=native, engine=engine)
     rank, path = v[f"{model}.lora_rank"], v[f"{model}.lora_adapter_path"]
     if rank == 0 and path is None:
         return NOTHING
     if rank == 0:
         raise ConfigError(f"{model}.lora_adapter_path={path} needs {model}.lora_rank, that of these adapters")
-    targets = v[f"{model}.target_modules"]
     out: dict[str, Json] = {
         f"{native}.rank": rank,
         f"{native}.alpha": v[f"{model}.lora_alpha"],
-        f"{native}.targets": targets if isinstance(targets, str) else texts(v, f"{model}.target_modules"),
+        f"{native}.targets": _modules(v, f"{model}.target_modules"),
     }
+    if v.get(f"{model}.exclude_modules"):
+        out[f"{native}.exclude_modules"] = _modules(v, f"{model}.exclude_modules")
     return out if path is None else out | {f"{native}.path": path}
+
+
+MEGATRON_TYPES = {"lora": True, "canonical_lora": False, "vlm_lora": None, "dora": None}
+"""Whether layers that Megatron-LM fuses have one A."""
+
+
+def _megatron_lora(v: Values, model: str, *, native: str, engine: str) -> Native:
+    """Adapters by Megatron-Bridge."""
+    at = f"{model}.lora"
+    if not (is_megatron(v) if engine == MEGATRON else v["model.strategy"] == "megatron"):
+        raise ConfigError(f"{at}.rank is read with Megatron alone; write {model}.lora_rank")
+    if v[f"{model}.lora_rank"]:
+        raise ConfigError(
+            f"{at}.rank and {model}.lora_rank are both given: the first is Megatron's, keep one"
+        )
+    if v[f"{model}.lora_adapter_path"]:
+        raise ConfigError(f"{model}.lora_adapter_path is not read with {at}.rank, Megatron's; leave it out")
+    fused = choose(v, f"{at}.type", MEGATRON_TYPES)
+    experts = f"{engine}.expert_model_parallel_size"
+    return {
+        f"{native}.rank": v[f"{at}.rank"],
+        f"{native}.alpha": v[f"{at}.alpha"],
+        f"{native}.dropout": v[f"{at}.dropout"],
+        f"{native}.init": begins(v, f"{at}.lora_A_init_method"),
+        **adapted_layers(
+            v[f"{at}.target_modules"],
+            f"{at}.target_modules",
+            native=native,
+            fused=fused,
+            spread_experts=f"{experts}={v[experts]}" if v.get(experts, 1) > 1 else "",
+        ),
+    }
+
+
+def _modules(v: Values, key: str) -> Json:
+    """Names, or one regular expression, as peft takes them."""
+    return v[key] if isinstance(v[key], str) else texts(v, key)
 
 
 # ---------------------------------------------------------------- dtypes and memory

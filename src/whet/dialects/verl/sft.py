@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from whet.dialects.layout import PARALLEL, Layout
+from whet.dialects.megatron import router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.dialects.verl import optimizer as ppo
@@ -34,6 +35,11 @@ def engine_of(v: Values) -> str:
 
 def is_megatron(v: Values) -> bool:
     return engine_of(v) == "megatron"
+
+
+def routers(v: Values) -> Native:
+    """Terms of the loss for Megatron's routers."""
+    return router_terms(v, "engine.override_transformer_config") if is_megatron(v) else NOTHING
 
 
 def has_moment_dtypes(v: Values) -> bool:

@@ -1,0 +1,89 @@
+"""Settings of Megatron-LM and Megatron-Bridge that verl and SkyRL hand on: terms of the loss for routers of mixtures of
+experts, and which layers have adapters."""
+
+from __future__ import annotations
+
+from whet.config.faults import shown
+from whet.dialects.row import Native, NotSupportedYet, Values
+from whet.dialects.typed import choose, number
+from whet.types import ConfigError, Json
+
+BY_LAYER = ("aux_loss", "global_aux_loss")
+"""Load balancing over all tokens of a micro-batch, and over those of the batch so far."""
+KINDS = (*BY_LAYER, "seq_aux_loss", "sinkhorn", "none")
+
+
+def router_terms(v: Values, at: str, *, unsaid: str = "none") -> Native:
+    """The load-balancing loss and the z-loss, from the section `at`. unsaid: the kind where the section names none.
+
+    Megatron-LM adds each layer's terms over the tokens of a micro-batch and takes the mean over micro-batches and
+    ranks; here they are taken over the tokens of the whole minibatch.
+    """
+    aux, z = (_coefficient(v, f"{at}.{name}") for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"))
+    out: dict[str, Json] = {"train.router_z_loss_coef": z} if z else {}
+    key = f"{at}.moe_router_load_balancing_type"
+    kind = v.get(key) or unsaid
+    if kind not in KINDS:
+        raise ConfigError(f"{key}: got {shown(kind)}, expected one of {', '.join(KINDS)}")
+    if kind == "sinkhorn":
+        raise NotSupportedYet(f"{key}=sinkhorn: routers with Sinkhorn's algorithm are coming, not built yet")
+    if aux and kind == "seq_aux_loss":
+        raise NotSupportedYet(
+            f"{key}=seq_aux_loss: load balancing within each sequence is coming, not built yet; today: aux_loss, over "
+            "all tokens"
+        )
+    if aux and kind in BY_LAYER:
+        out |= {"train.router_aux_loss_coef": aux, "train.router_aux_loss_scope": "layer"}
+    return out
+
+
+def _coefficient(v: Values, key: str) -> float:
+    """0 where it is null, or of no version's."""
+    return 0.0 if v.get(key) is None else number(v, key)
+
+
+LAYERS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""Megatron-LM's names of a block's linear layers, and the layers that they are here."""
+CANONICAL = {
+    **{f"linear_{one}": (f"{one}_proj",) for one in "qkv"},
+    "linear_proj": ("o_proj",),
+    "linear_fc1_gate": ("gate_proj",),
+    "linear_fc1_up": ("up_proj",),
+    "linear_fc2": ("down_proj",),
+}
+"""The same with an adapter for each matrix of a fused layer (CanonicalLoRA)."""
+
+
+INITS = {"kaiming": "default", "xavier": "xavier", "normal": None}
+
+
+def begins(v: Values, key: str) -> str:
+    """How A begins; B begins at 0."""
+    if v[key] == "zero":
+        raise ConfigError(f"{key}=zero: A and B are 0, so their gradients are always 0; use kaiming")
+    return choose(v, key, INITS)
+
+
+def adapted_layers(given: Json, key: str, *, native: str, fused: bool, spread_experts: str = "") -> Native:
+    """Layers of the native section, from a list of Megatron-LM's names; all-linear is all of them. fused: LoRA, else
+    CanonicalLoRA. spread_experts: the setting that says that the model is a mixture of experts, if one does."""
+    known = LAYERS if fused else CANONICAL
+    names = list(known) if given in ("all-linear", None) else given
+    if not isinstance(names, list) or not names or not all(name in known for name in names):
+        raise ConfigError(
+            f"{key}: got {shown(given)}, expected all-linear, or a list of Megatron-LM's names: {', '.join(known)}"
+        )
+    attention = [name for name in known if not name.startswith("linear_fc")]
+    if spread_experts and not set(names) <= set(attention):
+        raise NotSupportedYet(
+            f"{key}={shown(given)} with {spread_experts}: adapters of experts are coming, not built yet; today: those "
+            f"of attention ({', '.join(attention)})"
+        )
+    layers: list[Json] = [layer for name in names for layer in known[name]]
+    shares = fused and any(len(known[name]) > 1 for name in names)
+    return {f"{native}.targets": layers, **({f"{native}.fused": True} if shares else {})}
