@@ -239,6 +239,22 @@ def test_what_is_not_built_says_so(key: str, value: Any, around: dict[str, Any],
     assert any(words in text for text in said("0.4.4", around | {key: value}))
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({POLICY + "trainer_type": "diffusion_nft", POLICY + "reward_function": []}, "trainer_type=diffusion_nft"),
+        ({"rollout.backend": "vla", "vla.num_envs": 8}, "rollout.backend=vla"),
+        ({"policy.is_diffusers": True, POLICY + "dataset.name": ""}, "policy.is_diffusers=true"),
+        ({POLICY + "trainer_type": "gym_pg", "env.max_steps": 9}, "trainer_type=gym_pg"),
+        ({"model_parallel.context_parallel_size": 2, "job.name": "a"}, "--wfm-mode"),
+    ],
+)
+def test_a_file_for_other_models_is_refused_for_that_alone(given: dict[str, Any], words: str) -> None:
+    found = made("0.4.4", {"rollout.quantization": "mxfp4"} | given)
+    ((_, text),) = found.problems
+    assert words in text and "models" in text and not found.unbuilt
+
+
 def test_rewards_rest_where_a_teacher_judges() -> None:
     given = {POLICY + "bypass_reward": True, "distillation.enable": True}
     assert said("0.4.4", given) == []

@@ -60,6 +60,10 @@ class NotSupportedYet(ConfigError):
     """A value that asks for an engine or a feature that is not built yet."""
 
 
+class AnotherModel(ConfigError):
+    """A file for models that are no language models. Nothing else in it is judged, and no rehearsal can try it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """What one foreign key means. The fields are the columns."""

@@ -185,7 +185,7 @@ def _system(own: Own, *, at: str) -> Native:
     column, message = text(own, "format.system_prompt_key"), text(own, "format.system_prompt")
     if column:
         return {f"{at}.system_prompt_column": column}
-    return {f"{at}.system": message} if message else {}
+    return {f"{at}.system_prompt": message} if message else {}
 
 
 ORDERS = {"sequential": "sequential", "shuffle": "shuffle", "offline_easy2hard": "hard_first"}
