@@ -242,7 +242,10 @@ def test_what_is_not_built_says_so(key: str, value: Any, around: dict[str, Any],
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({POLICY + "trainer_type": "diffusion_nft", POLICY + "reward_function": []}, "trainer_type=diffusion_nft"),
+        (
+            {POLICY + "trainer_type": "diffusion_nft", POLICY + "reward_function": []},
+            "trainer_type=diffusion_nft",
+        ),
         ({"rollout.backend": "vla", "vla.num_envs": 8}, "rollout.backend=vla"),
         ({"policy.is_diffusers": True, POLICY + "dataset.name": ""}, "policy.is_diffusers=true"),
         ({POLICY + "trainer_type": "gym_pg", "env.max_steps": 9}, "trainer_type=gym_pg"),

@@ -544,15 +544,22 @@ def test_kl_in_the_rewards_where_it_has_an_effect() -> None:
         learn.kl(grpo(**penalty, algorithm__kl_loss_fn="none"))
 
 
-def test_dpo_has_one_kl() -> None:
+def test_dpo_has_a_kl_beside_its_loss() -> None:
+    """check_config of DPOAlgorithm puts k2 in the place of none, with the default coefficient 0.001."""
     dpo = {"algorithm__algorithm_type": "dpo"}
-    assert learn.kl(values(**dpo)) == {}
+    k2 = {"algorithm.kl.coef": 0.001, "algorithm.kl.estimator": "k2"}
+    assert learn.kl(values(**dpo)) == learn.kl(values(**dpo, algorithm__kl_loss_fn="none")) == k2
+    given = {"algorithm__kl_loss_fn": "k1", "algorithm.kl_loss_fn_args.*": {"kl_coef": 0.1}}
+    assert learn.kl(values(**dpo, **given)) == {"algorithm.kl.coef": 0.1, "algorithm.kl.estimator": "k1"}
+    assert learn.kl(values(**dpo, **{"algorithm.kl_loss_fn_args.*": {"kl_coef": 0}})) == {}
     assert losses.policy_loss(values(**dpo)) == {
         "algorithm.loss.beta": 0.1,
         "algorithm.loss.label_smoothing": 0.0,
     }
-    with pytest.raises(NotSupportedYet, match="holds its own KL"):
-        learn.kl(values(**dpo, algorithm__kl_loss_fn="k2"))
+    with pytest.raises(NotSupportedYet, match="seq-mean-token-mean with dpo"):
+        learn.kl(values(**dpo, algorithm__loss_agg_mode="seq-mean-token-mean"))
+    with pytest.raises(ConfigError, match="needs sampled replies"):
+        learn.kl(values(**dpo, algorithm__kl_loss_fn="corrected_k3"))
 
 
 # ---------------------------------------------------------------- optimizers, memory, checkpoints
@@ -659,6 +666,26 @@ def test_hugging_face_folders(wanted: str, at_end: bool, every: int) -> None:
     assert trainer.export(given) == {"checkpoint.export": at_end, "checkpoint.export_interval": every}
 
 
+def test_prompts_of_base_models_are_plain_text() -> None:
+    """format_prompt of MathBoxedWorkflow: "System:" + message, then User and Assistant on lines of their own."""
+    boxed = {
+        f"{TASKSET}.path": "a.jsonl", f"{TASKSET}.default_workflow_type": "math_boxed_workflow",
+        f"{TASKSET}.default_reward_fn_type": "math_dapo_reward", f"{TASKSET}.workflow_args": {"use_base": True},
+    }  # fmt: skip
+    out = data.tasks(grpo(**boxed, **{f"{TASKSET}.format.system_prompt": "Solve it."}))
+    assert out["data.train.0.template"] == "System:Solve it.\nUser:\n{prompt}\nAssistant:\n"
+    assert not out.keys() & {"data.chat", "data.train.0.system_prompt"}
+    assert data.tasks(grpo(**boxed))["data.train.0.template"] == "User:\n{prompt}\nAssistant:\n"
+    assert judging.rewards(grpo(**boxed)) == {"rewards.math_dapo_reward": {"function": "math"}}
+    with pytest.raises(ConfigError, match="reply_prefix: has no effect"):
+        data.tasks(grpo(**boxed, **{f"{TASKSET}.format.reply_prefix": "So"}))
+    chats: dict[str, Any] = {"path": "b.jsonl", "format": {"system_prompt": "Think."}}
+    both = data.tasks(grpo(**boxed, **{"buffer.explorer_input.eval_tasksets": [chats]}))
+    assert "data.chat" not in both, "a system message makes a chat"
+    with pytest.raises(NotSupportedYet, match="chats without a system message"):
+        data.tasks(grpo(**boxed, **{"buffer.explorer_input.eval_tasksets": [{"path": "b.jsonl"}]}))
+
+
 def test_parts_of_a_checkpoint() -> None:
     key = f"{ACTOR}.checkpoint"
     given = {f"{key}.save_contents": ["model", "hf_model"], f"{key}.load_contents": ["model", "extra"]}
@@ -667,8 +694,12 @@ def test_parts_of_a_checkpoint() -> None:
         "checkpoint.load_contents": ["model"],
     }
     assert trainer.export(values(**given, trainer__save_interval=3))["checkpoint.export_interval"] == 3
-    with pytest.raises(NotSupportedYet, match="without extra"):
-        trainer.contents(values(**{f"{key}.load_contents": ["model"]}))
+    alone = {f"{key}.load_contents": ["model"]}
+    assert trainer.contents(values(**alone))["checkpoint.load_contents"] == ["model"]
+    for moving in ({"lr_warmup_steps": 5}, {"warmup_style": "cosine"}, {"lr_warmup_steps_ratio": 0.1}):
+        optimizer = {f"algorithm__optimizer__{name}": value for name, value in moving.items()}
+        with pytest.raises(NotSupportedYet, match="begins anew"):
+            trainer.contents(values(**alone, **optimizer))
     with pytest.raises(ConfigError, match="has no model"):
         trainer.contents(values(**{f"{key}.save_contents": ["extra"]}))
 

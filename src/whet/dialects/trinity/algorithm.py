@@ -186,19 +186,31 @@ def _kl_loss(values: Values) -> Native:
     told = arguments(values, f"{key}_args", {"kl_coef": 0.001, "adaptive": False})
     if told["adaptive"]:
         raise ConfigError(f"{key}_args.adaptive: has no effect in the loss; use kl_penalty_fn.")
+    if base.kind == "dpo":
+        name = _beside_dpo(values, name)
     if name == "none" or told["kl_coef"] == 0:
         return {}
-    if base.kind == "dpo":
-        raise NotSupportedYet(
-            f"{key}: the loss of dpo holds its own KL to the reference (policy_loss_fn_args.beta); a second term is "
-            'coming, not built yet. Leave kl_loss_fn out, or write "none".'
-        )
     if base.advantage == "on_policy_distill":
         raise ConfigError(
             f"{key}: {name} has no policy to compare with: the reference is the teacher. Leave it out."
         )
     coef = outside_mu(values, told["kl_coef"], key=f"{key}_args.kl_coef")
     return {"algorithm.kl.coef": coef, "algorithm.kl.estimator": name}
+
+
+def _beside_dpo(values: Values, name: Json) -> Json:
+    """Trinity's dpo has a KL to the reference in any case: for none it takes k2."""
+    if name == "corrected_k3":
+        raise ConfigError(
+            "algorithm.kl_loss_fn: corrected_k3 needs sampled replies, and dpo is given them; write k3."
+        )
+    mode = text(values, "algorithm.loss_agg_mode")
+    if mode not in (None, "token-mean"):
+        raise NotSupportedYet(
+            f"algorithm.loss_agg_mode: {mode} with dpo, where it is that of the KL, is coming, not built yet; here: "
+            "token-mean."
+        )
+    return "k2" if name == "none" else name
 
 
 def _kl_penalty(values: Values) -> Native:

@@ -70,6 +70,13 @@ def workflow(values: Values, own: Own, what: str) -> str:
     )
 
 
+def is_plain(values: Values, own: Own, what: str) -> bool:
+    """Whether the prompts of a taskset are plain text, which math_boxed_workflow writes for base models (use_base)."""
+    return bool(_section(own, "workflow_args").get("use_base")) and "math_boxed" in workflow(
+        values, own, what
+    )
+
+
 def _reward(values: Values, own: Own, what: str) -> str | None:
     """The reward of a taskset: its own, the general one, or its workflow's."""
     at, name = f"{what}.default_reward_fn_type", text(own, "default_reward_fn_type")
@@ -104,7 +111,10 @@ def _refuse_typo(name: str, known: Collection[str], *, at: str) -> None:
 def _judged(values: Values, own: Own, what: str) -> dict[str, Native]:
     """The rewards of a taskset by label, as the native section has them."""
     name = _reward(values, own, what)
-    given, steps = _section(own, "reward_fn_args"), _section(own, "workflow_args")
+    given = _section(own, "reward_fn_args")
+    plain, steps = is_plain(values, own, what), dict(_section(own, "workflow_args"))
+    if plain or steps.get("use_base") is False:
+        del steps["use_base"]
     known = {"math_dapo_reward": _OVERLONG}.get(name or "", ())
     if name is None or name in REWARDS:
         _only(given, f"{what}.reward_fn_args", known)
@@ -130,10 +140,8 @@ def _section(own: Own, name: str) -> Own:
 
 def _only(given: Own, at: str, known: Sequence[str]) -> None:
     """NotSupportedYet for arguments that nothing here reads."""
-    if given.get("use_base"):
-        raise NotSupportedYet(f"{at}: use_base, prompts without the chat template, is coming, not built yet.")
     for name in given:
-        if name not in (*known, "use_base"):
+        if name not in known:
             raise NotSupportedYet(
                 f"{at}: {name} is coming, not built yet: nothing here reads it; here: {', '.join(known) or 'none'}."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from whet.dialects.layout import Layout
@@ -21,7 +22,7 @@ from whet.dialects.trinity.values import (
     text,
 )
 from whet.tables import near
-from whet.types import ConfigError
+from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- the run and its models
 
@@ -186,11 +187,13 @@ def replay(values: Values) -> Native:
     and a bench take no notice of it."""
     if not values[f"{REPLAY}.enable"] or not online(values) or values["mode"] in ("explore", "bench"):
         return {}
-    _possible(values)
-    oldest, seconds = bound(values), values[f"{REPLAY}.reuse_cooldown_time"]
     controlled = values[f"{REPLAY}.priority_fn"] != "linear_decay"
     defaults: Native = {"decay": 2.0} | ({"use_count_limit": 3, "sigma": 0.0} if controlled else {})
     told = arguments(values, f"{REPLAY}.priority_fn_args", defaults)
+    if _is_a_queue(values, told):
+        return {}
+    _possible(values)
+    oldest, seconds = bound(values), values[f"{REPLAY}.reuse_cooldown_time"]
     out: Native = {
         "queue": True,
         "capacity": values[f"{EXPERIENCES}.capacity"],
@@ -207,6 +210,15 @@ def replay(values: Values) -> Native:
     return {f"buffer.replay.{key}": value for key, value in out.items()}
 
 
+def _is_a_queue(values: Values, told: Mapping[str, Json]) -> bool:
+    """Whether it gives what a plain queue gives. With sync_style fixed and no offset, the trainer trains on all that was
+    explored since the last sync before it syncs again: what lies there has one version, and nothing returns."""
+    in_step = values["synchronizer.sync_style"] == "fixed" and not values["synchronizer.sync_offset"]
+    plain = values[f"{EXPERIENCES}.storage_type"] == "queue" and not apart(values)
+    once = values[f"{REPLAY}.reuse_cooldown_time"] is None
+    return in_step and plain and once and not told.get("sigma")
+
+
 def _possible(values: Values) -> None:
     storage, style = values[f"{EXPERIENCES}.storage_type"], values["synchronizer.sync_style"]
     if storage == "sql":
@@ -216,9 +228,10 @@ def _possible(values: Values) -> None:
         )
     if style == "fixed" and not apart(values):
         raise NotSupportedYet(
-            f"{REPLAY}.enable: true with mode: both and sync_style: fixed is coming, not built yet: here a step waits "
-            "for its own tasks then, and nothing is drawn in their place; write another sync_style "
-            f"({', '.join(AHEAD)}), mode: train and mode: explore, or whet.buffer.replay.share for a share of them."
+            f"{REPLAY}.enable: true with mode: both, sync_style: fixed and reuse_cooldown_time, sigma or sync_offset is "
+            "coming, not built yet: here a step waits for its own tasks then, and nothing is drawn in their place; write "
+            f"another sync_style ({', '.join(AHEAD)}), mode: train and mode: explore, or whet.buffer.replay.share for a "
+            "share of them."
         )
     if style != "fixed" and values[f"{REPLAY}.reuse_cooldown_time"] is not None and bound(values) is None:
         raise NotSupportedYet(

@@ -160,7 +160,7 @@ PRESETS: dict[str, Preset] = {
         recipe="mix_chord", advantage="grpo", loss="mix_chord", entropy="mix", repeat_times=8
     ),
     "sft": Preset(recipe="sft", loss="sft", kl_loss="none", entropy="none", repeat_times=1, kind="sft"),
-    "dpo": Preset(recipe="dpo", loss="dpo", kl_loss="none", kind="dpo"),
+    "dpo": Preset(recipe="dpo", loss="dpo", kind="dpo"),
 }
 
 NEWER = ("cpt", "gigpo", "jsd")
