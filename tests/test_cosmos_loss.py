@@ -30,6 +30,7 @@ POLICY = "train.train_policy."
 def values(kind: str = "grpo", **given: Any) -> dict[str, Any]:
     """A file's values; names are those of train.train_policy."""
     out = {row.key: row.default for row in dialect(f"cosmos-{kind}").rows}
+    out |= {"train.train_batch_per_replica": 16} if kind == "grpo" else {}
     for name, value in given.items():
         assert POLICY + name in out, name
         out[POLICY + name] = value

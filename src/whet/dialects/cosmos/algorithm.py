@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whet.dialects.cosmos.data import short
+from whet.dialects.cosmos.steps import steps_together
 from whet.dialects.cosmos.values import POLICY, at_revision, is_sft, weights
 from whet.dialects.row import AnotherModel, NotSupportedYet, Values
 from whet.types import ConfigError, Json
@@ -164,7 +165,7 @@ def reference(values: Values) -> dict[str, Json]:
     if every <= 0:
         return unbiased
     return unbiased | {
-        "reference.reset_interval": every,
+        "reference.reset_interval": every // steps_together(values),
         "reference.reset_optimizer": values[POLICY + "reset_optimizer_with_reference"],
     }
 

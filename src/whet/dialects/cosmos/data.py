@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from whet.config.urls import is_remote
+from whet.dialects.cosmos.steps import together_up
 from whet.dialects.cosmos.values import POLICY, at_revision, is_sft, since, texts, weights
 from whet.dialects.row import NotSupportedYet, Values
 from whet.types import ConfigError, Json
@@ -184,7 +185,7 @@ def validation(values: Values) -> dict[str, Json]:
     out = {f"data.eval.0.{key}": value for key, value in _validation_source(values).items()}
     out |= {
         "data.exclude_eval": False,
-        "eval.interval": values["validation.freq"],
+        "eval.interval": together_up(values, values["validation.freq"]),
         "eval.at_start": values["validation.val_before_train"],
     }
     return out if is_sft(values) else out | _asked(values) | _judge(values)

@@ -242,8 +242,8 @@ def _chat(values: Values) -> Native:
     for (own, what), is_text in zip(sets, plain):
         if not is_text and not _system(own, at=""):
             raise NotSupportedYet(
-                f"{what}.format.system_prompt: none, beside a taskset with workflow_args.use_base: plain prompts beside "
-                "chats without a system message are coming, not built yet; give it a system_prompt, or use_base."
+                f"{what}.format.system_prompt: none, beside a taskset with workflow_args.use_base: plain prompts "
+                "beside chats without a system message are coming, not built yet; give it a system_prompt, or use_base."
             )
     return {}
 

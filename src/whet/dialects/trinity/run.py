@@ -211,8 +211,8 @@ def replay(values: Values) -> Native:
 
 
 def _is_a_queue(values: Values, told: Mapping[str, Json]) -> bool:
-    """Whether it gives what a plain queue gives. With sync_style fixed and no offset, the trainer trains on all that was
-    explored since the last sync before it syncs again: what lies there has one version, and nothing returns."""
+    """Whether it gives what a plain queue gives. With sync_style fixed and no offset, the trainer trains on all that
+    was explored since the last sync before it syncs again: what lies there has one version, and nothing returns."""
     in_step = values["synchronizer.sync_style"] == "fixed" and not values["synchronizer.sync_offset"]
     plain = values[f"{EXPERIENCES}.storage_type"] == "queue" and not apart(values)
     once = values[f"{REPLAY}.reuse_cooldown_time"] is None
@@ -228,10 +228,10 @@ def _possible(values: Values) -> None:
         )
     if style == "fixed" and not apart(values):
         raise NotSupportedYet(
-            f"{REPLAY}.enable: true with mode: both, sync_style: fixed and reuse_cooldown_time, sigma or sync_offset is "
-            "coming, not built yet: here a step waits for its own tasks then, and nothing is drawn in their place; write "
-            f"another sync_style ({', '.join(AHEAD)}), mode: train and mode: explore, or whet.buffer.replay.share for a "
-            "share of them."
+            f"{REPLAY}.enable: true with mode: both, sync_style: fixed and reuse_cooldown_time, sigma or sync_offset "
+            "is coming, not built yet: here a step waits for its own tasks then, and nothing is drawn in their place; "
+            f"write another sync_style ({', '.join(AHEAD)}), mode: train and mode: explore, or "
+            "whet.buffer.replay.share for a share of them."
         )
     if style != "fixed" and values[f"{REPLAY}.reuse_cooldown_time"] is not None and bound(values) is None:
         raise NotSupportedYet(
