@@ -114,6 +114,24 @@ def test_a_step_explores_tasks_times_repeats() -> None:
         assert data.batch(given) == want
     with pytest.raises(NotSupportedYet, match=r"buffer.train_batch_size: 96 is not .* 32 \* 8 = 256"):
         data.batch(grpo(buffer__batch_size=32, algorithm__repeat_times=8, buffer__train_batch_size=96))
+    own = {
+        "buffer__batch_size": 32,
+        "algorithm__repeat_times": 8,
+        "synchronizer__sync_style": "trainer_driven",
+    }
+    sizes = {"train.tasks_per_step": 12, "rollout.group_size": 8}
+    assert data.batch(grpo(**own, buffer__train_batch_size=96)) == sizes, "the trainer takes 96 of the queue"
+    for wrong in (
+        {"buffer__train_batch_size": 100},
+        {"buffer__train_batch_size": 96, "buffer__total_steps": 9},
+    ):
+        with pytest.raises(NotSupportedYet, match="of different sizes"):
+            data.batch(grpo(**own, **wrong))
+    agent = {f"{TASKSET}.default_workflow_type": "alfworld_workflow", "buffer__train_batch_size": 7680}
+    sizes = {"train.tasks_per_step": 32, "rollout.group_size": 8}
+    assert data.batch(grpo(buffer__batch_size=32, algorithm__repeat_times=8, **agent)) == sizes, (
+        "the workflow is refused, once"
+    )
 
 
 def test_a_preset_says_how_often_a_task_is_repeated() -> None:

@@ -132,7 +132,7 @@ def _called(file: Reading, function: str) -> Iterator[_Write]:
         if isinstance(e, AnotherModel):
             file.problems, file.unbuilt, file.broken = [(place, text)], [], True
         elif isinstance(e, NotSupportedYet):
-            file.unbuilt.append(Missing(place, text))
+            file.unbuilt.append(Missing(place, text, e.area, e.key, shown(e.value)))
         else:
             file.problems.append((place, text))
         return

@@ -9,9 +9,10 @@ from pathlib import Path
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.algorithm import OPERATORS
 from whet.dialects.trinity.loss import STRATEGY, step, strategy, weight
-from whet.dialects.trinity.rewards import is_plain, workflow
+from whet.dialects.trinity.rewards import is_one_turn, is_plain, workflow
 from whet.dialects.trinity.values import (
     AUXILIARY,
+    BY_EXPLORER,
     EVAL_TASKSETS,
     EXPERIENCES,
     TASKSET,
@@ -87,13 +88,24 @@ def batch(values: Values) -> Native:
     need = _needed(values, tasks)
     if need < tasks:
         return _with_spare(values, need, spare=tasks - need)
-    if size not in (None, tasks * times):
-        raise NotSupportedYet(
-            f"buffer.train_batch_size: {size} is not buffer.batch_size * algorithm.repeat_times = {tasks} * {times} = "
-            f"{tasks * times}: training on more or fewer experiences than a step explores is coming, not built yet."
-        )
-    _divided(values, tasks * times)
+    if size not in (None, tasks * times) and is_one_turn(values):
+        tasks = _of_the_trainer(values, size, tasks * times)
+    _divided(values, size or tasks * times)
     return {"train.tasks_per_step": tasks, "rollout.group_size": times}
+
+
+def _of_the_trainer(values: Values, size: int, explored: int) -> int:
+    """Tasks of a step of the trainer that is of another size than the explorer's: it takes what it needs from the
+    queue, and where it decides about syncs, the explorer's steps count nothing."""
+    style, times = str(values["synchronizer.sync_style"]), repeat_times(values)
+    if style in ("fixed", *BY_EXPLORER) or size % times or values["buffer.total_steps"]:
+        raise NotSupportedYet(
+            f"buffer.train_batch_size: {size} is not buffer.batch_size * algorithm.repeat_times = "
+            f"{values['buffer.batch_size']} * {times} = {explored}: steps of the trainer and of the explorer of "
+            "different sizes are coming, not built yet; here: a multiple of repeat_times, with "
+            "synchronizer.sync_style: trainer_driven or fully_async, and without buffer.total_steps."
+        )
+    return size // times
 
 
 def _needed(values: Values, tasks: int) -> int:

@@ -66,8 +66,20 @@ def workflow(values: Values, own: Own, what: str) -> str:
     _refuse_typo(name, WORKFLOWS, at=at)
     raise NotSupportedYet(
         f"{at}: {name}, a workflow of several turns, with tools or of your own, is coming, not built yet; here, all of "
-        f"one turn: {', '.join(ONE_TURN)}."
+        f"one turn: {', '.join(ONE_TURN)}.",
+        area="several turns and tools",
+        key=at,
+        value=name,
     )
+
+
+def is_one_turn(values: Values) -> bool:
+    """Whether the workflow of training is of one turn, which gives one experience a rollout."""
+    try:
+        workflow(values, inside(values, TASKSET), TASKSET)
+    except NotSupportedYet:
+        return False
+    return True
 
 
 def is_plain(values: Values, own: Own, what: str) -> bool:

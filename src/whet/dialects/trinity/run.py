@@ -9,6 +9,7 @@ from whet.dialects.layout import Layout
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.data import apart, bound, in_rounds
 from whet.dialects.trinity.values import (
+    BY_EXPLORER,
     CRITIC,
     EXPERIENCES,
     MODEL,
@@ -116,7 +117,6 @@ def environment(values: Values) -> Native:
 
 
 AHEAD = ("dynamic_by_explorer", "dynamic_by_trainer", "explorer_driven", "trainer_driven", "fully_async")
-BY_EXPLORER = ("dynamic_by_explorer", "explorer_driven")
 
 
 def ahead(values: Values) -> Native:

@@ -30,6 +30,9 @@ REF = f"{CONFIG}.actor_rollout_ref.ref"
 CRITIC = f"{CONFIG}.critic"
 VERL_TRAINER = f"{CONFIG}.trainer"
 
+BY_EXPLORER = ("dynamic_by_explorer", "explorer_driven")
+"""Values of synchronizer.sync_style with which the explorer's steps say when weights are synchronized."""
+
 # ---------------------------------------------------------------- values
 
 
