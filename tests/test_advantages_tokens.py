@@ -144,6 +144,18 @@ def test_distill_by_hand() -> None:
     assert adv_N.tolist() == [0, 1.5, 0, -math.inf]
 
 
+def test_distill_by_a_mixture_by_hand() -> None:
+    """Policy 1/2, teacher 1/4: m = 3/8 at b = 1/2, and 0.4 at b = 0.4."""
+    batch = make_batch([["pa"]], [9.0])
+    batch = replace(batch, logp_old_N=doubles([0, math.log(0.5)]), logp_ref_N=doubles([0, math.log(0.25)]))
+    for b, mixed in ((0.5, 0.375), (0.4, 0.4)):
+        adv_N, _ = distill(batch, reward_N=token_rewards(batch), distill_coef=2.0, distill_mixture=b)
+        divergence = b * math.log(0.25 / mixed) + (1 - b) * math.log(0.5 / mixed)
+        assert adv_N.tolist() == pytest.approx([0, -2 * divergence])
+    plain, _ = distill(batch, reward_N=token_rewards(batch), distill_coef=2.0, distill_mixture=0.0)
+    assert plain.tolist() == pytest.approx([0, -2 * math.log(2)])
+
+
 def test_distill_of_the_teacher_itself_is_nothing_and_rewards_do_not_matter() -> None:
     batch = ragged(2)
     same = replace(batch, logp_ref_N=batch.logp_old_N)

@@ -291,8 +291,12 @@ def test_a_data_set_is_a_file_a_folder_or_a_function(tmp_path: Path) -> None:
     assert data(folder) == order | {
         at + "path": "gsm8k", at + "subset": "main", at + "split": ["train", "test"], at + "prompt": "q",
     }  # fmt: skip
-    with pytest.raises(NotSupportedYet, match="parts of a split"):
-        data(values(p_dataset__name="gsm8k", p_dataset__split="train[:10%]"))
+    part = data(values(p_dataset__name="gsm8k", p_dataset__split="train[:10%]"))
+    assert (part["data.train.0.split"], part["data.train.0.limit"]) == ("train", 0.1)
+    with pytest.raises(NotSupportedYet, match="sums of parts of splits"):
+        data(values(p_dataset__name="gsm8k", p_dataset__split=["train[:10%]", "test"]))
+    with pytest.raises(NotSupportedYet, match="validation would take a part"):
+        data(values("sft", p_dataset__name="chats", p_dataset__split="train[:10%]", v_enable=True))
     function = values(p_dataset__name="a.py:rows", p_dataset__split="pool", p_prompt_column_name="")
     function["custom"] = {"count": 3}
     assert data(function) == order | {

@@ -327,6 +327,7 @@ def test_advantages_with_their_arguments(name: str, given: dict[str, Json], want
         ("raft", "raft", "none", "cross_entropy", 1),
         ("multi_step_grpo", "step_wise_grpo", "step_wise_grpo", "ppo", 8),
         ("on_policy_distill", "distill", "distill", "ppo", 8),
+        ("jsd", "distill", "distill", "ppo", 8),
         ("mix", "mix", "grpo", "ppo", 8),
         ("mix_chord", "mix_chord", "grpo", "ppo", 8),
     ],
@@ -682,6 +683,27 @@ def test_checkpoints() -> None:
 def test_hugging_face_folders(wanted: str, at_end: bool, every: int) -> None:
     given = values(trainer__save_hf_checkpoint=wanted, trainer__save_interval=7)
     assert trainer.export(given) == {"checkpoint.export": at_end, "checkpoint.export_interval": every}
+
+
+def test_distillation_by_a_divergence_has_its_mixture() -> None:
+    jsd: dict[str, Any] = {"algorithm__algorithm_type": "jsd"}
+    out = learn.advantage(values(**jsd))
+    assert (out["algorithm.advantage.distill_coef"], out["algorithm.advantage.distill_mixture"]) == (1.0, 0.5)
+    arguments = "algorithm.advantage_fn_args.*"
+    given = learn.advantage(
+        values(**jsd, **{arguments: {"lambda_coef": 0.25, "kl_coef": 2.0, "chunk_size": 64}})
+    )
+    assert given == {
+        "algorithm.advantage": "distill",
+        "algorithm.advantage.distill_coef": 2.0,
+        "algorithm.advantage.distill_mixture": 0.25,
+    }
+    with pytest.raises(ConfigError, match="away from the teacher"):
+        learn.advantage(values(**jsd, **{arguments: {"lambda_coef": 1}}))
+    with pytest.raises(NotSupportedYet, match="of no policy"):
+        learn.advantage(values(**jsd, **{arguments: {"temperature": 0.5}}))
+    with pytest.raises(ConfigError, match="jsd learns from"):
+        run.teacher(values(**jsd))
 
 
 def test_prompts_of_base_models_are_plain_text() -> None:

@@ -127,6 +127,9 @@ class Distill(Section):
 
     distill_coef: Above0 = 1.0
     """Factor on log teacher - log policy."""
+    distill_mixture: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Weight b of the teacher in the mixture m = b teacher + (1 - b) policy: above 0 the advantage is -distill_coef
+    times (b log teacher + (1 - b) log policy - log m), the generalized Jensen-Shannon divergence at a token."""
 
 
 # ---------------------------------------------------------------- losses

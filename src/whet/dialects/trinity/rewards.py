@@ -13,10 +13,10 @@ from whet.dialects.trinity.values import (
     Native,
     Own,
     at_least,
+    distills,
     entries,
     inside,
     online,
-    preset,
     text,
 )
 from whet.types import ConfigError
@@ -95,7 +95,7 @@ def _reward(values: Values, own: Own, what: str) -> str | None:
     if name is None:
         at = f"{INPUT}.default_reward_fn_type"
         name = text(values, at) or WORKFLOWS[workflow(values, own, what)]
-    if name is None and preset(values).advantage == "on_policy_distill":
+    if name is None and distills(values):
         return None
     if name is None:
         raise ConfigError(

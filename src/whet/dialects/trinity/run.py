@@ -15,6 +15,7 @@ from whet.dialects.trinity.values import (
     MODEL,
     Native,
     arguments,
+    distills,
     entries,
     given,
     online,
@@ -77,18 +78,21 @@ def libraries(values: Values) -> Native:
 
 
 def teacher(values: Values) -> Native:
-    """The first auxiliary model, which on_policy_distill learns from. Others are for workflows of several models."""
+    """The first auxiliary model, which on_policy_distill and jsd learn from. Others are for workflows of several
+    models."""
     key = "explorer.auxiliary_models"
-    models, distills = entries(values, key), preset(values).advantage == "on_policy_distill"
+    models, learns = entries(values, key), distills(values)
     if not online(values):
         return {}
-    if not models and distills:
-        raise ConfigError(f"{key}: must be given: on_policy_distill learns from the model_path of the first.")
-    if len(models) > distills:
-        raise NotSupportedYet(
-            f"{key}: models beside the policy are coming, not built yet; here: the teacher of on_policy_distill."
+    if not models and learns:
+        raise ConfigError(
+            f"{key}: must be given: {values['algorithm.algorithm_type']} learns from the model_path of the first."
         )
-    if not distills:
+    if len(models) > learns:
+        raise NotSupportedYet(
+            f"{key}: models beside the policy are coming, not built yet; here: the teacher of on_policy_distill or jsd."
+        )
+    if not learns:
         return {}
     path = text(models[0], "model_path")
     if path is None:

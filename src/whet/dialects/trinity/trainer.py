@@ -19,6 +19,7 @@ from whet.dialects.trinity.values import (
     Native,
     agreed,
     at_least,
+    distills,
     entries,
     given,
     is_megatron,
@@ -42,7 +43,7 @@ def has_critic(values: Values) -> bool:
 def has_reference(values: Values) -> bool:
     """Whether the algorithm compares with another model."""
     base = preset(values)
-    return base.kind == "dpo" or base.advantage == "on_policy_distill" or bool(kl(values))
+    return base.kind == "dpo" or distills(values) or bool(kl(values))
 
 
 def is_remote(values: Values) -> bool:
