@@ -356,6 +356,15 @@ def test_gigpo_against_a_loop(seed: int, gamma: float, normalize: bool, weight: 
     torch.testing.assert_close(got, out, rtol=1e-7, atol=1e-7)
 
 
+def test_step_wise_grpo_divides_by_the_deviation_of_the_batch_where_it_is_asked_to() -> None:
+    batch = make_batch([["pa", "paa"], ["pa", "pa"]], [1.0, 3.0, 5.0, 5.0])
+    given = {"reward_N": token_rewards(batch), "std_epsilon": EPS, "divide_by_turns": False}
+    adv_N, _ = step_wise_grpo(batch, **given, std_scope="batch")
+    std = math.sqrt(11 / 3)  # 1, 3, 5, 5 around 3.5: (6.25 + 0.25 + 2.25 + 2.25) / 3
+    got = [float(adv_N[i]) for i in (1, 3, 6, 8)]
+    assert got == pytest.approx([-1 / (std + EPS), 1 / (std + EPS), 0, 0])
+
+
 # ---------------------------------------------------------------- laws of all that look at tokens
 
 ALL = {

@@ -282,8 +282,13 @@ def test_arguments_of_functions() -> None:
         ),
         (
             "step_wise_grpo",
-            {"enable_step_norm": True},
-            {"advantage": "step_wise_grpo", "advantage.std_epsilon": 1e-6, "advantage.divide_by_turns": True},
+            {"enable_step_norm": True, "std_cal_level": "batch"},
+            {
+                "advantage": "step_wise_grpo",
+                "advantage.std_epsilon": 1e-6,
+                "advantage.divide_by_turns": True,
+                "advantage.std_scope": "batch",
+            },
         ),
         (
             "grpo",

@@ -118,6 +118,8 @@ class StepWiseGrpo(Section):
     """Added to the standard deviation."""
     std_ddof: Literal[1, 0] = 1
     """Denominator of the standard deviation: 1 is n - 1, 0 is n."""
+    std_scope: Literal["group", "batch"] = "group"
+    """The standard deviation of the group's rewards, or of all rewards of the batch."""
     divide_by_turns: bool = False
     """Divide an episode's advantage by its number of turns."""
 

@@ -124,10 +124,6 @@ def _settings(name: str, given: Mapping[str, Json]) -> Native:
     if given.get("duplicate_experiences"):
         told["refill"] = "copy"
     if given.get("std_cal_level", "group") != "group":
-        if name != "grpo":
-            raise NotSupportedYet(
-                f"{KEY}_args.std_cal_level: {given['std_cal_level']} with {name} is coming, not built yet; here: group."
-            )
         told["advantage.std_scope"] = given["std_cal_level"]
     return {f"algorithm.{key}": value for key, value in told.items()}
 
