@@ -144,6 +144,18 @@ def test_distill_by_hand() -> None:
     assert adv_N.tolist() == [0, 1.5, 0, -math.inf]
 
 
+def test_distill_by_a_mixture_by_hand() -> None:
+    """Policy 1/2, teacher 1/4: m = 3/8 at b = 1/2, and 0.4 at b = 0.4."""
+    batch = make_batch([["pa"]], [9.0])
+    batch = replace(batch, logp_old_N=doubles([0, math.log(0.5)]), logp_ref_N=doubles([0, math.log(0.25)]))
+    for b, mixed in ((0.5, 0.375), (0.4, 0.4)):
+        adv_N, _ = distill(batch, reward_N=token_rewards(batch), distill_coef=2.0, distill_mixture=b)
+        divergence = b * math.log(0.25 / mixed) + (1 - b) * math.log(0.5 / mixed)
+        assert adv_N.tolist() == pytest.approx([0, -2 * divergence])
+    plain, _ = distill(batch, reward_N=token_rewards(batch), distill_coef=2.0, distill_mixture=0.0)
+    assert plain.tolist() == pytest.approx([0, -2 * math.log(2)])
+
+
 def test_distill_of_the_teacher_itself_is_nothing_and_rewards_do_not_matter() -> None:
     batch = ragged(2)
     same = replace(batch, logp_ref_N=batch.logp_old_N)
@@ -342,6 +354,15 @@ def test_gigpo_against_a_loop(seed: int, gamma: float, normalize: bool, weight: 
         batch, reward_N=reward_N, normalize_std=normalize, std_epsilon=EPS, gamma=gamma, turn_weight=weight
     )
     torch.testing.assert_close(got, out, rtol=1e-7, atol=1e-7)
+
+
+def test_step_wise_grpo_divides_by_the_deviation_of_the_batch_where_it_is_asked_to() -> None:
+    batch = make_batch([["pa", "paa"], ["pa", "pa"]], [1.0, 3.0, 5.0, 5.0])
+    given = {"reward_N": token_rewards(batch), "std_epsilon": EPS, "divide_by_turns": False}
+    adv_N, _ = step_wise_grpo(batch, **given, std_scope="batch")
+    std = math.sqrt(11 / 3)  # 1, 3, 5, 5 around 3.5: (6.25 + 0.25 + 2.25 + 2.25) / 3
+    got = [float(adv_N[i]) for i in (1, 3, 6, 8)]
+    assert got == pytest.approx([-1 / (std + EPS), 1 / (std + EPS), 0, 0])
 
 
 # ---------------------------------------------------------------- laws of all that look at tokens

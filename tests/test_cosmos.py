@@ -29,7 +29,7 @@ from whet.dialects.cosmos.run import (
     trained_temperature,
     uploads,
 )
-from whet.dialects.cosmos.steps import batch, length, optimizer, schedule
+from whet.dialects.cosmos.steps import batch, length, optimizer, schedule, steps_together
 from whet.dialects.cosmos.values import texts, weights
 from whet.dialects.kinds import understood
 from whet.dialects.row import NotSupportedYet
@@ -49,8 +49,10 @@ SHORT = {"p": POLICY, "m": MESH, "t": "train.", "r": "rollout.", "v": "validatio
 
 
 def values(kind: str = "grpo", **given: Any) -> dict[str, Any]:
-    """A file's values; `p_mini_batch=4` is train.train_policy.mini_batch=4, and so on (see SHORT)."""
+    """A file's values, a step of one whole group; `p_mini_batch=4` is train.train_policy.mini_batch=4, and so on (see
+    SHORT)."""
     out = {row.key: row.default for row in dialect(f"cosmos-{kind}").rows}
+    out |= {"train.train_batch_per_replica": 16} if kind == "grpo" else {}
     out |= {POLICY + "dataset.name": "a.jsonl", POLICY + "prompt_column_name": "q"} if kind == "grpo" else {}
     for name, value in given.items():
         short, _, rest = name.partition("_")
@@ -133,15 +135,54 @@ def test_a_step_is_the_responses_of_all_replicas_in_whole_groups() -> None:
     }  # fmt: skip
 
 
+def test_steps_over_parts_of_groups_are_optimizer_steps_of_whole_ones() -> None:
+    """16 rollouts a prompt: 8 responses are half a group, two such steps one here; 24 are 3 groups in two steps."""
+    parts = {8: (2, 1, 2), 2: (8, 1, 8), 24: (2, 3, 2), 12: (4, 3, 4), 32: (1, 2, 1)}
+    for responses, (together, tasks, minibatches) in parts.items():
+        given = values(t_train_batch_per_replica=responses)
+        sizes = batch(given)
+        assert steps_together(given) == together
+        assert (sizes["train.tasks_per_step"], sizes["train.minibatches"]) == (tasks, minibatches)
+        assert tasks * 16 == responses * together
+    half = values(
+        t_train_batch_per_replica=8,
+        t_max_num_steps=100,
+        c_save_freq=25,
+        c_enable_checkpoint=True,
+        t_optm_warmup_steps=20,
+    )
+    assert length(half)["train.steps"] == 50
+    assert schedule(half)[SCHEDULE + "unit"] == "optimizer_step"
+    assert schedule(half)[SCHEDULE + "warmup_steps"] == 20
+    assert checkpoint(half)["checkpoint.interval"] == 13
+    assert sync(half) == {"rollout.sync_interval": 1, "rollout.max_staleness": 2}
+    replicas = values(t_train_batch_per_replica=8, m_n_init_replicas=2)
+    assert batch(replicas)["train.minibatches"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"p_on_policy": True}, "on_policy"),
+        ({"p_mu_iterations": 2}, "mu_iterations"),
+        ({"p_batch_size_per_optimize": 4}, "batch_size_per_optimize"),
+        ({"p_reference_reset_interval": 5}, "reference_reset_interval"),
+        ({"t_max_num_steps": 7}, "max_num_steps"),
+    ],
+)
+def test_what_would_end_inside_a_group_is_coming(given: dict[str, Any], key: str) -> None:
+    with pytest.raises(NotSupportedYet, match=rf"2 steps over parts of groups.*{key}"):
+        batch(values(t_train_batch_per_replica=8, **given))
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (values(), "multiple of rollout.n_generation=16"),
         (values(t_train_batch_per_replica=48, m_dp_shard_size=5), r"dp_shard_size\*mini_batch=5\*2"),
         (values(t_train_batch_per_replica=32, m_dp_shard_size=0), "dp_shard_size=0"),
         (values(t_train_batch_per_replica=32, m_dp_replicate_size=2), "dp_replicate_size must be 1"),
         (values(t_train_batch_per_replica=32, p_batch_size_per_optimize=12), "batch_size_per_optimize=12"),
-        (values(t_train_batch_per_replica=16, p_batch_size_per_optimize=8), "parts of groups"),
+        (values(t_train_batch_per_replica=8) | {"mode": "colocated"}, "Cosmos refuses it"),
         (values(p_mini_batch=4, t_train_batch_per_replica=18), "divisible by"),
         (values("sft", p_mini_batch=3), "divisible by train.train_policy.mini_batch=3"),
     ],
@@ -151,11 +192,9 @@ def test_sizes_that_do_not_divide_are_refused_in_cosmos_words(given: dict[str, A
         batch(given)
 
 
-@pytest.mark.parametrize("given", [{}, {"p_batch_size_per_optimize": 12}, {"p_batch_size_per_optimize": 8}])
-def test_steps_over_parts_of_a_group_are_not_built_yet(given: dict[str, Any]) -> None:
-    size = {"t_train_batch_per_replica": 8 if not given else 32 if 12 in given.values() else 16}
-    with pytest.raises(NotSupportedYet):
-        batch(values(**size, **given))
+def test_unequal_optimizer_steps_are_not_built_yet() -> None:
+    with pytest.raises(NotSupportedYet, match="unequal"):
+        batch(values(t_train_batch_per_replica=32, p_batch_size_per_optimize=12))
 
 
 # ---------------------------------------------------------------- learning rate
@@ -252,8 +291,12 @@ def test_a_data_set_is_a_file_a_folder_or_a_function(tmp_path: Path) -> None:
     assert data(folder) == order | {
         at + "path": "gsm8k", at + "subset": "main", at + "split": ["train", "test"], at + "prompt": "q",
     }  # fmt: skip
-    with pytest.raises(NotSupportedYet, match="parts of a split"):
-        data(values(p_dataset__name="gsm8k", p_dataset__split="train[:10%]"))
+    part = data(values(p_dataset__name="gsm8k", p_dataset__split="train[:10%]"))
+    assert (part["data.train.0.split"], part["data.train.0.limit"]) == ("train", 0.1)
+    with pytest.raises(NotSupportedYet, match="sums of parts of splits"):
+        data(values(p_dataset__name="gsm8k", p_dataset__split=["train[:10%]", "test"]))
+    with pytest.raises(NotSupportedYet, match="validation would take a part"):
+        data(values("sft", p_dataset__name="chats", p_dataset__split="train[:10%]", v_enable=True))
     function = values(p_dataset__name="a.py:rows", p_dataset__split="pool", p_prompt_column_name="")
     function["custom"] = {"count": 3}
     assert data(function) == order | {

@@ -129,6 +129,50 @@ def test_an_rl_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Path
     assert paid[-1] > paid[0] + 0.3
 
 
+def test_steps_over_halves_of_groups_learn_and_equal_their_native_twin(tmp_path: Path) -> None:
+    """6 of 4 rollouts a prompt are 3 prompts in 2 optimizer steps; the rollouts of the second prompt are in both."""
+    model = model_folder(tmp_path / "model", "chars")
+    reward = f"{FILES / 'letters.py'}:share_of_a"
+    whet.train(
+        FILES / "cosmos_letters.toml",
+        overrides=[
+            f"policy.model_name_or_path={model}", f"train.output_dir={tmp_path / 'foreign'}", "+train.timestamp=first",
+            f"train.train_policy.dataset.name={WORDS}", f"train.train_policy.reward_function={reward}",
+            "train.train_batch_per_replica=6", "policy.parallelism.dp_shard_size=1", f"{POLICY}mini_batch=3",
+            f"{POLICY}batch_size_per_optimize=0", f"{POLICY}mu_iterations=1", f"{POLICY}on_policy=false",
+            "+train.train_policy.allowed_outdated_steps=0", "train.max_num_steps=8", "whet.machine.threads=1",
+        ],
+    )  # fmt: skip
+    native = whet.train(
+        run_dir=str(tmp_path / "native"), name="foreign", seed=3,
+        model={"path": str(model), "dtype": "float32"},
+        data={
+            "max_prompt_tokens": 12, "max_total_tokens": 13, "overlong": "filter", "train": [{"path": str(WORDS)}],
+        },
+        algorithm={
+            "name": "grpo", "loss_agg_mode": "seq-mean-token-mean", "loss": {"clip_high": 0.28, "dual_clip": 3.0},
+            "advantage": {"std_ddof": 0}, "kl": {"coef": 0.001},
+        },
+        rewards={"share_of_a": {"function": reward}},
+        rollout={"group_size": 4, "sampling": {"max_tokens": 5}},
+        train={
+            "steps": 4, "tasks_per_step": 3, "minibatches": 2, "micro_batch_rollouts": 3,
+            "optimizer": {
+                "lr": 1e-2,
+                "schedule": {
+                    "type": "wsd", "warmup_steps": 3, "warmup_ends": "peak", "decay_ratio": 1.0, "min_lr_ratio": 0.5,
+                },
+            },
+        },
+        checkpoint={"interval": 0, "export": False}, machine={"threads": 1},
+    )  # fmt: skip
+    assert metrics(tmp_path / "foreign/first") == metrics(tmp_path / "native")
+    assert [m["ledger/trained_rollouts"] for m in native.metrics] == [12] * 4
+    assert native.metrics[0]["train/lr"] == pytest.approx(1e-2 * (1 / 3 + 2 / 3) / 2), (
+        "two steps of the warm-up"
+    )
+
+
 def _chat(row: dict[str, str]) -> list[dict[str, str]]:
     return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
 

@@ -24,6 +24,7 @@ POLICY, SCHEDULE = "train.train_policy.", "train.optimizer.schedule."
 def values(version: str, kind: str = "grpo", **given: Any) -> dict[str, Any]:
     """A file's values in a version; `p_on_policy` is train.train_policy.on_policy, `t_seed` train.seed."""
     out: dict[str, Any] = {row.key: row.default for row in dialect(f"cosmos-{kind}", version).rows}
+    out |= {"train.train_batch_per_replica": 16} if kind == "grpo" else {}
     for name, value in given.items():
         key = {"p": POLICY, "t": "train.", "c": "train.ckpt."}[name[0]] + name[2:]
         assert key in out, key
@@ -237,6 +238,27 @@ def test_memory_speed_and_features_that_are_off_are_accepted(given: dict[str, An
 )
 def test_what_is_not_built_says_so(key: str, value: Any, around: dict[str, Any], words: str) -> None:
     assert any(words in text for text in said("0.4.4", around | {key: value}))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {POLICY + "trainer_type": "diffusion_nft", POLICY + "reward_function": []},
+            "trainer_type=diffusion_nft",
+        ),
+        ({"rollout.backend": "vla", "vla.num_envs": 8}, "rollout.backend=vla"),
+        ({"policy.is_diffusers": True, POLICY + "dataset.name": ""}, "policy.is_diffusers=true"),
+        ({POLICY + "trainer_type": "gym_pg", "env.max_steps": 9}, "trainer_type=gym_pg"),
+        ({"model_parallel.context_parallel_size": 2, "job.name": "a"}, "--wfm-mode"),
+    ],
+)
+def test_a_file_for_other_models_is_refused_for_that_alone(given: dict[str, Any], words: str) -> None:
+    found = made("0.4.4", {"rollout.quantization": "mxfp4"} | given)
+    ((_, text),) = found.problems
+    assert words in text
+    assert "models" in text
+    assert not found.unbuilt
 
 
 def test_rewards_rest_where_a_teacher_judges() -> None:

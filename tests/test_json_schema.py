@@ -349,7 +349,7 @@ def test_settings_that_a_form_hides_are_refused_and_others_are_not_called_idle(r
             {"name": "mix", "mix": {"mu_decay_steps": 3}},
             {"name": "mix", "mix": {"mu_decay_steps": 3, "mu_valley": 0.01}},
         ),
-        ("kl.coef", {"name": "dpo", "kl": {"coef": 0.1}}, {"kl": {"coef": 0.1}}),
+        ("kl.coef", {"name": "kto", "kl": {"coef": 0.1}}, {"kl": {"coef": 0.1}}),
         ("reward_kl.coef", {"name": "sft", "reward_kl": {"coef": 0.1}}, {"reward_kl": {"coef": 0.1}}),
         ("reward_kl.target", {"reward_kl": {"target": 0.1}}, {"reward_kl": {"coef": 0.1, "target": 0.1}}),
         (

@@ -396,7 +396,7 @@ def test_demonstrations_have_no_entropy_bonus_and_are_no_good_rollouts() -> None
     batch = make_batch([["paa", "pa"]], [1.0, 1.0])
     batch = replace(batch, expert_R=torch.tensor([True, False]))
     batch = replace(batch, weight_N=weights(batch, "token-mean", norm_tokens=8))
-    assert Totals.of(batch) == Totals(own=1.0, positive=1.0)
+    assert Totals.of(batch) == Totals(own=1.0, positive=1.0, sampled=3.0)
     out = Outputs(logp_N=doubles([0, -1, -1, 0, -2]), entropy_N=torch.ones(5).double())
     keys: dict[str, Any] = {"kl_coef": 0.0, "estimator": "k3", "entropy_coef": 0.5, "entropy_own_mean": True}
     loss = regularized(silent, **keys, positive_nll_coef=1.0)(batch, out).loss_N

@@ -305,10 +305,12 @@ def test_a_model_that_is_elsewhere_can_be_planned():
         (["model={path: x}"], "model: give either path"),
         (["train.steps=null"], "neither is given"),
         (["train.micro_batch_tokens=8", "train.micro_batch_rollouts=2"], "give train.micro_batch_tokens or"),
-        (["train.minibatches=5"], "5 does not divide train.tasks_per_step=16; nearest values that do: "
-         "train.minibatches=4 or 8, or train.tasks_per_step=15 or 20"),
+        (["train.minibatches=32", "algorithm.loss_agg_mode=prompt-mean"],
+         "32 does not divide train.tasks_per_step=16; "),
+        (["train.minibatches=5"], "5 does not divide train.tasks_per_step=16, nor their 128 rollouts; nearest "
+         "values that do: train.minibatches=4 or 8, or train.tasks_per_step=15 or 20"),
         (["algorithm.name=ppo", "critic.minibatches=3"], "critic.minibatches: 3 does not divide "
-         "train.tasks_per_step=16; nearest values that do: critic.minibatches=2 or 4"),
+         "train.tasks_per_step=16, nor their 128 rollouts; nearest values that do: critic.minibatches=2 or 4"),
         (["train.forward_micro_batch_tokens=8", "train.forward_micro_batch_rollouts=2"],
          "give train.forward_micro_batch_tokens or"),
         (["algorithm.name=ppo", "critic.micro_batch_tokens=8", "critic.micro_batch_rollouts=2"],

@@ -18,7 +18,9 @@ from torch import Tensor
 import whet
 from batches import Tokens, by_rollout, doubles, logp_now, make_batch, micro_batches, pair_batch
 from whet.algos.aggregate import weights
+from whet.algos.losses import regularized
 from whet.algos.preference import dpo, kl_zero, kto, mismatched, orpo, simpo
+from whet.algos.terms import Totals
 from whet.batch import Batch, LossFn, Outputs, select
 from whet.config.load import load
 from whet.config.plan import plans
@@ -84,6 +86,40 @@ def test_dpo_and_its_kin_by_hand(pair_loss: str, smoothing: float, expected: flo
     assert loss.stats["chosen_reward"].tolist() == pytest.approx([-0.2, -0.2])
     assert loss.stats["rejected_reward"].tolist() == pytest.approx([-0.6, -0.6])
     assert loss.stats["accuracy"].tolist() == [1, 1]
+
+
+def test_a_kl_beside_pairs_is_the_mean_over_the_tokens_of_both_replies() -> None:
+    # d = -0.25, -0.75 and -3: k2 = (0.0625 + 0.5625 + 9) / 2 over 3 tokens.
+    batch, logp = one_pair([-0.25, -0.75], [-3.0])
+    batch = replace(batch, weight_N=weights(batch, "pair-mean", norm_tokens=8))
+    policy = partial(dpo, beta=0.2, label_smoothing=0.0)
+    whole = regularized(policy, kl_coef=0.1, estimator="k2", entropy_coef=0.0, of_pairs=True)
+    loss = whole(batch, Outputs(logp_N=logp))
+    total = (loss.loss_N * batch.weight_N).sum()
+    assert total.item() == pytest.approx(-log_sigmoid(0.4) + 0.1 * 9.625 / 2 / 3, rel=1e-6)
+    assert loss.stats["kl_loss_nats"].tolist() == pytest.approx([0, 0.03125, 0.28125, 0, 4.5])
+
+
+@given(seed=SEEDS)
+@settings(max_examples=20)
+def test_a_kl_beside_pairs_does_not_depend_on_the_cut_into_micro_batches(seed: int) -> None:
+    batch = pair_batch(5, seed=seed)
+    batch = replace(batch, weight_N=weights(batch, "pair-mean", norm_tokens=8))
+    logp = logp_now(batch)
+    kl = {"kl_coef": 0.3, "estimator": "k3", "entropy_coef": 0.0, "of_pairs": True}
+    policy = PAIR_LOSSES["dpo"]
+    whole = regularized(policy, **kl)(batch, Outputs(logp_N=logp)).loss_N
+    part_of = regularized(policy, **kl, totals=Totals.of(batch))
+    parts = torch.zeros(())
+    for pair in range(5):
+        rows = torch.tensor([2 * pair, 2 * pair + 1])
+        part, at_N = select(batch, rows), (batch.row_N // 2) == pair
+        parts = parts + (part_of(part, Outputs(logp_N=logp[at_N])).loss_N * part.weight_N).sum()
+    d = logp - batch.logp_ref_N
+    k3 = (torch.exp(-d) - 1 + d)[batch.mask_N].mean()
+    plain = (policy(batch, Outputs(logp_N=logp)).loss_N * batch.weight_N).sum()
+    assert (whole * batch.weight_N).sum().item() == pytest.approx((plain + 0.3 * k3).item(), rel=1e-6)
+    assert parts.item() == pytest.approx((whole * batch.weight_N).sum().item(), rel=1e-6)
 
 
 def test_hinge_is_flat_beyond_its_margin() -> None:
@@ -379,7 +415,7 @@ def sections(name: str, **algorithm: Any) -> dict[str, Any]:
         ("kto", {"loss_agg_mode": "token-mean"}, "one number per pair or per reply"),
         ("simpo", {"entropy_coef": 0.1}, "one number per pair or per reply"),
         ("kto", {"kl": {"coef": 0.1}}, "no KL per token"),
-        ("simpo", {"kl": {"coef": 0.1}}, "no KL per token"),
+        ("simpo", {"kl": {"coef": 0.1, "estimator": "full"}}, "pairs are given"),
         ("dpo", {"loss": "kto"}, "labels data"),
     ],
 )

@@ -143,7 +143,7 @@ def test_who_needs_a_reference() -> None:
         ("dpo", {"loss": "ppo"}, "learns from online data"),
         ("dpo", {"loss_agg_mode": "token-mean"}, "one number per pair or per reply"),
         ("dpo", {"entropy_coef": 0.1}, "one number per pair or per reply"),
-        ("dpo", {"kl": {"coef": 0.1}}, "no KL per token"),
+        ("kto", {"kl": {"coef": 0.1}}, "no KL per token"),
         ("dpo", {"reward_kl": {"coef": 0.1}}, "reward_kl.coef: has no effect: the replies are in the data"),
         ("sft", {"reward_kl": {"coef": 0.1}}, "reward_kl.coef: has no effect: the replies are in the data"),
         ("ppo", {"kl": {"coef": 0.1}, "reward_kl": {"target": 0.1}}, "algorithm.reward_kl.coef is 0"),

@@ -51,6 +51,9 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "algorithm.loss.fallback_to_policy_gradient": [
         ("algorithm.loss.fallback_to_policy_gradient=true", "train.update_epochs=2")
     ],
+    "algorithm.kl.estimator": [
+        ("algorithm.name=dpo", "-rewards", "algorithm.kl={coef: 0.1, estimator: full}"),
+    ],
     "algorithm.advantage_low": [("algorithm.advantage_low=1.0", "algorithm.advantage_high=0.0")],
     "algorithm.resample": [(*MIX, "algorithm.resample=pow")],
     "algorithm.refill": [

@@ -12,7 +12,7 @@ from whet.config.recipes import resolve
 from whet.config.schedules import factor
 from whet.dialects.row import NotSupportedYet
 from whet.dialects.skyrl import learn, optimizers
-from whet.types import Json
+from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- algorithm
 
@@ -210,6 +210,17 @@ def test_optimizers() -> None:
         "train.optimizer.schedule.warmup_steps": 3,
         "train.optimizer.schedule.warmup_ends": "start",
     }
+
+
+@pytest.mark.parametrize("name", ["cosine_with_min_lr", "warmup_stable_decay", "reduce_lr_on_plateau"])
+def test_schedules_that_no_run_of_skyrl_begins_with_are_refused(name: str) -> None:
+    """They need arguments that SkyRL does not pass: get_scheduler or its first step raises."""
+    given = "trainer__policy__optimizer_config__scheduler"
+    with pytest.raises(ConfigError, match="SkyRL stops there, too"):
+        optimizers.policy_optimizer(values(**{given: name}))
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-5)
+    with pytest.raises((ValueError, TypeError)):
+        get_scheduler(name, optimizer, num_warmup_steps=4, num_training_steps=30).step()
 
 
 def test_schedules_are_those_of_transformers() -> None:

@@ -73,7 +73,7 @@ def test_a_sum_of_splits_is_read_in_its_order() -> None:
     assert found["data.train.0.split"] == ["train", "test"]
 
 
-@pytest.mark.parametrize("text", ["train[-500:100]", "train[-20%:]", "train[:10]+test", "train[5%:100]"])
+@pytest.mark.parametrize("text", ["train[-500:100]", "train[-120%:]", "train[:10]+test", "train[5%:100]"])
 def test_parts_of_splits_that_no_source_can_take_are_refused(text: str) -> None:
     with pytest.raises(NotSupportedYet, match="train_dataset_splits"):
         sft.training_data(values(train_datasets=["a"], train_dataset_splits=[text]))
@@ -89,6 +89,8 @@ def test_parts_of_splits_that_no_source_can_take_are_refused(text: str) -> None:
         ("train[5%:15%]", {"split": "train", "skip": 0.05, "limit": 0.1}),
         ("train[:100%]", {"split": "train"}),
         ("train[-500:]", {"split": "train", "skip": -500}),
+        ("train[-20%:]", {"split": "train", "skip": 0.8}),
+        ("train[-20%:-10%]", {"split": "train", "skip": 0.8, "limit": 0.1}),
         ("train[:-500]", {"split": "train", "limit": -500}),
         ("train[10:-500]", {"split": "train", "skip": 10, "limit": -500}),
         ("train[-500:-100]", {"split": "train", "skip": -500, "limit": -100}),

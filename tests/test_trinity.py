@@ -114,6 +114,24 @@ def test_a_step_explores_tasks_times_repeats() -> None:
         assert data.batch(given) == want
     with pytest.raises(NotSupportedYet, match=r"buffer.train_batch_size: 96 is not .* 32 \* 8 = 256"):
         data.batch(grpo(buffer__batch_size=32, algorithm__repeat_times=8, buffer__train_batch_size=96))
+    own = {
+        "buffer__batch_size": 32,
+        "algorithm__repeat_times": 8,
+        "synchronizer__sync_style": "trainer_driven",
+    }
+    sizes = {"train.tasks_per_step": 12, "rollout.group_size": 8}
+    assert data.batch(grpo(**own, buffer__train_batch_size=96)) == sizes, "the trainer takes 96 of the queue"
+    for wrong in (
+        {"buffer__train_batch_size": 100},
+        {"buffer__train_batch_size": 96, "buffer__total_steps": 9},
+    ):
+        with pytest.raises(NotSupportedYet, match="of different sizes"):
+            data.batch(grpo(**own, **wrong))
+    agent = {f"{TASKSET}.default_workflow_type": "alfworld_workflow", "buffer__train_batch_size": 7680}
+    sizes = {"train.tasks_per_step": 32, "rollout.group_size": 8}
+    assert data.batch(grpo(buffer__batch_size=32, algorithm__repeat_times=8, **agent)) == sizes, (
+        "the workflow is refused, once"
+    )
 
 
 def test_a_preset_says_how_often_a_task_is_repeated() -> None:
@@ -264,8 +282,13 @@ def test_arguments_of_functions() -> None:
         ),
         (
             "step_wise_grpo",
-            {"enable_step_norm": True},
-            {"advantage": "step_wise_grpo", "advantage.std_epsilon": 1e-6, "advantage.divide_by_turns": True},
+            {"enable_step_norm": True, "std_cal_level": "batch"},
+            {
+                "advantage": "step_wise_grpo",
+                "advantage.std_epsilon": 1e-6,
+                "advantage.divide_by_turns": True,
+                "advantage.std_scope": "batch",
+            },
         ),
         (
             "grpo",
@@ -309,6 +332,7 @@ def test_advantages_with_their_arguments(name: str, given: dict[str, Json], want
         ("raft", "raft", "none", "cross_entropy", 1),
         ("multi_step_grpo", "step_wise_grpo", "step_wise_grpo", "ppo", 8),
         ("on_policy_distill", "distill", "distill", "ppo", 8),
+        ("jsd", "distill", "distill", "ppo", 8),
         ("mix", "mix", "grpo", "ppo", 8),
         ("mix_chord", "mix_chord", "grpo", "ppo", 8),
     ],
@@ -544,15 +568,22 @@ def test_kl_in_the_rewards_where_it_has_an_effect() -> None:
         learn.kl(grpo(**penalty, algorithm__kl_loss_fn="none"))
 
 
-def test_dpo_has_one_kl() -> None:
+def test_dpo_has_a_kl_beside_its_loss() -> None:
+    """check_config of DPOAlgorithm puts k2 in the place of none, with the default coefficient 0.001."""
     dpo = {"algorithm__algorithm_type": "dpo"}
-    assert learn.kl(values(**dpo)) == {}
+    k2 = {"algorithm.kl.coef": 0.001, "algorithm.kl.estimator": "k2"}
+    assert learn.kl(values(**dpo)) == learn.kl(values(**dpo, algorithm__kl_loss_fn="none")) == k2
+    given = {"algorithm__kl_loss_fn": "k1", "algorithm.kl_loss_fn_args.*": {"kl_coef": 0.1}}
+    assert learn.kl(values(**dpo, **given)) == {"algorithm.kl.coef": 0.1, "algorithm.kl.estimator": "k1"}
+    assert learn.kl(values(**dpo, **{"algorithm.kl_loss_fn_args.*": {"kl_coef": 0}})) == {}
     assert losses.policy_loss(values(**dpo)) == {
         "algorithm.loss.beta": 0.1,
         "algorithm.loss.label_smoothing": 0.0,
     }
-    with pytest.raises(NotSupportedYet, match="holds its own KL"):
-        learn.kl(values(**dpo, algorithm__kl_loss_fn="k2"))
+    with pytest.raises(NotSupportedYet, match="seq-mean-token-mean with dpo"):
+        learn.kl(values(**dpo, algorithm__loss_agg_mode="seq-mean-token-mean"))
+    with pytest.raises(ConfigError, match="needs sampled replies"):
+        learn.kl(values(**dpo, algorithm__kl_loss_fn="corrected_k3"))
 
 
 # ---------------------------------------------------------------- optimizers, memory, checkpoints
@@ -659,6 +690,47 @@ def test_hugging_face_folders(wanted: str, at_end: bool, every: int) -> None:
     assert trainer.export(given) == {"checkpoint.export": at_end, "checkpoint.export_interval": every}
 
 
+def test_distillation_by_a_divergence_has_its_mixture() -> None:
+    jsd: dict[str, Any] = {"algorithm__algorithm_type": "jsd"}
+    out = learn.advantage(values(**jsd))
+    assert (out["algorithm.advantage.distill_coef"], out["algorithm.advantage.distill_mixture"]) == (1.0, 0.5)
+    arguments = "algorithm.advantage_fn_args.*"
+    given = learn.advantage(
+        values(**jsd, **{arguments: {"lambda_coef": 0.25, "kl_coef": 2.0, "chunk_size": 64}})
+    )
+    assert given == {
+        "algorithm.advantage": "distill",
+        "algorithm.advantage.distill_coef": 2.0,
+        "algorithm.advantage.distill_mixture": 0.25,
+    }
+    with pytest.raises(ConfigError, match="away from the teacher"):
+        learn.advantage(values(**jsd, **{arguments: {"lambda_coef": 1}}))
+    with pytest.raises(NotSupportedYet, match="of no policy"):
+        learn.advantage(values(**jsd, **{arguments: {"temperature": 0.5}}))
+    with pytest.raises(ConfigError, match="jsd learns from"):
+        run.teacher(values(**jsd))
+
+
+def test_prompts_of_base_models_are_plain_text() -> None:
+    """format_prompt of MathBoxedWorkflow: "System:" + message, then User and Assistant on lines of their own."""
+    boxed = {
+        f"{TASKSET}.path": "a.jsonl", f"{TASKSET}.default_workflow_type": "math_boxed_workflow",
+        f"{TASKSET}.default_reward_fn_type": "math_dapo_reward", f"{TASKSET}.workflow_args": {"use_base": True},
+    }  # fmt: skip
+    out = data.tasks(grpo(**boxed, **{f"{TASKSET}.format.system_prompt": "Solve it."}))
+    assert out["data.train.0.template"] == "System:Solve it.\nUser:\n{prompt}\nAssistant:\n"
+    assert not out.keys() & {"data.chat", "data.train.0.system_prompt"}
+    assert data.tasks(grpo(**boxed))["data.train.0.template"] == "User:\n{prompt}\nAssistant:\n"
+    assert judging.rewards(grpo(**boxed)) == {"rewards.math_dapo_reward": {"function": "math"}}
+    with pytest.raises(ConfigError, match="reply_prefix: has no effect"):
+        data.tasks(grpo(**boxed, **{f"{TASKSET}.format.reply_prefix": "So"}))
+    chats: dict[str, Any] = {"path": "b.jsonl", "format": {"system_prompt": "Think."}}
+    both = data.tasks(grpo(**boxed, **{"buffer.explorer_input.eval_tasksets": [chats]}))
+    assert "data.chat" not in both, "a system message makes a chat"
+    with pytest.raises(NotSupportedYet, match="chats without a system message"):
+        data.tasks(grpo(**boxed, **{"buffer.explorer_input.eval_tasksets": [{"path": "b.jsonl"}]}))
+
+
 def test_parts_of_a_checkpoint() -> None:
     key = f"{ACTOR}.checkpoint"
     given = {f"{key}.save_contents": ["model", "hf_model"], f"{key}.load_contents": ["model", "extra"]}
@@ -667,8 +739,12 @@ def test_parts_of_a_checkpoint() -> None:
         "checkpoint.load_contents": ["model"],
     }
     assert trainer.export(values(**given, trainer__save_interval=3))["checkpoint.export_interval"] == 3
-    with pytest.raises(NotSupportedYet, match="without extra"):
-        trainer.contents(values(**{f"{key}.load_contents": ["model"]}))
+    alone = {f"{key}.load_contents": ["model"]}
+    assert trainer.contents(values(**alone))["checkpoint.load_contents"] == ["model"]
+    for moving in ({"lr_warmup_steps": 5}, {"warmup_style": "cosine"}, {"lr_warmup_steps_ratio": 0.1}):
+        optimizer = {f"algorithm__optimizer__{name}": value for name, value in moving.items()}
+        with pytest.raises(NotSupportedYet, match="begins anew"):
+            trainer.contents(values(**alone, **optimizer))
     with pytest.raises(ConfigError, match="has no model"):
         trainer.contents(values(**{f"{key}.save_contents": ["extra"]}))
 

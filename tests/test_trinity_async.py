@@ -208,10 +208,21 @@ def test_one_queue_of_fresh_and_used_experiences() -> None:
     assert run.replay(alone | {"algorithm.algorithm_type": "sft"}) == {}
 
 
+def test_a_queue_by_priority_between_syncs_of_all_rollouts_is_a_plain_one() -> None:
+    """Of equal versions and use counts the first in is the first out, and each is used once."""
+    assert run.replay(replaying(grpo(), priority_fn_args={"decay": 0.1})) == {}
+    limited = {"priority_fn": "decay_limit_randomization", "priority_fn_args": {"use_count_limit": 2}}
+    assert run.replay(replaying(grpo(synchronizer__sync_interval=5), **limited)) == {}
+    noisy = limited | {"priority_fn_args": {"sigma": 0.5}}
+    with pytest.raises(NotSupportedYet, match="sigma"):
+        run.replay(replaying(grpo(), **noisy))
+
+
 @pytest.mark.parametrize(
     ("tree", "given", "error", "said"),
     [
-        (grpo(), {}, NotSupportedYet, "sync_style: fixed is coming"),
+        (grpo(), {"reuse_cooldown_time": 1.0}, NotSupportedYet, "sync_style: fixed and"),
+        (grpo(synchronizer__sync_offset=1), {}, NotSupportedYet, "sync_style: fixed and"),
         (
             grpo(synchronizer__sync_style="fully_async"),
             {"reuse_cooldown_time": 0},

@@ -168,13 +168,14 @@ def tokens_of(batch: Batch, rows: Tensor) -> Tensor:
     return moved_R.repeat_interleave(length_R) + torch.arange(int(length_R.sum()), device=rows.device)
 
 
-def split(batch: Batch, parts: int, *, place_G: Tensor | None = None) -> list[Tensor]:
-    """Numbers of the rollouts of `parts` minibatches of whole groups, in order or in that of the groups' places; sizes
-    differ by at most one group."""
-    groups = int(batch.group_R[-1]) + 1
-    parts = min(parts, groups)
-    place_R = batch.group_R if place_G is None else place_G.to(batch.group_R.device)[batch.group_R]
-    part_R = place_R * parts // groups
+def split(batch: Batch, parts: int, *, cut: bool = False, place: Tensor | None = None) -> list[Tensor]:
+    """Numbers of the rollouts of `parts` minibatches of whole groups, or of rollouts if groups are cut, in order or in
+    that of the places of the groups or rollouts; sizes differ by at most one of them."""
+    unit_R = torch.arange(batch.rollouts, device=batch.group_R.device) if cut else batch.group_R
+    units = int(unit_R[-1]) + 1
+    parts = min(parts, units)
+    place_R = unit_R if place is None else place.to(unit_R.device)[unit_R]
+    part_R = place_R * parts // units
     return [torch.nonzero(part_R == p).flatten() for p in range(parts)]
 
 

@@ -20,7 +20,7 @@ from whet.algos.preference import dpo, kto, orpo, simpo
 from whet.algos.rec import rec
 from whet.algos.segments import need
 from whet.algos.sequence import geo_mean, gspo
-from whet.algos.terms import Totals, mean_term, own, positive
+from whet.algos.terms import Totals, mean_term, own, pair_term, positive
 from whet.batch import Batch, Loss, LossFn, Outputs
 
 
@@ -32,12 +32,14 @@ def regularized(
     entropy_coef: float,
     entropy_own_mean: bool = False,
     positive_nll_coef: float = 0.0,
+    of_pairs: bool = False,
     totals: Totals | None = None,
 ) -> LossFn:
     """correction * loss + kl_coef * (KL to the reference) - entropy_coef * entropy, at every token.
 
     With entropy_own_mean the entropy is a mean over tokens, independent of their weights; positive_nll_coef
-    weighs the mean of -log pi over the tokens of rollouts with a reward above 0. `totals`: of the minibatch that the
+    weighs the mean of -log pi over the tokens of rollouts with a reward above 0. of_pairs: the loss is one number a
+    pair, and the KL is the mean over the tokens of both replies. `totals`: of the minibatch that the
     batches given are parts of; None: every batch is a whole one.
     """
     return partial(
@@ -48,6 +50,7 @@ def regularized(
         entropy_coef=entropy_coef,
         entropy_own_mean=entropy_own_mean,
         positive_nll_coef=positive_nll_coef,
+        of_pairs=of_pairs,
         totals=totals,
     )
 
@@ -62,6 +65,7 @@ def _regularized(
     entropy_coef: float,
     entropy_own_mean: bool,
     positive_nll_coef: float,
+    of_pairs: bool,
     totals: Totals | None,
 ) -> Loss:
     base = loss(batch, out)
@@ -70,7 +74,10 @@ def _regularized(
         loss_N = loss_N * batch.correction_N
     if kl_coef > 0:
         kl_N = reference_kl(batch, need(out.logp_N, "outputs.logp_N"), estimator)
-        loss_N, stats["kl_loss_nats"] = loss_N + kl_coef * kl_N, kl_N.detach()
+        stats["kl_loss_nats"] = kl_N.detach()
+        if of_pairs:
+            kl_N = pair_term(batch, kl_N, total=(totals or Totals.of(batch)).sampled)
+        loss_N = loss_N + kl_coef * kl_N
     if entropy_coef != 0:
         entropy_N = torch.where(own(batch), need(out.entropy_N, "outputs.entropy_N"), 0.0)
         if entropy_own_mean:

@@ -107,6 +107,7 @@ def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> A
         entropy_coef=r.entropy_coef,
         entropy_own_mean=r.entropy_own_mean,
         positive_nll_coef=r.positive_nll_coef,
+        of_pairs=r.pairs,
     )
     return Algorithm(
         name=r.name,
@@ -142,7 +143,7 @@ def _loss_of(
     if r.loss in LOSSES_OVER:
         over = LOSSES_OVER[r.loss]
         policy = over(own(minibatch), forward(minibatch, "logprobs"), **_taken(over, r.settings["loss"]))
-    own_means = r.entropy_own_mean or r.positive_nll_coef > 0
+    own_means = r.entropy_own_mean or r.positive_nll_coef > 0 or (r.pairs and r.kl.coef > 0)
     return _with_experts(r, whole(policy, totals=Totals.of(minibatch) if own_means else None))
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from whet.algos.segments import need
+from whet.algos.aggregate import pairs
+from whet.algos.segments import last_sampled_R, need
 from whet.batch import Batch
 
 
@@ -23,11 +24,14 @@ class Totals:
     """Tokens that the policy sampled."""
     positive: float
     """Of them, those of rollouts with a reward above 0."""
+    sampled: float
+    """Tokens of all replies, with or without a weight."""
 
     @staticmethod
     def of(batch: Batch) -> Totals:
         times_N = _times(batch).double()
-        return Totals(float(times_N[own(batch)].sum()), float(times_N[positive(batch)].sum()))
+        sums = (float(times_N[own(batch)].sum()), float(times_N[positive(batch)].sum()))
+        return Totals(*sums, float(batch.mask_N.sum()))
 
 
 def own(batch: Batch) -> Tensor:
@@ -46,6 +50,17 @@ def mean_term(batch: Batch, x_N: Tensor, where_N: Tensor, *, total: float) -> Te
     counted_N = where_N & (times_N > 0)
     scale_N = torch.where(counted_N, times_N / torch.where(counted_N, weight_N, 1.0), 0.0)
     return torch.where(counted_N, x_N, 0.0) * scale_N / max(total, 1.0)
+
+
+def pair_term(batch: Batch, x_N: Tensor, *, total: float) -> Tensor:
+    """[N] what makes sum(term_N * weight_N) over a minibatch of pairs the mean of x over its `total` sampled tokens.
+
+    The weight of a pair stands at the last token of its chosen reply, so the sum over both replies stands there.
+    """
+    chosen, rejected = pairs(batch)
+    last_P, x_R = last_sampled_R(batch)[chosen], batch.sum_R(x_N)
+    term_P = (x_R[chosen] + x_R[rejected]) / need(batch.weight_N, "batch.weight_N")[last_P]
+    return torch.zeros_like(x_N).index_put((last_P,), term_P.to(x_N.dtype)) / max(total, 1.0)
 
 
 def _times(batch: Batch) -> Tensor:

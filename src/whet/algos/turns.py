@@ -5,6 +5,8 @@ Shape letters: N tokens, R rollouts, M sampled tokens, K turns.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -14,13 +16,26 @@ from whet.batch import Batch
 
 
 def step_wise_grpo(
-    batch: Batch, *, reward_N: Tensor, std_epsilon: float, divide_by_turns: bool, std_ddof: int = 1
+    batch: Batch,
+    *,
+    reward_N: Tensor,
+    std_epsilon: float,
+    divide_by_turns: bool,
+    std_ddof: int = 1,
+    std_scope: Literal["group", "batch"] = "group",
 ) -> Advantage:
     """GRPO's advantage of the whole episode, given to each of its turns; optionally divided by their number.
 
     Trinity `step_wise_grpo`. In a group of one A = S / (1 + eps).
     """
-    adv_N, _ = grpo(batch, reward_N=reward_N, normalize_std=True, std_epsilon=std_epsilon, std_ddof=std_ddof)
+    adv_N, _ = grpo(
+        batch,
+        reward_N=reward_N,
+        normalize_std=True,
+        std_epsilon=std_epsilon,
+        std_ddof=std_ddof,
+        std_scope=std_scope,
+    )
     if divide_by_turns:
         row_K = _first_of_turn(batch, batch.row_N)
         turns_R = torch.bincount(row_K, minlength=batch.rollouts).clamp(min=1)

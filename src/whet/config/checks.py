@@ -35,7 +35,12 @@ def hard_problems(cfg: Config) -> list[Problem]:
     """All problems of the config of one stage."""
     algorithm, problems = _algorithm(cfg.algorithm)
     problems += rules.refused(cfg, algorithm)
-    problems += [*_structure(cfg), *_batch(cfg), *checks_run.problems(cfg), *checks_parallel.problems(cfg)]
+    problems += [
+        *_structure(cfg),
+        *_batch(cfg, algorithm),
+        *checks_run.problems(cfg),
+        *checks_parallel.problems(cfg),
+    ]
     problems += [
         *checks_learning.problems(cfg),
         *checks_rewards.problems(cfg),
@@ -144,8 +149,8 @@ def stop_tokens(cfg: Config, vocab_size: int | None) -> Iterator[Problem]:
             )
 
 
-def _batch(cfg: Config) -> Iterator[Problem]:
-    yield from train_problems(cfg)
+def _batch(cfg: Config, algorithm: Resolved | None) -> Iterator[Problem]:
+    yield from train_problems(cfg, algorithm)
     asked = {key: how.sampling for key, how in all_asked(cfg).items()}
     for key, sampling in {"rollout": cfg.rollout.sampling, **asked}.items():
         at = f"{key}.sampling"

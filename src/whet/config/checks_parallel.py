@@ -54,12 +54,12 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     if world(p) == 1:
         return
     ranks = p.dp_replicate * shards(p)
-    rollouts = train.tasks_per_step // train.minibatches * cfg.rollout.group_size
+    rollouts = train.tasks_per_step * cfg.rollout.group_size // train.minibatches
     if ranks > rollouts:
         yield (
             "train.parallel",
             f"dp_replicate * dp_shard = {ranks} ranks would share the {rollouts} rollouts of a minibatch "
-            "(tasks_per_step / minibatches * group_size); use fewer ranks or larger minibatches",
+            "(tasks_per_step * group_size / minibatches); use fewer ranks or larger minibatches",
         )
     if shards(p) > 1 or p.tp > 1:
         yield from _cut(cfg)

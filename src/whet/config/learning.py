@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from whet.config.recipes import Resolved
 from whet.config.schema import Config, Schedule, Train
 
 Said = tuple[str, str]
@@ -19,25 +20,33 @@ READS = {
 """The keys that each type of schedule reads in addition to the warm-up and its length."""
 
 
-def train_problems(cfg: Config) -> Iterator[Said]:
-    """Problems of `train` and of the settings of the critic."""
+def train_problems(cfg: Config, algorithm: Resolved | None) -> Iterator[Said]:
+    """Problems of `train` and of the settings of the critic. algorithm: None where it is not known."""
     train = cfg.train
-    yield from _minibatches("train.minibatches", train.minibatches, train)
+    rollouts = cfg.rollout.group_size if algorithm and cuts_groups(algorithm) else 1
+    yield from _minibatches("train.minibatches", train.minibatches, train, rollouts)
     if cfg.critic.minibatches:
-        yield from _minibatches("critic.minibatches", cfg.critic.minibatches, train)
+        yield from _minibatches("critic.minibatches", cfg.critic.minibatches, train, rollouts)
     yield from _schedule(train.optimizer.schedule, "train.optimizer.schedule")
     yield from _schedule(cfg.critic.optimizer.schedule, "critic.optimizer.schedule")
 
 
-def _minibatches(key: str, wanted: int, train: Train) -> Iterator[Said]:
+def cuts_groups(algorithm: Resolved) -> bool:
+    """Whether rollouts of a group may be in different minibatches. Advantages are computed before, over whole groups;
+    a loss on pairs, a mean over groups and a mix with demonstrations need them whole."""
+    return algorithm.kind == "online" and algorithm.mix is None and algorithm.loss_agg_mode != "prompt-mean"
+
+
+def _minibatches(key: str, wanted: int, train: Train, rollouts: int) -> Iterator[Said]:
     tasks = train.tasks_per_step
-    if tasks % wanted:
+    if tasks * rollouts % wanted:
         parts = _nearest(wanted, lambda m: tasks % m == 0)
         sizes = _nearest(tasks, lambda n: n % wanted == 0)
+        of_them = f", nor their {tasks * rollouts} rollouts" if rollouts > 1 else ""
         yield (
             key,
-            f"{wanted} does not divide train.tasks_per_step={tasks}; nearest values that do: {key}={parts}, or "
-            f"train.tasks_per_step={sizes}",
+            f"{wanted} does not divide train.tasks_per_step={tasks}{of_them}; nearest values that do: {key}={parts}, "
+            f"or train.tasks_per_step={sizes}",
         )
 
 

@@ -139,6 +139,16 @@ ALGORITHM = (
         "{optimizer_steps} (train.minibatches x train.update_epochs): leave it out, or set both to 1",
     ),
     refuse(
+        "algorithm.kl.estimator",
+        both(
+            {"condition": "kind", "is": "preferences"},
+            {"key": "algorithm.kl.coef", "above": 0},
+            {"key": "algorithm.kl.estimator", "in": ["corrected_k3", "unbiased_k3", "full"]},
+        ),
+        "{cfg.algorithm.kl.estimator} needs the policy that sampled each token, but pairs are given; set it to k2, or "
+        "another estimator of pi and the reference alone",
+    ),
+    refuse(
         "algorithm.advantage_low",
         both(ONLINE, {"key": "algorithm.advantage_low", "above": {"key": "algorithm.advantage_high"}}),
         "{cfg.algorithm.advantage_low} is above advantage_high={cfg.algorithm.advantage_high}; lower it, or raise "

@@ -15,10 +15,13 @@ OF_ROLLOUTS = (
 )
 """Parts of `algorithm` that have a meaning only where the policy samples."""
 
-WHOLE = tuple(name for name, row in LOSSES.items() if row.pairs or row.whole_replies)
-"""Losses with one number per pair or per reply."""
+WHOLE = tuple(name for name, row in LOSSES.items() if row.whole_replies)
+"""Losses with one number per reply."""
 
-BY_TOKEN: Condition = {"not": {"condition": "loss", "in": list(WHOLE)}}
+PAIRS = tuple(name for name, row in LOSSES.items() if row.pairs)
+"""Losses with one number per pair."""
+
+BY_TOKEN: Condition = {"not": {"condition": "loss", "in": [*PAIRS, *WHOLE]}}
 BOUNDED: Condition = {
     "any": [
         {"condition": "correction.weight.low", "given": True},
@@ -50,9 +53,9 @@ SETTING_RULES: tuple[Rule, ...] = (
     ),
     _rule(
         ("kl", "reward_kl"),
-        BY_TOKEN,
-        "loss={loss} is defined on whole replies and has no KL per token (dpo and kto bound the distance to the "
-        "reference by algorithm.loss.beta)",
+        {"not": {"condition": "loss", "in": list(WHOLE)}},
+        "loss={loss} is defined on whole replies and has no KL per token (algorithm.loss.beta bounds the distance to "
+        "the reference)",
     ),
     _rule(
         ("entropy_agg_mode",),

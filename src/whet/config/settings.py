@@ -118,6 +118,8 @@ class StepWiseGrpo(Section):
     """Added to the standard deviation."""
     std_ddof: Literal[1, 0] = 1
     """Denominator of the standard deviation: 1 is n - 1, 0 is n."""
+    std_scope: Literal["group", "batch"] = "group"
+    """The standard deviation of the group's rewards, or of all rewards of the batch."""
     divide_by_turns: bool = False
     """Divide an episode's advantage by its number of turns."""
 
@@ -127,6 +129,9 @@ class Distill(Section):
 
     distill_coef: Above0 = 1.0
     """Factor on log teacher - log policy."""
+    distill_mixture: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Weight b of the teacher in the mixture m = b teacher + (1 - b) policy: above 0 the advantage is -distill_coef
+    times (b log teacher + (1 - b) log policy - log m), the generalized Jensen-Shannon divergence at a token."""
 
 
 # ---------------------------------------------------------------- losses

@@ -59,6 +59,16 @@ class Span(NamedTuple):
 class NotSupportedYet(ConfigError):
     """A value that asks for an engine or a feature that is not built yet."""
 
+    def __init__(self, said: str, *, area: str = "", key: str = "", value: Json = None) -> None:
+        """area: the feature by its name in the table, under which it is told together with other keys that ask for it;
+        then with the key and its value."""
+        super().__init__(said)
+        self.area, self.key, self.value = area, key, value
+
+
+class AnotherModel(ConfigError):
+    """A file for models that are no language models. Nothing else in it is judged, and no rehearsal can try it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:

@@ -16,7 +16,7 @@ from whet.config.schema import Config
 from whet.config.tree import get, path_of
 from whet.dialects.kinds import accepts, expected, same, understood
 from whet.dialects.match import Found
-from whet.dialects.row import NotSupportedYet, Row, Status
+from whet.dialects.row import AnotherModel, NotSupportedYet, Row, Status
 from whet.dialects.tables import Dialect, parts
 from whet.dialects.values import Missing, Reading, nested, reading
 from whet.types import ConfigError, Json
@@ -129,8 +129,10 @@ def _called(file: Reading, function: str) -> Iterator[_Write]:
         native = file.of.functions(function)(file.values)
     except ConfigError as e:
         place, text = _told(file, rows, str(e))
-        if isinstance(e, NotSupportedYet):
-            file.unbuilt.append(Missing(place, text))
+        if isinstance(e, AnotherModel):
+            file.problems, file.unbuilt, file.broken = [(place, text)], [], True
+        elif isinstance(e, NotSupportedYet):
+            file.unbuilt.append(Missing(place, text, e.area, e.key, shown(e.value)))
         else:
             file.problems.append((place, text))
         return

@@ -47,7 +47,7 @@ class Reading:
     """(place, text)"""
     unbuilt: list[Missing] = field(default_factory=list)
     broken: bool = False
-    """A reference failed, so values are missing and nothing more can be said about them."""
+    """Nothing more can be said: a reference failed, so values are missing, or the file is for other models."""
 
     def place(self, name: str) -> str:
         """Where a key was given; '' if it was not."""

@@ -15,21 +15,23 @@ from whet.types import Metrics
 
 def passes(batch: Batch, train: Train, *, stream: int) -> Iterator[Tensor]:
     """Numbers of the rollouts of `train.minibatches` minibatches of whole groups (a group each where there are fewer),
-    `train.update_epochs` times over.
+    `train.update_epochs` times over. Groups are cut where the minibatches do not divide the tasks of a step.
 
     stream: seeds.key of the step; with `shuffle_minibatches` it and the number of the pass decide who learns with whom.
     """
+    cut = train.tasks_per_step % train.minibatches != 0
     for number in range(train.update_epochs):
         if train.shuffle_minibatches:
-            yield from deal(batch, train.minibatches, stream=seeds.key(stream, number))
+            yield from deal(batch, train.minibatches, cut=cut, stream=seeds.key(stream, number))
         else:
-            yield from split(batch, train.minibatches)
+            yield from split(batch, train.minibatches, cut=cut)
 
 
-def deal(batch: Batch, parts: int, *, stream: int) -> list[Tensor]:
-    """`split` after shuffling the groups. Inside a minibatch they keep their order: a gradient is a sum."""
-    groups = int(batch.group_R[-1]) + 1
-    return split(batch, parts, place_G=torch.from_numpy(seeds.permutation(stream, groups)))
+def deal(batch: Batch, parts: int, *, stream: int, cut: bool = False) -> list[Tensor]:
+    """`split` after shuffling the groups, or rollouts. Inside a minibatch they keep their order: a gradient is a
+    sum."""
+    units = batch.rollouts if cut else int(batch.group_R[-1]) + 1
+    return split(batch, parts, cut=cut, place=torch.from_numpy(seeds.permutation(stream, units)))
 
 
 def untaught(

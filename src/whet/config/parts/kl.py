@@ -8,7 +8,8 @@ from whet.config.parts.base import Above0, NonNegative, Positive, Section
 
 
 class Kl(Section):
-    """A term of the loss: coef times the KL to the reference at every token, with gradient."""
+    """A term of the loss: coef times the KL to the reference at every token, with gradient. Beside a loss on pairs
+    (dpo) it is the mean over the tokens of both replies."""
 
     coef: NonNegative = 0.0
     """Weight; 0 is off. (verl: kl_loss_coef; TRL: beta)"""

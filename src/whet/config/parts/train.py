@@ -114,12 +114,14 @@ class Train(Section):
     tasks_per_step: Positive = 16
     """Tasks of one step; times rollout.group_size: rollouts of one step. (verl: train_batch_size)"""
     minibatches: Positive = 1
-    """Optimizer steps per update epoch; must divide tasks_per_step. (verl: train_batch_size / ppo_mini_batch_size)"""
+    """Optimizer steps per update epoch. It divides tasks_per_step, and each minibatch has whole groups; or it divides
+    the rollouts of a step, and groups are cut (not with pairs, prompt-mean or a mix). Advantages are those of the whole
+    group in any case. (verl: train_batch_size / ppo_mini_batch_size)"""
     update_epochs: Positive = 1
     """Update epochs: how often each batch is trained on. (verl: ppo_epochs; TRL: num_iterations)"""
     shuffle_minibatches: bool = False
-    """Partition the groups into minibatches anew in every update epoch, by the seed. Default: in the order of
-    arrival."""
+    """Partition the groups (or rollouts, where groups are cut) into minibatches anew in every update epoch, by the
+    seed. Default: in the order of arrival."""
     micro_batch_tokens: Positive | None = None
     """Maximum tokens in one forward and backward. (verl: ppo_max_token_len_per_gpu) It changes memory and speed, never
     the gradient. Default: 2^19 / hidden size on a CPU, 16384 on CUDA."""

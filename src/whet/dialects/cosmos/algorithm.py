@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from whet.dialects.cosmos.data import short
+from whet.dialects.cosmos.steps import steps_together
 from whet.dialects.cosmos.values import POLICY, at_revision, is_sft, weights
-from whet.dialects.row import NotSupportedYet, Values
+from whet.dialects.row import AnotherModel, NotSupportedYet, Values
 from whet.types import ConfigError, Json
 
 ALL = 1_000_000
@@ -14,13 +15,12 @@ OPEN_LOW, OPEN_HIGH = 1.0, 1e9
 """Widths of a clip that leave the ratio's lower and upper side open."""
 
 DIFFUSION, ACTIONS = "diffusion models", "vision-language-action models"
-ELSEWHERE = {
+OTHER_MODELS = {
     **dict.fromkeys(("diffusers_sft", "diffusion_nft", "diffusion_nft_rollout"), DIFFUSION),
     **dict.fromkeys(("grpo_vla", "grpo_pi05", "pi_sft", "cosmos_policy", "vla"), ACTIONS),
     **dict.fromkeys(("gym_pg", "gym"), "policies that are no language models"),
-    "dpo": "preference pairs without a reference",
 }
-"""Cosmos's other trainers and rollout backends: what they are for."""
+"""Cosmos's trainers and rollout backends for other models: for which."""
 
 
 def algorithm(values: Values) -> dict[str, Json]:
@@ -43,10 +43,25 @@ def backend(values: Values) -> dict[str, Json]:
 
 def _here(values: Values, key: str, known: tuple[str, ...]) -> dict[str, Json]:
     name = values[key]
+    today = f"today: {', '.join(known)}"
+    if name in OTHER_MODELS:
+        raise AnotherModel(f"{key}={name} is coming, not built yet: {OTHER_MODELS[name]}; {today}")
     if name not in known:
-        what = ELSEWHERE.get(name, "code of your own")
-        raise NotSupportedYet(f"{key}={name} is coming, not built yet: {what}; today: {', '.join(known)}")
+        what = "preference pairs without a reference" if name == "dpo" else "code of your own"
+        raise NotSupportedYet(f"{key}={name} is coming, not built yet: {what}; {today}")
     return {}
+
+
+def diffusers(values: Values) -> dict[str, Json]:
+    """Models of the library diffusers have trainers of their own."""
+    if values["policy.is_diffusers"]:
+        raise AnotherModel(f"policy.is_diffusers=true is coming, not built yet: {DIFFUSION}")
+    return {}
+
+
+def world_model(values: Values) -> dict[str, Json]:
+    """A section that only the files of Cosmos's world models have (`cosmos-rl --wfm-mode`)."""
+    raise AnotherModel(f"model_parallel.*: a file for --wfm-mode; coming, not built yet: {DIFFUSION}")
 
 
 def _dropping(values: Values) -> dict[str, Json]:
@@ -150,7 +165,7 @@ def reference(values: Values) -> dict[str, Json]:
     if every <= 0:
         return unbiased
     return unbiased | {
-        "reference.reset_interval": every,
+        "reference.reset_interval": every // steps_together(values),
         "reference.reset_optimizer": values[POLICY + "reset_optimizer_with_reference"],
     }
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from whet.config.urls import is_remote
+from whet.dialects.cosmos.steps import together_up
 from whet.dialects.cosmos.values import POLICY, at_revision, is_sft, since, texts, weights
 from whet.dialects.row import NotSupportedYet, Values
+from whet.dialects.splits import rows_of_split
 from whet.types import ConfigError, Json
 
 FILES = (".parquet", ".jsonl", ".json", ".csv")
@@ -53,6 +55,11 @@ def _held_out(values: Values, source: Mapping[str, Json]) -> tuple[dict[str, Jso
 
     Of a data set that the file names the last rows are held out, of a script's the first.
     """
+    if source.keys() & {"skip", "limit"}:
+        raise NotSupportedYet(
+            f"{POLICY}dataset.split={values[POLICY + 'dataset.split']!r}, of which validation would take a part, is "
+            "coming; give validation.dataset a split of its own."
+        )
     is_file = "path" in source
     size = _test_size(values, POLICY + "dataset.test_size", otherwise=A_QUARTER if is_file else A_TENTH)
     if not is_file:
@@ -89,11 +96,12 @@ def _source(values: Values, at: str) -> dict[str, Json]:
                 f"{at}: {name} is one file and has no subset, and no split but 'train'; leave them out."
             )
         return {"path": name}
-    if any("[" in each for each in splits):
-        raise NotSupportedYet(
-            f"{at}.split={split!r}: parts of a split are coming; name whole ones, or put whet.data.train on top."
-        )
-    return {"path": name} | _without_empty({"subset": subset, "split": split})
+    part: dict[str, Json] = {"split": split}
+    if len(splits) == 1:
+        part = rows_of_split(splits[0], f"{at}.split")
+    elif any("[" in each for each in splits):
+        raise NotSupportedYet(f"{at}.split={split!r}: sums of parts of splits are coming; name whole ones.")
+    return {"path": name} | _without_empty({"subset": subset} | part)
 
 
 def _without_empty(given: Mapping[str, Json]) -> dict[str, Json]:
@@ -184,7 +192,7 @@ def validation(values: Values) -> dict[str, Json]:
     out = {f"data.eval.0.{key}": value for key, value in _validation_source(values).items()}
     out |= {
         "data.exclude_eval": False,
-        "eval.interval": values["validation.freq"],
+        "eval.interval": together_up(values, values["validation.freq"]),
         "eval.at_start": values["validation.val_before_train"],
     }
     return out if is_sft(values) else out | _asked(values) | _judge(values)
@@ -197,6 +205,10 @@ def _validation_source(values: Values) -> dict[str, Json]:
     if _is_shared(values):
         return source | _held_out(values, source)[1]
     most = "validation.dataset.test_size"
+    if values[most] is not None and source.keys() & {"skip", "limit"}:
+        raise NotSupportedYet(
+            f"{most}={values[most]} beside a part of a split is coming; leave one of the two out."
+        )
     return source | ({} if values[most] is None else {"limit": _test_size(values, most, otherwise=0)})
 
 

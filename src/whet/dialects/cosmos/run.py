@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
+from whet.dialects.cosmos.steps import together_up
 from whet.dialects.cosmos.values import POLICY, is_sft, since, texts
 from whet.dialects.row import NotSupportedYet, Values
 from whet.types import ConfigError, Json
@@ -85,7 +86,10 @@ def sync(values: Values) -> dict[str, Json]:
     ahead = 0 if in_turn else values[POLICY + "allowed_outdated_steps"]
     if since(values, "0.4.0"):
         ahead = max(ahead - (every - 1), 0)
-    return {"rollout.sync_interval": every, "rollout.max_staleness": ahead}
+    return {
+        "rollout.sync_interval": together_up(values, every),
+        "rollout.max_staleness": together_up(values, ahead),
+    }
 
 
 def chat(values: Values) -> dict[str, Json]:
@@ -133,6 +137,7 @@ def checkpoint(values: Values) -> dict[str, Json]:
         "checkpoint.keep": keep if keep > 0 else None,
         "checkpoint.async_save": values[at + "save_mode"] == "async",
     }
+    every = together_up(values, every)
     if epochs > 0:
         return out | {"checkpoint.interval": 0, "checkpoint.interval_epochs": epochs}
     return out | {"checkpoint.interval": every, "checkpoint.export_interval": every if exports else 0}

@@ -6,6 +6,7 @@ replicas together.
 
 from __future__ import annotations
 
+import math
 import re
 
 from whet.dialects.cosmos.values import MESH, POLICY, is_sft, since
@@ -43,29 +44,61 @@ def _rl_batch(values: Values) -> dict[str, Json]:
             f"train.train_batch_per_replica={responses} must be divisible by dp_shard_size*mini_batch="
             f"{shards}*{mini_batch}."
         )
-    everyone = responses * values[MESH + "n_init_replicas"]
-    if everyone % group:
-        raise NotSupportedYet(
-            f"train.train_batch_per_replica={responses} x n_init_replicas={everyone // responses} must be a multiple "
-            f"of rollout.n_generation={group}: a step here trains on whole groups. Steps over parts of a group are "
-            f"coming; until then set train_batch_per_replica to {-(-responses // group) * group}."
+    together, updates = steps_together(values), _updates(values, responses // shards)
+    if together > 1:
+        _check_parts_of_groups(values, together, updates)
+    tasks = responses * values[MESH + "n_init_replicas"] * together // group
+    return {"train.tasks_per_step": tasks, "train.minibatches": updates * together, **_micro(values)}
+
+
+def steps_together(values: Values) -> int:
+    """How many of Cosmos's steps are one step here: as many as make whole groups, each an optimizer step over its
+    responses. 1 where each of them has whole groups."""
+    if is_sft(values):
+        return 1
+    everyone = values[RESPONSES] * values[MESH + "n_init_replicas"]
+    together: int = math.lcm(everyone, values["rollout.n_generation"]) // everyone
+    return together
+
+
+def together_up(values: Values, steps: int) -> int:
+    """A number of Cosmos's steps in steps here, rounded up."""
+    return -(-steps // steps_together(values))
+
+
+def _check_parts_of_groups(values: Values, together: int, updates: int) -> None:
+    """What would mean something else where steps over parts of groups are one step."""
+    group, total = values["rollout.n_generation"], values["train.max_num_steps"]
+    said = (
+        f"train.train_batch_per_replica={values[RESPONSES]} x n_init_replicas={values[MESH + 'n_init_replicas']} is no "
+        f"multiple of rollout.n_generation={group}: {together} steps over parts of groups are one step here"
+    )
+    if values["mode"] != "disaggregated":
+        raise ConfigError(
+            f"{said}, and mode={values['mode']} trains on whole groups; Cosmos refuses it, too."
         )
-    updates = _updates(values, responses // shards, tasks=everyone // group)
-    return {"train.tasks_per_step": everyone // group, "train.minibatches": updates, **_micro(values)}
+    beyond = {
+        f"{POLICY}on_policy": values[POLICY + "on_policy"],
+        f"{POLICY}mu_iterations": values[POLICY + "mu_iterations"] > 1,
+        f"{POLICY}batch_size_per_optimize": updates > 1,
+        f"{POLICY}reference_reset_interval": (values[POLICY + "reference_reset_interval"] or 0) % together,
+        "train.max_num_steps": (total or 0) % together,
+    }
+    for key in (key for key, is_asked in beyond.items() if is_asked):
+        raise NotSupportedYet(
+            f"{said}; {key}={values[key]} with parts of groups is coming, not built yet (numbers of steps: a multiple "
+            f"of {together})."
+        )
 
 
-def _updates(values: Values, responses: int, *, tasks: int) -> int:
-    """Optimizer steps of one pass: each rank cuts its responses in chunks of batch_size_per_optimize.
-
-    The chunks must be equal, and of whole groups.
-    """
+def _updates(values: Values, responses: int) -> int:
+    """Optimizer steps of one pass: each rank cuts its responses in chunks of batch_size_per_optimize, equal ones."""
     chunk = values[POLICY + "batch_size_per_optimize"] or 0
     count = max(responses // chunk, 1) if chunk > 0 else 1
-    if count > 1 and (responses % chunk or tasks % count):
+    if count > 1 and responses % chunk:
         raise NotSupportedYet(
             f"{POLICY}batch_size_per_optimize={chunk} must divide the {responses} responses of a rank "
-            f"(train_batch_per_replica / dp_shard_size), and the {tasks} prompts of a step must divide by the number "
-            "of optimizer steps: unequal ones and parts of groups are coming."
+            "(train_batch_per_replica / dp_shard_size): unequal optimizer steps are coming."
         )
     return count
 
@@ -120,7 +153,8 @@ def layout(values: Values) -> dict[str, Json]:
 def length(values: Values) -> dict[str, Json]:
     """The epochs, and max_num_steps if it is given: whichever ends first."""
     steps = values["train.max_num_steps"]
-    return {"train.epochs": values["train.epoch"]} | ({} if steps is None else {"train.steps": steps})
+    most = {} if steps is None else {"train.steps": steps // steps_together(values)}
+    return {"train.epochs": values["train.epoch"]} | most
 
 
 def run_length(values: Values) -> dict[str, Json]:
@@ -170,7 +204,8 @@ def _rates(values: Values) -> dict[str, Json]:
 def schedule(values: Values) -> dict[str, Json]:
     """Warm-up, plateau and decay, in training steps."""
     total: int | None = values["train.max_num_steps"]
-    ramp = {SCHEDULE + "unit": "train_step"} | _warmup(values, total)
+    unit = "train_step" if steps_together(values) == 1 else "optimizer_step"
+    ramp = {SCHEDULE + "unit": unit} | _warmup(values, total)
     shape, share = values["train.optm_decay_type"], _decay_share(values, total)
     if shape in (None, "none") or share == 0:
         return ramp | {SCHEDULE + "type": "constant"}

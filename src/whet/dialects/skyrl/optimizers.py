@@ -25,8 +25,14 @@ SCHEDULES = {
     "cosine_with_restarts": "cosine",  # of one cycle, transformers' default
     "polynomial": "linear",
     "inverse_sqrt": "inverse_sqrt",
-    **dict.fromkeys(("cosine_with_min_lr", "warmup_stable_decay", "reduce_lr_on_plateau")),
 }
+
+NEED_MORE = {
+    "cosine_with_min_lr": "type=cosine and min_lr_ratio",
+    "warmup_stable_decay": "type=wsd and decay_steps",
+    "reduce_lr_on_plateau": "another type",
+}
+"""Schedules of transformers that need arguments which SkyRL does not pass, and what is like them natively."""
 
 
 def policy_optimizer(v: Values) -> Native:
@@ -105,6 +111,11 @@ def _schedule(v: Values, given: str) -> Native:
     """transformers' schedules, in optimizer steps; the first step of a warm-up moves nothing, as there."""
     warmup, name, lr = v[f"{given}.num_warmup_steps"], v[f"{given}.scheduler"], v[f"{given}.lr"]
     warmup = v["trainer.num_warmup_steps"] if warmup is None else warmup
+    if name in NEED_MORE:
+        raise ConfigError(
+            f"{given}.scheduler={name}: transformers needs arguments for it that SkyRL does not pass, so SkyRL stops "
+            f"there, too; write another, or give the native one: whet.train.optimizer.schedule, {NEED_MORE[name]}."
+        )
     kind = choose(v, f"{given}.scheduler", SCHEDULES)
     _check_schedule(v, f"{given}.scheduler")
     out: dict[str, Json] = {"type": kind, "warmup_steps": warmup}

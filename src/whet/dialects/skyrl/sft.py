@@ -3,13 +3,13 @@ and ask the RL file's functions."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
 
 from whet.config.faults import shown
-from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.row import NOTHING, Native, Values
 from whet.dialects.skyrl import devices, optimizers
+from whet.dialects.splits import rows_of_split
 from whet.dialects.tables import table
 from whet.dialects.typed import choose
 from whet.dialects.versions import VERSION
@@ -79,8 +79,6 @@ def is_megatron(v: Values) -> bool:
 
 # ---------------------------------------------------------------- data
 
-SPLIT = re.compile(r"([\w.-]+)(?:\[(-?\d+|)(%?):(-?\d+|)(%?)\])?")
-SUM = re.compile(r"[\w.-]+( *\+ *[\w.-]+)+")
 DEFAULT = (["yahma/alpaca-cleaned"], ["train[:100]"])
 
 
@@ -142,32 +140,11 @@ def _sources(v: Values, native: str, key: str, paths: Json, splits: Json) -> dic
         at = f"{native}.{n}"
         columns = {"messages": v["messages_key"]}
         columns |= {"system_prompt_column": v["system_key"]} if v["system_key"] != "system" else {}
-        part = {"path": path, **columns, **_split(split, f"{key}_splits")}
+        part = {"path": path, **columns, **rows_of_split(split, f"{key}_splits")}
         if PurePath(path).suffix and part["split"] == "train":  # a single file is all of it train
             del part["split"]
         out |= {f"{at}.{name}": value for name, value in part.items()}
     return out
-
-
-def _split(text: str, key: str) -> dict[str, Json]:
-    """A split of the datasets library. A share is of all rows, natively, too; a negative number counts from the end."""
-    if SUM.fullmatch(text):
-        return {"split": [name.strip() for name in text.split("+")]}
-    found = SPLIT.fullmatch(text)
-    name, low, percent_low, high, percent_high = found.groups() if found else ("",) * 5
-    first, last = int(low or 0), int(high) if high else None
-    is_share = bool(percent_low or percent_high)
-    mixed = is_share and low and high and percent_low != percent_high
-    from_end = min(first, last or 0) < 0
-    if found is None or mixed or (from_end and (is_share or (first < 0 <= (last or 0) and high))):
-        raise NotSupportedYet(
-            f"{key}: {shown(text)} is coming, not built yet; today: NAME, NAME[:100], NAME[5%:10%], NAME[-100:], A+B"
-        )
-    limit = last if last is None or last < 0 else last - first
-    if not is_share:
-        return {"split": name, **({"skip": first} if first else {}), **({"limit": limit} if limit else {})}
-    shares = {"skip": first / 100, "limit": None if limit is None else limit / 100}
-    return {"split": name, **{key: share for key, share in shares.items() if share and share != 1}}
 
 
 # ---------------------------------------------------------------- steps

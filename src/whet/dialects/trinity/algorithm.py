@@ -12,10 +12,12 @@ from whet.dialects.trinity.values import (
     agreed,
     arguments,
     at_least,
+    distills,
     entries,
     given,
     is_megatron,
     known_as,
+    number,
     online,
     preset,
     text,
@@ -41,6 +43,7 @@ ADVANTAGES: dict[str, Native] = {
     "reinforce": {},
     "reinforceplusplus": {"gamma": 1.0},
     "on_policy_distill": {"kl_coef": 1.0},
+    "jsd": {"kl_coef": 1.0, "lambda_coef": 0.5, "temperature": 1.0, "chunk_size": None},
     "none": {},
 }
 """The advantages with their arguments and defaults."""
@@ -48,17 +51,19 @@ ADVANTAGES: dict[str, Native] = {
 _NEEDS = {"duplicate_experiences": "std_threshold", "epsilon": "std_normalize"}
 """Arguments that only another one makes count; the second of rec."""
 
-NEWER = ("clipb", "clipv", "gigpo", "jsd")
+NEWER = ("clipb", "clipv", "gigpo")
 _NATIVE = {
     "ppo": "gae",
     "grpo_verl": "grpo",
     "reinforceplusplus": "reinforce_plus_plus",
     "on_policy_distill": "distill",
+    "jsd": "distill",
 }
 _ARGUMENTS = {
     "gamma": "advantage.gamma",
     "lam": "advantage.lam",
     "kl_coef": "advantage.distill_coef",
+    "lambda_coef": "advantage.distill_mixture",
     "baseline_shift": "advantage.baseline_shift",
     "epsilon": "advantage.std_epsilon",
     "opmd_baseline": "advantage.opmd_baseline",
@@ -69,7 +74,7 @@ _ARGUMENTS = {
     "drop": "resample",
 }
 """Arguments by their native names; those that are null or false by default are left out at it."""
-_OF_ONE = {"ppo": "ppo", "on_policy_distill": "on_policy_distill"}
+_OF_ONE = {"ppo": "ppo", "on_policy_distill": "on_policy_distill", "jsd": "jsd"}
 """Advantages that only one algorithm_type has the models for."""
 
 
@@ -110,6 +115,8 @@ def _settings(name: str, given: Mapping[str, Json]) -> Native:
         told["advantage.tau"] = given["tau"]
     elif name == "opmd" and given["tau"] != 1.0:
         raise ConfigError(f"{KEY}_args.tau: has no effect with opmd_baseline: mean; leave it out.")
+    if name == "jsd":
+        _check_divergence(given)
     if name == "rec" and given["std_normalize"]:
         told["advantage.std_ddof"] = 0
     elif name == "rec":
@@ -117,12 +124,22 @@ def _settings(name: str, given: Mapping[str, Json]) -> Native:
     if given.get("duplicate_experiences"):
         told["refill"] = "copy"
     if given.get("std_cal_level", "group") != "group":
-        if name != "grpo":
-            raise NotSupportedYet(
-                f"{KEY}_args.std_cal_level: {given['std_cal_level']} with {name} is coming, not built yet; here: group."
-            )
         told["advantage.std_scope"] = given["std_cal_level"]
     return {f"algorithm.{key}": value for key, value in told.items()}
+
+
+def _check_divergence(given: Mapping[str, Json]) -> None:
+    """chunk_size changes memory alone."""
+    if given["temperature"] != 1:
+        raise NotSupportedYet(
+            f"{KEY}_args.temperature: {given['temperature']}: log-probs divided by it, which are those of no policy, "
+            "are coming, not built yet; here: 1."
+        )
+    if number(given["lambda_coef"], f"{KEY}_args.lambda_coef") == 1:
+        raise ConfigError(
+            f"{KEY}_args.lambda_coef: 1 moves the policy away from the teacher (its advantage is log policy - log "
+            "teacher); write 0, or a number between."
+        )
 
 
 # ---------------------------------------------------------------- operators
@@ -186,19 +203,31 @@ def _kl_loss(values: Values) -> Native:
     told = arguments(values, f"{key}_args", {"kl_coef": 0.001, "adaptive": False})
     if told["adaptive"]:
         raise ConfigError(f"{key}_args.adaptive: has no effect in the loss; use kl_penalty_fn.")
+    if base.kind == "dpo":
+        name = _beside_dpo(values, name)
     if name == "none" or told["kl_coef"] == 0:
         return {}
-    if base.kind == "dpo":
-        raise NotSupportedYet(
-            f"{key}: the loss of dpo holds its own KL to the reference (policy_loss_fn_args.beta); a second term is "
-            'coming, not built yet. Leave kl_loss_fn out, or write "none".'
-        )
-    if base.advantage == "on_policy_distill":
+    if distills(values):
         raise ConfigError(
             f"{key}: {name} has no policy to compare with: the reference is the teacher. Leave it out."
         )
     coef = outside_mu(values, told["kl_coef"], key=f"{key}_args.kl_coef")
     return {"algorithm.kl.coef": coef, "algorithm.kl.estimator": name}
+
+
+def _beside_dpo(values: Values, name: Json) -> Json:
+    """Trinity's dpo has a KL to the reference in any case: for none it takes k2."""
+    if name == "corrected_k3":
+        raise ConfigError(
+            "algorithm.kl_loss_fn: corrected_k3 needs sampled replies, and dpo is given them; write k3."
+        )
+    mode = text(values, "algorithm.loss_agg_mode")
+    if mode not in (None, "token-mean"):
+        raise NotSupportedYet(
+            f"algorithm.loss_agg_mode: {mode} with dpo, where it is that of the KL, is coming, not built yet; here: "
+            "token-mean."
+        )
+    return "k2" if name == "none" else name
 
 
 def _kl_penalty(values: Values) -> Native:

@@ -9,9 +9,10 @@ from pathlib import Path
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.algorithm import OPERATORS
 from whet.dialects.trinity.loss import STRATEGY, step, strategy, weight
-from whet.dialects.trinity.rewards import workflow
+from whet.dialects.trinity.rewards import is_one_turn, is_plain, workflow
 from whet.dialects.trinity.values import (
     AUXILIARY,
+    BY_EXPLORER,
     EVAL_TASKSETS,
     EXPERIENCES,
     TASKSET,
@@ -87,13 +88,24 @@ def batch(values: Values) -> Native:
     need = _needed(values, tasks)
     if need < tasks:
         return _with_spare(values, need, spare=tasks - need)
-    if size not in (None, tasks * times):
-        raise NotSupportedYet(
-            f"buffer.train_batch_size: {size} is not buffer.batch_size * algorithm.repeat_times = {tasks} * {times} = "
-            f"{tasks * times}: training on more or fewer experiences than a step explores is coming, not built yet."
-        )
-    _divided(values, tasks * times)
+    if size not in (None, tasks * times) and is_one_turn(values):
+        tasks = _of_the_trainer(values, size, tasks * times)
+    _divided(values, size or tasks * times)
     return {"train.tasks_per_step": tasks, "rollout.group_size": times}
+
+
+def _of_the_trainer(values: Values, size: int, explored: int) -> int:
+    """Tasks of a step of the trainer that is of another size than the explorer's: it takes what it needs from the
+    queue, and where it decides about syncs, the explorer's steps count nothing."""
+    style, times = str(values["synchronizer.sync_style"]), repeat_times(values)
+    if style in ("fixed", *BY_EXPLORER) or size % times or values["buffer.total_steps"]:
+        raise NotSupportedYet(
+            f"buffer.train_batch_size: {size} is not buffer.batch_size * algorithm.repeat_times = "
+            f"{values['buffer.batch_size']} * {times} = {explored}: steps of the trainer and of the explorer of "
+            "different sizes are coming, not built yet; here: a multiple of repeat_times, with "
+            "synchronizer.sync_style: trainer_driven or fully_async, and without buffer.total_steps."
+        )
+    return size // times
 
 
 def _needed(values: Values, tasks: int) -> int:
@@ -185,7 +197,7 @@ def _system(own: Own, *, at: str) -> Native:
     column, message = text(own, "format.system_prompt_key"), text(own, "format.system_prompt")
     if column:
         return {f"{at}.system_prompt_column": column}
-    return {f"{at}.system": message} if message else {}
+    return {f"{at}.system_prompt": message} if message else {}
 
 
 ORDERS = {"sequential": "sequential", "shuffle": "shuffle", "offline_easy2hard": "hard_first"}
@@ -224,14 +236,42 @@ def tasks(values: Values) -> Native:
     masks = "math_boxed" in named and at_least(values, "0.6.0")  # truncated replies, from then on
     return {
         "data.train.0.name": "taskset_0",
-        **_source(own, TASKSET, at="data.train.0"),
-        "data.chat": True,
+        **_source(values, own, TASKSET, at="data.train.0"),
+        **_chat(values),
         **_order(inside(values, f"{TASKSET}.task_selector"), f"{TASKSET}.task_selector"),
         **({"algorithm.groups.truncated": "mask"} if masks else {}),
     }
 
 
-def _source(own: Own, what: str, *, at: str) -> Native:
+def _chat(values: Values) -> Native:
+    """The chat template for all tasksets. Where one has plain prompts (use_base), the others' system messages ask for
+    it."""
+    sets = [(inside(values, TASKSET), TASKSET)]
+    sets += [(own, f"{EVAL_TASKSETS}[{n}]") for n, own in enumerate(entries(values, EVAL_TASKSETS))]
+    plain = [is_plain(values, own, what) for own, what in sets]
+    if not any(plain):
+        return {"data.chat": True}
+    for (own, what), is_text in zip(sets, plain):
+        if not is_text and not _system(own, at=""):
+            raise NotSupportedYet(
+                f"{what}.format.system_prompt: none, beside a taskset with workflow_args.use_base: plain prompts "
+                "beside chats without a system message are coming, not built yet; give it a system_prompt, or use_base."
+            )
+    return {}
+
+
+def _plain(own: Own, what: str, *, at: str) -> Native:
+    """The text around the prompt of a base model."""
+    for key in ("format.system_prompt_key", "format.reply_prefix"):
+        if text(own, key):
+            raise ConfigError(f"{what}.{key}: has no effect with workflow_args.use_base; leave it out.")
+    message = text(own, "format.system_prompt")
+    begins = f"System:{message}\n" if message else ""
+    return {f"{at}.template": f"{begins}User:\n{{prompt}}\nAssistant:\n"}
+
+
+def _source(values: Values, own: Own, what: str, *, at: str) -> Native:
+    plain = is_plain(values, own, what)
     storage = str(own.get("storage_type") or "file")
     if storage == "queue":
         raise ConfigError(f"{what}.storage_type: tasks cannot come from a queue; here: file.")
@@ -242,7 +282,7 @@ def _source(own: Own, what: str, *, at: str) -> Native:
         f"{at}.prompt": own.get("format.prompt_key") or "prompt",
         f"{at}.answer": own.get("format.response_key") or "response",
         **({f"{at}.name": name} if name else {}),
-        **_system(own, at=at),
+        **(_plain(own, what, at=at) if plain else _system(own, at=at)),
         **({f"{at}.reply_prefix": prefix} if prefix else {}),
     }
 
@@ -256,7 +296,7 @@ def evaluation(values: Values) -> Native:
     for n, own in enumerate(sets):
         what, name = f"{EVAL_TASKSETS}[{n}]", own.get("name") or f"eval_taskset_{n}"
         workflow(values, own, what)
-        out |= _source(own, what, at=f"data.eval.{n}") | {f"data.eval.{n}.name": name}
+        out |= _source(values, own, what, at=f"data.eval.{n}") | {f"data.eval.{n}.name": name}
     times = [own.get("repeat_times") or 1 for own in sets]
     sampled = [_sampled(values, own) for own in sets]
     out |= {"eval.samples": times[0]} | {f"eval.sampling.{key}": value for key, value in sampled[0].items()}

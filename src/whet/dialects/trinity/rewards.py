@@ -13,10 +13,10 @@ from whet.dialects.trinity.values import (
     Native,
     Own,
     at_least,
+    distills,
     entries,
     inside,
     online,
-    preset,
     text,
 )
 from whet.types import ConfigError
@@ -66,7 +66,26 @@ def workflow(values: Values, own: Own, what: str) -> str:
     _refuse_typo(name, WORKFLOWS, at=at)
     raise NotSupportedYet(
         f"{at}: {name}, a workflow of several turns, with tools or of your own, is coming, not built yet; here, all of "
-        f"one turn: {', '.join(ONE_TURN)}."
+        f"one turn: {', '.join(ONE_TURN)}.",
+        area="several turns and tools",
+        key=at,
+        value=name,
+    )
+
+
+def is_one_turn(values: Values) -> bool:
+    """Whether the workflow of training is of one turn, which gives one experience a rollout."""
+    try:
+        workflow(values, inside(values, TASKSET), TASKSET)
+    except NotSupportedYet:
+        return False
+    return True
+
+
+def is_plain(values: Values, own: Own, what: str) -> bool:
+    """Whether the prompts of a taskset are plain text, which math_boxed_workflow writes for base models (use_base)."""
+    return bool(_section(own, "workflow_args").get("use_base")) and "math_boxed" in workflow(
+        values, own, what
     )
 
 
@@ -76,7 +95,7 @@ def _reward(values: Values, own: Own, what: str) -> str | None:
     if name is None:
         at = f"{INPUT}.default_reward_fn_type"
         name = text(values, at) or WORKFLOWS[workflow(values, own, what)]
-    if name is None and preset(values).advantage == "on_policy_distill":
+    if name is None and distills(values):
         return None
     if name is None:
         raise ConfigError(
@@ -104,7 +123,10 @@ def _refuse_typo(name: str, known: Collection[str], *, at: str) -> None:
 def _judged(values: Values, own: Own, what: str) -> dict[str, Native]:
     """The rewards of a taskset by label, as the native section has them."""
     name = _reward(values, own, what)
-    given, steps = _section(own, "reward_fn_args"), _section(own, "workflow_args")
+    given = _section(own, "reward_fn_args")
+    plain, steps = is_plain(values, own, what), dict(_section(own, "workflow_args"))
+    if plain or steps.get("use_base") is False:
+        del steps["use_base"]
     known = {"math_dapo_reward": _OVERLONG}.get(name or "", ())
     if name is None or name in REWARDS:
         _only(given, f"{what}.reward_fn_args", known)
@@ -130,10 +152,8 @@ def _section(own: Own, name: str) -> Own:
 
 def _only(given: Own, at: str, known: Sequence[str]) -> None:
     """NotSupportedYet for arguments that nothing here reads."""
-    if given.get("use_base"):
-        raise NotSupportedYet(f"{at}: use_base, prompts without the chat template, is coming, not built yet.")
     for name in given:
-        if name not in (*known, "use_base"):
+        if name not in known:
             raise NotSupportedYet(
                 f"{at}: {name} is coming, not built yet: nothing here reads it; here: {', '.join(known) or 'none'}."
             )

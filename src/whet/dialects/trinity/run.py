@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from whet.dialects.layout import Layout
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.data import apart, bound, in_rounds
 from whet.dialects.trinity.values import (
+    BY_EXPLORER,
     CRITIC,
     EXPERIENCES,
     MODEL,
     Native,
     arguments,
+    distills,
     entries,
     given,
     online,
@@ -21,7 +24,7 @@ from whet.dialects.trinity.values import (
     text,
 )
 from whet.tables import near
-from whet.types import ConfigError
+from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- the run and its models
 
@@ -75,18 +78,21 @@ def libraries(values: Values) -> Native:
 
 
 def teacher(values: Values) -> Native:
-    """The first auxiliary model, which on_policy_distill learns from. Others are for workflows of several models."""
+    """The first auxiliary model, which on_policy_distill and jsd learn from. Others are for workflows of several
+    models."""
     key = "explorer.auxiliary_models"
-    models, distills = entries(values, key), preset(values).advantage == "on_policy_distill"
+    models, learns = entries(values, key), distills(values)
     if not online(values):
         return {}
-    if not models and distills:
-        raise ConfigError(f"{key}: must be given: on_policy_distill learns from the model_path of the first.")
-    if len(models) > distills:
-        raise NotSupportedYet(
-            f"{key}: models beside the policy are coming, not built yet; here: the teacher of on_policy_distill."
+    if not models and learns:
+        raise ConfigError(
+            f"{key}: must be given: {values['algorithm.algorithm_type']} learns from the model_path of the first."
         )
-    if not distills:
+    if len(models) > learns:
+        raise NotSupportedYet(
+            f"{key}: models beside the policy are coming, not built yet; here: the teacher of on_policy_distill or jsd."
+        )
+    if not learns:
         return {}
     path = text(models[0], "model_path")
     if path is None:
@@ -115,7 +121,6 @@ def environment(values: Values) -> Native:
 
 
 AHEAD = ("dynamic_by_explorer", "dynamic_by_trainer", "explorer_driven", "trainer_driven", "fully_async")
-BY_EXPLORER = ("dynamic_by_explorer", "explorer_driven")
 
 
 def ahead(values: Values) -> Native:
@@ -186,11 +191,13 @@ def replay(values: Values) -> Native:
     and a bench take no notice of it."""
     if not values[f"{REPLAY}.enable"] or not online(values) or values["mode"] in ("explore", "bench"):
         return {}
-    _possible(values)
-    oldest, seconds = bound(values), values[f"{REPLAY}.reuse_cooldown_time"]
     controlled = values[f"{REPLAY}.priority_fn"] != "linear_decay"
     defaults: Native = {"decay": 2.0} | ({"use_count_limit": 3, "sigma": 0.0} if controlled else {})
     told = arguments(values, f"{REPLAY}.priority_fn_args", defaults)
+    if _is_a_queue(values, told):
+        return {}
+    _possible(values)
+    oldest, seconds = bound(values), values[f"{REPLAY}.reuse_cooldown_time"]
     out: Native = {
         "queue": True,
         "capacity": values[f"{EXPERIENCES}.capacity"],
@@ -207,6 +214,15 @@ def replay(values: Values) -> Native:
     return {f"buffer.replay.{key}": value for key, value in out.items()}
 
 
+def _is_a_queue(values: Values, told: Mapping[str, Json]) -> bool:
+    """Whether it gives what a plain queue gives. With sync_style fixed and no offset, the trainer trains on all that
+    was explored since the last sync before it syncs again: what lies there has one version, and nothing returns."""
+    in_step = values["synchronizer.sync_style"] == "fixed" and not values["synchronizer.sync_offset"]
+    plain = values[f"{EXPERIENCES}.storage_type"] == "queue" and not apart(values)
+    once = values[f"{REPLAY}.reuse_cooldown_time"] is None
+    return in_step and plain and once and not told.get("sigma")
+
+
 def _possible(values: Values) -> None:
     storage, style = values[f"{EXPERIENCES}.storage_type"], values["synchronizer.sync_style"]
     if storage == "sql":
@@ -216,9 +232,10 @@ def _possible(values: Values) -> None:
         )
     if style == "fixed" and not apart(values):
         raise NotSupportedYet(
-            f"{REPLAY}.enable: true with mode: both and sync_style: fixed is coming, not built yet: here a step waits "
-            "for its own tasks then, and nothing is drawn in their place; write another sync_style "
-            f"({', '.join(AHEAD)}), mode: train and mode: explore, or whet.buffer.replay.share for a share of them."
+            f"{REPLAY}.enable: true with mode: both, sync_style: fixed and reuse_cooldown_time, sigma or sync_offset "
+            "is coming, not built yet: here a step waits for its own tasks then, and nothing is drawn in their place; "
+            f"write another sync_style ({', '.join(AHEAD)}), mode: train and mode: explore, or "
+            "whet.buffer.replay.share for a share of them."
         )
     if style != "fixed" and values[f"{REPLAY}.reuse_cooldown_time"] is not None and bound(values) is None:
         raise NotSupportedYet(

@@ -7,7 +7,7 @@ from math import ceil
 
 from whet.dialects.layout import PARALLEL, RANKS, Layout, groups
 from whet.dialects.row import NotSupportedYet, Values
-from whet.dialects.trinity.algorithm import kl, schedule
+from whet.dialects.trinity.algorithm import kl, optimizer, schedule
 from whet.dialects.trinity.data import limits, trainers
 from whet.dialects.trinity.loss import AGGREGATIONS
 from whet.dialects.trinity.values import (
@@ -19,6 +19,7 @@ from whet.dialects.trinity.values import (
     Native,
     agreed,
     at_least,
+    distills,
     entries,
     given,
     is_megatron,
@@ -42,7 +43,7 @@ def has_critic(values: Values) -> bool:
 def has_reference(values: Values) -> bool:
     """Whether the algorithm compares with another model."""
     base = preset(values)
-    return base.kind == "dpo" or base.advantage == "on_policy_distill" or bool(kl(values))
+    return base.kind == "dpo" or distills(values) or bool(kl(values))
 
 
 def is_remote(values: Values) -> bool:
@@ -318,13 +319,24 @@ def _contents(values: Values, what: str) -> list[str]:
     return list(parts)
 
 
+def _is_constant(values: Values) -> bool:
+    """Whether the learning rates of policy and critic are the same in all steps."""
+    policys = {
+        key.rpartition(".")[2]: value for key, value in optimizer(values).items() if ".schedule." in key
+    }
+    critics = critic(values)["critic.optimizer"]["schedule"] if has_critic(values) else policys
+    moving = {"warmup_steps", "warmup_ratio"}
+    return all(one["type"] == "constant" and not one.keys() & moving for one in (policys, critics))
+
+
 def contents(values: Values) -> Native:
-    """What a checkpoint holds, and what is read of it. `extra`, the run's place, is in every one."""
+    """What a checkpoint holds, and what is read of it. Step and position in the data are in every one; `extra` is the
+    state of the schedule, which would begin anew without it, and of random numbers that no rollout is drawn with."""
     saved, loaded = _contents(values, "save"), _contents(values, "load")
-    if "extra" not in loaded:
+    if "extra" not in loaded and not _is_constant(values):
         raise NotSupportedYet(
-            f"{ACTOR}.checkpoint.load_contents: {loaded} without extra (a run that starts again at step 0 with these "
-            "weights) is coming, not built yet; here: with extra."
+            f"{ACTOR}.checkpoint.load_contents: {loaded} without extra: a schedule of the learning rate that begins "
+            "anew where a run goes on is coming, not built yet; here: with extra, or with a constant rate."
         )
     both = ("model", "optimizer")
     return {

@@ -30,6 +30,9 @@ REF = f"{CONFIG}.actor_rollout_ref.ref"
 CRITIC = f"{CONFIG}.critic"
 VERL_TRAINER = f"{CONFIG}.trainer"
 
+BY_EXPLORER = ("dynamic_by_explorer", "explorer_driven")
+"""Values of synchronizer.sync_style with which the explorer's steps say when weights are synchronized."""
+
 # ---------------------------------------------------------------- values
 
 
@@ -155,15 +158,18 @@ PRESETS: dict[str, Preset] = {
         repeat_times=8,
         in_trainer=True,
     ),
+    "jsd": Preset(
+        recipe="distill", advantage="jsd", kl_loss="none", entropy="none", repeat_times=8, in_trainer=True
+    ),
     "mix": Preset(recipe="mix", advantage="grpo", loss="mix", entropy="mix", repeat_times=8),
     "mix_chord": Preset(
         recipe="mix_chord", advantage="grpo", loss="mix_chord", entropy="mix", repeat_times=8
     ),
     "sft": Preset(recipe="sft", loss="sft", kl_loss="none", entropy="none", repeat_times=1, kind="sft"),
-    "dpo": Preset(recipe="dpo", loss="dpo", kl_loss="none", kind="dpo"),
+    "dpo": Preset(recipe="dpo", loss="dpo", kind="dpo"),
 }
 
-NEWER = ("cpt", "gigpo", "jsd")
+NEWER = ("cpt", "gigpo")
 """Those of versions after the document that are not built."""
 
 
@@ -178,6 +184,11 @@ def preset(values: Values) -> Preset:
             f"algorithm.algorithm_type: {name}, of a newer version, is coming, not built yet; {known}."
         )
     raise ConfigError(f"algorithm.algorithm_type: {name!r} is not known{near(name, PRESETS)}; {known}.")
+
+
+def distills(values: Values) -> bool:
+    """Whether a teacher judges the tokens."""
+    return preset(values).recipe == "distill"
 
 
 def online(values: Values) -> bool:
