@@ -301,6 +301,18 @@ CASES: dict[str, Case] = {
     "algorithm.advantage.baseline_shift": ("algorithm.name=asymre", 0.2),
     "algorithm.advantage.turn_weight": ("algorithm.name=gigpo", 0.3),
     "algorithm.advantage.distill_coef": (f"algorithm.name=distill; {OTHERS}; reference.path=B", 0.5),
+    "algorithm.advantage.distill_estimator": (f"algorithm.name=distill; {OTHERS}; reference.path=B", "abs"),
+    "algorithm.loss.divergence": (f"algorithm.name=gkd; {OTHERS}; reference.path=B", "full"),
+    "algorithm.loss.top_k": (
+        f"algorithm.name=gkd; {OTHERS}; reference.path=B; algorithm.loss.divergence=forward_topk",
+        2,
+    ),
+    "algorithm.loss.min_logprob": (
+        f"algorithm.name=gkd; {OTHERS}; reference.path=B; "
+        "algorithm.loss={divergence: forward_topk, top_k: 4}",
+        -0.5,
+    ),
+    "algorithm.loss.max_divergence": (f"algorithm.name=gkd; {OTHERS}; reference.path=B", 1e-3),
     "algorithm.advantage.gamma": (PPO, 0.5),
     "algorithm.advantage.lam": (PPO, 0.5),
     "algorithm.advantage.normalize_std": ("", False),

@@ -144,6 +144,14 @@ def test_distill_by_hand() -> None:
     assert adv_N.tolist() == [0, 1.5, 0, -math.inf]
 
 
+def test_distill_by_another_estimator_is_minus_its_value() -> None:
+    batch = make_batch([["pa"]], [0.0])
+    d = replace(batch, logp_old_N=torch.tensor([0.0, -1.0]), logp_ref_N=torch.tensor([0.0, -3.0]))
+    for estimator, value in (("k1", 2.0), ("k2", 2.0), ("abs", 2.0), ("low_var_kl", 2.0 - 1 + 0.1353353)):
+        adv_N, _ = distill(d, reward_N=token_rewards(batch), distill_coef=0.5, distill_estimator=estimator)
+        assert adv_N.tolist() == pytest.approx([0.0, -0.5 * value])
+
+
 def test_distill_of_the_teacher_itself_is_nothing_and_rewards_do_not_matter() -> None:
     batch = ragged(2)
     same = replace(batch, logp_ref_N=batch.logp_old_N)
@@ -349,7 +357,7 @@ def test_gigpo_against_a_loop(seed: int, gamma: float, normalize: bool, weight: 
 ALL = {
     "reinforce_plus_plus": {"gamma": 0.9},
     "remax": {},
-    "distill": {"distill_coef": 0.7},
+    "distill": {"distill_coef": 0.7, "distill_estimator": "low_var_kl"},
     "reward": {},
     "optimal_token_baseline": {},
     "tir_optimal_token_baseline": {},

@@ -88,13 +88,16 @@ def remax(batch: Batch, *, reward_N: Tensor) -> Advantage:
     return torch.where(batch.mask_N, return_N - baseline_R[batch.row_N], 0.0), None
 
 
-def distill(batch: Batch, *, reward_N: Tensor, distill_coef: float) -> Advantage:
-    """distill_coef * (log ref - log old) at every token, the reference being the teacher; rewards are not read.
+def distill(
+    batch: Batch, *, reward_N: Tensor, distill_coef: float, distill_estimator: str = "k1"
+) -> Advantage:
+    """-distill_coef * k(log old - log ref) at every token, the reference being the teacher; rewards are not read.
 
-    On-policy distillation: the policy gradient of the reverse KL, token by token (arXiv:2306.13649 section 3).
+    On-policy distillation: with k1, which is the difference itself, the policy gradient of the reverse KL, token by
+    token (arXiv:2306.13649 section 3).
     """
-    gap_N = need(batch.logp_ref_N, "batch.logp_ref_N") - old_logp_N(batch)
-    return torch.where(batch.mask_N, distill_coef * gap_N, 0.0).to(reward_N.dtype), None
+    kl_N = reference_kl(batch, old_logp_N(batch), distill_estimator)
+    return (-distill_coef * kl_N).to(reward_N.dtype), None
 
 
 def reward(batch: Batch, *, reward_N: Tensor) -> Advantage:

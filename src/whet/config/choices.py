@@ -45,6 +45,7 @@ LOSSES = {
     "opmd": "Policy gradient divided by 1 + tau.",
     "topr": "Good rollouts have weight 1, others at most their ratio.",
     "rec": "Policy gradient with REC's clips, weights and regularizers.",
+    "gkd": "Divergence from a teacher at the policy's own tokens; no rewards, no advantage.",
     "cross_entropy": "Cross entropy of the policy's own rollouts, independent of the advantage.",
     "sft": "Cross entropy of demonstrations.",
     "sft_is": "Cross entropy weighted by the token's probability (DFT).",

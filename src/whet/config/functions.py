@@ -49,6 +49,8 @@ class Loss:
     """It compares with the policy before the step, or need not, so more than one optimizer step a batch is right."""
     anchor: Literal["old", "sampled", "none"] = "old"
     """What it compares with: the policy before the step, the engine's own log-probs as they are, or nothing."""
+    judged: bool = True
+    """It reads the advantage; else a run needs no rewards."""
     pairs: bool = False
     """One number a pair of replies, averaged over pairs."""
     whole_replies: bool = False
@@ -130,6 +132,9 @@ LOSSES: dict[str, Loss] = {
         skips_if={"rec_regularizer": "none"},
     ),
     "cross_entropy": Loss(anchor="none", skips="no weight"),
+    "gkd": Loss(
+        settings=settings.Gkd, needs=frozenset({"reference"}), anchor="none", judged=False, skips="no weight"
+    ),
     "sft": Loss(kind="demonstrations", ratio=False, skips="no weight"),
     "sft_is": Loss(kind="demonstrations", ratio=False, skips="no weight"),
     "sft_phi": Loss(settings=settings.SftPhi, kind="demonstrations", ratio=False, skips="no weight"),

@@ -69,7 +69,7 @@ class Resolved:
     compares: bool
     """Rollouts of a task are compared with each other."""
     judged: bool
-    """The advantage reads rewards."""
+    """The advantage reads rewards, and the loss the advantage."""
     ratio: bool
     """The loss compares with the policy before the step."""
     anchor: Literal["old", "sampled", "none"]
@@ -136,7 +136,7 @@ def resolve(cfg: Algorithm) -> Resolved:
         max_refills=cfg.max_refills,
         needs=advantage.needs | loss.needs | _kl_needs(cfg),
         compares=advantage.compares and settings["advantage"].settings.get("single_rollout") != "raw",
-        judged=advantage.judged,
+        judged=advantage.judged and loss.judged,
         ratio=loss.ratio or settings["loss"].is_own,
         anchor="old" if settings["loss"].is_own else loss.anchor,
         positive_nll_coef=cfg.positive_nll_coef,

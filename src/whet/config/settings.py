@@ -127,6 +127,8 @@ class Distill(Section):
 
     distill_coef: Above0 = 1.0
     """Factor on log teacher - log policy."""
+    distill_estimator: Literal["k1", "k2", "low_var_kl", "abs"] = "k1"
+    """Estimator of the KL to the teacher, minus which is the advantage. k1: log policy - log teacher."""
 
 
 # ---------------------------------------------------------------- losses
@@ -272,6 +274,20 @@ class Rec(Clip):
     """Added at every token: (log ratio)^2, or -log pi."""
     rec_regularizer_coef: NonNegative = 0.0
     """Weight of the regularizer."""
+
+
+class Gkd(Section):
+    """The divergence from a teacher at the policy's own tokens (arXiv:2306.13649)."""
+
+    divergence: Literal["low_var_kl", "k2", "k3", "abs", "full", "forward_topk"] = "low_var_kl"
+    """An estimator of the KL of the policy to the teacher at the sampled token; full: that KL over the vocabulary;
+    forward_topk: the KL of the teacher to the policy over the teacher's top_k likeliest tokens."""
+    top_k: Annotated[int, Field(ge=1)] = 32
+    """Tokens of the teacher that forward_topk compares at each place."""
+    min_logprob: Annotated[float, Field(lt=0.0)] | None = None
+    """forward_topk: log-probs of both models count as at least this, in nats. None: as they are."""
+    max_divergence: Above0 | None = None
+    """A token's divergence counts as at most this, in nats, and has no gradient above. None: no limit."""
 
 
 class SftPhi(Section):
