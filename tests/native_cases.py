@@ -41,6 +41,11 @@ GIVEN = "rewards={}; rollout={sampling: {max_tokens: 4}}"
 SFT, DPO, KTO = (f"algorithm.name={name}; {GIVEN}" for name in ("sft", "dpo", "kto"))
 EVAL = "data.eval=[{path: held.jsonl, name: held}]; data.exclude_eval=false"
 MIX = "algorithm.name=mix; algorithm.mix.demonstration_ratio=0.5; data.demonstrations=[{path: a.jsonl}]"
+GDPO = (
+    "rewards={f: {function: format, arguments: {pattern: '.*[0-4].*'}}, "
+    "g: {function: format, arguments: {pattern: '.*[a-k].*'}}}; rollout.group_size=8; "
+    "algorithm.advantage={name: gdpo, parts: [f, g]}"
+)
 MOVED = "train.update_epochs=3; train.optimizer.lr=0.05; rollout.group_size=4"
 """Ratios move away from 1 within a step."""
 REC = f"algorithm.name=rec; {MOVED}"
@@ -291,6 +296,8 @@ CASES: dict[str, Case] = {
     "algorithm.advantage.std_epsilon": ("", 0.5),
     "algorithm.advantage.std_scope": ("", "batch"),
     "algorithm.advantage.rank_penalty": ("rollout.group_size=4", 0.5),
+    "algorithm.advantage.parts": (GDPO, ["f"]),
+    "algorithm.advantage.part_weights": (GDPO, [1.0, -3.0]),
     "algorithm.advantage.single_rollout": (
         "algorithm.name=rloo; rewards.r.function='rows.py:half'; reward_workers.max_failure_rate=1.0; "
         "train.tasks_per_step=4",
@@ -485,6 +492,7 @@ CASES: dict[str, Case] = {
     "train.max_skipped_steps": ("", 3),
     **optimizer("train.optimizer", ""),
     "eval.interval": (EVAL, 1),
+    "eval.interval_epochs": (f"{EVAL}; data.train.0.limit=2; train.steps=3", 1),
     "eval.at_start": (EVAL, False),
     "eval.at_end": (EVAL, False),
     "eval.samples": (f"{EVAL}; eval.sampling.temperature=1.0", 2),

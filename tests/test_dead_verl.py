@@ -29,6 +29,8 @@ IS, RS = "algorithm.rollout_is", "algorithm.rollout_correction.rollout_rs"
 DISTILL = "distillation.distillation_loss."
 
 OTHER: Given = {
+    "algorithm.gdpo_reward_keys": ["score", "right"],
+    "algorithm.gdpo_reward_weights": [0.5, 2.0],
     DISTILL + "loss_mode": "k2",
     "distillation.teacher_models.*": {"teacher_model": {"model_path": "other"}},
     "data.truncation": "left",
@@ -222,7 +224,14 @@ FULLY: Given = {
 APART: Given = {"actor_rollout_ref.hybrid_engine": False, "rollout.nnodes": 4}
 OWN: Given = {R + "nnodes": 4}
 
+GDPO: Given = {
+    "algorithm.adv_estimator": "gdpo",
+    R + "n": 4,
+    "algorithm.gdpo_reward_keys": ["format", "right"],
+}
+
 CONTEXTS: dict[str, Given] = {
+    **dict.fromkeys(("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"), GDPO),
     "distillation.enabled": {k: v for k, v in TEACHER.items() if k != "distillation.enabled"},
     **dict.fromkeys(("distillation.teacher_models.*", DISTILL + "use_task_rewards"), TEACHER),
     DISTILL + "distillation_loss_coef": TEACHER,

@@ -42,6 +42,8 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         ("algorithm.name=reinforce", "rollout.group_size=1", "algorithm.dynamic_sampling=true"),
         (*DISTILL, "-rewards", "algorithm.dynamic_sampling=true"),
     ],
+    "algorithm.advantage": [(*MIX, "algorithm.advantage={name: gdpo, parts: [r]}")],
+    "algorithm.advantage.parts": [("algorithm.advantage=gdpo",)],
     "algorithm.groups.min_std": [
         ("algorithm.name=reinforce", "rollout.group_size=1", "algorithm.groups.min_std=0.1")
     ],

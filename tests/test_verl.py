@@ -839,3 +839,26 @@ def test_what_python_counts_as_false_is_false() -> None:
         understood(True, row["trainer.test_freq"], default=-1, nulls=())[1]
         == "got true, expected a whole number"
     )
+
+
+# ---------------------------------------------------------------- rewards normalised apart
+
+
+def test_gdpo_normalises_entries_of_what_the_reward_returns() -> None:
+    given = {"algorithm.adv_estimator": "gdpo", R + "n": 4, "algorithm.gdpo_reward_keys": ["score", "format"]}
+    assert algorithm.advantage(values(given)) == {
+        "algorithm.name": "grpo",
+        "algorithm.advantage": "gdpo",
+        "algorithm.advantage.parts": ["score", "score/format"],
+        "algorithm.advantage.part_weights": None,
+    }
+    said = refusal(algorithm.advantage, {**given, "algorithm.gdpo_reward_weights": [1.0]})
+    assert "1 of them for 2 gdpo_reward_keys" in said
+    assert "gdpo_reward_keys" in refusal(algorithm.advantage, {**given, "algorithm.gdpo_reward_keys": None})
+
+
+def test_sft_evaluates_after_each_epoch() -> None:
+    given: dict[str, Json] = {"data.val_files": "val.parquet", "trainer.test_freq": "after_each_epoch"}
+    found = sft.validation(values(given, "verl-sft"))
+    assert found["eval.interval_epochs"] == 1
+    assert "eval.interval" not in found

@@ -18,6 +18,7 @@ from whet.algos.baselines import (
     Advantage,
     asymre,
     best,
+    gdpo,
     gpg,
     grpo,
     grpo_passk,
@@ -113,6 +114,7 @@ def none(batch: Batch, *, reward_N: Tensor) -> Advantage:
 
 ADVANTAGES: dict[str, Callable[..., Advantage]] = {
     "grpo": grpo,
+    "gdpo": gdpo,
     "grpo_passk": grpo_passk,
     "rloo": rloo,
     "rec": rec,

@@ -53,6 +53,8 @@ class Algorithm:
     """Given whether sampled log-probs are exact: must the trainer recompute `logp_old_N`? Else None."""
     entropy_grad: bool
     """The loss needs the gradient of the entropy."""
+    parts: tuple[str, ...]
+    """Parts of the reward that the advantage reads apart: `part_RC` has a column for each."""
     whole_groups: bool
     """The loss joins rollouts of a group: never split a group between micro-batches."""
     dynamic_sampling: bool
@@ -119,6 +121,7 @@ def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> A
         needs_critic=r.needs_critic,
         needs_old=partial(_needs_old, r, uses_old),
         entropy_grad=r.entropy_coef != 0,
+        parts=tuple(r.settings["advantage"].settings.get("parts", ())) if r.advantage == "gdpo" else (),
         whole_groups=r.kind == "preferences",
         dynamic_sampling=r.dynamic_sampling,
         kl_coef=r.reward_kl.coef,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 ADVANTAGES = {
     "grpo": "Reward minus the mean of the group, divided by its standard deviation.",
+    "gdpo": "The same for each part of the reward, summed and whitened over the batch.",
     "grpo_passk": "Non-zero only for the best rollout of the group: its reward minus the second best.",
     "rloo": "Reward minus the mean of the other rollouts of the task.",
     "rec": "Reward minus the mean of the group, as REC defines it.",

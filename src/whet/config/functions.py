@@ -65,6 +65,7 @@ ADVANTAGES: dict[str, Advantage] = {
         settings=settings.Grpo,
         compares=True,
     ),
+    "gdpo": Advantage(settings=settings.Gdpo, compares=True),
     "grpo_passk": Advantage(settings=settings.GroupStd, compares=True),
     "rloo": Advantage(settings=settings.Rloo, compares=True),
     "rec": Advantage(settings=settings.RecAdvantage, compares=True),

@@ -259,6 +259,12 @@ def _check_parts(cfg: Algorithm, r: Resolved) -> None:
         )
     if r.mix is not None and r.mix.mu == 0 and not r.mix.mu_valley:
         raise ConfigError("algorithm.mix.mu=0: the demonstrations would count nothing; set it above 0.")
+    given = r.settings["advantage"].settings
+    if r.advantage == "gdpo" and given["part_weights"] and len(given["part_weights"]) != len(given["parts"]):
+        raise ConfigError(
+            f"algorithm.advantage.part_weights: {len(given['part_weights'])} of them for {len(given['parts'])} parts; "
+            "give one for each"
+        )
     settings = r.settings["loss"].settings
     if settings.get("rec_regularizer", "none") != "none" and settings["rec_regularizer_coef"] == 0:
         raise ConfigError(

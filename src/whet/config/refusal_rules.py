@@ -89,7 +89,7 @@ DATA = (
     refuse(
         "data.eval",
         both(given("data.eval"), no({"condition": "evaluates"})),
-        "is never used: eval.interval is 0 and at_start and at_end are false",
+        "is never used: eval.interval and interval_epochs are 0 and at_start and at_end are false",
     ),
     refuse(
         "data.eval",
@@ -147,6 +147,16 @@ ALGORITHM = (
             f"it to {off}",
         )
         for key, off in (("resample", "none"), ("refill", "sample"))
+    ),
+    refuse(
+        "algorithm.advantage",
+        both(ONLINE, {"condition": "advantage", "is": "gdpo"}, MIXES),
+        "gdpo compares parts of rewards, which the demonstrations of algorithm.mix do not have; take another one",
+    ),
+    refuse(
+        "algorithm.advantage.parts",
+        both({"condition": "advantage", "is": "gdpo"}, no({"condition": "advantage.parts", "given": True})),
+        "gdpo needs the names of the parts of the reward that it compares: give them",
     ),
     refuse(
         "reference.path",

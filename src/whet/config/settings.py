@@ -51,6 +51,15 @@ class Grpo(GroupStd):
     count more (arXiv:2506.02355). 0 is off."""
 
 
+class Gdpo(GroupStd):
+    """Parts of the reward, each against its own mean in the group, summed and whitened over the batch (GDPO)."""
+
+    parts: tuple[str, ...] = ()
+    """Names of the parts: of a reward, or REWARD/KEY of what it returns beside its score."""
+    part_weights: tuple[float, ...] | None = None
+    """A weight for each part, in their order. None: 1 for each."""
+
+
 class Rloo(Section):
     """Reward against the mean of the group's other rewards."""
 

@@ -8,7 +8,7 @@ from whet.config.faults import shown
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.dialects.verl import distillation
-from whet.dialects.verl.roles import ACTOR, CRITIC, ROLLOUT, has_critic
+from whet.dialects.verl.roles import ACTOR, CRITIC, ROLLOUT, has_critic, texts
 from whet.dialects.verl.sizes import is_fully_async, is_one_step_off, prompts, responses
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
@@ -34,12 +34,12 @@ ESTIMATORS: dict[str, tuple[str, str | None] | None] = {
     "rloo_vectorized": ("rloo", None),
     "optimal_token_baseline": ("optimal_token_baseline", None),
     "tir_optimal_token_baseline": ("optimal_token_baseline", "tir_optimal_token_baseline"),
-    "gdpo": None,
+    "gdpo": ("grpo", "gdpo"),
 }
 """Recipe and, where it is not the recipe's, advantage of every estimator."""
 
 BY_STD = ("grpo", "grpo_passk", "grpo_vectorized")
-"""Estimators that read norm_adv_by_std_in_grpo."""
+"""Estimators that read norm_adv_by_std_in_grpo; gdpo always divides."""
 
 ALONE: dict[str, str] = {
     **dict.fromkeys(("grpo", "grpo_vectorized", "reinforce_plus_plus_baseline", "opo"), "reward"),
@@ -60,7 +60,7 @@ def advantage(v: Values) -> Native:
         )
     estimator = str(v[key])
     recipe, own = choose(v, key, ESTIMATORS)
-    if responses(v) == 1 and estimator in ("grpo_passk", "gpg"):
+    if responses(v) == 1 and estimator in ("grpo_passk", "gpg", "gdpo"):
         raise ConfigError(f"{key}={estimator} compares several responses; raise {ROLLOUT}.n above 1")
     if responses(v) == 1 and estimator in ALONE:
         whitened = {"algorithm.whiten": True} if estimator == "reinforce_plus_plus_baseline" else {}
@@ -72,9 +72,25 @@ def advantage(v: Values) -> Native:
         out["algorithm.advantage.normalize_std"] = v["algorithm.norm_adv_by_std_in_grpo"]
     if estimator == "grpo_vectorized" and not since(v, "verl", "0.8.0"):
         out["algorithm.advantage.std_floor"] = 1e-3
+    if estimator == "gdpo":
+        out |= _parts(v)
     if estimator == "rloo":
         out["algorithm.advantage.single_rollout"] = "raw"
     return out
+
+
+def _parts(v: Values) -> dict[str, Json]:
+    """What GDPO normalises apart: entries of what compute_score returns, which are parts of the reward `score`."""
+    keys = texts(v, "algorithm.gdpo_reward_keys")
+    weights = v["algorithm.gdpo_reward_weights"]
+    if weights is not None and len(weights) != len(keys):
+        raise ConfigError(
+            f"algorithm.gdpo_reward_weights: {len(weights)} of them for {len(keys)} gdpo_reward_keys"
+        )
+    return {
+        "algorithm.advantage.parts": [key if key == "score" else f"score/{key}" for key in keys],
+        "algorithm.advantage.part_weights": weights,
+    }
 
 
 def discount(v: Values) -> Native:

@@ -77,8 +77,8 @@ def teacher(v: Values) -> Native:
         return NOTHING
     if v[f"{ROLLOUT}.temperature"] != 1:
         raise NotSupportedYet(
-            f"{ROLLOUT}.temperature={v[f'{ROLLOUT}.temperature']} with {AT}.enabled is coming, not built yet: a teacher "
-            "at another temperature than the policy (verl's is always at 1)"
+            f"{ROLLOUT}.temperature={v[f'{ROLLOUT}.temperature']} with {AT}.enabled is coming, not built yet: a "
+            "teacher at another temperature than the policy (verl's is always at 1)"
         )
     if replaces_rewards(v):
         _check_alone(v)
@@ -113,8 +113,8 @@ def _learnable(v: Values) -> str:
     divergence = choose(v, f"{LOSS}.loss_mode", DIVERGENCES)
     if divergence == "k1":
         raise ConfigError(
-            f"{LOSS}.loss_mode={v[f'{LOSS}.loss_mode']} needs use_policy_gradient=True: its own gradient does not depend "
-            "on the teacher"
+            f"{LOSS}.loss_mode={v[f'{LOSS}.loss_mode']} needs use_policy_gradient=True: its own gradient does not "
+            "depend on the teacher"
         )
     return divergence
 
@@ -139,7 +139,8 @@ def _path(v: Values) -> str:
     chosen: list[Json] = list(named.values()) or [given.get("teacher_model")]
     if len(chosen) > 1:
         raise NotSupportedYet(
-            f"{TEACHERS}: {', '.join(named)} are coming, not built yet: several teachers, chosen by a column of the data"
+            f"{TEACHERS}: {', '.join(named)} are coming, not built yet: several teachers, chosen by a column of "
+            "the data"
         )
     path = chosen[0].get("model_path") if isinstance(chosen[0], Mapping) else None
     if not isinstance(path, str) or not path:
