@@ -379,6 +379,8 @@ CASES: dict[str, Case] = {
         "binary_kl",
     ),
     "algorithm.loss.dppo_delta_low": (f"algorithm.name=dppo; {MOVED}", 0.001),
+    "algorithm.loss.dppo_anchor": (f"algorithm.name=dppo; train.temperature=0.7; {MOVED}", "old"),
+    "algorithm.loss.dppo_max_ratio": (f"algorithm.name=dppo; {MOVED}", 0.9),
     "algorithm.loss.dppo_delta_high": (f"algorithm.name=dppo; {MOVED}", 0.001),
     "algorithm.loss.aipo_rho": (f"algorithm.name=aipo; {MOVED}", 1.001),
     "algorithm.loss.sppo_epsilon": (f"algorithm.name=sppo; {MOVED}", 0.001),

@@ -79,6 +79,11 @@ CASES: list[Case] = [
     ("topr", {"topr_threshold": 0.0}, lambda t: naive.topr(t, 0.0)),
     ("topr", {"topr_threshold": 0.5}, lambda t: naive.topr(t, 0.5)),
     ("cross_entropy", {}, plain(lambda a, lp, r: -lp)),
+    (
+        "gkd",  # over the vocabulary, which the engine adds; estimators stand in test_divergence.py
+        {"divergence": "full", "top_k": 1, "min_logprob": None, "max_divergence": None},
+        plain(lambda a, lp, r: 0.0),
+    ),
     *[
         (
             "dppo",

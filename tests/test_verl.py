@@ -862,3 +862,28 @@ def test_sft_evaluates_after_each_epoch() -> None:
     found = sft.validation(values(given, "verl-sft"))
     assert found["eval.interval_epochs"] == 1
     assert "eval.interval" not in found
+
+
+def test_an_estimator_may_be_a_function_of_ones_own() -> None:
+    given: dict[str, Json] = {"algorithm.adv_estimator": "mine.py:leave_one_out"}
+    assert algorithm.advantage(values(given)) == {
+        "algorithm.name": "grpo",
+        "algorithm.advantage": "mine.py:leave_one_out",
+    }
+    assert not roles.has_critic(values(given))
+
+
+def test_dppo_has_the_bounds_of_the_divergence_and_the_largest_weight() -> None:
+    given: dict[str, Json] = {
+        A + "policy_loss.loss_mode": "dppo_kl",
+        A + "clip_ratio": 0.05,
+        A + "clip_ratio_high": 0.1,
+    }
+    assert algorithm.loss(values(given)) == {
+        "algorithm.loss": "dppo",
+        "algorithm.loss.dppo_divergence": "binary_kl",
+        "algorithm.loss.dppo_delta_low": 0.05,
+        "algorithm.loss.dppo_delta_high": 0.1,
+        "algorithm.loss.dppo_anchor": "old",
+        "algorithm.loss.dppo_max_ratio": 3.0,
+    }

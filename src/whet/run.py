@@ -276,9 +276,8 @@ class Run:
         rows = self.plan.rows
         if every == 0 or rows is None:
             return False
-        before, now = (
-            (self.step + after - n) * self.plan.own_tasks_per_step // (every * rows) for n in (1, 0)
-        )
+        drawn = ((self.step + after - n) * self.plan.own_tasks_per_step for n in (1, 0))
+        before, now = (tasks // (every * rows) for tasks in drawn)
         return now > before
 
     def _due(self, every: int, *, epochs: int = 0, after: int = 0) -> bool:

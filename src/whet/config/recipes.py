@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from whet.config.correction import check_correction
-from whet.config.functions import ADVANTAGES, LOSSES, Kind, Need
+from whet.config.functions import ADVANTAGES, LOSSES, Kind, Loss, Need
 from whet.config.keys import TABLES, setting, words
 from whet.config.recipe_table import RECIPES, Recipe
 from whet.config.schema import Algorithm, Correction, Groups, Kl, Mix, RewardKl
@@ -138,7 +138,7 @@ def resolve(cfg: Algorithm) -> Resolved:
         compares=advantage.compares and settings["advantage"].settings.get("single_rollout") != "raw",
         judged=advantage.judged and loss.judged,
         ratio=loss.ratio or settings["loss"].is_own,
-        anchor="old" if settings["loss"].is_own else loss.anchor,
+        anchor="old" if settings["loss"].is_own else _anchor(loss, settings["loss"]),
         positive_nll_coef=cfg.positive_nll_coef,
         entropy_own_mean=cfg.entropy_agg_mode == "token-mean",
         pairs=loss.pairs,
@@ -150,6 +150,11 @@ def resolve(cfg: Algorithm) -> Resolved:
     _check_parts(cfg, resolved)
     check_correction(cfg.correction, old_logprobs=cfg.old_logprobs)
     return resolved
+
+
+def _anchor(loss: Loss, chosen: Chosen) -> Literal["old", "sampled", "none"]:
+    """What the loss compares with; a setting may say it."""
+    return "old" if chosen.settings.get("dppo_anchor") == "old" else loss.anchor
 
 
 def _mix(cfg: Algorithm, settings: Mapping[str, Chosen]) -> Mix | None:

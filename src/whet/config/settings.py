@@ -236,6 +236,11 @@ class Dppo(Section):
     """The farthest a token with negative advantage may have fallen (0.05 is usual for binary_kl, in nats)."""
     dppo_delta_high: Above0 = 0.15
     """The farthest a token with positive advantage may have risen."""
+    dppo_anchor: Literal["sampled", "old"] = "sampled"
+    """What the policy is compared with: the engine's log-probs (the paper), or those of the policy before the step."""
+    dppo_max_ratio: Above0 | None = None
+    """The ratio counts as at most this; tokens above keep that weight of their gradient (the paper: 20). None: no
+    limit."""
 
 
 class Aipo(Section):

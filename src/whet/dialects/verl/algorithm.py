@@ -50,7 +50,8 @@ here on."""
 
 
 def advantage(v: Values) -> Native:
-    """The estimator over the recipe that has it; verl's policy loss and aggregation are chosen apart."""
+    """The estimator over the recipe that has it, or a function of the user's over that of grpo; verl's policy loss
+    and aggregation are chosen apart."""
     key = "algorithm.adv_estimator"
     if distillation.replaces_rewards(v):
         return distillation.algorithm(v)
@@ -59,6 +60,8 @@ def advantage(v: Values) -> Native:
             f"{key}=null: SPIN and SPPO, with trainers of their own, are coming, not built yet"
         )
     estimator = str(v[key])
+    if ":" in estimator:
+        return {"algorithm.name": "grpo", "algorithm.advantage": estimator}
     recipe, own = choose(v, key, ESTIMATORS)
     if responses(v) == 1 and estimator in ("grpo_passk", "gpg", "gdpo"):
         raise ConfigError(f"{key}={estimator} compares several responses; raise {ROLLOUT}.n above 1")
@@ -143,7 +146,9 @@ LOSSES: dict[str, str | None] = {
     "geo_mean": "geo_mean",
     "cispo": "cispo",
     "bypass_mode": "ppo",
-    **dict.fromkeys(("rollout_correction", "dppo_tv", "dppo_kl", "dro")),
+    "dppo_tv": "dppo",
+    "dppo_kl": "dppo",
+    **dict.fromkeys(("rollout_correction", "dro")),
 }
 
 CLIPPED = ("ppo", "gspo", "geo_mean", "clip_cov", "cispo")
@@ -178,6 +183,17 @@ def loss(v: Values) -> Native:
         out["algorithm.loss.clip_high"] = ratio if high is None else high
     if name == "ppo":
         out["algorithm.loss.dual_clip"] = v[f"{ACTOR}.clip_ratio_c"]
+    elif name == "dppo":
+        ratio, low, high = (v[f"{ACTOR}.clip_ratio{side}"] for side in ("", "_low", "_high"))
+        out |= {
+            "algorithm.loss.dppo_divergence": str(v[f"{ACTOR}.policy_loss.loss_mode"]).replace(
+                "dppo", "binary"
+            ),
+            "algorithm.loss.dppo_delta_low": ratio if low is None else low,
+            "algorithm.loss.dppo_delta_high": ratio if high is None else high,
+            "algorithm.loss.dppo_anchor": "old",
+            "algorithm.loss.dppo_max_ratio": v[f"{ACTOR}.clip_ratio_c"],
+        }
     elif name == "gspo":
         out["algorithm.loss.gspo_form"] = "token"
     out |= {f"algorithm.loss.{to}": v[f"{ACTOR}.{key}"] for key, to in SETTINGS.get(name, {}).items()}
