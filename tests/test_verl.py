@@ -683,6 +683,10 @@ def test_checkpoints() -> None:
         "critic.checkpoint.load_contents": ["model", "extra"],
     }
     assert kept(only)[2:4] == (BOTH, ["model"])
+    fresh: dict[str, Json] = {
+        f"{at}load_contents": ["model"] for at in (A + "checkpoint.", "critic.checkpoint.")
+    }
+    assert kept(fresh)[2:4] == (BOTH, ["model"]), "rates are constant, so no schedule begins anew"
 
 
 @pytest.mark.parametrize(
@@ -690,7 +694,10 @@ def test_checkpoints() -> None:
     [
         ({A + "checkpoint.save_contents": ["modle"]}, "is not one of"),
         ({A + "checkpoint.save_contents": ["optimizer", "extra"]}, "has no model"),
-        ({A + "checkpoint.load_contents": ["model"]}, "(extra) is coming"),
+        (
+            {A + "checkpoint.load_contents": ["model"], A + "optim.lr_warmup_steps": 5},
+            "begins the learning rate's schedule anew",
+        ),
         ({A + "checkpoint.save_contents": ["model", "extra"]}, "other parts than the policy's"),
         ({"trainer.max_critic_ckpt_to_keep": 3}, "policy and critic lie in one checkpoint"),
         (
