@@ -92,7 +92,8 @@ class Case:
 
     @property
     def advantage(self) -> str:
-        return str(self.algorithm.get("advantage", RECIPES[self.recipe].advantage))
+        given = self.algorithm.get("advantage", RECIPES[self.recipe].advantage)
+        return str(given["name"] if isinstance(given, dict) else given)
 
     @property
     def kind(self) -> Kind:
@@ -128,6 +129,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "algorithm": {"mix": {"demonstration_ratio": 0.2}},
         "why": "4 demonstrations beside 16 tasks",
     },
+    "gkd": {"why": "from a teacher trained on right demonstrations; rewards are only measured"},
     "distill": {"why": "from a teacher trained on right demonstrations; rewards are only measured"},
     "cross_entropy": {
         "algorithm": {"advantage": "reward", "groups": {"min_reward": 1.0}},
@@ -135,6 +137,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
 }
 """What a recipe or a loss needs beside its name, and why."""
+
+
+OF_ADVANTAGES: dict[str, dict[str, Any]] = {"gdpo": {"parts": ["right"]}}
+"""Settings that an advantage needs."""
 
 
 def cases() -> dict[str, Case]:
@@ -158,9 +164,10 @@ def _functions() -> Iterator[tuple[str, Case]]:
         algorithm = {"name": "grpo", "loss": name, **change.pop("algorithm", {})}
         yield f"loss={name}", Case(part="function", algorithm=algorithm, **change)
     for name in sorted(ADVANTAGES.keys() - {recipe.advantage for recipe in RECIPES.values()}):
+        given = {"name": name, **OF_ADVANTAGES.get(name, {})}
         yield (
             f"advantage={name}",
-            Case(part="function", algorithm={"name": "grpo", "advantage": name}),
+            Case(part="function", algorithm={"name": "grpo", "advantage": given if len(given) > 1 else name}),
         )
 
 

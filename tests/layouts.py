@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 from batches import micro_batches
 from test_train_torch import random_groups
 from tiny import tiny_model
+from whet.algos.distillation import TopK
 from whet.batch import Batch, pack, select
 from whet.config.schema import Lora
 from whet.models import kernels, router, universal
 from whet.models.attention import PackedAttention
 from whet.models.collectives import Peers
-from whet.models.divergence import full_kl
+from whet.models.divergence import forward_kl, full_kl
 from whet.models.dropout import Noise, token_names
 from whet.models.forward import Decoder, output_head
 from whet.models.logprobs import collisions, token_logprobs
@@ -146,6 +147,9 @@ class Learner:
             "logp": spread(logp_A),
             "entropy": spread(entropy_A),
             "kl": spread(full_kl(hidden_AD, reference_AD, heads=(head, head))),
+            "forward_kl": spread(
+                forward_kl(hidden_AD, reference_AD, heads=(head, head), top=TopK(5, floor=-6.0, most=4.0))
+            ),
             "collision": spread(collisions(hidden_AD.detach(), head=head)),
         }
 
@@ -153,7 +157,9 @@ class Learner:
         if self.case.critic:
             loss_N = (out["value"] - micro.adv_N) ** 2
         else:
-            loss_N = -out["logp"] * micro.adv_N - 0.1 * out["entropy"] + 0.05 * out["kl"]
+            loss_N = (
+                -out["logp"] * micro.adv_N - 0.1 * out["entropy"] + 0.05 * (out["kl"] + out["forward_kl"])
+            )
         for name, x in {**out, "loss": loss_N}.items():
             self.seen[name] = torch.cat((self.seen.get(name, x.new_zeros(0)), x.detach()))
         return (loss_N * micro.weight_N).sum()

@@ -41,6 +41,11 @@ GIVEN = "rewards={}; rollout={sampling: {max_tokens: 4}}"
 SFT, DPO, KTO = (f"algorithm.name={name}; {GIVEN}" for name in ("sft", "dpo", "kto"))
 EVAL = "data.eval=[{path: held.jsonl, name: held}]; data.exclude_eval=false"
 MIX = "algorithm.name=mix; algorithm.mix.demonstration_ratio=0.5; data.demonstrations=[{path: a.jsonl}]"
+GDPO = (
+    "rewards={f: {function: format, arguments: {pattern: '.*[0-4].*'}}, "
+    "g: {function: format, arguments: {pattern: '.*[a-k].*'}}}; rollout.group_size=8; "
+    "algorithm.advantage={name: gdpo, parts: [f, g]}"
+)
 MOVED = "train.update_epochs=3; train.optimizer.lr=0.05; rollout.group_size=4"
 """Ratios move away from 1 within a step."""
 REC = f"algorithm.name=rec; {MOVED}"
@@ -296,6 +301,8 @@ CASES: dict[str, Case] = {
     "algorithm.advantage.std_epsilon": ("", 0.5),
     "algorithm.advantage.std_scope": ("", "batch"),
     "algorithm.advantage.rank_penalty": ("rollout.group_size=4", 0.5),
+    "algorithm.advantage.parts": (GDPO, ["f"]),
+    "algorithm.advantage.part_weights": (GDPO, [1.0, -3.0]),
     "algorithm.advantage.single_rollout": (
         "algorithm.name=rloo; rewards.r.function='rows.py:half'; reward_workers.max_failure_rate=1.0; "
         "train.tasks_per_step=4",
@@ -305,8 +312,23 @@ CASES: dict[str, Case] = {
     "algorithm.advantage.tau": ("algorithm.name=opmd; algorithm.advantage.opmd_baseline=logavgexp", 0.5),
     "algorithm.advantage.baseline_shift": ("algorithm.name=asymre", 0.2),
     "algorithm.advantage.turn_weight": ("algorithm.name=gigpo", 0.3),
-    "algorithm.advantage.distill_mixture": (f"algorithm.name=distill; {OTHERS}; reference.path=B", 0.5),
+    "algorithm.advantage.distill_mixture": (
+        f"algorithm.name=distill; {OTHERS}; reference.path=B; algorithm.advantage.distill_estimator=jsd",
+        0.25,
+    ),
     "algorithm.advantage.distill_coef": (f"algorithm.name=distill; {OTHERS}; reference.path=B", 0.5),
+    "algorithm.advantage.distill_estimator": (f"algorithm.name=distill; {OTHERS}; reference.path=B", "abs"),
+    "algorithm.loss.divergence": (f"algorithm.name=gkd; {OTHERS}; reference.path=B", "full"),
+    "algorithm.loss.top_k": (
+        f"algorithm.name=gkd; {OTHERS}; reference.path=B; algorithm.loss.divergence=forward_topk",
+        2,
+    ),
+    "algorithm.loss.min_logprob": (
+        f"algorithm.name=gkd; {OTHERS}; reference.path=B; "
+        "algorithm.loss={divergence: forward_topk, top_k: 4}",
+        -0.5,
+    ),
+    "algorithm.loss.max_divergence": (f"algorithm.name=gkd; {OTHERS}; reference.path=B", 1e-3),
     "algorithm.advantage.gamma": (PPO, 0.5),
     "algorithm.advantage.lam": (PPO, 0.5),
     "algorithm.advantage.normalize_std": ("", False),
@@ -366,6 +388,8 @@ CASES: dict[str, Case] = {
         "binary_kl",
     ),
     "algorithm.loss.dppo_delta_low": (f"algorithm.name=dppo; {MOVED}", 0.001),
+    "algorithm.loss.dppo_anchor": (f"algorithm.name=dppo; train.temperature=0.7; {MOVED}", "old"),
+    "algorithm.loss.dppo_max_ratio": (f"algorithm.name=dppo; {MOVED}", 0.9),
     "algorithm.loss.dppo_delta_high": (f"algorithm.name=dppo; {MOVED}", 0.001),
     "algorithm.loss.aipo_rho": (f"algorithm.name=aipo; {MOVED}", 1.001),
     "algorithm.loss.sppo_epsilon": (f"algorithm.name=sppo; {MOVED}", 0.001),
@@ -481,6 +505,7 @@ CASES: dict[str, Case] = {
     "train.max_skipped_steps": ("", 3),
     **optimizer("train.optimizer", ""),
     "eval.interval": (EVAL, 1),
+    "eval.interval_epochs": (f"{EVAL}; data.train.0.limit=2; train.steps=3", 1),
     "eval.at_start": (EVAL, False),
     "eval.at_end": (EVAL, False),
     "eval.samples": (f"{EVAL}; eval.sampling.temperature=1.0", 2),

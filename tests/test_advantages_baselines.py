@@ -18,6 +18,7 @@ from whet.algos.advantages import token_rewards, whiten
 from whet.algos.baselines import (
     asymre,
     best,
+    gdpo,
     gpg,
     grpo,
     grpo_passk,
@@ -28,7 +29,8 @@ from whet.algos.baselines import (
     reinforce_plus_plus_baseline,
     rloo,
 )
-from whet.batch import Batch, select
+from whet.batch import Batch, pack, select, with_parts
+from whet.types import Group, Rollout, Task, WhetError
 
 EPS = 1e-6
 FEW = settings(max_examples=40, deadline=None)
@@ -270,6 +272,43 @@ def test_asymre_maxrl_and_best_by_hand() -> None:
     got = per_rollout(batch, maxrl(batch, reward_N=r, std_epsilon=EPS)[0])
     assert got == pytest.approx([0.5 / (0.5 + EPS), -0.5 / (0.5 + EPS)] * 2)
     assert per_rollout(batch, best(batch, reward_N=r)[0]) == [0.5, 0, 0.5, 0]
+
+
+def test_gdpo_normalises_each_part_then_whitens_the_sum() -> None:
+    # Groups of two: a part of 1 and 0 gives +-s, s = 0.5 / (sqrt(0.5) + eps); equal parts give 0; alone: the part.
+    batch = make_batch([["pa", "pa"], ["pa", "pa"], ["pa"]])
+    part_RC = torch.tensor([[1.0, 0.0], [0.0, 0.0], [5.0, 0.0], [5.0, 10.0], [2.0, 1.0]])
+    batch = replace(batch, part_RC=part_RC.double())
+    s = 0.5 / (0.5**0.5 + EPS)
+    u = 5 / (50**0.5 + EPS)
+    one = 1 / (1 + EPS)
+    for weights, total in (
+        (None, [s, -s, -u, u, 3 * one]),
+        ([1.0, 0.5], [s, -s, -u / 2, u / 2, 2.5 * one]),
+    ):
+        adv_N, _ = gdpo(batch, parts=["a", "b"], part_weights=weights, normalize_std=True, std_epsilon=EPS)
+        centre, scale = fmean(total), (std(total, 1) ** 2 + 1e-8) ** 0.5
+        assert per_rollout(batch, adv_N) == pytest.approx([(x - centre) / scale for x in total], rel=1e-9)
+
+
+def test_a_part_that_no_reward_gave_is_named() -> None:
+    task = Task(uid=0, source="s", prompt="p")
+    rollout = Rollout(
+        task=task,
+        index=0,
+        token_ids=[1, 2],
+        mask=[0, 1],
+        logprobs=[0.0, -1.0],
+        sample_logprobs=[0.0, -1.0],
+        versions=[-1, 0],
+        finish_reason="stop",
+        reward=1.0,
+        reward_parts={"score": 1.0, "score/right": 2.0},
+    )
+    groups = [Group(task, (rollout,))]
+    assert with_parts(pack(groups), groups, ["score/right"]).part_RC.tolist() == [[2.0]]
+    with pytest.raises(WhetError, match=r"no reward gave a part 'right'; there are: score, score/right"):
+        with_parts(pack(groups), groups, ["right"])
 
 
 def test_rec_leaves_out_what_resampling_dropped() -> None:

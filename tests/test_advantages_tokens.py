@@ -149,11 +149,19 @@ def test_distill_by_a_mixture_by_hand() -> None:
     batch = make_batch([["pa"]], [9.0])
     batch = replace(batch, logp_old_N=doubles([0, math.log(0.5)]), logp_ref_N=doubles([0, math.log(0.25)]))
     for b, mixed in ((0.5, 0.375), (0.4, 0.4)):
-        adv_N, _ = distill(batch, reward_N=token_rewards(batch), distill_coef=2.0, distill_mixture=b)
+        adv_N, _ = distill(
+            batch, reward_N=token_rewards(batch), distill_coef=2.0, distill_estimator="jsd", distill_mixture=b
+        )
         divergence = b * math.log(0.25 / mixed) + (1 - b) * math.log(0.5 / mixed)
         assert adv_N.tolist() == pytest.approx([0, -2 * divergence])
-    plain, _ = distill(batch, reward_N=token_rewards(batch), distill_coef=2.0, distill_mixture=0.0)
-    assert plain.tolist() == pytest.approx([0, -2 * math.log(2)])
+
+
+def test_distill_by_another_estimator_is_minus_its_value() -> None:
+    batch = make_batch([["pa"]], [0.0])
+    d = replace(batch, logp_old_N=torch.tensor([0.0, -1.0]), logp_ref_N=torch.tensor([0.0, -3.0]))
+    for estimator, value in (("k1", 2.0), ("k2", 2.0), ("abs", 2.0), ("low_var_kl", 2.0 - 1 + 0.1353353)):
+        adv_N, _ = distill(d, reward_N=token_rewards(batch), distill_coef=0.5, distill_estimator=estimator)
+        assert adv_N.tolist() == pytest.approx([0.0, -0.5 * value])
 
 
 def test_distill_of_the_teacher_itself_is_nothing_and_rewards_do_not_matter() -> None:
@@ -370,7 +378,7 @@ def test_step_wise_grpo_divides_by_the_deviation_of_the_batch_where_it_is_asked_
 ALL = {
     "reinforce_plus_plus": {"gamma": 0.9},
     "remax": {},
-    "distill": {"distill_coef": 0.7},
+    "distill": {"distill_coef": 0.7, "distill_estimator": "low_var_kl"},
     "reward": {},
     "optimal_token_baseline": {},
     "tir_optimal_token_baseline": {},

@@ -27,7 +27,13 @@ CORRECTION_ = "algorithm.rollout_correction."
 IS, RS = "algorithm.rollout_is", "algorithm.rollout_correction.rollout_rs"
 
 MOE, SFT_MOE = A + "megatron.override_transformer_config.moe_", "engine.override_transformer_config.moe_"
+DISTILL = "distillation.distillation_loss."
+
 OTHER: Given = {
+    "algorithm.gdpo_reward_keys": ["score", "right"],
+    "algorithm.gdpo_reward_weights": [0.5, 2.0],
+    DISTILL + "loss_mode": "k2",
+    "distillation.teacher_models.*": {"teacher_model": {"model_path": "other"}},
     "data.truncation": "left",
     "data.custom_cls.path": "other.py",
     "data.apply_chat_template_kwargs": {"enable_thinking": False},
@@ -200,6 +206,14 @@ PENALTY: Given = {RM + "overlong_buffer.enable": True, RM + "overlong_buffer.len
 DYNAMIC: Given = {**IN_LOSS, A + "use_dynamic_bsz": True}
 VALIDATION: Given = {R + "val_kwargs.do_sample": True, R + "val_kwargs.temperature": 0.7}
 CORRECTION = "algorithm.rollout_correction."
+TEACHER: Given = {
+    "distillation.enabled": True,
+    "distillation.teacher_models": {"teacher_model": {"model_path": "org/teacher"}},
+    "algorithm.adv_estimator": "reinforce_plus_plus",
+}
+ALONE: Given = {**TEACHER, DISTILL + "use_task_rewards": False}
+TOPK: Given = {**ALONE, DISTILL + "loss_mode": "forward_kl_topk"}
+PG: Given = {**ALONE, DISTILL + "use_policy_gradient": True}
 MULTI_TURN: Given = {"data.multiturn.enable": True}
 
 ENGINES: Given = {"model.path": "policy", "optim.lr_scheduler_type": "constant"}
@@ -214,7 +228,23 @@ FULLY: Given = {
 APART: Given = {"actor_rollout_ref.hybrid_engine": False, "rollout.nnodes": 4}
 OWN: Given = {R + "nnodes": 4}
 
+GDPO: Given = {
+    "algorithm.adv_estimator": "gdpo",
+    R + "n": 4,
+    "algorithm.gdpo_reward_keys": ["format", "right"],
+}
+
 CONTEXTS: dict[str, Given] = {
+    **dict.fromkeys(("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"), GDPO),
+    "distillation.enabled": {k: v for k, v in TEACHER.items() if k != "distillation.enabled"},
+    **dict.fromkeys(("distillation.teacher_models.*", DISTILL + "use_task_rewards"), TEACHER),
+    DISTILL + "distillation_loss_coef": TEACHER,
+    **dict.fromkeys(
+        (DISTILL + "loss_mode", DISTILL + "loss_max_clamp", DISTILL + "use_policy_gradient"), ALONE
+    ),
+    **dict.fromkeys((DISTILL + "topk", DISTILL + "log_prob_min_clamp"), TOPK),
+    **dict.fromkeys((DISTILL + "clip_ratio_low", DISTILL + "clip_ratio_high"), PG),
+    DISTILL + "clip_ratio": {**PG, DISTILL + "clip_ratio_low": None, DISTILL + "clip_ratio_high": None},
     REF + "model.path": IN_LOSS,
     "rollout.nnodes": APART,
     "rollout.n_gpus_per_node": APART,

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from batches import make_batch
 from test_learning import learn
 from test_train_torch import weighted
 from tiny import tiny_model
+from whet.algos.distillation import TopK, gkd
 from whet.batch import Batch, Loss, Outputs
 from whet.config.schema import Kl, Optimizer, RewardKl
 from whet.models import kernels
-from whet.models.divergence import full_kl
+from whet.models.divergence import forward_kl, full_kl
 from whet.models.logprobs import Head
 from whet.training.cut import Cut
 from whet.training.torch import FullKl, TorchEngine
@@ -87,6 +89,73 @@ def test_two_vocabularies_cannot_be_compared() -> None:
         full_kl(torch.ones(1, D), torch.ones(1, D), heads=(head(0), other))
 
 
+# ---------------------------------------------------------------- over a teacher's likeliest tokens
+
+
+def test_the_forward_divergence_by_hand() -> None:
+    # p = (1/2, 1/4, 1/4), q = (0.6, 0.3, 0.1); over its two likeliest: 0.6 log 1.2 + 0.3 log 1.2 = 0.9 * 0.1823216.
+    p, q = Head(nn.Linear(1, 3, bias=False)), Head(nn.Linear(1, 3, bias=False))
+    with torch.no_grad():
+        p.linear.weight.copy_(torch.tensor([[0.5], [0.25], [0.25]]).log())
+        q.linear.weight.copy_(torch.tensor([[0.6], [0.3], [0.1]]).log())
+    one = torch.ones(1, 1)
+
+    def of(k: int, floor: float | None = None, most: float | None = None) -> float:
+        return forward_kl(one, one, heads=(p, q), top=TopK(k, floor, most)).item()
+
+    assert of(2) == pytest.approx(0.1640894, abs=1e-6)
+    assert of(3) == pytest.approx(0.1640894 - 0.1 * 0.9162907, abs=1e-6)
+    assert of(2, most=0.1) == pytest.approx(0.1)
+    # With log-probs from -1 up: p = (e^-0.6931, e^-1), q = (0.6, e^-1): 0.6 log 1.2, and nothing for the second.
+    assert of(2, floor=-1.0) == pytest.approx(0.1093930, abs=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [3, 256])
+@pytest.mark.parametrize(
+    ("bias", "scale", "softcap", "temperature", "floor"),
+    [(True, 1.0, None, 1.0, None), (False, 0.5, None, 0.7, -2.4), (True, 1.5, 2.0, 1.3, -2.6)],
+)
+def test_the_forward_divergence_and_its_gradient_against_log_softmax(
+    chunk: int, bias: bool, scale: float, softcap: float | None, temperature: float, floor: float | None
+) -> None:
+    policy, teacher = (head(seed, bias=bias, scale=scale, softcap=softcap) for seed in (0, 1))
+    torch.manual_seed(2)
+    x_AD, teacher_AD, weight_A = torch.randn(A, D, requires_grad=True), torch.randn(A, D), torch.randn(A)
+    wanted = [x_AD, policy.linear.weight] + ([policy.linear.bias] if bias else [])
+    found = forward_kl(
+        x_AD,
+        teacher_AD,
+        heads=(policy, teacher),
+        top=TopK(4, floor),
+        temperature=temperature,
+        chunk=chunk,
+    )
+    logq, at = plain(teacher_AD, teacher, temperature).topk(4)
+    logp = plain(x_AD, policy, temperature).gather(1, at)
+    if floor is not None:
+        assert (logp < floor).any()
+        logp, logq = logp.clamp(min=floor), logq.clamp(min=floor)
+    expected = (logq.exp() * (logq - logp)).sum(-1).clamp(min=0)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    mine = torch.autograd.grad((found * weight_A).sum(), wanted)
+    true = torch.autograd.grad((expected * weight_A).sum(), wanted)
+    for a, b in zip(mine, true, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_teacher_with_more_rows_is_read_up_to_the_policys() -> None:
+    torch.manual_seed(0)
+    wide = Head(nn.Linear(D, V + 3))
+    with torch.no_grad():
+        wide.linear.bias[V:] += 9.0  # likely, but the policy has no such tokens
+    x_AD = torch.randn(2, D)
+    policy = head(0)
+    logq, at = plain(x_AD, wide, 1.0)[:, :V].topk(2)
+    expected = (logq.exp() * (logq - plain(x_AD, policy, 1.0).gather(1, at))).sum(-1).clamp(min=0)
+    found = forward_kl(x_AD, x_AD, heads=(policy, wide), top=TopK(2))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
+
+
 # ---------------------------------------------------------------- in the engine
 
 
@@ -134,3 +203,26 @@ def test_it_has_no_place_in_the_reward() -> None:
     assert Kl(estimator="full").estimator == "full"
     with pytest.raises(ValueError, match="estimator"):
         RewardKl.model_validate({"estimator": "full"})
+
+
+# ---------------------------------------------------------------- as a loss
+
+
+def test_the_loss_of_a_token_is_its_estimator_bounded_from_above() -> None:
+    batch = make_batch([["paa"]], [0.0])
+    logp_N = torch.tensor([0.0, -1.0, -0.5], requires_grad=True)
+    batch = replace(batch, logp_ref_N=torch.tensor([0.0, -3.0, -0.25]))
+
+    def of(divergence: str, most: float | None) -> Tensor:
+        out = Outputs(logp_N=logp_N)
+        return gkd(batch, out, divergence=divergence, top_k=1, min_logprob=None, max_divergence=most).loss_N
+
+    # d = 2 and -1/4: d^2 / 2, and e^-d - 1 + d.
+    assert of("k2", None).tolist() == pytest.approx([0, 2.0, 0.03125])
+    assert of("k3", None).tolist() == pytest.approx([0, 1.1353353, 0.0340254])
+    bounded = of("k2", 1.5)
+    assert bounded.tolist() == pytest.approx([0, 1.5, 0.03125])
+    (gradient,) = torch.autograd.grad(bounded.sum(), logp_N)
+    assert gradient.tolist() == pytest.approx([0, 0, -0.25])
+    assert (of("full", 1.0) == 0).all()
+    assert (of("forward_topk", 1.0) == 0).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -203,6 +204,26 @@ def test_dppo_by_hand(adv: float, now: float, before: float, kind: str, far: boo
     keys = {"dppo_divergence": kind, "dppo_delta_low": 0.15, "dppo_delta_high": 0.15}
     loss, grad, _ = run("dppo", batch, logp, **keys)
     assert loss == grad == pytest.approx([0.0 if far else -adv * now / before])
+
+
+@pytest.mark.parametrize(("kind", "limits"), [("tv", (0.15, 0.2)), ("kl", (0.05, 0.07))])
+def test_dppo_of_verl_has_the_truncated_ratio_as_the_weight_of_the_gradient(
+    kind: str, limits: tuple[float, float]
+) -> None:
+    """verl 0.7.1 to main: -A min(pi / old, c) log pi without gradient through the weight, 0 outside of the mask."""
+    low, high = limits
+    for adv, now, old in itertools.product((1.0, -2.0), (0.02, 0.2, 0.5, 0.9), (0.01, 0.1, 0.45, 0.8)):
+        batch, logp = tokens([adv], [9.0], logp=math.log(now))
+        batch = replace(batch, logp_old_N=doubles([0, math.log(old)]), logp_sample_N=doubles([0, -9.0]))
+        keys = {"dppo_divergence": f"binary_{kind}", "dppo_delta_low": low, "dppo_delta_high": high}
+        loss, grad, _ = run("dppo", batch, logp, **keys, dppo_anchor="old", dppo_max_ratio=3.0)
+        far = abs(now - old)
+        if kind == "kl":
+            far = old * math.log(old / now) + (1 - old) * math.log((1 - old) / (1 - now))
+        gone = (adv > 0 and now > old and far > high) or (adv < 0 and now < old and far > low)
+        wanted = 0.0 if gone else -adv * min(now / old, 3.0)
+        assert grad == pytest.approx([wanted], rel=1e-9)
+        assert loss == pytest.approx([wanted], rel=1e-9)
 
 
 def test_the_bernoulli_kl_by_hand() -> None:

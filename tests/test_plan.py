@@ -570,7 +570,12 @@ def test_every_recipe_plans(name):
     kind = RECIPES[name].kind
     values = {k: v for k, v in BASE.items() if k != "rewards" or kind == "online"}
     expert = "data.demonstrations=[{path: b}]"
-    needs = {"distill": "reference.path=teacher", "mix": expert, "mix_chord": expert}
+    needs = {
+        "distill": "reference.path=teacher",
+        "gkd": "reference.path=teacher",
+        "mix": expert,
+        "mix_chord": expert,
+    }
     more = [needs[name]] if name in needs else []
     found = plans(load(None, [f"algorithm.name={name}", *more], values))
     assert found[0].algorithm.name == name

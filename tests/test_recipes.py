@@ -115,7 +115,7 @@ def test_the_users_keys_win() -> None:
 
 def test_who_needs_a_reference() -> None:
     needs = {name for name in RECIPES if resolve(given(name)).needs_reference}
-    assert needs == {"dpo", "kto", "distill"}
+    assert needs == {"dpo", "kto", "distill", "gkd"}
     assert resolve(given("grpo", kl=schema.Kl(coef=0.01))).needs_reference
 
 
@@ -175,7 +175,7 @@ def test_what_the_step_is_told() -> None:
     assert {n for n in RECIPES if made(n).value_loss is not None} == {"ppo"}
     assert {n for n in RECIPES if made(n).whole_groups} == {"dpo", "simpo", "orpo"}
     assert {n for n in RECIPES if made(n).dynamic_sampling} == {"dapo"}
-    by_themselves = {"asymre", "dppo", "gpg", "opmd", "opo", "raft", "reinforce", "remax", "rloo"}
+    by_themselves = {"asymre", "dppo", "gkd", "gpg", "opmd", "opo", "raft", "reinforce", "remax", "rloo"}
     online = {n for n, recipe in RECIPES.items() if recipe.kind == "online"}
     assert {n for n in online if not made(n).needs_old(False)} == by_themselves
     assert {n for n in RECIPES if made(n).needs_old(True)} == set()
@@ -210,7 +210,7 @@ def test_a_whole_online_step(name: str) -> None:
     (grad,) = torch.autograd.grad((loss.loss_N * batch.weight_N).sum(), logp)
     assert torch.isfinite(grad).all()
     assert (grad[~batch.mask_N] == 0).all()
-    if name == "distill":
+    if name in ("distill", "gkd"):
         return  # towards the teacher, whatever is rewarded
     best, worst = by_rollout(batch, grad)[0], by_rollout(batch, grad)[3]
     assert all(g < 0 for g in best)

@@ -44,6 +44,8 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         ("algorithm.name=reinforce", "rollout.group_size=1", "algorithm.dynamic_sampling=true"),
         (*DISTILL, "-rewards", "algorithm.dynamic_sampling=true"),
     ],
+    "algorithm.advantage": [(*MIX, "algorithm.advantage={name: gdpo, parts: [r]}")],
+    "algorithm.advantage.parts": [("algorithm.advantage=gdpo",)],
     "algorithm.groups.min_std": [
         ("algorithm.name=reinforce", "rollout.group_size=1", "algorithm.groups.min_std=0.1")
     ],
@@ -61,7 +63,8 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         (ASYNC, "buffer.replay.queue=true", "algorithm.refill=copy"),
         (ASYNC, "mode=train", "buffer.url=sqlite:///q", "algorithm.refill=copy"),
     ],
-    "reference.path": [("algorithm.name=distill",)],
+    "algorithm.kl.coef": [("algorithm.name=gkd", "reference.path=teacher", "algorithm.kl.coef=0.1")],
+    "reference.path": [("algorithm.name=distill",), ("algorithm.name=gkd",)],
     "reference.reset_interval": [(*DISTILL, "reference.reset_interval=2")],
     "reference.reset_interval_epochs": [(*DISTILL, "reference.reset_interval_epochs=1")],
     "rewards": [("-rewards",)],

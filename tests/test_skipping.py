@@ -25,6 +25,7 @@ from whet.config.recipes import resolve
 from whet.types import ConfigError
 
 GIVEN: list[tuple[str, dict[str, Any]]] = [
+    ("gkd", {"divergence": "low_var_kl", "top_k": 1, "min_logprob": None, "max_divergence": None}),
     ("sft", {}),
     ("sft_is", {}),
     ("sft_phi", {"phi_cutoff": 0.9}),
@@ -165,7 +166,8 @@ UNIFORM = make_batch(
 
 
 def made(loss: str, advantage: str, aggregation: str) -> Algorithm | None:
-    keys = {"name": "grpo", "loss": loss, "advantage": advantage, "loss_agg_mode": aggregation}
+    given = {"name": "gdpo", "parts": ["r"]} if advantage == "gdpo" else advantage
+    keys = {"name": "grpo", "loss": loss, "advantage": given, "loss_agg_mode": aggregation}
     try:
         return build(schema.Algorithm.model_validate(keys), critic=schema.Critic(), max_tokens=8)
     except ConfigError:
@@ -180,7 +182,9 @@ def test_the_gradient_is_that_of_all_rollouts(loss: str) -> None:
         aggregation = [a for a in AGGREGATIONS if a != "pair-mean"][number % (len(AGGREGATIONS) - 1)]
         algorithm = made(loss, advantage, aggregation)
         assert algorithm is not None
-        given = replace(UNIFORM, baseline_R=UNIFORM.reward_R.clamp(min=0.5))
+        given = replace(
+            UNIFORM, baseline_R=UNIFORM.reward_R.clamp(min=0.5), part_RC=UNIFORM.reward_R[:, None]
+        )
         batch = algorithm.advantage(given, 0.0)
         batch = replace(batch, weight_N=algorithm.weights(batch, 1))
         without_R = without_effect(batch, batch.weight_N, skips="no advantage")  # type: ignore[arg-type]

@@ -109,3 +109,18 @@ def test_checkpoints_at_the_end_of_epochs(tmp_path: Path, epochs: int, saved: li
     done = whet.train(run_dir=str(tmp_path / "run"), **run)
     assert [m["step"] for m in done.metrics][-1] == 5
     assert sorted(int(p.name.rpartition("-")[2]) for p in (tmp_path / "run/checkpoints").iterdir()) == saved
+
+
+@pytest.mark.parametrize(("drop_last", "evaluated"), [(False, [3, 5]), (True, [2, 4])])
+def test_evaluation_at_the_end_of_epochs(tmp_path: Path, drop_last: bool, evaluated: list[int]) -> None:
+    """Ten rows, four tasks a step, two epochs. Where epochs end with their last full step, that is the second."""
+    run: dict[str, Any] = {**BASE, "checkpoint": {"interval": 0, "export": False}}
+    run["data"] = {
+        **BASE["data"],
+        "eval": [{"rows": BASE["data"]["train"][0]["rows"]}],
+        "exclude_eval": False,
+    }
+    run["eval"] = {"interval_epochs": 1, "at_start": False, "at_end": False}
+    run["train"] = {**BASE["train"], "drop_last": drop_last}
+    done = whet.train(run_dir=str(tmp_path / "run"), **run)
+    assert [m["step"] for m in done.metrics if "eval/accuracy" in m] == evaluated

@@ -702,6 +702,11 @@ def test_distillation_by_a_divergence_has_its_mixture() -> None:
         "algorithm.advantage": "distill",
         "algorithm.advantage.distill_coef": 2.0,
         "algorithm.advantage.distill_mixture": 0.25,
+        "algorithm.advantage.distill_estimator": "jsd",
+    }
+    assert learn.advantage(values(**jsd, **{arguments: {"lambda_coef": 0}})) == {
+        "algorithm.advantage": "distill",
+        "algorithm.advantage.distill_coef": 1.0,
     }
     with pytest.raises(ConfigError, match="away from the teacher"):
         learn.advantage(values(**jsd, **{arguments: {"lambda_coef": 1}}))

@@ -683,6 +683,10 @@ def test_checkpoints() -> None:
         "critic.checkpoint.load_contents": ["model", "extra"],
     }
     assert kept(only)[2:4] == (BOTH, ["model"])
+    fresh: dict[str, Json] = {
+        f"{at}load_contents": ["model"] for at in (A + "checkpoint.", "critic.checkpoint.")
+    }
+    assert kept(fresh)[2:4] == (BOTH, ["model"]), "rates are constant, so no schedule begins anew"
 
 
 @pytest.mark.parametrize(
@@ -690,7 +694,10 @@ def test_checkpoints() -> None:
     [
         ({A + "checkpoint.save_contents": ["modle"]}, "is not one of"),
         ({A + "checkpoint.save_contents": ["optimizer", "extra"]}, "has no model"),
-        ({A + "checkpoint.load_contents": ["model"]}, "(extra) is coming"),
+        (
+            {A + "checkpoint.load_contents": ["model"], A + "optim.lr_warmup_steps": 5},
+            "begins the learning rate's schedule anew",
+        ),
         ({A + "checkpoint.save_contents": ["model", "extra"]}, "other parts than the policy's"),
         ({"trainer.max_critic_ckpt_to_keep": 3}, "policy and critic lie in one checkpoint"),
         (
@@ -839,3 +846,51 @@ def test_what_python_counts_as_false_is_false() -> None:
         understood(True, row["trainer.test_freq"], default=-1, nulls=())[1]
         == "got true, expected a whole number"
     )
+
+
+# ---------------------------------------------------------------- rewards normalised apart
+
+
+def test_gdpo_normalises_entries_of_what_the_reward_returns() -> None:
+    given = {"algorithm.adv_estimator": "gdpo", R + "n": 4, "algorithm.gdpo_reward_keys": ["score", "format"]}
+    assert algorithm.advantage(values(given)) == {
+        "algorithm.name": "grpo",
+        "algorithm.advantage": "gdpo",
+        "algorithm.advantage.parts": ["score", "score/format"],
+        "algorithm.advantage.part_weights": None,
+    }
+    said = refusal(algorithm.advantage, {**given, "algorithm.gdpo_reward_weights": [1.0]})
+    assert "1 of them for 2 gdpo_reward_keys" in said
+    assert "gdpo_reward_keys" in refusal(algorithm.advantage, {**given, "algorithm.gdpo_reward_keys": None})
+
+
+def test_sft_evaluates_after_each_epoch() -> None:
+    given: dict[str, Json] = {"data.val_files": "val.parquet", "trainer.test_freq": "after_each_epoch"}
+    found = sft.validation(values(given, "verl-sft"))
+    assert found["eval.interval_epochs"] == 1
+    assert "eval.interval" not in found
+
+
+def test_an_estimator_may_be_a_function_of_ones_own() -> None:
+    given: dict[str, Json] = {"algorithm.adv_estimator": "mine.py:leave_one_out"}
+    assert algorithm.advantage(values(given)) == {
+        "algorithm.name": "grpo",
+        "algorithm.advantage": "mine.py:leave_one_out",
+    }
+    assert not roles.has_critic(values(given))
+
+
+def test_dppo_has_the_bounds_of_the_divergence_and_the_largest_weight() -> None:
+    given: dict[str, Json] = {
+        A + "policy_loss.loss_mode": "dppo_kl",
+        A + "clip_ratio": 0.05,
+        A + "clip_ratio_high": 0.1,
+    }
+    assert algorithm.loss(values(given)) == {
+        "algorithm.loss": "dppo",
+        "algorithm.loss.dppo_divergence": "binary_kl",
+        "algorithm.loss.dppo_delta_low": 0.05,
+        "algorithm.loss.dppo_delta_high": 0.1,
+        "algorithm.loss.dppo_anchor": "old",
+        "algorithm.loss.dppo_max_ratio": 3.0,
+    }

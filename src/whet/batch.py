@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whet.types import Group
+from whet.types import Group, WhetError
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Batch:
     """float32"""
     stopped_R: Tensor
     """bool: ended by itself (finish reason `stop`), not by a limit."""
+    part_RC: Tensor | None = None
+    """float64 [R, C]: parts of the reward, each in a column, where the advantage reads them."""
     baseline_R: Tensor | None = None
     """float32: reward of the greedy reply to the same task (ReMax)."""
     expert_R: Tensor | None = None
@@ -142,6 +144,19 @@ def _all_or_none(numbers: list[float | None]) -> Tensor | None:
     """float32, if every rollout has its number."""
     given = [x for x in numbers if x is not None]
     return torch.tensor(given, dtype=torch.float32) if len(given) == len(numbers) else None
+
+
+def with_parts(batch: Batch, groups: Sequence[Group], names: Sequence[str]) -> Batch:
+    """The batch with these parts of the rewards of its rollouts. WhetError where a reward did not give one."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    for r in rollouts:
+        if lacks := [name for name in names if name not in r.reward_parts]:
+            has = ", ".join(r.reward_parts) or "none"
+            raise WhetError(
+                f"algorithm.advantage.parts: no reward gave a part {lacks[0]!r}; there are: {has}"
+            )
+    parts = [[r.reward_parts[name] for name in names] for r in rollouts]
+    return replace(batch, part_RC=torch.tensor(parts, dtype=torch.float64))
 
 
 def select(batch: Batch, rows: Tensor) -> Batch:

@@ -17,7 +17,7 @@ from whet.algos.demonstration import without_experts
 from whet.algos.groups import with_baseline
 from whet.algos.preference import kl_zero
 from whet.algos.skipping import skip, without_effect
-from whet.batch import Batch, among_skipped, computed, pack, select
+from whet.batch import Batch, among_skipped, computed, pack, select, with_parts
 from whet.buffer.rounds import Rounds
 from whet.config.schema import Train
 from whet.evaluate import accuracy, evaluate
@@ -119,6 +119,8 @@ async def train_step(run: Run, *, beside: Coroutine[Any, Any, None] | None = Non
 def learn(run: Run, groups: list[Group]) -> tuple[Batch, list[Metrics], Metrics]:
     """The batch as trained on, the metrics of each optimizer step, and those of the off-policy correction."""
     batch = pack(groups) if run.experts is None else run.experts.among(groups)
+    if run.algorithm.parts:
+        batch = with_parts(batch, groups, run.algorithm.parts)
     corrected: Metrics = {}
     if run.skipping.before_models:  # no model computes rollouts without effect
         batch = judge(run, batch)

@@ -203,7 +203,7 @@ class Run:
     def sync_due(self) -> bool:
         """Whether the current step ends in a weight sync: every so many steps, at the end, and before an evaluation."""
         done = self.step + 1
-        judged = self._due(self.cfg.eval.interval, after=1)
+        judged = self._due(self.cfg.eval.interval, epochs=self.cfg.eval.interval_epochs, after=1)
         if done == self.plan.steps or judged:
             return True
         if self.cfg.sync.driven_by == "explorer" and self.plan.mode in ("asynchronous", "train"):
@@ -240,12 +240,12 @@ class Run:
 
     @property
     def eval_due(self) -> bool:
-        return (self.cfg.eval.at_end and self.ends) or self._due(self.cfg.eval.interval)
+        cfg = self.cfg.eval
+        return (cfg.at_end and self.ends) or self._due(cfg.interval, epochs=cfg.interval_epochs)
 
     @property
     def checkpoint_due(self) -> bool:
-        cfg = self.cfg.checkpoint
-        due = self._due(cfg.interval) or self._epochs_due(cfg.interval_epochs)
+        due = self._due(self.cfg.checkpoint.interval, epochs=self.cfg.checkpoint.interval_epochs)
         best = self.saver.is_best(self.score, at=(self.index, self.step))
         return self.stopping or self.ends or due or best
 
@@ -271,17 +271,18 @@ class Run:
         """Processes that train, this one among them where the policy learns here."""
         return sum(ranks.dims.world for ranks in self.ranks.values()) + ("policy" not in self.ranks)
 
-    def _epochs_due(self, every: int) -> bool:
-        """Whether this step completed another `every` passes over the rows (0: never)."""
+    def _epochs_due(self, every: int, *, after: int = 0) -> bool:
+        """Whether the step `after` steps from now completes another `every` passes over the rows (0: never)."""
         rows = self.plan.rows
         if every == 0 or rows is None:
             return False
-        before, after = ((self.step - n) * self.plan.own_tasks_per_step // (every * rows) for n in (1, 0))
-        return after > before
+        drawn = ((self.step + after - n) * self.plan.own_tasks_per_step for n in (1, 0))
+        before, now = (tasks // (every * rows) for tasks in drawn)
+        return now > before
 
-    def _due(self, every: int, *, after: int = 0) -> bool:
-        """Whether something that is done every so many steps (0: never) is due, `after` steps from now."""
-        return every > 0 and (self.step + after) % every == 0
+    def _due(self, every: int, *, epochs: int = 0, after: int = 0) -> bool:
+        """Whether what is done every so many steps or epochs (0: never) is due, `after` steps from now."""
+        return (every > 0 and (self.step + after) % every == 0) or self._epochs_due(epochs, after=after)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -398,7 +399,7 @@ class Run:
     def reset_reference(self) -> None:
         """Every so many steps or epochs copy the policy to the reference; the optimizer may be reset."""
         cfg = self.cfg.reference
-        due = self._due(cfg.reset_interval) or self._epochs_due(cfg.reset_interval_epochs)
+        due = self._due(cfg.reset_interval, epochs=cfg.reset_interval_epochs)
         if self.reference is not None and due:
             self.reference.copy_from(self.policy)
             if cfg.reset_optimizer:

@@ -271,7 +271,7 @@ def _profiler(shared: Shared, cfg: Config, name: str, *, ranks: Mapping[str, Ran
 def _join(run: Run, shared: Shared, *, trains: bool) -> None:
     """Tell the models of each other, and of who watches them. trains: not a process that only explores."""
     if run.algorithm.full_kl_coef and run.reference is not None:
-        run.policy.full_kl = FullKl(run.algorithm.full_kl_coef, run.reference)
+        run.policy.full_kl = FullKl(run.algorithm.full_kl_coef, run.reference, run.algorithm.top_k)
     if trains and run.skipping.why:
         log.info("stage %s: rollouts whose weight in the gradient is 0: %s", run.name, run.skipping.why)
     if trains:

@@ -19,6 +19,7 @@ from whet.algos.baselines import (
     Advantage,
     asymre,
     best,
+    gdpo,
     gpg,
     grpo,
     grpo_passk,
@@ -90,20 +91,27 @@ def remax(batch: Batch, *, reward_N: Tensor) -> Advantage:
 
 
 def distill(
-    batch: Batch, *, reward_N: Tensor, distill_coef: float, distill_mixture: float = 0.0
+    batch: Batch,
+    *,
+    reward_N: Tensor,
+    distill_coef: float,
+    distill_estimator: str = "k1",
+    distill_mixture: float = 0.5,
 ) -> Advantage:
-    """distill_coef * (log ref - log old) at every token, the reference being the teacher; rewards are not read.
+    """-distill_coef * k(log old - log ref) at every token, the reference being the teacher; rewards are not read.
 
-    On-policy distillation: the policy gradient of the reverse KL, token by token (arXiv:2306.13649 section 3). With
-    b = distill_mixture above 0 and m = b ref + (1 - b) old: -distill_coef * (b log ref + (1 - b) log old - log m), the
-    generalized Jensen-Shannon divergence (section 2 there) at the sampled token; b = 0 is the case above.
+    On-policy distillation: with k1, which is the difference itself, the policy gradient of the reverse KL, token by
+    token (arXiv:2306.13649 section 3). jsd: b log ref + (1 - b) log old - log m, where b = distill_mixture and
+    m = b ref + (1 - b) old: the generalized Jensen-Shannon divergence (section 2 there) at the sampled token.
     """
     teacher_N, old_N = need(batch.logp_ref_N, "batch.logp_ref_N"), old_logp_N(batch)
-    gap_N, b = teacher_N - old_N, distill_mixture
-    if b > 0:
+    if distill_estimator == "jsd":
+        b = distill_mixture
         mixed_N = torch.logaddexp(teacher_N + math.log(b), old_N + math.log1p(-b))
-        gap_N = mixed_N - b * teacher_N - (1 - b) * old_N
-    return torch.where(batch.mask_N, distill_coef * gap_N, 0.0).to(reward_N.dtype), None
+        kl_N = torch.where(batch.mask_N, b * teacher_N + (1 - b) * old_N - mixed_N, 0.0)
+    else:
+        kl_N = reference_kl(batch, old_N, distill_estimator)
+    return (-distill_coef * kl_N).to(reward_N.dtype), None
 
 
 def reward(batch: Batch, *, reward_N: Tensor) -> Advantage:
@@ -119,6 +127,7 @@ def none(batch: Batch, *, reward_N: Tensor) -> Advantage:
 
 ADVANTAGES: dict[str, Callable[..., Advantage]] = {
     "grpo": grpo,
+    "gdpo": gdpo,
     "grpo_passk": grpo_passk,
     "rloo": rloo,
     "rec": rec,

@@ -7,13 +7,14 @@ exactly 0. Shape letters: N tokens, R rollouts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from whet.algos.segments import group_max, group_sum, sampled_R, strictly_below
+from whet.algos.segments import group_max, group_sum, need, sampled_R, strictly_below
 from whet.algos.whitening import whiten
 from whet.batch import Batch
 
@@ -98,6 +99,30 @@ def grpo(
         std_R = s.std_R(std_ddof) if std_scope == "group" else s.batch_std(std_ddof)
         adv_R = adv_R / (std_R.clamp(min=std_floor) + std_epsilon)
     return spread(batch, adv_R, like=reward_N), None
+
+
+def gdpo(
+    batch: Batch,
+    *,
+    parts: Sequence[str],
+    part_weights: Sequence[float] | None,
+    normalize_std: bool,
+    std_epsilon: float,
+    std_ddof: int = 1,
+) -> Advantage:
+    """whiten(sum_c w_c (S_c - mean_G) / (std_c + eps)), S_c a part of the reward (arXiv:2601.05242).
+
+    Each part is compared with its own mean and deviation in the group, as in grpo, so that none drowns another; the sum
+    is whitened over the sampled tokens of the batch. Without part_weights every part has 1.
+    """
+    part_RC, takes_R = need(batch.part_RC, "batch.part_RC"), sampled_R(batch) > 0
+    total_R = torch.zeros_like(batch.reward_R, dtype=torch.float64)
+    for part_R, weight in zip(part_RC.double().T, part_weights or [1.0] * len(parts), strict=True):
+        s = compare(batch, part_R, takes_R)
+        total_R += weight * (
+            s.centred_R / (s.std_R(std_ddof) + std_epsilon) if normalize_std else s.centred_R
+        )
+    return whiten(spread(batch, total_R, like=batch.reward_R), batch.mask_N), None
 
 
 def unlikely(batch: Batch, s: Scores, penalty: float) -> Scores:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from whet.algos.ratios import BOUND, clip, drift, log_ratio, log_ratio_to, mean_R, ratio, sampled
-from whet.algos.segments import need
+from whet.algos.segments import need, old_logp_N
 from whet.batch import Batch, Loss, Outputs
 
 
@@ -131,22 +131,33 @@ def rollout_is(batch: Batch, out: Outputs, *, clip_low: float | None, clip_high:
 
 
 def dppo(
-    batch: Batch, out: Outputs, *, dppo_divergence: str, dppo_delta_low: float, dppo_delta_high: float
+    batch: Batch,
+    out: Outputs,
+    *,
+    dppo_divergence: str,
+    dppo_delta_low: float,
+    dppo_delta_high: float,
+    dppo_anchor: str = "sampled",
+    dppo_max_ratio: float | None = None,
 ) -> Loss:
     """-A r, r = pi / pi_engine, but 0 where the step away from the engine's policy is already too far.
 
-    Too far: divergence > delta_high where A > 0 and p > p_engine, or > delta_low where A < 0 and p < p_engine. The
-    divergence looks at the sampled token against all others: binary_tv |p - p_engine|, binary_kl KL(p_engine || p) of
-    the two Bernoulli distributions (arXiv:2602.04879).
+    With dppo_anchor=old the policy before the step stands in for the engine's. A ratio above dppo_max_ratio weighs
+    log pi by that bound, so the gradient is kept. Too far: divergence > delta_high where A > 0 and p > p_engine, or
+    > delta_low where A < 0 and p < p_engine. The divergence looks at the sampled token against all others:
+    binary_tv |p - p_engine|, binary_kl KL(p_engine || p) of the two Bernoulli distributions (arXiv:2602.04879).
     """
     adv_N = need(batch.adv_N, "batch.adv_N")
-    logp_N, behaviour_N = need(out.logp_N, "outputs.logp_N"), batch.logp_sample_N
+    logp_N = need(out.logp_N, "outputs.logp_N")
+    behaviour_N = batch.logp_sample_N if dppo_anchor == "sampled" else old_logp_N(batch)
     with torch.no_grad():
         rise_N = logp_N.exp() - behaviour_N.exp()
         far_N = bernoulli_kl(behaviour_N, logp_N) if dppo_divergence == "binary_kl" else rise_N.abs()
         up_N = (adv_N > 0) & (rise_N > 0) & (far_N > dppo_delta_high)
         down_N = (adv_N < 0) & (rise_N < 0) & (far_N > dppo_delta_low)
     ratio_N = log_ratio_to(behaviour_N, batch, out).exp()
+    if dppo_max_ratio is not None:
+        ratio_N = ratio_N * (dppo_max_ratio / ratio_N.detach()).clamp(max=1)
     loss_N = torch.where(up_N | down_N, 0.0, -adv_N * ratio_N)
     stats = {"masked_frac": (up_N | down_N).to(loss_N.dtype), "divergence": far_N}
     return Loss(sampled(batch, loss_N), stats | drift(batch, out))

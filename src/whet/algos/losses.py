@@ -14,6 +14,7 @@ import torch
 from whet.algos.clipped import aipo, cispo, dppo, importance_sampling, ppo, rollout_is, sapo, sppo
 from whet.algos.covariance import clip_cov, clip_cov_over, kl_cov, kl_cov_over
 from whet.algos.demonstration import sft, sft_is, sft_phi
+from whet.algos.distillation import gkd
 from whet.algos.kl import reference_kl
 from whet.algos.plain import cross_entropy, opmd, reinforce, topr
 from whet.algos.preference import dpo, kto, orpo, simpo
@@ -111,6 +112,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "topr": topr,
     "rec": rec,
     "cross_entropy": cross_entropy,
+    "gkd": gkd,
     "sft": sft,
     "sft_is": sft_is,
     "sft_phi": sft_phi,

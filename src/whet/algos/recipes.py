@@ -18,6 +18,7 @@ from whet.algos.aggregate import weights
 from whet.algos.correction import WEIGHTS, Weigh, correct, kept
 from whet.algos.critic import value_loss
 from whet.algos.demonstration import among_experts, mixed, mixed_weights, mu_at, own, without_experts
+from whet.algos.distillation import OF_ENGINE, TopK
 from whet.algos.kl import adapt, mean_kl
 from whet.algos.losses import LOSSES, LOSSES_OVER, regularized
 from whet.algos.resample import counts
@@ -52,6 +53,8 @@ class Algorithm:
     """Given whether sampled log-probs are exact: must the trainer recompute `logp_old_N`? Else None."""
     entropy_grad: bool
     """The loss needs the gradient of the entropy."""
+    parts: tuple[str, ...]
+    """Parts of the reward that the advantage reads apart: `part_RC` has a column for each."""
     whole_groups: bool
     """The loss joins rollouts of a group: never split a group between micro-batches."""
     dynamic_sampling: bool
@@ -59,6 +62,8 @@ class Algorithm:
     """First weight of the KL in the reward (0: none there)."""
     full_kl_coef: float
     """Weight of the KL over the whole vocabulary, which the engine adds to the loss (0: none)."""
+    top_k: TopK | None
+    """It is the KL of the reference to the policy, over the reference's likeliest tokens."""
     next_kl_coef: Callable[[Batch, float], float]
     """The weight after a step that used the given one."""
     correct: Callable[[Batch, int], tuple[Batch, Metrics]]
@@ -117,10 +122,12 @@ def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> A
         needs_critic=r.needs_critic,
         needs_old=partial(_needs_old, r, uses_old),
         entropy_grad=r.entropy_coef != 0,
+        parts=tuple(r.settings["advantage"].settings.get("parts", ())) if r.advantage == "gdpo" else (),
         whole_groups=r.kind == "preferences",
         dynamic_sampling=r.dynamic_sampling,
         kl_coef=r.reward_kl.coef,
-        full_kl_coef=r.kl.coef if r.kl.estimator == "full" else 0.0,
+        full_kl_coef=_full_kl_coef(r),
+        top_k=_top_k(r),
         next_kl_coef=partial(_next_kl_coef, r.reward_kl),
         correct=partial(correct, cfg=r.correction, weigh=_weigh(r)),
         resample=partial(_resampled, r),
@@ -134,6 +141,20 @@ def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> A
         value_loss=partial(value_loss, clip=critic.value_clip) if r.needs_critic else None,
         value_weights=partial(weights, mode=critic.loss_agg_mode, norm_tokens=norm_tokens),
     )
+
+
+def _full_kl_coef(r: Resolved) -> float:
+    """The weight of the term that the engine computes from both models' output layers."""
+    if r.loss == "gkd":
+        return float(r.settings["loss"].settings["divergence"] in OF_ENGINE)
+    return r.kl.coef if r.kl.estimator == "full" else 0.0
+
+
+def _top_k(r: Resolved) -> TopK | None:
+    given = r.settings["loss"].settings
+    if r.loss != "gkd" or given["divergence"] != "forward_topk":
+        return None
+    return TopK(given["top_k"], given["min_logprob"], given["max_divergence"])
 
 
 def _loss_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 ADVANTAGES = {
     "grpo": "Reward minus the mean of the group, divided by its standard deviation.",
+    "gdpo": "The same for each part of the reward, summed and whitened over the batch.",
     "grpo_passk": "Non-zero only for the best rollout of the group: its reward minus the second best.",
     "rloo": "Reward minus the mean of the other rollouts of the task.",
     "rec": "Reward minus the mean of the group, as REC defines it.",
@@ -45,6 +46,7 @@ LOSSES = {
     "opmd": "Policy gradient divided by 1 + tau.",
     "topr": "Good rollouts have weight 1, others at most their ratio.",
     "rec": "Policy gradient with REC's clips, weights and regularizers.",
+    "gkd": "Divergence from a teacher at the policy's own tokens; no rewards, no advantage.",
     "cross_entropy": "Cross entropy of the policy's own rollouts, independent of the advantage.",
     "sft": "Cross entropy of demonstrations.",
     "sft_is": "Cross entropy weighted by the token's probability (DFT).",

@@ -41,7 +41,10 @@ NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
         "The advantage compares the rollouts of a group with each other.",
         lambda cfg, algorithm: algorithm.compares,
     ),
-    "judged": ("The advantage reads rewards.", lambda cfg, algorithm: algorithm.judged),
+    "judged": (
+        "The advantage reads rewards, and the loss the advantage.",
+        lambda cfg, algorithm: algorithm.judged,
+    ),
     "needs_greedy_reply": (
         "The advantage needs the reward of a greedy reply to each task.",
         lambda cfg, algorithm: "baseline" in algorithm.needs,

@@ -60,6 +60,8 @@ class Loss(Function):
     """It compares with the policy before the step, or need not, so more than one optimizer step a batch is right."""
     anchor: Literal["old", "sampled", "none"] = "old"
     """What it compares with: the policy before the step, the engine's own log-probs as they are, or nothing."""
+    judged: bool = True
+    """It reads the advantage; else a run needs no rewards."""
     pairs: bool = False
     """One number a pair of replies, averaged over pairs."""
     whole_replies: bool = False
@@ -74,6 +76,7 @@ ADVANTAGES: dict[str, Advantage] = {
         settings=settings.Grpo,
         compares=True,
     ),
+    "gdpo": Advantage(settings=settings.Gdpo, compares=True),
     "grpo_passk": Advantage(settings=settings.GroupStd, compares=True),
     "rloo": Advantage(settings=settings.Rloo, compares=True),
     "rec": Advantage(settings=settings.RecAdvantage, compares=True),
@@ -141,6 +144,9 @@ LOSSES: dict[str, Loss] = {
         skips_if={"rec_regularizer": "none"},
     ),
     "cross_entropy": Loss(anchor="none", skips="no weight"),
+    "gkd": Loss(
+        settings=settings.Gkd, needs=frozenset({"reference"}), anchor="none", judged=False, skips="no weight"
+    ),
     "sft": Loss(kind="demonstrations", ratio=False, skips="no weight"),
     "sft_is": Loss(kind="demonstrations", ratio=False, skips="no weight"),
     "sft_phi": Loss(settings=settings.SftPhi, kind="demonstrations", ratio=False, skips="no weight"),

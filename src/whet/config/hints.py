@@ -66,6 +66,7 @@ UNITS = {
     "critic.update_epochs": "epochs",
     "train.optimizer.schedule.total_steps": "steps of unit",
     "eval.interval": "steps",
+    "eval.interval_epochs": "epochs",
     "eval.samples": "replies",
     "eval.sources.*.samples": "replies",
     "eval.log_samples": "tasks",

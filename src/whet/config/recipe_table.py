@@ -265,6 +265,14 @@ RECIPES: dict[str, Recipe] = {
         source="arXiv:2306.13649",
         note="On-policy distillation: every token learns how much likelier the teacher (reference.path) finds it.",
     ),
+    "gkd": Recipe(
+        advantage="none",
+        loss="gkd",
+        loss_agg_mode="token-mean",
+        source="arXiv:2306.13649",
+        note="Distillation on the policy's own replies by the gradient of a divergence from the teacher "
+        "(reference.path), in place of a policy gradient.",
+    ),
     "reinforce": Recipe(
         advantage="reinforce",
         loss="reinforce",

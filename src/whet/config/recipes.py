@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from whet.config.correction import check_correction
-from whet.config.functions import ADVANTAGES, LOSSES, Kind, Need
+from whet.config.functions import ADVANTAGES, LOSSES, Kind, Loss, Need
 from whet.config.keys import TABLES, setting, words
 from whet.config.recipe_table import RECIPES, Recipe
 from whet.config.schema import Algorithm, Correction, Groups, Kl, Mix, RewardKl
@@ -69,7 +69,7 @@ class Resolved:
     compares: bool
     """Rollouts of a task are compared with each other."""
     judged: bool
-    """The advantage reads rewards."""
+    """The advantage reads rewards, and the loss the advantage."""
     ratio: bool
     """The loss compares with the policy before the step."""
     anchor: Literal["old", "sampled", "none"]
@@ -136,9 +136,9 @@ def resolve(cfg: Algorithm) -> Resolved:
         max_refills=cfg.max_refills,
         needs=advantage.needs | loss.needs | _kl_needs(cfg),
         compares=advantage.compares and settings["advantage"].settings.get("single_rollout") != "raw",
-        judged=advantage.judged,
+        judged=advantage.judged and loss.judged,
         ratio=loss.ratio or settings["loss"].is_own,
-        anchor="old" if settings["loss"].is_own else loss.anchor,
+        anchor="old" if settings["loss"].is_own else _anchor(loss, settings["loss"]),
         positive_nll_coef=cfg.positive_nll_coef,
         entropy_own_mean=cfg.entropy_agg_mode == "token-mean",
         pairs=loss.pairs,
@@ -151,6 +151,11 @@ def resolve(cfg: Algorithm) -> Resolved:
     weight = settings.get("correction.weight")
     check_correction(cfg.correction, weight.settings if weight else {}, old_logprobs=cfg.old_logprobs)
     return resolved
+
+
+def _anchor(loss: Loss, chosen: Chosen) -> Literal["old", "sampled", "none"]:
+    """What the loss compares with; a setting may say it."""
+    return "old" if chosen.settings.get("dppo_anchor") == "old" else loss.anchor
 
 
 def _mix(cfg: Algorithm, settings: Mapping[str, Chosen]) -> Mix | None:
@@ -267,6 +272,12 @@ def _check_parts(cfg: Algorithm, r: Resolved) -> None:
         )
     if r.mix is not None and r.mix.mu == 0 and not r.mix.mu_valley:
         raise ConfigError("algorithm.mix.mu=0: the demonstrations would count nothing; set it above 0.")
+    given = r.settings["advantage"].settings
+    if r.advantage == "gdpo" and given["part_weights"] and len(given["part_weights"]) != len(given["parts"]):
+        raise ConfigError(
+            f"algorithm.advantage.part_weights: {len(given['part_weights'])} of them for {len(given['parts'])} parts; "
+            "give one for each"
+        )
     settings = r.settings["loss"].settings
     if settings.get("rec_regularizer", "none") != "none" and settings["rec_regularizer_coef"] == 0:
         raise ConfigError(

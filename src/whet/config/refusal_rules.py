@@ -12,7 +12,13 @@ ADAPTERS: Condition = either({"key": "model.lora", "given": True}, {"key": "crit
 QUEUE: Condition = {"key": "buffer.replay.queue"}
 REPLAYS: Condition = both(no(QUEUE), {"key": "buffer.replay.share", "above": 0})
 MIXES: Condition = {"condition": "mixes"}
-DISTILLS: Condition = {"condition": "advantage", "is": "distill"}
+DISTILLS: Condition = either({"condition": "advantage", "is": "distill"}, {"condition": "loss", "is": "gkd"})
+"""The reference is a teacher."""
+OVER_VOCABULARY: Condition = either(
+    {"key": "algorithm.kl.estimator", "is": "full"},
+    {"condition": "loss.divergence", "in": ["full", "forward_topk"]},
+)
+"""A divergence over many tokens is read off both models' output layers."""
 ONE_ROLLOUT: Condition = {"key": "rollout.group_size", "is": 1}
 GREEDY: Condition = {"key": "rollout.sampling.temperature", "is": 0.0}
 MANY_UPDATES: Condition = {"condition": "optimizer_steps", "above": 1}
@@ -94,7 +100,7 @@ DATA = (
     refuse(
         "data.eval",
         both(given("data.eval"), no({"condition": "evaluates"})),
-        "is never used: eval.interval is 0 and at_start and at_end are false",
+        "is never used: eval.interval and interval_epochs are 0 and at_start and at_end are false",
     ),
     refuse(
         "data.eval",
@@ -164,16 +170,32 @@ ALGORITHM = (
         for key, off in (("resample", "none"), ("refill", "sample"))
     ),
     refuse(
+        "algorithm.advantage",
+        both(ONLINE, {"condition": "advantage", "is": "gdpo"}, MIXES),
+        "gdpo compares parts of rewards, which the demonstrations of algorithm.mix do not have; take another one",
+    ),
+    refuse(
+        "algorithm.advantage.parts",
+        both({"condition": "advantage", "is": "gdpo"}, no({"condition": "advantage.parts", "given": True})),
+        "gdpo needs the names of the parts of the reward that it compares: give them",
+    ),
+    refuse(
         "reference.path",
         both(DISTILLS, no(given("reference.path"))),
-        "distill needs a teacher, and without a path the reference is the policy itself: give the folder of the "
+        "a teacher is missing: without a path the reference is the policy itself: give the folder of the "
         "teacher",
+    ),
+    refuse(
+        "algorithm.kl.coef",
+        both(ONLINE, {"condition": "loss", "is": "gkd"}, {"key": "algorithm.kl.coef", "above": 0}),
+        "{cfg.algorithm.kl.coef}: with loss=gkd the reference is the teacher, and the divergence from it is the loss; "
+        "set it to 0",
     ),
     *(
         refuse(
             f"reference.{key}",
             both(DISTILLS, {"key": f"reference.{key}", "above": 0}),
-            "would replace the teacher by the policy: leave it out with distill",
+            "would replace the teacher by the policy: leave it out",
         )
         for key in ("reset_interval", "reset_interval_epochs")
     ),
@@ -426,10 +448,10 @@ PARALLEL = (
         "train.parallel.separate_ranks",
         both(
             {"key": "train.parallel.separate_ranks", "holds": ["reference"]},
-            {"key": "algorithm.kl.estimator", "is": "full"},
+            OVER_VOCABULARY,
         ),
-        "reference: algorithm.kl.estimator=full reads the reference in every micro-batch of the policy, so both must "
-        "share their ranks; leave it out",
+        "reference: a divergence over the vocabulary reads the reference in every micro-batch of the policy, so both "
+        "must share their ranks; leave it out",
     ),
     refuse(
         "train.parallel.separate_ranks",
@@ -446,9 +468,9 @@ PARALLEL = (
         "train.offload",
         both(
             {"key": "train.offload", "holds": ["reference"]},
-            {"key": "algorithm.kl.estimator", "is": "full"},
+            OVER_VOCABULARY,
         ),
-        "reference: algorithm.kl.estimator=full reads the reference in every micro-batch; leave it out",
+        "reference: a divergence over the vocabulary reads the reference in every micro-batch; leave it out",
     ),
 )
 

@@ -64,7 +64,7 @@ CLASSES: Mapping[Class, str] = {
         train.optimizer.lr train.optimizer.param_groups train.optimizer.betas train.optimizer.eps
         train.optimizer.momentum train.optimizer.weight_decay train.optimizer.decay_all train.optimizer.max_grad_norm
         train.optimizer.schedule
-        eval.interval
+        eval.interval eval.interval_epochs
         stages.*.algorithm stages.*.data stages.*.rewards stages.*.rollout stages.*.buffer stages.*.train
         stages.*.critic stages.*.reference stages.*.eval""",
     "rounding": """
@@ -117,7 +117,7 @@ def _every_step_syncs(stage: Json) -> bool:
 
 FREE_WHERE: Mapping[str, Callable[[Json], bool]] = {
     **dict.fromkeys(LENGTH, _no_schedule_ends),
-    "eval.interval": _every_step_syncs,
+    **dict.fromkeys(("eval.interval", "eval.interval_epochs"), _every_step_syncs),
 }
 """Keys of the row `numbers` that change no number in a stage for which the function returns True."""
 

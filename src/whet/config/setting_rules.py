@@ -88,6 +88,26 @@ SETTING_RULES: tuple[Rule, ...] = (
         "algorithm.loss.rec_regularizer is none",
     ),
     _rule(
+        ("advantage", "reward_kl", "whiten", "whiten_ddof", "advantage_low", "advantage_high", "correction"),
+        {"not": {"condition": "loss", "is": "gkd"}},
+        "loss=gkd reads no advantage and has no ratio",
+    ),
+    _rule(
+        under("advantage", "distill_mixture"),
+        {"condition": "advantage.distill_estimator", "is": "jsd"},
+        "algorithm.advantage.distill_estimator is not jsd",
+    ),
+    _rule(
+        under("loss", "top_k", "min_logprob"),
+        {"condition": "loss.divergence", "is": "forward_topk"},
+        "algorithm.loss.divergence is not forward_topk",
+    ),
+    _rule(
+        under("loss", "max_divergence"),
+        {"not": {"condition": "loss.divergence", "is": "full"}},
+        "algorithm.loss.divergence=full is not bounded",
+    ),
+    _rule(
         under("loss", "label_smoothing"),
         {"condition": "loss.pair_loss", "in": ["sigmoid", "robust"]},
         "the pair_loss of algorithm.loss has none: set it to sigmoid or robust",

@@ -51,6 +51,15 @@ class Grpo(GroupStd):
     count more (arXiv:2506.02355). 0 is off."""
 
 
+class Gdpo(GroupStd):
+    """Parts of the reward, each against its own mean in the group, summed and whitened over the batch (GDPO)."""
+
+    parts: tuple[str, ...] = ()
+    """Names of the parts: of a reward, or REWARD/KEY of what it returns beside its score."""
+    part_weights: tuple[float, ...] | None = None
+    """A weight for each part, in their order. None: 1 for each."""
+
+
 class Rloo(Section):
     """Reward against the mean of the group's other rewards."""
 
@@ -129,9 +138,11 @@ class Distill(Section):
 
     distill_coef: Above0 = 1.0
     """Factor on log teacher - log policy."""
-    distill_mixture: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Weight b of the teacher in the mixture m = b teacher + (1 - b) policy: above 0 the advantage is -distill_coef
-    times (b log teacher + (1 - b) log policy - log m), the generalized Jensen-Shannon divergence at a token."""
+    distill_estimator: Literal["k1", "k2", "low_var_kl", "abs", "jsd"] = "k1"
+    """Divergence from the teacher at the sampled token, minus which is the advantage. k1: log policy - log teacher. jsd:
+    b log teacher + (1 - b) log policy - log(b teacher + (1 - b) policy), the generalized Jensen-Shannon divergence."""
+    distill_mixture: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """jsd: b, the weight of the teacher in the mixture."""
 
 
 # ---------------------------------------------------------------- losses
@@ -230,6 +241,11 @@ class Dppo(Section):
     """The farthest a token with negative advantage may have fallen (0.05 is usual for binary_kl, in nats)."""
     dppo_delta_high: Above0 = 0.15
     """The farthest a token with positive advantage may have risen."""
+    dppo_anchor: Literal["sampled", "old"] = "sampled"
+    """What the policy is compared with: the engine's log-probs (the paper), or those of the policy before the step."""
+    dppo_max_ratio: Above0 | None = None
+    """The ratio counts as at most this; tokens above keep that weight of their gradient (the paper: 20). None: no
+    limit."""
 
 
 class Aipo(Section):
@@ -277,6 +293,20 @@ class Rec(Clip):
     """Added at every token: (log ratio)^2, or -log pi."""
     rec_regularizer_coef: NonNegative = 0.0
     """Weight of the regularizer."""
+
+
+class Gkd(Section):
+    """The divergence from a teacher at the policy's own tokens (arXiv:2306.13649)."""
+
+    divergence: Literal["low_var_kl", "k2", "k3", "abs", "full", "forward_topk"] = "low_var_kl"
+    """An estimator of the KL of the policy to the teacher at the sampled token; full: that KL over the vocabulary;
+    forward_topk: the KL of the teacher to the policy over the teacher's top_k likeliest tokens."""
+    top_k: Annotated[int, Field(ge=1)] = 32
+    """Tokens of the teacher that forward_topk compares at each place."""
+    min_logprob: Annotated[float, Field(lt=0.0)] | None = None
+    """forward_topk: log-probs of both models count as at least this, in nats. None: as they are."""
+    max_divergence: Above0 | None = None
+    """A token's divergence counts as at most this, in nats, and has no gradient above. None: no limit."""
 
 
 class SftPhi(Section):

@@ -134,9 +134,9 @@ class _Rank:
         parts = self.engines[name].forward_parts(dealt, want)
         return [x.cpu() for x in parts[: dealt.real]]
 
-    def update(self, name: str, dealt: Any, loss: Any, full_kl: tuple[float, str] | None) -> Any:
+    def update(self, name: str, dealt: Any, loss: Any, full_kl: tuple[float, str, Any] | None) -> Any:
         engine = self.engines[name]
-        engine.full_kl = None if full_kl is None else FullKl(full_kl[0], self.engines[full_kl[1]])
+        engine.full_kl = None if full_kl is None else FullKl(full_kl[0], self.engines[full_kl[1]], full_kl[2])
         return engine.update_sums(dealt, loss)
 
     def pull(self, name: str) -> None:

@@ -335,7 +335,9 @@ class RankGroup:
         return together(batch, dealt, said).to(where)
 
     def update(self, batch: Batch, loss: LossFn) -> Metrics:
-        full_kl = None if self.full_kl is None else (self.full_kl.coef, self.full_kl.reference.role)  # type: ignore[attr-defined]
+        kl, full_kl = self.full_kl, None
+        if kl is not None:
+            full_kl = kl.coef, kl.reference.role, kl.top  # type: ignore[attr-defined]
         dealt = self._deal(batch.to("cpu"), learns=True)
         with self.span("update"):
             answers = self._ask("update", each=[(part, loss, full_kl) for part in self._by_rank(dealt)])

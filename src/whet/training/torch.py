@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -20,12 +21,13 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from whet import seeds
+from whet.algos.distillation import TopK
 from whet.algos.segments import need
 from whet.batch import Batch, Loss, LossFn, Outputs
 from whet.config.schema import Optimizer as OptimizerConfig
 from whet.models.attention import PackedAttention
 from whet.models.context_parallel import Share
-from whet.models.divergence import full_kl
+from whet.models.divergence import forward_kl, full_kl
 from whet.models.dropout import Noise, token_names
 from whet.models.float8 import check as check_float8
 from whet.models.kernels import Ops
@@ -55,10 +57,12 @@ OPTIMIZER_STEP = "optimizer step"
 
 @dataclass(frozen=True)
 class FullKl:
-    """A term of the loss: coef times the KL to the reference over the whole vocabulary, at the policy's own tokens."""
+    """A term of the loss: coef times the KL to the reference over the whole vocabulary, at the policy's own tokens;
+    with `top` that of the reference to the policy, over the reference's likeliest tokens."""
 
     coef: float
     reference: TorchEngine
+    top: TopK | None = None
 
     def added(self, result: Loss, batch: Batch, kl_N: Tensor) -> Loss:
         if batch.expert_R is not None:
@@ -480,7 +484,9 @@ class TorchEngine:
             with torch.no_grad():
                 reference_AD = other._alone(lambda batch, hidden_AD, at_A: hidden_AD, batch)
         heads = (self.decoder.head, other.decoder.head)
-        kl_A = full_kl(hidden_AD, reference_AD, heads=heads, temperature=self.cut.temperature)
+        top = None if self.full_kl is None else self.full_kl.top
+        kl = full_kl if top is None else partial(forward_kl, top=top)
+        kl_A = kl(hidden_AD, reference_AD, heads=heads, temperature=self.cut.temperature)
         return self._spread(kl_A, at_A, batch.tokens)
 
     def _outputs(self, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Outputs:

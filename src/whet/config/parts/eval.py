@@ -39,6 +39,9 @@ class Eval(Section):
 
     interval: Count = 0
     """Steps between evaluations. (verl: test_freq; TRL: eval_steps) 0: only at start and end."""
+    interval_epochs: Count = 0
+    """Epochs of the training data between evaluations, in addition: in the step that completes the epoch. 0: not by
+    epochs."""
     at_start: bool = True
     """Evaluate before the first step. (verl: val_before_train)"""
     at_end: bool = True

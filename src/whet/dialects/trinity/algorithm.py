@@ -117,6 +117,10 @@ def _settings(name: str, given: Mapping[str, Json]) -> Native:
         raise ConfigError(f"{KEY}_args.tau: has no effect with opmd_baseline: mean; leave it out.")
     if name == "jsd":
         _check_divergence(given)
+        if told["advantage.distill_mixture"] == 0:
+            del told["advantage.distill_mixture"]  # log teacher - log policy, as in Trinity
+        else:
+            told["advantage.distill_estimator"] = "jsd"
     if name == "rec" and given["std_normalize"]:
         told["advantage.std_ddof"] = 0
     elif name == "rec":

@@ -7,7 +7,8 @@ import math
 from whet.config.faults import shown
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
-from whet.dialects.verl.roles import ACTOR, CRITIC, ROLLOUT, has_critic
+from whet.dialects.verl import distillation
+from whet.dialects.verl.roles import ACTOR, CRITIC, ROLLOUT, has_critic, texts
 from whet.dialects.verl.sizes import is_fully_async, is_one_step_off, prompts, responses
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
@@ -33,12 +34,12 @@ ESTIMATORS: dict[str, tuple[str, str | None] | None] = {
     "rloo_vectorized": ("rloo", None),
     "optimal_token_baseline": ("optimal_token_baseline", None),
     "tir_optimal_token_baseline": ("optimal_token_baseline", "tir_optimal_token_baseline"),
-    "gdpo": None,
+    "gdpo": ("grpo", "gdpo"),
 }
 """Recipe and, where it is not the recipe's, advantage of every estimator."""
 
 BY_STD = ("grpo", "grpo_passk", "grpo_vectorized")
-"""Estimators that read norm_adv_by_std_in_grpo."""
+"""Estimators that read norm_adv_by_std_in_grpo; gdpo always divides."""
 
 ALONE: dict[str, str] = {
     **dict.fromkeys(("grpo", "grpo_vectorized", "reinforce_plus_plus_baseline", "opo"), "reward"),
@@ -49,15 +50,20 @@ here on."""
 
 
 def advantage(v: Values) -> Native:
-    """The estimator over the recipe that has it; verl's policy loss and aggregation are chosen apart."""
+    """The estimator over the recipe that has it, or a function of the user's over that of grpo; verl's policy loss
+    and aggregation are chosen apart."""
     key = "algorithm.adv_estimator"
+    if distillation.replaces_rewards(v):
+        return distillation.algorithm(v)
     if v[key] is None:
         raise NotSupportedYet(
             f"{key}=null: SPIN and SPPO, with trainers of their own, are coming, not built yet"
         )
     estimator = str(v[key])
+    if ":" in estimator:
+        return {"algorithm.name": "grpo", "algorithm.advantage": estimator}
     recipe, own = choose(v, key, ESTIMATORS)
-    if responses(v) == 1 and estimator in ("grpo_passk", "gpg"):
+    if responses(v) == 1 and estimator in ("grpo_passk", "gpg", "gdpo"):
         raise ConfigError(f"{key}={estimator} compares several responses; raise {ROLLOUT}.n above 1")
     if responses(v) == 1 and estimator in ALONE:
         whitened = {"algorithm.whiten": True} if estimator == "reinforce_plus_plus_baseline" else {}
@@ -69,14 +75,30 @@ def advantage(v: Values) -> Native:
         out["algorithm.advantage.normalize_std"] = v["algorithm.norm_adv_by_std_in_grpo"]
     if estimator == "grpo_vectorized" and not since(v, "verl", "0.8.0"):
         out["algorithm.advantage.std_floor"] = 1e-3
+    if estimator == "gdpo":
+        out |= _parts(v)
     if estimator == "rloo":
         out["algorithm.advantage.single_rollout"] = "raw"
     return out
 
 
+def _parts(v: Values) -> dict[str, Json]:
+    """What GDPO normalises apart: entries of what compute_score returns, which are parts of the reward `score`."""
+    keys = texts(v, "algorithm.gdpo_reward_keys")
+    weights = v["algorithm.gdpo_reward_weights"]
+    if weights is not None and len(weights) != len(keys):
+        raise ConfigError(
+            f"algorithm.gdpo_reward_weights: {len(weights)} of them for {len(keys)} gdpo_reward_keys"
+        )
+    return {
+        "algorithm.advantage.parts": [key if key == "score" else f"score/{key}" for key in keys],
+        "algorithm.advantage.part_weights": weights,
+    }
+
+
 def discount(v: Values) -> Native:
     """gamma and lam, where an estimator discounts: lam in gae, gamma also in reinforce_plus_plus."""
-    estimator = v["algorithm.adv_estimator"]
+    estimator = None if distillation.replaces_rewards(v) else v["algorithm.adv_estimator"]
     gamma = v["algorithm.gamma"]
     if estimator == "gae":
         return {"algorithm.advantage.gamma": gamma, "algorithm.advantage.lam": v["algorithm.lam"]}
@@ -124,7 +146,9 @@ LOSSES: dict[str, str | None] = {
     "geo_mean": "geo_mean",
     "cispo": "cispo",
     "bypass_mode": "ppo",
-    **dict.fromkeys(("rollout_correction", "dppo_tv", "dppo_kl", "dro")),
+    "dppo_tv": "dppo",
+    "dppo_kl": "dppo",
+    **dict.fromkeys(("rollout_correction", "dro")),
 }
 
 CLIPPED = ("ppo", "gspo", "geo_mean", "clip_cov", "cispo")
@@ -142,11 +166,15 @@ SETTINGS = {
 
 
 def loss_of(v: Values) -> str:
+    if distillation.replaces_rewards(v):
+        return "ppo"
     return choose(v, f"{ACTOR}.policy_loss.loss_mode", LOSSES)
 
 
 def loss(v: Values) -> Native:
     """The policy loss with what it reads. PPO's dual clip is always on; GSPO's gradient is that of each token."""
+    if distillation.replaces_rewards(v):
+        return NOTHING
     name = loss_of(v)
     out: dict[str, Json] = {"algorithm.loss": name}
     if name in CLIPPED:
@@ -155,6 +183,17 @@ def loss(v: Values) -> Native:
         out["algorithm.loss.clip_high"] = ratio if high is None else high
     if name == "ppo":
         out["algorithm.loss.dual_clip"] = v[f"{ACTOR}.clip_ratio_c"]
+    elif name == "dppo":
+        ratio, low, high = (v[f"{ACTOR}.clip_ratio{side}"] for side in ("", "_low", "_high"))
+        out |= {
+            "algorithm.loss.dppo_divergence": str(v[f"{ACTOR}.policy_loss.loss_mode"]).replace(
+                "dppo", "binary"
+            ),
+            "algorithm.loss.dppo_delta_low": ratio if low is None else low,
+            "algorithm.loss.dppo_delta_high": ratio if high is None else high,
+            "algorithm.loss.dppo_anchor": "old",
+            "algorithm.loss.dppo_max_ratio": v[f"{ACTOR}.clip_ratio_c"],
+        }
     elif name == "gspo":
         out["algorithm.loss.gspo_form"] = "token"
     out |= {f"algorithm.loss.{to}": v[f"{ACTOR}.{key}"] for key, to in SETTINGS.get(name, {}).items()}
@@ -218,6 +257,8 @@ IN_REWARD: dict[str, str | None] = {**KL, "full": None}
 def kl(v: Values) -> Native:
     """In the loss, in the reward, or in both, each with its own estimator and weight."""
     out: dict[str, Json] = {}
+    if distillation.replaces_rewards(v):
+        return NOTHING
     if v[f"{ACTOR}.use_kl_loss"]:
         out["algorithm.kl.coef"] = v[f"{ACTOR}.kl_loss_coef"]
         out["algorithm.kl.estimator"] = choose(v, f"{ACTOR}.kl_loss_type", IN_LOSS)
@@ -250,6 +291,13 @@ def correction(v: Values) -> Native:
     weight, tests = _weight(v), _tests(v)
     if v["algorithm.rollout_is_threshold"] is not None:
         weight, tests = _first_form(v)
+    if distillation.replaces_rewards(v) and distillation.by_gradient(v):
+        if tests:
+            raise NotSupportedYet(
+                f"{CORRECTION}.rollout_rs with distillation.enabled is coming, not built yet: leaving tokens out of a "
+                "divergence"
+            )
+        return NOTHING  # a divergence has no ratio to weigh
     if _bypasses(v):
         choose(v, f"{CORRECTION}.loss_type", {"ppo_clip": "ppo", "reinforce": None})
         if tests:

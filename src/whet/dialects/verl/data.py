@@ -116,9 +116,9 @@ def judge(v: Values) -> Native:
 
 
 MANAGERS: dict[str, str | None] = {
-    **dict.fromkeys(("naive", "dapo", "rate_limited", "remote"), "naive"),
+    **dict.fromkeys(("naive", "dapo", "gdpo", "rate_limited", "remote"), "naive"),
     "prime": "prime",
-    **dict.fromkeys(("batch", "gdpo", "diffusion", "visual")),
+    **dict.fromkeys(("batch", "diffusion", "visual")),
 }
 
 

@@ -9,6 +9,7 @@ from whet.config.faults import shown
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.dialects.uploads import place
+from whet.dialects.verl.optimizer import constant_rates
 from whet.dialects.verl.roles import ACTOR, CRITIC, REF, anywhere, has_critic, local, texts
 from whet.dialects.verl.sizes import is_fully_async, mini_batches, prompts, steps_of_a_version
 from whet.types import ConfigError, Json
@@ -78,10 +79,11 @@ def checkpoints(v: Values) -> Native:
     every = max(v["trainer.save_freq"], 0) * steps_of_a_version(v)
     saved = _contents(v, f"{ACTOR}.checkpoint.save_contents")
     loaded = _contents(v, f"{ACTOR}.checkpoint.load_contents")
-    if "extra" not in loaded:
+    if "extra" not in loaded and not constant_rates(v):
         raise NotSupportedYet(
-            f"{ACTOR}.checkpoint.load_contents={shown(loaded)}: to go on without schedule, data position and random "
-            "state (extra) is coming, not built yet"
+            f"{ACTOR}.checkpoint.load_contents={shown(loaded)}: without extra verl begins the learning rate's schedule "
+            "anew where a run goes on, its warm-up, too; coming, not built yet: add extra, or take a constant rate "
+            "without warm-up"
         )
     if has_critic(v):
         _check_critic(v, saved, loaded)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from whet.config.faults import shown
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
-from whet.dialects.verl.roles import ACTOR, CRITIC, check_engine, engine_of
+from whet.dialects.verl.roles import ACTOR, CRITIC, check_engine, engine_of, has_critic
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
 
@@ -20,6 +20,17 @@ def actor(v: Values) -> Native:
 def critic(v: Values) -> Native:
     return settings(
         v, f"{CRITIC}.optim", native="critic.optimizer", engine=engine_of(v), clip=_clip(v, CRITIC)
+    )
+
+
+def constant_rates(v: Values) -> bool:
+    """Whether no learning rate ever changes, so that a schedule has no place to go on from."""
+    made = [("train.optimizer", actor(v)), *([("critic.optimizer", critic(v))] if has_critic(v) else [])]
+    return all(
+        own.get(f"{at}.schedule.type", "constant") == "constant"
+        and not own.get(f"{at}.schedule.warmup_steps")
+        and not own.get(f"{at}.schedule.warmup_ratio")
+        for at, own in made
     )
 
 

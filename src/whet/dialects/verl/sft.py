@@ -261,15 +261,11 @@ def validation(v: Values) -> Native:
     every = v["trainer.test_freq"]
     if v["data.val_files"] is None or (every != "after_each_epoch" and every <= 0):
         return NOTHING
-    if every == "after_each_epoch":
-        raise NotSupportedYet(
-            "trainer.test_freq=after_each_epoch: evaluation by epochs is coming, not built yet"
-        )
     return {
         **rows(v, "val", "data.eval.0"),
         **_columns(v, "data.eval.0"),
         "data.exclude_eval": False,
-        "eval.interval": every,
+        **({"eval.interval_epochs": 1} if every == "after_each_epoch" else {"eval.interval": every}),
         "eval.at_start": False,
         "eval.at_end": True,
     }
