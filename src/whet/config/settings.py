@@ -139,8 +139,8 @@ class Distill(Section):
     distill_coef: Above0 = 1.0
     """Factor on log teacher - log policy."""
     distill_estimator: Literal["k1", "k2", "low_var_kl", "abs", "jsd"] = "k1"
-    """Divergence from the teacher at the sampled token, minus which is the advantage. k1: log policy - log teacher. jsd:
-    b log teacher + (1 - b) log policy - log(b teacher + (1 - b) policy), the generalized Jensen-Shannon divergence."""
+    """Divergence from the teacher at the sampled token, minus which is the advantage. k1: log policy - log teacher.
+    jsd: b log teacher + (1 - b) log policy - log(b teacher + (1 - b) policy) (generalized Jensen-Shannon)."""
     distill_mixture: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """jsd: b, the weight of the teacher in the mixture."""
 
