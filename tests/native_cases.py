@@ -300,6 +300,7 @@ CASES: dict[str, Case] = {
     "algorithm.advantage.tau": ("algorithm.name=opmd; algorithm.advantage.opmd_baseline=logavgexp", 0.5),
     "algorithm.advantage.baseline_shift": ("algorithm.name=asymre", 0.2),
     "algorithm.advantage.turn_weight": ("algorithm.name=gigpo", 0.3),
+    "algorithm.advantage.distill_discount": (f"algorithm.name=distill; {OTHERS}; reference.path=B", 0.5),
     "algorithm.advantage.distill_mixture": (f"algorithm.name=distill; {OTHERS}; reference.path=B", 0.5),
     "algorithm.advantage.distill_coef": (f"algorithm.name=distill; {OTHERS}; reference.path=B", 0.5),
     "algorithm.advantage.gamma": (PPO, 0.5),

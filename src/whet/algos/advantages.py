@@ -90,19 +90,29 @@ def remax(batch: Batch, *, reward_N: Tensor) -> Advantage:
 
 
 def distill(
-    batch: Batch, *, reward_N: Tensor, distill_coef: float, distill_mixture: float = 0.0
+    batch: Batch,
+    *,
+    reward_N: Tensor,
+    distill_coef: float,
+    distill_mixture: float = 0.0,
+    distill_discount: float = 0.0,
 ) -> Advantage:
     """distill_coef * (log ref - log old) at every token, the reference being the teacher; rewards are not read.
 
     On-policy distillation: the policy gradient of the reverse KL, token by token (arXiv:2306.13649 section 3). With
     b = distill_mixture above 0 and m = b ref + (1 - b) old: -distill_coef * (b log ref + (1 - b) log old - log m), the
     generalized Jensen-Shannon divergence (section 2 there) at the sampled token; b = 0 is the case above.
+    distill_discount g: the sum over this and the later tokens of the reply, the k-th later one times g^k.
     """
     teacher_N, old_N = need(batch.logp_ref_N, "batch.logp_ref_N"), old_logp_N(batch)
     gap_N, b = teacher_N - old_N, distill_mixture
     if b > 0:
         mixed_N = torch.logaddexp(teacher_N + math.log(b), old_N + math.log1p(-b))
         gap_N = mixed_N - b * teacher_N - (1 - b) * old_N
+    if distill_discount > 0:
+        at_M = torch.nonzero(batch.mask_N).flatten()
+        sum_M = discounted(gap_N[at_M], batch.row_N[at_M], distill_discount)
+        gap_N = torch.zeros_like(gap_N).index_put((at_M,), sum_M)
     return torch.where(batch.mask_N, distill_coef * gap_N, 0.0).to(reward_N.dtype), None
 
 

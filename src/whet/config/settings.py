@@ -132,6 +132,9 @@ class Distill(Section):
     distill_mixture: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Weight b of the teacher in the mixture m = b teacher + (1 - b) policy: above 0 the advantage is -distill_coef
     times (b log teacher + (1 - b) log policy - log m), the generalized Jensen-Shannon divergence at a token."""
+    distill_discount: Fraction = 0.0
+    """Each token is also judged by what the later tokens of its reply get, the k-th later one times this to the power
+    k. 0: each by itself."""
 
 
 # ---------------------------------------------------------------- losses
