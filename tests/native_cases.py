@@ -312,6 +312,7 @@ CASES: dict[str, Case] = {
     "algorithm.advantage.tau": ("algorithm.name=opmd; algorithm.advantage.opmd_baseline=logavgexp", 0.5),
     "algorithm.advantage.baseline_shift": ("algorithm.name=asymre", 0.2),
     "algorithm.advantage.turn_weight": ("algorithm.name=gigpo", 0.3),
+    "algorithm.advantage.distill_discount": (f"algorithm.name=distill; {OTHERS}; reference.path=B", 0.5),
     "algorithm.advantage.distill_mixture": (
         f"algorithm.name=distill; {OTHERS}; reference.path=B; algorithm.advantage.distill_estimator=jsd",
         0.25,

@@ -22,6 +22,8 @@ import whet.loop
 import whet.models.kernels
 import whet.placement
 import whet.rollout.episode
+import whet.rollout.hf
+import whet.rollout.native.engine
 import whet.run
 import whet.shared
 import whet.stages
@@ -196,8 +198,8 @@ class Watcher:
             (whet.models.kernels, "load", (0,)),
             (whet.track.display, "Display", ("quiet",)),
             (whet.shared, "self_test", ("seed",)),
-            (whet.shared, "NativeEngine", ("max_num_seqs", "max_context", "cache_mb")),
-            (whet.shared, "HfEngine", ("max_context",)),
+            (whet.rollout.native.engine, "NativeEngine", ("max_num_seqs", "max_context", "cache_mb")),
+            (whet.rollout.hf, "HfEngine", ("max_context",)),
             (whet.shared, "Saver", ("background",)),
             (whet.placement, "TorchEngine", ("cut", "max_skipped")),
             (whet.training.profile, "schedule", ("warmup",)),

@@ -164,6 +164,15 @@ def test_distill_by_another_estimator_is_minus_its_value() -> None:
         assert adv_N.tolist() == pytest.approx([0.0, -0.5 * value])
 
 
+def test_distill_with_later_tokens_by_hand() -> None:
+    """Gaps 1, (a given token), 2, 4: the last 4, before it 2 + 0.5 * 4 = 4, the first 1 + 0.5 * 4 = 3."""
+    batch = make_batch([["paoaa"], ["pa"]], [9.0, 0.0])
+    old, teacher = doubles([0, -3, 7, -3, -5, 0, -1]), doubles([0, -2, 9, -1, -1, 0, -0.5])
+    batch = replace(batch, logp_old_N=old, logp_ref_N=teacher)
+    adv_N, _ = distill(batch, reward_N=token_rewards(batch), distill_coef=2.0, distill_discount=0.5)
+    assert adv_N.tolist() == pytest.approx([0, 6, 0, 8, 8, 0, 1])
+
+
 def test_distill_of_the_teacher_itself_is_nothing_and_rewards_do_not_matter() -> None:
     batch = ragged(2)
     same = replace(batch, logp_ref_N=batch.logp_old_N)

@@ -142,8 +142,10 @@ def test_a_teacher_in_place_of_rewards() -> None:
     assert distillation(values() | on | {"distillation.kl_penalty_coef": 0.5}) == {
         "algorithm.advantage": "distill", "algorithm.advantage.distill_coef": 0.5, "reference.path": "teacher",
     }  # fmt: skip
+    later = distillation(values() | on | {"distillation.kl_discount_factor": 0.9})
+    assert later["algorithm.advantage.distill_discount"] == 0.9
     assert distillation(values() | on | {"distillation.top_k": -1}) == distillation(values() | on)
-    for key, value in (("kl_discount_factor", 0.5), ("include_prompt", True), ("top_k", 10)):
+    for key, value in (("include_prompt", True), ("top_k", 10)):
         with pytest.raises(NotSupportedYet, match=key):
             distillation(values() | on | {f"distillation.{key}": value})
     with pytest.raises(NotSupportedYet, match="kl_beta"):

@@ -83,6 +83,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "distillation.model_name_or_path": TEACHER,
     "distillation.model_revision": TEACHER | {"distillation.model_name_or_path": "org/teacher"},
     "distillation.kl_penalty_coef": TEACHER,
+    "distillation.kl_discount_factor": TEACHER,
     SUB + "rank_filter": PROFILES | {"train.max_num_steps": 9},
     **{
         f"policy.lora.{name}": LORA

@@ -97,12 +97,14 @@ def distill(
     distill_coef: float,
     distill_estimator: str = "k1",
     distill_mixture: float = 0.5,
+    distill_discount: float = 0.0,
 ) -> Advantage:
     """-distill_coef * k(log old - log ref) at every token, the reference being the teacher; rewards are not read.
 
     On-policy distillation: with k1, which is the difference itself, the policy gradient of the reverse KL, token by
     token (arXiv:2306.13649 section 3). jsd: b log ref + (1 - b) log old - log m, where b = distill_mixture and
     m = b ref + (1 - b) old: the generalized Jensen-Shannon divergence (section 2 there) at the sampled token.
+    distill_discount g: the sum over this and the later tokens of the reply, the k-th later one times g^k.
     """
     teacher_N, old_N = need(batch.logp_ref_N, "batch.logp_ref_N"), old_logp_N(batch)
     if distill_estimator == "jsd":
@@ -111,6 +113,10 @@ def distill(
         kl_N = torch.where(batch.mask_N, b * teacher_N + (1 - b) * old_N - mixed_N, 0.0)
     else:
         kl_N = reference_kl(batch, old_N, distill_estimator)
+    if distill_discount > 0:
+        at_M = torch.nonzero(batch.mask_N).flatten()
+        sum_M = discounted(kl_N[at_M], batch.row_N[at_M], distill_discount)
+        kl_N = torch.zeros_like(kl_N).index_put((at_M,), sum_M)
     return (-distill_coef * kl_N).to(reward_N.dtype), None
 
 

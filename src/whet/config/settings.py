@@ -143,6 +143,9 @@ class Distill(Section):
     jsd: b log teacher + (1 - b) log policy - log(b teacher + (1 - b) policy) (generalized Jensen-Shannon)."""
     distill_mixture: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """jsd: b, the weight of the teacher in the mixture."""
+    distill_discount: Fraction = 0.0
+    """Each token is also judged by what the later tokens of its reply get, the k-th later one times this to the power
+    k. 0: each by itself."""
 
 
 # ---------------------------------------------------------------- losses

@@ -189,7 +189,6 @@ def distillation(values: Values) -> dict[str, Json]:
         why = "is of RL jobs" if is_sft(values) else "pays no rewards, and dapo would drop every group"
         raise ConfigError(f"{at}enable=true {why}; leave it out, or take variant grpo or gspo.")
     beyond = {
-        "kl_discount_factor": values[at + "kl_discount_factor"] != 0,
         "include_prompt": values[at + "include_prompt"],
         "top_k": values[at + "top_k"] > 0,
     }
@@ -201,8 +200,10 @@ def distillation(values: Values) -> dict[str, Json]:
         raise NotSupportedYet(
             f"{POLICY}kl_beta beside {at}enable is coming, not built yet: a teacher and a reference; set it 0."
         )
+    discount = values[at + "kl_discount_factor"]
     return {
         "algorithm.advantage": "distill",
         "algorithm.advantage.distill_coef": values[at + "kl_penalty_coef"],
+        **({"algorithm.advantage.distill_discount": discount} if discount else {}),
         "reference.path": at_revision(values, values[at + "model_name_or_path"], at + "model_revision"),
     }
