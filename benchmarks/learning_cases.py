@@ -174,7 +174,7 @@ def _functions() -> Iterator[tuple[str, Case]]:
 def _staleness() -> Iterator[tuple[str, Case]]:
     """GRPO from a policy that is synced to the engine every so many steps, without and with importance weights."""
     for staleness, corrected in itertools.product(STALENESS, (False, True)):
-        correction = {"correction": {"weight": "token", "high": 2.0}} if corrected else {}
+        correction = {"correction": {"weight": {"name": "token", "high": 2.0}}} if corrected else {}
         yield (
             f"staleness {staleness}, {'corrected' if corrected else 'not corrected'}",
             Case(
