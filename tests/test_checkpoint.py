@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -376,3 +377,21 @@ def test_every_torn_file_is_found_before_anything_is_loaded(
             continue  # a bit of white space may differ
         with pytest.raises(CheckpointError):
             checkpoint.read_state(path)
+
+
+def test_groups_of_a_state_lie_beside_it_and_damage_to_them_is_named(tmp_path: Path) -> None:
+    waiting = {"waiting": [b"one", {"group": b"two"}], "steps": 3}
+    state = {"stage": 0, "stage_name": "main", "step": 1, "buffer": waiting}
+    path = checkpoint.write(tmp_path, {}, state)
+    assert checkpoint.read_state(path) == state
+    assert b"one" not in (path / "state.json").read_bytes()
+    (path / "groups.arrow").write_bytes((path / "groups.arrow").read_bytes()[:200])
+    with pytest.raises(CheckpointError, match=r"groups\.arrow has 200 bytes"):
+        checkpoint.read_state(path)
+    (path / "manifest.json").write_text(json.dumps(checkpoint.manifest(path)))
+    with pytest.raises(CheckpointError, match=r"groups\.arrow cannot be read"):
+        checkpoint.read_state(path)
+    (path / "groups.arrow").unlink()
+    (path / "manifest.json").write_text(json.dumps(checkpoint.manifest(path)))
+    with pytest.raises(CheckpointError, match=r"groups\.arrow cannot be read"):
+        checkpoint.read_state(path)

@@ -301,7 +301,7 @@ def _state_of(path: Path) -> Json:
         raise Damaged(f"{path}: {STATE} does not name its stage and step")
     try:
         return repacked(state, read_groups(path / GROUPS) if (path / GROUPS).exists() else [])
-    except (OSError, ValueError, IndexError, KeyError) as e:
+    except (pa.ArrowException, OSError, ValueError, TypeError, IndexError, KeyError) as e:
         raise Damaged(f"{path}: {GROUPS} cannot be read: {e}") from e
 
 
@@ -344,7 +344,9 @@ def write_groups(path: Path, groups: Sequence[bytes]) -> None:
 
 def read_groups(path: Path) -> list[bytes]:
     with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-        return list(reader.read_all()["group"].to_pylist())
+        table = reader.read_all()
+        table.validate(full=True)  # offsets that lead elsewhere would be read as they are
+        return list(table["group"].to_pylist())
 
 
 def _listed(path: Path) -> dict[str, tuple[int, str]]:

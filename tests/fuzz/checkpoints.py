@@ -16,6 +16,7 @@ from random import Random
 from tempfile import mkdtemp
 from typing import Any
 
+import pyarrow as pa
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch import Tensor
 from fuzz.case import Case
 from whet import checkpoint
 from whet.buffer.buffer import Buffer
+from whet.buffer.groups import encode
 from whet.config.schema import Data, Optimizer, Source
 from whet.data.tasks import TaskStream
 from whet.guard.ledger import Ledger
@@ -32,10 +34,10 @@ from whet.models.tensor_files import Piece
 from whet.track.files import reading
 from whet.training.cut import Cut
 from whet.training.torch import TorchEngine
-from whet.types import Rollout, Task
+from whet.types import Group, Rollout, Task
 
 ROOT = Path(__file__).parents[2]
-STATE, MANIFEST = "state.json", "manifest.json"
+STATE, GROUPS, MANIFEST = "state.json", "groups.arrow", "manifest.json"
 MODEL, MOMENTS = "policy/model.safetensors", "policy/optimizer.safetensors"
 
 
@@ -76,7 +78,7 @@ def _state() -> dict[str, Any]:
     first, second = tasks.next(2)
     waiting.restore(
         {
-            "waiting": [[_rollout(first, n).to_json() for n in range(2)]],
+            "waiting": [encode(Group(first, tuple(_rollout(first, n) for n in range(2))))],
             "dropped": 1,
             "steps": 1,
             "replay": None,
@@ -122,7 +124,7 @@ def files() -> dict[str, bytes]:
     """A checkpoint whose tensors are in whole files."""
     folder = Path(mkdtemp(prefix="whet-fuzz-"))
     made = checkpoint.write(
-        folder, {"policy": lambda path: engine().save(path, moments=True)}, json.loads(json.dumps(_state()))
+        folder, {"policy": lambda path: engine().save(path, moments=True)}, checkpoint.copied(_state())
     )
     found = {str(p.relative_to(made)): p.read_bytes() for p in made.rglob("*") if p.is_file()}
     shutil.rmtree(folder)
@@ -158,7 +160,8 @@ def files_in_parts() -> dict[str, bytes]:
             )
         said = tensor_files.index(Path(name).name, [list(some) for some in own], tensors(name)[1])
         (folder / "policy" / tensor_files.index_file(Path(name).name)).write_text(json.dumps(said))
-    (folder / STATE).write_bytes(files()[STATE])
+    for name in (STATE, GROUPS):
+        (folder / name).write_bytes(files()[name])
     found = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     shutil.rmtree(folder)
     return sealed(found)
@@ -212,8 +215,9 @@ def read(folder: Path) -> object:
         tasks.restore(state["tasks"])
         waiting.restore(state["buffer"])
         ledger = Ledger.from_state(state["ledger"])
-    _same("state", state, json.loads((folder / STATE).read_bytes()))
-    if (folder / STATE).read_bytes() == files()[STATE]:
+    rows = pa.ipc.open_file(folder / GROUPS).read_all()["group"].to_pylist()
+    _same("state", state, _with_groups(json.loads((folder / STATE).read_bytes()), rows))
+    if all((folder / name).read_bytes() == files()[name] for name in (STATE, GROUPS)):
         _same("state", state, _state())
         _same("tasks", tasks.state(), state["tasks"])
         _same("ledger", ledger.state(), state["ledger"])
@@ -224,8 +228,18 @@ def read(folder: Path) -> object:
     return state
 
 
+def _with_groups(value: Any, rows: list[bytes]) -> Any:
+    if isinstance(value, dict) and list(value) == ["group in groups.arrow"]:
+        return rows[value["group in groups.arrow"]]
+    if isinstance(value, dict):
+        return {key: _with_groups(each, rows) for key, each in value.items()}
+    return [_with_groups(each, rows) for each in value] if isinstance(value, list) else value
+
+
 def _same(what: str, found: Any, expected: Any) -> None:
-    if json.dumps(found, sort_keys=True) != json.dumps(expected, sort_keys=True):
+    if json.dumps(found, sort_keys=True, default=bytes.hex) != json.dumps(
+        expected, sort_keys=True, default=bytes.hex
+    ):
         raise ReadAsSomethingElse(what)
 
 

@@ -41,9 +41,16 @@ def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
 
 
 def decode(data: bytes) -> Group:
-    """The group that `encode` was given. Also reads what 0.1 wrote, with wider numbers."""
-    with pa.ipc.open_stream(data) as reader:
-        rows = reader.read_next_batch()
+    """The group that `encode` was given. Also reads what 0.1 wrote, with wider numbers.
+
+    Raises ValueError, TypeError or LookupError for bytes that are no group.
+    """
+    try:
+        with pa.ipc.open_stream(data) as reader:
+            rows = reader.read_next_batch()
+        rows.validate(full=True)  # offsets that lead elsewhere would be read as they are
+    except (pa.ArrowException, OSError, StopIteration) as e:  # arrow has an OSError, too
+        raise ValueError(f"not a group of rollouts: {e}") from e
     rest = json.loads(rows.schema.metadata[b"rest"])
     task = Task.from_json(rest["task"])
     tokens = {
