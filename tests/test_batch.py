@@ -8,8 +8,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from whet.algos.advantages import token_rewards
 from whet.batch import Batch, pack, select, split
-from whet.types import Group, Rollout, Task
+from whet.types import Group, Rollout, Task, Turn
 
 
 def rollout(uid: int, index: int, *, prompt: int, reply: int, reward: float = 0.0) -> Rollout:
@@ -90,6 +91,18 @@ def test_split_is_a_partition_into_whole_groups(parts: int) -> None:
     sizes = [int(p.group_R[-1]) + 1 for p in pieces]
     assert sum(sizes) == 10
     assert max(sizes) - min(sizes) <= 1
+
+
+def test_rewards_of_turns_stand_at_their_last_tokens() -> None:
+    """Two rollouts of five tokens: turns [2, 3) and [4, 5) with a reward for the first, and a turn without any."""
+    one, other = (rollout(1, n, prompt=2, reply=3, reward=1.0) for n in (0, 1))
+    one = replace(one, turns=(Turn(2, 3, "stop", 0.25), Turn(4, 5, "stop", None)))
+    other = replace(other, turns=(Turn(2, 5, "stop", 0.5),))
+    batch = pack([Group(one.task, (one, other))])
+    assert batch.turn_reward_N is not None
+    assert batch.turn_reward_N.tolist() == [0, 0, 0.25, 0, 0, 0, 0, 0, 0, 0.5]
+    assert token_rewards(batch).tolist() == [0, 0, 0.25, 0, 0.75, 0, 0, 0, 0, 1.0]
+    assert pack([Group(one.task, (replace(one, turns=()),))]).turn_reward_N is None
 
 
 def test_two_rollouts_are_equal_if_their_tokens_are_to_the_bit() -> None:

@@ -15,7 +15,7 @@ from whet.envs.env import EnvStep
 from whet.rollout.episode import Pace, play_groups, to_sampling
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import rollout_key
-from whet.types import Completion, Group, Message, Rollout, Sampling, Task
+from whet.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
 
 T = TypeVar("T")
 END = 1
@@ -278,6 +278,7 @@ def test_turns_append_and_never_rewrite() -> None:
     assert envs[0].heard == [Message("assistant", t) for t in ("101", "301", "301")]
     assert r.text == "101 301 301"
     assert (r.reward, r.reward_parts, r.finish_reason) == (1.5, {"env": 1.5}, "stop")
+    assert r.turns == tuple(Turn(start, start + 2, "stop", 0.5) for start in (3, 7, 11))
 
 
 def test_every_rollout_has_its_own_environment() -> None:

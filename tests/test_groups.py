@@ -20,7 +20,7 @@ from whet.config.recipes import resolve
 from whet.config.schema import Algorithm
 from whet.guard.ledger import Ledger
 from whet.stages import rejection
-from whet.types import FinishReason, Group, Rollout, Task
+from whet.types import FinishReason, Group, Rollout, Task, Turn
 
 TASK = Task(uid=3, source="test", prompt="", token_ids=(50, 51))
 
@@ -231,6 +231,14 @@ def test_shared_beginnings_against_a_tree(replies: list[list[int]], rewards: lis
                     expected[i][: len(node)] = [0] * len(node)
     given = group(*(rollout(i, reply, rewards[i]) for i, reply in enumerate(replies)))
     assert masks(given, least) == expected
+
+
+def test_a_truncated_rollout_without_reward_has_none_in_its_turns() -> None:
+    turns = (Turn(2, 3, "stop", 0.25), Turn(3, 4, "length", 0.5))
+    given = group(replace(rollout(0, reward=0.75, reason="length"), turns=turns), rollout(1, reward=1.0))
+    found, _ = refine(given, Groups(truncated="zero"))
+    zeroed = found.rollouts[0]
+    assert (zeroed.reward, [turn.reward for turn in zeroed.turns]) == (0.0, [None, None])
 
 
 # ---------------------------------------------------------------- greedy baselines

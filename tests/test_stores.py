@@ -29,7 +29,7 @@ from whet.config.schema import Buffer, Config, RewardWorkers
 from whet.config.secrets import dump, learn
 from whet.guard.ledger import Ledger
 from whet.secrets import redact
-from whet.types import ConfigError, Group, Message, Rollout, Task, WhetError
+from whet.types import ConfigError, Group, Message, Rollout, Task, Turn, WhetError
 
 KINDS = ("memory", "sqlite", "files", "postgresql")
 SHARED = KINDS[1:]
@@ -534,6 +534,7 @@ def test_every_number_comes_back_to_the_bit(tokens, reward, text):
         reward=reward,
         answer=text,
         baseline=-reward,
+        turns=(Turn(0, len(tokens), "stop", reward), Turn(len(tokens), len(tokens), "length")),
         error=None,
     )
     there = Group(task, (rollout, replace(rollout, index=1, reward=None, error=text)))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whet.types import Group, WhetError
+from whet.types import Group, Rollout, WhetError
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Batch:
     """bool: ended by itself (finish reason `stop`), not by a limit."""
     part_RC: Tensor | None = None
     """float64 [R, C]: parts of the reward, each in a column, where the advantage reads them."""
+    turn_reward_N: Tensor | None = None
+    """float32: what the environment gave for a turn, at the turn's last token; a part of reward_R. None: for none."""
     baseline_R: Tensor | None = None
     """float32: reward of the greedy reply to the same task (ReMax)."""
     expert_R: Tensor | None = None
@@ -136,8 +138,24 @@ def pack(groups: Sequence[Group]) -> Batch:
         group_R=torch.from_numpy(group),
         reward_R=torch.tensor([0.0 if r.reward is None else r.reward for r in rollouts], dtype=torch.float32),
         stopped_R=torch.tensor([r.finish_reason == "stop" for r in rollouts]),
+        turn_reward_N=_turn_rewards(rollouts, length),
         baseline_R=_all_or_none([r.baseline for r in rollouts]),
     )
+
+
+def _turn_rewards(rollouts: Sequence[Rollout], length: np.ndarray) -> Tensor | None:
+    starts = (np.cumsum(length) - length).tolist()
+    given = {
+        start + turn.end - 1: turn.reward
+        for start, rollout in zip(starts, rollouts)
+        for turn in rollout.turns
+        if turn.reward is not None and turn.end > turn.start
+    }
+    if not given:
+        return None
+    out = np.zeros(int(length.sum()), np.float32)
+    out[list(given)] = list(given.values())
+    return torch.from_numpy(out)
 
 
 def _all_or_none(numbers: list[float | None]) -> Tensor | None:

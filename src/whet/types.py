@@ -102,6 +102,19 @@ class Completion:
     finish_reason: FinishReason
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One reply of the policy within a rollout, before the environment answered it or the rollout ended."""
+
+    start: int
+    """Its first token, as an index into the rollout's tokens."""
+    end: int
+    """The token after its last one."""
+    finish_reason: FinishReason
+    reward: float | None = None
+    """What the environment gave for it. None: nothing."""
+
+
 TOKEN_TYPES: dict[str, Any] = {
     "token_ids": np.int32,
     "mask": np.bool_,
@@ -145,6 +158,8 @@ class Rollout:
     reward: float | None = None
     """None: not scored (yet, or the reward failed; then `error` has the cause)."""
     reward_parts: dict[str, float] = field(default_factory=dict)
+    turns: tuple[Turn, ...] = ()
+    """Replies of the policy, in their order. Their rewards are a part of `reward`. (): the reply is data's."""
     baseline: float | None = None
     """Reward of the greedy reply to the same task, where the advantage compares with it (ReMax)."""
     answer: str | None = None
@@ -183,6 +198,10 @@ class Rollout:
     def sampled_versions(self) -> set[int]:
         """Policy versions of the sampled tokens."""
         return set(np.unique(self.versions).tolist()) - {-1}
+
+    def without_reward(self) -> Rollout:
+        """Scored 0, turns included."""
+        return replace(self, reward=0.0, turns=tuple(replace(turn, reward=None) for turn in self.turns))
 
     def scored(self, reward: float | None, parts: dict[str, float], error: str | None = None) -> Rollout:
         return replace(self, reward=reward, reward_parts=parts, error=error)

@@ -39,11 +39,15 @@ from whet.batch import Batch
 
 
 def token_rewards(batch: Batch, *, kl_coef: float = 0.0, estimator: str = "k1") -> Tensor:
-    """[N] the rollout's reward at its last sampled token, minus kl_coef times the KL at every sampled token."""
+    """[N] the rollout's reward at its last sampled token, minus kl_coef times the KL at every sampled token. What the
+    environment gave for a turn stands at the turn's last token, and only the rest at the rollout's."""
     last_R = last_sampled_R(batch)
     has_R = last_R >= 0
-    reward_N = batch.reward_R.new_zeros(batch.tokens)
-    reward_N[last_R[has_R]] = batch.reward_R[has_R]
+    reward_N, rest_R = batch.reward_R.new_zeros(batch.tokens), batch.reward_R
+    if batch.turn_reward_N is not None:
+        reward_N += torch.where(batch.mask_N, batch.turn_reward_N, 0.0).to(reward_N.dtype)
+        rest_R = rest_R - batch.sum_R(reward_N)
+    reward_N[last_R[has_R]] += rest_R[has_R]
     if kl_coef > 0:
         reward_N -= kl_coef * reference_kl(batch, old_logp_N(batch), estimator)
     return reward_N

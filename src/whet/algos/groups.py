@@ -79,7 +79,7 @@ def extremes(rollouts: Sequence[Rollout], best: int, worst: int) -> tuple[Rollou
 
 
 def _zero_unfinished(rollout: Rollout) -> Rollout:
-    return rollout if rollout.finish_reason == "stop" else replace(rollout, reward=0.0)
+    return rollout if rollout.finish_reason == "stop" else rollout.without_reward()
 
 
 def _reward(rollout: Rollout) -> float:

@@ -12,7 +12,7 @@ from dataclasses import asdict, fields
 import numpy as np
 import pyarrow as pa
 
-from whet.types import TOKEN_TYPES, Group, Json, Rollout, Task, WhetError
+from whet.types import TOKEN_TYPES, Group, Json, Rollout, Task, Turn, WhetError
 
 _TOKENS = pa.schema({name: pa.list_(pa.from_numpy_dtype(dtype)) for name, dtype in TOKEN_TYPES.items()})
 _REST = tuple(f.name for f in fields(Rollout) if f.name not in (*TOKEN_TYPES, "task"))
@@ -29,7 +29,9 @@ def encode(group: Group) -> bytes:
         pa.ListArray.from_arrays(ends, _joined([getattr(r, name) for r in group.rollouts], dtype))
         for name, dtype in TOKEN_TYPES.items()
     ]
-    rows = pa.RecordBatch.from_arrays(columns, schema=_TOKENS.with_metadata({"rest": json.dumps(rest)}))
+    rows = pa.RecordBatch.from_arrays(
+        columns, schema=_TOKENS.with_metadata({"rest": json.dumps(rest, default=asdict)})
+    )
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema) as writer:
         writer.write_batch(rows)
@@ -57,10 +59,15 @@ def decode(data: bytes) -> Group:
         name: [row.values.to_numpy(zero_copy_only=False) for row in rows.column(name)] for name in TOKEN_TYPES
     }
     rollouts = [
-        Rollout(task=task, **row, **{name: column[i] for name, column in tokens.items()})
+        Rollout(task=task, **_with_turns(row), **{name: column[i] for name, column in tokens.items()})
         for i, row in enumerate(rest["rollouts"])
     ]
     return Group(task, tuple(rollouts))
+
+
+def _with_turns(row: dict[str, Json]) -> dict[str, Json]:
+    """0.1 wrote none."""
+    return {**row, "turns": tuple(Turn(**turn) for turn in row.get("turns", ()))}
 
 
 def checked(data: bytes | None, *, uid: int, checksum: int, where: str) -> Group:

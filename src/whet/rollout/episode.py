@@ -30,6 +30,7 @@ from whet.types import (
     Rollout,
     Sampling,
     Task,
+    Turn,
     WhetError,
 )
 
@@ -116,6 +117,7 @@ class Episode:
     versions: list[int] = field(default_factory=list)
     replies: list[list[int]] = field(default_factory=list)
     """The sampled tokens of each turn, without end tokens."""
+    turns: list[Turn] = field(default_factory=list)
     reward: float | None = None
     """Sum of what the environment gave."""
 
@@ -135,6 +137,13 @@ class Episode:
         self.sample_logprobs += completion.sample_logprobs
         self.versions += completion.versions
         self.replies.append(reply)
+        end = len(self.token_ids)
+        self.turns.append(Turn(end - len(completion.token_ids), end, completion.finish_reason))
+
+    def rewarded(self, reward: float) -> None:
+        """The environment's reward for the last turn."""
+        self.turns[-1] = replace(self.turns[-1], reward=reward)
+        self.reward = number((self.reward or 0.0) + reward, " as the sum of the environment's rewards")
 
     def _fill(self, count: int) -> None:
         self.mask += [0] * count
@@ -155,6 +164,7 @@ class Episode:
             text=decode([token for reply in self.replies for token in reply]),
             reward=self.reward,
             reward_parts={} if self.reward is None else {"env": self.reward},
+            turns=tuple(self.turns),
             error=error,
         )
 
@@ -250,10 +260,7 @@ async def _turns(episode: Episode, play: Play) -> FinishReason:
         reason = await _reply(episode, play)
         step = await env.step(Message("assistant", play.decode(episode.replies[-1])))
         if step.reward is not None:
-            given = number(step.reward, " from the environment")
-            episode.reward = number(
-                (episode.reward or 0.0) + given, " as the sum of the environment's rewards"
-            )
+            episode.rewarded(number(step.reward, " from the environment"))
         if step.done or reason == "length":
             return reason
         answer = play.encode_messages(step.messages)
