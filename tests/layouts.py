@@ -77,6 +77,11 @@ def model_of(case: Case, *, seed: int = 0) -> PreTrainedModel:
     return model
 
 
+def prices(seen: list[router.Routed], load_X: Tensor) -> Tensor:
+    """[L, X] of the term of all layers together."""
+    return router.prices(load_X.expand(len(seen), -1), seen[0].expert_UE.shape[1], each=False)
+
+
 class Learner:
     """Policy (or critic) of a case on this rank."""
 
@@ -184,9 +189,8 @@ class Learner:
                 ):
                     total = self.loss(micro, self.outputs(micro, self.hidden(micro, None)))
                     if load_X is not None:
-                        total = total + self.case.aux * router.balance(
-                            routed, self.uses(micro), load_X, alike=self.parallel.tp.size
-                        )
+                        term = router.balance(routed, self.uses(micro), prices(routed, load_X))
+                        total = total + self.case.aux / self.parallel.tp.size * term
                     total.backward()
         else:
             shapes = [(self.rows(micro), 32) for micro in micros]

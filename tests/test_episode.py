@@ -85,6 +85,7 @@ def test_a_reply_becomes_a_flat_rollout() -> None:
         versions=[-1, -1, 4, 4, 5],
         finish_reason="stop",
         text="7 8",
+        turns=(Turn(2, 5, "stop"),),
     )
 
 

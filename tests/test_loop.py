@@ -117,6 +117,7 @@ def toy(*, keep: float = 1.0, chunk: int = TASKS, max_staleness: int = 0, seed: 
         kind="online", correct=lambda batch, version: (batch, {}), advantage=lambda batch, coef: batch,
         loss_of=lambda b, forward: lambda b, o: Loss(torch.zeros(b.tokens)),
         weights=lambda b, step: b.mask_N.float(), needs=frozenset(), resample=lambda batch, stream, groups: batch,
+        parts=(),
     )  # fmt: skip
     play = partial(
         play_groups, engine, group_size=SIZE, sampling=Sampling(max_tokens=2), seed=0, purpose="train",

@@ -10,7 +10,7 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from batches import micro_batches
-from layouts import OPS, Case, Learner, batch
+from layouts import OPS, Case, Learner, batch, prices
 from tiny import tiny_model
 from whet.batch import Batch, select
 from whet.models import expert_parallel, router, tensor_parallel
@@ -96,7 +96,7 @@ def loads(seen: list[router.Routed], uses_U: torch.Tensor) -> torch.Tensor:
 def test_the_balance_term_is_that_of_transformers() -> None:
     learner = Learner(Case(family="qwen3_moe", aux=1.0, share_prompts=False))
     seen, uses_U = routed(learner, batch())
-    ours = router.balance(seen, uses_U, loads(seen, uses_U))
+    ours = router.balance(seen, uses_U, prices(seen, loads(seen, uses_U)))
     logits = tuple(layer.probability_UX.log() for layer in seen)
     theirs = load_balancing_loss_func(logits, 4, top_k=learner.model.config.num_experts_per_tok)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
@@ -112,10 +112,11 @@ def test_the_balance_term_knows_no_cut_and_no_sharing() -> None:
         )
         each = [routed(learner, m) for m in micros]
         load_X = sum((loads(*one) for one in each), torch.zeros(4, dtype=torch.float64))
-        values.append(sum(float(router.balance(*one, load_X)) for one in each))
+        values.append(sum(float(router.balance(*one, prices(one[0], load_X))) for one in each))
     assert values == pytest.approx([values[0]] * 4, rel=1e-6)
     half = select(whole, torch.arange(5))
-    assert float(router.balance(*routed(learner, half), load_X)) < values[0]
+    seen, uses_U = routed(learner, half)
+    assert float(router.balance(seen, uses_U, prices(seen, load_X))) < values[0]
 
 
 # ---------------------------------------------------------------- refusals

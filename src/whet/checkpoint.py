@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Protocol
 
-import pyarrow as pa
-
 from whet.storage.manifests import MANIFEST, digest, manifest, oldest_first, place_of
 from whet.track.files import atomic_folder, tidy, write_json
 from whet.types import CheckpointError, Json, WhetError
@@ -112,7 +110,9 @@ def write(root: Path, writers: Mapping[str, Writer], state: Json) -> Path:
                 writer(folder / name)
             plain, groups = unpacked(state)
             if groups:
-                write_groups(folder / GROUPS, groups)
+                from whet.buffer.groups import write  # pyarrow stays off the start of the CLI
+
+                write(folder / GROUPS, groups)
             write_json(folder / STATE, plain, durable=False)
             write_json(folder / MANIFEST, manifest(folder), durable=False)
     except WhetError as e:
@@ -299,9 +299,11 @@ def _state_of(path: Path) -> Json:
     kinds = {"stage": int, "stage_name": str, "step": int}
     if not isinstance(state, dict) or any(type(state.get(key)) is not kind for key, kind in kinds.items()):
         raise Damaged(f"{path}: {STATE} does not name its stage and step")
+    from whet.buffer.groups import read
+
     try:
-        return repacked(state, read_groups(path / GROUPS) if (path / GROUPS).exists() else [])
-    except (pa.ArrowException, OSError, ValueError, TypeError, IndexError, KeyError) as e:
+        return repacked(state, read(path / GROUPS) if (path / GROUPS).exists() else [])
+    except (OSError, ValueError, TypeError, IndexError) as e:
         raise Damaged(f"{path}: {GROUPS} cannot be read: {e}") from e
 
 
@@ -333,20 +335,6 @@ def copied(state: Json) -> Json:
     """The state as it would be read again."""
     plain, groups = unpacked(state)
     return repacked(json.loads(json.dumps(plain)), groups)
-
-
-def write_groups(path: Path, groups: Sequence[bytes]) -> None:
-    """One row for each."""
-    table = pa.table({"group": pa.array(groups, pa.large_binary())})
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-
-
-def read_groups(path: Path) -> list[bytes]:
-    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-        table = reader.read_all()
-        table.validate(full=True)  # offsets that lead elsewhere would be read as they are
-        return list(table["group"].to_pylist())
 
 
 def _listed(path: Path) -> dict[str, tuple[int, str]]:

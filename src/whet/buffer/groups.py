@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -93,3 +95,21 @@ def restored(value: bytes | Json) -> Group:
     rows = value["rollouts"] if isinstance(value, dict) else value
     task = Task.from_json(value["task"] if isinstance(value, dict) else rows[0]["task"])
     return Group(task, tuple(Rollout(**{**row, "task": task}) for row in rows))
+
+
+def write(path: Path, groups: Sequence[bytes]) -> None:
+    """A file of encoded groups, a row each."""
+    table = pa.table({"group": pa.array(groups, pa.large_binary())})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+def read(path: Path) -> list[bytes]:
+    """What `write` was given. Raises OSError or ValueError for another file."""
+    try:
+        with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
+            table = reader.read_all()
+            table.validate(full=True)  # offsets that lead elsewhere would be read as they are
+            return list(table["group"].to_pylist())
+    except (pa.ArrowException, KeyError) as e:
+        raise ValueError(f"not a file of groups: {e}") from e

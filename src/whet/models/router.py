@@ -125,6 +125,11 @@ def prices(load_LX: Tensor, experts: int, *, each: bool) -> Tensor:
     return (price_LX / experts if each else price_LX).float()
 
 
+def balance(seen: Sequence[Routed], uses_U: Tensor, price_LX: Tensor) -> Tensor:
+    """A micro-batch's part of the load-balancing term of the whole minibatch. price_LX: `prices` of these layers."""
+    return torch.stack([(uses_U @ x.probability_UX) @ price_X for x, price_X in zip(seen, price_LX)]).sum()
+
+
 def squares(seen: Sequence[Routed], uses_U: Tensor) -> Tensor:
     """Sum over layers and tokens of the squared logsumexp of the logits."""
     return torch.stack([uses_U @ layer.logits_UX.float().logsumexp(-1).square() for layer in seen]).sum()
@@ -227,12 +232,8 @@ class Balance:
         """This micro-batch's part of the terms of the whole minibatch."""
         term = uses_U.new_zeros(())
         if self.coef:
-            term = (
-                self.coef
-                * torch.stack(
-                    [(uses_U @ x.probability_UX) @ self.price_LX[self.place[id(x.router)]] for x in seen]
-                ).sum()
-            )
+            price_LX = self.price_LX[[self.place[id(x.router)] for x in seen]]
+            term = self.coef * balance(seen, uses_U, price_LX)
         if self.z:
             sum_of_squares = squares(seen, uses_U)
             self.squares += sum_of_squares.detach()
