@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,18 +90,9 @@ def metrics(run_dir: Path) -> bytes:
     return (run_dir / "metrics.jsonl").read_bytes()
 
 
-def test_an_rl_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Path) -> None:
-    model = model_folder(tmp_path / "model", "chars")
-    reward = f"{FILES / 'letters.py'}:share_of_a"
-    whet.train(
-        FILES / "cosmos_letters.toml",
-        overrides=[
-            f"policy.model_name_or_path={model}", f"train.output_dir={tmp_path / 'foreign'}", "+train.timestamp=first",
-            f"train.train_policy.dataset.name={WORDS}", f"train.train_policy.reward_function={reward}",
-            "whet.machine.threads=1",
-        ],
-    )  # fmt: skip
-    native = whet.train(
+def native_twin(tmp_path: Path, model: Path, reward: str, train: dict[str, Any]) -> Any:
+    """What cosmos_letters.toml is in native keys, but for its steps."""
+    return whet.train(
         run_dir=str(tmp_path / "native"), name="foreign", seed=3,
         model={"path": str(model), "dtype": "float32"},
         data={
@@ -112,6 +104,24 @@ def test_an_rl_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Path
         },
         rewards={"share_of_a": {"function": reward}},
         rollout={"group_size": 4, "sampling": {"max_tokens": 5}},
+        train=train,
+        checkpoint={"interval": 0, "export": False}, machine={"threads": 1},
+    )  # fmt: skip
+
+
+def test_an_rl_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "model", "chars")
+    reward = f"{FILES / 'letters.py'}:share_of_a"
+    whet.train(
+        FILES / "cosmos_letters.toml",
+        overrides=[
+            f"policy.model_name_or_path={model}", f"train.output_dir={tmp_path / 'foreign'}", "+train.timestamp=first",
+            f"train.train_policy.dataset.name={WORDS}", f"train.train_policy.reward_function={reward}",
+            "whet.machine.threads=1",
+        ],
+    )  # fmt: skip
+    native = native_twin(
+        tmp_path, model, reward,
         train={
             "steps": 12, "tasks_per_step": 8, "minibatches": 2, "update_epochs": 2, "micro_batch_rollouts": 8,
             "optimizer": {
@@ -122,7 +132,6 @@ def test_an_rl_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Path
                 },
             },
         },
-        checkpoint={"interval": 0, "export": False}, machine={"threads": 1},
     )  # fmt: skip
     assert metrics(tmp_path / "foreign/first") == metrics(tmp_path / "native")
     paid = [m["reward/mean"] for m in native.metrics]
@@ -143,18 +152,8 @@ def test_steps_over_halves_of_groups_learn_and_equal_their_native_twin(tmp_path:
             "+train.train_policy.allowed_outdated_steps=0", "train.max_num_steps=8", "whet.machine.threads=1",
         ],
     )  # fmt: skip
-    native = whet.train(
-        run_dir=str(tmp_path / "native"), name="foreign", seed=3,
-        model={"path": str(model), "dtype": "float32"},
-        data={
-            "max_prompt_tokens": 12, "max_total_tokens": 13, "overlong": "filter", "train": [{"path": str(WORDS)}],
-        },
-        algorithm={
-            "name": "grpo", "loss_agg_mode": "seq-mean-token-mean", "loss": {"clip_high": 0.28, "dual_clip": 3.0},
-            "advantage": {"std_ddof": 0}, "kl": {"coef": 0.001},
-        },
-        rewards={"share_of_a": {"function": reward}},
-        rollout={"group_size": 4, "sampling": {"max_tokens": 5}},
+    native = native_twin(
+        tmp_path, model, reward,
         train={
             "steps": 4, "tasks_per_step": 3, "minibatches": 2, "micro_batch_rollouts": 3,
             "optimizer": {
@@ -164,7 +163,6 @@ def test_steps_over_halves_of_groups_learn_and_equal_their_native_twin(tmp_path:
                 },
             },
         },
-        checkpoint={"interval": 0, "export": False}, machine={"threads": 1},
     )  # fmt: skip
     assert metrics(tmp_path / "foreign/first") == metrics(tmp_path / "native")
     assert [m["ledger/trained_rollouts"] for m in native.metrics] == [12] * 4

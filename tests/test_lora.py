@@ -90,19 +90,25 @@ def test_gradients_are_finite_differences() -> None:
     assert torch.autograd.gradcheck(layer, (draw(2, 3, 4), draw(2, 4), draw(5, 2)))
 
 
+def noted(engine: TorchEngine) -> dict[str, torch.Tensor]:
+    """Gradients of the next update, by name, once it is done."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def clip() -> float:
+        seen.update({n: p.grad.clone() for n, p in engine.module.named_parameters() if p.grad is not None})
+        return 1.0
+
+    assert engine.optimizer is not None
+    engine.optimizer.clip = clip  # type: ignore[method-assign,assignment]
+    return seen
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma", "qwen3_moe"])
 def test_gradients_are_those_of_an_explicit_sum(family: str) -> None:
     """The packed engine with adapters against autograd through W + s B A put into the plain model, token by token."""
     model = with_adapters(family=family)
     engine = TorchEngine(model, kernels.load("auto"), cut=Cut(max_tokens=40), optimizer=Optimizer(lr=0.0))
-    seen: dict[str, torch.Tensor] = {}
-    assert engine.optimizer is not None
-    engine.optimizer.clip = lambda: (
-        seen.update(  # type: ignore[method-assign,assignment]
-            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        )
-        or 1.0
-    )
+    seen = noted(engine)
     batch = weighted()
     loss = engine.update(batch, pg_loss)["loss"]
 
@@ -291,14 +297,7 @@ def gradients(lora: Lora, values: dict[str, torch.Tensor] | None = None) -> dict
                 p.copy_(values[name])
     refresh(model)
     engine = TorchEngine(model, kernels.load("auto"), cut=Cut(max_tokens=40), optimizer=Optimizer(lr=0.0))
-    seen: dict[str, torch.Tensor] = {}
-    assert engine.optimizer is not None
-    engine.optimizer.clip = lambda: (
-        seen.update(  # type: ignore[method-assign,assignment]
-            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        )
-        or 1.0
-    )
+    seen = noted(engine)
     engine.update(weighted(), pg_loss)
     return seen
 
@@ -371,14 +370,7 @@ def dropped_gradients(
 ) -> tuple[dict[str, torch.Tensor], float]:
     model = with_adapters(Lora(rank=4, dropout=dropout))
     engine = TorchEngine(model, kernels.load("auto"), cut=cut, optimizer=Optimizer(lr=0.0), seed=seed)
-    seen: dict[str, torch.Tensor] = {}
-    assert engine.optimizer is not None
-    engine.optimizer.clip = lambda: (
-        seen.update(  # type: ignore[method-assign,assignment]
-            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        )
-        or 1.0
-    )
+    seen = noted(engine)
     return seen, engine.update(weighted(), pg_loss)["loss"]
 
 

@@ -147,6 +147,9 @@ def test_bounds_of_an_importance_weight_may_stand_beside_it() -> None:
     assert changes(before, fingerprint(same)) == []
     given = ["algorithm.correction={weight: token}", "algorithm.correction.high=3.0"]
     assert load(None, given).config.algorithm.correction.weight == {"name": "token", "high": 3.0}
+    for given in ("{high: 3.0}", "{weight: {name: token, high: 2.0}, high: 3.0}"):
+        with pytest.raises(ConfigError, match=r"algorithm\.correction\.high: unknown key.*weight\.high"):
+            load(None, [f"algorithm.correction={given}"])
     with pytest.raises(ConfigError, match=r"algorithm\.correction\.high: unknown key.*weight\.high"):
         load(None, ["algorithm.correction={high: 3.0}"])
 

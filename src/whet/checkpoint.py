@@ -299,12 +299,18 @@ def _state_of(path: Path) -> Json:
     kinds = {"stage": int, "stage_name": str, "step": int}
     if not isinstance(state, dict) or any(type(state.get(key)) is not kind for key, kind in kinds.items()):
         raise Damaged(f"{path}: {STATE} does not name its stage and step")
-    from whet.buffer.groups import read
-
     try:
-        return repacked(state, read(path / GROUPS) if (path / GROUPS).exists() else [])
+        return repacked(state, _groups_of(path))
     except (OSError, ValueError, TypeError, IndexError) as e:
         raise Damaged(f"{path}: {GROUPS} cannot be read: {e}") from e
+
+
+def _groups_of(path: Path) -> list[bytes]:
+    if not (path / GROUPS).exists():
+        return []
+    from whet.buffer.groups import read  # pyarrow stays off the start of the CLI
+
+    return read(path / GROUPS)
 
 
 def unpacked(state: Json) -> tuple[Json, list[bytes]]:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from whet.buffer.logs import News, Turn
+from whet.buffer.logs import News, Transaction
 from whet.track.files import file_error, lock, lock_opened, sync_path, write_bytes
 from whet.types import Json, WhetError
 
@@ -44,7 +44,7 @@ class FilesLog:
         """(snapshot, bytes of its commands, number of the last): what this process has read."""
 
     @contextmanager
-    def turn(self) -> Iterator[Turn]:
+    def turn(self) -> Iterator[Transaction]:
         try:
             (self._folder / "groups").mkdir(parents=True, exist_ok=True)
             with lock_opened(self._folder / "lock") as handles:

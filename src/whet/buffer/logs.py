@@ -17,7 +17,7 @@ class News(NamedTuple):
     commands: list[Json]
 
 
-class Turn(Protocol):
+class Transaction(Protocol):
     """The log while this process alone may write to it. What a turn wrote counts from its end, whole or not at all."""
 
     newest: int
@@ -47,7 +47,7 @@ class Log(Protocol):
     where: str
     """Its place, for people; no password in it."""
 
-    def turn(self) -> AbstractContextManager[Turn]:
+    def turn(self) -> AbstractContextManager[Transaction]:
         """Waits until no other process has its turn. Raises WhetError if that takes a minute, or it can't be used."""
 
     def close(self) -> None: ...
@@ -63,7 +63,7 @@ class MemoryLog:
         self._groups: dict[int, bytes] = {}
         self.newest = 0
 
-    def turn(self) -> AbstractContextManager[Turn]:
+    def turn(self) -> AbstractContextManager[Transaction]:
         return nullcontext(self)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from whet.buffer.logs import News, Turn
+from whet.buffer.logs import News, Transaction
 from whet.types import Json, WhetError
 
 BUSY_S = 60
@@ -64,7 +64,7 @@ class SqlLog:
         self._db: Connection | None = None
 
     @contextmanager
-    def turn(self) -> Iterator[Turn]:
+    def turn(self) -> Iterator[Transaction]:
         try:
             if self._db is None:
                 self._db = self._base.connect()

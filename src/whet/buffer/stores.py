@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from whet.buffer.groups import checked, encode, oldest_version, restored
-from whet.buffer.logs import Log, MemoryLog, Turn
+from whet.buffer.logs import Log, MemoryLog, Transaction
 from whet.buffer.places import ORDERS, Order, Places, Put
 from whet.config.secrets import masked_url
 from whet.types import ConfigError, Group, Json, WhetError
@@ -158,7 +158,7 @@ class Store:
         return int(self._do("end", {"delivery": delivery, "ends": [list(end) for end in ends]}))
 
     def _groups(self, command: Json) -> list[Group] | None:
-        def act(places: Places, turn: Turn) -> list[tuple[int, int, bytes | None]] | None:
+        def act(places: Places, turn: Transaction) -> list[tuple[int, int, bytes | None]] | None:
             uids = self._write(places, turn, command)
             if uids is None:
                 return None
@@ -219,7 +219,7 @@ class Store:
         """Everything as JSON, groups as bytes: for the checkpoint of a store that is not durable, or to move a queue
         elsewhere."""
 
-        def act(places: Places, turn: Turn) -> Json:
+        def act(places: Places, turn: Transaction) -> Json:
             uids = [u for u, p in places.open.items() if p.state != "asked"]
             found = [(u, places.open[u].checksum, data) for u, data in zip(uids, turn.fetch(uids))]
             groups = [[u, encode(checked(d, uid=u, checksum=c, where=self._log.where))] for u, c, d in found]
@@ -232,7 +232,7 @@ class Store:
         """Make the queue what `state` says, whatever it was."""
         groups = [(uid, encode(restored(group))) for uid, group in state["groups"]]
 
-        def act(places: Places, turn: Turn) -> None:
+        def act(places: Places, turn: Transaction) -> None:
             new = self._same_order(Places.from_state(state["places"]))
             turn.drop(list(places.open))
             for uid, data in groups:
@@ -260,7 +260,7 @@ class Store:
         with self._lock:
             return self._run(lambda places, turn: read(places))
 
-    def _run(self, act: Callable[[Places, Turn], T]) -> T:
+    def _run(self, act: Callable[[Places, Transaction], T]) -> T:
         """One turn. If it fails, what this process knows is forgotten and read again: the log is the truth."""
         try:
             with self._log.turn() as turn:
@@ -270,7 +270,7 @@ class Store:
                 self._places, self._seen = None, 0
             raise
 
-    def _caught_up(self, turn: Turn) -> Places:
+    def _caught_up(self, turn: Transaction) -> Places:
         if turn.newest < self._seen:
             raise WhetError(
                 f"{self._log.where} was emptied or replaced while it was in use; restart the run's processes"
@@ -288,7 +288,7 @@ class Store:
         self._since_snapshot += len(news.commands)
         return self._places
 
-    def _write(self, places: Places, turn: Turn, command: Json, data: Data = ()) -> Json:
+    def _write(self, places: Places, turn: Transaction, command: Json, data: Data = ()) -> Json:
         """Apply a command and keep it. One that changed nothing leaves no trace. `data` is of the puts, in order."""
         before = places.edits
         out = places.apply(command)

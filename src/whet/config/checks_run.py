@@ -11,7 +11,7 @@ from whet.config.engines import ENGINES
 from whet.config.recipes import resolve
 from whet.config.schema import Config, Profile
 from whet.config.secrets import MASK, is_secret, left_out, masked_url
-from whet.config.trackers import TRACKERS, Row
+from whet.config.trackers import TRACKERS, TrackerRow
 from whet.config.tree import leaves
 from whet.config.urls import is_remote, url_problems
 from whet.tables import near, unknown
@@ -197,7 +197,7 @@ def _trackers(cfg: Config) -> Iterator[tuple[str, str]]:
         if problem := unknown(TRACKERS, name):
             yield "track.trackers", problem
     for name, arguments in track.arguments.items():
-        at, row = f"track.arguments.{name}", TRACKERS.get(name, Row(about="yours", takes=None))
+        at, row = f"track.arguments.{name}", TRACKERS.get(name, TrackerRow(about="yours", takes=None))
         if name not in TRACKERS and name not in track.trackers:
             yield at, f"{name} is not in track.trackers{near(name, track.trackers)}"
             continue

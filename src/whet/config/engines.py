@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Row:
+class EngineRow:
     """What a config may say of an engine."""
 
     about: str
@@ -19,9 +19,9 @@ class Row:
     """What makes it of its inputs, as 'module:name'."""
 
 
-ENGINES: Mapping[str, Row] = {
-    "native": Row(
+ENGINES: Mapping[str, EngineRow] = {
+    "native": EngineRow(
         "Embedded, continuous batching, the trainer's weights by reference.", "whet.rollout.native.engine:opened"
     ),
-    "hf": Row("The forward of transformers, one request at a time: slow, to compare with.", "whet.rollout.hf:opened"),
+    "hf": EngineRow("The forward of transformers, a request at a time: slow, to compare with.", "whet.rollout.hf:opened"),
 }  # fmt: skip

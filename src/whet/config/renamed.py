@@ -117,9 +117,10 @@ def _settings_moved(algorithm: dict[str, Json], at: Path, notes: list[str]) -> J
 
 def _bounds_moved(correction: dict[str, Json], at: Path, notes: list[str]) -> Json:
     """Bounds of the importance weight, which were keys of `correction`, in the table of the weight. Without a weight
-    their defaults say nothing; other values stay, and are refused as unknown keys."""
+    their defaults say nothing; other values stay, and are refused as unknown keys, as is one under both names."""
     given = correction.get("weight")
-    old = {name: correction[name] for name in BOUNDS if name in correction}
+    table = given if isinstance(given, dict) else {}
+    old = {name: correction[name] for name in BOUNDS if name in correction and name not in table}
     if given is None:
         silent = [name for name, value in old.items() if value == BOUNDS[name].default]
         return {name: value for name, value in correction.items() if name not in silent}

@@ -13,7 +13,7 @@ from whet.config.schema import Config
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TrackerRow:
     """What a config may say of a tracker."""
 
     about: str
@@ -29,13 +29,15 @@ class Row:
     """The environment variable of its key."""
 
 
-TRACKERS: Mapping[str, Row] = {
-    "console": Row(about="The live display; without it a line a step."),
-    "jsonl": Row(about="metrics.jsonl and timings.jsonl; always written.", at="whet.track.trackers:Jsonl"),
-    "tensorboard": Row(
+TRACKERS: Mapping[str, TrackerRow] = {
+    "console": TrackerRow(about="The live display; without it a line a step."),
+    "jsonl": TrackerRow(
+        about="metrics.jsonl and timings.jsonl; always written.", at="whet.track.trackers:Jsonl"
+    ),
+    "tensorboard": TrackerRow(
         about="Event files in RUN/tensorboard.", at="whet.track.trackers:TensorBoard", package="tensorboard"
     ),
-    "wandb": Row(
+    "wandb": TrackerRow(
         about="Weights & Biases.",
         at="whet.track.remote:Wandb",
         package="wandb",
@@ -43,7 +45,7 @@ TRACKERS: Mapping[str, Row] = {
         takes=None,
         secret="WANDB_API_KEY",
     ),
-    "mlflow": Row(
+    "mlflow": TrackerRow(
         about="An MLflow server, or RUN/mlflow.db.",
         at="whet.track.remote:Mlflow",
         package="mlflow",
@@ -51,7 +53,7 @@ TRACKERS: Mapping[str, Row] = {
         takes=("tracking_uri",),
         secret="MLFLOW_TRACKING_PASSWORD",
     ),
-    "swanlab": Row(
+    "swanlab": TrackerRow(
         about="SwanLab.",
         at="whet.track.remote:SwanLab",
         package="swanlab",

@@ -6,6 +6,7 @@ Shape letters: A rows asked for, D hidden, V vocabulary, K likeliest tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,21 +80,37 @@ class _FullKl(torch.autograd.Function):
     def backward(ctx: Any, dkl_A: Tensor) -> tuple[Tensor | None, ...]:
         hidden_AD, weight_VD, bias_V, reference_AD, kl_A = ctx.saved_tensors
         job: _Job = ctx.job
-        dhidden_AD = torch.empty_like(hidden_AD)
-        dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
-        dbias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
-        for at in job.spans(len(hidden_AD)):
+
+        def slopes(at: slice) -> tuple[Tensor, Tensor]:
             z_AV, p_AV, gap_AV = job.terms(hidden_AD[at], reference_AD[at])
-            dz_AV = p_AV.mul_(gap_AV.sub_(kl_A[at, None])).mul_(dkl_A[at, None])
-            steep = slope(z_AV, job.head, job.temperature)
-            dz_AV = (dz_AV if steep is None else dz_AV.mul_(steep)).to(weight_VD.dtype)
-            product(dz_AV, weight_VD, out=dhidden_AD[at])
-            product(dz_AV.t(), hidden_AD[at], out=dweight_VD, add=True)
-            if dbias_V is not None:
-                dbias_V += column_sums(dz_AV)
-        job.head.add(dhidden_AD)
-        db_V = dbias_V if bias_V is None or dbias_V is None else dbias_V.to(bias_V.dtype)
-        return dhidden_AD, dweight_VD.to(weight_VD.dtype), db_V, None, None
+            return z_AV, p_AV.mul_(gap_AV.sub_(kl_A[at, None])).mul_(dkl_A[at, None])
+
+        return *_gradients(job, slopes, hidden_AD, weight_VD, bias_V), None, None
+
+
+def _gradients(
+    job: _Job,
+    slopes: Callable[[slice], tuple[Tensor, Tensor]],
+    hidden_AD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of the hidden states, the weight and the bias. slopes: of some rows, [A, V] the logits and the
+    derivative of the loss by them."""
+    dhidden_AD = torch.empty_like(hidden_AD)
+    dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+    dbias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
+    for at in job.spans(len(hidden_AD)):
+        z_AV, dz_AV = slopes(at)
+        steep = slope(z_AV, job.head, job.temperature)
+        dz_AV = (dz_AV if steep is None else dz_AV.mul_(steep)).to(weight_VD.dtype)
+        product(dz_AV, weight_VD, out=dhidden_AD[at])
+        product(dz_AV.t(), hidden_AD[at], out=dweight_VD, add=True)
+        if dbias_V is not None:
+            dbias_V += column_sums(dz_AV)
+    job.head.add(dhidden_AD)
+    db_V = dbias_V if bias_V is None or dbias_V is None else dbias_V.to(bias_V.dtype)
+    return dhidden_AD, dweight_VD.to(weight_VD.dtype), db_V
 
 
 # ---------------------------------------------------------------- over the likeliest tokens of a teacher
@@ -185,23 +202,14 @@ class _ForwardKl(torch.autograd.Function):
     def backward(ctx: Any, dkl_A: Tensor) -> tuple[Tensor | None, ...]:
         hidden_AD, weight_VD, bias_V, teacher_AD = ctx.saved_tensors
         job: _TopKJob = ctx.job
-        dhidden_AD = torch.empty_like(hidden_AD)
-        dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
-        dbias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
-        for at in job.spans(len(hidden_AD)):
+
+        def slopes(at: slice) -> tuple[Tensor, Tensor]:
             z_AV, logp_AV, token_AK, logq_AK, logp_AK = job.chosen(hidden_AD[at], teacher_AD[at])
             q_AK = job.floored(logq_AK).exp()
             if job.top.floor is not None:
                 q_AK = torch.where(logp_AK >= job.top.floor, q_AK, 0.0)
             row_AK, own_AK = _rows(job.head, token_AK)
             dz_AV = logp_AV.exp_().mul_(q_AK.sum(-1, keepdim=True))
-            dz_AV.scatter_add_(1, row_AK, torch.where(own_AK, -q_AK, 0.0)).mul_(dkl_A[at, None])
-            steep = slope(z_AV, job.head, job.temperature)
-            dz_AV = (dz_AV if steep is None else dz_AV.mul_(steep)).to(weight_VD.dtype)
-            product(dz_AV, weight_VD, out=dhidden_AD[at])
-            product(dz_AV.t(), hidden_AD[at], out=dweight_VD, add=True)
-            if dbias_V is not None:
-                dbias_V += column_sums(dz_AV)
-        job.head.add(dhidden_AD)
-        db_V = dbias_V if bias_V is None or dbias_V is None else dbias_V.to(bias_V.dtype)
-        return dhidden_AD, dweight_VD.to(weight_VD.dtype), db_V, None, None
+            return z_AV, dz_AV.scatter_add_(1, row_AK, torch.where(own_AK, -q_AK, 0.0)).mul_(dkl_A[at, None])
+
+        return *_gradients(job, slopes, hidden_AD, weight_VD, bias_V), None, None
