@@ -21,7 +21,10 @@ class EngineRow:
 
 ENGINES: Mapping[str, EngineRow] = {
     "native": EngineRow(
-        "Embedded, continuous batching, the trainer's weights by reference.", "whet.rollout.native.engine:opened"
+        "Embedded, continuous batching, the trainer's weights by reference.",
+        "whet.rollout.native.engine:opened",
     ),
-    "hf": EngineRow("The forward of transformers, a request at a time: slow, to compare with.", "whet.rollout.hf:opened"),
-}  # fmt: skip
+    "hf": EngineRow(
+        "The forward of transformers, one request at a time: slow, to compare with.", "whet.rollout.hf:opened"
+    ),
+}

@@ -317,7 +317,7 @@ def _joined(rank: _Rank) -> Iterator[None]:
             rank.say("failed", kind, str(error), traceback.format_exc())
             rank.connection.poll(10.0)  # until the driver has read it
         except (OSError, EOFError):
-            pass
+            pass  # the driver has gone: nobody is left to hear of it
         os._exit(1)
     # the others may have gone already: no farewell that waits for them
     os._exit(0)
