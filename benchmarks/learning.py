@@ -57,9 +57,9 @@ def imitate(folder: Path, part: str, seed: int) -> None:
 def measure(name: str, seed: int, folder: Path) -> Result:
     """One run. A run that cannot go on is a result too."""
     import whet
-    import whet.run
+    import whet.track.monitor
 
-    whet.run.clock = time.process_time
+    whet.track.monitor.clock = time.process_time
     case = cases()[name]
     models = {part: str(folder / f"{part}-{seed}" / "export" / "main") for part in ("start", "teacher")}
     out: Result = {"name": name, "seed": seed, "settings": settings(case, seed)}

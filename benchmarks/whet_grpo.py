@@ -65,19 +65,20 @@ def config(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def run(args: argparse.Namespace, folder: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """(timings, metrics) of every step; `reward_s` of a timing: CPU seconds of the reward processes."""
-    import whet.run
+    import whet.track.monitor
+    from whet.recorder import Recorder
     from whet.track.written import read_lines
 
-    whet.run.clock = time.process_time
+    whet.track.monitor.clock = time.process_time
     rewards: list[float] = []
-    record = whet.run.Run.record_step
+    record = Recorder.record
 
-    def recorded(self: Any, metrics: Any) -> None:
+    def recorded(self: Any, *step: Any) -> Any:
         workers = psutil.Process().children(recursive=True)
         rewards.append(sum(sum(worker.cpu_times()[:2]) for worker in workers))
-        record(self, metrics)
+        return record(self, *step)
 
-    whet.run.Run.record_step = recorded  # type: ignore[method-assign]
+    Recorder.record = recorded  # type: ignore[method-assign]
     with contextlib.redirect_stdout(sys.stderr):
         result = whet.train(**config(args, folder))
     timings = [t for t in read_lines(result.run_dir / "timings.jsonl") if "time/step_s" in t]

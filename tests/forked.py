@@ -25,7 +25,7 @@ from whet.guard import line
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
-        "whet.cli", "whet.stages", "whet.shared", "whet.training.rank", "whet.sync.collective", "whet.sync.files",
+        "whet.cli", "whet.stages", "whet.job", "whet.training.rank", "whet.sync.collective", "whet.sync.files",
         "matplotlib.backends.backend_agg", "pyarrow.parquet", "processes",
     ]
 )  # fmt: skip

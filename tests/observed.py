@@ -17,19 +17,19 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import whet.explorer
 import whet.guard.watch
-import whet.loop
+import whet.job
 import whet.models.kernels
 import whet.placement
 import whet.rollout.episode
 import whet.rollout.hf
 import whet.rollout.native.engine
-import whet.run
-import whet.shared
-import whet.stages
 import whet.track.display
+import whet.track.monitor
 import whet.track.remote
 import whet.training.profile
+import whet.weights
 from whet import api
 from whet.config.load import load
 from whet.config.tree import merge
@@ -197,16 +197,16 @@ class Watcher:
             (api, "Watch", ("limit_s",)),
             (whet.models.kernels, "load", (0,)),
             (whet.track.display, "Display", ("quiet",)),
-            (whet.shared, "self_test", ("seed",)),
+            (whet.job, "self_test", ("seed",)),
             (whet.rollout.native.engine, "NativeEngine", ("max_num_seqs", "max_context", "cache_mb")),
             (whet.rollout.hf, "HfEngine", ("max_context",)),
-            (whet.shared, "Saver", ("background",)),
+            (whet.job, "Saver", ("background",)),
             (whet.placement, "TorchEngine", ("cut", "max_skipped")),
             (whet.training.profile, "schedule", ("warmup",)),
-            (whet.stages, "play_groups", ("timeout_s", "pace", "retries")),
-            (whet.stages, "Buffer", ("spare",)),
-            (whet.loop, "publish", ("finish",)),
-            (whet.run, "wait", ("timeout_s",)),
+            (whet.explorer, "play_groups", ("timeout_s", "pace", "retries")),
+            (whet.explorer, "Buffer", ("spare",)),
+            (whet.weights, "publish", ("finish",)),
+            (whet.track.monitor, "wait", ("timeout_s",)),
         ):  # fmt: skip
             put(target, name, note(getattr(target, name), name, wanted))
         for name in ("wandb", "swanlab", "mlflow"):

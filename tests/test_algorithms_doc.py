@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-import whet.run
+import whet.track.monitor
 from whet.algos.advantages import ADVANTAGES
 from whet.algos.aggregate import AGGREGATIONS
 from whet.algos.kl import ESTIMATORS, RATIO_ESTIMATORS
@@ -270,7 +270,7 @@ def test_one_run_from_its_start_to_its_curve(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(whet.run, "clock", whet.run.clock)  # which a measurement replaces
+    monkeypatch.setattr(whet.track.monitor, "clock", whet.track.monitor.clock)  # which a measurement replaces
     monkeypatch.setattr(bench.learning_cases, "START", bench.learning_cases.START | {"steps": 2})
     small = replace(bench.cases()["grpo"], steps=9)
     monkeypatch.setattr(bench, "cases", lambda: {"small": small})

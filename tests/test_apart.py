@@ -21,17 +21,17 @@ import torch
 import yaml
 
 import whet
+import whet.weights
 from forked import Started
-from whet import loop, stages
-from whet.apart import Weights
 from whet.api import Stop, run_training
 from whet.buffer.queue import ExplorerQueue
 from whet.buffer.stores import Scored, Store, open_store
-from whet.config.checks_sync import has_adapters
+from whet.config.checks_sync import content_of, has_adapters
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Config
-from whet.guard.ledger import Ledger
+from whet.disaggregated import Followed
+from whet.explorer import open_buffer
 from whet.models import kernels
 from whet.models.load import build
 from whet.models.lora import adapted, attach, refresh
@@ -41,6 +41,7 @@ from whet.sync.weights import publish, sync
 from whet.training.cut import Cut
 from whet.training.torch import TorchEngine
 from whet.types import ConfigError, Group, Rollout, Task, WhetError
+from whet.weights import open_publisher
 
 STEPS = 32
 ROWS = [{"prompt": f"copy {n}", "answer": "ab"[n % 2]} for n in range(8)]
@@ -284,13 +285,13 @@ def test_every_key_of_the_sections_reaches_its_place(tmp_path: Path, monkeypatch
         None, (), tree(tmp_path, mode="train", buffer=buffer, sync={"dtype": "bfloat16", "keep": 3})
     )
     cfg = loaded.stages[0]
-    queue: Any = stages._buffer(cfg, plans(loaded)[0], Ledger(), Stop())
+    queue: Any = open_buffer(cfg, plans(loaded)[0], Stop())
     uids = queue.store.reserve("x", 2, capacity=4, rollouts=1, lease_s=60)
     task = {"source": "s", "prompt": ""}
     groups = [one_rollout(Task(uid=uid, **task)) for uid in uids]  # type: ignore[arg-type]
     queue.store.put([Scored(group.task.uid, group) for group in groups])
     assert [g.task.uid for g in queue.store.take(1, step=1)] == [1], "the newest first"
-    publisher = stages._publisher(cfg, tmp_path)
+    publisher = open_publisher(cfg, tmp_path)
     for version in range(5):
         publisher.send(version, [("w", torch.ones(2))])
     assert len([p for p in (tmp_path / "weights").iterdir() if p.name.isdigit()]) == 3
@@ -329,7 +330,7 @@ def test_an_explorer_samples_from_the_trainer_s_weights(
     loaded = load(None, (), tree(tmp_path, **apart(sync={"content": content}, model=model)))
     cfg = loaded.stages[0]
     policy = TorchEngine(a_model(cfg, seed=1), kernels.load("torch"), cut=Cut())
-    publisher = stages._publisher(cfg, tmp_path)
+    publisher = open_publisher(cfg, tmp_path)
 
     def explorer(name: str) -> Any:
         there = cfg.model_copy(
@@ -339,8 +340,9 @@ def test_an_explorer_samples_from_the_trainer_s_weights(
         samples = NativeEngine(
             engine.module, kernels.load("torch"), end_token_ids=[1], max_context=32, version=-1
         )
-        run = SimpleNamespace(cfg=there, policy=engine, engine=samples, directory=MagicMock())
-        return Weights(run, tmp_path / "weights")  # type: ignore[arg-type]
+        context: Any = SimpleNamespace(cfg=there, monitor=MagicMock())
+        module = engine.module if content_of(there) == "adapters" else None
+        return Followed(context, samples, tmp_path / "weights", module=module), engine
 
     async def story() -> None:
         first, travelled = explorer("one"), []
@@ -348,10 +350,10 @@ def test_an_explorer_samples_from_the_trainer_s_weights(
             await sync(policy, None, out=publisher)
             assert publisher.sent is not None
             travelled.append(sum(e.sent for e in publisher.sent.entries))
-            for weights in (first, explorer(f"late{policy.version}")):
+            for weights, sampled in (first, explorer(f"late{policy.version}")):
                 assert await weights.take()
-                assert weights.run.engine.version == policy.version
-                assert digest(weights.run.policy) == digest(policy)
+                assert weights.engine.version == policy.version
+                assert digest(sampled) == digest(policy)
             publisher.look()
             with torch.no_grad():
                 learned = [m.lora_B for m in adapted(policy.module).values()] or [
@@ -390,7 +392,7 @@ def test_whose_steps_say_when_weights_go_over(
         told.append(due)
         await publish(*args, due=due, **given)
 
-    monkeypatch.setattr(loop, "publish", noted)
+    monkeypatch.setattr(whet.weights, "publish", noted)
     rollout = {
         "group_size": 2,
         "sampling": {"max_tokens": 4},

@@ -36,6 +36,7 @@ from whet.data.tasks import texts
 from whet.data.tokenizer import load_tokenizer
 from whet.guard.processes import process
 from whet.guard.watch import Watch
+from whet.job import decoder_of, end_tokens
 from whet.models import kernels
 from whet.models.load import build
 from whet.models.lora import adapted, attach, refresh
@@ -44,7 +45,6 @@ from whet.rollout.engine import RolloutEngine, WeightSource
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
 from whet.rollout.requests import RequestError
-from whet.shared import decoder_of, end_tokens
 from whet.track.timeline import Timeline
 from whet.types import Completion, ConfigError, Sampling, WhetError
 

@@ -19,12 +19,12 @@ import whet
 from test_router import WEIGHTS, Crew, Faulty, ask, jobs, run, tokens
 from whet import bench
 from whet.config.load import Loaded
+from whet.job import open_engine
 from whet.rollout import router as module
 from whet.rollout import scale
 from whet.rollout.replica import Replica
 from whet.rollout.router import Router
 from whet.rollout.scale import Wish, wish
-from whet.shared import open_engine
 from whet.track.files import RunLock
 from whet.types import ConfigError, WhetError
 

@@ -348,19 +348,19 @@ def test_the_advice_after_a_time_out_can_be_followed(tmp_path: Path) -> None:
 def test_a_wait_that_was_in_vain_names_its_keys_and_the_run_goes_on_with_others(
     stopped: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from whet.run import Run
+    from whet.track.monitor import Monitor
 
-    whole = Run.wait
+    whole = Monitor.wait
 
-    async def never(self: Run, awaitable: Any, what: str, **how: Any) -> Any:
-        if what == "room" and self.cfg.rollout.timeout_s < 1:
+    async def never(self: Monitor, awaitable: Any, what: str, **how: Any) -> Any:
+        if what == "room" and how["within"].seconds < 1:
             import asyncio
 
             awaitable.close()
             awaitable = asyncio.sleep(60)
         return await whole(self, awaitable, what, **how)
 
-    monkeypatch.setattr(Run, "wait", never)
+    monkeypatch.setattr(Monitor, "wait", never)
     with pytest.raises(
         WhetError, match=r"waited 0\.1 s for room and timed out.* rollout\.timeout_s=0\.1 sets this limit"
     ):

@@ -18,8 +18,8 @@ from whet.buffer.buffer import Buffer
 from whet.config.parts.groups import Groups
 from whet.config.recipes import resolve
 from whet.config.schema import Algorithm
+from whet.explorer import rejection
 from whet.guard.ledger import Ledger
-from whet.stages import rejection
 from whet.types import FinishReason, Group, Rollout, Task, Turn
 
 TASK = Task(uid=3, source="test", prompt="", token_ids=(50, 51))

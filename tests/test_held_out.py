@@ -19,7 +19,7 @@ from tiny import tiny_model
 from whet.algos.recipes import build
 from whet.batch import Batch
 from whet.config.schema import Algorithm, Critic
-from whet.held_out import given, held_out
+from whet.eval_loss import eval_loss, given
 from whet.models import kernels
 from whet.training.cut import Cut
 from whet.training.torch import TorchEngine
@@ -65,7 +65,7 @@ def test_loss_and_perplexity_of_demonstrations() -> None:
     policy = engine(seed=1)
     cases = {"a": [([5, 6], [7, 8, 1]), ([9], [10, 1])], "b": [([11, 12, 13], [14])]}
     groups = [group(s, prompt, reply) for s, members in cases.items() for prompt, reply in members]
-    m = held_out(policy, groups, algorithm("sft"), look=lambda batch: batch)
+    m = eval_loss(policy, groups, algorithm("sft"), look=lambda batch: batch)
     every = []
     for source, members in cases.items():
         logp = [x for prompt, reply in members for x in reply_logp(policy, prompt, reply)]
@@ -85,7 +85,7 @@ def test_preferences_on_held_out_pairs() -> None:
     def look(batch: Batch) -> Batch:
         return replace(batch, logp_ref_N=reference.forward(batch, "logprobs"))
 
-    m = held_out(policy, [group("p", *pair) for pair in pairs], algorithm("dpo", beta=0.3), look=look)
+    m = eval_loss(policy, [group("p", *pair) for pair in pairs], algorithm("dpo", beta=0.3), look=look)
 
     def implied(prompt: list[int], reply: list[int]) -> float:
         return 0.3 * (sum(reply_logp(policy, prompt, reply)) - sum(reply_logp(reference, prompt, reply)))

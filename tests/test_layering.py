@@ -17,8 +17,20 @@ LAYERS: list[set[str]] = [
     {"batch", "algos", "data", "guard", "rewards", "simulate"},
     {"envs", "models", "buffer", "track", "storage"},
     {"training", "rollout"},
-    {"sync", "checkpoint", "evaluate", "held_out", "offline"},
-    {"loop", "run", "explorers", "stages", "placement", "shared", "apart"},
+    {"sync", "checkpoint", "evaluate", "eval_loss", "offline"},
+    {
+        "loop",
+        "stages",
+        "stage",
+        "context",
+        "explorer",
+        "learner",
+        "weights",
+        "recorder",
+        "placement",
+        "job",
+        "disaggregated",
+    },
     {"__main__", "cli", "options", "api", "bench", "export", "rehearsal", "cluster", "web"},
 ]
 """By first name below `whet`; `whet/__init__.py` is of the last layer."""

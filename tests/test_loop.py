@@ -1,51 +1,87 @@
 """The control flow of the step: it ends, fills every step, books every rollout, and never trains on stale tokens.
 
-Everything is real but the model: `ScriptedEngine` samples, a policy that only counts trains.
+Everything is real but the model: `ScriptedEngine` samples, a learner that only counts trains, nothing is recorded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from whet.algos.skipping import Skipping
-from whet.batch import Batch, Loss
+from whet.batch import Batch, pack
 from whet.buffer.buffer import Buffer
 from whet.checkpoint import copied
-from whet.config.deadlines import Deadline
 from whet.config.schema import Config
+from whet.context import Context
+from whet.explorer import Explorer
 from whet.guard.ledger import Ledger
-from whet.guard.watch import wait
-from whet.loop import explore_step, synchronous
+from whet.learner import Learned
+from whet.loop import steps as loop_steps
 from whet.rewards.combine import RewardSet
 from whet.rollout.episode import play_groups
 from whet.rollout.scripted import ScriptedEngine
+from whet.stage import Stage
+from whet.track.monitor import Monitor
+from whet.track.timeline import Timeline
 from whet.types import Group, Metrics, Rollout, Sampling, Task, WhetError
+from whet.weights import Weights
 
 TASKS, SIZE = 8, 4
 
+Reply = Callable[[list[int], Sampling, int], Awaitable[list[int]]]
+
 
 class Counting:
-    """A policy without weights: it counts its updates and remembers the versions it was given."""
+    """A learner without weights: it counts its updates and remembers the versions it was given. It is its own policy."""
 
     def __init__(self) -> None:
         self.version = 0
         self.module: Any = None
-        self.trained: list[tuple[int, list[int]]] = []
+        self.seen: list[tuple[int, list[int]]] = []
+        """(version, versions of the tokens) of each step."""
+        self.rollouts: list[Rollout] = []
+        self.update: Callable[[Batch], None] = lambda batch: None
 
-    def forward(self, batch: Batch, want: str) -> Any:
-        raise AssertionError("nothing here asks for a forward")
+    async def prepare(self, step: int, groups: list[Group]) -> tuple[Batch, Metrics]:
+        return pack(groups), {}
 
-    def update(self, batch: Batch, loss: object) -> Metrics:
-        self.trained.append((self.version, sorted(set(batch.version_N[batch.mask_N].tolist()))))
-        return {"loss": 0.0}
+    async def learn(self, step: int, batch: Batch, groups: list[Group]) -> Learned:
+        await asyncio.to_thread(self.update, batch)
+        self.seen.append((self.version, sorted(set(batch.version_N[batch.mask_N].tolist()))))
+        self.rollouts += [r for g in groups for r in g.rollouts]
+        return Learned(batch, groups, {}, (), 0.0)
+
+    def reset_reference(self, done: int) -> None: ...
+
+    def engines(self) -> dict[str, Any]:
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+class Silent:
+    """A recorder that writes nothing, and what shows nothing."""
+
+    def record(self, done: int, played: list[Group], learned: Learned, accounts: Metrics) -> Metrics:
+        return accounts
+
+    def phase(self, name: str) -> None: ...
+
+    def evaluation_due(self, done: int) -> bool:
+        return False
+
+    export_due = checkpoint_due = evaluation_due
 
 
 class Stream:
@@ -60,82 +96,79 @@ class Stream:
         ]
 
 
-class Toy(SimpleNamespace):
-    """What `loop.py` asks of a run."""
+class Toy:
+    """A stage of doubles, and what a test looks at."""
 
-    sync_deadline, explored = Deadline(20.0, ""), 0
-    rounds = None
-    explorers = SimpleNamespace(pop_again=list)
-    skipped = ()
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.explorer, self.buffer = stage.explorer, stage.explorer.buffer
+        self.learner: Any = stage.learner
+        self.engine: Any = stage.explorer.engine
+        self.stream: Any = stage.explorer.tasks
 
-    def note_skipped(self, *_: Any, **__: Any) -> None:
-        pass
+    @property
+    def ledger(self) -> Ledger:
+        return self.explorer.ledger
 
-    def phase(self, name: str) -> Any:
-        return nullcontext()
+    async def run(self, count: int | None = None, *, done: int | None = None) -> None:
+        """`count` more steps, or all that are left."""
+        first = done or 0
+        try:
+            async for _ in loop_steps(self.stage, done, profiled=lambda number: nullcontext()):
+                self.buffer.check()
+                if count is not None and self.stage.context.monitor.step == first + count:
+                    return
+        finally:
+            await self.stage.close()
 
-    exploring = phase
-
-    def meanwhile(self, beside: Any) -> Any:
-        assert beside is None
-        return nullcontext()
-
-    async def work(self, job: Any) -> Any:
-        return job()
-
-    async def give_up_stale(self) -> None: ...
-
-    def judged(self, groups: list[Group]) -> None: ...
-
-    async def wait(self, awaitable: Any, what: str, *, within: Deadline | None = None) -> Any:
-        seconds = within.seconds if within else 20.0
-        return await wait(awaitable, owner="the toy", what=what, timeout_s=seconds)
-
-    async def come(self, groups: Any, what: str) -> Any:
-        return await self.wait(groups, what)
-
-    def watch_mismatch(self, numbers: Metrics) -> None: ...
-
-    def after_step(self, batch: Batch, groups: list[Group]) -> Metrics:
-        self.trained += [r for g in groups for r in g.rollouts]
-        return {}
+    def go(self, count: int | None = None, *, done: int | None = None, within: float = 60) -> None:
+        asyncio.run(asyncio.wait_for(self.run(count, done=done), timeout=within))
 
 
 def rejecting(rng: random.Random, keep: float) -> Any:
     return lambda group: None if rng.random() < keep else "teaches nothing"
 
 
-def toy(*, keep: float = 1.0, chunk: int = TASKS, max_staleness: int = 0, seed: int = 0) -> Toy:
+def toy(
+    *, steps: int = 30, mode: str = "synchronous", keep: float = 1.0, chunk: int = TASKS, max_staleness: int = 0,
+    seed: int = 0, spare: int = 0, max_refills: int | None = None, handler: Reply | None = None,
+) -> Toy:  # fmt: skip
     rng = random.Random(seed)
 
     async def reply(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
         await asyncio.sleep(rng.random() * 0.001)
         return [7, 1]
 
-    ledger, engine = Ledger(), ScriptedEngine(reply)
-    algorithm = SimpleNamespace(
-        kind="online", correct=lambda batch, version: (batch, {}), advantage=lambda batch, coef: batch,
-        loss_of=lambda b, forward: lambda b, o: Loss(torch.zeros(b.tokens)),
-        weights=lambda b, step: b.mask_N.float(), needs=frozenset(), resample=lambda batch, stream, groups: batch,
-        parts=(),
-    )  # fmt: skip
+    tree: dict[str, Any] = {"rollout": {"max_staleness": max_staleness, "timeout_s": 20.0, "retries": 0}}
+    if max_refills is not None:
+        tree["algorithm"] = {"max_refills": max_refills}
+    cfg = Config.model_validate(tree)
+    cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"at_start": False, "interval": 0})})
+    display: Any = Silent()
+    watch: Any = SimpleNamespace(beat=lambda what: None)
+    monitor = Monitor("toy", display, watch, Timeline(Path("never written")))
+    plan: Any = SimpleNamespace(
+        mode=mode, steps=steps, tasks_per_step=chunk, own_tasks_per_step=TASKS, group_size=SIZE, rows=None
+    )
+    algorithm: Any = SimpleNamespace(kind="online", needs=frozenset())
+    context = Context(cfg, plan, "toy", 0, algorithm, monitor, SimpleNamespace(requested=False))
+    ledger, engine = Ledger(), ScriptedEngine(handler or reply)
     play = partial(
         play_groups, engine, group_size=SIZE, sampling=Sampling(max_tokens=2), seed=0, purpose="train",
-        decode=str, end_token_ids={1}, timeout_s=5.0,
+        decode=str, end_token_ids={1}, timeout_s=120.0,
     )  # fmt: skip
-    run = Toy(
-        cfg=Config(), plan=SimpleNamespace(tasks_per_step=chunk, critic=None, critic_warmup_steps=0), name="toy",
-        tasks=Stream(), engine=engine, sampler=None, sync_due=True, ledger=ledger,
-        policy=Counting(), reference=None, critic=None, algorithm=algorithm, play=play, recompute_old=False,
-        interrupts=False, out=None, skipping=Skipping(),
-        rewards=RewardSet({}, None), experts=None, kl_coef=0.0, step=0, trained=[], played=[],
-        buffer=Buffer(
-            groups_per_step=TASKS, group_size=SIZE, max_staleness=max_staleness,
-            reject=rejecting(rng, keep), ledger=ledger,
-        ),
+    buffer = Buffer(
+        groups_per_step=TASKS, group_size=SIZE, max_staleness=max_staleness, reject=rejecting(rng, keep),
+        ledger=ledger, spare=spare,
     )  # fmt: skip
-    run.buffer.put = scored_put(run.buffer)
-    return run
+    buffer.put = scored_put(buffer)  # type: ignore[method-assign]
+    stream: Any = Stream()
+    explorer = Explorer(
+        context, engine, stream, play, play, read=lambda tasks: [], rewards=RewardSet({}, None), buffer=buffer
+    )
+    learner: Any = Counting()
+    recorder: Any = Silent()
+    return Toy(Stage(context, explorer, learner, Weights(context, learner, engine, None), recorder))
 
 
 def scored_put(buffer: Buffer) -> Any:
@@ -151,34 +184,25 @@ def scored_put(buffer: Buffer) -> Any:
     return scored
 
 
-async def steps(run: Toy, count: int) -> None:
-    for _ in range(count):
-        await synchronous(run)
-        run.step += 1
-        run.buffer.check()
-
-
 @pytest.mark.parametrize(("keep", "chunk"), [(1.0, TASKS), (0.4, TASKS), (0.4, 1), (0.7, 3), (1.0, 1)])
 def test_every_step_is_filled_and_everything_ends(keep: float, chunk: int) -> None:
     """With filtering and any chunk: no deadlock, exactly 30 full steps, and only tokens of the present version."""
-    run = toy(keep=keep, chunk=chunk)
-    run.cfg = Config.model_validate_json('{"algorithm": {"max_refills": 1000}}')
-    asyncio.run(asyncio.wait_for(steps(run, 30), timeout=60))
-    assert [seen for _, seen in run.policy.trained] == [[version] for version in range(30)]
-    assert len(run.trained) == 30 * TASKS * SIZE
-    assert run.engine.version == run.policy.version == 30
-    uids = [r.task.uid for r in run.trained]
-    assert len(set(zip(uids, (r.index for r in run.trained)))) == len(uids), "a rollout was trained on twice"
+    run = toy(keep=keep, chunk=chunk, max_refills=1000)
+    run.go()
+    assert run.learner.seen == [(version, [version]) for version in range(30)]
+    assert len(run.learner.rollouts) == 30 * TASKS * SIZE
+    assert run.engine.version == run.learner.version == 30
+    uids = [r.task.uid for r in run.learner.rollouts]
+    assert len(set(zip(uids, (r.index for r in run.learner.rollouts)))) == len(uids), "trained on twice"
     if keep == 1.0:
         assert sorted(set(uids)) == list(range(30 * TASKS)), "a task was lost"
 
 
 def test_a_step_that_cannot_be_filled_ends_with_the_cause() -> None:
-    run = toy(keep=0.0)
     with pytest.raises(
         WhetError, match=r"could not be filled: of 88 tasks only 0 gave a group.*but 8 are needed"
     ):
-        asyncio.run(asyncio.wait_for(steps(run, 1), timeout=60))
+        toy(keep=0.0).go()
 
 
 def test_room_is_the_staleness_bound() -> None:
@@ -188,22 +212,20 @@ def test_room_is_the_staleness_bound() -> None:
         explored = 0
         try:
             while True:
-                await asyncio.wait_for(explore_step(run, run.plan.tasks_per_step), timeout=0.2)
+                await asyncio.wait_for(run.explorer.explore_some(TASKS), timeout=0.2)
                 explored += 1
         except TimeoutError:
             return explored
 
     for staleness in (0, 1, 3):
-        run = toy(max_staleness=staleness)
-        assert asyncio.run(overfill(run)) == staleness + 1
+        assert asyncio.run(overfill(toy(max_staleness=staleness))) == staleness + 1
 
 
 def test_a_version_the_trainer_does_not_know_is_refused() -> None:
     async def stale() -> None:
         run = toy()
-        await explore_step(run, run.plan.tasks_per_step)
-        run.policy.version = 1
-        await run.buffer.take(run.policy.version)
+        await run.explorer.explore_some(TASKS)
+        await run.explorer.collect(0, version=1)
 
     with pytest.raises(WhetError, match=r"versions 0\.\.0.*version 1"):
         asyncio.run(stale())
@@ -216,13 +238,13 @@ def test_an_engine_that_does_not_take_the_version_stops_the_run() -> None:
 
     run.engine.load_weights = deaf
     with pytest.raises(WhetError, match="engine is at version 0, the policy at 1"):
-        asyncio.run(steps(run, 1))
+        run.go(1)
 
 
 def test_buffer_state_comes_back() -> None:
     async def half() -> Toy:
         run = toy(chunk=3)
-        await explore_step(run, run.plan.tasks_per_step)
+        await run.explorer.explore_some(3)
         return run
 
     run = asyncio.run(half())

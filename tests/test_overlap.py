@@ -12,9 +12,8 @@ import shutil
 import threading
 import time
 from collections import Counter
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,55 +22,11 @@ import pytest
 
 import whet
 from forked import Started
-from test_loop import SIZE, TASKS, Toy, toy
+from test_loop import SIZE, TASKS, toy
 from test_staleness import run as small_run
 from whet.checkpoint import copied
-from whet.config.deadlines import Deadline
-from whet.explorers import Explorers
-from whet.loop import MODES, draw, explore
-from whet.run import Run
+from whet.loop import steps as loop_steps
 from whet.types import WhetError
-
-
-def flow(mode: str, *, steps: int, handler: Any = None, **options: Any) -> Toy:
-    """A toy run in this mode, with everything that the mode asks of a run taken from `Run` itself."""
-    spare = options.pop("spare", 0)
-    run = toy(**options)
-    if handler is not None:
-        run.engine.handler = handler
-    run.plan = SimpleNamespace(**vars(run.plan), mode=mode, steps=steps)
-    rollout = run.cfg.rollout.model_copy(update={"max_staleness": run.buffer.max_staleness})
-    run.cfg = run.cfg.model_copy(update={"rollout": rollout})
-    run.buffer.spare = spare
-    run.hands, run.judging, run.interrupts, run.group_deadline = (
-        None,
-        [],
-        mode == "asynchronous",
-        Deadline(5.0, ""),
-    )
-    run.explorers = Explorers(run.buffer, partial(draw, run), partial(explore, run))
-    for name in ("meanwhile", "work", "give_up_stale", "judged", "close"):
-        setattr(run, name, getattr(Run, name).__get__(run))
-    return run
-
-
-async def drive(run: Toy, steps: int | None = None) -> list[float]:
-    """Seconds of each step."""
-    times = []
-    try:
-        for _ in range(steps if steps is not None else run.plan.steps):
-            start = time.monotonic()
-            await MODES[run.plan.mode](run)
-            times.append(time.monotonic() - start)
-            run.step += 1
-            run.buffer.check()
-    finally:
-        await run.close()
-    return times
-
-
-def go(run: Toy, steps: int | None = None) -> list[float]:
-    return asyncio.run(asyncio.wait_for(drive(run, steps), timeout=60))
 
 
 def slow_one(slow: set[int], *, seconds: float = 60.0) -> Any:
@@ -91,14 +46,11 @@ def slow_one(slow: set[int], *, seconds: float = 60.0) -> Any:
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 @pytest.mark.parametrize("keep", [1.0, 0.4])
 def test_weights_follow_from_the_step_alone(ahead: int, keep: float) -> None:
-    run = flow("overlapped", steps=12, max_staleness=ahead, keep=keep)
-    run.cfg = run.cfg.model_copy(
-        update={"algorithm": run.cfg.algorithm.model_copy(update={"max_refills": 1000})}
-    )
-    go(run)
-    assert run.policy.trained == [(step, [max(0, step - ahead)]) for step in range(12)]
+    run = toy(mode="overlapped", steps=12, max_staleness=ahead, keep=keep, max_refills=1000)
+    run.go()
+    assert run.learner.seen == [(step, [max(0, step - ahead)]) for step in range(12)]
     assert run.ledger.pending == 0, "more was asked than the steps need"
-    uids = [(r.task.uid, r.index) for r in run.trained]
+    uids = [(r.task.uid, r.index) for r in run.learner.rollouts]
     assert len(uids) == len(set(uids)) == 12 * TASKS * SIZE
     if keep == 1.0:
         assert [uid for uid, _ in uids] == sorted(uid for uid, _ in uids), "trained in the order of the tasks"
@@ -117,30 +69,40 @@ def test_exploring_really_goes_on_while_a_step_is_trained() -> None:
             sampled.set()
         return [7, 1]
 
-    run = flow("overlapped", steps=2, max_staleness=1, handler=reply)
-    update = run.policy.update
+    run = toy(mode="overlapped", steps=2, max_staleness=1, handler=reply)
 
-    def waits(batch: Any, loss: Any) -> Any:
+    def waits(batch: Any) -> None:
         training.set()
         assert sampled.wait(10), "nothing was sampled meanwhile"
-        return update(batch, loss)
 
-    run.policy.update = waits
-    go(run)
+    run.learner.update = waits
+    run.go()
 
 
 def test_an_error_of_the_explorers_ends_the_step() -> None:
-    run = flow("overlapped", steps=9, max_staleness=1)
-    score_calls = iter(range(100))
+    run = toy(mode="overlapped", steps=9, max_staleness=1)
+    put, calls = run.buffer.put, iter(range(100))
 
-    def judged(groups: Any) -> None:
-        if next(score_calls) == 2:
+    async def broken(groups: Any, asked: int) -> None:
+        if next(calls) == 2:
             raise WhetError("rewards fail")
+        await put(groups, asked)
 
-    run.judged = judged
+    run.buffer.put = broken  # type: ignore[method-assign]
     with pytest.raises(WhetError, match="rewards fail"):
-        go(run)
-    assert run.policy.version == 1
+        run.go()
+    assert run.learner.version == 1
+
+
+def test_an_error_of_the_learner_ends_what_is_sampled_beside_it() -> None:
+    run = toy(mode="overlapped", steps=9, max_staleness=1, handler=slow_one({TASKS * SIZE}))
+
+    def broken(batch: Any) -> None:
+        raise WhetError("the update fails")
+
+    run.learner.update = broken
+    with pytest.raises(WhetError, match="the update fails"):
+        run.go(within=20)
 
 
 # ---------------------------------------------------------------- a free schedule
@@ -155,81 +117,78 @@ def test_whatever_the_delays_nothing_is_lost_or_stale(seed: int) -> None:
         await asyncio.sleep(rng.lognormvariate(-7.0, 1.5))
         return [7, 1]
 
-    run = flow(
-        "asynchronous", steps=25, max_staleness=ahead, spare=spare, keep=keep, handler=reply, seed=seed
-    )
-    run.cfg = run.cfg.model_copy(
-        update={"algorithm": run.cfg.algorithm.model_copy(update={"max_refills": 1000})}
-    )
-    go(run)
-    assert len(run.trained) == 25 * TASKS * SIZE
-    uids = Counter((r.task.uid, r.index) for r in run.trained)
+    run = toy(
+        mode="asynchronous", steps=25, max_staleness=ahead, spare=spare, keep=keep, handler=reply, seed=seed,
+        max_refills=1000,
+    )  # fmt: skip
+    run.go()
+    assert len(run.learner.rollouts) == 25 * TASKS * SIZE
+    uids = Counter((r.task.uid, r.index) for r in run.learner.rollouts)
     assert max(uids.values()) == 1, "a rollout was trained on twice"
-    for version, seen in run.policy.trained:
+    for version, seen in run.learner.seen:
         assert version - ahead <= min(seen) <= max(seen) <= version
     assert run.ledger.pending == 0, "what is left at the end is booked"
 
 
 def test_a_rollout_that_never_ends_delays_no_step() -> None:
     """Its group is given up after max_staleness versions, its room comes back, and its request is cancelled."""
-    run = flow("asynchronous", steps=10, max_staleness=2, handler=slow_one({5}))
-    times = go(run)
-    assert sum(times) < 30
-    assert len(run.trained) == 10 * TASKS * SIZE
-    assert 1 not in {r.task.uid for r in run.trained}, "task 1 asked the request that never ends"
+    run = toy(mode="asynchronous", steps=10, max_staleness=2, handler=slow_one({5}))
+    run.go(within=30)
+    assert len(run.learner.rollouts) == 10 * TASKS * SIZE
+    assert 1 not in {r.task.uid for r in run.learner.rollouts}, "task 1 asked the request that never ends"
     assert run.ledger.state()["total"]["rejected/stale"] == SIZE
     assert run.ledger.pending == 0
 
 
 def test_spare_tasks_let_an_on_policy_step_go_on() -> None:
-    run = flow("asynchronous", steps=4, max_staleness=0, spare=1, handler=slow_one({5, 60, 100}))
-    assert sum(go(run)) < 30
-    assert [seen for _, seen in run.policy.trained] == [[0], [1], [2], [3]], "still on-policy"
+    run = toy(mode="asynchronous", steps=4, max_staleness=0, spare=1, handler=slow_one({5, 60, 100}))
+    run.go(within=30)
+    assert [seen for _, seen in run.learner.seen] == [[0], [1], [2], [3]], "still on-policy"
 
 
 def test_interrupted_rollouts_go_on_under_the_new_weights() -> None:
     """ScriptedEngine keeps requests in flight over a sync: nobody is asked twice, nobody is lost."""
-    run = flow("asynchronous", steps=6, max_staleness=3, handler=slow_one({3, 40}, seconds=0.2))
-    go(run)
-    assert len(run.trained) == 6 * TASKS * SIZE
+    run = toy(mode="asynchronous", steps=6, max_staleness=3, handler=slow_one({3, 40}, seconds=0.2))
+    run.go()
+    assert len(run.learner.rollouts) == 6 * TASKS * SIZE
 
 
 def test_an_error_of_a_free_explorer_reaches_the_trainer() -> None:
-    run = flow("asynchronous", steps=5, max_staleness=1)
+    run = toy(mode="asynchronous", steps=5, max_staleness=1)
 
     async def broken(groups: Any, asked: int) -> None:
         raise WhetError("the disk is full")
 
-    run.buffer.put = broken
+    run.buffer.put = broken  # type: ignore[method-assign]
     with pytest.raises(WhetError, match="the disk is full"):
-        go(run)
+        run.go()
 
 
 def test_a_free_step_that_cannot_be_filled_says_so() -> None:
     with pytest.raises(WhetError, match=r"could not be filled: of \d+ tasks only 0 gave a group"):
-        go(flow("asynchronous", steps=5, max_staleness=1, keep=0.0))
+        toy(mode="asynchronous", steps=5, max_staleness=1, keep=0.0).go()
 
 
 def test_what_was_under_way_is_asked_again_after_a_resume() -> None:
-    run = flow("asynchronous", steps=8, max_staleness=2, handler=slow_one({1}))
+    run = toy(mode="asynchronous", steps=8, max_staleness=2, handler=slow_one({1}))
+    saved: dict[str, Any] = {}
 
-    async def half() -> Any:
-        for _ in range(2):
-            await MODES["asynchronous"](run)
-            run.step += 1
-        state = copied(run.buffer.state()), run.ledger.state(), run.tasks.drawn
-        await run.close()
-        return state
+    async def half() -> None:
+        async for _ in loop_steps(run.stage, None, profiled=lambda number: nullcontext()):
+            if run.stage.context.monitor.step == 2:
+                break
+        saved.update(buffer=copied(run.buffer.state()), ledger=run.ledger.state(), drawn=run.stream.drawn)
+        await run.stage.close()
 
-    buffer, ledger, drawn = asyncio.run(half())
-    assert 0 in [task["uid"] for task in buffer["under_way"]]
-    after = flow("asynchronous", steps=8, max_staleness=2)
-    after.explorers.again = after.buffer.restore(buffer, 2)
-    after.ledger = after.buffer.ledger = type(after.ledger).from_state(ledger)
-    after.tasks.drawn, after.step, after.policy.version, after.engine.version = drawn, 2, 2, 2
-    go(after, 6)
-    uids = {r.task.uid for r in run.trained} | {r.task.uid for r in after.trained}
-    assert uids == set(range(8 * TASKS)), "a task was lost"
+    asyncio.run(half())
+    assert 0 in [task["uid"] for task in saved["buffer"]["under_way"]]
+    after = toy(mode="asynchronous", steps=8, max_staleness=2)
+    after.explorer.in_flight.again = after.buffer.restore(saved["buffer"], 2)
+    after.buffer.ledger = type(after.ledger).from_state(saved["ledger"])
+    after.stream.drawn, after.learner.version, after.engine.version = saved["drawn"], 2, 2
+    after.go(done=2)
+    both = (*run.learner.rollouts, *after.learner.rollouts)
+    assert {r.task.uid for r in both} == set(range(8 * TASKS)), "a task was lost"
     assert after.ledger.state()["total"]["asked"] == 8 * TASKS * SIZE, "and none was counted twice"
     assert after.ledger.pending == 0
 

@@ -19,7 +19,6 @@ from forked import near
 from test_ranks_run import BASE, given
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
-from whet import loop
 from whet.api import train
 from whet.batch import Batch, Loss, Outputs
 from whet.config import checks_parallel
@@ -28,10 +27,10 @@ from whet.config.parts.parallel import Parallel
 from whet.config.plan import plans
 from whet.config.schema import Optimizer
 from whet.guard.line import Local, end
+from whet.learner import Learner
 from whet.models import kernels
 from whet.models.mesh import Dims
-from whet.placement import Jobs, at_once
-from whet.run import Run
+from whet.placement import Jobs, run_concurrently
 from whet.track.written import read_lines
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
@@ -70,14 +69,18 @@ def test_models_in_different_processes_work_at_the_same_time(two: tuple[RankGrou
         name: (model, lambda name=name: job(name))  # type: ignore[misc,dict-item]
         for name, model in {"reference": reference, "here": here, "policy": policy}.items()
     }
-    assert list(at_once(jobs).items()) == [(name, f"of {name}") for name in ("reference", "here", "policy")]
+    assert list(run_concurrently(jobs).items()) == [
+        (name, f"of {name}") for name in ("reference", "here", "policy")
+    ]
     assert threads["here"] == threading.get_ident(), "what computes here stays in its thread"
-    assert at_once({}) == {}
+    assert run_concurrently({}) == {}
 
 
 def test_models_in_one_place_take_turns(two: tuple[RankGroup, RankGroup]) -> None:
     turns: list[int] = []
-    assert at_once({str(n): (two[0], lambda n=n: turns.append(n)) for n in range(3)}) == dict.fromkeys("012")  # type: ignore[misc,dict-item]
+    assert run_concurrently(
+        {str(n): (two[0], lambda n=n: turns.append(n)) for n in range(3)}
+    ) == dict.fromkeys("012")  # type: ignore[misc,dict-item]
     assert turns == [0, 1, 2]
 
 
@@ -111,7 +114,7 @@ def test_a_dead_rank_of_one_model_ends_the_wait_for_the_others(two: tuple[RankGr
     with pytest.raises(
         WhetError, match=r"rank 0 of 1 of the critic died \(killed by SIGKILL\) while doing: up"
     ):
-        at_once({
+        run_concurrently({
             "policy": (policy, lambda: policy.update(weighted(), asleep)),  # type: ignore[dict-item]
             "critic": (critic, lambda: critic.update(weighted(), killed)),  # type: ignore[dict-item]
         })  # fmt: skip
@@ -139,17 +142,17 @@ def test_a_run_with_models_apart_writes_what_it_writes_together(
     monkeypatch.setattr("whet.training.ranks.Local", lambda count, threads, **_: near(count, threads))
     ended(tmp_path / "together", *how)
     how += ["profile.steps=[1]", "train.parallel.separate_ranks=[critic,reference]"]
-    learn, pids = loop.update_critic, list[int]()
+    learn, pids = Learner.update_critic, list[int]()
 
-    def killing(run: Run, part: Batch) -> Metrics:
-        if run.ranks:
+    def killing(learner: Learner, part: Batch) -> Metrics:
+        if learner.ranks:
             assert threading.current_thread() is not threading.main_thread(), "the policy learns there"
-        if run.step == 2 and not pids:
-            pids.extend(line.process.pid for ranks in run.ranks.values() for line in ranks.lines.lines)  # type: ignore[attr-defined]
+        if learner.context.monitor.step == 2 and not pids:
+            pids.extend(line.process.pid for ranks in learner.ranks.values() for line in ranks.lines.lines)  # type: ignore[attr-defined]
             os.kill(pids[0], signal.SIGKILL)
-        return learn(run, part)
+        return learn(learner, part)
 
-    monkeypatch.setattr(loop, "update_critic", killing)
+    monkeypatch.setattr(Learner, "update_critic", killing)
     with pytest.raises(
         WhetError, match=r"rank 0 of 1 of the critic died \(killed by SIGKILL\) while doing: update"
     ):

@@ -272,7 +272,7 @@ def test_a_run_on_a_known_device_says_how_much_of_it_it_uses(tmp_path, monkeypat
     work = Work(layers=3.0, output=0.0, attention=0.0)
     meter = Meter(peak=1e6, policy=work, critic=None, shared=True, passes=2, critic_passes=0)
     train(rewards=reward, run_dir=str(tmp_path / "cpu"), **TINY)
-    monkeypatch.setattr("whet.stages.meter_of", lambda *_, **__: meter)
+    monkeypatch.setattr("whet.learner.meter_of", lambda *_, **__: meter)
     train(rewards=reward, run_dir=str(tmp_path / "known"), **TINY)
     steps = [line for line in read_lines(tmp_path / "known/timings.jsonl") if "time/step_s" in line]
     assert len(steps) == 3

@@ -27,13 +27,14 @@ from whet.batch import Batch, computed
 from whet.cli import app
 from whet.config import schema
 from whet.config.recipes import resolve
-from whet.loop import learn as learn_step
+from whet.context import Context
+from whet.learner import Learner
 from whet.models import kernels
 from whet.models.mesh import Dims
 from whet.training.cut import Cut
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
-from whet.types import Group, Rollout
+from whet.types import Group, Metrics, Rollout
 
 CUT = Cut(entropy_grad=True, share_prompts=False, max_tokens=60)
 
@@ -71,18 +72,26 @@ def rewarded(uniform: set[int]) -> list[Group]:
     ]
 
 
-def stage(policy: Door, *, skip: bool, reference: Door | None = None, **keys: Any) -> Any:
-    """What `loop.learn` asks of a run."""
+def learner(policy: Door, *, skip: bool, reference: Door | None = None, **keys: Any) -> Learner:
+    """A learner around this policy."""
     train = schema.Train.model_validate({"skip_zero_weight": skip, **keys.pop("train", {})})
     cfg = schema.Algorithm.model_validate(section(**keys))
     algorithm = build(cfg, critic=schema.Critic(), max_tokens=8)
-    return SimpleNamespace(
-        cfg=SimpleNamespace(train=train, seed=0), name="stage", step=0, kl_coef=algorithm.kl_coef, experts=None,
-        algorithm=algorithm, skipping=skipping(resolve(cfg), train), recompute_old=True, critic=None,
-        policy=policy.engine, reference=reference and reference.engine, phase=lambda name: nullcontext(),
-        plan=SimpleNamespace(critic=None, critic_warmup_steps=0), buffer=SimpleNamespace(groups_per_step=6),
-        note_skipped=lambda *_: None,
+    config: Any = SimpleNamespace(train=train, seed=0, critic=schema.Critic())
+    plan: Any = SimpleNamespace(critic=None, critic_warmup_steps=0, own_tasks_per_step=6)
+    monitor: Any = SimpleNamespace(phase=lambda name: nullcontext())
+    stop: Any = SimpleNamespace(requested=False)
+    context = Context(config, plan, "stage", 0, algorithm, monitor, stop)
+    return Learner(
+        context, policy.engine, reference and reference.engine, None, skipping=skipping(resolve(cfg), train),
+        exact=False, kl_coef=algorithm.kl_coef,
     )  # fmt: skip
+
+
+def learn_step(learner: Learner, groups: list[Group]) -> tuple[Batch, list[Metrics]]:
+    """The batch of one step, and the metrics of each optimizer step."""
+    batch, _ = learner.prepared(0, groups)
+    return batch, learner.update(0, batch)[0]
 
 
 def both(uniform: set[int], **keys: Any) -> tuple[tuple[Door, Batch], tuple[Door, Batch]]:
@@ -90,7 +99,7 @@ def both(uniform: set[int], **keys: Any) -> tuple[tuple[Door, Batch], tuple[Door
     out = []
     for skip in (True, False):
         door = Door()
-        out.append((door, learn_step(stage(door, skip=skip, **keys), rewarded(uniform))[0]))
+        out.append((door, learn_step(learner(door, skip=skip, **keys), rewarded(uniform))[0]))
     return out[0], out[1]
 
 
@@ -149,7 +158,7 @@ def test_a_step_that_teaches_nothing_decays_the_weights_all_the_same() -> None:
 def test_what_is_skipped_costs_nothing() -> None:
     """Two of six groups teach: the tokens of those alone go through policy and update, each once."""
     door, groups = Door(), rewarded({0, 1, 3, 5})
-    batch, updates, _ = learn_step(stage(door, skip=True), groups)
+    batch, updates = learn_step(learner(door, skip=True), groups)
     # of three rewards 0, 1, 2 the middle one has advantage 0, too
     tokens = sum(needed(r) for n in (2, 4) for r in groups[n].rollouts if r.reward != 1.0)
     assert batch.skipped_R is not None
@@ -165,7 +174,7 @@ def test_reference_and_old_log_probs_of_masked_rollouts_cost_nothing() -> None:
     cut_short = replace(groups[3].rollouts[0], finish_reason="length")
     groups[3] = Group(groups[3].task, (cut_short, *groups[3].rollouts[1:]))
     keys = {"kl": {"coef": 0.1}, "groups": {"truncated": "mask"}}
-    batch, _, _ = learn_step(stage(policy, skip=True, reference=reference, **keys), groups)
+    batch, _ = learn_step(learner(policy, skip=True, reference=reference, **keys), groups)
     tokens = sum(needed(r) for g in groups for r in g.rollouts) - needed(cut_short)
     assert batch.logp_ref_N is not None
     assert reference.tokens == tokens
@@ -177,7 +186,7 @@ def test_reference_and_old_log_probs_of_masked_rollouts_cost_nothing() -> None:
 
 def test_every_optimizer_step_compares_with_the_engine() -> None:
     door = Door()
-    batch, updates, _ = learn_step(stage(door, skip=True, **PARTS), rewarded(set(range(6))))
+    batch, updates = learn_step(learner(door, skip=True, **PARTS), rewarded(set(range(6))))
     assert len(updates) == 6
     assert all(m["train/mismatch_mean_nats"] > 0 and m["train/grad_norm"] == 0 for m in updates)
     assert batch.skipped_R is not None

@@ -12,14 +12,13 @@ import pytest
 import whet
 from batches import ragged
 from tiny import VOCAB, tiny_model
-from whet import loop
-from whet.batch import Batch
+from whet.algos.skipping import Skipping
 from whet.config.load import load
 from whet.config.plan import plan
 from whet.config.schema import Data, Source, Tokenizer
 from whet.data.tasks import TaskStream
 from whet.data.tokenizer import load_tokenizer
-from whet.stages import _model_at
+from whet.learner import Learner, model_at
 from whet.types import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -73,25 +72,20 @@ def updates(step: int, *overrides: str) -> list[tuple[str, int]]:
     seen: list[tuple[str, int]] = []
 
     def learner(who: str) -> Callable[..., dict[str, float]]:
-        def learn(run: object, part: Batch) -> dict[str, float]:
-            seen.append((who, len(part.group_R.unique())))
+        def learn(self: Learner, *given: Any) -> dict[str, float]:
+            seen.append((who, len(given[-1].group_R.unique())))
             return {}
 
         return learn
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "update_policy", learner("policy"))
-        patch.setattr(loop, "update_critic", learner("critic"))
-        run: Any = SimpleNamespace(
-            note_skipped=lambda *_: None,
-            cfg=cfg,
-            plan=plan(cfg),
-            name="main",
-            step=step,
-            policy=None,
-            critic=learner,
+        patch.setattr(Learner, "update_policy", learner("policy"))
+        patch.setattr(Learner, "update_critic", learner("critic"))
+        context: Any = SimpleNamespace(cfg=cfg, plan=plan(cfg), name="main")
+        model: Any = object()
+        Learner(context, model, None, critic=model, skipping=Skipping(), exact=True).update(
+            step, ragged(3, groups=16)
         )
-        loop.update(run, ragged(3, groups=16))
     return seen
 
 
@@ -112,11 +106,12 @@ def test_the_warm_up_is_exactly_so_many_steps() -> None:
 
 def test_overrides_of_a_role(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    shared: Any = SimpleNamespace(model=tiny_model("llama"), tokenizer=Sized(VOCAB))
+    models: Any = SimpleNamespace(model=tiny_model("llama"), tokenizer=Sized(VOCAB))
     cfg = load(None, (), {"model": {"path": "x", "overrides": {"attention_dropout": 0.125}}}).config
+    context: Any = SimpleNamespace(cfg=cfg)
 
     def epsilon(overrides: dict[str, Any] | None) -> tuple[float, float]:
-        config = _model_at(shared, cfg, str(tmp_path), overrides=overrides).config
+        config = model_at(models, context, str(tmp_path), overrides=overrides).config
         return config.rms_norm_eps, config.attention_dropout
 
     plain = tiny_model("llama").config

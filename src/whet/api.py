@@ -247,8 +247,8 @@ def _run(
 ) -> int:
     """home: the run directory of the trainer, if this process runs beside one."""
     with environment.importing():
-        from whet.apart import run_beside
-        from whet.shared import open_shared
+        from whet.disaggregated import run_beside
+        from whet.job import Job, open_models, open_records
         from whet.stages import run_all
         from whet.track.curve import plot
         from whet.track.display import Display
@@ -279,36 +279,36 @@ def _run(
     if start:
         display.message(f"resuming from {start}")
     watched(watch := stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded))))
-    shared = open_shared(
-        loaded,
-        planned,
-        rewards=rewards,
+    models = open_models(
+        loaded, planned, display=display, timeline=directory.timeline, watch=watch, **openers
+    )
+    records = open_records(
+        cfg,
         directory=directory,
         display=display,
         stop=stop,
         watch=watch,
         resumed=(state["stage"], state["step"]) if start else None,
-        change=change,
-        **openers,
     )
+    job = Job(loaded, planned, rewards, models, records, change)
     gc.collect()
     gc.freeze()  # what lives as long as the run is not looked through again at every collection
     stack.callback(gc.unfreeze)
-    for tracker in shared.trackers:
+    for tracker in records.trackers:
         stack.callback(tracker.close)
-    stack.callback(shared.uploads.finish, 0.0)
-    stack.callback(shared.saver.close)
+    stack.callback(records.uploads.finish, 0.0)
+    stack.callback(records.saver.close)
     if start:
-        shared.uploads.missing(*written(directory.path, state))
+        records.uploads.missing(*written(directory.path, state))
     if directory.path != home:
-        run_loop(run_beside(shared, home))
+        run_loop(run_beside(job, home))
         display.close()
         return INTERRUPTED if stop.requested else OK
-    run_loop(crewed(loaded, planned, partial(run_all, shared, start, state), stack))
-    shared.saver.wait()
+    run_loop(crewed(loaded, planned, partial(run_all, job, start, state), stack))
+    records.saver.wait()
     display.phase("upload")
-    shared.uploads.finish()
-    shared.saver.tidy()
+    records.uploads.finish()
+    records.saver.tidy()
     display.close()
     if stop.requested:
         saved = checkpoint.newest(directory.path / "checkpoints")
@@ -321,7 +321,7 @@ def _run(
 
 def _show_finished(cfg: Config, directory: RunDirectory, display: Display, state: Json) -> None:
     """Report that the run is finished, show its summary, and finish uploads."""
-    from whet.shared import open_saver
+    from whet.job import open_saver
     from whet.track.show import report
 
     with reading(directory.path / checkpoint.STATE):
@@ -445,8 +445,8 @@ def note_start(
     loaded: Loaded, directory: RunDirectory, state: Json, changes: list[Change], *, goes_on: bool
 ) -> None:
     """Write config.yaml and manifest.json; a resumed run records its changes."""
+    from whet.job import pick_device
     from whet.models.arithmetic import facts
-    from whet.shared import pick_device
     from whet.track import history
     from whet.track.manifest import describe
 

@@ -29,8 +29,7 @@ from whet.track.log import close_logging, setup_logging
 from whet.types import CheckpointError, ConfigError, Json
 
 if TYPE_CHECKING:
-    from whet.run import Run
-    from whet.shared import Shared
+    from whet.job import Job
 
 FOLDER = "bench"
 """Where in a run directory its checkpoints' evaluations are written: a run directory itself."""
@@ -93,7 +92,7 @@ def _bench(
     loaded: Loaded, planned: Sequence[Plan], rewards: Sequence[RewardSet], out: Path, *, stack: ExitStack
 ) -> list[dict[str, Json]]:
     from whet import checkpoint
-    from whet.shared import open_shared
+    from whet.job import Job, open_models, open_records
     from whet.track.display import Display
     from whet.track.record import RunDirectory
     from whet.track.written import read_lines
@@ -108,41 +107,34 @@ def _bench(
     display = Display([(p.name, p.total_steps or 0) for p in planned], quiet=True)
     stack.callback(display.close)
     openers = join_cluster(loaded, planned, rewards, stack)
-    shared = open_shared(
-        loaded,
-        planned,
-        rewards=rewards,
-        directory=directory,
-        display=display,
-        stop=Stop(),
-        watch=stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded))),
-        resumed=None,
-        change=False,
-        **openers,
+    watch = stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded)))
+    models = open_models(
+        loaded, planned, display=display, timeline=directory.timeline, watch=watch, **openers
     )
-    for tracker in shared.trackers:
+    records = open_records(
+        loaded.config, directory=directory, display=display, stop=Stop(), watch=watch, resumed=None
+    )
+    for tracker in records.trackers:
         stack.callback(tracker.close)
-    run_loop(_each(shared, found))
+    run_loop(_each(Job(loaded, planned, rewards, models, records), found))
     return read_lines(out / "metrics.jsonl")
 
 
-async def _each(shared: Shared, checkpoints: Sequence[Path]) -> None:
+async def _each(job: Job, checkpoints: Sequence[Path]) -> None:
     """Load every checkpoint into the policy and evaluate it. Nothing else of a stage is opened."""
     from whet import checkpoint
-    from whet.apart import bench
-    from whet.stages import open_stage
+    from whet.disaggregated import Evaluation, open_evaluation
 
-    run: Run | None = None
+    evaluation: Evaluation | None = None
     try:
         for path in checkpoints:
             state = checkpoint.read_state(path)
-            _check_stage(shared.loaded, path, state)
-            if run is None or run.index != state["stage"]:
-                run = open_stage(shared, state["stage"], explores=True)
-            await bench(run, path, step=state["step"], version=state["version"])
+            _check_stage(job.loaded, path, state)
+            if evaluation is None or evaluation.context.index != state["stage"]:
+                evaluation = open_evaluation(job, state["stage"])
+            await evaluation.of(path, state)
     finally:
-        if shared.engine is not None:
-            await shared.engine.close()
+        await job.close()
 
 
 def _check_stage(loaded: Loaded, path: Path, state: Json) -> None:

@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from whet.config.checks_parallel import first_gpu, ranks_of, shards
 from whet.config.plan import Plan
 from whet.config.schema import Config
+from whet.job import Models
 from whet.models.mesh import Dims
 from whet.models.sharded import Sharding
-from whet.shared import Shared
+from whet.track.display import Display
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
 
@@ -24,13 +25,13 @@ Jobs = dict[str, tuple[TorchEngine, Callable[[], T]]]
 """By the name of the result: a model, and what it is asked."""
 
 
-def at_once(jobs: Jobs[T]) -> dict[str, T]:
+def run_concurrently(jobs: Jobs[T]) -> dict[str, T]:
     """All results, by name. Models in different processes work at the same time, those in one place one after the other
     in the given order. A result does not depend on the other models, so the order does not change the results.
 
     The first error, or Ctrl-C, ends the ranks that others wait for, and is raised.
     """
-    said: dict[str, T] = {}
+    found: dict[str, T] = {}
     errors: list[BaseException] = []
     places: dict[Ranks | None, list[tuple[str, Callable[[], T]]]] = {}
     for name, (model, job) in jobs.items():
@@ -46,7 +47,7 @@ def at_once(jobs: Jobs[T]) -> dict[str, T]:
         try:
             for name, job in places[place]:
                 if not errors:
-                    said[name] = job()
+                    found[name] = job()
         except BaseException as error:  # noqa: BLE001  # raised below, in the thread that asked
             failed(error, place)
 
@@ -66,15 +67,15 @@ def at_once(jobs: Jobs[T]) -> dict[str, T]:
             thread.join()
     if errors:
         raise errors[0]
-    return {name: said[name] for name in jobs}
+    return {name: found[name] for name in jobs}
 
 
-def open_ranks(shared: Shared, cfg: Config, plan: Plan) -> dict[str, Ranks]:
-    """The processes of train.parallel by the model that they are named after, see `Run.ranks`."""
+def open_ranks(models: Models, cfg: Config, plan: Plan, display: Display) -> dict[str, Ranks]:
+    """The processes of train.parallel by the model that they are named after, see `Learner.ranks`."""
     found: dict[str, Ranks] = {}
     try:
         for whose in ranks_of(cfg.train.parallel):
-            found[whose] = _started(shared, cfg, plan, whose)
+            found[whose] = _started(models, cfg, plan, whose, display)
     except BaseException:
         for ranks in found.values():
             ranks.close()
@@ -82,13 +83,13 @@ def open_ranks(shared: Shared, cfg: Config, plan: Plan) -> dict[str, Ranks]:
     return found
 
 
-def _started(shared: Shared, cfg: Config, plan: Plan, whose: str) -> Ranks:
+def _started(models: Models, cfg: Config, plan: Plan, whose: str, display: Display) -> Ranks:
     """The ranks that are named after one model."""
     p = cfg.train.parallel
     dims = Dims(dp_replicate=p.dp_replicate, dp_shard=shards(p), tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep)
     processes = sum(ranks_of(p).values()) + ("policy" not in ranks_of(p))
     own = "" if whose == "policy" else whose
-    shared.display.phase(f"start {dims.world} ranks" + (f" of the {own}" if own else ""))
+    display.phase(f"start {dims.world} ranks" + (f" of the {own}" if own else ""))
     return Ranks(
         dims,
         whose=own,
@@ -96,21 +97,21 @@ def _started(shared: Shared, cfg: Config, plan: Plan, whose: str) -> Ranks:
         sharding=Sharding(
             reshard=p.reshard_after_forward, prefetch=p.prefetch, min_parameters=p.wrap_min_num_params
         ),
-        device=shared.model.device.type,
+        device=models.model.device.type,
         threads=max(1, plan.threads // processes),
         timeout_s=p.timeout_s,
         imports=cfg.imports,
-        open_lines=shared.rank_lines and shared.rank_lines(cfg, shared.model),
+        open_lines=models.rank_lines and models.rank_lines(cfg, models.model),
     )
 
 
 def engine_of(
-    shared: Shared, cfg: Config, role: str, model: PreTrainedModel, *, ranks: Mapping[str, Ranks], **how: Any
+    models: Models, cfg: Config, role: str, model: PreTrainedModel, *, ranks: Mapping[str, Ranks], **how: Any
 ) -> TorchEngine:
     """The engine of one role: on its own ranks, on the policy's, or in this process."""
     where = ranks.get(role, ranks.get("policy"))
     if where is None:
-        return TorchEngine(model, shared.ops, **how)
+        return TorchEngine(model, models.ops, **how)
     # it answers to everything that is asked of a TorchEngine outside of it
     how |= {"sharded": cfg.checkpoint.sharded, "chunks": cfg.train.parallel.pipeline_chunks}
     return cast(TorchEngine, RankGroup(where, role, model, kernels=cfg.machine.kernels, **how))

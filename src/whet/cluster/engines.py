@@ -43,6 +43,7 @@ from whet.guard import stacks
 from whet.guard.imports import import_all
 from whet.guard.processes import die_with, process
 from whet.guard.watch import Watch
+from whet.job import decoder_of, end_tokens
 from whet.models import kernels
 from whet.models.exact import self_test
 from whet.models.forward import decoder
@@ -53,7 +54,6 @@ from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
 from whet.rollout.router import Router
 from whet.rollout.scale import wish
-from whet.shared import decoder_of, end_tokens
 from whet.sync.manifest import Manifest, Receipt
 from whet.sync.parcels import Letter, in_store
 from whet.sync.replicas import Delivery, Inbox, Replicated, Shipped, Shipper, within_s
@@ -206,7 +206,7 @@ async def _fetched(references: Iterable[Any]) -> list[Any]:
 
 
 def _exact(model: PreTrainedModel, ops: kernels.Ops, *, seed: int) -> bool:
-    """Whether sampling and training agree to the bit in this process, as `shared.prove_exact` asks of the driver's."""
+    """Whether sampling and training agree to the bit in this process, as `job.prove_exact` asks of the driver's."""
     vocab = model.config.get_text_config().vocab_size
     report = self_test(decoder(model, ops), ops, vocab_size=vocab, seed=seed)
     return report.exact
@@ -328,7 +328,7 @@ def open_replicas(
     watch: Watch,
     timeline: Timeline,
 ) -> Router:
-    """`rollout.replicas` engines in actors as one engine; stands where `shared.open_engine` does.
+    """`rollout.replicas` engines in actors as one engine; stands where `job.open_engine` does.
 
     Raises ConfigError for a cluster that cannot be reached, or that has no room for them.
     """
@@ -475,7 +475,7 @@ def spec_of(
     tokenizer: PreTrainedTokenizerBase,
     threads: int,
 ) -> Spec:
-    """Large enough for every stage, as `shared.open_engine` has it."""
+    """Large enough for every stage, as `job.open_engine` has it."""
     sampling = [p for p in plans if p.generates]
     with tempfile.TemporaryDirectory(prefix="whet-tokenizer-") as folder:
         tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The parts that all stages of a run share: tokenizer, model, kernels, rollout engine, records."""
+"""What all stages of a run share: tokenizer, model, kernels, rollout engine, records."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from whet.config.engines import ENGINES
 from whet.config.load import Loaded
 from whet.config.plan import Plan, dtype_on
 from whet.config.schema import Config
+from whet.context import StopFlag
 from whet.data.tasks import (
     texts,
 )
@@ -35,7 +36,6 @@ from whet.models.lora import attach, twin
 from whet.rewards.combine import RewardSet
 from whet.rollout.engine import EngineInputs, RolloutEngine, missing
 from whet.rollout.router import Router
-from whet.run import StopFlag
 from whet.storage.uploads import Uploads
 from whet.tables import load_object
 from whet.track.display import Display
@@ -55,53 +55,84 @@ RankLines = Callable[[Config, PreTrainedModel], OpenLines]
 """What starts ranks elsewhere."""
 
 
-@dataclass
-class Shared:
-    """The parts that all stages of a run share."""
+@dataclass(frozen=True)
+class Models:
+    """What computes in every stage of a run."""
 
-    loaded: Loaded
-    plans: Sequence[Plan]
     tokenizer: PreTrainedTokenizerBase
     model: PreTrainedModel
+    """The policy, with which each stage begins where the one before it ended."""
     ops: kernels.Ops
     exact: bool
+    """The self-test found that sampled log-probs equal the trainer's bit for bit."""
     engine: RolloutEngine | None
     """None: no stage samples."""
     sampler: TorchEngine | None
     """A copy of the policy to sample from, where a stage syncs less often than every step."""
-    rewards: Sequence[RewardSet]
-    """One for each stage."""
-    saver: Saver
-    uploads: Uploads
-    directory: RunDirectory
-    trackers: Sequence[Tracker]
-    display: Display
-    stop: StopFlag
-    watch: Watch
-    version: int = 0
-    change: bool = False
-    """The run resumes with changed settings that change results."""
     rank_lines: RankLines | None = None
     """Starts the ranks of a stage; None: on this machine."""
 
 
-def open_shared(
-    loaded: Loaded,
-    plans: Sequence[Plan],
+@dataclass(frozen=True)
+class Records:
+    """Where every stage of a run writes, and who watches it."""
+
+    directory: RunDirectory
+    trackers: Sequence[Tracker]
+    display: Display
+    saver: Saver
+    uploads: Uploads
+    stop: StopFlag
+    watch: Watch
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, open: its stages are built from it, one after the other."""
+
+    loaded: Loaded
+    plans: Sequence[Plan]
+    rewards: Sequence[RewardSet]
+    """One for each stage."""
+    models: Models
+    records: Records
+    change: bool = False
+    """The run resumes with changed settings that change results."""
+
+    async def close(self) -> None:
+        """End the engine. Records are closed by who opened them."""
+        if self.models.engine is not None:
+            await self.models.engine.close()
+
+
+def open_records(
+    cfg: Config,
     *,
-    rewards: Sequence[RewardSet],
     directory: RunDirectory,
     display: Display,
     stop: StopFlag,
     watch: Watch,
     resumed: tuple[int, int] | None,
-    change: bool = False,
+) -> Records:
+    """Trackers, checkpoints and uploads of a run. resumed: stage and step that it goes on from."""
+    saver, uploads = open_saver(cfg, directory.path)
+    trackers = open_trackers(cfg, directory, resumed=resumed)
+    return Records(directory, trackers, display, saver, uploads, stop, watch)
+
+
+def open_models(
+    loaded: Loaded,
+    plans: Sequence[Plan],
+    *,
+    display: Display,
+    timeline: Timeline,
+    watch: Watch,
     opener: Opener | None = None,
     rank_lines: RankLines | None = None,
-) -> Shared:
+) -> Models:
     """Tokenizer, model, kernels, engine. The self-test reports whether sampling and training agree to the bit.
 
-    opener: makes the engine as `open_engine`, the default, does. rank_lines: see `Shared`.
+    opener: makes the engine as `open_engine`, the default, does. rank_lines: see `Models`.
     """
     cfg = loaded.config
     device = pick_device(cfg)
@@ -131,14 +162,7 @@ def open_shared(
     sampler = None
     if any(p.samples_apart and p.generates for p in plans):
         sampler = TorchEngine(twin(model), ops, cut=Cut())
-    saver, uploads = open_saver(cfg, directory.path)
-    alike = not any(
-        c.train.compile or p.compute or p.float8 or world(c.train.parallel) > 1
-        for c in loaded.stages
-        for p in [c.train.precision]
-    )
-    alike = alike and cfg.rollout.quantization is None
-    exact = samples and alike and prove_exact(loaded.stages[-1], plans, model, ops=ops)
+    exact = samples and _alike(loaded) and prove_exact(loaded.stages[-1], plans, model, ops=ops)
     engine = None
     if samples:
         engine = (opener or open_engine)(
@@ -148,30 +172,21 @@ def open_shared(
             cfg=cfg,
             tokenizer=tokenizer,
             watch=watch,
-            timeline=directory.timeline,
+            timeline=timeline,
         )
         exact = exact and (not isinstance(engine, Router) or engine.exact)
         display.exactness("exact" if exact else "close")
-    return Shared(
-        loaded=loaded,
-        plans=plans,
-        tokenizer=tokenizer,
-        model=model,
-        ops=ops,
-        exact=exact,
-        engine=engine,
-        sampler=sampler,
-        rewards=rewards,
-        saver=saver,
-        uploads=uploads,
-        directory=directory,
-        trackers=open_trackers(cfg, directory, resumed=resumed),
-        display=display,
-        stop=stop,
-        watch=watch,
-        change=change,
-        rank_lines=rank_lines,
+    return Models(tokenizer, model, ops, exact, engine, sampler, rank_lines)
+
+
+def _alike(loaded: Loaded) -> bool:
+    """Sampling and training run the same functions, in one process."""
+    other = any(
+        c.train.compile or p.compute or p.float8 or world(c.train.parallel) > 1
+        for c in loaded.stages
+        for p in [c.train.precision]
     )
+    return not other and loaded.config.rollout.quantization is None
 
 
 def open_saver(cfg: Config, run_dir: Path) -> tuple[Saver, Uploads]:

@@ -27,7 +27,7 @@ NEEDED: dict[Kind, tuple[str, ...]] = {
 """Fields that a task must have, by kind of learning."""
 
 Look = Callable[[Batch], Batch]
-"""A batch with the log-probs and values of the other models, as in a training step (`loop.look`)."""
+"""A batch with the log-probs and values of the other models: `Learner.compute_logprobs_and_values`."""
 
 
 def given(
@@ -57,7 +57,7 @@ def _field(task: Task, name: str) -> Json:
     return task.extra.get(name) if name == "desirable" else getattr(task, name)
 
 
-def held_out(policy: TrainEngine, groups: Sequence[Group], algorithm: Algorithm, *, look: Look) -> Metrics:
+def eval_loss(policy: TrainEngine, groups: Sequence[Group], algorithm: Algorithm, *, look: Look) -> Metrics:
     """Per source and over all, without a gradient.
 
     Demonstrations: loss_nats, the mean of -log pi over the trained tokens, and perplexity = exp(loss_nats).

@@ -1,0 +1,525 @@
+"""The part of a stage that learns: groups -> batch -> log-probs, values, advantages -> optimizer steps."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from whet import seeds
+from whet.algos.critic import Scale
+from whet.algos.demonstration import without_experts
+from whet.algos.preference import kl_zero
+from whet.algos.skipping import Skipping, shares, skip, skipping, without_effect
+from whet.batch import Batch, among_skipped, computed, pack, select, with_parts
+from whet.config.mixing import experts_per_step
+from whet.config.recipes import resolve
+from whet.config.schema import Train
+from whet.context import Context
+from whet.data.experts import Experts
+from whet.data.replies import reader
+from whet.data.tasks import TaskStream, learned_turns
+from whet.job import Models
+from whet.models.load import build as build_model
+from whet.models.load import value_head
+from whet.models.lora import attach, merged, twin
+from whet.models.trainable import choose
+from whet.placement import Jobs, engine_of, run_concurrently
+from whet.track.metrics import merge
+from whet.track.timeline import Kind
+from whet.training.cut import Cut
+from whet.training.passes import passes, untaught
+from whet.training.ranks import RankGroup, Ranks
+from whet.training.throughput import Meter, meter_of
+from whet.training.torch import MICRO_BATCH, FullKl, TorchEngine
+from whet.types import Group, Json, Metrics, Task, WhetError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """How the rollouts of a stage are sampled, as far as it decides what the trainer must compute again."""
+
+    older: bool = False
+    """They may come from other weights than those before the current step: older ones, or cast."""
+    same_temperature: bool = True
+    """At the temperature that is trained."""
+
+    @property
+    def same_policy(self) -> bool:
+        """From the distribution that is trained."""
+        return not self.older and self.same_temperature
+
+
+class Learned(NamedTuple):
+    """What one step has learned from."""
+
+    batch: Batch
+    """As trained on, without demonstrations."""
+    groups: list[Group]
+    """Of the batch."""
+    metrics: Metrics
+    skipped: tuple[int, ...]
+    """Task uids of the groups of which nothing was learned: their updates were skipped."""
+    flops: float
+    """Operations of the update; 0 where they are not measured."""
+
+
+@dataclass
+class Learner:
+    """Of one stage."""
+
+    context: Context
+    policy: TorchEngine
+    reference: TorchEngine | None
+    critic: TorchEngine | None
+    skipping: Skipping
+    exact: bool
+    """The self-test found that sampled log-probs equal the trainer's bit for bit."""
+    sampled: Sampled = field(default_factory=Sampled)
+    demonstrations: Experts | None = None
+    """Beside the policy's own rollouts in every step; None: there are none."""
+    reused: Callable[[], int] | None = None
+    """How many groups of the last step were trained on before; None: groups are never replayed."""
+    ranks: Mapping[str, Ranks] = field(default_factory=dict)
+    """The processes that train, by the model that they are named after: the policy's and, where they have others, the
+    critic's and the reference's. Without the policy's it is trained in this process."""
+    meter: Meter | None = None
+    """None: the device's speed is not known."""
+    kl_coef: float = 0.0
+    value_scale: Scale = field(default_factory=Scale)
+    """Units in which the critic predicts returns; one scale for a whole step."""
+    thread: ThreadPoolExecutor | None = None
+    """Where it computes while rollouts are sampled."""
+
+    @property
+    def version(self) -> int:
+        return self.policy.version
+
+    # -- asked by the loop
+
+    async def prepare(self, step: int, groups: list[Group]) -> tuple[Batch, Metrics]:
+        """The groups as one batch with all that the loss reads, and the numbers of the off-policy correction."""
+        return await self._compute(partial(self.prepared, step, groups))
+
+    async def learn(self, step: int, batch: Batch, groups: list[Group]) -> Learned:
+        """Every optimizer step of one training step."""
+        return await self._compute(partial(self.learned, step, batch, groups))
+
+    async def _compute(self, job: Callable[[], T]) -> T:
+        """The result of what computes for long: here, or in a thread where rollouts are sampled meanwhile."""
+        if self.context.plan.mode == "synchronous":
+            return job()
+        if self.thread is None:
+            self.thread = ThreadPoolExecutor(1, thread_name_prefix="whet-trainer")
+        return await asyncio.get_running_loop().run_in_executor(self.thread, job)
+
+    def close(self) -> None:
+        """End the thread; a job that it is at is finished first."""
+        if self.thread is not None:
+            self.thread.shutdown()
+
+    # -- before the update
+
+    def prepared(self, step: int, groups: list[Group]) -> tuple[Batch, Metrics]:
+        """See `prepare`. Where rewards alone decide which rollouts have an effect, no model computes the others."""
+        algorithm, corrected = self.context.algorithm, Metrics()
+        batch = pack(groups) if self.demonstrations is None else self.demonstrations.among(groups)
+        if algorithm.parts:
+            batch = with_parts(batch, groups, algorithm.parts)
+        if self.skipping.before_models:
+            batch = self.judge(step, batch)
+        with self.context.monitor.phase("logprobs"):
+            batch = self.compute_logprobs_and_values(batch)
+        if not self.skipping.before_models:
+            batch, corrected = algorithm.correct(batch, self.version)
+            batch = self.judge(step, batch)
+        return batch, corrected
+
+    def judge(self, step: int, batch: Batch) -> Batch:
+        """The batch with counts, advantages and skipped rollouts. Minibatches are partitioned as if none were
+        skipped."""
+        algorithm, cfg = self.context.algorithm, self.context.cfg
+        stream = seeds.key(cfg.seed, "resample", self.context.name, step)
+        batch = algorithm.resample(batch, stream, self.context.plan.own_tasks_per_step)
+        batch = algorithm.advantage(batch, self.kl_coef)
+        if self.skipping.skips == "nothing":
+            return batch
+        weight_N = algorithm.weights(batch, step + 1)
+        without_R = without_effect(batch, weight_N, skips=self.skipping.skips)
+        return skip(batch, without_R, self.minibatches(step, batch, cfg.train))
+
+    def minibatches(self, step: int, batch: Batch, train: Train) -> list[Tensor]:
+        """Numbers of the rollouts of each optimizer step."""
+        stream = seeds.key(self.context.cfg.seed, "minibatches", self.context.name, step)
+        return list(passes(batch, train, stream=stream))
+
+    def compute_logprobs_and_values(self, batch: Batch) -> Batch:
+        """Old and reference log-probs and values before the step, of all rollouts that are not skipped."""
+        algorithm, asked = self.context.algorithm, Jobs[Tensor]()
+        seen = computed(batch)
+        if algorithm.kind == "online" and self.recomputes_old:
+            asked["logp_old_N"] = self.policy, partial(self.policy.forward, seen, "logprobs")
+        if self.reference is not None:
+            asked["logp_ref_N"] = self.reference, partial(self.reference.forward, seen, "logprobs")
+        if "collision" in algorithm.needs:
+            asked["collision_N"] = self.policy, partial(self.policy.forward, seen, "collision")
+        if self.critic is not None:
+            asked["value_N"] = self.critic, partial(self.critic.forward, seen, "values")
+        found = {name: among_skipped(batch, x_N) for name, x_N in run_concurrently(asked).items()}
+        if algorithm.kind == "online":
+            found.setdefault("logp_old_N", batch.logp_sample_N)
+        if "value_N" in found:
+            found["value_N"] = self.value_scale.restored(found["value_N"], batch.mask_N)
+        if self.reference is not None and "kl_zero" in algorithm.needs:
+            found["kl_zero_R"] = kl_zero(batch, policy=self.policy.forward, reference=self.reference.forward)
+        return replace(batch, **found)
+
+    @property
+    def recomputes_old(self) -> bool:
+        """The ratio's denominator comes from the trainer: the engine's log-probs are not exactly its own."""
+        return self.context.algorithm.needs_old(self.exact and self.sampled.same_policy)
+
+    # -- the update
+
+    def learned(self, step: int, batch: Batch, groups: list[Group]) -> Learned:
+        """See `learn`. The engine's and the trainer's log-probs are compared before the weights change: in the first
+        update."""
+        with self.context.monitor.phase("update"):
+            updates, lost = self.update(step, batch)
+        first = {k: v for k, v in updates[0].items() if "/mismatch_" in k}
+        self.check_mismatch(step, first)
+        own = without_experts(batch)
+        return Learned(
+            batch=own,
+            groups=groups,
+            metrics=merge(updates) | first | self.measure(step, own),
+            skipped=tuple(groups[n].task.uid for n in lost),
+            flops=self._flops(step, own),
+        )
+
+    def update(self, step: int, batch: Batch) -> tuple[list[Metrics], Sequence[int]]:
+        """Every optimizer step of the policy and of the critic: the policy's first, or both at once on separate ranks.
+        While the critic warms up, the policy waits. Also the numbers of the groups whose updates were skipped."""
+        jobs, plan = Jobs[list[Metrics]](), self.context.plan
+        if step >= plan.critic_warmup_steps:
+            parts = self.minibatches(step, batch, self.context.cfg.train)
+            jobs["policy"] = (
+                self.policy,
+                lambda: [self.update_policy(step, select(batch, rows)) for rows in parts],
+            )
+        if self.critic is not None and plan.critic is not None:
+            own = without_experts(batch)
+            dealt = self.minibatches(step, own, plan.critic)
+            jobs["critic"] = self.critic, lambda: [self.update_critic(select(own, rows)) for rows in dealt]
+        done = run_concurrently(jobs)
+        lost, why = (
+            untaught(batch, parts, done["policy"])
+            if "policy" in done
+            else untaught(own, dealt, done["critic"])
+        )
+        if why:
+            log.warning("step %d: %s", step + 1, why)
+        return [numbers for steps in done.values() for numbers in steps], lost
+
+    def update_policy(self, step: int, minibatch: Batch) -> Metrics:
+        """One optimizer step of the policy. Denominators count the whole minibatch, skipped rollouts included."""
+        algorithm = self.context.algorithm
+        weighted = replace(minibatch, weight_N=algorithm.weights(minibatch, step + 1))
+        loss = algorithm.loss_of(weighted, self.policy.forward)  # sees the whole minibatch before it is split
+        return {f"train/{k}": v for k, v in self.policy.update(computed(weighted), loss).items()}
+
+    def update_critic(self, minibatch: Batch) -> Metrics:
+        """One optimizer step of the critic."""
+        algorithm = self.context.algorithm
+        assert self.critic is not None
+        assert algorithm.value_loss is not None
+        weighted = replace(
+            self.value_scale.normalized(minibatch), weight_N=algorithm.value_weights(minibatch)
+        )
+        return {f"critic/{k}": v for k, v in self.critic.update(weighted, algorithm.value_loss).items()}
+
+    # -- after the update
+
+    def check_mismatch(self, step: int, numbers: Metrics) -> None:
+        """Compare the log-probs of engine and trainer. With log-prob parity there is no difference."""
+        share = numbers.get("train/mismatch_frac", 0.0)
+        if self.exact and self.sampled.same_policy and not self.policy.drops and share > 0:
+            message = (
+                f"step {step + 1}: {share:.2%} of the sampled log-probs differ from the trainer's, by at most "
+                f"{numbers['train/mismatch_max_nats']:.2e} nats, although the self-test reported 'exact'"
+            )
+            if self.context.cfg.machine.logprob_parity == "on":
+                raise WhetError(f"{message}; machine.logprob_parity=on does not allow this: use auto")
+            log.warning("%s; the run continues as 'close'", message)
+            self.exact = False
+            self.context.monitor.display.exactness("close")
+
+    def measure(self, step: int, batch: Batch) -> Metrics:
+        """Numbers of the whole batch, in which the policy becomes the next version; the KL controller moves."""
+        algorithm = self.context.algorithm
+        out: Metrics = {"train/version": float(self.version + 1)}
+        behind_M = (self.version - batch.version_N)[batch.mask_N & (batch.version_N >= 0)]
+        if self.sampled.older and len(behind_M):
+            out["train/staleness_mean"] = float(behind_M.double().mean())
+        if self.reused is not None:
+            out["train/replayed_groups"] = float(self.reused())
+        out |= shares(batch)
+        seen = computed(batch)
+        if seen.logp_ref_N is not None and seen.logp_old_N is not None:
+            gap = (seen.logp_old_N - seen.logp_ref_N)[seen.mask_N]
+            out["train/kl_reference_nats"] = float(gap.double().mean())
+        if algorithm.kl_coef:
+            out["train/kl_coef"] = self.kl_coef
+            self.kl_coef = algorithm.next_kl_coef(batch, self.kl_coef)
+        if (decay := self.context.cfg.critic.normalize_decay) is not None and batch.return_N is not None:
+            out |= {"critic/scale_mean": self.value_scale.mean, "critic/scale_std": self.value_scale.std}
+            self.value_scale = self.value_scale.seen(batch.return_N, batch.mask_N, decay=decay)
+        if algorithm.mu is not None:
+            out["train/mu"] = algorithm.mu(step + 1)
+        return out
+
+    def _flops(self, step: int, batch: Batch) -> float:
+        if self.meter is None:
+            return 0.0
+        return self.meter.flops(batch, policy_learns=step >= self.context.plan.critic_warmup_steps)
+
+    def reset_reference(self, done: int) -> None:
+        """Every so many steps or epochs copy the policy to the reference; the optimizer may be reset."""
+        cfg = self.context.cfg.reference
+        due = self.context.due(done, cfg.reset_interval, epochs=cfg.reset_interval_epochs)
+        if self.reference is not None and due:
+            self.reference.copy_from(self.policy)
+            if cfg.reset_optimizer:
+                self.policy.forget()
+
+    # -- saved and resumed
+
+    def engines(self) -> dict[str, TorchEngine]:
+        """The models of a checkpoint. A reference that was loaded from a folder is read from there again."""
+        cfg = self.context.cfg.reference
+        own = cfg.path is None or cfg.reset_interval > 0 or cfg.reset_interval_epochs > 0
+        held = {"policy": self.policy, "critic": self.critic, "reference": self.reference if own else None}
+        return {name: engine for name, engine in held.items() if engine is not None}
+
+    def state(self) -> dict[str, Json]:
+        return {
+            "version": self.version,
+            "kl_coef": self.kl_coef,
+            "value_scale": asdict(self.value_scale),
+            "exact": self.exact,
+            "experts": self.demonstrations.stream.state() if self.demonstrations else None,
+        }
+
+    def restore(self, state: Json, *, changed: bool) -> list[tuple[str, str, str]]:
+        """Resume from `state`. Returns the data that demonstrations come from where it has changed, as
+        `TaskStream.restore` does."""
+        self.kl_coef, self.value_scale = state["kl_coef"], Scale(**state["value_scale"])
+        self.exact = self.exact and state["exact"]
+        self.policy.version = state["version"]
+        if self.demonstrations is None or not (state["experts"] or not changed):
+            return []
+        return self.demonstrations.stream.restore(state["experts"], changed=changed)
+
+
+# ---------------------------------------------------------------- opened from the config
+
+
+def open_learner(
+    context: Context,
+    models: Models,
+    *,
+    ranks: Mapping[str, Ranks],
+    held_out: Sequence[Task],
+    exact: bool,
+    reused: Callable[[], int] | None,
+) -> Learner:
+    """The policy starts from what the stage before left in the model. held_out: tasks that demonstrations leave out."""
+    cfg, algorithm = context.cfg, context.algorithm
+    policy = _policy(context, models, ranks)
+    learner = Learner(
+        context=context,
+        policy=policy,
+        reference=_reference(context, models, ranks, policy.cut) if algorithm.needs_reference else None,
+        critic=_critic(context, models, ranks) if algorithm.needs_critic else None,
+        skipping=skipping(context.plan.algorithm, cfg.train),
+        exact=exact,
+        demonstrations=_demonstrations(context, models, held_out),
+        reused=reused,
+        ranks=ranks,
+        kl_coef=algorithm.kl_coef,
+    )
+    if algorithm.full_kl_coef and learner.reference is not None:
+        policy.full_kl = FullKl(algorithm.full_kl_coef, learner.reference, algorithm.top_k)
+    if learner.skipping.why:
+        log.info(
+            "stage %s: rollouts whose weight in the gradient is 0: %s", context.name, learner.skipping.why
+        )
+    devices = trainers(ranks)
+    learner.meter = meter_of(
+        policy, learner.critic, train=cfg.train, of_critic=context.plan.critic, devices=devices
+    )
+    watch(learner)
+    return learner
+
+
+def untrained(context: Context, models: Models) -> Learner:
+    """The policy alone, to be evaluated."""
+    policy = TorchEngine(models.model.requires_grad_(False), models.ops, cut=_cut(context, models))
+    learner = Learner(context, policy, reference=None, critic=None, skipping=Skipping(), exact=models.exact)
+    watch(learner)
+    return learner
+
+
+def watch(learner: Learner) -> None:
+    """Connect the models with the watchdog and the timeline."""
+    monitor, cfg = learner.context.monitor, learner.context.cfg.track
+    skip = None if cfg.micro_batches else MICRO_BATCH
+    roles = (("policy", learner.policy), ("reference", learner.reference), ("critic", learner.critic))
+    for lane, trained in roles:
+        if trained is not None:
+            trained.beat = monitor.watch.beat
+            kind: Kind = "asked" if isinstance(trained, RankGroup) else "work"
+            trained.span = monitor.timeline.spans_of(lane, skip=skip, kind=kind)
+    for ranks in learner.ranks.values():
+        ranks.show_on(monitor.timeline, micro_batches=cfg.micro_batches)
+
+
+def trainers(ranks: Mapping[str, Ranks]) -> int:
+    """Processes that train, this one among them where the policy learns here."""
+    return sum(each.dims.world for each in ranks.values()) + ("policy" not in ranks)
+
+
+def trained_temperature(context: Context) -> float:
+    """What the trainer divides logits by: the sampling temperature; 1 where nothing was sampled (or greedily)."""
+    cfg = context.cfg
+    sampled = cfg.rollout.sampling.temperature if context.algorithm.kind == "online" else 1.0
+    return cfg.train.temperature or sampled or 1.0
+
+
+def _cut(context: Context, models: Models) -> Cut:
+    """How the policy's batches are split."""
+    return Cut.of(
+        context.cfg.train,
+        models.model,
+        whole_groups=context.algorithm.whole_groups,
+        entropy_grad=context.algorithm.entropy_grad,
+        temperature=trained_temperature(context),
+    )
+
+
+def _policy(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> TorchEngine:
+    cfg, plan = context.cfg, context.plan
+    choose(models.model, cfg.train.trainable)
+    return engine_of(
+        models,
+        cfg,
+        "policy",
+        models.model,
+        ranks=ranks,
+        cut=_cut(context, models),
+        optimizer=cfg.train.optimizer,
+        total_steps=plan.optimizer_steps,
+        updates_per_step=plan.updates_per_step,
+        max_skipped=cfg.train.max_skipped_steps,
+        seed=seeds.key(cfg.seed, "policy", plan.name),
+        rests="policy" in cfg.train.offload,
+    )
+
+
+def _reference(context: Context, models: Models, ranks: Mapping[str, Ranks], cut: Cut) -> TorchEngine:
+    """Frozen: from its folder, or a copy of the current policy."""
+    cfg = context.cfg
+    path, overrides = cfg.reference.path, cfg.reference.overrides
+    model = twin(models.model) if path is None else model_at(models, context, path, overrides=overrides)
+    rests = "reference" in cfg.train.offload
+    model = model.requires_grad_(False)
+    return engine_of(models, cfg, "reference", model, ranks=ranks, cut=cut, rests=rests)
+
+
+def _critic(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> TorchEngine:
+    cfg, plan = context.cfg, context.plan
+    train = plan.critic
+    assert train is not None, "planned without a critic"
+    path, name = cfg.critic.path, cfg.critic.head
+    if path is None:
+        model = copy.deepcopy(merged(models.model)).requires_grad_(True)
+    else:
+        model = model_at(models, context, path, overrides=cfg.critic.overrides, head=name)
+    if cfg.critic.lora is not None:
+        attach(model, cfg.critic.lora, seed=seeds.key(cfg.seed, "critic"), key="critic.lora")
+    head = value_head(model.config.hidden_size, cfg.seed, path=path, name=name).to(model.device, model.dtype)
+    cut = Cut.of(train, model, whole_groups=False, entropy_grad=False, temperature=1.0, critic=True)
+    return engine_of(
+        models,
+        cfg,
+        "critic",
+        model,
+        ranks=ranks,
+        cut=cut,
+        value_head=head,
+        whole=path is None,
+        optimizer=train.optimizer,
+        total_steps=plan.critic_optimizer_steps,
+        updates_per_step=plan.critic_updates_per_step,
+        max_skipped=cfg.train.max_skipped_steps,
+        seed=seeds.key(cfg.seed, "critic", plan.name),
+        rests="critic" in cfg.train.offload,
+    )
+
+
+def model_at(
+    models: Models,
+    context: Context,
+    path: str,
+    *,
+    overrides: dict[str, Any] | None,
+    head: str | None = None,
+) -> PreTrainedModel:
+    """The model of a folder. overrides: of its config.json; None: the policy's. head: name of a value head that the
+    folder may hold.
+    """
+    cfg = context.cfg
+    own = {"path": path, "scratch": None} | ({} if overrides is None else {"overrides": overrides})
+    return build_model(
+        cfg.model.model_copy(update=own),
+        vocab_size=len(models.tokenizer),
+        eos_token_id=models.tokenizer.eos_token_id,
+        pad_token_id=models.tokenizer.pad_token_id,
+        seed=cfg.seed,
+        device=models.model.device,
+        dtype=models.model.dtype,
+        head=head,
+    )
+
+
+def _demonstrations(context: Context, models: Models, held_out: Sequence[Task]) -> Experts | None:
+    """The demonstrations of a mix, in their own order; None without a mix."""
+    cfg = context.cfg
+    count = experts_per_step(cfg, resolve(cfg.algorithm))
+    if count == 0:
+        return None
+    data = cfg.data.model_copy(update={"train": cfg.data.demonstrations})
+    stream = TaskStream(
+        data.train,
+        data,
+        tokenizer=models.tokenizer,
+        seed=seeds.key(cfg.seed, "expert"),
+        exclude=held_out if data.exclude_eval else (),
+        max_response_tokens=cfg.rollout.sampling.max_tokens,
+        turns=learned_turns(data, "demonstrations"),
+    )
+    log.info("demonstrations: %s", ", ".join(f"{k} {v}" for k, v in stream.counts.items()))
+    read = reader(cfg.model_copy(update={"data": data}), "demonstrations", models.tokenizer)
+    return Experts(stream=stream, read=read, per_step=count)

@@ -1,0 +1,263 @@
+"""The part of a stage that measures and writes down: numbers, rollouts, evaluations, checkpoints, exports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from whet.checkpoint import Saver
+from whet.config.evaluation import Asked, evaluates, judges
+from whet.config.resuming import fingerprint
+from whet.context import Context
+from whet.data.chat import encode_response
+from whet.data.replies import reader
+from whet.data.tasks import reply_limit
+from whet.eval_loss import eval_loss, given
+from whet.evaluate import Ask, accuracy, evaluate, shown
+from whet.explorer import player
+from whet.job import Job, Models
+from whet.learner import Learned, Learner, trainers
+from whet.models.exports import writer
+from whet.rewards.combine import RewardSet
+from whet.rollout.episode import to_sampling
+from whet.secrets import redact_tree
+from whet.storage.uploads import Uploads
+from whet.track.batches import to_table
+from whet.track.display import Display
+from whet.track.metrics import summarise
+from whet.track.record import RunDirectory
+from whet.track.trackers import ShowsText, Tracker
+from whet.training.ranks import Ranks
+from whet.training.throughput import Meter
+from whet.training.torch import TorchEngine
+from whet.types import Group, Json, Metrics, Task, WhetError
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What the policy is evaluated on."""
+
+    tasks: Sequence[Task]
+    ask: Ask
+    """Samples replies to tasks."""
+    rewards: RewardSet
+    loss: Callable[[], Metrics] | None
+    """On given replies, if the stage trains on given replies."""
+
+
+@dataclass
+class Recorder:
+    """Of one stage."""
+
+    context: Context
+    directory: RunDirectory
+    trackers: Sequence[Tracker]
+    display: Display
+    held_out: HeldOut
+    saver: Saver
+    uploads: Uploads
+    write_export: Callable[[Path], None]
+    """Write the policy as a Hugging Face folder."""
+    fingerprint: Json
+    """The part of the config that a checkpoint stores."""
+    ranks: Mapping[str, Ranks] = field(default_factory=dict)
+    meter: Meter | None = None
+    scored: tuple[int, float | None] = (-1, None)
+    """The last step that was evaluated, and its number of checkpoint.keep_best."""
+
+    # -- one step
+
+    def record(self, done: int, played: Sequence[Group], learned: Learned, accounts: Metrics) -> Metrics:
+        """One line of numbers, and every rollout that was played if they are due. played: all groups that have left
+        with this step, trained on or not. accounts: of the ledger. Returns the numbers."""
+        cfg, name = self.context.cfg.track, self.context.name
+        if self.context.due(done, cfg.batches_interval):
+            self.directory.write_batch(name, done, to_table(learned.batch, learned.groups))
+        if self.context.due(done, cfg.rollouts_interval) and self.context.algorithm.kind == "online":
+            rollouts = [r for g in played for r in g.rollouts]
+            mean = _advantages(learned)
+            advantages = [mean.get((r.task.uid, r.index)) for r in rollouts]
+            self.directory.write_rollouts(name, done, rollouts, advantages=advantages)
+        metrics = summarise(played) | learned.metrics | accounts
+        timings = self._timings(int(metrics.get("rollout/tokens_sum", 0)), learned.flops)
+        self._log(done, metrics, timings)
+        self.display.step(metrics, timings)
+        self.directory.timeline.flush()
+        return metrics
+
+    def _timings(self, tokens: int, flops: float) -> Metrics:
+        """Seconds, memory and rates of the step."""
+        out, seconds = self.context.monitor.timings()
+        step = out["time/step_s"]
+        for ranks in self.ranks.values():
+            whose = f"{ranks.whose}_" if ranks.whose else ""
+            for rank, peaks in enumerate(ranks.ask("peaks")):
+                out |= {f"memory/{whose}rank_{rank}_{name}": value for name, value in peaks.items()}
+        if self.ranks:
+            out["speed/tokens_per_rank_s"] = tokens / step / trainers(self.ranks)
+        out["speed/tokens_per_s"] = tokens / step
+        if self.meter is not None and seconds.get("update"):
+            out["speed/mfu"] = flops / seconds["update"] / self.meter.peak
+            out["speed/tokens_per_device_s"] = tokens / step / self.meter.devices
+        if generating := seconds.get("generate"):
+            out["speed/generated_tokens_per_s"] = tokens / generating
+        return out
+
+    def _log(self, done: int, metrics: Metrics, timings: Metrics) -> None:
+        for tracker in self.trackers:
+            tracker.log(self.context.name, done, metrics=metrics, timings=timings)
+
+    # -- evaluation
+
+    def evaluation_due(self, done: int) -> bool:
+        cfg = self.context.cfg.eval
+        ends = done == self.context.plan.steps
+        return (cfg.at_end and ends) or self.context.due(done, cfg.interval, epochs=cfg.interval_epochs)
+
+    async def evaluate(self, done: int) -> None:
+        """Evaluate the current policy on held-out tasks and record the result."""
+        held, cfg = self.held_out, self.context.cfg
+        metrics, replies = Metrics(), list[Group]()
+        with self.context.monitor.phase("evaluate"):
+            if self.context.plan.judges:
+                replies = await evaluate(held.ask, held.tasks, held.rewards, cfg=cfg)
+                metrics |= accuracy(replies, success=cfg.eval.success)
+            if held.loss is not None:
+                metrics |= held.loss()
+        if metrics:
+            self._record_evaluation(done, metrics, replies)
+
+    def _record_evaluation(self, done: int, metrics: Metrics, groups: Sequence[Group]) -> None:
+        """Held-out metrics, with every sampled reply; some are shown."""
+        cfg, name = self.context.cfg, self.context.name
+        if (best := cfg.checkpoint.keep_best) is not None:
+            if best.metric not in metrics:
+                raise WhetError(
+                    f"checkpoint.keep_best.metric={best.metric}: the evaluation has only {', '.join(metrics)}"
+                )
+            self.scored = done, metrics[best.metric]
+        if groups:
+            replies = [r for g in groups for r in g.rollouts]
+            self.directory.write_eval(name, done, replies, numbers=metrics)
+        if cfg.eval.log_samples:
+            rows = shown(groups, count=cfg.eval.log_samples, seed=cfg.seed)
+            self.directory.write_samples(name, done, rows)
+            for tracker in self.trackers:
+                if isinstance(tracker, ShowsText):
+                    tracker.show(name, done, rows)
+        self._log(done, metrics, {"time/evaluate_s": self.context.monitor.seconds["evaluate"]})
+        self.display.evaluated(done, metrics)
+
+    # -- checkpoints and exports
+
+    def checkpoint_due(self, done: int) -> bool:
+        cfg = self.context.cfg.checkpoint
+        due = self.context.due(done, cfg.interval, epochs=cfg.interval_epochs)
+        best = self.saver.is_best(self._score(done), at=(self.context.index, done))
+        return self.context.stopping or done == self.context.plan.steps or due or best
+
+    def _score(self, done: int) -> float | None:
+        """The score that selects the best checkpoints, if this step was evaluated."""
+        step, score = self.scored
+        return score if step == done else None
+
+    def save(self, done: int, engines: Mapping[str, TorchEngine], state: Callable[[], Json]) -> None:
+        """Save the whole run: its models, and the state of the other parts. Records are synced to disk first."""
+        with self.context.monitor.phase("save"):
+            self.directory.sync()
+            self.saver.wait()  # what is kept for the checkpoint before the last may go once the last is on the disk
+            self.saver.save(engines, self.state(done) | state())
+
+    def export_due(self, done: int) -> bool:
+        """The last step's is the stage's own, which `run_stage` writes."""
+        cfg = self.context.cfg.checkpoint
+        last = done == self.context.plan.steps and cfg.export
+        return self.context.due(done, cfg.export_interval) and not last
+
+    def export(self, done: int, *, final: bool = False) -> None:
+        """The policy as a Hugging Face folder: `export/STAGE` at the end of the stage, else with the step's number."""
+        name = self.context.name if final else f"{self.context.name}-step-{done:06d}"
+        with self.context.monitor.phase("export"):
+            self.write_export(self.directory.path / "export" / name)
+        self.uploads.export(self.directory.path / "export" / name)
+
+    def state(self, done: int) -> dict[str, Json]:
+        return {
+            "stage": self.context.index,
+            "stage_name": self.context.name,
+            "step": done,
+            "done": done >= self.context.plan.steps,
+            "score": self._score(done),
+            "config": redact_tree(self.fingerprint),
+            "record": self.directory.held(),
+        }
+
+    def restore(self, state: Json) -> None:
+        self.scored = state["step"], state.get("score")
+
+
+def _advantages(learned: Learned) -> dict[tuple[int, int], float]:
+    """Mean advantage of each trained rollout, by (task uid, index)."""
+    batch = learned.batch
+    assert batch.adv_N is not None
+    length_R = batch.sum_R(torch.ones_like(batch.adv_N)).clamp(min=1)
+    names = [(r.task.uid, r.index) for g in learned.groups for r in g.rollouts]
+    return dict(zip(names, (batch.sum_R(batch.adv_N) / length_R).tolist()))
+
+
+# ---------------------------------------------------------------- opened from the config
+
+
+def open_recorder(context: Context, job: Job, learner: Learner, tasks: list[Task]) -> Recorder:
+    """tasks: the held-out ones."""
+    records, models = job.records, job.models
+    replies = held_out_replies(context, models, tasks)
+    look = learner.compute_logprobs_and_values
+    loss = partial(eval_loss, learner.policy, replies, context.algorithm, look=look) if replies else None
+    return Recorder(
+        context=context,
+        directory=records.directory,
+        trackers=records.trackers,
+        display=records.display,
+        held_out=HeldOut(tasks, _asker(context, models), job.rewards[context.index], loss),
+        saver=records.saver,
+        uploads=records.uploads,
+        write_export=partial(_export, learner, writer(context.cfg, models.model, models.tokenizer)),
+        fingerprint=fingerprint(job.loaded.as_given),
+        ranks=learner.ranks,
+        meter=learner.meter,
+    )
+
+
+def _asker(context: Context, models: Models) -> Ask:
+    """Plays held-out tasks, each way of asking with its own sampling."""
+
+    async def ask(tasks: list[Task], how: Asked) -> list[Group]:
+        sampling = to_sampling(how.sampling)
+        return await player(models, context.cfg, sampling, size=how.samples, purpose="eval")(tasks)
+
+    return ask
+
+
+def held_out_replies(context: Context, models: Models, tasks: list[Task]) -> list[Group]:
+    """Given replies of held-out tasks, as groups; none if the stage does not train on given replies."""
+    cfg, kind = context.cfg, context.algorithm.kind
+    limit, drops = cfg.rollout.sampling.max_tokens, cfg.data.overlong == "filter"
+    if kind == "online" or not evaluates(cfg):
+        return []
+
+    def fits(task: Task, text: str) -> bool:
+        longest = reply_limit(task, limit, cfg.data.max_total_tokens)
+        return not drops or len(encode_response(models.tokenizer, text)) <= longest
+
+    return reader(cfg, kind, models.tokenizer)(given(tasks, kind, judged=judges(cfg), fits=fits))
+
+
+def _export(learner: Learner, write: Callable[[Path], None], path: Path) -> None:
+    """Write the policy as it now is: where ranks train, it has to come home first."""
+    _ = learner.policy.module
+    write(path)

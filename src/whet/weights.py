@@ -1,0 +1,110 @@
+"""The part of a stage that gives the policy's weights to the engines that sample from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from whet.config import deadlines
+from whet.config.schema import Config
+from whet.context import Context
+from whet.explorer import Explorer
+from whet.job import Models
+from whet.rollout.engine import RolloutEngine
+from whet.sync.exchange import Publisher, publisher_of
+from whet.sync.files import Files
+from whet.sync.weights import publish, sync
+from whet.training.torch import TorchEngine
+from whet.types import Json
+
+
+@dataclass
+class Weights:
+    """Of one stage: when the engines get a version, and how."""
+
+    context: Context
+    policy: TorchEngine
+    engine: RolloutEngine | None
+    sampler: TorchEngine | None
+    """The copy of the policy that the engine samples from between syncs. None: from the policy itself."""
+    out: Publisher | None = None
+    """Where explorers in separate processes get the weights from."""
+    explored_at_sync: int = 0
+    """`Explorer.explored` at the last weight sync."""
+
+    async def begin(self, *, resumed: bool) -> int:
+        """The first sync of the stage. Returns the version that is sampled from."""
+        if resumed and self.sampler is not None:  # it stands at the last sync, the policy has moved on
+            sampled, first = self.sampler, sync(self.sampler, self.engine, out=self.out)
+        else:
+            sampled, first = self.policy, sync(self.policy, self.engine, through=self.sampler, out=self.out)
+        within = deadlines.sync(self.context.cfg)
+        await self.context.monitor.wait(first, "the first weight sync", within=within)
+        return sampled.version
+
+    def check(self) -> None:
+        """Before an optimizer step: explorers in separate processes that took other weights than were sent end the
+        run."""
+        if self.out is not None:
+            self.out.look()
+
+    async def publish(self, step: int, explorer: Explorer) -> None:
+        """One more version of the policy. From here engine.version == policy.version, save with
+        rollout.sync_interval > 1."""
+        await explorer.barrier(step, self.policy.version + 1)
+        due = self.due(step, lambda: explorer.explored)
+        publishing = publish(
+            self.policy,
+            self.engine,
+            through=self.sampler,
+            due=due,
+            finish=not self.interrupts,
+            out=self.out,
+        )
+        within = deadlines.sync(self.context.cfg)
+        await self.context.monitor.wait(publishing, "the weight sync", within=within)
+        if due:
+            self.explored_at_sync = explorer.explored
+
+    def due(self, step: int, explored: Callable[[], int]) -> bool:
+        """Whether the step after `step` steps ends in a weight sync: every so many steps, at the end, and before an
+        evaluation."""
+        context, cfg, done = self.context, self.context.cfg, step + 1
+        evaluated = context.due(done, cfg.eval.interval, epochs=cfg.eval.interval_epochs)
+        if done == context.plan.steps or evaluated:
+            return True
+        if cfg.sync.driven_by == "explorer" and context.plan.mode in ("asynchronous", "train"):
+            groups = cfg.rollout.sync_interval * context.plan.own_tasks_per_step
+            return explored() - self.explored_at_sync >= groups
+        return context.due(done, cfg.rollout.sync_interval)
+
+    @property
+    def interrupts(self) -> bool:
+        """A weight sync does not wait for rollouts in flight: they continue with the new weights."""
+        return self.context.plan.mode == "asynchronous" and self.context.cfg.rollout.partial_rollout
+
+    # -- saved and resumed
+
+    def state(self) -> dict[str, Json]:
+        sampled = self.sampler or self.policy
+        return {"sampler_version": sampled.version, "explored_at_sync": self.explored_at_sync}
+
+    def restore(self, state: Json) -> None:
+        self.explored_at_sync = state.get("explored_at_sync", 0)
+        if self.sampler is not None:
+            self.sampler.version = state["sampler_version"]
+
+
+def open_weights(context: Context, models: Models, policy: TorchEngine, run_dir: Path) -> Weights:
+    """Where explorers are separate processes, they get the weights from run_dir/weights."""
+    elsewhere = context.cfg.mode == "train" and context.algorithm.kind == "online"
+    out = open_publisher(context.cfg, run_dir) if elsewhere else None
+    return Weights(context, policy, models.engine, models.sampler, out)
+
+
+def open_publisher(cfg: Config, run_dir: Path) -> Publisher:
+    """Where explorers in separate processes get the weights from."""
+    files = Files(run_dir / "weights", timeout_s=cfg.sync.timeout_s, keep=cfg.sync.keep)
+    files.tidy()
+    return publisher_of(cfg, files)
