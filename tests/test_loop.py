@@ -40,7 +40,7 @@ Reply = Callable[[list[int], Sampling, int], Awaitable[list[int]]]
 
 
 class Counting:
-    """A learner without weights: it counts its updates and remembers the versions it was given. It is its own policy."""
+    """A learner without weights: it counts its updates and remembers the versions that it was given."""
 
     def __init__(self) -> None:
         self.version = 0

@@ -13,9 +13,10 @@ from rich.console import Console
 
 import whet
 from store_worker import group, uids_of
-from test_loop import SIZE, TASKS, Toy
-from test_overlap import ROLLOUT, flow, go, slow_one
+from test_loop import SIZE, TASKS, Toy, toy
+from test_overlap import ROLLOUT, slow_one
 from test_staleness import run as small_run
+from whet.buffer.buffer import Buffer
 from whet.buffer.priority import Entry, priority
 from whet.buffer.queue import TrainerQueue
 from whet.buffer.replay import Replay
@@ -23,7 +24,7 @@ from whet.buffer.stores import Scored, Store, open_store
 from whet.checkpoint import copied
 from whet.guard.ledger import Ledger
 from whet.track.show import summary
-from whet.types import Group, Stopped
+from whet.types import Stopped
 
 CONTROLLED = "linear_decay_use_count_control_randomization"
 
@@ -53,16 +54,10 @@ def make(
 
 
 def queued(replay: Replay, *, steps: int, **options: Any) -> Toy:
-    """A free run whose steps come from this queue; `run.reused` are the used groups of each step."""
-    run = flow("asynchronous", steps=steps, max_staleness=replay.fresh_staleness, **options)
-    run.buffer.replay, run.buffer.share, run.reused = replay, None, []
-    after = run.after_step
-
-    def counted(batch: Any, groups: list[Group]) -> Any:
-        run.reused.append(run.buffer.reused)
-        return after(batch, groups)
-
-    run.after_step = counted
+    """A free run whose steps come from this queue; `run.learner.reused` are the used groups of each step."""
+    run = toy(mode="asynchronous", steps=steps, max_staleness=replay.fresh_staleness, **options)
+    run.buffer.replay, run.buffer.share, run.learner.reused = replay, None, []
+    run.learner.update = lambda batch: run.learner.reused.append(run.buffer.reused)
     return run
 
 
@@ -72,9 +67,9 @@ def test_steps_are_drawn_before_fresh_groups_are_there() -> None:
     run = queued(
         make(fresh_staleness=3), steps=4, handler=slow_one(set(range(TASKS * SIZE, 10**4)), seconds=0.4)
     )
-    go(run)
-    assert run.reused == [0, TASKS, TASKS, 0]
-    assert [versions for _, versions in run.policy.trained] == [[0], [0], [0], [0]]
+    run.go()
+    assert run.learner.reused == [0, TASKS, TASKS, 0]
+    assert [versions for _, versions in run.learner.seen] == [[0], [0], [0], [0]]
     total = run.ledger.state()["total"]
     assert total["trained"] == 2 * TASKS * SIZE, "used groups are booked once"
     assert run.ledger.pending == 0
@@ -93,16 +88,13 @@ def test_whatever_the_delays_the_bounds_hold_and_the_books_balance(seed: int) ->
         return [7, 1]
 
     replay = make(CONTROLLED, capacity=20, fresh_staleness=ahead, max_staleness=oldest, sigma=2.0, **by_time)
-    run = queued(replay, steps=20, keep=keep, handler=reply, seed=seed)
-    run.cfg = run.cfg.model_copy(
-        update={"algorithm": run.cfg.algorithm.model_copy(update={"max_refills": 1000})}
-    )
-    go(run)
-    assert len(run.trained) == 20 * TASKS * SIZE
+    run = queued(replay, steps=20, keep=keep, handler=reply, seed=seed, max_refills=1000)
+    run.go()
+    assert len(run.learner.rollouts) == 20 * TASKS * SIZE
     bound = max(ahead, 99 if oldest is None else oldest)
-    assert all(version - bound <= min(seen) <= max(seen) <= version for version, seen in run.policy.trained)
-    distinct = {(r.task.uid, r.index) for r in run.trained}
-    uses = [sum((r.task.uid, r.index) == one for r in run.trained) for one in list(distinct)[:40]]
+    assert all(version - bound <= min(seen) <= max(seen) <= version for version, seen in run.learner.seen)
+    distinct = {(r.task.uid, r.index) for r in run.learner.rollouts}
+    uses = [sum((r.task.uid, r.index) == one for r in run.learner.rollouts) for one in list(distinct)[:40]]
     assert max(uses) <= 3
     assert run.ledger.state()["total"]["trained"] == len(distinct), "every rollout once"
     assert run.ledger.pending == 0
@@ -131,8 +123,7 @@ def test_a_queue_goes_on_from_its_state() -> None:
         return drawn
 
     def new() -> Any:
-        run = flow("asynchronous", steps=8, max_staleness=2)
-        return type(run.buffer)(
+        return Buffer(
             groups_per_step=2, group_size=2, max_staleness=2, reject=lambda g: None, ledger=Ledger(),
             replay=make(CONTROLLED, sigma=4.0, capacity=6, fresh_staleness=2),
         )  # fmt: skip

@@ -56,13 +56,10 @@ def asked(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, Any]:
     """What ranks a config starts."""
     seen: dict[str, Any] = {}
     monkeypatch.setattr(whet.placement, "Ranks", lambda dims, **how: seen.update({"dims": dims, **how}))
-    shared = SimpleNamespace(
-        display=SimpleNamespace(phase=lambda what: None),
-        model=SimpleNamespace(device=torch.device("cpu")),
-        rank_lines=None,
-    )
+    display: Any = SimpleNamespace(phase=lambda what: None)
+    models: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")), rank_lines=None)
     cfg = given(*overrides).stages[0]
-    whet.placement.open_ranks(shared, cfg, plan(cfg))  # type: ignore[arg-type]
+    whet.placement.open_ranks(models, cfg, plan(cfg), display)
     return seen
 
 

@@ -14,20 +14,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import yaml
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from whet import checkpoint, environment
 from whet.config.checks_run import TIME
-from whet.config.choices import RESUME
 from whet.config.deadlines import silence
 from whet.config.footprint import check_memory
 from whet.config.load import Loaded, learn_secrets, load
-from whet.config.plan import Plan, dtype_on, plans
-from whet.config.resuming import Change, longer, taken
+from whet.config.plan import Plan, plans
 from whet.config.schema import Config
-from whet.config.secrets import for_people
 from whet.config.sources import rewards_by_source, verifiers
 from whet.config.urls import scheme
 from whet.guard import stacks
@@ -37,15 +32,24 @@ from whet.guard.ledger import Ledger
 from whet.guard.watch import Watch
 from whet.rewards.combine import RewardSet
 from whet.secrets import guarded_output
-from whet.storage.manifests import place_of
+from whet.start import (
+    Start,
+    check_record,
+    find_checkpoint,
+    is_finished,
+    may_go_on,
+    note_start,
+    written,
+)
 from whet.storage.paths import brought_here
 from whet.storage.uploads import DEADLINE_S
 from whet.track import places
 from whet.track.files import RunLock, reading
 from whet.track.log import close_logging, setup_logging
-from whet.types import CheckpointError, ConfigError, Json, Metrics, WhetError
+from whet.types import ConfigError, Json, Metrics, WhetError
 
 if TYPE_CHECKING:
+    from whet.job import Job
     from whet.track.display import Display
     from whet.track.record import RunDirectory
 
@@ -114,7 +118,7 @@ def train(
     loaded = load(config, overrides, sections, unused=unused)
     if rewards is not None:
         loaded = only_rewards(loaded, rewards)
-    loaded = settled(loaded)
+    loaded = resolve_run_dir(loaded)
     finished = run_training(loaded, functions, change=change) == OK
     return Result(Path(loaded.config.run_dir), finished)
 
@@ -153,11 +157,11 @@ def _run_training(
     change: bool,
 ) -> int:
     planned = plans(loaded)  # refuses what cannot work, before anything is written
-    loaded = settled(loaded)
+    loaded = resolve_run_dir(loaded)
     check_memory(planned, going_on=may_go_on(loaded.config))
     loaded = brought_here(loaded)
     home = Path(loaded.config.run_dir)
-    loaded = beside(loaded)
+    loaded = worker_config(loaded)
     cfg = loaded.config
     if any(scheme(url) == "hf" for url in (*cfg.checkpoint.upload_to, *cfg.checkpoint.upload_exports_to)):
         os.environ.setdefault("HF_HUB_OFFLINE", "0")  # the one thing that a run asks the hub for by name
@@ -189,7 +193,7 @@ def _run_training(
             raise
 
 
-def settled(loaded: Loaded) -> Loaded:
+def resolve_run_dir(loaded: Loaded) -> Loaded:
     """The config with {time} in run_dir replaced: by the time of the newest run if that run resumes, else by now."""
     cfg = loaded.config
     if TIME not in cfg.run_dir:
@@ -206,7 +210,7 @@ def settled(loaded: Loaded) -> Loaded:
     )
 
 
-def beside(loaded: Loaded) -> Loaded:
+def worker_config(loaded: Loaded) -> Loaded:
     """The config with a separate folder, if this process explores or evaluates beside a trainer."""
     place = {"run_dir": str(places.own(loaded.config))}
     return replace(
@@ -245,15 +249,11 @@ def _run(
     change: bool,
     watched: Callable[[Watch], object],
 ) -> int:
-    """home: the run directory of the trainer, if this process runs beside one."""
+    """aside: where an earlier run of this directory was moved. home: the run directory of the trainer, if this process
+    runs beside one."""
     with environment.importing():
-        from whet.disaggregated import run_beside
-        from whet.job import Job, open_models, open_records
-        from whet.stages import run_all
-        from whet.track.curve import plot
         from whet.track.display import Display
         from whet.track.record import RunDirectory
-        from whet.track.show import report
     cfg = loaded.config
     directory = RunDirectory(Path(cfg.run_dir), loaded.names, dumps=places.templates(cfg))
     stack.callback(directory.close)
@@ -261,36 +261,59 @@ def _run(
     display = Display(stages, quiet="console" not in cfg.track.trackers)
     stack.callback(display.close)
     setup_logging(directory.path, level=cfg.track.log_level, show=display.message)
-    start, state, changes = goes_on(loaded, directory.path, change=change)
-    if is_finished(loaded, directory.path, state):
+    start = find_checkpoint(loaded, directory.path, change=change)
+    if is_finished(loaded, directory.path, start.state):
         display.close()
-        _show_finished(cfg, directory, display, state)
+        _show_finished(cfg, directory, display, start.state)
         return OK
-    check_record(directory, start, state)
+    check_record(directory, start)
     openers = join_cluster(loaded, planned, rewards, stack)
     for made in rewards:
         made.load_models()
     stop = stack.enter_context(stop_on_ctrl_c(display.message))
-    note_start(loaded, directory, state, changes, goes_on=start is not None)
+    note_start(loaded, directory, start)
     if directory.path == home:
-        directory.truncate_to(state["stage"], state["step"])
+        directory.truncate_to(start.state["stage"], start.state["step"])
     if aside:
         display.message(f"the previous run was moved to {aside}")
-    if start:
-        display.message(f"resuming from {start}")
+    if start.checkpoint:
+        display.message(f"resuming from {start.checkpoint}")
     watched(watch := stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded))))
+    outside = Outside(directory, display, stop, watch)
+    job = _open(loaded, planned, rewards, outside, start, change=change, openers=openers, stack=stack)
+    return _train(job, start, stack) if directory.path == home else _work_beside(job, home)
+
+
+class Outside(NamedTuple):
+    """What a run is opened with."""
+
+    directory: RunDirectory
+    display: Display
+    stop: Stop
+    watch: Watch
+
+
+def _open(
+    loaded: Loaded,
+    planned: Sequence[Plan],
+    rewards: Sequence[RewardSet],
+    outside: Outside,
+    start: Start,
+    *,
+    change: bool,
+    openers: Mapping[str, Any],
+    stack: ExitStack,
+) -> Job:
+    """The models and records of a run, which are closed with the stack."""
+    with environment.importing():
+        from whet.job import Job, open_models, open_records
+    directory, display, stop, watch = outside
     models = open_models(
         loaded, planned, display=display, timeline=directory.timeline, watch=watch, **openers
     )
     records = open_records(
-        cfg,
-        directory=directory,
-        display=display,
-        stop=stop,
-        watch=watch,
-        resumed=(state["stage"], state["step"]) if start else None,
+        loaded.config, directory=directory, display=display, stop=stop, watch=watch, resumed=start.at
     )
-    job = Job(loaded, planned, rewards, models, records, change)
     gc.collect()
     gc.freeze()  # what lives as long as the run is not looked through again at every collection
     stack.callback(gc.unfreeze)
@@ -298,19 +321,35 @@ def _run(
         stack.callback(tracker.close)
     stack.callback(records.uploads.finish, 0.0)
     stack.callback(records.saver.close)
-    if start:
-        records.uploads.missing(*written(directory.path, state))
-    if directory.path != home:
-        run_loop(run_beside(job, home))
-        display.close()
-        return INTERRUPTED if stop.requested else OK
-    run_loop(crewed(loaded, planned, partial(run_all, job, start, state), stack))
+    if start.checkpoint:
+        records.uploads.missing(*written(directory.path, start.state))
+    return Job(loaded, planned, rewards, models, records, change)
+
+
+def _work_beside(job: Job, home: Path) -> int:
+    """Explore or evaluate for the trainer whose run directory is `home`."""
+    from whet.disaggregated import run_beside
+
+    run_loop(run_beside(job, home))
+    job.records.display.close()
+    return INTERRUPTED if job.records.stop.requested else OK
+
+
+def _train(job: Job, start: Start, stack: ExitStack) -> int:
+    """Run all stages, and show what came of it."""
+    with environment.importing():
+        from whet.stages import run_all
+        from whet.track.curve import plot
+        from whet.track.show import report
+    records, main = job.records, partial(run_all, job, start.checkpoint, start.state)
+    directory, display = records.directory, records.display
+    run_loop(with_explorers(job.loaded, job.plans, main, stack))
     records.saver.wait()
     display.phase("upload")
     records.uploads.finish()
     records.saver.tidy()
     display.close()
-    if stop.requested:
+    if records.stop.requested:
         saved = checkpoint.newest(directory.path / "checkpoints")
         end = f"saved as {saved}; the same command resumes the run" if saved else "nothing to save yet"
         display.message(f"stopped; {end}")
@@ -370,16 +409,7 @@ def join_cluster(
     return found
 
 
-def written(run_dir: Path, state: Json) -> tuple[list[Path], list[Path]]:
-    """The checkpoints up to the one with this state, and the exports, oldest first."""
-    saved = run_dir / "checkpoints"
-    found = checkpoint.all_in(saved)
-    upto = [p for p in found if (place_of(p.name) or (0, 0)) <= (state["stage"], state["step"])]
-    exports = [p for p in (run_dir / "export").glob("*") if p.is_dir() and not p.name.startswith(".")]
-    return upto, sorted(exports, key=lambda p: p.stat().st_mtime_ns)
-
-
-def crewed(
+def with_explorers(
     loaded: Loaded, planned: Sequence[Plan], main: Callable[[], Coroutine[Any, Any, None]], stack: ExitStack
 ) -> Coroutine[Any, Any, None]:
     """`main`, with the explorers of cluster.explorers; they are started here."""
@@ -427,98 +457,6 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
     return out
 
 
-def goes_on(loaded: Loaded, run_dir: Path, *, change: bool) -> tuple[Path | None, Json, list[Change]]:
-    """The checkpoint to resume from, if any, its state, and which results have changed since. Raises CheckpointError
-    before any file is overwritten."""
-    found = find_start(loaded, run_dir)
-    if found is None:
-        return None, {"stage": 0, "step": -1, "done": False}, []
-    start, state = found
-    with reading(start / checkpoint.STATE):
-        place = state["stage_name"], state["step"]
-        changes = taken(start, state["config"], loaded.as_given, at=place, change=change)
-        checkpoint.check_contents(start, state, loaded.config.checkpoint.load_contents)
-    return start, state, changes
-
-
-def note_start(
-    loaded: Loaded, directory: RunDirectory, state: Json, changes: list[Change], *, goes_on: bool
-) -> None:
-    """Write config.yaml and manifest.json; a resumed run records its changes."""
-    from whet.job import pick_device
-    from whet.models.arithmetic import facts
-    from whet.track import history
-    from whet.track.manifest import describe
-
-    cfg = loaded.config
-    device = pick_device(cfg).type
-    bits = facts(device, kernels=cfg.machine.kernels, float32=dtype_on(cfg, device) == "float32")
-    shown = for_people(loaded.as_given, loaded.written)
-    text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
-    described = describe(config=text, seed=cfg.seed, data_files=data_files(loaded), bits=bits)
-    if goes_on:
-        history.compare_machines(directory, described)
-        changes = [*changes, *history.since_last_start(directory.path, shown)]
-        history.write_down(directory, changes, state)
-        set_aside_export(loaded, directory.path, state)
-    directory.write_config(text)
-    directory.write_manifest(described)
-
-
-def set_aside_export(loaded: Loaded, run_dir: Path, state: Json) -> None:
-    """A finished stage whose length has changed: files of its former end are renamed to its step."""
-    own = run_dir / "export" / state["stage_name"]
-    if own.is_dir() and state["done"] and not is_done(loaded, state):
-        os.replace(own, own.with_name(f"{own.name}-step-{state['step']:06d}"))
-
-
-def may_go_on(cfg: Config) -> bool:
-    """Whether there is a checkpoint to resume from."""
-    resume = cfg.checkpoint.resume
-    return resume not in RESUME or (resume == "auto" and bool(checkpoint.all_in(places.checkpoints(cfg))))
-
-
-def check_record(directory: Any, start: Path | None, state: Json) -> None:
-    """Check the record against the checkpoint, if the checkpoint is of this run directory."""
-    if start and "record" in state and start.resolve().parent == (directory.path / "checkpoints").resolve():
-        with reading(start / checkpoint.STATE):
-            directory.check(state["record"], start, at=(state["stage"], state["step"]))
-
-
-def find_start(loaded: Loaded, run_dir: Path) -> tuple[Path, Json] | None:
-    """The checkpoint to resume from, by checkpoint.resume, and its state. A damaged checkpoint that the user named is
-    refused; without a name the newest undamaged checkpoint is taken."""
-    resume, saved = loaded.config.checkpoint.resume, run_dir / "checkpoints"
-    if resume == "auto":
-        return checkpoint.newest_whole(saved)
-    if resume in ("never", "fresh"):
-        if places.holds_run(loaded.config):
-            raise CheckpointError(
-                f"{run_dir} already holds a run and checkpoint.resume=never; give another run_dir, or "
-                "checkpoint.resume=fresh, which moves that run aside"
-            )
-        return None
-    checkpoint.newest(saved)  # mends what a kill left half-done
-    path = Path(resume)
-    if not path.is_dir():
-        raise CheckpointError(
-            f"checkpoint.resume={resume}: no such folder; expected auto, never, fresh or the folder of a checkpoint"
-        )
-    return path, checkpoint.read_state(path)
-
-
-def is_finished(loaded: Loaded, run_dir: Path, state: Json) -> bool:
-    """Whether the last stage is done and exported: a kill can fall between its last checkpoint and its export."""
-    export = run_dir / "export" / loaded.names[-1]
-    exported = export.is_dir() or not loaded.stages[-1].checkpoint.export
-    return is_done(loaded, state) and state["stage"] == len(loaded.stages) - 1 and exported
-
-
-def is_done(loaded: Loaded, state: Json) -> bool:
-    """Whether a checkpoint is at the end of its stage, whose length may have changed."""
-    return bool(state["done"]) and not longer(state["config"], loaded.as_given, state["stage_name"])
-
-
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
     """Run `main` to its end; in a separate thread if this thread already has an event loop (a notebook)."""
     try:
@@ -528,13 +466,6 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
         return
     with ThreadPoolExecutor(1) as threads:
         threads.submit(asyncio.run, main).result()
-
-
-def data_files(loaded: Loaded) -> list[Path]:
-    """Files named by the config, for the manifest's hashes; readers handle folders and patterns."""
-    sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.demonstrations, *c.data.eval)]
-    named = [p for s in sources if s.path for p in ([s.path] if isinstance(s.path, str) else s.path)]
-    return sorted({Path(p) for p in named if Path(p).is_file()})
 
 
 @dataclass

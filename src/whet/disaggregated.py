@@ -37,7 +37,7 @@ from whet.sync.exchange import Receiver
 from whet.sync.files import Files
 from whet.sync.weights import hand_over
 from whet.track.files import is_running
-from whet.training.torch import TorchEngine
+from whet.training.engine import TrainEngine
 from whet.types import Json, WhetError
 
 log = logging.getLogger(__name__)
@@ -252,7 +252,7 @@ class Evaluation:
     """One stage, of which nothing is opened but its policy and its records."""
 
     context: Context
-    policy: TorchEngine
+    policy: TrainEngine
     recorder: Recorder
     engine: RolloutEngine | None
 

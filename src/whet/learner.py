@@ -36,6 +36,7 @@ from whet.placement import Jobs, engine_of, run_concurrently
 from whet.track.metrics import merge
 from whet.track.timeline import Kind
 from whet.training.cut import Cut
+from whet.training.engine import TrainEngine
 from whet.training.passes import passes, untaught
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.throughput import Meter, meter_of
@@ -81,9 +82,9 @@ class Learner:
     """Of one stage."""
 
     context: Context
-    policy: TorchEngine
-    reference: TorchEngine | None
-    critic: TorchEngine | None
+    policy: TrainEngine
+    reference: TrainEngine | None
+    critic: TrainEngine | None
     skipping: Skipping
     exact: bool
     """The self-test found that sampled log-probs equal the trainer's bit for bit."""
@@ -306,7 +307,7 @@ class Learner:
 
     # -- saved and resumed
 
-    def engines(self) -> dict[str, TorchEngine]:
+    def engines(self) -> dict[str, TrainEngine]:
         """The models of a checkpoint. A reference that was loaded from a folder is read from there again."""
         cfg = self.context.cfg.reference
         own = cfg.path is None or cfg.reset_interval > 0 or cfg.reset_interval_epochs > 0
@@ -348,11 +349,13 @@ def open_learner(
     """The policy starts from what the stage before left in the model. held_out: tasks that demonstrations leave out."""
     cfg, algorithm = context.cfg, context.algorithm
     policy = _policy(context, models, ranks)
+    reference = _reference(context, models, ranks, policy.cut) if algorithm.needs_reference else None
+    critic = _critic(context, models, ranks) if algorithm.needs_critic else None
     learner = Learner(
         context=context,
         policy=policy,
-        reference=_reference(context, models, ranks, policy.cut) if algorithm.needs_reference else None,
-        critic=_critic(context, models, ranks) if algorithm.needs_critic else None,
+        reference=reference,
+        critic=critic,
         skipping=skipping(context.plan.algorithm, cfg.train),
         exact=exact,
         demonstrations=_demonstrations(context, models, held_out),
@@ -360,16 +363,14 @@ def open_learner(
         ranks=ranks,
         kl_coef=algorithm.kl_coef,
     )
-    if algorithm.full_kl_coef and learner.reference is not None:
-        policy.full_kl = FullKl(algorithm.full_kl_coef, learner.reference, algorithm.top_k)
+    if algorithm.full_kl_coef and reference is not None:
+        policy.full_kl = FullKl(algorithm.full_kl_coef, reference, algorithm.top_k)
     if learner.skipping.why:
         log.info(
             "stage %s: rollouts whose weight in the gradient is 0: %s", context.name, learner.skipping.why
         )
     devices = trainers(ranks)
-    learner.meter = meter_of(
-        policy, learner.critic, train=cfg.train, of_critic=context.plan.critic, devices=devices
-    )
+    learner.meter = meter_of(policy, critic, train=cfg.train, of_critic=context.plan.critic, devices=devices)
     watch(learner)
     return learner
 

@@ -16,12 +16,13 @@ from whet.job import Models
 from whet.models.mesh import Dims
 from whet.models.sharded import Sharding
 from whet.track.display import Display
+from whet.training.engine import TrainEngine
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
 
 T = TypeVar("T")
 
-Jobs = dict[str, tuple[TorchEngine, Callable[[], T]]]
+Jobs = dict[str, tuple[TrainEngine, Callable[[], T]]]
 """By the name of the result: a model, and what it is asked."""
 
 

@@ -31,9 +31,9 @@ from whet.track.display import Display
 from whet.track.metrics import summarise
 from whet.track.record import RunDirectory
 from whet.track.trackers import ShowsText, Tracker
+from whet.training.engine import TrainEngine
 from whet.training.ranks import Ranks
 from whet.training.throughput import Meter
-from whet.training.torch import TorchEngine
 from whet.types import Group, Json, Metrics, Task, WhetError
 
 
@@ -165,7 +165,7 @@ class Recorder:
         step, score = self.scored
         return score if step == done else None
 
-    def save(self, done: int, engines: Mapping[str, TorchEngine], state: Callable[[], Json]) -> None:
+    def save(self, done: int, engines: Mapping[str, TrainEngine], state: Callable[[], Json]) -> None:
         """Save the whole run: its models, and the state of the other parts. Records are synced to disk first."""
         with self.context.monitor.phase("save"):
             self.directory.sync()

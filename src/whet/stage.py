@@ -12,7 +12,7 @@ from whet.learner import Learner
 from whet.recorder import Recorder
 from whet.track.files import reading
 from whet.track.history import other_rows
-from whet.training.torch import TorchEngine
+from whet.training.engine import TrainEngine
 from whet.types import Json
 from whet.weights import Weights
 
@@ -27,7 +27,7 @@ class Stage:
     weights: Weights
     recorder: Recorder
 
-    def engines(self) -> dict[str, TorchEngine]:
+    def engines(self) -> dict[str, TrainEngine]:
         """The models of a checkpoint."""
         sampler = self.weights.sampler
         return self.learner.engines() | ({} if sampler is None else {"sampler": sampler})

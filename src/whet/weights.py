@@ -15,7 +15,7 @@ from whet.rollout.engine import RolloutEngine
 from whet.sync.exchange import Publisher, publisher_of
 from whet.sync.files import Files
 from whet.sync.weights import publish, sync
-from whet.training.torch import TorchEngine
+from whet.training.engine import TrainEngine
 from whet.types import Json
 
 
@@ -24,9 +24,9 @@ class Weights:
     """Of one stage: when the engines get a version, and how."""
 
     context: Context
-    policy: TorchEngine
+    policy: TrainEngine
     engine: RolloutEngine | None
-    sampler: TorchEngine | None
+    sampler: TrainEngine | None
     """The copy of the policy that the engine samples from between syncs. None: from the policy itself."""
     out: Publisher | None = None
     """Where explorers in separate processes get the weights from."""
@@ -96,7 +96,7 @@ class Weights:
             self.sampler.version = state["sampler_version"]
 
 
-def open_weights(context: Context, models: Models, policy: TorchEngine, run_dir: Path) -> Weights:
+def open_weights(context: Context, models: Models, policy: TrainEngine, run_dir: Path) -> Weights:
     """Where explorers are separate processes, they get the weights from run_dir/weights."""
     elsewhere = context.cfg.mode == "train" and context.algorithm.kind == "online"
     out = open_publisher(context.cfg, run_dir) if elsewhere else None

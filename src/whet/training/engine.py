@@ -1,32 +1,60 @@
-"""The interface of train engines, which hold weights and gradients."""
+"""The interface of train engines, which hold weights, gradients and an optimizer: policy, reference, critic."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from whet.batch import Batch, LossFn
 from whet.types import Metrics
 
+Want = Literal["logprobs", "values", "collision"]
+
 
 class TrainEngine(Protocol):
-    version: int
+    """What a stage asks of a model that it trains or compares with."""
 
-    def forward(self, batch: Batch, want: Literal["logprobs", "values", "collision"]) -> Tensor:
+    version: int
+    """Number of published training steps."""
+    drops: bool
+    """An update drops parts of adapters: its log-probs are not those of `forward`."""
+    beat: Callable[[str], object]
+    """Called at every micro-batch: the work goes on."""
+    span: Callable[[str], AbstractContextManager[None]]
+    """Around a forward, an update and its parts: what is being done."""
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """The policy's whole model, up to date, in this process. Of others the structure may be all there is."""
+
+    def forward(self, batch: Batch, want: Want) -> Tensor:
         """[N] float32, no gradient; 0 where mask_N is false. collision: the sum over the vocabulary of p^2."""
 
     def update(self, batch: Batch, loss: LossFn) -> Metrics:
         """Micro-batches, backward, clip, one optimizer step. The loss is sum(loss_N * batch.weight_N)."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names, gathered one at a time."""
+        """Hugging Face names and tensors, adapters merged."""
 
-    def save(self, path: Path) -> None: ...
+    def copy_from(self, other: Any) -> None:
+        """Take the weights of another engine of the same model."""
 
-    def load(self, path: Path) -> None: ...
+    def save(self, path: Path, *, moments: bool = True) -> None:
+        """Weights and the schedule's place into a folder; with `moments` the optimizer's, too."""
+
+    def capture(self, *, moments: bool = True) -> Callable[[Path], None]:
+        """The same in two parts: a copy of the state as it is now, and the function that writes it."""
+
+    def load(self, path: Path) -> None:
+        """What `save` wrote, here or on any other layout."""
+
+    def forget(self) -> None:
+        """Reset the optimizer's moments; weights and schedule stay."""
 
     def place(self, device: Literal["gpu", "cpu"]) -> None:
         """Colocated engines: give the accelerator's memory to the other engine, or take it back."""

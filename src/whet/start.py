@@ -1,0 +1,148 @@
+"""Where a run begins: at its first step, or at a checkpoint; what is checked and written down there."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from whet import checkpoint
+from whet.config.choices import RESUME
+from whet.config.load import Loaded
+from whet.config.plan import dtype_on
+from whet.config.resuming import Change, longer, taken
+from whet.config.schema import Config
+from whet.config.secrets import for_people
+from whet.storage.manifests import place_of
+from whet.track import places
+from whet.track.files import reading
+from whet.types import CheckpointError, Json
+
+if TYPE_CHECKING:
+    from whet.track.record import RunDirectory
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins."""
+
+    checkpoint: Path | None
+    """None: at its beginning."""
+    state: Json
+    """Of that checkpoint, as `checkpoint.read_state` gives it."""
+    changes: list[Change]
+    """Settings that change results and differ from the checkpoint's."""
+
+    @property
+    def at(self) -> tuple[int, int] | None:
+        """Stage and step."""
+        return (self.state["stage"], self.state["step"]) if self.checkpoint else None
+
+
+def find_checkpoint(loaded: Loaded, run_dir: Path, *, change: bool) -> Start:
+    """Where the run begins. Raises CheckpointError before any file is overwritten."""
+    found = find_start(loaded, run_dir)
+    if found is None:
+        return Start(None, {"stage": 0, "step": -1, "done": False}, [])
+    path, state = found
+    with reading(path / checkpoint.STATE):
+        place = state["stage_name"], state["step"]
+        changes = taken(path, state["config"], loaded.as_given, at=place, change=change)
+        checkpoint.check_contents(path, state, loaded.config.checkpoint.load_contents)
+    return Start(path, state, changes)
+
+
+def find_start(loaded: Loaded, run_dir: Path) -> tuple[Path, Json] | None:
+    """The checkpoint to resume from, by checkpoint.resume, and its state. A damaged checkpoint that the user named is
+    refused; without a name the newest undamaged checkpoint is taken."""
+    resume, saved = loaded.config.checkpoint.resume, run_dir / "checkpoints"
+    if resume == "auto":
+        return checkpoint.newest_whole(saved)
+    if resume in ("never", "fresh"):
+        if places.holds_run(loaded.config):
+            raise CheckpointError(
+                f"{run_dir} already holds a run and checkpoint.resume=never; give another run_dir, or "
+                "checkpoint.resume=fresh, which moves that run aside"
+            )
+        return None
+    checkpoint.newest(saved)  # mends what a kill left half-done
+    path = Path(resume)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"checkpoint.resume={resume}: no such folder; expected auto, never, fresh or the folder of a checkpoint"
+        )
+    return path, checkpoint.read_state(path)
+
+
+def may_go_on(cfg: Config) -> bool:
+    """Whether there is a checkpoint to resume from."""
+    resume = cfg.checkpoint.resume
+    return resume not in RESUME or (resume == "auto" and bool(checkpoint.all_in(places.checkpoints(cfg))))
+
+
+def is_finished(loaded: Loaded, run_dir: Path, state: Json) -> bool:
+    """Whether the last stage is done and exported: a kill can fall between its last checkpoint and its export."""
+    export = run_dir / "export" / loaded.names[-1]
+    exported = export.is_dir() or not loaded.stages[-1].checkpoint.export
+    return is_done(loaded, state) and state["stage"] == len(loaded.stages) - 1 and exported
+
+
+def is_done(loaded: Loaded, state: Json) -> bool:
+    """Whether a checkpoint is at the end of its stage, whose length may have changed."""
+    return bool(state["done"]) and not longer(state["config"], loaded.as_given, state["stage_name"])
+
+
+def check_record(directory: RunDirectory, start: Start) -> None:
+    """Check the record against the checkpoint, if the checkpoint is of this run directory."""
+    path, state = start.checkpoint, start.state
+    if path and "record" in state and path.resolve().parent == (directory.path / "checkpoints").resolve():
+        with reading(path / checkpoint.STATE):
+            directory.check(state["record"], path, at=(state["stage"], state["step"]))
+
+
+def note_start(loaded: Loaded, directory: RunDirectory, start: Start) -> None:
+    """Write config.yaml and manifest.json; a resumed run records its changes."""
+    from whet.job import pick_device
+    from whet.models.arithmetic import facts
+    from whet.track import history
+    from whet.track.manifest import describe
+
+    cfg = loaded.config
+    device = pick_device(cfg).type
+    bits = facts(device, kernels=cfg.machine.kernels, float32=dtype_on(cfg, device) == "float32")
+    shown = for_people(loaded.as_given, loaded.written)
+    text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+    described = describe(config=text, seed=cfg.seed, data_files=data_files(loaded), bits=bits)
+    if start.checkpoint:
+        history.compare_machines(directory, described)
+        changes = [*start.changes, *history.since_last_start(directory.path, shown)]
+        history.write_down(directory, changes, start.state)
+        set_aside_export(loaded, directory.path, start.state)
+    directory.write_config(text)
+    directory.write_manifest(described)
+
+
+def set_aside_export(loaded: Loaded, run_dir: Path, state: Json) -> None:
+    """A finished stage whose length has changed: files of its former end are renamed to its step."""
+    own = run_dir / "export" / state["stage_name"]
+    if own.is_dir() and state["done"] and not is_done(loaded, state):
+        os.replace(own, own.with_name(f"{own.name}-step-{state['step']:06d}"))
+
+
+def data_files(loaded: Loaded) -> list[Path]:
+    """Files named by the config, for the manifest's hashes; readers handle folders and patterns."""
+    sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.demonstrations, *c.data.eval)]
+    named = [p for s in sources if s.path for p in ([s.path] if isinstance(s.path, str) else s.path)]
+    return sorted({Path(p) for p in named if Path(p).is_file()})
+
+
+def written(run_dir: Path, state: Json) -> tuple[list[Path], list[Path]]:
+    """The checkpoints up to the one with this state, and the exports, oldest first."""
+    saved = run_dir / "checkpoints"
+    found = checkpoint.all_in(saved)
+    upto = [p for p in found if (place_of(p.name) or (0, 0)) <= (state["stage"], state["step"])]
+    exports = [p for p in (run_dir / "export").glob("*") if p.is_dir() and not p.name.startswith(".")]
+    return upto, sorted(exports, key=lambda p: p.stat().st_mtime_ns)

@@ -1,0 +1,194 @@
+"""One suite for everything that trains: what the loop asks of a `TrainEngine`, in this process and on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forked import near
+from test_train_torch import CUT, assert_near, pg_loss, weighted
+from tiny import tiny_model
+from whet.config.schema import Optimizer
+from whet.models import kernels
+from whet.models.mesh import Dims
+from whet.training.engine import TrainEngine
+from whet.training.ranks import RankGroup, Ranks
+from whet.training.torch import TorchEngine
+
+ADAM = Optimizer(name="adamw", lr=0.02, weight_decay=0.1)
+LAYOUTS = {
+    "this process": None,
+    "one rank": Dims(),
+    "two shards": Dims(dp_shard=2),
+    "two replicas": Dims(dp_replicate=2),
+}
+
+
+class Maker:
+    """Makes engines of one kind; those on ranks have a role each."""
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        self.ranks, self.count = ranks, 0
+
+    def __call__(self, *, seed: int = 0, learns: bool = True) -> TrainEngine:
+        how: dict[str, Any] = {"cut": CUT, "optimizer": ADAM if learns else None, "total_steps": 8}
+        model = tiny_model(seed=seed)
+        if self.ranks is None:
+            return TorchEngine(model, kernels.load("auto"), **how)
+        self.count += 1
+        return RankGroup(self.ranks, "policy" if self.count == 1 else f"role {self.count}", model, **how)
+
+
+@pytest.fixture(params=LAYOUTS)
+def make(request: pytest.FixtureRequest) -> Iterator[Maker]:
+    dims = LAYOUTS[request.param]
+    if dims is None:
+        yield Maker(None)
+        return
+    ranks = Ranks(dims, timeout_s=60.0, open_lines=near)
+    try:
+        yield Maker(ranks)
+    finally:
+        ranks.close()
+
+
+def tensors(engine: TrainEngine) -> dict[str, Tensor]:
+    return {name: x.detach().clone() for name, x in engine.weights()}
+
+
+def oracle(steps: int = 0) -> TorchEngine:
+    """The same model after so many updates, in this process."""
+    engine = TorchEngine(tiny_model(), kernels.load("auto"), cut=CUT, optimizer=ADAM, total_steps=8)
+    for _ in range(steps):
+        engine.update(weighted(), pg_loss)
+    return engine
+
+
+def test_log_probs_stand_at_sampled_tokens_and_the_batch_stays(make: Maker) -> None:
+    batch = weighted()
+    engine = make()
+    logp_N = engine.forward(batch, "logprobs")
+    assert logp_N.dtype == torch.float32
+    assert logp_N.device == batch.mask_N.device
+    assert not logp_N[~batch.mask_N].any()
+    assert (logp_N[batch.mask_N] < 0).all()
+    torch.testing.assert_close(logp_N, oracle().forward(batch, "logprobs"), rtol=1e-5, atol=1e-5)
+    collision_N = engine.forward(batch, "collision")
+    assert ((collision_N[batch.mask_N] > 0) & (collision_N[batch.mask_N] <= 1)).all()
+
+
+def test_updates_are_those_of_one_process(make: Maker) -> None:
+    engine, wanted = make(), oracle()
+    for _ in range(2):
+        numbers, expected = engine.update(weighted(), pg_loss), wanted.update(weighted(), pg_loss)
+        assert numbers.keys() == expected.keys()
+        assert numbers == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert_near(tensors(engine), tensors(wanted), 1e-4)
+    assert engine.version == 0, "a version is published, not trained"
+    mine = dict(engine.module.named_parameters())
+    assert_near({n: mine[n].detach() for n in mine}, tensors(wanted), 1e-4)
+
+
+def test_an_engine_beats_and_has_spans_while_it_works(make: Maker) -> None:
+    engine, beats = make(), list[str]()
+    engine.beat = beats.append
+    entered: list[str] = []
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            entered.append(self.name)
+
+        def __exit__(self, *_: object) -> None: ...
+
+    engine.span = Noted  # type: ignore[assignment]
+    engine.update(weighted(), pg_loss)
+    assert beats
+    assert "update" in entered
+
+
+def test_what_was_saved_goes_on_as_if_nothing_had_happened(make: Maker, tmp_path: Path) -> None:
+    """Saved at once, or captured and written after one more step: the third step is the same."""
+    engine = make()
+    engine.update(weighted(), pg_loss)
+    engine.save(tmp_path / "saved", moments=True)
+    write = engine.capture(moments=True)
+    engine.update(weighted(seed=1), pg_loss)
+    write(tmp_path / "captured")
+    after = tensors(engine)
+    for folder in ("saved", "captured"):
+        engine.load(tmp_path / folder)
+        engine.update(weighted(seed=1), pg_loss)
+        for name, x in tensors(engine).items():
+            assert torch.equal(x, after[name]), (folder, name)
+    files = [sorted(p.name for p in (tmp_path / folder).iterdir()) for folder in ("saved", "captured")]
+    assert files[0] == files[1]
+    for name in files[0]:
+        assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "captured" / name).read_bytes()
+
+
+def test_another_layout_reads_what_this_one_saved(make: Maker, tmp_path: Path) -> None:
+    engine, other = make(), oracle()
+    engine.update(weighted(), pg_loss)
+    engine.save(tmp_path / "saved", moments=True)
+    other.load(tmp_path / "saved")
+    assert all(torch.equal(x, tensors(engine)[name]) for name, x in tensors(other).items())
+    engine.update(weighted(), pg_loss)
+    other.update(weighted(), pg_loss)
+    assert_near(tensors(engine), tensors(other), 1e-4)
+
+
+def test_a_copy_is_equal_to_the_bit_and_does_not_follow(make: Maker) -> None:
+    policy, reference = make(), make(seed=5, learns=False)
+    batch = weighted()
+    policy.update(batch, pg_loss)
+    reference.copy_from(policy)
+    before = reference.forward(batch, "logprobs")
+    assert torch.equal(before, policy.forward(batch, "logprobs"))
+    policy.update(batch, pg_loss)
+    assert torch.equal(before, reference.forward(batch, "logprobs"))
+    assert not torch.equal(before, policy.forward(batch, "logprobs"))
+
+
+def test_a_forgetful_optimizer_begins_anew(make: Maker) -> None:
+    """After `forget` the moments are those of a new optimizer: an update moves the weights as its first one would."""
+    engine, plain = make(), make()
+    engine.update(weighted(), pg_loss)
+    plain.copy_from(engine)
+    engine.forget()
+    for one in (engine, plain):
+        one.update(weighted(seed=2), pg_loss)
+    assert_near(tensors(engine), weights_of(plain), 1e-4)
+
+
+def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
+    """Of a role that does not keep its whole model in this process: as its file has them."""
+    from tempfile import TemporaryDirectory
+
+    from safetensors.torch import load_file
+
+    with TemporaryDirectory() as folder:
+        engine.save(Path(folder), moments=False)
+        return load_file(Path(folder) / "model.safetensors")
+
+
+def test_an_error_of_the_loss_is_raised_with_its_cause(make: Maker) -> None:
+    engine = make()
+    with pytest.raises(Exception, match=r"loss_N|weight_N|None"):
+        engine.update(replace(weighted(), weight_N=None), partial(pg_loss))
+
+
+def test_the_own_device_is_no_move(make: Maker) -> None:
+    engine, batch = make(), weighted()
+    before = engine.forward(batch, "logprobs")
+    engine.place("gpu" if before.device.type == "cuda" else "cpu")
+    assert torch.equal(engine.forward(batch, "logprobs"), before)
