@@ -194,8 +194,9 @@ def otb_by_loops(batch: Batch, reward_N: torch.Tensor, *, tir: bool) -> torch.Te
     assert batch.logp_old_N is not None
     assert batch.collision_N is not None
     out = torch.zeros(batch.tokens).double()
-    prompt = batch.prompt_S.tolist()
-    start = batch.start_S.tolist()
+    strands = list(zip(batch.rollout_S.tolist(), batch.prompt_S.tolist(), strict=True))
+    prompt = [next(p for r, p in strands if r == row) for row in range(batch.rollouts)]
+    start = [batch.start_S.tolist()[s] for s in batch.segment_N.tolist()]  # of each token's strand
     cells: dict[tuple[int, int], list[tuple[int, float, float]]] = defaultdict(list)
     for row, turns in enumerate(turns_of(batch)):
         places = [n for turn in turns for n in turn]
@@ -207,7 +208,7 @@ def otb_by_loops(batch: Batch, reward_N: torch.Tensor, *, tir: bool) -> torch.Te
                 w *= float(batch.correction_N[n]) ** 2
             total += w
             later = math.fsum(float(reward_N[m]) for m in places[k:])
-            t = k if tir else n - start[row] - prompt[row]
+            t = k if tir else n - start[n] - prompt[row]
             cells[int(batch.group_R[row]), t].append((n, later, total))
     sizes = {g: len(rows) for g, rows in groups_of(batch).items()}
     for (g, _), cell in cells.items():
@@ -348,13 +349,17 @@ def test_gigpo_against_a_loop(seed: int, gamma: float, normalize: bool, weight: 
     out = torch.zeros(batch.tokens).double()
     states: dict[tuple[int, tuple[int, ...]], list[tuple[list[int], float]]] = defaultdict(list)
     ids, start = batch.token_ids_N.tolist(), batch.start_S.tolist()
+    begin = [start[s] for s in batch.segment_N.tolist()]  # of each token's strand
     for row, turns in enumerate(turns_of(batch)):
         own = [math.fsum(float(reward_N[n]) for n in turn) for turn in turns]
-        end = start[row]
         for k, turn in enumerate(turns):
+            end = begin[turn[0]]
+            if k:  # the turn before is the history, where the strand begins with it
+                history = ids[begin[turns[k - 1][0]] : turns[k - 1][-1] + 1]
+                goes_on = ids[end : end + len(history)] == history and end + len(history) <= turn[0]
+                end += len(history) if goes_on else 0
             later = sum(gamma ** (j - k) * own[j] for j in range(k, len(turns)))
             states[int(batch.group_R[row]), tuple(ids[end : turn[0]])].append((turn, later))
-            end = turn[-1] + 1
     for members in states.values():
         values = [x for _, x in members]
         if len(values) > 1:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tiny import FAMILIES, VOCAB, tiny_model
-from whet.batch import Batch, Loss, Outputs, pack
+from whet.batch import Batch, Loss, LossFn, Outputs, pack
 from whet.config.schema import Optimizer, Schedule, Train
 from whet.models import kernels
 from whet.models.load import value_head
@@ -66,7 +66,7 @@ def engine(cut: Cut, *, family: str = "qwen3", lr: float = 0.0) -> TorchEngine:
 
 
 def gradients(
-    cut: Cut, batch: Batch, family: str = "qwen3"
+    cut: Cut, batch: Batch, family: str = "qwen3", *, loss: LossFn = pg_loss
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Taken where the optimizer would clip them, without letting it step."""
     made = engine(cut, family=family)
@@ -79,7 +79,7 @@ def gradients(
         return clip()
 
     made.optimizer.clip = look  # type: ignore[method-assign]
-    return seen, made.update(batch, pg_loss)
+    return seen, made.update(batch, loss)
 
 
 def oracle(batch: Batch, family: str) -> dict[str, torch.Tensor]:
