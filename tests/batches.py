@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from whet.batch import Batch, pack, select
-from whet.types import Group, Rollout, Task
+from whet.types import Group, Rollout, Strand, Task, given_tokens
 
 Tokens = list[list[float]]
 
@@ -23,10 +23,10 @@ def make_batch(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> Batch:
-    """A batch from pictures of rollouts: `make_batch([["ppaaoa", "ppa"]], [1, 0])`.
+    """A batch from pictures of rollouts: `make_batch([["ppaaoa", "ppa", "pa|ppa"]], [1, 0, 2])`.
 
-    p prompt, o environment, a sampled. All log-probs (sampled, old, reference) and values are random, near
-    one another, and 0 where nothing was sampled; rewards are random unless given.
+    p prompt, o environment, a sampled, | another strand. All log-probs (sampled, old, reference) and values are random,
+    near one another, and 0 where nothing was sampled; rewards are random unless given.
     """
     rng = np.random.default_rng(seed)
     packed = pack([_group(number, pictures, rng) for number, pictures in enumerate(groups)])
@@ -52,14 +52,17 @@ def make_batch(
 
 
 def ragged(seed: int, *, groups: int = 4, dtype: torch.dtype = torch.float64) -> Batch:
-    """A random batch: groups of 1 to 5 rollouts of one or more turns; some rollouts sampled nothing."""
+    """A random batch: groups of 1 to 5 rollouts of one or more turns; some rollouts sampled nothing, some have their
+    turns in several strands."""
     rng = np.random.default_rng(seed)
 
     def picture() -> str:
         text = "p" * int(rng.integers(1, 5))
         if rng.random() < 0.1:
             return text
-        for _ in range(int(rng.integers(1, 4))):
+        for turn in range(int(rng.integers(1, 4))):
+            if turn and rng.random() < 0.3:
+                text += "|" + "p" * int(rng.integers(1, 9))
             text += "a" * int(rng.integers(1, 9)) + "o" * int(rng.integers(0, 4))
         return text
 
@@ -76,6 +79,27 @@ def pair_batch(pairs: int, *, seed: int = 0) -> Batch:
     return make_batch(pictures, rewards, seed=seed)
 
 
+def concat(parts: Sequence[Batch], *, group_R: Tensor | None = None) -> Batch:
+    """One batch of all rollouts of several, with the fields that all have; groups are numbered on, unless given."""
+    values = {
+        f.name: torch.cat([getattr(p, f.name) for p in parts])
+        for f in fields(Batch)
+        if all(getattr(p, f.name) is not None for p in parts)
+    }
+    for name, count in (("segment_N", "segments"), ("rollout_N", "rollouts"), ("rollout_S", "rollouts")):
+        first = np.cumsum([0, *(getattr(p, count) for p in parts)]).tolist()
+        values[name] = torch.cat([getattr(p, name) + n for p, n in zip(parts, first, strict=False)])
+    first = np.cumsum([0, *(int(p.group_R[-1]) + 1 for p in parts)]).tolist()
+    joined_R = torch.cat([p.group_R + n for p, n in zip(parts, first, strict=False)])
+    return Batch(**values | {"group_R": joined_R if group_R is None else group_R})
+
+
+def reordered(batch: Batch, rows: Sequence[int]) -> Batch:
+    """These rollouts of a batch in this order, some of them several times; groups are numbered anew."""
+    group_R = torch.unique_consecutive(batch.group_R[torch.tensor(rows)], return_inverse=True)[1]
+    return concat([select(batch, torch.tensor([r])) for r in rows], group_R=group_R)
+
+
 def doubles(x: list[float]) -> Tensor:
     """float64, with every digit of the Python number."""
     return torch.tensor(x, dtype=torch.float64)
@@ -84,7 +108,7 @@ def doubles(x: list[float]) -> Tensor:
 def by_rollout(batch: Batch, x_N: Tensor) -> Tokens:
     """[N] as one list a rollout of the numbers at its sampled tokens, for loops that are easy to believe."""
     lists: Tokens = [[] for _ in range(batch.rollouts)]
-    for row, mask, x in zip(batch.row_N.tolist(), batch.mask_N.tolist(), x_N.tolist(), strict=True):
+    for row, mask, x in zip(batch.rollout_N.tolist(), batch.mask_N.tolist(), x_N.tolist(), strict=True):
         if mask:
             lists[row].append(x)
     return lists
@@ -103,18 +127,14 @@ def _group(number: int, pictures: Sequence[str], rng: np.random.Generator) -> Gr
 
 
 def _rollout(task: Task, index: int, picture: str, rng: np.random.Generator) -> Rollout:
-    mask = [int(c == "a") for c in picture]
-    return Rollout(
-        task=task,
-        index=index,
-        token_ids=rng.integers(0, 50, size=len(picture)).tolist(),
-        mask=mask,
-        logprobs=[0.0] * len(picture),
-        sample_logprobs=[0.0] * len(picture),
-        versions=[0 if m else -1 for m in mask],
-        finish_reason="stop",
-        reward=0.0,
-    )
+    strands = tuple(_strand(part, rng) for part in picture.split("|"))
+    return Rollout(task=task, index=index, strands=strands, finish_reason="stop", reward=0.0)
+
+
+def _strand(picture: str, rng: np.random.Generator) -> Strand:
+    mask = np.array([c == "a" for c in picture])
+    tokens = given_tokens(rng.integers(0, 50, size=len(picture)).tolist(), mask)
+    return Strand(**tokens | {"versions": mask.astype(np.int32) - 1})
 
 
 def micro_batches(
@@ -124,7 +144,9 @@ def micro_batches(
 
     With `whole_groups` a group is never cut. What is longer than the limit by itself makes a micro-batch of its own.
     """
-    length, prompt, group = (x.tolist() for x in (batch.length_R, batch.prompt_R, batch.group_R))
+    length_R = torch.bincount(batch.rollout_N, minlength=batch.rollouts)
+    columns = (length_R, batch.prompt_S[batch.first_R], batch.group_R)
+    length, prompt, group = (x.tolist() for x in columns)
     limit = max_rollouts or max_tokens or batch.tokens
 
     def cost(rows: list[int]) -> int:

@@ -34,9 +34,15 @@ def key(*parts: int | str) -> int:
     return out
 
 
-def rollout_key(seed: int, task: int, index: int, *, purpose: str = "train") -> int:
-    """The sampling stream of one rollout. `purpose` keeps evaluation apart from training."""
-    return key(seed, purpose, task, index)
+def rollout_key(
+    seed: int, task: int, index: int, *, purpose: str = "train", fork: Sequence[int] = ()
+) -> int:
+    """The sampling stream of one rollout. `purpose` keeps evaluation apart from training.
+
+    fork: where in its tree of forks a history stands, a number a fork from the first on, so that two forks of one
+    history sample differently. (): it has not forked.
+    """
+    return key(seed, purpose, task, index, *fork)
 
 
 def uniforms(stream: int, start: int, count: int) -> np.ndarray:

@@ -152,7 +152,7 @@ class Episode:
         self.versions += [-1] * count
 
     def rollout(self, reason: FinishReason, *, decode: Decode, error: str | None) -> Rollout:
-        return Rollout(
+        return Rollout.one_strand(
             task=self.task,
             index=self.index,
             token_ids=np.array(self.token_ids, np.int32),
