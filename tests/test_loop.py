@@ -25,9 +25,10 @@ from whet.guard.ledger import Ledger
 from whet.guard.watch import wait
 from whet.loop import explore_step, synchronous
 from whet.rewards.combine import RewardSet
+from whet.rollout.engine import WeightUpdate
 from whet.rollout.episode import play_groups
 from whet.rollout.scripted import ScriptedEngine
-from whet.types import Group, Metrics, Rollout, Sampling, Task, WhetError
+from whet.types import Group, Metrics, Receipt, Rollout, Sampling, Task, WhetError
 
 TASKS, SIZE = 8, 4
 
@@ -37,7 +38,7 @@ class Counting:
 
     def __init__(self) -> None:
         self.version = 0
-        self.module: Any = None
+        self.module: Any = "toy"
         self.trained: list[tuple[int, list[int]]] = []
 
     def forward(self, batch: Batch, want: str) -> Any:
@@ -212,10 +213,11 @@ def test_a_version_the_trainer_does_not_know_is_refused() -> None:
 def test_an_engine_that_does_not_take_the_version_stops_the_run() -> None:
     run = toy()
 
-    async def deaf(source: object, version: int) -> None: ...
+    async def deaf(update: WeightUpdate) -> Receipt:
+        return Receipt("the engine", update.version)
 
-    run.engine.load_weights = deaf
-    with pytest.raises(WhetError, match="engine is at version 0, the policy at 1"):
+    run.engine.update_weights = deaf
+    with pytest.raises(WhetError, match="the engine confirms version 1 and is at version 0, the policy at 1"):
         asyncio.run(steps(run, 1))
 
 

@@ -14,18 +14,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from asking import reply
 from tiny import FAMILIES, VOCAB, tiny_model
 from whet import environment, seeds
 from whet.config.schema import Model, Scratch
 from whet.models import kernels
 from whet.models.load import build
-from whet.rollout.engine import RolloutEngine, WeightSource
+from whet.rollout.engine import RolloutEngine, WeightUpdate
 from whet.rollout.hf import HfEngine
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
 from whet.rollout.router import Router
 from whet.rollout.scripted import ScriptedEngine
-from whet.types import Completion, Sampling, WhetError
+from whet.types import Completion, Sampling, Span, WhetError
 
 environment.prepare(threads=None, exact=True)
 
@@ -113,7 +114,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def ask(e: RolloutEngine, jobs: list[tuple[list[int], Sampling]]) -> list[Completion]:
-    return list(await asyncio.gather(*(e.generate(p, s) for p, s in jobs)))
+    return list(await asyncio.gather(*(reply(e, p, s) for p, s in jobs)))
 
 
 def jobs(count: int, **options: Any) -> list[tuple[list[int], Sampling]]:
@@ -139,7 +140,7 @@ def test_lists_are_equally_long_and_reasons_are_true(engine: RolloutEngine) -> N
 
 def test_the_caller_s_list_is_not_touched(engine: RolloutEngine) -> None:
     prompt = list(PROMPT)
-    done = run(engine.generate(prompt, Sampling(max_tokens=5)))
+    done = run(reply(engine, prompt, Sampling(max_tokens=5)))
     assert prompt == PROMPT
     assert done.token_ids[: len(PROMPT)] != PROMPT
 
@@ -189,14 +190,14 @@ def test_what_cannot_be_served_is_refused_at_once(
 ) -> None:
     async def story() -> None:
         with pytest.raises(WhetError, match=words):
-            await engine.generate(prompt, sampling)
-        await engine.generate([3], Sampling(max_tokens=2))  # nobody else is harmed
+            await reply(engine, prompt, sampling)
+        await reply(engine, [3], Sampling(max_tokens=2))  # nobody else is harmed
 
     run(story())
 
 
 def test_the_longest_possible_rollout_is_served(engine: RolloutEngine) -> None:
-    done = run(engine.generate([3] * 100, Sampling(max_tokens=28, ignore_eos=True)))
+    done = run(reply(engine, [3] * 100, Sampling(max_tokens=28, ignore_eos=True)))
     assert len(done.token_ids) == 28
 
 
@@ -207,7 +208,7 @@ def test_stop_strings_need_a_decoder() -> None:
         ScriptedEngine(lambda *_: [1]),
     ):
         with pytest.raises(WhetError, match="decode"):
-            run(e.generate([3], Sampling(max_tokens=3, stop=("a",))))
+            run(reply(e, [3], Sampling(max_tokens=3, stop=("a",))))
 
 
 def test_key_and_prompt_decide_batch_and_order_do_not(engine: RolloutEngine) -> None:
@@ -239,7 +240,7 @@ def test_versions_follow_load_weights(engine: RolloutEngine) -> None:
         for _ in range(20):
             await asyncio.sleep(0)
         assert not held.done()
-        await engine.load_weights(WeightSource(module=module()), 12)
+        await engine.update_weights(WeightUpdate(version=12, module=module()))
         assert engine.version == 12
         after = await held
         assert {v for c in before for v in c.versions} == {0}
@@ -275,7 +276,7 @@ def test_a_keeping_pause_stops_at_once_and_goes_on_after_the_weights(engine: Rol
         for _ in range(50):
             await asyncio.sleep(0)
         assert not flying.done()
-        await engine.load_weights(WeightSource(module=module()), 1)
+        await engine.update_weights(WeightUpdate(version=1, module=module()))
         return await flying
 
     for done, whole in zip(run(story()), expected):
@@ -288,7 +289,7 @@ def test_cancelling_one_leaves_the_others(engine: RolloutEngine) -> None:
     expected = run(ask(engine, jobs(6)))
 
     async def story() -> list[Completion]:
-        doomed = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=100, ignore_eos=True)))
+        doomed = asyncio.create_task(reply(engine, PROMPT, Sampling(max_tokens=100, ignore_eos=True)))
         others = asyncio.create_task(ask(engine, jobs(6)))
         for _ in range(3):
             await asyncio.sleep(0)
@@ -302,18 +303,18 @@ def test_cancelling_one_leaves_the_others(engine: RolloutEngine) -> None:
 
 def test_close_ends_every_wait_with_a_reason(engine: RolloutEngine) -> None:
     async def story() -> None:
-        flying = [asyncio.create_task(engine.generate(p, s)) for p, s in jobs(4, ignore_eos=True)]
+        flying = [asyncio.create_task(reply(engine, p, s)) for p, s in jobs(4, ignore_eos=True)]
         for _ in range(3):
             await asyncio.sleep(0)
         await engine.pause(finish=False)
-        flying.append(asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=3))))
+        flying.append(asyncio.create_task(reply(engine, PROMPT, Sampling(max_tokens=3))))
         await asyncio.sleep(0)
         await engine.close()
         for result in await asyncio.gather(*flying, return_exceptions=True):
             assert isinstance(result, WhetError)
             assert "closed" in str(result)
         with pytest.raises(WhetError, match="closed"):
-            await engine.generate(PROMPT, Sampling(max_tokens=3))
+            await reply(engine, PROMPT, Sampling(max_tokens=3))
 
     run(story())
 
@@ -350,10 +351,10 @@ def test_hf_goes_on_under_new_weights_with_a_new_cache() -> None:
     first, other = tiny_model(seed=0), tiny_model(seed=1)
 
     async def story(e: HfEngine) -> Completion:
-        flying = asyncio.create_task(e.generate(PROMPT, Sampling(max_tokens=12, key=4, ignore_eos=True)))
+        flying = asyncio.create_task(reply(e, PROMPT, Sampling(max_tokens=12, key=4, ignore_eos=True)))
         for _ in range(6):
             await asyncio.sleep(0)
-        await e.load_weights(WeightSource(module=other), 1)
+        await e.update_weights(WeightUpdate(version=1, module=other))
         return await flying
 
     done = run(story(HfEngine(first, end_token_ids=[END], max_context=LIMIT)))
@@ -361,7 +362,7 @@ def test_hf_goes_on_under_new_weights_with_a_new_cache() -> None:
     assert 0 < kept < 12
     fresh = HfEngine(other, end_token_ids=[END], max_context=LIMIT)
     rest = run(
-        fresh.generate(PROMPT + done.token_ids[:kept], Sampling(max_tokens=12 - kept, key=4, ignore_eos=True))
+        reply(fresh, PROMPT + done.token_ids[:kept], Sampling(max_tokens=12 - kept, key=4, ignore_eos=True))
     )
     assert rest.token_ids == done.token_ids[kept:]
     np.testing.assert_allclose(rest.logprobs, done.logprobs[kept:], atol=1e-6)
@@ -369,10 +370,14 @@ def test_hf_goes_on_under_new_weights_with_a_new_cache() -> None:
 
 def test_a_script_may_return_a_whole_completion_and_is_recorded() -> None:
     whole = Completion(
-        token_ids=[4], logprobs=[-0.5], sample_logprobs=[-0.25], versions=[3], finish_reason="length"
+        token_ids=[4],
+        logprobs=[-0.5],
+        sample_logprobs=[-0.25],
+        spans=(Span(3, 0, 1),),
+        finish_reason="length",
     )
     e = ScriptedEngine(lambda token_ids, sampling, version: whole, version=3)
-    assert run(e.generate([1, 2], Sampling(key=6))) is whole
+    assert run(reply(e, [1, 2], Sampling(key=6))) is whole
     assert [(c.token_ids, c.sampling.key, c.version) for c in e.calls] == [([1, 2], 6, 3)]
-    run(e.load_weights(WeightSource(module="m"), 4))
-    assert e.loaded == [(WeightSource(module="m"), 4)]
+    run(e.update_weights(WeightUpdate(version=4, module="m")))
+    assert e.loaded == [WeightUpdate(version=4, module="m")]

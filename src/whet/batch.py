@@ -27,8 +27,9 @@ class Batch:
     """int64: number of the rollout a token belongs to, 0..R-1."""
     version_N: Tensor
     """int64: policy version of a sampled token; -1 elsewhere."""
-    logp_sample_N: Tensor
-    """float32: engine's log-prob under softmax(logits / temperature), when sampled; 0 elsewhere."""
+    logp_sample_N: Tensor | None
+    """float32: engine's log-prob under softmax(logits / temperature), when sampled; 0 elsewhere. None: the engine of
+    some rollout cannot tell its log-probs."""
     length_R: Tensor
     """int64: tokens of each rollout."""
     prompt_R: Tensor
@@ -132,7 +133,7 @@ def pack(groups: Sequence[Group]) -> Batch:
         mask_N=flat("mask", np.bool_),
         row_N=torch.from_numpy(np.repeat(np.arange(len(rollouts)), length)),
         version_N=flat("versions", np.int64),
-        logp_sample_N=flat("logprobs", np.float32),
+        logp_sample_N=_known(flat("logprobs", np.float32)),
         length_R=torch.from_numpy(length),
         prompt_R=torch.from_numpy(prompt),
         group_R=torch.from_numpy(group),
@@ -141,6 +142,11 @@ def pack(groups: Sequence[Group]) -> Batch:
         turn_reward_N=_turn_rewards(rollouts, length),
         baseline_R=_all_or_none([r.baseline for r in rollouts]),
     )
+
+
+def _known(logp_N: Tensor) -> Tensor | None:
+    """None if any is not known (`Rollout.logprobs`)."""
+    return None if bool(logp_N.isnan().any()) else logp_N
 
 
 def _turn_rewards(rollouts: Sequence[Rollout], length: np.ndarray) -> Tensor | None:

@@ -16,6 +16,7 @@ from whet import seeds
 from whet.algos.demonstration import without_experts
 from whet.algos.groups import with_baseline
 from whet.algos.preference import kl_zero
+from whet.algos.segments import sampled_logp_N
 from whet.algos.skipping import skip, without_effect
 from whet.batch import Batch, among_skipped, computed, pack, select, with_parts
 from whet.buffer.rounds import Rounds
@@ -156,7 +157,8 @@ def look(run: Run, batch: Batch) -> Batch:
     """Compute old and reference log-probs and values before the step, of all rollouts that are not skipped."""
     asked: Jobs[Tensor] = {}
     seen = computed(batch)
-    if run.algorithm.kind == "online" and run.recompute_old:
+    unknown = batch.logp_sample_N is None  # the engine cannot tell them
+    if run.algorithm.kind == "online" and (run.recompute_old or unknown):
         asked["logp_old_N"] = run.policy, partial(run.policy.forward, seen, "logprobs")
     if run.reference is not None:
         asked["logp_ref_N"] = run.reference, partial(run.reference.forward, seen, "logprobs")
@@ -165,8 +167,8 @@ def look(run: Run, batch: Batch) -> Batch:
     if run.critic is not None:
         asked["value_N"] = run.critic, partial(run.critic.forward, seen, "values")
     said = {name: among_skipped(batch, x_N) for name, x_N in at_once(asked).items()}
-    if run.algorithm.kind == "online":
-        said.setdefault("logp_old_N", batch.logp_sample_N)
+    if run.algorithm.kind == "online" and "logp_old_N" not in said:
+        said["logp_old_N"] = sampled_logp_N(batch)
     if "value_N" in said:
         said["value_N"] = run.value_scale.restored(said["value_N"], batch.mask_N)
     if run.reference is not None and "kl_zero" in run.algorithm.needs:

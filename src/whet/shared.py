@@ -34,6 +34,7 @@ from whet.models.load import build as build_model
 from whet.models.lora import attach, twin
 from whet.rewards.combine import RewardSet
 from whet.rollout.engine import EngineInputs, RolloutEngine, missing
+from whet.rollout.needs import check_engine
 from whet.rollout.router import Router
 from whet.run import StopFlag
 from whet.storage.uploads import Uploads
@@ -150,6 +151,8 @@ def open_shared(
             watch=watch,
             timeline=directory.timeline,
         )
+        for stage in loaded.stages:
+            check_engine(engine.can, stage)
         exact = exact and (not isinstance(engine, Router) or engine.exact)
         display.exactness("exact" if exact else "close")
     return Shared(

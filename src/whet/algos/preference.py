@@ -129,7 +129,7 @@ def mismatched(batch: Batch) -> Batch:
         mask_N=batch.mask_N[from_N],
         row_N=row_N,
         version_N=batch.version_N[from_N],
-        logp_sample_N=batch.logp_sample_N[from_N],
+        logp_sample_N=None if batch.logp_sample_N is None else batch.logp_sample_N[from_N],
         length_R=length_R,
         prompt_R=batch.prompt_R,
         group_R=torch.arange(batch.rollouts, device=row_N.device),
