@@ -47,7 +47,7 @@ from whet.rollout.replica import Replica
 from whet.rollout.requests import RequestError
 from whet.shared import decoder_of, end_tokens
 from whet.track.timeline import Timeline
-from whet.types import Completion, ConfigError, Sampling, WhetError
+from whet.types import Completion, ConfigError, Sampling, ScoreRequest, WhetError
 
 BASE: dict[str, Any] = {
     "seed": 3,
@@ -369,6 +369,20 @@ def test_tokens_weights_and_errors_travel(opened: tuple[cluster.Router, NativeEn
         await asyncio.sleep(0.01)
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
+        given: list[int] = []
+        sampling = Sampling(key=3, max_tokens=20, ignore_eos=True)
+        done = await reply(router, [5, 9], sampling, on_tokens=given.extend)
+        assert given == done.token_ids
+        assert done == await reply(own, [5, 9], sampling)
+        begun = asyncio.Event()
+        left = asyncio.create_task(reply(router, [5, 9], sampling, on_tokens=lambda _: begun.set()))
+        await begun.wait()
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        asked = [ScoreRequest(token_ids=(5, 9, *given), start=2, top_k=2)] * 2
+        assert await router.score(asked) == await own.score(asked)
+        each = [await r.engine.health() for r in router.replicas.values()]
+        assert sum(health.requests for health in each) >= len(work) + 3
         named = [(n, p.detach() + 1) for n, p in model.named_parameters()]
         with pytest.raises(WhetError, match=r"1 of \d+ parameters were not received: .*norm"):
             await router.update_weights(WeightUpdate(version=5, tensors=iter(named[:-1])))

@@ -21,6 +21,7 @@ from whet import seeds
 from whet.config.schema import Model, Scratch
 from whet.models import kernels
 from whet.models.load import build
+from whet.rollout import balance
 from whet.rollout.engine import PARTS, Capabilities, Health, OnTokens, Part, RolloutEngine, WeightUpdate
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
@@ -81,17 +82,17 @@ class Faulty:
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
         await self._fail("generate", counted=True)
-        done = await self.engine.generate(request, None if on_tokens is None else self._part(on_tokens))
+        if self.fault.startswith("half-"):
+            await self.engine.generate(
+                request, on_tokens and (lambda tokens: on_tokens(tokens[: len(tokens) // 2]))
+            )
+            await self._fail("half")
+        done = await self.engine.generate(request, on_tokens)
         await self._fail("generate")  # in the middle of it
         if self.fault == "stale" and self.after < 0:
             return replace(done, spans=tuple(span._replace(version=span.version - 1) for span in done.spans))
         self.served.append(request)
         return done
-
-    def _part(self, on_tokens: OnTokens) -> OnTokens:
-        """Where it will fail, half of the tokens come before that."""
-        failing = self.fault.endswith("generate") and self.after < 0
-        return lambda tokens: on_tokens(tokens[: len(tokens) // 2] if failing else tokens)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
         await self._fail("generate", counted=True)
@@ -127,9 +128,9 @@ class Faulty:
         self.after -= counted and bool(self.fault)
         if self.after >= 0 and where == "generate":
             return
-        if self.fault == f"raise-{where}":
+        if self.fault in (f"raise-{where}", f"{where}-raise"):
             raise RuntimeError("killed")
-        if self.fault == f"hang-{where}":
+        if self.fault in (f"hang-{where}", f"{where}-hang"):
             await asyncio.sleep(3600)
 
 
@@ -400,6 +401,159 @@ def test_close_ends_every_wait_with_a_reason() -> None:
             assert "closed" in str(result)
 
     run(story())
+
+
+# ---------------------------------------------------------------- sessions, consumers, scores, proofs
+
+
+def test_the_turns_of_a_session_go_to_one_replica_while_it_lives_and_elsewhere_when_it_dies() -> None:
+    async def story() -> None:
+        crew = Crew(4, restarts=0)
+
+        async def turn(session: str, n: int) -> int:
+            """The number of the replica that served it: each turn has another prompt, and there is other work."""
+            before = [len(e.served) for e in crew.engines]
+            await reply(crew.router, [n + 1, len(session)], Sampling(key=n, max_tokens=3), session=session)
+            return next(i for i, e in enumerate(crew.engines) if len(e.served) > before[i])
+
+        noise = asyncio.create_task(ask(crew.router, [([50], Sampling(key=6, max_tokens=2))] * 9))
+        await asyncio.sleep(0)
+        places = {name: [await turn(name, n) for n in range(6)] for name in ("a", "bb", "ccc")}
+        assert all(len(set(seen)) == 1 for seen in places.values()), places
+        await noise
+        home = places["a"][0]
+        crew.engines[home].fault = "raise-generate"
+        after = [await turn("a", n) for n in range(6, 12)]
+        assert home not in after
+        assert len(set(after)) == 1, "it has a new home"
+        await crew.router.close()
+
+    run(story())
+
+
+def test_sessions_that_were_quiet_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(balance, "SESSIONS", 3)
+
+    async def story() -> None:
+        crew = Crew(2)
+        for session in ("a", "b", "c", "a", "d"):
+            await reply(crew.router, [3], Sampling(max_tokens=2), session=session)
+        assert list(crew.router._balance.sessions) == ["c", "a", "d"]
+        await crew.router.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize("fault", ["half-raise", "half-hang"])
+def test_a_consumer_gets_each_token_once_whatever_becomes_of_the_replica(fault: str) -> None:
+    """Half of a reply was given on when its replica was lost: the other half comes from another one."""
+
+    async def story() -> None:
+        crew = Crew(2)
+        crew.engines[0].fault = fault
+        given: list[list[int]] = []
+        done = await reply(crew.router, [5], Sampling(key=1, max_tokens=6), on_tokens=given.append)
+        assert given == [done.token_ids[:3], done.token_ids[3:]]
+        assert [name for name, _ in crew.router.dropped] == ["engine-0"]
+        await crew.router.close()
+
+    run(story())
+
+
+def test_a_lost_reply_that_cannot_be_sampled_again_is_an_error_to_its_consumer_alone() -> None:
+    def make() -> Faulty:
+        engine = Faulty()
+        engine.reproducible = "server"
+        return engine
+
+    async def story() -> None:
+        crew = Crew(2, make)
+        crew.engines[0].fault = "half-raise"
+        given: list[int] = []
+        with pytest.raises(WhetError, match=r"after 3 tokens were given on.*\(reproducible: server\)"):
+            await reply(crew.router, [5], Sampling(key=1, max_tokens=6), on_tokens=given.extend)
+        assert given == tokens([5], Sampling(key=1, max_tokens=6), 0)[:3]
+        crew.engines[1].fault = "half-raise"
+        done = await reply(crew.router, [5], Sampling(key=1, max_tokens=6))  # nobody was given a part of it
+        assert len(done.token_ids) == 6
+        await crew.router.close()
+
+    run(story())
+
+
+def test_a_consumer_is_not_given_the_rest_of_another_reply() -> None:
+    """The replica that is asked again has newer weights: what it samples does not follow what was given on."""
+
+    async def story() -> None:
+        crew = Crew(2, health_timeout_s=0.1)
+        crew.engines[0].fault = "half-hang"
+        given: list[int] = []
+        flying = asyncio.create_task(
+            reply(crew.router, [5], Sampling(key=1, max_tokens=6), on_tokens=given.extend)
+        )
+        while not given:
+            await asyncio.sleep(0.001)
+        await crew.router.update_weights(weights(1))
+        with pytest.raises(
+            WhetError, match="after 3 tokens were given on; the next replica samples other ones"
+        ):
+            await flying
+        assert given == tokens([5], Sampling(key=1, max_tokens=6), 0)[:3]
+        await crew.router.close()
+
+    run(story())
+
+
+def test_a_consumer_that_fails_costs_no_replica() -> None:
+    def fails(token_ids: list[int]) -> None:
+        raise ValueError("no room")
+
+    async def story() -> None:
+        crew = Crew(2)
+        with pytest.raises(ValueError, match="no room"):
+            await reply(crew.router, [5], Sampling(max_tokens=6), on_tokens=fails)
+        assert crew.router.dropped == []
+        await crew.router.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize("fault", ["raise-generate", "hang-generate"])
+def test_scores_of_a_lost_replica_are_asked_elsewhere(fault: str) -> None:
+    async def story() -> None:
+        crew = Crew(2)
+        crew.engines[0].fault, crew.engines[0].after = fault, 0
+        found = await crew.router.score([ScoreRequest(token_ids=(3, 4, 5), start=1)] * 2)
+        assert [one.logprobs for one in found] == [[0.0, 0.0]] * 2
+        assert [name for name, _ in crew.router.dropped] == ["engine-0"]
+        await crew.router.close()
+
+    run(story())
+
+
+def test_a_replica_that_confirms_other_weights_than_the_rest_is_dropped() -> None:
+    async def story() -> None:
+        crew = Crew(3, restarts=0)
+        for engine, proof in zip(crew.engines, ("a", "a", "b")):
+            engine.proof = proof
+        receipt = await crew.router.update_weights(weights(1))
+        assert receipt == Receipt("the router", 1, "a")
+        assert [name for name, _ in crew.router.dropped] == ["engine-2"]
+        assert "other weights of version 1: b, others a" in crew.router.dropped[0][1]
+        late = Faulty()
+        late.proof = "c"
+        with pytest.raises(WhetError, match="other weights of version 1"):
+            await crew.router.join(Replica("late", late))
+        await crew.router.close()
+
+    run(story())
+
+
+def test_a_replica_that_can_do_less_than_the_others_is_refused() -> None:
+    odd = Faulty()
+    odd.reproducible = "no"
+    with pytest.raises(WhetError, match=r"replica odd can .*reproducible='no'.*all others"):
+        Router([Replica("one", Faulty()), Replica("odd", odd)])
 
 
 # ---------------------------------------------------------------- with models

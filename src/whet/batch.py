@@ -191,9 +191,8 @@ def select(batch: Batch, rows: Tensor) -> Batch:
     at_N = tokens_of(batch, rows)
     values = {f.name: getattr(batch, f.name) for f in fields(batch)}
     of = {
-        name: value[at_N if name.endswith("_N") else rows]
+        name: None if value is None else value[at_N if name.endswith("_N") else rows]
         for name, value in values.items()
-        if value is not None
     }
     of["row_N"] = torch.arange(len(rows), device=rows.device).repeat_interleave(of["length_R"])
     of["group_R"] = torch.unique_consecutive(of["group_R"], return_inverse=True)[1]
