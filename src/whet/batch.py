@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -190,7 +191,7 @@ def select(batch: Batch, rows: Tensor) -> Batch:
     rows = rows.to(batch.length_R.device)
     at_N = tokens_of(batch, rows)
     values = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    of = {
+    of: dict[str, Any] = {
         name: None if value is None else value[at_N if name.endswith("_N") else rows]
         for name, value in values.items()
     }

@@ -177,7 +177,7 @@ class NativeEngine:
         return Receipt("the engine", update.version)
 
     async def pause(self, finish: bool) -> None:
-        """See `RolloutEngine`. New requests wait for `load_weights` or `resume`."""
+        """See `RolloutEngine`. New requests wait for `update_weights` or `resume`."""
         self.holding = True
         if finish and self.scheduler.busy:
             self.running = True
